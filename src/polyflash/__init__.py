@@ -1,0 +1,21 @@
+"""polyflash: one attention function, exact semantics everywhere, the fastest kernel for the device at hand."""
+
+from polyflash.api import attention, explain, use_backend
+from polyflash.errors import SpecError, UnsupportedError
+from polyflash.mask import Mask
+from polyflash.merge import AttentionOutput, merge
+from polyflash.plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionOutput",
+    "Mask",
+    "Plan",
+    "SpecError",
+    "UnsupportedError",
+    "attention",
+    "explain",
+    "merge",
+    "use_backend",
+]

@@ -1,0 +1,80 @@
+"""One row of the table of kernels: what it runs, where, and why it would refuse a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from polyflash.spec import AttentionSpec, Feature, Phase
+from polyflash.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """A case a row can run but leaves to a lower row when nobody asked for it by name, and the reason."""
+
+    target_feature: str
+    dtypes: frozenset[str]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """A kernel in one phase. `module` holds its `run`; `targets` are prefixes of `Target.name` ("" is any)."""
+
+    backend: str
+    phase: Phase
+    module: str
+    targets: tuple[str, ...]
+    dtypes: frozenset[str]
+    max_head_dim: int
+    features: frozenset[Feature]
+    priority: int
+    choose: Callable[[AttentionSpec, Target], Any]
+    needs: tuple[str, ...] = ()  # packages that must be importable
+    yields: tuple[Yield, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}/{self.phase.value}"
+
+    def accepts(self, spec: AttentionSpec, target: Target, *, by_name: bool) -> bool:
+        """The same verdict as `not reasons_against(...)`, without making a string."""
+        return (
+            spec.phase is self.phase
+            and target.name.startswith(self.targets)
+            and spec.dtype in self.dtypes
+            and max(spec.head_dim, spec.head_dim_v) <= self.max_head_dim
+            and spec.features <= self.features
+            and all(target.has_package(name) for name in self.needs)
+            and (by_name or not any(self._yielding(spec, target)))
+        )
+
+    def reasons_against(self, spec: AttentionSpec, target: Target, *, by_name: bool) -> tuple[str, ...]:
+        """Every reason why this row does not run `spec` on `target`; empty if it does."""
+        reasons = []
+        if spec.phase is not self.phase:
+            reasons.append(f"phase: row is {self.phase.value}, asked for {spec.phase.value}")
+        if not target.name.startswith(self.targets):
+            reasons.append(f"target: needs {' or '.join(self.targets)}, is {target.name}")
+        if spec.dtype not in self.dtypes:
+            reasons.append(f"dtype: has {', '.join(sorted(self.dtypes))}, asked for {spec.dtype}")
+        if max(spec.head_dim, spec.head_dim_v) > self.max_head_dim:
+            reasons.append(
+                f"head_dim: up to {self.max_head_dim}, asked for {max(spec.head_dim, spec.head_dim_v)}"
+            )
+        missing = sorted(f.value for f in spec.features - self.features)
+        if missing:
+            reasons.append(f"features: has no {', no '.join(missing)}")
+        absent = [
+            f"{name} ({target.why_no_package(name)})" for name in self.needs if not target.has_package(name)
+        ]
+        if absent:
+            reasons.append(f"packages: {', '.join(absent)}")
+        if not by_name:
+            reasons.extend(f"yields: {y.why}" for y in self._yielding(spec, target))
+        return tuple(reasons)
+
+    def _yielding(self, spec: AttentionSpec, target: Target) -> tuple[Yield, ...]:
+        return tuple(y for y in self.yields if y.target_feature in target.features and spec.dtype in y.dtypes)

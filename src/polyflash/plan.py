@@ -1,0 +1,152 @@
+"""Who runs a spec, with which config, and why. Pure: the table and the target are arguments.
+
+`select()` makes no strings and sits on the path of a call; `explain()` reruns it with one verdict per row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
+
+from polyflash.capability import Capability
+from polyflash.errors import UnsupportedError, spec_error
+from polyflash.spec import AttentionSpec
+from polyflash.target import Target
+from polyflash.work import Work, work_of
+
+
+@dataclass(slots=True)
+class Launch:
+    """A chosen row with its config: what `run` of a backend receives. `prepared` is the backend's own slot,
+    filled at the first call of a route and kept with it (a loaded kernel, an argument block)."""
+
+    row: Capability
+    config: Any
+    rung: str
+    target: Target
+    spec: AttentionSpec
+    run: Callable[..., Any] | None = None
+    prepared: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    row: Capability
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `explain()` returns: the chosen row, its config and where that came from, and a verdict for every row."""
+
+    spec: AttentionSpec
+    target: Target
+    chosen: Capability | None
+    config: Any
+    rung: str
+    verdicts: tuple[Verdict, ...]
+    work: Work
+    notes: tuple[str, ...] = field(default=())
+    backward: Plan | None = None  # of the gradients, if an input needs one
+
+    @property
+    def backend(self) -> str | None:
+        return self.chosen.backend if self.chosen else None
+
+    def __str__(self) -> str:
+        s = self.spec
+        kind = "causal" if s.causal else "full"
+        lines = [
+            f"attention {kind} {s.dtype} batch={s.batch} heads={s.num_q_heads}/{s.num_kv_heads}"
+            f" seqlen={s.seqlen_q}x{s.seqlen_k} head_dim={s.head_dim}/{s.head_dim_v} on {self.target.name}",
+            f"  work: {self.work.flops / 1e9:.3g} GFLOP, {self.work.bytes / 1e6:.3g} MB",
+        ]
+        for v in self.verdicts:
+            mark = "chosen" if v.row is self.chosen else "could run" if not v.reasons else "refused"
+            why = f" [{self.rung}] {self.config}" if v.row is self.chosen else ""
+            lines.append(f"  {v.row.name:<16} {mark}{why}")
+            lines.extend(f"    - {reason}" for reason in v.reasons)
+        lines.extend(f"  note: {note}" for note in self.notes)
+        if self.backward is not None:
+            lines.extend(("gradients:", str(self.backward)))
+        return "\n".join(lines)
+
+
+def select(
+    spec: AttentionSpec, target: Target, table: Sequence[Capability], *, backend: str, config: str
+) -> Launch:
+    """The row that runs `spec`: the requested one or nothing; without a request, the first that accepts."""
+    for row in candidates(table, spec, backend):
+        if row.accepts(spec, target, by_name=bool(backend)):
+            chosen, rung = choose_config(row, spec, target, config)
+            return Launch(row, chosen, rung, target, spec)
+    raise unsupported(spec, target, table, backend)
+
+
+def candidates(table: Sequence[Capability], spec: AttentionSpec, backend: str) -> list[Capability]:
+    """Rows of the spec's phase, best first; those of `backend` alone if it is named."""
+    rows = [row for row in table if row.phase is spec.phase and backend in ("", row.backend)]
+    return sorted(rows, key=lambda row: -row.priority)
+
+
+def choose_config(row: Capability, spec: AttentionSpec, target: Target, config: str) -> tuple[Any, str]:
+    """The ladder: explicit, then the row's own heuristic. Returns the config and the rung it came from."""
+    default = row.choose(spec, target)
+    if not config:
+        return default, "heuristic"
+    values = json.loads(config)
+    kind = values.pop("kind")
+    if kind != _kind(default):
+        change = "Take one from explain(...).config, and name its backend."
+        raise spec_error("config", got=kind, wanted=_kind(default), change=change)
+    return type(default)(**values), "explicit"
+
+
+def encode_config(config: Any) -> str:
+    """A config as text, so that it passes through the op, whose arguments are primitives."""
+    if not is_dataclass(config) or isinstance(config, type):
+        change = "Take one from explain(...).config."
+        raise spec_error("config", got=type(config).__name__, wanted="a backend's Config", change=change)
+    return json.dumps({"kind": _kind(config), **asdict(config)}, sort_keys=True)
+
+
+def _kind(config: Any) -> str:
+    return f"{type(config).__module__}.{type(config).__qualname__}"
+
+
+def unsupported(
+    spec: AttentionSpec, target: Target, table: Sequence[Capability], backend: str
+) -> UnsupportedError:
+    """The refusal of every candidate, worded by the rows themselves."""
+    rows = candidates(table, spec, backend)
+    reasons = tuple((row.name, row.reasons_against(spec, target, by_name=bool(backend))) for row in rows)
+    asked = f"backend {backend!r}" if backend else "any backend"
+    lines = [f"no {spec.phase.value} kernel of {asked} runs this call on {target.name}:"]
+    lines += [f"  {name}: {'; '.join(why)}" for name, why in reasons] or ["  there is no such row"]
+    lines.append("Drop the feature, change the dtype, or leave backend=None to let polyflash choose.")
+    return UnsupportedError("\n".join(lines), reasons)
+
+
+def explain(
+    spec: AttentionSpec,
+    target: Target,
+    table: Sequence[Capability],
+    *,
+    backend: str = "",
+    config: str = "",
+    backward: Plan | None = None,
+) -> Plan:
+    """The same choice as `select()`, with one verdict per row; launches nothing and never raises for a refusal."""
+    rows = candidates(table, spec, "")
+    verdicts = []
+    for row in rows:
+        reasons = row.reasons_against(spec, target, by_name=backend == row.backend)
+        if backend and row.backend != backend:
+            reasons = (f"backend: {backend} was asked for by name", *reasons)
+        verdicts.append(Verdict(row, reasons))
+    chosen = next((v.row for v in verdicts if not v.reasons), None)
+    picked, rung = choose_config(chosen, spec, target, config) if chosen else (None, "none")
+    notes = tuple(picked.notes(spec)) if hasattr(picked, "notes") else ()
+    return Plan(spec, target, chosen, picked, rung, tuple(verdicts), work_of(spec), notes, backward)

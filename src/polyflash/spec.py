@@ -1,0 +1,127 @@
+"""What is asked: the operands of one attention call, and the frozen spec that planning reads.
+
+`Arguments` carries tensors and travels to the kernel; `AttentionSpec` carries none and travels to the planner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SMALL_ROWS = 16  # at most this many query rows: one vector of lanes on a 512-bit CPU
+MANY_KEYS = 1024  # from this many keys on, a call is worth splitting or streaming
+
+
+class Phase(str, Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    DECODE = "decode"
+
+
+class Feature(str, Enum):
+    """What a call may need beyond dense self-attention. A capability row lists those its kernel has."""
+
+    CAUSAL = "causal"
+    WINDOW = "window"
+    Q_OFFSET = "q_offset"
+    KV_LENS = "kv_lens"
+    KV_STARTS = "kv_starts"
+    MASK = "bool mask"
+    BIAS = "bias"
+    ALIBI = "alibi_slopes"
+    SOFTCAP = "softcap"
+    SINKS = "sinks"
+    SEGMENTS = "segments"
+    DROPOUT = "dropout"
+    GQA = "grouped heads"
+    HEAD_DIM_V = "head_dim_v != head_dim"
+    LSE = "return_lse"
+    BATCH_INVARIANT = "batch_invariant"
+
+
+class Arguments(NamedTuple):
+    """Everything beyond q, k, v, in the order of the op's schema; the rarer, the later.
+
+    Layout is always (batch, heads, seqlen, head_dim) here; mask and bias broadcast to
+    (batch, num_q_heads, seqlen_q, seqlen_k) and are not expanded. `offset` is the int form of `q_offset`
+    (row i stands at position i + offset); None with no `q_offset` tensor means seqlen_k_live - seqlen_q.
+    """
+
+    causal: bool = False
+    scale: float | None = None
+    need_lse: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    offset: int | None = None
+    kv_lens: Tensor | None = None  # int32 (batch,)
+    kv_starts: Tensor | None = None  # int32 (batch,)
+    q_offset: Tensor | None = None  # int32 (batch,)
+    mask: Tensor | None = None  # bool, True = attend
+    bias: Tensor | None = None  # any float dtype
+    alibi_slopes: Tensor | None = None  # float (num_q_heads,) or (batch, num_q_heads)
+    sinks: Tensor | None = None  # float (num_q_heads,)
+    q_segments: Tensor | None = None  # int32 (batch, seqlen_q)
+    k_segments: Tensor | None = None  # int32 (batch, seqlen_k)
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None  # int64 (), on the CPU
+    batch_invariant: bool = False
+    checked: bool = False
+    backend: str = ""
+    config: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One problem, without tensors: what planning, work counting and `explain()` read. Sizes in elements."""
+
+    phase: Phase
+    dtype: str
+    device: str
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    features: frozenset[Feature]
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    offset: int | None = None  # None: seqlen_k - seqlen_q
+    scale: float | None = None
+    needs_grad: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_q_heads // max(1, self.num_kv_heads)
+
+
+def features_of(
+    args: Arguments, *, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int
+) -> frozenset[Feature]:
+    """The features a call needs, from the presence of its operands."""
+    wanted = {
+        Feature.CAUSAL: args.causal,
+        Feature.WINDOW: args.window_left is not None or args.window_right is not None,
+        Feature.Q_OFFSET: args.offset is not None or args.q_offset is not None,
+        Feature.KV_LENS: args.kv_lens is not None,
+        Feature.KV_STARTS: args.kv_starts is not None,
+        Feature.MASK: args.mask is not None,
+        Feature.BIAS: args.bias is not None,
+        Feature.ALIBI: args.alibi_slopes is not None,
+        Feature.SOFTCAP: args.softcap != 0.0,
+        Feature.SINKS: args.sinks is not None,
+        Feature.SEGMENTS: args.q_segments is not None,
+        Feature.DROPOUT: args.dropout_p != 0.0,
+        Feature.GQA: num_q_heads != num_kv_heads,
+        Feature.HEAD_DIM_V: head_dim != head_dim_v,
+        Feature.LSE: args.need_lse,
+        Feature.BATCH_INVARIANT: args.batch_invariant,
+    }
+    return frozenset(feature for feature, on in wanted.items() if on)

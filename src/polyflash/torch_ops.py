@@ -1,0 +1,394 @@
+"""The one torch op under every public function: schema, fake tensors, autograd, autocast, and the route cache.
+
+    call() -> polyflash::attention(q, k, v, <primitive arguments>) -> [ route cache -> spec -> plan -> run ] -> (out, lse)
+
+The plan is made inside the op, so torch.compile sees one opaque call and never a length-dependent choice. A route is
+kept per class of problem (dtypes, heads, dims, which operands, length classes), not per length.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from polyflash import backends, env, plan, target, validate
+from polyflash.errors import SpecError, UnsupportedError
+from polyflash.plan import Launch
+from polyflash.spec import MANY_KEYS, SMALL_ROWS, Arguments, AttentionSpec, Phase, features_of
+
+_ARGUMENTS = (
+    "bool causal=False, float? scale=None, bool need_lse=False, SymInt? window_left=None, SymInt? window_right=None, "
+    "SymInt? offset=None, Tensor? kv_lens=None, Tensor? kv_starts=None, Tensor? q_offset=None, Tensor? mask=None, "
+    "Tensor? bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_segments=None, "
+    "Tensor? k_segments=None, float softcap=0.0, float dropout_p=0.0, Tensor? dropout_seed=None, "
+    'bool batch_invariant=False, bool checked=False, str backend="", str config=""'
+)
+_LIB = torch.library.Library("polyflash", "DEF")
+_LIB.define(f"attention(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse)")
+_LIB.define(f"attention_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_ARGUMENTS}) -> Tensor lse")
+_LIB.define(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"bool[] needs, {_ARGUMENTS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+)
+_attention = torch.ops.polyflash.attention.default
+_attention_out = torch.ops.polyflash.attention_out.default
+_attention_backward = torch.ops.polyflash.attention_backward.default
+
+_N_FIRST = 3  # q, k, v come before Arguments
+_BIAS = _N_FIRST + Arguments._fields.index("bias")
+_SINKS = _N_FIRST + Arguments._fields.index("sinks")
+_DIFFERENTIABLE = (0, 1, 2, _BIAS, _SINKS)
+_HIGHEST = "polyflash has first derivatives only: attention_backward is not differentiable"
+
+_routes: dict[tuple[Any, ...], Launch] = {}
+# Read inside the op, so that a compiled graph obeys it at run time and has nothing to trace.
+backend_in_use: ContextVar[str] = ContextVar("polyflash_backend", default=env.BACKEND.read())
+
+
+def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+    """The op, entered the cheapest way the moment allows. q, k, v are (batch, heads, seqlen, head_dim)."""
+    needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
+    if needs_grad and not args.need_lse:
+        args = args._replace(need_lse=True)
+    if torch.compiler.is_compiling():
+        return _attention(q, k, v, *args)
+    if needs_grad and requested_backend(args):
+        _refuse_statically(Phase.BACKWARD, q, k, v, args)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return _attention(q, k, v, *args)
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)
+    ):
+        raise UnsupportedError(
+            "forward-mode AD: polyflash has reverse-mode gradients only. Use torch.autograd.grad"
+        )
+    if needs_grad:
+        return _Attention.apply(q, k, v, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _attention(q, k, v, *args)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
+    """The refusals of the op itself, without the op; q, k, v may be meta tensors."""
+    _validated(q, k, v, tuple(args))
+
+
+def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+    """The op with a caller's output (batch, num_q_heads, seqlen_q, head_dim_v), any strides; no gradients."""
+    return out, _attention_out(q, k, v, out, *args)
+
+
+def requested_backend(args: Arguments) -> str:
+    """The backend asked for by name: by the call, else by `use_backend`, else by the environment; "" is none."""
+    return args.backend or backend_in_use.get()
+
+
+def any_requires_grad(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:
+    return (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (args.bias is not None and args.bias.requires_grad)
+        or (args.sinks is not None and args.sinks.requires_grad)
+    )
+
+
+def spec_of(
+    q: Tensor, k: Tensor, v: Tensor, args: Arguments, *, phase: Phase = Phase.FORWARD
+) -> AttentionSpec:
+    """The spec of a call; q, k, v may be meta tensors."""
+    batch, num_q_heads, seqlen_q, head_dim = q.shape
+    _, num_kv_heads, seqlen_k, head_dim_v = v.shape
+    return AttentionSpec(
+        phase=phase,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device=q.device.type,
+        batch=batch,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        features=features_of(
+            args, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v
+        ),
+        causal=args.causal,
+        window=(args.window_left, args.window_right),
+        offset=args.offset,
+        scale=args.scale,
+        needs_grad=any_requires_grad(q, k, v, args),
+    )
+
+
+def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
+    """An empty (batch, heads, seqlen, head_dim) in the dense stride order of `like`; contiguous if it has none."""
+    batch, heads, seqlen, _ = like.shape
+    if like.is_contiguous():
+        return like.new_empty((batch, heads, seqlen, head_dim))
+    strides = like.stride()
+    if strides[3] != 1 or 0 in strides:
+        return like.new_empty((batch, heads, seqlen, head_dim))
+    order = sorted(range(3), key=lambda d: strides[d], reverse=True)
+    dense = like.new_empty((*(like.shape[d] for d in order), head_dim))
+    return dense.permute(*(order.index(d) for d in range(3)), 3)
+
+
+def _outputs(q: Tensor, v: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:
+    same = q.shape[3] == v.shape[3] and q.is_contiguous()
+    out = torch.empty_like(q) if same else empty_in_order_of(q, v.shape[3])
+    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return out, torch.empty(q.shape[:3] if need_lse else 0, dtype=kind, device=q.device)
+
+
+def _validated(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Arguments:
+    if not validate.shapes_agree(q, k, v):
+        raise validate.explain_shapes(q, k, v)
+    args = Arguments(*rest)
+    validate.check_operands(q, k, args)
+    return args
+
+
+def _classify(x: Any) -> Any:
+    """What of an argument a route may depend on: presence and dtype of tensors, zero or not of floats, never a length."""
+    if x is None or x is True or x is False:
+        return x
+    kind = type(x)
+    return x if kind is str else x != 0.0 if kind is float else x.dtype if isinstance(x, Tensor) else int
+
+
+def _length_class(n: int) -> int:
+    """0, 1, up to 16 rows, up to 32 rows, prefill."""
+    return 4 if n > 2 * SMALL_ROWS else 3 if n > SMALL_ROWS else 2 if n > 1 else n
+
+
+def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]) -> Launch:
+    """The prepared launch of a call. Everything static was validated when its route was made, so a call compares
+    batch and lengths only, and looks at operands if it has any; `rest` is without trailing defaults."""
+    try:
+        (batch, num_q_heads, seqlen_q, head_dim), (batch_k, num_kv_heads, seqlen_k, head_dim_k) = (
+            q.shape,
+            k.shape,
+        )
+        batch_v, num_v_heads, seqlen_v, head_dim_v = v.shape
+    except ValueError:
+        raise validate.explain_shapes(q, k, v) from None
+    if not batch == batch_k == batch_v or seqlen_k != seqlen_v:
+        raise validate.explain_shapes(q, k, v)
+    if len(rest) > 3 or args.scale is not None:
+        validate.check_operands(q, k, args)
+    backend = requested_backend(args)
+    key = (
+        phase,
+        backend,
+        (q.dtype, k.dtype, v.dtype),
+        (q.device, k.device, v.device),
+        (num_q_heads, num_kv_heads, num_v_heads),
+        (head_dim, head_dim_k, head_dim_v),
+        _length_class(seqlen_q),
+        seqlen_k >= MANY_KEYS,
+        *map(_classify, rest),
+    )
+    launch = _routes.get(key)
+    if launch is None:
+        _validated(q, k, v, rest)
+        launch = _routes[key] = _plan(phase, q, k, v, args, backend)
+    return launch
+
+
+def _plan(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, backend: str) -> Launch:
+    spec = spec_of(q, k, v, args, phase=phase)
+    device = target.detect(q.device.type, q.device.index or 0)
+    launch = plan.select(spec, device, backends.TABLE, backend=backend, config=args.config)
+    launch.run = import_module(launch.row.module).run
+    return launch
+
+
+def _refuse_statically(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
+    """The refusals of a plan without a plan: reads no length, so that tracing puts no guard on one."""
+    lengths_free = spec_of(q[:, :, :0], k[:, :, :0], v[:, :, :0], args, phase=phase)
+    device = target.detect(q.device.type, q.device.index or 0)
+    backend = requested_backend(args)
+    rows = plan.candidates(backends.TABLE, lengths_free, backend)
+    if not any(row.accepts(lengths_free, device, by_name=bool(backend)) for row in rows):
+        raise plan.unsupported(lengths_free, device, backends.TABLE, backend)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    args = Arguments(*rest)
+    launch = _route(Phase.FORWARD, q, k, v, args, rest)
+    return _run(launch, q, k, v, *_outputs(q, v, args.need_lse), args)
+
+
+def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
+    args = Arguments(*rest)
+    launch = _route(Phase.FORWARD, q, k, v, args, rest)
+    validate.check_out(out, q, v.shape[3])
+    fresh, lse = _outputs(q, v, args.need_lse)
+    direct = out.stride(3) == 1 and 0 not in out.stride()
+    result, lse = _run(launch, q, k, v, out if direct else fresh, lse, args)
+    if result is not out:
+        out.copy_(result)
+    return lse
+
+
+def _run(
+    launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
+) -> tuple[Tensor, Tensor]:
+    on_host = q.device.type == "cpu"
+    if (args.kv_lens is not None or args.kv_starts is not None) and (on_host or args.checked):
+        validate.check_contents(args, k.shape[2])
+    if out.numel() == 0 or k.shape[2] == 0:
+        return _no_keys(out, lse, args)
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            return launch.run(launch, q, k, v, out, lse, args)
+    return launch.run(launch, q, k, v, out, lse, args)
+
+
+def _no_keys(out: Tensor, lse: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+    """Zero sizes: every row is empty. A sink, if there is one, is the whole denominator."""
+    out.zero_()
+    if args.need_lse:
+        lse.fill_(-torch.inf)
+        if args.sinks is not None:
+            lse.copy_(args.sinks.to(lse.dtype)[None, :, None].expand_as(lse))
+    return out, lse
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    needs: list[bool],
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    args = Arguments(*rest)
+    likes = (q, k, v, args.bias, args.sinks)
+    results = _empty_gradients(likes, needs)
+    if out.numel() == 0 or k.shape[2] == 0:
+        for result, like in zip(results, likes, strict=True):
+            result.zero_()
+            if like is args.sinks and dlse is not None and result.numel():
+                result.copy_(dlse.sum(dim=(0, 2)))
+        return results
+    args = args._replace(config="")
+    launch = _route(Phase.BACKWARD, q, k, v, args, tuple(args))
+    with torch.autocast(q.device.type, enabled=False):
+        gradients = launch.run(launch, dout, dlse, q, k, v, out, lse, args, tuple(needs))
+    for result, gradient, need in zip(results, gradients, needs, strict=True):
+        if need:
+            result.copy_(gradient)
+    return results
+
+
+def _empty_gradients(likes: tuple[Tensor | None, ...], needs: list[bool]) -> tuple[Tensor, ...]:
+    """One fresh tensor per differentiable operand; those not asked for have no elements."""
+    fresh = []
+    for like, need in zip(likes, needs, strict=True):
+        if like is None or not need:
+            fresh.append(likes[0].new_empty((0,)))
+        elif like.ndim == 4 and like is not likes[3]:
+            fresh.append(empty_in_order_of(like, like.shape[3]))
+        else:
+            fresh.append(like.new_empty(like.shape))
+    return tuple(fresh)
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    args = _validated(q, k, v, rest)
+    _refuse_statically(Phase.FORWARD, q, k, v, args)
+    return _outputs(q, v, args.need_lse)
+
+
+def _fake_forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
+    validate.check_out(out, q, v.shape[3])
+    return _fake_forward(q, k, v, *rest)[1]
+
+
+def _fake_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    needs: list[bool],
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    args = Arguments(*rest)
+    return _empty_gradients((q, k, v, args.bias, args.sinks), needs)
+
+
+def _saved(ctx: Any, inputs: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:
+    tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*(inputs[i] for i in tensors), out, lse)
+    ctx.tensors = tensors
+    ctx.scalars = [None if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    if lse.shape != out.shape[:3]:
+        raise SpecError(
+            "need_lse: got False, wanted True for a call that needs gradients. Use polyflash.attention()"
+        )
+    inputs = list(ctx.scalars)
+    for i, x in zip(ctx.tensors, tensors, strict=True):
+        inputs[i] = x
+    given = len(ctx.needs_input_grad)  # without trailing defaults
+    needs = [i < given and ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    results = _attention_backward(dout, dlse, *inputs[:_N_FIRST], out, lse, needs, *inputs[_N_FIRST:])
+    gradients: list[Tensor | None] = [None] * given
+    for i, need, result in zip(_DIFFERENTIABLE, needs, results, strict=True):
+        if need:
+            gradients[i] = result
+    return tuple(gradients)
+
+
+class _Attention(torch.autograd.Function):
+    """Eager gradients in the classic form: 3 to 4 times cheaper per call than the functorch-capable one."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _attention(*inputs)
+        _saved(ctx, inputs, out, lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dout, dlse)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _saved(ctx, inputs, *output)
+
+
+def _never_twice(ctx: Any, *gradients: Any) -> Any:
+    raise NotImplementedError(_HIGHEST)
+
+
+for _name, _body, _fake in (
+    ("attention", _forward, _fake_forward),
+    ("attention_out", _forward_out, _fake_forward_out),
+    ("attention_backward", _backward, _fake_backward),
+):
+    _LIB.impl(_name, _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"polyflash::{_name}", _fake, lib=_LIB)
+torch.library.register_autograd("polyflash::attention", _gradients, setup_context=_setup_context, lib=_LIB)
+torch.library.register_autograd("polyflash::attention_backward", _never_twice, lib=_LIB)

@@ -1,0 +1,197 @@
+"""What is wrong with a call, in words that teach. Runs before any launch, on real and on fake tensors alike.
+
+`shapes_agree()` is the one test a correct plain call pays for; everything else here words a refusal or checks an
+operand that is present.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from polyflash.dtypes import BY_NAME
+from polyflash.errors import SpecError, spec_error
+from polyflash.mask import checked_window
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyflash.spec import Arguments
+
+_DTYPES = frozenset(getattr(torch, name) for name in BY_NAME)
+_FLOATS = _DTYPES
+
+
+def shapes_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True iff q, k, v alone make a legal call: ranks, dtypes, devices, batch, heads ratio, lengths, head dims."""
+    if not (
+        q.ndim == k.ndim == v.ndim == 4 and q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
+    ):
+        return False
+    batch, num_q_heads, _, head_dim = q.shape
+    batch_k, num_kv_heads, seqlen_k, head_dim_k = k.shape
+    batch_v, num_v_heads, seqlen_v, head_dim_v = v.shape
+    return (
+        batch == batch_k == batch_v
+        and num_kv_heads == num_v_heads
+        and seqlen_k == seqlen_v
+        and head_dim == head_dim_k
+        and head_dim > 0
+        and head_dim_v > 0
+        and (num_q_heads % num_kv_heads == 0 if num_kv_heads else num_q_heads == 0)
+        and q.dtype in _DTYPES
+    )
+
+
+def explain_shapes(q: Tensor, k: Tensor, v: Tensor) -> SpecError:
+    """The first thing wrong with q, k, v; called only when `shapes_agree()` is false."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            return spec_error(
+                name, got=type(x).__name__, wanted="a torch.Tensor", change="Use torch.as_tensor()."
+            )
+        if x.ndim != 4:
+            return spec_error(
+                name,
+                got=f"{x.ndim} dimensions {tuple(x.shape)}",
+                wanted="4: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) with layout='bshd'",
+                change="Use unsqueeze() or view().",
+            )
+        if x.dtype not in _DTYPES:
+            wanted = ", ".join(BY_NAME)
+            return spec_error(
+                f"{name} dtype", got=x.dtype, wanted=wanted, change="Use .to() before the call."
+            )
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype is not q.dtype:
+            change = "Cast all three to one dtype, or run under torch.autocast."
+            return spec_error(f"{name} dtype", got=x.dtype, wanted=f"{q.dtype}, as q", change=change)
+        if x.device != q.device:
+            return spec_error(
+                f"{name} device", got=x.device, wanted=f"{q.device}, as q", change="Move it with .to()."
+            )
+        if x.shape[0] != q.shape[0]:
+            change = "Expand it: K and V may have batch stride 0."
+            return spec_error(f"{name} batch", got=x.shape[0], wanted=f"{q.shape[0]}, as q", change=change)
+    if k.shape[1] != v.shape[1]:
+        change = "K and V need the same heads."
+        return spec_error("v heads", got=v.shape[1], wanted=f"{k.shape[1]}, as k", change=change)
+    if k.shape[2] != v.shape[2]:
+        change = "K and V need one length; mask unused keys with kv_lens."
+        return spec_error("v seqlen", got=v.shape[2], wanted=f"{k.shape[2]}, as k", change=change)
+    if q.shape[3] != k.shape[3]:
+        change = "Only v may have another head_dim."
+        return spec_error("k head_dim", got=k.shape[3], wanted=f"{q.shape[3]}, as q", change=change)
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[3] == 0:
+            return spec_error(
+                f"{name} head_dim", got=0, wanted="1 or more", change="Drop the call: it has no channels."
+            )
+    return spec_error(
+        "heads",
+        got=f"{q.shape[1]} query heads over {k.shape[1]} key/value heads",
+        wanted="a whole number of query heads per key/value head",
+        change="Query head h reads key/value head h // (num_q_heads / num_kv_heads).",
+    )
+
+
+def check_operands(q: Tensor, k: Tensor, args: Arguments) -> None:
+    """Shapes, dtypes and devices of the optional operands; ranges of the scalars."""
+    batch, num_q_heads, seqlen_q, _ = q.shape
+    seqlen_k = k.shape[2]
+    if args.scale is not None and not math.isfinite(args.scale):
+        raise spec_error(
+            "scale", got=args.scale, wanted="a finite number", change="None means 1/sqrt(head_dim)."
+        )
+    if not (0.0 <= args.softcap < math.inf):
+        raise spec_error("softcap", got=args.softcap, wanted="a finite number >= 0", change="0 turns it off.")
+    if not (0.0 <= args.dropout_p < 1.0):
+        raise spec_error("dropout_p", got=args.dropout_p, wanted="0 <= p < 1", change="0 turns it off.")
+    checked_window((args.window_left, args.window_right))
+    if (args.q_segments is None) != (args.k_segments is None):
+        raise spec_error(
+            "segments", got="ids of one side", wanted="q_ids and k_ids", change="Use Mask.segments(q, k)."
+        )
+    for name in ("kv_lens", "kv_starts", "q_offset"):
+        _check_ints(name, getattr(args, name), (batch,), q.device)
+    for name, seqlen in (("q_segments", seqlen_q), ("k_segments", seqlen_k)):
+        _check_ints(name, getattr(args, name), (batch, seqlen), q.device)
+    scores = (batch, num_q_heads, seqlen_q, seqlen_k)
+    if args.mask is not None:
+        if args.mask.dtype is not torch.bool:
+            change = "True = attend. Add scores with bias= instead."
+            raise spec_error("mask dtype", got=args.mask.dtype, wanted="torch.bool or a Mask", change=change)
+        _check_broadcast("mask", args.mask, scores, q.device)
+    if args.bias is not None:
+        if args.bias.dtype not in _FLOATS:
+            change = "Pass a bool mask as mask=."
+            raise spec_error("bias dtype", got=args.bias.dtype, wanted="a float dtype", change=change)
+        _check_broadcast("bias", args.bias, scores, q.device)
+    if args.alibi_slopes is not None:
+        _check_per_head("alibi_slopes", args.alibi_slopes, ((num_q_heads,), (batch, num_q_heads)), q.device)
+        if args.alibi_slopes.requires_grad:
+            change = "Use .detach(), or train a bias."
+            raise spec_error("alibi_slopes", got="requires_grad=True", wanted="a constant", change=change)
+    if args.sinks is not None:
+        _check_per_head("sinks", args.sinks, ((num_q_heads,),), q.device)
+
+
+def check_contents(args: Arguments, seqlen_k: int) -> None:
+    """The values of length tensors; reads them, so on a device it synchronises."""
+    for name in ("kv_lens", "kv_starts"):
+        lengths = getattr(args, name)
+        if lengths is None:
+            continue
+        values = lengths.tolist()
+        if values and (min(values) < 0 or max(values) > seqlen_k):
+            got = f"values in [{min(values)}, {max(values)}]"
+            change = f"A length counts keys of k, which has {seqlen_k}."
+            raise spec_error(name, got=got, wanted=f"values in [0, {seqlen_k}]", change=change)
+
+
+def check_out(out: Tensor, q: Tensor, head_dim_v: int) -> None:
+    shape = (*q.shape[:3], head_dim_v)
+    if tuple(out.shape) != shape or out.dtype is not q.dtype or out.device != q.device:
+        got = f"{tuple(out.shape)} {out.dtype} on {out.device}"
+        change = "Allocate it like the result."
+        raise spec_error("out", got=got, wanted=f"{shape} {q.dtype} on {q.device}", change=change)
+
+
+def _check_ints(name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+    if x is None:
+        return
+    if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
+        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise spec_error(
+            name, got=got, wanted=f"int32 tensor of shape {shape}", change="Use .to(torch.int32)."
+        )
+    if tuple(x.shape) != shape or x.device != device:
+        got = f"{tuple(x.shape)} on {x.device}"
+        raise spec_error(name, got=got, wanted=f"{shape} on {device}", change="One entry per request.")
+
+
+def _check_broadcast(name: str, x: Tensor, scores: tuple[int, ...], device: torch.device) -> None:
+    shape = tuple(x.shape)
+    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(shape[::-1], scores[::-1], strict=False))
+    if not fits:
+        change = "Use unsqueeze() where a dimension is missing; it is never expanded in memory."
+        wanted = f"broadcastable to (batch, num_q_heads, seqlen_q, seqlen_k) = {scores}"
+        raise spec_error(f"{name} shape", got=shape, wanted=wanted, change=change)
+    if x.device != device:
+        raise spec_error(
+            f"{name} device", got=x.device, wanted=f"{device}, as q", change="Move it with .to()."
+        )
+
+
+def _check_per_head(name: str, x: Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS:
+        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise spec_error(
+            name, got=got, wanted=f"float tensor of shape {' or '.join(map(str, shapes))}", change="Cast it."
+        )
+    if tuple(x.shape) not in shapes or x.device != device:
+        wanted = f"{' or '.join(map(str, shapes))} on {device}"
+        got = f"{tuple(x.shape)} on {x.device}"
+        raise spec_error(name, got=got, wanted=wanted, change="One value per query head.")
