@@ -1,0 +1,62 @@
+# Works with GNU make 3.81 (macOS). Everything is installed into .venv of this checkout on first use.
+PYTHON ?=
+TORCH_ARGS ?=
+export PYTHON TORCH_ARGS
+unexport PYTHONPATH PYTHONHOME
+
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+SETUP := sh scripts/setup.sh
+CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
+
+.PHONY: help demo test test-cpu test-all lint bench clean
+.NOTPARALLEL:
+
+help:
+	@echo 'make demo      a real model with polyflash inside, a comparison with torch SDPA, and why each kernel was chosen'
+	@echo 'make test      lint, then every test that takes seconds'
+	@echo 'make test-cpu  the tests of the CPU engine alone'
+	@echo 'make test-all  every test, those that take minutes too'
+	@echo 'make lint      ruff and mypy'
+	@echo 'make bench     this machine against torch SDPA, into build/bench.json'
+	@echo 'make clean     remove .venv and everything built'
+	@echo ''
+	@echo 'PYTHON=/path/to/python3.11   another interpreter than the first of python3, python3.13, 3.12, 3.11'
+	@echo 'TORCH_ARGS="--index-url URL" more arguments for the pip call that installs torch, such as a CPU index'
+
+demo: .venv/.demo
+	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
+
+test: lint
+	@$(PYTEST)
+
+test-cpu: .venv/.test
+	@$(PYTEST) $(CPU_TESTS)
+
+test-all: lint
+	@$(PYTEST) -m ''
+
+lint: .venv/.test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: .venv/.demo
+	@mkdir -p build
+	@$(BIN)/polyflash bench --json build/bench.json
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.torch: constraints.txt scripts/setup.sh
+	@$(SETUP) torch
+	@touch $@
+
+.venv/.demo: .venv/.torch pyproject.toml
+	@$(SETUP) demo
+	@touch $@
+
+.venv/.test: .venv/.demo
+	@$(SETUP) test
+	@touch $@
