@@ -1,4 +1,5 @@
-"""polyflash: one attention function, exact semantics everywhere, the fastest kernel for the device at hand."""
+"""polyflash: one attention function, exact semantics everywhere, the fastest kernel for the device at
+hand."""
 
 from polyflash.api import attention, explain, use_backend
 from polyflash.errors import SpecError, UnsupportedError

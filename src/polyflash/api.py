@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from polyflash import backends, plan, torch_ops
+from polyflash import backends, plan, torch_ops, validate
 from polyflash import target as targets
 from polyflash.errors import SpecError, spec_error
 from polyflash.mask import Mask, checked_window
@@ -20,27 +20,28 @@ from polyflash.target import Target
 
 Layout = Literal["bhsd", "bshd"]
 Causal = bool | Literal["bottom_right", "top_left"]
+WindowSides = tuple[int | None, int | None]
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = ..., window: tuple[int | None, int | None] | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = ..., window: WindowSides | None = ...,
     mask: Tensor | Mask | None = ..., bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
     softcap: float = ..., sinks: Tensor | None = ..., scale: float | None = ..., kv_lens: Tensor | None = ...,
     kv_starts: Tensor | None = ..., q_offset: int | Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: int | Tensor | None = ..., layout: Layout = ..., return_lse: Literal[False] = ...,
-    out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ..., config: Any = ...,
-    checked: bool = ...,
+    out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
+    config: Any = ..., checked: bool = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = ..., window: tuple[int | None, int | None] | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = ..., window: WindowSides | None = ...,
     mask: Tensor | Mask | None = ..., bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
     softcap: float = ..., sinks: Tensor | None = ..., scale: float | None = ..., kv_lens: Tensor | None = ...,
     kv_starts: Tensor | None = ..., q_offset: int | Tensor | None = ..., dropout_p: float = ...,
     dropout_seed: int | Tensor | None = ..., layout: Layout = ..., return_lse: Literal[True],
-    out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ..., config: Any = ...,
-    checked: bool = ...,
+    out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
+    config: Any = ..., checked: bool = ...,
 ) -> AttentionOutput: ...  # fmt: skip
 def attention(
     q: Tensor,
@@ -48,7 +49,7 @@ def attention(
     v: Tensor,
     *,
     causal: Causal = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: WindowSides | None = None,
     mask: Tensor | Mask | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -71,16 +72,16 @@ def attention(
     """softmax(softcap(scale·q·kᵀ) + bias + ALiBi, mask)·v, in exactly this order on every backend.
 
     Args:
-        q: (batch, num_q_heads, seqlen_q, head_dim); (batch, seqlen_q, num_q_heads, head_dim) with layout="bshd".
-            float32, bfloat16, float16 or float64; any strides.
-        k: (batch, num_kv_heads, seqlen_k, head_dim), dtype of q. num_q_heads must be a multiple of num_kv_heads;
-            query head h reads kv head h // (num_q_heads / num_kv_heads).
+        q: (batch, num_q_heads, seqlen_q, head_dim), or (batch, seqlen_q, num_q_heads, head_dim) with
+            layout="bshd"; float32, bfloat16, float16 or float64; any strides.
+        k: (batch, num_kv_heads, seqlen_k, head_dim), dtype of q; num_q_heads is a multiple of num_kv_heads,
+            and query head h reads kv head h // (num_q_heads / num_kv_heads).
         v: (batch, num_kv_heads, seqlen_k, head_dim_v), dtype of q.
-        causal: True or "bottom_right": key j is visible to row i iff j <= i + (seqlen_k - seqlen_q); "top_left":
-            iff j <= i. With `q_offset`, iff j <= i + q_offset.
+        causal: True or "bottom_right": key j is visible to row i iff j <= i + (seqlen_k - seqlen_q).
+            "top_left": iff j <= i. With `q_offset`: iff j <= i + q_offset.
         window: (left, right) neighbours of a row's position, itself not counted; None is unbounded.
-        mask: bool, True = attend, broadcastable to (batch, num_q_heads, seqlen_q, seqlen_k) and never expanded;
-            or a `Mask`.
+        mask: bool, True = attend, broadcastable to (batch, num_q_heads, seqlen_q, seqlen_k) and never
+            expanded; or a `Mask`.
         bias: any float dtype, broadcastable like mask; added to the scaled, soft-capped score; -inf masks.
         alibi_slopes: (num_q_heads,) or (batch, num_q_heads); adds -slope·|i + offset - j|.
         softcap: softcap·tanh(s / softcap) on scaled scores; 0 is off.
@@ -88,7 +89,8 @@ def attention(
         scale: multiplies q·k; any finite number, default 1/sqrt(head_dim).
         kv_lens: int32 (batch,): live keys of each request; keys beyond are not read.
         kv_starts: int32 (batch,): first live key (left padding); hides keys, moves no position.
-        q_offset: position of row 0, int or int32 (batch,); default seqlen_k (live) - seqlen_q, 0 for "top_left".
+        q_offset: position of row 0, int or int32 (batch,); default seqlen_k (live) - seqlen_q, or 0 for
+            "top_left".
         dropout_p: probability of dropping a weight; Philox4x32-10 by (seed, batch, head, query, key).
         dropout_seed: int or int64 tensor; None draws one from torch's default generator.
         layout: axis order of q, k, v and the result; never guessed from shapes.
@@ -108,12 +110,12 @@ def attention(
         SpecError: a shape, dtype, ratio, length or option is wrong; names got, wanted and what to change.
         UnsupportedError: no kernel, or not the requested backend, runs this call; lists every reason.
 
-    Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); Milakov and Gimelshein, online softmax (2018).
-    """
+    Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); Milakov and Gimelshein, online
+    softmax (2018)."""
     if layout != "bhsd":
         q, k, v, out = _to_bhsd(layout, q, k, v, out)
     args = _arguments(
-        q, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts, q_offset,
+        q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts, q_offset,
         dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
     )  # fmt: skip
     if torch.is_autocast_enabled(q.device.type):
@@ -136,7 +138,7 @@ def explain(
     v: Tensor,
     *,
     causal: Causal = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: WindowSides | None = None,
     mask: Tensor | Mask | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -155,17 +157,18 @@ def explain(
     config: Any = None,
     target: str | Target | None = None,
 ) -> Plan:
-    """Who would run `attention(...)` with these arguments, with which config, and why every other row would not.
+    """Who would run `attention(...)` with these arguments, with which config, and why every other row would
+    not.
 
-    Launches nothing and reads no tensor contents: q, k, v may be meta tensors. `target` plans for a device that need
-    not be here: "cuda:sm90", "cpu:avx512+amx_bf16", or a `Target`. If an input needs a gradient, the plan of the
-    backward pass is its `.backward`. The result prints itself.
-    """
+    Launches nothing and reads no tensor contents: q, k, v may be meta tensors. `target` plans for a device
+    that need not be here: "cuda:sm90", "cpu:avx512+amx_bf16", or a `Target`. If an input needs a gradient,
+    the plan of the backward pass is its `.backward`. The result prints itself."""
     if layout != "bhsd":
         q, k, v, _ = _to_bhsd(layout, q, k, v, None)
     args = _arguments(
-        q, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts, q_offset,
-        dropout_p, 0 if dropout_seed is None else dropout_seed, return_lse, batch_invariant, backend, config, False,
+        q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts, q_offset,
+        dropout_p, 0 if dropout_seed is None else dropout_seed, return_lse, batch_invariant, backend, config,
+        False,
     )  # fmt: skip
     torch_ops.check(q, k, v, args)
     if target is None:
@@ -178,7 +181,8 @@ def explain(
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Within this context, calls without `backend=` run on backend `name` or raise; None is free choice again."""
+    """Within this context, calls without `backend=` run on backend `name` or raise; None is free choice
+    again."""
     token = torch_ops.backend_in_use.set(_known_backend(name))
     try:
         yield
@@ -200,8 +204,10 @@ def _explained(q: Tensor, k: Tensor, v: Tensor, args: Arguments, target: Target)
 
 def _arguments(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     causal: Causal,
-    window: tuple[int | None, int | None] | None,
+    window: WindowSides | None,
     mask: Tensor | Mask | None,
     bias: Tensor | None,
     alibi_slopes: Tensor | None,
@@ -219,7 +225,10 @@ def _arguments(
     config: Any,
     checked: bool,
 ) -> Arguments:
-    """The user's arguments as the op's primitives. What needs no tensor is checked here, the rest inside the op."""
+    """The user's arguments as the op's primitives. What needs no tensor is checked here, the rest inside the
+    op."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        raise validate.explain_shapes(q, k, v)
     q_segments = k_segments = None
     if mask is not None and not isinstance(mask, Tensor):
         structured = _conjunction(mask, causal, window, kv_lens, kv_starts)
@@ -238,17 +247,14 @@ def _arguments(
         else:
             offset, q_offset = _checked_int("q_offset", q_offset), None
     left, right = (None, None) if window is None else checked_window(window)
-    if dropout_p:
-        dropout_seed = _seed(dropout_seed)
-    elif dropout_seed is not None:
-        dropout_seed = None
+    dropout_seed = _seed(dropout_seed) if dropout_p else None
     backend = _known_backend(backend)
     if config is not None:
         config = plan.encode_config(config)
     return Arguments(
-        causal, scale if scale is None else float(scale), return_lse, left, right, offset, kv_lens, kv_starts, q_offset,
-        mask, bias, alibi_slopes, sinks, q_segments, k_segments, softcap if softcap == 0.0 else float(softcap),
-        dropout_p, dropout_seed, bool(batch_invariant), checked, backend, config or "",
+        causal, scale if scale is None else float(scale), return_lse, left, right, offset, kv_lens, kv_starts,
+        q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments, float(softcap), float(dropout_p),
+        dropout_seed, bool(batch_invariant), bool(checked), backend, config or "",
     )  # fmt: skip
 
 
@@ -325,7 +331,8 @@ def _to_bhsd(layout: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast q, k, v are cast as for torch SDPA: every float but float64, to the autocast dtype."""
+    """Under torch.autocast q, k, v are cast as for torch SDPA: every float but float64, to the autocast
+    dtype."""
     kind = torch.get_autocast_dtype(q.device.type)
     return tuple(
         x.to(kind) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in (q, k, v)

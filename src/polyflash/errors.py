@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class SpecError(ValueError):
-    """The call itself is wrong: a shape, dtype, ratio, length or option. The text says got, wanted and what to change."""
+    """The call itself is wrong: a shape, dtype, ratio, length or option. The text says got, wanted and what
+    to change."""
 
 
 class UnsupportedError(NotImplementedError):

@@ -2,10 +2,11 @@
 
 Row i of a request stands at position i + offset. It sees the keys j of one interval [lo, hi):
 
-    lo = max(kv_start, i + offset - left)                   hi = min(kv_len, i + offset + 1 if causal, i + offset + right + 1)
+    lo = max(kv_start, i + offset - left)                   hi = min(kv_len, i + offset + 1 if causal, i +
+    offset + right + 1)
 
-and, with segments, only those whose id equals its own. Loop bounds (`block_range`) and element masks (`visible`)
-are separate functions: a kernel skips whole blocks by the first and compares lanes by the second.
+and, with segments, only those whose id equals its own. Loop bounds (`block_range`) and element masks
+(`visible`) are separate functions: a kernel skips whole blocks by the first and compares lanes by the second.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ Window = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
-    """A composable mask, accepted as `mask=`: `Mask.causal() & Mask.window(128, 0) & Mask.segments(q_ids, k_ids)`.
+    """A composable mask, accepted as `mask=`: `Mask.causal() & Mask.window(128, 0) & Mask.segments(q_ids,
+    k_ids)`.
 
-    `kv_lens`, `kv_starts` (int32 (batch,)) and `q_ids`, `k_ids` (int32 (batch, seqlen)) may be torch tensors on any
-    device; they are kept as given.
-    """
+    `kv_lens`, `kv_starts` (int32 (batch,)) and `q_ids`, `k_ids` (int32 (batch, seqlen)) may be torch tensors
+    on any device; they are kept as given."""
 
     alignment: str | None = None  # "bottom_right" or "top_left": causal; None: not causal
     left: int | None = None
@@ -36,7 +37,8 @@ class Mask:
 
     @staticmethod
     def causal(alignment: str = "bottom_right") -> Mask:
-        """Key j is visible to row i iff j <= i + offset; offset is seqlen_k - seqlen_q, or 0 for "top_left"."""
+        """Key j is visible to row i iff j <= i + offset; offset is seqlen_k - seqlen_q, or 0 for
+        "top_left"."""
         if alignment not in ("bottom_right", "top_left"):
             raise spec_error(
                 "alignment", got=repr(alignment), wanted="'bottom_right' or 'top_left'", change="Name one."

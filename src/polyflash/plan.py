@@ -39,7 +39,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `explain()` returns: the chosen row, its config and where that came from, and a verdict for every row."""
+    """What `explain()` returns: the chosen row, its config and where that came from, and a verdict for every
+    row."""
 
     spec: AttentionSpec
     target: Target
@@ -138,7 +139,8 @@ def explain(
     config: str = "",
     backward: Plan | None = None,
 ) -> Plan:
-    """The same choice as `select()`, with one verdict per row; launches nothing and never raises for a refusal."""
+    """The same choice as `select()`, with one verdict per row; launches nothing and never raises for a
+    refusal."""
     rows = candidates(table, spec, "")
     verdicts = []
     for row in rows:

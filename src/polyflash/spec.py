@@ -1,7 +1,7 @@
 """What is asked: the operands of one attention call, and the frozen spec that planning reads.
 
-`Arguments` carries tensors and travels to the kernel; `AttentionSpec` carries none and travels to the planner.
-"""
+`Arguments` carries tensors and travels to the kernel; `AttentionSpec` carries none and travels to the
+planner."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from polyflash import env
-from polyflash.errors import SpecError
+from polyflash.errors import spec_error
 
 MINIMUM_PACKAGES = {"numba": (0, 60)}  # oldest version whose code generation is tested
 
@@ -21,7 +21,8 @@ _AVX512 = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A device: `name` such as "cpu:avx512" or "cuda:sm90", what it can do, and its limits (bytes, counts)."""
+    """A device: `name` such as "cpu:avx512" or "cuda:sm90", what it can do, and its limits (bytes,
+    counts)."""
 
     name: str
     features: frozenset[str] = frozenset()
@@ -76,9 +77,8 @@ def parse(text: str) -> Target:
     known = [t for t in KNOWN if t.name == name]
     if not known:
         names = ", ".join(dict.fromkeys(t.name for t in KNOWN))
-        raise SpecError(
-            f"target: got {text!r}, wanted one of {names}. Add CPU features with '+', as in cpu:avx512+amx_bf16"
-        )
+        change = "Add CPU features with '+', as in cpu:avx512+amx_bf16."
+        raise spec_error("target", got=repr(text), wanted=f"one of {names}", change=change)
     return replace(known[-1], features=frozenset(features))
 
 
@@ -102,7 +102,7 @@ def _detect_cpu() -> Target:
     import os
 
     flags = cpu_flags()
-    if _AVX512 <= flags:
+    if flags.issuperset(_AVX512):
         arch = "avx512"
     elif {"avx2", "fma"} <= flags:
         arch = "avx2"
@@ -119,7 +119,8 @@ def _detect_cpu() -> Target:
 
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
-    """Instruction set flags in Linux's spelling; read without importing a compiler, as a first call must be quick."""
+    """Instruction set flags in Linux's spelling; read without importing a compiler, as a first call must be
+    quick."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
             for line in file:

@@ -1,10 +1,11 @@
-"""The one torch op under every public function: schema, fake tensors, autograd, autocast, and the route cache.
+"""The one torch op under every public function: schema, fake tensors, autograd, autocast, and the route
+cache.
 
-    call() -> polyflash::attention(q, k, v, <primitive arguments>) -> [ route cache -> spec -> plan -> run ] -> (out, lse)
+    call() -> polyflash::attention(q, k, v, <primitive arguments>) -> [ route cache -> spec -> plan -> run ]
+    -> (out, lse)
 
-The plan is made inside the op, so torch.compile sees one opaque call and never a length-dependent choice. A route is
-kept per class of problem (dtypes, heads, dims, which operands, length classes), not per length.
-"""
+The plan is made inside the op, so torch.compile sees one opaque call and never a length-dependent choice. A
+route is kept per class of problem (dtypes, heads, dims, which operands, length classes), not per length."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ from polyflash.plan import Launch
 from polyflash.spec import MANY_KEYS, SMALL_ROWS, Arguments, AttentionSpec, Phase, features_of
 
 _ARGUMENTS = (
-    "bool causal=False, float? scale=None, bool need_lse=False, SymInt? window_left=None, SymInt? window_right=None, "
-    "SymInt? offset=None, Tensor? kv_lens=None, Tensor? kv_starts=None, Tensor? q_offset=None, Tensor? mask=None, "
+    "bool causal=False, float? scale=None, bool need_lse=False, "
+    "SymInt? window_left=None, SymInt? window_right=None, SymInt? offset=None, "
+    "Tensor? kv_lens=None, Tensor? kv_starts=None, Tensor? q_offset=None, Tensor? mask=None, "
     "Tensor? bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_segments=None, "
     "Tensor? k_segments=None, float softcap=0.0, float dropout_p=0.0, Tensor? dropout_seed=None, "
     'bool batch_invariant=False, bool checked=False, str backend="", str config=""'
@@ -47,7 +49,8 @@ _HIGHEST = "polyflash has first derivatives only: attention_backward is not diff
 
 _routes: dict[tuple[Any, ...], Launch] = {}
 # Read inside the op, so that a compiled graph obeys it at run time and has nothing to trace.
-backend_in_use: ContextVar[str] = ContextVar("polyflash_backend", default=env.BACKEND.read())
+_DEFAULT_BACKEND = env.BACKEND.read()
+backend_in_use: ContextVar[str] = ContextVar("polyflash_backend", default=_DEFAULT_BACKEND)
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
@@ -84,7 +87,8 @@ def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> t
 
 
 def requested_backend(args: Arguments) -> str:
-    """The backend asked for by name: by the call, else by `use_backend`, else by the environment; "" is none."""
+    """The backend asked for by name: by the call, else by `use_backend`, else by the environment; "" is
+    none."""
     return args.backend or backend_in_use.get()
 
 
@@ -127,7 +131,8 @@ def spec_of(
 
 
 def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
-    """An empty (batch, heads, seqlen, head_dim) in the dense stride order of `like`; contiguous if it has none."""
+    """An empty (batch, heads, seqlen, head_dim) in the dense stride order of `like`; contiguous if it has
+    none."""
     batch, heads, seqlen, _ = like.shape
     if like.is_contiguous():
         return like.new_empty((batch, heads, seqlen, head_dim))
@@ -155,7 +160,8 @@ def _validated(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Argume
 
 
 def _classify(x: Any) -> Any:
-    """What of an argument a route may depend on: presence and dtype of tensors, zero or not of floats, never a length."""
+    """What of an argument a route may depend on: presence and dtype of tensors, zero or not of floats, never
+    a length."""
     if x is None or x is True or x is False:
         return x
     kind = type(x)
@@ -168,8 +174,9 @@ def _length_class(n: int) -> int:
 
 
 def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]) -> Launch:
-    """The prepared launch of a call. Everything static was validated when its route was made, so a call compares
-    batch and lengths only, and looks at operands if it has any; `rest` is without trailing defaults."""
+    """The prepared launch of a call. Everything static was validated when its route was made, so a call
+    compares batch and lengths only, and looks at operands if it has any; `rest` is without trailing
+    defaults."""
     try:
         (batch, num_q_heads, seqlen_q, head_dim), (batch_k, num_kv_heads, seqlen_k, head_dim_k) = (
             q.shape,

@@ -1,8 +1,7 @@
 """What is wrong with a call, in words that teach. Runs before any launch, on real and on fake tensors alike.
 
-`shapes_agree()` is the one test a correct plain call pays for; everything else here words a refusal or checks an
-operand that is present.
-"""
+`shapes_agree()` is the one test a correct plain call pays for; everything else here words a refusal or checks
+an operand that is present."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ _FLOATS = _DTYPES
 
 
 def shapes_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True iff q, k, v alone make a legal call: ranks, dtypes, devices, batch, heads ratio, lengths, head dims."""
+    """True iff q, k, v alone make a legal call: ranks, dtypes, devices, batch, heads ratio, lengths, head
+    dims."""
     if not (
         q.ndim == k.ndim == v.ndim == 4 and q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
     ):
@@ -56,7 +56,7 @@ def explain_shapes(q: Tensor, k: Tensor, v: Tensor) -> SpecError:
             return spec_error(
                 name,
                 got=f"{x.ndim} dimensions {tuple(x.shape)}",
-                wanted="4: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) with layout='bshd'",
+                wanted="4: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) under bshd",
                 change="Use unsqueeze() or view().",
             )
         if x.dtype not in _DTYPES:

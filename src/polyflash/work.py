@@ -1,8 +1,7 @@
 """FLOPs and bytes of a spec, counting visible pairs only.
 
-Forward: 4 FLOPs per visible (query, key) pair and channel (a multiply and an add in each of the two products),
-2·(head_dim + head_dim_v) per pair in general; the backward pass does 2.5 times that.
-"""
+Forward: 4 FLOPs per visible (query, key) pair and channel (a multiply and an add in each of the two
+products), 2·(head_dim + head_dim_v) per pair in general; the backward pass does 2.5 times that."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ class Work:
 
 
 def work_of(spec: AttentionSpec) -> Work:
-    """Lengths, masks and segments given as tensors are not read: such a call is counted as if all keys were live."""
+    """Lengths, masks and segments given as tensors are not read: such a call is counted as if all keys were
+    live."""
     offset = spec.seqlen_k - spec.seqlen_q if spec.offset is None else spec.offset
     pairs = visible_pairs(spec.seqlen_q, spec.seqlen_k, offset=offset, causal=spec.causal, window=spec.window)
     heads = spec.batch * spec.num_q_heads

@@ -1,4 +1,5 @@
-"""The table of kernels: every row of every backend. Rows are data; a kernel is imported when a call chooses it."""
+"""The table of kernels: every row of every backend. Rows are data; a kernel is imported when a call chooses
+it."""
 
 from __future__ import annotations
 

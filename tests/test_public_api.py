@@ -1,0 +1,324 @@
+"""What users meet: names, refusals that teach, layouts, autocast, out=, explain() and use_backend()."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+import polyflash
+from polyflash import Mask, SpecError, UnsupportedError, attention, explain, use_backend
+from polyflash.reference import attention_reference
+
+
+def qkv(batch=2, heads=4, kv_heads=2, seqlen_q=5, seqlen_k=7, head_dim=8, dtype=torch.float32):
+    torch.manual_seed(0)
+    shapes = ((heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k))
+    return tuple(torch.randn(batch, h, s, head_dim, dtype=dtype) for h, s in shapes)
+
+
+Q, K, V = qkv()
+LENS = torch.tensor([7, 3], dtype=torch.int32)
+
+# (what is wrong, positional arguments, keyword arguments, words the message must have)
+REFUSED = [
+    ("q is no tensor", ([1.0], K, V), {}, "q: got list, wanted a torch.Tensor"),
+    ("k is None", (Q, None, V), {}, "k: got NoneType"),
+    ("rank of q", (Q[0], K, V), {}, "q: got 3 dimensions"),
+    ("rank of v", (Q, K, V[None]), {}, "v: got 5 dimensions"),
+    ("dtype int", (Q.int(), K.int(), V.int()), {}, "q dtype: got torch.int32"),
+    ("dtype complex", (Q.cfloat(), K.cfloat(), V.cfloat()), {}, "q dtype: got torch.complex64"),
+    ("mixed dtypes", (Q, K.half(), V), {}, "k dtype: got torch.float16, wanted torch.float32, as q"),
+    ("mixed devices", (Q, K.to("meta"), V), {}, "k device: got meta"),
+    ("batch of k", (Q, K[:1], V[:1]), {}, "k batch: got 1, wanted 2"),
+    ("heads of v", (Q, K, V[:, :1]), {}, "v heads: got 1, wanted 2"),
+    (
+        "head ratio 4/3",
+        (Q, *(torch.randn(2, 3, 7, 8) for _ in "kv")),
+        {},
+        "4 query heads over 3 key/value heads",
+    ),
+    ("no kv heads", (Q, K[:, :0], V[:, :0]), {}, "4 query heads over 0"),
+    ("length of v", (Q, K, V[:, :, :6]), {}, "v seqlen: got 6, wanted 7"),
+    ("head_dim of k", (Q, K[..., :7], V), {}, "k head_dim: got 7, wanted 8"),
+    ("head_dim 0", (Q[..., :0], K[..., :0], V), {}, "q head_dim: got 0"),
+    ("head_dim_v 0", (Q, K, V[..., :0]), {}, "v head_dim: got 0"),
+    ("layout", (Q, K, V), {"layout": "sbhd"}, "layout: got 'sbhd', wanted 'bhsd' or 'bshd'"),
+    ("layout and rank", (Q[0], K, V), {"layout": "bshd"}, "q: got 3 dimensions"),
+    ("causal word", (Q, K, V), {"causal": "lower"}, "causal: got 'lower'"),
+    ("window negative", (Q, K, V), {"window": (-1, 0)}, "Use None for unbounded"),
+    ("window of one", (Q, K, V), {"window": (3,)}, "wanted (left, right)"),
+    ("window float", (Q, K, V), {"window": (1.5, 0)}, "window left: got 1.5"),
+    ("mask shape", (Q, K, V), {"mask": torch.ones(5, 6, dtype=torch.bool)}, "mask shape: got (5, 6)"),
+    ("mask rank", (Q, K, V), {"mask": torch.ones(1, 1, 1, 5, 7, dtype=torch.bool)}, "mask shape"),
+    ("mask dtype", (Q, K, V), {"mask": torch.ones(5, 7)}, "mask dtype: got torch.float32, wanted torch.bool"),
+    ("mask kind", (Q, K, V), {"mask": "causal"}, "mask: got str"),
+    ("bias dtype", (Q, K, V), {"bias": torch.ones(5, 7, dtype=torch.int32)}, "bias dtype: got torch.int32"),
+    ("bias shape", (Q, K, V), {"bias": torch.ones(4, 5)}, "bias shape: got (4, 5)"),
+    (
+        "two windows' lens",
+        (Q, K, V),
+        {"mask": Mask.lengths(LENS), "kv_lens": LENS.clone()},
+        "two different kv_lens",
+    ),
+    ("kv_lens dtype", (Q, K, V), {"kv_lens": LENS.long()}, "kv_lens: got torch.int64, wanted int32"),
+    ("kv_lens list", (Q, K, V), {"kv_lens": [7, 3]}, "kv_lens: got list"),
+    ("kv_lens shape", (Q, K, V), {"kv_lens": LENS[:1]}, "kv_lens: got (1,)"),
+    (
+        "kv_lens past the end",
+        (Q, K, V),
+        {"kv_lens": LENS + 1},
+        "kv_lens: got values in [4, 8], wanted values in [0, 7]",
+    ),
+    ("kv_lens negative", (Q, K, V), {"kv_lens": LENS - 4}, "kv_lens: got values in [-1, 3]"),
+    ("kv_starts past the end", (Q, K, V), {"kv_starts": LENS + 1}, "kv_starts: got values in [4, 8]"),
+    ("q_offset float", (Q, K, V), {"q_offset": 1.0}, "q_offset: got float"),
+    ("q_offset bool", (Q, K, V), {"q_offset": True}, "q_offset: got bool"),
+    ("q_offset int64", (Q, K, V), {"q_offset": LENS.long()}, "q_offset: got torch.int64"),
+    ("scale NaN", (Q, K, V), {"scale": math.nan}, "scale: got nan, wanted a finite number"),
+    ("scale inf", (Q, K, V), {"scale": math.inf}, "scale: got inf"),
+    ("softcap negative", (Q, K, V), {"softcap": -1.0}, "softcap: got -1.0"),
+    ("softcap NaN", (Q, K, V), {"softcap": math.nan}, "softcap: got nan"),
+    ("dropout_p 1", (Q, K, V), {"dropout_p": 1.0}, "dropout_p: got 1.0, wanted 0 <= p < 1"),
+    ("dropout_seed", (Q, K, V), {"dropout_p": 0.5, "dropout_seed": 2**63}, "dropout_seed: got"),
+    (
+        "dropout_seed kind",
+        (Q, K, V),
+        {"dropout_p": 0.5, "dropout_seed": LENS},
+        "dropout_seed: got torch.int32",
+    ),
+    ("sinks shape", (Q, K, V), {"sinks": torch.zeros(2)}, "sinks: got (2,)"),
+    ("sinks dtype", (Q, K, V), {"sinks": LENS}, "sinks: got torch.int32"),
+    ("alibi shape", (Q, K, V), {"alibi_slopes": torch.zeros(3)}, "alibi_slopes: got (3,)"),
+    (
+        "alibi gradient",
+        (Q, K, V),
+        {"alibi_slopes": torch.zeros(4, requires_grad=True)},
+        "alibi_slopes: got requires",
+    ),
+    (
+        "segments of one side",
+        (Q, K, V),
+        {"mask": Mask(q_ids=LENS[:, None].expand(2, 5))},
+        "segments: got ids of one",
+    ),
+    ("segments shape", (Q, K, V), {"mask": Mask.segments(LENS, LENS)}, "q_segments: got (2,)"),
+    ("backend", (Q, K, V), {"backend": "cuda"}, "backend: got 'cuda', wanted one of"),
+    ("out shape", (Q, K, V), {"out": torch.empty(2, 4, 5, 7)}, "out: got (2, 4, 5, 7)"),
+    ("out dtype", (Q, K, V), {"out": torch.empty(2, 4, 5, 8).half()}, "out: got"),
+    (
+        "out and gradients",
+        (Q.clone().requires_grad_(), K, V),
+        {"out": torch.empty_like(Q)},
+        "wanted inference",
+    ),
+    ("config kind", (Q, K, V), {"config": 3}, "config: got int, wanted a backend's Config"),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "words"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_bad_input_is_refused_with_got_wanted_and_remedy(args, kwargs, words):
+    before = [x.clone() for x in args if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
+    with pytest.raises(SpecError) as caught:
+        attention(*args, **kwargs)
+    message = str(caught.value)
+    assert words in message
+    assert message.count(".") or "Use" in message or "Combine" in message
+    for x, y in zip(
+        before, (x for x in args if isinstance(x, torch.Tensor) and x.device.type == "cpu"), strict=True
+    ):
+        assert torch.equal(x, y)
+
+
+def test_unsupported_names_every_reason():
+    q, k, v = qkv(dtype=torch.float64)
+    with pytest.raises(UnsupportedError) as caught:
+        attention(q, k, v, backend="cpu", softcap=3.0)
+    assert "float64" in str(caught.value) and "softcap" in str(caught.value)
+    assert caught.value.reasons[0][0] == "cpu/forward"
+
+
+def test_named_backend_without_gradients_refuses_before_the_forward_pass():
+    q, k, v = qkv()
+    with pytest.raises(UnsupportedError, match="backward"):
+        attention(q.requires_grad_(), k, v, backend="cpu")
+
+
+def test_errors_are_of_the_documented_classes():
+    assert issubclass(SpecError, ValueError) and issubclass(UnsupportedError, NotImplementedError)
+
+
+def test_public_names():
+    for name in polyflash.__all__:
+        assert getattr(polyflash, name).__doc__
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_bshd_is_the_same_function_on_views(backend):
+    q, k, v = qkv()
+    expected = attention(q, k, v, causal=True, backend=backend)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    got, lse = attention(q, k, v, causal=True, layout="bshd", return_lse=True, backend=backend)
+    assert got.is_contiguous() and got.shape == q.shape and lse.shape == (2, 4, 5)
+    assert torch.equal(got.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)])
+def test_result_has_the_dense_stride_order_of_q(backend, order):
+    q, k, v = qkv()
+    shuffled = q.permute(order).contiguous().permute(*(order.index(d) for d in range(4)))
+    out = attention(shuffled, k, v, backend=backend)
+    assert torch.equal(out, attention(q, k, v, backend=backend))
+    assert out.stride() == (shuffled if order[3] == 3 else q).stride()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_out_is_written_whatever_its_strides(backend):
+    q, k, v = qkv()
+    expected = attention(q, k, v, causal=True, backend=backend)
+    for out in (
+        torch.empty_like(q),
+        torch.empty(2, 5, 4, 8).transpose(1, 2),
+        torch.empty(2, 4, 5, 16)[..., ::2],
+    ):
+        result = attention(q, k, v, causal=True, out=out, backend=backend)
+        assert result is out and torch.equal(out, expected)
+
+
+def test_autocast_casts_as_torch_sdpa_does_and_gradients_keep_their_dtype():
+    q, k, v = qkv(kv_heads=4)
+    q.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attention(q, k.bfloat16(), v)
+        peer = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert out.dtype is peer.dtype is torch.bfloat16
+    out.float().sum().backward()
+    assert q.grad.dtype is torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        exact = attention(*(x.detach().double() for x in (q, k, v)), softcap=2.0)
+    assert exact.dtype is torch.float64
+    want = attention_reference(*(x.detach().double() for x in (q, k, v)), softcap=2.0).out
+    torch.testing.assert_close(exact, want, rtol=1e-12, atol=1e-12)
+
+
+def test_autocast_reaches_no_kernel():
+    """Matrix products inside a row must not be cast by the caller's autocast."""
+    q, k, v = (x.double() for x in qkv(kv_heads=4))
+    plain = attention(q, k, v, backend="torch", softcap=2.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attention(q, k, v, backend="torch", softcap=2.0), plain)
+
+
+def test_mask_object_and_keywords_say_the_same():
+    q, k, v = qkv()
+    a = attention(q, k, v, mask=Mask.causal() & Mask.window(2, None) & Mask.lengths(LENS))
+    b = attention(q, k, v, causal=True, window=(2, None), kv_lens=LENS)
+    c = attention(q, k, v, mask=Mask.window(2, 5), causal=True, kv_lens=LENS)
+    assert torch.equal(a, b) and torch.equal(b, c)
+
+
+def test_mask_objects_copy_and_pickle():
+    mask = Mask.causal() & Mask.lengths(LENS)
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert other.alignment == "bottom_right" and torch.equal(other.kv_lens, LENS)
+
+
+def test_inputs_and_global_state_are_untouched():
+    q, k, v = qkv()
+    copies = [x.clone() for x in (q, k, v)]
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    attention(q, k, v, causal=True, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(copies, (q, k, v), strict=True))
+    assert torch.equal(state, torch.get_rng_state()) and threads == torch.get_num_threads()
+
+
+def test_dropout_seed_comes_from_the_default_generator():
+    q, k, v = qkv()
+    torch.manual_seed(1)
+    a, b = attention(q, k, v, dropout_p=0.5), attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(1)
+    assert torch.equal(a, attention(q, k, v, dropout_p=0.5)) and not torch.equal(a, b)
+
+
+def test_use_backend_and_its_priorities():
+    q, k, v = qkv(dtype=torch.float64)
+    with use_backend("cpu"):
+        with pytest.raises(UnsupportedError):
+            attention(q, k, v)
+        attention(q, k, v, backend="torch")
+        with use_backend(None):
+            attention(q, k, v)
+    attention(q, k, v)
+    with pytest.raises(SpecError), use_backend("gpu"):
+        pass
+
+
+def test_a_compiled_call_obeys_use_backend_at_run_time():
+    q, k, v = qkv(dtype=torch.float64)
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v), fullgraph=True, backend="eager")
+    compiled(q, k, v)
+    with use_backend("cpu"), pytest.raises(UnsupportedError):
+        compiled(q, k, v)
+
+
+class TestExplain:
+    def test_it_launches_nothing_and_takes_meta_tensors(self):
+        q = torch.empty(1, 8, 2048, 128, device="meta", dtype=torch.bfloat16)
+        plan = explain(q, q, q, causal=True, target="cpu:avx512+avx512_bf16")
+        assert plan.backend == "cpu" and "chosen" in str(plan)
+
+    def test_every_row_has_a_verdict_and_refusals_say_why(self):
+        q = torch.empty(1, 8, 128, 64)
+        plan = explain(q, q, q, bias=torch.zeros(128, 128), sinks=torch.zeros(8), target="cuda:sm90")
+        verdicts = {v.row.name: v.reasons for v in plan.verdicts}
+        assert plan.backend == "torch" and not verdicts["torch/forward"]
+        assert any("cuda:sm90" in reason for reason in verdicts["cpu/forward"])
+
+    def test_amx_takes_bf16_prefill_to_the_torch_row_and_says_so(self):
+        q = torch.empty(1, 8, 2048, 128, device="meta", dtype=torch.bfloat16)
+        plan = explain(q, q, q, target="cpu:avx512+avx512_bf16+amx_bf16")
+        reasons = next(v.reasons for v in plan.verdicts if v.row.name == "cpu/forward")
+        assert plan.backend == "torch" and any("AMX" in reason for reason in reasons)
+        assert explain(q.float(), q.float(), q.float(), target="cpu:avx512+amx_bf16").backend == "cpu"
+        assert explain(q, q, q, target="cpu:avx512+amx_bf16", backend="cpu").backend == "cpu"
+
+    def test_a_missing_or_old_numba_names_the_reason(self):
+        from dataclasses import replace
+
+        from polyflash.target import parse
+
+        q = torch.empty(1, 2, 64, 64)
+        for packages, word in (((("numba", ""),), "not installed"), ((("numba", "0.50.1"),), "older than")):
+            plan = explain(q, q, q, target=replace(parse("cpu:avx512"), packages=packages))
+            reasons = next(v.reasons for v in plan.verdicts if v.row.name == "cpu/forward")
+            assert plan.backend == "torch" and any(word in reason for reason in reasons)
+
+    def test_unknown_cpus_get_the_torch_row(self):
+        q = torch.empty(1, 2, 64, 64)
+        assert explain(q, q, q, target="cpu:generic").backend == "torch"
+
+    def test_gradients_have_their_own_plan(self):
+        q = torch.randn(1, 2, 64, 64, requires_grad=True)
+        plan = explain(q, q, q)
+        assert plan.backend == "cpu" and plan.backward.backend == "torch" and "gradients" in str(plan)
+
+    def test_the_plan_is_what_runs(self):
+        q, k, v = qkv()
+        plan = explain(q, k, v, causal=True)
+        same = attention(q, k, v, causal=True, config=plan.config, backend=plan.backend)
+        assert torch.equal(same, attention(q, k, v, causal=True))
+
+    def test_an_explicit_config_is_the_first_rung_and_another_backends_is_refused(self):
+        q, k, v = qkv()
+        ours, torchs = explain(q, k, v).config, explain(q, k, v, backend="torch", softcap=1.0).config
+        assert explain(q, k, v, config=ours).rung == "explicit" and explain(q, k, v).rung == "heuristic"
+        with pytest.raises(SpecError, match="config"):
+            attention(q, k, v, config=torchs, backend="cpu")
+
+    def test_unknown_targets_are_refused_with_the_known_ones(self):
+        with pytest.raises(SpecError, match="cuda:sm90"):
+            explain(Q, K, V, target="tpu:v5")
