@@ -115,8 +115,8 @@ def attention(
     if layout != "bhsd":
         q, k, v, out = _to_bhsd(layout, q, k, v, out)
     args = _arguments(
-        q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts, q_offset,
-        dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
+        q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
+        q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
     )  # fmt: skip
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
@@ -166,8 +166,8 @@ def explain(
     if layout != "bhsd":
         q, k, v, _ = _to_bhsd(layout, q, k, v, None)
     args = _arguments(
-        q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts, q_offset,
-        dropout_p, 0 if dropout_seed is None else dropout_seed, return_lse, batch_invariant, backend, config,
+        q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
+        q_offset, dropout_p, 0 if dropout_seed is None else dropout_seed, return_lse, batch_invariant, backend, config,
         False,
     )  # fmt: skip
     torch_ops.check(q, k, v, args)
