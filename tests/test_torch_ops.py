@@ -54,7 +54,7 @@ def test_opcheck_layouts(view):
 
 @pytest.mark.parametrize("case", ["causal scaled", "mask", "bias and sinks"])
 def test_opcheck_with_gradients(case):
-    q, k, v = (x.requires_grad_() for x in qkv(heads=4))
+    q, k, v = (x.requires_grad_() for x in qkv())
     opcheck(OP, (q, k, v, *Arguments(**CASES[case])))
 
 

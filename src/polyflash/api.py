@@ -162,13 +162,14 @@ def explain(
 
     Launches nothing and reads no tensor contents: q, k, v may be meta tensors. `target` plans for a device
     that need not be here: "cuda:sm90", "cpu:avx512+amx_bf16", or a `Target`. If an input needs a gradient,
-    the plan of the backward pass is its `.backward`. The result prints itself."""
+    the plan of the backward pass is its `.backward`. The result prints itself.
+    """
     if layout != "bhsd":
         q, k, v, _ = _to_bhsd(layout, q, k, v, None)
     args = _arguments(
         q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
-        q_offset, dropout_p, 0 if dropout_seed is None else dropout_seed, return_lse, batch_invariant, backend, config,
-        False,
+        q_offset, dropout_p, 0 if dropout_seed is None else dropout_seed, return_lse, batch_invariant,
+        backend, config, False,
     )  # fmt: skip
     torch_ops.check(q, k, v, args)
     if target is None:
@@ -246,6 +247,9 @@ def _arguments(
             offset = None
         else:
             offset, q_offset = _checked_int("q_offset", q_offset), None
+    operands = (kv_lens, kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments)
+    if operands.count(None) != len(operands):
+        _check_tensors(operands)
     left, right = (None, None) if window is None else checked_window(window)
     dropout_seed = _seed(dropout_seed) if dropout_p else None
     backend = _known_backend(backend)
@@ -256,6 +260,20 @@ def _arguments(
         q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments, float(softcap), float(dropout_p),
         dropout_seed, bool(batch_invariant), bool(checked), backend, config or "",
     )  # fmt: skip
+
+
+_OPERANDS = (
+    *("kv_lens", "kv_starts", "q_offset", "mask", "bias", "alibi_slopes", "sinks"),
+    *("q_segments", "k_segments"),
+)
+
+
+def _check_tensors(operands: tuple[Any, ...]) -> None:
+    for name, x in zip(_OPERANDS, operands, strict=True):
+        if x is not None and not isinstance(x, Tensor):
+            raise spec_error(
+                name, got=type(x).__name__, wanted="a torch.Tensor", change="Use torch.tensor()."
+            )
 
 
 def _conjunction(
