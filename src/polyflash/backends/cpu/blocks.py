@@ -1,0 +1,409 @@
+"""The stages of one attention tile as vector functions, in the house's words.
+
+    S^T[key][query] = K[key][:] · Q^T[:][query]     O^T[channel][query] = alpha·O^T + Σ_key V[key][channel]·P^T[key][query]
+
+Lanes are queries, so softmax has no operation across lanes. Both products are one loop over 32-bit atoms,
+`acc[r][v] += broadcast(A + r·row + k·step) · B[k][v]`: an atom is one float32 or two bfloat16.
+Tiles live in scratch: Q^T and O^T as [atom][lane], K as rows, V as rows (bf16dot: rows of interleaved key pairs).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from polyflash.backends.cpu.configs import LANES, STORAGE_BYTES, KernelKey
+from polyflash.backends.cpu.simd import F16, F32, I1, I16, I32, I64, BFloatType, Emitter, Value, native
+
+
+class Stages(NamedTuple):
+    """Callables for numba code; every argument is an int64 (address, count or bits)."""
+
+    fill: Any  # (dst, vectors, float bits)
+    fill_limits: Any  # (dst, first_row, last_row, lo_shift, hi_shift, start, live)
+    gather_row: Any  # (src, element_stride, count, dst)
+    load_rows: Any  # (src, row_stride, rows, count, dst): K or Q rows
+    load_value_rows: Any  # (src0, src1, step, rows or pairs, count, dst) -> not finite
+    load_float_row: Any  # (src, count, dst): one row as float32
+    pack_query: Any  # (rows, vectors, dst, sign)
+    scores: Any  # (k, q, s, bmax, trips, groups)
+    scores_bounded: Any  # (k, q, s, bmax, trips, groups, limits, key)
+    load_mask: Any  # (src, row_stride, rows, keys, dst)
+    apply_mask: Any  # (s, mask, keys, bmax)
+    online_softmax: Any  # (s, p, pairs, block, stats, scale bits)
+    accumulate: Any  # (v, p, trips, o, alpha, groups)
+    add_seen: Any  # (p, odd, value_row, count, o, limits, key, mask)
+    finalize: Any  # (o, stats, dst, dst_stride, rows, count)
+    store_lse: Any  # (stats, dst, rows, scale bits)
+
+
+class _Tile:
+    """Emissions for one key. Methods named as the stages they emit."""
+
+    def __init__(self, key: KernelKey) -> None:
+        self.key = key
+        self.nv, self.nr, self.mr = key.nv, key.panel_rows, key.group_keys
+        self.dot = key.compute == "bf16dot"
+        self.size = STORAGE_BYTES[key.storage]
+        self.raw = self.dot or key.storage == "float32"  # q and k rows are copied as they are
+        self.degree = 6 if key.storage == "float32" else 4
+
+    # load_tile ----------------------------------------------------------------------------------------------------
+    def fill(self, e: Emitter, dst: Value, vectors: Value, bits: Value) -> None:
+        value = e.splat(e.float_bits(bits))
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            e.store(value, p[0])
+            return [e.at(p[0], e.bytes)]
+
+        e.loop(vectors, [e.pointer(dst)], body)
+
+    def fill_limits(self, e: Emitter, dst, first, last, lo_shift, hi_shift, start, live) -> None:  # type: ignore[no-untyped-def]
+        """First visible key and number of visible keys of every lane; lanes past the last row copy its limits."""
+        b, p = e.b, e.pointer(dst)
+        lane = e.lane_index()
+        first, last, lo_shift, hi_shift, start, live = (
+            e.splat(b.trunc(x, I32)) for x in (first, last, lo_shift, hi_shift, start, live)
+        )
+        for v in range(self.nv):
+            row = e.smin(b.add(first, b.add(lane, e.ints(v * LANES))), last)
+            lo = e.smax(b.add(row, lo_shift), start)
+            hi = e.smin(b.add(row, hi_shift), live)
+            e.store(lo, p, v * e.bytes)
+            e.store(e.smax(b.sub(hi, lo), e.ints(0)), p, (self.nv + v) * e.bytes)
+
+    def gather_row(self, e: Emitter, src, stride, count, dst) -> None:  # type: ignore[no-untyped-def]
+        kind = I32 if self.size == 4 else I16
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            e.store(e.load(p[0], 0, kind), p[1])
+            return [e.at(p[0], stride), e.at(p[1], self.size)]
+
+        e.loop(count, [e.pointer(src), e.pointer(dst)], body)
+
+    def _row(self, e: Emitter, src: Value, dst: Value, count: Value, flag: Value | None, raw: bool) -> Value | None:
+        """Copy or convert `count` elements; the last vector is masked, so no byte past the row is touched."""
+        per = LANES * 4 // self.size if raw else LANES  # elements per step
+        kind = e.vf if raw and self.size == 4 else ir.VectorType(I16, per)
+
+        def step(p: list[Value], mask: Value | None) -> list[Value]:
+            x = e.load(p[0], 0, kind) if mask is None else e.masked_load(p[0], mask, kind)
+            x = x if raw else self._widen(e, x)
+            e.store(x, p[1])
+            carried = [] if flag is None else [e.fma(x, e.floats(0), p[2])]  # 0·x: NaN if x is not finite
+            return [e.at(p[0], per * self.size), e.at(p[1], e.bytes), *carried]
+
+        full, rest = e.b.udiv(count, I64(per)), e.b.urem(count, I64(per))
+        start = [src, dst] if flag is None else [src, dst, flag]
+        out = e.loop(full, start, lambda i, p: step(p, None))
+        out = e.loop(e.b.zext(e.b.icmp_signed(">", rest, I64(0)), I64), out, lambda i, p: step(p, e.first_lanes(rest, per)))
+        return None if flag is None else out[2]
+
+    def _widen(self, e: Emitter, x: Value) -> Value:
+        if self.key.storage == "bfloat16":
+            return e.b.bitcast(e.b.shl(e.b.zext(x, e.vi), e.ints(16)), e.vf)
+        return e.b.fpext(e.b.bitcast(x, ir.VectorType(F16, LANES)), e.vf)
+
+    def load_rows(self, e: Emitter, src, stride, rows, count, dst) -> None:  # type: ignore[no-untyped-def]
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            self._row(e, p[0], p[1], count, None, self.raw)
+            return [e.at(p[0], stride), e.at(p[1], self.key.k_row_bytes)]
+
+        e.loop(rows, [e.pointer(src), e.pointer(dst)], body)
+
+    def load_float_row(self, e: Emitter, src, count, dst) -> None:  # type: ignore[no-untyped-def]
+        self._row(e, e.pointer(src), e.pointer(dst), count, None, self.size == 4)
+
+    def load_value_rows(self, e: Emitter, src0, src1, step, rows, count, dst) -> Value:  # type: ignore[no-untyped-def]
+        if self.dot:
+            return self._load_value_pairs(e, src0, src1, step, rows, count, dst)
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            flag = self._row(e, p[0], p[1], count, p[2], self.raw)
+            return [e.at(p[0], step), e.at(p[1], self.key.v_row_bytes), flag]
+
+        flag = e.loop(rows, [e.pointer(src0), e.pointer(dst), e.floats(0)], body)[2]
+        return self._any(e, e.b.fcmp_unordered("uno", flag, flag), LANES)
+
+    def _load_value_pairs(self, e: Emitter, src0, src1, step, pairs, count, dst) -> Value:  # type: ignore[no-untyped-def]
+        b, n = e.b, 2 * LANES
+        kind = ir.VectorType(I16, n)
+        exponent = ir.Constant(kind, [0x7F80] * n)
+        orders = [
+            ir.Constant(ir.VectorType(I32, n), [j // 2 + h * LANES + (n if j & 1 else 0) for j in range(n)]) for h in (0, 1)
+        ]
+
+        def columns(p: list[Value], mask: Value | None) -> list[Value]:
+            x, y = (e.load(q, 0, kind) if mask is None else e.masked_load(q, mask, kind) for q in p[:2])
+            for h, order in enumerate(orders):
+                e.store(b.shuffle_vector(x, y, order), p[2], h * e.bytes)
+            bad = [b.icmp_unsigned("==", b.and_(z, exponent), exponent) for z in (x, y)]
+            return [e.at(p[0], 2 * n), e.at(p[1], 2 * n), e.at(p[2], 2 * e.bytes), b.or_(p[3], b.or_(*bad))]
+
+        full, rest = b.udiv(count, I64(n)), b.urem(count, I64(n))
+        some = b.zext(b.icmp_signed(">", rest, I64(0)), I64)
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            out = e.loop(full, p, lambda j, q: columns(q, None))
+            out = e.loop(some, out, lambda j, q: columns(q, e.first_lanes(rest, n)))
+            return [e.at(p[0], step), e.at(p[1], step), e.at(p[2], self.key.v_row_bytes), out[3]]
+
+        none = ir.Constant(ir.VectorType(I1, n), [0] * n)
+        flag = e.loop(pairs, [e.pointer(src0), e.pointer(src1), e.pointer(dst), none], body)[3]
+        return self._any(e, flag, n)
+
+    def _any(self, e: Emitter, bits: Value, n: int) -> Value:
+        whole = ir.IntType(n)
+        return e.b.zext(e.b.icmp_unsigned("!=", e.b.bitcast(bits, whole), whole(0)), I64)
+
+    def pack_query(self, e: Emitter, rows, vectors, dst, sign) -> None:  # type: ignore[no-untyped-def]
+        """16 staged rows into their lanes of a panel; `sign` flips the bits of a negative scale, exactly."""
+        flip = e.splat(e.b.trunc(sign, I32))
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            x = [e.load(p[0], r * self.key.k_row_bytes, e.vi) for r in range(LANES)]
+            for j, atom in enumerate(e.transpose(x)):
+                e.store(e.b.xor(atom, flip), p[1], j * self.nr * 4)
+            return [e.at(p[0], e.bytes), e.at(p[1], LANES * self.nr * 4)]
+
+        e.loop(vectors, [e.pointer(rows), e.pointer(dst)], body)
+
+    # the two products ---------------------------------------------------------------------------------------------
+    def _product(self, e: Emitter, a: Value, row: int, step: int, panel: Value, trips: Value, unroll: int) -> list[list[Value]]:
+        """acc[r][v] = Σ_k broadcast(a + r·row + k·step) · panel[k][v] over trips·unroll atoms."""
+        nv, mr, stride = self.nv, self.mr, self.nr * 4
+
+        def body(i: Value, vals: list[Value]) -> list[Value]:
+            p_a, p_b, acc = vals[0], vals[1], vals[2:]
+            for u in range(unroll):
+                b_row = [e.load(p_b, u * stride + v * e.bytes) for v in range(nv)]
+                for r in range(mr):
+                    atom = e.splat(e.load(p_a, r * row + u * step, I32 if self.dot else F32))
+                    for v in range(nv):
+                        old = acc[r * nv + v]
+                        acc[r * nv + v] = e.dot_bf16(old, b_row[v], atom) if self.dot else e.fma(b_row[v], atom, old)
+            return [e.at(p_a, unroll * step), e.at(p_b, unroll * stride), *acc]
+
+        out = e.loop(trips, [a, panel, *[e.floats(0)] * (mr * nv)], body)[2:]
+        return [out[r * nv : r * nv + nv] for r in range(mr)]
+
+    def _scores(self, e: Emitter, k, q, s, bmax, trips, groups, bounds: tuple[Value, Value] | None) -> None:  # type: ignore[no-untyped-def]
+        b, nv, mr = e.b, self.nv, self.mr
+        p_q, p_max = e.pointer(q), e.pointer(bmax)
+        if bounds:
+            limits, key = e.pointer(bounds[0]), e.splat(b.trunc(bounds[1], I32))
+
+        def group(i: Value, vals: list[Value]) -> list[Value]:
+            p_k, p_s, top = vals[0], vals[1], vals[2:]
+            acc = self._product(e, p_k, self.key.k_row_bytes, 4, p_q, trips, 4)
+            if bounds:
+                first = b.add(key, e.splat(b.mul(b.trunc(i, I32), I32(mr))))
+                lo = [e.load(limits, v * e.bytes, e.vi) for v in range(nv)]
+                width = [e.load(limits, (nv + v) * e.bytes, e.vi) for v in range(nv)]
+            for r in range(mr):
+                for v in range(nv):
+                    x = acc[r][v]
+                    if bounds:
+                        seen = b.icmp_unsigned("<", b.sub(b.add(first, e.ints(r)), lo[v]), width[v])
+                        x = b.select(seen, x, e.floats(float("-inf")))
+                    top[v] = e.maximum(x, top[v])
+                    e.store(x, p_s, (r * nv + v) * e.bytes)
+            return [e.at(p_k, mr * self.key.k_row_bytes), e.at(p_s, mr * self.nr * 4), *top]
+
+        start = [e.load(p_max, v * e.bytes) for v in range(nv)]
+        out = e.loop(groups, [e.pointer(k), e.pointer(s), *start], group)
+        for v in range(nv):
+            e.store(out[2 + v], p_max, v * e.bytes)
+
+    def scores(self, e: Emitter, k, q, s, bmax, trips, groups) -> None:  # type: ignore[no-untyped-def]
+        self._scores(e, k, q, s, bmax, trips, groups, None)
+
+    def scores_bounded(self, e: Emitter, k, q, s, bmax, trips, groups, limits, key) -> None:  # type: ignore[no-untyped-def]
+        """Scores of keys from `key` on; those outside a lane's limits are -inf before they reach the maximum."""
+        self._scores(e, k, q, s, bmax, trips, groups, (limits, key))
+
+    def accumulate(self, e: Emitter, v, p, trips, o, alpha, groups) -> None:  # type: ignore[no-untyped-def]
+        """O^T = alpha·O^T + V·P. The sum restarts at every block: one chain over all keys loses a digit at 8192."""
+        nv, mr = self.nv, self.mr
+        p_p, p_alpha = e.pointer(p), e.pointer(alpha)
+
+        def group(i: Value, vals: list[Value]) -> list[Value]:
+            acc = self._product(e, vals[0], 4, self.key.v_row_bytes, p_p, trips, self.unroll_keys)
+            scale = [e.load(p_alpha, c * e.bytes) for c in range(nv)]
+            for r in range(mr):
+                for c in range(nv):
+                    at = (r * nv + c) * e.bytes
+                    e.store(e.fma(scale[c], e.load(vals[1], at), acc[r][c]), vals[1], at)
+            return [e.at(vals[0], mr * 4), e.at(vals[1], mr * self.nr * 4)]
+
+        e.loop(groups, [e.pointer(v), e.pointer(o)], group)
+
+    @property
+    def unroll_keys(self) -> int:
+        return min(4, self.mr // self.key.pack)
+
+    # apply_mask -----------------------------------------------------------------------------------------------------
+    def load_mask(self, e: Emitter, src, stride, rows, keys, dst) -> None:  # type: ignore[no-untyped-def]
+        """16 rows of mask bytes with unit key stride, transposed to [key][lane]; rows past `rows` repeat the last."""
+        b, base = e.b, e.pointer(src)
+        last = b.sub(rows, I64(1))
+        p_rows = [e.at(base, b.mul(e.smin(I64(r), last), stride)) for r in range(LANES)]
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            done = b.mul(i, I64(LANES))
+            inside = e.first_lanes(b.sub(keys, done))
+            x = [e.masked_load(e.at(q, done), inside, e.vb) for q in p_rows]
+            for j, row in enumerate(e.transpose(x)):
+                e.store(row, p[0], j * self.nr)
+            return [e.at(p[0], LANES * self.nr)]
+
+        e.loop(b.udiv(b.add(keys, I64(LANES - 1)), I64(LANES)), [e.pointer(dst)], body)
+
+    def apply_mask(self, e: Emitter, s, mask, keys, bmax) -> None:  # type: ignore[no-untyped-def]
+        """Scores under a false byte become -inf; the block maximum is taken again."""
+        b, nv = e.b, self.nv
+        hidden = e.floats(float("-inf"))
+
+        def body(i: Value, vals: list[Value]) -> list[Value]:
+            top = vals[2:]
+            for v in range(nv):
+                x = b.select(self._mask_bits(e, vals[1], v), e.load(vals[0], v * e.bytes), hidden)
+                e.store(x, vals[0], v * e.bytes)
+                top[v] = e.maximum(x, top[v])
+            return [e.at(vals[0], self.nr * 4), e.at(vals[1], self.nr), *top]
+
+        out = e.loop(keys, [e.pointer(s), e.pointer(mask), *[hidden] * nv], body)
+        for v in range(nv):
+            e.store(out[2 + v], e.pointer(bmax), v * e.bytes)
+
+    def _mask_bits(self, e: Emitter, row: Value, v: int) -> Value:
+        return e.b.icmp_unsigned("!=", e.load(row, v * LANES, e.vb), ir.Constant(e.vb, None))
+
+    # online_softmax, rescale ----------------------------------------------------------------------------------------
+    def online_softmax(self, e: Emitter, s, p, pairs, block, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
+        """m_i = max(m_i, block max); alpha = 2**((m_old - m_i)·scale_log2); P = 2**((S - m_i)·scale_log2); l_i.
+
+        The maximum is kept in raw scores and subtracted before scaling: the largest weight is exactly 1, so one
+        visible key returns its V row bit for bit, and the rounding of scale·log2(e) scales with the distance only.
+        """
+        b, nv = e.b, self.nv
+        p_block, p_stats = e.pointer(block), e.pointer(stats)
+        scale = e.splat(e.float_bits(scale_bits))
+        m_safe, alpha = [], []
+        for v in range(nv):
+            m_old = e.load(p_stats, v * e.bytes)
+            m_new = e.maximum(e.load(p_block, (nv + v) * e.bytes), m_old)
+            m_safe.append(b.select(b.fcmp_ordered("==", m_new, e.floats(float("-inf"))), e.floats(0), m_new))
+            alpha.append(e.exp2(b.fmul(b.fsub(m_old, m_safe[v]), scale), 6))
+            e.store(m_new, p_stats, v * e.bytes)
+            e.store(alpha[v], p_block, v * e.bytes)
+
+        def weight(row: Value, at: int, v: int) -> Value:
+            return e.exp2(b.fmul(b.fsub(e.load(row, at + v * e.bytes), m_safe[v]), scale), self.degree)
+
+        def body(i: Value, vals: list[Value]) -> list[Value]:
+            l_i = vals[2:]
+            for v in range(nv):
+                x, y = weight(vals[0], 0, v), weight(vals[0], self.nr * 4, v)
+                l_i[v] = b.fadd(l_i[v], b.fadd(x, y))
+                if self.dot:
+                    e.store(self._pair(e, x, y), vals[1], v * e.bytes)
+                else:
+                    e.store(x, vals[1], v * e.bytes)
+                    e.store(y, vals[1], self.nr * 4 + v * e.bytes)
+            return [e.at(vals[0], 2 * self.nr * 4), e.at(vals[1], (1 if self.dot else 2) * self.nr * 4), *l_i]
+
+        out = e.loop(pairs, [e.pointer(s), e.pointer(p), *[e.floats(0)] * nv], body)
+        for v in range(nv):
+            l_i = e.fma(alpha[v], e.load(p_stats, (nv + v) * e.bytes), out[2 + v])
+            e.store(l_i, p_stats, (nv + v) * e.bytes)
+
+    def _pair(self, e: Emitter, x: Value, y: Value) -> Value:
+        """Two float32 vectors as one of interleaved bfloat16 pairs, x low."""
+        kind = ir.VectorType(BFloatType(), 2 * LANES)
+        both = e.call(f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * LANES}", kind, [y, x])
+        both = e.b.bitcast(both, ir.VectorType(I16, 2 * LANES))
+        order = [j // 2 + (LANES if j & 1 else 0) for j in range(2 * LANES)]
+        return e.b.shuffle_vector(both, both, ir.Constant(ir.VectorType(I32, 2 * LANES), order))
+
+    def add_seen(self, e: Emitter, p, odd, row, count, o, limits, key, mask) -> None:  # type: ignore[no-untyped-def]
+        """O^T += P·V for one key whose V is not finite, only in lanes that see it: 0·NaN must not reach the others."""
+        b, nv = e.b, self.nv
+        p_limits, p_p = e.pointer(limits), e.pointer(p)
+        at = e.splat(b.trunc(key, I32))
+        weights, seen = [], []
+        for v in range(nv):
+            lo, width = e.load(p_limits, v * e.bytes, e.vi), e.load(p_limits, (nv + v) * e.bytes, e.vi)
+            inside = b.icmp_unsigned("<", b.sub(at, lo), width)
+            seen.append(b.and_(inside, self._mask_bits(e, e.pointer(mask), v)) if self.key.masked else inside)
+            if self.dot:
+                shift = e.splat(b.shl(b.sub(I32(1), b.trunc(odd, I32)), I32(4)))
+                bits = b.and_(b.shl(e.load(p_p, v * e.bytes, e.vi), shift), e.ints(-0x10000))
+                weights.append(b.bitcast(bits, e.vf))
+            else:
+                weights.append(e.load(p_p, v * e.bytes))
+
+        def channel(i: Value, vals: list[Value]) -> list[Value]:
+            value = e.splat(e.load(vals[0], 0, F32))
+            for v in range(nv):
+                old = e.load(vals[1], v * e.bytes)
+                e.store(b.select(seen[v], e.fma(weights[v], value, old), old), vals[1], v * e.bytes)
+            return [e.at(vals[0], 4), e.at(vals[1], self.nr * 4)]
+
+        e.loop(count, [e.pointer(row), e.pointer(o)], channel)
+
+    # finalize -------------------------------------------------------------------------------------------------------
+    def finalize(self, e: Emitter, o, stats, dst, stride, rows, count) -> None:  # type: ignore[no-untyped-def]
+        """O^T / l_i of 16 lanes back to rows in the storage dtype; an empty row (l_i = 0) is exactly 0."""
+        b, base = e.b, e.pointer(dst)
+        l_i = e.load(e.pointer(stats), self.nr * 4)
+        empty = b.fcmp_ordered("==", l_i, e.floats(0))
+        inverse = b.fdiv(e.floats(1), l_i)
+        p_rows = [e.at(base, b.mul(I64(r), stride)) for r in range(LANES)]
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            done = b.mul(i, I64(LANES))
+            inside = e.first_lanes(b.sub(count, done))
+            x = [b.select(empty, e.floats(0), b.fmul(e.load(p[0], j * self.nr * 4), inverse)) for j in range(LANES)]
+            for r, row in enumerate(e.transpose(x)):
+                valid = e.splat(b.icmp_signed("<", I64(r), rows))
+                at = e.at(p_rows[r], b.mul(done, I64(self.size)))
+                e.masked_store(self._narrow(e, row), at, b.and_(inside, valid))
+            return [e.at(p[0], LANES * self.nr * 4)]
+
+        e.loop(b.udiv(b.add(count, I64(LANES - 1)), I64(LANES)), [e.pointer(o)], body)
+
+    def _narrow(self, e: Emitter, x: Value) -> Value:
+        if self.key.storage == "float32":
+            return x
+        if self.key.storage == "bfloat16":
+            return e.to_bf16_bits(x)
+        return e.b.bitcast(e.b.fptrunc(x, ir.VectorType(F16, LANES)), e.vh)
+
+    def store_lse(self, e: Emitter, stats, dst, rows, scale_bits) -> None:  # type: ignore[no-untyped-def]
+        """lse = m_i·|scale| + ln(l_i); -inf for an empty row, NaN where l_i is."""
+        b, p = e.b, e.pointer(stats)
+        m_i, l_i = e.load(p), e.load(p, self.nr * 4)
+        lse = e.fma(m_i, e.splat(e.float_bits(scale_bits)), e.log(l_i))
+        lse = b.select(b.fcmp_ordered(">", l_i, e.floats(0)), lse, e.floats(float("nan")))
+        lse = b.select(b.fcmp_ordered("==", l_i, e.floats(0)), e.floats(float("-inf")), lse)
+        e.masked_store(lse, e.pointer(dst), e.first_lanes(rows))
+
+
+_ARITY = {"fill": 3, "fill_limits": 7, "gather_row": 4, "load_rows": 5, "load_value_rows": 6, "load_float_row": 3}
+_ARITY |= {"pack_query": 4, "scores": 6, "scores_bounded": 8, "load_mask": 5, "apply_mask": 4, "online_softmax": 6}
+_ARITY |= {"accumulate": 6, "add_seen": 8, "finalize": 6, "store_lse": 4}
+
+
+def stages(key: KernelKey) -> Stages:
+    """The stages of `key`'s tiles."""
+    tile = _Tile(key)
+    return Stages(
+        **{
+            name: native(f"{key.name}_{name}", arity, getattr(tile, name), LANES, returns=name == "load_value_rows")
+            for name, arity in _ARITY.items()
+        }
+    )
+
+
