@@ -1,0 +1,271 @@
+"""The oracle: every operand of the public functions, in float64, as formulas with einsum strings.
+
+    out = softmax(softcap(scale·QKᵀ) + bias + ALiBi, mask) · V          lse = ln Σ e^score, sinks included
+
+Written from docs/concepts alone and independent of every kernel and of `mask.py`'s intervals. It stores all
+seqlen_q × seqlen_k scores, so it is for small problems. Absent means absent: every invisible operand is
+replaced by a `where` before it is used, never multiplied by 0. Differentiable; pass float64 leaves, or
+gradients are rounded to the dtype of the leaf. A score of -inf has weight 0 wherever it comes from; a row of
+such scores is an empty row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyflash.mask import Mask
+from polyflash.merge import AttentionOutput
+
+_INF = float("inf")
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    layout: str = "bhsd",
+    first_batch: int = 0,
+) -> AttentionOutput:
+    """The arguments of `polyflash.attention`; q, k, v of any float dtype. Returns float64 out in q's layout
+    and float64 lse (batch, num_q_heads, seqlen_q). `first_batch` is the index of batch entry 0 in dropout's
+    counter."""
+    if layout == "bshd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    batch, num_q_heads, seqlen_q, head_dim = q.shape
+    _, num_kv_heads, seqlen_k, _ = v.shape
+    group = num_q_heads // max(1, num_kv_heads)
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    rules = mask if isinstance(mask, Mask) else Mask()
+    live, start = _live_keys(batch, seqlen_k, rules, kv_lens, kv_starts, q.device)
+    position = _positions(seqlen_q, live, (causal, rules.alignment), q_offset)
+    j = torch.arange(seqlen_k, device=q.device)
+    visible = _visible(position, j, causal, window, rules) & (j >= start) & (j < live)
+    if isinstance(mask, Tensor):
+        visible = visible & mask
+    if bias is not None:
+        visible = visible & (bias != -_INF)
+    visible = visible.expand(batch, num_q_heads, seqlen_q, seqlen_k)
+
+    scale = 1.0 / math.sqrt(max(1, head_dim)) if scale is None else scale
+    s = torch.where(visible, _scores(q, k) * scale, 0.0)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + torch.where(visible, bias.double(), 0.0)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.double().reshape(-1, num_q_heads, 1, 1)
+        s = s - slopes * (position - j).abs()
+    s = torch.where(visible, s, -_INF)
+
+    column = s.new_full((num_q_heads,), -_INF) if sinks is None else sinks.double()
+    column = column[None, :, None, None].expand(batch, num_q_heads, seqlen_q, 1)
+    m = torch.cat([s, column], -1).amax(-1, keepdim=True).detach()
+    m = torch.where(m == -_INF, 0.0, m)
+    e = torch.where(visible, torch.exp(s - m), 0.0)
+    total = e.sum(-1, keepdim=True) + torch.exp(column - m)
+    empty = total == 0.0
+    total = torch.where(empty, 1.0, total)
+    p = torch.where(visible, e / total, 0.0)
+    lse = torch.where(empty, -_INF, m + torch.log(total)).squeeze(-1)
+    if dropout_p:
+        shape = (batch, num_q_heads, seqlen_q, seqlen_k)
+        keep = torch.from_numpy(dropout_keep(shape, dropout_p, int(dropout_seed or 0), first_batch)).to(
+            q.device
+        )
+        p = torch.where(keep, p / max(1.0 - dropout_p, 2.0**-53), 0.0)
+    out = _weighted_sum(p, v, visible)
+    return AttentionOutput(out.transpose(1, 2) if layout == "bshd" else out, lse)
+
+
+def varlen_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+) -> AttentionOutput:
+    """`attention_reference` of each member; q (total_q, Hq, D), k, v (total_k, Hkv, ·), cu_seqlens (batch +
+    1,). Returns out (total_q, Hq, Dv) and lse (Hq, total_q); rows beyond the last member are 0 and -inf."""
+    rows, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    outs, lses = [], []
+    for b in range(len(rows) - 1):
+        one_q = q[None, rows[b] : rows[b + 1]]
+        one_k, one_v = (x[None, keys[b] : keys[b + 1]] for x in (k, v))
+        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        out, lse = attention_reference(
+            one_q, one_k, one_v, causal=causal, window=window, alibi_slopes=slopes, softcap=softcap,
+            sinks=sinks, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, layout="bshd",
+            first_batch=b,
+        )  # fmt: skip
+        outs.append(out[0])
+        lses.append(lse[0])
+    rest = q.shape[0] - rows[-1]
+    outs.append(q.new_zeros((rest, q.shape[1], v.shape[2]), dtype=torch.float64))
+    lses.append(q.new_full((q.shape[1], rest), -_INF, dtype=torch.float64))
+    return AttentionOutput(torch.cat(outs, 0), torch.cat(lses, 1))
+
+
+def paged_reference(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+) -> AttentionOutput:
+    """Gathers the pages (num_pages, page_size, Hkv, ·) of each request and attends to its first kv_lens[b]
+    keys. A table entry outside the pool hides its keys. q (batch, Hq, D), or (total_q, Hq, D) with
+    cu_seqlens_q; out like q, lse (Hq, total_q)."""
+    num_pages, page_size = k_pages.shape[:2]
+    rows = list(range(q.shape[0] + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    outs, lses = [], []
+    for b in range(len(rows) - 1):
+        pages, live = page_table[b].long(), int(kv_lens[b])
+        mapped = (pages >= 0) & (pages < num_pages)
+        gathered = pages.clamp(0, num_pages - 1)
+        one_k, one_v = (x[gathered].flatten(0, 1)[None, :live] for x in (k_pages, v_pages))
+        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        out, lse = attention_reference(
+            q[None, rows[b] : rows[b + 1]], one_k, one_v, causal=causal, window=window,
+            mask=mapped.repeat_interleave(page_size)[:live], alibi_slopes=slopes, softcap=softcap,
+            sinks=sinks, scale=scale, layout="bshd",
+        )  # fmt: skip
+        outs.append(out[0])
+        lses.append(lse[0])
+    rest = q.shape[0] - rows[-1]
+    outs.append(q.new_zeros((rest, q.shape[1], v_pages.shape[3]), dtype=torch.float64))
+    lses.append(q.new_full((q.shape[1], rest), -_INF, dtype=torch.float64))
+    return AttentionOutput(torch.cat(outs, 0), torch.cat(lses, 1))
+
+
+def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, first_batch: int = 0) -> np.ndarray:
+    """Which weights survive, bool (batch, num_q_heads, seqlen_q, seqlen_k): the same on every backend.
+
+    Word key % 4 of Philox4x32-10 with key = the seed's two halves and counter = (key // 4, query, head +
+    Hq·batch, 0) is kept iff it is at least floor(p·2^32)."""
+    batch, heads, seqlen_q, seqlen_k = shape
+    quads = -(-seqlen_k // 4)
+    planes = np.arange(batch * heads, dtype=np.uint64) + np.uint64(first_batch * heads)
+    c2, c1, c0 = np.meshgrid(planes, np.arange(seqlen_q), np.arange(quads), indexing="ij")
+    words = philox([c0, c1, c2, np.zeros_like(c0)], seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    bits = np.stack(words, -1).reshape(batch, heads, seqlen_q, quads * 4)
+    return bits[..., :seqlen_k] >= np.uint64(math.floor(p * 2.0**32))
+
+
+def philox(counter: list[np.ndarray], key_lo: int, key_hi: int) -> list[np.ndarray]:
+    """Philox4x32-10 (Salmon et al., SC11) of four arrays of 32-bit counter words; returns four uint64 arrays
+    < 2^32."""
+    low = np.uint64(0xFFFFFFFF)
+    c0, c1, c2, c3 = (np.asarray(c).astype(np.uint64) & low for c in counter)
+    for turn in range(10):
+        k0 = np.uint64((key_lo + turn * 0x9E3779B9) & 0xFFFFFFFF)
+        k1 = np.uint64((key_hi + turn * 0xBB67AE85) & 0xFFFFFFFF)
+        x, y = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        shift = np.uint64(32)
+        c0, c1, c2, c3 = (y >> shift) ^ c1 ^ k0, y & low, (x >> shift) ^ c3 ^ k1, x & low
+    return [c0, c1, c2, c3]
+
+
+def _live_keys(
+    batch: int,
+    seqlen_k: int,
+    rules: Mask,
+    kv_lens: Tensor | None,
+    kv_starts: Tensor | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Live length and first live key, int64 (batch, 1, 1, 1)."""
+    live = torch.full((batch,), seqlen_k, device=device)
+    start = torch.zeros_like(live)
+    for lens in (kv_lens, rules.kv_lens):
+        live = live if lens is None else torch.minimum(live, torch.as_tensor(lens, device=device).long())
+    for starts in (kv_starts, rules.kv_starts):
+        start = (
+            start if starts is None else torch.maximum(start, torch.as_tensor(starts, device=device).long())
+        )
+    return live.view(-1, 1, 1, 1), start.view(-1, 1, 1, 1)
+
+
+def _positions(
+    seqlen_q: int, live: Tensor, alignments: tuple[bool | str | None, ...], q_offset: int | Tensor | None
+) -> Tensor:
+    """Where each row stands among the keys, int64 (batch, 1, seqlen_q, 1)."""
+    if q_offset is not None:
+        offset = torch.as_tensor(q_offset, device=live.device).long().reshape(-1, 1, 1, 1).expand_as(live)
+    elif "top_left" in alignments:
+        offset = torch.zeros_like(live)
+    else:
+        offset = live - seqlen_q
+    return offset + torch.arange(seqlen_q, device=live.device).view(1, 1, -1, 1)
+
+
+def _visible(
+    position: Tensor, j: Tensor, causal: bool | str, window: tuple[int | None, int | None] | None, rules: Mask
+) -> Tensor:
+    """Which key j a row at `position` may see by order, distance and segment; bool (batch, 1, ...)."""
+    visible = torch.ones_like(position - j, dtype=torch.bool)
+    if causal or rules.alignment:
+        visible = visible & (j <= position)
+    for left, right in (window or (None, None), (rules.left, rules.right)):
+        if left is not None:
+            visible = visible & (position - j <= left)
+        if right is not None:
+            visible = visible & (j - position <= right)
+    if rules.q_ids is not None and rules.k_ids is not None:
+        q_ids, k_ids = (torch.as_tensor(x, device=j.device) for x in (rules.q_ids, rules.k_ids))
+        visible = visible & (q_ids[:, None, :, None] == k_ids[:, None, None, :])
+    return visible
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """q·k per pair; non-finite ones are added as constants, so that gradients multiply finite operands
+    only."""
+    raw = torch.einsum("bhid,bhjd->bhij", q.detach(), k.detach())
+    q, k = (torch.where(torch.isfinite(x), x, 0.0) for x in (q, k))
+    return torch.einsum("bhid,bhjd->bhij", q, k) + torch.where(torch.isfinite(raw), 0.0, raw)
+
+
+def _weighted_sum(p: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Σ_j p·v over visible keys; the non-finite values of v are summed pair by pair, where they are
+    visible."""
+    finite = torch.isfinite(v)
+    out = torch.einsum("bhij,bhjd->bhid", p, torch.where(finite, v, 0.0))
+    odd = (~finite).flatten(0, 1).any(-1).any(0)
+    if not odd.any():
+        return out
+    seen = visible[..., odd].unsqueeze(-1) & ~finite[:, :, odd].unsqueeze(2)
+    terms = torch.where(seen, v[:, :, odd].unsqueeze(2), 0.0)
+    return out + torch.einsum("bhij,bhijd->bhid", p[..., odd], terms)
