@@ -1,0 +1,377 @@
+"""The native half of the thread pool: how items are claimed, run and awaited, and how workers park.
+
+One function, `participate(block)`, plays three roles, named by the first word of its argument block:
+
+    SERIAL   run every item here                      block: a caller's words
+    CALLER   publish a job, work on it, await it      block: a caller's words
+    WORKER   serve jobs for ever                      block: this worker's words in the control memory
+
+All shared state is 64-bit words of the control memory (layout: `pool.py`), which is never freed. The claim
+word of a job slot holds its generation (high half) and its unclaimed items (low half). What a worker reads
+of a job counts only after a compare-and-swap has lowered that very word, so a late worker can neither take
+an item of a newer job nor see the arguments of a finished one. Nobody waits for a thread: callers wait for
+items.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic as numba_intrinsic
+
+from polyflash.backends.cpu import pool
+
+WORKER_SPIN_NS = 50_000  # more takes time from a busy neighbour; less parks between back-to-back calls
+CALLER_SPIN_NS = 50_000
+CALLER_YIELD_NS = 1_000_000
+NAP_NS = 50_000
+ITEM_BITS = 32
+ITEM_MASK = (1 << ITEM_BITS) - 1
+
+_MACHINE = {"amd64": "x86_64", "aarch64": "arm64"}.get(platform.machine().lower(), platform.machine().lower())
+_MXCSR_CONTROL = 0xFFC0  # rounding, denormals, exception masks; without the sticky flags
+_WORD = types.int64
+_I64, _I32 = ir.IntType(64), ir.IntType(32)
+_ADDRESS = _I64.as_pointer()
+intrinsic: Any = numba_intrinsic  # its declared type counts the typing context as an argument of the call
+
+
+def _at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return builder.inttoptr(address, _ADDRESS)
+
+
+def _nothing(context: Any, _instruction: Any) -> Any:
+    return context.get_dummy_value()
+
+
+def _call(builder: ir.IRBuilder, address: ir.Value, args: Any, returns: ir.Type) -> ir.Value:
+    """A call through an address, so that the object names no function for a linker to find."""
+    kind = ir.FunctionType(returns, [a.type for a in args])
+    return builder.call(builder.inttoptr(address, kind.as_pointer()), list(args))
+
+
+def _named(builder: ir.IRBuilder, name: str, returns: ir.Type, args: Any) -> ir.Value:
+    kind = ir.FunctionType(returns, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), list(args))
+
+
+def _words(builder: ir.IRBuilder, count: int) -> list[ir.Value]:
+    """Addresses of adjacent words on the stack; in the entry block, so that a loop does not grow it."""
+    base = cgutils.alloca_once(builder, ir.ArrayType(_I64, count))
+    start = builder.bitcast(base, _ADDRESS)
+    return [start, *(builder.gep(start, [_I32(i)]) for i in range(1, count))]
+
+
+@intrinsic
+def peek(_typing: Any, address: Any) -> Any:
+    """The word at `address`, in no order with other memory."""
+    return _WORD(_WORD), lambda _c, b, _s, a: b.load_atomic(_at(b, a[0]), "monotonic", 8)
+
+
+@intrinsic
+def load(_typing: Any, address: Any) -> Any:
+    """The word at `address`, in one order with every other `load`, `store`, `add` and `swap`."""
+    return _WORD(_WORD), lambda _c, b, _s, a: b.load_atomic(_at(b, a[0]), "seq_cst", 8)
+
+
+@intrinsic
+def poke(_typing: Any, address: Any, value: Any) -> Any:
+    """Writes a word, in no order with other memory."""
+    return types.void(_WORD, _WORD), lambda c, b, _s, a: _nothing(
+        c, b.store_atomic(a[1], _at(b, a[0]), "monotonic", 8)
+    )
+
+
+@intrinsic
+def store(_typing: Any, address: Any, value: Any) -> Any:
+    """Writes a word after everything before it: who loads it sees all that."""
+    return types.void(_WORD, _WORD), lambda c, b, _s, a: _nothing(
+        c, b.store_atomic(a[1], _at(b, a[0]), "seq_cst", 8)
+    )
+
+
+@intrinsic
+def add(_typing: Any, address: Any, value: Any) -> Any:
+    """Adds to a word; returns what it held."""
+    return _WORD(_WORD, _WORD), lambda _c, b, _s, a: b.atomic_rmw("add", _at(b, a[0]), a[1], "seq_cst")
+
+
+@intrinsic
+def swap(_typing: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Writes `value` if the word still is `expected`; whether it did."""
+    return types.boolean(_WORD, _WORD, _WORD), lambda _c, b, _s, a: b.extract_value(
+        b.cmpxchg(_at(b, a[0]), a[1], a[2], "seq_cst", "seq_cst"), 1
+    )
+
+
+@intrinsic
+def call0(_typing: Any, function: Any) -> Any:
+    """`int function(void)`"""
+    return types.int32(_WORD), lambda _c, b, _s, a: _call(b, a[0], a[1:], _I32)
+
+
+@intrinsic
+def call1(_typing: Any, function: Any, first: Any) -> Any:
+    """`int function(void *)`"""
+    return types.int32(_WORD, _WORD), lambda _c, b, _s, a: _call(b, a[0], a[1:], _I32)
+
+
+@intrinsic
+def call2(_typing: Any, function: Any, first: Any, second: Any) -> Any:
+    """`int function(void *, void *)`"""
+    return types.int32(_WORD, _WORD, _WORD), lambda _c, b, _s, a: _call(b, a[0], a[1:], _I32)
+
+
+@intrinsic
+def call_kernel(_typing: Any, kernel: Any, arguments: Any, item: Any, scratch: Any) -> Any:
+    """`void kernel(int64 arguments, int64 item, int64 scratch)`"""
+    return types.void(_WORD, _WORD, _WORD, _WORD), lambda c, b, _s, a: _nothing(
+        c, _call(b, a[0], a[1:], ir.VoidType())
+    )
+
+
+@intrinsic
+def now(_typing: Any, clock: Any, clock_id: Any) -> Any:
+    """Nanoseconds, by clock_gettime."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        seconds, rest = _words(builder, 2)
+        _call(builder, args[0], [builder.trunc(args[1], _I32), seconds], _I32)
+        return builder.add(builder.mul(builder.load(seconds), _I64(1_000_000_000)), builder.load(rest))
+
+    return _WORD(_WORD, _WORD), emit
+
+
+@intrinsic
+def nap(_typing: Any, sleep: Any, nanoseconds: Any) -> Any:
+    """Sleeps less than a second, by nanosleep."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        seconds, rest = _words(builder, 2)
+        builder.store(_I64(0), seconds)
+        builder.store(args[1], rest)
+        return _call(builder, args[0], [seconds, _I64(0)], _I32)
+
+    return types.int32(_WORD, _WORD), emit
+
+
+@intrinsic
+def pause(_typing: Any) -> Any:
+    """Tells the core that this is a waiting loop."""
+
+    def emit(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        if _MACHINE == "x86_64":
+            _named(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+        elif _MACHINE == "arm64":
+            _named(builder, "llvm.aarch64.hint", ir.VoidType(), [_I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def float_mode(_typing: Any) -> Any:
+    """How this thread rounds and treats denormals."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        if _MACHINE == "x86_64":
+            (place,) = _words(builder, 1)
+            word = builder.bitcast(place, _I32.as_pointer())
+            _named(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), [word])
+            return builder.zext(builder.and_(builder.load(word), _I32(_MXCSR_CONTROL)), _I64)
+        return _named(builder, "llvm.aarch64.get.fpcr", _I64, []) if _MACHINE == "arm64" else _I64(0)
+
+    return _WORD(), emit
+
+
+@intrinsic
+def set_float_mode(_typing: Any, mode: Any) -> Any:
+    """Makes this thread round and treat denormals as the thread that read `mode`: same bits on any thread."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if _MACHINE == "x86_64":
+            (place,) = _words(builder, 1)
+            word = builder.bitcast(place, _I32.as_pointer())
+            builder.store(builder.trunc(args[0], _I32), word)
+            _named(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), [word])
+        elif _MACHINE == "arm64":
+            _named(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), [args[0]])
+        return context.get_dummy_value()
+
+    return types.void(_WORD), emit
+
+
+@njit(forceinline=True)
+def clock(control: int) -> int:
+    return now(peek(control + pool.CLOCK), peek(control + pool.CLOCK_ID))
+
+
+@njit(forceinline=True)
+def wake(control: int, limit: int) -> None:
+    """Wakes at most two parked workers numbered below `limit`; each wakes two more, if items are left.
+
+    A worker whose lock is taken is on its way to park or back; it is tried again at the next item.
+    """
+    if load(control + pool.PARKED) == 0:
+        return
+    woken = 0
+    for number in range(1, limit):
+        worker = control + pool.FIRST_WORKER + number * pool.WORKER_BYTES
+        if load(worker + pool.ASLEEP) == 0 or call1(peek(control + pool.TRYLOCK), worker + pool.MUTEX) != 0:
+            continue
+        asleep = load(worker + pool.ASLEEP)
+        if asleep != 0:
+            store(worker + pool.ASLEEP, 0)
+            add(control + pool.PARKED, -1)
+        call1(peek(control + pool.UNLOCK), worker + pool.MUTEX)
+        if asleep != 0:
+            call1(peek(control + pool.SIGNAL), worker + pool.CONDITION)
+            woken += 1
+            if woken == 2:
+                return
+
+
+@njit(forceinline=True)
+def run_items(control: int, slot: int, number: int) -> int:
+    """Runs items of the job in `slot` until none is unclaimed, as participant `number`; returns how many."""
+    ran = 0
+    while True:
+        claim = load(slot + pool.CLAIM)
+        left = claim & ITEM_MASK
+        threads = peek(slot + pool.THREADS)
+        if left == 0 or number >= threads:
+            return ran
+        kernel, arguments = peek(slot + pool.KERNEL), peek(slot + pool.ARGUMENTS)
+        item = peek(slot + pool.ITEMS) - left
+        scratch = peek(slot + pool.SCRATCH) + number * peek(slot + pool.STRIDE)
+        mode = peek(slot + pool.FLOAT_MODE)
+        if not swap(slot + pool.CLAIM, claim, claim - 1):
+            pause()
+            continue
+        if left > 1:
+            wake(control, threads)
+        if number > 0:
+            set_float_mode(mode)
+        call_kernel(kernel, arguments, item, scratch)
+        if number > 0:
+            add(slot + pool.DONE, 1)
+        ran += 1
+
+
+@njit(forceinline=True)
+def run_serially(block: int) -> None:
+    for item in range(peek(block + pool.CALLER_ITEMS)):
+        call_kernel(
+            peek(block + pool.CALLER_KERNEL),
+            peek(block + pool.CALLER_ARGUMENTS),
+            item,
+            peek(block + pool.CALLER_SCRATCH),
+        )
+
+
+@njit(forceinline=True)
+def free_slot(control: int) -> int:
+    """A slot that is now this caller's; 0 if there is none."""
+    for index in range(pool.SLOTS):
+        slot = control + pool.FIRST_SLOT + index * pool.SLOT_BYTES
+        if load(slot + pool.BUSY) == 0 and swap(slot + pool.BUSY, 0, 1):
+            return slot
+    return 0
+
+
+@njit(forceinline=True)
+def await_items(control: int, slot: int, count: int) -> None:
+    """Returns when the workers have finished `count` items: spins, then yields, then naps."""
+    start = clock(control)
+    while load(slot + pool.DONE) != count:
+        waited = clock(control) - start
+        if waited < CALLER_SPIN_NS:
+            for _ in range(8):
+                pause()
+        elif waited < CALLER_YIELD_NS:
+            call0(peek(control + pool.YIELD))
+        else:
+            nap(peek(control + pool.SLEEP), NAP_NS)
+
+
+@njit(forceinline=True)
+def run_shared(block: int) -> None:
+    """Publishes a job, works on it and returns when all its items are done; alone if every slot is busy."""
+    control = peek(block + pool.CONTROL)
+    slot = free_slot(control)
+    if slot == 0:
+        run_serially(block)
+        return
+    items, threads = peek(block + pool.CALLER_ITEMS), peek(block + pool.CALLER_THREADS)
+    poke(slot + pool.KERNEL, peek(block + pool.CALLER_KERNEL))
+    poke(slot + pool.ARGUMENTS, peek(block + pool.CALLER_ARGUMENTS))
+    poke(slot + pool.ITEMS, items)
+    poke(slot + pool.THREADS, threads)
+    poke(slot + pool.SCRATCH, peek(block + pool.CALLER_SCRATCH))
+    poke(slot + pool.STRIDE, peek(block + pool.CALLER_STRIDE))
+    poke(slot + pool.FLOAT_MODE, float_mode())
+    poke(slot + pool.DONE, 0)
+    generation = (peek(slot + pool.CLAIM) >> ITEM_BITS) + 1
+    store(slot + pool.CLAIM, (generation << ITEM_BITS) | items)
+    add(control + pool.EPOCH, 1)
+    ran = run_items(control, slot, 0)
+    await_items(control, slot, items - ran)
+    store(slot + pool.BUSY, 0)
+
+
+@njit(forceinline=True)
+def park(control: int, worker: int, seen: int) -> None:
+    """Sleeps until woken or until a job newer than epoch `seen` is there."""
+    call1(peek(control + pool.LOCK), worker + pool.MUTEX)
+    store(worker + pool.ASLEEP, 1)
+    add(control + pool.PARKED, 1)
+    while load(worker + pool.ASLEEP) != 0 and load(control + pool.EPOCH) == seen:
+        call2(peek(control + pool.WAIT), worker + pool.CONDITION, worker + pool.MUTEX)
+    if load(worker + pool.ASLEEP) != 0:
+        store(worker + pool.ASLEEP, 0)
+        add(control + pool.PARKED, -1)
+    call1(peek(control + pool.UNLOCK), worker + pool.MUTEX)
+
+
+@njit(forceinline=True)
+def serve(worker: int) -> None:
+    """The life of a worker: run what there is, spin a little, park."""
+    control, number = peek(worker + pool.CONTROL), peek(worker + pool.NUMBER)
+    last_work = clock(control)
+    while True:
+        seen = load(control + pool.EPOCH)
+        ran = 0
+        for index in range(pool.SLOTS):
+            ran += run_items(control, control + pool.FIRST_SLOT + index * pool.SLOT_BYTES, number)
+        if ran > 0:
+            last_work = clock(control)
+        while load(control + pool.EPOCH) == seen:
+            if clock(control) - last_work > WORKER_SPIN_NS:
+                park(control, worker, seen)
+                last_work = clock(
+                    control
+                )  # who was woken is wanted: late for this job, it is in time for the next
+                break
+            for _ in range(8):
+                pause()
+            call0(peek(control + pool.YIELD))  # the caller may need this very core
+
+
+def participate(block: int) -> int:
+    role = peek(block + pool.ROLE)
+    if role == pool.ROLE_SERIAL:
+        run_serially(block)
+    elif role == pool.ROLE_CALLER:
+        run_shared(block)
+    else:
+        serve(block)
+    return 0
+
+
+def build(_key: pool.PoolKey) -> Any:
+    """The compiled `int64 participate(int64)`, also fit to be a thread's entry."""
+    return cfunc(_WORD(_WORD), forceinline=True)(participate)

@@ -1,0 +1,514 @@
+"""The cache of compiled objects: what it stores, what it refuses, and that no trouble with a disk stops a call."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import pytest
+
+import polyflash
+from polyflash.backends.cpu import pool, runtime
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="the cache needs POSIX ownership")
+
+# A process that imports the CPU runtime without the rest of the package, hence without torch.
+PRELUDE = f"""
+import sys, types
+for name in ("polyflash", "polyflash.backends", "polyflash.backends.cpu"):
+    module = types.ModuleType(name)
+    module.__path__ = [{str(Path(polyflash.__file__).parent)!r} + name.replace(".", "/").removeprefix("polyflash")]
+    sys.modules[name] = module
+sys.modules["polyflash"].__version__ = "test"
+from polyflash.backends.cpu import pool, runtime
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str
+    builder: str = "tiny_kernels"
+
+
+class Compiled:
+    """Looks like a numba cfunc to the runtime: a native name, and a library that has an object."""
+
+    def __init__(self, symbol: str, text: str) -> None:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(jit=True)
+        module = llvm.parse_assembly(text)
+        module.verify()
+        code = machine.emit_object(module)
+        self.native_name = symbol
+        self._library = types.SimpleNamespace(_get_compiled_object=lambda: code)
+
+
+def storing(number: int) -> Compiled:
+    """A kernel that writes `number` where its argument points."""
+    return Compiled(
+        "kernel",
+        f"""define void @kernel(i64 %args, i64 %item, i64 %scratch) {{
+            %p = inttoptr i64 %args to ptr
+            store i64 {number}, ptr %p
+            ret void
+        }}""",
+    )
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A builder module of kernels named "store-<n>"; the list names every compilation."""
+    made: list[str] = []
+
+    def build(key: Key) -> Compiled:
+        made.append(key.name)
+        return storing(int(key.name.rpartition("-")[2]))
+
+    monkeypatch.setitem(sys.modules, "tiny_kernels", types.SimpleNamespace(build=build))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test's own, and a runtime that has loaded nothing."""
+    path = tmp_path / "kernels"
+    monkeypatch.setenv("POLYFLASH_CACHE_DIR", str(path))
+    monkeypatch.delenv("POLYFLASH_NO_CACHE", raising=False)
+    forget(monkeypatch)
+    return path
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new process would start."""
+    monkeypatch.setattr(runtime, "_addresses", {})
+    monkeypatch.setattr(runtime, "_warned", set())
+
+
+def stored(address: int) -> int:
+    """What the kernel at `address` writes."""
+    place = ctypes.c_int64(-1)
+    kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(address)
+    kernel(ctypes.addressof(place), 0, 0)
+    return place.value
+
+
+def only_entry(folder: Path) -> Path:
+    (entry,) = folder.iterdir()
+    return entry
+
+
+def test_disk_then_memory(folder, builds, monkeypatch):
+    key = Key("store-7")
+    first = runtime.load(key)
+    assert stored(first) == 7 and builds == ["store-7"]
+    assert runtime.load(Key("store-7")) == first
+    forget(monkeypatch)
+    assert stored(runtime.load(key)) == 7
+    assert builds == ["store-7"], "the second process compiled again"
+
+
+def test_objects_with_equal_symbols_stay_apart(builds):
+    addresses = [runtime.load(Key(f"store-{n}")) for n in (1, 2, 3)]
+    assert [stored(address) for address in addresses] == [1, 2, 3]
+
+
+def test_private_files_under_digest_names(folder, builds):
+    runtime.load(Key("store-../../escape-7"))
+    entry = only_entry(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert entry.stat().st_mode & 0o777 == 0o600
+    assert len(entry.stem) == 64 and set(entry.stem) <= set("0123456789abcdef") and entry.suffix == ".pfo"
+
+
+def flip(at: int):
+    def damage(entry: Path, _other: Path) -> None:
+        data = bytearray(entry.read_bytes())
+        data[at] ^= 1
+        entry.write_bytes(data)
+
+    return damage
+
+
+def link(entry: Path, _other: Path) -> None:
+    real = entry.parent.parent / "elsewhere"
+    shutil.move(entry, real)
+    entry.symlink_to(real)
+
+
+def pipe(entry: Path, _other: Path) -> None:
+    entry.unlink()
+    os.mkfifo(entry)
+
+
+DAMAGE = {
+    "empty": lambda entry, _: entry.write_bytes(b""),
+    "half": lambda entry, _: entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2]),
+    "one byte more": lambda entry, _: entry.write_bytes(entry.read_bytes() + b"x"),
+    "magic": flip(0),
+    "schema": flip(6),
+    "symbol length": flip(8),
+    "object length": flip(12),
+    "checksum": flip(30),
+    "symbol": flip(runtime._HEADER.size),
+    "last byte": flip(-1),
+    "foreign": lambda entry, other: shutil.copy(other, entry),
+    "text": lambda entry, _: entry.write_text("not an object " * 1000),
+    "symlink": link,
+    "pipe": pipe,
+    "group writable": lambda entry, _: entry.chmod(0o660),
+    "world writable": lambda entry, _: entry.chmod(0o606),
+    "too large": lambda entry, _: os.truncate(entry, runtime.MAX_OBJECT_BYTES + 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_entry_is_a_miss_and_is_replaced(folder, builds, monkeypatch, damage):
+    key = Key("store-7")
+    runtime.load(key)
+    entry = only_entry(folder)
+    good = entry.read_bytes()
+    runtime.load(Key("store-8"))
+    (other,) = set(folder.iterdir()) - {entry}
+    damage(entry, other)
+    forget(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="polyflash"):
+        assert stored(runtime.load(key)) == 7
+    assert builds == ["store-7", "store-8", "store-7"]
+    assert not entry.is_symlink() and entry.read_bytes() == good and entry.stat().st_mode & 0o777 == 0o600
+    forget(monkeypatch)
+    assert stored(runtime.load(key)) == 7 and len(builds) == 3
+
+
+def test_directory_in_place_of_an_entry_is_harmless(folder, builds, monkeypatch):
+    runtime.load(Key("store-7"))
+    entry = only_entry(folder)
+    entry.unlink()
+    entry.mkdir()
+    forget(monkeypatch)
+    with pytest.warns(RuntimeWarning):
+        assert stored(runtime.load(Key("store-7"))) == 7
+    assert list(folder.iterdir()) == [entry]
+
+
+def test_every_truncation_is_refused():
+    name = "a.pfo"
+    data = runtime._encode(name, runtime._Object("kernel", bytes(range(40))))
+    assert runtime._decode(name, data) == runtime._Object("kernel", bytes(range(40)))
+    for size in range(len(data)):
+        with pytest.raises(ValueError):
+            runtime._decode(name, data[:size])
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 0x80
+        with pytest.raises(ValueError):
+            runtime._decode(name, bytes(changed))
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+def test_folder_others_can_write_is_refused_once(folder, builds, monkeypatch, mode):
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.warns(RuntimeWarning, match="others may write"):
+        assert stored(runtime.load(Key("store-1"))) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert stored(runtime.load(Key("store-2"))) == 2
+    assert not list(folder.iterdir())
+    assert "others may write" in runtime.cache_info().refusal
+
+
+def test_open_parent_is_refused(folder, builds):
+    folder.parent.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="everyone may write"):
+        assert stored(runtime.load(Key("store-1"))) == 1
+    folder.parent.chmod(0o1777)
+    runtime.load(Key("store-2"))
+    assert runtime.cache_info().entries == 1
+
+
+def test_folder_of_another_user_is_refused(folder, builds, monkeypatch):
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.warns(RuntimeWarning, match="another user"):
+        assert stored(runtime.load(Key("store-1"))) == 1
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("place", ["/proc/polyflash/kernels", "/dev/null/kernels"])
+def test_folder_that_cannot_be_made(place, builds, monkeypatch):
+    monkeypatch.setenv("POLYFLASH_CACHE_DIR", place)
+    with pytest.warns(RuntimeWarning, match="cache"):
+        assert stored(runtime.load(Key("store-1"))) == 1
+    assert runtime.cache_info().entries == 0 and runtime.clear_cache() == 0
+
+
+@pytest.mark.parametrize("step", ["open", "fsync", "replace"])
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ESTALE])
+def test_no_disk_error_is_fatal(folder, builds, monkeypatch, step, code):
+    real = getattr(os, step)
+
+    def failing(*args, **options):
+        if step == "open" and not (args[1] & os.O_CREAT):
+            return real(*args, **options)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, step, failing)
+    with pytest.warns(RuntimeWarning, match=os.strerror(code)):
+        assert stored(runtime.load(Key("store-1"))) == 1
+    assert not list(folder.iterdir()), "an unfinished file was left"
+
+
+def test_no_cache_variable(folder, builds, monkeypatch):
+    monkeypatch.setenv("POLYFLASH_NO_CACHE", "1")
+    assert stored(runtime.load(Key("store-1"))) == 1
+    assert not folder.exists()
+
+
+def test_home_unset(builds, monkeypatch, tmp_path):
+    monkeypatch.delenv("POLYFLASH_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("HOME", raising=False)
+    runtime.load(Key("store-1"))
+    assert runtime.cache_path() == str(tmp_path / "xdg" / "polyflash" / "kernels")
+    assert (tmp_path / "xdg" / "polyflash").stat().st_mode & 0o777 == 0o700
+
+
+def test_changed_compiler_settings_are_not_kept(folder, builds, monkeypatch):
+    config = types.SimpleNamespace(CPU_NAME="haswell", CPU_FEATURES=None, OPT=3)
+    monkeypatch.setitem(sys.modules, "numba", types.SimpleNamespace(config=config))
+    assert stored(runtime.load(Key("store-1"))) == 1
+    assert runtime.cache_info().entries == 0
+
+
+def test_key_depends_on_sources(tmp_path):
+    runtime._sources_digest.cache_clear()
+    source = tmp_path / "source"
+    source.mkdir()
+    seen = set()
+
+    def digest() -> None:
+        runtime._sources_digest.cache_clear()
+        seen.add(runtime._sources_digest(str(source)))
+
+    digest()
+    (source / "a.py").write_text("x = 1\n")
+    digest()
+    (source / "a.py").write_text("x = 2\n")
+    digest()
+    (source / "a.py").rename(source / "b.py")
+    digest()
+    (source / "a.py").write_text("")
+    digest()
+    assert len(seen) == 5
+    (source / "notes.txt").write_text("no code")
+    digest()
+    assert len(seen) == 5
+
+
+def test_key_depends_on_everything_else(monkeypatch):
+    key = Key("store-1")
+    names = {
+        runtime.entry_name(key),
+        runtime.entry_name(Key("store-2")),
+        runtime.entry_name(Key("store-1", "x")),
+    }
+    detected = runtime.target.detect("cpu")
+    changes = [
+        (runtime, "_sources_digest", lambda _folder: "other"),
+        (sys.modules["polyflash"], "__version__", "9.9.9"),
+        (llvm, "llvm_version_info", (1, 2, 3)),
+        (llvm, "get_host_cpu_name", lambda: "other"),
+        (sys.modules["llvmlite"], "__version__", "9.9.9"),
+        (runtime.target, "cpu_flags", lambda: frozenset({"other"})),
+        (runtime.target, "detect", lambda _: runtime.target.Target("cpu:avx2", packages=detected.packages)),
+        (runtime.target, "detect", lambda _: runtime.target.replace(detected, packages=(("numba", "9"),))),
+    ]
+    for owner, name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            names.add(runtime.entry_name(key))
+    assert len(names) == 3 + len(changes)
+    assert runtime.entry_name(key) in names
+
+
+def test_one_thread_compiles(builds, monkeypatch):
+    build = sys.modules["tiny_kernels"].build
+    slow = threading.Event()
+
+    def building(key):
+        slow.wait(0.2)
+        return build(key)
+
+    monkeypatch.setitem(sys.modules, "tiny_kernels", types.SimpleNamespace(build=building))
+    got: list[int] = []
+    threads = [threading.Thread(target=lambda: got.append(runtime.load(Key("store-5")))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert builds == ["store-5"] and len(got) == 4 and len(set(got)) == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])
+def test_failed_compilation_leaves_nothing_behind(folder, builds, monkeypatch, error):
+    working = sys.modules["tiny_kernels"]
+
+    def failing(_key):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "tiny_kernels", types.SimpleNamespace(build=failing))
+    with pytest.raises(error):
+        runtime.load(Key("store-1"))
+    monkeypatch.setitem(sys.modules, "tiny_kernels", working)
+    done = threading.Thread(target=lambda: runtime.load(Key("store-1")))
+    done.start()
+    done.join(10)
+    assert not done.is_alive(), "the lock was left taken"
+    assert stored(runtime.load(Key("store-1"))) == 1 and runtime.cache_info().entries == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_says_so_on_a_terminal_only(builds, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    runtime.load(Key("store-1"))
+    said = sys.stderr.getvalue()
+    assert said.startswith(
+        "polyflash: compiling CPU kernel store-1 (once per machine) ... "
+    ) and said.endswith(" s\n")
+    monkeypatch.setenv("POLYFLASH_NO_CACHE", "1")
+    runtime.load(Key("store-2"))
+    assert "store-2 (once per process)" in sys.stderr.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    runtime.load(Key("store-3"))
+    assert sys.stderr.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", None)
+    runtime.load(Key("store-4"))
+
+
+def test_undefined_symbols_are_refused(folder, monkeypatch):
+    text = """declare void @PyErr_Clear()
+        define void @kernel(i64 %args, i64 %item, i64 %scratch) {
+            call void @PyErr_Clear()
+            ret void
+        }"""
+    monkeypatch.setitem(
+        sys.modules, "tiny_kernels", types.SimpleNamespace(build=lambda _key: Compiled("kernel", text))
+    )
+    with pytest.raises(RuntimeError, match="PyErr_Clear"):
+        runtime.load(Key("store-1"))
+    assert not list(folder.iterdir())
+
+
+def test_memory_functions_of_libc_are_linked(monkeypatch):
+    text = """declare ptr @memset(ptr, i32, i64)
+        define void @kernel(i64 %args, i64 %item, i64 %scratch) {
+            %p = inttoptr i64 %args to ptr
+            %q = call ptr @memset(ptr %p, i32 1, i64 8)
+            ret void
+        }"""
+    monkeypatch.setitem(
+        sys.modules, "tiny_kernels", types.SimpleNamespace(build=lambda _key: Compiled("kernel", text))
+    )
+    assert stored(runtime.load(Key("store-1"))) == 0x0101010101010101
+
+
+def test_info_and_clear(folder, builds, monkeypatch):
+    assert runtime.cache_info() == runtime.CacheInfo(str(folder), 0, 0)
+    for n in range(3):
+        runtime.load(Key(f"store-{n}"))
+    (folder / ".left.tmp").write_bytes(b"unfinished")
+    info = runtime.cache_info()
+    assert info.entries == 3 and info.bytes == sum(p.stat().st_size for p in folder.glob("*.pfo"))
+    address = runtime.load(Key("store-2"))
+    assert runtime.clear_cache() == 3 and not list(folder.iterdir())
+    assert stored(address) == 2
+    forget(monkeypatch)
+    assert stored(runtime.load(Key("store-2"))) == 2 and len(builds) == 4
+
+
+def start(code: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 60) -> str:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    return out
+
+
+def test_four_processes_at_once_then_one_without_numba(folder):
+    """Cold start together: every process works, one entry remains. The next process never imports numba."""
+    pytest.importorskip("numba")
+    load = "print(runtime.load(pool.PoolKey()) > 0, 'numba' in sys.modules)"
+    together = [start(load) for _ in range(4)]
+    assert [finish(process).split()[0] for process in together] == ["True"] * 4
+    assert len(list(folder.iterdir())) == 1
+    assert finish(start(load)).split() == ["True", "False"]
+
+
+def test_fork_while_another_thread_compiles(folder):
+    """A fork waits for the compiler to rest; if patience ends first, the child still has a lock of its own."""
+    code = """
+        import os, threading, time
+        compiling = threading.Event()
+        def build(key):
+            compiling.set()
+            time.sleep(0.4)
+            raise LookupError
+        sys.modules["slow_kernels"] = types.SimpleNamespace(build=build)
+        class Key:
+            name, builder = "slow", "slow_kernels"
+        def compile():
+            try:
+                runtime.load(Key())
+            except LookupError:
+                pass
+        for patience in (10, 0.05):
+            runtime.FORK_PATIENCE_S = patience
+            compiling.clear()
+            thread = threading.Thread(target=compile)
+            thread.start()
+            compiling.wait()
+            child = os.fork()
+            if not child:
+                os._exit(0 if runtime._lock.acquire(timeout=2) else 1)
+            assert os.waitpid(child, 0)[1] == 0, "the child hangs on a lock of its parent"
+            thread.join()
+            assert runtime._lock.acquire(timeout=2)
+            runtime._lock.release()
+    """
+    finish(start(code))
+
+
+def test_pool_object_has_no_undefined_symbols(monkeypatch):
+    pytest.importorskip("numba")
+    from polyflash.backends.cpu import pool_kernel
+
+    code = pool_kernel.build(pool.PoolKey())._library._get_compiled_object()
+    assert runtime.undefined_symbols(code) == set()
