@@ -48,18 +48,18 @@ pip_install() {
     label=$1
     shift
     start=$(date +%s)
-    say "$label"
+    printf 'setup: %s ... ' "$label"
     $venv/bin/python -m pip install -qq --only-binary :all: -c constraints.txt "$@" ||
         die "installing $label failed: see the lines above (no network, or no wheel for" \
             "Python $(version_of $venv/bin/python) on $(uname -sm)?)"
-    say "$label: done in $(($(date +%s) - start)) s"
+    echo "$(($(date +%s) - start)) s"
 }
 
 install_torch() {
     if [ "$(uname -s)" = Linux ] && [ -z "${TORCH_ARGS:-}" ] && ! command -v nvidia-smi >/dev/null 2>&1 &&
         ! $venv/bin/python -c 'import torch' 2>/dev/null; then
-        say "no GPU here; if torch's download runs to several GB (CUDA libraries), stop it and give the CPU index" \
-            "that pytorch.org names: make TORCH_ARGS='--index-url URL'"
+        say "if torch's download runs to several GB (CUDA), stop it and name a CPU index:" \
+            "make TORCH_ARGS='--index-url URL'"
     fi
     # shellcheck disable=SC2086  # TORCH_ARGS is a list of words
     pip_install torch ${TORCH_ARGS:-} torch

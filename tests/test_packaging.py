@@ -1,0 +1,172 @@
+"""What a fresh checkout promises: dependencies that need no compiler, two commands, errors in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import polyflash
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGETS = ("demo", "test", "test-cpu", "test-all", "lint", "bench", "clean")
+
+pytestmark = pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="needs a checkout")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def constraints() -> list[Requirement]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+def test_one_version_everywhere(project: dict) -> None:
+    assert project["version"] == polyflash.__version__
+
+
+def test_pins_lie_within_the_declared_ranges(project: dict) -> None:
+    extras = project["optional-dependencies"]
+    declared = [Requirement(text) for text in (*project["dependencies"], *extras["bench"], *extras["dev"])]
+    pinned = {name: [r for r in constraints() if r.name == name] for name in {r.name for r in declared}}
+    for requirement in declared:
+        pins = pinned[requirement.name]
+        assert pins, f"{requirement.name} has no pin"
+        for pin in pins:
+            for specifier in pin.specifier:
+                if specifier.operator == "==":
+                    assert specifier.version in requirement.specifier, f"{pin} is outside {requirement}"
+
+
+def test_torch_is_exact_where_an_open_range_would_bring_cuda() -> None:
+    (exact,) = [r for r in constraints() if r.name == "torch" and "==" in str(r.specifier)]
+    linux = {"sys_platform": "linux", "python_version": "3.11"}
+    assert exact.marker.evaluate(linux)
+    for place in (linux | {"sys_platform": "darwin"}, linux | {"python_version": "3.13"}):
+        applying = [r for r in constraints() if r.name == "torch" and r.marker.evaluate(place)]
+        assert len(applying) == 1 and applying[0] is not exact
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "AMD64", "aarch64", "arm64", "riscv64"])
+def test_numba_is_asked_for_where_it_has_wheels(project: dict, machine: str) -> None:
+    (numba,) = [r for r in map(Requirement, project["dependencies"]) if r.name == "numba"]
+    asked = numba.marker.evaluate({"platform_machine": machine, "python_version": "3.12"})
+    assert asked is (machine != "riscv64")
+
+
+def test_installed_package_is_typed_and_has_its_command() -> None:
+    assert (Path(polyflash.__file__).parent / "py.typed").exists()
+    installed = [d for d in metadata.distributions() if d.metadata["Name"] == "polyflash"]
+    if not installed:
+        pytest.skip("polyflash runs from its source folder here")
+    (command,) = [e for e in installed[0].entry_points if e.group == "console_scripts"]
+    assert (command.name, command.value) == ("polyflash", "polyflash.cli:main")
+
+
+def test_files_name_no_registry_and_no_folder_of_a_machine() -> None:
+    suspicious = re.compile(r"https?://[^\s\"']*(pypi|pythonhosted|whl)|/root/|/home/\w|/work/|/opt/")
+    texts = ["Makefile", "pyproject.toml", "constraints.txt", ".ci/run", "scripts/setup.sh"]
+    for name in (*texts, *(str(p.relative_to(ROOT)) for p in (ROOT / "examples").glob("*.py"))):
+        found = suspicious.search((ROOT / name).read_text(encoding="utf-8"))
+        assert not found, f"{name}: {found}"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+class TestMake:
+    def make(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        clean = {
+            k: v for k, v in os.environ.items() if not k.startswith("MAKE") and k not in ("PYTHON", "MFLAGS")
+        }
+        return subprocess.run(
+            ["make", "-C", str(ROOT), *arguments],
+            env=clean | variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def test_help_is_the_default_and_names_every_target(self) -> None:
+        done = self.make()
+        assert done.returncode == 0, done.stderr
+        assert all(f"make {target} " in done.stdout for target in TARGETS)
+
+    @pytest.mark.parametrize("target", TARGETS)
+    def test_every_target_is_known(self, target: str) -> None:
+        done = self.make("-n", target)
+        assert done.returncode == 0, done.stderr
+
+    def test_ci_runs_make_test(self) -> None:
+        text = (ROOT / ".ci/run").read_text(encoding="utf-8")
+        assert "make test" in text and os.access(ROOT / ".ci/run", os.X_OK)
+
+
+class TestSetup:
+    """scripts/setup.sh in an empty folder of its own, with stand-ins for a Python that lacks something."""
+
+    def setup(
+        self, folder: Path, python: Path | str, step: str = "torch"
+    ) -> subprocess.CompletedProcess[str]:
+        (folder / "scripts").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "scripts/setup.sh", folder / "scripts/setup.sh")
+        return subprocess.run(
+            ["sh", "scripts/setup.sh", step],
+            cwd=folder,
+            env={"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHON": str(python)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def stand_in(self, folder: Path, script: str) -> Path:
+        path = folder / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        path.chmod(0o755)
+        return path
+
+    def test_an_old_python_is_named_with_the_remedy(self, tmp_path: Path) -> None:
+        old = self.stand_in(tmp_path, 'case "$2" in *exit*) exit 1;; *) echo 3.9.6;; esac')
+        done = self.setup(tmp_path, old)
+        assert done.returncode == 1 and not done.stdout
+        assert re.fullmatch(
+            r"setup: Python 3\.11 or newer is needed, found 3\.9\.6 .*make PYTHON=.*\n", done.stderr
+        )
+
+    def test_a_missing_python_is_named(self, tmp_path: Path) -> None:
+        done = self.setup(tmp_path, "no-such-python")
+        assert done.returncode == 1
+        assert re.fullmatch(
+            r"setup: Python 3\.11 or newer is needed, found none as no-such-python.*\n", done.stderr
+        )
+
+    def test_a_missing_venv_module_is_named(self, tmp_path: Path) -> None:
+        bare = self.stand_in(
+            tmp_path, f'case "$2" in *ensurepip*) exit 1;; *) exec "{sys.executable}" "$@";; esac'
+        )
+        done = self.setup(tmp_path, bare)
+        assert done.returncode == 1 and not (tmp_path / ".venv").exists()
+        assert re.fullmatch(r"setup: .*has no venv module: .*apt install python3-venv\)\n", done.stderr)
+
+    def test_a_failing_install_says_what_failed(self, tmp_path: Path) -> None:
+        fake_pip = (
+            'if [ "$1 $2" = "-m venv" ]; then mkdir -p .venv/bin && cp "$0" .venv/bin/python; exit; fi\n'
+            'if [ "$1 $2" = "-m pip" ]; then echo "no route" >&2; exit 1; fi\n'
+            f'exec "{sys.executable}" "$@"'
+        )
+        done = self.setup(tmp_path, self.stand_in(tmp_path, fake_pip))
+        assert done.returncode == 1
+        assert "no route" in done.stderr and "setup: installing torch failed" in done.stderr
+
+    def test_an_unknown_step_is_refused(self, tmp_path: Path) -> None:
+        done = self.setup(tmp_path, sys.executable, "everything")
+        assert done.returncode == 1 and "usage" in done.stderr
