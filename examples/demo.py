@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.rule import Rule
 
 import long_context
-import measure
 import polyflash
 import semantic_search
 
@@ -29,7 +28,7 @@ def why(console: Console) -> None:
 def main() -> int:
     console = Console()
     start = time.perf_counter()
-    console.print(f"{measure.machine()}. {measure.versions()}", highlight=False)
+    console.print(long_context.about(), highlight=False)
     console.print(Rule("1. a sentence-embedding model, padded batches", align="left"))
     equal = semantic_search.main(console)
     console.print(Rule("2. long contexts, torch SDPA and polyflash in turns", align="left"))

@@ -5,25 +5,31 @@ Writes build/demo/long_context.png, or the path given as the only argument.
 
 from __future__ import annotations
 
+import platform
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from torch.nn.functional import scaled_dot_product_attention
 
-import measure
 import polyflash
+from polyflash.bench import Arm, Calibration, Comparison, calibrate, compare
+from polyflash.bench.report import cpu_model
+from polyflash.target import detect
 
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}  # relative L2 of the difference; bf16 holds 8 bits
-BUDGET_S = 1.5  # per point
+SECONDS = 2.0  # of measuring per point, twice that if the cores are shared
 PLOT = Path(__file__).resolve().parent.parent / "build" / "demo" / "long_context.png"
 
 COLORS = {
@@ -36,42 +42,50 @@ STYLES = {"fp32": ("-", "o"), "bf16": ("--", "s")}
 
 @dataclass
 class Point:
-    """One length: `flops` counts visible (query, key) pairs only."""
+    """One length. `flops` counts visible pairs; `difference` is relative L2 between the two results."""
 
     dtype: str
     causal: bool
     seqlen: int
     flops: float
     difference: float
-    row: measure.Row
+    comparison: Comparison
 
-    def gflops(self, arm: str) -> tuple[float, float, float]:
-        """GFLOP/s at the median time, and at the slower and the faster quartile."""
-        fast, slow = self.row.quartiles(arm)
-        return self.flops / self.row.median(arm) / 1e9, self.flops / slow / 1e9, self.flops / fast / 1e9
+    def gflops(self, arm: str) -> tuple[float, float]:
+        """GFLOP/s at the median time, and the width of its middle half."""
+        summary = self.comparison.summary(arm)
+        rate = self.flops / summary.median / 1e9
+        return rate, rate * summary.spread
+
+    @property
+    def ratio(self) -> float:
+        return self.comparison.ratio("torch", "polyflash")
+
+    @property
+    def contended(self) -> bool:
+        return self.comparison.contended
 
     @property
     def equal(self) -> bool:
         return self.difference <= TOLERANCE[self.dtype]
 
 
-def measured(dtype: str, causal: bool, seqlen: int) -> Point:
+def measured(dtype: str, causal: bool, seqlen: int, calibration: Calibration | None) -> Point:
     generator = torch.Generator().manual_seed(seqlen)
     shape = (BATCH, HEADS, seqlen, HEAD_DIM)
     q, k, v = (torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in range(3))
-    arms = {
-        "torch": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal),
-        "polyflash": lambda: polyflash.attention(q, k, v, causal=causal),
-    }
+    theirs = Arm("torch", lambda: scaled_dot_product_attention(q, k, v, is_causal=causal))
+    ours = Arm("polyflash", lambda: polyflash.attention(q, k, v, causal=causal))
     with torch.inference_mode():
-        theirs, ours = arms["torch"]().double(), arms["polyflash"]().double()
-        difference = float((ours - theirs).norm() / theirs.norm())
-        row = measure.in_turns(arms, budget_s=BUDGET_S)
+        want, got = (torch.as_tensor(arm.call()).double() for arm in (theirs, ours))
+        difference = float((got - want).norm() / want.norm())
+        speed = calibration.speed if calibration else None
+        comparison = compare([theirs, ours], seconds=SECONDS, speed=speed)
     flops = polyflash.explain(q, k, v, causal=causal).work.flops
-    return Point(dtype, causal, seqlen, flops, difference, row)
+    return Point(dtype, causal, seqlen, flops, difference, comparison)
 
 
-def draw(points: list[Point], best_probe: float, path: Path) -> None:
+def draw(points: list[Point], path: Path) -> None:
     """Rates above, ratios below; full attention left, causal right; hollow marks are contended points."""
     import matplotlib
 
@@ -86,10 +100,9 @@ def draw(points: list[Point], best_probe: float, path: Path) -> None:
         rate.set_title("causal attention" if causal else "full attention", loc="left", fontweight="bold")
         for dtype in DTYPES:
             chosen = [p for p in points if p.causal is causal and p.dtype == dtype]
-            filled = [not p.row.contended(best_probe) for p in chosen]
             for arm in COLORS:
-                _draw_rates(rate, chosen, filled, arm)
-            _draw_ratios(ratio, chosen, filled)
+                _draw_rates(rate, chosen, arm)
+            _draw_ratios(ratio, chosen)
         ratio.axhline(1, color="#999999", linewidth=1)
         ratio.set_xscale("log", base=2)
         ratio.set_xticks(LENGTHS, [str(n) for n in LENGTHS])
@@ -100,12 +113,12 @@ def draw(points: list[Point], best_probe: float, path: Path) -> None:
     axes[0, 0].set_ylabel("GFLOP/s, higher is better")
     axes[0, 0].set_ylim(0, None)
     axes[1, 0].set_ylabel("time of torch / polyflash")
-    axes[1, 0].set_ylim(0, 1.2 * max(p.row.ratio("torch", "polyflash") for p in points))
+    axes[1, 0].set_ylim(0, 1.2 * max(p.ratio for p in points))
     last = [p for p in points if p.causal and p.seqlen == LENGTHS[-1]]
     _label_ends(
         axes[0, 1], [(p.gflops(arm)[0], f"{arm} {p.dtype}", COLORS[arm]) for p in last for arm in COLORS]
     )
-    _label_ends(axes[1, 1], [(p.row.ratio("torch", "polyflash"), p.dtype, NEUTRAL) for p in last])
+    _label_ends(axes[1, 1], [(p.ratio, p.dtype, NEUTRAL) for p in last])
     figure.suptitle("polyflash and torch SDPA over long contexts", x=0.01, ha="left", fontsize=14)
     figure.supxlabel(caption(points), x=0.01, ha="left", fontsize=8, color="#444444")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,27 +126,32 @@ def draw(points: list[Point], best_probe: float, path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_rates(axis: Any, points: list[Point], filled: list[bool], arm: str) -> None:
+def _draw_rates(axis: Any, points: list[Point], arm: str) -> None:
     x = [p.seqlen for p in points]
-    y, low, high = (np.array(column) for column in zip(*(p.gflops(arm) for p in points), strict=True))
-    line, marker = STYLES[points[0].dtype]
+    y, width = zip(*(p.gflops(arm) for p in points), strict=True)
+    line, _ = STYLES[points[0].dtype]
+    bars = [w / 2 for w in width]
     color = COLORS[arm]
-    bars = [y - low, high - y]
     axis.errorbar(x, y, bars, color=color, linestyle=line, linewidth=1.8, elinewidth=1, capsize=2)
-    fill = [color if full else "white" for full in filled]
-    axis.scatter(x, y, 34, fill, marker, edgecolors=color, linewidths=1.5, zorder=3)
+    _draw_marks(axis, points, y, color)
 
 
-def _draw_ratios(axis: Any, points: list[Point], filled: list[bool]) -> None:
-    x = [p.seqlen for p in points]
-    y = [p.row.ratio("torch", "polyflash") for p in points]
-    line, marker = STYLES[points[0].dtype]
-    axis.plot(x, y, color=NEUTRAL, linestyle=line, linewidth=1.8)
-    fill = [NEUTRAL if full else "white" for full in filled]
-    axis.scatter(x, y, 34, fill, marker, edgecolors=NEUTRAL, linewidths=1.5, zorder=3)
-    for at, value in zip(x, y, strict=True):
+def _draw_ratios(axis: Any, points: list[Point]) -> None:
+    line, _ = STYLES[points[0].dtype]
+    axis.plot(
+        [p.seqlen for p in points], [p.ratio for p in points], color=NEUTRAL, linestyle=line, linewidth=1.8
+    )
+    _draw_marks(axis, points, [p.ratio for p in points], NEUTRAL)
+    for p in points:
         above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-        axis.annotate(f"{value:.2f}", (at, value), **above)
+        axis.annotate(f"{p.ratio:.2f}", (p.seqlen, p.ratio), **above)
+
+
+def _draw_marks(axis: Any, points: list[Point], y: Sequence[float], color: str) -> None:
+    fill = ["white" if p.contended else color for p in points]
+    _, marker = STYLES[points[0].dtype]
+    x = [p.seqlen for p in points]
+    axis.scatter(x, y, s=34, c=fill, marker=marker, edgecolors=color, linewidths=1.5, zorder=3)
 
 
 def _label_ends(axis: Any, ends: list[tuple[float, str, str]]) -> None:
@@ -147,46 +165,76 @@ def _label_ends(axis: Any, ends: list[tuple[float, str, str]]) -> None:
 
 
 def caption(points: list[Point]) -> str:
-    rounds = [len(p.row.probes) for p in points]
+    rounds = [len(p.comparison.rounds) for p in points]
     return (
-        f"{measure.machine()}. {measure.versions()}.\n"
-        f"batch {BATCH}, {HEADS} heads, head_dim {HEAD_DIM}, normal random inputs. Medians and quartiles of "
-        f"{min(rounds)} to {max(rounds)} rounds taken in turns in one process; visible pairs counted.\n"
-        "Hollow marks: something else used the cores meanwhile, so the time means little."
+        f"{about()}\n"
+        f"batch {BATCH}, {HEADS} heads, head_dim {HEAD_DIM}, normal random inputs. Medians and middle halves "
+        f"of {min(rounds)} to {max(rounds)} rounds taken in turns in one process; visible pairs counted.\n"
+        "Hollow marks: something else used the cores meanwhile, so these times mean little."
     )
+
+
+def about() -> str:
+    """Processor, threads, versions and commit, in one line."""
+    here = str(Path(__file__).resolve().parent)
+    commit = _output("git", "-C", here, "rev-parse", "--short", "HEAD")
+    changed = _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
+    at = f" ({commit}{' with changes' if changed else ''})" if commit else ""
+    return (
+        f"{cpu_model()}, {torch.get_num_threads()} threads. polyflash {polyflash.__version__}{at}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}."
+    )
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def main(console: Console, path: Path = PLOT) -> bool:
     """True if both arms agree at every point."""
+    calibration = calibrate(detect("cpu"))
     cases = [(d, c, n) for d in DTYPES for c in (False, True) for n in LENGTHS]
     points = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(cases))
-        for case in cases:
-            points.append(measured(*case))
+        for dtype, causal, seqlen in cases:
+            points.append(measured(dtype, causal, seqlen, calibration))
             progress.advance(task)
-    best_probe = min(min(p.row.probes) for p in points)
-    table = Table("dtype", "kind", "tokens", "torch ms", "polyflash ms", "ratio", "GFLOP/s", "difference", "",
-                  box=None, pad_edge=False)  # fmt: skip
+    _print_points(console, points)
+    draw(points, path)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    console.print(f"plot: {shown}", highlight=False)
+    return all(p.equal for p in points)
+
+
+def _print_points(console: Console, points: list[Point]) -> None:
+    titles = ("", "", "tokens", "torch ms", "ours ms", "ratio", "GFLOP/s", "differ by", "")
+    table = Table(*titles, box=None, pad_edge=False)
     for column in table.columns[2:8]:
         column.justify = "right"
     for p in points:
-        torch_ms, our_ms = p.row.median("torch") * 1e3, p.row.median("polyflash") * 1e3
-        remark = "contended" if p.row.contended(best_probe) else ""
+        torch_ms, our_ms = (p.comparison.summary(arm).median * 1e3 for arm in ("torch", "polyflash"))
         table.add_row(
-            p.dtype, "causal" if p.causal else "full", str(p.seqlen), f"{torch_ms:.1f}", f"{our_ms:.1f}",
-            f"{torch_ms / our_ms:.2f}", f"{p.gflops('polyflash')[0]:.0f}", f"{p.difference:.0e}",
-            remark if p.equal else "NOT EQUAL",
-        )  # fmt: skip
+            p.dtype,
+            "causal" if p.causal else "full",
+            str(p.seqlen),
+            f"{torch_ms:.1f}",
+            f"{our_ms:.1f}",
+            f"{p.ratio:.2f}",
+            f"{p.gflops('polyflash')[0]:.0f}",
+            f"{p.difference:.0e}",
+            "" if p.equal and not p.contended else "contended" if p.equal else "[red]NOT EQUAL[/red]",
+        )
     console.print(table)
-    limits = ", ".join(f"{limit:.0e} for {dtype}" for dtype, limit in TOLERANCE.items())
-    console.print(f"difference: relative L2 between the two results; equal means at most {limits}")
-    if any(p.row.contended(best_probe) for p in points):
-        console.print("[yellow]contended: something else used the cores, so that time means little[/yellow]")
-    draw(points, best_probe, path)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    console.print(f"plot: {shown}")
-    return all(p.equal for p in points)
+    limits = ", ".join(f"{dtype} {limit:.0e}" for dtype, limit in TOLERANCE.items())
+    console.print(f"differ by: relative L2 between both results; allowed: {limits}", highlight=False)
+    if any(p.contended for p in points):
+        console.print("[yellow]contended: something else used the cores, these times mean little[/yellow]")
+    if not find_spec("llvmlite"):
+        console.print("[yellow]without llvmlite nothing tells whether the cores were shared[/yellow]")
 
 
 if __name__ == "__main__":

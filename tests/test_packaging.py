@@ -136,14 +136,14 @@ class TestSetup:
 
     def test_an_old_python_is_named_with_the_remedy(self, tmp_path: Path) -> None:
         old = self.stand_in(tmp_path, 'case "$2" in *exit*) exit 1;; *) echo 3.9.6;; esac')
-        done = self.setup(tmp_path, old)
+        done = self.install(tmp_path, old)
         assert done.returncode == 1 and not done.stdout
         assert re.fullmatch(
             r"setup: Python 3\.11 or newer is needed, found 3\.9\.6 .*make PYTHON=.*\n", done.stderr
         )
 
     def test_a_missing_python_is_named(self, tmp_path: Path) -> None:
-        done = self.setup(tmp_path, "no-such-python")
+        done = self.install(tmp_path, "no-such-python")
         assert done.returncode == 1
         assert re.fullmatch(
             r"setup: Python 3\.11 or newer is needed, found none as no-such-python.*\n", done.stderr
@@ -153,7 +153,7 @@ class TestSetup:
         bare = self.stand_in(
             tmp_path, f'case "$2" in *ensurepip*) exit 1;; *) exec "{sys.executable}" "$@";; esac'
         )
-        done = self.setup(tmp_path, bare)
+        done = self.install(tmp_path, bare)
         assert done.returncode == 1 and not (tmp_path / ".venv").exists()
         assert re.fullmatch(r"setup: .*has no venv module: .*apt install python3-venv\)\n", done.stderr)
 
@@ -163,10 +163,10 @@ class TestSetup:
             'if [ "$1 $2" = "-m pip" ]; then echo "no route" >&2; exit 1; fi\n'
             f'exec "{sys.executable}" "$@"'
         )
-        done = self.setup(tmp_path, self.stand_in(tmp_path, fake_pip))
+        done = self.install(tmp_path, self.stand_in(tmp_path, fake_pip))
         assert done.returncode == 1
         assert "no route" in done.stderr and "setup: installing torch failed" in done.stderr
 
     def test_an_unknown_step_is_refused(self, tmp_path: Path) -> None:
-        done = self.setup(tmp_path, sys.executable, "everything")
+        done = self.install(tmp_path, sys.executable, "everything")
         assert done.returncode == 1 and "usage" in done.stderr

@@ -95,7 +95,7 @@ class BatchMask:
         device = dtype if isinstance(device, torch.dtype) else getattr(device, "device", device)
         if device is None or isinstance(device, torch.dtype) or torch.device(device) == self.device:
             return self
-        moved = {
+        moved: dict[str, Any] = {
             name: x.to(device, non_blocking=non_blocking)
             for name in ("kv_lens", "kv_starts", "q_offset")
             if isinstance(x := getattr(self, name), Tensor)
@@ -154,7 +154,7 @@ def _mask_of_batch(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
-            q_offset=q_offset,
+            q_offset=q_offset,  # type: ignore[arg-type]  # a tensor with a static cache
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
