@@ -1,0 +1,7 @@
+"""`python -m polyflash`."""
+
+import sys
+
+from polyflash.cli import main
+
+sys.exit(main())

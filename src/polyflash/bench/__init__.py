@@ -1,0 +1,18 @@
+"""Measuring: interleaved comparisons in one process, the machine's own peak, the suite behind `polyflash
+bench`."""
+
+from polyflash.bench.peak import Calibration, Peak, calibrate, kind_of
+from polyflash.bench.timing import Arm, Comparison, Round, Summary, compare, median
+
+__all__ = [
+    "Arm",
+    "Calibration",
+    "Comparison",
+    "Peak",
+    "Round",
+    "Summary",
+    "calibrate",
+    "compare",
+    "kind_of",
+    "median",
+]

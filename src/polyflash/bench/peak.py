@@ -1,0 +1,215 @@
+"""What this CPU can do: register-only multiply-add loops, per thread and on all threads at once.
+
+The loops read no memory, so their rate is the ceiling of any kernel of that arithmetic. They are emitted as
+LLVM text and compiled by llvmlite in milliseconds. A burst lasts about 0.1 ms, less than a scheduler's
+slice, so the best of many finds the core's true rate even on a busy machine; that best is the absolute scale
+that later calibrations are held against.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from polyflash.target import Target
+
+_BITS = {"avx512": 512, "avx2": 256}  # any other: 128
+_CHAINS = {512: 16, 256: 12, 128: 16}  # independent accumulators: hides the latency, fits the registers
+_BURST = 100e-6  # seconds
+_CALIBRATION = 400e-6  # seconds, on all threads: starting them costs some 25 µs of it
+_LEAST_CLOCK = 0.75  # of one core's clock alone, when all of them compute
+_DATA = bytes.fromhex("803a") * 2048  # a small positive number read as float, double or bfloat16
+_KINDS = {  # element, FLOPs per 32-bit lane and instruction, intrinsic
+    "fp32": ("float", 2.0, "llvm.fmuladd.v{n}f32"),
+    "fp64": ("double", 1.0, "llvm.fmuladd.v{n}f64"),
+    "bf16": ("float", 4.0, "llvm.x86.avx512bf16.dpbf16ps.512"),
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """GFLOP/s of one thread alone, of all threads in the best burst seen, and how many threads those were."""
+
+    kind: str
+    per_thread: float
+    together: float
+    threads: int
+    cores: int  # that the threads run on: fewer if two of them share one
+
+    @property
+    def total(self) -> float:
+        """The ceiling that percentages refer to: all cores at the rate of one alone."""
+        return self.per_thread * self.cores
+
+    @property
+    def scaling(self) -> float:
+        """How many threads' worth of work all threads did."""
+        return self.together / self.per_thread
+
+
+def kind_of(dtype: str, target: Target) -> str:
+    """The arithmetic whose peak bounds attention on `dtype` here: "bf16" only where the CPU has the dot
+    product."""
+    if dtype == "bfloat16" and target.arch == "avx512" and "avx512_bf16" in target.features:
+        return "bf16"
+    return "fp64" if dtype == "float64" else "fp32"
+
+
+def calibrate(target: Target) -> Calibration | None:
+    """The machine's calibration; None where llvmlite is not installed."""
+    return Calibration(target) if importlib.util.find_spec("llvmlite") else None
+
+
+class Calibration:
+    """The peaks of this machine, and its present speed as a fraction of the best it has shown in this
+    process."""
+
+    def __init__(self, target: Target, threads: int = 0) -> None:
+        self.threads = threads or torch.get_num_threads()
+        self._target = target
+        self._pool = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="polyflash-peak")
+        self._peaks: dict[str, Peak] = {}
+        self._best = 0.0
+        self.peak("fp32")
+
+    @property
+    def measured(self) -> tuple[Peak, ...]:
+        return tuple(self._peaks.values())
+
+    def peak(self, kind: str) -> Peak:
+        """Measured once per kind and kept; about 0.1 s."""
+        if kind not in self._peaks:
+            loop = _loop(kind, _BITS.get(self._target.arch, 128))
+            short = loop.turns_in(_BURST)
+            alone = max(loop.rate(short) for _ in range(200))
+            long = loop.turns_in(_CALIBRATION)
+            together = max(self._together(loop, long) for _ in range(60))
+            self._peaks[kind] = Peak(kind, alone, together, self.threads, min(self.threads, physical_cores()))
+        return self._peaks[kind]
+
+    def speed(self) -> float:
+        """One calibration on all threads against full speed: 1 is all of it, 0.5 says half the cores are
+        away.
+
+        Full speed is the best ever seen, but at least `_LEAST_CLOCK` of every core at the rate of one alone:
+        a process that starts in a bad window must not take it for normal. The better of two calibrations
+        counts: the first may meet another pool's threads that still spin.
+        """
+        loop = _loop("fp32", _BITS.get(self._target.arch, 128))
+        turns = loop.turns_in(_CALIBRATION)
+        rate = max(self._together(loop, turns) for _ in range(2))
+        fp32 = self._peaks["fp32"]
+        self._best = max(self._best, rate, fp32.together, _LEAST_CLOCK * fp32.total)
+        return rate / self._best
+
+    def _together(self, loop: _Loop, turns: int) -> float:
+        """GFLOP/s of all threads, from the first start to the last end."""
+        others = [self._pool.submit(loop.run, turns) for _ in range(self.threads - 1)]
+        spans = [loop.run(turns), *(other.result() for other in others)]
+        wall = max(end for _, end in spans) - min(start for start, _ in spans)
+        return self.threads * turns * loop.flops / wall / 1e9
+
+
+def physical_cores() -> int:
+    """Cores this process may use, two hardware threads of one core counted once (where the system tells)."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    usable = os.sched_getaffinity(0)
+    cores = set()
+    for cpu in usable:
+        try:
+            with open(
+                f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", encoding="ascii"
+            ) as file:
+                cores.add(file.read().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A compiled loop: `flops` per turn, and one turn's seconds on an idle core."""
+
+    function: Any
+    flops: float
+    engine: Any  # owns the code
+
+    def run(self, turns: int) -> tuple[float, float]:
+        """Start and end of one burst; ctypes releases the GIL for it."""
+        data = ctypes.create_string_buffer(_DATA)
+        start = time.perf_counter()
+        self.function(turns, data)
+        return start, time.perf_counter()
+
+    def rate(self, turns: int) -> float:
+        start, end = self.run(turns)
+        return turns * self.flops / (end - start) / 1e9
+
+    def turns_in(self, seconds: float) -> int:
+        return max(1, int(max(self.rate(2000) for _ in range(20)) * 1e9 * seconds / self.flops))
+
+
+@lru_cache(maxsize=8)
+def _loop(kind: str, bits: int) -> _Loop:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = llvm.parse_assembly(_text(kind, bits))
+    module.verify()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2
+    )
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)(engine.get_function_address("burst"))
+    _, per_lane, _ = _KINDS[kind]
+    return _Loop(function, per_lane * (bits // 32) * _CHAINS[bits], engine)
+
+
+def _text(kind: str, bits: int) -> str:
+    """`burst(turns, data)`: one multiply-add per accumulator and turn, operands loaded once, sums stored at
+    the end."""
+    element, _, intrinsic = _KINDS[kind]
+    lanes = bits // (64 if kind == "fp64" else 32)
+    vector = f"<{lanes} x {element}>"
+    dot = kind == "bf16"
+    operand = f"<{2 * lanes} x bfloat>" if dot else vector
+    name = intrinsic.format(n=lanes)
+    order = (vector, operand, operand) if dot else (operand, operand, vector)
+    chains = range(_CHAINS[bits])
+    lines = [
+        f"declare {vector} @{name}({', '.join(order)})",
+        "define void @burst(i64 %turns, ptr %data) {",
+        "entry:",
+        f"  %a = load {operand}, ptr %data, align 4",
+        "  %next = getelementptr i8, ptr %data, i64 64",
+        f"  %b = load {operand}, ptr %next, align 4",
+        "  br label %loop",
+        "loop:",
+        "  %i = phi i64 [0, %entry], [%j, %loop]",
+        *(f"  %c{c} = phi {vector} [zeroinitializer, %entry], [%d{c}, %loop]" for c in chains),
+    ]
+    for c in chains:
+        values = (f"%c{c}", "%a", "%b") if dot else ("%a", "%b", f"%c{c}")
+        typed = ", ".join(f"{kind_} {value}" for kind_, value in zip(order, values, strict=True))
+        lines.append(f"  %d{c} = call {vector} @{name}({typed})")
+    lines += [
+        "  %j = add i64 %i, 1",
+        "  %more = icmp ult i64 %j, %turns",
+        "  br i1 %more, label %loop, label %done",
+        "done:",
+    ]
+    for c in chains:
+        lines.append(f"  %p{c} = getelementptr i8, ptr %data, i64 {128 + 64 * c}")
+        lines.append(f"  store {vector} %d{c}, ptr %p{c}, align 4")
+    return "\n".join([*lines, "  ret void", "}"])

@@ -1,0 +1,171 @@
+"""Interleaved timing: every arm once per round, in alternating order, with the machine's own speed beside
+each round.
+
+A round whose calibration ran below `QUIET` of the machine's full speed is contended: it is kept and counted,
+and no median includes it. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+QUIET = 0.8  # of the full calibration rate: one of two cores absent gives 0.5
+FEWEST = 3  # quiet rounds below which a result is marked contended
+LOW_SCALING = 0.85  # of the thread count
+_SAMPLE = 1e-3  # a sample repeats its call for at least this long
+_MOST_ROUNDS = 200
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing to time. `threads` is torch's thread count while it runs; 0 leaves it as it is."""
+
+    name: str
+    call: Callable[[], object]
+    threads: int = 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds per call of every arm, and the machine's speed around them, 1 being full speed."""
+
+    seconds: dict[str, float]
+    speed: float
+
+    @property
+    def quiet(self) -> bool:
+        return self.speed >= QUIET
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median and interquartile range of one arm, in seconds per call, and over how many of how many
+    rounds."""
+
+    median: float
+    iqr: float
+    rounds: int
+    of: int
+
+    @property
+    def spread(self) -> float:
+        return self.iqr / self.median if self.median else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rounds of one measurement."""
+
+    rounds: tuple[Round, ...] = field(default=())
+
+    @property
+    def quiet(self) -> int:
+        return sum(r.quiet for r in self.rounds)
+
+    @property
+    def contended(self) -> bool:
+        """Too few quiet rounds to quote: the medians below are then of all rounds."""
+        return self.quiet < FEWEST
+
+    def summary(self, arm: str) -> Summary:
+        used = [r.seconds[arm] for r in self.rounds if r.quiet or self.contended]
+        return Summary(median(used), iqr(used), len(used), len(self.rounds))
+
+    def ratio(self, slower: str, quicker: str) -> float:
+        """Ratio of medians: how many times quicker `quicker` is."""
+        return self.summary(slower).median / self.summary(quicker).median
+
+
+def median(values: Sequence[float]) -> float:
+    return quantile(values, 0.5)
+
+
+def iqr(values: Sequence[float]) -> float:
+    """Interquartile range: the width of the middle half."""
+    return quantile(values, 0.75) - quantile(values, 0.25)
+
+
+def quantile(values: Sequence[float], p: float) -> float:
+    """By linear interpolation between order statistics; nan of nothing."""
+    if not values:
+        return float("nan")
+    ordered = sorted(values)
+    at = p * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def compare(
+    arms: Sequence[Arm],
+    *,
+    seconds: float = 2.0,
+    fewest: int = 5,
+    speed: Callable[[], float] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Comparison:
+    """Times the arms against each other in this process.
+
+    Args:
+        arms: what to time; each is called once before the clock starts, so that compiling and first touches
+        are out. seconds: how long to go on, at least `fewest` rounds; up to twice as long if too few of them
+        were quiet. fewest: quiet rounds wanted.
+        speed: the machine's present speed, 1 being full; asked before and after every round. None: always
+        quiet. clock: seconds, monotonic.
+    """
+    threads = torch.get_num_threads()
+    try:
+        repeats = {arm.name: _repeats(arm, threads, clock) for arm in arms}
+        rounds: list[Round] = []
+        began = clock()
+        before = speed() if speed else 1.0
+        while not _enough(rounds, clock() - began, seconds, fewest):
+            taken = {}
+            for arm in arms if len(rounds) % 2 == 0 else reversed(arms):
+                taken[arm.name] = _sample(arm, threads, repeats[arm.name], clock)
+            torch.set_num_threads(threads)
+            after = speed() if speed else 1.0
+            rounds.append(Round(taken, min(before, after)))
+            before = after
+    finally:
+        torch.set_num_threads(threads)
+    return Comparison(tuple(rounds))
+
+
+def _enough(rounds: Sequence[Round], elapsed: float, seconds: float, fewest: int) -> bool:
+    quiet = sum(r.quiet for r in rounds)
+    if len(rounds) >= _MOST_ROUNDS or (rounds and elapsed >= 2 * seconds and len(rounds) >= FEWEST):
+        return True
+    return quiet >= fewest and elapsed >= seconds
+
+
+def _repeats(arm: Arm, threads: int, clock: Callable[[], float]) -> int:
+    """Calls per sample: one for a call as long as a sample, thousands for a call of microseconds."""
+    torch.set_num_threads(arm.threads or threads)
+    arm.call()
+    once = min(_timed(arm.call, 1, clock) for _ in range(3))
+    return max(1, round(_SAMPLE / max(once, 1e-7)))
+
+
+def _sample(arm: Arm, threads: int, repeats: int, clock: Callable[[], float]) -> float:
+    """Seconds per call. A stalled machine ends a sample early: eight stalls say as much as a thousand."""
+    torch.set_num_threads(arm.threads or threads)
+    if repeats > 1:
+        arm.call()  # wakes the arm's own threads
+    part = max(1, repeats // 8)
+    done, taken = 0, 0.0
+    while done < repeats and taken < 20 * _SAMPLE:
+        taken += _timed(arm.call, part, clock)
+        done += part
+    return taken / done
+
+
+def _timed(call: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
+    began = clock()
+    for _ in range(repeats):
+        call()
+    return clock() - began

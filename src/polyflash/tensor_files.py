@@ -1,0 +1,145 @@
+"""Q, K, V from files and the output back into one of the same kind: .safetensors, .npz, .npy. No pickle is
+ever read."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyflash.errors import SpecError, spec_error
+
+SUFFIXES = (".safetensors", ".npz", ".npy")
+
+
+def read_qkv(
+    paths: Sequence[str], *, q: str | None, k: str | None, v: str | None, layout: str
+) -> tuple[list[str], list[Tensor]]:
+    """Names and tensors of q, k, v, each of 3 or each of 4 dimensions.
+
+    `paths` is one .safetensors or .npz, whose tensors `q`, `k`, `v` name (None: found by their names), or
+    three .npy. Raises SpecError: not such files, no such names, no floats, other ranks.
+    """
+    files = [Path(path) for path in paths]
+    suffixes = {file.suffix for file in files}
+    if suffixes == {".npy"} and len(files) == 3:
+        names = [file.name for file in files]
+        found = [_from_numpy(file.name, _load_numpy(file)) for file in files]
+    elif suffixes <= {".safetensors", ".npz"} and len(files) == 1:
+        read = _read_safetensors if suffixes == {".safetensors"} else _read_npz
+        names, found = read(files[0], {"q": q, "k": k, "v": v})
+    else:
+        change = "The suffix says what a file is."
+        raise spec_error(
+            "files", got=" ".join(paths), wanted="one .safetensors or .npz, or three .npy", change=change
+        )
+    ranks = {x.ndim for x in found}
+    if ranks != {3} and ranks != {4}:
+        shapes = ", ".join(str(tuple(x.shape)) for x in found)
+        inner = "seqlen, heads" if layout == "bshd" else "heads, seqlen"
+        change = "layout says in which order; it is never guessed."
+        raise spec_error("q, k, v", got=shapes, wanted=f"([batch,] {inner}, head_dim) each", change=change)
+    return names, found
+
+
+def _read_safetensors(path: Path, asked: dict[str, str | None]) -> tuple[list[str], list[Tensor]]:
+    safetensors = _safetensors()
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            names = _named(asked, list(file.keys()))
+            return names, [file.get_tensor(name) for name in names]
+    except safetensors.SafetensorError as error:
+        raise SpecError(f"{path}: got {error}, wanted a .safetensors file") from None
+
+
+def _read_npz(path: Path, asked: dict[str, str | None]) -> tuple[list[str], list[Tensor]]:
+    with _load_numpy(path) as file:
+        names = _named(asked, list(file.files))
+        return names, [_from_numpy(name, _entry(path, file, name)) for name in names]
+
+
+def _load_numpy(path: Path) -> Any:
+    try:
+        return np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise SpecError(f"{path}: got {error}, wanted a {path.suffix} file of plain numbers") from None
+
+
+def _entry(path: Path, file: Any, name: str) -> np.ndarray:
+    try:
+        return file[name]
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise SpecError(f"{path}: {name}: got {error}, wanted plain numbers") from None
+
+
+def _from_numpy(name: str, array: np.ndarray) -> Tensor:
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8:
+        change = "Convert it; bfloat16 needs a .safetensors file."
+        raise spec_error(
+            f"{name} dtype", got=array.dtype, wanted="float16, float32 or float64", change=change
+        )
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
+
+
+def _named(asked: dict[str, str | None], names: list[str]) -> list[str]:
+    """The tensors to take for q, k, v: those asked for; else by sibling of the one named for q, else by last
+    word."""
+    chosen = []
+    for role, name in asked.items():
+        sibling = asked["q"][:-1] + role if asked["q"] and asked["q"].endswith("q") else role
+        fitting = [n for n in names if re.split(r"[./_-]", n)[-1].lower() == role]
+        if name is None:
+            name = sibling if sibling in names else fitting[0] if len(fitting) == 1 else None
+        if name not in names:
+            listed = ", ".join((fitting or names)[:12]) or "a file with tensors"
+            raise spec_error(
+                role, got=name or "no name", wanted=f"one of {listed}", change=f"Pass --{role} NAME."
+            )
+        chosen.append(name)
+    return chosen
+
+
+def write_output(
+    path: Path, inputs: Sequence[str], out: Tensor, lse: Tensor, *, metadata: dict[str, str]
+) -> list[Path]:
+    """The files written: one with `out` and `lse`, or two .npy; in the family of `path`'s suffix, else of
+    the input's."""
+    suffix = path.suffix if path.suffix in SUFFIXES else Path(inputs[0]).suffix
+    path = path if path.suffix == suffix else path.with_name(path.name + suffix)
+    paths = [path, path.with_suffix(".lse.npy")] if suffix == ".npy" else [path]
+    for written in paths:
+        if written.resolve() in {Path(name).resolve() for name in inputs}:
+            raise spec_error(
+                "-o", got=written, wanted="another file than the inputs", change="Name a new file."
+            )
+    tensors = {"out": out.contiguous(), "lse": lse.contiguous()}
+    if suffix == ".safetensors":
+        _safetensors()
+        from safetensors.torch import save_file
+
+        save_file(tensors, path, metadata=metadata)
+        return paths
+    # numpy has no bfloat16: float32 holds every value of it
+    arrays = {n: (x.float() if x.dtype is torch.bfloat16 else x).numpy() for n, x in tensors.items()}
+    if suffix == ".npz":
+        np.savez(path, out=arrays["out"], lse=arrays["lse"])
+    else:
+        for written, array in zip(paths, arrays.values(), strict=True):
+            np.save(written, array)
+    return paths
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError:
+        raise SpecError(
+            "safetensors: got no such package, wanted it for this file. pip install safetensors"
+        ) from None
+    return safetensors

@@ -1,0 +1,391 @@
+"""The command line: what it prints, writes and returns, on real tensors and on bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import polyflash
+from polyflash import cli, tensor_files
+from polyflash.reference import attention_reference
+
+SLICE = str(Path(__file__).parent / "data" / "minilm_qkv_slice.safetensors")
+ESCAPE = "\x1b["
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """A narrow terminal without colour, and no time spent on medians."""
+    monkeypatch.setattr(cli, "_TIMED", 0.0)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("FORCE_COLOR", "NO_COLOR", "POLYFLASH_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def polyflash_main(capsys):
+    """Runs a command; returns exit code, stdout, stderr."""
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = cli.main([str(word) for word in argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def qkv(tmp_path):
+    """q (2, 10, 8), k and v (1, 14, 8) float32 without a batch dimension, as .npz and as three .npy."""
+    generator = np.random.default_rng(0)
+    arrays = {"q": (2, 10, 8), "k": (1, 14, 8), "v": (1, 14, 8)}
+    arrays = {name: generator.standard_normal(shape, dtype=np.float32) for name, shape in arrays.items()}
+    np.savez(tmp_path / "qkv.npz", **arrays)
+    for name, x in arrays.items():
+        np.save(tmp_path / f"{name}.npy", x)
+    return tmp_path, arrays
+
+
+def oracle(arrays, **options):
+    return attention_reference(*(torch.from_numpy(x)[None] for x in arrays.values()), **options)
+
+
+def test_run_on_real_tensors_writes_output_and_lse(polyflash_main, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    code, out, err = polyflash_main("run", SLICE, "--causal", "-o", tmp_path / "result")
+    assert (code, err) == (0, "")
+    for word in (
+        "layer3.q",
+        "float16 1×2×256×32",
+        "plan",
+        "median of",
+        "GFLOP/s",
+        "relative L2",
+        "ok",
+        "result.safetensors",
+    ):
+        assert word in out
+    assert ESCAPE not in out
+    inputs = safetensors.load_file(SLICE)
+    written = safetensors.load_file(tmp_path / "result.safetensors")
+    expected = attention_reference(*(inputs[f"layer3.{r}"] for r in "qkv"), causal=True)
+    assert written["out"].dtype is torch.float16
+    assert torch.allclose(written["out"].double(), expected.out, atol=2e-3)
+    assert torch.allclose(written["lse"].double(), expected.lse, atol=1e-5)
+
+
+def test_run_json_has_a_schema_and_every_figure(polyflash_main):
+    pytest.importorskip("safetensors")
+    code, out, _ = polyflash_main("run", SLICE, "--json", "--window", "20,none", "--dtype", "bfloat16")
+    found = json.loads(out)
+    assert code == 0
+    assert found["schema"] == "polyflash.run/1"
+    assert found["plan"]["problem"]["dtype"] == "bfloat16"
+    assert found["plan"]["problem"]["window"] == [20, None]
+    assert found["plan"]["chosen"] in {"cpu/forward", "torch/forward"}
+    assert found["error"]["ok"] and 0 < found["error"]["relative_l2"] < found["error"]["tolerance"]
+    assert found["seconds"]["calls"] >= 3 and found["seconds"]["median"] > 0
+    assert found["gflops"] > 0
+    assert found["written"] == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_run_npz_without_a_batch_dimension(polyflash_main, qkv, dtype):
+    folder, arrays = qkv
+    code, _, err = polyflash_main(
+        "run", folder / "qkv.npz", "--dtype", dtype, "-o", folder / "result", "--quiet"
+    )
+    assert (code, err) == (0, "")
+    with np.load(folder / "result.npz") as written:
+        expected = oracle(arrays)
+        assert written["out"].dtype == np.dtype(dtype)
+        assert np.allclose(written["out"], expected.out[0], atol=1e-5)
+        assert np.allclose(written["lse"], expected.lse[0], atol=1e-5)
+
+
+def test_run_three_npy_with_top_left_scale_and_window(polyflash_main, qkv):
+    folder, arrays = qkv
+    files = [folder / f"{name}.npy" for name in "qkv"]
+    options = ("--causal", "top_left", "--scale", "-0.5", "--window", "4,1")
+    code, out, _ = polyflash_main("run", *files, *options, "-o", folder / "result.npy")
+    assert code == 0
+    expected = oracle(arrays, causal="top_left", scale=-0.5, window=(4, 1))
+    assert np.allclose(np.load(folder / "result.npy"), expected.out[0], atol=1e-5)
+    assert np.allclose(np.load(folder / "result.lse.npy"), expected.lse[0], atol=1e-5)
+    assert out.count("wrote") == 2
+
+
+def test_run_layout_bshd(polyflash_main, qkv):
+    folder, arrays = qkv
+    swapped = {name: np.ascontiguousarray(x.swapaxes(0, 1)) for name, x in arrays.items()}
+    np.savez(folder / "bshd.npz", **swapped)
+    code, _, _ = polyflash_main(
+        "run", folder / "bshd.npz", "--layout", "bshd", "--causal", "-o", folder / "result.npz"
+    )
+    assert code == 0
+    with np.load(folder / "result.npz") as written:
+        assert np.allclose(written["out"].swapaxes(0, 1), oracle(arrays, causal=True).out[0], atol=1e-5)
+
+
+def test_run_bfloat16_into_npz_is_float32(polyflash_main, qkv):
+    folder, _ = qkv
+    code, _, _ = polyflash_main("run", folder / "qkv.npz", "--dtype", "bfloat16", "-o", folder / "result.npz")
+    with np.load(folder / "result.npz") as written:
+        assert code == 0 and written["out"].dtype == np.float32
+
+
+def test_run_reads_big_endian_and_reversed_arrays(polyflash_main, qkv):
+    folder, arrays = qkv
+    np.savez(folder / "odd.npz", **{name: x[:, ::-1].astype(">f4") for name, x in arrays.items()})
+    code, _, err = polyflash_main("run", folder / "odd.npz", "-o", folder / "result.npz")
+    assert (code, err) == (0, "")
+    with np.load(folder / "result.npz") as written:
+        assert np.allclose(written["out"][:, ::-1], oracle(arrays).out[0], atol=1e-5)
+
+
+def test_run_says_mismatch_and_returns_1(polyflash_main, qkv, monkeypatch):
+    folder, _ = qkv
+    attention = polyflash.attention
+
+    def wrong(q, k, v, **options):
+        out, lse = attention(q, k, v, **options)
+        return polyflash.AttentionOutput(out * 1.01, lse)
+
+    monkeypatch.setattr(polyflash, "attention", wrong)
+    code, out, err = polyflash_main("run", folder / "qkv.npz")
+    assert code == 1
+    assert "mismatch" in out and "mismatch" in err
+    code, out, _ = polyflash_main("run", folder / "qkv.npz", "--json")
+    assert code == 1 and json.loads(out)["error"]["ok"] is False
+
+
+def test_names_of_tensors():
+    both = ["layer0.q", "layer0.k", "layer0.v", "layer1.q", "layer1.k", "layer1.v"]
+    assert tensor_files._named({"q": "layer1.q", "k": None, "v": None}, both) == both[3:]
+    assert tensor_files._named({"q": "layer1.q", "k": "layer0.k", "v": None}, both) == [
+        both[3],
+        both[1],
+        both[5],
+    ]
+    assert tensor_files._named({"q": None, "k": None, "v": None}, ["a_Q", "k", "x/v", "mask"]) == [
+        "a_Q",
+        "k",
+        "x/v",
+    ]
+    with pytest.raises(polyflash.SpecError, match=r"layer0\.q, layer1\.q\. Pass --q NAME"):
+        tensor_files._named({"q": None, "k": None, "v": None}, both)
+
+
+BAD = {
+    "no such file": (1, ("run", "{}/none.npz"), ("none.npz", "No such file")),
+    "one npy": (1, ("run", "{}/q.npy"), ("wanted one .safetensors or .npz, or three .npy",)),
+    "unknown suffix": (1, ("run", "{}/q.pt"), ("wanted one .safetensors",)),
+    "unknown name": (1, ("run", "{}/qkv.npz", "--k", "w"), ("k: got w, wanted one of k. Pass --k NAME.",)),
+    "pickled": (1, ("run", "{}/pickled.npz"), ("wanted plain numbers",)),
+    "no archive": (1, ("run", "{}/text.npz"), ("text.npz", "wanted")),
+    "no safetensors": (1, ("run", "{}/text.safetensors"), ("wanted a .safetensors file",)),
+    "integers": (1, ("run", "{}/integers.npz"), ("int64", "float16, float32 or float64")),
+    "two dimensions": (1, ("run", "{}/flat.npz"), ("wanted ([batch,] heads, seqlen, head_dim) each",)),
+    "head ratio": (1, ("run", "{}/ratio.npz"), ("3 query heads over 2", "a whole number")),
+    "over an input": (1, ("run", "{}/qkv.npz", "-o", "{}/qkv.npz"), ("another file than the inputs",)),
+    "no folder": (1, ("run", "{}/qkv.npz", "-o", "{}/none/out.npz"), ("No such file",)),
+    "negative window": (1, ("run", "{}/qkv.npz", "--window=-1,0"), ("window", "None for unbounded")),
+    "nan scale": (1, ("run", "{}/qkv.npz", "--scale", "nan"), ("scale", "a finite number")),
+    "refused backend": (1, ("run", "{}/qkv.npz", "--dtype", "float64", "--backend", "cpu"), ("float64",)),
+    "unknown target": (1, ("explain", "--target", "cuda:sm30"), ("cuda:sm30", "cuda:sm90")),
+    "explained heads": (1, ("explain", "--heads", "8/3"), ("8 query heads over 3",)),
+    "no such row": (1, ("bench", "--filter", "d65"), ("d65", "--list")),
+    "no command": (2, (), ()),
+    "unknown command": (2, ("walk",), ("invalid choice",)),
+    "no file": (2, ("run",), ("FILE",)),
+    "unknown dtype": (2, ("run", "{}/qkv.npz", "--dtype", "int8"), ("int8",)),
+    "window of one": (2, ("run", "{}/qkv.npz", "--window", "3"), ("LEFT,RIGHT",)),
+    "heads in words": (2, ("explain", "--heads", "many"), ("8/2",)),
+    "unknown feature": (2, ("explain", "--features", "bias,magic"), ("magic", "softcap")),
+    "two masks": (2, ("explain", "--features", "mask,segments"), ("one of them",)),
+    "quick and long": (2, ("bench", "--quick", "--long"), ("not allowed",)),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=str)
+def test_bad_input_is_one_clean_message(polyflash_main, qkv, case):
+    folder, arrays = qkv
+    np.savez(folder / "pickled.npz", **{name: np.array([{"a": 1}], dtype=object) for name in "qkv"})
+    np.savez(folder / "integers.npz", **{name: np.ones((2, 4, 8), dtype=np.int64) for name in "qkv"})
+    np.savez(folder / "flat.npz", **{name: x[0] for name, x in arrays.items()})
+    np.savez(folder / "ratio.npz", q=np.ones((3, 4, 8)), k=np.ones((2, 4, 8)), v=np.ones((2, 4, 8)))
+    for name in ("text.npz", "text.safetensors"):
+        (folder / name).write_text("neither the one nor the other")
+    if case == "no safetensors":
+        pytest.importorskip("safetensors")
+    wanted, argv, words = BAD[case]
+    code, out, err = polyflash_main(*(word.replace("{}", str(folder)) for word in argv))
+    assert code == wanted
+    assert "Traceback" not in err
+    for word in words:
+        assert word in err, err
+    if wanted == 1:
+        assert out == ""
+        assert err.startswith("error ")
+
+
+def test_safetensors_missing_is_named(polyflash_main, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    code, _, err = polyflash_main("run", SLICE)
+    assert code == 1
+    assert "pip install safetensors" in err
+
+
+def test_explain_lists_every_row_and_every_reason(polyflash_main):
+    argv = (
+        "explain",
+        "--dtype",
+        "float64",
+        "--features",
+        "bias,softcap",
+        "--target",
+        "cuda:sm90",
+        "--heads",
+        "8/2",
+    )
+    code, out, _ = polyflash_main(*argv)
+    assert code == 0
+    text = " ".join(out.split())
+    assert "chosen" in text and "refused" in text and "cuda:sm90" in text
+    for reason in ("target: needs cpu:avx512", "dtype: has", "features: has no bias, no softcap"):
+        assert reason in text
+    code, out, _ = polyflash_main(*argv, "--json")
+    found = json.loads(out)
+    assert found["schema"] == "polyflash.explain/1"
+    assert found["chosen"] == "torch/forward"
+    rows = {row["row"]: row["reasons"] for row in found["rows"]}
+    assert len(rows["cpu/forward"]) == 3 and rows["torch/forward"] == []
+    assert found["problem"]["num_kv_heads"] == 2
+
+
+def test_explain_knows_every_feature(polyflash_main):
+    for name in cli.FEATURES:
+        code, out, err = polyflash_main("explain", "--features", name, "--json")
+        assert (code, err) == (0, "")
+        assert len(json.loads(out)["problem"]["features"]) == 1, name
+
+
+def test_explain_plans_gradients_and_unequal_sizes(polyflash_main):
+    argv = (
+        "explain",
+        "--grad",
+        "--causal",
+        "--seqlen",
+        "7/9",
+        "--head-dim",
+        "16/24",
+        "--batch",
+        "3",
+        "--json",
+    )
+    code, out, _ = polyflash_main(*argv)
+    found = json.loads(out)
+    assert code == 0
+    assert found["backward"]["problem"]["phase"] == "backward"
+    sizes = [found["problem"][n] for n in ("batch", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")]
+    assert sizes == [3, 7, 9, 16, 24]
+
+
+def test_explain_returns_1_if_nobody_can(polyflash_main):
+    code, out, _ = polyflash_main(
+        "explain", "--backend", "cpu", "--features", "bias", "--target", "cuda:sm90"
+    )
+    assert code == 1
+    assert "chosen" not in out
+
+
+def test_causal_does_not_swallow_a_file_name():
+    assert cli._with_alignment(["--causal", "a.npz"]) == ["--causal=bottom_right", "a.npz"]
+    assert cli._with_alignment(["--causal", "top_left"]) == ["--causal", "top_left"]
+    assert cli._with_alignment(["a.npz", "--causal"]) == ["a.npz", "--causal=bottom_right"]
+    assert cli._with_alignment([]) == []
+
+
+def test_bench_compares_outputs_and_writes_json(polyflash_main, tmp_path):
+    argv = ("bench", "--quick", "--rows", "small-causal-float32-128-b1-h2", "--seconds", "0.02")
+    code, out, err = polyflash_main(*argv, "--json", tmp_path / "bench.json")
+    assert (code, err) == (0, "")
+    assert "ratio" in out and "causal  128 d64  h2" in out
+    assert ESCAPE not in out and "…" not in out
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found["schema"] == "polyflash.bench/1"
+    assert found["machine"]["torch"] == torch.__version__ and found["machine"]["threads"] >= 1
+    (row,) = found["rows"]
+    assert row["ratio"] > 0 and row["difference"] < 1e-5
+    assert len(row["rounds"]) >= 3
+    assert set(row["rounds"][0]["seconds"]) == set(row["arms"])
+    assert str(tmp_path) not in json.dumps(found)
+
+
+def test_bench_refuses_a_ratio_on_a_mismatch(polyflash_main, tmp_path, monkeypatch):
+    attention = polyflash.attention
+    monkeypatch.setattr(polyflash, "attention", lambda *args, **options: attention(*args, **options) * 1.01)
+    argv = ("bench", "--quick", "--rows", "small-full-float32-16-b1-h1", "--seconds", "0.01")
+    code, out, _ = polyflash_main(*argv, "--json", tmp_path / "bench.json")
+    assert code == 1
+    assert "no ratio" in out and "worst row" in out
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert row["ratio"] is None and row["marks"][0] == "mismatch"
+
+
+def test_bench_calls_stages_add_up(polyflash_main, tmp_path):
+    code, out, _ = polyflash_main("bench", "--calls", "--seconds", "0.05", "--json", tmp_path / "calls.json")
+    assert code == 0
+    for word in ("argument normalisation", "route cache", "argument block", "torch SDPA", "budget"):
+        assert word in out
+    found = json.loads((tmp_path / "calls.json").read_text())
+    assert found["schema"] == "polyflash.calls/1"
+    at = {stage["name"]: stage["microseconds"] for stage in found["stages"]}
+    total = at.pop("total")
+    at.pop("torch SDPA")
+    assert sum(at.values()) == pytest.approx(total)
+
+
+def test_bench_list(polyflash_main):
+    code, out, _ = polyflash_main("bench", "--list", "--long", "--filter", "window")
+    assert code == 0
+    assert out.split() and all(name.startswith("window") for name in out.split())
+
+
+def test_quiet_is_quiet(polyflash_main, qkv):
+    folder, _ = qkv
+    assert polyflash_main("run", folder / "qkv.npz", "--quiet") == (0, "", "")
+
+
+@pytest.mark.parametrize("no_color", [True, False])
+def test_colour_only_where_it_is_wanted(polyflash_main, monkeypatch, no_color):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    _, out, _ = polyflash_main("explain")
+    coloured = any(f"{ESCAPE}{code}" in out for code in ("32m", "1;32m", "33m"))
+    assert coloured is not no_color
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_output_fits_the_terminal(polyflash_main, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = polyflash_main("explain", "--features", "bias,softcap,sinks,kv_lens", "--grad")
+    assert max(map(len, out.splitlines())) <= width
+
+
+def test_version(polyflash_main):
+    assert polyflash_main("--version")[:2] == (0, f"polyflash {polyflash.__version__}\n")
+
+
+def test_import_polyflash_brings_no_command_line():
+    code = "import sys, polyflash; sys.exit(any(m in sys.modules for m in sys.argv[1:]))"
+    subprocess.run([sys.executable, "-c", code, "rich", "polyflash.cli", "polyflash.bench"], check=True)
