@@ -1,4 +1,4 @@
-"""The cache of compiled objects: what it stores, what it refuses, and that no trouble with a disk stops a call."""
+"""The cache of compiled objects: what it stores and refuses, and that no trouble with a disk stops a call."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from polyflash.backends.cpu import pool, runtime
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the cache needs POSIX ownership")
 
+SOURCE = str(Path(polyflash.__file__).parent)
+
 # A process that imports the CPU runtime without the rest of the package, hence without torch.
 PRELUDE = f"""
 import sys, types
 for name in ("polyflash", "polyflash.backends", "polyflash.backends.cpu"):
     module = types.ModuleType(name)
-    module.__path__ = [{str(Path(polyflash.__file__).parent)!r} + name.replace(".", "/").removeprefix("polyflash")]
+    module.__path__ = [{SOURCE!r} + name.replace(".", "/").removeprefix("polyflash")]
     sys.modules[name] = module
 sys.modules["polyflash"].__version__ = "test"
 from polyflash.backends.cpu import pool, runtime
@@ -473,7 +475,7 @@ def test_four_processes_at_once_then_one_without_numba(folder):
 
 
 def test_fork_while_another_thread_compiles(folder):
-    """A fork waits for the compiler to rest; if patience ends first, the child still has a lock of its own."""
+    """A fork waits for the compiler to rest; if patience ends first, the child has a lock of its own."""
     code = """
         import os, threading, time
         compiling = threading.Event()
