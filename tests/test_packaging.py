@@ -114,7 +114,7 @@ class TestMake:
 class TestSetup:
     """scripts/setup.sh in an empty folder of its own, with stand-ins for a Python that lacks something."""
 
-    def setup(
+    def install(
         self, folder: Path, python: Path | str, step: str = "torch"
     ) -> subprocess.CompletedProcess[str]:
         (folder / "scripts").mkdir(exist_ok=True)
