@@ -74,7 +74,7 @@ def build(key: Key) -> Any:
         poke(args + ITEM + item * 24, int(float(load(args + 8)) * 1e-310 * 1e308 + 0.5))
 
     def own(args, item, scratch):
-        """Fills its scratch (word 1: bytes) with a mark of this call (word 0), dawdles, counts foreign marks."""
+        """Fills its scratch (word 1: bytes) with a mark of this call (word 0), dawdles, counts others."""
         for at in range(0, load(args + 8), 64):
             poke(scratch + at, load(args) + item)
         for _ in range(200):
