@@ -180,13 +180,14 @@ def _print_plan(out: Console, plan: Plan) -> None:
     s = plan.spec
     kind = "causal" if s.causal else "full"
     out.print(
-        f"{s.phase.value}, {kind}, {s.dtype}, batch {s.batch}, heads {s.num_q_heads}/{s.num_kv_heads},"
+        f"[bold]{s.phase.value}[/], {kind}, {s.dtype}, batch {s.batch},"
+        f" heads {s.num_q_heads}/{s.num_kv_heads},"
         f" seqlen {s.seqlen_q}×{s.seqlen_k}, head_dim {s.head_dim}/{s.head_dim_v}"
     )
     features = ", ".join(sorted(f.value for f in s.features))
     work = f"{plan.work.flops / 1e9:.3g} GFLOP, {plan.work.bytes / 1e6:.3g} MB"
     out.print(f"needs {features or 'no features'}; {work}; on {_target(plan)}")
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, header_style="", padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     made.add_column("row", no_wrap=True)
     made.add_column("verdict", no_wrap=True)
     made.add_column("why", overflow="fold")
@@ -197,10 +198,11 @@ def _print_plan(out: Console, plan: Plan) -> None:
             made.add_row(v.row.name, "could run", f"priority {v.row.priority}")
         else:
             made.add_row(v.row.name, "[yellow]refused[/]", escape("\n".join(v.reasons)))
-    out.print(made)
+    out.print("", made, "")
     for note in plan.notes:
         out.print(f"note: {note}")
     if plan.backward is not None:
+        out.print()
         _print_plan(out, plan.backward)
 
 
@@ -384,7 +386,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--quiet", action="store_true", help="results only: no progress, no commentary")
     masks = argparse.ArgumentParser(add_help=False)
     masks.add_argument(
-        "--causal", choices=ALIGNMENTS, metavar="top_left", help="causal; bottom_right unless said"
+        "--causal", choices=ALIGNMENTS, metavar="top_left", help="causal; alone, it is bottom_right"
     )
     masks.add_argument(
         "--window",
@@ -392,8 +394,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="L,R",
         help="neighbours each side, self not counted; none is unbounded",
     )
-    masks.add_argument("--dtype", choices=tuple(BY_NAME), help="convert the inputs to it")
-    masks.add_argument("--backend", choices=backends.BACKENDS, help="this backend or none")
+    masks.add_argument("--dtype", choices=tuple(BY_NAME), help="dtype of q, k and v, converted if need be")
+    masks.add_argument("--backend", choices=backends.BACKENDS, help="this backend and no other")
     masks.add_argument("--json", action="store_true", help="print JSON instead")
 
     add = commands.add_parser(

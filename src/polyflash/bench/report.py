@@ -81,6 +81,7 @@ def print_machine(console: Console, target: Target, peaks: Sequence[Peak]) -> No
         )
     if not peaks:
         console.print("  peak: not measured, as llvmlite is not installed; contended windows go unmarked")
+    console.print()
 
 
 def measured(
@@ -99,17 +100,17 @@ def measured(
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
-    ) as progress:
+    hidden = quiet or not console.is_terminal
+    # No refresh by a thread of its own: drawing during a sample would be measured.
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as progress:
         task = progress.add_task("", total=len(chosen))
         for title, group in sections(chosen).items():
             part = []
             for workload in group:
-                progress.update(task, description=workload.name)
+                progress.update(task, description=workload.name, refresh=True)
                 part.append(measure(workload, seconds=seconds, calibration=calibration))
                 progress.advance(task)
-            console.print(table(part, title))
+            console.print(table(part, title), "")
             results += part
     for line in notes(results):
         console.print(line, style="dim")
@@ -128,10 +129,17 @@ def sections(chosen: Sequence[Workload]) -> dict[str, list[Workload]]:
 def table(results: Sequence[Result], title: str) -> Table:
     """One line per row: times in ms with their interquartile range, and everything needed to doubt the
     ratio."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     threads = results[0].threads if results else 1
     made.add_column("problem", no_wrap=True)
-    for name in ("ours ms", "±", "torch ms", "±", "ratio", "GFLOP/s", "peak", f"1→{threads}"):
+    for name in ("ours ms", "±", "torch ms", "±", "ratio", "GF/s", "peak", f"1→{threads}"):
         made.add_column(name, justify="right", no_wrap=True)
     for r in results:
         ours, peer = r.comparison.summary(OURS), r.comparison.summary(PEER)
@@ -169,13 +177,7 @@ def document(results: Sequence[Result]) -> dict[str, Any]:
 def calls(console: Console, seconds: float, calibration: Calibration | None) -> dict[str, Any]:
     """Measures and prints the stages of one tiny call; the same as plain data."""
     made, rounds = stages(seconds=seconds, speed=calibration.speed if calibration else None)
-    shown = Table(
-        title="one call: S = 16, one head, no gradient",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        pad_edge=False,
-    )
+    shown = _plain_table("one call: S = 16, one head, no gradient")
     shown.add_column("stage", no_wrap=True)
     for name in ("µs", "budget"):
         shown.add_column(name, justify="right", no_wrap=True)
@@ -187,9 +189,8 @@ def calls(console: Console, seconds: float, calibration: Calibration | None) -> 
             f"[yellow]{us}[/]" if over else us,
             "" if stage.budget is None else f"{stage.budget:.0f}",
             style="bold" if stage.name == TOTAL else None,
-            end_section=stage.name == "kernel",
         )
-    console.print(shown)
+    console.print(shown, "")
     if rounds.contended:
         console.print(_NOTES["contended"], style="dim")
     return {
@@ -231,6 +232,19 @@ def _row(r: Result) -> dict[str, Any]:
         },
         "rounds": [{"speed": round_.speed, "seconds": round_.seconds} for round_ in r.comparison.rounds],
     }
+
+
+def _plain_table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
 
 
 def _problem(r: Result) -> str:
