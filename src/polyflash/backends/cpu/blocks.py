@@ -1,10 +1,11 @@
 """The stages of one attention tile as vector functions, in the house's words.
 
-    S^T[key][query] = K[key][:] · Q^T[:][query]     O^T[channel][query] = alpha·O^T + Σ_key V[key][channel]·P^T[key][query]
+    S^T[key][query] = K[key][:] · Q^T[:][query]
+    O^T[channel][query] = alpha·O^T + Σ_key V[key][channel]·P^T[key][query]
 
 Lanes are queries, so softmax has no operation across lanes. Both products are one loop over 32-bit atoms,
 `acc[r][v] += broadcast(A + r·row + k·step) · B[k][v]`: an atom is one float32 or two bfloat16.
-Tiles live in scratch: Q^T and O^T as [atom][lane], K as rows, V as rows (bf16dot: rows of interleaved key pairs).
+Tiles live in scratch: Q^T and O^T as [atom][lane], K as rows, V as rows (bf16dot: of interleaved key pairs).
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class _Tile:
         self.dot = key.compute == "bf16dot"
         self.size = STORAGE_BYTES[key.storage]
         self.raw = self.dot or key.storage == "float32"  # q and k rows are copied as they are
-        self.degree = 6 if key.storage == "float32" else 4
+        self.degree = 5 if key.storage == "float32" else 4
 
-    # load_tile ----------------------------------------------------------------------------------------------------
+    # load_tile
     def fill(self, e: Emitter, dst: Value, vectors: Value, bits: Value) -> None:
         value = e.splat(e.float_bits(bits))
 
@@ -60,7 +61,7 @@ class _Tile:
         e.loop(vectors, [e.pointer(dst)], body)
 
     def fill_limits(self, e: Emitter, dst, first, last, lo_shift, hi_shift, start, live) -> None:  # type: ignore[no-untyped-def]
-        """First visible key and number of visible keys of every lane; lanes past the last row copy its limits."""
+        """First visible key and number of visible keys per lane; lanes past the last row copy its limits."""
         b, p = e.b, e.pointer(dst)
         lane = e.lane_index()
         first, last, lo_shift, hi_shift, start, live = (
@@ -82,7 +83,9 @@ class _Tile:
 
         e.loop(count, [e.pointer(src), e.pointer(dst)], body)
 
-    def _row(self, e: Emitter, src: Value, dst: Value, count: Value, flag: Value | None, raw: bool) -> Value | None:
+    def _row(
+        self, e: Emitter, src: Value, dst: Value, count: Value, flag: Value | None, raw: bool
+    ) -> Value | None:
         """Copy or convert `count` elements; the last vector is masked, so no byte past the row is touched."""
         per = LANES * 4 // self.size if raw else LANES  # elements per step
         kind = e.vf if raw and self.size == 4 else ir.VectorType(I16, per)
@@ -97,7 +100,11 @@ class _Tile:
         full, rest = e.b.udiv(count, I64(per)), e.b.urem(count, I64(per))
         start = [src, dst] if flag is None else [src, dst, flag]
         out = e.loop(full, start, lambda i, p: step(p, None))
-        out = e.loop(e.b.zext(e.b.icmp_signed(">", rest, I64(0)), I64), out, lambda i, p: step(p, e.first_lanes(rest, per)))
+        out = e.loop(
+            e.b.zext(e.b.icmp_signed(">", rest, I64(0)), I64),
+            out,
+            lambda i, p: step(p, e.first_lanes(rest, per)),
+        )
         return None if flag is None else out[2]
 
     def _widen(self, e: Emitter, x: Value) -> Value:
@@ -131,7 +138,8 @@ class _Tile:
         kind = ir.VectorType(I16, n)
         exponent = ir.Constant(kind, [0x7F80] * n)
         orders = [
-            ir.Constant(ir.VectorType(I32, n), [j // 2 + h * LANES + (n if j & 1 else 0) for j in range(n)]) for h in (0, 1)
+            ir.Constant(ir.VectorType(I32, n), [j // 2 + h * LANES + (n if j & 1 else 0) for j in range(n)])
+            for h in (0, 1)
         ]
 
         def columns(p: list[Value], mask: Value | None) -> list[Value]:
@@ -169,8 +177,10 @@ class _Tile:
 
         e.loop(vectors, [e.pointer(rows), e.pointer(dst)], body)
 
-    # the two products ---------------------------------------------------------------------------------------------
-    def _product(self, e: Emitter, a: Value, row: int, step: int, panel: Value, trips: Value, unroll: int) -> list[list[Value]]:
+    # the two products
+    def _product(
+        self, e: Emitter, a: Value, row: int, step: int, panel: Value, trips: Value, unroll: int
+    ) -> list[list[Value]]:
         """acc[r][v] = Σ_k broadcast(a + r·row + k·step) · panel[k][v] over trips·unroll atoms."""
         nv, mr, stride = self.nv, self.mr, self.nr * 4
 
@@ -182,7 +192,9 @@ class _Tile:
                     atom = e.splat(e.load(p_a, r * row + u * step, I32 if self.dot else F32))
                     for v in range(nv):
                         old = acc[r * nv + v]
-                        acc[r * nv + v] = e.dot_bf16(old, b_row[v], atom) if self.dot else e.fma(b_row[v], atom, old)
+                        acc[r * nv + v] = (
+                            e.dot_bf16(old, b_row[v], atom) if self.dot else e.fma(b_row[v], atom, old)
+                        )
             return [e.at(p_a, unroll * step), e.at(p_b, unroll * stride), *acc]
 
         out = e.loop(trips, [a, panel, *[e.floats(0)] * (mr * nv)], body)[2:]
@@ -220,11 +232,11 @@ class _Tile:
         self._scores(e, k, q, s, bmax, trips, groups, None)
 
     def scores_bounded(self, e: Emitter, k, q, s, bmax, trips, groups, limits, key) -> None:  # type: ignore[no-untyped-def]
-        """Scores of keys from `key` on; those outside a lane's limits are -inf before they reach the maximum."""
+        """Scores of keys from `key` on; outside a lane's limits they are -inf before the maximum."""
         self._scores(e, k, q, s, bmax, trips, groups, (limits, key))
 
     def accumulate(self, e: Emitter, v, p, trips, o, alpha, groups) -> None:  # type: ignore[no-untyped-def]
-        """O^T = alpha·O^T + V·P. The sum restarts at every block: one chain over all keys loses a digit at 8192."""
+        """O^T = alpha·O^T + V·P. The sum restarts at every block: one chain loses a digit over 8192 keys."""
         nv, mr = self.nv, self.mr
         p_p, p_alpha = e.pointer(p), e.pointer(alpha)
 
@@ -243,9 +255,9 @@ class _Tile:
     def unroll_keys(self) -> int:
         return min(4, self.mr // self.key.pack)
 
-    # apply_mask -----------------------------------------------------------------------------------------------------
+    # apply_mask
     def load_mask(self, e: Emitter, src, stride, rows, keys, dst) -> None:  # type: ignore[no-untyped-def]
-        """16 rows of mask bytes with unit key stride, transposed to [key][lane]; rows past `rows` repeat the last."""
+        """16 rows of mask bytes of unit key stride, as [key][lane]; rows past `rows` repeat the last."""
         b, base = e.b, e.pointer(src)
         last = b.sub(rows, I64(1))
         p_rows = [e.at(base, b.mul(e.smin(I64(r), last), stride)) for r in range(LANES)]
@@ -280,12 +292,13 @@ class _Tile:
     def _mask_bits(self, e: Emitter, row: Value, v: int) -> Value:
         return e.b.icmp_unsigned("!=", e.load(row, v * LANES, e.vb), ir.Constant(e.vb, None))
 
-    # online_softmax, rescale ----------------------------------------------------------------------------------------
+    # online_softmax, rescale
     def online_softmax(self, e: Emitter, s, p, pairs, block, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
-        """m_i = max(m_i, block max); alpha = 2**((m_old - m_i)·scale_log2); P = 2**((S - m_i)·scale_log2); l_i.
+        """alpha = 2**((m_old - m_i)·scale_log2); P = 2**((S - m_i)·scale_log2); l_i = alpha·l_i + Σ P.
 
-        The maximum is kept in raw scores and subtracted before scaling: the largest weight is exactly 1, so one
-        visible key returns its V row bit for bit, and the rounding of scale·log2(e) scales with the distance only.
+        The maximum is kept in raw scores and subtracted before scaling: the largest weight is exactly 1, so
+        a row of one visible key is its V row bit for bit, and the rounding of scale·log2(e) grows with the
+        distance from the maximum only, not with the score.
         """
         b, nv = e.b, self.nv
         p_block, p_stats = e.pointer(block), e.pointer(stats)
@@ -328,7 +341,7 @@ class _Tile:
         return e.b.shuffle_vector(both, both, ir.Constant(ir.VectorType(I32, 2 * LANES), order))
 
     def add_seen(self, e: Emitter, p, odd, row, count, o, limits, key, mask) -> None:  # type: ignore[no-untyped-def]
-        """O^T += P·V for one key whose V is not finite, only in lanes that see it: 0·NaN must not reach the others."""
+        """O^T += P·V for one key whose V is not finite, in lanes that see it: 0·NaN must not reach others."""
         b, nv = e.b, self.nv
         p_limits, p_p = e.pointer(limits), e.pointer(p)
         at = e.splat(b.trunc(key, I32))
@@ -353,7 +366,7 @@ class _Tile:
 
         e.loop(count, [e.pointer(row), e.pointer(o)], channel)
 
-    # finalize -------------------------------------------------------------------------------------------------------
+    # finalize
     def finalize(self, e: Emitter, o, stats, dst, stride, rows, count) -> None:  # type: ignore[no-untyped-def]
         """O^T / l_i of 16 lanes back to rows in the storage dtype; an empty row (l_i = 0) is exactly 0."""
         b, base = e.b, e.pointer(dst)
@@ -365,7 +378,10 @@ class _Tile:
         def body(i: Value, p: list[Value]) -> list[Value]:
             done = b.mul(i, I64(LANES))
             inside = e.first_lanes(b.sub(count, done))
-            x = [b.select(empty, e.floats(0), b.fmul(e.load(p[0], j * self.nr * 4), inverse)) for j in range(LANES)]
+            x = [
+                b.select(empty, e.floats(0), b.fmul(e.load(p[0], j * self.nr * 4), inverse))
+                for j in range(LANES)
+            ]
             for r, row in enumerate(e.transpose(x)):
                 valid = e.splat(b.icmp_signed("<", I64(r), rows))
                 at = e.at(p_rows[r], b.mul(done, I64(self.size)))
@@ -391,8 +407,22 @@ class _Tile:
         e.masked_store(lse, e.pointer(dst), e.first_lanes(rows))
 
 
-_ARITY = {"fill": 3, "fill_limits": 7, "gather_row": 4, "load_rows": 5, "load_value_rows": 6, "load_float_row": 3}
-_ARITY |= {"pack_query": 4, "scores": 6, "scores_bounded": 8, "load_mask": 5, "apply_mask": 4, "online_softmax": 6}
+_ARITY = {
+    "fill": 3,
+    "fill_limits": 7,
+    "gather_row": 4,
+    "load_rows": 5,
+    "load_value_rows": 6,
+    "load_float_row": 3,
+}
+_ARITY |= {
+    "pack_query": 4,
+    "scores": 6,
+    "scores_bounded": 8,
+    "load_mask": 5,
+    "apply_mask": 4,
+    "online_softmax": 6,
+}
 _ARITY |= {"accumulate": 6, "add_seen": 8, "finalize": 6, "store_lse": 4}
 
 
@@ -401,9 +431,9 @@ def stages(key: KernelKey) -> Stages:
     tile = _Tile(key)
     return Stages(
         **{
-            name: native(f"{key.name}_{name}", arity, getattr(tile, name), LANES, returns=name == "load_value_rows")
+            name: native(
+                f"{key.name}_{name}", arity, getattr(tile, name), LANES, returns=name == "load_value_rows"
+            )
             for name, arity in _ARITY.items()
         }
     )
-
-

@@ -1,8 +1,8 @@
 """Attention forward on the CPU: O = softmax(scale·QKᵀ, mask)·V and lse, in one pass over the keys.
 
 q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), out (B, Hq, Sq, Dv), lse (B, Hq, Sq) float32.
-One work item is a kv head, some query heads of its group and a block of query rows; its panels share one copy of
-each K/V block. Nothing here imports a compiler until `build()`, which a cached kernel never needs.
+One work item is a kv head, some query heads of its group and a block of query rows; its panels share one copy
+of each K/V block. Nothing here imports a compiler until `build()`, which a cached kernel never needs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.cpu import configs, pool, runtime
+from polyflash.errors import spec_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from polyflash.backends.cpu.configs import KernelKey
     from polyflash.plan import Launch
-    from polyflash.spec import Arguments, AttentionSpec
+    from polyflash.spec import Arguments
 
 LOG2E = math.log2(math.e)
 FLT_MIN, FLT_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
@@ -40,11 +41,13 @@ SCALE_LOG2, SCALE, SIGN, LEFT, RIGHT, HAS_OFFSET, OFFSET = range(26, 33)
 Q_OFFSET, Q_OFFSET_STRIDE, KV_LENS, KV_LENS_STRIDE, KV_STARTS, KV_STARTS_STRIDE = range(33, 39)
 MASK, MASK_BATCH, MASK_HEAD, MASK_ROW, MASK_KEY = range(39, 44)
 BLOCK_N, HEADS, CHUNKS, ROW_PANELS, ROW_BLOCKS, OTHERS, ZERO = range(44, 51)
-# SCALE_LOG2 and SCALE: float32 bits of |scale|·log2(e) and |scale|; SIGN flips q where scale is negative. HEADS x
-# ROW_PANELS is an item, CHUNKS items make a group, OTHERS items share a row block. ZERO is 0, read at run time: a
-# fill with a known zero would become a call of memset.
+# SCALE_LOG2 and SCALE: float32 bits of |scale|·log2(e) and |scale|; SIGN flips q where scale is negative.
+# HEADS x ROW_PANELS is an item, CHUNKS items make a group, OTHERS items share a row block. ZERO is 0, read at
+# run time: a fill with a known zero would become a call of memset.
 TILES = 51  # first of the scratch offsets, in the order of configs.Scratch
-T_Q, T_O, T_K, T_V, T_S, T_P, T_STAGE, T_STATS, T_LIMITS, T_BLOCK, T_ZERO, T_GATHER, T_BAD, T_MASK = range(TILES, TILES + 14)
+T_Q, T_O, T_K, T_V, T_S, T_P, T_STAGE, T_STATS, T_LIMITS, T_BLOCK, T_ZERO, T_GATHER, T_BAD, T_MASK = range(
+    TILES, TILES + 14
+)
 
 
 def build(key: KernelKey) -> Any:
@@ -53,30 +56,44 @@ def build(key: KernelKey) -> Any:
 
     from polyflash.backends.cpu import blocks, simd
 
-    stage = blocks.stages(key)
-    fill, fill_limits, gather_row, copy_rows = stage.fill, stage.fill_limits, stage.gather_row, stage.load_rows
-    copy_value_rows, copy_float_row, pack_query = stage.load_value_rows, stage.load_float_row, stage.pack_query
-    scores, scores_bounded, copy_mask, hide_scores = stage.scores, stage.scores_bounded, stage.load_mask, stage.apply_mask
-    online_softmax, accumulate, add_seen = stage.online_softmax, stage.accumulate, stage.add_seen
-    store_rows, store_lse = stage.finalize, stage.store_lse
-    load_i64, load_i32, load_i8, store_i8 = simd.load_i64, simd.load_i32, simd.load_i8, simd.store_i8
+    (
+        fill,
+        fill_limits,
+        gather_row,
+        copy_rows,
+        copy_value_rows,
+        copy_float_row,
+        pack_query,
+        scores,
+        scores_bounded,
+        copy_mask,
+        hide_scores,
+        online_softmax,
+        accumulate,
+        add_seen,
+        store_rows,
+        store_lse,
+    ) = blocks.stages(key)
+    arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
     least, greatest = simd.least, simd.greatest
 
     LANES, NR, NV, MR, PACK = configs.LANES, key.panel_rows, key.nv, key.group_keys, key.pack
     SIZE, MASKED = configs.STORAGE_BYTES[key.storage], key.masked
-    Q_PANEL, O_PANEL, K_BYTES, V_BYTES = key.q_panel_bytes, key.o_panel_bytes, key.k_row_bytes, key.v_row_bytes
+    Q_PANEL, O_PANEL = key.q_panel_bytes, key.o_panel_bytes
+    K_BYTES, V_BYTES = key.k_row_bytes, key.v_row_bytes
     WIDE_BYTES = key.bucket * 4 + configs.LINE
     KEYS_PER_TRIP = min(4, MR // PACK) * PACK
     MINUS_INF = 0xFF800000
 
     def device(arity, result=types.void):  # type: ignore[no-untyped-def]
-        """int64 arguments, inlined: then the compiler sees that nothing raises, and the object needs no Python symbol."""
-        options = {"error_model": "numpy", "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        """int64 arguments; inlined, so nothing is seen to raise and the object needs no Python symbol."""
+        options = {
+            "error_model": "numpy",
+            "forceinline": True,
+            "no_cpython_wrapper": True,
+            "no_cfunc_wrapper": True,
+        }
         return njit(result(*[types.int64] * arity), **options)
-
-    @device(2, types.int64)
-    def arg(args, slot):  # type: ignore[no-untyped-def]
-        return load_i64(args + 8 * slot)
 
     @device(4, types.int64)
     def gathered(scratch_row, src, stride, count):  # type: ignore[no-untyped-def]
@@ -100,7 +117,7 @@ def build(key: KernelKey) -> Any:
 
     @device(9, types.int64)
     def load_value_atoms(args, scratch, src, begin, end, first, last, n, skip_bad):  # type: ignore[no-untyped-def]
-        """V rows [begin, end) of key block n one atom at a time; rows outside [first, last), and bad ones, are zero."""
+        """V rows [begin, end) of key block n, one atom at a time; outside [first, last) or bad: zero."""
         count, stride, dim_stride = arg(args, HEAD_DIM_V), arg(args, V_ROW), arg(args, V_DIM)
         bad, dst = scratch + arg(args, T_BAD) - n, scratch + arg(args, T_V)
         row0 = row1 = zero = scratch + arg(args, T_ZERO)
@@ -117,8 +134,8 @@ def build(key: KernelKey) -> Any:
 
     @device(6, types.int64)
     def load_value_tile(args, scratch, src, first, last, n):  # type: ignore[no-untyped-def]
-        """V rows [first, last) of key block n, zero up to whole groups. Returns whether some are not finite: those are
-        marked and zeroed, and `add_seen` adds them."""
+        """V rows [first, last) of key block n, zero up to whole groups. Returns whether some are not finite:
+        those are marked and zeroed, and `add_bad_rows` adds them."""
         count, stride = arg(args, HEAD_DIM_V), arg(args, V_ROW)
         begin, end = first // MR * MR, (last + MR - 1) // MR * MR
         whole, rest = (first + PACK - 1) // PACK * PACK, last // PACK * PACK
@@ -171,7 +188,9 @@ def build(key: KernelKey) -> Any:
         for lane in range(0, NR, LANES):
             rows = least(LANES, arg(args, SEQLEN_Q) - row - lane)
             if rows > 0:
-                load_tile(args, scratch, src + (row + lane) * stride, stride, arg(args, Q_DIM), rows, stage_rows)
+                load_tile(
+                    args, scratch, src + (row + lane) * stride, stride, arg(args, Q_DIM), rows, stage_rows
+                )
                 pack_query(stage_rows, vectors, q_panel + lane * 4, arg(args, SIGN))
         channels = (arg(args, HEAD_DIM_V) + LANES - 1) // LANES * LANES
         fill(scratch + arg(args, T_O) + panel * O_PANEL, channels * NV, arg(args, ZERO))
@@ -181,7 +200,7 @@ def build(key: KernelKey) -> Any:
 
     @device(9)
     def masked_scores(args, scratch, panel, limits, n, begin, end, inner_begin, inner_end):  # type: ignore[no-untyped-def]
-        """S^T of keys n + [begin, end); only outside [inner_begin, inner_end) are the limits of the rows looked at."""
+        """S^T of keys n + [begin, end); every row sees all of [inner_begin, inner_end)."""
         k, s = scratch + arg(args, T_K), scratch + arg(args, T_S)
         q, bmax = scratch + arg(args, T_Q) + panel * Q_PANEL, scratch + arg(args, T_BLOCK) + NR * 4
         trips = (arg(args, HEAD_DIM) + 4 * PACK - 1) // (4 * PACK)
@@ -194,7 +213,9 @@ def build(key: KernelKey) -> Any:
             scores(k + inner_begin * K_BYTES, q, s + inner_begin * NR * 4, bmax, trips, groups)
         if end > inner_end:
             groups = (end - inner_end) // MR
-            scores_bounded(k + inner_end * K_BYTES, q, s + inner_end * NR * 4, bmax, trips, groups, limits, n + inner_end)
+            scores_bounded(
+                k + inner_end * K_BYTES, q, s + inner_end * NR * 4, bmax, trips, groups, limits, n + inner_end
+            )
 
     @device(8)
     def add_bad_rows(args, scratch, src, panel, limits, n, begin, end):  # type: ignore[no-untyped-def]
@@ -203,7 +224,9 @@ def build(key: KernelKey) -> Any:
         for j in range(begin, end):
             if load_i8(scratch + arg(args, T_BAD) + j) != 0:
                 source = src + (n + j) * arg(args, V_ROW)
-                copy_float_row(gathered(scratch + arg(args, T_GATHER), source, arg(args, V_DIM), count), count, row)
+                copy_float_row(
+                    gathered(scratch + arg(args, T_GATHER), source, arg(args, V_DIM), count), count, row
+                )
                 p = scratch + arg(args, T_P) + j // PACK * NR * 4
                 o, mask = scratch + arg(args, T_O) + panel * O_PANEL, scratch + arg(args, T_MASK) + j * NR
                 add_seen(p, j % PACK, row, count, o, limits, n + j, mask)
@@ -216,14 +239,24 @@ def build(key: KernelKey) -> Any:
             rows = least(LANES, arg(args, SEQLEN_Q) - row - lane)
             if rows > 0:
                 at = row + lane
-                store_rows(o + lane * 4, stats + lane * 4, dst + at * stride, stride, rows, arg(args, HEAD_DIM_V))
+                store_rows(
+                    o + lane * 4, stats + lane * 4, dst + at * stride, stride, rows, arg(args, HEAD_DIM_V)
+                )
                 if lse != 0:
                     store_lse(stats + lane * 4, lse + at * 4, rows, arg(args, SCALE))
 
     @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
     def kernel(args, item, scratch):  # type: ignore[no-untyped-def]
-        others, chunks, hkv, group = arg(args, OTHERS), arg(args, CHUNKS), arg(args, NUM_KV_HEADS), arg(args, GROUP)
-        i_m, rest = arg(args, ROW_BLOCKS) - 1 - item // others, item % others  # the last rows see the most keys
+        others, chunks, hkv, group = (
+            arg(args, OTHERS),
+            arg(args, CHUNKS),
+            arg(args, NUM_KV_HEADS),
+            arg(args, GROUP),
+        )
+        i_m, rest = (
+            arg(args, ROW_BLOCKS) - 1 - item // others,
+            item % others,
+        )  # the last rows see the most keys
         i_hkv, i_b = rest // chunks % hkv, rest // chunks // hkv
         head = i_hkv * group + rest % chunks * arg(args, HEADS)
         heads = least(arg(args, HEADS), (i_hkv + 1) * group - head)
@@ -231,7 +264,7 @@ def build(key: KernelKey) -> Any:
         row_0 = i_m * arg(args, ROW_PANELS) * NR
         panels = least(arg(args, ROW_PANELS), (seqlen_q - row_0 + NR - 1) // NR)
 
-        # Row i sees keys [greatest(start, i + lo_shift), least(live, i + hi_shift)); clamped, the shifts fit 32 bits.
+        # Row i sees keys [max(start, i + lo_shift), min(live, i + hi_shift)); clamped, shifts fit 32 bits.
         live, start = table_entry(args, KV_LENS, i_b, seqlen_k), table_entry(args, KV_STARTS, i_b, 0)
         offset = offset_of(args, i_b, live)
         lo_shift = least(greatest(offset - arg(args, LEFT), -seqlen_q), seqlen_k)
@@ -254,7 +287,15 @@ def build(key: KernelKey) -> Any:
             n = i_n * block_n
             first, last = greatest(n, key_lo), least(n + block_n, key_hi)
             k_tile = scratch + arg(args, T_K) + (first - n) * K_BYTES
-            load_tile(args, scratch, k + first * arg(args, K_ROW), arg(args, K_ROW), arg(args, K_DIM), last - first, k_tile)
+            load_tile(
+                args,
+                scratch,
+                k + first * arg(args, K_ROW),
+                arg(args, K_ROW),
+                arg(args, K_DIM),
+                last - first,
+                k_tile,
+            )
             bad = load_value_tile(args, scratch, v, first, last, n)
             for i_p in range(panels):
                 row = row_0 + i_p * NR
@@ -264,7 +305,9 @@ def build(key: KernelKey) -> Any:
                 end = (least(last, end_row + hi_shift) - n + MR - 1) // MR * MR
                 if end <= begin:
                     continue
-                inner_begin = least(greatest((greatest(start, end_row + lo_shift) - n + MR - 1) // MR * MR, begin), end)
+                inner_begin = least(
+                    greatest((greatest(start, end_row + lo_shift) - n + MR - 1) // MR * MR, begin), end
+                )
                 inner_end = least(greatest((least(live, row + hi_shift) - n) // MR * MR, inner_begin), end)
                 lane_limits = limits + i_p * NR * 8
                 for i_h in range(heads):
@@ -284,7 +327,16 @@ def build(key: KernelKey) -> Any:
                     trips, channels = (end - begin) // KEYS_PER_TRIP, (arg(args, HEAD_DIM_V) + MR - 1) // MR
                     accumulate(values, p, trips, o, block, channels)
                     if bad != 0:
-                        add_bad_rows(args, scratch, v, panel, lane_limits, n, greatest(begin, first - n), least(end, last - n))
+                        add_bad_rows(
+                            args,
+                            scratch,
+                            v,
+                            panel,
+                            lane_limits,
+                            n,
+                            greatest(begin, first - n),
+                            least(end, last - n),
+                        )
 
         out = arg(args, OUT) + i_b * arg(args, OUT_BATCH)
         lse_head = (i_b * hkv * group + head) * seqlen_q * 4
@@ -300,18 +352,22 @@ def build(key: KernelKey) -> Any:
 class _Prepared:
     """What a route keeps between calls: addresses of its kernels, by panel width and mask presence."""
 
-    __slots__ = ("bf16dot", "kernels")
+    __slots__ = ("config", "kernels", "spec")
 
     def __init__(self, launch: Launch) -> None:
-        self.bf16dot = "avx512_bf16" in launch.target.features
+        compute = configs.compute_for(launch.spec.dtype, launch.target)
+        if launch.config.compute != compute:
+            change = "Take the compute of explain(...).config."
+            raise spec_error("config.compute", got=launch.config.compute, wanted=compute, change=change)
+        self.config, self.spec = launch.config, launch.spec
         self.kernels: dict[tuple[int, bool], tuple[KernelKey, int]] = {}
 
-    def kernel(self, spec: AttentionSpec, seqlen_q: int, masked: bool) -> tuple[KernelKey, int]:
+    def kernel(self, seqlen_q: int, masked: bool) -> tuple[KernelKey, int]:
         index = configs.panel_vectors(seqlen_q), masked
         found = self.kernels.get(index)
         if found is None:
-            widest = max(spec.head_dim, spec.head_dim_v)
-            key = configs.key_for(spec.dtype, seqlen_q, widest, masked, bf16dot=self.bf16dot)
+            widest = max(self.spec.head_dim, self.spec.head_dim_v)
+            key = configs.key_for(self.spec.dtype, seqlen_q, widest, masked, self.config.compute)
             found = self.kernels[index] = key, runtime.load(key)
         return found
 
@@ -326,11 +382,13 @@ def run(
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     _, num_kv_heads, seqlen_k, head_dim_v = v.shape
     mask = args.mask
-    key, kernel = prepared.kernel(launch.spec, seqlen_q, mask is not None)
+    key, kernel = prepared.kernel(seqlen_q, mask is not None)
     group, size = num_q_heads // num_kv_heads, configs.STORAGE_BYTES[key.storage]
     left = UNBOUNDED if args.window_left is None else args.window_left
     right = UNBOUNDED if args.window_right is None else args.window_right
-    threads = _threads(batch * num_q_heads, seqlen_q, seqlen_k, head_dim + head_dim_v, left, right, args.causal)
+    threads = _threads(
+        batch * num_q_heads, seqlen_q, seqlen_k, head_dim + head_dim_v, left, right, args.causal
+    )
     config = launch.config
     cut = configs.partition(batch, num_kv_heads, group, seqlen_q, key.panel_rows, config.panels, threads)
     tiles = configs.scratch(key, cut.heads, cut.row_panels, config.block_n)
@@ -341,7 +399,8 @@ def run(
     block = array(
         "q",
         (
-            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr() if args.need_lse else 0),
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
+            lse.data_ptr() if args.need_lse else 0,
             *(q_b * size, q_h * size, q_r * size, q_d * size if head_dim > 1 else size),
             *(k_b * size, k_h * size, k_r * size, k_d * size if head_dim > 1 else size),
             *(v_b * size, v_h * size, v_r * size, v_d * size if head_dim_v > 1 else size),
@@ -354,7 +413,8 @@ def run(
             *_table(args.kv_lens),
             *_table(args.kv_starts),
             *_mask_slots(mask),
-            *(config.block_n, cut.heads, cut.chunks, cut.row_panels, cut.row_blocks, cut.items // cut.row_blocks, 0),
+            *(config.block_n, cut.heads, cut.chunks, cut.row_panels, cut.row_blocks),
+            *(cut.items // cut.row_blocks, 0),
             *tiles,
         ),
     )
@@ -363,7 +423,7 @@ def run(
 
 
 def _threads(heads: int, seqlen_q: int, seqlen_k: int, dims: int, left: int, right: int, causal: bool) -> int:
-    """One for small work, torch's number otherwise. Estimated, never exact: it must not depend on tensor contents."""
+    """One for small work, torch's number otherwise; by an estimate that reads no tensor."""
     keys = min(seqlen_k, left + 1 + (0 if causal else right))
     pairs = heads * seqlen_q * keys * (0.5 if causal and keys == seqlen_k else 1.0)
     if 2.0 * dims * pairs < THREADS_FROM_US * FLOPS_PER_US:
@@ -375,8 +435,8 @@ def _threads(heads: int, seqlen_q: int, seqlen_k: int, dims: int, left: int, rig
 
 @lru_cache(maxsize=64)
 def _scale_bits(scale: float, pack: int) -> tuple[int, int, int]:
-    """|scale|·log2(e) and |scale| as float32 bits, and what flips the sign of an atom of q. Scale 0 is the least normal
-    number: every finite score becomes equal, and -inf stays -inf."""
+    """|scale|·log2(e) and |scale| as float32 bits, and what flips the sign of an atom of q. Scale 0 is the
+    least normal number: every finite score becomes equal, and -inf stays -inf."""
     size = min(max(abs(scale), FLT_MIN), FLT_MAX)
     words = struct.unpack("<II", struct.pack("<ff", min(size * LOG2E, FLT_MAX), size))
     return *words, (0x80008000 if pack == 2 else 0x80000000) if scale < 0 else 0

@@ -1,6 +1,6 @@
-"""Vector instructions for numba: an emitter of LLVM IR, and `native`, which turns an emission into a callable.
+"""Vector instructions for numba: an emitter of LLVM IR, and `native`, which makes an emission callable.
 
-Addresses are int64 everywhere, so a kernel has no arrays, cannot raise and leaves no undefined symbol in its object.
+Addresses are int64 everywhere, so a kernel has no arrays, cannot raise and leaves no undefined symbol.
 Inline assembly is not an option: numba's JIT has no parser for it and aborts the process.
 """
 
@@ -20,10 +20,17 @@ F32, F16 = ir.FloatType(), ir.HalfType()
 POINTER = ir.PointerType()
 Value = Any  # an LLVM value
 
-# exp2 on [-1/2, 1/2] as 1 + f*(c1 + f*(c2 + ...)): least maximum relative error with p(0) = 1 held, by Lawson's
-# reweighted least squares in 80-bit arithmetic; the errors are 2.8e-6 and 2.0e-9.
+# exp2 on [-1/2, 1/2] as 1 + f*(c1 + f*(c2 + ...)): least maximum relative error with p(0) = 1 held, by
+# Lawson's reweighted least squares in 80-bit arithmetic; the errors are 2.8e-6, 9.1e-8 and 2.0e-9.
 EXP2 = {
     4: (0.6931241933764449, 0.24024098614676653, 0.05590642482603457, 0.009582852935471481),
+    5: (
+        0.6931469775991653,
+        0.24022242085375978,
+        0.055507337432498145,
+        0.009671512639608477,
+        0.0013264727197858602,
+    ),
     6: (
         0.6931472028550701,
         0.2402264791362832,
@@ -52,7 +59,7 @@ class BFloatType(ir.Type):
 
 
 class Emitter:
-    """Vector operations of `lanes` 32-bit lanes over one IR builder. `vf`, `vi`: the float and int vector types."""
+    """Operations on vectors of `lanes` 32-bit lanes on one builder. `vf`, `vi`: float and int vectors."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
         self.b, self.lanes = builder, lanes
@@ -65,7 +72,7 @@ class Emitter:
         kind = ir.FunctionType(result, [a.type for a in args])
         return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), args)
 
-    # memory -----------------------------------------------------------------------------------------------------
+    # memory
     def pointer(self, address: Value) -> Value:
         return self.b.inttoptr(address, POINTER)
 
@@ -93,7 +100,7 @@ class Emitter:
         name = f"llvm.masked.store.{_mangled(value.type)}.p0"
         self.call(name, ir.VoidType(), [value, pointer, I32(_alignment(value.type)), mask])
 
-    # values -----------------------------------------------------------------------------------------------------
+    # values
     def splat(self, scalar: Value, count: int | None = None) -> Value:
         count = count or self.lanes
         undefined = ir.Constant(ir.VectorType(scalar.type, count), ir.Undefined)
@@ -140,7 +147,7 @@ class Emitter:
         return self.call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", self.vf, operands)
 
     def exp2(self, x: Value, degree: int) -> Value:
-        """2**x; exactly 1 at 0 and 0 at -inf (scalef by -inf gives +0 whatever the polynomial is); NaN stays NaN."""
+        """2**x; exactly 1 at 0 and 0 at -inf (scalef by -inf is +0 whatever p is); NaN stays NaN."""
         whole = self.call(f"llvm.rint.v{self.lanes}f32", self.vf, [x])
         f = self.b.fsub(x, whole)
         p = self.floats(EXP2[degree][-1])
@@ -183,8 +190,10 @@ class Emitter:
             x = [self.b.shuffle_vector(u, v, order) for u, v in pairs for order in (low, high)]
         return x
 
-    # control ----------------------------------------------------------------------------------------------------
-    def loop(self, count: Value, start: Sequence[Value], body: Callable[[Value, list[Value]], list[Value]]) -> list[Value]:
+    # control
+    def loop(
+        self, count: Value, start: Sequence[Value], body: Callable[[Value, list[Value]], list[Value]]
+    ) -> list[Value]:
         """Run `body(index, values) -> values` `count` times (0 too); returns the last values."""
         b = self.b
         before, inside, after = b.block, b.append_basic_block("body"), b.append_basic_block("done")
@@ -213,11 +222,13 @@ class Emitter:
             body()
 
 
-def native(name: str, arity: int, emit: Callable[..., Value | None], lanes: int, *, returns: bool = False) -> Any:
+def native(
+    name: str, arity: int, emit: Callable[..., Value | None], lanes: int, *, returns: bool = False
+) -> Any:
     """`emit(emitter, *addresses)` as a function numba code can call with `arity` int64 arguments.
 
-    Each becomes its own function that is never inlined: its registers are allocated for it alone. `name` must tell
-    all emissions of a process apart.
+    Each becomes its own function that is never inlined: its registers are allocated for it alone. `name` must
+    tell all emissions of a process apart.
     """
     result = types.int64 if returns else types.void
 
@@ -254,21 +265,28 @@ def _memory(name: str, kind: ir.IntType) -> tuple[Any, Any]:
 
     def load(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
         value = builder.load(builder.inttoptr(args[0], POINTER), typ=kind, align=kind.width // 8)
-        return value if kind is I64 else builder.sext(value, I64)
+        return builder.sext(value, I64)
 
     def store(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        value = args[1] if kind is I64 else builder.trunc(args[1], kind)
+        value = builder.trunc(args[1], kind)
         builder.store(value, builder.inttoptr(args[0], POINTER), align=kind.width // 8)
         return context.get_dummy_value()
 
-    word = types.int64
-    loads = _callable(f"load_{name}", 1, lambda: (word(word), load))
-    return loads, _callable(f"store_{name}", 2, lambda: (types.void(word, word), store))
+    i64 = types.int64
+    loads = _callable(f"load_{name}", 1, lambda: (i64(i64), load))
+    return loads, _callable(f"store_{name}", 2, lambda: (types.void(i64, i64), store))
 
 
-load_i64, store_i64 = _memory("i64", I64)
 load_i32, store_i32 = _memory("i32", I32)
 load_i8, store_i8 = _memory("i8", I8)
+
+
+def _word(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+    place = builder.gep(builder.inttoptr(args[0], POINTER), [args[1]], source_etype=I64)
+    return builder.load(place, typ=I64, align=8)
+
+
+word = _callable("word", 2, lambda: (types.int64(types.int64, types.int64), _word))  # (block, index)
 
 
 def _choice(name: str, comparison: str) -> Any:
@@ -283,7 +301,13 @@ least, greatest = _choice("least", "<"), _choice("greatest", ">")
 
 def _alignment(kind: ir.Type) -> int:
     element = kind.element if isinstance(kind, ir.VectorType) else kind
-    return element.width // 8 if isinstance(element, ir.IntType) else 2 if isinstance(element, ir.HalfType) else 4
+    return (
+        element.width // 8
+        if isinstance(element, ir.IntType)
+        else 2
+        if isinstance(element, ir.HalfType)
+        else 4
+    )
 
 
 def _mangled(kind: ir.VectorType) -> str:

@@ -1,0 +1,114 @@
+"""Keys, scratch and partitions of the CPU forward engine: arithmetic that needs no compiler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from polyflash.backends.cpu import capabilities, configs
+from polyflash.backends.cpu.configs import BUCKETS, Config, KernelKey
+from polyflash.errors import SpecError
+from polyflash.spec import AttentionSpec, Phase
+from polyflash.target import parse
+
+WITH_DOT, WITHOUT_DOT = parse("cpu:avx512+avx512_bf16"), parse("cpu:avx512")
+
+
+def spec_of(dtype: str = "float32", seqlen: int = 2048, head_dim: int = 64) -> AttentionSpec:
+    return AttentionSpec(
+        Phase.FORWARD, dtype, "cpu", 1, 8, 8, seqlen, seqlen, head_dim, head_dim, frozenset()
+    )
+
+
+@pytest.mark.parametrize("target", [WITH_DOT, WITHOUT_DOT], ids=str)
+def test_keys_are_few_distinct_and_named_apart(target):
+    keys = list(configs.all_keys(target))
+    assert 0 < len(keys) <= 64
+    assert len(set(keys)) == len({key.name for key in keys}) == len(keys)
+
+
+def test_every_call_has_one_of_the_enumerated_keys():
+    for target in (WITH_DOT, WITHOUT_DOT):
+        keys = set(configs.all_keys(target))
+        for dtype in configs.STORAGE_BYTES:
+            compute = configs.compute_for(dtype, target)
+            for rows in (1, 16, 17, 32, 33, 100_000):
+                for widest in (1, 64, 65, 128, 129, 256):
+                    for masked in (False, True):
+                        assert configs.key_for(dtype, rows, widest, masked, compute) in keys
+
+
+def test_bfloat16_dot_only_where_the_target_has_it():
+    assert {k.compute for k in configs.all_keys(WITH_DOT) if k.storage == "bfloat16"} == {"bf16dot"}
+    assert {k.compute for k in configs.all_keys(WITHOUT_DOT)} == {"f32"}
+    with pytest.raises(SpecError):
+        KernelKey("avx512", "bf16dot", "float16", 4, 64, False)
+
+
+@pytest.mark.parametrize("target", [WITH_DOT, WITHOUT_DOT], ids=str)
+def test_scratch_stays_below_two_megabytes(target):
+    for key in configs.all_keys(target):
+        config = configs.choose(spec_of(head_dim=key.bucket), target)
+        for group in (1, 2, 3, 5, 7, 8, 12, 64, 71):
+            for rows in (1, 17, 333, 1 << 20):
+                cut = configs.partition(2, 1, group, rows, key.panel_rows, config.panels, 2)
+                tiles = configs.scratch(key, cut.heads, cut.row_panels, config.block_n)
+                assert cut.heads * cut.row_panels <= config.panels
+                assert tiles.total <= 2 << 20
+                assert all(offset % 64 == 0 for offset in tiles)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 12, 71])
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 257, 5000])
+@pytest.mark.parametrize("threads", [1, 2, 7, 64])
+def test_a_partition_covers_every_row_of_every_head_once(group, rows, threads):
+    cut = configs.partition(3, 2, group, rows, 64, 4, threads)
+    panels = -(-rows // 64)
+    assert cut.items == 3 * 2 * cut.chunks * cut.row_blocks
+    assert (cut.chunks - 1) * cut.heads < group <= cut.chunks * cut.heads
+    assert (cut.row_blocks - 1) * cut.row_panels < panels <= cut.row_blocks * cut.row_panels
+
+
+def test_more_threads_never_make_fewer_items():
+    items = [configs.partition(1, 1, 4, 512, 64, 4, threads).items for threads in (1, 2, 4, 8, 64)]
+    assert items == sorted(items)
+    assert items[-1] > items[0]
+
+
+def test_configs_prove_themselves():
+    for block_n, panels in ((0, 4), (24, 4), (512, 4), (128, 0), (128, 9)):
+        with pytest.raises(SpecError):
+            Config(block_n, panels)
+    for target in (WITH_DOT, WITHOUT_DOT):
+        for bucket in BUCKETS:
+            spec = spec_of(head_dim=bucket)
+            assert isinstance(configs.choose(spec, target), Config)
+            assert configs.choose(spec, target) in configs.candidates(spec, target)
+    with pytest.raises(SpecError):
+        Config(128, 4, "int8")
+
+
+def test_a_plan_says_what_bfloat16_becomes():
+    spec = spec_of("bfloat16")
+    assert any("avx512_bf16" in note for note in configs.choose(spec, WITH_DOT).notes(spec))
+    assert any("converted to float32" in note for note in configs.choose(spec, WITHOUT_DOT).notes(spec))
+
+
+def test_the_row_yields_bfloat16_to_amx():
+    (row,) = capabilities.CAPABILITIES
+    amx = parse("cpu:avx512+avx512_bf16+amx_bf16")
+    assert row.accepts(spec_of("float32"), amx, by_name=False)
+    assert not row.accepts(spec_of("bfloat16"), amx, by_name=False)
+    assert row.accepts(spec_of("bfloat16"), amx, by_name=True)
+    assert row.accepts(spec_of("bfloat16"), WITH_DOT, by_name=False)
+
+
+def test_tables_and_launcher_import_no_compiler():
+    code = (
+        "import sys; import polyflash.backends.cpu.configs, polyflash.backends.cpu.capabilities;"
+        "import polyflash.backends.cpu.forward;"
+        "assert not {'numba', 'llvmlite.ir'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
