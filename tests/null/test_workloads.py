@@ -1,0 +1,93 @@
+"""The catalogue: names, tags, reproducibility, and that each family is what it says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from polyflash.workloads import CATALOGUE, DTYPES, FAMILIES, Workload, make, named, with_dtype, workloads
+from tests.tolerance import visible
+
+
+def test_names_and_tags():
+    names = [w.name for w in CATALOGUE]
+    assert len(set(names)) == len(names)
+    assert {tag for w in CATALOGUE for tag in w.tags} == {"ci", "bench", "tune"}
+    assert named("decode").kv_heads == 2
+    with pytest.raises(KeyError, match="wanted one of"):
+        named("nothing")
+
+
+def test_ci_workloads_are_small():
+    for w in workloads("ci"):
+        assert w.batch * w.heads * w.seqlen_q * w.seqlen_k <= 2**19, w.name
+        assert w.heads % w.kv_heads == 0
+
+
+def test_workloads_are_hashable_plain_data():
+    assert len({hash(w) for w in CATALOGUE}) == len(CATALOGUE)
+
+
+@pytest.mark.parametrize("workload", workloads("ci"), ids=lambda w: w.name)
+def test_make(workload: Workload):
+    for dtype in DTYPES:
+        q, k, v, options = make(with_dtype(workload, dtype), seed=3)
+        assert q.shape == (workload.batch, workload.heads, workload.seqlen_q, workload.head_dim)
+        assert v.shape == (workload.batch, workload.kv_heads, workload.seqlen_k, workload.dim_v)
+        assert str(q.dtype) == str(k.dtype) == str(v.dtype) == f"torch.{dtype}"
+        again = make(with_dtype(workload, dtype), seed=3)
+        assert all(torch.equal(a, b) for a, b in zip((q, k, v), again[:3], strict=True))
+        assert options.keys() == again[3].keys()
+    assert visible(q, k, **options).any(), "every row is empty"
+
+
+def test_features_name_the_options():
+    assert not named("cross").features
+    for w in workloads("ci"):
+        _, _, _, options = make(w)
+        extra = (
+            (w.heads != w.kv_heads)
+            + (w.dim_v != w.head_dim)
+            + (w.causal == "top_left")
+            - (w.scale is not None)
+        )
+        assert len(w.features) == len(options) + extra, w.name
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_finite(family: str, dtype: str):
+    q, k, v, _ = make(with_dtype(named("cross"), dtype), family=family)
+    assert torch.isfinite(q).all() and torch.isfinite(k).all()
+    assert torch.isfinite(v).all() != (family == "nanrow")
+
+
+def test_families_are_what_they_say():
+    def scores(family: str) -> torch.Tensor:
+        q, k, _, _ = make(named("long"), family=family)
+        return (q @ k.mT).double() / 8
+
+    assert (scores("zeros") == 0).all()
+    s = scores("equal")
+    assert float((s - s[..., :1]).abs().max()) < 1e-5
+    blocks = scores("rising")[..., :1088].unflatten(-1, (-1, 64)).mean(-1).mean((0, 1, 2))
+    assert (blocks.diff() > 4).all() and (blocks.diff() < 8).all()
+    assert (scores("falling")[..., :1088].unflatten(-1, (-1, 64)).mean(-1).mean((0, 1, 2)).diff() < -4).all()
+    s = scores("sink")
+    assert 3 < float((s[..., 0] - s[..., 1:].mean(-1)).mean()) < 5
+    assert scores("sharp").std() > 2.5
+    _, k, _, _ = make(named("cross"), family="alternating")
+    assert (k[:, :, ::2] >= 0).all() and (k[:, :, 1::2] <= 0).all()
+    assert float(make(named("cross"), family="vbias")[2].mean()) > 4
+    _, k, _, _ = make(named("long"), family="kbias")
+    assert int((k.mean((0, 1, 2)).abs() > 7).sum()) == 6
+    _, k, _, _ = make(named("long"), family="kscale")
+    assert int((k.std((0, 1, 2)) > 6).sum()) == 4
+    tiny = make(named("cross"), family="subnormal")[2]
+    assert 0 < float(tiny.abs().max()) < 8 * torch.finfo(torch.float32).smallest_normal
+    huge = make(with_dtype(named("cross"), "float16"), family="huge")[2]
+    assert float(huge.abs().max()) == torch.finfo(torch.float16).max
+    q, k, _, _ = make(named("cross"), family="huge")
+    assert math.isfinite(float((q @ k.mT).abs().max()))

@@ -1,0 +1,216 @@
+"""The house's laws, read off the syntax trees: import floors, no DSL in tables, banned constructs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import polyflash
+
+ROOT = Path(polyflash.__file__).parent
+MODULES = {
+    ".".join(("polyflash", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): p
+    for p in sorted(ROOT.rglob("*.py"))
+}
+
+FLOORS = {
+    0: ("errors", "dtypes", "env"),
+    1: ("target", "mask", "spec", "merge", "work", "quant.scheme"),
+    2: (
+        "reference",
+        "workloads",
+        "capability",
+        "validate",
+        "quant.codec",
+        "kvcache.layout",
+        "parallel.schedule",
+    ),
+    3: ("plan", "tuning.store"),
+    4: ("backends",),
+    5: ("torch_ops",),
+    6: ("api", "kvcache.cache", "parallel.ring", "tuning.search"),
+    7: ("integrations", "bench", "cli", "tensor_files", "__main__"),
+}
+FLOOR = {f"polyflash.{name}": floor for floor, names in FLOORS.items() for name in names}
+FLOOR["polyflash"] = 7
+DSL = {"numba", "llvmlite", "triton", "wgpu", "gluon"}
+TORCH_BELOW_2 = {"polyflash.merge"}  # floors 0 and 1 are plain data; target asks torch inside a function
+BANNED_NAMES = {"utils", "util", "helper", "helpers", "common", "fast", "optimized", "misc", "v2"}
+
+
+def floor_of(module: str) -> int:
+    while module:
+        if module in FLOOR:
+            return FLOOR[module]
+        module = module.rpartition(".")[0]
+    raise AssertionError(module)
+
+
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def imports(module: str, *, top_level: bool = False) -> Iterator[tuple[str, int]]:
+    """Absolute names of what a module imports, with line numbers; TYPE_CHECKING blocks do not count."""
+    stack: list[ast.AST] = [tree(module)]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            stack.extend(node.orelse)
+            continue
+        if top_level and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield (whole if whole in MODULES else node.module or "", node.lineno)
+        stack.extend(ast.iter_child_nodes(node))
+
+
+def backend_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 and parts[1] == "backends" else ""
+
+
+def breaches(module: str) -> list[str]:
+    found = []
+    own = backend_of(module)
+    for name, line in imports(module):
+        if not name.startswith("polyflash"):
+            continue
+        other = backend_of(name)
+        where = f"{module}:{line} imports {name}"
+        if module == "polyflash.backends":
+            if other and not name.endswith(".capabilities"):
+                found.append(f"{where}: the table imports capabilities only")
+        elif own:
+            if other and other != own:
+                found.append(f"{where}: backends never meet")
+            elif not other and floor_of(name) > 2:
+                found.append(f"{where}: a backend stands on floors 0 to 2")
+        elif other and floor_of(module) < 7:
+            found.append(f"{where}: backends are reached through the table")
+        elif floor_of(name) > floor_of(module):
+            found.append(f"{where}: floor {floor_of(name)} from floor {floor_of(module)}")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_import_floors(module: str):
+    assert not breaches(module)
+
+
+def test_every_module_has_a_floor():
+    for module in MODULES:
+        floor_of(module)
+        assert module == "polyflash" or any(
+            module == n or module.startswith(n + ".") for n in FLOOR if n != "polyflash"
+        ), module
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_dsl_stays_in_its_backend(module: str):
+    """No kernel DSL outside backends, and none at all in a table or a config module, which print on any
+    machine."""
+    tables = module.endswith((".capabilities", ".configs"))
+    for name, line in imports(module):
+        if name.split(".")[0] in DSL:
+            allowed = backend_of(module) and not tables
+            inside_function = (name, line) not in set(imports(module, top_level=True))
+            assert allowed or (inside_function and not tables), f"{module}:{line} imports {name}"
+        if module.endswith(".capabilities"):
+            assert name.split(".")[0] != "torch", f"{module}:{line}: a table imports no torch"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if FLOOR.get(m, 9) <= 1 or FLOOR.get(m) == 3])
+def test_low_floors_are_plain_data(module: str):
+    if module not in TORCH_BELOW_2:
+        heavy = [
+            (n, line)
+            for n, line in imports(module, top_level=True)
+            if n.split(".")[0] in {"torch", "numpy", *DSL}
+        ]
+        assert not heavy, heavy
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_env_reads_the_environment(module: str):
+    if module == "polyflash.env":
+        return
+    for node in ast.walk(tree(module)):
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        assert text not in ("os.environ", "os.getenv", "os.putenv", "os.environb"), f"{module}:{node.lineno}"
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            assert not {"environ", "getenv"} & {a.name for a in node.names}, f"{module}:{node.lineno}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_banned_constructs(module: str):
+    """No bare except, no assert, nothing that unpickles or evaluates text, no shell."""
+    for node in ast.walk(tree(module)):
+        where = f"{module}:{getattr(node, 'lineno', 0)}"
+        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{where}: bare except"
+        assert not isinstance(node, ast.Assert), f"{where}: assert is not validation (python -O drops it)"
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name not in ("eval", "exec", "torch.load", "yaml.load", "os.system", "__import__"), (
+                f"{where}: {name}"
+            )
+            for keyword in node.keywords:
+                value = getattr(keyword.value, "value", None)
+                assert not (keyword.arg in ("shell", "allow_pickle") and value is True), (
+                    f"{where}: {keyword.arg}=True"
+                )
+    for name, line in imports(module):
+        assert name.split(".")[0] not in {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, (
+            f"{module}:{line}"
+        )
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_functions_name_their_arguments(module: str):
+    for node in ast.walk(tree(module)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
+            assert node.args.kwarg is None, (
+                f"{module}:{node.lineno}: {node.name} takes **{node.args.kwarg.arg}"
+            )
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_names_say_something(module: str):
+    assert not BANNED_NAMES & set(module.split(".")), module
+    for node in ast.walk(tree(module)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            assert node.name.lower().strip("_") not in BANNED_NAMES, f"{module}:{node.lineno}: {node.name}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if MODULES[m].read_text(encoding="utf-8").strip()])
+def test_every_module_says_what_it_is(module: str):
+    assert ast.get_docstring(tree(module)), module
+    if tree(module).body[1:]:
+        text = MODULES[module].read_text(encoding="utf-8")
+        assert "from __future__ import annotations" in text or MODULES[module].name.startswith("__"), module
+
+
+def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The walkers see a breach of each kind."""
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "import numba\nfrom polyflash import api\nfrom polyflash.backends.torch import forward\n",
+        encoding="utf-8",
+    )
+    for name in ("polyflash.plan", "polyflash.backends.cpu.forward"):
+        monkeypatch.setitem(MODULES, name, bad)
+        assert len(breaches(name)) == 2, name
+    with pytest.raises(AssertionError):
+        test_dsl_stays_in_its_backend("polyflash.plan")
+    bad.write_text("import os\ntry:\n    x = os.environ\nexcept:\n    assert 0\n", encoding="utf-8")
+    for law in (test_banned_constructs, test_only_env_reads_the_environment):
+        with pytest.raises(AssertionError):
+            law("polyflash.plan")

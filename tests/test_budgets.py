@@ -1,0 +1,144 @@
+"""Sizes: files, functions, the package, what an import pulls in, how many kernels an instruction set has."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import polyflash
+from polyflash import target
+from polyflash.backends.cpu.configs import all_keys
+
+ROOT = Path(polyflash.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+KERNEL_FILES = {
+    "forward.py",
+    "backward.py",
+    "decode.py",
+    "quantize.py",
+    "blocks.py",
+    "simd.py",
+    "pool_kernel.py",
+}
+DEVICE_DECORATORS = {"njit", "cfunc", "intrinsic", "device", "jit", "vectorize"}
+HOST_LINES, DEVICE_LINES, FILE_LINES, KERNEL_FILE_LINES, INIT_LINES, PACKAGE_LINES = (
+    60,
+    180,
+    500,
+    600,
+    40,
+    13_000,
+)
+KEYS_PER_ISA = 64
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def functions(path: Path) -> list[tuple[str, int, bool]]:
+    """(name, lines of code, is device code) of every function. Signature and docstring are documentation,
+    not code;
+    nested functions are counted by themselves. Device code is what a kernel compiler sees: a decorated
+    function or one
+    that emits instructions, in a kernel file."""
+    found = []
+    kernel_file = path.parent.parent.name == "backends" and path.name in KERNEL_FILES
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+        size = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+        size -= sum((n.end_lineno or 0) - n.lineno + 1 for n in body if isinstance(n, ast.FunctionDef))
+        names = {ast.unparse(d).partition("(")[0].rpartition(".")[2] for d in node.decorator_list}
+        emits = any(a.arg in ("e", "builder") for a in node.args.args)
+        found.append((node.name, size, kernel_file and (bool(names & DEVICE_DECORATORS) or emits)))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_file_and_function_sizes(path: Path):
+    kernel = path.parent.parent.name == "backends" and path.name in KERNEL_FILES
+    limit = INIT_LINES if path.name == "__init__.py" else KERNEL_FILE_LINES if kernel else FILE_LINES
+    assert lines(path) <= limit, f"{lines(path)} lines, at most {limit}"
+    for name, size, device in functions(path):
+        allowed = DEVICE_LINES if device else HOST_LINES
+        assert size <= allowed, (
+            f"{name}: {size} lines of {'device' if device else 'host'} code, at most {allowed}"
+        )
+
+
+def test_package_size():
+    total = sum(lines(p) for p in ROOT.rglob("*") if p.suffix in (".py", ".wgsl", ".metal"))
+    assert total <= PACKAGE_LINES, f"{total} lines; raise the ceiling only in a commit that says why"
+
+
+def test_counting_can_fail(tmp_path: Path):
+    long = tmp_path / "long.py"
+    long.write_text("def f(\n    a,\n):\n    '''doc\n    '''\n" + "    a += 1\n" * 61, encoding="utf-8")
+    assert functions(long) == [("f", 61, False)]
+    folder = tmp_path / "backends" / "cpu"
+    folder.mkdir(parents=True)
+    kernel = folder / "forward.py"
+    kernel.write_text(
+        "@njit(x=1)\ndef f(a):\n" + "    a += 1\n" * 61 + "def g(self, e):\n    pass\n", encoding="utf-8"
+    )
+    assert functions(kernel) == [("f", 61, True), ("g", 1, True)]
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_pulls_in_nothing_heavy():
+    heavy = {"numba", "llvmlite", "rich", "matplotlib", "transformers", "triton", "wgpu", "safetensors"}
+    loaded = python(
+        "import torch, sys; before = set(sys.modules); import polyflash;"
+        f"print(sorted(({heavy!r} & set(sys.modules)) - before))"
+    )
+    assert loaded == "[]", loaded
+
+
+def test_import_has_no_side_effects():
+    """S21: no threads, no device, no files, no output."""
+    said = python(
+        "import torch, threading; t, n = torch.get_num_threads(), threading.active_count(); import polyflash;"
+        "print(torch.get_num_threads() == t, threading.active_count() == n, torch.cuda.is_initialized())"
+    )
+    assert said == "True True False", said
+
+
+def test_explaining_and_tables_need_no_compiler():
+    """Plans, keys and the whole table print without importing a kernel DSL."""
+    said = python(
+        "import sys, torch, polyflash; q = torch.empty(1, 8, 64, 64, device='meta');"
+        "str(polyflash.explain(q, q, q)); str(polyflash.explain(q, q, q, target='cuda:sm90'));"
+        "print([m for m in ('numba', 'llvmlite', 'triton') if m in sys.modules])"
+    )
+    assert said == "[]", said
+
+
+@pytest.mark.parametrize("known", target.KNOWN, ids=lambda t: f"{t.name}+{'+'.join(sorted(t.features))}")
+def test_kernel_keys_are_bounded(known: target.Target):
+    keys = list(all_keys(known))
+    assert len(keys) <= KEYS_PER_ISA and len(set(keys)) == len(keys)
+    assert len({key.name for key in keys}) == len(keys)
+
+
+def test_every_call_has_a_listed_key():
+    """`all_keys` is complete: what a plan can ask for, over lengths, dims and dtypes, is in it."""
+    from polyflash.backends.cpu.configs import STORAGE_BYTES, compute_for, key_for
+
+    known = target.parse("cpu:avx512+avx512_bf16")
+    listed = set(all_keys(known))
+    for dtype in STORAGE_BYTES:
+        for rows in (1, 2, 15, 16, 17, 32, 33, 64, 65, 1000, 1 << 20):
+            for dim in (1, 3, 64, 65, 128, 129, 256):
+                for masked in (False, True):
+                    assert key_for(dtype, rows, dim, masked, compute_for(dtype, known)) in listed
