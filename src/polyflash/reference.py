@@ -11,6 +11,7 @@ such scores is an empty row."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ def attention_reference(
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     if bias is not None:
-        s = s + torch.where(visible, bias.double(), 0.0)
+        s = s + bias.double()
     if alibi_slopes is not None:
         slopes = alibi_slopes.double().reshape(-1, num_q_heads, 1, 1)
         s = s - slopes * (position - j).abs()
@@ -250,22 +251,36 @@ def _visible(
     return visible
 
 
+class _Finite(torch.autograd.Function):
+    """x with 0 for NaN and infinities; its gradient is that of x, so a bad operand still gets one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.where(torch.isfinite(x), x, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x if bool(torch.isfinite(x).all()) else _Finite.apply(x)  # type: ignore[no-untyped-call]
+
+
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """q·k per pair; non-finite ones are added as constants, so that gradients multiply finite operands
-    only."""
+    """q·k per pair; non-finite ones are added as constants, so gradients multiply finite operands only."""
     raw = torch.einsum("bhid,bhjd->bhij", q.detach(), k.detach())
-    q, k = (torch.where(torch.isfinite(x), x, 0.0) for x in (q, k))
-    return torch.einsum("bhid,bhjd->bhij", q, k) + torch.where(torch.isfinite(raw), 0.0, raw)
+    s = torch.einsum("bhid,bhjd->bhij", _finite(q), _finite(k))
+    return s + torch.where(torch.isfinite(raw), 0.0, raw)
 
 
 def _weighted_sum(p: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Σ_j p·v over visible keys; the non-finite values of v are summed pair by pair, where they are
-    visible."""
+    """Σ_j p·v over visible keys; the non-finite values of v are summed pair by pair, where visible."""
+    out = torch.einsum("bhij,bhjd->bhid", p, _finite(v))
     finite = torch.isfinite(v)
-    out = torch.einsum("bhij,bhjd->bhid", p, torch.where(finite, v, 0.0))
     odd = (~finite).flatten(0, 1).any(-1).any(0)
-    if not odd.any():
+    if not bool(odd.any()):
         return out
     seen = visible[..., odd].unsqueeze(-1) & ~finite[:, :, odd].unsqueeze(2)
-    terms = torch.where(seen, v[:, :, odd].unsqueeze(2), 0.0)
+    terms = torch.where(seen, v.detach()[:, :, odd].unsqueeze(2), 0.0)
     return out + torch.einsum("bhij,bhijd->bhid", p[..., odd], terms)

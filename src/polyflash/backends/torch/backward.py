@@ -5,7 +5,7 @@
     dq = scale·Σ_j ds'·k        dk = scale·Σ_i ds'ᵀ·q        dsinks = -Σ_i exp(sink - lse)·delta
 
 Query heads that share a key/value head are rows of one product, so dk and dv of a group are summed in it.
-One pass over tiles in a fixed order, no atomics: bitwise repeatable. Accumulators are float32 (float64 stays).
+One pass over tiles in a fixed order, no atomics: bitwise repeatable. Accumulators are float32 or float64.
 """
 
 from __future__ import annotations
@@ -197,12 +197,6 @@ def run(
             totals = Gradients(dq, dk_own, dv_own, dbias, dsinks)
             accumulate(part, dout, dlse, out, lse, totals, launch.config)
     results = []
-    for total, like in (
-        (dq, q),
-        (totals.dk, k),
-        (totals.dv, v),
-        (totals.dbias, args.bias),
-        (dsinks, args.sinks),
-    ):
+    for total, like in ((dq, q), (dk, k), (dv, v), (dbias, args.bias), (dsinks, args.sinks)):
         results.append(None if total is None or like is None else total.to(like.dtype).reshape(like.shape))
     return tuple(results)  # type: ignore[return-value]

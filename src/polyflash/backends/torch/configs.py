@@ -10,8 +10,7 @@ from polyflash.target import Target
 
 _CPU_SCORES = 1 << 20  # elements of a score tile: 4 MB, and long enough to hide ~30 op calls
 _DEVICE_SCORES = 1 << 25
-_HANDOVER_DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "cuda": ("bfloat16", "float16")}
-_HANDOVER_HEAD_DIM = 128  # on a GPU, multiples of 8 up to it: beyond, torch may store all scores
+_HANDOVER_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +66,13 @@ def candidates(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
 
 def hands_over(spec: AttentionSpec, target: Target) -> bool:
     """Is the call dense, unmasked and free of every operand that torch SDPA reads otherwise?"""
-    on_gpu = target.name.startswith("cuda:")
-    dtypes = _HANDOVER_DTYPES.get("cuda" if on_gpu else target.kind, ())
     return (
-        spec.phase is Phase.FORWARD
+        target.kind == "cpu"  # the one kind of device on which equality was tested
+        and spec.phase is Phase.FORWARD
         and spec.features <= {Feature.GQA}
         and not spec.needs_grad
-        and spec.dtype in dtypes
+        and spec.dtype in _HANDOVER_DTYPES
         and (spec.scale is None or spec.scale > 0)
-        and (not on_gpu or (spec.head_dim % 8 == 0 and spec.head_dim <= _HANDOVER_HEAD_DIM))
     )
 
 

@@ -137,7 +137,7 @@ def _value(x: Tensor | None, first: int, entries: int, default: int | Tensor) ->
 
 def row_tiles(part: Part, config: Config) -> Iterator[tuple[int, int]]:
     """(first row, rows) of each query tile. With batch_invariant, tiles are full and aligned to absolute
-    positions: a row meets the same products in the same places however its request is cut; rows outside are 0."""
+    positions: a row meets the same products in the same places however its request is cut. Zeros outside."""
     seqlen_q = part.q.shape[3]
     if not part.args.batch_invariant:
         for i0 in range(0, seqlen_q, config.block_m):
@@ -157,9 +157,10 @@ def key_tiles(part: Part, i0: int, rows: int, config: Config) -> Iterator[tuple[
 
 
 def load_tile(x: Tensor, start: int, size: int, kind: torch.dtype) -> Tensor:
-    """Rows [start, start + size) of (..., seqlen, channels), raised to `kind`; zeros outside the tensor."""
+    """Rows [start, start + size) of (..., seqlen, channels), raised to `kind`; zeros outside the tensor.
+    Contiguous: a product's bits must not depend on the strides of the caller."""
     lo, hi = max(start, 0), min(start + size, x.shape[-2])
-    tile = x[..., lo:hi, :].to(kind)
+    tile = x[..., lo:hi, :].to(kind).contiguous()
     if hi - lo == size:
         return tile
     return F.pad(tile, (0, 0, lo - start, start + size - hi))
@@ -365,19 +366,14 @@ def hands_over(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments)
     all scores."""
     dense = all(getattr(args, name) == getattr(_PLAIN, name) for name in _DENSE)
     dense = dense and all(not isinstance(x, Tensor) for x in args) and q.shape[3] == v.shape[3]
-    if not dense or q.dtype is torch.float64:
+    if not dense or q.dtype is torch.float64 or q.device.type != "cpu":
         if launch.rung == "explicit":
-            change = "Set sdpa=False: only dense, unmasked calls are equal to torch SDPA."
+            change = "Set sdpa=False: only dense, unmasked calls on a CPU are known to equal torch SDPA."
             raise spec_error("config sdpa", got=True, wanted="False for this call", change=change)
         return False
-    if (
-        args.need_lse
-        or not (args.scale is None or args.scale > 0)
-        or any(x.stride(3) != 1 for x in (q, k, v))
-    ):
+    positive = args.scale is None or args.scale > 0
+    if args.need_lse or not positive or any(x.stride(3) != 1 for x in (q, k, v)):
         return False
-    if q.device.type != "cpu":
-        return True
     largest = max(1.0, args.scale or 0.0)  # no |q·k|, scaled or not, is above it times |q|·|k|
     for x in (q, k):
         largest *= float(torch.linalg.vector_norm(x, dtype=torch.float32))

@@ -1,0 +1,166 @@
+"""mask.py against brute force: intervals, block bounds, pair counts, conjunctions."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyflash.errors import SpecError
+from polyflash.mask import Mask, block_range, checked_window, row_interval, visible_pairs
+from polyflash.reference import attention_reference
+
+sides = st.one_of(st.none(), st.integers(0, 14))
+lengths = st.integers(0, 12)
+
+
+def seen(i: int, j: int, live: int, start: int, offset: int, causal: bool, window: Any) -> bool:
+    """api.md's table, one pair."""
+    left, right = window
+    at = i + offset
+    return (
+        start <= j < live
+        and (not causal or j <= at)
+        and (left is None or j >= at - left)
+        and (right is None or j <= at + right)
+    )
+
+
+@given(lengths, lengths, st.integers(-15, 15), st.booleans(), sides, sides, st.integers(0, 12))
+def test_row_interval(sq: int, sk: int, offset: int, causal: bool, left: Any, right: Any, start: int) -> None:
+    for i in range(sq):
+        lo, hi = row_interval(
+            i, seqlen_k=sk, offset=offset, causal=causal, window=(left, right), kv_start=start
+        )
+        assert lo >= 0 and hi >= 0
+        for j in range(-3, sk + 3):
+            assert (lo <= j < hi) == seen(i, j, sk, start, offset, causal, (left, right))
+
+
+@given(
+    st.integers(1, 12),
+    lengths,
+    st.integers(-15, 15),
+    st.booleans(),
+    sides,
+    sides,
+    st.integers(0, 12),
+    st.integers(1, 5),
+    st.integers(1, 5),
+)
+def test_block_range_is_the_hull_of_what_is_seen(
+    sq: int, sk: int, offset: int, causal: bool, left: Any, right: Any, start: int, block_m: int, block_n: int
+) -> None:
+    """No block before the first visible key or after the last one; none at all if the rows see nothing."""
+    rule = (sk, start, offset, causal, (left, right))
+    for first in range(0, sq, block_m):
+        last = min(first + block_m, sq) - 1
+        lo, hi = block_range(
+            first,
+            last,
+            block_n=block_n,
+            seqlen_k=sk,
+            offset=offset,
+            causal=causal,
+            window=(left, right),
+            kv_start=start,
+        )
+        keys = [j for i in range(first, last + 1) for j in range(sk) if seen(i, j, *rule)]
+        if keys:
+            assert (lo, hi) == (min(keys) // block_n, max(keys) // block_n + 1)
+        else:
+            assert hi <= lo
+
+
+@given(lengths, lengths, st.integers(-15, 15), st.booleans(), sides, sides)
+def test_visible_pairs(sq: int, sk: int, offset: int, causal: bool, left: Any, right: Any) -> None:
+    want = sum(seen(i, j, sk, 0, offset, causal, (left, right)) for i in range(sq) for j in range(sk))
+    assert visible_pairs(sq, sk, offset=offset, causal=causal, window=(left, right)) == want
+
+
+def test_visible_pairs_of_a_million_rows() -> None:
+    n = 1 << 20
+    assert visible_pairs(n, n, offset=0, causal=True) == n * (n + 1) // 2
+    assert visible_pairs(n, n, offset=0, causal=True, window=(255, None)) == 256 * n - 255 * 256 // 2
+
+
+SEQLEN = ((1, 1), (4, 4), (2, 7), (7, 2), (5, 6))
+STARTS, LENS = torch.tensor([1, 0]), torch.tensor([2, 1])
+MASKS = {
+    "causal": Mask.causal(),
+    "top_left": Mask.causal("top_left"),
+    "window": Mask.window(1, 2),
+    "window 0": Mask.window(0, 0),
+    "causal window": Mask.causal() & Mask.window(2, None),
+    "lengths": Mask.lengths(LENS, STARTS) & Mask.causal(),
+    "segments": Mask.segments(torch.arange(14).view(2, 7) // 2, torch.arange(14).view(2, 7) // 3),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("shape", SEQLEN)
+def test_visible_agrees_with_the_oracle(name: str, shape: tuple[int, int]) -> None:
+    """Two independent readings of the same rule: `visible()` here, tensors in reference.py."""
+    mask, (sq, sk) = MASKS[name], shape
+    if name == "segments":
+        mask = Mask.segments(mask.q_ids[:, :sq], mask.k_ids[:, :sk])
+    q, k = torch.zeros(2, 1, sq, 1), torch.zeros(2, 1, sk, 1)
+    weights = attention_reference(q, k, torch.eye(sk).expand(2, 1, sk, sk), mask=mask).out[:, 0]
+    for b, i, j in itertools.product(range(2), range(sq), range(sk)):
+        assert mask.visible(i, j, seqlen_q=sq, seqlen_k=sk, batch=b) == bool(weights[b, i, j] > 0)
+
+
+def test_window_counts_neighbours_and_not_the_row_itself() -> None:
+    """B-cau-07: a table a reader can check by eye."""
+    tables = {
+        (0, 0): ["x...", ".x..", "..x.", "...x"],
+        (1, 0): ["x...", "xx..", ".xx.", "..xx"],
+        (0, 2): ["xxx.", ".xxx", "..xx", "...x"],
+        (3, 0): ["x...", "xx..", "xxx.", "xxxx"],
+        (None, None): ["xxxx"] * 4,
+    }
+    for window, table in tables.items():
+        for i, j in itertools.product(range(4), repeat=2):
+            assert Mask.window(*window).visible(i, j, seqlen_q=4, seqlen_k=4) == (table[i][j] == "x")
+
+
+def test_conjunction() -> None:
+    both = Mask.causal() & Mask.window(5, None) & Mask.window(3, 4)
+    assert (both.alignment, both.window_sides) == ("bottom_right", (3, 4))
+    lens = torch.tensor([1])
+    assert (Mask.lengths(lens) & Mask.lengths(lens)).kv_lens is lens
+    with pytest.raises(SpecError, match="alignment"):
+        Mask.causal() & Mask.causal("top_left")
+    with pytest.raises(SpecError, match="kv_lens"):
+        Mask.lengths(lens) & Mask.lengths(torch.tensor([1]))
+    with pytest.raises(TypeError):
+        Mask.causal() & True  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (0, -1), (1.5, 0), (True, 0), (1,), (1, 2, 3), 4, "ab", None])
+def test_bad_windows_are_refused(window: Any) -> None:
+    with pytest.raises(SpecError, match=r"window.*got .*wanted .*None for"):
+        checked_window(window)
+
+
+def test_good_windows_pass() -> None:
+    assert checked_window([None, 0]) == (None, 0) and checked_window((7, None)) == (7, None)
+
+
+def test_bad_alignment_is_refused() -> None:
+    with pytest.raises(SpecError, match="bottom_right"):
+        Mask.causal("lower")
+
+
+def test_copies_and_pickles() -> None:
+    """B-grad-09."""
+    mask = Mask.causal() & Mask.window(3, None) & Mask.lengths(LENS)
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert (other.alignment, other.window_sides) == (mask.alignment, mask.window_sides)
+        assert torch.equal(other.kv_lens, LENS)

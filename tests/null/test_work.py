@@ -1,0 +1,54 @@
+"""work.py: only visible pairs are counted."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from polyflash.mask import Mask
+from polyflash.spec import AttentionSpec, Phase
+from polyflash.work import work_of
+
+SPEC = AttentionSpec(Phase.FORWARD, "float16", "cpu", 2, 6, 3, 7, 9, 5, 4, frozenset())
+
+
+def test_dense_forward() -> None:
+    work = work_of(SPEC)
+    assert work.flops == 2 * (5 + 4) * 2 * 6 * 7 * 9
+    assert work.bytes == 2 * (2 * 6 * 7 * (5 + 4) + 2 * 3 * 9 * (5 + 4))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(None, None), (2, 0), (0, 3), (None, 1)])
+@pytest.mark.parametrize("offset", [None, 0, -4, 20])
+@pytest.mark.parametrize("lengths", [(7, 9), (9, 4), (1, 6)])
+def test_counts_visible_pairs(
+    causal: bool, window: tuple[int | None, int | None], offset: int | None, lengths: tuple[int, int]
+) -> None:
+    """Against a loop over Mask.visible; an offset is a shift of the rows."""
+    sq, sk = lengths
+    spec = replace(SPEC, seqlen_q=sq, seqlen_k=sk, causal=causal, window=window, offset=offset)
+    mask = Mask.window(*window) & (Mask.causal() if causal else Mask())
+    shift = 0 if offset is None else offset - (sk - sq)
+    pairs = sum(
+        mask.visible(i + shift, j, seqlen_q=sq, seqlen_k=sk)
+        for i, j in itertools.product(range(sq), range(sk))
+    )
+    assert work_of(spec).flops == 2 * (5 + 4) * 2 * 6 * pairs
+
+
+def test_backward_is_two_and_a_half_times_forward() -> None:
+    forward, backward = work_of(SPEC), work_of(replace(SPEC, phase=Phase.BACKWARD))
+    assert backward.flops == 2.5 * forward.flops and backward.bytes == 2 * forward.bytes
+
+
+def test_square_causal_is_about_half() -> None:
+    square = replace(SPEC, seqlen_q=4096, seqlen_k=4096)
+    assert abs(work_of(replace(square, causal=True)).flops / work_of(square).flops - 0.5) < 2e-4
+
+
+@pytest.mark.parametrize("zero", ["batch", "num_q_heads", "seqlen_q", "seqlen_k"])
+def test_zero_sizes_are_no_work(zero: str) -> None:
+    assert work_of(replace(SPEC, **{zero: 0})).flops == 0
