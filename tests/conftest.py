@@ -29,10 +29,6 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: long sweeps and large virtual memory; run with -m slow")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def poison():
     """Uninitialised memory is NaN in every test: an output element nobody wrote cannot pass."""

@@ -103,7 +103,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, *, order: str = "", **options: Any) -
     if order == "chain":
         top = s.amax(-1, keepdim=True) if s.shape[-1] else s.sum(-1, keepdim=True)
         p = torch.exp(s - top).masked_fill(empty, 0)
-        total = _product(p, torch.ones_like(p[..., :1, :]).mT)
+        total = _product(p, p.new_ones(p.shape[-1], 1))
         return _product(p[..., : k.shape[2]], v) / torch.where(empty, 1, total), lse
     p = torch.softmax(s, -1).masked_fill(empty, 0)[..., : k.shape[2]]
     return _product(p.flip(-1), v.flip(-2)) if order else p @ v, lse
