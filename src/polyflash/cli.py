@@ -102,7 +102,7 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     views = [x.transpose(1, 2) if options.layout == "bshd" else x for x in (q, k, v, result.out)]
     accuracy = sampled_error(views[0], views[1], views[2], views[3], result.lse, **asked)
     tolerance = TOLERANCE[plan.spec.dtype]
-    correct = accuracy.relative <= tolerance
+    correct = accuracy.weighted <= tolerance
     written = []
     if options.output:
         saved = result if had_batch else (result.out[0], result.lse[0])
@@ -115,6 +115,7 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         "peak_gflops": peak,
         "error": {
             "relative_l2": _number(accuracy.relative),
+            "weighted": _number(accuracy.weighted),
             "largest": _number(accuracy.largest),
             "lse": _number(accuracy.lse),
             "tolerance": tolerance,

@@ -17,7 +17,7 @@ from polyflash.errors import SpecError
 from polyflash.workloads import Workload
 
 PLAIN = Workload("plain", frozenset(), 1, 2, 2, 16, 16, 8)
-SOUND = suite.Accuracy(1e-7, 1e-7, 0.0, 2, 16)
+SOUND = suite.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
 
 
 def rounds(*values: tuple[float, float, float, float]) -> Comparison:
@@ -92,7 +92,9 @@ def test_low_scaling_is_marked_where_the_call_is_long_enough_to_split():
     assert result(rounds(*[(1e-5, 2e-5, 1e-5, 1.0)] * 3)).marks == ()
 
 
-@pytest.mark.parametrize("wrong", [{"difference": 1e-4}, {"ours": suite.Accuracy(1e-3, 1.0, 0.0, 2, 16)}])
+@pytest.mark.parametrize(
+    "wrong", [{"difference": 1e-4}, {"ours": suite.Accuracy(1e-7, 1e-3, 1.0, 0.0, 2, 16)}]
+)
 def test_outputs_that_differ_have_no_ratio(wrong):
     r = result(rounds(*[(1.0, 2.0, 2.0, 1.0)] * 3), **wrong)
     assert r.ratio is None
@@ -220,6 +222,15 @@ def test_the_sample_is_bounded_and_reaches_the_ends():
     assert seen.rows == 96 and seen.relative < 1e-5 and seen.lse < 1e-5
     lse[0, 1, -1] += 0.5
     assert suite.sampled_error(q, k, v, out, lse).lse == pytest.approx(0.5, rel=1e-3)
+
+
+def test_values_that_cancel_are_no_mismatch():
+    q, k = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 64, 4)
+    v = (1e3 * (1 - 2 * (torch.arange(64) % 2)) + torch.arange(64) / 64)[:, None].expand(1, 1, 64, 4).half()
+    exact = v.double().mean(2, keepdim=True).expand(1, 1, 4, 4)
+    seen = suite.sampled_error(q.half(), k.half(), v, exact.half() + 0.2, None)
+    assert seen.relative > 0.1
+    assert seen.weighted == pytest.approx(2e-4, rel=0.1)
 
 
 def test_shared_nan_is_no_error_and_a_lone_one_is():

@@ -77,7 +77,8 @@ def print_machine(console: Console, target: Target, peaks: Sequence[Peak]) -> No
     for p in peaks:
         console.print(
             f"  {p.kind} peak: {p.per_thread:.0f} GFLOP/s per thread,"
-            f" {p.together:.0f} measured on {p.threads} (×{p.scaling:.2f})"
+            f" {p.together:.0f} measured on {p.threads} (×{p.scaling:.2f}"
+            f"{': cores are away' if p.together < QUIET * p.total else ''})"
         )
     if not peaks:
         console.print("  peak: not measured, as llvmlite is not installed; contended windows go unmarked")
@@ -145,7 +146,7 @@ def table(results: Sequence[Result], title: str) -> Table:
         ours, peer = r.comparison.summary(OURS), r.comparison.summary(PEER)
         made.add_row(
             _problem(r), _ms(ours), _spread(ours), _ms(peer), _spread(peer), _ratio(r), f"{r.gflops:.0f}",
-            "" if r.of_peak is None else f"{r.of_peak:.0%}", "" if r.scaling is None else f"{r.scaling:.2f}",
+            "" if r.of_peak is None else f"{r.of_peak:.0%}", "" if r.scaling is None else _short(r.scaling),
             style="dim" if "contended" in r.marks else None,
         )  # fmt: skip
     return made
@@ -161,9 +162,7 @@ def notes(results: Sequence[Result]) -> list[str]:
                 f" by {r.ours.relative:.1e} from float64"
             )
         if r.whole is not None:
-            lines.append(
-                f"{r.workload.name}: {r.whole:.1f} times quicker than the same call without its window"
-            )
+            lines.append(f"{r.workload.name}: {r.whole:.1f} times quicker than without the window")
         if r.backend != "cpu":
             lines.append(f"{r.workload.name}: ran on the {r.backend} row")
     return lines
@@ -261,7 +260,7 @@ def _ms(s: Summary) -> str:
 
 
 def _spread(s: Summary) -> str:
-    return f"{s.spread:.0%}"
+    return f"{s.spread:.0%}" if s.spread < 10 else ">9×"
 
 
 def _ratio(r: Result) -> str:
@@ -269,7 +268,12 @@ def _ratio(r: Result) -> str:
         return "[bold red]! —[/]"
     mark = "~" if "contended" in r.marks else "?" if r.marks else ""
     colour = "green" if r.ratio >= 1 else "yellow"
-    return f"{mark}[{colour}]{r.ratio:.2f}[/]"
+    return f"{mark}[{colour}]{_short(r.ratio)}[/]"
+
+
+def _short(x: float) -> str:
+    """Three figures in four characters."""
+    return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
 
 
 def _finite(x: float) -> float | None:
