@@ -11,7 +11,9 @@ import math
 import struct
 from array import array
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from polyflash.backends.cpu import configs, pool, runtime
 from polyflash.errors import spec_error
@@ -27,6 +29,7 @@ LOG2E = math.log2(math.e)
 FLT_MIN, FLT_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 UNBOUNDED = 1 << 40
 FLOPS_PER_US = 100_000  # of one core, low on purpose: what the thread decision assumes
+KEPT_CUTS = 256  # per route
 THREADS_FROM_US = 60  # work below this many microseconds stays on the caller
 
 
@@ -41,13 +44,16 @@ SCALE_LOG2, SCALE, SIGN, LEFT, RIGHT, HAS_OFFSET, OFFSET = range(26, 33)
 Q_OFFSET, Q_OFFSET_STRIDE, KV_LENS, KV_LENS_STRIDE, KV_STARTS, KV_STARTS_STRIDE = range(33, 39)
 MASK, MASK_BATCH, MASK_HEAD, MASK_ROW, MASK_KEY = range(39, 44)
 BLOCK_N, HEADS, CHUNKS, ROW_PANELS, ROW_BLOCKS, OTHERS, ZERO = range(44, 51)
-# SCALE_LOG2 and SCALE: float32 bits of |scale|·log2(e) and |scale|; SIGN flips q where scale is negative.
+# SCALE_LOG2 and SCALE: float32 bits of |scale|·log2(e) and |scale|; SIGN is the sign bit of a negative scale.
 # HEADS x ROW_PANELS is an item, CHUNKS items make a group, OTHERS items share a row block. ZERO is 0, read at
 # run time: a fill with a known zero would become a call of memset.
 TILES = 51  # first of the scratch offsets, in the order of configs.Scratch
 T_Q, T_O, T_K, T_V, T_S, T_P, T_STAGE, T_STATS, T_LIMITS, T_BLOCK, T_ZERO, T_GATHER, T_BAD, T_MASK = range(
     TILES, TILES + 14
 )
+
+_pack_head = struct.Struct("33q").pack
+_NO_OPERANDS = bytes(8 * (MASK_KEY + 1 - Q_OFFSET))
 
 
 def build(key: KernelKey) -> Any:
@@ -183,6 +189,7 @@ def build(key: KernelKey) -> Any:
     @device(5)
     def start_panel(args, scratch, src, row, panel):  # type: ignore[no-untyped-def]
         """Q^T of one panel, and its O^T, m_i and l_i at their first values."""
+        flip = arg(args, SIGN) | (arg(args, SIGN) >> 16 if PACK == 2 else 0)
         stage_rows, q_panel = scratch + arg(args, T_STAGE), scratch + arg(args, T_Q) + panel * Q_PANEL
         stride, vectors = arg(args, Q_ROW), (arg(args, HEAD_DIM) + PACK * LANES - 1) // (PACK * LANES)
         for lane in range(0, NR, LANES):
@@ -191,7 +198,7 @@ def build(key: KernelKey) -> Any:
                 load_tile(
                     args, scratch, src + (row + lane) * stride, stride, arg(args, Q_DIM), rows, stage_rows
                 )
-                pack_query(stage_rows, vectors, q_panel + lane * 4, arg(args, SIGN))
+                pack_query(stage_rows, vectors, q_panel + lane * 4, flip)
         channels = (arg(args, HEAD_DIM_V) + LANES - 1) // LANES * LANES
         fill(scratch + arg(args, T_O) + panel * O_PANEL, channels * NV, arg(args, ZERO))
         stats = scratch + arg(args, T_STATS) + panel * NR * 8
@@ -349,27 +356,45 @@ def build(key: KernelKey) -> Any:
     return kernel
 
 
-class _Prepared:
-    """What a route keeps between calls: addresses of its kernels, by panel width and mask presence."""
+class _Cut(NamedTuple):
+    """How a call of one shape is run: its kernel, items and scratch, and the end of its argument block."""
 
-    __slots__ = ("config", "kernels", "spec")
+    kernel: int
+    items: int
+    scratch_bytes: int
+    tail: bytes
+
+
+class _Prepared:
+    """What a route keeps between calls: cuts by batch, length, threads and mask presence. Entries are only
+    added, or dropped all at once, so Python threads may share it."""
+
+    __slots__ = ("cuts", "launch")
 
     def __init__(self, launch: Launch) -> None:
         compute = configs.compute_for(launch.spec.dtype, launch.target)
         if launch.config.compute != compute:
             change = "Take the compute of explain(...).config."
             raise spec_error("config.compute", got=launch.config.compute, wanted=compute, change=change)
-        self.config, self.spec = launch.config, launch.spec
-        self.kernels: dict[tuple[int, bool], tuple[KernelKey, int]] = {}
+        self.launch = launch
+        self.cuts: dict[tuple[int, int, int, bool], _Cut] = {}
 
-    def kernel(self, seqlen_q: int, masked: bool) -> tuple[KernelKey, int]:
-        index = configs.panel_vectors(seqlen_q), masked
-        found = self.kernels.get(index)
-        if found is None:
-            widest = max(self.spec.head_dim, self.spec.head_dim_v)
-            key = configs.key_for(self.spec.dtype, seqlen_q, widest, masked, self.config.compute)
-            found = self.kernels[index] = key, runtime.load(key)
-        return found
+    def add(self, index: tuple[int, int, int, bool]) -> _Cut:
+        batch, seqlen_q, threads, masked = index
+        spec, config = self.launch.spec, self.launch.config
+        key = configs.key_for(
+            spec.dtype, seqlen_q, max(spec.head_dim, spec.head_dim_v), masked, config.compute
+        )
+        cut = configs.partition(
+            batch, spec.num_kv_heads, spec.group, seqlen_q, key.panel_rows, config.panels, threads
+        )
+        tiles = configs.scratch(key, cut.heads, cut.row_panels, config.block_n)
+        blocks = (config.block_n, cut.heads, cut.chunks, cut.row_panels, cut.row_blocks)
+        tail = array("q", (*blocks, cut.items // cut.row_blocks, 0, *tiles)).tobytes()
+        if len(self.cuts) >= KEPT_CUTS:
+            self.cuts = {}
+        made = self.cuts[index] = _Cut(runtime.load(key), cut.items, tiles.total, tail)
+        return made
 
 
 def run(
@@ -381,65 +406,69 @@ def run(
         prepared = launch.prepared = _Prepared(launch)
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     _, num_kv_heads, seqlen_k, head_dim_v = v.shape
-    mask = args.mask
-    key, kernel = prepared.kernel(seqlen_q, mask is not None)
-    group, size = num_q_heads // num_kv_heads, configs.STORAGE_BYTES[key.storage]
+    mask, causal = args.mask, args.causal
     left = UNBOUNDED if args.window_left is None else args.window_left
     right = UNBOUNDED if args.window_right is None else args.window_right
-    threads = _threads(
-        batch * num_q_heads, seqlen_q, seqlen_k, head_dim + head_dim_v, left, right, args.causal
-    )
-    config = launch.config
-    cut = configs.partition(batch, num_kv_heads, group, seqlen_q, key.panel_rows, config.panels, threads)
-    tiles = configs.scratch(key, cut.heads, cut.row_panels, config.block_n)
+    if causal:
+        right = min(right, 0)
+    dims = head_dim + head_dim_v
+    threads = _threads(batch * num_q_heads, seqlen_q, seqlen_k, dims, left, right)
+    index = batch, seqlen_q, threads, mask is not None
+    cut = prepared.cuts.get(index) or prepared.add(index)
+    size = q.element_size()
     q_b, q_h, q_r, q_d = q.stride()
     k_b, k_h, k_r, k_d = k.stride()
     v_b, v_h, v_r, v_d = v.stride()
     o_b, o_h, o_r, _ = out.stride()
-    block = array(
-        "q",
-        (
-            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
-            lse.data_ptr() if args.need_lse else 0,
-            *(q_b * size, q_h * size, q_r * size, q_d * size if head_dim > 1 else size),
-            *(k_b * size, k_h * size, k_r * size, k_d * size if head_dim > 1 else size),
-            *(v_b * size, v_h * size, v_r * size, v_d * size if head_dim_v > 1 else size),
-            *(o_b * size, o_h * size, o_r * size),
-            *(num_kv_heads, group, seqlen_q, seqlen_k, head_dim, head_dim_v),
-            *_scale_bits(head_dim**-0.5 if args.scale is None else args.scale, key.pack),
-            *(left, min(right, 0) if args.causal else right),
-            *((0, 0) if args.offset is None else (1, args.offset)),
-            *_table(args.q_offset),
-            *_table(args.kv_lens),
-            *_table(args.kv_starts),
-            *_mask_slots(mask),
-            *(config.block_n, cut.heads, cut.chunks, cut.row_panels, cut.row_blocks),
-            *(cut.items // cut.row_blocks, 0),
-            *tiles,
-        ),
+    if head_dim == 1:
+        q_d = k_d = 1
+    if head_dim_v == 1:
+        v_d = 1
+    scale, plain_scale, sign = _scale_bits(head_dim**-0.5 if args.scale is None else args.scale)
+    offset = args.offset
+    head = _pack_head(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr() if args.need_lse else 0,
+        *(q_b * size, q_h * size, q_r * size, q_d * size),
+        *(k_b * size, k_h * size, k_r * size, k_d * size),
+        *(v_b * size, v_h * size, v_r * size, v_d * size),
+        *(o_b * size, o_h * size, o_r * size),
+        *(num_kv_heads, num_q_heads // num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v),
+        *(scale, plain_scale, sign, left, right, offset is not None, offset or 0),
     )
-    pool.run(kernel, block.buffer_info()[0], cut.items, threads, tiles.total)
+    block = array("q", head + _operands(args) + cut.tail)
+    pool.run(cut.kernel, block.buffer_info()[0], cut.items, threads, cut.scratch_bytes)
     return out, lse
 
 
-def _threads(heads: int, seqlen_q: int, seqlen_k: int, dims: int, left: int, right: int, causal: bool) -> int:
-    """One for small work, torch's number otherwise; by an estimate that reads no tensor."""
-    keys = min(seqlen_k, left + 1 + (0 if causal else right))
-    pairs = heads * seqlen_q * keys * (0.5 if causal and keys == seqlen_k else 1.0)
-    if 2.0 * dims * pairs < THREADS_FROM_US * FLOPS_PER_US:
-        return 1
-    import torch
+def _operands(args: Arguments) -> bytes:
+    """Q_OFFSET to MASK_KEY: addresses and byte strides of the optional tensors."""
+    q_offset, kv_lens, kv_starts, mask = args.q_offset, args.kv_lens, args.kv_starts, args.mask
+    if q_offset is None and kv_lens is None and kv_starts is None and mask is None:
+        return _NO_OPERANDS
+    slots = (*_table(q_offset), *_table(kv_lens), *_table(kv_starts), *_mask_slots(mask))
+    return array("q", slots).tobytes()
 
+
+def _threads(heads: int, seqlen_q: int, seqlen_k: int, dims: int, left: int, right: int) -> int:
+    """One for small work, torch's number otherwise; by an estimate that reads no tensor."""
+    keys = min(seqlen_k, left + 1 + right)
+    half = 1 if right == 0 and keys == seqlen_k else 2
+    if dims * half * heads * seqlen_q * keys < THREADS_FROM_US * FLOPS_PER_US:
+        return 1
     return torch.get_num_threads()
 
 
 @lru_cache(maxsize=64)
-def _scale_bits(scale: float, pack: int) -> tuple[int, int, int]:
-    """|scale|·log2(e) and |scale| as float32 bits, and what flips the sign of an atom of q. Scale 0 is the
-    least normal number: every finite score becomes equal, and -inf stays -inf."""
+def _scale_bits(scale: float) -> tuple[int, int, int]:
+    """|scale|·log2(e) and |scale| as float32 bits, and the sign bit. Scale 0 is the least normal number:
+    every finite score becomes equal, and -inf stays -inf."""
     size = min(max(abs(scale), FLT_MIN), FLT_MAX)
     words = struct.unpack("<II", struct.pack("<ff", min(size * LOG2E, FLT_MAX), size))
-    return *words, (0x80008000 if pack == 2 else 0x80000000) if scale < 0 else 0
+    return *words, 0x80000000 if scale < 0 else 0
 
 
 def _table(per_batch: Tensor | None) -> tuple[int, int]:
