@@ -168,7 +168,10 @@ def _print_run(out: Console, plan: Plan, found: dict[str, Any]) -> None:
 
 def explain(options: argparse.Namespace, out: Console, err: Console) -> int:
     """Who would run a problem that exists only as sizes, on a device that need not be here."""
-    q, k, v, asked = _imagined(options)
+    try:
+        q, k, v, asked = _imagined(options)
+    except (RuntimeError, OverflowError) as error:  # more elements than torch can number
+        raise _Usage(f"sizes: got {str(error).splitlines()[0]}, wanted smaller ones") from None
     plan = polyflash.explain(q, k, v, **asked, backend=options.backend, target=options.target)
     if options.json:
         print(_json({"schema": "polyflash.explain/1", **_plan(plan)}))
@@ -351,13 +354,28 @@ def _with_alignment(argv: Sequence[str]) -> list[str]:
     ]
 
 
+def _size(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number")
+    return int(text)
+
+
 def _pair(text: str) -> tuple[int, int]:
-    """ "8/2" -> (8, 2); "8" -> (8, 8)."""
+    """'8/2' -> (8, 2); '8' -> (8, 8)."""
     first, _, second = text.partition("/")
+    if not first.isdecimal() or not (second or "0").isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number, or two as in 8/2")
+    return int(first), int(second or first)
+
+
+def _seconds(text: str) -> float:
     try:
-        return int(first), int(second or first)
+        seconds = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number, or two as in 8/2") from None
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a positive number")
+    return seconds
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
@@ -398,9 +416,15 @@ def _parser() -> argparse.ArgumentParser:
     masks.add_argument("--dtype", choices=tuple(BY_NAME), help="dtype of q, k and v, converted if need be")
     masks.add_argument("--backend", choices=backends.BACKENDS, help="this backend and no other")
     masks.add_argument("--json", action="store_true", help="print JSON instead")
+    _add_run(commands, [common, masks])
+    _add_explain(commands, [common, masks])
+    _add_bench(commands, [common])
+    return parser
 
+
+def _add_run(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     add = commands.add_parser(
-        "run", parents=[common, masks], help="attention on Q, K, V from files", description=run.__doc__
+        "run", parents=parents, help="attention on Q, K, V from files", description=run.__doc__
     )
     add.add_argument(
         "files", nargs="+", metavar="FILE", help="one .safetensors or .npz, or three .npy: q, k, v"
@@ -414,13 +438,15 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("-o", "--output", metavar="OUT", help="write output and lse here")
     add.set_defaults(command=run)
 
+
+def _add_explain(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     add = commands.add_parser(
         "explain",
-        parents=[common, masks],
+        parents=parents,
         help="which kernel would run, and why no other",
         description=explain.__doc__,
     )
-    add.add_argument("--batch", type=int, default=1)
+    add.add_argument("--batch", type=_size, default=1)
     add.add_argument(
         "--heads",
         type=_pair,
@@ -439,8 +465,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add.set_defaults(command=explain)
 
+
+def _add_bench(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     add = commands.add_parser(
-        "bench", parents=[common], help="this machine against torch SDPA", description=bench.__doc__
+        "bench", parents=parents, help="this machine against torch SDPA", description=bench.__doc__
     )
     add.add_argument("--rows", default="", metavar="NAME,NAME", help="these rows alone")
     add.add_argument(
@@ -455,10 +483,9 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--quick", action="store_true", help="short rows, short times")
     size.add_argument("--long", action="store_true", help="8192 keys too: some 10 minutes")
     add.add_argument("--calls", action="store_true", help="where the time of one tiny call goes")
-    add.add_argument("--seconds", type=float, help="per row; 2, or 0.5 with --quick")
+    add.add_argument("--seconds", type=_seconds, help="per row; 2, or 0.5 with --quick")
     add.add_argument("--json", metavar="FILE", help="write every round to FILE")
     add.set_defaults(command=bench)
-    return parser
 
 
 if __name__ == "__main__":
