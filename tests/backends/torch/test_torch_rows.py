@@ -267,6 +267,21 @@ def test_any_strides(layout: str) -> None:
         same_bits(a.contiguous(), b)
 
 
+def test_strides_of_mask_and_bias_change_no_bit() -> None:
+    q, k, v = qkv(dtype=torch.float32)
+    dout = randn(2, 6, 37, 5, dtype=torch.float32)
+    plain = {"mask": randn(2, 6, 37, 53, seed=5) > 0.3, "bias": randn(37, 53, dtype=torch.float32)}
+    turned = {n: x.mT.contiguous().mT for n, x in plain.items()}
+    for config in (SMALL, MERGED):
+        for a, b in zip(
+            run_forward(q, k, v, turned, config), run_forward(q, k, v, plain, config), strict=True
+        ):
+            same_bits(a, b)
+        got, want = (run_backward(q, k, v, o, dout, config=config)[:4] for o in (turned, plain))
+        for a, b in zip(got, want, strict=True):
+            same_bits(a, b)
+
+
 def test_strided_out_is_filled_in_place() -> None:
     q, k, v = qkv(dtype=torch.float32)
     out = torch.full((2, 37, 6, 5), NAN).transpose(1, 2)

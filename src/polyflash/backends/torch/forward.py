@@ -264,8 +264,8 @@ def score_tile(part: Part, b_q: Tensor, b_k: Tensor, i0: int, rows: int, j0: int
 
 
 def apply_mask(x: Tensor, visible: Tensor | None, value: float) -> Tensor:
-    """`value` at invisible pairs, whatever was there."""
-    return x if visible is None else torch.where(visible, x, value)
+    """`value` at invisible pairs, whatever was there; in place, so that the mask's strides shape no result."""
+    return x if visible is None else x.masked_fill_(~visible, value)
 
 
 def online_softmax(b_s: Tensor, m_i: Tensor, l_i: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
