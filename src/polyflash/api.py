@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any, Literal, overload
 
 import torch
@@ -123,6 +124,10 @@ def attention(
     if out is None:
         result, lse = torch_ops.call(q, k, v, args)
     else:
+        if not isinstance(out, Tensor):
+            raise spec_error(
+                "out", got=type(out).__name__, wanted="a torch.Tensor", change="Use torch.empty()."
+            )
         if torch.is_grad_enabled() and torch_ops.any_requires_grad(q, k, v, args):
             change = "Use torch.no_grad(), or let the call allocate its result."
             raise spec_error("out", got="inputs that need gradients", wanted="inference", change=change)
@@ -251,14 +256,15 @@ def _arguments(
     if operands.count(None) != len(operands):
         _check_tensors(operands)
     left, right = (None, None) if window is None else checked_window(window)
+    dropout_p = _number("dropout_p", dropout_p)
     dropout_seed = _seed(dropout_seed) if dropout_p else None
     backend = _known_backend(backend)
     if config is not None:
         config = plan.encode_config(config)
     return Arguments(
-        causal, scale if scale is None else float(scale), return_lse, left, right, offset, kv_lens, kv_starts,
-        q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments, float(softcap), float(dropout_p),
-        dropout_seed, bool(batch_invariant), bool(checked), backend, config or "",
+        causal, scale if scale is None else _number("scale", scale), return_lse, left, right, offset, kv_lens,
+        kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments, _number("softcap", softcap),
+        dropout_p, dropout_seed, bool(batch_invariant), bool(checked), backend, config or "",
     )  # fmt: skip
 
 
@@ -306,6 +312,14 @@ def _checked_int(name: str, value: Any) -> int:
             name, got=type(value).__name__, wanted="an int or an int32 tensor (batch,)", change="Use int()."
         )
     return value
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat)):
+        raise spec_error(name, got=type(value).__name__, wanted="a number", change="Use float().")
+    return float(value)
 
 
 def _seed(seed: int | Tensor | None) -> Tensor:
