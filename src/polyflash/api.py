@@ -263,8 +263,8 @@ def _arguments(
         config = plan.encode_config(config)
     return Arguments(
         causal, scale if scale is None else _number("scale", scale), return_lse, left, right, offset, kv_lens,
-        kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments, _number("softcap", softcap),
-        dropout_p, dropout_seed, bool(batch_invariant), bool(checked), backend, config or "",
+        kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments,
+        _number("softcap", softcap), dropout_p, dropout_seed, bool(batch_invariant), bool(checked), backend, config or "",
     )  # fmt: skip
 
 
