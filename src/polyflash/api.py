@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from numbers import Real
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -231,14 +231,13 @@ def _arguments(
     config: Any,
     checked: bool,
 ) -> Arguments:
-    """The user's arguments as the op's primitives. What needs no tensor is checked here, the rest inside the
-    op."""
+    """The user's arguments as the op's primitives; what needs no tensor is checked here."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise validate.explain_shapes(q, k, v)
     q_segments = k_segments = None
     if mask is not None and not isinstance(mask, Tensor):
         structured = _conjunction(mask, causal, window, kv_lens, kv_starts)
-        causal = structured.alignment or False
+        causal = cast(Causal, structured.alignment or False)
         window = structured.window_sides
         kv_lens, kv_starts = structured.kv_lens, structured.kv_starts
         q_segments, k_segments = structured.q_ids, structured.k_ids
@@ -264,7 +263,8 @@ def _arguments(
     return Arguments(
         causal, scale if scale is None else _number("scale", scale), return_lse, left, right, offset, kv_lens,
         kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments,
-        _number("softcap", softcap), dropout_p, dropout_seed, bool(batch_invariant), bool(checked), backend, config or "",
+        _number("softcap", softcap), dropout_p, dropout_seed, bool(batch_invariant), bool(checked),
+        backend, config or "",
     )  # fmt: skip
 
 
@@ -306,7 +306,7 @@ def _offset_of(causal: Any) -> int | None:
     raise spec_error("causal", got=repr(causal), wanted=wanted, change="True means 'bottom_right'.")
 
 
-def _checked_int(name: str, value: Any) -> int:
+def _checked_int(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise spec_error(
             name, got=type(value).__name__, wanted="an int or an int32 tensor (batch,)", change="Use int()."

@@ -113,7 +113,8 @@ def checked_window(window: Window) -> Window:
             raise spec_error(
                 f"window {side}", got=value, wanted="0 or more, or None", change="Use None for unbounded."
             )
-    return tuple(window)
+    left, right = window
+    return left, right
 
 
 def row_interval(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ class Launch:
     rung: str
     target: Target
     spec: AttentionSpec
-    run: Callable[..., Any] | None = None
+    run: Any = None  # the module's `run`, imported when the route is made
     prepared: Any = None
 
 
@@ -150,5 +150,5 @@ def explain(
         verdicts.append(Verdict(row, reasons))
     chosen = next((v.row for v in verdicts if not v.reasons), None)
     picked, rung = choose_config(chosen, spec, target, config) if chosen else (None, "none")
-    notes = tuple(picked.notes(spec)) if hasattr(picked, "notes") else ()
+    notes = tuple(picked.notes(spec)) if picked is not None else ()
     return Plan(spec, target, chosen, picked, rung, tuple(verdicts), work_of(spec), notes, backward)

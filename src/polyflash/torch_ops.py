@@ -298,13 +298,13 @@ def _backward(
     return results
 
 
-def _empty_gradients(likes: tuple[Tensor | None, ...], needs: list[bool]) -> tuple[Tensor, ...]:
+def _empty_gradients(likes: tuple[Any, ...], needs: list[bool]) -> tuple[Tensor, ...]:
     """One fresh tensor per differentiable operand; those not asked for have no elements."""
     fresh = []
-    for like, need in zip(likes, needs, strict=True):
+    for i, (like, need) in enumerate(zip(likes, needs, strict=True)):
         if like is None or not need:
-            fresh.append(likes[0].new_empty((0,)))
-        elif like.ndim == 4 and like is not likes[3]:
+            fresh.append(torch.empty(0, device=likes[0].device))
+        elif i < _N_FIRST:
             fresh.append(empty_in_order_of(like, like.shape[3]))
         else:
             fresh.append(like.new_empty(like.shape))

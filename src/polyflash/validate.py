@@ -163,7 +163,7 @@ def _check_ints(name: str, x: Tensor | None, shape: tuple[int, ...], device: tor
     if x is None:
         return
     if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
-        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
         raise spec_error(
             name, got=got, wanted=f"int32 tensor of shape {shape}", change="Use .to(torch.int32)."
         )
@@ -187,7 +187,7 @@ def _check_broadcast(name: str, x: Tensor, scores: tuple[int, ...], device: torc
 
 def _check_per_head(name: str, x: Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS:
-        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
         raise spec_error(
             name, got=got, wanted=f"float tensor of shape {' or '.join(map(str, shapes))}", change="Cast it."
         )
