@@ -11,6 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     bidirectional_mask_function,
     causal_mask_function,
@@ -122,7 +123,7 @@ def test_chunked_prefill_sees_the_cache() -> None:
     ("kind", "reference", "config"),
     [
         ("Mistral", "sdpa", {**GROUPED, "sliding_window": 7}),
-        ("Gemma2", "eager", {**GROUPED, "head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 5.0}),
+        ("Gemma2", "eager", {**GROUPED, "head_dim": 16, "sliding_window": 7, "attn_logit_softcapping": 0.01}),
         ("GptOss", "eager", {**GROUPED, "head_dim": 16, "sliding_window": 7, "num_local_experts": 4}),
     ],
 )
@@ -165,6 +166,18 @@ def test_is_causal_of_the_call_decides_without_a_mask() -> None:
         causal = mine(input_ids=ids).last_hidden_state
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
     assert (got - causal).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+@pytest.mark.parametrize("seqlen_q", [1, 3, 5])
+def test_without_a_mask_it_is_the_function_of_sdpa(seqlen_q: int, is_causal: bool | None) -> None:
+    """Five keys and fewer queries: a static cache whose end is not written yet."""
+    q, k, v = torch.randn(2, 4, seqlen_q, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    module = torch.nn.Identity()
+    module.num_key_value_groups, module.is_causal = 2, True
+    want, _ = sdpa_attention_forward(module, q, k, v, None, is_causal=is_causal)
+    got, _ = ours._attention_forward(module, q, k, v, None, is_causal=is_causal)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
 
 
 MASKS = [
