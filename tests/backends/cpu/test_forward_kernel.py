@@ -5,8 +5,11 @@ Few keys on purpose: each costs seconds to compile on a machine without a cache.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -117,7 +120,9 @@ def test_scales_of_any_sign():
         out, lse = attend(q, k, v, scale=scale)
         want, want_lse = exact(q, k, v, scale=scale)
         assert (out - want).abs().max() <= 1e-5 and (lse - want_lse).abs().max() <= 1e-4
-    assert torch.equal(attend(-q, k, v, scale=-0.4)[0], attend(q, k, v, scale=0.4)[0])
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b, c = (x.to(dtype) for x in (q, k, v))
+        assert torch.equal(attend(-a, b, c, scale=-0.4)[0], attend(a, b, c, scale=0.4)[0])
     out, lse = attend(q, k, v, scale=0.0)
     assert (out - v.mean(-2, keepdim=True)).abs().max() <= 1e-6
     assert (lse - math.log(65)).abs().max() <= 1e-6
@@ -139,6 +144,32 @@ def test_masks_broadcast_and_strided():
         empty = want_lse == -math.inf
         assert torch.equal(lse == -math.inf, empty) and (out[empty] == 0).all()
         assert (out - want).abs().max() <= 2e-6
+
+
+def at_page_end(x):
+    """A copy whose last byte is the last before an unreadable page: an over-read kills the process."""
+    size = x.numel() * x.element_size()
+    pages = -(-size // mmap.PAGESIZE)
+    memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    guard = ctypes.c_void_p(start + pages * mmap.PAGESIZE)
+    assert ctypes.CDLL(None).mprotect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    offset = pages * mmap.PAGESIZE - size
+    flat = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=offset)
+    return flat.view(x.shape).copy_(x)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pages are protected through mprotect")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, keys, dims", [(77, 77, 59), (64, 129, 64), (33, 31, 1)])
+def test_no_byte_past_an_operand_is_touched(dtype, rows, keys, dims):
+    q = at_page_end(randn(1, 2, rows, dims, dtype=dtype))
+    k, v = (at_page_end(randn(1, 2, keys, dims, dtype=dtype, seed=i)) for i in (1, 2))
+    mask = at_page_end(torch.rand(1, 2, rows, keys, generator=torch.Generator().manual_seed(9)) < 0.6)
+    for options in ({}, {"mask": mask}, {"mask": mask[..., :1]}):
+        out, _ = attend(q, k, v, **options)
+        visible = options["mask"].expand(1, 2, rows, keys) if options else None
+        assert (out - exact(q, k, v, visible)[0]).abs().max() <= 0.02
 
 
 def test_python_threads_share_one_launch():

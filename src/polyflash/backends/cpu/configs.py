@@ -233,7 +233,7 @@ def partition(
     chunks = -(-group // heads)
     all_rows = -(-seqlen_q // panel_rows)
     row_panels = min(max(1, panels // heads), all_rows)
-    wanted = 4 * threads if threads > 1 else 1
+    wanted = 8 * threads if threads > 1 else 1  # so that the last items to finish leave little idle
     while row_panels > 1 and batch * num_kv_heads * chunks * -(-all_rows // row_panels) < wanted:
         row_panels -= 1
     while heads > 1 and batch * num_kv_heads * chunks * -(-all_rows // row_panels) < threads:
