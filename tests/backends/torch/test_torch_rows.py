@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.tolerance import check, compare, eager, expect, same_bits
 from torch import Tensor
 
 from polyflash.backends.torch import backward, forward
@@ -22,6 +21,7 @@ from polyflash.plan import Launch, select
 from polyflash.reference import attention_reference, dropout_keep
 from polyflash.spec import Arguments, AttentionSpec, Feature, Phase, features_of
 from polyflash.target import KNOWN, Target, parse
+from tests.tolerance import check, compare, eager, expect, same_bits
 
 INF, NAN = math.inf, math.nan
 SMALL = Config(8, 16, max_scores=1)  # many tiles, one batch entry at a time

@@ -117,13 +117,13 @@ def differentiate(part: Part, r: Rows, totals: Gradients, j0: int, keys: int, dq
     """One tile: adds its share to every gradient that was asked for."""
     b_k, b_v = load_tile(part.k, j0, keys, part.kind), load_tile(part.v, j0, keys, part.kind)
     b_s, visible, b_cap = score_tile(part, r.b_q, b_k, r.i0, r.rows, j0, keys)
-    b_p = apply_mask(torch.exp(b_s - r.lse), visible, 0.0)
+    b_p = apply_mask(b_s.sub_(r.lse).exp_(), visible, 0.0)
     if totals.dv is not None:
         add_keys(totals.dv, dv_tile(part, r, drop(part, b_p, r.i0, j0), visible), j0)
     if dq is None and totals.dk is None and totals.dbias is None:
         return
     b_dp = drop(part, (r.b_do @ b_v.mT).unflatten(2, (part.group, r.rows)), r.i0, j0)
-    b_ds = apply_mask(b_p * (b_dp - r.delta), visible, 0.0)
+    b_ds = apply_mask(b_dp.sub_(r.delta).mul_(b_p), visible, 0.0)
     if totals.dbias is not None and part.bias is not None:
         add_bias(_like_bias(part, totals.dbias), b_ds, r.i0, j0)
     if b_cap is not None:

@@ -264,16 +264,16 @@ def score_tile(part: Part, b_q: Tensor, b_k: Tensor, i0: int, rows: int, j0: int
 
 
 def apply_mask(x: Tensor, visible: Tensor | None, value: float) -> Tensor:
-    """`value` at invisible pairs, whatever was there; in place, so that the mask's strides shape no result."""
+    """`value` at invisible pairs, whatever was there; in place, so the mask's strides shape no result."""
     return x if visible is None else x.masked_fill_(~visible, value)
 
 
 def online_softmax(b_s: Tensor, m_i: Tensor, l_i: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights of a tile under the new maximum, the new m and l, and the factor for sums under the old one."""
+    """Weights of a tile under the new maximum (over b_s), the new m and l, and the factor for older sums."""
     m_new = torch.maximum(m_i, b_s.amax(-1, keepdim=True))
     shift = m_new.masked_fill(m_new == -_INF, 0.0)
     alpha = torch.exp(m_i - shift)
-    b_p = torch.exp(b_s - shift)
+    b_p = b_s.sub_(shift).exp_()
     return b_p, m_new, l_i * alpha + b_p.sum(-1, keepdim=True), alpha
 
 
