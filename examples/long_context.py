@@ -31,6 +31,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}  # relative L2 of the difference; bf16 holds 8 bits
 SECONDS = 1.5  # of measuring per point, twice that if the cores are shared
+WIDE = 0.25  # a middle half wider than this share of the median is no time to quote
 PLOT = Path(__file__).resolve().parent.parent / "build" / "demo" / "long_context.png"
 
 COLORS = {
@@ -54,7 +55,7 @@ class Point:
 
     def gflops(self, arm: str, share: float = 0.5) -> float:
         """GFLOP/s at the time that `share` of the rounds did not exceed; by default the median."""
-        rounds = [r for r in self.comparison.rounds if r.quiet or self.contended]
+        rounds = [r for r in self.comparison.rounds if r.quiet or self.comparison.contended]
         return self.flops / quantile([r.seconds[arm] for r in rounds], share) / 1e9
 
     @property
@@ -63,11 +64,18 @@ class Point:
 
     @property
     def contended(self) -> bool:
-        return self.comparison.contended
+        """Too few quiet rounds, or times that spread too widely to be called times."""
+        return not steady(self.comparison)
 
     @property
     def equal(self) -> bool:
         return self.difference <= TOLERANCE[self.dtype]
+
+
+def steady(comparison: Comparison) -> bool:
+    """Were the cores ours alone, and the middle half of every arm's times narrow?"""
+    spreads = [comparison.summary(arm).spread for arm in COLORS]
+    return not comparison.contended and max(spreads) <= WIDE
 
 
 def measured(dtype: str, causal: bool, seqlen: int, calibration: Calibration | None) -> Point:
@@ -180,7 +188,7 @@ def caption(points: list[Point]) -> str:
         f"{about()}\n"
         f"batch {BATCH}, {HEADS} heads, head_dim {HEAD_DIM}, normal random inputs. Medians and middle halves "
         f"of {min(rounds)} to {max(rounds)} rounds taken in turns in one process; visible pairs counted.\n"
-        "Hollow marks: something else used the cores meanwhile, so these times mean little."
+        "Hollow marks: contended, the cores were shared or the times spread widely, so they mean little."
     )
 
 
@@ -242,7 +250,7 @@ def _print_points(console: Console, points: list[Point]) -> None:
     limits = ", ".join(f"{dtype} {limit:.0e}" for dtype, limit in TOLERANCE.items())
     console.print(f"differ by: relative L2 between both results; allowed: {limits}", highlight=False)
     if any(p.contended for p in points):
-        console.print("[yellow]contended: something else used the cores, these times mean little[/yellow]")
+        console.print("[yellow]contended: shared cores or widely spread times; they mean little[/yellow]")
     if not find_spec("llvmlite"):
         console.print("[yellow]without llvmlite nothing tells whether the cores were shared[/yellow]")
 

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AutoModel, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
+from long_context import steady
 from polyflash.bench import Arm, Comparison, calibrate, compare, median
 from polyflash.integrations.transformers import register
 from polyflash.target import detect
@@ -165,8 +166,8 @@ def _print_times(console: Console, comparison: Comparison, inside: dict[str, flo
         f"{TIMED_BATCHES} batches of {BATCH} sentences, medians of {len(comparison.rounds)} rounds, in turns",
         highlight=False,
     )
-    if comparison.contended:
-        console.print("[yellow]contended: something else used the cores, these times mean little[/yellow]")
+    if not steady(comparison):
+        console.print("[yellow]contended: shared cores or widely spread times; they mean little[/yellow]")
     console.print()
 
 
