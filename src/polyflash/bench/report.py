@@ -176,7 +176,7 @@ def document(results: Sequence[Result]) -> dict[str, Any]:
 def calls(console: Console, seconds: float, calibration: Calibration | None) -> dict[str, Any]:
     """Measures and prints the stages of one tiny call; the same as plain data."""
     made, rounds = stages(seconds=seconds, speed=calibration.speed if calibration else None)
-    shown = _plain_table("one call: S = 16, one head, no gradient")
+    shown = _plain_table("S = 16, one head, no gradient")
     shown.add_column("stage", no_wrap=True)
     for name in ("µs", "budget"):
         shown.add_column(name, justify="right", no_wrap=True)
