@@ -23,7 +23,10 @@ SOUND = suite.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
 def rounds(*values: tuple[float, float, float, float]) -> Comparison:
     """From (ours, torch, ours on 1 thread, speed) per round."""
     return Comparison(
-        tuple(Round({suite.OURS: a, suite.PEER: b, suite.ALONE: c}, speed) for a, b, c, speed in values)
+        tuple(
+            Round({suite.OURS: a, suite.PEER: b, suite.ALONE: c, suite.AFTER: 1.5 * a}, speed)
+            for a, b, c, speed in values
+        )
     )
 
 
@@ -84,6 +87,8 @@ def test_percent_of_peak_and_scaling():
     assert r.gflops == pytest.approx(100.0)
     assert r.of_peak == pytest.approx(0.5)
     assert r.scaling == pytest.approx(1.9)
+    assert r.after == pytest.approx(1.5)
+    assert any("1.50" in line for line in report.notes([r]))
     assert r.marks == ()
 
 
@@ -126,10 +131,10 @@ def test_rounds_alternate_their_order_and_stop_in_time():
         step = clock.takes(seconds)
         return Arm(name, lambda: (order.append(name), step()))
 
-    made = compare([arm("a", 0.1), arm("b", 0.2)], seconds=1.5, fewest=3, clock=clock)
+    made = compare([arm("a", 0.125), arm("b", 0.25)], seconds=1.5, fewest=3, clock=clock, settle=0)
     assert order[-4:] in (["a", "b", "b", "a"], ["b", "a", "a", "b"])
-    assert len(made.rounds) == 5
-    assert made.summary("b").median == pytest.approx(0.2)
+    assert len(made.rounds) == 4
+    assert made.summary("b").median == 0.25
 
 
 def test_contended_rounds_are_waited_for_but_not_for_ever():
@@ -154,6 +159,23 @@ def test_short_calls_are_repeated_and_a_stalled_one_is_not():
     assert stalled.summary("a").median == pytest.approx(1.0)
     quick = compare([Arm("b", clock.takes(1e-5))], seconds=0.1, clock=clock)
     assert quick.summary("b").median == pytest.approx(1e-5)
+
+
+def test_a_sample_begins_right_behind_its_before():
+    clock, order = Clock(), []
+
+    def call() -> None:
+        order.append("call")
+        clock.now += 0.25
+
+    compare(
+        [Arm("a", call, before=lambda: order.append("before"))], seconds=0.5, fewest=2, clock=clock, settle=0
+    )
+    assert order == ["call"] * 4 + ["before", "call"] * 2
+    order.clear()
+    quick = Arm("b", lambda: (order.append("call"), clock.takes(2**-10)()))
+    compare([quick], seconds=2**-9, fewest=1, clock=clock, settle=0)
+    assert order == ["call"] * 4 + ["call", "call"]  # a waking call, then the timed one
 
 
 def test_thread_counts_are_put_back():

@@ -16,11 +16,12 @@ import polyflash
 from polyflash.bench.calls import TOTAL, stages
 from polyflash.bench.peak import Calibration, Peak
 from polyflash.bench.suite import OURS, PEER, Result, measure
-from polyflash.bench.timing import FEWEST, QUIET, Summary
+from polyflash.bench.timing import FEWEST, QUIET, Summary, median
 from polyflash.target import Target
 from polyflash.workloads import Workload
 
 SCHEMA, CALLS_SCHEMA = "polyflash.bench/1", "polyflash.calls/1"
+_NOTICED = 1e-3  # seconds: shorter calls stay on the caller, whom no spinning thread disturbs
 _NOTES = {
     "mismatch": "! outputs differ by more than rounding: no ratio",
     "contended": f"~ contended: fewer than {FEWEST} rounds ran at {QUIET:.0%} of full speed; all count",
@@ -155,6 +156,10 @@ def table(results: Sequence[Result], title: str) -> Table:
 def notes(results: Sequence[Result]) -> list[str]:
     """Legend of the marks that occur, and what has no column."""
     lines = [text for mark, text in _NOTES.items() if any(mark in r.marks for r in results)]
+    slowed = [r.after for r in results if r.threads > 1 and r.comparison.summary(OURS).median >= _NOTICED]
+    if slowed:
+        typical, worst = median(slowed), max(slowed)
+        lines.append(f"right after a torch operation: {typical:.2f} of our time here, {worst:.2f} at worst")
     for r in results:
         if "mismatch" in r.marks:
             lines.append(
@@ -222,6 +227,7 @@ def _row(r: Result) -> dict[str, Any]:
         "of_peak": r.of_peak,
         "scaling": r.scaling,
         "whole_over_window": r.whole,
+        "after_torch": r.after,
         "marks": list(r.marks),
         "difference": _finite(r.difference),
         "error": {"ours": _finite(r.ours.relative), "peer": _finite(r.peer.relative), "rows": r.ours.rows},

@@ -22,6 +22,7 @@ from polyflash.workloads import Workload, make, workloads
 # thousands of right ones, so rows are judged alone.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 OURS, PEER, ALONE, WHOLE = "polyflash", "torch SDPA", "polyflash, 1 thread", "polyflash, no window"
+AFTER = "polyflash, right after a torch operation"
 _LONGEST = 2048  # without --long
 _SPLITS = 2e-3  # seconds on one thread from which a call is expected to use them all
 _SAMPLE_SCORES = 1 << 22  # scores the float64 oracle stores for one sample
@@ -93,6 +94,11 @@ class Result:
         return self.comparison.ratio(WHOLE, OURS) if self.workload.window else None
 
     @property
+    def after(self) -> float:
+        """Our time right after a parallel torch operation over our time on settled cores."""
+        return self.comparison.ratio(AFTER, OURS)
+
+    @property
     def marks(self) -> tuple[str, ...]:
         """Why this row must not be quoted as it stands."""
         marks = []
@@ -147,7 +153,8 @@ def measure(workload: Workload, *, seconds: float, calibration: Calibration | No
     q, k, v, options = make(workload)
     ours, peer = _ours(q, k, v, options), _peer(q, k, v, options)
     threads = torch.get_num_threads()
-    arms = [Arm(OURS, ours), Arm(PEER, peer)]
+    x = torch.randn(512, 512)
+    arms = [Arm(OURS, ours), Arm(PEER, peer), Arm(AFTER, ours, before=lambda: x @ x)]
     if threads > 1:
         arms.append(Arm(ALONE, ours, threads=1))
     if workload.window:

@@ -17,16 +17,20 @@ QUIET = 0.8  # of the full calibration rate: one of two cores absent gives 0.5
 FEWEST = 3  # quiet rounds below which a result is marked contended
 LOW_SCALING = 0.85  # of the thread count
 _SAMPLE = 1e-3  # a sample repeats its call for at least this long
+_WOKEN = 0.1  # calls below it are sampled behind an untimed one, which wakes the arm's own threads
+SETTLE = 12e-3  # libgomp's threads spin for 7 ms after torch's last operation and would be measured with us
 _MOST_ROUNDS = 200
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing to time. `threads` is torch's thread count while it runs; 0 leaves it as it is."""
+    """One thing to time. `threads` is torch's thread count while it runs; 0 leaves it as it is. `before` runs
+    untimed right before each sample; without one, the sample begins on settled cores behind a waking call."""
 
     name: str
     call: Callable[[], object]
     threads: int = 0
+    before: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,27 +110,31 @@ def compare(
     seconds: float = 2.0,
     fewest: int = 5,
     speed: Callable[[], float] | None = None,
+    settle: float = SETTLE,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Comparison:
     """Times the arms against each other in this process.
 
     Args:
-        arms: what to time; each is called once before the clock starts, so that compiling and first touches
-        are out. seconds: how long to go on, at least `fewest` rounds; up to twice as long if too few of them
-        were quiet. fewest: quiet rounds wanted.
-        speed: the machine's present speed, 1 being full; asked before and after every round. None: always
-        quiet. clock: seconds, monotonic.
+        arms: what to time; each is called before the clock starts, so that compiling and first touches are
+        out. seconds: how long to go on, at least `fewest` rounds; twice as long if too few of them were
+        quiet. fewest: quiet rounds wanted.
+        speed: the machine's present speed, 1 being full; asked around every round. None: always quiet.
+        settle: seconds of sleep before each sample, so that threads of the arm before have stopped spinning.
+        clock: seconds, monotonic.
     """
     threads = torch.get_num_threads()
     try:
-        repeats = {arm.name: _repeats(arm, threads, clock) for arm in arms}
+        once = {arm.name: _once(arm, threads, clock) for arm in arms}
         rounds: list[Round] = []
         began = clock()
         before = speed() if speed else 1.0
         while not _enough(rounds, clock() - began, seconds, fewest):
             taken = {}
             for arm in arms if len(rounds) % 2 == 0 else reversed(arms):
-                taken[arm.name] = _sample(arm, threads, repeats[arm.name], clock)
+                torch.set_num_threads(arm.threads or threads)
+                time.sleep(settle)
+                taken[arm.name] = _sample(arm, once[arm.name], clock)
             torch.set_num_threads(threads)
             after = speed() if speed else 1.0
             rounds.append(Round(taken, min(before, after)))
@@ -143,19 +151,21 @@ def _enough(rounds: Sequence[Round], elapsed: float, seconds: float, fewest: int
     return quiet >= fewest and elapsed >= seconds
 
 
-def _repeats(arm: Arm, threads: int, clock: Callable[[], float]) -> int:
-    """Calls per sample: one for a call as long as a sample, thousands for a call of microseconds."""
+def _once(arm: Arm, threads: int, clock: Callable[[], float]) -> float:
+    """Seconds of one warm call, roughly."""
     torch.set_num_threads(arm.threads or threads)
     arm.call()
-    once = min(_timed(arm.call, 1, clock) for _ in range(3))
-    return max(1, round(_SAMPLE / max(once, 1e-7)))
+    return min(_timed(arm.call, 1, clock) for _ in range(3))
 
 
-def _sample(arm: Arm, threads: int, repeats: int, clock: Callable[[], float]) -> float:
-    """Seconds per call. A stalled machine ends a sample early: eight stalls say as much as a thousand."""
-    torch.set_num_threads(arm.threads or threads)
-    if repeats > 1:
-        arm.call()  # wakes the arm's own threads
+def _sample(arm: Arm, once: float, clock: Callable[[], float]) -> float:
+    """Seconds per call: of one call as long as a sample, of thousands of microseconds each. A stalled machine
+    ends a sample early: eight stalls say as much as a thousand."""
+    repeats = max(1, round(_SAMPLE / max(once, 1e-7)))
+    if arm.before is not None:
+        arm.before()
+    elif once < _WOKEN:
+        arm.call()
     part = max(1, repeats // 8)
     done, taken = 0, 0.0
     while done < repeats and taken < 20 * _SAMPLE:
