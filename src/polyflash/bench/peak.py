@@ -8,6 +8,7 @@ that later calibrations are held against.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -15,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -75,7 +77,12 @@ class Calibration:
     def __init__(self, target: Target, threads: int = 0) -> None:
         self.threads = threads or torch.get_num_threads()
         self._target = target
-        self._pool = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="polyflash-peak")
+        cpus = usable_cpus()
+        # Left to itself, the system may wake two of these threads on one core and leave them there.
+        seats = SimpleQueue[set[int]]()
+        for i in range(self.threads):
+            seats.put({cpus[i % len(cpus)]} if self.threads >= len(cpus) else set(cpus))
+        self._pool = ThreadPoolExecutor(self.threads, "polyflash-peak", initializer=_sit, initargs=(seats,))
         self._peaks: dict[str, Peak] = {}
         self._best = 0.0
         self.peak("fp32")
@@ -112,19 +119,23 @@ class Calibration:
 
     def _together(self, loop: _Loop, turns: int) -> float:
         """GFLOP/s of all threads, from the first start to the last end."""
-        others = [self._pool.submit(loop.run, turns) for _ in range(self.threads - 1)]
-        spans = [loop.run(turns), *(other.result() for other in others)]
+        bursts = [self._pool.submit(loop.run, turns) for _ in range(self.threads)]
+        spans = [burst.result() for burst in bursts]
         wall = max(end for _, end in spans) - min(start for start, _ in spans)
         return self.threads * turns * loop.flops / wall / 1e9
 
 
+def usable_cpus() -> list[int]:
+    """The hardware threads this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def physical_cores() -> int:
     """Cores this process may use, two hardware threads of one core counted once (where the system tells)."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    usable = os.sched_getaffinity(0)
     cores = set()
-    for cpu in usable:
+    for cpu in usable_cpus():
         try:
             with open(
                 f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", encoding="ascii"
@@ -133,6 +144,14 @@ def physical_cores() -> int:
         except OSError:
             cores.add(str(cpu))
     return len(cores)
+
+
+def _sit(seats: SimpleQueue[set[int]]) -> None:
+    """Keeps the calling thread on the next seat, where the system lets it."""
+    seat = seats.get()
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, seat)
 
 
 @dataclass(frozen=True)
