@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from polyflash import backends, env, plan, target, validate
 from polyflash.errors import SpecError, UnsupportedError
@@ -44,6 +44,8 @@ _attention_backward = torch.ops.polyflash.attention_backward.default
 _N_FIRST = 3  # q, k, v come before Arguments
 _BIAS = _N_FIRST + Arguments._fields.index("bias")
 _SINKS = _N_FIRST + Arguments._fields.index("sinks")
+_N_PLAIN = 3  # causal, scale, need_lse: all that a plain call passes
+_DEFAULT_OPERANDS = tuple(Arguments())[_N_PLAIN:]
 _DIFFERENTIABLE = (0, 1, 2, _BIAS, _SINKS)
 _HIGHEST = "polyflash has first derivatives only: attention_backward is not differentiable"
 
@@ -72,8 +74,22 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
         )
     if needs_grad:
         return _Attention.apply(q, k, v, *args)
+    return _below_autograd(q, k, v, args)
+
+
+def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+    """The op, or its body where nothing is there to see the op: no mode, subclass or profiler. The
+    dispatcher's way from Python to Python takes 8 us, as long as a small call of torch's."""
+    rest = args[:_N_PLAIN] if args[_N_PLAIN:] == _DEFAULT_OPERANDS else args
+    if (
+        type(q) is type(k) is type(v) is Tensor
+        and not torch._C._len_torch_dispatch_stack()
+        and not profiler._is_profiler_enabled
+        and not q.is_meta
+    ):
+        return _attend(q, k, v, args, rest)
     with torch._C._AutoDispatchBelowAutograd():
-        return _attention(q, k, v, *args)
+        return _attention(q, k, v, *rest)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
@@ -187,7 +203,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         raise validate.explain_shapes(q, k, v) from None
     if not batch == batch_k == batch_v or seqlen_k != seqlen_v:
         raise validate.explain_shapes(q, k, v)
-    if len(rest) > 3 or args.scale is not None:
+    if len(rest) > _N_PLAIN or args.scale is not None:
         validate.check_operands(q, k, args)
     backend = requested_backend(args)
     key = (
@@ -227,7 +243,10 @@ def _refuse_statically(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Argu
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    args = Arguments(*rest)
+    return _attend(q, k, v, Arguments(*rest), rest)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     launch = _route(Phase.FORWARD, q, k, v, args, rest)
     return _run(launch, q, k, v, *_outputs(q, v, args.need_lse), args)
 
@@ -247,13 +266,13 @@ def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Te
 def _run(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor]:
-    on_host = q.device.type == "cpu"
-    if (args.kv_lens is not None or args.kv_starts is not None) and (on_host or args.checked):
+    device = launch.spec.device
+    if (args.kv_lens is not None or args.kv_starts is not None) and (device == "cpu" or args.checked):
         validate.check_contents(args, k.shape[2])
     if out.numel() == 0 or k.shape[2] == 0:
         return _no_keys(out, lse, args)
-    if torch.is_autocast_enabled(q.device.type):
-        with torch.autocast(q.device.type, enabled=False):
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
             return launch.run(launch, q, k, v, out, lse, args)
     return launch.run(launch, q, k, v, out, lse, args)
 
@@ -371,8 +390,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _attention(*inputs)
+        out, lse = _below_autograd(*inputs[:_N_FIRST], Arguments(*inputs[_N_FIRST:]))
         _saved(ctx, inputs, out, lse)
         return out, lse
 

@@ -127,6 +127,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def own_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No lending to torch's team here (test_team.py has that), whatever ran just before."""
+    monkeypatch.setattr(pool, "_openmp", lambda: (0, 0))
+    pool._caller.team = None
+    yield
+    pool._caller.team = None
+
+
 @pytest.fixture
 def kernel(cache) -> Callable[[str], int]:
     return lambda name: runtime.load(Key(name))

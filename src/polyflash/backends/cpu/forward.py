@@ -30,7 +30,8 @@ FLT_MIN, FLT_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 UNBOUNDED = 1 << 40
 FLOPS_PER_US = 100_000  # of one core, low on purpose: what the thread decision assumes
 KEPT_CUTS = 256  # per route
-THREADS_FROM_US = 60  # work below this many microseconds stays on the caller
+LEND_FROM_US = 25  # work below this many microseconds stays on the caller
+WAKE_FROM_US = 60  # below this, only threads that already spin share it: waking one takes as long as the work
 
 
 # The int64 argument block. Strides are in bytes; a missing tensor is address 0.
@@ -412,7 +413,8 @@ def run(
     if causal:
         right = min(right, 0)
     dims = head_dim + head_dim_v
-    threads = _threads(batch * num_q_heads, seqlen_q, seqlen_k, dims, left, right)
+    work_us = _estimated_us(batch * num_q_heads, seqlen_q, seqlen_k, dims, left, right)
+    threads = 1 if work_us < LEND_FROM_US else torch.get_num_threads()
     index = batch, seqlen_q, threads, mask is not None
     cut = prepared.cuts.get(index) or prepared.add(index)
     size = q.element_size()
@@ -440,7 +442,9 @@ def run(
         *(scale, plain_scale, sign, left, right, offset is not None, offset or 0),
     )
     block = array("q", head + _operands(args) + cut.tail)
-    pool.run(cut.kernel, block.buffer_info()[0], cut.items, threads, cut.scratch_bytes)
+    pool.run(
+        cut.kernel, block.buffer_info()[0], cut.items, threads, cut.scratch_bytes, work_us >= WAKE_FROM_US
+    )
     return out, lse
 
 
@@ -453,13 +457,11 @@ def _operands(args: Arguments) -> bytes:
     return array("q", slots).tobytes()
 
 
-def _threads(heads: int, seqlen_q: int, seqlen_k: int, dims: int, left: int, right: int) -> int:
-    """One for small work, torch's number otherwise; by an estimate that reads no tensor."""
+def _estimated_us(heads: int, seqlen_q: int, seqlen_k: int, dims: int, left: int, right: int) -> int:
+    """Work of a call on one core; reads no tensor."""
     keys = min(seqlen_k, left + 1 + right)
     half = 1 if right == 0 and keys == seqlen_k else 2
-    if dims * half * heads * seqlen_q * keys < THREADS_FROM_US * FLOPS_PER_US:
-        return 1
-    return torch.get_num_threads()
+    return dims * half * heads * seqlen_q * keys // FLOPS_PER_US
 
 
 @lru_cache(maxsize=64)

@@ -5,6 +5,10 @@ for each item. The caller works too and returns when every item is done, so a wo
 core is away, delays nothing: it finds no items. Workers are native threads that never enter Python; they
 spin for some microseconds after work and then park. What they run is in `pool_kernel.py`; this module owns
 their memory.
+
+After a parallel torch operation the threads of torch's own OpenMP team spin for milliseconds, on the very
+cores that our workers would need. While they do, a call is lent to that team; a spinning thread is there at
+once, and only then is the team's join harmless. `_Team` knows the team's threads by their CPU clocks.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -27,12 +32,20 @@ ROLE, CONTROL = 0, 8
 CALLER_KERNEL, CALLER_ARGUMENTS, CALLER_ITEMS, CALLER_THREADS, CALLER_SCRATCH, CALLER_STRIDE = range(
     16, 64, 8
 )
-ROLE_SERIAL, ROLE_CALLER, ROLE_WORKER = 0, 1, 2
+ROLE_SERIAL, ROLE_CALLER, ROLE_WORKER, ROLE_TEAM, ROLE_MEMBER, ROLE_ROLL_CALL, ROLE_ANSWER = range(7)
+
+# What a caller that has a team passes besides, in a page behind its scratch. TEAM_WORD is whether to wake
+# workers, and gettid in a roll call.
+TEAM_PARALLEL, TEAM_ENTRY, TEAM_WORD, TEAM_CLOCKS, TEAM_NUM_CLOCKS, TEAM_FLOAT_MODE = range(64, 112, 8)
+TEAM_NEXT, TEAM_NUMBERS, TEAM_THREADS = 128, 192, 256
+MAX_TEAM = 256
+WATCHED_CLOCKS = 4  # of a larger team these stand for all
 
 # The control memory: two words that change, on cache line pairs of their own, then constants, slots, workers.
 EPOCH, PARKED = 0, 128
 _CONSTANTS = 256
 LOCK, TRYLOCK, UNLOCK, WAIT, SIGNAL, YIELD, SLEEP, CLOCK, CLOCK_ID = range(_CONSTANTS, _CONSTANTS + 72, 8)
+GETCPU, GETAFFINITY, SETAFFINITY, GETTID = range(_CONSTANTS + 72, _CONSTANTS + 104, 8)
 _FUNCTIONS = (
     "pthread_mutex_lock",
     "pthread_mutex_trylock",
@@ -43,6 +56,7 @@ _FUNCTIONS = (
     "nanosleep",
     "clock_gettime",
 )
+_LINUX_FUNCTIONS = ("sched_getcpu", "sched_getaffinity", "sched_setaffinity", "gettid")
 
 # A job slot. More callers at once than slots run alone, as their cores are busy anyway.
 FIRST_SLOT, SLOT_BYTES, SLOTS = 1024, 512, 8
@@ -51,7 +65,8 @@ KERNEL, ARGUMENTS, ITEMS, THREADS, SCRATCH, STRIDE, FLOAT_MODE = range(264, 320,
 
 # A worker: role and control as in a caller's words, its number, what it parks on (room for any libc's).
 FIRST_WORKER, WORKER_BYTES = 8192, 512
-NUMBER, ASLEEP, MUTEX, CONDITION = 16, 24, 128, 256
+NUMBER, ASLEEP, THREAD, MUTEX, CONDITION, CPUS = 16, 24, 32, 128, 256, 384
+CPU_BYTES = 128  # a set of 1024 cores
 MAX_WORKERS = 511
 
 PAGE = 4096
@@ -60,6 +75,8 @@ _MAX_ITEMS = 1 << 31
 _POSIX = os.name == "posix"  # elsewhere there are no pthreads, and callers work alone
 
 _pack = struct.Struct("8q").pack
+_pack_team = struct.Struct("13q").pack
+_pack_team_bytes = 13 * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +121,9 @@ class _Workers:
         for index, name in enumerate(_FUNCTIONS):
             self._put(_CONSTANTS + 8 * index, ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0)
         self._put(CLOCK_ID, time.CLOCK_MONOTONIC)
+        if all(hasattr(libc, name) for name in _LINUX_FUNCTIONS):
+            for index, name in enumerate(_LINUX_FUNCTIONS):
+                self._put(GETCPU + 8 * index, ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0)
 
     def grow(self, wanted: int, entry: int) -> None:
         """Starts threads until there are `wanted`, or as many as the system grants."""
@@ -135,27 +155,69 @@ class _Workers:
         ctypes.c_int64.from_address(self.control + offset).value = value
 
 
+class _Team:
+    """The OpenMP team that torch runs on when this Python thread calls it; each calling thread has its own.
+
+    `parallel` is the address of GOMP_parallel in the library torch itself is linked to; 0 if it has another.
+    """
+
+    __slots__ = ("_ids", "clocks", "num_clocks", "parallel", "size")
+
+    def __init__(self, size: int, participate_at: Any) -> None:
+        self.size = size
+        self.num_clocks = self.clocks = 0
+        self.parallel, gettid = _openmp() if size <= MAX_TEAM and not _forked else (0, 0)
+        if not (self.parallel and gettid):
+            self.parallel = 0
+            return
+        page = _Scratch(PAGE)
+        words = (ROLE_ROLL_CALL, 0, 0, 0, 0, size, 0, 0, self.parallel, _entry, gettid, 0, 0)
+        ctypes.memmove(page.address, _pack_team(*words), _pack_team_bytes)
+        participate_at(page.address)
+        here = threading.get_native_id()
+        threads = (ctypes.c_int64 * size).from_address(page.address + TEAM_THREADS)
+        others = [thread for thread in threads if thread not in (0, here)][:WATCHED_CLOCKS]
+        self._ids = (ctypes.c_int64 * WATCHED_CLOCKS)(
+            *((~thread << 3) | _THREAD_CPU_CLOCK for thread in others)
+        )
+        self.clocks, self.num_clocks = ctypes.addressof(self._ids), len(others)
+
+
+_THREAD_CPU_CLOCK = 6  # Linux: clock id of thread t is (~t << 3) | 6
+
+
 class _Caller(threading.local):
     scratch: _Scratch | None = None
+    team: _Team | None = None
 
 
 _caller = _Caller()
 _lock = threading.RLock()
 _workers: _Workers | None = None
 _participate: Any = None
+_participate_at: Any = None
 _entry = 0
+_forked = False
 
 
-def run(kernel: int, arguments: int, num_items: int, num_threads: int, scratch_bytes: int) -> None:
+def run(
+    kernel: int, arguments: int, num_items: int, num_threads: int, scratch_bytes: int, wake: bool = True
+) -> None:
     """Runs `kernel(arguments, item, scratch)` for items 0 .. num_items-1, issued in that order; then returns.
 
     `kernel` is a native address, `arguments` any word it understands. Each of at most `num_threads` threads
     has `scratch_bytes` of its own, page-aligned, with undefined contents. One thread or one item stays on the
-    calling thread. The GIL is released throughout; any number of Python threads may call at once.
+    calling thread; with `wake` False so does all that no spinning team is there to share. The GIL is released
+    throughout; any number of Python threads may call at once.
     """
     participate = _participate or _load()
     threads = min(num_threads, num_items, MAX_WORKERS + 1)
-    if threads <= 1 or num_items >= _MAX_ITEMS or not _POSIX:
+    team = None
+    if threads > 1:
+        team = _caller.team
+        if team is None or team.size != num_threads:
+            team = _caller.team = _Team(num_threads, _participate_at)
+    if team is None or (team.num_clocks == 0 and not wake) or num_items >= _MAX_ITEMS or not _POSIX:
         scratch = _scratch(scratch_bytes, 1)
         participate(_pack(ROLE_SERIAL, 0, kernel, arguments, num_items, 1, scratch.address, 0))
         return
@@ -164,9 +226,14 @@ def run(kernel: int, arguments: int, num_items: int, num_threads: int, scratch_b
         workers = _grow(threads - 1)
     stride = (scratch_bytes + PAGE - 1) & -PAGE
     scratch = _scratch(stride, threads)
-    participate(
-        _pack(ROLE_CALLER, workers.control, kernel, arguments, num_items, threads, scratch.address, stride)
-    )
+    words = workers.control, kernel, arguments, num_items, threads, scratch.address, stride
+    if team.num_clocks == 0:
+        participate(_pack(ROLE_CALLER, *words))
+        return
+    block = scratch.address + stride * threads
+    more = team.parallel, _entry, wake, team.clocks, team.num_clocks
+    ctypes.memmove(block, _pack_team(ROLE_TEAM, *words, *more), _pack_team_bytes)
+    _participate_at(block)
 
 
 def num_workers() -> int:
@@ -175,8 +242,9 @@ def num_workers() -> int:
 
 
 def _scratch(stride: int, threads: int) -> _Scratch:
-    """Memory for `threads` participants. The caller of this function holds it while the kernel runs."""
-    size = stride * threads
+    """Memory for `threads` participants and a page of words. The caller of this function holds it while the
+    kernel runs."""
+    size = stride * threads + PAGE
     kept = _caller.scratch
     if kept is not None and kept.size >= size:
         return kept
@@ -187,10 +255,11 @@ def _scratch(stride: int, threads: int) -> _Scratch:
 
 
 def _load() -> Any:
-    global _participate, _entry
+    global _participate, _participate_at, _entry
     with _lock:
         if _participate is None:
             _entry = runtime.load(PoolKey())
+            _participate_at = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_entry)
             _participate = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_entry)
         return _participate
 
@@ -202,6 +271,20 @@ def _grow(wanted: int) -> _Workers:
             _workers = _Workers()
         _workers.grow(wanted, _entry)
         return _workers
+
+
+def _openmp() -> tuple[int, int]:
+    """Addresses of GOMP_parallel, as torch itself finds it, and of gettid; 0 where there is none."""
+    torch = sys.modules.get("torch")
+    if torch is None or sys.platform != "linux":
+        return 0, 0
+    try:
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__ or ""), "lib", "libtorch_cpu.so"))
+        functions = library.GOMP_parallel, _libc().gettid
+    except (OSError, AttributeError):
+        return 0, 0
+    parallel, gettid = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions)
+    return parallel, gettid
 
 
 def _libc() -> ctypes.CDLL:
@@ -218,10 +301,13 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Threads do not survive a fork: the child starts its own when it needs them, on memory of its own."""
-    global _lock, _workers
+    """Threads do not survive a fork: the child starts its own when it needs them, on memory of its own.
+    libgomp does not know that its team is gone, so the child never calls it."""
+    global _lock, _workers, _forked
     _lock = threading.RLock()
     _workers = None
+    _forked = True
+    _caller.team = None
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,10 +1,14 @@
 """The native half of the thread pool: how items are claimed, run and awaited, and how workers park.
 
-One function, `participate(block)`, plays three roles, named by the first word of its argument block:
+One function, `participate(block)`, plays these roles, named by the first word of its argument block:
 
-    SERIAL   run every item here                      block: a caller's words
-    CALLER   publish a job, work on it, await it      block: a caller's words
-    WORKER   serve jobs for ever                      block: this worker's words in the control memory
+    SERIAL      run every item here                   block: a caller's words
+    CALLER      publish a job, work on it, await it   block: a caller's words
+    WORKER      serve jobs for ever                   block: this worker's words in the control memory
+    TEAM        CALLER, or lend the items to torch's OpenMP team while that spins
+    MEMBER      what each thread of that team runs    block: of TEAM, in memory that outlives the call
+    ROLL_CALL   have the threads of that team write down their ids, once
+    ANSWER      what each thread of that team runs then
 
 All shared state is 64-bit words of the control memory (layout: `pool.py`), which is never freed. The claim
 word of a job slot holds its generation (high half) and its unclaimed items (low half). What a worker reads
@@ -127,6 +131,16 @@ def call2(_typing: Any, function: Any, first: Any, second: Any) -> Any:
 
 
 @intrinsic
+def call3(_typing: Any, function: Any, first: Any, second: Any, third: Any) -> Any:
+    """`int function(int, size_t, void *)`"""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return _call(builder, args[0], [builder.trunc(args[1], _I32), args[2], args[3]], _I32)
+
+    return types.int32(_WORD, _WORD, _WORD, _WORD), emit
+
+
+@intrinsic
 def call_kernel(_typing: Any, kernel: Any, arguments: Any, item: Any, scratch: Any) -> Any:
     """`void kernel(int64 arguments, int64 item, int64 scratch)`"""
     return types.void(_WORD, _WORD, _WORD, _WORD), lambda c, b, _s, a: _nothing(
@@ -135,11 +149,24 @@ def call_kernel(_typing: Any, kernel: Any, arguments: Any, item: Any, scratch: A
 
 
 @intrinsic
+def call_parallel(_typing: Any, parallel: Any, function: Any, data: Any, threads: Any) -> Any:
+    """`void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags)`"""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        threads = builder.trunc(args[3], _I32)
+        return _nothing(context, _call(builder, args[0], [args[1], args[2], threads, _I32(0)], ir.VoidType()))
+
+    return types.void(_WORD, _WORD, _WORD, _WORD), emit
+
+
+@intrinsic
 def now(_typing: Any, clock: Any, clock_id: Any) -> Any:
     """Nanoseconds, by clock_gettime."""
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         seconds, rest = _words(builder, 2)
+        builder.store(_I64(0), seconds)
+        builder.store(_I64(0), rest)  # what an unknown clock says
         _call(builder, args[0], [builder.trunc(args[1], _I32), seconds], _I32)
         return builder.add(builder.mul(builder.load(seconds), _I64(1_000_000_000)), builder.load(rest))
 
@@ -211,6 +238,29 @@ def clock(control: int) -> int:
 
 
 @njit(forceinline=True)
+def send_elsewhere(control: int, worker: int) -> None:
+    """Lets a parked worker run on this thread's cores except the present one: woken there, it would wait for
+    milliseconds while its caller works. Its lock is held, so its words are ours."""
+    thread, cpus = peek(worker + pool.THREAD), worker + pool.CPUS
+    if peek(control + pool.GETCPU) == 0 or thread == 0:
+        return
+    core = types.int64(call0(peek(control + pool.GETCPU)))
+    if core < 0 or core >= 8 * pool.CPU_BYTES:
+        return
+    if call3(peek(control + pool.GETAFFINITY), 0, pool.CPU_BYTES, cpus) != 0:
+        return
+    own = cpus + (core >> 6) * 8
+    allowed = peek(own)
+    poke(own, allowed & ~(types.int64(1) << (core & 63)))
+    others = types.int64(0)
+    for word in range(0, pool.CPU_BYTES, 8):
+        others |= peek(cpus + word)
+    if others == 0:
+        poke(own, allowed)
+    call3(peek(control + pool.SETAFFINITY), thread, pool.CPU_BYTES, cpus)
+
+
+@njit(forceinline=True)
 def wake(control: int, limit: int) -> None:
     """Wakes at most two parked workers numbered below `limit`; each wakes two more, if items are left.
 
@@ -225,6 +275,7 @@ def wake(control: int, limit: int) -> None:
             continue
         asleep = load(worker + pool.ASLEEP)
         if asleep != 0:
+            send_elsewhere(control, worker)
             store(worker + pool.ASLEEP, 0)
             add(control + pool.PARKED, -1)
         call1(peek(control + pool.UNLOCK), worker + pool.MUTEX)
@@ -324,6 +375,57 @@ def run_shared(block: int) -> None:
 
 
 @njit(forceinline=True)
+def team_spins(block: int, control: int) -> bool:
+    """Are the team's threads on a core right now? Then their CPU clocks move; a dead thread has none."""
+    read = peek(control + pool.CLOCK)
+    for index in range(peek(block + pool.TEAM_NUM_CLOCKS)):
+        clock_id = peek(peek(block + pool.TEAM_CLOCKS) + 8 * index)
+        before = now(read, clock_id)
+        for _ in range(8):
+            pause()
+        if now(read, clock_id) == before:
+            return False
+    return True
+
+
+@njit(forceinline=True)
+def run_lent(block: int) -> None:
+    """The job on torch's team while that spins; otherwise on our own workers, or here if none is to wake."""
+    if not team_spins(block, peek(block + pool.CONTROL)):
+        if peek(block + pool.TEAM_WORD) != 0:
+            run_shared(block)
+        else:
+            run_serially(block)
+        return
+    poke(block + pool.TEAM_FLOAT_MODE, float_mode())
+    start_team(block, pool.ROLE_MEMBER)
+
+
+@njit(forceinline=True)
+def start_team(block: int, role: int) -> None:
+    poke(block + pool.TEAM_NEXT, 0)
+    poke(block + pool.TEAM_NUMBERS, 0)
+    store(block + pool.ROLE, role)
+    threads = peek(block + pool.CALLER_THREADS)
+    call_parallel(peek(block + pool.TEAM_PARALLEL), peek(block + pool.TEAM_ENTRY), block, threads)
+
+
+@njit(forceinline=True)
+def run_as_member(block: int) -> None:
+    """Items in order, as long as there are any; the team's join is what the caller waits for."""
+    own_mode = float_mode()
+    set_float_mode(peek(block + pool.TEAM_FLOAT_MODE))
+    number, items = add(block + pool.TEAM_NUMBERS, 1), peek(block + pool.CALLER_ITEMS)
+    scratch = peek(block + pool.CALLER_SCRATCH) + number * peek(block + pool.CALLER_STRIDE)
+    kernel, arguments = peek(block + pool.CALLER_KERNEL), peek(block + pool.CALLER_ARGUMENTS)
+    item = add(block + pool.TEAM_NEXT, 1)
+    while item < items:
+        call_kernel(kernel, arguments, item, scratch)
+        item = add(block + pool.TEAM_NEXT, 1)
+    set_float_mode(own_mode)
+
+
+@njit(forceinline=True)
 def park(control: int, worker: int, seen: int) -> None:
     """Sleeps until woken or until a job newer than epoch `seen` is there."""
     call1(peek(control + pool.LOCK), worker + pool.MUTEX)
@@ -341,6 +443,8 @@ def park(control: int, worker: int, seen: int) -> None:
 def serve(worker: int) -> None:
     """The life of a worker: run what there is, spin a little, park."""
     control, number = peek(worker + pool.CONTROL), peek(worker + pool.NUMBER)
+    if peek(control + pool.GETTID) != 0:
+        poke(worker + pool.THREAD, call0(peek(control + pool.GETTID)))
     last_work = clock(control)
     while True:
         seen = load(control + pool.EPOCH)
@@ -367,6 +471,15 @@ def participate(block: int) -> int:
         run_serially(block)
     elif role == pool.ROLE_CALLER:
         run_shared(block)
+    elif role == pool.ROLE_TEAM:
+        run_lent(block)
+    elif role == pool.ROLE_MEMBER:
+        run_as_member(block)
+    elif role == pool.ROLE_ROLL_CALL:
+        start_team(block, pool.ROLE_ANSWER)
+    elif role == pool.ROLE_ANSWER:
+        place = block + pool.TEAM_THREADS + 8 * add(block + pool.TEAM_NUMBERS, 1)
+        poke(place, call0(peek(block + pool.TEAM_WORD)))
     else:
         serve(block)
     return 0
