@@ -32,7 +32,7 @@ class Stages(NamedTuple):
     scores_bounded: Any  # (k, q, s, bmax, trips, groups, limits, key)
     load_mask: Any  # (src, row_stride, rows, keys, dst)
     apply_mask: Any  # (s, mask, keys, bmax)
-    online_softmax: Any  # (s, p, pairs, block, stats, scale bits)
+    online_softmax: Any  # (s, p, fours of keys, block, stats, scale bits)
     accumulate: Any  # (v, p, trips, o, alpha, groups)
     add_seen: Any  # (p, odd, value_row, count, o, limits, key, mask)
     finalize: Any  # (o, stats, dst, dst_stride, rows, count)
@@ -293,43 +293,53 @@ class _Tile:
         return e.b.icmp_unsigned("!=", e.load(row, v * LANES, e.vb), ir.Constant(e.vb, None))
 
     # online_softmax, rescale
-    def online_softmax(self, e: Emitter, s, p, pairs, block, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
+    def online_softmax(self, e: Emitter, s, p, fours, block, stats, scale_bits):  # type: ignore[no-untyped-def]
         """alpha = 2**((m_old - m_i)·scale_log2); P = 2**((S - m_i)·scale_log2); l_i = alpha·l_i + Σ P.
 
         The maximum is kept in raw scores and subtracted before scaling: the largest weight is exactly 1, so
-        a row of one visible key is its V row bit for bit, and the rounding of scale·log2(e) grows with the
-        distance from the maximum only, not with the score.
+        a row of one visible key is its V row bit for bit, and rounding grows with the distance from the
+        maximum only, not with the score. `scale_bits` holds scale·log2(e) as two floats. Two sums share the
+        weights: many equal ones that join a large one all round the same way.
         """
         b, nv = e.b, self.nv
         p_block, p_stats = e.pointer(block), e.pointer(stats)
-        scale = e.splat(e.float_bits(scale_bits))
+        scale, low = e.splat(e.float_bits(scale_bits)), e.splat(e.float_bits(b.lshr(scale_bits, I64(32))))
+        least = b.fdiv(e.floats(-(2.0**20)), scale)
+
+        def power(d: Value, degree: int) -> Value:
+            if self.key.storage == "float32":
+                return e.exp2_scaled(d, scale, low, least, degree)
+            return e.exp2(b.fmul(d, scale), degree)
+
         m_safe, alpha = [], []
         for v in range(nv):
             m_old = e.load(p_stats, v * e.bytes)
             m_new = e.maximum(e.load(p_block, (nv + v) * e.bytes), m_old)
             m_safe.append(b.select(b.fcmp_ordered("==", m_new, e.floats(float("-inf"))), e.floats(0), m_new))
-            alpha.append(e.exp2(b.fmul(b.fsub(m_old, m_safe[v]), scale), 6))
+            alpha.append(power(b.fsub(m_old, m_safe[v]), 6))
             e.store(m_new, p_stats, v * e.bytes)
             e.store(alpha[v], p_block, v * e.bytes)
 
         def weight(row: Value, at: int, v: int) -> Value:
-            return e.exp2(b.fmul(b.fsub(e.load(row, at + v * e.bytes), m_safe[v]), scale), self.degree)
+            return power(b.fsub(e.load(row, at + v * e.bytes), m_safe[v]), self.degree)
 
         def body(i: Value, vals: list[Value]) -> list[Value]:
-            l_i = vals[2:]
+            l_i, row = vals[2:], self.nr * 4
             for v in range(nv):
-                x, y = weight(vals[0], 0, v), weight(vals[0], self.nr * 4, v)
-                l_i[v] = b.fadd(l_i[v], b.fadd(x, y))
-                if self.dot:
-                    e.store(self._pair(e, x, y), vals[1], v * e.bytes)
-                else:
-                    e.store(x, vals[1], v * e.bytes)
-                    e.store(y, vals[1], self.nr * 4 + v * e.bytes)
-            return [e.at(vals[0], 2 * self.nr * 4), e.at(vals[1], (1 if self.dot else 2) * self.nr * 4), *l_i]
+                for pair in range(2):
+                    x, y = (weight(vals[0], (2 * pair + half) * row, v) for half in range(2))
+                    l_i[2 * v + pair] = b.fadd(l_i[2 * v + pair], b.fadd(x, y))
+                    if self.dot:
+                        e.store(self._pair(e, x, y), vals[1], pair * row + v * e.bytes)
+                    else:
+                        e.store(x, vals[1], 2 * pair * row + v * e.bytes)
+                        e.store(y, vals[1], (2 * pair + 1) * row + v * e.bytes)
+            return [e.at(vals[0], 4 * row), e.at(vals[1], (2 if self.dot else 4) * row), *l_i]
 
-        out = e.loop(pairs, [e.pointer(s), e.pointer(p), *[e.floats(0)] * nv], body)
+        out = e.loop(fours, [e.pointer(s), e.pointer(p), *[e.floats(0)] * (2 * nv)], body)
         for v in range(nv):
-            l_i = e.fma(alpha[v], e.load(p_stats, (nv + v) * e.bytes), out[2 + v])
+            block_sum = b.fadd(out[2 + 2 * v], out[3 + 2 * v])
+            l_i = e.fma(alpha[v], e.load(p_stats, (nv + v) * e.bytes), block_sum)
             e.store(l_i, p_stats, (nv + v) * e.bytes)
 
     def _pair(self, e: Emitter, x: Value, y: Value) -> Value:

@@ -45,7 +45,8 @@ SCALE_LOG2, SCALE, SIGN, LEFT, RIGHT, HAS_OFFSET, OFFSET = range(26, 33)
 Q_OFFSET, Q_OFFSET_STRIDE, KV_LENS, KV_LENS_STRIDE, KV_STARTS, KV_STARTS_STRIDE = range(33, 39)
 MASK, MASK_BATCH, MASK_HEAD, MASK_ROW, MASK_KEY = range(39, 44)
 BLOCK_N, HEADS, CHUNKS, ROW_PANELS, ROW_BLOCKS, OTHERS, ZERO = range(44, 51)
-# SCALE_LOG2 and SCALE: float32 bits of |scale|·log2(e) and |scale|; SIGN is the sign bit of a negative scale.
+# SCALE_LOG2: float32 bits of |scale|·log2(e) and, above them, of what they miss; SCALE: of |scale|; SIGN is
+# the sign bit of a negative scale.
 # HEADS x ROW_PANELS is an item, CHUNKS items make a group, OTHERS items share a row block. ZERO is 0, read at
 # run time: a fill with a known zero would become a call of memset.
 TILES = 51  # first of the scratch offsets, in the order of configs.Scratch
@@ -329,7 +330,7 @@ def build(key: KernelKey) -> Any:
                         load_mask_tile(args, scratch, source, row, n + begin, least(n + end, seqlen_k), tile)
                         hide_scores(s, tile, end - begin, block + NR * 4)
                     stats = scratch + arg(args, T_STATS) + panel * NR * 8
-                    online_softmax(s, p, (end - begin) // 2, block, stats, arg(args, SCALE_LOG2))
+                    online_softmax(s, p, (end - begin) // 4, block, stats, arg(args, SCALE_LOG2))
                     o = scratch + arg(args, T_O) + panel * O_PANEL
                     values = scratch + arg(args, T_V) + begin // PACK * V_BYTES
                     trips, channels = (end - begin) // KEYS_PER_TRIP, (arg(args, HEAD_DIM_V) + MR - 1) // MR
@@ -466,11 +467,13 @@ def _estimated_us(heads: int, seqlen_q: int, seqlen_k: int, dims: int, left: int
 
 @lru_cache(maxsize=64)
 def _scale_bits(scale: float) -> tuple[int, int, int]:
-    """|scale|·log2(e) and |scale| as float32 bits, and the sign bit. Scale 0 is the least normal number:
-    every finite score becomes equal, and -inf stays -inf."""
+    """|scale|·log2(e) as two float32 (the high one in the low bits), |scale| as one, and the sign bit. Scale
+    0 is the least normal number: every finite score becomes equal, and -inf stays -inf."""
     size = min(max(abs(scale), FLT_MIN), FLT_MAX)
-    words = struct.unpack("<II", struct.pack("<ff", min(size * LOG2E, FLT_MAX), size))
-    return *words, 0x80000000 if scale < 0 else 0
+    exact = min(size * LOG2E, FLT_MAX)
+    (high,) = struct.unpack("<f", struct.pack("<f", exact))
+    both, plain = struct.unpack("<qI", struct.pack("<fff", high, exact - high, size))
+    return both, plain, 0x80000000 if scale < 0 else 0
 
 
 def _table(per_batch: Tensor | None) -> tuple[int, int]:

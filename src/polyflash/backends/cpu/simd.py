@@ -149,7 +149,17 @@ class Emitter:
     def exp2(self, x: Value, degree: int) -> Value:
         """2**x; exactly 1 at 0 and 0 at -inf (scalef by -inf is +0 whatever p is); NaN stays NaN."""
         whole = self.call(f"llvm.rint.v{self.lanes}f32", self.vf, [x])
-        f = self.b.fsub(x, whole)
+        return self._exp2_of_parts(whole, self.b.fsub(x, whole), degree)
+
+    def exp2_scaled(self, d: Value, scale: Value, low: Value, least: Value, degree: int) -> Value:
+        """2**(d·(scale + low)) for d <= 0, with the product unrounded: its rounding error, as large as the
+        exponent's own, would be the same for every key of one score. `least` is a d whose power is 0."""
+        d = self.b.select(self.b.fcmp_ordered("<", d, least), least, d)
+        whole = self.call(f"llvm.rint.v{self.lanes}f32", self.vf, [self.b.fmul(d, scale)])
+        f = self.fma(d, low, self.fma(d, scale, self.b.fneg(whole)))
+        return self._exp2_of_parts(whole, f, degree)
+
+    def _exp2_of_parts(self, whole: Value, f: Value, degree: int) -> Value:
         p = self.floats(EXP2[degree][-1])
         for c in (*EXP2[degree][-2::-1], 1.0):
             p = self.fma(p, f, self.floats(c))
