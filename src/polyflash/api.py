@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from numbers import Real
 from typing import Any, Literal, cast, overload
@@ -13,7 +14,7 @@ from torch import Tensor
 from polyflash import backends, plan, torch_ops, validate
 from polyflash import target as targets
 from polyflash.errors import SpecError, spec_error
-from polyflash.mask import Mask, checked_window
+from polyflash.mask import FAR_OFFSET, Mask, checked_window
 from polyflash.merge import AttentionOutput
 from polyflash.plan import Plan
 from polyflash.spec import Arguments, Phase
@@ -113,27 +114,30 @@ def attention(
 
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); Milakov and Gimelshein, online
     softmax (2018)."""
+    given = out
     if layout != "bhsd":
         q, k, v, out = _to_bhsd(layout, q, k, v, out)
     args = _arguments(
         q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
         q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
     )  # fmt: skip
-    if torch.is_autocast_enabled(q.device.type):
+    if torch_ops.autocasting(q.device.type):
         q, k, v = _autocast(q, k, v)
     if out is None:
         result, lse = torch_ops.call(q, k, v, args)
+        if layout != "bhsd":
+            result = result.transpose(1, 2)
     else:
         if not isinstance(out, Tensor):
             raise spec_error(
                 "out", got=type(out).__name__, wanted="a torch.Tensor", change="Use torch.empty()."
             )
-        if torch.is_grad_enabled() and torch_ops.any_requires_grad(q, k, v, args):
+        needs_grad = out.requires_grad or torch_ops.any_requires_grad(q, k, v, args)
+        if torch.is_grad_enabled() and needs_grad:
             change = "Use torch.no_grad(), or let the call allocate its result."
-            raise spec_error("out", got="inputs that need gradients", wanted="inference", change=change)
-        result, lse = torch_ops.call_out(q, k, v, out, args)
-    if layout != "bhsd":
-        result = result.transpose(1, 2)
+            raise spec_error("out", got="tensors that need gradients", wanted="inference", change=change)
+        lse = torch_ops.call_out(q, k, v, out, args)
+        result = cast(Tensor, given)
     return AttentionOutput(result, lse) if return_lse else result
 
 
@@ -165,7 +169,7 @@ def explain(
     """Who would run `attention(...)` with these arguments, with which config, and why every other row would
     not.
 
-    Launches nothing and reads no tensor contents: q, k, v may be meta tensors. `target` plans for a device
+    Launches nothing and reads no tensor contents: all may be meta tensors. `target` plans for a device
     that need not be here: "cuda:sm90", "cpu:avx512+amx_bf16", or a `Target`. If an input needs a gradient,
     the plan of the backward pass is its `.backward`. The result prints itself.
     """
@@ -176,19 +180,24 @@ def explain(
         q_offset, dropout_p, 0 if dropout_seed is None else dropout_seed, return_lse, batch_invariant,
         backend, config, False,
     )  # fmt: skip
+    if torch_ops.autocasting(q.device.type):
+        q, k, v = _autocast(q, k, v)
     torch_ops.check(q, k, v, args)
     if target is None:
         kind = "cpu" if q.device.type == "meta" else q.device.type
         target = targets.detect(kind, q.device.index or 0)
-    elif isinstance(target, str):
+    elif not isinstance(target, Target):
         target = targets.parse(target)
     return _explained(q, k, v, args, target)
 
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Within this context, calls without `backend=` run on backend `name` or raise; None is free choice
-    again."""
+    """Within this context, calls without `backend=` run on backend `name` or raise; None: free choice again.
+
+    Compiled functions obey it when they are called within it; it cannot itself stand inside `torch.compile`.
+    Threads started within it do not inherit it.
+    """
     token = torch_ops.backend_in_use.set(_known_backend(name))
     try:
         yield
@@ -251,6 +260,7 @@ def _arguments(
             offset = None
         else:
             offset, q_offset = _checked_int("q_offset", q_offset), None
+            offset = max(-FAR_OFFSET, min(offset, FAR_OFFSET))
     operands = (kv_lens, kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments)
     if operands.count(None) != len(operands):
         _check_tensors(operands)
@@ -307,10 +317,14 @@ def _offset_of(causal: Any) -> int | None:
 
 
 def _checked_int(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise spec_error(
-            name, got=type(value).__name__, wanted="an int or an int32 tensor (batch,)", change="Use int()."
-        )
+    if isinstance(value, (int, torch.SymInt)) and torch.compiler.is_compiling():
+        return value  # an int that may change is not to become a constant
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        wanted = "an int or an int32 tensor (batch,)"
+        raise spec_error(name, got=type(value).__name__, wanted=wanted, change="Use int().")
+    value = operator.index(value)
+    if not -(2**63) <= value < 2**63:
+        raise spec_error(name, got=value, wanted="a 64-bit int", change="Far positions are all alike.")
     return value
 
 
@@ -331,9 +345,7 @@ def _seed(seed: int | Tensor | None) -> Tensor:
             got = f"{seed.dtype} {tuple(seed.shape)}"
             raise spec_error("dropout_seed", got=got, wanted="one int64", change="Use torch.tensor(seed).")
         return seed.reshape(())
-    if not -(2**63) <= _checked_int("dropout_seed", seed) < 2**63:
-        raise spec_error("dropout_seed", got=seed, wanted="a 64-bit int", change="Take it modulo 2**63.")
-    return torch.tensor(seed, dtype=torch.int64)
+    return torch.tensor(_checked_int("dropout_seed", seed), dtype=torch.int64)
 
 
 def _known_backend(name: str | None) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 
 from polyflash.errors import SpecError, spec_error
 
+FAR_SIDE, FAR_OFFSET = 1 << 61, 1 << 60  # as good as infinite, and sums of them stay 64-bit
+
 Window = tuple[int | None, int | None]
 
 
@@ -109,11 +111,11 @@ def checked_window(window: Window) -> Window:
                 wanted="an int or None",
                 change="Use None for an unbounded side.",
             )
-        if value is not None and value < 0:
+        if value is not None and not 0 <= value < 2**63:
             raise spec_error(
                 f"window {side}", got=value, wanted="0 or more, or None", change="Use None for unbounded."
             )
-    left, right = window
+    left, right = (None if side is None else min(side, FAR_SIDE) for side in window)
     return left, right
 
 

@@ -107,7 +107,7 @@ def choose_config(row: Capability, spec: AttentionSpec, target: Target, config: 
 
 def encode_config(config: Any) -> str:
     """A config as text, so that it passes through the op, whose arguments are primitives."""
-    if not is_dataclass(config) or isinstance(config, type):
+    if not is_dataclass(config) or isinstance(config, (type, Plan)):
         change = "Take one from explain(...).config."
         raise spec_error("config", got=type(config).__name__, wanted="a backend's Config", change=change)
     return json.dumps({"kind": _kind(config), **asdict(config)}, sort_keys=True)

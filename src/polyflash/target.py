@@ -16,6 +16,7 @@ from polyflash.errors import spec_error
 
 MINIMUM_PACKAGES = {"numba": (0, 60)}  # oldest version whose code generation is tested
 
+CPU_FEATURES = frozenset(("avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16"))
 _AVX512 = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))
 
 
@@ -56,8 +57,6 @@ class Target:
 
 
 KNOWN = (
-    Target("cpu:avx512", frozenset({"avx512_bf16"}), cores=8),
-    Target("cpu:avx512", frozenset({"avx512_bf16", "amx_bf16"}), cores=32, l2_bytes=2 << 20),
     Target("cpu:avx512", cores=8),
     Target("cpu:avx2", cores=8, l2_bytes=512 << 10),
     Target("cpu:neon", cores=8),
@@ -73,11 +72,11 @@ KNOWN = (
 
 def parse(text: str) -> Target:
     """A target by name, for planning on a machine that lacks it: "cuda:sm90", "cpu:avx512+avx512_bf16"."""
-    name, *features = text.split("+")
+    name, *features = text.split("+") if isinstance(text, str) else (text,)
     known = [t for t in KNOWN if t.name == name]
-    if not known:
+    if not known or not CPU_FEATURES.issuperset(features):
         names = ", ".join(dict.fromkeys(t.name for t in KNOWN))
-        change = "Add CPU features with '+', as in cpu:avx512+amx_bf16."
+        change = f"Add CPU features with '+': {', '.join(sorted(CPU_FEATURES))}."
         raise spec_error("target", got=repr(text), wanted=f"one of {names}", change=change)
     return replace(known[-1], features=frozenset(features))
 
@@ -108,7 +107,7 @@ def _detect_cpu() -> Target:
         arch = "avx2"
     else:
         arch = "neon" if platform.machine().lower() in ("arm64", "aarch64") else "generic"
-    features = flags & {"avx512_bf16", "amx_bf16", "avx512_vnni", "avx512_fp16"}
+    features = flags & CPU_FEATURES
     forced = env.CPU_ISA.read()
     if forced:
         chosen = parse(f"cpu:{forced}")

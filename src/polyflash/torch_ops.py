@@ -9,16 +9,18 @@ route is kept per class of problem (dtypes, heads, dims, which operands, length 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch.autograd import forward_ad, profiler
 
 from polyflash import backends, env, plan, target, validate
-from polyflash.errors import SpecError, UnsupportedError
+from polyflash.errors import SpecError, UnsupportedError, spec_error
 from polyflash.plan import Launch
 from polyflash.spec import MANY_KEYS, SMALL_ROWS, Arguments, AttentionSpec, Phase, features_of
 
@@ -49,6 +51,7 @@ _DEFAULT_OPERANDS = tuple(Arguments())[_N_PLAIN:]
 _DIFFERENTIABLE = (0, 1, 2, _BIAS, _SINKS)
 _HIGHEST = "polyflash has first derivatives only: attention_backward is not differentiable"
 
+_KEPT_ROUTES = 4096
 _routes: dict[tuple[Any, ...], Launch] = {}
 # Read inside the op, so that a compiled graph obeys it at run time and has nothing to trace.
 _DEFAULT_BACKEND = env.BACKEND.read()
@@ -62,34 +65,67 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
         args = args._replace(need_lse=True)
     if torch.compiler.is_compiling():
         return _attention(q, k, v, *args)
-    if needs_grad and requested_backend(args):
-        _refuse_statically(Phase.BACKWARD, q, k, v, args)
+    if needs_grad:
+        args = args._replace(backend=requested_backend(args))  # the gradients follow the choice made here
+        if args.backend:
+            _refuse_statically(Phase.BACKWARD, q, k, v, args)
     if torch._C._functorch.peek_interpreter_stack() is not None:
+        _refuse_transforms()
         return _attention(q, k, v, *args)
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)
-    ):
-        raise UnsupportedError(
-            "forward-mode AD: polyflash has reverse-mode gradients only. Use torch.autograd.grad"
-        )
+    _refuse_tangents(q, k, v, args)
     if needs_grad:
         return _Attention.apply(q, k, v, *args)
     return _below_autograd(q, k, v, args)
 
 
 def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    """The op, or its body where nothing is there to see the op: no mode, subclass or profiler. The
-    dispatcher's way from Python to Python takes 8 us, as long as a small call of torch's."""
+    """The op, or its body where the dispatcher would do nothing else: plain tensors, no mode, trace or
+    profiler. The dispatcher's way from Python to Python takes 8 us, as long as a small call of torch's."""
     rest = args[:_N_PLAIN] if args[_N_PLAIN:] == _DEFAULT_OPERANDS else args
     if (
         type(q) is type(k) is type(v) is Tensor
+        and _keys_of(q) in _PLAIN_KEYS
+        and _keys_of(k) in _PLAIN_KEYS
+        and _keys_of(v) in _PLAIN_KEYS
         and not torch._C._len_torch_dispatch_stack()
         and not profiler._is_profiler_enabled
-        and not q.is_meta
+        and torch._C._get_tracing_state() is None
     ):
         return _attend(q, k, v, args, rest)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention(q, k, v, *rest)
+
+
+def _keys_of(x: Tensor) -> int:
+    return torch._C._dispatch_keys(x).raw_repr()
+
+
+def _plain_keys() -> frozenset[int]:
+    """Dispatch keys of an ordinary CPU tensor; a conjugate, negated, zero, sparse or wrapped one has
+    others."""
+    with torch.inference_mode():
+        unrecorded = torch.empty(0)
+    return frozenset((_keys_of(torch.empty(0)), _keys_of(unrecorded)))
+
+
+_PLAIN_KEYS = _plain_keys()
+
+
+def _refuse_transforms() -> None:
+    refused = (TransformType.Grad, TransformType.Jvp)
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    if any(level.key() in refused for level in stack):
+        raise UnsupportedError("torch.func gradients: polyflash has autograd's only. Use torch.autograd.grad")
+
+
+def _refuse_tangents(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
+    if forward_ad._current_level < 0:
+        return
+    for x in (q, k, v, args.bias, args.sinks):
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise UnsupportedError(
+                "forward-mode AD: polyflash has reverse-mode gradients only. Use torch.autograd.grad"
+            )
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
@@ -97,15 +133,33 @@ def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
     _validated(q, k, v, tuple(args))
 
 
-def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    """The op with a caller's output (batch, num_q_heads, seqlen_q, head_dim_v), any strides; no gradients."""
-    return out, _attention_out(q, k, v, out, *args)
+def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> Tensor:
+    """The op with a caller's output (batch, num_q_heads, seqlen_q, head_dim_v), any strides; returns the
+    lse."""
+    if not torch.compiler.is_compiling():
+        _refuse_tangents(q, k, v, args)
+        torch.autograd.graph.increment_version(out)
+    return _attention_out(q, k, v, out, *args)
 
 
 def requested_backend(args: Arguments) -> str:
     """The backend asked for by name: by the call, else by `use_backend`, else by the environment; "" is
     none."""
-    return args.backend or backend_in_use.get()
+    backend = args.backend or backend_in_use.get()
+    if backend and backend not in backends.BACKENDS:
+        change = "Set it to one of these, or unset it."
+        raise spec_error(
+            env.BACKEND.name, got=repr(backend), wanted=", ".join(backends.BACKENDS), change=change
+        )
+    return backend
+
+
+def autocasting(device_type: str) -> bool:
+    """Is torch.autocast on for this device type? Not every type knows it: meta does not."""
+    return device_type in _AUTOCAST and torch.is_autocast_enabled(device_type)
+
+
+_AUTOCAST = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
 
 
 def any_requires_grad(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:
@@ -201,11 +255,12 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         batch_v, num_v_heads, seqlen_v, head_dim_v = v.shape
     except ValueError:
         raise validate.explain_shapes(q, k, v) from None
-    if not batch == batch_k == batch_v or seqlen_k != seqlen_v:
+    strided = q.layout is k.layout is v.layout is torch.strided
+    if not (strided and batch == batch_k == batch_v and seqlen_k == seqlen_v):
         raise validate.explain_shapes(q, k, v)
     if len(rest) > _N_PLAIN or args.scale is not None:
         validate.check_operands(q, k, args)
-    backend = requested_backend(args)
+    backend = requested_backend(args) if phase is Phase.FORWARD else args.backend
     key = (
         phase,
         backend,
@@ -219,6 +274,8 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     )
     launch = _routes.get(key)
     if launch is None:
+        if len(_routes) >= _KEPT_ROUTES:
+            _routes.clear()
         _validated(q, k, v, rest)
         launch = _routes[key] = _plan(phase, q, k, v, args, backend)
     return launch
@@ -256,7 +313,8 @@ def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Te
     launch = _route(Phase.FORWARD, q, k, v, args, rest)
     validate.check_out(out, q, v.shape[3])
     fresh, lse = _outputs(q, v, args.need_lse)
-    direct = out.stride(3) == 1 and 0 not in out.stride()
+    place = out.untyped_storage().data_ptr()
+    direct = out.stride(3) == 1 and all(place != x.untyped_storage().data_ptr() for x in (q, k, v))
     result, lse = _run(launch, q, k, v, out if direct else fresh, lse, args)
     if result is not out:
         out.copy_(result)
@@ -271,7 +329,7 @@ def _run(
         validate.check_contents(args, k.shape[2])
     if out.numel() == 0 or k.shape[2] == 0:
         return _no_keys(out, lse, args)
-    if torch.is_autocast_enabled(device):
+    if autocasting(device):
         with torch.autocast(device, enabled=False):
             return launch.run(launch, q, k, v, out, lse, args)
     return launch.run(launch, q, k, v, out, lse, args)
@@ -309,7 +367,8 @@ def _backward(
         return results
     args = args._replace(config="")
     launch = _route(Phase.BACKWARD, q, k, v, args, tuple(args))
-    with torch.autocast(q.device.type, enabled=False):
+    context = torch.autocast(q.device.type, enabled=False) if autocasting(q.device.type) else nullcontext()
+    with context:
         gradients = launch.run(launch, dout, dlse, q, k, v, out, lse, args, tuple(needs))
     for result, gradient, need in zip(results, gradients, needs, strict=True):
         if need:
@@ -386,11 +445,12 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
 
 
 class _Attention(torch.autograd.Function):
-    """Eager gradients in the classic form: 3 to 4 times cheaper per call than the functorch-capable one."""
+    """Eager gradients in the classic form, the cheapest there is."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _below_autograd(*inputs[:_N_FIRST], Arguments(*inputs[_N_FIRST:]))
+        q, k, v, *rest = inputs
+        out, lse = _below_autograd(q, k, v, Arguments(*rest))
         _saved(ctx, inputs, out, lse)
         return out, lse
 

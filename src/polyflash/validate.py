@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from polyflash.spec import Arguments
 
 _DTYPES = frozenset(getattr(torch, name) for name in BY_NAME)
-_FLOATS = _DTYPES
 
 
 def shapes_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -59,6 +58,9 @@ def explain_shapes(q: Tensor, k: Tensor, v: Tensor) -> SpecError:
                 wanted="4: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) under bshd",
                 change="Use unsqueeze() or view().",
             )
+        if x.layout is not torch.strided:
+            change = "Use .to_dense() before the call."
+            return spec_error(f"{name} layout", got=x.layout, wanted="torch.strided", change=change)
         if x.dtype not in _DTYPES:
             wanted = ", ".join(BY_NAME)
             return spec_error(
@@ -125,13 +127,13 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> None:
             raise spec_error("mask dtype", got=args.mask.dtype, wanted="torch.bool or a Mask", change=change)
         _check_broadcast("mask", args.mask, scores, q.device)
     if args.bias is not None:
-        if args.bias.dtype not in _FLOATS:
+        if args.bias.dtype not in _DTYPES:
             change = "Pass a bool mask as mask=."
             raise spec_error("bias dtype", got=args.bias.dtype, wanted="a float dtype", change=change)
         _check_broadcast("bias", args.bias, scores, q.device)
     if args.alibi_slopes is not None:
         _check_per_head("alibi_slopes", args.alibi_slopes, ((num_q_heads,), (batch, num_q_heads)), q.device)
-        if args.alibi_slopes.requires_grad:
+        if torch.is_grad_enabled() and args.alibi_slopes.requires_grad:
             change = "Use .detach(), or train a bias."
             raise spec_error("alibi_slopes", got="requires_grad=True", wanted="a constant", change=change)
     if args.sinks is not None:
@@ -152,11 +154,21 @@ def check_contents(args: Arguments, seqlen_k: int) -> None:
 
 
 def check_out(out: Tensor, q: Tensor, head_dim_v: int) -> None:
+    """`out` is a place of the result's shape (batch, num_q_heads, seqlen_q, head_dim_v), each element its
+    own."""
     shape = (*q.shape[:3], head_dim_v)
     if tuple(out.shape) != shape or out.dtype is not q.dtype or out.device != q.device:
         got = f"{tuple(out.shape)} {out.dtype} on {out.device}"
         change = "Allocate it like the result."
         raise spec_error("out", got=got, wanted=f"{shape} {q.dtype} on {q.device}", change=change)
+    reach = 0
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            got = f"strides {out.stride()}: elements share memory"
+            raise spec_error(
+                "out", got=got, wanted="a place for each element", change="Use torch.empty_like()."
+            )
+        reach += stride * (size - 1)
 
 
 def _check_ints(name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
@@ -186,7 +198,7 @@ def _check_broadcast(name: str, x: Tensor, scores: tuple[int, ...], device: torc
 
 
 def _check_per_head(name: str, x: Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> None:
-    if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS:
+    if not isinstance(x, torch.Tensor) or x.dtype not in _DTYPES:
         got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
         raise spec_error(
             name, got=got, wanted=f"float tensor of shape {' or '.join(map(str, shapes))}", change="Cast it."

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from polyflash import mask as masks
 from polyflash.backends.cpu import configs, pool, runtime
 from polyflash.errors import spec_error
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 LOG2E = math.log2(math.e)
 FLT_MIN, FLT_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
-UNBOUNDED = 1 << 40
+UNBOUNDED = masks.FAR_SIDE
 FLOPS_PER_US = 100_000  # of one core, low on purpose: what the thread decision assumes
 KEPT_CUTS = 256  # per route
 LEND_FROM_US = 25  # work below this many microseconds stays on the caller
@@ -409,8 +410,8 @@ def run(
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     _, num_kv_heads, seqlen_k, head_dim_v = v.shape
     mask, causal = args.mask, args.causal
-    left = UNBOUNDED if args.window_left is None else args.window_left
-    right = UNBOUNDED if args.window_right is None else args.window_right
+    left = UNBOUNDED if args.window_left is None else min(args.window_left, UNBOUNDED)
+    right = UNBOUNDED if args.window_right is None else min(args.window_right, UNBOUNDED)
     if causal:
         right = min(right, 0)
     dims = head_dim + head_dim_v
@@ -428,7 +429,7 @@ def run(
     if head_dim_v == 1:
         v_d = 1
     scale, plain_scale, sign = _scale_bits(head_dim**-0.5 if args.scale is None else args.scale)
-    offset = args.offset
+    offset = None if args.offset is None else max(-masks.FAR_OFFSET, min(args.offset, masks.FAR_OFFSET))
     head = _pack_head(
         q.data_ptr(),
         k.data_ptr(),

@@ -36,7 +36,9 @@ ROLE_SERIAL, ROLE_CALLER, ROLE_WORKER, ROLE_TEAM, ROLE_MEMBER, ROLE_ROLL_CALL, R
 
 # What a caller that has a team passes besides, in a page behind its scratch. TEAM_WORD is whether to wake
 # workers, and gettid in a roll call.
-TEAM_PARALLEL, TEAM_ENTRY, TEAM_WORD, TEAM_CLOCKS, TEAM_NUM_CLOCKS, TEAM_FLOAT_MODE = range(64, 112, 8)
+TEAM_PARALLEL, TEAM_ENTRY, TEAM_WORD, TEAM_CLOCKS, TEAM_NUM_CLOCKS, TEAM_SIZE, TEAM_FLOAT_MODE = range(
+    64, 120, 8
+)
 TEAM_NEXT, TEAM_NUMBERS, TEAM_THREADS = 128, 192, 256
 MAX_TEAM = 256
 WATCHED_CLOCKS = 4  # of a larger team these stand for all
@@ -75,8 +77,8 @@ _MAX_ITEMS = 1 << 31
 _POSIX = os.name == "posix"  # elsewhere there are no pthreads, and callers work alone
 
 _pack = struct.Struct("8q").pack
-_pack_team = struct.Struct("13q").pack
-_pack_team_bytes = 13 * 8
+_pack_team = struct.Struct("14q").pack
+_pack_team_bytes = 14 * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ class _Team:
             self.parallel = 0
             return
         page = _Scratch(PAGE)
-        words = (ROLE_ROLL_CALL, 0, 0, 0, 0, size, 0, 0, self.parallel, _entry, gettid, 0, 0)
+        words = (ROLE_ROLL_CALL, 0, 0, 0, 0, size, 0, 0, self.parallel, _entry, gettid, 0, 0, size)
         ctypes.memmove(page.address, _pack_team(*words), _pack_team_bytes)
         participate_at(page.address)
         here = threading.get_native_id()
@@ -231,7 +233,7 @@ def run(
         participate(_pack(ROLE_CALLER, *words))
         return
     block = scratch.address + stride * threads
-    more = team.parallel, _entry, wake, team.clocks, team.num_clocks
+    more = team.parallel, _entry, wake, team.clocks, team.num_clocks, team.size
     ctypes.memmove(block, _pack_team(ROLE_TEAM, *words, *more), _pack_team_bytes)
     _participate_at(block)
 

@@ -406,16 +406,18 @@ def start_team(block: int, role: int) -> None:
     poke(block + pool.TEAM_NEXT, 0)
     poke(block + pool.TEAM_NUMBERS, 0)
     store(block + pool.ROLE, role)
-    threads = peek(block + pool.CALLER_THREADS)
+    threads = peek(block + pool.TEAM_SIZE)  # fewer would end the others, and torch would start new ones
     call_parallel(peek(block + pool.TEAM_PARALLEL), peek(block + pool.TEAM_ENTRY), block, threads)
 
 
 @njit(forceinline=True)
 def run_as_member(block: int) -> None:
     """Items in order, as long as there are any; the team's join is what the caller waits for."""
+    number, items = add(block + pool.TEAM_NUMBERS, 1), peek(block + pool.CALLER_ITEMS)
+    if number >= peek(block + pool.CALLER_THREADS):
+        return
     own_mode = float_mode()
     set_float_mode(peek(block + pool.TEAM_FLOAT_MODE))
-    number, items = add(block + pool.TEAM_NUMBERS, 1), peek(block + pool.CALLER_ITEMS)
     scratch = peek(block + pool.CALLER_SCRATCH) + number * peek(block + pool.CALLER_STRIDE)
     kernel, arguments = peek(block + pool.CALLER_KERNEL), peek(block + pool.CALLER_ARGUMENTS)
     item = add(block + pool.TEAM_NEXT, 1)
