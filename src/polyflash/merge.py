@@ -61,7 +61,13 @@ def _beside_out(x: Tensor, layout: str) -> Tensor:
 
 
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, layout: str) -> None:
-    if layout not in _DIMS:
+    for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise spec_error(
+                name, got=got, wanted="a tensor of floats", change="Pass what return_lse=True gave."
+            )
+    if not isinstance(layout, str) or layout not in _DIMS:
         raise spec_error(
             "layout", got=repr(layout), wanted="'bhsd', 'bshd' or 'thd'", change="Name the layout of out."
         )

@@ -1,11 +1,10 @@
-"""The one torch op under every public function: schema, fake tensors, autograd, autocast, and the route
-cache.
+"""The one torch op under every public function: schema, fake tensors, autograd, and the route cache.
 
-    call() -> polyflash::attention(q, k, v, <primitive arguments>) -> [ route cache -> spec -> plan -> run ]
-    -> (out, lse)
+    call() -> polyflash::attention -> [ route cache -> spec -> plan -> run ] -> (out, lse)
 
 The plan is made inside the op, so torch.compile sees one opaque call and never a length-dependent choice. A
-route is kept per class of problem (dtypes, heads, dims, which operands, length classes), not per length."""
+route is kept per class of problem (dtypes, heads, dims, which operands, length classes), not per length. A
+plain eager call runs the op's body without the dispatcher in between."""
 
 from __future__ import annotations
 
@@ -134,7 +133,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
 
 
 def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> Tensor:
-    """The op with a caller's output (batch, num_q_heads, seqlen_q, head_dim_v), any strides; returns the
+    """The op with a caller's output (batch, num_q_heads, seqlen_q, head_dim_v), any strides; gives the
     lse."""
     if not torch.compiler.is_compiling():
         _refuse_tangents(q, k, v, args)
@@ -143,8 +142,7 @@ def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> T
 
 
 def requested_backend(args: Arguments) -> str:
-    """The backend asked for by name: by the call, else by `use_backend`, else by the environment; "" is
-    none."""
+    """The backend asked for by name: by the call, else by `use_backend`, else by the environment; or ""."""
     backend = args.backend or backend_in_use.get()
     if backend and backend not in backends.BACKENDS:
         change = "Set it to one of these, or unset it."

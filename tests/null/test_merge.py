@@ -190,3 +190,16 @@ def test_refusals_teach(change: dict[str, Tensor], layout: str, word: str) -> No
     args = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b} | change
     with pytest.raises(SpecError, match=rf"^{word}: got .*, wanted "):
         merge(args["out_a"], args["lse_a"], args["out_b"], args["lse_b"], layout=layout)
+
+
+@pytest.mark.parametrize(
+    "bad", [None, 3, torch.zeros(1, 2, 3, dtype=torch.int32), torch.zeros(1, 2, 3, dtype=torch.cfloat)]
+)
+@pytest.mark.parametrize("which", range(4))
+def test_only_float_tensors_are_merged(which, bad):
+    parts = [torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)] * 2
+    parts[which] = bad
+    with pytest.raises(ValueError, match="wanted a tensor of floats"):
+        merge(*parts)
+    with pytest.raises(ValueError, match="layout"):
+        merge(*[torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)] * 2, layout=["bhsd"])

@@ -32,7 +32,7 @@ UNBOUNDED = masks.FAR_SIDE
 FLOPS_PER_US = 100_000  # of one core, low on purpose: what the thread decision assumes
 KEPT_CUTS = 256  # per route
 LEND_FROM_US = 25  # work below this many microseconds stays on the caller
-WAKE_FROM_US = 60  # below this, only threads that already spin share it: waking one takes as long as the work
+WAKE_FROM_US = 40  # below this, only threads that already spin share it: waking one takes as long as the work
 
 
 # The int64 argument block. Strides are in bytes; a missing tensor is address 0.
@@ -65,24 +65,19 @@ def build(key: KernelKey) -> Any:
 
     from polyflash.backends.cpu import blocks, simd
 
-    (
-        fill,
-        fill_limits,
-        gather_row,
-        copy_rows,
-        copy_value_rows,
-        copy_float_row,
-        pack_query,
-        scores,
-        scores_bounded,
-        copy_mask,
-        hide_scores,
-        online_softmax,
-        accumulate,
-        add_seen,
-        store_rows,
-        store_lse,
-    ) = blocks.stages(key)
+    stage = blocks.stages(key)
+    fill, fill_limits, gather_row, pack_query = (
+        stage.fill,
+        stage.fill_limits,
+        stage.gather_row,
+        stage.pack_query,
+    )
+    load_rows, load_value_rows, load_float_row = stage.load_rows, stage.load_value_rows, stage.load_float_row
+    scores, scores_bounded, load_mask, apply_mask = (
+        stage.scores, stage.scores_bounded, stage.load_mask, stage.apply_mask,
+    )  # fmt: skip
+    online_softmax, accumulate, add_seen = stage.online_softmax, stage.accumulate, stage.add_seen
+    finalize, store_lse = stage.finalize, stage.store_lse
     arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
     least, greatest = simd.least, simd.greatest
 
@@ -117,12 +112,12 @@ def build(key: KernelKey) -> Any:
         """`rows` rows of q or k into scratch rows, zero beyond head_dim."""
         count = arg(args, HEAD_DIM)
         if dim_stride == SIZE:
-            copy_rows(src, row_stride, rows, count, dst)
+            load_rows(src, row_stride, rows, count, dst)
         else:
             row = scratch + arg(args, T_GATHER)
             for r in range(rows):
                 gather_row(src + r * row_stride, dim_stride, count, row)
-                copy_rows(row, 0, 1, count, dst + r * K_BYTES)
+                load_rows(row, 0, 1, count, dst + r * K_BYTES)
 
     @device(9, types.int64)
     def load_value_atoms(args, scratch, src, begin, end, first, last, n, skip_bad):  # type: ignore[no-untyped-def]
@@ -138,7 +133,7 @@ def build(key: KernelKey) -> Any:
                 row0 = gathered(gather, src + j * stride, dim_stride, count)
             if PACK == 2 and first <= j + 1 < last and not (skip_bad and load_i8(bad + j + 1) != 0):
                 row1 = gathered(gather + WIDE_BYTES, src + (j + 1) * stride, dim_stride, count)
-            found |= copy_value_rows(row0, row1, 0, 1, count, dst + (j - n) // PACK * V_BYTES)
+            found |= load_value_rows(row0, row1, 0, 1, count, dst + (j - n) // PACK * V_BYTES)
         return found
 
     @device(6, types.int64)
@@ -153,13 +148,13 @@ def build(key: KernelKey) -> Any:
         dst = scratch + arg(args, T_V) + (whole - n) // PACK * V_BYTES
         source = src + whole * stride
         found = load_value_atoms(args, scratch, src, begin, whole, first, last, n, False)
-        found |= copy_value_rows(source, source + stride, stride * PACK, (rest - whole) // PACK, count, dst)
+        found |= load_value_rows(source, source + stride, stride * PACK, (rest - whole) // PACK, count, dst)
         found |= load_value_atoms(args, scratch, src, rest, end, first, last, n, False)
         if found != 0:
             row, zero = scratch + arg(args, T_GATHER), scratch + arg(args, T_ZERO)
             for j in range(first, last):
                 source = gathered(row, src + j * stride, arg(args, V_DIM), count)
-                bad = copy_value_rows(source, zero, 0, 1, count, scratch + arg(args, T_STAGE))
+                bad = load_value_rows(source, zero, 0, 1, count, scratch + arg(args, T_STAGE))
                 store_i8(scratch + arg(args, T_BAD) + j - n, bad)
             load_value_atoms(args, scratch, src, begin, end, first, last, n, True)
         return found
@@ -172,7 +167,7 @@ def build(key: KernelKey) -> Any:
             rows = least(LANES, greatest(1, seqlen_q - row - lane))
             source = src + least(row + lane, seqlen_q - 1) * row_stride + begin * key_stride
             if key_stride == 1:
-                copy_mask(source, row_stride, rows, end - begin, dst + lane)
+                load_mask(source, row_stride, rows, end - begin, dst + lane)
             else:
                 for j in range(end - begin):
                     for i in range(LANES):
@@ -234,7 +229,7 @@ def build(key: KernelKey) -> Any:
         for j in range(begin, end):
             if load_i8(scratch + arg(args, T_BAD) + j) != 0:
                 source = src + (n + j) * arg(args, V_ROW)
-                copy_float_row(
+                load_float_row(
                     gathered(scratch + arg(args, T_GATHER), source, arg(args, V_DIM), count), count, row
                 )
                 p = scratch + arg(args, T_P) + j // PACK * NR * 4
@@ -242,14 +237,14 @@ def build(key: KernelKey) -> Any:
                 add_seen(p, j % PACK, row, count, o, limits, n + j, mask)
 
     @device(6)
-    def finalize(args, scratch, dst, lse, row, panel):  # type: ignore[no-untyped-def]
+    def finalize_panel(args, scratch, dst, lse, row, panel):  # type: ignore[no-untyped-def]
         o, stats = scratch + arg(args, T_O) + panel * O_PANEL, scratch + arg(args, T_STATS) + panel * NR * 8
         stride = arg(args, OUT_ROW)
         for lane in range(0, NR, LANES):
             rows = least(LANES, arg(args, SEQLEN_Q) - row - lane)
             if rows > 0:
                 at = row + lane
-                store_rows(
+                finalize(
                     o + lane * 4, stats + lane * 4, dst + at * stride, stride, rows, arg(args, HEAD_DIM_V)
                 )
                 if lse != 0:
@@ -329,7 +324,7 @@ def build(key: KernelKey) -> Any:
                         tile = scratch + arg(args, T_MASK) + begin * NR
                         source = mask + i_h * arg(args, MASK_HEAD)
                         load_mask_tile(args, scratch, source, row, n + begin, least(n + end, seqlen_k), tile)
-                        hide_scores(s, tile, end - begin, block + NR * 4)
+                        apply_mask(s, tile, end - begin, block + NR * 4)
                     stats = scratch + arg(args, T_STATS) + panel * NR * 8
                     online_softmax(s, p, (end - begin) // 4, block, stats, arg(args, SCALE_LOG2))
                     o = scratch + arg(args, T_O) + panel * O_PANEL
@@ -354,7 +349,7 @@ def build(key: KernelKey) -> Any:
             for i_h in range(heads):
                 lse = arg(args, LSE) + lse_head + i_h * seqlen_q * 4 if arg(args, LSE) != 0 else 0
                 dst = out + (head + i_h) * arg(args, OUT_HEAD)
-                finalize(args, scratch, dst, lse, row_0 + i_p * NR, i_h * panels + i_p)
+                finalize_panel(args, scratch, dst, lse, row_0 + i_p * NR, i_h * panels + i_p)
 
     return kernel
 
