@@ -212,11 +212,16 @@ def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
     return dense.permute(*(order.index(d) for d in range(3)), 3)
 
 
+_NO_LSE = torch.empty(0)
+
+
 def _outputs(q: Tensor, v: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:
     same = q.shape[3] == v.shape[3] and q.is_contiguous()
     out = torch.empty_like(q) if same else empty_in_order_of(q, v.shape[3])
+    if not need_lse:
+        return out, _NO_LSE if q.device.type == "cpu" else q.new_empty(0)
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return out, torch.empty(q.shape[:3] if need_lse else 0, dtype=kind, device=q.device)
+    return out, torch.empty(q.shape[:3], dtype=kind, device=q.device)
 
 
 def _validated(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Arguments:
@@ -298,7 +303,8 @@ def _refuse_statically(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Argu
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _attend(q, k, v, Arguments(*rest), rest)
+    out, lse = _attend(q, k, v, Arguments(*rest), rest)
+    return out, q.new_empty(0) if lse is _NO_LSE else lse  # an op's results are its own
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -316,7 +322,7 @@ def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Te
     result, lse = _run(launch, q, k, v, out if direct else fresh, lse, args)
     if result is not out:
         out.copy_(result)
-    return lse
+    return q.new_empty(0) if lse is _NO_LSE else lse
 
 
 def _run(
@@ -390,7 +396,8 @@ def _empty_gradients(likes: tuple[Any, ...], needs: list[bool]) -> tuple[Tensor,
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     args = _validated(q, k, v, rest)
     _refuse_statically(Phase.FORWARD, q, k, v, args)
-    return _outputs(q, v, args.need_lse)
+    out, lse = _outputs(q, v, args.need_lse)
+    return out, lse if args.need_lse else q.new_empty(0)
 
 
 def _fake_forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
