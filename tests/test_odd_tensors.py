@@ -9,6 +9,7 @@ import torch
 
 from polyflash import SpecError, UnsupportedError, attention, explain, use_backend
 from polyflash.reference import attention_reference
+from tests.rows_here import HERE
 
 
 def qkv(seqlen=9, requires_grad=False):
@@ -131,7 +132,7 @@ class TestOut:
         with pytest.raises(SpecError, match="out"):
             attention(q, k, v, out=torch.empty_like(q).requires_grad_())
 
-    @pytest.mark.parametrize("backend", ["cpu", "torch"])
+    @pytest.mark.parametrize("backend", HERE)
     @pytest.mark.parametrize("which", range(3))
     def test_it_may_be_an_input(self, backend, which):
         inputs = [torch.randn(1, 4, 700, 64) for _ in range(3)]
@@ -153,7 +154,7 @@ class TestOut:
 class TestFarValues:
     """Bounds beyond every key are no bounds, however far."""
 
-    @pytest.mark.parametrize("backend", ["cpu", "torch"])
+    @pytest.mark.parametrize("backend", HERE)
     @pytest.mark.parametrize("far", [2**31, 2**40, sys.maxsize])
     def test_windows_and_offsets(self, backend, far):
         q, k, v = qkv()

@@ -12,6 +12,7 @@ import torch
 import polyflash
 from polyflash import Mask, SpecError, UnsupportedError, attention, explain, use_backend
 from polyflash.reference import attention_reference
+from tests.rows_here import HERE, needs_cpu_engine
 
 
 def qkv(batch=2, heads=4, kv_heads=2, seqlen_q=5, seqlen_k=7, head_dim=8, dtype=torch.float32):
@@ -167,7 +168,7 @@ def test_public_names():
         assert getattr(polyflash, name).__doc__
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", HERE)
 def test_bshd_is_the_same_function_on_views(backend):
     q, k, v = qkv()
     expected = attention(q, k, v, causal=True, backend=backend)
@@ -177,7 +178,7 @@ def test_bshd_is_the_same_function_on_views(backend):
     assert torch.equal(got.transpose(1, 2), expected)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)])
 def test_result_has_the_dense_stride_order_of_q(backend, order):
     q, k, v = qkv()
@@ -187,7 +188,7 @@ def test_result_has_the_dense_stride_order_of_q(backend, order):
     assert out.stride() == (shuffled if order[3] == 3 else q).stride()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("backend", HERE)
 def test_out_is_written_whatever_its_strides(backend):
     q, k, v = qkv()
     expected = attention(q, k, v, causal=True, backend=backend)
@@ -314,7 +315,7 @@ class TestExplain:
 
     def test_gradients_have_their_own_plan(self):
         q = torch.randn(1, 2, 64, 64, requires_grad=True)
-        plan = explain(q, q, q)
+        plan = explain(q, q, q, target="cpu:avx512")
         assert plan.backend == "cpu" and plan.backward.backend == "torch" and "gradients" in str(plan)
 
     def test_the_plan_is_what_runs(self):
@@ -323,6 +324,7 @@ class TestExplain:
         same = attention(q, k, v, causal=True, config=plan.config, backend=plan.backend)
         assert torch.equal(same, attention(q, k, v, causal=True))
 
+    @needs_cpu_engine
     def test_an_explicit_config_is_the_first_rung_and_another_backends_is_refused(self):
         q, k, v = qkv()
         ours, torchs = explain(q, k, v).config, explain(q, k, v, backend="torch", softcap=1.0).config

@@ -17,6 +17,7 @@ import torch
 import polyflash
 from polyflash.backends.cpu import pool, runtime
 from tests.backends.cpu.test_pool import Key, Words, cache, run_recorded
+from tests.rows_here import needs_cpu_engine
 
 __all__ = ["cache"]
 
@@ -135,6 +136,7 @@ def test_members_take_the_callers_float_mode_and_give_back_their_own():
         assert [words.of_item(item)[0] for item in range(2)] == [expected] * 2
 
 
+@needs_cpu_engine
 def test_a_forked_child_never_calls_the_team():
     """libgomp hangs in a child whose parent used it."""
     script = """
