@@ -463,8 +463,10 @@ def _estimated_us(heads: int, seqlen_q: int, seqlen_k: int, dims: int, left: int
 
 @lru_cache(maxsize=64)
 def _scale_bits(scale: float) -> tuple[int, int, int]:
-    """|scale|·log2(e) as two float32 (the high one in the low bits), |scale| as one, and the sign bit. Scale
-    0 is the least normal number: every finite score becomes equal, and -inf stays -inf."""
+    """|scale|·log2(e) as two float32 (the high one in the low bits), |scale| as one, and the sign bit.
+
+    Scale 0 is the least normal number: scores up to 1e30 become equal, and -inf stays -inf.
+    """
     size = min(max(abs(scale), FLT_MIN), FLT_MAX)
     exact = min(size * LOG2E, FLT_MAX)
     (high,) = struct.unpack("<f", struct.pack("<f", exact))
