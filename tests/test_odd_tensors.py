@@ -49,6 +49,23 @@ def test_zero_tensors_have_no_memory(which):
     torch.testing.assert_close(attention(*inputs).double(), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["mask", "bias", "kv_lens", "q_offset"])
+def test_operands_without_memory(name):
+    shape, dtype = ((9, 9), {"mask": torch.bool}.get(name, torch.float32))
+    if name in ("kv_lens", "q_offset"):
+        shape, dtype = (1,), torch.int32
+    q, k, v = qkv()
+    got = attention(q, k, v, causal=True, **{name: torch._efficientzerotensor(shape, dtype=dtype)})
+    assert torch.equal(got, attention(q, k, v, causal=True, **{name: torch.zeros(shape, dtype=dtype)}))
+
+
+@pytest.mark.parametrize("ask", [attention, explain])
+def test_sparse_tensors_are_refused_by_plans_too(ask):
+    q, k, v = qkv()
+    with pytest.raises(SpecError, match="layout"):
+        ask(q, k.to_sparse(), v)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_trace_holds_the_op():
     q, k, v = qkv()

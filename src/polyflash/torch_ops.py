@@ -82,10 +82,10 @@ def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
     profiler. The dispatcher's way from Python to Python takes 8 us, as long as a small call of torch's."""
     rest = args[:_N_PLAIN] if args[_N_PLAIN:] == _DEFAULT_OPERANDS else args
     if (
-        type(q) is type(k) is type(v) is Tensor
-        and _keys_of(q) in _PLAIN_KEYS
-        and _keys_of(k) in _PLAIN_KEYS
-        and _keys_of(v) in _PLAIN_KEYS
+        _is_plain(q)
+        and _is_plain(k)
+        and _is_plain(v)
+        and all(_is_plain(x) for x in rest[_N_PLAIN:] if isinstance(x, Tensor))
         and not torch._C._len_torch_dispatch_stack()
         and not profiler._is_profiler_enabled
         and torch._C._get_tracing_state() is None
@@ -99,9 +99,12 @@ def _keys_of(x: Tensor) -> int:
     return torch._C._dispatch_keys(x).raw_repr()
 
 
+def _is_plain(x: Tensor) -> bool:
+    return type(x) is Tensor and _keys_of(x) in _PLAIN_KEYS
+
+
 def _plain_keys() -> frozenset[int]:
-    """Dispatch keys of an ordinary CPU tensor; a conjugate, negated, zero, sparse or wrapped one has
-    others."""
+    """Dispatch keys of an ordinary CPU tensor; a negated, zero, sparse or wrapped one has others."""
     with torch.inference_mode():
         unrecorded = torch.empty(0)
     return frozenset((_keys_of(torch.empty(0)), _keys_of(unrecorded)))
@@ -133,8 +136,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
 
 
 def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> Tensor:
-    """The op with a caller's output (batch, num_q_heads, seqlen_q, head_dim_v), any strides; gives the
-    lse."""
+    """The op with a caller's output (batch, num_q_heads, seqlen_q, head_dim_v); returns the lse."""
     if not torch.compiler.is_compiling():
         _refuse_tangents(q, k, v, args)
         torch.autograd.graph.increment_version(out)

@@ -23,8 +23,9 @@ _DTYPES = frozenset(getattr(torch, name) for name in BY_NAME)
 
 
 def shapes_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True iff q, k, v alone make a legal call: ranks, dtypes, devices, batch, heads ratio, lengths, head
-    dims."""
+    """True iff q, k, v alone make a legal call: layouts, ranks, dtypes, devices, and how their sizes fit."""
+    if not q.layout is k.layout is v.layout is torch.strided:
+        return False
     if not (
         q.ndim == k.ndim == v.ndim == 4 and q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
     ):
