@@ -36,6 +36,8 @@ class Feature(str, Enum):
     SOFTCAP = "softcap"
     SINKS = "sinks"
     SEGMENTS = "segments"
+    INTERVALS = "interval lists"
+    VARLEN = "varlen"
     DROPOUT = "dropout"
     GQA = "grouped heads"
     HEAD_DIM_V = "head_dim_v != head_dim"
@@ -73,6 +75,17 @@ class Arguments(NamedTuple):
     checked: bool = False
     backend: str = ""
     config: str = ""
+    # Row block r = rows [r*interval_rows, (r+1)*interval_rows) sees the union of its intervals [start, end):
+    # int32 (batch or 1, num_q_heads or 1, row blocks, intervals, 2), in rising order, disjoint, maybe empty.
+    intervals: Tensor | None = None
+    interval_rows: int = 0
+    # Packed members: q (1, num_q_heads, total_q, head_dim), k and v likewise; member b is rows
+    # [cu_seqlens_q[b], cu_seqlens_q[b+1]) of q and keys [cu_seqlens_k[b], ...) of k. "batch" above is then
+    # the number of members.
+    cu_seqlens_q: Tensor | None = None  # int32 (members + 1,)
+    cu_seqlens_k: Tensor | None = None  # int32 (members + 1,)
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +131,8 @@ def features_of(
         Feature.SOFTCAP: args.softcap != 0.0,
         Feature.SINKS: args.sinks is not None,
         Feature.SEGMENTS: args.q_segments is not None,
+        Feature.INTERVALS: args.intervals is not None,
+        Feature.VARLEN: args.cu_seqlens_q is not None,
         Feature.DROPOUT: args.dropout_p != 0.0,
         Feature.GQA: num_q_heads != num_kv_heads,
         Feature.HEAD_DIM_V: head_dim != head_dim_v,

@@ -29,7 +29,9 @@ _ARGUMENTS = (
     "Tensor? kv_lens=None, Tensor? kv_starts=None, Tensor? q_offset=None, Tensor? mask=None, "
     "Tensor? bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_segments=None, "
     "Tensor? k_segments=None, float softcap=0.0, float dropout_p=0.0, Tensor? dropout_seed=None, "
-    'bool batch_invariant=False, bool checked=False, str backend="", str config=""'
+    'bool batch_invariant=False, bool checked=False, str backend="", str config="", '
+    "Tensor? intervals=None, SymInt interval_rows=0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
 )
 _LIB = torch.library.Library("polyflash", "DEF")
 _LIB.define(f"attention(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse)")
