@@ -25,6 +25,7 @@ from torch import Tensor
 
 import polyflash
 from polyflash import backends, env, target
+from polyflash.bench import command as bench_command
 from polyflash.dtypes import BY_NAME
 from polyflash.errors import SpecError, UnsupportedError
 from polyflash.mask import Mask
@@ -210,36 +211,6 @@ def _print_plan(out: Console, plan: Plan) -> None:
         _print_plan(out, plan.backward)
 
 
-def bench(options: argparse.Namespace, out: Console, err: Console) -> int:
-    """This machine against torch SDPA."""
-    from polyflash.bench import calibrate, kind_of, report, suite
-
-    chosen = suite.selected(
-        suite.rows(long=options.long, quick=options.quick), names=options.rows, words=" ".join(options.filter)
-    )
-    if options.list:
-        print("\n".join(w.name for w in chosen))
-        return 0
-    device = target.detect("cpu")
-    calibration = calibrate(device)
-    if calibration and not options.calls:
-        for kind in dict.fromkeys(kind_of(w.dtype, device) for w in chosen):
-            calibration.peak(kind)
-    peaks = calibration.measured if calibration else ()
-    if not options.quiet:
-        report.print_machine(out, device, peaks)
-    seconds = options.seconds or (0.5 if options.quick else 2.0)
-    if options.calls:
-        content, wrong = report.calls(out, seconds, calibration), False
-    else:
-        results = report.measured(out, chosen, seconds, calibration, quiet=options.quiet)
-        content, wrong = report.document(results), any("mismatch" in r.marks for r in results)
-    if options.json:
-        content["machine"] = report.machine(device, peaks)
-        Path(options.json).write_text(_json(content) + "\n", encoding="utf-8")
-    return 1 if wrong else 0
-
-
 def _imagined(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Meta tensors of a problem, and the arguments of `explain` that its features stand for."""
     batch, (heads, kv_heads) = options.batch, options.heads
@@ -368,16 +339,6 @@ def _pair(text: str) -> tuple[int, int]:
     return int(first), int(second or first)
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a positive number")
-    return seconds
-
-
 def _window(text: str) -> tuple[int | None, int | None]:
     sides = text.split(",")
     try:
@@ -418,7 +379,7 @@ def _parser() -> argparse.ArgumentParser:
     masks.add_argument("--json", action="store_true", help="print JSON instead")
     _add_run(commands, [common, masks])
     _add_explain(commands, [common, masks])
-    _add_bench(commands, [common])
+    bench_command.add(commands, [common])
     return parser
 
 
@@ -464,28 +425,6 @@ def _add_explain(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         help="a device such as cuda:sm90 or cpu:avx512+amx_bf16; this machine unless given",
     )
     add.set_defaults(command=explain)
-
-
-def _add_bench(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    add = commands.add_parser(
-        "bench", parents=parents, help="this machine against torch SDPA", description=bench.__doc__
-    )
-    add.add_argument("--rows", default="", metavar="NAME,NAME", help="these rows alone")
-    add.add_argument(
-        "--filter",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help="rows whose name has every word: causal bfloat16 d64",
-    )
-    add.add_argument("--list", action="store_true", help="print the names of the rows and stop")
-    size = add.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="short rows, short times")
-    size.add_argument("--long", action="store_true", help="8192 keys too: some 10 minutes")
-    add.add_argument("--calls", action="store_true", help="where the time of one tiny call goes")
-    add.add_argument("--seconds", type=_seconds, help="per row; 2, or 0.5 with --quick")
-    add.add_argument("--json", metavar="FILE", help="write every round to FILE")
-    add.set_defaults(command=bench)
 
 
 if __name__ == "__main__":
