@@ -20,19 +20,22 @@ import sys
 import threading
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from polyflash import env, target
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_OBJECT_BYTES = 64 << 20
+MAX_KEY_BYTES = 4096
+KEPT_DAYS, KEPT_ENTRIES = 30, 512  # an entry nobody loaded for so long goes; beyond so many, the oldest go
 DEFAULT_BUILDER = "polyflash.backends.cpu.forward"
 FORK_PATIENCE_S = 10.0  # a fork waits this long for a compilation, so that the child gets a compiler at rest
 
 _SUFFIX, _UNFINISHED = ".pfo", ".tmp"
 _MAGIC = b"PFOBJ\0"
-_HEADER = struct.Struct("<6sHIQ32s")  # magic, schema, symbol bytes, object bytes, checksum
+_HEADER = struct.Struct("<6sHIIQ32s32s")  # magic, schema, bytes of key, symbol, object; origin, checksum
+_DAY_S = 86400.0
 _C_LIBRARY = frozenset(
     ("memcpy", "memmove", "memset", "_GLOBAL_OFFSET_TABLE_")
 )  # a loop may become such a call
@@ -60,11 +63,26 @@ class CacheInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One file of the cache folder: its bytes, the days since it was last loaded, and its key ("" if it is no
+    entry). `stale`: made by other sources, versions or another CPU than this; None if that cannot be known.
+    """
+
+    file: str
+    bytes: int
+    days: float
+    key: str
+    stale: bool | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Object:
-    """Machine code and the name of its entry point."""
+    """Machine code, the name of its entry point, and what it was made for and by."""
 
     symbol: str
     code: bytes
+    key: str = ""
+    origin: bytes = bytes(32)
 
 
 _addresses: dict[Any, int] = {}
@@ -99,38 +117,107 @@ def cache_info() -> CacheInfo:
     except OSError as error:
         return CacheInfo(path, 0, 0, str(error))
     try:
-        names = [name for name in os.listdir(folder) if name.endswith(_SUFFIX)]
-        sizes = [os.stat(name, dir_fd=folder, follow_symlinks=False).st_size for name in names]
-        return CacheInfo(path, len(names), sum(sizes))
-    except OSError as error:  # another process clears it
-        return CacheInfo(path, 0, 0, str(error))
+        sizes = [status.st_size for _, status in _files(folder, _SUFFIX)]
+        return CacheInfo(path, len(sizes), sum(sizes))
     finally:
         os.close(folder)
 
 
-def clear_cache() -> int:
-    """Removes every compiled object from the folder; returns how many. Code that is loaded stays loaded."""
+def cache_entries() -> list[CacheEntry]:
+    """Every entry of the cache folder, by key; OSError if the folder cannot be trusted."""
     try:
+        folder = _open_folder(create=False)
+    except FileNotFoundError:
+        return []
+    try:
+        here = _origin()
+    except ImportError:  # without a compiler nothing says what it would make
+        here = b""
+    found = []
+    try:
+        for name, status in _files(folder, _SUFFIX):
+            key, origin = _peek(folder, name)
+            stale = not key or origin != here if here else None
+            days = (time.time() - status.st_mtime) / _DAY_S
+            found.append(CacheEntry(name, status.st_size, days, key, stale))
+    finally:
+        os.close(folder)
+    return sorted(found, key=lambda entry: (entry.key, entry.days))
+
+
+def clear_cache(*, stale_only: bool = False) -> int:
+    """Removes every compiled object from the folder, or those alone that are `stale` here; returns how many.
+    Code that is loaded stays loaded."""
+    try:
+        kept = {entry.file for entry in cache_entries() if not entry.stale} if stale_only else set()
         folder = _open_folder(create=False)
     except OSError:
         return 0
-    removed = 0
     try:
-        for name in os.listdir(folder):
-            if name.endswith((_SUFFIX, _UNFINISHED)):
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=folder)
-                    removed += name.endswith(_SUFFIX)
+        names = [name for name, _ in _files(folder, _SUFFIX, _UNFINISHED) if name not in kept]
+        return sum(_removed(folder, name) and name.endswith(_SUFFIX) for name in names)
     finally:
         os.close(folder)
-    return removed
+
+
+def _purge(folder: int) -> None:
+    """Removes entries that nobody loaded for `KEPT_DAYS`, the oldest beyond `KEPT_ENTRIES`, and what a killed
+    process left unfinished a day ago: sources and versions change, and nobody asks for old entries again."""
+    now = time.time()
+    files = sorted((now - status.st_mtime, name) for name, status in _files(folder, _SUFFIX, _UNFINISHED))
+    entries = [name for _, name in files if name.endswith(_SUFFIX)]
+    old = [name for age, name in files if age > (KEPT_DAYS if name.endswith(_SUFFIX) else 1) * _DAY_S]
+    for name in {*old, *entries[KEPT_ENTRIES:]}:
+        _removed(folder, name)
+
+
+def _files(folder: int, *suffixes: str) -> list[tuple[str, os.stat_result]]:
+    """Files of the folder with one of `suffixes`, except those another process removes meanwhile."""
+    found = []
+    for name in os.listdir(folder):
+        if name.endswith(suffixes):
+            with contextlib.suppress(OSError):
+                found.append((name, os.stat(name, dir_fd=folder, follow_symlinks=False)))
+    return found
+
+
+def _removed(folder: int, name: str) -> bool:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except OSError:
+        return False
+    return True
+
+
+def _peek(folder: int, name: str) -> tuple[str, bytes]:
+    """Key and origin in the header of an entry; ("", b"") if it is none. The checksum is not checked."""
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:
+        return "", b""
+    try:
+        data = os.read(file, _HEADER.size + MAX_KEY_BYTES)
+        magic, schema, key_bytes, _, _, origin, _ = _HEADER.unpack_from(data)
+        if (magic, schema) != (_MAGIC, SCHEMA) or key_bytes > MAX_KEY_BYTES:
+            return "", b""
+        return data[_HEADER.size : _HEADER.size + key_bytes].decode(), origin
+    except (OSError, ValueError, struct.error):
+        return "", b""
+    finally:
+        os.close(file)
 
 
 def entry_name(key: Key) -> str:
     """The file name of `key`: a digest of everything its code depends on, so that a stale entry is never met.
 
-    That is the sources of this backend, the versions that generate code, the CPU, and the key's own name.
+    That is where its code comes from, the key's builder and its name.
     """
+    parts = _origin().hex(), _builder(key), key.name
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest() + _SUFFIX
+
+
+def _origin() -> bytes:
+    """A digest of the sources of this backend, the versions that generate code, and the CPU."""
     import llvmlite
     import llvmlite.binding as llvm
 
@@ -145,10 +232,8 @@ def entry_name(key: Key) -> str:
         llvm.get_host_cpu_name(),
         " ".join(sorted(target.cpu_flags())),
         " ".join((device.name, *sorted(device.features))),
-        _builder(key),
-        key.name,
     )
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest() + _SUFFIX
+    return hashlib.sha256("\0".join(parts).encode()).digest()
 
 
 def _find_or_compile(key: Key) -> _Object:
@@ -166,7 +251,8 @@ def _find_or_compile(key: Key) -> _Object:
         if found is None:
             found = _compile(key, "once per machine")
             if _compiler_is_default():
-                _write(folder, name, found)
+                _write(folder, name, replace(found, key=key.name, origin=_origin()))
+                _purge(folder)
         return found
     finally:
         os.close(folder)
@@ -299,7 +385,11 @@ def _read(folder: int, name: str) -> _Object | None:
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_OBJECT_BYTES:
             raise OSError(f"{name} is no plain file of at most {MAX_OBJECT_BYTES} bytes")
         with os.fdopen(os.dup(file), "rb") as stream:
-            return _decode(name, stream.read(MAX_OBJECT_BYTES + 1))
+            made = _decode(name, stream.read(MAX_OBJECT_BYTES + 1))
+        if time.time() - status.st_mtime > _DAY_S:
+            with contextlib.suppress(OSError):
+                os.utime(file)  # it is in use: `_purge` spares it
+        return made
     except (OSError, ValueError) as error:
         _warn_once(f"polyflash compiles anew, as an entry of its kernel cache is damaged: {error}")
         return None
@@ -308,30 +398,31 @@ def _read(folder: int, name: str) -> _Object | None:
 
 
 def _encode(name: str, made: _Object) -> bytes:
-    symbol = made.symbol.encode()
-    return (
-        _HEADER.pack(_MAGIC, SCHEMA, len(symbol), len(made.code), _checksum(name, symbol, made.code))
-        + symbol
-        + made.code
-    )
+    key, symbol = made.key.encode()[:MAX_KEY_BYTES], made.symbol.encode()
+    check = _checksum(name, made.origin, key, symbol, made.code)
+    header = _HEADER.pack(_MAGIC, SCHEMA, len(key), len(symbol), len(made.code), made.origin, check)
+    return header + key + symbol + made.code
 
 
 def _decode(name: str, data: bytes) -> _Object:
     """The object in `data`; ValueError unless every byte is as `_encode` wrote it under this very name."""
     if len(data) < _HEADER.size:
         raise ValueError(f"{name} is truncated")
-    magic, schema, symbol_bytes, code_bytes, checksum = _HEADER.unpack_from(data)
-    symbol = data[_HEADER.size : _HEADER.size + symbol_bytes]
-    code = data[_HEADER.size + symbol_bytes :]
-    if (magic, schema, len(symbol), len(code)) != (_MAGIC, SCHEMA, symbol_bytes, code_bytes):
+    magic, schema, key_bytes, symbol_bytes, code_bytes, origin, checksum = _HEADER.unpack_from(data)
+    if (magic, schema) != (_MAGIC, SCHEMA) or len(
+        data
+    ) != _HEADER.size + key_bytes + symbol_bytes + code_bytes:
         raise ValueError(f"{name} has an unknown header or a wrong length")
-    if checksum != _checksum(name, symbol, code):
+    symbol_at, code_at = _HEADER.size + key_bytes, _HEADER.size + key_bytes + symbol_bytes
+    key, symbol, code = data[_HEADER.size : symbol_at], data[symbol_at:code_at], data[code_at:]
+    if checksum != _checksum(name, origin, key, symbol, code):
         raise ValueError(f"{name} has a wrong checksum")
-    return _Object(symbol.decode(), code)
+    return _Object(symbol.decode(), code, key.decode(), origin)
 
 
-def _checksum(name: str, symbol: bytes, code: bytes) -> bytes:
-    return hashlib.sha256(b"\0".join((name.encode(), symbol, code))).digest()
+def _checksum(name: str, *parts: bytes) -> bytes:
+    lengths = struct.pack(f"<{len(parts)}Q", *map(len, parts))
+    return hashlib.sha256(b"".join((name.encode(), lengths, *parts))).digest()
 
 
 def _write(folder: int, name: str, made: _Object) -> None:
