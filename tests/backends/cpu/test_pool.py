@@ -132,8 +132,16 @@ def own_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No lending to torch's team here (test_team.py has that), whatever ran just before."""
     monkeypatch.setattr(pool, "_openmp", lambda: (0, 0))
     pool._caller.team = None
+    crowd()
     yield
+    crowd(False)
     pool._caller.team = None
+
+
+def crowd(on: bool = True) -> None:
+    """Lets calls have more threads than there are cores: that is where races show."""
+    pool._load()
+    ctypes.c_int64.from_address(pool._grow(0).control + pool.CAPPED).value = not on
 
 
 @pytest.fixture
@@ -331,6 +339,11 @@ def check(times, threads=2):
         array[0] = 0
     assert list(array[1:3]) == [5 * times, 0], list(array)
 
+def crowd(on=True):
+    pool._load()
+    ctypes.c_int64.from_address(pool._grow(0).control + pool.CAPPED).value = not on
+
+crowd()
 runtime_check = runtime.load(Key("check"))
 assert "numba" not in sys.modules
 """
@@ -490,6 +503,7 @@ def test_one_core_for_two_threads_does_not_stall():
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         work = runtime.load(Key("work"))
         array, address = words(8, 60_000)
+        crowd(False)
         def median(threads):
             times = []
             for _ in range(40):
@@ -498,7 +512,6 @@ def test_one_core_for_two_threads_does_not_stall():
                 times.append(time.perf_counter() - start)
             return sorted(times)[len(times) // 2]
         alone, shared = median(1), median(2)
-        assert pool.num_workers() == 1
         assert shared < alone + 0.002, (alone, shared)
     """)
 

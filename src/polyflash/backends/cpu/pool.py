@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from polyflash.backends.cpu import runtime
+from polyflash.backends.cpu import cores, runtime
 
 # Byte offsets in the words a caller passes, and what the first of them may be.
 ROLE, CONTROL = 0, 8
@@ -48,6 +48,7 @@ EPOCH, PARKED = 0, 128
 _CONSTANTS = 256
 LOCK, TRYLOCK, UNLOCK, WAIT, SIGNAL, YIELD, SLEEP, CLOCK, CLOCK_ID = range(_CONSTANTS, _CONSTANTS + 72, 8)
 GETCPU, GETAFFINITY, SETAFFINITY, GETTID = range(_CONSTANTS + 72, _CONSTANTS + 104, 8)
+CAPPED = _CONSTANTS + 104  # 1: no more threads than cores the caller may run on
 _FUNCTIONS = (
     "pthread_mutex_lock",
     "pthread_mutex_trylock",
@@ -126,6 +127,7 @@ class _Workers:
         if all(hasattr(libc, name) for name in _LINUX_FUNCTIONS):
             for index, name in enumerate(_LINUX_FUNCTIONS):
                 self._put(GETCPU + 8 * index, ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0)
+            self._put(CAPPED, 1)
 
     def grow(self, wanted: int, entry: int) -> None:
         """Starts threads until there are `wanted`, or as many as the system grants."""
@@ -200,6 +202,7 @@ _participate: Any = None
 _participate_at: Any = None
 _entry = 0
 _forked = False
+_most = 1  # threads that the CPU quota lets run
 
 
 def run(
@@ -208,12 +211,13 @@ def run(
     """Runs `kernel(arguments, item, scratch)` for items 0 .. num_items-1, issued in that order; then returns.
 
     `kernel` is a native address, `arguments` any word it understands. Each of at most `num_threads` threads
-    has `scratch_bytes` of its own, page-aligned, with undefined contents. One thread or one item stays on the
+    has `scratch_bytes` of its own, page-aligned, with undefined contents; there are never more threads than
+    the CPU quota or the affinity mask of the calling thread has cores. One thread or one item stays on the
     calling thread; with `wake` False so does all that no spinning team is there to share. The GIL is released
     throughout; any number of Python threads may call at once.
     """
     participate = _participate or _load()
-    threads = min(num_threads, num_items, MAX_WORKERS + 1)
+    threads = min(num_threads, num_items, _most)
     team = None
     if threads > 1:
         team = _caller.team
@@ -257,9 +261,10 @@ def _scratch(stride: int, threads: int) -> _Scratch:
 
 
 def _load() -> Any:
-    global _participate, _participate_at, _entry
+    global _participate, _participate_at, _entry, _most
     with _lock:
         if _participate is None:
+            _most = min(cores.quota_threads(), MAX_WORKERS + 1)
             _entry = runtime.load(PoolKey())
             _participate_at = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_entry)
             _participate = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_entry)

@@ -141,6 +141,21 @@ def call3(_typing: Any, function: Any, first: Any, second: Any, third: Any) -> A
 
 
 @intrinsic
+def count_cores(_typing: Any, getaffinity: Any) -> Any:
+    """Cores this thread may run on now; more than anybody has if the system does not say."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        words = _words(builder, pool.CPU_BYTES // 8)
+        failed = _call(builder, args[0], [_I32(0), _I64(pool.CPU_BYTES), words[0]], _I32)
+        total = _I64(0)
+        for word in words:
+            total = builder.add(total, _named(builder, "llvm.ctpop.i64", _I64, [builder.load(word)]))
+        return builder.select(builder.icmp_signed("==", failed, _I32(0)), total, _I64(1 << 20))
+
+    return _WORD(_WORD), emit
+
+
+@intrinsic
 def call_kernel(_typing: Any, kernel: Any, arguments: Any, item: Any, scratch: Any) -> Any:
     """`void kernel(int64 arguments, int64 item, int64 scratch)`"""
     return types.void(_WORD, _WORD, _WORD, _WORD), lambda c, b, _s, a: _nothing(
@@ -350,14 +365,23 @@ def await_items(control: int, slot: int, count: int) -> None:
 
 
 @njit(forceinline=True)
-def run_shared(block: int) -> None:
+def useful_threads(block: int) -> int:
+    """Threads of a call, but no more than cores it may run on: two on one core take turns of milliseconds."""
+    control, threads = peek(block + pool.CONTROL), peek(block + pool.CALLER_THREADS)
+    if peek(control + pool.CAPPED) == 0:
+        return threads
+    return max(1, min(threads, count_cores(peek(control + pool.GETAFFINITY))))
+
+
+@njit(forceinline=True)
+def run_shared(block: int, threads: int) -> None:
     """Publishes a job, works on it and returns when all its items are done; alone if every slot is busy."""
     control = peek(block + pool.CONTROL)
-    slot = free_slot(control)
+    slot = free_slot(control) if threads > 1 else 0
     if slot == 0:
         run_serially(block)
         return
-    items, threads = peek(block + pool.CALLER_ITEMS), peek(block + pool.CALLER_THREADS)
+    items = peek(block + pool.CALLER_ITEMS)
     poke(slot + pool.KERNEL, peek(block + pool.CALLER_KERNEL))
     poke(slot + pool.ARGUMENTS, peek(block + pool.CALLER_ARGUMENTS))
     poke(slot + pool.ITEMS, items)
@@ -391,12 +415,11 @@ def team_spins(block: int, control: int) -> bool:
 @njit(forceinline=True)
 def run_lent(block: int) -> None:
     """The job on torch's team while that spins; otherwise on our own workers, or here if none is to wake."""
-    if not team_spins(block, peek(block + pool.CONTROL)):
-        if peek(block + pool.TEAM_WORD) != 0:
-            run_shared(block)
-        else:
-            run_serially(block)
+    threads = useful_threads(block)
+    if threads == 1 or not team_spins(block, peek(block + pool.CONTROL)):
+        run_shared(block, threads if peek(block + pool.TEAM_WORD) != 0 else 1)
         return
+    poke(block + pool.CALLER_THREADS, threads)
     poke(block + pool.TEAM_FLOAT_MODE, float_mode())
     start_team(block, pool.ROLE_MEMBER)
 
@@ -472,7 +495,7 @@ def participate(block: int) -> int:
     if role == pool.ROLE_SERIAL:
         run_serially(block)
     elif role == pool.ROLE_CALLER:
-        run_shared(block)
+        run_shared(block, useful_threads(block))
     elif role == pool.ROLE_TEAM:
         run_lent(block)
     elif role == pool.ROLE_MEMBER:
