@@ -1,7 +1,7 @@
 """polyflash: one attention function, exact semantics everywhere, the fastest kernel for the device at
 hand."""
 
-from polyflash.api import attention, explain, use_backend
+from polyflash.api import attention, attention_varlen, explain, use_backend
 from polyflash.errors import SpecError, UnsupportedError
 from polyflash.mask import Mask
 from polyflash.merge import AttentionOutput, merge
@@ -16,6 +16,7 @@ __all__ = [
     "SpecError",
     "UnsupportedError",
     "attention",
+    "attention_varlen",
     "explain",
     "merge",
     "use_backend",

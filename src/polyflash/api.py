@@ -1,28 +1,23 @@
-"""The public functions: arguments as users write them, normalised to the primitives of the one op."""
+"""The public functions."""
 
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator
-from numbers import Real
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from polyflash import backends, plan, torch_ops, validate
+from polyflash import backends, plan, torch_ops
 from polyflash import target as targets
+from polyflash.arguments import Causal, Layout, WindowSides, known_backend, normalise
 from polyflash.errors import SpecError, spec_error
-from polyflash.mask import FAR_OFFSET, Mask, checked_window
+from polyflash.mask import Mask
 from polyflash.merge import AttentionOutput
 from polyflash.plan import Plan
 from polyflash.spec import Arguments, Phase
 from polyflash.target import Target
-
-Layout = Literal["bhsd", "bshd"]
-Causal = bool | Literal["bottom_right", "top_left"]
-WindowSides = tuple[int | None, int | None]
 
 
 @overload
@@ -117,28 +112,107 @@ def attention(
     given = out
     if layout != "bhsd":
         q, k, v, out = _to_bhsd(layout, q, k, v, out)
-    args = _arguments(
+    args = normalise(
         q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
         q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
     )  # fmt: skip
-    if torch_ops.autocasting(q.device.type):
-        q, k, v = _autocast(q, k, v)
-    if out is None:
-        result, lse = torch_ops.call(q, k, v, args)
-        if layout != "bhsd":
-            result = result.transpose(1, 2)
-    else:
-        if not isinstance(out, Tensor):
-            raise spec_error(
-                "out", got=type(out).__name__, wanted="a torch.Tensor", change="Use torch.empty()."
-            )
-        needs_grad = out.requires_grad or torch_ops.any_requires_grad(q, k, v, args)
-        if torch.is_grad_enabled() and needs_grad:
-            change = "Use torch.no_grad(), or let the call allocate its result."
-            raise spec_error("out", got="tensors that need gradients", wanted="inference", change=change)
-        lse = torch_ops.call_out(q, k, v, out, args)
-        result = cast(Tensor, given)
+    result, lse = _attend(q, k, v, out, args)
+    if given is not None:
+        result = given
+    elif layout != "bhsd":
+        result = result.transpose(1, 2)
     return AttentionOutput(result, lse) if return_lse else result
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., causal: Causal = ...,
+    window: WindowSides | None = ..., alibi_slopes: Tensor | None = ..., softcap: float = ...,
+    sinks: Tensor | None = ..., scale: float | None = ..., kv_lens: Tensor | None = ...,
+    kv_starts: Tensor | None = ..., q_offset: int | Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ..., return_lse: Literal[False] = ...,
+    out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
+    config: Any = ..., checked: bool = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., causal: Causal = ...,
+    window: WindowSides | None = ..., alibi_slopes: Tensor | None = ..., softcap: float = ...,
+    sinks: Tensor | None = ..., scale: float | None = ..., kv_lens: Tensor | None = ...,
+    kv_starts: Tensor | None = ..., q_offset: int | Tensor | None = ..., dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ..., return_lse: Literal[True],
+    out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
+    config: Any = ..., checked: bool = ...,
+) -> AttentionOutput: ...  # fmt: skip
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: Causal = False,
+    window: WindowSides | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    batch_invariant: bool | None = None,
+    backend: str | None = None,
+    config: Any = None,
+    checked: bool = False,
+) -> Tensor | AttentionOutput:
+    """`attention` of each member of a packed batch: no padding, and no member sees another.
+
+    Member b is rows [cu_seqlens_q[b], cu_seqlens_q[b+1]) of q and keys [cu_seqlens_k[b], cu_seqlens_k[b+1])
+    of k and v; either may be none. All that `attention` says of a request holds for a member, alignment of
+    causal and window, lengths and dropout's counter included. Arguments not listed are those of `attention`.
+
+    Args:
+        q: (total_q, num_q_heads, head_dim), any strides.
+        k: (total_k, num_kv_heads, head_dim), dtype of q.
+        v: (total_k, num_kv_heads, head_dim_v), dtype of q.
+        cu_seqlens_q: int32 (members + 1,): 0, then never falling, at most total_q. Rows beyond its last
+            bound get out 0 and lse -inf, keys beyond belong to nobody, and gradients of both are 0.
+        cu_seqlens_k: int32 (members + 1,), likewise for k and v.
+        max_seqlen_q: at least the longest member's rows; lets a plan on a device know what it may not read.
+            None never synchronises.
+        max_seqlen_k: likewise for keys.
+        alibi_slopes: (num_q_heads,) or (members, num_q_heads).
+        kv_lens: int32 (members,): live keys of each member, counted from its first.
+        kv_starts: int32 (members,): first live key of each member, counted likewise.
+        q_offset: position of a member's row 0 among its keys, int or int32 (members,).
+
+    Returns:
+        (total_q, num_q_heads, head_dim_v), dtype and dense stride order of q; with return_lse=True an
+        `AttentionOutput(out, lse)` with lse (num_q_heads, total_q), fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        SpecError, UnsupportedError: as `attention`. Bounds in tensors on a CPU are always checked, those on
+            a device under checked=True."""
+    rows, keys, values, place = _packed_views(q, k, v, out)
+    args = normalise(
+        rows, keys, values, causal, window, None, None, alibi_slopes, softcap, sinks, scale, kv_lens,
+        kv_starts, q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        change = "attention() takes unpacked batches."
+        raise spec_error("cu_seqlens", got="None", wanted="two int32 tensors", change=change)
+    result, lse = _attend(rows, keys, values, place, args)
+    result = result[0].transpose(0, 1) if out is None else out
+    return AttentionOutput(result, lse[0]) if return_lse else result
 
 
 def explain(
@@ -165,9 +239,14 @@ def explain(
     backend: str | None = None,
     config: Any = None,
     target: str | Target | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Plan:
     """Who would run `attention(...)` with these arguments, with which config, and why every other row would
-    not.
+    not. With `cu_seqlens_q` and `cu_seqlens_k`, who would run `attention_varlen(...)`: q, k, v are then
+    (total, heads, head_dim).
 
     Launches nothing and reads no tensor contents: all may be meta tensors. `target` plans for a device
     that need not be here: "cuda:sm90", "cpu:avx512+amx_bf16", or a `Target`. If an input needs a gradient,
@@ -175,10 +254,12 @@ def explain(
     """
     if layout != "bhsd":
         q, k, v, _ = _to_bhsd(layout, q, k, v, None)
-    args = _arguments(
+    elif cu_seqlens_q is not None or cu_seqlens_k is not None:
+        q, k, v, _ = _packed_views(q, k, v, None)
+    args = normalise(
         q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
         q_offset, dropout_p, 0 if dropout_seed is None else dropout_seed, return_lse, batch_invariant,
-        backend, config, False,
+        backend, config, False, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
     if torch_ops.autocasting(q.device.type):
         q, k, v = _autocast(q, k, v)
@@ -198,11 +279,26 @@ def use_backend(name: str | None) -> Iterator[None]:
     Compiled functions obey it when they are called within it; it cannot itself stand inside `torch.compile`.
     Threads started within it do not inherit it.
     """
-    token = torch_ops.backend_in_use.set(_known_backend(name))
+    token = torch_ops.backend_in_use.set(known_backend(name))
     try:
         yield
     finally:
         torch_ops.backend_in_use.reset(token)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, args: Arguments) -> tuple[Tensor, Tensor]:
+    """The op on (batch, heads, seqlen, head_dim), into `out` if there is one."""
+    if torch_ops.autocasting(q.device.type):
+        q, k, v = _autocast(q, k, v)
+    if out is None:
+        return torch_ops.call(q, k, v, args)
+    if not isinstance(out, Tensor):
+        raise spec_error("out", got=type(out).__name__, wanted="a torch.Tensor", change="Use torch.empty().")
+    needs_grad = out.requires_grad or torch_ops.any_requires_grad(q, k, v, args)
+    if torch.is_grad_enabled() and needs_grad:
+        change = "Use torch.no_grad(), or let the call allocate its result."
+        raise spec_error("out", got="tensors that need gradients", wanted="inference", change=change)
+    return out, torch_ops.call_out(q, k, v, out, args)
 
 
 def _explained(q: Tensor, k: Tensor, v: Tensor, args: Arguments, target: Target) -> Plan:
@@ -217,148 +313,6 @@ def _explained(q: Tensor, k: Tensor, v: Tensor, args: Arguments, target: Target)
     return plan.explain(spec, target, backends.TABLE, backend=backend, config=args.config, backward=backward)
 
 
-def _arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: Causal,
-    window: WindowSides | None,
-    mask: Tensor | Mask | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float,
-    sinks: Tensor | None,
-    scale: float | None,
-    kv_lens: Tensor | None,
-    kv_starts: Tensor | None,
-    q_offset: int | Tensor | None,
-    dropout_p: float,
-    dropout_seed: int | Tensor | None,
-    return_lse: bool,
-    batch_invariant: bool | None,
-    backend: str | None,
-    config: Any,
-    checked: bool,
-) -> Arguments:
-    """The user's arguments as the op's primitives; what needs no tensor is checked here."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        raise validate.explain_shapes(q, k, v)
-    q_segments = k_segments = None
-    if mask is not None and not isinstance(mask, Tensor):
-        structured = _conjunction(mask, causal, window, kv_lens, kv_starts)
-        causal = cast(Causal, structured.alignment or False)
-        window = structured.window_sides
-        kv_lens, kv_starts = structured.kv_lens, structured.kv_starts
-        q_segments, k_segments = structured.q_ids, structured.k_ids
-        mask = None
-    offset = None
-    if causal is not False and causal is not True:
-        offset = _offset_of(causal)
-        causal = True
-    if q_offset is not None:
-        if isinstance(q_offset, Tensor):
-            offset = None
-        else:
-            offset, q_offset = _checked_int("q_offset", q_offset), None
-            offset = max(-FAR_OFFSET, min(offset, FAR_OFFSET))
-    operands = (kv_lens, kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments)
-    if operands.count(None) != len(operands):
-        _check_tensors(operands)
-    left, right = (None, None) if window is None else checked_window(window)
-    dropout_p = _number("dropout_p", dropout_p)
-    dropout_seed = _seed(dropout_seed) if dropout_p else None
-    backend = _known_backend(backend)
-    if config is not None:
-        config = plan.encode_config(config)
-    return Arguments(
-        causal, scale if scale is None else _number("scale", scale), return_lse, left, right, offset, kv_lens,
-        kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments,
-        _number("softcap", softcap), dropout_p, dropout_seed, bool(batch_invariant), bool(checked),
-        backend, config or "",
-    )  # fmt: skip
-
-
-_OPERANDS = (
-    *("kv_lens", "kv_starts", "q_offset", "mask", "bias", "alibi_slopes", "sinks"),
-    *("q_segments", "k_segments"),
-)
-
-
-def _check_tensors(operands: tuple[Any, ...]) -> None:
-    for name, x in zip(_OPERANDS, operands, strict=True):
-        if x is not None and not isinstance(x, Tensor):
-            raise spec_error(
-                name, got=type(x).__name__, wanted="a torch.Tensor", change="Use torch.tensor()."
-            )
-
-
-def _conjunction(
-    mask: Any, causal: Causal, window: Any, kv_lens: Tensor | None, kv_starts: Tensor | None
-) -> Mask:
-    """A `Mask` argument and the keyword arguments that say the same things, as one `Mask`."""
-    if not isinstance(mask, Mask):
-        change = "True = attend."
-        raise spec_error(
-            "mask", got=type(mask).__name__, wanted="a bool tensor or a polyflash.Mask", change=change
-        )
-    whole = mask & Mask.lengths(kv_lens, kv_starts)
-    if causal is not False:
-        whole = whole & Mask.causal("bottom_right" if causal is True else causal)
-    return whole if window is None else whole & Mask.window(*checked_window(window))
-
-
-def _offset_of(causal: Any) -> int | None:
-    if causal == "bottom_right":
-        return None
-    if causal == "top_left":
-        return 0
-    wanted = "False, True, 'bottom_right' or 'top_left'"
-    raise spec_error("causal", got=repr(causal), wanted=wanted, change="True means 'bottom_right'.")
-
-
-def _checked_int(name: str, value: Any) -> Any:
-    if isinstance(value, (int, torch.SymInt)) and torch.compiler.is_compiling():
-        return value  # an int that may change is not to become a constant
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        wanted = "an int or an int32 tensor (batch,)"
-        raise spec_error(name, got=type(value).__name__, wanted=wanted, change="Use int().")
-    value = operator.index(value)
-    if not -(2**63) <= value < 2**63:
-        raise spec_error(name, got=value, wanted="a 64-bit int", change="Far positions are all alike.")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    if type(value) is float:
-        return value
-    if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat)):
-        raise spec_error(name, got=type(value).__name__, wanted="a number", change="Use float().")
-    return float(value)
-
-
-def _seed(seed: int | Tensor | None) -> Tensor:
-    """An int64 scalar tensor on the CPU; drawn from torch's default generator if not given."""
-    if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
-    if isinstance(seed, Tensor):
-        if seed.dtype is not torch.int64 or seed.numel() != 1:
-            got = f"{seed.dtype} {tuple(seed.shape)}"
-            raise spec_error("dropout_seed", got=got, wanted="one int64", change="Use torch.tensor(seed).")
-        return seed.reshape(())
-    return torch.tensor(_checked_int("dropout_seed", seed), dtype=torch.int64)
-
-
-def _known_backend(name: str | None) -> str:
-    if name is None or name == "":
-        return ""
-    if name not in backends.BACKENDS:
-        wanted = f"one of {', '.join(backends.BACKENDS)}, or None"
-        raise spec_error(
-            "backend", got=repr(name), wanted=wanted, change="None takes the best row for the call."
-        )
-    return name
-
-
 def _to_bhsd(layout: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> tuple[Any, ...]:
     """Views of (batch, seqlen, heads, head_dim) tensors as (batch, heads, seqlen, head_dim)."""
     if layout != "bshd":
@@ -371,6 +325,18 @@ def _to_bhsd(layout: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -
                 f"{name}: got {x.ndim} dimensions, wanted 4: (batch, seqlen, heads, head_dim). Use view()"
             )
         views.append(x.transpose(1, 2) if isinstance(x, Tensor) else x)
+    return tuple(views)
+
+
+def _packed_views(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> tuple[Any, ...]:
+    """Views of (total, heads, head_dim) tensors as (1, heads, total, head_dim)."""
+    views = []
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if isinstance(x, Tensor) and x.ndim != 3:
+            wanted = "3: (total, heads, head_dim), with members one behind the other"
+            got = f"{x.ndim} dimensions {tuple(x.shape)}"
+            raise spec_error(name, got=got, wanted=wanted, change="Use flatten(0, 1) on a padded batch.")
+        views.append(x.transpose(0, 1).unsqueeze(0) if isinstance(x, Tensor) else x)
     return tuple(views)
 
 

@@ -5,16 +5,20 @@ Row i of a request stands at position i + offset. It sees the keys j of one inte
     lo = max(kv_start, i + offset - left)                   hi = min(kv_len, i + offset + 1 if causal, i +
     offset + right + 1)
 
-and, with segments, only those whose id equals its own. Loop bounds (`block_range`) and element masks
-(`visible`) are separate functions: a kernel skips whole blocks by the first and compares lanes by the second.
+and, with segments, only those whose id equals its own; with interval lists, only those of the listed
+intervals of its row block. Loop bounds (`block_range`) and element masks (`visible`) are separate functions:
+a kernel skips whole blocks by the first and compares lanes by the second.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyflash.errors import SpecError, spec_error
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FAR_SIDE, FAR_OFFSET = 1 << 61, 1 << 60  # as good as infinite, and sums of them stay 64-bit
 
@@ -27,7 +31,7 @@ class Mask:
     k_ids)`.
 
     `kv_lens`, `kv_starts` (int32 (batch,)) and `q_ids`, `k_ids` (int32 (batch, seqlen)) may be torch tensors
-    on any device; they are kept as given."""
+    on any device; they are kept as given. `bounds` holds interval lists as the op takes them."""
 
     alignment: str | None = None  # "bottom_right" or "top_left": causal; None: not causal
     left: int | None = None
@@ -36,6 +40,8 @@ class Mask:
     kv_starts: Any = None
     q_ids: Any = None
     k_ids: Any = None
+    bounds: Any = None  # int32 (batch or 1, num_q_heads or 1, row blocks, intervals, 2)
+    rows: int | None = None  # query rows of a row block of `bounds`
 
     @staticmethod
     def causal(alignment: str = "bottom_right") -> Mask:
@@ -63,6 +69,52 @@ class Mask:
         """Equal ids see each other; int32 (batch, seqlen_q) and (batch, seqlen_k)."""
         return Mask(q_ids=q_ids, k_ids=k_ids)
 
+    @staticmethod
+    def intervals(starts: Tensor, ends: Tensor, *, rows: int) -> Mask:
+        """Query rows [r·rows, (r+1)·rows) see keys of [starts[..., r, n], ends[..., r, n]).
+
+        Args:
+            starts: int32 (row_blocks, intervals), (batch or 1, row_blocks, intervals) or (batch or 1,
+                num_q_heads or 1, row_blocks, intervals); row_blocks is ceil(seqlen_q / rows).
+            ends: like starts. The intervals of a row block rise and are disjoint; an empty one
+                (start == end) may stand anywhere, and an end may overhang seqlen_k.
+            rows: query rows per list, 1 or more. Keys between the intervals are never read where whole tiles
+                of them are hidden.
+
+        Raises:
+            SpecError: no int32 tensors of one such shape and device, or no positive number of rows.
+        """
+        from torch import stack
+
+        _check_bounds(starts, ends)
+        bounds = stack((starts, ends), -1)
+        if bounds.shape[-2] == 0:
+            bounds = bounds.new_zeros((*bounds.shape[:-2], 1, 2))
+        return Mask(bounds=_four_dimensions(bounds, 1), rows=_positive("rows", rows))
+
+    @staticmethod
+    def blocks(visible: Tensor, *, rows: int, keys: int) -> Mask:
+        """Row block r (of `rows` query rows) sees key block c (of `keys` keys) iff visible[..., r, c].
+
+        `visible` is bool (row_blocks, key_blocks), with batch, or batch and heads (or 1), in front. It
+        becomes interval lists, neighbouring blocks joined; keys beyond the last key block are hidden. On a
+        device, and under torch.compile, lists have room for every possible run, since counting the runs
+        would synchronise.
+
+        Raises:
+            SpecError: no bool tensor of 2 to 4 dimensions, or no positive block sizes.
+        """
+        import torch
+
+        if not isinstance(visible, torch.Tensor) or visible.dtype is not torch.bool or visible.ndim not in (
+            2, 3, 4,
+        ):  # fmt: skip
+            got = f"{visible.dtype} {tuple(visible.shape)}" if hasattr(visible, "dtype") else repr(visible)
+            wanted = "a bool tensor (row_blocks, key_blocks), batch and heads in front or not"
+            raise spec_error("blocks", got=got, wanted=wanted, change="True = attend.")
+        rows, keys = _positive("rows", rows), _positive("keys", keys)
+        return Mask(bounds=_four_dimensions(_runs_of(visible, keys), 1), rows=rows)
+
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             return NotImplemented
@@ -72,7 +124,7 @@ class Mask:
             left=_smaller(self.left, other.left),
             right=_smaller(self.right, other.right),
         )
-        for name in ("kv_lens", "kv_starts", "q_ids", "k_ids"):
+        for name in ("kv_lens", "kv_starts", "q_ids", "k_ids", "bounds", "rows"):
             merged = replace(merged, **{name: _only(name, getattr(self, name), getattr(other, name))})
         return merged
 
@@ -80,8 +132,9 @@ class Mask:
     def window_sides(self) -> Window:
         return self.left, self.right
 
-    def visible(self, i: int, j: int, *, seqlen_q: int, seqlen_k: int, batch: int = 0) -> bool:
-        """May row i of request `batch` see key j? For reading and for tests; kernels compare intervals."""
+    def visible(self, i: int, j: int, *, seqlen_q: int, seqlen_k: int, batch: int = 0, head: int = 0) -> bool:
+        """May row i of request `batch` and query head `head` see key j? For reading and for tests; kernels
+        compare intervals."""
         live = seqlen_k if self.kv_lens is None else int(self.kv_lens[batch])
         start = 0 if self.kv_starts is None else int(self.kv_starts[batch])
         offset = 0 if self.alignment == "top_left" else live - seqlen_q
@@ -94,7 +147,69 @@ class Mask:
             kv_start=start,
         )
         same = self.q_ids is None or int(self.q_ids[batch][i]) == int(self.k_ids[batch][j])
-        return lo <= j < hi and same
+        return lo <= j < hi and same and self._listed(i, j, batch, head)
+
+    def _listed(self, i: int, j: int, batch: int, head: int) -> bool:
+        if self.bounds is None or self.rows is None:
+            return True
+        entries, heads = self.bounds.shape[:2]
+        lists = self.bounds[batch if entries > 1 else 0, head if heads > 1 else 0, i // self.rows]
+        return any(start <= j < end for start, end in lists.tolist())
+
+
+def _check_bounds(starts: Any, ends: Any) -> None:
+    import torch
+
+    for name, x in (("starts", starts), ("ends", ends)):
+        if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
+            got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
+            wanted = "an int32 tensor (row_blocks, intervals), batch and heads in front or not"
+            raise spec_error(f"intervals {name}", got=got, wanted=wanted, change="Use .to(torch.int32).")
+    if starts.ndim not in (2, 3, 4):
+        wanted = "(row_blocks, intervals), (batch, row_blocks, intervals) or (batch, heads, row_blocks, ...)"
+        change = "Use unsqueeze() where a dimension is missing."
+        raise spec_error("intervals starts", got=tuple(starts.shape), wanted=wanted, change=change)
+    if starts.shape != ends.shape or starts.device != ends.device:
+        got, wanted = f"{tuple(ends.shape)} on {ends.device}", f"{tuple(starts.shape)} on {starts.device}"
+        raise spec_error("intervals ends", got=got, wanted=wanted, change="Each interval has both bounds.")
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+        change = "It is a number of positions per block."
+        raise spec_error(f"intervals {name}", got=repr(value), wanted="an int, 1 or more", change=change)
+    return value  # type: ignore[no-any-return]
+
+
+def _four_dimensions(x: Tensor, trailing: int) -> Tensor:
+    """(batch, heads, row_blocks, intervals) and `trailing` more dimensions, from fewer leading ones."""
+    missing = 4 + trailing - x.ndim
+    if missing == 2:
+        return x[None, None]
+    return x.unsqueeze(1) if missing else x
+
+
+def _runs_of(visible: Tensor, keys: int) -> Tensor:
+    """Runs of True along the last dimension as int32 intervals in keys, (..., runs, 2); spare ones are (0,
+    0)."""
+    import torch
+
+    edges = torch.nn.functional.pad(visible.int(), (1, 1)).diff(
+        dim=-1
+    )  # 1 where a run starts, -1 where it ends
+    spare = (visible.shape[-1] + 1) // 2
+    countable = type(visible) is torch.Tensor and visible.device.type == "cpu"
+    if countable and visible.numel() and not torch.compiler.is_compiling():
+        spare = int((edges == 1).sum(-1).max())
+    spare = max(1, spare)
+    at = torch.arange(edges.shape[-1], dtype=torch.int32, device=visible.device) * keys
+    sides = []
+    for sign in (1, -1):
+        hit = edges == sign
+        place = torch.where(hit, hit.cumsum(-1) - 1, spare)  # what is no edge goes to a slot that is cut off
+        side = at.new_zeros((*visible.shape[:-1], spare + 1))
+        sides.append(side.scatter_(-1, place, at.expand(hit.shape))[..., :spare])
+    return torch.stack(sides, -1)
 
 
 def checked_window(window: Window) -> Window:
@@ -185,7 +300,7 @@ def _smaller(a: int | None, b: int | None) -> int | None:
 
 
 def _only(name: str, a: Any, b: Any) -> Any:
-    same = a is b or (isinstance(a, str) and a == b)  # tensors are compared by identity: == would read them
+    same = a is b or (isinstance(a, (str, int)) and a == b)  # tensors by identity: == would read them
     if a is not None and b is not None and not same:
         raise SpecError(f"mask: two different {name} in one conjunction. Combine them into one before `&`")
     return b if a is None else a

@@ -12,7 +12,7 @@ from typing import Any
 
 from polyflash.capability import Capability
 from polyflash.errors import UnsupportedError, spec_error
-from polyflash.spec import AttentionSpec
+from polyflash.spec import AttentionSpec, Feature
 from polyflash.target import Target
 from polyflash.work import Work, work_of
 
@@ -59,10 +59,14 @@ class Plan:
     def __str__(self) -> str:
         s = self.spec
         kind = "causal" if s.causal else "full"
+        packed = Feature.VARLEN in s.features
+        batch, lengths = (f"members={s.members}", "total") if packed else (f"batch={s.batch}", "seqlen")
         lines = [
-            f"attention {kind} {s.dtype} batch={s.batch} heads={s.num_q_heads}/{s.num_kv_heads}"
-            f" seqlen={s.seqlen_q}x{s.seqlen_k} head_dim={s.head_dim}/{s.head_dim_v} on {self.target.name}",
-            f"  work: {self.work.flops / 1e9:.3g} GFLOP, {self.work.bytes / 1e6:.3g} MB",
+            f"attention {kind} {s.dtype} {batch} heads={s.num_q_heads}/{s.num_kv_heads}"
+            f" {lengths}={s.seqlen_q}x{s.seqlen_k} head_dim={s.head_dim}/{s.head_dim_v}"
+            f" on {self.target.name}",
+            f"  work: {'at most ' if packed else ''}{self.work.flops / 1e9:.3g} GFLOP,"
+            f" {self.work.bytes / 1e6:.3g} MB",
         ]
         for v in self.verdicts:
             mark = "chosen" if v.row is self.chosen else "could run" if not v.reasons else "refused"
@@ -151,4 +155,6 @@ def explain(
     chosen = next((v.row for v in verdicts if not v.reasons), None)
     picked, rung = choose_config(chosen, spec, target, config) if chosen else (None, "none")
     notes = tuple(picked.notes(spec)) if picked is not None else ()
+    if Feature.VARLEN in spec.features:
+        notes = (*notes, "packed: cu_seqlens are not read, so the work is that of the longest members")
     return Plan(spec, target, chosen, picked, rung, tuple(verdicts), work_of(spec), notes, backward)

@@ -58,6 +58,8 @@ def attention_reference(
     position = _positions(seqlen_q, live, (causal, rules.alignment), q_offset)
     j = torch.arange(seqlen_k, device=q.device)
     visible = _visible(position, j, causal, window, rules) & (j >= start) & (j < live)
+    if rules.bounds is not None and rules.rows is not None:
+        visible = visible & _listed(rules.bounds.to(q.device), rules.rows, seqlen_q, j)
     if isinstance(mask, Tensor):
         visible = visible & mask
     if bias is not None:
@@ -108,11 +110,15 @@ def varlen_reference(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
 ) -> AttentionOutput:
-    """`attention_reference` of each member; q (total_q, Hq, D), k, v (total_k, Hkv, ·), cu_seqlens (batch +
-    1,). Returns out (total_q, Hq, Dv) and lse (Hq, total_q); rows beyond the last member are 0 and -inf."""
+    """`attention_reference` of each member; q (total_q, Hq, D), k, v (total_k, Hkv, ·), cu_seqlens (members
+    + 1,), kv_lens, kv_starts and q_offset per member. Returns out (total_q, Hq, Dv) and lse (Hq, total_q);
+    rows beyond the last member are 0 and -inf."""
     rows, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     outs, lses = [], []
     for b in range(len(rows) - 1):
@@ -122,7 +128,9 @@ def varlen_reference(
         out, lse = attention_reference(
             one_q, one_k, one_v, causal=causal, window=window, alibi_slopes=slopes, softcap=softcap,
             sinks=sinks, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, layout="bshd",
-            first_batch=b,
+            first_batch=b, kv_lens=None if kv_lens is None else kv_lens[b : b + 1],
+            kv_starts=None if kv_starts is None else kv_starts[b : b + 1],
+            q_offset=q_offset[b : b + 1] if isinstance(q_offset, Tensor) else q_offset,
         )  # fmt: skip
         outs.append(out[0])
         lses.append(lse[0])
@@ -249,6 +257,13 @@ def _visible(
         q_ids, k_ids = (torch.as_tensor(x, device=j.device) for x in (rules.q_ids, rules.k_ids))
         visible = visible & (q_ids[:, None, :, None] == k_ids[:, None, None, :])
     return visible
+
+
+def _listed(bounds: Tensor, rows: int, seqlen_q: int, j: Tensor) -> Tensor:
+    """Which key j an interval list of a row's block of `rows` rows holds; bool (batch or 1, heads or 1,
+    seqlen_q, keys)."""
+    inside = (bounds[..., :1] <= j) & (j < bounds[..., 1:])
+    return inside.any(-2).repeat_interleave(rows, -2)[..., :seqlen_q, :]
 
 
 class _Finite(torch.autograd.Function):

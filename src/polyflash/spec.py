@@ -108,6 +108,10 @@ class AttentionSpec:
     offset: int | None = None  # None: seqlen_k - seqlen_q
     scale: float | None = None
     needs_grad: bool = False
+    # Packed members: batch is 1, seqlen_q and seqlen_k are the totals, and these are all that is known.
+    members: int = 0
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
 
     @property
     def group(self) -> int:

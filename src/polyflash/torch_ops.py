@@ -21,6 +21,8 @@ from torch.autograd import forward_ad, profiler
 from polyflash import backends, env, plan, target, validate
 from polyflash.errors import SpecError, UnsupportedError, spec_error
 from polyflash.plan import Launch
+from polyflash.results import NO_LSE, empty_gradients, no_keys, owned
+from polyflash.results import outputs as _outputs
 from polyflash.spec import MANY_KEYS, SMALL_ROWS, Arguments, AttentionSpec, Phase, features_of
 
 _ARGUMENTS = (
@@ -199,33 +201,10 @@ def spec_of(
         offset=args.offset,
         scale=args.scale,
         needs_grad=any_requires_grad(q, k, v, args),
+        members=0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1,
+        max_seqlen_q=args.max_seqlen_q,
+        max_seqlen_k=args.max_seqlen_k,
     )
-
-
-def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
-    """An empty (batch, heads, seqlen, head_dim) in the dense stride order of `like`; contiguous if it has
-    none."""
-    batch, heads, seqlen, _ = like.shape
-    if like.is_contiguous():
-        return like.new_empty((batch, heads, seqlen, head_dim))
-    strides = like.stride()
-    if strides[3] != 1 or 0 in strides:
-        return like.new_empty((batch, heads, seqlen, head_dim))
-    order = sorted(range(3), key=lambda d: strides[d], reverse=True)
-    dense = like.new_empty((*(like.shape[d] for d in order), head_dim))
-    return dense.permute(*(order.index(d) for d in range(3)), 3)
-
-
-_NO_LSE = torch.empty(0)
-
-
-def _outputs(q: Tensor, v: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:
-    same = q.shape[3] == v.shape[3] and q.is_contiguous()
-    out = torch.empty_like(q) if same else empty_in_order_of(q, v.shape[3])
-    if not need_lse:
-        return out, _NO_LSE if q.device.type == "cpu" else q.new_empty(0)
-    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return out, torch.empty(q.shape[:3], dtype=kind, device=q.device)
 
 
 def _validated(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Arguments:
@@ -248,6 +227,15 @@ def _classify(x: Any) -> Any:
 def _length_class(n: int) -> int:
     """0, 1, up to 16 rows, up to 32 rows, prefill."""
     return 4 if n > 2 * SMALL_ROWS else 3 if n > SMALL_ROWS else 2 if n > 1 else n
+
+
+def _longest_class(args: Arguments) -> tuple[int | None, bool | None]:
+    """Of packed members, what `_length_class` and MANY_KEYS are of a batch."""
+    longest_q, longest_k = args.max_seqlen_q, args.max_seqlen_k
+    return (
+        None if longest_q is None else _length_class(longest_q),
+        None if longest_k is None else longest_k >= MANY_KEYS,
+    )
 
 
 def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]) -> Launch:
@@ -279,6 +267,8 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         seqlen_k >= MANY_KEYS,
         *map(_classify, rest),
     )
+    if args.max_seqlen_q is not None or args.max_seqlen_k is not None:
+        key += _longest_class(args)
     launch = _routes.get(key)
     if launch is None:
         if len(_routes) >= _KEPT_ROUTES:
@@ -308,7 +298,7 @@ def _refuse_statically(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Argu
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out, lse = _attend(q, k, v, Arguments(*rest), rest)
-    return out, q.new_empty(0) if lse is _NO_LSE else lse  # an op's results are its own
+    return out, q.new_empty(0) if lse is NO_LSE else lse  # an op's results are its own
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -326,31 +316,21 @@ def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Te
     result, lse = _run(launch, q, k, v, out if direct else fresh, lse, args)
     if result is not out:
         out.copy_(result)
-    return q.new_empty(0) if lse is _NO_LSE else lse
+    return q.new_empty(0) if lse is NO_LSE else lse
 
 
 def _run(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor]:
     device = launch.spec.device
-    if (args.kv_lens is not None or args.kv_starts is not None) and (device == "cpu" or args.checked):
-        validate.check_contents(args, k.shape[2])
+    if validate.has_contents(args) and (device == "cpu" or args.checked):
+        validate.check_contents(args, q.shape[2], k.shape[2])
     if out.numel() == 0 or k.shape[2] == 0:
-        return _no_keys(out, lse, args)
+        return no_keys(out, lse, args)
     if autocasting(device):
         with torch.autocast(device, enabled=False):
             return launch.run(launch, q, k, v, out, lse, args)
     return launch.run(launch, q, k, v, out, lse, args)
-
-
-def _no_keys(out: Tensor, lse: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    """Zero sizes: every row is empty. A sink, if there is one, is the whole denominator."""
-    out.zero_()
-    if args.need_lse:
-        lse.fill_(-torch.inf)
-        if args.sinks is not None:
-            lse.copy_(args.sinks.to(lse.dtype)[None, :, None].expand_as(lse))
-    return out, lse
 
 
 def _backward(
@@ -366,11 +346,12 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     args = Arguments(*rest)
     likes = (q, k, v, args.bias, args.sinks)
-    results = _empty_gradients(likes, needs)
+    results = empty_gradients(likes, needs)
     if out.numel() == 0 or k.shape[2] == 0:
         for result, like in zip(results, likes, strict=True):
             result.zero_()
             if like is args.sinks and dlse is not None and result.numel():
+                dlse = dlse.masked_fill(~owned(args, dlse.shape[2], dlse.device), 0.0)
                 result.copy_(dlse.sum(dim=(0, 2)))
         return results
     args = args._replace(config="")
@@ -382,19 +363,6 @@ def _backward(
         if need:
             result.copy_(gradient)
     return results
-
-
-def _empty_gradients(likes: tuple[Any, ...], needs: list[bool]) -> tuple[Tensor, ...]:
-    """One fresh tensor per differentiable operand; those not asked for have no elements."""
-    fresh = []
-    for i, (like, need) in enumerate(zip(likes, needs, strict=True)):
-        if like is None or not need:
-            fresh.append(torch.empty(0, device=likes[0].device))
-        elif i < _N_FIRST:
-            fresh.append(empty_in_order_of(like, like.shape[3]))
-        else:
-            fresh.append(like.new_empty(like.shape))
-    return tuple(fresh)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -421,7 +389,7 @@ def _fake_backward(
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     args = Arguments(*rest)
-    return _empty_gradients((q, k, v, args.bias, args.sinks), needs)
+    return empty_gradients((q, k, v, args.bias, args.sinks), needs)
 
 
 def _saved(ctx: Any, inputs: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:

@@ -104,6 +104,13 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> None:
     """Shapes, dtypes and devices of the optional operands; ranges of the scalars."""
     batch, num_q_heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[2]
+    if args.cu_seqlens_q is not None or args.cu_seqlens_k is not None:
+        batch = _check_packing(q, args)
+    elif args.max_seqlen_q is not None or args.max_seqlen_k is not None:
+        change = "Drop it: the lengths of unpacked calls are those of q and k."
+        raise spec_error("max_seqlen", got="no cu_seqlens", wanted="packed members", change=change)
+    if args.intervals is not None:
+        _check_intervals(args.intervals, args.interval_rows, (batch, num_q_heads, seqlen_q), q.device)
     if args.scale is not None and not math.isfinite(args.scale):
         raise spec_error(
             "scale", got=args.scale, wanted="a finite number", change="None means 1/sqrt(head_dim)."
@@ -141,17 +148,123 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> None:
         _check_per_head("sinks", args.sinks, ((num_q_heads,),), q.device)
 
 
-def check_contents(args: Arguments, seqlen_k: int) -> None:
-    """The values of length tensors; reads them, so on a device it synchronises."""
+def _check_packing(q: Tensor, args: Arguments) -> int:
+    """The operands of a packed call; returns the number of its members."""
+    for name in ("mask", "bias", "q_segments", "k_segments", "intervals"):
+        if getattr(args, name) is not None:
+            change = "Its shape belongs to a padded batch; give causal, window, kv_lens or kv_starts."
+            raise spec_error(name, got="one", wanted="none beside cu_seqlens", change=change)
+    if q.shape[0] != 1:
+        change = "Packed members stand one behind the other in one row of heads."
+        raise spec_error("q batch", got=q.shape[0], wanted="1 beside cu_seqlens", change=change)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        x = getattr(args, name)
+        if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32 or x.ndim != 1 or x.shape[0] == 0:
+            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+            change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
+            raise spec_error(name, got=got, wanted="int32 tensor (members + 1,)", change=change)
+        if x.device != q.device:
+            change = "Move it with .to()."
+            raise spec_error(f"{name} device", got=x.device, wanted=f"{q.device}, as q", change=change)
+    members, members_k = (x.shape[0] - 1 for x in (args.cu_seqlens_q, args.cu_seqlens_k))  # type: ignore[union-attr]
+    if members != members_k:
+        change = "A member without rows or keys has equal neighbours in its list."
+        wanted = f"{members} members, as cu_seqlens_q"
+        raise spec_error("cu_seqlens_k", got=f"{members_k} members", wanted=wanted, change=change)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        longest = getattr(args, name)
+        if longest is not None and longest < 0:
+            raise spec_error(name, got=longest, wanted="0 or more, or None", change="None asks for no bound.")
+    return members
+
+
+def _check_intervals(x: Tensor, rows: int, sizes: tuple[int, int, int], device: torch.device) -> None:
+    batch, num_q_heads, seqlen_q = sizes
+    change = "Use Mask.intervals(starts, ends, rows=...) or Mask.blocks(visible, rows=..., keys=...)."
+    if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32 or x.ndim != 5 or x.shape[4] != 2:
+        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        wanted = "int32 tensor (batch or 1, num_q_heads or 1, row_blocks, intervals, 2)"
+        raise spec_error("intervals", got=got, wanted=wanted, change=change)
+    if rows < 1:
+        raise spec_error("interval_rows", got=rows, wanted="1 or more rows per row block", change=change)
+    row_blocks = (seqlen_q + rows - 1) // rows
+    if x.shape[2] != row_blocks:
+        wanted = f"{row_blocks}: ceil(seqlen_q / rows) = ceil({seqlen_q} / {rows})"
+        change = "Give one list per row block, the last one included if it is cut short."
+        raise spec_error("intervals row blocks", got=x.shape[2], wanted=wanted, change=change)
+    if x.shape[0] not in (1, batch) or x.shape[1] not in (1, num_q_heads) or x.shape[3] == 0:
+        wanted = f"({batch} or 1, {num_q_heads} or 1, {row_blocks}, 1 or more, 2)"
+        change = "Size 1 stands for every batch entry or query head."
+        raise spec_error("intervals shape", got=tuple(x.shape), wanted=wanted, change=change)
+    if x.device != device:
+        change = "Move starts and ends with .to()."
+        raise spec_error("intervals device", got=x.device, wanted=f"{device}, as q", change=change)
+
+
+def has_contents(args: Arguments) -> bool:
+    """Does a call have operands whose values say which memory is read?"""
+    return not (args.kv_lens is args.kv_starts is args.intervals is args.cu_seqlens_q is None)
+
+
+def check_contents(args: Arguments, seqlen_q: int, seqlen_k: int) -> None:
+    """The values of length tensors, member bounds and interval lists, for tensors of `seqlen_q` rows and
+    `seqlen_k` keys; reads them, so on a device it synchronises."""
+    keys: int | Tensor = seqlen_k
+    if args.cu_seqlens_q is not None and args.cu_seqlens_k is not None:
+        _check_bounds("q", args.cu_seqlens_q, args.max_seqlen_q, seqlen_q)
+        keys = _check_bounds("k", args.cu_seqlens_k, args.max_seqlen_k, seqlen_k)
     for name in ("kv_lens", "kv_starts"):
         lengths = getattr(args, name)
-        if lengths is None:
+        if lengths is None or lengths.numel() == 0:
             continue
-        values = lengths.tolist()
-        if values and (min(values) < 0 or max(values) > seqlen_k):
-            got = f"values in [{min(values)}, {max(values)}]"
-            change = f"A length counts keys of k, which has {seqlen_k}."
-            raise spec_error(name, got=got, wanted=f"values in [0, {seqlen_k}]", change=change)
+        wrong = (lengths < 0) | (lengths > keys)
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            top = int(keys[at]) if isinstance(keys, torch.Tensor) else keys
+            change = f"A length counts keys of its request, which has {top}."
+            got = f"{int(lengths[at])} for request {at}"
+            raise spec_error(name, got=got, wanted=f"values in [0, {top}]", change=change)
+    if args.intervals is not None:
+        _check_rising(args.intervals)
+
+
+def _check_bounds(side: str, cu_seqlens: Tensor, longest: int | None, total: int) -> Tensor:
+    """The bounds of packed members; returns their lengths, int64 (members,)."""
+    name, unit = f"cu_seqlens_{side}", "rows" if side == "q" else "keys"
+    bounds = cu_seqlens.long()
+    lengths = bounds.diff()
+    first, last = int(bounds[0]), int(bounds[-1])
+    change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
+    if first != 0:
+        raise spec_error(name, got=f"{first} first", wanted="0 first", change=change)
+    if lengths.numel() == 0:
+        return lengths
+    least, most = (int(x) for x in lengths.aminmax())
+    if least < 0:
+        at = int(lengths.argmin())
+        got = f"{int(bounds[at + 1])} after {int(bounds[at])} (member {at})"
+        raise spec_error(name, got=got, wanted="bounds that never fall", change=change)
+    if last > total:
+        wanted = f"at most {total}, the {unit} of {side}"
+        raise spec_error(name, got=f"{last} last", wanted=wanted, change=change)
+    if longest is not None and longest < most:
+        change = "Give the longest member's length, or None."
+        raise spec_error(f"max_seqlen_{side}", got=longest, wanted=f"{most} or more", change=change)
+    return lengths
+
+
+def _check_rising(intervals: Tensor) -> None:
+    """Each list rises and is disjoint; empty intervals are skipped."""
+    starts, ends = intervals.unbind(-1)
+    reached = torch.where(starts < ends, ends, 0).cummax(-1).values  # int32: the highest end so far
+    before = torch.nn.functional.pad(reached[..., :-1], (1, 0))
+    wrong = (starts < 0) | (ends < starts) | ((starts < ends) & (starts < before))
+    if bool(wrong.any()):
+        at = tuple(wrong.nonzero()[0].tolist())
+        pair = f"[{int(starts[at])}, {int(ends[at])}) at (batch, head, row block, interval) {at}"
+        got = pair if int(before[at]) == 0 else f"{pair} after an end of {int(before[at])}"
+        wanted = "intervals with 0 <= start <= end that rise and are disjoint"
+        raise spec_error("intervals", got=got, wanted=wanted, change="Sort and join those of a row block.")
 
 
 def check_out(out: Tensor, q: Tensor, head_dim_v: int) -> None:

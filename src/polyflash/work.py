@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from polyflash.dtypes import BY_NAME
 from polyflash.mask import visible_pairs
-from polyflash.spec import AttentionSpec, Phase
+from polyflash.spec import AttentionSpec, Feature, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,15 @@ class Work:
 
 
 def work_of(spec: AttentionSpec) -> Work:
-    """Lengths, masks and segments given as tensors are not read: such a call is counted as if all keys were
-    live."""
-    offset = spec.seqlen_k - spec.seqlen_q if spec.offset is None else spec.offset
-    pairs = visible_pairs(spec.seqlen_q, spec.seqlen_k, offset=offset, causal=spec.causal, window=spec.window)
+    """Lengths, masks, segments, interval lists and bounds of packed members are tensors and not read: such a
+    call is counted as if all keys were live, and members as `_packed_pairs` says."""
+    if Feature.VARLEN in spec.features:
+        pairs = _packed_pairs(spec)
+    else:
+        offset = spec.seqlen_k - spec.seqlen_q if spec.offset is None else spec.offset
+        pairs = visible_pairs(
+            spec.seqlen_q, spec.seqlen_k, offset=offset, causal=spec.causal, window=spec.window
+        )
     heads = spec.batch * spec.num_q_heads
     flops = 2.0 * (spec.head_dim + spec.head_dim_v) * heads * pairs
     queries = spec.batch * spec.num_q_heads * spec.seqlen_q
@@ -34,3 +39,15 @@ def work_of(spec: AttentionSpec) -> Work:
     if spec.phase is Phase.BACKWARD:
         return Work(2.5 * flops, 2.0 * elements * size)
     return Work(flops, float(elements * size))
+
+
+def _packed_pairs(spec: AttentionSpec) -> int:
+    """The most visible pairs that members of these totals and of at most these lengths can have: every row
+    sees the longest member's keys, or its whole window."""
+    rows, keys = spec.seqlen_q, spec.seqlen_k
+    longest_q = rows if spec.max_seqlen_q is None else min(spec.max_seqlen_q, rows)
+    longest_k = keys if spec.max_seqlen_k is None else min(spec.max_seqlen_k, keys)
+    left, right = spec.window
+    right = 0 if spec.causal else right
+    width = longest_k if left is None or right is None else min(longest_k, left + right + 1)
+    return min(rows * width, keys * longest_q)

@@ -10,7 +10,7 @@ One pass over tiles in a fixed order, no atomics: bitwise repeatable. Accumulato
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,7 @@ from polyflash.backends.torch.forward import (
     score_tile,
     store_rows,
 )
+from polyflash.backends.torch.packed import runs
 from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
@@ -169,6 +170,54 @@ def accumulate(
         totals.dk *= part.scale
 
 
+def accumulate_all(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    args: Arguments,
+    totals: Gradients,
+    config: Config,
+    *,
+    first_batch: int = 0,
+) -> None:
+    """All parts of a batch."""
+    for part in parts(q, k, v, args, config, first_batch=first_batch):
+        own = slice(part.first, part.first + part.entries)
+        dk, dv = (None if x is None else x[own] for x in (totals.dk, totals.dv))
+        accumulate(part, dout, dlse, out, lse, replace(totals, dk=dk, dv=dv), config)
+
+
+def accumulate_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    args: Arguments,
+    totals: Gradients,
+    config: Config,
+) -> None:
+    """Each run of packed members as a batch; what belongs to no member keeps its zeros."""
+    for members in runs(args, q.shape[2], k.shape[2]):
+        rows, keys = members.rows_of, members.keys_of
+        own = replace(
+            totals,
+            dq=None if totals.dq is None else rows(totals.dq),
+            dk=None if totals.dk is None else keys(totals.dk),
+            dv=None if totals.dv is None else keys(totals.dv),
+        )
+        accumulate_all(
+            rows(q), keys(k), keys(v), rows(dout), None if dlse is None else rows(dlse), rows(out), rows(lse),
+            members.arguments(args), own, config, first_batch=members.first,
+        )  # fmt: skip
+
+
 def run(
     launch: Launch,
     dout: Tensor,
@@ -184,18 +233,19 @@ def run(
     """dq, dk, dv, dbias, dsinks, each with its operand's shape and dtype; None where `needs` is False."""
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
     with torch.no_grad():
-        dq = torch.empty_like(q) if needs[0] else None
+        packed = args.cu_seqlens_q is not None
+        dq = None if not needs[0] else torch.zeros_like(q) if packed else torch.empty_like(q)
         heads = (k.shape[1], q.shape[1] // k.shape[1])
         dsinks = q.new_zeros(heads, dtype=kind) if needs[4] and args.sinks is not None else None
         dk, dv, dbias = (
             torch.zeros(x.shape, dtype=kind, device=q.device) if need and x is not None else None
             for x, need in zip((k, v, args.bias), needs[1:4], strict=True)
         )
-        for part in parts(q, k, v, args, launch.config):
-            own = slice(part.first, part.first + part.entries)
-            dk_own, dv_own = (None if x is None else x[own] for x in (dk, dv))
-            totals = Gradients(dq, dk_own, dv_own, dbias, dsinks)
-            accumulate(part, dout, dlse, out, lse, totals, launch.config)
+        totals = Gradients(dq, dk, dv, dbias, dsinks)
+        if packed:
+            accumulate_packed(q, k, v, dout, dlse, out, lse, args, totals, launch.config)
+        else:
+            accumulate_all(q, k, v, dout, dlse, out, lse, args, totals, launch.config)
     results = []
     for total, like in ((dq, q), (dk, k), (dv, v), (dbias, args.bias), (dsinks, args.sinks)):
         results.append(None if total is None or like is None else total.to(like.dtype).reshape(like.shape))

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from polyflash import mask as masks
 from polyflash.backends.torch.configs import Config
+from polyflash.backends.torch.intervals import listed, lists_of, touches
+from polyflash.backends.torch.packed import runs
 from polyflash.backends.torch.philox import kept
 from polyflash.errors import spec_error
 from polyflash.spec import Arguments
@@ -54,6 +56,7 @@ class Part:
     bias: Tensor | None
     slopes: Tensor | None  # (b | 1, Hkv, G, 1, 1)
     sinks: Tensor | None  # (1, Hkv, G, 1, 1)
+    intervals: Tensor | None  # (b | 1, Hkv | 1, G | 1, row blocks, intervals, 2)
     planes: Tensor | None  # (b, Hkv, G): head + num_q_heads·batch, for dropout
 
     def of(self, x: Tensor) -> Tensor:
@@ -69,18 +72,24 @@ class Scores(NamedTuple):
     cap: Tensor | None  # tanh(scale·q·k / softcap)
 
 
-def parts(q: Tensor, k: Tensor, v: Tensor, args: Arguments, config: Config) -> Iterator[Part]:
+def parts(
+    q: Tensor, k: Tensor, v: Tensor, args: Arguments, config: Config, *, first_batch: int = 0
+) -> Iterator[Part]:
     """Cuts the batch so that a score tile stays within the config's bound, and to single entries where
-    their bounds are known on the host or their bits must not depend on the others."""
+    their bounds are known on the host or their bits must not depend on the others. `first_batch` is the
+    index of entry 0 in dropout's counter."""
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     num_kv_heads, seqlen_k = k.shape[1], k.shape[2]
     group = num_q_heads // num_kv_heads
     tile = num_q_heads * min(seqlen_q, config.block_m) * min(seqlen_k, config.block_n)
     lengths = (args.kv_lens, args.kv_starts, args.q_offset)
     on_host = any(x is not None and x.device.type == "cpu" for x in lengths)
-    step = 1 if on_host or args.batch_invariant else max(1, config.max_scores // tile)
+    step = 1 if on_host or args.batch_invariant else max(1, config.max_scores // max(1, tile))
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    mask, bias = (None if x is None else _grouped(x, num_kv_heads, group) for x in (args.mask, args.bias))
+    mask, bias, intervals = (
+        None if x is None else _grouped(x, num_kv_heads, group)
+        for x in (args.mask, args.bias, args.intervals)
+    )
     slopes, sinks = (
         None if x is None else x.to(kind).reshape(-1, num_kv_heads, group, 1, 1)
         for x in (args.alibi_slopes, args.sinks)
@@ -93,7 +102,7 @@ def parts(q: Tensor, k: Tensor, v: Tensor, args: Arguments, config: Config) -> I
         offset = kv_len - seqlen_q if args.offset is None else args.offset
         planes = None
         if args.dropout_p:
-            planes = torch.arange(b * num_q_heads, (b + entries) * num_q_heads, device=q.device)
+            planes = torch.arange(entries * num_q_heads, device=q.device) + (first_batch + b) * num_q_heads
             planes = planes.view(entries, num_kv_heads, group)
         yield Part(
             args=args,
@@ -113,12 +122,14 @@ def parts(q: Tensor, k: Tensor, v: Tensor, args: Arguments, config: Config) -> I
             bias=_entries(bias, b, entries),
             slopes=_entries(slopes, b, entries),
             sinks=sinks,
+            intervals=_entries(intervals, b, entries),
             planes=planes,
         )
 
 
 def _grouped(x: Tensor, num_kv_heads: int, group: int) -> Tensor:
-    """A tensor that broadcasts to (B, Hq, Sq, Sk) as a view of 5 dimensions, not expanded."""
+    """A tensor that broadcasts to (B, Hq, Sq, Sk), or (B | 1, Hq | 1, ...), as a view with heads as (Hkv, G);
+    not expanded."""
     x = x[(None,) * (4 - x.ndim)]
     return x.unsqueeze(2) if x.shape[1] == 1 else x.unflatten(1, (num_kv_heads, group))
 
@@ -152,7 +163,12 @@ def key_tiles(part: Part, i0: int, rows: int, config: Config) -> Iterator[tuple[
     """(first key, keys) of each key tile that rows i0.. visit."""
     seqlen_k = part.k.shape[2]
     n_lo, n_hi = block_range(part, i0, rows, config.block_n)
+    lists = None
+    if part.intervals is not None:
+        lists, _ = lists_of(part.intervals, i0, rows, part.q.shape[3], part.args.interval_rows)
     for j0 in range(n_lo * config.block_n, min(n_hi * config.block_n, seqlen_k), config.block_n):
+        if lists is not None and not touches(lists, j0, min(config.block_n, seqlen_k - j0)):
+            continue
         yield j0, config.block_n if part.args.batch_invariant else min(config.block_n, seqlen_k - j0)
 
 
@@ -235,6 +251,9 @@ def visible_pairs(part: Part, i0: int, rows: int, j0: int, keys: int) -> Tensor 
         q_ids = load_operand(args.q_segments[entries, None, None, :, None], i0, rows, 0, 1)
         k_ids = load_operand(args.k_segments[entries, None, None, None, :], 0, 1, j0, keys)
         seen = (q_ids == k_ids) if seen is None else seen & (q_ids == k_ids)
+    if part.intervals is not None:
+        tile = listed(part.intervals, i0, rows, j0, keys, part.q.shape[3], args.interval_rows)
+        seen = tile if seen is None else seen & tile
     if part.mask is not None:
         tile = load_operand(part.mask, i0, rows, j0, keys)
         seen = tile if seen is None else seen & tile
@@ -392,6 +411,23 @@ def run(
                 q, k, v, scale=args.scale, enable_gqa=q.shape[1] != k.shape[1]
             )
             return (result if result.stride() == out.stride() else out.copy_(result)), lse
+        if args.cu_seqlens_q is not None:
+            attend_packed(q, k, v, out, lse, args, config)
+            return out, lse
         for part in parts(q, k, v, args, config):
             attend(part, out, lse if args.need_lse else None, config)
     return out, lse
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments, config: Config
+) -> None:
+    """Each run of packed members as a batch; what belongs to no member is 0 and -inf."""
+    out.zero_()
+    if args.need_lse:
+        lse.fill_(-_INF)
+    for members in runs(args, q.shape[2], k.shape[2]):
+        own = members.rows_of(q), members.keys_of(k), members.keys_of(v)
+        own_lse = members.rows_of(lse) if args.need_lse else None
+        for part in parts(*own, members.arguments(args), config, first_batch=members.first):
+            attend(part, members.rows_of(out), own_lse, config)

@@ -1,0 +1,180 @@
+"""The arguments of the public functions, as users write them, normalised to the primitives of the one op."""
+
+from __future__ import annotations
+
+import operator
+from numbers import Real
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from polyflash import backends, plan, validate
+from polyflash.errors import spec_error
+from polyflash.mask import FAR_OFFSET, Mask, checked_window
+from polyflash.spec import Arguments
+
+Layout = Literal["bhsd", "bshd"]
+Causal = bool | Literal["bottom_right", "top_left"]
+WindowSides = tuple[int | None, int | None]
+
+
+def normalise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: Causal,
+    window: WindowSides | None,
+    mask: Tensor | Mask | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
+    scale: float | None,
+    kv_lens: Tensor | None,
+    kv_starts: Tensor | None,
+    q_offset: int | Tensor | None,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+    return_lse: bool,
+    batch_invariant: bool | None,
+    backend: str | None,
+    config: Any,
+    checked: bool,
+    cu_seqlens: tuple[Any, Any, Any, Any] | None = None,
+) -> Arguments:
+    """The user's arguments as the op's primitives; what needs no tensor is checked here. `cu_seqlens` are
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of a packed call."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        raise validate.explain_shapes(q, k, v)
+    q_segments = k_segments = intervals = interval_rows = None
+    if mask is not None and not isinstance(mask, Tensor):
+        structured = _conjunction(mask, causal, window, kv_lens, kv_starts)
+        causal = cast(Causal, structured.alignment or False)
+        window = structured.window_sides
+        kv_lens, kv_starts = structured.kv_lens, structured.kv_starts
+        q_segments, k_segments = structured.q_ids, structured.k_ids
+        intervals, interval_rows = structured.bounds, structured.rows
+        mask = None
+    offset = None
+    if causal is not False and causal is not True:
+        offset = _offset_of(causal)
+        causal = True
+    if q_offset is not None:
+        if isinstance(q_offset, Tensor):
+            offset = None
+        else:
+            offset, q_offset = checked_int("q_offset", q_offset), None
+            offset = max(-FAR_OFFSET, min(offset, FAR_OFFSET))
+    operands = (kv_lens, kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments)
+    if operands.count(None) != len(operands):
+        _check_tensors(operands)
+    left, right = (None, None) if window is None else checked_window(window)
+    dropout_p = _number("dropout_p", dropout_p)
+    dropout_seed = _seed(dropout_seed) if dropout_p else None
+    backend = known_backend(backend)
+    if config is not None:
+        config = plan.encode_config(config)
+    rarest: tuple[Any, ...] = ()
+    if intervals is not None or cu_seqlens is not None:
+        rarest = (intervals, interval_rows or 0, *_packing(*(cu_seqlens or (None,) * 4)))
+    return Arguments(
+        causal, scale if scale is None else _number("scale", scale), return_lse, left, right, offset, kv_lens,
+        kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments,
+        _number("softcap", softcap), dropout_p, dropout_seed, bool(batch_invariant), bool(checked),
+        backend, config or "", *rarest,
+    )  # fmt: skip
+
+
+def _packing(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> tuple[Any, ...]:
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x is not None and not isinstance(x, Tensor):
+            change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
+            raise spec_error(name, got=type(x).__name__, wanted="int32 tensor (members + 1,)", change=change)
+    longest = [
+        x if x is None else checked_int(name, x, "an int or None")
+        for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    ]
+    return cu_seqlens_q, cu_seqlens_k, *longest
+
+
+_OPERANDS = (
+    *("kv_lens", "kv_starts", "q_offset", "mask", "bias", "alibi_slopes", "sinks"),
+    *("q_segments", "k_segments"),
+)
+
+
+def _check_tensors(operands: tuple[Any, ...]) -> None:
+    for name, x in zip(_OPERANDS, operands, strict=True):
+        if x is not None and not isinstance(x, Tensor):
+            raise spec_error(
+                name, got=type(x).__name__, wanted="a torch.Tensor", change="Use torch.tensor()."
+            )
+
+
+def _conjunction(
+    mask: Any, causal: Causal, window: Any, kv_lens: Tensor | None, kv_starts: Tensor | None
+) -> Mask:
+    """A `Mask` argument and the keyword arguments that say the same things, as one `Mask`."""
+    if not isinstance(mask, Mask):
+        change = "True = attend."
+        raise spec_error(
+            "mask", got=type(mask).__name__, wanted="a bool tensor or a polyflash.Mask", change=change
+        )
+    whole = mask & Mask.lengths(kv_lens, kv_starts)
+    if causal is not False:
+        whole = whole & Mask.causal("bottom_right" if causal is True else causal)
+    return whole if window is None else whole & Mask.window(*checked_window(window))
+
+
+def _offset_of(causal: Any) -> int | None:
+    if causal == "bottom_right":
+        return None
+    if causal == "top_left":
+        return 0
+    wanted = "False, True, 'bottom_right' or 'top_left'"
+    raise spec_error("causal", got=repr(causal), wanted=wanted, change="True means 'bottom_right'.")
+
+
+def checked_int(name: str, value: Any, wanted: str = "an int or an int32 tensor (batch,)") -> Any:
+    """A 64-bit int, or what stands for one while torch.compile traces."""
+    if isinstance(value, (int, torch.SymInt)) and torch.compiler.is_compiling():
+        return value  # an int that may change is not to become a constant
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise spec_error(name, got=type(value).__name__, wanted=wanted, change="Use int().")
+    value = operator.index(value)
+    if not -(2**63) <= value < 2**63:
+        raise spec_error(name, got=value, wanted="a 64-bit int", change="Far positions are all alike.")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat)):
+        raise spec_error(name, got=type(value).__name__, wanted="a number", change="Use float().")
+    return float(value)
+
+
+def _seed(seed: int | Tensor | None) -> Tensor:
+    """An int64 scalar tensor on the CPU; drawn from torch's default generator if not given."""
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+    if isinstance(seed, Tensor):
+        if seed.dtype is not torch.int64 or seed.numel() != 1:
+            got = f"{seed.dtype} {tuple(seed.shape)}"
+            raise spec_error("dropout_seed", got=got, wanted="one int64", change="Use torch.tensor(seed).")
+        return seed.reshape(())
+    return torch.tensor(checked_int("dropout_seed", seed), dtype=torch.int64)
+
+
+def known_backend(name: str | None) -> str:
+    """The name as the op takes it ("" is free choice), or a `SpecError`."""
+    if name is None or name == "":
+        return ""
+    if name not in backends.BACKENDS:
+        wanted = f"one of {', '.join(backends.BACKENDS)}, or None"
+        raise spec_error(
+            "backend", got=repr(name), wanted=wanted, change="None takes the best row for the call."
+        )
+    return name

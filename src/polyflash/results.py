@@ -1,0 +1,69 @@
+"""Where the results of the op go: fresh tensors in q's stride order, and the answers to zero sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyflash.spec import Arguments
+
+
+def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
+    """An empty (batch, heads, seqlen, head_dim) in the dense stride order of `like`; contiguous if it has
+    none."""
+    batch, heads, seqlen, _ = like.shape
+    if like.is_contiguous():
+        return like.new_empty((batch, heads, seqlen, head_dim))
+    strides = like.stride()
+    if strides[3] != 1 or 0 in strides:
+        return like.new_empty((batch, heads, seqlen, head_dim))
+    order = sorted(range(3), key=lambda d: strides[d], reverse=True)
+    dense = like.new_empty((*(like.shape[d] for d in order), head_dim))
+    return dense.permute(*(order.index(d) for d in range(3)), 3)
+
+
+NO_LSE = torch.empty(0)
+
+
+def outputs(q: Tensor, v: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:
+    """Room for out (batch, num_q_heads, seqlen_q, head_dim_v) and its lse; `NO_LSE` on a CPU if unwanted."""
+    same = q.shape[3] == v.shape[3] and q.is_contiguous()
+    out = torch.empty_like(q) if same else empty_in_order_of(q, v.shape[3])
+    if not need_lse:
+        return out, NO_LSE if q.device.type == "cpu" else q.new_empty(0)
+    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return out, torch.empty(q.shape[:3], dtype=kind, device=q.device)
+
+
+def no_keys(out: Tensor, lse: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+    """Zero sizes: every row is empty. A sink, if there is one, is the whole denominator of a row that belongs
+    to a request."""
+    out.zero_()
+    if args.need_lse:
+        lse.fill_(-torch.inf)
+        if args.sinks is not None:
+            lse.copy_(args.sinks.to(lse.dtype)[None, :, None].expand_as(lse))
+            lse.masked_fill_(~owned(args, lse.shape[2], lse.device), -torch.inf)
+    return out, lse
+
+
+def owned(args: Arguments, rows: int, device: torch.device) -> Tensor:
+    """Which rows belong to a request: all but those beyond the last packed member."""
+    if args.cu_seqlens_q is None:
+        return torch.ones(rows, dtype=torch.bool, device=device)
+    return torch.arange(rows, device=device) < args.cu_seqlens_q[-1]
+
+
+def empty_gradients(likes: tuple[Any, ...], needs: list[bool]) -> tuple[Tensor, ...]:
+    """One fresh tensor per differentiable operand; those not asked for have no elements."""
+    fresh = []
+    for i, (like, need) in enumerate(zip(likes, needs, strict=True)):
+        if like is None or not need:
+            fresh.append(torch.empty(0, device=likes[0].device))
+        elif i < 3:
+            fresh.append(empty_in_order_of(like, like.shape[3]))
+        else:
+            fresh.append(like.new_empty(like.shape))
+    return tuple(fresh)
