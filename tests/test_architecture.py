@@ -33,7 +33,7 @@ FLOORS = {
     4: ("backends",),
     5: ("torch_ops", "arguments"),
     6: ("api", "kvcache.cache", "parallel.ring", "tuning.search"),
-    7: ("integrations", "bench", "cli", "tensor_files", "__main__"),
+    7: ("integrations", "bench", "cli", "tensor_files", "doctor", "reports", "__main__"),
 }
 FLOOR = {f"polyflash.{name}": floor for floor, names in FLOORS.items() for name in names}
 FLOOR["polyflash"] = 7

@@ -71,7 +71,7 @@ def test_installed_package_is_typed_and_has_its_command() -> None:
     if not installed:
         pytest.skip("polyflash runs from its source folder here")
     (command,) = [e for e in installed[0].entry_points if e.group == "console_scripts"]
-    assert (command.name, command.value) == ("polyflash", "polyflash.cli:main")
+    assert (command.name, command.value) == ("polyflash", "polyflash.__main__:main")
 
 
 def test_files_name_no_registry_and_no_folder_of_a_machine() -> None:

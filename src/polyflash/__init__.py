@@ -1,11 +1,14 @@
 """polyflash: one attention function, exact semantics everywhere, the fastest kernel for the device at
 hand."""
 
-from polyflash.api import attention, attention_varlen, explain, use_backend
-from polyflash.errors import SpecError, UnsupportedError
-from polyflash.mask import Mask
-from polyflash.merge import AttentionOutput, merge
-from polyflash.plan import Plan
+from polyflash import env
+
+if not env.only_reports():  # `polyflash env` and `doctor` run where torch does not
+    from polyflash.api import attention, attention_varlen, explain, use_backend
+    from polyflash.errors import SpecError, UnsupportedError
+    from polyflash.mask import Mask
+    from polyflash.merge import AttentionOutput, merge
+    from polyflash.plan import Plan
 
 __version__ = "0.1.0"
 

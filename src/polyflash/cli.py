@@ -1,5 +1,5 @@
-"""`polyflash run | explain | bench`: the public functions on files, on imagined problems, and against torch
-SDPA.
+"""`polyflash run | explain | bench | doctor | env | cache`: the public functions on files, on imagined problems
+and against torch SDPA; the reports are in `reports.py` and `doctor.py`, which need no torch.
 
 Exit codes: 0 done; 1 an error, a refusal or a mismatch; 2 wrong usage.
 """
@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 import polyflash
-from polyflash import backends, env, target
+from polyflash import backends, doctor, env, reports, target
 from polyflash.bench import command as bench_command
 from polyflash.dtypes import BY_NAME
 from polyflash.errors import SpecError, UnsupportedError
@@ -380,6 +380,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands, [common, masks])
     _add_explain(commands, [common, masks])
     bench_command.add(commands, [common])
+    doctor.add(commands)
+    reports.add(commands)
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 
@@ -34,6 +35,25 @@ CPU_ISA = Variable(
 NO_COLOR = Variable("NO_COLOR", "", "any value: no colour on the command line (no-color.org)")
 
 ALL = (BACKEND, CACHE_DIR, NO_CACHE, CPU_ISA, NO_COLOR)
+
+# Read by `polyflash env` and `polyflash doctor` alone, to say what they do to torch's threads and to ours.
+OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "", "threads of torch, hence of the CPU engine")
+OMP_WAIT_POLICY = Variable("OMP_WAIT_POLICY", "", "active: idle threads of torch keep their cores busy")
+OMP_PROC_BIND = Variable("OMP_PROC_BIND", "", "true, close, spread: threads of torch are tied to cores")
+GOMP_CPU_AFFINITY = Variable("GOMP_CPU_AFFINITY", "", "cores that threads of torch are tied to")
+OF_TORCH = (OMP_NUM_THREADS, OMP_WAIT_POLICY, OMP_PROC_BIND, GOMP_CPU_AFFINITY)
+
+REPORTS = ("env", "doctor", "cache")  # commands that run where torch does not
+
+
+def only_reports() -> bool:
+    """Whether this process is `polyflash env`, `doctor` or `cache` (or `python -m polyflash env`, ...), which
+    must work where torch is absent or broken. Nothing else may skip the import of the public names."""
+    words = list(getattr(sys, "argv", ()))
+    if len(words) < 2 or words[1] not in REPORTS or len(sys.orig_argv) < len(words):
+        return False
+    program = sys.orig_argv[-len(words)].removeprefix("-m")
+    return os.path.basename(program).removesuffix(".exe") == "polyflash"
 
 
 def user_cache_home() -> str:

@@ -26,6 +26,11 @@ def allowed() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def present() -> int:
+    """Cores of the machine, allowed or not."""
+    return os.cpu_count() or 1
+
+
 def quota(proc: str = "/proc/self") -> float | None:
     """Cores' worth of time that the control groups of this process allow: the least over each of its groups
     and those above; None if nothing limits it. `proc` is the process's own folder.

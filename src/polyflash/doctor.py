@@ -1,0 +1,315 @@
+"""`polyflash doctor`: is every row of this machine right, and is anything around them in the way?
+
+Each backend is examined in a process of its own: a dozen tiny cases against float64. So one that crashes or
+hangs is reported like any other fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from polyflash import backends, env, reports, target
+from polyflash.backends.cpu import cores, runtime
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyflash.capability import Capability
+    from polyflash.workloads import Workload
+
+EXAMINE_SECONDS = 300.0  # of one backend, kernels compiled included
+# Error of a row of the output, relative to that row and, at 1/1000, to the largest; of lse, absolute.
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
+LSE_TOLERANCE = 1e-4
+OK, FAILED, REFUSED = "ok", "failed", "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something in the way of calls, and the one thing to do about it. `fatal`: nothing runs until then."""
+
+    what: str
+    remedy: str
+    fatal: bool = False
+
+
+def add(commands: Any) -> None:
+    """Adds the command to the subparsers `commands`."""
+    made = commands.add_parser(
+        "doctor", help="does every kernel of this machine compute what it should", description=run.__doc__
+    )
+    made.add_argument("--json", action="store_true", help="print JSON instead")
+    made.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace, *_: object) -> int:
+    """A dozen tiny cases on every row against float64, and remedies for what is missing. Returns 1 if a case
+    fails or nothing can run."""
+    began = time.perf_counter()
+    probed = reports.probe_torch()
+    advice = surroundings(probed)
+    rows = [] if "error" in probed else examine_all()
+    failed = any(case["state"] == FAILED for row in rows for case in row["cases"])
+    bad = failed or any(a.fatal for a in advice)
+    if options.json:
+        content = {
+            "schema": "polyflash.doctor/1",
+            "ok": not bad,
+            "seconds": round(time.perf_counter() - began, 3),
+            "rows": rows,
+            "advice": [{"what": a.what, "remedy": a.remedy, "fatal": a.fatal} for a in advice],
+        }
+        print(json.dumps(content, indent=1))
+    else:
+        _print(rows, advice, time.perf_counter() - began)
+    return 1 if bad else 0
+
+
+def examine_all() -> list[dict[str, Any]]:
+    """Every row's verdict, from one process per backend, all at once."""
+    started = [
+        (
+            name,
+            subprocess.Popen(
+                [sys.executable, "-m", "polyflash.doctor", name],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ),
+        )
+        for name in backends.BACKENDS
+    ]
+    end, rows = time.monotonic() + EXAMINE_SECONDS, []
+    try:
+        for name, process in started:
+            rows.extend(_verdict(name, process, max(0.0, end - time.monotonic())))
+    finally:
+        for _, process in started:
+            process.kill()
+    return rows
+
+
+def _verdict(backend: str, process: subprocess.Popen[str], seconds: float) -> list[dict[str, Any]]:
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return _broken(backend, f"no result after {EXAMINE_SECONDS:.0f} s")
+    if process.returncode < 0:
+        return _broken(backend, f"its process ended by signal {-process.returncode}")
+    try:
+        return list(json.loads(out.splitlines()[-1]))
+    except (ValueError, IndexError):
+        said = err.strip().splitlines() or [f"exit code {process.returncode}"]
+        return _broken(backend, said[-1])
+
+
+def _broken(backend: str, why: str) -> list[dict[str, Any]]:
+    case = {"case": "its process", "state": FAILED, "why": why}
+    return [{"row": row.name, "cases": [case]} for row in backends.TABLE if row.backend == backend]
+
+
+def examine(row: Capability) -> dict[str, Any]:
+    """One row's cases, in this process: each ok, failed, or refused in the row's own words."""
+    from polyflash.spec import Phase
+
+    here = target.detect("cpu")
+    found = []
+    for workload in cases():
+        if (workload.name == "gradient") is not (row.phase is Phase.BACKWARD):
+            continue
+        spec = workload.spec(phase=row.phase, need_lse=True)
+        refusals = row.reasons_against(spec, here, by_name=True)
+        why = "; ".join(refusals)
+        if not refusals:
+            try:
+                why = _fault(row.backend, workload)
+            except Exception as error:  # whatever a broken row raises is its verdict
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+        state = REFUSED if refusals else FAILED if why else OK
+        found.append({"case": workload.name, "state": state, "why": why})
+    return {"row": row.name, "cases": found}
+
+
+def cases() -> tuple[Workload, ...]:
+    """A dozen problems of a few hundred scores; none is square, and lengths end within a tile."""
+    from polyflash.workloads import Workload
+
+    def case(name: str, heads: int = 2, kv: int = 2, rows: int = 19, keys: int = 37, **more: Any) -> Workload:
+        return Workload(name, frozenset(), 2, heads, kv, rows, keys, 24, **more)
+
+    return (
+        case("plain"),
+        case("causal, more keys than rows", causal=True),
+        case("grouped heads", heads=6, kv=2),
+        case("bool mask", mask="b1qk"),
+        case("bias", bias="hqk"),
+        case("softcap", softcap=5.0),
+        case("sinks", sinks=True),
+        case("window", causal=True, window=(5, 0)),
+        case("key lengths", kv_lens=(0, 30)),
+        case("bfloat16", dtype="bfloat16", causal=True),
+        case("float16", dtype="float16", causal=True),
+        case("rows that see no key", rows=37, keys=19, causal=True),
+        case("gradient", causal=True, heads=4, kv=2),
+    )
+
+
+def _fault(backend: str, workload: Workload) -> str:
+    """What is wrong with the result of a case; empty if nothing is."""
+    import polyflash
+    from polyflash.reference import attention_reference
+    from polyflash.workloads import make
+
+    q, k, v, options = make(workload)
+    if workload.name == "gradient":
+        return _gradient_fault(backend, (q, k, v), options)
+    got = polyflash.attention(q, k, v, return_lse=True, backend=backend, **options)
+    want = attention_reference(q, k, v, **options)
+    empty = want.lse == -math.inf
+    if bool((got.out[empty] != 0).any()):
+        return "a row that sees no key is not 0"
+    apart = (got.lse.double() - want.lse)[~empty]
+    if not bool((got.lse[empty] == -math.inf).all()) or not _largest(apart.abs()) <= LSE_TOLERANCE:
+        return f"lse is off by {_largest(apart.abs()):.1e}, {LSE_TOLERANCE:.0e} is allowed"
+    return _off("output", got.out, want.out, TOLERANCE[workload.dtype])
+
+
+def _gradient_fault(backend: str, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> str:
+    import polyflash
+    from polyflash.reference import attention_reference
+
+    ours = [x.detach().clone().requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = polyflash.attention(*ours, backend=backend, **options)
+    weights = inputs[0].new_tensor(range(out.numel())).sin().view_as(out)
+    (out * weights).sum().backward()
+    (attention_reference(*exact, **options).out * weights.double()).sum().backward()
+    for name, x, y in zip(("dq", "dk", "dv"), ours, exact, strict=True):
+        if x.grad is None or y.grad is None:
+            return f"{name} is missing"
+        why = _off(name, x.grad, y.grad, TOLERANCE["float32"])
+        if why:
+            return why
+    return ""
+
+
+def _off(name: str, got: Tensor, want: Tensor, tolerance: float) -> str:
+    """Complains about the worst row; a NaN is no small error."""
+    norm = want.norm(dim=-1)
+    error = (got.double() - want).norm(dim=-1) / (norm + 1e-3 * norm.max())
+    worst = _largest(error)
+    return (
+        ""
+        if worst <= tolerance
+        else f"{name} is off by {worst:.1e} in its worst row, {tolerance:.0e} is allowed"
+    )
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.nan_to_num(math.inf).max()) if x.numel() else 0.0
+
+
+def surroundings(probed: dict[str, Any]) -> list[Advice]:
+    """What is missing or in the way on this machine; `probed` is what `reports.probe_torch` found."""
+    found = [*_packages(probed), *_isa(), *_cache()]
+    if "threads" in probed:
+        found += _threads(int(probed["threads"]))
+    return found
+
+
+def _packages(probed: dict[str, Any]) -> list[Advice]:
+    found = []
+    for name, wanted in reports.PACKAGES.items():
+        version = reports.version_of(name)
+        if name in ("torch", "numpy", "numba") and (not version or _older(version, wanted)):
+            what = f"{name} {version} is older than {wanted}" if version else f"{name} is not installed"
+            if name == "numba":
+                what += ", so the CPU engine has no compiler and calls run on the torch row"
+            found.append(Advice(what, f"pip install '{name}>={wanted}'", fatal=name == "torch"))
+    if "error" in probed and reports.version_of("torch"):
+        remedy = "reinstall torch: pip install --force-reinstall torch"
+        found.append(Advice(f"torch does not import: {probed['error']}", remedy, fatal=True))
+    return found
+
+
+def _isa() -> list[Advice]:
+    try:
+        device = target.detect("cpu")
+    except ValueError as error:
+        return [Advice(f"POLYFLASH_CPU_ISA: {error}", "unset POLYFLASH_CPU_ISA", fatal=True)]
+    absent = sorted(device.features - target.cpu_flags())
+    if env.CPU_ISA.read() and absent:
+        what = f"POLYFLASH_CPU_ISA asks for {', '.join(absent)}, which this CPU lacks: calls end in a crash"
+        return [Advice(what, "unset POLYFLASH_CPU_ISA")]
+    return []
+
+
+def _cache() -> list[Advice]:
+    if env.NO_CACHE.is_set():
+        return [Advice("every process compiles its kernels anew", f"unset {env.NO_CACHE.name}")]
+    info = runtime.cache_info()
+    if info.refusal:
+        remedy = f"chmod go-w {info.path}, or set {env.CACHE_DIR.name} to a folder of your own"
+        return [Advice(f"the kernel cache is not used: {info.refusal}", remedy)]
+    place = os.path.realpath(info.path)
+    while not os.path.exists(place) and place != os.path.dirname(place):
+        place = os.path.dirname(place)
+    if not os.access(place, os.W_OK | os.X_OK) or not os.path.isdir(place):
+        remedy = f"set {env.CACHE_DIR.name} to a folder you can write to"
+        return [Advice(f"the kernel cache cannot be written: {place}", remedy)]
+    return []
+
+
+def _threads(threads: int) -> list[Advice]:
+    found = []
+    limits = (("the CPU quota", cores.quota_threads()), ("the affinity mask", cores.allowed()))
+    for name, most in limits:
+        if threads > most:
+            what = f"torch runs {threads} threads where {name} has room for {most}: its own operations stall"
+            found.append(Advice(what, f"set OMP_NUM_THREADS={most}, or torch.set_num_threads({most})"))
+            break
+    if env.OMP_WAIT_POLICY.read().lower() == "active":
+        what = "idle threads of torch keep their cores busy (OMP_WAIT_POLICY=active)"
+        found.append(Advice(what, "unset OMP_WAIT_POLICY"))
+    tied = [v.name for v in (env.OMP_PROC_BIND, env.GOMP_CPU_AFFINITY) if v.is_set()]
+    if tied:
+        what = f"{' and '.join(tied)} ties the calling thread to one core, and the CPU engine with it"
+        found.append(Advice(what, f"unset {' '.join(tied)}"))
+    return found
+
+
+def _older(version: str, wanted: str) -> bool:
+    numbers = [[int(n) for n in re.findall(r"\d+", text)[:2]] for text in (version, wanted)]
+    return numbers[0] < numbers[1]
+
+
+def _print(rows: list[dict[str, Any]], advice: list[Advice], seconds: float) -> None:
+    for row in rows:
+        states = [case["state"] for case in row["cases"]]
+        if set(states) == {REFUSED}:
+            print(f"{row['row']}: not for this machine, {row['cases'][0]['why']}")
+            continue
+        counts = ", ".join(f"{states.count(s)} {s}" for s in (OK, FAILED, REFUSED) if s in states)
+        print(f"{row['row']}: {counts}")
+        for case in row["cases"]:
+            print(f"  {case['state']:<8} {case['case']}" + (f": {case['why']}" if case["why"] else ""))
+    for a in advice:
+        print(f"{'error' if a.fatal else 'note'}: {a.what}\n  remedy: {a.remedy}")
+    failed = sum(case["state"] == FAILED for row in rows for case in row["cases"])
+    fit = not failed and not any(a.fatal for a in advice)
+    print(
+        f"{'all well' if fit else f'{failed} cases failed' if failed else 'nothing can run'}, {seconds:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps([examine(row) for row in backends.TABLE if row.backend == sys.argv[1]]))

@@ -1,0 +1,316 @@
+"""`polyflash env` and `polyflash cache`, and the tables of docs/: what is here, printed from code.
+
+Standard library and plain data only, so that a report can be made where torch is absent or does not import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from typing import Any
+
+import polyflash
+from polyflash import backends, env, target
+from polyflash.backends.cpu import cores, runtime
+from polyflash.spec import AttentionSpec, Feature
+
+# The oldest version that works, "" for any; as in pyproject.toml. The first two are needed by every call.
+PACKAGES = {
+    "torch": "2.6",
+    "numpy": "1.26",
+    "numba": "0.60",
+    "llvmlite": "",
+    "rich": "13",
+    "safetensors": "",
+    "transformers": "",
+    "triton": "",
+}
+PROBE_SECONDS = 60.0
+_PROBE = (
+    "import json, torch; print(json.dumps({'version': torch.__version__, 'threads': torch.get_num_threads(),"
+    " 'cuda': torch.version.cuda or torch.version.hip or ''}))"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The commands that need no torch; returns the exit code."""
+    from polyflash import doctor
+
+    parser = argparse.ArgumentParser(prog="polyflash")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    add(commands)
+    doctor.add(commands)
+    options = parser.parse_args(argv)
+    try:
+        return options.command(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `polyflash env | head`
+        sys.stderr.close()
+        return 1
+
+
+def add(commands: Any) -> None:
+    """Adds `env` and `cache` to the subparsers `commands`."""
+    made = commands.add_parser(
+        "env", help="versions, CPU, limits, settings and rows, for a report", description=show_env.__doc__
+    )
+    made.add_argument("--json", action="store_true", help="print JSON instead")
+    made.set_defaults(command=show_env)
+    made = commands.add_parser(
+        "cache", help="the folder of compiled kernels", description=manage_cache.__doc__
+    )
+    made.add_argument("action", choices=("ls", "clear", "path"))
+    made.add_argument("--stale", action="store_true", help="clear: only what this version does not load")
+    made.add_argument("--json", action="store_true", help="ls: print JSON instead")
+    made.set_defaults(command=manage_cache)
+
+
+def show_env(options: argparse.Namespace, *_: object) -> int:
+    """What a report of a problem should contain: versions, CPU, limits, cache, variables and rows."""
+    found = facts()
+    print(json.dumps(found, indent=1) if options.json else text_of(found))
+    return 0
+
+
+def manage_cache(options: argparse.Namespace, *_: object) -> int:
+    """Lists or clears the compiled kernels of this user. What is cleared is compiled again when needed."""
+    if options.action == "path":
+        print(runtime.cache_path())
+        return 0
+    if options.action == "clear":
+        removed = runtime.clear_cache(stale_only=options.stale)
+        print(f"removed {removed} {'entry' if removed == 1 else 'entries'} from {runtime.cache_path()}")
+        return 0
+    try:
+        entries = runtime.cache_entries()
+    except OSError as error:
+        print(f"error {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        fields = ("file", "bytes", "days", "key", "stale")
+        found = [{name: getattr(entry, name) for name in fields} for entry in entries]
+        content = {"schema": "polyflash.cache/1", "path": runtime.cache_path(), "entries": found}
+        print(json.dumps(content, indent=1))
+        return 0
+    words = {True: "stale", False: "current", None: "unknown"}
+    rows = [
+        (e.key or "unreadable", f"{e.bytes:,}", f"{e.days:.1f}", words[e.stale], e.file[:12]) for e in entries
+    ]
+    print(columns([("key", "bytes", "days unused", "state", "file"), *rows]) if rows else "no entries")
+    print(f"{len(rows)} in {runtime.cache_path()}, {sum(e.bytes for e in entries):,} bytes")
+    return 0
+
+
+def facts() -> dict[str, Any]:
+    """Everything `polyflash env` says, as plain data. What cannot be found out holds an "error" instead."""
+    return {
+        "schema": "polyflash.env/1",
+        "polyflash": polyflash.__version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "packages": {name: {"version": version_of(name), "wanted": PACKAGES[name]} for name in PACKAGES},
+        "torch": probe_torch(),
+        "cpu": _safely(_cpu),
+        "cores": _safely(_cores),
+        "cache": _safely(_cache),
+        "variables": [_variable(v) for v in (*env.ALL, *env.OF_TORCH)],
+        "rows": _safely(_rows),
+    }
+
+
+def version_of(package: str) -> str:
+    """The installed version by its metadata, "" if there is none; imports nothing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def probe_torch() -> dict[str, Any]:
+    """What a fresh process says of torch: version and threads, or the error its import ends with."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+    if done.returncode == 0:
+        try:
+            return dict(json.loads(done.stdout.splitlines()[-1]))
+        except (ValueError, IndexError):
+            return {"error": f"import torch printed {done.stdout[-200:]!r}"}
+    said = done.stderr.strip().splitlines()
+    if done.returncode < 0:
+        return {"error": f"import torch ended by signal {-done.returncode}"}
+    return {"error": said[-1] if said else f"import torch ended with exit code {done.returncode}"}
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """`facts()` for people, 110 columns at most."""
+    torch = found["torch"]
+    about_torch = f"does not import: {torch['error']}" if "error" in torch else f"{torch['threads']} threads"
+    packages = [
+        (name, p["version"] or "absent", f"wanted {p['wanted']}" if p["wanted"] else "", about)
+        for name, p in found["packages"].items()
+        for about in (about_torch if name == "torch" else "",)
+    ]
+    return "\n".join(
+        (
+            f"polyflash {found['polyflash']}, {found['python']}, {found['platform']}",
+            _headed("packages", columns(packages)),
+            *(_headed(name, _pairs(found[name])) for name in ("cpu", "cores", "cache")),
+            _headed("variables", _variable_lines(found["variables"])),
+            _headed("rows", _row_lines(found["rows"])),
+        )
+    )
+
+
+def capability_table() -> str:
+    """Markdown: every row of the table, and what each can do."""
+    table = backends.TABLE
+    about = [("row", "targets", "dtypes", "head_dim up to", "needs")]
+    for row in table:
+        targets = ", ".join(name or "any" for name in row.targets)
+        dim = str(row.max_head_dim) if row.max_head_dim < 1 << 16 else "any"
+        about.append((row.name, targets, ", ".join(sorted(row.dtypes)), dim, ", ".join(row.needs) or "torch"))
+    features = [("feature", *(row.name for row in table))]
+    features += [(f.value, *("yes" if f in row.features else "-" for row in table)) for f in Feature]
+    notes = [
+        f"- {row.name} leaves {', '.join(sorted(y.dtypes))} on {y.target_feature} to a lower row: {y.why}."
+        for row in table
+        for y in row.yields
+    ]
+    return "\n".join((_markdown(about), "", _markdown(features), "", *notes))
+
+
+def variable_table() -> str:
+    """Markdown: every environment variable."""
+    ours = [("variable", "default", "what it does")]
+    ours += [(f"`{v.name}`", f"`{v.default}`" if v.default else "unset", v.doc) for v in env.ALL]
+    others = [("variable", "what it does")]
+    others += [(f"`{v.name}`", v.doc) for v in env.OF_TORCH]
+    read = "Read by `polyflash env` and `polyflash doctor` alone, as they change what torch's threads do:"
+    return "\n".join((_markdown(ours), "", read, "", _markdown(others)))
+
+
+def columns(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of words in aligned columns."""
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(f"{w:<{n}}" for w, n in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _cpu() -> dict[str, Any]:
+    return {"model": _model(), "target": _target_name(), "flags": sorted(target.cpu_flags())}
+
+
+def _target_name() -> str:
+    device = target.detect("cpu")
+    return "+".join((device.name, *sorted(device.features)))
+
+
+def _model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cores() -> dict[str, Any]:
+    most = cores.quota_threads()
+    return {
+        "present": cores.present(),
+        "allowed": cores.allowed(),
+        "quota": cores.quota(),
+        "threads the quota lets run": most if most < cores.UNLIMITED else None,
+    }
+
+
+def _cache() -> dict[str, Any]:
+    info = runtime.cache_info()
+    return {"path": info.path, "entries": info.entries, "bytes": info.bytes, "refusal": info.refusal}
+
+
+def _variable(variable: env.Variable) -> dict[str, Any]:
+    value = variable.read()
+    return {
+        "name": variable.name,
+        "value": value,
+        "default": variable.default,
+        "set": value != variable.default,
+        "doc": variable.doc,
+    }
+
+
+def _rows() -> list[dict[str, Any]]:
+    here = target.detect("cpu")
+    rows = []
+    for row in backends.TABLE:
+        spec = AttentionSpec(row.phase, "float32", "cpu", 1, 1, 1, 64, 64, 64, 64, frozenset())
+        rows.append(
+            {
+                "row": row.name,
+                "targets": [name or "any" for name in row.targets],
+                "dtypes": sorted(row.dtypes),
+                "features": sorted(f.value for f in row.features),
+                "needs": list(row.needs),
+                "refusals here": list(row.reasons_against(spec, here, by_name=True)),
+            }
+        )
+    return rows
+
+
+def _safely(find: Callable[[], Any]) -> Any:
+    """What `find` finds; its error as data, since a report must not end where the trouble is."""
+    try:
+        return find()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _headed(title: str, body: str) -> str:
+    return f"\n{title}\n{textwrap.indent(body, '  ')}"
+
+
+def _pairs(found: dict[str, Any]) -> str:
+    lines = []
+    for name, value in found.items():
+        words = " ".join(value) if isinstance(value, list) else "none" if value in (None, "") else str(value)
+        lines.append(textwrap.fill(f"{name}: {words}", 108, subsequent_indent="  ", break_on_hyphens=False))
+    return "\n".join(lines)
+
+
+def _variable_lines(variables: list[dict[str, Any]]) -> str:
+    return columns([(v["name"], repr(v["value"]) if v["set"] else "unset", v["doc"]) for v in variables])
+
+
+def _row_lines(rows: Any) -> str:
+    if isinstance(rows, dict):
+        return _pairs(rows)
+    return columns(
+        [
+            (
+                row["row"],
+                ", ".join(row["targets"]),
+                f"needs {', '.join(row['needs'] or ['torch'])}",
+                "; ".join(row["refusals here"]) or "runs here",
+            )
+            for row in rows
+        ]
+    )
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
+    return "\n".join((lines[0], "|" + "---|" * len(rows[0]), *lines[1:]))
