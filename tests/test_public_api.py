@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import polyflash
-from polyflash import Mask, SpecError, UnsupportedError, attention, explain, use_backend
+from polyflash import Mask, SpecError, UnsupportedError, attention, attention_varlen, explain, use_backend
 from polyflash.reference import attention_reference
 from tests.rows_here import HERE, needs_cpu_engine
 
@@ -72,10 +72,10 @@ REFUSED = [
         "kv_lens past the end",
         (Q, K, V),
         {"kv_lens": LENS + 1},
-        "kv_lens: got values in [4, 8], wanted values in [0, 7]",
+        "kv_lens: got 8 for request 0, wanted values in [0, 7]",
     ),
-    ("kv_lens negative", (Q, K, V), {"kv_lens": LENS - 4}, "kv_lens: got values in [-1, 3]"),
-    ("kv_starts past the end", (Q, K, V), {"kv_starts": LENS + 1}, "kv_starts: got values in [4, 8]"),
+    ("kv_lens negative", (Q, K, V), {"kv_lens": LENS - 4}, "kv_lens: got -1 for request 1"),
+    ("kv_starts past the end", (Q, K, V), {"kv_starts": LENS + 1}, "kv_starts: got 8 for request 0"),
     ("q_offset float", (Q, K, V), {"q_offset": 1.0}, "q_offset: got float"),
     ("q_offset bool", (Q, K, V), {"q_offset": True}, "q_offset: got bool"),
     ("q_offset int64", (Q, K, V), {"q_offset": LENS.long()}, "q_offset: got torch.int64"),
@@ -131,6 +131,56 @@ REFUSED = [
 ]
 
 
+def lists(*pairs, rows=5, shape=(1, -1)):
+    """One row block (of five rows) with these intervals, as `mask=`."""
+    starts, ends = (torch.tensor(x, dtype=torch.int32).view(shape) for x in zip(*pairs, strict=True))
+    return {"mask": Mask.intervals(starts, ends, rows=rows)}
+
+
+REFUSED += [
+    ("intervals fall", (Q, K, V), lists((3, 5), (0, 2)), "intervals: got [0, 2) at (batch, head, row block"),
+    ("intervals overlap", (Q, K, V), lists((0, 4), (3, 6)), "after an end of 4, wanted intervals with 0 <="),
+    ("interval backwards", (Q, K, V), lists((4, 2)), "intervals: got [4, 2)"),
+    ("interval negative", (Q, K, V), lists((-1, 2)), "intervals: got [-1, 2)"),
+    (
+        "intervals rows",
+        (Q, K, V),
+        lists((0, 4), rows=4),
+        "intervals row blocks: got 1, wanted 2: ceil(seqlen_q",
+    ),
+    (
+        "intervals batch",
+        (Q, K, V),
+        lists(*[(0, 4)] * 3, shape=(3, 1, 1)),
+        "intervals shape: got (3, 1, 1, 1, 2)",
+    ),
+    (
+        "intervals heads",
+        (Q, K, V),
+        lists(*[(0, 4)] * 2, shape=(1, 2, 1, 1)),
+        "intervals shape: got (1, 2, 1, 1, 2), wanted (2 or 1, 4 or 1, 1, 1 or more, 2)",
+    ),
+    (
+        "intervals int64",
+        (Q, K, V),
+        {"mask": Mask(bounds=torch.zeros(1, 1, 1, 1, 2, dtype=torch.int64), rows=5)},
+        "intervals: got torch.int64",
+    ),
+    (
+        "intervals device",
+        (Q, K, V),
+        {"mask": Mask(bounds=torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32, device="meta"), rows=5)},
+        "intervals device: got meta, wanted cpu",
+    ),
+    (
+        "intervals no rows",
+        (Q, K, V),
+        {"mask": Mask(bounds=torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32), rows=0)},
+        "interval_rows: got 0",
+    ),
+]
+
+
 @pytest.mark.parametrize(("args", "kwargs", "words"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
 def test_bad_input_is_refused_with_got_wanted_and_remedy(args, kwargs, words):
     before = [x.clone() for x in args if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
@@ -143,6 +193,128 @@ def test_bad_input_is_refused_with_got_wanted_and_remedy(args, kwargs, words):
         before, (x for x in args if isinstance(x, torch.Tensor) and x.device.type == "cpu"), strict=True
     ):
         assert torch.equal(x, y)
+
+
+PACKED = (torch.randn(9, 4, 8), torch.randn(11, 2, 8), torch.randn(11, 2, 6))
+CU_Q, CU_K = torch.tensor([0, 3, 3, 8], dtype=torch.int32), torch.tensor([0, 4, 9, 10], dtype=torch.int32)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+REFUSED_PACKED = [
+    ("4-D", (Q, K, V), {}, "q: got 4 dimensions (2, 4, 5, 8), wanted 3"),
+    ("no tensor", (None, *PACKED[1:]), {}, "q: got NoneType, wanted a torch.Tensor"),
+    ("k total", (PACKED[0], PACKED[1][:7], PACKED[2]), {}, "v seqlen"),
+    ("bounds list", PACKED, {"cu_seqlens_q": [0, 3, 3, 8]}, "cu_seqlens_q: got list, wanted int32 tensor"),
+    ("bounds None", PACKED, {"cu_seqlens_q": None}, "cu_seqlens: got None, wanted two int32"),
+    (
+        "bounds int64",
+        PACKED,
+        {"cu_seqlens_k": CU_K.long()},
+        "cu_seqlens_k: got torch.int64 (4,), wanted int32",
+    ),
+    ("bounds 2-D", PACKED, {"cu_seqlens_q": CU_Q[None]}, "cu_seqlens_q: got torch.int32 (1, 4)"),
+    ("bounds empty", PACKED, {"cu_seqlens_q": CU_Q[:0]}, "cu_seqlens_q: got torch.int32 (0,)"),
+    ("bounds device", PACKED, {"cu_seqlens_q": CU_Q.to("meta")}, "cu_seqlens_q device: got meta, wanted cpu"),
+    ("members", PACKED, {"cu_seqlens_k": CU_K[:3]}, "cu_seqlens_k: got 2 members, wanted 3 members"),
+    ("first bound", PACKED, {"cu_seqlens_q": CU_Q + 1}, "cu_seqlens_q: got 1 first, wanted 0 first"),
+    ("negative bound", PACKED, {"cu_seqlens_k": CU_K - 4}, "cu_seqlens_k: got -4 first, wanted 0 first"),
+    (
+        "falling",
+        PACKED,
+        {"cu_seqlens_q": ints(0, 5, 3, 8)},
+        "cu_seqlens_q: got 3 after 5 (member 1), wanted bounds",
+    ),
+    (
+        "past the rows",
+        PACKED,
+        {"cu_seqlens_q": ints(0, 3, 3, 10)},
+        "cu_seqlens_q: got 10 last, wanted at most 9",
+    ),
+    (
+        "past the keys",
+        PACKED,
+        {"cu_seqlens_k": ints(0, 3, 3, 12)},
+        "cu_seqlens_k: got 12 last, wanted at most 11",
+    ),
+    ("max_seqlen_q", PACKED, {"max_seqlen_q": 4}, "max_seqlen_q: got 4, wanted 5 or more"),
+    ("max_seqlen_k", PACKED, {"max_seqlen_k": 2}, "max_seqlen_k: got 2, wanted 5 or more"),
+    ("max_seqlen negative", PACKED, {"max_seqlen_q": -1}, "max_seqlen_q: got -1, wanted 0 or more"),
+    ("max_seqlen float", PACKED, {"max_seqlen_k": 5.0}, "max_seqlen_k: got float, wanted an int or None"),
+    ("max_seqlen tensor", PACKED, {"max_seqlen_k": torch.ones(2)}, "max_seqlen_k: got Tensor, wanted an int"),
+    ("kv_lens", PACKED, {"kv_lens": ints(4, 6, 1)}, "kv_lens: got 6 for request 1, wanted values in [0, 5]"),
+    (
+        "kv_starts",
+        PACKED,
+        {"kv_starts": ints(0, 5, 2)},
+        "kv_starts: got 2 for request 2, wanted values in [0, 1]",
+    ),
+    ("kv_lens shape", PACKED, {"kv_lens": ints(4, 5)}, "kv_lens: got (2,)"),
+    ("q_offset shape", PACKED, {"q_offset": ints(4, 5)}, "q_offset: got (2,)"),
+    ("alibi shape", PACKED, {"alibi_slopes": torch.ones(2, 4)}, "alibi_slopes: got (2, 4)"),
+    ("out shape", PACKED, {"out": torch.empty(9, 4, 8)}, "out: got (1, 4, 9, 8)"),
+    ("out 4-D", PACKED, {"out": torch.empty(1, 9, 4, 6)}, "out: got 4 dimensions"),
+    ("head ratio", (PACKED[0][:, :3], *PACKED[1:]), {}, "heads: got 3 query heads over 2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"), [r[1:] for r in REFUSED_PACKED], ids=[r[0] for r in REFUSED_PACKED]
+)
+def test_bad_packed_input_is_refused(args, kwargs, words):
+    for max_seqlen in ({}, {"max_seqlen_q": 5, "max_seqlen_k": 5}):
+        with pytest.raises(SpecError) as caught:
+            attention_varlen(*args, **{"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, **max_seqlen, **kwargs})
+        assert words in str(caught.value) and str(caught.value).count(".")
+    attention_varlen(*PACKED, CU_Q, CU_K, max_seqlen_q=5, max_seqlen_k=5)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "segments", "intervals"])
+def test_packed_members_take_no_operand_of_a_padded_batch(name):
+    options = {
+        "mask": {"mask": torch.ones(9, 11, dtype=torch.bool)},
+        "bias": {"bias": torch.zeros(9, 11)},
+        "segments": {"mask": Mask.segments(torch.zeros(1, 9).int(), torch.zeros(1, 11).int())},
+        "intervals": {"mask": Mask.intervals(ints(0)[None], ints(5)[None], rows=16)},
+    }
+    with pytest.raises(SpecError, match="none beside cu_seqlens"):
+        explain(*PACKED, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, **options[name])
+    for wrong in ({"max_seqlen_q": 5}, {"max_seqlen_k": 5}):
+        with pytest.raises(SpecError, match="no cu_seqlens"):
+            explain(Q, K, V, **wrong)
+
+
+def test_mask_intervals_and_blocks_refuse_what_is_none():
+    lists = torch.zeros(3, 2, dtype=torch.int32)
+    for starts, ends, rows, words in (
+        ([0], lists, 4, "intervals starts: got list"),
+        (lists, lists.long(), 4, "intervals ends: got torch.int64"),
+        (lists, lists[:2], 4, "intervals ends: got (2, 2)"),
+        (lists[0], lists[0], 4, "intervals starts: got (2,)"),
+        (lists, lists, 0, "intervals rows: got 0"),
+        (lists, lists, 1.5, "intervals rows: got 1.5"),
+        (lists, lists, True, "intervals rows: got True"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            Mask.intervals(starts, ends, rows=rows)
+        assert words in str(caught.value)
+    grid = torch.ones(3, 2, dtype=torch.bool)
+    for visible, rows, keys, words in (
+        (grid.int(), 4, 4, "blocks: got torch.int32"),
+        (grid[0], 4, 4, "blocks: got torch.bool (2,)"),
+        ("x", 4, 4, "blocks: got 'x'"),
+        (grid, 0, 4, "rows: got 0"),
+        (grid, 4, -1, "keys: got -1"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            Mask.blocks(visible, rows=rows, keys=keys)
+        assert words in str(caught.value)
+    a, b = (Mask.intervals(lists, lists + 1, rows=4) for _ in range(2))
+    with pytest.raises(SpecError, match="two different"):
+        a & b
+    assert (a & a).bounds is a.bounds and (a & Mask.causal()).rows == 4
 
 
 def test_unsupported_names_every_reason():
@@ -277,7 +449,28 @@ def test_a_compiled_call_obeys_use_backend_at_run_time():
         compiled(q, k, v)
 
 
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_packed_results_have_the_stride_order_of_q(backend):
+    q, k, v = PACKED
+    for order in ((0, 1, 2), (1, 0, 2)):
+        shuffled = q.permute(order).contiguous().permute(order)
+        out, lse = attention_varlen(shuffled, k, v, CU_Q, CU_K, causal=True, return_lse=True, backend=backend)
+        assert out.shape == (9, 4, 6) and lse.shape == (4, 9) and lse.is_contiguous()
+        assert out.stride() == q[..., :6].permute(order).contiguous().permute(order).stride()
+    place = torch.empty(9, 4, 12)[..., ::2]
+    got = attention_varlen(q, k, v, CU_Q, CU_K, causal=True, out=place, backend=backend)
+    assert got is place and torch.equal(place, out)
+
+
 class TestExplain:
+    def test_packed_members_are_explained_without_contents(self):
+        q, k = (torch.empty(n, 8, 64, device="meta", dtype=torch.bfloat16) for n in (300, 500))
+        cu = torch.empty(5, dtype=torch.int32, device="meta")
+        plan = explain(q, k, k, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_k=100, target="cpu:generic")
+        assert plan.spec.members == 4 and plan.spec.seqlen_q == 300 and plan.spec.max_seqlen_k == 100
+        assert "members=4" in str(plan) and "at most" in str(plan) and "cu_seqlens are not read" in str(plan)
+        assert plan.work.flops == 4 * 64 * 8 * 300 * 100
+
     def test_it_launches_nothing_and_takes_meta_tensors(self):
         q = torch.empty(1, 8, 2048, 128, device="meta", dtype=torch.bfloat16)
         plan = explain(q, q, q, causal=True, target="cpu:avx512+avx512_bf16")

@@ -140,7 +140,7 @@ def checked_int(name: str, value: Any, wanted: str = "an int or an int32 tensor 
     """A 64-bit int, or what stands for one while torch.compile traces."""
     if isinstance(value, (int, torch.SymInt)) and torch.compiler.is_compiling():
         return value  # an int that may change is not to become a constant
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
         raise spec_error(name, got=type(value).__name__, wanted=wanted, change="Use int().")
     value = operator.index(value)
     if not -(2**63) <= value < 2**63:
