@@ -11,12 +11,13 @@ import torch
 from rich.console import Console
 
 from polyflash import target
-from polyflash.bench import peak, report, suite, timing
+from polyflash.bench import cases, peak, problem, suite, tables, timing
+from polyflash.bench.cases import SDPA, Case
 from polyflash.bench.timing import Arm, Comparison, Round, compare, iqr, median
 from polyflash.errors import SpecError
 from polyflash.workloads import Workload
 
-PLAIN = Workload("plain", frozenset(), 1, 2, 2, 16, 16, 8)
+PLAIN = Case("dense", "full", Workload("plain", frozenset(), 1, 2, 2, 16, 16, 8))
 SOUND = suite.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
 
 
@@ -24,15 +25,22 @@ def rounds(*values: tuple[float, float, float, float]) -> Comparison:
     """From (ours, torch, ours on 1 thread, speed) per round."""
     return Comparison(
         tuple(
-            Round({suite.OURS: a, suite.PEER: b, suite.ALONE: c, suite.AFTER: 1.5 * a}, speed)
+            Round({suite.OURS: a, SDPA: b, suite.ALONE: c, suite.AFTER: 1.5 * a}, speed)
             for a, b, c, speed in values
         )
     )
 
 
-def result(comparison: Comparison, *, difference: float = 1e-7, ours: suite.Accuracy = SOUND) -> suite.Result:
+def result(
+    comparison: Comparison,
+    *,
+    case: Case = PLAIN,
+    difference: float = 1e-7,
+    ours: suite.Accuracy = SOUND,
+    backend: str = "cpu",
+) -> suite.Result:
     best = peak.Peak("fp32", per_thread=100.0, together=190.0, threads=2, cores=2)
-    return suite.Result(PLAIN, "cpu", comparison, difference, ours, SOUND, 1e9, best, 2)
+    return suite.Result(case, backend, comparison, difference, ours, SOUND, 1e9, 4e9, best, 2)
 
 
 class Clock:
@@ -66,7 +74,7 @@ def test_a_median_ignores_contended_rounds():
     assert made.quiet == 3
     assert not made.contended
     assert made.summary(suite.OURS) == timing.Summary(1.0, 0.0, rounds=3, of=8)
-    assert made.ratio(suite.PEER, suite.OURS) == 2.0
+    assert made.ratio(SDPA, suite.OURS) == 2.0
 
 
 def test_too_few_quiet_rounds_are_marked_and_all_are_counted():
@@ -79,7 +87,7 @@ def test_too_few_quiet_rounds_are_marked_and_all_are_counted():
 
 def test_a_ratio_is_of_medians_not_a_median_of_ratios():
     made = rounds((1.0, 1.0, 1.0, 1.0), (2.0, 8.0, 1.0, 1.0), (3.0, 3.0, 1.0, 1.0))
-    assert made.ratio(suite.PEER, suite.OURS) == 3.0 / 2.0
+    assert made.ratio(SDPA, suite.OURS) == 3.0 / 2.0
 
 
 def test_percent_of_peak_and_scaling():
@@ -88,7 +96,7 @@ def test_percent_of_peak_and_scaling():
     assert r.of_peak == pytest.approx(0.5)
     assert r.scaling == pytest.approx(1.9)
     assert r.after == pytest.approx(1.5)
-    assert any("1.50" in line for line in report.notes([r]))
+    assert any("1.50" in line for line in tables.notes([tables.row(r)]))
     assert r.marks == ()
 
 
@@ -104,9 +112,9 @@ def test_outputs_that_differ_have_no_ratio(wrong):
     r = result(rounds(*[(1.0, 2.0, 2.0, 1.0)] * 3), **wrong)
     assert r.ratio is None
     assert r.marks == ("mismatch",)
-    row = report.document([r])["rows"][0]
+    row = tables.row(r)
     assert row["ratio"] is None and row["marks"] == ["mismatch"]
-    assert any("mismatch" in mark or "worst row" in mark for mark in report.notes([r]))
+    assert any("mismatch" in mark or "worst row" in mark for mark in tables.notes([tables.row(r)]))
 
 
 def test_one_wrong_row_is_seen_among_thousands():
@@ -200,26 +208,27 @@ def test_a_raising_arm_leaves_the_thread_count():
 
 
 def test_the_rows_cover_the_speed_promise():
-    names = {(w.dtype, w.head_dim, bool(w.causal), w.seqlen_q, w.kv_heads) for w in suite.rows(long=True)}
+    every = cases.rows(size="long")
+    problems = {c.workload for c in every}
+    names = {(w.dtype, w.head_dim, bool(w.causal), w.seqlen_q, w.kv_heads) for w in problems}
     for dtype in ("float32", "bfloat16", "float16"):
         for head_dim in (64, 128):
             for causal in (False, True):
                 for seqlen in (512, 2048, 8192):
                     for kv_heads in (8, 2):
                         assert (dtype, head_dim, causal, seqlen, kv_heads) in names
-    assert any(w.window for w in suite.rows())
-    assert max(w.seqlen_q for w in suite.rows(quick=True)) == 512
-    assert len({w.name for w in suite.rows(long=True)}) == len(suite.rows(long=True))
+    assert any(w.window for w in problems)
+    assert max(c.workload.seqlen_q for c in cases.rows(size="quick")) == 512
 
 
 def test_rows_are_chosen_by_name_and_by_words():
-    every = suite.rows()
-    assert {w.head_dim for w in suite.selected(every, words="causal d64 bfloat16")} == {64}
-    assert [w.name for w in suite.selected(every, names=every[3].name)] == [every[3].name]
+    every = cases.rows()
+    assert {c.workload.head_dim for c in cases.selected(every, words="causal d64 bfloat16")} == {64}
+    assert [c.name for c in cases.selected(every, names=every[3].name)] == [every[3].name]
     with pytest.raises(SpecError, match="--list"):
-        suite.selected(every, words="d65")
+        cases.selected(every, words="d65")
     with pytest.raises(SpecError, match="nothing-of-this-name"):
-        suite.selected(every, names="nothing-of-this-name")
+        cases.selected(every, names="nothing-of-this-name")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +237,7 @@ def test_rows_are_chosen_by_name_and_by_words():
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_peer_and_the_sample_agree_with_the_oracle(causal, window, kv_heads):
     q, k, v = (torch.randn(2, h, 100, 8, dtype=torch.float64) for h in (4, kv_heads, kv_heads))
-    out = suite._peer(q, k, v, {"causal": causal, "window": window})()
+    out = problem.sdpa(q, k, v, {"causal": causal, "window": window})()
     seen = suite.sampled_error(q, k, v, out, None, causal=causal, window=window)
     assert seen.relative < 1e-13
     assert (seen.heads, seen.rows) == (4, 96)
@@ -296,9 +305,8 @@ def test_tables_fit_80_columns():
     slow = rounds((1.30689, 16.1234, 2.6, 0.5), (0.3, 4.0, 2.6, 0.5), (9.9, 99.0, 5.6, 0.5))
     assert slow.summary(suite.OURS).spread > 1
     console = Console(width=80, no_color=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    wide = Workload("w", frozenset(), 8, 12, 12, 8192, 8192, 128, causal=True)
-    r = suite.Result(wide, "cpu", slow, 0.0, SOUND, SOUND, 1e9, result(slow).peak, 2)
-    console.print(report.table([r, result(slow)], "float32"))
+    wide = Case("dense", "causal", Workload("w", frozenset(), 8, 12, 12, 8192, 8192, 128, causal=True))
+    console.print(tables.table([tables.row(result(slow, case=c)) for c in (wide, PLAIN)], "float32"))
     text = console.export_text()
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80

@@ -5,18 +5,30 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from polyflash import target
+from polyflash.errors import SpecError
 
 
 def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     """Adds the command to the subparsers `commands`."""
     bench = commands.add_parser(
-        "bench", parents=parents, help="this machine against torch SDPA", description=run.__doc__
+        "bench", parents=parents, help="this machine against torch SDPA and others", description=run.__doc__
+    )
+    bench.add_argument(
+        "--suite",
+        type=_names,
+        default=[],
+        metavar="NAME,NAME",
+        help="dense, windows and small unless given; masks, bias, varlen, peers; all",
+    )
+    bench.add_argument(
+        "--peers", type=_names, default=[], metavar="NAME,NAME", help="the suite peers, with these alone"
     )
     bench.add_argument("--rows", default="", metavar="NAME,NAME", help="these rows alone")
     bench.add_argument(
@@ -28,42 +40,98 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     )
     bench.add_argument("--list", action="store_true", help="print the names of the rows and stop")
     size = bench.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="short rows, short times")
-    size.add_argument("--long", action="store_true", help="8192 keys too: some 10 minutes")
+    size.add_argument(
+        "--quick", dest="size", action="store_const", const="quick", help="short rows, short times"
+    )
+    size.add_argument(
+        "--long", dest="size", action="store_const", const="long", help="8192 keys too: some 10 minutes"
+    )
     bench.add_argument("--calls", action="store_true", help="where the time of one tiny call goes")
     bench.add_argument("--seconds", type=_seconds, help="per row; 2, or 0.5 with --quick")
     bench.add_argument("--json", metavar="FILE", help="write every round to FILE")
-    bench.set_defaults(command=run)
+    bench.add_argument("--page", metavar="FILE", help="write the tables to FILE as a Markdown page")
+    bench.add_argument(
+        "--from",
+        dest="sources",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="measure nothing: take the rows of these JSON files, a later file's first",
+    )
+    bench.set_defaults(command=run, size="")
 
 
 def run(options: argparse.Namespace, out: Console, err: Console) -> int:
-    """This machine against torch SDPA."""
-    from polyflash.bench import calibrate, kind_of, report, suite
+    """This machine against torch SDPA and the other attention implementations found on it."""
+    from polyflash.bench import page
 
-    chosen = suite.selected(
-        suite.rows(long=options.long, quick=options.quick), names=options.rows, words=" ".join(options.filter)
-    )
-    if options.list:
-        print("\n".join(w.name for w in chosen))
-        return 0
+    if options.page and options.calls:
+        raise SpecError("page: got --calls, whose stages have no page. Use --json, or leave --calls out")
+    if options.sources:
+        content = page.merged([page.read(file) for file in options.sources])
+        if not options.quiet:
+            page.print_tables(out, content)
+    else:
+        if options.list:
+            print("\n".join(case.name for case in _chosen(options)))
+            return 0
+        content = _measured(options, out)
+    if options.json:
+        Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if options.page:
+        file = Path(options.page)
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        file.write_text(page.markdown(content, before), encoding="utf-8")
+    return 1 if any("mismatch" in r["marks"] for r in content.get("rows", ())) else 0
+
+
+def _measured(options: argparse.Namespace, out: Console) -> dict[str, Any]:
+    """The document of a measurement made now."""
+    from polyflash.bench import calibrate, kind_of, report
+
+    chosen = _chosen(options)
     device = target.detect("cpu")
     calibration = calibrate(device)
     if calibration and not options.calls:
-        for kind in dict.fromkeys(kind_of(w.dtype, device) for w in chosen):
+        for kind in dict.fromkeys(kind_of(c.workload.dtype, device) for c in chosen):
             calibration.peak(kind)
     peaks = calibration.measured if calibration else ()
     if not options.quiet:
         report.print_machine(out, device, peaks)
-    seconds = options.seconds or (0.5 if options.quick else 2.0)
+    seconds = options.seconds or (0.5 if options.size == "quick" else 2.0)
     if options.calls:
-        content, wrong = report.calls(out, seconds, calibration), False
+        content = report.calls(out, seconds, calibration)
     else:
-        results = report.measured(out, chosen, seconds, calibration, quiet=options.quiet)
-        content, wrong = report.document(results), any("mismatch" in r.marks for r in results)
-    if options.json:
-        content["machine"] = report.machine(device, peaks)
-        Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return 1 if wrong else 0
+        content = report.measured(out, chosen, seconds, calibration, quiet=options.quiet)
+        content["commands"] = [_command(options)]
+    return {**content, "machine": report.machine(device, peaks)}
+
+
+def _chosen(options: argparse.Namespace) -> Sequence[Any]:
+    from polyflash.bench import cases
+
+    suites = options.suite or ([cases.PEER_SUITE] if options.peers else cases.DEFAULT)
+    suites = cases.SUITES if "all" in suites else list(dict.fromkeys(suites))
+    if options.peers and cases.PEER_SUITE not in suites:
+        suites = [*suites, cases.PEER_SUITE]
+    every = cases.rows(suites, size=options.size, peers=options.peers)
+    return cases.selected(every, names=options.rows, words=" ".join(options.filter))
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command that measures this again; files, which say nothing about the figures, left out."""
+    words = ["polyflash bench"]
+    words += [f"--suite {','.join(options.suite)}"] if options.suite else []
+    words += [f"--peers {','.join(options.peers)}"] if options.peers else []
+    words += [f"--rows {options.rows}"] if options.rows else []
+    words += [f"--filter {' '.join(options.filter)}"] if options.filter else []
+    words += [f"--{options.size}"] if options.size else []
+    words += [f"--seconds {options.seconds:g}"] if options.seconds else []
+    return " ".join(words)
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def _seconds(text: str) -> float:

@@ -1,0 +1,178 @@
+"""The rows of the benchmark, as data: a suite is a list of problems, each with what it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from polyflash.bench.peers import PEERS
+from polyflash.errors import SpecError
+from polyflash.workloads import Workload, workloads
+
+SDPA = "torch SDPA"
+DEFAULT = ("dense", "windows", "small")
+PEER_SUITE = "peers"
+SUITES = (*DEFAULT, "masks", "bias", "varlen", PEER_SUITE)
+
+_LONGEST = {"quick": 512, "": 2048, "long": 8192}
+_TAG = frozenset({"bench"})
+_SMALL = (  # batch, heads, seqlen, causal: where the cost of a call matters as much as the kernel
+    (1, 1, 16, False),
+    (1, 2, 128, False),
+    (1, 2, 128, True),
+    (1, 8, 128, False),
+    (1, 8, 256, True),
+    (8, 12, 64, False),
+    (1, 1, 32, False),
+    (1, 2, 64, False),
+    (1, 4, 256, False),
+    (1, 2, 512, False),
+    (1, 2, 512, True),
+)
+# kind: what its `Workload` has beyond the plain problem, and what is laid over it (`problem.LAID`)
+_MASKS: dict[str, tuple[dict, str]] = {
+    "mask": ({"mask": "11qk"}, ""),
+    "mask-heads": ({"mask": "1hqk"}, ""),
+    "mask-blocks": ({}, "blocks as bool"),
+    "blocks": ({}, "blocks"),
+    "docs": ({}, "documents"),
+    "docs-causal": ({"causal": True}, "documents"),
+}
+_BIAS: dict[str, tuple[dict, str]] = {
+    "bias": ({"bias": "11qk"}, ""),
+    "bias-heads": ({"bias": "1hqk"}, ""),
+    "alibi": ({"alibi": "h"}, ""),
+    "alibi-causal": ({"alibi": "h", "causal": True}, ""),
+    "softcap": ({"softcap": 30.0}, ""),
+    "sinks": ({"sinks": True}, ""),
+}
+_VARLEN: dict[str, tuple[dict, str]] = {
+    "varlen": ({}, "packed"),
+    "varlen-causal": ({"causal": True}, "packed"),
+}
+_MEMBERS, _LONGEST_MEMBER = 32, 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a problem, what is laid over it, who its ratio is made with, and whether our own call without
+    its mask or bias is timed beside it."""
+
+    suite: str
+    kind: str
+    workload: Workload
+    laid: str = ""  # a key of `problem.LAID`; "": the workload is all
+    peer: str = SDPA  # or a key of `PEERS`, timed in a process of its own; "": nobody else has it
+    plain: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.workload.name
+
+
+def rows(suites: Sequence[str] = DEFAULT, *, size: str = "", peers: Sequence[str] = ()) -> tuple[Case, ...]:
+    """The rows of `suites`. `size` is "quick", "" or "long"; `peers` names those of the peer suite, all of
+    them if it is empty."""
+    unknown = [s for s in suites if s not in SUITES]
+    if unknown:
+        raise SpecError(f"suite: got {', '.join(unknown)}, wanted some of {', '.join(SUITES)}, or all")
+    quick, head_dims, dtypes = size == "quick", (64, 128), ("float32", "bfloat16")
+    chosen: list[Case] = []
+    for suite in suites:
+        if suite == "dense":
+            chosen += _dense(_LONGEST[size])
+        elif suite == "windows":
+            chosen += _windows(quick)
+        elif suite == "small":
+            chosen += _small(dtypes)
+        elif suite == PEER_SUITE:
+            chosen += _peers(peers or tuple(PEERS), 512 if quick else 2048)
+        elif suite == "varlen":
+            members, longest = (8, 64) if quick else (_MEMBERS, _LONGEST_MEMBER)
+            chosen += _grid(suite, _VARLEN, dtypes, head_dims, members, longest)
+        else:
+            kinds = _MASKS if suite == "masks" else _BIAS
+            chosen += _grid(suite, kinds, dtypes, head_dims, 1, 256 if quick else 2048)
+    return tuple(chosen)
+
+
+def selected(chosen: Sequence[Case], *, names: str = "", words: str = "") -> tuple[Case, ...]:
+    """Rows by exact name (comma-separated), and those whose name has every one of `words`."""
+    wanted = [n for n in names.split(",") if n]
+    unknown = [n for n in wanted if n not in {c.name for c in chosen}]
+    if unknown:
+        raise SpecError(f"rows: got {', '.join(unknown)}, wanted names from `polyflash bench --list`")
+    parts = words.lower().replace(",", " ").split()
+    kept = [
+        c for c in chosen if (not wanted or c.name in wanted) and all(p in c.name.split("-") for p in parts)
+    ]
+    if not kept:
+        raise SpecError(f"filter: got {words!r}, which no row has. See `polyflash bench --list`")
+    return tuple(kept)
+
+
+def _dense(longest: int) -> list[Case]:
+    """The catalogue's plain rows, with 8 and with 2 key/value heads."""
+    made = []
+    for w in workloads("bench"):
+        if w.window is None and w.kv_heads == w.heads and w.seqlen_q <= longest:
+            kind = "causal" if w.causal else "full"
+            made.append(Case("dense", kind, w))
+            made.append(Case("dense", kind, replace(w, name=f"{w.name}-gqa", kv_heads=2)))
+    return made
+
+
+def _windows(quick: bool) -> list[Case]:
+    """The catalogue's causal windows, and windows to both sides."""
+    made = []
+    for dtype in ("float32", "bfloat16", "float16"):
+        seqlen, side = (512, 32) if quick else (2048, 128)
+        w = Workload(f"window-both-{dtype}-{seqlen}-d128", _TAG, 1, 8, 8, seqlen, seqlen, 128, dtype=dtype)
+        made.append(Case("windows", "both", replace(w, window=(side, side)), plain=True))
+    if quick:
+        return made
+    return [Case("windows", "window", w, plain=True) for w in workloads("bench") if w.window] + made
+
+
+def _small(dtypes: Sequence[str]) -> list[Case]:
+    made = []
+    for dtype in dtypes:
+        for batch, heads, seqlen, causal in _SMALL:
+            kind = "causal" if causal else "full"
+            name = f"small-{kind}-{dtype}-{seqlen}-b{batch}-h{heads}"
+            w = Workload(name, _TAG, batch, heads, heads, seqlen, seqlen, 64, dtype=dtype, causal=causal)
+            made.append(Case("small", kind, w))
+    return made
+
+
+def _grid(
+    suite: str,
+    kinds: dict[str, tuple[dict, str]],
+    dtypes: Sequence[str],
+    head_dims: Sequence[int],
+    batch: int,
+    seqlen: int,
+) -> list[Case]:
+    """Every kind with every dtype and head_dim; 8 heads. torch SDPA is a peer where it has the operand."""
+    made = []
+    for dtype in dtypes:
+        for head_dim in head_dims:
+            for kind, (beyond, laid) in kinds.items():
+                name = f"{kind}-{dtype}-{seqlen}-d{head_dim}"
+                w = Workload(name, _TAG, batch, 8, 8, seqlen, seqlen, head_dim, dtype=dtype, **beyond)
+                peer = "" if w.alibi or w.softcap or w.sinks else SDPA
+                made.append(Case(suite, kind, w, laid, peer, plain=True))
+    return made
+
+
+def _peers(names: Sequence[str], seqlen: int) -> list[Case]:
+    unknown = [n for n in names if n not in PEERS]
+    if unknown:
+        raise SpecError(f"peers: got {', '.join(unknown)}, wanted some of {', '.join(PEERS)}")
+    made = []
+    for name in names:
+        for w in workloads("bench"):
+            if w.seqlen_q == seqlen and w.head_dim == 128 and w.window is None and w.kv_heads == w.heads:
+                kind = "causal" if w.causal else "full"
+                made.append(Case(PEER_SUITE, kind, replace(w, name=f"{name}-{w.name}"), peer=name))
+    return made
