@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tolerance import same_bits, visible
+from tests.tolerance import members, same_bits, visible
 
 GUARD = 64  # elements before, after and between rows
 PATTERN = 1234.0  # finite, unlikely, the same in every float dtype
@@ -82,7 +82,7 @@ def check_guarded(call: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, opt
     """
     tensors = {"q": q, "k": k, "v": v, **{n: x for n, x in options.items() if isinstance(x, Tensor)}}
     boxes = {name: guard(x) for name, x in tensors.items()}
-    boxes["out"] = guard(torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype))
+    boxes["out"] = guard(torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype))
     others = {n: x for n, x in options.items() if not isinstance(x, Tensor)}
     results = []
     for run in (0, 1):
@@ -133,13 +133,32 @@ def hidden_copies(
     return nanify(k, keys, fill, generator), nanify(v, keys, fill, generator), options
 
 
+def hidden_members(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], fill: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed q, k, v with everything invisible filled: rows and keys of nobody, and keys none of their member
+    sees."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = q.clone(), k.clone(), v.clone()
+    rows, keys = int(options["cu_seqlens_q"][-1]), int(options["cu_seqlens_k"][-1])
+    for x, end in ((q, rows), (k, keys), (v, keys)):
+        x[end:] = nanify(x[end:], torch.tensor(True), fill, generator)
+    for _, of, (one_q, one_k, one_v, own) in members(q, k, v, options):
+        k2, v2, _ = hidden_copies(one_q, one_k, one_v, own, fill)
+        k[of], v[of] = k2[0].transpose(0, 1), v2[0].transpose(0, 1)
+    return q, k, v
+
+
 def check_hidden(
     call: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], fills: Any = FILLS
 ) -> None:
     """Invisible bits change no output bit. `call(q, k, v, **options)` returns (out, lse)."""
     want = call(q, k, v, **options)
     for fill in fills:
-        k2, v2, options2 = hidden_copies(q, k, v, options, fill)
-        got = call(q, k2, v2, **options2)
+        if "cu_seqlens_q" in options:
+            got = call(*hidden_members(q, k, v, options, fill), **options)
+        else:
+            k2, v2, options2 = hidden_copies(q, k, v, options, fill)
+            got = call(q, k2, v2, **options2)
         for name, a, b in zip(("out", "lse"), got, want, strict=True):
             same_bits(a, b, f"{name} with invisible = {fill}")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash.reference import attention_reference
+from polyflash.reference import attention_reference, varlen_reference
 
 # Relative L2 of the output on normal inputs at head_dim 64 to 128: a bad T cannot loosen the test beyond
 # these.
@@ -60,6 +60,8 @@ def visible(
         kv_starts = kv_starts if mask.kv_starts is None else mask.kv_starts
         if mask.q_ids is not None:
             seen = seen & (mask.q_ids[:, None, :, None] == mask.k_ids[:, None, None, :])
+        if mask.bounds is not None:
+            seen = seen & listed(mask.bounds, mask.rows, seqlen_q, seqlen_k)
     keys = torch.arange(seqlen_k)
     live = torch.full((batch, 1, 1, 1), seqlen_k) if kv_lens is None else kv_lens.long().view(-1, 1, 1, 1)
     seen = seen & (keys < live)
@@ -74,6 +76,37 @@ def visible(
     if right is not None:
         seen = seen & (keys <= at + right)
     return seen
+
+
+def listed(bounds: Tensor, rows: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Interval lists written out row by row: bool (batch or 1, heads or 1, seqlen_q, seqlen_k)."""
+    seen = torch.zeros(*bounds.shape[:2], seqlen_q, seqlen_k, dtype=torch.bool)
+    for b in range(bounds.shape[0]):
+        for h in range(bounds.shape[1]):
+            for block, pairs in enumerate(bounds[b, h].tolist()):
+                for start, end in pairs:
+                    seen[b, h, block * rows : (block + 1) * rows, start:end] = True
+    return seen
+
+
+def members(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> list[tuple[slice, slice, Any]]:
+    """Of packed q, k, v: each member's rows, keys, and (q, k, v, options) as an unpacked call has them."""
+    options = dict(options)
+    rows, keys = options.pop("cu_seqlens_q").tolist(), options.pop("cu_seqlens_k").tolist()
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        options.pop(name, None)
+    found = []
+    for b in range(len(rows) - 1):
+        own = dict(options)
+        for name in ("kv_lens", "kv_starts", "q_offset"):
+            if isinstance(own.get(name), Tensor):
+                own[name] = own[name][b : b + 1]
+        if own.get("alibi_slopes") is not None and own["alibi_slopes"].ndim == 2:
+            own["alibi_slopes"] = own["alibi_slopes"][b : b + 1]
+        at, of = slice(rows[b], rows[b + 1]), slice(keys[b], keys[b + 1])
+        one = (x[part].transpose(0, 1)[None] for x, part in ((q, at), (k, of), (v, of)))
+        found.append((at, of, (*one, own)))
+    return found
 
 
 def positions(seqlen_q: int, live: Tensor, causal: bool | str, q_offset: Any) -> Tensor:
@@ -161,7 +194,10 @@ class Expected:
 
 
 def expect(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Expected:
-    """R and T of one problem. `layout` is honoured; the results are bhsd."""
+    """R and T of one problem. `layout` is honoured; the results are bhsd, those of packed members as
+    packed."""
+    if "cu_seqlens_q" in options:
+        return expect_packed(q, k, v, options)
     layout = options.pop("layout", "bhsd")
     q, k, v = (bhsd(x.detach(), layout) for x in (q, k, v))
     oracle = attention_reference(q, k, v, **options)
@@ -179,6 +215,23 @@ def expect(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Expected:
         for order in ("chain", "turned"):
             out, lse = eager(q, k, v, order=order, **options)
             samples.append((out.double(), lse.double()))
+    return Expected(oracle.out, oracle.lse, tuple(samples), q.dtype)
+
+
+def expect_packed(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Expected:
+    """R is the packed oracle's; T is that of each member alone, and nothing elsewhere."""
+    q, k, v = (x.detach() for x in (q, k, v))
+    rest = {n: x for n, x in options.items() if not n.startswith("max_seqlen")}
+    cu_seqlens = rest.pop("cu_seqlens_q"), rest.pop("cu_seqlens_k")
+    oracle = varlen_reference(q, k, v, *cu_seqlens, **rest)
+    samples = [(oracle.out.clone(), oracle.lse.clone()) for _ in range(3 if q.dtype is torch.float32 else 1)]
+    for at, of, (one_q, one_k, one_v, own) in members(q, k, v, options):
+        if at.start == at.stop or of.start == of.stop:
+            continue
+        for (out, lse), (one_out, one_lse) in zip(
+            samples, expect(one_q, one_k, one_v, **own).eager, strict=True
+        ):
+            out[at], lse[:, at] = one_out[0].transpose(0, 1), one_lse[0]
     return Expected(oracle.out, oracle.lse, tuple(samples), q.dtype)
 
 

@@ -6,10 +6,12 @@ family. Families matter as much as shapes: several published defects are invisib
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from polyflash.mask import Mask
 from polyflash.spec import AttentionSpec, Feature, Phase
 
 if TYPE_CHECKING:
@@ -29,7 +31,9 @@ class Workload:
 
     `mask` and `bias` name the broadcast form of their tensor, one letter per dimension out of "bhqk", "1"
     where the dimension is broadcast and fewer letters for fewer dimensions: "b11k" is a key padding mask,
-    "qk" one for all."""
+    "qk" one for all. `intervals` names that of interval lists likewise, out of "bhr1", r for row blocks.
+    With `members`, q, k, v are packed, (total, heads, head_dim): `seqlen_q` and `seqlen_k` are the totals, of
+    which the members may leave a tail, and what is per request is per member."""
 
     name: str
     tags: frozenset[str]
@@ -54,6 +58,13 @@ class Workload:
     softcap: float = 0.0
     sinks: bool = False
     scale: float | None = None
+    intervals: str = ""
+    interval_rows: int = 64
+    members: tuple[tuple[int, int], ...] = ()  # (rows, keys) of each packed member
+
+    @property
+    def requests(self) -> int:
+        return len(self.members) or self.batch
 
     @property
     def dim_v(self) -> int:
@@ -71,6 +82,8 @@ class Workload:
             Feature.MASK: bool(self.mask),
             Feature.BIAS: bool(self.bias),
             Feature.SEGMENTS: bool(self.segments),
+            Feature.INTERVALS: bool(self.intervals),
+            Feature.VARLEN: bool(self.members),
             Feature.ALIBI: bool(self.alibi),
             Feature.SOFTCAP: self.softcap != 0.0,
             Feature.SINKS: self.sinks,
@@ -100,6 +113,7 @@ class Workload:
             window=self.window or (None, None),
             offset=offset if isinstance(offset, int) else None,
             scale=self.scale,
+            members=len(self.members),
         )
 
 
@@ -125,7 +139,7 @@ def make(
     workload: Workload, *, seed: int = 0, family: str = "normal", device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Tensors of a workload: q (batch, heads, seqlen_q, head_dim), k, v, and the keyword arguments of
-    `attention`.
+    `attention`; packed, q (total_q, heads, head_dim), k, v, and those of `attention_varlen`.
 
     The same seed gives the same tensors on every device. Values are drawn in float32 (float64 for float64)
     and rounded once to the storage dtype."""
@@ -144,6 +158,8 @@ def make(
     options = {
         name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in _options(w, generator).items()
     }
+    if w.members:
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
     return q.to(dtype).to(device), k.to(dtype).to(device), v.to(dtype).to(device), options
 
 
@@ -167,10 +183,17 @@ def _options(w: Workload, generator: torch.Generator) -> dict[str, Any]:
         bias = 2 * torch.randn(_form(w, w.bias), generator=generator)
         hidden = torch.rand(bias.shape, generator=generator) < 0.1
         kwargs["bias"] = bias.masked_fill(hidden, -torch.inf).to(getattr(torch, w.bias_dtype or w.dtype))
+    if w.intervals:
+        kwargs["mask"] = random_intervals(w, generator)
+    for side, total in enumerate((w.seqlen_q, w.seqlen_k) if w.members else ()):
+        bounds = [0, *accumulate(member[side] for member in w.members)]
+        if bounds[-1] > total:
+            raise ValueError(f"{w.name}: members end at {bounds[-1]}, beyond the total {total}")
+        kwargs[f"cu_seqlens_{'qk'[side]}"] = torch.tensor(bounds, dtype=torch.int32)
     if w.segments:
         kwargs["mask"] = _segments(w, generator) if "mask" not in kwargs else kwargs["mask"]
     if w.alibi:
-        shape = (w.heads,) if w.alibi == "h" else (w.batch, w.heads)
+        shape = (w.heads,) if w.alibi == "h" else (w.requests, w.heads)
         kwargs["alibi_slopes"] = torch.rand(shape, generator=generator)
     if w.sinks:
         kwargs["sinks"] = torch.randn(w.heads, generator=generator)
@@ -185,9 +208,21 @@ def random_mask(shape: tuple[int, ...], generator: torch.Generator, keep: float 
     return mask
 
 
-def _segments(w: Workload, generator: torch.Generator) -> Any:
-    from polyflash.mask import Mask
+def random_intervals(w: Workload, generator: torch.Generator) -> Mask:
+    """Interval lists of up to four runs with holes between them, empty ones among them; the first row block
+    sees nothing where there are several, and the last run of some lists overhangs the keys."""
+    sizes = {"b": w.batch, "h": w.heads, "r": -(-w.seqlen_q // w.interval_rows), "1": 1}
+    shape = tuple(sizes[letter] for letter in w.intervals)
+    bounds = torch.randint(0, w.seqlen_k + w.seqlen_k // 4 + 1, (*shape, 8), generator=generator).int()
+    bounds = bounds.sort(-1).values.unflatten(-1, (4, 2))
+    empty = torch.rand((*shape, 4), generator=generator) < 0.2
+    if shape[-1] > 1:
+        empty[..., 0, :] = True
+    starts, ends = bounds.unbind(-1)
+    return Mask.intervals(starts, torch.where(empty, starts, ends), rows=w.interval_rows)
 
+
+def _segments(w: Workload, generator: torch.Generator) -> Mask:
     ids = [
         torch.randint(w.segments, (w.batch, n), generator=generator).int() for n in (w.seqlen_q, w.seqlen_k)
     ]
@@ -383,9 +418,54 @@ _CORRECTNESS = (
     Workload("segments-causal", _CI, 2, 4, 2, 130, 130, 64, segments=3, causal=True),
     Workload("everything", _CI, 2, 4, 2, 65, 130, 64, 48, causal=True, window=(70, None), kv_lens=(130, 90),
     kv_starts=(3, 0), mask="b1qk", bias="1hqk", alibi="h", softcap=8.0, sinks=True),
+    Workload("intervals", _CI, 1, 2, 2, 200, 260, 64, intervals="r"),
+    Workload("intervals-heads", _CI, 2, 4, 2, 130, 200, 64, 48, intervals="bhr", interval_rows=16),
+    Workload("intervals-batch", _CI, 2, 4, 2, 70, 200, 64, intervals="br", interval_rows=7),
+    Workload("intervals-rows", _CI, 2, 4, 1, 33, 130, 64, intervals="1hr", interval_rows=1),
+    Workload("intervals-causal", _CI, 1, 2, 2, 200, 260, 64, causal=True, intervals="r"),
+    Workload("intervals-decode", _CI, 3, 8, 2, 1, 300, 64, causal=True, intervals="bhr", interval_rows=1),
+    Workload("intervals-lens-window", _CI, 2, 4, 2, 100, 300, 64, window=(120, 10), kv_lens=(300, 170),
+    kv_starts=(0, 9), intervals="b1r", interval_rows=32),
     Workload("dim-v-smaller", _CI, 1, 2, 1, 65, 130, 192, 128, causal=True),
     Workload("dim-v-larger", _CI, 1, 2, 2, 65, 130, 40, 96),
     Workload("scale-given", _CI, 1, 2, 2, 65, 130, 64, scale=0.3),
+)  # fmt: skip
+
+_VARLEN = frozenset({"varlen"})
+_MEMBERS = ((33, 70), (1, 130), (0, 20), (65, 65), (20, 0), (7, 3), (0, 0), (64, 128))
+_STEP = ((1, 5), (1, 130), (1, 0), (0, 64), (1, 64), (1, 65))
+
+
+def _packed(name: str, members: tuple[tuple[int, int], ...], *, tail: int = 5, **options: Any) -> Workload:
+    """Packed members with `tail` rows and keys that belong to none."""
+    rows, keys = (sum(lengths) + tail for lengths in zip(*members, strict=True))
+    return replace(Workload(name, _VARLEN, 1, 4, 2, rows, keys, 64, members=members), **options)
+
+
+_PACKED = (
+    _packed("packed", _MEMBERS),
+    _packed("packed-whole", _MEMBERS, tail=0, causal=True),
+    _packed("packed-causal", _MEMBERS, causal=True),
+    _packed("packed-top-left", _MEMBERS, causal="top_left"),
+    _packed("packed-window", _MEMBERS, window=(20, 5)),
+    _packed("packed-window-causal", _MEMBERS, causal=True, window=(30, None)),
+    _packed("packed-decode", _STEP, causal=True, heads=8, tail=0),
+    _packed("packed-decode-tail", _STEP, heads=6, head_dim=128),
+    _packed("packed-equal", ((16, 48),) * 5, causal=True),
+    _packed("packed-short", ((1, 1),) * 9 + ((2, 1), (1, 2)), causal=True),
+    _packed("packed-one", ((90, 130),), causal=True, tail=0),
+    _packed("packed-lens", _MEMBERS, kv_lens=(50, 0, 20, 65, 0, 1, 0, 77), causal=True),
+    _packed("packed-starts", _MEMBERS, kv_starts=(5, 130, 1, 0, 0, 2, 0, 64)),
+    _packed("packed-offset", _MEMBERS, causal=True, offset=(0, 9, 3, -20, 0, 1, 5, 100)),
+    _packed("packed-offset-one", _MEMBERS, causal=True, offset=17),
+    _packed("packed-alibi", _MEMBERS, causal=True, alibi="h"),
+    _packed("packed-alibi-members", _MEMBERS, alibi="bh"),
+    _packed("packed-softcap", _MEMBERS, softcap=5.0),
+    _packed("packed-sinks", _MEMBERS, sinks=True, causal=True),
+    _packed("packed-dim-v", _MEMBERS, head_dim=40, head_dim_v=96),
+    _packed("packed-group-3", _MEMBERS, heads=9, kv_heads=3, causal=True),
+    _packed("packed-everything", _MEMBERS, causal=True, window=(60, None), kv_lens=(70, 90, 0, 60, 0, 3, 0,
+    128), kv_starts=(1, 0, 0, 5, 0, 1, 0, 9), alibi="bh", softcap=8.0, sinks=True, head_dim_v=48),
 )  # fmt: skip
 
 
@@ -403,22 +483,10 @@ def _bench() -> tuple[Workload, ...]:
         rows.append(
             Workload(f"gqa-{dtype}-2048-d64", _BENCH, 1, 8, 2, 2048, 2048, 64, dtype=dtype, causal=True)
         )
-        rows.append(
-            Workload(
-                f"window-{dtype}-8192-d64",
-                _BENCH,
-                1,
-                8,
-                8,
-                8192,
-                8192,
-                64,
-                dtype=dtype,
-                causal=True,
-                window=(255, None),
-            )
-        )
+        name = f"window-{dtype}-8192-d64"
+        window = (255, None)
+        rows.append(Workload(name, _BENCH, 1, 8, 8, 8192, 8192, 64, dtype=dtype, causal=True, window=window))
     return tuple(rows)
 
 
-CATALOGUE = _CORRECTNESS + _bench()
+CATALOGUE = _CORRECTNESS + _PACKED + _bench()

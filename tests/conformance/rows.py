@@ -29,7 +29,8 @@ ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-3, torc
 
 @dataclass(frozen=True)
 class Runner:
-    """Calls `polyflash.attention` on one row. A refusal skips the test with the row's own words."""
+    """Calls `polyflash.attention`, or `attention_varlen` with cu_seqlens, on one row. A refusal skips the
+    test with the row's own words."""
 
     row: Capability
 
@@ -47,7 +48,8 @@ class Runner:
             reasons = self.reasons(q, k, v, **options)
             if reasons:
                 pytest.skip(f"{self.row.name}: {'; '.join(reasons)}")
-            return polyflash.attention(q, k, v, return_lse=True, backend=self.row.backend, out=out, **options)
+            function: Any = polyflash.attention_varlen if "cu_seqlens_q" in options else polyflash.attention
+            return function(q, k, v, return_lse=True, backend=self.row.backend, out=out, **options)
 
     def skip_unless(self, workload: Workload) -> None:
         spec = workload.spec(need_lse=True)

@@ -14,7 +14,7 @@ from tests.tolerance import visible
 def test_names_and_tags():
     names = [w.name for w in CATALOGUE]
     assert len(set(names)) == len(names)
-    assert {tag for w in CATALOGUE for tag in w.tags} == {"ci", "bench", "tune"}
+    assert {tag for w in CATALOGUE for tag in w.tags} == {"ci", "varlen", "bench", "tune"}
     assert named("decode").kv_heads == 2
     with pytest.raises(KeyError, match="wanted one of"):
         named("nothing")
@@ -41,6 +41,23 @@ def test_make(workload: Workload):
         assert all(torch.equal(a, b) for a, b in zip((q, k, v), again[:3], strict=True))
         assert options.keys() == again[3].keys()
     assert visible(q, k, **options).any(), "every row is empty"
+
+
+@pytest.mark.parametrize("workload", workloads("varlen"), ids=lambda w: w.name)
+def test_make_packed(workload: Workload):
+    q, k, v, options = make(workload, seed=3)
+    assert q.shape == (workload.seqlen_q, workload.heads, workload.head_dim) and q.is_contiguous()
+    assert v.shape == (workload.seqlen_k, workload.kv_heads, workload.dim_v)
+    for side, x in enumerate((q, k)):
+        bounds = options[f"cu_seqlens_{'qk'[side]}"]
+        assert bounds.dtype is torch.int32 and int(bounds[-1]) <= len(x)
+        assert bounds.diff().tolist() == [member[side] for member in workload.members]
+
+
+def test_intervals_have_holes_and_overhang():
+    starts, ends = make(named("intervals-heads"))[3]["mask"].bounds.unbind(-1)
+    assert (starts[..., 1:] >= ends[..., :-1]).all() and (starts == ends)[:, :, 0].all()
+    assert (starts[..., 1:] > ends[..., :-1]).any() and (ends > 200).any() and (starts < ends).any()
 
 
 def test_features_name_the_options():
