@@ -12,6 +12,7 @@ import pytest
 import polyflash
 from polyflash import target
 from polyflash.backends.cpu.configs import all_keys
+from polyflash.spec import AttentionSpec, Phase
 
 ROOT = Path(polyflash.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -133,12 +134,17 @@ def test_kernel_keys_are_bounded(known: target.Target):
 
 def test_every_call_has_a_listed_key():
     """`all_keys` is complete: what a plan can ask for, over lengths, dims and dtypes, is in it."""
-    from polyflash.backends.cpu.configs import STORAGE_BYTES, compute_for, key_for
+    from polyflash.backends.cpu import configs
 
-    known = target.parse("cpu:avx512+avx512_bf16")
-    listed = set(all_keys(known))
-    for dtype in STORAGE_BYTES:
-        for rows in (1, 2, 15, 16, 17, 32, 33, 64, 65, 1000, 1 << 20):
-            for dim in (1, 3, 64, 65, 128, 129, 256):
-                for masked in (False, True):
-                    assert key_for(dtype, rows, dim, masked, compute_for(dtype, known)) in listed
+    for known in (target.parse("cpu:avx512+avx512_bf16"), *target.KNOWN[:4]):
+        listed = set(all_keys(known))
+        for dtype in configs.dtypes_of(known.arch):
+            for rows in (1, 2, 15, 16, 17, 32, 33, 64, 65, 1000, 1 << 20):
+                for dim in (1, 3, 64, 65, 128, 129, 256, 257, 512, 576):
+                    spec = AttentionSpec(
+                        Phase.FORWARD, dtype, "cpu", 1, 8, 8, rows, rows, dim, dim, frozenset()
+                    )
+                    config = configs.choose(spec, known)
+                    nv = configs.panel_vectors(config.isa, rows)
+                    assert configs.key_for(config, dtype, dim, nv) in listed
+                    assert configs.ScoreKey(config.isa, nv) in listed

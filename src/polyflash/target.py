@@ -17,7 +17,8 @@ from polyflash.errors import spec_error
 MINIMUM_PACKAGES = {"numba": (0, 60)}  # oldest version whose code generation is tested
 
 CPU_FEATURES = frozenset(("avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16"))
-_AVX512 = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl"))
+_AVX2 = frozenset(("avx2", "fma", "f16c"))
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +98,21 @@ def detect(device_type: str, index: int = 0) -> Target:
     return Target(f"{device_type}:generic", packages=packages)
 
 
+@lru_cache(maxsize=1)
+def host_arch() -> str:
+    """The instruction set of this machine's CPU, whatever is simulated."""
+    flags = cpu_flags()
+    if flags.issuperset(_AVX512):
+        return "avx512"
+    if flags.issuperset(_AVX2):
+        return "avx2"
+    return "neon" if platform.machine().lower() in ("arm64", "aarch64") else "generic"
+
+
 def _detect_cpu() -> Target:
     import os
 
-    flags = cpu_flags()
-    if flags.issuperset(_AVX512):
-        arch = "avx512"
-    elif {"avx2", "fma"} <= flags:
-        arch = "avx2"
-    else:
-        arch = "neon" if platform.machine().lower() in ("arm64", "aarch64") else "generic"
-    features = flags & CPU_FEATURES
+    arch, features = host_arch(), cpu_flags() & CPU_FEATURES
     forced = env.CPU_ISA.read()
     if forced:
         chosen = parse(f"cpu:{forced}")

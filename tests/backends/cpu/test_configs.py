@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from polyflash.backends.cpu import capabilities, configs
@@ -14,6 +15,7 @@ from polyflash.spec import AttentionSpec, Phase
 from polyflash.target import parse
 
 WITH_DOT, WITHOUT_DOT = parse("cpu:avx512+avx512_bf16"), parse("cpu:avx512")
+TARGETS = (WITH_DOT, WITHOUT_DOT, parse("cpu:avx2"), parse("cpu:neon"), parse("cpu:generic"))
 
 
 def spec_of(dtype: str = "float32", seqlen: int = 2048, head_dim: int = 64) -> AttentionSpec:
@@ -22,34 +24,30 @@ def spec_of(dtype: str = "float32", seqlen: int = 2048, head_dim: int = 64) -> A
     )
 
 
-@pytest.mark.parametrize("target", [WITH_DOT, WITHOUT_DOT], ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 def test_keys_are_few_distinct_and_named_apart(target):
     keys = list(configs.all_keys(target))
     assert 0 < len(keys) <= 64
     assert len(set(keys)) == len({key.name for key in keys}) == len(keys)
 
 
-def test_every_call_has_one_of_the_enumerated_keys():
-    for target in (WITH_DOT, WITHOUT_DOT):
-        keys = set(configs.all_keys(target))
-        for dtype in configs.STORAGE_BYTES:
-            compute = configs.compute_for(dtype, target)
-            for rows in (1, 16, 17, 32, 33, 100_000):
-                for widest in (1, 64, 65, 128, 129, 256):
-                    for masked in (False, True):
-                        assert configs.key_for(dtype, rows, widest, masked, compute) in keys
-
-
 def test_bfloat16_dot_only_where_the_target_has_it():
-    assert {k.compute for k in configs.all_keys(WITH_DOT) if k.storage == "bfloat16"} == {"bf16dot"}
-    assert {k.compute for k in configs.all_keys(WITHOUT_DOT)} == {"f32"}
+    with_dot, without = (
+        [k for k in configs.all_keys(t) if isinstance(k, KernelKey)] for t in (WITH_DOT, WITHOUT_DOT)
+    )
+    assert {k.compute for k in with_dot if k.storage == "bfloat16"} == {"bf16dot"}
+    assert {k.compute for k in without} == {"f32"}
     with pytest.raises(SpecError):
-        KernelKey("avx512", "bf16dot", "float16", 4, 64, False)
+        KernelKey("avx512", "bf16dot", "float16", 4, 64)
+    with pytest.raises(SpecError):
+        KernelKey("avx2", "bf16dot", "bfloat16", 3, 64)
 
 
-@pytest.mark.parametrize("target", [WITH_DOT, WITHOUT_DOT], ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 def test_scratch_stays_below_two_megabytes(target):
     for key in configs.all_keys(target):
+        if not isinstance(key, KernelKey):
+            continue
         config = configs.choose(spec_of(head_dim=key.bucket), target)
         for group in (1, 2, 3, 5, 7, 8, 12, 64, 71):
             for rows in (1, 17, 333, 1 << 20):
@@ -81,7 +79,9 @@ def test_configs_prove_themselves():
     for block_n, panels in ((0, 4), (24, 4), (512, 4), (128, 0), (128, 9)):
         with pytest.raises(SpecError):
             Config(block_n, panels)
-    for target in (WITH_DOT, WITHOUT_DOT):
+    with pytest.raises(SpecError):
+        Config(128, 4, isa="mmx")
+    for target in TARGETS:
         for bucket in BUCKETS:
             spec = spec_of(head_dim=bucket)
             assert isinstance(configs.choose(spec, target), Config)
@@ -97,7 +97,7 @@ def test_a_plan_says_what_bfloat16_becomes():
 
 
 def test_the_row_yields_bfloat16_to_amx():
-    (row,) = capabilities.CAPABILITIES
+    row, _ = capabilities.CAPABILITIES
     amx = parse("cpu:avx512+avx512_bf16+amx_bf16")
     assert row.accepts(spec_of("float32"), amx, by_name=False)
     assert not row.accepts(spec_of("bfloat16"), amx, by_name=False)
@@ -112,3 +112,32 @@ def test_tables_and_launcher_import_no_compiler():
         "assert not {'numba', 'llvmlite.ir'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_config_of_another_instruction_set_runs_only_where_it_can():
+    spec = spec_of()
+    configs.check_fits(Config(64, 4, isa="avx2"), spec, WITH_DOT)
+    for config, target in (
+        (Config(64, 4, isa="avx512"), parse("cpu:avx2")),
+        (Config(64, 4, isa="neon"), WITH_DOT),
+        (Config(64, 4, "bf16dot", "avx512"), WITH_DOT),
+    ):
+        with pytest.raises(SpecError):
+            configs.check_fits(config, spec, target)
+
+
+def test_the_table_of_packed_members_names_every_row_once_the_most_work_first():
+    lens_q, lens_k = np.array([0, 5, 200, 64, 1]), np.array([7, 5, 300, 0, 9])
+    for causal in (False, True):
+        table = configs.member_table(lens_q, lens_k, 64, causal=causal)
+        rows = sorted(
+            (b, row) for b, i_m in table.tolist() for row in range(i_m * 64, min(i_m * 64 + 64, lens_q[b]))
+        )
+        assert rows == [(b, row) for b, n in enumerate(lens_q) for row in range(n)]
+        assert table[0].tolist() == [2, 2 if causal else 0]
+
+
+def test_narrow_panels_for_short_members():
+    spec, config = spec_of(), Config(128, 8)
+    assert configs.pack_members(spec, config, np.full(40, 16), 2)[0] == 1
+    assert configs.pack_members(spec, config, np.full(40, 1024), 2)[0] == 4

@@ -10,11 +10,12 @@ Tiles live in scratch: Q^T and O^T as [atom][lane], K as rows, V as rows (bf16do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from polyflash.backends.cpu.configs import LANES, STORAGE_BYTES, KernelKey
+from polyflash.backends.cpu.configs import ISAS, STORAGE_BYTES, KernelKey
 from polyflash.backends.cpu.simd import F16, F32, I1, I16, I32, I64, BFloatType, Emitter, Value, native
 
 
@@ -30,13 +31,12 @@ class Stages(NamedTuple):
     pack_query: Any  # (rows, vectors, dst, sign)
     scores: Any  # (k, q, s, bmax, trips, groups)
     scores_bounded: Any  # (k, q, s, bmax, trips, groups, limits, key)
-    load_mask: Any  # (src, row_stride, rows, keys, dst)
-    apply_mask: Any  # (s, mask, keys, bmax)
     online_softmax: Any  # (s, p, fours of keys, block, stats, scale bits)
     accumulate: Any  # (v, p, trips, o, alpha, groups)
-    add_seen: Any  # (p, odd, value_row, count, o, limits, key, mask)
+    add_seen: Any  # (p, odd, value_row, count, o, limits, key, seen)
+    finish_stats: Any  # (stats, scale bits, sink bits): (m_i, l_i) to (lse, divisor of O)
     finalize: Any  # (o, stats, dst, dst_stride, rows, count)
-    store_lse: Any  # (stats, dst, rows, scale bits)
+    store_lse: Any  # (stats, dst, rows)
 
 
 class _Tile:
@@ -44,7 +44,7 @@ class _Tile:
 
     def __init__(self, key: KernelKey) -> None:
         self.key = key
-        self.nv, self.nr, self.mr = key.nv, key.panel_rows, key.group_keys
+        self.nv, self.nr, self.mr, self.lanes = key.nv, key.panel_rows, key.group_keys, key.lanes
         self.dot = key.compute == "bf16dot"
         self.size = STORAGE_BYTES[key.storage]
         self.raw = self.dot or key.storage == "float32"  # q and k rows are copied as they are
@@ -68,7 +68,7 @@ class _Tile:
             e.splat(b.trunc(x, I32)) for x in (first, last, lo_shift, hi_shift, start, live)
         )
         for v in range(self.nv):
-            row = e.smin(b.add(first, b.add(lane, e.ints(v * LANES))), last)
+            row = e.smin(b.add(first, b.add(lane, e.ints(v * self.lanes))), last)
             lo = e.smax(b.add(row, lo_shift), start)
             hi = e.smin(b.add(row, hi_shift), live)
             e.store(lo, p, v * e.bytes)
@@ -87,7 +87,7 @@ class _Tile:
         self, e: Emitter, src: Value, dst: Value, count: Value, flag: Value | None, raw: bool
     ) -> Value | None:
         """Copy or convert `count` elements; the last vector is masked, so no byte past the row is touched."""
-        per = LANES * 4 // self.size if raw else LANES  # elements per step
+        per = self.lanes * 4 // self.size if raw else self.lanes  # elements per step
         kind = e.vf if raw and self.size == 4 else ir.VectorType(I16, per)
 
         def step(p: list[Value], mask: Value | None) -> list[Value]:
@@ -108,9 +108,7 @@ class _Tile:
         return None if flag is None else out[2]
 
     def _widen(self, e: Emitter, x: Value) -> Value:
-        if self.key.storage == "bfloat16":
-            return e.b.bitcast(e.b.shl(e.b.zext(x, e.vi), e.ints(16)), e.vf)
-        return e.b.fpext(e.b.bitcast(x, ir.VectorType(F16, LANES)), e.vf)
+        return e.from_bf16(x) if self.key.storage == "bfloat16" else e.from_f16(x)
 
     def load_rows(self, e: Emitter, src, stride, rows, count, dst) -> None:  # type: ignore[no-untyped-def]
         def body(i: Value, p: list[Value]) -> list[Value]:
@@ -131,14 +129,16 @@ class _Tile:
             return [e.at(p[0], step), e.at(p[1], self.key.v_row_bytes), flag]
 
         flag = e.loop(rows, [e.pointer(src0), e.pointer(dst), e.floats(0)], body)[2]
-        return self._any(e, e.b.fcmp_unordered("uno", flag, flag), LANES)
+        return self._any(e, e.b.fcmp_unordered("uno", flag, flag), self.lanes)
 
     def _load_value_pairs(self, e: Emitter, src0, src1, step, pairs, count, dst) -> Value:  # type: ignore[no-untyped-def]
-        b, n = e.b, 2 * LANES
+        b, n = e.b, 2 * self.lanes
         kind = ir.VectorType(I16, n)
         exponent = ir.Constant(kind, [0x7F80] * n)
         orders = [
-            ir.Constant(ir.VectorType(I32, n), [j // 2 + h * LANES + (n if j & 1 else 0) for j in range(n)])
+            ir.Constant(
+                ir.VectorType(I32, n), [j // 2 + h * self.lanes + (n if j & 1 else 0) for j in range(n)]
+            )
             for h in (0, 1)
         ]
 
@@ -166,14 +166,14 @@ class _Tile:
         return e.b.zext(e.b.icmp_unsigned("!=", e.b.bitcast(bits, whole), whole(0)), I64)
 
     def pack_query(self, e: Emitter, rows, vectors, dst, sign) -> None:  # type: ignore[no-untyped-def]
-        """16 staged rows into their lanes of a panel; `sign` flips the bits of a negative scale, exactly."""
+        """Staged rows into their lanes of a panel; `sign` flips the bits of a negative scale, exactly."""
         flip = e.splat(e.b.trunc(sign, I32))
 
         def body(i: Value, p: list[Value]) -> list[Value]:
-            x = [e.load(p[0], r * self.key.k_row_bytes, e.vi) for r in range(LANES)]
+            x = [e.load(p[0], r * self.key.k_row_bytes, e.vi) for r in range(self.lanes)]
             for j, atom in enumerate(e.transpose(x)):
                 e.store(e.b.xor(atom, flip), p[1], j * self.nr * 4)
-            return [e.at(p[0], e.bytes), e.at(p[1], LANES * self.nr * 4)]
+            return [e.at(p[0], e.bytes), e.at(p[1], self.lanes * self.nr * 4)]
 
         e.loop(vectors, [e.pointer(rows), e.pointer(dst)], body)
 
@@ -255,43 +255,6 @@ class _Tile:
     def unroll_keys(self) -> int:
         return min(4, self.mr // self.key.pack)
 
-    # apply_mask
-    def load_mask(self, e: Emitter, src, stride, rows, keys, dst) -> None:  # type: ignore[no-untyped-def]
-        """16 rows of mask bytes of unit key stride, as [key][lane]; rows past `rows` repeat the last."""
-        b, base = e.b, e.pointer(src)
-        last = b.sub(rows, I64(1))
-        p_rows = [e.at(base, b.mul(e.smin(I64(r), last), stride)) for r in range(LANES)]
-
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            done = b.mul(i, I64(LANES))
-            inside = e.first_lanes(b.sub(keys, done))
-            x = [e.masked_load(e.at(q, done), inside, e.vb) for q in p_rows]
-            for j, row in enumerate(e.transpose(x)):
-                e.store(row, p[0], j * self.nr)
-            return [e.at(p[0], LANES * self.nr)]
-
-        e.loop(b.udiv(b.add(keys, I64(LANES - 1)), I64(LANES)), [e.pointer(dst)], body)
-
-    def apply_mask(self, e: Emitter, s, mask, keys, bmax) -> None:  # type: ignore[no-untyped-def]
-        """Scores under a false byte become -inf; the block maximum is taken again."""
-        b, nv = e.b, self.nv
-        hidden = e.floats(float("-inf"))
-
-        def body(i: Value, vals: list[Value]) -> list[Value]:
-            top = vals[2:]
-            for v in range(nv):
-                x = b.select(self._mask_bits(e, vals[1], v), e.load(vals[0], v * e.bytes), hidden)
-                e.store(x, vals[0], v * e.bytes)
-                top[v] = e.maximum(x, top[v])
-            return [e.at(vals[0], self.nr * 4), e.at(vals[1], self.nr), *top]
-
-        out = e.loop(keys, [e.pointer(s), e.pointer(mask), *[hidden] * nv], body)
-        for v in range(nv):
-            e.store(out[2 + v], e.pointer(bmax), v * e.bytes)
-
-    def _mask_bits(self, e: Emitter, row: Value, v: int) -> Value:
-        return e.b.icmp_unsigned("!=", e.load(row, v * LANES, e.vb), ir.Constant(e.vb, None))
-
     # online_softmax, rescale
     def online_softmax(self, e: Emitter, s, p, fours, block, stats, scale_bits):  # type: ignore[no-untyped-def]
         """alpha = 2**((m_old - m_i)·scale_log2); P = 2**((S - m_i)·scale_log2); l_i = alpha·l_i + Σ P.
@@ -311,55 +274,68 @@ class _Tile:
                 return e.exp2_scaled(d, scale, low, least, degree)
             return e.exp2(b.fmul(d, scale), degree)
 
-        m_safe, alpha = [], []
-        for v in range(nv):
+        def rescaled(v: int) -> tuple[Value, Value]:
+            """m_safe and alpha of vector v; m_i and alpha are stored."""
             m_old = e.load(p_stats, v * e.bytes)
             m_new = e.maximum(e.load(p_block, (nv + v) * e.bytes), m_old)
-            m_safe.append(b.select(b.fcmp_ordered("==", m_new, e.floats(float("-inf"))), e.floats(0), m_new))
-            alpha.append(power(b.fsub(m_old, m_safe[v]), 6))
+            m_safe = b.select(b.fcmp_ordered("==", m_new, e.floats(float("-inf"))), e.floats(0), m_new)
+            alpha = power(b.fsub(m_old, m_safe), 6)
             e.store(m_new, p_stats, v * e.bytes)
-            e.store(alpha[v], p_block, v * e.bytes)
+            e.store(alpha, p_block, v * e.bytes)
+            return m_safe, alpha
 
-        def weight(row: Value, at: int, v: int) -> Value:
-            return power(b.fsub(e.load(row, at + v * e.bytes), m_safe[v]), self.degree)
+        def weight(row: Value, at: int, v: int, m_safe: Value) -> Value:
+            return power(b.fsub(e.load(row, at + v * e.bytes), m_safe), self.degree)
 
-        def body(i: Value, vals: list[Value]) -> list[Value]:
-            l_i, row = vals[2:], self.nr * 4
+        def columns(chosen: Sequence[int]) -> None:
+            found = [rescaled(v) for v in chosen]
+            row = self.nr * 4
+
+            def body(i: Value, vals: list[Value]) -> list[Value]:
+                l_i = vals[2:]
+                for c, v in enumerate(chosen):
+                    for pair in range(2):
+                        x, y = (weight(vals[0], (2 * pair + h) * row, v, found[c][0]) for h in range(2))
+                        l_i[2 * c + pair] = b.fadd(l_i[2 * c + pair], b.fadd(x, y))
+                        if self.dot:
+                            e.store(self._pair(e, x, y), vals[1], pair * row + v * e.bytes)
+                        else:
+                            e.store(x, vals[1], 2 * pair * row + v * e.bytes)
+                            e.store(y, vals[1], (2 * pair + 1) * row + v * e.bytes)
+                return [e.at(vals[0], 4 * row), e.at(vals[1], (2 if self.dot else 4) * row), *l_i]
+
+            sums = [e.floats(0)] * (2 * len(chosen))
+            out = e.loop(fours, [e.pointer(s), e.pointer(p), *sums], body)
+            for c, v in enumerate(chosen):
+                block_sum = b.fadd(out[2 + 2 * c], out[3 + 2 * c])
+                l_i = e.fma(found[c][1], e.load(p_stats, (nv + v) * e.bytes), block_sum)
+                e.store(l_i, p_stats, (nv + v) * e.bytes)
+
+        if ISAS[self.key.isa].registers < 32:  # the constants of one vector's chain fill 16 registers
             for v in range(nv):
-                for pair in range(2):
-                    x, y = (weight(vals[0], (2 * pair + half) * row, v) for half in range(2))
-                    l_i[2 * v + pair] = b.fadd(l_i[2 * v + pair], b.fadd(x, y))
-                    if self.dot:
-                        e.store(self._pair(e, x, y), vals[1], pair * row + v * e.bytes)
-                    else:
-                        e.store(x, vals[1], 2 * pair * row + v * e.bytes)
-                        e.store(y, vals[1], (2 * pair + 1) * row + v * e.bytes)
-            return [e.at(vals[0], 4 * row), e.at(vals[1], (2 if self.dot else 4) * row), *l_i]
-
-        out = e.loop(fours, [e.pointer(s), e.pointer(p), *[e.floats(0)] * (2 * nv)], body)
-        for v in range(nv):
-            block_sum = b.fadd(out[2 + 2 * v], out[3 + 2 * v])
-            l_i = e.fma(alpha[v], e.load(p_stats, (nv + v) * e.bytes), block_sum)
-            e.store(l_i, p_stats, (nv + v) * e.bytes)
+                columns([v])
+        else:
+            columns(range(nv))
 
     def _pair(self, e: Emitter, x: Value, y: Value) -> Value:
         """Two float32 vectors as one of interleaved bfloat16 pairs, x low."""
-        kind = ir.VectorType(BFloatType(), 2 * LANES)
-        both = e.call(f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * LANES}", kind, [y, x])
-        both = e.b.bitcast(both, ir.VectorType(I16, 2 * LANES))
-        order = [j // 2 + (LANES if j & 1 else 0) for j in range(2 * LANES)]
-        return e.b.shuffle_vector(both, both, ir.Constant(ir.VectorType(I32, 2 * LANES), order))
+        kind = ir.VectorType(BFloatType(), 2 * self.lanes)
+        both = e.call(f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * self.lanes}", kind, [y, x])
+        both = e.b.bitcast(both, ir.VectorType(I16, 2 * self.lanes))
+        order = [j // 2 + (self.lanes if j & 1 else 0) for j in range(2 * self.lanes)]
+        return e.b.shuffle_vector(both, both, ir.Constant(ir.VectorType(I32, 2 * self.lanes), order))
 
-    def add_seen(self, e: Emitter, p, odd, row, count, o, limits, key, mask) -> None:  # type: ignore[no-untyped-def]
+    def add_seen(self, e: Emitter, p, odd, row, count, o, limits, key, seen) -> None:  # type: ignore[no-untyped-def]
         """O^T += P·V for one key whose V is not finite, in lanes that see it: 0·NaN must not reach others."""
         b, nv = e.b, self.nv
-        p_limits, p_p = e.pointer(limits), e.pointer(p)
-        at = e.splat(b.trunc(key, I32))
-        weights, seen = [], []
+        p_limits, p_p, p_seen = e.pointer(limits), e.pointer(p), e.pointer(seen)
+        at, zero = e.splat(b.trunc(key, I32)), ir.Constant(e.vb, None)
+        weights, adding = [], []
         for v in range(nv):
             lo, width = e.load(p_limits, v * e.bytes, e.vi), e.load(p_limits, (nv + v) * e.bytes, e.vi)
             inside = b.icmp_unsigned("<", b.sub(at, lo), width)
-            seen.append(b.and_(inside, self._mask_bits(e, e.pointer(mask), v)) if self.key.masked else inside)
+            allowed = b.icmp_unsigned("!=", e.load(p_seen, v * self.lanes, e.vb), zero)
+            adding.append(b.and_(inside, allowed))
             if self.dot:
                 shift = e.splat(b.shl(b.sub(I32(1), b.trunc(odd, I32)), I32(4)))
                 bits = b.and_(b.shl(e.load(p_p, v * e.bytes, e.vi), shift), e.ints(-0x10000))
@@ -371,50 +347,66 @@ class _Tile:
             value = e.splat(e.load(vals[0], 0, F32))
             for v in range(nv):
                 old = e.load(vals[1], v * e.bytes)
-                e.store(b.select(seen[v], e.fma(weights[v], value, old), old), vals[1], v * e.bytes)
+                e.store(b.select(adding[v], e.fma(weights[v], value, old), old), vals[1], v * e.bytes)
             return [e.at(vals[0], 4), e.at(vals[1], self.nr * 4)]
 
         e.loop(count, [e.pointer(row), e.pointer(o)], channel)
 
     # finalize
     def finalize(self, e: Emitter, o, stats, dst, stride, rows, count) -> None:  # type: ignore[no-untyped-def]
-        """O^T / l_i of 16 lanes back to rows in the storage dtype; an empty row (l_i = 0) is exactly 0."""
+        """O^T / l_i of a vector of lanes back to rows in the storage dtype; an empty row (l_i = 0) is 0."""
         b, base = e.b, e.pointer(dst)
         l_i = e.load(e.pointer(stats), self.nr * 4)
         empty = b.fcmp_ordered("==", l_i, e.floats(0))
         inverse = b.fdiv(e.floats(1), l_i)
-        p_rows = [e.at(base, b.mul(I64(r), stride)) for r in range(LANES)]
+        p_rows = [e.at(base, b.mul(I64(r), stride)) for r in range(self.lanes)]
 
         def body(i: Value, p: list[Value]) -> list[Value]:
-            done = b.mul(i, I64(LANES))
+            done = b.mul(i, I64(self.lanes))
             inside = e.first_lanes(b.sub(count, done))
             x = [
                 b.select(empty, e.floats(0), b.fmul(e.load(p[0], j * self.nr * 4), inverse))
-                for j in range(LANES)
+                for j in range(self.lanes)
             ]
             for r, row in enumerate(e.transpose(x)):
                 valid = e.splat(b.icmp_signed("<", I64(r), rows))
                 at = e.at(p_rows[r], b.mul(done, I64(self.size)))
                 e.masked_store(self._narrow(e, row), at, b.and_(inside, valid))
-            return [e.at(p[0], LANES * self.nr * 4)]
+            return [e.at(p[0], self.lanes * self.nr * 4)]
 
-        e.loop(b.udiv(b.add(count, I64(LANES - 1)), I64(LANES)), [e.pointer(o)], body)
+        e.loop(b.udiv(b.add(count, I64(self.lanes - 1)), I64(self.lanes)), [e.pointer(o)], body)
 
     def _narrow(self, e: Emitter, x: Value) -> Value:
         if self.key.storage == "float32":
             return x
         if self.key.storage == "bfloat16":
             return e.to_bf16_bits(x)
-        return e.b.bitcast(e.b.fptrunc(x, ir.VectorType(F16, LANES)), e.vh)
+        return e.b.bitcast(e.b.fptrunc(x, ir.VectorType(F16, self.lanes)), e.vh)
 
-    def store_lse(self, e: Emitter, stats, dst, rows, scale_bits) -> None:  # type: ignore[no-untyped-def]
-        """lse = m_i·|scale| + ln(l_i); -inf for an empty row, NaN where l_i is."""
+    def finish_stats(self, e: Emitter, stats, scale_bits, sink_bits) -> None:  # type: ignore[no-untyped-def]
+        """m_i, l_i of one vector of rows become lse and the divisor of O; a sink joins the denominator only.
+
+        lse = M + ln l', l' = l_i·2**(m - M) + 2**(sink - M), M = max(m, sink), and O is divided by
+        l'·2**(M - m). Without a sink (-inf) that is m + ln l_i and l_i. An empty row keeps l_i = 0.
+        """
         b, p = e.b, e.pointer(stats)
-        m_i, l_i = e.load(p), e.load(p, self.nr * 4)
-        lse = e.fma(m_i, e.splat(e.float_bits(scale_bits)), e.log(l_i))
-        lse = b.select(b.fcmp_ordered(">", l_i, e.floats(0)), lse, e.floats(float("nan")))
-        lse = b.select(b.fcmp_ordered("==", l_i, e.floats(0)), e.floats(float("-inf")), lse)
-        e.masked_store(lse, e.pointer(dst), e.first_lanes(rows))
+        minus_inf, log2e = e.floats(float("-inf")), e.floats(1.4426950408889634)
+        l_i, sink = e.load(p, self.nr * 4), e.splat(e.float_bits(sink_bits))
+        m = b.fmul(e.load(p), e.splat(e.float_bits(scale_bits)))
+        empty = b.fcmp_ordered("==", l_i, e.floats(0))
+        m = b.select(empty, minus_inf, m)
+        top = b.select(b.fcmp_ordered(">", sink, m), sink, m)
+        base = b.select(b.fcmp_ordered("==", top, minus_inf), e.floats(0), top)
+        own = e.exp2(b.fmul(b.fsub(m, base), log2e), 6)
+        total = e.fma(l_i, own, e.exp2(b.fmul(b.fsub(sink, base), log2e), 6))
+        lse = b.fadd(base, e.log(total))
+        lse = b.select(b.fcmp_ordered(">", total, e.floats(0)), lse, e.floats(float("nan")))
+        lse = b.select(b.fcmp_ordered("==", total, e.floats(0)), minus_inf, lse)
+        e.store(lse, p)
+        e.store(b.select(empty, l_i, b.fdiv(total, own)), p, self.nr * 4)
+
+    def store_lse(self, e: Emitter, stats, dst, rows) -> None:  # type: ignore[no-untyped-def]
+        e.masked_store(e.load(e.pointer(stats)), e.pointer(dst), e.first_lanes(rows))
 
 
 _ARITY = {
@@ -429,11 +421,9 @@ _ARITY |= {
     "pack_query": 4,
     "scores": 6,
     "scores_bounded": 8,
-    "load_mask": 5,
-    "apply_mask": 4,
     "online_softmax": 6,
 }
-_ARITY |= {"accumulate": 6, "add_seen": 8, "finalize": 6, "store_lse": 4}
+_ARITY |= {"accumulate": 6, "add_seen": 8, "finish_stats": 3, "finalize": 6, "store_lse": 3}
 
 
 def stages(key: KernelKey) -> Stages:
@@ -442,7 +432,7 @@ def stages(key: KernelKey) -> Stages:
     return Stages(
         **{
             name: native(
-                f"{key.name}_{name}", arity, getattr(tile, name), LANES, returns=name == "load_value_rows"
+                f"{key.name}_{name}", arity, getattr(tile, name), key.isa, returns=name == "load_value_rows"
             )
             for name, arity in _ARITY.items()
         }

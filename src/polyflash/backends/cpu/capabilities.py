@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from polyflash.backends.cpu.configs import STORAGE_BYTES, choose
+from polyflash.backends.cpu.configs import BUCKETS, choose, dtypes_of
 from polyflash.capability import Capability, Yield
 from polyflash.spec import Feature, Phase
 
-FORWARD_FEATURES = frozenset(
-    {
-        Feature.CAUSAL,
-        Feature.WINDOW,
-        Feature.Q_OFFSET,
-        Feature.KV_LENS,
-        Feature.KV_STARTS,
-        Feature.MASK,
-        Feature.GQA,
-        Feature.LSE,
-        Feature.HEAD_DIM_V,
-        Feature.BATCH_INVARIANT,
-    }
+FORWARD_FEATURES = frozenset(Feature) - {Feature.DROPOUT}
+
+_AMX = Yield(
+    target_feature="amx_bf16",
+    dtypes=frozenset({"bfloat16"}),
+    why="torch's AMX kernels are faster at bf16 prefill than AVX-512 bf16 dot",
 )
 
-CAPABILITIES = (
-    Capability(
+
+def _forward(*targets: str) -> Capability:
+    return Capability(
         backend="cpu",
         phase=Phase.FORWARD,
         module="polyflash.backends.cpu.forward",
-        targets=("cpu:avx512",),
-        dtypes=frozenset(STORAGE_BYTES),
-        max_head_dim=256,
+        targets=targets,
+        dtypes=frozenset(dtypes_of(targets[0].partition(":")[2])),
+        max_head_dim=BUCKETS[-1],
         features=FORWARD_FEATURES,
         priority=100,
         choose=choose,
         needs=("numba",),
-        yields=(
-            Yield(
-                target_feature="amx_bf16",
-                dtypes=frozenset({"bfloat16"}),
-                why="torch's AMX kernels are faster at bf16 prefill than AVX-512 bf16 dot",
-            ),
-        ),
-    ),
-)
+        yields=(_AMX,),
+    )
+
+
+CAPABILITIES = (_forward("cpu:avx512", "cpu:avx2", "cpu:neon"), _forward("cpu:generic"))

@@ -7,21 +7,54 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from polyflash.errors import spec_error
 from polyflash.spec import Feature
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from polyflash.spec import AttentionSpec
     from polyflash.target import Target
 
-LANES = 16  # 32-bit lanes of one AVX-512 vector
-LINE = 64  # bytes of a cache line and of one vector
-BUCKETS = (64, 128, 256)
+LINE = 64  # bytes of a cache line
+STEP = 16  # keys and channels are padded to it: a multiple of every vector and of every group of keys
+BUCKETS = (64, 128, 256, 512, 576)
 STORAGE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+_RUNS = {
+    "avx512": ("avx512", "avx2", "generic"),
+    "avx2": ("avx2", "generic"),
+    "neon": ("neon", "generic"),
+    "generic": ("generic",),
+}  # instruction sets a target runs, its own first
+PASS_FEATURES = frozenset(
+    (Feature.MASK, Feature.BIAS, Feature.ALIBI, Feature.SOFTCAP, Feature.SEGMENTS)
+)  # what the pass over scores does
+
+
+class Isa(NamedTuple):
+    """32-bit lanes of a vector; and, per panel width in vectors, the keys (channels of V) of one microkernel
+    step: their product are the accumulators, which with a row of vectors and a broadcast fill the registers.
+    """
+
+    lanes: int
+    group_keys: dict[int, int]
+    registers: int
+
+
+ISAS = {
+    "avx512": Isa(16, {1: 16, 2: 8, 4: 4}, 32),
+    "avx2": Isa(8, {1: 8, 2: 4, 3: 4}, 16),
+    "neon": Isa(4, {1: 16, 2: 8, 5: 4}, 32),
+    "generic": Isa(4, {1: 8, 2: 4, 3: 4}, 16),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +63,7 @@ class KernelKey:
 
     isa: instruction set. compute: "f32" (fused multiply-add) or "bf16dot" (pairs of bfloat16 into fp32).
     storage: dtype of q, k, v and out. nv: vectors of query lanes per panel. bucket: row stride of the scratch
-    tiles in elements, at least max(head_dim, head_dim_v). masked: a bool mask is present.
+    tiles in elements, at least max(head_dim, head_dim_v). What changes scores is another kernel: scores.py.
     """
 
     isa: str
@@ -38,44 +71,38 @@ class KernelKey:
     storage: str
     nv: int
     bucket: int
-    masked: bool
 
     def __post_init__(self) -> None:
-        if self.isa != "avx512":
-            raise spec_error(
-                "isa", got=self.isa, wanted="avx512", change="Plan for a target that has a kernel."
-            )
+        _check_isa(self.isa, self.nv)
         if self.storage not in STORAGE_BYTES:
             raise spec_error(
                 "storage", got=self.storage, wanted=" or ".join(STORAGE_BYTES), change="Convert the tensors."
             )
-        allowed = ("f32", "bf16dot") if self.storage == "bfloat16" else ("f32",)
+        dot = self.storage == "bfloat16" and self.isa == "avx512"
+        allowed = ("f32", "bf16dot") if dot else ("f32",)
         if self.compute not in allowed:
-            raise spec_error(
-                "compute", got=self.compute, wanted=" or ".join(allowed), change="Only bfloat16 has a dot."
-            )
-        if self.nv not in (1, 2, 4) or self.bucket not in BUCKETS:
-            raise spec_error(
-                "nv, bucket",
-                got=(self.nv, self.bucket),
-                wanted=f"one of (1, 2, 4) and of {BUCKETS}",
-                change="Round up.",
-            )
+            change = "Only bfloat16 on AVX-512 has a dot."
+            raise spec_error("compute", got=self.compute, wanted=" or ".join(allowed), change=change)
+        if self.bucket not in BUCKETS:
+            raise spec_error("bucket", got=self.bucket, wanted=f"one of {BUCKETS}", change="Round up.")
 
     @property
     def name(self) -> str:
-        mask = "mask" if self.masked else "nomask"
-        return f"forward_{self.isa}_{self.compute}_{self.storage}_nv{self.nv}_d{self.bucket}_{mask}"
+        return f"forward_{self.isa}_{self.compute}_{self.storage}_nv{self.nv}_d{self.bucket}"
+
+    @property
+    def lanes(self) -> int:
+        return ISAS[self.isa].lanes
 
     @property
     def panel_rows(self) -> int:
         """Query rows of one panel: one per lane."""
-        return self.nv * LANES
+        return self.nv * self.lanes
 
     @property
     def group_keys(self) -> int:
-        """Keys (and channels of V) per microkernel step: 16 accumulators whatever the panel's width."""
-        return LANES // self.nv
+        """Keys (and channels of V) per microkernel step."""
+        return ISAS[self.isa].group_keys[self.nv]
 
     @property
     def pack(self) -> int:
@@ -101,6 +128,41 @@ class KernelKey:
         return self.bucket * 4 + LINE
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreKey:
+    """The pass over one panel's scores that every forward kernel of this isa and width calls if it must."""
+
+    isa: str
+    nv: int
+
+    def __post_init__(self) -> None:
+        _check_isa(self.isa, self.nv)
+
+    @property
+    def builder(self) -> str:
+        return "polyflash.backends.cpu.scores"
+
+    @property
+    def name(self) -> str:
+        return f"scores_{self.isa}_nv{self.nv}"
+
+    @property
+    def lanes(self) -> int:
+        return ISAS[self.isa].lanes
+
+    @property
+    def panel_rows(self) -> int:
+        return self.nv * self.lanes
+
+
+def _check_isa(isa: str, nv: int) -> None:
+    if isa not in ISAS:
+        change = "Plan for a target that has a kernel."
+        raise spec_error("isa", got=isa, wanted=" or ".join(ISAS), change=change)
+    if nv not in ISAS[isa].group_keys:
+        raise spec_error("nv", got=nv, wanted=f"one of {tuple(ISAS[isa].group_keys)}", change="Round up.")
+
+
 class Scratch(NamedTuple):
     """Byte offsets of a thread's private tiles, and their total size."""
 
@@ -110,15 +172,23 @@ class Scratch(NamedTuple):
     v: int
     s: int
     p: int
-    stage: int  # 16 rows: q before its transpose
+    stage: int  # a vector of rows: q before its transpose
     stats: int  # m_i and l_i of every panel
-    limits: int  # first key and number of keys of every row
+    limits: int  # first key and number of keys of every row, for one interval
     block: int  # alpha and the running maximum of one key block
     zero: int  # a row of zeros
     gather: int  # two rows gathered from a last dimension with a stride
     bad: int  # one byte per key: V is not finite there
-    mask: int  # transposed bytes of the bool mask
+    seen: int  # one byte per row of a panel: it sees the bad key at hand
+    item: int  # what the pass over scores must know of an item
+    kinds: int  # one byte per panel: how the key block at hand touches it
+    q_ids: int  # segment of every row
+    k_ids: int  # segment of every key of a block
+    staged: int  # a vector of rows of block_n keys: bias as float32, then mask bytes
     total: int
+
+
+ITEM_WORDS = 40
 
 
 @lru_cache(maxsize=256)
@@ -134,14 +204,19 @@ def scratch(key: KernelKey, heads: int, row_panels: int, block_n: int) -> Scratc
         block_n // key.pack * key.v_row_bytes,
         scores,
         scores // key.pack if key.pack > 1 else 0,
-        LANES * key.k_row_bytes,
+        max(key.lanes * key.k_row_bytes, wide_row),
         panels * lanes * 8,
         row_panels * lanes * 8,
         lanes * 8,
         wide_row,
         2 * wide_row,
         block_n,
-        block_n * lanes if key.masked else 0,
+        lanes,
+        ITEM_WORDS * 8,
+        panels,
+        row_panels * lanes * 4,
+        block_n * 4,
+        key.lanes * block_n * 5,
     )
     offsets, at = [], 0
     for size in sizes:
@@ -155,11 +230,12 @@ def scratch(key: KernelKey, heads: int, row_panels: int, block_n: int) -> Scratc
 @dataclass(frozen=True, slots=True)
 class Config:
     """block_n: keys per block. panels: most query panels per work item, all sharing one copy of each block.
-    compute: "f32", or "bf16dot" where the target has it and the tensors are bfloat16."""
+    compute: "f32", or "bf16dot" where the target has it and the tensors are bfloat16. isa: of the kernel."""
 
     block_n: int
     panels: int
     compute: str = "f32"
+    isa: str = "avx512"
 
     def __post_init__(self) -> None:
         if self.block_n % 16 or not 16 <= self.block_n <= 256:
@@ -169,17 +245,24 @@ class Config:
         if not 1 <= self.panels <= 8:
             raise spec_error("panels", got=self.panels, wanted="1 to 8", change="Take 4.")
         if self.compute not in ("f32", "bf16dot"):
-            raise spec_error(
-                "compute", got=self.compute, wanted="f32 or bf16dot", change="Take explain(...).config."
-            )
+            change = "Take explain(...).config."
+            raise spec_error("compute", got=self.compute, wanted="f32 or bf16dot", change=change)
+        if self.isa not in ISAS:
+            change = "Take explain(...).config."
+            raise spec_error("isa", got=self.isa, wanted=" or ".join(ISAS), change=change)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """What a plan says about this choice beside its numbers."""
-        widest = max(spec.head_dim, spec.head_dim_v)
-        key = key_for(spec.dtype, spec.seqlen_q, widest, Feature.MASK in spec.features, self.compute)
+        nv = panel_vectors(self.isa, spec.seqlen_q)
+        key = key_for(self, spec.dtype, max(spec.head_dim, spec.head_dim_v), nv)
         notes = [
             f"kernel {key.name}: {key.panel_rows} query rows per panel, scratch rows of {key.bucket} elements"
         ]
+        changing = sorted(f.value for f in spec.features & PASS_FEATURES)
+        if changing:
+            notes.append(
+                f"pass {ScoreKey(self.isa, nv).name} over each tile of scores: {', '.join(changing)}"
+            )
         if self.compute == "bf16dot":
             notes.append("bfloat16 pairs are multiplied as they are, sums are float32 (avx512_bf16)")
         elif spec.dtype != "float32":
@@ -197,38 +280,65 @@ class Partition(NamedTuple):
     items: int
 
 
-def panel_vectors(seqlen_q: int) -> int:
-    return 1 if seqlen_q <= LANES else 2 if seqlen_q <= 2 * LANES else 4
+def panel_vectors(isa: str, seqlen_q: int) -> int:
+    """The narrowest panel that holds all rows, else the widest."""
+    lanes, widths = ISAS[isa].lanes, ISAS[isa].group_keys
+    return next((nv for nv in widths if seqlen_q <= nv * lanes), max(widths))
 
 
 def compute_for(dtype: str, target: Target) -> str:
     return "bf16dot" if dtype == "bfloat16" and "avx512_bf16" in target.features else "f32"
 
 
-def key_for(dtype: str, seqlen_q: int, widest: int, masked: bool, compute: str) -> KernelKey:
+def key_for(config: Config, dtype: str, widest: int, nv: int) -> KernelKey:
     """The kernel for a call; `widest` is the larger head dimension."""
     bucket = next((b for b in BUCKETS if widest <= b), 0)
-    return KernelKey("avx512", compute, dtype, panel_vectors(seqlen_q), bucket, masked)
+    return KernelKey(config.isa, config.compute, dtype, nv, bucket)
 
 
-def all_keys(target: Target) -> Iterator[KernelKey]:
+def check_fits(config: Config, spec: AttentionSpec, target: Target) -> None:
+    """SpecError unless `config` is one that this target can run for this dtype."""
+    change = "Take explain(...).config."
+    isas = _RUNS.get(target.arch, ())
+    if config.isa not in isas:
+        raise spec_error("config.isa", got=config.isa, wanted=" or ".join(isas), change=change)
+    compute = compute_for(spec.dtype, target) if config.isa == "avx512" else "f32"
+    if config.compute != compute:
+        raise spec_error("config.compute", got=config.compute, wanted=compute, change=change)
+
+
+def all_keys(target: Target) -> Iterator[KernelKey | ScoreKey]:
     """Every kernel that can run on `target`."""
-    if target.arch != "avx512":
+    if target.arch not in ISAS:
         return
-    for dtype in STORAGE_BYTES:
-        compute = compute_for(dtype, target)
-        for nv in (1, 2, 4):
+    for nv in ISAS[target.arch].group_keys:
+        yield ScoreKey(target.arch, nv)
+        for dtype in dtypes_of(target.arch):
+            compute = compute_for(dtype, target)
             for bucket in BUCKETS:
-                for masked in (False, True):
-                    yield KernelKey("avx512", compute, dtype, nv, bucket, masked)
+                yield KernelKey(target.arch, compute, dtype, nv, bucket)
+
+
+def dtypes_of(isa: str) -> tuple[str, ...]:
+    """Storage types an instruction set converts without a runtime library."""
+    return ("float32", "bfloat16") if isa == "generic" else tuple(STORAGE_BYTES)
 
 
 @lru_cache(maxsize=512)
 def partition(
-    batch: int, num_kv_heads: int, group: int, seqlen_q: int, panel_rows: int, panels: int, threads: int
+    batch: int,
+    num_kv_heads: int,
+    group: int,
+    seqlen_q: int,
+    panel_rows: int,
+    panels: int,
+    threads: int,
+    *,
+    own_lists: bool = False,
 ) -> Partition:
-    """As many panels per item as allowed, fewer when the threads would run short of items."""
-    chunks = -(-group // panels)
+    """As many panels per item as allowed, fewer when the threads would run short of items; one head if each
+    has interval lists of its own."""
+    chunks = group if own_lists else -(-group // panels)
     heads = -(-group // chunks)
     chunks = -(-group // heads)
     all_rows = -(-seqlen_q // panel_rows)
@@ -244,17 +354,61 @@ def partition(
     return Partition(heads, chunks, row_panels, row_blocks, batch * num_kv_heads * chunks * row_blocks)
 
 
+NARROW_COST = (1.0, 1.04, 1.12)  # time per row of the widest panel, the next and the narrowest; measured
+
+
+def member_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Any, Any]:
+    """Rows and keys of every packed member, int64 numpy."""
+    return np.diff(cu_seqlens_q.numpy()).astype(np.int64), np.diff(cu_seqlens_k.numpy()).astype(np.int64)
+
+
+def pack_members(spec: AttentionSpec, config: Config, lens_q: Any, threads: int) -> tuple[int, Partition]:
+    """Panel width and cut of packed members: the width that wastes least on their last panels."""
+    isa = ISAS[config.isa]
+    widths = sorted(isa.group_keys, reverse=True)
+    rows = {nv: nv * isa.lanes for nv in widths}
+    cost = {
+        nv: c * float(np.sum(-(-lens_q // rows[nv])) * rows[nv])
+        for nv, c in zip(widths, NARROW_COST, strict=True)
+    }
+    nv = min(cost, key=lambda nv: cost[nv])
+    typical = max(1, int(lens_q.mean())) if len(lens_q) else 1
+    members = max(1, int((lens_q > 0).sum()))
+    return nv, partition(members, spec.num_kv_heads, spec.group, typical, rows[nv], config.panels, threads)
+
+
+def member_table(lens_q: Any, lens_k: Any, span: int, *, causal: bool) -> Any:
+    """int32 (items, 2): member and row block of each item of `span` rows, the most keys first."""
+    blocks = -(-lens_q // span)
+    member = np.repeat(np.arange(len(lens_q)), blocks)
+    block = np.arange(len(member)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    keys = lens_k[member]
+    if causal:
+        end = np.minimum((block + 1) * span, lens_q[member])
+        keys = np.clip(end + keys - lens_q[member], 0, keys)
+    rows = np.minimum(span, lens_q[member] - block * span)
+    order = np.argsort(-(keys * rows), kind="stable")
+    return np.stack([member[order], block[order]], 1).astype(np.int32)
+
+
 def choose(spec: AttentionSpec, target: Target) -> Config:
-    """Tiles for two thirds of a core's L2 cache. Measured on Zen 4 (1 MB): flat within 2 % from 64 to 256
+    """Tiles for three quarters of a core's L2 cache. Measured on Zen 4 (1 MB): flat within 2 % from 64 to 256
     keys; 8 panels are 1 % faster than 4, as each key block is copied half as often."""
-    wide = max(spec.head_dim, spec.head_dim_v) > 128
-    panels = 4 if wide else 8
-    small = target.l2_bytes < 1 << 20
-    block_n = 64 if wide or small else 128
-    return Config(block_n, max(1, panels // 2) if small else panels, compute_for(spec.dtype, target))
+    isa = target.arch if target.arch in ISAS else "generic"
+    dtype = spec.dtype if spec.dtype in STORAGE_BYTES else "float32"
+    compute = compute_for(dtype, target) if isa == "avx512" else "f32"
+    widest = min(max(spec.head_dim, spec.head_dim_v), BUCKETS[-1])
+    key = key_for(Config(16, 1, compute, isa), dtype, widest, panel_vectors(isa, spec.seqlen_q))
+    room = target.l2_bytes * 3 // 4
+    fitting = (x for x in _TILES if scratch(key, x[1], 1, x[0]).total <= room)
+    return Config(*next(fitting, _TILES[-1]), compute, isa)
+
+
+_TILES = ((128, 8), (128, 4), (64, 4), (64, 2), (64, 1), (32, 1), (16, 1))  # (block_n, panels), best first
 
 
 def candidates(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
-    """Configs worth timing for `spec`."""
-    compute = compute_for(spec.dtype, target)
-    return tuple(Config(block_n, panels, compute) for block_n in (64, 128) for panels in (1, 2, 4, 8))
+    """Configs worth timing for `spec`, the chosen one first."""
+    chosen = choose(spec, target)
+    others = (replace(chosen, block_n=n, panels=p) for n in (64, 128) for p in (1, 2, 4, 8))
+    return tuple(dict.fromkeys((chosen, *others)))

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib
 import os
+import platform
 import secrets
 import stat
 import struct
@@ -230,6 +231,7 @@ def _origin() -> bytes:
         ".".join(map(str, llvm.llvm_version_info)),
         llvm.get_process_triple(),
         llvm.get_host_cpu_name(),
+        target.host_arch(),
         " ".join(sorted(target.cpu_flags())),
         " ".join((device.name, *sorted(device.features))),
     )
@@ -284,7 +286,7 @@ def _compile(key: Key, how_often: str) -> _Object:
         stream.flush()
     try:
         kernel = importlib.import_module(_builder(key)).build(key)
-        made = _Object(kernel.native_name, kernel._library._get_compiled_object())
+        made = _Object(kernel.native_name, _object_code(kernel, getattr(key, "isa", "")))
     finally:
         if shown:
             stream.write(f" {time.perf_counter() - start:.1f} s\n")
@@ -295,6 +297,23 @@ def _compile(key: Key, how_often: str) -> _Object:
             "Remove what calls Python or libm: a raise, an array view, a checked division, a call not inlined"
         )
     return made
+
+
+def _object_code(kernel: Any, isa: str) -> bytes:
+    """The object of a numba cfunc for this CPU; or, if the key asks for a narrower instruction set, for a CPU
+    of that set: a simulated target runs the instructions of the real one."""
+    cpu = _CPU_OF.get(isa)
+    if cpu is None or isa == target.host_arch():
+        return kernel._library._get_compiled_object()
+    import llvmlite.binding as llvm
+
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
+        cpu=cpu, opt=3, reloc="pic", codemodel="jitdefault", jit=True
+    )
+    return machine.emit_object(llvm.parse_assembly(kernel._library.get_llvm_str()))
+
+
+_CPU_OF = {"avx2": "haswell", "generic": "x86-64"} if platform.machine() in ("x86_64", "AMD64") else {}
 
 
 def _compiler_is_default() -> bool:

@@ -15,6 +15,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from polyflash.backends.cpu.configs import ISAS
+
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32, F16 = ir.FloatType(), ir.HalfType()
 POINTER = ir.PointerType()
@@ -59,10 +61,11 @@ class BFloatType(ir.Type):
 
 
 class Emitter:
-    """Operations on vectors of `lanes` 32-bit lanes on one builder. `vf`, `vi`: float and int vectors."""
+    """Operations on vectors of an isa's 32-bit lanes on one builder. `vf`, `vi`: float and int vectors."""
 
-    def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
-        self.b, self.lanes = builder, lanes
+    def __init__(self, builder: ir.IRBuilder, isa: str) -> None:
+        self.b, self.isa, self.lanes = builder, isa, ISAS[isa].lanes
+        lanes = self.lanes
         self.vf, self.vi = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
         self.vh, self.vb = ir.VectorType(I16, lanes), ir.VectorType(I8, lanes)
         self.vbits = ir.VectorType(I1, lanes)
@@ -146,26 +149,93 @@ class Emitter:
         operands = [acc, self.b.bitcast(a, pairs), self.b.bitcast(b, pairs)]
         return self.call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", self.vf, operands)
 
+    def rounded(self, x: Value) -> Value:
+        """To the nearest integer, as a float; without an instruction for it, right below 2**22 and close
+        enough for an exponent beyond."""
+        if self.isa != "generic":
+            return self.call(f"llvm.rint.v{self.lanes}f32", self.vf, [x])
+        shift = self.floats(1.5 * 2**23)
+        return self.b.fsub(self.b.fadd(x, shift), shift)
+
+    def from_bf16(self, x: Value) -> Value:
+        """float32 of a vector, or one, of 16-bit words."""
+        wide = self.vi if isinstance(x.type, ir.VectorType) else I32
+        return self._as_float(self.b.shl(self.b.zext(x, wide), ir.Constant(wide, self._every(wide, 16))))
+
+    def from_f16(self, x: Value) -> Value:
+        """Likewise; without an instruction LLVM would call a runtime library."""
+        b, vector = self.b, isinstance(x.type, ir.VectorType)
+        if self.isa != "generic":
+            half, whole = (ir.VectorType(F16, self.lanes), self.vf) if vector else (F16, F32)
+            return b.fpext(b.bitcast(x, half), whole)
+        wide = self.vi if vector else I32
+
+        def every(value: int) -> Value:
+            return ir.Constant(wide, self._every(wide, value))
+
+        bits = b.zext(x, wide)
+        size = b.and_(bits, every(0x7FFF))
+        rebiased = ir.Constant(self.vf, [2.0**112] * self.lanes) if vector else F32(2.0**112)
+        value = b.bitcast(b.fmul(self._as_float(b.shl(size, every(13))), rebiased), wide)
+        top = b.or_(value, every(0x7F800000))  # infinities and NaN
+        value = b.select(b.icmp_signed(">", size, every(0x7BFF)), top, value)
+        return self._as_float(b.or_(value, b.shl(b.and_(bits, every(0x8000)), every(16))))
+
+    def _as_float(self, x: Value) -> Value:
+        return self.b.bitcast(x, self.vf if isinstance(x.type, ir.VectorType) else F32)
+
+    @staticmethod
+    def _every(kind: ir.Type, value: int) -> Any:
+        return [value] * kind.count if isinstance(kind, ir.VectorType) else value
+
     def exp2(self, x: Value, degree: int) -> Value:
         """2**x; exactly 1 at 0 and 0 at -inf (scalef by -inf is +0 whatever p is); NaN stays NaN."""
-        whole = self.call(f"llvm.rint.v{self.lanes}f32", self.vf, [x])
+        whole = self.rounded(x)
         return self._exp2_of_parts(whole, self.b.fsub(x, whole), degree)
 
     def exp2_scaled(self, d: Value, scale: Value, low: Value, least: Value, degree: int) -> Value:
         """2**(d·(scale + low)) for d <= 0, with the product unrounded: its rounding error, as large as the
         exponent's own, would be the same for every key of one score. `least` is a d whose power is 0."""
         d = self.b.select(self.b.fcmp_ordered("<", d, least), least, d)
-        whole = self.call(f"llvm.rint.v{self.lanes}f32", self.vf, [self.b.fmul(d, scale)])
+        whole = self.rounded(self.b.fmul(d, scale))
         f = self.fma(d, low, self.fma(d, scale, self.b.fneg(whole)))
         return self._exp2_of_parts(whole, f, degree)
 
     def _exp2_of_parts(self, whole: Value, f: Value, degree: int) -> Value:
+        p = self.fma(self._exp2_minus_1(f, degree), f, self.floats(1))
+        if self.isa == "avx512":
+            undefined = ir.Constant(self.vf, ir.Undefined)
+            args = [p, whole, undefined, ir.Constant(I16, -1), I32(4)]  # all lanes; rounding as set
+            return self.call("llvm.x86.avx512.mask.scalef.ps.512", self.vf, args)
+        b = self.b
+        exponent = b.shl(b.fptosi(self.within(whole, -126, 127), self.vi), self.ints(23))
+        power = b.bitcast(b.add(b.bitcast(p, self.vi), exponent), self.vf)
+        return b.select(b.fcmp_ordered("<", whole, self.floats(-126)), self.floats(0), power)
+
+    def _exp2_minus_1(self, f: Value, degree: int) -> Value:
+        """(2**f - 1) / f."""
         p = self.floats(EXP2[degree][-1])
-        for c in (*EXP2[degree][-2::-1], 1.0):
+        for c in EXP2[degree][-2::-1]:
             p = self.fma(p, f, self.floats(c))
-        undefined = ir.Constant(self.vf, ir.Undefined)
-        args = [p, whole, undefined, ir.Constant(I16, -1), I32(4)]  # all lanes; rounding as set
-        return self.call("llvm.x86.avx512.mask.scalef.ps.512", self.vf, args)
+        return p
+
+    def within(self, x: Value, low: float, high: float) -> Value:
+        """`x` held to [low, high]; a NaN becomes `low`, so that a conversion to int is defined."""
+        x = self.b.select(self.b.fcmp_ordered(">", x, self.floats(low)), x, self.floats(low))
+        return self.b.select(self.b.fcmp_ordered("<", x, self.floats(high)), x, self.floats(high))
+
+    def tanh(self, x: Value) -> Value:
+        """t / (t + 2) with t = exp(2x) - 1 = (2**n - 1) + 2**n·(2**f - 1): few ulps for small x too."""
+        b = self.b
+        x = b.select(b.fcmp_ordered(">", x, self.floats(16)), self.floats(16), x)
+        x = b.select(b.fcmp_ordered("<", x, self.floats(-16)), self.floats(-16), x)
+        z = b.fmul(x, self.floats(2.8853900817779268))  # 2·log2(e)
+        whole = self.rounded(z)
+        f = self.fma(x, self.floats(2.8853900817779268), b.fneg(whole))
+        n = b.fptosi(self.within(whole, -64, 64), self.vi)
+        power = b.bitcast(b.shl(b.add(n, self.ints(127)), self.ints(23)), self.vf)
+        t = self.fma(power, b.fmul(self._exp2_minus_1(f, 6), f), b.fsub(power, self.floats(1)))
+        return b.fdiv(t, b.fadd(t, self.floats(2)))
 
     def log(self, x: Value) -> Value:
         """Natural logarithm of normal positive lanes: exponent·ln2 + 2·atanh((m-1)/(m+1)), m in [√½, √2)."""
@@ -231,9 +301,26 @@ class Emitter:
         with self.b.if_then(condition):
             body()
 
+    def where(
+        self, condition: Value, values: Sequence[Value], body: Callable[[list[Value]], list[Value]]
+    ) -> list[Value]:
+        """`body(values)` if the condition holds, else the values themselves; one branch, not a select."""
+        b, before = self.b, self.b.block
+        inside, after = b.append_basic_block("then"), b.append_basic_block("after")
+        b.cbranch(condition, inside, after)
+        b.position_at_end(inside)
+        changed, end = body(list(values)), b.block
+        b.branch(after)
+        b.position_at_end(after)
+        merged = [b.phi(v.type) for v in values]
+        for phi, old, new in zip(merged, values, changed, strict=True):
+            phi.add_incoming(old, before)
+            phi.add_incoming(new, end)
+        return list(merged)
+
 
 def native(
-    name: str, arity: int, emit: Callable[..., Value | None], lanes: int, *, returns: bool = False
+    name: str, arity: int, emit: Callable[..., Value | None], isa: str, *, returns: bool = False
 ) -> Any:
     """`emit(emitter, *addresses)` as a function numba code can call with `arity` int64 arguments.
 
@@ -251,7 +338,7 @@ def native(
             function.attributes.add("noinline")
             function.attributes.add("nounwind")
             inner = ir.IRBuilder(function.append_basic_block("entry"))
-            value = emit(Emitter(inner, lanes), *function.args)
+            value = emit(Emitter(inner, isa), *function.args)
             inner.ret(value) if returns else inner.ret_void()
         value = builder.call(function, args)
         return value if returns else context.get_dummy_value()
@@ -275,10 +362,10 @@ def _memory(name: str, kind: ir.IntType) -> tuple[Any, Any]:
 
     def load(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
         value = builder.load(builder.inttoptr(args[0], POINTER), typ=kind, align=kind.width // 8)
-        return builder.sext(value, I64)
+        return builder.sext(value, I64) if kind.width < 64 else value
 
     def store(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        value = builder.trunc(args[1], kind)
+        value = builder.trunc(args[1], kind) if kind.width < 64 else args[1]
         builder.store(value, builder.inttoptr(args[0], POINTER), align=kind.width // 8)
         return context.get_dummy_value()
 
@@ -287,8 +374,21 @@ def _memory(name: str, kind: ir.IntType) -> tuple[Any, Any]:
     return loads, _callable(f"store_{name}", 2, lambda: (types.void(i64, i64), store))
 
 
+load_i64, store_i64 = _memory("i64", I64)
 load_i32, store_i32 = _memory("i32", I32)
 load_i8, store_i8 = _memory("i8", I8)
+
+
+def call_native(arity: int) -> Any:
+    """(address, *arguments): calls native code compiled elsewhere, `void` of `arity` int64 arguments."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * arity)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    types_in = [types.int64] * (arity + 1)
+    return _callable(f"call_native_{arity}", arity + 1, lambda: (types.void(*types_in), codegen))
 
 
 def _word(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:

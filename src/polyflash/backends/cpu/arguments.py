@@ -1,0 +1,209 @@
+"""The int64 argument block of the CPU kernels: what each word is, and how a call fills it.
+
+Addresses and strides are in bytes; an operand that is absent has address 0. The kernel of a tile and the
+pass over its scores are compiled apart and meet in this block, in the tiles of the scratch and in an item's
+words.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from functools import lru_cache
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+
+from polyflash.mask import FAR_OFFSET, FAR_SIDE
+from polyflash.spec import Arguments
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOG2E = math.log2(math.e)
+FLT_MIN, FLT_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+
+_next = count().__next__
+Q, K, V, OUT, LSE = (_next() for _ in range(5))
+Q_BATCH, Q_HEAD, Q_ROW, Q_DIM = (_next() for _ in range(4))
+K_BATCH, K_HEAD, K_ROW, K_DIM = (_next() for _ in range(4))
+V_BATCH, V_HEAD, V_ROW, V_DIM = (_next() for _ in range(4))
+OUT_BATCH, OUT_HEAD, OUT_ROW, LSE_BATCH, LSE_HEAD = (_next() for _ in range(5))  # of lse in elements
+NUM_KV_HEADS, GROUP, SEQLEN_Q, SEQLEN_K, HEAD_DIM, HEAD_DIM_V = (_next() for _ in range(6))
+# Of the softmax; 1 where the pass has scaled. SCALE_LOG2: float32 bits of |scale|·log2(e) and, above them, of
+# what they miss; SCALE: of |scale|; SIGN: the sign bit of a negative scale.
+SCALE_LOG2, SCALE, SIGN, LEFT, RIGHT, HAS_OFFSET, OFFSET, SINKS, PASS = (_next() for _ in range(9))
+
+Q_OFFSET, Q_OFFSET_STRIDE, KV_LENS, KV_LENS_STRIDE, KV_STARTS, KV_STARTS_STRIDE = (_next() for _ in range(6))
+# Of the pass over scores: what it does, float32 bits of scale, scale/softcap and softcap, its operands.
+PASS_DOES, PASS_SCALE, TO_CAP, CAP = (_next() for _ in range(4))
+MASK, MASK_BATCH, MASK_HEAD, MASK_ROW, MASK_KEY = (_next() for _ in range(5))
+BIAS, BIAS_BATCH, BIAS_HEAD, BIAS_ROW, BIAS_KEY, BIAS_KIND = (_next() for _ in range(6))
+SLOPES, SLOPES_BATCH, SLOPES_HEAD = (_next() for _ in range(3))
+Q_IDS, Q_IDS_BATCH, Q_IDS_ROW, K_IDS, K_IDS_BATCH, K_IDS_KEY = (_next() for _ in range(6))
+# Row block r sees INTERVAL_COUNT pairs of int32 (start, end). Packed members: an item's (member, row block).
+INTERVALS, INTERVALS_BATCH, INTERVALS_HEAD, INTERVALS_BLOCK, INTERVAL_COUNT, INTERVAL_ROWS = (
+    _next() for _ in range(6)
+)
+MEMBERS, CU_Q, CU_K = (_next() for _ in range(3))
+
+# HEADS x ROW_PANELS is an item, CHUNKS items make a group, OTHERS items share a row block. ZERO is 0, read at
+# run time: a fill with a known zero would become a call of memset.
+BLOCK_N, HEADS, CHUNKS, ROW_PANELS, ROW_BLOCKS, OTHERS, ZERO = (_next() for _ in range(7))
+# Scratch offsets, in the order of configs.Scratch.
+T_Q, T_O, T_K, T_V, T_S, T_P, T_STAGE, T_STATS, T_LIMITS, T_BLOCK, T_ZERO, T_GATHER, T_BAD = (
+    _next() for _ in range(13)
+)
+T_SEEN, T_ITEM, T_KINDS, T_Q_IDS, T_K_IDS, T_STAGED = (_next() for _ in range(6))
+
+# Words of an item at T_ITEM: which rows of what it is, then what the pass tells of a key block.
+(
+    I_BATCH, I_HEAD, I_HEADS, I_ROW, I_PANELS, I_ROW_END, I_SEQLEN_K, I_OFFSET, I_LO_SHIFT, I_HI_SHIFT,
+    I_START, I_LIVE, I_KEY, I_FIRST, I_LAST, I_ANY,
+) = range(16)  # fmt: skip
+I_COLUMN = 16  # from here on: the operands of one column of the pass
+
+DOES_MASK, DOES_BIAS, DOES_ALIBI, DOES_SOFTCAP, DOES_SEGMENTS = 1, 2, 4, 8, 16
+DOES_SCALE = DOES_BIAS | DOES_ALIBI | DOES_SOFTCAP  # scores leave the pass scaled
+# What the pass is called for.
+START_ITEM, START_BLOCK, CHANGE_SCORES, MARK_SEEN = range(4)
+# How a key block touches a panel.
+UNSEEN, CHANGED, PLAIN = range(3)
+
+BIAS_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+
+_N_OPERANDS = CU_K + 1 - Q_OFFSET
+NO_OPERANDS = bytes(8 * _N_OPERANDS)
+pack_head = struct.Struct(f"{PASS + 1}q").pack
+_FIRST_OPERAND = Arguments._fields.index("kv_lens")
+_LAST_OPERAND = Arguments._fields.index("k_segments") + 1
+_ABSENT = (None,) * (_LAST_OPERAND - _FIRST_OPERAND)
+_ONE = (
+    struct.unpack("<q", struct.pack("<ff", LOG2E, LOG2E - struct.unpack("<f", struct.pack("<f", LOG2E))[0]))
+)[0]
+
+
+def passes(args: Arguments) -> int:
+    """What the pass over scores has to do for a call; 0: there is none."""
+    does = DOES_MASK if args.mask is not None else 0
+    if args.bias is not None:
+        does |= DOES_BIAS
+    if args.alibi_slopes is not None:
+        does |= DOES_ALIBI
+    if args.softcap:
+        does |= DOES_SOFTCAP
+    return does | DOES_SEGMENTS if args.q_segments is not None else does
+
+
+def any_operand(args: Arguments) -> bool:
+    """Whether a word from Q_OFFSET to CU_K is not 0."""
+    return (
+        args[_FIRST_OPERAND:_LAST_OPERAND] != _ABSENT
+        or args.intervals is not None
+        or args.softcap != 0.0
+        or (args.cu_seqlens_q is not None)
+    )
+
+
+def softmax_scale(scale: float, does: int) -> tuple[int, int, int]:
+    """SCALE_LOG2, SCALE and SIGN."""
+    log2, plain, sign = scale_bits(scale)
+    return (_ONE, float_bits(1.0), sign) if does & DOES_SCALE else (log2, plain, sign)
+
+
+@lru_cache(maxsize=64)
+def scale_bits(scale: float) -> tuple[int, int, int]:
+    """|scale|·log2(e) as two float32 (the high one in the low bits), |scale| as one, and the sign bit.
+
+    Scale 0 is the least normal number: scores up to 1e30 become equal, and -inf stays -inf.
+    """
+    size = min(max(abs(scale), FLT_MIN), FLT_MAX)
+    exact = min(size * LOG2E, FLT_MAX)
+    (high,) = struct.unpack("<f", struct.pack("<f", exact))
+    both, plain = struct.unpack("<qI", struct.pack("<fff", high, exact - high, size))
+    return both, plain, 0x80000000 if scale < 0 else 0
+
+
+def float_bits(x: float) -> int:
+    """Of the nearest float32, held to the finite normal range; 0 stays."""
+    size = min(max(abs(x), FLT_MIN), FLT_MAX) if x else 0.0
+    (bits,) = struct.unpack("<I", struct.pack("<f", math.copysign(size, x)))
+    return bits
+
+
+def operands(args: Arguments, scale: float, does: int, kept: list[Tensor], members: int) -> bytes:
+    """Q_OFFSET to CU_K. Small tensors that must be copied first are put into `kept`, to live as long as the
+    call."""
+    words = [*_table(args.q_offset), *_table(args.kv_lens), *_table(args.kv_starts)]
+    if does & DOES_SOFTCAP:
+        words += [
+            does,
+            float_bits(abs(scale)),
+            float_bits(abs(scale) / args.softcap),
+            float_bits(args.softcap),
+        ]
+    else:
+        words += [does, float_bits(abs(scale)) or float_bits(FLT_MIN), 0, 0]
+    words += _scores_shaped(args.mask)
+    words += _scores_shaped(args.bias)
+    words.append(0 if args.bias is None else BIAS_KINDS[args.bias.dtype])
+    words += _per_head(args.alibi_slopes, kept)
+    words += [*_ids(args.q_segments), *_ids(args.k_segments)]
+    if args.intervals is None:
+        words += [0] * 6
+    else:
+        lists = args.intervals if args.intervals[0, 0, 0].is_contiguous() else args.intervals.contiguous()
+        kept.append(lists)
+        strides = [0 if n == 1 else 4 * s for n, s in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
+        words += [lists.data_ptr(), *strides, 4 * lists.stride(2), lists.shape[3], args.interval_rows]
+    words.append(members)
+    for cu in (args.cu_seqlens_q, args.cu_seqlens_k):
+        if cu is not None:
+            cu = cu.contiguous()
+            kept.append(cu)
+        words.append(0 if cu is None else cu.data_ptr())
+    return array("q", words).tobytes()
+
+
+def far_offset(offset: int | None) -> int:
+    return 0 if offset is None else max(-FAR_OFFSET, min(offset, FAR_OFFSET))
+
+
+def window_sides(args: Arguments) -> tuple[int, int]:
+    left = FAR_SIDE if args.window_left is None else min(args.window_left, FAR_SIDE)
+    right = FAR_SIDE if args.window_right is None else min(args.window_right, FAR_SIDE)
+    return left, min(right, 0) if args.causal else right
+
+
+def sinks_address(sinks: Tensor | None, kept: list[Tensor]) -> int:
+    if sinks is None:
+        return 0
+    kept.append(sinks.detach().to(torch.float32).contiguous())
+    return kept[-1].data_ptr()
+
+
+def _table(per_batch: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if per_batch is None else (per_batch.data_ptr(), 4 * per_batch.stride(0))
+
+
+def _ids(ids: Tensor | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if ids is None else (ids.data_ptr(), 4 * ids.stride(0), 4 * ids.stride(1))
+
+
+def _per_head(slopes: Tensor | None, kept: list[Tensor]) -> tuple[int, int, int]:
+    if slopes is None:
+        return 0, 0, 0
+    slopes = slopes.to(torch.float32)
+    kept.append(slopes)
+    return slopes.data_ptr(), 4 * slopes.stride(0) if slopes.ndim == 2 else 0, 4 * slopes.stride(-1)
+
+
+def _scores_shaped(x: Tensor | None) -> tuple[int, ...]:
+    """Address and byte strides over (batch, head, row, key); a broadcast dimension has stride 0."""
+    if x is None:
+        return 0, 0, 0, 0, 0
+    size = x.element_size()
+    strides = [0 if n == 1 else size * s for n, s in zip(x.shape, x.stride(), strict=True)]
+    return (x.data_ptr(), *[0] * (4 - len(strides)), *strides)
