@@ -1,12 +1,13 @@
 """One peer in one process, side by side with ours: the parent's end and the child's.
 
 The parent writes one JSON request to the child's input. The child answers with JSON lines on its output: per
-row either {"row": …} as `tables.row` makes it, or {"name": …, "reason": …} if the peer refuses it; then
-{"done": true}. Whatever libraries print goes to stderr, whose last line is the reason if the child dies.
+row either {"row": …} as `tables.row` makes it, or {"name": …, "reason": …} if the peer refuses it. Whatever
+libraries print goes to stderr, whose last line is the reason if the child dies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -74,19 +75,15 @@ def _ask(request: dict, limit: float, unanswered: list[str]) -> Generator[dict, 
 def _answered(child: subprocess.Popen[str], request: dict, unanswered: list[str]) -> Iterator[dict]:
     if child.stdin is None or child.stdout is None:
         return
-    with child.stdin, child.stdout:
-        try:
-            json.dump(request, child.stdin)
-            child.stdin.close()
-        except BrokenPipeError:  # it died before it read; its last words say why
-            return
+    with contextlib.suppress(BrokenPipeError), child.stdin:  # dead before it read: its last words say why
+        json.dump(request, child.stdin)
+    with child.stdout:
         for line in child.stdout:
-            answer = json.loads(line)
-            if "done" in answer:
-                child.wait()
-                return
-            unanswered.remove(answer["row"]["name"] if "row" in answer else answer["name"])
-            yield answer
+            if line.endswith("\n"):
+                answer = json.loads(line)
+                unanswered.remove(answer["row"]["name"] if "row" in answer else answer["name"])
+                yield answer
+    child.wait()  # for its own exit code; if it hangs, the alarm ends it
 
 
 def _last_words(errors: TextIO, code: int) -> str:
@@ -131,7 +128,6 @@ def serve(source: TextIO, sink: TextIO) -> None:
         except Exception as error:  # whatever a peer raises is why it has no row
             answer = {"name": case.name, "reason": f"{type(error).__name__}: {_first_line(error)}"}
         print(json.dumps(answer), file=sink, flush=True)
-    print(json.dumps({"done": True}), file=sink, flush=True)
 
 
 def _confine(threads: int) -> None:
