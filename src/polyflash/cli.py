@@ -1,5 +1,5 @@
-"""`polyflash run | explain | bench | doctor | env | cache`: the public functions on files, on imagined problems
-and against torch SDPA; the reports are in `reports.py` and `doctor.py`, which need no torch.
+"""`polyflash run | explain | bench | doctor | env | cache`: the public functions on files, on imagined
+problems and against torch SDPA; `reports.py` and `doctor.py` hold the commands that need no torch.
 
 Exit codes: 0 done; 1 an error, a refusal or a mismatch; 2 wrong usage.
 """

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -17,8 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polyflash import backends, env, reports, target
-from polyflash.backends.cpu import cores, runtime
+from polyflash import env, reports, target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +74,8 @@ def run(options: argparse.Namespace, *_: object) -> int:
 
 def examine_all() -> list[dict[str, Any]]:
     """Every row's verdict, from one process per backend, all at once."""
+    from polyflash import backends
+
     started = [
         (
             name,
@@ -113,8 +113,10 @@ def _verdict(backend: str, process: subprocess.Popen[str], seconds: float) -> li
 
 
 def _broken(backend: str, why: str) -> list[dict[str, Any]]:
+    from polyflash import backends
+
     case = {"case": "its process", "state": FAILED, "why": why}
-    return [{"row": row.name, "cases": [case]} for row in backends.TABLE if row.backend == backend]
+    return [{"row": reports.label(row), "cases": [case]} for row in backends.TABLE if row.backend == backend]
 
 
 def examine(row: Capability) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def examine(row: Capability) -> dict[str, Any]:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
         state = REFUSED if refusals else FAILED if why else OK
         found.append({"case": workload.name, "state": state, "why": why})
-    return {"row": row.name, "cases": found}
+    return {"row": reports.label(row), "cases": found}
 
 
 def cases() -> tuple[Workload, ...]:
@@ -220,9 +222,13 @@ def _largest(x: Tensor) -> float:
 
 def surroundings(probed: dict[str, Any]) -> list[Advice]:
     """What is missing or in the way on this machine; `probed` is what `reports.probe_torch` found."""
-    found = [*_packages(probed), *_isa(), *_cache()]
-    if "threads" in probed:
-        found += _threads(int(probed["threads"]))
+    found = [*_packages(probed), *_isa()]
+    try:
+        found += _cache()
+        found += _threads(int(probed.get("threads", 1)))
+    except ImportError as error:
+        what = f"modules of polyflash do not import: {error}"
+        found.append(Advice(what, "pip install --force-reinstall numpy", fatal=True))
     return found
 
 
@@ -256,20 +262,23 @@ def _isa() -> list[Advice]:
 def _cache() -> list[Advice]:
     if env.NO_CACHE.is_set():
         return [Advice("every process compiles its kernels anew", f"unset {env.NO_CACHE.name}")]
-    info = runtime.cache_info()
+    from polyflash.backends.cpu import store
+
+    info = store.info()
     if info.refusal:
         remedy = f"chmod go-w {info.path}, or set {env.CACHE_DIR.name} to a folder of your own"
         return [Advice(f"the kernel cache is not used: {info.refusal}", remedy)]
-    place = os.path.realpath(info.path)
-    while not os.path.exists(place) and place != os.path.dirname(place):
-        place = os.path.dirname(place)
-    if not os.access(place, os.W_OK | os.X_OK) or not os.path.isdir(place):
+    trouble = store.trouble()
+    if trouble:
         remedy = f"set {env.CACHE_DIR.name} to a folder you can write to"
-        return [Advice(f"the kernel cache cannot be written: {place}", remedy)]
+        return [Advice(f"the kernel cache cannot be written: {trouble}", remedy)]
     return []
 
 
 def _threads(threads: int) -> list[Advice]:
+    """Settings that make torch's threads stall, or keep cores from ours."""
+    from polyflash.backends.cpu import cores
+
     found = []
     limits = (("the CPU quota", cores.quota_threads()), ("the affinity mask", cores.allowed()))
     for name, most in limits:
@@ -312,4 +321,6 @@ def _print(rows: list[dict[str, Any]], advice: list[Advice], seconds: float) -> 
 
 
 if __name__ == "__main__":
-    print(json.dumps([examine(row) for row in backends.TABLE if row.backend == sys.argv[1]]))
+    from polyflash.backends import TABLE
+
+    print(json.dumps([examine(row) for row in TABLE if row.backend == sys.argv[1]]))

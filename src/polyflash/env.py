@@ -34,7 +34,10 @@ CPU_ISA = Variable(
 )
 NO_COLOR = Variable("NO_COLOR", "", "any value: no colour on the command line (no-color.org)")
 
-ALL = (BACKEND, CACHE_DIR, NO_CACHE, CPU_ISA, NO_COLOR)
+XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "", "folder of this user's caches (default: ~/.cache)")
+LOCALAPPDATA = Variable("LOCALAPPDATA", "", "the same on Windows (default: the home folder)")
+
+ALL = (BACKEND, CACHE_DIR, NO_CACHE, CPU_ISA, NO_COLOR, XDG_CACHE_HOME, LOCALAPPDATA)
 
 # Read by `polyflash env` and `polyflash doctor` alone, to say what they do to torch's threads and to ours.
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "", "threads of torch, hence of the CPU engine")
@@ -59,5 +62,5 @@ def only_reports() -> bool:
 def user_cache_home() -> str:
     """The folder below which this user's caches live, by the platform's convention."""
     if os.name == "nt":
-        return os.environ.get("LOCALAPPDATA", os.path.expanduser("~"))
-    return os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        return LOCALAPPDATA.read() or os.path.expanduser("~")
+    return XDG_CACHE_HOME.read() or os.path.join(os.path.expanduser("~"), ".cache")

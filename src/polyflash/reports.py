@@ -1,6 +1,7 @@
 """`polyflash env` and `polyflash cache`, and the tables of docs/: what is here, printed from code.
 
-Standard library and plain data only, so that a report can be made where torch is absent or does not import.
+Standard library and plain data only, so that a report can be made where torch is absent or does not import;
+what needs numpy too is imported where it is used.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polyflash
-from polyflash import backends, env, target
-from polyflash.backends.cpu import cores, runtime
+from polyflash import env, target
 from polyflash.spec import AttentionSpec, Feature
+
+if TYPE_CHECKING:
+    from polyflash.capability import Capability
 
 # The oldest version that works, "" for any; as in pyproject.toml. The first two are needed by every call.
 PACKAGES = {
@@ -81,22 +84,24 @@ def show_env(options: argparse.Namespace, *_: object) -> int:
 
 def manage_cache(options: argparse.Namespace, *_: object) -> int:
     """Lists or clears the compiled kernels of this user. What is cleared is compiled again when needed."""
+    from polyflash.backends.cpu import store
+
     if options.action == "path":
-        print(runtime.cache_path())
+        print(store.path())
         return 0
     if options.action == "clear":
-        removed = runtime.clear_cache(stale_only=options.stale)
-        print(f"removed {removed} {'entry' if removed == 1 else 'entries'} from {runtime.cache_path()}")
+        removed = store.clear(origin=_origin() if options.stale else b"")
+        print(f"removed {removed} {'entry' if removed == 1 else 'entries'} from {store.path()}")
         return 0
     try:
-        entries = runtime.cache_entries()
+        entries = store.entries(_origin())
     except OSError as error:
         print(f"error {error}", file=sys.stderr)
         return 1
     if options.json:
         fields = ("file", "bytes", "days", "key", "stale")
         found = [{name: getattr(entry, name) for name in fields} for entry in entries]
-        content = {"schema": "polyflash.cache/1", "path": runtime.cache_path(), "entries": found}
+        content = {"schema": "polyflash.cache/1", "path": store.path(), "entries": found}
         print(json.dumps(content, indent=1))
         return 0
     words = {True: "stale", False: "current", None: "unknown"}
@@ -104,7 +109,7 @@ def manage_cache(options: argparse.Namespace, *_: object) -> int:
         (e.key or "unreadable", f"{e.bytes:,}", f"{e.days:.1f}", words[e.stale], e.file[:12]) for e in entries
     ]
     print(columns([("key", "bytes", "days unused", "state", "file"), *rows]) if rows else "no entries")
-    print(f"{len(rows)} in {runtime.cache_path()}, {sum(e.bytes for e in entries):,} bytes")
+    print(f"{len(rows)} in {store.path()}, {sum(e.bytes for e in entries):,} bytes")
     return 0
 
 
@@ -174,16 +179,16 @@ def text_of(found: dict[str, Any]) -> str:
 
 def capability_table() -> str:
     """Markdown: every row of the table, and what each can do."""
-    table = backends.TABLE
+    table = _table()
     about = [("row", "targets", "dtypes", "head_dim up to", "needs")]
     for row in table:
         targets = ", ".join(name or "any" for name in row.targets)
         dim = str(row.max_head_dim) if row.max_head_dim < 1 << 16 else "any"
         about.append((row.name, targets, ", ".join(sorted(row.dtypes)), dim, ", ".join(row.needs) or "torch"))
-    features = [("feature", *(row.name for row in table))]
+    features = [("feature", *map(label, table))]
     features += [(f.value, *("yes" if f in row.features else "-" for row in table)) for f in Feature]
     notes = [
-        f"- {row.name} leaves {', '.join(sorted(y.dtypes))} on {y.target_feature} to a lower row: {y.why}."
+        f"- {label(row)} leaves {', '.join(sorted(y.dtypes))} on {y.target_feature} to a lower row: {y.why}."
         for row in table
         for y in row.yields
     ]
@@ -200,6 +205,13 @@ def variable_table() -> str:
     return "\n".join((_markdown(ours), "", read, "", _markdown(others)))
 
 
+def label(row: Capability) -> str:
+    """The row's name; with its targets if another row has the same."""
+    if [r.name for r in _table()].count(row.name) < 2:
+        return row.name
+    return f"{row.name} ({', '.join(name or 'any' for name in row.targets)})"
+
+
 def columns(rows: Iterable[Sequence[str]]) -> str:
     """Rows of words in aligned columns."""
     rows = list(rows)
@@ -207,6 +219,15 @@ def columns(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(f"{w:<{n}}" for w, n in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def _origin() -> bytes:
+    from polyflash.backends.cpu import runtime
+
+    try:
+        return runtime.origin()
+    except ImportError:  # without a compiler nothing says what it would make
+        return b""
 
 
 def _cpu() -> dict[str, Any]:
@@ -228,6 +249,8 @@ def _model() -> str:
 
 
 def _cores() -> dict[str, Any]:
+    from polyflash.backends.cpu import cores
+
     most = cores.quota_threads()
     return {
         "present": cores.present(),
@@ -238,7 +261,9 @@ def _cores() -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any]:
-    info = runtime.cache_info()
+    from polyflash.backends.cpu import store
+
+    info = store.info()
     return {"path": info.path, "entries": info.entries, "bytes": info.bytes, "refusal": info.refusal}
 
 
@@ -256,11 +281,11 @@ def _variable(variable: env.Variable) -> dict[str, Any]:
 def _rows() -> list[dict[str, Any]]:
     here = target.detect("cpu")
     rows = []
-    for row in backends.TABLE:
+    for row in _table():
         spec = AttentionSpec(row.phase, "float32", "cpu", 1, 1, 1, 64, 64, 64, 64, frozenset())
         rows.append(
             {
-                "row": row.name,
+                "row": label(row),
                 "targets": [name or "any" for name in row.targets],
                 "dtypes": sorted(row.dtypes),
                 "features": sorted(f.value for f in row.features),
@@ -269,6 +294,12 @@ def _rows() -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _table() -> tuple[Capability, ...]:
+    from polyflash import backends
+
+    return backends.TABLE
 
 
 def _safely(find: Callable[[], Any]) -> Any:

@@ -20,7 +20,7 @@ import llvmlite.binding as llvm
 import pytest
 
 import polyflash
-from polyflash.backends.cpu import pool, runtime
+from polyflash.backends.cpu import pool, runtime, store
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the cache needs POSIX ownership")
 
@@ -96,7 +96,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process would start."""
     monkeypatch.setattr(runtime, "_addresses", {})
-    monkeypatch.setattr(runtime, "_warned", set())
+    monkeypatch.setattr(store, "_warned", set())
 
 
 def stored(address: int) -> int:
@@ -164,7 +164,7 @@ DAMAGE = {
     "symbol length": flip(8),
     "object length": flip(12),
     "checksum": flip(30),
-    "symbol": flip(runtime._HEADER.size),
+    "symbol": flip(store.HEADER.size),
     "last byte": flip(-1),
     "foreign": lambda entry, other: shutil.copy(other, entry),
     "text": lambda entry, _: entry.write_text("not an object " * 1000),
@@ -172,7 +172,7 @@ DAMAGE = {
     "pipe": pipe,
     "group writable": lambda entry, _: entry.chmod(0o660),
     "world writable": lambda entry, _: entry.chmod(0o606),
-    "too large": lambda entry, _: os.truncate(entry, runtime.MAX_OBJECT_BYTES + 1),
+    "too large": lambda entry, _: os.truncate(entry, store.MAX_OBJECT_BYTES + 1),
 }
 
 
@@ -207,16 +207,16 @@ def test_directory_in_place_of_an_entry_is_harmless(folder, builds, monkeypatch)
 
 def test_every_truncation_is_refused():
     name = "a.pfo"
-    data = runtime._encode(name, runtime._Object("kernel", bytes(range(40))))
-    assert runtime._decode(name, data) == runtime._Object("kernel", bytes(range(40)))
+    data = store.encode(name, store.Object("kernel", bytes(range(40))))
+    assert store.decode(name, data) == store.Object("kernel", bytes(range(40)))
     for size in range(len(data)):
         with pytest.raises(ValueError):
-            runtime._decode(name, data[:size])
+            store.decode(name, data[:size])
     for at in range(len(data)):
         changed = bytearray(data)
         changed[at] ^= 0x80
         with pytest.raises(ValueError):
-            runtime._decode(name, bytes(changed))
+            store.decode(name, bytes(changed))
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
@@ -229,7 +229,7 @@ def test_folder_others_can_write_is_refused_once(folder, builds, monkeypatch, mo
         warnings.simplefilter("error")
         assert stored(runtime.load(Key("store-2"))) == 2
     assert not list(folder.iterdir())
-    assert "others may write" in runtime.cache_info().refusal
+    assert "others may write" in store.info().refusal
 
 
 def test_open_parent_is_refused(folder, builds):
@@ -238,7 +238,7 @@ def test_open_parent_is_refused(folder, builds):
         assert stored(runtime.load(Key("store-1"))) == 1
     folder.parent.chmod(0o1777)
     runtime.load(Key("store-2"))
-    assert runtime.cache_info().entries == 1
+    assert store.info().entries == 1
 
 
 def test_folder_of_another_user_is_refused(folder, builds, monkeypatch):
@@ -254,7 +254,7 @@ def test_folder_that_cannot_be_made(place, builds, monkeypatch):
     monkeypatch.setenv("POLYFLASH_CACHE_DIR", place)
     with pytest.warns(RuntimeWarning, match="cache"):
         assert stored(runtime.load(Key("store-1"))) == 1
-    assert runtime.cache_info().entries == 0 and runtime.clear_cache() == 0
+    assert store.info().entries == 0 and store.clear() == 0
 
 
 @pytest.mark.parametrize("step", ["open", "fsync", "replace"])
@@ -284,7 +284,7 @@ def test_home_unset(builds, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("HOME", raising=False)
     runtime.load(Key("store-1"))
-    assert runtime.cache_path() == str(tmp_path / "xdg" / "polyflash" / "kernels")
+    assert store.path() == str(tmp_path / "xdg" / "polyflash" / "kernels")
     assert (tmp_path / "xdg" / "polyflash").stat().st_mode & 0o777 == 0o700
 
 
@@ -292,7 +292,7 @@ def test_changed_compiler_settings_are_not_kept(folder, builds, monkeypatch):
     config = types.SimpleNamespace(CPU_NAME="haswell", CPU_FEATURES=None, OPT=3)
     monkeypatch.setitem(sys.modules, "numba", types.SimpleNamespace(config=config))
     assert stored(runtime.load(Key("store-1"))) == 1
-    assert runtime.cache_info().entries == 0
+    assert store.info().entries == 0
 
 
 def test_key_depends_on_sources(tmp_path):
@@ -379,7 +379,7 @@ def test_failed_compilation_leaves_nothing_behind(folder, builds, monkeypatch, e
     done.start()
     done.join(10)
     assert not done.is_alive(), "the lock was left taken"
-    assert stored(runtime.load(Key("store-1"))) == 1 and runtime.cache_info().entries == 1
+    assert stored(runtime.load(Key("store-1"))) == 1 and store.info().entries == 1
 
 
 class Terminal(io.StringIO):
@@ -432,14 +432,14 @@ def test_memory_functions_of_libc_are_linked(monkeypatch):
 
 
 def test_info_and_clear(folder, builds, monkeypatch):
-    assert runtime.cache_info() == runtime.CacheInfo(str(folder), 0, 0)
+    assert store.info() == store.Info(str(folder), 0, 0)
     for n in range(3):
         runtime.load(Key(f"store-{n}"))
     (folder / ".left.tmp").write_bytes(b"unfinished")
-    info = runtime.cache_info()
+    info = store.info()
     assert info.entries == 3 and info.bytes == sum(p.stat().st_size for p in folder.glob("*.pfo"))
     address = runtime.load(Key("store-2"))
-    assert runtime.clear_cache() == 3 and not list(folder.iterdir())
+    assert store.clear() == 3 and not list(folder.iterdir())
     assert stored(address) == 2
     forget(monkeypatch)
     assert stored(runtime.load(Key("store-2"))) == 2 and len(builds) == 4
