@@ -10,7 +10,7 @@ Tiles live in scratch: Q^T and O^T as [atom][lane], K as rows, V as rows (bf16do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -410,30 +410,24 @@ class _Tile:
 
 
 _ARITY = {
-    "fill": 3,
-    "fill_limits": 7,
-    "gather_row": 4,
-    "load_rows": 5,
-    "load_value_rows": 6,
-    "load_float_row": 3,
-}
-_ARITY |= {
-    "pack_query": 4,
-    "scores": 6,
-    "scores_bounded": 8,
-    "online_softmax": 6,
-}
-_ARITY |= {"accumulate": 6, "add_seen": 8, "finish_stats": 3, "finalize": 6, "store_lse": 3}
+    "fill": 3, "fill_limits": 7, "gather_row": 4, "load_rows": 5, "load_value_rows": 6, "load_float_row": 3,
+    "pack_query": 4, "scores": 6, "scores_bounded": 8, "online_softmax": 6, "accumulate": 6, "add_seen": 8,
+    "finish_stats": 3, "finalize": 6, "store_lse": 3,
+}  # fmt: skip
+
+
+def emissions(key: KernelKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
+    """Name, number of arguments, emission and whether it returns a value, of every stage."""
+    tile = _Tile(key)
+    for name, arity in _ARITY.items():
+        yield name, arity, getattr(tile, name), name == "load_value_rows"
 
 
 def stages(key: KernelKey) -> Stages:
     """The stages of `key`'s tiles."""
-    tile = _Tile(key)
     return Stages(
         **{
-            name: native(
-                f"{key.name}_{name}", arity, getattr(tile, name), key.isa, returns=name == "load_value_rows"
-            )
-            for name, arity in _ARITY.items()
+            name: native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
+            for name, arity, emit, returns in emissions(key)
         }
     )

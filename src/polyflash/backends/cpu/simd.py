@@ -319,28 +319,32 @@ class Emitter:
         return list(merged)
 
 
+def function_in(
+    module: ir.Module, name: str, arity: int, emit: Callable[..., Value | None], isa: str, returns: bool
+) -> ir.Function:
+    """`emit(emitter, *addresses)` as a function of its own that is never inlined: its registers are allocated
+    for it alone. `name` must tell all emissions of a process apart."""
+    function = module.globals.get(name)
+    if function is None:
+        kind = ir.FunctionType(I64 if returns else ir.VoidType(), [I64] * arity)
+        function = ir.Function(module, kind, name)
+        function.linkage = "linkonce_odr"  # one copy for all callers
+        function.attributes.add("noinline")
+        function.attributes.add("nounwind")
+        inner = ir.IRBuilder(function.append_basic_block("entry"))
+        value = emit(Emitter(inner, isa), *function.args)
+        inner.ret(value) if returns else inner.ret_void()
+    return function
+
+
 def native(
     name: str, arity: int, emit: Callable[..., Value | None], isa: str, *, returns: bool = False
 ) -> Any:
-    """`emit(emitter, *addresses)` as a function numba code can call with `arity` int64 arguments.
-
-    Each becomes its own function that is never inlined: its registers are allocated for it alone. `name` must
-    tell all emissions of a process apart.
-    """
+    """`function_in` the caller's module, as a function numba code can call with `arity` int64 arguments."""
     result = types.int64 if returns else types.void
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        function = builder.module.globals.get(name)
-        if function is None:
-            kind = ir.FunctionType(I64 if returns else ir.VoidType(), [I64] * arity)
-            function = ir.Function(builder.module, kind, name)
-            function.linkage = "linkonce_odr"  # one copy for all callers
-            function.attributes.add("noinline")
-            function.attributes.add("nounwind")
-            inner = ir.IRBuilder(function.append_basic_block("entry"))
-            value = emit(Emitter(inner, isa), *function.args)
-            inner.ret(value) if returns else inner.ret_void()
-        value = builder.call(function, args)
+        value = builder.call(function_in(builder.module, name, arity, emit, isa, returns), args)
         return value if returns else context.get_dummy_value()
 
     return _callable(name, arity, lambda: (result(*[types.int64] * arity), codegen))
