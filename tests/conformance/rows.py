@@ -18,7 +18,11 @@ from polyflash.spec import Phase
 from polyflash.workloads import Workload
 from tests.tolerance import Expected, Figures, check, expect
 
-FORWARD = tuple(row for row in backends.TABLE if row.phase is Phase.FORWARD)
+FORWARD = tuple(
+    row
+    for row in backends.TABLE
+    if row.phase is Phase.FORWARD and target.detect("cpu").name.startswith(row.targets)
+)  # a row for another instruction set proves itself where that one is the target, simulated or not
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("float32", "bfloat16", "float16")
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
