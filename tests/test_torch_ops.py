@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 
-from polyflash import Mask, attention, torch_ops
+from polyflash import Mask, attention, attention_varlen, explain, torch_ops
 from polyflash.spec import Arguments
 
 OP = torch.ops.polyflash.attention.default
@@ -23,6 +23,7 @@ def qkv(seqlen_q=9, seqlen_k=9, head_dim=8, head_dim_v=8, heads=2, kv_heads=2, d
 
 
 LENS = torch.tensor([9, 4], dtype=torch.int32)
+SHORT = torch.tensor([5, 0, 5, 1], dtype=torch.int32)
 CASES = {
     "plain": {},
     "lse": {"need_lse": True},
@@ -66,6 +67,154 @@ def test_opcheck_out_and_backward():
     opcheck(
         torch.ops.polyflash.attention_backward.default, (q, lse, q, k, v, out, lse, needs, True, None, True)
     )
+
+
+def packed(rows=(3, 0, 9, 6), keys=(7, 2, 0, 9), heads=4, head_dim_v=6, tail=2):
+    """Packed q, k, v with a tail that belongs to nobody, and their bounds."""
+    generator = torch.Generator().manual_seed(sum(rows))
+    shapes = ((sum(rows) + tail, heads, 8), (sum(keys) + tail, 2, 8), (sum(keys) + tail, 2, head_dim_v))
+    bounds = (torch.tensor((0, *n)).cumsum(0).int() for n in (rows, keys))
+    return *(torch.randn(shape, generator=generator) for shape in shapes), *bounds
+
+
+def views(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
+    """The op's arguments of a packed call."""
+    args = Arguments(need_lse=True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    return (*(x.transpose(0, 1)[None] for x in (q, k, v)), *args)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "max_seqlen_q": 9}, {"kv_lens": SHORT}])
+def test_opcheck_packed(grad, options):
+    q, k, v, *bounds = packed(keys=(7, 2, 5, 9))
+    opcheck(OP, views(*(x.requires_grad_(grad) for x in (q, k, v)), *bounds, **options))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck_intervals(grad):
+    q, k, v = (x.requires_grad_(grad) for x in qkv())
+    mask = Mask.blocks(torch.rand(2, 2, 3, 5) < 0.5, rows=4, keys=2)
+    args = Arguments(need_lse=True, intervals=mask.bounds, interval_rows=mask.rows)
+    opcheck(OP, (q, k, v, *args))
+
+
+def test_opcheck_out_and_backward_packed():
+    arguments = views(*packed(head_dim_v=8), causal=True)
+    q, k, v, *rest = arguments
+    opcheck(torch.ops.polyflash.attention_out.default, (q, k, v, torch.empty_like(q), *rest))
+    out, lse = OP(*arguments)
+    needs = [True, True, True, False, False]
+    opcheck(torch.ops.polyflash.attention_backward.default, (out, lse, q, k, v, out, lse, needs, *rest))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("longest", [False, True])
+def test_packed_lengths_compile_at_most_twice(grad, longest):
+    """Contents, totals and max_seqlen of the members change; the graph does not."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    def call(q, k, v, cu_q, cu_k, max_q, max_k):
+        options = {"max_seqlen_q": max_q, "max_seqlen_k": max_k} if longest else {}
+        return attention_varlen(q, k, v, cu_q, cu_k, causal=True, **options) * 2
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for n in range(8):
+        rows, keys = (3 + n, 9 - n, 10 + n), (7, 2 + n, 9 + n)
+        q, k, v, *bounds = packed(rows, keys)
+        inputs = (q.requires_grad_(grad), k, v, *bounds, max(rows), max(keys))
+        assert torch.equal(compiled(*inputs), call(*inputs))
+    assert counter.frame_count <= 2
+
+
+def test_compiled_packed_gradients_equal_eager_ones():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *x: attention_varlen(*x, causal=True), fullgraph=True, backend="aot_eager"
+    )
+    for rows, keys in (((3, 0, 9), (7, 2, 0)), ((1, 1, 1), (9, 5, 30)), ((40, 2, 0), (5, 5, 5))):
+        *inputs, cu_q, cu_k = packed(rows, keys)
+        eager = [x.requires_grad_() for x in inputs]
+        traced = [x.detach().clone().requires_grad_() for x in eager]
+        attention_varlen(*eager, cu_q, cu_k, causal=True).square().sum().backward()
+        compiled(*traced, cu_q, cu_k).square().sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager, traced, strict=True))
+
+
+def test_compiled_intervals_are_not_constants():
+    """Lists made outside and grids turned into lists within the graph."""
+    torch._dynamo.reset()
+    q, k, v = qkv(40, 60)
+
+    def call(grid):
+        return attention(q, k, v, mask=Mask.blocks(grid, rows=8, keys=16) & Mask.causal())
+
+    def listed(starts, ends):
+        return attention(q, k, v, mask=Mask.intervals(starts, ends, rows=8))
+
+    compiled, compiled_lists = (torch.compile(f, fullgraph=True, backend="eager") for f in (call, listed))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        grid = torch.rand(2, 1, 5, 4) < 0.5
+        torch.testing.assert_close(compiled(grid), call(grid))
+        bounds = Mask.blocks(grid, rows=8, keys=16).bounds.unbind(-1)
+        torch.testing.assert_close(compiled_lists(*bounds), listed(*bounds))
+
+
+def test_packed_contents_are_not_read_while_tracing():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, cu = torch.randn(9, 4, 8), torch.randn(11, 2, 8), torch.zeros(4, dtype=torch.int32)
+        out, lse = attention_varlen(q, k, k, cu, cu, max_seqlen_q=3, kv_lens=cu[1:], return_lse=True)
+        assert out.shape == (9, 4, 8) and lse.shape == (4, 9)
+        with pytest.raises(ValueError, match="members"):
+            attention_varlen(q, k, k, cu, cu[1:])
+        grid = torch.zeros(3, 3, dtype=torch.bool)
+        x = torch.randn(1, 2, 9, 8)
+        assert attention(x, x, x, mask=Mask.blocks(grid, rows=3, keys=3)).shape == x.shape
+
+
+def test_vmap_over_packed_members_is_a_loop():
+    q, k, v, cu_q, cu_k = packed()
+    many = [torch.stack((x, x.flip(0), x + 1)) for x in (q, k, v)]
+    got = torch.vmap(lambda *x: attention_varlen(*x, cu_q, cu_k, causal=True))(*many)
+    for i in range(3):
+        want = attention_varlen(*(x[i] for x in many), cu_q, cu_k, causal=True)
+        torch.testing.assert_close(got[i], want)
+
+
+def test_a_packed_decode_loop_adds_no_route():
+    """Totals, lengths and members change from step to step; what a route depends on does not."""
+    before = None
+    for n in range(60):
+        q, k, v, cu_q, cu_k = packed((1,) * (20 + n % 7), (40 + n,) * (20 + n % 7), tail=0)
+        attention_varlen(q, k, v, cu_q, cu_k, causal=True, max_seqlen_q=1, max_seqlen_k=40 + n)
+        before = len(torch_ops._routes) if n == 6 else before
+    assert len(torch_ops._routes) == before
+
+
+def test_a_route_remembers_neither_members_nor_lists():
+    """Packed, listed and plain calls of equal shapes never share a route."""
+    q, k, v = (x[:1] for x in qkv())
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    plain = attention(q, k, v, backend="torch")
+    packed_out = attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), bounds, bounds, backend="torch")
+    listed = attention(q, k, v, mask=Mask.blocks(torch.eye(3).bool(), rows=3, keys=3), backend="torch")
+    for other in (packed_out.transpose(0, 1)[None], listed):
+        assert not torch.equal(other, plain)
+        assert torch.equal(attention(q, k, v, backend="torch"), plain)
+    for first, second in ((4, 9), (7, 9), (0, 9)):
+        bounds = torch.tensor([0, first, second], dtype=torch.int32)
+        got = attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), bounds, bounds)
+        want = [attention(*(x[:, :, part] for x in (q, k, v))) for part in (slice(first), slice(first, 9))]
+        torch.testing.assert_close(got.transpose(0, 1)[None], torch.cat(want, 2))
+
+
+def test_explain_reads_no_contents():
+    q, k, v, cu_q, cu_k = packed()
+    plan = explain(q, k, v, cu_seqlens_q=cu_q * 0 - 5, cu_seqlens_k=cu_k * 0 + 99)
+    assert plan.backend and plan.spec.members == 4
 
 
 @pytest.mark.parametrize("grad", [False, True])
