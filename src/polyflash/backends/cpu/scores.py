@@ -10,6 +10,7 @@ transposed. Each operand is a branch per square, not per score.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -221,19 +222,24 @@ class _Square:
         when(3, lambda: b.fptrunc(b.load(p, typ=ir.DoubleType(), align=8), F32))
 
 
+def emissions(key: ScoreKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
+    """Name, number of arguments, emission and whether it returns a value, of every stage."""
+    square = _Square(key)
+    yield "change_column", 2, square.change_column, False
+    yield "scan_mask", 4, square.scan_mask, True
+    yield "store_as_float", 3, square.store_as_float, False
+
+
 def build(key: ScoreKey) -> Any:
     """Compile the pass of `key`: a numba cfunc `void(args, scratch, what, head, i_p, n, begin, end)`."""
     from numba import cfunc, njit, types
 
     from polyflash.backends.cpu import simd
 
-    square = _Square(key)
-
-    def stage(name, arity, returns=False):  # type: ignore[no-untyped-def]
-        return native(f"{key.name}_{name}", arity, getattr(square, name), key.isa, returns=returns)
-
-    change_column, scan_mask = stage("change_column", 2), stage("scan_mask", 4, True)
-    store_as_float = stage("store_as_float", 3)
+    change_column, scan_mask, store_as_float = (
+        native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
+        for name, arity, emit, returns in emissions(key)
+    )
     arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
     store_i64, store_i32, least, greatest = simd.store_i64, simd.store_i32, simd.least, simd.greatest
     LANES, NV, NR = key.lanes, key.nv, key.panel_rows

@@ -1,0 +1,192 @@
+"""Every instruction set from one emitter: AVX2 and plain SSE run here, NEON is emitted for CPUs that are not.
+
+The two loops that take the time, the inner ones of both products, must be vector code that keeps its
+accumulators in registers, and no stage may call a library.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import platform
+import re
+
+import pytest
+import torch
+
+import polyflash
+from polyflash import target
+from polyflash.backends.cpu import configs
+from polyflash.backends.cpu.configs import Config, KernelKey, ScoreKey
+from polyflash.reference import attention_reference
+
+pytest.importorskip("llvmlite")
+HERE = target.host_arch()
+ARM = (("aarch64-unknown-linux-gnu", "neoverse-n1"), ("arm64-apple-macosx", "apple-m1"))
+LINUX = "x86_64-unknown-linux-gnu"
+
+
+@functools.cache
+def assembly(key: KernelKey | ScoreKey, triple: str, cpu: str) -> dict[str, list[list[str]]]:
+    """The stages of `key` for a CPU that need not be here: basic blocks of instructions by stage."""
+    import llvmlite.binding as llvm
+    from llvmlite import ir
+
+    from polyflash.backends.cpu import blocks, scores, simd
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = ir.Module()
+    module.triple = triple
+    emissions = blocks.emissions(key) if isinstance(key, KernelKey) else scores.emissions(key)
+    names = []
+    for name, arity, emit, returns in emissions:
+        simd.function_in(module, name, arity, emit, key.isa, returns).linkage = "external"
+        names.append(name)
+    parsed = llvm.parse_assembly(str(module))
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    builder.getModulePassManager().run(parsed, builder)
+    found: dict[str, list[list[str]]] = {}
+    current: list[list[str]] = []
+    for line in machine.emit_assembly(parsed).splitlines():
+        label = re.match(r"[._]?(\w+):", line)
+        if label and label.group(1) in names:
+            current = found[label.group(1)] = [[]]
+        elif label:
+            current.append([])
+        elif current and line.startswith("\t") and not line.startswith("\t."):
+            current[-1].append(line.strip())
+            if re.match(r"(j\w+|b\.\w+|b|cbz|cbnz|tbz|tbnz)\s", line.strip()):
+                current.append([])
+    assert set(found) == set(names)
+    return found
+
+
+def hottest(stage: list[list[str]], multiply: str) -> list[str]:
+    """The basic block with the most multiplications: the inner loop."""
+    return max(stage, key=lambda block: sum(multiply in line for line in block))
+
+
+@pytest.mark.parametrize("triple, cpu", ARM)
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("nv", configs.ISAS["neon"].group_keys)
+def test_neon_products_stay_in_registers(triple, cpu, storage, nv):
+    stages = assembly(KernelKey("neon", "f32", storage, nv, 128), triple, cpu)
+    accumulators = nv * configs.ISAS["neon"].group_keys[nv]
+    for name in ("scores", "accumulate"):
+        loop = hottest(stages[name], "fmla")
+        products = sum(bool(re.match(r"fmla(\.4s|\s+v\d+\.4s)", line)) for line in loop)
+        assert products == 4 * accumulators, (name, products)
+        spills = [line for line in loop if "[sp" in line or "[x29" in line]
+        assert not spills, (name, spills)
+    calls = [
+        line for stage in stages.values() for block in stage for line in block if re.match(r"bl\s", line)
+    ]
+    assert not calls
+    if storage == "float16":
+        assert any("fcvtl" in line for block in stages["load_rows"] for line in block)
+
+
+@pytest.mark.parametrize(
+    "isa, triple, cpu",
+    [("neon", *a) for a in ARM] + [("avx2", LINUX, "haswell"), ("generic", LINUX, "x86-64")],
+)
+def test_no_stage_calls_a_library(isa, triple, cpu):
+    wide = max(configs.ISAS[isa].group_keys)
+    keys = [ScoreKey(isa, wide)] + [KernelKey(isa, "f32", s, wide, 64) for s in configs.dtypes_of(isa)]
+    for key in keys:
+        for name, stage in assembly(key, triple, cpu).items():
+            calls = [
+                x for block in stage for x in block if re.match(r"(bl|callq?)\s", x) and "get_pc" not in x
+            ]
+            assert not calls, (key.name, name, calls)
+
+
+@pytest.mark.parametrize("nv", configs.ISAS["avx2"].group_keys)
+def test_avx2_products_stay_in_sixteen_registers(nv):
+    stages = assembly(KernelKey("avx2", "f32", "float32", nv, 128), LINUX, "haswell")
+    accumulators = nv * configs.ISAS["avx2"].group_keys[nv]
+    for name in ("scores", "accumulate"):
+        loop = hottest(stages[name], "vfmadd")
+        assert sum("vfmadd" in line and "ymm" in line for line in loop) == 4 * accumulators
+        assert not [line for line in loop if "rsp" in line], name
+
+
+def test_a_lost_register_would_be_noticed():
+    """Twice the accumulators do spill: the check above can fail."""
+    wide = configs.Isa(8, {3: 8}, 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(configs.ISAS, "avx2", wide)
+        assembly.cache_clear()
+        loop = hottest(
+            assembly(KernelKey("avx2", "f32", "float32", 3, 128), LINUX, "haswell")["scores"], "vfmadd"
+        )
+    assembly.cache_clear()
+    assert [line for line in loop if "rsp" in line]
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+CASES = {
+    "plain": {},
+    "causal": {"causal": True, "window": (40, 0)},
+    "mask": {"mask": randn(2, 1, 77, 131) > 0},
+    "bias": {"bias": randn(6, 77, 131), "softcap": 5.0, "sinks": randn(6)},
+    "half bias": {"bias": randn(1, 131).half(), "alibi_slopes": randn(2, 6).abs()},
+    "segments": {
+        "mask": polyflash.Mask.segments(
+            (torch.arange(77) // 20).int().expand(2, -1), (torch.arange(131) // 33).int().expand(2, -1)
+        )
+    },
+    "lists": {"mask": polyflash.Mask.blocks(randn(3, 5) > 0, rows=32, keys=32)},
+}
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs an x86 CPU")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "isa, dtype", [("avx2", "float32"), ("avx2", "float16"), ("generic", "float32"), ("generic", "bfloat16")]
+)
+def test_narrower_sets_run_here(isa, dtype, case):
+    """The same semantics from the code of a CPU with fewer registers, chosen by config."""
+    if isa not in configs._RUNS[HERE] or not target.detect("cpu").has_package("numba"):
+        pytest.skip(f"{HERE} does not run {isa}")
+    kind = getattr(torch, dtype)
+    q, k, v = (
+        randn(2, 6, 77, 59).to(kind),
+        randn(2, 2, 131, 59, seed=1).to(kind),
+        randn(2, 2, 131, 41, seed=2).to(kind),
+    )
+    out, lse = polyflash.attention(
+        q, k, v, return_lse=True, backend="cpu", config=Config(64, 4, isa=isa), **CASES[case]
+    )
+    want, want_lse = attention_reference(q, k, v, **CASES[case])
+    bound = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    assert (out.double() - want).norm() <= bound * want.norm()
+    same = torch.isneginf(lse) == torch.isneginf(want_lse)
+    assert bool(same.all())
+    assert (lse.double() - want_lse).nan_to_num(neginf=0.0).abs().max() <= 1e-5
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs an x86 CPU")
+def test_a_narrower_set_holds_at_the_edges():
+    """Empty rows, one visible key, NaN where nobody looks, weights that underflow: as on the widest set."""
+    if "avx2" not in configs._RUNS[HERE] or not target.detect("cpu").has_package("numba"):
+        pytest.skip(f"{HERE} does not run avx2")
+    q, k, v = randn(1, 2, 40, 16), randn(1, 2, 50, 16, seed=1), randn(1, 2, 50, 16, seed=2)
+    mask = torch.ones(40, 50, dtype=torch.bool)
+    mask[3], mask[4], mask[:, 7] = False, False, False
+    mask[4, 9] = True
+    k[0, :, 7], v[0, :, 7] = math.nan, math.nan
+    k[0, 0, 20] *= 1e4
+    options = {"return_lse": True, "backend": "cpu", "config": Config(32, 2, isa="avx2"), "mask": mask}
+    out, lse = polyflash.attention(q, k, v, **options)
+    assert torch.equal(out[:, :, 3], torch.zeros(1, 2, 16)) and bool(torch.isneginf(lse[:, :, 3]).all())
+    assert torch.equal(out[:, :, 4], v[:, :, 9])
+    assert bool(torch.isfinite(out).all())
+    clean_k, clean_v = k.clone(), v.clone()
+    clean_k[0, :, 7], clean_v[0, :, 7] = 0, 0
+    assert torch.equal(out, polyflash.attention(q, clean_k, clean_v, **options)[0])
