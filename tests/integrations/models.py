@@ -180,17 +180,19 @@ RECIPES = {
 
 
 @cache
-def build(name: str, implementation: str, **changes: Any) -> Any:
-    """The model `name` in evaluation mode; the same weights whatever the attention implementation."""
+def build(name: str, implementation: str, experts: str = "eager") -> Any:
+    """The model `name` in evaluation mode; the same weights whatever the attention implementation.
+
+    `experts`: how a mixture of experts multiplies. "eager" alone has float64, and it cannot be compiled."""
     recipe = RECIPES[name]
     torch.manual_seed(7)
     config_class = getattr(transformers, recipe.config_class or f"{name}Config")
     # A config each: loading changes it.
-    config = config_class(**(recipe.config | changes))
+    config = config_class(**recipe.config)
     model_class = getattr(transformers, f"{name}{recipe.head}")
     model = model_class._from_config(config, attn_implementation=implementation).eval()
     if recipe.experts:
-        model.set_experts_implementation("eager")  # the others have no float64
+        model.set_experts_implementation(experts)
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             if weight_name.endswith("sinks"):
@@ -266,9 +268,9 @@ class _Wide(TorchFunctionMode):
         return torch.Tensor.double(*args, **kwargs) if func is torch.Tensor.float else func(*args, **kwargs)
 
 
-def answer_in_float64(name: str, inputs: dict[str, Any], live: Tensor | None, **changes: Any) -> Tensor:
+def answer_in_float64(name: str, inputs: dict[str, Any], live: Tensor | None) -> Tensor:
     """The same in float64 throughout, with transformers' own eager attention."""
-    model = build.__wrapped__(name, "eager", **changes).double()
+    model = build.__wrapped__(name, "eager").double()
     wide = {
         n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()
     }

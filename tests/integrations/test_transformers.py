@@ -59,7 +59,7 @@ CALLS = {
     "window, cached": call_of(WINDOW, 5, 12, 7),
     "window, sliding cache": call_of(WINDOW, 4, 6, 9, 7),
     "window, step of a sliding cache": call_of(WINDOW, 1, 3, 11, 9),
-    "window, static sliding cache": call_of(WINDOW, 2, 6, 0),
+    "window, static sliding cache": call_of(WINDOW, 3, 6, 0),
     "window of one": call_of(theirs.sliding_window_causal_mask_function(1), 5, 5),
     "around": call_of(AROUND, 9, 9),
     "around, cross": call_of(AROUND, 4, 9, 3),

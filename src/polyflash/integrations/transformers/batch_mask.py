@@ -15,7 +15,7 @@ from polyflash.integrations.transformers.pattern import Pattern, read
 from polyflash.mask import Mask
 
 DEAD = -(1 << 30)  # segment id of a padded key: no query has it
-_TENSORS = ("kv_lens", "kv_starts", "q_offset", "q_ids", "k_ids", "cu_seqlens", "padded")
+_TENSORS = ("kv_lens", "kv_starts", "q_offset", "q_ids", "k_ids", "live", "cu_seqlens", "padded")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,8 @@ class BatchMask:
     - causal: j <= p
     - left, right: p - left <= j <= p + right; None is unbounded
     - kv_starts[b] <= j < kv_lens[b]; int32 (batch,)
-    - q_ids[b, i] == k_ids[b, j]; int32 (batch, seqlen_q) and (batch, seqlen_k): documents, chunks, holes
+    - q_ids[b, i] == k_ids[b, j]; int32 (batch, seqlen_q) and (batch, seqlen_k): documents, chunks
+    - live[b, j]; bool (batch, seqlen_k), where padding leaves holes between live keys
 
     `q_offset` is an int or int32 (batch,). `cu_seqlens`, int32 (documents + 1,), says what the ids say where
     a batch of one holds whole documents and nothing else; None elsewhere, and under torch.compile. `padded`:
@@ -48,6 +49,7 @@ class BatchMask:
     right: int | None = None
     q_ids: Tensor | None = None
     k_ids: Tensor | None = None
+    live: Tensor | None = None
     cu_seqlens: Tensor | None = None
     chunk: int | None = None
     padded: bool | Tensor = False
@@ -101,6 +103,8 @@ class BatchMask:
             seen = seen & (j >= self.kv_starts.view(-1, 1, 1, 1))
         if self.q_ids is not None and self.k_ids is not None:
             seen = seen & (self.q_ids[:, None, :, None] == self.k_ids[:, None, None, :])
+        if self.live is not None:
+            seen = seen & self.live[:, None, None, :]
         return seen
 
     def options(self, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
@@ -125,9 +129,20 @@ class BatchMask:
         usual = self.kv_lens is None and not isinstance(self.q_offset, Tensor)
         if (causal or "window" in said) and not (usual and self.q_offset == seqlen_k - seqlen_q):
             said["q_offset"] = self.q_offset
-        if self.q_ids is not None:
-            said["mask"] = Mask.segments(self.q_ids, self.k_ids)
+        if self.q_ids is not None or self.live is not None:
+            q_ids, k_ids = self._ids()
+            said["mask"] = Mask.segments(
+                q_ids, k_ids if self.live is None else k_ids.masked_fill(~self.live, DEAD)
+            )
         return said
+
+    def _ids(self) -> tuple[Tensor, Tensor]:
+        """`q_ids` and `k_ids`, all equal where there are none."""
+        if self.q_ids is not None and self.k_ids is not None:
+            return self.q_ids, self.k_ids
+        batch, _, seqlen_q, seqlen_k = self.shape
+        q_ids = torch.zeros(batch, seqlen_q, dtype=torch.int32, device=self.device)
+        return q_ids, torch.zeros(batch, seqlen_k, dtype=torch.int32, device=self.device)
 
     def within(self, ids: Tensor) -> BatchMask:
         """This mask, and each of the last tokens sees only tokens of its own document.
@@ -137,9 +152,7 @@ class BatchMask:
         say nothing: padding makes positions restart.
         """
         batch, _, seqlen_q, seqlen_k = self.shape
-        ids = ids.expand(batch, seqlen_q)
-        if isinstance(self.padded, Tensor):
-            ids = ids.masked_fill(self.padded, 0)
+        ids = ids.int().expand(batch, seqlen_q).contiguous()
         rows = torch.arange(seqlen_q, device=ids.device)
         keys = torch.arange(seqlen_k, device=ids.device)
         if isinstance(self.q_offset, Tensor):
@@ -147,17 +160,22 @@ class BatchMask:
         else:
             offset = torch.full((batch, 1), self.q_offset, device=ids.device)
         of_key = ids.gather(1, (keys - offset).clamp(0, seqlen_q - 1))
-        if self.q_ids is None or self.k_ids is None:
-            q_ids = ids.int().contiguous()
+        cu_seqlens = None
+        if self.k_ids is None:
             whole = seqlen_q == seqlen_k and not isinstance(self.q_offset, Tensor) and self.q_offset == 0
-            cu_seqlens = _cu_seqlens(q_ids) if whole and self.kv_lens is None else None
-            return replace(self, q_ids=q_ids, k_ids=of_key.int(), cu_seqlens=cu_seqlens)
-        # A document's chunks are counted from its own first token.
-        other = self.k_ids if self.chunk is None else (keys - _starts(of_key)) // self.chunk
-        runs = _runs(of_key, other)
-        q_ids = runs.gather(1, (rows + offset).clamp(0, seqlen_k - 1))
-        k_ids = runs.masked_fill(self.k_ids == DEAD, DEAD)
-        return replace(self, q_ids=q_ids, k_ids=k_ids, cu_seqlens=None, chunk=None)
+            cu_seqlens = _cu_seqlens(ids) if whole and self.kv_lens is None else None
+        else:
+            # A document's chunks are counted from its own first token.
+            other = self.k_ids if self.chunk is None else (keys - _starts(of_key)) // self.chunk
+            of_key = _runs(of_key, other)
+            ids = of_key.gather(1, (rows + offset).clamp(0, seqlen_k - 1))
+        if isinstance(self.padded, Tensor):
+            before = self._ids()
+            ids, of_key = (
+                torch.where(self.padded, before[0], ids),
+                torch.where(self.padded, before[1], of_key),
+            )
+        return replace(self, q_ids=ids, k_ids=of_key, cu_seqlens=cu_seqlens, chunk=None)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.dense()[index]
@@ -255,11 +273,6 @@ def _structured(
     q_ids, k_ids = _ids(pattern, batch, q_length, kv_length, q_offset, kv_offset, device)
     whole = pattern.documents is not None and q_ids is not None and lens is None
     cu_seqlens = _cu_seqlens(q_ids) if whole and q_ids is not None else None
-    if holes and live is not None:
-        if q_ids is None or k_ids is None:
-            q_ids = torch.zeros(batch, q_length, dtype=torch.int32, device=device)
-            k_ids = torch.zeros(batch, kv_length, dtype=torch.int32, device=device)
-        k_ids = k_ids.masked_fill(~live, DEAD)
     left, chunk = pattern.left, None
     if pattern.chunk is not None and q_ids is not None:
         chunk = pattern.chunk if pattern.documents is None else None
@@ -289,6 +302,7 @@ def _structured(
         pattern.right,
         q_ids,
         k_ids,
+        live if holes else None,
         cu_seqlens,
         chunk,
         padded,
