@@ -44,12 +44,12 @@ def quota(proc: str = "/proc/self") -> float | None:
         return None
     found: list[float] = []
     for group in groups:
-        _, controllers, path = group.split(":", 2)
+        _, controllers, path = (*group.split(":", 2), "", "")[:3]
         version = 2 if not controllers else 1 if "cpu" in controllers.split(",") else 0
         for place, root in _mounted(mounts, version):
-            inside = os.path.relpath(path, root) if path.startswith(root) else "."
+            inside = path.removeprefix(root.rstrip("/")) if f"{path}/".startswith(root) else ""
             folders = [place]
-            for name in (name for name in inside.split("/") if name not in (".", "..")):
+            for name in (name for name in inside.split("/") if name not in ("", ".", "..")):
                 folders.append(os.path.join(folders[-1], name))
             found.extend(cores for cores in map(_limit_of, folders) if cores is not None)
     return min(found, default=None)
@@ -61,9 +61,10 @@ def _mounted(mounts: list[str], version: int) -> list[tuple[str, str]]:
     for line in mounts:
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
-        if version and kind[0] == ("cgroup2" if version == 2 else "cgroup") and len(fields) > 4:
-            if version == 1 and "cpu" not in kind[-1].split(","):
-                continue
+        if len(fields) < 5 or not kind:
+            continue
+        second = version == 2 and kind[0] == "cgroup2"
+        if second or (version == 1 and kind[0] == "cgroup" and "cpu" in kind[-1].split(",")):
             found.append((_plain(fields[4]), _plain(fields[3])))
     return found
 
