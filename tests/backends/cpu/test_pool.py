@@ -114,9 +114,9 @@ class Words:
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The kernels in a cache of this module's own, so that processes a test starts need not compile."""
+    """The kernels in a cache of this session's own, so that processes a test starts need not compile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("POLYFLASH_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("POLYFLASH_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "pool-kernels"))
         patch.delenv("POLYFLASH_NO_CACHE", raising=False)
         patch.setattr(runtime, "_addresses", {})
         for key in (

@@ -47,7 +47,8 @@ def quota(proc: str = "/proc/self") -> float | None:
         _, controllers, path = (*group.split(":", 2), "", "")[:3]
         version = 2 if not controllers else 1 if "cpu" in controllers.split(",") else 0
         for place, root in _mounted(mounts, version):
-            inside = path.removeprefix(root.rstrip("/")) if f"{path}/".startswith(root) else ""
+            top = root.rstrip("/") + "/"
+            inside = path[len(top) :] if f"{path}/".startswith(top) else ""
             folders = [place]
             for name in (name for name in inside.split("/") if name not in ("", ".", "..")):
                 folders.append(os.path.join(folders[-1], name))
