@@ -7,6 +7,7 @@ tests/conftest.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ def problems(draw: st.DrawFn) -> tuple[Workload, str, str, int]:
     sides = st.none() | st.integers(0, keys + 2)
     lens = st.tuples(*(st.integers(0, keys) for _ in range(batch)))
     kind = draw(
-        st.sampled_from(("none", "causal", "window", "both", "lens", "mask", "offset", "bias", "all"))
+        st.sampled_from(
+            ("none", "causal", "window", "both", "lens", "mask", "offset", "bias", "all", "lists")
+        )
     )
     some = lambda *kinds: kind in kinds  # noqa: E731
     workload = Workload(
@@ -76,6 +79,81 @@ def problems(draw: st.DrawFn) -> tuple[Workload, str, str, int]:
         draw(st.sampled_from(LAYOUTS)),
         draw(st.integers(0, 2**16)),
     )
+
+
+@st.composite
+def listed_problems(draw: st.DrawFn) -> tuple[Workload, str, str, int]:
+    """A drawn problem with interval lists in the place of its bool mask."""
+    workload, family, layout, seed = draw(problems())
+    form = draw(st.sampled_from(("r", "br", "b1r", "1hr", "bhr")))
+    form = form[:1].replace("b", "1") + form[1:] if workload.batch == 0 else form
+    rows = draw(st.sampled_from((1, 7, 16, 64, 100)))
+    return replace(workload, mask="", intervals=form, interval_rows=rows), family, layout, seed
+
+
+@given(listed_problems())
+def test_fuzz_lists(drawn: tuple[Workload, str, str, int]):
+    """Interval lists with every other rule a draw may have; 0 for keys that are in no list."""
+    workload, family, layout, seed = drawn
+    if 0 in (workload.batch, workload.seqlen_k) and family != "nanrow":
+        family = "normal"
+    q, k, v, options = make(workload, seed=seed, family=family)
+    want, ran = None, 0
+    for row in FORWARD:
+        run = Runner(row)
+        if run.reasons(q, k, v, **options):
+            continue
+        out, lse = run(*(laid_out(x, layout) for x in (q, k, v)), **options)
+        want = want or expect(q, k, v, **options)
+        check(out, lse, want, label=f"{row.name} {drawn}", options=options)
+        ran += 1
+    assert ran, f"no row runs {drawn}"
+
+
+@st.composite
+def packed_problems(draw: st.DrawFn) -> tuple[Workload, str, int]:
+    """A packed workload, zero members and zero lengths among them, an input family and a seed."""
+    lengths = st.sampled_from((0, 0, 1, 1, 2, 15, 16, 17, 31, 33, 64, 65, 129, 3, 53, 199))
+    members = tuple(draw(st.lists(st.tuples(lengths, lengths), min_size=1, max_size=6)))
+    kv_heads = draw(st.integers(1, 3))
+    rows, keys = (sum(n) + draw(st.sampled_from((0, 0, 3, 70))) for n in zip(*members, strict=True))
+    sides = st.none() | st.integers(0, 130)
+    kind = draw(st.sampled_from(("none", "causal", "window", "both", "lens", "offset", "rest", "all")))
+    lens = st.tuples(*(st.integers(0, n) for _, n in members))
+    some = lambda *kinds: kind in (*kinds, "all")  # noqa: E731
+    workload = Workload(
+        "drawn", frozenset(), 1, kv_heads * draw(st.sampled_from((1, 2, 3, 5, 8))), kv_heads, rows, keys,
+        draw(st.sampled_from(HEAD_DIMS)), draw(st.sampled_from((0, *HEAD_DIMS))), members=members,
+        dtype=draw(st.sampled_from(("float32", "bfloat16", "float16", "float64"))),
+        causal=draw(st.sampled_from((True, "top_left"))) if some("causal", "both", "offset") else False,
+        window=draw(st.tuples(sides, sides)) if some("window", "both") else None,
+        offset=draw(st.integers(-70, 140)) if kind == "offset" else None,
+        kv_lens=draw(lens) if some("lens") else None,
+        kv_starts=draw(lens) if some("lens") and draw(st.booleans()) else None,
+        softcap=draw(st.sampled_from((0.0, 4.0))) if kind == "rest" else 0.0,
+        sinks=draw(st.booleans()) if kind == "rest" else False,
+        alibi=draw(st.sampled_from(("", "h", "bh"))) if kind == "rest" else "",
+        scale=draw(st.sampled_from((None, None, 0.0, -0.2, 0.5))),
+    )  # fmt: skip
+    return workload, draw(st.sampled_from(FAMILIES)), draw(st.integers(0, 2**16))
+
+
+@given(packed_problems())
+def test_fuzz_packed(drawn: tuple[Workload, str, int]):
+    workload, family, seed = drawn
+    if workload.seqlen_k == 0 or workload.seqlen_q == 0:
+        family = "normal"
+    q, k, v, options = make(workload, seed=seed, family=family)
+    want, ran = None, 0
+    for row in FORWARD:
+        run = Runner(row)
+        if run.reasons(q, k, v, **options):
+            continue
+        out, lse = run(q, k, v, **options)
+        want = want or expect(q, k, v, **options)
+        check(out, lse, want, label=f"{row.name} {drawn}", options=options)
+        ran += 1
+    assert ran, f"no row runs {drawn}"
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:

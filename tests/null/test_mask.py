@@ -164,3 +164,56 @@ def test_copies_and_pickles() -> None:
     for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
         assert (other.alignment, other.window_sides) == (mask.alignment, mask.window_sides)
         assert torch.equal(other.kv_lens, LENS)
+
+
+grids = st.tuples(
+    st.integers(1, 5), st.integers(1, 9), st.integers(1, 7), st.integers(1, 9), st.integers(0, 99)
+)
+
+
+@given(grids)
+def test_blocks_become_the_lists_of_their_runs(drawn: tuple[int, ...]) -> None:
+    """Pair by pair, holes kept; lists rise, are disjoint and joined, and spare places are empty."""
+    row_blocks, key_blocks, rows, keys, seed = drawn
+    grid = torch.rand(2, 3, row_blocks, key_blocks, generator=torch.Generator().manual_seed(seed)) < 0.5
+    mask = Mask.blocks(grid, rows=rows, keys=keys)
+    assert mask.bounds.dtype is torch.int32 and mask.bounds.shape[:3] == (2, 3, row_blocks)
+    for b, h, r in itertools.product(range(2), range(3), range(row_blocks)):
+        pairs = [(start, end) for start, end in mask.bounds[b, h, r].tolist() if start < end]
+        assert all(one[1] < two[0] for one, two in itertools.pairwise(pairs))
+        listed = [any(start <= j < end for start, end in pairs) for j in range(key_blocks * keys)]
+        assert listed == grid[b, h, r].repeat_interleave(keys).tolist()
+        for j in range(key_blocks * keys):
+            assert listed[j] == mask.visible(
+                r * rows, j, seqlen_q=row_blocks * rows, seqlen_k=key_blocks * keys, batch=b, head=h
+            )
+
+
+def test_lists_broadcast_from_fewer_dimensions() -> None:
+    """(row_blocks, n), (batch, row_blocks, n), (batch, heads, row_blocks, n); blocks alike."""
+    starts = torch.zeros(2, 3, 5, 4, dtype=torch.int32)
+    for part, shape in ((starts[0, 0], (1, 1)), (starts[:, 0], (2, 1)), (starts, (2, 3))):
+        assert Mask.intervals(part, part, rows=8).bounds.shape == (*shape, 5, 4, 2)
+        assert Mask.blocks(part.bool(), rows=8, keys=4).bounds.shape == (*shape, 5, 1, 2)
+    none = starts[0, 0, :, :0]
+    assert Mask.intervals(none, none, rows=8).bounds.tolist() == [[[[[0, 0]]] * 5]]
+
+
+def test_lists_are_anded_with_the_other_rules() -> None:
+    listed = Mask.intervals(*(torch.tensor(x).int()[:, None] for x in ((0, 2), (3, 6))), rows=2)
+    mask = Mask.causal() & listed & Mask.lengths(torch.tensor([5], dtype=torch.int32))
+    q, k, v = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 6, 2), torch.eye(6)[None, None]
+    seen = attention_reference(q, k, v, mask=mask).out[0, 0] > 0
+    for i, j in itertools.product(range(4), range(6)):
+        own = mask.visible(i, j, seqlen_q=4, seqlen_k=6)
+        assert own == bool(seen[i, j]) == (j < 5 and j <= i + 1 and (j < 3 if i < 2 else 2 <= j < 6)), (i, j)
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert torch.equal(other.bounds, mask.bounds) and other.rows == 2
+
+
+def test_two_lists_in_one_conjunction_are_refused() -> None:
+    a, b = (Mask.blocks(torch.ones(2, 2, dtype=torch.bool), rows=2, keys=3) for _ in range(2))
+    with pytest.raises(SpecError, match="two different bounds"):
+        a & b
+    with pytest.raises(SpecError, match="two different rows"):
+        a & Mask(bounds=a.bounds, rows=3)

@@ -318,3 +318,39 @@ def test_paged_gathers_and_hides_what_is_not_in_the_pool() -> None:
     want, want_lse = attention_reference(q[:, None], k, v, mask=hide, layout="bshd")
     torch.testing.assert_close(out, want[:, 0])
     torch.testing.assert_close(lse, want_lse[..., 0].T)
+
+
+def test_varlen_lengths_are_those_of_its_members() -> None:
+    """kv_lens, kv_starts and q_offset of a member, against slices of it."""
+    q, k, v = (torch.randn(n, 2, 4, dtype=torch.float64) for n in (7, 12, 12))
+    cu_q, cu_k = torch.tensor([0, 3, 7]), torch.tensor([0, 5, 12])
+    out, lse = varlen_reference(
+        q, k, v, cu_q, cu_k, causal=True, kv_lens=torch.tensor([4, 6]), kv_starts=torch.tensor([1, 0])
+    )
+    first = attention_reference(
+        *(x[None] for x in (q[:3], k[:4], v[:4])), causal=True, mask=torch.arange(4) >= 1, layout="bshd"
+    )
+    second = attention_reference(*(x[None] for x in (q[3:], k[5:11], v[5:11])), causal=True, layout="bshd")
+    torch.testing.assert_close(out, torch.cat((first.out[0], second.out[0])))
+    torch.testing.assert_close(lse, torch.cat((first.lse[0], second.lse[0]), 1))
+    moved = varlen_reference(q, k, v, cu_q, cu_k, causal=True, q_offset=torch.tensor([0, 2])).out
+    torch.testing.assert_close(
+        moved[3:], attention_reference(*(x[None] for x in (q[3:], k[5:], v[5:])), causal=True, q_offset=2,
+        layout="bshd").out[0],
+    )  # fmt: skip
+
+
+def test_interval_lists_pair_by_pair() -> None:
+    """Against a mask written by three loops."""
+    bounds = torch.tensor([[[[0, 2], [4, 4], [5, 9]], [[3, 3], [1, 4], [0, 0]], [[0, 0], [0, 0], [2, 3]]]])
+    starts, ends = torch.stack((bounds, bounds.flip(2)), 1).int().unbind(-1)
+    q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64) for n in (5, 6, 6))
+    written = torch.zeros(1, 2, 5, 6, dtype=torch.bool)
+    for h in range(2):
+        for i in range(5):
+            for start, end in zip(starts[0, h, i // 2].tolist(), ends[0, h, i // 2].tolist(), strict=True):
+                for j in range(start, min(end, 6)):
+                    written[0, h, i, j] = True
+    got = attention_reference(q, k, v, mask=Mask.intervals(starts, ends, rows=2))
+    want = attention_reference(q, k, v, mask=written)
+    assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)

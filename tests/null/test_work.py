@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from polyflash.mask import Mask
-from polyflash.spec import AttentionSpec, Phase
+from polyflash.mask import Mask, visible_pairs
+from polyflash.spec import AttentionSpec, Feature, Phase
 from polyflash.work import work_of
 
 SPEC = AttentionSpec(Phase.FORWARD, "float16", "cpu", 2, 6, 3, 7, 9, 5, 4, frozenset())
@@ -52,3 +53,22 @@ def test_square_causal_is_about_half() -> None:
 @pytest.mark.parametrize("zero", ["batch", "num_q_heads", "seqlen_q", "seqlen_k"])
 def test_zero_sizes_are_no_work(zero: str) -> None:
     assert work_of(replace(SPEC, **{zero: 0})).flops == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(None, None), (2, 0), (0, 3), (None, 1), (3, None)])
+@pytest.mark.parametrize("members", [((3, 4), (0, 5), (7, 2)), ((1, 9),) * 4, ((8, 0), (0, 8)), ((5, 5),)])
+def test_packed_members_are_counted_from_above(causal: bool, window: Any, members: Any) -> None:
+    """No tensor is read: never less than the members' pairs, and exact for equal members without a rule."""
+    rows, keys = (sum(lengths) for lengths in zip(*members, strict=True))
+    pairs = sum(visible_pairs(sq, sk, offset=sk - sq, causal=causal, window=window) for sq, sk in members)
+    features = frozenset({Feature.VARLEN})
+    spec = replace(
+        SPEC, batch=1, seqlen_q=rows, seqlen_k=keys, causal=causal, window=window, features=features,
+        members=len(members),
+    )  # fmt: skip
+    longest = replace(spec, max_seqlen_q=max(m[0] for m in members), max_seqlen_k=max(m[1] for m in members))
+    unit = 2 * (5 + 4) * 6
+    assert unit * pairs <= work_of(longest).flops <= work_of(spec).flops <= unit * rows * keys
+    if not causal and window == (None, None) and len(set(members)) == 1:
+        assert work_of(longest).flops == unit * pairs
