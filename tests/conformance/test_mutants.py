@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import polyflash
+from polyflash import Mask
+from polyflash.workloads import make, named
 from tests.conformance.rows import ints, qkv
 from tests.memory import check_guarded, check_hidden
 from tests.tolerance import check, expect
@@ -218,3 +220,111 @@ def test_guards_kill_reads_and_writes():
     for mutant in (reads_beyond, writes_beyond, writes_inputs):
         with pytest.raises(AssertionError):
             check_guarded(mutant, q, k, v, {})
+
+
+def packed_right(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Result:
+    out, lse = polyflash.attention_varlen(q, k, v, return_lse=True, backend="torch", **options)
+    return out, lse
+
+
+def members_one_key_longer(q, k, v, cu_seqlens_k=None, **o):
+    longer = (cu_seqlens_k + (cu_seqlens_k > 0)).clamp(max=len(k))
+    return packed_right(q, k, v, cu_seqlens_k=longer.int(), **o)
+
+
+def aligned_by_the_totals(q, k, v, **o):
+    return packed_right(q, k, v, **{"q_offset": len(k) - len(q), **o})
+
+
+def lengths_of_the_first_member(q, k, v, kv_lens=None, **o):
+    first = kv_lens[:1].expand_as(kv_lens)
+    return packed_right(q, k, v, kv_lens=torch.minimum(first, o["cu_seqlens_k"].diff()).int(), **o)
+
+
+def slopes_of_the_first_member(q, k, v, alibi_slopes=None, **o):
+    return packed_right(q, k, v, alibi_slopes=alibi_slopes[0], **o)
+
+
+def sinks_of_rows_without_a_member(q, k, v, sinks=None, **o):
+    out, lse = packed_right(q, k, v, sinks=sinks, **o)
+    lse[:, int(o["cu_seqlens_q"][-1]) :] = sinks[:, None]
+    return out, lse
+
+
+def tail_joins_the_last_member(q, k, v, cu_seqlens_q=None, **o):
+    whole = cu_seqlens_q.clone()
+    whole[-1] = len(q)
+    return packed_right(q, k, v, cu_seqlens_q=whole, **o)
+
+
+def empty_members_skipped_in_the_list(q, k, v, **o):
+    """The member after an empty one takes the empty one's keys."""
+    bounds = o["cu_seqlens_k"].diff()
+    o["cu_seqlens_k"] = torch.cat((bounds.new_zeros(1), bounds.roll(1).cumsum(0))).int()
+    return packed_right(q, k, v, **o)
+
+
+def lse_by_token(q, k, v, **o):
+    out, lse = packed_right(q, k, v, **o)
+    return out, lse.T.contiguous().view_as(lse)
+
+
+PACKED = (
+    (members_one_key_longer, "packed"),
+    (aligned_by_the_totals, "packed-causal"),
+    (lengths_of_the_first_member, "packed-lens"),
+    (slopes_of_the_first_member, "packed-alibi-members"),
+    (sinks_of_rows_without_a_member, "packed-sinks"),
+    (tail_joins_the_last_member, "packed"),
+    (empty_members_skipped_in_the_list, "packed-window"),
+    (lse_by_token, "packed-decode"),
+)
+
+
+@pytest.mark.parametrize(("mutant", "name"), PACKED, ids=[m.__name__ for m, _ in PACKED])
+def test_packed_kills(mutant: Call, name: str):
+    q, k, v, options = make(named(name))
+    want = expect(q, k, v, **options)
+    check(*packed_right(q, k, v, **options), want, options=options)
+    with pytest.raises(AssertionError):
+        check(*mutant(q, k, v, **options), want, options=options)
+
+
+def hull_of_the_list(mask: Mask) -> Mask:
+    """Holes are filled."""
+    starts, ends = mask.bounds.unbind(-1)
+    some = starts < ends
+    low = torch.where(some, starts, 2**20).amin(-1, keepdim=True)
+    return Mask.intervals(low, torch.where(some, ends, 0).amax(-1, keepdim=True).maximum(low), rows=mask.rows)
+
+
+def only_the_first_interval(mask: Mask) -> Mask:
+    return Mask(bounds=mask.bounds[..., :1, :], rows=mask.rows)
+
+
+def ends_inclusive(mask: Mask) -> Mask:
+    starts, ends = mask.bounds.unbind(-1)
+    following = torch.nn.functional.pad(starts[..., 1:], (0, 1), value=2**20)
+    return Mask.intervals(
+        starts, torch.minimum(ends + (starts < ends), following.maximum(ends)), rows=mask.rows
+    )
+
+
+def heads_share_lists(mask: Mask) -> Mask:
+    return Mask(bounds=mask.bounds[:, :1], rows=mask.rows)
+
+
+def row_blocks_shifted(mask: Mask) -> Mask:
+    return Mask(bounds=mask.bounds.roll(1, 2), rows=mask.rows)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    (hull_of_the_list, only_the_first_interval, ends_inclusive, heads_share_lists, row_blocks_shifted),
+)
+def test_lists_kill(mutant: Callable[[Mask], Mask]):
+    q, k, v, options = make(named("intervals-heads"))
+    want = expect(q, k, v, **options)
+    check(*right(q, k, v, **options), want)
+    with pytest.raises(AssertionError):
+        check(*right(q, k, v, mask=mutant(options["mask"])), want)
