@@ -272,6 +272,10 @@ def test_files_become_a_page(tmp_path, capsys):
     (tmp_path / "a.json").write_text(json.dumps(document([row(BY_KIND["blocks"], {SDPA: 5e-3})])))
     assert cli.main(["bench", "--from", str(tmp_path / "a.json"), "--page", str(tmp_path / "p.md")]) == 0
     assert "5.00" in (tmp_path / "p.md").read_text() and "5.00" in capsys.readouterr().out
+    marked = row(BY_KIND["docs"], {SDPA: 5e-3}, difference=1.0)
+    (tmp_path / "c.json").write_text(json.dumps(document([row(BY_KIND["mask"], {SDPA: 5e-3}), marked])))
+    assert cli.main(["bench", "--from", str(tmp_path / "c.json"), "--list"]) == 0
+    assert capsys.readouterr().out == f"{BY_KIND['docs'].name}\n"
     (tmp_path / "b.json").write_text("{}")
     assert cli.main(["bench", "--from", str(tmp_path / "b.json")]) == 1
     assert "polyflash bench --json" in " ".join(capsys.readouterr().err.split())

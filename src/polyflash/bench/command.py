@@ -38,7 +38,11 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         metavar="WORD",
         help="rows whose name has every word: causal bfloat16 d64",
     )
-    bench.add_argument("--list", action="store_true", help="print the names of the rows and stop")
+    bench.add_argument(
+        "--list",
+        action="store_true",
+        help="print the names of the rows and stop; with --from, of marked ones",
+    )
     size = bench.add_mutually_exclusive_group()
     size.add_argument(
         "--quick", dest="size", action="store_const", const="quick", help="short rows, short times"
@@ -69,6 +73,9 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         raise SpecError("page: got --calls, whose stages have no page. Use --json, or leave --calls out")
     if options.sources:
         content = page.merged([page.read(file) for file in options.sources])
+        if options.list:
+            print("\n".join(r["name"] for r in content["rows"] if r["marks"]))
+            return 0
         if not options.quiet:
             page.print_tables(out, content)
     else:
