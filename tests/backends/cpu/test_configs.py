@@ -97,7 +97,7 @@ def test_a_plan_says_what_bfloat16_becomes():
 
 
 def test_the_row_yields_bfloat16_to_amx():
-    row, _ = capabilities.CAPABILITIES
+    (row,) = capabilities.CAPABILITIES
     amx = parse("cpu:avx512+avx512_bf16+amx_bf16")
     assert row.accepts(spec_of("float32"), amx, by_name=False)
     assert not row.accepts(spec_of("bfloat16"), amx, by_name=False)

@@ -94,7 +94,7 @@ def test_neon_products_stay_in_registers(triple, cpu, storage, nv):
 )
 def test_no_stage_calls_a_library(isa, triple, cpu):
     wide = max(configs.ISAS[isa].group_keys)
-    keys = [ScoreKey(isa, wide)] + [KernelKey(isa, "f32", s, wide, 64) for s in configs.dtypes_of(isa)]
+    keys = [ScoreKey(isa, wide)] + [KernelKey(isa, "f32", s, wide, 64) for s in configs.STORAGE_BYTES]
     for key in keys:
         for name, stage in assembly(key, triple, cpu).items():
             calls = [
@@ -148,7 +148,14 @@ CASES = {
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs an x86 CPU")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    "isa, dtype", [("avx2", "float32"), ("avx2", "float16"), ("generic", "float32"), ("generic", "bfloat16")]
+    "isa, dtype",
+    [
+        ("avx2", "float32"),
+        ("avx2", "float16"),
+        ("generic", "float32"),
+        ("generic", "bfloat16"),
+        ("generic", "float16"),
+    ],
 )
 def test_narrower_sets_run_here(isa, dtype, case):
     """The same semantics from the code of a CPU with fewer registers, chosen by config."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from polyflash.backends.cpu.configs import ISAS, STORAGE_BYTES, KernelKey
-from polyflash.backends.cpu.simd import F16, F32, I1, I16, I32, I64, BFloatType, Emitter, Value, native
+from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, native
 
 
 class Stages(NamedTuple):
@@ -381,7 +381,7 @@ class _Tile:
             return x
         if self.key.storage == "bfloat16":
             return e.to_bf16_bits(x)
-        return e.b.bitcast(e.b.fptrunc(x, ir.VectorType(F16, self.lanes)), e.vh)
+        return e.to_f16_bits(x)
 
     def finish_stats(self, e: Emitter, stats, scale_bits, sink_bits) -> None:  # type: ignore[no-untyped-def]
         """m_i, l_i of one vector of rows become lse and the divisor of O; a sink joins the denominator only.

@@ -313,15 +313,10 @@ def all_keys(target: Target) -> Iterator[KernelKey | ScoreKey]:
         return
     for nv in ISAS[target.arch].group_keys:
         yield ScoreKey(target.arch, nv)
-        for dtype in dtypes_of(target.arch):
+        for dtype in STORAGE_BYTES:
             compute = compute_for(dtype, target)
             for bucket in BUCKETS:
                 yield KernelKey(target.arch, compute, dtype, nv, bucket)
-
-
-def dtypes_of(isa: str) -> tuple[str, ...]:
-    """Storage types an instruction set converts without a runtime library."""
-    return ("float32", "bfloat16") if isa == "generic" else tuple(STORAGE_BYTES)
 
 
 @lru_cache(maxsize=512)

@@ -208,8 +208,8 @@ class Emitter:
             args = [p, whole, undefined, ir.Constant(I16, -1), I32(4)]  # all lanes; rounding as set
             return self.call("llvm.x86.avx512.mask.scalef.ps.512", self.vf, args)
         b = self.b
-        exponent = b.shl(b.fptosi(self.within(whole, -126, 127), self.vi), self.ints(23))
-        power = b.bitcast(b.add(b.bitcast(p, self.vi), exponent), self.vf)
+        n = b.fptosi(self.within(whole, -126, 127), self.vi)
+        power = b.fmul(p, b.bitcast(b.shl(b.add(n, self.ints(127)), self.ints(23)), self.vf))
         return b.select(b.fcmp_ordered("<", whole, self.floats(-126)), self.floats(0), power)
 
     def _exp2_minus_1(self, f: Value, degree: int) -> Value:
@@ -257,6 +257,25 @@ class Emitter:
         odd = b.and_(b.lshr(bits, self.ints(16)), self.ints(1))
         rounded = b.lshr(b.add(bits, b.add(odd, self.ints(0x7FFF))), self.ints(16))
         return b.trunc(b.select(b.fcmp_unordered("uno", x, x), self.ints(0x7FC0), rounded), self.vh)
+
+    def to_f16_bits(self, x: Value) -> Value:
+        """Round to nearest even, as `from_f16` without a library; below 2**-14 by the rounding of a sum."""
+        b = self.b
+        if self.isa != "generic":
+            return b.bitcast(b.fptrunc(x, ir.VectorType(F16, self.lanes)), self.vh)
+        bits = b.bitcast(x, self.vi)
+        size = b.and_(bits, self.ints(0x7FFFFFFF))
+        odd = b.and_(b.lshr(size, self.ints(13)), self.ints(1))
+        normal = b.lshr(b.add(b.sub(size, self.ints(112 << 23)), b.add(odd, self.ints(0xFFF))), self.ints(13))
+        tiny = b.bitcast(b.fadd(b.bitcast(size, self.vf), self.floats(0.5)), self.vi)
+        half = b.select(
+            b.icmp_signed("<", size, self.ints(113 << 23)), b.sub(tiny, self.ints(126 << 23)), normal
+        )
+        half = b.select(
+            b.icmp_signed(">", size, self.ints(0x477FEFFF)), self.ints(0x7C00), half
+        )  # from 65520
+        half = b.select(b.icmp_signed(">", size, self.ints(0x7F800000)), self.ints(0x7E00), half)
+        return b.trunc(b.or_(half, b.lshr(b.and_(bits, self.ints(-0x80000000)), self.ints(16))), self.vh)
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """n vectors of n lanes, transposed in log2(n) interleaving steps."""
