@@ -175,7 +175,7 @@ def test_every_table_fits_80_columns(name):
         assert "…" not in text and max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", ["masks", "bias", "varlen", "windows", "small"])
+@pytest.mark.parametrize("name", [n for n in cases.SUITES if n != cases.PEER_SUITE])
 def test_a_tiny_run_of_each_suite(name, tmp_path, capsys):
     words = {"windows": ["float32"], "small": ["full", "float32", "b1"]}.get(name, ["float32", "d64"])
     code, found = measured(tmp_path, "--suite", name, "--quick", "--filter", *words)
@@ -184,7 +184,7 @@ def test_a_tiny_run_of_each_suite(name, tmp_path, capsys):
     for r in found["rows"]:
         assert "mismatch" not in r["marks"] and r["difference"] < 1e-5 and r["backend"]
         assert (r["ratio"] is None) is (r["peer"] is None)
-        assert (r["over_plain"] is None) is (name == "small")
+        assert (r["over_plain"] is None) is (name in ("small", "dense"))
         assert set(r["arms"]) == set(r["rounds"][0]["seconds"])
     assert found["commands"] == [
         f"polyflash bench --suite {name} --filter {' '.join(words)} --quick --seconds 0.01"
