@@ -79,6 +79,16 @@ def test_one_hot_values_show_the_holes(run: Runner):
             assert mask.visible(i, j, seqlen_q=5, seqlen_k=50) == bool(want[i, j])
 
 
+def test_one_key_at_a_tile_edge(run: Runner):
+    """A list of one key: the first or last of a tile, whatever its size, is not skipped with the tile."""
+    keys = (0, 1, 15, 16, 31, 32, 63, 64, 127, 128, 255, 256, 511, 512, 513, 1023, 1024, 1099)
+    q, k, v = qkv(1, 1, len(keys), 1100, 16)
+    got = run(q, k, v, mask=lists(*(((n, n + 1),) for n in keys), rows=1))
+    near(got.out, v[:, :, list(keys)], REORDERED[torch.float32])
+    both = run(q, k, v, mask=lists(tuple((n, n + 1) for n in keys), rows=64))
+    near(both.out, run(q, k[:, :, list(keys)], v[:, :, list(keys)]).out, REORDERED[torch.float32])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_in_holes(run: Runner, dtype: torch.dtype):
     """P5: holes within a visited tile, whole tiles, and what stands beyond the last interval."""

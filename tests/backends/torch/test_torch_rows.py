@@ -613,3 +613,41 @@ def test_dropout_bits_are_the_oracle_s(seed: int) -> None:
     for i0, rows, j0, keys in ((0, 9, 0, 30), (2, 3, 8, 7), (8, 1, 28, 2)):
         got = kept(planes, i0, rows, j0, keys, p=0.3, seed=seed).squeeze(2)
         assert torch.equal(got, want[:, :, i0 : i0 + rows, j0 : j0 + keys])
+
+
+def test_unchecked_lists_hide_what_is_no_interval():
+    """On a device contents are not read first: an end before its start, bounds outside, overlaps."""
+    from polyflash.backends.torch.intervals import listed
+
+    lists = torch.tensor([[[9, 2], [-5, 1], [4, 7], [6, 8], [30, 99], [3, 3]]], dtype=torch.int32)
+    seen = listed(lists, 0, 2, 0, 12, 2, 2)
+    assert [j for j in range(12) if seen[0, j]] == [0, 4, 5, 6, 7] and torch.equal(seen[0], seen[1])
+    assert torch.equal(listed(lists, 0, 2, 4, 4, 2, 2)[0], torch.ones(4, dtype=torch.bool))
+
+
+def test_unchecked_bounds_stay_within_the_tensors():
+    """Bounds that fall or leave the tensors make members shorter, never slices of another place."""
+    from polyflash.backends.torch.packed import runs
+
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ((-3, 4, 2, 99), (1, 99, -5, 7)))
+    found = list(runs(Arguments(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k), 10, 8))
+    assert [(r.first, r.members, r.i0, r.rows, r.j0, r.keys) for r in found] == [
+        (0, 1, 0, 4, 1, 7),
+        (2, 1, 4, 6, 8, 0),
+    ]
+
+
+def test_equal_neighbours_are_one_batch():
+    """Views of the packed tensors, and the per-member operands of those members alone."""
+    from polyflash.backends.torch.packed import runs
+
+    bounds = torch.tensor([0, 2, 4, 6, 9], dtype=torch.int32)
+    lens = torch.arange(4, dtype=torch.int32)
+    args = Arguments(cu_seqlens_q=bounds, cu_seqlens_k=bounds, kv_lens=lens, alibi_slopes=torch.rand(4, 2))
+    first, last = runs(args, 9, 9)
+    assert (first.members, first.rows, last.first, last.rows) == (3, 2, 3, 3)
+    x = torch.arange(9.0).view(1, 1, 9, 1).expand(1, 2, 9, 4)
+    assert first.rows_of(x)[:, 0, :, 0].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert first.rows_of(x).data_ptr() == x.data_ptr()
+    assert last.arguments(args).kv_lens.tolist() == [3] and first.arguments(args).alibi_slopes.shape == (3, 2)
+    assert first.arguments(args).cu_seqlens_q is None
