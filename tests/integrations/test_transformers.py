@@ -176,16 +176,23 @@ def test_comparing_two_symbols_makes_no_truth() -> None:
         {"mask_function": UNREAD["or"]},
         {"mask_function": UNREAD["blocks"]},
         {"allow_is_causal_skip": False},
+        {"allow_is_causal_skip": False, "q_length": 1, "q_offset": 4},
         {"use_vmap": True},
         {"mask_function": FULL, "allow_is_bidirectional_skip": False},
     ],
-    ids=["or", "blocks", "asked for", "overlay", "asked for, full"],
+    ids=["or", "blocks", "asked for", "step of a sliding cache", "overlay", "asked for, full"],
 )
 def test_other_patterns_become_the_dense_mask(change: dict[str, Any]) -> None:
     arguments = call_of(CAUSAL, 5, 5) | change
     got = ours.mask_of_batch(**arguments)
     assert isinstance(got, Tensor)
     assert torch.equal(got, dense_of_theirs(arguments))
+
+
+def test_a_step_of_a_static_cache_is_structured_though_no_skip_is_allowed() -> None:
+    arguments = call_of(CAUSAL, 1, 12, torch.tensor(4)) | {"allow_is_causal_skip": False}
+    got = ours.mask_of_batch(**arguments)
+    assert isinstance(got, ours.BatchMask) and torch.equal(got.dense(), dense_of_theirs(arguments))
 
 
 def test_a_mask_moves_like_a_tensor() -> None:

@@ -226,8 +226,10 @@ def mask_of_batch(
     if pattern is not None:
         optional = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
         packed = pattern.documents is not None
-        # transformers forbids the skip for packed documents and for steps of a static cache as well.
-        fits = (optional or packed or q_length == 1) and not (packed and q_length != kv_length)
+        # transformers forbids the skip for packed documents and for steps of a static cache as well. A step
+        # whose offset is a number is of a sliding cache: its one row is short, and a tensor compiles once.
+        step = q_length == 1 and isinstance(q_offset, Tensor)
+        fits = (optional or packed or step) and not (packed and q_length != kv_length)
         if not fits or (attention_mask is not None and attention_mask.shape[0] != batch_size):
             pattern = None
     if pattern is None:
@@ -246,8 +248,7 @@ def mask_of_batch(
             device=device,
         )
     return _structured(
-        pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, allow_is_causal_skip,
-        torch.device(device),
+        pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device),
     )  # fmt: skip
 
 
@@ -259,7 +260,6 @@ def _structured(
     q_offset: int | Tensor,
     kv_offset: int,
     attention_mask: Tensor | None,
-    may_skip: bool,
     device: torch.device,
 ) -> BatchMask | None:
     live = None if attention_mask is None else _live(attention_mask, kv_length, kv_offset)
@@ -278,8 +278,6 @@ def _structured(
         chunk = pattern.chunk if pattern.documents is None else None
         left = pattern.chunk - 1 if left is None else min(left, pattern.chunk - 1)  # lets tiles be skipped
     offset = q_offset - kv_offset
-    if not may_skip and q_length == 1 and not isinstance(offset, Tensor):
-        offset = torch.tensor(offset)  # a step of a static cache: a number would be compiled in
     if isinstance(offset, Tensor):
         offset = offset.to(device=device, dtype=torch.int32).reshape(-1).expand(batch).contiguous()
     elif (
