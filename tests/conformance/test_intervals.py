@@ -85,6 +85,9 @@ def test_one_key_at_a_tile_edge(run: Runner):
     q, k, v = qkv(1, 1, len(keys), 1100, 16)
     got = run(q, k, v, mask=lists(*(((n, n + 1),) for n in keys), rows=1))
     near(got.out, v[:, :, list(keys)], REORDERED[torch.float32])
+    for n in keys:
+        alone = run(q, k, v, mask=lists(((n, n + 1),), rows=64))
+        near(alone.out, v[:, :, n : n + 1].expand_as(q), REORDERED[torch.float32], f"key {n}")
     both = run(q, k, v, mask=lists(tuple((n, n + 1) for n in keys), rows=64))
     near(both.out, run(q, k[:, :, list(keys)], v[:, :, list(keys)]).out, REORDERED[torch.float32])
 
