@@ -55,6 +55,7 @@ CALLS = {
     "full": call_of(FULL, 5, 5),
     "full, cross": call_of(FULL, 3, 9),
     "window": call_of(WINDOW, 9, 9),
+    "window, one key longer": call_of(WINDOW, 4, 4),
     "window, within it": call_of(WINDOW, 3, 3),
     "window, cached": call_of(WINDOW, 5, 12, 7),
     "window, sliding cache": call_of(WINDOW, 4, 6, 9, 7),
