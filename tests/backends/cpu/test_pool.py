@@ -301,12 +301,14 @@ def test_workers_take_no_signals(kernel):
     run_recorded(kernel("record"), 10, 2)
     if not Path("/proc/self/task").is_dir():
         pytest.skip("no /proc to read signal masks from")
-    blocked = [
-        int(re.search(r"SigBlk:\s*(\w+)", path.read_text()).group(1), 16)
-        for path in Path("/proc/self/task").glob("*/status")
-    ]
     interrupt = 1 << (signal.SIGINT - 1)
-    assert sum(1 for mask in blocked if mask & interrupt) >= pool.num_workers()
+    assert pool.num_workers() >= 1
+    for number in range(1, pool.num_workers() + 1):
+        worker = pool._workers.control + pool.FIRST_WORKER + number * pool.WORKER_BYTES
+        thread = ctypes.c_int64.from_address(worker + pool.THREAD)
+        wait_until(lambda thread=thread: thread.value != 0)
+        status = Path(f"/proc/self/task/{thread.value}/status").read_text()
+        assert int(re.search(r"SigBlk:\s*(\w+)", status).group(1), 16) & interrupt
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
