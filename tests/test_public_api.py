@@ -320,8 +320,8 @@ def test_mask_intervals_and_blocks_refuse_what_is_none():
 def test_unsupported_names_every_reason():
     q, k, v = qkv(dtype=torch.float64)
     with pytest.raises(UnsupportedError) as caught:
-        attention(q, k, v, backend="cpu", softcap=3.0)
-    assert "float64" in str(caught.value) and "softcap" in str(caught.value)
+        attention(q, k, v, backend="cpu", dropout_p=0.5, dropout_seed=1)
+    assert "float64" in str(caught.value) and "dropout" in str(caught.value)
     assert caught.value.reasons[0][0] == "cpu/forward"
 
 
@@ -502,9 +502,10 @@ class TestExplain:
             reasons = next(v.reasons for v in plan.verdicts if v.row.name == "cpu/forward")
             assert plan.backend == "torch" and any(word in reason for reason in reasons)
 
-    def test_unknown_cpus_get_the_torch_row(self):
+    def test_unknown_cpus_get_the_portable_kernel_and_other_devices_the_torch_row(self):
         q = torch.empty(1, 2, 64, 64)
-        assert explain(q, q, q, target="cpu:generic").backend == "torch"
+        assert explain(q, q, q, target="cpu:generic").backend == "cpu"
+        assert explain(q, q, q, target="cuda:sm90").backend == "torch"
 
     def test_gradients_have_their_own_plan(self):
         q = torch.randn(1, 2, 64, 64, requires_grad=True)

@@ -194,6 +194,15 @@ def test_a_packed_decode_loop_adds_no_route():
     assert len(torch_ops._routes) == before
 
 
+def test_packed_chunks_add_no_route():
+    before = None
+    for n in range(20):
+        inputs = packed((40 + n, 35), (80 + n, 90 - n))
+        attention_varlen(*inputs, causal=True, max_seqlen_q=40 + n, max_seqlen_k=1100 + n)
+        before = len(torch_ops._routes) if n == 0 else before
+    assert len(torch_ops._routes) == before
+
+
 def test_a_route_remembers_neither_members_nor_lists():
     """Packed, listed and plain calls of equal shapes never share a route."""
     q, k, v = (x[:1] for x in qkv())

@@ -214,7 +214,7 @@ def random_intervals(w: Workload, generator: torch.Generator) -> Mask:
     sizes = {"b": w.batch, "h": w.heads, "r": -(-w.seqlen_q // w.interval_rows), "1": 1}
     shape = tuple(sizes[letter] for letter in w.intervals)
     bounds = torch.randint(0, w.seqlen_k + w.seqlen_k // 4 + 1, (*shape, 8), generator=generator).int()
-    bounds = bounds.sort(-1).values.unflatten(-1, (4, 2))
+    bounds = bounds.sort(-1).values.view(*shape, 4, 2)
     empty = torch.rand((*shape, 4), generator=generator) < 0.2
     if shape[-1] > 1:
         empty[..., 0, :] = True
