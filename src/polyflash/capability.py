@@ -12,10 +12,12 @@ from polyflash.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """A case a row can run but leaves to a lower row when nobody asked for it by name, and the reason."""
+    """A case a row can run but leaves to a lower row when nobody asked for it by name, and the reason: on a
+    target with this feature, for these dtypes, if the call needs no other features than these."""
 
     target_feature: str
     dtypes: frozenset[str]
+    features: frozenset[Feature]
     why: str
 
 
@@ -78,4 +80,8 @@ class Capability:
         return tuple(reasons)
 
     def _yielding(self, spec: AttentionSpec, target: Target) -> tuple[Yield, ...]:
-        return tuple(y for y in self.yields if y.target_feature in target.features and spec.dtype in y.dtypes)
+        return tuple(
+            y
+            for y in self.yields
+            if y.target_feature in target.features and spec.dtype in y.dtypes and spec.features <= y.features
+        )

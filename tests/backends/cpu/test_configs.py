@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from polyflash.backends.cpu import capabilities, configs
 from polyflash.backends.cpu.configs import BUCKETS, Config, KernelKey
 from polyflash.errors import SpecError
-from polyflash.spec import AttentionSpec, Phase
+from polyflash.spec import AttentionSpec, Feature, Phase
 from polyflash.target import parse
 
 WITH_DOT, WITHOUT_DOT = parse("cpu:avx512+avx512_bf16"), parse("cpu:avx512")
@@ -103,6 +104,8 @@ def test_the_row_yields_bfloat16_to_amx():
     assert not row.accepts(spec_of("bfloat16"), amx, by_name=False)
     assert row.accepts(spec_of("bfloat16"), amx, by_name=True)
     assert row.accepts(spec_of("bfloat16"), WITH_DOT, by_name=False)
+    masked = replace(spec_of("bfloat16"), features=frozenset({Feature.MASK}))
+    assert row.accepts(masked, amx, by_name=False)  # torch's AMX kernel would not get it either
 
 
 def test_tables_and_launcher_import_no_compiler():
@@ -129,12 +132,11 @@ def test_a_config_of_another_instruction_set_runs_only_where_it_can():
 def test_the_table_of_packed_members_names_every_row_once_the_most_work_first():
     lens_q, lens_k = np.array([0, 5, 200, 64, 1]), np.array([7, 5, 300, 0, 9])
     for causal in (False, True):
-        table = configs.member_table(lens_q, lens_k, 64, causal=causal)
-        rows = sorted(
-            (b, row) for b, i_m in table.tolist() for row in range(i_m * 64, min(i_m * 64 + 64, lens_q[b]))
-        )
+        table = configs.member_table(lens_q, lens_k, 64, 3, causal=causal)
+        rows = sorted((b, row) for b, begin, end in table.tolist() for row in range(begin, end))
         assert rows == [(b, row) for b, n in enumerate(lens_q) for row in range(n)]
-        assert table[0].tolist() == [2, 2 if causal else 0]
+        assert table[0].tolist() == [2, 0, 128]
+        assert all(end - begin <= 3 * 64 and begin % 64 == 0 for _, begin, end in table.tolist())
 
 
 def test_narrow_panels_for_short_members():

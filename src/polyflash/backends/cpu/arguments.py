@@ -43,7 +43,7 @@ MASK, MASK_BATCH, MASK_HEAD, MASK_ROW, MASK_KEY = (_next() for _ in range(5))
 BIAS, BIAS_BATCH, BIAS_HEAD, BIAS_ROW, BIAS_KEY, BIAS_KIND = (_next() for _ in range(6))
 SLOPES, SLOPES_BATCH, SLOPES_HEAD = (_next() for _ in range(3))
 Q_IDS, Q_IDS_BATCH, Q_IDS_ROW, K_IDS, K_IDS_BATCH, K_IDS_KEY = (_next() for _ in range(6))
-# Row block r sees INTERVAL_COUNT pairs of int32 (start, end). Packed members: an item's (member, row block).
+# Row block r sees INTERVAL_COUNT pairs of int32 (start, end). Packed members: an item's (member, row, end).
 INTERVALS, INTERVALS_BATCH, INTERVALS_HEAD, INTERVALS_BLOCK, INTERVAL_COUNT, INTERVAL_ROWS = (
     _next() for _ in range(6)
 )

@@ -22,7 +22,8 @@ CAPABILITIES = (
             Yield(
                 target_feature="amx_bf16",
                 dtypes=frozenset({"bfloat16"}),
-                why="torch's AMX kernels are faster at bf16 prefill than AVX-512 bf16 dot",
+                features=frozenset({Feature.GQA}),  # all that the torch row hands over
+                why="torch's AMX kernels are faster at dense bf16 prefill than AVX-512 bf16 dot",
             ),
         ),
     ),

@@ -372,18 +372,21 @@ def pack_members(spec: AttentionSpec, config: Config, lens_q: Any, threads: int)
     return nv, partition(members, spec.num_kv_heads, spec.group, typical, rows[nv], config.panels, threads)
 
 
-def member_table(lens_q: Any, lens_k: Any, span: int, *, causal: bool) -> Any:
-    """int32 (items, 2): member and row block of each item of `span` rows, the most keys first."""
-    blocks = -(-lens_q // span)
-    member = np.repeat(np.arange(len(lens_q)), blocks)
-    block = np.arange(len(member)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+def member_table(lens_q: Any, lens_k: Any, panel_rows: int, panels: int, *, causal: bool) -> Any:
+    """int32 (items, 3): member, first row and end row of each item, the most work first. A member's panels
+    are shared out evenly over as few items of at most `panels` as hold them."""
+    in_member = -(-lens_q // panel_rows)
+    items = -(-in_member // panels)
+    member = np.repeat(np.arange(len(lens_q)), items)
+    number = np.arange(len(member)) - np.repeat(np.cumsum(items) - items, items)
+    begin = number * in_member[member] // np.maximum(1, items[member]) * panel_rows
+    end = (number + 1) * in_member[member] // np.maximum(1, items[member]) * panel_rows
+    end = np.minimum(end, lens_q[member])
     keys = lens_k[member]
     if causal:
-        end = np.minimum((block + 1) * span, lens_q[member])
         keys = np.clip(end + keys - lens_q[member], 0, keys)
-    rows = np.minimum(span, lens_q[member] - block * span)
-    order = np.argsort(-(keys * rows), kind="stable")
-    return np.stack([member[order], block[order]], 1).astype(np.int32)
+    order = np.argsort(-(keys * (end - begin)), kind="stable")
+    return np.stack([member[order], begin[order], end[order]], 1).astype(np.int32)
 
 
 def choose(spec: AttentionSpec, target: Target) -> Config:
@@ -396,7 +399,10 @@ def choose(spec: AttentionSpec, target: Target) -> Config:
     key = key_for(Config(16, 1, compute, isa), dtype, widest, panel_vectors(isa, spec.seqlen_q))
     room = target.l2_bytes * 3 // 4
     fitting = (x for x in _TILES if scratch(key, x[1], 1, x[0]).total <= room)
-    return Config(*next(fitting, _TILES[-1]), compute, isa)
+    block_n, panels = next(fitting, _TILES[-1])
+    if spec.features & {Feature.MASK, Feature.SEGMENTS}:
+        block_n = min(block_n, 64)  # finer tiles, so that more of them are skipped
+    return Config(block_n, panels, compute, isa)
 
 
 _TILES = ((128, 8), (128, 4), (64, 4), (64, 2), (64, 1), (32, 1), (16, 1))  # (block_n, panels), best first

@@ -299,10 +299,10 @@ def build(key: KernelKey) -> Any:
             arg(args, a.ROW_BLOCKS) - 1 - number // others,
         )
         # The last rows see the most keys; packed members come with a table, the most work first.
-        i_t, first_q, first_k = i_b, 0, 0
+        i_t, first_q, first_k, entry = i_b, 0, 0, 0
         if arg(args, a.MEMBERS) != 0:
-            entry = arg(args, a.MEMBERS) + number // others * 8
-            i_b, i_m = load_i32(entry), load_i32(entry + 4)
+            entry = arg(args, a.MEMBERS) + number // others * 12
+            i_b = load_i32(entry)
             i_t, first_q, first_k = (
                 0,
                 load_i32(arg(args, a.CU_Q) + 4 * i_b),
@@ -321,6 +321,8 @@ def build(key: KernelKey) -> Any:
             row_0 = i_r * arg(args, a.INTERVAL_ROWS) + i_m % per_list * span
             row_end = least(seqlen_q, (i_r + 1) * arg(args, a.INTERVAL_ROWS))
         row_end = least(row_0 + span, row_end)
+        if arg(args, a.MEMBERS) != 0:
+            row_0, row_end = load_i32(entry + 4), load_i32(entry + 8)
         if row_end <= row_0:
             return
         panels = (row_end - row_0 + NR - 1) // NR
@@ -461,8 +463,8 @@ class _Prepared:
             cast("Tensor", args.cu_seqlens_q), cast("Tensor", args.cu_seqlens_k)
         )
         nv, cut = configs.pack_members(spec, config, lens_q, threads)
-        span = cut.row_panels * nv * configs.ISAS[config.isa].lanes
-        table = configs.member_table(lens_q, lens_k, span, causal=args.causal)
+        rows = nv * configs.ISAS[config.isa].lanes
+        table = configs.member_table(lens_q, lens_k, rows, cut.row_panels, causal=args.causal)
         kept.append(table)
         others = spec.num_kv_heads * cut.chunks
         index = -1, nv, *cut[:3], len(table)

@@ -188,10 +188,12 @@ class Emitter:
     def _every(kind: ir.Type, value: int) -> Any:
         return [value] * kind.count if isinstance(kind, ir.VectorType) else value
 
-    def exp2(self, x: Value, degree: int) -> Value:
-        """2**x; exactly 1 at 0 and 0 at -inf (scalef by -inf is +0 whatever p is); NaN stays NaN."""
+    def exp2(self, x: Value, degree: int, floor: int = -64) -> Value:
+        """2**x; exactly 1 at 0, exactly 0 below 2**floor; NaN stays NaN. At -64 so small a weight is lost beside
+        the largest, which is 1, and its products would soon be subnormal, for which some CPUs take a hundred
+        times as long."""
         whole = self.rounded(x)
-        return self._exp2_of_parts(whole, self.b.fsub(x, whole), degree)
+        return self._exp2_of_parts(whole, self.b.fsub(x, whole), degree, floor)
 
     def exp2_scaled(self, d: Value, scale: Value, low: Value, least: Value, degree: int) -> Value:
         """2**(d·(scale + low)) for d <= 0, with the product unrounded: its rounding error, as large as the
@@ -201,16 +203,17 @@ class Emitter:
         f = self.fma(d, low, self.fma(d, scale, self.b.fneg(whole)))
         return self._exp2_of_parts(whole, f, degree)
 
-    def _exp2_of_parts(self, whole: Value, f: Value, degree: int) -> Value:
-        p = self.fma(self._exp2_minus_1(f, degree), f, self.floats(1))
+    def _exp2_of_parts(self, whole: Value, f: Value, degree: int, floor: int = -64) -> Value:
+        b, p = self.b, self.fma(self._exp2_minus_1(f, degree), f, self.floats(1))
+        tiny = b.fcmp_ordered("<", whole, self.floats(floor))
         if self.isa == "avx512":
             undefined = ir.Constant(self.vf, ir.Undefined)
             args = [p, whole, undefined, ir.Constant(I16, -1), I32(4)]  # all lanes; rounding as set
-            return self.call("llvm.x86.avx512.mask.scalef.ps.512", self.vf, args)
-        b = self.b
-        n = b.fptosi(self.within(whole, -126, 127), self.vi)
-        power = b.fmul(p, b.bitcast(b.shl(b.add(n, self.ints(127)), self.ints(23)), self.vf))
-        return b.select(b.fcmp_ordered("<", whole, self.floats(-126)), self.floats(0), power)
+            power = self.call("llvm.x86.avx512.mask.scalef.ps.512", self.vf, args)
+        else:
+            n = b.fptosi(self.within(whole, floor, 127), self.vi)
+            power = b.fmul(p, b.bitcast(b.shl(b.add(n, self.ints(127)), self.ints(23)), self.vf))
+        return b.select(tiny, self.floats(0), power)
 
     def _exp2_minus_1(self, f: Value, degree: int) -> Value:
         """(2**f - 1) / f."""
