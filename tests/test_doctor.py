@@ -417,6 +417,7 @@ def test_env_as_text_and_as_json(capsys, monkeypatch):
         "torch/backward",
     ):
         assert word in out
+    assert max(map(len, out.splitlines())) <= 120
     for variable in (*env.ALL, *env.OF_TORCH):
         assert re.search(rf"{variable.name} +\S+.* {re.escape(variable.doc)}", out)
     code, out, _ = say(capsys, "env", "--json")
@@ -511,6 +512,13 @@ def test_cache_ls_path_and_clear(folder, capsys):
     assert [p.name for p in folder.iterdir()] == ["a.pfo"]
     assert say(capsys, "cache", "clear")[1] == f"removed 1 entry from {folder}\n"
     assert say(capsys, "cache", "ls")[1].startswith("no entries\n")
+
+
+def test_cache_clear_stale_without_a_compiler_clears_nothing(folder, capsys, monkeypatch):
+    monkeypatch.setattr(reports, "_origin", lambda: b"")
+    code, out, err = say(capsys, "cache", "clear", "--stale")
+    assert (code, out) == (1, "") and "--stale" in err and len(list(folder.iterdir())) == 3
+    assert " unknown " in say(capsys, "cache", "ls")[1]
 
 
 def test_cache_ls_says_why_a_folder_is_not_used(folder, capsys):

@@ -90,7 +90,11 @@ def manage_cache(options: argparse.Namespace, *_: object) -> int:
         print(store.path())
         return 0
     if options.action == "clear":
-        removed = store.clear(origin=_origin() if options.stale else b"")
+        here = _origin() if options.stale else b""
+        if options.stale and not here:
+            print("error --stale: no compiler here says what is current. Install numba", file=sys.stderr)
+            return 1
+        removed = store.clear(origin=here)
         print(f"removed {removed} {'entry' if removed == 1 else 'entries'} from {store.path()}")
         return 0
     try:
@@ -333,7 +337,6 @@ def _row_lines(rows: Any) -> str:
         [
             (
                 row["row"],
-                ", ".join(row["targets"]),
                 f"needs {', '.join(row['needs'] or ['torch'])}",
                 "; ".join(row["refusals here"]) or "runs here",
             )
