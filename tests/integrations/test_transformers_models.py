@@ -112,6 +112,19 @@ def test_logits_are_within_the_rule(name: str, pads: str, calls: Calls) -> None:
     assert_structured(calls)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("name", ["Llama", "GptOss", "T5", "DeepseekV3"])
+def test_half_precision_is_within_the_rule(name: str, dtype: torch.dtype, calls: Calls) -> None:
+    inputs, live = call(name, "left")
+    truth = answer_in_float64(name, inputs, live)
+    models = (build.__wrapped__(name, each).to(dtype) for each in (*RECIPES[name].peers, "poly"))
+    *plain, got = (answer(model, inputs, live) for model in models)
+    compare(got, truth, [x.double() for x in plain], dtype, ratio=2, label=f"{name} {dtype}")
+    assert_structured(calls)
+
+
 NEEDS = {
     "Llama": {Feature.CAUSAL, Feature.GQA},
     "Mistral": {Feature.CAUSAL, Feature.WINDOW},
