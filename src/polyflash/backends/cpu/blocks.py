@@ -18,6 +18,8 @@ from llvmlite import ir
 from polyflash.backends.cpu.configs import ISAS, STORAGE_BYTES, KernelKey
 from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, native
 
+ROWS_AHEAD = 8  # how many rows before its use K or V is prefetched
+
 
 class Stages(NamedTuple):
     """Callables for numba code; every argument is an int64 (address, count or bits)."""
@@ -84,13 +86,17 @@ class _Tile:
         e.loop(count, [e.pointer(src), e.pointer(dst)], body)
 
     def _row(
-        self, e: Emitter, src: Value, dst: Value, count: Value, flag: Value | None, raw: bool
+        self, e: Emitter, src: Value, dst: Value, count: Value, flag: Value | None, raw: bool, ahead: Value
     ) -> Value | None:
-        """Copy or convert `count` elements; the last vector is masked, so no byte past the row is touched."""
+        """Copy or convert `count` elements; the last vector is masked, so no byte past the row is touched.
+
+        What lies `ahead` bytes on is prefetched: the CPU's own prefetcher stops at the end of a page, and
+        rows of (seqlen, heads, head_dim) tensors are often a page apart."""
         per = self.lanes * 4 // self.size if raw else self.lanes  # elements per step
         kind = e.vf if raw and self.size == 4 else ir.VectorType(I16, per)
 
         def step(p: list[Value], mask: Value | None) -> list[Value]:
+            e.prefetch(e.at(p[0], ahead))
             x = e.load(p[0], 0, kind) if mask is None else e.masked_load(p[0], mask, kind)
             x = x if raw else self._widen(e, x)
             e.store(x, p[1])
@@ -111,21 +117,24 @@ class _Tile:
         return e.from_bf16(x) if self.key.storage == "bfloat16" else e.from_f16(x)
 
     def load_rows(self, e: Emitter, src, stride, rows, count, dst) -> None:  # type: ignore[no-untyped-def]
+        ahead = e.b.mul(stride, I64(ROWS_AHEAD))
+
         def body(i: Value, p: list[Value]) -> list[Value]:
-            self._row(e, p[0], p[1], count, None, self.raw)
+            self._row(e, p[0], p[1], count, None, self.raw, ahead)
             return [e.at(p[0], stride), e.at(p[1], self.key.k_row_bytes)]
 
         e.loop(rows, [e.pointer(src), e.pointer(dst)], body)
 
     def load_float_row(self, e: Emitter, src, count, dst) -> None:  # type: ignore[no-untyped-def]
-        self._row(e, e.pointer(src), e.pointer(dst), count, None, self.size == 4)
+        self._row(e, e.pointer(src), e.pointer(dst), count, None, self.size == 4, I64(0))
 
     def load_value_rows(self, e: Emitter, src0, src1, step, rows, count, dst) -> Value:  # type: ignore[no-untyped-def]
         if self.dot:
             return self._load_value_pairs(e, src0, src1, step, rows, count, dst)
+        ahead = e.b.mul(step, I64(ROWS_AHEAD))
 
         def body(i: Value, p: list[Value]) -> list[Value]:
-            flag = self._row(e, p[0], p[1], count, p[2], self.raw)
+            flag = self._row(e, p[0], p[1], count, p[2], self.raw, ahead)
             return [e.at(p[0], step), e.at(p[1], self.key.v_row_bytes), flag]
 
         flag = e.loop(rows, [e.pointer(src0), e.pointer(dst), e.floats(0)], body)[2]
@@ -143,6 +152,8 @@ class _Tile:
         ]
 
         def columns(p: list[Value], mask: Value | None) -> list[Value]:
+            for q in p[:2]:
+                e.prefetch(e.at(q, ahead))
             x, y = (e.load(q, 0, kind) if mask is None else e.masked_load(q, mask, kind) for q in p[:2])
             for h, order in enumerate(orders):
                 e.store(b.shuffle_vector(x, y, order), p[2], h * e.bytes)
@@ -151,6 +162,7 @@ class _Tile:
 
         full, rest = b.udiv(count, I64(n)), b.urem(count, I64(n))
         some = b.zext(b.icmp_signed(">", rest, I64(0)), I64)
+        ahead = b.mul(step, I64(ROWS_AHEAD // 2))
 
         def body(i: Value, p: list[Value]) -> list[Value]:
             out = e.loop(full, p, lambda j, q: columns(q, None))

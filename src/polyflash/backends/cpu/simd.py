@@ -103,6 +103,11 @@ class Emitter:
         name = f"llvm.masked.store.{_mangled(value.type)}.p0"
         self.call(name, ir.VoidType(), [value, pointer, I32(_alignment(value.type)), mask])
 
+    def prefetch(self, pointer: Value) -> None:
+        """Never faults, wherever the pointer leads."""
+        args = [pointer, I32(0), I32(3), I32(1)]  # read, keep in every cache, data
+        self.call("llvm.prefetch.p0", ir.VoidType(), args)
+
     # values
     def splat(self, scalar: Value, count: int | None = None) -> Value:
         count = count or self.lanes
@@ -189,9 +194,9 @@ class Emitter:
         return [value] * kind.count if isinstance(kind, ir.VectorType) else value
 
     def exp2(self, x: Value, degree: int, floor: int = -64) -> Value:
-        """2**x; exactly 1 at 0, exactly 0 below 2**floor; NaN stays NaN. At -64 so small a weight is lost beside
-        the largest, which is 1, and its products would soon be subnormal, for which some CPUs take a hundred
-        times as long."""
+        """2**x; exactly 1 at 0, exactly 0 below 2**floor; NaN stays NaN. At -64 so small a weight is lost
+        beside the largest, which is 1, and its products would soon be subnormal, for which some CPUs take a
+        hundred times as long."""
         whole = self.rounded(x)
         return self._exp2_of_parts(whole, self.b.fsub(x, whole), degree, floor)
 
