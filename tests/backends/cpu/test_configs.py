@@ -140,6 +140,10 @@ def test_the_table_of_packed_members_names_every_row_once_the_most_work_first():
 
 
 def test_narrow_panels_for_short_members():
-    spec, config = spec_of(), Config(128, 8)
-    assert configs.pack_members(spec, config, np.full(40, 16), 2)[0] == 1
-    assert configs.pack_members(spec, config, np.full(40, 1024), 2)[0] == 4
+    def width(*lengths: int, causal: bool = False) -> int:
+        lens = np.array(lengths)
+        return configs.pack_members(spec_of(), Config(128, 8), lens, lens, 2, causal=causal)[0]
+
+    assert width(*[16] * 40) == 1
+    assert width(*[1024] * 40) == 4
+    assert width(*[512] * 40) == 4 and width(*[512] * 40, causal=True) == 2  # the diagonal is cut finer

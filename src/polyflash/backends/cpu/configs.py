@@ -287,7 +287,7 @@ def panel_vectors(isa: str, seqlen_q: int) -> int:
 
 
 def compute_for(dtype: str, target: Target) -> str:
-    """bf16dot where it is faster: on Zen 4 it has twice float32's rate, on an Intel CPU with AMX half of it."""
+    """bf16dot where it is faster: twice the rate of float32 on Zen 4, half on an Intel CPU with AMX."""
     dot = "avx512_bf16" in target.features and "amx_bf16" not in target.features
     return "bf16dot" if dtype == "bfloat16" and dot else "f32"
 
@@ -359,19 +359,34 @@ def member_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Any, Any
     return np.diff(cu_seqlens_q.numpy()).astype(np.int64), np.diff(cu_seqlens_k.numpy()).astype(np.int64)
 
 
-def pack_members(spec: AttentionSpec, config: Config, lens_q: Any, threads: int) -> tuple[int, Partition]:
-    """Panel width and cut of packed members: the width that wastes least on their last panels."""
+def pack_members(
+    spec: AttentionSpec, config: Config, lens_q: Any, lens_k: Any, threads: int, *, causal: bool
+) -> tuple[int, Partition]:
+    """Panel width and cut of packed members: the width of least work, counting the rows of a member's last
+    panel that are none and, if causal, the keys that only the last row of each panel sees."""
     isa = ISAS[config.isa]
     widths = sorted(isa.group_keys, reverse=True)
     rows = {nv: nv * isa.lanes for nv in widths}
     cost = {
-        nv: c * float(np.sum(-(-lens_q // rows[nv])) * rows[nv])
-        for nv, c in zip(widths, NARROW_COST, strict=True)
+        nv: factor * _work(lens_q, lens_k, rows[nv], causal)
+        for nv, factor in zip(widths, NARROW_COST, strict=True)
     }
     nv = min(cost, key=lambda nv: cost[nv])
     typical = max(1, int(lens_q.mean())) if len(lens_q) else 1
     members = max(1, int((lens_q > 0).sum()))
     return nv, partition(members, spec.num_kv_heads, spec.group, typical, rows[nv], config.panels, threads)
+
+
+def _work(lens_q: Any, lens_k: Any, panel_rows: int, causal: bool) -> float:
+    """Pairs that panels of `panel_rows` compute: of a causal member on average half its keys and half a panel
+    more."""
+    panels = -(-lens_q // panel_rows)
+    keys = (
+        np.minimum(lens_k, (lens_k + panel_rows) / 2 + np.maximum(0, lens_k - lens_q) / 2)
+        if causal
+        else lens_k
+    )
+    return float((panels * panel_rows * keys).sum())
 
 
 def member_table(lens_q: Any, lens_k: Any, panel_rows: int, panels: int, *, causal: bool) -> Any:

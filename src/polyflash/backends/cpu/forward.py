@@ -408,12 +408,20 @@ class _Prepared:
     """What a route keeps between calls: cuts by batch, lengths and threads. Entries are only added, or
     dropped all at once, so Python threads may share it."""
 
-    __slots__ = ("cuts", "launch")
+    __slots__ = ("cuts", "launch", "passes")
 
     def __init__(self, launch: Launch) -> None:
         configs.check_fits(launch.config, launch.spec, launch.target)
         self.launch = launch
         self.cuts: dict[tuple[int, ...], _Cut] = {}
+        self.passes: dict[int, int] = {}
+
+    def score_pass(self, nv: int) -> int:
+        """The address of the pass over scores for panels of `nv` vectors."""
+        found = self.passes.get(nv)
+        if found is None:
+            found = self.passes[nv] = runtime.load(configs.ScoreKey(self.launch.config.isa, nv))
+        return found
 
     def add(self, index: tuple[int, ...], cut: configs.Partition, nv: int) -> _Cut:
         """`cut.items` is a multiple of `cut.row_blocks`; `nv` is the width of the kernel's panels."""
@@ -462,7 +470,7 @@ class _Prepared:
         lens_q, lens_k = configs.member_lengths(
             cast("Tensor", args.cu_seqlens_q), cast("Tensor", args.cu_seqlens_k)
         )
-        nv, cut = configs.pack_members(spec, config, lens_q, threads)
+        nv, cut = configs.pack_members(spec, config, lens_q, lens_k, threads, causal=args.causal)
         rows = nv * configs.ISAS[config.isa].lanes
         table = configs.member_table(lens_q, lens_k, rows, cut.row_panels, causal=args.causal)
         kept.append(table)
@@ -523,7 +531,7 @@ def run(
         *a.softmax_scale(scale, does),
         *(left, right, args.offset is not None, a.far_offset(args.offset)),
         a.sinks_address(args.sinks, kept),
-        runtime.load(configs.ScoreKey(launch.config.isa, cut.nv)) if does else 0,
+        prepared.score_pass(cut.nv) if does else 0,
     )
     middle = a.operands(args, scale, does, kept, members) if a.any_operand(args) else a.NO_OPERANDS
     block = array("q", head + middle + cut.tail)
