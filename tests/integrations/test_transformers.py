@@ -101,14 +101,14 @@ def test_structured_mask_is_the_mask_of_sdpa(case: str, pads: str, tensor_offset
     if tensor_offset:
         arguments["q_offset"] = torch.tensor(arguments["q_offset"])
     want = dense_of_theirs(arguments)
-    got = ours.mask_of_batch(**arguments)
+    got = ours._mask_of_batch(**arguments)
     if got is None:
         assert want.equal(torch.ones_like(want).tril(arguments["q_offset"] - arguments["kv_offset"]))
         return
     assert isinstance(got, ours.BatchMask), "this needs no dense mask"
     # What a query at a padded place sees is nobody's business; with chunks it differs.
     assert torch.equal(got.dense(), want)
-    assert ours.mask_of_batch(**(arguments | {"attention_mask": got})) is got
+    assert ours._mask_of_batch(**(arguments | {"attention_mask": got})) is got
 
 
 @pytest.mark.parametrize("pads", PADS)
@@ -118,7 +118,7 @@ def test_what_the_layer_is_given_says_the_same(case: str, pads: str) -> None:
     from polyflash import attention
 
     arguments = with_padding(CALLS[case], pads)
-    got = ours.mask_of_batch(**arguments)
+    got = ours._mask_of_batch(**arguments)
     if got is None:
         return
     want = dense_of_theirs(arguments)
@@ -133,10 +133,10 @@ def test_what_the_layer_is_given_says_the_same(case: str, pads: str) -> None:
 @pytest.mark.parametrize("function", [CAUSAL, WINDOW])
 def test_one_pack_has_cumulative_lengths_too(function: Any) -> None:
     arguments = call_of(packed(function, 5, 1, 4, batch=1), 10, 10) | {"batch_size": 1}
-    got = ours.mask_of_batch(**arguments)
+    got = ours._mask_of_batch(**arguments)
     assert got.cu_seqlens.dtype is torch.int32 and got.cu_seqlens.tolist() == [0, 5, 6, 10]
     assert torch.equal(got.dense(), dense_of_theirs(arguments))
-    assert ours.mask_of_batch(**CALLS["documents"]).cu_seqlens is None, "two packs are no single one"
+    assert ours._mask_of_batch(**CALLS["documents"]).cu_seqlens is None, "two packs are no single one"
 
 
 def or_first(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -146,6 +146,7 @@ def or_first(batch: Any, head: Any, query: Any, key: Any) -> Any:
 UNREAD = {
     "or": theirs.or_masks(CAUSAL, or_first),
     "blocks": theirs.or_masks(CAUSAL, theirs.blockwise_overlay(torch.zeros(2, 5, dtype=torch.int64))),
+    "either": lambda batch, head, query, key: (key > query - 3) | (key <= query),
     "of a head": lambda batch, head, query, key: (key <= query) & (head >= 0),
     "strict": lambda batch, head, query, key: key < query,
     "turned": lambda batch, head, query, key: query <= key,
@@ -185,14 +186,14 @@ def test_comparing_two_symbols_makes_no_truth() -> None:
 )
 def test_other_patterns_become_the_dense_mask(change: dict[str, Any]) -> None:
     arguments = call_of(CAUSAL, 5, 5) | change
-    got = ours.mask_of_batch(**arguments)
+    got = ours._mask_of_batch(**arguments)
     assert isinstance(got, Tensor)
     assert torch.equal(got, dense_of_theirs(arguments))
 
 
 def test_a_step_of_a_static_cache_is_structured_though_no_skip_is_allowed() -> None:
     arguments = call_of(CAUSAL, 1, 12, torch.tensor(4)) | {"allow_is_causal_skip": False}
-    got = ours.mask_of_batch(**arguments)
+    got = ours._mask_of_batch(**arguments)
     assert isinstance(got, ours.BatchMask) and torch.equal(got.dense(), dense_of_theirs(arguments))
 
 
@@ -206,7 +207,7 @@ def test_a_mask_moves_like_a_tensor() -> None:
 
 
 def test_a_model_that_computes_with_the_mask_gets_the_dense_one() -> None:
-    mask = ours.mask_of_batch(**call_of(WINDOW, 9, 9))
+    mask = ours._mask_of_batch(**call_of(WINDOW, 9, 9))
     dense = mask.dense()
     assert torch.equal(mask[:, :, :4, :5], dense[:, :, :4, :5])
     assert torch.equal(torch.where(mask, 1.0, 0.0), dense.float())
@@ -225,7 +226,7 @@ def test_without_a_mask_it_is_the_function_of_sdpa(seqlen_q: int, is_causal: boo
     module = torch.nn.Identity()
     module.num_key_value_groups, module.is_causal = 2, True
     want, _ = sdpa_attention_forward(module, q, k, v, None, is_causal=is_causal)
-    got, _ = ours.attention_forward(module, q, k, v, None, is_causal=is_causal)
+    got, _ = ours._attention_forward(module, q, k, v, None, is_causal=is_causal)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
     assert got.is_contiguous()
 
@@ -240,7 +241,7 @@ def test_masks_and_position_bias_add_up_as_in_sdpa(kind: str) -> None:
     module = torch.nn.Identity()
     module.num_key_value_groups, module.is_causal = 2, True
     want, _ = sdpa_attention_forward(module, q, k, v, mask, position_bias=bias, scaling=1.0)
-    got, _ = ours.attention_forward(module, q, k, v, mask, position_bias=bias, scaling=1.0)
+    got, _ = ours._attention_forward(module, q, k, v, mask, position_bias=bias, scaling=1.0)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
 
 
@@ -295,40 +296,40 @@ REFUSED = {
 def test_what_would_change_the_result_is_refused(argument: str) -> None:
     refused = {"attention_mask": None} | REFUSED[argument]
     with pytest.raises(UnsupportedError, match=argument):
-        ours.attention_forward(torch.nn.Identity(), X, X, X, **refused)
+        ours._attention_forward(torch.nn.Identity(), X, X, X, **refused)
     quiet = {
         "some_new_argument": None,
         "position_ids": torch.arange(3)[None],
         "use_cache": True,
         "max_length_q": 3,
     }
-    ours.attention_forward(torch.nn.Identity(), X, X, X, None, **quiet)
+    ours._attention_forward(torch.nn.Identity(), X, X, X, None, **quiet)
 
 
 def test_cumulative_lengths_want_a_batch_of_one() -> None:
     x = X.expand(2, -1, -1, -1)
     with pytest.raises(UnsupportedError, match="batch of one"):
-        ours.attention_forward(torch.nn.Identity(), x, x, x, None, cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS)
+        ours._attention_forward(torch.nn.Identity(), x, x, x, None, cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS)
 
 
 def test_a_window_that_the_mask_does_not_hold_is_refused() -> None:
     x = torch.zeros(1, 2, 9, 8)
     with pytest.raises(UnsupportedError, match="sliding_window"):
-        ours.attention_forward(torch.nn.Identity(), x, x, x, None, sliding_window=4)
-    ours.attention_forward(torch.nn.Identity(), x, x, x, None, sliding_window=9)
+        ours._attention_forward(torch.nn.Identity(), x, x, x, None, sliding_window=4)
+    ours._attention_forward(torch.nn.Identity(), x, x, x, None, sliding_window=9)
 
 
 def test_a_mask_of_another_length_is_refused() -> None:
     mask = ours.BatchMask((1, 1, 3, 4), torch.device("cpu"), False, 0)
     with pytest.raises(SpecError, match="attention_mask: got 3 queries x 4 keys"):
-        ours.attention_forward(torch.nn.Identity(), X, X, X, mask)
+        ours._attention_forward(torch.nn.Identity(), X, X, X, mask)
 
 
 def test_a_mask_of_two_dimensions_is_refused() -> None:
     """(batch, seqlen_k) would broadcast to (seqlen_q, seqlen_k) where the sizes happen to agree."""
     x = torch.zeros(3, 2, 3, 8)
     with pytest.raises(SpecError, match="attention_mask: got 2 dimensions"):
-        ours.attention_forward(torch.nn.Identity(), x, x, x, torch.ones(3, 3, dtype=torch.bool))
+        ours._attention_forward(torch.nn.Identity(), x, x, x, torch.ones(3, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("bad", ["polyflash", "my_sdpa", "org/poly", "paged|poly", "eager", ""])

@@ -120,7 +120,7 @@ def test_a_mask_made_while_tracing_says_the_same(case: str, pads: str) -> None:
     graphs = Graphs()
 
     def mask_of(padded: torch.Tensor | None) -> Any:
-        return ours.mask_of_batch(**arguments, mask_function=function, attention_mask=padded)
+        return ours._mask_of_batch(**arguments, mask_function=function, attention_mask=padded)
 
     got = torch.compile(mask_of, fullgraph=True, backend=graphs, dynamic=False)(padded)
     if got is None:

@@ -17,10 +17,10 @@ except ImportError as error:
     raise ImportError("this module needs transformers 5: pip install 'polyflash[hf]'") from error
 
 from polyflash.errors import spec_error
-from polyflash.integrations.transformers.batch_mask import BatchMask, mask_of_batch
-from polyflash.integrations.transformers.layer import attention_forward
+from polyflash.integrations.transformers.batch_mask import BatchMask, _mask_of_batch
+from polyflash.integrations.transformers.layer import _attention_forward
 
-__all__ = ("BatchMask", "attention_forward", "mask_of_batch", "register")
+__all__ = ("BatchMask", "register")
 
 _PARSED = ("flash", "sdpa", "flex_attention", "paged", "eager", "/", "|", "@", ":")
 
@@ -34,6 +34,6 @@ def register(name: str = "poly") -> str:
     if not name or any(part in name for part in _PARSED):
         wanted = f"a word with none of {' '.join(_PARSED)} in it"
         raise spec_error("name", got=repr(name), wanted=wanted, change="Choose a plain one, such as 'poly'.")
-    AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, mask_of_batch)
+    AttentionInterface.register(name, _attention_forward)
+    AttentionMaskInterface.register(name, _mask_of_batch)
     return name

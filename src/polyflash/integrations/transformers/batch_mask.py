@@ -198,7 +198,7 @@ def _densified(x: Any) -> Any:
     return x.dense() if isinstance(x, BatchMask) else x
 
 
-def mask_of_batch(
+def _mask_of_batch(
     batch_size: int,
     q_length: int,
     kv_length: int,

@@ -12,7 +12,7 @@ from polyflash.errors import UnsupportedError, spec_error
 from polyflash.integrations.transformers.batch_mask import BatchMask
 
 # Arguments that describe the call and change no result. Every other one that is not named in the signature of
-# `attention_forward` is refused unless it is None or False.
+# `_attention_forward` is refused unless it is None or False.
 DESCRIPTIVE = frozenset(
     (
         "cache_position",
@@ -26,7 +26,7 @@ DESCRIPTIVE = frozenset(
 )
 
 
-def attention_forward(
+def _attention_forward(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
