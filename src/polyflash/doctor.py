@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from polyflash import env, reports, target
@@ -145,23 +145,21 @@ def cases() -> tuple[Workload, ...]:
     """A dozen problems of a few hundred scores; none is square, and lengths end within a tile."""
     from polyflash.workloads import Workload
 
-    def case(name: str, heads: int = 2, kv: int = 2, rows: int = 19, keys: int = 37, **more: Any) -> Workload:
-        return Workload(name, frozenset(), 2, heads, kv, rows, keys, 24, **more)
-
+    plain = Workload("plain", frozenset(), 2, 2, 2, 19, 37, 24)
     return (
-        case("plain"),
-        case("causal, more keys than rows", causal=True),
-        case("grouped heads", heads=6, kv=2),
-        case("bool mask", mask="b1qk"),
-        case("bias", bias="hqk"),
-        case("softcap", softcap=5.0),
-        case("sinks", sinks=True),
-        case("window", causal=True, window=(5, 0)),
-        case("key lengths", kv_lens=(0, 30)),
-        case("bfloat16", dtype="bfloat16", causal=True),
-        case("float16", dtype="float16", causal=True),
-        case("rows that see no key", rows=37, keys=19, causal=True),
-        case("gradient", causal=True, heads=4, kv=2),
+        plain,
+        replace(plain, name="causal, more keys than rows", causal=True),
+        replace(plain, name="grouped heads", heads=6),
+        replace(plain, name="bool mask", mask="b1qk"),
+        replace(plain, name="bias", bias="hqk"),
+        replace(plain, name="softcap", softcap=5.0),
+        replace(plain, name="sinks", sinks=True),
+        replace(plain, name="window", causal=True, window=(5, 0)),
+        replace(plain, name="key lengths", kv_lens=(0, 30)),
+        replace(plain, name="bfloat16", dtype="bfloat16", causal=True),
+        replace(plain, name="float16", dtype="float16", causal=True),
+        replace(plain, name="rows that see no key", seqlen_q=37, seqlen_k=19, causal=True),
+        replace(plain, name="gradient", causal=True, heads=4),
     )
 
 

@@ -56,7 +56,8 @@ def last_role(items: int, threads: int, scratch_bytes: int = 100) -> int:
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
 def test_a_spinning_team_gets_the_items_and_each_runs_once():
     kernel, lent = runtime.load(Key("record")), 0
-    for _ in range(50):
+    end = time.monotonic() + 20  # on a busy machine the team is seldom on a core at the right moment
+    while lent < 10 and time.monotonic() < end:
         make_team_spin()
         run_recorded(kernel, 9, 2)
         lent += last_role(9, 2) == pool.ROLE_MEMBER
