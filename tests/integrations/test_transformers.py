@@ -154,6 +154,7 @@ UNREAD = {
     "shifted": lambda batch, head, query, key: key <= query + 1,
     "asymmetric chunks": lambda b, h, q, k: (k - NONE[b]) // 3 == (q - NONE[b]) // 4,
     "two kinds of positions": lambda b, h, q, k: torch.arange(5).expand(2, -1)[b, k] <= q,
+    "two tables": lambda b, h, q, k: torch.zeros(2, 5)[b, q] == torch.ones(2, 5)[b, k],
     "no tensor": lambda batch, head, query, key: True,
     "branching": lambda batch, head, query, key: key <= query if query > 3 else key >= query,
     "positions alone": theirs.remap_positions_for_packed_sequence(
