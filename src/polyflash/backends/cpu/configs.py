@@ -374,7 +374,8 @@ def pack_members(
     nv = min(cost, key=lambda nv: cost[nv])
     typical = max(1, int(lens_q.mean())) if len(lens_q) else 1
     members = max(1, int((lens_q > 0).sum()))
-    return nv, partition(members, spec.num_kv_heads, spec.group, typical, rows[nv], config.panels, threads)
+    panels = config.panels * widths[0] // nv  # as many rows share a copy of K and V as in the widest panels
+    return nv, partition(members, spec.num_kv_heads, spec.group, typical, rows[nv], panels, threads)
 
 
 def _work(lens_q: Any, lens_k: Any, panel_rows: int, causal: bool) -> float:

@@ -134,6 +134,11 @@ class _Square:
 
         def rows(size: int, vector: ir.Type, widen: Any, _: list[Value]) -> list[Value]:
             pointers = self._pointers(e, C_BIAS, C_BIAS_ROW, size, done)
+            block = b.mul(e.load(self.args, 8 * a.BLOCK_N, I64), I64(size))
+            for (
+                p
+            ) in pointers:  # of the next key block: so many rows are too many streams for the CPU to follow
+                e.prefetch(e.at(p, block))
             return [widen(self._load(e, p, vector, inside)) for p in pointers]
 
         x = [e.floats(0)] * n
@@ -197,6 +202,7 @@ class _Square:
             return [e.at(x[0], n), b.or_(x[1], seen), b.or_(x[2], hidden)]
 
         def row(i: Value, x: list[Value]) -> list[Value]:
+            e.prefetch(e.at(x[0], keys))  # of the next key block
             out = e.loop(full, x, lambda j, y: step(y, None))
             out = e.loop(some, out, lambda j, y: step(y, e.first_lanes(rest, n)))
             return [e.at(x[0], stride), *out[1:]]
