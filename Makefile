@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest
 SETUP := sh scripts/setup.sh
 CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
 
-.PHONY: help demo test test-cpu test-all lint bench clean
+.PHONY: help demo test test-cpu test-all mutants lint bench clean
 .NOTPARALLEL:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo 'make test      lint, then every test that takes seconds'
 	@echo 'make test-cpu  the tests of the CPU engine alone'
 	@echo 'make test-all  every test, those that take minutes too'
+	@echo 'make mutants   plant known mistakes in copies of the sources: does a test notice each? (half an hour)'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     this machine against torch SDPA, into build/bench.json'
 	@echo 'make clean     remove .venv and everything built'
@@ -35,6 +36,9 @@ test-cpu: .venv/.test
 
 test-all: lint
 	@$(PYTEST) -m ''
+
+mutants: .venv/.test
+	@$(BIN)/python scripts/mutants.py
 
 lint: .venv/.test
 	@$(BIN)/ruff check .

@@ -1,0 +1,198 @@
+"""Does the suite notice planted defects? Plants those of mutants.toml one by one and demands that tests fail.
+
+    python scripts/mutants.py [--only ID ...] [--list] [--jobs N]
+
+A mutant is one place of src/polyflash: `old`, which must occur exactly once, becomes `new`; `stands_for` is
+the mistake it repeats. `workloads` (accuracy tests of the CPU engine) and `tests` (pytest nodes) must kill
+it, each mutant in a copy of src with a kernel cache of its own. Killed means that a test's own assertion
+failed: an import error, any other exception and a timeout do not count, the death of the interpreter only
+with `crash = true`. Before that, every selection must pass on the sources as they are. Exit status 0: all
+are killed; 1: some survive; 2: the table or the unmutated suite is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = Path(__file__).with_suffix(".toml")
+TIMEOUT_S, BASELINE_TIMEOUT_S = 300, 1800
+KILLING = ("AssertionError", "assert ", "Failed: ")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    id: str
+    file: str  # below src/polyflash
+    stands_for: str
+    old: str
+    new: str
+    workloads: tuple[str, ...] = ()  # names of polyflash.workloads, float32 or "name/dtype"
+    tests: tuple[str, ...] = ()
+    crash: bool = False
+
+    def selection(self) -> tuple[str, ...]:
+        return (*map(_node_of, self.workloads), *self.tests)
+
+    def applied(self, text: str) -> str:
+        """`text` with the defect; ValueError if it does not have exactly one place for it."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.id}: its old text occurs {text.count(self.old)} times in {self.file}")
+        return text.replace(self.old, self.new)
+
+
+def _node_of(workload: str) -> str:
+    name, _, dtype = workload.partition("/")
+    test = "test_varlen.py::test_members" if name.startswith("packed") else "test_accuracy.py::test_workload"
+    return f"tests/conformance/{test}[cpu-forward-{name}-{dtype or 'float32'}]"
+
+
+def table() -> list[Mutant]:
+    entries = tomllib.loads(TABLE.read_text(encoding="utf-8"))["mutant"]
+    listed = (
+        {**e, "workloads": tuple(e.get("workloads", ())), "tests": tuple(e.get("tests", ()))} for e in entries
+    )
+    return [Mutant(**entry) for entry in listed]
+
+
+def run_tests(source: Path, cache: Path, nodes: Iterable[str], timeout_s: int, report: Path) -> str:
+    """ "passed", "killed: <test>", or what else happened, of one pytest run over a copy of src."""
+    kept = {n: x for n, x in os.environ.items() if not n.startswith("POLYFLASH_")}
+    env = {
+        **kept,
+        "PYTHONPATH": str(source),
+        "POLYFLASH_CACHE_DIR": str(cache),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "",
+        "-k", "not torch-forward", f"--junitxml={report}", *nodes,
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, timeout=timeout_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"timeout after {timeout_s} s"
+    if not report.exists():
+        return (
+            f"crashed: {done.returncode}" if done.returncode not in (0, 1, 2, 3, 4, 5) else "error: no report"
+        )
+    return outcome(ET.parse(report).getroot())
+
+
+def outcome(suites: ET.Element) -> str:
+    cases = list(suites.iter("testcase"))
+    for case in cases:
+        failure = case.find("failure")
+        if failure is not None:
+            message = failure.get("message", "").strip()
+            how = "killed" if message.startswith(KILLING) else "error"
+            return f"{how}: {case.get('name')}" + ("" if how == "killed" else f": {message[:120]}")
+        if case.find("error") is not None:
+            return f"error: {case.get('name')}: not a test's own failure"
+    ran = sum(case.find("skipped") is None for case in cases)
+    return "passed" if ran else "error: no test ran"
+
+
+def plant(mutant: Mutant, folder: Path, baseline_cache: Path) -> tuple[Path, Path]:
+    """A copy of src with the defect, and its cache folder: empty, unless the kernels are the same."""
+    source, cache = folder / "src", folder / "cache"
+    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    place = source / "polyflash" / mutant.file
+    place.write_text(mutant.applied(place.read_text(encoding="utf-8")), encoding="utf-8")
+    if baseline_cache.exists() and not mutant.file.startswith("backends/cpu/"):
+        shutil.copytree(baseline_cache, cache)
+    return source, cache
+
+
+def hunt(mutant: Mutant, baseline_cache: Path) -> tuple[bool, str, float]:
+    """Whether a mutant is killed, by what, and after how many seconds."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="polyflash-mutant-") as name:
+        source, cache = plant(mutant, Path(name), baseline_cache)
+        result = run_tests(source, cache, mutant.selection(), TIMEOUT_S, Path(name) / "report.xml")
+    killed = result.startswith("killed") or (mutant.crash and result.startswith("crashed"))
+    return killed, result, time.perf_counter() - start
+
+
+def baseline(chosen: Sequence[Mutant], folder: Path) -> str:
+    """Every selection on the sources as they are, in one run; "" if each has a test that passes."""
+    source = folder / "src"
+    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    where = "import polyflash; print(polyflash.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", where], cwd=folder, env={**os.environ, "PYTHONPATH": str(source)},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    if not Path(found.strip()).is_relative_to(source):
+        return f"polyflash is imported from {found.strip()}, not from the copy"
+    nodes = list(dict.fromkeys(node for mutant in chosen for node in mutant.selection()))
+    report = folder / "report.xml"
+    result = run_tests(source, folder / "cache", nodes, BASELINE_TIMEOUT_S, report)
+    if result != "passed":
+        return f"the sources as they are: {result}"
+    ran = {_plain_name(c) for c in ET.parse(report).getroot().iter("testcase") if c.find("skipped") is None}
+    idle = [m.id for m in chosen if not any(_runs(node, ran) for node in m.selection())]
+    return f"no test of theirs runs here: {', '.join(idle)}" if idle else ""
+
+
+def _plain_name(case: ET.Element) -> str:
+    return f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+
+
+def _runs(node: str, ran: set[str]) -> bool:
+    return any(name == node or name.startswith(f"{node}[") for name in ran)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", nargs="+", metavar="ID", help="these mutants alone; a word matches part of an id"
+    )
+    parser.add_argument("--list", action="store_true", help="print the table and stop")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default 1)")
+    options = parser.parse_args()
+    chosen = [m for m in table() if not options.only or any(re.search(word, m.id) for word in options.only)]
+    if not chosen:
+        parser.error(f"no mutant matches {options.only}")
+    if options.list:
+        for m in chosen:
+            print(f"{m.id:<34} {m.file:<28} {m.stands_for}")
+        return 0
+    for m in chosen:
+        m.applied((ROOT / "src" / "polyflash" / m.file).read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory(prefix="polyflash-mutants-") as name:
+        print(f"{len(chosen)} mutants; first their tests on the sources as they are", flush=True)
+        wrong = baseline(chosen, Path(name))
+        if wrong:
+            print(wrong)
+            return 2
+        survivors = []
+        with ThreadPoolExecutor(options.jobs) as pool:
+            results = pool.map(lambda m: hunt(m, Path(name) / "cache"), chosen)
+            for m, (killed, result, seconds) in zip(chosen, results, strict=True):
+                print(
+                    f"{m.id:<34} {seconds:5.0f} s  {result if killed else 'SURVIVED: ' + result}", flush=True
+                )
+                survivors += [] if killed else [m.id]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The planted defects of scripts/mutants.toml, without running one: each still has its place and tests."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import polyflash
+from polyflash.workloads import CATALOGUE, DTYPES
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+mutants = _load()
+TABLE = mutants.table()
+
+
+@pytest.mark.parametrize("mutant", TABLE, ids=lambda m: m.id)
+def test_a_mutant_has_its_place(mutant):
+    """Exactly one, and what it becomes is Python; a stale entry fails here and not in the long sweep."""
+    text = (Path(polyflash.__file__).parent / mutant.file).read_text(encoding="utf-8")
+    changed = mutant.applied(text)
+    assert changed != text and mutant.stands_for
+    ast.parse(changed)
+
+
+def test_ids_and_tests_exist():
+    assert len({m.id for m in TABLE}) == len(TABLE) >= 60
+    names = {w.name for w in CATALOGUE}
+    for mutant in TABLE:
+        assert mutant.selection(), mutant.id
+        for workload in mutant.workloads:
+            name, _, dtype = workload.partition("/")
+            assert name in names and dtype in ("", *DTYPES), f"{mutant.id}: {workload}"
+        for node in mutant.tests:
+            path, _, test = node.partition("::")
+            found = re.search(rf"def {test.partition('[')[0]}\(", (ROOT / path).read_text(encoding="utf-8"))
+            assert found, f"{mutant.id}: {node}"
+
+
+def test_a_stale_or_ambiguous_place_is_refused():
+    mutant = mutants.Mutant("x", "plan.py", "a mistake", "one", "two")
+    for text in ("", "one one"):
+        with pytest.raises(ValueError, match="occurs"):
+            mutant.applied(text)
+    assert mutant.applied("an one") == "an two"
+
+
+@pytest.mark.parametrize(
+    "case, want",
+    [
+        ('<failure message="AssertionError: x"/>', "killed"),
+        ('<failure message="assert 1 == 2"/>', "killed"),
+        ('<failure message="Failed: DID NOT RAISE"/>', "killed"),
+        ('<failure message="TypeError: x"/>', "error"),
+        ('<error message="collection failure"/>', "error"),
+        ('<skipped message="no"/>', "error"),
+        ("", "passed"),
+    ],
+)
+def test_only_an_assertion_kills(case, want):
+    report = ET.fromstring(
+        f'<testsuites><testsuite><testcase name="t">{case}</testcase></testsuite></testsuites>'
+    )
+    assert mutants.outcome(report).startswith(want)
