@@ -2,7 +2,10 @@
 
     R    = the float64 oracle                                T    = eager ops in the storage dtype, scale
     moved to K
-    u    = 2·max|((R.to(dt) + 0.3) - 0.3) - R.to(dt)|        one rounding unit at output magnitude
+    u    = 2·max|((R.to(dt) + 0.3) - 0.3) - R.to(dt)|        one rounding unit at output magnitude, at
+    least that of max|R|: the first form is a sample of roundings, and of a few values it can be 0 by chance.
+    Of many it is about as large, so that only tiny problems are held less tightly, where T's own error is a
+    single draw too
     E(x) = max|x - R|     A(x) = mean|x - R|                 W(x) = max_i |x_i - R_i| / (|R_i| +
     1e-3·max_i|R_i|), row norms
     pass iff  E ≤ r·E(T) + u   and   A ≤ 1.5·A(T) + u/8   and   W ≤ 4·W(T) + 8·eps(dt)
@@ -161,9 +164,12 @@ def masked_scores(q: Tensor, k: Tensor, order: str, options: dict[str, Any]) -> 
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with at least 64 rows: fewer take another path in BLAS, with other roundings."""
-    rows = a.shape[-2]
-    return (torch.nn.functional.pad(a, (0, 0, 0, max(0, 64 - rows))) @ b)[..., :rows, :]
+    """a @ b with at least 64 rows and columns: fewer take another path in BLAS, which sums by vectors and has
+    smaller errors. With 3 keys T would promise what one chain of products cannot hold."""
+    rows, columns = a.shape[-2], b.shape[-1]
+    a = torch.nn.functional.pad(a, (0, 0, 0, max(0, 64 - rows)))
+    b = torch.nn.functional.pad(b, (0, max(0, 64 - columns)))
+    return (a @ b)[..., :rows, :columns]
 
 
 def _alibi(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
@@ -321,7 +327,10 @@ def compare(
     figures = Figures(
         ours=_errors(mine, right),
         theirs=tuple(max(f) for f in zip(*(_errors(x, right) for x in theirs), strict=True)),  # type: ignore[arg-type]
-        u=2 * float((((rounded + 0.3) - 0.3) - rounded).abs().max()) + own * float(right.abs().max()),
+        u=max(
+            2 * float((((rounded + 0.3) - 0.3) - rounded).abs().max()), unit(float(right.abs().max()), dtype)
+        )
+        + own * float(right.abs().max()),
         own=own,
         rows=right.numel() // (right.shape[-1] if right.ndim else 1),
         ratio=ratio,
@@ -331,6 +340,11 @@ def compare(
         figures.hold(dtype, label)
     else:
         pool.add(figures)
+
+
+def unit(size: float, dtype: torch.dtype) -> float:
+    """The distance between neighbours of `dtype` at a magnitude."""
+    return torch.finfo(dtype).eps * 2.0 ** (math.frexp(size)[1] - 1) if size else 0.0
 
 
 def same_pattern(ours: Tensor, right: Tensor, label: str) -> None:

@@ -10,7 +10,18 @@ import torch
 
 from polyflash.reference import attention_reference
 from tests.memory import check_guarded, guard, poisoned
-from tests.tolerance import check, check_backstop, check_lse, eager, expect, near, same_bits, visible
+from tests.tolerance import (
+    check,
+    check_backstop,
+    check_lse,
+    compare,
+    eager,
+    expect,
+    masked_scores,
+    near,
+    same_bits,
+    visible,
+)
 
 
 @pytest.fixture(params=(torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)
@@ -75,6 +86,32 @@ def test_small_row_fails(case):
     wrong = small.out.to(want.dtype).clone()
     wrong[0, 0, 0] = -wrong[0, 0, 0]
     fails(wrong, None, small)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_one_value_may_be_off_by_one_unit(dtype):
+    """Whatever adding and taking off 0.3 makes of it, and however exact T happens to be; not by two units."""
+    unlucky = 0
+    for bits in range(40):
+        right = torch.tensor([[1.5 + bits * torch.finfo(dtype).eps]], dtype=dtype)
+        unlucky += bool(((right + 0.3) - 0.3 == right).all())
+        want = right.double()
+        step = torch.finfo(dtype).eps
+        compare((want + step).to(dtype), want, [want], dtype, ratio=2, label="one unit")
+        with pytest.raises(AssertionError):
+            compare((want + 3 * step).to(dtype), want, [want], dtype, ratio=2, label="three units")
+    assert unlucky
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="how another BLAS sums is its own affair")
+def test_a_chain_is_one_for_few_keys_too():
+    """The scores of T's "chain" do not depend on how many keys and rows there are beside them."""
+    torch.manual_seed(0)
+    q, k = 8 * torch.randn(2, 1, 90, 64), 8 * torch.randn(2, 1, 90, 64)
+    whole = masked_scores(q, k, "chain", {"q_offset": 0})
+    for rows, keys in ((1, 1), (16, 3), (3, 70)):
+        few = masked_scores(q[:, :, :rows], k[:, :, :keys], "chain", {"q_offset": 0})
+        same_bits(few, whole[:, :, :rows, :keys])
 
 
 def test_dtype_shape_and_layout_fail(case):
