@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from polyflash.backends.cpu import capabilities, configs
+from polyflash.backends.cpu import capabilities, configs, packing
 from polyflash.backends.cpu.configs import BUCKETS, Config, KernelKey
 from polyflash.errors import SpecError
 from polyflash.spec import AttentionSpec, Feature, Phase
@@ -132,7 +132,7 @@ def test_a_config_of_another_instruction_set_runs_only_where_it_can():
 def test_the_table_of_packed_members_names_every_row_once_the_most_work_first():
     lens_q, lens_k = np.array([0, 5, 200, 64, 1]), np.array([7, 5, 300, 0, 9])
     for causal in (False, True):
-        table = configs.member_table(lens_q, lens_k, 64, 3, causal=causal)
+        table = packing.member_table(lens_q, lens_k, 64, 3, causal=causal)
         rows = sorted((b, row) for b, begin, end in table.tolist() for row in range(begin, end))
         assert rows == [(b, row) for b, n in enumerate(lens_q) for row in range(n)]
         assert table[0].tolist() == [2, 0, 128]
@@ -142,7 +142,7 @@ def test_the_table_of_packed_members_names_every_row_once_the_most_work_first():
 def test_narrow_panels_for_short_members():
     def width(*lengths: int, causal: bool = False) -> int:
         lens = np.array(lengths)
-        return configs.pack_members(spec_of(), Config(128, 8), lens, lens, 2, causal=causal)[0]
+        return packing.pack_members(spec_of(), Config(128, 8), lens, lens, 2, causal=causal)[0]
 
     assert width(*[16] * 40) == 1
     assert width(*[1024] * 40) == 4

@@ -353,8 +353,12 @@ assert "numba" not in sys.modules
 
 def python(code: str, timeout: float = 30) -> str:
     """Runs `code` after the prelude in a new process, which must end by itself, without error or a word."""
+    quiet = [
+        "-W",
+        "ignore::DeprecationWarning",
+    ]  # from 3.12 on every fork beside threads warns; here it is tested
     process = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        [sys.executable, *quiet, "-c", PRELUDE + textwrap.dedent(code)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

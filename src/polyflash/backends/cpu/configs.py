@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from polyflash.errors import spec_error
 from polyflash.spec import Feature
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from polyflash.spec import AttentionSpec
     from polyflash.target import Target
 
@@ -351,60 +347,7 @@ def partition(
     return Partition(heads, chunks, row_panels, row_blocks, batch * num_kv_heads * chunks * row_blocks)
 
 
-NARROW_COST = (1.0, 1.04, 1.12)  # time per row of the widest panel, the next and the narrowest; measured
-
-
-def member_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Any, Any]:
-    """Rows and keys of every packed member, int64 numpy."""
-    return np.diff(cu_seqlens_q.numpy()).astype(np.int64), np.diff(cu_seqlens_k.numpy()).astype(np.int64)
-
-
-def pack_members(
-    spec: AttentionSpec, config: Config, lens_q: Any, lens_k: Any, threads: int, *, causal: bool
-) -> tuple[int, Partition]:
-    """Panel width and cut of packed members: the width of least work, counting the rows of a member's last
-    panel that are none and, if causal, the keys that only the last row of each panel sees."""
-    isa = ISAS[config.isa]
-    widths = sorted(isa.group_keys, reverse=True)
-    rows = {nv: nv * isa.lanes for nv in widths}
-    cost = {
-        nv: factor * _work(lens_q, lens_k, rows[nv], causal)
-        for nv, factor in zip(widths, NARROW_COST, strict=True)
-    }
-    nv = min(cost, key=lambda nv: cost[nv])
-    typical = max(1, int(lens_q.mean())) if len(lens_q) else 1
-    members = max(1, int((lens_q > 0).sum()))
-    panels = config.panels * widths[0] // nv  # as many rows share a copy of K and V as in the widest panels
-    return nv, partition(members, spec.num_kv_heads, spec.group, typical, rows[nv], panels, threads)
-
-
-def _work(lens_q: Any, lens_k: Any, panel_rows: int, causal: bool) -> float:
-    """Pairs that panels of `panel_rows` compute: of a causal member on average half its keys and half a panel
-    more."""
-    panels = -(-lens_q // panel_rows)
-    keys = (
-        np.minimum(lens_k, (lens_k + panel_rows) / 2 + np.maximum(0, lens_k - lens_q) / 2)
-        if causal
-        else lens_k
-    )
-    return float((panels * panel_rows * keys).sum())
-
-
-def member_table(lens_q: Any, lens_k: Any, panel_rows: int, panels: int, *, causal: bool) -> Any:
-    """int32 (items, 3): member, first row and end row of each item, the most work first. A member's panels
-    are shared out evenly over as few items of at most `panels` as hold them."""
-    in_member = -(-lens_q // panel_rows)
-    items = -(-in_member // panels)
-    member = np.repeat(np.arange(len(lens_q)), items)
-    number = np.arange(len(member)) - np.repeat(np.cumsum(items) - items, items)
-    begin = number * in_member[member] // np.maximum(1, items[member]) * panel_rows
-    end = (number + 1) * in_member[member] // np.maximum(1, items[member]) * panel_rows
-    end = np.minimum(end, lens_q[member])
-    keys = lens_k[member]
-    if causal:
-        keys = np.clip(end + keys - lens_q[member], 0, keys)
-    order = np.argsort(-(keys * (end - begin)), kind="stable")
-    return np.stack([member[order], begin[order], end[order]], 1).astype(np.int32)
+_TILES = ((128, 8), (128, 4), (64, 4), (64, 2), (64, 1), (32, 1), (16, 1))  # (block_n, panels), best first
 
 
 def choose(spec: AttentionSpec, target: Target) -> Config:
@@ -421,9 +364,6 @@ def choose(spec: AttentionSpec, target: Target) -> Config:
     if spec.features & {Feature.MASK, Feature.SEGMENTS}:
         block_n = min(block_n, 64)  # finer tiles, so that more of them are skipped
     return Config(block_n, panels, compute, isa)
-
-
-_TILES = ((128, 8), (128, 4), (64, 4), (64, 2), (64, 1), (32, 1), (16, 1))  # (block_n, panels), best first
 
 
 def candidates(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:

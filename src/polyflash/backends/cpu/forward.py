@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, pool, runtime
+from polyflash.backends.cpu import configs, packing, pool, runtime
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -467,12 +467,12 @@ class _Prepared:
     def packed(self, args: Arguments, threads: int, kept: list[Any]) -> tuple[_Cut, int]:
         """Items of packed members, and the address of their table: the most work first."""
         spec, config = self.launch.spec, self.launch.config
-        lens_q, lens_k = configs.member_lengths(
+        lens_q, lens_k = packing.member_lengths(
             cast("Tensor", args.cu_seqlens_q), cast("Tensor", args.cu_seqlens_k)
         )
-        nv, cut = configs.pack_members(spec, config, lens_q, lens_k, threads, causal=args.causal)
+        nv, cut = packing.pack_members(spec, config, lens_q, lens_k, threads, causal=args.causal)
         rows = nv * configs.ISAS[config.isa].lanes
-        table = configs.member_table(lens_q, lens_k, rows, cut.row_panels, causal=args.causal)
+        table = packing.member_table(lens_q, lens_k, rows, cut.row_panels, causal=args.causal)
         kept.append(table)
         others = spec.num_kv_heads * cut.chunks
         index = -1, nv, *cut[:3], len(table)
