@@ -76,6 +76,15 @@ def test_more_threads_never_make_fewer_items():
     assert items[-1] > items[0]
 
 
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512, 576])
+def test_key_blocks_do_not_depend_on_lengths(target, head_dim):
+    """A chunk of one row and a prefill cut a row's sums at the same keys: batch invariance."""
+    for dtype in configs.STORAGE_BYTES:
+        specs = [spec_of(dtype, seqlen, head_dim) for seqlen in (1, 16, 17, 33, 4096)]
+        assert len({configs.choose(spec, target).block_n for spec in specs}) == 1
+
+
 def test_configs_prove_themselves():
     for block_n, panels in ((0, 4), (24, 4), (512, 4), (128, 0), (128, 9)):
         with pytest.raises(SpecError):
