@@ -68,6 +68,15 @@ def table() -> list[Mutant]:
     return [Mutant(**entry) for entry in listed]
 
 
+def misplaced(mutant: Mutant) -> str:
+    """Why the sources have no place for a mutant, or ""."""
+    try:
+        mutant.applied((ROOT / "src" / "polyflash" / mutant.file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"stale entry: {error}"
+    return ""
+
+
 def run_tests(source: Path, cache: Path, nodes: Iterable[str], timeout_s: int, report: Path) -> str:
     """ "passed", "killed: <test>", or what else happened, of one pytest run over a copy of src."""
     kept = {n: x for n, x in os.environ.items() if not n.startswith("POLYFLASH_")}
@@ -89,9 +98,9 @@ def run_tests(source: Path, cache: Path, nodes: Iterable[str], timeout_s: int, r
     except subprocess.TimeoutExpired:
         return f"timeout after {timeout_s} s"
     if not report.exists():
-        return (
-            f"crashed: {done.returncode}" if done.returncode not in (0, 1, 2, 3, 4, 5) else "error: no report"
-        )
+        if done.returncode in range(6):
+            return f"error: pytest did not start: {done.stdout.strip()[-300:]}"
+        return f"crashed: {done.returncode}"
     return outcome(ET.parse(report).getroot())
 
 
@@ -109,29 +118,30 @@ def outcome(suites: ET.Element) -> str:
     return "passed" if ran else "error: no test ran"
 
 
-def plant(mutant: Mutant, folder: Path, baseline_cache: Path) -> tuple[Path, Path]:
-    """A copy of src with the defect, and its cache folder: empty, unless the kernels are the same."""
+def plant(mutant: Mutant, folder: Path, sound: Path) -> tuple[Path, Path]:
+    """A copy of the sound sources with the defect, and its cache: empty, unless the kernels are the same."""
     source, cache = folder / "src", folder / "cache"
-    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copytree(sound / "src", source)
     place = source / "polyflash" / mutant.file
     place.write_text(mutant.applied(place.read_text(encoding="utf-8")), encoding="utf-8")
-    if baseline_cache.exists() and not mutant.file.startswith("backends/cpu/"):
-        shutil.copytree(baseline_cache, cache)
+    if (sound / "cache").exists() and not mutant.file.startswith("backends/cpu/"):
+        shutil.copytree(sound / "cache", cache)
     return source, cache
 
 
-def hunt(mutant: Mutant, baseline_cache: Path) -> tuple[bool, str, float]:
+def hunt(mutant: Mutant, sound: Path) -> tuple[bool, str, float]:
     """Whether a mutant is killed, by what, and after how many seconds."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="polyflash-mutant-") as name:
-        source, cache = plant(mutant, Path(name), baseline_cache)
+        source, cache = plant(mutant, Path(name), sound)
         result = run_tests(source, cache, mutant.selection(), TIMEOUT_S, Path(name) / "report.xml")
     killed = result.startswith("killed") or (mutant.crash and result.startswith("crashed"))
     return killed, result, time.perf_counter() - start
 
 
-def baseline(chosen: Sequence[Mutant], folder: Path) -> str:
-    """Every selection on the sources as they are, in one run; "" if each has a test that passes."""
+def baseline(chosen: Sequence[Mutant], folder: Path) -> tuple[str, list[Mutant]]:
+    """Copies the sources, which may change meanwhile, and runs every selection on them. Returns what is
+    wrong, or "", and the mutants whose tests run here: some need an instruction set."""
     source = folder / "src"
     shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     where = "import polyflash; print(polyflash.__file__)"
@@ -140,15 +150,14 @@ def baseline(chosen: Sequence[Mutant], folder: Path) -> str:
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     if not Path(found.strip()).is_relative_to(source):
-        return f"polyflash is imported from {found.strip()}, not from the copy"
+        return f"polyflash is imported from {found.strip()}, not from the copy", []
     nodes = list(dict.fromkeys(node for mutant in chosen for node in mutant.selection()))
     report = folder / "report.xml"
     result = run_tests(source, folder / "cache", nodes, BASELINE_TIMEOUT_S, report)
     if result != "passed":
-        return f"the sources as they are: {result}"
+        return f"the sources as they are: {result}", []
     ran = {_plain_name(c) for c in ET.parse(report).getroot().iter("testcase") if c.find("skipped") is None}
-    idle = [m.id for m in chosen if not any(_runs(node, ran) for node in m.selection())]
-    return f"no test of theirs runs here: {', '.join(idle)}" if idle else ""
+    return "", [m for m in chosen if any(_runs(node, ran) for node in m.selection())]
 
 
 def _plain_name(case: ET.Element) -> str:
@@ -174,23 +183,29 @@ def main() -> int:
         for m in chosen:
             print(f"{m.id:<34} {m.file:<28} {m.stands_for}")
         return 0
-    for m in chosen:
-        m.applied((ROOT / "src" / "polyflash" / m.file).read_text(encoding="utf-8"))
+    stale = [found for found in map(misplaced, chosen) if found]
+    if stale:
+        print("\n".join(stale))
+        return 2
     with tempfile.TemporaryDirectory(prefix="polyflash-mutants-") as name:
         print(f"{len(chosen)} mutants; first their tests on the sources as they are", flush=True)
-        wrong = baseline(chosen, Path(name))
+        wrong, able = baseline(chosen, Path(name))
         if wrong:
             print(wrong)
             return 2
+        for m in chosen:
+            if m not in able:
+                print(f"{m.id:<34}     -    not on this machine: its tests are skipped")
         survivors = []
         with ThreadPoolExecutor(options.jobs) as pool:
-            results = pool.map(lambda m: hunt(m, Path(name) / "cache"), chosen)
-            for m, (killed, result, seconds) in zip(chosen, results, strict=True):
+            results = pool.map(lambda m: hunt(m, Path(name)), able)
+            for m, (killed, result, seconds) in zip(able, results, strict=True):
                 print(
-                    f"{m.id:<34} {seconds:5.0f} s  {result if killed else 'SURVIVED: ' + result}", flush=True
+                    f"{m.id:<34} {seconds:5.0f} s  {result if killed else 'NOT KILLED: ' + result}",
+                    flush=True,
                 )
                 survivors += [] if killed else [m.id]
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    print(f"{len(able) - len(survivors)} of {len(able)} killed")
     return 1 if survivors else 0
 
 

@@ -5,7 +5,8 @@ tests/backends/cpu or tests/test_*.py, found by its id (B-msk-04, B_msk_04). Tho
 
     B-pag-01, 02, 04-07, 10-14, 16-20   page tables, appends, plans apart from their run, shared pages:
                                         there is no paged cache. S5 and S6 likewise
-    B-q-01, 03-11, 13-16, 18, 19        quantised storage, its scales, and backward passes
+    B-q-01, 03-11, 13-16, 18, 19        quantised storage, its scales, and backward passes; rows beyond the
+                                        length (13) are P5 in test_memory.py
     B-big-03                            page number × page stride
     B-big-11                            a grid of 65535 places: 70000 items are B-big-09 and B-big-10
     B-spl-10, B-spl-12                  split kernels: items never split the keys, `merge` has no offsets
@@ -271,3 +272,23 @@ def test_lists_that_overlap_are_refused(run: Runner):
     mask = Mask.intervals(ints(0, 10)[None], ints(20, 30)[None], rows=8)
     with pytest.raises(SpecError, match="disjoint"):
         run(q, k, v, mask=mask)
+
+
+def test_tiles_of_a_bool_mask_of_every_kind(run: Runner):
+    """Tiles all hidden, mixed and all visible, in another order in each head of a group: what
+    is skipped, changed or left alone is that tile of that head."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = torch.stack([torch.randperm(9, generator=generator).view(3, 3) % 3 for _ in range(4)])
+    kinds = kinds.repeat_interleave(128, 1).repeat_interleave(128, 2)[None]
+    mask = (kinds == 2) | ((kinds == 1) & (torch.rand(kinds.shape, generator=generator) < 0.5))
+    q, k, v = qkv(1, (4, 1), 384, 384, 16)
+    run.checked(q, k, v, mask=mask, label="heads of their own")
+    run.checked(q, k, v, mask=mask[:, 1:2], label="one for all heads")
+
+
+def test_B_msk_20_a_fall_beyond_the_exponent(run: Runner):
+    """Scores that fall by 150 from tile to tile: a maximum lowered to the last tile's would overflow."""
+    q, k, v = qkv(1, 1, 20, 400, 8)
+    q[..., 0], k[..., 0] = 8**0.5, -150.0 * (torch.arange(400) // 64)
+    run.checked(q, k, v)
+    run.checked(q, k.flip(2), v.flip(2), label="rising")
