@@ -279,11 +279,10 @@ class _Tile:
         b, nv = e.b, self.nv
         p_block, p_stats = e.pointer(block), e.pointer(stats)
         scale, low = e.splat(e.float_bits(scale_bits)), e.splat(e.float_bits(b.lshr(scale_bits, I64(32))))
-        least = b.fdiv(e.floats(-(2.0**20)), scale)
 
         def power(d: Value, degree: int) -> Value:
             if self.key.storage == "float32":
-                return e.exp2_scaled(d, scale, low, least, degree)
+                return e.exp2_scaled(d, scale, low, degree)
             return e.exp2(b.fmul(d, scale), degree)
 
         def rescaled(v: int) -> tuple[Value, Value]:

@@ -194,16 +194,16 @@ class Emitter:
         return [value] * kind.count if isinstance(kind, ir.VectorType) else value
 
     def exp2(self, x: Value, degree: int, floor: int = -64) -> Value:
-        """2**x; exactly 1 at 0, exactly 0 below 2**floor; NaN stays NaN. At -64 so small a weight is lost
-        beside the largest, which is 1, and its products would soon be subnormal, for which some CPUs take a
-        hundred times as long."""
+        """2**x for x <= 0; exactly 1 at 0, exactly 0 below 2**floor; NaN stays NaN.
+
+        At -64 so small a weight is lost beside the largest, which is 1, and its products would soon be
+        subnormal, for which some CPUs take a hundred times as long."""
         whole = self.rounded(x)
         return self._exp2_of_parts(whole, self.b.fsub(x, whole), degree, floor)
 
-    def exp2_scaled(self, d: Value, scale: Value, low: Value, least: Value, degree: int) -> Value:
+    def exp2_scaled(self, d: Value, scale: Value, low: Value, degree: int) -> Value:
         """2**(d·(scale + low)) for d <= 0, with the product unrounded: its rounding error, as large as the
-        exponent's own, would be the same for every key of one score. `least` is a d whose power is 0."""
-        d = self.b.select(self.b.fcmp_ordered("<", d, least), least, d)
+        exponent's own, would be the same for every key of one score."""
         whole = self.rounded(self.b.fmul(d, scale))
         f = self.fma(d, low, self.fma(d, scale, self.b.fneg(whole)))
         return self._exp2_of_parts(whole, f, degree)
@@ -216,7 +216,8 @@ class Emitter:
             args = [p, whole, undefined, ir.Constant(I16, -1), I32(4)]  # all lanes; rounding as set
             power = self.call("llvm.x86.avx512.mask.scalef.ps.512", self.vf, args)
         else:
-            n = b.fptosi(self.within(whole, floor, 127), self.vi)
+            held = b.select(b.fcmp_ordered(">", whole, self.floats(floor)), whole, self.floats(floor))
+            n = b.fptosi(held, self.vi)  # a NaN is held too, and comes back with p
             power = b.fmul(p, b.bitcast(b.shl(b.add(n, self.ints(127)), self.ints(23)), self.vf))
         return b.select(tiny, self.floats(0), power)
 
@@ -227,11 +228,6 @@ class Emitter:
             p = self.fma(p, f, self.floats(c))
         return p
 
-    def within(self, x: Value, low: float, high: float) -> Value:
-        """`x` held to [low, high]; a NaN becomes `low`, so that a conversion to int is defined."""
-        x = self.b.select(self.b.fcmp_ordered(">", x, self.floats(low)), x, self.floats(low))
-        return self.b.select(self.b.fcmp_ordered("<", x, self.floats(high)), x, self.floats(high))
-
     def tanh(self, x: Value) -> Value:
         """t / (t + 2) with t = exp(2x) - 1 = (2**n - 1) + 2**n·(2**f - 1): few ulps for small x too."""
         b = self.b
@@ -240,7 +236,7 @@ class Emitter:
         z = b.fmul(x, self.floats(2.8853900817779268))  # 2·log2(e)
         whole = self.rounded(z)
         f = self.fma(x, self.floats(2.8853900817779268), b.fneg(whole))
-        n = b.fptosi(self.within(whole, -64, 64), self.vi)
+        n = b.fptosi(b.select(b.fcmp_unordered("uno", x, x), self.floats(0), whole), self.vi)
         power = b.bitcast(b.shl(b.add(n, self.ints(127)), self.ints(23)), self.vf)
         t = self.fma(power, b.fmul(self._exp2_minus_1(f, 6), f), b.fsub(power, self.floats(1)))
         return b.fdiv(t, b.fadd(t, self.floats(2)))
