@@ -17,7 +17,7 @@ help:
 	@echo 'make test      lint, then every test that takes seconds'
 	@echo 'make test-cpu  the tests of the CPU engine alone'
 	@echo 'make test-all  every test, those that take minutes too'
-	@echo 'make mutants   plant known mistakes in copies of the sources: does a test notice each? (half an hour)'
+	@echo 'make mutants   plant known mistakes in copies of the sources: does a test notice each?'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     this machine against torch SDPA, into build/bench.json'
 	@echo 'make clean     remove .venv and everything built'

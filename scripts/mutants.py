@@ -174,7 +174,8 @@ def main() -> int:
         "--only", nargs="+", metavar="ID", help="these mutants alone; a word matches part of an id"
     )
     parser.add_argument("--list", action="store_true", help="print the table and stop")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default 1)")
+    jobs = min(4, os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, default=jobs, help=f"mutants at a time (default {jobs})")
     options = parser.parse_args()
     chosen = [m for m in table() if not options.only or any(re.search(word, m.id) for word in options.only)]
     if not chosen:
