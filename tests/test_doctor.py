@@ -410,7 +410,7 @@ def test_env_as_text_and_as_json(capsys, monkeypatch):
     code, out, err = say(capsys, "env")
     assert (code, err) == (0, "")
     for word in (
-        torch.__version__,
+        torch.__version__.partition("+")[0],
         target.detect("cpu").name,
         "/some/where",
         "quota",
@@ -423,7 +423,7 @@ def test_env_as_text_and_as_json(capsys, monkeypatch):
     code, out, _ = say(capsys, "env", "--json")
     found = json.loads(out)
     assert code == 0 and found["schema"] == "polyflash.env/1"
-    assert found["torch"]["version"] == torch.__version__
+    assert torch.__version__.startswith(found["torch"]["version"])
     (cache,) = [v for v in found["variables"] if v["name"] == "POLYFLASH_CACHE_DIR"]
     assert (cache["value"], cache["set"], cache["default"]) == ("/some/where", True, "")
     assert {r["row"].split(" ")[0] for r in found["rows"]} == {r.name for r in backends.TABLE}

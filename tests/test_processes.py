@@ -32,11 +32,20 @@ assert right()
 """
 
 
-def process(code: str, *options: str, timeout: float = 120, stderr: str = "", prelude: str = PRELUDE) -> str:
+def process(
+    code: str,
+    *options: str,
+    timeout: float = 120,
+    stderr: str = "",
+    prelude: str = PRELUDE,
+    torch_may_abort: bool = False,
+) -> str:
     """Runs `code` in a new process, which must end by itself with exit code 0; returns what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(Path(polyflash.__file__).parents[1])}
     command = [sys.executable, *options, "-c", prelude + textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    if torch_may_abort and done.stderr == "terminate called without an active exception\n":
+        return done.stdout
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert stderr in done.stderr and ("Traceback" in done.stderr) is ("Traceback" in stderr), done.stderr
     return done.stdout
@@ -172,8 +181,12 @@ def test_optimised_python_validates_all_the_same():
 
 @pytest.mark.parametrize("ending", ["pass", "os._exit(0)"])
 def test_interpreter_shutdown(ending):
-    """With a live graph, a call in `atexit`, a call in a finaliser, and a daemon thread in mid-call."""
-    process(f"""
+    """With a live graph, a call in `atexit`, a call in a finaliser, and a daemon thread in mid-call.
+
+    Python before 3.14 ends daemon threads where they ask for the GIL; within an operation of torch, which is
+    C++, that aborts, with torch alone too."""
+    process(
+        f"""
         import atexit
         x = q.clone().requires_grad_()
         graph = polyflash.attention(x, k, v, causal=True)
@@ -188,7 +201,9 @@ def test_interpreter_shutdown(ending):
         threading.Thread(target=endless, daemon=True).start()
         time.sleep(0.05)
         {ending}
-    """)
+    """,
+        torch_may_abort=True,
+    )
 
 
 def test_first_import_and_first_call_in_a_thread():

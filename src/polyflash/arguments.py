@@ -67,8 +67,10 @@ def normalise(
             offset, q_offset = checked_int("q_offset", q_offset), None
             offset = max(-FAR_OFFSET, min(offset, FAR_OFFSET))
     operands = (kv_lens, kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments)
-    if operands.count(None) != len(operands):
-        _check_tensors(operands)
+    for x in operands:  # not count(None): Dynamo of torch 2.11 cannot trace a tensor compared with None
+        if x is not None:
+            _check_tensors(operands)
+            break
     left, right = (None, None) if window is None else checked_window(window)
     dropout_p = _number("dropout_p", dropout_p)
     dropout_seed = _seed(dropout_seed) if dropout_p else None

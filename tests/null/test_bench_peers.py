@@ -58,7 +58,7 @@ def test_absent_peers_are_named_with_the_reason():
     )
     assert "compiler" in Peer("x", ("torch",), "x:y", ("no-such-tool-1", "no-such-tool-2")).absent
     assert Peer("x", ("torch",), "x:y").absent == ""
-    assert Peer("x", ("torch",), "x:y").version == torch.__version__
+    assert torch.__version__.startswith(Peer("x", ("torch",), "x:y").version)
 
 
 def test_an_absent_peer_starts_no_process(monkeypatch):
