@@ -6,6 +6,8 @@ unexport PYTHONPATH PYTHONHOME
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# Two processes share the tests; those that need the cores for themselves come after.
+SHARED := -n 2 --dist worksteal
 SETUP := sh scripts/setup.sh
 CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
 
@@ -29,13 +31,16 @@ demo: .venv/.demo
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
 
 test: lint
-	@$(PYTEST)
+	@$(PYTEST) $(SHARED) -m 'not slow and not alone'
+	@$(PYTEST) -m 'alone and not slow'
 
 test-cpu: .venv/.test
-	@$(PYTEST) $(CPU_TESTS) -k 'not torch-forward'
+	@$(PYTEST) $(SHARED) $(CPU_TESTS) -k 'not torch-forward' -m 'not slow and not alone'
+	@$(PYTEST) $(CPU_TESTS) -m 'alone and not slow'
 
 test-all: lint
-	@$(PYTEST) -m ''
+	@$(PYTEST) $(SHARED) -m 'not alone'
+	@$(PYTEST) -m alone
 
 mutants: .venv/.test
 	@$(BIN)/python scripts/mutants.py

@@ -193,6 +193,7 @@ def quota_of_one_core() -> Iterator[Path]:
         group.rmdir()
 
 
+@pytest.mark.alone
 @needs_cpu_engine
 def test_a_real_quota_of_one_core_never_stops_a_call():
     """Two torch threads, two cores, a quota of one: the group is throttled at most in passing."""

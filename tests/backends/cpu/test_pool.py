@@ -502,6 +502,7 @@ def test_fork_while_a_lock_is_held():
     """)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot confine a process to a core")
 def test_one_core_for_two_threads_does_not_stall():
     """As under a quota or with a core gone: a call of 8 items costs at most 2 ms above the caller alone."""
@@ -522,6 +523,7 @@ def test_one_core_for_two_threads_does_not_stall():
     """)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot confine a process to a core")
 def test_a_busy_neighbour_on_one_core_does_not_stall():
     """Another process has taken one of two cores: a call of 8 items costs at most 2 ms more than alone."""

@@ -24,6 +24,7 @@ __all__ = ["cache"]
 pytest.importorskip("numba")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.skipif(sys.platform != "linux", reason="thread CPU clocks are Linux's"),
     pytest.mark.skipif(not pool._openmp()[0], reason="torch's OpenMP library is not libgomp"),
 ]

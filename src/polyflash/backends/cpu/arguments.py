@@ -36,6 +36,7 @@ NUM_KV_HEADS, GROUP, SEQLEN_Q, SEQLEN_K, HEAD_DIM, HEAD_DIM_V = (_next() for _ i
 # what they miss; SCALE: of |scale|; SIGN: the sign bit of a negative scale.
 SCALE_LOG2, SCALE, SIGN, LEFT, RIGHT, HAS_OFFSET, OFFSET, SINKS, PASS = (_next() for _ in range(9))
 
+# Each table's stride follows its address.
 Q_OFFSET, Q_OFFSET_STRIDE, KV_LENS, KV_LENS_STRIDE, KV_STARTS, KV_STARTS_STRIDE = (_next() for _ in range(6))
 # Of the pass over scores: what it does, float32 bits of scale, scale/softcap and softcap, its operands.
 PASS_DOES, PASS_SCALE, TO_CAP, CAP = (_next() for _ in range(4))
@@ -65,8 +66,8 @@ T_SEEN, T_ITEM, T_KINDS, T_Q_IDS, T_K_IDS, T_STAGED = (_next() for _ in range(6)
 ) = range(16)  # fmt: skip
 I_COLUMN = 16  # from here on: the operands of one column of the pass
 
-DOES_MASK, DOES_BIAS, DOES_ALIBI, DOES_SOFTCAP, DOES_SEGMENTS = 1, 2, 4, 8, 16
-DOES_SCALE = DOES_BIAS | DOES_ALIBI | DOES_SOFTCAP  # scores leave the pass scaled
+DOES_MASK, DOES_BIAS, DOES_ALIBI, DOES_SOFTCAP, DOES_SEGMENTS, DOES_TINY_SCALE = 1, 2, 4, 8, 16, 32
+DOES_SCALE = DOES_BIAS | DOES_ALIBI | DOES_SOFTCAP | DOES_TINY_SCALE  # scores leave the pass scaled
 # What the pass is called for.
 START_ITEM, START_BLOCK, CHANGE_SCORES, MARK_SEEN = range(4)
 # How a key block touches a panel.
@@ -85,15 +86,17 @@ _ONE = (
 )[0]
 
 
-def passes(args: Arguments) -> int:
+def passes(args: Arguments, scale: float) -> int:
     """What the pass over scores has to do for a call; 0: there is none."""
     does = DOES_MASK if args.mask is not None else 0
     if args.bias is not None:
         does |= DOES_BIAS
     if args.alibi_slopes is not None:
         does |= DOES_ALIBI
-    if args.softcap:
+    if args.softcap and abs(scale) / args.softcap >= FLT_MIN:  # a larger softcap changes no float32
         does |= DOES_SOFTCAP
+    if abs(scale) < FLT_MIN:  # the kernel divides by its scale
+        does |= DOES_TINY_SCALE
     return does | DOES_SEGMENTS if args.q_segments is not None else does
 
 
@@ -117,8 +120,7 @@ def softmax_scale(scale: float, does: int) -> tuple[int, int, int]:
 def scale_bits(scale: float) -> tuple[int, int, int]:
     """|scale|·log2(e) as two float32 (the high one in the low bits), |scale| as one, and the sign bit.
 
-    Scale 0 is the least normal number: scores up to 1e30 become equal, and -inf stays -inf.
-    """
+    Held to the normal range: smaller scales are the pass's."""
     size = min(max(abs(scale), FLT_MIN), FLT_MAX)
     exact = min(size * LOG2E, FLT_MAX)
     (high,) = struct.unpack("<f", struct.pack("<f", exact))
@@ -127,9 +129,8 @@ def scale_bits(scale: float) -> tuple[int, int, int]:
 
 
 def float_bits(x: float) -> int:
-    """Of the nearest float32, held to the finite normal range; 0 stays."""
-    size = min(max(abs(x), FLT_MIN), FLT_MAX) if x else 0.0
-    (bits,) = struct.unpack("<I", struct.pack("<f", math.copysign(size, x)))
+    """Of the nearest finite float32 to `x` >= 0."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", min(x, FLT_MAX)))
     return bits
 
 
@@ -138,14 +139,10 @@ def operands(args: Arguments, scale: float, does: int, kept: list[Tensor], membe
     call."""
     words = [*_table(args.q_offset), *_table(args.kv_lens), *_table(args.kv_starts)]
     if does & DOES_SOFTCAP:
-        words += [
-            does,
-            float_bits(abs(scale)),
-            float_bits(abs(scale) / args.softcap),
-            float_bits(args.softcap),
-        ]
+        caps = float_bits(abs(scale) / args.softcap), float_bits(args.softcap)
     else:
-        words += [does, float_bits(abs(scale)) or float_bits(FLT_MIN), 0, 0]
+        caps = 0, 0
+    words += [does, float_bits(abs(scale)), *caps]
     words += _scores_shaped(args.mask)
     words += _scores_shaped(args.bias)
     words.append(0 if args.bias is None else BIAS_KINDS[args.bias.dtype])
@@ -180,8 +177,15 @@ def window_sides(args: Arguments) -> tuple[int, int]:
 def sinks_address(sinks: Tensor | None, kept: list[Tensor]) -> int:
     if sinks is None:
         return 0
-    kept.append(sinks.detach().to(torch.float32).contiguous())
+    kept.append(_as_float32(sinks.detach()).contiguous())
     return kept[-1].data_ptr()
+
+
+def _as_float32(x: Tensor) -> Tensor:
+    """What is finite stays finite."""
+    if x.dtype is torch.float64:
+        x = torch.where(x.isfinite(), x.clamp(-FLT_MAX, FLT_MAX), x)
+    return x.to(torch.float32)
 
 
 def _table(per_batch: Tensor | None) -> tuple[int, int]:
@@ -195,7 +199,7 @@ def _ids(ids: Tensor | None) -> tuple[int, int, int]:
 def _per_head(slopes: Tensor | None, kept: list[Tensor]) -> tuple[int, int, int]:
     if slopes is None:
         return 0, 0, 0
-    slopes = slopes.to(torch.float32)
+    slopes = _as_float32(slopes)
     kept.append(slopes)
     return slopes.data_ptr(), 4 * slopes.stride(0) if slopes.ndim == 2 else 0, 4 * slopes.stride(-1)
 

@@ -353,6 +353,9 @@ class _Tile:
                 weights.append(b.bitcast(bits, e.vf))
             else:
                 weights.append(e.load(p_p, v * e.bytes))
+            # A weight too small to keep is not 0, which would turn an infinity into NaN.
+            least = b.bitcast(e.ints(1), e.vf)
+            weights[v] = b.select(b.fcmp_ordered("==", weights[v], e.floats(0)), least, weights[v])
 
         def channel(i: Value, vals: list[Value]) -> list[Value]:
             value = e.splat(e.load(vals[0], 0, F32))
@@ -405,6 +408,9 @@ class _Tile:
         l_i, sink = e.load(p, self.nr * 4), e.splat(e.float_bits(sink_bits))
         m = b.fmul(e.load(p), e.splat(e.float_bits(scale_bits)))
         empty = b.fcmp_ordered("==", l_i, e.floats(0))
+        for sign, beyond in ((1.0, ">"), (-1.0, "<")):  # so that m - m is 0
+            limit = e.floats(sign * (2.0 - 2.0**-23) * 2.0**127)
+            m = b.select(b.fcmp_ordered(beyond, m, limit), limit, m)
         m = b.select(empty, minus_inf, m)
         top = b.select(b.fcmp_ordered(">", sink, m), sink, m)
         base = b.select(b.fcmp_ordered("==", top, minus_inf), e.floats(0), top)

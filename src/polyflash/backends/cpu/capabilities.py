@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, STORAGE_BYTES, choose
 from polyflash.capability import Capability, Yield
-from polyflash.spec import Feature, Phase
+from polyflash.spec import MOST_POSITIONS, Feature, Phase
 
 CAPABILITIES = (
     Capability(
@@ -18,6 +18,7 @@ CAPABILITIES = (
         priority=100,
         choose=choose,
         needs=("numba",),
+        max_positions=MOST_POSITIONS,
         yields=(
             Yield(
                 target_feature="amx_bf16",

@@ -91,7 +91,7 @@ def build(key: KernelKey) -> Any:
         """V rows [begin, end) of key block n, one atom at a time; outside [first, last) or bad: zero."""
         count, stride, dim_stride = arg(args, a.HEAD_DIM_V), arg(args, a.V_ROW), arg(args, a.V_DIM)
         bad, dst = scratch + arg(args, a.T_BAD) - n, scratch + arg(args, a.T_V)
-        row0 = row1 = zero = scratch + arg(args, a.T_ZERO)
+        row0 = row1 = zero = scratch + arg(args, a.T_ZERO)  # names need a type before the loop
         gather = scratch + arg(args, a.T_GATHER)
         found = 0
         for j in range(begin, end, PACK):
@@ -308,8 +308,14 @@ def build(key: KernelKey) -> Any:
                 load_i32(arg(args, a.CU_Q) + 4 * i_b),
                 load_i32(arg(args, a.CU_K) + 4 * i_b),
             )
-            seqlen_q = load_i32(arg(args, a.CU_Q) + 4 * i_b + 4) - first_q
-            seqlen_k = load_i32(arg(args, a.CU_K) + 4 * i_b + 4) - first_k
+            # Checked before the call; held within the tensors all the same, as another thread may write them.
+            first_q, first_k = least(greatest(first_q, 0), seqlen_q), least(greatest(first_k, 0), seqlen_k)
+            end_q, end_k = (
+                load_i32(arg(args, a.CU_Q) + 4 * i_b + 4),
+                load_i32(arg(args, a.CU_K) + 4 * i_b + 4),
+            )
+            seqlen_q = greatest(least(end_q, seqlen_q) - first_q, 0)
+            seqlen_k = greatest(least(end_k, seqlen_k) - first_k, 0)
         head = i_hkv * group + rest % chunks * arg(args, a.HEADS)
         heads = least(arg(args, a.HEADS), (i_hkv + 1) * group - head)
         # Row blocks of interval lists are cut again into items, so that an item has one list.
@@ -322,13 +328,14 @@ def build(key: KernelKey) -> Any:
             row_end = least(seqlen_q, (i_r + 1) * arg(args, a.INTERVAL_ROWS))
         row_end = least(row_0 + span, row_end)
         if arg(args, a.MEMBERS) != 0:
-            row_0, row_end = load_i32(entry + 4), load_i32(entry + 8)
+            row_0, row_end = load_i32(entry + 4), least(load_i32(entry + 8), seqlen_q)
         if row_end <= row_0:
             return
         panels = (row_end - row_0 + NR - 1) // NR
 
         # Row i sees keys [max(start, i + lo_shift), min(live, i + hi_shift)); clamped, shifts fit 32 bits.
-        live, start = table_entry(args, a.KV_LENS, i_b, seqlen_k), table_entry(args, a.KV_STARTS, i_b, 0)
+        live = least(greatest(table_entry(args, a.KV_LENS, i_b, seqlen_k), 0), seqlen_k)
+        start = greatest(table_entry(args, a.KV_STARTS, i_b, 0), 0)
         offset = offset_of(args, i_b, live, seqlen_q)
         lo_shift = least(greatest(offset - arg(args, a.LEFT), -seqlen_q), seqlen_k)
         hi_shift = least(greatest(offset + arg(args, a.RIGHT) + 1, -seqlen_q), seqlen_k)
@@ -515,8 +522,8 @@ def run(
         q_d = k_d = 1
     if head_dim_v == 1:
         v_d = 1
-    does = a.passes(args)
     scale = head_dim**-0.5 if args.scale is None else args.scale
+    does = a.passes(args, scale)
     head = a.pack_head(
         q.data_ptr(),
         k.data_ptr(),
@@ -533,7 +540,7 @@ def run(
         a.sinks_address(args.sinks, kept),
         prepared.score_pass(cut.nv) if does else 0,
     )
-    middle = a.operands(args, scale, does, kept, members) if a.any_operand(args) else a.NO_OPERANDS
+    middle = a.operands(args, scale, does, kept, members) if does or a.any_operand(args) else a.NO_OPERANDS
     block = array("q", head + middle + cut.tail)
     pool.run(
         cut.kernel, block.buffer_info()[0], cut.items, threads, cut.scratch_bytes, work_us >= WAKE_FROM_US

@@ -135,9 +135,8 @@ class _Square:
         def rows(size: int, vector: ir.Type, widen: Any, _: list[Value]) -> list[Value]:
             pointers = self._pointers(e, C_BIAS, C_BIAS_ROW, size, done)
             block = b.mul(e.load(self.args, 8 * a.BLOCK_N, I64), I64(size))
-            for (
-                p
-            ) in pointers:  # of the next key block: so many rows are too many streams for the CPU to follow
+            # Of the next key block: so many rows are too many streams for the CPU to follow.
+            for p in pointers:
                 e.prefetch(e.at(p, block))
             return [widen(self._load(e, p, vector, inside)) for p in pointers]
 
@@ -225,7 +224,17 @@ class _Square:
         when(0, lambda: e.load(p, 0, F32))
         when(1, lambda: e.from_bf16(e.load(p, 0, I16)))
         when(2, lambda: e.from_f16(e.load(p, 0, I16)))
-        when(3, lambda: b.fptrunc(b.load(p, typ=ir.DoubleType(), align=8), F32))
+        when(3, lambda: self._from_f64(e, b.load(p, typ=ir.DoubleType(), align=8)))
+
+    def _from_f64(self, e: Emitter, x: Value) -> Value:
+        """What is finite stays finite."""
+        b, kind = e.b, ir.DoubleType()
+        for sign, beyond in ((1.0, ">"), (-1.0, "<")):
+            limit = ir.Constant(kind, sign * a.FLT_MAX)
+            infinite = b.fcmp_ordered("==", x, ir.Constant(kind, sign * float("inf")))
+            held = b.and_(b.fcmp_ordered(beyond, x, limit), b.not_(infinite))
+            x = b.select(held, limit, x)
+        return b.fptrunc(x, F32)
 
 
 def emissions(key: ScoreKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
@@ -237,7 +246,9 @@ def emissions(key: ScoreKey) -> Iterator[tuple[str, int, Callable[..., Any], boo
 
 
 def build(key: ScoreKey) -> Any:
-    """Compile the pass of `key`: a numba cfunc `void(args, scratch, what, head, i_p, n, begin, end)`."""
+    """Compile the pass of `key`: a numba cfunc.
+
+    `void(args, scratch, what, head, i_p, n, begin, end, bounded)`, all int64."""
     from numba import cfunc, njit, types
 
     from polyflash.backends.cpu import simd
@@ -249,7 +260,7 @@ def build(key: ScoreKey) -> Any:
     arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
     store_i64, store_i32, least, greatest = simd.store_i64, simd.store_i32, simd.least, simd.greatest
     LANES, NV, NR = key.lanes, key.nv, key.panel_rows
-    FAR = 1 << 29  # distances stay within int32
+    FAR = (1 << 31) - (1 << 16)  # distances stay within int32
 
     def device(arity, result=types.void):  # type: ignore[no-untyped-def]
         return njit(
@@ -294,6 +305,8 @@ def build(key: ScoreKey) -> Any:
         )
         src += row * arg(args, a.MASK_ROW) + arg(item, a.I_FIRST) * arg(args, a.MASK_KEY)
         rows = least(NR, arg(item, a.I_ROW_END) - row) if arg(args, a.MASK_ROW) != 0 else 1
+        if arg(args, a.MASK_KEY) == 0:
+            return scan_mask(src, arg(args, a.MASK_ROW), rows, 1)
         if arg(args, a.MASK_KEY) == 1:
             return scan_mask(src, arg(args, a.MASK_ROW), rows, arg(item, a.I_LAST) - arg(item, a.I_FIRST))
         return a.CHANGED
@@ -365,7 +378,6 @@ def build(key: ScoreKey) -> Any:
         bias = arg(args, a.BIAS) + i_b * arg(args, a.BIAS_BATCH) + head * arg(args, a.BIAS_HEAD)
         mask = arg(args, a.MASK) + i_b * arg(args, a.MASK_BATCH) + head * arg(args, a.MASK_HEAD)
         bias_size = 4 if arg(args, a.BIAS_KIND) == 0 else 2
-        offset = least(greatest(arg(item, a.I_OFFSET), -FAR), FAR)
         for v in range(NV):
             at = v * LANES
             rows = least(LANES, arg(item, a.I_ROW_END) - row - at)
@@ -375,7 +387,8 @@ def build(key: ScoreKey) -> Any:
             store_i64(column + 8 * C_SCORES, scratch + arg(args, a.T_S) + (begin * NR + at) * 4)
             store_i64(column + 8 * C_TOP, scratch + arg(args, a.T_BLOCK) + (NR + at) * 4)
             store_i64(column + 8 * C_LIMITS, limits + at * 4)
-            store_i64(column + 8 * C_PLACE, row + at + offset - key)
+            place = row + at + arg(item, a.I_OFFSET) - key
+            store_i64(column + 8 * C_PLACE, least(greatest(place, -FAR), FAR))
             store_i64(column + 8 * C_Q_IDS, scratch + arg(args, a.T_Q_IDS) + (i_p * NR + at) * 4)
             if does & a.DOES_BIAS:
                 source = bias + (row + at) * arg(args, a.BIAS_ROW) + key * arg(args, a.BIAS_KEY)

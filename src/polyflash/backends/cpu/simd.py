@@ -320,10 +320,6 @@ class Emitter:
             phi.add_incoming(again, end)
         return list(last)
 
-    def when(self, condition: Value, body: Callable[[], None]) -> None:
-        with self.b.if_then(condition):
-            body()
-
     def where(
         self, condition: Value, values: Sequence[Value], body: Callable[[list[Value]], list[Value]]
     ) -> list[Value]:
@@ -401,7 +397,7 @@ def _memory(name: str, kind: ir.IntType) -> tuple[Any, Any]:
     return loads, _callable(f"store_{name}", 2, lambda: (types.void(i64, i64), store))
 
 
-load_i64, store_i64 = _memory("i64", I64)
+_, store_i64 = _memory("i64", I64)
 load_i32, store_i32 = _memory("i32", I32)
 load_i8, store_i8 = _memory("i8", I8)
 
