@@ -37,6 +37,7 @@ class Capability:
     choose: Callable[[AttentionSpec, Target], Any]
     needs: tuple[str, ...] = ()  # packages that must be importable
     yields: tuple[Yield, ...] = ()
+    max_positions: int | None = None  # seqlen_q + seqlen_k; None or MOST_POSITIONS, by which routes differ
 
     @property
     def name(self) -> str:
@@ -50,6 +51,7 @@ class Capability:
             and spec.dtype in self.dtypes
             and max(spec.head_dim, spec.head_dim_v) <= self.max_head_dim
             and spec.features <= self.features
+            and (self.max_positions is None or spec.seqlen_q + spec.seqlen_k <= self.max_positions)
             and all(target.has_package(name) for name in self.needs)
             and (by_name or not any(self._yielding(spec, target)))
         )
@@ -66,6 +68,11 @@ class Capability:
         if max(spec.head_dim, spec.head_dim_v) > self.max_head_dim:
             reasons.append(
                 f"head_dim: up to {self.max_head_dim}, asked for {max(spec.head_dim, spec.head_dim_v)}"
+            )
+        positions = spec.seqlen_q + spec.seqlen_k
+        if self.max_positions is not None and positions > self.max_positions:
+            reasons.append(
+                f"positions: up to {self.max_positions} rows and keys together, asked for {positions}"
             )
         missing = sorted(f.value for f in spec.features - self.features)
         if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,6 +38,36 @@ def outputs(q: Tensor, v: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:
     return out, torch.empty(q.shape[:3], dtype=kind, device=q.device)
 
 
+def apart(out: Tensor, others: Iterable[Any]) -> bool:
+    """Does no byte between the first and the last of `out` lie between those of another tensor? Storages
+    would not tell: one buffer may stand behind several (numpy, DLPack)."""
+    first, end = _span(out)
+    for x in others:
+        if isinstance(x, Tensor) and x.device == out.device:
+            start, stop = _span(x)
+            if start < end and first < stop:
+                return False
+    return True
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor and of the one after its last."""
+    if x.numel() == 0:
+        return 0, 0
+    reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    start = x.data_ptr()
+    return start, start + (reach + 1) * x.element_size()
+
+
+def converted(x: Tensor, kind: torch.dtype) -> Tensor:
+    """`x` in another float dtype; what is finite stays finite."""
+    result = x.to(kind)
+    if x.dtype is torch.float64 and kind is torch.float32:
+        top = torch.finfo(kind).max
+        return torch.where(x.isfinite(), result.clamp(-top, top), result)
+    return result
+
+
 def no_keys(out: Tensor, lse: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """Zero sizes: every row is empty. A sink, if there is one, is the whole denominator of a row that belongs
     to a request."""
@@ -44,7 +75,7 @@ def no_keys(out: Tensor, lse: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     if args.need_lse:
         lse.fill_(-torch.inf)
         if args.sinks is not None:
-            lse.copy_(args.sinks.to(lse.dtype)[None, :, None].expand_as(lse))
+            lse.copy_(converted(args.sinks, lse.dtype)[None, :, None].expand_as(lse))
             lse.masked_fill_(~owned(args, lse.shape[2], lse.device), -torch.inf)
     return out, lse
 

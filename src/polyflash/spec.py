@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SMALL_ROWS = 16  # at most this many query rows: one vector of lanes on a 512-bit CPU
 MANY_KEYS = 1024  # from this many keys on, a call is worth splitting or streaming
+MOST_POSITIONS = 2**31 - 2**20  # rows and keys together that 32-bit positions reach, with room for a tile
 
 
 class Phase(str, Enum):

@@ -21,9 +21,9 @@ from torch.autograd import forward_ad, profiler
 from polyflash import backends, env, plan, target, validate
 from polyflash.errors import SpecError, UnsupportedError, spec_error
 from polyflash.plan import Launch
-from polyflash.results import NO_LSE, empty_gradients, no_keys, owned
+from polyflash.results import NO_LSE, apart, empty_gradients, no_keys, owned
 from polyflash.results import outputs as _outputs
-from polyflash.spec import MANY_KEYS, SMALL_ROWS, Arguments, AttentionSpec, Phase, features_of
+from polyflash.spec import MANY_KEYS, MOST_POSITIONS, SMALL_ROWS, Arguments, AttentionSpec, Phase, features_of
 
 _ARGUMENTS = (
     "bool causal=False, float? scale=None, bool need_lse=False, "
@@ -265,6 +265,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         (head_dim, head_dim_k, head_dim_v),
         _length_class(seqlen_q),
         seqlen_k >= MANY_KEYS,
+        seqlen_q + seqlen_k > MOST_POSITIONS,
         *map(_classify, rest),
     )
     if args.max_seqlen_q is not None or args.max_seqlen_k is not None:
@@ -311,8 +312,7 @@ def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Te
     launch = _route(Phase.FORWARD, q, k, v, args, rest)
     validate.check_out(out, q, v.shape[3])
     fresh, lse = _outputs(q, v, args.need_lse)
-    place = out.untyped_storage().data_ptr()
-    direct = out.stride(3) == 1 and all(place != x.untyped_storage().data_ptr() for x in (q, k, v))
+    direct = out.stride(3) == 1 and apart(out, (q, k, v, *args))
     result, lse = _run(launch, q, k, v, out if direct else fresh, lse, args)
     if result is not out:
         out.copy_(result)

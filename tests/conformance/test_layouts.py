@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import polyflash
+from polyflash import results
 from tests.conformance.rows import DTYPES, Runner, ints, qkv
 from tests.tolerance import check, expect, same_bits
 
@@ -212,3 +214,77 @@ def _state() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         dict(os.environ),
     )
+
+
+def within(out: Tensor, x: Tensor, start: int = 0) -> Tensor:
+    """A copy of `x` in the memory of `out`, `start` bytes from its beginning."""
+    size = x.numel() * x.element_size()
+    return out.view(-1).view(torch.uint8)[start : start + size].view(x.dtype).view(x.shape).copy_(x)
+
+
+_NOISE = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+_IDS = (torch.arange(64) // 9).int().repeat(2, 1)
+SMALL: dict[str, tuple[Tensor, Any]] = {  # an operand, and how a call takes it
+    "kv_lens": (ints(50, 20), lambda x: {"kv_lens": x}),
+    "kv_starts": (ints(5, 20), lambda x: {"kv_starts": x}),
+    "q_offset": (ints(5, -3), lambda x: {"q_offset": x, "causal": True}),
+    "mask": (_NOISE > 0, lambda x: {"mask": x}),
+    "bias": (_NOISE, lambda x: {"bias": x}),
+    "alibi_slopes": (torch.tensor((0.5, 1.0, 0.25, 2.0)), lambda x: {"alibi_slopes": x}),
+    "sinks": (torch.tensor((0.5, 1.0, 2.0, 3.0)), lambda x: {"sinks": x}),
+    "segments": (_IDS, lambda x: {"mask": polyflash.Mask.segments(x, x)}),
+    "intervals": (
+        torch.tensor(((5, 30), (0, 64))).int().view(1, 1, 2, 1, 2),
+        lambda x: {"mask": polyflash.Mask(bounds=x, rows=32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_out_may_hold_an_operand(run: Runner, name: str):
+    """The result replaces an operand only after everything has been read."""
+    q, k, v = qkv(2, 4, 64, 64, 64)
+    operand, options = SMALL[name]
+    want = run(q, k, v, **options(operand))
+    for start in (0, q.numel() * 4 - operand.numel() * operand.element_size()):
+        out = torch.zeros_like(q)
+        got = run(q, k, v, out=out, **options(within(out, operand, start)))
+        same_bits(out, want.out, f"{name} at byte {start}")
+        same_bits(got.lse, want.lse, f"{name} at byte {start}")
+
+
+@pytest.mark.parametrize("name", ("cu_seqlens_q", "cu_seqlens_k"))
+def test_out_may_hold_the_bounds_of_members(run: Runner, name: str):
+    """Bounds overwritten in flight would be addresses: beyond a wrong result, a crash."""
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in qkv(1, 4, 96, 96, 16))
+    bounds = {"cu_seqlens_q": ints(0, 30, 64, 96), "cu_seqlens_k": ints(0, 40, 64, 96)}
+    want = run(q, k, v, **bounds)
+    out = torch.zeros_like(q)
+    got = run(q, k, v, out=out, **{**bounds, name: within(out, bounds[name])})
+    same_bits(out, want.out)
+    same_bits(got.lse, want.lse)
+
+
+@pytest.mark.parametrize("place", range(3), ids=("q", "k", "v"))
+@pytest.mark.parametrize("shift", (-64 * 64, 0, 64 * 64))
+def test_out_may_overlap_an_input_of_another_storage(run: Runner, place: int, shift: int):
+    """numpy hands one buffer to several storages, so only addresses tell."""
+    inputs = list(qkv(2, 4, 64, 64, 64))
+    want = run(*inputs)
+    size, margin = inputs[0].numel(), 64 * 64
+    buffer = np.zeros(size + 2 * margin, np.float32)
+    parts = [
+        torch.from_numpy(buffer[margin + at : margin + at + size]).view(2, 4, 64, 64) for at in (0, shift)
+    ]
+    assert parts[0].untyped_storage().data_ptr() != parts[1].untyped_storage().data_ptr() or not shift
+    inputs[place] = parts[0].copy_(inputs[place])
+    got = run(*inputs, out=parts[1])
+    same_bits(got.out, want.out)
+    same_bits(got.lse, want.lse)
+
+
+def test_out_beside_the_inputs_is_written_directly():
+    """Parts of one storage that share no byte, and empty ones, need no second result."""
+    whole = torch.zeros(4, 2, 8, 8)
+    assert results.apart(whole[0], (*whole[1:], None, 3.0, whole[0, :0]))
+    assert not results.apart(whole[:, 0], (whole[:, 1],)) and not results.apart(whole[0], (whole[0, 1, 7],))

@@ -61,7 +61,8 @@ def candidates(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
     if Feature.BATCH_INVARIANT in spec.features:
         return (first,)
     sizes = [(m, n) for m in (64, 128, 256) for n in (256, 512, 1024)]
-    return (first, *(Config(m, n, first.max_scores) for m, n in sizes))
+    others = (Config(m, n, first.max_scores) for m, n in sizes)
+    return tuple(dict.fromkeys((first, *others)))
 
 
 def hands_over(spec: AttentionSpec, target: Target) -> bool:

@@ -25,6 +25,7 @@ from polyflash.backends.torch.intervals import listed, lists_of, touches
 from polyflash.backends.torch.packed import runs
 from polyflash.backends.torch.philox import kept
 from polyflash.errors import spec_error
+from polyflash.results import converted
 from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _INF = float("inf")
 _PLAIN = Arguments()
+_SOFTCAPS = (1e-30, 1e30)  # beyond, float32 loses the quotient or the product
 _DENSE = ("causal", "window_left", "window_right", "offset", "softcap", "dropout_p", "batch_invariant")
 
 
@@ -91,7 +93,7 @@ def parts(
         for x in (args.mask, args.bias, args.intervals)
     )
     slopes, sinks = (
-        None if x is None else x.to(kind).reshape(-1, num_kv_heads, group, 1, 1)
+        None if x is None else converted(x, kind).reshape(-1, num_kv_heads, group, 1, 1)
         for x in (args.alibi_slopes, args.sinks)
     )
     for b in range(0, batch, step):
@@ -265,17 +267,15 @@ def score_tile(part: Part, b_q: Tensor, b_k: Tensor, i0: int, rows: int, j0: int
     args, b_cap = part.args, None
     b_s = (b_q @ b_k.mT).mul_(part.scale).unflatten(2, (part.group, rows))
     if args.softcap:
-        b_cap = torch.tanh(b_s / args.softcap)
-        b_s = b_cap * args.softcap
+        exact = _SOFTCAPS[0] < args.softcap < _SOFTCAPS[1]
+        wide = torch.tanh((b_s if exact else b_s.double()) / args.softcap)
+        b_cap, b_s = wide.to(part.kind), (wide * args.softcap).to(part.kind)
     visible = visible_pairs(part, i0, rows, j0, keys)
     if part.bias is not None:
         tile = load_operand(part.bias, i0, rows, j0, keys)
         unmasked = tile != -_INF
         visible = unmasked if visible is None else visible & unmasked
-        b_bias = tile.to(part.kind)
-        if tile.dtype is torch.float64 and part.kind is torch.float32:  # finite stays finite: only -inf masks
-            b_bias = torch.where(unmasked, b_bias.clamp(min=torch.finfo(part.kind).min), b_bias)
-        b_s = b_s + b_bias
+        b_s = b_s + converted(tile, part.kind)  # only a bias that was -inf masks
     if part.slopes is not None:
         j = torch.arange(j0, j0 + keys, device=b_s.device)
         b_s = b_s - part.slopes * (positions(part, i0, rows) - j).abs()
