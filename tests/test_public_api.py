@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,7 +96,12 @@ REFUSED = [
     ("softcap negative", (Q, K, V), {"softcap": -1.0}, "softcap: got -1.0"),
     ("softcap NaN", (Q, K, V), {"softcap": math.nan}, "softcap: got nan"),
     ("dropout_p 1", (Q, K, V), {"dropout_p": 1.0}, "dropout_p: got 1.0, wanted 0 <= p < 1"),
-    ("dropout_seed", (Q, K, V), {"dropout_p": 0.5, "dropout_seed": 2**63}, "dropout_seed: got"),
+    (
+        "dropout_seed",
+        (Q, K, V),
+        {"dropout_p": 0.5, "dropout_seed": 2**64},
+        "dropout_seed: got 18446744073709551616",
+    ),
     (
         "dropout_seed kind",
         (Q, K, V),
@@ -126,6 +132,31 @@ REFUSED = [
         (Q.clone().requires_grad_(), K, V),
         {"out": torch.empty_like(Q)},
         "wanted inference",
+    ),
+    ("causal array", (Q, K, V), {"causal": np.array([True, False])}, "causal: got array([ True, False])"),
+    (
+        "causal array, Mask",
+        (Q, K, V),
+        {"causal": np.ones(2), "mask": Mask()},
+        "alignment: got array([1., 1.])",
+    ),
+    (
+        "window tensor",
+        (Q, K, V),
+        {"window": (torch.tensor(2), None)},
+        "window left: got tensor(2), wanted an int",
+    ),
+    ("window float tensor", (Q, K, V), {"window": (None, torch.tensor(2.5))}, "window right: got tensor(2.5"),
+    ("window tensors", (Q, K, V), {"window": (torch.tensor([1, 2]), 0)}, "window left: got tensor([1, 2])"),
+    ("window far", (Q, K, V), {"window": (2**63, 0)}, "wanted a 64-bit int >= 0"),
+    ("scale beyond float64", (Q, K, V), {"scale": 2**2000}, "scale: got an int beyond 1e308"),
+    ("seed float", (Q, K, V), {"dropout_p": 0.5, "dropout_seed": 1.5}, "wanted an int in [-2**63, 2**64)"),
+    ("seed far", (Q, K, V), {"dropout_p": 0.5, "dropout_seed": -(2**63) - 1}, "low 64 bits: seed % 2**64"),
+    (
+        "bias float8",
+        (Q, K, V),
+        {"bias": torch.ones(5, 7).to(torch.float8_e5m2)},
+        "bias dtype: got torch.float8_e5m2, wanted float64, float32, float16, bfloat16",
     ),
     ("config kind", (Q, K, V), {"config": 3}, "config: got int, wanted a backend's Config"),
 ]
@@ -317,6 +348,94 @@ def test_mask_intervals_and_blocks_refuse_what_is_none():
     assert (a & a).bounds is a.bounds and (a & Mask.causal()).rows == 4
 
 
+def test_masks_refuse_what_would_be_ignored():
+    ids = torch.zeros(2, 5, dtype=torch.int32)
+    lists = torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32)
+    for make, words in (
+        (lambda: Mask(rows=4), "rows without bounds"),
+        (lambda: Mask(bounds=lists), "bounds without rows"),
+        (lambda: Mask.segments(None, None), "segments q_ids: got None"),
+        (lambda: Mask.segments(ids, None), "segments k_ids: got None"),
+        (lambda: Mask(alignment=True), "alignment: got True"),
+        (lambda: Mask.causal(None), "alignment: got"),
+        (lambda: Mask.causal() & torch.ones(5, 7, dtype=torch.bool), "Pass a tensor as mask="),
+        (lambda: torch.ones(5, 7, dtype=torch.bool) & Mask.causal(), "Pass a tensor as mask="),
+        (lambda: Mask.causal() & None, "mask &: got NoneType"),
+        (lambda: Mask.intervals(lists[0, 0, 0], lists[0, 0, 0], rows=torch.tensor(8.0)), "got tensor(8.)"),
+        (lambda: Mask.intervals(lists[0, 0, 0], lists[0, 0, 0], rows=torch.tensor(8)), "got tensor(8)"),
+        (
+            lambda: Mask.intervals(lists[0, 0, 0], lists[0, 0, 0], rows=2**63),
+            "wanted a 64-bit int, 1 or more",
+        ),
+        (
+            lambda: Mask.intervals(lists[0, 0, 0].to_sparse(), lists[0, 0, 0], rows=2),
+            "starts: got torch.sparse",
+        ),
+        (
+            lambda: Mask.blocks(torch.ones(1, 1).bool().to_sparse(), rows=2, keys=2),
+            "blocks: got torch.sparse",
+        ),
+    ):
+        with pytest.raises(SpecError) as caught:
+            make()
+        assert words in str(caught.value)
+
+
+SPARSE = {
+    "q": torch.ones(2, 4, 5, 8),
+    "k": torch.ones(2, 2, 7, 8),
+    "v": torch.ones(2, 2, 7, 8),
+    "kv_lens": LENS,
+    "kv_starts": LENS,
+    "q_offset": LENS,
+    "mask": torch.ones(5, 7, dtype=torch.bool),
+    "bias": torch.ones(5, 7),
+    "alibi_slopes": torch.ones(4),
+    "sinks": torch.ones(4),
+    "q_segments": torch.ones(2, 5, dtype=torch.int32),
+    "k_segments": torch.ones(2, 7, dtype=torch.int32),
+    "out": torch.ones(2, 4, 5, 8),
+}
+
+
+@pytest.mark.parametrize("form", ["sparse", "nested"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_operands_without_strides_are_refused(name, form):
+    """Also where a call of the same shapes has made the route."""
+    call = dict(zip("qkv", qkv(), strict=True))
+    x = SPARSE[name]
+    odd = x.to_sparse() if form == "sparse" else torch.nested.nested_tensor([x[:1], x])
+
+    def options(x):
+        if "segments" not in name:
+            return {name: x}
+        ids = {n: SPARSE[n] for n in ("q_segments", "k_segments")} | {name: x}
+        return {"mask": Mask.segments(ids["q_segments"], ids["k_segments"])}
+
+    for more in ({}, {"backend": "torch"}):
+        attention(**{**call, **options(x.clone())}, **more)
+        with pytest.raises(SpecError, match=f"{name} layout: got"):
+            attention(**{**call, **options(odd)}, **more)
+    if name != "out":
+        call["v" if name == "q" else "q"].requires_grad_()
+        with pytest.raises(SpecError, match=f"{name} layout: got"):
+            attention(**{**call, **options(odd)}, backend="torch")
+        with pytest.raises(SpecError, match=f"{name} layout: got"):
+            explain(**{**call, **options(odd)})
+
+
+def test_packed_bounds_without_strides_are_refused():
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        bounds = {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
+        attention_varlen(*PACKED, **bounds)
+        bounds[name] = bounds[name].to_sparse()
+        with pytest.raises(SpecError, match=f"{name} layout: got torch.sparse_coo"):
+            attention_varlen(*PACKED, **bounds)
+    with pytest.raises(SpecError, match="max_seqlen_q") as caught:
+        attention_varlen(*PACKED, CU_Q, CU_K, max_seqlen_q=2**70)
+    assert "Far positions" not in str(caught.value) and "longest length" in str(caught.value)
+
+
 def test_unsupported_names_every_reason():
     q, k, v = qkv(dtype=torch.float64)
     with pytest.raises(UnsupportedError) as caught:
@@ -426,6 +545,15 @@ def test_dropout_seed_comes_from_the_default_generator():
     a, b = attention(q, k, v, dropout_p=0.5), attention(q, k, v, dropout_p=0.5)
     torch.manual_seed(1)
     assert torch.equal(a, attention(q, k, v, dropout_p=0.5)) and not torch.equal(a, b)
+
+
+def test_a_seed_is_64_bits_signed_or_not():
+    """torch.initial_seed() returns unsigned ones."""
+    q, k, v = qkv()
+    for seed in (2**63, 2**63 + 12345, 2**64 - 1):
+        a, b = (attention(q, k, v, dropout_p=0.5, dropout_seed=s) for s in (seed, seed - 2**64))
+        assert torch.equal(a, b)
+    assert not torch.equal(a, attention(q, k, v, dropout_p=0.5, dropout_seed=2**63))
 
 
 def test_use_backend_and_its_priorities():

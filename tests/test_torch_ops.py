@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 
-from polyflash import Mask, attention, attention_varlen, explain, torch_ops
-from polyflash.spec import Arguments
+from polyflash import (
+    Mask,
+    UnsupportedError,
+    attention,
+    attention_varlen,
+    backends,
+    explain,
+    target,
+    torch_ops,
+)
+from polyflash.backends.torch.configs import candidates, choose
+from polyflash.reference import attention_reference
+from polyflash.spec import MOST_POSITIONS, Arguments, AttentionSpec, Feature, Phase
+from tests.rows_here import needs_cpu_engine
 
 OP = torch.ops.polyflash.attention.default
 
@@ -338,6 +352,103 @@ def test_optional_operands_never_share_a_route():
     for softcap in (0.7, 3.0, 0.7):
         want = attention(q, k, v, softcap=softcap, bias=torch.zeros(1))
         torch.testing.assert_close(attention(q, k, v, softcap=softcap), want)
+
+
+FAR = 2**31 + 100
+
+
+def far_call():
+    """One query over 2**31 + 100 keys that are one number in memory; the window sees the last ten."""
+    k = torch.ones(1, 1, 1, 1).expand(1, 1, FAR, 1)
+    return torch.ones(1, 1, 1, 1), k, 3 * k[:, :, :1].clone().expand_as(k)
+
+
+@needs_cpu_engine
+def test_positions_beyond_32_bits_are_refused_by_a_row_that_has_no_more():
+    q, k, v = far_call()
+    attention(q, k[:, :, :2048], v[:, :, :2048], window=(9, 0), return_lse=True, backend="cpu")
+    for more in ({}, {"alibi_slopes": torch.ones(1)}):
+        with pytest.raises(UnsupportedError, match=f"positions: up to .*asked for {FAR + 1}"):
+            attention(q, k, v, window=(9, 0), return_lse=True, backend="cpu", **more)
+
+
+def test_positions_beyond_32_bits_make_a_route_of_their_own():
+    q, k, v = far_call()
+    short = attention(q, k[:, :, :2048], v[:, :, :2048], window=(9, 0), return_lse=True)
+    out, lse = attention(q, k, v, window=(9, 0), return_lse=True)
+    assert explain(q, k, v, window=(9, 0)).backend == "torch"
+    torch.testing.assert_close((out, lse), (torch.full_like(q, 3.0), torch.full_like(lse, 1 + math.log(10))))
+    torch.testing.assert_close((out, lse), tuple(short))
+
+
+def test_the_limit_of_positions_is_that_of_routes():
+    for row in backends.TABLE:
+        assert row.max_positions in (None, MOST_POSITIONS)
+        if row.max_positions is None or row.backend != "cpu":
+            continue
+        for keys, refused in ((MOST_POSITIONS - 7, False), (MOST_POSITIONS - 6, True)):
+            spec = AttentionSpec(row.phase, "float32", "cpu", 1, 1, 1, 7, keys, 8, 8, frozenset())
+            said = row.reasons_against(spec, target.parse("cpu:avx512"), by_name=True)
+            assert any("positions" in reason for reason in said) == refused
+            assert not refused or not row.accepts(spec, target.parse("cpu:avx512"), by_name=True)
+
+
+class TestTorchRow:
+    """Finite operands stay finite in float32."""
+
+    def check(self, q, k, v, **options):
+        got = attention(q, k, v, return_lse=True, backend="torch", **options)
+        want = attention_reference(q, k, v, **options)
+        top = torch.finfo(torch.float32).max
+        torch.testing.assert_close(got.out, want.out.float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got.lse, want.lse.clamp(-top, top).float(), rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("softcap", [1e-300, 1e-46, 1e-40, 1e-20, 1e20, 1e36, 1e39, 1e300])
+    def test_softcap(self, softcap):
+        q, k, v = qkv()
+        self.check(q, k, v, softcap=softcap)
+        q = (q * 1e-3).requires_grad_()
+        got = torch.autograd.grad(attention(q, k, v, softcap=softcap, backend="torch").square().sum(), q)[0]
+        want = torch.autograd.grad(attention_reference(q, k, v, softcap=softcap).out.square().sum(), q)[0]
+        assert want.isfinite().all()
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.parametrize("value", [1e300, -1e300, 1e39, -1e39])
+    def test_bias(self, value):
+        q, k, v = qkv()
+        bias = torch.full((9, 9), value, dtype=torch.float64)
+        self.check(q * 0, k, v, bias=bias)
+        bias[:, 3] = 0.0
+        self.check(q, k, v, bias=bias)
+
+    @pytest.mark.parametrize("value", [1e300, -1e300, 1e39, -1e39])
+    @pytest.mark.parametrize("keys", [0, 9])
+    def test_sinks(self, value, keys):
+        q, k, v = qkv(9, keys)
+        sinks = torch.tensor([value, 0.5], dtype=torch.float64)
+        self.check(q, k, v, sinks=sinks)
+        if keys:
+            self.check(q, k, v, sinks=sinks, kv_lens=torch.tensor([0, 4], dtype=torch.int32))
+
+    def test_infinities_stay(self):
+        q, k, v = qkv()
+        bias = torch.zeros(9, 9, dtype=torch.float64)
+        bias[2], bias[3, 4] = -torch.inf, torch.nan
+        self_out, lse = attention(q, k, v, bias=bias, return_lse=True, backend="torch")
+        assert (self_out[:, :, 2] == 0).all() and (lse[:, :, 2] == -torch.inf).all()
+        assert self_out[:, :, 3].isnan().all() and self_out[:, :, 4:].isfinite().all()
+
+    def test_candidates_are_distinct(self):
+        for heads in (1, 4, 8, 16, 64):
+            for features in (frozenset(), frozenset({Feature.CAUSAL}), frozenset({Feature.BATCH_INVARIANT})):
+                for rows, keys in ((1, 70), (70, 130), (1000, 1000)):
+                    spec = AttentionSpec(
+                        Phase.FORWARD, "float32", "cpu", 1, heads, heads, rows, keys, 64, 64, features
+                    )
+                    found = candidates(spec, target.parse("cpu:avx512"))
+                    assert len(set(found)) == len(found) and found[0] == choose(
+                        spec, target.parse("cpu:avx512")
+                    )
 
 
 class TestAutograd:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyflash import backends, plan, validate
 from polyflash.errors import spec_error
-from polyflash.mask import FAR_OFFSET, Mask, checked_window
+from polyflash.mask import FAR_OFFSET, Mask, checked_window, is_strided
 from polyflash.spec import Arguments
 
 Layout = Literal["bhsd", "bshd"]
@@ -94,7 +94,7 @@ def _packing(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen
             change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
             raise spec_error(name, got=type(x).__name__, wanted="int32 tensor (members + 1,)", change=change)
     longest = [
-        x if x is None else checked_int(name, x, "an int or None")
+        x if x is None else checked_int(name, x, "an int or None", change="Give the longest length, or None.")
         for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
     ]
     return cu_seqlens_q, cu_seqlens_k, *longest
@@ -130,15 +130,18 @@ def _conjunction(
 
 
 def _offset_of(causal: Any) -> int | None:
-    if causal == "bottom_right":
-        return None
-    if causal == "top_left":
-        return 0
+    if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
+        return None if causal == "bottom_right" else 0
     wanted = "False, True, 'bottom_right' or 'top_left'"
     raise spec_error("causal", got=repr(causal), wanted=wanted, change="True means 'bottom_right'.")
 
 
-def checked_int(name: str, value: Any, wanted: str = "an int or an int32 tensor (batch,)") -> Any:
+def checked_int(
+    name: str,
+    value: Any,
+    wanted: str = "an int or an int32 tensor (batch,)",
+    change: str = "Far positions are all alike.",
+) -> Any:
     """A 64-bit int, or what stands for one while torch.compile traces."""
     if isinstance(value, (int, torch.SymInt)) and torch.compiler.is_compiling():
         return value  # an int that may change is not to become a constant
@@ -146,7 +149,7 @@ def checked_int(name: str, value: Any, wanted: str = "an int or an int32 tensor 
         raise spec_error(name, got=type(value).__name__, wanted=wanted, change="Use int().")
     value = operator.index(value)
     if not -(2**63) <= value < 2**63:
-        raise spec_error(name, got=value, wanted="a 64-bit int", change="Far positions are all alike.")
+        raise spec_error(name, got=value, wanted="a 64-bit int", change=change)
     return value
 
 
@@ -155,7 +158,11 @@ def _number(name: str, value: Any) -> float:
         return value
     if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat)):
         raise spec_error(name, got=type(value).__name__, wanted="a number", change="Use float().")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        change = "Numbers are float64 here."
+        raise spec_error(name, got="an int beyond 1e308", wanted="a finite number", change=change) from None
 
 
 def _seed(seed: int | Tensor | None) -> Tensor:
@@ -163,11 +170,15 @@ def _seed(seed: int | Tensor | None) -> Tensor:
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
     if isinstance(seed, Tensor):
-        if seed.dtype is not torch.int64 or seed.numel() != 1:
-            got = f"{seed.dtype} {tuple(seed.shape)}"
+        if not is_strided(seed) or seed.dtype is not torch.int64 or seed.numel() != 1:
+            got = f"{seed.dtype} {tuple(seed.shape)}" if is_strided(seed) else "a tensor without strides"
             raise spec_error("dropout_seed", got=got, wanted="one int64", change="Use torch.tensor(seed).")
         return seed.reshape(())
-    return torch.tensor(checked_int("dropout_seed", seed), dtype=torch.int64)
+    wanted = "an int in [-2**63, 2**64) or an int64 scalar tensor"
+    if type(seed) is int and 2**63 <= seed < 2**64:
+        seed -= 2**64  # the same 64 bits, as torch.initial_seed() counts them
+    seed = checked_int("dropout_seed", seed, wanted, "Use its low 64 bits: seed % 2**64.")
+    return torch.tensor(seed, dtype=torch.int64)
 
 
 def known_backend(name: str | None) -> str:

@@ -12,7 +12,8 @@ a kernel skips whole blocks by the first and compares lanes by the second.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import operator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from polyflash.errors import SpecError, spec_error
@@ -43,14 +44,17 @@ class Mask:
     bounds: Any = None  # int32 (batch or 1, num_q_heads or 1, row blocks, intervals, 2)
     rows: int | None = None  # query rows of a row block of `bounds`
 
+    def __post_init__(self) -> None:
+        _check_alignment(self.alignment)
+        if (self.rows is None) != (self.bounds is None):
+            got = "rows without bounds" if self.bounds is None else "bounds without rows"
+            raise spec_error("intervals", got=got, wanted="both or neither", change="Use Mask.intervals().")
+
     @staticmethod
     def causal(alignment: str = "bottom_right") -> Mask:
         """Key j is visible to row i iff j <= i + offset; offset is seqlen_k - seqlen_q, or 0 for
         "top_left"."""
-        if alignment not in ("bottom_right", "top_left"):
-            raise spec_error(
-                "alignment", got=repr(alignment), wanted="'bottom_right' or 'top_left'", change="Name one."
-            )
+        _check_alignment("" if alignment is None else alignment)
         return Mask(alignment=alignment)
 
     @staticmethod
@@ -67,6 +71,10 @@ class Mask:
     @staticmethod
     def segments(q_ids: Any, k_ids: Any) -> Mask:
         """Equal ids see each other; int32 (batch, seqlen_q) and (batch, seqlen_k)."""
+        for name, x in (("q_ids", q_ids), ("k_ids", k_ids)):
+            if x is None:
+                change = "Give both, or no segments."
+                raise spec_error(f"segments {name}", got="None", wanted="an int32 tensor", change=change)
         return Mask(q_ids=q_ids, k_ids=k_ids)
 
     @staticmethod
@@ -106,10 +114,9 @@ class Mask:
         """
         import torch
 
-        if not isinstance(visible, torch.Tensor) or visible.dtype is not torch.bool or visible.ndim not in (
-            2, 3, 4,
-        ):  # fmt: skip
-            got = f"{visible.dtype} {tuple(visible.shape)}" if hasattr(visible, "dtype") else repr(visible)
+        strided = isinstance(visible, torch.Tensor) and is_strided(visible)
+        if not strided or visible.dtype is not torch.bool or visible.ndim not in (2, 3, 4):
+            got = f"{visible.dtype} {tuple(visible.shape)}" if strided else _word(visible)
             wanted = "a bool tensor (row_blocks, key_blocks), batch and heads in front or not"
             raise spec_error("blocks", got=got, wanted=wanted, change="True = attend.")
         rows, keys = _positive("rows", rows), _positive("keys", keys)
@@ -117,16 +124,17 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
-            return NotImplemented
-        merged = replace(
-            self,
-            alignment=_only("alignment", self.alignment, other.alignment),
-            left=_smaller(self.left, other.left),
-            right=_smaller(self.right, other.right),
+            change = "Pass a tensor as mask=, with causal=, window=, kv_lens=, kv_starts= beside it."
+            raise spec_error("mask &", got=_word(other), wanted="a polyflash.Mask", change=change)
+        names = ("kv_lens", "kv_starts", "q_ids", "k_ids", "bounds", "rows")
+        return Mask(
+            _only("alignment", self.alignment, other.alignment),
+            _smaller(self.left, other.left),
+            _smaller(self.right, other.right),
+            *[_only(name, getattr(self, name), getattr(other, name)) for name in names],
         )
-        for name in ("kv_lens", "kv_starts", "q_ids", "k_ids", "bounds", "rows"):
-            merged = replace(merged, **{name: _only(name, getattr(self, name), getattr(other, name))})
-        return merged
+
+    __rand__ = __and__
 
     @property
     def window_sides(self) -> Window:
@@ -161,10 +169,10 @@ def _check_bounds(starts: Any, ends: Any) -> None:
     import torch
 
     for name, x in (("starts", starts), ("ends", ends)):
-        if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
-            got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
+        if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32 or not is_strided(x):
             wanted = "an int32 tensor (row_blocks, intervals), batch and heads in front or not"
-            raise spec_error(f"intervals {name}", got=got, wanted=wanted, change="Use .to(torch.int32).")
+            change = "Use .to(torch.int32)."
+            raise spec_error(f"intervals {name}", got=_word(x), wanted=wanted, change=change)
     if starts.ndim not in (2, 3, 4):
         wanted = "(row_blocks, intervals), (batch, row_blocks, intervals) or (batch, heads, row_blocks, ...)"
         change = "Use unsqueeze() where a dimension is missing."
@@ -175,10 +183,50 @@ def _check_bounds(starts: Any, ends: Any) -> None:
 
 
 def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+    number = _integer(value)
+    if number is None or not 1 <= number < 2**63:
         change = "It is a number of positions per block."
-        raise spec_error(f"intervals {name}", got=repr(value), wanted="an int, 1 or more", change=change)
-    return value  # type: ignore[no-any-return]
+        raise spec_error(
+            f"intervals {name}", got=repr(value), wanted="a 64-bit int, 1 or more", change=change
+        )
+    return number
+
+
+def _check_alignment(value: Any) -> None:
+    if value is not None and not (isinstance(value, str) and value in ("bottom_right", "top_left")):
+        wanted = "'bottom_right' or 'top_left'"
+        raise spec_error("alignment", got=repr(value), wanted=wanted, change="Name one.")
+
+
+def is_strided(x: Tensor) -> bool:
+    """Is a tensor an ordinary one, with an address and a stride per dimension?"""
+    import torch
+
+    return x.layout is torch.strided and not x.is_nested
+
+
+def _word(x: Any) -> str:
+    """What a wrong operand is, in a word or two."""
+    if not hasattr(x, "layout"):
+        return repr(x) if isinstance(x, (str, int, float)) else type(x).__name__
+    return f"{x.dtype}" if is_strided(x) else "a nested tensor" if x.is_nested else f"{x.layout} {x.dtype}"
+
+
+def _integer(value: Any) -> int | None:
+    """An int, or what stands for one while torch.compile traces; None if it is neither: a bool or a tensor is
+    not."""
+    if type(value) is int:
+        return value
+    import torch
+
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    if isinstance(value, (bool, torch.Tensor)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _four_dimensions(x: Tensor, trailing: int) -> Tensor:
@@ -202,7 +250,9 @@ def _runs_of(visible: Tensor, keys: int) -> Tensor:
     if countable and visible.numel() and not torch.compiler.is_compiling():
         spare = int((edges == 1).sum(-1).max())
     spare = max(1, spare)
-    at = torch.arange(edges.shape[-1], dtype=torch.int32, device=visible.device) * keys
+    far = 2**31 - 1  # an end may overhang, and no start beyond it is a key
+    at = torch.arange(edges.shape[-1], device=visible.device) * min(keys, far)
+    at = at.clamp(max=far).int()
     sides = []
     for sign in (1, -1):
         hit = edges == sign
@@ -218,19 +268,20 @@ def checked_window(window: Window) -> Window:
         raise spec_error(
             "window", got=repr(window), wanted="(left, right)", change="Use None for an unbounded side."
         )
+    sides: list[int | None] = []
     for side, value in zip(("left", "right"), window, strict=True):
-        if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
-            raise spec_error(
-                f"window {side}",
-                got=repr(value),
-                wanted="an int or None",
-                change="Use None for an unbounded side.",
-            )
-        if value is not None and not 0 <= value < 2**63:
-            raise spec_error(
-                f"window {side}", got=value, wanted="0 or more, or None", change="Use None for unbounded."
-            )
-    left, right = (None if side is None else min(side, FAR_SIDE) for side in window)
+        if value is None:
+            sides.append(None)
+            continue
+        number = _integer(value)
+        if number is None:
+            change = "Use None for an unbounded side."
+            raise spec_error(f"window {side}", got=repr(value), wanted="an int or None", change=change)
+        if not 0 <= number < 2**63:
+            change = "Use None for unbounded."
+            raise spec_error(f"window {side}", got=value, wanted="a 64-bit int >= 0, or None", change=change)
+        sides.append(min(number, FAR_SIDE))
+    left, right = sides
     return left, right
 
 

@@ -71,6 +71,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
     if needs_grad:
         args = args._replace(backend=requested_backend(args))  # the gradients follow the choice made here
         if args.backend:
+            validate.check_layouts(q, k, v, args)
             _refuse_statically(Phase.BACKWARD, q, k, v, args)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         _refuse_transforms()
@@ -95,6 +96,7 @@ def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
         and torch._C._get_tracing_state() is None
     ):
         return _attend(q, k, v, args, rest)
+    validate.check_layouts(q, k, v, args)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention(q, k, v, *rest)
 
@@ -142,6 +144,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
 def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> Tensor:
     """The op with a caller's output (batch, num_q_heads, seqlen_q, head_dim_v); returns the lse."""
     if not torch.compiler.is_compiling():
+        validate.check_layouts(q, k, v, args, out)
         _refuse_tangents(q, k, v, args)
         torch.autograd.graph.increment_version(out)
     return _attention_out(q, k, v, out, *args)
@@ -211,6 +214,7 @@ def _validated(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Argume
     if not validate.shapes_agree(q, k, v):
         raise validate.explain_shapes(q, k, v)
     args = Arguments(*rest)
+    validate.check_layouts(q, k, v, args)
     validate.check_operands(q, k, args)
     return args
 

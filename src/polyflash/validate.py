@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from polyflash.dtypes import BY_NAME
 from polyflash.errors import SpecError, spec_error
-from polyflash.mask import checked_window
+from polyflash.mask import checked_window, is_strided
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ _DTYPES = frozenset(getattr(torch, name) for name in BY_NAME)
 
 def shapes_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True iff q, k, v alone make a legal call: layouts, ranks, dtypes, devices, and how their sizes fit."""
-    if not q.layout is k.layout is v.layout is torch.strided:
+    if not (is_strided(q) and is_strided(k) and is_strided(v)):
         return False
     if not (
         q.ndim == k.ndim == v.ndim == 4 and q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
@@ -53,6 +53,8 @@ def explain_shapes(q: Tensor, k: Tensor, v: Tensor) -> SpecError:
             return spec_error(
                 name, got=type(x).__name__, wanted="a torch.Tensor", change="Use torch.as_tensor()."
             )
+        if not is_strided(x):
+            return _no_layout(name, x)
         if x.ndim != 4:
             return spec_error(
                 name,
@@ -60,9 +62,6 @@ def explain_shapes(q: Tensor, k: Tensor, v: Tensor) -> SpecError:
                 wanted="4: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) under bshd",
                 change="Use unsqueeze() or view().",
             )
-        if x.layout is not torch.strided:
-            change = "Use .to_dense() before the call."
-            return spec_error(f"{name} layout", got=x.layout, wanted="torch.strided", change=change)
         if x.dtype not in _DTYPES:
             wanted = ", ".join(BY_NAME)
             return spec_error(
@@ -99,6 +98,21 @@ def explain_shapes(q: Tensor, k: Tensor, v: Tensor) -> SpecError:
         wanted="a whole number of query heads per key/value head",
         change="Query head h reads key/value head h // (num_q_heads / num_kv_heads).",
     )
+
+
+def _no_layout(name: str, x: Tensor) -> SpecError:
+    got = "a nested tensor" if x.is_nested else x.layout
+    change = "Use attention_varlen()." if x.is_nested else "Use .to_dense() before the call."
+    return spec_error(f"{name} layout", got=got, wanted="torch.strided", change=change)
+
+
+def check_layouts(q: Any, k: Any, v: Any, args: Arguments, out: Any = None) -> None:
+    """Every tensor has an address and strides: neither sparse nor nested. An ordinary tensor needs no such
+    test, and who made sure of that skips it."""
+    names = ("q", "k", "v", "out", *args._fields)
+    for name, x in zip(names, (q, k, v, out, *args), strict=True):
+        if isinstance(x, torch.Tensor) and not is_strided(x):
+            raise _no_layout(name, x)
 
 
 def check_operands(q: Tensor, k: Tensor, args: Arguments) -> None:
@@ -138,7 +152,7 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> None:
     if args.bias is not None:
         if args.bias.dtype not in _DTYPES:
             change = "Pass a bool mask as mask=."
-            raise spec_error("bias dtype", got=args.bias.dtype, wanted="a float dtype", change=change)
+            raise spec_error("bias dtype", got=args.bias.dtype, wanted=", ".join(BY_NAME), change=change)
         _check_broadcast("bias", args.bias, scores, q.device)
     if args.alibi_slopes is not None:
         _check_per_head("alibi_slopes", args.alibi_slopes, ((num_q_heads,), (batch, num_q_heads)), q.device)
@@ -315,7 +329,10 @@ def _check_per_head(name: str, x: Tensor, shapes: tuple[tuple[int, ...], ...], d
     if not isinstance(x, torch.Tensor) or x.dtype not in _DTYPES:
         got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
         raise spec_error(
-            name, got=got, wanted=f"float tensor of shape {' or '.join(map(str, shapes))}", change="Cast it."
+            name,
+            got=got,
+            wanted=f"tensor of {', '.join(BY_NAME)} of shape {' or '.join(map(str, shapes))}",
+            change="Cast it.",
         )
     if tuple(x.shape) not in shapes or x.device != device:
         wanted = f"{' or '.join(map(str, shapes))} on {device}"

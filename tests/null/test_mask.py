@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import polyflash
 from polyflash.errors import SpecError
 from polyflash.mask import Mask, block_range, checked_window, row_interval, visible_pairs
 from polyflash.reference import attention_reference
@@ -139,7 +140,7 @@ def test_conjunction() -> None:
         Mask.causal() & Mask.causal("top_left")
     with pytest.raises(SpecError, match="kv_lens"):
         Mask.lengths(lens) & Mask.lengths(torch.tensor([1]))
-    with pytest.raises(TypeError):
+    with pytest.raises(SpecError):
         Mask.causal() & True  # type: ignore[operator]
 
 
@@ -187,6 +188,20 @@ def test_blocks_become_the_lists_of_their_runs(drawn: tuple[int, ...]) -> None:
             assert listed[j] == mask.visible(
                 r * rows, j, seqlen_q=row_blocks * rows, seqlen_k=key_blocks * keys, batch=b, head=h
             )
+
+
+@pytest.mark.parametrize("keys", (2**30, 2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1))
+def test_blocks_may_end_beyond_every_key(keys: int) -> None:
+    """An end overhangs: what lies beyond 32 bits is the last 32-bit number."""
+    grid = torch.tensor([[True, True, True, True], [False, True, True, False], [True, False, False, True]])
+    far = 2**31 - 1
+    want = [[0, far, 0, 0], [min(keys, far), far, 0, 0], [0, min(keys, far), min(3 * keys, far), far]]
+    for row, pairs in zip(grid, want, strict=True):
+        got = Mask.blocks(row[None], rows=8, keys=keys).bounds.flatten().tolist()
+        assert got == [min(x, far) for x in pairs][: len(got)]
+    q, k, v = (torch.randn(1, 1, 8, 4) for _ in range(3))
+    out = polyflash.attention(q, k, v, mask=Mask.blocks(grid[:1], rows=8, keys=keys))
+    torch.testing.assert_close(out, polyflash.attention(q, k, v))
 
 
 def test_lists_broadcast_from_fewer_dimensions() -> None:
