@@ -398,6 +398,7 @@ SPARSE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("form", ["sparse", "nested"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_operands_without_strides_are_refused(name, form):

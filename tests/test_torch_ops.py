@@ -358,17 +358,17 @@ FAR = 2**31 + 100
 
 
 def far_call():
-    """One query over 2**31 + 100 keys that are one number in memory; the window sees the last ten."""
-    k = torch.ones(1, 1, 1, 1).expand(1, 1, FAR, 1)
-    return torch.ones(1, 1, 1, 1), k, 3 * k[:, :, :1].clone().expand_as(k)
+    """Nine queries over 2**31 + 100 keys that are one number in memory; a window sees the last ones."""
+    k = torch.ones(()).expand(1, 2, FAR, 8)
+    return torch.ones(1, 2, 9, 8), k, torch.tensor(3.0).expand_as(k)
 
 
 @needs_cpu_engine
 def test_positions_beyond_32_bits_are_refused_by_a_row_that_has_no_more():
     q, k, v = far_call()
     attention(q, k[:, :, :2048], v[:, :, :2048], window=(9, 0), return_lse=True, backend="cpu")
-    for more in ({}, {"alibi_slopes": torch.ones(1)}):
-        with pytest.raises(UnsupportedError, match=f"positions: up to .*asked for {FAR + 1}"):
+    for more in ({}, {"alibi_slopes": torch.ones(2)}):
+        with pytest.raises(UnsupportedError, match=f"positions: up to .*asked for {FAR + 9}"):
             attention(q, k, v, window=(9, 0), return_lse=True, backend="cpu", **more)
 
 
@@ -377,7 +377,9 @@ def test_positions_beyond_32_bits_make_a_route_of_their_own():
     short = attention(q, k[:, :, :2048], v[:, :, :2048], window=(9, 0), return_lse=True)
     out, lse = attention(q, k, v, window=(9, 0), return_lse=True)
     assert explain(q, k, v, window=(9, 0)).backend == "torch"
-    torch.testing.assert_close((out, lse), (torch.full_like(q, 3.0), torch.full_like(lse, 1 + math.log(10))))
+    torch.testing.assert_close(
+        (out, lse), (torch.full_like(q, 3.0), torch.full_like(lse, math.sqrt(8) + math.log(10)))
+    )
     torch.testing.assert_close((out, lse), tuple(short))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import mul
 from typing import Any
 
 import torch
@@ -43,19 +44,20 @@ def apart(out: Tensor, others: Iterable[Any]) -> bool:
     would not tell: one buffer may stand behind several (numpy, DLPack)."""
     first, end = _span(out)
     for x in others:
-        if isinstance(x, Tensor) and x.device == out.device:
+        if isinstance(x, Tensor):
             start, stop = _span(x)
-            if start < end and first < stop:
+            if start < end and first < stop and start < stop:
                 return False
     return True
 
 
 def _span(x: Tensor) -> tuple[int, int]:
     """Addresses of the first byte of a tensor and of the one after its last."""
-    if x.numel() == 0:
-        return 0, 0
-    reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     start = x.data_ptr()
+    if x.is_contiguous() or x.numel() == 0:
+        return start, start + x.nbytes
+    strides = x.stride()
+    reach = sum(map(mul, x.shape, strides)) - sum(strides)  # Σ (size - 1)·stride
     return start, start + (reach + 1) * x.element_size()
 
 

@@ -85,7 +85,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
 def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """The op, or its body where the dispatcher would do nothing else: plain tensors, no mode, trace or
     profiler. The dispatcher's way from Python to Python takes 8 us, as long as a small call of torch's."""
-    rest = args[:_N_PLAIN] if args[_N_PLAIN:] == _DEFAULT_OPERANDS else args
+    rest = _without_defaults(args)
     if (
         _is_plain(q)
         and _is_plain(k)
@@ -96,9 +96,14 @@ def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
         and torch._C._get_tracing_state() is None
     ):
         return _attend(q, k, v, args, rest)
-    validate.check_layouts(q, k, v, args)
+    validate.check_layouts(q, k, v, rest)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention(q, k, v, *rest)
+
+
+def _without_defaults(args: Arguments) -> tuple[Any, ...]:
+    """The arguments of a plain call alone, if it is one: each more costs the dispatcher time."""
+    return args[:_N_PLAIN] if args[_N_PLAIN:] == _DEFAULT_OPERANDS else args
 
 
 def _keys_of(x: Tensor) -> int:
@@ -143,11 +148,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
 
 def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> Tensor:
     """The op with a caller's output (batch, num_q_heads, seqlen_q, head_dim_v); returns the lse."""
+    rest: tuple[Any, ...] = args
     if not torch.compiler.is_compiling():
-        validate.check_layouts(q, k, v, args, out)
+        rest = _without_defaults(args)
+        validate.check_layouts(q, k, v, rest, out)
         _refuse_tangents(q, k, v, args)
         torch.autograd.graph.increment_version(out)
-    return _attention_out(q, k, v, out, *args)
+    return _attention_out(q, k, v, out, *rest)
 
 
 def requested_backend(args: Arguments) -> str:
@@ -214,7 +221,7 @@ def _validated(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Argume
     if not validate.shapes_agree(q, k, v):
         raise validate.explain_shapes(q, k, v)
     args = Arguments(*rest)
-    validate.check_layouts(q, k, v, args)
+    validate.check_layouts(q, k, v, rest)
     validate.check_operands(q, k, args)
     return args
 
@@ -316,7 +323,7 @@ def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Te
     launch = _route(Phase.FORWARD, q, k, v, args, rest)
     validate.check_out(out, q, v.shape[3])
     fresh, lse = _outputs(q, v, args.need_lse)
-    direct = out.stride(3) == 1 and apart(out, (q, k, v, *args))
+    direct = out.stride(3) == 1 and apart(out, (q, k, v, *rest))
     result, lse = _run(launch, q, k, v, out if direct else fresh, lse, args)
     if result is not out:
         out.copy_(result)

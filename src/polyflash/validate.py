@@ -14,11 +14,10 @@ import torch
 from polyflash.dtypes import BY_NAME
 from polyflash.errors import SpecError, spec_error
 from polyflash.mask import checked_window, is_strided
+from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from polyflash.spec import Arguments
 
 _DTYPES = frozenset(getattr(torch, name) for name in BY_NAME)
 
@@ -106,13 +105,12 @@ def _no_layout(name: str, x: Tensor) -> SpecError:
     return spec_error(f"{name} layout", got=got, wanted="torch.strided", change=change)
 
 
-def check_layouts(q: Any, k: Any, v: Any, args: Arguments, out: Any = None) -> None:
-    """Every tensor has an address and strides: neither sparse nor nested. An ordinary tensor needs no such
-    test, and who made sure of that skips it."""
-    names = ("q", "k", "v", "out", *args._fields)
-    for name, x in zip(names, (q, k, v, out, *args), strict=True):
-        if isinstance(x, torch.Tensor) and not is_strided(x):
-            raise _no_layout(name, x)
+def check_layouts(q: Any, k: Any, v: Any, rest: tuple[Any, ...], out: Any = None) -> None:
+    """Every tensor has an address and strides: neither sparse nor nested. `rest` are `Arguments`, or the
+    first of them. Who knows that all are ordinary tensors skips this."""
+    for at, x in enumerate((q, k, v, out, *rest)):
+        if isinstance(x, torch.Tensor) and (x.layout is not torch.strided or x.is_nested):
+            raise _no_layout(("q", "k", "v", "out", *Arguments._fields)[at], x)
 
 
 def check_operands(q: Tensor, k: Tensor, args: Arguments) -> None:
