@@ -86,7 +86,7 @@ def test_key_blocks_do_not_depend_on_lengths(target, head_dim):
 
 
 def test_configs_prove_themselves():
-    for block_n, panels in ((0, 4), (24, 4), (512, 4), (128, 0), (128, 65)):
+    for block_n, panels in ((64.0, 4), (64, "4"), (64, True), (0, 4), (24, 4), (512, 4), (128, 0), (128, 65)):
         with pytest.raises(SpecError):
             Config(block_n, panels)
     with pytest.raises(SpecError):

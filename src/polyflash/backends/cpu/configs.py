@@ -234,6 +234,10 @@ class Config:
     isa: str = "avx512"
 
     def __post_init__(self) -> None:
+        for name in ("block_n", "panels"):
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise spec_error(name, got=repr(value), wanted="an int", change="Take 64 and 4.")
         if self.block_n % 16 or not 16 <= self.block_n <= 256:
             raise spec_error(
                 "block_n", got=self.block_n, wanted="a multiple of 16 up to 256", change="Take 64 or 128."
