@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from polyflash.mask import FAR_OFFSET, FAR_SIDE
-from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from polyflash.spec import Arguments
 
 LOG2E = math.log2(math.e)
 FLT_MIN, FLT_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
@@ -78,9 +79,6 @@ BIAS_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float
 _N_OPERANDS = CU_K + 1 - Q_OFFSET
 NO_OPERANDS = bytes(8 * _N_OPERANDS)
 pack_head = struct.Struct(f"{PASS + 1}q").pack
-_FIRST_OPERAND = Arguments._fields.index("kv_lens")
-_LAST_OPERAND = Arguments._fields.index("k_segments") + 1
-_ABSENT = (None,) * (_LAST_OPERAND - _FIRST_OPERAND)
 _ONE = (
     struct.unpack("<q", struct.pack("<ff", LOG2E, LOG2E - struct.unpack("<f", struct.pack("<f", LOG2E))[0]))
 )[0]
@@ -100,14 +98,10 @@ def passes(args: Arguments, scale: float) -> int:
     return does | DOES_SEGMENTS if args.q_segments is not None else does
 
 
-def any_operand(args: Arguments) -> bool:
-    """Whether a word from Q_OFFSET to CU_K is not 0."""
-    return (
-        args[_FIRST_OPERAND:_LAST_OPERAND] != _ABSENT
-        or args.intervals is not None
-        or args.softcap != 0.0
-        or (args.cu_seqlens_q is not None)
-    )
+def any_table(args: Arguments) -> bool:
+    """Whether an operand that the pass has no part in fills a word from Q_OFFSET to CU_K."""
+    absent = args.kv_lens is args.kv_starts is args.q_offset is args.intervals is args.cu_seqlens_q is None
+    return not absent
 
 
 def softmax_scale(scale: float, does: int) -> tuple[int, int, int]:

@@ -53,8 +53,25 @@ ISAS = {
 }
 
 
+class _Panels:
+    """What follows from an instruction set and a panel's width."""
+
+    __slots__ = ()
+    isa: str
+    nv: int
+
+    @property
+    def lanes(self) -> int:
+        return ISAS[self.isa].lanes
+
+    @property
+    def panel_rows(self) -> int:
+        """Query rows of one panel: one per lane."""
+        return self.nv * self.lanes
+
+
 @dataclass(frozen=True, slots=True)
-class KernelKey:
+class KernelKey(_Panels):
     """What one compiled forward kernel is made for.
 
     isa: instruction set. compute: "f32" (fused multiply-add) or "bf16dot" (pairs of bfloat16 into fp32).
@@ -87,15 +104,6 @@ class KernelKey:
         return f"forward_{self.isa}_{self.compute}_{self.storage}_nv{self.nv}_d{self.bucket}"
 
     @property
-    def lanes(self) -> int:
-        return ISAS[self.isa].lanes
-
-    @property
-    def panel_rows(self) -> int:
-        """Query rows of one panel: one per lane."""
-        return self.nv * self.lanes
-
-    @property
     def group_keys(self) -> int:
         """Keys (and channels of V) per microkernel step."""
         return ISAS[self.isa].group_keys[self.nv]
@@ -125,7 +133,7 @@ class KernelKey:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreKey:
+class ScoreKey(_Panels):
     """The pass over one panel's scores that every forward kernel of this isa and width calls if it must."""
 
     isa: str
@@ -141,14 +149,6 @@ class ScoreKey:
     @property
     def name(self) -> str:
         return f"scores_{self.isa}_nv{self.nv}"
-
-    @property
-    def lanes(self) -> int:
-        return ISAS[self.isa].lanes
-
-    @property
-    def panel_rows(self) -> int:
-        return self.nv * self.lanes
 
 
 def _check_isa(isa: str, nv: int) -> None:

@@ -540,7 +540,7 @@ def run(
         a.sinks_address(args.sinks, kept),
         prepared.score_pass(cut.nv) if does else 0,
     )
-    middle = a.operands(args, scale, does, kept, members) if does or a.any_operand(args) else a.NO_OPERANDS
+    middle = a.operands(args, scale, does, kept, members) if does or a.any_table(args) else a.NO_OPERANDS
     block = array("q", head + middle + cut.tail)
     pool.run(
         cut.kernel, block.buffer_info()[0], cut.items, threads, cut.scratch_bytes, work_us >= WAKE_FROM_US
