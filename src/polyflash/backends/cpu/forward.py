@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, packing, pool, runtime
+from polyflash.backends.cpu import configs, loading, packing, pool, runtime
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,18 +30,13 @@ WAKE_FROM_US = 40  # below this, only threads that already spin share it: waking
 
 def build(key: KernelKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from numba import cfunc, njit, types
+    from numba import cfunc, types
 
     from polyflash.backends.cpu import blocks, simd
 
     stage = blocks.stages(key)
-    fill, fill_limits, gather_row, pack_query = (
-        stage.fill,
-        stage.fill_limits,
-        stage.gather_row,
-        stage.pack_query,
-    )
-    load_rows, load_value_rows, load_float_row = stage.load_rows, stage.load_value_rows, stage.load_float_row
+    fill, fill_limits, pack_query = stage.fill, stage.fill_limits, stage.pack_query
+    load_value_rows, load_float_row = stage.load_value_rows, stage.load_float_row
     scores, scores_bounded = stage.scores, stage.scores_bounded
     online_softmax, accumulate, add_seen = stage.online_softmax, stage.accumulate, stage.add_seen
     finish_stats, finalize, store_lse = stage.finish_stats, stage.finalize, stage.store_lse
@@ -56,35 +51,10 @@ def build(key: KernelKey) -> Any:
     KEYS_PER_TRIP = min(4, MR // PACK) * PACK
     MINUS_INF = 0xFF800000
 
-    def device(arity, result=types.void):  # type: ignore[no-untyped-def]
-        """int64 arguments; inlined, so nothing is seen to raise and the object needs no Python symbol."""
-        options = {
-            "error_model": "numpy",
-            "forceinline": True,
-            "no_cpython_wrapper": True,
-            "no_cfunc_wrapper": True,
-        }
-        return njit(result(*[types.int64] * arity), **options)
-
-    @device(4, types.int64)
-    def gathered(scratch_row, src, stride, count):  # type: ignore[no-untyped-def]
-        """Where the row at `src` can be read with unit stride."""
-        if stride == SIZE:
-            return src
-        gather_row(src, stride, count, scratch_row)
-        return scratch_row
-
-    @device(7)
-    def load_tile(args, scratch, src, row_stride, dim_stride, rows, dst):  # type: ignore[no-untyped-def]
-        """`rows` rows of q or k into scratch rows, zero beyond head_dim."""
-        count = arg(args, a.HEAD_DIM)
-        if dim_stride == SIZE:
-            load_rows(src, row_stride, rows, count, dst)
-        else:
-            row = scratch + arg(args, a.T_GATHER)
-            for r in range(rows):
-                gather_row(src + r * row_stride, dim_stride, count, row)
-                load_rows(row, 0, 1, count, dst + r * K_BYTES)
+    shared = loading.loaders(key, stage)
+    gathered, load_tile = shared.gathered, shared.load_tile
+    offset_of, table_entry = shared.offset_of, shared.table_entry
+    device = loading.device
 
     @device(9, types.int64)
     def load_value_atoms(args, scratch, src, begin, end, first, last, n, skip_bad):  # type: ignore[no-untyped-def]
@@ -126,16 +96,6 @@ def build(key: KernelKey) -> Any:
             load_value_atoms(args, scratch, src, begin, end, first, last, n, True)
         return found
 
-    @device(4, types.int64)
-    def offset_of(args, i_b, live, seqlen_q):  # type: ignore[no-untyped-def]
-        if arg(args, a.Q_OFFSET) != 0:
-            return load_i32(arg(args, a.Q_OFFSET) + i_b * arg(args, a.Q_OFFSET_STRIDE))
-        return arg(args, a.OFFSET) if arg(args, a.HAS_OFFSET) != 0 else live - seqlen_q
-
-    @device(4, types.int64)
-    def table_entry(args, slot, i_b, default):  # type: ignore[no-untyped-def]
-        return load_i32(arg(args, slot) + i_b * arg(args, slot + 1)) if arg(args, slot) != 0 else default
-
     @device(6)
     def start_panel(args, scratch, src, row, row_end, panel):  # type: ignore[no-untyped-def]
         """Q^T of one panel, and its O^T, m_i and l_i at their first values."""
@@ -145,9 +105,8 @@ def build(key: KernelKey) -> Any:
         for lane in range(0, NR, LANES):
             rows = least(LANES, row_end - row - lane)
             if rows > 0:
-                load_tile(
-                    args, scratch, src + (row + lane) * stride, stride, arg(args, a.Q_DIM), rows, stage_rows
-                )
+                first, count = src + (row + lane) * stride, arg(args, a.HEAD_DIM)
+                load_tile(args, scratch, first, stride, arg(args, a.Q_DIM), rows, count, stage_rows)
                 pack_query(stage_rows, vectors, q_panel + lane * 4, flip)
         channels = (arg(args, a.HEAD_DIM_V) + STEP - 1) // STEP * STEP
         fill(scratch + arg(args, a.T_O) + panel * O_PANEL, channels * NV, arg(args, a.ZERO))
@@ -285,7 +244,8 @@ def build(key: KernelKey) -> Any:
                 if arg(item, a.I_ANY) == 0:
                     continue
             k_tile, k_row = scratch + arg(args, a.T_K) + (first - n) * K_BYTES, arg(args, a.K_ROW)
-            load_tile(args, scratch, k + first * k_row, k_row, arg(args, a.K_DIM), last - first, k_tile)
+            dim, count = arg(args, a.K_DIM), arg(args, a.HEAD_DIM)
+            load_tile(args, scratch, k + first * k_row, k_row, dim, last - first, count, k_tile)
             attend_block(args, scratch, v, panels, heads, n, first, last)
 
     @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
