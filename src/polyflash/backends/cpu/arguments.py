@@ -50,6 +50,8 @@ INTERVALS, INTERVALS_BATCH, INTERVALS_HEAD, INTERVALS_BLOCK, INTERVAL_COUNT, INT
     _next() for _ in range(6)
 )
 MEMBERS, CU_Q, CU_K = (_next() for _ in range(3))
+# Philox's key, floor(p·2^32), the address of the stage (0: no dropout), float32 bits of 1 - p (1 if p is 1).
+DROP_SEED, DROP_THRESHOLD, DROP, DROP_KEPT = (_next() for _ in range(4))
 
 # HEADS x ROW_PANELS is an item, CHUNKS items make a group, OTHERS items share a row block. ZERO is 0, read at
 # run time: a fill with a known zero would become a call of memset.
@@ -76,7 +78,7 @@ UNSEEN, CHANGED, PLAIN = range(3)
 
 BIAS_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-_N_OPERANDS = CU_K + 1 - Q_OFFSET
+_N_OPERANDS = DROP_KEPT + 1 - Q_OFFSET
 NO_OPERANDS = bytes(8 * _N_OPERANDS)
 pack_head = struct.Struct(f"{PASS + 1}q").pack
 _ONE = (
@@ -99,9 +101,9 @@ def passes(args: Arguments, scale: float) -> int:
 
 
 def any_table(args: Arguments) -> bool:
-    """Whether an operand that the pass has no part in fills a word from Q_OFFSET to CU_K."""
+    """Whether an operand that the pass has no part in fills a word from Q_OFFSET to DROP_KEPT."""
     absent = args.kv_lens is args.kv_starts is args.q_offset is args.intervals is args.cu_seqlens_q is None
-    return not absent
+    return not absent or args.dropout_p != 0.0
 
 
 def softmax_scale(scale: float, does: int) -> tuple[int, int, int]:
@@ -128,9 +130,11 @@ def float_bits(x: float) -> int:
     return bits
 
 
-def operands(args: Arguments, scale: float, does: int, kept: list[Tensor], members: int) -> bytes:
-    """Q_OFFSET to CU_K. Small tensors that must be copied first are put into `kept`, to live as long as the
-    call."""
+def operands(
+    args: Arguments, scale: float, does: int, kept: list[Tensor], members: int, drop: int = 0
+) -> bytes:
+    """Q_OFFSET to DROP_KEPT. Small tensors that must be copied first are put into `kept`, to live as long as
+    the call. `drop` is the address of the dropout stage if dropout_p is not 0."""
     words = [*_table(args.q_offset), *_table(args.kv_lens), *_table(args.kv_starts)]
     if does & DOES_SOFTCAP:
         caps = float_bits(abs(scale) / args.softcap), float_bits(args.softcap)
@@ -155,6 +159,7 @@ def operands(args: Arguments, scale: float, does: int, kept: list[Tensor], membe
             cu = cu.contiguous()
             kept.append(cu)
         words.append(0 if cu is None else cu.data_ptr())
+    words += _dropout(args, drop)
     return array("q", words).tobytes()
 
 
@@ -184,6 +189,14 @@ def _as_float32(x: Tensor) -> Tensor:
 
 def _table(per_batch: Tensor | None) -> tuple[int, int]:
     return (0, 0) if per_batch is None else (per_batch.data_ptr(), 4 * per_batch.stride(0))
+
+
+def _dropout(args: Arguments, address: int) -> tuple[int, int, int, int]:
+    p = args.dropout_p
+    if p == 0.0:
+        return 0, 0, 0, 0
+    seed = 0 if args.dropout_seed is None else int(args.dropout_seed)
+    return seed, math.floor(p * 2.0**32), address, float_bits(1.0 - p if p < 1.0 else 1.0)
 
 
 def _ids(ids: Tensor | None) -> tuple[int, int, int]:
