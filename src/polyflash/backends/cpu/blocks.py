@@ -37,6 +37,7 @@ class Stages(NamedTuple):
     accumulate: Any  # (v, p, trips, o, alpha, groups)
     add_seen: Any  # (p, odd, value_row, count, o, limits, key, seen)
     finish_stats: Any  # (stats, scale bits, sink bits): (m_i, l_i) to (lse, divisor of O)
+    scale_divisor: Any  # (stats, float bits)
     finalize: Any  # (o, stats, dst, dst_stride, rows, count)
     store_lse: Any  # (stats, dst, rows)
 
@@ -367,6 +368,12 @@ class _Tile:
         e.loop(count, [e.pointer(row), e.pointer(o)], channel)
 
     # finalize
+    def scale_divisor(self, e: Emitter, stats, bits) -> None:  # type: ignore[no-untyped-def]
+        """The divisor of O of a vector of rows, times the share of weights that dropout keeps."""
+        p = e.pointer(stats)
+        l_i = e.load(p, self.nr * 4)
+        e.store(e.b.fmul(l_i, e.splat(e.float_bits(bits))), p, self.nr * 4)
+
     def finalize(self, e: Emitter, o, stats, dst, stride, rows, count) -> None:  # type: ignore[no-untyped-def]
         """O^T / l_i of a vector of lanes back to rows in the storage dtype; an empty row (l_i = 0) is 0."""
         b, base = e.b, e.pointer(dst)
@@ -429,7 +436,7 @@ class _Tile:
 _ARITY = {
     "fill": 3, "fill_limits": 7, "gather_row": 4, "load_rows": 5, "load_value_rows": 6, "load_float_row": 3,
     "pack_query": 4, "scores": 6, "scores_bounded": 8, "online_softmax": 6, "accumulate": 6, "add_seen": 8,
-    "finish_stats": 3, "finalize": 6, "store_lse": 3,
+    "finish_stats": 3, "scale_divisor": 2, "finalize": 6, "store_lse": 3,
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import configs, loading, packing, pool, runtime
+from polyflash.backends.cpu.dropout_configs import DropoutKey
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,9 +40,11 @@ def build(key: KernelKey) -> Any:
     load_value_rows, load_float_row = stage.load_value_rows, stage.load_float_row
     scores, scores_bounded = stage.scores, stage.scores_bounded
     online_softmax, accumulate, add_seen = stage.online_softmax, stage.accumulate, stage.add_seen
-    finish_stats, finalize, store_lse = stage.finish_stats, stage.finalize, stage.store_lse
+    finish_stats, scale_divisor = stage.finish_stats, stage.scale_divisor
+    finalize, store_lse = stage.finalize, stage.store_lse
     arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
-    store_i64, least, greatest, call_pass = simd.store_i64, simd.least, simd.greatest, simd.call_native(9)
+    store_i64, least, greatest = simd.store_i64, simd.least, simd.greatest
+    call_pass, call_dropout = simd.call_native(9), simd.call_native(7)
 
     LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
     SIZE = configs.STORAGE_BYTES[key.storage]
@@ -168,6 +171,8 @@ def build(key: KernelKey) -> Any:
                 at = stats + lane * 4
                 if lse != 0 or arg(args, a.SINKS) != 0:
                     finish_stats(at, arg(args, a.SCALE), sink)
+                if arg(args, a.DROP) != 0:
+                    scale_divisor(at, arg(args, a.DROP_KEPT))
                 finalize(o + lane * 4, at, dst + (row + lane) * stride, stride, rows, arg(args, a.HEAD_DIM_V))
                 if lse != 0:
                     store_lse(at, lse + (row + lane) * 4, rows)
@@ -179,6 +184,7 @@ def build(key: KernelKey) -> Any:
         row_0, row_end, head = arg(item, a.I_ROW), arg(item, a.I_ROW_END), arg(item, a.I_HEAD)
         start, live = arg(item, a.I_START), arg(item, a.I_LIVE)
         lo_shift, hi_shift = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT)
+        plane_0 = arg(item, a.I_BATCH) * arg(args, a.NUM_KV_HEADS) * arg(args, a.GROUP)
         bad = load_value_tile(args, scratch, v, first, last, n)
         for i_p in range(panels):
             row = row_0 + i_p * NR
@@ -213,6 +219,9 @@ def build(key: KernelKey) -> Any:
                 p = scratch + arg(args, a.T_P) + begin // PACK * NR * 4
                 stats = scratch + arg(args, a.T_STATS) + panel * NR * 8
                 online_softmax(s, p, (end - begin) // 4, block, stats, arg(args, a.SCALE_LOG2))
+                if arg(args, a.DROP) != 0:
+                    plane = plane_0 + head + i_h
+                    call_dropout(arg(args, a.DROP), args, p, plane, row, n + begin, end - begin, PACK)
                 o = scratch + arg(args, a.T_O) + panel * O_PANEL
                 values = scratch + arg(args, a.T_V) + begin // PACK * V_BYTES
                 trips, channels = (end - begin) // KEYS_PER_TRIP, (arg(args, a.HEAD_DIM_V) + MR - 1) // MR
@@ -375,19 +384,27 @@ class _Prepared:
     """What a route keeps between calls: cuts by batch, lengths and threads. Entries are only added, or
     dropped all at once, so Python threads may share it."""
 
-    __slots__ = ("cuts", "launch", "passes")
+    __slots__ = ("cuts", "drops", "launch", "passes")
 
     def __init__(self, launch: Launch) -> None:
         configs.check_fits(launch.config, launch.spec, launch.target)
         self.launch = launch
         self.cuts: dict[tuple[int, ...], _Cut] = {}
         self.passes: dict[int, int] = {}
+        self.drops: dict[int, int] = {}
 
     def score_pass(self, nv: int) -> int:
         """The address of the pass over scores for panels of `nv` vectors."""
         found = self.passes.get(nv)
         if found is None:
             found = self.passes[nv] = runtime.load(configs.ScoreKey(self.launch.config.isa, nv))
+        return found
+
+    def dropout(self, nv: int) -> int:
+        """The address of what drops weights, for panels of `nv` vectors."""
+        found = self.drops.get(nv)
+        if found is None:
+            found = self.drops[nv] = runtime.load(DropoutKey(self.launch.config.isa, nv))
         return found
 
     def add(self, index: tuple[int, ...], cut: configs.Partition, nv: int) -> _Cut:
@@ -500,7 +517,10 @@ def run(
         a.sinks_address(args.sinks, kept),
         prepared.score_pass(cut.nv) if does else 0,
     )
-    middle = a.operands(args, scale, does, kept, members) if does or a.any_table(args) else a.NO_OPERANDS
+    middle = a.NO_OPERANDS
+    if does or a.any_table(args):
+        drop = prepared.dropout(cut.nv) if args.dropout_p else 0
+        middle = a.operands(args, scale, does, kept, members, drop)
     block = array("q", head + middle + cut.tail)
     pool.run(
         cut.kernel, block.buffer_info()[0], cut.items, threads, cut.scratch_bytes, work_us >= WAKE_FROM_US
