@@ -55,15 +55,12 @@ class _Words:
             product = b.mul(b.and_(x, I64(_LOW)), I64(factor))
             return b.lshr(product, I64(32)), b.and_(product, I64(_LOW))
         wide = ir.VectorType(I64, self.e.lanes) if self.packed else self.kind
-        n = wide.count
-        high, low = [], []
-        for part in x:
-            part = b.zext(part, wide) if self.packed else b.and_(part, ir.Constant(wide, [_LOW] * n))
-            product = b.mul(part, ir.Constant(wide, [factor] * n))
-            above = b.lshr(product, ir.Constant(wide, [32] * n))
-            high.append(b.trunc(above, self.kind) if self.packed else above)
-            low.append(b.trunc(product, self.kind) if self.packed else product)
-        return high, low
+        factors, halves, below = (ir.Constant(wide, [n] * wide.count) for n in (factor, 32, _LOW))
+        if self.packed:
+            high = b.trunc(b.lshr(b.mul(b.zext(x[0], wide), factors), halves), self.kind)
+            return [high], [b.mul(x[0], ir.Constant(self.kind, [factor] * self.kind.count))]
+        products = [b.mul(b.and_(part, below), factors) for part in x]
+        return [b.lshr(product, halves) for product in products], products
 
     def xor(self, *values: Any) -> Any:
         xor = self.e.b.xor
