@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash.reference import attention_reference, varlen_reference
+from polyflash.reference import attention_reference, dropout_keep, varlen_reference
 
 # Relative L2 of the output on normal inputs at head_dim 64 to 128: a bad T cannot loosen the test beyond
 # these.
@@ -106,6 +106,8 @@ def members(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> list[tu
                 own[name] = own[name][b : b + 1]
         if own.get("alibi_slopes") is not None and own["alibi_slopes"].ndim == 2:
             own["alibi_slopes"] = own["alibi_slopes"][b : b + 1]
+        if own.get("dropout_p"):
+            own["first_batch"] = b
         at, of = slice(rows[b], rows[b + 1]), slice(keys[b], keys[b + 1])
         one = (x[part].transpose(0, 1)[None] for x, part in ((q, at), (k, of), (v, of)))
         found.append((at, of, (*one, own)))
@@ -140,8 +142,8 @@ def eager(q: Tensor, k: Tensor, v: Tensor, *, order: str = "", **options: Any) -
         top = s.amax(-1, keepdim=True) if s.shape[-1] else s.sum(-1, keepdim=True)
         p = torch.exp(s - top).masked_fill(empty, 0)
         total = _product(p, p.new_ones(p.shape[-1], 1))
-        return _product(p[..., : k.shape[2]], v) / torch.where(empty, 1, total), lse
-    p = torch.softmax(s, -1).masked_fill(empty, 0)[..., : k.shape[2]]
+        return _product(dropped(p[..., : k.shape[2]], options), v) / torch.where(empty, 1, total), lse
+    p = dropped(torch.softmax(s, -1).masked_fill(empty, 0)[..., : k.shape[2]], options)
     return _product(p.flip(-1), v.flip(-2)) if order else p @ v, lse
 
 
@@ -161,6 +163,15 @@ def masked_scores(q: Tensor, k: Tensor, order: str, options: dict[str, Any]) -> 
     if options.get("alibi_slopes") is not None:
         s = s + _alibi(q, k, options).to(s.dtype)
     return s.masked_fill(~visible(q, k, **options), -math.inf)
+
+
+def dropped(p: Tensor, options: dict[str, Any]) -> Tensor:
+    """Weights, or what is like them, with those dropped that `dropout_p` and `dropout_seed` drop."""
+    rate = options.get("dropout_p")
+    if not rate:
+        return p
+    keep = dropout_keep(tuple(p.shape), rate, int(options["dropout_seed"]), options.get("first_batch", 0))
+    return torch.where(torch.from_numpy(keep), p / (1.0 - rate), 0.0)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""`run`: one forward row of the table, as a callable."""
+"""`run`: one forward row of the table, as a callable. `backend`: the name of one that has gradients."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.conformance.gradients import BACKWARD
 from tests.conformance.rows import FORWARD, Runner
 
 
@@ -12,19 +13,25 @@ def run(request: pytest.FixtureRequest) -> Runner:
     return Runner(request.param)
 
 
+@pytest.fixture(params=BACKWARD, ids=lambda row: row.name.replace("/", "-"))
+def backend(request: pytest.FixtureRequest) -> str:
+    """Forward and gradients of one backend; what one of its two rows refuses is skipped."""
+    return request.param.backend
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One test's rows side by side, so that the second finds the oracle's answer of the first."""
     first: dict[object, int] = {}
     places = []
     for place, item in enumerate(items):
         params = getattr(getattr(item, "callspec", None), "params", {})
-        if "run" not in params:
+        if not {"run", "backend"} & set(params):
             places.append(place)
             continue
         key = (
             item.location[0],
             item.originalname,
-            tuple((n, repr(x)) for n, x in params.items() if n != "run"),
+            tuple((n, repr(x)) for n, x in params.items() if n not in ("run", "backend")),
         )
         places.append(first.setdefault(key, place))
     items[:] = [items[i] for i in sorted(range(len(items)), key=lambda i: places[i])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import polyflash
-from polyflash import backends, target
+from polyflash import Mask, backends, target
 from polyflash.capability import Capability
 from polyflash.spec import Phase
 from polyflash.workloads import Workload
@@ -81,19 +81,27 @@ _expected: OrderedDict[bytes, Expected] = OrderedDict()
 
 def expected(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Expected:
     """`expect`, remembered for the next row: tests run the same problem on every row in a row."""
-    digest = hashlib.blake2b(repr({n: x for n, x in options.items() if not isinstance(x, Tensor)}).encode())
-    if any(not isinstance(x, (Tensor, int, float, str, tuple, type(None))) for x in options.values()):
-        return expect(q, k, v, **options)
-    for name, x in (("q", q), ("k", k), ("v", v), *options.items()):
-        if isinstance(x, Tensor):
-            digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-            digest.update(x.detach().contiguous().view(-1).view(torch.uint8).numpy())
-    key = digest.digest()
+    key = digest({"q": q, "k": k, "v": v, **options})
     if key not in _expected:
         _expected[key] = expect(q, k, v, **options)
         if len(_expected) > 200:
             _expected.popitem(last=False)
     return _expected[key]
+
+
+def digest(given: dict[str, Any]) -> bytes:
+    """What tells one problem from another: tensors by their values, a `Mask` by its fields."""
+    found = hashlib.blake2b()
+    for name, x in given.items():
+        if isinstance(x, Mask):
+            x = digest({f.name: getattr(x, f.name) for f in fields(x)})
+        if isinstance(x, Tensor):
+            found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+            found.update(x.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        else:
+            assert isinstance(x, (int, float, str, bytes, tuple, type(None))), name
+            found.update(f"{name} {x!r}".encode())
+    return found.digest()
 
 
 def qkv(

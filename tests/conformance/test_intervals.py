@@ -12,8 +12,8 @@ import polyflash
 from polyflash import Mask, torch_ops
 from polyflash.spec import Arguments
 from polyflash.workloads import make, named, random_mask, with_dtype, workloads
+from tests.conformance.gradients import checked, gradients
 from tests.conformance.rows import DTYPES, NAMES, Runner, ints, qkv
-from tests.conformance.test_gradients import gradients, hold
 from tests.memory import check_guarded, check_hidden, guard, guard_value
 from tests.tolerance import Figures, check, expect, near, same_bits, visible
 
@@ -249,22 +249,21 @@ def test_a_head_has_its_own_lists(run: Runner):
 
 @pytest.mark.parametrize("dtype", (*NAMES, "float64"))
 @pytest.mark.parametrize("name", LISTED)
-def test_gradients(name: str, dtype: str):
+def test_gradients(backend: str, name: str, dtype: str):
     q, k, v, options = make(with_dtype(named(name), dtype), seed=3)
-    dout = torch.randn(*q.shape[:3], v.shape[3], generator=torch.Generator().manual_seed(3)).to(q.dtype)
-    got = gradients(q, k, v, dout, **options)
-    hold(got, q, k, v, dout, None, options, name)
+    got = checked(q, k, v, backend=backend, label=name, **options)
     seen = visible(q, k, **options).unflatten(1, (k.shape[1], -1)).any(2).any(2)
     assert (got["k"][~seen] == 0).all() and (got["v"][~seen] == 0).all()
 
 
-def test_gradients_ignore_nan_in_holes():
+def test_gradients_ignore_nan_in_holes(backend: str):
     q, k, v = qkv(1, (4, 2), 100, 400, 32)
     mask = lists(((3, 70), (200, 330)), ((60, 61), (320, 330)), rows=64)
     dout = torch.randn_like(q)
-    want = gradients(q, k, v, dout, mask=mask)
+    want = gradients(q, k, v, dout, backend=backend, mask=mask)
     hole = ~visible(q, k, mask=mask)[0, 0].any(0)[:, None]
-    got = gradients(q, torch.where(hole, math.nan, k), torch.where(hole, math.nan, v), dout, mask=mask)
+    poisoned = (torch.where(hole, math.nan, x) for x in (k, v))
+    got = gradients(q, *poisoned, dout, backend=backend, mask=mask)
     for n in "qkv":
         same_bits(got[n], want[n], n)
 

@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import polyflash
 from polyflash.workloads import make, named, with_dtype, workloads
+from tests.conformance.gradients import checked, gradients
 from tests.conformance.rows import DTYPES, NAMES, Runner, ints, qkv
-from tests.conformance.test_gradients import plain_gradients, recomputed_gradients
 from tests.memory import check_guarded, check_hidden
-from tests.tolerance import compare, members, near, relative_l2, same_bits
+from tests.tolerance import members, near, relative_l2, same_bits
 
 PACKED = tuple(w.name for w in workloads("varlen"))
-ORDERS = ("chain", "turned")
 # A member's figure differs from a padded one's by the tiles it is cut into.
 REORDERED = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -243,97 +241,31 @@ def test_dropout_of_members(run: Runner):
         assert relative_l2(got.out, right.out) < 1e-6
 
 
-def gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, **options: Any
-) -> dict[str, Tensor]:
-    given = {n: x.detach().clone().requires_grad_() for n, x in (("q", q), ("k", k), ("v", v))}
-    if options.get("sinks") is not None:
-        given["sinks"] = options["sinks"] = options["sinks"].clone().requires_grad_()
-    out, lse = polyflash.attention_varlen(given["q"], given["k"], given["v"], return_lse=True, **options)
-    outputs, cotangents = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
-    return dict(zip(given, torch.autograd.grad(outputs, tuple(given.values()), cotangents), strict=True))
-
-
 @pytest.mark.parametrize("dtype", (*NAMES, "float64"))
 @pytest.mark.parametrize("name", PACKED)
-def test_gradients(name: str, dtype: str):
-    """Each member by the relative rule; 0 wherever no member is, and for keys no row has."""
+def test_gradients(backend: str, name: str, dtype: str):
+    """By the relative rule and the identities; 0 wherever no member is, and for keys no row has."""
     q, k, v, options = make(with_dtype(named(name), dtype), seed=7)
-    generator = torch.Generator().manual_seed(3)
-    dout = torch.randn(*q.shape[:2], v.shape[2], generator=generator).to(q.dtype)
-    dlse = torch.randn(q.shape[1], len(q), generator=generator).to(
-        torch.float64 if dtype == "float64" else torch.float32
-    )
-    for cotangent in (None, dlse):
-        got = gradients(q, k, v, dout, cotangent, **options)
-        for side, names in (("q", "q"), ("k", "kv")):
-            end = int(options[f"cu_seqlens_{side}"][-1])
-            assert all((got[n][end:] == 0).all() for n in names)
-        for at, of, _ in members(q, k, v, options):
-            if at.start == at.stop or of.start == of.stop:
-                assert all((got[n][part] == 0).all() for n, part in (("q", at), ("k", of), ("v", of)))
-        right = in_all_members(plain_gradients, q, k, v, dout, cotangent, options, True)
-        theirs = [
-            in_all_members(plain_gradients, q, k, v, dout, cotangent, options, False),
-            *(in_all_members(recomputed_gradients, q, k, v, dout, cotangent, options, o) for o in ORDERS),
-        ]
-        ratio = 4 if options.get("softcap") or "alibi_slopes" in options else 3
-        for n, g in got.items():
-            samples = [found[n] for found in theirs]
-            compare(g, right[n], samples, g.dtype, ratio=ratio, label=f"{name} d{n}")
+    got = checked(q, k, v, backend=backend, label=name, **options)
+    for side, names in (("q", "q"), ("k", "kv")):
+        end = int(options[f"cu_seqlens_{side}"][-1])
+        assert all((got[n][end:] == 0).all() for n in names)
+    for at, of, _ in members(q, k, v, options):
+        if at.start == at.stop or of.start == of.stop:
+            assert all((got[n][part] == 0).all() for n, part in (("q", at), ("k", of), ("v", of)))
 
 
-def in_all_members(
-    derive: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, options: Any, how: Any
-) -> dict[str, Tensor]:
-    """Gradients of each member alone, in their places; those of the sinks summed."""
-    found = {n: torch.zeros(x.shape, dtype=torch.float64) for n, x in (("q", q), ("k", k), ("v", v))}
-    if options.get("sinks") is not None:
-        found["sinks"] = torch.zeros(options["sinks"].shape, dtype=torch.float64)
-    for at, of, (one_q, one_k, one_v, own) in members(q, k, v, options):
-        one_dout, one_dlse = dout[at].transpose(0, 1)[None], None if dlse is None else dlse[None, :, at]
-        if at.start == at.stop:
-            continue
-        if of.start == of.stop:
-            if "sinks" in found and one_dlse is not None:
-                found["sinks"] += one_dlse.double().sum((0, 2))
-            continue
-        one = derive(one_q, one_k, one_v, one_dout, one_dlse, own, how)
-        for n, part in (("q", at), ("k", of), ("v", of)):
-            found[n][part] = one[n][0].transpose(0, 1)
-        if "sinks" in found:
-            found["sinks"] += one["sinks"]
-    return found
-
-
-@pytest.mark.parametrize("name", ("packed-causal", "packed-decode", "packed-everything", "packed-lens"))
-def test_gradients_are_the_oracles(name: str):
-    """All gradients at once, sinks included, in float64."""
-    from polyflash.reference import varlen_reference
-
-    q, k, v, options = make(with_dtype(named(name), "float64"), seed=4)
-    dout = torch.randn(*q.shape[:2], v.shape[2], dtype=torch.float64)
-    got = gradients(q, k, v, dout, None, **options)
-    leaves = {n: x.clone().requires_grad_() for n, x in (("q", q), ("k", k), ("v", v))}
-    if "sinks" in options:
-        leaves["sinks"] = options["sinks"] = options["sinks"].clone().requires_grad_()
-    out = varlen_reference(leaves["q"], leaves["k"], leaves["v"], **options).out
-    want = torch.autograd.grad(out, tuple(leaves.values()), dout)
-    for (n, g), w in zip(got.items(), want, strict=True):
-        assert relative_l2(g, w) < 1e-6 if n == "sinks" else relative_l2(g, w) < 1e-12, n
-
-
-def test_gradients_ignore_what_belongs_to_nobody():
+def test_gradients_ignore_what_belongs_to_nobody(backend: str):
     """NaN in the rows and keys of nobody, and in their cotangents, reaches no gradient."""
     q, k, v, options = make(named("packed-lens"), seed=5)
     dout = torch.randn(*q.shape[:2], v.shape[2])
-    want = gradients(q, k, v, dout, None, **options)
+    want = gradients(q, k, v, dout, backend=backend, **options)
     rows, keys = (int(options[f"cu_seqlens_{s}"][-1]) for s in "qk")
     for x, end in ((q, rows), (dout, rows), (k, keys), (v, keys)):
         x[end:] = math.nan
     for _, of, (_, _, _, own) in members(q, k, v, options):
         k[of][int(own["kv_lens"]) :] = math.nan
         v[of][int(own["kv_lens"]) :] = math.nan
-    got = gradients(q, k, v, dout, None, **options)
+    got = gradients(q, k, v, dout, backend=backend, **options)
     for n in "qkv":
         same_bits(got[n], want[n], n)
