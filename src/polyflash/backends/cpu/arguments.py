@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from polyflash.spec import Arguments
 
+FLOPS_PER_US = 100_000  # of one core, low on purpose: what the thread decision assumes
+LEND_FROM_US = 25  # work below this many microseconds stays on the caller
+WAKE_FROM_US = 40  # below this, only threads that already spin share it: waking one takes as long as the work
 LOG2E = math.log2(math.e)
 FLT_MIN, FLT_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
@@ -218,3 +221,14 @@ def _scores_shaped(x: Tensor | None) -> tuple[int, ...]:
     size = x.element_size()
     strides = [0 if n == 1 else size * s for n, s in zip(x.shape, x.stride(), strict=True)]
     return (x.data_ptr(), *[0] * (4 - len(strides)), *strides)
+
+
+def estimated_us(shape: torch.Size, seqlen_k: int, dims: int, left: int, right: int, args: Arguments) -> int:
+    """Work of a call on one core; reads no tensor."""
+    batch, heads, seqlen_q, _ = shape
+    keys = min(seqlen_k, left + 1 + right)
+    half = 1 if right == 0 and keys == seqlen_k else 2
+    work = dims * half * batch * heads * seqlen_q * keys // FLOPS_PER_US
+    if args.cu_seqlens_q is not None:
+        return work // max(1, args.cu_seqlens_q.shape[0] - 1)
+    return work

@@ -42,7 +42,7 @@ class Stages(NamedTuple):
     store_lse: Any  # (stats, dst, rows)
 
 
-class _Tile:
+class Tile:
     """Emissions for one key. Methods named as the stages they emit."""
 
     def __init__(self, key: KernelKey) -> None:
@@ -192,10 +192,21 @@ class _Tile:
 
     # the two products
     def _product(
-        self, e: Emitter, a: Value, row: int, step: int, panel: Value, trips: Value, unroll: int
+        self,
+        e: Emitter,
+        a: Value,
+        row: int,
+        step: int,
+        b: Value,
+        trips: Value,
+        unroll: int,
+        *,
+        stride: int = 0,
+        nv: int = 0,
     ) -> list[list[Value]]:
-        """acc[r][v] = Σ_k broadcast(a + r·row + k·step) · panel[k][v] over trips·unroll atoms."""
-        nv, mr, stride = self.nv, self.mr, self.nr * 4
+        """acc[r][v] = Σ_k broadcast(a + r·row + k·step) · b[k][v] over trips·unroll atoms; b's rows are
+        `stride` bytes apart (0: a panel's) and `nv` vectors wide (0: a panel's)."""
+        nv, mr, stride = nv or self.nv, self.mr, stride or self.nr * 4
 
         def body(i: Value, vals: list[Value]) -> list[Value]:
             p_a, p_b, acc = vals[0], vals[1], vals[2:]
@@ -210,7 +221,7 @@ class _Tile:
                         )
             return [e.at(p_a, unroll * step), e.at(p_b, unroll * stride), *acc]
 
-        out = e.loop(trips, [a, panel, *[e.floats(0)] * (mr * nv)], body)[2:]
+        out = e.loop(trips, [a, b, *[e.floats(0)] * (mr * nv)], body)[2:]
         return [out[r * nv : r * nv + nv] for r in range(mr)]
 
     def _scores(self, e: Emitter, k, q, s, bmax, trips, groups, bounds: tuple[Value, Value] | None) -> None:  # type: ignore[no-untyped-def]
@@ -442,7 +453,7 @@ _ARITY = {
 
 def emissions(key: KernelKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
     """Name, number of arguments, emission and whether it returns a value, of every stage."""
-    tile = _Tile(key)
+    tile = Tile(key)
     for name, arity in _ARITY.items():
         yield name, arity, getattr(tile, name), name == "load_value_rows"
 

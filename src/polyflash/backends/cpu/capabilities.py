@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from polyflash.backends.cpu import backward_configs
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, STORAGE_BYTES, choose
 from polyflash.capability import Capability, Yield
 from polyflash.spec import MOST_POSITIONS, Feature, Phase
@@ -14,7 +15,7 @@ CAPABILITIES = (
         targets=tuple(f"cpu:{isa}" for isa in ISAS),
         dtypes=frozenset(STORAGE_BYTES),
         max_head_dim=BUCKETS[-1],
-        features=frozenset(Feature) - {Feature.DROPOUT},
+        features=frozenset(Feature),
         priority=100,
         choose=choose,
         needs=("numba",),
@@ -27,5 +28,18 @@ CAPABILITIES = (
                 why="torch's AMX kernels are faster at dense bf16 prefill than AVX-512 bf16 dot",
             ),
         ),
+    ),
+    Capability(
+        backend="cpu",
+        phase=Phase.BACKWARD,
+        module="polyflash.backends.cpu.backward",
+        targets=tuple(f"cpu:{isa}" for isa in ISAS),
+        dtypes=frozenset(STORAGE_BYTES),
+        max_head_dim=BUCKETS[-1],
+        features=frozenset(Feature),
+        priority=100,
+        choose=backward_configs.choose,
+        needs=("numba",),
+        max_positions=MOST_POSITIONS,
     ),
 )

@@ -244,12 +244,7 @@ class Config:
             )
         if not 1 <= self.panels <= 64:
             raise spec_error("panels", got=self.panels, wanted="1 to 64", change="Take 4.")
-        if self.compute not in ("f32", "bf16dot"):
-            change = "Take explain(...).config."
-            raise spec_error("compute", got=self.compute, wanted="f32 or bf16dot", change=change)
-        if self.isa not in ISAS:
-            change = "Take explain(...).config."
-            raise spec_error("isa", got=self.isa, wanted=" or ".join(ISAS), change=change)
+        check_compute(self.compute, self.isa)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """What a plan says about this choice beside its numbers."""
@@ -268,6 +263,15 @@ class Config:
         elif spec.dtype != "float32":
             notes.append(f"{spec.dtype} is converted to float32 as each key block is copied")
         return tuple(notes)
+
+
+def check_compute(compute: str, isa: str) -> None:
+    """SpecError unless a config may name them."""
+    change = "Take explain(...).config."
+    if compute not in ("f32", "bf16dot"):
+        raise spec_error("compute", got=compute, wanted="f32 or bf16dot", change=change)
+    if isa not in ISAS:
+        raise spec_error("isa", got=isa, wanted=" or ".join(ISAS), change=change)
 
 
 class Partition(NamedTuple):

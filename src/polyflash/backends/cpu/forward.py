@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
 
-FLOPS_PER_US = 100_000  # of one core, low on purpose: what the thread decision assumes
 KEPT_CUTS = 256  # per route
-LEND_FROM_US = 25  # work below this many microseconds stays on the caller
-WAKE_FROM_US = 40  # below this, only threads that already spin share it: waking one takes as long as the work
 
 
 def build(key: KernelKey) -> Any:
@@ -477,8 +474,8 @@ def run(
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     _, num_kv_heads, seqlen_k, head_dim_v = v.shape
     left, right = a.window_sides(args)
-    work_us = _estimated_us(q.shape, seqlen_k, head_dim + head_dim_v, left, right, args)
-    threads = 1 if work_us < LEND_FROM_US else torch.get_num_threads()
+    work_us = a.estimated_us(q.shape, seqlen_k, head_dim + head_dim_v, left, right, args)
+    threads = 1 if work_us < a.LEND_FROM_US else torch.get_num_threads()
     kept: list[Any] = []
     members = 0
     if args.cu_seqlens_q is not None:
@@ -523,20 +520,9 @@ def run(
         middle = a.operands(args, scale, does, kept, members, drop)
     block = array("q", head + middle + cut.tail)
     pool.run(
-        cut.kernel, block.buffer_info()[0], cut.items, threads, cut.scratch_bytes, work_us >= WAKE_FROM_US
+        cut.kernel, block.buffer_info()[0], cut.items, threads, cut.scratch_bytes, work_us >= a.WAKE_FROM_US
     )
     return out, lse
-
-
-def _estimated_us(shape: torch.Size, seqlen_k: int, dims: int, left: int, right: int, args: Arguments) -> int:
-    """Work of a call on one core; reads no tensor."""
-    batch, heads, seqlen_q, _ = shape
-    keys = min(seqlen_k, left + 1 + right)
-    half = 1 if right == 0 and keys == seqlen_k else 2
-    work = dims * half * batch * heads * seqlen_q * keys // FLOPS_PER_US
-    if args.cu_seqlens_q is not None:
-        return work // max(1, args.cu_seqlens_q.shape[0] - 1)
-    return work
 
 
 def _hide_rows_beyond(out: Tensor, lse: Tensor, args: Arguments) -> None:

@@ -9,6 +9,7 @@ from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import configs
 
 if TYPE_CHECKING:
+    from polyflash.backends.cpu.backward_blocks import Stages as BackwardStages
     from polyflash.backends.cpu.blocks import Stages
     from polyflash.backends.cpu.configs import KernelKey
 
@@ -35,7 +36,7 @@ def device(arity: int, result: Any = None) -> Any:
     )  # fmt: skip
 
 
-def loaders(key: KernelKey, stage: Stages) -> Loaders:
+def loaders(key: KernelKey, stage: Stages | BackwardStages) -> Loaders:
     """For kernels of `key`'s storage."""
     from numba import types
 

@@ -1,0 +1,408 @@
+"""The stages of one gradient tile as vector functions: five products over the tiles of `blocks.py`.
+
+    S^T = K·Q^T                     dP^T = V·dO^T                          lanes are queries
+    P = exp2(scale_log2·S - lse2)   dS = P·(dP - delta)
+    dV += P^T·dO                    dK += dS^T·Q                           lanes are channels
+    dQ^T += K^T·dS^T                                                       lanes are queries
+
+P and dS replace S and dP in scratch. With bf16dot they are stored as bfloat16: rows of queries for dV and dK,
+dS also as interleaved key pairs for dQ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from polyflash.backends.cpu.backward_configs import BackwardKey
+from polyflash.backends.cpu.blocks import Tile
+from polyflash.backends.cpu.configs import ISAS
+from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, native
+
+MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
+LOG2E = 1.4426950408889634
+
+
+class Stages(NamedTuple):
+    """Callables for numba code; every argument is an int64 (address, count or bits)."""
+
+    fill: Any  # (dst, vectors, float bits)
+    fill_limits: Any  # (dst, first_row, last_row, lo_shift, hi_shift, start, live)
+    gather_row: Any  # (src, element_stride, count, dst)
+    load_rows: Any  # (src, row_stride, rows, count, dst)
+    load_float_row: Any  # (src, count, dst)
+    pack_query: Any  # (rows, vectors, dst, sign)
+    finite_rows: Any  # (rows, atoms, vectors, dst) -> some were not finite
+    row_dots: Any  # (a, b, vectors, dst): Σ a·b of a vector of staged rows
+    start_stats: Any  # (stats, lse, delta, dlse or 0, rows)
+    product: Any  # (a, panel, dst, trips, groups): a tile of scores
+    cap_factor: Any  # (s, dst, vectors, to_cap bits): 1 - tanh²
+    scale_by: Any  # (dst, factor, vectors)
+    drop_grad: Any  # (dp, keep, vectors, scale bits)
+    keep_only: Any  # (p, keep, vectors)
+    weights: Any  # (s, dp, p, ds, pairs, stats, scale bits, keys)
+    weights_bounded: Any  # (..., limits, key)
+    weights_changed: Any  # (s, dp, stats, scale bits, keys, limits, key): float32 in place
+    narrow: Any  # (s, dp, p, ds, pairs, keys)
+    outer: Any  # (a, b, c, trips, groups, vectors): c[key][:] += Σ_query a[key][query]·b[query][:]
+    accumulate_grad: Any  # (k, ds, trips, dq, groups)
+    add_rows: Any  # (src, dst, stride, rows, count, scale bits)
+    add_transposed: Any  # (panel, dst, stride, rows, count, scale bits)
+    add_nonfinite: Any  # (p, row, vectors, dst, keys): what `finite_rows` took out of one row
+
+
+class _BackwardTile(Tile):
+    """Emissions for one key. Methods named as the stages they emit."""
+
+    key: BackwardKey
+
+    @property
+    def _weight_row(self) -> int:
+        """Bytes of one key's weights, as `outer` reads them."""
+        return self.nr * 4 // self.key.pack
+
+    # load_tile
+    def finite_rows(self, e: Emitter, src, atoms, vectors, dst) -> Value:  # type: ignore[no-untyped-def]
+        """Staged rows as the natural operand of a product: what is not finite becomes 0, as a weight of 0
+        must hide it. With bf16dot, rows 2i and 2i+1 are interleaved."""
+        b, bits = e.b, ir.VectorType(I16, 2 * self.lanes)
+        rows = 2 if self.dot else 1
+        exponent = ir.Constant(bits, [0x7F80] * (2 * self.lanes))
+        low, high = (
+            ir.Constant(
+                ir.VectorType(I32, 2 * self.lanes),
+                [j // 2 + h * self.lanes + (2 * self.lanes if j & 1 else 0) for j in range(2 * self.lanes)],
+            )
+            for h in (0, 1)
+        )
+
+        def pair(j: Value, p: list[Value]) -> list[Value]:
+            x = [e.load(p[0], r * self.key.k_row_bytes, bits) for r in (0, 1)]
+            bad = [b.icmp_unsigned("==", b.and_(z, exponent), exponent) for z in x]
+            x = [b.select(f, ir.Constant(bits, None), z) for f, z in zip(bad, x, strict=True)]
+            e.store(b.shuffle_vector(*x, low), p[1])
+            e.store(b.shuffle_vector(*x, high), p[1], e.bytes)
+            return [e.at(p[0], e.bytes), e.at(p[1], 2 * e.bytes), b.or_(p[2], b.or_(*bad))]
+
+        def single(j: Value, p: list[Value]) -> list[Value]:
+            x = e.load(p[0])
+            bad = b.fcmp_unordered("uno", b.fsub(x, x), e.floats(0))
+            e.store(b.select(bad, e.floats(0), x), p[1])
+            return [e.at(p[0], e.bytes), e.at(p[1], e.bytes), b.or_(p[2], bad)]
+
+        def atom(i: Value, p: list[Value]) -> list[Value]:
+            bad = e.loop(vectors, p, pair if self.dot else single)[2]
+            return [e.at(p[0], rows * self.key.k_row_bytes), e.at(p[1], self.key.v_row_bytes), bad]
+
+        n = self.lanes * rows
+        none = ir.Constant(ir.VectorType(I1, n), [0] * n)
+        return self._any(e, e.loop(atoms, [e.pointer(src), e.pointer(dst), none], atom)[2], n)
+
+    def row_dots(self, e: Emitter, x, y, vectors, dst) -> None:  # type: ignore[no-untyped-def]
+        """Σ x·y of `lanes` staged rows, one per lane; rows of another stage are turned, so no sum crosses
+        lanes."""
+        b, row = e.b, self.key.k_row_bytes
+
+        def parts(z: Value) -> list[Value]:
+            if not self.dot:
+                return [z]
+            bits = b.bitcast(z, e.vi)
+            return [b.bitcast(x, e.vf) for x in (b.and_(bits, e.ints(-0x10000)), b.shl(bits, e.ints(16)))]
+
+        sums = []
+        for r in range(self.lanes):
+
+            def body(i: Value, p: list[Value]) -> list[Value]:
+                acc = p[2]
+                for u, v in zip(parts(e.load(p[0])), parts(e.load(p[1])), strict=True):
+                    acc = e.fma(u, v, acc)
+                return [e.at(p[0], e.bytes), e.at(p[1], e.bytes), acc]
+
+            start = [e.at(e.pointer(x), r * row), e.at(e.pointer(y), r * row), e.floats(0)]
+            sums.append(e.loop(vectors, start, body)[2])
+        turned = e.transpose(sums)
+        while len(turned) > 1:
+            turned = [b.fadd(u, v) for u, v in zip(turned[::2], turned[1::2], strict=True)]
+        e.store(turned[0], e.pointer(dst))
+
+    def start_stats(self, e: Emitter, stats, lse, delta, dlse, rows) -> None:  # type: ignore[no-untyped-def]
+        """lse2 = lse·log2(e) and delta of a vector of rows. An empty row and a lane past the last have
+        weights of 0 (lse2 = inf); a row whose scores are not finite has NaN."""
+        b, p = e.b, e.pointer(stats)
+        inside = e.first_lanes(rows)
+        x = e.masked_load(e.pointer(lse), inside, e.vf)
+        empty = b.or_(b.fcmp_ordered("==", x, e.floats(MINUS_INF)), b.not_(inside))
+        x = b.select(b.fcmp_ordered("==", x, e.floats(INF)), e.floats(NAN), b.fmul(x, e.floats(LOG2E)))
+        sums = e.load(e.pointer(delta))
+
+        def less(x: list[Value]) -> list[Value]:
+            return [b.fsub(x[0], e.masked_load(e.pointer(dlse), inside, e.vf))]
+
+        sums = e.where(b.icmp_signed("!=", dlse, I64(0)), [sums], less)[0]
+        e.store(b.select(empty, e.floats(INF), x), p)
+        e.store(b.select(empty, e.floats(0), sums), p, self.nr * 4)
+
+    # the products
+    def product(self, e: Emitter, a, panel, dst, trips, groups) -> None:  # type: ignore[no-untyped-def]
+        def group(i: Value, vals: list[Value]) -> list[Value]:
+            acc = self._product(e, vals[0], self.key.k_row_bytes, 4, e.pointer(panel), trips, 4)
+            for r in range(self.mr):
+                for v in range(self.nv):
+                    e.store(acc[r][v], vals[1], (r * self.nv + v) * e.bytes)
+            return [e.at(vals[0], self.mr * self.key.k_row_bytes), e.at(vals[1], self.mr * self.nr * 4)]
+
+        e.loop(groups, [e.pointer(a), e.pointer(dst)], group)
+
+    def outer(self, e: Emitter, a, b, c, trips, groups, vectors) -> None:  # type: ignore[no-untyped-def]
+        """Channels in groups as wide as a panel, the rest in one narrower group."""
+        row = self.key.v_row_bytes
+
+        def columns(p: list[Value], nv: int) -> list[Value]:
+            def keys(i: Value, vals: list[Value]) -> list[Value]:
+                acc = self._product(
+                    e, vals[0], self._weight_row, 4, p[0], trips, min(4, self.nr // 4), stride=row, nv=nv
+                )
+                for r in range(self.mr):
+                    for v in range(nv):
+                        at = r * row + v * e.bytes
+                        e.store(e.b.fadd(acc[r][v], e.load(vals[1], at)), vals[1], at)
+                return [e.at(vals[0], self.mr * self._weight_row), e.at(vals[1], self.mr * row)]
+
+            e.loop(groups, [e.pointer(a), p[1]], keys)
+            return [e.at(p[0], nv * e.bytes), e.at(p[1], nv * e.bytes)]
+
+        whole, rest = e.b.udiv(vectors, I64(self.nv)), e.b.urem(vectors, I64(self.nv))
+        p = e.loop(whole, [e.pointer(b), e.pointer(c)], lambda i, p: columns(p, self.nv))
+        for nv in range(1, self.nv):
+            with e.b.if_then(e.b.icmp_signed("==", rest, I64(nv))):
+                columns(p, nv)
+
+    def accumulate_grad(self, e: Emitter, k, ds, trips, dq, groups) -> None:  # type: ignore[no-untyped-def]
+        def group(i: Value, vals: list[Value]) -> list[Value]:
+            acc = self._product(e, vals[0], 4, self.key.v_row_bytes, e.pointer(ds), trips, self.unroll_keys)
+            for r in range(self.mr):
+                for v in range(self.nv):
+                    at = (r * self.nv + v) * e.bytes
+                    e.store(e.b.fadd(acc[r][v], e.load(vals[1], at)), vals[1], at)
+            return [e.at(vals[0], self.mr * 4), e.at(vals[1], self.mr * self.nr * 4)]
+
+        e.loop(groups, [e.pointer(k), e.pointer(dq)], group)
+
+    # weights
+    def _columns(self, e: Emitter, emit: Callable[[list[int]], None]) -> None:
+        """All vectors of a panel at once; one by one where they would not fit the registers."""
+        if ISAS[self.key.isa].registers < 32:
+            for v in range(self.nv):
+                emit([v])
+        else:
+            emit(list(range(self.nv)))
+
+    def _gradient(  # type: ignore[no-untyped-def]
+        self, e: Emitter, s, dp, stats, scale_bits, keys, *, narrow=None, bounds=None, changed=False
+    ) -> None:
+        """P and dS of every key and lane, in place of S and dP, or to the addresses `narrow` as bfloat16.
+        Both are 0 outside `bounds` (limits, first key), and if `changed` where the score is -inf."""
+        b, row, scale = e.b, self.nr * 4, e.splat(e.float_bits(scale_bits))
+        p_stats, step = e.pointer(stats), 2 if narrow else 1
+
+        def columns(chosen: list[int]) -> None:
+            lse2 = {v: b.fneg(e.load(p_stats, v * e.bytes)) for v in chosen}
+            delta = {v: e.load(p_stats, row + v * e.bytes) for v in chosen}
+            if bounds:
+                limits, first = e.pointer(bounds[0]), e.splat(b.trunc(bounds[1], I32))
+                # A lane past the last row, whose Q is 0, has a score of NaN beside a hidden NaN in K.
+                none = {v: b.fcmp_ordered("==", lse2[v], e.floats(MINUS_INF)) for v in chosen}
+                lo = {v: e.load(limits, v * e.bytes, e.vi) for v in chosen}
+                width = {v: e.load(limits, row + v * e.bytes, e.vi) for v in chosen}
+
+            def body(i: Value, p: list[Value]) -> list[Value]:
+                if bounds:
+                    key = b.add(first, e.splat(b.mul(b.trunc(i, I32), I32(step))))
+                for v in chosen:
+                    found = []
+                    for r in range(step):
+                        at = r * row + v * e.bytes
+                        x = e.load(p[0], at)
+                        w = e.exp2(e.fma(x, scale, lse2[v]), self.degree)
+                        g = b.fmul(w, b.fsub(e.load(p[1], at), delta[v]))
+                        if bounds:
+                            seen = b.icmp_unsigned("<", b.sub(b.add(key, e.ints(r)), lo[v]), width[v])
+                            if changed:
+                                hidden = b.fcmp_ordered("==", x, e.floats(MINUS_INF))
+                                seen = b.and_(seen, b.not_(b.or_(hidden, none[v])))
+                            w, g = (b.select(seen, y, e.floats(0)) for y in (w, g))
+                        found.append((w, g))
+                        if not narrow:
+                            e.store(w, p[0], at)
+                            e.store(g, p[1], at)
+                    if narrow:
+                        self._store_narrow(e, p[2:], v, found)
+                return [e.at(q, step * row) for q in p[:2]] + [e.at(q, row) for q in p[2:]]
+
+            start = [e.pointer(x) for x in (s, dp, *(narrow or ()))]
+            e.loop(b.udiv(keys, I64(step)), start, body)
+
+        if ISAS[self.key.isa].registers < 32:  # the constants of one vector's chain fill 16 registers
+            for v in range(self.nv):
+                columns([v])
+        else:
+            columns(list(range(self.nv)))
+
+    def _store_narrow(self, e: Emitter, p: list[Value], v: int, found: list[tuple[Value, Value]]) -> None:
+        """P and dS of two keys as bfloat16: rows of P, rows of dS, pairs of dS."""
+        kind = ir.VectorType(BFloatType(), self.lanes)
+        for r, pair in enumerate(found):
+            for place, x in zip(p[:2], pair, strict=True):
+                half = e.call(f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * self.lanes}", kind, [x])
+                e.store(e.b.bitcast(half, e.vh), place, r * self.nr * 2 + v * e.bytes // 2)
+        e.store(self._pair(e, found[0][1], found[1][1]), p[2], v * e.bytes)
+
+    def weights(self, e: Emitter, s, dp, p, ds, pairs, stats, scale_bits, keys) -> None:  # type: ignore[no-untyped-def]
+        self._gradient(e, s, dp, stats, scale_bits, keys, narrow=(p, ds, pairs) if self.dot else None)
+
+    def weights_bounded(  # type: ignore[no-untyped-def]
+        self, e: Emitter, s, dp, p, ds, pairs, stats, scale_bits, keys, limits, key
+    ) -> None:
+        narrow = (p, ds, pairs) if self.dot else None
+        self._gradient(e, s, dp, stats, scale_bits, keys, narrow=narrow, bounds=(limits, key))
+
+    def weights_changed(self, e: Emitter, s, dp, stats, scale_bits, keys, limits, key) -> None:  # type: ignore[no-untyped-def]
+        """As float32 in place, for what still changes them."""
+        self._gradient(e, s, dp, stats, scale_bits, keys, bounds=(limits, key), changed=True)
+
+    def narrow(self, e: Emitter, s, dp, p, ds, pairs, keys) -> None:  # type: ignore[no-untyped-def]
+        """What `weights_changed` left, as the products read it."""
+        if not self.dot:
+            return
+        row = self.nr * 4
+
+        def body(i: Value, q: list[Value]) -> list[Value]:
+            for v in range(self.nv):
+                found = [tuple(e.load(q[n], r * row + v * e.bytes) for n in (0, 1)) for r in (0, 1)]
+                self._store_narrow(e, q[2:], v, found)  # type: ignore[arg-type]
+            return [e.at(q[0], 2 * row), e.at(q[1], 2 * row), *(e.at(x, row) for x in q[2:])]
+
+        e.loop(e.b.udiv(keys, I64(2)), [e.pointer(x) for x in (s, dp, p, ds, pairs)], body)
+
+    def _each(
+        self, e: Emitter, vectors: Value, places: tuple[Value, ...], body: Callable[..., Value]
+    ) -> None:
+        """The first place becomes `body(vector of each place)`."""
+
+        def step(i: Value, p: list[Value]) -> list[Value]:
+            e.store(body(*(e.load(x) for x in p)), p[0])
+            return [e.at(x, e.bytes) for x in p]
+
+        e.loop(vectors, [e.pointer(x) for x in places], step)
+
+    def cap_factor(self, e: Emitter, s, dst, vectors, to_cap) -> None:  # type: ignore[no-untyped-def]
+        scale = e.splat(e.float_bits(to_cap))
+
+        def factor(_: Value, x: Value) -> Value:
+            t = e.tanh(e.b.fmul(x, scale))
+            return e.fma(e.b.fneg(t), t, e.floats(1))
+
+        self._each(e, vectors, (dst, s), factor)
+
+    def scale_by(self, e: Emitter, dst, factor, vectors) -> None:  # type: ignore[no-untyped-def]
+        """A gradient of 0 stays 0, whatever its score was."""
+        zero = e.floats(0)
+        self._each(
+            e, vectors, (dst, factor),
+            lambda x, f: e.b.select(e.b.fcmp_ordered("==", x, zero), zero, e.b.fmul(x, f)),
+        )  # fmt: skip
+
+    def _kept(self, e: Emitter, x: Value, keep: Value) -> Value:
+        return e.b.bitcast(e.b.and_(e.b.bitcast(x, e.vi), e.b.bitcast(keep, e.vi)), e.vf)
+
+    def drop_grad(self, e: Emitter, dp, keep, vectors, scale_bits) -> None:  # type: ignore[no-untyped-def]
+        scale = e.splat(e.float_bits(scale_bits))
+        self._each(e, vectors, (dp, keep), lambda x, k: e.b.fmul(self._kept(e, x, k), scale))
+
+    def keep_only(self, e: Emitter, p, keep, vectors) -> None:  # type: ignore[no-untyped-def]
+        self._each(e, vectors, (p, keep), lambda x, k: self._kept(e, x, k))
+
+    # results
+    def add_rows(self, e: Emitter, src, dst, stride, rows, count, scale_bits) -> None:  # type: ignore[no-untyped-def]
+        """float32 rows of scratch, scaled, onto float32 rows."""
+        b, scale = e.b, e.splat(e.float_bits(scale_bits))
+        full, rest = b.udiv(count, I64(self.lanes)), b.urem(count, I64(self.lanes))
+        tail = e.first_lanes(rest)
+
+        def row(i: Value, p: list[Value]) -> list[Value]:
+            def step(j: Value, q: list[Value]) -> list[Value]:
+                e.store(e.fma(e.load(q[0]), scale, e.load(q[1])), q[1])
+                return [e.at(x, e.bytes) for x in q]
+
+            q = e.loop(full, p, step)
+            old = e.masked_load(q[1], tail, e.vf)
+            e.masked_store(e.fma(e.load(q[0]), scale, old), q[1], tail)
+            return [e.at(p[0], self.key.v_row_bytes), e.at(p[1], stride)]
+
+        e.loop(rows, [e.pointer(src), e.pointer(dst)], row)
+
+    def add_transposed(self, e: Emitter, panel, dst, stride, rows, count, scale_bits) -> None:  # type: ignore[no-untyped-def]
+        """A vector of a panel's lanes, scaled, onto as many float32 rows; the panel becomes 0."""
+        b, base, scale = e.b, e.pointer(dst), e.splat(e.float_bits(scale_bits))
+        p_rows = [e.at(base, b.mul(I64(r), stride)) for r in range(self.lanes)]
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            done = b.mul(i, I64(self.lanes))
+            inside = e.first_lanes(b.sub(count, done))
+            x = [e.load(p[0], j * self.nr * 4) for j in range(self.lanes)]
+            for j in range(self.lanes):
+                e.store(e.floats(0), p[0], j * self.nr * 4)
+            for r, part in enumerate(e.transpose(x)):
+                mask = b.and_(inside, e.splat(b.icmp_signed("<", I64(r), rows)))
+                at = e.at(p_rows[r], b.mul(done, I64(4)))
+                e.masked_store(e.fma(part, scale, e.masked_load(at, mask, e.vf)), at, mask)
+            return [e.at(p[0], self.lanes * self.nr * 4)]
+
+        e.loop(b.udiv(b.add(count, I64(self.lanes - 1)), I64(self.lanes)), [e.pointer(panel)], body)
+
+    def add_nonfinite(self, e: Emitter, p, row, vectors, dst, keys) -> None:  # type: ignore[no-untyped-def]
+        """dst[key] += p[key]·row where that row of dO is not finite and the weight is not 0."""
+        b = e.b
+
+        def key(i: Value, q: list[Value]) -> list[Value]:
+            raw = e.load(q[0], 0, I16 if self.dot else F32)
+            weight = e.splat(e.from_bf16(raw) if self.dot else raw)
+            used = b.fcmp_unordered("!=", weight, e.floats(0))
+
+            def channel(j: Value, x: list[Value]) -> list[Value]:
+                value, old = e.load(x[0]), e.load(x[1])
+                bad = b.and_(used, b.fcmp_unordered("uno", b.fsub(value, value), e.floats(0)))
+                e.store(b.select(bad, e.fma(weight, value, old), old), x[1])
+                return [e.at(y, e.bytes) for y in x]
+
+            e.loop(vectors, [e.pointer(row), q[1]], channel)
+            return [e.at(q[0], self._weight_row), e.at(q[1], self.key.v_row_bytes)]
+
+        e.loop(keys, [e.pointer(p), e.pointer(dst)], key)
+
+
+_ARITY = {
+    "fill": 3, "fill_limits": 7, "gather_row": 4, "load_rows": 5, "load_float_row": 3, "pack_query": 4,
+    "finite_rows": 4, "row_dots": 4, "start_stats": 5, "product": 5, "cap_factor": 4, "scale_by": 3,
+    "drop_grad": 4, "keep_only": 3, "weights": 8, "weights_bounded": 10, "weights_changed": 7, "narrow": 6,
+    "outer": 6, "accumulate_grad": 5, "add_rows": 6, "add_transposed": 6, "add_nonfinite": 5,
+}  # fmt: skip
+
+
+def emissions(key: BackwardKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
+    """Name, number of arguments, emission and whether it returns a value, of every stage."""
+    tile = _BackwardTile(key)
+    for name, arity in _ARITY.items():
+        yield name, arity, getattr(tile, name), name == "finite_rows"
+
+
+def stages(key: BackwardKey) -> Stages:
+    """The stages of `key`'s tiles."""
+    return Stages(
+        **{
+            name: native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
+            for name, arity, emit, returns in emissions(key)
+        }
+    )
