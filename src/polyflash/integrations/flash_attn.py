@@ -1,0 +1,249 @@
+"""flash-attn 2's functions on polyflash: its names, argument order, defaults, layouts and return shapes.
+
+    from polyflash.integrations.flash_attn import flash_attn_func
+
+Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_dim). Causal and windows are
+aligned bottom-right. `window_size` counts neighbours on the left and right, -1 is unbounded. Any float dtype,
+head_dim and device that `polyflash.attention` takes is taken here. `deterministic` changes nothing: gradients
+always are.
+
+`return_attn_probs=True` returns (out, softmax_lse, None): no matrix of weights is ever made. softmax_lse
+is (batch, num_heads, seqlen_q) or (num_heads, total_q), fp32. A row that sees no key has -inf there, out 0.
+
+`flash_attn_with_kvcache` is in `polyflash.integrations.flash_attn_cache`, and found here too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyflash.api import attention, attention_varlen
+from polyflash.errors import UnsupportedError, spec_error
+from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache, window_sides
+
+__all__ = (
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "index_first_axis",
+    "pad_input",
+    "unpad_input",
+)
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of q (batch, seqlen_q, num_heads, head_dim) over k and v (batch, seqlen_k, num_kv_heads, .).
+
+    `alibi_slopes`: (num_heads,) or (batch, num_heads). Gradients reach q, k and v.
+
+    Returns:
+        out (batch, seqlen_q, num_heads, head_dim_v), or (out, softmax_lse, None).
+
+    Raises:
+        SpecError, UnsupportedError: as `polyflash.attention`.
+    """
+    options: dict[str, Any] = {
+        "layout": "bshd",
+        "causal": causal,
+        "window": window_sides(window_size),
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "scale": softmax_scale,
+        "dropout_p": dropout_p,
+    }
+    if return_attn_probs:
+        return (*attention(q, k, v, **options, return_lse=True), None)
+    return attention(q, k, v, **options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of qkv (batch, seqlen, 3, num_heads, head_dim)."""
+    q, k, v = _unpacked("qkv", qkv, 3, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of q and kv (batch, seqlen_k, 2, num_kv_heads, head_dim)."""
+    k, v = _unpacked("kv", kv, 2, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Attention within each member of a packed batch: rows [cu_seqlens_q[b], cu_seqlens_q[b+1]) of
+    q (total_q, num_heads, head_dim) over keys [cu_seqlens_k[b], ...) of k and v (total_k, num_kv_heads, .).
+
+    Returns:
+        out (total_q, num_heads, head_dim_v), or (out, softmax_lse, None).
+
+    Raises:
+        UnsupportedError: `block_table` is given: there are no paged caches here.
+        SpecError: as `polyflash.attention_varlen`.
+    """
+    if block_table is not None:
+        raise UnsupportedError("block_table: polyflash has no paged attention. Pass k and v packed")
+    options: dict[str, Any] = {
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "causal": causal,
+        "window": window_sides(window_size),
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "scale": softmax_scale,
+        "dropout_p": dropout_p,
+    }
+    if return_attn_probs:
+        return (*attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, return_lse=True), None)
+    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of qkv (total, 3, num_heads, head_dim)."""
+    q, k, v = _unpacked("qkv", qkv, 3, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of q and kv (total_k, 2, num_kv_heads, head_dim)."""
+    k, v = _unpacked("kv", kv, 2, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def _unpacked(name: str, x: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:
+    if x.ndim != ndim or x.shape[-3] != parts:
+        lead = "batch, seqlen" if ndim == 5 else "total"
+        wanted = f"({lead}, {parts}, heads, head_dim)"
+        change = "Use torch.stack(..., dim=-3)."
+        raise spec_error(name, got=tuple(x.shape), wanted=wanted, change=change)
+    return x.unbind(-3)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The live tokens of a padded batch, one request behind the other (flash_attn.bert_padding).
+
+    Args:
+        hidden_states: (batch, seqlen, ...).
+        attention_mask: bool or int (batch, seqlen), 1 = live.
+        unused_mask: likewise: tokens to keep in the packed batch that are not counted as live.
+
+    Returns:
+        packed (total, ...), indices int64 (total,) into batch * seqlen, cu_seqlens int32 (batch + 1,), the
+        longest request, and live tokens per request int32 (batch,).
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.sum(-1, dtype=torch.int32)
+    used = attention_mask.sum(-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if lengths.numel() else 0
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """(batch, seqlen, ...) from packed (total, ...): zero wherever `indices` does not point."""
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+
+
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows `indices`, int64 (total,), of x (rows, ...)."""
+    return x.index_select(0, indices)

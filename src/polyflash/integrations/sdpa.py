@@ -1,0 +1,406 @@
+"""torch's own `scaled_dot_product_attention` call sites on polyflash, with exactly torch's meaning.
+
+    from polyflash.integrations import sdpa
+
+    with sdpa.enabled():
+        model(x)                # F.scaled_dot_product_attention in here, and nn.MultiheadAttention
+
+    sdpa.activate()             # or process-wide, through torch's registry of flash implementations
+    sdpa.deactivate()
+
+`is_causal` is aligned top-left here, as torch has it: row i sees keys 0 to i. A call that polyflash does not
+run goes to torch's own function, arguments that torch refuses included, so the errors are torch's too.
+"""
+
+from __future__ import annotations
+
+import math
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from polyflash import torch_ops
+from polyflash.api import attention
+from polyflash.backends import TABLE
+from polyflash.errors import UnsupportedError
+from polyflash.integrations import multi_head
+from polyflash.spec import Arguments, Phase
+from polyflash.target import detect
+
+__all__ = ("activate", "deactivate", "enabled", "scaled_dot_product_attention")
+
+_NAME = "POLYFLASH"  # in torch's registry
+_TORCHS_OWN = functional.scaled_dot_product_attention
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def _dtypes_of_engines() -> frozenset[torch.dtype]:
+    """Dtypes that a CPU kernel runs here. What only the torch row could run is left to torch, which is
+    faster."""
+    here = detect("cpu", 0)
+    rows = [row for row in TABLE if row.phase is Phase.FORWARD and row.backend != "torch"]
+    able = [r for r in rows if here.name.startswith(r.targets) and all(map(here.has_package, r.needs))]
+    return frozenset(getattr(torch, name) for row in able for name in row.dtypes)
+
+
+_ENGINE_DTYPES = _dtypes_of_engines()
+
+
+def enabled(*, strict: bool = False) -> TorchFunctionMode:
+    """A context in which `torch.nn.functional.scaled_dot_product_attention` runs polyflash.
+
+    Of this thread alone; it nests, and it may stand inside or around a `torch.compile`d function, which is
+    compiled once for each. `F.multi_head_attention_forward` (`nn.MultiheadAttention`, `nn.Transformer*Layer`)
+    is covered too: torch calls it in a way that hides what it calls itself.
+
+    Args:
+        strict: raise `UnsupportedError`, with the reason, for a legal call that goes to torch's own function.
+    """
+    return _Override(strict)
+
+
+class _Override(TorchFunctionMode):
+    def __init__(self, strict: bool = False) -> None:
+        super().__init__()
+        self.strict = strict
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _TORCHS_OWN:
+            return _replaced(self.strict, *args, **kwargs)
+        if func is Tensor.backward:
+            with self:
+                return _backward(*args, **kwargs)
+        if func in _ENGINE and not torch.compiler.is_compiling():
+            with self:
+                return _ENGINE[func](*args, **kwargs)
+        if func is functional.multi_head_attention_forward:
+            return multi_head.forward(
+                _strictly if self.strict else scaled_dot_product_attention, *args, **kwargs
+            )
+        return func(*args, **kwargs)
+
+
+def _backward(
+    x: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`Tensor.backward`, which would hand itself over to the mode again."""
+    torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _through(function: Any) -> Any:
+    """A copy of an autograd function that does not hand itself over to function modes: what checkpoints
+    recompute in it is to be seen by them."""
+    code = function.__code__
+    if "has_torch_function" not in code.co_names:
+        return function
+    others = {**function.__globals__, "has_torch_function": lambda _: False}
+    return FunctionType(code, others, function.__name__, function.__defaults__, function.__closure__)
+
+
+_ENGINE = {function: _through(function) for function in (torch.autograd.backward, torch.autograd.grad)}
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` by name and meaning, run by polyflash where it can.
+
+    Args:
+        query: (..., num_q_heads, seqlen_q, head_dim), two dimensions or more; batch and heads broadcast.
+        key: (..., num_kv_heads, seqlen_k, head_dim).
+        value: (..., num_kv_heads, seqlen_k, head_dim_v).
+        attn_mask: bool, True = attend, or float32 or dtype of query, added; broadcastable to the scores.
+        dropout_p: weights are dropped by polyflash's rule, by a seed drawn from torch's default generator.
+        is_causal: row i sees keys 0 to i.
+        enable_gqa: num_q_heads is a multiple of num_kv_heads, as in `attention`.
+
+    Returns:
+        (..., num_q_heads, seqlen_q, head_dim_v). A row that sees no key is 0.
+
+    Raises:
+        TypeError, RuntimeError, IndexError: torch's own, from torch's own function.
+    """
+    return _replaced(
+        False, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _strictly(*args: Any, **kwargs: Any) -> Tensor:
+    return _replaced(True, *args, **kwargs)
+
+
+def _replaced(
+    strict: bool,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> Tensor:
+    why = _refusal(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if not why:
+        views = _four_dimensions(query, key, value, attn_mask, bool(enable_gqa))
+        if views is None:
+            why = "shapes: torch refuses them, or its function has a meaning of its own for them"
+        else:
+            try:
+                return _attend(views, query, value, attn_mask, dropout_p, is_causal, scale)
+            except UnsupportedError as error:
+                why = str(error)
+    out = _TORCHS_OWN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if strict:
+        raise UnsupportedError(f"scaled_dot_product_attention: torch's own function ran this call. {why}")
+    return out
+
+
+def _attend(
+    views: tuple[Any, ...], query: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None,
+) -> Tensor:  # fmt: skip
+    q, k, v, fitted, lead = views
+    out = attention(
+        q,
+        k,
+        v,
+        causal="top_left" if is_causal else False,
+        mask=fitted if attn_mask is not None and attn_mask.dtype is torch.bool else None,
+        bias=fitted if attn_mask is not None and attn_mask.dtype is not torch.bool else None,
+        scale=scale,
+        dropout_p=dropout_p,
+    )
+    return out if lead is None else out.reshape(*lead, *out.shape[-2:])
+
+
+def _refusal(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any
+) -> str:
+    """Why a call is torch's, shapes aside; empty if it is not."""
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    for x in tensors:
+        if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested:
+            return "arguments: one is not a plain dense tensor"
+    if type(is_causal) is not bool or type(dropout_p) not in (float, int):
+        return "is_causal, dropout_p: not a bool and a number"
+    if attn_mask is not None and is_causal:
+        return "attn_mask: given beside is_causal, which torch allows for some shapes only"
+    if not 0 <= dropout_p < 1:
+        return "dropout_p: outside [0, 1)"
+    if type(scale) in (float, int):
+        if not math.isfinite(scale):
+            return "scale: not finite"
+    elif scale is not None and not isinstance(scale, torch.SymFloat):
+        return "scale: not a number"
+    device = query.device
+    if any(x.device != device for x in tensors) or device.type != "cpu":
+        return "device: polyflash has kernels for CPUs"
+    if not torch.compiler.is_compiling():  # neither can be traced
+        if not torch.backends.cuda.flash_sdp_enabled():
+            return "sdpa_kernel: it allows no flash attention"
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return "torch.func: a transform is active"
+    return _refused_dtypes(query, key, value, attn_mask)
+
+
+def _refused_dtypes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str:
+    kinds = [query.dtype, key.dtype, value.dtype]
+    allowed = [torch.bool, torch.float32, query.dtype]
+    if torch_ops.autocasting("cpu"):
+        cast = torch.get_autocast_dtype("cpu")
+        narrow = (torch.float32, torch.bfloat16, torch.float16)
+        kinds = [cast if kind in narrow else kind for kind in kinds]
+        allowed = [torch.bool, *narrow]
+    if kinds[0] is not kinds[1] or kinds[0] is not kinds[2]:
+        return "dtype: query, key and value differ"
+    if attn_mask is not None and attn_mask.dtype not in allowed:
+        return "dtype: of attn_mask"
+    named = torch.compiler.is_compiling() or not torch_ops.backend_in_use.get()
+    if named and kinds[0] not in _ENGINE_DTYPES:
+        return f"dtype: no CPU kernel for {kinds[0]} here; torch's own is faster than the torch row"
+    return ""
+
+
+def _four_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> tuple[Any, ...] | None:
+    """query, key, value and the mask as `attention` takes them, and the shape before the result's last two
+    dimensions, None where it is right already; None if the shapes are not for polyflash."""
+    if query.ndim < 2 or key.ndim < 2 or value.ndim < 2:
+        return None
+    scores = max(query.ndim, key.ndim)
+    ndim = max(scores, value.ndim)
+    if enable_gqa and min(query.ndim, key.ndim, value.ndim) < 3:
+        return None
+    q, k, v = (x[None] if x.ndim == 2 else x for x in (query, key, value))
+    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2] or not q.shape[-1] or not v.shape[-1]:
+        return None
+    heads = _heads(q, k, v, enable_gqa)
+    lead = _broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    if heads is None or lead is None:
+        return None
+    if attn_mask is not None:
+        of_scores = (*(_broadcast(q.shape[:-3], k.shape[:-3]) or ()), heads[3], q.shape[-2], k.shape[-2])
+        if not 2 <= attn_mask.ndim <= scores or _broadcast(attn_mask.shape, of_scores) != of_scores:
+            return None
+    num_q_heads, num_k_heads, num_v_heads, _ = heads
+    q = _flat(q, lead, num_q_heads)
+    k, v = _flat(k, lead, num_k_heads), _flat(v, lead, num_v_heads)
+    shape = None if ndim == 4 else (*lead, num_q_heads)[: None if ndim > 2 else 0]
+    return q, k, v, _flat_mask(attn_mask, lead), shape
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[int, int, int, int] | None:
+    """Heads to expand q, k and v to, and those of the scores."""
+    of_q, of_k, of_v = q.shape[-3], k.shape[-3], v.shape[-3]
+    if not (of_q and of_k and of_v):
+        return None
+    if enable_gqa:
+        return (of_q, of_k, of_k, of_q) if of_k == of_v and of_q % of_k == 0 else None
+    scores, every = _broadcast((of_q,), (of_k,)), _broadcast((of_q,), (of_k,), (of_v,))
+    if scores is None or every is None:
+        return None
+    shared = of_k if of_k == of_v else every[0]  # one head for all queries is a group
+    return every[0], shared, shared, scores[0]
+
+
+def _broadcast(*shapes: Any) -> tuple[int, ...] | None:
+    """The shape that all broadcast to, or None."""
+    ndim = max(map(len, shapes))
+    whole = []
+    for sizes in zip(*((1,) * (ndim - len(s)) + tuple(s) for s in shapes), strict=True):
+        size = 1
+        for n in sizes:
+            if n != 1:
+                if size != 1 and n != size:
+                    return None
+                size = n
+        whole.append(size)
+    return tuple(whole)
+
+
+def _flat(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
+    """(batch, heads, seqlen, channels): leading dimensions broadcast and joined."""
+    if x.shape[:-2] != (*lead, heads):
+        x = x.expand(*lead, heads, *x.shape[-2:])
+    return x if len(lead) == 1 else x.reshape(math.prod(lead), *x.shape[-3:])
+
+
+def _flat_mask(mask: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
+    if mask is None or mask.ndim <= 3 or len(lead) == 1:
+        return mask
+    if all(size == 1 for size in mask.shape[:-3]):
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*lead, *mask.shape[-3:]).reshape(math.prod(lead), *mask.shape[-3:])
+
+
+class _Handle:
+    """What torch's registry keeps, and calls to undo."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self.library = library
+
+    def remove(self) -> None:
+        self.library._destroy()
+
+
+def activate() -> None:
+    """Make polyflash torch's flash attention on CPUs, for the whole process, until `deactivate()`.
+
+    Goes through `torch.nn.attention.activate_flash_attention_impl`, and so ends any other implementation's
+    activation. Costs nothing elsewhere, and reaches every thread and the fused modules. torch still decides
+    which calls are for flash attention: four dimensions, no dropout, no gradient of a mask.
+
+    Raises:
+        UnsupportedError: this torch has no such registry.
+    """
+    registry = _registry()
+    registry.register_flash_attention_impl(_NAME, register_fn=_register)
+    registry.activate_flash_attention_impl(_NAME)
+
+
+def deactivate() -> None:
+    """Undo `activate()`; nothing happens if another implementation, or none, is active."""
+    registry = _registry()
+    if registry.current_flash_attention_impl() == _NAME:
+        registry.restore_flash_attention_impl()
+
+
+def _registry() -> Any:
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no registry of flash implementations. Use enabled()"
+        )
+    return torch.nn.attention
+
+
+def _register() -> _Handle:
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention_for_cpu", _flash_forward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", _flash_backward, "CPU")
+    return _Handle(library)
+
+
+def _flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    args = _flash_arguments(dropout_p, is_causal, attn_mask, scale)
+    return cast(tuple[Tensor, Tensor], torch.ops.polyflash.attention(query, key, value, *args))
+
+
+def _flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    args = _flash_arguments(dropout_p, is_causal, attn_mask, scale)
+    gradients = torch.ops.polyflash.attention_backward(
+        grad_out,
+        None,
+        query,
+        key,
+        value,
+        out,
+        logsumexp.contiguous(),
+        [True, True, True, False, False],
+        *args,
+    )
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _flash_arguments(
+    dropout_p: float, is_causal: bool, attn_mask: Tensor | None, scale: float | None
+) -> Arguments:
+    if dropout_p:
+        raise UnsupportedError("dropout_p: torch's flash attention for CPUs has none. Use enabled()")
+    seen = attn_mask is not None and attn_mask.dtype is torch.bool
+    return Arguments(
+        causal=is_causal,
+        scale=scale,
+        need_lse=True,
+        offset=0 if is_causal else None,  # top-left
+        mask=attn_mask if seen else None,
+        bias=None if seen else attn_mask,
+    )
