@@ -31,8 +31,8 @@ FLOORS = {
     ),
     3: ("plan", "tuning.store"),
     4: ("backends",),
-    5: ("torch_ops", "arguments"),
-    6: ("api", "kvcache.cache", "parallel.ring", "tuning.search"),
+    5: ("torch_ops", "arguments", "statistics_ops"),
+    6: ("api", "statistics", "kvcache.cache", "parallel.ring", "tuning.search"),
     7: ("integrations", "bench", "cli", "tensor_files", "doctor", "reports", "__main__"),
 }
 FLOOR = {f"polyflash.{name}": floor for floor, names in FLOORS.items() for name in names}

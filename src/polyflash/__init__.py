@@ -9,6 +9,7 @@ if not env.only_reports():  # `polyflash env` and `doctor` run where torch does 
     from polyflash.mask import Mask
     from polyflash.merge import AttentionOutput, merge
     from polyflash.plan import Plan
+    from polyflash.statistics import RowStats, column_sums, row_stats
 
 __version__ = "0.1.0"
 
@@ -16,11 +17,14 @@ __all__ = [
     "AttentionOutput",
     "Mask",
     "Plan",
+    "RowStats",
     "SpecError",
     "UnsupportedError",
     "attention",
     "attention_varlen",
+    "column_sums",
     "explain",
     "merge",
+    "row_stats",
     "use_backend",
 ]

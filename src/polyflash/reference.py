@@ -49,52 +49,52 @@ def attention_reference(
     counter."""
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    batch, num_q_heads, seqlen_q, head_dim = q.shape
-    _, num_kv_heads, seqlen_k, _ = v.shape
-    group = num_q_heads // max(1, num_kv_heads)
-    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    rules = mask if isinstance(mask, Mask) else Mask()
-    live, start = _live_keys(batch, seqlen_k, rules, kv_lens, kv_starts, q.device)
-    position = _positions(seqlen_q, live, (causal, rules.alignment), q_offset)
-    j = torch.arange(seqlen_k, device=q.device)
-    visible = _visible(position, j, causal, window, rules) & (j >= start) & (j < live)
-    if rules.bounds is not None and rules.rows is not None:
-        visible = visible & _listed(rules.bounds.to(q.device), rules.rows, seqlen_q, j)
-    if isinstance(mask, Tensor):
-        visible = visible & mask
-    if bias is not None:
-        visible = visible & (bias != -_INF)
-    visible = visible.expand(batch, num_q_heads, seqlen_q, seqlen_k)
-
-    scale = 1.0 / math.sqrt(max(1, head_dim)) if scale is None else scale
-    s = torch.where(visible, _scores(q, k) * scale, 0.0)
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    if bias is not None:
-        s = s + bias.double()
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.double().reshape(-1, num_q_heads, 1, 1)
-        s = s - slopes * (position - j).abs()
-    s = torch.where(visible, s, -_INF)
-
-    column = s.new_full((num_q_heads,), -_INF) if sinks is None else sinks.double()
-    column = column[None, :, None, None].expand(batch, num_q_heads, seqlen_q, 1)
-    m = torch.cat([s, column], -1).amax(-1, keepdim=True).detach()
-    m = torch.where(m == -_INF, 0.0, m)
-    e = torch.where(visible, torch.exp(s - m), 0.0)
-    total = e.sum(-1, keepdim=True) + torch.exp(column - m)
-    empty = total == 0.0
-    total = torch.where(empty, 1.0, total)
-    p = torch.where(visible, e / total, 0.0)
-    lse = torch.where(empty, -_INF, m + torch.log(total)).squeeze(-1)
+    s, visible = _masked_scores(
+        q, k, causal, window, mask, bias, alibi_slopes, softcap, scale, kv_lens, kv_starts, q_offset
+    )
+    p, lse, _ = _softmax(s, visible, sinks)
     if dropout_p:
+        batch, num_q_heads, seqlen_q, seqlen_k = p.shape
         shape = (batch, num_q_heads, seqlen_q, seqlen_k)
         keep = torch.from_numpy(dropout_keep(shape, dropout_p, int(dropout_seed or 0), first_batch)).to(
             q.device
         )
         p = torch.where(keep, p / max(1.0 - dropout_p, 2.0**-53), 0.0)
+    v = v.double().repeat_interleave(p.shape[1] // max(1, v.shape[1]), 1)
     out = _weighted_sum(p, v, visible)
     return AttentionOutput(out.transpose(1, 2) if layout == "bshd" else out, lse)
+
+
+def statistics_reference(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    layout: str = "bhsd",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Float64 (column_sums, entropy, max_logit) of the weights of `attention_reference`: Σ_i p_ij (batch,
+    num_q_heads, seqlen_k), -Σ_j p_ij·ln p_ij with the sink's term, and max_j s_ij (batch, num_q_heads,
+    seqlen_q). An empty row has entropy 0 and maximum -inf."""
+    if layout == "bshd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    s, visible = _masked_scores(
+        q, k, causal, window, mask, bias, alibi_slopes, softcap, scale, kv_lens, kv_starts, q_offset
+    )
+    p, _, rest = _softmax(s, visible, sinks)
+    whole = torch.cat([p, rest], -1)
+    entropy = -torch.where(whole == 0.0, 0.0, whole * torch.log(whole)).sum(-1)
+    top = torch.cat([s, torch.full_like(rest, -_INF)], -1).amax(-1)
+    return p.sum(-2), entropy, top
 
 
 def varlen_reference(
@@ -206,6 +206,66 @@ def philox(counter: list[np.ndarray], key_lo: int, key_hi: int) -> list[np.ndarr
         shift = np.uint64(32)
         c0, c1, c2, c3 = (y >> shift) ^ c1 ^ k0, y & low, (x >> shift) ^ c3 ^ k1, x & low
     return [c0, c1, c2, c3]
+
+
+def _masked_scores(
+    q: Tensor,
+    k: Tensor,
+    causal: bool | str,
+    window: tuple[int | None, int | None] | None,
+    mask: Mask | Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    scale: float | None,
+    kv_lens: Tensor | None,
+    kv_starts: Tensor | None,
+    q_offset: int | Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Scores (batch, num_q_heads, seqlen_q, seqlen_k) as they enter the softmax, -inf where invisible, and
+    what is visible."""
+    batch, num_q_heads, seqlen_q, head_dim = q.shape
+    _, num_kv_heads, seqlen_k, _ = k.shape
+    group = num_q_heads // max(1, num_kv_heads)
+    q, k = q.double(), k.double().repeat_interleave(group, 1)
+    rules = mask if isinstance(mask, Mask) else Mask()
+    live, start = _live_keys(batch, seqlen_k, rules, kv_lens, kv_starts, q.device)
+    position = _positions(seqlen_q, live, (causal, rules.alignment), q_offset)
+    j = torch.arange(seqlen_k, device=q.device)
+    visible = _visible(position, j, causal, window, rules) & (j >= start) & (j < live)
+    if rules.bounds is not None and rules.rows is not None:
+        visible = visible & _listed(rules.bounds.to(q.device), rules.rows, seqlen_q, j)
+    if isinstance(mask, Tensor):
+        visible = visible & mask
+    if bias is not None:
+        visible = visible & (bias != -_INF)
+    visible = visible.expand(batch, num_q_heads, seqlen_q, seqlen_k)
+
+    scale = 1.0 / math.sqrt(max(1, head_dim)) if scale is None else scale
+    s = torch.where(visible, _scores(q, k) * scale, 0.0)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias.double()
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.double().reshape(-1, num_q_heads, 1, 1)
+        s = s - slopes * (position - j).abs()
+    return torch.where(visible, s, -_INF), visible
+
+
+def _softmax(s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, lse and the sink's weight per row; lse (batch, num_q_heads, seqlen_q)."""
+    column = s.new_full((s.shape[1],), -_INF) if sinks is None else sinks.double()
+    column = column[None, :, None, None].expand(*s.shape[:3], 1)
+    m = torch.cat([s, column], -1).amax(-1, keepdim=True).detach()
+    m = torch.where(m == -_INF, 0.0, m)
+    e = torch.where(visible, torch.exp(s - m), 0.0)
+    total = e.sum(-1, keepdim=True) + torch.exp(column - m)
+    empty = total == 0.0
+    total = torch.where(empty, 1.0, total)
+    p = torch.where(visible, e / total, 0.0)
+    lse = torch.where(empty, -_INF, m + torch.log(total)).squeeze(-1)
+    return p, lse, torch.where(empty, 0.0, torch.exp(column - m) / total)
 
 
 def _live_keys(

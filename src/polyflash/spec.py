@@ -21,6 +21,7 @@ class Phase(str, Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     DECODE = "decode"
+    STATISTICS = "statistics"  # of the weights: sums per key, entropy and largest score per row
 
 
 class Feature(str, Enum):

@@ -19,5 +19,5 @@ CAPABILITIES = tuple(
         priority=0,
         choose=choose,
     )
-    for phase in (Phase.FORWARD, Phase.BACKWARD)
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STATISTICS)
 )

@@ -1,0 +1,118 @@
+"""Sums and extremes of the weights in tiled eager torch ops: the forward's tiles without V.
+
+    p = exp(s - lse)      column_sums_j = Σ_i p_ij      entropy_i = Σ_j p_ij·(lse_i - s_ij)      max_j s_ij
+
+A sink is one more outcome of its rows' distributions. Every feature, any device, memory of a few score tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyflash.backends.torch.configs import Config
+from polyflash.backends.torch.forward import (
+    Part,
+    apply_mask,
+    key_tiles,
+    load_tile,
+    parts,
+    row_tiles,
+    score_tile,
+    store_rows,
+)
+from polyflash.backends.torch.packed import runs
+from polyflash.spec import Arguments
+
+if TYPE_CHECKING:
+    from polyflash.plan import Launch
+
+_INF = math.inf
+
+
+def lse_tile(part: Part, lse: Tensor, i0: int, rows: int) -> Tensor:
+    """(b, Hkv, G, rows, 1) of lse (B, Hq, Sq); +inf, which makes every weight 0, for an empty row and outside
+    the tensor."""
+    own = part.of(lse)
+    lo, hi = max(i0, 0), min(i0 + rows, own.shape[3])
+    tile = own[..., lo:hi].to(part.kind)
+    tile = F.pad(tile, (lo - i0, i0 + rows - hi), value=-_INF).unsqueeze(-1)
+    return tile.masked_fill(tile == -_INF, _INF)
+
+
+def surprise(b_p: Tensor, b_s: Tensor, b_lse: Tensor) -> Tensor:
+    """-p·ln p; 0 where p is 0, whatever the score."""
+    return (b_p * (b_lse - b_s)).masked_fill_(b_p == 0.0, 0.0)
+
+
+def add_columns(sums: Tensor, b_p: Tensor, j0: int) -> None:
+    """Adds a tile's sums over rows to keys j0.. of (b, Hkv, G, Sk); keys outside are dropped."""
+    keys = min(b_p.shape[-1], sums.shape[-1] - j0)
+    sums[..., j0 : j0 + keys] += b_p.sum(-2)[..., :keys]
+
+
+def measure(
+    part: Part,
+    lse: Tensor,
+    column_sums: Tensor | None,
+    entropy: Tensor | None,
+    max_logit: Tensor | None,
+    config: Config,
+) -> None:
+    """The statistics of one part, written in place: column_sums (B, Hq, Sk) is added to."""
+    entries, num_kv_heads = part.k.shape[:2]
+    for i0, rows in row_tiles(part, config):
+        state = (entries, num_kv_heads, part.group, rows, 1)
+        b_q = load_tile(part.q, i0, rows, part.kind).flatten(2, 3)
+        b_lse = lse_tile(part, lse, i0, rows)
+        top, h_i = part.k.new_full(state, -_INF, dtype=part.kind), part.k.new_zeros(state, dtype=part.kind)
+        for j0, keys in key_tiles(part, i0, rows, config):
+            b_k = load_tile(part.k, j0, keys, part.kind)
+            b_s, visible, _ = score_tile(part, b_q, b_k, i0, rows, j0, keys)
+            b_p = apply_mask(torch.exp(b_s - b_lse), visible, 0.0)
+            if column_sums is not None:
+                add_columns(part.of(column_sums), b_p, j0)
+            if entropy is not None:
+                h_i += surprise(b_p, b_s, b_lse).sum(-1, keepdim=True)
+                top = torch.maximum(top, b_s.amax(-1, keepdim=True))
+        if entropy is not None and max_logit is not None:
+            if part.sinks is not None:
+                b_sink = part.sinks.expand(state)
+                h_i += surprise(torch.exp(b_sink - b_lse), b_sink, b_lse)
+            store_rows(part.of(entropy.unsqueeze(-1)), h_i.clamp_(min=0.0), i0)
+            store_rows(part.of(max_logit.unsqueeze(-1)), top, i0)
+
+
+def run(
+    launch: Launch,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    column_sums: Tensor | None,
+    entropy: Tensor | None,
+    max_logit: Tensor | None,
+    args: Arguments,
+) -> None:
+    """Fills column_sums (B, Hq, Sk), or entropy and max_logit (B, Hq, Sq), from q (B, Hq, Sq, D),
+    k (B, Hkv, Sk, D) and lse (B, Hq, Sq); any strides. What belongs to no packed member is 0, and -inf."""
+    config: Config = launch.config
+    results = (column_sums, entropy, max_logit)
+    for x, value in zip(results, (0.0, 0.0, -_INF), strict=True):
+        if x is not None:
+            x.fill_(value)
+    with torch.no_grad():
+        if args.cu_seqlens_q is None:
+            for part in parts(q, k, k, args, config):
+                measure(part, lse, *results, config)
+            return
+        for members in runs(args, q.shape[2], k.shape[2]):
+            keys = members.keys_of(k)
+            own_entropy, own_max = (None if x is None else members.rows_of(x) for x in (entropy, max_logit))
+            sums = None if column_sums is None else members.keys_of(column_sums)
+            own = members.arguments(args)
+            for part in parts(members.rows_of(q), keys, keys, own, config, first_batch=members.first):
+                measure(part, members.rows_of(lse), sums, own_entropy, own_max, config)

@@ -1,0 +1,161 @@
+"""What the weights of an attention call were like, without storing them: sums per key, entropy and largest
+score per row. One extra pass over q and k each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from polyflash import statistics_ops, torch_ops
+from polyflash.api import _autocast, _packed_views, _to_bhsd
+from polyflash.arguments import Causal, Layout, WindowSides, normalise
+from polyflash.errors import spec_error
+from polyflash.mask import Mask
+
+
+class RowStats(NamedTuple):
+    """Per row, (batch, num_q_heads, seqlen_q), packed (num_q_heads, total_q); float32, float64 for float64 q.
+
+    entropy: -Σ p·ln p of a row's weights in nats, 0 for a row that sees no key. max_logit: the largest of its
+    scores, as they enter the softmax; -inf for such a row."""
+
+    entropy: Tensor
+    max_logit: Tensor
+
+
+def column_sums(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    causal: Causal = False,
+    window: WindowSides | None = None,
+    mask: Tensor | Mask | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    layout: Layout = "bhsd",
+    backend: str | None = None,
+    config: Any = None,
+    checked: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> Tensor:
+    """How much attention each key received: Σ over query rows of exp(score - lse), per query head.
+
+    The arguments are those of the `attention` call that returned `lse`, or with cu_seqlens those of
+    `attention_varlen`. A sink is in `lse` already, so it takes none; dropout is not applied. Rows that see no
+    key add nothing; keys that no row sees get exactly 0. With the lse of a `merge` over several key sets,
+    each set's sums are their shares of the whole. Never differentiable: the result requires no gradient.
+
+    Args:
+        q: (batch, num_q_heads, seqlen_q, head_dim), in `layout`; with cu_seqlens (total_q, num_q_heads,
+            head_dim).
+        k: (batch, num_kv_heads, seqlen_k, head_dim), likewise.
+        lse: (batch, num_q_heads, seqlen_q) in either layout, with cu_seqlens (num_q_heads, total_q).
+
+    Returns:
+        (batch, num_q_heads, seqlen_k), with cu_seqlens (num_q_heads, total_k); float32, float64 for float64
+        q. For one sum per kv head: `.unflatten(1, (num_kv_heads, -1)).sum(2)`.
+
+    Raises:
+        SpecError, UnsupportedError: as `attention`.
+    """
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    q, k, lse = _views(q, k, lse, layout, packed)
+    args = normalise(
+        q, k, k, causal, window, mask, bias, alibi_slopes, softcap, None, scale, kv_lens, kv_starts,
+        q_offset, 0.0, None, False, None, backend, config, checked,
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    q, k = _cast(q, k)
+    sums = statistics_ops.column_sums(q, k, lse, args)
+    return sums[0] if packed else sums
+
+
+def row_stats(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    causal: Causal = False,
+    window: WindowSides | None = None,
+    mask: Tensor | Mask | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    layout: Layout = "bhsd",
+    backend: str | None = None,
+    config: Any = None,
+    checked: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> RowStats:
+    """Entropy of each row's weights, in nats, and the largest of its scores.
+
+    The arguments are those of the `attention` call that returned `lse`, as in `column_sums`. A score is what
+    enters the softmax: scaled, soft-capped, with bias and ALiBi. With `sinks` a row's distribution has one
+    outcome more, the sink's, whose term is in the entropy; it is no score and never the maximum. Never
+    differentiable.
+
+    Args:
+        q, k, lse: as in `column_sums`.
+        sinks: (num_q_heads,), those of the attention call.
+
+    Returns:
+        `RowStats(entropy, max_logit)`, each shaped as lse.
+
+    Raises:
+        SpecError, UnsupportedError: as `attention`.
+    """
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    q, k, lse = _views(q, k, lse, layout, packed)
+    args = normalise(
+        q, k, k, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
+        q_offset, 0.0, None, False, None, backend, config, checked,
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    q, k = _cast(q, k)
+    entropy, max_logit = statistics_ops.row_stats(q, k, lse, args)
+    return RowStats(entropy[0], max_logit[0]) if packed else RowStats(entropy, max_logit)
+
+
+def _views(q: Tensor, k: Tensor, lse: Tensor, layout: str, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k as (batch, heads, seqlen, head_dim), lse as (batch, heads, seqlen)."""
+    if not isinstance(lse, Tensor):
+        change = "Pass the lse of attention(..., return_lse=True)."
+        raise spec_error("lse", got=type(lse).__name__, wanted="a torch.Tensor", change=change)
+    if packed:
+        if layout != "bhsd":
+            change = "Drop it: packed q and k are (total, heads, head_dim)."
+            raise spec_error("layout", got=repr(layout), wanted="none beside cu_seqlens", change=change)
+        if lse.ndim != 2:
+            change = "Pass the lse of attention_varlen()."
+            wanted = "2: (num_q_heads, total_q)"
+            raise spec_error("lse", got=f"{lse.ndim} dimensions", wanted=wanted, change=change)
+        rows, keys, _, _ = _packed_views(q, k, k, None)
+        return rows, keys, lse.unsqueeze(0)
+    if layout != "bhsd":
+        q, k, _, _ = _to_bhsd(layout, q, k, k, None)
+    return q, k, lse
+
+
+def _cast(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """As `attention` casts them under torch.autocast."""
+    if torch_ops.autocasting(q.device.type):
+        q, k, _ = _autocast(q, k, k)
+    return q, k
