@@ -7,6 +7,7 @@ accumulators in registers, and no stage may call a library.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import platform
 import re
@@ -32,13 +33,16 @@ def assembly(key: KernelKey | ScoreKey, triple: str, cpu: str) -> dict[str, list
     import llvmlite.binding as llvm
     from llvmlite import ir
 
-    from polyflash.backends.cpu import blocks, scores, simd
+    from polyflash.backends.cpu import simd
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()
     module.triple = triple
-    emissions = blocks.emissions(key) if isinstance(key, KernelKey) else scores.emissions(key)
+    builder = "blocks" if isinstance(key, KernelKey) else "scores"
+    if hasattr(key, "builder"):
+        builder = key.builder.rpartition(".")[2].replace("backward", "backward_blocks")
+    emissions = importlib.import_module(f"polyflash.backends.cpu.{builder}").emissions(key)
     names = []
     for name, arity, emit, returns in emissions:
         simd.function_in(module, name, arity, emit, key.isa, returns).linkage = "external"

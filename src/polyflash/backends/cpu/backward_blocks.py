@@ -344,7 +344,8 @@ class _BackwardTile(Tile):
         e.loop(rows, [e.pointer(src), e.pointer(dst)], row)
 
     def add_transposed(self, e: Emitter, panel, dst, stride, rows, count, scale_bits) -> None:  # type: ignore[no-untyped-def]
-        """A vector of a panel's lanes, scaled, onto as many float32 rows; the panel becomes 0."""
+        """A vector of a panel's lanes, scaled, onto as many float32 rows; the panel becomes 0. Rounded before
+        the sum, as where the rows are a partial sum."""
         b, base, scale = e.b, e.pointer(dst), e.splat(e.float_bits(scale_bits))
         p_rows = [e.at(base, b.mul(I64(r), stride)) for r in range(self.lanes)]
 
@@ -357,7 +358,8 @@ class _BackwardTile(Tile):
             for r, part in enumerate(e.transpose(x)):
                 mask = b.and_(inside, e.splat(b.icmp_signed("<", I64(r), rows)))
                 at = e.at(p_rows[r], b.mul(done, I64(4)))
-                e.masked_store(e.fma(part, scale, e.masked_load(at, mask, e.vf)), at, mask)
+                total = b.fadd(b.fmul(part, scale), e.masked_load(at, mask, e.vf))
+                e.masked_store(total, at, mask)
             return [e.at(p[0], self.lanes * self.nr * 4)]
 
         e.loop(b.udiv(b.add(count, I64(self.lanes - 1)), I64(self.lanes)), [e.pointer(panel)], body)
