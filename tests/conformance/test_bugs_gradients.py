@@ -25,8 +25,8 @@ def test_B_grad_06_bias_lengths(backend: str):
         dout = torch.randn_like(q)
         got = gradients(q, k, v, dout, backend=backend, **options)
         hold(got, q, k, v, dout, None, options, f"{keys} keys")
-        total = got["bias"].double().sum(-1).abs().max() / got["bias"].abs().sum().clamp(min=1e-30)
-        assert float(total) <= 1e-6
+        magnitude = float(got["bias"].abs().sum() + (dout * got["out"]).abs().sum())
+        assert float(got["bias"].double().sum(-1).abs().max()) <= 1e-6 * magnitude
 
 
 def test_B_msk_05_mostly_empty_rows(backend: str):
@@ -282,7 +282,7 @@ def test_B_q_18_real_activations(backend: str):
 
 
 def test_B_cmp_04_backward_around_block_edges(backend: str):
-    """github.com/pytorch/pytorch/issues/153799: NaN at N = 1025 with a block mask; N = 64 with blocks of 128."""
+    """github.com/pytorch/pytorch/issues/153799: NaN at N = 1025 with a block mask, and N = 64."""
     for n, size in ((1025, 128), (64, 128), (127, 128), (129, 128)):
         q, k, v = qkv(1, 1, n, n, 16)
         grid = torch.ones(-(-n // size), -(-n // size), dtype=torch.bool).tril()
