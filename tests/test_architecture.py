@@ -31,7 +31,7 @@ FLOORS = {
     ),
     3: ("plan", "tuning.store"),
     4: ("backends",),
-    5: ("torch_ops", "arguments", "statistics_ops"),
+    5: ("torch_ops", "autograd", "transforms", "arguments", "statistics_ops"),
     6: ("api", "statistics", "kvcache.cache", "parallel.ring", "tuning.search"),
     7: ("integrations", "bench", "cli", "tensor_files", "doctor", "reports", "__main__"),
 }

@@ -109,14 +109,6 @@ def test_sparse_tensors_are_refused(which):
         attention(*inputs)
 
 
-def test_functional_gradients_are_refused_clearly():
-    q, k, v = qkv()
-    with pytest.raises(UnsupportedError, match=r"torch\.autograd\.grad"):
-        torch.func.grad(lambda a: attention(a, k, v).sum())(q)
-    with pytest.raises(UnsupportedError, match=r"torch\.autograd\.grad"):
-        torch.func.jvp(lambda a: attention(a, k, v), (q,), (q,))
-
-
 def test_tangents_of_small_operands_are_not_dropped():
     q, k, v = qkv()
     for name, shape in (("bias", (9, 9)), ("sinks", (2,))):
@@ -126,12 +118,6 @@ def test_tangents_of_small_operands_are_not_dropped():
                 attention(q, k, v, **{name: dual})
             with pytest.raises(UnsupportedError, match="forward-mode"):
                 attention(q, k, v, out=torch.empty_like(q), **{name: dual})
-
-
-def test_vmap_of_the_forward_pass():
-    q, k, v = (torch.stack([x, 2 * x]) for x in qkv())
-    got = torch.func.vmap(attention)(q, k, v)
-    assert torch.equal(got, torch.stack([attention(*x) for x in zip(q, k, v, strict=True)]))
 
 
 class TestOut:

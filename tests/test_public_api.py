@@ -5,13 +5,24 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
 import polyflash
-from polyflash import Mask, SpecError, UnsupportedError, attention, attention_varlen, explain, use_backend
+from polyflash import (
+    Mask,
+    SpecError,
+    UnsupportedError,
+    attention,
+    attention_varlen,
+    backends,
+    explain,
+    torch_ops,
+    use_backend,
+)
 from polyflash.reference import attention_reference
 from tests.rows_here import HERE, needs_cpu_engine
 
@@ -440,15 +451,26 @@ def test_packed_bounds_without_strides_are_refused():
 def test_unsupported_names_every_reason():
     q, k, v = qkv(dtype=torch.float64)
     with pytest.raises(UnsupportedError) as caught:
-        attention(q, k, v, backend="cpu", dropout_p=0.5, dropout_seed=1)
-    assert "float64" in str(caught.value) and "dropout" in str(caught.value)
+        attention(q, k, v, backend="cpu")
+    assert "float64" in str(caught.value) and "bfloat16" in str(caught.value)
     assert caught.value.reasons[0][0] == "cpu/forward"
 
 
-def test_named_backend_without_gradients_refuses_before_the_forward_pass():
+@needs_cpu_engine
+@pytest.mark.parametrize("profiled", [False, True])
+def test_named_backend_without_gradients_refuses_before_the_forward_pass(monkeypatch, profiled):
     q, k, v = qkv()
-    with pytest.raises(UnsupportedError, match="backward"):
-        attention(q.requires_grad_(), k, v, backend="cpu")
+    rows = tuple(row for row in backends.TABLE if row.name != "cpu/backward")
+    monkeypatch.setattr(backends, "TABLE", rows)
+    monkeypatch.setattr(torch_ops, "_routes", {})
+    monkeypatch.setattr(torch_ops, "_gradient_routes", {})
+    attention(q, k, v, backend="cpu")
+    with torch.profiler.profile() if profiled else nullcontext():
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="backward"):
+                attention(q.requires_grad_(), k, v, backend="cpu")
+            with pytest.raises(UnsupportedError, match="backward"), use_backend("cpu"):
+                attention(q, k, v)
 
 
 def test_errors_are_of_the_documented_classes():
@@ -639,7 +661,9 @@ class TestExplain:
     def test_gradients_have_their_own_plan(self):
         q = torch.randn(1, 2, 64, 64, requires_grad=True)
         plan = explain(q, q, q, target="cpu:avx512")
-        assert plan.backend == "cpu" and plan.backward.backend == "torch" and "gradients" in str(plan)
+        assert plan.backend == plan.backward.backend == "cpu" and "gradients" in str(plan)
+        plan = explain(q.double(), q.double(), q.double(), target="cpu:avx512")
+        assert plan.backward.backend == "torch"
 
     def test_the_plan_is_what_runs(self):
         q, k, v = qkv()

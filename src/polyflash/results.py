@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import mul
 from typing import Any
 
@@ -35,8 +35,9 @@ def outputs(q: Tensor, v: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q) if same else empty_in_order_of(q, v.shape[3])
     if not need_lse:
         return out, NO_LSE if q.device.type == "cpu" else q.new_empty(0)
-    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return out, torch.empty(q.shape[:3], dtype=kind, device=q.device)
+    if q.dtype is torch.float32 or q.dtype is torch.float64:
+        return out, q.new_empty(q.shape[:3])
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def apart(out: Tensor, others: Iterable[Any]) -> bool:
@@ -89,7 +90,7 @@ def owned(args: Arguments, rows: int, device: torch.device) -> Tensor:
     return torch.arange(rows, device=device) < args.cu_seqlens_q[-1]
 
 
-def empty_gradients(likes: tuple[Any, ...], needs: list[bool]) -> tuple[Tensor, ...]:
+def empty_gradients(likes: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Tensor, ...]:
     """One fresh tensor per differentiable operand; those not asked for have no elements."""
     fresh = []
     for i, (like, need) in enumerate(zip(likes, needs, strict=True)):
@@ -100,3 +101,34 @@ def empty_gradients(likes: tuple[Any, ...], needs: list[bool]) -> tuple[Tensor, 
         else:
             fresh.append(like.new_empty(like.shape))
     return tuple(fresh)
+
+
+def no_gradients(
+    likes: tuple[Any, ...], dlse: Tensor | None, args: Arguments, needs: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """The gradients of zero sizes: those of the lse reach the sinks, which are the whole denominator."""
+    results = empty_gradients(likes, needs)
+    for result in results:
+        result.zero_()
+    if needs[4] and args.sinks is not None and dlse is not None:
+        dlse = dlse.masked_fill(~owned(args, dlse.shape[2], dlse.device), 0.0)
+        results[4].copy_(dlse.sum(dim=(0, 2)))
+    return results
+
+
+def settled(
+    gradients: tuple[Tensor | None, ...], likes: tuple[Any, ...], needs: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """A row's gradients with the strides the op promises, copied where it chose others."""
+    results = list(empty_gradients(tuple(x.to("meta") if x is not None else x for x in likes), needs))
+    for i, (gradient, need, like) in enumerate(zip(gradients, needs, likes, strict=True)):
+        promised = results[i]
+        if not need or like is None or gradient is None:
+            results[i] = torch.empty(0, device=likes[0].device)
+        elif gradient.stride() == promised.stride() and gradient.dtype is promised.dtype:
+            results[i] = gradient
+        else:
+            results[i] = torch.empty_strided(
+                promised.shape, promised.stride(), dtype=promised.dtype, device=gradient.device
+            ).copy_(gradient)
+    return tuple(results)

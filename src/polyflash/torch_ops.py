@@ -8,20 +8,20 @@ plain eager call runs the op's body without the dispatcher in between."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch.autograd import forward_ad, profiler
+from torch._C import _dispatch_keys
+from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_hooks
+from torch.autograd import profiler
 
-from polyflash import backends, env, plan, target, validate
-from polyflash.errors import SpecError, UnsupportedError, spec_error
+from polyflash import autograd, backends, env, plan, target, transforms, validate
+from polyflash.errors import spec_error
 from polyflash.plan import Launch
-from polyflash.results import NO_LSE, apart, empty_gradients, no_keys, owned
+from polyflash.results import NO_LSE, apart, empty_gradients, no_gradients, no_keys, settled
 from polyflash.results import outputs as _outputs
 from polyflash.spec import MANY_KEYS, MOST_POSITIONS, SMALL_ROWS, Arguments, AttentionSpec, Phase, features_of
 
@@ -46,16 +46,12 @@ _attention = torch.ops.polyflash.attention.default
 _attention_out = torch.ops.polyflash.attention_out.default
 _attention_backward = torch.ops.polyflash.attention_backward.default
 
-_N_FIRST = 3  # q, k, v come before Arguments
-_BIAS = _N_FIRST + Arguments._fields.index("bias")
-_SINKS = _N_FIRST + Arguments._fields.index("sinks")
 _N_PLAIN = 3  # causal, scale, need_lse: all that a plain call passes
 _DEFAULT_OPERANDS = tuple(Arguments())[_N_PLAIN:]
-_DIFFERENTIABLE = (0, 1, 2, _BIAS, _SINKS)
-_HIGHEST = "polyflash has first derivatives only: attention_backward is not differentiable"
 
 _KEPT_ROUTES = 4096
 _routes: dict[tuple[Any, ...], Launch] = {}
+_gradient_routes: dict[int, tuple[Launch, Launch]] = {}  # by the id of the forward launch, which it keeps
 # Read inside the op, so that a compiled graph obeys it at run time and has nothing to trace.
 _DEFAULT_BACKEND = env.BACKEND.read()
 backend_in_use: ContextVar[str] = ContextVar("polyflash_backend", default=_DEFAULT_BACKEND)
@@ -64,41 +60,71 @@ backend_in_use: ContextVar[str] = ContextVar("polyflash_backend", default=_DEFAU
 def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """The op, entered the cheapest way the moment allows. q, k, v are (batch, heads, seqlen, head_dim)."""
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
-    if needs_grad and not args.need_lse:
-        args = args._replace(need_lse=True)
     if torch.compiler.is_compiling():
-        return _attention(q, k, v, *args)
-    if needs_grad:
-        args = args._replace(backend=requested_backend(args))  # the gradients follow the choice made here
-        if args.backend:
-            validate.check_layouts(q, k, v, args)
-            _refuse_statically(Phase.BACKWARD, q, k, v, args)
+        return _attention(q, k, v, *(args._replace(need_lse=True) if needs_grad else args))
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        _refuse_transforms()
-        return _attention(q, k, v, *args)
-    _refuse_tangents(q, k, v, args)
+        check(q, k, v, args)
+        return autograd.call(q, k, v, args._replace(backend=requested_backend(args)))
+    autograd.refuse_tangents((q, k, v, args.bias, args.sinks))
     if needs_grad:
-        return _Attention.apply(q, k, v, *args)
+        return _differentiable(q, k, v, args)
     return _below_autograd(q, k, v, args)
+
+
+def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+    """The op with its node in the graph. Without `need_lse` the lse is kept for the gradients and is no
+    result."""
+    wanted = args.need_lse
+    backend = requested_backend(args)  # the gradients follow the choice made here
+    if backend != args.backend:
+        args = args._replace(backend=backend)
+    rest = _without_defaults(args)
+    if not wanted:
+        args = Arguments(rest[0], rest[1], True, *rest[_N_PLAIN:])
+        rest = args[:_N_PLAIN] if len(rest) == _N_PLAIN else args
+    if not _skips_dispatcher(q, k, v, rest) or _top_saved_tensors_hooks(False) is not None:
+        validate.check_layouts(q, k, v, args)
+        if args.backend:
+            _refuse_statically(Phase.BACKWARD, q, k, v, args)
+        results = _Attention.apply(q, k, v, args.bias, args.sinks, args, None, None, False, wanted)
+        return results if wanted else (results, NO_LSE)
+    launch = _route(Phase.FORWARD, q, k, v, args, rest)
+    kept = _gradient_routes.get(id(launch))
+    if kept is None:
+        backward = _plan(Phase.BACKWARD, q, k, v, args._replace(config=""), backend)
+        kept = _gradient_routes[id(launch)] = (launch, backward)
+    results = _apply(q, k, v, args.bias, args.sinks, args, *kept, len(rest) == _N_PLAIN, wanted)
+    return results if wanted else (results, NO_LSE)
 
 
 def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """The op, or its body where the dispatcher would do nothing else: plain tensors, no mode, trace or
     profiler. The dispatcher's way from Python to Python takes 8 us, as long as a small call of torch's."""
     rest = _without_defaults(args)
-    if (
-        _is_plain(q)
-        and _is_plain(k)
-        and _is_plain(v)
-        and all(_is_plain(x) for x in rest[_N_PLAIN:] if isinstance(x, Tensor))
-        and not torch._C._len_torch_dispatch_stack()
-        and not profiler._is_profiler_enabled
-        and torch._C._get_tracing_state() is None
-    ):
+    if _skips_dispatcher(q, k, v, rest):
         return _attend(q, k, v, args, rest)
     validate.check_layouts(q, k, v, rest)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention(q, k, v, *rest)
+
+
+def _skips_dispatcher(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> bool:
+    return (
+        _is_plain(q)
+        and _is_plain(k)
+        and _is_plain(v)
+        and (len(rest) == _N_PLAIN or all(_is_plain(x) for x in rest if isinstance(x, Tensor)))
+        and _unobserved()
+    )
+
+
+def _unobserved() -> bool:
+    """Would nobody but a kernel see an op now: no mode, profiler or trace?"""
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and not profiler._is_profiler_enabled
+        and torch._C._get_tracing_state() is None
+    )
 
 
 def _without_defaults(args: Arguments) -> tuple[Any, ...]:
@@ -106,39 +132,18 @@ def _without_defaults(args: Arguments) -> tuple[Any, ...]:
     return args[:_N_PLAIN] if args[_N_PLAIN:] == _DEFAULT_OPERANDS else args
 
 
-def _keys_of(x: Tensor) -> int:
-    return torch._C._dispatch_keys(x).raw_repr()
-
-
 def _is_plain(x: Tensor) -> bool:
-    return type(x) is Tensor and _keys_of(x) in _PLAIN_KEYS
+    return type(x) is Tensor and _dispatch_keys(x).raw_repr() in _PLAIN_KEYS
 
 
 def _plain_keys() -> frozenset[int]:
     """Dispatch keys of an ordinary CPU tensor; a negated, zero, sparse or wrapped one has others."""
     with torch.inference_mode():
         unrecorded = torch.empty(0)
-    return frozenset((_keys_of(torch.empty(0)), _keys_of(unrecorded)))
+    return frozenset(_dispatch_keys(x).raw_repr() for x in (torch.empty(0), unrecorded))
 
 
 _PLAIN_KEYS = _plain_keys()
-
-
-def _refuse_transforms() -> None:
-    refused = (TransformType.Grad, TransformType.Jvp)
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    if any(level.key() in refused for level in stack):
-        raise UnsupportedError("torch.func gradients: polyflash has autograd's only. Use torch.autograd.grad")
-
-
-def _refuse_tangents(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
-    if forward_ad._current_level < 0:
-        return
-    for x in (q, k, v, args.bias, args.sinks):
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise UnsupportedError(
-                "forward-mode AD: polyflash has reverse-mode gradients only. Use torch.autograd.grad"
-            )
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
@@ -150,9 +155,12 @@ def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> T
     """The op with a caller's output (batch, num_q_heads, seqlen_q, head_dim_v); returns the lse."""
     rest: tuple[Any, ...] = args
     if not torch.compiler.is_compiling():
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            change = "Let the call allocate its result."
+            raise spec_error("out", got="a call under torch.func", wanted="no transform", change=change)
         rest = _without_defaults(args)
         validate.check_layouts(q, k, v, rest, out)
-        _refuse_tangents(q, k, v, args)
+        autograd.refuse_tangents((q, k, v, args.bias, args.sinks))
         torch.autograd.graph.increment_version(out)
     return _attention_out(q, k, v, out, *rest)
 
@@ -285,6 +293,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     if launch is None:
         if len(_routes) >= _KEPT_ROUTES:
             _routes.clear()
+            _gradient_routes.clear()
         _validated(q, k, v, rest)
         launch = _routes[key] = _plan(phase, q, k, v, args, backend)
     return launch
@@ -355,25 +364,22 @@ def _backward(
     needs: list[bool],
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    args = Arguments(*rest)
-    likes = (q, k, v, args.bias, args.sinks)
-    results = empty_gradients(likes, needs)
-    if out.numel() == 0 or k.shape[2] == 0:
-        for result, like in zip(results, likes, strict=True):
-            result.zero_()
-            if like is args.sinks and dlse is not None and result.numel():
-                dlse = dlse.masked_fill(~owned(args, dlse.shape[2], dlse.device), 0.0)
-                result.copy_(dlse.sum(dim=(0, 2)))
-        return results
-    args = args._replace(config="")
+    args = Arguments(*rest)._replace(config="")
     launch = _route(Phase.BACKWARD, q, k, v, args, tuple(args))
-    context = torch.autocast(q.device.type, enabled=False) if autocasting(q.device.type) else nullcontext()
-    with context:
-        gradients = launch.run(launch, dout, dlse, q, k, v, out, lse, args, tuple(needs))
-    for result, gradient, need in zip(results, gradients, needs, strict=True):
-        if need:
-            result.copy_(gradient)
-    return results
+    likes = (q, k, v, args.bias, args.sinks)
+    if out.numel() == 0 or k.shape[2] == 0:
+        return no_gradients(likes, dlse, args, needs)
+    return settled(_differentiate(launch, dout, dlse, q, k, v, out, lse, args, tuple(needs)), likes, needs)
+
+
+def _differentiate(
+    launch: Launch, dout: Tensor, dlse: Tensor | None, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    device = launch.spec.device
+    if autocasting(device):
+        with torch.autocast(device, enabled=False):
+            return launch.run(launch, dout, dlse, *rest)
+    return launch.run(launch, dout, dlse, *rest)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -403,57 +409,65 @@ def _fake_backward(
     return empty_gradients((q, k, v, args.bias, args.sinks), needs)
 
 
-def _saved(ctx: Any, inputs: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:
-    tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(inputs[i] for i in tensors), out, lse)
-    ctx.tensors = tensors
-    ctx.scalars = [None if isinstance(x, Tensor) else x for x in inputs]
-
-
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
-    if lse.shape != out.shape[:3]:
-        raise SpecError(
-            "need_lse: got False, wanted True for a call that needs gradients. Use polyflash.attention()"
-        )
-    inputs = list(ctx.scalars)
-    for i, x in zip(ctx.tensors, tensors, strict=True):
-        inputs[i] = x
-    given = len(ctx.needs_input_grad)  # without trailing defaults
-    needs = [i < given and ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
-    if dout is None:
-        dout = torch.zeros_like(out)
-    results = _attention_backward(dout, dlse, *inputs[:_N_FIRST], out, lse, needs, *inputs[_N_FIRST:])
-    gradients: list[Tensor | None] = [None] * given
-    for i, need, result in zip(_DIFFERENTIABLE, needs, results, strict=True):
-        if need:
-            gradients[i] = result
-    return tuple(gradients)
-
-
 class _Attention(torch.autograd.Function):
-    """Eager gradients in the classic form, the cheapest there is."""
+    """Eager gradients in the classic form, the cheapest there is. The inputs are the differentiable operands,
+    the `Arguments`, the launches of both phases if the call needs no dispatcher, whether there are no
+    operands beside q, k, v, and whether the lse is a result."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, *rest = inputs
-        out, lse = _below_autograd(q, k, v, Arguments(*rest))
-        _saved(ctx, inputs, out, lse)
-        return out, lse
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, args: Arguments, *how: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        launch, backward, plain, wanted = how
+        if launch is None:
+            out, lse = _below_autograd(q, k, v, args)
+        else:
+            out, lse = _run(launch, q, k, v, *_outputs(q, v, True), args)
+        if plain:
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            ctx.save_for_backward(q, k, v, out, lse, *(x for x in args if isinstance(x, Tensor)))
+            args = Arguments._make(_KEPT if isinstance(x, Tensor) else x for x in args)
+        ctx.set_materialize_grads(False)
+        ctx.args = args
+        ctx.launch = backward
+        return (out, lse) if wanted else out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, dout, dlse)
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        args, launch, needs = ctx.args, ctx.launch, ctx.needs_input_grad[:5]
+        if others:
+            kept = iter(others)
+            args = Arguments._make(next(kept) if x is _KEPT else x for x in args)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if (
+            launch is not None
+            and _is_plain(dout)
+            and (dlse is None or _is_plain(dlse))
+            and not torch.is_grad_enabled()
+            and _unobserved()
+            and out.numel()
+            and k.shape[2]
+        ):
+            results = _differentiate(launch, dout, dlse, q, k, v, out, lse, args, needs)
+        else:
+            results = _attention_backward(dout, dlse, q, k, v, out, lse, needs, *args)
+            results = tuple(x if need else None for x, need in zip(results, needs, strict=True))
+        return (*results, None, None, None, None, None)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _saved(ctx, inputs, *output)
+_KEPT = object()  # stands for a tensor that autograd keeps
+_apply = super(torch.autograd.Function, _Attention).apply  # for plain tensors: they need no unwrapping
 
 
-def _never_twice(ctx: Any, *gradients: Any) -> Any:
-    raise NotImplementedError(_HIGHEST)
+def _map_forward(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+    return transforms.map_forward(info.batch_size, in_dims, inputs, _attention)
+
+
+def _map_backward(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+    return transforms.map_backward(info.batch_size, in_dims, inputs, _attention_backward)
 
 
 for _name, _body, _fake in (
@@ -463,5 +477,7 @@ for _name, _body, _fake in (
 ):
     _LIB.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"polyflash::{_name}", _fake, lib=_LIB)
-torch.library.register_autograd("polyflash::attention", _gradients, setup_context=_setup_context, lib=_LIB)
-torch.library.register_autograd("polyflash::attention_backward", _never_twice, lib=_LIB)
+_LIB.impl("attention", autograd.node_of_forward(_attention), "Autograd", with_keyset=True)
+_LIB.impl("attention_backward", autograd.node_of_backward(_attention_backward), "Autograd", with_keyset=True)
+torch.library.register_vmap("polyflash::attention", _map_forward, lib=_LIB)
+torch.library.register_vmap("polyflash::attention_backward", _map_backward, lib=_LIB)

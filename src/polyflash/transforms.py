@@ -1,0 +1,156 @@
+"""vmap of the op and of its backward op, over whatever operands are mapped.
+
+Where every operand may have an entry per request, the mapped dimension becomes part of the batch: one launch.
+Packed members, sinks of their own and dropout (whose counter knows the batch index) are run sample by sample.
+Both give what a loop over the samples gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyflash.spec import Arguments
+
+N_FIRST = 3  # q, k, v come before Arguments
+_N_FIRST_BACKWARD = 8  # dout, dlse, q, k, v, out, lse, needs
+
+_ENTRY_PER_REQUEST = ("kv_lens", "kv_starts", "q_offset", "q_segments", "k_segments")
+_DIMENSIONS = {"mask": 4, "bias": 4, "intervals": 5}  # with a batch dimension of 1 or missing ones
+
+Dims = tuple[Any, ...]
+Apply = Callable[..., tuple[Tensor, ...]]
+
+
+def map_forward(
+    size: int, in_dims: Dims, inputs: tuple[Any, ...], apply: Apply
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """vmap of the op over `size` samples: its results and their mapped dimensions."""
+    args = Arguments(*inputs[N_FIRST:])
+    dims: Any = Arguments._make((*in_dims[N_FIRST:], *(None,) * len(args))[: len(args)])
+    if _sample_by_sample(args) or dims.sinks is not None:
+        results = _loop(size, in_dims, inputs, apply, _blank_forward)
+        return results, (0,) * len(results)
+    batch = _without(inputs[0], in_dims[0])[0]
+    first = [_fold(x, dim, size) for x, dim in zip(inputs[:N_FIRST], in_dims, strict=False)]
+    out, lse = apply(*first, *_fold_arguments(args, dims, size, batch))
+    if not args.need_lse:
+        return (out.unflatten(0, (size, batch)), lse), (0, None)
+    return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
+
+
+def map_backward(
+    size: int, in_dims: Dims, inputs: tuple[Any, ...], apply: Apply
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """vmap of the backward op: every gradient asked for is one per sample, of shared operands too."""
+    dout, dlse, q, k, v, out, lse, needs, *rest = inputs
+    args = Arguments(*rest)
+    dims: Any = Arguments._make((*in_dims[_N_FIRST_BACKWARD:], *(None,) * len(args))[: len(args)])
+    batch = _without(q, in_dims[2])[0]
+    per_request = True
+    if needs[3] and args.bias is not None:
+        shape = _without(args.bias, dims.bias)
+        per_request = batch == 1 or (len(shape) == 4 and shape[0] == batch)
+    if _sample_by_sample(args) or dims.sinks is not None or needs[4] or not per_request:
+        results = _loop(size, in_dims, inputs, apply, _blank_backward)
+        return results, (0,) * len(results)
+    if needs[3] and args.bias is not None and dims.bias is None:
+        args = args._replace(bias=args.bias.unsqueeze(0).expand(size, *args.bias.shape))
+        dims = dims._replace(bias=0)
+    first = [_fold(x, dim, size) for x, dim in zip((dout, dlse, q, k, v, out, lse), in_dims[:7], strict=True)]
+    results = apply(*first, needs, *_fold_arguments(args, dims, size, batch))
+    likes = (q, k, v, args.bias, args.sinks)
+    of_likes = (*in_dims[2:5], dims.bias, dims.sinks)
+    return (
+        tuple(
+            x.reshape(size, *_without(like, dim)) if need and like is not None else x
+            for x, like, dim, need in zip(results, likes, of_likes, needs, strict=True)
+        ),
+        tuple(0 if need and like is not None else None for like, need in zip(likes, needs, strict=True)),
+    )
+
+
+def _sample_by_sample(args: Arguments) -> bool:
+    return args.cu_seqlens_q is not None or args.cu_seqlens_k is not None or args.dropout_p != 0.0
+
+
+def _without(x: Tensor, dim: int | None) -> list[int]:
+    """The shape of one sample."""
+    return [n for d, n in enumerate(x.shape) if dim is None or d != dim % x.ndim]
+
+
+def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """(batch, ...) per sample or for all -> (size·batch, ...)."""
+    if x is None:
+        return None
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _fold_arguments(args: Arguments, dims: Any, size: int, batch: int) -> Arguments:
+    folded: dict[str, Any] = {}
+    for name in _ENTRY_PER_REQUEST:
+        folded[name] = _fold(getattr(args, name), getattr(dims, name), size)
+    for name, rank in _DIMENSIONS.items():
+        folded[name] = _fold_broadcast(getattr(args, name), getattr(dims, name), size, batch, rank)
+    slopes, dim = args.alibi_slopes, dims.alibi_slopes
+    if slopes is not None and dim is not None:
+        slopes = slopes.movedim(dim, 0)
+        if slopes.ndim == 2:
+            slopes = slopes.unsqueeze(1).expand(size, batch, -1)
+        folded["alibi_slopes"] = slopes.flatten(0, 1)
+    elif slopes is not None and slopes.ndim == 2:
+        folded["alibi_slopes"] = _fold(slopes, None, size)
+    return args._replace(**folded)
+
+
+def _fold_broadcast(x: Tensor | None, dim: int | None, size: int, batch: int, rank: int) -> Tensor | None:
+    """An operand whose batch dimension may be 1 or missing: it stays so if all samples share it."""
+    if x is None:
+        return None
+    if dim is None:
+        return x if x.ndim < rank or x.shape[0] == 1 else _fold(x, None, size)
+    x = x.movedim(dim, 0)
+    x = x[(slice(None), *(None,) * (rank + 1 - x.ndim))]
+    return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+
+
+def _loop(
+    size: int, in_dims: Dims, inputs: tuple[Any, ...], apply: Apply, blank: Callable[..., tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Sample by sample; results stacked along a first dimension."""
+    if size == 0:
+        whole = [
+            x.new_zeros(_without(x, dim)) if isinstance(dim, int) else x
+            for x, dim in zip(inputs, in_dims, strict=False)
+        ]
+        return tuple(x.new_empty((0, *x.shape)) for x in blank(*whole, *inputs[len(whole) :]))
+    samples = [
+        apply(
+            *(
+                x.select(dim, n) if isinstance(dim, int) else x
+                for x, dim in zip(inputs, (*in_dims, *(None,) * len(inputs)), strict=False)
+            )
+        )
+        for n in range(size)
+    ]
+    return tuple(torch.stack(column) for column in zip(*samples, strict=True))
+
+
+def _blank_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
+    lse = q.new_empty(q.shape[:3] if Arguments(*rest).need_lse else 0, dtype=kind)
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse
+
+
+def _blank_backward(
+    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, needs: Any, *rest: Any
+) -> tuple[Tensor, ...]:
+    args = Arguments(*rest)
+    likes = (q, k, v, args.bias, args.sinks)
+    return tuple(
+        x.new_empty(x.shape) if need and x is not None else q.new_empty(0)
+        for x, need in zip(likes, needs, strict=True)
+    )
