@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from polyflash import torch_ops
+from polyflash.plan import Launch
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,15 +21,38 @@ def registered() -> None:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """(phase, backend) of every launch from here on."""
-    launches: list[tuple[str, str]] = []
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Every launch from here on: its row, its spec."""
+    launches: list[Launch] = []
     route = torch_ops._route
 
     def spy(*args: Any) -> Any:
         launch = route(*args)
-        launches.append((launch.row.phase.value, launch.row.backend))
+        launches.append(launch)
         return launch
 
     monkeypatch.setattr(torch_ops, "_route", spy)
     return launches
+
+
+class Ran(Sequence[tuple[str, str]]):
+    """(phase, backend) of every launch."""
+
+    def __init__(self, launches: list[Launch]) -> None:
+        self.launches = launches
+
+    def __len__(self) -> int:
+        return len(self.launches)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [(x.row.phase.value, x.row.backend) for x in self.launches[index]]
+        return self[index : index + 1 or None][0]
+
+    def __delitem__(self, index: Any) -> None:
+        del self.launches[index]
+
+
+@pytest.fixture
+def ran(launched: list[Launch]) -> Ran:
+    return Ran(launched)

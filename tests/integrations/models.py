@@ -28,6 +28,7 @@ TEXT = {
 }
 DECODER = {**TEXT, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": None}
 HEAD16 = {**DECODER, "head_dim": 16}
+OF_ATTENTION = ("attention_dropout", "attention_probs_dropout_prob")
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
 
@@ -180,15 +181,20 @@ RECIPES = {
 
 
 @cache
-def build(name: str, implementation: str, experts: str = "eager") -> Any:
+def build(name: str, implementation: str, experts: str = "eager", dropout: float | None = None) -> Any:
     """The model `name` in evaluation mode; the same weights whatever the attention implementation.
 
-    `experts`: how a mixture of experts multiplies. "eager" alone has float64, and it cannot be compiled."""
+    `experts`: how a mixture of experts multiplies. "eager" alone has float64, and it cannot be compiled.
+    `dropout`: of attention, and none elsewhere; None leaves the model's own."""
     recipe = RECIPES[name]
     torch.manual_seed(7)
     config_class = getattr(transformers, recipe.config_class or f"{name}Config")
     # A config each: loading changes it.
     config = config_class(**recipe.config)
+    if dropout is not None:
+        for setting in config.to_dict():
+            if "drop" in setting and isinstance(getattr(config, setting), float):
+                setattr(config, setting, dropout if setting in OF_ATTENTION else 0.0)
     model_class = getattr(transformers, f"{name}{recipe.head}")
     model = model_class._from_config(config, attn_implementation=implementation).eval()
     if recipe.experts:
@@ -268,13 +274,36 @@ class _Wide(TorchFunctionMode):
         return torch.Tensor.double(*args, **kwargs) if func is torch.Tensor.float else func(*args, **kwargs)
 
 
+def step(model: Any, inputs: dict[str, Any], live: Tensor | None = None) -> dict[str, Tensor]:
+    """The gradient of every parameter that takes part, of a random linear function of the live answers."""
+    model.zero_grad()
+    output = model(**inputs)
+    states = output.logits if "logits" in output else output.last_hidden_state
+    states = states.flatten(0, 1) if live is None else states[live]
+    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
+    (states * weights.to(states.dtype)).mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def step_in_float64(name: str, inputs: dict[str, Any], live: Tensor | None) -> dict[str, Tensor]:
+    """The same in float64 throughout, with transformers' own eager attention and without dropout."""
+    model = build.__wrapped__(name, "eager", dropout=0.0).double().train()
+    with _Wide():
+        gradients = step(model, _wide(inputs), live)
+    assert all(x.dtype is torch.float64 for x in gradients.values())
+    return gradients
+
+
+def _wide(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()
+    }
+
+
 def answer_in_float64(name: str, inputs: dict[str, Any], live: Tensor | None) -> Tensor:
     """The same in float64 throughout, with transformers' own eager attention."""
     model = build.__wrapped__(name, "eager").double()
-    wide = {
-        n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in inputs.items()
-    }
     with _Wide():
-        result = answer(model, wide, live)
+        result = answer(model, _wide(inputs), live)
     assert result.dtype is torch.float64
     return result

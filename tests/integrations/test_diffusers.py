@@ -1,5 +1,5 @@
-"""A tiny Flux transformer, random weights: forward and gradients on polyflash, through diffusers' dispatcher and
-through the SDPA override."""
+"""A tiny Flux transformer, random weights: forward and gradients on polyflash, through diffusers' dispatcher
+and through the SDPA override."""
 
 from __future__ import annotations
 

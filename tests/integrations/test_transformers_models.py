@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 from polyflash import torch_ops  # noqa: E402
 from polyflash.backends import TABLE  # noqa: E402
 from polyflash.integrations.transformers import layer  # noqa: E402
-from polyflash.spec import AttentionSpec, Feature, Phase  # noqa: E402
+from polyflash.spec import AttentionSpec, Feature  # noqa: E402
 from polyflash.target import detect  # noqa: E402
 from tests.integrations.models import (  # noqa: E402
     RECIPES,
@@ -84,7 +84,7 @@ def promised(spec: AttentionSpec) -> str:
     """The backend that the table promises for a call here: the CPU engine as soon as its row has what it
     needs."""
     here = detect("cpu", 0)
-    engine = [row for row in TABLE if row.backend == "cpu" and row.phase is Phase.FORWARD]
+    engine = [row for row in TABLE if row.backend == "cpu" and row.phase is spec.phase]
     able = any(
         here.name.startswith(row.targets)
         and spec.features <= row.features

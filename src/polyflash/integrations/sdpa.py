@@ -75,6 +75,8 @@ class _Override(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _TORCHS_OWN:
             return _replaced(self.strict, *args, **kwargs)
+        if func is Tensor.unflatten:
+            return torch.unflatten(*args, **kwargs)  # torch.compile cannot trace the method from here
         if func is Tensor.backward:
             with self:
                 return _backward(*args, **kwargs)
