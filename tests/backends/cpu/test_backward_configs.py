@@ -68,7 +68,7 @@ def test_tiles_do_not_overlap(compute, storage):
     assert max(words.I_CHUNK, words.a.I_COLUMN) < bc.ITEM_WORDS
 
 
-@pytest.mark.parametrize("seqlen", [1, 63, 512, 513, 4096, 4097, 100_000])
+@pytest.mark.parametrize("seqlen", [1, 63, 256, 257, 4096, 4097, 100_000])
 def test_chunks_hold_whole_blocks_and_are_few(seqlen):
     chunk = bc.chunk_keys(seqlen)
     assert chunk % 128 == 0 and chunk >= bc.CHUNK_KEYS
@@ -126,4 +126,4 @@ def test_masks_take_finer_blocks_and_notes_name_the_kernel():
     plain, masked = (bc.choose(spec_of(features=f), target) for f in (frozenset(), frozenset({Feature.MASK})))
     assert masked.block_n <= 64 <= plain.block_n
     notes = plain.notes(spec_of())
-    assert "backward_avx512_f32_float32_nv4_d64" in notes[0] and "512 keys" in notes[1]
+    assert "backward_avx512_f32_float32_nv4_d64" in notes[0] and "256 keys" in notes[1]

@@ -45,7 +45,7 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (700, 3)}], ids=str)
 def test_no_bit_depends_on_threads_or_on_shared_out_keys(dtype, options):
-    """One head's 1500 keys: one item on one thread, three items with sums of their own on two."""
+    """One head's 1500 keys: one item on one thread, six items with sums of their own on two."""
     tensors = [randn(1, 1, 90, 40, seed=0), randn(1, 1, 1500, 40, seed=1), randn(1, 1, 1500, 24, seed=2)]
     tensors, do = [x.to(dtype) for x in tensors], randn(1, 1, 90, 24, seed=3).to(dtype)
     found = []

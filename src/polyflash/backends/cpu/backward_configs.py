@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from polyflash.target import Target
 
 ITEM_WORDS = 48
-CHUNK_KEYS = 512  # least keys of a chunk of dQ
+CHUNK_KEYS = 256  # least keys of a chunk of dQ
 MOST_CHUNKS = 8  # as many partial sums of dQ are held at once when a head's keys are shared out
 ENOUGH_ITEMS = 4  # per thread: with fewer, the keys of a head are shared out
 
