@@ -42,4 +42,17 @@ CAPABILITIES = (
         needs=("numba",),
         max_positions=MOST_POSITIONS,
     ),
+    Capability(
+        backend="cpu",
+        phase=Phase.STATISTICS,
+        module="polyflash.backends.cpu.statistics",
+        targets=tuple(f"cpu:{isa}" for isa in ISAS),
+        dtypes=frozenset(STORAGE_BYTES),
+        max_head_dim=BUCKETS[-1],
+        features=frozenset(Feature) - {Feature.DROPOUT},
+        priority=100,
+        choose=choose,
+        needs=("numba",),
+        max_positions=MOST_POSITIONS,
+    ),
 )

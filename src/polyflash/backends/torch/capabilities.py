@@ -15,7 +15,7 @@ CAPABILITIES = tuple(
         targets=("",),
         dtypes=frozenset(BY_NAME),
         max_head_dim=1 << 20,
-        features=frozenset(Feature),
+        features=frozenset(Feature) - ({Feature.DROPOUT} if phase is Phase.STATISTICS else set()),
         priority=0,
         choose=choose,
     )
