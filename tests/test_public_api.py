@@ -600,6 +600,56 @@ def test_a_compiled_call_obeys_use_backend_at_run_time():
         compiled(q, k, v)
 
 
+@needs_cpu_engine
+@pytest.mark.parametrize("broken", [False, True])
+def test_use_backend_inside_a_compiled_function(monkeypatch, broken):
+    """It becomes part of the graph, goes before the context of the call, and costs no recompilation; with a
+    graph break within it, too."""
+    from torch._dynamo.testing import CompileCounter
+
+    q, k, v = qkv()
+    seen, run = [], torch_ops._run
+    monkeypatch.setattr(torch_ops, "_run", lambda *x: seen.append(x[0].row.backend) or run(*x))
+
+    def call(q, k, v):
+        first = attention(q, k, v)
+        with use_backend("torch"):
+            second = attention(q, k, v)
+            if broken:
+                torch._dynamo.graph_break()
+            with use_backend(None):
+                third = attention(q, k, v)
+            fourth = attention(q, k, v, backend="cpu")
+        return first, second, third, fourth, attention(q, k, v)
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(call, fullgraph=not broken, backend=counter)
+    for context in (None, "torch", "cpu", None):
+        seen.clear()
+        with use_backend(context):
+            compiled(q, k, v)
+        outside = context or "cpu"
+        assert seen == [outside, "torch", "cpu", "cpu", outside]
+    assert broken or counter.frame_count == 1
+    assert torch_ops.in_graph.backend is None
+
+
+def test_a_backend_named_inside_a_compiled_function_refuses_while_tracing():
+    q, k, v = qkv(dtype=torch.float64)
+
+    def call(q, k, v):
+        with use_backend("cpu"):
+            return attention(q, k, v)
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="has bfloat16, float16, float32, asked for float64"):
+        torch.compile(call, fullgraph=True, backend="eager")(q, k, v)
+    with pytest.raises(Exception, match="one of cpu, torch"):
+        torch.compile(lambda q: use_backend("gpu").__enter__(), backend="eager")(q)
+    assert torch_ops.in_graph.backend is None and torch_ops.backend_in_use.get() == ""
+
+
 @pytest.mark.parametrize("backend", [None, "torch"])
 def test_packed_results_have_the_stride_order_of_q(backend):
     q, k, v = PACKED

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from polyflash import backends, plan, torch_ops
 from polyflash import target as targets
@@ -18,6 +19,9 @@ from polyflash.merge import AttentionOutput
 from polyflash.plan import Plan
 from polyflash.spec import Arguments, Phase
 from polyflash.target import Target
+
+# Exported programs that return one can be saved.
+_pytree._register_namedtuple(AttentionOutput, serialized_type_name="polyflash.AttentionOutput")
 
 
 @overload
@@ -276,9 +280,16 @@ def explain(
 def use_backend(name: str | None) -> Iterator[None]:
     """Within this context, calls without `backend=` run on backend `name` or raise; None: free choice again.
 
-    Compiled functions obey it when they are called within it; it cannot itself stand inside `torch.compile`.
-    Threads started within it do not inherit it.
+    Compiled functions obey it when they are called within it. Inside a compiled function it becomes part of
+    the graph and goes before the context of the call. Threads started within it do not inherit it.
     """
+    if torch.compiler.is_compiling():
+        before, torch_ops.in_graph.backend = torch_ops.in_graph.backend, known_backend(name)
+        try:
+            yield
+        finally:
+            torch_ops.in_graph.backend = before
+        return
     token = torch_ops.backend_in_use.set(known_backend(name))
     try:
         yield

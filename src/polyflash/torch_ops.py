@@ -55,13 +55,25 @@ _gradient_routes: dict[int, tuple[Launch, Launch]] = {}  # by the id of the forw
 # Read inside the op, so that a compiled graph obeys it at run time and has nothing to trace.
 _DEFAULT_BACKEND = env.BACKEND.read()
 backend_in_use: ContextVar[str] = ContextVar("polyflash_backend", default=_DEFAULT_BACKEND)
+ANY = "any"  # as a backend of the op: a free choice, whatever the context says
+
+
+class InGraph:
+    """What `use_backend` says within a graph that is being traced, where no context variable can be set."""
+
+    def __init__(self) -> None:
+        self.backend: str | None = None
+
+
+in_graph = InGraph()
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """The op, entered the cheapest way the moment allows. q, k, v are (batch, heads, seqlen, head_dim)."""
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
     if torch.compiler.is_compiling():
-        return _attention(q, k, v, *(args._replace(need_lse=True) if needs_grad else args))
+        backend = args.backend or ("" if in_graph.backend is None else in_graph.backend or ANY)
+        return _attention(q, k, v, *args._replace(need_lse=args.need_lse or needs_grad, backend=backend))
     if torch._C._functorch.peek_interpreter_stack() is not None:
         check(q, k, v, args)
         return autograd.call(q, k, v, args._replace(backend=requested_backend(args)))
@@ -168,6 +180,8 @@ def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> T
 def requested_backend(args: Arguments) -> str:
     """The backend asked for by name: by the call, else by `use_backend`, else by the environment; or ""."""
     backend = args.backend or backend_in_use.get()
+    if backend == ANY:
+        return ""
     if backend and backend not in backends.BACKENDS:
         change = "Set it to one of these, or unset it."
         raise spec_error(
@@ -274,7 +288,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         raise validate.explain_shapes(q, k, v)
     if len(rest) > _N_PLAIN or args.scale is not None:
         validate.check_operands(q, k, args)
-    backend = requested_backend(args) if phase is Phase.FORWARD else args.backend
+    backend = "" if phase is Phase.BACKWARD and not args.backend else requested_backend(args)
     key = (
         phase,
         backend,
