@@ -10,7 +10,7 @@ import pytest
 
 from polyflash.backends.cpu import backward_arguments as words
 from polyflash.backends.cpu import backward_configs as bc
-from polyflash.backends.cpu import configs
+from polyflash.backends.cpu import configs, pool
 from polyflash.backends.cpu.backward_configs import BackwardConfig, BackwardKey
 from polyflash.backends.cpu.configs import KernelKey
 from polyflash.errors import SpecError
@@ -52,6 +52,8 @@ def test_a_plan_asks_for_keys_of_the_list_and_fits_the_cache(target):
                 tiles = bc.scratch(key, 1, config.block_n)
                 assert tiles.total <= max(target.l2_bytes, 2 << 20)
                 assert all(offset % 64 == 0 for offset in tiles)
+                whole = bc.scratch(key, config.row_panels, config.block_n)
+                assert whole.total <= pool.KEPT_SCRATCH, (key.name, whole.total)
 
 
 @pytest.mark.parametrize("compute, storage", [("f32", "float16"), ("bf16dot", "bfloat16")])

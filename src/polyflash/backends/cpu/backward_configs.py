@@ -198,11 +198,12 @@ def all_keys(target: Target) -> Iterator[BackwardKey | BiasGradientKey]:
                 yield BackwardKey(target.arch, configs.compute_for(dtype, target), dtype, nv, bucket)
 
 
-SPAN_ROWS = 1024  # query rows held packed while the keys pass by
+SPAN_ROWS, SPAN_ELEMENTS = 1024, 1 << 17  # most query rows held packed while the keys pass by, and elements
 
 
 def choose(spec: AttentionSpec, target: Target) -> BackwardConfig:
-    """Blocks of keys whose tiles (K, V, dK, dV, scores) fill half of a core's L2 cache."""
+    """Blocks of keys whose tiles, with one panel, take at most three quarters of a core's L2 cache; spans that
+    leave a thread's scratch small enough to be kept between calls."""
     isa = target.arch if target.arch in ISAS else "generic"
     dtype = spec.dtype if spec.dtype in STORAGE_BYTES else "float32"
     compute = configs.compute_for(dtype, target) if isa == "avx512" else "f32"
@@ -213,7 +214,8 @@ def choose(spec: AttentionSpec, target: Target) -> BackwardConfig:
     block_n = next((n for n in (128, 64, 32) if scratch(key, 1, n).total <= room), 16)
     if spec.features & {Feature.MASK, Feature.SEGMENTS}:
         block_n = min(block_n, 64)  # finer tiles, so that more of them are skipped
-    return BackwardConfig(block_n, SPAN_ROWS // key.panel_rows, compute, isa)
+    rows = min(SPAN_ROWS, SPAN_ELEMENTS // bucket)
+    return BackwardConfig(block_n, max(1, rows // key.panel_rows), compute, isa)
 
 
 def chunk_keys(seqlen_k: int) -> int:
