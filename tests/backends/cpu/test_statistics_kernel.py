@@ -79,6 +79,25 @@ def _launch(q, k):
 
 
 @needs_cpu_engine
+def test_sums_end_with_the_keys(monkeypatch: pytest.MonkeyPatch):
+    """The last block of keys overhangs its head's sums: what lies there may be another thread's. -0 would
+    become 0 if anything were added."""
+    places = []
+
+    def zeros(copies: int, like: torch.Tensor) -> torch.Tensor:
+        places.append(torch.full((copies * like.numel() + 64,), -0.0))
+        place = places[-1][: copies * like.numel()]
+        return place.zero_().view(copies, *like.shape)
+
+    monkeypatch.setattr(statistics, "_zeros", zeros)
+    for rows, keys in ((1, 1), (17, 33), (40, 129), (600, 50)):
+        q, k = randn(1, 1, rows, 24), randn(1, 1, keys, 24, seed=1)
+        column_sums(q, k, attention_reference(q, k, k).lse.float(), backend="cpu")
+        assert torch.signbit(places[-1][-64:]).all()
+    assert len(places) == 4
+
+
+@needs_cpu_engine
 def test_neighbours_of_a_packed_member_keep_their_sums():
     """A member's last block of keys overhangs into the next one's."""
     cu = torch.tensor([0, 3, 6, 9], dtype=torch.int32), torch.tensor([0, 17, 18, 50], dtype=torch.int32)
