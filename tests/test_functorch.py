@@ -414,6 +414,22 @@ class TestRefused:
         with pytest.raises(NotImplementedError, match="second derivatives"):
             gradient.sum().backward()
 
+    def test_slopes_have_no_gradient(self):
+        """Mapped slopes do not show that they need one."""
+        q, k, v = qkv()
+        slopes = torch.rand(N, HEADS)
+        loss = lambda s: call(q, k, v, alibi_slopes=s).sum()  # noqa: E731
+        for use in (
+            lambda: grad(loss)(slopes[0]),
+            lambda: vmap(grad(loss))(slopes),
+            lambda: grad(lambda s: vmap(loss)(s).sum())(slopes),
+            lambda: vmap(loss)(slopes.clone().requires_grad_()),
+            lambda: OP(q, k, v, *Arguments(alibi_slopes=slopes[0].clone().requires_grad_())),
+        ):
+            with pytest.raises(SpecError, match="alibi_slopes: got requires_grad=True"):
+                use()
+        assert not vmap(loss)(slopes).requires_grad
+
     def test_a_place_for_the_result(self):
         q, k, v = qkv(N)
         with pytest.raises(SpecError, match=r"out: got a call under torch\.func"):

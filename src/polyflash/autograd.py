@@ -16,13 +16,14 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from polyflash import transforms
+from polyflash import transforms, validate
 from polyflash.errors import UnsupportedError
 from polyflash.spec import Arguments
 from polyflash.transforms import N_FIRST
 
 _DIFFERENTIABLE = (0, 1, 2, *(N_FIRST + Arguments._fields.index(name) for name in ("bias", "sinks")))
 _NEED_LSE = N_FIRST + Arguments._fields.index("need_lse")
+_SLOPES = N_FIRST + Arguments._fields.index("alibi_slopes")
 
 HIGHEST = (
     "second derivatives: polyflash has first ones only, its backward pass is not differentiable. Drop "
@@ -49,7 +50,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        save(ctx, inputs, *output)
+        save(ctx, inputs, *output, ctx.needs_input_grad)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -95,7 +96,7 @@ class _Node(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, below: Callable[..., tuple[Tensor, Tensor]], *inputs: Any) -> tuple[Tensor, Tensor]:
         out, lse = below(*inputs)
-        save(ctx, inputs, out, lse)
+        save(ctx, inputs, out, lse, ctx.needs_input_grad[1:])
         return out, lse
 
     @staticmethod
@@ -173,8 +174,11 @@ def _enter(node: Any, below: Callable[..., Any], inputs: Any) -> Any:
         return node.apply(below, *inputs)
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], out: Tensor, lse: Tensor) -> None:
-    """Keeps the op's inputs and results for `gradients`, tensors where autograd sees them."""
+def save(ctx: Any, inputs: tuple[Any, ...], out: Tensor, lse: Tensor, needed: tuple[bool, ...]) -> None:
+    """Keeps the op's inputs and results for `gradients`, tensors where autograd sees them. That slopes need a
+    gradient shows only here if they are mapped."""
+    if needed[_SLOPES]:
+        raise validate.constant_slopes()
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(inputs[i] for i in tensors), out, lse)

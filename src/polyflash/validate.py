@@ -155,10 +155,15 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> None:
     if args.alibi_slopes is not None:
         _check_per_head("alibi_slopes", args.alibi_slopes, ((num_q_heads,), (batch, num_q_heads)), q.device)
         if torch.is_grad_enabled() and args.alibi_slopes.requires_grad:
-            change = "Use .detach(), or train a bias."
-            raise spec_error("alibi_slopes", got="requires_grad=True", wanted="a constant", change=change)
+            raise constant_slopes()
     if args.sinks is not None:
         _check_per_head("sinks", args.sinks, ((num_q_heads,),), q.device)
+
+
+def constant_slopes() -> SpecError:
+    """ALiBi slopes have no gradient."""
+    change = "Use .detach(), or train a bias."
+    return spec_error("alibi_slopes", got="requires_grad=True", wanted="a constant", change=change)
 
 
 def _check_packing(q: Tensor, args: Arguments) -> int:
