@@ -202,8 +202,8 @@ SPAN_ROWS, SPAN_ELEMENTS = 1024, 1 << 17  # most query rows held packed while th
 
 
 def choose(spec: AttentionSpec, target: Target) -> BackwardConfig:
-    """Blocks of keys whose tiles, with one panel, take at most three quarters of a core's L2 cache; spans that
-    leave a thread's scratch small enough to be kept between calls."""
+    """Blocks of keys whose tiles, with one panel, take at most three quarters of a core's L2 cache; spans
+    that leave a thread's scratch small enough to be kept between calls."""
     isa = target.arch if target.arch in ISAS else "generic"
     dtype = spec.dtype if spec.dtype in STORAGE_BYTES else "float32"
     compute = configs.compute_for(dtype, target) if isa == "avx512" else "f32"

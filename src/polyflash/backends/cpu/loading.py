@@ -3,6 +3,9 @@ a batch entry's rows stand."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyflash.backends.cpu import arguments as a
@@ -30,10 +33,40 @@ def device(arity: int, result: Any = None) -> Any:
 
     returned = types.void if result is None else result
     decorate: Any = njit
-    return decorate(
+    compiled = decorate(
         returned(*[types.int64] * arity),
         error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True,
     )  # fmt: skip
+
+    def left_to_its_caller(function: Any) -> Any:
+        with _optimized_once(function.__qualname__):
+            return compiled(function)
+
+    return left_to_its_caller
+
+
+@contextmanager
+def _optimized_once(name: str) -> Iterator[None]:
+    """Within it, numba does not optimize the module of function `name`: its caller inlines and optimizes it
+    anyway, and each level anew takes a third of a kernel's compile time. A numba without this inner step
+    just takes longer."""
+    from numba.core import codegen
+
+    library: Any = codegen.CPUCodeLibrary
+    whole, me = getattr(library, "_optimize_final_module", None), threading.get_ident()
+    if whole is None:
+        yield
+        return
+
+    def unless_inlined(self: Any) -> None:
+        if self.name != name or threading.get_ident() != me:
+            whole(self)
+
+    library._optimize_final_module = unless_inlined
+    try:
+        yield
+    finally:
+        library._optimize_final_module = whole
 
 
 def loaders(key: KernelKey, stage: Stages | BackwardStages) -> Loaders:

@@ -249,9 +249,9 @@ def build(key: ScoreKey) -> Any:
     """Compile the pass of `key`: a numba cfunc.
 
     `void(args, scratch, what, head, i_p, n, begin, end, bounded)`, all int64."""
-    from numba import cfunc, njit, types
+    from numba import cfunc, types
 
-    from polyflash.backends.cpu import simd
+    from polyflash.backends.cpu import loading, simd
 
     change_column, scan_mask, store_as_float = (
         native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
@@ -262,11 +262,7 @@ def build(key: ScoreKey) -> Any:
     LANES, NV, NR = key.lanes, key.nv, key.panel_rows
     FAR = (1 << 31) - (1 << 16)  # distances stay within int32
 
-    def device(arity, result=types.void):  # type: ignore[no-untyped-def]
-        return njit(
-            result(*[types.int64] * arity),
-            error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True,
-        )  # fmt: skip
+    device = loading.device
 
     @device(2)
     def start_item(args, scratch):  # type: ignore[no-untyped-def]
