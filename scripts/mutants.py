@@ -3,11 +3,12 @@
     python scripts/mutants.py [--only ID ...] [--list] [--jobs N]
 
 A mutant is one place of src/polyflash: `old`, which must occur exactly once, becomes `new`; `stands_for` is
-the mistake it repeats. `workloads` (accuracy tests of the CPU engine) and `tests` (pytest nodes) must kill
-it, each mutant in a copy of src with a kernel cache of its own. Killed means that a test's own assertion
-failed: an import error, any other exception and a timeout do not count, the death of the interpreter only
-with `crash = true`. Before that, every selection must pass on the sources as they are. Exit status 0: all
-are killed; 1: some survive; 2: the table or the unmutated suite is wrong.
+the mistake it repeats. `workloads` (accuracy tests of the CPU engine), `gradients` (gradient tests of the
+backend the place belongs to, else of torch) and `tests` (pytest nodes) must kill it, each mutant in a copy of
+src with a kernel cache of its own. Killed means that a test's own assertion failed: an import error, any
+other exception and a timeout do not count, the death of the interpreter only with `crash = true`. Before
+that, every selection must pass on the sources as they are. Exit status 0: all are killed; 1: some survive; 2:
+the table or the unmutated suite is wrong.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ class Mutant:
     old: str
     new: str
     workloads: tuple[str, ...] = ()  # names of polyflash.workloads, float32 or "name/dtype"
+    gradients: tuple[str, ...] = ()  # likewise, for the gradients of the backend that `file` belongs to
     tests: tuple[str, ...] = ()
     crash: bool = False
 
     def selection(self) -> tuple[str, ...]:
-        return (*map(_node_of, self.workloads), *self.tests)
+        backend = self.file.split("/")[1] if self.file.startswith("backends/") else "torch"
+        gradients = (_gradient_node_of(name, backend) for name in self.gradients)
+        return (*map(_node_of, self.workloads), *gradients, *self.tests)
 
     def applied(self, text: str) -> str:
         """`text` with the defect; ValueError if it does not have exactly one place for it."""
@@ -60,12 +64,17 @@ def _node_of(workload: str) -> str:
     return f"tests/conformance/{test}[cpu-forward-{name}-{dtype or 'float32'}]"
 
 
+def _gradient_node_of(workload: str, backend: str) -> str:
+    name, _, dtype = workload.partition("/")
+    files = {"packed": "test_varlen.py", "intervals": "test_intervals.py"}
+    file = files.get(name.partition("-")[0], "test_gradients.py")
+    return f"tests/conformance/{file}::test_gradients[{backend}-backward-{name}-{dtype or 'float32'}]"
+
+
 def table() -> list[Mutant]:
     entries = tomllib.loads(TABLE.read_text(encoding="utf-8"))["mutant"]
-    listed = (
-        {**e, "workloads": tuple(e.get("workloads", ())), "tests": tuple(e.get("tests", ()))} for e in entries
-    )
-    return [Mutant(**entry) for entry in listed]
+    lists = ("workloads", "gradients", "tests")
+    return [Mutant(**{**entry, **{n: tuple(entry.get(n, ())) for n in lists}}) for entry in entries]
 
 
 def misplaced(mutant: Mutant) -> str:

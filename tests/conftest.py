@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.memory import poisoned
+from tests.refusals import Refusals
 
 settings.register_profile(
     "ci",
@@ -27,6 +28,15 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--refusals", action="store_true", help="fail if a refusal was produced by no test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--refusals"):
+        config.pluginmanager.register(Refusals().__enter__(), "refusals")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,6 +45,13 @@ def test_bias_of_another_dtype(backend: str, kind: str):
     assert got["bias"].dtype is bias.dtype and (got["bias"][hidden] == 0).all()
 
 
+def test_bias_beside_lengths(backend: str):
+    """A bias and a gradient of each entry, where entries are computed apart."""
+    q, k, v = qkv(3, (4, 2), 33, 70, 16)
+    bias = torch.randn(3, 4, 33, 70, generator=torch.Generator().manual_seed(2))
+    checked(q, k, v, backend=backend, bias=bias, kv_lens=ints(70, 3, 40), causal=True)
+
+
 def test_bias_with_any_strides(backend: str):
     """A gradient has its operand's shape, whatever memory the operand shares."""
     q, k, v = qkv(2, (4, 2), 33, 70, 16)

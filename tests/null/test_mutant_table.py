@@ -44,13 +44,14 @@ def test_ids_and_tests_exist():
     names = {w.name for w in CATALOGUE}
     for mutant in TABLE:
         assert mutant.selection(), mutant.id
-        for workload in mutant.workloads:
+        for workload in (*mutant.workloads, *mutant.gradients):
             name, _, dtype = workload.partition("/")
             assert name in names and dtype in ("", *DTYPES), f"{mutant.id}: {workload}"
         for node in mutant.tests:
-            path, _, test = node.partition("::")
-            found = re.search(rf"def {test.partition('[')[0]}\(", (ROOT / path).read_text(encoding="utf-8"))
-            assert found, f"{mutant.id}: {node}"
+            path, _, test = node.partition("[")[0].partition("::")
+            text = (ROOT / path).read_text(encoding="utf-8")
+            for name in filter(None, test.split("::")):
+                assert re.search(rf"(def|class) {name}\b", text), f"{mutant.id}: {node}"
 
 
 def test_a_stale_or_ambiguous_place_is_refused():

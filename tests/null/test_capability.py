@@ -1,0 +1,86 @@
+"""A row's verdict and its reasons say the same, and every reason is given by the cause it names."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from polyflash import target
+from polyflash.capability import Capability, Yield
+from polyflash.spec import AttentionSpec, Feature, Phase
+from polyflash.target import Target
+
+SPEC = AttentionSpec(Phase.FORWARD, "float32", "cpu", 1, 2, 2, 5, 7, 64, 64, frozenset())
+ROW = Capability(
+    backend="made",
+    phase=Phase.FORWARD,
+    module="",
+    targets=("cpu:avx512", "cpu:avx2"),
+    dtypes=frozenset({"float32", "bfloat16"}),
+    max_head_dim=128,
+    features=frozenset({Feature.CAUSAL, Feature.GQA}),
+    priority=1,
+    choose=lambda spec, target: None,
+    needs=("numba",),
+    yields=(Yield("amx_bf16", frozenset({"bfloat16"}), frozenset({Feature.GQA}), "another is faster"),),
+    max_positions=20,
+)
+HERE = target.parse("cpu:avx512")
+CAUSES: dict[str, tuple[AttentionSpec, Target, str]] = {
+    "phase": (replace(SPEC, phase=Phase.BACKWARD), HERE, "phase: row is forward, asked for backward"),
+    "target": (SPEC, target.parse("cuda:sm90"), "target: needs cpu:avx512 or cpu:avx2, is cuda:sm90"),
+    "dtype": (replace(SPEC, dtype="float64"), HERE, "dtype: has bfloat16, float32, asked for float64"),
+    "head_dim": (replace(SPEC, head_dim=129), HERE, "head_dim: up to 128, asked for 129"),
+    "head_dim_v": (replace(SPEC, head_dim_v=200), HERE, "head_dim: up to 128, asked for 200"),
+    "positions": (
+        replace(SPEC, seqlen_q=14),
+        HERE,
+        "positions: up to 20 rows and keys together, asked for 21",
+    ),
+    "features": (
+        replace(SPEC, features=frozenset({Feature.SINKS, Feature.BIAS, Feature.CAUSAL})),
+        HERE,
+        "features: has no bias, no sinks",
+    ),
+    "yields": (
+        replace(SPEC, dtype="bfloat16", features=frozenset({Feature.GQA})),
+        target.parse("cpu:avx512+amx_bf16"),
+        "yields: another is faster",
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_has_its_reason(cause: str):
+    spec, where, reason = CAUSES[cause]
+    assert ROW.reasons_against(spec, where, by_name=False) == (reason,)
+    assert not ROW.accepts(spec, where, by_name=False)
+
+
+def test_a_missing_package_is_a_reason():
+    row = replace(ROW, needs=("no_such_package",))
+    here = replace(HERE, packages=(("numba", "0.61"),))
+    assert row.reasons_against(SPEC, here, by_name=True) == ("packages: no_such_package (not installed)",)
+    assert not row.accepts(SPEC, here, by_name=True) and ROW.accepts(SPEC, here, by_name=True)
+
+
+def test_at_its_limits_a_row_runs():
+    """128 channels, 20 positions, and what it yields only to those who did not name it."""
+    spec = replace(SPEC, head_dim=128, head_dim_v=128, seqlen_q=13, seqlen_k=7)
+    assert ROW.accepts(spec, HERE, by_name=False) and not ROW.reasons_against(spec, HERE, by_name=False)
+    yielded, amx, _ = CAUSES["yields"]
+    assert ROW.accepts(yielded, amx, by_name=True) and not ROW.reasons_against(yielded, amx, by_name=True)
+    others = replace(yielded, features=frozenset({Feature.CAUSAL}))
+    assert ROW.accepts(others, amx, by_name=False)
+
+
+def test_verdict_and_reasons_agree():
+    """Over every pair of causes, by name and not."""
+    for (one, where, _), (two, other, _) in itertools.product(CAUSES.values(), repeat=2):
+        for by_name in (False, True):
+            mixed = replace(one, features=one.features | two.features, dtype=two.dtype)
+            for spec, at in ((mixed, where), (mixed, other)):
+                reasons = ROW.reasons_against(spec, at, by_name=by_name)
+                assert ROW.accepts(spec, at, by_name=by_name) is (not reasons), (spec, at, reasons)
