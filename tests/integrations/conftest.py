@@ -22,17 +22,24 @@ def registered() -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Every launch from here on: its row, its spec."""
-    launches: list[Launch] = []
-    route = torch_ops._route
+    """Every run of a kernel from here on: its row, its spec."""
+    runs: list[Launch] = []
+    plan = torch_ops._plan
 
-    def spy(*args: Any) -> Any:
-        launch = route(*args)
-        launches.append(launch)
+    def spy(*args: Any) -> Launch:
+        launch = plan(*args)
+        run = launch.run
+
+        def noted(launch: Launch, *operands: Any) -> Any:
+            runs.append(launch)
+            return run(launch, *operands)
+
+        launch.run = noted
         return launch
 
-    monkeypatch.setattr(torch_ops, "_route", spy)
-    return launches
+    monkeypatch.setattr(torch_ops, "_routes", {})  # those of other tests have no spy
+    monkeypatch.setattr(torch_ops, "_plan", spy)
+    return runs
 
 
 class Ran(Sequence[tuple[str, str]]):

@@ -131,7 +131,9 @@ def test_gradient_checkpointing_changes_nothing(way: Any, ran: list[tuple[str, s
         want = trained(model)
         model.train().enable_gradient_checkpointing()
         got = trained(model)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    for name in want:  # torch sums the gradients of the norms in another order
+        atol = 1e-6 * float(want[name].abs().max())
+        torch.testing.assert_close(got[name], want[name], atol=atol, rtol=1e-5)
     assert [phase for phase, _ in ran].count("forward") == 6
 
 

@@ -205,6 +205,8 @@ def _refusal(
     for x in tensors:
         if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested:
             return "arguments: one is not a plain dense tensor"
+        if not x.is_cpu:
+            return "device: polyflash has kernels for CPUs"
     if type(is_causal) is not bool or type(dropout_p) not in (float, int):
         return "is_causal, dropout_p: not a bool and a number"
     if attn_mask is not None and is_causal:
@@ -216,32 +218,31 @@ def _refusal(
             return "scale: not finite"
     elif scale is not None and not isinstance(scale, torch.SymFloat):
         return "scale: not a number"
-    device = query.device
-    if any(x.device != device for x in tensors) or device.type != "cpu":
-        return "device: polyflash has kernels for CPUs"
-    if not torch.compiler.is_compiling():  # neither can be traced
-        if not torch.backends.cuda.flash_sdp_enabled():
+    named = False
+    if not torch.compiler.is_compiling():  # none can be traced
+        if not torch._C._get_flash_sdp_enabled():
             return "sdpa_kernel: it allows no flash attention"
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return "torch.func: a transform is active"
-    return _refused_dtypes(query, key, value, attn_mask)
+        named = bool(torch_ops.backend_in_use.get())
+    return _refused_dtypes(query.dtype, key.dtype, value.dtype, attn_mask, named)
 
 
-def _refused_dtypes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str:
-    kinds = [query.dtype, key.dtype, value.dtype]
-    allowed = [torch.bool, torch.float32, query.dtype]
-    if torch_ops.autocasting("cpu"):
+def _refused_dtypes(
+    q: torch.dtype, k: torch.dtype, v: torch.dtype, attn_mask: Tensor | None, named: bool
+) -> str:
+    allowed: tuple[torch.dtype, ...] = (torch.bool, torch.float32, q)
+    if torch.is_autocast_enabled("cpu"):
         cast = torch.get_autocast_dtype("cpu")
         narrow = (torch.float32, torch.bfloat16, torch.float16)
-        kinds = [cast if kind in narrow else kind for kind in kinds]
-        allowed = [torch.bool, *narrow]
-    if kinds[0] is not kinds[1] or kinds[0] is not kinds[2]:
+        q, k, v = (cast if kind in narrow else kind for kind in (q, k, v))
+        allowed = (torch.bool, *narrow)
+    if q is not k or q is not v:
         return "dtype: query, key and value differ"
     if attn_mask is not None and attn_mask.dtype not in allowed:
         return "dtype: of attn_mask"
-    named = torch.compiler.is_compiling() or not torch_ops.backend_in_use.get()
-    if named and kinds[0] not in _ENGINE_DTYPES:
-        return f"dtype: no CPU kernel for {kinds[0]} here; torch's own is faster than the torch row"
+    if not named and q not in _ENGINE_DTYPES:
+        return f"dtype: no CPU kernel for {q} here; torch's own is faster than the torch row"
     return ""
 
 
@@ -250,6 +251,8 @@ def _four_dimensions(
 ) -> tuple[Any, ...] | None:
     """query, key, value and the mask as `attention` takes them, and the shape before the result's last two
     dimensions, None where it is right already; None if the shapes are not for polyflash."""
+    if attn_mask is None and _are_plain(query.shape, key.shape, value.shape, enable_gqa):
+        return query, key, value, None, None
     if query.ndim < 2 or key.ndim < 2 or value.ndim < 2:
         return None
     scores = max(query.ndim, key.ndim)
@@ -272,6 +275,14 @@ def _four_dimensions(
     k, v = _flat(k, lead, num_k_heads), _flat(v, lead, num_v_heads)
     shape = None if ndim == 4 else (*lead, num_q_heads)[: None if ndim > 2 else 0]
     return q, k, v, _flat_mask(attn_mask, lead), shape
+
+
+def _are_plain(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> bool:
+    """The usual case: four dimensions, and nothing to broadcast."""
+    if not len(q) == len(k) == len(v) == 4 or k[:3] != v[:3]:
+        return False
+    heads = q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0)
+    return heads and q[0] == k[0] and q[3] == k[3] and q[1] > 0 and q[3] > 0 and v[3] > 0
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[int, int, int, int] | None:
