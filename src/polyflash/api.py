@@ -116,10 +116,21 @@ def attention(
     given = out
     if layout != "bhsd":
         q, k, v, out = _to_bhsd(layout, q, k, v, out)
-    args = normalise(
-        q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
-        q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
-    )  # fmt: skip
+    if (
+        window is mask is bias is alibi_slopes is sinks is kv_lens is kv_starts is q_offset is None
+        and batch_invariant is backend is config is scale is None
+        and (causal is False or causal is True)
+        and type(softcap) is type(dropout_p) is float
+        and softcap == dropout_p == 0.0
+        and checked is False
+        and type(q) is type(k) is type(v) is Tensor
+    ):
+        args = Arguments(causal, None, return_lse)  # nothing to normalise
+    else:
+        args = normalise(
+            q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
+            q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
+        )  # fmt: skip
     result, lse = _attend(q, k, v, out, args)
     if given is not None:
         result = given

@@ -122,9 +122,10 @@ def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
 
 def _skips_dispatcher(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> bool:
     return (
-        _is_plain(q)
-        and _is_plain(k)
-        and _is_plain(v)
+        type(q) is type(k) is type(v) is Tensor
+        and _dispatch_keys(q).raw_repr() in _PLAIN_KEYS
+        and _dispatch_keys(k).raw_repr() in _PLAIN_KEYS
+        and _dispatch_keys(v).raw_repr() in _PLAIN_KEYS
         and (len(rest) == _N_PLAIN or all(_is_plain(x) for x in rest if isinstance(x, Tensor)))
         and _unobserved()
     )
