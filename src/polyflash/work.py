@@ -1,7 +1,8 @@
 """FLOPs and bytes of a spec, counting visible pairs only.
 
-Forward: 4 FLOPs per visible (query, key) pair and channel (a multiply and an add in each of the two
-products), 2·(head_dim + head_dim_v) per pair in general; the backward pass does 2.5 times that."""
+Each product of a pass costs 2 FLOPs, a multiply and an add, per visible (query, key) pair and channel.
+Forward: QKᵀ and PV. Backward: QKᵀ again, dO·Vᵀ, PᵀdO, dS·K and dSᵀQ, 2.5 times the forward pass where
+head_dim_v = head_dim. Statistics: QKᵀ."""
 
 from __future__ import annotations
 
@@ -20,9 +21,24 @@ class Work:
     bytes: float
 
 
+_PRODUCTS = {  # products over head_dim, and over head_dim_v
+    Phase.FORWARD: (1, 1),
+    Phase.DECODE: (1, 1),
+    Phase.BACKWARD: (3, 2),
+    Phase.STATISTICS: (1, 0),
+}
+
+
+def flops_per_pair(phase: Phase, head_dim: int, head_dim_v: int) -> float:
+    """FLOPs of one pass per visible pair and head; of all three gradients in the backward pass."""
+    qk, pv = _PRODUCTS[phase]
+    return 2.0 * (qk * head_dim + pv * head_dim_v)
+
+
 def work_of(spec: AttentionSpec) -> Work:
     """Lengths, masks, segments, interval lists and bounds of packed members are tensors and not read: such a
-    call is counted as if all keys were live, and members as `_packed_pairs` says."""
+    call is counted as if all keys were live, and members as `_packed_pairs` says. A backward pass reads q,
+    k, v, out, dout and lse, and writes dq, dk and dv."""
     if Feature.VARLEN in spec.features:
         pairs = _packed_pairs(spec)
     else:
@@ -31,13 +47,13 @@ def work_of(spec: AttentionSpec) -> Work:
             spec.seqlen_q, spec.seqlen_k, offset=offset, causal=spec.causal, window=spec.window
         )
     heads = spec.batch * spec.num_q_heads
-    flops = 2.0 * (spec.head_dim + spec.head_dim_v) * heads * pairs
+    flops = flops_per_pair(spec.phase, spec.head_dim, spec.head_dim_v) * heads * pairs
     queries = spec.batch * spec.num_q_heads * spec.seqlen_q
     keys = spec.batch * spec.num_kv_heads * spec.seqlen_k
     elements = (queries + keys) * (spec.head_dim + spec.head_dim_v)
     size = BY_NAME[spec.dtype].bytes
     if spec.phase is Phase.BACKWARD:
-        return Work(2.5 * flops, 2.0 * elements * size)
+        return Work(flops, float(2 * elements * size + queries * (8 if spec.dtype == "float64" else 4)))
     return Work(flops, float(elements * size))
 
 

@@ -61,7 +61,7 @@ def test_every_row_has_a_name_of_its_own():
 
 
 def test_without_a_suite_the_rows_are_those_against_torch():
-    assert {c.suite for c in cases.rows()} == {"dense", "windows", "small"}
+    assert {c.suite for c in cases.rows()} == {"dense", "windows", "small", "backward"}
     assert {c.peer for c in cases.rows()} == {SDPA}
 
 
@@ -168,7 +168,8 @@ def test_tables_say_who_ran():
 @pytest.mark.parametrize("name", cases.SUITES)
 def test_every_table_fits_80_columns(name):
     every = cases.rows([name], size="long")
-    for titled in {c.suite: [d for d in every if d.suite == c.suite] for c in every}.values():
+    titles = {tables.section(c): [d for d in every if tables.section(d) == tables.section(c)] for c in every}
+    for titled in titles.values():
         slow = {suite.OURS: 1.30689, suite.ALONE: 99.0, suite.PLAIN: 0.01}
         rows = [row(c, {**slow, c.peer or SDPA: 16.1234}, backend="torch") for c in titled]
         text = text_of(rows)
@@ -177,14 +178,18 @@ def test_every_table_fits_80_columns(name):
 
 @pytest.mark.parametrize("name", [n for n in cases.SUITES if n != cases.PEER_SUITE])
 def test_a_tiny_run_of_each_suite(name, tmp_path, capsys):
-    words = {"windows": ["float32"], "small": ["full", "float32", "b1"]}.get(name, ["float32", "d64"])
+    words = {
+        "windows": ["float32"],
+        "small": ["full", "float32", "b1"],
+        "backward": ["step", "float32"],
+    }.get(name, ["float32", "d64"])
     code, found = measured(tmp_path, "--suite", name, "--quick", "--filter", *words)
     assert code == 0 and found["absent"] == []
     assert {r["suite"] for r in found["rows"]} == {name}
     for r in found["rows"]:
         assert "mismatch" not in r["marks"] and r["difference"] < 1e-5 and r["backend"]
         assert (r["ratio"] is None) is (r["peer"] is None)
-        assert (r["over_plain"] is None) is (name in ("small", "dense"))
+        assert (r["over_plain"] is None) is (name in ("small", "dense", "backward"))
         assert set(r["arms"]) == set(r["rounds"][0]["seconds"])
     assert found["commands"] == [
         f"polyflash bench --suite {name} --filter {' '.join(words)} --quick --seconds 0.01"

@@ -10,7 +10,7 @@ import pytest
 
 from polyflash.mask import Mask, visible_pairs
 from polyflash.spec import AttentionSpec, Feature, Phase
-from polyflash.work import work_of
+from polyflash.work import flops_per_pair, work_of
 
 SPEC = AttentionSpec(Phase.FORWARD, "float16", "cpu", 2, 6, 3, 7, 9, 5, 4, frozenset())
 
@@ -41,8 +41,35 @@ def test_counts_visible_pairs(
 
 
 def test_backward_is_two_and_a_half_times_forward() -> None:
-    forward, backward = work_of(SPEC), work_of(replace(SPEC, phase=Phase.BACKWARD))
-    assert backward.flops == 2.5 * forward.flops and backward.bytes == 2 * forward.bytes
+    square = replace(SPEC, head_dim_v=SPEC.head_dim)
+    forward, backward = work_of(square), work_of(replace(square, phase=Phase.BACKWARD))
+    assert backward.flops == 2.5 * forward.flops
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"causal": True}, {"window": (3, 0)}, {"causal": True, "offset": -3}]
+)
+def test_the_products_of_the_backward_pass(changed: dict[str, Any]) -> None:
+    """Three over head_dim (QK, dS·K, dSᵀQ), two over head_dim_v (dO·V, PᵀdO)."""
+    forward = work_of(replace(SPEC, **changed))
+    pairs = forward.flops / (2 * (5 + 4) * 2 * 6)
+    backward = work_of(replace(SPEC, phase=Phase.BACKWARD, **changed))
+    assert backward.flops == pytest.approx(2 * (3 * 5 + 2 * 4) * 2 * 6 * pairs, rel=1e-15)
+
+
+@pytest.mark.parametrize("dtype, size, lse", [("float16", 2, 4), ("float32", 4, 4), ("float64", 8, 8)])
+def test_bytes_of_the_backward_pass(dtype: str, size: int, lse: int) -> None:
+    read = 2 * 6 * 7 * (5 + 4 + 4) + 2 * 3 * 9 * (5 + 4)  # q, out, dout; k, v
+    written = 2 * 6 * 7 * 5 + 2 * 3 * 9 * (5 + 4)  # dq; dk, dv
+    work = work_of(replace(SPEC, phase=Phase.BACKWARD, dtype=dtype))
+    assert work.bytes == size * (read + written) + lse * 2 * 6 * 7
+
+
+def test_flops_of_a_pass_per_pair() -> None:
+    passes = {phase: flops_per_pair(phase, 64, 32) for phase in Phase}
+    assert passes[Phase.FORWARD] == passes[Phase.DECODE] == 2 * (64 + 32)
+    assert passes[Phase.BACKWARD] == 2 * (3 * 64 + 2 * 32)
+    assert passes[Phase.STATISTICS] == 2 * 64
 
 
 def test_square_causal_is_about_half() -> None:

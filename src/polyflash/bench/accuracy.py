@@ -41,16 +41,18 @@ class Accuracy:
         )
 
 
-def worst_row(out: Tensor, expected: Tensor) -> float:
-    """The largest relative L2 difference of any row; inf if one is not finite where the other is."""
+def worst_row(out: Tensor, expected: Tensor, room: Tensor | None = None) -> float:
+    """The largest L2 difference of any row, relative to that row and its `room`; inf if one is not finite
+    where the other is."""
     wide = torch.float64 if expected.dtype is torch.float64 else torch.float32
-    return _worst(out.to(wide) - expected.to(wide), expected.to(wide))
+    return _worst(out.to(wide) - expected.to(wide), expected.to(wide), room)
 
 
-def _worst(error: Tensor, expected: Tensor) -> float:
+def _worst(error: Tensor, expected: Tensor, room: Tensor | None = None) -> float:
     if not error.numel():
         return 0.0
     size = torch.linalg.vector_norm(expected, dim=-1)
+    size = size if room is None else size + torch.linalg.vector_norm(room.to(size.dtype), dim=-1)
     error = torch.linalg.vector_norm(error, dim=-1)
     relative = torch.where(error == 0, 0.0, error / size)
     return float(relative.nan_to_num(nan=torch.inf, posinf=torch.inf).max())

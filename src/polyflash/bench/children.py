@@ -93,16 +93,20 @@ def _last_words(errors: TextIO, code: int) -> str:
 
 def _plain(case: Case) -> dict[str, Any]:
     plain = asdict(case)
-    plain["workload"]["tags"] = sorted(case.workload.tags)
+    for name in ("workload", "dense"):
+        if plain[name]:
+            plain[name]["tags"] = sorted(plain[name]["tags"])
     return plain
 
 
 def _case(plain: dict[str, Any]) -> Case:
-    workload: dict[str, Any] = {
-        key: tuple(x) if isinstance(x, list) else x for key, x in plain["workload"].items()
-    }
-    workload["tags"] = frozenset(workload["tags"])
-    return Case(**{**plain, "workload": Workload(**workload)})
+    workloads = {name: _workload(plain[name]) for name in ("workload", "dense") if plain[name]}
+    return Case(**{**plain, **workloads})
+
+
+def _workload(plain: dict[str, Any]) -> Workload:
+    fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in plain.items()}
+    return Workload(**{**fields, "tags": frozenset(plain["tags"])})
 
 
 def serve(source: TextIO, sink: TextIO) -> None:

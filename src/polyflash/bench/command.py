@@ -25,7 +25,8 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         type=_names,
         default=[],
         metavar="NAME,NAME",
-        help="dense, windows and small unless given; masks, bias, varlen, peers; all",
+        help="dense, windows, small and some of backward unless given; masks, bias, varlen, backward, peers;"
+        " all",
     )
     bench.add_argument(
         "--peers", type=_names, default=[], metavar="NAME,NAME", help="the suite peers, with these alone"
@@ -48,7 +49,7 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         "--quick", dest="size", action="store_const", const="quick", help="short rows, short times"
     )
     size.add_argument(
-        "--long", dest="size", action="store_const", const="long", help="8192 keys too: some 10 minutes"
+        "--long", dest="size", action="store_const", const="long", help="8192 keys too, backward 4096"
     )
     bench.add_argument("--calls", action="store_true", help="where the time of one tiny call goes")
     bench.add_argument("--seconds", type=_seconds, help="per row; 2, or 0.5 with --quick")
@@ -117,7 +118,7 @@ def _measured(options: argparse.Namespace, out: Console) -> dict[str, Any]:
 def _chosen(options: argparse.Namespace) -> Sequence[Any]:
     from polyflash.bench import cases
 
-    suites = options.suite or ([cases.PEER_SUITE] if options.peers else cases.DEFAULT)
+    suites = options.suite or ([cases.PEER_SUITE] if options.peers else [])
     suites = cases.SUITES if "all" in suites else list(dict.fromkeys(suites))
     if options.peers and cases.PEER_SUITE not in suites:
         suites = [*suites, cases.PEER_SUITE]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -15,14 +17,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
-from polyflash.bench.accuracy import Accuracy, sampled_error
+from polyflash.bench.accuracy import Accuracy, sampled_error, worst_row
 from polyflash.bench.cases import Case
 from polyflash.mask import Mask, visible_pairs
+from polyflash.spec import Phase
+from polyflash.work import flops_per_pair
 from polyflash.workloads import Workload, make
 
 _BLOCKS = 16  # block rows and block columns of a block-sparse mask
 _SEEN_BLOCKS = 4  # of them per block row: a density of 25 %
 _DOCUMENTS = 8
+_DROPOUT = {"dropout_p": 0.1, "dropout_seed": 7}
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,9 @@ class Call:
         run = polyflash.attention_varlen if "cu_seqlens_q" in self.options else polyflash.attention
         return run(self.q, self.k, self.v, **self.options)
 
-    def on(self, backend: str) -> Tensor:
+    def on(self, backend: str) -> Call:
         """The same call on a backend by name."""
-        return replace(self, options={**self.options, "backend": backend})()
+        return replace(self, options={**self.options, "backend": backend})
 
     @property
     def backend(self) -> str:
@@ -49,17 +54,61 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Sdpa:
+    """torch SDPA on given tensors; a float `mask` is a bias."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    causal: bool
+    grouped: bool
+
+    def __call__(self) -> Tensor:
+        return scaled_dot_product_attention(
+            self.q, self.k, self.v, attn_mask=self.mask, is_causal=self.causal, enable_gqa=self.grouped
+        )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A dense problem that float64 looks at, and the rows it has in packed tensors of ours."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
+    rows: slice | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its part of a tensor in the shape of ours, as (batch, heads, seqlen, head_dim)."""
+        return x if self.rows is None else x[self.rows].transpose(0, 1)[None]
+
+
+@dataclass(frozen=True)
 class Problem:
-    """`torch` is None where torch SDPA has no such operand; `packed` brings its output into the shape of
-    ours. FLOPs are those of visible pairs."""
+    """`torch` is None where torch SDPA has no such operand; `packed` brings its tensors into the shape of
+    ours, `padded` ours into the shape of torch's. FLOPs are those of visible pairs, forward."""
 
     ours: Call
     plain: Call | None
-    torch: Callable[[], Tensor] | None
-    packed: Callable[[Tensor], Tensor]
-    error: Callable[[Tensor], Accuracy]  # of an output in the shape of ours, against float64
+    torch: Callable[[], Tensor] | None  # or another peer
+    samples: tuple[Sample, ...]
     flops: float
     plain_flops: float
+    packed: Callable[[Tensor], Tensor] = lambda x: x
+    padded: Callable[[Tensor], Tensor] = lambda x: x
+
+    def error(self, out: Tensor) -> Accuracy:
+        """Of an output in the shape of ours, against float64."""
+        found = (sampled_error(s.q, s.k, s.v, s.of(out), None, **s.options) for s in self.samples)
+        return reduce(or_, found)
+
+    def check(self) -> tuple[float, Accuracy, Accuracy]:
+        """The worst row's relative difference between our output and the peer's (that of our torch row if
+        there is no peer), and the errors of both."""
+        out, expected = self.ours(), self.packed(self.torch()) if self.torch else self.ours.on("torch")()
+        return worst_row(out, expected), self.error(out), self.error(expected)
 
 
 def build(case: Case) -> Problem:
@@ -68,27 +117,30 @@ def build(case: Case) -> Problem:
         return _packed(case)
     w = case.workload
     q, k, v, options = make(w)
+    if case.laid == "dropout":
+        options |= _DROPOUT
     dense, given = options, options
-    if case.laid:
+    if case.laid in LAID:
         structured, seen = LAID[case.laid](w)
         given, dense = {**options, "mask": structured}, {**options, "mask": seen}
     plain = None
-    if case.plain:
+    if case.dense:
+        plain = Call(*make(case.dense))
+    elif case.plain:
         plain = Call(q, k, v, {"causal": w.causal} if w.causal else {})
-    per_pair = 2.0 * (w.head_dim + w.dim_v)
-    has_peer = not {"alibi_slopes", "softcap", "sinks"} & options.keys()
+    per_pair = flops_per_pair(Phase.FORWARD, w.head_dim, w.dim_v)
+    has_peer = not {"alibi_slopes", "softcap", "sinks", "dropout_p"} & options.keys()
     return Problem(
         ours=Call(q, k, v, given),
         plain=plain,
         torch=sdpa(q, k, v, dense) if has_peer else None,
-        packed=lambda out: out,
-        error=lambda out: sampled_error(q, k, v, out, None, **dense),
+        samples=(Sample(q, k, v, dense),),
         flops=per_pair * _pairs(w, dense.get("mask")),
-        plain_flops=per_pair * _pairs(replace(w, window=None), None),
+        plain_flops=per_pair * _pairs(case.dense or replace(w, window=None), None),
     )
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Callable[[], Tensor]:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Sdpa:
     """torch SDPA on the same call; a window, and causal beside a mask or bias, are part of its mask there."""
     grouped = q.shape[1] != k.shape[1]
     causal, mask, bias = options.get("causal", False), options.get("mask"), options.get("bias")
@@ -98,7 +150,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Callable[[
         causal = False
     if bias is not None:
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-    return lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    return Sdpa(q, k, v, mask, bool(causal), grouped)
 
 
 def _band(rows: int, keys: int, causal: bool, window: tuple[int | None, int | None] | None) -> Tensor:
@@ -184,6 +236,12 @@ def _packed(case: Case) -> Problem:
         """(members, heads, longest, dim) -> (total, heads, dim)."""
         return x.transpose(1, 2)[live]
 
+    def padded(x: Tensor) -> Tensor:
+        """(total, heads, dim) -> (members, heads, longest, dim), 0 in the padding."""
+        whole = x.new_zeros(w.batch, w.seqlen_q, *x.shape[1:])
+        whole[live] = x
+        return whole.transpose(1, 2).contiguous()
+
     bounds = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
     given = {
         **options, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds,
@@ -192,24 +250,21 @@ def _packed(case: Case) -> Problem:
     one = replace(w, batch=1)
     pairs = sum(_pairs(replace(one, seqlen_q=n, seqlen_k=n), None) for n in sizes.tolist())
     members = min(w.batch, max(1, round(pairs / _pairs(one, None))))
-    per_pair = 2.0 * (w.head_dim + w.dim_v)
+    per_pair = flops_per_pair(Phase.FORWARD, w.head_dim, w.dim_v)
 
-    def error(out: Tensor) -> Accuracy:
-        order = sizes.argsort().tolist()
-        found = []
-        for member in (order[0], order[len(order) // 2], order[-1]):
-            n, first = int(sizes[member]), int(bounds[member])
-            a, b, c = (x[member : member + 1, :, :n] for x in (q, k, v))
-            rows = out[first : first + n].transpose(0, 1)[None]
-            found.append(sampled_error(a, b, c, rows, None, causal=w.causal))
-        return found[0] | found[1] | found[2]
+    def sample(member: int) -> Sample:
+        n, first = int(sizes[member]), int(bounds[member])
+        a, b, c = (x[member : member + 1, :, :n] for x in (q, k, v))
+        return Sample(a, b, c, options, slice(first, first + n))
 
+    order = sizes.argsort().tolist()
     return Problem(
         ours=Call(packed(q), packed(k), packed(v), given),
         plain=Call(q[:members], k[:members], v[:members], options),
         torch=sdpa(q, k, v, options if w.causal else {**options, "mask": live[:, None, None, :]}),
-        packed=packed,
-        error=error,
+        samples=tuple(map(sample, (order[0], order[len(order) // 2], order[-1]))),
         flops=per_pair * pairs,
         plain_flops=per_pair * members * _pairs(one, None),
+        packed=packed,
+        padded=padded,
     )

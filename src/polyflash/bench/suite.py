@@ -1,15 +1,16 @@
-"""One row of the benchmark measured: times interleaved, outputs compared before any ratio is made."""
+"""One row of the benchmark measured: times interleaved, results compared before any ratio is made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from polyflash.bench import gradients
 from polyflash.bench.accuracy import TOLERANCE, Accuracy, sampled_error, worst_row
-from polyflash.bench.cases import Case
+from polyflash.bench.cases import FORWARD, Case
 from polyflash.bench.peak import Calibration, Peak, kind_of
 from polyflash.bench.problem import Problem, build
 from polyflash.bench.timing import LOW_SCALING, Arm, Comparison, compare
@@ -30,7 +31,7 @@ class Result:
     case: Case
     backend: str
     comparison: Comparison
-    difference: float  # between our output and the peer's: the worst row's relative L2
+    difference: float  # between our results and the peer's: the worst row's relative L2
     ours: Accuracy
     peer: Accuracy
     flops: float
@@ -96,33 +97,35 @@ def measure(
     calibration: Calibration | None,
     peer: Callable[[Problem], Callable[[], Tensor]] | None = None,
 ) -> Result:
-    """Times one row and checks it: every row of the output against the peer's (against our torch row where
-    there is no peer), a sample against float64. `peer` makes the call that torch SDPA's stands for else."""
+    """Times one row and checks it: every row of the results against the peer's (against our torch row where
+    there is no peer), a sample against float64. `peer` makes the call that torch SDPA's stands for else, of a
+    row that is timed forward."""
     problem = build(case)
-    ours = problem.ours
-    with torch.no_grad():
-        theirs = peer(problem) if peer else problem.torch
-        out = ours()
-        expected = problem.packed(theirs()) if theirs else ours.on("torch")
+    if peer:
+        problem = replace(problem, torch=peer(problem))
+    timed = problem if case.timed == FORWARD else gradients.differentiated(problem, case.timed)
+    ours = timed.ours
+    with torch.set_grad_enabled(case.timed != FORWARD):
+        difference, error, peer_error = timed.check()
         threads = torch.get_num_threads()
         x = torch.randn(512, 512)
         arms = [Arm(OURS, ours), Arm(AFTER, ours, before=lambda: x @ x)]
-        if theirs:
-            arms.insert(1, Arm(case.peer, theirs))
+        if timed.torch:
+            arms.insert(1, Arm(case.peer, timed.torch))
         if threads > 1:
             arms.append(Arm(ALONE, ours, threads=1))
-        if problem.plain:
-            arms.append(Arm(PLAIN, problem.plain))
+        if timed.plain:
+            arms.append(Arm(PLAIN, timed.plain))
         comparison = compare(arms, seconds=seconds, speed=calibration.speed if calibration else None)
         return Result(
             case=case,
             backend=ours.backend,
             comparison=comparison,
-            difference=worst_row(out, expected),
-            ours=problem.error(out),
-            peer=problem.error(expected),
-            flops=problem.flops,
-            plain_flops=problem.plain_flops,
+            difference=difference,
+            ours=error,
+            peer=peer_error,
+            flops=timed.flops,
+            plain_flops=timed.plain_flops,
             peak=calibration.peak(kind_of(case.workload.dtype, detect("cpu"))) if calibration else None,
             threads=threads,
         )

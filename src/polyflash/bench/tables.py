@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from polyflash.bench.cases import PEER_SUITE, SDPA, Case
+from polyflash.bench.cases import PEER_SUITE, SDPA, SHARES, STEP, Case
 from polyflash.bench.peers import PEERS
 from polyflash.bench.suite import OURS, Result
 from polyflash.bench.timing import FEWEST, QUIET, median
@@ -18,8 +18,9 @@ from polyflash.bench.timing import FEWEST, QUIET, median
 Row = dict[str, Any]
 _NOTICED = 1e-3  # seconds: shorter calls stay on the caller, whom no spinning thread disturbs
 _TITLES = {"dense": "", "small": "small calls, "}  # other suites by their names
+_STEP = "forward + backward, "
 NOTES = {
-    "mismatch": "! outputs differ by more than rounding: no ratio",
+    "mismatch": "! results differ by more than rounding: no ratio",
     "contended": f"~ contended: fewer than {FEWEST} rounds ran at {QUIET:.0%} of full speed; all count",
     "low scaling": "? low scaling: cores were away during the calls, or the work was split badly",
 }
@@ -37,6 +38,8 @@ def row(r: Result) -> Row:
         "name": r.case.name,
         "suite": r.case.suite,
         "kind": r.case.kind,
+        "timed": r.case.timed,
+        "part": r.case.part,
         "peer": r.case.peer or None,
         "dtype": w.dtype,
         "batch": w.batch,
@@ -75,7 +78,13 @@ def section(case: Case) -> str:
     if case.suite == PEER_SUITE:
         peer = PEERS[case.peer]
         return peer.title if peer.absent else f"{peer.title} {peer.version}"
-    return _TITLES.get(case.suite, f"{case.suite}, ") + case.workload.dtype
+    title = _STEP if case.timed == STEP else _TITLES.get(case.suite, f"{case.suite}, ")
+    return title + (f"{case.part}, " if case.part else "") + case.workload.dtype
+
+
+def by_rate(r: Row) -> bool:
+    """Is the row's plain call another problem, so that rates compare and times do not?"""
+    return r["plain"] and (r["suite"] == "varlen" or r.get("part") == SHARES)
 
 
 def columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
@@ -89,7 +98,7 @@ def columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     }
     made["± "] = lambda r: _spread(r["arms"][r["peer"]]) if r["peer"] else ""
     made["ratio"] = _ratio
-    if first["suite"] == "varlen":
+    if by_rate(first):
         made["rate"] = lambda r: _or_blank(r["rate_of_plain"], "{:.0%}".format)
     elif first["plain"]:
         made["×plain"] = lambda r: _or_blank(r["over_plain"], short)
@@ -139,7 +148,7 @@ def plain_table(title: str) -> Table:
 def notes(rows: Sequence[Row]) -> list[str]:
     """Legend of the marks and columns that occur, and what has no column."""
     lines = [text for mark, text in NOTES.items() if any(mark in r["marks"] for r in rows)]
-    shown = {"rate" if r["suite"] == "varlen" else "×plain" for r in rows if r["plain"]}
+    shown = {"rate" if by_rate(r) else "×plain" for r in rows if r["plain"]}
     lines += [text for name, text in COLUMNS.items() if name in shown]
     slowed = [r["after_torch"] for r in rows if r["threads"] > 1 and r["arms"][OURS]["median_s"] >= _NOTICED]
     if slowed:
