@@ -155,6 +155,30 @@ def test_compiled_in_one_graph(way: Any, ran: list[tuple[str, str]]) -> None:
     torch._dynamo.reset()
 
 
+def test_a_unet_asks_no_backend_and_is_reached_by_the_override(ran: list[tuple[str, str]]) -> None:
+    torch.manual_seed(3)
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+    noisy, states = torch.randn(1, 4, 8, 8), torch.randn(1, 5, 16)
+    gradients = []
+    for way in (nullcontext, sdpa.enabled):
+        model.zero_grad()
+        with way():
+            model(noisy, torch.tensor(7), states).sample.square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert [phase for phase, _ in ran].count("backward") == len(ran) / 2 > 3
+    for got, want in zip(*gradients[::-1], strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5 * float(want.abs().max()) + 1e-7, rtol=1e-3)
+
+
 MASKS = {
     "none": None,
     "keys": torch.arange(7) < torch.tensor([7, 4])[:, None],
