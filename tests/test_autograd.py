@@ -200,6 +200,23 @@ class TestRefused:
         with pytest.raises(NotImplementedError, match="second derivatives"):
             g.sum().backward()
 
+    @pytest.mark.parametrize("fake", [False, True])
+    def test_the_backward_op_takes_what_the_forward_op_gave(self, fake):
+        """A kernel reads them without looking."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode() if fake else contextlib.nullcontext():
+            q, k, v = torch.ones(2, 4, 9, 8), torch.ones(2, 2, 12, 8), torch.ones(2, 2, 12, 6)
+            out, lse = torch.ones(2, 4, 9, 6), torch.ones(2, 4, 9)
+            right = {"dout": out, "dlse": lse, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+            for name, wrong in (
+                *(("dout", out[:, :, :8]), ("dout", out.double()), ("out", q), ("dlse", lse[..., None])),
+                *(("lse", lse[:1]), ("lse", lse.new_empty(0)), ("lse", lse.bfloat16()), ("k", k[..., :4])),
+            ):
+                with pytest.raises(ValueError, match=f"{name} ?.*: got"):
+                    BACKWARD(**{**right, name: wrong}, needs=[True, True, True, False, False])
+            BACKWARD(**right, needs=[True, True, True, False, False])
+
     def test_a_gradient_with_create_graph_is_the_gradient(self):
         q, k, v = (x.requires_grad_() for x in operands()[:3])
         want = torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v))

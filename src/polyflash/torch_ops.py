@@ -381,6 +381,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     args = Arguments(*rest)._replace(config="")
     launch = _route(Phase.BACKWARD, q, k, v, args, tuple(args))
+    validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
     likes = (q, k, v, args.bias, args.sinks)
     if out.numel() == 0 or k.shape[2] == 0:
         return no_gradients(likes, dlse, args, needs)
@@ -420,7 +421,8 @@ def _fake_backward(
     needs: list[bool],
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    args = Arguments(*rest)
+    args = _validated(q, k, v, rest)
+    validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
     return empty_gradients((q, k, v, args.bias, args.sinks), needs)
 
 

@@ -302,6 +302,19 @@ def check_out(out: Tensor, q: Tensor, head_dim_v: int) -> None:
         reach += stride * (size - 1)
 
 
+def check_results(q: Tensor, v: Tensor, results: dict[str, Tensor | None]) -> None:
+    """What a backward pass is given of its forward pass, by name: dout and out like the output, dlse and lse
+    like the lse. None is absent."""
+    rows = tuple(q.shape[:3])
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    for name, x in results.items():
+        shape, kind = (rows, wide) if name.endswith("lse") else ((*rows, v.shape[3]), q.dtype)
+        if x is not None and (tuple(x.shape) != shape or x.dtype is not kind or x.device != q.device):
+            got = f"{tuple(x.shape)} {x.dtype} on {x.device}"
+            change = "Pass what attention(..., need_lse=True) of the same operands returned."
+            raise spec_error(name, got=got, wanted=f"{shape} {kind} on {q.device}", change=change)
+
+
 def _check_ints(name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
     if x is None:
         return
