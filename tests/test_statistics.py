@@ -356,6 +356,8 @@ def test_refusals_teach(arguments: tuple[Any, ...], options: dict[str, Any], wor
 def test_refusals_of_rows():
     with pytest.raises(UnsupportedError, match="no statistics kernel of backend 'cpu'"):
         column_sums(Q.double(), K.double(), LSE.double(), backend="cpu")
+    with pytest.raises(UnsupportedError, match="features: has no dropout"):
+        torch.ops.polyflash.column_sums(Q, K, LSE, dropout_p=0.5, dropout_seed=torch.tensor(1))
     with pytest.raises(UnsupportedError, match=r"torch\.func"):
         torch.func.vmap(column_sums)(Q[None], K[None], LSE[None])
     with polyflash.use_backend("cpu"), pytest.raises(UnsupportedError, match="statistics"):
