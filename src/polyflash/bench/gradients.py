@@ -95,19 +95,42 @@ class GradientProblem:
 
     def room(self) -> Found:
         """By how much gradients may be off beside their own size, over the tolerance. Every pass that stores
-        no weights takes Σ dO·O of an output rounded by up to half a unit, and shares that error out by
-        weight: a gradient of lse. It is all there is of dq where a query sees one key. Where sums are no
-        wider than the output, their order adds to it."""
-        dout = self.ours.dout
-        call = self.problem.ours.on("torch")
-        again = _gradient(replace(call, options={**call.options, "return_lse": True}), dout, STEP)
+        no weights takes Σ dO·O of an output rounded by up to half a unit and shares that error out by weight
+        P, Σ_j P·k to dq and Σ_i P·q to dk. It is all there is of dq where a query sees one key. Where sums
+        are no wider than the output, their order adds to it."""
         with torch.enable_grad():
-            out, lse = again.call()
-        halves = _HALVES if out.dtype is lse.dtype else 1
-        unit = torch.finfo(dout.dtype).eps / TOLERANCE[str(dout.dtype).removeprefix("torch.")]
-        blur = 0.5 * halves * unit * (dout * out.detach()).abs().to(lse.dtype).sum(-1)
-        rooms = torch.autograd.grad(lse, again.inputs, blur if out.ndim == 4 else blur.T)
-        return dict(zip(again.names, rooms, strict=True))
+            call, out = self.ours.call, self.ours.out
+            out = (call() if out is None else out).detach()
+            scale = call.q.shape[-1] ** -0.5
+            info, sums = torch.finfo(out.dtype), torch.promote_types(out.dtype, torch.float32)
+            halves = _HALVES if out.dtype is sums else 1
+            unit = 0.5 * halves * info.eps / TOLERANCE[str(out.dtype).removeprefix("torch.")]
+            blur = unit * scale * (self.ours.dout * out).abs().to(sums).sum(-1, keepdim=True)
+            rooms = self._weighted(blur)
+        return {
+            n: rooms.get(n, torch.zeros_like(x))
+            for n, x in zip(self.ours.names, self.ours.inputs, strict=True)
+        }
+
+    def _weighted(self, blur: Tensor) -> Found:
+        """Σ_j blur_i·P_ij·k_j and Σ_i blur_i·P_ij·q_i by what is not under test: attention over k in place of
+        v, and the gradient of that. Of a bias blur·P itself, over the scale."""
+        peer, packed, q = self.problem.torch, self.problem.packed, self.problem.ours.q
+        direction = (blur * q).to(q.dtype)
+        if isinstance(peer, Sdpa):
+            k = _leaf(peer.k)
+            mixed, direction = replace(peer, v=k)(), self.problem.padded(direction)
+        else:
+            ours = self.problem.ours.on("torch")
+            k = _leaf(ours.k)
+            mixed = replace(ours, v=k, options={**ours.options, "dropout_p": 0.0})()
+        (of_k,) = torch.autograd.grad(mixed, k, direction)
+        rooms = {"q": blur * packed(mixed.detach()), "k": packed(of_k)}
+        if isinstance(peer, Sdpa) and peer.mask is not None and peer.mask.is_floating_point():
+            scale = q.shape[-1] ** -0.5
+            p = (scale * (peer.q.to(blur.dtype) @ peer.k.to(blur.dtype).mT) + peer.mask).softmax(-1)
+            rooms["bias"] = (p.mul_(blur) / scale).sum_to_size(peer.mask.shape)
+        return rooms
 
 
 def differentiated(problem: Problem, timed: str) -> GradientProblem:
