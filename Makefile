@@ -1,6 +1,7 @@
 # Works with GNU make 3.81 (macOS). Everything is installed into .venv of this checkout on first use.
 PYTHON ?=
 TORCH_ARGS ?=
+MINUTES ?= 10
 export PYTHON TORCH_ARGS
 unexport PYTHONPATH PYTHONHOME
 
@@ -11,7 +12,7 @@ SHARED := -n 2 --dist worksteal
 SETUP := sh scripts/setup.sh
 CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
 
-.PHONY: help demo test test-cpu test-all mutants lint bench clean
+.PHONY: help demo test test-cpu test-all mutants fuzz lint bench clean
 .NOTPARALLEL:
 
 help:
@@ -20,6 +21,7 @@ help:
 	@echo 'make test-cpu  the tests of the CPU engine alone'
 	@echo 'make test-all  every test, those that take minutes too'
 	@echo 'make mutants   plant known mistakes in copies of the sources: does a test notice each?'
+	@echo 'make fuzz      draw other problems and odd calls for MINUTES=10; what fails is stored and replayed by the tests'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     this machine against torch SDPA, into build/bench.json'
 	@echo 'make clean     remove .venv and everything built'
@@ -35,7 +37,7 @@ test: lint
 	@$(PYTEST) -m 'alone and not slow'
 
 test-cpu: .venv/.test
-	@$(PYTEST) $(SHARED) $(CPU_TESTS) -k 'not torch-forward' -m 'not slow and not alone'
+	@$(PYTEST) $(SHARED) $(CPU_TESTS) -k 'not torch-forward and not torch-backward' -m 'not slow and not alone'
 	@$(PYTEST) $(CPU_TESTS) -m 'alone and not slow'
 
 test-all: lint
@@ -44,6 +46,9 @@ test-all: lint
 
 mutants: .venv/.test
 	@$(BIN)/python scripts/mutants.py
+
+fuzz: .venv/.test
+	@$(BIN)/python scripts/fuzz.py --minutes $(MINUTES)
 
 lint: .venv/.test
 	@$(BIN)/ruff check .

@@ -170,11 +170,14 @@ def baseline(chosen: Sequence[Mutant], folder: Path) -> tuple[str, list[Mutant]]
 
 
 def _plain_name(case: ET.Element) -> str:
-    return f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+    """A test as pytest selects it: its file, classes and name."""
+    parts = case.get("classname", "").split(".")
+    module = next((i for i, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1)
+    return "::".join(("/".join(parts[: module + 1]) + ".py", *parts[module + 1 :], case.get("name", "")))
 
 
 def _runs(node: str, ran: set[str]) -> bool:
-    return any(name == node or name.startswith(f"{node}[") for name in ran)
+    return any(name == node or name.startswith((f"{node}[", f"{node}::")) for name in ran)
 
 
 def main() -> int:

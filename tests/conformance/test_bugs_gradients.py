@@ -183,7 +183,9 @@ def test_B_grad_03_one_small_input(backend: str):
 def test_B_grad_05_broadcast_bias(backend: str, dtype: str):
     """github.com/HKUSTDial/flash-sparse-attention/issues/194: (1, H, 1, N), summed, not the last block's."""
     q, k, v = qkv(3, (4, 2), 150, 300, 16, dtype=getattr(torch, dtype))
-    checked(q, k, v, backend=backend, bias=torch.randn(1, 4, 1, 300).to(q.dtype), causal=True)
+    bias = torch.randn(1, 4, 1, 300).to(q.dtype)
+    for lengths in ({}, {"kv_lens": ints(300, 299, 17)}):  # all entries at once, and each apart
+        checked(q, k, v, backend=backend, bias=bias, causal=True, label=f"{list(lengths)}", **lengths)
 
 
 def test_B_msk_06_one_by_one(backend: str):

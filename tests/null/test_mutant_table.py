@@ -79,3 +79,17 @@ def test_only_an_assertion_kills(case, want):
         f'<testsuites><testsuite><testcase name="t">{case}</testcase></testsuite></testsuites>'
     )
     assert mutants.outcome(report).startswith(want)
+
+
+def test_tests_are_known_by_file_class_and_name():
+    cases = {
+        "tests.null.test_mask": "tests/null/test_mask.py::test_x[1]",
+        "tests.test_odd_tensors.TestOut": "tests/test_odd_tensors.py::TestOut::test_x[1]",
+    }
+    for classname, whole in cases.items():
+        name = mutants._plain_name(ET.fromstring(f'<testcase classname="{classname}" name="test_x[1]"/>'))
+        assert name == whole
+        file = whole.partition("::")[0]
+        for node in (whole, whole.partition("[")[0], file, whole.rpartition("::")[0]):
+            assert mutants._runs(node, {name}), node
+        assert not mutants._runs("tests/null/test_mas", {name})
