@@ -269,7 +269,7 @@ def test_explain_lists_every_row_and_every_reason(polyflash_main):
     assert found["schema"] == "polyflash.explain/1"
     assert found["chosen"] == "torch/forward"
     rows = {row["row"]: row["reasons"] for row in found["rows"]}
-    assert len(rows["cpu/forward"]) == 3 and rows["torch/forward"] == []
+    assert len(rows["cpu/forward"]) == 2 and rows["torch/forward"] == []
     assert found["problem"]["num_kv_heads"] == 2
 
 

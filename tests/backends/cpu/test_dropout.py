@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from polyflash import attention
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import configs, runtime
 from polyflash.backends.cpu.dropout_configs import DropoutKey
@@ -16,7 +17,7 @@ from polyflash.backends.torch.philox import kept
 from polyflash.errors import SpecError
 from polyflash.reference import dropout_keep
 from polyflash.spec import Arguments
-from tests.backends.cpu.test_isas import ARM, HERE, LINUX
+from tests.backends.cpu.test_isas import ARM, HERE, LINUX, randn
 from tests.rows_here import needs_cpu_engine
 
 # The NEON form is plain vector arithmetic: it runs on any CPU.
@@ -141,3 +142,16 @@ def test_words_of_a_call():
     assert argument_block(1.0, 0)[a.DROP_KEPT] == int(np.float32(1.0).view(np.uint32))
     assert a.any_table(Arguments(dropout_p=0.5)) and not a.any_table(Arguments())
     assert not argument_block(0.0, 3)[a.DROP_SEED :].any()
+
+
+@needs_cpu_engine
+@pytest.mark.parametrize("isa, dtype", [("avx2", "float32"), ("generic", "bfloat16")])
+def test_forward_of_narrower_sets_drops_the_same(isa: str, dtype: str):
+    if isa not in configs._RUNS[HERE]:
+        pytest.skip(f"{HERE} does not run {isa}")
+    kind = getattr(torch, dtype)
+    q, k = randn(2, 6, 77, 59).to(kind), randn(2, 2, 131, 59, seed=1).to(kind)
+    v = torch.eye(131, dtype=kind).expand(2, 2, 131, 131)
+    config = configs.Config(64, 4, isa=isa)
+    out = attention(q, k, v, backend="cpu", config=config, dropout_p=0.4, dropout_seed=77)
+    assert torch.equal(out != 0, torch.from_numpy(dropout_keep((2, 6, 77, 131), 0.4, 77)))
