@@ -55,6 +55,7 @@ CASES: dict[str, Case] = {
     "causal, more rows": lambda: ((x(2, 4, 9, 8), x(2, 4, 5, 8), x(2, 4, 5, 8)), {"is_causal": True}),
     "one key/value head": lambda: ((x(2, 4, 5, 8), x(2, 1, 6, 8), x(2, 1, 6, 8)), {}),
     "one key head": lambda: ((x(2, 4, 5, 8), x(2, 1, 6, 8), x(2, 4, 6, 8)), {}),
+    "heads of value alone": lambda: ((x(2, 1, 5, 8), x(2, 1, 6, 8), x(2, 4, 6, 8)), {}),
     "one query head": lambda: ((x(2, 1, 5, 8), x(2, 4, 6, 8), x(2, 4, 6, 8)), {}),
     "one key/value batch": lambda: ((x(3, 4, 5, 8), x(1, 4, 6, 8), x(1, 4, 6, 8)), {}),
     "one query batch": lambda: ((x(1, 4, 5, 8), x(3, 4, 6, 8), x(3, 4, 6, 8)), {}),
@@ -483,6 +484,41 @@ def test_modules_of_torch(name: str, train: bool, ran: list[tuple[str, str]]) ->
     assert ran and {backend for _, backend in ran} == {HERE[0]}
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
     assert got.shape == want.shape
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("masked", ["", "two dimensions", "per head"])
+def test_bool_masks_of_the_functional_form(masked: str, padded: bool, ran: list[tuple[str, str]]) -> None:
+    """True hides a key here; modules make floats of them first."""
+    own = torch.nn.MultiheadAttention(32, 4)
+    weights = (
+        own.in_proj_weight,
+        own.in_proj_bias,
+        None,
+        None,
+        False,
+        0.0,
+        own.out_proj.weight,
+        own.out_proj.bias,
+    )
+    a, b = x(5, 3, 32), x(7, 3, 32)
+    hidden = {"": None, "two dimensions": torch.rand(5, 7) > 0.6, "per head": torch.rand(12, 5, 7) > 0.6}
+    padding = torch.arange(7).expand(3, 7) >= torch.tensor([7, 4, 6])[:, None] if padded else None
+    options = {"need_weights": False, "attn_mask": hidden[masked], "key_padding_mask": padding}
+    want, _ = F.multi_head_attention_forward(a, b, b, 32, 4, *weights, **options)
+    with sdpa.enabled(strict=True):
+        got, none = F.multi_head_attention_forward(a, b, b, 32, 4, *weights, **options)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
+    assert none is None and len(ran) == 1
+
+
+def test_modules_drop_in_training_alone() -> None:
+    own, a = torch.nn.MultiheadAttention(32, 4, dropout=0.5, batch_first=True), x(2, 9, 32)
+    with sdpa.enabled(strict=True):
+        one, other = (own(a, a, a, need_weights=False)[0] for _ in range(2))
+        assert not torch.equal(one, other)
+        one, other = (own.eval()(a, a, a, need_weights=False)[0] for _ in range(2))
+    assert torch.equal(one, other)
 
 
 def test_modules_that_want_weights_or_added_keys_are_torchs() -> None:
