@@ -325,6 +325,10 @@ def test_plain_gradients_skip_the_dispatcher(monkeypatch):
     monkeypatch.setattr(torch_ops, "_attention_backward", refuse)
     gradients_of(call, operands())
     gradients_of(lambda *x: attention(*x, return_lse=True).out, operands()[:3])
+    q, k, v, *small = operands()
+    bias, sinks = (torch.nn.Parameter(x) for x in small)
+    call(q, k, v, bias, sinks).sum().backward()
+    assert bias.grad.shape == bias.shape and sinks.grad.shape == sinks.shape
 
 
 def test_a_profiler_and_a_mode_see_the_backward_op():

@@ -146,7 +146,7 @@ def _without_defaults(args: Arguments) -> tuple[Any, ...]:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return type(x) is Tensor and _dispatch_keys(x).raw_repr() in _PLAIN_KEYS
+    return type(x) in (Tensor, torch.nn.Parameter) and _dispatch_keys(x).raw_repr() in _PLAIN_KEYS
 
 
 def _plain_keys() -> frozenset[int]:
