@@ -101,9 +101,10 @@ def gradients(
     out, lse = attend(given["q"], given["k"], given["v"], backend=backend, **rest)
     outputs, directions = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
     wanted = {n: x for n, x in given.items() if x.requires_grad}
-    grads = torch.autograd.grad(outputs, tuple(wanted.values()), directions)
-    for x, g in zip(wanted.values(), grads, strict=True):
-        assert g.shape == x.shape and g.dtype is x.dtype
+    grads = torch.autograd.grad(outputs, tuple(wanted.values()), directions, allow_unused=True)
+    for name, g in zip(wanted, grads, strict=True):
+        assert g is not None, f"no gradient of {name}"
+        assert g.shape == wanted[name].shape and g.dtype is wanted[name].dtype, name
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, grads, strict=True))}
 
 

@@ -25,8 +25,8 @@ def test_lengths(backend: str, causal: bool, dtype: torch.dtype):
             checked(q, k, v, backend=backend, causal=causal, label=f"{rows}x{keys}")
 
 
-# Each width above 256 once in every dtype would be six kernels to compile.
-WIDE = ((320, torch.bfloat16), (576, torch.float32))
+# The others above 256 are slow: each is a kernel to compile, and a large one.
+WIDE = ((320, torch.bfloat16),)
 
 
 @pytest.mark.parametrize(
@@ -61,22 +61,21 @@ def test_groups(backend: str, group: int, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("threads", (1, 2))
-def test_few_heads_many_keys(backend: str, threads: int, dtype: torch.dtype):
+def test_few_heads_many_keys(backend: str, dtype: torch.dtype):
     """Fewer heads than threads: what is then split along the keys is summed in a fixed order."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(2)
     cases: tuple[tuple[int, int, dict[str, object]], ...] = (
         (1, 3001, {}),
         (5, 2100, {"causal": True}),
-        (130, 2050, {"window": (700, 0)}),
-        (130, 2050, {"kv_lens": ints(1900), "kv_starts": ints(77), "causal": True}),
+        (70, 2050, {"window": (700, 0)}),
+        (70, 2050, {"kv_lens": ints(1900), "kv_starts": ints(77), "causal": True}),
         (600, 90, {}),
-        (1030, 1030, {"causal": True}),
+        (600, 700, {"causal": True}),
     )
-    for rows, keys, options in cases:
-        for heads in ((1, 1), (3, 1)):
-            q, k, v = qkv(1, heads, rows, keys, 32, 24, dtype=dtype, seed=keys)
-            checked(q, k, v, backend=backend, label=f"{heads} {rows}x{keys} {list(options)}", **options)
+    for i, (rows, keys, options) in enumerate(cases):
+        heads = (1, 1) if i % 2 else (3, 1)
+        q, k, v = qkv(1, heads, rows, keys, 32, 24, dtype=dtype, seed=keys)
+        checked(q, k, v, backend=backend, label=f"{heads} {rows}x{keys} {list(options)}", **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
 import polyflash
+from polyflash import torch_ops
 from polyflash.spec import Phase
 from polyflash.workloads import make, named, with_dtype, workloads
 from tests.conformance.gradients import (
+    BACKWARD,
     checked,
     cotangents,
     gradients,
@@ -215,6 +218,27 @@ def test_subsets(backend: str, needed: str):
     assert set(got) == {"out", "lse", *wanted}
     for name in wanted:
         same_bits(got[name], all_of_them[name], name)
+
+
+def test_spy_sees_the_row(backend: str, monkeypatch: pytest.MonkeyPatch):
+    """The row named for the forward pass makes the gradients, and no other row does."""
+    ran: list[str] = []
+    for row in BACKWARD:
+        module = import_module(row.module)
+
+        def spied(launch, *args, original=module.run):
+            ran.append(launch.row.backend)
+            return original(launch, *args)
+
+        monkeypatch.setattr(module, "run", spied)
+    monkeypatch.setattr(torch_ops, "_routes", {})
+    q, k, v = qkv(1, (4, 2), 20, 30, 16)
+    gradients(q, k, v, torch.ones_like(q), backend=backend)
+    leaf = q.clone().requires_grad_()
+    with polyflash.use_backend(backend):
+        out = polyflash.attention(leaf, k, v)
+    out.sum().backward()
+    assert ran == [backend, backend]
 
 
 def test_saves_nothing_without_need():

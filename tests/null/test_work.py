@@ -99,3 +99,12 @@ def test_packed_members_are_counted_from_above(causal: bool, window: Any, member
     assert unit * pairs <= work_of(longest).flops <= work_of(spec).flops <= unit * rows * keys
     if not causal and window == (None, None) and len(set(members)) == 1:
         assert work_of(longest).flops == unit * pairs
+
+
+@pytest.mark.parametrize("right", (None, 0, 9))
+def test_causal_members_see_no_further_than_their_window(right: int | None) -> None:
+    spec = replace(
+        SPEC, batch=1, seqlen_q=40, seqlen_k=300, causal=True, window=(3, right), members=2,
+        features=frozenset({Feature.VARLEN}),
+    )  # fmt: skip
+    assert work_of(spec).flops == 2 * (5 + 4) * 6 * 40 * 4
