@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,11 +26,11 @@ from polyflash.backends.cpu.dropout_configs import DropoutKey
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyflash.backends.cpu.backward_configs import BackwardKey, BackwardScratch
+    from polyflash.backends.cpu.backward_configs import BackwardKey
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
 
-KEPT_TABLES = 256  # per route
+KEPT_CUTS = 256  # per route
 Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
 
 
@@ -431,17 +431,28 @@ def build(key: BackwardKey) -> Any:
     return kernel
 
 
-class _Prepared:
-    """What a route keeps between calls; entries are only added, so Python threads may share it."""
+class _Cut(NamedTuple):
+    """How a call of one shape is run: its kernel and scratch, its items, and the words that say so."""
 
-    __slots__ = ("addresses", "kernels", "launch", "tables")
+    kernel: int
+    nv: int
+    table: Any
+    parts: int  # partial sums of dQ
+    scratch_bytes: int
+    words: bytes  # BLOCK_N to T_KEEP
+
+
+class _Prepared:
+    """What a route keeps between calls; entries are only added, or dropped all at once, so Python threads
+    may share it."""
+
+    __slots__ = ("addresses", "cuts", "launch")
 
     def __init__(self, launch: Launch) -> None:
         configs.check_fits(launch.config, launch.spec, launch.target)
         self.launch = launch
         self.addresses: dict[Any, int] = {}
-        self.kernels: dict[tuple[int, int], tuple[int, BackwardScratch, int]] = {}
-        self.tables: dict[tuple[int, ...], tuple[Any, int, int]] = {}
+        self.cuts: dict[tuple[int, ...], _Cut] = {}
 
     def load(self, kind: Any, nv: int) -> int:
         """The address of a stage for panels of `nv` vectors."""
@@ -450,39 +461,32 @@ class _Prepared:
             found = self.addresses[kind, nv] = runtime.load(kind(self.launch.config.isa, nv))
         return found
 
-    def kernel(self, nv: int, seqlen_q: int) -> tuple[int, BackwardScratch, int]:
-        """The kernel with panels of `nv` vectors, its scratch and the panels of a span."""
-        config, spec = self.launch.config, self.launch.spec
-        rows = nv * configs.ISAS[config.isa].lanes
-        row_panels = min(config.row_panels, -(-seqlen_q // rows))
-        found = self.kernels.get((nv, row_panels))
+    def dense(self, batch: int, seqlen_q: int, seqlen_k: int, heads: int, at_once: int, threads: int) -> _Cut:
+        """`at_once` batch entries of `heads` heads run together."""
+        index = batch, seqlen_q, seqlen_k, heads, at_once, threads
+        found = self.cuts.get(index)
         if found is None:
-            key = backward_configs.key_for(config, spec, nv)
-            tiles = backward_configs.scratch(key, row_panels, config.block_n)
-            found = self.kernels[nv, row_panels] = runtime.load(key), tiles, row_panels
+            if len(self.cuts) >= KEPT_CUTS:
+                self.cuts = {}
+            lens = np.full(batch, seqlen_q), np.full(batch, seqlen_k)
+            made = backward_configs.entry_table(*lens, heads, threads, at_once)
+            found = self.cuts[index] = self._cut(seqlen_q, *made)
         return found
 
-    def items(
-        self, q: torch.Size, k: torch.Size, args: Arguments, bias: BiasSums | None, threads: int
-    ) -> tuple[Any, int, int]:
-        """Entries of a call, how many partial sums of dQ they write, and the vectors of a panel."""
-        heads = 1 if bias is not None and bias.one_head else k[1]
-        isa = self.launch.config.isa
-        if args.cu_seqlens_q is not None:
-            lens = packing.member_lengths(args.cu_seqlens_q, cast("Tensor", args.cu_seqlens_k))
-            nv = configs.panel_vectors(isa, int(lens[0].max(initial=1)))
-            return *backward_configs.entry_table(*lens, heads, threads), nv
-        together = 1 if bias is not None and bias.one_batch else q[0]
-        index = q[0], q[2], k[2], heads, together, threads
-        found = self.tables.get(index)
-        if found is None:
-            if len(self.tables) >= KEPT_TABLES:
-                self.tables = {}
-            lens = np.full(q[0], q[2]), np.full(q[0], k[2])
-            nv = configs.panel_vectors(isa, q[2])
-            made = backward_configs.entry_table(*lens, heads, threads, together)
-            found = self.tables[index] = *made, nv
-        return found
+    def packed(self, args: Arguments, heads: int, threads: int) -> _Cut:
+        """Items of packed members."""
+        lens = packing.member_lengths(cast("Tensor", args.cu_seqlens_q), cast("Tensor", args.cu_seqlens_k))
+        made = backward_configs.entry_table(*lens, heads, threads)
+        return self._cut(int(lens[0].max(initial=1)), *made)
+
+    def _cut(self, longest: int, table: Any, parts: int) -> _Cut:
+        config, spec = self.launch.config, self.launch.spec
+        nv = configs.panel_vectors(config.isa, longest)
+        key = backward_configs.key_for(config, spec, nv)
+        row_panels = min(config.row_panels, -(-longest // key.panel_rows))
+        tiles = backward_configs.scratch(key, row_panels, config.block_n)
+        words = array("q", (config.block_n, 1, 1, row_panels, 1, 1, 0, *tiles[:-1])).tobytes()
+        return _Cut(runtime.load(key), nv, table, parts, tiles.total, words)
 
 
 def _launches(table: Any, heads: int, bias: BiasSums | None) -> Iterator[tuple[Any, int, int]]:
@@ -513,40 +517,50 @@ def _differentiate(
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = _Prepared(launch)
+    (batch, _, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, head_dim_v) = q.shape, v.shape
     left, right = a.window_sides(args)
-    dims, num_kv_heads = q.shape[3] + v.shape[3], k.shape[1]
-    work_us = 5 * a.estimated_us(q.shape, k.shape[2], dims, left, right, args) // 2
+    work_us = 5 * a.estimated_us(q.shape, seqlen_k, head_dim + head_dim_v, left, right, args) // 2
     threads = 1 if work_us < a.LEND_FROM_US else torch.get_num_threads()
-    table, parts, nv = prepared.items(q.shape, k.shape, args, bias, threads)
-    kernel, tiles, row_panels = prepared.kernel(nv, q.shape[2])
+    heads = 1 if bias is not None and bias.one_head else num_kv_heads
+    if args.cu_seqlens_q is None:
+        at_once = 1 if bias is not None and bias.one_batch else batch
+        cut = prepared.dense(batch, seqlen_q, seqlen_k, heads, at_once, threads)
+    else:
+        cut = prepared.packed(args, heads, threads)
     kept: list[Any] = []
-    scale = q.shape[3] ** -0.5 if args.scale is None else args.scale
+    scale = head_dim**-0.5 if args.scale is None else args.scale
     does = a.passes(args, scale)
-    drop = prepared.load(DropoutKey, nv) if args.dropout_p else 0
-    dq = torch.zeros(parts, *q.shape) if needs[0] else None
+    dq = torch.zeros(q.shape if cut.parts == 1 else (cut.parts, *q.shape)) if needs[0] else None
     dk, dv = (torch.zeros(x.shape) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
-    block = [
-        *g.tensor_words(q, k, v, out, lse),
-        *a.softmax_scale(scale, does),
-        *(left, right, args.offset is not None, a.far_offset(args.offset)),
-        *(0, prepared.load(configs.ScoreKey, nv) if does else 0),
-        *array("q", a.operands(args, scale, does, kept, 0, drop)),
-        *(launch.config.block_n, 1, 1, row_panels, 1, 1, 0),
-        *tiles[:-1],
-        *g.sum_words(dout, dlse, dq, dk, dv),
-        *((0,) * 7 if bias is None else (*bias.words(), prepared.load(BiasGradientKey, nv))),
-        backward_configs.chunk_keys(k.shape[2]),
-        sum(1 << i for i in range(3) if needs[i]) | (0 if bias is None else g.NEEDS_DBIAS),
-        *g.gradient_scales(scale, args.dropout_p),
-    ]
-    for entries, head, heads in _launches(table, num_kv_heads, bias):
-        words = array("q", [*block, entries.ctypes.data, head, heads])
-        items, address = len(entries) * heads, words.buffer_info()[0]
-        pool.run(kernel, address, items, threads, tiles.total, work_us >= a.WAKE_FROM_US)
-    if dq is not None:
-        for part in range(1, parts):
-            dq[0] += dq[part]
-    return None if dq is None else dq[0], dk, dv
+    block = array(
+        "q",
+        (
+            *g.tensor_words(q, k, v, out, lse),
+            *a.softmax_scale(scale, does),
+            *(left, right, args.offset is not None, a.far_offset(args.offset)),
+            *(0, prepared.load(configs.ScoreKey, cut.nv) if does else 0),
+        ),
+    )
+    if does or a.any_table(args):
+        drop = prepared.load(DropoutKey, cut.nv) if args.dropout_p else 0
+        block.frombytes(a.operands(args, scale, does, kept, 0, drop))
+    else:
+        block.frombytes(a.NO_OPERANDS)
+    block.frombytes(cut.words)
+    block.extend(g.sum_words(dout, dlse, dq, dk, dv))
+    block.extend((0,) * 7 if bias is None else (*bias.words(), prepared.load(BiasGradientKey, cut.nv)))
+    wanted = sum(1 << i for i in range(3) if needs[i]) | (0 if bias is None else g.NEEDS_DBIAS)
+    block.extend((backward_configs.chunk_keys(seqlen_k), wanted, *g.gradient_scales(scale, args.dropout_p)))
+    wake = work_us >= a.WAKE_FROM_US
+    for entries, first, here in _launches(cut.table, num_kv_heads, bias):
+        words = block + array("q", (entries.ctypes.data, first, here))
+        address = words.buffer_info()[0]
+        pool.run(cut.kernel, address, len(entries) * here, threads, cut.scratch_bytes, wake)
+    if dq is None or cut.parts == 1:
+        return dq, dk, dv
+    for part in range(1, cut.parts):
+        dq[0] += dq[part]
+    return dq[0], dk, dv
 
 
 def run(
@@ -563,18 +577,18 @@ def run(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """dq, dk, dv, dbias, dsinks, each with its operand's shape and dtype; None where `needs` is False."""
     dbias = dsinks = None
+    bias: BiasSums | None = None
+    dout, out = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (dout, out))
+    dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
     if needs[4] and args.sinks is not None:
         dsinks = sink_gradient(dout, dlse, out, lse, args.sinks.detach())
     if not any(needs[:4]):
         return None, None, None, None, dsinks
-    bias = None
     if needs[3] and args.bias is not None:
         heads, seqlens = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
         bias = bias_sums(args.bias, q.shape[0], heads, seqlens)
-    dout, out = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (dout, out))
-    dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
     sums = _differentiate(launch, dout, dlse, q, k, v, out, lse, args, needs, bias)
-    dq, dk, dv = (x if x is None else x.to(like.dtype) for x, like in zip(sums, (q, k, v), strict=True))
+    dq, dk, dv = sums if q.dtype is torch.float32 else (None if x is None else x.to(q.dtype) for x in sums)
     if bias is not None:
         dbias = bias.total(cast("Tensor", args.bias))
     return dq, dk, dv, dbias, dsinks

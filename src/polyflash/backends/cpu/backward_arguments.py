@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -56,15 +57,20 @@ def tensor_words(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> t
 def sum_words(
     dout: Tensor, dlse: Tensor | None, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
 ) -> tuple[int, ...]:
-    """DO to DV_ROW; dq is (parts, *q.shape)."""
-    return (
-        *(dout.data_ptr(), *_row_strides(dout), 0 if dlse is None else dlse.data_ptr()),
-        *((0,) * 5 if dq is None else (dq.data_ptr(), 4 * dq.stride(0), *_row_strides(dq[0]))),
-        *((0,) * 4 if dk is None else (dk.data_ptr(), *_row_strides(dk))),
-        *((0,) * 4 if dv is None else (dv.data_ptr(), *_row_strides(dv))),
-    )
+    """DO to DV_ROW; dq is q-shaped, or (parts, *q.shape)."""
+    of_dq: tuple[int, ...] = (0,) * 5
+    of_dk = of_dv = (0,) * 4
+    if dq is not None:
+        of_dq = dq.data_ptr(), 4 * dq.stride(0), *(4 * n for n in dq.stride()[-4:-1])
+    if dk is not None:
+        of_dk = dk.data_ptr(), *_row_strides(dk)
+    if dv is not None:
+        of_dv = dv.data_ptr(), *_row_strides(dv)
+    row = dout.data_ptr(), *_row_strides(dout), 0 if dlse is None else dlse.data_ptr()
+    return *row, *of_dq, *of_dk, *of_dv
 
 
+@lru_cache(maxsize=64)
 def gradient_scales(scale: float, dropout_p: float) -> tuple[int, int]:
     """GRAD_SCALE and DROP_SCALE; if all is dropped, nothing is left to scale."""
     (signed,) = struct.unpack("<I", struct.pack("<f", max(-a.FLT_MAX, min(scale, a.FLT_MAX))))
@@ -74,4 +80,5 @@ def gradient_scales(scale: float, dropout_p: float) -> tuple[int, int]:
 def _row_strides(x: Tensor) -> tuple[int, int, int]:
     """In bytes, over (batch, head, row)."""
     size = x.element_size()
-    return x.stride(0) * size, x.stride(1) * size, x.stride(2) * size
+    batch, head, row, _ = x.stride()
+    return batch * size, head * size, row * size
