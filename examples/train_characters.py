@@ -39,7 +39,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "build" / "demo"
 
 @dataclass(frozen=True)
 class Settings:
-    steps: int = 80
+    steps: int = 60
     seqlen: int = 512
     batch: int = 4
     width: int = 256
