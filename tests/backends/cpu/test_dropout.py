@@ -12,7 +12,7 @@ import torch
 from polyflash import attention
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import configs, runtime
-from polyflash.backends.cpu.dropout_configs import DropoutKey
+from polyflash.backends.cpu.configs import DropoutKey
 from polyflash.backends.torch.philox import kept
 from polyflash.errors import SpecError
 from polyflash.reference import dropout_keep

@@ -21,7 +21,7 @@ from polyflash.backends.cpu import backward_arguments as g
 from polyflash.backends.cpu import backward_configs, configs, loading, packing, pool, runtime
 from polyflash.backends.cpu.backward_configs import BiasGradientKey
 from polyflash.backends.cpu.backward_sums import BiasSums, bias_sums, sink_gradient
-from polyflash.backends.cpu.dropout_configs import DropoutKey
+from polyflash.backends.cpu.configs import DropoutKey
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -45,14 +45,14 @@ class BackwardKey(KernelKey):
 
 
 @dataclass(frozen=True, slots=True)
-class BiasGradientKey(configs._Panels):
+class BiasGradientKey(configs.Panels):
     """What adds tiles to the gradient of a bias, for every backward kernel of this isa and width."""
 
     isa: str
     nv: int
 
     def __post_init__(self) -> None:
-        configs._check_isa(self.isa, self.nv)
+        configs.check_isa(self.isa, self.nv)
 
     @property
     def builder(self) -> str:

@@ -53,7 +53,7 @@ ISAS = {
 }
 
 
-class _Panels:
+class Panels:
     """What follows from an instruction set and a panel's width."""
 
     __slots__ = ()
@@ -71,7 +71,7 @@ class _Panels:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelKey(_Panels):
+class KernelKey(Panels):
     """What one compiled forward kernel is made for.
 
     isa: instruction set. compute: "f32" (fused multiply-add) or "bf16dot" (pairs of bfloat16 into fp32).
@@ -86,7 +86,7 @@ class KernelKey(_Panels):
     bucket: int
 
     def __post_init__(self) -> None:
-        _check_isa(self.isa, self.nv)
+        check_isa(self.isa, self.nv)
         if self.storage not in STORAGE_BYTES:
             raise spec_error(
                 "storage", got=self.storage, wanted=" or ".join(STORAGE_BYTES), change="Convert the tensors."
@@ -133,14 +133,14 @@ class KernelKey(_Panels):
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreKey(_Panels):
+class ScoreKey(Panels):
     """The pass over one panel's scores that every forward kernel of this isa and width calls if it must."""
 
     isa: str
     nv: int
 
     def __post_init__(self) -> None:
-        _check_isa(self.isa, self.nv)
+        check_isa(self.isa, self.nv)
 
     @property
     def builder(self) -> str:
@@ -151,7 +151,27 @@ class ScoreKey(_Panels):
         return f"scores_{self.isa}_nv{self.nv}"
 
 
-def _check_isa(isa: str, nv: int) -> None:
+@dataclass(frozen=True, slots=True)
+class DropoutKey(Panels):
+    """What drops weights of one panel's tile, for every kernel of this isa and width."""
+
+    isa: str
+    nv: int
+
+    def __post_init__(self) -> None:
+        check_isa(self.isa, self.nv)
+
+    @property
+    def builder(self) -> str:
+        return "polyflash.backends.cpu.dropout"
+
+    @property
+    def name(self) -> str:
+        return f"dropout_{self.isa}_nv{self.nv}"
+
+
+def check_isa(isa: str, nv: int) -> None:
+    """SpecError unless there are panels of `nv` vectors."""
     if isa not in ISAS:
         change = "Plan for a target that has a kernel."
         raise spec_error("isa", got=isa, wanted=" or ".join(ISAS), change=change)
@@ -313,12 +333,13 @@ def check_fits(config: Config, spec: AttentionSpec, target: Target) -> None:
         raise spec_error("config.compute", got=config.compute, wanted=compute, change=change)
 
 
-def all_keys(target: Target) -> Iterator[KernelKey | ScoreKey]:
-    """Every kernel that can run on `target`."""
+def all_keys(target: Target) -> Iterator[KernelKey | ScoreKey | DropoutKey]:
+    """All code that a forward call on `target` can need."""
     if target.arch not in ISAS:
         return
     for nv in ISAS[target.arch].group_keys:
         yield ScoreKey(target.arch, nv)
+        yield DropoutKey(target.arch, nv)
         for dtype in STORAGE_BYTES:
             compute = compute_for(dtype, target)
             for bucket in BUCKETS:

@@ -19,7 +19,7 @@ from typing import Any
 from llvmlite import ir
 
 from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu.dropout_configs import DropoutKey
+from polyflash.backends.cpu.configs import DropoutKey
 from polyflash.backends.cpu.simd import I32, I64, Emitter, Value, native
 
 ROUNDS = 10

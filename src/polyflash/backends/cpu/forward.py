@@ -14,7 +14,7 @@ import torch
 
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import configs, loading, packing, pool, runtime
-from polyflash.backends.cpu.dropout_configs import DropoutKey
+from polyflash.backends.cpu.configs import DropoutKey
 
 if TYPE_CHECKING:
     from torch import Tensor
