@@ -65,7 +65,7 @@ _GRADIENTS: dict[str, tuple[dict, str]] = {
     "softcap": ({"softcap": 30.0}, ""),
     "sinks-causal": ({"sinks": True, "causal": True}, ""),
 }
-_DROPOUT: dict[str, tuple[dict, str]] = {"dropout": ({}, "dropout")}  # short: who checks it draws in torch ops
+_DROPOUT: dict[str, tuple[dict, str]] = {"dropout": ({}, "dropout")}  # short: its check draws in torch ops
 _STEPS = (16, 64, 128)  # lengths at which a training step is mostly the cost of its calls
 
 
