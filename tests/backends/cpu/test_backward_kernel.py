@@ -228,3 +228,21 @@ def test_all_keys_have_code_for_this_cpu():
         x = randn(1, 1, 3, 8).to(getattr(torch, dtype)).requires_grad_(True)
         polyflash.attention(x, x, x, backend="cpu").sum().backward()
         assert bool(torch.isfinite(x.grad).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seqlen_k", [70, 1100], ids=["whole", "shared out"])
+def test_gradients_are_laid_out_as_their_operands(seqlen_k, dtype):
+    """Rows of a (batch, seqlen, heads, head_dim) tensor get such gradients, and no copy is made of them."""
+    shapes = ((1, 70, 1, 24), (1, seqlen_k, 1, 24), (1, seqlen_k, 1, 40))
+    wide = [randn(b, s, 3 * h, d, seed=i).to(dtype) for i, (b, s, h, d) in enumerate(shapes)]
+    views = [x.view(x.shape).transpose(1, 2)[:, :1].requires_grad_(True) for x in wide]
+    plain = [x.detach().contiguous().requires_grad_(True) for x in views]
+    do = randn(1, 1, 70, 40, seed=5).to(dtype)
+    found, want = (torch.autograd.grad(polyflash.attention(*x, backend="cpu"), x, do) for x in (views, plain))
+    assert same(found, want)
+    heads = [randn(2, 9, 4, 8, seed=i).to(dtype).transpose(1, 2).requires_grad_(True) for i in range(3)]
+    for x, gradient in zip(
+        heads, torch.autograd.grad(polyflash.attention(*heads, backend="cpu").sum(), heads), strict=True
+    ):
+        assert gradient.stride() == x.stride()

@@ -20,7 +20,7 @@ from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import backward_arguments as g
 from polyflash.backends.cpu import backward_configs, configs, loading, packing, pool, runtime
 from polyflash.backends.cpu.backward_configs import BiasGradientKey
-from polyflash.backends.cpu.backward_sums import BiasSums, bias_sums, sink_gradient
+from polyflash.backends.cpu.backward_sums import BiasSums, bias_sums, sink_gradient, zeros_in_order_of
 from polyflash.backends.cpu.configs import DropoutKey
 
 if TYPE_CHECKING:
@@ -530,8 +530,8 @@ def _differentiate(
     kept: list[Any] = []
     scale = head_dim**-0.5 if args.scale is None else args.scale
     does = a.passes(args, scale)
-    dq = torch.zeros(q.shape if cut.parts == 1 else (cut.parts, *q.shape)) if needs[0] else None
-    dk, dv = (torch.zeros(x.shape) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
+    dq = zeros_in_order_of(q, cut.parts) if needs[0] else None
+    dk, dv = (zeros_in_order_of(x, 1) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
     block = array(
         "q",
         (

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from polyflash.backends.cpu import backward_configs
+from polyflash.results import empty_in_order_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+OWN_SUMS_BYTES = 64 << 20  # up to here every head and batch entry has a bias gradient of its own
 
 
 class BiasSums(NamedTuple):
@@ -32,9 +36,19 @@ class BiasSums(NamedTuple):
         return (x.sum(over, keepdim=True) if over else x).reshape(like.shape).to(like.dtype)
 
 
+def zeros_in_order_of(x: Tensor, parts: int) -> Tensor:
+    """float32 sums shaped and laid out as the gradient of `x`; (parts, *x.shape) if there are several."""
+    if x.is_contiguous():
+        return torch.zeros(x.shape if parts == 1 else (parts, *x.shape))
+    strides = empty_in_order_of(x, x.shape[3]).stride()
+    if parts == 1:
+        return torch.zeros(x.numel()).as_strided(x.shape, strides)
+    return torch.zeros(parts, x.numel()).as_strided((parts, *x.shape), (x.numel(), *strides))
+
+
 def bias_sums(bias: Tensor, batch: int, heads: tuple[int, int], seqlens: tuple[int, int]) -> BiasSums:
-    """Small gradients have a sum per head and batch entry, and per chunk of keys if they have one key; large
-    ones their own shape."""
+    """Small sums are one per head and batch entry, and per chunk of keys if there is one key; large ones have
+    the shape of the bias."""
     num_q_heads, num_kv_heads = heads
     seqlen_q, seqlen_k = seqlens
     b, h, rows, keys = (1,) * (4 - bias.ndim) + bias.shape
@@ -47,6 +61,9 @@ def bias_sums(bias: Tensor, batch: int, heads: tuple[int, int], seqlens: tuple[i
         sums = torch.zeros(batch, num_q_heads, 1, seqlen_k)
         of_batch, of_head = (4 * s for s in sums.stride()[:2])
         return BiasSums(sums, (of_batch, of_head, 0, 4, 0), False, False)
+    shared = (b < batch, h < num_q_heads)
+    if any(shared) and 4 * batch * num_q_heads * rows * keys <= OWN_SUMS_BYTES:
+        b, h = batch, num_q_heads
     sums = torch.zeros(b, h, rows, keys)
     of_batch, of_head, of_row = (
         0 if n == 1 else 4 * s for n, s in zip((b, h, 0), sums.stride(), strict=False)
