@@ -131,9 +131,7 @@ def test_gradient_checkpointing_changes_nothing(way: Any, ran: list[tuple[str, s
         want = trained(model)
         model.train().enable_gradient_checkpointing()
         got = trained(model)
-    for name in want:  # torch sums the gradients of the norms in another order
-        atol = 1e-6 * float(want[name].abs().max())
-        torch.testing.assert_close(got[name], want[name], atol=atol, rtol=1e-5)
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
     assert [phase for phase, _ in ran].count("forward") == 6
 
 
