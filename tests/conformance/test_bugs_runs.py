@@ -1,11 +1,11 @@
 """Real defects of other implementations: configs, caches, routes, compile, what comes from outside, by id.
 
-Every report that a forward pass on a CPU can repeat is a test of this folder, of tests/null,
+Every report that a forward or backward pass on a CPU can repeat is a test of this folder, of tests/null,
 tests/backends/cpu or tests/test_*.py, found by its id (B-msk-04, B_msk_04). Those that it cannot, and why:
 
     B-pag-01, 02, 04-07, 10-14, 16-20   page tables, appends, plans apart from their run, shared pages:
                                         there is no paged cache. S5 and S6 likewise
-    B-q-01, 03-11, 13-16, 18, 19        quantised storage, its scales, and backward passes; rows beyond the
+    B-q-01, 03-11, 13-16, 19            quantised storage, its scales and its backward pass; rows beyond the
                                         length (13) are P5 in test_memory.py
     B-big-03                            page number × page stride
     B-big-11                            a grid of 65535 places: 70000 items are B-big-09 and B-big-10
