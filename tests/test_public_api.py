@@ -23,7 +23,9 @@ from polyflash import (
     torch_ops,
     use_backend,
 )
+from polyflash.errors import described
 from polyflash.reference import attention_reference
+from polyflash.spec import Arguments
 from tests.rows_here import HERE, needs_cpu_engine
 
 
@@ -144,21 +146,35 @@ REFUSED = [
         {"out": torch.empty_like(Q)},
         "wanted inference",
     ),
-    ("causal array", (Q, K, V), {"causal": np.array([True, False])}, "causal: got array([ True, False])"),
+    ("causal array", (Q, K, V), {"causal": np.array([True, False])}, "causal: got numpy bool (2,), wanted"),
+    ("causal tensor", (Q, K, V), {"causal": torch.tensor([7])}, "causal: got torch.int64 (1,), wanted False"),
+    ("causal int", (Q, K, V), {"causal": 1}, "causal: got 1, wanted False, True"),
     (
         "causal array, Mask",
         (Q, K, V),
         {"causal": np.ones(2), "mask": Mask()},
-        "alignment: got array([1., 1.])",
+        "causal: got numpy float64 (2,), wanted",
     ),
     (
         "window tensor",
         (Q, K, V),
         {"window": (torch.tensor(2), None)},
-        "window left: got tensor(2), wanted an int",
+        "window left: got torch.int64 (), wanted an int",
     ),
-    ("window float tensor", (Q, K, V), {"window": (None, torch.tensor(2.5))}, "window right: got tensor(2.5"),
-    ("window tensors", (Q, K, V), {"window": (torch.tensor([1, 2]), 0)}, "window left: got tensor([1, 2])"),
+    ("window float tensor", (Q, K, V), {"window": (None, torch.tensor(2.5))}, "right: got torch.float32 ()"),
+    ("window tensors", (Q, K, V), {"window": (torch.tensor([1, 2]), 0)}, "window left: got torch.int64 (2,)"),
+    (
+        "window of a tensor",
+        (Q, K, V),
+        {"window": torch.tensor([1, 2])},
+        "window: got torch.int64 (2,), wanted",
+    ),
+    ("window huge", (Q, K, V), {"window": (10**5000, 0)}, "window left: got an int of 16610 bits, wanted"),
+    ("q_offset huge", (Q, K, V), {"q_offset": -(10**5000)}, "q_offset: got an int of 16610 bits, wanted"),
+    ("layout tensor", (Q, K, V), {"layout": torch.zeros(2)}, "layout: got torch.float32 (2,), wanted 'bhsd'"),
+    ("layout array", (Q, K, V), {"layout": np.array([1, 2])}, "layout: got numpy int64 (2,), wanted 'bhsd'"),
+    ("backend array", (Q, K, V), {"backend": np.array(["cpu", "x"])}, "backend: got numpy <U3 (2,), wanted"),
+    ("backend list", (Q, K, V), {"backend": ["cpu"]}, "backend: got list of 1, wanted one of cpu, torch"),
     ("window far", (Q, K, V), {"window": (2**63, 0)}, "wanted a 64-bit int >= 0"),
     ("scale beyond float64", (Q, K, V), {"scale": 2**2000}, "scale: got an int beyond 1e308"),
     ("seed float", (Q, K, V), {"dropout_p": 0.5, "dropout_seed": 1.5}, "wanted an int in [-2**63, 2**64)"),
@@ -214,12 +230,17 @@ REFUSED += [
         {"mask": Mask(bounds=torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32, device="meta"), rows=5)},
         "intervals device: got meta, wanted cpu",
     ),
-    (
-        "intervals no rows",
-        (Q, K, V),
-        {"mask": Mask(bounds=torch.zeros(1, 1, 1, 1, 2, dtype=torch.int32), rows=0)},
-        "interval_rows: got 0",
-    ),
+]
+REFUSED += [
+    (f"{name} {got}", (Q, K, V), {name: value}, f"{name}: got {got}, wanted True or False. ")
+    for name in ("return_lse", "batch_invariant", "checked")
+    for got, value in (
+        ("torch.float32 (0,)", torch.empty(0)),
+        ("torch.bool (2,)", torch.ones(2).bool()),
+        ("numpy bool (2,)", np.ones(2, dtype=bool)),
+        ("1", 1),
+        ("'no'", "no"),
+    )
 ]
 
 
@@ -332,7 +353,7 @@ def test_mask_intervals_and_blocks_refuse_what_is_none():
     lists = torch.zeros(3, 2, dtype=torch.int32)
     for starts, ends, rows, words in (
         ([0], lists, 4, "intervals starts: got list"),
-        (lists, lists.long(), 4, "intervals ends: got torch.int64"),
+        (lists, lists.long(), 4, "intervals ends: got torch.int64 (3, 2), wanted an int32"),
         (lists, lists[:2], 4, "intervals ends: got (2, 2)"),
         (lists[0], lists[0], 4, "intervals starts: got (2,)"),
         (lists, lists, 0, "intervals rows: got 0"),
@@ -365,15 +386,29 @@ def test_masks_refuse_what_would_be_ignored():
     for make, words in (
         (lambda: Mask(rows=4), "rows without bounds"),
         (lambda: Mask(bounds=lists), "bounds without rows"),
+        (lambda: Mask(bounds=lists, rows=0), "intervals rows: got 0"),
         (lambda: Mask.segments(None, None), "segments q_ids: got None"),
         (lambda: Mask.segments(ids, None), "segments k_ids: got None"),
         (lambda: Mask(alignment=True), "alignment: got True"),
         (lambda: Mask.causal(None), "alignment: got"),
         (lambda: Mask.causal() & torch.ones(5, 7, dtype=torch.bool), "Pass a tensor as mask="),
         (lambda: torch.ones(5, 7, dtype=torch.bool) & Mask.causal(), "Pass a tensor as mask="),
-        (lambda: Mask.causal() & None, "mask &: got NoneType"),
-        (lambda: Mask.intervals(lists[0, 0, 0], lists[0, 0, 0], rows=torch.tensor(8.0)), "got tensor(8.)"),
-        (lambda: Mask.intervals(lists[0, 0, 0], lists[0, 0, 0], rows=torch.tensor(8)), "got tensor(8)"),
+        (lambda: Mask.causal() & None, "mask &: got None, wanted"),
+        (lambda: Mask.causal(torch.tensor([3.5])), "alignment: got torch.float32 (1,), wanted"),
+        (lambda: Mask(left=torch.tensor([1, 2])) & Mask.window(1, 1), "window left: got torch.int64 (2,)"),
+        (
+            lambda: Mask(bounds=lists, rows=torch.tensor([1, 2])) & Mask(bounds=lists, rows=3),
+            "rows: got torch",
+        ),
+        (
+            lambda: Mask.intervals(lists[0, 0, 0], lists[0, 0, 0], rows=torch.tensor(8.0)),
+            "got torch.float32 (",
+        ),
+        (lambda: Mask.intervals(lists[0, 0, 0], lists[0, 0, 0], rows=torch.tensor(8)), "got torch.int64 ()"),
+        (
+            lambda: Mask.blocks(torch.ones(1, 1).bool(), rows=1, keys=torch.ones(2)),
+            "keys: got torch.float32 (2",
+        ),
         (
             lambda: Mask.intervals(lists[0, 0, 0], lists[0, 0, 0], rows=2**63),
             "wanted a 64-bit int, 1 or more",
@@ -390,6 +425,36 @@ def test_masks_refuse_what_would_be_ignored():
         with pytest.raises(SpecError) as caught:
             make()
         assert words in str(caught.value)
+
+
+def test_a_wrong_argument_is_named_by_its_kind_never_by_its_contents():
+    shown = {
+        "None": None, "-3": -3, "2.5": 2.5, "'abc'": "abc", "tuple of 2": (torch.ones(3), 1), "list of 0": [],
+        "dict": {}, "the class Tensor": torch.Tensor, "torch.float32 (2, 1)": torch.ones(2, 1),
+        "an int of 201 bits": 2**200,
+        "torch.sparse_coo torch.float64 (3,)": torch.ones(3, dtype=torch.float64).to_sparse(),
+        "numpy float32 ()": np.float32(7), "numpy int64 (1,)": np.array([7]), "Linear": torch.nn.Linear(1, 1),
+        f"'{'x' * 60}'... of 99 characters": "x" * 99,
+    }  # fmt: skip
+    for words, value in shown.items():
+        assert described(value) == words
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_has_no_shape_to_show():
+    nested = torch.nested.nested_tensor([torch.ones(2)])
+    assert described(nested) == "a nested tensor"
+    with pytest.raises(SpecError, match="layout: got a nested tensor"):
+        attention(Q, K, V, layout=nested)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 4, 5, 8, 1), (1, 4, 5, 8), (2, 3, 5, 8)])
+def test_a_trained_operand_is_checked_before_the_plan_of_its_gradients(shape):
+    """A parameter takes the dispatcher's way, where a named backend is asked for its gradients first."""
+    q = torch.nn.Parameter(torch.randn(shape))
+    for backend in (None, *HERE):
+        with pytest.raises(SpecError, match=r"q: got|k batch: got|heads: got"):
+            attention(q, K, V, backend=backend)
 
 
 SPARSE = {
@@ -577,6 +642,42 @@ def test_a_seed_is_64_bits_signed_or_not():
         a, b = (attention(q, k, v, dropout_p=0.5, dropout_seed=s) for s in (seed, seed - 2**64))
         assert torch.equal(a, b)
     assert not torch.equal(a, attention(q, k, v, dropout_p=0.5, dropout_seed=2**63))
+
+
+def test_what_is_made_for_a_call_ignores_the_default_device():
+    """Seeds, and what is made once at import, belong on the CPU."""
+    q, k, v = qkv()
+    with torch.device("meta"):
+        assert torch_ops._plain_keys() == torch_ops._PLAIN_KEYS
+        drawn = attention(q, k, v, dropout_p=0.5)
+        given = attention(q, k, v, dropout_p=0.5, dropout_seed=3)
+    assert drawn.device.type == "cpu" and torch.equal(
+        given, attention(q, k, v, dropout_p=0.5, dropout_seed=3)
+    )
+
+
+def test_the_backward_op_reads_no_length_unchecked():
+    q, k, v = qkv(kv_heads=4)
+    out, lse = attention(q, k, v, return_lse=True)
+    for wrong in (LENS + 1, LENS - 8):
+        args = Arguments(need_lse=True, kv_lens=wrong)
+        with pytest.raises(SpecError, match=r"kv_lens: got .* for request 0"):
+            torch.ops.polyflash.attention_backward(
+                out, None, q, k, v, out, lse, [True] * 3 + [False] * 2, *args
+            )
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_gradients_of_a_compiled_call_obey_the_backend_in_use(monkeypatch, backend):
+    """As POLYFLASH_BACKEND sets it for a process: both passes alike."""
+    seen, run = [], torch_ops._differentiate
+    monkeypatch.setattr(torch_ops, "_differentiate", lambda *x: seen.append(x[0].row.backend) or run(*x))
+    q, k, v = (x.requires_grad_() for x in qkv())
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v), fullgraph=True, backend="aot_eager")
+    with use_backend(backend):
+        compiled(q, k, v).sum().backward()
+    assert seen == [backend]
 
 
 def test_use_backend_and_its_priorities():

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from polyflash import backends, plan, torch_ops
 from polyflash import target as targets
 from polyflash.arguments import Causal, Layout, WindowSides, known_backend, normalise
-from polyflash.errors import SpecError, spec_error
+from polyflash.errors import SpecError, described, spec_error
 from polyflash.mask import Mask
 from polyflash.merge import AttentionOutput
 from polyflash.plan import Plan
@@ -114,7 +114,7 @@ def attention(
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); Milakov and Gimelshein, online
     softmax (2018)."""
     given = out
-    if layout != "bhsd":
+    if not isinstance(layout, str) or layout != "bhsd":
         q, k, v, out = _to_bhsd(layout, q, k, v, out)
     if (
         window is mask is bias is alibi_slopes is sinks is kv_lens is kv_starts is q_offset is None
@@ -123,6 +123,7 @@ def attention(
         and type(softcap) is type(dropout_p) is float
         and softcap == dropout_p == 0.0
         and checked is False
+        and (return_lse is False or return_lse is True)
         and type(q) is type(k) is type(v) is Tensor
     ):
         args = Arguments(causal, None, return_lse)  # nothing to normalise
@@ -267,7 +268,7 @@ def explain(
     that need not be here: "cuda:sm90", "cpu:avx512+amx_bf16", or a `Target`. If an input needs a gradient,
     the plan of the backward pass is its `.backward`. The result prints itself.
     """
-    if layout != "bhsd":
+    if not isinstance(layout, str) or layout != "bhsd":
         q, k, v, _ = _to_bhsd(layout, q, k, v, None)
     elif cu_seqlens_q is not None or cu_seqlens_k is not None:
         q, k, v, _ = _packed_views(q, k, v, None)
@@ -337,9 +338,9 @@ def _explained(q: Tensor, k: Tensor, v: Tensor, args: Arguments, target: Target)
 
 def _to_bhsd(layout: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> tuple[Any, ...]:
     """Views of (batch, seqlen, heads, head_dim) tensors as (batch, heads, seqlen, head_dim)."""
-    if layout != "bshd":
+    if not isinstance(layout, str) or layout != "bshd":
         change = "It is never guessed from shapes."
-        raise spec_error("layout", got=repr(layout), wanted="'bhsd' or 'bshd'", change=change)
+        raise spec_error("layout", got=described(layout), wanted="'bhsd' or 'bshd'", change=change)
     views = []
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
         if x is not None and getattr(x, "ndim", 4) != 4:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyflash import backends, plan, validate
-from polyflash.errors import spec_error
+from polyflash.errors import described, spec_error
 from polyflash.mask import FAR_OFFSET, Mask, checked_window, is_strided
 from polyflash.spec import Arguments
 
@@ -56,6 +56,16 @@ def normalise(
         q_segments, k_segments = structured.q_ids, structured.k_ids
         intervals, interval_rows = structured.bounds, structured.rows
         mask = None
+    if batch_invariant is None:
+        batch_invariant = False
+    for name, flag in (
+        ("return_lse", return_lse),
+        ("batch_invariant", batch_invariant),
+        ("checked", checked),
+    ):
+        if flag is not True and flag is not False:
+            change = "A flag is known before any tensor is read."
+            raise spec_error(name, got=described(flag), wanted="True or False", change=change)
     offset = None
     if causal is not False and causal is not True:
         offset = _offset_of(causal)
@@ -83,7 +93,7 @@ def normalise(
     return Arguments(
         causal, scale if scale is None else _number("scale", scale), return_lse, left, right, offset, kv_lens,
         kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments,
-        _number("softcap", softcap), dropout_p, dropout_seed, bool(batch_invariant), bool(checked),
+        _number("softcap", softcap), dropout_p, dropout_seed, batch_invariant, checked,
         backend, config or "", *rarest,
     )  # fmt: skip
 
@@ -125,6 +135,8 @@ def _conjunction(
         )
     whole = mask & Mask.lengths(kv_lens, kv_starts)
     if causal is not False:
+        if causal is not True:
+            _offset_of(causal)
         whole = whole & Mask.causal("bottom_right" if causal is True else causal)
     return whole if window is None else whole & Mask.window(*checked_window(window))
 
@@ -133,7 +145,7 @@ def _offset_of(causal: Any) -> int | None:
     if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
         return None if causal == "bottom_right" else 0
     wanted = "False, True, 'bottom_right' or 'top_left'"
-    raise spec_error("causal", got=repr(causal), wanted=wanted, change="True means 'bottom_right'.")
+    raise spec_error("causal", got=described(causal), wanted=wanted, change="True means 'bottom_right'.")
 
 
 def checked_int(
@@ -149,7 +161,7 @@ def checked_int(
         raise spec_error(name, got=type(value).__name__, wanted=wanted, change="Use int().")
     value = operator.index(value)
     if not -(2**63) <= value < 2**63:
-        raise spec_error(name, got=value, wanted="a 64-bit int", change=change)
+        raise spec_error(name, got=described(value), wanted="a 64-bit int", change=change)
     return value
 
 
@@ -168,7 +180,7 @@ def _number(name: str, value: Any) -> float:
 def _seed(seed: int | Tensor | None) -> Tensor:
     """An int64 scalar tensor on the CPU; drawn from torch's default generator if not given."""
     if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu")
     if isinstance(seed, Tensor):
         if not is_strided(seed) or seed.dtype is not torch.int64 or seed.numel() != 1:
             got = f"{seed.dtype} {tuple(seed.shape)}" if is_strided(seed) else "a tensor without strides"
@@ -178,16 +190,15 @@ def _seed(seed: int | Tensor | None) -> Tensor:
     if type(seed) is int and 2**63 <= seed < 2**64:
         seed -= 2**64  # the same 64 bits, as torch.initial_seed() counts them
     seed = checked_int("dropout_seed", seed, wanted, "Use its low 64 bits: seed % 2**64.")
-    return torch.tensor(seed, dtype=torch.int64)
+    return torch.tensor(seed, dtype=torch.int64, device="cpu")
 
 
 def known_backend(name: str | None) -> str:
     """The name as the op takes it ("" is free choice), or a `SpecError`."""
-    if name is None or name == "":
+    if name is None:
         return ""
-    if name not in backends.BACKENDS:
+    if not isinstance(name, str) or name not in ("", *backends.BACKENDS):
         wanted = f"one of {', '.join(backends.BACKENDS)}, or None"
-        raise spec_error(
-            "backend", got=repr(name), wanted=wanted, change="None takes the best row for the call."
-        )
+        change = "None takes the best row for the call."
+        raise spec_error("backend", got=described(name), wanted=wanted, change=change)
     return name

@@ -16,10 +16,10 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polyflash.errors import SpecError, spec_error
+from polyflash.errors import SpecError, described, spec_error
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
 FAR_SIDE, FAR_OFFSET = 1 << 61, 1 << 60  # as good as infinite, and sums of them stay 64-bit
 
@@ -46,9 +46,13 @@ class Mask:
 
     def __post_init__(self) -> None:
         _check_alignment(self.alignment)
+        if self.left is not None or self.right is not None:
+            checked_window((self.left, self.right))
         if (self.rows is None) != (self.bounds is None):
             got = "rows without bounds" if self.bounds is None else "bounds without rows"
             raise spec_error("intervals", got=got, wanted="both or neither", change="Use Mask.intervals().")
+        if self.rows is not None:
+            _positive("rows", self.rows)
 
     @staticmethod
     def causal(alignment: str = "bottom_right") -> Mask:
@@ -116,16 +120,15 @@ class Mask:
 
         strided = isinstance(visible, torch.Tensor) and is_strided(visible)
         if not strided or visible.dtype is not torch.bool or visible.ndim not in (2, 3, 4):
-            got = f"{visible.dtype} {tuple(visible.shape)}" if strided else _word(visible)
             wanted = "a bool tensor (row_blocks, key_blocks), batch and heads in front or not"
-            raise spec_error("blocks", got=got, wanted=wanted, change="True = attend.")
+            raise spec_error("blocks", got=described(visible), wanted=wanted, change="True = attend.")
         rows, keys = _positive("rows", rows), _positive("keys", keys)
         return Mask(bounds=_four_dimensions(_runs_of(visible, keys), 1), rows=rows)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             change = "Pass a tensor as mask=, with causal=, window=, kv_lens=, kv_starts= beside it."
-            raise spec_error("mask &", got=_word(other), wanted="a polyflash.Mask", change=change)
+            raise spec_error("mask &", got=described(other), wanted="a polyflash.Mask", change=change)
         names = ("kv_lens", "kv_starts", "q_ids", "k_ids", "bounds", "rows")
         return Mask(
             _only("alignment", self.alignment, other.alignment),
@@ -135,6 +138,29 @@ class Mask:
         )
 
     __rand__ = __and__
+
+    def to(self, device: device | str | int, *, non_blocking: bool = False) -> Mask:
+        """The same mask with every tensor it holds on `device`; no copy of those that are there already.
+
+        Raises:
+            SpecError: no device. The dtypes of a mask are fixed, so it takes none.
+        """
+        from torch import Tensor
+        from torch import device as device_of
+
+        try:
+            place = device_of(device)
+        except (RuntimeError, TypeError):
+            change, got = "Name a device such as 'cpu' or 'cuda:0'.", described(device)
+            raise spec_error("device", got=got, wanted="a torch device", change=change) from None
+
+        def moved(x: Any) -> Any:
+            return x.to(place, non_blocking=non_blocking) if isinstance(x, Tensor) else x
+
+        q_ids = moved(self.q_ids)
+        k_ids = q_ids if self.k_ids is self.q_ids else moved(self.k_ids)
+        lens, starts, bounds = moved(self.kv_lens), moved(self.kv_starts), moved(self.bounds)
+        return Mask(self.alignment, self.left, self.right, lens, starts, q_ids, k_ids, bounds, self.rows)
 
     @property
     def window_sides(self) -> Window:
@@ -172,7 +198,7 @@ def _check_bounds(starts: Any, ends: Any) -> None:
         if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32 or not is_strided(x):
             wanted = "an int32 tensor (row_blocks, intervals), batch and heads in front or not"
             change = "Use .to(torch.int32)."
-            raise spec_error(f"intervals {name}", got=_word(x), wanted=wanted, change=change)
+            raise spec_error(f"intervals {name}", got=described(x), wanted=wanted, change=change)
     if starts.ndim not in (2, 3, 4):
         wanted = "(row_blocks, intervals), (batch, row_blocks, intervals) or (batch, heads, row_blocks, ...)"
         change = "Use unsqueeze() where a dimension is missing."
@@ -186,16 +212,15 @@ def _positive(name: str, value: Any) -> int:
     number = _integer(value)
     if number is None or not 1 <= number < 2**63:
         change = "It is a number of positions per block."
-        raise spec_error(
-            f"intervals {name}", got=repr(value), wanted="a 64-bit int, 1 or more", change=change
-        )
+        wanted = "a 64-bit int, 1 or more"
+        raise spec_error(f"intervals {name}", got=described(value), wanted=wanted, change=change)
     return number
 
 
 def _check_alignment(value: Any) -> None:
     if value is not None and not (isinstance(value, str) and value in ("bottom_right", "top_left")):
         wanted = "'bottom_right' or 'top_left'"
-        raise spec_error("alignment", got=repr(value), wanted=wanted, change="Name one.")
+        raise spec_error("alignment", got=described(value), wanted=wanted, change="Name one.")
 
 
 def is_strided(x: Tensor) -> bool:
@@ -203,13 +228,6 @@ def is_strided(x: Tensor) -> bool:
     import torch
 
     return x.layout is torch.strided and not x.is_nested
-
-
-def _word(x: Any) -> str:
-    """What a wrong operand is, in a word or two."""
-    if not hasattr(x, "layout"):
-        return repr(x) if isinstance(x, (str, int, float)) else type(x).__name__
-    return f"{x.dtype}" if is_strided(x) else "a nested tensor" if x.is_nested else f"{x.layout} {x.dtype}"
 
 
 def _integer(value: Any) -> int | None:
@@ -265,9 +283,8 @@ def _runs_of(visible: Tensor, keys: int) -> Tensor:
 def checked_window(window: Window) -> Window:
     """The same window, or a `SpecError` that teaches the convention."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise spec_error(
-            "window", got=repr(window), wanted="(left, right)", change="Use None for an unbounded side."
-        )
+        change = "Use None for an unbounded side."
+        raise spec_error("window", got=described(window), wanted="(left, right)", change=change)
     sides: list[int | None] = []
     for side, value in zip(("left", "right"), window, strict=True):
         if value is None:
@@ -276,10 +293,11 @@ def checked_window(window: Window) -> Window:
         number = _integer(value)
         if number is None:
             change = "Use None for an unbounded side."
-            raise spec_error(f"window {side}", got=repr(value), wanted="an int or None", change=change)
+            raise spec_error(f"window {side}", got=described(value), wanted="an int or None", change=change)
         if not 0 <= number < 2**63:
             change = "Use None for unbounded."
-            raise spec_error(f"window {side}", got=value, wanted="a 64-bit int >= 0, or None", change=change)
+            wanted = "a 64-bit int >= 0, or None"
+            raise spec_error(f"window {side}", got=described(value), wanted=wanted, change=change)
         sides.append(min(number, FAR_SIDE))
     left, right = sides
     return left, right

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyflash.errors import spec_error
+from polyflash.errors import described, spec_error
+from polyflash.mask import is_strided
 
 _DIMS = {"bhsd": 4, "bshd": 4, "thd": 3}
 
@@ -36,7 +37,7 @@ def merge(
     (no key seen) is the identity, whatever its out holds; two empty states give (0, -inf). Differentiable.
 
     Raises:
-        SpecError: unknown layout, or shapes that do not belong together.
+        SpecError: unknown layout, or shapes or devices that do not belong together.
     """
     _check(out_a, lse_a, out_b, lse_b, layout)
     double = torch.float64 in (out_a.dtype, lse_a.dtype, out_b.dtype, lse_b.dtype)
@@ -62,15 +63,15 @@ def _beside_out(x: Tensor, layout: str) -> Tensor:
 
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, layout: str) -> None:
     for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise spec_error(
-                name, got=got, wanted="a tensor of floats", change="Pass what return_lse=True gave."
-            )
+        if not isinstance(x, Tensor) or not is_strided(x) or not x.is_floating_point():
+            change = "Pass what return_lse=True gave."
+            raise spec_error(name, got=described(x), wanted="a tensor of floats", change=change)
+        if x.device != out_a.device:
+            wanted = f"{out_a.device}, as out_a"
+            raise spec_error(f"{name} device", got=x.device, wanted=wanted, change="Move it with .to().")
     if not isinstance(layout, str) or layout not in _DIMS:
-        raise spec_error(
-            "layout", got=repr(layout), wanted="'bhsd', 'bshd' or 'thd'", change="Name the layout of out."
-        )
+        wanted = "'bhsd', 'bshd' or 'thd'"
+        raise spec_error("layout", got=described(layout), wanted=wanted, change="Name the layout of out.")
     if out_a.ndim != _DIMS[layout]:
         wanted = f"{_DIMS[layout]} dimensions for layout {layout!r}"
         raise spec_error("out_a", got=tuple(out_a.shape), wanted=wanted, change="Pass layout= that fits out.")

@@ -26,7 +26,7 @@ def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
     return dense.permute(*(order.index(d) for d in range(3)), 3)
 
 
-NO_LSE = torch.empty(0)
+NO_LSE = torch.empty(0, device="cpu")  # whatever the default device is now
 
 
 def outputs(q: Tensor, v: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from polyflash import statistics_ops, torch_ops
 from polyflash.api import _autocast, _packed_views, _to_bhsd
 from polyflash.arguments import Causal, Layout, WindowSides, normalise
-from polyflash.errors import spec_error
+from polyflash.errors import described, spec_error
 from polyflash.mask import Mask
 
 
@@ -139,17 +139,18 @@ def _views(q: Tensor, k: Tensor, lse: Tensor, layout: str, packed: bool) -> tupl
     if not isinstance(lse, Tensor):
         change = "Pass the lse of attention(..., return_lse=True)."
         raise spec_error("lse", got=type(lse).__name__, wanted="a torch.Tensor", change=change)
+    unusual = not isinstance(layout, str) or layout != "bhsd"
     if packed:
-        if layout != "bhsd":
+        if unusual:
             change = "Drop it: packed q and k are (total, heads, head_dim)."
-            raise spec_error("layout", got=repr(layout), wanted="none beside cu_seqlens", change=change)
+            raise spec_error("layout", got=described(layout), wanted="none beside cu_seqlens", change=change)
         if lse.ndim != 2:
             change = "Pass the lse of attention_varlen()."
             wanted = "2: (num_q_heads, total_q)"
             raise spec_error("lse", got=f"{lse.ndim} dimensions", wanted=wanted, change=change)
         rows, keys, _, _ = _packed_views(q, k, k, None)
         return rows, keys, lse.unsqueeze(0)
-    if layout != "bhsd":
+    if unusual:
         q, k, _, _ = _to_bhsd(layout, q, k, k, None)
     return q, k, lse
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from polyflash import env
-from polyflash.errors import spec_error
+from polyflash.errors import described, spec_error
 
 MINIMUM_PACKAGES = {"numba": (0, 60)}  # oldest version whose code generation is tested
 
@@ -73,12 +73,12 @@ KNOWN = (
 
 def parse(text: str) -> Target:
     """A target by name, for planning on a machine that lacks it: "cuda:sm90", "cpu:avx512+avx512_bf16"."""
-    name, *features = text.split("+") if isinstance(text, str) else (text,)
+    name, *features = text.split("+") if isinstance(text, str) else ("",)
     known = [t for t in KNOWN if t.name == name]
     if not known or not CPU_FEATURES.issuperset(features):
         names = ", ".join(dict.fromkeys(t.name for t in KNOWN))
         change = f"Add CPU features with '+': {', '.join(sorted(CPU_FEATURES))}."
-        raise spec_error("target", got=repr(text), wanted=f"one of {names}", change=change)
+        raise spec_error("target", got=described(text), wanted=f"one of {names}", change=change)
     return replace(known[-1], features=frozenset(features))
 
 

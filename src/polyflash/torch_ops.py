@@ -76,7 +76,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
         return _attention(q, k, v, *args._replace(need_lse=args.need_lse or needs_grad, backend=backend))
     if torch._C._functorch.peek_interpreter_stack() is not None:
         check(q, k, v, args)
-        return autograd.call(q, k, v, args._replace(backend=requested_backend(args)))
+        return autograd.call(q, k, v, args._replace(backend=requested_backend(args) or ANY))
     autograd.refuse_tangents((q, k, v, args.bias, args.sinks))
     if needs_grad:
         return _differentiable(q, k, v, args)
@@ -97,6 +97,7 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
     if not _skips_dispatcher(q, k, v, rest) or _top_saved_tensors_hooks(False) is not None:
         validate.check_layouts(q, k, v, args)
         if args.backend:
+            check(q, k, v, args)
             _refuse_statically(Phase.BACKWARD, q, k, v, args)
         results = _Attention.apply(q, k, v, args.bias, args.sinks, args, None, None, False, wanted)
         return results if wanted else (results, NO_LSE)
@@ -152,8 +153,8 @@ def _is_plain(x: Tensor) -> bool:
 def _plain_keys() -> frozenset[int]:
     """Dispatch keys of an ordinary CPU tensor; a negated, zero, sparse or wrapped one has others."""
     with torch.inference_mode():
-        unrecorded = torch.empty(0)
-    return frozenset(_dispatch_keys(x).raw_repr() for x in (torch.empty(0), unrecorded))
+        unrecorded = torch.empty(0, device="cpu")
+    return frozenset(_dispatch_keys(x).raw_repr() for x in (torch.empty(0, device="cpu"), unrecorded))
 
 
 _PLAIN_KEYS = _plain_keys()
@@ -185,9 +186,8 @@ def requested_backend(args: Arguments) -> str:
         return ""
     if backend and backend not in backends.BACKENDS:
         change = "Set it to one of these, or unset it."
-        raise spec_error(
-            env.BACKEND.name, got=repr(backend), wanted=", ".join(backends.BACKENDS), change=change
-        )
+        wanted = ", ".join(backends.BACKENDS)
+        raise spec_error(env.BACKEND.name, got=repr(backend), wanted=wanted, change=change)
     return backend
 
 
@@ -266,10 +266,8 @@ def _length_class(n: int) -> int:
 def _longest_class(args: Arguments) -> tuple[int | None, bool | None]:
     """Of packed members, what `_length_class` and MANY_KEYS are of a batch."""
     longest_q, longest_k = args.max_seqlen_q, args.max_seqlen_k
-    return (
-        None if longest_q is None else _length_class(longest_q),
-        None if longest_k is None else longest_k >= MANY_KEYS,
-    )
+    rows = None if longest_q is None else _length_class(longest_q)
+    return rows, None if longest_k is None else longest_k >= MANY_KEYS
 
 
 def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]) -> Launch:
@@ -277,10 +275,8 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     compares batch and lengths only, and looks at operands if it has any; `rest` is without trailing
     defaults."""
     try:
-        (batch, num_q_heads, seqlen_q, head_dim), (batch_k, num_kv_heads, seqlen_k, head_dim_k) = (
-            q.shape,
-            k.shape,
-        )
+        batch, num_q_heads, seqlen_q, head_dim = q.shape
+        batch_k, num_kv_heads, seqlen_k, head_dim_k = k.shape
         batch_v, num_v_heads, seqlen_v, head_dim_v = v.shape
     except ValueError:
         raise validate.explain_shapes(q, k, v) from None
@@ -289,7 +285,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         raise validate.explain_shapes(q, k, v)
     if len(rest) > _N_PLAIN or args.scale is not None:
         validate.check_operands(q, k, args)
-    backend = "" if phase is Phase.BACKWARD and not args.backend else requested_backend(args)
+    backend = requested_backend(args)
     key = (
         phase,
         backend,
@@ -382,6 +378,8 @@ def _backward(
     args = Arguments(*rest)._replace(config="")
     launch = _route(Phase.BACKWARD, q, k, v, args, tuple(args))
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
+    if validate.has_contents(args) and (launch.spec.device == "cpu" or args.checked):
+        validate.check_contents(args, q.shape[2], k.shape[2])
     likes = (q, k, v, args.bias, args.sinks)
     if out.numel() == 0 or k.shape[2] == 0:
         return no_gradients(likes, dlse, args, needs)
@@ -470,6 +468,7 @@ class _Attention(torch.autograd.Function):
         ):
             results = _differentiate(launch, dout, dlse, q, k, v, out, lse, args, needs)
         else:
+            args = args._replace(backend=args.backend or ANY)  # the context of the forward pass had its say
             results = _attention_backward(dout, dlse, q, k, v, out, lse, needs, *args)
             results = tuple(x if need else None for x, need in zip(results, needs, strict=True))
         return (*results, None, None, None, None, None)

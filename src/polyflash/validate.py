@@ -215,7 +215,7 @@ def _check_intervals(x: Tensor, rows: int, sizes: tuple[int, int, int], device: 
         change = "Size 1 stands for every batch entry or query head."
         raise spec_error("intervals shape", got=tuple(x.shape), wanted=wanted, change=change)
     if x.device != device:
-        change = "Move starts and ends with .to()."
+        change = "Use Mask.to()."
         raise spec_error("intervals device", got=x.device, wanted=f"{device}, as q", change=change)
 
 
@@ -325,7 +325,8 @@ def _check_ints(name: str, x: Tensor | None, shape: tuple[int, ...], device: tor
         )
     if tuple(x.shape) != shape or x.device != device:
         got = f"{tuple(x.shape)} on {x.device}"
-        raise spec_error(name, got=got, wanted=f"{shape} on {device}", change="One entry per request.")
+        change = "One entry per request." if x.device == device else "Use .to(), or Mask.to() for a mask."
+        raise spec_error(name, got=got, wanted=f"{shape} on {device}", change=change)
 
 
 def _check_broadcast(name: str, x: Tensor, scores: tuple[int, ...], device: torch.device) -> None:

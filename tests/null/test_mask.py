@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import pickle
 from typing import Any
@@ -16,6 +17,7 @@ import polyflash
 from polyflash.errors import SpecError
 from polyflash.mask import Mask, block_range, checked_window, row_interval, visible_pairs
 from polyflash.reference import attention_reference
+from tests.tolerance import same_bits
 
 sides = st.one_of(st.none(), st.integers(0, 14))
 lengths = st.integers(0, 12)
@@ -165,6 +167,71 @@ def test_copies_and_pickles() -> None:
     for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
         assert (other.alignment, other.window_sides) == (mask.alignment, mask.window_sides)
         assert torch.equal(other.kv_lens, LENS)
+
+
+def whole_mask() -> Mask:
+    """One of everything; both segment ids are one tensor."""
+    ids = torch.tensor([[0, 0, 1], [0, 1, 1]], dtype=torch.int32)
+    bounds = torch.tensor([[[[[0, 2]]]]], dtype=torch.int32)
+    return Mask("top_left", 3, 4, LENS.int(), STARTS.int(), ids, ids, bounds, 3)
+
+
+def test_to_moves_every_tensor_and_nothing_else() -> None:
+    """B-grad-09; meta stands for another device."""
+    mask = whole_mask()
+    for device in ("meta", torch.device("meta")):
+        moved = mask.to(device, non_blocking=True)
+        for field in dataclasses.fields(Mask):
+            old, new = getattr(mask, field.name), getattr(moved, field.name)
+            if isinstance(old, torch.Tensor):
+                assert new.is_meta and new.shape == old.shape and new.dtype is torch.int32, field.name
+                assert not old.is_meta
+            else:
+                assert old is not None and new == old, field.name
+        assert moved.k_ids is moved.q_ids
+    other = dataclasses.replace(mask, k_ids=torch.zeros(2, 7, dtype=torch.int32)).to("meta")
+    assert other.q_ids.shape == (2, 3) and other.k_ids.shape == (2, 7)
+
+
+def test_to_copies_nothing_that_is_there() -> None:
+    mask = whole_mask()
+    same = mask.to("cpu") & mask  # a conjunction of one tensor with itself
+    for name in ("kv_lens", "kv_starts", "q_ids", "k_ids", "bounds"):
+        assert getattr(same, name) is getattr(mask, name)
+    assert Mask.causal().to("meta").alignment == "bottom_right"
+
+
+@pytest.mark.parametrize("device", [None, "nowhere", 1.5, torch.float32, torch.ones(2)])
+def test_to_takes_devices_only(device: Any) -> None:
+    with pytest.raises(SpecError, match=r"^device: got .*, wanted a torch device\. Name a device"):
+        whole_mask().to(device)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))])
+def test_a_copy_has_every_field_and_masks_alike(copied: Any) -> None:
+    mask = whole_mask()
+    other = copied(mask)
+    for field in dataclasses.fields(Mask):
+        old, new = getattr(mask, field.name), getattr(other, field.name)
+        assert torch.equal(new, old) if isinstance(old, torch.Tensor) else new == old, field.name
+    assert other.q_ids is other.k_ids
+    q = torch.randn(2, 2, 3, 4)
+    for x in (other, other.to("cpu")):
+        same_bits(polyflash.attention(q, q, q, mask=x), polyflash.attention(q, q, q, mask=mask))
+
+
+def test_a_mask_on_another_device_is_told_how_to_move() -> None:
+    q = torch.randn(2, 2, 3, 4)
+    with pytest.raises(SpecError, match=r"wanted \(2,\) on cpu\. Use \.to\(\), or Mask\.to\(\)"):
+        polyflash.attention(q, q, q, mask=Mask.lengths(LENS.int()).to("meta"))
+    with pytest.raises(SpecError, match=r"intervals device: got meta, wanted cpu, as q\. Use Mask\.to\(\)"):
+        polyflash.attention(q, q, q, mask=Mask.blocks(torch.ones(1, 1).bool(), rows=3, keys=3).to("meta"))
+
+
+@pytest.mark.parametrize("sides", [(-1, None), (None, 1.5), (torch.ones(2), 0), (0, True), (10**5000, 0)])
+def test_a_mask_made_by_hand_is_checked_too(sides: Any) -> None:
+    with pytest.raises(SpecError, match=r"^window (left|right): got .*, wanted "):
+        Mask(left=sides[0], right=sides[1])
 
 
 grids = st.tuples(

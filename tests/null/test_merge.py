@@ -192,8 +192,26 @@ def test_refusals_teach(change: dict[str, Tensor], layout: str, word: str) -> No
         merge(args["out_a"], args["lse_a"], args["out_b"], args["lse_b"], layout=layout)
 
 
+@pytest.mark.parametrize("which", range(4))
+def test_partial_results_of_two_devices_are_refused(which: int) -> None:
+    parts = [*state(0), *state(1)]
+    parts[which] = parts[which].to("meta")
+    name = ("lse_a", "lse_a", "out_b", "lse_b")[which]
+    with pytest.raises(SpecError, match=rf"^{name} device: got .*, wanted .*, as out_a\. Move it"):
+        merge(*parts)
+    for x in merge(*(x.to("meta") for x in parts)):
+        assert x.is_meta
+
+
 @pytest.mark.parametrize(
-    "bad", [None, 3, torch.zeros(1, 2, 3, dtype=torch.int32), torch.zeros(1, 2, 3, dtype=torch.cfloat)]
+    "bad",
+    [
+        None,
+        3,
+        torch.zeros(1, 2, 3).to_sparse(),
+        torch.zeros(1, 2, 3, dtype=torch.int32),
+        torch.zeros(1, 2, 3, dtype=torch.cfloat),
+    ],
 )
 @pytest.mark.parametrize("which", range(4))
 def test_only_float_tensors_are_merged(which, bad):
@@ -203,3 +221,5 @@ def test_only_float_tensors_are_merged(which, bad):
         merge(*parts)
     with pytest.raises(ValueError, match="layout"):
         merge(*[torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)] * 2, layout=["bhsd"])
+    with pytest.raises(ValueError, match=r"layout: got torch.float32 \(2,\), wanted"):
+        merge(*[torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)] * 2, layout=torch.ones(2))
