@@ -212,7 +212,13 @@ BAD = {
     "endless length": (2, ("explain", "--seqlen", "9" * 18), ("sizes", "smaller")),
     "no time": (2, ("bench", "--seconds", "0"), ("a positive number",)),
     "unknown feature": (2, ("explain", "--features", "bias,magic"), ("magic", "softcap")),
-    "two masks": (2, ("explain", "--features", "mask,segments"), ("one of them",)),
+    "two masks": (2, ("explain", "--features", "mask,segments"), ("got mask and segments", "the others")),
+    "three masks": (
+        2,
+        ("explain", "--features", "segments,mask,intervals"),
+        ("mask and segments and inter",),
+    ),
+    "packed bias": (1, ("explain", "--features", "varlen,bias"), ("bias", "none beside cu_seqlens")),
     "quick and long": (2, ("bench", "--quick", "--long"), ("not allowed",)),
 }
 
@@ -278,6 +284,35 @@ def test_explain_knows_every_feature(polyflash_main):
         code, out, err = polyflash_main("explain", "--features", name, "--json")
         assert (code, err) == (0, "")
         assert len(json.loads(out)["problem"]["features"]) == 1, name
+
+
+def test_explain_imagines_packed_members_as_long_as_asked(polyflash_main):
+    argv = (
+        "explain",
+        "--features",
+        "varlen,dropout",
+        "--batch",
+        "3",
+        "--seqlen",
+        "100/200",
+        "--heads",
+        "8/2",
+    )
+    _, out, _ = polyflash_main(*argv, "--grad", "--json")
+    found = json.loads(out)
+    for problem in (found["problem"], found["backward"]["problem"]):
+        sizes = [
+            problem[n] for n in ("batch", "members", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k")
+        ]
+        assert sizes == [1, 3, 300, 600, 100, 200]
+        assert {"varlen", "dropout", "grouped heads"} <= set(problem["features"])
+    _, out, _ = polyflash_main(*argv)
+    assert "members 3" in out and "total 300×600" in out
+
+
+def test_explain_joins_interval_lists_and_segments(polyflash_main):
+    _, out, _ = polyflash_main("explain", "--features", "intervals,segments", "--seqlen", "65/9", "--json")
+    assert json.loads(out)["problem"]["features"] == ["interval lists", "segments"]
 
 
 def test_explain_plans_gradients_and_unequal_sizes(polyflash_main):

@@ -7,8 +7,10 @@ Exit codes: 0 done; 1 an error, a refusal or a mismatch; 2 wrong usage.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
+import operator
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,13 +32,16 @@ from polyflash.dtypes import BY_NAME
 from polyflash.errors import SpecError, UnsupportedError
 from polyflash.mask import Mask
 from polyflash.plan import Plan
+from polyflash.spec import Feature
 from polyflash.tensor_files import read_qkv, write_output
 
 ALIGNMENTS = ("bottom_right", "top_left")
 FEATURES = (
-    "alibi", "batch_invariant", "bias", "dropout", "kv_lens", "kv_starts", "lse", "mask", "q_offset",
-    "segments", "sinks", "softcap",
+    "alibi", "batch_invariant", "bias", "dropout", "intervals", "kv_lens", "kv_starts", "lse", "mask",
+    "q_offset", "segments", "sinks", "softcap", "varlen",
 )  # fmt: skip
+_MASKS = ("mask", "segments", "intervals")  # features that are all the one argument mask=
+_ROWS = 64  # query rows of a row block that `explain` imagines
 _TIMED = 2.0  # seconds that `run` spends on timing, at least 3 calls
 
 
@@ -184,10 +189,12 @@ def explain(options: argparse.Namespace, out: Console, err: Console) -> int:
 def _print_plan(out: Console, plan: Plan) -> None:
     s = plan.spec
     kind = "causal" if s.causal else "full"
+    packed = Feature.VARLEN in s.features
+    batch, lengths = (f"members {s.members}", "total") if packed else (f"batch {s.batch}", "seqlen")
     out.print(
-        f"[bold]{s.phase.value}[/], {kind}, {s.dtype}, batch {s.batch},"
+        f"[bold]{s.phase.value}[/], {kind}, {s.dtype}, {batch},"
         f" heads {s.num_q_heads}/{s.num_kv_heads},"
-        f" seqlen {s.seqlen_q}×{s.seqlen_k}, head_dim {s.head_dim}/{s.head_dim_v}"
+        f" {lengths} {s.seqlen_q}×{s.seqlen_k}, head_dim {s.head_dim}/{s.head_dim_v}"
     )
     features = ", ".join(sorted(f.value for f in s.features))
     work = f"{plan.work.flops / 1e9:.3g} GFLOP, {plan.work.bytes / 1e6:.3g} MB"
@@ -220,33 +227,42 @@ def _imagined(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, dict
     def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q, k, v = (
-        meta(batch, heads, rows, dim),
-        meta(batch, kv_heads, keys, dim),
-        meta(batch, kv_heads, keys, dim_v),
-    )
+    def int32(*shape: int) -> Tensor:
+        return meta(*shape, dtype=torch.int32)
+
+    sizes = ((heads, rows, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
+    packed = "varlen" in options.features
+    q, k, v = (meta(batch * n, h, d) if packed else meta(batch, h, n, d) for h, n, d in sizes)
     whole: dict[str, tuple[str, Any]] = {
         "alibi": ("alibi_slopes", meta(heads, dtype=torch.float32)),
         "batch_invariant": ("batch_invariant", True),
         "bias": ("bias", meta(1, heads, rows, keys)),
         "dropout": ("dropout_p", 0.1),
-        "kv_lens": ("kv_lens", meta(batch, dtype=torch.int32)),
-        "kv_starts": ("kv_starts", meta(batch, dtype=torch.int32)),
+        "kv_lens": ("kv_lens", int32(batch)),
+        "kv_starts": ("kv_starts", int32(batch)),
         "lse": ("return_lse", True),
         "mask": ("mask", meta(batch, 1, rows, keys, dtype=torch.bool)),
-        "q_offset": ("q_offset", meta(batch, dtype=torch.int32)),
-        "segments": (
-            "mask",
-            Mask.segments(meta(batch, rows, dtype=torch.int32), meta(batch, keys, dtype=torch.int32)),
-        ),
+        "q_offset": ("q_offset", int32(batch)),
         "sinks": ("sinks", meta(heads)),
         "softcap": ("softcap", 30.0),
     }
-    if {"mask", "segments"} <= set(options.features):
-        raise _Usage("--features: got mask and segments, wanted one of them: both are the argument mask=")
+    lists = int32(-(-rows // _ROWS), 1)
+    masks = {
+        "segments": Mask.segments(int32(batch, rows), int32(batch, keys)),
+        "intervals": Mask.intervals(lists, lists, rows=_ROWS),
+    }
+    structured = [mask for name, mask in masks.items() if name in options.features]
+    if "mask" in options.features and structured:
+        got = " and ".join(name for name in _MASKS if name in options.features)
+        raise _Usage(f"--features: got {got}, wanted mask without the others: all are the argument mask=")
     for x in (q, k, v) if options.grad else ():
         x.requires_grad_()
-    asked = dict(whole[name] for name in options.features)
+    asked = dict(whole[name] for name in options.features if name in whole)
+    if structured:
+        asked["mask"] = functools.reduce(operator.and_, structured)
+    if packed:
+        asked |= {f"cu_seqlens_{side}": int32(batch + 1) for side in "qk"}
+        asked |= {"max_seqlen_q": rows, "max_seqlen_k": keys}
     return q, k, v, {**asked, "causal": options.causal or False, "window": options.window}
 
 
