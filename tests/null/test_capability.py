@@ -6,8 +6,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
-from polyflash import target
+import polyflash
+from polyflash import Mask, target
+from polyflash.backends.torch import configs as torch_configs
 from polyflash.capability import Capability, Yield
 from polyflash.spec import AttentionSpec, Feature, Phase
 from polyflash.target import Target
@@ -84,3 +87,17 @@ def test_verdict_and_reasons_agree():
             for spec, at in ((mixed, where), (mixed, other)):
                 reasons = ROW.reasons_against(spec, at, by_name=by_name)
                 assert ROW.accepts(spec, at, by_name=by_name) is (not reasons), (spec, at, reasons)
+
+
+def test_what_stands_beside_a_mask_object_counts():
+    """window= and kv_lens= are joined to a Mask, the narrower side of two windows winning."""
+    q = torch.empty(1, 1, 9, 8, device="meta")
+    spec = polyflash.explain(q, q, q, mask=Mask.window(5, 1), window=(3, None)).spec
+    assert spec.window == (3, 1)
+
+
+def test_an_explicit_config_is_the_one_that_runs():
+    q = torch.empty(1, 1, 99, 8, device="meta")
+    given = torch_configs.Config(32, 256)
+    plan = polyflash.explain(q, q, q, backend="torch", config=given)
+    assert plan.config == given != polyflash.explain(q, q, q, backend="torch").config
