@@ -107,7 +107,7 @@ def build(key: BackwardKey) -> Any:
             pack_query(stage_rows, vectors_v, do_panel + i_p * PANEL + lane * 4, 0)
             bad |= finite_rows(stage_rows, LANES // PACK, vectors_v, do_rows + atom)
             load_tile(args, scratch, out + at * out_row, out_row, SIZE, rows, count_v, out_rows)
-            stats = scratch + arg(args, a.T_STATS) + i_p * NR * 8 + lane * 4
+            stats = scratch + arg(args, a.T_STATS) + i_p * NR * 12 + lane * 4
             row_dots(stage_rows, out_rows, vectors_v, stats)
             dlse = 0
             if arg(args, g.DLSE) != 0:
@@ -144,7 +144,7 @@ def build(key: BackwardKey) -> Any:
     def weigh(args, scratch, i_p, n, begin, end, inner_begin, inner_end, kind):  # type: ignore[no-untyped-def]
         """P and dS of keys n + [begin, end) of one panel from S and dP; every row sees all of
         [inner_begin, inner_end) if the tile is plain."""
-        stats = scratch + arg(args, a.T_STATS) + i_p * NR * 8
+        stats = scratch + arg(args, a.T_STATS) + i_p * NR * 12
         limits = scratch + arg(args, a.T_LIMITS) + i_p * NR * 8
         s, dp = scratch + arg(args, a.T_S), scratch + arg(args, g.T_DP)
         p, ds, pairs = (

@@ -22,7 +22,7 @@ from polyflash.backends.cpu.configs import ISAS
 from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, native
 
 MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
-LOG2E = 1.4426950408889634
+LOG2E, LOG2E_REST = 1.44269502162933349609375, 1.925963033500011e-08  # a float32, and what it misses
 
 
 class Stages(NamedTuple):
@@ -134,15 +134,18 @@ class _BackwardTile(Tile):
         inside = e.first_lanes(rows)
         x = e.masked_load(e.pointer(lse), inside, e.vf)
         empty = b.or_(b.fcmp_ordered("==", x, e.floats(MINUS_INF)), b.not_(inside))
-        x = b.select(b.fcmp_ordered("==", x, e.floats(INF)), e.floats(NAN), b.fmul(x, e.floats(LOG2E)))
+        lse2 = b.fmul(x, e.floats(LOG2E))
+        rest = e.fma(x, e.floats(LOG2E), b.fneg(lse2))
+        rest = e.fma(x, e.floats(LOG2E_REST), rest)
+        lse2 = b.select(b.fcmp_ordered("==", x, e.floats(INF)), e.floats(NAN), lse2)
         sums = e.load(e.pointer(delta))
 
         def less(x: list[Value]) -> list[Value]:
             return [b.fsub(x[0], e.masked_load(e.pointer(dlse), inside, e.vf))]
 
         sums = e.where(b.icmp_signed("!=", dlse, I64(0)), [sums], less)[0]
-        e.store(b.select(empty, e.floats(INF), x), p)
-        e.store(b.select(empty, e.floats(0), sums), p, self.nr * 4)
+        for n, value, none in ((0, lse2, INF), (1, sums, 0.0), (2, rest, 0.0)):
+            e.store(b.select(empty, e.floats(none), value), p, n * self.nr * 4)
 
     # the products
     def product(self, e: Emitter, a, panel, dst, trips, groups) -> None:  # type: ignore[no-untyped-def]
@@ -205,10 +208,12 @@ class _BackwardTile(Tile):
         """P and dS of every key and lane, in place of S and dP, or to the addresses `narrow` as bfloat16.
         Both are 0 outside `bounds` (limits, first key), and if `changed` where the score is -inf."""
         b, row, scale = e.b, self.nr * 4, e.splat(e.float_bits(scale_bits))
+        low = e.splat(e.float_bits(b.lshr(scale_bits, I64(32))))
         p_stats, step = e.pointer(stats), 2 if narrow else 1
 
         def columns(chosen: list[int]) -> None:
             lse2 = {v: b.fneg(e.load(p_stats, v * e.bytes)) for v in chosen}
+            rest = {v: b.fneg(e.load(p_stats, 2 * row + v * e.bytes)) for v in chosen}
             delta = {v: e.load(p_stats, row + v * e.bytes) for v in chosen}
             if bounds:
                 limits, first = e.pointer(bounds[0]), e.splat(b.trunc(bounds[1], I32))
@@ -225,7 +230,7 @@ class _BackwardTile(Tile):
                     for r in range(step):
                         at = r * row + v * e.bytes
                         x = e.load(p[0], at)
-                        w = e.exp2(e.fma(x, scale, lse2[v]), self.degree)
+                        w = self._weight(e, x, scale, low, lse2[v], rest[v])
                         g = b.fmul(w, b.fsub(e.load(p[1], at), delta[v]))
                         if bounds:
                             seen = b.icmp_unsigned("<", b.sub(b.add(key, e.ints(r)), lo[v]), width[v])
@@ -249,6 +254,13 @@ class _BackwardTile(Tile):
                 columns([v])
         else:
             columns(list(range(self.nv)))
+
+    def _weight(self, e: Emitter, x: Value, scale: Value, low: Value, lse2: Value, rest: Value) -> Value:
+        """2**(x·scale - lse2). In float32 the products are not rounded: a score of 30 would lose a digit."""
+        exponent = e.fma(x, scale, lse2)
+        if self.key.storage != "float32":
+            return e.exp2(exponent, self.degree)
+        return e.exp2_sum(exponent, e.fma(x, low, rest), self.degree)
 
     def _store_narrow(self, e: Emitter, p: list[Value], v: int, found: list[tuple[Value, Value]]) -> None:
         """P and dS of two keys as bfloat16: rows of P, rows of dS, pairs of dS."""
