@@ -246,3 +246,14 @@ def test_gradients_are_laid_out_as_their_operands(seqlen_k, dtype):
         heads, torch.autograd.grad(polyflash.attention(*heads, backend="cpu").sum(), heads), strict=True
     ):
         assert gradient.stride() == x.stride()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": torch.ones(1, 1, dtype=torch.bool)}, {"softcap": 50.0}], ids=str
+)
+def test_the_weight_of_an_only_key_is_one(options):
+    """However large its score: dV is dO itself, and nothing is left for Q and K."""
+    q, k, v, do = (30 * randn(2, 3, 1, 24, seed=i) for i in range(4))
+    dq, dk, dv = gradients([q, k, v], do, **options)
+    assert torch.equal(dv, do)
+    assert dq.abs().max() <= 1e-5 * (do * v).abs().sum() and dk.abs().max() <= 1e-5 * (do * v).abs().sum()

@@ -61,7 +61,7 @@ def build(key: BackwardKey) -> Any:
     device = loading.device
 
     LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
-    SIZE = configs.STORAGE_BYTES[key.storage]
+    SIZE, FULL = configs.STORAGE_BYTES[key.storage], key.storage == "float32"
     PANEL, WIDE_PANEL, ROWS = key.q_panel_bytes, key.o_panel_bytes, NR // PACK * key.v_row_bytes
     K_BYTES, V_BYTES = key.k_row_bytes, key.v_row_bytes
     S_ROW, P_ROW = NR * 4, NR * 4 // PACK
@@ -70,7 +70,7 @@ def build(key: BackwardKey) -> Any:
 
     @device(3)
     def load_panel(args, scratch, i_p):  # type: ignore[no-untyped-def]
-        """Q and dO of one panel of the span, packed and as rows; lse2 and delta of its rows."""
+        """Q and dO of one panel of the span, packed and as rows; lse and delta of its rows."""
         item, zero = scratch + arg(args, a.T_ITEM), arg(args, a.ZERO)
         i_t, head, row_end = arg(item, g.I_TENSOR), arg(item, a.I_HEAD), arg(item, a.I_ROW_END)
         row, first_q = arg(item, a.I_ROW) + i_p * NR, arg(item, g.I_FIRST_Q)
@@ -107,7 +107,7 @@ def build(key: BackwardKey) -> Any:
             pack_query(stage_rows, vectors_v, do_panel + i_p * PANEL + lane * 4, 0)
             bad |= finite_rows(stage_rows, LANES // PACK, vectors_v, do_rows + atom)
             load_tile(args, scratch, out + at * out_row, out_row, SIZE, rows, count_v, out_rows)
-            stats = scratch + arg(args, a.T_STATS) + i_p * NR * 12 + lane * 4
+            stats = scratch + arg(args, a.T_STATS) + i_p * NR * 8 + lane * 4
             row_dots(stage_rows, out_rows, vectors_v, stats)
             dlse = 0
             if arg(args, g.DLSE) != 0:
@@ -144,7 +144,7 @@ def build(key: BackwardKey) -> Any:
     def weigh(args, scratch, i_p, n, begin, end, inner_begin, inner_end, kind):  # type: ignore[no-untyped-def]
         """P and dS of keys n + [begin, end) of one panel from S and dP; every row sees all of
         [inner_begin, inner_end) if the tile is plain."""
-        stats = scratch + arg(args, a.T_STATS) + i_p * NR * 12
+        stats = scratch + arg(args, a.T_STATS) + i_p * NR * 8
         limits = scratch + arg(args, a.T_LIMITS) + i_p * NR * 8
         s, dp = scratch + arg(args, a.T_S), scratch + arg(args, g.T_DP)
         p, ds, pairs = (
@@ -152,7 +152,7 @@ def build(key: BackwardKey) -> Any:
             scratch + arg(args, g.T_DS),
             scratch + arg(args, g.T_DS_PAIRS),
         )
-        scale = arg(args, a.SCALE_LOG2)
+        scale = arg(args, a.SCALE) if FULL else arg(args, a.SCALE_LOG2)
         if kind == a.PLAIN and arg(args, a.DROP) == 0:
             for part in range(3):
                 lo = begin if part == 0 else inner_begin if part == 1 else inner_end

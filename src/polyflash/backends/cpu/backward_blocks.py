@@ -1,7 +1,7 @@
 """The stages of one gradient tile as vector functions: five products over the tiles of `blocks.py`.
 
     S^T = K·Q^T                     dP^T = V·dO^T                          lanes are queries
-    P = exp2(scale_log2·S - lse2)   dS = P·(dP - delta)
+    P = exp(scale·S - lse)           dS = P·(dP - delta)
     dV += P^T·dO                    dK += dS^T·Q                           lanes are channels
     dQ^T += K^T·dS^T                                                       lanes are queries
 
@@ -22,7 +22,7 @@ from polyflash.backends.cpu.configs import ISAS
 from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, native
 
 MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
-LOG2E, LOG2E_REST = 1.44269502162933349609375, 1.925963033500011e-08  # a float32, and what it misses
+LOG2E, LOG2E_REST = 1.44269502162933349609375, 1.925963033500011e-08  # of float32, and what it misses
 
 
 class Stages(NamedTuple):
@@ -128,24 +128,23 @@ class _BackwardTile(Tile):
         e.store(turned[0], e.pointer(dst))
 
     def start_stats(self, e: Emitter, stats, lse, delta, dlse, rows) -> None:  # type: ignore[no-untyped-def]
-        """lse2 = lse·log2(e) and delta of a vector of rows. An empty row and a lane past the last have
-        weights of 0 (lse2 = inf); a row whose scores are not finite has NaN."""
+        """lse, in base 2 but for float32, and delta of a vector of rows. An empty row and a lane past the
+        last have weights of 0 (lse = inf); a row whose scores are not finite has NaN."""
         b, p = e.b, e.pointer(stats)
         inside = e.first_lanes(rows)
         x = e.masked_load(e.pointer(lse), inside, e.vf)
         empty = b.or_(b.fcmp_ordered("==", x, e.floats(MINUS_INF)), b.not_(inside))
-        lse2 = b.fmul(x, e.floats(LOG2E))
-        rest = e.fma(x, e.floats(LOG2E), b.fneg(lse2))
-        rest = e.fma(x, e.floats(LOG2E_REST), rest)
-        lse2 = b.select(b.fcmp_ordered("==", x, e.floats(INF)), e.floats(NAN), lse2)
+        x = b.select(b.fcmp_ordered("==", x, e.floats(INF)), e.floats(NAN), x)
+        if self.key.storage != "float32":
+            x = b.fmul(x, e.floats(LOG2E))
         sums = e.load(e.pointer(delta))
 
         def less(x: list[Value]) -> list[Value]:
             return [b.fsub(x[0], e.masked_load(e.pointer(dlse), inside, e.vf))]
 
         sums = e.where(b.icmp_signed("!=", dlse, I64(0)), [sums], less)[0]
-        for n, value, none in ((0, lse2, INF), (1, sums, 0.0), (2, rest, 0.0)):
-            e.store(b.select(empty, e.floats(none), value), p, n * self.nr * 4)
+        e.store(b.select(empty, e.floats(INF), x), p)
+        e.store(b.select(empty, e.floats(0), sums), p, self.nr * 4)
 
     # the products
     def product(self, e: Emitter, a, panel, dst, trips, groups) -> None:  # type: ignore[no-untyped-def]
@@ -208,17 +207,15 @@ class _BackwardTile(Tile):
         """P and dS of every key and lane, in place of S and dP, or to the addresses `narrow` as bfloat16.
         Both are 0 outside `bounds` (limits, first key), and if `changed` where the score is -inf."""
         b, row, scale = e.b, self.nr * 4, e.splat(e.float_bits(scale_bits))
-        low = e.splat(e.float_bits(b.lshr(scale_bits, I64(32))))
         p_stats, step = e.pointer(stats), 2 if narrow else 1
 
         def columns(chosen: list[int]) -> None:
-            lse2 = {v: b.fneg(e.load(p_stats, v * e.bytes)) for v in chosen}
-            rest = {v: b.fneg(e.load(p_stats, 2 * row + v * e.bytes)) for v in chosen}
+            lse = {v: b.fneg(e.load(p_stats, v * e.bytes)) for v in chosen}
             delta = {v: e.load(p_stats, row + v * e.bytes) for v in chosen}
             if bounds:
                 limits, first = e.pointer(bounds[0]), e.splat(b.trunc(bounds[1], I32))
                 # A lane past the last row, whose Q is 0, has a score of NaN beside a hidden NaN in K.
-                none = {v: b.fcmp_ordered("==", lse2[v], e.floats(MINUS_INF)) for v in chosen}
+                none = {v: b.fcmp_ordered("==", lse[v], e.floats(MINUS_INF)) for v in chosen}
                 lo = {v: e.load(limits, v * e.bytes, e.vi) for v in chosen}
                 width = {v: e.load(limits, row + v * e.bytes, e.vi) for v in chosen}
 
@@ -230,7 +227,7 @@ class _BackwardTile(Tile):
                     for r in range(step):
                         at = r * row + v * e.bytes
                         x = e.load(p[0], at)
-                        w = self._weight(e, x, scale, low, lse2[v], rest[v])
+                        w = self._weight(e, x, scale, lse[v])
                         g = b.fmul(w, b.fsub(e.load(p[1], at), delta[v]))
                         if bounds:
                             seen = b.icmp_unsigned("<", b.sub(b.add(key, e.ints(r)), lo[v]), width[v])
@@ -255,12 +252,13 @@ class _BackwardTile(Tile):
         else:
             columns(list(range(self.nv)))
 
-    def _weight(self, e: Emitter, x: Value, scale: Value, low: Value, lse2: Value, rest: Value) -> Value:
-        """2**(x·scale - lse2). In float32 the products are not rounded: a score of 30 would lose a digit."""
-        exponent = e.fma(x, scale, lse2)
+    def _weight(self, e: Emitter, x: Value, scale: Value, lse: Value) -> Value:
+        """exp(x·scale + lse), of a negated lse. In float32 the scaled score is rounded as the forward pass
+        did: the weight of a row's only key is exactly 1."""
         if self.key.storage != "float32":
-            return e.exp2(exponent, self.degree)
-        return e.exp2_sum(exponent, e.fma(x, low, rest), self.degree)
+            return e.exp2(e.fma(x, scale, lse), self.degree)
+        distance = e.b.fadd(e.b.fmul(x, scale), lse)
+        return e.exp2_scaled(distance, e.floats(LOG2E), e.floats(LOG2E_REST), self.degree)
 
     def _store_narrow(self, e: Emitter, p: list[Value], v: int, found: list[tuple[Value, Value]]) -> None:
         """P and dS of two keys as bfloat16: rows of P, rows of dS, pairs of dS."""

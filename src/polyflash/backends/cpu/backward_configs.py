@@ -74,7 +74,7 @@ class BackwardScratch(NamedTuple):
     s: int  # S^T, then P^T
     p: int  # P^T as bfloat16 rows; float32: s
     stage: int
-    stats: int  # lse·log2(e), delta and what lse·log2(e) misses, of every panel
+    stats: int  # lse (float32) or lse·log2(e), and delta, of every panel
     limits: int
     block: int  # what the pass over scores takes for maxima
     zero: int
@@ -117,7 +117,7 @@ def scratch(key: KernelKey, row_panels: int, block_n: int) -> BackwardScratch:
         scores,
         scores // 2 if dot else 0,
         max(key.lanes * key.k_row_bytes, wide_row),
-        row_panels * rows * 12,
+        row_panels * rows * 8,
         row_panels * rows * 8,
         rows * 8,
         wide_row,

@@ -208,11 +208,6 @@ class Emitter:
         f = self.fma(d, low, self.fma(d, scale, self.b.fneg(whole)))
         return self._exp2_of_parts(whole, f, degree)
 
-    def exp2_sum(self, x: Value, more: Value, degree: int) -> Value:
-        """2**(x + more) for a small `more` that x has no digits for; 0 where x is -inf."""
-        whole = self.rounded(x)
-        return self._exp2_of_parts(whole, self.b.fadd(self.b.fsub(x, whole), more), degree)
-
     def _exp2_of_parts(self, whole: Value, f: Value, degree: int, floor: int = -64) -> Value:
         b, p = self.b, self.fma(self._exp2_minus_1(f, degree), f, self.floats(1))
         tiny = b.fcmp_ordered("<", whole, self.floats(floor))
