@@ -522,6 +522,21 @@ def test_unsupported_names_every_reason():
 
 
 @needs_cpu_engine
+@pytest.mark.filterwarnings("ignore:Error detected in")
+def test_named_backend_without_gradients_refuses_while_a_graph_is_traced(monkeypatch):
+    q, k, v = qkv()
+    ran = []
+    monkeypatch.setattr(backends, "TABLE", tuple(r for r in backends.TABLE if r.name != "cpu/backward"))
+    monkeypatch.setattr(torch_ops, "_routes", {})
+    monkeypatch.setattr(torch_ops, "_run", lambda *x: ran.append(x))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: attention(q, k, v, backend="cpu"), backend="aot_eager")
+    with pytest.raises(Exception, match="no backward kernel of backend 'cpu'"):
+        compiled(q.requires_grad_())
+    assert not ran
+
+
+@needs_cpu_engine
 @pytest.mark.parametrize("profiled", [False, True])
 def test_named_backend_without_gradients_refuses_before_the_forward_pass(monkeypatch, profiled):
     q, k, v = qkv()
@@ -649,11 +664,13 @@ def test_what_is_made_for_a_call_ignores_the_default_device():
     q, k, v = qkv()
     with torch.device("meta"):
         assert torch_ops._plain_keys() == torch_ops._PLAIN_KEYS
-        drawn = attention(q, k, v, dropout_p=0.5)
-        given = attention(q, k, v, dropout_p=0.5, dropout_seed=3)
-    assert drawn.device.type == "cpu" and torch.equal(
-        given, attention(q, k, v, dropout_p=0.5, dropout_seed=3)
-    )
+    for seed in (None, 3):
+        results = []
+        for device in ("cpu", "meta"):
+            torch.manual_seed(1)
+            with torch.device(device):
+                results.append(attention(q, k, v, dropout_p=0.5, dropout_seed=seed))
+        assert torch.equal(*results)
 
 
 def test_the_backward_op_reads_no_length_unchecked():
@@ -678,6 +695,24 @@ def test_gradients_of_a_compiled_call_obey_the_backend_in_use(monkeypatch, backe
     with use_backend(backend):
         compiled(q, k, v).sum().backward()
     assert seen == [backend]
+
+
+@needs_cpu_engine
+@pytest.mark.parametrize("way", ["plain", "dispatcher", "vjp"])
+def test_gradients_of_an_eager_call_do_not_obey_a_later_choice(monkeypatch, way):
+    """A free choice, too, was made in the forward pass."""
+    seen, run = [], torch_ops._differentiate
+    monkeypatch.setattr(torch_ops, "_differentiate", lambda *x: seen.append(x[0].row.backend) or run(*x))
+    q, k, v = qkv()
+    if way == "vjp":
+        _, backward = torch.func.vjp(lambda q: attention(q, k, v), q)
+        back = lambda: backward(torch.ones_like(q))  # noqa: E731
+    else:
+        out = attention(torch.nn.Parameter(q) if way == "dispatcher" else q.requires_grad_(), k, v)
+        back = lambda: out.sum().backward()  # noqa: E731
+    with use_backend("torch"):
+        back()
+    assert seen == ["cpu"]
 
 
 def test_use_backend_and_its_priorities():

@@ -260,9 +260,8 @@ def _runs_of(visible: Tensor, keys: int) -> Tensor:
     0)."""
     import torch
 
-    edges = torch.nn.functional.pad(visible.int(), (1, 1)).diff(
-        dim=-1
-    )  # 1 where a run starts, -1 where it ends
+    # 1 where a run starts, -1 where it ends
+    edges = torch.nn.functional.pad(visible.int(), (1, 1)).diff(dim=-1)
     spare = (visible.shape[-1] + 1) // 2
     countable = type(visible) is torch.Tensor and visible.device.type == "cpu"
     if countable and visible.numel() and not torch.compiler.is_compiling():

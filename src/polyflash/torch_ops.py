@@ -420,6 +420,7 @@ def _fake_backward(
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     args = _validated(q, k, v, rest)
+    _refuse_statically(Phase.BACKWARD, q, k, v, args)
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
     return empty_gradients((q, k, v, args.bias, args.sinks), needs)
 
