@@ -317,6 +317,7 @@ def compare(
     ratio: float,
     label: str,
     pool: Figures | None = None,
+    own: float = 0.0,
 ) -> None:
     """The relative rule of this module's docstring. `right` and T's `samples` (of which the worst counts) in
     float64;
@@ -334,7 +335,8 @@ def compare(
     right, mine = (torch.where(finite, x.detach().double(), 0.0) for x in (right, ours))
     theirs = [torch.where(finite & torch.isfinite(x), x, right) for x in samples]
     rounded = torch.where(finite, rounded, 0)
-    own = 1e-12 if dtype is torch.float64 else 0.0  # the oracle rounds too, and T may round like it
+    if dtype is torch.float64:
+        own += 1e-12  # the oracle rounds too, and T may round like it
     figures = Figures(
         ours=_errors(mine, right),
         theirs=tuple(max(f) for f in zip(*(_errors(x, right) for x in theirs), strict=True)),  # type: ignore[arg-type]

@@ -238,15 +238,21 @@ def hold(
     options: dict[str, Any],
     label: str,
 ) -> None:
-    """The relative rule: r = 3, 2 where no heads are grouped, one more with softcap, ALiBi or a bias."""
+    """The relative rule: r = 3, 2 where no heads are grouped, one more with softcap, ALiBi or a bias. Weights
+    are e^(s - lse) of a rounded lse: where few terms are summed that is all there is, and T may be lucky."""
     right, theirs = wanted(q, k, v, dout, dlse, options)
     loose = bool(options.get("softcap")) or any(options.get(n) is not None for n in ("alibi_slopes", "bias"))
     heads = 0 if "cu_seqlens_q" in options else 1
+    kind, lse = wide_kind(q.dtype), torch.where(got["lse"].isfinite(), got["lse"].abs(), 0).double()
+    rounded = torch.finfo(kind).eps * max(1.0, float(lse.max()) if lse.numel() else 0.0)
     ratio = (2 if q.shape[1] == k.shape[1] else 3) + loose if heads else 3 + loose
     for name in right:
         if name in got:
             samples = [found[name] for found in theirs]
-            compare(got[name], right[name], samples, got[name].dtype, ratio=ratio, label=f"{label} d{name}")
+            compare(
+                got[name], right[name], samples, got[name].dtype, ratio=ratio, label=f"{label} d{name}",
+                own=rounded,
+            )  # fmt: skip
 
 
 def checked(

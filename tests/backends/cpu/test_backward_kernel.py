@@ -257,3 +257,36 @@ def test_the_weight_of_an_only_key_is_one(options):
     dq, dk, dv = gradients([q, k, v], do, **options)
     assert torch.equal(dv, do)
     assert dq.abs().max() <= 1e-5 * (do * v).abs().sum() and dk.abs().max() <= 1e-5 * (do * v).abs().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("least", [torch.finfo(torch.float32).min, -1e30], ids=["lowest", "low"])
+def test_a_row_of_huge_negative_bias_spoils_nothing(least, dtype):
+    """Left padding as a finite additive mask: the row's weights mean nothing, and its dO is 0."""
+    q, k, v, do = (randn(1, 2, 40, 24, seed=i).to(dtype) for i in range(4))
+    bias = torch.zeros(1, 1, 40, 40)
+    bias[:, :, :7] = least
+    do[:, :, :7] = 0
+    found = gradients([q, k, v], do, bias=bias)
+    assert all(bool(torch.isfinite(x).all()) for x in found)
+    want = gradients([q[:, :, 7:], k, v], do[:, :, 7:])
+    for got, right in zip((found[0][:, :, 7:], *found[1:]), want, strict=True):
+        torch.testing.assert_close(got.float(), right.float(), rtol=1e-2, atol=2e-3)
+
+
+def test_sums_to_one_element_do_not_depend_on_threads():
+    q, k, v = (randn(1, 1, n, 4, seed=i) for i, n in enumerate((40_001, 3, 3)))
+    sinks, bias, do = randn(1, seed=4), randn(1, 1, 1, 1, seed=5), randn(1, 1, 40_001, 4, seed=3)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            leaves = [x.clone().requires_grad_(True) for x in (sinks, bias)]
+            out, lse = polyflash.attention(
+                q, k, v, sinks=leaves[0], bias=leaves[1], backend="cpu", return_lse=True
+            )
+            found.append(torch.autograd.grad([out, lse], leaves, [do, do[..., 0].contiguous()]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(same(found[0], x) for x in found[1:])

@@ -61,7 +61,7 @@ def build(key: BackwardKey) -> Any:
     device = loading.device
 
     LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
-    SIZE, FULL = configs.STORAGE_BYTES[key.storage], key.storage == "float32"
+    SIZE = configs.STORAGE_BYTES[key.storage]
     PANEL, WIDE_PANEL, ROWS = key.q_panel_bytes, key.o_panel_bytes, NR // PACK * key.v_row_bytes
     K_BYTES, V_BYTES = key.k_row_bytes, key.v_row_bytes
     S_ROW, P_ROW = NR * 4, NR * 4 // PACK
@@ -152,7 +152,7 @@ def build(key: BackwardKey) -> Any:
             scratch + arg(args, g.T_DS),
             scratch + arg(args, g.T_DS_PAIRS),
         )
-        scale = arg(args, a.SCALE) if FULL else arg(args, a.SCALE_LOG2)
+        scale = arg(args, a.SCALE)
         if kind == a.PLAIN and arg(args, a.DROP) == 0:
             for part in range(3):
                 lo = begin if part == 0 else inner_begin if part == 1 else inner_end

@@ -128,15 +128,13 @@ class _BackwardTile(Tile):
         e.store(turned[0], e.pointer(dst))
 
     def start_stats(self, e: Emitter, stats, lse, delta, dlse, rows) -> None:  # type: ignore[no-untyped-def]
-        """lse, in base 2 but for float32, and delta of a vector of rows. An empty row and a lane past the
-        last have weights of 0 (lse = inf); a row whose scores are not finite has NaN."""
+        """lse and delta of a vector of rows. An empty row and a lane past the last have weights of 0
+        (lse = inf); a row whose scores are not finite has NaN."""
         b, p = e.b, e.pointer(stats)
         inside = e.first_lanes(rows)
         x = e.masked_load(e.pointer(lse), inside, e.vf)
         empty = b.or_(b.fcmp_ordered("==", x, e.floats(MINUS_INF)), b.not_(inside))
         x = b.select(b.fcmp_ordered("==", x, e.floats(INF)), e.floats(NAN), x)
-        if self.key.storage != "float32":
-            x = b.fmul(x, e.floats(LOG2E))
         sums = e.load(e.pointer(delta))
 
         def less(x: list[Value]) -> list[Value]:
@@ -193,14 +191,6 @@ class _BackwardTile(Tile):
         e.loop(groups, [e.pointer(k), e.pointer(dq)], group)
 
     # weights
-    def _columns(self, e: Emitter, emit: Callable[[list[int]], None]) -> None:
-        """All vectors of a panel at once; one by one where they would not fit the registers."""
-        if ISAS[self.key.isa].registers < 32:
-            for v in range(self.nv):
-                emit([v])
-        else:
-            emit(list(range(self.nv)))
-
     def _gradient(  # type: ignore[no-untyped-def]
         self, e: Emitter, s, dp, stats, scale_bits, keys, *, narrow=None, bounds=None, changed=False
     ) -> None:
@@ -253,11 +243,11 @@ class _BackwardTile(Tile):
             columns(list(range(self.nv)))
 
     def _weight(self, e: Emitter, x: Value, scale: Value, lse: Value) -> Value:
-        """exp(x·scale + lse), of a negated lse. In float32 the scaled score is rounded as the forward pass
-        did: the weight of a row's only key is exactly 1."""
-        if self.key.storage != "float32":
-            return e.exp2(e.fma(x, scale, lse), self.degree)
+        """exp(x·scale + lse), of a negated lse. The scaled score is rounded as the forward pass did: the
+        weight of a row's only key is exactly 1, and a row of huge scores has finite weights."""
         distance = e.b.fadd(e.b.fmul(x, scale), lse)
+        if self.key.storage != "float32":
+            return e.exp2(e.b.fmul(distance, e.floats(LOG2E)), self.degree)
         return e.exp2_scaled(distance, e.floats(LOG2E), e.floats(LOG2E_REST), self.degree)
 
     def _store_narrow(self, e: Emitter, p: list[Value], v: int, found: list[tuple[Value, Value]]) -> None:

@@ -74,7 +74,7 @@ class BackwardScratch(NamedTuple):
     s: int  # S^T, then P^T
     p: int  # P^T as bfloat16 rows; float32: s
     stage: int
-    stats: int  # lse (float32) or lse·log2(e), and delta, of every panel
+    stats: int  # lse and delta of every panel
     limits: int
     block: int  # what the pass over scores takes for maxima
     zero: int

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+SUMMED_ALIKE = 1 << 14  # elements, half of what torch gives one thread
 OWN_SUMS_BYTES = 64 << 20  # up to here every head and batch entry has a bias gradient of its own
 
 
@@ -31,9 +32,10 @@ class BiasSums(NamedTuple):
 
     def total(self, like: Tensor) -> Tensor:
         x = self.sums.sum(0) if self.sums.ndim == 5 else self.sums
-        shape = (1,) * (4 - like.ndim) + like.shape
-        over = [d for d in range(4) if shape[d] == 1 and x.shape[d] != 1]
-        return (x.sum(over, keepdim=True) if over else x).reshape(like.shape).to(like.dtype)
+        for d, size in enumerate((1,) * (4 - like.ndim) + like.shape):
+            if size == 1 and x.shape[d] != 1:
+                x = _sum(x, d).unsqueeze(d)
+        return x.reshape(like.shape).to(like.dtype)
 
 
 def zeros_in_order_of(x: Tensor, parts: int) -> Tensor:
@@ -71,10 +73,17 @@ def bias_sums(bias: Tensor, batch: int, heads: tuple[int, int], seqlens: tuple[i
     return BiasSums(sums, (of_batch, of_head, of_row, 4, 0), b < batch, h == 1 and num_kv_heads > 1)
 
 
+def _sum(x: Tensor, dim: int) -> Tensor:
+    """Sum over one dimension, in parts: torch cuts a longer sum to one element by its number of threads."""
+    parts = [part.sum(dim) for part in x.split(SUMMED_ALIKE, dim)]
+    return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+
+
 def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """-Σ exp(sink - lse)·delta over batch entries and rows; a row of no member has lse = -inf and no part."""
     delta = (dout.float() * out.float()).sum(-1)
     if dlse is not None:
         delta = delta - dlse
     share = torch.exp(sinks.float()[:, None] - lse)
-    return -(share * delta).masked_fill_(lse == -torch.inf, 0.0).sum((0, 2)).to(sinks.dtype)
+    lost = (share * delta).masked_fill_(lse == -torch.inf, 0.0)
+    return -_sum(_sum(lost, 2), 0).to(sinks.dtype)
