@@ -201,6 +201,24 @@ def test_infinite_scores_are_the_maximum(backend: str):
     assert got.entropy[0, 0, 1].isnan() and torch.isfinite(got.entropy[0, 0, [0, 2, 3]]).all()
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_a_row_of_the_least_bias_has_numbers(backend: str, dtype: torch.dtype):
+    """Its scores are equal: every key weighs exp(S - lse) = 1, with no surprise. Other rows never notice."""
+    least, (q, k, v) = torch.finfo(torch.float32).min, qkv(1, 2, 20, 24, 16, dtype=dtype)
+    bias = torch.zeros(20, 24)
+    bias[4:7] = least
+    lse = attention(q, k, v, bias=bias, return_lse=True, backend=backend).lse
+    assert (lse[..., 4:7] == least).all()
+    sums = column_sums(q, k, lse, bias=bias, backend=backend)
+    got = row_stats(q, k, lse, bias=bias, backend=backend)
+    rest = [*range(4), *range(7, 20)]
+    want = statistics_reference(q[:, :, rest], k)
+    close(sums, want[0] + 3.0, 8.0)
+    assert (got.entropy[..., 4:7] == 0).all() and (got.max_logit[..., 4:7] == least).all()
+    close(got.entropy[..., rest], want[1], 8.0)
+    close(got.max_logit[..., rest], want[2], 8.0)
+
+
 @pytest.mark.parametrize("causal", (False, True))
 def test_packed_members(backend: str, causal: bool):
     rows, keys = [0, 9, 9, 80, 81], [0, 20, 25, 140, 141]

@@ -121,9 +121,9 @@ def build(key: StatisticsKey) -> Any:
         s, stats = scratch + arg(args, a.T_S) + begin * NR * 4, scratch + arg(args, a.T_STATS) + i_p * NR * 20
         if arg(args, COLUMNS) != 0:
             columns = scratch + arg(args, a.T_V) + begin * LANES * 4
-            add_to_columns(s, stats, arg(args, a.SCALE_LOG2), end - begin, columns)
+            add_to_columns(s, stats, arg(args, a.SCALE), end - begin, columns)
         else:
-            add_to_rows(s, stats, arg(args, a.SCALE_LOG2), (end - begin) // 4)
+            add_to_rows(s, stats, arg(args, a.SCALE), (end - begin) // 4)
 
     @device(5)
     def measure_interval(args, scratch, k, columns, start):  # type: ignore[no-untyped-def]

@@ -1,13 +1,13 @@
 """The stages of one tile of weights whose sums are wanted, as vector functions on the tiles of `blocks.py`.
 
-    log2 p = scale_log2·S - lse·log2(e)        lanes are queries
+    ln p = scale·S - lse        lanes are queries
 
 A column sum is one vector of lanes per key, added to by every panel of a span and reduced once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from polyflash.backends.cpu.blocks import Tile
@@ -15,8 +15,8 @@ from polyflash.backends.cpu.simd import I64, Emitter, Value, native
 from polyflash.backends.cpu.statistics_configs import StatisticsKey
 
 MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
-LOG2E, LOG2E_LOW, LN2 = 1.4426950216293335, 1.92596298909109e-08, 0.6931471805599453
-LEAST_LOG, MOST_LOG = -1e4, 126.0  # the weights of an lse that is not theirs stay numbers
+LOG2E, LOG2E_LOW = 1.4426950216293335, 1.92596298909109e-08
+LEAST_LOG, MOST_LOG = -7000.0, 87.0  # the weights of an lse that is not theirs stay numbers
 
 
 class Stages(NamedTuple):
@@ -37,52 +37,43 @@ class Stages(NamedTuple):
 
 
 class _StatisticsTile(Tile):
-    """Emissions for one key. A panel's stats are five rows of its lanes: lse·log2(e) and what its rounding
-    misses, Σ p·log2 p, the largest raw score, and 0 or NaN."""
+    """Emissions for one key. A panel's stats are four rows of its lanes, and room for a fifth: lse, Σ p·ln p,
+    the largest raw score, and 0 or NaN."""
 
     def start_rows(self, e: Emitter, lse, rows, stats) -> None:  # type: ignore[no-untyped-def]
         """+inf stands for a row without weights: an empty one, or none at all."""
         b, p, row = e.b, e.pointer(stats), self.nr * 4
         inside = e.first_lanes(rows)
         given = e.masked_load(e.pointer(lse), inside, e.vf)
-        lse2 = b.fmul(given, e.floats(LOG2E))
-        missed = e.fma(given, e.floats(LOG2E_LOW), e.fma(given, e.floats(LOG2E), b.fneg(lse2)))
-        lse2 = b.select(b.fcmp_ordered("==", given, e.floats(INF)), e.floats(NAN), lse2)
+        own = b.select(b.fcmp_ordered("==", given, e.floats(INF)), e.floats(NAN), given)
         none = b.or_(b.fcmp_ordered("==", given, e.floats(MINUS_INF)), b.not_(inside))
-        e.store(b.select(none, e.floats(INF), lse2), p)
-        e.store(missed, p, row)
-        for slot, value in ((2, 0.0), (3, MINUS_INF), (4, 0.0)):
+        e.store(b.select(none, e.floats(INF), own), p)
+        for slot, value in ((1, 0.0), (2, MINUS_INF), (3, 0.0)):
             e.store(e.floats(value), p, slot * row)
 
-    def _weight(
-        self, e: Emitter, s: Value, lse2: Sequence[Value], scale: Sequence[Value]
-    ) -> tuple[Value, Value]:
-        """p and log2 p of a vector of scores; both 0 where invisible. `lse2` and `scale` are sums of two
-        parts: their rounding errors would be the same for every key of a row."""
+    def _weight(self, e: Emitter, s: Value, lse: Value, scale: Value) -> tuple[Value, Value]:
+        """p and ln p of a vector of scores; both 0 where invisible. The scaled score is rounded as the
+        forward pass did and lse has no factor: a row of huge scores has finite weights."""
         b = e.b
-        none = b.fcmp_ordered("==", lse2[0], e.floats(INF))
-        missed = e.fma(s, scale[1], b.fneg(lse2[1]))
-        x = b.fadd(e.fma(s, scale[0], b.fneg(lse2[0])), missed)
+        x = b.fsub(b.fmul(s, scale), lse)
         x = b.select(b.fcmp_ordered("<", x, e.floats(LEAST_LOG)), e.floats(LEAST_LOG), x)
         x = b.select(b.fcmp_ordered(">", x, e.floats(MOST_LOG)), e.floats(MOST_LOG), x)
+        none = b.fcmp_ordered("==", lse, e.floats(INF))
         hidden = b.or_(none, b.fcmp_ordered("==", s, e.floats(MINUS_INF)))
-        weight = b.select(hidden, e.floats(0), e.exp2(x, self.degree))
-        return weight, b.select(hidden, e.floats(0), x)
+        weight = e.exp2_scaled(x, e.floats(LOG2E), e.floats(LOG2E_LOW), self.degree)
+        return b.select(hidden, e.floats(0), weight), b.select(hidden, e.floats(0), x)
 
-    def _rows(self, e: Emitter, stats: Value, scale_bits: Value) -> tuple[list[list[Value]], list[Value]]:
-        """lse·log2(e) of every vector of lanes, and the scale, in two parts each."""
-        high = e.b.lshr(scale_bits, I64(32))
-        scale = [e.splat(e.float_bits(bits)) for bits in (scale_bits, high)]
-        lse2 = [[e.load(stats, part * self.nr * 4 + v * e.bytes) for part in (0, 1)] for v in range(self.nv)]
-        return lse2, scale
+    def _rows(self, e: Emitter, stats: Value, scale_bits: Value) -> tuple[list[Value], Value]:
+        """lse of every vector of lanes, and the scale."""
+        return [e.load(stats, v * e.bytes) for v in range(self.nv)], e.splat(e.float_bits(scale_bits))
 
     def add_to_columns(self, e: Emitter, s, stats, scale_bits, keys, columns) -> None:  # type: ignore[no-untyped-def]
-        lse2, scale = self._rows(e, e.pointer(stats), scale_bits)
+        lse, scale = self._rows(e, e.pointer(stats), scale_bits)
 
         def key(i: Value, p: list[Value]) -> list[Value]:
             total = e.load(p[1])
             for v in range(self.nv):
-                weight, _ = self._weight(e, e.load(p[0], v * e.bytes), lse2[v], scale)
+                weight, _ = self._weight(e, e.load(p[0], v * e.bytes), lse[v], scale)
                 total = e.b.fadd(total, weight)
             e.store(total, p[1])
             return [e.at(p[0], self.nr * 4), e.at(p[1], e.bytes)]
@@ -90,22 +81,22 @@ class _StatisticsTile(Tile):
         e.loop(keys, [e.pointer(s), e.pointer(columns)], key)
 
     def add_to_rows(self, e: Emitter, s, stats, scale_bits, fours) -> None:  # type: ignore[no-untyped-def]
-        """Σ p·log2 p restarts at every block and in four sums: many equal terms all round the same way."""
+        """Σ p·ln p restarts at every block and in four sums: many equal terms all round the same way."""
         b, row, p_stats = e.b, self.nr * 4, e.pointer(stats)
-        lse2, scale = self._rows(e, p_stats, scale_bits)
+        lse, scale = self._rows(e, p_stats, scale_bits)
 
         def vector(v: int) -> None:
             def keys(i: Value, p: list[Value]) -> list[Value]:
                 top, nan, sums = p[1], p[2], p[3:]
                 for j in range(4):
                     x = e.load(p[0], j * row + v * e.bytes)
-                    weight, log2 = self._weight(e, x, lse2[v], scale)
-                    sums[j] = e.fma(weight, log2, sums[j])
+                    weight, log = self._weight(e, x, lse[v], scale)
+                    sums[j] = e.fma(weight, log, sums[j])
                     top = e.maximum(x, top)
                     nan = b.select(b.fcmp_unordered("uno", x, x), x, nan)
                 return [e.at(p[0], 4 * row), top, nan, *sums]
 
-            total, top, nan = (slot * row + v * e.bytes for slot in (2, 3, 4))
+            total, top, nan = (slot * row + v * e.bytes for slot in (1, 2, 3))
             start = [e.pointer(s), e.load(p_stats, top), e.load(p_stats, nan), *[e.floats(0)] * 4]
             out = e.loop(fours, start, keys)
             e.store(out[1], p_stats, top)
@@ -132,11 +123,9 @@ class _StatisticsTile(Tile):
 
     def finish_rows(self, e: Emitter, stats, entropy, max_logit, rows, scale_bits, sink_bits) -> None:  # type: ignore[no-untyped-def]
         b, p, row = e.b, e.pointer(stats), self.nr * 4
-        lse2, missed, total, top, nan = (e.load(p, slot * row) for slot in range(5))
-        sink = e.splat(e.float_bits(sink_bits))
-        log2e = e.floats(LOG2E), e.floats(LOG2E_LOW)
-        weight, log2 = self._weight(e, sink, (lse2, missed), log2e)
-        nats = b.fmul(e.fma(weight, log2, total), e.floats(-LN2))
+        lse, total, top, nan = (e.load(p, slot * row) for slot in range(4))
+        weight, log = self._weight(e, e.splat(e.float_bits(sink_bits)), lse, e.floats(1))
+        nats = b.fneg(e.fma(weight, log, total))
         nats = b.select(b.fcmp_ordered("<", nats, e.floats(0)), e.floats(0), nats)
         inside = e.first_lanes(rows)
         e.masked_store(b.fadd(nats, nan), e.pointer(entropy), inside)
