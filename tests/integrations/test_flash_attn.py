@@ -187,11 +187,56 @@ def test_what_is_refused() -> None:
         fa.flash_attn_with_kvcache(q[None], cache, cache, q[None], q[None], cache_seqlens=5)
     with pytest.raises(SpecError, match=r"cache_seqlens: got torch\.int64"):
         fa.flash_attn_with_kvcache(q[None], cache, cache, cache_seqlens=torch.tensor([3]))
-    with pytest.raises(SpecError, match="k, v: got one alone"):
+    with pytest.raises(SpecError, match="k, v: got k alone"):
         fa.flash_attn_with_kvcache(q[None], cache, cache, q[None], cache_seqlens=2)
     short = {"rotary_cos": torch.ones(5, 4), "rotary_sin": torch.zeros(5, 4)}
     with pytest.raises(SpecError, match="rotary_cos"):
         fa.flash_attn_with_kvcache(q[None], cache, cache, q[None], q[None], **short, cache_seqlens=3)
+
+
+CACHE = {"rotary_cos": torch.ones(16, 4), "rotary_sin": torch.zeros(16, 4)}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"k": None}, "k, v: got v alone"),
+        ({"v": None}, "k, v: got k alone"),
+        ({"rotary_cos": CACHE["rotary_cos"]}, "rotary_cos, rotary_sin: got rotary_cos alone"),
+        ({"rotary_sin": CACHE["rotary_sin"]}, "rotary_cos, rotary_sin: got rotary_sin alone"),
+        ({"k": None, "v": None, **CACHE}, "k, v: got neither, with rotary_cos"),
+        ({"k": x(1, 3, 2, 8)}, r"k: got .*\(1, 3, 2, 8\) on cpu, wanted torch\.float32 \(2, 3, 2, 8\)"),
+        ({"k": x(3)}, r"k: got .*\(3,\)"),
+        ({"k": x(2, 3, 1, 8)}, r"k: got .*\(2, 3, 1, 8\)"),
+        ({"k": x(2, 3, 2, 1), **CACHE}, r"k: got .*\(2, 3, 2, 1\)"),
+        ({"k": x(3, 2, 8)}, r"k: got .*\(3, 2, 8\)"),
+        ({"v": x(2, 1, 2, 6)}, r"v: got .*\(2, 1, 2, 6\)"),
+        ({"v": x(2, 3, 2, 1)}, r"v: got .*\(2, 3, 2, 1\)"),
+        ({"v": x(2, 3, 2, 6).half()}, r"v: got torch\.float16"),
+        ({"v": x(2, 3, 2, 6).to("meta")}, "v: got .* on meta"),
+        ({"cache_batch_idx": torch.tensor([0, 4])}, "cache_batch_idx: got rows 0 to 4, wanted 0 to 3"),
+        ({"cache_batch_idx": torch.tensor([-1, 2])}, "cache_batch_idx: got rows -1 to 2"),
+        ({"cache_batch_idx": torch.tensor([1])}, r"cache_batch_idx: got torch\.int64 \(1,\)"),
+        ({"cache_batch_idx": torch.tensor([0.0, 1.0])}, r"cache_batch_idx: got torch\.float32"),
+        ({"cache_batch_idx": None}, "k_cache: got 4 rows, wanted 2"),
+        ({"v_cache": x(3, 9, 2, 6)}, r"k_cache, v_cache: got \(4, 9, 2, 8\) and \(3, 9, 2, 6\)"),
+        ({"cache_seqlens": 7}, "cache_seqlens"),
+    ],
+)  # fmt: skip
+def test_a_refused_call_leaves_the_cache_alone(change: dict[str, Any], words: str) -> None:
+    k_cache, v_cache = x(4, 9, 2, 8), x(4, 9, 2, 6)
+    before = k_cache.clone(), v_cache.clone()
+    call = {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "k": x(2, 3, 2, 8),
+        "v": x(2, 3, 2, 6),
+        "cache_seqlens": 2,
+        "cache_batch_idx": torch.tensor([3, 1]),
+    }
+    with pytest.raises(SpecError, match=words):
+        fa.flash_attn_with_kvcache(x(2, 1, 4, 8), **call | change)
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
 
 
 def turned(t: Tensor, at: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -42,7 +42,7 @@ def flash_attn_with_kvcache(
         v: (batch, seqlen_new, num_kv_heads, head_dim_v), given if k is.
         rotary_cos: (positions, rotary_dim / 2), with k only. k is rotated by the positions it is written to;
             so is q, row by row, with `causal` or a window, and all of it by `cache_seqlens` otherwise.
-        rotary_sin: likewise.
+        rotary_sin: likewise, given if rotary_cos is.
         cache_seqlens: live keys before k is written, int or int32 (batch,); None is all, and not with k.
         cache_batch_idx: int (batch,): the cache's row of each request, which is copied if given; all differ
             where k is given.
@@ -54,19 +54,26 @@ def flash_attn_with_kvcache(
 
     Raises:
         UnsupportedError: `block_table`, or rotary with `cache_leftpad`.
-        SpecError: keys do not fit behind those in the cache, or what `polyflash.attention` refuses.
+        SpecError: k or rotary_cos without its other half; k, v or cache_batch_idx are not the cache's; keys
+            do not fit behind those in the cache; or what `polyflash.attention` refuses. What is refused for
+            k, v, rotary or cache_batch_idx is so before the cache is written.
     """
     if block_table is not None:
         raise UnsupportedError("block_table: polyflash has no paged attention. Pass a contiguous cache")
     if rotary_cos is not None and cache_leftpad is not None:
         raise UnsupportedError("cache_leftpad: not with rotary_cos here. Rotate q and k before the call")
+    _check_halves(k, v, rotary_cos, rotary_sin)
     window = window_sides(window_size)
     with torch.no_grad():
+        _check_rows(q, k_cache, v_cache, cache_batch_idx)
         lens = _lens(q, k_cache, cache_seqlens)
         if k is not None and v is not None:
             if cache_seqlens is None:
                 change = "Say how many keys the cache holds; 0 for none."
                 raise spec_error("cache_seqlens", got="None", wanted=f"{_INT32} with k", change=change)
+            seqlen_new = k.shape[1] if k.ndim > 1 else 0
+            _check_new("k", k, k_cache, q.shape[0], seqlen_new)
+            _check_new("v", v, v_cache, q.shape[0], seqlen_new)
             if rotary_cos is not None and rotary_sin is not None:
                 stand = lens.long()[:, None]
                 along = causal or window != (None, None)
@@ -76,11 +83,6 @@ def flash_attn_with_kvcache(
                 k = _rotated(k, stand + new, rotary_cos, rotary_sin, rotary_interleaved)
             _append(k_cache, v_cache, k, v, lens, cache_batch_idx)
             lens = lens + k.shape[1]
-        elif not (k is v is rotary_cos is rotary_sin is None):
-            change = "Rotary applies to the keys that are written."
-            raise spec_error(
-                "k, v", got="one alone, or neither with rotary_cos", wanted="both", change=change
-            )
         keys, values = k_cache, v_cache
         if cache_batch_idx is not None:
             keys, values = keys[cache_batch_idx.long()], values[cache_batch_idx.long()]
@@ -96,6 +98,55 @@ def window_sides(window_size: tuple[int | None, int | None]) -> tuple[int | None
     """flash-attn's (left, right) as polyflash has it: a negative side is unbounded."""
     left, right = window_size
     return (None if left is None or left < 0 else left), (None if right is None or right < 0 else right)
+
+
+def _check_halves(k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> None:
+    """What is given in pairs."""
+    for names, pair, change in (
+        (("k", "v"), (k, v), "Pass both to write to the caches, or neither."),
+        (("rotary_cos", "rotary_sin"), (cos, sin), "Pass both tables, or neither."),
+    ):
+        given = [name for name, x in zip(names, pair, strict=True) if x is not None]
+        if len(given) == 1:
+            raise spec_error(", ".join(names), got=f"{given[0]} alone", wanted="both", change=change)
+    if k is None and cos is not None:
+        change = "Rotary applies to the keys that are written."
+        raise spec_error("k, v", got="neither, with rotary_cos", wanted="both", change=change)
+
+
+def _check_new(name: str, new: Tensor, cache: Tensor, batch: int, seqlen: int) -> None:
+    """That `new` can be written to `cache` as it is: assignment would broadcast and cast."""
+    shape = (batch, seqlen, *cache.shape[2:])
+    if (*new.shape,) != shape or new.dtype is not cache.dtype or new.device != cache.device:
+        got = f"{new.dtype} {tuple(new.shape)} on {new.device}"
+        wanted = f"{cache.dtype} {shape} on {cache.device}: (batch, seqlen_new, num_kv_heads, channels)"
+        raise spec_error(name, got=got, wanted=wanted, change=f"Give {name} what {name}_cache has.")
+
+
+def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch_idx: Tensor | None) -> None:
+    """That every request has a row of both caches."""
+    if k_cache.ndim != 4 or v_cache.ndim != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
+        got, change = f"{(*k_cache.shape,)} and {(*v_cache.shape,)}", "Only head_dim may differ."
+        wanted = "two of (batch_cache, seqlen_cache, num_kv_heads, head_dim)"
+        raise spec_error("k_cache, v_cache", got=got, wanted=wanted, change=change)
+    rows, batch = k_cache.shape[0], q.shape[0]
+    if batch_idx is None:
+        if rows != batch:
+            change = "Pass cache_batch_idx, or a view of the caches' rows."
+            raise spec_error("k_cache", got=f"{rows} rows", wanted=f"{batch}, as q has", change=change)
+        return
+    if batch_idx.shape != (batch,) or batch_idx.dtype not in (torch.int32, torch.int64):
+        got = f"{batch_idx.dtype} {tuple(batch_idx.shape)}"
+        change = "One row number per request."
+        raise spec_error("cache_batch_idx", got=got, wanted=f"int32 or int64 ({batch},)", change=change)
+    if (
+        batch_idx.device.type == "cpu"
+        and batch
+        and not 0 <= int(batch_idx.min()) <= int(batch_idx.max()) < rows
+    ):
+        got = f"rows {int(batch_idx.min())} to {int(batch_idx.max())}"
+        change = "Number the rows of k_cache."
+        raise spec_error("cache_batch_idx", got=got, wanted=f"0 to {rows - 1}", change=change)
 
 
 def _lens(q: Tensor, k_cache: Tensor, cache_seqlens: int | Tensor | None) -> Tensor:
