@@ -304,7 +304,8 @@ class Figures:
         assert self.rows < FEW_ROWS or a <= 1.5 * at + u / 8, (
             f"{label}: mean error {a:.3g} > 1.5·{at:.3g} + {u:.3g}/8"
         )
-        allowed = 4 * wt + 8 * torch.finfo(dtype).eps + 10 * self.own
+        luck = 4 if self.rows >= FEW_ROWS else 8  # of T's worst row, where there are few
+        allowed = luck * wt + 8 * torch.finfo(dtype).eps + 10 * self.own
         assert w <= allowed, f"{label}: worst row {w:.3g} > {allowed:.3g} (T {wt:.3g})"
 
 

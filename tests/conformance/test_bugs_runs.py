@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import polyflash
-from polyflash import Mask, SpecError, backends, target
+from polyflash import Mask, SpecError, backends, target, torch_ops
 from polyflash.spec import AttentionSpec, Feature, Phase
 from tests.conformance.rows import DTYPES, Runner, ints, qkv
 from tests.memory import check_guarded
@@ -73,11 +73,12 @@ def test_B_cch_07_first_call_of_a_shape(run: Runner):
 
 
 def test_B_cch_02_a_route_knows_which_operands_there_are():
-    """A plain call, then one that the first row refuses, then the plain one again."""
+    """A plain call, then one with an operand, then the plain one again: two routes."""
     q, k, v = qkv(1, 2, 20, 40, 16)
+    torch_ops._routes.clear()
     plain = polyflash.attention(q, k, v)
     dropped = polyflash.attention(q, k, v, dropout_p=0.5)
-    assert not torch.equal(dropped, plain)
+    assert not torch.equal(dropped, plain) and len(torch_ops._routes) == 2
     same_bits(polyflash.attention(q, k, v), plain)
 
 

@@ -570,7 +570,7 @@ def test_rows_accept_everything_everywhere() -> None:
         for target in (*KNOWN, Target("xpu:generic"), Target("mps:generic")):
             for seqlen in (1, 7, 300, 1 << 20):
                 spec = AttentionSpec(
-                    row.phase, "float64", target.kind, 3, 33, 11, seqlen, 1 << 22, 7, 9, frozenset(Feature)
+                    row.phase, "float64", target.kind, 3, 33, 11, seqlen, 1 << 22, 7, 9, row.features
                 )
                 assert row.accepts(spec, target, by_name=False)
                 assert choose(spec, target) in candidates(spec, target)
