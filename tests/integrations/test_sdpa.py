@@ -243,6 +243,8 @@ TORCHS: dict[str, tuple[Case, str]] = {
 
 @pytest.mark.parametrize("name", TORCHS)
 def test_what_polyflash_does_not_run_is_torchs(name: str, ran: list[tuple[str, str]]) -> None:
+    if name == "no heads" and torch.__version__ < "2.12":
+        pytest.skip("torch's own function divides by zero there, and ends the process")
     args, options = TORCHS[name][0]()
     want = TORCH(*args, **options)
     with use_backend(None):
