@@ -147,7 +147,7 @@ def test_keys_and_scratch(known):
         tiles = statistics_configs.scratch(key, 8, 128)
         assert tiles.total % 4096 == 0 and all(at % configs.LINE == 0 for at in tiles)
         assert tiles.s - tiles.v >= 128 * key.lanes * 4
-        assert tiles.limits - tiles.stats >= 8 * key.panel_rows * 20
+        assert tiles.limits - tiles.stats >= 8 * key.panel_rows * 16
 
 
 def test_words_follow_those_of_the_forward():

@@ -57,7 +57,7 @@ def build(key: BackwardKey) -> Any:
     store_i64, least, greatest = simd.store_i64, simd.least, simd.greatest
     call_pass, call_dropout, call_bias = simd.call_native(9), simd.call_native(7), simd.call_native(8)
     shared = loading.loaders(key, stage)
-    load_tile, offset_of, table_entry = shared.load_tile, shared.offset_of, shared.table_entry
+    load_tile, stand = shared.load_tile, shared.stand
     device = loading.device
 
     LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
@@ -361,36 +361,17 @@ def build(key: BackwardKey) -> Any:
     @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
     def kernel(args, number, scratch):  # type: ignore[no-untyped-def]
         here, group = arg(args, g.HEADS_HERE), arg(args, a.GROUP)
-        seqlen_q, seqlen_k = arg(args, a.SEQLEN_Q), arg(args, a.SEQLEN_K)
         entry, i_hkv = arg(args, g.ENTRIES) + number // here * 20, arg(args, g.FIRST_HEAD) + number % here
         i_b = load_i32(entry)
-        i_t, first_q, first_k = i_b, 0, 0
-        if arg(args, a.CU_Q) != 0:
-            # Checked before the call; held within the tensors all the same, as another thread may write them.
-            cu_q, cu_k = arg(args, a.CU_Q) + 4 * i_b, arg(args, a.CU_K) + 4 * i_b
-            i_t, first_q = 0, least(greatest(load_i32(cu_q), 0), seqlen_q)
-            first_k = least(greatest(load_i32(cu_k), 0), seqlen_k)
-            seqlen_q = greatest(least(load_i32(cu_q + 4), seqlen_q) - first_q, 0)
-            seqlen_k = greatest(least(load_i32(cu_k + 4), seqlen_k) - first_k, 0)
-
-        # Row i sees keys [max(start, i + lo_shift), min(live, i + hi_shift)); clamped, shifts fit 32 bits.
-        live = least(greatest(table_entry(args, a.KV_LENS, i_b, seqlen_k), 0), seqlen_k)
-        start = greatest(table_entry(args, a.KV_STARTS, i_b, 0), 0)
-        offset = offset_of(args, i_b, live, seqlen_q)
-        lo_shift = least(greatest(offset - arg(args, a.LEFT), -seqlen_q), seqlen_k)
-        hi_shift = least(greatest(offset + arg(args, a.RIGHT) + 1, -seqlen_q), seqlen_k)
+        item = scratch + arg(args, a.T_ITEM)
+        i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
+        lo_shift, hi_shift = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT)
         begin, end = greatest(load_i32(entry + 4), start), least(load_i32(entry + 8), live)
         first_row, last_row = greatest(begin - hi_shift + 1, 0), least(end - lo_shift, seqlen_q)
         if end <= begin or last_row <= first_row:
             return
         fill(scratch + arg(args, a.T_ZERO), V_BYTES // ALL, arg(args, a.ZERO))
-        item = scratch + arg(args, a.T_ITEM)
-        store_i64(item + 8 * a.I_BATCH, i_b)
         store_i64(item + 8 * a.I_HEADS, 1)
-        store_i64(item + 8 * a.I_SEQLEN_K, seqlen_k)
-        store_i64(item + 8 * a.I_OFFSET, offset)
-        store_i64(item + 8 * a.I_LO_SHIFT, lo_shift)
-        store_i64(item + 8 * a.I_HI_SHIFT, hi_shift)
         store_i64(item + 8 * g.I_TENSOR, i_t)
         store_i64(item + 8 * g.I_FIRST_Q, first_q)
         store_i64(item + 8 * g.I_BEGIN, begin)

@@ -19,7 +19,7 @@ from llvmlite import ir
 from polyflash.backends.cpu.backward_configs import BackwardKey
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import ISAS
-from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, native
+from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, natives
 
 MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
 LOG2E, LOG2E_REST = 1.44269502162933349609375, 1.925963033500011e-08  # of float32, and what it misses
@@ -402,9 +402,4 @@ def emissions(key: BackwardKey) -> Iterator[tuple[str, int, Callable[..., Any], 
 
 def stages(key: BackwardKey) -> Stages:
     """The stages of `key`'s tiles."""
-    return Stages(
-        **{
-            name: native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
-            for name, arity, emit, returns in emissions(key)
-        }
-    )
+    return Stages(**natives(key.name, key.isa, emissions(key)))

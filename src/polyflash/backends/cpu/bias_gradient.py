@@ -12,7 +12,7 @@ from typing import Any
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import backward_arguments as g
 from polyflash.backends.cpu.backward_configs import BiasGradientKey
-from polyflash.backends.cpu.simd import I64, Emitter, Value, native
+from polyflash.backends.cpu.simd import I64, Emitter, Value, natives
 
 
 class _Square:
@@ -64,10 +64,7 @@ def build(key: BiasGradientKey) -> Any:
 
     from polyflash.backends.cpu import simd
 
-    add_square, add_over_rows, add_over_keys = (
-        native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
-        for name, arity, emit, returns in emissions(key)
-    )
+    add_square, add_over_rows, add_over_keys = natives(key.name, key.isa, emissions(key)).values()
     arg, least = simd.word, simd.least
     LANES, NV, S_ROW = key.lanes, key.nv, key.panel_rows * 4
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from polyflash.backends.cpu.configs import ISAS, STORAGE_BYTES, KernelKey
-from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, native
+from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, natives
 
 ROWS_AHEAD = 8  # how many rows before its use K or V is prefetched
 
@@ -460,9 +460,4 @@ def emissions(key: KernelKey) -> Iterator[tuple[str, int, Callable[..., Any], bo
 
 def stages(key: KernelKey) -> Stages:
     """The stages of `key`'s tiles."""
-    return Stages(
-        **{
-            name: native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
-            for name, arity, emit, returns in emissions(key)
-        }
-    )
+    return Stages(**natives(key.name, key.isa, emissions(key)))

@@ -20,7 +20,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu.configs import DropoutKey
-from polyflash.backends.cpu.simd import I32, I64, Emitter, Value, native
+from polyflash.backends.cpu.simd import I32, I64, Emitter, Value, natives
 
 ROUNDS = 10
 MULTIPLY = (0xD2511F53, 0xCD9E8D57)
@@ -154,10 +154,7 @@ def build(key: DropoutKey) -> Any:
     a word; `key` is even then."""
     from numba import cfunc, types
 
-    words, pairs = (
-        native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
-        for name, arity, emit, returns in emissions(key)
-    )
+    words, pairs = natives(key.name, key.isa, emissions(key)).values()
 
     @cfunc(types.void(*[types.int64] * 7), error_model="numpy", forceinline=True)
     def drop(args, tile, head, row, key, keys, pack):  # type: ignore[no-untyped-def]

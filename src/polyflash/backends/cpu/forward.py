@@ -52,8 +52,7 @@ def build(key: KernelKey) -> Any:
     MINUS_INF = 0xFF800000
 
     shared = loading.loaders(key, stage)
-    gathered, load_tile = shared.gathered, shared.load_tile
-    offset_of, table_entry = shared.offset_of, shared.table_entry
+    gathered, load_tile, stand = shared.gathered, shared.load_tile, shared.stand
     device = loading.device
 
     @device(9, types.int64)
@@ -257,7 +256,7 @@ def build(key: KernelKey) -> Any:
     @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
     def kernel(args, number, scratch):  # type: ignore[no-untyped-def]
         others, chunks, hkv = arg(args, a.OTHERS), arg(args, a.CHUNKS), arg(args, a.NUM_KV_HEADS)
-        group, seqlen_q, seqlen_k = arg(args, a.GROUP), arg(args, a.SEQLEN_Q), arg(args, a.SEQLEN_K)
+        group = arg(args, a.GROUP)
         rest = number % others
         i_hkv, i_b, i_m = (
             rest // chunks % hkv,
@@ -265,23 +264,11 @@ def build(key: KernelKey) -> Any:
             arg(args, a.ROW_BLOCKS) - 1 - number // others,
         )
         # The last rows see the most keys; packed members come with a table, the most work first.
-        i_t, first_q, first_k, entry = i_b, 0, 0, 0
+        entry = 0
         if arg(args, a.MEMBERS) != 0:
             entry = arg(args, a.MEMBERS) + number // others * 12
             i_b = load_i32(entry)
-            i_t, first_q, first_k = (
-                0,
-                load_i32(arg(args, a.CU_Q) + 4 * i_b),
-                load_i32(arg(args, a.CU_K) + 4 * i_b),
-            )
-            # Checked before the call; held within the tensors all the same, as another thread may write them.
-            first_q, first_k = least(greatest(first_q, 0), seqlen_q), least(greatest(first_k, 0), seqlen_k)
-            end_q, end_k = (
-                load_i32(arg(args, a.CU_Q) + 4 * i_b + 4),
-                load_i32(arg(args, a.CU_K) + 4 * i_b + 4),
-            )
-            seqlen_q = greatest(least(end_q, seqlen_q) - first_q, 0)
-            seqlen_k = greatest(least(end_k, seqlen_k) - first_k, 0)
+        i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
         head = i_hkv * group + rest % chunks * arg(args, a.HEADS)
         heads = least(arg(args, a.HEADS), (i_hkv + 1) * group - head)
         # Row blocks of interval lists are cut again into items, so that an item has one list.
@@ -299,24 +286,13 @@ def build(key: KernelKey) -> Any:
             return
         panels = (row_end - row_0 + NR - 1) // NR
 
-        # Row i sees keys [max(start, i + lo_shift), min(live, i + hi_shift)); clamped, shifts fit 32 bits.
-        live = least(greatest(table_entry(args, a.KV_LENS, i_b, seqlen_k), 0), seqlen_k)
-        start = greatest(table_entry(args, a.KV_STARTS, i_b, 0), 0)
-        offset = offset_of(args, i_b, live, seqlen_q)
-        lo_shift = least(greatest(offset - arg(args, a.LEFT), -seqlen_q), seqlen_k)
-        hi_shift = least(greatest(offset + arg(args, a.RIGHT) + 1, -seqlen_q), seqlen_k)
         fill(scratch + arg(args, a.T_ZERO), WIDE_BYTES // (LANES * 4), arg(args, a.ZERO))
         item = scratch + arg(args, a.T_ITEM)
-        store_i64(item + 8 * a.I_BATCH, i_b)
         store_i64(item + 8 * a.I_HEAD, head)
         store_i64(item + 8 * a.I_HEADS, heads)
         store_i64(item + 8 * a.I_ROW, row_0)
         store_i64(item + 8 * a.I_PANELS, panels)
         store_i64(item + 8 * a.I_ROW_END, row_end)
-        store_i64(item + 8 * a.I_SEQLEN_K, seqlen_k)
-        store_i64(item + 8 * a.I_OFFSET, offset)
-        store_i64(item + 8 * a.I_LO_SHIFT, lo_shift)
-        store_i64(item + 8 * a.I_HI_SHIFT, hi_shift)
         q = arg(args, a.Q) + i_t * arg(args, a.Q_BATCH) + first_q * arg(args, a.Q_ROW)
         for i_p in range(panels):
             for i_h in range(heads):

@@ -22,8 +22,7 @@ class Loaders(NamedTuple):
 
     gathered: Any  # (scratch_row, src, stride, count) -> address
     load_tile: Any  # (args, scratch, src, row_stride, dim_stride, rows, count, dst)
-    offset_of: Any  # (args, i_b, live, seqlen_q)
-    table_entry: Any  # (args, slot, i_b, default)
+    stand: Any  # (args, scratch, i_b) -> index into the tensors, first row and key, rows, start and live key
 
 
 def device(arity: int, result: Any = None) -> Any:
@@ -76,7 +75,8 @@ def loaders(key: KernelKey, stage: Stages | BackwardStages) -> Loaders:
     from polyflash.backends.cpu import simd
 
     gather_row, load_rows = stage.gather_row, stage.load_rows
-    arg, load_i32 = simd.word, simd.load_i32
+    arg, load_i32, store_i64 = simd.word, simd.load_i32, simd.store_i64
+    least, greatest = simd.least, simd.greatest
     SIZE, K_BYTES = configs.STORAGE_BYTES[key.storage], key.k_row_bytes
 
     @device(4, types.int64)
@@ -99,13 +99,34 @@ def loaders(key: KernelKey, stage: Stages | BackwardStages) -> Loaders:
                 load_rows(row, 0, 1, count, dst + r * K_BYTES)
 
     @device(4, types.int64)
-    def offset_of(args, i_b, live, seqlen_q):  # type: ignore[no-untyped-def]
-        if arg(args, a.Q_OFFSET) != 0:
-            return load_i32(arg(args, a.Q_OFFSET) + i_b * arg(args, a.Q_OFFSET_STRIDE))
-        return arg(args, a.OFFSET) if arg(args, a.HAS_OFFSET) != 0 else live - seqlen_q
-
-    @device(4, types.int64)
     def table_entry(args, slot, i_b, default):  # type: ignore[no-untyped-def]
         return load_i32(arg(args, slot) + i_b * arg(args, slot + 1)) if arg(args, slot) != 0 else default
 
-    return Loaders(gathered, load_tile, offset_of, table_entry)
+    @device(3, types.UniTuple(types.int64, 6))
+    def stand(args, scratch, i_b):  # type: ignore[no-untyped-def]
+        """Where batch entry, or packed member, `i_b` stands: index into the tensors, first row and key there,
+        number of rows, first and end live key. The item's words for the pass are written."""
+        i_t, first_q, first_k = i_b, 0, 0
+        seqlen_q, seqlen_k = arg(args, a.SEQLEN_Q), arg(args, a.SEQLEN_K)
+        if arg(args, a.CU_Q) != 0:
+            # Checked before the call; held within the tensors all the same, as another thread may write them.
+            cu_q, cu_k = arg(args, a.CU_Q) + 4 * i_b, arg(args, a.CU_K) + 4 * i_b
+            i_t, first_q = 0, least(greatest(load_i32(cu_q), 0), seqlen_q)
+            first_k = least(greatest(load_i32(cu_k), 0), seqlen_k)
+            seqlen_q = greatest(least(load_i32(cu_q + 4), seqlen_q) - first_q, 0)
+            seqlen_k = greatest(least(load_i32(cu_k + 4), seqlen_k) - first_k, 0)
+        live = least(greatest(table_entry(args, a.KV_LENS, i_b, seqlen_k), 0), seqlen_k)
+        start = greatest(table_entry(args, a.KV_STARTS, i_b, 0), 0)
+        offset = arg(args, a.OFFSET) if arg(args, a.HAS_OFFSET) != 0 else live - seqlen_q
+        offset = table_entry(args, a.Q_OFFSET, i_b, offset)
+        item = scratch + arg(args, a.T_ITEM)
+        store_i64(item + 8 * a.I_BATCH, i_b)
+        store_i64(item + 8 * a.I_SEQLEN_K, seqlen_k)
+        store_i64(item + 8 * a.I_OFFSET, offset)
+        # Row i sees keys [max(start, i + lo_shift), min(live, i + hi_shift)); clamped, shifts fit 32 bits.
+        lo_shift, hi_shift = offset - arg(args, a.LEFT), offset + arg(args, a.RIGHT) + 1
+        store_i64(item + 8 * a.I_LO_SHIFT, least(greatest(lo_shift, -seqlen_q), seqlen_k))
+        store_i64(item + 8 * a.I_HI_SHIFT, least(greatest(hi_shift, -seqlen_q), seqlen_k))
+        return i_t, first_q, first_k, seqlen_q, start, live
+
+    return Loaders(gathered, load_tile, stand)

@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu.configs import ScoreKey
-from polyflash.backends.cpu.simd import F32, I1, I8, I16, I32, I64, Emitter, Value, native
+from polyflash.backends.cpu.simd import F32, I1, I8, I16, I32, I64, Emitter, Value, natives
 
 MINUS_INF = float("-inf")
 # Words of a column, from I_COLUMN on.
@@ -253,10 +253,7 @@ def build(key: ScoreKey) -> Any:
 
     from polyflash.backends.cpu import loading, simd
 
-    change_column, scan_mask, store_as_float = (
-        native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
-        for name, arity, emit, returns in emissions(key)
-    )
+    change_column, scan_mask, store_as_float = natives(key.name, key.isa, emissions(key)).values()
     arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
     store_i64, store_i32, least, greatest = simd.store_i64, simd.store_i32, simd.least, simd.greatest
     LANES, NV, NR = key.lanes, key.nv, key.panel_rows

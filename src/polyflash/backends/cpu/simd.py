@@ -7,7 +7,7 @@ Inline assembly is not an option: numba's JIT has no parser for it and aborts th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -367,6 +367,16 @@ def native(
         return value if returns else context.get_dummy_value()
 
     return _callable(name, arity, lambda: (result(*[types.int64] * arity), codegen))
+
+
+def natives(
+    prefix: str, isa: str, emissions: Iterable[tuple[str, int, Callable[..., Any], bool]]
+) -> dict[str, Any]:
+    """`native` of every (name, number of arguments, emission, whether it returns a value), by name."""
+    return {
+        name: native(f"{prefix}_{name}", arity, emit, isa, returns=returns)
+        for name, arity, emit, returns in emissions
+    }
 
 
 def _callable(name: str, arity: int, typed: Callable[[], tuple[Any, Any]]) -> Any:

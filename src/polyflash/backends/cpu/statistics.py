@@ -46,7 +46,7 @@ def build(key: StatisticsKey) -> Any:
     arg, load_i32, load_i8 = simd.word, simd.load_i32, simd.load_i8
     store_i64, least, greatest, call_pass = simd.store_i64, simd.least, simd.greatest, simd.call_native(9)
     shared = loading.loaders(key, stage)
-    load_tile, offset_of, table_entry = shared.load_tile, shared.offset_of, shared.table_entry
+    load_tile, stand = shared.load_tile, shared.stand
     device = loading.device
 
     LANES, NR, MR, PACK, STEP = key.lanes, key.panel_rows, key.group_keys, key.pack, configs.STEP
@@ -61,7 +61,7 @@ def build(key: StatisticsKey) -> Any:
         flip = arg(args, a.SIGN) | (arg(args, a.SIGN) >> 16 if PACK == 2 else 0)
         stage_rows, q_panel = scratch + arg(args, a.T_STAGE), scratch + arg(args, a.T_Q) + i_p * PANEL
         stats, stride, dim = (
-            scratch + arg(args, a.T_STATS) + i_p * NR * 20,
+            scratch + arg(args, a.T_STATS) + i_p * NR * 16,
             arg(args, a.Q_ROW),
             arg(args, a.Q_DIM),
         )
@@ -118,7 +118,7 @@ def build(key: StatisticsKey) -> Any:
             bounded = 1 if begin < seen_by_all or end > all_end else 0
             head = arg(item, a.I_HEAD)
             call_pass(changes, args, scratch, a.CHANGE_SCORES, head, i_p, n, begin, end, bounded)
-        s, stats = scratch + arg(args, a.T_S) + begin * NR * 4, scratch + arg(args, a.T_STATS) + i_p * NR * 20
+        s, stats = scratch + arg(args, a.T_S) + begin * NR * 4, scratch + arg(args, a.T_STATS) + i_p * NR * 16
         if arg(args, COLUMNS) != 0:
             columns = scratch + arg(args, a.T_V) + begin * LANES * 4
             add_to_columns(s, stats, arg(args, a.SCALE), end - begin, columns)
@@ -159,10 +159,10 @@ def build(key: StatisticsKey) -> Any:
                 dst, readable = columns + (n + begin) * 4, arg(item, a.I_SEQLEN_K) - n - begin
                 reduce_columns(sums + begin * LANES * 4, end - begin, dst, readable)
 
-    @device(7)
-    def measure_span(args, scratch, q, k, stats_at, columns, pairs):  # type: ignore[no-untyped-def]
-        """The rows [I_ROW, I_ROW_END) against all keys they see; `pairs`: their interval list, or 0.
-        `stats_at`: where their lse and results begin, in bytes."""
+    @device(9)
+    def measure_span(args, scratch, q, k, stats_at, columns, pairs, start, live):  # type: ignore[no-untyped-def]
+        """The rows [I_ROW, I_ROW_END) against the keys of [start, live) that they see. `pairs`: their list of
+        intervals, or 0. `stats_at`: where their lse and results begin, in bytes."""
         item = scratch + arg(args, a.T_ITEM)
         row_0, row_end, head = arg(item, a.I_ROW), arg(item, a.I_ROW_END), arg(item, a.I_HEAD)
         panels = (row_end - row_0 + NR - 1) // NR
@@ -171,9 +171,6 @@ def build(key: StatisticsKey) -> Any:
             start_panel(args, scratch, q, arg(args, a.LSE) + stats_at, i_p)
         if arg(args, a.PASS) != 0:
             call_pass(arg(args, a.PASS), args, scratch, a.START_ITEM, 0, 0, 0, 0, 0, 0)
-        i_b, seqlen_k = arg(item, a.I_BATCH), arg(item, a.I_SEQLEN_K)
-        live = least(greatest(table_entry(args, a.KV_LENS, i_b, seqlen_k), 0), seqlen_k)
-        start = greatest(table_entry(args, a.KV_STARTS, i_b, 0), 0)
         lists = arg(args, a.INTERVAL_COUNT) if pairs != 0 else 1
         for t in range(lists):
             begin, end = start, live
@@ -196,37 +193,19 @@ def build(key: StatisticsKey) -> Any:
                     row = row_0 + i_p * NR + lane
                     rows = least(LANES, row_end - row)
                     if rows > 0:
-                        at = scratch + arg(args, a.T_STATS) + i_p * NR * 20 + lane * 4
+                        at = scratch + arg(args, a.T_STATS) + i_p * NR * 16 + lane * 4
                         finish_rows(at, entropy + row * 4, top + row * 4, rows, arg(args, a.SCALE), sink)
 
     @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
     def kernel(args, number, scratch):  # type: ignore[no-untyped-def]
-        seqlen_q, seqlen_k, group = arg(args, a.SEQLEN_Q), arg(args, a.SEQLEN_K), arg(args, a.GROUP)
+        group = arg(args, a.GROUP)
         heads = group * arg(args, a.NUM_KV_HEADS)
         entry, head = arg(args, ENTRIES) + number // heads * 16, number % heads
         i_b = load_i32(entry)
-        i_t, first_q, first_k = i_b, 0, 0
-        if arg(args, a.CU_Q) != 0:
-            # Checked before the call; held within the tensors all the same, as another thread may write them.
-            cu_q, cu_k = arg(args, a.CU_Q) + 4 * i_b, arg(args, a.CU_K) + 4 * i_b
-            i_t, first_q = 0, least(greatest(load_i32(cu_q), 0), seqlen_q)
-            first_k = least(greatest(load_i32(cu_k), 0), seqlen_k)
-            seqlen_q = greatest(least(load_i32(cu_q + 4), seqlen_q) - first_q, 0)
-            seqlen_k = greatest(least(load_i32(cu_k + 4), seqlen_k) - first_k, 0)
-
-        # Row i sees keys [max(start, i + lo_shift), min(live, i + hi_shift)); clamped, shifts fit 32 bits.
-        live = least(greatest(table_entry(args, a.KV_LENS, i_b, seqlen_k), 0), seqlen_k)
-        offset = offset_of(args, i_b, live, seqlen_q)
         item = scratch + arg(args, a.T_ITEM)
-        lo_shift = least(greatest(offset - arg(args, a.LEFT), -seqlen_q), seqlen_k)
-        hi_shift = least(greatest(offset + arg(args, a.RIGHT) + 1, -seqlen_q), seqlen_k)
-        store_i64(item + 8 * a.I_BATCH, i_b)
+        i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
         store_i64(item + 8 * a.I_HEAD, head)
         store_i64(item + 8 * a.I_HEADS, 1)
-        store_i64(item + 8 * a.I_SEQLEN_K, seqlen_k)
-        store_i64(item + 8 * a.I_OFFSET, offset)
-        store_i64(item + 8 * a.I_LO_SHIFT, lo_shift)
-        store_i64(item + 8 * a.I_HI_SHIFT, hi_shift)
 
         q = arg(args, a.Q) + i_t * arg(args, a.Q_BATCH) + head * arg(args, a.Q_HEAD)
         q += first_q * arg(args, a.Q_ROW)
@@ -253,7 +232,7 @@ def build(key: StatisticsKey) -> Any:
                 row = base + i_s * span
                 store_i64(item + 8 * a.I_ROW, row)
                 store_i64(item + 8 * a.I_ROW_END, least(row + span, limit))
-                measure_span(args, scratch, q, k, stats_at, columns, pairs)
+                measure_span(args, scratch, q, k, stats_at, columns, pairs, start, live)
 
     return kernel
 

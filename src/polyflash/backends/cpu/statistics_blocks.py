@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from polyflash.backends.cpu.blocks import Tile
-from polyflash.backends.cpu.simd import I64, Emitter, Value, native
+from polyflash.backends.cpu.simd import I64, Emitter, Value, natives
 from polyflash.backends.cpu.statistics_configs import StatisticsKey
 
 MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
@@ -37,8 +37,8 @@ class Stages(NamedTuple):
 
 
 class _StatisticsTile(Tile):
-    """Emissions for one key. A panel's stats are four rows of its lanes, and room for a fifth: lse, Σ p·ln p,
-    the largest raw score, and 0 or NaN."""
+    """Emissions for one key. A panel's stats are four rows of its lanes: lse, Σ p·ln p, the largest raw
+    score, and 0 or NaN."""
 
     def start_rows(self, e: Emitter, lse, rows, stats) -> None:  # type: ignore[no-untyped-def]
         """+inf stands for a row without weights: an empty one, or none at all."""
@@ -149,9 +149,4 @@ def emissions(key: StatisticsKey) -> Iterator[tuple[str, int, Callable[..., Any]
 
 def stages(key: StatisticsKey) -> Stages:
     """The stages of `key`'s tiles."""
-    return Stages(
-        **{
-            name: native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
-            for name, arity, emit, returns in emissions(key)
-        }
-    )
+    return Stages(**natives(key.name, key.isa, emissions(key)))

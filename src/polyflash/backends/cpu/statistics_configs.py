@@ -55,7 +55,7 @@ def all_keys(target: Target) -> Iterator[StatisticsKey]:
 @lru_cache(maxsize=256)
 def scratch(key: StatisticsKey, row_panels: int, block_n: int) -> Scratch:
     """The layout for spans of `row_panels` panels and key blocks of `block_n`. In the place of V: a vector of
-    sums per key; stats: five numbers of every row (statistics_blocks.py)."""
+    sums per key; stats: four numbers of every row (statistics_blocks.py)."""
     rows, wide_row = key.panel_rows, key.bucket * 4 + LINE
     sizes = Scratch(
         q=row_panels * key.q_panel_bytes,
@@ -65,7 +65,7 @@ def scratch(key: StatisticsKey, row_panels: int, block_n: int) -> Scratch:
         s=block_n * rows * 4,
         p=0,
         stage=max(key.lanes * key.k_row_bytes, wide_row),
-        stats=row_panels * rows * 20,
+        stats=row_panels * rows * 16,
         limits=row_panels * rows * 8,
         block=rows * 8,
         zero=0,
