@@ -27,12 +27,15 @@ FLOORS = {
         "results",
         "quant.codec",
         "kvcache.layout",
+        "kvcache.pages",
+        "kvcache.rope",
+        "kvcache.tables",
         "parallel.schedule",
     ),
     3: ("plan", "tuning.store"),
     4: ("backends",),
-    5: ("torch_ops", "autograd", "transforms", "arguments", "statistics_ops"),
-    6: ("api", "statistics", "kvcache.cache", "parallel.ring", "tuning.search"),
+    5: ("torch_ops", "autograd", "transforms", "arguments", "routes", "statistics_ops"),
+    6: ("api", "paged", "groups", "statistics", "kvcache", "parallel.ring", "tuning.search"),
     7: ("integrations", "bench", "cli", "tensor_files", "doctor", "reports", "__main__"),
 }
 FLOOR = {f"polyflash.{name}": floor for floor, names in FLOORS.items() for name in names}

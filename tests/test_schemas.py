@@ -49,14 +49,14 @@ def test_incompatible_changes_are_noticed():
         ("bool causal=False", "bool is_causal=False"),
         ("float? scale=None, bool need_lse=False", "bool need_lse=False, float? scale=None"),
         ("Tensor? sinks=None, ", ""),
-        ("SymInt? max_seqlen_k=None)", "SymInt? max_seqlen_k=None, *, int more)"),
+        ("Tensor? row_bounds=None)", "Tensor? row_bounds=None, *, int more)"),
         ("float softcap=0.", "int softcap=0"),
         ("-> (Tensor out, Tensor lse)", "-> Tensor out"),
     ):
         assert old in now
         assert not compatible(now, torch._C.parse_schema(now.replace(old, new))), new
     assert compatible(
-        now, torch._C.parse_schema(now.replace("max_seqlen_k=None)", "max_seqlen_k=None, int more=0)"))
+        now, torch._C.parse_schema(now.replace("row_bounds=None)", "row_bounds=None, int more=0)"))
     )
 
 

@@ -17,6 +17,7 @@ from polyflash.errors import SpecError, described, spec_error
 from polyflash.mask import Mask
 from polyflash.merge import AttentionOutput
 from polyflash.plan import Plan
+from polyflash.routes import any_requires_grad, backend_in_use, requested_backend, spec_of, without_gradients
 from polyflash.spec import Arguments, Phase
 from polyflash.target import Target
 
@@ -302,11 +303,11 @@ def use_backend(name: str | None) -> Iterator[None]:
         finally:
             torch_ops.in_graph.backend = before
         return
-    token = torch_ops.backend_in_use.set(known_backend(name))
+    token = backend_in_use.set(known_backend(name))
     try:
         yield
     finally:
-        torch_ops.backend_in_use.reset(token)
+        backend_in_use.reset(token)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, args: Arguments) -> tuple[Tensor, Tensor]:
@@ -317,7 +318,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, args: Arguments
         return torch_ops.call(q, k, v, args)
     if not isinstance(out, Tensor):
         raise spec_error("out", got=type(out).__name__, wanted="a torch.Tensor", change="Use torch.empty().")
-    needs_grad = out.requires_grad or torch_ops.any_requires_grad(q, k, v, args)
+    needs_grad = out.requires_grad or any_requires_grad(q, k, v, args)
     if torch.is_grad_enabled() and needs_grad:
         change = "Use torch.no_grad(), or let the call allocate its result."
         raise spec_error("out", got="tensors that need gradients", wanted="inference", change=change)
@@ -325,14 +326,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, args: Arguments
 
 
 def _explained(q: Tensor, k: Tensor, v: Tensor, args: Arguments, target: Target) -> Plan:
-    needs_grad = torch.is_grad_enabled() and torch_ops.any_requires_grad(q, k, v, args)
+    needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
     args = args._replace(need_lse=args.need_lse or needs_grad)
-    backend = torch_ops.requested_backend(args)
+    backend = requested_backend(args)
     backward = None
     if needs_grad:
-        spec = torch_ops.spec_of(q, k, v, args, phase=Phase.BACKWARD)
+        spec = spec_of(q, k, v, args, phase=Phase.BACKWARD)
         backward = plan.explain(spec, target, backends.TABLE, backend=backend)
-    spec = torch_ops.spec_of(q, k, v, args)
+    spec = spec_of(q, k, v, args)
+    if not needs_grad:
+        spec = without_gradients(spec)
     return plan.explain(spec, target, backends.TABLE, backend=backend, config=args.config, backward=backward)
 
 

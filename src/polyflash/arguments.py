@@ -42,9 +42,11 @@ def normalise(
     config: Any,
     checked: bool,
     cu_seqlens: tuple[Any, Any, Any, Any] | None = None,
+    page_table: Any = None,
 ) -> Arguments:
     """The user's arguments as the op's primitives; what needs no tensor is checked here. `cu_seqlens` are
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of a packed call."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of a packed call; beside a `page_table` k and v
+    are pools."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise validate.explain_shapes(q, k, v)
     q_segments = k_segments = intervals = interval_rows = None
@@ -88,8 +90,8 @@ def normalise(
     if config is not None:
         config = plan.encode_config(config)
     rarest: tuple[Any, ...] = ()
-    if intervals is not None or cu_seqlens is not None:
-        rarest = (intervals, interval_rows or 0, *_packing(*(cu_seqlens or (None,) * 4)))
+    if intervals is not None or cu_seqlens is not None or page_table is not None:
+        rarest = (intervals, interval_rows or 0, *_packing(*(cu_seqlens or (None,) * 4)), page_table)
     return Arguments(
         causal, scale if scale is None else _number("scale", scale), return_lse, left, right, offset, kv_lens,
         kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments,

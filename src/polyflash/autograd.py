@@ -34,6 +34,11 @@ FORWARD_MODE = (
     "and jacrev in the place of jvp and jacfwd"
 )
 
+INFERENCE_ONLY = (
+    "has no gradients: it is for inference. Use torch.no_grad() or .detach(); to train, call attention() or "
+    "attention_varlen() on contiguous keys"
+)
+
 
 def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """The op while a torch.func transform is active. The lse is always made: that a tensor needs a gradient
@@ -125,6 +130,14 @@ def refuse_tangents(inputs: Iterable[Any]) -> None:
                 raise UnsupportedError(FORWARD_MODE)
 
 
+def refuse_inference_only(args: Arguments) -> None:
+    """Raises for a call that needs a gradient and has operands of inference alone."""
+    if args.page_table is not None:
+        raise UnsupportedError(f"paged attention {INFERENCE_ONLY}")
+    if args.row_bounds is not None:
+        raise UnsupportedError(f"attention_groups {INFERENCE_ONLY}")
+
+
 def node_of_forward(op: Any) -> Callable[..., Any]:
     """The kernel of `op` for the dispatcher's Autograd key. Without `need_lse` the lse is kept for the
     gradients and is no result."""
@@ -134,6 +147,7 @@ def node_of_forward(op: Any) -> Callable[..., Any]:
         if not _is_differentiated(given):
             return _below(op, keyset)(*given)
         inputs = [*given, *Arguments()[len(given) - N_FIRST :]]
+        refuse_inference_only(Arguments(*inputs[N_FIRST:]))
         wanted, inputs[_NEED_LSE] = inputs[_NEED_LSE], True
         out, lse = _enter(_Node, _below(op, keyset), inputs)
         return out, lse if wanted else given[0].new_empty(0)
@@ -179,6 +193,8 @@ def save(ctx: Any, inputs: tuple[Any, ...], out: Tensor, lse: Tensor, needed: tu
     gradient shows only here if they are mapped."""
     if needed[_SLOPES]:
         raise validate.constant_slopes()
+    if any(needed):
+        refuse_inference_only(Arguments(*inputs[N_FIRST:]))
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*(inputs[i] for i in tensors), out, lse)

@@ -43,10 +43,14 @@ class Capability:
     def name(self) -> str:
         return f"{self.backend}/{self.phase.value}"
 
+    def serves(self, phase: Phase) -> bool:
+        """Forward rows run decode problems too."""
+        return phase is self.phase or (phase is Phase.DECODE and self.phase is Phase.FORWARD)
+
     def accepts(self, spec: AttentionSpec, target: Target, *, by_name: bool) -> bool:
         """The same verdict as `not reasons_against(...)`, without making a string."""
         return (
-            spec.phase is self.phase
+            self.serves(spec.phase)
             and target.name.startswith(self.targets)
             and spec.dtype in self.dtypes
             and max(spec.head_dim, spec.head_dim_v) <= self.max_head_dim
@@ -59,7 +63,7 @@ class Capability:
     def reasons_against(self, spec: AttentionSpec, target: Target, *, by_name: bool) -> tuple[str, ...]:
         """Every reason why this row does not run `spec` on `target`; empty if it does."""
         reasons = []
-        if spec.phase is not self.phase:
+        if not self.serves(spec.phase):
             reasons.append(f"phase: row is {self.phase.value}, asked for {spec.phase.value}")
         if not target.name.startswith(self.targets):
             reasons.append(f"target: needs {' or '.join(self.targets)}, is {target.name}")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any
 
 from polyflash.capability import Capability
 from polyflash.errors import UnsupportedError, spec_error
-from polyflash.spec import AttentionSpec, Feature
+from polyflash.spec import AttentionSpec, Feature, Phase
 from polyflash.target import Target
 from polyflash.work import Work, work_of
 
@@ -61,11 +61,13 @@ class Plan:
         kind = "causal" if s.causal else "full"
         packed = Feature.VARLEN in s.features
         batch, lengths = (f"members={s.members}", "total") if packed else (f"batch={s.batch}", "seqlen")
+        decode = " decode" if s.phase is Phase.DECODE else ""
+        paged = f" page_size={s.page_size}" if s.page_size else ""
         lines = [
-            f"attention {kind} {s.dtype} {batch} heads={s.num_q_heads}/{s.num_kv_heads}"
-            f" {lengths}={s.seqlen_q}x{s.seqlen_k} head_dim={s.head_dim}/{s.head_dim_v}"
+            f"attention{decode} {kind} {s.dtype} {batch} heads={s.num_q_heads}/{s.num_kv_heads}"
+            f" {lengths}={s.seqlen_q}x{s.seqlen_k}{paged} head_dim={s.head_dim}/{s.head_dim_v}"
             f" on {self.target.name}",
-            f"  work: {'at most ' if packed else ''}{self.work.flops / 1e9:.3g} GFLOP,"
+            f"  work: {'at most ' if packed or paged else ''}{self.work.flops / 1e9:.3g} GFLOP,"
             f" {self.work.bytes / 1e6:.3g} MB",
         ]
         for v in self.verdicts:
@@ -86,19 +88,25 @@ def select(
     for row in candidates(table, spec, backend):
         if row.accepts(spec, target, by_name=bool(backend)):
             chosen, rung = choose_config(row, spec, target, config)
-            return Launch(row, chosen, rung, target, spec)
+            return Launch(row, chosen, rung, target, seen_by(row, spec))
     raise unsupported(spec, target, table, backend)
 
 
 def candidates(table: Sequence[Capability], spec: AttentionSpec, backend: str) -> list[Capability]:
-    """Rows of the spec's phase, best first; those of `backend` alone if it is named."""
-    rows = [row for row in table if row.phase is spec.phase and backend in ("", row.backend)]
-    return sorted(rows, key=lambda row: -row.priority)
+    """Rows that serve the spec's phase, best first, those of the very phase before others; those of `backend`
+    alone if it is named."""
+    rows = [row for row in table if row.serves(spec.phase) and backend in ("", row.backend)]
+    return sorted(rows, key=lambda row: (row.phase is not spec.phase, -row.priority))
+
+
+def seen_by(row: Capability, spec: AttentionSpec) -> AttentionSpec:
+    """The spec as one of the row's own phase."""
+    return spec if spec.phase is row.phase else replace(spec, phase=row.phase)
 
 
 def choose_config(row: Capability, spec: AttentionSpec, target: Target, config: str) -> tuple[Any, str]:
     """The ladder: explicit, then the row's own heuristic. Returns the config and the rung it came from."""
-    default = row.choose(spec, target)
+    default = row.choose(seen_by(row, spec), target)
     if not config:
         return default, "heuristic"
     values = json.loads(config)
@@ -154,7 +162,9 @@ def explain(
         verdicts.append(Verdict(row, reasons))
     chosen = next((v.row for v in verdicts if not v.reasons), None)
     picked, rung = choose_config(chosen, spec, target, config) if chosen else (None, "none")
-    notes = tuple(picked.notes(spec)) if picked is not None else ()
+    notes = tuple(picked.notes(seen_by(chosen, spec))) if chosen and picked else ()
     if Feature.VARLEN in spec.features:
         notes = (*notes, "packed: cu_seqlens are not read, so the work is that of the longest members")
+    if Feature.PAGED in spec.features:
+        notes = (*notes, "paged: kv_lens are not read, so the work is that of full rows of the page table")
     return Plan(spec, target, chosen, picked, rung, tuple(verdicts), work_of(spec), notes, backward)

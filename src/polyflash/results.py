@@ -83,6 +83,11 @@ def no_keys(out: Tensor, lse: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def without_pages(k: Tensor, args: Arguments) -> bool:
+    """Has a paged call an empty pool, or a table without columns?"""
+    return args.page_table is not None and (k.shape[0] == 0 or args.page_table.shape[1] == 0)
+
+
 def owned(args: Arguments, rows: int, device: torch.device) -> Tensor:
     """Which rows belong to a request: all but those beyond the last packed member."""
     if args.cu_seqlens_q is None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 SMALL_ROWS = 16  # at most this many query rows: one vector of lanes on a 512-bit CPU
 MANY_KEYS = 1024  # from this many keys on, a call is worth splitting or streaming
+DECODE_ROWS = 8  # at most this many rows per key/value head: one pass over the keys at memory speed
+PACKED_ROWS = 64  # as many rows share a block of keys while it is read, if the keys are many
 MOST_POSITIONS = 2**31 - 2**20  # rows and keys together that 32-bit positions reach, with room for a tile
 
 
@@ -40,6 +42,8 @@ class Feature(str, Enum):
     SEGMENTS = "segments"
     INTERVALS = "interval lists"
     VARLEN = "varlen"
+    PAGED = "paged keys"
+    ROW_BOUNDS = "row bounds"
     DROPOUT = "dropout"
     GQA = "grouped heads"
     HEAD_DIM_V = "head_dim_v != head_dim"
@@ -88,6 +92,14 @@ class Arguments(NamedTuple):
     cu_seqlens_k: Tensor | None = None  # int32 (members + 1,)
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    # Paged keys: k (num_pages, num_kv_heads, page_size, head_dim) and v likewise are pools, and key j of
+    # request b is slot j % page_size of page page_table[b, j // page_size]. "batch" is then the number of
+    # requests and "seqlen_k" is max_pages * page_size; kv_lens is given, cu_seqlens_k is not. Entries of
+    # pages beyond the live length are any bits; an entry outside the pool hides its keys.
+    page_table: Tensor | None = None  # int32 (batch, max_pages)
+    # Row i sees keys [row_bounds[i, 0], row_bounds[i, 1]) only, in every batch entry and head; clamped to
+    # [0, seqlen_k].
+    row_bounds: Tensor | None = None  # int32 (seqlen_q, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +126,7 @@ class AttentionSpec:
     members: int = 0
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    page_size: int = 0  # keys per page; 0: contiguous ones. seqlen_k is then that of the longest table row
 
     @property
     def group(self) -> int:
@@ -139,6 +152,8 @@ def features_of(
         Feature.SEGMENTS: args.q_segments is not None,
         Feature.INTERVALS: args.intervals is not None,
         Feature.VARLEN: args.cu_seqlens_q is not None,
+        Feature.PAGED: args.page_table is not None,
+        Feature.ROW_BOUNDS: args.row_bounds is not None,
         Feature.DROPOUT: args.dropout_p != 0.0,
         Feature.GQA: num_q_heads != num_kv_heads,
         Feature.HEAD_DIM_V: head_dim != head_dim_v,
@@ -146,3 +161,14 @@ def features_of(
         Feature.BATCH_INVARIANT: args.batch_invariant,
     }
     return frozenset(feature for feature, on in wanted.items() if on)
+
+
+def is_decode(
+    num_q_heads: int, num_kv_heads: int, seqlen_q: int, seqlen_k: int, row_bounded: bool = False
+) -> bool:
+    """Is a call of unpacked rows for `Phase.DECODE`: so few rows per key/value head that reading the keys is
+    what takes time? Rows with bounds of their own are: each walk over the keys serves all of them."""
+    if not (num_q_heads and num_kv_heads):
+        return False
+    rows = seqlen_q * (num_q_heads // num_kv_heads)
+    return row_bounded or rows <= DECODE_ROWS or (rows <= PACKED_ROWS and seqlen_k >= MANY_KEYS)

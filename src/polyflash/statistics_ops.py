@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash import torch_ops, validate
+from polyflash import routes, torch_ops, validate
 from polyflash.errors import UnsupportedError, spec_error
 from polyflash.mask import is_strided
 from polyflash.plan import Launch
@@ -60,11 +60,11 @@ def _check_lse(q: Tensor, lse: Tensor) -> None:
 def _settled(q: Tensor, k: Tensor, lse: Tensor, rest: tuple[Any, ...]) -> tuple[Launch, Arguments]:
     """The launch of a call, and its arguments under the backend in use now."""
     args = Arguments(*rest)
-    args = args._replace(backend=torch_ops.requested_backend(args))
+    args = args._replace(backend=routes.requested_backend(args))
     launch = torch_ops._route(Phase.STATISTICS, q, k, k, args, tuple(args))
     _check_lse(q, lse)
     if validate.has_contents(args) and (launch.spec.device == "cpu" or args.checked):
-        validate.check_contents(args, q.shape[2], k.shape[2])
+        validate.check_contents(args, q.shape[2], k)
     return launch, args
 
 

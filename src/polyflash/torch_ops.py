@@ -8,7 +8,6 @@ plain eager call runs the op's body without the dispatcher in between."""
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
@@ -18,12 +17,22 @@ from torch._C import _dispatch_keys
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_hooks
 from torch.autograd import profiler
 
-from polyflash import autograd, backends, env, plan, target, transforms, validate
+from polyflash import autograd, backends, plan, target, transforms, validate
 from polyflash.errors import spec_error
 from polyflash.plan import Launch
-from polyflash.results import NO_LSE, apart, empty_gradients, no_gradients, no_keys, settled
+from polyflash.results import NO_LSE, apart, empty_gradients, no_gradients, no_keys, settled, without_pages
 from polyflash.results import outputs as _outputs
-from polyflash.spec import MANY_KEYS, MOST_POSITIONS, SMALL_ROWS, Arguments, AttentionSpec, Phase, features_of
+from polyflash.routes import (
+    ANY,
+    any_requires_grad,
+    class_of,
+    length_class,
+    longest_class,
+    requested_backend,
+    spec_of,
+)
+from polyflash.routes import backend_in_use as backend_in_use
+from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, Phase, is_decode
 
 _ARGUMENTS = (
     "bool causal=False, float? scale=None, bool need_lse=False, "
@@ -33,7 +42,8 @@ _ARGUMENTS = (
     "Tensor? k_segments=None, float softcap=0.0, float dropout_p=0.0, Tensor? dropout_seed=None, "
     'bool batch_invariant=False, bool checked=False, str backend="", str config="", '
     "Tensor? intervals=None, SymInt interval_rows=0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
-    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    "Tensor? page_table=None, Tensor? row_bounds=None"
 )
 _LIB = torch.library.Library("polyflash", "DEF")
 _LIB.define(f"attention(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse)")
@@ -52,10 +62,7 @@ _DEFAULT_OPERANDS = tuple(Arguments())[_N_PLAIN:]
 _KEPT_ROUTES = 4096
 _routes: dict[tuple[Any, ...], Launch] = {}
 _gradient_routes: dict[int, tuple[Launch, Launch]] = {}  # by the id of the forward launch, which it keeps
-# Read inside the op, so that a compiled graph obeys it at run time and has nothing to trace.
-_DEFAULT_BACKEND = env.BACKEND.read()
-backend_in_use: ContextVar[str] = ContextVar("polyflash_backend", default=_DEFAULT_BACKEND)
-ANY = "any"  # as a backend of the op: a free choice, whatever the context says
+_FORWARD, _DECODE = Phase.FORWARD, Phase.DECODE
 
 
 class InGraph:
@@ -86,6 +93,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """The op with its node in the graph. Without `need_lse` the lse is kept for the gradients and is no
     result."""
+    autograd.refuse_inference_only(args)
     wanted = args.need_lse
     backend = requested_backend(args)  # the gradients follow the choice made here
     if backend != args.backend:
@@ -101,7 +109,7 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
             _refuse_statically(Phase.BACKWARD, q, k, v, args)
         results = _Attention.apply(q, k, v, args.bias, args.sinks, args, None, None, False, wanted)
         return results if wanted else (results, NO_LSE)
-    launch = _route(Phase.FORWARD, q, k, v, args, rest)
+    launch = _route(_FORWARD, q, k, v, args, rest)
     kept = _gradient_routes.get(id(launch))
     if kept is None:
         backward = _plan(Phase.BACKWARD, q, k, v, args._replace(config=""), backend)
@@ -110,12 +118,14 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
     return results if wanted else (results, NO_LSE)
 
 
-def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
+def _below_autograd(
+    q: Tensor, k: Tensor, v: Tensor, args: Arguments, phase: Phase = _DECODE
+) -> tuple[Tensor, Tensor]:
     """The op, or its body where the dispatcher would do nothing else: plain tensors, no mode, trace or
     profiler. The dispatcher's way from Python to Python takes 8 us, as long as a small call of torch's."""
     rest = _without_defaults(args)
     if _skips_dispatcher(q, k, v, rest):
-        return _attend(q, k, v, args, rest)
+        return _attend(q, k, v, args, rest, phase)
     validate.check_layouts(q, k, v, rest)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention(q, k, v, *rest)
@@ -179,18 +189,6 @@ def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> T
     return _attention_out(q, k, v, out, *rest)
 
 
-def requested_backend(args: Arguments) -> str:
-    """The backend asked for by name: by the call, else by `use_backend`, else by the environment; or ""."""
-    backend = args.backend or backend_in_use.get()
-    if backend == ANY:
-        return ""
-    if backend and backend not in backends.BACKENDS:
-        change = "Set it to one of these, or unset it."
-        wanted = ", ".join(backends.BACKENDS)
-        raise spec_error(env.BACKEND.name, got=repr(backend), wanted=wanted, change=change)
-    return backend
-
-
 def autocasting(device_type: str) -> bool:
     """Is torch.autocast on for this device type? Not every type knows it: meta does not."""
     return device_type in _AUTOCAST and torch.is_autocast_enabled(device_type)
@@ -199,81 +197,20 @@ def autocasting(device_type: str) -> bool:
 _AUTOCAST = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
 
 
-def any_requires_grad(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:
-    return (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (args.bias is not None and args.bias.requires_grad)
-        or (args.sinks is not None and args.sinks.requires_grad)
-    )
-
-
-def spec_of(
-    q: Tensor, k: Tensor, v: Tensor, args: Arguments, *, phase: Phase = Phase.FORWARD
-) -> AttentionSpec:
-    """The spec of a call; q, k, v may be meta tensors."""
-    batch, num_q_heads, seqlen_q, head_dim = q.shape
-    _, num_kv_heads, seqlen_k, head_dim_v = v.shape
-    return AttentionSpec(
-        phase=phase,
-        dtype=str(q.dtype).removeprefix("torch."),
-        device=q.device.type,
-        batch=batch,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        features=features_of(
-            args, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v
-        ),
-        causal=args.causal,
-        window=(args.window_left, args.window_right),
-        offset=args.offset,
-        scale=args.scale,
-        needs_grad=any_requires_grad(q, k, v, args),
-        members=0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1,
-        max_seqlen_q=args.max_seqlen_q,
-        max_seqlen_k=args.max_seqlen_k,
-    )
-
-
 def _validated(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Arguments:
-    if not validate.shapes_agree(q, k, v):
-        raise validate.explain_shapes(q, k, v)
     args = Arguments(*rest)
+    paged = args.page_table is not None
+    if not validate.shapes_agree(q, k, v, paged):
+        raise validate.explain_shapes(q, k, v, paged)
     validate.check_layouts(q, k, v, rest)
     validate.check_operands(q, k, args)
     return args
 
 
-def _classify(x: Any) -> Any:
-    """What of an argument a route may depend on: presence and dtype of tensors, zero or not of floats, never
-    a length."""
-    if x is None or x is True or x is False:
-        return x
-    kind = type(x)
-    return x if kind is str else x != 0.0 if kind is float else x.dtype if isinstance(x, Tensor) else int
-
-
-def _length_class(n: int) -> int:
-    """0, 1, up to 16 rows, up to 32 rows, prefill."""
-    return 4 if n > 2 * SMALL_ROWS else 3 if n > SMALL_ROWS else 2 if n > 1 else n
-
-
-def _longest_class(args: Arguments) -> tuple[int | None, bool | None]:
-    """Of packed members, what `_length_class` and MANY_KEYS are of a batch."""
-    longest_q, longest_k = args.max_seqlen_q, args.max_seqlen_k
-    rows = None if longest_q is None else _length_class(longest_q)
-    return rows, None if longest_k is None else longest_k >= MANY_KEYS
-
-
 def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]) -> Launch:
     """The prepared launch of a call. Everything static was validated when its route was made, so a call
     compares batch and lengths only, and looks at operands if it has any; `rest` is without trailing
-    defaults."""
+    defaults. Every call without gradients asks for `Phase.DECODE`; one of many rows is a forward one."""
     try:
         batch, num_q_heads, seqlen_q, head_dim = q.shape
         batch_k, num_kv_heads, seqlen_k, head_dim_k = k.shape
@@ -281,10 +218,16 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     except ValueError:
         raise validate.explain_shapes(q, k, v) from None
     strided = q.layout is k.layout is v.layout is torch.strided
-    if not (strided and batch == batch_k == batch_v and seqlen_k == seqlen_v):
-        raise validate.explain_shapes(q, k, v)
+    paged = args.page_table is not None
+    if not (strided and (batch == batch_k or paged) and batch_k == batch_v and seqlen_k == seqlen_v):
+        raise validate.explain_shapes(q, k, v, paged)
     if len(rest) > _N_PLAIN or args.scale is not None:
-        validate.check_operands(q, k, args)
+        seqlen_k = validate.check_operands(q, k, args)
+    if phase is _DECODE and not (
+        args.cu_seqlens_q is None
+        and is_decode(num_q_heads, num_kv_heads, seqlen_q, seqlen_k, args.row_bounds is not None)
+    ):
+        phase = _FORWARD
     backend = requested_backend(args)
     key = (
         phase,
@@ -293,13 +236,13 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         (q.device, k.device, v.device),
         (num_q_heads, num_kv_heads, num_v_heads),
         (head_dim, head_dim_k, head_dim_v),
-        _length_class(seqlen_q),
+        length_class(seqlen_q),
         seqlen_k >= MANY_KEYS,
         seqlen_q + seqlen_k > MOST_POSITIONS,
-        *map(_classify, rest),
+        *map(class_of, rest),
     )
     if args.max_seqlen_q is not None or args.max_seqlen_k is not None:
-        key += _longest_class(args)
+        key += longest_class(args)
     launch = _routes.get(key)
     if launch is None:
         if len(_routes) >= _KEPT_ROUTES:
@@ -329,18 +272,22 @@ def _refuse_statically(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Argu
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _attend(q, k, v, Arguments(*rest), rest)
+    args = Arguments(*rest)
+    differentiated = args.need_lse and any_requires_grad(q, k, v, args)  # as far as a tensor tells
+    out, lse = _attend(q, k, v, args, rest, _FORWARD if differentiated else _DECODE)
     return out, q.new_empty(0) if lse is NO_LSE else lse  # an op's results are its own
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    launch = _route(Phase.FORWARD, q, k, v, args, rest)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...], phase: Phase
+) -> tuple[Tensor, Tensor]:
+    launch = _route(phase, q, k, v, args, rest)
     return _run(launch, q, k, v, *_outputs(q, v, args.need_lse), args)
 
 
 def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
     args = Arguments(*rest)
-    launch = _route(Phase.FORWARD, q, k, v, args, rest)
+    launch = _route(_DECODE, q, k, v, args, rest)
     validate.check_out(out, q, v.shape[3])
     fresh, lse = _outputs(q, v, args.need_lse)
     direct = out.stride(3) == 1 and apart(out, (q, k, v, *rest))
@@ -355,8 +302,8 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     device = launch.spec.device
     if validate.has_contents(args) and (device == "cpu" or args.checked):
-        validate.check_contents(args, q.shape[2], k.shape[2])
-    if out.numel() == 0 or k.shape[2] == 0:
+        validate.check_contents(args, q.shape[2], k)
+    if out.numel() == 0 or k.shape[2] == 0 or (args.page_table is not None and without_pages(k, args)):
         return no_keys(out, lse, args)
     if autocasting(device):
         with torch.autocast(device, enabled=False):
@@ -379,7 +326,7 @@ def _backward(
     launch = _route(Phase.BACKWARD, q, k, v, args, tuple(args))
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
     if validate.has_contents(args) and (launch.spec.device == "cpu" or args.checked):
-        validate.check_contents(args, q.shape[2], k.shape[2])
+        validate.check_contents(args, q.shape[2], k)
     likes = (q, k, v, args.bias, args.sinks)
     if out.numel() == 0 or k.shape[2] == 0:
         return no_gradients(likes, dlse, args, needs)
@@ -398,7 +345,7 @@ def _differentiate(
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     args = _validated(q, k, v, rest)
-    _refuse_statically(Phase.FORWARD, q, k, v, args)
+    _refuse_statically(_FORWARD if args.row_bounds is None else _DECODE, q, k, v, args)
     out, lse = _outputs(q, v, args.need_lse)
     return out, lse if args.need_lse else q.new_empty(0)
 
@@ -436,7 +383,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         launch, backward, plain, wanted = how
         if launch is None:
-            out, lse = _below_autograd(q, k, v, args)
+            out, lse = _below_autograd(q, k, v, args, _FORWARD)
         else:
             out, lse = _run(launch, q, k, v, *_outputs(q, v, True), args)
         if plain:

@@ -1,8 +1,8 @@
 """vmap of the op and of its backward op, over whatever operands are mapped.
 
 Where every operand may have an entry per request, the mapped dimension becomes part of the batch: one launch.
-Packed members, sinks of their own and dropout (whose counter knows the batch index) are run sample by sample.
-Both give what a loop over the samples gives."""
+Packed members, pages, bounds of rows, sinks of their own and dropout (whose counter knows the batch index)
+are run sample by sample. Both give what a loop over the samples gives."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def map_backward(
 
 
 def _sample_by_sample(args: Arguments) -> bool:
-    return args.cu_seqlens_q is not None or args.cu_seqlens_k is not None or args.dropout_p != 0.0
+    shared = (args.cu_seqlens_q, args.cu_seqlens_k, args.page_table, args.row_bounds)
+    return args.dropout_p != 0.0 or any(x is not None for x in shared)
 
 
 def _without(x: Tensor, dim: int | None) -> list[int]:

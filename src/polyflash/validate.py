@@ -9,11 +9,12 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from polyflash.dtypes import BY_NAME
 from polyflash.errors import SpecError, spec_error
-from polyflash.mask import checked_window, is_strided
+from polyflash.mask import FAR_SIDE, checked_window, is_strided
 from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 _DTYPES = frozenset(getattr(torch, name) for name in BY_NAME)
 
 
-def shapes_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True iff q, k, v alone make a legal call: layouts, ranks, dtypes, devices, and how their sizes fit."""
+def shapes_agree(q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> bool:
+    """True iff q, k, v alone make a legal call: layouts, ranks, dtypes, devices, and how their sizes fit. If
+    `paged`, k and v are pools (num_pages, heads, page_size, head_dim)."""
     if not (is_strided(q) and is_strided(k) and is_strided(v)):
         return False
     if not (
@@ -34,7 +36,8 @@ def shapes_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
     batch_k, num_kv_heads, seqlen_k, head_dim_k = k.shape
     batch_v, num_v_heads, seqlen_v, head_dim_v = v.shape
     return (
-        batch == batch_k == batch_v
+        (batch == batch_k or paged)
+        and batch_k == batch_v
         and num_kv_heads == num_v_heads
         and seqlen_k == seqlen_v
         and head_dim == head_dim_k
@@ -45,7 +48,7 @@ def shapes_agree(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def explain_shapes(q: Tensor, k: Tensor, v: Tensor) -> SpecError:
+def explain_shapes(q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> SpecError:
     """The first thing wrong with q, k, v; called only when `shapes_agree()` is false."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
@@ -74,15 +77,20 @@ def explain_shapes(q: Tensor, k: Tensor, v: Tensor) -> SpecError:
             return spec_error(
                 f"{name} device", got=x.device, wanted=f"{q.device}, as q", change="Move it with .to()."
             )
-        if x.shape[0] != q.shape[0]:
+        if x.shape[0] != q.shape[0] and not paged:
             change = "Expand it: K and V may have batch stride 0."
             return spec_error(f"{name} batch", got=x.shape[0], wanted=f"{q.shape[0]}, as q", change=change)
+    if k.shape[0] != v.shape[0]:
+        change = "A page has one number in both pools."
+        return spec_error("v pages", got=v.shape[0], wanted=f"{k.shape[0]}, as k", change=change)
     if k.shape[1] != v.shape[1]:
         change = "K and V need the same heads."
         return spec_error("v heads", got=v.shape[1], wanted=f"{k.shape[1]}, as k", change=change)
     if k.shape[2] != v.shape[2]:
-        change = "K and V need one length; mask unused keys with kv_lens."
-        return spec_error("v seqlen", got=v.shape[2], wanted=f"{k.shape[2]}, as k", change=change)
+        name, change = "v seqlen", "K and V need one length; mask unused keys with kv_lens."
+        if paged:
+            name, change = "v page_size", "A key and its value stand in the same slot."
+        return spec_error(name, got=v.shape[2], wanted=f"{k.shape[2]}, as k", change=change)
     if q.shape[3] != k.shape[3]:
         change = "Only v may have another head_dim."
         return spec_error("k head_dim", got=k.shape[3], wanted=f"{q.shape[3]}, as q", change=change)
@@ -113,11 +121,14 @@ def check_layouts(q: Any, k: Any, v: Any, rest: tuple[Any, ...], out: Any = None
             raise _no_layout(("q", "k", "v", "out", *Arguments._fields)[at], x)
 
 
-def check_operands(q: Tensor, k: Tensor, args: Arguments) -> None:
-    """Shapes, dtypes and devices of the optional operands; ranges of the scalars."""
+def check_operands(q: Tensor, k: Tensor, args: Arguments) -> int:
+    """Shapes, dtypes and devices of the optional operands; ranges of the scalars. Returns the keys of a
+    request, which are those of a whole table row if there are pages."""
     batch, num_q_heads, seqlen_q, _ = q.shape
     seqlen_k = k.shape[2]
-    if args.cu_seqlens_q is not None or args.cu_seqlens_k is not None:
+    if args.page_table is not None:
+        batch, seqlen_k = _check_table(q, k, args)
+    elif args.cu_seqlens_q is not None or args.cu_seqlens_k is not None:
         batch = _check_packing(q, args)
     elif args.max_seqlen_q is not None or args.max_seqlen_k is not None:
         change = "Drop it: the lengths of unpacked calls are those of q and k."
@@ -141,6 +152,7 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> None:
         _check_ints(name, getattr(args, name), (batch,), q.device)
     for name, seqlen in (("q_segments", seqlen_q), ("k_segments", seqlen_k)):
         _check_ints(name, getattr(args, name), (batch, seqlen), q.device)
+    _check_ints("row_bounds", args.row_bounds, (seqlen_q, 2), q.device, each="row")
     scores = (batch, num_q_heads, seqlen_q, seqlen_k)
     if args.mask is not None:
         if args.mask.dtype is not torch.bool:
@@ -158,6 +170,7 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> None:
             raise constant_slopes()
     if args.sinks is not None:
         _check_per_head("sinks", args.sinks, ((num_q_heads,),), q.device)
+    return seqlen_k
 
 
 def constant_slopes() -> SpecError:
@@ -168,32 +181,79 @@ def constant_slopes() -> SpecError:
 
 def _check_packing(q: Tensor, args: Arguments) -> int:
     """The operands of a packed call; returns the number of its members."""
-    for name in ("mask", "bias", "q_segments", "k_segments", "intervals"):
+    for name in ("mask", "bias", "q_segments", "k_segments", "intervals", "row_bounds"):
         if getattr(args, name) is not None:
             change = "Its shape belongs to a padded batch; give causal, window, kv_lens or kv_starts."
             raise spec_error(name, got="one", wanted="none beside cu_seqlens", change=change)
-    if q.shape[0] != 1:
-        change = "Packed members stand one behind the other in one row of heads."
-        raise spec_error("q batch", got=q.shape[0], wanted="1 beside cu_seqlens", change=change)
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        x = getattr(args, name)
-        if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32 or x.ndim != 1 or x.shape[0] == 0:
-            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-            change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
-            raise spec_error(name, got=got, wanted="int32 tensor (members + 1,)", change=change)
-        if x.device != q.device:
-            change = "Move it with .to()."
-            raise spec_error(f"{name} device", got=x.device, wanted=f"{q.device}, as q", change=change)
-    members, members_k = (x.shape[0] - 1 for x in (args.cu_seqlens_q, args.cu_seqlens_k))  # type: ignore[union-attr]
+    members = _members("q", args.cu_seqlens_q, args.max_seqlen_q, q)
+    members_k = _members("k", args.cu_seqlens_k, args.max_seqlen_k, q)
     if members != members_k:
         change = "A member without rows or keys has equal neighbours in its list."
         wanted = f"{members} members, as cu_seqlens_q"
         raise spec_error("cu_seqlens_k", got=f"{members_k} members", wanted=wanted, change=change)
-    for name in ("max_seqlen_q", "max_seqlen_k"):
-        longest = getattr(args, name)
-        if longest is not None and longest < 0:
-            raise spec_error(name, got=longest, wanted="0 or more, or None", change="None asks for no bound.")
     return members
+
+
+def _members(side: str, x: Any, longest: int | None, q: Tensor) -> int:
+    """The number of packed members by the bounds `x` of one side."""
+    name = f"cu_seqlens_{side}"
+    if q.shape[0] != 1:
+        change = "Packed members stand one behind the other in one row of heads."
+        raise spec_error("q batch", got=q.shape[0], wanted="1 beside cu_seqlens", change=change)
+    if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32 or x.ndim != 1 or x.shape[0] == 0:
+        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
+        raise spec_error(name, got=got, wanted="int32 tensor (members + 1,)", change=change)
+    if x.device != q.device:
+        change = "Move it with .to()."
+        raise spec_error(f"{name} device", got=x.device, wanted=f"{q.device}, as q", change=change)
+    if longest is not None and longest < 0:
+        change = "None asks for no bound."
+        raise spec_error(f"max_seqlen_{side}", got=longest, wanted="0 or more, or None", change=change)
+    return x.shape[0] - 1
+
+
+_NOT_WITH_PAGES = (
+    *("mask", "bias", "q_segments", "k_segments", "intervals", "row_bounds"),
+    *("cu_seqlens_k", "max_seqlen_k"),
+)
+
+
+def _check_table(q: Tensor, k: Tensor, args: Arguments) -> tuple[int, int]:
+    """The operands of a call over pages; returns its requests, and the keys that a row of the table holds."""
+    x = args.page_table
+    if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32 or x.ndim != 2:
+        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        change = "Use .to(torch.int32), and one row of page numbers per request."
+        raise spec_error("page_table", got=got, wanted="int32 tensor (batch, max_pages)", change=change)
+    if x.device != q.device:
+        change = "Move it with .to()."
+        raise spec_error("page_table device", got=x.device, wanted=f"{q.device}, as q", change=change)
+    for name in _NOT_WITH_PAGES:
+        if getattr(args, name) is not None:
+            change = "Pages take causal, window, kv_starts, alibi_slopes, softcap and sinks."
+            raise spec_error(name, got="one", wanted="none beside page_table", change=change)
+    if args.dropout_p != 0.0:
+        change = "Paged attention is for inference."
+        raise spec_error("dropout_p", got=args.dropout_p, wanted="0 beside page_table", change=change)
+    if args.kv_lens is None:
+        change = "Give the live keys of each request, int32 (batch,)."
+        raise spec_error("kv_lens", got="None", wanted="one beside page_table", change=change)
+    page_size = k.shape[2]
+    if page_size == 0:
+        change = "A page holds the keys of so many positions."
+        raise spec_error("page_size", got=0, wanted="1 or more", change=change)
+    batch, of = q.shape[0], "q, which has one token of each (more need cu_seqlens_q)"
+    if args.cu_seqlens_q is not None:
+        batch, of = _members("q", args.cu_seqlens_q, args.max_seqlen_q, q), "cu_seqlens_q"
+    elif args.max_seqlen_q is not None:
+        change = "Drop it: every request has the rows of q."
+        raise spec_error("max_seqlen_q", got="no cu_seqlens_q", wanted="packed members", change=change)
+    if x.shape[0] != batch:
+        change = "Give each request a row of page numbers."
+        wanted = f"{batch}, the requests of {of}"
+        raise spec_error("page_table rows", got=x.shape[0], wanted=wanted, change=change)
+    return batch, x.shape[1] * page_size
 
 
 def _check_intervals(x: Tensor, rows: int, sizes: tuple[int, int, int], device: torch.device) -> None:
@@ -224,12 +284,15 @@ def has_contents(args: Arguments) -> bool:
     return not (args.kv_lens is args.kv_starts is args.intervals is args.cu_seqlens_q is None)
 
 
-def check_contents(args: Arguments, seqlen_q: int, seqlen_k: int) -> None:
-    """The values of length tensors, member bounds and interval lists, for tensors of `seqlen_q` rows and
-    `seqlen_k` keys; reads them, so on a device it synchronises."""
+def check_contents(args: Arguments, seqlen_q: int, k: Tensor) -> None:
+    """The values of length tensors, member bounds, page tables and interval lists, for `seqlen_q` rows and
+    the keys or pages k; reads them, so on a device it synchronises."""
     keys: list[int] | None = None
-    if args.cu_seqlens_q is not None and args.cu_seqlens_k is not None:
-        _check_bounds("q", args.cu_seqlens_q, args.max_seqlen_q, seqlen_q)
+    rows: int | list[int] = seqlen_q
+    seqlen_k = k.shape[2] if args.page_table is None else k.shape[2] * args.page_table.shape[1]
+    if args.cu_seqlens_q is not None:
+        rows = _check_bounds("q", args.cu_seqlens_q, args.max_seqlen_q, seqlen_q)
+    if args.cu_seqlens_k is not None:
         keys = _check_bounds("k", args.cu_seqlens_k, args.max_seqlen_k, seqlen_k)
     for name in ("kv_lens", "kv_starts"):
         lengths = getattr(args, name)
@@ -247,6 +310,43 @@ def check_contents(args: Arguments, seqlen_q: int, seqlen_k: int) -> None:
                 raise spec_error(name, got=got, wanted=f"values in [0, {top}]", change=change)
     if args.intervals is not None:
         _check_rising(args.intervals)
+    if args.page_table is not None and args.kv_lens is not None:
+        _check_pages(args, args.page_table, args.kv_lens, np.asarray(rows), k)
+
+
+def _check_pages(args: Arguments, page_table: Tensor, kv_lens: Tensor, rows: np.ndarray, k: Tensor) -> None:
+    """Each page that holds a key some row can see is one of the pool k."""
+    num_pages, page_size = k.shape[0], k.shape[2]
+    live = kv_lens.numpy(force=True).astype(np.int64)
+    table = page_table.numpy(force=True)[:, : -(-int(live.max(initial=0)) // page_size)]
+    pages = table.view(np.uint32)  # what is negative is high
+    if not pages.size or int(pages.max()) < num_pages:
+        return
+    first, end = _seen(args, rows, live)
+    starts = np.arange(table.shape[1]) * page_size
+    wrong = (starts + page_size > first[:, None]) & (starts < end[:, None]) & (pages >= num_pages)
+    if wrong.any():
+        request, column = np.unravel_index(int(wrong.argmax()), wrong.shape)
+        got = f"page {table[request, column]} for request {request} in column {column}"
+        change = f"The {live[request]} live keys of the request reach into it; what lies beyond is not read."
+        raise spec_error("page_table", got=got, wanted=f"pages in [0, {num_pages})", change=change)
+
+
+def _seen(args: Arguments, rows: np.ndarray, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Per request the first key that one of its `rows` rows sees and the one after the last, int64 (batch,);
+    an empty range if no row sees a key."""
+    offset = live - rows if args.offset is None else np.full_like(live, args.offset)
+    if args.q_offset is not None:
+        offset = args.q_offset.numpy(force=True).astype(np.int64)
+    first, end = np.zeros_like(live), live
+    if args.kv_starts is not None:
+        first = args.kv_starts.numpy(force=True).astype(np.int64)
+    if args.window_left is not None:
+        first = np.maximum(first, offset - min(args.window_left, FAR_SIDE))
+    right = 0 if args.causal else args.window_right
+    if right is not None:
+        end = np.minimum(end, offset + rows + min(right, FAR_SIDE))
+    return first, np.where((rows > 0) & (first < end), end, 0)
 
 
 def _check_bounds(side: str, cu_seqlens: Tensor, longest: int | None, total: int) -> list[int]:
@@ -315,7 +415,9 @@ def check_results(q: Tensor, v: Tensor, results: dict[str, Tensor | None]) -> No
             raise spec_error(name, got=got, wanted=f"{shape} {kind} on {q.device}", change=change)
 
 
-def _check_ints(name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+def _check_ints(
+    name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device, *, each: str = "request"
+) -> None:
     if x is None:
         return
     if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
@@ -325,7 +427,7 @@ def _check_ints(name: str, x: Tensor | None, shape: tuple[int, ...], device: tor
         )
     if tuple(x.shape) != shape or x.device != device:
         got = f"{tuple(x.shape)} on {x.device}"
-        change = "One entry per request." if x.device == device else "Use .to(), or Mask.to() for a mask."
+        change = f"One entry per {each}." if x.device == device else "Use .to(), or Mask.to() for a mask."
         raise spec_error(name, got=got, wanted=f"{shape} on {device}", change=change)
 
 

@@ -36,9 +36,10 @@ def flops_per_pair(phase: Phase, head_dim: int, head_dim_v: int) -> float:
 
 
 def work_of(spec: AttentionSpec) -> Work:
-    """Lengths, masks, segments, interval lists and bounds of packed members are tensors and not read: such a
-    call is counted as if all keys were live, and members as `_packed_pairs` says. A backward pass reads q,
-    k, v, out, dout and lse, and writes dq, dk and dv."""
+    """Lengths, masks, segments, interval lists and bounds of rows or packed members are tensors and not
+    read: such a call is counted as if all keys were live, those of whole rows of a page table if there is
+    one, and members as `_packed_pairs` says. A backward pass reads q, k, v, out, dout and lse, and writes
+    dq, dk and dv."""
     if Feature.VARLEN in spec.features:
         pairs = _packed_pairs(spec)
     else:
@@ -49,12 +50,17 @@ def work_of(spec: AttentionSpec) -> Work:
     heads = spec.batch * spec.num_q_heads
     flops = flops_per_pair(spec.phase, spec.head_dim, spec.head_dim_v) * heads * pairs
     queries = spec.batch * spec.num_q_heads * spec.seqlen_q
-    keys = spec.batch * spec.num_kv_heads * spec.seqlen_k
+    keys = _keys(spec) * spec.num_kv_heads
     elements = (queries + keys) * (spec.head_dim + spec.head_dim_v)
     size = BY_NAME[spec.dtype].bytes
     if spec.phase is Phase.BACKWARD:
         return Work(flops, float(2 * elements * size + queries * (8 if spec.dtype == "float64" else 4)))
     return Work(flops, float(elements * size))
+
+
+def _keys(spec: AttentionSpec) -> int:
+    """Keys per head, of all requests."""
+    return (spec.members if spec.page_size and spec.members else spec.batch) * spec.seqlen_k
 
 
 def _packed_pairs(spec: AttentionSpec) -> int:
@@ -66,4 +72,4 @@ def _packed_pairs(spec: AttentionSpec) -> int:
     left, right = spec.window
     right = 0 if spec.causal else right
     width = longest_k if left is None or right is None else min(longest_k, left + right + 1)
-    return min(rows * width, keys * longest_q)
+    return min(rows * width, _keys(spec) * longest_q)

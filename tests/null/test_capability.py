@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import polyflash
-from polyflash import Mask, target
+from polyflash import Mask, plan, target
 from polyflash.backends.torch import configs as torch_configs
 from polyflash.capability import Capability, Yield
-from polyflash.spec import AttentionSpec, Feature, Phase
+from polyflash.spec import DECODE_ROWS, MANY_KEYS, PACKED_ROWS, AttentionSpec, Feature, Phase, is_decode
 from polyflash.target import Target
 
 SPEC = AttentionSpec(Phase.FORWARD, "float32", "cpu", 1, 2, 2, 5, 7, 64, 64, frozenset())
@@ -101,3 +101,70 @@ def test_an_explicit_config_is_the_one_that_runs():
     given = torch_configs.Config(32, 256)
     plan = polyflash.explain(q, q, q, backend="torch", config=given)
     assert plan.config == given != polyflash.explain(q, q, q, backend="torch").config
+
+
+DECODES = replace(ROW, phase=Phase.DECODE, features=ROW.features - {Feature.GQA}, priority=0)
+
+
+def test_forward_rows_serve_decode_problems_and_no_others_do():
+    spec = replace(SPEC, phase=Phase.DECODE)
+    for row, phase in itertools.product((ROW, DECODES, replace(ROW, phase=Phase.BACKWARD)), Phase):
+        served = phase is row.phase or (row.phase, phase) == (Phase.FORWARD, Phase.DECODE)
+        given = replace(spec, phase=phase)
+        assert row.accepts(given, HERE, by_name=True) is served
+        assert row.reasons_against(given, HERE, by_name=True) == (
+            () if served else (f"phase: row is {row.phase.value}, asked for {phase.value}",)
+        )
+
+
+def test_decode_rows_come_before_forward_ones_of_higher_priority():
+    spec = replace(SPEC, phase=Phase.DECODE)
+    forward = replace(ROW, backend="other")
+    assert plan.candidates((forward, DECODES), spec, "") == [DECODES, forward]
+    assert plan.candidates((forward, DECODES), SPEC, "") == [forward]
+    assert plan.candidates((forward, DECODES), spec, "other") == [forward]
+    grouped = replace(spec, features=frozenset({Feature.GQA}))
+    for given, row in ((spec, DECODES), (grouped, forward)):
+        launch = plan.select(given, HERE, (forward, DECODES), backend="", config="")
+        explained = plan.explain(given, HERE, (forward, DECODES))
+        assert launch.row is explained.chosen is row and len(explained.verdicts) == 2
+        assert launch.spec == replace(given, phase=row.phase), "a row sees a spec of its own phase"
+        assert explained.spec.phase is Phase.DECODE and "attention decode" in str(explained)
+
+
+def test_a_forward_row_chooses_the_config_of_a_forward_problem():
+    seen = []
+    row = replace(ROW, choose=lambda spec, target: seen.append(spec.phase))
+    plan.select(replace(SPEC, phase=Phase.DECODE), HERE, (row,), backend="", config="")
+    assert seen == [Phase.FORWARD]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rows", "keys", "decode"),
+    [
+        (8, 8, DECODE_ROWS, 1, True),
+        (8, 8, DECODE_ROWS + 1, 1, False),
+        (8, 8, DECODE_ROWS + 1, MANY_KEYS - 1, False),
+        (8, 8, DECODE_ROWS + 1, MANY_KEYS, True),
+        (8, 2, DECODE_ROWS // 4, 1, True),
+        (8, 2, DECODE_ROWS // 4 + 1, 1, False),
+        (8, 2, PACKED_ROWS // 4, MANY_KEYS, True),
+        (8, 2, PACKED_ROWS // 4 + 1, MANY_KEYS, False),
+        (0, 0, 1, MANY_KEYS, False),
+        (0, 2, 1, MANY_KEYS, False),
+    ],
+)
+def test_which_problems_are_decode(heads: int, kv_heads: int, rows: int, keys: int, decode: bool):
+    assert is_decode(heads, kv_heads, rows, keys) is decode
+    assert is_decode(heads, kv_heads, rows, keys, row_bounded=True) is bool(heads)
+
+
+def test_explain_plans_the_phase_that_runs():
+    q, k = torch.empty(1, 8, 1, 64, device="meta"), torch.empty(1, 8, 4096, 64, device="meta")
+    assert polyflash.explain(q, k, k).spec.phase is Phase.DECODE
+    assert polyflash.explain(k, k, k).spec.phase is Phase.FORWARD
+    needs_grad = polyflash.explain(q.requires_grad_(), k, k)
+    assert needs_grad.spec.phase is Phase.FORWARD and needs_grad.backward
+    rows, cu = torch.empty(1, 8, 64, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
+    packed = polyflash.explain(rows, rows, rows, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert packed.spec.phase is Phase.FORWARD

@@ -1,7 +1,8 @@
 """Every place of the package's core that refuses a call is reached by a case here, which also gets its words.
 
 The places are read off the syntax trees, so one without a case fails the last test. Those of integrations/,
-bench/ and files have their cases beside their other tests; `pytest --refusals` counts them over a whole run.
+kvcache/, bench/ and files have their cases beside their other tests; `pytest --refusals` counts them over a
+whole run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from polyflash.integrations import sdpa
 from polyflash.spec import Arguments
 from tests.refusals import Refusals, Site, missing, sites
 
-ELSEWHERE = ("integrations/", "bench/", "cli.py", "tensor_files.py")
+ELSEWHERE = ("integrations/", "bench/", "kvcache/", "cli.py", "tensor_files.py")
 META = torch.device("meta")
 
 
@@ -146,6 +147,13 @@ def key(**options: Any) -> Callable[[], Any]:
     return lambda: configs.KernelKey(**{**CPU_KEY, **options})
 
 
+def paged(q: Tensor | None = None, pool: Tensor | None = None, **options: Any) -> Callable[[], Any]:
+    """The op on one token of two requests over four pages of three keys."""
+    pool = x(4, 2, 3, 8) if pool is None else pool
+    given = {"page_table": torch.zeros(2, 2, dtype=torch.int32), "kv_lens": ints(4, 2), **options}
+    return lambda: torch_ops.call(x(2, 2, 1, 8) if q is None else q, pool, pool, Arguments(**given))
+
+
 CASES: dict[str, Callable[[], Any]] = {
     # q, k, v
     "no tensor": call(q=None), "sparse": call(k=x().to_sparse()), "rank": call(q=x(5, 8)),
@@ -186,6 +194,22 @@ CASES: dict[str, Callable[[], Any]] = {
     "other members": packed(cu_seqlens_k=ints(0, 5)), "max_seqlen below 0": packed(max_seqlen_q=-1),
     "first bound": packed(cu_seqlens_q=ints(1, 2, 5)), "falling bounds": packed(cu_seqlens_q=ints(0, 4, 2)),
     "last bound": packed(cu_seqlens_q=ints(0, 2, 9)), "max_seqlen too low": packed(max_seqlen_q=1),
+    # pages
+    "table dtype": paged(page_table=torch.zeros(2, 2)), "table rank": paged(page_table=ints(0, 0)),
+    "table device": paged(page_table=torch.zeros(2, 2, dtype=torch.int32, device=META)),
+    "table rows": paged(page_table=torch.zeros(3, 2, dtype=torch.int32)),
+    "mask beside pages": paged(mask=x(6, dtype=torch.bool)), "dropout beside pages": paged(dropout_p=0.5),
+    "keys' bounds beside pages": paged(cu_seqlens_k=ints(0, 4, 6)), "no kv_lens": paged(kv_lens=None),
+    "no page_size": paged(pool=x(4, 2, 0, 8)), "max_seqlen_q of tokens": paged(max_seqlen_q=1),
+    "pages of v": lambda: torch_ops.check(
+        x(), x(4, 2, 3, 8), x(5, 2, 3, 8), Arguments(page_table=ints(0, 0)[:, None], kv_lens=ints(1, 1))
+    ),
+    "page beyond the pool": paged(page_table=ints(3, 9, 3, 9).view(2, 2)),
+    "gradient of pages": paged(q=x(2, 2, 1, 8, requires_grad=True)),
+    "gradient of bounded rows": lambda: torch_ops.call(
+        x(requires_grad=True), x(), x(), Arguments(row_bounds=torch.zeros(5, 2, dtype=torch.int32))
+    ),
+    "row bounds": op(row_bounds=ints(0, 5)),
     # interval lists
     "lists dtype": raw_lists((1, 1, 1, 1, 2), dtype=torch.int64), "lists rows": raw_lists((1, 1, 1, 1, 2), 0),
     "lists row blocks": raw_lists((1, 1, 3, 1, 2)), "lists shape": raw_lists((3, 1, 1, 1, 2)),

@@ -1,4 +1,4 @@
-"""Rows of the torch backend: every dtype and every feature, on any device, below every other row."""
+"""Rows of the torch backend: every dtype, on any device, below every other row; forward every feature."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from polyflash.backends.torch.configs import choose
 from polyflash.capability import Capability
 from polyflash.dtypes import BY_NAME
 from polyflash.spec import Feature, Phase
+
+_WITHOUT = {
+    Phase.FORWARD: frozenset[Feature](),
+    Phase.BACKWARD: frozenset({Feature.PAGED, Feature.ROW_BOUNDS}),
+    Phase.STATISTICS: frozenset({Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT}),
+}
 
 CAPABILITIES = tuple(
     Capability(
@@ -15,9 +21,9 @@ CAPABILITIES = tuple(
         targets=("",),
         dtypes=frozenset(BY_NAME),
         max_head_dim=1 << 20,
-        features=frozenset(Feature) - ({Feature.DROPOUT} if phase is Phase.STATISTICS else set()),
+        features=frozenset(Feature) - without,
         priority=0,
         choose=choose,
     )
-    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STATISTICS)
+    for phase, without in _WITHOUT.items()
 )

@@ -1,0 +1,114 @@
+"""What the route of a call depends on: the backend asked for, and classes of its sizes and operands, never a
+length. And the spec that is planned when a route is made."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from polyflash import backends, env
+from polyflash.errors import spec_error
+from polyflash.spec import (
+    MANY_KEYS,
+    SMALL_ROWS,
+    Arguments,
+    AttentionSpec,
+    Feature,
+    Phase,
+    features_of,
+    is_decode,
+)
+
+# Read inside the op, so that a compiled graph obeys it at run time and has nothing to trace.
+_DEFAULT_BACKEND = env.BACKEND.read()
+backend_in_use: ContextVar[str] = ContextVar("polyflash_backend", default=_DEFAULT_BACKEND)
+ANY = "any"  # as a backend of the op: a free choice, whatever the context says
+
+
+def requested_backend(args: Arguments) -> str:
+    """The backend asked for by name: by the call, else by `use_backend`, else by the environment; or ""."""
+    backend = args.backend or backend_in_use.get()
+    if backend == ANY:
+        return ""
+    if backend and backend not in backends.BACKENDS:
+        change = "Set it to one of these, or unset it."
+        wanted = ", ".join(backends.BACKENDS)
+        raise spec_error(env.BACKEND.name, got=repr(backend), wanted=wanted, change=change)
+    return backend
+
+
+def any_requires_grad(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:
+    return (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (args.bias is not None and args.bias.requires_grad)
+        or (args.sinks is not None and args.sinks.requires_grad)
+    )
+
+
+def spec_of(
+    q: Tensor, k: Tensor, v: Tensor, args: Arguments, *, phase: Phase = Phase.FORWARD
+) -> AttentionSpec:
+    """The spec of a call; q, k, v may be meta tensors."""
+    batch, num_q_heads, seqlen_q, head_dim = q.shape
+    _, num_kv_heads, seqlen_k, head_dim_v = v.shape
+    members = 0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
+    page_size = 0
+    if args.page_table is not None:
+        page_size, seqlen_k = seqlen_k, args.page_table.shape[1] * seqlen_k
+    return AttentionSpec(
+        phase=phase,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device=q.device.type,
+        batch=batch,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        features=features_of(
+            args, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v
+        ),
+        causal=args.causal,
+        window=(args.window_left, args.window_right),
+        offset=args.offset,
+        scale=args.scale,
+        needs_grad=any_requires_grad(q, k, v, args),
+        members=members,
+        max_seqlen_q=args.max_seqlen_q,
+        max_seqlen_k=args.max_seqlen_k,
+        page_size=page_size,
+    )
+
+
+def without_gradients(spec: AttentionSpec) -> AttentionSpec:
+    """The forward spec of a call that needs none, in the phase it is planned for."""
+    s, bounded = spec, Feature.ROW_BOUNDS in spec.features
+    decode = not s.members and is_decode(s.num_q_heads, s.num_kv_heads, s.seqlen_q, s.seqlen_k, bounded)
+    return replace(spec, phase=Phase.DECODE) if decode and Feature.VARLEN not in s.features else spec
+
+
+def class_of(x: Any) -> Any:
+    """What of an argument a route may depend on: presence and dtype of tensors, zero or not of floats, never
+    a length."""
+    if x is None or x is True or x is False:
+        return x
+    kind = type(x)
+    return x if kind is str else x != 0.0 if kind is float else x.dtype if isinstance(x, Tensor) else int
+
+
+def length_class(n: int) -> int:
+    """0, 1, up to 16 rows, up to 32 rows, prefill."""
+    return 4 if n > 2 * SMALL_ROWS else 3 if n > SMALL_ROWS else 2 if n > 1 else n
+
+
+def longest_class(args: Arguments) -> tuple[int | None, bool | None]:
+    """Of packed members, what `length_class` and MANY_KEYS are of a batch."""
+    longest_q, longest_k = args.max_seqlen_q, args.max_seqlen_k
+    rows = None if longest_q is None else length_class(longest_q)
+    return rows, None if longest_k is None else longest_k >= MANY_KEYS
