@@ -14,15 +14,15 @@ from torch import Tensor
 import polyflash
 from polyflash import Mask, backends, target
 from polyflash.capability import Capability
-from polyflash.spec import Phase
+from polyflash.spec import Phase, is_decode
 from polyflash.workloads import Workload
+from tests.conformance.pages import contiguous
 from tests.tolerance import Expected, Figures, check, expect
 
-FORWARD = tuple(
-    row
-    for row in backends.TABLE
-    if row.phase is Phase.FORWARD and target.detect("cpu").name.startswith(row.targets)
-)  # a row for another instruction set proves itself where that one is the target, simulated or not
+# A row for another instruction set proves itself where that one is the target, simulated or not.
+HERE = tuple(row for row in backends.TABLE if target.detect("cpu").name.startswith(row.targets))
+FORWARD = tuple(row for row in HERE if row.phase is Phase.FORWARD)
+STEPS = tuple(row for row in HERE if row.phase in (Phase.FORWARD, Phase.DECODE))  # decode problems too
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("float32", "bfloat16", "float16")
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
@@ -33,31 +33,51 @@ ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-3, torc
 
 @dataclass(frozen=True)
 class Runner:
-    """Calls `polyflash.attention`, or `attention_varlen` with cu_seqlens, on one row. A refusal skips the
-    test with the row's own words."""
+    """Calls `polyflash.attention`, or `attention_varlen` with cu_seqlens, or `attention_paged` with a page
+    table, on one row. A refusal skips the test with the row's own words.
+
+    A forward row whose backend has a decode row gets decode problems with batch_invariant=True, which the
+    decode row leaves to it."""
 
     row: Capability
 
     def reasons(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[str, ...]:
-        plan = polyflash.explain(q, k, v, return_lse=True, backend=self.row.backend, **options)
-        if plan.chosen is self.row:
-            assert plan.backend == self.row.backend
-            return ()
-        return next(verdict.reasons for verdict in plan.verdicts if verdict.row is self.row) or (
-            "another row is first",
-        )
+        return self.pinned(q, k, v, options)[0]
+
+    def pinned(
+        self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """Why this row does not run the call, and the options with which it does."""
+        for own in (options, {**options, "batch_invariant": True}):
+            plan = polyflash.explain(q, k, v, return_lse=True, backend=self.row.backend, **own)
+            if plan.chosen is self.row:
+                assert plan.backend == self.row.backend
+                return (), own
+            if plan.chosen is None or plan.chosen.phase is not Phase.DECODE:
+                break
+        words = [verdict.reasons for verdict in plan.verdicts if verdict.row is self.row]
+        return (words[0] if words else ()) or (f"phase: {plan.spec.phase.value}",), options
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, **options: Any) -> Any:
         with torch.no_grad():
-            reasons = self.reasons(q, k, v, **options)
+            reasons, options = self.pinned(q, k, v, options)
             if reasons:
                 pytest.skip(f"{self.row.name}: {'; '.join(reasons)}")
-            function: Any = polyflash.attention_varlen if "cu_seqlens_q" in options else polyflash.attention
+            function: Any = polyflash.attention
+            if "page_table" in options:
+                function = polyflash.attention_paged
+            elif "cu_seqlens_q" in options:
+                function = polyflash.attention_varlen
             return function(q, k, v, return_lse=True, backend=self.row.backend, out=out, **options)
 
     def skip_unless(self, workload: Workload) -> None:
-        spec = workload.spec(need_lse=True)
+        w = workload
+        spec = w.spec(phase=self.row.phase, need_lse=True)
         reasons = self.row.reasons_against(spec, target.detect("cpu"), by_name=True)
+        if self.row.phase is Phase.DECODE and (
+            w.members or not is_decode(w.heads, w.kv_heads, w.seqlen_q, spec.seqlen_k)
+        ):
+            reasons += ("phase: not a decode problem",)
         if reasons:
             pytest.skip(f"{self.row.name}: {'; '.join(reasons)}")
 
@@ -70,6 +90,8 @@ class Runner:
     ) -> Any:
         """Run, and hold the result to the oracle (its figures later, with a `pool`). Returns the result."""
         got = self(q, k, v, **options)
+        if "page_table" in options:
+            q, k, v, options = contiguous(q, k, v, options)
         layout = options.get("layout", "bhsd")
         out = got.out.transpose(1, 2) if layout == "bshd" else got.out
         check(out, got.lse, expected(q, k, v, options), label=label, options=options, pool=pool)

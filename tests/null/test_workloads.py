@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from polyflash.spec import is_decode
 from polyflash.workloads import CATALOGUE, DTYPES, FAMILIES, Workload, make, named, with_dtype, workloads
 from tests.tolerance import visible
 
@@ -14,7 +15,9 @@ from tests.tolerance import visible
 def test_names_and_tags():
     names = [w.name for w in CATALOGUE]
     assert len(set(names)) == len(names)
-    assert {tag for w in CATALOGUE for tag in w.tags} == {"ci", "varlen", "bench", "tune"}
+    assert {tag for w in CATALOGUE for tag in w.tags} == {
+        *("ci", "varlen", "decode", "paged", "bench", "tune")
+    }
     assert named("decode").kv_heads == 2
     with pytest.raises(KeyError, match="wanted one of"):
         named("nothing")
@@ -52,6 +55,35 @@ def test_make_packed(workload: Workload):
         bounds = options[f"cu_seqlens_{'qk'[side]}"]
         assert bounds.dtype is torch.int32 and int(bounds[-1]) <= len(x)
         assert bounds.diff().tolist() == [member[side] for member in workload.members]
+
+
+@pytest.mark.parametrize("workload", workloads("decode"), ids=lambda w: w.name)
+def test_decode_workloads_are_decode_problems(workload: Workload):
+    w = workload
+    assert is_decode(w.heads, w.kv_heads, w.seqlen_q, w.seqlen_k)
+    assert w.batch * w.heads * w.seqlen_q * w.seqlen_k <= 2**17
+    q, k, _, options = make(w, seed=3)
+    assert visible(q, k, **options).any(), "every row is empty"
+
+
+@pytest.mark.parametrize("workload", workloads("paged"), ids=lambda w: w.name)
+def test_make_in_pages(workload: Workload):
+    """Each needed page is one request's, and holds its keys; what no request has is NaN, and no page number
+    that stands beyond the live keys is to be believed."""
+    w = workload
+    q, k, v, options = make(w, seed=3)
+    assert q.shape == (w.seqlen_q if w.members else w.batch, w.heads, w.head_dim)
+    table, lens = options["page_table"], options["kv_lens"].tolist()
+    assert table.dtype is torch.int32 and table.shape == (w.requests, w.columns)
+    assert k.shape == (len(k), w.page_size, w.kv_heads, w.head_dim) and v.shape == (*k.shape[:3], w.dim_v)
+    needed = torch.cat([row[: -(-n // w.page_size)] for row, n in zip(table, lens, strict=True)])
+    assert len(set(needed.tolist())) == len(needed) < len(k) and int(needed.min()) >= 0
+    assert len(needed) == 1 or needed.tolist() != sorted(needed.tolist())
+    assert int((~k.isnan()).sum()) == sum(lens) * w.kv_heads * w.head_dim
+    beyond = torch.cat([row[-(-n // w.page_size) :] for row, n in zip(table, lens, strict=True)])
+    assert ((beyond < 0) | (beyond >= len(k))).any()
+    again = make(w, seed=3)
+    assert torch.equal(again[3]["page_table"], table) and torch.equal(again[0], q)
 
 
 def test_intervals_have_holes_and_overhang():

@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyflash import mask as masks
+from polyflash.backends.torch.bounds import narrowed, within
 from polyflash.backends.torch.configs import Config
 from polyflash.backends.torch.intervals import listed, lists_of, touches
 from polyflash.backends.torch.packed import runs
+from polyflash.backends.torch.paged import Pages
 from polyflash.backends.torch.philox import kept
 from polyflash.errors import spec_error
 from polyflash.results import converted
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 _INF = float("inf")
 _PLAIN = Arguments()
+_ALIGNED = 64  # bytes, as torch allocates
 _SOFTCAPS = (1e-30, 1e30)  # beyond, float32 loses the quotient or the product
 _DENSE = ("causal", "window_left", "window_right", "offset", "softcap", "dropout_p", "batch_invariant")
 
@@ -47,8 +50,8 @@ class Part:
     group: int
     num_q_heads: int
     q: Tensor  # (b, Hkv, G, Sq, D)
-    k: Tensor  # (b, Hkv, Sk, D)
-    v: Tensor  # (b, Hkv, Sk, Dv)
+    k: Tensor | Pages  # (b, Hkv, Sk, D)
+    v: Tensor | Pages  # (b, Hkv, Sk, Dv)
     kind: torch.dtype  # of scores, statistics and accumulators
     scale: float
     kv_start: int | Tensor  # ints, or (b, 1, 1, 1, 1) where reading them would synchronise
@@ -75,7 +78,13 @@ class Scores(NamedTuple):
 
 
 def parts(
-    q: Tensor, k: Tensor, v: Tensor, args: Arguments, config: Config, *, first_batch: int = 0
+    q: Tensor,
+    k: Tensor | Pages,
+    v: Tensor | Pages,
+    args: Arguments,
+    config: Config,
+    *,
+    first_batch: int = 0,
 ) -> Iterator[Part]:
     """Cuts the batch so that a score tile stays within the config's bound, and to single entries where
     their bounds are known on the host or their bits must not depend on the others. `first_batch` is the
@@ -113,8 +122,8 @@ def parts(
             group=group,
             num_q_heads=num_q_heads,
             q=q[b : b + entries].unflatten(1, (num_kv_heads, group)),
-            k=k[b : b + entries],
-            v=v[b : b + entries],
+            k=_keys(k, b, entries, kv_len),
+            v=_keys(v, b, entries, kv_len),
             kind=kind,
             scale=1.0 / math.sqrt(head_dim) if args.scale is None else args.scale,
             kv_start=_value(args.kv_starts, b, entries, 0),
@@ -140,6 +149,10 @@ def _entries(x: Tensor | None, first: int, entries: int) -> Tensor | None:
     return x if x is None or x.shape[0] == 1 else x[first : first + entries]
 
 
+def _keys(x: Tensor | Pages, first: int, entries: int, kv_len: int | Tensor) -> Tensor | Pages:
+    return x[first : first + entries] if isinstance(x, Tensor) else x.of(first, entries, kv_len)
+
+
 def _value(x: Tensor | None, first: int, entries: int, default: int | Tensor) -> int | Tensor:
     if x is None:
         return default
@@ -162,8 +175,9 @@ def row_tiles(part: Part, config: Config) -> Iterator[tuple[int, int]]:
 
 
 def key_tiles(part: Part, i0: int, rows: int, config: Config) -> Iterator[tuple[int, int]]:
-    """(first key, keys) of each key tile that rows i0.. visit."""
-    seqlen_k = part.k.shape[2]
+    """(first key, keys) of each key tile that rows i0.. visit. The last one ends with the live keys where
+    they are known: bits depend on no padding behind them, and on no page."""
+    seqlen_k = min(part.k.shape[2], part.kv_len) if isinstance(part.kv_len, int) else part.k.shape[2]
     n_lo, n_hi = block_range(part, i0, rows, config.block_n)
     lists = None
     if part.intervals is not None:
@@ -174,13 +188,15 @@ def key_tiles(part: Part, i0: int, rows: int, config: Config) -> Iterator[tuple[
         yield j0, config.block_n if part.args.batch_invariant else min(config.block_n, seqlen_k - j0)
 
 
-def load_tile(x: Tensor, start: int, size: int, kind: torch.dtype) -> Tensor:
+def load_tile(x: Tensor | Pages, start: int, size: int, kind: torch.dtype) -> Tensor:
     """Rows [start, start + size) of (..., seqlen, channels), raised to `kind`; zeros outside the tensor.
-    Contiguous: a product's bits must not depend on the strides of the caller."""
+    Contiguous and aligned: a product's bits must depend on neither the strides nor the address of x."""
+    if isinstance(x, Pages):
+        return x.tile(start, size, kind)
     lo, hi = max(start, 0), min(start + size, x.shape[-2])
     tile = x[..., lo:hi, :].to(kind).contiguous()
     if hi - lo == size:
-        return tile
+        return tile if tile.data_ptr() % _ALIGNED == 0 else tile.clone()
     return F.pad(tile, (0, 0, lo - start, start + size - hi))
 
 
@@ -201,7 +217,7 @@ def block_range(part: Part, i0: int, rows: int, block_n: int) -> tuple[int, int]
     """Key blocks [n_lo, n_hi) that these rows visit; a bound that lives on a device stays wide."""
     args, seqlen_q, seqlen_k = part.args, part.q.shape[3], part.k.shape[2]
     known = isinstance(part.offset, int)
-    return masks.block_range(
+    blocks = masks.block_range(
         max(i0, 0),
         min(i0 + rows, seqlen_q) - 1,
         block_n=block_n,
@@ -211,10 +227,13 @@ def block_range(part: Part, i0: int, rows: int, block_n: int) -> tuple[int, int]
         window=(args.window_left, args.window_right) if known else (None, None),
         kv_start=part.kv_start if isinstance(part.kv_start, int) else 0,
     )
+    if args.row_bounds is None:
+        return blocks
+    return narrowed(args.row_bounds, i0, rows, blocks, block_n, seqlen_q)
 
 
 def inside(part: Part, i0: int, rows: int, j0: int, keys: int) -> bool:
-    """Do all rows of the tile see all its keys, as far as intervals go?"""
+    """Do all rows of the tile see all its keys, as far as lengths, order and distance go?"""
     if not (isinstance(part.kv_start, int) and isinstance(part.kv_len, int)):
         return False
     if not part.kv_start <= j0 <= j0 + keys <= part.kv_len:
@@ -252,14 +271,21 @@ def visible_pairs(part: Part, i0: int, rows: int, j0: int, keys: int) -> Tensor 
         entries = slice(part.first, part.first + part.entries)
         q_ids = load_operand(args.q_segments[entries, None, None, :, None], i0, rows, 0, 1)
         k_ids = load_operand(args.k_segments[entries, None, None, None, :], 0, 1, j0, keys)
-        seen = (q_ids == k_ids) if seen is None else seen & (q_ids == k_ids)
+        seen = _both(seen, q_ids == k_ids)
     if part.intervals is not None:
-        tile = listed(part.intervals, i0, rows, j0, keys, part.q.shape[3], args.interval_rows)
-        seen = tile if seen is None else seen & tile
+        seen = _both(seen, listed(part.intervals, i0, rows, j0, keys, part.q.shape[3], args.interval_rows))
     if part.mask is not None:
-        tile = load_operand(part.mask, i0, rows, j0, keys)
-        seen = tile if seen is None else seen & tile
+        seen = _both(seen, load_operand(part.mask, i0, rows, j0, keys))
+    if args.row_bounds is not None:
+        seen = _both(seen, within(args.row_bounds, i0, rows, j0, keys, part.q.shape[3]))
+    if isinstance(part.k, Pages):
+        seen = _both(seen, part.k.mapped(j0, keys))
     return seen
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Pairs that both allow; None allows all."""
+    return b if a is None else a if b is None else a & b
 
 
 def score_tile(part: Part, b_q: Tensor, b_k: Tensor, i0: int, rows: int, j0: int, keys: int) -> Scores:
@@ -274,7 +300,7 @@ def score_tile(part: Part, b_q: Tensor, b_k: Tensor, i0: int, rows: int, j0: int
     if part.bias is not None:
         tile = load_operand(part.bias, i0, rows, j0, keys)
         unmasked = tile != -_INF
-        visible = unmasked if visible is None else visible & unmasked
+        visible = _both(visible, unmasked)
         b_s = b_s + converted(tile, part.kind)  # only a bias that was -inf masks
     if part.slopes is not None:
         j = torch.arange(j0, j0 + keys, device=b_s.device)
@@ -354,11 +380,11 @@ def attend(part: Part, out: Tensor, lse: Tensor | None, config: Config) -> None:
     for i0, rows in row_tiles(part, config):
         state = (entries, num_kv_heads, part.group, rows, 1)
         b_q = load_tile(part.q, i0, rows, part.kind).flatten(2, 3)
-        m_i, l_i = part.k.new_full(state, -_INF, dtype=part.kind), part.k.new_zeros(state, dtype=part.kind)
+        m_i, l_i = part.q.new_full(state, -_INF, dtype=part.kind), part.q.new_zeros(state, dtype=part.kind)
         if part.sinks is not None:
             m_i = part.sinks.expand(state)
             l_i = torch.exp(m_i - m_i.masked_fill(m_i == -_INF, 0.0))
-        acc = part.v.new_zeros((*state[:-1], part.v.shape[3]), dtype=part.kind)
+        acc = part.q.new_zeros((*state[:-1], part.v.shape[3]), dtype=part.kind)
         odd = None
         for j0, keys in key_tiles(part, i0, rows, config):
             b_s, visible, _ = score_tile(
@@ -403,7 +429,7 @@ def run(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor]:
     """Fills out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq); q (B, Hq, Sq, D), k (B, Hkv, Sk, D),
-    v (B, Hkv, Sk, Dv), any strides."""
+    v (B, Hkv, Sk, Dv), any strides. With a page table k and v are pools (num_pages, Hkv, page_size, ·)."""
     config: Config = launch.config
     with torch.no_grad():
         if config.sdpa and hands_over(launch, q, k, v, args):
@@ -414,9 +440,14 @@ def run(
         if args.cu_seqlens_q is not None:
             attend_packed(q, k, v, out, lse, args, config)
             return out, lse
-        for part in parts(q, k, v, args, config):
+        keys, values = (_stored(x, args.page_table) for x in (k, v))
+        for part in parts(q, keys, values, args, config):
             attend(part, out, lse if args.need_lse else None, config)
     return out, lse
+
+
+def _stored(x: Tensor, table: Tensor | None) -> Tensor | Pages:
+    return x if table is None else Pages(x, table)
 
 
 def attend_packed(
@@ -427,7 +458,9 @@ def attend_packed(
     if args.need_lse:
         lse.fill_(-_INF)
     for members in runs(args, q.shape[2], k.shape[2]):
-        own = members.rows_of(q), members.keys_of(k), members.keys_of(v)
+        table = None if args.page_table is None else args.page_table[members.first :][: members.members]
+        own_k, own_v = (members.keys_of(x) if table is None else Pages(x, table) for x in (k, v))
         own_lse = members.rows_of(lse) if args.need_lse else None
+        own = members.rows_of(q), own_k, own_v
         for part in parts(*own, members.arguments(args), config, first_batch=members.first):
             attend(part, members.rows_of(out), own_lse, config)

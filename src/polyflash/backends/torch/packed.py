@@ -50,10 +50,11 @@ class Run(NamedTuple):
 
 def runs(args: Arguments, total_q: int, total_k: int) -> Iterator[Run]:
     """The members that have rows, in order. Bounds on a device are read, and clamped to the tensors."""
-    if args.cu_seqlens_q is None or args.cu_seqlens_k is None:
+    if args.cu_seqlens_q is None:
         return
     rows = _spans(args.cu_seqlens_q.tolist(), total_q)
-    keys = _spans(args.cu_seqlens_k.tolist(), total_k)
+    # Keys in pages are packed nowhere: a member finds them by its line of the table.
+    keys = [(0, 0)] * len(rows) if args.cu_seqlens_k is None else _spans(args.cu_seqlens_k.tolist(), total_k)
     run: Run | None = None
     for b, ((i0, i1), (j0, j1)) in enumerate(zip(rows, keys, strict=True)):
         if run is not None and (i1 - i0, j1 - j0) == (run.rows, run.keys):

@@ -69,7 +69,7 @@ def measure(
         state = (entries, num_kv_heads, part.group, rows, 1)
         b_q = load_tile(part.q, i0, rows, part.kind).flatten(2, 3)
         b_lse = lse_tile(part, lse, i0, rows)
-        top, h_i = part.k.new_full(state, -_INF, dtype=part.kind), part.k.new_zeros(state, dtype=part.kind)
+        top, h_i = part.q.new_full(state, -_INF, dtype=part.kind), part.q.new_zeros(state, dtype=part.kind)
         for j0, keys in key_tiles(part, i0, rows, config):
             b_k = load_tile(part.k, j0, keys, part.kind)
             b_s, visible, _ = score_tile(part, b_q, b_k, i0, rows, j0, keys)
