@@ -55,6 +55,8 @@ INTERVALS, INTERVALS_BATCH, INTERVALS_HEAD, INTERVALS_BLOCK, INTERVAL_COUNT, INT
 MEMBERS, CU_Q, CU_K = (_next() for _ in range(3))
 # Philox's key, floor(p·2^32), the address of the stage (0: no dropout), float32 bits of 1 - p (1 if p is 1).
 DROP_SEED, DROP_THRESHOLD, DROP, DROP_KEPT = (_next() for _ in range(4))
+# 0: keys are contiguous. Else K_BATCH and V_BATCH lie between pages.
+PAGE_TABLE, PAGE_TABLE_BATCH, PAGE_TABLE_ENTRY, PAGE_SIZE, NUM_PAGES = (_next() for _ in range(5))
 
 # HEADS x ROW_PANELS is an item, CHUNKS items make a group, OTHERS items share a row block. ZERO is 0, read at
 # run time: a fill with a known zero would become a call of memset.
@@ -81,7 +83,7 @@ UNSEEN, CHANGED, PLAIN = range(3)
 
 BIAS_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-_N_OPERANDS = DROP_KEPT + 1 - Q_OFFSET
+_N_OPERANDS = NUM_PAGES + 1 - Q_OFFSET
 NO_OPERANDS = bytes(8 * _N_OPERANDS)
 pack_head = struct.Struct(f"{PASS + 1}q").pack
 _ONE = (
@@ -104,7 +106,7 @@ def passes(args: Arguments, scale: float) -> int:
 
 
 def any_table(args: Arguments) -> bool:
-    """Whether an operand that the pass has no part in fills a word from Q_OFFSET to DROP_KEPT."""
+    """Whether an operand that the pass has no part in fills a word from Q_OFFSET to NUM_PAGES."""
     absent = args.kv_lens is args.kv_starts is args.q_offset is args.intervals is args.cu_seqlens_q is None
     return not absent or args.dropout_p != 0.0
 
@@ -134,10 +136,17 @@ def float_bits(x: float) -> int:
 
 
 def operands(
-    args: Arguments, scale: float, does: int, kept: list[Tensor], members: int, drop: int = 0
+    args: Arguments,
+    scale: float,
+    does: int,
+    kept: list[Tensor],
+    members: int,
+    drop: int = 0,
+    k: Tensor | None = None,
 ) -> bytes:
-    """Q_OFFSET to DROP_KEPT. Small tensors that must be copied first are put into `kept`, to live as long as
-    the call. `drop` is the address of the dropout stage if dropout_p is not 0."""
+    """Q_OFFSET to NUM_PAGES. Small tensors that must be copied first are put into `kept`, to live as long as
+    the call. `drop` is the address of the dropout stage if dropout_p is not 0, `k` the pool of K if there is
+    a page table."""
     words = [*_table(args.q_offset), *_table(args.kv_lens), *_table(args.kv_starts)]
     if does & DOES_SOFTCAP:
         caps = float_bits(abs(scale) / args.softcap), float_bits(args.softcap)
@@ -163,6 +172,7 @@ def operands(
             kept.append(cu)
         words.append(0 if cu is None else cu.data_ptr())
     words += _dropout(args, drop)
+    words += _pages(args.page_table, k)
     return array("q", words).tobytes()
 
 
@@ -200,6 +210,12 @@ def _dropout(args: Arguments, address: int) -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
     seed = 0 if args.dropout_seed is None else int(args.dropout_seed)
     return seed, math.floor(p * 2.0**32), address, float_bits(1.0 - p if p < 1.0 else 1.0)
+
+
+def _pages(table: Tensor | None, k: Tensor | None) -> tuple[int, ...]:
+    if table is None or k is None:
+        return 0, 0, 0, 0, 0
+    return (table.data_ptr(), *(4 * s for s in table.stride()), k.shape[2], k.shape[0])
 
 
 def _ids(ids: Tensor | None) -> tuple[int, int, int]:

@@ -456,7 +456,7 @@ class _Prepared:
 
     def packed(self, args: Arguments, heads: int, threads: int) -> _Cut:
         """Items of packed members."""
-        lens = packing.member_lengths(cast("Tensor", args.cu_seqlens_q), cast("Tensor", args.cu_seqlens_k))
+        lens = packing.member_lengths(args)
         made = backward_configs.entry_table(*lens, heads, threads)
         return self._cut(int(lens[0].max(initial=1)), *made)
 

@@ -199,7 +199,7 @@ class Scratch(NamedTuple):
     item: int  # what the pass over scores must know of an item
     kinds: int  # one byte per panel: how the key block at hand touches it
     q_ids: int  # segment of every row
-    k_ids: int  # segment of every key of a block
+    k_ids: int  # segment of every key of a block, or its pages
     staged: int  # a vector of rows of block_n keys: bias as float32, then mask bytes
     total: int
 

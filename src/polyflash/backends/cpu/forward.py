@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, loading, packing, pool, runtime
+from polyflash.backends.cpu import configs, loading, packing, pool, runtime, tiles
 from polyflash.backends.cpu.configs import DropoutKey
 
 if TYPE_CHECKING:
@@ -34,66 +34,26 @@ def build(key: KernelKey) -> Any:
 
     stage = blocks.stages(key)
     fill, fill_limits, pack_query = stage.fill, stage.fill_limits, stage.pack_query
-    load_value_rows, load_float_row = stage.load_value_rows, stage.load_float_row
-    scores, scores_bounded = stage.scores, stage.scores_bounded
-    online_softmax, accumulate, add_seen = stage.online_softmax, stage.accumulate, stage.add_seen
+    online_softmax, accumulate = stage.online_softmax, stage.accumulate
     finish_stats, scale_divisor = stage.finish_stats, stage.scale_divisor
     finalize, store_lse = stage.finalize, stage.store_lse
-    arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
+    arg, load_i32, load_i8 = simd.word, simd.load_i32, simd.load_i8
     store_i64, least, greatest = simd.store_i64, simd.least, simd.greatest
     call_pass, call_dropout = simd.call_native(9), simd.call_native(7)
 
     LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
-    SIZE = configs.STORAGE_BYTES[key.storage]
     Q_PANEL, O_PANEL = key.q_panel_bytes, key.o_panel_bytes
-    K_BYTES, V_BYTES = key.k_row_bytes, key.v_row_bytes
+    V_BYTES = key.v_row_bytes
     WIDE_BYTES = key.bucket * 4 + configs.LINE
     KEYS_PER_TRIP = min(4, MR // PACK) * PACK
     MINUS_INF = 0xFF800000
 
     shared = loading.loaders(key, stage)
-    gathered, load_tile, stand = shared.gathered, shared.load_tile, shared.stand
+    load_tile, stand = shared.load_tile, shared.stand
+    tile = tiles.tiles(key, stage, shared)
+    find_pages, load_keys, load_values = tile.find_pages, tile.load_keys, tile.load_values
+    masked_scores, add_bad_rows = tile.masked_scores, tile.add_bad_rows
     device = loading.device
-
-    @device(9, types.int64)
-    def load_value_atoms(args, scratch, src, begin, end, first, last, n, skip_bad):  # type: ignore[no-untyped-def]
-        """V rows [begin, end) of key block n, one atom at a time; outside [first, last) or bad: zero."""
-        count, stride, dim_stride = arg(args, a.HEAD_DIM_V), arg(args, a.V_ROW), arg(args, a.V_DIM)
-        bad, dst = scratch + arg(args, a.T_BAD) - n, scratch + arg(args, a.T_V)
-        row0 = row1 = zero = scratch + arg(args, a.T_ZERO)  # names need a type before the loop
-        gather = scratch + arg(args, a.T_GATHER)
-        found = 0
-        for j in range(begin, end, PACK):
-            row0 = row1 = zero
-            if first <= j < last and not (skip_bad and load_i8(bad + j) != 0):
-                row0 = gathered(gather, src + j * stride, dim_stride, count)
-            if PACK == 2 and first <= j + 1 < last and not (skip_bad and load_i8(bad + j + 1) != 0):
-                row1 = gathered(gather + WIDE_BYTES, src + (j + 1) * stride, dim_stride, count)
-            found |= load_value_rows(row0, row1, 0, 1, count, dst + (j - n) // PACK * V_BYTES)
-        return found
-
-    @device(6, types.int64)
-    def load_value_tile(args, scratch, src, first, last, n):  # type: ignore[no-untyped-def]
-        """V rows [first, last) of key block n, zero up to whole steps. Returns whether some are not finite:
-        those are marked and zeroed, and `add_bad_rows` adds them."""
-        count, stride = arg(args, a.HEAD_DIM_V), arg(args, a.V_ROW)
-        begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
-        whole, rest = (first + PACK - 1) // PACK * PACK, last // PACK * PACK
-        if arg(args, a.V_DIM) != SIZE or rest <= whole:
-            whole = rest = end
-        dst = scratch + arg(args, a.T_V) + (whole - n) // PACK * V_BYTES
-        source = src + whole * stride
-        found = load_value_atoms(args, scratch, src, begin, whole, first, last, n, False)
-        found |= load_value_rows(source, source + stride, stride * PACK, (rest - whole) // PACK, count, dst)
-        found |= load_value_atoms(args, scratch, src, rest, end, first, last, n, False)
-        if found != 0:
-            row, zero = scratch + arg(args, a.T_GATHER), scratch + arg(args, a.T_ZERO)
-            for j in range(first, last):
-                source = gathered(row, src + j * stride, arg(args, a.V_DIM), count)
-                bad = load_value_rows(source, zero, 0, 1, count, scratch + arg(args, a.T_STAGE))
-                store_i8(scratch + arg(args, a.T_BAD) + j - n, bad)
-            load_value_atoms(args, scratch, src, begin, end, first, last, n, True)
-        return found
 
     @device(6)
     def start_panel(args, scratch, src, row, row_end, panel):  # type: ignore[no-untyped-def]
@@ -112,45 +72,6 @@ def build(key: KernelKey) -> Any:
         stats = scratch + arg(args, a.T_STATS) + panel * NR * 8
         fill(stats, NV, MINUS_INF)
         fill(stats + NR * 4, NV, arg(args, a.ZERO))
-
-    @device(9)
-    def masked_scores(args, scratch, panel, limits, n, begin, end, inner_begin, inner_end):  # type: ignore[no-untyped-def]
-        """S^T of keys n + [begin, end); every row sees all of [inner_begin, inner_end)."""
-        k, s = scratch + arg(args, a.T_K), scratch + arg(args, a.T_S)
-        q, bmax = scratch + arg(args, a.T_Q) + panel * Q_PANEL, scratch + arg(args, a.T_BLOCK) + NR * 4
-        trips = (arg(args, a.HEAD_DIM) + 4 * PACK - 1) // (4 * PACK)
-        fill(bmax, NV, MINUS_INF)
-        if inner_begin > begin:
-            groups = (inner_begin - begin) // MR
-            scores_bounded(k + begin * K_BYTES, q, s + begin * NR * 4, bmax, trips, groups, limits, n + begin)
-        if inner_end > inner_begin:
-            groups = (inner_end - inner_begin) // MR
-            scores(k + inner_begin * K_BYTES, q, s + inner_begin * NR * 4, bmax, trips, groups)
-        if end > inner_end:
-            groups = (end - inner_end) // MR
-            scores_bounded(
-                k + inner_end * K_BYTES, q, s + inner_end * NR * 4, bmax, trips, groups, limits, n + inner_end
-            )
-
-    @device(9)
-    def add_bad_rows(args, scratch, src, head, i_p, panel, n, begin, end):  # type: ignore[no-untyped-def]
-        """The contributions of V rows n + [begin, end) that are not finite, to the rows that see them."""
-        count, row = arg(args, a.HEAD_DIM_V), scratch + arg(args, a.T_STAGE)
-        limits, seen = scratch + arg(args, a.T_LIMITS) + i_p * NR * 8, scratch + arg(args, a.T_SEEN)
-        for j in range(begin, end):
-            if load_i8(scratch + arg(args, a.T_BAD) + j) != 0:
-                for r in range(NR):
-                    store_i8(seen + r, 1)
-                if arg(args, a.PASS) != 0:
-                    call_pass(arg(args, a.PASS), args, scratch, a.MARK_SEEN, head, i_p, n + j, 0, 0, 0)
-                source = src + (n + j) * arg(args, a.V_ROW)
-                load_float_row(
-                    gathered(scratch + arg(args, a.T_GATHER), source, arg(args, a.V_DIM), count), count, row
-                )
-                p = scratch + arg(args, a.T_P) + j // PACK * NR * 4
-                add_seen(
-                    p, j % PACK, row, count, scratch + arg(args, a.T_O) + panel * O_PANEL, limits, n + j, seen
-                )
 
     @device(8)
     def finalize_panel(args, scratch, dst, lse, head, row, row_end, panel):  # type: ignore[no-untyped-def]
@@ -181,7 +102,7 @@ def build(key: KernelKey) -> Any:
         start, live = arg(item, a.I_START), arg(item, a.I_LIVE)
         lo_shift, hi_shift = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT)
         plane_0 = arg(item, a.I_BATCH) * arg(args, a.NUM_KV_HEADS) * arg(args, a.GROUP)
-        bad = load_value_tile(args, scratch, v, first, last, n)
+        bad = load_values(args, scratch, v, first, last)
         for i_p in range(panels):
             row = row_0 + i_p * NR
             end_row = least(row + NR, row_end) - 1
@@ -226,31 +147,44 @@ def build(key: KernelKey) -> Any:
                     bad_begin, bad_end = greatest(begin, first - n), least(end, last - n)
                     add_bad_rows(args, scratch, v, head + i_h, i_p, panel, n, bad_begin, bad_end)
 
-    @device(7)
-    def attend_interval(args, scratch, k, v, panels, heads, start):  # type: ignore[no-untyped-def]
-        """The keys [start, I_LIVE) of the item, block by block."""
-        item, block_n = scratch + arg(args, a.T_ITEM), arg(args, a.BLOCK_N)
-        row_0, row_end, live = arg(item, a.I_ROW), arg(item, a.I_ROW_END), arg(item, a.I_LIVE)
+    @device(5)
+    def limit_rows(args, scratch, panels, start, live):  # type: ignore[no-untyped-def]
+        """The limits of the item's rows within the keys [start, live)."""
+        item, limits = scratch + arg(args, a.T_ITEM), scratch + arg(args, a.T_LIMITS)
+        row_0, row_end = arg(item, a.I_ROW), arg(item, a.I_ROW_END)
         lo_shift, hi_shift = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT)
-        limits = scratch + arg(args, a.T_LIMITS)
+        store_i64(item + 8 * a.I_START, start)
+        store_i64(item + 8 * a.I_LIVE, live)
         for i_p in range(panels):
             fill_limits(limits + i_p * NR * 8, row_0 + i_p * NR, row_end - 1, lo_shift, hi_shift, start, live)
-        key_lo, key_hi = greatest(start, row_0 + lo_shift), least(live, row_end - 1 + hi_shift)
+
+    @device(8)
+    def attend_interval(args, scratch, k, v, panels, heads, start, live):  # type: ignore[no-untyped-def]
+        """The keys [start, live) of the item, block by block."""
+        item, block_n = scratch + arg(args, a.T_ITEM), arg(args, a.BLOCK_N)
+        limit_rows(args, scratch, panels, start, live)
+        key_lo = greatest(start, arg(item, a.I_ROW) + arg(item, a.I_LO_SHIFT))
+        key_hi = least(live, arg(item, a.I_ROW_END) - 1 + arg(item, a.I_HI_SHIFT))
         for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
             n = i_n * block_n
             first, last = greatest(n, key_lo), least(n + block_n, key_hi)
             if last <= first:
                 continue
+            store_i64(item + 8 * a.I_KEY, n)
+            if arg(args, a.PAGE_TABLE) != 0:
+                found = find_pages(args, scratch, first, last)
+                if found < last:
+                    last = key_hi = found
+                    limit_rows(args, scratch, panels, start, found)
+                    if last <= first:
+                        continue
             if arg(args, a.PASS) != 0:
-                store_i64(item + 8 * a.I_KEY, n)
                 store_i64(item + 8 * a.I_FIRST, first)
                 store_i64(item + 8 * a.I_LAST, last)
                 call_pass(arg(args, a.PASS), args, scratch, a.START_BLOCK, 0, 0, 0, 0, 0, 0)
                 if arg(item, a.I_ANY) == 0:
                     continue
-            k_tile, k_row = scratch + arg(args, a.T_K) + (first - n) * K_BYTES, arg(args, a.K_ROW)
-            dim, count = arg(args, a.K_DIM), arg(args, a.HEAD_DIM)
-            load_tile(args, scratch, k + first * k_row, k_row, dim, last - first, count, k_tile)
+            load_keys(args, scratch, k, first, last)
             attend_block(args, scratch, v, panels, heads, n, first, last)
 
     @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
@@ -301,18 +235,11 @@ def build(key: KernelKey) -> Any:
         if arg(args, a.PASS) != 0:
             call_pass(arg(args, a.PASS), args, scratch, a.START_ITEM, 0, 0, 0, 0, 0, 0)
 
-        k = (
-            arg(args, a.K)
-            + i_t * arg(args, a.K_BATCH)
-            + i_hkv * arg(args, a.K_HEAD)
-            + first_k * arg(args, a.K_ROW)
-        )
-        v = (
-            arg(args, a.V)
-            + i_t * arg(args, a.V_BATCH)
-            + i_hkv * arg(args, a.V_HEAD)
-            + first_k * arg(args, a.V_ROW)
-        )
+        k = arg(args, a.K) + i_hkv * arg(args, a.K_HEAD)
+        v = arg(args, a.V) + i_hkv * arg(args, a.V_HEAD)
+        if arg(args, a.PAGE_TABLE) == 0:
+            k += i_t * arg(args, a.K_BATCH) + first_k * arg(args, a.K_ROW)
+            v += i_t * arg(args, a.V_BATCH) + first_k * arg(args, a.V_ROW)
         pairs, count = arg(args, a.INTERVALS), 1
         if pairs != 0:
             count = arg(args, a.INTERVAL_COUNT)
@@ -326,9 +253,7 @@ def build(key: KernelKey) -> Any:
                     least(live, load_i32(pairs + 8 * t + 4)),
                 )
             if begin < end:
-                store_i64(item + 8 * a.I_START, begin)
-                store_i64(item + 8 * a.I_LIVE, end)
-                attend_interval(args, scratch, k, v, panels, heads, begin)
+                attend_interval(args, scratch, k, v, panels, heads, begin, end)
 
         out = arg(args, a.OUT) + i_t * arg(args, a.OUT_BATCH) + first_q * arg(args, a.OUT_ROW)
         lse_row = arg(args, a.LSE) + 4 * (i_t * arg(args, a.LSE_BATCH) + first_q)
@@ -424,9 +349,7 @@ class _Prepared:
     def packed(self, args: Arguments, threads: int, kept: list[Any]) -> tuple[_Cut, int]:
         """Items of packed members, and the address of their table: the most work first."""
         spec, config = self.launch.spec, self.launch.config
-        lens_q, lens_k = packing.member_lengths(
-            cast("Tensor", args.cu_seqlens_q), cast("Tensor", args.cu_seqlens_k)
-        )
+        lens_q, lens_k = packing.member_lengths(args)
         nv, cut = packing.pack_members(spec, config, lens_q, lens_k, threads, causal=args.causal)
         rows = nv * configs.ISAS[config.isa].lanes
         table = packing.member_table(lens_q, lens_k, rows, cut.row_panels, causal=args.causal)
@@ -443,14 +366,19 @@ class _Prepared:
 def run(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor]:
-    """Fill `out` and, if asked for, `lse`. Sizes are positive; the argument block is this call's own."""
+    """Fill `out` and, if asked for, `lse`. Sizes are positive; the argument block is this call's own. With a
+    page table k and v are pools: (num_pages, num_kv_heads, page_size, D) and (..., Dv)."""
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = _Prepared(launch)
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     _, num_kv_heads, seqlen_k, head_dim_v = v.shape
     left, right = a.window_sides(args)
-    work_us = a.estimated_us(q.shape, seqlen_k, head_dim + head_dim_v, left, right, args)
+    keys = seqlen_k
+    if args.page_table is not None:
+        seqlen_k *= args.page_table.shape[1]
+        keys = int(cast("Tensor", args.kv_lens).max())  # a table may have room for far more
+    work_us = a.estimated_us(q.shape, keys, head_dim + head_dim_v, left, right, args)
     threads = 1 if work_us < a.LEND_FROM_US else torch.get_num_threads()
     kept: list[Any] = []
     members = 0
@@ -493,7 +421,7 @@ def run(
     middle = a.NO_OPERANDS
     if does or a.any_table(args):
         drop = prepared.dropout(cut.nv) if args.dropout_p else 0
-        middle = a.operands(args, scale, does, kept, members, drop)
+        middle = a.operands(args, scale, does, kept, members, drop, k)
     block = array("q", head + middle + cut.tail)
     pool.run(
         cut.kernel, block.buffer_info()[0], cut.items, threads, cut.scratch_bytes, work_us >= a.WAKE_FROM_US

@@ -108,12 +108,15 @@ def loaders(key: KernelKey, stage: Stages | BackwardStages) -> Loaders:
         number of rows, first and end live key. The item's words for the pass are written."""
         i_t, first_q, first_k = i_b, 0, 0
         seqlen_q, seqlen_k = arg(args, a.SEQLEN_Q), arg(args, a.SEQLEN_K)
+        # Bounds were checked before the call; held within the tensors all the same, as another thread may
+        # write them.
         if arg(args, a.CU_Q) != 0:
-            # Checked before the call; held within the tensors all the same, as another thread may write them.
-            cu_q, cu_k = arg(args, a.CU_Q) + 4 * i_b, arg(args, a.CU_K) + 4 * i_b
+            cu_q = arg(args, a.CU_Q) + 4 * i_b
             i_t, first_q = 0, least(greatest(load_i32(cu_q), 0), seqlen_q)
-            first_k = least(greatest(load_i32(cu_k), 0), seqlen_k)
             seqlen_q = greatest(least(load_i32(cu_q + 4), seqlen_q) - first_q, 0)
+        if arg(args, a.CU_K) != 0:
+            cu_k = arg(args, a.CU_K) + 4 * i_b
+            first_k = least(greatest(load_i32(cu_k), 0), seqlen_k)
             seqlen_k = greatest(least(load_i32(cu_k + 4), seqlen_k) - first_k, 0)
         live = least(greatest(table_entry(args, a.KV_LENS, i_b, seqlen_k), 0), seqlen_k)
         start = greatest(table_entry(args, a.KV_STARTS, i_b, 0), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -12,16 +12,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyflash.backends.cpu.configs import Config, Partition
-    from polyflash.spec import AttentionSpec
+    from polyflash.spec import Arguments, AttentionSpec
 
 # Time per row of the widest panel, the next and the narrowest: Zen 4, fp32, 2048 keys, the worse of D64 and
 # D128 within 2 % (1.04 and 1.04; 1.07 and 1.10).
 NARROW_COST = (1.0, 1.04, 1.09)
 
 
-def member_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Any, Any]:
-    """Rows and keys of every packed member, int64 numpy."""
-    return np.diff(cu_seqlens_q.numpy()).astype(np.int64), np.diff(cu_seqlens_k.numpy()).astype(np.int64)
+def member_lengths(args: Arguments) -> tuple[Any, Any]:
+    """Rows and keys of every packed member, int64 numpy; of paged keys the live ones."""
+    lens_q = np.diff(cast("Tensor", args.cu_seqlens_q).numpy())
+    if args.cu_seqlens_k is None:
+        lens_k = np.maximum(cast("Tensor", args.kv_lens).numpy(), 0)
+    else:
+        lens_k = np.diff(args.cu_seqlens_k.numpy())
+    return lens_q.astype(np.int64), lens_k.astype(np.int64)
 
 
 def pack_members(

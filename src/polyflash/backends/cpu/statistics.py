@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -286,7 +286,7 @@ def run(
     if args.cu_seqlens_q is None:
         lens_q = np.full(batch, seqlen_q)
     else:
-        lens_q, _ = packing.member_lengths(args.cu_seqlens_q, cast("Tensor", args.cu_seqlens_k))
+        lens_q, _ = packing.member_lengths(args)
         for x, value in ((entropy, 0.0), (max_logit, -torch.inf)):
             if x is not None:
                 x.fill_(value)
