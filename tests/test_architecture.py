@@ -34,7 +34,7 @@ FLOORS = {
     ),
     3: ("plan", "tuning.store"),
     4: ("backends",),
-    5: ("torch_ops", "autograd", "transforms", "arguments", "routes", "statistics_ops"),
+    5: ("torch_ops", "autograd", "transforms", "arguments", "routes", "entry", "statistics_ops"),
     6: ("api", "paged", "groups", "statistics", "kvcache", "parallel.ring", "tuning.search"),
     7: ("integrations", "bench", "cli", "tensor_files", "doctor", "reports", "__main__"),
 }

@@ -8,6 +8,7 @@ if not env.only_reports():  # `polyflash env` and `doctor` run where torch does 
     from polyflash.errors import SpecError, UnsupportedError
     from polyflash.mask import Mask
     from polyflash.merge import AttentionOutput, merge
+    from polyflash.paged import attention_paged
     from polyflash.plan import Plan
     from polyflash.statistics import RowStats, column_sums, row_stats
 
@@ -21,6 +22,7 @@ __all__ = [
     "SpecError",
     "UnsupportedError",
     "attention",
+    "attention_paged",
     "attention_varlen",
     "column_sums",
     "explain",

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from polyflash import backends, plan, torch_ops
-from polyflash import target as targets
+from polyflash import torch_ops
 from polyflash.arguments import Causal, Layout, WindowSides, known_backend, normalise
-from polyflash.errors import SpecError, described, spec_error
+from polyflash.entry import attend, bhsd_views, explained, packed_views, paged_views
+from polyflash.errors import spec_error
 from polyflash.mask import Mask
 from polyflash.merge import AttentionOutput
 from polyflash.plan import Plan
-from polyflash.routes import any_requires_grad, backend_in_use, requested_backend, spec_of, without_gradients
-from polyflash.spec import Arguments, Phase
+from polyflash.routes import backend_in_use
+from polyflash.spec import Arguments
 from polyflash.target import Target
 
 # Exported programs that return one can be saved.
@@ -116,7 +116,7 @@ def attention(
     softmax (2018)."""
     given = out
     if not isinstance(layout, str) or layout != "bhsd":
-        q, k, v, out = _to_bhsd(layout, q, k, v, out)
+        q, k, v, out = bhsd_views(layout, q, k, v, out)
     if (
         window is mask is bias is alibi_slopes is sinks is kv_lens is kv_starts is q_offset is None
         and batch_invariant is backend is config is scale is None
@@ -133,7 +133,7 @@ def attention(
             q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
             q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
         )  # fmt: skip
-    result, lse = _attend(q, k, v, out, args)
+    result, lse = attend(q, k, v, out, args)
     if given is not None:
         result = given
     elif layout != "bhsd":
@@ -218,7 +218,7 @@ def attention_varlen(
     Raises:
         SpecError, UnsupportedError: as `attention`. Bounds in tensors on a CPU are always checked, those on
             a device under checked=True."""
-    rows, keys, values, place = _packed_views(q, k, v, out)
+    rows, keys, values, place = packed_views(q, k, v, out)
     args = normalise(
         rows, keys, values, causal, window, None, None, alibi_slopes, softcap, sinks, scale, kv_lens,
         kv_starts, q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
@@ -227,7 +227,7 @@ def attention_varlen(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         change = "attention() takes unpacked batches."
         raise spec_error("cu_seqlens", got="None", wanted="two int32 tensors", change=change)
-    result, lse = _attend(rows, keys, values, place, args)
+    result, lse = attend(rows, keys, values, place, args)
     result = result[0].transpose(0, 1) if out is None else out
     return AttentionOutput(result, lse[0]) if return_lse else result
 
@@ -260,33 +260,29 @@ def explain(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
 ) -> Plan:
     """Who would run `attention(...)` with these arguments, with which config, and why every other row would
     not. With `cu_seqlens_q` and `cu_seqlens_k`, who would run `attention_varlen(...)`: q, k, v are then
-    (total, heads, head_dim).
+    (total, heads, head_dim). With `page_table` and `kv_lens`, who would run `attention_paged(...)`: q, k, v
+    are then q, k_pages, v_pages.
 
     Launches nothing and reads no tensor contents: all may be meta tensors. `target` plans for a device
     that need not be here: "cuda:sm90", "cpu:avx512+amx_bf16", or a `Target`. If an input needs a gradient,
     the plan of the backward pass is its `.backward`. The result prints itself.
     """
     if not isinstance(layout, str) or layout != "bhsd":
-        q, k, v, _ = _to_bhsd(layout, q, k, v, None)
+        q, k, v, _ = bhsd_views(layout, q, k, v, None)
+    elif page_table is not None:
+        q, k, v, _ = paged_views(q, k, v, cu_seqlens_q is not None)
     elif cu_seqlens_q is not None or cu_seqlens_k is not None:
-        q, k, v, _ = _packed_views(q, k, v, None)
+        q, k, v, _ = packed_views(q, k, v, None)
     args = normalise(
         q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
         q_offset, dropout_p, 0 if dropout_seed is None else dropout_seed, return_lse, batch_invariant,
-        backend, config, False, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        backend, config, False, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), page_table,
     )  # fmt: skip
-    if torch_ops.autocasting(q.device.type):
-        q, k, v = _autocast(q, k, v)
-    torch_ops.check(q, k, v, args)
-    if target is None:
-        kind = "cpu" if q.device.type == "meta" else q.device.type
-        target = targets.detect(kind, q.device.index or 0)
-    elif not isinstance(target, Target):
-        target = targets.parse(target)
-    return _explained(q, k, v, args, target)
+    return explained(q, k, v, args, target)
 
 
 @contextlib.contextmanager
@@ -308,68 +304,3 @@ def use_backend(name: str | None) -> Iterator[None]:
         yield
     finally:
         backend_in_use.reset(token)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, args: Arguments) -> tuple[Tensor, Tensor]:
-    """The op on (batch, heads, seqlen, head_dim), into `out` if there is one."""
-    if torch_ops.autocasting(q.device.type):
-        q, k, v = _autocast(q, k, v)
-    if out is None:
-        return torch_ops.call(q, k, v, args)
-    if not isinstance(out, Tensor):
-        raise spec_error("out", got=type(out).__name__, wanted="a torch.Tensor", change="Use torch.empty().")
-    needs_grad = out.requires_grad or any_requires_grad(q, k, v, args)
-    if torch.is_grad_enabled() and needs_grad:
-        change = "Use torch.no_grad(), or let the call allocate its result."
-        raise spec_error("out", got="tensors that need gradients", wanted="inference", change=change)
-    return out, torch_ops.call_out(q, k, v, out, args)
-
-
-def _explained(q: Tensor, k: Tensor, v: Tensor, args: Arguments, target: Target) -> Plan:
-    needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
-    args = args._replace(need_lse=args.need_lse or needs_grad)
-    backend = requested_backend(args)
-    backward = None
-    if needs_grad:
-        spec = spec_of(q, k, v, args, phase=Phase.BACKWARD)
-        backward = plan.explain(spec, target, backends.TABLE, backend=backend)
-    spec = spec_of(q, k, v, args)
-    if not needs_grad:
-        spec = without_gradients(spec)
-    return plan.explain(spec, target, backends.TABLE, backend=backend, config=args.config, backward=backward)
-
-
-def _to_bhsd(layout: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> tuple[Any, ...]:
-    """Views of (batch, seqlen, heads, head_dim) tensors as (batch, heads, seqlen, head_dim)."""
-    if not isinstance(layout, str) or layout != "bshd":
-        change = "It is never guessed from shapes."
-        raise spec_error("layout", got=described(layout), wanted="'bhsd' or 'bshd'", change=change)
-    views = []
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-        if x is not None and getattr(x, "ndim", 4) != 4:
-            raise SpecError(
-                f"{name}: got {x.ndim} dimensions, wanted 4: (batch, seqlen, heads, head_dim). Use view()"
-            )
-        views.append(x.transpose(1, 2) if isinstance(x, Tensor) else x)
-    return tuple(views)
-
-
-def _packed_views(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> tuple[Any, ...]:
-    """Views of (total, heads, head_dim) tensors as (1, heads, total, head_dim)."""
-    views = []
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-        if isinstance(x, Tensor) and x.ndim != 3:
-            wanted = "3: (total, heads, head_dim), with members one behind the other"
-            got = f"{x.ndim} dimensions {tuple(x.shape)}"
-            raise spec_error(name, got=got, wanted=wanted, change="Use flatten(0, 1) on a padded batch.")
-        views.append(x.transpose(0, 1).unsqueeze(0) if isinstance(x, Tensor) else x)
-    return tuple(views)
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast q, k, v are cast as for torch SDPA: every float but float64, to the autocast
-    dtype."""
-    kind = torch.get_autocast_dtype(q.device.type)
-    return tuple(
-        x.to(kind) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in (q, k, v)
-    )

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from polyflash import statistics_ops, torch_ops
-from polyflash.api import _autocast, _packed_views, _to_bhsd
 from polyflash.arguments import Causal, Layout, WindowSides, normalise
+from polyflash.entry import autocast, bhsd_views, packed_views
 from polyflash.errors import described, spec_error
 from polyflash.mask import Mask
 
@@ -148,15 +148,15 @@ def _views(q: Tensor, k: Tensor, lse: Tensor, layout: str, packed: bool) -> tupl
             change = "Pass the lse of attention_varlen()."
             wanted = "2: (num_q_heads, total_q)"
             raise spec_error("lse", got=f"{lse.ndim} dimensions", wanted=wanted, change=change)
-        rows, keys, _, _ = _packed_views(q, k, k, None)
+        rows, keys, _, _ = packed_views(q, k, k, None)
         return rows, keys, lse.unsqueeze(0)
     if unusual:
-        q, k, _, _ = _to_bhsd(layout, q, k, k, None)
+        q, k, _, _ = bhsd_views(layout, q, k, k, None)
     return q, k, lse
 
 
 def _cast(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """As `attention` casts them under torch.autocast."""
     if torch_ops.autocasting(q.device.type):
-        q, k, _ = _autocast(q, k, k)
+        q, k, _ = autocast(q, k, k)
     return q, k
