@@ -182,6 +182,7 @@ def test_a_tiny_run_of_each_suite(name, tmp_path, capsys):
         "windows": ["float32"],
         "small": ["full", "float32", "b1"],
         "backward": ["step", "float32"],
+        "decode": ["decode", "gqa", "float32", "q2", "256", "d64"],
     }.get(name, ["float32", "d64"])
     code, found = measured(tmp_path, "--suite", name, "--quick", "--filter", *words)
     assert code == 0 and found["absent"] == []
@@ -189,7 +190,7 @@ def test_a_tiny_run_of_each_suite(name, tmp_path, capsys):
     for r in found["rows"]:
         assert "mismatch" not in r["marks"] and r["difference"] < 1e-5 and r["backend"]
         assert (r["ratio"] is None) is (r["peer"] is None)
-        assert (r["over_plain"] is None) is (name in ("small", "dense", "backward"))
+        assert (r["over_plain"] is None) is (name in ("small", "dense", "backward", "decode"))
         assert set(r["arms"]) == set(r["rounds"][0]["seconds"])
     assert found["commands"] == [
         f"polyflash bench --suite {name} --filter {' '.join(words)} --quick --seconds 0.01"

@@ -12,7 +12,8 @@ from polyflash.workloads import Workload, workloads
 SDPA = "torch SDPA"
 DEFAULT = ("dense", "windows", "small")  # and a few rows of "backward"
 PEER_SUITE = "peers"
-SUITES = (*DEFAULT, "masks", "bias", "varlen", "backward", PEER_SUITE)
+DECODE = "decode"
+SUITES = (*DEFAULT, "masks", "bias", "varlen", "backward", DECODE, PEER_SUITE)
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"  # what is timed; a step: forward, then backward
 DENSE, SHARES, OPERANDS = "", "heads and members", "operands"  # tables of the suite "backward"
 
@@ -73,7 +74,7 @@ _STEPS = (16, 64, 128)  # lengths at which a training step is mostly the cost of
 class Case:
     """One row: a problem, what is laid over it, which pass is timed, who its ratio is made with, and whether
     our own call without its mask or bias is timed beside it. `part` names its table among those of its
-    suite."""
+    suite. The last fields are of the suite "decode" alone (`decode_cases.py`)."""
 
     suite: str
     kind: str
@@ -84,6 +85,10 @@ class Case:
     dense: Workload | None = None  # the plain call's problem, if it is another: of about the same work
     timed: str = FORWARD
     part: str = ""
+    page_size: int = 0
+    private: int = 0  # keys of each request behind the prefix that all share
+    ranks: int = 0  # of a zigzag layout, whose ranks have two chunks of rows each
+    rank: int = 0
 
     @property
     def name(self) -> str:
@@ -112,6 +117,10 @@ def rows(suites: Sequence[str] = (), *, size: str = "", peers: Sequence[str] = (
             chosen += _peers(peers or tuple(PEERS), 512 if quick else 2048)
         elif suite == "backward":
             chosen += _backward(size)
+        elif suite == DECODE:
+            from polyflash.bench import decode_cases
+
+            chosen += decode_cases.rows(size)
         elif suite == "varlen":
             chosen += _grid(suite, _VARLEN, dtypes, head_dims, *_members(quick))
         else:

@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from polyflash.bench import decode_tables
+from polyflash.bench.cases import DECODE
 from polyflash.bench.tables import COLUMNS, Row, absences, columns, heads, notes, table
 from polyflash.bench.timing import median
 from polyflash.errors import SpecError
@@ -68,15 +70,17 @@ def markdown(content: dict[str, Any], before: str = "") -> str:
     machine, rows = content["machine"], content["rows"]
     first = before.partition("\n")[0]
     title = first if first.startswith("# ") else f"# {datetime.date.today().isoformat()}, {machine['cpu']}"
-    after = [r["after_torch"] for r in rows if r["threads"] > 1]
+    after = [r["after_torch"] for r in rows if r["after_torch"] and r["threads"] > 1]
     lines = [title, "", *_about(content), "", _INTRO]
     if after:
         lines[-1] += (
             f"\nRight after a torch matrix product our calls take {median(after):.2f} times as long"
             f" (median over rows; {max(after):.2f} at worst)."
         )
-    if any(r["plain"] for r in rows):
-        lines += ["", *(f"- {text}" for text in COLUMNS.values())]
+    legend = list(COLUMNS.values()) if any(r["plain"] and r["suite"] != DECODE for r in rows) else []
+    legend += decode_tables.legend(rows)
+    if legend:
+        lines += ["", *(f"- {text}" for text in legend)]
     for name, part in _sections(rows).items():
         lines += ["", f"### {name}", "", *_table(part)]
     if content["absent"]:
@@ -103,6 +107,7 @@ def _about(content: dict[str, Any]) -> list[str]:
             )
         ),
         "threads": str(m["threads"]),
+        **({"huge pages": m["huge_pages"]} if m.get("huge_pages") else {}),
         "measured peak": ", ".join(peaks) or "none: llvmlite is not installed",
         "commands": "; ".join(f"`{command}`" for command in content["commands"]),
         "protocol": "[measuring](../measuring.md): interleaved in one process, medians of quiet rounds,"
@@ -119,7 +124,9 @@ def _table(rows: Sequence[Row]) -> list[str]:
         "head_dim": lambda r: str(r["head_dim"]),
         "heads": lambda r: heads(r).removeprefix("h"),
     }
-    if len({r["dtype"] for r in rows}) == 1:
+    if rows[0]["suite"] == DECODE:
+        problem = decode_tables.problem(rows[0])
+    elif len({r["dtype"] for r in rows}) == 1:
         del problem["dtype"]
     cells = {**problem, **columns(rows), "marks": lambda r: ", ".join(r["marks"])}
     lines = [" | ".join(name.strip() for name in cells), "|".join("---" for _ in cells)]

@@ -23,7 +23,7 @@ import torch
 
 from polyflash.target import Target
 
-_BITS = {"avx512": 512, "avx2": 256}  # any other: 128
+VECTOR_BITS = {"avx512": 512, "avx2": 256}  # any other: 128
 _CHAINS = {512: 16, 256: 12, 128: 16}  # independent accumulators: hides the latency, fits the registers
 _BURST = 100e-6  # seconds
 _CALIBRATION = 400e-6  # seconds, on all threads: starting them costs some 25 µs of it
@@ -94,7 +94,7 @@ class Calibration:
     def peak(self, kind: str) -> Peak:
         """Measured once per kind and kept; about 0.1 s."""
         if kind not in self._peaks:
-            loop = _loop(kind, _BITS.get(self._target.arch, 128))
+            loop = _loop(kind, VECTOR_BITS.get(self._target.arch, 128))
             short = loop.turns_in(_BURST)
             alone = max(loop.rate(short) for _ in range(200))
             long = loop.turns_in(_CALIBRATION)
@@ -110,7 +110,7 @@ class Calibration:
         a process that starts in a bad window must not take it for normal. The better of two calibrations
         counts: the first may meet another pool's threads that still spin.
         """
-        loop = _loop("fp32", _BITS.get(self._target.arch, 128))
+        loop = _loop("fp32", VECTOR_BITS.get(self._target.arch, 128))
         turns = loop.turns_in(_CALIBRATION)
         rate = max(self._together(loop, turns) for _ in range(2))
         fp32 = self._peaks["fp32"]
@@ -179,20 +179,26 @@ class _Loop:
 
 @lru_cache(maxsize=8)
 def _loop(kind: str, bits: int) -> _Loop:
+    engine = engine_of(_text(kind, bits))
+    function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)(engine.get_function_address("burst"))
+    _, per_lane, _ = _KINDS[kind]
+    return _Loop(function, per_lane * (bits // 32) * _CHAINS[bits], engine)
+
+
+def engine_of(text: str) -> Any:
+    """LLVM text compiled for this CPU: an engine that owns the code."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(_text(kind, bits))
+    module = llvm.parse_assembly(text)
     module.verify()
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2
     )
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)(engine.get_function_address("burst"))
-    _, per_lane, _ = _KINDS[kind]
-    return _Loop(function, per_lane * (bits // 32) * _CHAINS[bits], engine)
+    return engine
 
 
 def _text(kind: str, bits: int) -> str:

@@ -12,11 +12,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import polyflash
-from polyflash.bench import children
+from polyflash.bench import children, decode
 from polyflash.bench.calls import TOTAL, stages
-from polyflash.bench.cases import PEER_SUITE, Case
+from polyflash.bench.cases import DECODE, PEER_SUITE, Case
 from polyflash.bench.page import SCHEMA
 from polyflash.bench.peak import Calibration, Peak
+from polyflash.bench.stream import huge_pages
 from polyflash.bench.suite import measure
 from polyflash.bench.tables import NOTES, absences, notes, plain_table, row, section, table
 from polyflash.bench.timing import QUIET
@@ -39,6 +40,7 @@ def machine(target: Target, peaks: Sequence[Peak]) -> dict[str, Any]:
         "polyflash": polyflash.__version__,
         "torch": torch.__version__,
         "packages": dict(target.packages),
+        "huge_pages": huge_pages(),
         "peaks": [
             {
                 "kind": p.kind,
@@ -129,8 +131,9 @@ def _answers(
     if cases[0].suite == PEER_SUITE:
         yield from children.answers(cases[0].peer, cases, seconds=seconds)
         return
+    measured_by = decode.measure if cases[0].suite == DECODE else measure
     for case in cases:
-        yield {"row": row(measure(case, seconds=seconds, calibration=calibration))}
+        yield {"row": row(measured_by(case, seconds=seconds, calibration=calibration))}
 
 
 def sections(chosen: Sequence[Case]) -> dict[str, list[Case]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ _SPLITS = 2e-3  # seconds on one thread from which a call is expected to use the
 @dataclass(frozen=True)
 class Result:
     """One measured row. Times are seconds per call; `peak` is None where the machine could not be
-    calibrated. The arm of a peer has the name of `case.peer`."""
+    calibrated. The arm of a peer has the name of `case.peer`. `bytes` are those that our call reads at least,
+    of a row that is held against memory; `chosen` is what such a row was found to use."""
 
     case: Case
     backend: str
@@ -38,6 +40,8 @@ class Result:
     plain_flops: float
     peak: Peak | None
     threads: int
+    bytes: int = 0
+    chosen: dict[str, Any] = field(default_factory=dict)
 
     @property
     def matches(self) -> bool:
@@ -73,19 +77,21 @@ class Result:
         return None if self.over_plain is None else self.flops / self.plain_flops / self.over_plain
 
     @property
-    def after(self) -> float:
+    def after(self) -> float | None:
         """Our time right after a parallel torch operation over our time on settled cores."""
-        return self.comparison.ratio(AFTER, OURS)
+        timed = self.comparison.rounds[0].seconds
+        return self.comparison.ratio(AFTER, OURS) if AFTER in timed else None
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Why this row must not be quoted as it stands."""
+        """Why this row must not be quoted as it stands. One core may use most of the memory's rate, so
+        scaling says nothing about rows that read."""
         marks = []
         if not self.matches:
             marks.append("mismatch")
         if self.comparison.contended:
             marks.append("contended")
-        elif self.scaling is not None and self.comparison.summary(ALONE).median >= _SPLITS:
+        elif self.scaling is not None and not self.bytes and self.comparison.summary(ALONE).median >= _SPLITS:
             marks.extend(["low scaling"] if self.scaling < LOW_SCALING * self.threads else [])
         return tuple(marks)
 

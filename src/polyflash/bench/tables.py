@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from polyflash.bench.cases import PEER_SUITE, SDPA, SHARES, STEP, Case
+from polyflash.bench import decode_tables
+from polyflash.bench.cases import DECODE, PEER_SUITE, SDPA, SHARES, STEP, Case
+from polyflash.bench.cells import Row, marked, ms, or_blank, short, spread
 from polyflash.bench.peers import PEERS
 from polyflash.bench.suite import OURS, Result
 from polyflash.bench.timing import FEWEST, QUIET, median
 
-Row = dict[str, Any]
 _NOTICED = 1e-3  # seconds: shorter calls stay on the caller, whom no spinning thread disturbs
 _TITLES = {"dense": "", "small": "small calls, "}  # other suites by their names
 _STEP = "forward + backward, "
@@ -34,6 +34,7 @@ def row(r: Result) -> Row:
     """The whole measurement; every round is in it, so that medians can be made again."""
     w = r.case.workload
     arms = {name: r.comparison.summary(name) for name in r.comparison.rounds[0].seconds}
+    beyond = decode_tables.fields(r) if r.case.suite == DECODE else {}
     return {
         "name": r.case.name,
         "suite": r.case.suite,
@@ -63,6 +64,7 @@ def row(r: Result) -> Row:
         "scaling": r.scaling,
         "after_torch": r.after,
         "marks": list(r.marks),
+        **beyond,
         "difference": _finite(r.difference),
         "error": {"ours": _finite(r.ours.relative), "peer": _finite(r.peer.relative), "rows": r.ours.rows},
         "arms": {
@@ -90,22 +92,24 @@ def by_rate(r: Row) -> bool:
 def columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     """Heading -> cell, for the rows of one section; the problem itself is not among them."""
     first, threads = rows[0], rows[0]["threads"]
+    if first["suite"] == DECODE:
+        return decode_tables.columns(first)
     theirs = "peer ms" if first["suite"] == PEER_SUITE else "torch ms"
     made: dict[str, Callable[[Row], str]] = {
-        "ours ms": lambda r: _ms(r["arms"][OURS]),
-        "±": lambda r: _spread(r["arms"][OURS]),
-        theirs: lambda r: _ms(r["arms"][r["peer"]]) if r["peer"] else "",
+        "ours ms": lambda r: ms(r["arms"][OURS]),
+        "±": lambda r: spread(r["arms"][OURS]),
+        theirs: lambda r: ms(r["arms"][r["peer"]]) if r["peer"] else "",
     }
-    made["± "] = lambda r: _spread(r["arms"][r["peer"]]) if r["peer"] else ""
+    made["± "] = lambda r: spread(r["arms"][r["peer"]]) if r["peer"] else ""
     made["ratio"] = _ratio
     if by_rate(first):
-        made["rate"] = lambda r: _or_blank(r["rate_of_plain"], "{:.0%}".format)
+        made["rate"] = lambda r: or_blank(r["rate_of_plain"], "{:.0%}".format)
     elif first["plain"]:
-        made["×plain"] = lambda r: _or_blank(r["over_plain"], short)
+        made["×plain"] = lambda r: or_blank(r["over_plain"], short)
     else:
         made["GF/s"] = lambda r: f"{r['gflops']:.0f}"
-        made["peak"] = lambda r: _or_blank(r["of_peak"], "{:.0%}".format)
-    made[f"1→{threads}"] = lambda r: _or_blank(r["scaling"], short)
+        made["peak"] = lambda r: or_blank(r["of_peak"], "{:.0%}".format)
+    made[f"1→{threads}"] = lambda r: or_blank(r["scaling"], short)
     made["on"] = lambda r: r["backend"]
     return made
 
@@ -122,11 +126,11 @@ def table(rows: Sequence[Row], title: str) -> Table:
     width = max(len(r["kind"]) for r in rows)
     for r in rows:
         texts = {name: cell(r) for name, cell in cells.items()}
-        if "mismatch" in r["marks"]:
+        if "mismatch" in r["marks"] and "ratio" in texts:
             texts["ratio"] = f"[bold red]{texts['ratio']}[/]"
-        elif r["ratio"] is not None:
+        elif r["ratio"] is not None and "ratio" in texts:
             texts["ratio"] = f"[{'green' if r['ratio'] >= 1 else 'yellow'}]{texts['ratio']}[/]"
-        if r["backend"] != "cpu":
+        if not r["backend"].startswith("cpu"):
             texts["on"] = f"[yellow]{texts['on']}[/]"
         made.add_row(problem(r, width), *texts.values(), style="dim" if "contended" in r["marks"] else None)
     return made
@@ -148,9 +152,14 @@ def plain_table(title: str) -> Table:
 def notes(rows: Sequence[Row]) -> list[str]:
     """Legend of the marks and columns that occur, and what has no column."""
     lines = [text for mark, text in NOTES.items() if any(mark in r["marks"] for r in rows)]
-    shown = {"rate" if by_rate(r) else "×plain" for r in rows if r["plain"]}
+    shown = {"rate" if by_rate(r) else "×plain" for r in rows if r["plain"] and r["suite"] != DECODE}
     lines += [text for name, text in COLUMNS.items() if name in shown]
-    slowed = [r["after_torch"] for r in rows if r["threads"] > 1 and r["arms"][OURS]["median_s"] >= _NOTICED]
+    lines += decode_tables.legend(rows)
+    slowed = [
+        r["after_torch"]
+        for r in rows
+        if r["after_torch"] and r["threads"] > 1 and r["arms"][OURS]["median_s"] >= _NOTICED
+    ]
     if slowed:
         typical, worst = median(slowed), max(slowed)
         lines.append(f"right after a torch operation: {typical:.2f} of our time here, {worst:.2f} at worst")
@@ -173,6 +182,8 @@ def absences(absent: Sequence[Row]) -> list[str]:
 
 
 def problem(r: Row, width: int) -> str:
+    if r["suite"] == DECODE:
+        return " ".join(cell(r) for cell in decode_tables.problem(r).values())
     dtype = f" {r['dtype']}" if r["suite"] == PEER_SUITE else ""
     return f"{r['kind']:<{width}} {r['seqlen_q']:>4} d{r['head_dim']:<3} {heads(r)}{dtype}"
 
@@ -184,31 +195,10 @@ def heads(r: Row) -> str:
     return f"h{batch}{r['num_q_heads']}{grouped}"
 
 
-def short(x: float) -> str:
-    """Three figures in four characters."""
-    return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
-
-
 def _ratio(r: Row) -> str:
-    if "mismatch" in r["marks"]:
-        return "! —"
-    if r["ratio"] is None:
+    if r["ratio"] is None and "mismatch" not in r["marks"]:
         return ""
-    return ("~" if "contended" in r["marks"] else "?" if r["marks"] else "") + short(r["ratio"])
-
-
-def _ms(arm: Row) -> str:
-    ms = arm["median_s"] * 1e3
-    return f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}" if ms >= 0.1 else f"{ms:.4f}"
-
-
-def _spread(arm: Row) -> str:
-    spread = arm["iqr_s"] / arm["median_s"] if arm["median_s"] else 0.0
-    return f"{spread:.0%}" if spread < 10 else ">9×"
-
-
-def _or_blank(x: float | None, text: Callable[[float], str]) -> str:
-    return "" if x is None else text(x)
+    return marked(r, short(r["ratio"] or 0.0))
 
 
 def _error(x: float | None) -> str:

@@ -1,0 +1,295 @@
+"""The suite "decode": what its arms compute, what they read, and what its tables say. Nothing is held to a
+time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import polyflash
+from polyflash import cli
+from polyflash.bench import (
+    cases,
+    decode,
+    decode_cases,
+    decode_keys,
+    decode_tables,
+    page,
+    stream,
+    suite,
+    tables,
+)
+from polyflash.bench.cases import SDPA, Case
+from polyflash.bench.timing import Comparison, Round
+from polyflash.errors import SpecError
+
+PARTS = (
+    decode_cases.STEPS, decode_cases.PAGED, decode_cases.RAGGED, decode_cases.CASCADE, decode_cases.GROUPS,
+    decode_cases.INVARIANCE,
+)  # fmt: skip
+QUICK = decode_cases.rows("quick")
+LAST_LEVEL = stream.last_level_bytes
+SOUND = suite.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
+compiled = pytest.mark.skipif(not stream.available(), reason="numba is not installed")
+
+
+@pytest.fixture(autouse=True)
+def small_cache(monkeypatch):
+    """Of 64 KiB, so that a few small sets spill it."""
+    monkeypatch.setattr(stream, "last_level_bytes", lambda: 1 << 16)
+    decode_keys._key_sets.cache_clear()
+    yield
+    decode_keys._key_sets.cache_clear()
+
+
+def first(part: str, **wanted) -> Case:
+    """The first float32 row of a part with these fields, on 64 keys."""
+    for case in QUICK:
+        w = case.workload
+        found = {"kind": case.kind, "laid": case.laid, "seqlen_q": w.seqlen_q}
+        if case.part == part and w.dtype == "float32" and wanted.items() <= found.items():
+            return replace(case, workload=replace(w, seqlen_k=64, head_dim=16), private=case.private and 16)
+    raise LookupError(part, wanted)
+
+
+def row(case: Case, seconds: dict[str, float], **chosen) -> dict:
+    """A measured row of three quiet rounds, all alike, whose call reads 40 MB."""
+    rounds = Comparison(tuple(Round({suite.OURS: 1e-3, **seconds}, 1.0) for _ in range(3)))
+    made = suite.Result(
+        case, "cpu/decode", rounds, 0.0, SOUND, SOUND, 1e9, 1e9, None, 1, bytes=40_000_000, chosen=chosen
+    )
+    return {"section": tables.section(case), **tables.row(made)}
+
+
+def figures(r: dict) -> dict[str, str]:
+    return {name: cell(r) for name, cell in decode_tables.columns(r).items()}
+
+
+@compiled
+@pytest.mark.parametrize("places", [1, 2, 4, 8])
+def test_a_read_leaves_nothing_out(places):
+    sizes = (128, 3 * 128, (stream.PIECE >> 2) + 128, 2 * (stream.PIECE >> 2))
+    tensors = [torch.randint(-(2**31), 2**31 - 1, (n,), dtype=torch.int32) for n in sizes]
+    read = stream.Read(tensors, places)
+    read()
+    assert read.bytes == 4 * sum(sizes)
+    assert read.total == sum(int(x.sum(dtype=torch.int64)) for x in tensors) % (1 << 32)
+    tensors[-1][-1] += 1
+    before = read.total
+    read()
+    assert read.total == (before + 1) % (1 << 32)
+
+
+@compiled
+def test_what_a_read_cannot_read_is_refused():
+    with pytest.raises(SpecError, match="multiple"):
+        stream.Read([torch.zeros(100)])
+    with pytest.raises(SpecError, match="strides"):
+        stream.Read([torch.zeros(256, 256)[:, ::2]])
+
+
+def test_sets_spill_the_last_cache_and_come_by_turns():
+    assert decode_keys.copies(1 << 15) * (1 << 15) == decode_keys.SPILL << 16
+    assert decode_keys.copies(1 << 30) == 1
+    assert decode_keys.copies(1) == decode_keys.MOST
+    sets = decode_keys.key_sets(first(decode_cases.STEPS).workload)
+    assert sum(s.bytes for s in sets) >= decode_keys.SPILL << 16
+    assert len({s.k.data_ptr() for s in sets}) == len(sets) > 1
+    assert all(torch.equal(s.k, sets[0].k) and torch.equal(s.v, sets[0].v) for s in sets)
+    turn = decode_keys.Turn(sets)
+    assert {id(turn()) for _ in sets} == set(map(id, sets))
+    assert turn() is not turn()
+
+
+def test_the_system_tells_its_cache_and_pages():
+    assert LAST_LEVEL() >= 1 << 20 and LAST_LEVEL() % 1024 == 0
+    assert stream.huge_pages() in ("", "always", "madvise", "never")
+
+
+@pytest.mark.parametrize("heads_outer", [False, True])
+def test_pages_hold_what_the_whole_holds(heads_outer):
+    k, v = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
+    made = decode_keys.pool(k, v, 16, heads_outer=heads_outer)
+    assert made.k.shape == (4, 16, 2, 8)
+    assert made.k.is_contiguous() is not heads_outer
+    assert made.table.tolist() != [[0, 1, 2, 3]]
+    assert torch.equal(decode_keys.gathered(made.k, made.table[0], 64), k)
+    assert torch.equal(decode_keys.gathered(made.v, made.table[0], 50), v[:, :, :50])
+
+
+def test_requests_of_a_batch_share_no_page():
+    table, pages = decode.page_tables([1, 33, 16], 16)
+    used = [table[b, : -(-n // 16)].tolist() for b, n in enumerate([1, 33, 16])]
+    assert sorted(page for pages_of in used for page in pages_of) == list(range(pages)) == list(range(5))
+
+
+@pytest.mark.parametrize("laid", [decode_cases.EVEN, decode_cases.GEOMETRIC])
+def test_lengths_go_from_1_to_the_longest(laid):
+    case = next(c for c in decode_cases.rows() if c.part == decode_cases.RAGGED and c.laid == laid)
+    sizes = decode.lengths(case)
+    assert (len(sizes), min(sizes), max(sizes)) == (32, 1, 32768)
+    assert (sum(sizes) > 500_000) is (laid == decode_cases.EVEN)
+
+
+def test_zigzag_groups_end_where_their_chunks_do():
+    case = replace(first(decode_cases.GROUPS, laid=decode_cases.ZIGZAG), ranks=2)
+    assert decode.group_ends(replace(case, rank=0)) == [16, 64]
+    assert decode.group_ends(replace(case, rank=1)) == [32, 48]
+    assert decode.group_ends(replace(case, laid=decode_cases.CHUNKS)) == [16, 32, 48, 64]
+
+
+def test_the_rows_of_the_promise_are_there():
+    steps = {
+        (w.dtype, w.heads, w.seqlen_q, w.seqlen_k, w.head_dim)
+        for w in (c.workload for c in decode_cases.rows() if c.part == decode_cases.STEPS)
+    }
+    for dtype in ("bfloat16", "float16", "float32"):
+        for heads in (8, 32):
+            for rows in (1, 2, 4, 8):
+                for keys in (4096, 16384, 65536):
+                    assert {(dtype, heads, rows, keys, 64), (dtype, heads, rows, keys, 128)} <= steps
+    groups = {
+        (c.ranks, c.workload.seqlen_q)
+        for c in decode_cases.rows()
+        if c.part == decode_cases.GROUPS and c.laid == decode_cases.ZIGZAG
+    }
+    assert groups == {(ranks, 2**n) for ranks in (2, 4, 8, 16) for n in range(10)}
+    cascade = next(c for c in decode_cases.rows() if c.part == decode_cases.CASCADE)
+    w = cascade.workload
+    assert (w.dtype, w.batch, w.heads, w.kv_heads, w.head_dim) == ("bfloat16", 32, 8, 8, 128)
+    assert (w.seqlen_k - cascade.private, cascade.private) == (8192, 256)
+    assert {c.part for c in decode_cases.rows()} == {c.part for c in QUICK} == set(PARTS)
+
+
+BUILT = [
+    first(decode_cases.STEPS, kind="mha", seqlen_q=1),
+    first(decode_cases.STEPS, kind="gqa", seqlen_q=4),
+    first(decode_cases.PAGED, kind="gqa", seqlen_q=1, laid=decode_cases.TOKENS_OUTER),
+    first(decode_cases.PAGED, kind="mha", seqlen_q=4, laid=decode_cases.HEADS_OUTER),
+    first(decode_cases.RAGGED, laid=decode_cases.GEOMETRIC),
+    first(decode_cases.RAGGED, kind="gqa"),
+    first(decode_cases.CASCADE, kind="gqa"),
+    first(decode_cases.GROUPS, laid=decode_cases.ZIGZAG),
+    first(decode_cases.GROUPS, laid=decode_cases.CHUNKS),
+    first(decode_cases.INVARIANCE, kind="gqa", seqlen_q=4),
+]
+
+
+@pytest.mark.parametrize("case", BUILT, ids=lambda c: c.name)
+def test_all_arms_answer_the_same_question(case):
+    """Every output against every other, and samples of two of them against float64."""
+    made = decode.build(case)
+    difference, ours, other = made.check()
+    assert difference < 1e-5 and ours.weighted < 1e-5 and other.weighted < 1e-5
+    assert len(made.outputs) >= 2 and made.samples and made.backend
+    assert next(iter(made.arms)) == suite.OURS
+    for call in made.arms.values():
+        call()
+    out = made.outputs[0]().clone()
+    assert made._error(out + 1e-3).weighted > 1e-5
+
+
+@pytest.mark.parametrize("case", BUILT, ids=lambda c: c.name)
+def test_bytes_are_those_of_the_keys_seen(case):
+    w, made = case.workload, decode.build(case)
+    per_key = w.kv_heads * 2 * w.head_dim * 4
+    keys = {
+        decode_cases.RAGGED: lambda: sum(decode.lengths(case)),
+        decode_cases.CASCADE: lambda: w.seqlen_k - case.private + w.batch * case.private,
+        decode_cases.GROUPS: lambda: max(decode.group_ends(case)),
+        decode_cases.INVARIANCE: lambda: w.batch * w.seqlen_k,
+    }.get(case.part, lambda: w.seqlen_k)()
+    assert made.bytes == per_key * keys
+
+
+def test_a_wrong_table_is_a_mismatch(monkeypatch):
+    right = polyflash.attention_paged
+    monkeypatch.setattr(
+        polyflash,
+        "attention_paged",
+        lambda q, k, v, table, *rest, **o: right(q, k, v, 0 * table, *rest, **o),
+    )
+    found = decode.measure(BUILT[2], seconds=0.001, calibration=None)
+    assert "mismatch" in found.marks
+    assert figures({"section": "", **tables.row(found)})["×whole"] == "! —"
+
+
+def test_figures_are_rates_and_ratios_of_medians():
+    step = first(decode_cases.STEPS, kind="gqa")
+    arms = {decode_keys.IN_ORDER: 0.9e-3, decode_keys.PLACES: 0.8e-3, SDPA: 5e-3, decode.FOLDED: 2e-3}
+    found = figures(row(step, {**arms, suite.AFTER: 2e-3}))
+    assert found["GB/s"] == "40.0" and found["stream"] == "90%" and found["best"] == "80%"
+    assert found["ratio"] == "5.00" and found["folded"] == "2.00" and found["on"] == "cpu/decode"
+    alone = Comparison((Round({suite.OURS: 1.0, SDPA: 1.0}, 1.0),))
+    assert suite.Result(step, "", alone, 0.0, SOUND, SOUND, 1.0, 1.0, None, 1).after is None
+    found = figures(row(first(decode_cases.PAGED), {suite.PLAIN: 0.8e-3}))
+    assert found["×whole"] == "1.25" and found["stream"] == ""
+    assert figures(row(first(decode_cases.RAGGED), {suite.PLAIN: 0.9e-3}))["of one"] == "90%"
+    found = figures(row(first(decode_cases.CASCADE), {suite.PLAIN: 6e-3, decode.OWN_COPIES: 9e-3}))
+    assert (found["ratio"], found["copies"]) == ("6.00", "9.00")
+    for fuses, word in ((True, "one walk"), (False, "each"), (None, "")):
+        found = figures(row(first(decode_cases.GROUPS), {suite.PLAIN: 0.5e-3}, fuses=fuses))
+        assert (found["ratio"], found["taken"]) == ("0.50", word)
+    arms = {decode.BEST_SPLIT: 0.8e-3, decode.INVARIANT: 3e-3}
+    found = figures(row(first(decode_cases.INVARIANCE), arms, split_keys=2048))
+    assert (found["split"], found["×best"], found["×prefill"]) == ("2k", "1.25", "3.00")
+
+
+def test_memory_bound_rows_are_not_blamed_for_scaling():
+    case = first(decode_cases.STEPS)
+    rounds = Comparison(tuple(Round({suite.OURS: 1.0, SDPA: 1.0, suite.ALONE: 1.2}, 1.0) for _ in range(3)))
+    made = suite.Result(case, "cpu", rounds, 0.0, SOUND, SOUND, 1.0, 1.0, None, 2)
+    assert made.marks == ("low scaling",)
+    assert replace(made, bytes=1).marks == ()
+
+
+def test_the_page_names_each_row_and_its_columns():
+    rows = [row(first(part), {SDPA: 1e-3, suite.PLAIN: 1e-3}) for part in PARTS]
+    machine = {
+        "cpu": "A CPU", "target": "cpu:avx512", "features": [], "cores": 2, "threads": 2, "python": "3.11",
+        "system": "Linux", "polyflash": "0.1.0", "torch": "2.13.0", "packages": {}, "peaks": [],
+        "huge_pages": "madvise",
+    }  # fmt: skip
+    content = {"schema": page.SCHEMA, "rows": rows, "absent": [], "commands": ["c"], "machine": machine}
+    text = page.markdown(json.loads(json.dumps(content)))
+    assert "| huge pages | madvise |" in text and "×plain:" not in text
+    for part in PARTS[1:]:
+        assert f"### decode, {part}, float32" in text
+    for wanted in (
+        "| 8/8 | q1 | 64 | d16 |",
+        "| 8/8 | q1 | 64 | by token |",
+        "| zigzag W2 | r1 | 64 |",
+        "4× ",
+    ):
+        assert wanted in text
+    for block in text.split("\n\n"):
+        if block.startswith("| "):
+            assert len({line.count("|") for line in block.splitlines()}) == 1
+    assert all(line in text for line in decode_tables.legend(rows))
+
+
+@compiled
+def test_one_row_of_each_part_through_the_command(tmp_path):
+    names = [next(c.name for c in QUICK if c.part == p and c.workload.dtype == "float32") for p in PARTS]
+    file, drawn = tmp_path / "bench.json", tmp_path / "page.md"
+    argv = [
+        "bench",
+        "--suite",
+        "decode",
+        "--quick",
+        "--quiet",
+        "--seconds",
+        "0.01",
+        "--rows",
+        ",".join(names),
+    ]
+    assert cli.main([*argv, "--json", str(file), "--page", str(drawn)]) == 0
+    found = json.loads(file.read_text())["rows"]
+    assert [r["name"] for r in found] == names
+    assert all(r["bytes"] > 0 and "mismatch" not in r["marks"] for r in found)
+    assert found[0]["arms"].keys() >= {suite.OURS, SDPA, decode_keys.IN_ORDER, decode_keys.PLACES}
+    assert "### decode, groups, float32" in drawn.read_text()
+    assert cases.DECODE in cases.SUITES
