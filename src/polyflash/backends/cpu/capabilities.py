@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyflash.backends.cpu import backward_configs
+from polyflash.backends.cpu import backward_configs, decode_configs
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, STORAGE_BYTES, choose
 from polyflash.capability import Capability, Yield
 from polyflash.spec import MOST_POSITIONS, Feature, Phase
@@ -28,6 +28,29 @@ CAPABILITIES = (
                 why="torch's AMX kernels are faster at dense bf16 prefill than AVX-512 bf16 dot",
             ),
         ),
+    ),
+    Capability(
+        backend="cpu",
+        phase=Phase.DECODE,
+        module="polyflash.backends.cpu.decode",
+        targets=tuple(f"cpu:{isa}" for isa in ISAS),
+        dtypes=frozenset(STORAGE_BYTES),
+        max_head_dim=BUCKETS[-1],
+        features=frozenset(Feature)
+        - {
+            Feature.MASK,
+            Feature.BIAS,
+            Feature.ALIBI,
+            Feature.SEGMENTS,
+            Feature.INTERVALS,
+            Feature.DROPOUT,
+            Feature.VARLEN,
+            Feature.BATCH_INVARIANT,
+        },
+        priority=100,
+        choose=decode_configs.choose,
+        needs=("numba",),
+        max_positions=MOST_POSITIONS,
     ),
     Capability(
         backend="cpu",

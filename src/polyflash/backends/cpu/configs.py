@@ -15,6 +15,7 @@ from polyflash.errors import spec_error
 from polyflash.spec import Feature
 
 if TYPE_CHECKING:
+    from polyflash.backends.cpu.decode_configs import DecodeConfig
     from polyflash.spec import AttentionSpec
     from polyflash.target import Target
 
@@ -322,7 +323,7 @@ def key_for(config: Config, dtype: str, widest: int, nv: int) -> KernelKey:
     return KernelKey(config.isa, config.compute, dtype, nv, bucket)
 
 
-def check_fits(config: Config, spec: AttentionSpec, target: Target) -> None:
+def check_fits(config: Config | DecodeConfig, spec: AttentionSpec, target: Target) -> None:
     """SpecError unless `config` is one that this target can run for this dtype."""
     change = "Take explain(...).config."
     isas = _RUNS.get(target.arch, ())

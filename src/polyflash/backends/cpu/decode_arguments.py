@@ -1,0 +1,32 @@
+"""The words of the decode kernels' argument block that follow those of `arguments.py`."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING
+
+from polyflash.backends.cpu import arguments as a
+
+if TYPE_CHECKING:
+    from polyflash.spec import Arguments
+
+_next = count(a.T_STAGED + 1).__next__
+SPLIT_KEYS, FIRST_SPLIT, NUM_SPLITS = (_next() for _ in range(3))
+# Requests that differ: rows of int64 (first item, request, first split, number of splits); 0: all are alike.
+ENTRIES, NUM_ENTRIES = (_next() for _ in range(2))
+# What item i leaves at PARTIALS + i·PARTIAL_BYTES, and how many splits of a tile are done.
+PARTIALS, PARTIAL_BYTES, DONE = (_next() for _ in range(3))
+# What scales scores before the softmax (bit 32 set, float32 bits below) and caps them (float32 bits); or 0.
+FACTOR, CAP = (_next() for _ in range(2))
+GATHERED_ROW, ZERO_VECTORS = (_next() for _ in range(2))  # bytes of a gathered row, vectors of a row of zeros
+ROW_BOUNDS, ROW_BOUNDS_ROW, ROW_BOUNDS_SIDE = (_next() for _ in range(3))  # int32 (start, end) of a query row
+
+E_FIRST_ITEM, E_REQUEST, E_FIRST_SPLIT, E_NUM_SPLITS = range(4)  # of an entry
+ENTRY_WORDS = 4
+
+
+def scaling(args: Arguments, scale: float, does: int) -> tuple[int, int]:
+    """FACTOR and CAP of a call whose scores leave unscaled unless `does` says so."""
+    if does & a.DOES_SOFTCAP:
+        return 1 << 32 | a.float_bits(abs(scale) / args.softcap), a.float_bits(args.softcap)
+    return (1 << 32 | a.float_bits(abs(scale)), 0) if does & a.DOES_TINY_SCALE else (0, 0)

@@ -1,0 +1,409 @@
+"""The stages of a tile of at most 8 query rows as vector functions: lanes are channels, so that K and V are
+read in place, each once, in the order they lie in memory.
+
+    S[key][row] = K[key][:] · Q[row][:]           a tree of additions finishes one vector of scores at a time
+    O[row][channel] = alpha·O + Σ_key P[key][row]·V[key][channel]
+
+A unit is what one load brings: a vector of float32 or float16 elements, or two of bfloat16. Halves of
+bfloat16 pairs become float32 by a shift and a mask, so a unit of them is its even channels, then its odd
+ones: Q and O stand in scratch as [unit][row][part][lane], and `store_row` puts the channels in order again.
+A vector of scores is [key][row], the row the faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from polyflash.backends.cpu.blocks import Tile
+from polyflash.backends.cpu.configs import STORAGE_BYTES
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, DecodeKey
+from polyflash.backends.cpu.simd import F32, I16, I32, I64, Emitter, Value, natives
+
+UNSEEN = -0.0  # the weight of a key that a row does not see; an unimportant one weighs +0.0
+
+
+class Stages(NamedTuple):
+    """Callables for numba code; every argument is an int64 (address, count or bits). A head of `channels`
+    is read as whole units and one masked rest."""
+
+    fill: Any  # (dst, vectors, float bits)
+    fill_addresses: Any  # (dst, first, stride, count)
+    gather_row: Any  # (src, element_stride, count, dst)
+    load_query: Any  # (src, channels, dst, sign): one row
+    scores: Any  # (k_rows, q, s, top, groups, channels, limits, key, factor, cap)
+    online_softmax: Any  # (s, vectors, block, stats, scale bits)
+    accumulate: Any  # (v_rows, p, o, alpha, ones, groups, channels)
+    accumulate_seen: Any  # likewise; a row takes nothing from keys whose weight is UNSEEN
+    merge_stats: Any  # (partials, stride, count, stats, scale bits)
+    merge_outputs: Any  # (partials, stride, count, offset of O, o, units)
+    row_stats: Any  # (stats, row, dst, scale bits, sink bits): lse and divisor of one row
+    store_row: Any  # (o, row stats, dst, channels)
+
+
+class DecodeTile:
+    """Emissions for one key. Methods named as the stages they emit."""
+
+    def __init__(self, key: DecodeKey) -> None:
+        self.key, self.lanes, self.rows = key, key.lanes, key.rows
+        self.keys = self.lanes // self.rows  # of one vector of scores
+        self.dot = key.compute == "bf16dot"
+        self.size = STORAGE_BYTES[key.storage]
+        self.unit = key.unit  # elements
+        self.parts = self.unit // self.lanes  # vectors of O per unit and row
+        self.degree = 5 if key.storage == "float32" else 4
+        self.whole = Tile(key.row_key)
+
+    def fill(self, e: Emitter, dst: Value, vectors: Value, bits: Value) -> None:
+        self.whole.fill(e, dst, vectors, bits)
+
+    def gather_row(self, e: Emitter, src: Value, stride: Value, count: Value, dst: Value) -> None:
+        self.whole.gather_row(e, src, stride, count, dst)
+
+    def fill_addresses(self, e: Emitter, dst: Value, first: Value, stride: Value, count: Value) -> None:
+        """`count` addresses, rounded up to whole vectors."""
+        b, n = e.b, self.lanes // 2
+        kind = ir.VectorType(I64, n)
+        steps = b.mul(e.splat(stride, n), ir.Constant(kind, list(range(n))))
+        start, ahead = b.add(e.splat(first, n), steps), e.splat(b.mul(stride, I64(n)), n)
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            e.store(p[1], p[0])
+            return [e.at(p[0], 8 * n), b.add(p[1], ahead)]
+
+        e.loop(b.udiv(b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst), start], body)
+
+    # units
+    def _units(
+        self,
+        e: Emitter,
+        channels: Value,
+        start: Sequence[Value],
+        step: Callable[[Value, list[Value], Value | None], list[Value]],
+    ) -> list[Value]:
+        """`step(byte offset, values, mask)` for every unit of a row; the mask of whole ones is None."""
+        b, per = e.b, self.unit
+        whole, rest = b.udiv(channels, I64(per)), b.urem(channels, I64(per))
+        values = e.loop(whole, start, lambda i, x: step(b.mul(i, I64(per * self.size)), x, None))
+        some = b.zext(b.icmp_signed(">", rest, I64(0)), I64)
+        at, mask = b.mul(whole, I64(per * self.size)), e.first_lanes(rest, per)
+        return e.loop(some, values, lambda i, x: step(at, x, mask))
+
+    def _raw(self, e: Emitter, row: Value, at: Value, mask: Value | None) -> Value:
+        kind = e.vf if self.size == 4 else ir.VectorType(I16, self.unit)
+        p = e.at(row, at)
+        return e.load(p, 0, kind) if mask is None else e.masked_load(p, mask, kind)
+
+    def _split(self, e: Emitter, x: Value) -> list[Value]:
+        """The float32 vectors of a unit."""
+        if self.size == 4:
+            return [x]
+        if self.key.storage == "float16":
+            return [e.from_f16(x)]
+        b, pairs = e.b, e.b.bitcast(x, e.vi)
+        return [
+            b.bitcast(b.shl(pairs, e.ints(16)), e.vf),
+            b.bitcast(b.and_(pairs, e.ints(-0x10000)), e.vf),
+        ]
+
+    def load_query(self, e: Emitter, src: Value, channels: Value, dst: Value, sign: Value) -> None:
+        """One row into its place of every unit; `sign` flips the bits of a negative scale, exactly."""
+        b, flip = e.b, e.splat(e.b.trunc(sign, I32))
+        row = e.pointer(src)
+
+        def step(at: Value, p: list[Value], mask: Value | None) -> list[Value]:
+            x = self._raw(e, row, at, mask)
+            for c, part in enumerate([x] if self.dot else self._split(e, x)):
+                e.store(b.xor(b.bitcast(part, e.vi), flip), p[0], c * e.bytes)
+            return [e.at(p[0], self.rows * self.query_bytes(e))]
+
+        self._units(e, channels, [e.pointer(dst)], step)
+
+    def query_bytes(self, e: Emitter) -> int:
+        """Of one row of one unit of Q."""
+        return e.bytes * (1 if self.dot else self.parts)
+
+    # S = K·Q
+    def scores(self, e: Emitter, k_rows, q, s, top, groups, channels, limits, key, factor, cap) -> None:  # type: ignore[no-untyped-def]
+        """Scores of `groups` vectors of keys from `key` on, -inf outside a row's limits, and their running
+        maximum. If `factor` is not 0 its low half scales them, and if `cap` is not, they are
+        cap·tanh(factor·s)."""
+        b, p_limits, p_q = e.b, e.pointer(limits), e.pointer(q)
+        lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
+        in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
+        first = b.add(e.splat(b.trunc(key, I32)), in_group)
+        scaled, capped = (b.icmp_signed("!=", word, I64(0)) for word in (factor, cap))
+        shrink, grow = e.splat(e.float_bits(factor)), e.splat(e.float_bits(cap))
+
+        def group(i: Value, values: list[Value]) -> list[Value]:
+            p_rows, p_s, largest, at = values
+            sums: list[Value] = []
+            for j in range(0, self.keys, KEYS_AT_ONCE):
+                some = range(j, min(j + KEYS_AT_ONCE, self.keys))
+                rows = [e.pointer(e.load(p_rows, 8 * k, I64)) for k in some]
+                sums += self._dots(e, rows, p_q, channels)
+            x = _sums_of_lanes(e, sums)
+            (x,) = e.where(scaled, [x], lambda v: [b.fmul(v[0], shrink)])
+            (x,) = e.where(capped, [x], lambda v: [b.fmul(grow, e.tanh(v[0]))])
+            seen = b.icmp_unsigned("<", b.sub(at, lo), width)
+            x = b.select(seen, x, e.floats(float("-inf")))
+            e.store(x, p_s)
+            ahead = [e.at(p_rows, 8 * self.keys), e.at(p_s, e.bytes)]
+            return [*ahead, e.maximum(x, largest), b.add(at, e.ints(self.keys))]
+
+        p_top = e.pointer(top)
+        out = e.loop(groups, [e.pointer(k_rows), e.pointer(s), e.load(p_top), first], group)
+        e.store(out[2], p_top)
+
+    def _dots(self, e: Emitter, rows: list[Value], q: Value, channels: Value) -> list[Value]:
+        """A vector of partial sums for every (key, row)."""
+        width = self.query_bytes(e)
+
+        def step(at: Value, values: list[Value], mask: Value | None) -> list[Value]:
+            p_q, sums = values[0], values[1:]
+            for j, row in enumerate(rows):
+                x = self._raw(e, row, at, mask)
+                parts = [x] if self.dot else self._split(e, x)
+                for r in range(self.rows):
+                    for c, part in enumerate(parts):
+                        y = e.load(p_q, r * width + c * e.bytes)
+                        old = sums[j * self.rows + r]
+                        sums[j * self.rows + r] = (
+                            e.dot_bf16(old, part, y) if self.dot else e.fma(part, y, old)
+                        )
+            return [e.at(p_q, self.rows * width), *sums]
+
+        return self._units(e, channels, [q, *[e.floats(0)] * (len(rows) * self.rows)], step)[1:]
+
+    # online_softmax
+    def online_softmax(self, e: Emitter, s, vectors, block, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
+        """m_i, l_i and alpha of every row; S becomes P. l_i stays spread over the lanes of a row. As in the
+        forward kernel the maximum is subtracted before scaling, so the largest weight is exactly 1."""
+        b, p_block, p_stats = e.b, e.pointer(block), e.pointer(stats)
+        minus_inf = e.floats(float("-inf"))
+        top = self._across_keys(e, e.load(p_block), e.maximum)
+        m_old = e.load(p_stats)
+        m_new = e.maximum(top, m_old)
+        m_safe = b.select(b.fcmp_ordered("==", m_new, minus_inf), e.floats(0), m_new)
+        alpha = self._power(e, b.fsub(m_old, m_safe), scale_bits, 6)
+        e.store(m_new, p_stats)
+        e.store(alpha, p_block)
+
+        def body(i: Value, values: list[Value]) -> list[Value]:
+            x = e.load(values[0])
+            weight = self._power(e, b.fsub(x, m_safe), scale_bits, self.degree)
+            weight = b.select(b.fcmp_ordered("==", x, minus_inf), e.floats(UNSEEN), weight)
+            e.store(weight, values[0])
+            return [e.at(values[0], e.bytes), b.fadd(values[1], weight)]
+
+        l_new = e.loop(vectors, [e.pointer(s), e.floats(0)], body)[1]
+        e.store(e.fma(alpha, e.load(p_stats, e.bytes), l_new), p_stats, e.bytes)
+
+    def _power(self, e: Emitter, d: Value, scale_bits: Value, degree: int) -> Value:
+        scale = e.splat(e.float_bits(scale_bits))
+        if self.key.storage == "float32":
+            return e.exp2_scaled(d, scale, e.splat(e.float_bits(e.b.lshr(scale_bits, I64(32)))), degree)
+        return e.exp2(e.b.fmul(d, scale), degree)
+
+    def _across_keys(self, e: Emitter, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
+        """Every lane of a row gets what `combine` makes of all of them."""
+        distance = self.lanes // 2
+        while distance >= self.rows:
+            order = ir.Constant(e.vi, [(lane + distance) % self.lanes for lane in range(self.lanes)])
+            x = combine(x, e.b.shuffle_vector(x, x, order))
+            distance //= 2
+        return x
+
+    # O = alpha·O + P·V
+    def accumulate(self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels) -> None:  # type: ignore[no-untyped-def]
+        """`groups` of KEYS_PER_GROUP keys. Each group's sum is made apart and then added: a chain over all
+        keys would lose digits, and O is loaded and stored once per group."""
+        self._accumulate(e, v_rows, p, o, alpha, ones, groups, channels, bounded=False)
+
+    def accumulate_seen(self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels) -> None:  # type: ignore[no-untyped-def]
+        self._accumulate(e, v_rows, p, o, alpha, ones, groups, channels, bounded=True)
+
+    def _accumulate(self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, *, bounded: bool) -> None:  # type: ignore[no-untyped-def]
+        b, wide = e.b, 1 if bounded else self.units_at_once
+        p_ones, unit_bytes = e.pointer(ones), self.unit * self.size
+        step_bytes = self.rows * self.parts * e.bytes
+
+        def group(i: Value, values: list[Value]) -> list[Value]:
+            p_rows, p_p, p_alpha = values
+            rows = [e.pointer(e.load(p_rows, 8 * k, I64)) for k in range(KEYS_PER_GROUP)]
+
+            def units(at: Value, p_o: Value, mask: Value | None, count: int) -> None:
+                sums: list[Value] = [None] * (self.rows * count * self.parts)
+                for k, row in enumerate(rows):
+                    loaded = [
+                        part
+                        for u in range(count)
+                        for part in self._split(e, self._raw(e, e.at(row, u * unit_bytes), at, mask))
+                    ]
+                    for r in range(self.rows):
+                        self._add_row(e, sums, r, e.load(p_p, (k * self.rows + r) * 4, F32), loaded, bounded)
+                for r in range(self.rows):
+                    shrink = e.splat(e.load(p_alpha, r * 4, F32))
+                    for c in range(count * self.parts):
+                        u, part = divmod(c, self.parts)
+                        place = u * step_bytes + (r * self.parts + part) * e.bytes
+                        total = e.fma(shrink, e.load(p_o, place), sums[r * count * self.parts + c])
+                        e.store(total, p_o, place)
+
+            per = wide * self.unit
+            many = b.udiv(channels, I64(per))
+
+            def whole(j: Value, x: list[Value]) -> list[Value]:
+                units(x[0], x[1], None, wide)
+                return [b.add(x[0], I64(wide * unit_bytes)), e.at(x[1], wide * step_bytes)]
+
+            def part(j: Value, x: list[Value]) -> list[Value]:
+                left = b.sub(channels, b.udiv(x[0], I64(self.size)))
+                units(x[0], x[1], e.first_lanes(left, self.unit), 1)
+                return [b.add(x[0], I64(unit_bytes)), e.at(x[1], step_bytes)]
+
+            place = e.loop(many, [I64(0), e.pointer(o)], whole)
+            rest = b.sub(channels, b.mul(many, I64(per)))
+            e.loop(b.udiv(b.add(rest, I64(self.unit - 1)), I64(self.unit)), place, part)
+            return [e.at(p_rows, 8 * KEYS_PER_GROUP), e.at(p_p, KEYS_PER_GROUP * self.rows * 4), p_ones]
+
+        e.loop(groups, [e.pointer(v_rows), e.pointer(p), e.pointer(alpha)], group)
+
+    def _add_row(
+        self, e: Emitter, sums: list[Value], r: int, weight: Value, loaded: list[Value], bounded: bool
+    ) -> None:
+        """Row r's sums of a group, plus one key's V times its weight."""
+        b, at, p = e.b, r * len(loaded), e.splat(weight)
+        if bounded:
+            sign = b.icmp_signed("<", b.bitcast(p, e.vi), e.ints(0))
+        for c, x in enumerate(loaded):
+            if bounded:
+                x = b.select(sign, e.floats(0), x)
+            old = sums[at + c]
+            sums[at + c] = b.fmul(p, x) if old is None else e.fma(p, x, old)
+
+    @property
+    def units_at_once(self) -> int:
+        """As many as have their sums in registers."""
+        room = 16 if self.key.registers == 32 else 8
+        return max(1, min(4, room // (self.rows * self.parts)))
+
+    # merge
+    def merge_stats(self, e: Emitter, partials, stride, count, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
+        """(m, l) of every split become its share 2**((m - M)·scale_log2) and, in `stats`, M and the sum of
+        shares times l, added in the order of the splits."""
+        b, minus_inf = e.b, e.floats(float("-inf"))
+
+        def highest(i: Value, x: list[Value]) -> list[Value]:
+            return [e.at(x[0], stride), e.maximum(e.load(x[0]), x[1])]
+
+        m = e.loop(count, [e.pointer(partials), minus_inf], highest)[1]
+        m_safe = b.select(b.fcmp_ordered("==", m, minus_inf), e.floats(0), m)
+
+        def share(i: Value, x: list[Value]) -> list[Value]:
+            w = self._power(e, b.fsub(e.load(x[0]), m_safe), scale_bits, 6)
+            e.store(w, x[0])
+            return [e.at(x[0], stride), e.fma(w, e.load(x[0], e.bytes), x[1])]
+
+        l_i = e.loop(count, [e.pointer(partials), e.floats(0)], share)[1]
+        p_stats = e.pointer(stats)
+        e.store(m, p_stats)
+        e.store(l_i, p_stats, e.bytes)
+
+    def merge_outputs(self, e: Emitter, partials, stride, count, offset, o, units) -> None:  # type: ignore[no-untyped-def]
+        """O = the sum of every split's share times its O, in the order of the splits."""
+        vectors = self.rows * self.parts
+
+        def unit(i: Value, x: list[Value]) -> list[Value]:
+            def split(j: Value, y: list[Value]) -> list[Value]:
+                p, p_o = y[0], e.at(y[0], y[1])
+                sums = [
+                    e.fma(e.splat(e.load(p, c // self.parts * 4, F32)), e.load(p_o, c * e.bytes), y[2 + c])
+                    for c in range(vectors)
+                ]
+                return [e.at(p, stride), y[1], *sums]
+
+            sums = e.loop(count, [e.pointer(partials), x[0], *[e.floats(0)] * vectors], split)[2:]
+            for c, total in enumerate(sums):
+                e.store(total, x[1], c * e.bytes)
+            return [e.b.add(x[0], I64(vectors * e.bytes)), e.at(x[1], vectors * e.bytes)]
+
+        e.loop(units, [offset, e.pointer(o)], unit)
+
+    # finalize
+    def row_stats(self, e: Emitter, stats, row, dst, scale_bits, sink_bits) -> None:  # type: ignore[no-untyped-def]
+        """(lse, divisor of O) of one row, each as a vector."""
+        p, p_dst = e.pointer(stats), e.pointer(dst)
+        l_i = self._across_keys(e, e.load(p, e.bytes), e.b.fadd)
+        e.store(l_i, p_dst, e.bytes)  # so that a lane of the row can be read
+        at = e.b.mul(row, I64(4))
+        m, total = e.load(p, at, F32), e.load(p_dst, e.b.add(at, I64(e.bytes)), F32)
+        e.store(e.splat(m), p_dst)
+        e.store(e.splat(total), p_dst, e.bytes)
+        self.whole.finish_stats(e, dst, scale_bits, sink_bits)
+
+    def store_row(self, e: Emitter, o, stats, dst, channels) -> None:  # type: ignore[no-untyped-def]
+        """O / divisor of one row, narrowed; a row that sees no key is 0."""
+        b, row = e.b, e.pointer(dst)
+        divisor = e.load(e.pointer(stats), e.bytes)
+        empty = b.fcmp_ordered("==", divisor, e.floats(0))
+        inverse = b.fdiv(e.floats(1), divisor)
+
+        def step(at: Value, p: list[Value], mask: Value | None) -> list[Value]:
+            x = [
+                b.select(empty, e.floats(0), b.fmul(e.load(p[0], c * e.bytes), inverse))
+                for c in range(self.parts)
+            ]
+            y = self._narrow(e, x)
+            if mask is None:
+                e.store(y, e.at(row, at))
+            else:
+                e.masked_store(y, e.at(row, at), mask)
+            return [e.at(p[0], self.rows * self.parts * e.bytes)]
+
+        self._units(e, channels, [e.pointer(o)], step)
+
+    def _narrow(self, e: Emitter, x: list[Value]) -> Value:
+        if self.size == 4:
+            return x[0]
+        if self.key.storage == "float16":
+            return e.to_f16_bits(x[0])
+        even, odd = (e.b.zext(e.to_bf16_bits(part), e.vi) for part in x)
+        both = e.b.or_(even, e.b.shl(odd, e.ints(16)))
+        return e.b.bitcast(both, ir.VectorType(I16, self.unit))
+
+
+KEYS_AT_ONCE = 1  # rows of K that are read side by side
+
+
+def _sums_of_lanes(e: Emitter, x: list[Value]) -> Value:
+    """Lane i is the sum of all lanes of x[i]; as many vectors as lanes."""
+    n = e.lanes
+    low = ir.Constant(e.vi, [j // 2 + (n if j & 1 else 0) for j in range(n)])
+    high = ir.Constant(e.vi, [n // 2 + j // 2 + (n if j & 1 else 0) for j in range(n)])
+    while len(x) > 1:
+        half = len(x) // 2
+        pairs = zip(x[:half], x[half:], strict=True)
+        x = [e.b.fadd(*(e.b.shuffle_vector(u, v, order) for order in (low, high))) for u, v in pairs]
+    return x[0]
+
+
+_ARITY = {
+    "fill": 3, "fill_addresses": 4, "gather_row": 4, "load_query": 4, "scores": 10, "online_softmax": 5,
+    "accumulate": 7, "accumulate_seen": 7, "merge_stats": 5, "merge_outputs": 6, "row_stats": 5,
+    "store_row": 4,
+}  # fmt: skip
+
+
+def emissions(key: DecodeKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
+    """Name, number of arguments, emission and whether it returns a value, of every stage."""
+    tile = DecodeTile(key)
+    for name, arity in _ARITY.items():
+        yield name, arity, getattr(tile, name), False
+
+
+def stages(key: DecodeKey) -> Stages:
+    """The stages of `key`'s tiles."""
+    return Stages(**natives(key.name, key.isa, emissions(key)))

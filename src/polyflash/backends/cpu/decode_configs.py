@@ -1,0 +1,176 @@
+"""How the CPU decode engine is cut up: kernel keys, splits, items and scratch. Pure arithmetic, no DSL.
+
+The rows of a tile are all query heads of one kv head times all query rows, so K and V are read once for all
+of them. A split is `split_keys` keys wherever it lies, so a request's bits depend on neither its neighbours
+nor the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from polyflash.backends.cpu import configs
+from polyflash.backends.cpu.configs import ISAS, ITEM_WORDS, LINE, STEP, STORAGE_BYTES, KernelKey, Scratch
+from polyflash.errors import spec_error
+from polyflash.spec import DECODE_ROWS
+
+if TYPE_CHECKING:
+    from polyflash.spec import AttentionSpec
+    from polyflash.target import Target
+
+KEYS_PER_GROUP = 8  # keys whose weighted V are added in registers
+MOST_ROWS = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}  # of one tile: what fills the registers
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeKey:
+    """What one compiled decode kernel for at most `rows` rows (a power of two) is made for; the other fields
+    as the forward's."""
+
+    isa: str
+    compute: str
+    storage: str
+    rows: int
+
+    def __post_init__(self) -> None:
+        key = self.row_key  # checks isa, compute and storage
+        if self.rows not in (1, 2, 4, 8) or self.rows > MOST_ROWS[key.isa]:
+            wanted = f"1, 2, 4 or 8, at most {MOST_ROWS[key.isa]}"
+            raise spec_error("rows", got=self.rows, wanted=wanted, change="Cut the rows into tiles.")
+
+    @property
+    def row_key(self) -> KernelKey:
+        """The forward kernel's key whose narrowest stages this one shares."""
+        return KernelKey(self.isa, self.compute, self.storage, 1, configs.BUCKETS[0])
+
+    @property
+    def builder(self) -> str:
+        return "polyflash.backends.cpu.decode_few"
+
+    @property
+    def name(self) -> str:
+        return f"decode_{self.isa}_{self.compute}_{self.storage}_r{self.rows}"
+
+    @property
+    def lanes(self) -> int:
+        return ISAS[self.isa].lanes
+
+    @property
+    def registers(self) -> int:
+        return ISAS[self.isa].registers
+
+    @property
+    def unit(self) -> int:
+        """Channels that one load brings."""
+        return self.lanes * (2 if self.storage == "bfloat16" else 1)
+
+    def units(self, channels: int) -> int:
+        return -(-channels // self.unit)
+
+    def o_bytes(self, head_dim_v: int) -> int:
+        """Of the outputs of one tile, float32."""
+        return self.units(head_dim_v) * self.unit * self.rows * 4
+
+    def partial_bytes(self, head_dim_v: int) -> int:
+        """Of what one split leaves: m, l and O of its rows."""
+        return (8 * self.lanes + self.o_bytes(head_dim_v) + LINE - 1) // LINE * LINE
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """split_keys: keys of one work item. block_n: keys whose scores are made before any of their values is
+    read. compute, isa: as the forward's."""
+
+    split_keys: int
+    block_n: int
+    compute: str = "f32"
+    isa: str = "avx512"
+
+    def __post_init__(self) -> None:
+        for name in ("split_keys", "block_n"):
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise spec_error(name, got=repr(value), wanted="an int", change="Take 1024 and 256.")
+        if self.block_n % STEP or not STEP <= self.block_n <= 256:
+            change = "Take 256."
+            raise spec_error("block_n", got=self.block_n, wanted="a multiple of 16 up to 256", change=change)
+        if self.split_keys % self.block_n or self.split_keys <= 0:
+            wanted = f"a positive multiple of block_n ({self.block_n})"
+            raise spec_error("split_keys", got=self.split_keys, wanted=wanted, change="Take 1024.")
+        configs.check_compute(self.compute, self.isa)
+
+    def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """What a plan says about this choice beside its numbers."""
+        rows = spec.group * spec.seqlen_q
+        if rows > DECODE_ROWS:
+            kernel = "lanes over rows"
+        else:
+            key = key_for(self, spec.dtype, rows)
+            kernel = f"kernel {key.name}: lanes over channels, K and V read in place"
+        return (
+            f"{kernel}; {rows} rows of a kv head share one walk over its keys",
+            f"splits of {self.split_keys} keys wherever they lie, merged in order: bits depend on neither "
+            "neighbours nor threads",
+        )
+
+
+def key_for(config: DecodeConfig, dtype: str, rows: int) -> DecodeKey:
+    """The kernel for tiles of `rows` rows, or of as many as one tile holds."""
+    held = min(max(1, rows), MOST_ROWS[config.isa])
+    return DecodeKey(config.isa, config.compute, dtype, 1 << (held - 1).bit_length())
+
+
+def all_keys(target: Target) -> Iterator[DecodeKey]:
+    """Every decode kernel of few rows that can run on `target`."""
+    if target.arch not in ISAS:
+        return
+    for dtype in STORAGE_BYTES:
+        for rows in (1, 2, 4, 8):
+            if rows <= MOST_ROWS[target.arch]:
+                yield DecodeKey(target.arch, configs.compute_for(dtype, target), dtype, rows)
+
+
+@lru_cache(maxsize=256)
+def scratch(key: DecodeKey, head_dim: int, head_dim_v: int, block_n: int) -> Scratch:
+    """The layout for one tile and key blocks of `block_n`. `k` and `v` hold addresses of rows; `stage` holds
+    the rows themselves where their channels have a stride."""
+    width = STORAGE_BYTES[key.storage]
+    row = (max(head_dim, head_dim_v) * width + LINE - 1) // LINE * LINE + LINE
+    sizes = Scratch(
+        q=key.units(head_dim) * key.unit * key.rows * 4,
+        o=key.o_bytes(head_dim_v),
+        k=(block_n + key.lanes) * 8,
+        v=(block_n + key.lanes) * 8,
+        s=block_n * key.rows * 4,
+        p=0,
+        stage=2 * block_n * row,
+        stats=4 * key.lanes * 4,
+        limits=2 * key.lanes * 4,
+        block=2 * key.lanes * 4,
+        zero=row,
+        gather=row,
+        bad=0,
+        seen=0,
+        item=ITEM_WORDS * 8,
+        kinds=0,
+        q_ids=0,
+        k_ids=0,
+        staged=0,
+        total=0,
+    )
+    offsets, at = [], 0
+    for size in sizes[:-1]:
+        offsets.append(at)
+        at += (size + LINE - 1) // LINE * LINE
+    return Scratch._make((*offsets, (at + 4095) // 4096 * 4096))
+
+
+def choose(spec: AttentionSpec, target: Target) -> DecodeConfig:
+    """Splits of 1024 keys, whatever the call: the size decides bits."""
+    isa = target.arch if target.arch in ISAS else "generic"
+    dtype = spec.dtype if spec.dtype in STORAGE_BYTES else "float32"
+    compute = configs.compute_for(dtype, target) if isa == "avx512" else "f32"
+    return DecodeConfig(1024, 256, compute, isa)

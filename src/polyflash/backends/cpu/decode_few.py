@@ -1,0 +1,245 @@
+"""Decode on the CPU, at most 8 rows per kv head: one walk over the keys at memory speed.
+
+An item is one request, one kv head, one tile of its rows and one split of its keys. It leaves (m, l, O); who
+finishes the last split of a tile merges all of them, in the order of the splits (Dao et al., Flash-Decoding,
+2023).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from polyflash.backends.cpu import arguments as a
+from polyflash.backends.cpu import configs, loading
+from polyflash.backends.cpu import decode_arguments as d
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP
+
+if TYPE_CHECKING:
+    from polyflash.backends.cpu.decode_configs import DecodeKey
+
+
+def build(key: DecodeKey) -> Any:
+    """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
+    from numba import cfunc, types
+
+    from polyflash.backends.cpu import blocks, decode_blocks, pool_kernel, simd
+
+    stage = decode_blocks.stages(key)
+    fill, fill_addresses, gather_row = stage.fill, stage.fill_addresses, stage.gather_row
+    load_query, scores, online_softmax = stage.load_query, stage.scores, stage.online_softmax
+    accumulate, accumulate_seen = stage.accumulate, stage.accumulate_seen
+    merge_stats, merge_outputs = stage.merge_stats, stage.merge_outputs
+    row_stats, store_row = stage.row_stats, stage.store_row
+    arg, load_i32, store_i32 = simd.word, simd.load_i32, simd.store_i32
+    store_i64, least, greatest, arrive = simd.store_i64, simd.least, simd.greatest, pool_kernel.add
+    device = loading.device
+    shared = loading.loaders(key.row_key, blocks.stages(key.row_key))
+    gathered, stand = shared.gathered, shared.stand
+
+    ROWS, KEYS, STEP = key.rows, key.lanes // key.rows, configs.STEP
+    VECTOR, UNIT, SIZE = key.lanes * 4, key.unit, configs.STORAGE_BYTES[key.storage]
+    PARTS = key.unit // key.lanes
+    PAIRS = key.compute == "bf16dot"
+    QUERY_BYTES = VECTOR if PAIRS else VECTOR * PARTS
+    GROUP_KEYS = KEYS_PER_GROUP
+    MINUS_INF, ONE = 0xFF800000, 0x3F800000
+
+    @device(6, types.int64)
+    def row_at(args, scratch, src, page_stride, row_stride, j):  # type: ignore[no-untyped-def]
+        """Where key j lies, or 0: table entries were checked before the call, and should another thread have
+        written one that names no page, its keys are zeros."""
+        if arg(args, a.PAGE_TABLE) == 0:
+            return src + j * row_stride
+        i = j // arg(args, a.PAGE_SIZE)
+        row = arg(args, a.PAGE_TABLE) + arg(scratch + arg(args, a.T_ITEM), a.I_BATCH) * arg(
+            args, a.PAGE_TABLE_BATCH
+        )
+        page = load_i32(row + i * arg(args, a.PAGE_TABLE_ENTRY))
+        if page < 0 or page >= arg(args, a.NUM_PAGES):
+            return 0
+        return src + page * page_stride + (j - i * arg(args, a.PAGE_SIZE)) * row_stride
+
+    @device(7)
+    def list_rows(args, scratch, src, tensor, slot, first, last):  # type: ignore[no-untyped-def]
+        """At `slot` the addresses of the rows of keys [first, last) in whole steps, with a row of zeros for
+        every key around them. `tensor` is K_BATCH or V_BATCH. Rows whose channels have a stride are gathered
+        first."""
+        page_stride, row_stride, dim_stride = arg(args, tensor), arg(args, tensor + 2), arg(args, tensor + 3)
+        zero, width = scratch + arg(args, a.T_ZERO), arg(args, d.GATHERED_ROW)
+        rows, channels = scratch + arg(args, a.T_STAGE), arg(args, a.HEAD_DIM)
+        if slot == a.T_V:
+            rows, channels = rows + arg(args, a.BLOCK_N) * width, arg(args, a.HEAD_DIM_V)
+        dst = scratch + arg(args, slot)
+        fill_addresses(dst, zero, 0, first % STEP)
+        dst += (first % STEP - first) * 8
+        size, j = last, first
+        if dim_stride != SIZE:
+            size = 1
+        elif arg(args, a.PAGE_TABLE) != 0:
+            size = arg(args, a.PAGE_SIZE)
+        while j < last:  # a run of keys is what lies in one page
+            end = least(last, (j // size + 1) * size)
+            src_row, stride = row_at(args, scratch, src, page_stride, row_stride, j), row_stride
+            if src_row == 0:
+                src_row, stride = zero, 0
+            elif dim_stride != SIZE:
+                gather_row(src_row, dim_stride, channels, rows + (j - first) * width)
+                src_row = rows + (j - first) * width
+            fill_addresses(dst + j * 8, src_row, stride, end - j)
+            j = end
+        fill_addresses(dst + last * 8, zero, 0, -last % STEP)
+
+    @device(6, types.UniTuple(types.int64, 4))
+    def limit_rows(args, scratch, rows, row_0, seqlen_q, start):  # type: ignore[no-untyped-def]
+        """First key and number of keys of every row, by lanes; a row that is none sees none. Returns the keys
+        that some row sees and, inside them, those that every row sees."""
+        item, bounds = scratch + arg(args, a.T_ITEM), arg(args, d.ROW_BOUNDS)
+        lo_shift, hi_shift, live = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT), arg(item, a.I_LIVE)
+        some_lo, some_hi, all_lo, all_hi = live, 0, 0, live
+        for r in range(ROWS):
+            lo, hi = 0, 0
+            if r < rows:
+                i = (row_0 + r) % seqlen_q
+                lo, hi = greatest(start, i + lo_shift), least(live, i + hi_shift)
+                if bounds != 0:
+                    pair = bounds + i * arg(args, d.ROW_BOUNDS_ROW)
+                    lo = greatest(lo, load_i32(pair))
+                    hi = least(hi, load_i32(pair + arg(args, d.ROW_BOUNDS_SIDE)))
+                hi = greatest(lo, hi)
+                if lo < hi:
+                    some_lo, some_hi = least(some_lo, lo), greatest(some_hi, hi)
+                all_lo, all_hi = greatest(all_lo, lo), least(all_hi, hi)
+            for j in range(KEYS):
+                at = scratch + arg(args, a.T_LIMITS) + (j * ROWS + r) * 4
+                store_i32(at, lo)
+                store_i32(at + VECTOR, hi - lo)
+        return some_lo, some_hi, all_lo, all_hi
+
+    @device(7)
+    def start_tile(args, scratch, q, i_hkv, row_0, rows, seqlen_q):  # type: ignore[no-untyped-def]
+        """Q of the tile's rows: all query heads of the kv head, and of each all query rows."""
+        flip = arg(args, a.SIGN) | (arg(args, a.SIGN) >> 16 if PAIRS else 0)
+        channels = arg(args, a.HEAD_DIM)
+        fill(scratch + arg(args, a.T_ZERO), arg(args, d.ZERO_VECTORS), arg(args, a.ZERO))
+        for r in range(ROWS):
+            row, head = scratch + arg(args, a.T_ZERO), i_hkv * arg(args, a.GROUP) + (row_0 + r) // seqlen_q
+            if r < rows:
+                row = q + head * arg(args, a.Q_HEAD) + (row_0 + r) % seqlen_q * arg(args, a.Q_ROW)
+                row = gathered(scratch + arg(args, a.T_GATHER), row, arg(args, a.Q_DIM), channels)
+            load_query(row, channels, scratch + arg(args, a.T_Q) + r * QUERY_BYTES, flip)
+
+    @device(10)
+    def attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, stats, o):  # type: ignore[no-untyped-def]
+        """The keys [key_lo, key_hi), block by block; every row sees [all_lo, all_hi)."""
+        s, block = scratch + arg(args, a.T_S), scratch + arg(args, a.T_BLOCK)
+        k_rows, v_rows, ones = scratch + arg(args, a.T_K), scratch + arg(args, a.T_V), block + VECTOR
+        block_n, channels = arg(args, a.BLOCK_N), arg(args, a.HEAD_DIM_V)
+        fill(ones, 1, ONE)
+        for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
+            first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
+            begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
+            list_rows(args, scratch, k, a.K_BATCH, a.T_K, first, last)
+            list_rows(args, scratch, v, a.V_BATCH, a.T_V, first, last)
+            fill(block, 1, MINUS_INF)
+            vectors = (end - begin) // KEYS
+            scores(
+                k_rows, scratch + arg(args, a.T_Q), s, block, vectors, arg(args, a.HEAD_DIM),
+                scratch + arg(args, a.T_LIMITS), begin, arg(args, d.FACTOR), arg(args, d.CAP),
+            )  # fmt: skip
+            online_softmax(s, vectors, block, stats, arg(args, a.SCALE_LOG2))
+            # Groups of keys that every row sees need no look at each weight.
+            whole = least(greatest((all_lo + GROUP_KEYS - 1) // GROUP_KEYS * GROUP_KEYS, begin), end)
+            rest = least(greatest(all_hi // GROUP_KEYS * GROUP_KEYS, whole), end)
+            alpha = block
+            if whole > begin:
+                groups = (whole - begin) // GROUP_KEYS
+                accumulate_seen(v_rows, s, o, alpha, ones, groups, channels)
+                alpha = ones
+            if rest > whole:
+                groups = (rest - whole) // GROUP_KEYS
+                v_at, p_at = v_rows + (whole - begin) * 8, s + (whole - begin) * ROWS * 4
+                accumulate(v_at, p_at, o, alpha, ones, groups, channels)
+                alpha = ones
+            if end > rest:
+                groups = (end - rest) // GROUP_KEYS
+                v_at, p_at = v_rows + (rest - begin) * 8, s + (rest - begin) * ROWS * 4
+                accumulate_seen(v_at, p_at, o, alpha, ones, groups, channels)
+
+    @device(8)
+    def finish_tile(args, scratch, out, lse, i_hkv, row_0, rows, seqlen_q):  # type: ignore[no-untyped-def]
+        """Rows and lse of a tile whose m, l and O stand in scratch."""
+        stats, o = scratch + arg(args, a.T_STATS), scratch + arg(args, a.T_O)
+        row_stat = stats + 2 * VECTOR
+        for r in range(rows):
+            head, i = i_hkv * arg(args, a.GROUP) + (row_0 + r) // seqlen_q, (row_0 + r) % seqlen_q
+            sink = MINUS_INF
+            if arg(args, a.SINKS) != 0:
+                sink = load_i32(arg(args, a.SINKS) + 4 * head)
+            row_stats(stats, r, row_stat, arg(args, a.SCALE), sink)
+            dst = out + head * arg(args, a.OUT_HEAD) + i * arg(args, a.OUT_ROW)
+            store_row(o + r * PARTS * VECTOR, row_stat, dst, arg(args, a.HEAD_DIM_V))
+            if lse != 0:
+                store_i32(lse + 4 * (head * arg(args, a.LSE_HEAD) + i), load_i32(row_stat))
+
+    @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
+    def kernel(args, number, scratch):  # type: ignore[no-untyped-def]
+        chunks, hkv = arg(args, a.CHUNKS), arg(args, a.NUM_KV_HEADS)
+        # find the tile and the split
+        first_split, splits = arg(args, d.FIRST_SPLIT), arg(args, d.NUM_SPLITS)
+        i_e = i_b = number // greatest(hkv * chunks * splits, 1)
+        first_item = i_e * hkv * chunks * splits
+        if arg(args, d.ENTRIES) != 0:
+            i_e, beyond = 0, arg(args, d.NUM_ENTRIES)
+            while beyond - i_e > 1:
+                middle = (i_e + beyond) // 2
+                if arg(arg(args, d.ENTRIES), middle * d.ENTRY_WORDS) <= number:
+                    i_e = middle
+                else:
+                    beyond = middle
+            entry = arg(args, d.ENTRIES) + i_e * d.ENTRY_WORDS * 8
+            first_item, i_b = arg(entry, d.E_FIRST_ITEM), arg(entry, d.E_REQUEST)
+            first_split, splits = arg(entry, d.E_FIRST_SPLIT), arg(entry, d.E_NUM_SPLITS)
+        i_tile, i_s = (number - first_item) // splits, (number - first_item) % splits
+        i_hkv, row_0 = i_tile // chunks, i_tile % chunks * ROWS
+        i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
+        rows = least(arg(args, a.GROUP) * seqlen_q - row_0, ROWS)
+        if rows <= 0:
+            return
+        store_i64(scratch + arg(args, a.T_ITEM) + 8 * a.I_LIVE, live)
+        q = arg(args, a.Q) + i_t * arg(args, a.Q_BATCH) + first_q * arg(args, a.Q_ROW)
+        start_tile(args, scratch, q, i_hkv, row_0, rows, seqlen_q)
+        some_lo, some_hi, all_lo, all_hi = limit_rows(args, scratch, rows, row_0, seqlen_q, start)
+
+        stats, o = scratch + arg(args, a.T_STATS), scratch + arg(args, a.T_O)
+        partial = arg(args, d.PARTIALS) + number * arg(args, d.PARTIAL_BYTES)
+        if splits > 1:
+            stats, o = partial, partial + 2 * VECTOR
+        units = (arg(args, a.HEAD_DIM_V) + UNIT - 1) // UNIT
+        fill(stats, 1, MINUS_INF)
+        fill(stats + VECTOR, 1, arg(args, a.ZERO))
+        fill(o, units * ROWS * PARTS, arg(args, a.ZERO))
+        key_lo = (first_split + i_s) * arg(args, d.SPLIT_KEYS)
+        key_hi = least(key_lo + arg(args, d.SPLIT_KEYS), some_hi)
+        key_lo = greatest(key_lo, some_lo)
+        k = arg(args, a.K) + i_hkv * arg(args, a.K_HEAD)
+        v = arg(args, a.V) + i_hkv * arg(args, a.V_HEAD)
+        if arg(args, a.PAGE_TABLE) == 0:
+            k += i_t * arg(args, a.K_BATCH) + first_k * arg(args, a.K_ROW)
+            v += i_t * arg(args, a.V_BATCH) + first_k * arg(args, a.V_ROW)
+        if key_lo < key_hi:
+            attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, stats, o)
+
+        if splits > 1:
+            # The last to arrive sees what all the others have written.
+            if arrive(arg(args, d.DONE) + 8 * (i_e * hkv * chunks + i_tile), 1) != splits - 1:
+                return
+            partials, stride = partial - i_s * arg(args, d.PARTIAL_BYTES), arg(args, d.PARTIAL_BYTES)
+            merge_stats(partials, stride, splits, scratch + arg(args, a.T_STATS), arg(args, a.SCALE_LOG2))
+            merge_outputs(partials, stride, splits, 2 * VECTOR, scratch + arg(args, a.T_O), units)
+        out = arg(args, a.OUT) + i_t * arg(args, a.OUT_BATCH) + first_q * arg(args, a.OUT_ROW)
+        lse = arg(args, a.LSE)
+        if lse != 0:
+            lse += 4 * (i_t * arg(args, a.LSE_BATCH) + first_q)
+        finish_tile(args, scratch, out, lse, i_hkv, row_0, rows, seqlen_q)
+
+    return kernel
