@@ -1,0 +1,26 @@
+"""A cache of keys and values in pages, shared between requests where they begin alike."""
+
+from polyflash.kvcache.cache import KVCache, SwappedRequest
+from polyflash.kvcache.layout import write_tokens
+from polyflash.kvcache.pages import OutOfPages, Pages, Request, Snapshot
+from polyflash.kvcache.rope import Rope
+from polyflash.kvcache.shared_prefix import AttendPlan
+from polyflash.kvcache.step import Step
+from polyflash.kvcache.tables import FlashInferTable, PageTable, from_flashinfer, to_flashinfer
+
+__all__ = [
+    "AttendPlan",
+    "FlashInferTable",
+    "KVCache",
+    "OutOfPages",
+    "PageTable",
+    "Pages",
+    "Request",
+    "Rope",
+    "Snapshot",
+    "Step",
+    "SwappedRequest",
+    "from_flashinfer",
+    "to_flashinfer",
+    "write_tokens",
+]

@@ -1,0 +1,180 @@
+"""Where tokens stand in memory: pools of pages (num_pages, page_size, num_kv_heads, head_dim), and slots.
+
+Slot p·page_size + j is place j of page p. A pool may have any strides, as long as no two elements share an
+address: pages with padding between them, one of two interleaved tensors, heads outside of the page. Offsets
+are 64-bit numbers throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from polyflash.errors import described, spec_error
+from polyflash.mask import is_strided
+
+PoolLayout = Literal["NHD", "HND"]
+_SHAPES = {
+    "NHD": "(num_pages, page_size, num_kv_heads, head_dim)",
+    "HND": "(num_pages, num_kv_heads, page_size, head_dim)",
+}
+
+
+def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -> tuple[Tensor, ...]:
+    """One (num_pages, page_size, num_kv_heads, head_dim) view per layer: of a pool, of a 5-D tensor of pools
+    with the layer first, or of a sequence of pools.
+
+    Raises:
+        SpecError: something else, an unknown layout, or a pool whose elements share addresses.
+    """
+    if not isinstance(layout, str) or layout not in _SHAPES:
+        change = "FlashInfer calls the same layouts so."
+        raise spec_error("layout", got=described(layout), wanted="'NHD' or 'HND'", change=change)
+    if isinstance(pools, Tensor) and is_strided(pools) and pools.ndim == 5:
+        found: tuple[Tensor, ...] = pools.unbind(0)
+    else:
+        found = (pools,) if isinstance(pools, Tensor) else tuple(pools)
+    for pool in found:
+        if not isinstance(pool, Tensor) or not is_strided(pool) or pool.ndim != 4 or pool.requires_grad:
+            got = f"{described(pool)}{' that needs gradients' * getattr(pool, 'requires_grad', False)}"
+            change = "One pool per layer, or all in one tensor with the layer first."
+            raise spec_error(name, got=got, wanted=f"a tensor {_SHAPES[layout]}", change=change)
+        if _overlaps(pool):
+            got, change = f"strides {pool.stride()} for {tuple(pool.shape)}", "Use .contiguous()."
+            raise spec_error(name, got=got, wanted="an address of its own per element", change=change)
+    return tuple(pool.transpose(1, 2) for pool in found) if layout == "HND" else found
+
+
+def check_pools(k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> None:
+    """That all pools have one dtype, device, page count, page size and head count, and those of one kind one
+    head_dim.
+
+    Raises:
+        SpecError: they have not.
+    """
+    if len(k_pages) != len(v_pages) or not k_pages:
+        got, change = f"{len(k_pages)} and {len(v_pages)} layers", "Every layer has both pools."
+        raise spec_error("k_pages, v_pages", got=got, wanted="as many of each, one or more", change=change)
+    first = k_pages[0]
+    for name, pools in (("k_pages", k_pages), ("v_pages", v_pages)):
+        for pool in pools:
+            alike = pool.shape[:3] == first.shape[:3] and pool.shape[3] == pools[0].shape[3]
+            if not alike or pool.dtype is not first.dtype or pool.device != first.device:
+                got = f"{described(pool)} on {pool.device}"
+                wanted = f"what k_pages of layer 0 has: {described(first)} on {first.device}"
+                raise spec_error(name, got=got, wanted=wanted, change="Only head_dim of v may differ.")
+    if not first.is_floating_point() or 0 in first.shape[1:] or v_pages[0].shape[3] == 0:
+        got, change = described(first), "Zero sizes and codes make no keys."
+        raise spec_error(
+            "k_pages", got=got, wanted="floats, with every size but num_pages >= 1", change=change
+        )
+
+
+def slots_of(table: Tensor, page_size: int, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots and positions, int64 (total,) each, of `counts[b]` tokens from position `starts[b]` on of every
+    request; `table` int32 (batch, max_pages), `starts` and `counts` int64 (batch,), all on the CPU."""
+    rows = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
+    first = torch.cumsum(counts, 0) - counts
+    positions = torch.arange(rows.shape[0]) - first[rows] + starts[rows]
+    page = positions // page_size
+    return table[rows, page].long() * page_size + positions - page * page_size, positions
+
+
+def write_slots(pages: Tensor, values: Tensor, slots: Tensor) -> None:
+    """values (tokens, num_kv_heads, head_dim) to their slots, int64 (tokens,), all different and within the
+    pool: nothing is checked."""
+    num_pages, page_size = pages.shape[:2]
+    if pages.stride(0) == page_size * pages.stride(1) or page_size == 1:
+        flat = pages.as_strided(
+            (num_pages * page_size, *pages.shape[2:]),
+            (pages.stride(0) // page_size, *pages.stride()[2:]),
+            pages.storage_offset(),
+        )
+        flat.index_copy_(0, slots, values)
+        return
+    page = torch.div(slots, page_size, rounding_mode="floor")
+    pages.index_put_((page, slots - page * page_size), values)
+
+
+def read_slots(pages: Tensor, slots: Tensor) -> Tensor:
+    """(tokens, num_kv_heads, head_dim) at `slots`."""
+    page = torch.div(slots, pages.shape[1], rounding_mode="floor")
+    return pages[page, slots - page * pages.shape[1]]
+
+
+def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Whole pages, int64 (n,) each; the targets are all different and none is a source."""
+    pages.index_copy_(0, targets, pages.index_select(0, sources))
+
+
+def write_tokens(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """k and v of tokens into one layer's pools, at slots of the caller's choice; a slot of -1 is skipped.
+
+    k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v), dtype of the pools;
+    slot_mapping int32 or int64 (tokens,). On a device, looking for -1 synchronises.
+
+    Raises:
+        SpecError: shapes, dtypes or devices do not fit; or a slot is below -1, beyond the pool, or there
+            twice. Nothing is written then.
+    """
+    (k_pool,), (v_pool,) = layers_of("k_pages", k_pages, "NHD"), layers_of("v_pages", v_pages, "NHD")
+    check_pools((k_pool,), (v_pool,))
+    check_tokens("k", k, k_pool, None)
+    check_tokens("v", v, v_pool, k.shape[0])
+    slots = slot_mapping
+    if (
+        not isinstance(slots, Tensor)
+        or slots.dtype not in (torch.int32, torch.int64)
+        or slots.shape != (k.shape[0],)
+        or slots.device != k_pool.device
+    ):
+        wanted, change = f"int32 or int64 ({k.shape[0]},) on {k_pool.device}", "One slot per token."
+        raise spec_error("slot_mapping", got=described(slots), wanted=wanted, change=change)
+    slots = slots.long()
+    live = slots != -1
+    if not bool(live.all()):
+        k, v, slots = k[live], v[live], slots[live]
+    most = k_pool.shape[0] * k_pool.shape[1]
+    if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < most:
+        wanted, change = f"-1, or a slot from 0 to {most - 1}", "Slot = page · page_size + place."
+        raise spec_error("slot_mapping", got="a slot elsewhere", wanted=wanted, change=change)
+    if slots.unique().numel() != slots.numel():
+        got, change = "a slot twice", "Which token would stay?"
+        raise spec_error("slot_mapping", got=got, wanted="different slots", change=change)
+    write_slots(k_pool, k, slots)
+    write_slots(v_pool, v, slots)
+
+
+def check_tokens(name: str, tokens: Tensor, pool: Tensor, count: int | None) -> None:
+    """That `tokens` can be written to `pool` as they are: assignment would broadcast and cast.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    if count is None and isinstance(tokens, Tensor) and tokens.ndim:
+        count = tokens.shape[0]
+    shape = (count, *pool.shape[2:])
+    if (
+        not isinstance(tokens, Tensor)
+        or not is_strided(tokens)
+        or tuple(tokens.shape) != shape
+        or tokens.dtype is not pool.dtype
+        or tokens.device != pool.device
+    ):
+        got = described(tokens) + (f" on {tokens.device}" if isinstance(tokens, Tensor) else "")
+        wanted = f"{pool.dtype} ({'tokens' if shape[0] is None else shape[0]}, {shape[1]}, {shape[2]})"
+        change = f"{name} is (tokens, num_kv_heads, channels) of the cache."
+        raise spec_error(name, got=got, wanted=f"{wanted} on {pool.device}", change=change)
+
+
+def _overlaps(pool: Tensor) -> bool:
+    """May two elements share an address? Right for every tensor whose strides nest."""
+    reach = 0
+    for stride, size in sorted(zip(pool.stride(), pool.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False

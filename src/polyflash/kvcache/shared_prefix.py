@@ -1,0 +1,164 @@
+"""Attention of rows over the tables of several requests: in one call, or with the pages that all of them
+share attended once for all of them.
+
+    out = merge(attention(all rows, shared pages), attention(rows of b, pages of b alone))
+
+The rows of all requests are one tall tile over the shared pages, which are read once instead of once per
+request (Juravsky et al., Hydragen, 2024; cascade inference of FlashInfer, 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyflash.merge import AttentionOutput, merge
+from polyflash.paged import attention_paged
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The pages of some requests: int32 `page_table` (batch, max_pages) and `kv_lens` (batch,) on the pool's
+    device, and the same on the host."""
+
+    host_table: Tensor
+    lengths: tuple[int, ...]
+    page_size: int
+    device: torch.device
+
+    @cached_property
+    def page_table(self) -> Tensor:
+        return self.host_table.to(self.device)
+
+    @cached_property
+    def kv_lens(self) -> Tensor:
+        return torch.tensor(self.lengths, dtype=torch.int32).to(self.device)
+
+    @cached_property
+    def common_pages(self) -> int:
+        """Leading pages that stand at the same place in every request's table, full or not."""
+        if not self.lengths:
+            return 0
+        fewest = -(-min(self.lengths) // self.page_size)
+        same = (self.host_table[:, :fewest] == self.host_table[:1, :fewest]).all(0)
+        return fewest if bool(same.all()) else int(same.int().argmin())
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """What `KVCache.attend` does for a call. It prints itself.
+
+    `shared_keys` are the keys in the `shared_pages` that are read once for all requests; `keys` are those
+    read per key/value head, shared ones once.
+    """
+
+    requests: int
+    rows: int
+    cascade: bool
+    shared_pages: int
+    shared_keys: int
+    keys: int
+    reason: str
+
+    def __str__(self) -> str:
+        if not self.cascade:
+            return f"one call: {self.rows} rows of {self.requests} requests, {self.keys} keys. {self.reason}"
+        own = self.keys - self.shared_keys
+        return (
+            f"cascade: {self.rows} rows over {self.shared_keys} keys in {self.shared_pages} shared pages, "
+            f"then {own} keys of {self.requests} requests, merged. {self.reason}"
+        )
+
+
+def planned(
+    tables: Tables,
+    counts: Sequence[int],
+    cascade: bool,
+    causal: bool,
+    *,
+    window: bool,
+    alibi: bool,
+    starts: bool,
+) -> AttendPlan:
+    """The plan of a call; the flags say which arguments are given. Reads host numbers only."""
+    batch, total = len(tables.lengths), sum(tables.lengths)
+    pages, reason = 0, "cascade was not asked for."
+    if cascade:
+        pages, reason = _shared(tables, counts, causal)
+        for name, given in (("window", window), ("alibi_slopes", alibi), ("kv_starts", starts)):
+            if pages and given:
+                pages, reason = 0, f"{name} counts from a row's own request, so no row is like another."
+    shared = pages * tables.page_size
+    return AttendPlan(
+        batch, sum(counts), pages > 0, pages, shared, total - shared * max(0, batch - 1), reason
+    )
+
+
+def _shared(tables: Tables, counts: Sequence[int], causal: bool) -> tuple[int, str]:
+    """Leading pages that every row of every request sees whole."""
+    if len(tables.lengths) < 2:
+        return 0, "Fewer than two requests."
+    seen = [n - rows + 1 if causal and rows else n for n, rows in zip(tables.lengths, counts, strict=True)]
+    pages = min(tables.common_pages, max(0, min(seen)) // tables.page_size)
+    if pages:
+        return pages, f"All of them share their first {pages} pages."
+    return 0, "No full page is shared by all requests and seen by all rows."
+
+
+def attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    tables: Tables,
+    counts: Sequence[int],
+    plan: AttendPlan,
+    *,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
+    scale: float | None,
+    kv_starts: Tensor | None,
+    return_lse: bool,
+    out: Tensor | None,
+    batch_invariant: bool | None,
+    backend: str | None,
+    checked: bool,
+) -> Tensor | AttentionOutput:
+    """q (rows, num_q_heads, head_dim), `counts[b]` rows of each request one behind the other, over its pages,
+    as `plan` says."""
+    bounds, most = None, None
+    if any(n != 1 for n in counts):
+        ends = torch.cumsum(torch.tensor([0, *counts]), 0)
+        bounds, most = ends.to(device=tables.device, dtype=torch.int32), max(counts)
+    of_rows: dict[str, Any] = {"cu_seqlens_q": bounds, "max_seqlen_q": most, "causal": causal, "sinks": sinks}
+    of_call: dict[str, Any] = {
+        "softcap": softcap, "scale": scale, "batch_invariant": batch_invariant, "backend": backend,
+        "checked": checked,
+    }  # fmt: skip
+    if not plan.cascade:
+        of_call |= {"window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts, "out": out}
+        table, lens = tables.page_table, tables.kv_lens
+        whole: Tensor | AttentionOutput = attention_paged(
+            q, k_pages, v_pages, table, lens, **of_rows, **of_call, **{"return_lse": return_lse}
+        )
+        return whole
+    pages, keys = plan.shared_pages, plan.shared_keys
+    all_rows = torch.tensor([0, plan.rows], dtype=torch.int32, device=tables.device)
+    length = torch.full((1,), keys, dtype=torch.int32, device=tables.device)
+    prefix: AttentionOutput = attention_paged(
+        q, k_pages, v_pages, tables.page_table[:1, :pages], length, cu_seqlens_q=all_rows,
+        max_seqlen_q=plan.rows, return_lse=True, **of_call,
+    )  # fmt: skip
+    rest: AttentionOutput = attention_paged(
+        q, k_pages, v_pages, tables.page_table[:, pages:], tables.kv_lens - keys, return_lse=True,
+        **of_rows, **of_call,
+    )  # fmt: skip
+    merged = merge(prefix.out, prefix.lse, rest.out, rest.lse, layout="thd")
+    result = merged.out.to(q.dtype) if out is None else out.copy_(merged.out)
+    return AttentionOutput(result, merged.lse) if return_lse else result

@@ -1,0 +1,133 @@
+"""One step: room for new tokens, which every layer writes before the lengths of requests advance."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from polyflash.errors import UnsupportedError, described, spec_error
+from polyflash.kvcache.layout import check_tokens, slots_of, write_slots
+from polyflash.kvcache.pages import Request, Reservation
+from polyflash.kvcache.rope import Rope
+from polyflash.kvcache.shared_prefix import Tables
+
+if TYPE_CHECKING:
+    from polyflash.kvcache.cache import KVCache
+
+
+class Step:
+    """`counts[b]` new tokens of `requests[b]`, reserved but not there yet.
+
+    Tokens of all requests stand one behind the other: total = sum(counts) rows of k, v and q. As a context it
+    commits at its end, or takes everything back if an exception leaves it; then the cache is as before. What
+    it wrote until then lies where no length reaches. Until it ends, its requests can be read (as before the
+    step) and forked, but not changed. One thread at a time may use a step.
+    """
+
+    def __init__(self, cache: KVCache, reservation: Reservation, tables: Tables) -> None:
+        self.cache = cache
+        self._reservation = reservation
+        self._written: set[int] = set()
+        self.tables = tables  # those of the requests with the new tokens
+        starts, counts = (torch.tensor(x, dtype=torch.int64) for x in (reservation.starts, self.counts))
+        slots, positions = slots_of(tables.host_table, tables.page_size, starts, counts)
+        self.slot_mapping = slots.to(tables.device)
+        self.positions = positions.to(tables.device)
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self._reservation.requests
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self._reservation.counts
+
+    @property
+    def open(self) -> bool:
+        return self._reservation.open
+
+    def has_written(self, layer: int) -> bool:
+        """Are this layer's tokens where they belong?"""
+        return layer in self._written or not self.slot_mapping.shape[0]
+
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int = 0,
+        rope: Rope | None = None,
+        positions: Tensor | None = None,
+        q: Tensor | None = None,
+    ) -> Tensor | None:
+        """The new tokens of one layer, k (total, num_kv_heads, head_dim) and v (total, num_kv_heads,
+        head_dim_v), to their slots.
+
+        With `rope`, k is rotated as it is written, and q (total, num_q_heads, head_dim) is returned rotated.
+        `positions`, int32 or int64 (total,), are those to rotate by; default the tokens' places in their
+        requests. q without `rope` comes back as it is.
+
+        Raises:
+            SpecError: the step has ended, there is no such layer, or a tensor does not fit.
+            UnsupportedError: a tensor needs a gradient, which ends at the pool.
+        """
+        self._check_open()
+        k_pool, v_pool = self.cache.pools(layer)
+        total = int(self.slot_mapping.shape[0])
+        check_tokens("k", k, k_pool, total)
+        check_tokens("v", v, v_pool, total)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (k, v, q)):
+            raise UnsupportedError(
+                "k, v, q: a cache is for inference, and one needs a gradient. Use no_grad()"
+            )
+        with torch.no_grad():
+            if rope is not None:
+                if not isinstance(rope, Rope):
+                    change = "Make one of base or tables."
+                    raise spec_error("rope", got=described(rope), wanted="a Rope", change=change)
+                at = self.positions if positions is None else positions
+                q = None if q is None else rope.rotate(q, at)
+                k = rope.rotate(k, at)
+            write_slots(k_pool, k, self.slot_mapping)
+            write_slots(v_pool, v, self.slot_mapping)
+        self._written.add(layer)
+        return q
+
+    def commit(self) -> None:
+        """The tokens belong to their requests.
+
+        Raises:
+            SpecError: the step has ended, or a layer has not written its tokens; the step stays open then.
+        """
+        self._check_open()
+        missing = [n for n in range(self.cache.num_layers) if not self.has_written(n)]
+        if missing:
+            got, change = f"nothing from layer {missing[0]}", "Call write() once for every layer."
+            raise spec_error("commit", got=got, wanted="tokens of every layer", change=change)
+        self.cache.end_step(self._reservation, commit=True)
+
+    def rollback(self) -> None:
+        """Nothing happened; the reserved pages are free again. A step that has ended stays as it is."""
+        if self.open:
+            self.cache.end_step(self._reservation, commit=False)
+
+    def __enter__(self) -> Step:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self.open:
+                self.commit()
+        finally:
+            self.rollback()
+
+    def _check_open(self) -> None:
+        if not self.open:
+            change = "Call reserve() for the next tokens."
+            raise spec_error("step", got="one that has ended", wanted="an open one", change=change)

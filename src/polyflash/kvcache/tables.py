@@ -1,0 +1,105 @@
+"""Page tables of other libraries, to and from (page_table, kv_lens).
+
+FlashInfer lists the pages of all requests in one vector: request b has pages
+indices[indptr[b] : indptr[b+1]], the last of which holds last_page_len[b] tokens, from 1 to page_size. vLLM
+and flash-attn have a table like ours (`block_table`, `seq_lens`): nothing is to be converted there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyflash.errors import described, spec_error
+
+_INTS = (torch.int32, torch.int64)
+
+
+class FlashInferTable(NamedTuple):
+    """int32 `indptr` (batch + 1,), `indices` (pages in use,) and `last_page_len` (batch,)."""
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+class PageTable(NamedTuple):
+    """int32 `page_table` (batch, max_pages), -1 beyond a request's pages, and `kv_lens` (batch,)."""
+
+    page_table: Tensor
+    kv_lens: Tensor
+
+
+def from_flashinfer(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int) -> PageTable:
+    """The table that attention_paged() takes, on the device of `indptr`; synchronises there.
+
+    A request without pages has length 0, whatever its last_page_len. Entries of `indices` beyond indptr[-1]
+    belong to nobody.
+
+    Raises:
+        SpecError: other dtypes or shapes, an indptr that does not start at 0, falls or ends beyond the
+            indices, or a last page with fewer than 1 or more than page_size tokens.
+    """
+    for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
+        _check_vector(name, x, indptr)
+    batch = last_page_len.shape[0]
+    _check_page_size(page_size)
+    if indptr.shape != (batch + 1,):
+        wanted, change = f"int32 ({batch + 1},)", "One bound more than last_page_len has requests."
+        raise spec_error("indptr", got=described(indptr), wanted=wanted, change=change)
+    bounds, last = indptr.long(), last_page_len.long()
+    counts = bounds.diff()
+    if int(bounds[0]) or bool((counts < 0).any()) or int(bounds[-1]) > indices.shape[0]:
+        got = f"other bounds over {indices.shape[0]} indices"
+        change = "indptr[b] is where the pages of request b start."
+        raise spec_error("indptr", got=got, wanted="0, then never falling, to the last index", change=change)
+    used = counts > 0
+    if bool((used & ((last < 1) | (last > page_size))).any()):
+        change = "It counts the tokens of the last page."
+        raise spec_error("last_page_len", got="others", wanted=f"1 to {page_size}", change=change)
+    kv_lens = torch.where(used, (counts - 1) * page_size + last, 0)
+    columns = torch.arange(int(counts.max()) if batch else 0, device=indptr.device)
+    inside = columns < counts[:, None]
+    page_table = torch.full(inside.shape, -1, dtype=torch.int32, device=indptr.device)
+    page_table[inside] = indices[: int(bounds[-1])].int()
+    return PageTable(page_table, kv_lens.int())
+
+
+def to_flashinfer(page_table: Tensor, kv_lens: Tensor, page_size: int) -> FlashInferTable:
+    """What FlashInfer's plan() takes, on the device of `page_table`; synchronises there. A request of length
+    0 has no pages and a last_page_len of 0.
+
+    Raises:
+        SpecError: other dtypes or shapes, or a length that is negative or beyond the table.
+    """
+    if not isinstance(page_table, Tensor) or page_table.dtype not in _INTS or page_table.ndim != 2:
+        wanted, change = "int32 (batch, max_pages)", "One row of pages per request."
+        raise spec_error("page_table", got=described(page_table), wanted=wanted, change=change)
+    _check_vector("kv_lens", kv_lens, page_table)
+    _check_page_size(page_size)
+    batch, max_pages = page_table.shape
+    if kv_lens.shape != (batch,):
+        wanted, change = f"int32 ({batch},)", "One length per row of the table."
+        raise spec_error("kv_lens", got=described(kv_lens), wanted=wanted, change=change)
+    lens = kv_lens.long()
+    if batch and not 0 <= int(lens.min()) <= int(lens.max()) <= max_pages * page_size:
+        wanted = f"0 to {max_pages * page_size}, which {max_pages} pages hold"
+        raise spec_error("kv_lens", got="others", wanted=wanted, change="Widen the table.")
+    counts = (lens + page_size - 1) // page_size
+    inside = torch.arange(max_pages, device=page_table.device) < counts[:, None]
+    indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    last = torch.where(counts > 0, lens - (counts - 1) * page_size, 0)
+    return FlashInferTable(indptr.int(), page_table[inside].int(), last.int())
+
+
+def _check_vector(name: str, x: Tensor, beside: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in _INTS or x.ndim != 1 or x.device != beside.device:
+        change = "All on one device."
+        raise spec_error(name, got=described(x), wanted="an int32 or int64 vector", change=change)
+
+
+def _check_page_size(page_size: int) -> None:
+    if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1:
+        change = "It is that of the pool."
+        raise spec_error("page_size", got=described(page_size), wanted="an int >= 1", change=change)
