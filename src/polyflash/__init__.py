@@ -6,6 +6,7 @@ from polyflash import env
 if not env.only_reports():  # `polyflash env` and `doctor` run where torch does not
     from polyflash.api import attention, attention_varlen, explain, use_backend
     from polyflash.errors import SpecError, UnsupportedError
+    from polyflash.groups import GroupsPlan, attention_groups, explain_groups
     from polyflash.mask import Mask
     from polyflash.merge import AttentionOutput, merge
     from polyflash.paged import attention_paged
@@ -16,16 +17,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionOutput",
+    "GroupsPlan",
     "Mask",
     "Plan",
     "RowStats",
     "SpecError",
     "UnsupportedError",
     "attention",
+    "attention_groups",
     "attention_paged",
     "attention_varlen",
     "column_sums",
     "explain",
+    "explain_groups",
     "merge",
     "row_stats",
     "use_backend",

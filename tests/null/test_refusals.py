@@ -147,6 +147,19 @@ def key(**options: Any) -> Callable[[], Any]:
     return lambda: configs.KernelKey(**{**CPU_KEY, **options})
 
 
+def pages(**options: Any) -> Callable[[], Any]:
+    """`attention_paged` on one token of two requests over four pages of three keys."""
+    given = {"q": x(2, 2, 8), "k_pages": x(4, 3, 2, 8), "v_pages": x(4, 3, 2, 8)}
+    given |= {"page_table": torch.zeros(2, 2, dtype=torch.int32), "kv_lens": ints(4, 2)}
+    return functools.partial(polyflash.attention_paged, **{**given, **options})
+
+
+def groups(**options: Any) -> Callable[[], Any]:
+    """`attention_groups` of two groups of five rows."""
+    given = {"q_groups": [x(), x()], "k": x(), "v": x(), "q_offsets": [0, 0]}
+    return functools.partial(polyflash.attention_groups, **{**given, **options})
+
+
 def paged(q: Tensor | None = None, pool: Tensor | None = None, **options: Any) -> Callable[[], Any]:
     """The op on one token of two requests over four pages of three keys."""
     pool = x(4, 2, 3, 8) if pool is None else pool
@@ -210,6 +223,16 @@ CASES: dict[str, Callable[[], Any]] = {
         x(requires_grad=True), x(), x(), Arguments(row_bounds=torch.zeros(5, 2, dtype=torch.int32))
     ),
     "row bounds": op(row_bounds=ints(0, 5)),
+    "rank of tokens": pages(q=x(2, 1, 2, 8)), "rank of pages": pages(k_pages=x(12, 2, 8)),
+    "table of another type": pages(page_table=[[0, 1], [2, 3]]), "several tokens": pages(q=x(6, 2, 8)),
+    "pages of another type": pages(v_pages=None),
+    # groups
+    "groups of another type": groups(q_groups=x()),
+    "group of other heads": groups(q_groups=[x(), x(2, 4, 5, 8)]),
+    "keys of another shape": groups(k=x(1)), "trained groups": groups(v=x(requires_grad=True)),
+    "length beyond the keys": groups(kv_lens=[5, 6]), "causal by name": groups(causal="top_left"),
+    "fused by name": groups(fused="yes"), "offsets of fewer groups": groups(q_offsets=[0]),
+    "lengths by tensor": groups(kv_lens=ints(1, 2)), "offset of another type": groups(q_offsets=[0, 1.5]),
     # interval lists
     "lists dtype": raw_lists((1, 1, 1, 1, 2), dtype=torch.int64), "lists rows": raw_lists((1, 1, 1, 1, 2), 0),
     "lists row blocks": raw_lists((1, 1, 3, 1, 2)), "lists shape": raw_lists((3, 1, 1, 1, 2)),

@@ -1,0 +1,294 @@
+"""Query groups that share keys: one walk or a call each, against the whole sequence and a float64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import polyflash
+from polyflash import SpecError, UnsupportedError, attention, attention_groups, explain_groups
+from polyflash.groups import FUSED_ROWS, fuses
+from polyflash.reference import attention_reference
+from polyflash.spec import Feature, Phase
+from tests.rows_here import HERE
+
+INF = float("inf")
+MODES = (True, False)
+
+
+def tensors(
+    rows=(5, 1, 0, 12), keys=40, heads=4, kv_heads=2, head_dim=16, head_dim_v=24, dtype=torch.float32
+):
+    generator = torch.Generator().manual_seed(sum(rows) + keys)
+    shapes = [(heads, n, head_dim) for n in rows] + [(kv_heads, keys, d) for d in (head_dim, head_dim_v)]
+    *groups, k, v = (torch.randn(2, *shape, generator=generator).to(dtype) for shape in shapes)
+    return groups, k, v
+
+
+def oracle(groups, k, v, q_offsets, kv_lens=None, causal=True, layout="bhsd", **options):
+    """Each group alone over its own keys, in float64."""
+    kv_lens = [k.shape[2]] * len(groups) if kv_lens is None else kv_lens
+    return [
+        attention_reference(q, k[:, :, :n], v[:, :, :n], causal=causal, q_offset=offset, **options)
+        for q, offset, n in zip(groups, q_offsets, kv_lens, strict=True)
+    ]
+
+
+def close(got, want, tolerance=1e-5):
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.out.double(), other.out, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(one.lse.double(), other.lse, rtol=tolerance, atol=tolerance)
+
+
+PLACES = {"q_offsets": [3, 39, 7, 20], "kv_lens": [9, 40, 12, 33]}
+OPTIONS = {
+    "causal": {},
+    "all keys": {"kv_lens": None},
+    "not causal": {"causal": False},
+    "window": {"window": (6, None)},
+    "two sides": {"causal": False, "window": (4, 9)},
+    "right side under causal": {"window": (None, 3)},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "scale": {"scale": -0.7},
+    "a group sees no key": {"kv_lens": [0, 40, 12, 0], "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "nobody sees a key": {"kv_lens": [0, 0, 0, 0]},
+    "before the keys": {"q_offsets": [-100, -3, 0, -12]},
+    "behind the keys": {"q_offsets": [100, 2**40, 40, 39], "window": (70, None)},
+}
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("fused", MODES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_group_is_attention_of_its_own(name, fused, backend):
+    groups, k, v = tensors()
+    options = {**PLACES, **OPTIONS[name]}
+    got = attention_groups(groups, k, v, fused=fused, return_lse=True, backend=backend, **options)
+    close(got, oracle(groups, k, v, **options))
+    assert [one.lse.dtype for one in got] == [torch.float32] * 4
+
+
+@pytest.mark.parametrize("fused", MODES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 1)])
+def test_dtypes_and_heads(heads, kv_heads, dtype, fused):
+    groups, k, v = tensors(heads=heads, kv_heads=kv_heads, dtype=dtype)
+    got = attention_groups(groups, k, v, fused=fused, return_lse=True, **PLACES)
+    assert all(one.out.dtype is dtype for one in got)
+    close(got, oracle(groups, k, v, **PLACES), {torch.float64: 1e-12}.get(dtype, 2e-2))
+
+
+@pytest.mark.parametrize("fused", MODES)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_zigzag_ranks_together_are_full_causal_attention(ranks, fused):
+    """Of 2W chunks rank r has r and 2W-1-r, whose rows stand at positions of the whole sequence."""
+    chunks, rows = 2 * ranks, 5
+    (q,), k, v = tensors((chunks * rows,), keys=chunks * rows)
+    want, lse = attention_reference(q, k, v, causal=True)
+    pieces = q.split(rows, 2)
+    found: dict[int, polyflash.AttentionOutput] = {}
+    for rank in range(ranks):
+        own = (rank, chunks - 1 - rank)
+        got = attention_groups(
+            [pieces[i] for i in own], k, v, q_offsets=[i * rows for i in own],
+            kv_lens=[(i + 1) * rows for i in own], fused=fused, return_lse=True,
+        )  # fmt: skip
+        found |= dict(zip(own, got, strict=True))
+    assert sorted(found) == list(range(chunks))
+    whole = [torch.cat([found[i][part] for i in range(chunks)], 2).double() for part in (0, 1)]
+    torch.testing.assert_close(whole[0], want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole[1], lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("fused", MODES)
+def test_keys_a_group_does_not_see_are_absent(fused, backend):
+    """NaN beyond a group's length or after its rows reaches no bit of it, though another group reads it."""
+    groups, k, v = tensors()
+    options = {"fused": fused, "return_lse": True, "backend": backend, **PLACES}
+    before = attention_groups(groups, k, v, **options)
+    for x in (k, v):
+        x[:, :, 9:12] = torch.nan
+    after = attention_groups(groups, k, v, **options)
+    assert torch.equal(before[0].out, after[0].out) and torch.equal(before[0].lse, after[0].lse)
+    assert after[1].out.isnan().all() and after[3].out.isnan().all()
+
+
+@pytest.mark.parametrize("fused", MODES)
+def test_any_number_of_groups(fused):
+    _, k, v = tensors()
+    assert attention_groups([], k, v, q_offsets=[], fused=fused) == []
+    assert attention_groups([], k, v, q_offsets=[], kv_lens=[], fused=fused, return_lse=True) == []
+    for count in (1, 3, 20):
+        groups, k, v = tensors((1, 2, 3, 4) * 5)
+        places = {"q_offsets": list(range(count)), "kv_lens": [40 - i for i in range(count)]}
+        got = attention_groups(groups[:count], k, v, fused=fused, return_lse=True, **places)
+        close(got, oracle(groups[:count], k, v, **places))
+    empty = [torch.empty(2, 4, 0, 16)] * 2
+    got = attention_groups(empty, k, v, q_offsets=[0, 5], fused=fused)
+    assert [x.shape for x in got] == [(2, 4, 0, 24)] * 2
+
+
+@pytest.mark.parametrize("fused", [True, False, None])
+def test_layout_of_groups_is_that_of_results(fused):
+    groups, k, v = tensors()
+    want = attention_groups(groups, k, v, fused=fused, return_lse=True, **PLACES)
+    turned = [x.transpose(1, 2).contiguous() for x in (*groups, k, v)]
+    got = attention_groups(turned[:-2], *turned[-2:], fused=fused, return_lse=True, layout="bshd", **PLACES)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one.out.transpose(1, 2), other.out) and torch.equal(one.lse, other.lse)
+
+
+@pytest.mark.parametrize("fused", [True, False, None])
+def test_without_lse_there_are_tensors_alone(fused):
+    groups, k, v = tensors()
+    got = attention_groups(groups, k, v, fused=fused, **PLACES)
+    want = attention_groups(groups, k, v, fused=fused, return_lse=True, **PLACES)
+    assert type(got) is list and all(torch.equal(a, b.out) for a, b in zip(got, want, strict=True))
+
+
+def test_separate_groups_have_the_bits_of_attention():
+    groups, k, v = tensors()
+    got = attention_groups(groups, k, v, fused=False, **PLACES)
+    for out, q, offset, n in zip(got, groups, *PLACES.values(), strict=True):
+        assert torch.equal(out, attention(q, k[:, :, :n], v[:, :, :n], causal=True, q_offset=offset))
+
+
+def test_inputs_are_not_changed():
+    groups, k, v = tensors()
+    copies = [x.clone() for x in (*groups, k, v)]
+    attention_groups(groups, k, v, fused=True, **PLACES)
+    assert all(torch.equal(a, b) for a, b in zip(copies, (*groups, k, v), strict=True))
+
+
+class TestRule:
+    """`fuses`, on both sides of each of its thresholds."""
+
+    def test_rows_of_all_groups_count_per_key_value_head(self):
+        for group in (1, 4):
+            heads = {"num_q_heads": 2 * group, "num_kv_heads": 2}
+            most = FUSED_ROWS // group
+            assert fuses([most - 1, 1], [9, 9], **heads) and not fuses([most, 1], [9, 9], **heads)
+
+    def test_two_groups_must_share_keys(self):
+        heads = {"num_q_heads": 2, "num_kv_heads": 2}
+        assert not fuses([], [], **heads) and not fuses([4], [9], **heads)
+        assert not fuses([4, 0], [9, 9], **heads) and not fuses([4, 4], [9, 0], **heads)
+        assert fuses([4, 1], [9, 1], **heads)
+
+    def test_no_heads(self):
+        assert fuses([4, 4], [9, 9], num_q_heads=0, num_kv_heads=0)
+
+    def test_the_rule_is_what_a_call_follows(self, monkeypatch):
+        groups, k, v = tensors()
+        for chosen in MODES:
+            monkeypatch.setattr(polyflash.groups, "fuses", lambda *_, chosen=chosen, **__: chosen)
+            plan = explain_groups(groups, k, v, **PLACES)
+            assert plan.fused is chosen and len(plan.plans) == (1 if chosen else 4)
+            by_rule = attention_groups(groups, k, v, **PLACES)
+            asked = attention_groups(groups, k, v, fused=chosen, **PLACES)
+            assert all(torch.equal(a, b) for a, b in zip(by_rule, asked, strict=True))
+
+
+class TestExplain:
+    def test_it_launches_nothing_and_takes_meta_tensors(self):
+        groups, k, v = tensors()
+        meta = [x.to("meta") for x in (*groups, k, v)]
+        plan = explain_groups(meta[:-2], *meta[-2:], target="cpu:generic", **PLACES)
+        assert plan.fused and "one walk" in str(plan) and f"fused up to {FUSED_ROWS}" in str(plan)
+        spec = plan.plans[0].spec
+        assert spec.phase is Phase.DECODE and spec.seqlen_q == 18 and Feature.ROW_BOUNDS in spec.features
+
+    def test_separate_groups_have_a_plan_each(self):
+        groups, k, v = tensors()
+        plan = explain_groups(groups, k, v, fused=False, **PLACES)
+        assert not plan.fused and plan.why == "asked for by fused=False" and "4 calls" in str(plan)
+        assert [p.spec.seqlen_k for p in plan.plans] == PLACES["kv_lens"]
+        assert all(Feature.ROW_BOUNDS not in p.spec.features for p in plan.plans)
+        assert [p.spec.offset for p in plan.plans] == PLACES["q_offsets"]
+
+    def test_no_group_is_no_call(self):
+        _, k, v = tensors()
+        plan = explain_groups([], k, v, q_offsets=[])
+        assert not plan.fused and plan.plans == () and "there are none" in str(plan)
+
+    def test_keys_beyond_every_group_are_no_part_of_a_walk(self):
+        groups, k, v = tensors()
+        plan = explain_groups(groups, k, v, q_offsets=[0] * 4, kv_lens=[3, 8, 0, 17], fused=True)
+        assert plan.plans[0].spec.seqlen_k == 17
+
+
+@pytest.mark.parametrize("fused", MODES)
+def test_gradients_are_refused_in_words(fused):
+    groups, k, v = tensors()
+    for place in range(6):
+        given = [*groups, k, v]
+        given[place] = given[place].clone().requires_grad_()
+        with pytest.raises(UnsupportedError, match=r"attention_groups has no gradients.*no_grad"):
+            attention_groups(given[:-2], *given[-2:], fused=fused, **PLACES)
+        with torch.no_grad():
+            attention_groups(given[:-2], *given[-2:], fused=fused, **PLACES)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q_offsets": [1, 2]}, "q_offsets: got list of 2, wanted a list of 4"),
+        ({"q_offsets": torch.zeros(4)}, "Use .tolist()"),
+        ({"q_offsets": [0, 1.5, 0, 0]}, r"q_offsets\[1\]: got float"),
+        ({"kv_lens": [1, 2, 3, 41]}, r"kv_lens\[3\]: got 41, wanted 0 to 40"),
+        ({"kv_lens": [-1, 2, 3, 4]}, r"kv_lens\[0\]: got -1"),
+        ({"causal": "bottom_right"}, "causal: got 'bottom_right', wanted True or False"),
+        ({"fused": 1}, "fused: got 1"),
+        ({"window": (-1, 0)}, "Use None for unbounded"),
+        ({"layout": "sbhd"}, "layout: got 'sbhd'"),
+        ({"softcap": -1.0}, "softcap: got -1.0"),
+        ({"backend": "gpu"}, "one of cpu, torch"),
+    ],
+)
+def test_wrong_arguments_are_refused_alike(change, words):
+    groups, k, v = tensors()
+    for fused in MODES:
+        with pytest.raises(SpecError, match=words):
+            attention_groups(groups, k, v, **{**PLACES, "fused": fused, **change})
+
+
+@pytest.mark.parametrize("other", [(2, 4, 5, 8), (1, 4, 5, 16), (2, 2, 5, 16), (4, 5, 16)])
+def test_groups_differ_in_rows_alone(other):
+    groups, k, v = tensors()
+    groups[2] = torch.empty(other)
+    with pytest.raises(SpecError, match=r"q_groups\[2\]: got .* as group 0, but for the rows"):
+        attention_groups(groups, k, v, **PLACES)
+    groups[2] = torch.empty(2, 4, 5, 16, dtype=torch.float16)
+    with pytest.raises(SpecError, match=r"q_groups\[2\]: got torch\.float16"):
+        attention_groups(groups, k, v, **PLACES)
+    with pytest.raises(SpecError, match=r"q_groups: got torch\.float32"):
+        attention_groups(groups[0], k, v, q_offsets=[0])
+
+
+@pytest.mark.parametrize("fused", MODES)
+def test_compiled_groups_follow_their_offsets_with_few_graphs(fused):
+    groups, k, v = tensors()
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    def call(groups, k, v, offset):
+        return attention_groups(groups, k, v, q_offsets=[offset + i for i in range(4)], fused=fused)
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for offset in range(2, 12):
+        got, want = compiled(groups, k, v, offset), call(groups, k, v, offset)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert counter.frame_count <= 2
+
+
+def test_a_loop_of_steps_adds_no_route():
+    groups, k, v = tensors((1, 1, 1), keys=400)
+    before = None
+    for n in range(40):
+        attention_groups(groups, k, v, q_offsets=[100 + n] * 3, kv_lens=[101 + n] * 3)
+        before = len(polyflash.torch_ops._routes) if n == 0 else before
+    assert len(polyflash.torch_ops._routes) == before
