@@ -142,10 +142,11 @@ def attend(
         "checked": checked,
     }  # fmt: skip
     if not plan.cascade:
-        of_call |= {"window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts, "out": out}
+        of_call |= {"window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts}
+        of_call |= {"return_lse": return_lse, "out": out}
         table, lens = tables.page_table, tables.kv_lens
         whole: Tensor | AttentionOutput = attention_paged(
-            q, k_pages, v_pages, table, lens, **of_rows, **of_call, **{"return_lse": return_lse}
+            q, k_pages, v_pages, table, lens, **of_rows, **of_call
         )
         return whole
     pages, keys = plan.shared_pages, plan.shared_keys
