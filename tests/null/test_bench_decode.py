@@ -18,6 +18,7 @@ from polyflash.bench import (
     decode_keys,
     decode_tables,
     page,
+    plot,
     stream,
     suite,
     tables,
@@ -269,6 +270,29 @@ def test_the_page_names_each_row_and_its_columns():
         if block.startswith("| "):
             assert len({line.count("|") for line in block.splitlines()}) == 1
     assert all(line in text for line in decode_tables.legend(rows))
+
+
+def test_the_picture_has_every_step_of_the_widest_heads(tmp_path):
+    pytest.importorskip("matplotlib")
+    arms = {SDPA: 4e-3, decode.FOLDED: 2e-3, decode_keys.IN_ORDER: 0.9e-3, decode_keys.PLACES: 0.8e-3}
+    rows = [row(c, arms) for c in QUICK if c.part == decode_cases.STEPS]
+    content = {"rows": rows, "machine": {"cpu": "A CPU", "threads": 2}}
+    assert {r["head_dim"] for r in rows} == {64, 128}
+    drawn = plot.steps(content)
+    assert {r["head_dim"] for r in drawn} == {128} and 2 * len(drawn) == len(rows)
+    assert plot.rate(rows[0], suite.OURS) == pytest.approx(40.0)
+    assert plot.torch_rate(rows[0]) == pytest.approx(20.0)
+    plot.draw(content, str(tmp_path / "steps.png"))
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+    wrong = plot.steps({**content, "rows": [{**r, "marks": ["mismatch"]} for r in rows]})
+    assert wrong == []
+
+
+def test_a_picture_of_nothing_is_refused_before_anything_is_measured(capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(decode, "measure", None)
+    assert cli.main(["bench", "--suite", "decode", "--quick", "--filter", "paged", "--plot", "x.png"]) == 1
+    assert "--suite decode" in " ".join(capsys.readouterr().err.split())
 
 
 @compiled

@@ -25,8 +25,8 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         type=_names,
         default=[],
         metavar="NAME,NAME",
-        help="dense, windows, small and some of backward unless given; masks, bias, varlen, backward, peers;"
-        " all",
+        help="dense, windows, small and some of backward unless given; masks, bias, varlen, backward,"
+        " decode, peers; all",
     )
     bench.add_argument(
         "--peers", type=_names, default=[], metavar="NAME,NAME", help="the suite peers, with these alone"
@@ -55,6 +55,7 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     bench.add_argument("--seconds", type=_seconds, help="per row; 2, or 0.5 with --quick")
     bench.add_argument("--json", metavar="FILE", help="write every round to FILE")
     bench.add_argument("--page", metavar="FILE", help="write the tables to FILE as a Markdown page")
+    bench.add_argument("--plot", metavar="FILE", help="draw the steps of the suite decode")
     bench.add_argument(
         "--from",
         dest="sources",
@@ -72,6 +73,10 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
 
     if options.page and options.calls:
         raise SpecError("page: got --calls, whose stages have no page. Use --json, or leave --calls out")
+    if options.plot:
+        from polyflash.bench import plot
+
+        plot.check_possible(None if options.sources else () if options.calls else _chosen(options))
     if options.sources:
         content = page.merged([page.read(file) for file in options.sources])
         if options.list:
@@ -90,6 +95,8 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         file = Path(options.page)
         before = file.read_text(encoding="utf-8") if file.exists() else ""
         file.write_text(page.markdown(content, before), encoding="utf-8")
+    if options.plot:
+        plot.draw(content, options.plot)
     return 1 if any("mismatch" in r["marks"] for r in content.get("rows", ())) else 0
 
 

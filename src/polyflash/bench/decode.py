@@ -31,6 +31,7 @@ from polyflash.bench.decode_keys import (
 from polyflash.bench.peak import Calibration
 from polyflash.bench.suite import AFTER, ALONE, OURS, PLAIN, Result
 from polyflash.bench.timing import Arm, compare
+from polyflash.groups import explain_groups
 from polyflash.spec import Phase
 from polyflash.work import flops_per_pair
 from polyflash.workloads import Workload
@@ -346,18 +347,19 @@ def _groups(case: Case) -> DecodeProblem:
         return torch.cat(groups(turn.things[0], fused), 2)
 
     first = turn.things[0]
-    samples = tuple(_group_samples(queries, first, ends))
+    explained = partial(explain_groups, queries, first.k, first.v, **options)
+    chosen = explained(fused=True).plans[0].chosen
     return DecodeProblem(
         arms={
             OURS: lambda: groups(turn(), True),
             PLAIN: lambda: groups(turn(), False),
         },
         outputs=(partial(joined, True), partial(joined, False)),
-        samples=samples,
+        samples=tuple(_group_samples(queries, first, ends)),
         bytes=first.bytes * max(ends) // w.seqlen_k,
         flops=sum(_flops(w, end) for end in ends),
-        backend=_row(queries[0], first.k, first.v),
-        chosen={"fuses": _fuses(queries, first, options)},
+        backend=chosen.name if chosen else "",
+        chosen={"fuses": explained().fused},
     )
 
 
@@ -370,12 +372,6 @@ def _group_samples(queries: list[Tensor], keys: KeySet, ends: list[int]) -> Iter
 
 def _narrowed(start: int, count: int, out: Tensor) -> Tensor:
     return out.narrow(2, start, count)
-
-
-def _fuses(queries: list[Tensor], keys: KeySet, options: dict[str, Any]) -> bool | None:
-    """Which of both the library takes by itself."""
-    del queries, keys, options
-    return None
 
 
 def _invariance(case: Case) -> DecodeProblem:

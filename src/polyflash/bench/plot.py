@@ -1,0 +1,118 @@
+"""The decode steps of a document as a picture: rates over the number of keys, beside what memory gives."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from polyflash.bench import decode, decode_cases
+from polyflash.bench.cases import DECODE, SDPA, Case
+from polyflash.bench.cells import Row
+from polyflash.bench.decode_keys import IN_ORDER, PLACES
+from polyflash.bench.decode_tables import thousands
+from polyflash.bench.suite import OURS
+from polyflash.errors import SpecError
+
+_OURS = ("#08306b", "#2171b5", "#6baed6", "#9ecae1")  # by query rows, few to many
+_NO_STEPS = "plot: got no decode steps. Use --suite decode, or --from a file that has them"
+_TORCH, _MEMORY = "#d94801", "#777777"
+
+
+def check_possible(chosen: Sequence[Case] | None) -> None:
+    """Said before a long measurement, not after it; of rows that are measured already, None."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SpecError("plot: matplotlib is not installed. Use pip install 'polyflash[bench]'")
+    if chosen is not None and not any(c.suite == DECODE and c.part == decode_cases.STEPS for c in chosen):
+        raise SpecError(_NO_STEPS)
+
+
+def steps(content: dict[str, Any]) -> list[Row]:
+    """The decode steps of a document, of the largest head_dim among them."""
+    found = [r for r in content.get("rows", ()) if r["suite"] == DECODE and r["part"] == decode_cases.STEPS]
+    if not found:
+        raise SpecError(_NO_STEPS)
+    widest = max(r["head_dim"] for r in found)
+    return [r for r in found if r["head_dim"] == widest and "mismatch" not in r["marks"]]
+
+
+def rate(r: Row, arm: str) -> float:
+    """GB/s at which an arm went through the row's keys and values."""
+    return r["bytes"] / r["arms"][arm]["median_s"] / 1e9
+
+
+def torch_rate(r: Row) -> float:
+    """Of the better of both ways to ask SDPA."""
+    return max(rate(r, arm) for arm in (SDPA, decode.FOLDED) if arm in r["arms"])
+
+
+def draw(content: dict[str, Any], file: str) -> None:
+    """Writes the picture: one panel per dtype and head counts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = steps(content)
+    dtypes = list(dict.fromkeys(r["dtype"] for r in rows))
+    heads = list(dict.fromkeys((r["num_q_heads"], r["num_kv_heads"]) for r in rows))
+    figure, axes = pyplot.subplots(
+        len(heads), len(dtypes), squeeze=False, sharex=True, sharey=True, layout="constrained",
+        figsize=(2 + 3.6 * len(dtypes), 1 + 2.9 * len(heads)),
+    )  # fmt: skip
+    for i, (q_heads, kv_heads) in enumerate(heads):
+        for j, dtype in enumerate(dtypes):
+            axis = axes[i][j]
+            _panel(axis, [r for r in rows if r["dtype"] == dtype and r["num_q_heads"] == q_heads])
+            axis.set_title(f"{dtype}, {q_heads} heads over {kv_heads}", loc="left", fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.grid(color="#e6e6e6")
+    for axis in axes[-1]:
+        axis.set_xlabel("keys")
+    for line in axes:
+        line[0].set_ylabel("GB/s of keys and values")
+        line[0].set_ylim(0, None)
+    labels = {
+        label: handle
+        for axis in axes.flat
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(labels.values(), labels.keys(), loc="outside right upper", frameon=False, fontsize=9)
+    machine = content["machine"]
+    figure.suptitle(
+        f"One decode step, head_dim {rows[0]['head_dim']}: {machine['cpu']}, {machine['threads']} threads."
+        " Hollow marks: contended",
+        x=0.01, ha="left", fontsize=10,
+    )  # fmt: skip
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def _panel(axis: Any, rows: Sequence[Row]) -> None:
+    counts = sorted({r["seqlen_q"] for r in rows})
+    for count, color in zip(counts, _OURS, strict=False):
+        _line(
+            axis,
+            [r for r in rows if r["seqlen_q"] == count],
+            lambda r: rate(r, OURS),
+            color,
+            f"ours, q{count}",
+        )
+    fewest = [r for r in rows if r["seqlen_q"] == counts[0]]
+    _line(axis, fewest, torch_rate, _TORCH, f"torch SDPA, q{counts[0]}")
+    for arm, style in ((IN_ORDER, "-"), (PLACES, ":")):
+        if all(arm in r["arms"] for r in fewest):
+            _line(axis, fewest, lambda r, arm=arm: rate(r, arm), _MEMORY, arm, style)
+    keys = sorted({r["seqlen_k"] for r in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(keys, [thousands(n) for n in keys])
+
+
+def _line(axis: Any, rows: Sequence[Row], height: Any, color: str, label: str, style: str = "-") -> None:
+    ordered = sorted(rows, key=lambda r: r["seqlen_k"])
+    x, y = [r["seqlen_k"] for r in ordered], [height(r) for r in ordered]
+    axis.plot(x, y, style, color=color, label=label, linewidth=1.6)
+    fill = ["white" if "contended" in r["marks"] else color for r in ordered]
+    axis.scatter(x, y, s=22, c=fill, edgecolors=color, zorder=3)
