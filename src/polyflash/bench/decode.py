@@ -32,6 +32,7 @@ from polyflash.bench.peak import Calibration
 from polyflash.bench.suite import AFTER, ALONE, OURS, PLAIN, Result
 from polyflash.bench.timing import Arm, compare
 from polyflash.groups import explain_groups
+from polyflash.kvcache import KVCache, Request
 from polyflash.spec import Phase
 from polyflash.work import flops_per_pair
 from polyflash.workloads import Workload
@@ -273,30 +274,24 @@ def _cascade(case: Case) -> DecodeProblem:
     """Requests that share a prefix, walked once for all, against each of them walking its own table: one that
     names the shared pages, or pages of its own with the same tokens."""
     w = case.workload
-    prefix = w.seqlen_k - case.private
-    shared, own = prefix // case.page_size, case.private // case.page_size
-    pages = shared + w.batch * own
-    k, v = random_pool(w, pages, case.page_size)
-    private = torch.arange(shared, pages, dtype=torch.int32).view(w.batch, own)
-    table = torch.cat([torch.arange(shared, dtype=torch.int32).expand(w.batch, shared), private], 1)
+    cache, requests = _forked(case)
+    (k, v), table, kv_lens = cache.pools(0), cache.page_table(requests), cache.kv_lens(requests)
     q = _queries(w, w.batch, w.heads, w.head_dim)
-    kv_lens = torch.full((w.batch,), w.seqlen_k, dtype=torch.int32)
-    shared_call = _shared_prefix(q, k, v, table, shared, prefix, case.private)
     copied_k, copied_v = (x[table.long().flatten()] for x in (k, v))
     copied = torch.arange(table.numel(), dtype=torch.int32).view_as(table)
 
-    def unshared() -> Tensor:
-        return polyflash.attention_paged(q, k, v, table, kv_lens)
+    def attend(cascade: bool) -> Tensor:
+        return cache.attend(q, requests, cascade=cascade)
 
-    def copies_of_it() -> Tensor:
+    def own_copies() -> Tensor:
         return polyflash.attention_paged(q, copied_k, copied_v, copied, kv_lens)
 
     def sample(b: int) -> Sample:
         return _one(q, b, gathered(k, table[b], w.seqlen_k), gathered(v, table[b], w.seqlen_k))
 
     return DecodeProblem(
-        arms={OURS: shared_call, PLAIN: unshared, OWN_COPIES: copies_of_it},
-        outputs=(shared_call, copies_of_it, unshared),
+        arms={OURS: partial(attend, True), PLAIN: partial(attend, False), OWN_COPIES: own_copies},
+        outputs=(partial(attend, True), own_copies, partial(attend, False)),
         samples=(sample(0), sample(w.batch - 1)),
         bytes=k.nbytes + v.nbytes,
         flops=w.batch * _flops(w, w.seqlen_k),
@@ -304,24 +299,23 @@ def _cascade(case: Case) -> DecodeProblem:
     )
 
 
-def _shared_prefix(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, shared: int, prefix: int, private: int
-) -> Out:
-    """All requests' queries as the rows of one over the prefix, merged with each one's own keys."""
-    requests = q.shape[0]
-    bounds = torch.tensor([0, requests], dtype=torch.int32)
-    first, rest = table[:1, :shared].contiguous(), table[:, shared:].contiguous()
-    prefix_lens = torch.tensor([prefix], dtype=torch.int32)
-    own_lens = torch.full((requests,), private, dtype=torch.int32)
+def _forked(case: Case) -> tuple[KVCache, tuple[Request, ...]]:
+    """Requests that share their first pages, in a cache that has no page more than they need."""
+    w, prefix = case.workload, case.workload.seqlen_k - case.private
+    dtype, size = getattr(torch, w.dtype), case.page_size
+    pages = (prefix + w.batch * case.private) // size
+    cache = KVCache(pages, size, w.kv_heads, w.head_dim, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
 
-    def call() -> Tensor:
-        common = polyflash.attention_paged(
-            q, k, v, first, prefix_lens, cu_seqlens_q=bounds, max_seqlen_q=requests, return_lse=True
-        )
-        own = polyflash.attention_paged(q, k, v, rest, own_lens, return_lse=True)
-        return polyflash.merge(*common, *own, layout="thd").out.to(q.dtype)
+    def drawn(tokens: int) -> Tensor:
+        return torch.randn(tokens, w.kv_heads, w.head_dim, generator=generator).to(dtype)
 
-    return call
+    (first,) = cache.add()
+    cache.append(first, drawn(prefix), drawn(prefix), counts=prefix)
+    requests = (first, *cache.fork(first, w.batch - 1))
+    for request in requests:
+        cache.append(request, drawn(case.private), drawn(case.private), counts=case.private)
+    return cache, requests
 
 
 def group_ends(case: Case) -> list[int]:
