@@ -129,3 +129,25 @@ def test_packed():
     q = q.detach()
     opcheck(OUT, (q, k, v, torch.empty_like(q), *args), test_utils=CHECKS)
     opcheck(BACKWARD, backward_inputs(q, k, v, args, needs_of(args)), test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("name", ["tokens", "rows"])
+def test_pages(name):
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(7, 2, 3, 8), torch.randn(7, 3, 2, 5).transpose(1, 2)
+    table = torch.tensor([[6, 0, 2], [1, 1, 99]], dtype=torch.int32)
+    args = Arguments(causal=True, kv_lens=torch.tensor([8, 5], dtype=torch.int32), page_table=table)
+    if name == "rows":
+        q, bounds = torch.randn(1, 4, 9, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
+        args = args._replace(cu_seqlens_q=bounds, max_seqlen_q=4, window_left=2)
+    for need_lse in (False, True):
+        opcheck(FORWARD, (q, k, v, *args._replace(need_lse=need_lse)), test_utils=CHECKS)
+    opcheck(OUT, (q, k, v, q.new_empty((*q.shape[:3], 5)), *args), test_utils=CHECKS)
+
+
+def test_bounds_of_rows():
+    q, k, v = qkv()
+    bounds = torch.tensor([[i % 3, i + 1] for i in range(9)], dtype=torch.int32)
+    args = Arguments(row_bounds=bounds, sinks=torch.randn(4))
+    for need_lse in (False, True):
+        opcheck(FORWARD, (q, k, v, *args._replace(need_lse=need_lse)), test_utils=CHECKS)
+    opcheck(OUT, (q, k, v, torch.empty_like(q), *args), test_utils=CHECKS)

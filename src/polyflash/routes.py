@@ -89,8 +89,11 @@ def spec_of(
 def without_gradients(spec: AttentionSpec) -> AttentionSpec:
     """The forward spec of a call that needs none, in the phase it is planned for."""
     s, bounded = spec, Feature.ROW_BOUNDS in spec.features
-    decode = not s.members and is_decode(s.num_q_heads, s.num_kv_heads, s.seqlen_q, s.seqlen_k, bounded)
-    return replace(spec, phase=Phase.DECODE) if decode and Feature.VARLEN not in s.features else spec
+    if Feature.VARLEN in s.features or not is_decode(
+        s.num_q_heads, s.num_kv_heads, s.seqlen_q, s.seqlen_k, bounded
+    ):
+        return spec
+    return replace(spec, phase=Phase.DECODE)
 
 
 def class_of(x: Any) -> Any:
