@@ -1,7 +1,7 @@
-"""Published defects and faults of paged caches (testing method §5.8 and §8.1), by id, over a cache's own tables.
+"""Published defects and faults of paged caches (testing method §5.8 and §8.1), by id, over a cache's tables.
 
-Those of the allocator, of appends, forks and swaps are in the files beside this one. `NOT_HERE` says why a cache on
-a CPU cannot express some.
+Those of the allocator, of appends, forks and swaps are in the files beside this one. `NOT_HERE` says why a
+cache on a CPU cannot express some.
 """
 
 from __future__ import annotations
@@ -199,21 +199,21 @@ def test_PF9_a_pool_twice_as_big_and_permuted(stride: int):
 
 def test_PF24_pools_beyond_31_bit_offsets():
     """2^31 elements and more, of which the system gives only the pages that are touched."""
-    heads, dim, page_size = 8, 128, 256
+    heads, dim, page_size = 32, 64, 256
     pages = 2**31 // (heads * dim * page_size) + 4
     try:
         memory = mmap.mmap(
-            -1, 2 * pages * page_size * heads * dim, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
+            -1, 4 * pages * page_size * heads * dim, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
         )
     except (OSError, ValueError, AttributeError):
-        pytest.skip("no 4 GiB of addresses here")
-    k = torch.frombuffer(memory, dtype=torch.float16).view(pages, page_size, heads, dim)
-    v = torch.zeros(pages, page_size, heads, 1, dtype=torch.float16)
+        pytest.skip("no 8 GiB of addresses here")
+    k = torch.frombuffer(memory, dtype=torch.float32).view(pages, page_size, heads, dim)
+    v = torch.zeros(pages, page_size, heads, 1, dtype=torch.float32)
     cache = KVCache.over(k, v)
     assert k.numel() > 2**31
     cache._pages._free.sort()  # the last pages first
     (request,) = cache.add()
-    new_k, new_v = torch.randn(300, heads, dim).half(), torch.randn(300, heads, 1).half()
+    new_k, new_v = torch.randn(300, heads, dim), torch.randn(300, heads, 1)
     cache.append(request, new_k, new_v, counts=300)
     assert cache.page_table(request).tolist() == [[pages - 1, pages - 2]]
     got = cache.read(request)
@@ -222,8 +222,8 @@ def test_PF24_pools_beyond_31_bit_offsets():
         and torch.equal(got[1], new_v)
         and int(cache.slot_mapping(request).max()) > 2**20
     )
-    q = torch.randn(1, heads, dim).half()
-    low = KVCache(2, page_size, heads, dim, head_dim_v=1, dtype=torch.float16)
+    q = torch.randn(1, heads, dim)
+    low = KVCache(2, page_size, heads, dim, head_dim_v=1, dtype=torch.float32)
     (same,) = low.add()
     low.append(same, new_k, new_v, counts=300)
     same_bits(cache.attend(q, request), low.attend(q, same))

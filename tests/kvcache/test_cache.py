@@ -422,10 +422,10 @@ def test_over_refuses_pools_that_do_not_fit():
     for k, v, options in (
         (pool, pool[:3], {}), (pool, pool.half(), {}), (pool, pool[:, :1], {}), (pool, pool[:, :, :1], {}),
         (pool, [pool, pool], {}), ([], [], {}), (pool[0], pool[0], {}), (pool.long(), pool.long(), {}),
-        (pool, None, {}) if False else (pool, [None], {}), (pool, pool.to("meta"), {}),
+        (pool, [None], {}), (pool, pool.to("meta"), {}),
         (pool[:1].expand(4, 2, 2, 8), pool, {}), (pool, pool, {"layout": "HDN"}),
         (pool, pool, {"layout": 3}), (pool[..., :0], pool[..., :0], {}),
-        ([pool, pool[..., :4].clone()], [pool, pool], {}), (pool.requires_grad_(), pool, {}),
+        ([pool, pool[..., :4].clone()], [pool, pool], {}), (pool.clone().requires_grad_(), pool, {}),
     ):  # fmt: skip
         with pytest.raises(SpecError):
             KVCache.over(k, v, **options)

@@ -89,6 +89,22 @@ def test_forks_share_pages_and_copy_the_last_before_they_write():
     pages.check()
 
 
+def test_PF11_copies_of_shared_pages_count_too():
+    pages = Pages(3, 4)
+    (parent,) = grown(pages, 6)
+    first, second = pages.fork(parent, 2)
+    pages.commit(pages.reserve([first], [1]))
+    before = state(pages)
+    with pytest.raises(OutOfPages) as caught:
+        pages.reserve([second], [1])
+    assert (caught.value.needed, caught.value.free) == (1, 0) and state(pages) == before
+    pages.free([first])
+    with pytest.raises(OutOfPages):
+        pages.reserve([second, parent], [1, 3])  # one copy, and one page behind the parent's last
+    pages.commit(pages.reserve([second, parent], [1, 1]))
+    pages.check()
+
+
 def test_a_fork_at_a_page_border_copies_nothing():
     pages = Pages(8, 4)
     (parent,) = grown(pages, 8)
