@@ -132,3 +132,24 @@ def test_a_narrower_set_reads_pages():
     want, _ = attend(q, k, v, config, kv_lens=ints(77, 40))
     got, _ = attend(q, k_pool, v_pool, config, kv_lens=ints(77, 40), page_table=table)
     same_bits(got, want, "avx2")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_members_of_few_rows_are_decoded_whatever_their_neighbours(dtype):
+    lens_q, lens_k = (1, 1, 0, 40, 3, 1, 4, 2), (700, 1, 7, 300, 9, 0, 650, 130)
+    cu_q, cu_k = (ints(0, *np.cumsum(n)) for n in (lens_q, lens_k))
+    q = randn(1, 4, sum(lens_q) + 1, 64, dtype=dtype)
+    k, v = (randn(1, 2, sum(lens_k), 64, dtype=dtype, seed=i) for i in (1, 2))
+    more = {"causal": True, "softcap": 5.0}
+    got = attend(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **more)
+    for b, (rows, keys) in enumerate(zip(lens_q, lens_k, strict=True)):
+        if not rows * keys:
+            continue
+        mine = slice(int(cu_q[b]), int(cu_q[b + 1]))
+        x, *kv = q[:, :, mine], *(y[:, :, int(cu_k[b]) : int(cu_k[b + 1])] for y in (k, v))
+        alone = attend(x, *kv, cu_seqlens_q=ints(0, rows), cu_seqlens_k=ints(0, keys), **more)
+        for y, z in zip(got, alone, strict=True):
+            same_bits(y[:, :, mine], z, f"member {b}")
+        want, lse = attend(x, *kv, **more)
+        assert torch.allclose(alone[0].float(), want.float(), atol=1e-5 if dtype.itemsize == 4 else 1e-2)
+        assert torch.allclose(alone[1], lse, atol=1e-4)

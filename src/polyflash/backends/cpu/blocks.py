@@ -290,12 +290,7 @@ class Tile:
         """
         b, nv = e.b, self.nv
         p_block, p_stats = e.pointer(block), e.pointer(stats)
-        scale, low = e.splat(e.float_bits(scale_bits)), e.splat(e.float_bits(b.lshr(scale_bits, I64(32))))
-
-        def power(d: Value, degree: int) -> Value:
-            if self.key.storage == "float32":
-                return e.exp2_scaled(d, scale, low, degree)
-            return e.exp2(b.fmul(d, scale), degree)
+        power = self.scaled_power(e, scale_bits)
 
         def rescaled(v: int) -> tuple[Value, Value]:
             """m_safe and alpha of vector v; m_i and alpha are stored."""
@@ -339,6 +334,14 @@ class Tile:
                 columns([v])
         else:
             columns(range(nv))
+
+    def scaled_power(self, e: Emitter, scale_bits: Value) -> Callable[[Value, int], Value]:
+        """(d, degree) -> 2**(d·scale_log2) for d <= 0."""
+        scale = e.splat(e.float_bits(scale_bits))
+        if self.key.storage != "float32":
+            return lambda d, degree: e.exp2(e.b.fmul(d, scale), degree)
+        low = e.splat(e.float_bits(e.b.lshr(scale_bits, I64(32))))
+        return lambda d, degree: e.exp2_scaled(d, scale, low, degree)
 
     def _pair(self, e: Emitter, x: Value, y: Value) -> Value:
         """Two float32 vectors as one of interleaved bfloat16 pairs, x low."""
@@ -387,11 +390,18 @@ class Tile:
 
     def finalize(self, e: Emitter, o, stats, dst, stride, rows, count) -> None:  # type: ignore[no-untyped-def]
         """O^T / l_i of a vector of lanes back to rows in the storage dtype; an empty row (l_i = 0) is 0."""
-        b, base = e.b, e.pointer(dst)
+        base = e.pointer(dst)
+        p_rows = [e.at(base, e.b.mul(I64(r), stride)) for r in range(self.lanes)]
+        self.store_lanes(e, o, stats, p_rows, rows, count)
+
+    def store_lanes(  # type: ignore[no-untyped-def]
+        self, e: Emitter, o, stats, p_rows: list[Value], rows, count
+    ) -> None:
+        """`finalize` to where the first `rows` of the pointers lead."""
+        b = e.b
         l_i = e.load(e.pointer(stats), self.nr * 4)
         empty = b.fcmp_ordered("==", l_i, e.floats(0))
         inverse = b.fdiv(e.floats(1), l_i)
-        p_rows = [e.at(base, b.mul(I64(r), stride)) for r in range(self.lanes)]
 
         def body(i: Value, p: list[Value]) -> list[Value]:
             done = b.mul(i, I64(self.lanes))
@@ -421,9 +431,13 @@ class Tile:
         lse = M + ln l', l' = l_i·2**(m - M) + 2**(sink - M), M = max(m, sink), and O is divided by
         l'·2**(M - m). Without a sink (-inf) that is m + ln l_i and l_i. An empty row keeps l_i = 0.
         """
+        self.join_sinks(e, stats, scale_bits, e.splat(e.float_bits(sink_bits)))
+
+    def join_sinks(self, e: Emitter, stats: Value, scale_bits: Value, sink: Value) -> None:
+        """`finish_stats` with a sink per lane."""
         b, p = e.b, e.pointer(stats)
         minus_inf, log2e = e.floats(float("-inf")), e.floats(1.4426950408889634)
-        l_i, sink = e.load(p, self.nr * 4), e.splat(e.float_bits(sink_bits))
+        l_i = e.load(p, self.nr * 4)
         m = b.fmul(e.load(p), e.splat(e.float_bits(scale_bits)))
         empty = b.fcmp_ordered("==", l_i, e.floats(0))
         for sign, beyond in ((1.0, ">"), (-1.0, "<")):  # so that m - m is 0

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyflash.errors import spec_error
-from polyflash.spec import Feature
+from polyflash.spec import DECODE_ROWS, Feature
 
 if TYPE_CHECKING:
     from polyflash.backends.cpu.decode_configs import DecodeConfig
@@ -279,6 +279,8 @@ class Config:
             notes.append(
                 f"pass {ScoreKey(self.isa, nv).name} over each tile of scores: {', '.join(changing)}"
             )
+        if spec.members and decoded_rows(spec):
+            notes.append(f"packed members of at most {decoded_rows(spec)} rows: the decode kernel")
         if self.compute == "bf16dot":
             notes.append("bfloat16 pairs are multiplied as they are, sums are float32 (avx512_bf16)")
         elif spec.dtype != "float32":
@@ -293,6 +295,14 @@ def check_compute(compute: str, isa: str) -> None:
         raise spec_error("compute", got=compute, wanted="f32 or bf16dot", change=change)
     if isa not in ISAS:
         raise spec_error("isa", got=isa, wanted=" or ".join(ISAS), change=change)
+
+
+NOT_DECODED = frozenset((Feature.ALIBI, Feature.DROPOUT, Feature.BATCH_INVARIANT))
+
+
+def decoded_rows(spec: AttentionSpec) -> int:
+    """Most rows of a packed member that the decode kernel runs; 0 if it has no part in such calls."""
+    return 0 if spec.needs_grad or spec.features & NOT_DECODED else DECODE_ROWS // max(1, spec.group)
 
 
 class Partition(NamedTuple):

@@ -8,12 +8,13 @@ of each K/V block. Nothing here imports a compiler until `build()`, which a cach
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, loading, packing, pool, runtime, tiles
+from polyflash.backends.cpu import configs, decode, decode_configs, loading, packing, pool, runtime, tiles
 from polyflash.backends.cpu.configs import DropoutKey
 
 if TYPE_CHECKING:
@@ -121,13 +122,15 @@ def build(key: KernelKey) -> Any:
                     continue
                 step = MR if kind == a.PLAIN else STEP
                 begin, end = lo // step * step, (hi + step - 1) // step * step
+                top = scratch + arg(args, a.T_BLOCK) + NR * 4
+                fill(top, NV, MINUS_INF)
                 if kind == a.PLAIN:
                     inner_begin = least(greatest((seen_by_all + MR - 1) // MR * MR, begin), end)
                     inner_end = least(greatest(all_end // MR * MR, inner_begin), end)
                     masked_scores(args, scratch, panel, lane_limits, n, begin, end, inner_begin, inner_end)
                 else:
                     masked_scores(args, scratch, panel, lane_limits, n, begin, end, begin, end)
-                    fill(scratch + arg(args, a.T_BLOCK) + NR * 4, NV, MINUS_INF)
+                    fill(top, NV, MINUS_INF)
                     bounded = 1 if begin < seen_by_all or end > all_end else 0
                     call_pass(
                         changes, args, scratch, a.CHANGE_SCORES, head + i_h, i_p, n, begin, end, bounded
@@ -282,7 +285,7 @@ class _Prepared:
     """What a route keeps between calls: cuts by batch, lengths and threads. Entries are only added, or
     dropped all at once, so Python threads may share it."""
 
-    __slots__ = ("cuts", "drops", "launch", "passes")
+    __slots__ = ("cuts", "decode", "drops", "launch", "passes")
 
     def __init__(self, launch: Launch) -> None:
         configs.check_fits(launch.config, launch.spec, launch.target)
@@ -290,6 +293,7 @@ class _Prepared:
         self.cuts: dict[tuple[int, ...], _Cut] = {}
         self.passes: dict[int, int] = {}
         self.drops: dict[int, int] = {}
+        self.decode: decode.Prepared | None = None
 
     def score_pass(self, nv: int) -> int:
         """The address of the pass over scores for panels of `nv` vectors."""
@@ -346,10 +350,19 @@ class _Prepared:
             found = self.add(index, cut._replace(row_blocks=cut.row_blocks * count), nv)
         return found
 
-    def packed(self, args: Arguments, threads: int, kept: list[Any]) -> tuple[_Cut, int]:
+    def decoder(self) -> decode.Prepared:
+        """What runs members of few rows."""
+        if self.decode is None:
+            spec, target, config = self.launch.spec, self.launch.target, self.launch.config
+            chosen = replace(decode_configs.choose(spec, target), compute=config.compute, isa=config.isa)
+            self.decode = decode.Prepared(chosen, spec, target)
+        return self.decode
+
+    def packed(
+        self, args: Arguments, lens_q: Any, lens_k: Any, threads: int, kept: list[Any]
+    ) -> tuple[_Cut, int]:
         """Items of packed members, and the address of their table: the most work first."""
         spec, config = self.launch.spec, self.launch.config
-        lens_q, lens_k = packing.member_lengths(args)
         nv, cut = packing.pack_members(spec, config, lens_q, lens_k, threads, causal=args.causal)
         rows = nv * configs.ISAS[config.isa].lanes
         table = packing.member_table(lens_q, lens_k, rows, cut.row_panels, causal=args.causal)
@@ -383,10 +396,14 @@ def run(
     kept: list[Any] = []
     members = 0
     if args.cu_seqlens_q is not None:
-        cut, members = prepared.packed(args, threads, kept)
         _hide_rows_beyond(out, lse, args)
-        if cut.items == 0:
+        lens_q, lens_k = packing.member_lengths(args)
+        for few in packing.members_of_few_rows(launch.spec, lens_q):
+            decode.run_members(prepared.decoder(), few, lens_q, lens_k, q, k, v, out, lse, args)
+            lens_q[few] = 0
+        if not lens_q.any():
             return out, lse
+        cut, members = prepared.packed(args, lens_q, lens_k, threads, kept)
     elif args.intervals is not None:
         cut = prepared.listed(batch, seqlen_q, threads, args)
     else:

@@ -29,6 +29,17 @@ def member_lengths(args: Arguments) -> tuple[Any, Any]:
     return lens_q.astype(np.int64), lens_k.astype(np.int64)
 
 
+def members_of_few_rows(spec: AttentionSpec, lens_q: Any) -> list[Any]:
+    """The numbers of the members that the decode kernel runs, by the width of its tiles: what a neighbour
+    asks for changes no bit."""
+    most, found = configs.decoded_rows(spec), []
+    few = (lens_q > 0) & (lens_q <= most)
+    if few.any():
+        widths = np.where(few, np.ceil(np.log2(np.maximum(1, lens_q * spec.group))), -1)
+        found = [np.flatnonzero(widths == width) for width in np.unique(widths[few])]
+    return found
+
+
 def pack_members(
     spec: AttentionSpec, config: Config, lens_q: Any, lens_k: Any, threads: int, *, causal: bool
 ) -> tuple[int, Partition]:

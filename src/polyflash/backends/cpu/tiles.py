@@ -35,19 +35,18 @@ def tiles(key: KernelKey, stage: Stages, shared: loading.Loaders) -> Tiles:
 
     from polyflash.backends.cpu import simd
 
-    fill, load_value_rows, load_float_row = stage.fill, stage.load_value_rows, stage.load_float_row
+    load_value_rows, load_float_row = stage.load_value_rows, stage.load_float_row
     scores, scores_bounded, add_seen = stage.scores, stage.scores_bounded, stage.add_seen
     gathered, load_tile = shared.gathered, shared.load_tile
     arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
     store_i32, least, greatest, call_pass = simd.store_i32, simd.least, simd.greatest, simd.call_native(9)
     device = loading.device
 
-    NR, NV, MR, PACK, STEP = key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
+    NR, MR, PACK, STEP = key.panel_rows, key.group_keys, key.pack, configs.STEP
     SIZE = configs.STORAGE_BYTES[key.storage]
     Q_PANEL, O_PANEL = key.q_panel_bytes, key.o_panel_bytes
     K_BYTES, V_BYTES = key.k_row_bytes, key.v_row_bytes
     WIDE_BYTES = key.bucket * 4 + configs.LINE
-    MINUS_INF = 0xFF800000
 
     @device(4, types.int64)
     def find_pages(args, scratch, first, last):  # type: ignore[no-untyped-def]
@@ -145,11 +144,11 @@ def tiles(key: KernelKey, stage: Stages, shared: loading.Loaders) -> Tiles:
 
     @device(9)
     def masked_scores(args, scratch, panel, limits, n, begin, end, inner_begin, inner_end):  # type: ignore[no-untyped-def]
-        """S^T of keys n + [begin, end); every row sees all of [inner_begin, inner_end)."""
+        """S^T of keys n + [begin, end), and their part of the running maximum; every row sees all of
+        [inner_begin, inner_end)."""
         k, s = scratch + arg(args, a.T_K), scratch + arg(args, a.T_S)
         q, bmax = scratch + arg(args, a.T_Q) + panel * Q_PANEL, scratch + arg(args, a.T_BLOCK) + NR * 4
         trips = (arg(args, a.HEAD_DIM) + 4 * PACK - 1) // (4 * PACK)
-        fill(bmax, NV, MINUS_INF)
         if inner_begin > begin:
             groups = (inner_begin - begin) // MR
             scores_bounded(k + begin * K_BYTES, q, s + begin * NR * 4, bmax, trips, groups, limits, n + begin)
