@@ -63,6 +63,11 @@ class DecodeKey:
         return ISAS[self.isa].registers
 
     @property
+    def pack(self) -> int:
+        """Keys whose weights stand side by side in one 32-bit atom."""
+        return self.row_key.pack
+
+    @property
     def unit(self) -> int:
         """Channels that one load brings."""
         return self.lanes * (2 if self.storage == "bfloat16" else 1)
@@ -93,9 +98,9 @@ class DecodeConfig:
         for name in ("split_keys", "block_n"):
             value = getattr(self, name)
             if type(value) is not int:
-                raise spec_error(name, got=repr(value), wanted="an int", change="Take 1024 and 256.")
+                raise spec_error(name, got=repr(value), wanted="an int", change="Take 1024 and 128.")
         if self.block_n % STEP or not STEP <= self.block_n <= 256:
-            change = "Take 256."
+            change = "Take 128."
             raise spec_error("block_n", got=self.block_n, wanted="a multiple of 16 up to 256", change=change)
         if self.split_keys % self.block_n or self.split_keys <= 0:
             wanted = f"a positive multiple of block_n ({self.block_n})"
@@ -173,4 +178,4 @@ def choose(spec: AttentionSpec, target: Target) -> DecodeConfig:
     isa = target.arch if target.arch in ISAS else "generic"
     dtype = spec.dtype if spec.dtype in STORAGE_BYTES else "float32"
     compute = configs.compute_for(dtype, target) if isa == "avx512" else "f32"
-    return DecodeConfig(1024, 256, compute, isa)
+    return DecodeConfig(1024, 128, compute, isa)

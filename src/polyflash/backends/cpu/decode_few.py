@@ -38,7 +38,7 @@ def build(key: DecodeKey) -> Any:
 
     ROWS, KEYS, STEP = key.rows, key.lanes // key.rows, configs.STEP
     VECTOR, UNIT, SIZE = key.lanes * 4, key.unit, configs.STORAGE_BYTES[key.storage]
-    PARTS = key.unit // key.lanes
+    PARTS, PACK = key.unit // key.lanes, key.pack
     PAIRS = key.compute == "bf16dot"
     QUERY_BYTES = VECTOR if PAIRS else VECTOR * PARTS
     GROUP_KEYS = KEYS_PER_GROUP
@@ -130,40 +130,47 @@ def build(key: DecodeKey) -> Any:
 
     @device(10)
     def attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, stats, o):  # type: ignore[no-untyped-def]
-        """The keys [key_lo, key_hi), block by block; every row sees [all_lo, all_hi)."""
+        """The keys [key_lo, key_hi), block by block; every row sees [all_lo, all_hi). While K of a block is
+        read its V is prefetched, and meanwhile the next block's K: memory never waits for arithmetic."""
         s, block = scratch + arg(args, a.T_S), scratch + arg(args, a.T_BLOCK)
         k_rows, v_rows, ones = scratch + arg(args, a.T_K), scratch + arg(args, a.T_V), block + VECTOR
         block_n, channels = arg(args, a.BLOCK_N), arg(args, a.HEAD_DIM_V)
         fill(ones, 1, ONE)
+        list_rows(
+            args, scratch, k, a.K_BATCH, a.T_K, key_lo, least((key_lo // block_n + 1) * block_n, key_hi)
+        )
         for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
             first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
             begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
-            list_rows(args, scratch, k, a.K_BATCH, a.T_K, first, last)
             list_rows(args, scratch, v, a.V_BATCH, a.T_V, first, last)
             fill(block, 1, MINUS_INF)
             vectors = (end - begin) // KEYS
             scores(
                 k_rows, scratch + arg(args, a.T_Q), s, block, vectors, arg(args, a.HEAD_DIM),
-                scratch + arg(args, a.T_LIMITS), begin, arg(args, d.FACTOR), arg(args, d.CAP),
+                scratch + arg(args, a.T_LIMITS), begin, arg(args, d.FACTOR), arg(args, d.CAP), v_rows,
             )  # fmt: skip
             online_softmax(s, vectors, block, stats, arg(args, a.SCALE_LOG2))
+            later = v_rows
+            if last < key_hi:
+                list_rows(args, scratch, k, a.K_BATCH, a.T_K, last, least(last + block_n, key_hi))
+                later = k_rows
             # Groups of keys that every row sees need no look at each weight.
             whole = least(greatest((all_lo + GROUP_KEYS - 1) // GROUP_KEYS * GROUP_KEYS, begin), end)
             rest = least(greatest(all_hi // GROUP_KEYS * GROUP_KEYS, whole), end)
             alpha = block
             if whole > begin:
                 groups = (whole - begin) // GROUP_KEYS
-                accumulate_seen(v_rows, s, o, alpha, ones, groups, channels)
+                accumulate_seen(v_rows, s, o, alpha, ones, groups, channels, later)
                 alpha = ones
             if rest > whole:
-                groups = (rest - whole) // GROUP_KEYS
-                v_at, p_at = v_rows + (whole - begin) * 8, s + (whole - begin) * ROWS * 4
-                accumulate(v_at, p_at, o, alpha, ones, groups, channels)
+                groups, at = (rest - whole) // GROUP_KEYS, (whole - begin) * 8
+                p_at = s + (whole - begin) // PACK * ROWS * 4
+                accumulate(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at)
                 alpha = ones
             if end > rest:
-                groups = (end - rest) // GROUP_KEYS
-                v_at, p_at = v_rows + (rest - begin) * 8, s + (rest - begin) * ROWS * 4
-                accumulate_seen(v_at, p_at, o, alpha, ones, groups, channels)
+                groups, at = (end - rest) // GROUP_KEYS, (rest - begin) * 8
+                p_at = s + (rest - begin) // PACK * ROWS * 4
+                accumulate_seen(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at)
 
     @device(8)
     def finish_tile(args, scratch, out, lse, i_hkv, row_0, rows, seqlen_q):  # type: ignore[no-untyped-def]

@@ -103,9 +103,9 @@ class Emitter:
         name = f"llvm.masked.store.{_mangled(value.type)}.p0"
         self.call(name, ir.VoidType(), [value, pointer, I32(_alignment(value.type)), mask])
 
-    def prefetch(self, pointer: Value) -> None:
-        """Never faults, wherever the pointer leads."""
-        args = [pointer, I32(0), I32(3), I32(1)]  # read, keep in every cache, data
+    def prefetch(self, pointer: Value, locality: int = 3) -> None:
+        """Never faults, wherever the pointer leads. Into every cache; at locality 2 from the second level."""
+        args = [pointer, I32(0), I32(locality), I32(1)]  # read, data
         self.call("llvm.prefetch.p0", ir.VoidType(), args)
 
     # values
