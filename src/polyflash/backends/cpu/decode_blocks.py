@@ -143,12 +143,9 @@ class DecodeTile:
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later = values
             sums: list[Value] = []
-            for j in range(0, self.keys, KEYS_AT_ONCE):
-                some = range(j, min(j + KEYS_AT_ONCE, self.keys))
-                rows, next_rows = (
-                    [e.pointer(e.load(p, 8 * k, I64)) for k in some] for p in (p_rows, p_later)
-                )
-                sums += self._dots(e, rows, next_rows, p_q, channels)
+            for j in range(self.keys):
+                row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
+                sums += self._dots(e, row, next_row, p_q, channels)
             x = _sums_of_lanes(e, sums)
             (x,) = e.where(scaled, [x], lambda v: [b.fmul(v[0], shrink)])
             (x,) = e.where(capped, [x], lambda v: [b.fmul(grow, e.tanh(v[0]))])
@@ -163,28 +160,21 @@ class DecodeTile:
         out = e.loop(groups, start, group)
         e.store(out[2], p_top)
 
-    def _dots(
-        self, e: Emitter, rows: list[Value], later: list[Value], q: Value, channels: Value
-    ) -> list[Value]:
-        """A vector of partial sums for every (key, row)."""
+    def _dots(self, e: Emitter, row: Value, later: Value, q: Value, channels: Value) -> list[Value]:
+        """A vector of partial sums of one key for every row of Q."""
         width = self.query_bytes(e)
 
         def step(at: Value, values: list[Value], mask: Value | None) -> list[Value]:
             p_q, sums = values[0], values[1:]
-            for j, row in enumerate(rows):
-                e.prefetch(e.at(later[j], at), PREFETCH_LEVEL)
-                x = self._raw(e, row, at, mask)
-                parts = [x] if self.dot else self._split(e, x)
+            e.prefetch(e.at(later, at), PREFETCH_LEVEL)
+            x = self._raw(e, row, at, mask)
+            for c, part in enumerate([x] if self.dot else self._split(e, x)):
                 for r in range(self.rows):
-                    for c, part in enumerate(parts):
-                        y = e.load(p_q, r * width + c * e.bytes)
-                        old = sums[j * self.rows + r]
-                        sums[j * self.rows + r] = (
-                            e.dot_bf16(old, part, y) if self.dot else e.fma(part, y, old)
-                        )
+                    y = e.load(p_q, r * width + c * e.bytes)
+                    sums[r] = e.dot_bf16(sums[r], part, y) if self.dot else e.fma(part, y, sums[r])
             return [e.at(p_q, self.rows * width), *sums]
 
-        return self._units(e, channels, [q, *[e.floats(0)] * (len(rows) * self.rows)], step)[1:]
+        return self._units(e, channels, [q, *[e.floats(0)] * self.rows], step)[1:]
 
     # online_softmax
     def online_softmax(self, e: Emitter, s, vectors, block, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
@@ -441,7 +431,6 @@ class DecodeTile:
         return e.b.bitcast(both, ir.VectorType(I16, self.unit))
 
 
-KEYS_AT_ONCE = 1  # rows of K that are read side by side
 # To the second-level cache, a phase ahead: in the first the rows would push each other out. Zen 4, bf16,
 # 8 rows: 84 % of what memory gives, against 47 % of the same kernel without.
 PREFETCH_LEVEL = 1
