@@ -43,12 +43,17 @@ def attention_reference(
     dropout_seed: int | Tensor | None = None,
     layout: str = "bhsd",
     first_batch: int = 0,
+    row_bounds: Tensor | None = None,
 ) -> AttentionOutput:
     """The arguments of `polyflash.attention`; q, k, v of any float dtype. Returns float64 out in q's layout
     and float64 lse (batch, num_q_heads, seqlen_q). `first_batch` is the index of batch entry 0 in dropout's
-    counter."""
+    counter; `row_bounds` int (seqlen_q, 2): row i sees keys [row_bounds[i, 0], row_bounds[i, 1]) only, beside
+    what a tensor `mask` allows."""
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if row_bounds is not None:
+        within = _within(row_bounds, torch.arange(k.shape[2], device=q.device))
+        mask = within if mask is None else mask & within
     s, visible = _masked_scores(
         q, k, causal, window, mask, bias, alibi_slopes, softcap, scale, kv_lens, kv_starts, q_offset
     )
@@ -154,23 +159,27 @@ def paged_reference(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    kv_starts: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
 ) -> AttentionOutput:
     """Gathers the pages (num_pages, page_size, Hkv, ·) of each request and attends to its first kv_lens[b]
-    keys. A table entry outside the pool hides its keys. q (batch, Hq, D), or (total_q, Hq, D) with
-    cu_seqlens_q; out like q, lse (Hq, total_q)."""
+    keys; all that counts keys counts from the first of them. A table entry outside the pool hides its keys.
+    q (batch, Hq, D), or (total_q, Hq, D) with cu_seqlens_q; out like q, lse (Hq, total_q)."""
     num_pages, page_size = k_pages.shape[:2]
     rows = list(range(q.shape[0] + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
     outs, lses = [], []
     for b in range(len(rows) - 1):
-        pages, live = page_table[b].long(), int(kv_lens[b])
+        live = int(kv_lens[b])
+        pages = page_table[b, : -(-live // page_size)].long()  # what lies beyond is never looked at
         mapped = (pages >= 0) & (pages < num_pages)
-        gathered = pages.clamp(0, num_pages - 1)
-        one_k, one_v = (x[gathered].flatten(0, 1)[None, :live] for x in (k_pages, v_pages))
+        one_k, one_v = (_gathered(x, pages, mapped)[None, :live] for x in (k_pages, v_pages))
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
         out, lse = attention_reference(
             q[None, rows[b] : rows[b + 1]], one_k, one_v, causal=causal, window=window,
             mask=mapped.repeat_interleave(page_size)[:live], alibi_slopes=slopes, softcap=softcap,
             sinks=sinks, scale=scale, layout="bshd",
+            kv_starts=None if kv_starts is None else kv_starts[b : b + 1],
+            q_offset=q_offset[b : b + 1] if isinstance(q_offset, Tensor) else q_offset,
         )  # fmt: skip
         outs.append(out[0])
         lses.append(lse[0])
@@ -178,6 +187,13 @@ def paged_reference(
     outs.append(q.new_zeros((rest, q.shape[1], v_pages.shape[3]), dtype=torch.float64))
     lses.append(q.new_full((q.shape[1], rest), -_INF, dtype=torch.float64))
     return AttentionOutput(torch.cat(outs, 0), torch.cat(lses, 1))
+
+
+def _gathered(pool: Tensor, pages: Tensor, mapped: Tensor) -> Tensor:
+    """The keys of these pages one behind the other, (keys, heads, channels); of unmapped pages any."""
+    if not pool.shape[0]:
+        return pool.new_zeros((len(pages), *pool.shape[1:])).flatten(0, 1)
+    return pool[torch.where(mapped, pages, 0)].flatten(0, 1)
 
 
 def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, first_batch: int = 0) -> np.ndarray:
@@ -317,6 +333,11 @@ def _visible(
         q_ids, k_ids = (torch.as_tensor(x, device=j.device) for x in (rules.q_ids, rules.k_ids))
         visible = visible & (q_ids[:, None, :, None] == k_ids[:, None, None, :])
     return visible
+
+
+def _within(row_bounds: Tensor, j: Tensor) -> Tensor:
+    """Which key j lies within a row's bounds; bool (seqlen_q, keys)."""
+    return (row_bounds[:, :1] <= j) & (j < row_bounds[:, 1:])
 
 
 def _listed(bounds: Tensor, rows: int, seqlen_q: int, j: Tensor) -> Tensor:

@@ -354,3 +354,42 @@ def test_interval_lists_pair_by_pair() -> None:
     got = attention_reference(q, k, v, mask=Mask.intervals(starts, ends, rows=2))
     want = attention_reference(q, k, v, mask=written)
     assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+
+
+def test_paged_counts_from_a_requests_first_key_and_ignores_what_lies_beyond() -> None:
+    """Starts and offsets are those of the gathered keys; garbage beyond the live length hides nothing."""
+    torch.manual_seed(0)
+    pool = torch.randn(7, 3, 2, 8)
+    table = torch.tensor([[4, 6, -9], [2, 99, 99]], dtype=torch.int32)
+    lens, starts = torch.tensor([5, 3]), torch.tensor([2, 0])
+    q = torch.randn(2, 4, 8)
+    for offset in (1, torch.tensor([3, 0])):
+        got = paged_reference(
+            q, pool, pool, table, lens, kv_starts=starts, q_offset=offset, causal=True, window=(2, None)
+        )
+        for b, pages in enumerate(([4, 6], [2])):
+            keys = pool[pages].flatten(0, 1)[None, : lens[b]].transpose(1, 2)
+            at = int(offset[b]) if isinstance(offset, torch.Tensor) else offset
+            want = attention_reference(
+                q[b][None, :, None], keys, keys, kv_starts=starts[b : b + 1], q_offset=at, causal=True,
+                window=(2, None),
+            )  # fmt: skip
+            assert torch.equal(got.out[b], want.out[0, :, 0]) and torch.equal(
+                got.lse[:, b], want.lse[0, :, 0]
+            )
+    empty = paged_reference(q, pool[:0], pool[:0], table, torch.tensor([5, 0]))
+    assert not empty.out.any() and (empty.lse == -torch.inf).all()
+
+
+def test_bounds_of_rows_are_a_mask() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 9, 8)
+    bounds = torch.tensor([[0, 9], [2, 3], [4, 4], [-5, 1], [8, 20]], dtype=torch.int32)
+    mask = torch.zeros(5, 9, dtype=torch.bool)
+    for i, (lo, hi) in enumerate(bounds.tolist()):
+        mask[i, max(lo, 0) : hi] = True
+    got, want = attention_reference(q, k, k, row_bounds=bounds), attention_reference(q, k, k, mask=mask)
+    assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+    both = attention_reference(q, k, k, row_bounds=bounds, mask=torch.arange(9) % 2 == 0)
+    want = attention_reference(q, k, k, mask=mask & (torch.arange(9) % 2 == 0))
+    assert torch.equal(both.out, want.out)
