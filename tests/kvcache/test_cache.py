@@ -92,6 +92,26 @@ def test_rows_stand_at_the_last_tokens(counts: tuple[int, ...]):
     assert torch.equal(out, got.out)
 
 
+def test_lengths_and_offsets_of_the_caller():
+    """Padding at either end, and rows that stand elsewhere; no length reaches what a request does not have."""
+    cache, tokens = cache_of(page_size=3), Tokens()
+    held = filled(cache, tokens, 7, 8, 4)
+    starts, lens, offset = (torch.tensor(x, dtype=torch.int32) for x in ((2, 0, 1), (7, 5, 99), (3, 1, 2)))
+    q = tokens.queries(6)
+    got = attended(cache, q, list(held), counts=2, kv_starts=starts, kv_lens=lens, q_offset=offset)
+    for b, tokens_of in enumerate(held.values()):
+        rows = slice(2 * b, 2 * b + 2)
+        options = {"kv_starts": starts[b : b + 1], "kv_lens": lens[b : b + 1].clamp(max=len(tokens_of))}
+        want = expected(q[rows], [tokens_of], [2], q_offset=offset[b : b + 1], **options)
+        hold(polyflash.AttentionOutput(got.out[rows], got.lse[:, rows]), want, label=b)
+    for name, value in (("kv_lens", lens), ("q_offset", 3)):
+        plan = cache.explain_attend(list(held), cascade=True, **{name: value})
+        assert not plan.cascade
+    for wrong in (lens[:1], lens.long(), 7):
+        with pytest.raises(SpecError):
+            cache.attend(q, list(held), counts=2, kv_lens=wrong)  # type: ignore[arg-type]
+
+
 def test_prefill_in_chunks_is_prefill():
     tokens = Tokens()
     new, q = tokens.make(11), tokens.queries(11)

@@ -206,7 +206,7 @@ class KVCache:
                     self._copy_shared(made)
                 return Step(self, made, tables)
             except BaseException:
-                self.end_step(made, commit=False)
+                self.end_step(made, None)
                 raise
 
     def append(
@@ -265,18 +265,18 @@ class KVCache:
         self, q: Tensor, requests: Requests | Step, *, layer: int = ..., counts: Counts | None = ...,
         causal: bool = ..., cascade: bool = ..., window: tuple[int | None, int | None] | None = ...,
         alibi_slopes: Tensor | None = ..., softcap: float = ..., sinks: Tensor | None = ...,
-        scale: float | None = ..., kv_starts: Tensor | None = ..., return_lse: Literal[False] = ...,
-        out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
-        checked: bool = ...,
+        scale: float | None = ..., kv_starts: Tensor | None = ..., kv_lens: Tensor | None = ...,
+        q_offset: int | Tensor | None = ..., return_lse: Literal[False] = ..., out: Tensor | None = ...,
+        batch_invariant: bool | None = ..., backend: str | None = ..., checked: bool = ...,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def attend(
         self, q: Tensor, requests: Requests | Step, *, layer: int = ..., counts: Counts | None = ...,
         causal: bool = ..., cascade: bool = ..., window: tuple[int | None, int | None] | None = ...,
         alibi_slopes: Tensor | None = ..., softcap: float = ..., sinks: Tensor | None = ...,
-        scale: float | None = ..., kv_starts: Tensor | None = ..., return_lse: Literal[True],
-        out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
-        checked: bool = ...,
+        scale: float | None = ..., kv_starts: Tensor | None = ..., kv_lens: Tensor | None = ...,
+        q_offset: int | Tensor | None = ..., return_lse: Literal[True], out: Tensor | None = ...,
+        batch_invariant: bool | None = ..., backend: str | None = ..., checked: bool = ...,
     ) -> AttentionOutput: ...  # fmt: skip
     def attend(
         self,
@@ -293,6 +293,8 @@ class KVCache:
         sinks: Tensor | None = None,
         scale: float | None = None,
         kv_starts: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        q_offset: int | Tensor | None = None,
         return_lse: bool = False,
         out: Tensor | None = None,
         batch_invariant: bool | None = None,
@@ -308,8 +310,11 @@ class KVCache:
             counts: rows of each request; default 1, or those of the step.
             cascade: read full pages that all requests share at their beginning once for all of them, and
                 merge. Equal up to rounding: each part is rounded to q's dtype before the merge. Without
-                shared pages, or with a window, ALiBi or kv_starts, one plain call; `explain_attend` says.
+                shared pages, or with any of the arguments below, one plain call; `explain_attend` says.
+            window, alibi_slopes: as in `attention_paged`.
             kv_starts: int32 (batch,): first live token of each request (left padding).
+            kv_lens: int32 (batch,): live tokens of each request, if fewer than it has (right padding).
+            q_offset: position of a request's first row, int or int32 (batch,).
 
         The other arguments and the results are those of `attention_paged`; sinks count once.
 
@@ -325,14 +330,13 @@ class KVCache:
             wanted = f"({sum(rows)}, num_q_heads, head_dim)"
             change = "counts= says how many rows each request has."
             raise spec_error("q", got=described(q), wanted=wanted, change=change)
-        plan = shared_prefix.planned(
-            tables, rows, cascade, causal, window=window is not None, alibi=alibi_slopes is not None,
-            starts=kv_starts is not None,
-        )  # fmt: skip
+        given = {"window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts, "kv_lens": kv_lens}
+        plan = shared_prefix.planned(tables, rows, cascade, causal, given | {"q_offset": q_offset})
         return shared_prefix.attend(
             q, k_pool, v_pool, tables, rows, plan, causal=causal, window=window, alibi_slopes=alibi_slopes,
-            softcap=softcap, sinks=sinks, scale=scale, kv_starts=kv_starts, return_lse=return_lse, out=out,
-            batch_invariant=batch_invariant, backend=backend, checked=checked,
+            softcap=softcap, sinks=sinks, scale=scale, kv_starts=kv_starts, kv_lens=kv_lens,
+            q_offset=q_offset, return_lse=return_lse, out=out, batch_invariant=batch_invariant,
+            backend=backend, checked=checked,
         )  # fmt: skip
 
     def explain_attend(
@@ -345,13 +349,13 @@ class KVCache:
         window: tuple[int | None, int | None] | None = None,
         alibi_slopes: Tensor | None = None,
         kv_starts: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        q_offset: int | Tensor | None = None,
     ) -> AttendPlan:
         """What `attend` would do with these arguments, and why; launches nothing."""
         tables, rows = self._call(requests, counts)
-        return shared_prefix.planned(
-            tables, rows, cascade, causal, window=window is not None, alibi=alibi_slopes is not None,
-            starts=kv_starts is not None,
-        )  # fmt: skip
+        given = {"window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts, "kv_lens": kv_lens}
+        return shared_prefix.planned(tables, rows, cascade, causal, given | {"q_offset": q_offset})
 
     def swap_out(self, requests: Requests) -> list[SwappedRequest]:
         """Copies the requests to the CPU and frees them. Pages that others share stay theirs."""
@@ -423,11 +427,14 @@ class KVCache:
             raise spec_error("k_pages, v_pages", got=got, wanted=wanted, change=change)
         return k, v
 
-    def end_step(self, reservation: Reservation, *, commit: bool) -> None:
-        """What `Step.commit` and `Step.rollback` do to the cache."""
+    def end_step(self, reservation: Reservation, committed: Tables | None) -> None:
+        """What `Step.commit`, with the tables that hold from now on, and `Step.rollback` do to the cache."""
         with self._pages.lock:
-            end = self._pages.commit if commit else self._pages.rollback
-            self._zero(end(reservation))
+            if committed is None:
+                self._zero(self._pages.rollback(reservation))
+                return
+            self._zero(self._pages.commit(reservation))
+            self._last = (reservation.requests, self._pages.version, committed)
 
     def _call(self, requests: Requests | Step, counts: Counts | None) -> tuple[Tables, list[int]]:
         if isinstance(requests, Step):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyflash.errors import described, spec_error
 from polyflash.merge import AttentionOutput, merge
 from polyflash.paged import attention_paged
 
@@ -75,23 +76,17 @@ class AttendPlan:
 
 
 def planned(
-    tables: Tables,
-    counts: Sequence[int],
-    cascade: bool,
-    causal: bool,
-    *,
-    window: bool,
-    alibi: bool,
-    starts: bool,
+    tables: Tables, counts: Sequence[int], cascade: bool, causal: bool, given: dict[str, object]
 ) -> AttendPlan:
-    """The plan of a call; the flags say which arguments are given. Reads host numbers only."""
+    """The plan of a call; `given` are the arguments beside which nothing can be shared, None if absent. Reads
+    host numbers only."""
     batch, total = len(tables.lengths), sum(tables.lengths)
     pages, reason = 0, "cascade was not asked for."
     if cascade:
         pages, reason = _shared(tables, counts, causal)
-        for name, given in (("window", window), ("alibi_slopes", alibi), ("kv_starts", starts)):
-            if pages and given:
-                pages, reason = 0, f"{name} counts from a row's own request, so no row is like another."
+        present = [name for name, x in given.items() if x is not None]
+        if pages and present:
+            pages, reason = 0, f"{present[0]} counts from a request's own keys, so no row is like another."
     shared = pages * tables.page_size
     return AttendPlan(
         batch, sum(counts), pages > 0, pages, shared, total - shared * max(0, batch - 1), reason
@@ -124,6 +119,8 @@ def attend(
     sinks: Tensor | None,
     scale: float | None,
     kv_starts: Tensor | None,
+    kv_lens: Tensor | None,
+    q_offset: int | Tensor | None,
     return_lse: bool,
     out: Tensor | None,
     batch_invariant: bool | None,
@@ -143,8 +140,13 @@ def attend(
     }  # fmt: skip
     if not plan.cascade:
         of_call |= {"window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts}
-        of_call |= {"return_lse": return_lse, "out": out}
+        of_call |= {"q_offset": q_offset, "return_lse": return_lse, "out": out}
         table, lens = tables.page_table, tables.kv_lens
+        if kv_lens is not None:
+            if not isinstance(kv_lens, Tensor) or kv_lens.shape != lens.shape or kv_lens.dtype != lens.dtype:
+                got, change = described(kv_lens), "One length per request."
+                raise spec_error("kv_lens", got=got, wanted=f"int32 ({len(counts)},)", change=change)
+            lens = torch.minimum(lens, kv_lens)  # what no length reaches may not be read
         whole: Tensor | AttentionOutput = attention_paged(
             q, k_pages, v_pages, table, lens, **of_rows, **of_call
         )

@@ -107,12 +107,12 @@ class Step:
         if missing:
             got, change = f"nothing from layer {missing[0]}", "Call write() once for every layer."
             raise spec_error("commit", got=got, wanted="tokens of every layer", change=change)
-        self.cache.end_step(self._reservation, commit=True)
+        self.cache.end_step(self._reservation, self.tables)
 
     def rollback(self) -> None:
         """Nothing happened; the reserved pages are free again. A step that has ended stays as it is."""
         if self.open:
-            self.cache.end_step(self._reservation, commit=False)
+            self.cache.end_step(self._reservation, None)
 
     def __enter__(self) -> Step:
         self._check_open()

@@ -1,0 +1,327 @@
+"""A transformers cache whose keys and values stand in pages, and the attention that reads them there.
+
+    from polyflash.integrations.transformers_cache import PagedCache, register
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=register())
+    cache = PagedCache.of(model, tokens=8192)
+    model.generate(**inputs, past_key_values=cache)
+    cache.reset()
+
+The layers get keys and values that stand for the whole cache and are never made: the attention that
+`register()` registers reads the pages. Any other sees the tensors it expects, gathered when it looks at them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.cache_utils import Cache, CacheLayerMixin
+except ImportError as error:
+    raise ImportError("this module needs transformers 5: pip install 'polyflash[hf]'") from error
+
+from polyflash.errors import SpecError, described, spec_error
+from polyflash.integrations import transformers as plug_in
+from polyflash.integrations.transformers.batch_mask import BatchMask, _mask_of_batch
+from polyflash.integrations.transformers.layer import (
+    _attention_forward,
+    _kept_apart,
+    _mask_of_call,
+    _refuse_unknown,
+)
+from polyflash.kvcache import KVCache, Request, Step
+
+__all__ = ("PagedCache", "PagedStates", "register")
+
+
+def register(name: str = "poly") -> str:
+    """As `polyflash.integrations.transformers.register`, and calls with a `PagedCache` read its pages.
+
+    Raises:
+        SpecError: transformers gives the name, or a part of it, a meaning of its own.
+    """
+    plug_in.register(name)
+    AttentionInterface.register(name, _forward_of_pages)
+    AttentionMaskInterface.register(name, _mask_of_batch)
+    return name
+
+
+class PagedStates(Tensor):
+    """Keys (or values) of one layer, (batch, num_kv_heads, tokens, head_dim), that stand in pages.
+
+    Every torch operation on it sees `dense()`, a copy.
+    """
+
+    pages: PagedCache
+    layer: int
+    kind: int
+
+    @staticmethod
+    def __new__(cls, pages: PagedCache, layer: int, kind: int, tokens: int) -> PagedStates:
+        """`kind` is 0 for keys and 1 for values."""
+        pool = pages.cache.pools(layer)[kind]
+        shape = (len(pages.requests), pool.shape[2], tokens, pool.shape[3])
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=pool.dtype, device=pool.device)
+        made.pages, made.layer, made.kind = pages, layer, kind
+        return made
+
+    def dense(self) -> Tensor:
+        """(batch, num_kv_heads, tokens, head_dim), gathered."""
+        pool = self.pages.cache.pools(self.layer)[self.kind]
+        table = self.pages.page_table().long()
+        return pool[table].flatten(1, 2)[:, : self.shape[2]].transpose(1, 2)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PagedStates({tuple(self.shape)}, {self.dtype}, layer {self.layer})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = _pytree.tree_map_only(PagedStates, PagedStates.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a `PagedCache`, which does all the work."""
+
+    is_croppable = True
+    is_sliding = False  # all keys stay; the mask says the window
+    supports_early_init = False
+
+    def __init__(self, parent: PagedCache, index: int) -> None:
+        super().__init__()
+        self.parent, self.index = parent, index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the pools are there."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return self.parent.write(self.index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.parent.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.parent.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        change = "Layers share their tables: call it on the PagedCache."
+        raise spec_error("reorder_cache", got="one layer", wanted="all layers at once", change=change)
+
+
+class PagedCache(Cache):
+    """The cache of one `generate()` call, or of several that go on from each other, in the pages of a
+    `KVCache`, which several of these may share.
+
+    Beams, repeated and chosen batch entries are forks: they share pages, and only the last page of each is
+    ever copied. `crop(0)` takes back a forward pass that failed. `cascade` reads what all entries
+    share once per step (see `KVCache.attend`); not with padding. `reset()` gives the pages back.
+
+    Raises:
+        SpecError: no `KVCache`.
+        OutOfPages: while a model runs, before anything of that pass is written.
+    """
+
+    def __init__(self, cache: KVCache, *, cascade: bool = False) -> None:
+        if not isinstance(cache, KVCache):
+            change = "PagedCache.of(model, tokens=...) makes one."
+            raise spec_error("cache", got=described(cache), wanted="a KVCache", change=change)
+        self.cache, self.cascade = cache, cascade
+        self.requests: tuple[Request, ...] = ()
+        self._step: Step | None = None
+        super().__init__(layers=[PagedLayer(self, index) for index in range(cache.num_layers)])
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, tokens: int, *, page_size: int = 16, cascade: bool = False
+    ) -> PagedCache:
+        """A cache with room for `tokens` tokens in all, in whole pages, with the sizes, dtype and device of
+        `model`.
+
+        Raises:
+            SpecError: the config of the model has no `num_key_value_heads` or `head_dim` for all layers
+                alike. Make the KVCache yourself then.
+        """
+        config = model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+        width = getattr(config, "head_dim", None)
+        if width is None and heads and getattr(config, "hidden_size", None):
+            width = config.hidden_size // config.num_attention_heads
+        if not isinstance(heads, int) or not isinstance(width, int):
+            got, change = type(config).__name__, "Pass a KVCache with the sizes of the keys and values."
+            raise spec_error("model", got=got, wanted="num_key_value_heads and head_dim", change=change)
+        pages = KVCache(
+            -(-tokens // page_size), page_size, heads, width, num_layers=config.num_hidden_layers,
+            dtype=model.dtype, device=model.device,
+        )  # fmt: skip
+        return cls(pages, cascade=cascade)
+
+    @property
+    def length(self) -> int:
+        """Tokens of each entry, without those of a pass that has not ended."""
+        return self.cache.length(self.requests[0]) if self.requests else 0
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.requests) or -1
+
+    @property
+    def source(self) -> Step | tuple[Request, ...]:
+        """What `KVCache.attend` takes: the step of a pass that has not ended, or the requests."""
+        return self.requests if self._step is None else self._step
+
+    def page_table(self) -> Tensor:
+        """int32 (batch, max_pages), with the tokens of a pass that has not ended."""
+        return self.cache.page_table(self.requests) if self._step is None else self._step.tables.page_table
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[PagedStates, PagedStates]:
+        """New tokens of one layer, (batch, num_kv_heads, new, head_dim); returns what stands for all.
+
+        Raises:
+            SpecError: another batch than before; or the pass before did not reach the last layer: it failed,
+                or the model has fewer layers than the `KVCache`.
+        """
+        batch, _, count, _ = k.shape
+        if self._step is not None and self._step.has_written(layer):
+            missing = [n for n in range(self.cache.num_layers) if not self._step.has_written(n)]
+            got, change = f"a pass without layer {missing[0]}", "crop(0) takes a failed pass back."
+            raise spec_error("write", got=got, wanted="a pass through all layers", change=change)
+        if self._step is None:
+            if not self.requests:
+                self.requests = self.cache.add(batch)
+            if len(self.requests) != batch:
+                wanted = f"{len(self.requests)}, as before"
+                change = "Call reset(), or choose entries by batch_select_indices()."
+                raise spec_error("batch", got=batch, wanted=wanted, change=change)
+            self._step = self.cache.reserve(self.requests, count)
+        step = self._step
+        step.write(*(x.transpose(1, 2).flatten(0, 1) for x in (k, v)), layer=layer)
+        tokens = step.tables.lengths[0] if batch else 0
+        if all(step.has_written(n) for n in range(self.cache.num_layers)):
+            step.commit()
+            self._step = None
+        return PagedStates(self, layer, 0, tokens), PagedStates(self, layer, 1, tokens)
+
+    def reset(self) -> None:
+        """Gives all pages back."""
+        self._end_pass()
+        self.cache.free(self.requests)
+        self.requests = ()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens of each entry, as `DynamicCache.crop` does."""
+        self._end_pass()
+        if tokens_to_remove > 0:
+            change = "Say how many tokens to remove, as a negative number."
+            raise spec_error("tokens_to_remove", got=tokens_to_remove, wanted="0 or less", change=change)
+        self.cache.truncate(self.requests, max(0, self.length + tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._become([i for i in range(len(self.requests)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype is torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self._become([i % len(self.requests) for i in indices.tolist()] if self.requests else [])
+
+    def _become(self, entries: list[int]) -> None:
+        """Entry i is a fork of entry `entries[i]`; one that is wanted once stays what it is."""
+        self._end_pass()
+        kept: dict[int, Request] = dict(enumerate(self.requests))
+        chosen = []
+        for i in entries:
+            (request,) = (kept.pop(i),) if i in kept else self.cache.fork(self.requests[i])
+            chosen.append(request)
+        self.cache.free(list(kept.values()))
+        self.requests = tuple(chosen)
+
+    def _end_pass(self) -> None:
+        """Takes back a pass that did not reach the last layer."""
+        if self._step is not None:
+            self._step.rollback()
+            self._step = None
+
+
+def _forward_of_pages(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BatchMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: over pages if the mask is a window and lengths; else, and for tensors,
+    `_attention_forward` on the gathered keys."""
+    if isinstance(key, PagedStates):
+        given = (dropout or None, position_bias, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
+        if attention_mask is None and is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        mask = _mask_of_call(query, key, attention_mask, bool(is_causal))
+        if all(x is None for x in given) and isinstance(mask, BatchMask):
+            options = _options(mask, query, key, sliding_window, position_ids)
+            if options is not None:
+                _refuse_unknown(
+                    {n: x for n, x in kwargs.items() if n not in ("max_length_q", "max_length_k")}
+                )
+                return _attend(
+                    query, key, options | {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+                ), None
+        key, value = key.dense(), value.dense()  # type: ignore[attr-defined]
+    return _attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+        sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, position_bias=position_bias,
+        position_ids=position_ids, **kwargs,
+    )  # fmt: skip
+
+
+def _options(
+    mask: BatchMask,
+    query: Tensor,
+    key: PagedStates,
+    sliding_window: int | None,
+    position_ids: Tensor | None,
+) -> dict[str, Any] | None:
+    """The mask in the words of `KVCache.attend`, or None if it needs others."""
+    if sliding_window is not None and mask.left is None and key.shape[2] > sliding_window:
+        return None
+    if mask.causal and position_ids is not None:
+        mask = _kept_apart(mask, position_ids)
+    said = mask.options(query.shape[2], key.shape[2])
+    return None if "mask" in said else said
+
+
+def _attend(query: Tensor, key: PagedStates, options: dict[str, Any]) -> Tensor:
+    """(batch, seqlen_q, num_q_heads, head_dim_v) over the pages of `key`'s layer."""
+    batch, heads, rows, _ = query.shape
+    pages = key.pages
+    out = pages.cache.attend(
+        query.transpose(1, 2).flatten(0, 1), pages.source, layer=key.layer, counts=rows,
+        cascade=pages.cascade, **options,
+    )  # fmt: skip
+    if not isinstance(out, Tensor):
+        raise SpecError("attend: got an lse too, wanted out alone. Pass no return_lse")
+    return out.view(batch, rows, heads, -1)
