@@ -1,6 +1,6 @@
 """Draws problems with an open seed until the time is up: forward passes, gradients, odd calls, on every row.
 
-    python scripts/fuzz.py [--minutes M] [--seed N] [--only forward|lists|packed|gradients|calls ...]
+    python scripts/fuzz.py [--minutes M] [--seed N] [--only forward|lists|packed|pages|gradients|calls ...]
 
 A draw that fails is made small and stored under tests/data/draws, which the suite replays: commit it with its
 repair. So is one that kills the interpreter or never ends, as it is: a process of its own does the drawing.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGETS = ("forward", "lists", "packed", "gradients", "calls")
+TARGETS = ("forward", "lists", "packed", "pages", "gradients", "calls")
 ROUND = 40  # draws of a target before the next one has its turn
 LONGEST_S, LATE_S = (
     600,
@@ -37,7 +37,12 @@ def strategies() -> dict[str, tuple[Any, Any]]:
     """How each target is drawn and checked."""
     from tests.conformance import calls, draws
 
-    kinds = {"forward": draws.problems, "lists": draws.listed_problems, "packed": draws.packed_problems}
+    kinds = {
+        "forward": draws.problems,
+        "lists": draws.listed_problems,
+        "packed": draws.packed_problems,
+        "pages": draws.paged_problems,
+    }
     found: dict[str, tuple[Any, Any]] = {
         name: (draws.forward_draws(source()), draws.check_draw) for name, source in kinds.items()
     }

@@ -71,6 +71,22 @@ FUNCTIONS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
         lambda: {**_qkv(5, 2, 8), "cu_seqlens_q": _ints(0, 2, 5), "cu_seqlens_k": _ints(0, 2, 5)},
         (*_PACKED, "max_seqlen_q", "max_seqlen_k", "out", "checked"),
     ),
+    "attention_paged": (
+        lambda: {
+            "q": torch.randn(2, 2, 8), "k_pages": torch.randn(3, 4, 2, 8), "v_pages": torch.randn(3, 4, 2, 8),
+            "page_table": torch.tensor(((2, 0), (1, 1)), dtype=torch.int32), "kv_lens": _ints(5, 8),
+        },
+        (*(n for n in _PACKED if not n.startswith("dropout")), "cu_seqlens_q", "max_seqlen_q", "out",
+         "checked"),
+    ),
+    "attention_groups": (
+        lambda: {
+            "q_groups": [torch.randn(2, 2, 3, 8), torch.randn(2, 2, 1, 8)], "k": torch.randn(2, 2, 5, 8),
+            "v": torch.randn(2, 2, 5, 8), "q_offsets": (2, 0),
+        },
+        ("kv_lens", "causal", "window", "softcap", "sinks", "scale", "layout", "return_lse", "fused",
+         "backend", "config"),
+    ),
     "merge": (
         lambda: {n: torch.randn(2, 2, 5, 8)[..., 0 if "lse" in n else slice(None)] for n in
                  ("out_a", "lse_a", "out_b", "lse_b")},

@@ -26,7 +26,8 @@ from tests.conformance.gradients import (
     hold,
     refusal,
 )
-from tests.conformance.rows import FORWARD, HEAD_DIMS, Runner
+from tests.conformance.pages import contiguous
+from tests.conformance.rows import HEAD_DIMS, STEPS, Runner
 from tests.tolerance import check, expect, near, relative_l2
 
 STORED = Path(__file__).resolve().parent.parent / "data" / "draws"
@@ -69,6 +70,8 @@ class Draw:
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         w, family = self.workload, self.family
+        if w.page_size and self.dropout_p:
+            return replace(self, dropout_p=0.0).tensors()
         if 0 in (w.batch, w.seqlen_k, w.seqlen_q) and family != "nanrow":
             family = "normal"
         q, k, v, options = make(w, seed=self.seed, family=family)
@@ -209,6 +212,37 @@ def packed_problems(draw: st.DrawFn) -> tuple[Workload, str, str, int]:
     return workload, draw(st.sampled_from(FAMILIES)), "bhsd", draw(st.integers(0, 2**16))
 
 
+@st.composite
+def paged_problems(draw: st.DrawFn) -> tuple[Workload, str, str, int]:
+    """A workload over pages, one token per request or mixed members, as `problems()`."""
+    lengths = st.sampled_from((0, 1, 1, 2, 15, 16, 17, 31, 33, 64, 65, 129, 3, 53, 199, 257, 1025))
+    mixed, kv_heads = draw(st.booleans()), draw(st.integers(1, 3))
+    rows = st.sampled_from((0, 1, 1, 1, 2, 5, 16, 17, 65)) if mixed else st.just(1)
+    members = tuple(draw(st.lists(st.tuples(rows, lengths), min_size=1, max_size=5)))
+    count, lens = len(members), tuple(n for _, n in members)
+    starts = st.tuples(*(st.integers(0, n) for n in lens))
+    sides = st.none() | st.integers(0, 130)
+    kind = draw(st.sampled_from(("none", "causal", "window", "starts", "offset", "rest", "all")))
+    some = lambda *kinds: kind in (*kinds, "all")  # noqa: E731
+    workload = Workload(
+        "drawn", frozenset(), 1 if mixed else count, kv_heads * draw(st.sampled_from((1, 2, 3, 5, 8))),
+        kv_heads, sum(n for n, _ in members) + draw(st.sampled_from((0, 3))) if mixed else 1,
+        max(1, *lens), draw(st.sampled_from(HEAD_DIMS)), draw(st.sampled_from((0, *HEAD_DIMS))),
+        members=members if mixed else (), kv_lens=None if mixed else lens,
+        page_size=draw(st.sampled_from((1, 3, 16, 64, 128, 256))),
+        dtype=draw(st.sampled_from(("float32", "bfloat16", "float16", "float64"))),
+        causal=draw(st.sampled_from((True, "top_left"))) if some("causal", "window", "offset") else False,
+        window=draw(st.tuples(sides, sides)) if some("window") else None,
+        offset=draw(st.integers(-70, 140)) if kind == "offset" else None,
+        kv_starts=draw(starts) if some("starts") else None,
+        softcap=draw(st.sampled_from((0.0, 4.0))) if kind == "rest" else 0.0,
+        sinks=draw(st.booleans()) if kind == "rest" else False,
+        alibi=draw(st.sampled_from(("", "h", "bh"))) if kind == "rest" else "",
+        scale=draw(st.sampled_from((None, None, 0.0, -0.2, 0.5))),
+    )  # fmt: skip
+    return workload, draw(st.sampled_from(FAMILIES)), "bhsd", draw(st.integers(0, 2**16))
+
+
 def laid_out(x: Tensor, layout: str) -> Tensor:
     """The same values, stored otherwise; always (batch, heads, seqlen, head_dim)."""
     if layout == "bshd":
@@ -228,15 +262,18 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 def check_forward(draw: Draw) -> None:
     """Every row that accepts the problem, against the oracle and pairwise (M31)."""
     q, k, v, options = draw.tensors()
-    views = (q, k, v) if draw.workload.members else tuple(laid_out(x, draw.layout) for x in (q, k, v))
+    w = draw.workload
+    views = (q, k, v) if w.members or w.page_size else tuple(laid_out(x, draw.layout) for x in (q, k, v))
+    flat = contiguous(q, k, v, options) if w.page_size else (q, k, v, options)
     want = None
     results: list[tuple[str, Tensor]] = []
-    for row in FORWARD:
+    for row in STEPS:
         run = Runner(row)
         if run.reasons(q, k, v, **options):
             continue
         out, lse = run(*views, **options)
-        want = want or expect(q, k, v, **options)
+        want = want or expect(*flat[:3], **flat[3])
+        lse = lse.contiguous() if w.page_size else lse
         check(out, lse, want, label=f"{row.name} {draw}", options=options)
         results.append((row.name, out))
     assert results, f"no row runs {draw}"

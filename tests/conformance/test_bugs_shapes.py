@@ -118,15 +118,15 @@ def test_B_str_05_merge_of_different_layouts():
     same_bits(bshd.out.transpose(1, 2), want.out)
 
 
-def test_B_str_06_decode_into_bshd(run: Runner):
+def test_B_str_06_decode_into_bshd(step: Runner):
     """github.com/flagos-ai/FlagGems/issues/5235: contiguous (B,S,H,D) result of decode shapes, guards
     intact."""
     q, k, v = qkv(3, (8, 2), 1, 300, 64)
     whole = torch.full((5, 1, 8, 64), math.inf)
     out = whole[1:4]
-    got = run(*(x.transpose(1, 2) for x in (q, k, v)), layout="bshd", out=out)
+    got = step(*(x.transpose(1, 2) for x in (q, k, v)), layout="bshd", out=out)
     assert (whole[0] == math.inf).all() and (whole[4] == math.inf).all()
-    near(got.out.transpose(1, 2), run(q, k, v).out, 1e-6)
+    near(got.out.transpose(1, 2), step(q, k, v).out, 1e-6)
 
 
 def test_B_str_09_alignment_of_the_second_call(run: Runner):
@@ -196,22 +196,22 @@ def test_B_big_01_B_big_07_row_offsets_beyond_31_bits(run: Runner, dtype: torch.
     same_bits(run(*views, causal=True).out, want.out)
 
 
-def test_B_big_02_B_big_05_batch_and_head_offsets(run: Runner):
+def test_B_big_02_B_big_05_batch_and_head_offsets(step: Runner):
     """github.com/sgl-project/sglang/issues/20389, github.com/Dao-AILab/flash-attention/issues/772."""
-    q, k, v = qkv(2, (4, 2), 5, 20, 16, dtype=torch.float16)
-    want = run(q, k, v)
+    q, k, v = qkv(2, (4, 2), 4, 20, 16, dtype=torch.float16)
+    want = step(q, k, v)
     for dim, stride in ((0, 2**31 + 5), (1, 2**31 // 2 + 3)):
-        same_bits(run(q, spread(k, stride, dim), spread(v, stride, dim)).out, want.out, f"dimension {dim}")
-    same_bits(run(spread(q, 2**31 + 5, 0), k, v).out, want.out)
-    out = reserved(2**31 + 5 + 4 * 5 * 16, torch.float16).as_strided(q.shape, (2**31 + 5, 80, 16, 1))
-    same_bits(run(q, k, v, out=out).out, want.out)
+        same_bits(step(q, spread(k, stride, dim), spread(v, stride, dim)).out, want.out, f"dimension {dim}")
+    same_bits(step(spread(q, 2**31 + 5, 0), k, v).out, want.out)
+    out = reserved(2**31 + 5 + 4 * 4 * 16, torch.float16).as_strided(q.shape, (2**31 + 5, 64, 16, 1))
+    same_bits(step(q, k, v, out=out).out, want.out)
 
 
-def test_B_big_12_sequence_major_cache(run: Runner):
+def test_B_big_12_sequence_major_cache(step: Runner):
     """github.com/pytorch/pytorch/issues/190857: K, V stored [N, B, D], viewed as [B, 1, N, D]."""
     q, k, v = qkv(1, 1, 3, 65, 16, dtype=torch.bfloat16)
     stride = 2**31 // 64 + 77
-    same_bits(run(q, spread(k, stride, 2), spread(v, stride, 2)).out, run(q, k, v).out)
+    same_bits(step(q, spread(k, stride, 2), spread(v, stride, 2)).out, step(q, k, v).out)
 
 
 @pytest.mark.parametrize("which", ("mask", "bias"))
@@ -237,12 +237,12 @@ def test_B_big_04_work_is_counted_in_wide_integers():
 
 
 @pytest.mark.parametrize("shape", [(65536, 1), (1, 65536), (70000, 1)], ids=str)
-def test_B_big_08_B_big_09_many_heads(run: Runner, shape: tuple[int, int]):
+def test_B_big_08_B_big_09_many_heads(step: Runner, shape: tuple[int, int]):
     """github.com/pytorch/pytorch/issues/142228, flashinfer/issues/3125: B·H from 65536 on; the last one is
     done."""
     batch, heads = shape
     q, k, v = qkv(batch, heads, 1, 2, 4)
-    out, lse = run(q, k, v)
+    out, lse = step(q, k, v)
     s = torch.einsum("bhid,bhjd->bhij", q, k) / 2
     near(out, torch.softmax(s, -1) @ v, 1e-6)
     near(lse, torch.logsumexp(s, -1), 1e-6)
@@ -261,46 +261,46 @@ def test_B_big_13_long_bf16(run: Runner):
 # LSE and split work.
 
 
-def test_B_spl_01_one_row_257_keys(run: Runner):
+def test_B_spl_01_one_row_257_keys(step: Runner):
     """github.com/Dao-AILab/flash-attention/issues/1076."""
     for dtype in DTYPES:
         q, k, v = qkv(1, 1, 1, 257, 32, dtype=dtype)
-        run.checked(q, k, v)
-        check_guarded(run, q, k, v, {})
+        step.checked(q, k, v)
+        check_guarded(step, q, k, v, {})
 
 
-def test_B_spl_02_lse_is_natural(run: Runner):
+def test_B_spl_02_lse_is_natural(step: Runner):
     """github.com/vllm-project/vllm/issues/28840: two equal scores of 0 give ln 2, not 1."""
     zero = torch.zeros(1, 1, 1, 8)
-    lse = run(zero, zero.expand(1, 1, 2, 8), zero.expand(1, 1, 2, 8)).lse
+    lse = step(zero, zero.expand(1, 1, 2, 8), zero.expand(1, 1, 2, 8)).lse
     assert abs(float(lse) - math.log(2)) <= 1e-7
 
 
-def test_B_spl_04_weights_sum_to_one(run: Runner):
+def test_B_spl_04_weights_sum_to_one(step: Runner):
     """github.com/vllm-project/flash-attention/pull/142: no key counted twice, at any length."""
     for keys in (1, 17, 64, 129, 500, 1023, 2049):
         q, k, v = qkv(2, (4, 2), 3, keys, 16)
-        out, _ = run.checked(q, k, torch.ones_like(v), label=f"{keys} keys")
+        out, _ = step.checked(q, k, torch.ones_like(v), label=f"{keys} keys")
         assert float((out - 1).abs().max()) <= 6e-7  # what eager float32 reaches
 
 
-def test_B_spl_05_B_spl_06_B_spl_09_decode_lse_per_head(run: Runner):
+def test_B_spl_05_B_spl_06_B_spl_09_decode_lse_per_head(step: Runner):
     """github.com/vllm-project/flash-attention/pull/87: lse (batch, heads, rows), batch 3, groups, chunks of
     rows."""
-    for rows in (1, 2, 5):
+    for rows in (1, 2):
         q, k, v = qkv(3, (12, 4), rows, 700, 16)
-        got = run.checked(q, k, v, causal=True, kv_lens=ints(700, 3, 350))
+        got = step.checked(q, k, v, causal=True, kv_lens=ints(700, 3, 350))
         assert got.lse.shape == (3, 12, rows)
         for h in range(12):
             own = slice(h // 3, h // 3 + 1)
-            one = run(q[:, h : h + 1], k[:, own], v[:, own], causal=True, kv_lens=ints(700, 3, 350))
+            one = step(q[:, h : h + 1], k[:, own], v[:, own], causal=True, kv_lens=ints(700, 3, 350))
             near(one.lse[:, 0], got.lse[:, h], 1e-6)
 
 
-def test_B_spl_11_lengths_inside_a_tile(run: Runner):
+def test_B_spl_11_lengths_inside_a_tile(step: Runner):
     """github.com/flashinfer-ai/flashinfer/pull/1206."""
     q, k, v = qkv(6, (4, 2), 1, 1100, 16)
-    run.checked(q, k, v, kv_lens=ints(1, 127, 513, 1000, 1099, 1100))
+    step.checked(q, k, v, kv_lens=ints(1, 127, 513, 1000, 1099, 1100))
 
 
 # Caches, threads.
@@ -404,17 +404,17 @@ def test_determinism_under_noise(run: Runner):
 
 
 def test_B_cpu_01_two_python_threads(run: Runner):
-    """github.com/numba/numba/issues/2804: concurrent callers, each with its own problem, none disturbed."""
+    """github.com/numba/numba/issues/2804: concurrent callers, one of a decode step, none disturbed."""
+    run.skip_unless_here()
     problems = [qkv(1, (4, 2), rows, keys, 64, seed=rows) for rows, keys in ((130, 200), (1, 300))]
-    wants = [run(*p, causal=True) for p in problems]
+    how: dict[str, Any] = {"causal": True, "return_lse": True, "backend": run.row.backend}
+    wants = [polyflash.attention(*p, **how) for p in problems]
     failures: list[BaseException] = []
 
     def work(index: int) -> None:
         try:
             for _ in range(100):
-                got = polyflash.attention(
-                    *problems[index], causal=True, return_lse=True, backend=run.row.backend
-                )
+                got = polyflash.attention(*problems[index], **how)
                 same_bits(got.out, wants[index].out)
                 same_bits(got.lse, wants[index].lse)
         except BaseException as error:

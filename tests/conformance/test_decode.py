@@ -28,7 +28,7 @@ KEYS = (
 # What a decode row promises: one that loses a feature must fail here instead of skipping its tests.
 PROMISED = {
     Feature.CAUSAL, Feature.WINDOW, Feature.Q_OFFSET, Feature.KV_LENS, Feature.KV_STARTS, Feature.SOFTCAP,
-    Feature.SINKS, Feature.ALIBI, Feature.GQA, Feature.HEAD_DIM_V, Feature.LSE, Feature.PAGED,
+    Feature.SINKS, Feature.GQA, Feature.HEAD_DIM_V, Feature.LSE, Feature.PAGED,
     Feature.ROW_BOUNDS,
 }  # fmt: skip
 

@@ -35,6 +35,12 @@ def test_fuzz_packed(drawn: Draw):
     draws.check_draw(drawn)
 
 
+@given(draws.forward_draws(draws.paged_problems()))
+@settings(max_examples=100)
+def test_fuzz_pages(drawn: Draw):
+    draws.check_draw(drawn)
+
+
 @given(draws.gradient_draws())
 def test_fuzz_gradients(drawn: Draw):
     draws.check_draw(drawn)
