@@ -30,7 +30,7 @@ from polyflash import (
     target,
     torch_ops,
 )
-from polyflash.backends.cpu import backward_configs, configs
+from polyflash.backends.cpu import backward_configs, configs, decode_configs
 from polyflash.backends.torch import configs as torch_configs
 from polyflash.integrations import sdpa
 from polyflash.spec import Arguments
@@ -281,6 +281,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "cpu isa here": fits(isa="neon"), "cpu compute here": fits(compute="bf16dot"),
     "key isa": key(isa="z80"), "key nv": key(nv=99), "key storage": key(storage="int8"),
     "key compute": key(compute="bf16dot"), "key bucket": key(bucket=7),
+    "decode int": lambda: decode_configs.DecodeConfig(1024.0, 128),
+    "decode block_n": lambda: decode_configs.DecodeConfig(1024, 17),
+    "decode split_keys": lambda: decode_configs.DecodeConfig(1000, 128),
+    "decode rows": lambda: decode_configs.DecodeKey("avx512", "f32", "float32", 3),
     "backward int": lambda: backward_configs.BackwardConfig(64.0, 4),
     "backward block_n": lambda: backward_configs.BackwardConfig(17, 4),
     "backward panels": lambda: backward_configs.BackwardConfig(64, 0),
