@@ -173,8 +173,8 @@ BUILT = [
     first(decode_cases.RAGGED, laid=decode_cases.GEOMETRIC),
     first(decode_cases.RAGGED, kind="gqa"),
     first(decode_cases.CASCADE, kind="gqa"),
-    first(decode_cases.GROUPS, laid=decode_cases.ZIGZAG),
-    first(decode_cases.GROUPS, laid=decode_cases.CHUNKS),
+    first(decode_cases.GROUPS, laid=decode_cases.ZIGZAG, seqlen_q=16),
+    first(decode_cases.GROUPS, laid=decode_cases.CHUNKS, seqlen_q=1),
     first(decode_cases.INVARIANCE, kind="gqa", seqlen_q=4),
 ]
 
@@ -216,6 +216,15 @@ def test_a_wrong_table_is_a_mismatch(monkeypatch):
     found = decode.measure(BUILT[2], seconds=0.001, calibration=None)
     assert "mismatch" in found.marks
     assert figures({"section": "", **tables.row(found)})["×whole"] == "! —"
+
+
+def test_every_other_output_is_compared_with_ours():
+    made = decode.build(BUILT[0])
+    out = made.outputs[0]()
+    wrong = replace(made, outputs=(lambda: out, lambda: 1.01 * out, lambda: out))
+    difference, ours, last = wrong.check()
+    assert difference == pytest.approx(0.01 / 1.01, rel=1e-3)
+    assert ours == last
 
 
 def test_figures_are_rates_and_ratios_of_medians():
