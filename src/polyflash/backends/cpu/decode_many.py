@@ -1,0 +1,311 @@
+"""Decode on the CPU, more than 8 rows per kv head: lanes are rows, and while a key block is worked on the
+next one is read.
+
+Items, splits, partial results and who merges them: as in decode_few.py. The rows of a tile are all query
+heads of the kv head times all query rows, head by head, so K and V are brought into scratch once for all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from polyflash.backends.cpu import arguments as a
+from polyflash.backends.cpu import configs, loading, tiles
+from polyflash.backends.cpu import decode_arguments as d
+
+if TYPE_CHECKING:
+    from polyflash.backends.cpu.decode_many_configs import ManyKey
+
+PART_KEYS, PART_CHANNELS = 16, 32  # worked on between two looks ahead: some thousand cycles
+
+
+def build(key: ManyKey) -> Any:
+    """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
+    from numba import cfunc, types
+
+    from polyflash.backends.cpu import decode_many_blocks, pool_kernel, simd
+
+    stage: Any = decode_many_blocks.stages(key)
+    fill, pack_query, online_softmax, accumulate = (
+        stage.fill, stage.pack_query, stage.online_softmax, stage.accumulate,
+    )  # fmt: skip
+    change_scores, read_ahead, copy_vectors = stage.change_scores, stage.read_ahead, stage.copy_vectors
+    merge_stats, merge_outputs = stage.merge_stats, stage.merge_outputs
+    finish_lanes, store_rows = stage.finish_lanes, stage.store_rows
+    arg, load_i32, store_i32, store_i64 = simd.word, simd.load_i32, simd.store_i32, simd.store_i64
+    least, greatest, arrive = simd.least, simd.greatest, pool_kernel.add
+    device = loading.device
+    shared = loading.loaders(key, stage)
+    load_tile, stand = shared.load_tile, shared.stand
+    tile = tiles.tiles(key, stage, shared)
+    find_pages, load_keys, load_values = tile.find_pages, tile.load_keys, tile.load_values
+    masked_scores, add_bad_rows = tile.masked_scores, tile.add_bad_rows
+
+    LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
+    SIZE, VECTOR, LINE = configs.STORAGE_BYTES[key.storage], key.lanes * 4, configs.LINE
+    Q_PANEL, O_PANEL, STATS = key.q_panel_bytes, key.o_panel_bytes, key.panel_rows * 8
+    K_BYTES, V_BYTES, WIDE_BYTES = key.k_row_bytes, key.v_row_bytes, key.bucket * 4 + configs.LINE
+    KEYS_PER_TRIP = min(4, MR // PACK) * PACK
+    MERGED = decode_many_blocks.ManyTile(key).channels_at_once
+    MINUS_INF = 0xFF800000
+
+    @device(6)
+    def start_panel(args, scratch, q, i_hkv, row_0, rows):  # type: ignore[no-untyped-def]
+        """Q^T of the panel at row_0 of the item's `rows`, and its O^T, m and l at their first values."""
+        seqlen_q, panel = arg(scratch + arg(args, a.T_ITEM), a.I_ROW_END), row_0 // NR
+        flip = arg(args, a.SIGN) | (arg(args, a.SIGN) >> 16 if PACK == 2 else 0)
+        stage_rows, count = scratch + arg(args, a.T_STAGE), arg(args, a.HEAD_DIM)
+        vectors = (count + PACK * LANES - 1) // (PACK * LANES)
+        first = arg(scratch + arg(args, a.T_ITEM), a.I_ROW) + row_0
+        for lane in range(0, NR, LANES):
+            if rows - row_0 - lane < LANES:
+                fill(stage_rows, LANES * K_BYTES // VECTOR, arg(args, a.ZERO))
+            for r in range(least(LANES, rows - row_0 - lane)):
+                row = first + lane + r
+                head = i_hkv * arg(args, a.GROUP) + row // seqlen_q
+                src = q + head * arg(args, a.Q_HEAD) + row % seqlen_q * arg(args, a.Q_ROW)
+                load_tile(args, scratch, src, 0, arg(args, a.Q_DIM), 1, count, stage_rows + r * K_BYTES)
+            pack_query(stage_rows, vectors, scratch + arg(args, a.T_Q) + panel * Q_PANEL + lane * 4, flip)
+        channels = (arg(args, a.HEAD_DIM_V) + STEP - 1) // STEP * STEP
+        fill(scratch + arg(args, a.T_O) + panel * O_PANEL, channels * NV, arg(args, a.ZERO))
+        stats = scratch + arg(args, a.T_STATS) + panel * STATS
+        fill(stats, NV, MINUS_INF)
+        fill(stats + NR * 4, NV, arg(args, a.ZERO))
+
+    @device(4, types.UniTuple(types.int64, 2))
+    def limit_rows(args, scratch, rows, live):  # type: ignore[no-untyped-def]
+        """First key and number of keys of every lane; one that is no row sees none. The bounds of a panel:
+        keys that some row sees and, inside them, keys that every row sees. Returns the bounds of all."""
+        item, bounds = scratch + arg(args, a.T_ITEM), arg(args, d.ROW_BOUNDS)
+        lo_shift, hi_shift, seqlen_q = (
+            arg(item, a.I_LO_SHIFT),
+            arg(item, a.I_HI_SHIFT),
+            arg(item, a.I_ROW_END),
+        )
+        start, first_row = arg(item, a.I_START), arg(item, a.I_ROW)
+        lowest, highest = live, 0
+        for i_p in range((rows + NR - 1) // NR):
+            some_lo, some_hi, all_lo, all_hi = live, 0, 0, live
+            limits = scratch + arg(args, a.T_LIMITS) + i_p * STATS
+            for lane in range(NR):
+                lo, hi = 0, 0
+                if i_p * NR + lane < rows:
+                    i = (first_row + i_p * NR + lane) % seqlen_q
+                    lo, hi = greatest(start, i + lo_shift), least(live, i + hi_shift)
+                    if bounds != 0:
+                        pair = bounds + i * arg(args, d.ROW_BOUNDS_ROW)
+                        lo = greatest(lo, load_i32(pair))
+                        hi = least(hi, load_i32(pair + arg(args, d.ROW_BOUNDS_SIDE)))
+                    hi = greatest(lo, hi)
+                    if lo < hi:
+                        some_lo, some_hi = least(some_lo, lo), greatest(some_hi, hi)
+                    all_lo, all_hi = greatest(all_lo, lo), least(all_hi, hi)
+                store_i32(limits + 4 * lane, lo)
+                store_i32(limits + NR * 4 + 4 * lane, hi - lo)
+            at = scratch + arg(args, a.T_Q_IDS) + 16 * i_p
+            store_i32(at, some_lo)
+            store_i32(at + 4, some_hi)
+            store_i32(at + 8, all_lo)
+            store_i32(at + 12, all_hi)
+            lowest, highest = least(lowest, some_lo), greatest(highest, some_hi)
+        return lowest, highest
+
+    @device(7)
+    def look_ahead(args, scratch, src, page_stride, row_stride, first, last):  # type: ignore[no-untyped-def]
+        """Prefetches rows [first, last) of K or V; what no page holds is left out."""
+        count = arg(args, a.HEAD_DIM) if page_stride == a.K_BATCH else arg(args, a.HEAD_DIM_V)
+        stride, lines = arg(args, row_stride), (count * SIZE + LINE - 1) // LINE
+        if arg(args, row_stride + 1) != SIZE:
+            return
+        if arg(args, a.PAGE_TABLE) == 0:
+            read_ahead(src + first * stride, stride, last - first, lines)
+            return
+        size, j = arg(args, a.PAGE_SIZE), first
+        row = arg(scratch + arg(args, a.T_ITEM), a.I_BATCH) * arg(args, a.PAGE_TABLE_BATCH)
+        while j < last:
+            i = j // size
+            end = least(last, (i + 1) * size)
+            page = load_i32(arg(args, a.PAGE_TABLE) + row + i * arg(args, a.PAGE_TABLE_ENTRY))
+            read_ahead(src + page * arg(args, page_stride) + (j - i * size) * stride, stride, end - j, lines)
+            j = end
+
+    @device(9)
+    def attend_panel(args, scratch, k, v, i_p, first, last, next_last, bad):  # type: ignore[no-untyped-def]
+        """One key block against one panel; meanwhile keys up to next_last of the next block are read."""
+        n = arg(scratch + arg(args, a.T_ITEM), a.I_KEY)
+        ahead, per = n + arg(args, a.BLOCK_N), arg(args, a.BLOCK_N)
+        bounds = scratch + arg(args, a.T_Q_IDS) + 16 * i_p
+        lo, hi = greatest(first, load_i32(bounds)) - n, least(last, load_i32(bounds + 4)) - n
+        if hi <= lo:
+            return
+        begin, end = lo // MR * MR, (hi + MR - 1) // MR * MR
+        limits, block = scratch + arg(args, a.T_LIMITS) + i_p * STATS, scratch + arg(args, a.T_BLOCK)
+        top, s = block + NR * 4, scratch + arg(args, a.T_S)
+        inner_begin, inner_end = begin, end
+        changes = arg(args, d.FACTOR)  # scores are scaled and perhaps capped before they are bounded
+        if changes == 0:
+            all_lo, all_hi = load_i32(bounds + 8) - n, load_i32(bounds + 12) - n
+            inner_begin = least(greatest((all_lo + MR - 1) // MR * MR, begin), end)
+            inner_end = least(greatest(all_hi // MR * MR, inner_begin), end)
+        fill(top, NV, MINUS_INF)
+        for part in range(begin, end, PART_KEYS):
+            if i_p == 0:
+                last_ahead = least(ahead + part + PART_KEYS, next_last)
+                look_ahead(args, scratch, k, a.K_BATCH, a.K_ROW, ahead + part, last_ahead)
+            stop = least(part + PART_KEYS, end)
+            seen_begin = least(greatest(inner_begin, part), stop)
+            seen_end = greatest(least(inner_end, stop), seen_begin)
+            masked_scores(args, scratch, i_p, limits, n, part, stop, seen_begin, seen_end)
+        if changes != 0:
+            fill(top, NV, MINUS_INF)
+            change_scores(s + begin * NR * 4, end - begin, limits, n + begin, top, changes, arg(args, d.CAP))
+        p, stats = (
+            scratch + arg(args, a.T_P) + begin // PACK * NR * 4,
+            scratch + arg(args, a.T_STATS) + i_p * STATS,
+        )
+        online_softmax(s + begin * NR * 4, p, (end - begin) // 4, block, stats, arg(args, a.SCALE_LOG2))
+        values, o = (
+            scratch + arg(args, a.T_V) + begin // PACK * V_BYTES,
+            scratch + arg(args, a.T_O) + i_p * O_PANEL,
+        )
+        trips, channels = (end - begin) // KEYS_PER_TRIP, (arg(args, a.HEAD_DIM_V) + MR - 1) // MR * MR
+        parts = (channels + PART_CHANNELS - 1) // PART_CHANNELS
+        for part in range(parts):
+            if i_p == 0:
+                last_ahead = least(ahead + (part + 1) * per // parts, next_last)
+                look_ahead(args, scratch, v, a.V_BATCH, a.V_ROW, ahead + part * per // parts, last_ahead)
+            c = part * PART_CHANNELS
+            groups = least(PART_CHANNELS, channels - c) // MR
+            accumulate(values + c * 4, p, trips, o + c * NR * 4, block, groups)
+        if bad != 0:
+            add_bad_rows(args, scratch, v, 0, i_p, i_p, n, greatest(begin, first - n), least(end, last - n))
+
+    @device(7)
+    def attend_split(args, scratch, k, v, rows, key_lo, key_hi):  # type: ignore[no-untyped-def]
+        """The keys [key_lo, key_hi), block by block."""
+        item, block_n = scratch + arg(args, a.T_ITEM), arg(args, a.BLOCK_N)
+        for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
+            n = i_n * block_n
+            first, last = greatest(n, key_lo), least(n + block_n, key_hi)
+            if last <= first:
+                continue
+            store_i64(item + 8 * a.I_KEY, n)
+            if arg(args, a.PAGE_TABLE) != 0:
+                found = find_pages(args, scratch, first, last)
+                if found < last:
+                    last = key_hi = found
+                    limit_rows(args, scratch, rows, found)
+                    if last <= first:
+                        continue
+            load_keys(args, scratch, k, first, last)
+            bad = load_values(args, scratch, v, first, last)
+            next_last = least(n + 2 * block_n, key_hi)
+            for i_p in range((rows + NR - 1) // NR):
+                attend_panel(args, scratch, k, v, i_p, first, last, next_last, bad)
+
+    @device(7)
+    def finish_panel(args, scratch, out, lse, i_hkv, row_0, rows):  # type: ignore[no-untyped-def]
+        """Rows and lse of the panel at row_0 of the item's `rows`, whose m, l and O^T stand in scratch."""
+        seqlen_q, panel = arg(scratch + arg(args, a.T_ITEM), a.I_ROW_END), row_0 // NR
+        o, stats = (
+            scratch + arg(args, a.T_O) + panel * O_PANEL,
+            scratch + arg(args, a.T_STATS) + panel * STATS,
+        )
+        sinks, addresses = scratch + arg(args, a.T_BLOCK), scratch + arg(args, a.T_GATHER)
+        first = arg(scratch + arg(args, a.T_ITEM), a.I_ROW) + row_0
+        for lane in range(0, NR, LANES):
+            count = least(LANES, rows - row_0 - lane)
+            if count <= 0:
+                break
+            for r in range(LANES):
+                row = first + lane + least(r, count - 1)
+                head, i = i_hkv * arg(args, a.GROUP) + row // seqlen_q, row % seqlen_q
+                sink = MINUS_INF
+                if arg(args, a.SINKS) != 0:
+                    sink = load_i32(arg(args, a.SINKS) + 4 * head)
+                store_i32(sinks + 4 * r, sink)
+                store_i64(addresses + 8 * r, out + head * arg(args, a.OUT_HEAD) + i * arg(args, a.OUT_ROW))
+            at = stats + lane * 4
+            finish_lanes(at, arg(args, a.SCALE), sinks)
+            store_rows(o + lane * 4, at, addresses, count, arg(args, a.HEAD_DIM_V))
+            if lse != 0:
+                for r in range(count):
+                    row = first + lane + r
+                    head, i = i_hkv * arg(args, a.GROUP) + row // seqlen_q, row % seqlen_q
+                    store_i32(lse + 4 * (head * arg(args, a.LSE_HEAD) + i), load_i32(at + 4 * r))
+
+    @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
+    def kernel(args, number, scratch):  # type: ignore[no-untyped-def]
+        chunks, hkv = arg(args, a.CHUNKS), arg(args, a.NUM_KV_HEADS)
+        # find the tile and the split
+        first_split, splits = arg(args, d.FIRST_SPLIT), arg(args, d.NUM_SPLITS)
+        i_e = i_b = number // greatest(hkv * chunks * splits, 1)
+        first_item = i_e * hkv * chunks * splits
+        if arg(args, d.ENTRIES) != 0:
+            i_e, beyond = 0, arg(args, d.NUM_ENTRIES)
+            while beyond - i_e > 1:
+                middle = (i_e + beyond) // 2
+                if arg(arg(args, d.ENTRIES), middle * d.ENTRY_WORDS) <= number:
+                    i_e = middle
+                else:
+                    beyond = middle
+            entry = arg(args, d.ENTRIES) + i_e * d.ENTRY_WORDS * 8
+            first_item, i_b = arg(entry, d.E_FIRST_ITEM), arg(entry, d.E_REQUEST)
+            first_split, splits = arg(entry, d.E_FIRST_SPLIT), arg(entry, d.E_NUM_SPLITS)
+        i_tile, i_s = (number - first_item) // splits, (number - first_item) % splits
+        held = arg(args, a.ROW_PANELS) * NR
+        i_hkv, first_row = i_tile // chunks, i_tile % chunks * held
+        i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
+        rows = least(arg(args, a.GROUP) * seqlen_q - first_row, held)
+        if rows <= 0:
+            return
+        item, panels = scratch + arg(args, a.T_ITEM), (rows + NR - 1) // NR
+        store_i64(item + 8 * a.I_ROW, first_row)
+        store_i64(item + 8 * a.I_ROW_END, seqlen_q)
+        store_i64(item + 8 * a.I_START, start)
+        lowest, highest = limit_rows(args, scratch, rows, live)
+        key_lo = (first_split + i_s) * arg(args, d.SPLIT_KEYS)
+        key_hi = least(key_lo + arg(args, d.SPLIT_KEYS), highest)
+        key_lo = greatest(key_lo, lowest)
+        k = arg(args, a.K) + i_hkv * arg(args, a.K_HEAD)
+        v = arg(args, a.V) + i_hkv * arg(args, a.V_HEAD)
+        if arg(args, a.PAGE_TABLE) == 0:
+            k += i_t * arg(args, a.K_BATCH) + first_k * arg(args, a.K_ROW)
+            v += i_t * arg(args, a.V_BATCH) + first_k * arg(args, a.V_ROW)
+        if key_lo < key_hi:
+            end = least(key_lo // arg(args, a.BLOCK_N) * arg(args, a.BLOCK_N) + arg(args, a.BLOCK_N), key_hi)
+            look_ahead(args, scratch, k, a.K_BATCH, a.K_ROW, key_lo, end)
+        fill(scratch + arg(args, a.T_ZERO), WIDE_BYTES // VECTOR, arg(args, a.ZERO))
+        q = arg(args, a.Q) + i_t * arg(args, a.Q_BATCH) + first_q * arg(args, a.Q_ROW)
+        for i_p in range(panels):
+            start_panel(args, scratch, q, i_hkv, i_p * NR, rows)
+        if key_lo < key_hi:
+            attend_split(args, scratch, k, v, rows, key_lo, key_hi)
+
+        if splits > 1:
+            channels = (arg(args, a.HEAD_DIM_V) + STEP - 1) // STEP * STEP
+            stride = arg(args, d.PARTIAL_BYTES)
+            partial = arg(args, d.PARTIALS) + number * stride
+            first_o, bytes_o = arg(args, a.ROW_PANELS) * STATS, channels * NR * 4
+            copy_vectors(scratch + arg(args, a.T_STATS), partial, panels * 2 * NV)
+            for i_p in range(panels):
+                o = scratch + arg(args, a.T_O) + i_p * O_PANEL
+                copy_vectors(o, partial + first_o + i_p * bytes_o, channels * NV)
+            # The last to arrive sees what all the others have written.
+            if arrive(arg(args, d.DONE) + 8 * (i_e * hkv * chunks + i_tile), 1) != splits - 1:
+                return
+            partial -= i_s * stride
+            for i_p in range(panels):
+                at, offset = partial + i_p * STATS, first_o + i_p * (bytes_o - STATS)
+                stats = scratch + arg(args, a.T_STATS) + i_p * STATS
+                merge_stats(at, stride, splits, stats, arg(args, a.SCALE_LOG2))
+                o = scratch + arg(args, a.T_O) + i_p * O_PANEL
+                merge_outputs(at, stride, splits, offset, o, channels // MERGED)
+        out = arg(args, a.OUT) + i_t * arg(args, a.OUT_BATCH) + first_q * arg(args, a.OUT_ROW)
+        lse = arg(args, a.LSE)
+        if lse != 0:
+            lse += 4 * (i_t * arg(args, a.LSE_BATCH) + first_q)
+        for i_p in range(panels):
+            finish_panel(args, scratch, out, lse, i_hkv, i_p * NR, rows)
+
+    return kernel

@@ -1,0 +1,165 @@
+"""The stages of decode with lanes as rows: the forward's, and those that cap scores, read ahead and merge.
+
+A partial result is, for every panel, m and l as [m or l][vector][lane], then for every panel O^T as
+[channel][lane]. Merging is lane by lane, so it has no operation across lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from polyflash.backends.cpu import blocks
+from polyflash.backends.cpu.blocks import Tile
+from polyflash.backends.cpu.configs import LINE
+from polyflash.backends.cpu.decode_many_configs import ManyKey
+from polyflash.backends.cpu.simd import I32, I64, Emitter, Value, natives
+
+MINUS_INF = float("-inf")
+PREFETCH_LEVEL = 1  # into the second-level cache: in the first a block would push out what is worked on
+MERGED_AT_ONCE = 8  # vectors of O^T that are summed over the splits side by side
+
+
+class Stages(NamedTuple):
+    """Callables for numba code; every argument is an int64. The first as in blocks.Stages."""
+
+    fill: Any
+    gather_row: Any
+    load_rows: Any
+    load_value_rows: Any
+    load_float_row: Any
+    pack_query: Any
+    scores: Any
+    scores_bounded: Any
+    online_softmax: Any
+    accumulate: Any
+    add_seen: Any
+    change_scores: Any  # (s, keys, limits, key, top, factor bits, cap bits)
+    read_ahead: Any  # (src, row_stride, rows, lines)
+    copy_vectors: Any  # (src, dst, vectors)
+    merge_stats: Any  # (partials, stride, count, stats, scale bits): m of a split becomes its share
+    merge_outputs: Any  # (partials, stride, count, offset of O^T, o, steps of channels)
+    finish_lanes: Any  # (stats, scale bits, sinks): one vector of rows
+    store_rows: Any  # (o, stats, addresses, rows, count): one vector of rows
+
+
+class ManyTile(Tile):
+    """Emissions for one key. Methods named as the stages they emit."""
+
+    def change_scores(self, e: Emitter, s, keys, limits, key, top, factor, cap) -> None:  # type: ignore[no-untyped-def]
+        """x = factor·s, then cap·tanh(x) if cap is not 0; -inf outside a lane's limits; the maximum."""
+        b, nv, p_top, p_limits = e.b, self.nv, e.pointer(top), e.pointer(limits)
+        grow, shrink = e.splat(e.float_bits(cap)), e.splat(e.float_bits(factor))
+        capped = b.icmp_signed("!=", cap, I64(0))
+        lo = [e.load(p_limits, v * e.bytes, e.vi) for v in range(nv)]
+        width = [e.load(p_limits, (nv + v) * e.bytes, e.vi) for v in range(nv)]
+
+        def body(i: Value, values: list[Value]) -> list[Value]:
+            at, largest = e.splat(b.trunc(b.add(key, i), I32)), values[1:]
+            for v in range(nv):
+                x = b.fmul(e.load(values[0], v * e.bytes), shrink)
+                (x,) = e.where(capped, [x], lambda y: [b.fmul(grow, e.tanh(y[0]))])
+                seen = b.icmp_unsigned("<", b.sub(at, lo[v]), width[v])
+                x = b.select(seen, x, e.floats(MINUS_INF))
+                largest[v] = e.maximum(x, largest[v])
+                e.store(x, values[0], v * e.bytes)
+            return [e.at(values[0], self.nr * 4), *largest]
+
+        start = [e.load(p_top, v * e.bytes) for v in range(nv)]
+        out = e.loop(keys, [e.pointer(s), *start], body)
+        for v in range(nv):
+            e.store(out[1 + v], p_top, v * e.bytes)
+
+    def read_ahead(self, e: Emitter, src, stride, rows, lines) -> None:  # type: ignore[no-untyped-def]
+        """Prefetches `lines` cache lines of every row, for the block after this one."""
+
+        def line(i: Value, p: list[Value]) -> list[Value]:
+            e.prefetch(p[0], PREFETCH_LEVEL)
+            return [e.at(p[0], LINE)]
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            e.loop(lines, [p[0]], line)
+            return [e.at(p[0], stride)]
+
+        e.loop(rows, [e.pointer(src)], body)
+
+    def copy_vectors(self, e: Emitter, src, dst, vectors) -> None:  # type: ignore[no-untyped-def]
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            e.store(e.load(p[0]), p[1])
+            return [e.at(p[0], e.bytes), e.at(p[1], e.bytes)]
+
+        e.loop(vectors, [e.pointer(src), e.pointer(dst)], body)
+
+    def merge_stats(self, e: Emitter, partials, stride, count, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
+        """(m, l) of every split become its share 2**((m - M)·scale_log2) and, in `stats`, M and the sum of
+        shares times l, added in the order of the splits."""
+        b, power, p_stats = e.b, self.scaled_power(e, scale_bits), e.pointer(stats)
+        for v in range(self.nv):
+            m_at, l_at = v * e.bytes, (self.nv + v) * e.bytes
+
+            def highest(i: Value, x: list[Value], at: int = m_at) -> list[Value]:
+                return [e.at(x[0], stride), e.maximum(e.load(x[0], at), x[1])]
+
+            m = e.loop(count, [e.pointer(partials), e.floats(MINUS_INF)], highest)[1]
+            m_safe = b.select(b.fcmp_ordered("==", m, e.floats(MINUS_INF)), e.floats(0), m)
+
+            def share(
+                i: Value, x: list[Value], m_at: int = m_at, l_at: int = l_at, m_safe: Value = m_safe
+            ) -> list[Value]:
+                w = power(b.fsub(e.load(x[0], m_at), m_safe), 6)
+                e.store(w, x[0], m_at)
+                return [e.at(x[0], stride), e.fma(w, e.load(x[0], l_at), x[1])]
+
+            l_i = e.loop(count, [e.pointer(partials), e.floats(0)], share)[1]
+            e.store(m, p_stats, m_at)
+            e.store(l_i, p_stats, l_at)
+
+    def merge_outputs(self, e: Emitter, partials, stride, count, offset, o, steps) -> None:  # type: ignore[no-untyped-def]
+        """O^T = the sum of every split's share times its O^T, in the order of the splits."""
+        nv = self.nv
+        vectors = self.channels_at_once * nv
+
+        def channels(i: Value, x: list[Value]) -> list[Value]:
+            def split(j: Value, y: list[Value]) -> list[Value]:
+                shares, p_o = [e.load(y[0], v * e.bytes) for v in range(nv)], e.at(y[0], x[0])
+                sums = [e.fma(shares[c % nv], e.load(p_o, c * e.bytes), y[1 + c]) for c in range(vectors)]
+                return [e.at(y[0], stride), *sums]
+
+            sums = e.loop(count, [e.pointer(partials), *[e.floats(0)] * vectors], split)[1:]
+            for c, total in enumerate(sums):
+                e.store(total, x[1], c * e.bytes)
+            return [e.b.add(x[0], I64(vectors * e.bytes)), e.at(x[1], vectors * e.bytes)]
+
+        e.loop(steps, [offset, e.pointer(o)], channels)
+
+    @property
+    def channels_at_once(self) -> int:
+        """Channels of one step of `merge_outputs`: they divide the 16 that outputs are padded to."""
+        return MERGED_AT_ONCE // (1 << (self.nv - 1).bit_length())
+
+    def finish_lanes(self, e: Emitter, stats, scale_bits, sinks) -> None:  # type: ignore[no-untyped-def]
+        self.join_sinks(e, stats, scale_bits, e.load(e.pointer(sinks)))
+
+    def store_rows(self, e: Emitter, o, stats, addresses, rows, count) -> None:  # type: ignore[no-untyped-def]
+        p = e.pointer(addresses)
+        p_rows = [e.pointer(e.load(p, 8 * r, I64)) for r in range(self.lanes)]
+        self.store_lanes(e, o, stats, p_rows, rows, count)
+
+
+_ARITY = {
+    "change_scores": 7, "read_ahead": 4, "copy_vectors": 3, "merge_stats": 5, "merge_outputs": 6,
+    "finish_lanes": 3, "store_rows": 5,
+}  # fmt: skip
+
+
+def emissions(key: ManyKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
+    """Name, number of arguments, emission and whether it returns a value, of every stage."""
+    yield from (x for x in blocks.emissions(key) if x[0] in Stages._fields)
+    tile = ManyTile(key)
+    for name, arity in _ARITY.items():
+        yield name, arity, getattr(tile, name), False
+
+
+def stages(key: ManyKey) -> Stages:
+    """The stages of `key`'s tiles."""
+    return Stages(**natives(key.name, key.isa, emissions(key)))

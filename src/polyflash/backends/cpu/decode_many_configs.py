@@ -1,0 +1,81 @@
+"""How decode of more than 8 rows per kv head is cut up: kernel keys, tiles and partial results. Pure
+arithmetic, no DSL.
+
+Lanes are rows, as in the forward kernel: all query heads of one kv head times all query rows, one per lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from polyflash.backends.cpu import configs
+from polyflash.backends.cpu.configs import BUCKETS, ISAS, LINE, STEP, STORAGE_BYTES, KernelKey
+from polyflash.backends.cpu.packing import NARROW_COST
+
+if TYPE_CHECKING:
+    from polyflash.backends.cpu.decode_configs import DecodeConfig
+    from polyflash.target import Target
+
+ITEM_ROWS = 256  # at most so many rows share a copy of each key block
+
+
+@dataclass(frozen=True, slots=True)
+class ManyKey(KernelKey):
+    """What one compiled kernel is made for; fields as the forward's."""
+
+    @property
+    def builder(self) -> str:
+        return "polyflash.backends.cpu.decode_many"
+
+    @property
+    def name(self) -> str:
+        return f"decode_{self.isa}_{self.compute}_{self.storage}_nv{self.nv}_d{self.bucket}"
+
+    def partial_bytes(self, panels: int, head_dim_v: int) -> int:
+        """Of what one split leaves: m, l and O of every panel."""
+        channels = -(-head_dim_v // STEP) * STEP
+        return (panels * self.panel_rows * (8 + 4 * channels) + LINE - 1) // LINE * LINE
+
+
+class Shape(NamedTuple):
+    """The rows of a kv head are `chunks` tiles of at most `panels` panels of `nv` vectors."""
+
+    nv: int
+    panels: int
+    chunks: int
+
+
+@lru_cache(maxsize=256)
+def shape(isa: str, rows: int) -> Shape:
+    """The width of least work for `rows` rows, counting those of the last panel that are none."""
+    widths, lanes = sorted(ISAS[isa].group_keys, reverse=True), ISAS[isa].lanes
+    cost = {nv: -(-rows // (nv * lanes)) * nv * part for nv, part in zip(widths, NARROW_COST, strict=True)}
+    nv = min(widths, key=lambda nv: cost[nv])
+    panels = -(-rows // (nv * lanes))
+    chunks = -(-panels // (ITEM_ROWS // (nv * lanes)))
+    panels = -(-panels // chunks)
+    return Shape(nv, panels, -(-rows // (panels * nv * lanes)))
+
+
+def key_for(config: DecodeConfig, dtype: str, widest: int, nv: int) -> ManyKey:
+    """The kernel for a call; `widest` is the larger head dimension."""
+    bucket = next((b for b in BUCKETS if widest <= b), 0)
+    return ManyKey(config.isa, config.compute, dtype, nv, bucket)
+
+
+def scratch(key: ManyKey, panels: int, block_n: int) -> configs.Scratch:
+    """The forward's layout. In the place of q_ids: the bounds of every panel, four int32."""
+    return configs.scratch(key, 1, panels, block_n)
+
+
+def all_keys(target: Target) -> Iterator[ManyKey]:
+    """Every decode kernel of many rows that can run on `target`."""
+    if target.arch not in ISAS:
+        return
+    for nv in ISAS[target.arch].group_keys:
+        for dtype in STORAGE_BYTES:
+            for bucket in BUCKETS:
+                yield ManyKey(target.arch, configs.compute_for(dtype, target), dtype, nv, bucket)
