@@ -93,7 +93,7 @@ def test_rows_stand_at_the_last_tokens(counts: tuple[int, ...]):
 
 
 def test_lengths_and_offsets_of_the_caller():
-    """Padding at either end, and rows that stand elsewhere; no length reaches what a request does not have."""
+    """Padding at either end, rows that stand elsewhere; no length reaches what a request does not have."""
     cache, tokens = cache_of(page_size=3), Tokens()
     held = filled(cache, tokens, 7, 8, 4)
     starts, lens, offset = (torch.tensor(x, dtype=torch.int32) for x in ((2, 0, 1), (7, 5, 99), (3, 1, 2)))

@@ -251,8 +251,8 @@ class KVCache:
         first = numbers("starts", starts, who)
         for start, length in zip(first, tables.lengths, strict=True):
             checked_count("starts", start, 0, length)
-        at, end = (torch.tensor(x, dtype=torch.int64) for x in (first, tables.lengths))
-        return slots_of(tables.host_table, self.page_size, at, end - at)[0].to(self.device)
+        rest = [length - start for start, length in zip(first, tables.lengths, strict=True)]
+        return slots_of(tables.host_table, self.page_size, first, rest)[0].to(self.device)
 
     def read(self, request: Request, *, layer: int = 0) -> tuple[Tensor, Tensor]:
         """A copy of a request's keys and values, (tokens, num_kv_heads, head_dim) and (..., head_dim_v)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,14 +73,18 @@ def check_pools(k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> None:
         )
 
 
-def slots_of(table: Tensor, page_size: int, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots and positions, int64 (total,) each, of `counts[b]` tokens from position `starts[b]` on of every
-    request; `table` int32 (batch, max_pages), `starts` and `counts` int64 (batch,), all on the CPU."""
-    rows = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
-    first = torch.cumsum(counts, 0) - counts
-    positions = torch.arange(rows.shape[0]) - first[rows] + starts[rows]
+def slots_of(
+    table: Tensor, page_size: int, starts: Sequence[int], counts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Slots and positions, int64 (total,) each on the CPU, of `counts[b]` tokens from position `starts[b]` on
+    of every request; `table` int32 (batch, max_pages) on the CPU. In numpy: a few integers are no work to
+    wake threads for."""
+    first, number = (np.asarray(x, dtype=np.int64) for x in (starts, counts))
+    rows = np.repeat(np.arange(number.shape[0]), number)
+    positions = np.arange(rows.shape[0]) + (first - number.cumsum() + number)[rows]
     page = positions // page_size
-    return table[rows, page].long() * page_size + positions - page * page_size, positions
+    slots = table.numpy()[rows, page] * np.int64(page_size) + (positions - page * page_size)
+    return torch.from_numpy(slots), torch.from_numpy(positions)
 
 
 def write_slots(pages: Tensor, values: Tensor, slots: Tensor) -> None:

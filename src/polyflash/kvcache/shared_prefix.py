@@ -19,6 +19,7 @@ from torch import Tensor
 from polyflash.errors import described, spec_error
 from polyflash.merge import AttentionOutput, merge
 from polyflash.paged import attention_paged
+from polyflash.spec import PACKED_ROWS
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,12 +153,7 @@ def attend(
         )
         return whole
     pages, keys = plan.shared_pages, plan.shared_keys
-    all_rows = torch.tensor([0, plan.rows], dtype=torch.int32, device=tables.device)
-    length = torch.full((1,), keys, dtype=torch.int32, device=tables.device)
-    prefix: AttentionOutput = attention_paged(
-        q, k_pages, v_pages, tables.page_table[:1, :pages], length, cu_seqlens_q=all_rows,
-        max_seqlen_q=plan.rows, return_lse=True, **of_call,
-    )  # fmt: skip
+    prefix = _over_prefix(q, k_pages, v_pages, tables.page_table[:1, :pages], keys, of_call)
     rest: AttentionOutput = attention_paged(
         q, k_pages, v_pages, tables.page_table[:, pages:], tables.kv_lens - keys, return_lse=True,
         **of_rows, **of_call,
@@ -165,3 +161,23 @@ def attend(
     merged = merge(prefix.out, prefix.lse, rest.out, rest.lse, layout="thd")
     result = merged.out.to(q.dtype) if out is None else out.copy_(merged.out)
     return AttentionOutput(result, merged.lse) if return_lse else result
+
+
+def _over_prefix(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, keys: int, options: dict[str, Any]
+) -> AttentionOutput:
+    """All rows over the first `keys` keys of one table, int32 (1, pages). Every row sees every key, so a few
+    rows are as good as query heads of one token, whose kernel walks the keys once at memory speed."""
+    rows, heads, head_dim = q.shape
+    length = torch.full((1,), keys, dtype=torch.int32, device=q.device)
+    group = heads // max(1, k_pages.shape[2])
+    if rows * group > PACKED_ROWS:
+        bounds = torch.tensor([0, rows], dtype=torch.int32, device=q.device)
+        packed: AttentionOutput = attention_paged(
+            q, k_pages, v_pages, table, length, cu_seqlens_q=bounds, max_seqlen_q=rows, return_lse=True,
+            **options,
+        )  # fmt: skip
+        return packed
+    one = q.transpose(0, 1).reshape(1, heads * rows, head_dim)
+    out, lse = attention_paged(one, k_pages, v_pages, table, length, return_lse=True, **options)
+    return AttentionOutput(out.view(heads, rows, -1).transpose(0, 1), lse.view(heads, rows))

@@ -32,8 +32,9 @@ class Step:
         self._reservation = reservation
         self._written: set[int] = set()
         self.tables = tables  # those of the requests with the new tokens
-        starts, counts = (torch.tensor(x, dtype=torch.int64) for x in (reservation.starts, self.counts))
-        slots, positions = slots_of(tables.host_table, tables.page_size, starts, counts)
+        slots, positions = slots_of(
+            tables.host_table, tables.page_size, reservation.starts, reservation.counts
+        )
         self.slot_mapping = slots.to(tables.device)
         self.positions = positions.to(tables.device)
 
