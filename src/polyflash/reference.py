@@ -47,15 +47,23 @@ def attention_reference(
 ) -> AttentionOutput:
     """The arguments of `polyflash.attention`; q, k, v of any float dtype. Returns float64 out in q's layout
     and float64 lse (batch, num_q_heads, seqlen_q). `first_batch` is the index of batch entry 0 in dropout's
-    counter; `row_bounds` int (seqlen_q, 2): row i sees keys [row_bounds[i, 0], row_bounds[i, 1]) only, beside
-    what a tensor `mask` allows."""
+    counter; `row_bounds` int (seqlen_q, 2): row i sees keys [row_bounds[i, 0], row_bounds[i, 1]) only."""
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if row_bounds is not None:
-        within = _within(row_bounds, torch.arange(k.shape[2], device=q.device))
-        mask = within if mask is None else mask & within
     s, visible = _masked_scores(
-        q, k, causal, window, mask, bias, alibi_slopes, softcap, scale, kv_lens, kv_starts, q_offset
+        q,
+        k,
+        causal,
+        window,
+        mask,
+        bias,
+        alibi_slopes,
+        softcap,
+        scale,
+        kv_lens,
+        kv_starts,
+        q_offset,
+        row_bounds,
     )
     p, lse, _ = _softmax(s, visible, sinks)
     if dropout_p:
@@ -237,6 +245,7 @@ def _masked_scores(
     kv_lens: Tensor | None,
     kv_starts: Tensor | None,
     q_offset: int | Tensor | None,
+    row_bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scores (batch, num_q_heads, seqlen_q, seqlen_k) as they enter the softmax, -inf where invisible, and
     what is visible."""
@@ -253,6 +262,8 @@ def _masked_scores(
         visible = visible & _listed(rules.bounds.to(q.device), rules.rows, seqlen_q, j)
     if isinstance(mask, Tensor):
         visible = visible & mask
+    if row_bounds is not None:
+        visible = visible & (row_bounds[:, :1] <= j) & (j < row_bounds[:, 1:])
     if bias is not None:
         visible = visible & (bias != -_INF)
     visible = visible.expand(batch, num_q_heads, seqlen_q, seqlen_k)
@@ -333,11 +344,6 @@ def _visible(
         q_ids, k_ids = (torch.as_tensor(x, device=j.device) for x in (rules.q_ids, rules.k_ids))
         visible = visible & (q_ids[:, None, :, None] == k_ids[:, None, None, :])
     return visible
-
-
-def _within(row_bounds: Tensor, j: Tensor) -> Tensor:
-    """Which key j lies within a row's bounds; bool (seqlen_q, keys)."""
-    return (row_bounds[:, :1] <= j) & (j < row_bounds[:, 1:])
 
 
 def _listed(bounds: Tensor, rows: int, seqlen_q: int, j: Tensor) -> Tensor:
