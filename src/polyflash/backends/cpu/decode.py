@@ -15,12 +15,15 @@ import numpy as np
 import torch
 
 from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, decode_configs, pool, runtime
+from polyflash.backends.cpu import configs, decode_configs, decode_many_configs, pool, runtime
 from polyflash.backends.cpu.backward_arguments import tensor_words
 from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_arguments import scaling
+from polyflash.spec import DECODE_ROWS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from polyflash.backends.cpu.decode_configs import DecodeConfig
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 BYTES_PER_US = 16_000  # that one core reads: what the thread decision assumes
 KEPT_PARTIALS = 64 << 20  # bytes a thread keeps between its calls
+ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads
 
 
 class _Cut(NamedTuple):
@@ -40,7 +44,8 @@ class _Cut(NamedTuple):
     scratch_bytes: int
     partial_bytes: int
     tail: tuple[int, ...]  # BLOCK_N to T_STAGED
-    widths: tuple[int, int]  # GATHERED_ROW, ZERO_VECTORS
+    widths: tuple[int, int, int]  # Q_TILE, GATHERED_ROW, ZERO_VECTORS
+    many_heads: bool  # whether an item can walk the keys of several kv heads
 
 
 class _Kept(threading.local):
@@ -66,16 +71,29 @@ class Prepared:
         """For `rows` rows of a kv head."""
         found = self.cuts.get(rows)
         if found is None:
-            spec, config = self.spec, self.config
-            key = decode_configs.key_for(config, spec.dtype, rows)
-            tiles = decode_configs.scratch(key, spec.head_dim, spec.head_dim_v, config.block_n)
-            chunks = -(-rows // key.rows)
-            width = tiles.gather - tiles.zero
-            found = self.cuts[rows] = _Cut(
-                runtime.load(key), chunks, tiles.total, key.partial_bytes(spec.head_dim_v),
-                (config.block_n, 0, chunks, 0, 0, 0, 0, *tiles[:-1]), (width, width // (4 * key.lanes)),
-            )  # fmt: skip
+            found = self.cuts[rows] = self._few(rows) if rows <= DECODE_ROWS else self._many(rows)
         return found
+
+    def _few(self, rows: int) -> _Cut:
+        spec, config = self.spec, self.config
+        key = decode_configs.key_for(config, spec.dtype, rows)
+        tiles = decode_configs.scratch(key, spec.head_dim, spec.head_dim_v, config.block_n)
+        chunks = -(-rows // key.rows)
+        width = tiles.gather - tiles.zero
+        words = (config.block_n, 0, chunks, 0, 0, 0, 0, *tiles[:-1])
+        widths = (tiles.o - tiles.q) // decode_configs.MOST_HEADS, width, width // (4 * key.lanes)
+        partial_bytes = key.partial_bytes(spec.head_dim_v)
+        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, widths, True)
+
+    def _many(self, rows: int) -> _Cut:
+        spec, config = self.spec, self.config
+        nv, panels, chunks = decode_many_configs.shape(config.isa, rows)
+        widest = max(spec.head_dim, spec.head_dim_v)
+        key = decode_many_configs.key_for(config, spec.dtype, widest, nv)
+        tiles = decode_many_configs.scratch(key, panels, config.block_n)
+        words = (config.block_n, 0, chunks, panels, 0, 0, 0, *tiles[:-1])
+        partial_bytes = key.partial_bytes(panels, spec.head_dim_v)
+        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, (0, 0, 0), False)
 
 
 def run(
@@ -86,19 +104,14 @@ def run(
     if prepared is None:
         prepared = launch.prepared = Prepared(launch.config, launch.spec, launch.target)
     batch, num_q_heads, seqlen_q, _ = q.shape
-    num_kv_heads = v.shape[1]
-    cut = prepared.cut(num_q_heads // num_kv_heads * seqlen_q)
+    cut, split_keys = prepared.cut(num_q_heads // v.shape[1] * seqlen_q), prepared.config.split_keys
     seqlen_k = v.shape[2] if args.page_table is None else v.shape[2] * args.page_table.shape[1]
     if args.kv_lens is args.kv_starts is args.q_offset is None:
-        walk = _walk_of_all(args, seqlen_q, seqlen_k, prepared.config.split_keys)
-        table, items = None, batch * num_kv_heads * cut.chunks * walk[1]
+        first, count = _walk(args, seqlen_q, 0, seqlen_k, seqlen_k - seqlen_q, split_keys)
+        _launch(cut, split_keys, (first, count), batch * count, None, q, k, v, out, lse, args)
     else:
-        lens_q, lens_k = np.full(batch, seqlen_q), np.full(batch, seqlen_k)
-        table, items = _entries(
-            args, np.arange(batch), lens_q, lens_k, prepared.config.split_keys, cut, num_kv_heads
-        )
-        walk = 0, 0
-    _launch(cut, prepared.config, walk, table, items, q, k, v, out, lse, args)
+        walks = _walks(args, range(batch), [seqlen_q] * batch, [seqlen_k] * batch, split_keys)
+        _launch(cut, split_keys, (0, 0), sum(w[2] for w in walks), walks, q, k, v, out, lse, args)
     return out, lse
 
 
@@ -108,95 +121,104 @@ def run_members(
 ) -> None:  # fmt: skip
     """The packed members of these numbers (int64 numpy) with so many rows and keys (of all members); at most
     DECODE_ROWS rows per kv head each."""
-    num_kv_heads = v.shape[1]
-    cut = prepared.cut(q.shape[1] // num_kv_heads * int(lens_q[members].max()))
-    table, items = _entries(
-        args, members, lens_q[members], lens_k[members], prepared.config.split_keys, cut, num_kv_heads
+    cut, split_keys = (
+        prepared.cut(q.shape[1] // v.shape[1] * int(lens_q[members].max())),
+        prepared.config.split_keys,
     )
-    _launch(cut, prepared.config, (0, 0), table, items, q, k, v, out, lse, args)
+    walks = _walks(args, members.tolist(), lens_q.tolist(), lens_k.tolist(), split_keys)
+    _launch(cut, split_keys, (0, 0), sum(w[2] for w in walks), walks, q, k, v, out, lse, args)
 
 
 def _launch(
-    cut: _Cut, config: DecodeConfig, walk: tuple[int, int], table: Any, items: int,
+    cut: _Cut, split_keys: int, walk: tuple[int, int], splits: int, walks: list[tuple[int, int, int]] | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments,
 ) -> None:  # fmt: skip
-    """`table` says what the items are; without one, every request's splits are walk[0] .. sum(walk) - 1."""
-    kept: list[Any] = [table]
+    """Requests that are alike have `walk`, else each its own of `walks`; `splits` are those of all."""
+    kept: list[Any] = []
     scale = q.shape[3] ** -0.5 if args.scale is None else args.scale
     does = a.passes(args, scale)
-    left, right = a.window_sides(args)
     words = tensor_words(q, k, v, out, lse)
     if args.page_table is not None:
         words = (*words[: a.SEQLEN_K], v.shape[2] * args.page_table.shape[1], *words[a.SEQLEN_K + 1 :])
     head = a.pack_head(
         *words,
         *a.softmax_scale(scale, does),
-        *(left, right, args.offset is not None, a.far_offset(args.offset)),
+        *(*a.window_sides(args), args.offset is not None, a.far_offset(args.offset)),
         a.sinks_address(args.sinks, kept),
         0,
     )
     middle = a.operands(args, scale, does, kept, 0, 0, k) if does or a.any_table(args) else a.NO_OPERANDS
+    read_us = splits * v.shape[1] * split_keys * (q.shape[3] + v.shape[3]) * q.element_size() // BYTES_PER_US
+    threads = 1 if read_us < a.LEND_FROM_US else torch.get_num_threads()
+    heads = _heads_per_item(k, splits, threads) if cut.many_heads else 1
+    tiles = -(-v.shape[1] // heads) * cut.chunks
+    table = _table(walks, tiles, kept)
     partials = done = 0
-    alone = table is None and walk[1] == 1
-    if not alone:
-        kept.append(counters := np.zeros(items, np.int64))
-        done, partials = counters.ctypes.data, _partials(items * cut.partial_bytes, kept)
+    if walks is not None or walk[1] > 1 or heads > 1:
+        kept.append(counters := np.zeros(splits * tiles, np.int64))
+        done, partials = counters.ctypes.data, _partials(splits * tiles * heads * cut.partial_bytes, kept)
     bounds = args.row_bounds
     tail = (
-        *(*cut.tail, config.split_keys, *walk),
-        *((0, 0) if table is None else (table.ctypes.data, len(table))),
+        *(cut.tail[0], heads, *cut.tail[2:], split_keys, *walk, *table),
         *(partials, cut.partial_bytes, done, *scaling(args, scale, does), *cut.widths),
         *((0, 0, 0) if bounds is None else (bounds.data_ptr(), *(4 * s for s in bounds.stride()))),
     )
     block = array("q", head + middle + array("q", tail).tobytes())
-    read_us = items * config.split_keys * (q.shape[3] + v.shape[3]) * q.element_size() // BYTES_PER_US
-    if table is None:
-        read_us = min(
-            read_us,
-            k.shape[0]
-            * k.shape[1]
-            * k.shape[2]
-            * (q.shape[3] + v.shape[3])
-            * q.element_size()
-            // BYTES_PER_US,
-        )
-    threads = 1 if read_us < a.LEND_FROM_US else torch.get_num_threads()
-    pool.run(cut.kernel, block.buffer_info()[0], items, threads, cut.scratch_bytes, read_us >= a.WAKE_FROM_US)
+    pool.run(
+        cut.kernel, block.buffer_info()[0], splits * tiles, threads, cut.scratch_bytes,
+        read_us >= a.WAKE_FROM_US,
+    )  # fmt: skip
 
 
-def _walk_of_all(args: Arguments, seqlen_q: int, seqlen_k: int, split_keys: int) -> tuple[int, int]:
-    """First split and number of splits of requests that are all alike."""
+def _heads_per_item(k: Tensor, splits: int, threads: int) -> int:
+    """kv heads that an item walks side by side: where the heads of a key lie together, all that leave items
+    enough, so that memory is read in the order it lies. Changes no bit."""
+    num_kv_heads = k.shape[1]
+    if k.stride(1) >= k.stride(2):
+        return 1
+    heads = min(num_kv_heads, decode_configs.MOST_HEADS)
+    while heads > 1 and splits * -(-num_kv_heads // heads) < ITEMS_PER_THREAD * threads:
+        heads = -(-heads // 2)
+    return heads
+
+
+def _walk(args: Arguments, rows: int, start: int, live: int, offset: int, split_keys: int) -> tuple[int, int]:
+    """First split and number of splits, at least 1, of what `rows` rows see of keys [start, live)."""
     left, right = a.window_sides(args)
-    offset = seqlen_k - seqlen_q if args.offset is None else a.far_offset(args.offset)
-    lo, hi = max(0, offset - left), min(seqlen_k, seqlen_q + offset + right)
+    if args.offset is not None:
+        offset = a.far_offset(args.offset)
+    lo, hi = max(start, offset - left), min(live, rows + offset + right)
     if args.row_bounds is not None:
         lo, hi = max(lo, int(args.row_bounds[:, 0].min())), min(hi, int(args.row_bounds[:, 1].max()))
-    if hi <= lo:
-        return 0, 1
-    return lo // split_keys, -(-hi // split_keys) - lo // split_keys
+    return (lo // split_keys, -(-hi // split_keys) - lo // split_keys) if lo < hi else (0, 1)
 
 
-def _entries(
-    args: Arguments, requests: Any, lens_q: Any, lens_k: Any, split_keys: int, cut: _Cut, num_kv_heads: int
-) -> tuple[Any, int]:
-    """int64 (requests, 4), see decode_arguments.ENTRIES, and the number of items."""
-    left, right = a.window_sides(args)
-    live = lens_k if args.kv_lens is None else args.kv_lens.numpy()[requests].astype(np.int64)
-    lo = np.zeros_like(live) if args.kv_starts is None else args.kv_starts.numpy()[requests].astype(np.int64)
-    if args.q_offset is not None:
-        offset = args.q_offset.numpy()[requests].astype(np.int64)
-    else:
-        offset = live - lens_q if args.offset is None else np.full_like(live, a.far_offset(args.offset))
-    lo, hi = np.maximum(lo, offset - left), np.minimum(live, lens_q + offset + right)
-    if args.row_bounds is not None:
-        lo = np.maximum(lo, int(args.row_bounds[:, 0].min()))
-        hi = np.minimum(hi, int(args.row_bounds[:, 1].max()))
-    first = np.where(lo < hi, lo // split_keys, 0)
-    count = np.where(lo < hi, -(-hi // split_keys) - first, 1)
-    ends = np.cumsum(count) * (num_kv_heads * cut.chunks)
-    begin = ends - count * (num_kv_heads * cut.chunks)
-    table = np.stack([begin, requests, first, count], 1).astype(np.int64)
-    return table, int(ends[-1])
+def _walks(
+    args: Arguments, requests: Iterable[int], lens_q: list[int], lens_k: list[int], split_keys: int
+) -> list[tuple[int, int, int]]:
+    """(request, first split, number of splits) of each."""
+    lens, starts, offsets = (
+        None if x is None else x.tolist() for x in (args.kv_lens, args.kv_starts, args.q_offset)
+    )
+    walks = []
+    for b in requests:
+        live = lens_k[b] if lens is None else lens[b]
+        offset = live - lens_q[b] if offsets is None else offsets[b]
+        start = 0 if starts is None else starts[b]
+        walks.append((b, *_walk(args, lens_q[b], start, live, offset, split_keys)))
+    return walks
+
+
+def _table(walks: list[tuple[int, int, int]] | None, tiles: int, kept: list[Any]) -> tuple[int, int]:
+    """ENTRIES and NUM_ENTRIES."""
+    if walks is None:
+        return 0, 0
+    words, item = array("q"), 0
+    for request, first, count in walks:
+        words.extend((item, request, first, count))
+        item += count * tiles
+    kept.append(words)
+    return words.buffer_info()[0], len(walks)
 
 
 def _partials(size: int, kept: list[Any]) -> int:

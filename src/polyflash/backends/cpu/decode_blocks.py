@@ -31,6 +31,7 @@ class Stages(NamedTuple):
 
     fill: Any  # (dst, vectors, float bits)
     fill_addresses: Any  # (dst, first, stride, count)
+    add_addresses: Any  # (dst, distance, count)
     gather_row: Any  # (src, element_stride, count, dst)
     load_query: Any  # (src, channels, dst, sign): one row
     scores: Any  # (k_rows, q, s, top, groups, channels, limits, key, factor, cap, rows read next)
@@ -75,6 +76,17 @@ class DecodeTile:
             return [e.at(p[0], 8 * n), b.add(p[1], ahead)]
 
         e.loop(b.udiv(b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst), start], body)
+
+    def add_addresses(self, e: Emitter, dst: Value, distance: Value, count: Value) -> None:
+        """Moves `count` addresses on, rounded up to whole vectors."""
+        n, kind = self.lanes // 2, ir.VectorType(I64, self.lanes // 2)
+        further = e.splat(distance, n)
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            e.store(e.b.add(e.load(p[0], 0, kind), further), p[0])
+            return [e.at(p[0], 8 * n)]
+
+        e.loop(e.b.udiv(e.b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst)], body)
 
     # units
     def _units(
@@ -450,9 +462,9 @@ def _sums_of_lanes(e: Emitter, x: list[Value]) -> Value:
 
 
 _ARITY = {
-    "fill": 3, "fill_addresses": 4, "gather_row": 4, "load_query": 4, "scores": 11, "online_softmax": 5,
-    "accumulate": 8, "accumulate_seen": 8, "merge_stats": 5, "merge_outputs": 6, "row_stats": 5,
-    "store_row": 4,
+    "fill": 3, "fill_addresses": 4, "add_addresses": 3, "gather_row": 4, "load_query": 4, "scores": 11,
+    "online_softmax": 5, "accumulate": 8, "accumulate_seen": 8, "merge_stats": 5, "merge_outputs": 6,
+    "row_stats": 5, "store_row": 4,
 }  # fmt: skip
 
 

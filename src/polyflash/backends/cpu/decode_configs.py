@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from polyflash.target import Target
 
 KEYS_PER_GROUP = 8  # keys whose weighted V are added in registers
+MOST_HEADS = 8  # kv heads that an item walks side by side
 MOST_ROWS = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}  # of one tile: what fills the registers
 
 
@@ -145,14 +146,14 @@ def scratch(key: DecodeKey, head_dim: int, head_dim_v: int, block_n: int) -> Scr
     width = STORAGE_BYTES[key.storage]
     row = (max(head_dim, head_dim_v) * width + LINE - 1) // LINE * LINE + LINE
     sizes = Scratch(
-        q=key.units(head_dim) * key.unit * key.rows * 4,
-        o=key.o_bytes(head_dim_v),
+        q=MOST_HEADS * (key.units(head_dim) * key.unit * key.rows * 4),
+        o=key.partial_bytes(head_dim_v),
         k=(block_n + key.lanes) * 8,
         v=(block_n + key.lanes) * 8,
         s=block_n * key.rows * 4,
         p=0,
         stage=2 * block_n * row,
-        stats=4 * key.lanes * 4,
+        stats=2 * key.lanes * 4,
         limits=2 * key.lanes * 4,
         block=2 * key.lanes * 4,
         zero=row,

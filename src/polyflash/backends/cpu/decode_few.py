@@ -25,7 +25,8 @@ def build(key: DecodeKey) -> Any:
     from polyflash.backends.cpu import blocks, decode_blocks, pool_kernel, simd
 
     stage = decode_blocks.stages(key)
-    fill, fill_addresses, gather_row = stage.fill, stage.fill_addresses, stage.gather_row
+    fill, gather_row = stage.fill, stage.gather_row
+    fill_addresses, add_addresses = stage.fill_addresses, stage.add_addresses
     load_query, scores, online_softmax = stage.load_query, stage.scores, stage.online_softmax
     accumulate, accumulate_seen = stage.accumulate, stage.accumulate_seen
     merge_stats, merge_outputs = stage.merge_stats, stage.merge_outputs
@@ -89,6 +90,17 @@ def build(key: DecodeKey) -> Any:
             j = end
         fill_addresses(dst + last * 8, zero, 0, -last % STEP)
 
+    @device(8)
+    def next_head(args, scratch, src, tensor, slot, first, last, i_h):  # type: ignore[no-untyped-def]
+        """`list_rows` of head i_h after `src`: its keys lie where those of the head before do, a head on."""
+        stride = arg(args, tensor + 1)
+        if i_h == 0 or arg(args, tensor + 3) != SIZE:
+            list_rows(args, scratch, src + i_h * stride, tensor, slot, first, last)
+        else:
+            dst = scratch + arg(args, slot) + first % STEP * 8
+            add_addresses(dst, stride, last - first)
+            fill_addresses(dst + (last - first) * 8, scratch + arg(args, a.T_ZERO), 0, -last % STEP)
+
     @device(6, types.UniTuple(types.int64, 4))
     def limit_rows(args, scratch, rows, row_0, seqlen_q, start):  # type: ignore[no-untyped-def]
         """First key and number of keys of every row, by lanes; a row that is none sees none. Returns the keys
@@ -115,68 +127,77 @@ def build(key: DecodeKey) -> Any:
                 store_i32(at + VECTOR, hi - lo)
         return some_lo, some_hi, all_lo, all_hi
 
-    @device(7)
-    def start_tile(args, scratch, q, i_hkv, row_0, rows, seqlen_q):  # type: ignore[no-untyped-def]
+    @device(8)
+    def start_tile(args, scratch, q, dst, i_hkv, row_0, rows, seqlen_q):  # type: ignore[no-untyped-def]
         """Q of the tile's rows: all query heads of the kv head, and of each all query rows."""
         flip = arg(args, a.SIGN) | (arg(args, a.SIGN) >> 16 if PAIRS else 0)
         channels = arg(args, a.HEAD_DIM)
-        fill(scratch + arg(args, a.T_ZERO), arg(args, d.ZERO_VECTORS), arg(args, a.ZERO))
         for r in range(ROWS):
             row, head = scratch + arg(args, a.T_ZERO), i_hkv * arg(args, a.GROUP) + (row_0 + r) // seqlen_q
             if r < rows:
                 row = q + head * arg(args, a.Q_HEAD) + (row_0 + r) % seqlen_q * arg(args, a.Q_ROW)
                 row = gathered(scratch + arg(args, a.T_GATHER), row, arg(args, a.Q_DIM), channels)
-            load_query(row, channels, scratch + arg(args, a.T_Q) + r * QUERY_BYTES, flip)
+            load_query(row, channels, dst + r * QUERY_BYTES, flip)
+
+    @device(7)
+    def weigh_values(args, scratch, o, begin, end, whole, rest):  # type: ignore[no-untyped-def]
+        """O of one head and key block, whose rows of V and of what is read next are listed. Every row sees
+        [whole, rest) of its keys [begin, end): there no weight needs a look."""
+        block, v_rows = scratch + arg(args, a.T_BLOCK), scratch + arg(args, a.T_V)
+        p, later, channels = scratch + arg(args, a.T_S), scratch + arg(args, a.T_K), arg(args, a.HEAD_DIM_V)
+        alpha, ones = block, block + VECTOR
+        if whole > begin:
+            accumulate_seen(v_rows, p, o, alpha, ones, (whole - begin) // GROUP_KEYS, channels, later)
+            alpha = ones
+        if rest > whole:
+            at, p_at = (whole - begin) * 8, p + (whole - begin) // PACK * ROWS * 4
+            groups = (rest - whole) // GROUP_KEYS
+            accumulate(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at)
+            alpha = ones
+        if end > rest:
+            at, p_at = (rest - begin) * 8, p + (rest - begin) // PACK * ROWS * 4
+            groups = (end - rest) // GROUP_KEYS
+            accumulate_seen(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at)
 
     @device(10)
-    def attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, stats, o):  # type: ignore[no-untyped-def]
-        """The keys [key_lo, key_hi), block by block; every row sees [all_lo, all_hi). While K of a block is
-        read its V is prefetched, and meanwhile the next block's K: memory never waits for arithmetic."""
+    def attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, state, heads):  # type: ignore[no-untyped-def]
+        """The keys [key_lo, key_hi) of `heads` kv heads, block by block; every row sees [all_lo, all_hi).
+        While K of a block is read its V is prefetched, and meanwhile the next K: memory never waits for
+        arithmetic."""
         s, block = scratch + arg(args, a.T_S), scratch + arg(args, a.T_BLOCK)
-        k_rows, v_rows, ones = scratch + arg(args, a.T_K), scratch + arg(args, a.T_V), block + VECTOR
-        block_n, channels = arg(args, a.BLOCK_N), arg(args, a.HEAD_DIM_V)
-        fill(ones, 1, ONE)
+        k_rows, v_rows, block_n = scratch + arg(args, a.T_K), scratch + arg(args, a.T_V), arg(args, a.BLOCK_N)
+        fill(block + VECTOR, 1, ONE)
         list_rows(
             args, scratch, k, a.K_BATCH, a.T_K, key_lo, least((key_lo // block_n + 1) * block_n, key_hi)
         )
         for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
             first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
             begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
-            list_rows(args, scratch, v, a.V_BATCH, a.T_V, first, last)
-            fill(block, 1, MINUS_INF)
-            vectors = (end - begin) // KEYS
-            scores(
-                k_rows, scratch + arg(args, a.T_Q), s, block, vectors, arg(args, a.HEAD_DIM),
-                scratch + arg(args, a.T_LIMITS), begin, arg(args, d.FACTOR), arg(args, d.CAP), v_rows,
-            )  # fmt: skip
-            online_softmax(s, vectors, block, stats, arg(args, a.SCALE_LOG2))
-            later = v_rows
-            if last < key_hi:
-                list_rows(args, scratch, k, a.K_BATCH, a.T_K, last, least(last + block_n, key_hi))
-                later = k_rows
-            # Groups of keys that every row sees need no look at each weight.
             whole = least(greatest((all_lo + GROUP_KEYS - 1) // GROUP_KEYS * GROUP_KEYS, begin), end)
             rest = least(greatest(all_hi // GROUP_KEYS * GROUP_KEYS, whole), end)
-            alpha = block
-            if whole > begin:
-                groups = (whole - begin) // GROUP_KEYS
-                accumulate_seen(v_rows, s, o, alpha, ones, groups, channels, later)
-                alpha = ones
-            if rest > whole:
-                groups, at = (rest - whole) // GROUP_KEYS, (whole - begin) * 8
-                p_at = s + (whole - begin) // PACK * ROWS * 4
-                accumulate(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at)
-                alpha = ones
-            if end > rest:
-                groups, at = (end - rest) // GROUP_KEYS, (rest - begin) * 8
-                p_at = s + (rest - begin) // PACK * ROWS * 4
-                accumulate_seen(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at)
+            for i_h in range(heads):
+                stats = state + i_h * arg(args, d.PARTIAL_BYTES)
+                q = scratch + arg(args, a.T_Q) + i_h * arg(args, d.Q_TILE)
+                next_head(args, scratch, v, a.V_BATCH, a.T_V, first, last, i_h)
+                fill(block, 1, MINUS_INF)
+                vectors = (end - begin) // KEYS
+                scores(
+                    k_rows, q, s, block, vectors, arg(args, a.HEAD_DIM), scratch + arg(args, a.T_LIMITS),
+                    begin, arg(args, d.FACTOR), arg(args, d.CAP), v_rows,
+                )  # fmt: skip
+                online_softmax(s, vectors, block, stats, arg(args, a.SCALE_LOG2))
+                if i_h + 1 < heads:
+                    list_rows(
+                        args, scratch, k + (i_h + 1) * arg(args, a.K_HEAD), a.K_BATCH, a.T_K, first, last
+                    )
+                elif last < key_hi:
+                    list_rows(args, scratch, k, a.K_BATCH, a.T_K, last, least(last + block_n, key_hi))
+                weigh_values(args, scratch, stats + 2 * VECTOR, begin, end, whole, rest)
 
-    @device(8)
-    def finish_tile(args, scratch, out, lse, i_hkv, row_0, rows, seqlen_q):  # type: ignore[no-untyped-def]
-        """Rows and lse of a tile whose m, l and O stand in scratch."""
-        stats, o = scratch + arg(args, a.T_STATS), scratch + arg(args, a.T_O)
-        row_stat = stats + 2 * VECTOR
+    @device(9)
+    def finish_tile(args, scratch, stats, out, lse, i_hkv, row_0, rows, seqlen_q):  # type: ignore[no-untyped-def]
+        """Rows and lse of a tile whose m, l and O stand at `stats`."""
+        o, row_stat = stats + 2 * VECTOR, scratch + arg(args, a.T_STATS)
         for r in range(rows):
             head, i = i_hkv * arg(args, a.GROUP) + (row_0 + r) // seqlen_q, (row_0 + r) % seqlen_q
             sink = MINUS_INF
@@ -192,9 +213,10 @@ def build(key: DecodeKey) -> Any:
     def kernel(args, number, scratch):  # type: ignore[no-untyped-def]
         chunks, hkv = arg(args, a.CHUNKS), arg(args, a.NUM_KV_HEADS)
         # find the tile and the split
-        first_split, splits = arg(args, d.FIRST_SPLIT), arg(args, d.NUM_SPLITS)
-        i_e = i_b = number // greatest(hkv * chunks * splits, 1)
-        first_item = i_e * hkv * chunks * splits
+        heads, first_split, splits = arg(args, a.HEADS), arg(args, d.FIRST_SPLIT), arg(args, d.NUM_SPLITS)
+        tiles = (hkv + heads - 1) // heads * chunks
+        i_e = i_b = number // greatest(tiles * splits, 1)
+        first_item = i_e * tiles * splits
         if arg(args, d.ENTRIES) != 0:
             i_e, beyond = 0, arg(args, d.NUM_ENTRIES)
             while beyond - i_e > 1:
@@ -206,25 +228,28 @@ def build(key: DecodeKey) -> Any:
             entry = arg(args, d.ENTRIES) + i_e * d.ENTRY_WORDS * 8
             first_item, i_b = arg(entry, d.E_FIRST_ITEM), arg(entry, d.E_REQUEST)
             first_split, splits = arg(entry, d.E_FIRST_SPLIT), arg(entry, d.E_NUM_SPLITS)
-        i_tile, i_s = (number - first_item) // splits, (number - first_item) % splits
-        i_hkv, row_0 = i_tile // chunks, i_tile % chunks * ROWS
+        i_tile, i_s = (number - first_item) % tiles, (number - first_item) // tiles
+        i_hkv, row_0 = i_tile // chunks * heads, i_tile % chunks * ROWS
+        heads_here = least(heads, hkv - i_hkv)
         i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
         rows = least(arg(args, a.GROUP) * seqlen_q - row_0, ROWS)
         if rows <= 0:
             return
         store_i64(scratch + arg(args, a.T_ITEM) + 8 * a.I_LIVE, live)
-        q = arg(args, a.Q) + i_t * arg(args, a.Q_BATCH) + first_q * arg(args, a.Q_ROW)
-        start_tile(args, scratch, q, i_hkv, row_0, rows, seqlen_q)
         some_lo, some_hi, all_lo, all_hi = limit_rows(args, scratch, rows, row_0, seqlen_q, start)
+        fill(scratch + arg(args, a.T_ZERO), arg(args, d.ZERO_VECTORS), arg(args, a.ZERO))
 
-        stats, o = scratch + arg(args, a.T_STATS), scratch + arg(args, a.T_O)
-        partial = arg(args, d.PARTIALS) + number * arg(args, d.PARTIAL_BYTES)
-        if splits > 1:
-            stats, o = partial, partial + 2 * VECTOR
-        units = (arg(args, a.HEAD_DIM_V) + UNIT - 1) // UNIT
-        fill(stats, 1, MINUS_INF)
-        fill(stats + VECTOR, 1, arg(args, a.ZERO))
-        fill(o, units * ROWS * PARTS, arg(args, a.ZERO))
+        width = arg(args, d.PARTIAL_BYTES)
+        state = arg(args, d.PARTIALS) + number * heads * width
+        if arg(args, d.PARTIALS) == 0:
+            state = scratch + arg(args, a.T_O)
+        q = arg(args, a.Q) + i_t * arg(args, a.Q_BATCH) + first_q * arg(args, a.Q_ROW)
+        for i_h in range(heads_here):
+            q_tile = scratch + arg(args, a.T_Q) + i_h * arg(args, d.Q_TILE)
+            start_tile(args, scratch, q, q_tile, i_hkv + i_h, row_0, rows, seqlen_q)
+            stats = state + i_h * width
+            fill(stats, 1, MINUS_INF)
+            fill(stats + VECTOR, (width - VECTOR) // VECTOR, arg(args, a.ZERO))
         key_lo = (first_split + i_s) * arg(args, d.SPLIT_KEYS)
         key_hi = least(key_lo + arg(args, d.SPLIT_KEYS), some_hi)
         key_lo = greatest(key_lo, some_lo)
@@ -234,19 +259,22 @@ def build(key: DecodeKey) -> Any:
             k += i_t * arg(args, a.K_BATCH) + first_k * arg(args, a.K_ROW)
             v += i_t * arg(args, a.V_BATCH) + first_k * arg(args, a.V_ROW)
         if key_lo < key_hi:
-            attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, stats, o)
+            attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, state, heads_here)
 
-        if splits > 1:
-            # The last to arrive sees what all the others have written.
-            if arrive(arg(args, d.DONE) + 8 * (i_e * hkv * chunks + i_tile), 1) != splits - 1:
-                return
-            partials, stride = partial - i_s * arg(args, d.PARTIAL_BYTES), arg(args, d.PARTIAL_BYTES)
-            merge_stats(partials, stride, splits, scratch + arg(args, a.T_STATS), arg(args, a.SCALE_LOG2))
-            merge_outputs(partials, stride, splits, 2 * VECTOR, scratch + arg(args, a.T_O), units)
+        # The last to arrive sees what all the others have written.
+        if splits > 1 and arrive(arg(args, d.DONE) + 8 * (i_e * tiles + i_tile), 1) != splits - 1:
+            return
         out = arg(args, a.OUT) + i_t * arg(args, a.OUT_BATCH) + first_q * arg(args, a.OUT_ROW)
         lse = arg(args, a.LSE)
         if lse != 0:
             lse += 4 * (i_t * arg(args, a.LSE_BATCH) + first_q)
-        finish_tile(args, scratch, out, lse, i_hkv, row_0, rows, seqlen_q)
+        stride, units = tiles * heads * width, (arg(args, a.HEAD_DIM_V) + UNIT - 1) // UNIT
+        for i_h in range(heads_here):
+            stats = state + i_h * width
+            if splits > 1:
+                partials, stats = stats - i_s * stride, scratch + arg(args, a.T_O)
+                merge_stats(partials, stride, splits, stats, arg(args, a.SCALE_LOG2))
+                merge_outputs(partials, stride, splits, 2 * VECTOR, stats + 2 * VECTOR, units)
+            finish_tile(args, scratch, stats, out, lse, i_hkv + i_h, row_0, rows, seqlen_q)
 
     return kernel

@@ -30,6 +30,7 @@ def build(key: ManyKey) -> Any:
         stage.fill, stage.pack_query, stage.online_softmax, stage.accumulate,
     )  # fmt: skip
     change_scores, read_ahead, copy_vectors = stage.change_scores, stage.read_ahead, stage.copy_vectors
+    fill_addresses = stage.fill_addresses
     merge_stats, merge_outputs = stage.merge_stats, stage.merge_outputs
     finish_lanes, store_rows = stage.finish_lanes, stage.store_rows
     arg, load_i32, store_i32, store_i64 = simd.word, simd.load_i32, simd.store_i32, simd.store_i64
@@ -37,15 +38,17 @@ def build(key: ManyKey) -> Any:
     device = loading.device
     shared = loading.loaders(key, stage)
     load_tile, stand = shared.load_tile, shared.stand
-    tile = tiles.tiles(key, stage, shared)
+    tile = tiles.tiles(key, stage, shared, (a.T_STAGED, decode_many_blocks.ADDRESS))
     find_pages, load_keys, load_values = tile.find_pages, tile.load_keys, tile.load_values
+    row_at, run_end = tile.row_at, tile.run_end
     masked_scores, add_bad_rows = tile.masked_scores, tile.add_bad_rows
 
     LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
     SIZE, VECTOR, LINE = configs.STORAGE_BYTES[key.storage], key.lanes * 4, configs.LINE
     Q_PANEL, O_PANEL, STATS = key.q_panel_bytes, key.o_panel_bytes, key.panel_rows * 8
     K_BYTES, V_BYTES, WIDE_BYTES = key.k_row_bytes, key.v_row_bytes, key.bucket * 4 + configs.LINE
-    KEYS_PER_TRIP = min(4, MR // PACK) * PACK
+    KEYS_PER_TRIP, LINES = min(4, MR // PACK) * PACK, decode_many_blocks.LINES_AT_ONCE
+    IN_PLACE = key.compute == "bf16dot" or key.storage == "float32"
     MERGED = decode_many_blocks.ManyTile(key).channels_at_once
     MINUS_INF = 0xFF800000
 
@@ -114,7 +117,7 @@ def build(key: ManyKey) -> Any:
     def look_ahead(args, scratch, src, page_stride, row_stride, first, last):  # type: ignore[no-untyped-def]
         """Prefetches rows [first, last) of K or V; what no page holds is left out."""
         count = arg(args, a.HEAD_DIM) if page_stride == a.K_BATCH else arg(args, a.HEAD_DIM_V)
-        stride, lines = arg(args, row_stride), (count * SIZE + LINE - 1) // LINE
+        stride, lines = arg(args, row_stride), (count * SIZE + LINES * LINE - 1) // (LINES * LINE)
         if arg(args, row_stride + 1) != SIZE:
             return
         if arg(args, a.PAGE_TABLE) == 0:
@@ -128,6 +131,28 @@ def build(key: ManyKey) -> Any:
             page = load_i32(arg(args, a.PAGE_TABLE) + row + i * arg(args, a.PAGE_TABLE_ENTRY))
             read_ahead(src + page * arg(args, page_stride) + (j - i * size) * stride, stride, end - j, lines)
             j = end
+
+    @device(5)
+    def list_keys(args, scratch, k, first, last):  # type: ignore[no-untyped-def]
+        """Addresses, at T_STAGED, of K rows [first, last) of the block, and of zeros around them up to whole
+        steps. Rows that are not as the products read them are copied."""
+        n = arg(scratch + arg(args, a.T_ITEM), a.I_KEY)
+        rows, zero = scratch + arg(args, a.T_STAGED) - 8 * n, scratch + arg(args, a.T_ZERO)
+        begin, end, stride = first // STEP * STEP, (last + STEP - 1) // STEP * STEP, arg(args, a.K_ROW)
+        # Each count is rounded up to whole vectors, so what comes later is written later.
+        fill_addresses(rows + 8 * begin, zero, 0, first - begin)
+        if IN_PLACE and arg(args, a.K_DIM) == SIZE and arg(args, a.HEAD_DIM) % (4 * PACK) == 0:
+            j = first
+            while j < last:
+                stop = run_end(args, j, last)
+                src = row_at(args, scratch, k, arg(args, a.K_BATCH), stride, j)
+                fill_addresses(rows + 8 * j, src, stride, stop - j)
+                j = stop
+        else:
+            load_keys(args, scratch, k, first, last)
+            tile_row = scratch + arg(args, a.T_K) + (first - n) * K_BYTES
+            fill_addresses(rows + 8 * first, tile_row, K_BYTES, last - first)
+        fill_addresses(rows + 8 * last, zero, 0, end - last)
 
     @device(9)
     def attend_panel(args, scratch, k, v, i_p, first, last, next_last, bad):  # type: ignore[no-untyped-def]
@@ -197,7 +222,7 @@ def build(key: ManyKey) -> Any:
                     limit_rows(args, scratch, rows, found)
                     if last <= first:
                         continue
-            load_keys(args, scratch, k, first, last)
+            list_keys(args, scratch, k, first, last)
             bad = load_values(args, scratch, v, first, last)
             next_last = least(n + 2 * block_n, key_hi)
             for i_p in range((rows + NR - 1) // NR):

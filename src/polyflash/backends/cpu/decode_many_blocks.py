@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 from polyflash.backends.cpu import blocks
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import LINE
+from polyflash.backends.cpu.decode_blocks import DecodeTile
 from polyflash.backends.cpu.decode_many_configs import ManyKey
-from polyflash.backends.cpu.simd import I32, I64, Emitter, Value, natives
+from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value, natives
 
 MINUS_INF = float("-inf")
+LINES_AT_ONCE = 2  # of a row, prefetched per step
 PREFETCH_LEVEL = 1  # into the second-level cache: in the first a block would push out what is worked on
+ADDRESS = 8  # bytes
 MERGED_AT_ONCE = 8  # vectors of O^T that are summed over the splits side by side
 
 
@@ -29,11 +32,12 @@ class Stages(NamedTuple):
     load_value_rows: Any
     load_float_row: Any
     pack_query: Any
-    scores: Any
-    scores_bounded: Any
     online_softmax: Any
     accumulate: Any
     add_seen: Any
+    fill_addresses: Any  # (dst, first, stride, count), as in decode_blocks
+    scores: Any  # (addresses of K rows, q, s, bmax, trips, groups)
+    scores_bounded: Any  # (addresses of K rows, q, s, bmax, trips, groups, limits, key)
     change_scores: Any  # (s, keys, limits, key, top, factor bits, cap bits)
     read_ahead: Any  # (src, row_stride, rows, lines)
     copy_vectors: Any  # (src, dst, vectors)
@@ -45,6 +49,32 @@ class Stages(NamedTuple):
 
 class ManyTile(Tile):
     """Emissions for one key. Methods named as the stages they emit."""
+
+    fill_addresses = DecodeTile.fill_addresses
+
+    @property
+    def key_step(self) -> int:
+        return ADDRESS
+
+    def _key_products(self, e: Emitter, p_rows: Value, p_q: Value, trips: Value) -> list[list[Value]]:
+        rows = [e.pointer(e.load(p_rows, 8 * r, I64)) for r in range(self.mr)]
+
+        def body(i: Value, vals: list[Value]) -> list[Value]:
+            at, p_b, acc = vals[0], vals[1], vals[2:]
+            for u in range(4):
+                b_row = [e.load(p_b, u * self.nr * 4 + v * e.bytes) for v in range(self.nv)]
+                for r, row in enumerate(rows):
+                    atom = e.splat(e.load(e.at(row, at), u * 4, I32 if self.dot else F32))
+                    for v in range(self.nv):
+                        old = acc[r * self.nv + v]
+                        acc[r * self.nv + v] = (
+                            e.dot_bf16(old, b_row[v], atom) if self.dot else e.fma(b_row[v], atom, old)
+                        )
+            return [e.b.add(at, I64(16)), e.at(p_b, 4 * self.nr * 4), *acc]
+
+        start = [I64(0), p_q, *[e.floats(0)] * (self.mr * self.nv)]
+        out = e.loop(trips, start, body)[2:]
+        return [out[r * self.nv : (r + 1) * self.nv] for r in range(self.mr)]
 
     def change_scores(self, e: Emitter, s, keys, limits, key, top, factor, cap) -> None:  # type: ignore[no-untyped-def]
         """x = factor·s, then cap·tanh(x) if cap is not 0; -inf outside a lane's limits; the maximum."""
@@ -71,11 +101,12 @@ class ManyTile(Tile):
             e.store(out[1 + v], p_top, v * e.bytes)
 
     def read_ahead(self, e: Emitter, src, stride, rows, lines) -> None:  # type: ignore[no-untyped-def]
-        """Prefetches `lines` cache lines of every row, for the block after this one."""
+        """Prefetches `lines` steps of cache lines of every row, for the block after this one."""
 
         def line(i: Value, p: list[Value]) -> list[Value]:
-            e.prefetch(p[0], PREFETCH_LEVEL)
-            return [e.at(p[0], LINE)]
+            for n in range(LINES_AT_ONCE):
+                e.prefetch(e.at(p[0], n * LINE), PREFETCH_LEVEL)
+            return [e.at(p[0], LINES_AT_ONCE * LINE)]
 
         def body(i: Value, p: list[Value]) -> list[Value]:
             e.loop(lines, [p[0]], line)
@@ -147,15 +178,16 @@ class ManyTile(Tile):
 
 
 _ARITY = {
-    "change_scores": 7, "read_ahead": 4, "copy_vectors": 3, "merge_stats": 5, "merge_outputs": 6,
-    "finish_lanes": 3, "store_rows": 5,
+    "fill_addresses": 4, "scores": 6, "scores_bounded": 8, "change_scores": 7, "read_ahead": 4,
+    "copy_vectors": 3, "merge_stats": 5, "merge_outputs": 6, "finish_lanes": 3, "store_rows": 5,
 }  # fmt: skip
 
 
 def emissions(key: ManyKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
     """Name, number of arguments, emission and whether it returns a value, of every stage."""
-    yield from (x for x in blocks.emissions(key) if x[0] in Stages._fields)
     tile = ManyTile(key)
+    kept = set(Stages._fields) - set(_ARITY)
+    yield from (x for x in blocks.emissions(key) if x[0] in kept)
     for name, arity in _ARITY.items():
         yield name, arity, getattr(tile, name), False
 
