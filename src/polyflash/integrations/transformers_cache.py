@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("this module needs transformers 5: pip install 'polyflash[hf]'") from error
 
-from polyflash.errors import SpecError, described, spec_error
+from polyflash.errors import described, spec_error
 from polyflash.integrations import transformers as plug_in
 from polyflash.integrations.transformers.batch_mask import BatchMask, _mask_of_batch
 from polyflash.integrations.transformers.layer import (
@@ -318,10 +318,8 @@ def _attend(query: Tensor, key: PagedStates, options: dict[str, Any]) -> Tensor:
     """(batch, seqlen_q, num_q_heads, head_dim_v) over the pages of `key`'s layer."""
     batch, heads, rows, _ = query.shape
     pages = key.pages
-    out = pages.cache.attend(
+    out: Tensor = pages.cache.attend(
         query.transpose(1, 2).flatten(0, 1), pages.source, layer=key.layer, counts=rows,
         cascade=pages.cascade, **options,
     )  # fmt: skip
-    if not isinstance(out, Tensor):
-        raise SpecError("attend: got an lse too, wanted out alone. Pass no return_lse")
     return out.view(batch, rows, heads, -1)
