@@ -172,11 +172,14 @@ def test_dropout_obeys_the_generator() -> None:
 def test_what_is_refused() -> None:
     q, table = x(4, 2, 8), torch.zeros(1, 1, dtype=torch.int32)
     ends = torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match="block_table"):
-        fa.flash_attn_varlen_func(q, q, q, ends, ends, 4, 4, block_table=table)
     cache = x(1, 8, 2, 8)
-    with pytest.raises(UnsupportedError, match="block_table"):
-        fa.flash_attn_with_kvcache(q[None], cache, cache, block_table=table)
+    paged = {"block_table": table}
+    with pytest.raises(UnsupportedError, match="dropout_p"):
+        fa.flash_attn_varlen_func(q, cache, cache, ends, ends, 4, 4, 0.1, **paged)
+    with pytest.raises(UnsupportedError, match="inference"):
+        fa.flash_attn_varlen_func(q.clone().requires_grad_(), cache, cache, ends, ends, 4, 4, **paged)
+    with pytest.raises(SpecError, match=r"cu_seqlens_k: got torch\.int64"):
+        fa.flash_attn_varlen_func(q, cache, cache, ends, ends.long(), 4, 4, **paged)
     tables = {"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.zeros(8, 4)}
     pads = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="cache_leftpad"):

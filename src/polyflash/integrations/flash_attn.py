@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from polyflash.api import attention, attention_varlen
-from polyflash.errors import UnsupportedError, spec_error
+from polyflash.errors import spec_error
 from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache, window_sides
+from polyflash.integrations.flash_attn_pages import attend_packed
 
 __all__ = (
     "flash_attn_func",
@@ -136,26 +137,28 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention within each member of a packed batch: rows [cu_seqlens_q[b], cu_seqlens_q[b+1]) of
     q (total_q, num_heads, head_dim) over keys [cu_seqlens_k[b], ...) of k and v (total_k, num_kv_heads, .).
+    With `block_table`, int32 (batch, max_blocks), k and v are pages (num_blocks, page_size, num_kv_heads, .),
+    any page_size, and cu_seqlens_k says how many keys each member has in its pages; no gradients then.
 
     Returns:
         out (total_q, num_heads, head_dim_v), or (out, softmax_lse, None).
 
     Raises:
-        UnsupportedError: `block_table` is given: there are no paged caches here.
-        SpecError: as `polyflash.attention_varlen`.
+        SpecError, UnsupportedError: as `polyflash.attention_varlen`, or `polyflash.attention_paged`.
     """
-    if block_table is not None:
-        raise UnsupportedError("block_table: polyflash has no paged attention. Pass k and v packed")
     options: dict[str, Any] = {
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
         "causal": causal,
         "window": window_sides(window_size),
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "scale": softmax_scale,
-        "dropout_p": dropout_p,
     }
+    if block_table is not None:
+        out, lse = attend_packed(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, dropout_p, options
+        )
+        return (out, lse, None) if return_attn_probs else out
+    options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "dropout_p": dropout_p}
     if return_attn_probs:
         return (*attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, return_lse=True), None)
     return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)

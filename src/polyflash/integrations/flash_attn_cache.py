@@ -1,12 +1,17 @@
-"""flash-attn 2's `flash_attn_with_kvcache`: append to a cache in place, rotate, attend to what is live."""
+"""flash-attn 2's `flash_attn_with_kvcache`: append to a cache in place, rotate, attend to what is live.
+
+A cache is contiguous, or in pages that `block_table` names: `flash_attn_pages.py`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyflash.api import attention
 from polyflash.errors import UnsupportedError, spec_error
+from polyflash.integrations import flash_attn_pages as pages
 
 _INT32 = "an int or an int32 tensor (batch,)"
 
@@ -36,8 +41,9 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim).
-        k_cache: (batch_cache, seqlen_cache, num_kv_heads, head_dim), written in place if k is given.
-        v_cache: (batch_cache, seqlen_cache, num_kv_heads, head_dim_v), likewise.
+        k_cache: (batch_cache, seqlen_cache, num_kv_heads, head_dim), or with block_table (num_blocks,
+            page_size, num_kv_heads, head_dim), any page_size; written in place if k is given.
+        v_cache: likewise, with head_dim_v.
         k: (batch, seqlen_new, num_kv_heads, head_dim) to be written at [cache_seqlens, ...) of each request.
         v: (batch, seqlen_new, num_kv_heads, head_dim_v), given if k is.
         rotary_cos: (positions, rotary_dim / 2), with k only. k is rotated by the positions it is written to;
@@ -47,26 +53,32 @@ def flash_attn_with_kvcache(
         cache_batch_idx: int (batch,): the cache's row of each request, which is copied if given; all differ
             where k is given.
         cache_leftpad: int32 (batch,): first live key. Not with rotary.
+        block_table: int32 (batch, max_blocks): the pages of each request. Entries of pages without a key that
+            is seen or written may be anything. Not with cache_batch_idx.
         num_splits: ignored; splits change no result.
 
     Returns:
         out (batch, seqlen_q, num_heads, head_dim_v), or (out, softmax_lse (batch, num_heads, seqlen_q)).
 
     Raises:
-        UnsupportedError: `block_table`, or rotary with `cache_leftpad`.
-        SpecError: k or rotary_cos without its other half; k, v or cache_batch_idx are not the cache's; keys
-            do not fit behind those in the cache; or what `polyflash.attention` refuses. What is refused for
-            k, v, rotary or cache_batch_idx is so before the cache is written.
+        UnsupportedError: rotary with `cache_leftpad`.
+        SpecError: k or rotary_cos without its other half; k, v, cache_batch_idx or block_table are not the
+            cache's; keys do not fit behind those in the cache; two tokens would be written to one slot; or
+            what `polyflash.attention` refuses. What is refused for k, v, rotary, cache_batch_idx or
+            block_table is so before the cache is written. Contents of tensors are checked on a CPU; on a
+            device what has no page is not written, and hidden.
     """
-    if block_table is not None:
-        raise UnsupportedError("block_table: polyflash has no paged attention. Pass a contiguous cache")
     if rotary_cos is not None and cache_leftpad is not None:
         raise UnsupportedError("cache_leftpad: not with rotary_cos here. Rotate q and k before the call")
     _check_halves(k, v, rotary_cos, rotary_sin)
     window = window_sides(window_size)
     with torch.no_grad():
-        _check_rows(q, k_cache, v_cache, cache_batch_idx)
-        lens = _lens(q, k_cache, cache_seqlens)
+        if block_table is None:
+            _check_rows(q, k_cache, v_cache, cache_batch_idx)
+            room = k_cache.shape[1] if k_cache.ndim > 1 else 0
+        else:
+            room = pages.room(q, k_cache, v_cache, block_table, cache_batch_idx)
+        lens = _lens(q, room, cache_seqlens)
         if k is not None and v is not None:
             if cache_seqlens is None:
                 change = "Say how many keys the cache holds; 0 for none."
@@ -74,6 +86,7 @@ def flash_attn_with_kvcache(
             seqlen_new = k.shape[1] if k.ndim > 1 else 0
             _check_new("k", k, k_cache, q.shape[0], seqlen_new)
             _check_new("v", v, v_cache, q.shape[0], seqlen_new)
+            _check_room(lens, room, seqlen_new)
             if rotary_cos is not None and rotary_sin is not None:
                 stand = lens.long()[:, None]
                 along = causal or window != (None, None)
@@ -81,16 +94,24 @@ def flash_attn_with_kvcache(
                 q = _rotated(q, stand + rows, rotary_cos, rotary_sin, rotary_interleaved)
                 new = torch.arange(k.shape[1], device=q.device)
                 k = _rotated(k, stand + new, rotary_cos, rotary_sin, rotary_interleaved)
-            _append(k_cache, v_cache, k, v, lens, cache_batch_idx)
-            lens = lens + k.shape[1]
-        keys, values = k_cache, v_cache
-        if cache_batch_idx is not None:
-            keys, values = keys[cache_batch_idx.long()], values[cache_batch_idx.long()]
-        out, lse = attention(
-            q, keys, values, layout="bshd", causal=causal, window=window, softcap=softcap,
-            alibi_slopes=alibi_slopes, scale=softmax_scale, kv_lens=lens, kv_starts=cache_leftpad,
-            return_lse=True,
-        )  # fmt: skip
+            at = lens.long()[:, None] + torch.arange(seqlen_new, device=k.device)
+            lens = lens + seqlen_new
+            if block_table is None:
+                _append(k_cache, v_cache, k, v, at, cache_batch_idx)
+            else:
+                pages.check_seen(q, k_cache, block_table, lens, cache_leftpad, causal, window)
+                pages.append(k_cache, v_cache, k, v, at, block_table)
+        options: dict[str, Any] = {
+            "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes,
+            "scale": softmax_scale, "kv_starts": cache_leftpad,
+        }  # fmt: skip
+        if block_table is not None:
+            out, lse = pages.attend(q, k_cache, v_cache, block_table, lens, options)
+        else:
+            keys, values = k_cache, v_cache
+            if cache_batch_idx is not None:
+                keys, values = keys[cache_batch_idx.long()], values[cache_batch_idx.long()]
+            out, lse = attention(q, keys, values, layout="bshd", kv_lens=lens, return_lse=True, **options)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -149,32 +170,32 @@ def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch_idx: Tensor |
         raise spec_error("cache_batch_idx", got=got, wanted=f"0 to {rows - 1}", change=change)
 
 
-def _lens(q: Tensor, k_cache: Tensor, cache_seqlens: int | Tensor | None) -> Tensor:
-    """int32 (batch,)."""
+def _lens(q: Tensor, room: int, cache_seqlens: int | Tensor | None) -> Tensor:
+    """int32 (batch,); all that a request has room for if nothing is said."""
     if isinstance(cache_seqlens, Tensor):
         if cache_seqlens.shape != (q.shape[0],) or cache_seqlens.dtype is not torch.int32:
             got = f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
             raise spec_error("cache_seqlens", got=got, wanted=_INT32, change="Use .to(torch.int32).")
         return cache_seqlens
-    whole = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+    whole = room if cache_seqlens is None else cache_seqlens
     return torch.full((q.shape[0],), whole, dtype=torch.int32, device=q.device)
 
 
-def _append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lens: Tensor, batch_idx: Tensor | None
-) -> None:
-    """k and v into the caches, behind `lens` keys of each request."""
-    room, new = k_cache.shape[1], k.shape[1]
-    if (
-        lens.device.type == "cpu"
-        and lens.numel()
-        and not 0 <= int(lens.min()) <= int(lens.max()) <= room - new
-    ):
-        got = f"{int(lens.min())} to {int(lens.max())} keys, and {new} more"
-        change = "Make the caches longer."
+def _check_room(lens: Tensor, room: int, new: int) -> None:
+    """That `new` keys of each request fit behind those it has."""
+    if lens.device.type != "cpu" or not lens.numel():
+        return
+    low, high = int(lens.min()), int(lens.max())
+    if not 0 <= low <= high <= room - new:
+        got, change = f"{low} to {high} keys, and {new} more", "Make the caches longer."
         raise spec_error("cache_seqlens", got=got, wanted=f"at most {room} together", change=change)
+
+
+def _append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, batch_idx: Tensor | None
+) -> None:
+    """k and v into the caches, at the positions `at`, int64 (batch, seqlen_new), of each request."""
     requests = torch.arange(k.shape[0], device=k.device) if batch_idx is None else batch_idx.long()
-    at = lens.long()[:, None] + torch.arange(new, device=k.device)
     k_cache[requests[:, None], at] = k
     v_cache[requests[:, None], at] = v
 
