@@ -31,6 +31,7 @@ class Stages(NamedTuple):
 
     fill: Any  # (dst, vectors, float bits)
     fill_addresses: Any  # (dst, first, stride, count)
+    fill_pages: Any  # (dst, entries, stride, count, src, page_stride, row_stride, page_size, num_pages, zero)
     add_addresses: Any  # (dst, distance, count)
     gather_row: Any  # (src, element_stride, count, dst)
     load_query: Any  # (src, channels, dst, sign): one row
@@ -76,6 +77,44 @@ class DecodeTile:
             return [e.at(p[0], 8 * n), b.add(p[1], ahead)]
 
         e.loop(b.udiv(b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst), start], body)
+
+    def fill_pages(
+        self,
+        e: Emitter,
+        dst,
+        entries,
+        stride,
+        count,
+        src,
+        page_stride,
+        row_stride,
+        page_size,
+        num_pages,
+        zero,
+    ) -> None:  # type: ignore[no-untyped-def]
+        """Addresses of the rows of `count` whole pages, each rounded up to whole vectors. Table entries were
+        checked before the call; should another thread have written one that names no page, it is zeros."""
+        b, n = e.b, self.lanes // 2
+        lane = ir.Constant(ir.VectorType(I64, n), list(range(n)))
+
+        def page(i: Value, p: list[Value]) -> list[Value]:
+            number = b.sext(e.load(p[0], 0, I32), I64)
+            real = b.icmp_unsigned("<", number, num_pages)
+            step = b.select(real, row_stride, I64(0))
+            row = b.select(real, b.add(src, b.mul(number, page_stride)), zero)
+            rows, ahead = (
+                b.add(e.splat(row, n), b.mul(e.splat(step, n), lane)),
+                e.splat(b.mul(step, I64(n)), n),
+            )
+
+            def rows_of(j: Value, x: list[Value]) -> list[Value]:
+                e.store(x[1], x[0])
+                return [e.at(x[0], 8 * n), b.add(x[1], ahead)]
+
+            e.loop(b.udiv(b.add(page_size, I64(n - 1)), I64(n)), [p[1], rows], rows_of)
+            return [e.at(p[0], stride), e.at(p[1], b.mul(page_size, I64(8)))]
+
+        e.loop(count, [e.pointer(entries), e.pointer(dst)], page)
 
     def add_addresses(self, e: Emitter, dst: Value, distance: Value, count: Value) -> None:
         """Moves `count` addresses on, rounded up to whole vectors."""
@@ -462,9 +501,9 @@ def _sums_of_lanes(e: Emitter, x: list[Value]) -> Value:
 
 
 _ARITY = {
-    "fill": 3, "fill_addresses": 4, "add_addresses": 3, "gather_row": 4, "load_query": 4, "scores": 11,
-    "online_softmax": 5, "accumulate": 8, "accumulate_seen": 8, "merge_stats": 5, "merge_outputs": 6,
-    "row_stats": 5, "store_row": 4,
+    "fill": 3, "fill_addresses": 4, "fill_pages": 10, "add_addresses": 3, "gather_row": 4, "load_query": 4,
+    "scores": 11, "online_softmax": 5, "accumulate": 8, "accumulate_seen": 8, "merge_stats": 5,
+    "merge_outputs": 6, "row_stats": 5, "store_row": 4,
 }  # fmt: skip
 
 

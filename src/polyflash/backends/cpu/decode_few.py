@@ -26,7 +26,7 @@ def build(key: DecodeKey) -> Any:
 
     stage = decode_blocks.stages(key)
     fill, gather_row = stage.fill, stage.gather_row
-    fill_addresses, add_addresses = stage.fill_addresses, stage.add_addresses
+    fill_addresses, fill_pages, add_addresses = stage.fill_addresses, stage.fill_pages, stage.add_addresses
     load_query, scores, online_softmax = stage.load_query, stage.scores, stage.online_softmax
     accumulate, accumulate_seen = stage.accumulate, stage.accumulate_seen
     merge_stats, merge_outputs = stage.merge_stats, stage.merge_outputs
@@ -45,20 +45,21 @@ def build(key: DecodeKey) -> Any:
     GROUP_KEYS = KEYS_PER_GROUP
     MINUS_INF, ONE = 0xFF800000, 0x3F800000
 
+    @device(3, types.int64)
+    def table_at(args, scratch, j):  # type: ignore[no-untyped-def]
+        """Where the table entry of key j lies."""
+        row = arg(scratch + arg(args, a.T_ITEM), a.I_BATCH) * arg(args, a.PAGE_TABLE_BATCH)
+        return arg(args, a.PAGE_TABLE) + row + j // arg(args, a.PAGE_SIZE) * arg(args, a.PAGE_TABLE_ENTRY)
+
     @device(6, types.int64)
     def row_at(args, scratch, src, page_stride, row_stride, j):  # type: ignore[no-untyped-def]
-        """Where key j lies, or 0: table entries were checked before the call, and should another thread have
-        written one that names no page, its keys are zeros."""
+        """Where key j lies; 0 if its table entry names no page."""
         if arg(args, a.PAGE_TABLE) == 0:
             return src + j * row_stride
-        i = j // arg(args, a.PAGE_SIZE)
-        row = arg(args, a.PAGE_TABLE) + arg(scratch + arg(args, a.T_ITEM), a.I_BATCH) * arg(
-            args, a.PAGE_TABLE_BATCH
-        )
-        page = load_i32(row + i * arg(args, a.PAGE_TABLE_ENTRY))
+        page = load_i32(table_at(args, scratch, j))
         if page < 0 or page >= arg(args, a.NUM_PAGES):
             return 0
-        return src + page * page_stride + (j - i * arg(args, a.PAGE_SIZE)) * row_stride
+        return src + page * page_stride + j % arg(args, a.PAGE_SIZE) * row_stride
 
     @device(7)
     def list_rows(args, scratch, src, tensor, slot, first, last):  # type: ignore[no-untyped-def]
@@ -66,28 +67,40 @@ def build(key: DecodeKey) -> Any:
         every key around them. `tensor` is K_BATCH or V_BATCH. Rows whose channels have a stride are gathered
         first."""
         page_stride, row_stride, dim_stride = arg(args, tensor), arg(args, tensor + 2), arg(args, tensor + 3)
-        zero, width = scratch + arg(args, a.T_ZERO), arg(args, d.GATHERED_ROW)
-        rows, channels = scratch + arg(args, a.T_STAGE), arg(args, a.HEAD_DIM)
-        if slot == a.T_V:
-            rows, channels = rows + arg(args, a.BLOCK_N) * width, arg(args, a.HEAD_DIM_V)
-        dst = scratch + arg(args, slot)
+        zero, size = scratch + arg(args, a.T_ZERO), arg(args, a.PAGE_SIZE)
+        dst, j = scratch + arg(args, slot), first
         fill_addresses(dst, zero, 0, first % STEP)
         dst += (first % STEP - first) * 8
-        size, j = last, first
         if dim_stride != SIZE:
-            size = 1
-        elif arg(args, a.PAGE_TABLE) != 0:
-            size = arg(args, a.PAGE_SIZE)
-        while j < last:  # a run of keys is what lies in one page
-            end = least(last, (j // size + 1) * size)
-            src_row, stride = row_at(args, scratch, src, page_stride, row_stride, j), row_stride
-            if src_row == 0:
-                src_row, stride = zero, 0
-            elif dim_stride != SIZE:
-                gather_row(src_row, dim_stride, channels, rows + (j - first) * width)
-                src_row = rows + (j - first) * width
-            fill_addresses(dst + j * 8, src_row, stride, end - j)
-            j = end
+            width, channels = arg(args, d.GATHERED_ROW), arg(args, a.HEAD_DIM)
+            rows = scratch + arg(args, a.T_STAGE)
+            if slot == a.T_V:
+                rows, channels = rows + arg(args, a.BLOCK_N) * width, arg(args, a.HEAD_DIM_V)
+            for j in range(first, last):
+                row, gathered_row = row_at(args, scratch, src, page_stride, row_stride, j), zero
+                if row != 0:
+                    gathered_row = rows + (j - first) * width
+                    gather_row(row, dim_stride, channels, gathered_row)
+                fill_addresses(dst + j * 8, gathered_row, 0, 1)
+        elif arg(args, a.PAGE_TABLE) == 0:
+            fill_addresses(dst + first * 8, src + first * row_stride, row_stride, last - first)
+        else:
+            if first % size != 0:  # the rest of a page whose first keys belong to the block before
+                j = least(last, (first // size + 1) * size)
+                row = row_at(args, scratch, src, page_stride, row_stride, first)
+                fill_addresses(
+                    dst + first * 8, row if row != 0 else zero, row_stride if row != 0 else 0, j - first
+                )
+            whole = (last - j) // size
+            entries, stride = table_at(args, scratch, j), arg(args, a.PAGE_TABLE_ENTRY)
+            pages = arg(args, a.NUM_PAGES)
+            fill_pages(dst + j * 8, entries, stride, whole, src, page_stride, row_stride, size, pages, zero)
+            j += whole * size
+            if j < last:
+                row = row_at(args, scratch, src, page_stride, row_stride, j)
+                fill_addresses(
+                    dst + j * 8, row if row != 0 else zero, row_stride if row != 0 else 0, last - j
+                )
         fill_addresses(dst + last * 8, zero, 0, -last % STEP)
 
     @device(8)
