@@ -248,6 +248,20 @@ def test_figures_are_rates_and_ratios_of_medians():
     assert (found["split"], found["×best"], found["×prefill"]) == ("2k", "1.25", "3.00")
 
 
+def test_a_round_is_as_quiet_as_its_memory(monkeypatch):
+    rates = iter([10.0, 20.0, 40.0, 30.0, 10.0, 30.0, 40.0, 39.0])
+    monkeypatch.setattr(decode, "_read_rate", lambda: next(rates))
+
+    class Burst:
+        speeds = iter([1.0, 1.0, 1.0, 0.5])
+
+        def speed(self) -> float:
+            return next(self.speeds)
+
+    speed = decode.MemorySpeed(Burst())
+    assert [speed() for _ in range(4)] == [1.0, 1.0, 0.75, 0.5]  # the better of two reads counts
+
+
 def test_memory_bound_rows_are_not_blamed_for_scaling():
     case = first(decode_cases.STEPS)
     rounds = Comparison(tuple(Round({suite.OURS: 1.0, SDPA: 1.0, suite.ALONE: 1.2}, 1.0) for _ in range(3)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
 from polyflash.bench import decode_cases as rows
+from polyflash.bench import stream
 from polyflash.bench.accuracy import Accuracy, sampled_error, worst_row
 from polyflash.bench.cases import SDPA, Case
 from polyflash.bench.decode_keys import (
@@ -99,11 +101,39 @@ def measure(case: Case, *, seconds: float, calibration: Calibration | None) -> R
             arms.append(Arm(AFTER, ours, before=lambda: x @ x))
         if threads > 1:
             arms.append(Arm(ALONE, ours, threads=1))
-        comparison = compare(arms, seconds=seconds, speed=calibration.speed if calibration else None)
+        speed = MemorySpeed(calibration) if calibration and stream.available() else None
+        comparison = compare(arms, seconds=seconds, speed=speed)
     return Result(
         case, problem.backend, comparison, difference, error, other, problem.flops, problem.flops, None,
         threads, bytes=problem.bytes, chosen=problem.chosen,
     )  # fmt: skip
+
+
+class MemorySpeed:
+    """The machine's present speed as a fraction of the best it has shown for this row: that of its
+    arithmetic, or of a read that no cache serves, whichever is lower. Time slices of the host are longer than
+    a burst of arithmetic, and other machines on it take memory's rate without taking a core."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration, self._best = calibration, 0.0
+
+    def __call__(self) -> float:
+        rate = max(_read_rate() for _ in range(2))  # the first may meet threads of torch that still spin
+        self._best = max(self._best, rate)
+        return min(self._calibration.speed(), rate / self._best)
+
+
+def _read_rate() -> float:
+    """Bytes per second."""
+    read = _large_read()
+    start = time.perf_counter()
+    read()
+    return read.bytes / (time.perf_counter() - start)
+
+
+@lru_cache(maxsize=1)
+def _large_read() -> stream.Read:
+    return stream.Read([torch.ones(2 * stream.last_level_bytes(), dtype=torch.int8)])
 
 
 def build(case: Case) -> DecodeProblem:
