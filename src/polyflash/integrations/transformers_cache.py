@@ -102,7 +102,9 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the pools are there."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: Any
+    ) -> tuple[PagedStates, PagedStates]:
         return self.parent.write(self.index, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
