@@ -96,6 +96,14 @@ def test_values(dtype, heads, kv_heads, rows):
             close(got, exact(q, k, v, bounds_of(q, keys, **bounds), **more), dtype, (keys, bounds, more))
 
 
+def test_the_cap_bounds_the_maximum_too():
+    """Weights are taken relative to the largest capped score: the raw one is hundreds away."""
+    q = randn(1, 4, 5, 64) * 20
+    k, v = (randn(1, 2, 300, 64, seed=i) for i in (1, 2))
+    want = exact(q, k, v, bounds_of(q, 300), softcap=3.0)
+    close(decode(q, k, v, softcap=3.0), want, torch.float32, "softcap")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bounds_of_rows(dtype):
     generator = torch.Generator().manual_seed(5)

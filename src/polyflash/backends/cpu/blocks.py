@@ -203,13 +203,17 @@ class Tile:
         *,
         stride: int = 0,
         nv: int = 0,
+        each: Callable[[Value], None] | None = None,
     ) -> list[list[Value]]:
         """acc[r][v] = Σ_k broadcast(a + r·row + k·step) · b[k][v] over trips·unroll atoms; b's rows are
-        `stride` bytes apart (0: a panel's) and `nv` vectors wide (0: a panel's)."""
+        `stride` bytes apart (0: a panel's) and `nv` vectors wide (0: a panel's). `each` is emitted in every
+        trip, with its number."""
         nv, mr, stride = nv or self.nv, self.mr, stride or self.nr * 4
 
         def body(i: Value, vals: list[Value]) -> list[Value]:
             p_a, p_b, acc = vals[0], vals[1], vals[2:]
+            if each is not None:
+                each(i)
             for u in range(unroll):
                 b_row = [e.load(p_b, u * stride + v * e.bytes) for v in range(nv)]
                 for r in range(mr):
@@ -232,7 +236,7 @@ class Tile:
 
         def group(i: Value, vals: list[Value]) -> list[Value]:
             p_k, p_s, top = vals[0], vals[1], vals[2:]
-            acc = self._product(e, p_k, self.key.k_row_bytes, 4, p_q, trips, 4)
+            acc = self._key_products(e, i, p_k, p_q, trips)
             if bounds:
                 first = b.add(key, e.splat(b.mul(b.trunc(i, I32), I32(mr))))
                 lo = [e.load(limits, v * e.bytes, e.vi) for v in range(nv)]
@@ -245,12 +249,21 @@ class Tile:
                         x = b.select(seen, x, e.floats(float("-inf")))
                     top[v] = e.maximum(x, top[v])
                     e.store(x, p_s, (r * nv + v) * e.bytes)
-            return [e.at(p_k, mr * self.key.k_row_bytes), e.at(p_s, mr * self.nr * 4), *top]
+            return [e.at(p_k, mr * self.key_step), e.at(p_s, mr * self.nr * 4), *top]
 
         start = [e.load(p_max, v * e.bytes) for v in range(nv)]
         out = e.loop(groups, [e.pointer(k), e.pointer(s), *start], group)
         for v in range(nv):
             e.store(out[2 + v], p_max, v * e.bytes)
+
+    @property
+    def key_step(self) -> int:
+        """Bytes from one key to the next in what `scores` reads."""
+        return self.key.k_row_bytes
+
+    def _key_products(self, e: Emitter, i: Value, p_k: Value, p_q: Value, trips: Value) -> list[list[Value]]:
+        """[key][vector] of the products of group i of keys."""
+        return self._product(e, p_k, self.key.k_row_bytes, 4, p_q, trips, 4)
 
     def scores(self, e: Emitter, k, q, s, bmax, trips, groups) -> None:  # type: ignore[no-untyped-def]
         self._scores(e, k, q, s, bmax, trips, groups, None)
@@ -261,11 +274,20 @@ class Tile:
 
     def accumulate(self, e: Emitter, v, p, trips, o, alpha, groups) -> None:  # type: ignore[no-untyped-def]
         """O^T = alpha·O^T + V·P. The sum restarts at every block: one chain loses a digit over 8192 keys."""
+        self._accumulate(e, v, p, trips, o, alpha, groups, lambda i: None)
+
+    def _accumulate(  # type: ignore[no-untyped-def]
+        self, e: Emitter, v, p, trips, o, alpha, groups,
+        meanwhile: Callable[[Value], Callable[[Value], None] | None],
+    ) -> None:  # fmt: skip
+        """`meanwhile(group)` is what every trip of a group does besides."""
         nv, mr = self.nv, self.mr
         p_p, p_alpha = e.pointer(p), e.pointer(alpha)
 
         def group(i: Value, vals: list[Value]) -> list[Value]:
-            acc = self._product(e, vals[0], 4, self.key.v_row_bytes, p_p, trips, self.unroll_keys)
+            acc = self._product(
+                e, vals[0], 4, self.key.v_row_bytes, p_p, trips, self.unroll_keys, each=meanwhile(i)
+            )
             scale = [e.load(p_alpha, c * e.bytes) for c in range(nv)]
             for r in range(mr):
                 for c in range(nv):

@@ -16,8 +16,6 @@ from polyflash.backends.cpu import decode_arguments as d
 if TYPE_CHECKING:
     from polyflash.backends.cpu.decode_many_configs import ManyKey
 
-PART_KEYS, PART_CHANNELS = 16, 32  # worked on between two looks ahead: some thousand cycles
-
 
 def build(key: ManyKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
@@ -29,8 +27,10 @@ def build(key: ManyKey) -> Any:
     fill, pack_query, online_softmax, accumulate = (
         stage.fill, stage.pack_query, stage.online_softmax, stage.accumulate,
     )  # fmt: skip
-    change_scores, read_ahead, copy_vectors = stage.change_scores, stage.read_ahead, stage.copy_vectors
-    fill_addresses = stage.fill_addresses
+    change_scores, copy_vectors, fill_addresses = (
+        stage.change_scores, stage.copy_vectors, stage.fill_addresses,
+    )  # fmt: skip
+    scores, scores_bounded = stage.scores, stage.scores_bounded
     merge_stats, merge_outputs = stage.merge_stats, stage.merge_outputs
     finish_lanes, store_rows = stage.finish_lanes, stage.store_rows
     arg, load_i32, store_i32, store_i64 = simd.word, simd.load_i32, simd.store_i32, simd.store_i64
@@ -38,16 +38,16 @@ def build(key: ManyKey) -> Any:
     device = loading.device
     shared = loading.loaders(key, stage)
     load_tile, stand = shared.load_tile, shared.stand
-    tile = tiles.tiles(key, stage, shared, (a.T_STAGED, decode_many_blocks.ADDRESS))
+    tile = tiles.tiles(key, stage, shared)
     find_pages, load_keys, load_values = tile.find_pages, tile.load_keys, tile.load_values
-    row_at, run_end = tile.row_at, tile.run_end
-    masked_scores, add_bad_rows = tile.masked_scores, tile.add_bad_rows
+    row_at, run_end, add_bad_rows = tile.row_at, tile.run_end, tile.add_bad_rows
 
     LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
     SIZE, VECTOR, LINE = configs.STORAGE_BYTES[key.storage], key.lanes * 4, configs.LINE
     Q_PANEL, O_PANEL, STATS = key.q_panel_bytes, key.o_panel_bytes, key.panel_rows * 8
     K_BYTES, V_BYTES, WIDE_BYTES = key.k_row_bytes, key.v_row_bytes, key.bucket * 4 + configs.LINE
-    KEYS_PER_TRIP, LINES = min(4, MR // PACK) * PACK, decode_many_blocks.LINES_AT_ONCE
+    KEYS_PER_TRIP, K_LINES, V_LINES = key.trip_keys, key.lines_of_keys, key.lines_of_values
+    ROWS_AT, UNREAD = configs.LINE, -1  # addresses of zeros come first; V of the block is not yet loaded
     IN_PLACE = key.compute == "bf16dot" or key.storage == "float32"
     MERGED = decode_many_blocks.ManyTile(key).channels_at_once
     MINUS_INF = 0xFF800000
@@ -113,31 +113,12 @@ def build(key: ManyKey) -> Any:
             lowest, highest = least(lowest, some_lo), greatest(highest, some_hi)
         return lowest, highest
 
-    @device(7)
-    def look_ahead(args, scratch, src, page_stride, row_stride, first, last):  # type: ignore[no-untyped-def]
-        """Prefetches rows [first, last) of K or V; what no page holds is left out."""
-        count = arg(args, a.HEAD_DIM) if page_stride == a.K_BATCH else arg(args, a.HEAD_DIM_V)
-        stride, lines = arg(args, row_stride), (count * SIZE + LINES * LINE - 1) // (LINES * LINE)
-        if arg(args, row_stride + 1) != SIZE:
-            return
-        if arg(args, a.PAGE_TABLE) == 0:
-            read_ahead(src + first * stride, stride, last - first, lines)
-            return
-        size, j = arg(args, a.PAGE_SIZE), first
-        row = arg(scratch + arg(args, a.T_ITEM), a.I_BATCH) * arg(args, a.PAGE_TABLE_BATCH)
-        while j < last:
-            i = j // size
-            end = least(last, (i + 1) * size)
-            page = load_i32(arg(args, a.PAGE_TABLE) + row + i * arg(args, a.PAGE_TABLE_ENTRY))
-            read_ahead(src + page * arg(args, page_stride) + (j - i * size) * stride, stride, end - j, lines)
-            j = end
-
     @device(5)
     def list_keys(args, scratch, k, first, last):  # type: ignore[no-untyped-def]
-        """Addresses, at T_STAGED, of K rows [first, last) of the block, and of zeros around them up to whole
-        steps. Rows that are not as the products read them are copied."""
+        """Addresses, from ROWS_AT on, of K rows [first, last) of the block, and of zeros around them up to
+        whole steps. Rows that are not as the products read them are copied."""
         n = arg(scratch + arg(args, a.T_ITEM), a.I_KEY)
-        rows, zero = scratch + arg(args, a.T_STAGED) - 8 * n, scratch + arg(args, a.T_ZERO)
+        rows, zero = scratch + arg(args, a.T_STAGED) + ROWS_AT - 8 * n, scratch + arg(args, a.T_ZERO)
         begin, end, stride = first // STEP * STEP, (last + STEP - 1) // STEP * STEP, arg(args, a.K_ROW)
         # Each count is rounded up to whole vectors, so what comes later is written later.
         fill_addresses(rows + 8 * begin, zero, 0, first - begin)
@@ -154,56 +135,99 @@ def build(key: ManyKey) -> Any:
             fill_addresses(rows + 8 * first, tile_row, K_BYTES, last - first)
         fill_addresses(rows + 8 * last, zero, 0, end - last)
 
-    @device(9)
+    @device(8, types.int64)
+    def list_lines(args, scratch, src, page_stride, first, last, channels, wanted):  # type: ignore[no-untyped-def]
+        """The cache lines of K or V rows [first, last), then zeros up to `wanted` addresses; their place."""
+        dst, zero = scratch + arg(args, a.T_STAGED) + ROWS_AT + LINE, scratch + arg(args, a.T_ZERO)
+        dst += 8 * arg(args, a.BLOCK_N)
+        stride, lines, count = arg(args, page_stride + 2), (channels * SIZE + LINE - 1) // LINE, last - first
+        done, j = 0, first
+        if arg(args, page_stride + 3) == SIZE and count > 0:
+            done = lines * count
+            for line in range(lines):
+                j = first
+                while j < last:
+                    stop, at = last, src + j * stride
+                    if arg(args, a.PAGE_TABLE) != 0:
+                        size = arg(args, a.PAGE_SIZE)
+                        i, row = j // size, arg(scratch + arg(args, a.T_ITEM), a.I_BATCH)
+                        stop = least(last, (i + 1) * size)
+                        page = arg(args, a.PAGE_TABLE) + row * arg(args, a.PAGE_TABLE_BATCH)
+                        page = load_i32(page + i * arg(args, a.PAGE_TABLE_ENTRY))
+                        at = src + page * arg(args, page_stride) + (j - i * size) * stride
+                    fill_addresses(dst + 8 * (line * count + j - first), at + line * LINE, stride, stop - j)
+                    j = stop
+        if wanted > done:
+            fill_addresses(dst + 8 * done, zero, 0, wanted - done)
+        return dst
+
+    @device(10)
+    def masked_scores(args, scratch, i_p, n, begin, end, inner_begin, inner_end, ahead, step):  # type: ignore[no-untyped-def]
+        """S^T of keys n + [begin, end) of one panel, and their part of the running maximum; every row sees
+        all of [inner_begin, inner_end)."""
+        s, top = scratch + arg(args, a.T_S), scratch + arg(args, a.T_BLOCK) + NR * 4
+        q, limits = scratch + arg(args, a.T_Q) + i_p * Q_PANEL, scratch + arg(args, a.T_LIMITS) + i_p * STATS
+        trips = (arg(args, a.HEAD_DIM) + 4 * PACK - 1) // (4 * PACK)
+        for part in range(3):
+            lo = begin if part == 0 else inner_begin if part == 1 else inner_end
+            hi = inner_begin if part == 0 else inner_end if part == 1 else end
+            if hi > lo:
+                rows, at = scratch + arg(args, a.T_STAGED) + ROWS_AT + 8 * lo, s + lo * NR * 4
+                groups, lines = (hi - lo) // MR, ahead + (lo - begin) // MR * trips * step
+                if part == 1:
+                    scores(rows, q, at, top, trips, groups, lines, step)
+                else:
+                    scores_bounded(rows, q, at, top, trips, groups, limits, n + lo, lines, step)
+
+    @device(9, types.int64)
     def attend_panel(args, scratch, k, v, i_p, first, last, next_last, bad):  # type: ignore[no-untyped-def]
-        """One key block against one panel; meanwhile keys up to next_last of the next block are read."""
+        """One key block against one panel; the first brings V in between. While K is multiplied V is read
+        ahead, and while V is, keys up to next_last of the next block. Returns whether V is not finite."""
         n = arg(scratch + arg(args, a.T_ITEM), a.I_KEY)
-        ahead, per = n + arg(args, a.BLOCK_N), arg(args, a.BLOCK_N)
         bounds = scratch + arg(args, a.T_Q_IDS) + 16 * i_p
         lo, hi = greatest(first, load_i32(bounds)) - n, least(last, load_i32(bounds + 4)) - n
         if hi <= lo:
-            return
+            return bad
         begin, end = lo // MR * MR, (hi + MR - 1) // MR * MR
-        limits, block = scratch + arg(args, a.T_LIMITS) + i_p * STATS, scratch + arg(args, a.T_BLOCK)
-        top, s = block + NR * 4, scratch + arg(args, a.T_S)
+        block, s = scratch + arg(args, a.T_BLOCK), scratch + arg(args, a.T_S) + begin * NR * 4
         inner_begin, inner_end = begin, end
         changes = arg(args, d.FACTOR)  # scores are scaled and perhaps capped before they are bounded
         if changes == 0:
             all_lo, all_hi = load_i32(bounds + 8) - n, load_i32(bounds + 12) - n
             inner_begin = least(greatest((all_lo + MR - 1) // MR * MR, begin), end)
             inner_end = least(greatest(all_hi // MR * MR, inner_begin), end)
+        top, ahead, step = block + NR * 4, scratch + arg(args, a.T_STAGED), 0
+        channels = arg(args, a.HEAD_DIM_V)
+        if bad == UNREAD:
+            trips = (arg(args, a.HEAD_DIM) + 4 * PACK - 1) // (4 * PACK)
+            wanted = (end - begin) // MR * trips * K_LINES
+            ahead, step = list_lines(args, scratch, v, a.V_BATCH, first, last, channels, wanted), 8 * K_LINES
         fill(top, NV, MINUS_INF)
-        for part in range(begin, end, PART_KEYS):
-            if i_p == 0:
-                last_ahead = least(ahead + part + PART_KEYS, next_last)
-                look_ahead(args, scratch, k, a.K_BATCH, a.K_ROW, ahead + part, last_ahead)
-            stop = least(part + PART_KEYS, end)
-            seen_begin = least(greatest(inner_begin, part), stop)
-            seen_end = greatest(least(inner_end, stop), seen_begin)
-            masked_scores(args, scratch, i_p, limits, n, part, stop, seen_begin, seen_end)
+        masked_scores(args, scratch, i_p, n, begin, end, inner_begin, inner_end, ahead, step)
         if changes != 0:
             fill(top, NV, MINUS_INF)
-            change_scores(s + begin * NR * 4, end - begin, limits, n + begin, top, changes, arg(args, d.CAP))
+            limits = scratch + arg(args, a.T_LIMITS) + i_p * STATS
+            change_scores(s, end - begin, limits, n + begin, top, changes, arg(args, d.CAP))
         p, stats = (
             scratch + arg(args, a.T_P) + begin // PACK * NR * 4,
             scratch + arg(args, a.T_STATS) + i_p * STATS,
         )
-        online_softmax(s + begin * NR * 4, p, (end - begin) // 4, block, stats, arg(args, a.SCALE_LOG2))
+        online_softmax(s, p, (end - begin) // 4, block, stats, arg(args, a.SCALE_LOG2))
         values, o = (
             scratch + arg(args, a.T_V) + begin // PACK * V_BYTES,
             scratch + arg(args, a.T_O) + i_p * O_PANEL,
         )
-        trips, channels = (end - begin) // KEYS_PER_TRIP, (arg(args, a.HEAD_DIM_V) + MR - 1) // MR * MR
-        parts = (channels + PART_CHANNELS - 1) // PART_CHANNELS
-        for part in range(parts):
-            if i_p == 0:
-                last_ahead = least(ahead + (part + 1) * per // parts, next_last)
-                look_ahead(args, scratch, v, a.V_BATCH, a.V_ROW, ahead + part * per // parts, last_ahead)
-            c = part * PART_CHANNELS
-            groups = least(PART_CHANNELS, channels - c) // MR
-            accumulate(values + c * 4, p, trips, o + c * NR * 4, block, groups)
+        trips, groups = (end - begin) // KEYS_PER_TRIP, (channels + MR - 1) // MR
+        ahead, step = scratch + arg(args, a.T_STAGED), 0
+        if bad == UNREAD:
+            bad = load_values(args, scratch, v, first, last)
+            following, count = n + arg(args, a.BLOCK_N), arg(args, a.HEAD_DIM)
+            wanted, step = trips * groups * V_LINES, 8 * V_LINES
+            ahead = list_lines(args, scratch, k, a.K_BATCH, following, next_last, count, wanted)
+        accumulate(values, p, trips, o, block, groups, ahead, step)
         if bad != 0:
             add_bad_rows(args, scratch, v, 0, i_p, i_p, n, greatest(begin, first - n), least(end, last - n))
+        return bad
 
     @device(7)
     def attend_split(args, scratch, k, v, rows, key_lo, key_hi):  # type: ignore[no-untyped-def]
@@ -223,10 +247,9 @@ def build(key: ManyKey) -> Any:
                     if last <= first:
                         continue
             list_keys(args, scratch, k, first, last)
-            bad = load_values(args, scratch, v, first, last)
-            next_last = least(n + 2 * block_n, key_hi)
+            bad, next_last = UNREAD, least(n + 2 * block_n, key_hi)
             for i_p in range((rows + NR - 1) // NR):
-                attend_panel(args, scratch, k, v, i_p, first, last, next_last, bad)
+                bad = attend_panel(args, scratch, k, v, i_p, first, last, next_last, bad)
 
     @device(7)
     def finish_panel(args, scratch, out, lse, i_hkv, row_0, rows):  # type: ignore[no-untyped-def]
@@ -297,10 +320,8 @@ def build(key: ManyKey) -> Any:
         if arg(args, a.PAGE_TABLE) == 0:
             k += i_t * arg(args, a.K_BATCH) + first_k * arg(args, a.K_ROW)
             v += i_t * arg(args, a.V_BATCH) + first_k * arg(args, a.V_ROW)
-        if key_lo < key_hi:
-            end = least(key_lo // arg(args, a.BLOCK_N) * arg(args, a.BLOCK_N) + arg(args, a.BLOCK_N), key_hi)
-            look_ahead(args, scratch, k, a.K_BATCH, a.K_ROW, key_lo, end)
         fill(scratch + arg(args, a.T_ZERO), WIDE_BYTES // VECTOR, arg(args, a.ZERO))
+        fill_addresses(scratch + arg(args, a.T_STAGED), scratch + arg(args, a.T_ZERO), 0, LINE // 8)
         q = arg(args, a.Q) + i_t * arg(args, a.Q_BATCH) + first_q * arg(args, a.Q_ROW)
         for i_p in range(panels):
             start_panel(args, scratch, q, i_hkv, i_p * NR, rows)

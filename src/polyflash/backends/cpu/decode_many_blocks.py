@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 
 from polyflash.backends.cpu import blocks
 from polyflash.backends.cpu.blocks import Tile
-from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_blocks import DecodeTile
 from polyflash.backends.cpu.decode_many_configs import ManyKey
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value, natives
 
 MINUS_INF = float("-inf")
-LINES_AT_ONCE = 2  # of a row, prefetched per step
 PREFETCH_LEVEL = 1  # into the second-level cache: in the first a block would push out what is worked on
 ADDRESS = 8  # bytes
 MERGED_AT_ONCE = 8  # vectors of O^T that are summed over the splits side by side
@@ -33,13 +31,12 @@ class Stages(NamedTuple):
     load_float_row: Any
     pack_query: Any
     online_softmax: Any
-    accumulate: Any
+    accumulate: Any  # (v, p, trips, o, alpha, groups, ahead, step)
     add_seen: Any
     fill_addresses: Any  # (dst, first, stride, count), as in decode_blocks
-    scores: Any  # (addresses of K rows, q, s, bmax, trips, groups)
-    scores_bounded: Any  # (addresses of K rows, q, s, bmax, trips, groups, limits, key)
+    scores: Any  # (addresses of K rows, q, s, bmax, trips, groups, ahead, step)
+    scores_bounded: Any  # (addresses of K rows, q, s, bmax, trips, groups, limits, key, ahead, step)
     change_scores: Any  # (s, keys, limits, key, top, factor bits, cap bits)
-    read_ahead: Any  # (src, row_stride, rows, lines)
     copy_vectors: Any  # (src, dst, vectors)
     merge_stats: Any  # (partials, stride, count, stats, scale bits): m of a split becomes its share
     merge_outputs: Any  # (partials, stride, count, offset of O^T, o, steps of channels)
@@ -48,19 +45,49 @@ class Stages(NamedTuple):
 
 
 class ManyTile(Tile):
-    """Emissions for one key. Methods named as the stages they emit."""
+    """Emissions for one key. Methods named as the stages they emit. The products take a list of cache lines
+    and by how many bytes every trip goes on in it (0: not at all): they prefetch them on the way."""
 
+    key: ManyKey
+    ahead: tuple[Value, Value]
     fill_addresses = DecodeTile.fill_addresses
 
     @property
     def key_step(self) -> int:
         return ADDRESS
 
-    def _key_products(self, e: Emitter, p_rows: Value, p_q: Value, trips: Value) -> list[list[Value]]:
-        rows = [e.pointer(e.load(p_rows, 8 * r, I64)) for r in range(self.mr)]
+    def scores(self, e: Emitter, rows, q, s, bmax, trips, groups, ahead, step) -> None:  # type: ignore[no-untyped-def, override]
+        self.ahead = ahead, step
+        self._scores(e, rows, q, s, bmax, trips, groups, None)
 
-        def body(i: Value, vals: list[Value]) -> list[Value]:
+    def scores_bounded(  # type: ignore[no-untyped-def, override]
+        self, e: Emitter, rows, q, s, bmax, trips, groups, limits, key, ahead, step
+    ) -> None:
+        self.ahead = ahead, step
+        self._scores(e, rows, q, s, bmax, trips, groups, (limits, key))
+
+    def accumulate(self, e: Emitter, v, p, trips, o, alpha, groups, ahead, step) -> None:  # type: ignore[no-untyped-def, override]
+        self.ahead = ahead, step
+        lines = self.key.lines_of_values
+
+        def meanwhile(i: Value) -> Callable[[Value], None]:
+            return lambda j: self._read_ahead(e, i, trips, j, lines)
+
+        self._accumulate(e, v, p, trips, o, alpha, groups, meanwhile)
+
+    def _read_ahead(self, e: Emitter, i: Value, trips: Value, j: Value, lines: int) -> None:
+        """Prefetches the next `lines` of the listed cache lines, in trip j of group i."""
+        b, (first, step) = e.b, self.ahead
+        at = e.pointer(b.add(first, b.mul(b.add(b.mul(i, trips), j), step)))
+        for n in range(lines):
+            e.prefetch(e.pointer(e.load(at, n * ADDRESS, I64)), PREFETCH_LEVEL)
+
+    def _key_products(self, e: Emitter, i: Value, p_k: Value, p_q: Value, trips: Value) -> list[list[Value]]:
+        rows = [e.pointer(e.load(p_k, ADDRESS * r, I64)) for r in range(self.mr)]
+
+        def body(j: Value, vals: list[Value]) -> list[Value]:
             at, p_b, acc = vals[0], vals[1], vals[2:]
+            self._read_ahead(e, i, trips, j, self.key.lines_of_keys)
             for u in range(4):
                 b_row = [e.load(p_b, u * self.nr * 4 + v * e.bytes) for v in range(self.nv)]
                 for r, row in enumerate(rows):
@@ -99,20 +126,6 @@ class ManyTile(Tile):
         out = e.loop(keys, [e.pointer(s), *start], body)
         for v in range(nv):
             e.store(out[1 + v], p_top, v * e.bytes)
-
-    def read_ahead(self, e: Emitter, src, stride, rows, lines) -> None:  # type: ignore[no-untyped-def]
-        """Prefetches `lines` steps of cache lines of every row, for the block after this one."""
-
-        def line(i: Value, p: list[Value]) -> list[Value]:
-            for n in range(LINES_AT_ONCE):
-                e.prefetch(e.at(p[0], n * LINE), PREFETCH_LEVEL)
-            return [e.at(p[0], LINES_AT_ONCE * LINE)]
-
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            e.loop(lines, [p[0]], line)
-            return [e.at(p[0], stride)]
-
-        e.loop(rows, [e.pointer(src)], body)
 
     def copy_vectors(self, e: Emitter, src, dst, vectors) -> None:  # type: ignore[no-untyped-def]
         def body(i: Value, p: list[Value]) -> list[Value]:
@@ -178,7 +191,7 @@ class ManyTile(Tile):
 
 
 _ARITY = {
-    "fill_addresses": 4, "scores": 6, "scores_bounded": 8, "change_scores": 7, "read_ahead": 4,
+    "fill_addresses": 4, "scores": 8, "scores_bounded": 10, "accumulate": 8, "change_scores": 7,
     "copy_vectors": 3, "merge_stats": 5, "merge_outputs": 6, "finish_lanes": 3, "store_rows": 5,
 }  # fmt: skip
 

@@ -34,6 +34,21 @@ class ManyKey(KernelKey):
     def name(self) -> str:
         return f"decode_{self.isa}_{self.compute}_{self.storage}_nv{self.nv}_d{self.bucket}"
 
+    @property
+    def lines_of_keys(self) -> int:
+        """Cache lines of V that come in while one trip of K·Q works: as many as it reads itself."""
+        return max(1, STORAGE_BYTES[self.storage] * self.group_keys * 4 * self.pack // LINE)
+
+    @property
+    def trip_keys(self) -> int:
+        """Keys of one trip of V·P."""
+        return min(4, self.group_keys // self.pack) * self.pack
+
+    @property
+    def lines_of_values(self) -> int:
+        """Cache lines of the next K that come in while one trip of V·P works."""
+        return max(1, STORAGE_BYTES[self.storage] * self.group_keys * self.trip_keys // LINE)
+
     def partial_bytes(self, panels: int, head_dim_v: int) -> int:
         """Of what one split leaves: m, l and O of every panel."""
         channels = -(-head_dim_v // STEP) * STEP
@@ -67,8 +82,11 @@ def key_for(config: DecodeConfig, dtype: str, widest: int, nv: int) -> ManyKey:
 
 
 def scratch(key: ManyKey, panels: int, block_n: int) -> configs.Scratch:
-    """The forward's layout. In the place of q_ids: the bounds of every panel, four int32."""
-    return configs.scratch(key, 1, panels, block_n)
+    """The forward's layout. In the place of q_ids: the bounds of every panel, four int32. Of staged: the
+    addresses of zeros, one line's worth, then of the K rows of a block, then of cache lines to read ahead."""
+    tiles = configs.scratch(key, 1, panels, block_n)
+    addresses = LINE // 8 + block_n + LINE // 8 + block_n * (key.bucket // STEP + 1) + LINE
+    return tiles._replace(total=(tiles.staged + addresses * 8 + 4095) // 4096 * 4096)
 
 
 def all_keys(target: Target) -> Iterator[ManyKey]:

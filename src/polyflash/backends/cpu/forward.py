@@ -44,7 +44,7 @@ def build(key: KernelKey) -> Any:
 
     LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
     Q_PANEL, O_PANEL = key.q_panel_bytes, key.o_panel_bytes
-    V_BYTES = key.v_row_bytes
+    K_BYTES, V_BYTES = key.k_row_bytes, key.v_row_bytes
     WIDE_BYTES = key.bucket * 4 + configs.LINE
     KEYS_PER_TRIP = min(4, MR // PACK) * PACK
     MINUS_INF = 0xFF800000
@@ -53,7 +53,7 @@ def build(key: KernelKey) -> Any:
     load_tile, stand = shared.load_tile, shared.stand
     tile = tiles.tiles(key, stage, shared)
     find_pages, load_keys, load_values = tile.find_pages, tile.load_keys, tile.load_values
-    masked_scores, add_bad_rows = tile.masked_scores, tile.add_bad_rows
+    add_bad_rows, scores, scores_bounded = tile.add_bad_rows, stage.scores, stage.scores_bounded
     device = loading.device
 
     @device(6)
@@ -73,6 +73,25 @@ def build(key: KernelKey) -> Any:
         stats = scratch + arg(args, a.T_STATS) + panel * NR * 8
         fill(stats, NV, MINUS_INF)
         fill(stats + NR * 4, NV, arg(args, a.ZERO))
+
+    @device(9)
+    def masked_scores(args, scratch, panel, limits, n, begin, end, inner_begin, inner_end):  # type: ignore[no-untyped-def]
+        """S^T of keys n + [begin, end), and their part of the running maximum; every row sees all of
+        [inner_begin, inner_end)."""
+        k, s = scratch + arg(args, a.T_K), scratch + arg(args, a.T_S)
+        q, bmax = scratch + arg(args, a.T_Q) + panel * Q_PANEL, scratch + arg(args, a.T_BLOCK) + NR * 4
+        trips = (arg(args, a.HEAD_DIM) + 4 * PACK - 1) // (4 * PACK)
+        if inner_begin > begin:
+            groups = (inner_begin - begin) // MR
+            scores_bounded(k + begin * K_BYTES, q, s + begin * NR * 4, bmax, trips, groups, limits, n + begin)
+        if inner_end > inner_begin:
+            groups = (inner_end - inner_begin) // MR
+            scores(k + inner_begin * K_BYTES, q, s + inner_begin * NR * 4, bmax, trips, groups)
+        if end > inner_end:
+            groups = (end - inner_end) // MR
+            scores_bounded(
+                k + inner_end * K_BYTES, q, s + inner_end * NR * 4, bmax, trips, groups, limits, n + inner_end
+            )
 
     @device(8)
     def finalize_panel(args, scratch, dst, lse, head, row, row_end, panel):  # type: ignore[no-untyped-def]

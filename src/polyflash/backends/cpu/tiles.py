@@ -1,5 +1,5 @@
-"""Device functions of one tile of scores, lanes as rows: K and V of a key block brought into scratch, and the
-scores of a panel against it. Shared by the kernels that walk over key blocks this way.
+"""Device functions of one tile of scores, lanes as rows: K and V of a key block brought into scratch, and
+what of V is not finite. Shared by the kernels that walk over key blocks this way.
 
 K and V are contiguous, or pools of pages: then a block's pages are found once, at T_K_IDS, and rows are read
 run by run, a run being the keys of the block that lie in one page. A page table changes where a row is read
@@ -23,9 +23,10 @@ class Tiles(NamedTuple):
     in page 0 if there are pages; I_KEY holds n, the first key of the block."""
 
     find_pages: Any  # (args, scratch, first, last) -> end of the keys found
+    row_at: Any  # (args, scratch, src, page_stride, row_stride, j) -> where key j of the block lies
+    run_end: Any  # (args, j, last) -> end of the keys that follow key j in its page
     load_keys: Any  # (args, scratch, k, first, last)
     load_values: Any  # (args, scratch, v, first, last) -> some are not finite
-    masked_scores: Any  # (args, scratch, panel, limits, n, begin, end, inner_begin, inner_end)
     add_bad_rows: Any  # (args, scratch, v, head, i_p, panel, n, begin, end)
 
 
@@ -36,15 +37,15 @@ def tiles(key: KernelKey, stage: Stages, shared: loading.Loaders) -> Tiles:
     from polyflash.backends.cpu import simd
 
     load_value_rows, load_float_row = stage.load_value_rows, stage.load_float_row
-    scores, scores_bounded, add_seen = stage.scores, stage.scores_bounded, stage.add_seen
+    add_seen = stage.add_seen
     gathered, load_tile = shared.gathered, shared.load_tile
     arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
     store_i32, least, greatest, call_pass = simd.store_i32, simd.least, simd.greatest, simd.call_native(9)
     device = loading.device
 
-    NR, MR, PACK, STEP = key.panel_rows, key.group_keys, key.pack, configs.STEP
+    NR, PACK, STEP = key.panel_rows, key.pack, configs.STEP
     SIZE = configs.STORAGE_BYTES[key.storage]
-    Q_PANEL, O_PANEL = key.q_panel_bytes, key.o_panel_bytes
+    O_PANEL = key.o_panel_bytes
     K_BYTES, V_BYTES = key.k_row_bytes, key.v_row_bytes
     WIDE_BYTES = key.bucket * 4 + configs.LINE
 
@@ -143,25 +144,6 @@ def tiles(key: KernelKey, stage: Stages, shared: loading.Loaders) -> Tiles:
         return found
 
     @device(9)
-    def masked_scores(args, scratch, panel, limits, n, begin, end, inner_begin, inner_end):  # type: ignore[no-untyped-def]
-        """S^T of keys n + [begin, end), and their part of the running maximum; every row sees all of
-        [inner_begin, inner_end)."""
-        k, s = scratch + arg(args, a.T_K), scratch + arg(args, a.T_S)
-        q, bmax = scratch + arg(args, a.T_Q) + panel * Q_PANEL, scratch + arg(args, a.T_BLOCK) + NR * 4
-        trips = (arg(args, a.HEAD_DIM) + 4 * PACK - 1) // (4 * PACK)
-        if inner_begin > begin:
-            groups = (inner_begin - begin) // MR
-            scores_bounded(k + begin * K_BYTES, q, s + begin * NR * 4, bmax, trips, groups, limits, n + begin)
-        if inner_end > inner_begin:
-            groups = (inner_end - inner_begin) // MR
-            scores(k + inner_begin * K_BYTES, q, s + inner_begin * NR * 4, bmax, trips, groups)
-        if end > inner_end:
-            groups = (end - inner_end) // MR
-            scores_bounded(
-                k + inner_end * K_BYTES, q, s + inner_end * NR * 4, bmax, trips, groups, limits, n + inner_end
-            )
-
-    @device(9)
     def add_bad_rows(args, scratch, v, head, i_p, panel, n, begin, end):  # type: ignore[no-untyped-def]
         """The contributions of V rows n + [begin, end) that are not finite, to the rows that see them."""
         count, row = arg(args, a.HEAD_DIM_V), scratch + arg(args, a.T_STAGE)
@@ -181,4 +163,4 @@ def tiles(key: KernelKey, stage: Stages, shared: loading.Loaders) -> Tiles:
                     p, j % PACK, row, count, scratch + arg(args, a.T_O) + panel * O_PANEL, limits, n + j, seen
                 )
 
-    return Tiles(find_pages, load_keys, load_values, masked_scores, add_bad_rows)
+    return Tiles(find_pages, row_at, run_end, load_keys, load_values, add_bad_rows)
