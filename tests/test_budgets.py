@@ -23,6 +23,7 @@ KERNEL_FILES = {
     "decode_many.py",
     "quantize.py",
     "blocks.py",
+    "decode_blocks.py",
     "simd.py",
     "pool_kernel.py",
 }

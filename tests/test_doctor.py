@@ -60,7 +60,12 @@ def test_rows_of_this_machine_are_well(backend):
         if rows:
             examined = doctor.examine(row(backend, phase))
             assert not failures(examined), examined
-            assert all(case["state"] != doctor.REFUSED for case in examined["cases"]), examined
+            refused = [case["why"] for case in examined["cases"] if case["state"] == doctor.REFUSED]
+            if phase is Phase.DECODE:  # the forward row serves what its own row has not
+                assert all(why.startswith("features: has no ") for why in refused), examined
+                assert len(refused) < len(examined["cases"]) / 2
+            else:
+                assert not refused
 
 
 def test_a_dozen_cases_cover_the_features():

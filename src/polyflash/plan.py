@@ -84,12 +84,15 @@ class Plan:
 def select(
     spec: AttentionSpec, target: Target, table: Sequence[Capability], *, backend: str, config: str
 ) -> Launch:
-    """The row that runs `spec`: the requested one or nothing; without a request, the first that accepts."""
-    for row in candidates(table, spec, backend):
-        if row.accepts(spec, target, by_name=bool(backend)):
-            chosen, rung = choose_config(row, spec, target, config)
-            return Launch(row, chosen, rung, target, seen_by(row, spec))
-    raise unsupported(spec, target, table, backend)
+    """The row that runs `spec`: the requested one or nothing; without a request, the first that accepts, or
+    that the explicit config belongs to."""
+    rows = candidates(table, spec, backend)
+    accepting = [row for row in rows if row.accepts(spec, target, by_name=bool(backend))]
+    if not accepting:
+        raise unsupported(spec, target, table, backend)
+    row = _first_of(accepting, spec, target, config)
+    chosen, rung = choose_config(row, spec, target, config)
+    return Launch(row, chosen, rung, target, seen_by(row, spec))
 
 
 def candidates(table: Sequence[Capability], spec: AttentionSpec, backend: str) -> list[Capability]:
@@ -97,6 +100,14 @@ def candidates(table: Sequence[Capability], spec: AttentionSpec, backend: str) -
     alone if it is named."""
     rows = [row for row in table if row.serves(spec.phase) and backend in ("", row.backend)]
     return sorted(rows, key=lambda row: (row.phase is not spec.phase, -row.priority))
+
+
+def _first_of(rows: Sequence[Capability], spec: AttentionSpec, target: Target, config: str) -> Capability:
+    """The first row; with an explicit config the first whose config is of that kind, if one is."""
+    if not config:
+        return rows[0]
+    kind = json.loads(config)["kind"]
+    return next((row for row in rows if _kind(row.choose(seen_by(row, spec), target)) == kind), rows[0])
 
 
 def seen_by(row: Capability, spec: AttentionSpec) -> AttentionSpec:
@@ -160,7 +171,8 @@ def explain(
         if backend and row.backend != backend:
             reasons = (f"backend: {backend} was asked for by name", *reasons)
         verdicts.append(Verdict(row, reasons))
-    chosen = next((v.row for v in verdicts if not v.reasons), None)
+    accepting = [v.row for v in verdicts if not v.reasons]
+    chosen = _first_of(accepting, spec, target, config) if accepting else None
     picked, rung = choose_config(chosen, spec, target, config) if chosen else (None, "none")
     notes = tuple(picked.notes(seen_by(chosen, spec))) if chosen and picked else ()
     if Feature.VARLEN in spec.features:

@@ -22,7 +22,7 @@ from polyflash.backends.cpu.configs import STORAGE_BYTES
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, DecodeKey
 from polyflash.backends.cpu.simd import F32, I16, I32, I64, BFloatType, Emitter, Value, natives
 
-UNSEEN = -0.0  # the weight of a key that a row does not see; an unimportant one weighs +0.0
+UNSEEN = -0.0  # the weight of a key that a row does not see; one too small to keep is +0.0
 
 
 class Stages(NamedTuple):
@@ -38,7 +38,8 @@ class Stages(NamedTuple):
     scores: Any  # (k_rows, q, s, top, groups, channels, limits, key, factor, cap, rows read next)
     online_softmax: Any  # (s, vectors, block, stats, scale bits)
     accumulate: Any  # (v_rows, p, o, alpha, ones, groups, channels, rows read next)
-    accumulate_seen: Any  # likewise; a row takes nothing from keys whose weight is UNSEEN
+    accumulate_seen: Any  # likewise; a row takes nothing from keys it does not see, whatever their V
+    has_nan: Any  # (o, vectors)
     merge_stats: Any  # (partials, stride, count, stats, scale bits)
     merge_outputs: Any  # (partials, stride, count, offset of O, o, units)
     row_stats: Any  # (stats, row, dst, scale bits, sink bits): lse and divisor of one row
@@ -354,16 +355,15 @@ class DecodeTile:
         self, e: Emitter, sums: list[Value], r: int, weight: Value, raw: list[list[Value]], bounded: bool
     ) -> None:
         """Row r's sums of a group, plus the V of one key (with a dot: of two) times its weight."""
-        b, loaded = e.b, []
+        b, bits = e.b, e.b.bitcast(weight, e.vi)
+        signs = (b.shl(bits, e.ints(16)), bits) if self.dot else (bits,)
+        if bounded:
+            weight = self._kept(e, bits)
+        loaded = []
         for unit in raw:
-            if self.dot:
-                if bounded:
-                    signs = (b.shl(weight, e.ints(16)), weight)
-                    unit = [self._where_seen(e, sign, x) for sign, x in zip(signs, unit, strict=True)]
-                loaded += self._interleave(e, *unit)
-            else:
-                parts = self._split(e, unit[0])
-                loaded += [self._where_seen(e, b.bitcast(weight, e.vi), x) if bounded else x for x in parts]
+            if bounded:
+                unit = [self._where_seen(e, sign, x) for sign, x in zip(signs, unit, strict=True)]
+            loaded += self._interleave(e, *unit) if self.dot else self._split(e, unit[0])
         for c, x in enumerate(loaded):
             at = r * len(loaded) + c
             old = sums[at]
@@ -371,6 +371,18 @@ class DecodeTile:
                 sums[at] = e.dot_bf16(e.floats(0) if old is None else old, x, weight)
             else:
                 sums[at] = b.fmul(weight, x) if old is None else e.fma(weight, x, old)
+
+    def _kept(self, e: Emitter, bits: Value) -> Value:
+        """Weights of which none is 0, which would turn an infinity of V into NaN."""
+        b = e.b
+        if not self.dot:
+            return b.bitcast(b.select(b.icmp_signed("==", bits, e.ints(0)), e.ints(1), bits), e.vf)
+        for half in (0xFFFF, -0x10000):  # a dot takes what is subnormal for 0
+            least = e.ints(0x00800080 & half)
+            bits = b.select(
+                b.icmp_signed("==", b.and_(bits, e.ints(half)), e.ints(0)), b.or_(bits, least), bits
+            )
+        return bits
 
     def _where_seen(self, e: Emitter, weight: Value, x: Value) -> Value:
         """`x`, or zeros if the sign of the weight's bits says UNSEEN."""
@@ -394,6 +406,14 @@ class DecodeTile:
         room = 16 if self.key.registers == 32 else 8
         return max(1, min(4, room // (self.rows * self.parts)))
 
+    def has_nan(self, e: Emitter, o: Value, vectors: Value) -> Value:
+        def body(i: Value, x: list[Value]) -> list[Value]:
+            return [e.at(x[0], e.bytes), e.b.fadd(x[1], e.b.fmul(e.load(x[0]), e.floats(0)))]
+
+        total = e.loop(vectors, [e.pointer(o), e.floats(0)], body)[1]
+        bits, whole = e.b.fcmp_unordered("uno", total, total), ir.IntType(self.lanes)
+        return e.b.zext(e.b.icmp_unsigned("!=", e.b.bitcast(bits, whole), whole(0)), I64)
+
     # merge
     def merge_stats(self, e: Emitter, partials, stride, count, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
         """(m, l) of every split become its share 2**((m - M)·scale_log2) and, in `stats`, M and the sum of
@@ -407,7 +427,10 @@ class DecodeTile:
         m_safe = b.select(b.fcmp_ordered("==", m, minus_inf), e.floats(0), m)
 
         def share(i: Value, x: list[Value]) -> list[Value]:
-            w = self._power(e, b.fsub(e.load(x[0]), m_safe), scale_bits, 6)
+            own = e.load(x[0])
+            w = self._power(e, b.fsub(own, m_safe), scale_bits, 6)
+            lost = b.and_(b.fcmp_ordered("==", w, e.floats(0)), b.fcmp_ordered("!=", own, minus_inf))
+            w = b.select(lost, b.bitcast(e.ints(1), e.vf), w)  # not 0: its O may hold an infinity
             e.store(w, x[0])
             return [e.at(x[0], stride), e.fma(w, e.load(x[0], e.bytes), x[1])]
 
@@ -502,7 +525,7 @@ def _sums_of_lanes(e: Emitter, x: list[Value]) -> Value:
 
 _ARITY = {
     "fill": 3, "fill_addresses": 4, "fill_pages": 10, "add_addresses": 3, "gather_row": 4, "load_query": 4,
-    "scores": 11, "online_softmax": 5, "accumulate": 8, "accumulate_seen": 8, "merge_stats": 5,
+    "scores": 11, "online_softmax": 5, "accumulate": 8, "accumulate_seen": 8, "has_nan": 2, "merge_stats": 5,
     "merge_outputs": 6, "row_stats": 5, "store_row": 4,
 }  # fmt: skip
 
@@ -511,7 +534,7 @@ def emissions(key: DecodeKey) -> Iterator[tuple[str, int, Callable[..., Any], bo
     """Name, number of arguments, emission and whether it returns a value, of every stage."""
     tile = DecodeTile(key)
     for name, arity in _ARITY.items():
-        yield name, arity, getattr(tile, name), False
+        yield name, arity, getattr(tile, name), name == "has_nan"
 
 
 def stages(key: DecodeKey) -> Stages:

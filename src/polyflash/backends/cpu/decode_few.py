@@ -28,7 +28,7 @@ def build(key: DecodeKey) -> Any:
     fill, gather_row = stage.fill, stage.gather_row
     fill_addresses, fill_pages, add_addresses = stage.fill_addresses, stage.fill_pages, stage.add_addresses
     load_query, scores, online_softmax = stage.load_query, stage.scores, stage.online_softmax
-    accumulate, accumulate_seen = stage.accumulate, stage.accumulate_seen
+    accumulate, accumulate_seen, has_nan = stage.accumulate, stage.accumulate_seen, stage.has_nan
     merge_stats, merge_outputs = stage.merge_stats, stage.merge_outputs
     row_stats, store_row = stage.row_stats, stage.store_row
     arg, load_i32, store_i32 = simd.word, simd.load_i32, simd.store_i32
@@ -252,7 +252,7 @@ def build(key: DecodeKey) -> Any:
         some_lo, some_hi, all_lo, all_hi = limit_rows(args, scratch, rows, row_0, seqlen_q, start)
         fill(scratch + arg(args, a.T_ZERO), arg(args, d.ZERO_VECTORS), arg(args, a.ZERO))
 
-        width = arg(args, d.PARTIAL_BYTES)
+        width, units = arg(args, d.PARTIAL_BYTES), (arg(args, a.HEAD_DIM_V) + UNIT - 1) // UNIT
         state = arg(args, d.PARTIALS) + number * heads * width
         if arg(args, d.PARTIALS) == 0:
             state = scratch + arg(args, a.T_O)
@@ -260,9 +260,6 @@ def build(key: DecodeKey) -> Any:
         for i_h in range(heads_here):
             q_tile = scratch + arg(args, a.T_Q) + i_h * arg(args, d.Q_TILE)
             start_tile(args, scratch, q, q_tile, i_hkv + i_h, row_0, rows, seqlen_q)
-            stats = state + i_h * width
-            fill(stats, 1, MINUS_INF)
-            fill(stats + VECTOR, (width - VECTOR) // VECTOR, arg(args, a.ZERO))
         key_lo = (first_split + i_s) * arg(args, d.SPLIT_KEYS)
         key_hi = least(key_lo + arg(args, d.SPLIT_KEYS), some_hi)
         key_lo = greatest(key_lo, some_lo)
@@ -271,8 +268,19 @@ def build(key: DecodeKey) -> Any:
         if arg(args, a.PAGE_TABLE) == 0:
             k += i_t * arg(args, a.K_BATCH) + first_k * arg(args, a.K_ROW)
             v += i_t * arg(args, a.V_BATCH) + first_k * arg(args, a.V_ROW)
-        if key_lo < key_hi:
-            attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, state, heads_here)
+        for careful in range(2):
+            if careful != 0:
+                all_lo = all_hi = key_lo  # look at every weight
+            bad = 0
+            for i_h in range(heads_here):
+                fill(state + i_h * width, 1, MINUS_INF)
+                fill(state + i_h * width + VECTOR, width // VECTOR - 1, arg(args, a.ZERO))
+            if key_lo < key_hi:
+                attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, state, heads_here)
+            for i_h in range(heads_here):
+                bad |= has_nan(state + i_h * width + 2 * VECTOR, units * ROWS * PARTS)
+            if bad == 0:
+                break
 
         # The last to arrive sees what all the others have written.
         if splits > 1 and arrive(arg(args, d.DONE) + 8 * (i_e * tiles + i_tile), 1) != splits - 1:
@@ -281,7 +289,7 @@ def build(key: DecodeKey) -> Any:
         lse = arg(args, a.LSE)
         if lse != 0:
             lse += 4 * (i_t * arg(args, a.LSE_BATCH) + first_q)
-        stride, units = tiles * heads * width, (arg(args, a.HEAD_DIM_V) + UNIT - 1) // UNIT
+        stride = tiles * heads * width
         for i_h in range(heads_here):
             stats = state + i_h * width
             if splits > 1:
