@@ -416,10 +416,7 @@ def run(
     members = 0
     if args.cu_seqlens_q is not None:
         _hide_rows_beyond(out, lse, args)
-        lens_q, lens_k = packing.member_lengths(args)
-        for few in packing.members_of_few_rows(launch.spec, lens_q):
-            decode.run_members(prepared.decoder(), few, lens_q, lens_k, q, k, v, out, lse, args)
-            lens_q[few] = 0
+        lens_q, lens_k = _decode_members(prepared, q, k, v, out, lse, args)
         if not lens_q.any():
             return out, lse
         cut, members = prepared.packed(args, lens_q, lens_k, threads, kept)
@@ -463,6 +460,17 @@ def run(
         cut.kernel, block.buffer_info()[0], cut.items, threads, cut.scratch_bytes, work_us >= a.WAKE_FROM_US
     )
     return out, lse
+
+
+def _decode_members(
+    prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
+) -> tuple[Any, Any]:
+    """Packed members of few rows are done. Rows and keys of every member, no rows of those that are done."""
+    lens_q, lens_k = packing.member_lengths(args)
+    for few in packing.members_of_few_rows(prepared.launch.spec, lens_q):
+        decode.run_members(prepared.decoder(), few, lens_q, lens_k, q, k, v, out, lse, args)
+        lens_q[few] = 0
+    return lens_q, lens_k
 
 
 def _hide_rows_beyond(out: Tensor, lse: Tensor, args: Arguments) -> None:
