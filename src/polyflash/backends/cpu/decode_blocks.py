@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from polyflash.backends.cpu.blocks import Tile
-from polyflash.backends.cpu.configs import STORAGE_BYTES
+from polyflash.backends.cpu.configs import STEP, STORAGE_BYTES
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, DecodeKey
 from polyflash.backends.cpu.simd import F32, I16, I32, I64, BFloatType, Emitter, Value, natives
 
@@ -244,15 +244,21 @@ class DecodeTile:
         e.store(alpha, p_block)
 
         def body(i: Value, values: list[Value]) -> list[Value]:
-            x = e.load(values[0])
-            weight = self._power(e, b.fsub(x, m_safe), scale_bits, self.degree)
-            weight = b.select(b.fcmp_ordered("==", x, minus_inf), e.floats(UNSEEN), weight)
-            stored = self._pairs(e, weight) if self.dot else weight
-            e.store(stored, values[1])
-            ahead = [e.at(values[0], e.bytes), e.at(values[1], e.bytes // self.key.pack)]
-            return [*ahead, b.fadd(values[2], weight)]
+            weights = []
+            for n in range(together):
+                x = e.load(values[0], n * e.bytes)
+                weight = self._power(e, b.fsub(x, m_safe), scale_bits, self.degree)
+                weight = b.select(b.fcmp_ordered("==", x, minus_inf), e.floats(UNSEEN), weight)
+                e.store(self._pairs(e, weight) if self.dot else weight, values[1], n * stored)
+                weights.append(weight)
+            while len(weights) > 1:  # equal weights that join a large sum one by one all round the same way
+                weights = [b.fadd(u, v) for u, v in zip(weights[::2], weights[1::2], strict=True)]
+            ahead = [e.at(values[0], together * e.bytes), e.at(values[1], together * stored)]
+            return [*ahead, b.fadd(values[2], weights[0])]
 
-        l_new = e.loop(vectors, [e.pointer(s), e.pointer(s), e.floats(0)], body)[2]
+        together, stored = min(8, STEP // self.keys), e.bytes // self.key.pack
+        trips = b.udiv(vectors, I64(together))
+        l_new = e.loop(trips, [e.pointer(s), e.pointer(s), e.floats(0)], body)[2]
         e.store(e.fma(alpha, e.load(p_stats, e.bytes), l_new), p_stats, e.bytes)
 
     def _power(self, e: Emitter, d: Value, scale_bits: Value, degree: int) -> Value:
