@@ -17,7 +17,8 @@ from tests.tolerance import same_bits
 
 LENS = (700, 1, 64, 2049, 300, 1025)
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {}, "window": {"causal": True, "window": (200, None)}, "sinks": {"sinks": torch.linspace(-2, 2, 4)},
+    "plain": {}, "window": {"causal": True, "window": (200, None)},
+    "sinks": {"sinks": torch.linspace(-2, 2, 4)},
 }  # fmt: skip
 
 
