@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 
 import polyflash
 from polyflash import SpecError, UnsupportedError, attention, attention_groups, explain_groups
-from polyflash.groups import FUSED_ROWS, fuses
+from polyflash.groups import FEW_ROWS, MANY_ROWS, fuses
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
 from tests.rows_here import HERE
@@ -170,17 +170,19 @@ class TestRule:
     def test_rows_of_all_groups_count_per_key_value_head(self):
         for group in (1, 4):
             heads = {"num_q_heads": 2 * group, "num_kv_heads": 2}
-            most = FUSED_ROWS // group
-            assert fuses([most - 1, 1], [9, 9], **heads) and not fuses([most, 1], [9, 9], **heads)
+            few, many = FEW_ROWS // group, MANY_ROWS // group
+            assert not fuses([few, 1], [9, 9], **heads) and not fuses([many - 2, 1], [9, 9], **heads)
+            assert fuses([many - 1, 1], [9, 9], **heads) and fuses([many, many], [9, 9], **heads)
+        assert fuses([FEW_ROWS - 1, 1], [9, 9], num_q_heads=2, num_kv_heads=2)
 
     def test_two_groups_must_share_keys(self):
         heads = {"num_q_heads": 2, "num_kv_heads": 2}
         assert not fuses([], [], **heads) and not fuses([4], [9], **heads)
-        assert not fuses([4, 0], [9, 9], **heads) and not fuses([4, 4], [9, 0], **heads)
-        assert fuses([4, 1], [9, 1], **heads)
+        assert not fuses([4, 0], [9, 9], **heads) and not fuses([2, 2], [9, 0], **heads)
+        assert fuses([2, 1], [9, 1], **heads)
 
     def test_no_heads(self):
-        assert fuses([4, 4], [9, 9], num_q_heads=0, num_kv_heads=0)
+        assert fuses([2, 2], [9, 9], num_q_heads=0, num_kv_heads=0)
 
     def test_the_rule_is_what_a_call_follows(self, monkeypatch):
         groups, k, v = tensors()
@@ -197,8 +199,9 @@ class TestExplain:
     def test_it_launches_nothing_and_takes_meta_tensors(self):
         groups, k, v = tensors()
         meta = [x.to("meta") for x in (*groups, k, v)]
-        plan = explain_groups(meta[:-2], *meta[-2:], target="cpu:generic", **PLACES)
-        assert plan.fused and "one walk" in str(plan) and f"fused up to {FUSED_ROWS}" in str(plan)
+        assert f"fused up to {FEW_ROWS} and from {MANY_ROWS}" in str(explain_groups(groups, k, v, **PLACES))
+        plan = explain_groups(meta[:-2], *meta[-2:], target="cpu:generic", fused=True, **PLACES)
+        assert plan.fused and "one walk" in str(plan)
         spec = plan.plans[0].spec
         assert spec.phase is Phase.DECODE and spec.seqlen_q == 18 and Feature.ROW_BOUNDS in spec.features
 

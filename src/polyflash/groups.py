@@ -23,19 +23,23 @@ from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.mask import FAR_OFFSET, checked_window
 from polyflash.merge import AttentionOutput
 from polyflash.plan import Plan
-from polyflash.spec import PACKED_ROWS, Arguments
+from polyflash.spec import Arguments
 from polyflash.target import Target
 
-FUSED_ROWS = 2 * PACKED_ROWS  # rows per key/value head, of all groups together
+# Rows per key/value head, of all groups together. In between, a walk for each group reads the keys at memory
+# speed, and rows of all groups make products with keys that few of them see.
+FEW_ROWS, MANY_ROWS = 4, 128
 
 
 def fuses(rows: Sequence[int], kv_lens: Sequence[int], *, num_q_heads: int, num_kv_heads: int) -> bool:
     """Is one walk over the keys better than one per group? `rows` and `kv_lens` are those of each group.
 
     Two groups or more must share keys; and their rows must be so few that reading the keys, which is done
-    once then, takes longer than the products of rows with keys they do not see."""
+    once then, is all that counts, or so many that they share the copy of each block. Measured on one CPU:
+    docs/groups.md."""
     sharing = sum(1 for n, keys in zip(rows, kv_lens, strict=True) if n and keys)
-    return sharing > 1 and sum(rows) * (num_q_heads // max(1, num_kv_heads)) <= FUSED_ROWS
+    packed = sum(rows) * (num_q_heads // max(1, num_kv_heads))
+    return sharing > 1 and not FEW_ROWS < packed < MANY_ROWS
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class _Groups(NamedTuple):
         chosen = fuses(self.rows, self.kv_lens, num_q_heads=heads, num_kv_heads=kv_heads)
         if fused is None:
             packed = sum(self.rows) * (heads // max(1, kv_heads))
-            rule = f"fused up to {FUSED_ROWS} in two groups or more"
+            rule = f"fused up to {FEW_ROWS} and from {MANY_ROWS} in two groups or more"
             return chosen, f"{packed} rows per key/value head in {len(self.q)} groups, {rule}"
         return fused, f"asked for by fused={fused}"
 

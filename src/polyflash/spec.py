@@ -171,4 +171,7 @@ def is_decode(
     if not (num_q_heads and num_kv_heads):
         return False
     rows = seqlen_q * (num_q_heads // num_kv_heads)
-    return row_bounded or rows <= DECODE_ROWS or (rows <= PACKED_ROWS and seqlen_k >= MANY_KEYS)
+    many = (
+        seqlen_q == 1 or seqlen_k >= MANY_KEYS
+    )  # of one token a neighbour's keys, which pad, decide nothing
+    return row_bounded or rows <= DECODE_ROWS or (rows <= PACKED_ROWS and many)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyflash.errors import spec_error
-from polyflash.spec import DECODE_ROWS, Feature
+from polyflash.spec import DECODE_ROWS, MANY_KEYS, PACKED_ROWS, Feature
 
 if TYPE_CHECKING:
     from polyflash.backends.cpu.decode_configs import DecodeConfig
@@ -279,8 +279,9 @@ class Config:
             notes.append(
                 f"pass {ScoreKey(self.isa, nv).name} over each tile of scores: {', '.join(changing)}"
             )
-        if spec.members and decoded_rows(spec):
-            notes.append(f"packed members of at most {decoded_rows(spec)} rows: the decode kernel")
+        if spec.members and decodes_members(spec):
+            limits = f"at most {DECODE_ROWS} rows per kv head, or {PACKED_ROWS} from {MANY_KEYS} keys on"
+            notes.append(f"packed members of {limits}: the decode kernels")
         if self.compute == "bf16dot":
             notes.append("bfloat16 pairs are multiplied as they are, sums are float32 (avx512_bf16)")
         elif spec.dtype != "float32":
@@ -300,9 +301,9 @@ def check_compute(compute: str, isa: str) -> None:
 NOT_DECODED = frozenset((Feature.ALIBI, Feature.DROPOUT, Feature.BATCH_INVARIANT))
 
 
-def decoded_rows(spec: AttentionSpec) -> int:
-    """Most rows of a packed member that the decode kernel runs; 0 if it has no part in such calls."""
-    return 0 if spec.needs_grad or spec.features & NOT_DECODED else DECODE_ROWS // max(1, spec.group)
+def decodes_members(spec: AttentionSpec) -> bool:
+    """Whether packed members of few rows go to the decode kernels."""
+    return not (spec.needs_grad or spec.features & NOT_DECODED)
 
 
 class Partition(NamedTuple):

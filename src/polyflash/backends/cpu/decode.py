@@ -119,8 +119,7 @@ def run_members(
     prepared: Prepared, members: Any, lens_q: Any, lens_k: Any, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, args: Arguments,
 ) -> None:  # fmt: skip
-    """The packed members of these numbers (int64 numpy) with so many rows and keys (of all members); at most
-    DECODE_ROWS rows per kv head each."""
+    """The packed members of these numbers (int64 numpy) with so many rows and keys (of all members)."""
     cut, split_keys = (
         prepared.cut(q.shape[1] // v.shape[1] * int(lens_q[members].max())),
         prepared.config.split_keys,

@@ -467,7 +467,7 @@ def _decode_members(
 ) -> tuple[Any, Any]:
     """Packed members of few rows are done. Rows and keys of every member, no rows of those that are done."""
     lens_q, lens_k = packing.member_lengths(args)
-    for few in packing.members_of_few_rows(prepared.launch.spec, lens_q):
+    for few in packing.members_of_few_rows(prepared.launch.spec, lens_q, lens_k):
         decode.run_members(prepared.decoder(), few, lens_q, lens_k, q, k, v, out, lse, args)
         lens_q[few] = 0
     return lens_q, lens_k

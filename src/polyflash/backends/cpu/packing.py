@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from polyflash.backends.cpu import configs
+from polyflash.spec import DECODE_ROWS, MANY_KEYS, PACKED_ROWS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,15 +30,15 @@ def member_lengths(args: Arguments) -> tuple[Any, Any]:
     return lens_q.astype(np.int64), lens_k.astype(np.int64)
 
 
-def members_of_few_rows(spec: AttentionSpec, lens_q: Any) -> list[Any]:
-    """The numbers of the members that the decode kernel runs, by the width of its tiles: what a neighbour
+def members_of_few_rows(spec: AttentionSpec, lens_q: Any, lens_k: Any) -> list[Any]:
+    """The numbers of the members that the decode kernels run, by the width of their tiles: what a neighbour
     asks for changes no bit."""
-    most, found = configs.decoded_rows(spec), []
-    few = (lens_q > 0) & (lens_q <= most)
-    if few.any():
-        widths = np.where(few, np.ceil(np.log2(np.maximum(1, lens_q * spec.group))), -1)
-        found = [np.flatnonzero(widths == width) for width in np.unique(widths[few])]
-    return found
+    rows = lens_q * spec.group
+    few = (rows > 0) & ((rows <= DECODE_ROWS) | (rows <= PACKED_ROWS) & (lens_k >= MANY_KEYS))
+    if not (few.any() and configs.decodes_members(spec)):
+        return []
+    widths = np.where(few, np.ceil(np.log2(np.maximum(1, rows))), -1)
+    return [np.flatnonzero(widths == width) for width in np.unique(widths[few])]
 
 
 def pack_members(
