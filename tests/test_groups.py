@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 
 import polyflash
 from polyflash import SpecError, UnsupportedError, attention, attention_groups, explain_groups
-from polyflash.groups import FEW_ROWS, MANY_ROWS, fuses
+from polyflash.groups import FEW_ROWS, MANY_ROWS, SEVERAL_GROUPS, fuses
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
 from tests.rows_here import HERE
@@ -175,6 +175,12 @@ class TestRule:
             assert fuses([many - 1, 1], [9, 9], **heads) and fuses([many, many], [9, 9], **heads)
         assert fuses([FEW_ROWS - 1, 1], [9, 9], num_q_heads=2, num_kv_heads=2)
 
+    def test_several_groups_count_on_their_average(self):
+        heads, n = {"num_q_heads": 2, "num_kv_heads": 2}, SEVERAL_GROUPS
+        assert fuses([FEW_ROWS] * n, [9] * n, **heads) and not fuses([FEW_ROWS + 1] * n, [9] * n, **heads)
+        assert not fuses([FEW_ROWS] * (n - 1), [9] * (n - 1), **heads)
+        assert not fuses([FEW_ROWS] * n, [9] * (n - 1) + [0], **heads)
+
     def test_two_groups_must_share_keys(self):
         heads = {"num_q_heads": 2, "num_kv_heads": 2}
         assert not fuses([], [], **heads) and not fuses([4], [9], **heads)
@@ -199,7 +205,7 @@ class TestExplain:
     def test_it_launches_nothing_and_takes_meta_tensors(self):
         groups, k, v = tensors()
         meta = [x.to("meta") for x in (*groups, k, v)]
-        assert f"fused up to {FEW_ROWS} and from {MANY_ROWS}" in str(explain_groups(groups, k, v, **PLACES))
+        assert f"fused up to {FEW_ROWS}, " in str(explain_groups(groups, k, v, **PLACES))
         plan = explain_groups(meta[:-2], *meta[-2:], target="cpu:generic", fused=True, **PLACES)
         assert plan.fused and "one walk" in str(plan)
         spec = plan.plans[0].spec

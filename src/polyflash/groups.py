@@ -26,20 +26,21 @@ from polyflash.plan import Plan
 from polyflash.spec import Arguments
 from polyflash.target import Target
 
-# Rows per key/value head, of all groups together. In between, a walk for each group reads the keys at memory
-# speed, and rows of all groups make products with keys that few of them see.
-FEW_ROWS, MANY_ROWS = 4, 128
+# Rows per key/value head: of all groups together, and of the average group where there are several.
+FEW_ROWS, MANY_ROWS, SEVERAL_GROUPS = 4, 128, 4
 
 
 def fuses(rows: Sequence[int], kv_lens: Sequence[int], *, num_q_heads: int, num_kv_heads: int) -> bool:
     """Is one walk over the keys better than one per group? `rows` and `kv_lens` are those of each group.
 
     Two groups or more must share keys; and their rows must be so few that reading the keys, which is done
-    once then, is all that counts, or so many that they share the copy of each block. Measured on one CPU:
+    once then, is all that counts, or so many that they share the copy of each block. In between, a walk for
+    each reads at memory speed, and one walk makes products with keys that few rows see. Measured on one CPU:
     docs/groups.md."""
     sharing = sum(1 for n, keys in zip(rows, kv_lens, strict=True) if n and keys)
     packed = sum(rows) * (num_q_heads // max(1, num_kv_heads))
-    return sharing > 1 and not FEW_ROWS < packed < MANY_ROWS
+    few = FEW_ROWS * (sharing if sharing >= SEVERAL_GROUPS else 1)
+    return sharing > 1 and not few < packed < MANY_ROWS
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class _Groups(NamedTuple):
         chosen = fuses(self.rows, self.kv_lens, num_q_heads=heads, num_kv_heads=kv_heads)
         if fused is None:
             packed = sum(self.rows) * (heads // max(1, kv_heads))
-            rule = f"fused up to {FEW_ROWS} and from {MANY_ROWS} in two groups or more"
+            several = f"{FEW_ROWS} a group in {SEVERAL_GROUPS} groups or more"
+            rule = f"fused up to {FEW_ROWS}, up to {several}, and from {MANY_ROWS}"
             return chosen, f"{packed} rows per key/value head in {len(self.q)} groups, {rule}"
         return fused, f"asked for by fused={fused}"
 
