@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 
 import polyflash
 from polyflash import SpecError, UnsupportedError, attention, attention_groups, explain_groups
-from polyflash.groups import FEW_ROWS, MANY_ROWS, SEVERAL_GROUPS, fuses
+from polyflash.groups import FEW_ROWS, KEYS_PER_ROW, MANY_ROWS, SEVERAL_GROUPS, fuses
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
 from tests.rows_here import HERE
@@ -171,8 +171,10 @@ class TestRule:
         for group in (1, 4):
             heads = {"num_q_heads": 2 * group, "num_kv_heads": 2}
             few, many = FEW_ROWS // group, MANY_ROWS // group
-            assert not fuses([few, 1], [9, 9], **heads) and not fuses([many - 2, 1], [9, 9], **heads)
-            assert fuses([many - 1, 1], [9, 9], **heads) and fuses([many, many], [9, 9], **heads)
+            keys = [KEYS_PER_ROW * MANY_ROWS, 9]
+            assert not fuses([few, 1], keys, **heads) and not fuses([many - 2, 1], keys, **heads)
+            assert fuses([many - 1, 1], keys, **heads) and not fuses([many, 1], keys, **heads)
+            assert not fuses([many - 1, 1], [keys[0] - 1, 9], **heads)
         assert fuses([FEW_ROWS - 1, 1], [9, 9], num_q_heads=2, num_kv_heads=2)
 
     def test_several_groups_count_on_their_average(self):

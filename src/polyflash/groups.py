@@ -28,6 +28,7 @@ from polyflash.target import Target
 
 # Rows per key/value head: of all groups together, and of the average group where there are several.
 FEW_ROWS, MANY_ROWS, SEVERAL_GROUPS = 4, 128, 4
+KEYS_PER_ROW = 32  # at least, for many rows to share a walk
 
 
 def fuses(rows: Sequence[int], kv_lens: Sequence[int], *, num_q_heads: int, num_kv_heads: int) -> bool:
@@ -40,7 +41,8 @@ def fuses(rows: Sequence[int], kv_lens: Sequence[int], *, num_q_heads: int, num_
     sharing = sum(1 for n, keys in zip(rows, kv_lens, strict=True) if n and keys)
     packed = sum(rows) * (num_q_heads // max(1, num_kv_heads))
     few = FEW_ROWS * (sharing if sharing >= SEVERAL_GROUPS else 1)
-    return sharing > 1 and not few < packed < MANY_ROWS
+    many = packed >= MANY_ROWS and packed * KEYS_PER_ROW <= max(kv_lens, default=0)
+    return sharing > 1 and (packed <= few or many)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class _Groups(NamedTuple):
         if fused is None:
             packed = sum(self.rows) * (heads // max(1, kv_heads))
             several = f"{FEW_ROWS} a group in {SEVERAL_GROUPS} groups or more"
-            rule = f"fused up to {FEW_ROWS}, up to {several}, and from {MANY_ROWS}"
+            long = f"{MANY_ROWS} on if there are {KEYS_PER_ROW} keys for each"
+            rule = f"fused up to {FEW_ROWS}, up to {several}, and from {long}"
             return chosen, f"{packed} rows per key/value head in {len(self.q)} groups, {rule}"
         return fused, f"asked for by fused={fused}"
 

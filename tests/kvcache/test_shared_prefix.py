@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from polyflash.errors import SpecError
 from polyflash.kvcache import KVCache, Request, shared_prefix
 from tests.kvcache.plain import GROUP, HEADS, Token, Tokens, append, cache_of, expected, filled, hold
 
@@ -152,3 +153,30 @@ def test_few_rows_are_heads_of_one_token_and_many_are_rows(rows: int):
     got = cache.attend(q, list(held), counts=rows, cascade=True, return_lse=True)
     hold(got, expected(q, [*held.values()], [rows] * 2))
     assert got.out.shape[0] * GROUP > 64 or rows <= 10
+
+
+def test_rows_aligned_with_the_first_key_share_nothing():
+    cache, held = family(8, (3, 5))
+    q, requests = Tokens(seed=3).queries(4), list(held)
+    got = cache.attend(q, requests, counts=2, cascade=True, causal="top_left")
+    assert torch.equal(got, cache.attend(q, requests, counts=2, causal="top_left"))
+    assert "top_left" in cache.explain_attend(requests, counts=2, cascade=True, causal="top_left").reason
+    for wrong in ("botom", 1, None):
+        for call in (cache.explain_attend, lambda *a, **o: cache.attend(q, *a, **o)):
+            with pytest.raises(SpecError, match="causal"):
+                call(requests, counts=2, cascade=True, causal=wrong)
+
+
+def test_an_unbounded_window_is_none():
+    cache, held = family(8, (3, 5))
+    assert cache.explain_attend(list(held), cascade=True, window=(None, None)).cascade
+
+
+def test_the_place_of_a_cascade_is_checked_and_has_the_order_of_q():
+    cache, held = family(8, (3, 5))
+    requests, q = list(held), Tokens(seed=3).queries(2)
+    for wrong in (torch.empty_like(q, dtype=torch.float64), q.new_empty(2, 1, *q.shape[1:]), q[:1], 3):
+        with pytest.raises(SpecError, match="out"):
+            cache.attend(q, requests, cascade=True, out=wrong)
+    turned = q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert cache.attend(turned, requests, cascade=True).stride() == cache.attend(turned, requests).stride()

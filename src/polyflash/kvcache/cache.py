@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from polyflash.arguments import Causal
 from polyflash.errors import described, spec_error
 from polyflash.kvcache import shared_prefix
 from polyflash.kvcache.layout import (
@@ -263,7 +264,7 @@ class KVCache:
     @overload
     def attend(
         self, q: Tensor, requests: Requests | Step, *, layer: int = ..., counts: Counts | None = ...,
-        causal: bool = ..., cascade: bool = ..., window: tuple[int | None, int | None] | None = ...,
+        causal: Causal = ..., cascade: bool = ..., window: tuple[int | None, int | None] | None = ...,
         alibi_slopes: Tensor | None = ..., softcap: float = ..., sinks: Tensor | None = ...,
         scale: float | None = ..., kv_starts: Tensor | None = ..., kv_lens: Tensor | None = ...,
         q_offset: int | Tensor | None = ..., return_lse: Literal[False] = ..., out: Tensor | None = ...,
@@ -272,7 +273,7 @@ class KVCache:
     @overload
     def attend(
         self, q: Tensor, requests: Requests | Step, *, layer: int = ..., counts: Counts | None = ...,
-        causal: bool = ..., cascade: bool = ..., window: tuple[int | None, int | None] | None = ...,
+        causal: Causal = ..., cascade: bool = ..., window: tuple[int | None, int | None] | None = ...,
         alibi_slopes: Tensor | None = ..., softcap: float = ..., sinks: Tensor | None = ...,
         scale: float | None = ..., kv_starts: Tensor | None = ..., kv_lens: Tensor | None = ...,
         q_offset: int | Tensor | None = ..., return_lse: Literal[True], out: Tensor | None = ...,
@@ -285,7 +286,7 @@ class KVCache:
         *,
         layer: int = 0,
         counts: Counts | None = None,
-        causal: bool = True,
+        causal: Causal = True,
         cascade: bool = False,
         window: tuple[int | None, int | None] | None = None,
         alibi_slopes: Tensor | None = None,
@@ -344,7 +345,7 @@ class KVCache:
         requests: Requests | Step,
         *,
         counts: Counts | None = None,
-        causal: bool = True,
+        causal: Causal = True,
         cascade: bool = False,
         window: tuple[int | None, int | None] | None = None,
         alibi_slopes: Tensor | None = None,

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyflash.arguments import Causal
 from polyflash.errors import described, spec_error
 from polyflash.merge import AttentionOutput, merge
 from polyflash.paged import attention_paged
+from polyflash.results import outputs
 from polyflash.spec import PACKED_ROWS
+from polyflash.validate import check_out
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,16 +80,25 @@ class AttendPlan:
 
 
 def planned(
-    tables: Tables, counts: Sequence[int], cascade: bool, causal: bool, given: dict[str, object]
+    tables: Tables, counts: Sequence[int], cascade: bool, causal: Causal, given: dict[str, object]
 ) -> AttendPlan:
     """The plan of a call; `given` are the arguments beside which nothing can be shared, None if absent. Reads
     host numbers only."""
+    if type(causal) is not bool and causal not in ("bottom_right", "top_left"):
+        wanted = "True, False, 'bottom_right' or 'top_left'"
+        change = "True aligns a request's last row with its last key."
+        raise spec_error("causal", got=described(causal), wanted=wanted, change=change)
     batch, total = len(tables.lengths), sum(tables.lengths)
     pages, reason = 0, "cascade was not asked for."
     if cascade:
         pages, reason = _shared(tables, counts, causal)
-        present = [name for name, x in given.items() if x is not None]
-        if pages and present:
+        present = [name for name, x in given.items() if x is not None and x != (None, None)]
+        if pages and causal == "top_left":
+            pages, reason = (
+                0,
+                "top_left counts from a request's first key, so rows do not see all of a prefix.",
+            )
+        elif pages and present:
             pages, reason = 0, f"{present[0]} counts from a request's own keys, so no row is like another."
     shared = pages * tables.page_size
     return AttendPlan(
@@ -94,7 +106,7 @@ def planned(
     )
 
 
-def _shared(tables: Tables, counts: Sequence[int], causal: bool) -> tuple[int, str]:
+def _shared(tables: Tables, counts: Sequence[int], causal: Causal) -> tuple[int, str]:
     """Leading pages that every row of every request sees whole."""
     if len(tables.lengths) < 2:
         return 0, "Fewer than two requests."
@@ -113,7 +125,7 @@ def attend(
     counts: Sequence[int],
     plan: AttendPlan,
     *,
-    causal: bool,
+    causal: Causal,
     window: tuple[int | None, int | None] | None,
     alibi_slopes: Tensor | None,
     softcap: float,
@@ -130,6 +142,12 @@ def attend(
 ) -> Tensor | AttentionOutput:
     """q (rows, num_q_heads, head_dim), `counts[b]` rows of each request one behind the other, over its pages,
     as `plan` says."""
+    rows, channels = q.transpose(0, 1)[None], v_pages.shape[3]
+    if plan.cascade and out is not None:  # nothing is launched for a place that cannot take the result
+        if not isinstance(out, Tensor) or out.ndim != 3:
+            wanted = f"a tensor ({q.shape[0]}, {q.shape[1]}, {channels})"
+            raise spec_error("out", got=described(out), wanted=wanted, change="Use torch.empty().")
+        check_out(out.transpose(0, 1)[None], rows, channels)
     bounds, most = None, None
     if any(n != 1 for n in counts):
         ends = torch.cumsum(torch.tensor([0, *counts]), 0)
@@ -159,7 +177,8 @@ def attend(
         **of_rows, **of_call,
     )  # fmt: skip
     merged = merge(prefix.out, prefix.lse, rest.out, rest.lse, layout="thd")
-    result = merged.out.to(q.dtype) if out is None else out.copy_(merged.out)
+    place = outputs(rows, v_pages, False)[0][0].transpose(0, 1) if out is None else out
+    result = place.copy_(merged.out)
     return AttentionOutput(result, merged.lse) if return_lse else result
 
 

@@ -105,9 +105,10 @@ def build(key: DecodeKey) -> Any:
 
     @device(8)
     def next_head(args, scratch, src, tensor, slot, first, last, i_h):  # type: ignore[no-untyped-def]
-        """`list_rows` of head i_h after `src`: its keys lie where those of the head before do, a head on."""
+        """`list_rows` of head i_h after `src`: its keys lie where those of the head before do, a head on. Not
+        so in pages, whose keys may be rows of zeros."""
         stride = arg(args, tensor + 1)
-        if i_h == 0 or arg(args, tensor + 3) != SIZE:
+        if i_h == 0 or arg(args, tensor + 3) != SIZE or arg(args, a.PAGE_TABLE) != 0:
             list_rows(args, scratch, src + i_h * stride, tensor, slot, first, last)
         else:
             dst = scratch + arg(args, slot) + first % STEP * 8
