@@ -120,12 +120,10 @@ def run_members(
     out: Tensor, lse: Tensor, args: Arguments,
 ) -> None:  # fmt: skip
     """The packed members of these numbers (int64 numpy) with so many rows and keys (of all members)."""
-    cut, split_keys = (
-        prepared.cut(q.shape[1] // v.shape[1] * int(lens_q[members].max())),
-        prepared.config.split_keys,
-    )
+    rows, split_keys = q.shape[1] // v.shape[1] * int(lens_q[members].max()), prepared.config.split_keys
     walks = _walks(args, members.tolist(), lens_q.tolist(), lens_k.tolist(), split_keys)
-    _launch(cut, split_keys, (0, 0), sum(w[2] for w in walks), walks, q, k, v, out, lse, args)
+    splits = sum(w[2] for w in walks)
+    _launch(prepared.cut(rows), split_keys, (0, 0), splits, walks, q, k, v, out, lse, args)
 
 
 def _launch(
@@ -147,7 +145,8 @@ def _launch(
         0,
     )
     middle = a.operands(args, scale, does, kept, 0, 0, k) if does or a.any_table(args) else a.NO_OPERANDS
-    read_us = splits * v.shape[1] * split_keys * (q.shape[3] + v.shape[3]) * q.element_size() // BYTES_PER_US
+    keys = min(splits * split_keys, v.shape[0] * v.shape[2])  # at most
+    read_us = keys * v.shape[1] * (q.shape[3] + v.shape[3]) * q.element_size() // BYTES_PER_US
     threads = 1 if read_us < a.LEND_FROM_US else torch.get_num_threads()
     heads = _heads_per_item(k, splits, threads) if cut.many_heads else 1
     tiles = -(-v.shape[1] // heads) * cut.chunks
