@@ -11,7 +11,7 @@ from torch import Tensor
 from polyflash import SpecError
 from polyflash.integrations import flash_attn as fa
 from polyflash.integrations import flash_attn_pages
-from tests.integrations.test_flash_attn import CALLS, ENDS_K, ENDS_Q, LENGTHS_K, SLOPES, x
+from tests.integrations.test_flash_attn import CALLS, ENDS_K, ENDS_Q, LENGTHS_K, SLOPES, turned, x
 from tests.rows_here import HERE
 from tests.tolerance import BACKSTOP, near
 
@@ -80,6 +80,25 @@ def test_keys_are_rotated_as_those_of_a_contiguous_cache() -> None:
         assert torch.equal(k_pages[table[1, 2].long(), 0], k_cache[1, 8])
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("batch, new", [(2, 0), (0, 2), (0, 0)])
+def test_rotary_and_nothing_to_rotate(batch: int, new: int, paged: bool) -> None:
+    """No new keys: q alone turns. No requests: an empty result."""
+    q, k, v = x(batch, 2, 4, 8), x(batch, new, 2, 8), x(batch, new, 2, 6)
+    k_cache, v_cache = x(batch, 12, 2, 8), x(batch, 12, 2, 6)
+    angles = torch.arange(12)[:, None] * torch.tensor([1.0, 0.3])
+    options: dict[str, Any] = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "cache_seqlens": 5}
+    if paged:
+        pools = k_cache.reshape(batch * 3, 4, 2, 8), v_cache.reshape(batch * 3, 4, 2, 6)
+        table = torch.arange(batch * 3, dtype=torch.int32).view(batch, 3)
+        got = fa.flash_attn_with_kvcache(q, *pools, k, v, block_table=table, **options)
+    else:
+        got = fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **options)
+    assert got.shape == (batch, 2, 4, 6)
+    still = q if new else turned(q, torch.full((batch, 2), 5), angles.cos(), angles.sin(), True).float()
+    near(got, fa.flash_attn_func(still, k_cache[:, :5], v_cache[:, :5]).double(), BACKSTOP[torch.float32])
+
+
 def test_a_shared_prefix_is_read_by_all() -> None:
     q, k, v = x(2, 1, 4, 8), x(2, 1, 2, 8), x(2, 1, 2, 8)
     k_cache, v_cache = x(2, 12, 2, 8), x(2, 12, 2, 8)
@@ -118,6 +137,7 @@ def mapped(request: int, column: int, page: int) -> Tensor:
         ({"block_table": mapped(0, 1, 3), "cache_seqlens": 0, "k": x(2, 5, 2, 8), "v": x(2, 5, 2, 6)},
          "two tokens for one slot"),
         ({"block_table": TABLE.long()}, r"block_table: got torch\.int64"),
+        ({"block_table": TABLE.tolist()}, r"block_table: got list of 2, wanted int32 \(2, max_blocks\)"),
         ({"block_table": TABLE[:1]}, r"block_table: got .*\(1, 3\), wanted int32 \(2, max_blocks\)"),
         ({"block_table": TABLE.flatten()}, r"block_table: got .*\(6,\)"),
         ({"block_table": TABLE.to("meta")}, "block_table device: got meta"),

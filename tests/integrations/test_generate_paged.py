@@ -215,6 +215,66 @@ def test_entries_are_chosen_repeated_and_cropped():
     assert cache.layers[0].get_max_length() == -1 and cache.get_mask_sizes(5, 0) == (5, 0)
 
 
+@torch.no_grad()
+def test_a_cache_too_small_for_its_first_pass_serves_a_smaller_one():
+    model = build("Llama", NAME)
+    cache, ids = PagedCache.of(model, 24, page_size=4), tokens(3, 11)
+    others = cache.cache.add(1)
+    with pytest.raises(OutOfPages):
+        model(ids, past_key_values=cache)
+    assert not cache.requests and cache.cache.requests() == others and cache.cache.num_free_pages == 6
+    got = model(ids[:1], past_key_values=cache).logits
+    torch.testing.assert_close(got, build("Llama", "sdpa")(ids[:1]).logits, atol=1e-4, rtol=1e-4)
+    kept = cache.requests
+    with pytest.raises(OutOfPages):
+        model(tokens(1, 14), past_key_values=cache)
+    assert cache.requests == kept and cache.length == 11
+    cache.cache.check()
+
+
+@torch.no_grad()
+def test_autocast_fills_a_pool_of_the_models_dtype():
+    """Values leave their projection in bfloat16, keys leave the rotation in float32."""
+    model, cache, ids = build("Llama", NAME), in_pages("Llama"), tokens(2, 11)
+    plain = transformers.DynamicCache()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model(ids, past_key_values=cache).logits
+        want = build("Llama", "sdpa")(ids, past_key_values=plain).logits
+    for request, keys, values in zip(
+        cache.requests, plain.layers[0].keys, plain.layers[0].values, strict=True
+    ):
+        stored = cache.cache.read(request)
+        assert torch.equal(stored[0], keys.transpose(0, 1).float())
+        assert torch.equal(stored[1], values.transpose(0, 1).float())
+        assert torch.equal(stored[1], stored[1].bfloat16().float())
+    exact = build("Llama", "sdpa")(ids).logits
+    assert (got - exact).norm() <= 1.5 * (want - exact).norm() <= 0.03 * exact.norm()
+
+
+def test_a_refused_token_says_what_to_change():
+    pool = KVCache(4, 4, 2, 8)
+    good, words = torch.zeros(3, 2, 8), r"Use v\.to\('cpu', torch\.float32\)"
+    with pool.reserve(pool.add(1), 3) as step:
+        for wrong in (good.bfloat16(), good.double(), good.to("meta")):
+            with pytest.raises(SpecError, match=words):
+                step.write(good, wrong)
+        for wrong in (good[:2], good.bfloat16()[:2], good.to_sparse(), None):
+            with pytest.raises(SpecError, match=r"v is \(tokens, num_kv_heads, channels\) of the cache"):
+                step.write(good, wrong)
+        step.write(good, good)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"page_size": 0}, "page_size: got 0, wanted an int from 1"),
+    ({"page_size": 4.0}, r"page_size: got 4\.0"),
+    ({"tokens": 64.0}, r"tokens: got 64\.0, wanted an int from 0"),
+    ({"tokens": -5}, "tokens: got -5"),
+])  # fmt: skip
+def test_a_cache_of_no_such_size_is_refused(change: dict[str, Any], words: str):
+    with pytest.raises(SpecError, match=words):
+        PagedCache.of(build("Llama", NAME), **{"tokens": 64} | change)
+
+
 def test_several_caches_share_one_pool():
     pool = in_pages("Llama").cache
     first, second = PagedCache(pool), PagedCache(pool)

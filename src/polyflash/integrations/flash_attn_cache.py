@@ -204,8 +204,10 @@ def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved
     """x (batch, seqlen, heads, head_dim) turned by `positions`, int64 (batch, seqlen); channels beyond
     rotary_dim stay. Pairs are neighbours if `interleaved`, else half of rotary_dim apart. In fp32."""
     half = cos.shape[-1]
-    if 2 * half > x.shape[-1] or (positions.device.type == "cpu" and int(positions.max()) >= cos.shape[0]):
-        got = f"{tuple(cos.shape)} for head_dim {x.shape[-1]} and positions up to {int(positions.max())}"
+    last = int(positions.max()) if positions.device.type == "cpu" and positions.numel() else -1
+    if 2 * half > x.shape[-1] or last >= cos.shape[0]:
+        got = f"{tuple(cos.shape)} for head_dim {x.shape[-1]}"
+        got += f" and positions up to {last}" if last >= 0 else ""
         wanted = "(positions, rotary_dim / 2), rotary_dim <= head_dim"
         raise spec_error("rotary_cos", got=got, wanted=wanted, change="Make the tables longer.")
     c, s = cos[positions][:, :, None].float(), sin[positions][:, :, None].float()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyflash import validate
-from polyflash.errors import UnsupportedError, spec_error
+from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.paged import attention_paged
 from polyflash.spec import Arguments
 
@@ -24,9 +24,9 @@ def room(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, batch_idx: 
         got, change = f"{(*k_cache.shape,)} and {(*v_cache.shape,)}", "Only head_dim may differ."
         wanted = "two of (num_blocks, page_size, num_kv_heads, head_dim)"
         raise spec_error("k_cache, v_cache", got=got, wanted=wanted, change=change)
-    if table.dtype is not torch.int32 or table.ndim != 2 or table.shape[0] != q.shape[0]:
-        got = f"{table.dtype} {(*table.shape,)}"
-        change = "Give each request a row of page numbers, by .to(torch.int32)."
+    whole = isinstance(table, Tensor) and table.dtype is torch.int32 and table.ndim == 2
+    if not whole or table.shape[0] != q.shape[0]:
+        got, change = described(table), "Give each request a row of page numbers, by .to(torch.int32)."
         raise spec_error("block_table", got=got, wanted=f"int32 ({q.shape[0]}, max_blocks)", change=change)
     if table.device != k_cache.device:
         wanted = f"{k_cache.device}, as k_cache"

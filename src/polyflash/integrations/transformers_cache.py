@@ -35,6 +35,7 @@ from polyflash.integrations.transformers.layer import (
     _refuse_unknown,
 )
 from polyflash.kvcache import KVCache, Request, Step
+from polyflash.kvcache.pages import checked_count
 
 __all__ = ("PagedCache", "PagedStates", "register")
 
@@ -154,9 +155,11 @@ class PagedCache(Cache):
         `model`.
 
         Raises:
-            SpecError: the config of the model has no `num_key_value_heads` or `head_dim` for all layers
-                alike. Make the KVCache yourself then.
+            SpecError: no such number of tokens or page size; or the config of the model has no
+                `num_key_value_heads` or `head_dim` for all layers alike. Make the KVCache yourself then.
         """
+        checked_count("page_size", page_size, 1, 2**31 - 1)
+        checked_count("tokens", tokens, 0, (2**31 - 1) * page_size)
         config = model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
         width = getattr(config, "head_dim", None)
@@ -190,9 +193,11 @@ class PagedCache(Cache):
         return self.cache.page_table(self.requests) if self._step is None else self._step.tables.page_table
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[PagedStates, PagedStates]:
-        """New tokens of one layer, (batch, num_kv_heads, new, head_dim); returns what stands for all.
+        """New tokens of one layer, (batch, num_kv_heads, new, head_dim), cast to the dtype of the pool: under
+        torch.autocast they come in several. Returns what stands for all.
 
         Raises:
+            OutOfPages: too few free pages for a new pass; the cache is as before it.
             SpecError: another batch than before; or the pass before did not reach the last layer: it failed,
                 or the model has fewer layers than the `KVCache`.
         """
@@ -202,15 +207,20 @@ class PagedCache(Cache):
             got, change = f"a pass without layer {missing[0]}", "crop(0) takes a failed pass back."
             raise spec_error("write", got=got, wanted="a pass through all layers", change=change)
         if self._step is None:
-            if not self.requests:
-                self.requests = self.cache.add(batch)
-            if len(self.requests) != batch:
-                wanted = f"{len(self.requests)}, as before"
+            requests = self.requests or self.cache.add(batch)
+            if len(requests) != batch:
+                wanted = f"{len(requests)}, as before"
                 change = "Call reset(), or choose entries by batch_select_indices()."
                 raise spec_error("batch", got=batch, wanted=wanted, change=change)
-            self._step = self.cache.reserve(self.requests, count)
+            try:
+                self._step = self.cache.reserve(requests, count)
+            except Exception:
+                if not self.requests:
+                    self.cache.free(requests)
+                raise
+            self.requests = requests
         step = self._step
-        step.write(*(x.transpose(1, 2).flatten(0, 1) for x in (k, v)), layer=layer)
+        step.write(*(x.transpose(1, 2).flatten(0, 1).to(self.cache.dtype) for x in (k, v)), layer=layer)
         tokens = step.tables.lengths[0] if batch else 0
         if all(step.has_written(n) for n in range(self.cache.num_layers)):
             step.commit()

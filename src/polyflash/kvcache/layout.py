@@ -161,16 +161,13 @@ def check_tokens(name: str, tokens: Tensor, pool: Tensor, count: int | None) -> 
     if count is None and isinstance(tokens, Tensor) and tokens.ndim:
         count = tokens.shape[0]
     shape = (count, *pool.shape[2:])
-    if (
-        not isinstance(tokens, Tensor)
-        or not is_strided(tokens)
-        or tuple(tokens.shape) != shape
-        or tokens.dtype is not pool.dtype
-        or tokens.device != pool.device
-    ):
+    fits = isinstance(tokens, Tensor) and is_strided(tokens) and tuple(tokens.shape) == shape
+    if not fits or tokens.dtype is not pool.dtype or tokens.device != pool.device:
         got = described(tokens) + (f" on {tokens.device}" if isinstance(tokens, Tensor) else "")
         wanted = f"{pool.dtype} ({'tokens' if shape[0] is None else shape[0]}, {shape[1]}, {shape[2]})"
-        change = f"{name} is (tokens, num_kv_heads, channels) of the cache."
+        change = f"Use {name}.to({str(pool.device)!r}, {pool.dtype})."
+        if not fits:
+            change = f"{name} is (tokens, num_kv_heads, channels) of the cache."
         raise spec_error(name, got=got, wanted=f"{wanted} on {pool.device}", change=change)
 
 

@@ -65,7 +65,7 @@ class Step:
         q: Tensor | None = None,
     ) -> Tensor | None:
         """The new tokens of one layer, k (total, num_kv_heads, head_dim) and v (total, num_kv_heads,
-        head_dim_v), to their slots.
+        head_dim_v), of the pool's dtype, to their slots.
 
         With `rope`, k is rotated as it is written, and q (total, num_q_heads, head_dim) is returned rotated.
         `positions`, int32 or int64 (total,), are those to rotate by; default the tokens' places in their
