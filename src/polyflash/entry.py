@@ -43,7 +43,8 @@ def explained(q: Tensor, k: Tensor, v: Tensor, args: Arguments, target: str | Ta
     elif not isinstance(target, Target):
         target = targets.parse(target)
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
-    args = args._replace(need_lse=args.need_lse or needs_grad)
+    if needs_grad:
+        args = torch_ops.trained(args)._replace(need_lse=True)
     backend = requested_backend(args)
     backward = None
     if needs_grad:

@@ -303,7 +303,7 @@ NOT_DECODED = frozenset((Feature.ALIBI, Feature.DROPOUT, Feature.BATCH_INVARIANT
 
 def decodes_members(spec: AttentionSpec) -> bool:
     """Whether packed members of few rows go to the decode kernels."""
-    return not (spec.needs_grad or spec.features & NOT_DECODED)
+    return not spec.features & NOT_DECODED
 
 
 class Partition(NamedTuple):
