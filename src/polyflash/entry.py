@@ -43,8 +43,7 @@ def explained(q: Tensor, k: Tensor, v: Tensor, args: Arguments, target: str | Ta
     elif not isinstance(target, Target):
         target = targets.parse(target)
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
-    if needs_grad:
-        args = torch_ops.trained(args)._replace(need_lse=True)
+    args = args._replace(need_lse=args.need_lse or needs_grad)
     backend = requested_backend(args)
     backward = None
     if needs_grad:

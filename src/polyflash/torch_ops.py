@@ -78,8 +78,6 @@ in_graph = InGraph()
 def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """The op, entered the cheapest way the moment allows. q, k, v are (batch, heads, seqlen, head_dim)."""
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
-    if needs_grad:
-        args = trained(args)
     if torch.compiler.is_compiling():
         backend = args.backend or ("" if in_graph.backend is None else in_graph.backend or ANY)
         return _attention(q, k, v, *args._replace(need_lse=args.need_lse or needs_grad, backend=backend))
@@ -90,12 +88,6 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
     if needs_grad:
         return _differentiable(q, k, v, args)
     return _below_autograd(q, k, v, args)
-
-
-def trained(args: Arguments) -> Arguments:
-    """The arguments of a call that needs gradients. Packed members then all take the forward kernel: within a
-    graph the op does not know what it is called for, and its bits are those of an eager call."""
-    return args if args.cu_seqlens_q is None else args._replace(batch_invariant=True)
 
 
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
