@@ -8,6 +8,7 @@ plain eager call runs the op's body without the dispatcher in between."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -80,7 +81,10 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
     if torch.compiler.is_compiling():
         backend = args.backend or ("" if in_graph.backend is None else in_graph.backend or ANY)
-        return _attention(q, k, v, *args._replace(need_lse=args.need_lse or needs_grad, backend=backend))
+        args = args._replace(need_lse=args.need_lse or needs_grad, backend=backend)
+        if needs_grad and args.cu_seqlens_q is not None:  # the op will not know what it is called for
+            args = args._replace(batch_invariant=True)
+        return _attention(q, k, v, *args)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         check(q, k, v, args)
         return autograd.call(q, k, v, args._replace(backend=requested_backend(args) or ANY))
@@ -228,6 +232,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         raise validate.explain_shapes(q, k, v, paged)
     if len(rest) > _N_PLAIN or args.scale is not None:
         seqlen_k = validate.check_operands(q, k, args)
+    asked = phase  # decides whether the spec needs gradients: tensors may require some where none are made
     if phase is _DECODE and not (
         args.cu_seqlens_q is None
         and is_decode(num_q_heads, num_kv_heads, seqlen_q, seqlen_k, args.row_bounds is not None)
@@ -236,6 +241,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     backend = requested_backend(args)
     key = (
         phase,
+        asked,
         backend,
         (q.dtype, k.dtype, v.dtype),
         (q.device, k.device, v.device),
@@ -254,12 +260,14 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
             _routes.clear()
             _gradient_routes.clear()
         _validated(q, k, v, rest)
-        launch = _routes[key] = _plan(phase, q, k, v, args, backend)
+        launch = _routes[key] = _plan(phase, q, k, v, args, backend, needs_grad=asked is not _DECODE)
     return launch
 
 
-def _plan(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, backend: str) -> Launch:
-    spec = spec_of(q, k, v, args, phase=phase)
+def _plan(
+    phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, backend: str, *, needs_grad: bool = True
+) -> Launch:
+    spec = replace(spec_of(q, k, v, args, phase=phase), needs_grad=needs_grad)
     device = target.detect(q.device.type, q.device.index or 0)
     launch = plan.select(spec, device, backends.TABLE, backend=backend, config=args.config)
     launch.run = import_module(launch.row.module).run

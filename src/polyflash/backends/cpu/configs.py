@@ -302,10 +302,8 @@ NOT_DECODED = frozenset((Feature.ALIBI, Feature.DROPOUT, Feature.BATCH_INVARIANT
 
 
 def decodes_members(spec: AttentionSpec) -> bool:
-    """Whether packed members of few rows go to the decode kernels. Not if whole keys and the lse are asked
-    for, as gradients do: a call's bits must not depend on whether its tensors show that they need some."""
-    asked = Feature.PAGED in spec.features or Feature.LSE not in spec.features
-    return asked and not spec.features & NOT_DECODED
+    """Whether packed members of few rows go to the decode kernels."""
+    return not (spec.needs_grad or spec.features & NOT_DECODED)
 
 
 class Partition(NamedTuple):
