@@ -87,7 +87,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
         return _attention(q, k, v, *args)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         check(q, k, v, args)
-        if args.cu_seqlens_q is not None:  # nor does it know under a transform
+        if needs_grad and args.cu_seqlens_q is not None:  # nor does it know under a transform
             args = args._replace(batch_invariant=True)
         return autograd.call(q, k, v, args._replace(backend=requested_backend(args) or ANY))
     autograd.refuse_tangents((q, k, v, args.bias, args.sinks))
