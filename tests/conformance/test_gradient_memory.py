@@ -37,7 +37,18 @@ HIDDEN = (
 def test_invisible_bits(backend: str, name: str, dtype: str):
     """P5, G7: NaN, Inf, 65504 and random bits in K, V and bias where nobody looks, and in dO, dlse and Q of
     rows that see nothing, change no bit of any gradient."""
+    _hidden_change_nothing(backend, name, dtype)
+
+
+@pytest.mark.parametrize("name", ["window", "everything", "packed-everything"])
+def test_invisible_bits_in_aligned_tiles(backend: str, name: str):
+    """With batch_invariant a tile may reach beyond the rows: what only such rows would see is hidden too."""
+    _hidden_change_nothing(backend, name, "float32", batch_invariant=True)
+
+
+def _hidden_change_nothing(backend: str, name: str, dtype: str, **flags: bool) -> None:
     q, k, v, options = make(with_dtype(named(name), dtype), seed=2)
+    options |= flags
     is_packed = "cu_seqlens_q" in options
     dout, dlse = cotangents(q, v, packed=is_packed)
     want = gradients(q, k, v, dout, dlse, backend=backend, **options)

@@ -280,6 +280,9 @@ def visible_pairs(part: Part, i0: int, rows: int, j0: int, keys: int) -> Tensor 
         seen = _both(seen, within(args.row_bounds, i0, rows, j0, keys, part.q.shape[3]))
     if isinstance(part.k, Pages):
         seen = _both(seen, part.k.mapped(j0, keys))
+    if seen is not None and (i0 < 0 or i0 + rows > part.q.shape[3]):  # rows outside see what nobody does
+        i = torch.arange(i0, i0 + rows, device=part.q.device)[:, None]
+        seen = seen & (i >= 0) & (i < part.q.shape[3])
     return seen
 
 
