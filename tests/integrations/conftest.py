@@ -26,8 +26,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     runs: list[Launch] = []
     plan = torch_ops._plan
 
-    def spy(*args: Any) -> Launch:
-        launch = plan(*args)
+    def spy(*args: Any, **options: Any) -> Launch:
+        launch = plan(*args, **options)
         run = launch.run
 
         def noted(launch: Launch, *operands: Any) -> Any:

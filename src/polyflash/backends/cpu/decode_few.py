@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, loading
+from polyflash.backends.cpu import configs, decode_items, loading
 from polyflash.backends.cpu import decode_arguments as d
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP
 
@@ -35,7 +35,9 @@ def build(key: DecodeKey) -> Any:
     store_i64, least, greatest, arrive = simd.store_i64, simd.least, simd.greatest, pool_kernel.add
     device = loading.device
     shared = loading.loaders(key.row_key, blocks.stages(key.row_key))
-    gathered, stand = shared.gathered, shared.stand
+    gathered, stand, key_rows = shared.gathered, shared.stand, shared.key_rows
+    items = decode_items.items()
+    find, row_keys = items.find, items.row_keys
 
     ROWS, KEYS, STEP = key.rows, key.lanes // key.rows, configs.STEP
     VECTOR, UNIT, SIZE = key.lanes * 4, key.unit, configs.STORAGE_BYTES[key.storage]
@@ -119,19 +121,12 @@ def build(key: DecodeKey) -> Any:
     def limit_rows(args, scratch, rows, row_0, seqlen_q, start):  # type: ignore[no-untyped-def]
         """First key and number of keys of every row, by lanes; a row that is none sees none. Returns the keys
         that some row sees and, inside them, those that every row sees."""
-        item, bounds = scratch + arg(args, a.T_ITEM), arg(args, d.ROW_BOUNDS)
-        lo_shift, hi_shift, live = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT), arg(item, a.I_LIVE)
+        live = arg(scratch + arg(args, a.T_ITEM), a.I_LIVE)
         some_lo, some_hi, all_lo, all_hi = live, 0, 0, live
         for r in range(ROWS):
             lo, hi = 0, 0
             if r < rows:
-                i = (row_0 + r) % seqlen_q
-                lo, hi = greatest(start, i + lo_shift), least(live, i + hi_shift)
-                if bounds != 0:
-                    pair = bounds + i * arg(args, d.ROW_BOUNDS_ROW)
-                    lo = greatest(lo, load_i32(pair))
-                    hi = least(hi, load_i32(pair + arg(args, d.ROW_BOUNDS_SIDE)))
-                hi = greatest(lo, hi)
+                lo, hi = row_keys(args, scratch, (row_0 + r) % seqlen_q, start, live)
                 if lo < hi:
                     some_lo, some_hi = least(some_lo, lo), greatest(some_hi, hi)
                 all_lo, all_hi = greatest(all_lo, lo), least(all_hi, hi)
@@ -226,23 +221,9 @@ def build(key: DecodeKey) -> Any:
     @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
     def kernel(args, number, scratch):  # type: ignore[no-untyped-def]
         chunks, hkv = arg(args, a.CHUNKS), arg(args, a.NUM_KV_HEADS)
-        # find the tile and the split
-        heads, first_split, splits = arg(args, a.HEADS), arg(args, d.FIRST_SPLIT), arg(args, d.NUM_SPLITS)
+        heads = arg(args, a.HEADS)
         tiles = (hkv + heads - 1) // heads * chunks
-        i_e = i_b = number // greatest(tiles * splits, 1)
-        first_item = i_e * tiles * splits
-        if arg(args, d.ENTRIES) != 0:
-            i_e, beyond = 0, arg(args, d.NUM_ENTRIES)
-            while beyond - i_e > 1:
-                middle = (i_e + beyond) // 2
-                if arg(arg(args, d.ENTRIES), middle * d.ENTRY_WORDS) <= number:
-                    i_e = middle
-                else:
-                    beyond = middle
-            entry = arg(args, d.ENTRIES) + i_e * d.ENTRY_WORDS * 8
-            first_item, i_b = arg(entry, d.E_FIRST_ITEM), arg(entry, d.E_REQUEST)
-            first_split, splits = arg(entry, d.E_FIRST_SPLIT), arg(entry, d.E_NUM_SPLITS)
-        i_tile, i_s = (number - first_item) % tiles, (number - first_item) // tiles
+        i_e, i_b, i_tile, i_s, splits, first_split = find(args, number, tiles)
         i_hkv, row_0 = i_tile // chunks * heads, i_tile % chunks * ROWS
         heads_here = least(heads, hkv - i_hkv)
         i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
@@ -264,11 +245,7 @@ def build(key: DecodeKey) -> Any:
         key_lo = (first_split + i_s) * arg(args, d.SPLIT_KEYS)
         key_hi = least(key_lo + arg(args, d.SPLIT_KEYS), some_hi)
         key_lo = greatest(key_lo, some_lo)
-        k = arg(args, a.K) + i_hkv * arg(args, a.K_HEAD)
-        v = arg(args, a.V) + i_hkv * arg(args, a.V_HEAD)
-        if arg(args, a.PAGE_TABLE) == 0:
-            k += i_t * arg(args, a.K_BATCH) + first_k * arg(args, a.K_ROW)
-            v += i_t * arg(args, a.V_BATCH) + first_k * arg(args, a.V_ROW)
+        k, v = key_rows(args, i_t, i_hkv, first_k)
         for careful in range(2):
             if careful != 0:
                 all_lo = all_hi = key_lo  # look at every weight

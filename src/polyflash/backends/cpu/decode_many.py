@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, loading, tiles
+from polyflash.backends.cpu import configs, decode_items, loading, tiles
 from polyflash.backends.cpu import decode_arguments as d
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def build(key: ManyKey) -> Any:
     least, greatest, arrive = simd.least, simd.greatest, pool_kernel.add
     device = loading.device
     shared = loading.loaders(key, stage)
-    load_tile, stand = shared.load_tile, shared.stand
+    load_tile, stand, key_rows = shared.load_tile, shared.stand, shared.key_rows
+    items = decode_items.items()
+    find, row_keys = items.find, items.row_keys
     tile = tiles.tiles(key, stage, shared)
     find_pages, load_keys, load_values = tile.find_pages, tile.load_keys, tile.load_values
     row_at, run_end, add_bad_rows = tile.row_at, tile.run_end, tile.add_bad_rows
@@ -79,13 +81,8 @@ def build(key: ManyKey) -> Any:
     def limit_rows(args, scratch, rows, live):  # type: ignore[no-untyped-def]
         """First key and number of keys of every lane; one that is no row sees none. The bounds of a panel:
         keys that some row sees and, inside them, keys that every row sees. Returns the bounds of all."""
-        item, bounds = scratch + arg(args, a.T_ITEM), arg(args, d.ROW_BOUNDS)
-        lo_shift, hi_shift, seqlen_q = (
-            arg(item, a.I_LO_SHIFT),
-            arg(item, a.I_HI_SHIFT),
-            arg(item, a.I_ROW_END),
-        )
-        start, first_row = arg(item, a.I_START), arg(item, a.I_ROW)
+        item = scratch + arg(args, a.T_ITEM)
+        seqlen_q, start, first_row = arg(item, a.I_ROW_END), arg(item, a.I_START), arg(item, a.I_ROW)
         lowest, highest = live, 0
         for i_p in range((rows + NR - 1) // NR):
             some_lo, some_hi, all_lo, all_hi = live, 0, 0, live
@@ -94,12 +91,7 @@ def build(key: ManyKey) -> Any:
                 lo, hi = 0, 0
                 if i_p * NR + lane < rows:
                     i = (first_row + i_p * NR + lane) % seqlen_q
-                    lo, hi = greatest(start, i + lo_shift), least(live, i + hi_shift)
-                    if bounds != 0:
-                        pair = bounds + i * arg(args, d.ROW_BOUNDS_ROW)
-                        lo = greatest(lo, load_i32(pair))
-                        hi = least(hi, load_i32(pair + arg(args, d.ROW_BOUNDS_SIDE)))
-                    hi = greatest(lo, hi)
+                    lo, hi = row_keys(args, scratch, i, start, live)
                     if lo < hi:
                         some_lo, some_hi = least(some_lo, lo), greatest(some_hi, hi)
                     all_lo, all_hi = greatest(all_lo, lo), least(all_hi, hi)
@@ -285,22 +277,8 @@ def build(key: ManyKey) -> Any:
     @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
     def kernel(args, number, scratch):  # type: ignore[no-untyped-def]
         chunks, hkv = arg(args, a.CHUNKS), arg(args, a.NUM_KV_HEADS)
-        # find the tile and the split
-        first_split, splits = arg(args, d.FIRST_SPLIT), arg(args, d.NUM_SPLITS)
-        i_e = i_b = number // greatest(hkv * chunks * splits, 1)
-        first_item = i_e * hkv * chunks * splits
-        if arg(args, d.ENTRIES) != 0:
-            i_e, beyond = 0, arg(args, d.NUM_ENTRIES)
-            while beyond - i_e > 1:
-                middle = (i_e + beyond) // 2
-                if arg(arg(args, d.ENTRIES), middle * d.ENTRY_WORDS) <= number:
-                    i_e = middle
-                else:
-                    beyond = middle
-            entry = arg(args, d.ENTRIES) + i_e * d.ENTRY_WORDS * 8
-            first_item, i_b = arg(entry, d.E_FIRST_ITEM), arg(entry, d.E_REQUEST)
-            first_split, splits = arg(entry, d.E_FIRST_SPLIT), arg(entry, d.E_NUM_SPLITS)
-        i_tile, i_s = (number - first_item) // splits, (number - first_item) % splits
+        tiles = hkv * chunks
+        i_e, i_b, i_tile, i_s, splits, first_split = find(args, number, tiles)
         held = arg(args, a.ROW_PANELS) * NR
         i_hkv, first_row = i_tile // chunks, i_tile % chunks * held
         i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
@@ -315,11 +293,7 @@ def build(key: ManyKey) -> Any:
         key_lo = (first_split + i_s) * arg(args, d.SPLIT_KEYS)
         key_hi = least(key_lo + arg(args, d.SPLIT_KEYS), highest)
         key_lo = greatest(key_lo, lowest)
-        k = arg(args, a.K) + i_hkv * arg(args, a.K_HEAD)
-        v = arg(args, a.V) + i_hkv * arg(args, a.V_HEAD)
-        if arg(args, a.PAGE_TABLE) == 0:
-            k += i_t * arg(args, a.K_BATCH) + first_k * arg(args, a.K_ROW)
-            v += i_t * arg(args, a.V_BATCH) + first_k * arg(args, a.V_ROW)
+        k, v = key_rows(args, i_t, i_hkv, first_k)
         fill(scratch + arg(args, a.T_ZERO), WIDE_BYTES // VECTOR, arg(args, a.ZERO))
         fill_addresses(scratch + arg(args, a.T_STAGED), scratch + arg(args, a.T_ZERO), 0, LINE // 8)
         q = arg(args, a.Q) + i_t * arg(args, a.Q_BATCH) + first_q * arg(args, a.Q_ROW)
@@ -330,15 +304,15 @@ def build(key: ManyKey) -> Any:
 
         if splits > 1:
             channels = (arg(args, a.HEAD_DIM_V) + STEP - 1) // STEP * STEP
-            stride = arg(args, d.PARTIAL_BYTES)
-            partial = arg(args, d.PARTIALS) + number * stride
+            stride = tiles * arg(args, d.PARTIAL_BYTES)
+            partial = arg(args, d.PARTIALS) + number * arg(args, d.PARTIAL_BYTES)
             first_o, bytes_o = arg(args, a.ROW_PANELS) * STATS, channels * NR * 4
             copy_vectors(scratch + arg(args, a.T_STATS), partial, panels * 2 * NV)
             for i_p in range(panels):
                 o = scratch + arg(args, a.T_O) + i_p * O_PANEL
                 copy_vectors(o, partial + first_o + i_p * bytes_o, channels * NV)
             # The last to arrive sees what all the others have written.
-            if arrive(arg(args, d.DONE) + 8 * (i_e * hkv * chunks + i_tile), 1) != splits - 1:
+            if arrive(arg(args, d.DONE) + 8 * (i_e * tiles + i_tile), 1) != splits - 1:
                 return
             partial -= i_s * stride
             for i_p in range(panels):

@@ -50,7 +50,7 @@ def build(key: KernelKey) -> Any:
     MINUS_INF = 0xFF800000
 
     shared = loading.loaders(key, stage)
-    load_tile, stand = shared.load_tile, shared.stand
+    load_tile, stand, key_rows = shared.load_tile, shared.stand, shared.key_rows
     tile = tiles.tiles(key, stage, shared)
     find_pages, load_keys, load_values = tile.find_pages, tile.load_keys, tile.load_values
     add_bad_rows, scores, scores_bounded = tile.add_bad_rows, stage.scores, stage.scores_bounded
@@ -257,11 +257,7 @@ def build(key: KernelKey) -> Any:
         if arg(args, a.PASS) != 0:
             call_pass(arg(args, a.PASS), args, scratch, a.START_ITEM, 0, 0, 0, 0, 0, 0)
 
-        k = arg(args, a.K) + i_hkv * arg(args, a.K_HEAD)
-        v = arg(args, a.V) + i_hkv * arg(args, a.V_HEAD)
-        if arg(args, a.PAGE_TABLE) == 0:
-            k += i_t * arg(args, a.K_BATCH) + first_k * arg(args, a.K_ROW)
-            v += i_t * arg(args, a.V_BATCH) + first_k * arg(args, a.V_ROW)
+        k, v = key_rows(args, i_t, i_hkv, first_k)
         pairs, count = arg(args, a.INTERVALS), 1
         if pairs != 0:
             count = arg(args, a.INTERVAL_COUNT)

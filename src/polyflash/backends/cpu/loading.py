@@ -23,6 +23,7 @@ class Loaders(NamedTuple):
     gathered: Any  # (scratch_row, src, stride, count) -> address
     load_tile: Any  # (args, scratch, src, row_stride, dim_stride, rows, count, dst)
     stand: Any  # (args, scratch, i_b) -> index into the tensors, first row and key, rows, start and live key
+    key_rows: Any  # (args, i_t, i_hkv, first_k) -> addresses of K and V
 
 
 def device(arity: int, result: Any = None) -> Any:
@@ -132,4 +133,14 @@ def loaders(key: KernelKey, stage: Stages | BackwardStages) -> Loaders:
         store_i64(item + 8 * a.I_HI_SHIFT, least(greatest(hi_shift, -seqlen_q), seqlen_k))
         return i_t, first_q, first_k, seqlen_q, start, live
 
-    return Loaders(gathered, load_tile, stand)
+    @device(4, types.UniTuple(types.int64, 2))
+    def key_rows(args, i_t, i_hkv, first_k):  # type: ignore[no-untyped-def]
+        """Where K and V of key 0 of a kv head lie; of pages, in page 0."""
+        k = arg(args, a.K) + i_hkv * arg(args, a.K_HEAD)
+        v = arg(args, a.V) + i_hkv * arg(args, a.V_HEAD)
+        if arg(args, a.PAGE_TABLE) == 0:
+            k += i_t * arg(args, a.K_BATCH) + first_k * arg(args, a.K_ROW)
+            v += i_t * arg(args, a.V_BATCH) + first_k * arg(args, a.V_ROW)
+        return k, v
+
+    return Loaders(gathered, load_tile, stand, key_rows)
