@@ -392,14 +392,20 @@ def check_out(out: Tensor, q: Tensor, head_dim_v: int) -> None:
         got = f"{tuple(out.shape)} {out.dtype} on {out.device}"
         change = "Allocate it like the result."
         raise spec_error("out", got=got, wanted=f"{shape} {q.dtype} on {q.device}", change=change)
+    if overlaps(out):
+        got = f"strides {out.stride()}: elements share memory"
+        raise spec_error("out", got=got, wanted="a place for each element", change="Use torch.empty_like().")
+
+
+def overlaps(x: Tensor) -> bool:
+    """May two elements share an address? Right for every tensor whose strides nest."""
     reach = 0
-    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            got = f"strides {out.stride()}: elements share memory"
-            raise spec_error(
-                "out", got=got, wanted="a place for each element", change="Use torch.empty_like()."
-            )
-        reach += stride * (size - 1)
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def check_results(q: Tensor, v: Tensor, results: dict[str, Tensor | None]) -> None:

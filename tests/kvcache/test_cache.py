@@ -166,8 +166,8 @@ def test_B_pag_17_a_step_that_a_layer_left_out_is_no_step():
         step.write(*layer_of(tokens.make(1), 0), layer=0)
     assert not step.open and cache.num_free_pages == free
     same(cache, held)
-    with cache.reserve(list(held), 0):
-        pass  # no tokens: nothing to write
+    with cache.reserve(list(held), 0) as step:  # no tokens: nothing to write
+        assert step.open
     same(cache, held)
 
 

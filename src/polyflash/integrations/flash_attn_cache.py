@@ -12,6 +12,7 @@ from torch import Tensor
 from polyflash.api import attention
 from polyflash.errors import UnsupportedError, spec_error
 from polyflash.integrations import flash_attn_pages as pages
+from polyflash.kvcache.rope import Rope
 
 _INT32 = "an int or an int32 tensor (batch,)"
 
@@ -202,7 +203,7 @@ def _append(
 
 def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x (batch, seqlen, heads, head_dim) turned by `positions`, int64 (batch, seqlen); channels beyond
-    rotary_dim stay. Pairs are neighbours if `interleaved`, else half of rotary_dim apart. In fp32."""
+    rotary_dim stay. Pairs are neighbours if `interleaved`, else half of rotary_dim apart."""
     half = cos.shape[-1]
     last = int(positions.max()) if positions.device.type == "cpu" and positions.numel() else -1
     if 2 * half > x.shape[-1] or last >= cos.shape[0]:
@@ -210,9 +211,5 @@ def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved
         got += f" and positions up to {last}" if last >= 0 else ""
         wanted = "(positions, rotary_dim / 2), rotary_dim <= head_dim"
         raise spec_error("rotary_cos", got=got, wanted=wanted, change="Make the tables longer.")
-    c, s = cos[positions][:, :, None].float(), sin[positions][:, :, None].float()
-    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
-    first, second = a * c - b * s, a * s + b * c
-    whole = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
-    return torch.cat((whole.to(x.dtype), rest), -1)
+    rope = Rope(rotary_dim=2 * half, interleaved=interleaved, cos=cos, sin=sin)
+    return rope.rotate(x.flatten(0, 1), positions.flatten()).view(x.shape)

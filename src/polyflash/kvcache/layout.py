@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyflash.errors import described, spec_error
 from polyflash.mask import is_strided
+from polyflash.validate import overlaps
 
 PoolLayout = Literal["NHD", "HND"]
 _SHAPES = {
@@ -42,7 +43,7 @@ def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -
             got = f"{described(pool)}{' that needs gradients' * getattr(pool, 'requires_grad', False)}"
             change = "One pool per layer, or all in one tensor with the layer first."
             raise spec_error(name, got=got, wanted=f"a tensor {_SHAPES[layout]}", change=change)
-        if _overlaps(pool):
+        if overlaps(pool):
             got, change = f"strides {pool.stride()} for {tuple(pool.shape)}", "Use .contiguous()."
             raise spec_error(name, got=got, wanted="an address of its own per element", change=change)
     return tuple(pool.transpose(1, 2) for pool in found) if layout == "HND" else found
@@ -169,14 +170,3 @@ def check_tokens(name: str, tokens: Tensor, pool: Tensor, count: int | None) -> 
         if not fits:
             change = f"{name} is (tokens, num_kv_heads, channels) of the cache."
         raise spec_error(name, got=got, wanted=f"{wanted} on {pool.device}", change=change)
-
-
-def _overlaps(pool: Tensor) -> bool:
-    """May two elements share an address? Right for every tensor whose strides nest."""
-    reach = 0
-    for stride, size in sorted(zip(pool.stride(), pool.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False

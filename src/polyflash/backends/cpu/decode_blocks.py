@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
+from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import STEP, STORAGE_BYTES
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, DecodeKey
@@ -46,7 +47,7 @@ class Stages(NamedTuple):
     store_row: Any  # (o, row stats, dst, channels)
 
 
-class DecodeTile:
+class DecodeTile(AddressLists):
     """Emissions for one key. Methods named as the stages they emit."""
 
     def __init__(self, key: DecodeKey) -> None:
@@ -65,68 +66,6 @@ class DecodeTile:
 
     def gather_row(self, e: Emitter, src: Value, stride: Value, count: Value, dst: Value) -> None:
         self.whole.gather_row(e, src, stride, count, dst)
-
-    def fill_addresses(self, e: Emitter, dst: Value, first: Value, stride: Value, count: Value) -> None:
-        """`count` addresses, rounded up to whole vectors."""
-        b, n = e.b, self.lanes // 2
-        kind = ir.VectorType(I64, n)
-        steps = b.mul(e.splat(stride, n), ir.Constant(kind, list(range(n))))
-        start, ahead = b.add(e.splat(first, n), steps), e.splat(b.mul(stride, I64(n)), n)
-
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            e.store(p[1], p[0])
-            return [e.at(p[0], 8 * n), b.add(p[1], ahead)]
-
-        e.loop(b.udiv(b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst), start], body)
-
-    def fill_pages(
-        self,
-        e: Emitter,
-        dst,
-        entries,
-        stride,
-        count,
-        src,
-        page_stride,
-        row_stride,
-        page_size,
-        num_pages,
-        zero,
-    ) -> None:  # type: ignore[no-untyped-def]
-        """Addresses of the rows of `count` whole pages, each rounded up to whole vectors. Table entries were
-        checked before the call; should another thread have written one that names no page, it is zeros."""
-        b, n = e.b, self.lanes // 2
-        lane = ir.Constant(ir.VectorType(I64, n), list(range(n)))
-
-        def page(i: Value, p: list[Value]) -> list[Value]:
-            number = b.sext(e.load(p[0], 0, I32), I64)
-            real = b.icmp_unsigned("<", number, num_pages)
-            step = b.select(real, row_stride, I64(0))
-            row = b.select(real, b.add(src, b.mul(number, page_stride)), zero)
-            rows, ahead = (
-                b.add(e.splat(row, n), b.mul(e.splat(step, n), lane)),
-                e.splat(b.mul(step, I64(n)), n),
-            )
-
-            def rows_of(j: Value, x: list[Value]) -> list[Value]:
-                e.store(x[1], x[0])
-                return [e.at(x[0], 8 * n), b.add(x[1], ahead)]
-
-            e.loop(b.udiv(b.add(page_size, I64(n - 1)), I64(n)), [p[1], rows], rows_of)
-            return [e.at(p[0], stride), e.at(p[1], b.mul(page_size, I64(8)))]
-
-        e.loop(count, [e.pointer(entries), e.pointer(dst)], page)
-
-    def add_addresses(self, e: Emitter, dst: Value, distance: Value, count: Value) -> None:
-        """Moves `count` addresses on, rounded up to whole vectors."""
-        n, kind = self.lanes // 2, ir.VectorType(I64, self.lanes // 2)
-        further = e.splat(distance, n)
-
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            e.store(e.b.add(e.load(p[0], 0, kind), further), p[0])
-            return [e.at(p[0], 8 * n)]
-
-        e.loop(e.b.udiv(e.b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst)], body)
 
     # units
     def _units(
@@ -509,11 +448,6 @@ class DecodeTile:
         even, odd = (e.b.zext(e.to_bf16_bits(part), e.vi) for part in x)
         both = e.b.or_(even, e.b.shl(odd, e.ints(16)))
         return e.b.bitcast(both, ir.VectorType(I16, self.unit))
-
-
-# To the second-level cache, a phase ahead: in the first the rows would push each other out. Zen 4, bf16,
-# 8 rows: 84 % of what memory gives, against 47 % of the same kernel without.
-PREFETCH_LEVEL = 1
 
 
 def _sums_of_lanes(e: Emitter, x: list[Value]) -> Value:

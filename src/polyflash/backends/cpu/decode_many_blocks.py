@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from polyflash.backends.cpu import blocks
+from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
 from polyflash.backends.cpu.blocks import Tile
-from polyflash.backends.cpu.decode_blocks import DecodeTile
 from polyflash.backends.cpu.decode_many_configs import ManyKey
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value, natives
 
 MINUS_INF = float("-inf")
-PREFETCH_LEVEL = 1  # into the second-level cache: in the first a block would push out what is worked on
 ADDRESS = 8  # bytes
 MERGED_AT_ONCE = 8  # vectors of O^T that are summed over the splits side by side
 
@@ -44,13 +43,12 @@ class Stages(NamedTuple):
     store_rows: Any  # (o, stats, addresses, rows, count): one vector of rows
 
 
-class ManyTile(Tile):
+class ManyTile(Tile, AddressLists):
     """Emissions for one key. Methods named as the stages they emit. The products take a list of cache lines
     and by how many bytes every trip goes on in it (0: not at all): they prefetch them on the way."""
 
     key: ManyKey
     ahead: tuple[Value, Value]
-    fill_addresses = DecodeTile.fill_addresses
 
     @property
     def key_step(self) -> int:

@@ -1,0 +1,66 @@
+"""Lists of the addresses of K and V rows, which the decode kernels read through: one kernel for whole
+tensors, pages and gathered rows. A list is filled in whole vectors, so it has room for one more."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from polyflash.backends.cpu.simd import I32, I64, Emitter, Value
+
+# Into the second-level cache, a phase ahead: in the first the rows would push each other out.
+PREFETCH_LEVEL = 1
+
+
+class AddressLists:
+    """Emissions of the stages that make a list; a tile of a decode kernel has them among its own."""
+
+    lanes: int  # float32 lanes of a vector; half as many addresses
+
+    def fill_addresses(self, e: Emitter, dst: Value, first: Value, stride: Value, count: Value) -> None:
+        """`count` addresses, rounded up to whole vectors."""
+        b, n = e.b, self.lanes // 2
+        kind = ir.VectorType(I64, n)
+        steps = b.mul(e.splat(stride, n), ir.Constant(kind, list(range(n))))
+        start, ahead = b.add(e.splat(first, n), steps), e.splat(b.mul(stride, I64(n)), n)
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            e.store(p[1], p[0])
+            return [e.at(p[0], 8 * n), b.add(p[1], ahead)]
+
+        e.loop(b.udiv(b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst), start], body)
+
+    def fill_pages(self, e: Emitter, *x: Value) -> None:
+        """Addresses of the rows of `count` whole pages of `size` keys, each rounded up to whole vectors.
+        Table entries were checked before the call; should another thread have written one that names none of
+        the `num` pages, it is zeros."""
+        dst, entries, stride, count, src, page_stride, row_stride, size, num, zero = x
+        b, n = e.b, self.lanes // 2
+        lane = ir.Constant(ir.VectorType(I64, n), list(range(n)))
+
+        def page(i: Value, p: list[Value]) -> list[Value]:
+            number = b.sext(e.load(p[0], 0, I32), I64)
+            real = b.icmp_unsigned("<", number, num)
+            step = b.select(real, row_stride, I64(0))
+            row = b.select(real, b.add(src, b.mul(number, page_stride)), zero)
+            rows = b.add(e.splat(row, n), b.mul(e.splat(step, n), lane))
+            ahead = e.splat(b.mul(step, I64(n)), n)
+
+            def rows_of(j: Value, x: list[Value]) -> list[Value]:
+                e.store(x[1], x[0])
+                return [e.at(x[0], 8 * n), b.add(x[1], ahead)]
+
+            e.loop(b.udiv(b.add(size, I64(n - 1)), I64(n)), [p[1], rows], rows_of)
+            return [e.at(p[0], stride), e.at(p[1], b.mul(size, I64(8)))]
+
+        e.loop(count, [e.pointer(entries), e.pointer(dst)], page)
+
+    def add_addresses(self, e: Emitter, dst: Value, distance: Value, count: Value) -> None:
+        """Moves `count` addresses on, rounded up to whole vectors."""
+        n, kind = self.lanes // 2, ir.VectorType(I64, self.lanes // 2)
+        further = e.splat(distance, n)
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            e.store(e.b.add(e.load(p[0], 0, kind), further), p[0])
+            return [e.at(p[0], 8 * n)]
+
+        e.loop(e.b.udiv(e.b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst)], body)
