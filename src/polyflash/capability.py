@@ -13,7 +13,7 @@ from polyflash.target import Target
 @dataclass(frozen=True, slots=True)
 class Yield:
     """A case a row can run but leaves to a lower row when nobody asked for it by name, and the reason: on a
-    target with this feature, for these dtypes, if the call needs no other features than these."""
+    target with this feature ("" is any), for these dtypes, if the call needs no other features than these."""
 
     target_feature: str
     dtypes: frozenset[str]
@@ -94,5 +94,7 @@ class Capability:
         return tuple(
             y
             for y in self.yields
-            if y.target_feature in target.features and spec.dtype in y.dtypes and spec.features <= y.features
+            if (not y.target_feature or y.target_feature in target.features)
+            and spec.dtype in y.dtypes
+            and spec.features <= y.features
         )

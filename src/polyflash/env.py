@@ -32,12 +32,15 @@ NO_CACHE = Variable("POLYFLASH_NO_CACHE", "", "1: compile in every process, read
 CPU_ISA = Variable(
     "POLYFLASH_CPU_ISA", "", "instruction set to plan and compile for, such as avx512 or avx512+avx512_bf16"
 )
+TRITON_INTERPRET = Variable(
+    "TRITON_INTERPRET", "", "1: Triton kernels run in its interpreter, on CPU tensors too (Triton's own name)"
+)
 NO_COLOR = Variable("NO_COLOR", "", "any value: no colour on the command line (no-color.org)")
 
 XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "", "folder of this user's caches (default: ~/.cache)")
 LOCALAPPDATA = Variable("LOCALAPPDATA", "", "the same on Windows (default: the home folder)")
 
-ALL = (BACKEND, CACHE_DIR, NO_CACHE, CPU_ISA, NO_COLOR, XDG_CACHE_HOME, LOCALAPPDATA)
+ALL = (BACKEND, CACHE_DIR, NO_CACHE, CPU_ISA, TRITON_INTERPRET, NO_COLOR, XDG_CACHE_HOME, LOCALAPPDATA)
 
 # Read by `polyflash env` and `polyflash doctor` alone, to say what they do to torch's threads and to ours.
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "", "threads of torch, hence of the CPU engine")

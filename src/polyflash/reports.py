@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import polyflash
@@ -32,7 +31,7 @@ PACKAGES = {
     "rich": "13",
     "safetensors": "",
     "transformers": "",
-    "triton": "",
+    "triton": "3.3",
 }
 PROBE_SECONDS = 60.0
 _PROBE = (
@@ -136,10 +135,7 @@ def facts() -> dict[str, Any]:
 
 def version_of(package: str) -> str:
     """The installed version by its metadata, "" if there is none; imports nothing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+    return target.installed_version(package)
 
 
 def probe_torch() -> dict[str, Any]:

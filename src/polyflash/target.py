@@ -14,7 +14,9 @@ from functools import lru_cache
 from polyflash import env
 from polyflash.errors import described, spec_error
 
-MINIMUM_PACKAGES = {"numba": (0, 60)}  # oldest version whose code generation is tested
+MINIMUM_PACKAGES = {"numba": (0, 60), "triton": (3, 3)}  # oldest version whose code generation is tested
+# Builds for other hardware and nightlies: the same import under another name.
+_OTHER_NAMES = {"triton": ("pytorch-triton-rocm", "triton-rocm", "pytorch-triton", "triton-windows")}
 
 CPU_FEATURES = frozenset(("avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16"))
 _AVX2 = frozenset(("avx2", "fma", "f16c"))
@@ -30,6 +32,7 @@ class Target:
     features: frozenset[str] = frozenset()
     cores: int = 1
     l2_bytes: int = 1 << 20
+    shared_bytes: int = 0  # memory that a GPU's thread block may share, at most
     packages: tuple[tuple[str, str], ...] = field(default=())  # importable package, its version or why not
 
     @property
@@ -40,6 +43,13 @@ class Target:
     @property
     def arch(self) -> str:
         return self.name.partition(":")[2]
+
+    @property
+    def warp_size(self) -> int:
+        """Threads that run in step: 64 on AMD's gfx9, 32 on other GPUs, 1 elsewhere."""
+        if self.kind not in ("cuda", "hip"):
+            return 1
+        return 64 if self.arch.startswith("gfx9") else 32
 
     def has_package(self, name: str) -> bool:
         return not self.why_no_package(name)
@@ -57,16 +67,33 @@ class Target:
         return ""
 
 
+# Multiprocessors, and L2 and shared memory per block in KiB, of a typical device as its driver reports them:
+# for plans of what is not here, and for what a torch does not say. RDNA counts pairs of compute units; L2 of
+# CDNA 3 and 4 is that of one die.
+_GPUS = (
+    ("cuda:sm80", 108, 40 << 10, 163),  # A100
+    ("cuda:sm86", 84, 6 << 10, 99),  # RTX A6000
+    ("cuda:sm89", 128, 72 << 10, 99),  # RTX 4090
+    ("cuda:sm90", 132, 50 << 10, 227),  # H100
+    ("cuda:sm100", 148, 126 << 10, 227),  # B200
+    ("cuda:sm120", 170, 96 << 10, 99),  # RTX 5090
+    ("hip:gfx90a", 104, 8 << 10, 64),  # MI250, one of its two dies
+    ("hip:gfx942", 304, 4 << 10, 64),  # MI300X
+    ("hip:gfx950", 256, 4 << 10, 160),  # MI355X
+    ("hip:gfx1100", 48, 6 << 10, 64),  # RX 7900 XTX
+    ("hip:gfx1201", 32, 8 << 10, 64),  # RX 9070 XT
+)
+_LEAST_SHARED_BYTES = 48 << 10  # every GPU has that much
+
 KNOWN = (
     Target("cpu:avx512", cores=8),
     Target("cpu:avx2", cores=8, l2_bytes=512 << 10),
     Target("cpu:neon", cores=8),
     Target("cpu:generic", cores=4),
-    Target("cuda:sm80", cores=108),
-    Target("cuda:sm89", cores=128),
-    Target("cuda:sm90", cores=132),
-    Target("cuda:sm100", cores=148),
-    Target("hip:gfx942", cores=304),
+    *(
+        Target(name, cores=cores, l2_bytes=l2_kib << 10, shared_bytes=shared_kib << 10)
+        for name, cores, l2_kib, shared_kib in _GPUS
+    ),
     Target("mps:apple", cores=10),
 )
 
@@ -91,11 +118,31 @@ def detect(device_type: str, index: int = 0) -> Target:
     if device_type == "cuda":
         import torch
 
-        properties = torch.cuda.get_device_properties(index)
-        arch = getattr(properties, "gcnArchName", "").partition(":")[0]
-        name = f"hip:{arch}" if torch.version.hip else f"cuda:sm{properties.major}{properties.minor}"
-        return Target(name, cores=properties.multi_processor_count, packages=packages)
+        return _gpu(torch.cuda.get_device_properties(index), bool(torch.version.hip), packages)
     return Target(f"{device_type}:generic", packages=packages)
+
+
+def _gpu(properties: object, is_hip: bool, packages: tuple[tuple[str, str], ...]) -> Target:
+    """A device from what torch says of it. What this torch does not say is that of a known device like it, of
+    an unknown one the least there is."""
+
+    def said(name: str) -> int:
+        return int(getattr(properties, name, 0) or 0)
+
+    if is_hip:
+        name = f"hip:{getattr(properties, 'gcnArchName', '').partition(':')[0]}"
+    else:
+        name = f"cuda:sm{said('major')}{said('minor')}"
+    least = Target(name, shared_bytes=_LEAST_SHARED_BYTES)
+    like = next((known for known in KNOWN if known.name == name), least)
+    return Target(
+        name,
+        cores=said("multi_processor_count") or like.cores,
+        l2_bytes=said("L2_cache_size") or like.l2_bytes,
+        shared_bytes=said("shared_memory_per_block_optin")
+        or max(like.shared_bytes, said("shared_memory_per_block")),
+        packages=packages,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -151,11 +198,16 @@ def _l2_bytes() -> int:
 
 def _version(package: str) -> str:
     """The installed version, "" if absent. Reads metadata: importing numba would cost a first call 0.2 s."""
-    if importlib.util.find_spec(package) is None:
-        return ""
+    return installed_version(package) or "0" if importlib.util.find_spec(package) else ""
+
+
+def installed_version(package: str) -> str:
+    """The version that metadata gives a package under any of its names, "" if there is none."""
     from importlib.metadata import PackageNotFoundError, version
 
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "0"
+    for name in (package, *_OTHER_NAMES.get(package, ())):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""

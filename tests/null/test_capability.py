@@ -79,6 +79,13 @@ def test_at_its_limits_a_row_runs():
     assert ROW.accepts(others, amx, by_name=False)
 
 
+def test_a_yield_that_names_no_feature_is_one_on_every_target():
+    row = replace(ROW, yields=(Yield("", ROW.dtypes, ROW.features, "it is slow"),))
+    for where in (HERE, target.parse("cpu:avx2")):
+        assert row.reasons_against(SPEC, where, by_name=False) == ("yields: it is slow",)
+        assert row.accepts(SPEC, where, by_name=True) and not row.accepts(SPEC, where, by_name=False)
+
+
 def test_verdict_and_reasons_agree():
     """Over every pair of causes, by name and not."""
     for (one, where, _), (two, other, _) in itertools.product(CAUSES.values(), repeat=2):
