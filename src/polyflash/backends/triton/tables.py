@@ -1,0 +1,267 @@
+"""Tiles of the Triton engine per architecture: data, read by configs.py.
+
+Provenance. "compiled": Triton 3.6.0 made code without spills for that tile offline, of a plain forward or
+backward kernel of this shape; registers in brackets. "model": chosen by shared memory and accumulator size
+alone. No entry has been timed: what is measured goes to the tuned file of a device (docs/tuning.md), and from
+there into this table with the device's name and the date.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+KIB = 1024
+CLASSES = (32, 64, 128, 192, 256, 576)  # head dims up to; 96 and 80 share tiles with 128
+
+
+class Tile(NamedTuple):
+    """Rows and keys of a score tile, warps of a program, stages of the K/V pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+class Arch(NamedTuple):
+    """A family of devices that share tiles, and the shared memory of one program."""
+
+    family: str
+    shared_bytes: int
+
+
+class Pair(NamedTuple):
+    """Tiles of plain problems, and of those that read or make a plane of elements beside the scores (mask,
+    bias, segments, dropout), which needs registers."""
+
+    plain: Tile
+    heavy: Tile
+
+
+ARCHS = {
+    "sm80": Arch("ampere", 163 * KIB),
+    "sm86": Arch("ada", 99 * KIB),
+    "sm89": Arch("ada", 99 * KIB),
+    "sm90": Arch("hopper", 227 * KIB),
+    "sm100": Arch("blackwell", 227 * KIB),
+    "sm120": Arch("geforce", 99 * KIB),
+    "gfx90a": Arch("cdna", 64 * KIB),
+    "gfx942": Arch("cdna", 64 * KIB),
+    "gfx950": Arch("cdna4", 160 * KIB),
+    "gfx1100": Arch("rdna3", 64 * KIB),
+    "gfx1201": Arch("rdna4", 64 * KIB),
+}
+
+# (family, bytes of an element) -> head-dim class -> tiles of the forward kernel
+FORWARD: dict[tuple[str, int], dict[int, Pair]] = {
+    ("ampere", 2): {
+        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
+        64: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [255 with 4 warps]
+        128: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # compiled; 4 warps spill 148 B
+        192: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # model
+        256: Pair(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # model
+        576: Pair(Tile(64, 16, 8, 2), Tile(32, 16, 8, 2)),  # model: 32 keys do not fit
+    },
+    ("ada", 2): {
+        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
+        64: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [255 with 4 warps]
+        128: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # compiled; 4 warps spill 148 B
+        192: Pair(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),  # model
+        256: Pair(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),  # model
+        576: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),  # model
+    },
+    ("hopper", 2): {
+        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
+        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [107, causal 113]
+        128: Pair(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),  # compiled [187]; 128x64 with 4 warps spills
+        192: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # model
+        256: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # model: two warpgroups of 64 rows
+        576: Pair(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2)),  # model
+    },
+    ("blackwell", 2): {
+        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
+        64: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [117]
+        128: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [166]
+        192: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # model
+        256: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # model
+        576: Pair(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2)),  # model
+    },
+    ("geforce", 2): {
+        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
+        64: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [176]
+        128: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # compiled [211]
+        192: Pair(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),  # model
+        256: Pair(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),  # model
+        576: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),  # model
+    },
+    # More than one stage only raises registers on CDNA; 32 rows per wave are fine.
+    ("cdna", 2): {
+        32: Pair(Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),  # model
+        64: Pair(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [134, 3 waves per SIMD]
+        128: Pair(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [205, 2 waves per SIMD]
+        192: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # model
+        256: Pair(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # model
+        576: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
+    },
+    ("cdna4", 2): {
+        32: Pair(Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),  # model
+        64: Pair(Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),  # compiled [256]
+        128: Pair(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [360 with 4 warps]
+        192: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # model
+        256: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # model
+        576: Pair(Tile(64, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
+    },
+    # At most 16 rows per wave from head dim 128 on, and one stage: 128x64 with 4 warps spills 579 registers.
+    ("rdna3", 2): {
+        32: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # model
+        64: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # compiled [221]
+        128: Pair(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [246]
+        192: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
+        256: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
+        576: Pair(Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),  # model
+    },
+    ("rdna4", 2): {
+        32: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # model
+        64: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # compiled [162]
+        128: Pair(Tile(64, 64, 8, 1), Tile(64, 32, 8, 1)),  # compiled [216 at 128x64]
+        192: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
+        256: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
+        576: Pair(Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),  # model
+    },
+}
+
+# float32 is multiplied as IEEE float32: on NVIDIA and RDNA without matrix instructions. By vendor; all model.
+_CUDA_FLOAT32 = {
+    32: Pair(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    64: Pair(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    128: Pair(Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
+    192: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
+    256: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
+    576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+_CDNA_FLOAT32 = {
+    32: Pair(Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
+    64: Pair(Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
+    128: Pair(Tile(64, 32, 8, 1), Tile(64, 16, 8, 1)),
+    192: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
+    256: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
+    576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+_RDNA_FLOAT32 = {
+    32: Pair(Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
+    64: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
+    128: Pair(Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+    192: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    256: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+FORWARD.update({(f, 4): _CUDA_FLOAT32 for f in ("ampere", "ada", "hopper", "blackwell", "geforce")})
+FORWARD.update({("cdna", 4): _CDNA_FLOAT32, ("cdna4", 4): _CDNA_FLOAT32})
+FORWARD.update({("rdna3", 4): _RDNA_FLOAT32, ("rdna4", 4): _RDNA_FLOAT32})
+
+
+class BackwardPair(NamedTuple):
+    """Tiles of the dK/dV kernel (a program owns block_n keys) and of the dQ kernel (it owns block_m rows)."""
+
+    dkv: Tile
+    dq: Tile
+
+
+_ROOMY_BACKWARD = {  # model, but for what hopper says below
+    32: BackwardPair(Tile(64, 128, 4, 2), Tile(128, 64, 4, 2)),
+    64: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+    128: BackwardPair(Tile(32, 128, 8, 2), Tile(128, 32, 8, 2)),
+    192: BackwardPair(Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
+    256: BackwardPair(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+    576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+_TIGHT_BACKWARD = {  # model: 99 KiB of shared memory
+    32: BackwardPair(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    64: BackwardPair(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    128: BackwardPair(Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)),
+    192: BackwardPair(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    256: BackwardPair(Tile(16, 32, 8, 1), Tile(32, 32, 8, 1)),
+    576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+_HOPPER_BACKWARD = {
+    **_ROOMY_BACKWARD,
+    64: BackwardPair(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),  # compiled [229, both in one kernel]
+    128: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),  # both in one kernel spill 184 B: apart here
+    256: BackwardPair(Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),  # model
+}
+_AMD_BACKWARD = {  # model: one stage, 64 KiB
+    32: BackwardPair(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
+    64: BackwardPair(Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
+    128: BackwardPair(Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+    192: BackwardPair(Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
+    256: BackwardPair(Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
+    576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+_RDNA_BACKWARD = {  # model
+    32: BackwardPair(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    64: BackwardPair(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    128: BackwardPair(Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
+    192: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    256: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+_FLOAT32_BACKWARD = {  # model
+    32: BackwardPair(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    64: BackwardPair(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    128: BackwardPair(Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
+    192: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    256: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+BACKWARD: dict[tuple[str, int], dict[int, BackwardPair]] = {
+    ("ampere", 2): _ROOMY_BACKWARD,
+    ("ada", 2): _TIGHT_BACKWARD,
+    ("hopper", 2): _HOPPER_BACKWARD,
+    ("blackwell", 2): _ROOMY_BACKWARD,
+    ("geforce", 2): _TIGHT_BACKWARD,
+    ("cdna", 2): _AMD_BACKWARD,
+    ("cdna4", 2): _AMD_BACKWARD,
+    ("rdna3", 2): _RDNA_BACKWARD,
+    ("rdna4", 2): _RDNA_BACKWARD,
+    **{(arch.family, 4): _FLOAT32_BACKWARD for arch in ARCHS.values()},
+}
+
+# vendor -> head-dim class -> (keys of a block, warps, stages) of the decode kernel: all model. Its rows are
+# few, so blocks are as long as the pipeline has room for: reading at full rate needs bytes in flight.
+DECODE: dict[tuple[str, int], dict[int, tuple[int, int, int]]] = {
+    ("cuda", 2): {
+        32: (128, 4, 3),
+        64: (128, 4, 3),
+        128: (64, 4, 3),
+        192: (64, 4, 2),
+        256: (32, 4, 2),
+        576: (16, 8, 2),
+    },
+    ("hip", 2): {
+        32: (64, 4, 1),
+        64: (64, 4, 1),
+        128: (64, 4, 1),
+        192: (32, 4, 1),
+        256: (32, 4, 1),
+        576: (16, 8, 1),
+    },
+    ("cuda", 4): {
+        32: (64, 4, 2),
+        64: (64, 4, 2),
+        128: (32, 4, 2),
+        192: (32, 4, 1),
+        256: (16, 4, 1),
+        576: (16, 8, 1),
+    },
+    ("hip", 4): {
+        32: (64, 4, 1),
+        64: (32, 4, 1),
+        128: (32, 4, 1),
+        192: (16, 4, 1),
+        256: (16, 4, 1),
+        576: (16, 8, 1),
+    },
+}
+# What fits anything, largest first, where an architecture has no table: (tile, head dims up to).
+SAFE = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
+SAFE_SHARED_BYTES = 48 * KIB  # what every GPU of the last ten years gives a program

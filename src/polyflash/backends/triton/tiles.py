@@ -1,0 +1,124 @@
+"""Sizes of Triton tiles: blocks of channels, shared memory, what fits a target. Pure arithmetic, no DSL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from polyflash.backends.triton import tables
+from polyflash.backends.triton.tables import Tile
+from polyflash.errors import spec_error
+
+if TYPE_CHECKING:
+    from polyflash.spec import AttentionSpec
+    from polyflash.target import Target
+
+LEAST = 16  # rows, keys and channels of the smallest operand of a matrix instruction
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def split_dim(d: int) -> tuple[int, int]:
+    """A head dim as two power-of-two blocks of channels; the second is 0 if one will do. 80 is 64 + 16, so
+    that little is computed on padding."""
+    if d < 1:
+        raise spec_error("head_dim", got=d, wanted="1 or more", change="Give the tensors a last dimension.")
+    first = max(LEAST, 1 << (d.bit_length() - 1))
+    rest = d - first
+    return first, 0 if rest <= 0 else power(rest)
+
+
+def power(n: int) -> int:
+    """The smallest power of two from n on, at least LEAST."""
+    return max(LEAST, 1 << (n - 1).bit_length())
+
+
+def channels(d: int) -> int:
+    """Channels that tiles of head dim `d` hold, with padding."""
+    return sum(split_dim(d))
+
+
+def shared_limit(target: Target) -> int:
+    """Bytes of shared memory of one program: as detected, else by architecture, else a safe least."""
+    known = tables.ARCHS.get(target.arch)
+    detected: int = getattr(target, "shared_bytes", 0)
+    return detected or (known.shared_bytes if known else tables.SAFE_SHARED_BYTES)
+
+
+def has_table(spec: AttentionSpec, target: Target) -> bool:
+    """Is there an entry for the problem, so that no safe default is taken?"""
+    return entry_key(spec, target) is not None
+
+
+def entry_key(spec: AttentionSpec, target: Target) -> tuple[tuple[str, int], int] | None:
+    arch, size = tables.ARCHS.get(target.arch), ELEMENT_BYTES.get(spec.dtype, 0)
+    widest = max(spec.head_dim, spec.head_dim_v)
+    head = next((c for c in tables.CLASSES if widest <= c), 0)
+    return ((arch.family, size), head) if arch and size and head else None
+
+
+def shared_bytes(tile: Tile, spec: AttentionSpec, target: Target) -> int:
+    """A forward tile's shared memory, at most: Q and `num_stages` blocks of K and V; on AMD, which holds Q in
+    registers and keeps one block fewer, blocks and the probabilities on their way to the second product."""
+    size = ELEMENT_BYTES.get(spec.dtype, 4)
+    d_k, d_v = channels(spec.head_dim), channels(spec.head_dim_v)
+    q = tile.block_m * d_k * size
+    one, both = tile.block_n * max(d_k, d_v) * size, tile.block_n * (d_k + d_v) * size
+    held = one if tile.num_stages == 1 else both * tile.num_stages
+    if target.kind != "hip":
+        return q + held
+    held = one if tile.num_stages == 1 else both * (tile.num_stages - 1)
+    return max(q, held + tile.block_m * tile.block_n * size)
+
+
+def backward_shared_bytes(tile: Tile, owns_rows: bool, spec: AttentionSpec, target: Target) -> int:
+    """A backward tile's, at most: the operands of the block it owns, `num_stages` of the one it walks, and
+    the weights on their way to the second product."""
+    owned, walked = (tile.block_m, tile.block_n) if owns_rows else (tile.block_n, tile.block_m)
+    size = ELEMENT_BYTES.get(spec.dtype, 4)
+    both = channels(spec.head_dim) + channels(spec.head_dim_v)
+    scores = tile.block_m * tile.block_n * size
+    if target.kind == "hip":
+        return max(owned * both * size // 2, walked * both * size * max(1, tile.num_stages - 1)) + scores
+    return (owned + walked * tile.num_stages) * both * size + scores
+
+
+def fitted(tile: Tile, spec: AttentionSpec, target: Target) -> Tile:
+    """The tile, cut until it fits the shared memory: stages first, then keys, then rows."""
+    room = shared_limit(target)
+    while shared_bytes(tile, spec, target) > room:
+        smaller = _smaller(tile)
+        if smaller == tile:
+            break  # the least there is: the compiler has the last word
+        tile = smaller
+    return tile
+
+
+def _smaller(tile: Tile) -> Tile:
+    if tile.num_stages > 1:
+        return tile._replace(num_stages=tile.num_stages - 1)
+    if tile.block_n > LEAST and tile.block_n * 2 > tile.block_m:
+        return tile._replace(block_n=tile.block_n // 2)
+    return tile._replace(block_m=max(LEAST, tile.block_m // 2))
+
+
+def fitted_backward(tile: Tile, owns_rows: bool, spec: AttentionSpec, target: Target) -> Tile:
+    """The tile of the dQ kernel (it owns rows) or of the dK/dV kernel, cut until it fits as `fitted` does."""
+    room = shared_limit(target)
+    while backward_shared_bytes(tile, owns_rows, spec, target) > room:
+        smaller = _smaller(tile)
+        if smaller == tile:
+            break
+        tile = smaller
+    return tile
+
+
+def neighbours(tile: Tile, most_rows: int, spec: AttentionSpec, target: Target) -> Iterator[Tile]:
+    """Tiles of half to twice the size that fit, of at most `most_rows` rows."""
+    room = shared_limit(target)
+    for m in sorted({max(LEAST, tile.block_m // 2), tile.block_m, min(most_rows, tile.block_m * 2)}):
+        for n in sorted({max(LEAST, tile.block_n // 2), tile.block_n, min(128, tile.block_n * 2)}):
+            for warps in (4, 8):
+                for stages in (1, 2, 3, 4) if target.kind == "cuda" else (1, 2):
+                    near = Tile(m, n, warps, stages)
+                    if shared_bytes(near, spec, target) <= room:
+                        yield near
