@@ -26,15 +26,15 @@ def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
     return dense.permute(*(order.index(d) for d in range(3)), 3)
 
 
-NO_LSE = torch.empty(0, device="cpu")  # whatever the default device is now
+NO_LSE = torch.empty(0, device="cpu")  # of any device's calls; whatever the default device is now
 
 
 def outputs(q: Tensor, v: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:
-    """Room for out (batch, num_q_heads, seqlen_q, head_dim_v) and its lse; `NO_LSE` on a CPU if unwanted."""
+    """Room for out (batch, num_q_heads, seqlen_q, head_dim_v) and its lse; `NO_LSE` if unwanted."""
     same = q.shape[3] == v.shape[3] and q.is_contiguous()
     out = torch.empty_like(q) if same else empty_in_order_of(q, v.shape[3])
     if not need_lse:
-        return out, NO_LSE if q.device.type == "cpu" else q.new_empty(0)
+        return out, NO_LSE
     if q.dtype is torch.float32 or q.dtype is torch.float64:
         return out, q.new_empty(q.shape[:3])
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -68,20 +68,12 @@ def _settled(q: Tensor, k: Tensor, lse: Tensor, rest: tuple[Any, ...]) -> tuple[
     return launch, args
 
 
-def _run(launch: Launch, *operands: Any) -> None:
-    if torch_ops.autocasting(launch.spec.device):
-        with torch.autocast(launch.spec.device, enabled=False):
-            launch.run(launch, *operands)
-    else:
-        launch.run(launch, *operands)
-
-
 def _column_sums_here(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Tensor:
     launch, args = _settled(q, k, lse, rest)
     sums = _room(lse, k)
     if sums.numel() == 0 or lse.numel() == 0:
         return sums.zero_()
-    _run(launch, q, k, lse, sums, None, None, args)
+    torch_ops.launched(launch, q, k, lse, sums, None, None, args)
     return sums
 
 
@@ -90,7 +82,7 @@ def _row_stats_here(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> tuple[Tens
     entropy, max_logit = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
     if lse.numel() == 0 or k.shape[2] == 0:
         return entropy.zero_(), max_logit.fill_(-torch.inf)
-    _run(launch, q, k, lse, None, entropy, max_logit, args)
+    torch_ops.launched(launch, q, k, lse, None, entropy, max_logit, args)
     return entropy, max_logit
 
 

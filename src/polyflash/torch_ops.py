@@ -140,11 +140,11 @@ def _below_autograd(
 def _skips_dispatcher(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> bool:
     return (
         type(q) is type(k) is type(v) is Tensor
-        and _dispatch_keys(q).raw_repr() in _PLAIN_KEYS
+        and _unobserved()
+        and (_dispatch_keys(q).raw_repr() in _PLAIN_KEYS or _is_first_of_its_device(q))
         and _dispatch_keys(k).raw_repr() in _PLAIN_KEYS
         and _dispatch_keys(v).raw_repr() in _PLAIN_KEYS
         and (len(rest) == _N_PLAIN or all(_is_plain(x) for x in rest if isinstance(x, Tensor)))
-        and _unobserved()
     )
 
 
@@ -171,14 +171,25 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and _dispatch_keys(x).raw_repr() in _PLAIN_KEYS
 
 
-def _plain_keys() -> frozenset[int]:
-    """Dispatch keys of an ordinary CPU tensor; a negated, zero, sparse or wrapped one has others."""
+def _plain_keys(device: str | torch.device) -> set[int]:
+    """Dispatch keys of an ordinary tensor of a device; a negated, zero, sparse or wrapped one has others."""
     with torch.inference_mode():
-        unrecorded = torch.empty(0, device="cpu")
-    return frozenset(_dispatch_keys(x).raw_repr() for x in (torch.empty(0, device="cpu"), unrecorded))
+        unrecorded = torch.empty(0, device=device)
+    with torch.inference_mode(False):
+        return {_dispatch_keys(x).raw_repr() for x in (torch.empty(0, device=device), unrecorded)}
 
 
-_PLAIN_KEYS = _plain_keys()
+_PLAIN_KEYS = _plain_keys("cpu")
+_UNSEEN = {"cuda"}  # device types whose keys their first tensor tells: to ask at import would start the GPU
+
+
+def _is_first_of_its_device(x: Tensor) -> bool:
+    """Is `x` an ordinary tensor, the first of its device type?"""
+    if x.device.type not in _UNSEEN:
+        return False
+    _PLAIN_KEYS.update(_plain_keys(x.device))
+    _UNSEEN.remove(x.device.type)
+    return _dispatch_keys(x).raw_repr() in _PLAIN_KEYS
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
@@ -320,10 +331,19 @@ def _run(
         validate.check_contents(args, q.shape[2], k)
     if out.numel() == 0 or k.shape[2] == 0 or (args.page_table is not None and without_pages(k, args)):
         return no_keys(out, lse, args)
+    return launched(launch, q, k, v, out, lse, args)
+
+
+def launched(launch: Launch, *operands: Any) -> Any:
+    """What the row's `run` returns, with autocast off and the GPU of the first operand the current one."""
+    device = launch.spec.device
+    if device == "cuda" and operands[0].device.index != torch.cuda.current_device():
+        with torch.cuda.device(operands[0].device):
+            return launched(launch, *operands)
     if autocasting(device):
         with torch.autocast(device, enabled=False):
-            return launch.run(launch, q, k, v, out, lse, args)
-    return launch.run(launch, q, k, v, out, lse, args)
+            return launch.run(launch, *operands)
+    return launch.run(launch, *operands)
 
 
 def _backward(
@@ -351,11 +371,7 @@ def _backward(
 def _differentiate(
     launch: Launch, dout: Tensor, dlse: Tensor | None, *rest: Any
 ) -> tuple[Tensor | None, ...]:
-    device = launch.spec.device
-    if autocasting(device):
-        with torch.autocast(device, enabled=False):
-            return launch.run(launch, dout, dlse, *rest)
-    return launch.run(launch, dout, dlse, *rest)
+    return launched(launch, dout, dlse, *rest)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,138 @@
+"""The way of a call on a GPU, without one: no dispatcher, the tensor's device is current, no host reads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import polyflash
+from polyflash import torch_ops
+from polyflash.plan import Launch
+from polyflash.results import NO_LSE, outputs
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Meta tensors stand for those of a GPU that no call has seen; the devices whose keys were asked for."""
+    asked: list[object] = []
+    real = torch_ops._plain_keys
+
+    def keys(device: object) -> set[int]:
+        asked.append(device)
+        return real(device)
+
+    monkeypatch.setattr(torch_ops, "_PLAIN_KEYS", set(torch_ops._PLAIN_KEYS))
+    monkeypatch.setattr(torch_ops, "_UNSEEN", {"meta"})
+    monkeypatch.setattr(torch_ops, "_plain_keys", keys)
+    return asked
+
+
+def skips(*tensors: torch.Tensor) -> bool:
+    q, *others = tensors
+    return torch_ops._skips_dispatcher(q, q, q, (False, None, False, *others))
+
+
+def test_the_first_tensor_of_a_device_tells_the_keys_of_all(unseen):
+    x = torch.empty(2, device="meta")
+    assert skips(x) and skips(x, torch.empty(1, device="meta")) and unseen == [x.device]
+    with torch.inference_mode():
+        assert skips(torch.empty(2, device="meta"))
+    assert skips(torch.empty(2)) and len(unseen) == 1
+
+
+def test_the_first_tensor_may_be_an_odd_one(unseen):
+    odd = torch._neg_view(torch.empty(2, device="meta"))
+    assert not skips(odd) and skips(torch.empty(2, device="meta")) and not skips(odd) and len(unseen) == 1
+
+
+def test_keys_are_learnt_under_inference_mode_too(unseen):
+    with torch.inference_mode():
+        assert skips(torch.empty(2, device="meta"))
+    assert skips(torch.empty(2, device="meta"))
+
+
+def test_other_devices_take_the_dispatcher(unseen, monkeypatch):
+    monkeypatch.setattr(torch_ops, "_UNSEEN", {"cuda"})
+    assert not skips(torch.empty(2, device="meta")) and unseen == []
+
+
+def test_no_lse_is_one_tensor_for_every_device():
+    q = torch.empty(1, 2, 3, 8, device="meta")
+    assert outputs(q, q, False)[1] is NO_LSE and outputs(q, q, True)[1].shape == (1, 2, 3)
+    assert torch.ops.polyflash.attention(q, q, q)[1].device == q.device, "an op's results are on its device"
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch):
+    """Calls a launch whose device 0 is current, on tensors of a device; the device it saw as current."""
+    current = [0]
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch_ops, "autocasting", lambda device: False)
+
+    def call(kind: str, index: int, fail: bool = False) -> int:
+        def run(launch: Launch, x: object) -> int:
+            if fail:
+                raise LookupError("planted")
+            return current[0]
+
+        launch = SimpleNamespace(spec=SimpleNamespace(device=kind), run=run)
+        return torch_ops.launched(launch, SimpleNamespace(device=torch.device(kind, index)))
+
+    yield call
+    assert current == [0]
+
+
+def test_a_kernel_runs_with_its_own_device_current(guarded):
+    assert guarded("cuda", 0) == 0 and guarded("cuda", 3) == 3 and guarded("xpu", 2) == 0
+    with pytest.raises(LookupError):
+        guarded("cuda", 1, fail=True)
+
+
+def test_contents_on_a_device_are_read_only_if_asked(monkeypatch):
+    """A read would wait for the device: it happens under `checked=True`, and on a CPU."""
+    from polyflash import validate
+
+    read: list[str] = []
+    monkeypatch.setattr(validate, "check_contents", lambda *_: read.append("read"))
+    q = torch.empty(1, 1, 2, 8)
+    lens = torch.tensor([2], dtype=torch.int32)
+
+    def call(device: str, **options: object) -> int:
+        read.clear()
+        args = torch_ops.Arguments(kv_lens=lens, **options)
+        launch = SimpleNamespace(spec=SimpleNamespace(device=device), run=lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+        torch_ops._run(launch, q, q, q, q, NO_LSE, args)
+        return len(read)
+
+    assert [call("cpu"), call("cuda"), call("cuda", checked=True)] == [1, 0, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_calls_on_a_gpu_skip_the_dispatcher(monkeypatch):
+    q = torch.randn(1, 2, 64, 64, device="cuda", requires_grad=True)
+    assert torch_ops._skips_dispatcher(q, q, q, (False, None, False))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("through the dispatcher")
+
+    monkeypatch.setattr(torch_ops, "_attention", refuse)
+    monkeypatch.setattr(torch_ops, "_attention_backward", refuse)
+    polyflash.attention(q, q, q).sum().backward()
+    with torch.inference_mode():
+        polyflash.attention(q, q, q)
