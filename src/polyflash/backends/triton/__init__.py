@@ -1,0 +1,1 @@
+"""Triton kernels: NVIDIA and AMD GPUs from one source, and any machine in Triton's interpreter."""

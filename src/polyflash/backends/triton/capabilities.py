@@ -1,0 +1,46 @@
+"""Rows of the Triton engine. With TRITON_INTERPRET set its kernels run in Triton's interpreter, on CPU
+tensors too, for those who name the backend."""
+
+from __future__ import annotations
+
+from polyflash import env
+from polyflash.backends.triton import configs
+from polyflash.capability import Capability, Yield
+from polyflash.spec import MOST_POSITIONS, Feature, Phase
+
+DTYPES = frozenset({"float32", "bfloat16", "float16"})
+_GPUS = ("cuda:", "hip:")
+_INTERPRETED = env.TRITON_INTERPRET.is_set()  # read once, as Triton does where a kernel is decorated
+_EVERYTHING = frozenset(Feature)
+_ROWS = (
+    (Phase.FORWARD, _EVERYTHING, configs.choose_forward),
+    (Phase.DECODE, _EVERYTHING - {Feature.DROPOUT}, configs.choose_decode),
+    (Phase.BACKWARD, _EVERYTHING - {Feature.PAGED, Feature.ROW_BOUNDS}, configs.choose_backward),
+    (
+        Phase.STATISTICS,
+        _EVERYTHING - {Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT},
+        configs.choose_statistics,
+    ),
+)
+
+CAPABILITIES = tuple(
+    Capability(
+        backend="triton",
+        phase=phase,
+        module=f"polyflash.backends.triton.{phase.value}",
+        targets=(*_GPUS, "cpu:") if _INTERPRETED else _GPUS,
+        dtypes=DTYPES,
+        max_head_dim=576,
+        features=features,
+        priority=50,
+        choose=choose,
+        needs=("triton",),
+        max_positions=MOST_POSITIONS,
+        yields=(
+            Yield("", DTYPES, _EVERYTHING, f"{env.TRITON_INTERPRET.name} is set, and interpreting is slow"),
+        )
+        if _INTERPRETED
+        else (),
+    )
+    for phase, features, choose in _ROWS
+)
