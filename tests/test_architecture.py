@@ -35,8 +35,8 @@ FLOORS = {
     3: ("plan", "tuning.store"),
     4: ("backends",),
     5: ("torch_ops", "autograd", "transforms", "arguments", "routes", "entry", "statistics_ops"),
-    6: ("api", "paged", "groups", "statistics", "kvcache", "parallel.ring", "tuning.search"),
-    7: ("integrations", "bench", "cli", "tensor_files", "doctor", "reports", "__main__"),
+    6: ("api", "paged", "groups", "statistics", "kvcache", "parallel.ring", "tuning"),
+    7: ("integrations", "bench", "tuning.command", "cli", "tensor_files", "doctor", "reports", "__main__"),
 }
 FLOOR = {f"polyflash.{name}": floor for floor, names in FLOORS.items() for name in names}
 FLOOR["polyflash"] = 7

@@ -37,6 +37,7 @@ class Capability:
     choose: Callable[[AttentionSpec, Target], Any]
     needs: tuple[str, ...] = ()  # packages that must be importable
     yields: tuple[Yield, ...] = ()
+    tabled: Callable[[AttentionSpec, Target], bool] | None = None  # is it in the table of `choose`?
     max_positions: int | None = None  # seqlen_q + seqlen_k; None or MOST_POSITIONS, by which routes differ
 
     @property

@@ -1,5 +1,6 @@
-"""`polyflash run | explain | bench | doctor | env | cache`: the public functions on files, on imagined
-problems and against torch SDPA; `reports.py` and `doctor.py` hold the commands that need no torch.
+"""`polyflash run | explain | bench | tune | ablate | doctor | env | cache`: the public functions on files, on
+imagined problems and against torch SDPA, and kernels against themselves; `reports.py` and `doctor.py` hold
+the commands that need no torch.
 
 Exit codes: 0 done; 1 an error, a refusal or a mismatch; 2 wrong usage.
 """
@@ -27,6 +28,7 @@ from torch import Tensor
 
 import polyflash
 from polyflash import backends, doctor, env, reports, target
+from polyflash.bench import ablation
 from polyflash.bench import command as bench_command
 from polyflash.dtypes import BY_NAME
 from polyflash.errors import SpecError, UnsupportedError
@@ -34,6 +36,7 @@ from polyflash.mask import Mask
 from polyflash.plan import Plan
 from polyflash.spec import Feature
 from polyflash.tensor_files import read_qkv, write_output
+from polyflash.tuning import command as tuning_command
 
 ALIGNMENTS = ("bottom_right", "top_left")
 FEATURES = (
@@ -396,6 +399,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands, [common, masks])
     _add_explain(commands, [common, masks])
     bench_command.add(commands, [common])
+    tuning_command.add(commands, [common])
+    ablation.add(commands, [common])
     doctor.add(commands)
     reports.add(commands)
     return parser

@@ -14,6 +14,7 @@ from polyflash.capability import Capability
 from polyflash.errors import UnsupportedError, spec_error
 from polyflash.spec import AttentionSpec, Feature, Phase
 from polyflash.target import Target
+from polyflash.tuning import store
 from polyflash.work import Work, work_of
 
 
@@ -116,16 +117,29 @@ def seen_by(row: Capability, spec: AttentionSpec) -> AttentionSpec:
 
 
 def choose_config(row: Capability, spec: AttentionSpec, target: Target, config: str) -> tuple[Any, str]:
-    """The ladder: explicit, then the row's own heuristic. Returns the config and the rung it came from."""
-    default = row.choose(seen_by(row, spec), target)
-    if not config:
-        return default, "heuristic"
-    values = json.loads(config)
-    kind = values.pop("kind")
-    if kind != _kind(default):
-        change = "Take one from explain(...).config, and name its backend."
-        raise spec_error("config", got=kind, wanted=_kind(default), change=change)
-    return type(default)(**values), "explicit"
+    """The ladder: explicit, then the tuned file of the device, then the row's own choice: out of its table,
+    by the safe default where it has no table for the target, or by a rule. Returns the config and the rung
+    it came from."""
+    picked, rung, _ = _climb(row, seen_by(row, spec), target, config)
+    return picked, rung
+
+
+def _climb(row: Capability, spec: AttentionSpec, target: Target, config: str) -> tuple[Any, str, str]:
+    """`choose_config`, and why a tuned file was not used although there is one."""
+    default = row.choose(spec, target)
+    if config:
+        values = json.loads(config)
+        kind = values.pop("kind")
+        if kind != _kind(default):
+            change = "Take one from explain(...).config, and name its backend."
+            raise spec_error("config", got=kind, wanted=_kind(default), change=change)
+        return type(default)(**values), "explicit", ""
+    tuned, why = store.find(row, spec, target, type(default))
+    if tuned is not None:
+        return tuned, "tuned", ""
+    if row.tabled is None:
+        return default, "heuristic", why
+    return default, "table" if row.tabled(spec, target) else "safe default", why
 
 
 def encode_config(config: Any) -> str:
@@ -137,7 +151,7 @@ def encode_config(config: Any) -> str:
 
 
 def _kind(config: Any) -> str:
-    return f"{type(config).__module__}.{type(config).__qualname__}"
+    return store.kind_of(type(config))
 
 
 def unsupported(
@@ -173,8 +187,12 @@ def explain(
         verdicts.append(Verdict(row, reasons))
     accepting = [v.row for v in verdicts if not v.reasons]
     chosen = _first_of(accepting, spec, target, config) if accepting else None
-    picked, rung = choose_config(chosen, spec, target, config) if chosen else (None, "none")
+    picked, rung, why = None, "none", ""
+    if chosen:
+        picked, rung, why = _climb(chosen, seen_by(chosen, spec), target, config)
     notes = tuple(picked.notes(seen_by(chosen, spec))) if chosen and picked else ()
+    if why:
+        notes = (*notes, why)
     if Feature.VARLEN in spec.features:
         notes = (*notes, "packed: cu_seqlens are not read, so the work is that of the longest members")
     if Feature.PAGED in spec.features:

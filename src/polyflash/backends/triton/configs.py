@@ -38,6 +38,7 @@ HEAVY = frozenset(
 )  # a plane beside the scores
 PACKED_GAIN = 0.9  # pack query heads where a tile of one head is filled worse than this share of a packed one
 LEAST_SPLIT, MOST_SPLIT = 128, 4096  # keys of a split
+UNSPLIT = 1 << 30  # as split_keys: all keys of a request in one program, however many (for `ablate`)
 SPLIT_LENGTH = 8192  # one request of so many keys fills the device twice
 _CHANGE = "Take explain(...).config."
 
@@ -212,11 +213,15 @@ def _heavy_note(spec: AttentionSpec) -> str:
 
 
 def most_rows(spec: AttentionSpec) -> int:
-    """The most query rows of a head in the spec's route class; 0: no bound. Packed members and calls whose
-    bits no length may change have none."""
-    if Feature.VARLEN in spec.features or Feature.BATCH_INVARIANT in spec.features:
+    """The most query rows of a request in the spec's route class; 0: no bound. Calls whose bits no length may
+    change have none, nor have packed members of unknown lengths."""
+    if Feature.BATCH_INVARIANT in spec.features:
         return 0
     n = spec.seqlen_q
+    if Feature.VARLEN in spec.features:
+        if spec.max_seqlen_q is None:
+            return 0
+        n = spec.max_seqlen_q
     return n if n <= 1 else SMALL_ROWS if n <= SMALL_ROWS else 2 * SMALL_ROWS if n <= 2 * SMALL_ROWS else 0
 
 
@@ -301,12 +306,12 @@ def _split_keys(spec: AttentionSpec, target: Target, rows: int) -> int:
 def split_size(config: DecodeConfig, heads: int, keys: int, cores: int, *, fixed: bool) -> int:
     """Keys per split at launch, for `heads` = batch * kv heads * row tiles walks over `keys` keys each.
 
-    fixed (batch_invariant): config.split_keys, whatever the batch. Else half as many while the device has
-    idle cores, down to two blocks; twice as many while there are four programs per core, as each costs a
-    start and a merge.
+    fixed (batch_invariant) or UNSPLIT: config.split_keys, whatever the batch. Else half as many while the
+    device has idle cores, down to two blocks; twice as many while there are four programs per core, as each
+    costs a start and a merge.
     """
     size = config.split_keys
-    if fixed:
+    if fixed or size == UNSPLIT:
         return size
     least = max(2 * config.block_n, LEAST_SPLIT // 2)
     while size // 2 >= least and heads * -(-keys // size) < cores:
@@ -420,3 +425,50 @@ def _backward_candidates(
         if backward_shared_bytes(near, True, spec, target) <= room:
             m, n, warps, stages = near
             yield replace(chosen, dq_block_m=m, dq_block_n=n, dq_num_warps=warps, dq_num_stages=stages)
+
+
+def switches(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
+    """The chosen config with one named technique changed at a time: what `ablate` measures."""
+    chosen = choose(spec, target)
+    if isinstance(chosen, ForwardConfig):
+        return tuple(_forward_switches(chosen, spec))
+    if isinstance(chosen, DecodeConfig):
+        return tuple(_decode_switches(chosen))
+    if isinstance(chosen, BackwardConfig):
+        staged = [replace(chosen, num_stages=n) for n in (1, 2, 3) if n != chosen.num_stages]
+        staged += [replace(chosen, dq_num_stages=n) for n in (1, 2, 3) if n != chosen.dq_num_stages]
+        return (replace(chosen, base2=not chosen.base2), replace(chosen, fused=not chosen.fused), *staged)
+    return tuple(replace(chosen, num_stages=n) for n in (1, 2, 3) if n != chosen.num_stages)
+
+
+def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec) -> Iterator[ForwardConfig]:
+    yield replace(chosen, base2=not chosen.base2)
+    for n in (1, 2, 4, 8):
+        if n != chosen.split_exp and chosen.block_n // n >= LEAST:
+            yield replace(chosen, split_exp=n)
+    for n in (1, 2, 3, 4):
+        if n != chosen.num_stages:
+            yield replace(chosen, num_stages=n)
+    yield replace(chosen, hold_q=not chosen.hold_q)
+    yield replace(chosen, loads="descriptor" if chosen.loads == "pointer" else "pointer")
+    for modifier in ("", ".ca", ".cg"):
+        if modifier != chosen.cache_kv:
+            yield replace(chosen, cache_kv=modifier)
+    yield replace(chosen, mask_by="add" if chosen.mask_by == "compare" else "compare")
+    yield replace(chosen, order="plain" if chosen.order == "heavy_first" else "heavy_first")
+    yield replace(chosen, persistent=not chosen.persistent)
+    if spec.group > 1:
+        yield replace(chosen, pack_gqa=not chosen.pack_gqa)
+
+
+def _decode_switches(chosen: DecodeConfig) -> Iterator[DecodeConfig]:
+    yield replace(chosen, base2=not chosen.base2)
+    for n in (1, 2, 3, 4):
+        if n != chosen.num_stages:
+            yield replace(chosen, num_stages=n)
+    yield replace(chosen, loads="descriptor" if chosen.loads == "pointer" else "pointer")
+    for modifier in ("", ".ca", ".cg"):
+        if modifier != chosen.cache_kv:
+            yield replace(chosen, cache_kv=modifier)
+    yield replace(chosen, split_keys=UNSPLIT)
+    yield replace(chosen, pack_gqa=not chosen.pack_gqa)

@@ -1,0 +1,164 @@
+"""`polyflash ablate`: what each named technique of a kernel is worth on this device, losses included.
+
+Every switch is one change from the config that the row chooses. Its results are compared with those of that
+config, and with the reference, before anything is timed; all arms then take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from polyflash.bench import asked
+from polyflash.bench.cells import ms
+from polyflash.bench.race import race
+from polyflash.bench.timing import Summary
+from polyflash.tuning.trial import Trial, worst_row
+
+CHOSEN = "as chosen"
+SCHEMA = "polyflash.ablation/1"
+
+
+def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    """Adds the command to the subparsers `commands`."""
+    ablate = commands.add_parser(
+        "ablate", parents=parents, help="what each technique of a kernel is worth", description=run.__doc__
+    )
+    asked.add(ablate)
+    ablate.add_argument(
+        "--switch", nargs="+", default=[], metavar="NAME", help="these fields alone: base2 ..."
+    )
+    ablate.add_argument("--json", metavar="FILE", help="write every figure to FILE")
+    ablate.add_argument("--page", metavar="FILE", help="write the tables to FILE as Markdown")
+    ablate.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace, out: Console, err: Console) -> int:
+    """One named switch of a kernel at a time against the config it chooses: outputs compared, calls timed in
+    turns. Returns 1 if a switch changed a result by more than rounding."""
+    chosen = asked.problems(options)
+    if options.list:
+        print("\n".join(w.name for w in chosen))
+        return 0
+    device = asked.device_of(options)
+    rows = []
+    for phase in options.phase:
+        for workload in chosen:
+            (trial,) = asked.trials([workload], phase, options.backend, device)
+            rows.append(measured(trial, device, options.seconds, options.switch))
+            if not options.quiet:
+                out.print(_table(rows[-1]), "")
+    content = {"schema": SCHEMA, "target": asked.target_of(device).name, "rows": rows}
+    if options.json:
+        Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if options.page:
+        Path(options.page).write_text(markdown(content), encoding="utf-8")
+    return 1 if any("differs" in s["mark"] for row in rows for s in row["switches"]) else 0
+
+
+def measured(trial: Trial, device: str, seconds: float, only: Sequence[str] = ()) -> dict[str, Any]:
+    """One problem's switches as plain data: time over that of the chosen config, both medians, how far the
+    results are from it and from the reference; "mark" says why a switch was not timed."""
+    chosen = trial.untuned
+    expected = trial.run(chosen)()
+    arms = {CHOSEN: trial.run(chosen)}
+    switches = []
+    for name, config in trial.switches().items():
+        if only and name.partition("=")[0] not in only:
+            continue
+        found: dict[str, Any] = {"name": name, "mark": "", "difference": None, "error": None, "ratio": None}
+        switches.append(found)
+        try:
+            results = trial.run(config)()
+        except Exception as raised:  # a compiler's or a driver's, of any class: this switch has no figure
+            text = str(raised).strip().partition("\n")[0]
+            found["mark"] = f"fails: {type(raised).__name__}: {text[:160]}"
+            continue
+        found["difference"] = _finite(max(map(worst_row, results, expected)))
+        found["error"] = _finite(trial.error(results))
+        if found["error"] is None or found["error"] > trial.tolerance:
+            found["mark"] = "differs by more than rounding"
+            continue
+        arms[name] = trial.run(config)
+    times = race(arms, device, seconds * len(arms))
+    for found in switches:
+        if found["name"] in times:
+            found |= _plain(times[found["name"]])
+            found["ratio"] = times[found["name"]].median / times[CHOSEN].median
+    return {
+        "problem": trial.workload.name,
+        "row": trial.launch.row.name,
+        "target": trial.device.name,
+        "config": asdict(chosen),
+        "error": _finite(trial.error(expected)),
+        CHOSEN: _plain(times[CHOSEN]),
+        "switches": switches,
+    }
+
+
+def _plain(found: Summary) -> dict[str, Any]:
+    return {"median_s": found.median, "iqr_s": found.iqr, "rounds": found.rounds}
+
+
+def _finite(x: float) -> float | None:
+    """JSON has no infinity."""
+    return x if x < float("inf") else None
+
+
+_COLUMNS = ("switch", "ms", "±", "time", "difference")
+
+
+def _cells(found: dict[str, Any]) -> tuple[str, ...]:
+    if found["mark"]:
+        return found["name"], "", "", found["mark"], _said(found["difference"])
+    spread = f"{found['iqr_s'] / found['median_s']:.0%}"
+    return found["name"], ms(found), spread, f"×{found['ratio']:.3f}", _said(found["difference"])
+
+
+def _said(x: float | None) -> str:
+    return "" if x is None else "same bits" if x == 0 else f"{x:.1e}"
+
+
+def _lines(row: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The chosen config, then switches: what helps first."""
+    first = row[CHOSEN]
+    whole = (CHOSEN, ms(first), f"{first['iqr_s'] / first['median_s']:.0%}", "×1", "")
+    ordered = sorted(row["switches"], key=lambda s: (s["ratio"] is None, s["ratio"] or 0.0))
+    return [whole, *map(_cells, ordered)]
+
+
+def _head(row: dict[str, Any]) -> str:
+    config = ", ".join(f"{name}={value}" for name, value in row["config"].items())
+    return f"{row['problem']} on {row['row']}, {row['target']}: {config}"
+
+
+def _table(row: dict[str, Any]) -> Table:
+    made = Table(box=box.SIMPLE_HEAD, title=escape(_head(row)), title_justify="left", title_style="bold")
+    for column in _COLUMNS:
+        made.add_column(column, justify="right" if column in ("ms", "±") else "left", overflow="fold")
+    for cells in _lines(row):
+        made.add_row(*map(escape, cells))
+    return made
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """The tables of a document as a page."""
+    parts = [
+        f"# Ablation on {content['target']}",
+        "",
+        "Time is a switch's median over that of the chosen config, in the same rounds: above 1 it costs.",
+    ]
+    for row in content["rows"]:
+        parts += ["", f"**{row['problem']}**, `{row['row']}`", "", f"`{_head(row).partition(': ')[2]}`", ""]
+        parts += [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
+        parts += [f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in _lines(row)]
+    return "\n".join(parts) + "\n"

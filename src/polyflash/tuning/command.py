@@ -1,0 +1,131 @@
+"""`polyflash tune`: looks for quicker configs on this device and keeps them for later calls."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from polyflash import env
+from polyflash.bench import asked
+from polyflash.bench.race import race
+from polyflash.errors import UnsupportedError
+from polyflash.tuning import search, store
+from polyflash.tuning.search import QUICKER, Step
+from polyflash.tuning.store import Entry
+from polyflash.tuning.trial import Trial
+
+
+def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    """Adds the command to the subparsers `commands`."""
+    tune = commands.add_parser(
+        "tune", parents=parents, help="look for quicker configs on this device", description=run.__doc__
+    )
+    asked.add(tune)
+    tune.add_argument("--again", action="store_true", help="search anew what was searched before")
+    tune.add_argument("--forget", action="store_true", help="remove this device's tuned configs and stop")
+    tune.add_argument("--json", action="store_true", help="print JSON instead")
+    tune.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace, out: Console, err: Console) -> int:
+    """Times the configs of a kernel row on this device, each checked first and held against the best so far,
+    and keeps the quickest for later calls. Ctrl-C keeps what is known; the next run goes on from there."""
+    chosen = asked.problems(options)
+    if options.list:
+        print("\n".join(w.name for w in chosen))
+        return 0
+    device = asked.device_of(options)
+    if env.NO_CACHE.is_set():
+        raise UnsupportedError(f"{env.NO_CACHE.name} is set, so nothing would be kept. Unset it")
+    if options.forget:
+        here = asked.target_of(device)
+        print(f"removed {store.file_of(here)}" if store.forget(here) else "nothing was tuned")
+        return 0
+    done: list[dict[str, Any]] = []
+    stopped = False
+    try:
+        for phase in options.phase:
+            found = asked.trials(chosen, phase, options.backend, device)
+            for key, group in _by_entry(found):
+                done.append(_tuned(key, group, options, device, out))
+                if not (options.quiet or options.json):
+                    _print(out, done[-1])
+    except KeyboardInterrupt:
+        stopped = True
+    except ArithmeticError as error:
+        err.print(f"[bold red]mismatch[/] {escape(str(error))}", soft_wrap=True)
+        return 1
+    if options.json:
+        print(json.dumps({"schema": "polyflash.tune/1", "entries": done}, indent=1, allow_nan=False))
+    if stopped:
+        err.print("interrupted: what was found is kept, and the next run goes on from there")
+        return 130
+    return 0
+
+
+def _by_entry(found: Sequence[Trial]) -> list[tuple[str, list[Trial]]]:
+    """Problems that share an entry, and hence candidates."""
+    keyed = sorted(((store.key_of(t.launch.row, t.spec), t) for t in found), key=lambda pair: pair[0])
+    return [(key, [t for _, t in group]) for key, group in groupby(keyed, key=lambda pair: pair[0])]
+
+
+def _tuned(
+    key: str, group: list[Trial], options: argparse.Namespace, device: str, out: Console
+) -> dict[str, Any]:
+    here = group[0].device
+    start = None if options.again else store.read(here).entries.get(key)
+    resumed = start.tried if start is not None else 0
+    quiet = options.quiet or options.json
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=out, disable=quiet, transient=True) as progress:
+        task = progress.add_task(escape(key), total=None)
+
+        def tell(step: Step) -> None:
+            ratio = "" if math.isnan(step.ratio) else f" ×{1 / step.ratio:.2f}"
+            progress.update(task, completed=step.number, total=step.of)
+            if step.outcome == QUICKER or step.outcome.startswith(("wrong", "fails")):
+                progress.console.print(escape(f"  {step.name}: {step.outcome}{ratio}"), soft_wrap=True)
+
+        if start is not None and start.of == start.tried:
+            entry = start
+        else:
+            entry = search.tune(
+                group, _race(device, options.seconds), start=start, keep=_keep(here, key), tell=tell
+            )
+    row = group[0].launch.row.name
+    return {"key": key, "row": row, "resumed_at": resumed, **asdict(entry)}
+
+
+def _keep(here: Any, key: str) -> Callable[[Entry], None]:
+    def keep(entry: Entry) -> None:
+        store.keep(here, {key: entry})
+
+    return keep
+
+
+def _race(device: str, seconds: float) -> search.Race:
+    def timed(arms: Mapping[str, Callable[[], object]], length: float) -> dict[str, float]:
+        found = race(arms, device, seconds * length)
+        return {name: summary.median for name, summary in found.items()}
+
+    return timed
+
+
+def _print(out: Console, entry: dict[str, Any]) -> None:
+    gain = entry["untuned_seconds"] / entry["seconds"]
+    values = ", ".join(f"{name}={value}" for name, value in entry["values"].items())
+    told = f"×{gain:.2f} of the untuned config" if gain > 1 else "the untuned config is best"
+    out.print(
+        f"[bold]{escape(entry['key'])}[/]  {told}, {entry['tried']} tried\n  {escape(values)}", soft_wrap=True
+    )

@@ -1,0 +1,333 @@
+"""Tuned configs of this device on disk: JSON, one file per device and set of versions.
+
+A file is read when a route is made, and believed only as a whole: schema, device, driver and versions must be
+those of now, each entry must be plain numbers and words, and the config's own class has the last word. Any
+trouble is a reason in `explain`, never an error. An entry decides a route's config, so its key holds nothing
+that a route does not: classes of lengths, no length and no batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from polyflash import env
+from polyflash.errors import SpecError
+from polyflash.spec import MANY_KEYS, SMALL_ROWS, AttentionSpec, Feature, Phase
+
+if TYPE_CHECKING:
+    from polyflash.capability import Capability
+    from polyflash.target import Target
+
+SCHEMA = "polyflash.tuned/1"
+SUFFIX, UNFINISHED = ".json", ".tmp"
+MAX_BYTES = 4 << 20
+_LOCK_SECONDS = 10.0
+_NOT_IN_KEY = frozenset((Feature.LSE, Feature.GQA, Feature.HEAD_DIM_V))  # said by sizes, or of no effect
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tuned config: its kind and fields, the seconds of it and of the untuned one, when it was made, and
+    how many of how many candidates it was held against so far."""
+
+    kind: str
+    values: dict[str, Any]
+    seconds: float
+    untuned_seconds: float
+    when: str = ""
+    tried: int = 0
+    of: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """The entries of a file by key; `why` says why there are none of it, "" for an absent file."""
+
+    entries: dict[str, Entry]
+    why: str = ""
+
+
+def folder() -> str:
+    """Where tuned files lie, whether or not it exists."""
+    chosen = env.CACHE_DIR.read()
+    return os.path.join(chosen or os.path.join(env.user_cache_home(), "polyflash"), "tuned")
+
+
+def file_of(target: Target) -> str:
+    """The file of a device that is here, with the versions of now."""
+    whose = json.dumps(identity(target), sort_keys=True).encode()
+    name = target.name.replace(":", "-")
+    return os.path.join(folder(), f"{name}-{hashlib.sha256(whose).hexdigest()[:12]}{SUFFIX}")
+
+
+def identity(target: Target) -> dict[str, str]:
+    """What a tuned config holds for: the device, its driver, and the versions that make its code."""
+    versions = {name: version for name, version in target.packages if name in ("numba", "triton")}
+    wanted = ("numba",) if target.kind == "cpu" else ("triton",)
+    device, driver = _device(target.kind, target.name)
+    return {
+        "target": "+".join((target.name, *sorted(target.features))),
+        "cores": str(target.cores),
+        "device": device,
+        "driver": driver,
+        "polyflash": _version("polyflash"),
+        "torch": _version("torch"),
+        **{name: versions.get(name, "") for name in wanted},
+    }
+
+
+@lru_cache(maxsize=16)
+def _device(kind: str, name: str) -> tuple[str, str]:
+    """Name and driver of the first device called `name`; of a CPU its model, and no driver."""
+    if kind == "cpu":
+        with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip(), ""
+        return "", ""
+    import torch
+
+    from polyflash import target
+
+    found = ""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if target.detect("cuda", index).name == name:
+            found = torch.cuda.get_device_name(index)
+            break
+    return found, _driver()
+
+
+def _driver() -> str:
+    """The kernel driver's version, as its module says it."""
+    for path in ("/sys/module/nvidia/version", "/sys/module/amdgpu/version"):
+        with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
+            return file.read().strip()
+    import torch
+
+    return str(torch.version.cuda or torch.version.hip or "")
+
+
+@lru_cache(maxsize=8)
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "0"
+
+
+def rows_class(n: int) -> int:
+    """0, 1, up to 16 rows, up to 32, more: as routes tell them apart."""
+    return 4 if n > 2 * SMALL_ROWS else 3 if n > SMALL_ROWS else 2 if n > 1 else n
+
+
+def key_of(row: Capability, spec: AttentionSpec) -> str:
+    """What an entry is for, as text; "" for calls that take no tuned config. Those whose bits no length may
+    change are such: another length is another entry."""
+    if Feature.BATCH_INVARIANT in spec.features:
+        return ""
+    features = "+".join(sorted(f.name.lower() for f in spec.features - _NOT_IN_KEY))
+    heads = f"h{spec.num_q_heads}/{spec.num_kv_heads}" if row.phase is Phase.DECODE else f"g{spec.group}"
+    keys = "many" if spec.seqlen_k >= MANY_KEYS else "few"
+    dims = f"d{spec.head_dim}/{spec.head_dim_v}"
+    return f"{row.name} {spec.dtype} {heads} {dims} r{rows_class(spec.seqlen_q)} {keys} {features}".strip()
+
+
+def find(row: Capability, spec: AttentionSpec, target: Target, kind: type) -> tuple[Any, str]:
+    """The tuned config of class `kind` for `spec`, or None, and why there is none although a file is here."""
+    if not target.packages or env.NO_CACHE.is_set():  # a simulated device, or one told to keep nothing
+        return None, ""
+    key = key_of(row, spec)
+    if not key or not _any_files():
+        return None, ""
+    book = read(target)
+    entry = book.entries.get(key)
+    if entry is None:
+        return None, book.why
+    return _made(kind, entry, key)
+
+
+def _made(kind: type, entry: Entry, key: str) -> tuple[Any, str]:
+    if entry.kind != kind_of(kind):
+        return None, f"tuned file: {key} has a {entry.kind}, wanted {kind_of(kind)}"
+    if set(entry.values) != {f.name for f in fields(kind)}:
+        return None, f"tuned file: {key} has other fields than {kind.__name__}"
+    try:
+        return kind(**entry.values), ""
+    except (SpecError, TypeError, ValueError) as error:
+        return None, f"tuned file: {key}: {error}"
+
+
+def kind_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _any_files() -> bool:
+    """Is there a folder at all? Most users never tune, and a route is to cost them one look."""
+    return os.path.isdir(folder())
+
+
+def read(target: Target) -> Book:
+    """The entries of this device and these versions, from memory while the file stays as it is."""
+    path = file_of(target)
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        others = len(_files_of(target))
+        return Book(
+            {}, f"tuned files: {others} of other versions or drivers, none of these" if others else ""
+        )
+    return _read(path, status.st_mtime_ns, status.st_size, status.st_ino, json.dumps(identity(target)))
+
+
+def _files_of(target: Target) -> list[str]:
+    prefix = target.name.replace(":", "-") + "-"
+    try:
+        return [n for n in os.listdir(folder()) if n.startswith(prefix) and n.endswith(SUFFIX)]
+    except OSError:
+        return []
+
+
+@lru_cache(maxsize=8)
+def _read(path: str, _mtime: int, _size: int, _inode: int, wanted: str) -> Book:
+    name = os.path.basename(path)
+    try:
+        return Book(decode(_bytes_of(path), json.loads(wanted)))
+    except (OSError, ValueError, RecursionError) as error:
+        return Book({}, f"tuned file {name} is ignored: {error}")
+
+
+def _bytes_of(path: str) -> bytes:
+    """The file's bytes; OSError unless it is a plain one that nobody else may write."""
+    # O_NONBLOCK: opening a pipe that somebody left here must not wait for a writer.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise OSError(f"no plain file of at most {MAX_BYTES} bytes")
+        if os.name == "posix" and (
+            status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        ):
+            raise PermissionError("others may write to it")
+        return file.read(MAX_BYTES + 1)
+
+
+def decode(data: bytes, wanted: dict[str, str]) -> dict[str, Entry]:
+    """The entries in `data`; ValueError unless all of it is as `encode` writes it, for the identity
+    `wanted`."""
+    content = json.loads(data.decode("utf-8"))
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"no {SCHEMA}")
+    made_for = content.get("made_for")
+    if not isinstance(made_for, dict):
+        raise ValueError("it does not say what it was made for")
+    if made_for != wanted:
+        odd = sorted(n for n in {*made_for, *wanted} if made_for.get(n) != wanted.get(n))
+        told = ", ".join(f"{n} {made_for.get(n)!r}, here {wanted.get(n)!r}" for n in odd)
+        raise ValueError(f"made for {told}")
+    entries = content.get("entries")
+    if not isinstance(entries, dict):
+        raise ValueError("it has no entries")
+    return {key: _entry(key, found) for key, found in entries.items()}
+
+
+def _entry(key: str, found: Any) -> Entry:
+    if not isinstance(found, dict) or set(found) != {f.name for f in fields(Entry)}:
+        raise ValueError(f"{key} has other fields than an entry")
+    values = found["values"]
+    plain = isinstance(values, dict) and all(type(x) in (int, bool, str, float) for x in values.values())
+    times = all(type(found[n]) is float and found[n] > 0 for n in ("seconds", "untuned_seconds"))
+    counts = all(type(found[n]) is int and found[n] >= 0 for n in ("tried", "of"))
+    words = isinstance(found["kind"], str) and isinstance(found["when"], str)
+    if not (plain and times and counts and words):
+        raise ValueError(f"{key} is not made of plain values")
+    return Entry(**found)
+
+
+def encode(entries: dict[str, Entry], made_for: dict[str, str]) -> bytes:
+    plain = {
+        key: {f.name: getattr(entry, f.name) for f in fields(Entry)} for key, entry in sorted(entries.items())
+    }
+    content = {"schema": SCHEMA, "made_for": made_for, "entries": plain}
+    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+
+
+def keep(target: Target, found: dict[str, Entry]) -> str:
+    """Adds entries to this device's file, in one step: a reader meets all of it or what was there before. Two
+    that write at once lose nothing of each other. Returns the path; OSError if it cannot be written."""
+    path = file_of(target)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    with _locked(path):
+        data = encode({**_now(path, target), **found}, identity(target))
+        unfinished = os.path.join(os.path.dirname(path), f".{secrets.token_hex(16)}{UNFINISHED}")
+        try:
+            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(file, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            raise
+    return path
+
+
+def _now(path: str, target: Target) -> dict[str, Entry]:
+    """What the file holds at this moment; nothing if it is damaged: it is written anew."""
+    try:
+        return decode(_bytes_of(path), identity(target))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """One writer at a time, by a folder that only one of them can make. One left by a killed process is
+    taken over."""
+    lock, began = f"{path}.lock", time.monotonic()
+    while True:
+        try:
+            os.mkdir(lock)
+            break
+        except FileExistsError:
+            if time.monotonic() - began > _LOCK_SECONDS:
+                with contextlib.suppress(OSError):
+                    os.rmdir(lock)
+            time.sleep(0.01)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.rmdir(lock)
+
+
+def forget(target: Target) -> bool:
+    """Removes this device's file; whether there was one."""
+    try:
+        os.unlink(file_of(target))
+    except OSError:
+        return False
+    return True
+
+
+def report(target: Target) -> str:
+    """One line on this device's file for reports: what it holds, or why it is ignored; "" without one."""
+    if env.NO_CACHE.is_set() or not _any_files():
+        return ""
+    book = read(target)
+    if book.why or not book.entries:
+        return book.why
+    return f"{len(book.entries)} tuned configs of {target.name} in {file_of(target)}"

@@ -1,0 +1,186 @@
+"""One problem on one kernel row, with any of its configs: what `tune` and `ablate` run and compare.
+
+The row's `run` is called directly, with a launch of its own for every config: gradients and statistics can be
+tried like the forward pass, and no route of the process changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyflash import backends, plan, target, torch_ops
+from polyflash.arguments import normalise
+from polyflash.errors import spec_error
+from polyflash.plan import Launch
+from polyflash.routes import spec_of, without_gradients
+from polyflash.spec import Arguments, AttentionSpec, Feature, Phase
+from polyflash.target import Target
+from polyflash.workloads import Workload, make
+
+Results = tuple[Tensor, ...]
+Run = Callable[[], Results]
+# Worst relative L2 difference of a row from a row of the reference that rounding explains: sums of float32 in
+# another order; one rounding of the weights and one of the results in 16 bits.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 2.5e-3, "float64": 1e-11}
+_DEFAULTS: dict[str, Any] = {
+    "causal": False, "window": None, "mask": None, "bias": None, "alibi_slopes": None, "softcap": 0.0,
+    "sinks": None, "scale": None, "kv_lens": None, "kv_starts": None, "q_offset": None, "dropout_p": 0.0,
+    "dropout_seed": None, "return_lse": False, "batch_invariant": None, "backend": None, "config": None,
+    "checked": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A problem's tensors, and the launch that selection gives it, on the device of its tensors."""
+
+    workload: Workload
+    launch: Launch
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    args: Arguments
+    reference: Results  # of the torch row: out and lse, gradients, or column sums
+    saved: Results = ()  # dout, out and lse, which gradients and statistics start from
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.launch.spec
+
+    @property
+    def device(self) -> Target:
+        return self.launch.target
+
+    @property
+    def untuned(self) -> Any:
+        """What the row chooses by itself."""
+        return self.launch.row.choose(self.spec, self.device)
+
+    def candidates(self) -> tuple[Any, ...]:
+        """The configs worth timing, the row's own choice first."""
+        return (self.untuned, *(c for c in self._of_module("candidates") if c != self.untuned))
+
+    def switches(self) -> dict[str, Any]:
+        """Configs that differ from the row's choice in one technique or size, by what differs."""
+        found = self._of_module("switches") or self._of_module("candidates")
+        named = {difference_of(self.untuned, config): config for config in found}
+        return {name: config for name, config in named.items() if name and "," not in name}
+
+    def _of_module(self, name: str) -> tuple[Any, ...]:
+        """What a function beside `choose` says, of configs of the same class; () without one."""
+        listed = getattr(import_module(self.launch.row.choose.__module__), name, None)
+        kind = type(self.untuned)
+        return tuple(c for c in listed(self.spec, self.device) if type(c) is kind) if listed else ()
+
+    def run(self, config: Any) -> Run:
+        """A call of the kernel under `config`: (out, lse), (dq, dk, dv) or column sums."""
+        launch = replace(self.launch, config=config, rung="explicit", prepared=None)
+        return _run(launch, self.q, self.k, self.v, self.args, self.saved)
+
+    def error(self, results: Results) -> float:
+        """The worst row's difference from the reference, relative to that row and, in gradients, to the size
+        of rows at large: what cancels in a row is rounded at the size of what cancelled."""
+        return max(worst_row(a, b) for a, b in zip(results, self.reference, strict=True))
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.spec.dtype]
+
+
+def trial(workload: Workload, phase: Phase, backend: str, *, device: str = "cpu") -> Trial:
+    """The problem on `backend`'s row of `phase`; UnsupportedError with the reasons if it has none for it.
+
+    Args:
+        workload: neither packed nor paged. phase: FORWARD stands for DECODE too where rows are few.
+    """
+    if workload.members or workload.page_size:
+        change = "Tune the dense problem of its lengths."
+        raise spec_error("workload", got=workload.name, wanted="neither packed nor paged", change=change)
+    q, k, v, options = make(workload, device=device)
+    args = normalise(q, k, v, **{**_DEFAULTS, **options})
+    if phase is not Phase.FORWARD:
+        args = args._replace(need_lse=True)
+    here = target.detect(q.device.type, q.device.index or 0)
+    launch = _launch(q, k, v, args, phase, backend, here)
+    plain = _launch(q, k, v, args, phase, "torch", here)
+    saved: Results = ()
+    if phase in (Phase.BACKWARD, Phase.STATISTICS):
+        forward = _launch(q, k, v, args, Phase.FORWARD, "torch", here)
+        out, lse = _run(forward, q, k, v, args, ())()
+        generator = torch.Generator().manual_seed(1)
+        dout = torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out.dtype).to(device)
+        saved = (dout, out, lse)
+    return Trial(workload, launch, q, k, v, args, _run(plain, q, k, v, args, saved)(), saved)
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, args: Arguments, phase: Phase, backend: str, here: Target
+) -> Launch:
+    spec = spec_of(q, k, k if phase is Phase.STATISTICS else v, args, phase=phase)
+    if phase is Phase.FORWARD:
+        spec = without_gradients(spec)
+    spec = replace(spec, features=spec.features - {Feature.LSE} if phase is Phase.FORWARD else spec.features)
+    launch = plan.select(spec, here, backends.TABLE, backend=backend, config="")
+    launch.run = import_module(launch.row.module).run
+    return launch
+
+
+def _run(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments, saved: Results) -> Run:
+    phase = launch.spec.phase
+    if phase is Phase.BACKWARD:
+        dout, out, lse = saved
+        needs = (True, True, True, False, False)
+
+        def gradients() -> Results:
+            found = torch_ops.launched(launch, dout, None, q, k, v, out, lse, args, needs)
+            return tuple(x for x in found[:3])
+
+        return gradients
+    if phase is Phase.STATISTICS:
+        lse = saved[2]
+
+        def sums() -> Results:
+            made = lse.new_empty((*lse.shape[:2], k.shape[2]))
+            torch_ops.launched(launch, q, k, lse, made, None, None, args)
+            return (made,)
+
+        return sums
+    wanted = args._replace(need_lse=True)
+
+    def forward() -> Results:
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
+        made = torch_ops.launched(launch, q, k, v, out, lse, wanted)
+        return tuple(made[:2])
+
+    return forward
+
+
+def worst_row(found: Tensor, expected: Tensor) -> float:
+    """The largest L2 difference of a row, relative to the larger of that row and a hundredth of the largest
+    row; inf if one is finite where the other is not."""
+    a, b = (x.double() if x.dtype is torch.float64 else x.float() for x in (found, expected))
+    if not a.numel():
+        return 0.0
+    same = a == b  # infinities of rows that see nothing
+    error = torch.linalg.vector_norm(torch.where(same, 0.0, a - b), dim=-1)
+    size = torch.linalg.vector_norm(b.masked_fill(~b.isfinite(), 0.0), dim=-1)
+    size = size.clamp_min(float(size.max()) / 100)
+    relative = torch.where(error == 0, 0.0, error / size)
+    return float(relative.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+
+
+def difference_of(default: Any, config: Any) -> str:
+    """What of `config` is not as in `default`: "block_n=128", "base2=off", several with commas."""
+    changed = [f.name for f in fields(default) if getattr(config, f.name) != getattr(default, f.name)]
+    return ", ".join(f"{name}={_said(getattr(config, name))}" for name in changed)
+
+
+def _said(value: Any) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value) or "none"
