@@ -2,6 +2,9 @@
 PYTHON ?=
 TORCH_ARGS ?=
 MINUTES ?= 10
+BUDGET ?= 540
+PAGE ?= build/gpu.md
+GPU_ARGS ?=
 export PYTHON TORCH_ARGS
 unexport PYTHONPATH PYTHONHOME
 
@@ -12,7 +15,7 @@ SHARED := -n 2 --dist worksteal
 SETUP := sh scripts/setup.sh
 CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
 
-.PHONY: help demo test test-cpu test-all mutants fuzz lint bench clean
+.PHONY: help demo test test-cpu test-all mutants fuzz lint bench bench-gpu clean
 .NOTPARALLEL:
 
 help:
@@ -24,6 +27,7 @@ help:
 	@echo 'make fuzz      draw other problems and odd calls for MINUTES=10; what fails is stored and replayed by the tests'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     this machine against torch SDPA, into build/bench.json'
+	@echo 'make bench-gpu a CUDA device against its peers in BUDGET=540 seconds, into build/gpu.jsonl and PAGE=build/gpu.md'
 	@echo 'make clean     remove .venv and everything built'
 	@echo ''
 	@echo 'PYTHON=/path/to/python3.11   another interpreter than the first of python3, python3.13, 3.12, 3.11'
@@ -58,6 +62,11 @@ lint: .venv/.test
 bench: .venv/.demo
 	@mkdir -p build
 	@$(BIN)/polyflash bench --json build/bench.json
+
+# Installs nothing: machines with a GPU often reach no network. Takes .venv if it is there, else PYTHON or python3.
+bench-gpu:
+	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
+		PYTHONPATH=src $$python scripts/gpu_bench.py --budget $(BUDGET) --json build/gpu.jsonl --page $(PAGE) $(GPU_ARGS)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,0 +1,494 @@
+"""The GPU suite on a machine without one: its rows, checks, clocks, children, supervisor, resumption and
+tables."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from polyflash.bench import (
+    gpu,
+    gpu_arms,
+    gpu_cases,
+    gpu_children,
+    gpu_machine,
+    gpu_page,
+    gpu_rows,
+    gpu_timing,
+)
+from polyflash.bench.gpu_accuracy import error
+from polyflash.bench.gpu_arms import OURS, GpuArm, arms, make_tensors, prepared
+from polyflash.bench.gpu_cases import BACKWARD, DECODE, FORWARD, GRAPH, HOST, GpuCase
+from polyflash.bench.gpu_children import Children, Task
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "gpu_bench.py"
+TINY = {c.part: c for c in reversed(gpu_cases.tiny())}
+CAUSAL = gpu_cases.tiny()[1]
+MATH = next(arm for arm in arms("torch") if arm.name == "math")
+
+
+def test_rows_cover_what_is_promised():
+    rows = gpu_cases.rows()
+    assert len({c.name for c in rows}) == len(rows)
+    assert [c.tier for c in rows] == sorted(c.tier for c in rows)
+    lengths = {1024, 2048, 4096, 8192, 16384}
+    for part, dims in ((FORWARD, (64, 128, 256)), (BACKWARD, (64, 128))):
+        for dim in dims:
+            for causal in (False, True):
+                found = [
+                    c
+                    for c in rows
+                    if (c.part, c.head_dim, c.causal, c.dtype) == (part, dim, causal, "bfloat16")
+                ]
+                papers = [c for c in found if c.batch * c.seqlen_q == 16384 and c.heads * c.head_dim == 2048]
+                assert {c.seqlen_k for c in papers} == lengths
+    assert {c.seqlen_k for c in rows if (c.batch, c.heads, c.part) == (4, 48, FORWARD)} == lengths - {16384}
+    decode = [c for c in rows if c.part == DECODE]
+    assert {1, 128} <= {c.batch for c in decode} and {1024, 262144} <= {c.seqlen_k for c in decode}
+    assert {(c.heads, c.kv_heads) for c in decode} == {(32, 8), (8, 8)}
+    assert max(c.key_bytes for c in decode) * 3 < 40 << 30
+    assert {GRAPH, HOST} <= {c.part for c in rows}
+
+
+def test_work_counts_visible_pairs_and_keys_once():
+    full = GpuCase(FORWARD, "t", 0, "bfloat16", 2, 16, 16, 1024, 1024, 128)
+    assert full.work.flops == 4 * 2 * 16 * 1024 * 1024 * 128
+    assert replace(full, causal=True).work.flops == full.work.flops * 1025 / 2048
+    assert replace(full, part=BACKWARD).work.flops == 2.5 * full.work.flops
+    step = GpuCase(DECODE, "t", 0, "bfloat16", 2, 32, 8, 1, 1024, 128)
+    assert step.key_bytes == 2 * 2 * 8 * 1024 * 128 * 2
+
+
+def test_a_case_survives_json():
+    for case in gpu_cases.tiny():
+        assert gpu_cases.case_of(json.loads(json.dumps(case.plain()))) == case
+
+
+def test_filters():
+    chosen = gpu_cases.selected(gpu_cases.rows(), words=["causal", "d64"], parts=[BACKWARD])
+    assert chosen and {(c.causal, c.head_dim, c.part) for c in chosen} == {(True, 64, BACKWARD)}
+
+
+@pytest.mark.parametrize("case", gpu_cases.tiny(), ids=lambda c: c.name)
+def test_our_calls_pass_the_check_and_wrong_ones_do_not(case: GpuCase):
+    ours = arms("torch")[0]
+    t = make_tensors(case, "cpu", 0)
+    (call,) = prepared(ours, case, [t])
+    result = call()
+    assert error(case, t, result) < gpu_rows.tolerance(case, ours)
+    parts = list(result) if case.part == BACKWARD else [result]
+    for i, part in enumerate(parts):
+        for spoil in (lambda x: x.mul_(1.1), lambda x: x[-1, -1, -1, -1].fill_(torch.nan)):
+            wrong = part.clone()
+            spoil(wrong)
+            spoiled = [wrong if j == i else x for j, x in enumerate(parts)]
+            found = error(case, t, tuple(spoiled) if case.part == BACKWARD else spoiled[0])
+            assert gpu_rows.verdict(case, ours, {"error": found}).startswith("wrong")
+
+
+def test_an_error_that_is_no_number_is_wrong():
+    assert gpu_rows.verdict(CAUSAL, MATH, {"error": float("nan")}).startswith("wrong")
+    assert gpu_rows.verdict(CAUSAL, MATH, {"error": 1e-7}) == ""
+    assert gpu_rows.verdict(CAUSAL, MATH, {"reason": "hung"}) == "hung"
+
+
+def test_peers_and_variants():
+    named = {arm.name: arm for arm in arms("torch", ["num_stages=4,loads=descriptor,base2=false"])}
+    assert set(gpu_arms.DEFAULT) <= set(named) and next(iter(named)) == OURS
+    assert named[f"{OURS}[num_stages=4,loads=descriptor,base2=false]"].tried == "shape"
+    assert gpu_arms.fields("a=4,b=descriptor,c=false") == (("a", 4), ("b", "descriptor"), ("c", False))
+    t = make_tensors(TINY[DECODE], "cpu", 0)
+    (call,) = [named["folded"].prepare(TINY[DECODE], t)]
+    assert torch.allclose(call(), scaled_dot_product_attention(t.q, t.k, t.v, enable_gqa=True), atol=1e-5)
+    assert "folded" not in {a.name for a in gpu_arms.applicable(list(named.values()), TINY[GRAPH])}
+
+
+def test_sets_differ_and_calls_rotate_over_them():
+    assert not torch.equal(make_tensors(CAUSAL, "cpu", 0).q, make_tensors(CAUSAL, "cpu", 1).q)
+    taken: list[int] = []
+    gpu_timing.Device("cpu").seconds([lambda i=i: taken.append(i) for i in range(3)], 7)
+    assert taken == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_rounds_are_interleaved_and_turn_round():
+    order: list[str] = []
+    inside: list[str] = []
+
+    @contextmanager
+    def scope():
+        inside.append("in")
+        yield
+        inside.append("out")
+
+    def timed(name: str) -> gpu_timing.Timed:
+        return gpu_timing.Timed(
+            GpuArm(name, name, (FORWARD,), None, scope=scope), [lambda: order.append(name)]
+        )  # type: ignore[arg-type]
+
+    both = [timed("a"), timed("b")]
+    gpu_timing.interleaved(both, lambda calls, n: calls[0]() or float(n), rounds=3, repeats=4)
+    assert order == ["a", "a", "b", "b", "a", "b", "b", "a", "a", "b"]
+    assert both[0].samples == [4.0, 4.0, 4.0] and both[0].plain()["calls"] == 4
+    assert inside[0] == "in" and inside[-1] == "out" and inside.count("in") == 8
+
+
+def test_long_calls_are_fewer():
+    for once, repeats in ((1e-4, gpu_timing.CALLS), (5e-3, 10), (1.0, gpu_timing.FEWEST_CALLS)):
+        arm = gpu_timing.Timed(MATH, [lambda: None])
+        gpu_timing.interleaved([arm], lambda _, n, once=once: once, rounds=1)
+        assert arm.repeats == repeats
+
+
+class FakeCuda:
+    """Events on a clock of its own: a flush takes 150 ms of it, a call 2 ms."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.busy = 0.0, 0
+        fake = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = fake.now
+
+            def synchronize(self) -> None:
+                pass
+
+            def elapsed_time(self, end: Any) -> float:
+                return end.at - self.at
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(gpu_timing.Device, "flush", lambda _: self.wait(150.0))
+
+    def wait(self, milliseconds: float) -> None:
+        self.now += milliseconds
+
+    def device(self) -> gpu_timing.Device:
+        made = gpu_timing.Device("cpu")
+        made.is_cuda = True
+
+        def watched() -> None:
+            self.busy += 1
+
+        made.while_busy = watched
+        return made
+
+
+def test_device_clocks(monkeypatch):
+    fake = FakeCuda(monkeypatch)
+    device, calls = fake.device(), [lambda: fake.wait(2.0)]
+    assert device.seconds(calls, 5) == pytest.approx(2e-3)
+    assert device.cold_seconds(calls, 5) == pytest.approx(2e-3)  # the flush is not on the clock
+    assert fake.busy == 2
+    assert device.host_seconds(calls, 5) < 1e-3
+
+
+def test_graphs_are_captured_behind_a_warm_up_on_a_side_stream(monkeypatch):
+    fake, log = FakeCuda(monkeypatch), []
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            log.append("wait")
+
+    class Graph:
+        def replay(self) -> None:
+            fake.wait(2.0 * 20)
+
+    @contextmanager
+    def capture(graph: Any):
+        log.append("capture")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    device = fake.device()
+    replay = device.graphed([lambda: log.append("call")] * 3)
+    assert log == ["wait"] + ["call"] * 3 + ["wait", "capture"] + ["call"] * 20
+    assert gpu_timing.replayed(device)([replay], 4) == pytest.approx(2e-3)
+
+
+def measured(case: GpuCase, chosen: list[GpuArm], excused: dict[str, str] | None = None) -> dict[str, Any]:
+    return gpu_rows.measure(
+        case, chosen, gpu_timing.Device("cpu"), rounds=1, sensors=gpu_machine.Sensors(), excused=excused or {}
+    )
+
+
+def test_a_row_has_figures_or_reasons():
+    def raises(case: GpuCase, t: Any) -> Any:
+        raise ImportError("no such peer\nand more lines")
+
+    def wrong(case: GpuCase, t: Any) -> Any:
+        return lambda: 2 * scaled_dot_product_attention(t.q, t.k, t.v, is_causal=case.causal)
+
+    def dies(case: GpuCase, t: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    ours = arms("torch")[0]
+    peers = [GpuArm(f.__name__, f.__name__, (FORWARD,), f) for f in (raises, wrong)]
+    row = json.loads(json.dumps(measured(CAUSAL, [ours, MATH, *peers], {"math": "hung"})))
+    assert set(row["arms"]) == {OURS} and row["arms"][OURS]["median_s"] > 0 and row["sets"] == 3
+    assert row["absent"]["math"] == "hung" and row["absent"]["raises"] == "ImportError: no such peer"
+    assert row["absent"]["wrong"].startswith("wrong: error") and not gpu_rows.is_mismatch(row)
+    assert gpu_rows.is_mismatch(measured(CAUSAL, [replace(ours, prepare=wrong)]))
+    with pytest.raises(gpu_rows.DeviceLost, match="dies: RuntimeError: CUDA error"):
+        measured(CAUSAL, [ours, GpuArm("dies", "dies", (FORWARD,), dies)])
+
+
+FAKE_KERNELS = """
+import os, sys, time
+import torch
+
+def tutorial(q, k, v, causal):
+    print("libraries print here", flush=True)
+    if causal:
+        time.sleep(100)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+def single_loop(q, k, v, causal):
+    if causal:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    sys.stderr.write("last words\\n")
+    sys.stderr.flush()
+    os._exit(3)
+"""
+
+
+def test_children_answer_hang_die_and_are_replaced(tmp_path):
+    (tmp_path / "gpu_kernels.py").write_text(FAKE_KERNELS)
+    named = {arm.name: arm for arm in arms("torch")}
+    full = gpu_cases.tiny()[0]
+    settings = {"device": "cpu", "backend": "torch", "variants": [], "path": [str(tmp_path)]}
+    heard: dict[tuple[str, bool], dict[str, Any]] = {}
+    children = Children(1, settings, patience=4.0)
+    order = [("tutorial", full), ("flag", CAUSAL), ("tutorial", CAUSAL), ("flag", full), (OURS, CAUSAL)]
+    tasks = [Task(named[name], case) for name, case in order]
+    began = time.monotonic()
+    try:
+        children.tried(
+            tasks, lambda t, a: heard.__setitem__((t.arm.name, t.case.causal), a), until=began + 100
+        )
+    finally:
+        children.close()
+    assert heard["tutorial", False]["error"] < 1e-5 and heard[OURS, True]["error"] < 1e-5
+    assert "illegal memory access" in heard["flag", True]["reason"]
+    assert heard["tutorial", True]["reason"] == "hung: no answer in 4 s"
+    assert heard["flag", False]["reason"] == "its process ended with code 3: last words"
+
+
+def test_no_task_begins_after_the_end_of_its_wave():
+    heard: list[Any] = []
+    Children(1, {}).tried([Task(MATH, CAUSAL)], lambda t, a: heard.append(a), until=time.monotonic() - 1)
+    assert heard == []
+
+
+def test_peers_that_compile_once_share_a_trial():
+    named = {arm.name: arm for arm in arms("torch")}
+    short, long = (GpuCase(FORWARD, "t", 0, "bfloat16", 1, 2, 2, n, n, 64) for n in (1024, 2048))
+    of = gpu_children.kernel_of
+    assert of(Task(named["tutorial"], short)) == of(Task(named["tutorial"], long))
+    assert of(Task(named["tutorial"], short)) != of(Task(named["tutorial"], replace(long, causal=True)))
+    assert of(Task(named[OURS], short)) != of(Task(named[OURS], long))
+
+
+STUB = """
+import json, sys
+file, ends = sys.argv[1], sys.argv[2].split(",")
+lines = open(file).read().splitlines() if __import__("os").path.exists(file) else []
+starts = sum('"run"' in line for line in lines)
+end = ends[min(starts, len(ends) - 1)]
+with open(file, "a") as out:
+    print(json.dumps({"kind": "run"}), file=out)
+    if not end.startswith("early"):
+        print(json.dumps({"kind": "begin", "name": "a"}), file=out)
+sys.exit(int(end.removeprefix("early")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "starts"), [("0", 1), ("75,1,0", 3), ("early1", 1), ("75,early75", 2)], ids=lambda x: str(x)
+)
+def test_the_supervisor_goes_on_behind_a_crash_and_stops_without_progress(tmp_path, ends: str, starts: int):
+    program, file = tmp_path / "stub.py", tmp_path / "rows.jsonl"
+    program.write_text(STUB)
+    gpu._supervised(argparse.Namespace(budget=60.0), [str(file), ends], file, str(program))
+    assert len(gpu.read(file)["runs"]) == starts
+
+
+def test_the_supervisor_ends_a_process_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "_SILENCE", 1.0)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
+    assert gpu._watched(child, tmp_path / "none", time.time() + 30) is None
+    gpu._end(child)
+    assert child.returncode is not None
+
+
+def test_a_line_that_was_cut_off_is_dropped(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    first, again = ({"kind": "row", "name": "a", "x": x} for x in (1, 2))
+    begin = {"kind": "begin", "name": "b"}
+    tried = {"kind": "tried", "arm": "flex", "name": "b", "answer": {"reason": "hung"}}
+    lines = [json.dumps(x) for x in (first, begin, begin, tried, again)]
+    file.write_text("\n".join([*lines, lines[0][:-5]]))
+    found = gpu.read(file)
+    assert [r["x"] for r in found["rows"]] == [2] and found["begun"]["b"] == 2
+    assert found["tried"] == {("flex", "b"): {"reason": "hung"}}
+
+
+def words(tmp_path: Path, *more: str) -> list[str]:
+    plain = ["--device", "cpu", "--backend", "torch", "--tiny", "--rounds", "1"]
+    return [*plain, "--json", str(tmp_path / "rows.jsonl"), *more]
+
+
+def run(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *words(tmp_path, *more)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+
+
+def test_one_command_measures_resumes_and_writes_the_page(tmp_path):
+    page, file = tmp_path / "2026-01-02-cpu.md", tmp_path / "rows.jsonl"
+    until = ["--until", str(time.time() + 60)]
+    asked = words(tmp_path, "--arms", "polyflash,math", "--parts", "forward", "--workers", "0", *until)
+    assert gpu.main(asked, program="") == 0
+    before = gpu.read(file)["rows"]
+    kept = [x for x in file.read_text().splitlines() if not ('"row"' in x and "forward-causal" in x)]
+    file.write_text("\n".join(kept) + "\n")
+    page.write_text("# an older page\n\n## What the tables do not show\n\nThis stays.\n")
+    again = run(tmp_path, "--arms", "polyflash,math", "--workers", "1", "--resume", "--page", str(page))
+    assert again.returncode == 0, again.stderr
+    assert "\nforward-full" not in "\n" + again.stdout and "forward-causal" in again.stdout
+    content = gpu.read(file)
+    assert content["rows"][0] == before[0] and content["rows"][1] != before[1]
+    assert {r["case"]["part"] for r in content["rows"]} == {FORWARD, BACKWARD, DECODE, GRAPH, HOST}
+    assert all({OURS, "math"} <= set(r["arms"]) for r in content["rows"])
+    assert content["ends"] and len(content["runs"]) == 2
+    text = page.read_text()
+    assert "### tiny backward" in text and text.endswith("## What the tables do not show\n\nThis stays.\n")
+    assert "scripts/gpu_bench.py --device cpu" in text and "--until" not in text and str(ROOT) not in text
+
+
+def test_no_device_is_an_answer(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = run(tmp_path, "--device", "cuda", "--budget", "60")
+    assert done.returncode == 1 and "no CUDA device" in done.stderr and "Traceback" not in done.stderr
+
+
+def row(case: GpuCase, seconds: dict[str, float], absent: dict[str, str] | None = None) -> dict[str, Any]:
+    figures = {n: {"median_s": s, "iqr_s": s / 100, "calls": 20, "samples": [s]} for n, s in seconds.items()}
+    about = gpu_rows.left_out(case, "")
+    return {**about, "arms": figures, "absent": absent or {}, "errors": {OURS: 1e-3}}
+
+
+def content() -> dict[str, Any]:
+    paper = GpuCase(FORWARD, "forward", 0, "bfloat16", 2, 16, 16, 8192, 8192, 128)
+    step = GpuCase(DECODE, "decode", 0, "bfloat16", 64, 32, 8, 1, 8192, 128)
+    rows = [
+        row(paper, {OURS: 4.4e-3, "flash": 6.6e-3, "cudnn": 3.3e-3}, {"flex": "hung: no answer in 60 s"}),
+        row(
+            replace(paper, causal=True), {OURS: 4.4e-3, "flash": 2.2e-3}, {"flex": "hung: no answer in 60 s"}
+        ),
+        row(step, {OURS: step.key_bytes / 3.6e12, "flash": step.key_bytes / 1.8e12}),
+        row(replace(step, batch=4), {"flash": 1e-3}, {OURS: "wrong: error 1.0, at most 0.01"}),
+        row(GpuCase(GRAPH, "graph", 0, "bfloat16", 1, 8, 8, 1, 1024, 128), {OURS: 11.5e-6}),
+    ]
+    run = {"machine": {"device": "X"}, "ceilings": {"matmul_tflops": 800.0, "copy_gbs": 4500.0},
+           "command": "python scripts/gpu_bench.py", "titles": {"flash": "SDPA flash"}}  # fmt: skip
+    return {
+        "runs": [run],
+        "ends": [],
+        "losts": [{"reason": "flag: gone"}],
+        "rows": rows,
+        "begun": {},
+        "tried": {},
+    }
+
+
+def test_tables_and_summary():
+    found = content()
+    full, causal, step, *_ = found["rows"]
+    assert gpu_page.rate(full, OURS) == pytest.approx(4 * 2 * 16 * 8192**2 * 128 / 4.4e-3 / 1e12)
+    assert gpu_page.ratio(full, "flash") == pytest.approx(1.5) and gpu_page.best_peer(full) == "cudnn"
+    assert gpu_page.rate(step, OURS) == pytest.approx(3600)
+    lines = gpu_page.summary(found)
+    name = causal["name"]
+    assert f"forward: 1 of 2 rows at least as quick as flash; median 1.00, lowest 0.50 ({name})" in lines
+    assert any("median 80% of the copy's 4500 GB/s, lowest 80%" in x for x in lines)
+    assert any("11.5 µs" in x for x in lines) and any("ours: wrong: error 1.0" in x for x in lines)
+    assert "device lost: flag: gone" in lines
+    text = "\n".join(gpu_page.markdown(found, "page"))
+    line = next(x for x in text.splitlines() if x.startswith("| full, 8192 keys, 2×16 heads, d128 |"))
+    cells = [c.strip() for c in line.split("|")[1:-1]]
+    assert cells[1:4] == ["250", "1%", "31%"] and cells[6] == "0.75", cells
+    assert "- flex: hung: no answer in 60 s (" in text and "SDPA flash" in text
+    assert text.count("hung: no answer") == 1
+
+
+def test_pictures_if_matplotlib_is_here(tmp_path):
+    gpu_page.write(content(), tmp_path / "page.md")
+    drawn = {x.name for x in tmp_path.glob("*.png")}
+    here = importlib.util.find_spec("matplotlib") is not None
+    assert drawn == ({"page-forward.png", "page-decode.png"} if here else set())
+    assert all(f"]({name})" in (tmp_path / "page.md").read_text() for name in drawn)
+
+
+def test_an_empty_file_makes_a_page(tmp_path):
+    gpu_page.write(gpu.read(tmp_path / "none"), tmp_path / "page.md")
+    assert "0 rows" in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="wants triton")
+def test_peer_kernels_are_right_in_the_interpreter(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    code = (
+        "import sys; sys.path[:0] = ['scripts']; import torch, gpu_kernels as g\n"
+        "for causal in (False, True):\n"
+        "    q, k, v = (torch.randn(2, 2, 48, 32) for _ in range(3))\n"
+        "    w = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)\n"
+        "    for f in (g.tutorial, g.single_loop):\n"
+        "        print(float((f(q, k, v, causal)() - w).norm() / w.norm()))\n"
+        "print(len(g.tutorial_grid(128, False)), len(g.tutorial_grid(64, True)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *errors, counts = done.stdout.splitlines()
+    assert len(errors) == 4 and all(float(x) < 1e-5 for x in errors)
+    assert counts == "21 12"
+
+
+def test_checks_run_here_or_are_skipped_with_a_reason():
+    script = str(ROOT / "scripts" / "gpu_check.py")
+    command = [sys.executable, script, "--device", "cpu", "--backend", "torch", "--quick"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [*command, "far-gradients", "graph"], capture_output=True, text=True, timeout=100, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {x.split()[0] + " " + x.split()[1] for x in done.stdout.splitlines()} == {
+        "ok far-gradients",
+        "skip graph",
+    }
