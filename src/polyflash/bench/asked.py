@@ -38,7 +38,7 @@ def add(parser: Any) -> None:
     parser.add_argument("--heads", type=_pair, default=(8, 8), metavar="Q/KV")
     parser.add_argument("--head-dim", type=_pair, default=(64, 64), metavar="QK/V")
     parser.add_argument("--dtype", choices=tuple(BY_NAME), default="bfloat16")
-    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--causal", choices=("bottom_right", "top_left"), metavar="top_left")
     parser.add_argument("--list", action="store_true", help="print the names of the problems and stop")
     parser.add_argument("--seconds", type=float, default=0.3, help="of a race, at least 5 rounds")
 
@@ -68,7 +68,7 @@ def problems(options: argparse.Namespace) -> tuple[Workload, ...]:
         name = f"{'causal' if options.causal else 'full'}-{options.dtype}-{rows}x{keys}-d{dim}"
         made = Workload(
             name, frozenset(), options.batch, heads, kv_heads, rows, keys, dim, dim_v, options.dtype,
-            options.causal,
+            "top_left" if options.causal == "top_left" else bool(options.causal),
         )  # fmt: skip
         return (made,)
     words = " ".join(options.filter).lower().replace(",", " ").split()

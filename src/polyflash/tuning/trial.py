@@ -28,6 +28,7 @@ Run = Callable[[], Results]
 # Worst relative L2 difference of a row from a row of the reference that rounding explains: sums of float32 in
 # another order; one rounding of the weights and one of the results in 16 bits.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 2.5e-3, "float64": 1e-11}
+_ALL = 1 << 30  # as a size: no limit
 _DEFAULTS: dict[str, Any] = {
     "causal": False, "window": None, "mask": None, "bias": None, "alibi_slopes": None, "softcap": 0.0,
     "sinks": None, "scale": None, "kv_lens": None, "kv_starts": None, "q_offset": None, "dropout_p": 0.0,
@@ -183,4 +184,6 @@ def difference_of(default: Any, config: Any) -> str:
 
 
 def _said(value: Any) -> str:
-    return ("on" if value else "off") if isinstance(value, bool) else str(value) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "all" if value == _ALL else str(value) or "none"
