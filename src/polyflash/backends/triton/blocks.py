@@ -1,0 +1,363 @@
+"""The stages of a tile, shared by every kernel of this backend.
+
+A tile is BLOCK_M packed rows against BLOCK_N keys. With PACK the query heads of one key/value head are rows
+of one tile, the head the faster: packed row r is row r // group of head r % group. Scores are [rows, keys].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from polyflash.backends.triton import interpreter
+
+interpreter.prepare()
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def product(a, b, acc):
+    """acc + a @ b with float32 sums; float32 operands keep all their bits."""
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+# where a tile stands
+@triton.jit
+def find_member(i_t, cu_seqlens_q, members, seqlen_q, group, BLOCK_M: tl.constexpr):
+    """Which packed member tile i_t belongs to, and which of its tiles it is. Member b has room for its tiles
+    from cu[b]·group // BLOCK_M + b on; what lies behind the last member counts as one more."""
+    lo, hi = 0, members
+    while lo < hi:
+        middle = (lo + hi + 1) // 2
+        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + middle), 0), seqlen_q)
+        if first * group // BLOCK_M + middle <= i_t:
+            lo = middle
+        else:
+            hi = middle - 1
+    first = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + lo), 0), seqlen_q)
+    return lo, i_t - (first * group // BLOCK_M + lo)
+
+
+@triton.jit
+def span(cu_seqlens, i_b, members, total):
+    """First position and length of a member; bounds that fall or leave the tensor make it shorter."""
+    first = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_b), 0), total)
+    end = total
+    if i_b < members:
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_b + 1), first), total)
+    return first, end - first
+
+
+@triton.jit
+def stand(x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET: tl.constexpr):
+    """Of request i_b: first row and key in the tensors, its rows, its first live key and the end of them, and
+    the position of its row 0 (int64)."""
+    first_q, first_k, start = 0, 0, 0
+    rows, live = seqlen_q, seqlen_k
+    if x.cu_seqlens_q is not None:
+        first_q, rows = span(x.cu_seqlens_q, i_b, batch, seqlen_q)
+        if x.page_table is None:
+            first_k, live = span(x.cu_seqlens_k, i_b, batch, seqlen_k)
+            live = tl.where(i_b < batch, live, 0)
+    owned = i_b < batch
+    if x.kv_lens is not None:
+        live = tl.minimum(tl.maximum(tl.load(x.kv_lens + i_b, mask=owned, other=0), 0), live)
+    elif x.cu_seqlens_q is not None:
+        live = tl.where(owned, live, 0)
+    if x.kv_starts is not None:
+        start = tl.maximum(tl.load(x.kv_starts + i_b, mask=owned, other=0), 0)
+    if x.q_offset is not None:
+        position = tl.load(x.q_offset + i_b, mask=owned, other=0).to(tl.int64)
+    elif HAS_OFFSET:
+        position = tl.cast(offset, tl.int64)
+    else:
+        position = tl.cast(live - rows, tl.int64)
+    return first_q, first_k, rows, start, live, position
+
+
+@triton.jit
+def shifts(position, rows, live, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Row i sees keys [i + lo, i + hi), as far as order and distance go; both fit int32."""
+    lo, hi = position * 0 - rows, position * 0 + live
+    if HAS_LEFT:
+        lo = tl.minimum(tl.maximum(position - left, -rows), live)
+    if HAS_RIGHT:
+        hi = tl.minimum(tl.maximum(position + right + 1, -rows), live)
+    return tl.cast(lo, tl.int32), tl.cast(hi, tl.int32)
+
+
+@triton.jit
+def packed_rows(i_m, group, BLOCK_M: tl.constexpr, PACK: tl.constexpr):
+    """Row and head of the group of every row of a tile."""
+    o_r = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    if PACK:
+        return o_r // group, o_r % group
+    else:
+        return o_r, o_r * 0
+
+
+@triton.jit
+def row_limits(x, o_i, rows, start, live, lo_shift, hi_shift):
+    """First and end key of each row; a row that is none sees none."""
+    # [BLOCK_M]
+    o_lo = tl.maximum(o_i + lo_shift, start)
+    o_hi = tl.minimum(o_i + hi_shift, live)
+    m_row = o_i < rows
+    if x.row_bounds is not None:
+        p = x.row_bounds.p + o_i.to(tl.int64) * x.row_bounds.s
+        o_lo = tl.maximum(o_lo, tl.load(p, mask=m_row, other=0))
+        o_hi = tl.minimum(o_hi, tl.load(p + x.row_bounds.e, mask=m_row, other=0))
+    return o_lo, tl.where(m_row, tl.maximum(o_hi, o_lo), o_lo)
+
+
+@triton.jit
+def block_range(x, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N: tl.constexpr):
+    """Key blocks [n_lo, n_hi) that some row visits, and inside them [full_lo, full_hi) that every row sees
+    whole."""
+    if x.row_bounds is not None:
+        some = o_lo < o_hi
+        lo = tl.min(tl.where(some, o_lo, live))
+        hi = tl.max(tl.where(some, o_hi, 0))
+        # rows that are none must not narrow what is whole, those that see nothing must
+        all_lo = tl.max(tl.where(o_i < rows, o_lo, 0))
+        all_hi = tl.min(tl.where(o_i < rows, o_hi, live))
+    else:
+        i_first, i_last = tl.min(o_i), tl.minimum(tl.max(o_i), rows - 1)
+        lo, hi = tl.maximum(i_first + lo_shift, start), tl.minimum(i_last + hi_shift, live)
+        all_lo, all_hi = tl.maximum(i_last + lo_shift, start), tl.minimum(i_first + hi_shift, live)
+    lo = tl.maximum(lo, 0)
+    hi = tl.maximum(hi, lo)
+    n_lo, n_hi = lo // BLOCK_N, (hi + BLOCK_N - 1) // BLOCK_N
+    n_hi = tl.where(hi > lo, n_hi, n_lo)
+    full_lo = (tl.maximum(all_lo, lo) + BLOCK_N - 1) // BLOCK_N
+    full_hi = tl.maximum(tl.minimum(all_hi, hi), 0) // BLOCK_N
+    full_lo = tl.minimum(tl.maximum(full_lo, n_lo), n_hi)
+    return n_lo, n_hi, full_lo, tl.minimum(tl.maximum(full_hi, full_lo), n_hi)
+
+
+# loads and stores
+@triton.jit
+def row_offsets(x, i_b, i_h, o_r):
+    """Element offsets of rows o_r of one head, int64."""
+    return tl.cast(i_b, tl.int64) * x.b + tl.cast(i_h, tl.int64) * x.h + o_r.to(tl.int64) * x.s
+
+
+@triton.jit
+def key_offsets(x, k, i_b, i_t, i_h, first_k, o_n, live):
+    """Element offsets of keys o_n of one key/value head, int64, and which of them are there."""
+    m_n = o_n < live
+    if x.page_table is None:
+        o_k = row_offsets(k, i_t, i_h, first_k + o_n)
+    else:
+        table = x.page_table
+        p = table.p + tl.cast(i_b, tl.int64) * table.b + (o_n // table.size) * table.c
+        o_page = tl.load(p, mask=m_n, other=0)
+        m_n = m_n & (o_page >= 0) & (o_page < table.pages)
+        o_page = tl.where(m_n, o_page, 0).to(tl.int64)
+        o_k = o_page * k.b + tl.cast(i_h, tl.int64) * k.h + (o_n % table.size).to(tl.int64) * k.s
+    return o_k, m_n
+
+
+@triton.jit
+def load_tile(p, o_r, m_r, stride_d, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+              CACHE: tl.constexpr):  # fmt: skip
+    """Channels [FIRST, FIRST + BLOCK_D) of rows at offsets o_r; 0 where m_r says no and beyond DIM."""
+    o_d = FIRST + tl.arange(0, BLOCK_D)
+    m = m_r[:, None]
+    if FIRST + BLOCK_D > DIM:
+        m = m & (o_d < DIM)[None, :]
+    # [rows, BLOCK_D]
+    return tl.load(p + o_r[:, None] + o_d[None, :] * stride_d, mask=m, other=0.0, cache_modifier=CACHE)
+
+
+@triton.jit
+def load_turned(p, o_r, m_r, stride_d, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                CACHE: tl.constexpr):  # fmt: skip
+    """Likewise as [BLOCK_D, rows]."""
+    o_d = FIRST + tl.arange(0, BLOCK_D)
+    m = m_r[None, :]
+    if FIRST + BLOCK_D > DIM:
+        m = m & (o_d < DIM)[:, None]
+    return tl.load(p + o_r[None, :] + o_d[:, None] * stride_d, mask=m, other=0.0, cache_modifier=CACHE)
+
+
+@triton.jit
+def store_tile(p, o_r, m_r, stride_d, b_x, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Writes a [rows, BLOCK_D] tile in the dtype of its tensor."""
+    o_d = FIRST + tl.arange(0, BLOCK_D)
+    m = m_r[:, None]
+    if FIRST + BLOCK_D > DIM:
+        m = m & (o_d < DIM)[None, :]
+    tl.store(p + o_r[:, None] + o_d[None, :] * stride_d, b_x.to(p.dtype.element_ty), mask=m)
+
+
+# scores
+@triton.jit
+def change_scores(b_s, x, i_b, o_i, o_h, o_n, m_pair, position, scale, softcap, SOFTCAP: tl.constexpr):
+    """scale·s, capped, with bias and ALiBi: natural units. Returns also the capped score over its cap (0
+    without a cap), of which gradients need the square."""
+    # [BLOCK_M, BLOCK_N]
+    b_s = b_s * scale
+    b_cap = 0.0
+    if SOFTCAP:
+        b_cap = tanh(b_s / softcap)
+        b_s = b_cap * softcap
+    if x.bias is not None:
+        p = x.bias.p + tl.cast(i_b, tl.int64) * x.bias.b + o_h.to(tl.int64)[:, None] * x.bias.h
+        p += o_i.to(tl.int64)[:, None] * x.bias.q + o_n.to(tl.int64)[None, :] * x.bias.k
+        b_s += tl.load(p, mask=m_pair, other=0.0).to(tl.float32)
+    if x.alibi_slopes is not None:
+        p = x.alibi_slopes.p + tl.cast(i_b, tl.int64) * x.alibi_slopes.b + o_h * x.alibi_slopes.h
+        b_slope = tl.load(p).to(tl.float32)
+        b_far = tl.abs((o_i.to(tl.int64) + position)[:, None] - o_n.to(tl.int64)[None, :])
+        b_s -= b_slope[:, None] * b_far.to(tl.float32)
+    return b_s, b_cap
+
+
+@triton.jit
+def tanh(b_x):
+    """From exp2, exact at 0 and at both ends; relative error of a few units in the last place."""
+    b_far = 1.0 - 2.0 / (tl.exp2(tl.abs(b_x) * (2 * LOG2E)) + 1.0)
+    b_x2 = b_x * b_x
+    # Below, the quotient cancels; x - x³/3 + 2x⁵/15 - 17x⁷/315 + 62x⁹/2835 has what float32 can hold.
+    b_near = 0.021869488 * b_x2 - 0.053968254
+    b_near = (b_near * b_x2 + 0.13333334) * b_x2 - 0.33333334
+    b_near = b_near * b_x2 * b_x + b_x
+    return tl.where(tl.abs(b_x) < 0.3, b_near, tl.where(b_x < 0, -b_far, b_far))
+
+
+@triton.jit
+def visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, seqlen_k):
+    """Which row of a tile sees which key, bool [BLOCK_M, BLOCK_N]."""
+    b_seen = (o_n[None, :] >= o_lo[:, None]) & (o_n[None, :] < o_hi[:, None])
+    if x.page_table is not None:
+        b_seen = b_seen & m_n[None, :]
+    if x.q_segments is not None:
+        p_q = x.q_segments.p + tl.cast(i_b, tl.int64) * x.q_segments.b + o_i.to(tl.int64) * x.q_segments.s
+        p_k = x.k_segments.p + tl.cast(i_b, tl.int64) * x.k_segments.b + o_n.to(tl.int64) * x.k_segments.s
+        b_q = tl.load(p_q, mask=o_i < rows, other=0)
+        b_k = tl.load(p_k, mask=o_n < seqlen_k, other=0)
+        b_seen = b_seen & (b_q[:, None] == b_k[None, :])
+    if x.intervals is not None:
+        p = x.intervals.p + tl.cast(i_b, tl.int64) * x.intervals.b + o_h.to(tl.int64) * x.intervals.h
+        p += (o_i // x.intervals.rows).to(tl.int64) * x.intervals.r
+        b_listed = b_seen & False
+        for i in range(0, x.intervals.count):
+            o_start = tl.load(p + i * x.intervals.n, mask=o_i < rows, other=0)
+            o_end = tl.load(p + i * x.intervals.n + x.intervals.e, mask=o_i < rows, other=0)
+            b_listed = b_listed | ((o_n[None, :] >= o_start[:, None]) & (o_n[None, :] < o_end[:, None]))
+        b_seen = b_seen & b_listed
+    if x.mask is not None:
+        p = x.mask.p + tl.cast(i_b, tl.int64) * x.mask.b + o_h.to(tl.int64)[:, None] * x.mask.h
+        p += o_i.to(tl.int64)[:, None] * x.mask.q + o_n.to(tl.int64)[None, :] * x.mask.k
+        b_seen = b_seen & (tl.load(p, mask=b_seen, other=0) != 0)
+    if x.bias is not None:  # only a bias that was -inf hides a key
+        p = x.bias.p + tl.cast(i_b, tl.int64) * x.bias.b + o_h.to(tl.int64)[:, None] * x.bias.h
+        p += o_i.to(tl.int64)[:, None] * x.bias.q + o_n.to(tl.int64)[None, :] * x.bias.k
+        b_seen = b_seen & (tl.load(p, mask=b_seen, other=0.0) != float("-inf"))
+    return b_seen
+
+
+@triton.jit
+def touched(x, i_b, o_i, o_h, rows, j_0, BLOCK_N: tl.constexpr):
+    """Does an interval of some row's list reach into the keys of a block?"""
+    p = x.intervals.p + tl.cast(i_b, tl.int64) * x.intervals.b + o_h.to(tl.int64) * x.intervals.h
+    p += (o_i // x.intervals.rows).to(tl.int64) * x.intervals.r
+    b_touched = o_i < 0
+    for i in range(0, x.intervals.count):
+        o_start = tl.load(p + i * x.intervals.n, mask=o_i < rows, other=0)
+        o_end = tl.load(p + i * x.intervals.n + x.intervals.e, mask=o_i < rows, other=0)
+        b_touched = b_touched | ((o_start < j_0 + BLOCK_N) & (o_end > j_0) & (o_start < o_end))
+    return tl.max(b_touched.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def apply_mask(b_s, b_seen, value, ADD: tl.constexpr):
+    """`value` at invisible pairs, whatever was there; by addition only scores that are finite."""
+    if ADD:
+        b_s = b_s + tl.where(b_seen, 0.0, value)
+    else:
+        b_s = tl.where(b_seen, b_s, value)
+    return b_s
+
+
+@triton.jit
+def exp2_in_parts(b_x, PARTS: tl.constexpr):
+    """2^x of a tile, PARTS column ranges one after the other: the same bits, fewer values alive at once."""
+    if PARTS == 1:
+        b_y = tl.exp2(b_x)
+    else:
+        ROWS: tl.constexpr = b_x.shape[0]
+        COLUMNS: tl.constexpr = b_x.shape[1]
+        b_lo, b_hi = b_x.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        b_lo, b_hi = exp2_in_parts(b_lo, PARTS // 2), exp2_in_parts(b_hi, PARTS // 2)
+        b_y = tl.join(b_lo, b_hi).permute(0, 2, 1).reshape(ROWS, COLUMNS)
+    return b_y
+
+
+@triton.jit
+def weights(b_s, b_m, factor, CHANGED: tl.constexpr, BASE2: tl.constexpr, PARTS: tl.constexpr):
+    """exp(scale·(s - m)): plain scores are scaled by the same fused multiply-add that subtracts m; changed
+    ones, which may be as large as float32 goes, lose m first. `factor` is scale·log2 e, or scale without
+    BASE2; scale is 1 for changed scores."""
+    if CHANGED:
+        b_x = (b_s - b_m[:, None]) * factor
+    else:
+        b_x = tl.fma(b_s, factor, (-b_m * factor)[:, None])
+    if BASE2:
+        b_p = exp2_in_parts(b_x, PARTS)
+    else:
+        b_p = tl.exp(b_x)
+    return b_p
+
+
+@triton.jit
+def online_softmax(b_s, m_i, l_i, factor, CHANGED: tl.constexpr, BASE2: tl.constexpr, PARTS: tl.constexpr):
+    """Weights of a tile under the new maximum, the new m and l, and the factor for older sums. m is in units
+    of b_s. Every part of a tile has the maximum of the whole."""
+    m_new = tl.maximum(m_i, tl.max(b_s, 1))
+    b_m = tl.where(m_new == float("-inf"), 0.0, m_new)
+    b_p = weights(b_s, b_m, factor, CHANGED, BASE2, PARTS)
+    alpha = tl.exp2((m_i - b_m) * factor) if BASE2 else tl.exp((m_i - b_m) * factor)
+    return b_p, m_new, l_i * alpha + tl.sum(b_p, 1), alpha
+
+
+@triton.jit
+def keep(i_plane, o_i, j_0, seed_lo, seed_hi, drop_below, BLOCK_N: tl.constexpr):
+    """Which weights dropout keeps: Philox4x32-10 of (key // 4, row, head + num_q_heads·batch, 0), one word
+    per key; kept iff it is at least `drop_below`. bool [BLOCK_M, BLOCK_N]; j_0 is a multiple of 4."""
+    o_quad = (j_0 // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)
+    c0 = o_quad[None, :] + (o_i * 0).to(tl.uint32)[:, None]
+    c1 = o_i.to(tl.uint32)[:, None] + (o_quad * 0)[None, :]
+    c2 = i_plane.to(tl.uint32)[:, None] + (o_quad * 0)[None, :]
+    k0, k1 = seed_lo.to(tl.uint32, bitcast=True), seed_hi.to(tl.uint32, bitcast=True)
+    w0, w1, w2, w3 = tl.philox_impl(c0, c1, c2, c2 * 0, k0, k1, 10)
+    b_words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(o_i.shape[0], BLOCK_N)
+    return b_words >= drop_below.to(tl.uint32, bitcast=True)
+
+
+# values that may not be finite
+@triton.jit
+def finite(b_x):
+    """x with 0 for NaN and infinities."""
+    b_wide = b_x.to(tl.float32)
+    return tl.where(b_wide - b_wide == 0.0, b_wide, 0.0).to(b_x.dtype)
+
+
+@triton.jit
+def has_nonfinite(b_x):
+    b_wide = b_x.to(tl.float32)
+    return tl.max(tl.max(tl.where(b_wide - b_wide == 0.0, 0, 1), 1), 0) > 0
+
+
+@triton.jit
+def nonfinite_only(b_x):
+    """x with 0 for what is finite, float32."""
+    b_wide = b_x.to(tl.float32)
+    return tl.where(b_wide - b_wide == 0.0, 0.0, b_wide)
+
+
+@triton.jit
+def turned_sign(b_x):
+    return (-b_x.to(tl.float32)).to(b_x.dtype)

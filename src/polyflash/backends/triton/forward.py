@@ -1,0 +1,470 @@
+"""Attention forward in Triton: softmax(scale·QKᵀ + bias, mask)·V with an online softmax (FlashAttention-2).
+
+    for n in block_range(i_m):
+        b_s = load_tile(q) @ load_tile(k)ᵀ                   [BLOCK_M, BLOCK_N]
+        b_s = apply_mask(b_s)                                boundary blocks only
+        b_p, m_i, l_i, alpha = online_softmax(b_s, m_i, l_i)
+        acc = acc·alpha + b_p @ load_tile(v)                 [BLOCK_M, head_dim_v]
+    out = acc / l_i      lse = m_i + ln l_i
+
+q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) of any strides. A head dimension is two power-of-two
+blocks, D0 + D1, so that 80 costs 64 + 16 channels and not 128. Key blocks are visited in rising order, each
+at a multiple of BLOCK_N, so a row's bits do not depend on the rows around it. The decode phase is this kernel
+with the keys cut into splits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from polyflash.backends.triton import arguments, runtime, tiles
+from polyflash.backends.triton.blocks import (
+    LN2,
+    LOG2E,
+    apply_mask,
+    block_range,
+    change_scores,
+    find_member,
+    finite,
+    has_nonfinite,
+    keep,
+    key_offsets,
+    load_tile,
+    load_turned,
+    nonfinite_only,
+    online_softmax,
+    packed_rows,
+    product,
+    row_limits,
+    shifts,
+    stand,
+    store_tile,
+    touched,
+    turned_sign,
+    visible_pairs,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyflash.plan import Launch
+    from polyflash.spec import Arguments
+
+
+@triton.jit
+def load_keys(k, k1, i_t, i_h, first_k, j_0, o_k, m_n, FIRST: tl.constexpr, DIM: tl.constexpr,
+              BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTOR: tl.constexpr,
+              CACHE: tl.constexpr):  # fmt: skip
+    """Channels of a key block, [BLOCK_D, BLOCK_N]."""
+    if DESCRIPTOR:
+        d = k if FIRST == 0 else k1
+        b_k = d.load([i_t, i_h, first_k + j_0, FIRST]).reshape(BLOCK_N, BLOCK_D).T
+    else:
+        b_k = load_turned(k.p, o_k, m_n, k.d, FIRST, DIM, BLOCK_D, CACHE)
+    return b_k
+
+
+@triton.jit
+def load_values(v, v1, i_t, i_h, first_k, j_0, o_v, m_n, FIRST: tl.constexpr, DIM: tl.constexpr,
+                BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTOR: tl.constexpr,
+                CACHE: tl.constexpr):  # fmt: skip
+    """Channels of a value block, [BLOCK_N, BLOCK_D]."""
+    if DESCRIPTOR:
+        d = v if FIRST == 0 else v1
+        b_v = d.load([i_t, i_h, first_k + j_0, FIRST]).reshape(BLOCK_N, BLOCK_D)
+    else:
+        b_v = load_tile(v.p, o_v, m_n, v.d, FIRST, DIM, BLOCK_D, CACHE)
+    return b_v
+
+
+@triton.jit
+def add_nonfinite(
+    acc, n_lo, n_hi, rows_of_tile, place, v, x,
+    FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Adds the NaN and infinities of V to the rows that see them, key by key: rare, and needs no tile of its
+    own."""
+    o_i, o_h, o_lo, o_hi = rows_of_tile
+    i_b, i_t, i_hkv, first_k, rows, live, _, _ = place
+    for j in range(n_lo * BLOCK_N, n_hi * BLOCK_N):
+        o_n = j + tl.arange(0, 1)
+        o_v, m_n = key_offsets(x, v, i_b, i_t, i_hkv, first_k, o_n, live)
+        # [1, BLOCK_D]
+        b_v = nonfinite_only(load_tile(v.p, o_v, m_n, v.d, FIRST, DIM, BLOCK_D, ""))
+        b_seen = visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, live)
+        acc += tl.where(b_seen, b_v, 0.0)
+    return acc
+
+
+@triton.jit
+def attend_block(
+    i_n, m_i, l_i, acc0, acc1, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, values, x, numbers,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
+    BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, MASK_ADD: tl.constexpr, DESCRIPTOR: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """One key block: its scores, their weights, their share of the output."""
+    o_i, o_h, o_lo, o_hi = rows_of_tile
+    i_b, i_t, i_hkv, first_k, rows, live, position, i_plane = place
+    scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale = numbers
+    j_0 = i_n * BLOCK_N
+    o_n = j_0 + tl.arange(0, BLOCK_N)
+    o_k, m_n = o_n, o_n < live
+    if not DESCRIPTOR:
+        o_k, m_n = key_offsets(x, k, i_b, i_t, i_hkv, first_k, o_n, live)
+    # [BLOCK_M, BLOCK_N]
+    b_s = tl.zeros([o_i.shape[0], BLOCK_N], tl.float32)
+    b_k = load_keys(k, k1, i_t, i_hkv, first_k, j_0, o_k, m_n, 0, D, D0, BLOCK_N, DESCRIPTOR, CACHE)
+    b_s = product(b_q0, b_k, b_s)
+    if D1 > 0:
+        b_k = load_keys(k, k1, i_t, i_hkv, first_k, j_0, o_k, m_n, D0, D, D1, BLOCK_N, DESCRIPTOR, CACHE)
+        b_s = product(b_q1, b_k, b_s)
+    if CHANGED:
+        m_pair = (o_i < rows)[:, None] & m_n[None, :]
+        b_s, _ = change_scores(b_s, x, i_b, o_i, o_h, o_n, m_pair, position, scale, softcap, SOFTCAP)
+    if MASKED:
+        b_seen = visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, live)
+        b_s = apply_mask(b_s, b_seen, float("-inf"), MASK_ADD)
+    elif x.page_table is not None:  # an entry that names no page hides its keys
+        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+    b_p, m_i, l_i, alpha = online_softmax(b_s, m_i, l_i, factor, CHANGED, BASE2, SPLIT_EXP)
+    if DROPOUT:
+        b_kept = keep(i_plane + o_h, o_i, j_0, seed_lo, seed_hi, drop_below, BLOCK_N)
+        b_p = tl.where(b_kept, b_p * keep_scale, 0.0)
+    o_v = o_k
+    if not DESCRIPTOR:
+        o_v, m_n = key_offsets(x, v, i_b, i_t, i_hkv, first_k, o_n, live)
+    # Both blocks are loaded before either product: Triton 3.6 let the second take the place of the first
+    # while an asynchronous product was still reading it.
+    b_v0 = load_values(v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, 0, DV, DV0, BLOCK_N, DESCRIPTOR, CACHE)
+    b_v1 = b_v0
+    if DV1 > 0:
+        b_v1 = load_values(v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, DV0, DV, DV1, BLOCK_N, DESCRIPTOR, CACHE)
+    if MASKED:
+        odd = odd | has_nonfinite(b_v0)
+        b_v0 = finite(b_v0)
+        if DV1 > 0:
+            odd = odd | has_nonfinite(b_v1)
+            b_v1 = finite(b_v1)
+    b_p = b_p.to(b_v0.dtype)
+    acc0 = product(b_p, b_v0, acc0 * alpha[:, None])
+    if DV1 > 0:
+        acc1 = product(b_p, b_v1, acc1 * alpha[:, None])
+    return m_i, l_i, acc0, acc1, odd
+
+
+@triton.jit
+def attend_blocks(
+    n_lo, n_hi, state, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, values, x, numbers,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
+    BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, MASK_ADD: tl.constexpr, DESCRIPTOR: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over key blocks [n_lo, n_hi), less those that no interval list touches."""
+    m_i, l_i, acc0, acc1 = state
+    odd = n_lo < 0  # is there anything in V that is not finite?
+    for i_n in tl.range(n_lo, n_hi, num_stages=NUM_STAGES):
+        if x.intervals is None or touched(
+            x, place[0], rows_of_tile[0], rows_of_tile[1], place[4], i_n * BLOCK_N, BLOCK_N
+        ):
+            m_i, l_i, acc0, acc1, odd = attend_block(
+                i_n, m_i, l_i, acc0, acc1, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, values, x,
+                numbers, D, D0, D1, DV, DV0, DV1, BLOCK_N, MASKED, CHANGED, SOFTCAP, DROPOUT, BASE2,
+                SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
+            )  # fmt: skip
+    if MASKED:
+        if odd:
+            acc0 = add_nonfinite(acc0, n_lo, n_hi, rows_of_tile, place, values, x, 0, DV, DV0, BLOCK_N)
+            if DV1 > 0:
+                acc1 = add_nonfinite(acc1, n_lo, n_hi, rows_of_tile, place, values, x, DV0, DV, DV1, BLOCK_N)
+    return m_i, l_i, acc0, acc1
+
+
+@triton.jit
+def attend_tile(
+    i_t, q, k, k1, v, v1, values, out, lse, x, numbers, sizes,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
+    DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
+    BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, HOLD_Q: tl.constexpr, MASK_ADD: tl.constexpr,
+    HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr, SPLIT: tl.constexpr,
+    ALWAYS_MASKED: tl.constexpr, visits,
+):  # fmt: skip
+    """One query tile of one head (or group), over all its keys or over those of one split."""
+    batch, num_heads, group, seqlen_q, seqlen_k = sizes[:5]
+    num_tiles, num_splits, split_keys, offset, left, right = sizes[5:]
+    factor = numbers[2]
+    # which tile of which request, head and split
+    i_s = i_t % num_splits
+    i_hm = i_t // num_splits
+    i_m, i_bh = i_hm % num_tiles, i_hm // num_tiles
+    i_head, i_b = i_bh % num_heads, i_bh // num_heads
+    if HEAVY_FIRST:
+        i_m = num_tiles - 1 - i_m
+    G = group if PACK else 1
+    i_batch = i_b
+    if x.cu_seqlens_q is not None:
+        i_b, i_m = find_member(i_m, x.cu_seqlens_q, batch, seqlen_q, G, BLOCK_M)
+        i_batch = i_b * 0
+    first_q, first_k, rows, start, live, position = stand(
+        x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET
+    )
+    if i_m * BLOCK_M < rows * G:
+        o_i, o_g = packed_rows(i_m, group, BLOCK_M, PACK)
+        i_hkv = i_head if PACK else i_head // group
+        o_h = i_head * group + o_g if PACK else i_head + o_g
+        lo_shift, hi_shift = shifts(position, rows, live, left, right, HAS_LEFT, HAS_RIGHT)
+        o_lo, o_hi = row_limits(x, o_i, rows, start, live, lo_shift, hi_shift)
+        n_lo, n_hi, full_lo, full_hi = block_range(
+            x, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N
+        )
+        if SPLIT:
+            s_lo, s_hi = i_s * (split_keys // BLOCK_N), (i_s + 1) * (split_keys // BLOCK_N)
+            n_lo, n_hi = tl.minimum(tl.maximum(n_lo, s_lo), s_hi), tl.minimum(tl.maximum(n_hi, s_lo), s_hi)
+            full_lo = tl.minimum(tl.maximum(full_lo, n_lo), n_hi)
+            full_hi = tl.minimum(tl.maximum(full_hi, full_lo), n_hi)
+        if visits is not None:
+            count = n_hi - n_lo
+            if x.intervals is not None:
+                count = 0
+                for i_n in range(n_lo, n_hi):
+                    count += touched(x, i_b, o_i, o_h, rows, i_n * BLOCK_N, BLOCK_N).to(tl.int32)
+            tl.store(visits + i_t, count)
+
+        m_row = o_i < rows
+        o_q = tl.cast(i_batch, tl.int64) * q.b + o_h.to(tl.int64) * q.h + (first_q + o_i).to(tl.int64) * q.s
+        b_q0 = load_tile(q.p, o_q, m_row, q.d, 0, D, D0, "")
+        b_q1 = load_tile(q.p, o_q, m_row, q.d, D0, D, D1, "") if D1 > 0 else b_q0
+        if NEGATIVE:
+            b_q0, b_q1 = turned_sign(b_q0), turned_sign(b_q1)
+        if HOLD_Q:  # a product that leaves Q in registers, as operand of the next ones
+            b_unit = (tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]).to(b_q0.dtype)
+            b_q0 = product(b_unit, b_q0, tl.zeros([BLOCK_M, D0], tl.float32)).to(b_q0.dtype)
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        # [BLOCK_M, head_dim_v]
+        acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
+        acc1 = tl.zeros([BLOCK_M, DV1], tl.float32) if DV1 > 0 else acc0
+        state = (m_i, l_i, acc0, acc1)
+        tile, place = (o_i, o_h, o_lo, o_hi), (
+            i_b, i_batch, i_hkv, first_k, rows, live, position, i_b * (num_heads * G if PACK else num_heads),
+        )  # fmt: skip
+        if ALWAYS_MASKED:
+            state = attend_blocks(
+                n_lo, n_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, values, x, numbers,
+                D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, DROPOUT, BASE2,
+                SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
+            )  # fmt: skip
+        else:
+            if HAS_LEFT or x.kv_starts is not None:
+                state = attend_blocks(
+                    n_lo, full_lo, state, b_q0, b_q1, tile, place, k, k1, v, v1, values, x, numbers,
+                    D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, DROPOUT, BASE2,
+                    SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
+                )  # fmt: skip
+            state = attend_blocks(
+                full_lo, full_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, values, x, numbers,
+                D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, False, CHANGED, SOFTCAP, DROPOUT, BASE2,
+                SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
+            )  # fmt: skip
+            state = attend_blocks(
+                full_hi, n_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, values, x, numbers,
+                D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, DROPOUT, BASE2,
+                SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
+            )  # fmt: skip
+        finalize(state, q, out, lse, x, i_b, i_batch, batch, i_s, o_h, first_q + o_i, m_row, factor,
+                 DV, DV0, DV1, BASE2, CHANGED, SPLIT)  # fmt: skip
+
+
+@triton.jit
+def finalize(
+    state, q, out, lse, x, i_b, i_batch, batch, i_s, o_h, o_row, m_row, factor,
+    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BASE2: tl.constexpr, CHANGED: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """out = acc / l and lse, or those of one split, to which no sink belongs yet. A row that saw no key is 0
+    and -inf."""
+    m_i, l_i, acc0, acc1 = state
+    units = factor * LN2 if BASE2 else factor  # of m, in natural ones
+    b_m = tl.where(m_i == float("-inf"), float("-inf"), m_i * units)
+    b_empty = l_i == 0.0
+    if not SPLIT and x.sinks is not None:
+        b_sink = tl.load(x.sinks + o_h, mask=m_row & (i_b < batch), other=float("-inf")).to(tl.float32)
+        b_top = tl.maximum(b_m, b_sink)
+        b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
+        b_share = tl.exp2((b_m - b_top) * LOG2E)
+        l_i = l_i * b_share + tl.exp2((b_sink - b_top) * LOG2E)
+        acc0, acc1 = acc0 * b_share[:, None], acc1 * b_share[:, None]
+        b_m = b_top
+    b_none = l_i == 0.0
+    b_l = tl.where(b_none, 1.0, l_i)
+    if lse is not None:
+        b_lse = tl.where(b_none, float("-inf"), b_m + tl.log2(b_l) * LN2)
+        o_lse = tl.cast(i_batch + i_s * batch if SPLIT else i_batch, tl.int64) * lse.b
+        tl.store(lse.p + o_lse + o_h.to(tl.int64) * lse.h + o_row.to(tl.int64) * lse.s, b_lse, mask=m_row)
+    o_out = tl.cast(i_batch + i_s * batch if SPLIT else i_batch, tl.int64) * out.b
+    o_out += o_h.to(tl.int64) * out.h + o_row.to(tl.int64) * out.s
+    b_out = tl.where(b_empty[:, None], 0.0, acc0 / b_l[:, None])
+    store_tile(out.p, o_out, m_row, out.d, b_out, 0, DV, DV0)
+    if DV1 > 0:
+        b_out = tl.where(b_empty[:, None], 0.0, acc1 / b_l[:, None])
+        store_tile(out.p, o_out, m_row, out.d, b_out, DV0, DV, DV1)
+
+
+_PER_CALL = (
+    *("batch", "seqlen_q", "seqlen_k", "num_tiles", "num_splits", "split_keys", "total"),
+    *("offset", "left", "right", "seed_lo", "seed_hi", "drop_below"),
+)
+
+
+@triton.jit(do_not_specialize=_PER_CALL)
+def attend(
+    q, k, k1, v, v1, values, out, lse, x, visits,
+    batch, num_heads, group, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys, total, offset, left,
+    right, scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
+    DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
+    BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, HOLD_Q: tl.constexpr, MASK_ADD: tl.constexpr,
+    HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr, SPLIT: tl.constexpr,
+    ALWAYS_MASKED: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """One program per tile, or with PERSISTENT a few that walk over all tiles."""
+    sizes = (
+        batch,
+        num_heads,
+        group,
+        seqlen_q,
+        seqlen_k,
+        num_tiles,
+        num_splits,
+        split_keys,
+        offset,
+        left,
+        right,
+    )
+    numbers = (scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale)
+    if PERSISTENT:
+        for i_t in range(tl.program_id(0), total, tl.num_programs(0)):
+            attend_tile(
+                i_t, q, k, k1, v, v1, values, out, lse, x, numbers, sizes,
+                D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, PACK, HAS_OFFSET, HAS_LEFT, HAS_RIGHT,
+                NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, HOLD_Q, MASK_ADD, HEAVY_FIRST,
+                DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, visits,
+            )  # fmt: skip
+    else:
+        attend_tile(
+            tl.program_id(0), q, k, k1, v, v1, values, out, lse, x, numbers, sizes,
+            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, PACK, HAS_OFFSET, HAS_LEFT, HAS_RIGHT,
+            NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, HOLD_Q, MASK_ADD, HEAVY_FIRST,
+            DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, visits,
+        )  # fmt: skip
+
+
+class Prepared:
+    """What a route keeps between calls: its kernels, and for each set of flags the constants they have."""
+
+    __slots__ = ("config", "constants", "cores", "kernels")
+
+    def __init__(self, launch: Launch) -> None:
+        self.config: Any = launch.config
+        self.cores = max(1, launch.target.cores)
+        self.kernels = runtime.Kernels()
+        self.constants: dict[Any, dict[str, Any]] = {}
+
+    def constants_for(
+        self,
+        flags: arguments.Flags,
+        head_dim: int,
+        head_dim_v: int,
+        masked: bool,
+        described: bool,
+        split: bool,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Constexprs and options of the kernel; a decode config leaves the techniques it lacks off."""
+        key = (flags, masked, described, split)
+        found = self.constants.get(key)
+        if found is None:
+            config = self.config
+            (d0, d1), (dv0, dv1) = tiles.split_dim(head_dim), tiles.split_dim(head_dim_v)
+            found = self.constants[key] = {
+                "D": head_dim, "D0": d0, "D1": d1, "DV": head_dim_v, "DV0": dv0, "DV1": dv1,
+                "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages,
+                "PACK": config.pack_gqa, **flags._asdict(), "BASE2": config.base2,
+                "SPLIT_EXP": getattr(config, "split_exp", 1), "HOLD_Q": getattr(config, "hold_q", False),
+                "MASK_ADD": getattr(config, "mask_by", "compare") == "add",
+                "HEAVY_FIRST": getattr(config, "order", "plain") == "heavy_first", "DESCRIPTOR": described,
+                "CACHE": config.cache_kv, "SPLIT": split, "ALWAYS_MASKED": masked,
+                "PERSISTENT": getattr(config, "persistent", False),
+                "num_warps": config.num_warps, "num_stages": config.num_stages,
+            }  # fmt: skip
+        return found
+
+
+def element_masked(args: Arguments) -> bool:
+    """May any pair of a block be hidden, whatever lengths and distances say?"""
+    return not (args.mask is args.bias is args.q_segments is args.intervals is None)
+
+
+def attend_call(
+    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments,
+    *, split_keys: int = 0, num_splits: int = 1, visits: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Launches `attend`. With `split_keys` out and lse are those of the splits, (splits·batch, ...)."""
+    config = prepared.config
+    flags, n = arguments.flags(q, args), arguments.scalars(q, k, args)
+    x = arguments.operands(args, k)
+    group = q.shape[1] // k.shape[1]
+    num_heads = k.shape[1] if config.pack_gqa else q.shape[1]
+    tile_rows = n.seqlen_q * (group if config.pack_gqa else 1)
+    num_tiles, requests = -(-tile_rows // config.block_m), n.batch
+    if args.cu_seqlens_q is not None:  # members find their tiles; one more for rows of nobody
+        num_tiles, requests = tile_rows // config.block_m + n.batch + 1, 1
+    total = num_tiles * num_heads * requests * num_splits
+    described = config.loads == "descriptor" and arguments.describable(k, v, args)
+    constants = prepared.constants_for(
+        flags, q.shape[3], v.shape[3], element_masked(args), described, split_keys > 0
+    )
+    views = tuple(map(arguments.view, (q, k, v, out)))
+    v_q, v_k, v_v, v_out = views
+    rows = None if lse is None else arguments.rows(lse)
+    k_tiles, v_tiles = (v_k, None), (v_v, None)
+    if described:
+        k_tiles = arguments.descriptors(k, config.block_n, constants["D0"], constants["D1"])
+        v_tiles = arguments.descriptors(v, config.block_n, constants["DV0"], constants["DV1"])
+    factor = 1.0 if flags.CHANGED else abs(n.scale)
+    if config.base2:
+        factor *= arguments.LOG2E
+    everything = (
+        v_q, *k_tiles, *v_tiles, v_v, v_out, rows, x, visits,
+        n.batch, num_heads, group, n.seqlen_q, n.seqlen_k, num_tiles, num_splits, split_keys,
+        total, n.offset, n.left, n.right, n.scale, n.softcap, factor, n.seed_lo, n.seed_hi,
+        n.drop_below, n.keep_scale,
+    )  # fmt: skip
+    key = (
+        id(constants), *(w[1:] for w in views), None if rows is None else rows[1:], num_heads, group,
+        runtime.aligned(q, k, v, out, lse), runtime.signature(x), visits is None,
+    )  # fmt: skip
+    programs = min(total, prepared.cores) if constants["PERSISTENT"] else total
+    prepared.kernels.launch(attend, programs, everything, constants, key, q.device)
+
+
+def run(
+    launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
+) -> tuple[Tensor, Tensor]:
+    """Fills out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq); q (B, Hq, Sq, D), k (B, Hkv, Sk, D),
+    v (B, Hkv, Sk, Dv), any strides. With a page table k and v are pools (num_pages, Hkv, page_size, ·)."""
+    prepared = launch.prepared
+    if prepared is None:
+        prepared = launch.prepared = Prepared(launch)
+    attend_call(prepared, q, k, v, out, lse if args.need_lse else None, args)
+    return out, lse

@@ -1,0 +1,78 @@
+"""Triton's interpreter, which runs the kernels on CPU tensors: is it on, and what it needs to be right.
+
+It is on if TRITON_INTERPRET was set when triton was first imported. Triton 3.6's has four defects that would
+hide or fake ours; `prepare` mends them once, and does nothing where it is off.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from polyflash import env
+
+INTERPRET = env.TRITON_INTERPRET.is_set()
+_done = False
+
+
+def prepare() -> None:
+    global _done
+    if INTERPRET and not _done:
+        _done = True
+        _take_scalars_as_bounds()
+        _patch_the_language_once()
+        _compute_in_bfloat16()
+
+
+def _take_scalars_as_bounds() -> None:
+    """numpy from 2.4 on refuses int() of an array of one element, in which loop bounds are held."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+def _patch_the_language_once() -> None:
+    """Each call of a device function patches triton.language and none takes it back, so that no kernel can be
+    compiled afterwards. One patch per launch is enough."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang
+    everything = SimpleNamespace(__globals__={"tl": language, "core": language.core})
+    interpreter._patch_lang = lambda _: original(everything)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+
+
+def _compute_in_bfloat16() -> None:
+    """bfloat16 is held as the bits of integers: products would multiply those, and casts would cut instead of
+    rounding to nearest even."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    product, cast = builder.create_dot, builder.cast_impl
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, acc: Any, *rest: Any) -> Any:
+        return product(self, widened(a), widened(b), acc, *rest)
+
+    def cast_impl(self: Any, x: Any, kind: Any) -> Any:
+        if not (x.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16):
+            return cast(self, x, kind)
+        bits = np.ascontiguousarray(x.data).view(np.uint32)
+        rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
+        return handle(np.where(np.isnan(x.data), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16)
+
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl

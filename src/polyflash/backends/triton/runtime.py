@@ -1,0 +1,98 @@
+"""Launching a kernel: on the tensors' device and its current stream, as cheaply as the Triton at hand allows.
+
+Triton's own way costs about 10 us of host time per launch, most of it to find out what it compiled for. What
+that depends on is known here (dtypes and presence are the route's; strides and alignment are the key's), so a
+compiled kernel is remembered with its key and started directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from polyflash.backends.triton.interpreter import INTERPRET
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Versions whose CompiledKernel.run was seen to take these arguments; others launch by kernel[grid].
+_DIRECT = tuple(int(x) for x in triton.__version__.split(".")[:2]) in ((3, 6), (3, 9))
+_ALIGNED = 16  # bytes: what Triton compiles for
+_KEPT_KERNELS = 256  # per route
+
+
+class Kernels:
+    """The compiled kernels of a route, by what they were compiled for."""
+
+    __slots__ = ("found",)
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Any] = {}
+
+    def launch(
+        self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Mapping[str, Any],
+        key: tuple[Any, ...], device: torch.device,
+    ) -> None:  # fmt: skip
+        """`constants` are constexprs and options; `key` tells everything that Triton would compile anew
+        for."""
+        if programs == 0:
+            return
+        if INTERPRET or not _DIRECT or _hooked():
+            with torch.cuda.device(device) if device.type == "cuda" else _nowhere:
+                kernel[(programs,)](*arguments, **constants)
+            return
+        index = device.index or 0
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self._start(kernel, programs, arguments, constants, key, index)
+        else:
+            self._start(kernel, programs, arguments, constants, key, index)
+
+    def _start(
+        self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Mapping[str, Any],
+        key: tuple[Any, ...], index: int,
+    ) -> None:  # fmt: skip
+        ready = self.found.get(key)
+        if ready is None:
+            compiled = kernel.warmup(*arguments, grid=(1,), **constants)
+            places = (None,) * (len(kernel.arg_names) - len(arguments))
+            if len(self.found) >= _KEPT_KERNELS:
+                self.found.clear()
+            ready = self.found[key] = (compiled.run, compiled.function, compiled.packed_metadata, places)
+        run, function, packed, places = ready
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        run(programs, 1, 1, stream, function, packed, None, None, None, *arguments, *places)
+
+
+class _Nowhere:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_nowhere = _Nowhere()
+
+
+def _hooked() -> bool:
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook) or bool(runtime.launch_exit_hook)
+
+
+def aligned(*tensors: Tensor | None) -> int:
+    """Which of the tensors start at a multiple of 16 bytes, as bits."""
+    bits = 0
+    for x in tensors:
+        bits = 2 * bits + (x is not None and x.data_ptr() % _ALIGNED == 0)
+    return bits
+
+
+def signature(x: Any) -> Any:
+    """What Triton compiles optional operands for: presence, strides, alignment."""
+    if x is None or isinstance(x, int):
+        return x
+    if isinstance(x, tuple):
+        return tuple(map(signature, x))
+    return x.dtype, x.data_ptr() % _ALIGNED == 0
