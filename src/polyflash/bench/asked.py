@@ -40,7 +40,7 @@ def add(parser: Any) -> None:
     parser.add_argument("--dtype", choices=tuple(BY_NAME), default="bfloat16")
     parser.add_argument("--causal", choices=("bottom_right", "top_left"), metavar="top_left")
     parser.add_argument("--list", action="store_true", help="print the names of the problems and stop")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of a race, at least 5 rounds")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a race, about")
 
 
 def _phases(text: str) -> list[str]:

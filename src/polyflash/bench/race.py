@@ -13,8 +13,9 @@ _SAMPLE = 10e-3  # seconds of calls between two events of a GPU
 
 
 def race(arms: Mapping[str, Callable[[], object]], device: str, seconds: float) -> dict[str, Summary]:
-    """Median and spread of every arm, each once per round in an order that turns round; for about `seconds`
-    and at least ROUNDS rounds. A GPU's calls are queued between events, so launches overlap as in a model."""
+    """Median and spread of every arm, each once per round in an order that turns round; for about `seconds`,
+    ROUNDS rounds if they take no more than twice as long, and FEWEST of `timing` in any case. A GPU's calls
+    are queued between events, so launches overlap as in a model."""
     if torch.device(device).type == "cuda":
         return _on_gpu(arms, device, seconds)
     found = compare(

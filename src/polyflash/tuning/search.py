@@ -69,7 +69,7 @@ def tune(
         outcome, ratio = _contest(trials, race, incumbent, config)
         if outcome == QUICKER:
             incumbent = config
-            times = _times(trials, race, incumbent, untuned)
+            times = (times[0] * ratio, times[1])
         keep(entry(number))
         tell(Step(difference_of(untuned, config), number, len(others), outcome, ratio))
     times = _times(trials, race, incumbent, untuned)

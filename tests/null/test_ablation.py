@@ -1,0 +1,151 @@
+"""`polyflash ablate`: one change at a time, outputs compared before a clock starts, losses in the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import polyflash
+from polyflash.bench import ablation
+from polyflash.bench.race import race
+from polyflash.bench.timing import FEWEST, Summary
+from polyflash.cli import main
+from polyflash.spec import Phase
+from polyflash.tuning.trial import Trial, trial
+from polyflash.workloads import named
+
+SHAPE = ("--seqlen", "40/70", "--heads", "4/2", "--dtype", "float32", "--seconds", "0.001")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Races without a clock, in the order the arms are given: 4 ms, 5 ms, 6 ms, ..."""
+    raced: list[tuple[str, ...]] = []
+
+    def timed(arms: Mapping[str, Callable[[], Any]], device: str, seconds: float) -> dict[str, Summary]:
+        raced.append(tuple(arms))
+        return {name: Summary((4 + i) * 1e-3, 1e-4, 5, 5) for i, name in enumerate(arms)}
+
+    monkeypatch.setattr(ablation, "race", timed)
+    return raced
+
+
+def cpu() -> Trial:
+    return trial(named("causal-tall"), Phase.FORWARD, "cpu")
+
+
+def test_a_document_has_every_switch_with_its_ratio_and_its_difference(clock):
+    one = cpu()
+    row = ablation.measured(one, "cpu", 0.01)
+    names = [s["name"] for s in row["switches"]]
+    assert names == list(one.switches()) and {n.partition("=")[0] for n in names} == {"block_n", "panels"}
+    assert clock == [(ablation.CHOSEN, *names)]  # all in one race
+    assert [s["ratio"] for s in row["switches"]] == pytest.approx([(5 + i) / 4 for i in range(len(names))])
+    for switch in row["switches"]:
+        assert switch["mark"] == "" and switch["difference"] <= one.tolerance >= switch["error"]
+        assert ("panels" in switch["name"]) is (switch["difference"] == 0)  # a panel decides no sum
+
+
+def test_only_the_switches_asked_for_run(clock):
+    row = ablation.measured(cpu(), "cpu", 0.01, ["panels"])
+    assert row["switches"] and all(s["name"].startswith("panels=") for s in row["switches"])
+
+
+@pytest.mark.parametrize("kind", ("wrong", "nan", "fails"))
+def test_a_switch_that_changes_the_result_or_fails_has_no_time(clock, monkeypatch, kind: str):
+    run = Trial.run
+
+    def spoilt(self: Trial, config: Any) -> Callable[[], Any]:
+        if config.panels != 2:
+            return run(self, config)
+
+        def call() -> Any:
+            if kind == "fails":
+                raise RuntimeError("ptxas: too much shared data\nmore")
+            out, lse = run(self, config)()
+            return out * (1.01 if kind == "wrong" else torch.nan), lse
+
+        return call
+
+    monkeypatch.setattr(Trial, "run", spoilt)
+    row = ablation.measured(cpu(), "cpu", 0.01)
+    (switch,) = (s for s in row["switches"] if s["name"] == "panels=2")
+    wanted = "fails: RuntimeError: ptxas: too much shared data" if kind == "fails" else "differs"
+    assert switch["mark"].startswith(wanted) and switch["ratio"] is None
+    assert "panels=2" not in clock[0] and len(clock[0]) > 1
+    page = ablation.markdown({"target": "cpu:avx512", "rows": [row]})
+    assert switch["mark"] in page
+    json.dumps(row, allow_nan=False)
+
+
+def test_a_wrong_switch_makes_the_command_fail(clock, monkeypatch, capsys):
+    monkeypatch.setattr(Trial, "error", lambda self, results: 1.0)
+    assert main(["ablate", "--backend", "cpu", *SHAPE]) == 1
+    assert "differs by more than rounding" in capsys.readouterr().out
+
+
+def test_what_helps_comes_first_and_losses_stay(clock, tmp_path, capsys):
+    files = [str(tmp_path / name) for name in ("a.json", "a.md")]
+    assert main(["ablate", "--backend", "cpu", *SHAPE, "--json", files[0], "--page", files[1]]) == 0
+    content = json.loads(Path(files[0]).read_text(encoding="utf-8"))
+    assert content["schema"] == ablation.SCHEMA and len(content["rows"]) == 1
+    page = Path(files[1]).read_text(encoding="utf-8")
+    names = [s["name"] for s in content["rows"][0]["switches"]]
+    assert all(f"| {name} |" in page for name in names)
+    order = sorted(names, key=lambda name: page.index(f"| {name} |"))
+    assert order == names  # the clock above makes each slower than the one before
+    assert "×1.250" in page and "×1.250" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("phase", ("backward", "statistics"))
+def test_other_phases(clock, phase: str, capsys):
+    backend = "torch" if phase == "backward" else "cpu"
+    assert main(["ablate", "--backend", backend, "--phase", phase, *SHAPE, "--quiet"]) == 0
+
+
+def test_a_race_takes_turns():
+    order: list[str] = []
+    arms = {name: (lambda name=name: order.append(name)) for name in ("a", "b", "c")}
+    found = race(arms, "cpu", 0.0)
+    assert set(found) == set(arms) and all(s.of >= FEWEST and s.median > 0 for s in found.values())
+    turns = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
+    assert any(turns[i : i + 4] == ["c", "b", "a", "b"] for i in range(len(turns)))  # it turns round
+
+
+@pytest.mark.slow
+def test_techniques_of_the_triton_kernels_change_no_result_in_the_interpreter(tmp_path):
+    pytest.importorskip("triton")
+    file = tmp_path / "a.json"
+    words = ["ablate", "--backend", "triton", "--device", "cpu", "--seqlen", "20/40", "--heads", "2/1"]
+    words += ["--dtype", "float32", "--seconds", "0.0001", "--quiet", "--json", str(file)]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "polyflash", *words], env=env, capture_output=True, text=True, timeout=600
+    )
+    if "invalid choice: 'triton'" in done.stderr:
+        pytest.skip("the Triton rows are not in the table")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert {s["name"].partition("=")[0] for s in row["switches"]} >= {
+        "base2", "split_exp", "num_stages", "hold_q", "loads", "cache_kv", "pack_gqa", "mask_by", "order",
+        "persistent",
+    }  # fmt: skip
+    assert not [s for s in row["switches"] if s["mark"]]
+    assert all(s["error"] <= 2e-5 for s in row["switches"])
+
+
+def test_a_plan_is_not_changed_by_an_ablation(clock):
+    q = torch.randn(1, 4, 40, 64)
+    before = polyflash.explain(q, q, q, backend="cpu")
+    ablation.measured(trial(replace(named("self"), seqlen_q=40), Phase.FORWARD, "cpu"), "cpu", 0.01)
+    after = polyflash.explain(q, q, q, backend="cpu")
+    assert (before.config, before.rung) == (after.config, after.rung)
