@@ -84,7 +84,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 
 
 def near(what: str, found: Tensor, wanted: Tensor) -> None:
-    error = float((found.double() - wanted).norm() / wanted.norm())
+    error = float(((found.double() - wanted).norm() / wanted.norm()).detach())
     most = FLOAT32_TOLERANCE if found.dtype == torch.float32 else TOLERANCE
     if not error <= most:
         raise ArithmeticError(f"{what}: relative error {error:.1e}, at most {most:.1e}")

@@ -177,7 +177,7 @@ def _measuring(options: argparse.Namespace, file: Path, path: Sequence[str]) -> 
     try:
         suite.run()
     except DeviceLost as lost:
-        suite.say({"kind": "lost", "reason": str(lost)})
+        suite.say({"kind": "lost", "arm": lost.arm, "name": suite.begun, "reason": lost.reason})
         return LOST
     finally:
         suite.children.close()
@@ -199,6 +199,8 @@ class _Suite:
         chosen = {*options.arms.split(","), *(f"{OURS}[{text}]" for text in options.variant)}
         self.arms = [arm for arm in arms(options.backend, options.variant) if arm.name in chosen]
         self.answers: dict[tuple[Any, ...], dict[str, Any]] = {}  # by kernel, of all waves
+        self.lost: dict[tuple[str, str], str] = {}  # by arm and row: why it took the device with it
+        self.begun = ""  # the row that was begun last
         self.longest = 2.0  # seconds of a row so far
         self.sensors = gpu_machine.Sensors.of(device)
         device.while_busy = self.sensors.read
@@ -215,6 +217,7 @@ class _Suite:
     def run(self) -> None:
         known = read(self.file)
         done = {row["name"] for row in known["rows"]}
+        self.lost = {(x["arm"], x["name"]): x["reason"] for x in known["losts"]}
         cases = [c for c in _chosen(self.options) if c.name not in done]
         if self.device.is_cuda:
             torch.cuda.set_device(self.options.device)
@@ -262,6 +265,7 @@ class _Suite:
 
     def _row(self, case: GpuCase) -> None:
         excused = {arm.name: reason for arm in self.arms if (reason := self._reason(arm, case))}
+        self.begun = case.name
         self.say({"kind": "begin", "name": case.name})
         began = time.monotonic()
         row = measure(
@@ -272,11 +276,16 @@ class _Suite:
         print(gpu_page.line(row), flush=True)
 
     def _reason(self, arm: GpuArm, case: GpuCase) -> str:
-        """Why the trial of an arm forbids to time it; empty if it does not."""
+        """Why an arm is not to be started; empty if it is."""
+        if (arm.name, case.name) in self.lost:
+            return self.lost[arm.name, case.name]
         if not arm.tried or not self.options.workers:
             return ""
         answer = self.answers.get(kernel_of(Task(arm, case)))
-        return "no time to try it first" if answer is None else verdict(case, arm, answer)
+        if answer is None:
+            return "no time to try it first"
+        crowded = str(answer.get("reason", "")).startswith("OutOfMemoryError")  # several are tried at once
+        return "" if crowded else verdict(case, arm, answer)
 
 
 def _chosen(options: argparse.Namespace) -> list[GpuCase]:

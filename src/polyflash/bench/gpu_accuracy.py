@@ -57,16 +57,11 @@ def _gradients(case: GpuCase, t: Tensors) -> list[Tensor]:
     q, k, v, dout = (x.detach().to(kind) for x in _of_one_head(case, t.q, t.k, t.v, t.dout))
     for x in (q, k, v):
         x.requires_grad_()
-    precise = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        scores = q @ k.mT / math.sqrt(case.head_dim)
-        if case.causal:
-            ones = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=q.device)
-            scores = scores.masked_fill(ones.triu(case.seqlen_k - case.seqlen_q + 1), -math.inf)
-        return list(torch.autograd.grad(scores.softmax(-1) @ v, (q, k, v), dout))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = precise
+    scores = q @ k.mT / math.sqrt(case.head_dim)
+    if case.causal:
+        ones = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(ones.triu(case.seqlen_k - case.seqlen_q + 1), -math.inf)
+    return list(torch.autograd.grad(scores.softmax(-1) @ v, (q, k, v), dout))
 
 
 def _of_one_head(case: GpuCase, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> list[Tensor]:

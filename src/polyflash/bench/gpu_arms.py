@@ -44,7 +44,8 @@ class GpuArm:
     """One implementation. `tried`: its kernels are compiled here, so a child process runs them first, and is
     killed after `patience` seconds: for every "shape", or once per "kernel" (part, dtype, head_dim, causal);
     "": they come with torch. `loosened`: how much more error than rounding it is allowed, for peers that
-    quantise. `scope`: entered around calls, outside the clock."""
+    quantise. `scope`: entered around calls, outside the clock. `last_tier`: of the rows it is worth its
+    compile time in."""
 
     name: str
     title: str
@@ -54,6 +55,7 @@ class GpuArm:
     patience: float = 60.0
     loosened: float = 1.0
     scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    last_tier: int = 9
 
 
 def make_tensors(case: GpuCase, device: str, seed: int) -> Tensors:
@@ -175,7 +177,7 @@ def arms(backend: str, variants: Sequence[str] = ()) -> list[GpuArm]:
         GpuArm("flash", "SDPA flash", PARTS, sdpa, scope=_only("FLASH_ATTENTION")),
         GpuArm("efficient", "SDPA efficient", PARTS, sdpa, scope=_only("EFFICIENT_ATTENTION")),
         GpuArm("folded", "SDPA folded", (DECODE, GRAPH), folded, scope=_only("FLASH_ATTENTION")),
-        GpuArm("flex", "FlexAttention", (*_DENSE, DECODE), flex, "shape", patience=120.0),
+        GpuArm("flex", "FlexAttention", (*_DENSE, DECODE), flex, "shape", 120.0, last_tier=2),
         GpuArm(
             "tutorial",
             "Triton tutorial's algorithm",
@@ -214,8 +216,8 @@ def prepared(arm: GpuArm, case: GpuCase, sets: Sequence[Tensors]) -> list[Call]:
 
 
 def applicable(every: Sequence[GpuArm], case: GpuCase) -> list[GpuArm]:
-    """The arms that have the part of a case; grouped decode rows alone have a folded form."""
-    found = [arm for arm in every if case.part in arm.parts]
+    """The arms that have the part and tier of a case; grouped decode rows alone have a folded form."""
+    found = [arm for arm in every if case.part in arm.parts and case.tier <= arm.last_tier]
     return [arm for arm in found if arm.name != "folded" or case.heads != case.kv_heads]
 
 
@@ -233,8 +235,14 @@ def why(error: BaseException) -> str:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the device is lost for this process: every later call would fail as well."""
-    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+    """Whether the device is lost for this process, so that every later call fails as well: asked of the
+    device itself, as a capture that broke off, say, is an error of CUDA too and leaves it alive."""
+    if not torch.cuda.is_initialized():
+        return "CUDA error" in str(error)
+    try:
+        return torch.ones(1, device="cuda").item() != 1
+    except RuntimeError:
+        return True
 
 
 def forget_compiled() -> None:

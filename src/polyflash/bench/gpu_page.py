@@ -68,7 +68,7 @@ def summary(content: dict[str, Any]) -> list[str]:
                 )
     lines += _decode_summary(content)
     lines += [f"{r['name']}: ours: {r['absent'][OURS]}" for r in rows if OURS in r["absent"]]
-    lines += [f"device lost: {x['reason']}" for x in content["losts"]]
+    lines += [f"{x['name']}: device lost by {x['arm'] or 'whom?'}: {x['reason']}" for x in content["losts"]]
     return lines
 
 

@@ -34,7 +34,11 @@ _SHARE = 0.4  # of the device's memory, for all sets of inputs
 
 
 class DeviceLost(Exception):
-    """The device answers this process no more; a new one may go on."""
+    """The device answers this process no more; a new one may go on. `arm`: by whom, "" if that is unknown."""
+
+    def __init__(self, arm: str, reason: str) -> None:
+        super().__init__(f"{arm or 'unknown'}: {reason}")
+        self.arm, self.reason = arm, reason
 
 
 def tolerance(case: GpuCase, arm: GpuArm) -> float:
@@ -85,9 +89,9 @@ def measure(
     except torch.cuda.OutOfMemoryError as problem:
         absent |= {arm.name: why(problem) for arm in applicable(every, case) if arm.name not in absent}
         timed = []
-    except RuntimeError as problem:
+    except Exception as problem:
         if is_fatal(problem):
-            raise DeviceLost(why(problem)) from problem
+            raise DeviceLost("", why(problem)) from problem
         raise
     row = _about(case) | {
         "sets": len(sets),
@@ -147,7 +151,7 @@ def _checked(
         return why(problem), []
     except Exception as problem:  # whatever a peer raises is why it has no figure
         if is_fatal(problem):
-            raise DeviceLost(f"{arm.name}: {why(problem)}") from problem
+            raise DeviceLost(arm.name, why(problem)) from problem
         return why(problem), []
 
 
