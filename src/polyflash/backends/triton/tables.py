@@ -1,9 +1,10 @@
 """Tiles of the Triton engine per architecture: data, read by configs.py.
 
-Provenance. "compiled": Triton 3.6.0 made code without spills for that tile offline, of a plain forward or
-backward kernel of this shape; registers in brackets. "model": chosen by shared memory and accumulator size
-alone. No entry has been timed: what is measured goes to the tuned file of a device (docs/tuning.md), and from
-there into this table with the device's name and the date.
+Provenance. "compiled": Triton 3.6.0 made the forward kernel of this engine for that tile offline without a
+spill, bfloat16, causal (heavy: with a bool mask); registers in brackets, those of the heavy tile behind a
+comma, "-" where that was not compiled. "model": chosen by shared memory and accumulator size, and by
+neighbours that were compiled. **No entry has been timed**: what is measured goes to the tuned file of a device
+(docs/tuning.md), and from there into this table with device and date.
 """
 
 from __future__ import annotations
@@ -55,78 +56,78 @@ ARCHS = {
 # (family, bytes of an element) -> head-dim class -> tiles of the forward kernel
 FORWARD: dict[tuple[str, int], dict[int, Pair]] = {
     ("ampere", 2): {
-        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
-        64: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [255 with 4 warps]
-        128: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # compiled; 4 warps spill 148 B
-        192: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # model
-        256: Pair(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # model
-        576: Pair(Tile(64, 16, 8, 2), Tile(32, 16, 8, 2)),  # model: 32 keys do not fit
+        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [253, -]
+        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [183, 245]; 4 warps spill 64 B
+        128: Pair(Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),  # compiled [182, 203]; 64 keys spill 756 B
+        192: Pair(Tile(64, 16, 8, 2), Tile(32, 32, 8, 2)),  # compiled [243, -]; 32 keys spill 432 B
+        256: Pair(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),  # compiled [254, -]
+        576: Pair(Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # compiled [255, -]
     },
     ("ada", 2): {
         32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
-        64: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [255 with 4 warps]
-        128: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # compiled; 4 warps spill 148 B
-        192: Pair(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),  # model
-        256: Pair(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),  # model
-        576: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),  # model
+        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [183, -]; 4 warps spill 72 B
+        128: Pair(Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),  # compiled [182, -]
+        192: Pair(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),  # compiled [183, -]
+        256: Pair(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),  # compiled [251, -]
+        576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # compiled [168, -]
     },
     ("hopper", 2): {
         32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
-        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [107, causal 113]
-        128: Pair(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),  # compiled [187]; 128x64 with 4 warps spills
-        192: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # model
-        256: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # model: two warpgroups of 64 rows
-        576: Pair(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2)),  # model
+        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [162, 204]
+        128: Pair(Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),  # compiled [227, 202]; 128 keys spill 144 B
+        192: Pair(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # compiled [226, -]; 64 keys spill 220 B
+        256: Pair(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # compiled [246, -]
+        576: Pair(Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # compiled [255, -]; 64x32 spills 1668 B
     },
     ("blackwell", 2): {
         32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
-        64: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [117]
-        128: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [166]
-        192: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # model
-        256: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # model
-        576: Pair(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2)),  # model
+        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [181, -]
+        128: Pair(Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),  # compiled [236, -]
+        192: Pair(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # compiled [194, -]
+        256: Pair(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # model
+        576: Pair(Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # model
     },
     ("geforce", 2): {
         32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
-        64: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [176]
-        128: Pair(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),  # compiled [211]
-        192: Pair(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),  # model
-        256: Pair(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),  # model
-        576: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 4, 1)),  # model
+        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [187, -]; 4 warps spill 264 B
+        128: Pair(Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),  # compiled [186, -]
+        192: Pair(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),  # model
+        256: Pair(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),  # model; 64 rows spill 104 B
+        576: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # model
     },
-    # More than one stage only raises registers on CDNA; 32 rows per wave are fine.
+    # More than one stage only raises registers on CDNA.
     ("cdna", 2): {
-        32: Pair(Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),  # model
-        64: Pair(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [134, 3 waves per SIMD]
-        128: Pair(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [205, 2 waves per SIMD]
-        192: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # model
-        256: Pair(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # model
-        576: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
+        32: Pair(Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),  # compiled [198, -]
+        64: Pair(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [173, 139]; 4 warps need 326
+        128: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # compiled [185, -]; 64 keys spill 47 registers
+        192: Pair(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [207, -]
+        256: Pair(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [227, -]
+        576: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [228, -]; 32 keys spill 191 registers
     },
     ("cdna4", 2): {
         32: Pair(Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),  # model
-        64: Pair(Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),  # compiled [256]
-        128: Pair(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [360 with 4 warps]
-        192: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # model
-        256: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # model
-        576: Pair(Tile(64, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
+        64: Pair(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [175, -]
+        128: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # compiled [193, -]; 64 keys spill 15 registers
+        192: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # compiled [245, -]
+        256: Pair(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [223, -]
+        576: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [218, -]
     },
-    # At most 16 rows per wave from head dim 128 on, and one stage: 128x64 with 4 warps spills 579 registers.
+    # One stage, and at most 16 rows per wave from head dim 128 on.
     ("rdna3", 2): {
-        32: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # model
-        64: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # compiled [221]
-        128: Pair(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [246]
-        192: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
-        256: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
-        576: Pair(Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),  # model
+        32: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # compiled [225, -]
+        64: Pair(Tile(64, 32, 4, 1), Tile(32, 32, 8, 1)),  # compiled [243, -]; 64 keys spill 149 registers
+        128: Pair(Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),  # compiled [223, -]; 64 rows spill 59
+        192: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [244, -]
+        256: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # compiled [240, -]
+        576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # spills 339 registers: the least that was found
     },
     ("rdna4", 2): {
-        32: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # model
-        64: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # compiled [162]
-        128: Pair(Tile(64, 64, 8, 1), Tile(64, 32, 8, 1)),  # compiled [216 at 128x64]
-        192: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
-        256: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),  # model
-        576: Pair(Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),  # model
+        32: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # compiled [207, -]
+        64: Pair(Tile(64, 64, 4, 1), Tile(32, 32, 4, 1)),  # compiled [237, -]
+        128: Pair(Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),  # compiled [168, -]; 64 rows spill 8
+        192: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [182, -]
+        256: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [207, -]
+        576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # model
     },
 }
 
@@ -185,8 +186,10 @@ _TIGHT_BACKWARD = {  # model: 99 KiB of shared memory
 }
 _HOPPER_BACKWARD = {
     **_ROOMY_BACKWARD,
-    64: BackwardPair(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),  # compiled [229, both in one kernel]
-    128: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),  # both in one kernel spill 184 B: apart here
+    64: BackwardPair(
+        Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)
+    ),  # model: a like kernel of both has 229 registers
+    128: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),  # model: a like kernel of both spills 184 B
     256: BackwardPair(Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),  # model
 }
 _AMD_BACKWARD = {  # model: one stage, 64 KiB
