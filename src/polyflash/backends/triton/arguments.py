@@ -117,6 +117,9 @@ class Operands(NamedTuple):
     row_bounds: Bounds | None = None
 
 
+NO_OPERANDS = Operands()
+
+
 class Scalars(NamedTuple):
     """Plain numbers of one call."""
 

@@ -25,57 +25,53 @@ if TYPE_CHECKING:
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
 
-MERGED_ROWS = 16  # of a program of the merge
+AT_ONCE = 16  # splits whose outputs one step of the merge reads
 
 
-@triton.jit(do_not_specialize=("batch", "members", "seqlen_q", "num_tiles", "num_splits"))
+@triton.jit(do_not_specialize=("members", "num_heads", "seqlen_q", "num_rows", "num_splits"))
 def merge_splits(
-    parts, part_lse, out, lse, sinks, cu_seqlens_q,
-    batch, members, num_heads, seqlen_q, num_tiles, num_splits,
-    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_M: tl.constexpr,
+    parts, part_lse, out, lse, sinks, cu_seqlens_q, members, num_heads, seqlen_q, num_rows, num_splits,
+    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of rows of one head: the sum over its splits."""
-    i_m, i_bh = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
+    """One program per row: `parts` (splits, rows, head_dim_v) and `part_lse` (splits, rows) are dense, rows
+    in the order of (batch, heads, seqlen_q)."""
+    i_row = tl.program_id(0)
+    i_i, i_bh = i_row % seqlen_q, i_row // seqlen_q
     i_h, i_b = tl.cast(i_bh % num_heads, tl.int64), tl.cast(i_bh // num_heads, tl.int64)
-    o_i = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_row = o_i < seqlen_q
-    o_row = o_i.to(tl.int64)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    o_s = tl.arange(0, AT_ONCE)
+    # [AT_ONCE]
+    b_top = tl.full([AT_ONCE], float("-inf"), tl.float32)
+    for i_s in range(0, num_splits, AT_ONCE):
+        p = part_lse + (i_s + o_s).to(tl.int64) * num_rows + i_row
+        b_top = tl.maximum(b_top, tl.load(p, mask=i_s + o_s < num_splits, other=float("-inf")))
+    m_i = tl.max(b_top, 0)
+    l_i = 0.0
     if sinks is not None:
-        end = seqlen_q
-        if cu_seqlens_q is not None:  # rows of nobody have no sink
-            end = tl.load(cu_seqlens_q + members)
-        m_i = tl.where(o_i < end, tl.load(sinks + i_h).to(tl.float32), m_i)
+        b_sink = tl.load(sinks + i_h).to(tl.float32)
+        if cu_seqlens_q is not None:  # rows of nobody have none
+            b_sink = tl.where(i_i < tl.load(cu_seqlens_q + members), b_sink, float("-inf"))
+        m_i = tl.maximum(m_i, b_sink)
+        l_i = tl.exp2((b_sink - tl.where(m_i == float("-inf"), 0.0, m_i)) * LOG2E)
     b_m = tl.where(m_i == float("-inf"), 0.0, m_i)
-    l_i = tl.exp2((m_i - b_m) * LOG2E)
-    acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
-    acc1 = tl.zeros([BLOCK_M, DV1], tl.float32) if DV1 > 0 else acc0
-    for i_s in range(0, num_splits):
-        i_part = i_b + tl.cast(i_s, tl.int64) * batch
-        p_lse = part_lse.p + i_part * part_lse.b + i_h * part_lse.h + o_row * part_lse.s
-        b_lse = tl.load(p_lse, mask=m_row, other=float("-inf"))
-        m_new = tl.maximum(m_i, b_lse)
-        b_m = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha, b_share = tl.exp2((m_i - b_m) * LOG2E), tl.exp2((b_lse - b_m) * LOG2E)
-        l_i, m_i = l_i * alpha + b_share, m_new
-        o_part = i_part * parts.b + i_h * parts.h + o_row * parts.s
-        acc0 = acc0 * alpha[:, None] + b_share[:, None] * load_tile(
-            parts.p, o_part, m_row, parts.d, 0, DV, DV0, ""
-        )
+    acc0 = tl.zeros([DV0], tl.float32)
+    acc1 = tl.zeros([DV1], tl.float32) if DV1 > 0 else acc0
+    for i_s in range(0, num_splits, AT_ONCE):
+        m_s = i_s + o_s < num_splits
+        o_part = (i_s + o_s).to(tl.int64) * num_rows + i_row
+        b_share = tl.exp2((tl.load(part_lse + o_part, mask=m_s, other=float("-inf")) - b_m) * LOG2E)
+        l_i += tl.sum(b_share, 0)
+        acc0 += tl.sum(b_share[:, None] * load_tile(parts, o_part * DV, m_s, 1, 0, DV, DV0, ""), 0)
         if DV1 > 0:
-            acc1 = acc1 * alpha[:, None] + b_share[:, None] * load_tile(
-                parts.p, o_part, m_row, parts.d, DV0, DV, DV1, ""
-            )
-    b_none = l_i == 0.0
-    b_l = tl.where(b_none, 1.0, l_i)
+            acc1 += tl.sum(b_share[:, None] * load_tile(parts, o_part * DV, m_s, 1, DV0, DV, DV1, ""), 0)
+    b_l = tl.where(l_i == 0.0, 1.0, l_i)
     if lse is not None:
-        b_m = tl.where(m_i == float("-inf"), 0.0, m_i)
-        b_lse = tl.where(b_none, float("-inf"), b_m + tl.log2(b_l) * LN2)
-        tl.store(lse.p + i_b * lse.b + i_h * lse.h + o_row * lse.s, b_lse, mask=m_row)
-    o_out = i_b * out.b + i_h * out.h + o_row * out.s
-    store_tile(out.p, o_out, m_row, out.d, acc0 / b_l[:, None], 0, DV, DV0)
+        b_lse = tl.where(l_i == 0.0, float("-inf"), b_m + tl.log2(b_l) * LN2)
+        tl.store(lse.p + i_b * lse.b + i_h * lse.h + i_i * lse.s, b_lse)
+    o_out = i_b * out.b + i_h * out.h + tl.cast(i_i, tl.int64) * out.s + tl.arange(0, 1)
+    m_row = o_out >= 0
+    store_tile(out.p, o_out, m_row, out.d, (acc0 / b_l)[None, :], 0, DV, DV0)
     if DV1 > 0:
-        store_tile(out.p, o_out, m_row, out.d, acc1 / b_l[:, None], DV0, DV, DV1)
+        store_tile(out.p, o_out, m_row, out.d, (acc1 / b_l)[None, :], DV0, DV, DV1)
 
 
 def run(
@@ -95,10 +91,9 @@ def run(
     if num_splits == 1:
         attend_call(prepared, q, k, v, out, lse if args.need_lse else None, args)
         return out, lse
-    parts = torch.empty(
-        (num_splits * batch, num_q_heads, seqlen_q, head_dim_v), dtype=torch.float32, device=q.device
-    )
-    part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+    shape = (num_splits * batch, num_q_heads, seqlen_q)
+    parts = torch.empty((*shape, head_dim_v), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     attend_call(prepared, q, k, v, parts, part_lse, args, split_keys=size, num_splits=num_splits)
     merge(prepared, parts, part_lse, out, lse if args.need_lse else None, args, num_splits)
     return out, lse
@@ -111,18 +106,14 @@ def merge(
     """The splits' outputs as one; the sinks join here."""
     batch, num_heads, seqlen_q, head_dim_v = out.shape
     first, second = split_dim(head_dim_v)
-    num_tiles = -(-seqlen_q // MERGED_ROWS)
-    x = arguments.operands(args, parts)
+    sinks = None if args.sinks is None else arguments.operands(args, parts).sinks
     members = 0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
-    views = arguments.view(parts), arguments.rows(part_lse), arguments.view(out)
-    rows = None if lse is None else arguments.rows(lse)
+    v_out, rows = arguments.view(out), None if lse is None else arguments.rows(lse)
+    num_rows = batch * num_heads * seqlen_q
     everything = (
-        *views, rows, x.sinks, x.cu_seqlens_q, batch, members, num_heads, seqlen_q, num_tiles, num_splits
+        parts, part_lse, v_out, rows, sinks, args.cu_seqlens_q, members, num_heads, seqlen_q, num_rows,
+        num_splits,
     )  # fmt: skip
-    constants = {"DV": head_dim_v, "DV0": first, "DV1": second, "BLOCK_M": MERGED_ROWS, "num_warps": 4}
-    key = (
-        "merge", *(w[1:] for w in views), None if rows is None else rows[1:], num_heads,
-        runtime.aligned(parts, part_lse, out, lse), runtime.signature((x.sinks, x.cu_seqlens_q)),
-    )  # fmt: skip
-    programs = num_tiles * num_heads * batch
-    prepared.kernels.launch(merge_splits, programs, everything, constants, key, out.device)
+    constants = {"DV": head_dim_v, "DV0": first, "DV1": second, "AT_ONCE": AT_ONCE, "num_warps": 4}
+    key = v_out[1:], rows if rows is None else rows[1:], runtime.aligned(out, lse, sinks)
+    prepared.merges.launch(merge_splits, num_rows, everything, constants, key, out.device)

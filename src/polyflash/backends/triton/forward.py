@@ -15,7 +15,7 @@ with the keys cut into splits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -46,6 +46,7 @@ from polyflash.backends.triton.blocks import (
     turned_sign,
     visible_pairs,
 )
+from polyflash.errors import spec_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +145,9 @@ def attend_block(
     b_v0 = load_values(v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, 0, DV, DV0, BLOCK_N, DESCRIPTOR, CACHE)
     b_v1 = b_v0
     if DV1 > 0:
-        b_v1 = load_values(v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, DV0, DV, DV1, BLOCK_N, DESCRIPTOR, CACHE)
+        b_v1 = load_values(
+            v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, DV0, DV, DV1, BLOCK_N, DESCRIPTOR, CACHE
+        )
     if MASKED:
         odd = odd | has_nonfinite(b_v0)
         b_v0 = finite(b_v0)
@@ -319,6 +322,9 @@ def finalize(
         store_tile(out.p, o_out, m_row, out.d, b_out, DV0, DV, DV1)
 
 
+_KEPT_CALLS = 256  # of different strides or numbers, per route
+_KEYS_AND_VALUES = 0b01100  # their bits of `runtime.aligned`
+
 _PER_CALL = (
     *("batch", "seqlen_q", "seqlen_k", "num_tiles", "num_splits", "split_keys", "total"),
     *("offset", "left", "right", "seed_lo", "seed_hi", "drop_below"),
@@ -370,44 +376,94 @@ def attend(
         )  # fmt: skip
 
 
-class Prepared:
-    """What a route keeps between calls: its kernels, and for each set of flags the constants they have."""
+class Ready(NamedTuple):
+    """What calls of the same strides and numbers share. `described` are the constants with descriptor loads,
+    None where the strides rule them out."""
 
-    __slots__ = ("config", "constants", "cores", "kernels")
+    group: int
+    num_heads: int  # that the grid runs over
+    strides: tuple[tuple[int, ...], ...]  # of q, k, v, out
+    rows: tuple[int, ...]  # of lse
+    numbers: arguments.Scalars
+    factor: float
+    plain: bool  # no operands
+    pointed: dict[str, Any]
+    described: dict[str, Any] | None
+    kernels: runtime.Kernels
+
+
+class Prepared:
+    """What a route keeps between calls."""
+
+    __slots__ = ("config", "cores", "merges", "ready")
 
     def __init__(self, launch: Launch) -> None:
         self.config: Any = launch.config
         self.cores = max(1, launch.target.cores)
-        self.kernels = runtime.Kernels()
-        self.constants: dict[Any, dict[str, Any]] = {}
+        self.ready: dict[Any, Ready] = {}
+        self.merges = runtime.Kernels()  # of the splits
+        check_stages(launch)
 
-    def constants_for(
-        self,
-        flags: arguments.Flags,
-        head_dim: int,
-        head_dim_v: int,
-        masked: bool,
-        described: bool,
-        split: bool,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Constexprs and options of the kernel; a decode config leaves the techniques it lacks off."""
-        key = (flags, masked, described, split)
-        found = self.constants.get(key)
+    def ready_for(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
+    ) -> Ready:
+        key = (
+            q.stride(), k.stride(), v.stride(), out.stride(), lse if lse is None else lse.stride(), split,
+            args.scale, args.softcap, args.dropout_p, args.window_left, args.window_right, args.offset,
+        )  # fmt: skip
+        found = self.ready.get(key)
         if found is None:
-            config = self.config
-            (d0, d1), (dv0, dv1) = tiles.split_dim(head_dim), tiles.split_dim(head_dim_v)
-            found = self.constants[key] = {
-                "D": head_dim, "D0": d0, "D1": d1, "DV": head_dim_v, "DV0": dv0, "DV1": dv1,
-                "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages,
-                "PACK": config.pack_gqa, **flags._asdict(), "BASE2": config.base2,
-                "SPLIT_EXP": getattr(config, "split_exp", 1), "HOLD_Q": getattr(config, "hold_q", False),
-                "MASK_ADD": getattr(config, "mask_by", "compare") == "add",
-                "HEAVY_FIRST": getattr(config, "order", "plain") == "heavy_first", "DESCRIPTOR": described,
-                "CACHE": config.cache_kv, "SPLIT": split, "ALWAYS_MASKED": masked,
-                "PERSISTENT": getattr(config, "persistent", False),
-                "num_warps": config.num_warps, "num_stages": config.num_stages,
-            }  # fmt: skip
+            if len(self.ready) >= _KEPT_CALLS:
+                self.ready.clear()
+            found = self.ready[key] = self._make(q, k, v, out, lse, args, split)
         return found
+
+    def _make(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
+    ) -> Ready:
+        config, flags, n = self.config, arguments.flags(q, args), arguments.scalars(q, k, args)
+        factor = (1.0 if flags.CHANGED else abs(n.scale)) * (arguments.LOG2E if config.base2 else 1.0)
+        constants = self._constants(flags, q.shape[3], v.shape[3], element_masked(args), split)
+        described = config.loads == "descriptor" and arguments.describable(k, v, args)
+        x = arguments.operands(args, k)
+        return Ready(
+            group=q.shape[1] // k.shape[1],
+            num_heads=k.shape[1] if config.pack_gqa else q.shape[1],
+            strides=(q.stride(), k.stride(), v.stride(), out.stride()),
+            rows=() if lse is None else lse.stride(),
+            numbers=n,
+            factor=factor,
+            plain=x == arguments.NO_OPERANDS,
+            pointed=constants,
+            described=constants | {"DESCRIPTOR": True} if described else None,
+            kernels=runtime.Kernels(),
+        )
+
+    def _constants(
+        self, flags: arguments.Flags, head_dim: int, head_dim_v: int, masked: bool, split: bool
+    ) -> dict[str, Any]:
+        """Constexprs and options of the kernel; a decode config leaves the techniques it lacks off."""
+        config = self.config
+        (d0, d1), (dv0, dv1) = tiles.split_dim(head_dim), tiles.split_dim(head_dim_v)
+        return {
+            "D": head_dim, "D0": d0, "D1": d1, "DV": head_dim_v, "DV0": dv0, "DV1": dv1,
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages,
+            "PACK": config.pack_gqa, **flags._asdict(), "BASE2": config.base2,
+            "SPLIT_EXP": getattr(config, "split_exp", 1), "HOLD_Q": getattr(config, "hold_q", False),
+            "MASK_ADD": getattr(config, "mask_by", "compare") == "add",
+            "HEAVY_FIRST": getattr(config, "order", "plain") == "heavy_first", "DESCRIPTOR": False,
+            "CACHE": config.cache_kv, "SPLIT": split, "ALWAYS_MASKED": masked,
+            "PERSISTENT": getattr(config, "persistent", False),
+            "num_warps": config.num_warps, "num_stages": config.num_stages,
+        }  # fmt: skip
+
+
+def check_stages(launch: Launch) -> None:
+    """Triton 3.6 makes wrong code for sm_90 of a loop without a pipeline whose V is narrower than its K: seen
+    on an H200 (not in the interpreter), so no such kernel is started."""
+    if launch.target.name == "cuda:sm90" and launch.config.num_stages == 1:
+        change = "Take 2 and a smaller block."
+        raise spec_error("num_stages", got=1, wanted="2 or more on cuda:sm90", change=change)
 
 
 def element_masked(args: Arguments) -> bool:
@@ -421,41 +477,37 @@ def attend_call(
 ) -> None:  # fmt: skip
     """Launches `attend`. With `split_keys` out and lse are those of the splits, (splits·batch, ...)."""
     config = prepared.config
-    flags, n = arguments.flags(q, args), arguments.scalars(q, k, args)
-    x = arguments.operands(args, k)
-    group = q.shape[1] // k.shape[1]
-    num_heads = k.shape[1] if config.pack_gqa else q.shape[1]
-    tile_rows = n.seqlen_q * (group if config.pack_gqa else 1)
-    num_tiles, requests = -(-tile_rows // config.block_m), n.batch
-    if args.cu_seqlens_q is not None:  # members find their tiles; one more for rows of nobody
-        num_tiles, requests = tile_rows // config.block_m + n.batch + 1, 1
-    total = num_tiles * num_heads * requests * num_splits
-    described = config.loads == "descriptor" and arguments.describable(k, v, args)
-    constants = prepared.constants_for(
-        flags, q.shape[3], v.shape[3], element_masked(args), described, split_keys > 0
-    )
-    views = tuple(map(arguments.view, (q, k, v, out)))
-    v_q, v_k, v_v, v_out = views
-    rows = None if lse is None else arguments.rows(lse)
-    k_tiles, v_tiles = (v_k, None), (v_v, None)
-    if described:
+    ready = prepared.ready_for(q, k, v, out, lse, args, split_keys > 0)
+    n, x = ready.numbers, arguments.NO_OPERANDS
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
+    if not ready.plain:
+        x, n = arguments.operands(args, k), arguments.scalars(q, k, args)
+        batch, seqlen_k = n.batch, n.seqlen_k
+    elif args.dropout_p:
+        n = arguments.scalars(q, k, args)  # a seed of its own
+    tile_rows = seqlen_q * (ready.group if config.pack_gqa else 1)
+    num_tiles, requests = -(-tile_rows // config.block_m), batch
+    if x.cu_seqlens_q is not None:  # members find their tiles; one more for rows of nobody
+        num_tiles, requests = tile_rows // config.block_m + batch + 1, 1
+    total = num_tiles * ready.num_heads * requests * num_splits
+    aligned, constants = runtime.aligned(q, k, v, out, lse), ready.pointed
+    s_q, s_k, s_v, s_out = ready.strides
+    v_v = arguments.View(v, *s_v)
+    k_tiles, v_tiles = (arguments.View(k, *s_k), None), (v_v, None)
+    if ready.described is not None and aligned & _KEYS_AND_VALUES == _KEYS_AND_VALUES:
+        constants = ready.described
         k_tiles = arguments.descriptors(k, config.block_n, constants["D0"], constants["D1"])
         v_tiles = arguments.descriptors(v, config.block_n, constants["DV0"], constants["DV1"])
-    factor = 1.0 if flags.CHANGED else abs(n.scale)
-    if config.base2:
-        factor *= arguments.LOG2E
     everything = (
-        v_q, *k_tiles, *v_tiles, v_v, v_out, rows, x, visits,
-        n.batch, num_heads, group, n.seqlen_q, n.seqlen_k, num_tiles, num_splits, split_keys,
-        total, n.offset, n.left, n.right, n.scale, n.softcap, factor, n.seed_lo, n.seed_hi,
+        arguments.View(q, *s_q), *k_tiles, *v_tiles, v_v, arguments.View(out, *s_out),
+        None if lse is None else arguments.Rows(lse, *ready.rows), x, visits,
+        batch, ready.num_heads, ready.group, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys,
+        total, n.offset, n.left, n.right, n.scale, n.softcap, ready.factor, n.seed_lo, n.seed_hi,
         n.drop_below, n.keep_scale,
     )  # fmt: skip
-    key = (
-        id(constants), *(w[1:] for w in views), None if rows is None else rows[1:], num_heads, group,
-        runtime.aligned(q, k, v, out, lse), runtime.signature(x), visits is None,
-    )  # fmt: skip
+    key = aligned, visits is None, None if ready.plain else runtime.signature(x)
     programs = min(total, prepared.cores) if constants["PERSISTENT"] else total
-    prepared.kernels.launch(attend, programs, everything, constants, key, q.device)
+    ready.kernels.launch(attend, programs, everything, constants, key, q.device)
 
 
 def run(
