@@ -5,6 +5,7 @@ MINUTES ?= 10
 BUDGET ?= 540
 PAGE ?= build/gpu.md
 GPU_ARGS ?=
+DEVICE ?= cuda
 export PYTHON TORCH_ARGS
 unexport PYTHONPATH PYTHONHOME
 
@@ -14,14 +15,23 @@ PYTEST := $(BIN)/python -m pytest
 SHARED := -n 2 --dist worksteal
 SETUP := sh scripts/setup.sh
 CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
+CODEGEN_TESTS := tests/backends/triton/test_codegen.py
+TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS) --rows triton
+GPU_TESTS := tests/conformance tests/backends/triton tests/test_gpu_calls.py --ignore=$(CODEGEN_TESTS)
+HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null
+NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
-.PHONY: help demo test test-cpu test-all mutants fuzz lint bench bench-gpu clean
+.PHONY: help demo test test-here test-cpu test-triton test-codegen test-gpu test-all mutants fuzz lint bench bench-gpu \
+	clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo      a real model with polyflash inside, a comparison with torch SDPA, and why each kernel was chosen'
-	@echo 'make test      lint, then every test that takes seconds'
+	@echo 'make test      lint, then every test that takes seconds, with test-triton and test-codegen'
 	@echo 'make test-cpu  the tests of the CPU engine alone'
+	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
+	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
+	@echo 'make test-gpu  the conformance suite on a GPU, DEVICE=cuda'
 	@echo 'make test-all  every test, those that take minutes too'
 	@echo 'make mutants   plant known mistakes in copies of the sources: does a test notice each?'
 	@echo 'make fuzz      draw other problems and odd calls for MINUTES=10; what fails is stored and replayed by the tests'
@@ -36,17 +46,34 @@ help:
 demo: .venv/.demo
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
 
-test: lint
-	@$(PYTEST) $(SHARED) -m 'not slow and not alone'
-	@$(PYTEST) -m 'alone and not slow'
+test: lint test-here test-triton test-codegen
+
+test-here: .venv/.test
+	@$(PYTEST) $(SHARED) --ignore=$(CODEGEN_TESTS) -m 'not slow and not alone'
+	@$(PYTEST) --ignore=$(CODEGEN_TESTS) -m 'alone and not slow'
 
 test-cpu: .venv/.test
 	@$(PYTEST) $(SHARED) $(CPU_TESTS) -k 'not torch-forward and not torch-backward' -m 'not slow and not alone'
 	@$(PYTEST) $(CPU_TESTS) -m 'alone and not slow'
 
+# The interpreter is chosen when triton is imported, and nothing can be compiled in its process.
+test-triton: .venv/.test
+	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS); \
+		else echo '$@: $(NO_TRITON)'; fi
+
+test-codegen: .venv/.test
+	@if $(HAS_TRITON); then $(PYTEST) $(SHARED) $(CODEGEN_TESTS); else echo '$@: $(NO_TRITON)'; fi
+
+# Installs nothing, as bench-gpu below.
+test-gpu:
+	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
+		PYTHONPATH=src $$python -m pytest $(GPU_TESTS) --device $(DEVICE) $(GPU_ARGS)
+
 test-all: lint
-	@$(PYTEST) $(SHARED) -m 'not alone'
-	@$(PYTEST) -m alone
+	@$(PYTEST) $(SHARED) --ignore=$(CODEGEN_TESTS) -m 'not alone'
+	@$(PYTEST) --ignore=$(CODEGEN_TESTS) -m alone
+	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
+		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
 
 mutants: .venv/.test
 	@$(BIN)/python scripts/mutants.py

@@ -65,6 +65,16 @@ install_torch() {
     pip_install torch ${TORCH_ARGS:-} torch
 }
 
+# A torch for GPUs brings the triton it was built for; on other machines the tests bring one, for its interpreter and
+# compiler. It is not in constraints.txt, which would set it against that of a torch.
+install_triton() {
+    case "$(uname -sm)" in
+    "Linux x86_64" | "Linux aarch64") ;;
+    *) return 0 ;;
+    esac
+    $venv/bin/python -c 'import triton' 2>/dev/null || pip_install triton --no-deps triton==3.6.0
+}
+
 case "${1:-}" in
 torch)
     make_venv
@@ -77,6 +87,7 @@ demo)
     ;;
 test)
     pip_install "test and lint tools" -e '.[bench,dev]'
+    install_triton
     ;;
 *)
     die "usage: scripts/setup.sh torch | demo | test"

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ CASES = {case.name for case in doctor.cases()}
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in (*env.ALL, *env.OF_TORCH):
+    for variable in (*env.ALL, *env.OF_OTHERS):
         if variable is not env.XDG_CACHE_HOME:
             monkeypatch.delenv(variable.name, raising=False)
 
@@ -281,6 +282,77 @@ ADVICE = {
         "unset POLYFLASH",
     ),
 }
+GPU = {"version": "2.13", "threads": 2, "cuda": "12.8", "hip": False, "gpus": 1}
+
+
+def gpu(monkeypatch, *, triton="3.6.0", programs=("gcc",), header=True, driver="libcuda.so.1", **probed):
+    """A machine with a GPU, and what Triton needs there but for what is named."""
+    monkeypatch.setattr(reports, "probe_torch", lambda: GPU | probed)
+    version(monkeypatch, "triton", triton)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name if name in programs else None)
+    include = Path(__file__).parent
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda _: str(include / "with" if header else include))
+    exists, there = os.path.exists, {str(include / "with" / "Python.h"), *probed.get("files", ())}
+    monkeypatch.setattr(doctor.os.path, "exists", lambda path: path in there or exists(path))
+    monkeypatch.setattr(doctor, "find_library", lambda name: driver if name == "cuda" else None)
+
+
+def other_compiler(monkeypatch, name, **options):
+    monkeypatch.setenv("CC", name)
+    gpu(monkeypatch, **options)
+
+
+ADVICE |= {
+    "triton absent": (lambda m, _: gpu(m, triton=""), "triton is not installed, so calls on a GPU run on the "
+                      "torch row", "pip install 'triton>=3.6'"),
+    "triton old": (lambda m, _: gpu(m, triton="3.5.1"), "triton 3.5.1 is older than 3.6", "pip install"),
+    "no compiler": (lambda m, _: gpu(m, programs=()), "no C compiler is here", "apt install gcc"),
+    "compiler misnamed": (lambda m, _: other_compiler(m, "gcc-4"), "CC=gcc-4 is no program", "unset CC"),
+    "neither compiler": (lambda m, _: other_compiler(m, "cc9", programs=()), "CC=cc9 is no", "apt install"),
+    "no header": (lambda m, _: gpu(m, header=False), "Python.h is not here", "apt install python3-dev"),
+    "no libcuda": (lambda m, _: gpu(m, driver=None), "no libcuda.so.1", "sudo ldconfig"),
+    "old driver": (
+        lambda m, _: gpu(m, gpus=0, files=[doctor._NVIDIA_DRIVER]),
+        "built for CUDA 12.8 and sees no GPU, though /proc",
+        "update the driver",
+    ),
+    "no rights": (
+        lambda m, _: gpu(m, gpus=0, hip=True, cuda="6.4", files=[doctor._AMD_DRIVER]),
+        "built for ROCm 6.4 and sees no GPU, though /dev/kfd",
+        "sudo usermod -aG render,video",
+    ),
+}  # fmt: skip
+COMPLETE = {
+    "all there": {},
+    "clang": {"programs": ("clang",)},
+    "amd": {"hip": True, "cuda": "6.4", "driver": None},
+    "no gpu and no driver": {"gpus": 0, "programs": (), "header": False},
+    "torch without cuda": {"cuda": "", "gpus": 0, "triton": "", "programs": ()},
+}
+
+
+@pytest.mark.parametrize("case", COMPLETE)
+def test_nothing_is_said_of_triton_where_it_is_complete_or_not_needed(case, well, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_AMD_DRIVER", "/no/such")
+    monkeypatch.setattr(doctor, "_NVIDIA_DRIVER", "/no/such")
+    gpu(monkeypatch, **COMPLETE[case])
+    assert say(capsys, "doctor")[1].count("remedy") == 0
+
+
+def test_libcuda_may_be_named(well, monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/some/where")
+    gpu(monkeypatch, driver=None)
+    assert say(capsys, "doctor")[1].count("remedy") == 0
+
+
+def test_rows_of_a_gpu_are_examined_there(monkeypatch):
+    """A row that the CPU cannot run, where there is a GPU; others stay on the CPU."""
+    wanted = replace(row("torch"), targets=("cuda:",))
+    assert doctor._place(wanted) == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert doctor._place(wanted) == "cuda" and doctor._place(row("torch")) == "cpu"
+
+
 FATAL = {"torch old", "torch broken", "unknown isa"}
 
 
@@ -341,7 +413,7 @@ def test_env_runs_where_torch_does_not(broken, how, what):
     assert found["cpu"]["flags"] == sorted(target.cpu_flags())
     assert found["cores"]["allowed"] == cores.allowed()
     assert found["cache"]["path"] and found["rows"][0]["needs"] == ["numba"]
-    assert {v["name"] for v in found["variables"]} == {v.name for v in (*env.ALL, *env.OF_TORCH)}
+    assert {v["name"] for v in found["variables"]} == {v.name for v in (*env.ALL, *env.OF_OTHERS)}
 
 
 def test_doctor_and_cache_run_where_torch_does_not(broken, tmp_path):
@@ -411,7 +483,7 @@ def test_which_processes_are_reports(orig, monkeypatch):
 
 
 def test_env_as_text_and_as_json(capsys, monkeypatch):
-    for variable in (*env.ALL, *env.OF_TORCH):  # a long path of the user's own makes a long line
+    for variable in (*env.ALL, *env.OF_OTHERS):  # a long path of the user's own makes a long line
         monkeypatch.delenv(variable.name, raising=False)
     monkeypatch.setenv("POLYFLASH_CACHE_DIR", "/some/where")
     code, out, err = say(capsys, "env")
@@ -425,7 +497,7 @@ def test_env_as_text_and_as_json(capsys, monkeypatch):
     ):
         assert word in out
     assert max(map(len, out.splitlines())) <= 120
-    for variable in (*env.ALL, *env.OF_TORCH):
+    for variable in (*env.ALL, *env.OF_OTHERS):
         assert re.search(rf"{variable.name} +\S+.* {re.escape(variable.doc)}", out)
     code, out, _ = say(capsys, "env", "--json")
     found = json.loads(out)
@@ -456,7 +528,7 @@ def test_wanted_versions_are_the_declared_ones():
 
 def test_every_variable_of_env_is_listed():
     made = {value for value in vars(env).values() if isinstance(value, env.Variable)}
-    assert made == {*env.ALL, *env.OF_TORCH} and all(v.doc for v in made)
+    assert made == {*env.ALL, *env.OF_OTHERS} and all(v.doc for v in made)
 
 
 def test_pages_say_what_the_code_says(tmp_path):

@@ -17,7 +17,10 @@ from packaging.requirements import Requirement
 import polyflash
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGETS = ("demo", "test", "test-cpu", "test-all", "lint", "bench", "clean")
+TARGETS = (
+    "demo", "test", "test-cpu", "test-triton", "test-codegen", "test-gpu", "test-all", "lint", "bench",
+    "clean",
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="needs a checkout")
 
@@ -56,6 +59,16 @@ def test_torch_is_exact_where_an_open_range_would_bring_cuda() -> None:
     for place in (linux | {"sys_platform": "darwin"}, linux | {"python_version": "3.13"}):
         applying = [r for r in constraints() if r.name == "torch" and r.marker.evaluate(place)]
         assert len(applying) == 1 and applying[0] is not exact
+
+
+def test_the_triton_of_the_tests_lies_within_its_range_and_binds_no_torch(project: dict) -> None:
+    """A torch for GPUs names its own triton, so that a pin among the constraints would refuse it."""
+    (extra,) = map(Requirement, project["optional-dependencies"]["triton"])
+    setup = (ROOT / "scripts/setup.sh").read_text(encoding="utf-8")
+    (version,) = re.findall(r"triton==([\d.]+)", setup)
+    assert version in extra.specifier and not [r for r in constraints() if r.name == "triton"]
+    for system, machine, asked in (("linux", "aarch64", True), ("darwin", "arm64", False)):
+        assert extra.marker.evaluate({"sys_platform": system, "platform_machine": machine}) is asked
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64", "aarch64", "arm64", "riscv64"])
@@ -105,6 +118,19 @@ class TestMake:
     def test_every_target_is_known(self, target: str) -> None:
         done = self.make("-n", target)
         assert done.returncode == 0, done.stderr
+
+    @pytest.mark.parametrize("target", ["test-triton", "test-codegen"])
+    def test_without_triton_its_targets_say_so_in_a_line(self, target: str, tmp_path: Path) -> None:
+        folder = tmp_path / ".venv" / "bin"
+        folder.mkdir(parents=True)
+        (folder / "python").write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+        (folder / "python").chmod(0o755)
+        shutil.copy(ROOT / "Makefile", tmp_path)
+        done = subprocess.run(
+            ["make", "-o", ".venv/.test", target], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(rf"{target}: Triton has no build for this machine.*\n", done.stdout)
 
     def test_ci_runs_make_test(self) -> None:
         text = (ROOT / ".ci/run").read_text(encoding="utf-8")

@@ -9,10 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import time
+from ctypes.util import find_library
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +32,7 @@ EXAMINE_SECONDS = 300.0  # of one backend, kernels compiled included
 # Error of a row of the output, relative to that row and, at 1/1000, to the largest; of lse, absolute.
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
 LSE_TOLERANCE = 1e-4
+_AMD_DRIVER, _NVIDIA_DRIVER = "/dev/kfd", "/proc/driver/nvidia/version"
 OK, FAILED, REFUSED = "ok", "failed", "refused"
 
 
@@ -123,7 +128,8 @@ def examine(row: Capability) -> dict[str, Any]:
     """One row's cases, in this process: each ok, failed, or refused in the row's own words."""
     from polyflash.spec import Phase
 
-    here = target.detect("cpu")
+    place = _place(row)
+    here = target.detect(place)
     found = []
     for workload in cases():
         if (workload.name == "gradient") is not (row.phase is Phase.BACKWARD):
@@ -135,12 +141,20 @@ def examine(row: Capability) -> dict[str, Any]:
         why = "; ".join(refusals)
         if not refusals:
             try:
-                why = _fault(row.backend, workload)
+                why = _fault(row.backend, workload, place)
             except Exception as error:  # whatever a broken row raises is its verdict
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
         state = REFUSED if refusals else FAILED if why else OK
         found.append({"case": workload.name, "state": state, "why": why})
     return {"row": reports.label(row), "cases": found}
+
+
+def _place(row: Capability) -> str:
+    """The device type to examine a row on: the CPU, if it runs there."""
+    import torch
+
+    on_cpu = target.detect("cpu").name.startswith(row.targets)
+    return "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
 
 
 def cases() -> tuple[Workload, ...]:
@@ -165,16 +179,18 @@ def cases() -> tuple[Workload, ...]:
     )
 
 
-def _fault(backend: str, workload: Workload) -> str:
+def _fault(backend: str, workload: Workload, place: str) -> str:
     """What is wrong with the result of a case; empty if nothing is."""
     import polyflash
     from polyflash.reference import attention_reference
     from polyflash.workloads import make
 
     q, k, v, options = make(workload)
+    there_q, there_k, there_v, there = make(workload, device=place)
     if workload.name == "gradient":
-        return _gradient_fault(backend, (q, k, v), options)
-    got = polyflash.attention(q, k, v, return_lse=True, backend=backend, **options)
+        return _gradient_fault(backend, (q, k, v), options, place)
+    got = polyflash.attention(there_q, there_k, there_v, return_lse=True, backend=backend, **there)
+    got = polyflash.AttentionOutput(got.out.cpu(), got.lse.cpu())
     want = attention_reference(q, k, v, **options)
     empty = want.lse == -math.inf
     if bool((got.out[empty] != 0).any()):
@@ -185,20 +201,20 @@ def _fault(backend: str, workload: Workload) -> str:
     return _off("output", got.out, want.out, TOLERANCE[workload.dtype])
 
 
-def _gradient_fault(backend: str, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> str:
+def _gradient_fault(backend: str, inputs: tuple[Tensor, ...], options: dict[str, Any], place: str) -> str:
     import polyflash
     from polyflash.reference import attention_reference
 
-    ours = [x.detach().clone().requires_grad_() for x in inputs]
+    ours = [x.detach().clone().to(place).requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     out = polyflash.attention(*ours, backend=backend, **options)
     weights = inputs[0].new_tensor(range(out.numel())).sin().view_as(out)
-    (out * weights).sum().backward()
+    (out * weights.to(place)).sum().backward()
     (attention_reference(*exact, **options).out * weights.double()).sum().backward()
     for name, x, y in zip(("dq", "dk", "dv"), ours, exact, strict=True):
         if x.grad is None or y.grad is None:
             return f"{name} is missing"
-        why = _off(name, x.grad, y.grad, TOLERANCE["float32"])
+        why = _off(name, x.grad.cpu(), y.grad, TOLERANCE["float32"])
         if why:
             return why
     return ""
@@ -226,6 +242,7 @@ def surroundings(probed: dict[str, Any]) -> list[Advice]:
     try:
         found += _cache()
         found += _threads(int(probed.get("threads", 1)))
+        found += _triton(probed)
     except ImportError as error:
         what = f"modules of polyflash do not import: {error}"
         found.append(Advice(what, "pip install --force-reinstall numpy", fatal=True))
@@ -294,6 +311,45 @@ def _threads(threads: int) -> list[Advice]:
         what = f"{' and '.join(tied)} ties the calling thread to one core, and the CPU engine with it"
         found.append(Advice(what, f"unset {' '.join(tied)}"))
     return found
+
+
+def _triton(probed: dict[str, Any]) -> list[Advice]:
+    """What its first launch on a GPU would miss: Triton builds launchers with a C compiler."""
+    if not probed.get("cuda"):
+        return []
+    if not probed.get("gpus"):
+        return _hidden_gpu(probed)
+    version, wanted = reports.version_of("triton"), reports.PACKAGES["triton"]
+    if not version or _older(version, wanted):
+        what = f"triton {version} is older than {wanted}" if version else "triton is not installed"
+        return [Advice(f"{what}, so calls on a GPU run on the torch row", f"pip install 'triton>={wanted}'")]
+    found, compiler = [], env.CC.read()
+    if not any(map(shutil.which, (compiler,) if compiler else ("gcc", "clang"))):
+        what = f"CC={compiler} is no program" if compiler else "no C compiler is here (gcc, clang)"
+        remedy = (
+            "unset CC" if compiler and shutil.which("gcc") else "apt install gcc (Fedora: dnf install gcc)"
+        )
+        found.append(Advice(f"{what}, and Triton builds its launchers with one", remedy))
+    header = os.path.join(sysconfig.get_path("include"), "Python.h")
+    if not os.path.exists(header):
+        what = f"{header} is not here, and Triton's launchers include it"
+        found.append(Advice(what, "apt install python3-dev (Fedora: dnf install python3-devel)"))
+    if not probed.get("hip") and not env.TRITON_LIBCUDA_PATH.read() and not find_library("cuda"):
+        what = "the loader's cache has no libcuda.so.1, where Triton looks for it"
+        found.append(Advice(what, "sudo ldconfig, or set TRITON_LIBCUDA_PATH to the folder it lies in"))
+    return found
+
+
+def _hidden_gpu(probed: dict[str, Any]) -> list[Advice]:
+    """A GPU's driver is here, and torch, which is built for one, sees none."""
+    built = f"torch is built for {'ROCm' if probed.get('hip') else 'CUDA'} {probed['cuda']} and sees no GPU"
+    if probed.get("hip") and os.path.exists(_AMD_DRIVER):
+        remedy = "sudo usermod -aG render,video $USER, and log in again"
+        return [Advice(f"{built}, though {_AMD_DRIVER} is here", remedy)]
+    if not probed.get("hip") and os.path.exists(_NVIDIA_DRIVER):
+        remedy = "update the driver, or install a torch for the CUDA that nvidia-smi names"
+        return [Advice(f"{built}, though {_NVIDIA_DRIVER} is here", remedy)]
+    return []
 
 
 def _older(version: str, wanted: str) -> bool:

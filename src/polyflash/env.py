@@ -42,12 +42,21 @@ LOCALAPPDATA = Variable("LOCALAPPDATA", "", "the same on Windows (default: the h
 
 ALL = (BACKEND, CACHE_DIR, NO_CACHE, CPU_ISA, TRITON_INTERPRET, NO_COLOR, XDG_CACHE_HOME, LOCALAPPDATA)
 
-# Read by `polyflash env` and `polyflash doctor` alone, to say what they do to torch's threads and to ours.
+# Read by `polyflash env` and `polyflash doctor` alone, to say what they do to torch's threads and to Triton.
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "", "threads of torch, hence of the CPU engine")
 OMP_WAIT_POLICY = Variable("OMP_WAIT_POLICY", "", "active: idle threads of torch keep their cores busy")
 OMP_PROC_BIND = Variable("OMP_PROC_BIND", "", "true, close, spread: threads of torch are tied to cores")
 GOMP_CPU_AFFINITY = Variable("GOMP_CPU_AFFINITY", "", "cores that threads of torch are tied to")
-OF_TORCH = (OMP_NUM_THREADS, OMP_WAIT_POLICY, OMP_PROC_BIND, GOMP_CPU_AFFINITY)
+CC = Variable("CC", "", "C compiler with which Triton builds its launchers (default: gcc, else clang)")
+TRITON_LIBCUDA_PATH = Variable("TRITON_LIBCUDA_PATH", "", "folder in which Triton finds libcuda.so.1")
+OF_OTHERS = (
+    OMP_NUM_THREADS,
+    OMP_WAIT_POLICY,
+    OMP_PROC_BIND,
+    GOMP_CPU_AFFINITY,
+    CC,
+    TRITON_LIBCUDA_PATH,
+)
 
 REPORTS = ("env", "doctor", "cache")  # commands that run where torch does not
 

@@ -31,12 +31,13 @@ PACKAGES = {
     "rich": "13",
     "safetensors": "",
     "transformers": "",
-    "triton": "3.3",
+    "triton": "3.6",
 }
 PROBE_SECONDS = 60.0
 _PROBE = (
     "import json, torch; print(json.dumps({'version': torch.__version__, 'threads': torch.get_num_threads(),"
-    " 'cuda': torch.version.cuda or torch.version.hip or ''}))"
+    " 'cuda': torch.version.cuda or torch.version.hip or '', 'hip': bool(torch.version.hip),"
+    " 'gpus': torch.cuda.device_count()}))"
 )
 
 
@@ -128,7 +129,7 @@ def facts() -> dict[str, Any]:
         "cpu": _safely(_cpu),
         "cores": _safely(_cores),
         "cache": _safely(_cache),
-        "variables": [_variable(v) for v in (*env.ALL, *env.OF_TORCH)],
+        "variables": [_variable(v) for v in (*env.ALL, *env.OF_OTHERS)],
         "rows": _safely(_rows),
     }
 
@@ -200,8 +201,8 @@ def variable_table() -> str:
     ours = [("variable", "default", "what it does")]
     ours += [(f"`{v.name}`", f"`{v.default}`" if v.default else "unset", v.doc) for v in env.ALL]
     others = [("variable", "what it does")]
-    others += [(f"`{v.name}`", v.doc) for v in env.OF_TORCH]
-    read = "Read by `polyflash env` and `polyflash doctor` alone, as they change what torch's threads do:"
+    others += [(f"`{v.name}`", v.doc) for v in env.OF_OTHERS]
+    read = "Read by `polyflash env` and `polyflash doctor` alone, as torch's threads or Triton obey them:"
     return "\n".join((_markdown(ours), "", read, "", _markdown(others)))
 
 

@@ -76,9 +76,9 @@ def test_triton_is_found_under_any_of_its_names(monkeypatch: pytest.MonkeyPatch)
     def version(name: str) -> str:
         if name != "pytorch-triton-rocm":
             raise metadata.PackageNotFoundError(name)
-        return "3.5.1+gita"
+        return "3.7.1+gita"
 
     monkeypatch.setattr(metadata, "version", version)
-    assert target.installed_version("triton") == "3.5.1+gita" and target.installed_version("numba") == ""
-    old, new = (target.Target("cuda:sm90", packages=(("triton", v),)) for v in ("3.2.0", "3.5.1+gita"))
-    assert new.has_package("triton") and "older than 3.3" in old.why_no_package("triton")
+    assert target.installed_version("triton") == "3.7.1+gita" and target.installed_version("numba") == ""
+    old, new = (target.Target("cuda:sm90", packages=(("triton", v),)) for v in ("3.5.1", "3.7.1+gita"))
+    assert new.has_package("triton") and "older than 3.6" in old.why_no_package("triton")
