@@ -20,6 +20,7 @@ from polyflash.backends.triton.tiles import (
     entry_key,
     fitted,
     fitted_backward,
+    least_stages,
     neighbours,
     power,
     shared_bytes,
@@ -262,7 +263,8 @@ def _forward_tile(spec: AttentionSpec, target: Target) -> Tile:
 def _safe(spec: AttentionSpec, target: Target) -> Tile:
     """The largest of the safe tiles that fits."""
     room = shared_limit(target)
-    return next((t for t in tables.SAFE if shared_bytes(t, spec, target) <= room), tables.SAFE[-1])
+    tile = next((t for t in tables.SAFE if shared_bytes(t, spec, target) <= room), tables.SAFE[-1])
+    return tile._replace(num_stages=max(tile.num_stages, least_stages(target)))
 
 
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
@@ -431,22 +433,24 @@ def switches(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
     """The chosen config with one named technique changed at a time: what `ablate` measures."""
     chosen = choose(spec, target)
     if isinstance(chosen, ForwardConfig):
-        return tuple(_forward_switches(chosen, spec))
+        return tuple(_forward_switches(chosen, spec, least_stages(target)))
     if isinstance(chosen, DecodeConfig):
-        return tuple(_decode_switches(chosen))
+        return tuple(_decode_switches(chosen, least_stages(target)))
     if isinstance(chosen, BackwardConfig):
         staged = [replace(chosen, num_stages=n) for n in (1, 2, 3) if n != chosen.num_stages]
         staged += [replace(chosen, dq_num_stages=n) for n in (1, 2, 3) if n != chosen.dq_num_stages]
         return (replace(chosen, base2=not chosen.base2), replace(chosen, fused=not chosen.fused), *staged)
-    return tuple(replace(chosen, num_stages=n) for n in (1, 2, 3) if n != chosen.num_stages)
+    return tuple(
+        replace(chosen, num_stages=n) for n in range(least_stages(target), 4) if n != chosen.num_stages
+    )
 
 
-def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec) -> Iterator[ForwardConfig]:
+def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec, least: int) -> Iterator[ForwardConfig]:
     yield replace(chosen, base2=not chosen.base2)
     for n in (1, 2, 4, 8):
         if n != chosen.split_exp and chosen.block_n // n >= LEAST:
             yield replace(chosen, split_exp=n)
-    for n in (1, 2, 3, 4):
+    for n in range(least, 5):
         if n != chosen.num_stages:
             yield replace(chosen, num_stages=n)
     yield replace(chosen, hold_q=not chosen.hold_q)
@@ -461,9 +465,9 @@ def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec) -> Iterator[Fo
         yield replace(chosen, pack_gqa=not chosen.pack_gqa)
 
 
-def _decode_switches(chosen: DecodeConfig) -> Iterator[DecodeConfig]:
+def _decode_switches(chosen: DecodeConfig, least: int) -> Iterator[DecodeConfig]:
     yield replace(chosen, base2=not chosen.base2)
-    for n in (1, 2, 3, 4):
+    for n in range(least, 5):
         if n != chosen.num_stages:
             yield replace(chosen, num_stages=n)
     yield replace(chosen, loads="descriptor" if chosen.loads == "pointer" else "pointer")

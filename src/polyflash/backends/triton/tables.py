@@ -3,8 +3,8 @@
 Provenance. "compiled": Triton 3.6.0 made the forward kernel of this engine for that tile offline without a
 spill, bfloat16, causal (heavy: with a bool mask); registers in brackets, those of the heavy tile behind a
 comma, "-" where that was not compiled. "model": chosen by shared memory and accumulator size, and by
-neighbours that were compiled. **No entry has been timed**: what is measured goes to the tuned file of a device
-(docs/tuning.md), and from there into this table with device and date.
+neighbours that were compiled. **No entry has been timed**: what is measured goes to the tuned file of a
+device (docs/tuning.md), and from there into this table with device and date.
 """
 
 from __future__ import annotations
@@ -131,14 +131,20 @@ FORWARD: dict[tuple[str, int], dict[int, Pair]] = {
     },
 }
 
-# float32 is multiplied as IEEE float32: on NVIDIA and RDNA without matrix instructions. By vendor; all model.
+# float32 is multiplied as IEEE float32: on NVIDIA and RDNA without matrix instructions. Model unless said.
 _CUDA_FLOAT32 = {
     32: Pair(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
-    64: Pair(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
-    128: Pair(Tile(32, 32, 4, 2), Tile(32, 16, 4, 2)),
+    64: Pair(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),  # compiled [108]; 4 warps spill 1028 B
+    128: Pair(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),  # compiled [220]; 4 warps spill 920 B
     192: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
     256: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
     576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+_ROOMY_FLOAT32 = {
+    **_CUDA_FLOAT32,
+    192: Pair(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
+    256: Pair(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
+    576: Pair(Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
 }
 _CDNA_FLOAT32 = {
     32: Pair(Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
@@ -150,13 +156,14 @@ _CDNA_FLOAT32 = {
 }
 _RDNA_FLOAT32 = {
     32: Pair(Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
-    64: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
-    128: Pair(Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+    64: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [256]; 32 keys spill 72 registers
+    128: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [256]; 32 keys spill 199
     192: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     256: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-FORWARD.update({(f, 4): _CUDA_FLOAT32 for f in ("ampere", "ada", "hopper", "blackwell", "geforce")})
+FORWARD.update({(f, 4): _CUDA_FLOAT32 for f in ("ampere", "ada", "geforce")})
+FORWARD.update({("hopper", 4): _ROOMY_FLOAT32, ("blackwell", 4): _ROOMY_FLOAT32})
 FORWARD.update({("cdna", 4): _CDNA_FLOAT32, ("cdna4", 4): _CDNA_FLOAT32})
 FORWARD.update({("rdna3", 4): _RDNA_FLOAT32, ("rdna4", 4): _RDNA_FLOAT32})
 
@@ -186,10 +193,8 @@ _TIGHT_BACKWARD = {  # model: 99 KiB of shared memory
 }
 _HOPPER_BACKWARD = {
     **_ROOMY_BACKWARD,
-    64: BackwardPair(
-        Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)
-    ),  # model: a like kernel of both has 229 registers
-    128: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),  # model: a like kernel of both spills 184 B
+    64: BackwardPair(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),  # compiled [230; dQ 166]
+    128: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),  # compiled [254; dQ 218]
     256: BackwardPair(Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),  # model
 }
 _AMD_BACKWARD = {  # model: one stage, 64 KiB
@@ -252,9 +257,9 @@ DECODE: dict[tuple[str, int], dict[int, tuple[int, int, int]]] = {
         32: (64, 4, 2),
         64: (64, 4, 2),
         128: (32, 4, 2),
-        192: (32, 4, 1),
-        256: (16, 4, 1),
-        576: (16, 8, 1),
+        192: (32, 4, 2),
+        256: (16, 4, 2),
+        576: (16, 8, 2),
     },
     ("hip", 4): {
         32: (64, 4, 1),

@@ -82,19 +82,24 @@ def backward_shared_bytes(tile: Tile, owns_rows: bool, spec: AttentionSpec, targ
     return (owned + walked * tile.num_stages) * both * size + scores
 
 
+def least_stages(target: Target) -> int:
+    """Of the loop over keys. Triton 3.6 makes wrong code of an unpipelined one for sm_90: seen on an H200."""
+    return 2 if target.name == "cuda:sm90" else 1
+
+
 def fitted(tile: Tile, spec: AttentionSpec, target: Target) -> Tile:
     """The tile, cut until it fits the shared memory: stages first, then keys, then rows."""
     room = shared_limit(target)
     while shared_bytes(tile, spec, target) > room:
-        smaller = _smaller(tile)
+        smaller = _smaller(tile, least_stages(target))
         if smaller == tile:
             break  # the least there is: the compiler has the last word
         tile = smaller
     return tile
 
 
-def _smaller(tile: Tile) -> Tile:
-    if tile.num_stages > 1:
+def _smaller(tile: Tile, stages: int) -> Tile:
+    if tile.num_stages > stages:
         return tile._replace(num_stages=tile.num_stages - 1)
     if tile.block_n > LEAST and tile.block_n * 2 > tile.block_m:
         return tile._replace(block_n=tile.block_n // 2)
@@ -105,7 +110,7 @@ def fitted_backward(tile: Tile, owns_rows: bool, spec: AttentionSpec, target: Ta
     """The tile of the dQ kernel (it owns rows) or of the dK/dV kernel, cut until it fits as `fitted` does."""
     room = shared_limit(target)
     while backward_shared_bytes(tile, owns_rows, spec, target) > room:
-        smaller = _smaller(tile)
+        smaller = _smaller(tile, 1)
         if smaller == tile:
             break
         tile = smaller
@@ -118,7 +123,7 @@ def neighbours(tile: Tile, most_rows: int, spec: AttentionSpec, target: Target) 
     for m in sorted({max(LEAST, tile.block_m // 2), tile.block_m, min(most_rows, tile.block_m * 2)}):
         for n in sorted({max(LEAST, tile.block_n // 2), tile.block_n, min(128, tile.block_n * 2)}):
             for warps in (4, 8):
-                for stages in (1, 2, 3, 4) if target.kind == "cuda" else (1, 2):
+                for stages in range(least_stages(target), 5 if target.kind == "cuda" else 3):
                     near = Tile(m, n, warps, stages)
                     if shared_bytes(near, spec, target) <= room:
                         yield near
