@@ -112,9 +112,25 @@ def row_limits(x, o_i, rows, start, live, lo_shift, hi_shift):
 
 
 @triton.jit
+def tile_ends(i_m, rows, group, BLOCK_M: tl.constexpr, PACK: tl.constexpr):
+    """First and last row of a tile, of those that are rows."""
+    G = group if PACK else 1
+    return i_m * BLOCK_M // G, tl.minimum((i_m * BLOCK_M + BLOCK_M - 1) // G, rows - 1)
+
+
+@triton.jit
 def block_range(x, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N: tl.constexpr):
     """Key blocks [n_lo, n_hi) that some row visits, and inside them [full_lo, full_hi) that every row sees
     whole."""
+    i_first, i_last = tl.min(o_i), tl.minimum(tl.max(o_i), rows - 1)
+    return block_range_of(x, i_first, i_last, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N)
+
+
+@triton.jit
+def block_range_of(
+    x, i_first, i_last, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N: tl.constexpr
+):
+    """The same of rows [i_first, i_last]; only bounds of single rows need a look at every one."""
     if x.row_bounds is not None:
         some = o_lo < o_hi
         lo = tl.min(tl.where(some, o_lo, live))
@@ -123,7 +139,6 @@ def block_range(x, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK
         all_lo = tl.max(tl.where(o_i < rows, o_lo, 0))
         all_hi = tl.min(tl.where(o_i < rows, o_hi, live))
     else:
-        i_first, i_last = tl.min(o_i), tl.minimum(tl.max(o_i), rows - 1)
         lo, hi = tl.maximum(i_first + lo_shift, start), tl.minimum(i_last + hi_shift, live)
         all_lo, all_hi = tl.maximum(i_last + lo_shift, start), tl.minimum(i_first + hi_shift, live)
     lo = tl.maximum(lo, 0)

@@ -25,7 +25,7 @@ from polyflash.backends.triton.blocks import (
     LN2,
     LOG2E,
     apply_mask,
-    block_range,
+    block_range_of,
     change_scores,
     find_member,
     finite,
@@ -42,6 +42,7 @@ from polyflash.backends.triton.blocks import (
     shifts,
     stand,
     store_tile,
+    tile_ends,
     touched,
     turned_sign,
     visible_pairs,
@@ -226,8 +227,9 @@ def attend_tile(
         o_h = i_head * group + o_g if PACK else i_head + o_g
         lo_shift, hi_shift = shifts(position, rows, live, left, right, HAS_LEFT, HAS_RIGHT)
         o_lo, o_hi = row_limits(x, o_i, rows, start, live, lo_shift, hi_shift)
-        n_lo, n_hi, full_lo, full_hi = block_range(
-            x, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N
+        i_first, i_last = tile_ends(i_m, rows, group, BLOCK_M, PACK)
+        n_lo, n_hi, full_lo, full_hi = block_range_of(
+            x, i_first, i_last, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N
         )
         if SPLIT:
             s_lo, s_hi = i_s * (split_keys // BLOCK_N), (i_s + 1) * (split_keys // BLOCK_N)
