@@ -201,8 +201,16 @@ class TestThresholds:
         ("rows", "block_m"), ((1, 16), (2, 16), (16, 16), (17, 32), (32, 32), (33, 128), (4096, 128))
     )
     def test_few_rows_have_a_narrow_tile(self, rows: int, block_m: int):
-        config = configs.choose(replace(PLAIN, seqlen_q=rows), H200)
+        wide = replace(PLAIN, seqlen_q=rows, head_dim=256, head_dim_v=256)
+        config = configs.choose(wide, H200)
         assert config.block_m == block_m and (config.num_warps == 4) is (rows <= 32)
+        assert configs.choose(replace(PLAIN, seqlen_q=rows), H200).block_m == min(64, block_m)
+
+    def test_blocks_come_by_descriptor_where_that_was_measured(self):
+        paged = replace(PLAIN, features=PLAIN.features | {Feature.PAGED}, page_size=16)
+        assert configs.choose(PLAIN, H200).loads == "descriptor"
+        assert configs.choose(paged, H200).loads == "pointer"
+        assert configs.choose(PLAIN, gpu("sm80")).loads == "pointer"
 
     @pytest.mark.parametrize(
         ("rows", "keys", "packed"),

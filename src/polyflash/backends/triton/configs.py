@@ -274,7 +274,10 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     packed = packs(spec, tile.block_m)
     tile = _narrowed(tile, most_rows(spec) * (spec.group if packed else 1))
     order = "heavy_first" if spec.causal else "plain"
-    return ForwardConfig(*tile, pack_gqa=packed, order=order)
+    arch = tables.ARCHS.get(target.arch)
+    described = arch is not None and arch.family in tables.DESCRIBED and Feature.PAGED not in spec.features
+    loads = "descriptor" if described else "pointer"
+    return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order)
 
 
 def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:

@@ -3,8 +3,9 @@
 Provenance. "compiled": Triton 3.6.0 made the forward kernel of this engine for that tile offline without a
 spill, bfloat16, causal (heavy: with a bool mask); registers in brackets, those of the heavy tile behind a
 comma, "-" where that was not compiled. "model": chosen by shared memory and accumulator size, and by
-neighbours that were compiled. **No entry has been timed**: what is measured goes to the tuned file of a
-device (docs/tuning.md), and from there into this table with device and date.
+neighbours that were compiled. "H200": the fastest of a sweep of ten tiles there, bfloat16,
+causal and full, 1k to 16k (2026-11-20, Triton 3.6.0), with descriptor loads. **No other entry has been
+timed**: what is measured goes to the tuned file of a device (docs/tuning.md), and from there into this table.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ ARCHS = {
     "gfx1201": Arch("rdna4", 64 * KIB),
 }
 
+# Families whose forward loads K and V by tensor descriptor: on an H200 6 to 16 % ahead of pointers.
+DESCRIBED = frozenset({"hopper"})
 # (family, bytes of an element) -> head-dim class -> tiles of the forward kernel
 FORWARD: dict[tuple[str, int], dict[int, Pair]] = {
     ("ampere", 2): {
@@ -73,10 +76,10 @@ FORWARD: dict[tuple[str, int], dict[int, Pair]] = {
     },
     ("hopper", 2): {
         32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
-        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [162, 204]
-        128: Pair(Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),  # compiled [227, 202]; 128 keys spill 144 B
+        64: Pair(Tile(64, 64, 4, 3), Tile(128, 64, 8, 2)),  # H200; 64x128 +6 % from 4k on, -23 % at 1k
+        128: Pair(Tile(64, 64, 4, 3), Tile(128, 32, 8, 2)),  # H200; 128x128 with 8 warps 1 to 14 % behind
         192: Pair(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # compiled [226, -]; 64 keys spill 220 B
-        256: Pair(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # compiled [246, -]
+        256: Pair(Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),  # H200; 128x32 12 % behind
         576: Pair(Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # compiled [255, -]; 64x32 spills 1668 B
     },
     ("blackwell", 2): {
