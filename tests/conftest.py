@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import device
 from tests.memory import poisoned
 from tests.refusals import Refusals
 
@@ -32,9 +33,17 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refusals", action="store_true", help="fail if a refusal was produced by no test")
+    parser.addoption("--device", help="run the rows of the conformance suite there, such as cuda")
+    parser.addoption(
+        "--rows", metavar="BACKEND", help="of the conformance suite, the rows of this backend alone"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    asked = config.getoption("--device")
+    if asked not in (None, device.NAME):
+        raise pytest.UsageError(f"--device {asked} came too late: give it on the command line")
+    device.install()
     if config.getoption("--refusals"):
         config.pluginmanager.register(Refusals().__enter__(), "refusals")
 

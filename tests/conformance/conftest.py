@@ -1,12 +1,29 @@
 """`run`: one forward row of the table, as a callable. `step`: one that runs decode problems. `backend`: the
-name of one that has gradients."""
+name of one that has gradients. And which of their tests run where."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from polyflash import env
+from polyflash.capability import Capability
+from tests import device
+from tests.conformance import interpreted
 from tests.conformance.gradients import BACKWARD
 from tests.conformance.rows import FORWARD, STEPS, Runner
+
+OF_ROWS = ("run", "step", "backend")
+HERE = Path(__file__).parent
+ON_A_GPU = {
+    "test_out_may_overlap_an_input_of_another_storage": "numpy's memory is a CPU's",
+    "test_fork_after_use": "a process that has used a GPU cannot fork",
+}
+INTERPRETED = {
+    "test_B_cpu_01_two_python_threads": "Triton's interpreter takes one thread at a time",
+    "test_two_python_threads": "Triton's interpreter takes one thread at a time",
+}
 
 
 @pytest.fixture(params=FORWARD, ids=lambda row: row.name.replace("/", "-"))
@@ -26,19 +43,58 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param.backend
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One test's rows side by side, so that the second finds the oracle's answer of the first."""
+def row_of(item: pytest.Item) -> Capability | None:
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    return next((params[name] for name in OF_ROWS if name in params), None)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mine = [item for item in items if item.path.parent == HERE]
+    wanted = config.getoption("--rows")
+    if wanted:
+        left = {item for item in mine if getattr(row_of(item), "backend", "") != wanted}
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
+    for item in mine:
+        row = row_of(item)
+        if row is not None and row.backend == "triton" and env.TRITON_INTERPRET.is_set():
+            _interpret(item, row)
+        if device.NAME != "cpu":
+            _skip_on_a_gpu(item, row)
+    _rows_side_by_side(items)
+
+
+def _interpret(item: pytest.Function, row: Capability) -> None:
+    """Marks what takes long in Triton's interpreter, and what it cannot run."""
+    for word, why in INTERPRETED.items():
+        if word in item.name:
+            item.add_marker(pytest.mark.skip(reason=why))
+    case = item.callspec.id.removeprefix(row.name.replace("/", "-")).strip("-")
+    if not interpreted.by_default(item.path.stem, item.originalname, case):
+        item.add_marker(pytest.mark.slow)
+
+
+def _skip_on_a_gpu(item: pytest.Item, row: Capability | None) -> None:
+    if row is None:
+        item.add_marker(pytest.mark.skip(reason="no row is under test: a CPU proves it"))
+    for word, why in ON_A_GPU.items():
+        if word in item.name:
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+def _rows_side_by_side(items: list[pytest.Item]) -> None:
+    """One test's rows, so that the second finds the oracle's answer of the first."""
     first: dict[object, int] = {}
     places = []
     for place, item in enumerate(items):
         params = getattr(getattr(item, "callspec", None), "params", {})
-        if not {"run", "step", "backend"} & set(params):
+        if not set(OF_ROWS) & set(params):
             places.append(place)
             continue
         key = (
             item.location[0],
             item.originalname,
-            tuple((n, repr(x)) for n, x in params.items() if n not in ("run", "step", "backend")),
+            tuple((n, repr(x)) for n, x in params.items() if n not in OF_ROWS),
         )
         places.append(first.setdefault(key, place))
     items[:] = [items[i] for i in sorted(range(len(items)), key=lambda i: places[i])]

@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 
 import polyflash
-from polyflash import backends, target
+from polyflash import backends
 from polyflash.reference import attention_reference, varlen_reference
 from polyflash.spec import Phase
+from tests import device
 from tests.conformance.rows import digest
 from tests.tolerance import compare, dropped, eager, masked_scores, members
 
 BACKWARD = tuple(
     row
     for row in backends.TABLE
-    if row.phase is Phase.BACKWARD and target.detect("cpu").name.startswith(row.targets)
+    if row.phase is Phase.BACKWARD and device.here().name.startswith(row.targets)
 )
 NAMED = ("q", "k", "v", "bias", "sinks")
 IDENTITY_BOUND = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float64: 1e-14}

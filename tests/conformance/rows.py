@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 import polyflash
-from polyflash import Mask, backends, target
+from polyflash import Mask, backends
 from polyflash.capability import Capability
 from polyflash.spec import Phase, is_decode
 from polyflash.workloads import Workload
+from tests import device
 from tests.conformance.pages import contiguous
 from tests.tolerance import Expected, Figures, check, expect
 
 # A row for another instruction set proves itself where that one is the target, simulated or not.
-HERE = tuple(row for row in backends.TABLE if target.detect("cpu").name.startswith(row.targets))
+HERE = tuple(row for row in backends.TABLE if device.here().name.startswith(row.targets))
 FORWARD = tuple(row for row in HERE if row.phase is Phase.FORWARD)
 STEPS = tuple(row for row in HERE if row.phase in (Phase.FORWARD, Phase.DECODE))  # decode problems too
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,7 +80,7 @@ class Runner:
     def skip_unless(self, workload: Workload) -> None:
         w = workload
         spec = w.spec(phase=self.row.phase, need_lse=True)
-        reasons = self.row.reasons_against(spec, target.detect("cpu"), by_name=True)
+        reasons = self.row.reasons_against(spec, device.here(), by_name=True)
         if self.row.phase is Phase.DECODE and (
             w.members or not is_decode(w.heads, w.kv_heads, w.seqlen_q, spec.seqlen_k)
         ):

@@ -1,0 +1,130 @@
+"""Where the rows under test run: `pytest --device cuda` takes the operands of every public call to a GPU and
+its results back, gradients included, so that tests stay as they are.
+
+Operands keep their strides, offsets and shared storages on the way, and what a call wrote into one comes
+back. `--device copies` does the same with copies on the CPU, which proves the way itself without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import polyflash
+from polyflash import Mask, target
+
+VARIABLE = "POLYFLASH_TEST_DEVICE"
+CALLS = ("attention", "attention_varlen", "attention_paged", "attention_groups", "explain", "explain_groups")
+
+
+def _asked() -> str:
+    """Read off the command line, as rows are listed before pytest has parsed it; workers of pytest-xdist find
+    it in the environment."""
+    for word, after in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        if word == "--device" or word.startswith("--device="):
+            return after if word == "--device" else word.partition("=")[2]
+    return os.environ.get(VARIABLE, "cpu")
+
+
+NAME = os.environ[VARIABLE] = _asked()
+DEVICE = torch.device("cpu" if NAME == "copies" else NAME)
+
+
+def here() -> target.Target:
+    """The target of the device under test."""
+    return target.detect(DEVICE.type, DEVICE.index or 0)
+
+
+def install() -> None:
+    """From now on the public functions take CPU tensors to the device under test."""
+    if NAME == "cpu":
+        return
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # else cuBLAS complains of poisoned memory's mode
+    for name in CALLS:
+        setattr(polyflash, name, elsewhere(getattr(polyflash, name)))
+
+
+def elsewhere(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` on the device under test, for CPU tensors."""
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        trip = Trip()  # seeds stay on the CPU
+        there = {n: x if n == "dropout_seed" else trip.there(x) for n, x in options.items()}
+        result = function(*(trip.there(x) for x in args), **there)
+        trip.bring_writes()
+        return trip.back(result)
+
+    return call
+
+
+class Trip:
+    """One call's tensors on their way to the device and back."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, tuple[Tensor, Tensor]] = {}  # bytes here and there, by address
+        self.given: list[tuple[Tensor, Tensor]] = []
+
+    def there(self, x: Any) -> Any:
+        if isinstance(x, Mask):
+            return x.to(DEVICE)
+        if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
+            return type(x)(self.there(y) for y in x)
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu" or x.layout != torch.strided:
+            return x
+        if x.requires_grad and torch.is_grad_enabled():
+            return _There.apply(x, self)
+        copy = self.copy(x)
+        self.given.append((x, copy))
+        return copy
+
+    def copy(self, x: Tensor) -> Tensor:
+        """The same view of a copy of its storage."""
+        storage = x.untyped_storage()
+        if storage.nbytes() == 0:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE)
+        if storage.data_ptr() not in self.storages:
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.storages[storage.data_ptr()] = flat, flat.to(DEVICE, copy=True)
+        moved = self.storages[storage.data_ptr()][1].untyped_storage()
+        made = torch.empty(0, dtype=x.dtype, device=DEVICE)
+        made.set_(moved, x.storage_offset(), x.shape, x.stride())
+        return torch._neg_view(made) if x.is_neg() else made
+
+    def bring_writes(self) -> None:
+        """What the call changed in a storage, which is its `out` or a mistake."""
+        for flat, moved in self.storages.values():
+            after = moved.cpu()
+            if not torch.equal(after, flat):
+                flat.copy_(after)
+
+    def back(self, result: Any) -> Any:
+        if isinstance(result, Tensor):
+            for x, copy in self.given:
+                if result is copy:
+                    return x
+            return result.cpu() if DEVICE.type != "cpu" else result
+        if isinstance(result, tuple):
+            parts = [self.back(x) for x in result]
+            return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
+        return [self.back(x) for x in result] if isinstance(result, list) else result
+
+
+class _There(torch.autograd.Function):
+    """The way there of a tensor that needs gradients; they come back as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trip: Trip) -> Tensor:
+        return trip.copy(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient.cpu(), None
