@@ -20,7 +20,10 @@ import polyflash
 from polyflash import Mask, target
 
 VARIABLE = "POLYFLASH_TEST_DEVICE"
-CALLS = ("attention", "attention_varlen", "attention_paged", "attention_groups", "explain", "explain_groups")
+CALLS = (
+    "attention", "attention_varlen", "attention_paged", "attention_groups", "explain", "explain_groups",
+    "column_sums", "row_stats",
+)  # fmt: skip
 
 
 def _asked() -> str:
