@@ -1,0 +1,207 @@
+"""Which key blocks a tile of the Triton forward visits: those of `mask.block_range`, each once, in rising
+order, and of interval lists those that a list of a row touches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyflash import env, mask
+from polyflash.workloads import Workload, make, workloads
+from tests import device
+
+if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
+    pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
+
+from polyflash.backends.triton import decode, forward
+from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
+from polyflash.backends.triton.interpreter import INTERPRET
+from tests.backends.triton.direct import Config, call
+
+NOBODY = -1  # stays in the counter of a program that has no rows
+CORES = 3
+FORWARD = {
+    "heads": ForwardConfig(32, 32, 4, 2),
+    "packed": ForwardConfig(16, 32, 4, 2, pack_gqa=True, order="heavy_first"),
+    "persistent": ForwardConfig(64, 16, 4, 2, pack_gqa=True, persistent=True),
+}
+DECODE = {
+    "splits": DecodeConfig(16, 32, 4, 2, 128),
+    "splits-of-heads": DecodeConfig(16, 16, 4, 2, 256, pack_gqa=False),
+}
+Blocks = list[int] | None  # those that a program visits; None: it has no rows
+
+
+@dataclass
+class Grid:
+    """The programs of a launch as `mask.block_range` and the lists of a workload want them."""
+
+    w: Workload
+    config: Config
+    lists: Tensor | None = None  # (batch or 1, heads or 1, row blocks, intervals, 2)
+    split_keys: int = 0
+
+    @property
+    def group(self) -> int:
+        return self.w.heads // self.w.kv_heads if self.config.pack_gqa else 1
+
+    def programs(self) -> list[Blocks]:
+        """In the order of the program number: splits, tiles, heads, requests, the first the fastest."""
+        w = self.w
+        keys = w.columns * w.page_size if w.page_size else w.seqlen_k
+        splits = range(-(-keys // self.split_keys)) if self.split_keys else (None,)
+        found: list[Blocks] = []
+        for b in range(1 if w.members else w.batch):
+            for head in range(w.heads // self.group):
+                tiles = self.packed(head) if w.members else self.request(b, head, w.seqlen_q)
+                if getattr(self.config, "order", "") == "heavy_first":
+                    tiles.reverse()
+                found += [self.part(tile, split) for tile in tiles for split in splits]
+        return found
+
+    def part(self, tile: Blocks, split: int | None) -> Blocks:
+        if tile is None or split is None:
+            return tile
+        return [n for n in tile if n * self.config.block_n // self.split_keys == split]
+
+    def packed(self, head: int) -> list[Blocks]:
+        """Room for one tile more than rows need per member, and for the rows of nobody, which see nothing."""
+        w, m = self.w, self.config.block_m
+        firsts = [0, *accumulate(rows for rows, _ in w.members)]
+        tiles: list[Blocks] = [None] * (w.seqlen_q * self.group // m + len(w.members) + 1)
+        for b, (rows, _) in enumerate((*w.members, (w.seqlen_q - firsts[-1], 0))):
+            own = self.request(b, head, rows) if b < len(w.members) else [[]] * -(-rows * self.group // m)
+            at = firsts[b] * self.group // m + b
+            assert tiles[at : at + len(own)] == [None] * len(own)
+            tiles[at : at + len(own)] = own
+        return tiles
+
+    def request(self, b: int, head: int, rows: int) -> list[Blocks]:
+        """The tiles of one head of a request."""
+        w, group, m = self.w, self.group, self.config.block_m
+        live = w.lens[b]
+        if w.members and not w.page_size:
+            live = min(live, w.members[b][1])
+        offset = w.offset[b] if isinstance(w.offset, tuple) else w.offset
+        if offset is None:
+            offset = 0 if w.causal == "top_left" else live - rows
+        bounds: Any = {
+            "block_n": self.config.block_n,
+            "seqlen_k": live,
+            "offset": offset,
+            "causal": bool(w.causal),
+            "window": w.window or (None, None),
+            "kv_start": w.kv_starts[b] if w.kv_starts else 0,
+        }
+        tiles: list[Blocks] = []
+        for first in range(0, rows * group, m):
+            packed = range(first, min(first + m, rows * group))
+            blocks = range(*mask.block_range(packed[0] // group, packed[-1] // group, **bounds))
+            pairs = {(head * group + r % group, r // group // w.interval_rows) for r in packed}
+            tiles.append([n for n in blocks if self.lists is None or self.touched(b, pairs, n)])
+        return tiles
+
+    def touched(self, b: int, pairs: set[tuple[int, int]], block: int) -> bool:
+        assert self.lists is not None
+        n = self.config.block_n
+        keys = range(block * n, block * n + n)
+        of_entry = self.lists[b if self.lists.shape[0] > 1 else 0]
+        return any(
+            start < end and start < keys.stop and end > keys.start
+            for head, row_block in pairs
+            for start, end in of_entry[head if of_entry.shape[0] > 1 else 0, row_block].tolist()
+        )
+
+
+@dataclass
+class Seen:
+    """What launches did: their counters, and in the interpreter the blocks of every program that had rows."""
+
+    counts: list[Tensor]
+    blocks: list[list[int]]
+    split_keys: int = 0
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Gives every launch a counter. In the interpreter blocks are noted and not computed, which takes a
+    tenth of the time."""
+    found = Seen([], [])
+    attend_call, open_blocks = forward.attend_call, []
+
+    def counted(*args: Any, **options: Any) -> None:
+        counter = torch.full((1 << 16,), NOBODY, dtype=torch.int32, device=device.DEVICE)
+        attend_call(*args, visits=counter, **options)
+        found.counts.append(counter.cpu())
+        found.split_keys = options.get("split_keys", 0)
+
+    def attend_block(i_n: Any, m_i: Any, l_i: Any, acc0: Any, acc1: Any, odd: Any, *_: Any) -> Any:
+        open_blocks.append(int(i_n))
+        return m_i, l_i, acc0, acc1, odd
+
+    def finalize(*_: Any) -> None:
+        found.blocks.append(list(open_blocks))
+        open_blocks.clear()
+
+    for module in (forward, decode):
+        monkeypatch.setattr(module, "attend_call", counted)
+    if INTERPRET:
+        monkeypatch.setattr(forward, "attend_block", attend_block)
+        monkeypatch.setattr(forward, "finalize", finalize)
+    return found
+
+
+def check(seen: Seen, w: Workload, config: Config, **more: Any) -> None:
+    q, k, v, options = make(w, seed=1)
+    call(config, q, k, v, cores=CORES, **options, **more)
+    lists = options["mask"].bounds if w.intervals else None
+    programs = Grid(w, config, lists, seen.split_keys).programs()
+    (counter,) = seen.counts
+    want = torch.tensor([NOBODY if blocks is None else len(blocks) for blocks in programs])
+    assert counter[: len(want)].tolist() == want.tolist()
+    assert (counter[len(want) :] == NOBODY).all()
+    if INTERPRET:
+        turn = range(len(programs))
+        if getattr(config, "persistent", False):
+            turn = [i for first in range(CORES) for i in turn[first::CORES]]
+        assert seen.blocks == [programs[i] for i in turn if programs[i] is not None]
+
+
+def cases(configs: dict[str, Any], problems: list[Workload]) -> list[Any]:
+    """Every problem with every config. By default each config takes its turn with the problems that need a
+    feature which none before them needed."""
+    found, known, turn = [], set(), 0
+    for w in problems:
+        fresh = not found or not w.features <= known
+        known |= w.features
+        for place, name in enumerate(configs):
+            mine = fresh and place == turn % len(configs)
+            marks = () if mine else (pytest.mark.slow,)
+            found.append(pytest.param(w, configs[name], id=f"{w.name}-{name}", marks=marks))
+        turn += fresh
+    return found
+
+
+PROBLEMS = [w for tag in ("ci", "varlen", "paged", "decode") for w in workloads(tag)]
+STEPS = [w for tag in ("decode", "paged") for w in workloads(tag) if not w.members]
+
+
+@pytest.mark.parametrize(("w", "config"), cases(FORWARD, PROBLEMS))
+def test_a_tile_visits_the_blocks_of_its_rows(w: Workload, config: Config, seen: Seen):
+    check(seen, w, config)
+
+
+@pytest.mark.parametrize(("w", "config"), cases(DECODE, STEPS))
+def test_the_parts_of_a_split_walk_add_up(w: Workload, config: Config, seen: Seen):
+    check(seen, w, config, batch_invariant=True)
+
+
+def test_splits_are_of_the_size_that_the_config_names(seen: Seen):
+    (w,) = [w for w in STEPS if w.name == "step-group-8"]
+    check(seen, w, DECODE["splits"], batch_invariant=True)
+    assert seen.split_keys == 128 and (seen.counts[0] != NOBODY).sum() == -(-1100 // 128)
