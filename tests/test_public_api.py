@@ -174,7 +174,7 @@ REFUSED = [
     ("layout tensor", (Q, K, V), {"layout": torch.zeros(2)}, "layout: got torch.float32 (2,), wanted 'bhsd'"),
     ("layout array", (Q, K, V), {"layout": np.array([1, 2])}, "layout: got numpy int64 (2,), wanted 'bhsd'"),
     ("backend array", (Q, K, V), {"backend": np.array(["cpu", "x"])}, "backend: got numpy <U3 (2,), wanted"),
-    ("backend list", (Q, K, V), {"backend": ["cpu"]}, "backend: got list of 1, wanted one of cpu, torch"),
+    ("backend list", (Q, K, V), {"backend": ["cpu"]}, "backend: got list of 1, one of cpu, triton, torch"),
     ("window far", (Q, K, V), {"window": (2**63, 0)}, "wanted a 64-bit int >= 0"),
     ("scale beyond float64", (Q, K, V), {"scale": 2**2000}, "scale: got an int beyond 1e308"),
     ("seed float", (Q, K, V), {"dropout_p": 0.5, "dropout_seed": 1.5}, "wanted an int in [-2**63, 2**64)"),
@@ -781,7 +781,7 @@ def test_a_backend_named_inside_a_compiled_function_refuses_while_tracing():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="has bfloat16, float16, float32, asked for float64"):
         torch.compile(call, fullgraph=True, backend="eager")(q, k, v)
-    with pytest.raises(Exception, match="one of cpu, torch"):
+    with pytest.raises(Exception, match="one of cpu, triton, torch"):
         torch.compile(lambda q: use_backend("gpu").__enter__(), backend="eager")(q)
     assert torch_ops.in_graph.backend is None and torch_ops.backend_in_use.get() == ""
 
@@ -817,7 +817,7 @@ class TestExplain:
         q = torch.empty(1, 8, 128, 64)
         plan = explain(q, q, q, bias=torch.zeros(128, 128), sinks=torch.zeros(8), target="cuda:sm90")
         verdicts = {v.row.name: v.reasons for v in plan.verdicts}
-        assert plan.backend == "torch" and not verdicts["torch/forward"]
+        assert plan.backend == "triton" and not verdicts["triton/forward"] and not verdicts["torch/forward"]
         assert any("cuda:sm90" in reason for reason in verdicts["cpu/forward"])
 
     def test_amx_takes_bf16_prefill_to_the_torch_row_and_says_so(self):
@@ -842,7 +842,8 @@ class TestExplain:
     def test_unknown_cpus_get_the_portable_kernel_and_other_devices_the_torch_row(self):
         q = torch.empty(1, 2, 64, 64)
         assert explain(q, q, q, target="cpu:generic").backend == "cpu"
-        assert explain(q, q, q, target="cuda:sm90").backend == "torch"
+        assert explain(q, q, q, target="cuda:sm90").backend == "triton"
+        assert explain(q, q, q, target="mps:apple").backend == "torch"
 
     def test_gradients_have_their_own_plan(self):
         q = torch.randn(1, 2, 64, 64, requires_grad=True)
