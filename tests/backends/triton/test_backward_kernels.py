@@ -129,6 +129,10 @@ def test_every_plain_feature(heads: tuple[int, int], options: dict[str, Any]):
     hold(*qkv(heads), **options)
 
 
+def test_blocks_seen_whole_between_both_edges_of_a_window():
+    hold(*qkv((2, 1), 90, 70), window=(50, 10))
+
+
 @pytest.mark.parametrize("heads", ((2, 2), (4, 2)), ids=("alone", "grouped"))
 def test_operands_of_pairs_and_heads(heads: tuple[int, int]):
     q, k, v = qkv(heads)
@@ -214,6 +218,21 @@ def test_hidden_is_absent():
     q, k, v, dout = q[:1], k[:1], v[:1], dout[:1]
     for args in (Arguments(mask=empty), Arguments(mask=empty, sinks=sinks)):
         agree(put(q, *late), k, v, args, put(dout, *late))
+
+
+def test_row_whose_scores_are_all_minus_infinite():
+    """It is an empty row: no key learns of its dO."""
+    q, k, v = qkv((2, 1), 10, 10)
+    q = put(q, 0, 0, 4, 0, value=-INF)
+    got = agree(q, k.abs(), v, Arguments(causal=True), put(torch.randn(q.shape), 0, 0, 4))
+    assert all(got[n].isfinite().all() for n in "qkv") and (got["q"][0, 0, 4] == 0).all()
+
+
+def test_nan_of_a_bias():
+    """Of rows 3 and 5 at keys they see; and of row 4 where it does not look."""
+    bias = put(put(put(torch.randn(21, 39), 3, 0), 5, 20), 4, 38)
+    got = agree(*qkv((2, 1)), Arguments(bias=bias, causal=True))
+    assert got["k"][0, 0, 24:].isfinite().all() and got["q"][0, :, 4].isfinite().all()
 
 
 def test_finite_masks():
@@ -302,6 +321,7 @@ def visible(rows: int, keys: int, args: Arguments) -> Tensor:
         Arguments(causal=True),
         Arguments(causal=True, window_left=9),
         Arguments(window_left=40, window_right=3),
+        Arguments(causal=True, offset=0),
         Arguments(causal=True, offset=-30),
         Arguments(causal=True, offset=60),
     ),

@@ -72,7 +72,7 @@ class Prepared:
                 {**both, "BLOCK_M": m, "BLOCK_N": n, "NUM_STAGES": s, "num_stages": s, "num_warps": w}
                 for m, n, s, w in tiles_of
             )
-            rare = {**dkv, "BLOCK_M": 16, "BLOCK_N": 32, "NUM_STAGES": 1, "num_stages": 1, "FINITE": False}
+            rare = {**dkv, "BLOCK_M": 16, "BLOCK_N": 32, "FINITE": False}
             found = self.constants[key] = {**dkv, "FINITE": True}, rare, dq
         return found
 

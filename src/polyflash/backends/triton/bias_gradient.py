@@ -169,6 +169,6 @@ def _constants(
             "BLOCK_M": config.dq_block_m, "BLOCK_N": config.dq_block_n, "HAS_OFFSET": flags.HAS_OFFSET,
             "HAS_LEFT": flags.HAS_LEFT, "HAS_RIGHT": flags.HAS_RIGHT, "SOFTCAP": flags.SOFTCAP,
             "DROPOUT": flags.DROPOUT, "BASE2": config.base2, "OVER_ROWS": over_rows, "OVER_KEYS": over_keys,
-            "num_warps": config.dq_num_warps, "num_stages": 1,
+            "num_warps": config.dq_num_warps, "num_stages": config.dq_num_stages,
         }  # fmt: skip
     return found[key]

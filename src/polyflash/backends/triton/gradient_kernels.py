@@ -93,7 +93,7 @@ def center(
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """delta = Σ_d do·out - dlse, and lse with +inf for rows that saw no key (their delta is 0), both in the
-    order of packed rows; and whether anything in q, k, v or do is not finite. The first programs have
+    order of packed rows; and whether a q, k, v, do or delta is not finite. The first programs have
     BLOCK_M rows of one query head each, the others keys of one key/value head."""
     i_t = tl.program_id(0)
     row_programs = row_tiles * num_heads * batch
@@ -119,6 +119,7 @@ def center(
         tl.store(delta.p + o_w, b_delta, mask=m_row)
         found = has_odd(q, row_offsets(q, i_b, i_h, o_i), m_row, D, D0, D1)
         found = found | has_odd(dout, o_do, m_row, DV, DV0, DV1)
+        found = found | (tl.max(tl.where(b_delta - b_delta == 0.0, 0, 1), 0) > 0)  # of scores, out or dlse
         tl.store(odd, 1, mask=found)
         if i_t == 0:  # what blocks read behind the last row
             o_pad = tl.cast(batch, tl.int64) * row_lse.b + tl.arange(0, PAD)
