@@ -1,0 +1,285 @@
+"""Every shipped kernel and tile as a call to compile: which ones, and the very arguments of their launches.
+
+A case runs the backend's own `run` on tensors without memory, and keeps what it would have launched. So a
+kernel is compiled with the constants, strides and optional operands that a call gives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyflash import target as targets
+from polyflash.backends.triton import configs, tables, tiles
+from polyflash.spec import Arguments, AttentionSpec, Phase, features_of
+from polyflash.target import Target
+
+GPUS = tuple(t.name for t in targets.KNOWN if t.kind in ("cuda", "hip"))
+BATCH, HEADS, KEYS, PAGES = 2, 16, 4096, 64
+_OPTIONS = ("num_warps", "num_stages")
+
+
+class Launched(NamedTuple):
+    """A kernel with the arguments and options of one launch."""
+
+    kernel: Any
+    arguments: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+class Problem(NamedTuple):
+    """Shapes of a call beside its head dim, and what is asked of it."""
+
+    query_heads: int = HEADS
+    kv_heads: int = HEADS
+    seqlen_q: int = KEYS
+    seqlen_k: int = KEYS
+    batch: int = BATCH
+    page_size: int = 0  # keys per page, of PAGES in the pool
+    options: Callable[[], dict[str, Any]] = dict
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _packed() -> dict[str, Any]:
+    bounds = _meta(5)
+    lengths = {"max_seqlen_q": KEYS, "max_seqlen_k": KEYS}
+    return {"causal": True, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, **lengths}
+
+
+PROBLEMS = {
+    "full": Problem(),
+    "causal": Problem(options=lambda: {"causal": True}),
+    "window": Problem(options=lambda: {"causal": True, "window_left": 512}),
+    "mask": Problem(options=lambda: {"mask": _meta(BATCH, 1, KEYS, KEYS, dtype=torch.bool)}),
+    "bias": Problem(options=lambda: {"bias": _meta(BATCH, HEADS, KEYS, KEYS, dtype=torch.bfloat16)}),
+    "dropout": Problem(options=lambda: {"causal": True, "dropout_p": 0.1, "dropout_seed": torch.tensor(1)}),
+    "packed": Problem(batch=1, options=_packed),
+    "grouped": Problem(kv_heads=4, options=lambda: {"causal": True}),
+    "paged": Problem(
+        query_heads=32,
+        kv_heads=8,
+        seqlen_q=1,
+        page_size=128,
+        options=lambda: {"kv_lens": _meta(BATCH), "page_table": _meta(BATCH, KEYS // 128)},
+    ),
+    "token": Problem(query_heads=32, kv_heads=8, seqlen_q=1, options=lambda: {"kv_lens": _meta(BATCH)}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call on one target. Its id names entries of the recorded file, with a kernel's name behind."""
+
+    phase: Phase
+    target_name: str
+    dtype: str
+    head_dim: int
+    problem: str
+
+    @property
+    def id(self) -> str:
+        _, _, arch = self.target_name.partition(":")
+        return f"{self.phase.value}/{arch}/{self.dtype}/d{self.head_dim}/{self.problem}"
+
+    @property
+    def target(self) -> Target:
+        return targets.parse(self.target_name)
+
+    def spec(self) -> AttentionSpec:
+        p, args = PROBLEMS[self.problem], self.arguments()
+        features = features_of(
+            args,
+            num_q_heads=p.query_heads,
+            num_kv_heads=p.kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+        )
+        return AttentionSpec(
+            phase=self.phase,
+            dtype=self.dtype,
+            device=self.target_name,
+            batch=p.batch,
+            num_q_heads=p.query_heads,
+            num_kv_heads=p.kv_heads,
+            seqlen_q=p.seqlen_q,
+            seqlen_k=p.seqlen_k,
+            page_size=p.page_size,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+            features=features,
+            causal=args.causal,
+            window=(args.window_left, args.window_right),
+            members=0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1,
+            max_seqlen_q=args.max_seqlen_q,
+            max_seqlen_k=args.max_seqlen_k,
+        )
+
+    def arguments(self) -> Arguments:
+        return Arguments(need_lse=True, **PROBLEMS[self.problem].options())
+
+    def config(self) -> Any:
+        return configs.choose(self.spec(), self.target)
+
+    def launches(self, config: Any = None) -> list[Launched]:
+        """What the call launches with its own config or another."""
+        module = importlib.import_module(f"polyflash.backends.triton.{self.phase.value}")
+        spec = self.spec()
+        launch = SimpleNamespace(
+            row=None,
+            config=config or self.config(),
+            rung="",
+            target=self.target,
+            spec=spec,
+            run=None,
+            prepared=None,
+        )
+        dtype = getattr(torch, self.dtype)
+        q = _meta(spec.batch, spec.num_q_heads, spec.seqlen_q, self.head_dim, dtype=dtype)
+        pool = (PAGES, spec.page_size) if spec.page_size else (spec.batch, spec.seqlen_k)
+        k = _meta(pool[0], spec.num_kv_heads, pool[1], self.head_dim, dtype=dtype)
+        lse = _meta(*q.shape[:3], dtype=torch.float32)
+        with _recorded() as found:
+            _CALLS[self.phase](module.run, launch, q, k, lse, self.arguments())
+        return found
+
+
+def _forward(run: Any, launch: Any, q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> None:
+    run(launch, q, k, k.clone(), torch.empty_like(q), lse, args)
+
+
+def _backward(run: Any, launch: Any, q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> None:
+    every = (True, True, True, args.bias is not None, False)
+    run(launch, torch.empty_like(q), None, q, k, k.clone(), torch.empty_like(q), lse, args, every)
+
+
+def _statistics(run: Any, launch: Any, q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> None:
+    sums = _meta(*q.shape[:2], k.shape[2], dtype=torch.float32)
+    run(launch, q, k, lse, sums, torch.empty_like(lse), torch.empty_like(lse), args)
+
+
+_CALLS: dict[Phase, Callable[..., None]] = {
+    Phase.FORWARD: _forward,
+    Phase.DECODE: _forward,
+    Phase.BACKWARD: _backward,
+    Phase.STATISTICS: _statistics,
+}
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[list[Launched]]:
+    """Inside, launches are kept instead of made; for one thread."""
+    from polyflash.backends.triton.runtime import Kernels
+
+    found: list[Launched] = []
+
+    def keep(
+        self: Any, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Mapping[str, Any],
+        key: Any, device: Any,
+    ) -> None:  # fmt: skip
+        given = dict(zip(kernel.arg_names, arguments, strict=False))
+        given.update({name: value for name, value in constants.items() if name not in _OPTIONS})
+        options = {name: constants[name] for name in _OPTIONS if name in constants}
+        found.append(Launched(kernel, given, options))
+
+    original = Kernels.launch
+    Kernels.launch = keep  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Kernels.launch = original  # type: ignore[method-assign]
+
+
+HEAD_DIMS = tuple(sorted((*tables.CLASSES, 80)))  # 80 takes two blocks of channels
+ONE_OF_EACH = ("cuda:sm90", "hip:gfx942")
+
+
+class Shipped(NamedTuple):
+    """What of a phase is compiled: `everywhere` in bfloat16 at head dims `narrow` and in float32 at `wide`;
+    `more` at head dims 64 and 128 in bfloat16; `rare` at 128 on one GPU of each vendor."""
+
+    everywhere: str
+    more: tuple[str, ...] = ()
+    rare: tuple[str, ...] = ()
+    narrow: tuple[int, ...] = HEAD_DIMS
+    wide: tuple[int, ...] = (64, 128)
+
+
+_FEATURES = ("window", "bias", "dropout", "packed", "grouped")
+SHIPPED = {
+    Phase.FORWARD: Shipped("causal", ("full", "mask"), _FEATURES, wide=HEAD_DIMS),
+    Phase.DECODE: Shipped("token", rare=("paged",)),
+    Phase.BACKWARD: Shipped("causal", ("full", "mask"), _FEATURES),
+    Phase.STATISTICS: Shipped("causal", narrow=(64, 128), wide=()),
+}
+
+
+@cache
+def every_case() -> tuple[Case, ...]:
+    """All of them, by phase and target."""
+    return tuple(
+        case for phase, shipped in SHIPPED.items() for gpu in GPUS for case in _cases(phase, shipped, gpu)
+    )
+
+
+def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
+    for dtype, dims in (("bfloat16", shipped.narrow), ("float32", shipped.wide)):
+        for d in dims:
+            yield Case(phase, gpu, dtype, d, shipped.everywhere)
+    for d in (64, 128):
+        for problem in shipped.more:
+            yield Case(phase, gpu, "bfloat16", d, problem)
+        if phase is Phase.FORWARD or gpu in ONE_OF_EACH:
+            yield Case(phase, gpu, "float16", d, shipped.everywhere)
+    if gpu in ONE_OF_EACH:
+        for problem in shipped.rare:
+            yield Case(phase, gpu, "bfloat16", 128, problem)
+
+
+# (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits may spill nothing
+CLEAN = (
+    (Phase.FORWARD, ("sm80", "sm90", "gfx942", "gfx950")),
+    (Phase.BACKWARD, ("sm90",)),
+)
+
+
+def must_be_clean(case: Case) -> bool:
+    """No exception is possible for it."""
+    return (
+        case.head_dim in (64, 128)
+        and tiles.ELEMENT_BYTES[case.dtype] == 2
+        and case.problem in ("causal", "full")
+        and any(case.phase is phase and case.target.arch in archs for phase, archs in CLEAN)
+    )
+
+
+def default_cases() -> tuple[Case, ...]:
+    """Of every target some, and all that must be clean but those of float16."""
+    return tuple(
+        c
+        for c in every_case()
+        if c.dtype != "float16"
+        and (must_be_clean(c) or (c.phase, c.dtype, c.head_dim, c.problem) in _DEFAULT or c in _SINGLE)
+    )
+
+
+_DEFAULT = {(Phase.FORWARD, "bfloat16", 64, "full"), (Phase.FORWARD, "bfloat16", 128, "causal")}
+_SINGLE = {
+    case
+    for gpu in ONE_OF_EACH
+    for case in (
+        Case(Phase.FORWARD, gpu, "bfloat16", 80, "causal"),
+        Case(Phase.FORWARD, gpu, "float32", 64, "causal"),
+        Case(Phase.DECODE, gpu, "bfloat16", 128, "token"),
+    )
+} | {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal")}

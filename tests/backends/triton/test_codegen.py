@@ -1,0 +1,181 @@
+"""The code generation gate: what the compiler makes of shipped kernels is what is recorded in codegen.json.
+
+Nothing here needs a GPU. `python scripts/codegen.py --record --reason "..."` changes the record.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyflash import env
+from polyflash.spec import Phase
+from polyflash.target import parse
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from polyflash.backends.triton import codegen  # noqa: E402
+from polyflash.backends.triton.codegen_cases import (  # noqa: E402
+    CLEAN,
+    GPUS,
+    SHIPPED,
+    Case,
+    default_cases,
+    every_case,
+    must_be_clean,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+NEWEST = "POLYFLASH_NEWEST_TRITON"  # a folder that holds a triton newer than the installed one
+compiles = pytest.mark.skipif(
+    env.TRITON_INTERPRET.is_set(), reason=f"{env.TRITON_INTERPRET.name} is set: nothing can be compiled"
+)
+
+
+def _script() -> Any:
+    spec = importlib.util.spec_from_file_location("codegen_script", ROOT / "scripts" / "codegen.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script = _script()
+RECORDED = script.load()
+CLEAN_REPORT = codegen.Report(registers=100, shared_bytes=1024, instructions=1000, matrix={"HGMMA": 8})
+HOPPER = Case(Phase.FORWARD, "cuda:sm90", "bfloat16", 128, "causal")
+
+
+def _complaints(cases: tuple[Case, ...]) -> list[str]:
+    return [
+        text
+        for case in cases
+        for entry, found in script.kernels(case)
+        for text in script.complaints(RECORDED, triton.__version__, entry, found, case)
+    ]
+
+
+@compiles
+@pytest.mark.parametrize("gpu", GPUS)
+def test_kernels_of_the_default_run(gpu: str):
+    assert not _complaints(tuple(c for c in default_cases() if c.target_name == gpu))
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [p.value for p in SHIPPED])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_kernel(gpu: str, phase: str):
+    cases = tuple(c for c in every_case() if c.target_name == gpu and c.phase.value == phase)
+    assert not _complaints(cases)
+
+
+def test_entries_have_cases_and_faults_have_reasons():
+    known = {case.id for case in every_case()}
+    for version, entries in RECORDED["versions"].items():
+        for entry in entries:
+            assert entry.rpartition("/")[0] in known, f"{version}: {entry} is of no case"
+    assert not script.unexplained(RECORDED)
+    for exception in RECORDED["exceptions"]:
+        assert len(exception["because"]) > 20, exception
+    assert RECORDED["reasons"] and all(r["reason"].strip() for r in RECORDED["reasons"])
+
+
+def test_every_exception_is_needed():
+    for exception in RECORDED["exceptions"]:
+        assert any(
+            exception in script.exceptions(RECORDED, version, entry, fault)
+            for version, entries in RECORDED["versions"].items()
+            for entry, values in entries.items()
+            for fault in values["faults"]
+        ), f"of no entry: {exception}"
+
+
+def test_tiles_are_those_that_were_recorded():
+    """Costs no compile: a changed table shows here even where only `make test-all` compiles."""
+    cases = {case.id: case for case in every_case()}
+    for entries in RECORDED["versions"].values():
+        for entry, values in entries.items():
+            assert script.tile_of(cases[entry.rpartition("/")[0]].config()) == values["tile"], entry
+
+
+def test_default_cases_are_recorded_for_the_pinned_triton():
+    entries = RECORDED["versions"][script.PINNED]
+    have = {entry.rpartition("/")[0] for entry in entries}
+    assert {case.id for case in default_cases()} <= have
+    assert {case.target_name for case in default_cases()} == set(GPUS)
+
+
+def test_what_must_be_clean_is_no_exception():
+    cases = [case for case in every_case() if must_be_clean(case)]
+    assert {(c.phase, c.target.arch) for c in cases} == {(p, a) for p, archs in CLEAN for a in archs}
+    ids = {case.id for case in cases}
+    for entry, values in RECORDED["versions"][script.PINNED].items():
+        if entry.rpartition("/")[0] in ids:
+            assert not {"spills", "serial"} & set(values["faults"]) and values["spill_bytes"] == 0, entry
+
+
+SPOILED = {
+    "spill_bytes": {"spill_bytes": 8, "local_loads": 1},
+    "spilled_registers": {"spilled_registers": 1},
+    "stack_bytes": {"stack_bytes": 8},
+    "registers": {"registers": 101},
+    "matrix": {"matrix": {"HMMA": 8}},
+    "none": {"matrix": {}},
+    "serial": {"warnings": ("C7511",)},
+    "shared": {"shared_bytes": 228 * 1024},
+    "instructions": {"instructions": 1101},
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_worse_kernel_is_noticed(how: str):
+    entry = f"{HOPPER.id}/attend"
+    ledger: dict[str, Any] = {"reasons": [], "exceptions": [], "versions": {}}
+    assert not script.record(ledger, "0", [(HOPPER, entry, CLEAN_REPORT)], "first")
+    assert not script.complaints(ledger, "0", entry, CLEAN_REPORT, HOPPER)
+    worse = replace(CLEAN_REPORT, **SPOILED[how])
+    assert script.complaints(ledger, "0", entry, worse, HOPPER)
+
+
+def test_no_exception_helps_what_must_be_clean():
+    ledger = {
+        "reasons": [], "exceptions": [{"entries": "*", "fault": "spills", "because": "-"}], "versions": {}
+    }  # fmt: skip
+    spilling = replace(CLEAN_REPORT, spill_bytes=8)
+    assert script.complaints(ledger, script.PINNED, f"{HOPPER.id}/attend", spilling, HOPPER)
+    assert not script.complaints(ledger, "9.9.9", f"{HOPPER.id}/attend", spilling, HOPPER)
+    other = replace(HOPPER, target_name="cuda:sm120")
+    spilling = replace(spilling, matrix={"HMMA": 8})
+    assert not script.complaints(ledger, script.PINNED, f"{other.id}/attend", spilling, other)
+
+
+@compiles
+def test_a_tile_too_large_for_its_registers_spills():
+    """A compiled one: 64 rows of float32 in four warps."""
+    case = Case(Phase.FORWARD, "hip:gfx1100", "float32", 64, "causal")
+    config = replace(case.config(), block_m=64, block_n=16, num_warps=4)
+    ((kernel, arguments, options),) = case.launches(config)
+    found = codegen.report(codegen.compile_for(kernel, arguments, options, case.target))
+    assert "spills" in codegen.faults(found, parse(case.target_name))
+
+
+@compiles
+@pytest.mark.slow
+def test_the_newest_triton():
+    """The same gate with the triton in the folder that the variable names."""
+    folder = os.environ.get(NEWEST, "")
+    if not folder:
+        pytest.skip(f"{NEWEST} names no folder with a newer triton")
+    paths = [folder, str(ROOT / "src")]
+    child = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, str(ROOT / "scripts" / "codegen.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=child)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
