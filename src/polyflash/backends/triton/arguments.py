@@ -182,9 +182,13 @@ def operands(args: Arguments, k: Tensor) -> Operands:
         intervals=None if lists is None else _lists(lists, args.interval_rows),
         cu_seqlens_q=_dense(args.cu_seqlens_q),
         cu_seqlens_k=_dense(args.cu_seqlens_k),
-        page_table=None if table is None else Table(table, *table.stride(), k.shape[0], k.shape[2]),
+        page_table=None if table is None else _table(table, k),
         row_bounds=None if bounds is None else Bounds(bounds, *bounds.stride()),
     )
+
+
+def _table(x: Tensor, k: Tensor) -> Table:
+    return Table(x, x.stride(0), x.stride(1), k.shape[0], k.shape[2])
 
 
 def _dense(x: Tensor | None) -> Tensor | None:

@@ -288,6 +288,17 @@ def touched(x, i_b, o_i, o_h, rows, j_0, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def accumulate(acc, b_p, b_v, alpha):
+    """acc·alpha + P·V. In float32 each block is summed by itself: a chain over all keys would lose digits."""
+    acc = acc * alpha[:, None]
+    if b_v.dtype == tl.float32:
+        acc += product(b_p, b_v, tl.zeros(acc.shape, tl.float32))
+    else:
+        acc = product(b_p.to(b_v.dtype), b_v, acc)
+    return acc
+
+
+@triton.jit
 def apply_mask(b_s, b_seen, value, ADD: tl.constexpr):
     """`value` at invisible pairs, whatever was there; by addition only scores that are finite."""
     if ADD:
@@ -312,14 +323,10 @@ def exp2_in_parts(b_x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def weights(b_s, b_m, factor, CHANGED: tl.constexpr, BASE2: tl.constexpr, PARTS: tl.constexpr):
-    """exp(scale·(s - m)): plain scores are scaled by the same fused multiply-add that subtracts m; changed
-    ones, which may be as large as float32 goes, lose m first. `factor` is scale·log2 e, or scale without
-    BASE2; scale is 1 for changed scores."""
-    if CHANGED:
-        b_x = (b_s - b_m[:, None]) * factor
-    else:
-        b_x = tl.fma(b_s, factor, (-b_m * factor)[:, None])
+def weights(b_s, b_m, factor, BASE2: tl.constexpr, PARTS: tl.constexpr):
+    """exp(scale·(s - m)): the maximum is subtracted first, so the largest weight is exactly 1, however large
+    the scores. `factor` is scale·log2 e, or scale without BASE2; scale is 1 for changed scores."""
+    b_x = (b_s - b_m[:, None]) * factor
     if BASE2:
         b_p = exp2_in_parts(b_x, PARTS)
     else:
@@ -328,12 +335,12 @@ def weights(b_s, b_m, factor, CHANGED: tl.constexpr, BASE2: tl.constexpr, PARTS:
 
 
 @triton.jit
-def online_softmax(b_s, m_i, l_i, factor, CHANGED: tl.constexpr, BASE2: tl.constexpr, PARTS: tl.constexpr):
+def online_softmax(b_s, m_i, l_i, factor, BASE2: tl.constexpr, PARTS: tl.constexpr):
     """Weights of a tile under the new maximum, the new m and l, and the factor for older sums. m is in units
     of b_s. Every part of a tile has the maximum of the whole."""
     m_new = tl.maximum(m_i, tl.max(b_s, 1))
     b_m = tl.where(m_new == float("-inf"), 0.0, m_new)
-    b_p = weights(b_s, b_m, factor, CHANGED, BASE2, PARTS)
+    b_p = weights(b_s, b_m, factor, BASE2, PARTS)
     alpha = tl.exp2((m_i - b_m) * factor) if BASE2 else tl.exp((m_i - b_m) * factor)
     return b_p, m_new, l_i * alpha + tl.sum(b_p, 1), alpha
 

@@ -4,7 +4,7 @@ tensors too, for those who name the backend."""
 from __future__ import annotations
 
 from polyflash import env
-from polyflash.backends.triton import configs
+from polyflash.backends.triton import configs, tiles
 from polyflash.capability import Capability, Yield
 from polyflash.spec import MOST_POSITIONS, Feature, Phase
 
@@ -35,6 +35,7 @@ CAPABILITIES = tuple(
         features=features,
         priority=50,
         choose=choose,
+        tabled=tiles.has_table,
         needs=("triton",),
         max_positions=MOST_POSITIONS,
         yields=(

@@ -24,6 +24,7 @@ from polyflash.backends.triton import arguments, runtime, tiles
 from polyflash.backends.triton.blocks import (
     LN2,
     LOG2E,
+    accumulate,
     apply_mask,
     block_range_of,
     change_scores,
@@ -134,7 +135,7 @@ def attend_block(
         b_s = apply_mask(b_s, b_seen, float("-inf"), MASK_ADD)
     elif x.page_table is not None:  # an entry that names no page hides its keys
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-    b_p, m_i, l_i, alpha = online_softmax(b_s, m_i, l_i, factor, CHANGED, BASE2, SPLIT_EXP)
+    b_p, m_i, l_i, alpha = online_softmax(b_s, m_i, l_i, factor, BASE2, SPLIT_EXP)
     if DROPOUT:
         b_kept = keep(i_plane + o_h, o_i, j_0, seed_lo, seed_hi, drop_below, BLOCK_N)
         b_p = tl.where(b_kept, b_p * keep_scale, 0.0)
@@ -155,10 +156,9 @@ def attend_block(
         if DV1 > 0:
             odd = odd | has_nonfinite(b_v1)
             b_v1 = finite(b_v1)
-    b_p = b_p.to(b_v0.dtype)
-    acc0 = product(b_p, b_v0, acc0 * alpha[:, None])
+    acc0 = accumulate(acc0, b_p, b_v0, alpha)
     if DV1 > 0:
-        acc1 = product(b_p, b_v1, acc1 * alpha[:, None])
+        acc1 = accumulate(acc1, b_p, b_v1, alpha)
     return m_i, l_i, acc0, acc1, odd
 
 
@@ -205,7 +205,6 @@ def attend_tile(
     """One query tile of one head (or group), over all its keys or over those of one split."""
     batch, num_heads, group, seqlen_q, seqlen_k = sizes[:5]
     num_tiles, num_splits, split_keys, offset, left, right = sizes[5:]
-    factor = numbers[2]
     # which tile of which request, head and split
     i_s = i_t % num_splits
     i_hm = i_t // num_splits
@@ -285,20 +284,20 @@ def attend_tile(
                 D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, DROPOUT, BASE2,
                 SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
             )  # fmt: skip
-        finalize(state, q, out, lse, x, i_b, i_batch, batch, i_s, o_h, first_q + o_i, m_row, factor,
-                 DV, DV0, DV1, BASE2, CHANGED, SPLIT)  # fmt: skip
+        scale = numbers[0]
+        units = 1.0 if CHANGED else (-scale if NEGATIVE else scale)
+        finalize(state, q, out, lse, x, i_b, i_batch, batch, i_s, o_h, first_q + o_i, m_row, units,
+                 DV, DV0, DV1, SPLIT)  # fmt: skip
 
 
 @triton.jit
 def finalize(
-    state, q, out, lse, x, i_b, i_batch, batch, i_s, o_h, o_row, m_row, factor,
-    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BASE2: tl.constexpr, CHANGED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    state, q, out, lse, x, i_b, i_batch, batch, i_s, o_h, o_row, m_row, units,
+    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """out = acc / l and lse, or those of one split, to which no sink belongs yet. A row that saw no key is 0
-    and -inf."""
+    and -inf. m times `units` is natural."""
     m_i, l_i, acc0, acc1 = state
-    units = factor * LN2 if BASE2 else factor  # of m, in natural ones
     b_m = tl.where(m_i == float("-inf"), float("-inf"), m_i * units)
     b_empty = l_i == 0.0
     if not SPLIT and x.sinks is not None:
@@ -325,6 +324,7 @@ def finalize(
 
 
 _KEPT_CALLS = 256  # of different strides or numbers, per route
+_WARPGROUP_ROWS = 64  # and columns, of a matrix instruction of sm_90
 _KEYS_AND_VALUES = 0b01100  # their bits of `runtime.aligned`
 
 _PER_CALL = (
@@ -397,13 +397,16 @@ class Ready(NamedTuple):
 class Prepared:
     """What a route keeps between calls."""
 
-    __slots__ = ("config", "cores", "merges", "ready")
+    __slots__ = ("config", "cores", "least", "merges", "ready")
 
     def __init__(self, launch: Launch) -> None:
         self.config: Any = launch.config
         self.cores = max(1, launch.target.cores)
         self.ready: dict[Any, Ready] = {}
         self.merges = runtime.Kernels()  # of the splits
+        # Narrower blocks of V on sm_90: wrong code, see `check_stages`; small tiles use other instructions.
+        wide = launch.target.name == "cuda:sm90" and launch.config.block_m >= _WARPGROUP_ROWS
+        self.least = _WARPGROUP_ROWS if wide else tiles.LEAST
         check_stages(launch)
 
     def ready_for(
@@ -446,7 +449,7 @@ class Prepared:
     ) -> dict[str, Any]:
         """Constexprs and options of the kernel; a decode config leaves the techniques it lacks off."""
         config = self.config
-        (d0, d1), (dv0, dv1) = tiles.split_dim(head_dim), tiles.split_dim(head_dim_v)
+        (d0, d1), (dv0, dv1) = tiles.split_dim(head_dim), tiles.split_dim(head_dim_v, self.least)
         return {
             "D": head_dim, "D0": d0, "D1": d1, "DV": head_dim_v, "DV0": dv0, "DV1": dv1,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages,
@@ -461,8 +464,8 @@ class Prepared:
 
 
 def check_stages(launch: Launch) -> None:
-    """Triton 3.6 makes wrong code for sm_90 of a loop without a pipeline whose V is narrower than its K: seen
-    on an H200 (not in the interpreter), so no such kernel is started."""
+    """Triton 3.6 makes wrong code for sm_90 of a loop without a pipeline whose V has less than 64 channels:
+    seen on an H200 (not in the interpreter), so no such kernel is started."""
     if launch.target.name == "cuda:sm90" and launch.config.num_stages == 1:
         change = "Take 2 and a smaller block."
         raise spec_error("num_stages", got=1, wanted="2 or more on cuda:sm90", change=change)

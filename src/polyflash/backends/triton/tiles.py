@@ -17,12 +17,12 @@ LEAST = 16  # rows, keys and channels of the smallest operand of a matrix instru
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def split_dim(d: int) -> tuple[int, int]:
-    """A head dim as two power-of-two blocks of channels; the second is 0 if one will do. 80 is 64 + 16, so
-    that little is computed on padding."""
+def split_dim(d: int, least: int = LEAST) -> tuple[int, int]:
+    """A head dim as two power-of-two blocks of channels, the first of `least` or more; the second is 0 if one
+    will do. 80 is 64 + 16, so that little is computed on padding."""
     if d < 1:
         raise spec_error("head_dim", got=d, wanted="1 or more", change="Give the tensors a last dimension.")
-    first = max(LEAST, 1 << (d.bit_length() - 1))
+    first = max(least, 1 << (d.bit_length() - 1))
     rest = d - first
     return first, 0 if rest <= 0 else power(rest)
 
