@@ -85,26 +85,35 @@ def load_values(v, v1, i_t, i_h, first_k, j_0, o_v, m_n, FIRST: tl.constexpr, DI
 
 @triton.jit
 def add_nonfinite(
-    acc, n_lo, n_hi, rows_of_tile, place, v, x,
-    FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    out, o_out, b_none, n_lo, n_hi, rows_of_tile, place, v, x, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Adds the NaN and infinities of V to the rows that see them, key by key: rare, and needs no tile of its
-    own."""
+    """Adds the NaN and infinities of V to the rows that see them, to what is stored already: a rare way,
+    which must not cost the usual one registers, so it goes key by key and WIDTH channels at a time."""
     o_i, o_h, o_lo, o_hi = rows_of_tile
     i_b, i_t, i_hkv, first_k, rows, live, _, _ = place
-    for j in range(n_lo * BLOCK_N, n_hi * BLOCK_N):
-        o_n = j + tl.arange(0, 1)
-        o_v, m_n = key_offsets(x, v, i_b, i_t, i_hkv, first_k, o_n, live)
-        # [1, BLOCK_D]
-        b_v = nonfinite_only(load_tile(v.p, o_v, m_n, v.d, FIRST, DIM, BLOCK_D, ""))
-        b_seen = visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, live)
-        acc += tl.where(b_seen, b_v, 0.0)
-    return acc
+    tl.debug_barrier()  # other threads wrote what is read here
+    for d in range(0, DV, WIDTH):
+        o_d = d + tl.arange(0, WIDTH)
+        m_d = o_d < DV
+        # [BLOCK_M, WIDTH]
+        p_out = out.p + o_out[:, None] + o_d[None, :] * out.d
+        m_out = (o_i < rows)[:, None] & m_d[None, :]
+        b_out = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
+        for j in range(n_lo * BLOCK_N, n_hi * BLOCK_N):
+            o_n = j + tl.arange(0, 1)
+            o_v, m_n = key_offsets(x, v, i_b, i_t, i_hkv, first_k, o_n, live)
+            # [1, WIDTH]
+            p_v = v.p + o_v[:, None] + o_d[None, :] * v.d
+            b_v = nonfinite_only(tl.load(p_v, mask=m_n[:, None] & m_d[None, :], other=0.0))
+            b_seen = visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, live)
+            b_out += tl.where(b_seen & (b_none == 0)[:, None], b_v, 0.0)
+        tl.store(p_out, b_out.to(out.p.dtype.element_ty), mask=m_out)
 
 
 @triton.jit
 def attend_block(
-    i_n, m_i, l_i, acc0, acc1, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, values, x, numbers,
+    i_n, m_i, l_i, acc0, acc1, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
@@ -164,7 +173,7 @@ def attend_block(
 
 @triton.jit
 def attend_blocks(
-    n_lo, n_hi, state, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, values, x, numbers,
+    n_lo, n_hi, state, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
@@ -172,23 +181,17 @@ def attend_blocks(
     CACHE: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over key blocks [n_lo, n_hi), less those that no interval list touches."""
-    m_i, l_i, acc0, acc1 = state
-    odd = n_lo < 0  # is there anything in V that is not finite?
+    m_i, l_i, acc0, acc1, odd = state
     for i_n in tl.range(n_lo, n_hi, num_stages=NUM_STAGES):
         if x.intervals is None or touched(
             x, place[0], rows_of_tile[0], rows_of_tile[1], place[4], i_n * BLOCK_N, BLOCK_N
         ):
             m_i, l_i, acc0, acc1, odd = attend_block(
-                i_n, m_i, l_i, acc0, acc1, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, values, x,
+                i_n, m_i, l_i, acc0, acc1, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x,
                 numbers, D, D0, D1, DV, DV0, DV1, BLOCK_N, MASKED, CHANGED, SOFTCAP, DROPOUT, BASE2,
                 SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
             )  # fmt: skip
-    if MASKED:
-        if odd:
-            acc0 = add_nonfinite(acc0, n_lo, n_hi, rows_of_tile, place, values, x, 0, DV, DV0, BLOCK_N)
-            if DV1 > 0:
-                acc1 = add_nonfinite(acc1, n_lo, n_hi, rows_of_tile, place, values, x, DV0, DV, DV1, BLOCK_N)
-    return m_i, l_i, acc0, acc1
+    return m_i, l_i, acc0, acc1, odd
 
 
 @triton.jit
@@ -257,47 +260,51 @@ def attend_tile(
         # [BLOCK_M, head_dim_v]
         acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
         acc1 = tl.zeros([BLOCK_M, DV1], tl.float32) if DV1 > 0 else acc0
-        state = (m_i, l_i, acc0, acc1)
+        state = (m_i, l_i, acc0, acc1, n_lo < 0)  # is there anything in V that is not finite?
         tile, place = (o_i, o_h, o_lo, o_hi), (
             i_b, i_batch, i_hkv, first_k, rows, live, position, i_b * (num_heads * G if PACK else num_heads),
         )  # fmt: skip
         if ALWAYS_MASKED:
             state = attend_blocks(
-                n_lo, n_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, values, x, numbers,
+                n_lo, n_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
                 D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, DROPOUT, BASE2,
                 SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
             )  # fmt: skip
         else:
             if HAS_LEFT or x.kv_starts is not None:
                 state = attend_blocks(
-                    n_lo, full_lo, state, b_q0, b_q1, tile, place, k, k1, v, v1, values, x, numbers,
+                    n_lo, full_lo, state, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
                     D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, DROPOUT, BASE2,
                     SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
                 )  # fmt: skip
             state = attend_blocks(
-                full_lo, full_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, values, x, numbers,
+                full_lo, full_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
                 D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, False, CHANGED, SOFTCAP, DROPOUT, BASE2,
                 SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
             )  # fmt: skip
             state = attend_blocks(
-                full_hi, n_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, values, x, numbers,
+                full_hi, n_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
                 D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, DROPOUT, BASE2,
                 SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
             )  # fmt: skip
         scale = numbers[0]
         units = 1.0 if CHANGED else (-scale if NEGATIVE else scale)
-        finalize(state, q, out, lse, x, i_b, i_batch, batch, i_s, o_h, first_q + o_i, m_row, units,
-                 DV, DV0, DV1, SPLIT)  # fmt: skip
+        o_out, b_none = finalize(
+            state, out, lse, x, i_b, i_batch, batch, i_s, o_h, first_q + o_i, m_row, units, DV, DV0, DV1,
+            SPLIT,
+        )  # fmt: skip
+        if state[4]:
+            add_nonfinite(out, o_out, b_none, n_lo, n_hi, tile, place, values, x, DV, BLOCK_N, 16)
 
 
 @triton.jit
 def finalize(
-    state, q, out, lse, x, i_b, i_batch, batch, i_s, o_h, o_row, m_row, units,
+    state, out, lse, x, i_b, i_batch, batch, i_s, o_h, o_row, m_row, units,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """out = acc / l and lse, or those of one split, to which no sink belongs yet. A row that saw no key is 0
-    and -inf. m times `units` is natural."""
-    m_i, l_i, acc0, acc1 = state
+    and -inf. m times `units` is natural. Returns where the rows of out are, and which have no weights."""
+    m_i, l_i, acc0, acc1, _ = state
     b_m = tl.where(m_i == float("-inf"), float("-inf"), m_i * units)
     b_empty = l_i == 0.0
     if not SPLIT and x.sinks is not None:
@@ -321,6 +328,7 @@ def finalize(
     if DV1 > 0:
         b_out = tl.where(b_empty[:, None], 0.0, acc1 / b_l[:, None])
         store_tile(out.p, o_out, m_row, out.d, b_out, DV0, DV, DV1)
+    return o_out, b_none
 
 
 _KEPT_CALLS = 256  # of different strides or numbers, per route
