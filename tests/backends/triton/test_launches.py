@@ -1,0 +1,218 @@
+"""What a Triton route remembers between calls: kernels are started that Triton itself would have chosen, and
+lengths, seeds and values compile nothing. The driver is a stand-in; no kernel runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyflash import env
+from polyflash.workloads import Workload, make
+from tests import device
+from tests.conformance.rows import ints, qkv
+
+if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
+    pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from polyflash.backends.triton import decode, forward, runtime
+from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
+from tests.backends.triton.direct import Config, launch_of, operands
+
+FORWARD = ForwardConfig(16, 32, 4, 2)
+DESCRIPTOR = ForwardConfig(16, 32, 4, 2, loads="descriptor")
+DECODE = DecodeConfig(16, 32, 4, 2, 64)
+STREAM = 1234
+
+
+class Driver:
+    """In place of a kernel: notes what is compiled and started, each as Triton specialises its arguments."""
+
+    def __init__(self, kernel: Any) -> None:
+        kept = getattr(kernel, "kwargs", {}).get("do_not_specialize", ())
+        self.jit = (
+            kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, do_not_specialize=kept)
+        )
+        self.arg_names = self.jit.arg_names
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.binder = create_function_from_signature(self.jit.signature, self.jit.params, backend)
+        self.compiled: list[Any] = []
+        self.started: list[dict[str, Any]] = []
+
+    def specialised(self, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        return self.binder(*arguments, **constants, debug=False, instrumentation_mode="")[1]
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **constants: Any) -> Any:
+        spec = self.specialised(arguments, constants)
+        self.compiled.append(spec)
+        run = partial(self.start, len(arguments), spec, constants)
+        return SimpleNamespace(run=run, function="function", packed_metadata="packed")
+
+    def start(self, count: int, spec: Any, constants: dict[str, Any], *launched: Any) -> None:
+        grid, after, arguments = launched[:3], launched[3:9], launched[9:]
+        assert after == (STREAM, "function", "packed", None, None, None)
+        assert len(arguments) == len(self.arg_names) and set(arguments[count:]) <= {None}
+        assert self.specialised(arguments[:count], constants) == spec, (
+            "another kernel than Triton would start"
+        )
+        named = dict(zip(self.arg_names, arguments[:count], strict=False))
+        self.started.append({**constants, **named, "programs": grid})
+
+
+@pytest.fixture
+def drivers(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    found = SimpleNamespace(attend=Driver(forward.attend), merge=Driver(decode.merge_splits))
+    monkeypatch.setattr(forward, "attend", found.attend)
+    monkeypatch.setattr(decode, "merge_splits", found.merge)
+    monkeypatch.setattr(runtime, "INTERPRET", False)
+    monkeypatch.setattr(runtime, "_DIRECT", True)
+    monkeypatch.setattr(runtime, "_hooked", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    return found
+
+
+class Route:
+    """Calls of one route, one after the other."""
+
+    def __init__(self, config: Config) -> None:
+        self.launch = launch_of(config, name="cuda:sm90")
+        self.run = decode.run if isinstance(config, DecodeConfig) else forward.run
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+        q, k, v, args = operands(q, k, v, options)
+        out, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
+        self.run(self.launch, q, k, v, out, lse, args)
+
+    @property
+    def ready(self) -> int:
+        return len(self.launch.prepared.ready)
+
+
+@pytest.mark.parametrize(
+    "config", (FORWARD, DESCRIPTOR, DECODE), ids=lambda c: f"{type(c).__name__}-{c.loads}"
+)
+class TestOfARoute:
+    def test_equal_calls_share_everything(self, config: Config, drivers: SimpleNamespace):
+        route = Route(config)
+        for seed in range(5):
+            route(*qkv(2, (4, 2), 3, 150, 32, seed=seed), causal=True)
+        assert (route.ready, len(drivers.attend.compiled), len(drivers.attend.started)) == (1, 1, 5)
+        merges = 5 if config is DECODE else 0
+        assert len(drivers.merge.started) == merges and len(drivers.merge.compiled) == bool(merges)
+
+    def test_other_strides_and_numbers_do_not(self, config: Config, drivers: SimpleNamespace):
+        route = Route(config)
+        q, k, v = qkv(2, (4, 2), 3, 150, 32)
+        turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+        for place, (rows, options) in enumerate((
+            *((q, {}), (turned, {}), (q, {"window": (9, None)}), (q, {"window": (10, None)})),
+            *((q, {"scale": -0.5}), (q, {"scale": 0.25}), (q, {"softcap": 3.0}), (q, {"q_offset": 4})),
+        )):  # fmt: skip
+            route(rows, k, v, causal=True, **options)
+            assert route.ready == place + 1
+            route(rows, k, v, causal=True, **options)
+            assert route.ready == place + 1
+        assert len(drivers.attend.compiled) == route.ready
+        started = drivers.attend.started
+        assert [s["left"] for s in started[4:8]] == [9, 9, 10, 10]
+        assert [s["NEGATIVE"] for s in started[8:12]] == [True, True, False, False]
+
+    def test_a_growing_cache_compiles_nothing(self, config: Config, drivers: SimpleNamespace):
+        """Keys of one buffer, ever more of them, beside lengths in a tensor."""
+        q, k, v = qkv(2, (4, 2), 1, 1100, 32)
+        route = Route(config)
+        for n in (*range(130, 150), 256, 512, 1000, 1100):
+            route(q, k[:, :, :n], v[:, :, :n], kv_lens=ints(n, n - 1))
+        assert len(drivers.attend.compiled) == 1 and len(drivers.merge.compiled) <= 1
+        assert [s["seqlen_k"] for s in drivers.attend.started[-2:]] == [1000, 1100]
+        programs = {s["programs"][0] for s in drivers.attend.started}
+        assert len(programs) > 1 if config is DECODE else len(programs) == 1
+
+    def test_batches_and_lengths_compile_nothing(self, config: Config, drivers: SimpleNamespace):
+        """Of tensors with the strides of one buffer: 1, multiples of 16 and others alike."""
+        q, k, v = qkv(33, (4, 2), 32, 300, 32)
+        route = Route(config)
+        for batch, rows, keys in ((1, 1, 1), (2, 3, 130), (16, 16, 160), (17, 5, 299), (33, 32, 300)):
+            route(q[:batch, :, :rows], k[:batch, :, :keys], v[:batch, :, :keys])
+        strides = {(s["out"][1:], s["lse"][1:]) for s in drivers.attend.started}
+        assert len(drivers.attend.compiled) <= len(strides)
+
+    def test_tokens_over_growing_pages_compile_little(self, config: Config, drivers: SimpleNamespace):
+        """A table as wide as the longest request, over one pool."""
+        w = Workload("", frozenset(), 2, 4, 2, 1, 300, 32, kv_lens=(300, 40), page_size=16)
+        q, k, v, options = make(w)
+        route = Route(config)
+        for columns in range(5, 20):
+            table = options["page_table"].repeat(1, 2)[:, :columns].contiguous()
+            route(q, k, v, page_table=table, kv_lens=options["kv_lens"].clamp(max=16 * columns))
+        kinds = {columns % 16 == 0 for columns in range(5, 20)}
+        assert len({str(spec) for spec in drivers.attend.compiled}) <= len(kinds)
+
+    def test_no_rows_start_nothing(self, config: Config, drivers: SimpleNamespace):
+        Route(config)(*qkv(2, (4, 2), 0, 150, 32))
+        assert not drivers.attend.started
+
+
+@pytest.mark.xfail(reason="a chain of no hooks counts as a hook")
+def test_only_a_hook_closes_the_direct_way():
+    """Profilers hang themselves into `kernel[grid]`, which the direct way leaves out."""
+    assert not runtime._hooked()
+    chain = triton.knobs.runtime.launch_enter_hook
+
+    def hook(_: Any) -> None: ...
+
+    chain.add(hook)
+    try:
+        assert runtime._hooked()
+    finally:
+        chain.remove(hook)
+    assert not runtime._hooked()
+
+
+def test_seeds_differ_from_call_to_call(drivers: SimpleNamespace):
+    route, seeds = Route(FORWARD), (5, 2**31 + 6, -1, 2**40 + 7)
+    q, k, v = qkv(1, 2, 20, 40, 32)
+    for seed in seeds:
+        route(q, k, v, dropout_p=0.5, dropout_seed=seed)
+    words = [(s["seed_lo"] & 0xFFFFFFFF, s["seed_hi"] & 0xFFFFFFFF) for s in drivers.attend.started]
+    assert words == [(seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF) for seed in seeds]
+    assert (route.ready, len(drivers.attend.compiled)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "config", (FORWARD, DESCRIPTOR, DECODE), ids=lambda c: f"{type(c).__name__}-{c.loads}"
+)
+def test_a_remembered_kernel_is_the_one_that_triton_would_start(config: Config, drivers: SimpleNamespace):
+    """Addresses that are multiples of 16 bytes and others, strides of every kind; `Driver.start` compares."""
+    routes: dict[Any, Route] = {}
+    for shift in (0, 1, 4, 0, 1):
+        for dim in (16, 33):
+            buffer = torch.zeros(3, 2 * 2 * 40 * 48)
+            q, k, v = (
+                x[shift:].as_strided((2, heads, rows, dim), (heads * rows * 48, rows * 48, 48, 1))
+                for x, heads, rows in zip(buffer, (2, 1, 1), (3, 40, 40), strict=True)
+            )
+            for name, x in (
+                *((None, None), ("kv_lens", ints(0, 30, 40)[shift % 2 :][:2])),
+                *(
+                    ("bias", torch.zeros(4 * 41)[shift:].as_strided((3, 40), (41, 1))),
+                    ("bias", torch.zeros(40)),
+                ),
+                ("sinks", torch.zeros(9)[shift:][:2]),
+            ):
+                route = routes.setdefault((dim, name), Route(config))
+                route(q, k, v, **({} if name is None else {name: x}))
+                route(
+                    q[:1], k[:1], v[:1], **({} if name is None else {name: x[:1] if name == "kv_lens" else x})
+                )
+    assert len(drivers.attend.started) == 2 * 5 * 2 * 5
