@@ -7,8 +7,8 @@ the mistake it repeats. `workloads` (accuracy tests of the CPU engine), `gradien
 backend the place belongs to, else of torch) and `tests` (pytest nodes) must kill it, each mutant in a copy of
 src with a kernel cache of its own. Killed means that a test's own assertion failed: an import error, any
 other exception and a timeout do not count, the death of the interpreter only with `crash = true`. Before
-that, every selection must pass on the sources as they are. Exit status 0: all are killed; 1: some survive; 2:
-the table or the unmutated suite is wrong.
+that, every selection must pass on the sources as they are. Tests of Triton's kernels run in its interpreter.
+Exit status 0: all are killed; 1: some survive; 2: the table or the unmutated suite is wrong.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ import tempfile
 import time
 import tomllib
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 TIMEOUT_S, BASELINE_TIMEOUT_S = 300, 1800
+INTERPRETED = "tests/backends/triton/"  # of the tests there, each run has TRITON_INTERPRET set
 KILLING = ("AssertionError", "assert ", "Failed: ")
 
 
@@ -45,6 +47,10 @@ class Mutant:
     gradients: tuple[str, ...] = ()  # likewise, for the gradients of the backend that `file` belongs to
     tests: tuple[str, ...] = ()
     crash: bool = False
+
+    @property
+    def interpreted(self) -> bool:
+        return any(node.startswith(INTERPRETED) for node in self.tests)
 
     def selection(self) -> tuple[str, ...]:
         backend = self.file.split("/")[1] if self.file.startswith("backends/") else "torch"
@@ -86,14 +92,15 @@ def misplaced(mutant: Mutant) -> str:
     return ""
 
 
-def run_tests(source: Path, cache: Path, nodes: Iterable[str], timeout_s: int, report: Path) -> str:
+def run_tests(source: Path, cache: Path, nodes: Sequence[str], timeout_s: int, report: Path) -> str:
     """ "passed", "killed: <test>", or what else happened, of one pytest run over a copy of src."""
-    kept = {n: x for n, x in os.environ.items() if not n.startswith("POLYFLASH_")}
+    kept = {n: x for n, x in os.environ.items() if not n.startswith(("POLYFLASH_", "TRITON_INTERPRET"))}
     env = {
         **kept,
         "PYTHONPATH": str(source),
         "POLYFLASH_CACHE_DIR": str(cache),
         "PYTHONDONTWRITEBYTECODE": "1",
+        **({"TRITON_INTERPRET": "1"} if any(node.startswith(INTERPRETED) for node in nodes) else {}),
     }
     command = [
         sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "",
@@ -160,12 +167,18 @@ def baseline(chosen: Sequence[Mutant], folder: Path) -> tuple[str, list[Mutant]]
     ).stdout  # fmt: skip
     if not Path(found.strip()).is_relative_to(source):
         return f"polyflash is imported from {found.strip()}, not from the copy", []
-    nodes = list(dict.fromkeys(node for mutant in chosen for node in mutant.selection()))
-    report = folder / "report.xml"
-    result = run_tests(source, folder / "cache", nodes, BASELINE_TIMEOUT_S, report)
-    if result != "passed":
-        return f"the sources as they are: {result}", []
-    ran = {_plain_name(c) for c in ET.parse(report).getroot().iter("testcase") if c.find("skipped") is None}
+    ran: set[str] = set()
+    for interpreted in (False, True):
+        mutants = [mutant for mutant in chosen if mutant.interpreted is interpreted]
+        nodes = list(dict.fromkeys(node for mutant in mutants for node in mutant.selection()))
+        if not nodes or (interpreted and find_spec("triton") is None):
+            continue
+        report = folder / "report.xml"
+        result = run_tests(source, folder / "cache", nodes, BASELINE_TIMEOUT_S, report)
+        if result != "passed":
+            return f"the sources as they are: {result}", []
+        cases = ET.parse(report).getroot().iter("testcase")
+        ran |= {_plain_name(case) for case in cases if case.find("skipped") is None}
     return "", [m for m in chosen if any(_runs(node, ran) for node in m.selection())]
 
 

@@ -44,6 +44,8 @@ def test_ids_and_tests_exist():
     names = {w.name for w in CATALOGUE}
     for mutant in TABLE:
         assert mutant.selection(), mutant.id
+        interpreted = {node.startswith(mutants.INTERPRETED) for node in mutant.selection()}
+        assert interpreted == {mutant.interpreted}, f"{mutant.id}: tests of the interpreter and others"
         for workload in (*mutant.workloads, *mutant.gradients):
             name, _, dtype = workload.partition("/")
             assert name in names and dtype in ("", *DTYPES), f"{mutant.id}: {workload}"
