@@ -25,7 +25,7 @@ import torch
 from polyflash.backends.triton import arguments, bias_gradient, runtime
 from polyflash.backends.triton.forward import element_masked
 from polyflash.backends.triton.gradient_kernels import center, make_dkv, make_dq
-from polyflash.backends.triton.tiles import split_dim
+from polyflash.backends.triton.tiles import LEAST, least_channels, split_dim
 from polyflash.results import empty_in_order_of
 
 if TYPE_CHECKING:
@@ -42,11 +42,12 @@ PAD = 256  # rows that a block may reach beyond the last one
 class Prepared:
     """What a route keeps between calls: its kernels, and for each set of flags the constants they have."""
 
-    __slots__ = ("bias_constants", "config", "constants", "cores", "kernels")
+    __slots__ = ("bias_constants", "config", "constants", "cores", "kernels", "least")
 
     def __init__(self, launch: Launch) -> None:
         self.config: BackwardConfig = launch.config
         self.cores = max(1, launch.target.cores)
+        self.least = least_channels(launch.target, max(self.config.block_n, self.config.dq_block_m))
         self.kernels = runtime.Kernels()
         self.constants: dict[Any, tuple[dict[str, Any], ...]] = {}
         self.bias_constants: dict[Any, dict[str, Any]] = {}
@@ -60,8 +61,8 @@ class Prepared:
         if found is None:
             c = self.config
             both = {
-                **channels(head_dim, head_dim_v), "PACK": packed, **flags._asdict(), "BASE2": c.base2,
-                "ALWAYS_MASKED": masked,
+                **channels(head_dim, head_dim_v, self.least), "PACK": packed, **flags._asdict(),
+                "BASE2": c.base2, "ALWAYS_MASKED": masked,
             }  # fmt: skip
             del both["NEGATIVE"]
             tiles_of = (
@@ -77,9 +78,9 @@ class Prepared:
         return found
 
 
-def channels(head_dim: int, head_dim_v: int) -> dict[str, int]:
-    """The head dims and their blocks, as every kernel names them."""
-    (d0, d1), (dv0, dv1) = split_dim(head_dim), split_dim(head_dim_v)
+def channels(head_dim: int, head_dim_v: int, least: int) -> dict[str, int]:
+    """The head dims and their blocks, the first of `least` channels or more, as every kernel names them."""
+    (d0, d1), (dv0, dv1) = split_dim(head_dim, least), split_dim(head_dim_v, least)
     return {"D": head_dim, "D0": d0, "D1": d1, "DV": head_dim_v, "DV0": dv0, "DV1": dv1}
 
 
@@ -144,7 +145,12 @@ def centers(
         *map(arguments.view, (q, k, v, out, dout)), arguments.rows(lse),
         None if dlse is None else arguments.rows(dlse), arguments.rows(row_lse), arguments.rows(delta),
     )  # fmt: skip
-    constants = {**channels(q.shape[3], v.shape[3]), "BLOCK_M": CENTERED_ROWS, "PAD": PAD, "num_warps": 4}
+    constants = {
+        **channels(q.shape[3], v.shape[3], LEAST),
+        "BLOCK_M": CENTERED_ROWS,
+        "PAD": PAD,
+        "num_warps": 4,
+    }
     key = (
         "center", *(x and x[1:] for x in views), num_heads, group,
         runtime.aligned(q, k, v, out, dout, lse, dlse, kv_lens), kv_lens is None,

@@ -288,14 +288,24 @@ def touched(x, i_b, o_i, o_h, rows, j_0, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def accumulate(acc, b_p, b_v, alpha):
-    """acc·alpha + P·V. In float32 each block is summed by itself: a chain over all keys would lose digits."""
+def add(total, lost, x):
+    """total + x, and what float32 lost of the sum, to be added with the next (Kahan): a row of thousands of
+    keys has the error of one block."""
+    x = x + lost
+    more = total + x
+    return more, x - (more - total)
+
+
+@triton.jit
+def accumulate(acc, lost, b_p, b_v, alpha):
+    """acc·alpha + P·V. In float32 each block is summed by itself and added without loss."""
     acc = acc * alpha[:, None]
     if b_v.dtype == tl.float32:
-        acc += product(b_p, b_v, tl.zeros(acc.shape, tl.float32))
+        b_o = product(b_p, b_v, tl.zeros(acc.shape, tl.float32))
+        acc, lost = add(acc, lost * alpha[:, None], b_o)
     else:
         acc = product(b_p.to(b_v.dtype), b_v, acc)
-    return acc
+    return acc, lost
 
 
 @triton.jit
@@ -335,14 +345,21 @@ def weights(b_s, b_m, factor, BASE2: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(b_s, m_i, l_i, factor, BASE2: tl.constexpr, PARTS: tl.constexpr):
-    """Weights of a tile under the new maximum, the new m and l, and the factor for older sums. m is in units
-    of b_s. Every part of a tile has the maximum of the whole."""
+def online_softmax(
+    b_s, m_i, l_i, lost, factor, BASE2: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr
+):
+    """Weights of a tile under the new maximum, the new m, l and what l lost, and the factor for older sums. m
+    is in units of b_s. Every part of a tile has the maximum of the whole."""
     m_new = tl.maximum(m_i, tl.max(b_s, 1))
     b_m = tl.where(m_new == float("-inf"), 0.0, m_new)
     b_p = weights(b_s, b_m, factor, BASE2, PARTS)
     alpha = tl.exp2((m_i - b_m) * factor) if BASE2 else tl.exp((m_i - b_m) * factor)
-    return b_p, m_new, l_i * alpha + tl.sum(b_p, 1), alpha
+    l_i = l_i * alpha
+    if EXACT:
+        l_i, lost = add(l_i, lost * alpha, tl.sum(b_p, 1))
+    else:
+        l_i += tl.sum(b_p, 1)
+    return b_p, m_new, l_i, lost, alpha
 
 
 @triton.jit

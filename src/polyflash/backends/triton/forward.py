@@ -113,7 +113,7 @@ def add_nonfinite(
 
 @triton.jit
 def attend_block(
-    i_n, m_i, l_i, acc0, acc1, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
+    i_n, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
@@ -144,7 +144,11 @@ def attend_block(
         b_s = apply_mask(b_s, b_seen, float("-inf"), MASK_ADD)
     elif x.page_table is not None:  # an entry that names no page hides its keys
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-    b_p, m_i, l_i, alpha = online_softmax(b_s, m_i, l_i, factor, BASE2, SPLIT_EXP)
+    l_i, acc0, acc1 = sums
+    l_lost, lost0, lost1 = lost
+    b_p, m_i, l_i, l_lost, alpha = online_softmax(
+        b_s, m_i, l_i, l_lost, factor, BASE2, SPLIT_EXP, b_q0.dtype == tl.float32
+    )
     if DROPOUT:
         b_kept = keep(i_plane + o_h, o_i, j_0, seed_lo, seed_hi, drop_below, BLOCK_N)
         b_p = tl.where(b_kept, b_p * keep_scale, 0.0)
@@ -165,10 +169,10 @@ def attend_block(
         if DV1 > 0:
             odd = odd | has_nonfinite(b_v1)
             b_v1 = finite(b_v1)
-    acc0 = accumulate(acc0, b_p, b_v0, alpha)
+    acc0, lost0 = accumulate(acc0, lost0, b_p, b_v0, alpha)
     if DV1 > 0:
-        acc1 = accumulate(acc1, b_p, b_v1, alpha)
-    return m_i, l_i, acc0, acc1, odd
+        acc1, lost1 = accumulate(acc1, lost1, b_p, b_v1, alpha)
+    return m_i, (l_i, acc0, acc1), (l_lost, lost0, lost1), odd
 
 
 @triton.jit
@@ -181,17 +185,17 @@ def attend_blocks(
     CACHE: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over key blocks [n_lo, n_hi), less those that no interval list touches."""
-    m_i, l_i, acc0, acc1, odd = state
+    m_i, sums, lost, odd = state
     for i_n in tl.range(n_lo, n_hi, num_stages=NUM_STAGES):
         if x.intervals is None or touched(
             x, place[0], rows_of_tile[0], rows_of_tile[1], place[4], i_n * BLOCK_N, BLOCK_N
         ):
-            m_i, l_i, acc0, acc1, odd = attend_block(
-                i_n, m_i, l_i, acc0, acc1, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x,
+            m_i, sums, lost, odd = attend_block(
+                i_n, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x,
                 numbers, D, D0, D1, DV, DV0, DV1, BLOCK_N, MASKED, CHANGED, SOFTCAP, DROPOUT, BASE2,
                 SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
             )  # fmt: skip
-    return m_i, l_i, acc0, acc1, odd
+    return m_i, sums, lost, odd
 
 
 @triton.jit
@@ -260,7 +264,10 @@ def attend_tile(
         # [BLOCK_M, head_dim_v]
         acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
         acc1 = tl.zeros([BLOCK_M, DV1], tl.float32) if DV1 > 0 else acc0
-        state = (m_i, l_i, acc0, acc1, n_lo < 0)  # is there anything in V that is not finite?
+        lost0, lost1 = acc0, acc1
+        if q.p.dtype.element_ty != tl.float32:  # nothing of them is kept
+            lost0, lost1 = l_i, l_i
+        state = (m_i, (l_i, acc0, acc1), (l_i, lost0, lost1), n_lo < 0)  # is V anywhere not finite?
         tile, place = (o_i, o_h, o_lo, o_hi), (
             i_b, i_batch, i_hkv, first_k, rows, live, position, i_b * (num_heads * G if PACK else num_heads),
         )  # fmt: skip
@@ -293,7 +300,7 @@ def attend_tile(
             state, out, lse, x, i_b, i_batch, batch, i_s, o_h, first_q + o_i, m_row, units, DV, DV0, DV1,
             SPLIT,
         )  # fmt: skip
-        if state[4]:
+        if state[3]:
             add_nonfinite(out, o_out, b_none, n_lo, n_hi, tile, place, values, x, DV, BLOCK_N, 16)
 
 
@@ -304,7 +311,8 @@ def finalize(
 ):  # fmt: skip
     """out = acc / l and lse, or those of one split, to which no sink belongs yet. A row that saw no key is 0
     and -inf. m times `units` is natural. Returns where the rows of out are, and which have no weights."""
-    m_i, l_i, acc0, acc1, _ = state
+    m_i, sums, _, _ = state
+    l_i, acc0, acc1 = sums
     b_m = tl.where(m_i == float("-inf"), float("-inf"), m_i * units)
     b_empty = l_i == 0.0
     if not SPLIT and x.sinks is not None:
@@ -332,7 +340,6 @@ def finalize(
 
 
 _KEPT_CALLS = 256  # of different strides or numbers, per route
-_WARPGROUP_ROWS = 64  # and columns, of a matrix instruction of sm_90
 _KEYS_AND_VALUES = 0b01100  # their bits of `runtime.aligned`
 
 _PER_CALL = (
@@ -412,9 +419,7 @@ class Prepared:
         self.cores = max(1, launch.target.cores)
         self.ready: dict[Any, Ready] = {}
         self.merges = runtime.Kernels()  # of the splits
-        # Narrower blocks of V on sm_90: wrong code, see `check_stages`; small tiles use other instructions.
-        wide = launch.target.name == "cuda:sm90" and launch.config.block_m >= _WARPGROUP_ROWS
-        self.least = _WARPGROUP_ROWS if wide else tiles.LEAST
+        self.least = tiles.least_channels(launch.target, launch.config.block_m)
         check_stages(launch)
 
     def ready_for(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
     from polyflash.target import Target
 
+WARPGROUP_ROWS = 64  # of a matrix instruction of sm_90
 LEAST = 16  # rows, keys and channels of the smallest operand of a matrix instruction
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -25,6 +26,13 @@ def split_dim(d: int, least: int = LEAST) -> tuple[int, int]:
     first = max(least, 1 << (d.bit_length() - 1))
     rest = d - first
     return first, 0 if rest <= 0 else power(rest)
+
+
+def least_channels(target: Target, rows: int) -> int:
+    """Of the block of channels that a product of `rows` rows makes. On sm_90 Triton 3.6 made wrong code where
+    it was narrower than a matrix instruction is high (seen on an H200, not in the interpreter); small tiles
+    use other instructions."""
+    return WARPGROUP_ROWS if target.name == "cuda:sm90" and rows >= WARPGROUP_ROWS else LEAST
 
 
 def power(n: int) -> int:
