@@ -275,7 +275,8 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     tile = _narrowed(tile, most_rows(spec) * (spec.group if packed else 1))
     order = "heavy_first" if spec.causal else "plain"
     arch = tables.ARCHS.get(target.arch)
-    described = arch is not None and arch.family in tables.DESCRIBED and Feature.PAGED not in spec.features
+    described = arch is not None and (arch.family, ELEMENT_BYTES.get(spec.dtype)) in tables.DESCRIBED
+    described = described and Feature.PAGED not in spec.features
     loads = "descriptor" if described else "pointer"
     return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order)
 
