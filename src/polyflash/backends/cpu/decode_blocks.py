@@ -7,7 +7,8 @@ read in place, each once, in the order they lie in memory.
 A unit is what one load brings: a vector of float32 or float16 elements, or two of bfloat16; Q and O stand in
 scratch as [unit][row][part][lane]. Without a dot the halves of bfloat16 pairs become float32 by a shift and a
 mask, so a unit is its even channels, then its odd ones, until `store_row`. With it, two keys' V are
-interleaved in registers and meet pairs of weights. A vector of scores is [key][row], the row the faster.
+interleaved in registers and meet pairs of weights; a single row needs no dot for V and reads it key by key.
+A vector of scores is [key][row], the row the faster.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
 from polyflash.backends.cpu.blocks import Tile
-from polyflash.backends.cpu.configs import STEP, STORAGE_BYTES
+from polyflash.backends.cpu.configs import LINE, STEP, STORAGE_BYTES
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, DecodeKey
 from polyflash.backends.cpu.simd import F32, I16, I32, I64, BFloatType, Emitter, Value, natives
 
@@ -54,7 +55,8 @@ class DecodeTile(AddressLists):
         self.key, self.lanes, self.rows = key, key.lanes, key.rows
         self.keys = self.lanes // self.rows  # of one vector of scores
         self.dot = key.compute == "bf16dot"
-        self.atom = I32 if self.dot else F32  # of weights
+        self.pairs = key.pack == 2  # of keys, whose V are interleaved and meet pairs of weights
+        self.atom = I32 if self.pairs else F32  # of weights
         self.size = STORAGE_BYTES[key.storage]
         self.unit = key.unit  # elements
         self.parts = self.unit // self.lanes  # vectors of O per unit and row
@@ -73,15 +75,48 @@ class DecodeTile(AddressLists):
         e: Emitter,
         channels: Value,
         start: Sequence[Value],
-        step: Callable[[Value, list[Value], Value | None], list[Value]],
+        step: Callable[[Value, list[Value], Value | None, int], list[Value]],
+        at_once: Sequence[int] = (1,),
     ) -> list[Value]:
-        """`step(byte offset, values, mask)` for every unit of a row; the mask of whole ones is None."""
-        b, per = e.b, self.unit
-        whole, rest = b.udiv(channels, I64(per)), b.urem(channels, I64(per))
-        values = e.loop(whole, start, lambda i, x: step(b.mul(i, I64(per * self.size)), x, None))
-        some = b.zext(b.icmp_signed(">", rest, I64(0)), I64)
-        at, mask = b.mul(whole, I64(per * self.size)), e.first_lanes(rest, per)
-        return e.loop(some, values, lambda i, x: step(at, x, mask))
+        """`step(byte offset, values, mask, units)` for every unit of a row, as many at once as `at_once`
+        says in turn; the mask of whole ones is None."""
+        b, values, at, left = e.b, list(start), I64(0), channels
+        for units in at_once:
+            many, width = b.udiv(left, I64(units * self.unit)), units * self.unit * self.size
+
+            def whole(i: Value, x: list[Value], units: int = units, width: int = width) -> list[Value]:
+                return [b.add(x[0], I64(width)), *step(x[0], x[1:], None, units)]
+
+            at, *values = e.loop(many, [at, *values], whole)
+            left = b.sub(left, b.mul(many, I64(units * self.unit)))
+        some = b.zext(b.icmp_signed(">", left, I64(0)), I64)
+        mask = e.first_lanes(left, self.unit)
+        return e.loop(some, values, lambda i, x: step(at, x, mask, 1))
+
+    def _spread(self, e: Emitter, later: Value, channels: Value) -> Value | None:
+        """Whether the rows that are read next lie apart, or None if every line is to be prefetched anyway.
+        Where a single row of queries reads narrow rows that touch, the machine's own prefetchers bring more
+        than a core may ask for, once some lines are asked for."""
+        if self.rows > 1 or self.size == 4:
+            return None
+        first, second = (e.load(e.pointer(later), at, I64) for at in (0, 8))
+        return e.b.icmp_signed("!=", e.b.sub(second, first), e.b.mul(channels, I64(self.size)))
+
+    def _prefetch(self, e: Emitter, row: Value, at: Value, units: int, spread: Value | None) -> None:
+        """Lines of `units` units that are read a phase later."""
+        lines = range(0, units * self.unit * self.size, LINE)
+        start = e.at(row, at)
+        some = lines if spread is None else lines[::4]
+        for byte in some:
+            e.prefetch(e.at(start, byte), PREFETCH_LEVEL)
+
+        def others(values: list[Value]) -> list[Value]:
+            for byte in sorted(set(lines) - set(some)):
+                e.prefetch(e.at(start, byte), PREFETCH_LEVEL)
+            return values
+
+        if spread is not None:
+            e.where(spread, [], others)
 
     def _raw(self, e: Emitter, row: Value, at: Value, mask: Value | None) -> Value:
         kind = e.vf if self.size == 4 else ir.VectorType(I16, self.unit)
@@ -105,7 +140,7 @@ class DecodeTile(AddressLists):
         b, flip = e.b, e.splat(e.b.trunc(sign, I32))
         row = e.pointer(src)
 
-        def step(at: Value, p: list[Value], mask: Value | None) -> list[Value]:
+        def step(at: Value, p: list[Value], mask: Value | None, units: int) -> list[Value]:
             x = self._raw(e, row, at, mask)
             for c, part in enumerate([x] if self.dot else self._split(e, x)):
                 e.store(b.xor(b.bitcast(part, e.vi), flip), p[0], c * e.bytes)
@@ -125,6 +160,8 @@ class DecodeTile(AddressLists):
         maximum. If `factor` is not 0 its low half scales them, and if `cap` is not, they are
         cap·tanh(factor·s)."""
         b, p_limits, p_q = e.b, e.pointer(limits), e.pointer(q)
+        p_sums = b.alloca(e.vf, size=self.lanes) if self.rows == 1 else None
+        spread = self._spread(e, later, channels)
         lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
         in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
         first = b.add(e.splat(b.trunc(key, I32)), in_group)
@@ -134,9 +171,13 @@ class DecodeTile(AddressLists):
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later = values
             sums: list[Value] = []
-            for j in range(self.keys):
-                row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
-                sums += self._dots(e, row, next_row, p_q, channels)
+            if self.rows > 1:
+                for j in range(self.keys):
+                    row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
+                    sums += self._dots(e, row, next_row, p_q, channels, spread)
+            else:
+                _rolled(e, self.keys, [p_rows, p_later, p_sums], key_sums)
+                sums = [e.load(p_sums, n * e.bytes) for n in range(self.lanes)]
             x = _sums_of_lanes(e, sums)
             (x,) = e.where(scaled, [x], lambda v: [b.fmul(v[0], shrink)])
             (x,) = e.where(capped, [x], lambda v: [b.fmul(grow, e.tanh(v[0]))])
@@ -146,26 +187,34 @@ class DecodeTile(AddressLists):
             ahead, p_later = e.at(p_rows, 8 * self.keys), e.at(p_later, 8 * self.keys)
             return [ahead, e.at(p_s, e.bytes), e.maximum(x, largest), b.add(at, e.ints(self.keys)), p_later]
 
+        def key_sums(j: Value, p: list[Value]) -> list[Value]:
+            row, next_row = (e.pointer(e.load(x, 0, I64)) for x in p[:2])
+            e.store(self._dots(e, row, next_row, p_q, channels, spread)[0], p[2])
+            return [e.at(p[0], 8), e.at(p[1], 8), e.at(p[2], e.bytes)]
+
         p_top = e.pointer(top)
         start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, e.pointer(later)]
         out = e.loop(groups, start, group)
         e.store(out[2], p_top)
 
-    def _dots(self, e: Emitter, row: Value, later: Value, q: Value, channels: Value) -> list[Value]:
+    def _dots(
+        self, e: Emitter, row: Value, later: Value, q: Value, channels: Value, spread: Value | None
+    ) -> list[Value]:
         """A vector of partial sums of one key for every row of Q."""
-        width = self.query_bytes(e)
+        width, unit_bytes = self.query_bytes(e), self.unit * self.size
 
-        def step(at: Value, values: list[Value], mask: Value | None) -> list[Value]:
+        def step(at: Value, values: list[Value], mask: Value | None, units: int) -> list[Value]:
             p_q, sums = values[0], values[1:]
-            e.prefetch(e.at(later, at), PREFETCH_LEVEL)
-            x = self._raw(e, row, at, mask)
-            for c, part in enumerate([x] if self.dot else self._split(e, x)):
-                for r in range(self.rows):
-                    y = e.load(p_q, r * width + c * e.bytes)
-                    sums[r] = e.dot_bf16(sums[r], part, y) if self.dot else e.fma(part, y, sums[r])
-            return [e.at(p_q, self.rows * width), *sums]
+            self._prefetch(e, later, at, units, spread)
+            for u in range(units):
+                x = self._raw(e, e.at(row, u * unit_bytes), at, mask)
+                for c, part in enumerate([x] if self.dot else self._split(e, x)):
+                    for r in range(self.rows):
+                        y = e.load(p_q, (u * self.rows + r) * width + c * e.bytes)
+                        sums[r] = e.dot_bf16(sums[r], part, y) if self.dot else e.fma(part, y, sums[r])
+            return [e.at(p_q, units * self.rows * width), *sums]
 
-        return self._units(e, channels, [q, *[e.floats(0)] * self.rows], step)[1:]
+        return self._units(e, channels, [q, *[e.floats(0)] * self.rows], step, (4, 2, 1))[1:]
 
     # online_softmax
     def online_softmax(self, e: Emitter, s, vectors, block, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
@@ -188,7 +237,7 @@ class DecodeTile(AddressLists):
                 x = e.load(values[0], n * e.bytes)
                 weight = self._power(e, b.fsub(x, m_safe), scale_bits, self.degree)
                 weight = b.select(b.fcmp_ordered("==", x, minus_inf), e.floats(UNSEEN), weight)
-                e.store(self._pairs(e, weight) if self.dot else weight, values[1], n * stored)
+                e.store(self._pairs(e, weight) if self.pairs else weight, values[1], n * stored)
                 weights.append(weight)
             while len(weights) > 1:  # equal weights that join a large sum one by one all round the same way
                 weights = [b.fadd(u, v) for u, v in zip(weights[::2], weights[1::2], strict=True)]
@@ -241,58 +290,45 @@ class DecodeTile(AddressLists):
     def _accumulate(
         self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later, *, bounded: bool
     ) -> None:  # type: ignore[no-untyped-def]
-        b, wide = e.b, 1 if bounded else self.units_at_once
-        p_ones, unit_bytes = e.pointer(ones), self.unit * self.size
-        step_bytes = self.rows * self.parts * e.bytes
+        pack, unit_bytes = self.key.pack, self.unit * self.size
+        spread = self._spread(e, later, channels)
+        p_ones, step_bytes = e.pointer(ones), self.rows * self.parts * e.bytes
 
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_p, p_alpha, p_later = values
-            rows, next_rows = (
-                [e.pointer(e.load(p, 8 * k, I64)) for k in range(KEYS_PER_GROUP)] for p in (p_rows, p_later)
-            )
 
-            def units(at: Value, p_o: Value, mask: Value | None, count: int) -> None:
-                sums: list[Value] = [None] * (self.rows * count * self.parts)
-                for k in range(0, KEYS_PER_GROUP, self.key.pack):
-                    for u in range(count):
-                        for row in next_rows[k : k + self.key.pack]:
-                            e.prefetch(e.at(e.at(row, u * unit_bytes), at), PREFETCH_LEVEL)
-                    raw = [
-                        [
-                            self._raw(e, e.at(row, u * unit_bytes), at, mask)
-                            for row in rows[k : k + self.key.pack]
-                        ]
-                        for u in range(count)
+            def units(at: Value, p: list[Value], mask: Value | None, count: int) -> list[Value]:
+                def some_keys(k: Value, x: list[Value]) -> list[Value]:
+                    rows, next_rows = (
+                        [e.pointer(e.load(p, 8 * j, I64)) for j in range(pack)] for p in (x[0], x[1])
+                    )
+                    sums = x[3:]
+                    for row in next_rows:
+                        self._prefetch(e, row, at, count, spread)
+                    whole_rows = [
+                        [self._raw(e, e.at(row, u * unit_bytes), at, mask) for u in range(count)]
+                        for row in rows
                     ]
+                    raw = [list(unit) for unit in zip(*whole_rows, strict=True)]
                     for r in range(self.rows):
-                        weight = e.splat(e.load(p_p, (k // self.key.pack * self.rows + r) * 4, self.atom))
+                        weight = e.splat(e.load(x[2], r * 4, self.atom))
                         self._add_keys(e, sums, r, weight, raw, bounded)
+                    return [e.at(x[0], 8 * pack), e.at(x[1], 8 * pack), e.at(x[2], 4 * self.rows), *sums]
+
+                start = [p_rows, p_later, p_p, *[e.floats(0)] * (self.rows * count * self.parts)]
+                sums = _rolled(e, KEYS_PER_GROUP // pack, start, some_keys)[3:]
                 for r in range(self.rows):
                     shrink = e.splat(e.load(p_alpha, r * 4, F32))
                     for c in range(count * self.parts):
                         u, part = divmod(c, self.parts)
                         place = u * step_bytes + (r * self.parts + part) * e.bytes
-                        total = e.fma(shrink, e.load(p_o, place), sums[r * count * self.parts + c])
-                        e.store(total, p_o, place)
+                        total = e.fma(shrink, e.load(p[0], place), sums[r * count * self.parts + c])
+                        e.store(total, p[0], place)
+                return [e.at(p[0], count * step_bytes)]
 
-            per = wide * self.unit
-            many = b.udiv(channels, I64(per))
-
-            def whole(j: Value, x: list[Value]) -> list[Value]:
-                units(x[0], x[1], None, wide)
-                return [b.add(x[0], I64(wide * unit_bytes)), e.at(x[1], wide * step_bytes)]
-
-            def part(j: Value, x: list[Value]) -> list[Value]:
-                left = b.sub(channels, b.udiv(x[0], I64(self.size)))
-                units(x[0], x[1], e.first_lanes(left, self.unit), 1)
-                return [b.add(x[0], I64(unit_bytes)), e.at(x[1], step_bytes)]
-
-            place = e.loop(many, [I64(0), e.pointer(o)], whole)
-            rest = b.sub(channels, b.mul(many, I64(per)))
-            e.loop(b.udiv(b.add(rest, I64(self.unit - 1)), I64(self.unit)), place, part)
-            p_next = e.at(p_p, KEYS_PER_GROUP // self.key.pack * self.rows * 4)
-            ahead, p_later = e.at(p_rows, 8 * KEYS_PER_GROUP), e.at(p_later, 8 * KEYS_PER_GROUP)
-            return [ahead, p_next, p_ones, p_later]
+            self._units(e, channels, [e.pointer(o)], units, (1,) if bounded else self.units_at_once)
+            p_next = e.at(p_p, KEYS_PER_GROUP // pack * self.rows * 4)
+            return [e.at(p_rows, 8 * KEYS_PER_GROUP), p_next, p_ones, e.at(p_later, 8 * KEYS_PER_GROUP)]
 
         e.loop(groups, [e.pointer(v_rows), e.pointer(p), e.pointer(alpha), e.pointer(later)], group)
 
@@ -301,26 +337,22 @@ class DecodeTile(AddressLists):
     ) -> None:
         """Row r's sums of a group, plus the V of one key (with a dot: of two) times its weight."""
         b, bits = e.b, e.b.bitcast(weight, e.vi)
-        signs = (b.shl(bits, e.ints(16)), bits) if self.dot else (bits,)
+        signs = (b.shl(bits, e.ints(16)), bits) if self.pairs else (bits,)
         if bounded:
             weight = self._kept(e, bits)
         loaded = []
         for unit in raw:
             if bounded:
                 unit = [self._where_seen(e, sign, x) for sign, x in zip(signs, unit, strict=True)]
-            loaded += self._interleave(e, *unit) if self.dot else self._split(e, unit[0])
+            loaded += self._interleave(e, *unit) if self.pairs else self._split(e, unit[0])
         for c, x in enumerate(loaded):
             at = r * len(loaded) + c
-            old = sums[at]
-            if self.dot:
-                sums[at] = e.dot_bf16(e.floats(0) if old is None else old, x, weight)
-            else:
-                sums[at] = b.fmul(weight, x) if old is None else e.fma(weight, x, old)
+            sums[at] = e.dot_bf16(sums[at], x, weight) if self.pairs else e.fma(weight, x, sums[at])
 
     def _kept(self, e: Emitter, bits: Value) -> Value:
         """Weights of which none is 0, which would turn an infinity of V into NaN."""
         b = e.b
-        if not self.dot:
+        if not self.pairs:
             return b.bitcast(b.select(b.icmp_signed("==", bits, e.ints(0)), e.ints(1), bits), e.vf)
         for half in (0xFFFF, -0x10000):  # a dot takes what is subnormal for 0
             least = e.ints(0x00800080 & half)
@@ -346,10 +378,10 @@ class DecodeTile(AddressLists):
         ]
 
     @property
-    def units_at_once(self) -> int:
-        """As many as have their sums in registers."""
-        room = 16 if self.key.registers == 32 else 8
-        return max(1, min(4, room // (self.rows * self.parts)))
+    def units_at_once(self) -> list[int]:
+        """As many as have their sums in registers, then fewer."""
+        room = (16 if self.key.registers == 32 else 8) // (self.rows * self.parts)
+        return [units for units in (4, 2, 1) if units <= max(1, room)]
 
     def has_nan(self, e: Emitter, o: Value, vectors: Value) -> Value:
         def body(i: Value, x: list[Value]) -> list[Value]:
@@ -423,7 +455,7 @@ class DecodeTile(AddressLists):
         empty = b.fcmp_ordered("==", divisor, e.floats(0))
         inverse = b.fdiv(e.floats(1), divisor)
 
-        def step(at: Value, p: list[Value], mask: Value | None) -> list[Value]:
+        def step(at: Value, p: list[Value], mask: Value | None, units: int) -> list[Value]:
             x = [
                 b.select(empty, e.floats(0), b.fmul(e.load(p[0], c * e.bytes), inverse))
                 for c in range(self.parts)
@@ -442,12 +474,32 @@ class DecodeTile(AddressLists):
             return x[0]
         if self.key.storage == "float16":
             return e.to_f16_bits(x[0])
-        if self.dot:
+        if self.pairs:
             low, high = (e.to_bf16_bits(part) for part in x)
             return e.b.shuffle_vector(low, high, e.lane_index(self.unit))
         even, odd = (e.b.zext(e.to_bf16_bits(part), e.vi) for part in x)
         both = e.b.or_(even, e.b.shl(odd, e.ints(16)))
         return e.b.bitcast(both, ir.VectorType(I16, self.unit))
+
+
+def _rolled(
+    e: Emitter, count: int, start: Sequence[Value], body: Callable[[Value, list[Value]], list[Value]]
+) -> list[Value]:
+    """`e.loop` that the compiler leaves a loop: every key's row is then read by the same instructions, a
+    step apart, one after the other. That is what the machine's prefetchers follow."""
+    ends = []
+
+    def noted(i: Value, x: list[Value]) -> list[Value]:
+        values = body(i, x)
+        ends.append(e.b.block)
+        return values
+
+    out, module = e.loop(I64(count), start, noted), e.b.module
+    disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    loop = ir.values.MDValue(module, (disable,), name=str(len(module.metadata)))
+    loop.operands = (loop, disable)  # a loop's metadata name themselves, so that no two are one
+    ends[0].terminator.set_metadata("llvm.loop", loop)
+    return out
 
 
 def _sums_of_lanes(e: Emitter, x: list[Value]) -> Value:

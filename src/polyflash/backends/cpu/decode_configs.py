@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from polyflash.target import Target
 
 KEYS_PER_GROUP = 8  # keys whose weighted V are added in registers
+BLOCK_BYTES = 8192  # of K in a block, if it has 32 keys: with as much V, half of a first-level cache
 MOST_HEADS = 8  # kv heads that an item walks side by side
 MOST_ROWS = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}  # of one tile: what fills the registers
 
@@ -65,8 +66,9 @@ class DecodeKey:
 
     @property
     def pack(self) -> int:
-        """Keys whose weights stand side by side in one 32-bit atom."""
-        return self.row_key.pack
+        """Keys whose weights stand side by side in one 32-bit atom. One row has float32 weights: its V are
+        read key by key."""
+        return 1 if self.rows == 1 else self.row_key.pack
 
     @property
     def unit(self) -> int:
@@ -88,7 +90,8 @@ class DecodeKey:
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """split_keys: keys of one work item. block_n: keys whose scores are made before any of their values is
-    read. compute, isa: as the forward's."""
+    read; at most 8 rows of a kv head take fewer where heads are wide, see BLOCK_BYTES. compute, isa: as the
+    forward's."""
 
     split_keys: int
     block_n: int

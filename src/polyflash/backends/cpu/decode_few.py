@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import configs, decode_items, loading
 from polyflash.backends.cpu import decode_arguments as d
-from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP
+from polyflash.backends.cpu.decode_configs import BLOCK_BYTES, KEYS_PER_GROUP
 
 if TYPE_CHECKING:
     from polyflash.backends.cpu.decode_configs import DecodeKey
@@ -174,7 +174,9 @@ def build(key: DecodeKey) -> Any:
         While K of a block is read its V is prefetched, and meanwhile the next K: memory never waits for
         arithmetic."""
         s, block = scratch + arg(args, a.T_S), scratch + arg(args, a.T_BLOCK)
-        k_rows, v_rows, block_n = scratch + arg(args, a.T_K), scratch + arg(args, a.T_V), arg(args, a.BLOCK_N)
+        k_rows, v_rows = scratch + arg(args, a.T_K), scratch + arg(args, a.T_V)
+        block_n = greatest(BLOCK_BYTES // (arg(args, a.HEAD_DIM) * SIZE) // 32, 1) * 32
+        block_n = least(block_n, arg(args, a.BLOCK_N))
         fill(block + VECTOR, 1, ONE)
         list_rows(
             args, scratch, k, a.K_BATCH, a.T_K, key_lo, least((key_lo // block_n + 1) * block_n, key_hi)
