@@ -19,6 +19,7 @@ from polyflash.backends.torch import forward as torch_forward
 from polyflash.backends.torch.configs import Config
 from polyflash.reference import attention_reference
 from polyflash.spec import Arguments
+from polyflash.target import Target
 from tests import device
 
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
@@ -57,7 +58,7 @@ def there(x: Any) -> Any:
 
 
 def launched(config: BackwardConfig = CONFIG) -> Any:
-    return SimpleNamespace(config=config, prepared=None, target=SimpleNamespace(cores=3))
+    return SimpleNamespace(config=config, prepared=None, target=Target("cpu:interpreted", cores=3))
 
 
 def differentiate(

@@ -163,7 +163,6 @@ class TestOfARoute:
         assert not drivers.attend.started
 
 
-@pytest.mark.xfail(reason="a chain of no hooks counts as a hook")
 def test_only_a_hook_closes_the_direct_way():
     """Profilers hang themselves into `kernel[grid]`, which the direct way leaves out."""
     assert not runtime._hooked()

@@ -90,8 +90,6 @@ def cases(problems: dict[str, Workload], switches: tuple[dict[str, Any], ...]) -
         word = "-".join(f"{name}={value}" for name, value in switch.items())
         for place, (problem, dtype) in enumerate(names):
             marks = [] if place == turn % len(names) else [pytest.mark.slow]
-            if switch.get("hold_q") and dtype == "bfloat16" and INTERPRET:
-                marks.append(pytest.mark.xfail(reason="the interpreter makes bfloat16 of a bool by its bits"))
             found.append(pytest.param(switch, problem, dtype, id=f"{word}-{problem}-{dtype}", marks=marks))
     return found
 

@@ -14,8 +14,12 @@ _INTERPRETED = env.TRITON_INTERPRET.is_set()  # read once, as Triton does where 
 _EVERYTHING = frozenset(Feature)
 _ROWS = (
     (Phase.FORWARD, _EVERYTHING, configs.choose_forward),
-    # With batch_invariant a step has the bits of the prefill: both are the forward row's.
-    (Phase.DECODE, _EVERYTHING - {Feature.DROPOUT, Feature.BATCH_INVARIANT}, configs.choose_decode),
+    # With batch_invariant a step has the bits of the prefill: both are of the forward row, as packed calls.
+    (
+        Phase.DECODE,
+        _EVERYTHING - {Feature.DROPOUT, Feature.BATCH_INVARIANT, Feature.VARLEN},
+        configs.choose_decode,
+    ),
     (Phase.BACKWARD, _EVERYTHING - {Feature.PAGED, Feature.ROW_BOUNDS}, configs.choose_backward),
     (
         Phase.STATISTICS,

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 AT_ONCE = 16  # splits whose outputs one step of the merge reads
 
 
-@triton.jit(do_not_specialize=("members", "num_heads", "seqlen_q", "num_rows", "num_splits"))
+@triton.jit(do_not_specialize=("num_heads", "seqlen_q", "num_rows", "num_splits"))
 def merge_splits(
-    parts, part_lse, out, lse, sinks, cu_seqlens_q, members, num_heads, seqlen_q, num_rows, num_splits,
+    parts, part_lse, out, lse, sinks, num_heads, seqlen_q, num_rows, num_splits,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program per row: `parts` (splits, rows, head_dim_v) and `part_lse` (splits, rows) are dense, rows
@@ -48,8 +48,6 @@ def merge_splits(
     l_i = 0.0
     if sinks is not None:
         b_sink = tl.load(sinks + i_h).to(tl.float32)
-        if cu_seqlens_q is not None:  # rows of nobody have none
-            b_sink = tl.where(i_i < tl.load(cu_seqlens_q + members), b_sink, float("-inf"))
         m_i = tl.maximum(m_i, b_sink)
         l_i = tl.exp2((b_sink - tl.where(m_i == float("-inf"), 0.0, m_i)) * LOG2E)
     b_m = tl.where(m_i == float("-inf"), 0.0, m_i)
@@ -107,13 +105,9 @@ def merge(
     batch, num_heads, seqlen_q, head_dim_v = out.shape
     first, second = split_dim(head_dim_v)
     sinks = None if args.sinks is None else arguments.operands(args, parts).sinks
-    members = 0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
     v_out, rows = arguments.view(out), None if lse is None else arguments.rows(lse)
     num_rows = batch * num_heads * seqlen_q
-    everything = (
-        parts, part_lse, v_out, rows, sinks, args.cu_seqlens_q, members, num_heads, seqlen_q, num_rows,
-        num_splits,
-    )  # fmt: skip
+    everything = parts, part_lse, v_out, rows, sinks, num_heads, seqlen_q, num_rows, num_splits
     constants = {"DV": head_dim_v, "DV0": first, "DV1": second, "AT_ONCE": AT_ONCE, "num_warps": 4}
     key = v_out[1:], rows if rows is None else rows[1:], runtime.aligned(out, lse, sinks)
     prepared.merges.launch(merge_splits, num_rows, everything, constants, key, out.device)

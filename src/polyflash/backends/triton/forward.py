@@ -257,8 +257,8 @@ def attend_tile(
         if NEGATIVE:
             b_q0, b_q1 = turned_sign(b_q0), turned_sign(b_q1)
         if HOLD_Q:  # a product that leaves Q in registers, as operand of the next ones
-            b_unit = (tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]).to(b_q0.dtype)
-            b_q0 = product(b_unit, b_q0, tl.zeros([BLOCK_M, D0], tl.float32)).to(b_q0.dtype)
+            b_unit = (tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]).to(tl.float32)
+            b_q0 = product(b_unit.to(b_q0.dtype), b_q0, tl.zeros([BLOCK_M, D0], tl.float32)).to(b_q0.dtype)
         m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
         # [BLOCK_M, head_dim_v]

@@ -54,8 +54,8 @@ ARCHS = {
     "gfx1201": Arch("rdna4", 64 * KIB),
 }
 
-# (family, bytes of an element) whose forward loads K and V by tensor descriptor: on an H200 6 to 16 % ahead of
-# pointers. In float32 the kernel spills with it.
+# (family, bytes of an element) whose forward loads K and V by tensor descriptor: on an H200 6 to 16 % ahead
+# of pointers. In float32 the kernel spills with it.
 DESCRIBED = frozenset({("hopper", 2)})
 # (family, bytes of an element) -> head-dim class -> tiles of the forward kernel
 FORWARD: dict[tuple[str, int], dict[int, Pair]] = {
