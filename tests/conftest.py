@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from polyflash.tuning import store
 from tests import device
 from tests.memory import poisoned
 from tests.refusals import Refusals
@@ -52,6 +53,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def poison():
     """Uninitialised memory is NaN in every test: an output element nobody wrote cannot pass."""
     with poisoned():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def untuned(tmp_path_factory: pytest.TempPathFactory):
+    """What a developer has tuned on this machine decides nothing here."""
+    with pytest.MonkeyPatch.context() as patch:
+        none = tmp_path_factory.getbasetemp() / "no-tuned-files"
+        patch.setattr(store, "folder", lambda: str(none))
         yield
 
 

@@ -240,7 +240,7 @@ def surroundings(probed: dict[str, Any]) -> list[Advice]:
     """What is missing or in the way on this machine; `probed` is what `reports.probe_torch` found."""
     found = [*_packages(probed), *_isa()]
     try:
-        found += _cache()
+        found += [*_cache(), *_tuned()]
         found += _threads(int(probed.get("threads", 1)))
         found += _triton(probed)
     except ImportError as error:
@@ -290,6 +290,18 @@ def _cache() -> list[Advice]:
         remedy = f"set {env.CACHE_DIR.name} to a folder you can write to"
         return [Advice(f"the kernel cache cannot be written: {trouble}", remedy)]
     return []
+
+
+def _tuned() -> list[Advice]:
+    """A tuned file of this CPU that is there and not believed."""
+    from polyflash.tuning import store
+
+    try:
+        said = store.report(target.detect("cpu"))
+    except ValueError:  # of the instruction set, which `_isa` tells
+        return []
+    remedy = "polyflash tune again, or remove the file"
+    return [Advice(said, remedy)] if "ignored" in said or "of other versions" in said else []
 
 
 def _threads(threads: int) -> list[Advice]:
