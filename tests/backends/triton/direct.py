@@ -16,8 +16,9 @@ from polyflash.reference import attention_reference, paged_reference, varlen_ref
 from tests import device
 
 Config = ForwardConfig | DecodeConfig
-TILE = ForwardConfig(16, 16, 4, 1)
-SPLITS = DecodeConfig(16, 16, 4, 1, 32)
+STAGES = 1 if device.NAME == "cpu" else 2  # no kernel of one stage starts on sm_90
+TILE = ForwardConfig(16, 16, 4, STAGES)
+SPLITS = DecodeConfig(16, 16, 4, STAGES, 32)
 _NAMES = (
     *("causal", "window", "mask", "bias", "alibi_slopes", "softcap", "sinks", "scale", "kv_lens"),
     *("kv_starts", "q_offset", "dropout_p", "dropout_seed"),

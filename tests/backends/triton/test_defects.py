@@ -199,16 +199,13 @@ def reached(*kernels: Any) -> list[Any]:
 
 
 def lines_of(function: Any) -> set[int]:
-    """Lines of a kernel that a trace reports, less its signature, its docstring and what no plan reaches."""
+    """Lines of a kernel that a trace reports, less its signature and its docstring."""
     source, first = inspect.getsourcelines(function)
     end = next(i for i, line in enumerate(source) if line.partition("#")[0].rstrip().endswith(":"))
     found = {line for _, _, line in function.__code__.co_lines() if line is not None and line > first + end}
     if function.__doc__:
         found.discard(min(found, default=0))
-    return {n for n in found if not any(word in source[n - first] for word in NO_PLAN)}
-
-
-NO_PLAN = ("i_i < tl.load(cu_seqlens_q + members)",)  # packed calls are never split
+    return found
 
 
 def run_everything() -> None:
