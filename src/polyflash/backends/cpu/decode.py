@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 BYTES_PER_US = 16_000  # that one core reads: what the thread decision assumes
 KEPT_PARTIALS = 64 << 20  # bytes a thread keeps between its calls
-ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads
+ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads or splits
+MOST_SPLITS = 4  # of an item: what is read next is prefetched across their borders
 
 
 class _Cut(NamedTuple):
@@ -45,7 +46,7 @@ class _Cut(NamedTuple):
     partial_bytes: int
     tail: tuple[int, ...]  # BLOCK_N to T_STAGED
     widths: tuple[int, int, int]  # Q_TILE, GATHERED_ROW, ZERO_VECTORS
-    many_heads: bool  # whether an item can walk the keys of several kv heads
+    long_items: bool  # whether an item can walk several kv heads and splits
 
 
 class _Kept(threading.local):
@@ -148,9 +149,10 @@ def _launch(
     keys = min(splits * split_keys, v.shape[0] * v.shape[2])  # at most
     read_us = keys * v.shape[1] * (q.shape[3] + v.shape[3]) * q.element_size() // BYTES_PER_US
     threads = 1 if read_us < a.LEND_FROM_US else torch.get_num_threads()
-    heads = _heads_per_item(k, splits, threads) if cut.many_heads else 1
+    heads = _heads_per_item(k, splits, threads) if cut.long_items else 1
     tiles = -(-v.shape[1] // heads) * cut.chunks
-    table = _table(walks, tiles, kept)
+    together = _splits_per_item(splits * tiles, threads) if cut.long_items else 1
+    table, items = _table(walks, walk[1], splits, tiles, together, kept)
     partials = done = 0
     if walks is not None or walk[1] > 1 or heads > 1:
         kept.append(counters := np.zeros(splits * tiles, np.int64))
@@ -160,10 +162,11 @@ def _launch(
         *(cut.tail[0], heads, *cut.tail[2:], split_keys, *walk, *table),
         *(partials, cut.partial_bytes, done, *scaling(args, scale, does), *cut.widths),
         *((0, 0, 0) if bounds is None else (bounds.data_ptr(), *(4 * s for s in bounds.stride()))),
+        together,
     )
     block = array("q", head + middle + array("q", tail).tobytes())
     pool.run(
-        cut.kernel, block.buffer_info()[0], splits * tiles, threads, cut.scratch_bytes,
+        cut.kernel, block.buffer_info()[0], items, threads, cut.scratch_bytes,
         read_us >= a.WAKE_FROM_US,
     )  # fmt: skip
 
@@ -178,6 +181,12 @@ def _heads_per_item(k: Tensor, splits: int, threads: int) -> int:
     while heads > 1 and splits * -(-num_kv_heads // heads) < ITEMS_PER_THREAD * threads:
         heads = -(-heads // 2)
     return heads
+
+
+def _splits_per_item(splits: int, threads: int) -> int:
+    """Consecutive splits of a tile that an item walks, of `splits` in all: leaves items enough, changes no
+    bit."""
+    return max(1, min(MOST_SPLITS, splits // (ITEMS_PER_THREAD * threads)))
 
 
 def _walk(args: Arguments, rows: int, start: int, live: int, offset: int, split_keys: int) -> tuple[int, int]:
@@ -207,16 +216,20 @@ def _walks(
     return walks
 
 
-def _table(walks: list[tuple[int, int, int]] | None, tiles: int, kept: list[Any]) -> tuple[int, int]:
-    """ENTRIES and NUM_ENTRIES."""
+def _table(
+    walks: list[tuple[int, int, int]] | None, count: int, splits: int, tiles: int, together: int,
+    kept: list[Any],
+) -> tuple[tuple[int, int], int]:  # fmt: skip
+    """(ENTRIES, NUM_ENTRIES) and the number of items; requests that are alike have `count` splits each."""
     if walks is None:
-        return 0, 0
-    words, item = array("q"), 0
+        return (0, 0), splits // count * -(-count // together) * tiles
+    words, item, partial = array("q"), 0, 0
     for request, first, count in walks:
-        words.extend((item, request, first, count))
-        item += count * tiles
+        words.extend((item, request, first, count, partial))
+        item += -(-count // together) * tiles
+        partial += count * tiles
     kept.append(words)
-    return words.buffer_info()[0], len(walks)
+    return (words.buffer_info()[0], len(walks)), item
 
 
 def _partials(size: int, kept: list[Any]) -> int:

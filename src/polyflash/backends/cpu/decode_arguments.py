@@ -12,19 +12,21 @@ if TYPE_CHECKING:
 
 _next = count(a.T_STAGED + 1).__next__
 SPLIT_KEYS, FIRST_SPLIT, NUM_SPLITS = (_next() for _ in range(3))
-# Requests that differ: rows of int64 (first item, request, first split, number of splits); 0: all are alike.
+# Requests that differ: rows of int64 (first item, request, first split, number of splits, first partial); 0:
+# all are alike.
 ENTRIES, NUM_ENTRIES = (_next() for _ in range(2))
-# What item i leaves of its HEADS kv heads at PARTIALS + i·HEADS·PARTIAL_BYTES, and how many splits of a tile
-# are done; 0 if an item has one head and all its keys.
+# What each split of HEADS kv heads leaves at PARTIALS + number·HEADS·PARTIAL_BYTES, the tiles of a split one
+# after the other, and how many splits of a tile are done; 0 if all items have one head and all its keys.
 PARTIALS, PARTIAL_BYTES, DONE = (_next() for _ in range(3))
 # What scales scores before the softmax (bit 32 set, float32 bits below) and caps them (float32 bits); or 0.
 FACTOR, CAP = (_next() for _ in range(2))
 Q_TILE = _next()  # bytes of the Q of one kv head
 GATHERED_ROW, ZERO_VECTORS = (_next() for _ in range(2))  # bytes of a gathered row, vectors of a row of zeros
 ROW_BOUNDS, ROW_BOUNDS_ROW, ROW_BOUNDS_SIDE = (_next() for _ in range(3))  # int32 (start, end) of a query row
+SPLITS_PER_ITEM = _next()  # consecutive ones, at most
 
-E_FIRST_ITEM, E_REQUEST, E_FIRST_SPLIT, E_NUM_SPLITS = range(4)  # of an entry
-ENTRY_WORDS = 4
+E_FIRST_ITEM, E_REQUEST, E_FIRST_SPLIT, E_NUM_SPLITS, E_FIRST_PARTIAL = range(5)  # of an entry
+ENTRY_WORDS = 5
 
 
 def scaling(args: Arguments, scale: float, does: int) -> tuple[int, int]:

@@ -89,9 +89,9 @@ class DecodeKey:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """split_keys: keys of one work item. block_n: keys whose scores are made before any of their values is
-    read; at most 8 rows of a kv head take fewer where heads are wide, see BLOCK_BYTES. compute, isa: as the
-    forward's."""
+    """split_keys: keys of one partial result. block_n: keys whose scores are made before any of their values
+    is read; at most 8 rows of a kv head take fewer where heads are wide, see BLOCK_BYTES. compute, isa: as
+    the forward's."""
 
     split_keys: int
     block_n: int

@@ -1,8 +1,8 @@
 """Decode on the CPU, at most 8 rows per kv head: one walk over the keys at memory speed.
 
-An item is one request, one kv head, one tile of its rows and one split of its keys. It leaves (m, l, O); who
-finishes the last split of a tile merges all of them, in the order of the splits (Dao et al., Flash-Decoding,
-2023).
+An item is one request, one kv head, one tile of its rows and some consecutive splits of its keys. It leaves
+(m, l, O) of each split; who finishes the last split of a tile merges all of them, in the order of the splits
+(Dao et al., Flash-Decoding, 2023).
 """
 
 from __future__ import annotations
@@ -168,19 +168,20 @@ def build(key: DecodeKey) -> Any:
             groups = (end - rest) // GROUP_KEYS
             accumulate_seen(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at)
 
-    @device(10)
-    def attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, state, heads):  # type: ignore[no-untyped-def]
+    @device(12)
+    def attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, listed, beyond):  # type: ignore[no-untyped-def]
         """The keys [key_lo, key_hi) of `heads` kv heads, block by block; every row sees [all_lo, all_hi).
         While K of a block is read its V is prefetched, and meanwhile the next K: memory never waits for
-        arithmetic."""
+        arithmetic. The walk goes on to `beyond`: the first K after key_hi are left listed and prefetched, as
+        the caller says that those of this split were, with `listed`."""
         s, block = scratch + arg(args, a.T_S), scratch + arg(args, a.T_BLOCK)
         k_rows, v_rows = scratch + arg(args, a.T_K), scratch + arg(args, a.T_V)
         block_n = greatest(BLOCK_BYTES // (arg(args, a.HEAD_DIM) * SIZE) // 32, 1) * 32
         block_n = least(block_n, arg(args, a.BLOCK_N))
         fill(block + VECTOR, 1, ONE)
-        list_rows(
-            args, scratch, k, a.K_BATCH, a.T_K, key_lo, least((key_lo // block_n + 1) * block_n, key_hi)
-        )
+        if listed == 0:
+            last = least((key_lo // block_n + 1) * block_n, key_hi)
+            list_rows(args, scratch, k, a.K_BATCH, a.T_K, key_lo, last)
         for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
             first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
             begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
@@ -201,8 +202,9 @@ def build(key: DecodeKey) -> Any:
                     list_rows(
                         args, scratch, k + (i_h + 1) * arg(args, a.K_HEAD), a.K_BATCH, a.T_K, first, last
                     )
-                elif last < key_hi:
-                    list_rows(args, scratch, k, a.K_BATCH, a.T_K, last, least(last + block_n, key_hi))
+                elif last < beyond:
+                    end_next = least((last // block_n + 1) * block_n, beyond)
+                    list_rows(args, scratch, k, a.K_BATCH, a.T_K, last, end_next)
                 weigh_values(args, scratch, stats + 2 * VECTOR, begin, end, whole, rest)
 
     @device(9)
@@ -225,7 +227,8 @@ def build(key: DecodeKey) -> Any:
         chunks, hkv = arg(args, a.CHUNKS), arg(args, a.NUM_KV_HEADS)
         heads = arg(args, a.HEADS)
         tiles = (hkv + heads - 1) // heads * chunks
-        i_e, i_b, i_tile, i_s, splits, first_split = find(args, number, tiles)
+        i_e, i_b, i_tile, i_s, splits, first_split, partial = find(args, number, tiles)
+        splits_here = least(arg(args, d.SPLITS_PER_ITEM), splits - i_s)
         i_hkv, row_0 = i_tile // chunks * heads, i_tile % chunks * ROWS
         heads_here = least(heads, hkv - i_hkv)
         i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
@@ -237,39 +240,46 @@ def build(key: DecodeKey) -> Any:
         fill(scratch + arg(args, a.T_ZERO), arg(args, d.ZERO_VECTORS), arg(args, a.ZERO))
 
         width, units = arg(args, d.PARTIAL_BYTES), (arg(args, a.HEAD_DIM_V) + UNIT - 1) // UNIT
-        state = arg(args, d.PARTIALS) + number * heads * width
+        stride, state = tiles * heads * width, arg(args, d.PARTIALS) + partial * heads * width
         if arg(args, d.PARTIALS) == 0:
             state = scratch + arg(args, a.T_O)
         q = arg(args, a.Q) + i_t * arg(args, a.Q_BATCH) + first_q * arg(args, a.Q_ROW)
         for i_h in range(heads_here):
             q_tile = scratch + arg(args, a.T_Q) + i_h * arg(args, d.Q_TILE)
             start_tile(args, scratch, q, q_tile, i_hkv + i_h, row_0, rows, seqlen_q)
-        key_lo = (first_split + i_s) * arg(args, d.SPLIT_KEYS)
-        key_hi = least(key_lo + arg(args, d.SPLIT_KEYS), some_hi)
-        key_lo = greatest(key_lo, some_lo)
         k, v = key_rows(args, i_t, i_hkv, first_k)
-        for careful in range(2):
-            if careful != 0:
-                all_lo = all_hi = key_lo  # look at every weight
-            bad = 0
-            for i_h in range(heads_here):
-                fill(state + i_h * width, 1, MINUS_INF)
-                fill(state + i_h * width + VECTOR, width // VECTOR - 1, arg(args, a.ZERO))
-            if key_lo < key_hi:
-                attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, state, heads_here)
-            for i_h in range(heads_here):
-                bad |= has_nan(state + i_h * width + 2 * VECTOR, units * ROWS * PARTS)
-            if bad == 0:
-                break
+        split_lo, listed = (first_split + i_s) * arg(args, d.SPLIT_KEYS), 0
+        beyond = least(split_lo + splits_here * arg(args, d.SPLIT_KEYS), some_hi)
+        for i in range(splits_here):
+            key_lo, key_hi = greatest(split_lo, some_lo), least(split_lo + arg(args, d.SPLIT_KEYS), beyond)
+            seen_lo, seen_hi, at = all_lo, all_hi, state + i * stride
+            for careful in range(2):
+                if careful != 0:
+                    seen_lo, seen_hi, listed = key_lo, key_lo, 0  # look at every weight
+                bad = 0
+                for i_h in range(heads_here):
+                    fill(at + i_h * width, 1, MINUS_INF)
+                    fill(at + i_h * width + VECTOR, width // VECTOR - 1, arg(args, a.ZERO))
+                if key_lo < key_hi:
+                    attend_split(
+                        args, scratch, k, v, key_lo, key_hi, seen_lo, seen_hi, at, heads_here, listed, beyond
+                    )
+                    listed = 1
+                for i_h in range(heads_here):
+                    bad |= has_nan(at + i_h * width + 2 * VECTOR, units * ROWS * PARTS)
+                if bad == 0:
+                    break
+            split_lo += arg(args, d.SPLIT_KEYS)
 
         # The last to arrive sees what all the others have written.
-        if splits > 1 and arrive(arg(args, d.DONE) + 8 * (i_e * tiles + i_tile), 1) != splits - 1:
-            return
+        if splits > splits_here:
+            before = arrive(arg(args, d.DONE) + 8 * (i_e * tiles + i_tile), splits_here)
+            if before != splits - splits_here:
+                return
         out = arg(args, a.OUT) + i_t * arg(args, a.OUT_BATCH) + first_q * arg(args, a.OUT_ROW)
         lse = arg(args, a.LSE)
         if lse != 0:
             lse += 4 * (i_t * arg(args, a.LSE_BATCH) + first_q)
-        stride = tiles * heads * width
         for i_h in range(heads_here):
             stats = state + i_h * width
             if splits > 1:

@@ -278,7 +278,7 @@ def build(key: ManyKey) -> Any:
     def kernel(args, number, scratch):  # type: ignore[no-untyped-def]
         chunks, hkv = arg(args, a.CHUNKS), arg(args, a.NUM_KV_HEADS)
         tiles = hkv * chunks
-        i_e, i_b, i_tile, i_s, splits, first_split = find(args, number, tiles)
+        i_e, i_b, i_tile, i_s, splits, first_split, i_partial = find(args, number, tiles)
         held = arg(args, a.ROW_PANELS) * NR
         i_hkv, first_row = i_tile // chunks, i_tile % chunks * held
         i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
@@ -305,7 +305,7 @@ def build(key: ManyKey) -> Any:
         if splits > 1:
             channels = (arg(args, a.HEAD_DIM_V) + STEP - 1) // STEP * STEP
             stride = tiles * arg(args, d.PARTIAL_BYTES)
-            partial = arg(args, d.PARTIALS) + number * arg(args, d.PARTIAL_BYTES)
+            partial = arg(args, d.PARTIALS) + i_partial * arg(args, d.PARTIAL_BYTES)
             first_o, bytes_o = arg(args, a.ROW_PANELS) * STATS, channels * NR * 4
             copy_vectors(scratch + arg(args, a.T_STATS), partial, panels * 2 * NV)
             for i_p in range(panels):
