@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 
 from polyflash.backends.triton import tiles
-from polyflash.backends.triton.blocks import block_range, load_tile, row_limits, row_offsets, shifts, stand
+from polyflash.backends.triton.blocks import (
+    block_range,
+    load_tile,
+    row_limits,
+    row_offsets,
+    shifts,
+    stand,
+    tile_ends,
+)
 from polyflash.backends.triton.gradient_kernels import (
     differentiate_tile,
     head_offsets,
@@ -101,7 +109,10 @@ def make_dbias(
         if OVER_KEYS:
             o_i = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
             o_lo, o_hi = row_limits(x, o_i, rows, start, live, lo_shift, hi_shift)
-            lo, hi, _, _ = block_range(x, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N)
+            i_first, i_last = tile_ends(i_m, rows, 1, BLOCK_M, False)
+            lo, hi, _, _ = block_range(
+                x, i_first, i_last, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N
+            )
         else:
             lo, hi, _, _ = row_range(
                 i_n * BLOCK_N, rows, start, live, lo_shift, hi_shift, 1, BLOCK_M, BLOCK_N, False

@@ -77,6 +77,26 @@ def stand(x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET: tl.constexpr):
 
 
 @triton.jit
+def find_rows(
+    i_t, x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, group, offset,
+    HEAVY_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    """Where tile i_t stands: its number, head, request, index into the tensors' batch, and what `stand` says
+    of the request."""
+    i_m, i_bh = i_t % num_tiles, i_t // num_tiles
+    i_head, i_b = i_bh % num_heads, i_bh // num_heads
+    if HEAVY_FIRST:
+        i_m = num_tiles - 1 - i_m
+    i_batch = i_b
+    if x.cu_seqlens_q is not None:
+        G = group if PACK else 1
+        i_b, i_m = find_member(i_m, x.cu_seqlens_q, batch, seqlen_q, G, BLOCK_M)
+        i_batch = i_b * 0
+    place = stand(x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET)
+    return i_m, i_head, i_b, i_batch, place
+
+
+@triton.jit
 def shifts(position, rows, live, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Row i sees keys [i + lo, i + hi), as far as order and distance go; both fit int32."""
     lo, hi = position * 0 - rows, position * 0 + live
@@ -119,18 +139,11 @@ def tile_ends(i_m, rows, group, BLOCK_M: tl.constexpr, PACK: tl.constexpr):
 
 
 @triton.jit
-def block_range(x, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N: tl.constexpr):
-    """Key blocks [n_lo, n_hi) that some row visits, and inside them [full_lo, full_hi) that every row sees
-    whole."""
-    i_first, i_last = tl.min(o_i), tl.minimum(tl.max(o_i), rows - 1)
-    return block_range_of(x, i_first, i_last, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N)
-
-
-@triton.jit
-def block_range_of(
+def block_range(
     x, i_first, i_last, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N: tl.constexpr
 ):
-    """The same of rows [i_first, i_last]; only bounds of single rows need a look at every one."""
+    """Key blocks [n_lo, n_hi) that some row of [i_first, i_last] visits, and inside them [full_lo, full_hi)
+    that every row sees whole. Only bounds of single rows need a look at every one."""
     if x.row_bounds is not None:
         some = o_lo < o_hi
         lo = tl.min(tl.where(some, o_lo, live))

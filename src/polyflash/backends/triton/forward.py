@@ -26,9 +26,9 @@ from polyflash.backends.triton.blocks import (
     LOG2E,
     accumulate,
     apply_mask,
-    block_range_of,
+    block_range,
     change_scores,
-    find_member,
+    find_rows,
     finite,
     has_nonfinite,
     keep,
@@ -41,7 +41,6 @@ from polyflash.backends.triton.blocks import (
     product,
     row_limits,
     shifts,
-    stand,
     store_tile,
     tile_ends,
     touched,
@@ -58,29 +57,21 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def load_keys(k, k1, i_t, i_h, first_k, j_0, o_k, m_n, FIRST: tl.constexpr, DIM: tl.constexpr,
-              BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTOR: tl.constexpr,
-              CACHE: tl.constexpr):  # fmt: skip
-    """Channels of a key block, [BLOCK_D, BLOCK_N]."""
+def load_block(
+    x, x1, i_t, i_h, first_k, j_0, o_x, m_n, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, TURNED: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """Channels of a block of keys or values, [BLOCK_N, BLOCK_D], or turned."""
     if DESCRIPTOR:
-        d = k if FIRST == 0 else k1
-        b_k = d.load([i_t, i_h, first_k + j_0, FIRST]).reshape(BLOCK_N, BLOCK_D).T
+        d = x if FIRST == 0 else x1
+        b_x = d.load([i_t, i_h, first_k + j_0, FIRST]).reshape(BLOCK_N, BLOCK_D)
+        if TURNED:
+            b_x = b_x.T
+    elif TURNED:
+        b_x = load_turned(x.p, o_x, m_n, x.d, FIRST, DIM, BLOCK_D, CACHE)
     else:
-        b_k = load_turned(k.p, o_k, m_n, k.d, FIRST, DIM, BLOCK_D, CACHE)
-    return b_k
-
-
-@triton.jit
-def load_values(v, v1, i_t, i_h, first_k, j_0, o_v, m_n, FIRST: tl.constexpr, DIM: tl.constexpr,
-                BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTOR: tl.constexpr,
-                CACHE: tl.constexpr):  # fmt: skip
-    """Channels of a value block, [BLOCK_N, BLOCK_D]."""
-    if DESCRIPTOR:
-        d = v if FIRST == 0 else v1
-        b_v = d.load([i_t, i_h, first_k + j_0, FIRST]).reshape(BLOCK_N, BLOCK_D)
-    else:
-        b_v = load_tile(v.p, o_v, m_n, v.d, FIRST, DIM, BLOCK_D, CACHE)
-    return b_v
+        b_x = load_tile(x.p, o_x, m_n, x.d, FIRST, DIM, BLOCK_D, CACHE)
+    return b_x
 
 
 @triton.jit
@@ -131,10 +122,12 @@ def attend_block(
         o_k, m_n = key_offsets(x, k, i_b, i_t, i_hkv, first_k, o_n, live)
     # [BLOCK_M, BLOCK_N]
     b_s = tl.zeros([o_i.shape[0], BLOCK_N], tl.float32)
-    b_k = load_keys(k, k1, i_t, i_hkv, first_k, j_0, o_k, m_n, 0, D, D0, BLOCK_N, DESCRIPTOR, CACHE)
+    b_k = load_block(k, k1, i_t, i_hkv, first_k, j_0, o_k, m_n, 0, D, D0, BLOCK_N, True, DESCRIPTOR, CACHE)
     b_s = product(b_q0, b_k, b_s)
     if D1 > 0:
-        b_k = load_keys(k, k1, i_t, i_hkv, first_k, j_0, o_k, m_n, D0, D, D1, BLOCK_N, DESCRIPTOR, CACHE)
+        b_k = load_block(
+            k, k1, i_t, i_hkv, first_k, j_0, o_k, m_n, D0, D, D1, BLOCK_N, True, DESCRIPTOR, CACHE
+        )
         b_s = product(b_q1, b_k, b_s)
     if CHANGED:
         m_pair = (o_i < rows)[:, None] & m_n[None, :]
@@ -157,11 +150,13 @@ def attend_block(
         o_v, m_n = key_offsets(x, v, i_b, i_t, i_hkv, first_k, o_n, live)
     # Both blocks are loaded before either product: Triton 3.6 let the second take the place of the first
     # while an asynchronous product was still reading it.
-    b_v0 = load_values(v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, 0, DV, DV0, BLOCK_N, DESCRIPTOR, CACHE)
+    b_v0 = load_block(
+        v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, 0, DV, DV0, BLOCK_N, False, DESCRIPTOR, CACHE
+    )
     b_v1 = b_v0
     if DV1 > 0:
-        b_v1 = load_values(
-            v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, DV0, DV, DV1, BLOCK_N, DESCRIPTOR, CACHE
+        b_v1 = load_block(
+            v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, DV0, DV, DV1, BLOCK_N, False, DESCRIPTOR, CACHE
         )
     if MASKED:
         odd = odd | has_nonfinite(b_v0)
@@ -212,21 +207,13 @@ def attend_tile(
     """One query tile of one head (or group), over all its keys or over those of one split."""
     batch, num_heads, group, seqlen_q, seqlen_k = sizes[:5]
     num_tiles, num_splits, split_keys, offset, left, right = sizes[5:]
-    # which tile of which request, head and split
-    i_s = i_t % num_splits
-    i_hm = i_t // num_splits
-    i_m, i_bh = i_hm % num_tiles, i_hm // num_tiles
-    i_head, i_b = i_bh % num_heads, i_bh // num_heads
-    if HEAVY_FIRST:
-        i_m = num_tiles - 1 - i_m
+    i_s, i_hm = i_t % num_splits, i_t // num_splits
+    i_m, i_head, i_b, i_batch, where = find_rows(
+        i_hm, x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, group, offset, HEAVY_FIRST, HAS_OFFSET,
+        BLOCK_M, PACK,
+    )  # fmt: skip
+    first_q, first_k, rows, start, live, position = where
     G = group if PACK else 1
-    i_batch = i_b
-    if x.cu_seqlens_q is not None:
-        i_b, i_m = find_member(i_m, x.cu_seqlens_q, batch, seqlen_q, G, BLOCK_M)
-        i_batch = i_b * 0
-    first_q, first_k, rows, start, live, position = stand(
-        x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET
-    )
     if i_m * BLOCK_M < rows * G:
         o_i, o_g = packed_rows(i_m, group, BLOCK_M, PACK)
         i_hkv = i_head if PACK else i_head // group
@@ -234,7 +221,7 @@ def attend_tile(
         lo_shift, hi_shift = shifts(position, rows, live, left, right, HAS_LEFT, HAS_RIGHT)
         o_lo, o_hi = row_limits(x, o_i, rows, start, live, lo_shift, hi_shift)
         i_first, i_last = tile_ends(i_m, rows, group, BLOCK_M, PACK)
-        n_lo, n_hi, full_lo, full_hi = block_range_of(
+        n_lo, n_hi, full_lo, full_hi = block_range(
             x, i_first, i_last, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N
         )
         if SPLIT:

@@ -12,6 +12,7 @@ from polyflash.backends.triton.blocks import (
     block_range,
     change_scores,
     find_member,
+    find_rows,
     finite,
     has_nonfinite,
     keep,
@@ -25,6 +26,7 @@ from polyflash.backends.triton.blocks import (
     span,
     stand,
     store_tile,
+    tile_ends,
     visible_pairs,
 )
 
@@ -488,30 +490,25 @@ def make_dq(
 ):  # fmt: skip
     """dq of one tile of rows of one query head, with PACK of all query heads of one key/value head;
     `num_heads` counts either."""
-    i_t = tl.program_id(0)
-    i_m, i_bh = i_t % num_tiles, i_t // num_tiles
-    i_head, i_b = i_bh % num_heads, i_bh // num_heads
-    if HAS_RIGHT:  # rows that see the most keys first
-        i_m = num_tiles - 1 - i_m
+    # rows that see the most keys first
+    i_m, i_head, i_b, i_batch, where = find_rows(
+        tl.program_id(0), x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, group, offset, HAS_RIGHT,
+        HAS_OFFSET, BLOCK_M, PACK,
+    )  # fmt: skip
+    first_q, first_k, rows, start, live, position = where
     G = group if PACK else 1
-    i_batch = i_b
-    if x.cu_seqlens_q is not None:
-        i_b, i_m = find_member(i_m, x.cu_seqlens_q, batch, seqlen_q, G, BLOCK_M)
-        i_batch = i_b * 0
-    first_q, first_k, rows, start, live, position = stand(
-        x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET
-    )
     if i_m * BLOCK_M < rows * G:
         o_i, o_g = packed_rows(i_m, group, BLOCK_M, PACK)
         i_hkv = i_head if PACK else i_head // group
         o_h = i_head * group + o_g if PACK else i_head + o_g
         lo_shift, hi_shift = shifts(position, rows, live, left, right, HAS_LEFT, HAS_RIGHT)
         o_lo, o_hi = row_limits(x, o_i, rows, start, live, lo_shift, hi_shift)
+        i_first, i_last = tile_ends(i_m, rows, group, BLOCK_M, PACK)
         n_lo, n_hi, full_lo, full_hi = block_range(
-            x, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N
+            x, i_first, i_last, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N
         )
         if visits is not None:
-            tl.store(visits + i_t, n_hi - n_lo)
+            tl.store(visits + tl.program_id(0), n_hi - n_lo)
         m_row = o_i < rows
         o_row = first_q + o_i
         o_q, o_do = head_offsets(q, i_batch, o_h, o_row), head_offsets(dout, i_batch, o_h, o_row)

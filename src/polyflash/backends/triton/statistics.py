@@ -19,6 +19,7 @@ from polyflash.backends.triton.blocks import (
     block_range,
     change_scores,
     find_member,
+    find_rows,
     load_tile,
     product,
     row_limits,
@@ -26,6 +27,7 @@ from polyflash.backends.triton.blocks import (
     shifts,
     span,
     stand,
+    tile_ends,
     visible_pairs,
 )
 from polyflash.backends.triton.forward import element_masked
@@ -186,24 +188,20 @@ def measure_rows(
     CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Entropy and largest score of the rows of one tile of one query head."""
-    i_t = tl.program_id(0)
-    i_m, i_bh = i_t % num_tiles, i_t // num_tiles
-    i_h, i_b = i_bh % num_heads, i_bh // num_heads
-    i_batch = i_b
-    if x.cu_seqlens_q is not None:
-        i_b, i_m = find_member(i_m, x.cu_seqlens_q, batch, seqlen_q, 1, BLOCK_M)
-        i_batch = i_b * 0
-    first_q, first_k, rows, start, live, position = stand(
-        x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET
-    )
+    i_m, i_h, i_b, i_batch, where = find_rows(
+        tl.program_id(0), x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, 1, offset, False, HAS_OFFSET,
+        BLOCK_M, False,
+    )  # fmt: skip
+    first_q, first_k, rows, start, live, position = where
     if i_m * BLOCK_M < rows:
         o_i = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
         o_h = o_i * 0 + i_h
         m_row = o_i < rows
         lo_shift, hi_shift = shifts(position, rows, live, left, right, HAS_LEFT, HAS_RIGHT)
         o_lo, o_hi = row_limits(x, o_i, rows, start, live, lo_shift, hi_shift)
+        i_first, i_last = tile_ends(i_m, rows, 1, BLOCK_M, False)
         n_lo, n_hi, full_lo, full_hi = block_range(
-            x, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N
+            x, i_first, i_last, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N
         )
         o_q = row_offsets(q, i_batch, i_h, first_q + o_i)
         b_q0 = load_tile(q.p, o_q, m_row, q.d, 0, D, D0, "")
