@@ -24,6 +24,7 @@ from polyflash.backends.cpu.configs import LINE, STEP, STORAGE_BYTES
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, DecodeKey
 from polyflash.backends.cpu.simd import F32, I16, I32, I64, BFloatType, Emitter, Value, natives
 
+TOUCHING = 16  # rows that lie behind each other, for a machine to read on by itself
 UNSEEN = -0.0  # the weight of a key that a row does not see; one too small to keep is +0.0
 
 
@@ -96,11 +97,11 @@ class DecodeTile(AddressLists):
     def _spread(self, e: Emitter, later: Value, channels: Value) -> Value | None:
         """Whether the rows that are read next lie apart, or None if every line is to be prefetched anyway.
         Where a single row of queries reads narrow rows that touch, the machine's own prefetchers bring more
-        than a core may ask for, once some lines are asked for."""
+        than a core may ask for, once some lines are asked for; not so across small pages."""
         if self.rows > 1 or self.size == 4:
             return None
-        first, second = (e.load(e.pointer(later), at, I64) for at in (0, 8))
-        return e.b.icmp_signed("!=", e.b.sub(second, first), e.b.mul(channels, I64(self.size)))
+        first, another = (e.load(e.pointer(later), 8 * row, I64) for row in (0, TOUCHING))
+        return e.b.icmp_signed("!=", e.b.sub(another, first), e.b.mul(channels, I64(TOUCHING * self.size)))
 
     def _prefetch(self, e: Emitter, row: Value, at: Value, units: int, spread: Value | None) -> None:
         """Lines of `units` units that are read a phase later."""
