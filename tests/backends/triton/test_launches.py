@@ -122,7 +122,8 @@ class TestOfARoute:
             assert route.ready == place + 1
             route(rows, k, v, causal=True, **options)
             assert route.ready == place + 1
-        assert len(drivers.attend.compiled) == route.ready
+        kinds = 5  # plain, a window, a negative scale, softcap, an offset: multiples of 16 are compiled alike
+        assert len(drivers.attend.compiled) == kinds
         started = drivers.attend.started
         assert [s["left"] for s in started[4:8]] == [9, 9, 10, 10]
         assert [s["NEGATIVE"] for s in started[8:12]] == [True, True, False, False]
@@ -137,6 +138,15 @@ class TestOfARoute:
         assert [s["seqlen_k"] for s in drivers.attend.started[-2:]] == [1000, 1100]
         programs = {s["programs"][0] for s in drivers.attend.started}
         assert len(programs) > 1 if config is DECODE else len(programs) == 1
+
+    def test_a_cache_that_is_copied_as_it_grows_compiles_nothing(
+        self, config: Config, drivers: SimpleNamespace
+    ):
+        """What torch.cat makes: other strides at every step."""
+        route = Route(config)
+        for n in range(130, 150):
+            route(*qkv(2, (4, 2), 1, n, 32))
+        assert route.ready == 20 and len(drivers.attend.compiled) == 1
 
     def test_batches_and_lengths_compile_nothing(self, config: Config, drivers: SimpleNamespace):
         """Of tensors with the strides of one buffer: 1, multiples of 16 and others alike."""

@@ -210,6 +210,11 @@ def _lists(x: Tensor, rows_per_block: int) -> Lists:
     return Lists(x, b if entries > 1 else 0, h if heads > 1 else 0, r, n, e, x.shape[3], rows_per_block)
 
 
+def reachable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, copied where channels lie too far apart for the 32 bits that offsets inside a row have."""
+    return tuple(x if abs(x.stride(3)) * x.shape[3] <= FAR else x.contiguous() for x in tensors)
+
+
 def scalars(q: Tensor, k: Tensor, args: Arguments) -> Scalars:
     batch, seqlen_k = q.shape[0], k.shape[2]
     seed = 0 if args.dropout_seed is None else int(args.dropout_seed)
@@ -261,12 +266,12 @@ def flags(q: Tensor, args: Arguments) -> Flags:
 
 
 def describable(k: Tensor, v: Tensor, args: Arguments) -> bool:
-    """Can blocks of keys be loaded by tensor descriptor? Their rows must be dense and start at 16 bytes."""
+    """May blocks of keys be loaded by tensor descriptor, if the tensors start at 16 bytes? Rows must be dense
+    and multiples of that apart."""
     if args.page_table is not None:
         return False
     return all(
-        x.stride(3) == 1 and x.data_ptr() % 16 == 0
-        and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:3])
+        x.stride(3) == 1 and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:3])
         for x in (k, v)
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ import torch
 from polyflash.backends.triton import arguments, bias_gradient, runtime
 from polyflash.backends.triton.forward import element_masked
 from polyflash.backends.triton.gradient_kernels import center, make_dkv, make_dq
-from polyflash.backends.triton.tiles import LEAST, least_channels, split_dim
+from polyflash.backends.triton.tiles import LEAST, check_stages, least_channels, split_dim
 from polyflash.results import empty_in_order_of
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Prepared:
         self.config: BackwardConfig = launch.config
         self.cores = max(1, launch.target.cores)
         self.least = least_channels(launch.target, max(self.config.block_n, self.config.dq_block_m))
+        check_stages(launch.target, self.config.num_stages, self.config.dq_num_stages)
         self.kernels = runtime.Kernels()
         self.constants: dict[Any, tuple[dict[str, Any], ...]] = {}
         self.bias_constants: dict[Any, dict[str, Any]] = {}
@@ -63,6 +64,7 @@ class Prepared:
             both = {
                 **channels(head_dim, head_dim_v, self.least), "PACK": packed, **flags._asdict(),
                 "BASE2": c.base2, "ALWAYS_MASKED": masked,
+                "enable_fp_fusion": False,  # scores are rounded as in the forward, see `recompute`
             }  # fmt: skip
             del both["NEGATIVE"]
             tiles_of = (
@@ -92,7 +94,6 @@ class Call(NamedTuple):
     x: arguments.Operands
     n: arguments.Scalars
     flags: arguments.Flags
-    factor: float
     num_heads: int
     group: int
     masked: bool
@@ -103,7 +104,7 @@ class Call(NamedTuple):
         """The scalars behind the sizes, in the order of every kernel."""
         n = self.n
         return (
-            n.offset, n.left, n.right, n.scale, n.softcap, self.factor, n.seed_lo, n.seed_hi, n.drop_below,
+            n.offset, n.left, n.right, n.scale, n.softcap, n.seed_lo, n.seed_hi, n.drop_below,
             n.keep_scale,
         )  # fmt: skip
 
@@ -197,9 +198,6 @@ def prepare_call(
     """`row_lse` and `delta` as `centers` returns them."""
     flags, x = arguments.flags(q, args), arguments.operands(args, k)
     n = arguments.scalars(q, k, args)
-    factor = 1.0 if flags.CHANGED else n.scale
-    if prepared.config.base2:
-        factor *= arguments.LOG2E
     views = (*map(arguments.view, (q, k, v, dout)), arguments.rows(row_lse), arguments.rows(delta))
     group = q.shape[1] // k.shape[1]
     key = (
@@ -207,7 +205,7 @@ def prepare_call(
         runtime.signature(x),
     )  # fmt: skip
     masked = element_masked(args)
-    return Call(prepared, views, x, n, flags, factor, q.shape[1], group, masked, key, q.device)
+    return Call(prepared, views, x, n, flags, q.shape[1], group, masked, key, q.device)
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -226,8 +224,9 @@ def run(
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
+    q, k, v, out, dout = arguments.reachable(q, k, v, out, dout)
     need_bias, need_sinks = needs[3] and args.bias is not None, needs[4] and args.sinks is not None
-    kv_lens = args.kv_lens if args.cu_seqlens_q is None else None
+    kv_lens = None if args.cu_seqlens_q is not None else arguments.operands(args, k).kv_lens
     row_lse, delta, odd = centers(prepared, q, k, v, out, dout, lse, dlse, kv_lens)
     call = prepare_call(prepared, q, k, v, dout, row_lse, delta, args)
     dq, dk, dv = (

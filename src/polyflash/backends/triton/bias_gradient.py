@@ -87,7 +87,7 @@ def bias_tile(
 def make_dbias(
     q, k, v, dout, lse, delta, sums, x,
     batch, num_heads, group, seqlen_q, seqlen_k, row_tiles, key_tiles, kept_heads, walked_batch, walked_heads,
-    offset, left, right, scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale,
+    offset, left, right, scale, softcap, seed_lo, seed_hi, drop_below, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_OFFSET: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
@@ -100,7 +100,7 @@ def make_dbias(
     i_kept_h, i_kept_b = i_t % kept_heads, i_t // kept_heads
     # [BLOCK_M, BLOCK_N]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    numbers = (scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale)
+    numbers = (scale, softcap, seed_lo, seed_hi, drop_below, keep_scale)
     for i_w in range(0, walked_batch * walked_heads):
         i_b, i_h = i_kept_b + i_w // walked_heads, i_kept_h + i_w % walked_heads
         _, _, rows, start, live, position = stand(x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET)

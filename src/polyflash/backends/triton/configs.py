@@ -50,8 +50,8 @@ class ForwardConfig:
     num_stages: depth of the K/V pipeline. Techniques: loads by "pointer" or tensor "descriptor"; base2 keeps
     scores in units of log2 e; split_exp takes the exponential in so many column chunks; hold_q multiplies Q
     by an identity so that it stays in registers; cache_kv is the cache modifier of K/V loads; mask_by
-    "compare" selects, "add" adds -inf; order "heavy_first" starts the longest rows first; persistent has as
-    many programs as the device runs at once."""
+    "compare" selects, "add" adds -inf (to finite scores: a hidden NaN would stay); order "heavy_first" starts
+    the longest rows first; persistent has as many programs as the device runs at once."""
 
     block_m: int
     block_n: int
@@ -338,8 +338,8 @@ def choose_backward(spec: AttentionSpec, target: Target) -> BackwardConfig:
         if key
         else tables.BackwardPair(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
     )
-    dkv = fitted_backward(pair.dkv, False, spec, target)
-    dq = fitted_backward(pair.dq, True, spec, target)
+    dkv, dq = (t._replace(num_stages=max(t.num_stages, least_stages(target))) for t in pair)
+    dkv, dq = fitted_backward(dkv, False, spec, target), fitted_backward(dq, True, spec, target)
     if spec.features & HEAVY:
         dkv, dq = (
             t._replace(num_warps=8 if t.block_m * t.block_n >= 2048 else t.num_warps) for t in (dkv, dq)
@@ -441,8 +441,9 @@ def switches(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
     if isinstance(chosen, DecodeConfig):
         return tuple(_decode_switches(chosen, least_stages(target)))
     if isinstance(chosen, BackwardConfig):
-        staged = [replace(chosen, num_stages=n) for n in (1, 2, 3) if n != chosen.num_stages]
-        staged += [replace(chosen, dq_num_stages=n) for n in (1, 2, 3) if n != chosen.dq_num_stages]
+        some = range(least_stages(target), 4)
+        staged = [replace(chosen, num_stages=n) for n in some if n != chosen.num_stages]
+        staged += [replace(chosen, dq_num_stages=n) for n in some if n != chosen.dq_num_stages]
         return (replace(chosen, base2=not chosen.base2), replace(chosen, fused=not chosen.fused), *staged)
     return tuple(
         replace(chosen, num_stages=n) for n in range(least_stages(target), 4) if n != chosen.num_stages

@@ -79,6 +79,7 @@ def run(
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
+    q, k, v = arguments.reachable(q, k, v)
     config = prepared.config
     batch, num_q_heads, seqlen_q, head_dim_v = out.shape
     keys = k.shape[2] if args.page_table is None else args.page_table.shape[1] * k.shape[2]
@@ -109,5 +110,6 @@ def merge(
     num_rows = batch * num_heads * seqlen_q
     everything = parts, part_lse, v_out, rows, sinks, num_heads, seqlen_q, num_rows, num_splits
     constants = {"DV": head_dim_v, "DV0": first, "DV1": second, "AT_ONCE": AT_ONCE, "num_warps": 4}
-    key = v_out[1:], rows if rows is None else rows[1:], runtime.aligned(out, lse, sinks)
+    strides = runtime.signature(v_out[1:]), rows if rows is None else runtime.signature(rows[1:])
+    key = strides, runtime.aligned(out, lse, sinks)
     prepared.merges.launch(merge_splits, num_rows, everything, constants, key, out.device)

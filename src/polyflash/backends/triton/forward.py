@@ -47,7 +47,6 @@ from polyflash.backends.triton.blocks import (
     turned_sign,
     visible_pairs,
 )
-from polyflash.errors import spec_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -399,15 +398,16 @@ class Ready(NamedTuple):
 class Prepared:
     """What a route keeps between calls."""
 
-    __slots__ = ("config", "cores", "least", "merges", "ready")
+    __slots__ = ("config", "cores", "kernels", "least", "merges", "ready")
 
     def __init__(self, launch: Launch) -> None:
         self.config: Any = launch.config
         self.cores = max(1, launch.target.cores)
         self.ready: dict[Any, Ready] = {}
+        self.kernels: dict[Any, runtime.Kernels] = {}  # by flags and kinds of strides: a cache that grows
         self.merges = runtime.Kernels()  # of the splits
         self.least = tiles.least_channels(launch.target, launch.config.block_m)
-        check_stages(launch)
+        tiles.check_stages(launch.target, self.config.num_stages)
 
     def ready_for(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
@@ -431,17 +431,22 @@ class Prepared:
         constants = self._constants(flags, q.shape[3], v.shape[3], element_masked(args), split)
         described = config.loads == "descriptor" and arguments.describable(k, v, args)
         x = arguments.operands(args, k)
+        strides, rows = (
+            (q.stride(), k.stride(), v.stride(), out.stride()),
+            () if lse is None else lse.stride(),
+        )
+        compiled = flags, split, runtime.signature(strides), runtime.signature(rows)
         return Ready(
             group=q.shape[1] // k.shape[1],
             num_heads=k.shape[1] if config.pack_gqa else q.shape[1],
-            strides=(q.stride(), k.stride(), v.stride(), out.stride()),
-            rows=() if lse is None else lse.stride(),
+            strides=strides,
+            rows=rows,
             numbers=n,
             factor=factor,
             plain=x == arguments.NO_OPERANDS,
             pointed=constants,
             described=constants | {"DESCRIPTOR": True} if described else None,
-            kernels=runtime.Kernels(),
+            kernels=self.kernels.setdefault(compiled, runtime.Kernels()),
         )
 
     def _constants(
@@ -461,14 +466,6 @@ class Prepared:
             "PERSISTENT": getattr(config, "persistent", False),
             "num_warps": config.num_warps, "num_stages": config.num_stages,
         }  # fmt: skip
-
-
-def check_stages(launch: Launch) -> None:
-    """Triton 3.6 makes wrong code for sm_90 of a loop without a pipeline whose V has less than 64 channels:
-    seen on an H200 (not in the interpreter), so no such kernel is started."""
-    if launch.target.name == "cuda:sm90" and launch.config.num_stages == 1:
-        change = "Take 2 and a smaller block."
-        raise spec_error("num_stages", got=1, wanted="2 or more on cuda:sm90", change=change)
 
 
 def element_masked(args: Arguments) -> bool:
@@ -510,7 +507,8 @@ def attend_call(
         total, n.offset, n.left, n.right, n.scale, n.softcap, ready.factor, n.seed_lo, n.seed_hi,
         n.drop_below, n.keep_scale,
     )  # fmt: skip
-    key = aligned, visits is None, None if ready.plain else runtime.signature(x)
+    described = constants is ready.described
+    key = aligned, described, visits is None, None if ready.plain else runtime.signature(x)
     programs = min(total, prepared.cores) if constants["PERSISTENT"] else total
     ready.kernels.launch(attend, programs, everything, constants, key, q.device)
 
@@ -523,5 +521,6 @@ def run(
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
+    q, k, v = arguments.reachable(q, k, v)
     attend_call(prepared, q, k, v, out, lse if args.need_lse else None, args)
     return out, lse

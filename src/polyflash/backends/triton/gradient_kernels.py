@@ -66,16 +66,11 @@ def packed_base(x, i_b, i_hkv, first_q, group):
 
 
 @triton.jit
-def recompute(b_s, b_lse, factor, CHANGED: tl.constexpr, BASE2: tl.constexpr):
-    """exp(scale·s - lse); b_lse broadcasts to b_s. `factor` as in `weights`, with its sign. Changed scores
-    may be as large as float32 goes, and so may their lse: they lose it first."""
-    if CHANGED:
-        b_x = (b_s - b_lse) * factor
-    elif BASE2:
-        b_x = tl.fma(b_s, factor, -b_lse * LOG2E)
-    else:
-        b_x = tl.fma(b_s, factor, -b_lse)
-    return tl.exp2(b_x) if BASE2 else tl.exp(b_x)
+def recompute(b_s, b_lse, scale, CHANGED: tl.constexpr, BASE2: tl.constexpr):
+    """exp(scale·s - lse); b_lse broadcasts to b_s. The product is rounded as the forward rounds the maximum,
+    so that the weight of an only key is 1 however large its score; hence no fused multiply-add."""
+    b_x = b_s - b_lse if CHANGED else b_s * scale - b_lse
+    return tl.exp2(b_x * LOG2E) if BASE2 else tl.exp(b_x)
 
 
 @triton.jit
@@ -177,7 +172,7 @@ def walk_rows(
     [full_lo, full_hi) are masked: keys that several loops read would stay in registers between them."""
     dk0, dk1, dv0, dv1 = state
     i_b, i_batch, first_q, o_w, rows, live, position, i_plane = place
-    scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale = numbers
+    scale, softcap, seed_lo, seed_hi, drop_below, keep_scale = numbers
     odd = m_lo < 0  # is there anything in dO that is not finite?
     for i_m in tl.range(m_lo, m_hi, num_stages=NUM_STAGES):
         o_i, o_g = packed_rows(i_m, group, BLOCK_M, PACK)
@@ -201,7 +196,7 @@ def walk_rows(
                 tl.trans(b_st), x, i_b, o_i, o_h, o_n, m_pair, position, scale, softcap, SOFTCAP
             )
             b_st = tl.trans(b_s)
-        b_pt = recompute(b_st, b_lse[None, :], factor, CHANGED, BASE2)
+        b_pt = recompute(b_st, b_lse[None, :], scale, CHANGED, BASE2)
         b_seen = m_n[:, None]
         if ALWAYS_MASKED or not FINITE:
             b_seen = turned_pairs(x, i_b, o_i, o_h, o_n, m_n, b_lse, rows, live, limits, FINITE)
@@ -311,7 +306,7 @@ def dkv_tile(
 ):  # fmt: skip
     """dk and dv of one key block of one key/value head, over all rows of all its query heads that see it."""
     batch, num_kv_heads, group, seqlen_q, seqlen_k, num_tiles, offset, left, right = sizes
-    scale, _softcap, _factor, _seed_lo, _seed_hi, _drop_below, _keep_scale = numbers
+    scale, _softcap, _seed_lo, _seed_hi, _drop_below, _keep_scale = numbers
     i_n, i_bh = i_t % num_tiles, i_t // num_tiles
     i_hkv, i_b = i_bh % num_kv_heads, i_bh // num_kv_heads
     i_batch = i_b
@@ -372,7 +367,7 @@ def dkv_tile(
 def make_dkv(
     q, k, v, dout, lse, delta, dk, dv, dq_sum, odd, x, visits,
     batch, num_kv_heads, group, seqlen_q, seqlen_k, num_tiles, total, offset, left, right,
-    scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale,
+    scale, softcap, seed_lo, seed_hi, drop_below, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -383,7 +378,7 @@ def make_dkv(
     those that are not: a few programs walk over all key blocks,
     and hidden pairs are kept out of every sum."""
     sizes = (batch, num_kv_heads, group, seqlen_q, seqlen_k, num_tiles, offset, left, right)
-    numbers = (scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale)
+    numbers = (scale, softcap, seed_lo, seed_hi, drop_below, keep_scale)
     if FINITE:
         if tl.load(odd) == 0:
             dkv_tile(
@@ -451,7 +446,7 @@ def differentiate_tile(
     """p and ds of one tile, [BLOCK_M, BLOCK_N]; with BELOW_CAP ds is of the scores before the softcap."""
     o_i, o_h, o_lo, o_hi = rows_of_tile
     i_b, _i_batch, _i_hkv, _first_k, rows, live, position, i_plane = place
-    scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale = numbers
+    scale, softcap, seed_lo, seed_hi, drop_below, keep_scale = numbers
     b_s = product(b_q0, tl.trans(b_k0), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
     if D1 > 0:
         b_s = product(b_q1, tl.trans(b_k1), b_s)
@@ -459,7 +454,7 @@ def differentiate_tile(
     if CHANGED:
         m_pair = (o_i < rows)[:, None] & m_n[None, :]
         b_s, b_cap = change_scores(b_s, x, i_b, o_i, o_h, o_n, m_pair, position, scale, softcap, SOFTCAP)
-    b_p = recompute(b_s, b_lse[:, None], factor, CHANGED, BASE2)
+    b_p = recompute(b_s, b_lse[:, None], scale, CHANGED, BASE2)
     b_dp = product(b_do0, tl.trans(b_v0), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
     if DV1 > 0:
         b_dp = product(b_do1, tl.trans(b_v1), b_dp)
@@ -481,7 +476,7 @@ def differentiate_tile(
 def make_dq(
     q, k, v, dout, lse, delta, dq, x, visits,
     batch, num_heads, group, seqlen_q, seqlen_k, num_tiles, total, offset, left, right,
-    scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale,
+    scale, softcap, seed_lo, seed_hi, drop_below, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -524,7 +519,7 @@ def make_dq(
         dq0 = tl.zeros([BLOCK_M, D0], tl.float32)
         dq1 = tl.zeros([BLOCK_M, D1], tl.float32) if D1 > 0 else dq0
         state = (dq0, dq1)
-        numbers = (scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale)
+        numbers = (scale, softcap, seed_lo, seed_hi, drop_below, keep_scale)
         tile, place = (o_i, o_h, o_lo, o_hi), (
             i_b, i_batch, i_hkv, first_k, rows, live, position, i_b * num_heads * G,
         )  # fmt: skip

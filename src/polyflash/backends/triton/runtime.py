@@ -90,10 +90,17 @@ def aligned(*tensors: Tensor | None) -> int:
     return bits
 
 
+def kind(n: int) -> tuple[bool, bool, bool]:
+    """What of an int Triton compiles for: 1, a multiple of 16, more than 32 bits."""
+    return n == 1, n % _ALIGNED == 0, not -(2**31) <= n < 2**31
+
+
 def signature(x: Any) -> Any:
-    """What Triton compiles optional operands for: presence, strides, alignment."""
-    if x is None or isinstance(x, int):
+    """What Triton compiles operands for: presence, kinds of strides, dtype and alignment of tensors."""
+    if x is None:
         return x
+    if isinstance(x, int):
+        return kind(x)
     if isinstance(x, tuple):
         return tuple(map(signature, x))
     return x.dtype, x.data_ptr() % _ALIGNED == 0

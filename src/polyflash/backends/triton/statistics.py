@@ -65,8 +65,8 @@ def logits(
         b_s, _ = change_scores(b_s, x, i_b, o_i, o_h, o_n, m_pair, position, scale, softcap, SOFTCAP)
         b_x = b_s - b_lse[:, None]
     else:
-        b_x = tl.fma(b_s, scale, -b_lse[:, None])
         b_s = b_s * scale
+        b_x = b_s - b_lse[:, None]
     if MASKED:
         start, lo_shift, hi_shift = limits
         o_lo, o_hi = row_limits(x, o_i, rows, start, live, lo_shift, hi_shift)
@@ -255,6 +255,7 @@ class Prepared:
                 "NUM_STAGES": c.num_stages, "HAS_OFFSET": flags.HAS_OFFSET, "HAS_LEFT": flags.HAS_LEFT,
                 "HAS_RIGHT": flags.HAS_RIGHT, "CHANGED": flags.CHANGED, "SOFTCAP": flags.SOFTCAP,
                 "ALWAYS_MASKED": masked, "num_warps": c.num_warps, "num_stages": c.num_stages,
+                "enable_fp_fusion": False,  # scores are rounded as in the forward
             }  # fmt: skip
         return found
 
@@ -268,6 +269,7 @@ def run(
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
+    q, k = arguments.reachable(q, k)
     if column_sums is not None:
         _start(prepared, sum_columns, k.shape[2], prepared.config.block_n, q, k, lse, (column_sums,), args)
     if entropy is not None and max_logit is not None:

@@ -19,13 +19,13 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def split_dim(d: int, least: int = LEAST) -> tuple[int, int]:
-    """A head dim as two power-of-two blocks of channels, the first of `least` or more; the second is 0 if one
-    will do. 80 is 64 + 16, so that little is computed on padding."""
+    """A head dim as two power-of-two blocks of channels, of `least` or more; the second is 0 if one will do.
+    80 is 64 + 16, so that little is computed on padding."""
     if d < 1:
         raise spec_error("head_dim", got=d, wanted="1 or more", change="Give the tensors a last dimension.")
     first = max(least, 1 << (d.bit_length() - 1))
     rest = d - first
-    return first, 0 if rest <= 0 else power(rest)
+    return first, 0 if rest <= 0 else max(least, power(rest))
 
 
 def least_channels(target: Target, rows: int) -> int:
@@ -114,11 +114,19 @@ def _smaller(tile: Tile, stages: int) -> Tile:
     return tile._replace(block_m=max(LEAST, tile.block_m // 2))
 
 
+def check_stages(target: Target, *stages: int) -> None:
+    """Triton 3.6 makes wrong code for sm_90 of a loop without a pipeline whose product has less than 64
+    columns: seen on an H200 (not in the interpreter), so no such kernel is started."""
+    if min(stages) < least_stages(target):
+        change = "Take 2 and a smaller block."
+        raise spec_error("num_stages", got=min(stages), wanted=f"2 or more on {target.name}", change=change)
+
+
 def fitted_backward(tile: Tile, owns_rows: bool, spec: AttentionSpec, target: Target) -> Tile:
     """The tile of the dQ kernel (it owns rows) or of the dK/dV kernel, cut until it fits as `fitted` does."""
     room = shared_limit(target)
     while backward_shared_bytes(tile, owns_rows, spec, target) > room:
-        smaller = _smaller(tile, 1)
+        smaller = _smaller(tile, least_stages(target))
         if smaller == tile:
             break
         tile = smaller
