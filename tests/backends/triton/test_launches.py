@@ -114,19 +114,22 @@ class TestOfARoute:
         route = Route(config)
         q, k, v = qkv(2, (4, 2), 3, 150, 32)
         turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+        odd = torch.zeros(2, 4, 3, 33)[..., :32]
         for place, (rows, options) in enumerate((
-            *((q, {}), (turned, {}), (q, {"window": (9, None)}), (q, {"window": (10, None)})),
+            *((q, {}), (turned, {}), (odd, {}), (q, {"window": (9, None)}), (q, {"window": (10, None)})),
             *((q, {"scale": -0.5}), (q, {"scale": 0.25}), (q, {"softcap": 3.0}), (q, {"q_offset": 4})),
         )):  # fmt: skip
             route(rows, k, v, causal=True, **options)
             assert route.ready == place + 1
             route(rows, k, v, causal=True, **options)
             assert route.ready == place + 1
-        kinds = 5  # plain, a window, a negative scale, softcap, an offset: multiples of 16 are compiled alike
+        kinds = (
+            6  # plain, odd strides, a window, a negative scale, softcap, an offset; multiples of 16 are alike
+        )
         assert len(drivers.attend.compiled) == kinds
         started = drivers.attend.started
-        assert [s["left"] for s in started[4:8]] == [9, 9, 10, 10]
-        assert [s["NEGATIVE"] for s in started[8:12]] == [True, True, False, False]
+        assert [s["left"] for s in started[6:10]] == [9, 9, 10, 10]
+        assert [s["NEGATIVE"] for s in started[10:14]] == [True, True, False, False]
 
     def test_a_growing_cache_compiles_nothing(self, config: Config, drivers: SimpleNamespace):
         """Keys of one buffer, ever more of them, beside lengths in a tensor."""

@@ -54,13 +54,15 @@ class AddressLists:
 
         e.loop(count, [e.pointer(entries), e.pointer(dst)], page)
 
-    def add_addresses(self, e: Emitter, dst: Value, distance: Value, count: Value) -> None:
-        """Moves `count` addresses on, rounded up to whole vectors."""
+    def add_addresses(self, e: Emitter, dst: Value, distance: Value, count: Value, kept: Value) -> None:
+        """Moves `count` addresses on, rounded up to whole vectors; one that is `kept` stays."""
         n, kind = self.lanes // 2, ir.VectorType(I64, self.lanes // 2)
-        further = e.splat(distance, n)
+        further, same = e.splat(distance, n), e.splat(kept, n)
 
         def body(i: Value, p: list[Value]) -> list[Value]:
-            e.store(e.b.add(e.load(p[0], 0, kind), further), p[0])
+            x = e.load(p[0], 0, kind)
+            moved = e.b.select(e.b.icmp_signed("==", x, same), x, e.b.add(x, further))
+            e.store(moved, p[0])
             return [e.at(p[0], 8 * n)]
 
         e.loop(e.b.udiv(e.b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst)], body)

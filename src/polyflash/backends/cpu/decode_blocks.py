@@ -35,7 +35,7 @@ class Stages(NamedTuple):
     fill: Any  # (dst, vectors, float bits)
     fill_addresses: Any  # (dst, first, stride, count)
     fill_pages: Any  # (dst, entries, stride, count, src, page_stride, row_stride, page_size, num_pages, zero)
-    add_addresses: Any  # (dst, distance, count)
+    add_addresses: Any  # (dst, distance, count, kept)
     gather_row: Any  # (src, element_stride, count, dst)
     load_query: Any  # (src, channels, dst, sign): one row
     scores: Any  # (k_rows, q, s, top, groups, channels, limits, key, factor, cap, rows read next)
@@ -517,7 +517,7 @@ def _sums_of_lanes(e: Emitter, x: list[Value]) -> Value:
 
 
 _ARITY = {
-    "fill": 3, "fill_addresses": 4, "fill_pages": 10, "add_addresses": 3, "gather_row": 4, "load_query": 4,
+    "fill": 3, "fill_addresses": 4, "fill_pages": 10, "add_addresses": 4, "gather_row": 4, "load_query": 4,
     "scores": 11, "online_softmax": 5, "accumulate": 8, "accumulate_seen": 8, "has_nan": 2, "merge_stats": 5,
     "merge_outputs": 6, "row_stats": 5, "store_row": 4,
 }  # fmt: skip

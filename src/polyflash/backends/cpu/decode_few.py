@@ -107,15 +107,15 @@ def build(key: DecodeKey) -> Any:
 
     @device(8)
     def next_head(args, scratch, src, tensor, slot, first, last, i_h):  # type: ignore[no-untyped-def]
-        """`list_rows` of head i_h after `src`: its keys lie where those of the head before do, a head on. Not
-        so in pages, whose keys may be rows of zeros."""
-        stride = arg(args, tensor + 1)
-        if i_h == 0 or arg(args, tensor + 3) != SIZE or arg(args, a.PAGE_TABLE) != 0:
+        """`list_rows` of head i_h after `src`: its keys lie where those of the head before do, a head on, but
+        for rows of zeros."""
+        stride, zero = arg(args, tensor + 1), scratch + arg(args, a.T_ZERO)
+        if i_h == 0 or arg(args, tensor + 3) != SIZE:
             list_rows(args, scratch, src + i_h * stride, tensor, slot, first, last)
         else:
             dst = scratch + arg(args, slot) + first % STEP * 8
-            add_addresses(dst, stride, last - first)
-            fill_addresses(dst + (last - first) * 8, scratch + arg(args, a.T_ZERO), 0, -last % STEP)
+            add_addresses(dst, stride, last - first, zero)
+            fill_addresses(dst + (last - first) * 8, zero, 0, -last % STEP)
 
     @device(6, types.UniTuple(types.int64, 4))
     def limit_rows(args, scratch, rows, row_0, seqlen_q, start):  # type: ignore[no-untyped-def]
@@ -199,9 +199,7 @@ def build(key: DecodeKey) -> Any:
                 )  # fmt: skip
                 online_softmax(s, vectors, block, stats, arg(args, a.SCALE_LOG2))
                 if i_h + 1 < heads:
-                    list_rows(
-                        args, scratch, k + (i_h + 1) * arg(args, a.K_HEAD), a.K_BATCH, a.T_K, first, last
-                    )
+                    next_head(args, scratch, k, a.K_BATCH, a.T_K, first, last, i_h + 1)
                 elif last < beyond:
                     end_next = least((last // block_n + 1) * block_n, beyond)
                     list_rows(args, scratch, k, a.K_BATCH, a.T_K, last, end_next)
