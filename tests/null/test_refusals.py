@@ -1,8 +1,8 @@
 """Every place of the package's core that refuses a call is reached by a case here, which also gets its words.
 
 The places are read off the syntax trees, so one without a case fails the last test. Those of integrations/,
-kvcache/, bench/ and files have their cases beside their other tests; `pytest --refusals` counts them over a
-whole run.
+kvcache/, bench/, tuning/, code generation and files have their cases beside their other tests;
+`pytest --refusals` counts them over a whole run.
 """
 
 from __future__ import annotations
@@ -32,11 +32,16 @@ from polyflash import (
 )
 from polyflash.backends.cpu import backward_configs, configs, decode_configs
 from polyflash.backends.torch import configs as torch_configs
+from polyflash.backends.triton import configs as triton_configs
+from polyflash.backends.triton import tiles
 from polyflash.integrations import sdpa
 from polyflash.spec import Arguments
 from tests.refusals import Refusals, Site, missing, sites
 
-ELSEWHERE = ("integrations/", "bench/", "kvcache/", "cli.py", "tensor_files.py")
+ELSEWHERE = (
+    *("integrations/", "bench/", "kvcache/", "tuning/", "cli.py", "tensor_files.py"),
+    "backends/triton/codegen.py",  # needs Triton: tests/backends/triton/test_codegen.py
+)
 META = torch.device("meta")
 
 
@@ -288,6 +293,14 @@ CASES: dict[str, Callable[[], Any]] = {
     "backward int": lambda: backward_configs.BackwardConfig(64.0, 4),
     "backward block_n": lambda: backward_configs.BackwardConfig(17, 4),
     "backward panels": lambda: backward_configs.BackwardConfig(64, 0),
+    "triton tile": lambda: triton_configs.ForwardConfig(48, 64, 4, 2),
+    "triton stages": lambda: triton_configs.ForwardConfig(64, 64, 4, 0),
+    "triton flag": lambda: triton_configs.ForwardConfig(64, 64, 4, 2, base2=1),
+    "triton word": lambda: triton_configs.ForwardConfig(64, 64, 4, 2, loads="far"),
+    "triton chunks": lambda: triton_configs.ForwardConfig(64, 64, 4, 2, split_exp=8),
+    "triton split_keys": lambda: triton_configs.DecodeConfig(16, 64, 4, 2, 100),
+    "triton head_dim": lambda: tiles.split_dim(0),
+    "triton stages of sm_90": lambda: tiles.check_stages(target.parse("cuda:sm90"), 1),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from polyflash import env
+from polyflash import SpecError, env
 from polyflash.spec import Phase
 from polyflash.target import parse
 
@@ -179,3 +179,11 @@ def test_the_newest_triton():
     command = [sys.executable, str(ROOT / "scripts" / "codegen.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=child)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SpecError, match="a GPU"):
+        codegen.gpu_target(parse("cpu:avx512"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SpecError, match="a compiler"):
+        codegen.compile_for(None, {}, {}, parse("cuda:sm90"))
