@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from polyflash.backends.triton import interpreter
+from polyflash.bench.race import queued
 
 interpreter.prepare()
 
@@ -246,22 +247,11 @@ def _quickest(q: Tensor, k: Tensor, v: Tensor, causal: bool, grid: list[Launch])
         call = _tutorial_call(q, k, v, causal, x)
         try:
             call()
-            once = _milliseconds(call, 1)
+            once = queued(call, 1)
             if once < 1.5 * min(found.values(), default=math.inf):
-                found[x] = min(_milliseconds(call, 3) for _ in range(2))
+                found[x] = min(queued(call, 3) for _ in range(2))
         except (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError) as error:
             refused = f"{type(error).__name__}: {error}"
     if not found:
         raise ValueError(f"no launch of the published grid runs: {refused}")
     return min(found, key=found.__getitem__)
-
-
-def _milliseconds(call: Callable[[], Tensor], repeats: int) -> float:
-    """Per call."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / repeats

@@ -145,7 +145,7 @@ def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), "")[:200]
 
 
-def _own_output() -> TextIO:
+def own_output() -> TextIO:
     """The pipe to the parent; file descriptor 1 becomes stderr, for libraries that print."""
     sys.stdout.flush()
     sink = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -154,4 +154,4 @@ def _own_output() -> TextIO:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin, _own_output())
+    serve(sys.stdin, own_output())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import IO, Any, TextIO
 
 import torch
 
+from polyflash.bench.children import own_output
 from polyflash.bench.gpu_accuracy import error
 from polyflash.bench.gpu_arms import (
     GpuArm,
@@ -210,13 +210,5 @@ def tried(arm: GpuArm, case: GpuCase, device: str) -> dict[str, Any]:
     return answer
 
 
-def _own_output() -> TextIO:
-    """The pipe to the parent; file descriptor 1 becomes stderr, for libraries that print."""
-    sys.stdout.flush()
-    sink = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return sink
-
-
 if __name__ == "__main__":
-    serve(sys.stdin, _own_output())
+    serve(sys.stdin, own_output())

@@ -33,7 +33,7 @@ def _on_gpu(arms: Mapping[str, Callable[[], object]], device: str, seconds: floa
         order, spent = list(arms), 0.0
         while spent < seconds or len(samples[order[0]]) < ROUNDS:
             for name in order:
-                taken = _queued(arms[name], repeats[name])
+                taken = queued(arms[name], repeats[name])
                 samples[name].append(taken)
                 spent += taken * repeats[name]
             order.reverse()
@@ -43,11 +43,11 @@ def _on_gpu(arms: Mapping[str, Callable[[], object]], device: str, seconds: floa
 def _repeats(call: Callable[[], object]) -> int:
     """Calls that take _SAMPLE together, after one that compiles."""
     call()
-    once = min(_queued(call, 1) for _ in range(3))
+    once = min(queued(call, 1) for _ in range(3))
     return max(1, min(200, round(_SAMPLE / max(once, 1e-7))))
 
 
-def _queued(call: Callable[[], object], repeats: int) -> float:
+def queued(call: Callable[[], object], repeats: int) -> float:
     """Seconds per call by the device's clock."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

@@ -97,6 +97,23 @@ def find_rows(
 
 
 @triton.jit
+def find_keys(
+    i_t, x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Likewise of a tile of keys, with the keys of its request, live or not."""
+    i_n, i_bh = i_t % num_tiles, i_t // num_tiles
+    i_head, i_b = i_bh % num_heads, i_bh // num_heads
+    i_batch, keys = i_b, seqlen_k
+    if x.cu_seqlens_k is not None:
+        i_b, i_n = find_member(i_n, x.cu_seqlens_k, batch, seqlen_k, 1, BLOCK_N)
+        i_batch = i_b * 0
+        _, keys = span(x.cu_seqlens_k, i_b, batch, seqlen_k)
+    place = stand(x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET)
+    return i_n, i_head, i_b, i_batch, keys, place
+
+
+@triton.jit
 def shifts(position, rows, live, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
     """Row i sees keys [i + lo, i + hi), as far as order and distance go; both fit int32."""
     lo, hi = position * 0 - rows, position * 0 + live

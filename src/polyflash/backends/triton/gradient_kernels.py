@@ -11,7 +11,7 @@ from polyflash.backends.triton.blocks import (
     LOG2E,
     block_range,
     change_scores,
-    find_member,
+    find_keys,
     find_rows,
     finite,
     has_nonfinite,
@@ -23,8 +23,6 @@ from polyflash.backends.triton.blocks import (
     row_limits,
     row_offsets,
     shifts,
-    span,
-    stand,
     store_tile,
     tile_ends,
     visible_pairs,
@@ -307,17 +305,10 @@ def dkv_tile(
     """dk and dv of one key block of one key/value head, over all rows of all its query heads that see it."""
     batch, num_kv_heads, group, seqlen_q, seqlen_k, num_tiles, offset, left, right = sizes
     scale, _softcap, _seed_lo, _seed_hi, _drop_below, _keep_scale = numbers
-    i_n, i_bh = i_t % num_tiles, i_t // num_tiles
-    i_hkv, i_b = i_bh % num_kv_heads, i_bh // num_kv_heads
-    i_batch = i_b
-    keys = seqlen_k  # of the request, live or not: all get a gradient
-    if x.cu_seqlens_k is not None:
-        i_b, i_n = find_member(i_n, x.cu_seqlens_k, batch, seqlen_k, 1, BLOCK_N)
-        i_batch = i_b * 0
-        _, keys = span(x.cu_seqlens_k, i_b, batch, seqlen_k)
-    first_q, first_k, rows, start, live, position = stand(
-        x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET
+    i_n, i_hkv, i_b, i_batch, keys, where = find_keys(
+        i_t, x, num_tiles, num_kv_heads, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET, BLOCK_N
     )
+    first_q, first_k, rows, start, live, position = where
     j_0 = i_n * BLOCK_N
     if j_0 < keys:
         lo_shift, hi_shift = shifts(position, rows, live, left, right, HAS_LEFT, HAS_RIGHT)

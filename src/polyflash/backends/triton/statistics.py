@@ -18,15 +18,13 @@ from polyflash.backends.triton.blocks import (
     LOG2E,
     block_range,
     change_scores,
-    find_member,
+    find_keys,
     find_rows,
     load_tile,
     product,
     row_limits,
     row_offsets,
     shifts,
-    span,
-    stand,
     tile_ends,
     visible_pairs,
 )
@@ -107,18 +105,10 @@ def sum_columns(
     HAS_RIGHT: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """What one query head gives to each key of one block."""
-    i_t = tl.program_id(0)
-    i_n, i_bh = i_t % num_tiles, i_t // num_tiles
-    i_h, i_b = i_bh % num_heads, i_bh // num_heads
-    i_batch = i_b
-    keys = seqlen_k
-    if x.cu_seqlens_k is not None:
-        i_b, i_n = find_member(i_n, x.cu_seqlens_k, batch, seqlen_k, 1, BLOCK_N)
-        i_batch = i_b * 0
-        _, keys = span(x.cu_seqlens_k, i_b, batch, seqlen_k)
-    first_q, first_k, rows, start, live, position = stand(
-        x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET
+    i_n, i_h, i_b, i_batch, keys, where = find_keys(
+        tl.program_id(0), x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET, BLOCK_N
     )
+    first_q, first_k, rows, start, live, position = where
     j_0 = i_n * BLOCK_N
     if j_0 < keys:
         lo_shift, hi_shift = shifts(position, rows, live, left, right, HAS_LEFT, HAS_RIGHT)
