@@ -29,7 +29,7 @@ def same_for_any_splits(monkeypatch, q, k, v, label, **options):
     monkeypatch.setattr(pool, "run", count)
     monkeypatch.setattr(host, "ITEMS_PER_THREAD", 0.01)
     monkeypatch.setattr(
-        host, "_heads_per_item", lambda k, splits, threads: 1 if k.stride(1) > k.stride(2) else 2
+        host, "_heads_per_item", lambda k, args, splits, threads: 1 if k.stride(1) > k.stride(2) else 2
     )
     monkeypatch.setattr(host, "MOST_SPLITS", 1)
     want = decode(q, k, v, split=SPLIT, **options)
@@ -72,6 +72,77 @@ def test_splits_per_item_of_rows_that_see_different_keys(monkeypatch, dtype):
     got = same_for_any_splits(
         monkeypatch, q, k_pool, v_pool, "pages", kv_lens=lens, page_table=table, causal=True
     )
+    for x, y, name in zip(got, want, ("out", "lse"), strict=True):
+        same_bits(x, y, name)
+
+
+@pytest.mark.parametrize("rows", (1, 3))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_side_by_side_change_no_bit(monkeypatch, dtype, rows):
+    """Of pages of 128 channels, 8 heads of a key are read before the next key; of whole tensors, heads."""
+    from polyflash.backends.cpu import decode as host
+
+    taken, decides = [], host._side_by_side
+    monkeypatch.setattr(host, "_side_by_side", lambda *x: taken.append(decides(*x)) or taken[-1])
+    monkeypatch.setattr(host, "ITEMS_PER_THREAD", 0.01)
+    q = randn(2, 16, rows, 128, dtype=dtype)
+    k, v = (randn(2, 16, KEYS, 128, dtype=dtype, seed=n) for n in (1, 2))
+    v[0, :, 777, 3], v[1, 9, 130] = math.nan, math.inf
+    pools = [(paged(k, size)[0], *paged(v, size)) for size in (16, 7)]
+    sinks = randn(16, seed=4)
+    for more in (
+        {},
+        {"window_left": 700, "window_right": 0},
+        {"kv_lens": ints(1090, 513), "softcap": 3.0},
+        {"kv_starts": ints(45, 300), "causal": True, "sinks": sinks},
+    ):
+        more = {"kv_lens": ints(KEYS, KEYS), **more}
+        want = decode(q, k, v, split=SPLIT, **more)
+        for k_pool, v_pool, table in pools:
+            for most in (1, 4):
+                monkeypatch.setattr(host, "MOST_SPLITS", most)
+                taken.clear()
+                got = decode(q, k_pool, v_pool, split=SPLIT, page_table=table, **more)
+                assert taken == [True], more
+                for x, y, name in zip(got, want, ("out", "lse"), strict=True):
+                    same_bits(x, y, f"{name} of {more}, {most} splits, pages of {k_pool.shape[2]}")
+
+
+def test_heads_lie_side_by_side_in_pages_only():
+    from polyflash.backends.cpu import decode as host
+    from polyflash.spec import Arguments
+
+    x = randn(6, 16, 8, 128).transpose(1, 2)
+    pages = Arguments(page_table=ints(3, 1)[None])
+    assert host._side_by_side(pages, x, x)
+    assert not host._side_by_side(Arguments(), x, x)
+    apart = randn(6, 16, 9, 128)[:, :, ::2].transpose(1, 2)
+    for other in (x.contiguous(), apart, randn(6, 16, 8, 96).transpose(1, 2)):
+        assert not host._side_by_side(pages, x, other)
+        assert not host._side_by_side(pages, other, x)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_a_key_of_zeros_has_all_heads(dtype):
+    from polyflash.backends.cpu import configs, decode_configs
+
+    key = decode_configs.DecodeKey("avx512", "f32", dtype, 1)
+    tiles = decode_configs.scratch(key, 128, 128, 128)
+    row = decode_configs.WIDTH * configs.STORAGE_BYTES[dtype]
+    assert tiles.gather - tiles.zero >= decode_configs.MOST_HEADS * row
+
+
+def test_a_table_that_changes_under_the_walk_reads_zeros(monkeypatch):
+    """An entry that names no page, as another thread may write one after the check."""
+    from polyflash.backends.cpu import decode as host
+
+    monkeypatch.setattr(host, "ITEMS_PER_THREAD", 0.01)
+    q, k, v = (randn(1, 8, n, 128, seed=n) for n in (1, 512, 512))
+    k_pool, table = paged(k, 16)
+    v_pool, _ = paged(v, 16)
+    table[0, 5], table[0, 20] = len(k_pool), -1
+    k[:, :, 80:96], v[:, :, 80:96], k[:, :, 320:336], v[:, :, 320:336] = 0, 0, 0, 0
+    got, want = decode(q, k_pool, v_pool, page_table=table, kv_lens=ints(512)), decode(q, k, v)
     for x, y, name in zip(got, want, ("out", "lse"), strict=True):
         same_bits(x, y, name)
 

@@ -8,7 +8,7 @@ from llvmlite import ir
 from polyflash.backends.cpu.simd import I32, I64, Emitter, Value
 
 # Into the second-level cache, a phase ahead: in the first the rows would push each other out.
-PREFETCH_LEVEL = 1
+PREFETCH_LEVEL = 2
 
 
 class AddressLists:

@@ -19,6 +19,7 @@ from polyflash.backends.cpu import configs, decode_configs, decode_many_configs,
 from polyflash.backends.cpu.backward_arguments import tensor_words
 from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_arguments import scaling
+from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH
 from polyflash.spec import DECODE_ROWS
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class _Cut(NamedTuple):
     tail: tuple[int, ...]  # BLOCK_N to T_STAGED
     widths: tuple[int, int, int]  # Q_TILE, GATHERED_ROW, ZERO_VECTORS
     long_items: bool  # whether an item can walk several kv heads and splits
+    turns: bool  # and read their keys side by side
 
 
 class _Kept(threading.local):
@@ -80,11 +82,12 @@ class Prepared:
         key = decode_configs.key_for(config, spec.dtype, rows)
         tiles = decode_configs.scratch(key, spec.head_dim, spec.head_dim_v, config.block_n)
         chunks = -(-rows // key.rows)
-        width = tiles.gather - tiles.zero
+        width = tiles.bad - tiles.gather
         words = (config.block_n, 0, chunks, 0, 0, 0, 0, *tiles[:-1])
-        widths = (tiles.o - tiles.q) // decode_configs.MOST_HEADS, width, width // (4 * key.lanes)
+        widths = (tiles.o - tiles.q) // MOST_HEADS, width, (tiles.gather - tiles.zero) // (4 * key.lanes)
         partial_bytes = key.partial_bytes(spec.head_dim_v)
-        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, widths, True)
+        turns = key.rows <= decode_configs.MOST_TURN_ROWS
+        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, widths, True, turns)
 
     def _many(self, rows: int) -> _Cut:
         spec, config = self.spec, self.config
@@ -94,7 +97,7 @@ class Prepared:
         tiles = decode_many_configs.scratch(key, panels, config.block_n)
         words = (config.block_n, 0, chunks, panels, 0, 0, 0, *tiles[:-1])
         partial_bytes = key.partial_bytes(panels, spec.head_dim_v)
-        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, (0, 0, 0), False)
+        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, (0, 0, 0), False, False)
 
 
 def run(
@@ -149,7 +152,7 @@ def _launch(
     keys = min(splits * split_keys, v.shape[0] * v.shape[2])  # at most
     read_us = keys * v.shape[1] * (q.shape[3] + v.shape[3]) * q.element_size() // BYTES_PER_US
     threads = 1 if read_us < a.LEND_FROM_US else torch.get_num_threads()
-    heads = _heads_per_item(k, splits, threads) if cut.long_items else 1
+    heads = _heads_per_item(k, args, splits, threads) if cut.long_items else 1
     tiles = -(-v.shape[1] // heads) * cut.chunks
     together = _splits_per_item(splits * tiles, threads) if cut.long_items else 1
     table, items = _table(walks, walk[1], splits, tiles, together, kept)
@@ -163,6 +166,7 @@ def _launch(
         *(partials, cut.partial_bytes, done, *scaling(args, scale, does), *cut.widths),
         *((0, 0, 0) if bounds is None else (bounds.data_ptr(), *(4 * s for s in bounds.stride()))),
         together,
+        int(cut.turns and heads == MOST_HEADS and _side_by_side(args, k, v)),
     )
     block = array("q", head + middle + array("q", tail).tobytes())
     pool.run(
@@ -171,16 +175,23 @@ def _launch(
     )  # fmt: skip
 
 
-def _heads_per_item(k: Tensor, splits: int, threads: int) -> int:
-    """kv heads that an item walks side by side: where the heads of a key lie together, all that leave items
-    enough, so that memory is read in the order it lies. Changes no bit."""
+def _heads_per_item(k: Tensor, args: Arguments, splits: int, threads: int) -> int:
+    """kv heads that an item walks side by side: of pages, and where the heads of a key lie together, all that
+    leave items enough, so that memory is read in the order it lies. Changes no bit."""
     num_kv_heads = k.shape[1]
-    if k.stride(1) >= k.stride(2):
+    if args.page_table is None and k.stride(1) >= k.stride(2):
         return 1
-    heads = min(num_kv_heads, decode_configs.MOST_HEADS)
+    heads = min(num_kv_heads, MOST_HEADS)
     while heads > 1 and splits * -(-num_kv_heads // heads) < ITEMS_PER_THREAD * threads:
         heads = -(-heads // 2)
     return heads
+
+
+def _side_by_side(args: Arguments, k: Tensor, v: Tensor) -> bool:
+    """Whether keys are read with all heads of an item: from pages in which the heads of a key lie together.
+    Longer runs of memory the machine reads ahead by itself, and then whole heads by turns are quicker."""
+    compact = all(x.shape[3] == x.stride(1) == WIDTH and x.stride(3) == 1 for x in (k, v))
+    return compact and args.page_table is not None and k.stride(1) < k.stride(2) and v.stride(1) < v.stride(2)
 
 
 def _splits_per_item(splits: int, threads: int) -> int:

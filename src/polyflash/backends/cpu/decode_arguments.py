@@ -24,6 +24,7 @@ Q_TILE = _next()  # bytes of the Q of one kv head
 GATHERED_ROW, ZERO_VECTORS = (_next() for _ in range(2))  # bytes of a gathered row, vectors of a row of zeros
 ROW_BOUNDS, ROW_BOUNDS_ROW, ROW_BOUNDS_SIDE = (_next() for _ in range(3))  # int32 (start, end) of a query row
 SPLITS_PER_ITEM = _next()  # consecutive ones, at most
+SIDE_BY_SIDE = _next()  # whether keys are read with all heads of an item, see decode_heads.py
 
 E_FIRST_ITEM, E_REQUEST, E_FIRST_SPLIT, E_NUM_SPLITS, E_FIRST_PARTIAL = range(5)  # of an entry
 ENTRY_WORDS = 5

@@ -21,7 +21,8 @@ from llvmlite import ir
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import LINE, STEP, STORAGE_BYTES
-from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, DecodeKey
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, WIDTH, DecodeKey
+from polyflash.backends.cpu.decode_turns import Turns, rolled, sums_of_lanes
 from polyflash.backends.cpu.simd import F32, I16, I32, I64, BFloatType, Emitter, Value, natives
 
 TOUCHING = 16  # rows that lie behind each other, for a machine to read on by itself
@@ -42,6 +43,10 @@ class Stages(NamedTuple):
     online_softmax: Any  # (s, vectors, block, stats, scale bits)
     accumulate: Any  # (v_rows, p, o, alpha, ones, groups, channels, rows read next)
     accumulate_seen: Any  # likewise; a row takes nothing from keys it does not see, whatever their V
+    # MOST_HEADS heads of WIDTH channels side by side, of keys that every row sees.
+    dots: Any  # (row of K, q, distance of heads in q, sums, row read next): one key
+    weigh_group: Any  # (v_rows, p, distance of heads, o, distance, alpha, distance, rows read next)
+    scores_of_sums: Any  # (sums, s, distance of heads in s, top, factor, cap)
     has_nan: Any  # (o, vectors)
     merge_stats: Any  # (partials, stride, count, stats, scale bits)
     merge_outputs: Any  # (partials, stride, count, offset of O, o, units)
@@ -49,7 +54,7 @@ class Stages(NamedTuple):
     store_row: Any  # (o, row stats, dst, channels)
 
 
-class DecodeTile(AddressLists):
+class DecodeTile(AddressLists, Turns):
     """Emissions for one key. Methods named as the stages they emit."""
 
     def __init__(self, key: DecodeKey) -> None:
@@ -74,13 +79,19 @@ class DecodeTile(AddressLists):
     def _units(
         self,
         e: Emitter,
-        channels: Value,
+        channels: Value | None,
         start: Sequence[Value],
         step: Callable[[Value, list[Value], Value | None, int], list[Value]],
         at_once: Sequence[int] = (1,),
     ) -> list[Value]:
         """`step(byte offset, values, mask, units)` for every unit of a row, as many at once as `at_once`
-        says in turn; the mask of whole ones is None."""
+        says in turn; the mask of whole ones is None. Without `channels` they are WIDTH, and no loop is
+        left."""
+        if channels is None:
+            values, width = list(start), at_once[0] * self.unit
+            for first in range(0, WIDTH, width):
+                values = step(I64(first * self.size), values, None, at_once[0])
+            return values
         b, values, at, left = e.b, list(start), I64(0), channels
         for units in at_once:
             many, width = b.udiv(left, I64(units * self.unit)), units * self.unit * self.size
@@ -166,8 +177,7 @@ class DecodeTile(AddressLists):
         lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
         in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
         first = b.add(e.splat(b.trunc(key, I32)), in_group)
-        scaled, capped = (b.icmp_signed("!=", word, I64(0)) for word in (factor, cap))
-        shrink, grow = e.splat(e.float_bits(factor)), e.splat(e.float_bits(cap))
+        change = self._change(e, factor, cap)
 
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later = values
@@ -177,11 +187,9 @@ class DecodeTile(AddressLists):
                     row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
                     sums += self._dots(e, row, next_row, p_q, channels, spread)
             else:
-                _rolled(e, self.keys, [p_rows, p_later, p_sums], key_sums)
+                rolled(e, self.keys, [p_rows, p_later, p_sums], key_sums)
                 sums = [e.load(p_sums, n * e.bytes) for n in range(self.lanes)]
-            x = _sums_of_lanes(e, sums)
-            (x,) = e.where(scaled, [x], lambda v: [b.fmul(v[0], shrink)])
-            (x,) = e.where(capped, [x], lambda v: [b.fmul(grow, e.tanh(v[0]))])
+            x = change(sums_of_lanes(e, sums))
             seen = b.icmp_unsigned("<", b.sub(at, lo), width)
             x = b.select(seen, x, e.floats(float("-inf")))
             e.store(x, p_s)
@@ -198,8 +206,20 @@ class DecodeTile(AddressLists):
         out = e.loop(groups, start, group)
         e.store(out[2], p_top)
 
+    def _change(self, e: Emitter, factor: Value, cap: Value) -> Callable[[Value], Value]:
+        b = e.b
+        scaled, capped = (b.icmp_signed("!=", word, I64(0)) for word in (factor, cap))
+        shrink, grow = e.splat(e.float_bits(factor)), e.splat(e.float_bits(cap))
+
+        def changed(x: Value) -> Value:
+            (x,) = e.where(scaled, [x], lambda v: [b.fmul(v[0], shrink)])
+            (x,) = e.where(capped, [x], lambda v: [b.fmul(grow, e.tanh(v[0]))])
+            return x
+
+        return changed
+
     def _dots(
-        self, e: Emitter, row: Value, later: Value, q: Value, channels: Value, spread: Value | None
+        self, e: Emitter, row: Value, later: Value, q: Value, channels: Value | None, spread: Value | None
     ) -> list[Value]:
         """A vector of partial sums of one key for every row of Q."""
         width, unit_bytes = self.query_bytes(e), self.unit * self.size
@@ -291,47 +311,66 @@ class DecodeTile(AddressLists):
     def _accumulate(
         self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later, *, bounded: bool
     ) -> None:  # type: ignore[no-untyped-def]
-        pack, unit_bytes = self.key.pack, self.unit * self.size
         spread = self._spread(e, later, channels)
-        p_ones, step_bytes = e.pointer(ones), self.rows * self.parts * e.bytes
+        p_ones, p_o = e.pointer(ones), e.pointer(o)
 
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_p, p_alpha, p_later = values
-
-            def units(at: Value, p: list[Value], mask: Value | None, count: int) -> list[Value]:
-                def some_keys(k: Value, x: list[Value]) -> list[Value]:
-                    rows, next_rows = (
-                        [e.pointer(e.load(p, 8 * j, I64)) for j in range(pack)] for p in (x[0], x[1])
-                    )
-                    sums = x[3:]
-                    for row in next_rows:
-                        self._prefetch(e, row, at, count, spread)
-                    whole_rows = [
-                        [self._raw(e, e.at(row, u * unit_bytes), at, mask) for u in range(count)]
-                        for row in rows
-                    ]
-                    raw = [list(unit) for unit in zip(*whole_rows, strict=True)]
-                    for r in range(self.rows):
-                        weight = e.splat(e.load(x[2], r * 4, self.atom))
-                        self._add_keys(e, sums, r, weight, raw, bounded)
-                    return [e.at(x[0], 8 * pack), e.at(x[1], 8 * pack), e.at(x[2], 4 * self.rows), *sums]
-
-                start = [p_rows, p_later, p_p, *[e.floats(0)] * (self.rows * count * self.parts)]
-                sums = _rolled(e, KEYS_PER_GROUP // pack, start, some_keys)[3:]
-                for r in range(self.rows):
-                    shrink = e.splat(e.load(p_alpha, r * 4, F32))
-                    for c in range(count * self.parts):
-                        u, part = divmod(c, self.parts)
-                        place = u * step_bytes + (r * self.parts + part) * e.bytes
-                        total = e.fma(shrink, e.load(p[0], place), sums[r * count * self.parts + c])
-                        e.store(total, p[0], place)
-                return [e.at(p[0], count * step_bytes)]
-
-            self._units(e, channels, [e.pointer(o)], units, (1,) if bounded else self.units_at_once)
-            p_next = e.at(p_p, KEYS_PER_GROUP // pack * self.rows * 4)
+            self._weigh(e, [p_p, p_alpha, p_o], (p_rows, p_later), channels, spread, bounded)
+            p_next = e.at(p_p, KEYS_PER_GROUP // self.key.pack * self.rows * 4)
             return [e.at(p_rows, 8 * KEYS_PER_GROUP), p_next, p_ones, e.at(p_later, 8 * KEYS_PER_GROUP)]
 
         e.loop(groups, [e.pointer(v_rows), e.pointer(p), e.pointer(alpha), e.pointer(later)], group)
+
+    def _weigh(
+        self, e: Emitter, places: Sequence[Value],
+        listed: tuple[Value, Value] | Callable[[Value], tuple[Value, Value]], channels: Value | None,
+        spread: Value | None, bounded: bool,
+    ) -> None:  # fmt: skip
+        """One group of keys; `places` are of weights, alpha and O, `listed` the lists of V rows and of rows
+        that are read next, or without `channels` what gives those of a key."""
+        pack, unit_bytes, step_bytes = self.key.pack, self.unit * self.size, self.rows * self.parts * e.bytes
+        (p_p, p_alpha, p_o), trips = places, KEYS_PER_GROUP // pack
+
+        def units(at: Value, p: list[Value], mask: Value | None, count: int) -> list[Value]:
+            def weighed(pairs: list[tuple[Value, Value]], p_weights: Value, sums: list[Value]) -> None:
+                for _, row in pairs:
+                    self._prefetch(e, row, at, count, spread)
+                whole_rows = [
+                    [self._raw(e, e.at(row, u * unit_bytes), at, mask) for u in range(count)]
+                    for row, _ in pairs
+                ]
+                raw = [list(unit) for unit in zip(*whole_rows, strict=True)]
+                for r in range(self.rows):
+                    weight = e.splat(e.load(p_weights, r * 4, self.atom))
+                    self._add_keys(e, sums, r, weight, raw, bounded)
+
+            def some_keys(k: Value, x: list[Value]) -> list[Value]:
+                lists = [[e.pointer(e.load(p, 8 * j, I64)) for j in range(pack)] for p in x[:2]]
+                weighed(list(zip(*lists, strict=True)), x[2], sums := x[3:])
+                return [e.at(x[0], 8 * pack), e.at(x[1], 8 * pack), e.at(x[2], 4 * self.rows), *sums]
+
+            sums: list[Value] = [e.floats(0)] * (self.rows * count * self.parts)
+            if callable(listed):
+
+                def keys_at(k: Value, x: list[Value]) -> list[Value]:
+                    first = e.b.mul(k, I64(pack))
+                    weighed([listed(e.b.add(first, I64(j))) for j in range(pack)], x[0], sums := x[1:])
+                    return [e.at(x[0], 4 * self.rows), *sums]
+
+                sums = rolled(e, trips, [p_p, *sums], keys_at)[1:]
+            else:
+                sums = rolled(e, trips, [*listed, p_p, *sums], some_keys)[3:]
+            for r in range(self.rows):
+                shrink = e.splat(e.load(p_alpha, r * 4, F32))
+                for c in range(count * self.parts):
+                    u, part = divmod(c, self.parts)
+                    place = u * step_bytes + (r * self.parts + part) * e.bytes
+                    total = e.fma(shrink, e.load(p[0], place), sums[r * count * self.parts + c])
+                    e.store(total, p[0], place)
+            return [e.at(p[0], count * step_bytes)]
+
+        self._units(e, channels, [p_o], units, (1,) if bounded else self.units_at_once)
 
     def _add_keys(
         self, e: Emitter, sums: list[Value], r: int, weight: Value, raw: list[list[Value]], bounded: bool
@@ -483,43 +522,10 @@ class DecodeTile(AddressLists):
         return e.b.bitcast(both, ir.VectorType(I16, self.unit))
 
 
-def _rolled(
-    e: Emitter, count: int, start: Sequence[Value], body: Callable[[Value, list[Value]], list[Value]]
-) -> list[Value]:
-    """`e.loop` that the compiler leaves a loop: every key's row is then read by the same instructions, a
-    step apart, one after the other. That is what the machine's prefetchers follow."""
-    ends = []
-
-    def noted(i: Value, x: list[Value]) -> list[Value]:
-        values = body(i, x)
-        ends.append(e.b.block)
-        return values
-
-    out, module = e.loop(I64(count), start, noted), e.b.module
-    disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
-    loop = ir.values.MDValue(module, (disable,), name=str(len(module.metadata)))
-    loop.operands = (loop, disable)  # a loop's metadata name themselves, so that no two are one
-    ends[0].terminator.set_metadata("llvm.loop", loop)
-    return out
-
-
-def _sums_of_lanes(e: Emitter, x: list[Value]) -> Value:
-    """Lane i is the sum of all lanes of x[i]; as many vectors as lanes. Each step folds two vectors into one:
-    of each lane pair `distance` apart, one vector's sum goes to the lower and the other's to the upper."""
-    n = distance = e.lanes
-    while len(x) > 1:
-        distance //= 2
-        own = ir.Constant(e.vi, [lane if lane & distance == 0 else n + lane for lane in range(n)])
-        other = ir.Constant(e.vi, [(lane ^ distance) + (n if lane & distance else 0) for lane in range(n)])
-        pairs = zip(x[:distance], x[distance:], strict=True)
-        x = [e.b.fadd(*(e.b.shuffle_vector(u, v, order) for order in (own, other))) for u, v in pairs]
-    return x[0]
-
-
 _ARITY = {
     "fill": 3, "fill_addresses": 4, "fill_pages": 10, "add_addresses": 4, "gather_row": 4, "load_query": 4,
     "scores": 11, "online_softmax": 5, "accumulate": 8, "accumulate_seen": 8, "has_nan": 2, "merge_stats": 5,
-    "merge_outputs": 6, "row_stats": 5, "store_row": 4,
+    "merge_outputs": 6, "row_stats": 5, "store_row": 4, "dots": 5, "weigh_group": 8, "scores_of_sums": 6,
 }  # fmt: skip
 
 

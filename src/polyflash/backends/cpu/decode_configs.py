@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 KEYS_PER_GROUP = 8  # keys whose weighted V are added in registers
 BLOCK_BYTES = 8192  # of K in a block, if it has 32 keys: with as much V, half of a first-level cache
 MOST_HEADS = 8  # kv heads that an item walks side by side
+WIDTH, MOST_TURN_ROWS = 128, 4  # channels, and rows of a tile, of heads whose keys are read side by side
 MOST_ROWS = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}  # of one tile: what fills the registers
 
 
@@ -153,13 +154,13 @@ def scratch(key: DecodeKey, head_dim: int, head_dim_v: int, block_n: int) -> Scr
         o=key.partial_bytes(head_dim_v),
         k=(block_n + key.lanes) * 8,
         v=(block_n + key.lanes) * 8,
-        s=block_n * key.rows * 4,
-        p=0,
+        s=(1 + 2 * MOST_HEADS) * block_n * key.rows * 4,
+        p=MOST_HEADS * key.lanes * key.lanes * 4,
         stage=2 * block_n * row,
         stats=2 * key.lanes * 4,
         limits=2 * key.lanes * 4,
-        block=2 * key.lanes * 4,
-        zero=row,
+        block=(2 + 2 * MOST_HEADS) * key.lanes * 4,
+        zero=MOST_HEADS * row,
         gather=row,
         bad=0,
         seen=0,
@@ -167,7 +168,7 @@ def scratch(key: DecodeKey, head_dim: int, head_dim_v: int, block_n: int) -> Scr
         kinds=0,
         q_ids=0,
         k_ids=0,
-        staged=0,
+        staged=4 * (block_n + key.lanes) * 8,
         total=0,
     )
     offsets, at = [], 0

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, decode_items, loading
+from polyflash.backends.cpu import configs, decode_heads, decode_items, loading
 from polyflash.backends.cpu import decode_arguments as d
-from polyflash.backends.cpu.decode_configs import BLOCK_BYTES, KEYS_PER_GROUP
+from polyflash.backends.cpu.decode_configs import BLOCK_BYTES, KEYS_PER_GROUP, MOST_HEADS
 
 if TYPE_CHECKING:
     from polyflash.backends.cpu.decode_configs import DecodeKey
@@ -46,6 +46,7 @@ def build(key: DecodeKey) -> Any:
     QUERY_BYTES = VECTOR if PAIRS else VECTOR * PARTS
     GROUP_KEYS = KEYS_PER_GROUP
     MINUS_INF, ONE = 0xFF800000, 0x3F800000
+    LISTED, SCORED = 1, 2  # of the keys that are walked next
 
     @device(3, types.int64)
     def table_at(args, scratch, j):  # type: ignore[no-untyped-def]
@@ -64,19 +65,19 @@ def build(key: DecodeKey) -> Any:
         return src + page * page_stride + j % arg(args, a.PAGE_SIZE) * row_stride
 
     @device(7)
-    def list_rows(args, scratch, src, tensor, slot, first, last):  # type: ignore[no-untyped-def]
-        """At `slot` the addresses of the rows of keys [first, last) in whole steps, with a row of zeros for
+    def list_rows(args, scratch, src, tensor, dst, first, last):  # type: ignore[no-untyped-def]
+        """At `dst` the addresses of the rows of keys [first, last) in whole steps, with a row of zeros for
         every key around them. `tensor` is K_BATCH or V_BATCH. Rows whose channels have a stride are gathered
         first."""
         page_stride, row_stride, dim_stride = arg(args, tensor), arg(args, tensor + 2), arg(args, tensor + 3)
         zero, size = scratch + arg(args, a.T_ZERO), arg(args, a.PAGE_SIZE)
-        dst, j = scratch + arg(args, slot), first
+        j = first
         fill_addresses(dst, zero, 0, first % STEP)
         dst += (first % STEP - first) * 8
         if dim_stride != SIZE:
             width, channels = arg(args, d.GATHERED_ROW), arg(args, a.HEAD_DIM)
             rows = scratch + arg(args, a.T_STAGE)
-            if slot == a.T_V:
+            if tensor == a.V_BATCH:
                 rows, channels = rows + arg(args, a.BLOCK_N) * width, arg(args, a.HEAD_DIM_V)
             for j in range(first, last):
                 row, gathered_row = row_at(args, scratch, src, page_stride, row_stride, j), zero
@@ -106,14 +107,14 @@ def build(key: DecodeKey) -> Any:
         fill_addresses(dst + last * 8, zero, 0, -last % STEP)
 
     @device(8)
-    def next_head(args, scratch, src, tensor, slot, first, last, i_h):  # type: ignore[no-untyped-def]
+    def next_head(args, scratch, src, tensor, dst, first, last, i_h):  # type: ignore[no-untyped-def]
         """`list_rows` of head i_h after `src`: its keys lie where those of the head before do, a head on, but
         for rows of zeros."""
         stride, zero = arg(args, tensor + 1), scratch + arg(args, a.T_ZERO)
         if i_h == 0 or arg(args, tensor + 3) != SIZE:
-            list_rows(args, scratch, src + i_h * stride, tensor, slot, first, last)
+            list_rows(args, scratch, src + i_h * stride, tensor, dst, first, last)
         else:
-            dst = scratch + arg(args, slot) + first % STEP * 8
+            dst += first % STEP * 8
             add_addresses(dst, stride, last - first, zero)
             fill_addresses(dst + (last - first) * 8, zero, 0, -last % STEP)
 
@@ -168,29 +169,43 @@ def build(key: DecodeKey) -> Any:
             groups = (end - rest) // GROUP_KEYS
             accumulate_seen(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at)
 
-    @device(12)
-    def attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, listed, beyond):  # type: ignore[no-untyped-def]
+    attend_heads = decode_heads.walk(key, stage, list_rows)
+
+    @device(12, types.int64)
+    def attend_split(args, scratch, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):  # type: ignore[no-untyped-def]
         """The keys [key_lo, key_hi) of `heads` kv heads, block by block; every row sees [all_lo, all_hi).
         While K of a block is read its V is prefetched, and meanwhile the next K: memory never waits for
-        arithmetic. The walk goes on to `beyond`: the first K after key_hi are left listed and prefetched, as
-        the caller says that those of this split were, with `listed`."""
+        arithmetic. The walk goes on to `beyond`: the first K after key_hi are left LISTED and prefetched, or
+        SCORED; returns which, as the caller says what of this split's is `ready`."""
         s, block = scratch + arg(args, a.T_S), scratch + arg(args, a.T_BLOCK)
         k_rows, v_rows = scratch + arg(args, a.T_K), scratch + arg(args, a.T_V)
         block_n = greatest(BLOCK_BYTES // (arg(args, a.HEAD_DIM) * SIZE) // 32, 1) * 32
         block_n = least(block_n, arg(args, a.BLOCK_N))
         fill(block + VECTOR, 1, ONE)
-        if listed == 0:
-            last = least((key_lo // block_n + 1) * block_n, key_hi)
-            list_rows(args, scratch, k, a.K_BATCH, a.T_K, key_lo, last)
-        for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
+        together = together_end = ahead = 0
+        if arg(args, d.SIDE_BY_SIDE) != 0 and heads == MOST_HEADS:
+            together = (greatest(key_lo, all_lo) + block_n - 1) // block_n
+            together_end = ahead = least(key_hi, all_hi) // block_n
+            if key_hi % block_n == 0 and (together_end + 1) * block_n <= least(beyond, all_hi):
+                ahead += 1  # to the next split
+        i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
+        while i_n < end_n:
+            if together <= i_n and i_n < together_end:
+                attend_heads(
+                    args, scratch, k, v, block_n, i_n, together_end, state, ready // SCORED, ahead, beyond
+                )
+                i_n, ready = together_end, SCORED if ahead > together_end else 0
+                continue
             first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
             begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
             whole = least(greatest((all_lo + GROUP_KEYS - 1) // GROUP_KEYS * GROUP_KEYS, begin), end)
             rest = least(greatest(all_hi // GROUP_KEYS * GROUP_KEYS, whole), end)
+            if ready != LISTED:
+                list_rows(args, scratch, k, a.K_BATCH, k_rows, first, last)
             for i_h in range(heads):
                 stats = state + i_h * arg(args, d.PARTIAL_BYTES)
                 q = scratch + arg(args, a.T_Q) + i_h * arg(args, d.Q_TILE)
-                next_head(args, scratch, v, a.V_BATCH, a.T_V, first, last, i_h)
+                next_head(args, scratch, v, a.V_BATCH, v_rows, first, last, i_h)
                 fill(block, 1, MINUS_INF)
                 vectors = (end - begin) // KEYS
                 scores(
@@ -199,11 +214,13 @@ def build(key: DecodeKey) -> Any:
                 )  # fmt: skip
                 online_softmax(s, vectors, block, stats, arg(args, a.SCALE_LOG2))
                 if i_h + 1 < heads:
-                    next_head(args, scratch, k, a.K_BATCH, a.T_K, first, last, i_h + 1)
+                    next_head(args, scratch, k, a.K_BATCH, k_rows, first, last, i_h + 1)
                 elif last < beyond:
                     end_next = least((last // block_n + 1) * block_n, beyond)
-                    list_rows(args, scratch, k, a.K_BATCH, a.T_K, last, end_next)
+                    list_rows(args, scratch, k, a.K_BATCH, k_rows, last, end_next)
                 weigh_values(args, scratch, stats + 2 * VECTOR, begin, end, whole, rest)
+            i_n, ready = i_n + 1, LISTED
+        return ready
 
     @device(9)
     def finish_tile(args, scratch, stats, out, lse, i_hkv, row_0, rows, seqlen_q):  # type: ignore[no-untyped-def]
@@ -246,23 +263,22 @@ def build(key: DecodeKey) -> Any:
             q_tile = scratch + arg(args, a.T_Q) + i_h * arg(args, d.Q_TILE)
             start_tile(args, scratch, q, q_tile, i_hkv + i_h, row_0, rows, seqlen_q)
         k, v = key_rows(args, i_t, i_hkv, first_k)
-        split_lo, listed = (first_split + i_s) * arg(args, d.SPLIT_KEYS), 0
+        split_lo, ready = (first_split + i_s) * arg(args, d.SPLIT_KEYS), 0
         beyond = least(split_lo + splits_here * arg(args, d.SPLIT_KEYS), some_hi)
         for i in range(splits_here):
             key_lo, key_hi = greatest(split_lo, some_lo), least(split_lo + arg(args, d.SPLIT_KEYS), beyond)
             seen_lo, seen_hi, at = all_lo, all_hi, state + i * stride
             for careful in range(2):
                 if careful != 0:
-                    seen_lo, seen_hi, listed = key_lo, key_lo, 0  # look at every weight
+                    seen_lo, seen_hi, ready = key_lo, key_lo, 0  # look at every weight
                 bad = 0
                 for i_h in range(heads_here):
                     fill(at + i_h * width, 1, MINUS_INF)
                     fill(at + i_h * width + VECTOR, width // VECTOR - 1, arg(args, a.ZERO))
                 if key_lo < key_hi:
-                    attend_split(
-                        args, scratch, k, v, key_lo, key_hi, seen_lo, seen_hi, at, heads_here, listed, beyond
+                    ready = attend_split(
+                        args, scratch, k, v, key_lo, key_hi, seen_lo, seen_hi, at, heads_here, ready, beyond
                     )
-                    listed = 1
                 for i_h in range(heads_here):
                     bad |= has_nan(at + i_h * width + 2 * VECTOR, units * ROWS * PARTS)
                 if bad == 0:

@@ -1,0 +1,96 @@
+"""Emissions of the decode kernel of at most 8 rows for MOST_HEADS heads whose keys are read side by side, see
+decode_heads.py, and what they share with those for a head by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH
+from polyflash.backends.cpu.simd import I64, Emitter, Value
+
+
+class Turns:
+    """Emissions of a tile that has those for a head by itself; every row sees all of the keys."""
+
+    lanes: int
+    rows: int
+    size: int  # bytes of an element
+    _change: Any  # (e, factor, cap) -> what scales and caps a vector of scores
+    _dots: Any  # (e, row, row read next, q, channels, spread) -> a vector of partial sums per row of Q
+    _weigh: Any  # (e, places, rows, channels, spread, bounded): one group of keys of one head
+
+    def dots(self, e: Emitter, row, q, q_tile, sums, later) -> None:  # type: ignore[no-untyped-def]
+        """A vector of partial sums of one key for every row of Q of every head; the sums of a head lie
+        `lanes` vectors apart."""
+        p_q, p_sums = e.pointer(q), e.pointer(sums)
+        for h in range(MOST_HEADS):
+            key, next_key = (e.at(e.pointer(x), h * WIDTH * self.size) for x in (row, later))
+            for r, x in enumerate(self._dots(e, key, next_key, p_q, None, None)):
+                e.store(x, p_sums, r * e.bytes)
+            p_q, p_sums = e.at(p_q, q_tile), e.at(p_sums, self.lanes * e.bytes)
+
+    def scores_of_sums(self, e: Emitter, sums, s, s_tile, top, factor, cap) -> None:  # type: ignore[no-untyped-def]
+        """As `scores`, of one vector of keys of every head whose partial sums are made."""
+        change = self._change(e, factor, cap)
+
+        def head(i: Value, p: list[Value]) -> list[Value]:
+            x = change(sums_of_lanes(e, [e.load(p[0], n * e.bytes) for n in range(self.lanes)]))
+            e.store(x, p[1])
+            e.store(e.maximum(x, e.load(p[2])), p[2])
+            return [e.at(p[0], self.lanes * e.bytes), e.at(p[1], s_tile), e.at(p[2], e.bytes)]
+
+        rolled(e, MOST_HEADS, [e.pointer(x) for x in (sums, s, top)], head)
+
+    def weigh_group(self, e: Emitter, v_rows, p, p_tile, o, o_tile, alpha, alpha_tile, later) -> None:  # type: ignore[no-untyped-def]
+        """As `accumulate`, of one group of every head; what is a head's lies so many bytes apart. Meanwhile
+        as many keys are prefetched, one for each head."""
+        row_bytes = WIDTH * self.size
+
+        def head(i: Value, x: list[Value]) -> list[Value]:
+            next_row = e.load(x[3], 0, I64)
+            at = e.b.mul(i, I64(row_bytes))
+
+            def rows_of(n: Value) -> tuple[Value, Value]:
+                row = e.load(e.pointer(v_rows), e.b.mul(n, I64(8)), I64)
+                return e.at(e.pointer(row), at), e.at(e.pointer(next_row), e.b.mul(n, I64(row_bytes)))
+
+            self._weigh(e, [x[0], x[1], x[2]], rows_of, None, None, False)
+            return [e.at(place, step) for place, step in zip(x, (p_tile, alpha_tile, o_tile, 8), strict=True)]
+
+        rolled(e, MOST_HEADS, [e.pointer(x) for x in (p, alpha, o, later)], head)
+
+
+def rolled(
+    e: Emitter, count: int | Value, start: Sequence[Value], body: Callable[[Value, list[Value]], list[Value]]
+) -> list[Value]:
+    """`e.loop` that the compiler leaves a loop: every key's row is then read by the same instructions, a
+    step apart, one after the other. That is what the machine's prefetchers follow."""
+    ends = []
+
+    def noted(i: Value, x: list[Value]) -> list[Value]:
+        values = body(i, x)
+        ends.append(e.b.block)
+        return values
+
+    out, module = e.loop(I64(count) if isinstance(count, int) else count, start, noted), e.b.module
+    disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    loop = ir.values.MDValue(module, (disable,), name=str(len(module.metadata)))
+    loop.operands = (loop, disable)  # a loop's metadata name themselves, so that no two are one
+    ends[0].terminator.set_metadata("llvm.loop", loop)
+    return out
+
+
+def sums_of_lanes(e: Emitter, x: list[Value]) -> Value:
+    """Lane i is the sum of all lanes of x[i]; as many vectors as lanes. Each step folds two vectors into one:
+    of each lane pair `distance` apart, one vector's sum goes to the lower and the other's to the upper."""
+    n = distance = e.lanes
+    while len(x) > 1:
+        distance //= 2
+        own = ir.Constant(e.vi, [lane if lane & distance == 0 else n + lane for lane in range(n)])
+        other = ir.Constant(e.vi, [(lane ^ distance) + (n if lane & distance else 0) for lane in range(n)])
+        pairs = zip(x[:distance], x[distance:], strict=True)
+        x = [e.b.fadd(*(e.b.shuffle_vector(u, v, order) for order in (own, other))) for u, v in pairs]
+    return x[0]
