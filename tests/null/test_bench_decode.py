@@ -121,6 +121,16 @@ def test_pages_hold_what_the_whole_holds(heads_outer):
     assert torch.equal(decode_keys.gathered(made.v, made.table[0], 50), v[:, :, :50])
 
 
+@pytest.mark.skipif(not stream.available(), reason="the loop is compiled")
+@pytest.mark.parametrize("heads_outer", [False, True])
+def test_every_byte_of_the_pages_is_read(heads_outer):
+    k, v = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
+    (read,) = decode_keys.page_reads(decode_keys.pool(k, v, 16, heads_outer=heads_outer)).values()
+    read()
+    want = sum(int(x.contiguous().view(torch.int32).sum(dtype=torch.int64)) for x in (k, v))
+    assert read.bytes == k.nbytes + v.nbytes and read.total == want % (1 << 32)
+
+
 def test_requests_of_a_batch_share_no_page():
     table, pages = decode.page_tables([1, 33, 16], 16)
     used = [table[b, : -(-n // 16)].tolist() for b, n in enumerate([1, 33, 16])]
@@ -235,8 +245,8 @@ def test_figures_are_rates_and_ratios_of_medians():
     assert found["ratio"] == "5.00" and found["folded"] == "2.00" and found["on"] == "cpu/decode"
     alone = Comparison((Round({suite.OURS: 1.0, SDPA: 1.0}, 1.0),))
     assert suite.Result(step, "", alone, 0.0, SOUND, SOUND, 1.0, 1.0, None, 1).after is None
-    found = figures(row(first(decode_cases.PAGED), {suite.PLAIN: 0.8e-3}))
-    assert found["×whole"] == "1.25" and found["stream"] == ""
+    found = figures(row(first(decode_cases.PAGED), {suite.PLAIN: 0.8e-3, decode_keys.PAGES: 0.7e-3}))
+    assert found["×whole"] == "1.25" and found["stream"] == "" and found["of pages"] == "70%"
     assert figures(row(first(decode_cases.RAGGED), {suite.PLAIN: 0.9e-3}))["of one"] == "90%"
     found = figures(row(first(decode_cases.CASCADE), {suite.PLAIN: 6e-3, decode.OWN_COPIES: 9e-3}))
     assert (found["ratio"], found["copies"]) == ("6.00", "9.00")

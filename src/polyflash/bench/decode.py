@@ -26,6 +26,7 @@ from polyflash.bench.decode_keys import (
     gathered,
     key_set,
     key_sets,
+    page_reads,
     pool,
     random_pool,
     reading,
@@ -194,7 +195,7 @@ def _step(case: Case) -> DecodeProblem:
     )
 
 
-def _turning(call: Callable[[Any], Tensor], turn: Turn[Any]) -> Callable[[], object]:
+def _turning(call: Callable[[Any], Tensor | None], turn: Turn[Any]) -> Callable[[], object]:
     return lambda: call(turn())
 
 
@@ -205,6 +206,7 @@ def _paged(case: Case) -> DecodeProblem:
     turn = Turn(sets)
     pools = [pool(s.k, s.v, case.page_size, heads_outer=case.laid == rows.HEADS_OUTER) for s in sets]
     paged_turn = Turn(pools)
+    page_turn = Turn([page_reads(p) for p in pools])
     q = _queries(w, 1, w.heads, w.seqlen_q, w.head_dim)
     packed = q[0].transpose(0, 1).contiguous()  # rows, heads, channels
     options: dict[str, Any] = {"kv_lens": torch.tensor([w.seqlen_k], dtype=torch.int32)}
@@ -220,13 +222,22 @@ def _paged(case: Case) -> DecodeProblem:
 
     first = sets[0]
     return DecodeProblem(
-        arms={OURS: _turning(paged, paged_turn), PLAIN: _turning(plain, turn), **_streams(turn)},
+        arms={
+            OURS: _turning(paged, paged_turn),
+            PLAIN: _turning(plain, turn),
+            **_streams(turn),
+            **{name: _turning(partial(_read, name), page_turn) for name in page_turn.things[0]},
+        },
         outputs=(lambda: paged(pools[0]).transpose(0, 1)[None], partial(plain, first)),
         samples=(Sample(q, first.k, first.v, w.seqlen_q > 1, lambda out: out),),
         bytes=first.bytes,
         flops=_flops(w, w.seqlen_k),
         backend=_row(packed, pools[0].k, pools[0].v, page_table=pools[0].table, **options),
     )
+
+
+def _read(name: str, reads: dict[str, stream.Read]) -> None:
+    reads[name]()
 
 
 def lengths(case: Case) -> list[int]:

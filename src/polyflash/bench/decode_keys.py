@@ -21,6 +21,7 @@ from polyflash.workloads import Workload
 
 SPILL, MOST = 4, 64
 IN_ORDER, PLACES = "read, in order", f"read, {stream.PLACES} places at once"
+PAGES = "read, page by page"
 T = TypeVar("T")
 
 
@@ -107,6 +108,15 @@ def pool(k: Tensor, v: Tensor, page_size: int, *, heads_outer: bool = False) -> 
         return placed.transpose(1, 2) if heads_outer else placed
 
     return Pool(paged(k), paged(v), order.int()[None])
+
+
+def page_reads(p: Pool) -> dict[str, stream.Read]:
+    """What reads one request's pages in the order of its table, K and V by turns, each at several places at
+    once; none without a compiler."""
+    if not stream.available():
+        return {}
+    dense = [x if x.is_contiguous() else x.transpose(1, 2) for x in (p.k, p.v)]
+    return {PAGES: stream.Read([x[page] for page in p.table[0].tolist() for x in dense], stream.PLACES)}
 
 
 def random_pool(w: Workload, pages: int, page_size: int) -> tuple[Tensor, Tensor]:

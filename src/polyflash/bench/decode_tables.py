@@ -9,7 +9,7 @@ from typing import Any
 from polyflash.bench import decode, decode_cases
 from polyflash.bench.cases import DECODE, SDPA
 from polyflash.bench.cells import Row, marked, ms, or_blank, short, spread
-from polyflash.bench.decode_keys import IN_ORDER, PLACES
+from polyflash.bench.decode_keys import IN_ORDER, PAGES, PLACES
 from polyflash.bench.suite import OURS, PLAIN, Result
 
 Cells = dict[str, Callable[[Row], str]]
@@ -20,7 +20,10 @@ _LEGEND = {
         "torch: SDPA as it is called, with enable_gqa; folded: the ratio to SDPA given the query heads of a"
         " key/value head as rows, which its users can write themselves",
     ),
-    decode_cases.PAGED: ("×whole: our time over that of our own call on the same keys in one piece",),
+    decode_cases.PAGED: (
+        "of pages: our rate in percent of a loop that only reads the pages, in the order of the table",
+        "×whole: our time over that of our own call on the same keys in one piece",
+    ),
     decode_cases.RAGGED: ("of one: our rate over that of one request that has the keys of all",),
     decode_cases.CASCADE: (
         "ratio: time of one table walk per request over ours; copies: the same, if each request has pages of"
@@ -85,7 +88,7 @@ def columns(first: Row) -> Cells:
     if part == decode_cases.STEPS:
         made |= rate | {"torch ms": _ms(SDPA), "ratio": _times(SDPA), "folded": _times(decode.FOLDED)}
     elif part == decode_cases.PAGED:
-        made |= rate | {"whole ms": _ms(PLAIN), "×whole": _over(PLAIN)}
+        made |= rate | {"of pages": _percent(PAGES), "whole ms": _ms(PLAIN), "×whole": _over(PLAIN)}
     elif part == decode_cases.RAGGED:
         made |= rate | {"one ms": _ms(PLAIN), "of one": _percent(PLAIN)}
     elif part == decode_cases.CASCADE:
