@@ -235,7 +235,7 @@ class DecodeTile(AddressLists, Turns):
                         sums[r] = e.dot_bf16(sums[r], part, y) if self.dot else e.fma(part, y, sums[r])
             return [e.at(p_q, units * self.rows * width), *sums]
 
-        return self._units(e, channels, [q, *[e.floats(0)] * self.rows], step, (4, 2, 1))[1:]
+        return self._units(e, channels, [q, *[e.floats(0)] * self.rows], step, self.steps)[1:]
 
     # online_softmax
     def online_softmax(self, e: Emitter, s, vectors, block, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
@@ -418,10 +418,16 @@ class DecodeTile(AddressLists, Turns):
         ]
 
     @property
+    def steps(self) -> tuple[int, ...]:
+        """Units of a row that are read at once. A unit of float16 is half as long as one of bfloat16, and
+        where only every fourth line is prefetched four lines have to be in one step."""
+        return (8, 4, 2, 1) if self.key.storage == "float16" else (4, 2, 1)
+
+    @property
     def units_at_once(self) -> list[int]:
         """As many as have their sums in registers, then fewer."""
         room = (16 if self.key.registers == 32 else 8) // (self.rows * self.parts)
-        return [units for units in (4, 2, 1) if units <= max(1, room)]
+        return [units for units in self.steps if units <= max(1, room)]
 
     def has_nan(self, e: Emitter, o: Value, vectors: Value) -> Value:
         def body(i: Value, x: list[Value]) -> list[Value]:
