@@ -18,6 +18,7 @@ CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
 CODEGEN_TESTS := tests/backends/triton/test_codegen.py
 TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS) --rows triton
 GPU_TESTS := tests/conformance tests/backends/triton tests/test_gpu_calls.py --ignore=$(CODEGEN_TESTS)
+GROUP_TESTS := tests/test_groups.py -k each_group
 HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
@@ -58,8 +59,8 @@ test-cpu: .venv/.test
 
 # The interpreter is chosen when triton is imported, and nothing can be compiled in its process.
 test-triton: .venv/.test
-	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS); \
-		else echo '$@: $(NO_TRITON)'; fi
+	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) && \
+		TRITON_INTERPRET=1 $(PYTEST) $(GROUP_TESTS) --rows triton; else echo '$@: $(NO_TRITON)'; fi
 
 test-codegen: .venv/.test
 	@if $(HAS_TRITON); then $(PYTEST) $(SHARED) $(CODEGEN_TESTS); else echo '$@: $(NO_TRITON)'; fi
@@ -67,7 +68,8 @@ test-codegen: .venv/.test
 # Installs nothing, as bench-gpu below.
 test-gpu:
 	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
-		PYTHONPATH=src $$python -m pytest $(GPU_TESTS) --device $(DEVICE) $(GPU_ARGS)
+		PYTHONPATH=src $$python -m pytest $(GPU_TESTS) --device $(DEVICE) $(GPU_ARGS) && \
+		PYTHONPATH=src $$python -m pytest $(GROUP_TESTS) --rows triton --device $(DEVICE) $(GPU_ARGS)
 
 test-all: lint
 	@$(PYTEST) $(SHARED) --ignore=$(CODEGEN_TESTS) -m 'not alone'

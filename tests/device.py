@@ -39,6 +39,10 @@ NAME = os.environ[VARIABLE] = _asked()
 DEVICE = torch.device("cpu" if NAME == "copies" else NAME)
 
 
+# Contents of tables on a GPU are looked at when a call asks for it.
+CONTENTS = (False, True) if DEVICE.type == "cpu" else (True,)
+
+
 def here() -> target.Target:
     """The target of the device under test."""
     return target.detect(DEVICE.type, DEVICE.index or 0)

@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 ON_A_GPU = {
     "test_out_may_overlap_an_input_of_another_storage": "numpy's memory is a CPU's",
     "test_fork_after_use": "a process that has used a GPU cannot fork",
+    "test_lists_and_a_bool_mask": "its tensors go to the op below the public functions",
 }
 INTERPRETED = {
     "test_B_cpu_01_two_python_threads": "Triton's interpreter takes one thread at a time",

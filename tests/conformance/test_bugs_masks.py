@@ -34,7 +34,8 @@ def test_B_msk_02_padding_hides_one_entry(run: Runner):
     mask = torch.tensor((True, False, True)).view(3, 1, 1, 1).expand(3, 1, 1, 40)
     out, lse = run.checked(q, k, v, mask=mask)
     assert (out[1] == 0).all() and (lse[1] == -math.inf).all()
-    same_bits(out[0], run(q, k, v, mask=torch.ones(1, 1, 1, 40, dtype=torch.bool)).out[0])
+    everything = torch.ones(3, 1, 1, 1, dtype=torch.bool).expand(3, 1, 1, 40)
+    same_bits(out[0], run(q, k, v, mask=everything).out[0])
 
 
 def test_B_msk_03_nan_behind_the_mask(run: Runner):

@@ -168,7 +168,8 @@ def test_M15_temperature(run: Runner, dtype):
     best = (q.double() @ k.double().repeat_interleave(3, 1).transpose(2, 3)).topk(2, -1)
     clear = best.values[..., 0] - best.values[..., 1] > 0.05
     picked = v.repeat_interleave(3, 1).gather(2, best.indices[..., :1].expand(-1, -1, -1, 64))
-    assert clear.any() and torch.equal(sharp[clear], picked[clear])
+    assert clear.any()
+    near(sharp[clear], picked[clear], 0.0 if dtype is torch.float32 else ROUNDING[dtype])
 
 
 def test_M16_appended_keys(run: Runner, dtype):

@@ -107,13 +107,36 @@ class TestReachability:
     def test_every_forward_entry_is_chosen_whole_on_every_architecture_of_its_family(self):
         chosen = set()
         for spec, target in GRID:
-            pair = entry_of(spec, target, tables.FORWARD)
-            if spec.phase is Phase.FORWARD and spec.seqlen_q == 4096 and pair and not spec.members:
-                want = pair.heavy if Feature.BIAS in spec.features else pair.plain
-                got = tile_of(configs.choose(spec, target))
-                assert got == want, (target.name, spec.dtype, spec.head_dim, got)
-                chosen.add((target.arch, spec.dtype, spec.head_dim, want is pair.heavy))
+            found = entry_of(spec, target, tables.FORWARD)
+            if spec.phase is Phase.FORWARD and spec.seqlen_q == 4096 and found and not spec.members:
+                whole = found.whole if not spec.features & configs.HIDING else None
+                want = found.heavy if Feature.BIAS in spec.features else whole or found.plain
+                config = configs.choose(spec, target)
+                assert tile_of(config) == want, (target.name, spec.dtype, spec.head_dim, config)
+                chosen.add((target.arch, spec.dtype, spec.head_dim, want is found.heavy))
         assert len(chosen) == len(tables.ARCHS) * 2 * len(DIMS) * 2
+
+    def test_tiles_of_rows_that_see_all_are_chosen_for_them_alone(self):
+        for (family, size), classes in tables.FORWARD.items():
+            for head, found in classes.items():
+                if found.whole is None:
+                    continue
+                arch = next(a for a, known in tables.ARCHS.items() if known.family == family)
+                dtype = next(n for n, bytes_ in tiles.ELEMENT_BYTES.items() if bytes_ == size)
+                all_seen = replace(PLAIN, dtype=dtype, head_dim=head, head_dim_v=head)
+                assert tile_of(configs.choose(all_seen, gpu(arch))) == found.whole != found.plain
+                for feature in (Feature.CAUSAL, Feature.KV_LENS, Feature.VARLEN, Feature.WINDOW):
+                    hidden = replace(all_seen, features=frozenset({feature}))
+                    assert tile_of(configs.choose(hidden, gpu(arch))) == found.plain, feature
+
+    def test_register_limits_belong_to_entries_of_the_table(self):
+        for family, limits in tables.MAX_REGISTERS.items():
+            for (head, tile), most in limits.items():
+                found = tables.FORWARD[family][head]
+                assert tile in (found.plain, found.whole) and most in range(64, 256, 8)
+        limited = replace(PLAIN, features=frozenset({Feature.CAUSAL}), causal=True)
+        assert configs.choose(limited, H200).max_registers == 168
+        assert configs.choose(replace(limited, seqlen_q=16), H200).max_registers == 0  # another tile
 
     def test_every_backward_entry_is_chosen_whole_on_every_architecture_of_its_family(self):
         for spec, target in GRID:
@@ -206,7 +229,8 @@ class TestThresholds:
         wide = replace(PLAIN, seqlen_q=rows, head_dim=256, head_dim_v=256)
         config = configs.choose(wide, H200)
         assert config.block_m == block_m and (config.num_warps == 4) is (rows <= 32)
-        assert configs.choose(replace(PLAIN, seqlen_q=rows), H200).block_m == min(64, block_m)
+        causal = replace(PLAIN, seqlen_q=rows, causal=True, features=frozenset({Feature.CAUSAL}))
+        assert configs.choose(causal, H200).block_m == min(64, block_m)
 
     def test_blocks_come_by_descriptor_where_that_was_measured(self):
         paged = replace(PLAIN, features=PLAIN.features | {Feature.PAGED}, page_size=16)
@@ -251,10 +275,11 @@ class TestThresholds:
         assert configs.choose(PLAIN, H200).order == "plain"
 
     def test_a_table_entry_is_cut_to_what_the_device_has(self):
-        whole = tile_of(configs.choose(PLAIN, H200))
-        need = tiles.shared_bytes(whole, PLAIN, H200)
-        assert tile_of(configs.choose(PLAIN, gpu("sm90", shared_bytes=need))) == whole
-        cut = tile_of(configs.choose(PLAIN, gpu("sm90", shared_bytes=need - 1)))
+        causal = replace(PLAIN, causal=True, features=frozenset({Feature.CAUSAL}))
+        whole = tile_of(configs.choose(causal, H200))
+        need = tiles.shared_bytes(whole, causal, H200)
+        assert tile_of(configs.choose(causal, gpu("sm90", shared_bytes=need))) == whole
+        cut = tile_of(configs.choose(causal, gpu("sm90", shared_bytes=need - 1)))
         assert cut == whole._replace(num_stages=whole.num_stages - 1)
 
 
@@ -351,6 +376,7 @@ BAD = {
     "split_exp": (0, 3, 16, True, 8),
     "mask_by": ("", "multiply"),
     "order": ("", "reversed"),
+    "max_registers": (8, 100, 256, True, "168"),
     **{name: (0, 1, None, "yes") for name in ("pack_gqa", "base2", "hold_q", "persistent", "fused")},
     **{f"dq_{name}": (0, 3, 1000) for name in ("block_m", "block_n", "num_warps")},
     "dq_num_stages": (0, 9),
@@ -432,7 +458,7 @@ SWITCHED = {
             "base2",
             "split_exp",
             "num_stages",
-            "hold_q",
+            "max_registers",
             "loads",
             "cache_kv",
             "mask_by",

@@ -118,6 +118,7 @@ class TestAGateThatCanNeverFire:
             **{"block_m": 32, "block_n": 32, "num_warps": 8, "num_stages": 3, "base2": False},
             **{"loads": "descriptor", "cache_kv": ".cg", "pack_gqa": kind is ForwardConfig},
             **{"split_exp": 1, "hold_q": True, "mask_by": "add", "order": "heavy_first", "persistent": True},
+            "max_registers": 168,
         }
         base = (
             ForwardConfig(16, 64, 4, 2, split_exp=2)
@@ -128,7 +129,7 @@ class TestAGateThatCanNeverFire:
         def compiled(config: Config) -> tuple[Any, ...]:
             prepared = forward.Prepared(launch_of(config))
             ready = prepared.ready_for(q, k, v, torch.empty_like(q), None, args, False)
-            return ready.pointed, ready.described, ready.num_heads
+            return ready.constants, ready.described, ready.num_heads
 
         for name in (f.name for f in fields(kind) if f.name != "split_keys"):
             assert compiled(replace(base, **{name: changed[name]})) != compiled(base), name
@@ -153,7 +154,7 @@ class TestAGateThatCanNeverFire:
             ready = prepared.ready_for(
                 *operands(q, k, v, options)[:3], q, None, operands(q, k, v, options)[3], split
             )
-            for name, value in ready.pointed.items():
+            for name, value in ready.constants.items():
                 flags.setdefault(name, set()).add(value)
         both = {name for name, values in flags.items() if values == {False, True}}
         assert both == {
@@ -230,6 +231,10 @@ def run_everything() -> None:
     call(replace(DESCRIPTOR, block_n=32, split_exp=2, base2=False), q, k, v)
     call(replace(DESCRIPTOR, block_n=32, split_exp=2), q, k, v)
     call(TILE, *qkv(1, 1, 4, 40, 16, 24), window=(9, 3), q_offset=ints(4))
+    whole = qkv(1, 1, 4, 2 * TILE.block_n, 16, dtype=torch.bfloat16)
+    call(TILE, *whole)
+    call(TILE, *(1e6 * x for x in whole[:2]), whole[2])  # scores of which one multiply-add loses too much
+    call(TILE, *(1e6 * x for x in whole[:2]), whole[2], causal=True)
     segments = Mask.segments(torch.zeros(1, 4).int(), torch.arange(20)[None].int() // 13)
     starts = torch.tensor([[0, 15], [5, 18]]).int()
     call(TILE, q.half(), k.half(), v.half(), mask=segments)
@@ -273,6 +278,15 @@ class TestSubTilesWithoutACommonMaximum:
             got = call(replace(whole, split_exp=parts), q, k, v, scale=1.0, **options)
             for name, a, b in zip(("out", "lse"), got, want, strict=True):
                 same_bits(a, b, f"{name} in {parts} chunks")
+
+    @pytest.mark.parametrize("options", ({}, {"causal": True}), ids=str)
+    def test_scores_beyond_what_one_multiply_add_keeps(self, options: dict[str, Any]):
+        """Scores near 2^30, where the rounded product with log2 e is off by many units."""
+        q, k, v = qkv(1, 1, 4, 2 * TILE.block_n, 32, dtype=torch.bfloat16)
+        q, k = q.sign() * 2.0**13, k.sign() * 2.0**13
+        out, lse = call(TILE, q, k, v, **options)
+        want = oracle(q, k, v, options)
+        close((out, lse), want, bound=1e-2)
 
     def test_splits_are_merged_under_one_maximum(self):
         """Denominators of splits that neither fit float32 without it, nor are alike."""

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from polyflash.results import converted
 
@@ -265,24 +266,24 @@ def flags(q: Tensor, args: Arguments) -> Flags:
     )
 
 
-def describable(k: Tensor, v: Tensor, args: Arguments) -> bool:
-    """May blocks of keys be loaded by tensor descriptor, if the tensors start at 16 bytes? Rows must be dense
+def describable(x: Tensor) -> bool:
+    """May blocks of rows be loaded by tensor descriptor, if the tensor starts at 16 bytes? Rows must be dense
     and multiples of that apart."""
-    if args.page_table is not None:
-        return False
-    return all(
-        x.stride(3) == 1 and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:3])
-        for x in (k, v)
-    )  # fmt: skip
+    size = x.element_size()
+    return x.stride(3) == 1 and all(s > 0 and s * size % 16 == 0 for s in x.stride()[:3])
 
 
-def descriptors(x: Tensor, block_n: int, first: int, second: int) -> tuple[Any, Any]:
-    """Of both channel blocks of (batch, heads, seqlen, channels): boxes of `block_n` keys; what lies outside
-    is 0."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+def descriptors(x: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]:
+    """Of both channel blocks of (batch, heads, seqlen, channels): boxes of `rows` rows; what lies outside
+    is 0. `describable` has checked what their class would check again in every call."""
     shape, strides = list(x.shape), list(x.stride())
-    return tuple(  # type: ignore[return-value]
-        TensorDescriptor(x, shape, strides, [1, 1, block_n, width]) if width else None
-        for width in (first, second)
+    return (
+        _descriptor(x, shape, strides, [1, 1, rows, first]),
+        _descriptor(x, shape, strides, [1, 1, rows, second]) if second else None,
     )
+
+
+def _descriptor(x: Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape, made.padding = x, shape, strides, box, "zero"
+    return made

@@ -120,7 +120,7 @@ class Call(NamedTuple):
             runtime.aligned(*results),
         )  # fmt: skip
         everything = (*self.views, *views, *rest, *sizes, *self.numbers())
-        self.prepared.kernels.launch(kernel, programs, everything, constants, key, self.device)
+        self.prepared.kernels.launch(kernel, (programs,), everything, constants, key, self.device)
 
 
 def tile_count(rows: int, block: int, n: arguments.Scalars, packed: bool) -> tuple[int, int]:
@@ -159,7 +159,7 @@ def centers(
     everything = (
         *views, odd, kv_lens, batch, num_heads, group, seqlen_q, k.shape[2], row_tiles, key_tiles
     )  # fmt: skip
-    prepared.kernels.launch(center, programs, everything, constants, key, out.device)
+    prepared.kernels.launch(center, (programs,), everything, constants, key, out.device)
     return row_lse, delta, odd
 
 

@@ -14,6 +14,8 @@ from polyflash.backends.triton import interpreter
 interpreter.prepare()
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of finite float32
+TOO_FAR: tl.constexpr = tl.constexpr(2.0**26)  # from here on the rounding of m is more than a power of two
 
 
 @triton.jit
@@ -77,14 +79,19 @@ def stand(x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET: tl.constexpr):
 
 
 @triton.jit
+def unravel(i_t, num_tiles, num_heads):
+    """Tile, head and request of program i_t; tiles are the fastest."""
+    i_bh = i_t // num_tiles
+    return i_t % num_tiles, i_bh % num_heads, i_bh // num_heads
+
+
+@triton.jit
 def find_rows(
-    i_t, x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, group, offset,
+    i_m, i_b, x, num_tiles, batch, seqlen_q, seqlen_k, group, offset,
     HEAVY_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Where tile i_t stands: its number, head, request, index into the tensors' batch, and what `stand` says
-    of the request."""
-    i_m, i_bh = i_t % num_tiles, i_t // num_tiles
-    i_head, i_b = i_bh % num_heads, i_bh // num_heads
+    """Where a tile of request i_b stands: its number in the request, the request, its index into the tensors'
+    batch, and what `stand` says of it."""
     if HEAVY_FIRST:
         i_m = num_tiles - 1 - i_m
     i_batch = i_b
@@ -93,24 +100,21 @@ def find_rows(
         i_b, i_m = find_member(i_m, x.cu_seqlens_q, batch, seqlen_q, G, BLOCK_M)
         i_batch = i_b * 0
     place = stand(x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET)
-    return i_m, i_head, i_b, i_batch, place
+    return i_m, i_b, i_batch, place
 
 
 @triton.jit
 def find_keys(
-    i_t, x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    i_n, i_b, x, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Likewise of a tile of keys, with the keys of its request, live or not."""
-    i_n, i_bh = i_t % num_tiles, i_t // num_tiles
-    i_head, i_b = i_bh % num_heads, i_bh // num_heads
     i_batch, keys = i_b, seqlen_k
     if x.cu_seqlens_k is not None:
         i_b, i_n = find_member(i_n, x.cu_seqlens_k, batch, seqlen_k, 1, BLOCK_N)
         i_batch = i_b * 0
         _, keys = span(x.cu_seqlens_k, i_b, batch, seqlen_k)
     place = stand(x, i_b, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET)
-    return i_n, i_head, i_b, i_batch, keys, place
+    return i_n, i_b, i_batch, keys, place
 
 
 @triton.jit
@@ -136,7 +140,7 @@ def packed_rows(i_m, group, BLOCK_M: tl.constexpr, PACK: tl.constexpr):
 
 @triton.jit
 def row_limits(x, o_i, rows, start, live, lo_shift, hi_shift):
-    """First and end key of each row; a row that is none sees none."""
+    """First and end key of each row; a row that is none ends at key 0, so it sees none."""
     # [BLOCK_M]
     o_lo = tl.maximum(o_i + lo_shift, start)
     o_hi = tl.minimum(o_i + hi_shift, live)
@@ -145,7 +149,7 @@ def row_limits(x, o_i, rows, start, live, lo_shift, hi_shift):
         p = x.row_bounds.p + o_i.to(tl.int64) * x.row_bounds.s
         o_lo = tl.maximum(o_lo, tl.load(p, mask=m_row, other=0))
         o_hi = tl.minimum(o_hi, tl.load(p + x.row_bounds.e, mask=m_row, other=0))
-    return o_lo, tl.where(m_row, tl.maximum(o_hi, o_lo), o_lo)
+    return o_lo, tl.where(m_row, tl.maximum(o_hi, o_lo), 0)
 
 
 @triton.jit
@@ -274,8 +278,10 @@ def tanh(b_x):
 
 @triton.jit
 def visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, seqlen_k):
-    """Which row of a tile sees which key, bool [BLOCK_M, BLOCK_N]."""
-    b_seen = (o_n[None, :] >= o_lo[:, None]) & (o_n[None, :] < o_hi[:, None])
+    """Which row of a tile sees which key, bool [BLOCK_M, BLOCK_N]. Without o_lo rows begin at key 0."""
+    b_seen = o_n[None, :] < o_hi[:, None]
+    if o_lo is not None:
+        b_seen = b_seen & (o_n[None, :] >= o_lo[:, None])
     if x.page_table is not None:
         b_seen = b_seen & m_n[None, :]
     if x.q_segments is not None:
@@ -363,10 +369,15 @@ def exp2_in_parts(b_x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def weights(b_s, b_m, factor, BASE2: tl.constexpr, PARTS: tl.constexpr):
-    """exp(scale·(s - m)): the maximum is subtracted first, so the largest weight is exactly 1, however large
-    the scores. `factor` is scale·log2 e, or scale without BASE2; scale is 1 for changed scores."""
-    b_x = (b_s - b_m[:, None]) * factor
+def weights(b_s, b_m, factor, BASE2: tl.constexpr, PARTS: tl.constexpr, FUSED: tl.constexpr):
+    """exp(scale·s - m). `factor` is scale·log2 e, or scale without BASE2; scale is 1 for changed scores.
+    FUSED takes one multiply-add, and m in units of the exponent: all weights of a row have the same factor
+    next to 1, which l has too, while m is below TOO_FAR. Otherwise m is in units of s and leaves it first:
+    the largest weight is exactly 1, however large the scores."""
+    if FUSED:
+        b_x = tl.fma(b_s, tl.full(b_s.shape, factor, tl.float32), tl.broadcast_to(-b_m[:, None], b_s.shape))
+    else:
+        b_x = (b_s - b_m[:, None]) * factor
     if BASE2:
         b_p = exp2_in_parts(b_x, PARTS)
     else:
@@ -376,19 +387,21 @@ def weights(b_s, b_m, factor, BASE2: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def online_softmax(
-    b_s, m_i, l_i, lost, factor, BASE2: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr
-):
-    """Weights of a tile under the new maximum, the new m, l and what l lost, and the factor for older sums. m
-    is in units of b_s. Every part of a tile has the maximum of the whole."""
-    m_new = tl.maximum(m_i, tl.max(b_s, 1))
-    b_m = tl.where(m_new == float("-inf"), 0.0, m_new)
-    b_p = weights(b_s, b_m, factor, BASE2, PARTS)
-    alpha = tl.exp2((m_i - b_m) * factor) if BASE2 else tl.exp((m_i - b_m) * factor)
-    l_i = l_i * alpha
+    b_s, m_i, l_i, lost, factor, BASE2: tl.constexpr, PARTS: tl.constexpr, FUSED: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Weights of a tile under the new maximum, the new m, l and what l lost, and the factor for older sums.
+    m begins at LOWEST and is finite, so hidden scores weigh 0 and no weight is inf - inf. Every part of a
+    tile has the maximum of the whole."""
+    b_top = tl.max(b_s, 1)
+    m_new = tl.maximum(m_i, b_top * factor if FUSED else b_top)
+    b_p = weights(b_s, m_new, factor, BASE2, PARTS, FUSED)
+    b_older = m_i - m_new if FUSED else (m_i - m_new) * factor
+    alpha = tl.exp2(b_older) if BASE2 else tl.exp(b_older)
     if EXACT:
-        l_i, lost = add(l_i, lost * alpha, tl.sum(b_p, 1))
+        l_i, lost = add(l_i * alpha, lost * alpha, tl.sum(b_p, 1))
     else:
-        l_i += tl.sum(b_p, 1)
+        l_i = tl.fma(l_i, alpha, tl.sum(b_p, 1))
     return b_p, m_new, l_i, lost, alpha
 
 

@@ -20,6 +20,7 @@ from polyflash.backends.triton.tiles import (
     entry_key,
     fitted,
     fitted_backward,
+    holds_rows,
     least_stages,
     neighbours,
     power,
@@ -34,9 +35,12 @@ if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
     from polyflash.target import Target
 
-HEAVY = frozenset(
-    (Feature.MASK, Feature.BIAS, Feature.SEGMENTS, Feature.DROPOUT)
-)  # a plane beside the scores
+# a plane beside the scores
+HEAVY = frozenset((Feature.MASK, Feature.BIAS, Feature.SEGMENTS, Feature.DROPOUT))
+HIDING = HEAVY | {  # what may hide a key from a row
+    *(Feature.CAUSAL, Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS, Feature.INTERVALS),
+    *(Feature.VARLEN, Feature.PAGED, Feature.ROW_BOUNDS),
+}
 PACKED_GAIN = 0.9  # pack query heads where a tile of one head is filled worse than this share of a packed one
 LEAST_SPLIT, MOST_SPLIT = 128, 4096  # keys of a split
 UNSPLIT = 1 << 30  # as split_keys: all keys of a request in one program, however many (for `ablate`)
@@ -51,7 +55,8 @@ class ForwardConfig:
     scores in units of log2 e; split_exp takes the exponential in so many column chunks; hold_q multiplies Q
     by an identity so that it stays in registers; cache_kv is the cache modifier of K/V loads; mask_by
     "compare" selects, "add" adds -inf (to finite scores: a hidden NaN would stay); order "heavy_first" starts
-    the longest rows first; persistent has as many programs as the device runs at once."""
+    the longest rows first; persistent has as many programs as the device runs at once; max_registers (NVIDIA)
+    is what the compiler may give a thread, 0 for as many as it likes."""
 
     block_m: int
     block_n: int
@@ -66,9 +71,11 @@ class ForwardConfig:
     mask_by: str = "compare"
     order: str = "plain"
     persistent: bool = False
+    max_registers: int = 0
 
     def __post_init__(self) -> None:
         _check_tile(self, ("block_m", "block_n"), ("num_warps",), ("num_stages",))
+        _check_one_of(self, "max_registers", (0, *range(64, 256, 8)))
         _check_flags(self, "pack_gqa", "base2", "hold_q", "persistent")
         _check_one_of(self, "loads", ("pointer", "descriptor"))
         _check_one_of(self, "split_exp", (1, 2, 4, 8))
@@ -145,11 +152,9 @@ class BackwardConfig:
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """What a plan says about this choice beside its numbers."""
-        how = (
-            "one pass, dQ by atomic sums: bits differ from run to run"
-            if self.fused
-            else "dK, dV and dQ in two kernels without atomics: bits repeat"
-        )
+        how = "dK, dV and dQ in two kernels without atomics: bits repeat"
+        if self.fused:
+            how = "one pass, dQ by atomic sums: bits differ from run to run"
         return tuple(note for note in (_channel_note(spec), how, _heavy_note(spec)) if note)
 
 
@@ -256,8 +261,11 @@ def _forward_tile(spec: AttentionSpec, target: Target) -> Tile:
     key = entry_key(spec, target)
     if key is None:
         return _safe(spec, target)
-    pair = tables.FORWARD[key[0]][key[1]]
-    return fitted(pair.heavy if spec.features & HEAVY else pair.plain, spec, target)
+    found = tables.FORWARD[key[0]][key[1]]
+    tile = found.heavy if spec.features & HEAVY else found.plain
+    if found.whole and not spec.features & HIDING:
+        tile = found.whole
+    return fitted(tile, spec, target)
 
 
 def _safe(spec: AttentionSpec, target: Target) -> Tile:
@@ -278,7 +286,9 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     described = arch is not None and (arch.family, ELEMENT_BYTES.get(spec.dtype)) in tables.DESCRIBED
     described = described and Feature.PAGED not in spec.features
     loads = "descriptor" if described else "pointer"
-    return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order)
+    key = entry_key(spec, target)
+    most = tables.MAX_REGISTERS.get(key[0], {}).get((key[1], tile), 0) if key else 0
+    return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order, max_registers=most)
 
 
 def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
@@ -303,9 +313,8 @@ def _split_keys(spec: AttentionSpec, target: Target, rows: int) -> int:
     size = ELEMENT_BYTES.get(spec.dtype, 4)
     partial = 2 * rows * spec.head_dim_v * 4  # bytes, written and read
     least = 8 * partial // ((spec.head_dim + spec.head_dim_v) * size)
-    floor = 1 << max(
-        0, wanted.bit_length() - 1
-    )  # the power of two below: rather too many splits than too few
+    # the power of two below: rather too many splits than too few
+    floor = 1 << max(0, wanted.bit_length() - 1)
     return min(MOST_SPLIT, max(LEAST_SPLIT, floor, power(least)))
 
 
@@ -333,11 +342,8 @@ def choose_backward(spec: AttentionSpec, target: Target) -> BackwardConfig:
         n = 32 if max(spec.head_dim, spec.head_dim_v) <= 128 else LEAST
         return BackwardConfig(n, n, 4, 1, n, n, 4, 1)
     key = entry_key(spec, target)
-    pair = (
-        tables.BACKWARD[key[0]][key[1]]
-        if key
-        else tables.BackwardPair(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
-    )
+    small = Tile(32, 32, 4, 1)
+    pair = tables.BACKWARD[key[0]][key[1]] if key else tables.BackwardPair(small, small)
     dkv, dq = (t._replace(num_stages=max(t.num_stages, least_stages(target))) for t in pair)
     dkv, dq = fitted_backward(dkv, False, spec, target), fitted_backward(dq, True, spec, target)
     if spec.features & HEAVY:
@@ -391,13 +397,19 @@ def _forward_candidates(
     """Every tile near the chosen one, then one technique at a time beside it."""
     most = chosen.block_m if most_rows(spec) else 256
     for m, n, warps, stages in neighbours(_tile_of(chosen), most, spec, target):
-        yield replace(chosen, block_m=m, block_n=n, num_warps=warps, num_stages=stages)
+        yield replace(chosen, block_m=m, block_n=n, num_warps=warps, num_stages=stages, max_registers=0)
+    if target.kind == "cuda":
+        yield _other_limit(chosen)
     if spec.group > 1 and Feature.INTERVALS not in spec.features:
         yield replace(chosen, pack_gqa=not chosen.pack_gqa)
     for split_exp in (2, 4):
         if chosen.block_n // split_exp >= LEAST:
             yield replace(chosen, split_exp=split_exp)
     yield replace(chosen, persistent=not chosen.persistent)
+
+
+def _other_limit(chosen: ForwardConfig) -> ForwardConfig:
+    return replace(chosen, max_registers=0 if chosen.max_registers else tables.THREE_PROGRAMS)
 
 
 def _decode_candidates(chosen: DecodeConfig, spec: AttentionSpec, target: Target) -> Iterator[DecodeConfig]:
@@ -437,7 +449,7 @@ def switches(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
     """The chosen config with one named technique changed at a time: what `ablate` measures."""
     chosen = choose(spec, target)
     if isinstance(chosen, ForwardConfig):
-        return tuple(_forward_switches(chosen, spec, least_stages(target)))
+        return tuple(_forward_switches(chosen, spec, target))
     if isinstance(chosen, DecodeConfig):
         return tuple(_decode_switches(chosen, least_stages(target)))
     if isinstance(chosen, BackwardConfig):
@@ -450,15 +462,18 @@ def switches(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
     )
 
 
-def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec, least: int) -> Iterator[ForwardConfig]:
+def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec, target: Target) -> Iterator[ForwardConfig]:
     yield replace(chosen, base2=not chosen.base2)
     for n in (1, 2, 4, 8):
         if n != chosen.split_exp and chosen.block_n // n >= LEAST:
             yield replace(chosen, split_exp=n)
-    for n in range(least, 5):
+    for n in range(least_stages(target), 5):
         if n != chosen.num_stages:
             yield replace(chosen, num_stages=n)
-    yield replace(chosen, hold_q=not chosen.hold_q)
+    if holds_rows(target):
+        yield replace(chosen, hold_q=not chosen.hold_q)
+    if target.kind == "cuda":
+        yield _other_limit(chosen)
     yield replace(chosen, loads="descriptor" if chosen.loads == "pointer" else "pointer")
     for modifier in ("", ".ca", ".cg"):
         if modifier != chosen.cache_kv:

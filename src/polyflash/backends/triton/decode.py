@@ -112,4 +112,4 @@ def merge(
     constants = {"DV": head_dim_v, "DV0": first, "DV1": second, "AT_ONCE": AT_ONCE, "num_warps": 4}
     strides = runtime.signature(v_out[1:]), rows if rows is None else runtime.signature(rows[1:])
     key = strides, runtime.aligned(out, lse, sinks)
-    prepared.merges.launch(merge_splits, num_rows, everything, constants, key, out.device)
+    prepared.merges.launch(merge_splits, (num_rows,), everything, constants, key, out.device)

@@ -24,6 +24,8 @@ from polyflash.backends.triton import arguments, runtime, tiles
 from polyflash.backends.triton.blocks import (
     LN2,
     LOG2E,
+    LOWEST,
+    TOO_FAR,
     accumulate,
     apply_mask,
     block_range,
@@ -45,6 +47,7 @@ from polyflash.backends.triton.blocks import (
     tile_ends,
     touched,
     turned_sign,
+    unravel,
     visible_pairs,
 )
 
@@ -103,14 +106,15 @@ def add_nonfinite(
 
 @triton.jit
 def attend_block(
-    i_n, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
+    i_n, full_lo, full_hi, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, MASK_ADD: tl.constexpr, DESCRIPTOR: tl.constexpr,
-    CACHE: tl.constexpr,
+    WHOLE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, FUSED: tl.constexpr,
+    CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
+    SPLIT_EXP: tl.constexpr, MASK_ADD: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """One key block: its scores, their weights, their share of the output."""
+    """One key block: its scores, their weights, their share of the output. Blocks in [full_lo, full_hi) hide
+    nothing, unless MASKED. With CLEAN of the finite values alone, and whether there are others."""
     o_i, o_h, o_lo, o_hi = rows_of_tile
     i_b, i_t, i_hkv, first_k, rows, live, position, i_plane = place
     scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale = numbers
@@ -131,15 +135,21 @@ def attend_block(
     if CHANGED:
         m_pair = (o_i < rows)[:, None] & m_n[None, :]
         b_s, _ = change_scores(b_s, x, i_b, o_i, o_h, o_n, m_pair, position, scale, softcap, SOFTCAP)
-    if MASKED:
+    if x.page_table is not None:  # an entry that names no page hides its keys
+        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+    if WHOLE:
+        pass
+    elif MASKED:
         b_seen = visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, live)
         b_s = apply_mask(b_s, b_seen, float("-inf"), MASK_ADD)
-    elif x.page_table is not None:  # an entry that names no page hides its keys
-        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+    elif i_n < full_lo or i_n >= full_hi:
+        b_seen = visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, live)
+        b_s = apply_mask(b_s, b_seen, float("-inf"), MASK_ADD)
     l_i, acc0, acc1 = sums
     l_lost, lost0, lost1 = lost
+    EXACT: tl.constexpr = b_q0.dtype == tl.float32
     b_p, m_i, l_i, l_lost, alpha = online_softmax(
-        b_s, m_i, l_i, l_lost, factor, BASE2, SPLIT_EXP, b_q0.dtype == tl.float32
+        b_s, m_i, l_i, l_lost, factor, BASE2, SPLIT_EXP, FUSED, EXACT
     )
     if DROPOUT:
         b_kept = keep(i_plane + o_h, o_i, j_0, seed_lo, seed_hi, drop_below, BLOCK_N)
@@ -157,7 +167,7 @@ def attend_block(
         b_v1 = load_block(
             v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, DV0, DV, DV1, BLOCK_N, False, DESCRIPTOR, CACHE
         )
-    if MASKED:
+    if CLEAN:
         odd = odd | has_nonfinite(b_v0)
         b_v0 = finite(b_v0)
         if DV1 > 0:
@@ -171,12 +181,12 @@ def attend_block(
 
 @triton.jit
 def attend_blocks(
-    n_lo, n_hi, state, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
+    n_lo, n_hi, full_lo, full_hi, state, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, MASK_ADD: tl.constexpr, DESCRIPTOR: tl.constexpr,
-    CACHE: tl.constexpr,
+    WHOLE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, FUSED: tl.constexpr,
+    CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
+    SPLIT_EXP: tl.constexpr, MASK_ADD: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over key blocks [n_lo, n_hi), less those that no interval list touches."""
     m_i, sums, lost, odd = state
@@ -185,31 +195,31 @@ def attend_blocks(
             x, place[0], rows_of_tile[0], rows_of_tile[1], place[4], i_n * BLOCK_N, BLOCK_N
         ):
             m_i, sums, lost, odd = attend_block(
-                i_n, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x,
-                numbers, D, D0, D1, DV, DV0, DV1, BLOCK_N, MASKED, CHANGED, SOFTCAP, DROPOUT, BASE2,
-                SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
+                i_n, full_lo, full_hi, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x,
+                numbers, D, D0, D1, DV, DV0, DV1, BLOCK_N, WHOLE, MASKED, CLEAN, FUSED, CHANGED, SOFTCAP,
+                DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
             )  # fmt: skip
     return m_i, sums, lost, odd
 
 
 @triton.jit
 def attend_tile(
-    i_t, q, k, k1, v, v1, values, out, lse, x, numbers, sizes,
+    i_m, i_head, i_b, i_s, q, q0, q1, k, k1, v, v1, values, out, lse, x, numbers, sizes,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, HOLD_Q: tl.constexpr, MASK_ADD: tl.constexpr,
     HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr, SPLIT: tl.constexpr,
-    ALWAYS_MASKED: tl.constexpr, visits,
+    ALWAYS_MASKED: tl.constexpr, WHOLE: tl.constexpr, visits,
 ):  # fmt: skip
     """One query tile of one head (or group), over all its keys or over those of one split."""
     batch, num_heads, group, seqlen_q, seqlen_k = sizes[:5]
     num_tiles, num_splits, split_keys, offset, left, right = sizes[5:]
-    i_s, i_hm = i_t % num_splits, i_t // num_splits
-    i_m, i_head, i_b, i_batch, where = find_rows(
-        i_hm, x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, group, offset, HEAVY_FIRST, HAS_OFFSET,
-        BLOCK_M, PACK,
+    i_t = ((i_b * num_heads + i_head) * num_tiles + i_m) * num_splits + i_s
+    i_m, i_b, i_batch, where = find_rows(
+        i_m, i_b, x, num_tiles, batch, seqlen_q, seqlen_k, group, offset, HEAVY_FIRST, HAS_OFFSET, BLOCK_M,
+        PACK,
     )  # fmt: skip
     first_q, first_k, rows, start, live, position = where
     G = group if PACK else 1
@@ -223,6 +233,8 @@ def attend_tile(
         n_lo, n_hi, full_lo, full_hi = block_range(
             x, i_first, i_last, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N
         )
+        if WHOLE:
+            n_lo, n_hi, full_lo, full_hi = 0, seqlen_k // BLOCK_N, 0, seqlen_k // BLOCK_N
         if SPLIT:
             s_lo, s_hi = i_s * (split_keys // BLOCK_N), (i_s + 1) * (split_keys // BLOCK_N)
             n_lo, n_hi = tl.minimum(tl.maximum(n_lo, s_lo), s_hi), tl.minimum(tl.maximum(n_hi, s_lo), s_hi)
@@ -238,69 +250,105 @@ def attend_tile(
 
         m_row = o_i < rows
         o_q = tl.cast(i_batch, tl.int64) * q.b + o_h.to(tl.int64) * q.h + (first_q + o_i).to(tl.int64) * q.s
-        b_q0 = load_tile(q.p, o_q, m_row, q.d, 0, D, D0, "")
-        b_q1 = load_tile(q.p, o_q, m_row, q.d, D0, D, D1, "") if D1 > 0 else b_q0
+        if q0 is not None:
+            b_q0 = q0.load([i_batch, i_head, first_q + i_m * BLOCK_M, 0]).reshape(BLOCK_M, D0)
+            b_q1 = b_q0
+            if D1 > 0:
+                b_q1 = q1.load([i_batch, i_head, first_q + i_m * BLOCK_M, D0]).reshape(BLOCK_M, D1)
+        else:
+            b_q0 = load_tile(q.p, o_q, m_row, q.d, 0, D, D0, "")
+            b_q1 = load_tile(q.p, o_q, m_row, q.d, D0, D, D1, "") if D1 > 0 else b_q0
         if NEGATIVE:
             b_q0, b_q1 = turned_sign(b_q0), turned_sign(b_q1)
         if HOLD_Q:  # a product that leaves Q in registers, as operand of the next ones
             b_unit = (tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]).to(tl.float32)
             b_q0 = product(b_unit.to(b_q0.dtype), b_q0, tl.zeros([BLOCK_M, D0], tl.float32)).to(b_q0.dtype)
-        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
         # [BLOCK_M, head_dim_v]
         acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
         acc1 = tl.zeros([BLOCK_M, DV1], tl.float32) if DV1 > 0 else acc0
         lost0, lost1 = acc0, acc1
-        if q.p.dtype.element_ty != tl.float32:  # nothing of them is kept
+        EXACT: tl.constexpr = q.p.dtype.element_ty == tl.float32
+        if not EXACT:  # nothing of them is kept
             lost0, lost1 = l_i, l_i
-        state = (m_i, (l_i, acc0, acc1), (l_i, lost0, lost1), n_lo < 0)  # is V anywhere not finite?
-        tile, place = (o_i, o_h, o_lo, o_hi), (
+        fresh = (m_i, (l_i, acc0, acc1), (l_i, lost0, lost1), n_lo < 0)  # is V anywhere not finite?
+        BELOW: tl.constexpr = HAS_LEFT or x.kv_starts is not None or x.row_bounds is not None
+        tile, place = (o_i, o_h, o_lo if BELOW else None, o_hi), (
             i_b, i_batch, i_hkv, first_k, rows, live, position, i_b * (num_heads * G if PACK else num_heads),
         )  # fmt: skip
-        if ALWAYS_MASKED:
-            state = attend_blocks(
-                n_lo, n_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
-                D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, DROPOUT, BASE2,
-                SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
-            )  # fmt: skip
-        else:
-            if HAS_LEFT or x.kv_starts is not None:
+        FUSED: tl.constexpr = not (EXACT or CHANGED)
+        state = attend_blocks(
+            n_lo, n_hi, full_lo, full_hi, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
+            D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, WHOLE, ALWAYS_MASKED, False, FUSED, CHANGED,
+            SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
+        )  # fmt: skip
+        bad = trouble(state, FUSED, WHOLE, DV1)
+        if not WHOLE:  # a hidden weight of 0 times NaN is NaN: then once more, with the finite values alone
+            if bad == 1:
                 state = attend_blocks(
-                    n_lo, full_lo, state, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
-                    D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, DROPOUT, BASE2,
-                    SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
+                    n_lo, n_hi, n_lo, n_lo, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
+                    D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, False, True, True, FUSED, CHANGED, SOFTCAP,
+                    DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
                 )  # fmt: skip
-            state = attend_blocks(
-                full_lo, full_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
-                D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, False, CHANGED, SOFTCAP, DROPOUT, BASE2,
-                SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
-            )  # fmt: skip
-            state = attend_blocks(
-                full_hi, n_hi, state, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
-                D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, DROPOUT, BASE2,
-                SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
-            )  # fmt: skip
-        scale = numbers[0]
-        units = 1.0 if CHANGED else (-scale if NEGATIVE else scale)
+        units = numbers[0]
+        if FUSED:
+            units = LN2 if BASE2 else 1.0
+            if bad == 2:  # likewise with the maximum leaving first
+                state = attend_blocks(
+                    n_lo, n_hi, n_lo, n_lo, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
+                    D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, WHOLE, not WHOLE, not WHOLE, False, CHANGED,
+                    SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
+                )  # fmt: skip
+                units = numbers[2] * LN2 if BASE2 else numbers[2]
+        elif CHANGED:
+            units = 1.0
+        elif NEGATIVE:
+            units = -units
         o_out, b_none = finalize(
             state, out, lse, x, i_b, i_batch, batch, i_s, o_h, first_q + o_i, m_row, units, DV, DV0, DV1,
-            SPLIT,
+            SPLIT, EXACT,
         )  # fmt: skip
-        if state[3]:
-            add_nonfinite(out, o_out, b_none, n_lo, n_hi, tile, place, values, x, DV, BLOCK_N, 16)
+        if not WHOLE:
+            if state[3]:
+                add_nonfinite(out, o_out, b_none, n_lo, n_hi, tile, place, values, x, DV, BLOCK_N, 16)
+
+
+@triton.jit
+def trouble(state, FUSED: tl.constexpr, WHOLE: tl.constexpr, DV1: tl.constexpr):
+    """1 if a row of finite weights has a sum that is not finite; 2 if scores of a row are so large that its
+    weights are not those of one multiply-add."""
+    m_i, sums, _, _ = state
+    l_i, acc0, acc1 = sums
+    b_lost = l_i - l_i != 0.0
+    bad = 0
+    if not WHOLE:
+        if not FUSED:
+            acc0, acc1 = tl.where(b_lost[:, None], 0.0, acc0), tl.where(b_lost[:, None], 0.0, acc1)
+        # flat, because on sm_100 a row's sum of what tensor memory holds ends Triton 3.6
+        total = tl.sum(tl.ravel(acc0, can_reorder=True), 0)
+        if DV1 > 0:
+            total += tl.sum(tl.ravel(acc1, can_reorder=True), 0)
+        bad = (total - total != 0.0).to(tl.int32)
+    if FUSED:
+        b_far = (tl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)
+        bad = tl.maximum(bad, tl.max((b_far | b_lost).to(tl.int32) * 2, 0))
+    return bad
 
 
 @triton.jit
 def finalize(
     state, out, lse, x, i_b, i_batch, batch, i_s, o_h, o_row, m_row, units,
-    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, SPLIT: tl.constexpr,
+    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """out = acc / l and lse, or those of one split, to which no sink belongs yet. A row that saw no key is 0
     and -inf. m times `units` is natural. Returns where the rows of out are, and which have no weights."""
-    m_i, sums, _, _ = state
+    m_i, sums, lost, _ = state
     l_i, acc0, acc1 = sums
-    b_m = tl.where(m_i == float("-inf"), float("-inf"), m_i * units)
-    b_empty = l_i == 0.0
+    if EXACT:  # so that a block of which a row sees nothing changes no bit of it
+        l_lost, lost0, lost1 = lost
+        l_i, acc0, acc1 = l_i + l_lost, acc0 + lost0, acc1 + lost1
+    b_m = tl.where(l_i == 0.0, float("-inf"), m_i * units)
     if not SPLIT and x.sinks is not None:
         b_sink = tl.load(x.sinks + o_h, mask=m_row & (i_b < batch), other=float("-inf")).to(tl.float32)
         b_top = tl.maximum(b_m, b_sink)
@@ -317,16 +365,19 @@ def finalize(
         tl.store(lse.p + o_lse + o_h.to(tl.int64) * lse.h + o_row.to(tl.int64) * lse.s, b_lse, mask=m_row)
     o_out = tl.cast(i_batch + i_s * batch if SPLIT else i_batch, tl.int64) * out.b
     o_out += o_h.to(tl.int64) * out.h + o_row.to(tl.int64) * out.s
-    b_out = tl.where(b_empty[:, None], 0.0, acc0 / b_l[:, None])
-    store_tile(out.p, o_out, m_row, out.d, b_out, 0, DV, DV0)
+    if EXACT:
+        acc0, acc1 = acc0 / b_l[:, None], acc1 / b_l[:, None]
+    else:
+        acc0, acc1 = acc0 * (1.0 / b_l)[:, None], acc1 * (1.0 / b_l)[:, None]
+    store_tile(out.p, o_out, m_row, out.d, acc0, 0, DV, DV0)
     if DV1 > 0:
-        b_out = tl.where(b_empty[:, None], 0.0, acc1 / b_l[:, None])
-        store_tile(out.p, o_out, m_row, out.d, b_out, DV0, DV, DV1)
+        store_tile(out.p, o_out, m_row, out.d, acc1, DV0, DV, DV1)
     return o_out, b_none
 
 
+_MOST_OF_A_GRID = 65535  # in its second and third dimension
 _KEPT_CALLS = 256  # of different strides or numbers, per route
-_KEYS_AND_VALUES = 0b01100  # their bits of `runtime.aligned`
+_ROWS, _KEYS_AND_VALUES = 0b10000, 0b01100  # their bits of `runtime.aligned`
 
 _PER_CALL = (
     *("batch", "seqlen_q", "seqlen_k", "num_tiles", "num_splits", "split_keys", "total"),
@@ -336,7 +387,7 @@ _PER_CALL = (
 
 @triton.jit(do_not_specialize=_PER_CALL)
 def attend(
-    q, k, k1, v, v1, values, out, lse, x, visits,
+    q, q0, q1, k, k1, v, v1, values, out, lse, x, visits,
     batch, num_heads, group, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys, total, offset, left,
     right, scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
@@ -345,43 +396,39 @@ def attend(
     NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, HOLD_Q: tl.constexpr, MASK_ADD: tl.constexpr,
     HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr, SPLIT: tl.constexpr,
-    ALWAYS_MASKED: tl.constexpr, PERSISTENT: tl.constexpr,
+    ALWAYS_MASKED: tl.constexpr, WHOLE: tl.constexpr, PERSISTENT: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile, or with PERSISTENT a few that walk over all tiles."""
+    """One program per tile, in a grid (tiles, heads, requests) or with LINEAR of one dimension, splits the
+    fastest; or with PERSISTENT a few that walk over all tiles. WHOLE: rows see every key of every block."""
     sizes = (
-        batch,
-        num_heads,
-        group,
-        seqlen_q,
-        seqlen_k,
-        num_tiles,
-        num_splits,
-        split_keys,
-        offset,
-        left,
-        right,
-    )
+        batch, num_heads, group, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys, offset, left, right,
+    )  # fmt: skip
     numbers = (scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale)
     if PERSISTENT:
         for i_t in range(tl.program_id(0), total, tl.num_programs(0)):
+            i_m, i_head, i_b = unravel(i_t // num_splits, num_tiles, num_heads)
+            i_s = i_t % num_splits
             attend_tile(
-                i_t, q, k, k1, v, v1, values, out, lse, x, numbers, sizes,
+                i_m, i_head, i_b, i_s, q, q0, q1, k, k1, v, v1, values, out, lse, x, numbers, sizes,
                 D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, PACK, HAS_OFFSET, HAS_LEFT, HAS_RIGHT,
                 NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, HOLD_Q, MASK_ADD, HEAVY_FIRST,
-                DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, visits,
+                DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, WHOLE, visits,
             )  # fmt: skip
     else:
+        i_m, i_head, i_b, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2), 0
+        if LINEAR:
+            i_s = i_m % num_splits
+            i_m, i_head, i_b = unravel(i_m // num_splits, num_tiles, num_heads)
         attend_tile(
-            tl.program_id(0), q, k, k1, v, v1, values, out, lse, x, numbers, sizes,
+            i_m, i_head, i_b, i_s, q, q0, q1, k, k1, v, v1, values, out, lse, x, numbers, sizes,
             D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, PACK, HAS_OFFSET, HAS_LEFT, HAS_RIGHT,
             NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, HOLD_Q, MASK_ADD, HEAVY_FIRST,
-            DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, visits,
+            DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, WHOLE, visits,
         )  # fmt: skip
 
 
 class Ready(NamedTuple):
-    """What calls of the same strides and numbers share. `described` are the constants with descriptor loads,
-    None where the strides rule them out."""
+    """What calls of the same strides and numbers share."""
 
     group: int
     num_heads: int  # that the grid runs over
@@ -390,9 +437,21 @@ class Ready(NamedTuple):
     numbers: arguments.Scalars
     factor: float
     plain: bool  # no operands
-    pointed: dict[str, Any]
-    described: dict[str, Any] | None
+    sees_all: bool  # every row every key, unless an operand says otherwise
+    described: bool  # do strides let keys and values be loaded by descriptor, and rows?
+    rows_described: bool
+    constants: dict[str, Any]
+    variants: dict[tuple[bool, bool, bool], dict[str, Any]]
     kernels: runtime.Kernels
+
+    def variant(self, described: bool, whole: bool, linear: bool) -> dict[str, Any]:
+        """The constants of calls that differ in length or alignment alone."""
+        key = described, whole, linear
+        found = self.variants.get(key)
+        if found is None:
+            changes = {"DESCRIPTOR": described, "WHOLE": whole, "LINEAR": linear}
+            found = self.variants[key] = self.constants | changes
+        return found
 
 
 class Prepared:
@@ -408,6 +467,7 @@ class Prepared:
         self.merges = runtime.Kernels()  # of the splits
         self.least = tiles.least_channels(launch.target, launch.config.block_m)
         tiles.check_stages(launch.target, self.config.num_stages)
+        tiles.check_held_rows(launch.target, getattr(self.config, "hold_q", False))
 
     def ready_for(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
@@ -428,13 +488,12 @@ class Prepared:
     ) -> Ready:
         config, flags, n = self.config, arguments.flags(q, args), arguments.scalars(q, k, args)
         factor = (1.0 if flags.CHANGED else abs(n.scale)) * (arguments.LOG2E if config.base2 else 1.0)
-        constants = self._constants(flags, q.shape[3], v.shape[3], element_masked(args), split)
-        described = config.loads == "descriptor" and arguments.describable(k, v, args)
+        constants = self._constants(flags, q, v, element_masked(args), split)
+        described = config.loads == "descriptor" and args.page_table is None
+        described = described and arguments.describable(k) and arguments.describable(v)
         x = arguments.operands(args, k)
-        strides, rows = (
-            (q.stride(), k.stride(), v.stride(), out.stride()),
-            () if lse is None else lse.stride(),
-        )
+        strides = q.stride(), k.stride(), v.stride(), out.stride()
+        rows = () if lse is None else lse.stride()
         compiled = flags, split, runtime.signature(strides), runtime.signature(rows)
         return Ready(
             group=q.shape[1] // k.shape[1],
@@ -444,16 +503,19 @@ class Prepared:
             numbers=n,
             factor=factor,
             plain=x == arguments.NO_OPERANDS,
-            pointed=constants,
-            described=constants | {"DESCRIPTOR": True} if described else None,
+            sees_all=not (flags.HAS_LEFT or flags.HAS_RIGHT),
+            described=described,
+            rows_described=described and not config.pack_gqa and arguments.describable(q),
+            variants={},
+            constants=constants,
             kernels=self.kernels.setdefault(compiled, runtime.Kernels()),
         )
 
     def _constants(
-        self, flags: arguments.Flags, head_dim: int, head_dim_v: int, masked: bool, split: bool
+        self, flags: arguments.Flags, q: Tensor, v: Tensor, masked: bool, split: bool
     ) -> dict[str, Any]:
         """Constexprs and options of the kernel; a decode config leaves the techniques it lacks off."""
-        config = self.config
+        config, head_dim, head_dim_v = self.config, q.shape[3], v.shape[3]
         (d0, d1), (dv0, dv1) = tiles.split_dim(head_dim), tiles.split_dim(head_dim_v, self.least)
         return {
             "D": head_dim, "D0": d0, "D1": d1, "DV": head_dim_v, "DV0": dv0, "DV1": dv1,
@@ -462,9 +524,12 @@ class Prepared:
             "SPLIT_EXP": getattr(config, "split_exp", 1), "HOLD_Q": getattr(config, "hold_q", False),
             "MASK_ADD": getattr(config, "mask_by", "compare") == "add",
             "HEAVY_FIRST": getattr(config, "order", "plain") == "heavy_first", "DESCRIPTOR": False,
-            "CACHE": config.cache_kv, "SPLIT": split, "ALWAYS_MASKED": masked,
-            "PERSISTENT": getattr(config, "persistent", False),
+            "CACHE": config.cache_kv, "SPLIT": split, "ALWAYS_MASKED": masked, "WHOLE": False,
+            "PERSISTENT": getattr(config, "persistent", False), "LINEAR": False,
             "num_warps": config.num_warps, "num_stages": config.num_stages,
+            # sums are what is written here, whatever stands around them; products keep their multiply-add
+            "enable_fp_fusion": False,
+            **({"maxnreg": most} if (most := getattr(config, "max_registers", 0)) else {}),
         }  # fmt: skip
 
 
@@ -492,25 +557,32 @@ def attend_call(
     if x.cu_seqlens_q is not None:  # members find their tiles; one more for rows of nobody
         num_tiles, requests = tile_rows // config.block_m + batch + 1, 1
     total = num_tiles * ready.num_heads * requests * num_splits
-    aligned, constants = runtime.aligned(q, k, v, out, lse), ready.pointed
+    aligned = runtime.aligned(q, k, v, out, lse)
+    described = ready.described and aligned & _KEYS_AND_VALUES == _KEYS_AND_VALUES
+    linear = split_keys > 0 or ready.constants["PERSISTENT"]
+    linear = linear or max(ready.num_heads, requests) > _MOST_OF_A_GRID
+    whole = ready.plain and ready.sees_all and seqlen_k % config.block_n == 0
+    constants = ready.variant(described, whole, linear)
     s_q, s_k, s_v, s_out = ready.strides
-    v_v = arguments.View(v, *s_v)
+    v_v, q_tiles = arguments.View(v, *s_v), (None, None)
     k_tiles, v_tiles = (arguments.View(k, *s_k), None), (v_v, None)
-    if ready.described is not None and aligned & _KEYS_AND_VALUES == _KEYS_AND_VALUES:
-        constants = ready.described
+    if described:
         k_tiles = arguments.descriptors(k, config.block_n, constants["D0"], constants["D1"])
         v_tiles = arguments.descriptors(v, config.block_n, constants["DV0"], constants["DV1"])
+        if ready.rows_described and aligned & _ROWS:
+            q_tiles = arguments.descriptors(q, config.block_m, constants["D0"], constants["D1"])
     everything = (
-        arguments.View(q, *s_q), *k_tiles, *v_tiles, v_v, arguments.View(out, *s_out),
+        arguments.View(q, *s_q), *q_tiles, *k_tiles, *v_tiles, v_v, arguments.View(out, *s_out),
         None if lse is None else arguments.Rows(lse, *ready.rows), x, visits,
         batch, ready.num_heads, ready.group, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys,
         total, n.offset, n.left, n.right, n.scale, n.softcap, ready.factor, n.seed_lo, n.seed_hi,
         n.drop_below, n.keep_scale,
     )  # fmt: skip
-    described = constants is ready.described
-    key = aligned, described, visits is None, None if ready.plain else runtime.signature(x)
-    programs = min(total, prepared.cores) if constants["PERSISTENT"] else total
-    ready.kernels.launch(attend, programs, everything, constants, key, q.device)
+    grid: tuple[int, ...] = (num_tiles, ready.num_heads, requests)
+    if linear:
+        grid = (min(total, prepared.cores) if constants["PERSISTENT"] else total,)
+    key = aligned, described, linear, whole, visits is None, None if ready.plain else runtime.signature(x)
+    ready.kernels.launch(attend, grid, everything, constants, key, q.device)
 
 
 def run(

@@ -25,6 +25,7 @@ from polyflash.backends.triton.blocks import (
     shifts,
     store_tile,
     tile_ends,
+    unravel,
     visible_pairs,
 )
 
@@ -305,8 +306,9 @@ def dkv_tile(
     """dk and dv of one key block of one key/value head, over all rows of all its query heads that see it."""
     batch, num_kv_heads, group, seqlen_q, seqlen_k, num_tiles, offset, left, right = sizes
     scale, _softcap, _seed_lo, _seed_hi, _drop_below, _keep_scale = numbers
-    i_n, i_hkv, i_b, i_batch, keys, where = find_keys(
-        i_t, x, num_tiles, num_kv_heads, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET, BLOCK_N
+    i_n, i_hkv, i_b = unravel(i_t, num_tiles, num_kv_heads)
+    i_n, i_b, i_batch, keys, where = find_keys(
+        i_n, i_b, x, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET, BLOCK_N
     )
     first_q, first_k, rows, start, live, position = where
     j_0 = i_n * BLOCK_N
@@ -476,11 +478,11 @@ def make_dq(
 ):  # fmt: skip
     """dq of one tile of rows of one query head, with PACK of all query heads of one key/value head;
     `num_heads` counts either."""
+    i_m, i_head, i_b = unravel(tl.program_id(0), num_tiles, num_heads)
     # rows that see the most keys first
-    i_m, i_head, i_b, i_batch, where = find_rows(
-        tl.program_id(0), x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, group, offset, HAS_RIGHT,
-        HAS_OFFSET, BLOCK_M, PACK,
-    )  # fmt: skip
+    i_m, i_b, i_batch, where = find_rows(
+        i_m, i_b, x, num_tiles, batch, seqlen_q, seqlen_k, group, offset, HAS_RIGHT, HAS_OFFSET, BLOCK_M, PACK
+    )
     first_q, first_k, rows, start, live, position = where
     G = group if PACK else 1
     if i_m * BLOCK_M < rows * G:

@@ -33,26 +33,26 @@ class Kernels:
         self.found: dict[Any, Any] = {}
 
     def launch(
-        self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Mapping[str, Any],
+        self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Mapping[str, Any],
         key: tuple[Any, ...], device: torch.device,
     ) -> None:  # fmt: skip
-        """`constants` are constexprs and options; `key` tells everything that Triton would compile anew
-        for."""
-        if programs == 0:
+        """`grid` has one or three dimensions; `constants` are constexprs and options; `key` tells everything
+        that Triton would compile anew for."""
+        if 0 in grid:
             return
         if INTERPRET or not _DIRECT or _hooked():
             with torch.cuda.device(device) if device.type == "cuda" else _nowhere:
-                kernel[(programs,)](*arguments, **constants)
+                kernel[grid](*arguments, **constants)
             return
         index = device.index or 0
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
-                self._start(kernel, programs, arguments, constants, key, index)
+                self._start(kernel, grid, arguments, constants, key, index)
         else:
-            self._start(kernel, programs, arguments, constants, key, index)
+            self._start(kernel, grid, arguments, constants, key, index)
 
     def _start(
-        self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Mapping[str, Any],
+        self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Mapping[str, Any],
         key: tuple[Any, ...], index: int,
     ) -> None:  # fmt: skip
         ready = self.found.get(key)
@@ -64,7 +64,8 @@ class Kernels:
             ready = self.found[key] = (compiled.run, compiled.function, compiled.packed_metadata, places)
         run, function, packed, places = ready
         stream = torch._C._cuda_getCurrentRawStream(index)
-        run(programs, 1, 1, stream, function, packed, None, None, None, *arguments, *places)
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)
+        run(x, y, z, stream, function, packed, None, None, None, *arguments, *places)
 
 
 class _Nowhere:

@@ -26,6 +26,7 @@ from polyflash.backends.triton.blocks import (
     row_offsets,
     shifts,
     tile_ends,
+    unravel,
     visible_pairs,
 )
 from polyflash.backends.triton.forward import element_masked
@@ -105,8 +106,9 @@ def sum_columns(
     HAS_RIGHT: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """What one query head gives to each key of one block."""
-    i_n, i_h, i_b, i_batch, keys, where = find_keys(
-        tl.program_id(0), x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET, BLOCK_N
+    i_n, i_h, i_b = unravel(tl.program_id(0), num_tiles, num_heads)
+    i_n, i_b, i_batch, keys, where = find_keys(
+        i_n, i_b, x, batch, seqlen_q, seqlen_k, offset, HAS_OFFSET, BLOCK_N
     )
     first_q, first_k, rows, start, live, position = where
     j_0 = i_n * BLOCK_N
@@ -178,9 +180,9 @@ def measure_rows(
     CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Entropy and largest score of the rows of one tile of one query head."""
-    i_m, i_h, i_b, i_batch, where = find_rows(
-        tl.program_id(0), x, num_tiles, num_heads, batch, seqlen_q, seqlen_k, 1, offset, False, HAS_OFFSET,
-        BLOCK_M, False,
+    i_m, i_h, i_b = unravel(tl.program_id(0), num_tiles, num_heads)
+    i_m, i_b, i_batch, where = find_rows(
+        i_m, i_b, x, num_tiles, batch, seqlen_q, seqlen_k, 1, offset, False, HAS_OFFSET, BLOCK_M, False
     )  # fmt: skip
     first_q, first_k, rows, start, live, position = where
     if i_m * BLOCK_M < rows:
@@ -288,4 +290,4 @@ def _start(
         kernel.__name__, id(constants), *(w[1:] for w in views), num_heads, group,
         runtime.aligned(q, k, lse, *results), runtime.signature(x),
     )  # fmt: skip
-    prepared.kernels.launch(kernel, num_tiles * num_heads * requests, everything, constants, key, q.device)
+    prepared.kernels.launch(kernel, (num_tiles * num_heads * requests,), everything, constants, key, q.device)

@@ -6,6 +6,7 @@ comma, "-" where that was not compiled. "model": chosen by shared memory and acc
 neighbours that were compiled. "H200": the fastest of a sweep of ten tiles there, bfloat16,
 causal and full, 1k to 16k (2026-11-20, Triton 3.6.0), with descriptor loads. **No other entry has been
 timed**: what is measured goes to the tuned file of a device (docs/tuning.md), and from there into this table.
+The entries of hopper for head dims 64, 128 and 256 are of a second sweep there (2026-11-21).
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ class Arch(NamedTuple):
     shared_bytes: int
 
 
-class Pair(NamedTuple):
-    """Tiles of plain problems, and of those that read or make a plane of elements beside the scores (mask,
-    bias, segments, dropout), which needs registers."""
+class Tiles(NamedTuple):
+    """Of plain problems, of those that read or make a plane of elements beside the scores (mask, bias,
+    segments, dropout), which needs registers, and if another is faster there of those where every row sees
+    every key: their kernel holds no code that hides keys, nor what a NaN behind them asks for."""
 
     plain: Tile
     heavy: Tile
+    whole: Tile | None = None
 
 
 ARCHS = {
@@ -58,113 +61,125 @@ ARCHS = {
 # of pointers. In float32 the kernel spills with it.
 DESCRIBED = frozenset({("hopper", 2)})
 # (family, bytes of an element) -> head-dim class -> tiles of the forward kernel
-FORWARD: dict[tuple[str, int], dict[int, Pair]] = {
+FORWARD: dict[tuple[str, int], dict[int, Tiles]] = {
     ("ampere", 2): {
-        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [253, -]
-        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [183, 245]; 4 warps spill 64 B
-        128: Pair(Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),  # compiled [182, 203]; 64 keys spill 756 B
-        192: Pair(Tile(64, 16, 8, 2), Tile(32, 32, 8, 2)),  # compiled [243, -]; 32 keys spill 432 B
-        256: Pair(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),  # compiled [254, -]
-        576: Pair(Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # compiled [255, -]
+        32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # compiled [253, -]
+        64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [183, 245]; 4 warps spill 64 B
+        128: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),  # compiled [182, 203]; 64 keys spill 756 B
+        192: Tiles(Tile(64, 16, 8, 2), Tile(32, 32, 8, 2)),  # compiled [243, -]; 32 keys spill 432 B
+        256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),  # compiled [254, -]
+        576: Tiles(Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # compiled [255, -]
     },
     ("ada", 2): {
-        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
-        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [183, -]; 4 warps spill 72 B
-        128: Pair(Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),  # compiled [182, -]
-        192: Pair(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),  # compiled [183, -]
-        256: Pair(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),  # compiled [251, -]
-        576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # compiled [168, -]
+        32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
+        64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [183, -]; 4 warps spill 72 B
+        128: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),  # compiled [182, -]
+        192: Tiles(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),  # compiled [183, -]
+        256: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),  # compiled [251, -]
+        576: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # compiled [168, -]
     },
     ("hopper", 2): {
-        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
-        64: Pair(Tile(64, 64, 4, 3), Tile(128, 64, 8, 2)),  # H200; 64x128 +6 % from 4k on, -23 % at 1k
-        128: Pair(Tile(64, 64, 4, 3), Tile(128, 32, 8, 2)),  # H200; 128x128 with 8 warps 1 to 14 % behind
-        192: Pair(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # compiled [226, -]; 64 keys spill 220 B
-        256: Pair(Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),  # H200; 128x32 12 % behind
-        576: Pair(Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # compiled [255, -]; 64x32 spills 1668 B
+        32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
+        # H200; causal 7 to 18 % ahead of 64x64 from 2k on, 3 % behind at 1k
+        64: Tiles(Tile(64, 128, 4, 2), Tile(128, 64, 8, 2)),
+        # H200; whole 6 to 9 % ahead of 64x64 at 4k and 16k, 4 % behind at 1k
+        128: Tiles(Tile(64, 64, 4, 3), Tile(128, 32, 8, 2), Tile(128, 64, 4, 2)),
+        192: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # compiled [226, -]; 64 keys spill 220 B
+        # H200; causal 3 to 4 % ahead of 128x64 up to 4k, 5 % behind at 16k; whole 1 to 7 % behind it
+        256: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 8, 2), Tile(128, 64, 8, 2)),
+        576: Tiles(Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # compiled [255, -]; 64x32 spills 1668 B
     },
     ("blackwell", 2): {
-        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
-        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [181, -]
-        128: Pair(Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),  # compiled [236, -]
-        192: Pair(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # compiled [194, -]
-        256: Pair(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # model
-        576: Pair(Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # model
+        32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
+        64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [181, -]
+        128: Tiles(Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),  # compiled [236, -]
+        192: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # compiled [194, -]
+        256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # model
+        576: Tiles(Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # model
     },
     ("geforce", 2): {
-        32: Pair(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
-        64: Pair(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [187, -]; 4 warps spill 264 B
-        128: Pair(Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),  # compiled [186, -]
-        192: Pair(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),  # model
-        256: Pair(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),  # model; 64 rows spill 104 B
-        576: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # model
+        32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
+        64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),  # compiled [187, -]; 4 warps spill 264 B
+        128: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),  # compiled [186, -]
+        192: Tiles(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),  # model
+        256: Tiles(Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),  # model; 64 rows spill 104 B
+        576: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # model
     },
     # More than one stage only raises registers on CDNA.
     ("cdna", 2): {
-        32: Pair(Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),  # compiled [198, -]
-        64: Pair(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [173, 139]; 4 warps need 326
-        128: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # compiled [185, -]; 64 keys spill 47 registers
-        192: Pair(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [207, -]
-        256: Pair(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [227, -]
-        576: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [228, -]; 32 keys spill 191 registers
+        32: Tiles(Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),  # compiled [198, -]
+        64: Tiles(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [173, 139]; 4 warps need 326
+        128: Tiles(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # compiled [185, -]; 64 keys spill 47 registers
+        192: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [207, -]
+        256: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [227, -]
+        576: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [228, -]; 32 keys spill 191 registers
     },
     ("cdna4", 2): {
-        32: Pair(Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),  # model
-        64: Pair(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [175, -]
-        128: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # compiled [193, -]; 64 keys spill 15 registers
-        192: Pair(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # compiled [245, -]
-        256: Pair(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [223, -]
-        576: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [218, -]
+        32: Tiles(Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),  # model
+        64: Tiles(Tile(128, 64, 8, 1), Tile(128, 32, 8, 1)),  # compiled [175, -]
+        128: Tiles(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # compiled [193, -]; 64 keys spill 15 registers
+        192: Tiles(Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),  # compiled [245, -]
+        256: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [223, -]
+        576: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [218, -]
     },
     # One stage, and at most 16 rows per wave from head dim 128 on.
     ("rdna3", 2): {
-        32: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # compiled [225, -]
-        64: Pair(Tile(64, 32, 4, 1), Tile(32, 32, 8, 1)),  # compiled [243, -]; 64 keys spill 149 registers
-        128: Pair(Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),  # compiled [223, -]; 64 rows spill 59
-        192: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [244, -]
-        256: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # compiled [240, -]
-        576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # spills 339 registers: the least that was found
+        32: Tiles(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # compiled [225, -]
+        64: Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 8, 1)),  # compiled [243, -]; 64 keys spill 149 registers
+        128: Tiles(Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),  # compiled [223, -]; 64 rows spill 59
+        192: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [244, -]
+        256: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # compiled [240, -]
+        576: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # spills 339 registers: the least that was found
     },
     ("rdna4", 2): {
-        32: Pair(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # compiled [207, -]
-        64: Pair(Tile(64, 64, 4, 1), Tile(32, 32, 4, 1)),  # compiled [237, -]
-        128: Pair(Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),  # compiled [168, -]; 64 rows spill 8
-        192: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [182, -]
-        256: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [207, -]
-        576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # model
+        32: Tiles(Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),  # compiled [207, -]
+        64: Tiles(Tile(64, 64, 4, 1), Tile(32, 32, 4, 1)),  # compiled [237, -]
+        128: Tiles(Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),  # compiled [168, -]; 64 rows spill 8
+        192: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [182, -]
+        256: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [207, -]
+        576: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # model
     },
+}
+
+THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
+
+# (family, bytes of an element) -> (head-dim class, tile) -> the most registers of a thread. H200: one program
+# more fits a core, and what spills is the way for NaN among hidden values; without it causal is 20 % slower
+# at 64, 1 to 7 % at 128.
+MAX_REGISTERS: dict[tuple[str, int], dict[tuple[int, Tile], int]] = {
+    ("hopper", 2): {(64, Tile(64, 128, 4, 2)): THREE_PROGRAMS, (128, Tile(64, 64, 4, 3)): THREE_PROGRAMS},
 }
 
 # float32 is multiplied as IEEE float32: on NVIDIA and RDNA without matrix instructions. Model unless said.
 _CUDA_FLOAT32 = {
-    32: Pair(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
-    64: Pair(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),  # compiled [108]; 4 warps spill 1028 B
-    128: Pair(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),  # compiled [220]; 4 warps spill 920 B
-    192: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
-    256: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
-    576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    32: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    64: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),  # compiled [108]; 4 warps spill 1028 B
+    128: Tiles(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),  # compiled [220]; 4 warps spill 920 B
+    192: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
+    256: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
+    576: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 _ROOMY_FLOAT32 = {
     **_CUDA_FLOAT32,
-    192: Pair(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
-    256: Pair(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
-    576: Pair(Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+    192: Tiles(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
+    256: Tiles(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
+    576: Tiles(Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
 }
 _CDNA_FLOAT32 = {
-    32: Pair(Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
-    64: Pair(Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
-    128: Pair(Tile(64, 32, 8, 1), Tile(64, 16, 8, 1)),
-    192: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
-    256: Pair(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
-    576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    32: Tiles(Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
+    64: Tiles(Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
+    128: Tiles(Tile(64, 32, 8, 1), Tile(64, 16, 8, 1)),
+    192: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
+    256: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
+    576: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 _RDNA_FLOAT32 = {
-    32: Pair(Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
-    64: Pair(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [256]; 32 keys spill 72 registers
-    128: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [256]; 32 keys spill 199
-    192: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    256: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    576: Pair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    32: Tiles(Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
+    64: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [256]; 32 keys spill 72 registers
+    128: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [256]; 32 keys spill 199
+    192: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    256: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    576: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 FORWARD.update({(f, 4): _CUDA_FLOAT32 for f in ("ampere", "ada", "geforce")})
 FORWARD.update({("hopper", 4): _ROOMY_FLOAT32, ("blackwell", 4): _ROOMY_FLOAT32})

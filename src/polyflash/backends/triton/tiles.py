@@ -122,6 +122,18 @@ def check_stages(target: Target, *stages: int) -> None:
         raise spec_error("num_stages", got=min(stages), wanted=f"2 or more on {target.name}", change=change)
 
 
+def holds_rows(target: Target) -> bool:
+    """May queries be held in registers by a product with an identity? On sm_90 Triton 3.6 made wrong code of
+    it at head dim 64, as an H200 showed."""
+    return target.name != "cuda:sm90"
+
+
+def check_held_rows(target: Target, hold_q: bool) -> None:
+    """Refuses what `holds_rows` says makes wrong code."""
+    if hold_q and not holds_rows(target):
+        raise spec_error("hold_q", got=True, wanted=f"False on {target.name}", change="Leave it out.")
+
+
 def fitted_backward(tile: Tile, owns_rows: bool, spec: AttentionSpec, target: Target) -> Tile:
     """The tile of the dQ kernel (it owns rows) or of the dK/dV kernel, cut until it fits as `fitted` does."""
     room = shared_limit(target)
