@@ -109,7 +109,10 @@ def test_the_forward_keeps_its_bits(switch: dict[str, Any], problem: str, dtype:
         results(config, PROBLEMS[problem], problem, dtype) for config in (replace(FORWARD, **switch), FORWARD)
     )
     for name in want:
-        same_bits(got[name], want[name], name)
+        if "loads" in switch and not INTERPRET:  # warps may share the columns of a sum otherwise
+            near(got[name], want[name], ROUNDING[dtype], name)
+        else:
+            same_bits(got[name], want[name], name)
 
 
 @pytest.mark.parametrize(("switch", "problem", "dtype"), cases(STEPS, DECODE_SAME_BITS))

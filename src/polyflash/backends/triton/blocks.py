@@ -369,13 +369,18 @@ def exp2_in_parts(b_x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def weights(b_s, b_m, factor, BASE2: tl.constexpr, PARTS: tl.constexpr, FUSED: tl.constexpr):
+def weights(b_s, b_m, factor, far, BASE2: tl.constexpr, PARTS: tl.constexpr, FUSED: tl.constexpr):
     """exp(scale·s - m). `factor` is scale·log2 e, or scale without BASE2; scale is 1 for changed scores.
     FUSED takes one multiply-add, and m in units of the exponent: all weights of a row have the same factor
-    next to 1, which l has too, while m is below TOO_FAR. Otherwise m is in units of s and leaves it first:
-    the largest weight is exactly 1, however large the scores."""
+    next to 1, which l has too, while m is below TOO_FAR. Otherwise, and in the rows that `far` says, m is in
+    units of s and leaves it first: the largest weight is exactly 1, however large the scores."""
     if FUSED:
-        b_x = tl.fma(b_s, tl.full(b_s.shape, factor, tl.float32), tl.broadcast_to(-b_m[:, None], b_s.shape))
+        b_after = b_m
+        if far is not None:
+            b_s = b_s - tl.where(far, b_m, 0.0)[:, None]
+            b_after = tl.where(far, 0.0, b_m)
+        b_factor = tl.full(b_s.shape, factor, tl.float32)
+        b_x = tl.fma(b_s, b_factor, tl.broadcast_to(-b_after[:, None], b_s.shape))
     else:
         b_x = (b_s - b_m[:, None]) * factor
     if BASE2:
@@ -386,17 +391,31 @@ def weights(b_s, b_m, factor, BASE2: tl.constexpr, PARTS: tl.constexpr, FUSED: t
 
 
 @triton.jit
+def in_units(b_x, factor, far, FUSED: tl.constexpr):
+    """Row values in units of s in those of m."""
+    b_y = b_x
+    if FUSED:
+        b_y = b_x * factor
+        if far is not None:
+            b_y = tl.where(far, b_x, b_y)
+    return b_y
+
+
+@triton.jit
 def online_softmax(
-    b_s, m_i, l_i, lost, factor, BASE2: tl.constexpr, PARTS: tl.constexpr, FUSED: tl.constexpr,
+    b_s, m_i, l_i, lost, factor, far, BASE2: tl.constexpr, PARTS: tl.constexpr, FUSED: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """Weights of a tile under the new maximum, the new m, l and what l lost, and the factor for older sums.
     m begins at LOWEST and is finite, so hidden scores weigh 0 and no weight is inf - inf. Every part of a
     tile has the maximum of the whole."""
-    b_top = tl.max(b_s, 1)
-    m_new = tl.maximum(m_i, b_top * factor if FUSED else b_top)
-    b_p = weights(b_s, m_new, factor, BASE2, PARTS, FUSED)
-    b_older = m_i - m_new if FUSED else (m_i - m_new) * factor
+    m_new = tl.maximum(m_i, in_units(tl.max(b_s, 1), factor, far, FUSED))
+    b_p = weights(b_s, m_new, factor, far, BASE2, PARTS, FUSED)
+    b_older = m_i - m_new
+    if not FUSED:
+        b_older = b_older * factor
+    elif far is not None:
+        b_older = tl.where(far, b_older * factor, b_older)
     alpha = tl.exp2(b_older) if BASE2 else tl.exp(b_older)
     if EXACT:
         l_i, lost = add(l_i * alpha, lost * alpha, tl.sum(b_p, 1))

@@ -106,15 +106,16 @@ def add_nonfinite(
 
 @triton.jit
 def attend_block(
-    i_n, full_lo, full_hi, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    i_n, full_lo, full_hi, far, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x,
+    numbers, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr,
     WHOLE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, FUSED: tl.constexpr,
     CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
     SPLIT_EXP: tl.constexpr, MASK_ADD: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """One key block: its scores, their weights, their share of the output. Blocks in [full_lo, full_hi) hide
-    nothing, unless MASKED. With CLEAN of the finite values alone, and whether there are others."""
+    nothing, unless MASKED. With CLEAN of the finite values alone, and whether there are others. `far`: rows
+    of large scores, or None."""
     o_i, o_h, o_lo, o_hi = rows_of_tile
     i_b, i_t, i_hkv, first_k, rows, live, position, i_plane = place
     scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale = numbers
@@ -149,7 +150,7 @@ def attend_block(
     l_lost, lost0, lost1 = lost
     EXACT: tl.constexpr = b_q0.dtype == tl.float32
     b_p, m_i, l_i, l_lost, alpha = online_softmax(
-        b_s, m_i, l_i, l_lost, factor, BASE2, SPLIT_EXP, FUSED, EXACT
+        b_s, m_i, l_i, l_lost, factor, far, BASE2, SPLIT_EXP, FUSED, EXACT
     )
     if DROPOUT:
         b_kept = keep(i_plane + o_h, o_i, j_0, seed_lo, seed_hi, drop_below, BLOCK_N)
@@ -181,7 +182,7 @@ def attend_block(
 
 @triton.jit
 def attend_blocks(
-    n_lo, n_hi, full_lo, full_hi, state, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
+    n_lo, n_hi, full_lo, full_hi, far, state, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     WHOLE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, FUSED: tl.constexpr,
@@ -195,9 +196,9 @@ def attend_blocks(
             x, place[0], rows_of_tile[0], rows_of_tile[1], place[4], i_n * BLOCK_N, BLOCK_N
         ):
             m_i, sums, lost, odd = attend_block(
-                i_n, full_lo, full_hi, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x,
-                numbers, D, D0, D1, DV, DV0, DV1, BLOCK_N, WHOLE, MASKED, CLEAN, FUSED, CHANGED, SOFTCAP,
-                DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
+                i_n, full_lo, full_hi, far, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v,
+                v1, x, numbers, D, D0, D1, DV, DV0, DV1, BLOCK_N, WHOLE, MASKED, CLEAN, FUSED, CHANGED,
+                SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
             )  # fmt: skip
     return m_i, sums, lost, odd
 
@@ -279,28 +280,22 @@ def attend_tile(
         )  # fmt: skip
         FUSED: tl.constexpr = not (EXACT or CHANGED)
         state = attend_blocks(
-            n_lo, n_hi, full_lo, full_hi, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
+            n_lo, n_hi, full_lo, full_hi, None, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
             D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, WHOLE, ALWAYS_MASKED, False, FUSED, CHANGED,
             SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
         )  # fmt: skip
-        bad = trouble(state, FUSED, WHOLE, DV1)
-        if not WHOLE:  # a hidden weight of 0 times NaN is NaN: then once more, with the finite values alone
-            if bad == 1:
-                state = attend_blocks(
-                    n_lo, n_hi, n_lo, n_lo, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
-                    D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, False, True, True, FUSED, CHANGED, SOFTCAP,
-                    DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
-                )  # fmt: skip
         units = numbers[0]
-        if FUSED:
-            units = LN2 if BASE2 else 1.0
-            if bad == 2:  # likewise with the maximum leaving first
+        far = far_rows(state) if FUSED else None
+        if FUSED or not WHOLE:
+            if is_spoiled(state, far, WHOLE, DV1):  # once more, of V the finite values alone
                 state = attend_blocks(
-                    n_lo, n_hi, n_lo, n_lo, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
-                    D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, WHOLE, not WHOLE, not WHOLE, False, CHANGED,
+                    n_lo, n_hi, n_lo, n_lo, far, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
+                    D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, WHOLE, not WHOLE, not WHOLE, FUSED, CHANGED,
                     SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
                 )  # fmt: skip
-                units = numbers[2] * LN2 if BASE2 else numbers[2]
+        if FUSED:
+            ONE: tl.constexpr = LN2 if BASE2 else 1.0
+            units = tl.where(far, numbers[2] * ONE, ONE)
         elif CHANGED:
             units = 1.0
         elif NEGATIVE:
@@ -315,25 +310,29 @@ def attend_tile(
 
 
 @triton.jit
-def trouble(state, FUSED: tl.constexpr, WHOLE: tl.constexpr, DV1: tl.constexpr):
-    """1 if a row of finite weights has a sum that is not finite; 2 if scores of a row are so large that its
-    weights are not those of one multiply-add."""
+def far_rows(state):
+    """Rows whose scores are so large, or not finite, that their weights are not those of one multiply-add."""
     m_i, sums, _, _ = state
+    l_i, _, _ = sums
+    return ((tl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)) | (l_i - l_i != 0.0)
+
+
+@triton.jit
+def is_spoiled(state, far, WHOLE: tl.constexpr, DV1: tl.constexpr):
+    """Is a row far, or is a sum of finite weights not finite? A weight of 0 times a hidden NaN is NaN."""
+    _, sums, _, _ = state
     l_i, acc0, acc1 = sums
-    b_lost = l_i - l_i != 0.0
-    bad = 0
+    b_lost = (l_i - l_i != 0.0)[:, None]
+    spoiled = False
     if not WHOLE:
-        if not FUSED:
-            acc0, acc1 = tl.where(b_lost[:, None], 0.0, acc0), tl.where(b_lost[:, None], 0.0, acc1)
         # flat, because on sm_100 a row's sum of what tensor memory holds ends Triton 3.6
-        total = tl.sum(tl.ravel(acc0, can_reorder=True), 0)
+        total = tl.sum(tl.ravel(tl.where(b_lost, 0.0, acc0), can_reorder=True), 0)
         if DV1 > 0:
-            total += tl.sum(tl.ravel(acc1, can_reorder=True), 0)
-        bad = (total - total != 0.0).to(tl.int32)
-    if FUSED:
-        b_far = (tl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)
-        bad = tl.maximum(bad, tl.max((b_far | b_lost).to(tl.int32) * 2, 0))
-    return bad
+            total += tl.sum(tl.ravel(tl.where(b_lost, 0.0, acc1), can_reorder=True), 0)
+        spoiled = total - total != 0.0
+    if far is not None:
+        spoiled = spoiled | (tl.max(far.to(tl.int32), 0) > 0)
+    return spoiled
 
 
 @triton.jit
@@ -342,7 +341,8 @@ def finalize(
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """out = acc / l and lse, or those of one split, to which no sink belongs yet. A row that saw no key is 0
-    and -inf. m times `units` is natural. Returns where the rows of out are, and which have no weights."""
+    and -inf. m times `units`, of the tile or of each row, is natural. Returns where the rows of out are, and
+    which have no weights."""
     m_i, sums, lost, _ = state
     l_i, acc0, acc1 = sums
     if EXACT:  # so that a block of which a row sees nothing changes no bit of it

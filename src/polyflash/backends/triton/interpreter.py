@@ -1,6 +1,6 @@
 """Triton's interpreter, which runs the kernels on CPU tensors: is it on, and what it needs to be right.
 
-It is on if TRITON_INTERPRET was set when triton was first imported. Triton 3.6's has four defects that would
+It is on if TRITON_INTERPRET was set when triton was first imported. Triton 3.6's has five defects that would
 hide or fake ours; `prepare` mends them once, and does nothing where it is off.
 """
 
@@ -24,6 +24,7 @@ def prepare() -> None:
         _take_scalars_as_bounds()
         _patch_the_language_once()
         _compute_in_bfloat16()
+        _round_once()
 
 
 def _take_scalars_as_bounds() -> None:
@@ -76,3 +77,15 @@ def _compute_in_bfloat16() -> None:
         return handle(np.where(np.isnan(x.data), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16)
 
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
+
+
+def _round_once() -> None:
+    """A multiply-add rounds its product too; a GPU's does not."""
+    from triton.runtime import interpreter
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        with np.errstate(all="ignore"):
+            exact = (x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype)
+        return interpreter.TensorHandle(exact, z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = create_fma
