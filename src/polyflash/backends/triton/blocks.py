@@ -460,5 +460,42 @@ def nonfinite_only(b_x):
 
 
 @triton.jit
+def load_values(v, x, place, o_n, o_d, DV: tl.constexpr):
+    """Any keys and channels of V by pointers, and which of the keys there are."""
+    i_b, i_t, i_hkv, first_k, _, live, _, _ = place
+    o_v, m_n = key_offsets(x, v, i_b, i_t, i_hkv, first_k, o_n, live)
+    p_v = v.p + o_v[:, None] + o_d[None, :] * v.d
+    return tl.load(p_v, mask=m_n[:, None] & (o_d < DV)[None, :], other=0.0), m_n
+
+
+@triton.jit
+def add_nonfinite(
+    out, o_out, b_none, n_lo, n_hi, rows_of_tile, place, v, x, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Adds the NaN and infinities of V to the rows that see them, to what is stored already: a rare way,
+    which must not cost the usual one registers, so it goes WIDTH channels at a time, and key by key where a
+    block has such values."""
+    o_i, o_h, o_lo, o_hi = rows_of_tile
+    i_b, rows, live = place[0], place[4], place[5]
+    tl.debug_barrier()  # other threads wrote what is read here
+    for d in range(0, DV, WIDTH):
+        o_d = d + tl.arange(0, WIDTH)
+        # [BLOCK_M, WIDTH]
+        p_out = out.p + o_out[:, None] + o_d[None, :] * out.d
+        m_out = (o_i < rows)[:, None] & (o_d < DV)[None, :]
+        b_out = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
+        for j_0 in range(n_lo * BLOCK_N, n_hi * BLOCK_N, BLOCK_N):
+            b_block, _ = load_values(v, x, place, j_0 + tl.arange(0, BLOCK_N), o_d, DV)
+            if has_nonfinite(b_block):
+                for j in range(j_0, j_0 + BLOCK_N):
+                    o_n = j + tl.arange(0, 1)
+                    b_v, m_n = load_values(v, x, place, o_n, o_d, DV)  # [1, WIDTH]
+                    b_seen = visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, live)
+                    b_out += tl.where(b_seen & (b_none == 0)[:, None], nonfinite_only(b_v), 0.0)
+        tl.store(p_out, b_out.to(out.p.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
 def turned_sign(b_x):
     return (-b_x.to(tl.float32)).to(b_x.dtype)

@@ -27,17 +27,16 @@ from polyflash.backends.triton.blocks import (
     LOWEST,
     TOO_FAR,
     accumulate,
+    add_nonfinite,
     apply_mask,
     block_range,
     change_scores,
     find_rows,
     finite,
-    has_nonfinite,
     keep,
     key_offsets,
     load_tile,
     load_turned,
-    nonfinite_only,
     online_softmax,
     packed_rows,
     product,
@@ -77,45 +76,16 @@ def load_block(
 
 
 @triton.jit
-def add_nonfinite(
-    out, o_out, b_none, n_lo, n_hi, rows_of_tile, place, v, x, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Adds the NaN and infinities of V to the rows that see them, to what is stored already: a rare way,
-    which must not cost the usual one registers, so it goes key by key and WIDTH channels at a time."""
-    o_i, o_h, o_lo, o_hi = rows_of_tile
-    i_b, i_t, i_hkv, first_k, rows, live, _, _ = place
-    tl.debug_barrier()  # other threads wrote what is read here
-    for d in range(0, DV, WIDTH):
-        o_d = d + tl.arange(0, WIDTH)
-        m_d = o_d < DV
-        # [BLOCK_M, WIDTH]
-        p_out = out.p + o_out[:, None] + o_d[None, :] * out.d
-        m_out = (o_i < rows)[:, None] & m_d[None, :]
-        b_out = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
-        for j in range(n_lo * BLOCK_N, n_hi * BLOCK_N):
-            o_n = j + tl.arange(0, 1)
-            o_v, m_n = key_offsets(x, v, i_b, i_t, i_hkv, first_k, o_n, live)
-            # [1, WIDTH]
-            p_v = v.p + o_v[:, None] + o_d[None, :] * v.d
-            b_v = nonfinite_only(tl.load(p_v, mask=m_n[:, None] & m_d[None, :], other=0.0))
-            b_seen = visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, live)
-            b_out += tl.where(b_seen & (b_none == 0)[:, None], b_v, 0.0)
-        tl.store(p_out, b_out.to(out.p.dtype.element_ty), mask=m_out)
-
-
-@triton.jit
 def attend_block(
-    i_n, full_lo, full_hi, far, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x,
-    numbers, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    i_n, full_lo, full_hi, far, m_i, sums, lost, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr,
     WHOLE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, FUSED: tl.constexpr,
     CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
     SPLIT_EXP: tl.constexpr, MASK_ADD: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """One key block: its scores, their weights, their share of the output. Blocks in [full_lo, full_hi) hide
-    nothing, unless MASKED. With CLEAN of the finite values alone, and whether there are others. `far`: rows
-    of large scores, or None."""
+    nothing, unless MASKED. With CLEAN of the finite values alone. `far`: rows of large scores, or None."""
     o_i, o_h, o_lo, o_hi = rows_of_tile
     i_b, i_t, i_hkv, first_k, rows, live, position, i_plane = place
     scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale = numbers
@@ -169,15 +139,13 @@ def attend_block(
             v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, DV0, DV, DV1, BLOCK_N, False, DESCRIPTOR, CACHE
         )
     if CLEAN:
-        odd = odd | has_nonfinite(b_v0)
         b_v0 = finite(b_v0)
         if DV1 > 0:
-            odd = odd | has_nonfinite(b_v1)
             b_v1 = finite(b_v1)
     acc0, lost0 = accumulate(acc0, lost0, b_p, b_v0, alpha)
     if DV1 > 0:
         acc1, lost1 = accumulate(acc1, lost1, b_p, b_v1, alpha)
-    return m_i, (l_i, acc0, acc1), (l_lost, lost0, lost1), odd
+    return m_i, (l_i, acc0, acc1), (l_lost, lost0, lost1)
 
 
 @triton.jit
@@ -190,17 +158,17 @@ def attend_blocks(
     SPLIT_EXP: tl.constexpr, MASK_ADD: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over key blocks [n_lo, n_hi), less those that no interval list touches."""
-    m_i, sums, lost, odd = state
+    m_i, sums, lost = state
     for i_n in tl.range(n_lo, n_hi, num_stages=NUM_STAGES):
         if x.intervals is None or touched(
             x, place[0], rows_of_tile[0], rows_of_tile[1], place[4], i_n * BLOCK_N, BLOCK_N
         ):
-            m_i, sums, lost, odd = attend_block(
-                i_n, full_lo, full_hi, far, m_i, sums, lost, odd, b_q0, b_q1, rows_of_tile, place, k, k1, v,
-                v1, x, numbers, D, D0, D1, DV, DV0, DV1, BLOCK_N, WHOLE, MASKED, CLEAN, FUSED, CHANGED,
+            m_i, sums, lost = attend_block(
+                i_n, full_lo, full_hi, far, m_i, sums, lost, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x,
+                numbers, D, D0, D1, DV, DV0, DV1, BLOCK_N, WHOLE, MASKED, CLEAN, FUSED, CHANGED,
                 SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
             )  # fmt: skip
-    return m_i, sums, lost, odd
+    return m_i, sums, lost
 
 
 @triton.jit
@@ -208,11 +176,11 @@ def attend_tile(
     i_m, i_head, i_b, i_s, q, q0, q1, k, k1, v, v1, values, out, lse, x, numbers, sizes,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, HOLD_Q: tl.constexpr, MASK_ADD: tl.constexpr,
-    HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr, SPLIT: tl.constexpr,
-    ALWAYS_MASKED: tl.constexpr, WHOLE: tl.constexpr, visits,
+    AGAIN_STAGES: tl.constexpr, PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr, BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, HOLD_Q: tl.constexpr,
+    MASK_ADD: tl.constexpr, HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
+    SPLIT: tl.constexpr, ALWAYS_MASKED: tl.constexpr, WHOLE: tl.constexpr, visits,
 ):  # fmt: skip
     """One query tile of one head (or group), over all its keys or over those of one split."""
     batch, num_heads, group, seqlen_q, seqlen_k = sizes[:5]
@@ -273,7 +241,7 @@ def attend_tile(
         EXACT: tl.constexpr = q.p.dtype.element_ty == tl.float32
         if not EXACT:  # nothing of them is kept
             lost0, lost1 = l_i, l_i
-        fresh = (m_i, (l_i, acc0, acc1), (l_i, lost0, lost1), n_lo < 0)  # is V anywhere not finite?
+        fresh = (m_i, (l_i, acc0, acc1), (l_i, lost0, lost1))
         BELOW: tl.constexpr = HAS_LEFT or x.kv_starts is not None or x.row_bounds is not None
         tile, place = (o_i, o_h, o_lo if BELOW else None, o_hi), (
             i_b, i_batch, i_hkv, first_k, rows, live, position, i_b * (num_heads * G if PACK else num_heads),
@@ -286,12 +254,13 @@ def attend_tile(
         )  # fmt: skip
         units = numbers[0]
         far = far_rows(state) if FUSED else None
+        spoiled = is_spoiled(state, far, WHOLE, DV1)
         if FUSED or not WHOLE:
-            if is_spoiled(state, far, WHOLE, DV1):  # once more, of V the finite values alone
+            if spoiled:  # once more, of V the finite values alone
                 state = attend_blocks(
                     n_lo, n_hi, n_lo, n_lo, far, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
-                    D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, WHOLE, not WHOLE, not WHOLE, FUSED, CHANGED,
-                    SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
+                    D, D0, D1, DV, DV0, DV1, BLOCK_N, AGAIN_STAGES, WHOLE, not WHOLE, not WHOLE, FUSED,
+                    CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, MASK_ADD, DESCRIPTOR, CACHE,
                 )  # fmt: skip
         if FUSED:
             ONE: tl.constexpr = LN2 if BASE2 else 1.0
@@ -305,14 +274,14 @@ def attend_tile(
             SPLIT, EXACT,
         )  # fmt: skip
         if not WHOLE:
-            if state[3]:
+            if spoiled:
                 add_nonfinite(out, o_out, b_none, n_lo, n_hi, tile, place, values, x, DV, BLOCK_N, 16)
 
 
 @triton.jit
 def far_rows(state):
     """Rows whose scores are so large, or not finite, that their weights are not those of one multiply-add."""
-    m_i, sums, _, _ = state
+    m_i, sums, _ = state
     l_i, _, _ = sums
     return ((tl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)) | (l_i - l_i != 0.0)
 
@@ -320,7 +289,7 @@ def far_rows(state):
 @triton.jit
 def is_spoiled(state, far, WHOLE: tl.constexpr, DV1: tl.constexpr):
     """Is a row far, or is a sum of finite weights not finite? A weight of 0 times a hidden NaN is NaN."""
-    _, sums, _, _ = state
+    _, sums, _ = state
     l_i, acc0, acc1 = sums
     b_lost = (l_i - l_i != 0.0)[:, None]
     spoiled = False
@@ -343,7 +312,7 @@ def finalize(
     """out = acc / l and lse, or those of one split, to which no sink belongs yet. A row that saw no key is 0
     and -inf. m times `units`, of the tile or of each row, is natural. Returns where the rows of out are, and
     which have no weights."""
-    m_i, sums, lost, _ = state
+    m_i, sums, lost = state
     l_i, acc0, acc1 = sums
     if EXACT:  # so that a block of which a row sees nothing changes no bit of it
         l_lost, lost0, lost1 = lost
@@ -392,11 +361,12 @@ def attend(
     right, scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, HOLD_Q: tl.constexpr, MASK_ADD: tl.constexpr,
-    HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr, SPLIT: tl.constexpr,
-    ALWAYS_MASKED: tl.constexpr, WHOLE: tl.constexpr, PERSISTENT: tl.constexpr, LINEAR: tl.constexpr,
+    AGAIN_STAGES: tl.constexpr, PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr, BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, HOLD_Q: tl.constexpr,
+    MASK_ADD: tl.constexpr, HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
+    SPLIT: tl.constexpr, ALWAYS_MASKED: tl.constexpr, WHOLE: tl.constexpr, PERSISTENT: tl.constexpr,
+    LINEAR: tl.constexpr,
 ):  # fmt: skip
     """One program per tile, in a grid (tiles, heads, requests) or with LINEAR of one dimension, splits the
     fastest; or with PERSISTENT a few that walk over all tiles. WHOLE: rows see every key of every block."""
@@ -410,9 +380,9 @@ def attend(
             i_s = i_t % num_splits
             attend_tile(
                 i_m, i_head, i_b, i_s, q, q0, q1, k, k1, v, v1, values, out, lse, x, numbers, sizes,
-                D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, PACK, HAS_OFFSET, HAS_LEFT, HAS_RIGHT,
-                NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, HOLD_Q, MASK_ADD, HEAVY_FIRST,
-                DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, WHOLE, visits,
+                D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, AGAIN_STAGES, PACK, HAS_OFFSET,
+                HAS_LEFT, HAS_RIGHT, NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, HOLD_Q, MASK_ADD,
+                HEAVY_FIRST, DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, WHOLE, visits,
             )  # fmt: skip
     else:
         i_m, i_head, i_b, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2), 0
@@ -421,8 +391,8 @@ def attend(
             i_m, i_head, i_b = unravel(i_m // num_splits, num_tiles, num_heads)
         attend_tile(
             i_m, i_head, i_b, i_s, q, q0, q1, k, k1, v, v1, values, out, lse, x, numbers, sizes,
-            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, PACK, HAS_OFFSET, HAS_LEFT, HAS_RIGHT,
-            NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, HOLD_Q, MASK_ADD, HEAVY_FIRST,
+            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, AGAIN_STAGES, PACK, HAS_OFFSET, HAS_LEFT,
+            HAS_RIGHT, NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, HOLD_Q, MASK_ADD, HEAVY_FIRST,
             DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, WHOLE, visits,
         )  # fmt: skip
 
@@ -457,7 +427,7 @@ class Ready(NamedTuple):
 class Prepared:
     """What a route keeps between calls."""
 
-    __slots__ = ("config", "cores", "kernels", "least", "merges", "ready")
+    __slots__ = ("config", "cores", "kernels", "least", "least_stages", "merges", "ready")
 
     def __init__(self, launch: Launch) -> None:
         self.config: Any = launch.config
@@ -466,6 +436,7 @@ class Prepared:
         self.kernels: dict[Any, runtime.Kernels] = {}  # by flags and kinds of strides: a cache that grows
         self.merges = runtime.Kernels()  # of the splits
         self.least = tiles.least_channels(launch.target, launch.config.block_m)
+        self.least_stages = tiles.least_stages(launch.target)
         tiles.check_stages(launch.target, self.config.num_stages)
         tiles.check_held_rows(launch.target, getattr(self.config, "hold_q", False))
 
@@ -520,6 +491,8 @@ class Prepared:
         return {
             "D": head_dim, "D0": d0, "D1": d1, "DV": head_dim_v, "DV0": dv0, "DV1": dv1,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages,
+            # a pipeline of the rare second pass takes registers from the first
+            "AGAIN_STAGES": 1 if self.least_stages == 1 else config.num_stages,
             "PACK": config.pack_gqa, **flags._asdict(), "BASE2": config.base2,
             "SPLIT_EXP": getattr(config, "split_exp", 1), "HOLD_Q": getattr(config, "hold_q", False),
             "MASK_ADD": getattr(config, "mask_by", "compare") == "add",
