@@ -32,7 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 TIMEOUT_S, BASELINE_TIMEOUT_S = 300, 1800
-INTERPRETED = "tests/backends/triton/"  # of the tests there, each run has TRITON_INTERPRET set
+INTERPRETED = re.compile(r"tests/backends/triton/|.*-triton\]$")  # run with TRITON_INTERPRET set
 KILLING = ("AssertionError", "assert ", "Failed: ")
 
 
@@ -50,7 +50,7 @@ class Mutant:
 
     @property
     def interpreted(self) -> bool:
-        return any(node.startswith(INTERPRETED) for node in self.tests)
+        return any(map(INTERPRETED.match, self.tests))
 
     def selection(self) -> tuple[str, ...]:
         backend = self.file.split("/")[1] if self.file.startswith("backends/") else "torch"
@@ -100,7 +100,7 @@ def run_tests(source: Path, cache: Path, nodes: Sequence[str], timeout_s: int, r
         "PYTHONPATH": str(source),
         "POLYFLASH_CACHE_DIR": str(cache),
         "PYTHONDONTWRITEBYTECODE": "1",
-        **({"TRITON_INTERPRET": "1"} if any(node.startswith(INTERPRETED) for node in nodes) else {}),
+        **({"TRITON_INTERPRET": "1"} if any(map(INTERPRETED.match, nodes)) else {}),
     }
     command = [
         sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "",

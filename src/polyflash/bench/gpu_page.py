@@ -253,6 +253,9 @@ def _draw(rows: Sequence[Row], part: str, unit: str, file: Path) -> None:
         axis.set_ylim(0, None)
         axis.grid(color="#e6e6e6")
         axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlabel("keys", fontsize=8)
+    for unused in axes.flat[len(panels) :]:
+        unused.remove()
     for line_of_axes in axes:
         line_of_axes[0].set_ylabel(unit)
     found = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
