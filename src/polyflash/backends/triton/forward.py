@@ -427,7 +427,7 @@ class Ready(NamedTuple):
 class Prepared:
     """What a route keeps between calls."""
 
-    __slots__ = ("config", "cores", "kernels", "least", "least_stages", "merges", "ready")
+    __slots__ = ("config", "cores", "kernels", "least", "merges", "ready", "target")
 
     def __init__(self, launch: Launch) -> None:
         self.config: Any = launch.config
@@ -436,7 +436,7 @@ class Prepared:
         self.kernels: dict[Any, runtime.Kernels] = {}  # by flags and kinds of strides: a cache that grows
         self.merges = runtime.Kernels()  # of the splits
         self.least = tiles.least_channels(launch.target, launch.config.block_m)
-        self.least_stages = tiles.least_stages(launch.target)
+        self.target = launch.target
         tiles.check_stages(launch.target, self.config.num_stages)
         tiles.check_held_rows(launch.target, getattr(self.config, "hold_q", False))
 
@@ -491,8 +491,9 @@ class Prepared:
         return {
             "D": head_dim, "D0": d0, "D1": d1, "DV": head_dim_v, "DV0": dv0, "DV1": dv1,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages,
-            # a pipeline of the rare second pass takes registers from the first
-            "AGAIN_STAGES": 1 if self.least_stages == 1 else config.num_stages,
+            "AGAIN_STAGES": tiles.again_stages(
+                self.target, config.num_stages, q.element_size(), max(head_dim, head_dim_v)
+            ),
             "PACK": config.pack_gqa, **flags._asdict(), "BASE2": config.base2,
             "SPLIT_EXP": getattr(config, "split_exp", 1), "HOLD_Q": getattr(config, "hold_q", False),
             "MASK_ADD": getattr(config, "mask_by", "compare") == "add",

@@ -122,6 +122,13 @@ def check_stages(target: Target, *stages: int) -> None:
         raise spec_error("num_stages", got=min(stages), wanted=f"2 or more on {target.name}", change=change)
 
 
+def again_stages(target: Target, num_stages: int, size: int, widest: int) -> int:
+    """Of the forward's rare second pass, whose registers count for the first: elements of `size` bytes, heads
+    of `widest` channels. At 16 bits and up to 128 channels it spills least without a pipeline, at others with
+    the usual one (compiled for sm_80 to sm_120)."""
+    return 1 if size == 2 and widest <= 128 and least_stages(target) == 1 else num_stages
+
+
 def holds_rows(target: Target) -> bool:
     """May queries be held in registers by a product with an identity? On sm_90 Triton 3.6 made wrong code of
     it at head dim 64, as an H200 showed."""
