@@ -288,16 +288,15 @@ def far_rows(state):
 
 @triton.jit
 def is_spoiled(state, far, WHOLE: tl.constexpr, DV1: tl.constexpr):
-    """Is a row far, or is a sum of finite weights not finite? A weight of 0 times a hidden NaN is NaN."""
+    """Is a row far, or a sum not finite? A weight of 0 times a hidden NaN is NaN."""
     _, sums, _ = state
-    l_i, acc0, acc1 = sums
-    b_lost = (l_i - l_i != 0.0)[:, None]
+    _, acc0, acc1 = sums
     spoiled = False
     if not WHOLE:
         # flat, because on sm_100 a row's sum of what tensor memory holds ends Triton 3.6
-        total = tl.sum(tl.ravel(tl.where(b_lost, 0.0, acc0), can_reorder=True), 0)
+        total = tl.sum(tl.ravel(acc0, can_reorder=True), 0)
         if DV1 > 0:
-            total += tl.sum(tl.ravel(tl.where(b_lost, 0.0, acc1), can_reorder=True), 0)
+            total += tl.sum(tl.ravel(acc1, can_reorder=True), 0)
         spoiled = total - total != 0.0
     if far is not None:
         spoiled = spoiled | (tl.max(far.to(tl.int32), 0) > 0)
