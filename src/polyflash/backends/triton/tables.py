@@ -210,8 +210,17 @@ _TIGHT_BACKWARD = {  # model: 99 KiB of shared memory
     256: BackwardPair(Tile(16, 32, 8, 1), Tile(32, 32, 8, 1)),
     576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
+_AMPERE_BACKWARD = {
+    32: BackwardPair(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),  # compiled [217; dQ 168]
+    64: BackwardPair(Tile(32, 128, 8, 2), Tile(128, 64, 8, 2)),  # compiled [239; -]; 64 rows spill 76 B
+    128: BackwardPair(Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),  # compiled [214; -]; 32 x 128 spill 2776 B
+    192: BackwardPair(Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),  # compiled [183; dQ 163]; 64 keys spill 15 kB
+    256: BackwardPair(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),  # compiled [183; dQ 190]
+    576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),  # model
+}
 _HOPPER_BACKWARD = {
     **_ROOMY_BACKWARD,
+    32: BackwardPair(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),  # compiled [231; dQ 165]
     64: BackwardPair(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),  # compiled [230; dQ 166]
     128: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),  # compiled [254; dQ 218]
     256: BackwardPair(Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),  # model
@@ -241,7 +250,7 @@ _FLOAT32_BACKWARD = {  # model
     576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 BACKWARD: dict[tuple[str, int], dict[int, BackwardPair]] = {
-    ("ampere", 2): _ROOMY_BACKWARD,
+    ("ampere", 2): _AMPERE_BACKWARD,
     ("ada", 2): _TIGHT_BACKWARD,
     ("hopper", 2): _HOPPER_BACKWARD,
     ("blackwell", 2): _ROOMY_BACKWARD,
