@@ -143,9 +143,8 @@ FORWARD: dict[tuple[str, int], dict[int, Tiles]] = {
 
 THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
 
-# (family, bytes of an element) -> (head-dim class, tile) -> the most registers of a thread. H200: one program
-# more fits a core, and what spills is the way for NaN among hidden values; without it causal is 20 % slower
-# at 64, 1 to 7 % at 128.
+# (family, bytes of an element) -> (head-dim class, tile) -> the most registers of a thread. H200, with the
+# kernels of then, which took more: without it causal is 20 to 25 % slower at 64, 1 to 7 % at 128.
 MAX_REGISTERS: dict[tuple[str, int], dict[tuple[int, Tile], int]] = {
     ("hopper", 2): {(64, Tile(64, 128, 4, 2)): THREE_PROGRAMS, (128, Tile(64, 64, 4, 3)): THREE_PROGRAMS},
 }
