@@ -301,7 +301,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "triton split_keys": lambda: triton_configs.DecodeConfig(16, 64, 4, 2, 100),
     "triton head_dim": lambda: tiles.split_dim(0),
     "triton stages of sm_90": lambda: tiles.check_stages(target.parse("cuda:sm90"), 1),
-    "triton hold_q of sm_90": lambda: tiles.check_held_rows(target.parse("cuda:sm90"), True),
 }  # fmt: skip
 
 

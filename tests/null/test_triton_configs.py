@@ -109,34 +109,28 @@ class TestReachability:
         for spec, target in GRID:
             found = entry_of(spec, target, tables.FORWARD)
             if spec.phase is Phase.FORWARD and spec.seqlen_q == 4096 and found and not spec.members:
-                whole = found.whole if not spec.features & configs.HIDING else None
-                want = found.heavy if Feature.BIAS in spec.features else whole or found.plain
+                want = found.heavy if Feature.BIAS in spec.features else found.plain
                 config = configs.choose(spec, target)
                 assert tile_of(config) == want, (target.name, spec.dtype, spec.head_dim, config)
                 chosen.add((target.arch, spec.dtype, spec.head_dim, want is found.heavy))
         assert len(chosen) == len(tables.ARCHS) * 2 * len(DIMS) * 2
 
-    def test_tiles_of_rows_that_see_all_are_chosen_for_them_alone(self):
-        for (family, size), classes in tables.FORWARD.items():
-            for head, found in classes.items():
-                if found.whole is None:
-                    continue
-                arch = next(a for a, known in tables.ARCHS.items() if known.family == family)
-                dtype = next(n for n, bytes_ in tiles.ELEMENT_BYTES.items() if bytes_ == size)
-                all_seen = replace(PLAIN, dtype=dtype, head_dim=head, head_dim_v=head)
-                assert tile_of(configs.choose(all_seen, gpu(arch))) == found.whole != found.plain
-                for feature in (Feature.CAUSAL, Feature.KV_LENS, Feature.VARLEN, Feature.WINDOW):
-                    hidden = replace(all_seen, features=frozenset({feature}))
-                    assert tile_of(configs.choose(hidden, gpu(arch))) == found.plain, feature
+    def test_rows_are_held_for_the_problems_that_the_table_names_and_no_others(self):
+        def held(spec: AttentionSpec, target: Target = H200) -> bool:
+            return configs.choose(spec, target).hold_q
 
-    def test_register_limits_belong_to_entries_of_the_table(self):
-        for family, limits in tables.MAX_REGISTERS.items():
-            for (head, tile), most in limits.items():
-                found = tables.FORWARD[family][head]
-                assert tile in (found.plain, found.whole) and most in range(64, 256, 8)
-        limited = replace(PLAIN, features=frozenset({Feature.CAUSAL}), causal=True)
-        assert configs.choose(limited, H200).max_registers == 168
-        assert configs.choose(replace(limited, seqlen_q=16), H200).max_registers == 0  # another tile
+        for (family, size), found in tables.HELD.items():
+            arch = next(a for a, known in tables.ARCHS.items() if known.family == family)
+            dtype = next(n for n, bytes_ in tiles.ELEMENT_BYTES.items() if bytes_ == size)
+            for head in tables.CLASSES:
+                whole = replace(PLAIN, dtype=dtype, head_dim=head, head_dim_v=head)
+                causal = replace(whole, features=frozenset({Feature.CAUSAL}), causal=True)
+                assert held(whole, gpu(arch)) == (head in found.whole)
+                assert held(causal, gpu(arch)) == (head in found.hiding)
+                assert not held(replace(whole, features=frozenset({Feature.MASK})), gpu(arch))
+                assert not held(replace(whole, seqlen_q=16), gpu(arch))  # another tile
+            assert found.hiding | found.whole <= set(tables.CLASSES)
+        assert not held(PLAIN, gpu("sm80"))
 
     def test_every_backward_entry_is_chosen_whole_on_every_architecture_of_its_family(self):
         for spec, target in GRID:
@@ -226,7 +220,7 @@ class TestThresholds:
         ("rows", "block_m"), ((1, 16), (2, 16), (16, 16), (17, 32), (32, 32), (33, 128), (4096, 128))
     )
     def test_few_rows_have_a_narrow_tile(self, rows: int, block_m: int):
-        wide = replace(PLAIN, seqlen_q=rows, head_dim=256, head_dim_v=256)
+        wide = replace(PLAIN, seqlen_q=rows, head_dim=192, head_dim_v=192)
         config = configs.choose(wide, H200)
         assert config.block_m == block_m and (config.num_warps == 4) is (rows <= 32)
         causal = replace(PLAIN, seqlen_q=rows, causal=True, features=frozenset({Feature.CAUSAL}))
@@ -464,6 +458,7 @@ SWITCHED = {
             "mask_by",
             "order",
             "persistent",
+            "hold_q",
         ),
         "pack_gqa",
     },

@@ -348,7 +348,7 @@ def test_only_tiles_that_someone_sees_are_visited(group: int, args: Arguments):
             backward.launch_dkv(call, odd, k, v, torch.empty_like(k), torch.empty_like(v), visits=visits)
             want = tiles.sum(0)
         else:
-            backward.launch_dq(call, v, torch.empty_like(q), visits)
+            backward.launch_dq(call, odd, v, torch.empty_like(q), visits)
             want = tiles.sum(1)
             order = args.causal or args.window_right is not None  # the last rows start first
             want = want.flip(0) if order else want

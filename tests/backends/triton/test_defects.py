@@ -29,7 +29,6 @@ if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
 from polyflash.backends.triton import blocks, decode, forward
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from polyflash.backends.triton.interpreter import INTERPRET
-from polyflash.backends.triton.tiles import holds_rows
 from tests.backends.triton.direct import SPLITS, TILE, Config, call, close, hold, launch_of, operands, oracle
 
 NAN = math.nan
@@ -132,8 +131,7 @@ class TestAGateThatCanNeverFire:
             ready = prepared.ready_for(q, k, v, torch.empty_like(q), None, args, False)
             return ready.constants, ready.described, ready.num_heads
 
-        refused = {"split_keys"} if holds_rows(device.here()) else {"split_keys", "hold_q"}
-        for name in (f.name for f in fields(kind) if f.name not in refused):
+        for name in (f.name for f in fields(kind) if f.name != "split_keys"):
             assert compiled(replace(base, **{name: changed[name]})) != compiled(base), name
 
     def test_every_feature_changes_what_is_compiled(self):

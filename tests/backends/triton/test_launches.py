@@ -3,6 +3,8 @@ lengths, seeds and values compile nothing. The driver is a stand-in; no kernel r
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -228,3 +230,32 @@ def test_a_remembered_kernel_is_the_one_that_triton_would_start(config: Config, 
                     q[:1], k[:1], v[:1], **({} if name is None else {name: x[:1] if name == "kv_lens" else x})
                 )
     assert len(drivers.attend.started) == 2 * 5 * 2 * 5
+
+
+def test_threads_that_load_one_kernel_start_all_of_it(monkeypatch: pytest.MonkeyPatch):
+    """Triton sets a kernel's launcher before it has loaded the function."""
+    started = []
+
+    class Compiled:
+        packed_metadata, function, _run = "packed", None, None
+
+        @property
+        def run(self) -> Any:
+            if self._run is None:
+                self._run = lambda *launched: started.append(launched[4])
+                time.sleep(0.05)
+                self.function = "function"
+            return self._run
+
+    compiled = Compiled()
+    kernel = SimpleNamespace(arg_names=(), warmup=lambda grid: compiled)
+    monkeypatch.setattr(runtime, "INTERPRET", False)
+    monkeypatch.setattr(runtime, "_DIRECT", True)
+    monkeypatch.setattr(runtime, "_hooked", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    device_0 = torch.device("cuda", 0)
+    with ThreadPoolExecutor(4) as threads:  # each of a route of its own
+        for _ in range(4):
+            threads.submit(runtime.Kernels().launch, kernel, (1,), (), {}, (), device_0)
+    assert started == ["function"] * 4

@@ -20,7 +20,6 @@ if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
 
 from polyflash.backends.triton.configs import UNSPLIT, DecodeConfig, ForwardConfig
 from polyflash.backends.triton.interpreter import INTERPRET
-from polyflash.backends.triton.tiles import holds_rows
 from tests.backends.triton.direct import Config, call
 
 FORWARD = ForwardConfig(16, 64, 4, 2)
@@ -78,11 +77,6 @@ def one_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
-def skip_refused(switch: dict[str, Any]) -> None:
-    if switch.get("hold_q") and not holds_rows(device.here()):
-        pytest.skip("refused there")
-
-
 def results(config: Config, w: Workload, problem: str, dtype: str) -> dict[str, torch.Tensor]:
     q, k, v, options = make(with_dtype(w, dtype), seed=2)
     if problem == "dropout":
@@ -104,7 +98,6 @@ def cases(problems: dict[str, Workload], switches: tuple[dict[str, Any], ...]) -
 
 @pytest.mark.parametrize(("switch", "problem", "dtype"), cases(PROBLEMS, SAME_BITS))
 def test_the_forward_keeps_its_bits(switch: dict[str, Any], problem: str, dtype: str):
-    skip_refused(switch)
     got, want = (
         results(config, PROBLEMS[problem], problem, dtype) for config in (replace(FORWARD, **switch), FORWARD)
     )

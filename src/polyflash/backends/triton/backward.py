@@ -179,7 +179,7 @@ def launch_dkv(
         call.launch(make_dkv, programs, (dk, dv, dq_sum), (odd, call.x, visits), sizes, constants)
 
 
-def launch_dq(call: Call, v: Tensor, dq: Tensor, visits: Tensor | None = None) -> None:
+def launch_dq(call: Call, odd: Tensor, v: Tensor, dq: Tensor, visits: Tensor | None = None) -> None:
     packed = call.group > 1
     *_, constants = call.prepared.constants_for(call.flags, dq.shape[3], v.shape[3], packed, call.masked)
     num_heads = call.num_heads // call.group
@@ -188,7 +188,7 @@ def launch_dq(call: Call, v: Tensor, dq: Tensor, visits: Tensor | None = None) -
     )
     total = num_tiles * num_heads * requests
     sizes = (call.n.batch, num_heads, call.group, call.n.seqlen_q, call.n.seqlen_k, num_tiles, total)
-    call.launch(make_dq, total, (dq,), (call.x, visits), sizes, constants)
+    call.launch(make_dq, total, (dq,), (odd, call.x, visits), sizes, constants)
 
 
 def prepare_call(
@@ -240,7 +240,7 @@ def run(
     if dq_sum is not None and dq is not None:
         dq.copy_(dq_sum.mul_(call.n.scale))
     elif dq is not None:
-        launch_dq(call, v, dq)
+        launch_dq(call, odd, v, dq)
     dbias = dsinks = None
     if need_bias and args.bias is not None:
         dbias = bias_gradient.run(call, q, k, v, args.bias)

@@ -76,11 +76,10 @@ def bias_tile(
         b_v1 = load_tile(v.p, o_v, m_n, v.d, DV0, DV, DV1, "")
     tile = (o_i, o_h, o_lo, o_hi)
     place = (i_b, i_b, i_hkv, 0, rows, live, position, i_plane)
-    _, b_ds = differentiate_tile(
+    return differentiate_tile(
         b_q0, b_q1, b_k0, b_k1, b_v0, b_v1, b_do0, b_do1, b_lse, b_delta, tile, place, i_n * BLOCK_N, o_n,
-        m_n, x, numbers, D1, DV1, BLOCK_M, BLOCK_N, True, True, SOFTCAP, DROPOUT, BASE2, False,
+        m_n, True, x, numbers, D1, DV1, BLOCK_M, BLOCK_N, True, True, SOFTCAP, DROPOUT, BASE2, False,
     )  # fmt: skip
-    return b_ds
 
 
 @triton.jit(do_not_specialize=_PER_CALL)

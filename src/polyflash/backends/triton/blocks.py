@@ -232,6 +232,14 @@ def load_turned(p, o_r, m_r, stride_d, FIRST: tl.constexpr, DIM: tl.constexpr, B
 
 
 @triton.jit
+def held(b_x, size):
+    """x, any size being none below 0. What is loaded Triton multiplies out of shared memory, what is computed
+    out of registers, so this computes what the compiler cannot know to be x."""
+    BITS: tl.constexpr = tl.int32 if b_x.dtype == tl.float32 else tl.int16
+    return (b_x.to(BITS, bitcast=True) ^ (size < 0).to(BITS)).to(b_x.dtype, bitcast=True)
+
+
+@triton.jit
 def store_tile(p, o_r, m_r, stride_d, b_x, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes a [rows, BLOCK_D] tile in the dtype of its tensor."""
     o_d = FIRST + tl.arange(0, BLOCK_D)
@@ -334,8 +342,7 @@ def add(total, lost, x):
 
 @triton.jit
 def accumulate(acc, lost, b_p, b_v, alpha):
-    """acc·alpha + P·V. In float32 each block is summed by itself and added without loss."""
-    acc = acc * alpha[:, None]
+    """acc, scaled already, + P·V. In float32 each block is summed by itself and added without loss."""
     if b_v.dtype == tl.float32:
         b_o = product(b_p, b_v, tl.zeros(acc.shape, tl.float32))
         acc, lost = add(acc, lost * alpha[:, None], b_o)

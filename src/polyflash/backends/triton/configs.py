@@ -20,7 +20,6 @@ from polyflash.backends.triton.tiles import (
     entry_key,
     fitted,
     fitted_backward,
-    holds_rows,
     least_stages,
     neighbours,
     power,
@@ -45,6 +44,7 @@ PACKED_GAIN = 0.9  # pack query heads where a tile of one head is filled worse t
 LEAST_SPLIT, MOST_SPLIT = 128, 4096  # keys of a split
 UNSPLIT = 1 << 30  # as split_keys: all keys of a request in one program, however many (for `ablate`)
 SPLIT_LENGTH = 8192  # one request of so many keys fills the device twice
+THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
 _CHANGE = "Take explain(...).config."
 
 
@@ -52,11 +52,11 @@ _CHANGE = "Take explain(...).config."
 class ForwardConfig:
     """block_m: rows of a tile (with pack_gqa of all query heads of a kv head). block_n: keys of a block.
     num_stages: depth of the K/V pipeline. Techniques: loads by "pointer" or tensor "descriptor"; base2 keeps
-    scores in units of log2 e; split_exp takes the exponential in so many column chunks; hold_q multiplies Q
-    by an identity so that it stays in registers; cache_kv is the cache modifier of K/V loads; mask_by
-    "compare" selects, "add" adds -inf (to finite scores: a hidden NaN would stay); order "heavy_first" starts
-    the longest rows first; persistent has as many programs as the device runs at once; max_registers (NVIDIA)
-    is what the compiler may give a thread, 0 for as many as it likes."""
+    scores in units of log2 e; split_exp takes the exponential in so many column chunks; hold_q keeps Q in
+    registers, as FlagAttention's product with an identity does; cache_kv is the cache modifier of K/V loads;
+    mask_by "compare" selects, "add" adds -inf (to finite scores: a hidden NaN would stay); order
+    "heavy_first" starts the longest rows first; persistent has as many programs as the device runs at once;
+    max_registers (NVIDIA) is what the compiler may give a thread, 0 for as many as it likes."""
 
     block_m: int
     block_n: int
@@ -262,10 +262,16 @@ def _forward_tile(spec: AttentionSpec, target: Target) -> Tile:
     if key is None:
         return _safe(spec, target)
     found = tables.FORWARD[key[0]][key[1]]
-    tile = found.heavy if spec.features & HEAVY else found.plain
-    if found.whole and not spec.features & HIDING:
-        tile = found.whole
-    return fitted(tile, spec, target)
+    return fitted(found.heavy if spec.features & HEAVY else found.plain, spec, target)
+
+
+def _holds_rows(spec: AttentionSpec, target: Target, block_m: int) -> bool:
+    """Does Q stay in registers? With fewer than 64 rows there is no product of Hopper that could read it."""
+    group, head = entry_key(spec, target) or (("", 0), 0)
+    held = tables.HELD.get(group)
+    if held is None or spec.features & HEAVY or block_m < 64:
+        return False
+    return head in (held.hiding if spec.features & HIDING else held.whole)
 
 
 def _safe(spec: AttentionSpec, target: Target) -> Tile:
@@ -286,9 +292,8 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     described = arch is not None and (arch.family, ELEMENT_BYTES.get(spec.dtype)) in tables.DESCRIBED
     described = described and Feature.PAGED not in spec.features
     loads = "descriptor" if described else "pointer"
-    key = entry_key(spec, target)
-    most = tables.MAX_REGISTERS.get(key[0], {}).get((key[1], tile), 0) if key else 0
-    return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order, max_registers=most)
+    held = _holds_rows(spec, target, tile.block_m)
+    return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order, hold_q=held)
 
 
 def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
@@ -399,17 +404,13 @@ def _forward_candidates(
     for m, n, warps, stages in neighbours(_tile_of(chosen), most, spec, target):
         yield replace(chosen, block_m=m, block_n=n, num_warps=warps, num_stages=stages, max_registers=0)
     if target.kind == "cuda":
-        yield _other_limit(chosen)
+        yield replace(chosen, max_registers=0 if chosen.max_registers else THREE_PROGRAMS)
     if spec.group > 1 and Feature.INTERVALS not in spec.features:
         yield replace(chosen, pack_gqa=not chosen.pack_gqa)
     for split_exp in (2, 4):
         if chosen.block_n // split_exp >= LEAST:
             yield replace(chosen, split_exp=split_exp)
     yield replace(chosen, persistent=not chosen.persistent)
-
-
-def _other_limit(chosen: ForwardConfig) -> ForwardConfig:
-    return replace(chosen, max_registers=0 if chosen.max_registers else tables.THREE_PROGRAMS)
 
 
 def _decode_candidates(chosen: DecodeConfig, spec: AttentionSpec, target: Target) -> Iterator[DecodeConfig]:
@@ -470,10 +471,9 @@ def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec, target: Target
     for n in range(least_stages(target), 5):
         if n != chosen.num_stages:
             yield replace(chosen, num_stages=n)
-    if holds_rows(target):
-        yield replace(chosen, hold_q=not chosen.hold_q)
+    yield replace(chosen, hold_q=not chosen.hold_q)
     if target.kind == "cuda":
-        yield _other_limit(chosen)
+        yield replace(chosen, max_registers=0 if chosen.max_registers else THREE_PROGRAMS)
     yield replace(chosen, loads="descriptor" if chosen.loads == "pointer" else "pointer")
     for modifier in ("", ".ca", ".cg"):
         if modifier != chosen.cache_kv:

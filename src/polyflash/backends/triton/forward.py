@@ -33,6 +33,7 @@ from polyflash.backends.triton.blocks import (
     change_scores,
     find_rows,
     finite,
+    held,
     keep,
     key_offsets,
     load_tile,
@@ -125,6 +126,11 @@ def attend_block(
     if DROPOUT:
         b_kept = keep(i_plane + o_h, o_i, j_0, seed_lo, seed_hi, drop_below, BLOCK_N)
         b_p = tl.where(b_kept, b_p * keep_scale, 0.0)
+    # Before the wait for V, so that all this fills the gaps between the exponentials.
+    b_p = b_p.to(b_q0.dtype)
+    acc0 = acc0 * alpha[:, None]
+    if DV1 > 0:
+        acc1 = acc1 * alpha[:, None]
     o_v = o_k
     if not DESCRIPTOR:
         o_v, m_n = key_offsets(x, v, i_b, i_t, i_hkv, first_k, o_n, live)
@@ -229,9 +235,8 @@ def attend_tile(
             b_q1 = load_tile(q.p, o_q, m_row, q.d, D0, D, D1, "") if D1 > 0 else b_q0
         if NEGATIVE:
             b_q0, b_q1 = turned_sign(b_q0), turned_sign(b_q1)
-        if HOLD_Q:  # a product that leaves Q in registers, as operand of the next ones
-            b_unit = (tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]).to(tl.float32)
-            b_q0 = product(b_unit.to(b_q0.dtype), b_q0, tl.zeros([BLOCK_M, D0], tl.float32)).to(b_q0.dtype)
+        if HOLD_Q:
+            b_q0, b_q1 = held(b_q0, seqlen_q), held(b_q1, seqlen_q)
         m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
         l_i = tl.zeros([BLOCK_M], tl.float32)
         # [BLOCK_M, head_dim_v]
@@ -437,7 +442,6 @@ class Prepared:
         self.least = tiles.least_channels(launch.target, launch.config.block_m)
         self.target = launch.target
         tiles.check_stages(launch.target, self.config.num_stages)
-        tiles.check_held_rows(launch.target, getattr(self.config, "hold_q", False))
 
     def ready_for(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool

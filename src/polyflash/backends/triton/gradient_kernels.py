@@ -392,13 +392,15 @@ def make_dkv(
 
 @triton.jit
 def walk_keys(
-    n_lo, n_hi, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, rows_of_tile, place, k, v, x, numbers,
+    n_lo, n_hi, full_lo, full_hi, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, rows_of_tile, place, k, v,
+    x, numbers,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     BASE2: tl.constexpr,
 ):  # fmt: skip
-    """Adds what key blocks [n_lo, n_hi) give to dq of one row tile."""
+    """Adds what key blocks [n_lo, n_hi) give to dq of one row tile. Blocks outside [full_lo, full_hi) hide
+    pairs; MASKED all may, and what is behind them may be anything."""
     dq0, dq1 = state
     _o_i, _o_h, _o_lo, _o_hi = rows_of_tile
     _i_b, i_batch, i_hkv, first_k, _rows, live, _position, _i_plane = place
@@ -413,9 +415,10 @@ def walk_keys(
         b_v0 = load_tile(v.p, o_v, m_n, v.d, 0, DV, DV0, "")
         b_v1 = load_tile(v.p, o_v, m_n, v.d, DV0, DV, DV1, "") if DV1 > 0 else b_v0
         # [BLOCK_M, BLOCK_N]
-        _b_p, b_ds = differentiate_tile(
+        b_ds = differentiate_tile(
             b_q0, b_q1, b_k0, b_k1, b_v0, b_v1, b_do0, b_do1, b_lse, b_delta, rows_of_tile, place, j_0, o_n,
-            m_n, x, numbers, D1, DV1, BLOCK_M, BLOCK_N, MASKED, CHANGED, SOFTCAP, DROPOUT, BASE2, True,
+            m_n, (i_n < full_lo) | (i_n >= full_hi), x, numbers, D1, DV1, BLOCK_M, BLOCK_N, MASKED, CHANGED,
+            SOFTCAP, DROPOUT, BASE2, True,
         )  # fmt: skip
         if MASKED:
             b_k0 = finite(b_k0)
@@ -431,14 +434,15 @@ def walk_keys(
 @triton.jit
 def differentiate_tile(
     b_q0, b_q1, b_k0, b_k1, b_v0, b_v1, b_do0, b_do1, b_lse, b_delta, rows_of_tile, place, j_0, o_n, m_n,
-    x, numbers,
+    hides, x, numbers,
     D1: tl.constexpr, DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
     BELOW_CAP: tl.constexpr,
 ):  # fmt: skip
-    """p and ds of one tile, [BLOCK_M, BLOCK_N]; with BELOW_CAP ds is of the scores before the softcap."""
-    o_i, o_h, o_lo, o_hi = rows_of_tile
-    i_b, _i_batch, _i_hkv, _first_k, rows, live, position, i_plane = place
+    """ds of one tile, [BLOCK_M, BLOCK_N], 0 for hidden pairs if the block `hides` any or is MASKED; with
+    BELOW_CAP of the scores before the softcap."""
+    o_i, o_h, _o_lo, _o_hi = rows_of_tile
+    i_b, _i_batch, _i_hkv, _first_k, rows, _live, position, i_plane = place
     scale, softcap, seed_lo, seed_hi, drop_below, keep_scale = numbers
     b_s = product(b_q0, tl.trans(b_k0), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
     if D1 > 0:
@@ -458,16 +462,24 @@ def differentiate_tile(
     if SOFTCAP and BELOW_CAP:
         b_ds *= 1.0 - b_cap * b_cap
     if MASKED:
-        b_seen = visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, live)
-        b_seen = b_seen & (b_lse != float("inf"))[:, None]
-        b_p = tl.where(b_seen, b_p, 0.0)
-        b_ds = tl.where(b_seen, b_ds, 0.0)
-    return b_p, b_ds
+        b_ds = hide(b_ds, b_lse, rows_of_tile, place, o_n, m_n, x)
+    else:
+        if hides:
+            b_ds = hide(b_ds, b_lse, rows_of_tile, place, o_n, m_n, x)
+    return b_ds
+
+
+@triton.jit
+def hide(b_ds, b_lse, rows_of_tile, place, o_n, m_n, x):
+    """ds with 0 for hidden pairs and for rows of no weight."""
+    o_i, o_h, o_lo, o_hi = rows_of_tile
+    b_seen = visible_pairs(x, place[0], o_i, o_h, o_n, o_lo, o_hi, m_n, place[4], place[5])
+    return tl.where(b_seen & (b_lse != float("inf"))[:, None], b_ds, 0.0)
 
 
 @triton.jit(do_not_specialize=_PER_CALL)
 def make_dq(
-    q, k, v, dout, lse, delta, dq, x, visits,
+    q, k, v, dout, lse, delta, dq, odd, x, visits,
     batch, num_heads, group, seqlen_q, seqlen_k, num_tiles, total, offset, left, right,
     scale, softcap, seed_lo, seed_hi, drop_below, keep_scale,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
@@ -477,7 +489,8 @@ def make_dq(
     ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of rows of one query head, with PACK of all query heads of one key/value head;
-    `num_heads` counts either."""
+    `num_heads` counts either. One loop over the key blocks if all operands are finite, and one that looks at
+    every pair if not."""
     i_m, i_head, i_b = unravel(tl.program_id(0), num_tiles, num_heads)
     # rows that see the most keys first
     i_m, i_b, i_batch, where = find_rows(
@@ -518,23 +531,19 @@ def make_dq(
         )  # fmt: skip
         if ALWAYS_MASKED:
             state = walk_keys(
-                n_lo, n_hi, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, tile, place, k, v, x, numbers,
-                D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, DROPOUT, BASE2,
-            )  # fmt: skip
-        else:
-            if HAS_LEFT or x.kv_starts is not None:
-                state = walk_keys(
-                    n_lo, full_lo, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, tile, place, k, v, x,
-                    numbers, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP,
-                    DROPOUT, BASE2,
-                )  # fmt: skip
-            state = walk_keys(
-                full_lo, full_hi, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, tile, place, k, v, x,
-                numbers, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, False, CHANGED, SOFTCAP,
+                n_lo, n_hi, n_lo, n_lo, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, tile, place, k, v, x,
+                numbers, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP,
                 DROPOUT, BASE2,
             )  # fmt: skip
+        elif tl.load(odd) == 0:
             state = walk_keys(
-                full_hi, n_hi, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, tile, place, k, v, x,
+                n_lo, n_hi, full_lo, full_hi, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, tile, place, k,
+                v, x, numbers, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, False, CHANGED, SOFTCAP,
+                DROPOUT, BASE2,
+            )  # fmt: skip
+        else:
+            state = walk_keys(
+                n_lo, n_hi, n_lo, n_lo, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, tile, place, k, v, x,
                 numbers, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP,
                 DROPOUT, BASE2,
             )  # fmt: skip

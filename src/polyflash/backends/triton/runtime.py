@@ -7,6 +7,7 @@ compiled kernel is remembered with its key and started directly.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 _DIRECT = tuple(int(x) for x in triton.__version__.split(".")[:2]) in ((3, 6), (3, 9))
 _ALIGNED = 16  # bytes: what Triton compiles for
 _KEPT_KERNELS = 256  # per route
+# Triton loads a kernel where its launcher is asked for first, and sets the launcher before it has the function:
+# to another thread the function is None meanwhile.
+_loading = threading.Lock()
 
 
 class Kernels:
@@ -61,7 +65,9 @@ class Kernels:
             places = (None,) * (len(kernel.arg_names) - len(arguments))
             if len(self.found) >= _KEPT_KERNELS:
                 self.found.clear()
-            ready = self.found[key] = (compiled.run, compiled.function, compiled.packed_metadata, places)
+            with _loading:
+                run, function = compiled.run, compiled.function
+            ready = self.found[key] = (run, function, compiled.packed_metadata, places)
         run, function, packed, places = ready
         stream = torch._C._cuda_getCurrentRawStream(index)
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)

@@ -6,7 +6,7 @@ comma, "-" where that was not compiled. "model": chosen by shared memory and acc
 neighbours that were compiled. "H200": the fastest of a sweep of ten tiles there, bfloat16,
 causal and full, 1k to 16k (2026-11-20, Triton 3.6.0), with descriptor loads. **No other entry has been
 timed**: what is measured goes to the tuned file of a device (docs/tuning.md), and from there into this table.
-The entries of hopper for head dims 64, 128 and 256 are of a second sweep there (2026-11-21).
+The entries of hopper for head dims 64, 128 and 256 are of later sweeps there (2026-11-21).
 """
 
 from __future__ import annotations
@@ -34,13 +34,18 @@ class Arch(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of plain problems, of those that read or make a plane of elements beside the scores (mask, bias,
-    segments, dropout), which needs registers, and if another is faster there of those where every row sees
-    every key: their kernel holds no code that hides keys, nor what a NaN behind them asks for."""
+    """Of plain problems, and of those that read or make a plane of elements beside the scores (mask, bias,
+    segments, dropout), which needs registers."""
 
     plain: Tile
     heavy: Tile
-    whole: Tile | None = None
+
+
+class Held(NamedTuple):
+    """Head-dim classes of which plain problems keep Q in registers."""
+
+    whole: frozenset[int]  # where every row sees every key
+    hiding: frozenset[int]  # where some does not
 
 
 ARCHS = {
@@ -80,13 +85,10 @@ FORWARD: dict[tuple[str, int], dict[int, Tiles]] = {
     },
     ("hopper", 2): {
         32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2)),  # model
-        # H200; causal 7 to 18 % ahead of 64x64 from 2k on, 3 % behind at 1k
-        64: Tiles(Tile(64, 128, 4, 2), Tile(128, 64, 8, 2)),
-        # H200; whole 6 to 9 % ahead of 64x64 at 4k and 16k, 4 % behind at 1k
-        128: Tiles(Tile(64, 64, 4, 3), Tile(128, 32, 8, 2), Tile(128, 64, 4, 2)),
+        64: Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 2)),  # H200
+        128: Tiles(Tile(64, 64, 4, 3), Tile(128, 32, 8, 2)),  # H200
         192: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),  # compiled [226, -]; 64 keys spill 220 B
-        # H200; causal 3 to 4 % ahead of 128x64 up to 4k, 5 % behind at 16k; whole 1 to 7 % behind it
-        256: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 8, 2), Tile(128, 64, 8, 2)),
+        256: Tiles(Tile(64, 32, 4, 3), Tile(64, 32, 8, 2)),  # H200
         576: Tiles(Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),  # compiled [255, -]; 64x32 spills 1668 B
     },
     ("blackwell", 2): {
@@ -141,12 +143,11 @@ FORWARD: dict[tuple[str, int], dict[int, Tiles]] = {
     },
 }
 
-THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
-
-# (family, bytes of an element) -> (head-dim class, tile) -> the most registers of a thread. H200, with the
-# kernels of then, which took more: without it causal is 20 to 25 % slower at 64, 1 to 7 % at 128.
-MAX_REGISTERS: dict[tuple[str, int], dict[tuple[int, Tile], int]] = {
-    ("hopper", 2): {(64, Tile(64, 128, 4, 2)): THREE_PROGRAMS, (128, Tile(64, 64, 4, 3)): THREE_PROGRAMS},
+# (family, bytes of an element) -> what is held. H200: out of shared memory Q takes as much of its rate as the
+# keys do. At 64 and 256 held rows are 1 to 15 % ahead, at 128 by 1 to 7 %, but with code that hides keys 1 to
+# 2 % behind.
+HELD: dict[tuple[str, int], Held] = {
+    ("hopper", 2): Held(whole=frozenset({64, 128, 256}), hiding=frozenset({64, 256})),
 }
 
 # float32 is multiplied as IEEE float32: on NVIDIA and RDNA without matrix instructions. Model unless said.
@@ -220,8 +221,9 @@ _AMPERE_BACKWARD = {
 _HOPPER_BACKWARD = {
     **_ROOMY_BACKWARD,
     32: BackwardPair(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),  # compiled [231; dQ 165]
-    64: BackwardPair(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),  # compiled [230; dQ 166]
-    128: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),  # compiled [254; dQ 218]
+    # H200: two or three programs of 4 warps per core, 15 to 25 % ahead of one of 8 warps and twice the tile
+    64: BackwardPair(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    128: BackwardPair(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     256: BackwardPair(Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),  # model
 }
 _AMD_BACKWARD = {  # model: one stage, 64 KiB

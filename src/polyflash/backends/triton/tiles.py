@@ -129,18 +129,6 @@ def again_stages(target: Target, num_stages: int, size: int, widest: int) -> int
     return 1 if size == 2 and widest <= 128 and least_stages(target) == 1 else num_stages
 
 
-def holds_rows(target: Target) -> bool:
-    """May queries be held in registers by a product with an identity? On sm_90 Triton 3.6 made wrong code of
-    it at head dim 64, as an H200 showed."""
-    return target.name != "cuda:sm90"
-
-
-def check_held_rows(target: Target, hold_q: bool) -> None:
-    """Refuses what `holds_rows` says makes wrong code."""
-    if hold_q and not holds_rows(target):
-        raise spec_error("hold_q", got=True, wanted=f"False on {target.name}", change="Leave it out.")
-
-
 def fitted_backward(tile: Tile, owns_rows: bool, spec: AttentionSpec, target: Target) -> Tile:
     """The tile of the dQ kernel (it owns rows) or of the dK/dV kernel, cut until it fits as `fitted` does."""
     room = shared_limit(target)
