@@ -349,11 +349,12 @@ def choose_backward(spec: AttentionSpec, target: Target) -> BackwardConfig:
     key = entry_key(spec, target)
     small = Tile(32, 32, 4, 1)
     pair = tables.BACKWARD[key[0]][key[1]] if key else tables.BackwardPair(small, small)
-    dkv, dq = (t._replace(num_stages=max(t.num_stages, least_stages(target))) for t in pair)
+    dkv, dq = (t._replace(num_stages=max(t.num_stages, least_stages(target))) for t in pair[:2])
     dkv, dq = fitted_backward(dkv, False, spec, target), fitted_backward(dq, True, spec, target)
     if spec.features & HEAVY:
         dkv, dq = (
-            t._replace(num_warps=8 if t.block_m * t.block_n >= 2048 else t.num_warps) for t in (dkv, dq)
+            t._replace(num_warps=max(t.num_warps, pair.heavy_warps if t.block_m * t.block_n >= 2048 else 1))
+            for t in (dkv, dq)
         )
     return BackwardConfig(*dkv, *dq)
 

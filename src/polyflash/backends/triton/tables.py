@@ -188,10 +188,12 @@ FORWARD.update({("rdna3", 4): _RDNA_FLOAT32, ("rdna4", 4): _RDNA_FLOAT32})
 
 
 class BackwardPair(NamedTuple):
-    """Tiles of the dK/dV kernel (a program owns block_n keys) and of the dQ kernel (it owns block_m rows)."""
+    """Tiles of the dK/dV kernel (a program owns block_n keys) and of the dQ kernel (it owns block_m rows), and
+    how many warps both have at least with a plane of elements beside the scores."""
 
     dkv: Tile
     dq: Tile
+    heavy_warps: int = 8
 
 
 _ROOMY_BACKWARD = {  # model, but for what hopper says below
@@ -221,9 +223,10 @@ _AMPERE_BACKWARD = {
 _HOPPER_BACKWARD = {
     **_ROOMY_BACKWARD,
     32: BackwardPair(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),  # compiled [231; dQ 165]
-    # H200: two or three programs of 4 warps per core, 15 to 25 % ahead of one of 8 warps and twice the tile
-    64: BackwardPair(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    128: BackwardPair(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    # H200: two or three programs of 4 warps per core, 15 to 25 % ahead of one of 8 warps and twice the tile;
+    # with dropout 4 to 10 %, with a mask level for dK/dV and 14 % for dQ
+    64: BackwardPair(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), heavy_warps=4),
+    128: BackwardPair(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), heavy_warps=4),
     256: BackwardPair(Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),  # model
 }
 _AMD_BACKWARD = {  # model: one stage, 64 KiB
