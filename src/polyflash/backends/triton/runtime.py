@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _DIRECT = tuple(int(x) for x in triton.__version__.split(".")[:2]) in ((3, 6), (3, 9))
 _ALIGNED = 16  # bytes: what Triton compiles for
 _KEPT_KERNELS = 256  # per route
-# Triton loads a kernel where its launcher is asked for first, and sets the launcher before it has the function:
-# to another thread the function is None meanwhile.
+# Triton loads a kernel where its launcher is asked for first, and sets the launcher before it has the
+# function: to another thread the function is None meanwhile.
 _loading = threading.Lock()
 
 

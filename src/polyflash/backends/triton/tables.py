@@ -188,8 +188,8 @@ FORWARD.update({("rdna3", 4): _RDNA_FLOAT32, ("rdna4", 4): _RDNA_FLOAT32})
 
 
 class BackwardPair(NamedTuple):
-    """Tiles of the dK/dV kernel (a program owns block_n keys) and of the dQ kernel (it owns block_m rows), and
-    how many warps both have at least with a plane of elements beside the scores."""
+    """Tiles of the dK/dV kernel (a program owns block_n keys) and of the dQ kernel (it owns block_m rows),
+    and how many warps both have at least with a plane of elements beside the scores."""
 
     dkv: Tile
     dq: Tile
