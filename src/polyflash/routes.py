@@ -13,13 +13,13 @@ from polyflash import backends, env
 from polyflash.errors import spec_error
 from polyflash.spec import (
     MANY_KEYS,
-    SMALL_ROWS,
     Arguments,
     AttentionSpec,
     Feature,
     Phase,
     features_of,
     is_decode,
+    length_class,
 )
 
 # Read inside the op, so that a compiled graph obeys it at run time and has nothing to trace.
@@ -103,11 +103,6 @@ def class_of(x: Any) -> Any:
         return x
     kind = type(x)
     return x if kind is str else x != 0.0 if kind is float else x.dtype if isinstance(x, Tensor) else int
-
-
-def length_class(n: int) -> int:
-    """0, 1, up to 16 rows, up to 32 rows, prefill."""
-    return 4 if n > 2 * SMALL_ROWS else 3 if n > SMALL_ROWS else 2 if n > 1 else n
 
 
 def longest_class(args: Arguments) -> tuple[int | None, bool | None]:

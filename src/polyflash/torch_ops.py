@@ -27,13 +27,12 @@ from polyflash.routes import (
     ANY,
     any_requires_grad,
     class_of,
-    length_class,
     longest_class,
     requested_backend,
     spec_of,
 )
 from polyflash.routes import backend_in_use as backend_in_use
-from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, Phase, is_decode
+from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, Phase, is_decode, length_class
 
 _ARGUMENTS = (
     "bool causal=False, float? scale=None, bool need_lse=False, "

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from polyflash import routes
 from polyflash.backends.triton import configs, tables, tiles
 from polyflash.backends.triton.configs import (
     BackwardConfig,
@@ -23,7 +22,7 @@ from polyflash.backends.triton.configs import (
 )
 from polyflash.backends.triton.tables import Tile
 from polyflash.errors import SpecError
-from polyflash.spec import MANY_KEYS, MOST_POSITIONS, AttentionSpec, Feature, Phase
+from polyflash.spec import MANY_KEYS, MOST_POSITIONS, AttentionSpec, Feature, Phase, length_class
 from polyflash.target import Target
 
 DIMS = ((32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
@@ -282,14 +281,14 @@ class TestPurity:
     @pytest.mark.parametrize("target", (H200, gpu("gfx942"), INTERPRETER), ids=lambda t: t.name)
     def test_a_choice_depends_on_what_a_route_knows_and_on_no_batch(self, phase: Phase, target: Target):
         """Otherwise the first call of a route would choose for all later ones."""
-        lengths = (1, 2, 15, 16, 17, 32, 33, 1023, 1024, 5000)
+        lengths = (1, 2, 15, 16, 17, 32, 33, 1023, 1024, 4095, 4096, 9000)
         grouped = replace(PLAIN, phase=phase, num_q_heads=32, causal=True)
         found: dict[Any, set[Any]] = {}
         for rows, keys, batch in itertools.product(lengths, lengths, (1, 7, 512)):
             spec = replace(grouped, seqlen_q=rows, seqlen_k=keys, batch=batch)
-            key = (routes.length_class(rows), keys >= MANY_KEYS)
+            key = (length_class(rows), keys >= MANY_KEYS)
             found.setdefault(key, set()).add(configs.choose(spec, target))
-        assert len(found) == 8 and all(len(each) == 1 for each in found.values())
+        assert len(found) == 10 and all(len(each) == 1 for each in found.values())
 
     @pytest.mark.parametrize("phase", Phase)
     def test_with_batch_invariant_no_length_decides(self, phase: Phase):
@@ -300,12 +299,10 @@ class TestPurity:
 
     def test_the_bound_on_rows_is_that_of_route_classes(self):
         bounds: dict[int, set[int]] = {}
-        for n in range(1, 2000):
-            bounds.setdefault(routes.length_class(n), set()).add(
-                configs.most_rows(replace(PLAIN, seqlen_q=n))
-            )
+        for n in (*range(1, 2000), 4095, 4096, 9000):
+            bounds.setdefault(length_class(n), set()).add(configs.most_rows(replace(PLAIN, seqlen_q=n)))
         assert all(len(each) == 1 for each in bounds.values())
-        assert {1: {1}, 2: {16}, 3: {32}, 4: {0}} == bounds
+        assert {1: {1}, 2: {16}, 3: {32}, 4: {0}, 5: {0}} == bounds
 
 
 class TestSplits:

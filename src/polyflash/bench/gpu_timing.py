@@ -3,6 +3,7 @@ inputs. Times are seconds per call."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ _SAMPLE = 0.05  # seconds: calls of more than a twentieth of it are fewer than `
 _FLUSHED = 512 << 20  # bytes written between decode steps: ten times an H200's L2, and 0.1 ms in which the
 # host gets ahead, so that no launch is on the clock
 _GRAPH_CALLS = 20
+_ORDER = random.Random(0)
 
 
 @dataclass
@@ -125,16 +127,18 @@ def interleaved(
     rounds: int,
     repeats: int = 0,
 ) -> None:
-    """Adds `rounds` samples to every arm, once each per round, in an order that turns round every round.
+    """Adds `rounds` samples to every arm, once each per round, in a random order: a device at its power limit
+    is as quick as what ran before lets it be. Half a sample goes by unmeasured for the same reason.
     `repeats`: calls of a sample; 0: as many as fit `_SAMPLE`, at most `CALLS`."""
     for t in timed:
         with t.arm.scope():
             clock(t.calls, max(2, len(t.calls)))
             once = clock(t.calls, max(2, len(t.calls)))
         t.repeats = repeats or min(CALLS, max(FEWEST_CALLS, round(_SAMPLE / max(once, 1e-9))))
-    for i in range(rounds):
-        for t in timed if i % 2 == 0 else list(reversed(timed)):
+    for _ in range(rounds):
+        for t in _ORDER.sample(list(timed), len(timed)):
             with t.arm.scope():
+                clock(t.calls, max(1, t.repeats // 2))
                 t.samples.append(clock(t.calls, t.repeats))
 
 

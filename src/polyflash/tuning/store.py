@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyflash import env
 from polyflash.errors import SpecError
-from polyflash.spec import MANY_KEYS, SMALL_ROWS, AttentionSpec, Feature, Phase
+from polyflash.spec import MANY_KEYS, AttentionSpec, Feature, Phase, length_class
 
 if TYPE_CHECKING:
     from polyflash.capability import Capability
@@ -127,11 +127,6 @@ def _version(package: str) -> str:
         return "0"
 
 
-def rows_class(n: int) -> int:
-    """0, 1, up to 16 rows, up to 32, more: as routes tell them apart."""
-    return 4 if n > 2 * SMALL_ROWS else 3 if n > SMALL_ROWS else 2 if n > 1 else n
-
-
 def key_of(row: Capability, spec: AttentionSpec) -> str:
     """What an entry is for, as text; "" for calls that take no tuned config. Those whose bits no length may
     change are such: another length is another entry."""
@@ -141,7 +136,7 @@ def key_of(row: Capability, spec: AttentionSpec) -> str:
     heads = f"h{spec.num_q_heads}/{spec.num_kv_heads}" if row.phase is Phase.DECODE else f"g{spec.group}"
     keys = "many" if spec.seqlen_k >= MANY_KEYS else "few"
     dims = f"d{spec.head_dim}/{spec.head_dim_v}"
-    return f"{row.name} {spec.dtype} {heads} {dims} r{rows_class(spec.seqlen_q)} {keys} {features}".strip()
+    return f"{row.name} {spec.dtype} {heads} {dims} r{length_class(spec.seqlen_q)} {keys} {features}".strip()
 
 
 def find(row: Capability, spec: AttentionSpec, target: Target, kind: type) -> tuple[Any, str]:

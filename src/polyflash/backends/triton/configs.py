@@ -15,12 +15,15 @@ from polyflash.backends.triton import tables
 from polyflash.backends.triton.tables import Tile
 from polyflash.backends.triton.tiles import (
     ELEMENT_BYTES,
+    HEAVY,
     LEAST,
     backward_shared_bytes,
     entry_key,
     fitted,
     fitted_backward,
+    holds_rows,
     least_stages,
+    long_tile,
     neighbours,
     power,
     shared_bytes,
@@ -34,12 +37,6 @@ if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
     from polyflash.target import Target
 
-# a plane beside the scores
-HEAVY = frozenset((Feature.MASK, Feature.BIAS, Feature.SEGMENTS, Feature.DROPOUT))
-HIDING = HEAVY | {  # what may hide a key from a row
-    *(Feature.CAUSAL, Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS, Feature.INTERVALS),
-    *(Feature.VARLEN, Feature.PAGED, Feature.ROW_BOUNDS),
-}
 PACKED_GAIN = 0.9  # pack query heads where a tile of one head is filled worse than this share of a packed one
 LEAST_SPLIT, MOST_SPLIT = 128, 4096  # keys of a split
 UNSPLIT = 1 << 30  # as split_keys: all keys of a request in one program, however many (for `ablate`)
@@ -265,15 +262,6 @@ def _forward_tile(spec: AttentionSpec, target: Target) -> Tile:
     return fitted(found.heavy if spec.features & HEAVY else found.plain, spec, target)
 
 
-def _holds_rows(spec: AttentionSpec, target: Target, block_m: int) -> bool:
-    """Does Q stay in registers? With fewer than 64 rows there is no product of Hopper that could read it."""
-    group, head = entry_key(spec, target) or (("", 0), 0)
-    held = tables.HELD.get(group)
-    if held is None or spec.features & HEAVY or block_m < 64:
-        return False
-    return head in (held.hiding if spec.features & HIDING else held.whole)
-
-
 def _safe(spec: AttentionSpec, target: Target) -> Tile:
     """The largest of the safe tiles that fits."""
     room = shared_limit(target)
@@ -284,7 +272,7 @@ def _safe(spec: AttentionSpec, target: Target) -> Tile:
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     """The table's tile, narrower for few rows; heads packed where that fills tiles; rows of a causal mask
     longest first, so that the short ones fill the last wave."""
-    tile = _forward_tile(spec, target)
+    tile = long_tile(spec, target) or _forward_tile(spec, target)
     packed = packs(spec, tile.block_m)
     tile = _narrowed(tile, most_rows(spec) * (spec.group if packed else 1))
     order = "heavy_first" if spec.causal else "plain"
@@ -292,7 +280,7 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     described = arch is not None and (arch.family, ELEMENT_BYTES.get(spec.dtype)) in tables.DESCRIBED
     described = described and Feature.PAGED not in spec.features
     loads = "descriptor" if described else "pointer"
-    held = _holds_rows(spec, target, tile.block_m)
+    held = holds_rows(spec, target, tile.block_m)
     return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order, hold_q=held)
 
 

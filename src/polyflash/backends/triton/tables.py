@@ -46,6 +46,7 @@ class Held(NamedTuple):
 
     whole: frozenset[int]  # where every row sees every key
     hiding: frozenset[int]  # where some does not
+    long: frozenset[int] = frozenset()  # of the tiles of `LONG`
 
 
 ARCHS = {
@@ -140,6 +141,16 @@ FORWARD: dict[tuple[str, int], dict[int, Tiles]] = {
         192: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [182, -]
         256: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),  # compiled [207, -]
         576: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),  # model
+    },
+}
+
+# (family, bytes of an element) -> (head-dim class, is a key hidden) -> tile of plain problems of LONG_ROWS and more, which run a
+# device into its power limit: then what takes less power is quicker, and twice the rows fetch half the keys.
+LONG: dict[tuple[str, int], dict[tuple[int, bool], Tile]] = {
+    ("hopper", 2): {  # H200
+        (64, False): Tile(64, 128, 4, 2),
+        (64, True): Tile(64, 128, 4, 2),
+        (128, False): Tile(128, 64, 4, 2),
     },
 }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from polyflash.backends.triton import tables
 from polyflash.backends.triton.tables import Tile
 from polyflash.errors import spec_error
+from polyflash.spec import LONG_ROWS, Feature
 
 if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 WARPGROUP_ROWS = 64  # of a matrix instruction of sm_90
 LEAST = 16  # rows, keys and channels of the smallest operand of a matrix instruction
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# with a plane of elements beside the scores
+HEAVY = frozenset((Feature.MASK, Feature.BIAS, Feature.SEGMENTS, Feature.DROPOUT))
+HIDING = HEAVY | {  # what may hide a key from a row
+    *(Feature.CAUSAL, Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS, Feature.INTERVALS),
+    *(Feature.VARLEN, Feature.PAGED, Feature.ROW_BOUNDS),
+}
 
 
 def split_dim(d: int, least: int = LEAST) -> tuple[int, int]:
@@ -62,6 +69,26 @@ def entry_key(spec: AttentionSpec, target: Target) -> tuple[tuple[str, int], int
     widest = max(spec.head_dim, spec.head_dim_v)
     head = next((c for c in tables.CLASSES if widest <= c), 0)
     return ((arch.family, size), head) if arch and size and head else None
+
+
+def long_tile(spec: AttentionSpec, target: Target) -> Tile | None:
+    """The tile of long problems, if this is one and they have their own."""
+    rows = spec.max_seqlen_q if Feature.VARLEN in spec.features else spec.seqlen_q
+    key = entry_key(spec, target)
+    if key is None or (rows or 0) < LONG_ROWS or spec.features & (HEAVY | {Feature.BATCH_INVARIANT}):
+        return None
+    return tables.LONG.get(key[0], {}).get((key[1], bool(spec.features & HIDING)))
+
+
+def holds_rows(spec: AttentionSpec, target: Target, block_m: int) -> bool:
+    """Does Q stay in registers? With fewer than 64 rows there is no product of Hopper that could read it."""
+    key = entry_key(spec, target)
+    held = tables.HELD.get(key[0]) if key else None
+    if key is None or held is None or spec.features & HEAVY or block_m < WARPGROUP_ROWS:
+        return False
+    if long_tile(spec, target):
+        return key[1] in held.long
+    return key[1] in (held.hiding if spec.features & HIDING else held.whole)
 
 
 def shared_bytes(tile: Tile, spec: AttentionSpec, target: Target) -> int:
