@@ -22,12 +22,12 @@ from polyflash.backends.triton.configs import (
 )
 from polyflash.backends.triton.tables import Tile
 from polyflash.errors import SpecError
-from polyflash.spec import MANY_KEYS, MOST_POSITIONS, AttentionSpec, Feature, Phase, length_class
+from polyflash.spec import LONG_ROWS, MANY_KEYS, MOST_POSITIONS, AttentionSpec, Feature, Phase, length_class
 from polyflash.target import Target
 
 DIMS = ((32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
 KINDS = (frozenset(), frozenset({Feature.BIAS}))
-PLAIN = AttentionSpec(Phase.FORWARD, "bfloat16", "cuda", 1, 8, 8, 4096, 4096, 128, 128, frozenset())
+PLAIN = AttentionSpec(Phase.FORWARD, "bfloat16", "cuda", 1, 8, 8, 2048, 2048, 128, 128, frozenset())
 
 
 def gpu(arch: str, **given: Any) -> Target:
@@ -49,7 +49,7 @@ def problems() -> Iterator[tuple[AttentionSpec, Target]]:
     """The shape grid: every architecture, dtype, head dim and weight; and on a few of them lengths, groups,
     heads and features on both sides of each threshold."""
     for target, dtype, (d, dv), kind, rows, phase in itertools.product(
-        (*GPUS, *UNKNOWN, INTERPRETER), ("bfloat16", "float32"), DIMS, KINDS, (1, 4096), Phase
+        (*GPUS, *UNKNOWN, INTERPRETER), ("bfloat16", "float32"), DIMS, KINDS, (1, 2048, 4096), Phase
     ):
         yield (
             replace(PLAIN, phase=phase, dtype=dtype, head_dim=d, head_dim_v=dv, features=kind, seqlen_q=rows),
@@ -107,7 +107,7 @@ class TestReachability:
         chosen = set()
         for spec, target in GRID:
             found = entry_of(spec, target, tables.FORWARD)
-            if spec.phase is Phase.FORWARD and spec.seqlen_q == 4096 and found and not spec.members:
+            if spec.phase is Phase.FORWARD and spec.seqlen_q == 2048 and found and not spec.members:
                 want = found.heavy if Feature.BIAS in spec.features else found.plain
                 config = configs.choose(spec, target)
                 assert tile_of(config) == want, (target.name, spec.dtype, spec.head_dim, config)
@@ -130,6 +130,25 @@ class TestReachability:
                 assert not held(replace(whole, seqlen_q=16), gpu(arch))  # another tile
             assert found.hiding | found.whole <= set(tables.CLASSES)
         assert not held(PLAIN, gpu("sm80"))
+
+    def test_long_problems_and_no_others_have_the_tiles_of_long_ones(self):
+        for (family, size), found in tables.LONG.items():
+            arch = next(a for a, known in tables.ARCHS.items() if known.family == family)
+            dtype = next(n for n, bytes_ in tiles.ELEMENT_BYTES.items() if bytes_ == size)
+            for (head, hides), tile in found.items():
+                hiding = {Feature.CAUSAL} if hides else set()
+                spec = replace(PLAIN, dtype=dtype, head_dim=head, head_dim_v=head)
+                spec = replace(spec, seqlen_q=LONG_ROWS, seqlen_k=9000, features=frozenset(hiding))
+                chosen = configs.choose(spec, gpu(arch))
+                assert tile_of(chosen) == tile != tables.FORWARD[family, size][head].plain
+                assert not chosen.hold_q
+                for changed in (
+                    replace(spec, seqlen_q=LONG_ROWS - 1),
+                    replace(spec, features=spec.features | {Feature.BATCH_INVARIANT}),
+                    replace(spec, features=spec.features | {Feature.MASK}),
+                    replace(spec, features=spec.features | {Feature.VARLEN}),  # of unknown lengths
+                ):
+                    assert tile_of(configs.choose(changed, gpu(arch))) != tile
 
     def test_every_backward_entry_is_chosen_whole_on_every_architecture_of_its_family(self):
         for spec, target in GRID:
@@ -216,7 +235,7 @@ class TestThresholds:
         assert not tiles.has_table(replace(PLAIN, dtype="float64"), H200)
 
     @pytest.mark.parametrize(
-        ("rows", "block_m"), ((1, 16), (2, 16), (16, 16), (17, 32), (32, 32), (33, 128), (4096, 128))
+        ("rows", "block_m"), ((1, 16), (2, 16), (16, 16), (17, 32), (32, 32), (33, 128), (2048, 128))
     )
     def test_few_rows_have_a_narrow_tile(self, rows: int, block_m: int):
         wide = replace(PLAIN, seqlen_q=rows, head_dim=192, head_dim_v=192)

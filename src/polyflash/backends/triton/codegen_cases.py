@@ -19,11 +19,11 @@ from torch import Tensor
 
 from polyflash import target as targets
 from polyflash.backends.triton import configs, tables, tiles
-from polyflash.spec import Arguments, AttentionSpec, Phase, features_of
+from polyflash.spec import LONG_ROWS, Arguments, AttentionSpec, Phase, features_of
 from polyflash.target import Target
 
 GPUS = tuple(t.name for t in targets.KNOWN if t.kind in ("cuda", "hip"))
-BATCH, HEADS, KEYS, PAGES = 2, 16, 4096, 64
+BATCH, HEADS, KEYS, PAGES = 2, 16, 2048, 64
 _OPTIONS = ("num_warps", "num_stages")
 
 
@@ -60,6 +60,8 @@ def _packed() -> dict[str, Any]:
 PROBLEMS = {
     "full": Problem(),
     "causal": Problem(options=lambda: {"causal": True}),
+    "long": Problem(seqlen_q=LONG_ROWS, seqlen_k=LONG_ROWS),
+    "long-causal": Problem(seqlen_q=LONG_ROWS, seqlen_k=LONG_ROWS, options=lambda: {"causal": True}),
     "window": Problem(options=lambda: {"causal": True, "window_left": 512}),
     "mask": Problem(options=lambda: {"mask": _meta(BATCH, 1, KEYS, KEYS, dtype=torch.bool)}),
     "bias": Problem(options=lambda: {"bias": _meta(BATCH, HEADS, KEYS, KEYS, dtype=torch.bfloat16)}),
@@ -244,6 +246,10 @@ def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
     if gpu in ONE_OF_EACH:
         for problem in shipped.rare:
             yield Case(phase, gpu, "bfloat16", 128, problem)
+    if phase is Phase.FORWARD:
+        arch = tables.ARCHS[targets.parse(gpu).arch]
+        for d, hides in tables.LONG.get((arch.family, 2), {}):
+            yield Case(phase, gpu, "bfloat16", d, "long-causal" if hides else "long")
 
 
 # (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits spill nothing, unless that is faster
@@ -258,7 +264,7 @@ def must_be_clean(case: Case) -> bool:
     return (
         case.head_dim in (64, 128)
         and tiles.ELEMENT_BYTES[case.dtype] == 2
-        and case.problem in ("causal", "full")
+        and case.problem in ("causal", "full", "long", "long-causal")
         and any(case.phase is phase and case.target.arch in archs for phase, archs in CLEAN)
     )
 

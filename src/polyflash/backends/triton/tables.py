@@ -46,7 +46,6 @@ class Held(NamedTuple):
 
     whole: frozenset[int]  # where every row sees every key
     hiding: frozenset[int]  # where some does not
-    long: frozenset[int] = frozenset()  # of the tiles of `LONG`
 
 
 ARCHS = {
@@ -144,8 +143,10 @@ FORWARD: dict[tuple[str, int], dict[int, Tiles]] = {
     },
 }
 
-# (family, bytes of an element) -> (head-dim class, is a key hidden) -> tile of plain problems of LONG_ROWS and more, which run a
-# device into its power limit: then what takes less power is quicker, and twice the rows fetch half the keys.
+# (family, bytes of an element) -> (head-dim class, is a key hidden) -> tile of plain problems of LONG_ROWS
+# and more, which run a device into its power limit: what moves less is then quicker. H200, at 4k and 8k:
+# whole ones of 128 rows 2 to 9 % ahead of 64 at head dim 128; causal ones 8 % behind to 4 % ahead, so not
+# here.
 LONG: dict[tuple[str, int], dict[tuple[int, bool], Tile]] = {
     ("hopper", 2): {  # H200
         (64, False): Tile(64, 128, 4, 2),
@@ -154,9 +155,9 @@ LONG: dict[tuple[str, int], dict[tuple[int, bool], Tile]] = {
     },
 }
 
-# (family, bytes of an element) -> what is held. H200: out of shared memory Q takes as much of its rate as the
-# keys do. At 64 and 256 held rows are 1 to 15 % ahead, at 128 by 1 to 7 %, but with code that hides keys 1 to
-# 2 % behind.
+# (family, bytes of an element) -> what is held, but for tiles of `LONG`. H200: Q out of shared memory takes
+# as much of its rate as the keys do. Held rows are 1 to 15 % ahead at 64 and 256, at 128 by 1 to 7 %, but 1
+# to 2 % behind with code that hides keys.
 HELD: dict[tuple[str, int], Held] = {
     ("hopper", 2): Held(whole=frozenset({64, 128, 256}), hiding=frozenset({64, 256})),
 }

@@ -87,7 +87,7 @@ def holds_rows(spec: AttentionSpec, target: Target, block_m: int) -> bool:
     if key is None or held is None or spec.features & HEAVY or block_m < WARPGROUP_ROWS:
         return False
     if long_tile(spec, target):
-        return key[1] in held.long
+        return False
     return key[1] in (held.hiding if spec.features & HIDING else held.whole)
 
 
