@@ -12,6 +12,7 @@ import polyflash
 from polyflash import Mask
 from polyflash.mask import block_range, row_interval
 from polyflash.workloads import random_mask
+from tests import device
 from tests.conformance.rows import DTYPES, Runner, ints, qkv
 from tests.tolerance import Figures, near, same_bits, visible
 
@@ -161,7 +162,8 @@ def test_bool_mask_strides(run: Runner):
     }
     for name, mask in forms.items():
         got = run.checked(q, k, v, mask=mask, label=name)
-        same_bits(got.out, run(q, k, v, mask=mask.contiguous()).out, name)
+        if device.DEVICE.type == "cpu":  # elsewhere other strides are another kernel, with sums of its own
+            same_bits(got.out, run(q, k, v, mask=mask.contiguous()).out, name)
 
 
 def test_mask_objects(run: Runner):

@@ -130,6 +130,10 @@ class TestReachability:
                 assert not held(replace(whole, seqlen_q=16), gpu(arch))  # another tile
             assert found.hiding | found.whole <= set(tables.CLASSES)
         assert not held(PLAIN, gpu("sm80"))
+        narrow = replace(PLAIN, head_dim=64, head_dim_v=64)
+        for version, holds in (("3.6.0", True), ("3.9.0", False)):
+            assert held(narrow, gpu("sm90", packages=(("triton", version),))) is holds
+            assert held(PLAIN, gpu("sm90", packages=(("triton", version),)))
 
     def test_long_problems_and_no_others_have_the_tiles_of_long_ones(self):
         for (family, size), found in tables.LONG.items():

@@ -202,7 +202,10 @@ def fields(text: str) -> tuple[tuple[str, Any], ...]:
     for part in text.split(","):
         name, _, value = part.partition("=")
         found.append(
-            (name.strip(), plain[value] if value in plain else int(value) if value.isdigit() else value)
+            (
+                name.strip(),
+                plain[value.lower()] if value.lower() in plain else int(value) if value.isdigit() else value,
+            )
         )
     return tuple(found)
 

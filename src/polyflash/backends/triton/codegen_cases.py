@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -96,7 +96,8 @@ class Case:
 
     @property
     def target(self) -> Target:
-        return targets.parse(self.target_name)
+        """With the Triton at hand, on which a choice may depend."""
+        return replace(targets.parse(self.target_name), packages=targets.detect("cpu").packages)
 
     def spec(self) -> AttentionSpec:
         p, args = PROBLEMS[self.problem], self.arguments()

@@ -162,6 +162,9 @@ HELD: dict[tuple[str, int], Held] = {
     ("hopper", 2): Held(whole=frozenset({64, 128, 256}), hiding=frozenset({64, 256})),
 }
 
+# head-dim class -> the Tritons that hold it: the ptxas of 3.9 serialises such products at 64 (C7513).
+HELD_BY: dict[int, tuple[str, ...]] = {64: ("3.6",)}
+
 # float32 is multiplied as IEEE float32: on NVIDIA and RDNA without matrix instructions. Model unless said.
 _CUDA_FLOAT32 = {
     32: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),

@@ -86,7 +86,8 @@ def holds_rows(spec: AttentionSpec, target: Target, block_m: int) -> bool:
     held = tables.HELD.get(key[0]) if key else None
     if key is None or held is None or spec.features & HEAVY or block_m < WARPGROUP_ROWS:
         return False
-    if long_tile(spec, target):
+    triton = dict(target.packages).get("triton", "")
+    if long_tile(spec, target) or (triton and not triton.startswith(tables.HELD_BY.get(key[1], ""))):
         return False
     return key[1] in (held.hiding if spec.features & HIDING else held.whole)
 
