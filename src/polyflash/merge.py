@@ -56,6 +56,16 @@ def merge(
     return AttentionOutput(torch.where(no_b, out_a, torch.where(no_a, out_b, mixed)), lse)
 
 
+def merge_rows(a: AttentionOutput, b: AttentionOutput) -> AttentionOutput:
+    """`merge` of results made here without gradients, layout "thd": the same bits, in half the operations
+    where a CPU sees that every row saw a key in both."""
+    if a.lse.device.type != "cpu" or not bool((torch.minimum(a.lse, b.lse) > -torch.inf).all()):
+        return merge(a.out, a.lse, b.out, b.lse, layout="thd")
+    apart = a.lse - b.lse
+    weight_a, weight_b = (_beside_out(torch.sigmoid(x), "thd") for x in (apart, -apart))
+    return AttentionOutput((a.out * weight_a).add_(b.out * weight_b), torch.logaddexp(a.lse, b.lse))
+
+
 def _beside_out(x: Tensor, layout: str) -> Tensor:
     """A tensor of lse's shape, broadcastable against out."""
     return (x if layout == "bhsd" else x.transpose(-1, -2)).unsqueeze(-1)

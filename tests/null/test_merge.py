@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import SpecError
-from polyflash.merge import AttentionOutput, merge
+from polyflash.merge import AttentionOutput, merge, merge_rows
 from polyflash.reference import attention_reference
 from tests.tolerance import same_bits
 
@@ -66,6 +66,26 @@ def test_commutes_bitwise() -> None:
         a.lse[0, 0, :2], b.lse[0, 0, 1:3] = -INF, -INF
         for x, y in zip(merge(*a, *b), merge(*b, *a), strict=True):
             same_bits(x, y)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("gone", ((), ("a",), ("a", "b")), ids=str)
+def test_rows_of_results_are_merged_to_the_same_bits(gone: tuple[str, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    a, b = (
+        AttentionOutput(
+            torch.randn(7, 3, 5, generator=generator).to(dtype),
+            8 * torch.randn(3, 7, generator=generator),
+        )
+        for _ in range(2)
+    )
+    for name, state in (("a", a), ("b", b)):
+        if name in gone:
+            state.lse[1, 4] = -torch.inf
+            state.out[4, 1] = torch.nan
+    got, want = merge_rows(a, b), merge(a.out, a.lse, b.out, b.lse, layout="thd")
+    for x, y in zip(got, want, strict=True):
+        same_bits(x, y)
 
 
 @pytest.mark.parametrize("distance", [90.0, -90.0, 1e4, -1e4, 3e38, -3e38])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polyflash.arguments import Causal
 from polyflash.errors import described, spec_error
-from polyflash.merge import AttentionOutput, merge
+from polyflash.merge import AttentionOutput, merge_rows
 from polyflash.paged import attention_paged
 from polyflash.results import outputs
 from polyflash.spec import PACKED_ROWS
@@ -176,7 +176,7 @@ def attend(
         q, k_pages, v_pages, tables.page_table[:, pages:], tables.kv_lens - keys, return_lse=True,
         **of_rows, **of_call,
     )  # fmt: skip
-    merged = merge(prefix.out, prefix.lse, rest.out, rest.lse, layout="thd")
+    merged = merge_rows(prefix, rest)
     place = outputs(rows, v_pages, False)[0][0].transpose(0, 1) if out is None else out
     result = place.copy_(merged.out)
     return AttentionOutput(result, merged.lse) if return_lse else result

@@ -86,9 +86,11 @@ class ForwardConfig:
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """What a plan says about this choice beside its numbers."""
         packed = f"{spec.group} query heads of a kv head share a tile" if self.pack_gqa else ""
-        heavy = _heavy_note(spec)
+        heavy = sorted(f.value for f in spec.features & HEAVY)
+        smaller = f"smaller tiles for {', '.join(heavy)}" if heavy else ""
+        held = "queries stay in registers" if self.hold_q else ""
         first = "tiles with the most keys start first" if self.order == "heavy_first" else ""
-        return tuple(note for note in (_channel_note(spec), packed, heavy, first) if note)
+        return tuple(note for note in (_channel_note(spec), packed, smaller, held, first) if note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class BackwardConfig:
         how = "dK, dV and dQ in two kernels without atomics: bits repeat"
         if self.fused:
             how = "one pass, dQ by atomic sums: bits differ from run to run"
-        return tuple(note for note in (_channel_note(spec), how, _heavy_note(spec)) if note)
+        return _channel_note(spec), how
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +210,6 @@ def _check_one_of(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
 def _channel_note(spec: AttentionSpec) -> str:
     blocks = ["+".join(str(n) for n in split_dim(d) if n) for d in (spec.head_dim, spec.head_dim_v)]
     return f"channels in blocks of {blocks[0]}, of V {blocks[1]}"
-
-
-def _heavy_note(spec: AttentionSpec) -> str:
-    heavy = sorted(f.value for f in spec.features & HEAVY)
-    return f"smaller tiles for {', '.join(heavy)}" if heavy else ""
 
 
 def most_rows(spec: AttentionSpec) -> int:
