@@ -20,6 +20,7 @@ from polyflash.bench.race import race
 from polyflash.bench.timing import FEWEST, Summary
 from polyflash.cli import main
 from polyflash.spec import Phase
+from polyflash.tuning import group_trial
 from polyflash.tuning.trial import Trial, trial
 from polyflash.workloads import named
 
@@ -53,6 +54,36 @@ def test_a_document_has_every_switch_with_its_ratio_and_its_difference(clock):
     for switch in row["switches"]:
         assert switch["mark"] == "" and switch["difference"] <= one.tolerance >= switch["error"]
         assert ("panels" in switch["name"]) is (switch["difference"] == 0)  # a panel decides no sum
+
+
+@pytest.mark.parametrize("groups", (2, 4))
+def test_groups_are_walked_together_and_one_by_one(groups, clock, tmp_path, capsys):
+    file = tmp_path / "a.json"
+    assert main(["ablate", *SHAPE, "--backend", "cpu", "--groups", str(groups), "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    (switch,) = row["switches"]
+    other = "off" if row["config"]["fused_groups"] else "on"
+    assert switch["name"] == f"fused_groups={other}" and switch["mark"] == ""
+    assert switch["error"] <= 2e-5 and row["error"] <= 2e-5 and row["row"].startswith("cpu/")
+    assert row["problem"].startswith(f"{groups} groups of {40 // groups} rows")
+    assert clock == [(ablation.CHOSEN, switch["name"])]
+
+
+def test_groups_that_lose_a_group_differ(clock, monkeypatch):
+    made = group_trial.group_trial(named("causal-tall"), 3, "cpu")
+
+    def fewer(self, config):
+        return lambda: tuple(x * (0.0 if config.fused_groups else 1.0) for x in made.reference)
+
+    monkeypatch.setattr(group_trial.GroupTrial, "run", fewer)
+    (switch,) = ablation.measured(replace(made, untuned=group_trial.Fusion(False)), "cpu", 0.01)["switches"]
+    assert switch["mark"] == "differs by more than rounding"
+
+
+@pytest.mark.parametrize("groups", (1, 41))
+def test_groups_without_rows_are_refused(groups, capsys):
+    assert main(["ablate", *SHAPE, "--groups", str(groups)]) == 1
+    assert "groups: got" in capsys.readouterr().err
 
 
 def test_only_the_switches_asked_for_run(clock):

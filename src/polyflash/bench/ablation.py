@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from polyflash.bench import asked
 from polyflash.bench.cells import ms
 from polyflash.bench.race import race
 from polyflash.bench.timing import Summary
+from polyflash.tuning.group_trial import GroupTrial, group_trial
 from polyflash.tuning.trial import Trial, worst_row
+from polyflash.workloads import Workload
 
 CHOSEN = "as chosen"
 SCHEMA = "polyflash.ablation/1"
@@ -37,6 +39,10 @@ def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     ablate.add_argument(
         "--switch", nargs="+", default=[], metavar="NAME", help="these fields alone: base2 ..."
     )
+    ablate.add_argument(
+        "--groups", nargs="+", type=int, default=[], metavar="N",
+        help="instead: the rows in N groups of one K/V set, walked together and one by one",
+    )  # fmt: skip
     ablate.add_argument("--json", metavar="FILE", help="write every figure to FILE")
     ablate.add_argument("--page", metavar="FILE", help="write the tables to FILE as Markdown")
     ablate.set_defaults(command=run)
@@ -51,12 +57,10 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         return 0
     device = asked.device_of(options)
     rows = []
-    for phase in options.phase:
-        for workload in chosen:
-            (trial,) = asked.trials([workload], phase, options.backend, device)
-            rows.append(measured(trial, device, options.seconds, options.switch))
-            if not options.quiet:
-                out.print(_table(rows[-1]), "")
+    for trial in _trials(options, chosen, device):
+        rows.append(measured(trial, device, options.seconds, options.switch))
+        if not options.quiet:
+            out.print(_table(rows[-1]), "")
     content = {"schema": SCHEMA, "target": asked.target_of(device).name, "rows": rows}
     if options.json:
         Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -65,7 +69,21 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     return 1 if any("differs" in s["mark"] for row in rows for s in row["switches"]) else 0
 
 
-def measured(trial: Trial, device: str, seconds: float, only: Sequence[str] = ()) -> dict[str, Any]:
+def _trials(
+    options: argparse.Namespace, chosen: Sequence[Workload], device: str
+) -> Iterator[Trial | GroupTrial]:
+    for groups in options.groups:
+        for workload in chosen:
+            yield group_trial(workload, groups, options.backend or "", device=device)
+    if not options.groups:
+        for phase in options.phase:
+            for workload in chosen:
+                yield from asked.trials([workload], phase, options.backend, device)
+
+
+def measured(
+    trial: Trial | GroupTrial, device: str, seconds: float, only: Sequence[str] = ()
+) -> dict[str, Any]:
     """One problem's switches as plain data: time over that of the chosen config, both medians, how far the
     results are from it and from the reference; "mark" says why a switch was not timed."""
     chosen = trial.untuned
@@ -96,7 +114,7 @@ def measured(trial: Trial, device: str, seconds: float, only: Sequence[str] = ()
             found["ratio"] = times[found["name"]].median / times[CHOSEN].median
     return {
         "problem": trial.workload.name,
-        "row": trial.launch.row.name,
+        "row": trial.row_name,
         "target": trial.device.name,
         "config": asdict(chosen),
         "error": _finite(trial.error(expected)),

@@ -59,6 +59,10 @@ class Trial:
         return self.launch.target
 
     @property
+    def row_name(self) -> str:
+        return self.launch.row.name
+
+    @property
     def untuned(self) -> Any:
         """What the row chooses by itself."""
         return self.launch.row.choose(self.spec, self.device)
