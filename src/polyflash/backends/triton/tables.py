@@ -156,8 +156,8 @@ LONG: dict[tuple[str, int], dict[tuple[int, bool], Tile]] = {
 }
 
 # (family, bytes of an element) -> what is held, but for tiles of `LONG`. H200: Q out of shared memory takes
-# as much of its rate as the keys do. Held rows are 1 to 15 % ahead at 64 and 256, at 128 by 1 to 7 %, but 1
-# to 2 % behind with code that hides keys.
+# as much of its rate as the keys do. Held rows are up to 15 % ahead at 64 and 256, up to 8 % at 128, but
+# there 1 to 2 % behind with code that hides keys.
 HELD: dict[tuple[str, int], Held] = {
     ("hopper", 2): Held(whole=frozenset({64, 128, 256}), hiding=frozenset({64, 256})),
 }
