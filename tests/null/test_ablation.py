@@ -80,10 +80,17 @@ def test_groups_that_lose_a_group_differ(clock, monkeypatch):
     assert switch["mark"] == "differs by more than rounding"
 
 
-@pytest.mark.parametrize("groups", (1, 41))
-def test_groups_without_rows_are_refused(groups, capsys):
-    assert main(["ablate", *SHAPE, "--groups", str(groups)]) == 1
-    assert "groups: got" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "name"),
+    (
+        *((("--groups", n), "groups") for n in ("1", "3", "41")),
+        (("--groups", "2", "--phase", "backward"), "phase"),
+        (("--groups", "2", "--causal", "top_left"), "problem"),
+    ),
+)
+def test_groups_that_would_lose_something_are_refused(words, name, capsys):
+    assert main(["ablate", *SHAPE, *words]) == 1
+    assert f"{name}: got" in capsys.readouterr().err
 
 
 def test_only_the_switches_asked_for_run(clock):

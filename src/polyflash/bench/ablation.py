@@ -22,6 +22,7 @@ from polyflash.bench import asked
 from polyflash.bench.cells import ms
 from polyflash.bench.race import race
 from polyflash.bench.timing import Summary
+from polyflash.errors import spec_error
 from polyflash.tuning.group_trial import GroupTrial, group_trial
 from polyflash.tuning.trial import Trial, worst_row
 from polyflash.workloads import Workload
@@ -72,6 +73,9 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
 def _trials(
     options: argparse.Namespace, chosen: Sequence[Workload], device: str
 ) -> Iterator[Trial | GroupTrial]:
+    if options.groups and options.phase != ["forward"]:
+        got = ",".join(options.phase)
+        raise spec_error("phase", got=got, wanted="forward beside --groups", change="Leave --phase out.")
     for groups in options.groups:
         for workload in chosen:
             yield group_trial(workload, groups, options.backend or "", device=device)

@@ -201,12 +201,7 @@ def fields(text: str) -> tuple[tuple[str, Any], ...]:
     found = []
     for part in text.split(","):
         name, _, value = part.partition("=")
-        found.append(
-            (
-                name.strip(),
-                plain[value.lower()] if value.lower() in plain else int(value) if value.isdigit() else value,
-            )
-        )
+        found.append((name.strip(), plain.get(value.lower(), int(value) if value.isdigit() else value)))
     return tuple(found)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-from torch import Tensor
+from functools import partial
+from typing import Any
 
 from polyflash import target
 from polyflash.errors import spec_error
@@ -29,11 +30,7 @@ class GroupTrial:
     row_name: str
     device: Target
     untuned: Fusion
-    q: tuple[Tensor, ...]
-    k: Tensor
-    v: Tensor
-    ends: tuple[int, ...]  # of the keys that a group sees; its last row stands at the last of them
-    backend: str
+    walk: Callable[[bool], Results]
     reference: Results
 
     def switches(self) -> dict[str, Fusion]:
@@ -41,7 +38,7 @@ class GroupTrial:
         return {f"fused_groups={'on' if other else 'off'}": Fusion(other)}
 
     def run(self, config: Fusion) -> Run:
-        return lambda: _walked(self.q, self.k, self.v, self.ends, self.backend, config.fused_groups)
+        return partial(self.walk, config.fused_groups)
 
     def error(self, results: Results) -> float:
         return max(worst_row(a, b) for a, b in zip(results, self.reference, strict=True))
@@ -52,39 +49,31 @@ class GroupTrial:
 
 
 def group_trial(workload: Workload, groups: int, backend: str, *, device: str = "cpu") -> GroupTrial:
-    """The rows of a problem in `groups` equal chunks, causal, the ends of which are evenly spaced over its
-    keys, as the ranks of context parallelism have them."""
-    rows = workload.seqlen_q // max(1, groups)
-    if groups < 2 or not rows or workload.seqlen_k < groups:
-        wanted = f"2 to {min(workload.seqlen_q, workload.seqlen_k)}"
-        raise spec_error("groups", got=groups, wanted=wanted, change="Every group has a row.")
-    q, k, v, _ = make(replace(workload, causal=True), device=device)
-    parts = tuple(q[:, :, g * rows : (g + 1) * rows] for g in range(groups))
-    ends = tuple((g + 1) * workload.seqlen_k // groups for g in range(groups))
-    plan = explain_groups(parts, k, v, q_offsets=_offsets(parts, ends), kv_lens=ends, backend=backend or None)
+    """The rows of a problem in `groups` equal chunks, the ends of which are evenly spaced over its keys, as
+    the ranks of context parallelism have them. SpecError for operands beside q, k and v."""
+    if groups < 2 or workload.seqlen_q % groups or workload.seqlen_k < groups:
+        wanted = f"2 or more that divide {workload.seqlen_q} rows, and no more than keys"
+        raise spec_error("groups", got=groups, wanted=wanted, change="Change --groups or --seqlen.")
+    q, k, v, options = make(workload, device=device)
+    causal = options.pop("causal", False)
+    if options or type(causal) is not bool:
+        change = "Name a plain one by --seqlen."
+        raise spec_error("problem", got=workload.name, wanted="one that is full or causal", change=change)
+    rows = workload.seqlen_q // groups
+    parts = q.split(rows, 2)
+    ends = [(g + 1) * workload.seqlen_k // groups for g in range(groups)]
+    given: dict[str, Any] = {"q_offsets": [n - rows for n in ends], "kv_lens": ends, "causal": causal}
+
+    def walk(fused: bool, where: str = backend) -> Results:
+        return tuple(attention_groups(parts, k, v, **given, fused=fused, backend=where or None))
+
+    plan = explain_groups(parts, k, v, **given, backend=backend or None)
     chosen = plan.plans[0].chosen
     return GroupTrial(
         workload=replace(workload, name=f"{groups} groups of {rows} rows, {workload.name}"),
         row_name=chosen.name if chosen else "",
         device=target.detect(q.device.type, q.device.index or 0),
         untuned=Fusion(plan.fused),
-        q=parts,
-        k=k,
-        v=v,
-        ends=ends,
-        backend=backend,
-        reference=_walked(parts, k, v, ends, "torch", False),
+        walk=walk,
+        reference=walk(False, "torch"),
     )
-
-
-def _offsets(q: tuple[Tensor, ...], ends: tuple[int, ...]) -> list[int]:
-    return [end - x.shape[2] for x, end in zip(q, ends, strict=True)]
-
-
-def _walked(
-    q: tuple[Tensor, ...], k: Tensor, v: Tensor, ends: tuple[int, ...], backend: str, fused: bool
-) -> Results:
-    found = attention_groups(
-        q, k, v, q_offsets=_offsets(q, ends), kv_lens=ends, fused=fused, backend=backend or None
-    )
-    return tuple(found)
