@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SMALL_ROWS = 16  # at most this many query rows: one vector of lanes on a 512-bit CPU
-LONG_ROWS = 4096  # from this many query rows on, a call runs a GPU into its power limit
+LONG_ROWS, LONGEST_ROWS = 4096, 8192  # from so many query rows on, a call runs a GPU into its power limit
 MANY_KEYS = 1024  # from this many keys on, a call is worth splitting or streaming
 DECODE_ROWS = 8  # at most this many rows per key/value head: one pass over the keys at memory speed
 PACKED_ROWS = 64  # as many rows share a block of keys while it is read, if the keys are many
@@ -165,9 +165,9 @@ def features_of(
 
 
 def length_class(n: int) -> int:
-    """0, 1, up to 16 rows, up to 32, more, long: what routes and tuned entries tell apart of a length."""
+    """0, 1, up to 16 rows, up to 32, more, long, longest: what routes and tuned entries tell apart."""
     if n > 2 * SMALL_ROWS:
-        return 5 if n >= LONG_ROWS else 4
+        return 6 if n >= LONGEST_ROWS else 5 if n >= LONG_ROWS else 4
     return 3 if n > SMALL_ROWS else 2 if n > 1 else n
 
 

@@ -22,7 +22,7 @@ from polyflash.backends.triton.configs import (
 )
 from polyflash.backends.triton.tables import Tile
 from polyflash.errors import SpecError
-from polyflash.spec import LONG_ROWS, MANY_KEYS, MOST_POSITIONS, AttentionSpec, Feature, Phase, length_class
+from polyflash.spec import MANY_KEYS, MOST_POSITIONS, AttentionSpec, Feature, Phase, length_class
 from polyflash.target import Target
 
 DIMS = ((32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
@@ -135,19 +135,32 @@ class TestReachability:
             assert held(narrow, gpu("sm90", packages=(("triton", version),))) is holds
             assert held(PLAIN, gpu("sm90", packages=(("triton", version),)))
 
+    def test_what_is_deferred_is_what_the_table_names(self):
+        for head in tables.CLASSES:
+            spec = replace(PLAIN, head_dim=head, head_dim_v=head)
+            for changed, wanted in (
+                (spec, head in tables.DEFERRED["hopper", 2]),
+                (replace(spec, seqlen_q=9000), head in tables.DEFERRED["hopper", 2]),
+                (replace(spec, features=frozenset({Feature.MASK})), False),
+            ):
+                chosen = configs.choose(changed, H200)
+                assert chosen.lazy_rescale == chosen.late_sum == wanted
+                assert any("grown by 2^8" in note for note in chosen.notes(changed)) == wanted
+        assert not configs.choose(PLAIN, gpu("sm80")).late_sum
+
     def test_long_problems_and_no_others_have_the_tiles_of_long_ones(self):
         for (family, size), found in tables.LONG.items():
             arch = next(a for a, known in tables.ARCHS.items() if known.family == family)
             dtype = next(n for n, bytes_ in tiles.ELEMENT_BYTES.items() if bytes_ == size)
-            for (head, hides), tile in found.items():
+            for (head, hides), (least, tile) in found.items():
                 hiding = {Feature.CAUSAL} if hides else set()
                 spec = replace(PLAIN, dtype=dtype, head_dim=head, head_dim_v=head)
-                spec = replace(spec, seqlen_q=LONG_ROWS, seqlen_k=9000, features=frozenset(hiding))
+                spec = replace(spec, seqlen_q=least, seqlen_k=9000, features=frozenset(hiding))
                 chosen = configs.choose(spec, gpu(arch))
                 assert tile_of(chosen) == tile != tables.FORWARD[family, size][head].plain
                 assert not chosen.hold_q
                 for changed in (
-                    replace(spec, seqlen_q=LONG_ROWS - 1),
+                    replace(spec, seqlen_q=least - 1),
                     replace(spec, features=spec.features | {Feature.BATCH_INVARIANT}),
                     replace(spec, features=spec.features | {Feature.MASK}),
                     replace(spec, features=spec.features | {Feature.VARLEN}),  # of unknown lengths
@@ -304,14 +317,14 @@ class TestPurity:
     @pytest.mark.parametrize("target", (H200, gpu("gfx942"), INTERPRETER), ids=lambda t: t.name)
     def test_a_choice_depends_on_what_a_route_knows_and_on_no_batch(self, phase: Phase, target: Target):
         """Otherwise the first call of a route would choose for all later ones."""
-        lengths = (1, 2, 15, 16, 17, 32, 33, 1023, 1024, 4095, 4096, 9000)
+        lengths = (1, 2, 15, 16, 17, 32, 33, 1023, 1024, 4095, 4096, 8191, 8192, 16384)
         grouped = replace(PLAIN, phase=phase, num_q_heads=32, causal=True)
         found: dict[Any, set[Any]] = {}
         for rows, keys, batch in itertools.product(lengths, lengths, (1, 7, 512)):
             spec = replace(grouped, seqlen_q=rows, seqlen_k=keys, batch=batch)
             key = (length_class(rows), keys >= MANY_KEYS)
             found.setdefault(key, set()).add(configs.choose(spec, target))
-        assert len(found) == 10 and all(len(each) == 1 for each in found.values())
+        assert len(found) == 12 and all(len(each) == 1 for each in found.values())
 
     @pytest.mark.parametrize("phase", Phase)
     def test_with_batch_invariant_no_length_decides(self, phase: Phase):
@@ -322,10 +335,10 @@ class TestPurity:
 
     def test_the_bound_on_rows_is_that_of_route_classes(self):
         bounds: dict[int, set[int]] = {}
-        for n in (*range(1, 2000), 4095, 4096, 9000):
+        for n in (*range(1, 2000), 4095, 4096, 8191, 8192, 16384):
             bounds.setdefault(length_class(n), set()).add(configs.most_rows(replace(PLAIN, seqlen_q=n)))
         assert all(len(each) == 1 for each in bounds.values())
-        assert {1: {1}, 2: {16}, 3: {32}, 4: {0}, 5: {0}} == bounds
+        assert {1: {1}, 2: {16}, 3: {32}, 4: {0}, 5: {0}, 6: {0}} == bounds
 
 
 class TestSplits:
@@ -392,6 +405,7 @@ BAD = {
     "order": ("", "reversed"),
     "max_registers": (8, 100, 256, True, "168"),
     **{name: (0, 1, None, "yes") for name in ("pack_gqa", "base2", "hold_q", "persistent", "fused")},
+    **{name: (0, 1, None, "yes") for name in ("lazy_rescale", "late_sum")},
     **{f"dq_{name}": (0, 3, 1000) for name in ("block_m", "block_n", "num_warps")},
     "dq_num_stages": (0, 9),
 }
@@ -479,6 +493,8 @@ SWITCHED = {
             "order",
             "persistent",
             "hold_q",
+            "lazy_rescale",
+            "late_sum",
         ),
         "pack_gqa",
     },

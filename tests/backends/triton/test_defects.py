@@ -118,7 +118,7 @@ class TestAGateThatCanNeverFire:
             **{"block_m": 32, "block_n": 32, "num_warps": 8, "num_stages": 3, "base2": False},
             **{"loads": "descriptor", "cache_kv": ".cg", "pack_gqa": kind is ForwardConfig},
             **{"split_exp": 1, "hold_q": True, "mask_by": "add", "order": "heavy_first", "persistent": True},
-            "max_registers": 168,
+            **{"max_registers": 168, "lazy_rescale": True, "late_sum": True},
         }
         base = (
             ForwardConfig(16, 64, 4, 2, split_exp=2)

@@ -3,6 +3,7 @@ changes no arithmetic, else within rounding."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from polyflash import env
+from polyflash.reference import attention_reference
 from polyflash.workloads import Workload, make, with_dtype
 from tests import device
 from tests.tolerance import near, same_bits
@@ -32,6 +34,7 @@ SAME_BITS: tuple[dict[str, Any], ...] = (
 )
 ROUNDED: tuple[dict[str, Any], ...] = (
     *({"base2": False}, {"pack_gqa": True}, {"block_m": 32}, {"block_n": 32}, {"num_warps": 8}),
+    *({"lazy_rescale": True}, {"late_sum": True}, {"lazy_rescale": True, "late_sum": True, "base2": False}),
 )
 DECODE_SAME_BITS: tuple[dict[str, Any], ...] = (
     *({"num_stages": 3}, {"loads": "descriptor"}, {"cache_kv": ".ca"}, {"cache_kv": ".cg"}),
@@ -141,3 +144,46 @@ def test_every_technique_is_switched():
     )}  # fmt: skip
     for kind, names in tried.items():
         assert names == {field.name for field in fields(kind)}, kind.__name__
+
+
+class TestALazyMaximum:
+    """m lies up to 2^8 below a row's maximum, and follows in one row of a tile when it need not in others."""
+
+    LAZY = replace(FORWARD, block_n=16, lazy_rescale=True, late_sum=True)
+
+    def problem(self, step: float, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+        """Row i's scores grow by step·i from one block of 16 keys to the next, in powers of two."""
+        torch.manual_seed(7)
+        rows, keys = torch.arange(12.0), torch.arange(160) // 16
+        q, k, v = torch.zeros(1, 1, 12, 16), torch.zeros(1, 1, 160, 16), torch.randn(1, 1, 160, 16)
+        q[0, 0, :, 0], k[0, 0, :, 0] = rows * step, keys
+        q[..., 1], k[..., 1] = 1.0, torch.randn(1, 1, 160)
+        return tuple(x.to(device.DEVICE, dtype) for x in (q, k, v))
+
+    @pytest.mark.parametrize("base2", (True, False))
+    @pytest.mark.parametrize("step", (0.25, 1.0, 4.0, -1.0))
+    def test_is_right_while_scores_grow(self, step: float, base2: bool):
+        q, k, v = self.problem(step)
+        config = replace(self.LAZY, base2=base2)
+        out, lse = call(config, q, k, v, scale=math.log(2))
+        want, want_lse = attention_reference(q.cpu(), k.cpu(), v.cpu(), scale=math.log(2))
+        near(out, want.to(out.dtype), ROUNDING["bfloat16"], "out")
+        near(lse, want_lse.to(lse.dtype), 1e-5, "lse")
+
+    def test_leaves_the_bits_of_a_row_to_the_row(self):
+        q, k, v = self.problem(1.0)
+        out, lse = call(self.LAZY, q, k, v, scale=math.log(2))
+        for i in range(q.shape[2]):
+            alone = q.clone()
+            alone[:, :, :i], alone[:, :, i + 1 :] = alone[:, :, i : i + 1], alone[:, :, i : i + 1]
+            got, got_lse = call(self.LAZY, alone, k, v, scale=math.log(2))
+            same_bits(got[:, :, i], out[:, :, i], f"row {i}")
+            same_bits(got_lse[:, :, i], lse[:, :, i], f"lse of row {i}")
+
+    def test_follows_at_once_where_scores_are_too_large_for_one_multiply_add(self):
+        q, k, v = self.problem(1.0)
+        scale = 2.0**27  # a maximum one block behind would be a weight of infinity
+        out, lse = call(self.LAZY, q, k, v, scale=scale)
+        want, want_lse = attention_reference(q.cpu(), k.cpu(), v.cpu(), scale=scale)
+        near(out, want.to(out.dtype), ROUNDING["bfloat16"], "out")
+        near(lse, want_lse.to(lse.dtype), 1e-5, "lse")

@@ -18,7 +18,7 @@ from tests import device
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from polyflash.backends.triton import decode, forward
+from polyflash.backends.triton import decode, forward, forward_kernel
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from polyflash.backends.triton.interpreter import INTERPRET
 from tests.backends.triton.direct import Config, call
@@ -132,7 +132,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Gives every launch a counter. In the interpreter blocks are noted and not computed, which takes a
     tenth of the time."""
     found = Seen([], [])
-    attend_call, store, open_blocks = forward.attend_call, forward.finalize, []
+    attend_call, store, open_blocks = forward.attend_call, forward_kernel.finalize, []
 
     def counted(*args: Any, **options: Any) -> None:
         counter = torch.full((1 << 16,), NOBODY, dtype=torch.int32, device=device.DEVICE)
@@ -140,7 +140,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         found.counts.append(counter.cpu())
         found.split_keys = options.get("split_keys", 0)
 
-    names = forward.attend_block.arg_names
+    names = forward_kernel.attend_block.arg_names
     state = slice(names.index("m_i"), names.index("b_q0"))  # what a block changes
 
     def attend_block(*args: Any) -> Any:
@@ -155,8 +155,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     for module in (forward, decode):
         monkeypatch.setattr(module, "attend_call", counted)
     if INTERPRET:
-        monkeypatch.setattr(forward, "attend_block", attend_block)
-        monkeypatch.setattr(forward, "finalize", finalize)
+        monkeypatch.setattr(forward_kernel, "attend_block", attend_block)
+        monkeypatch.setattr(forward_kernel, "finalize", finalize)
     return found
 
 

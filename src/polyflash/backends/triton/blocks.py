@@ -10,12 +10,15 @@ import triton
 import triton.language as tl
 
 from polyflash.backends.triton import interpreter
+from polyflash.backends.triton.ptx import in_place, rescaling
 
 interpreter.prepare()
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of finite float32
 TOO_FAR: tl.constexpr = tl.constexpr(2.0**26)  # from here on the rounding of m is more than a power of two
+SLACK: tl.constexpr = tl.constexpr(8.0)  # powers of two that a lazy m may lie below its row's maximum
+COLUMNS: tl.constexpr = tl.constexpr(8)  # of a late sum: the same of every 8 keys, which one thread holds
 
 
 @triton.jit
@@ -411,12 +414,20 @@ def in_units(b_x, factor, far, FUSED: tl.constexpr):
 @triton.jit
 def online_softmax(
     b_s, m_i, l_i, lost, factor, far, BASE2: tl.constexpr, PARTS: tl.constexpr, FUSED: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, LAZY: tl.constexpr,
 ):  # fmt: skip
     """Weights of a tile under the new maximum, the new m, l and what l lost, and the factor for older sums.
     m begins at LOWEST and is finite, so hidden scores weigh 0 and no weight is inf - inf. Every part of a
-    tile has the maximum of the whole."""
-    m_new = tl.maximum(m_i, in_units(tl.max(b_s, 1), factor, far, FUSED))
+    tile has the maximum of the whole. A LAZY m follows the maximum once that is SLACK ahead (as in
+    FlashAttention-4), so that older sums are seldom scaled; weights are then 2^SLACK at most."""
+    b_top = in_units(tl.max(b_s, 1), factor, far, FUSED)
+    if LAZY and FUSED:
+        b_slack = SLACK if BASE2 else SLACK * LN2
+        if far is not None:
+            b_slack = tl.where(far, 0.0, b_slack)
+        m_new = tl.where(b_top - m_i > b_slack, b_top, m_i)
+    else:
+        m_new = tl.maximum(m_i, b_top)
     b_p = weights(b_s, m_new, factor, far, BASE2, PARTS, FUSED)
     b_older = m_i - m_new
     if not FUSED:
@@ -426,9 +437,27 @@ def online_softmax(
     alpha = tl.exp2(b_older) if BASE2 else tl.exp(b_older)
     if EXACT:
         l_i, lost = add(l_i * alpha, lost * alpha, tl.sum(b_p, 1))
+    elif len(l_i.shape) == 2:
+        b_sums = tl.sum(b_p.reshape(b_p.shape[0], b_p.shape[1] // COLUMNS, COLUMNS), 1)
+        l_i = tl.fma(l_i, tl.broadcast_to(alpha[:, None], l_i.shape), b_sums)
     else:
         l_i = tl.fma(l_i, alpha, tl.sum(b_p, 1))
     return b_p, m_new, l_i, lost, alpha
+
+
+@triton.jit
+def rescale(acc, alpha, LAZY: tl.constexpr, THREADS: tl.constexpr):
+    """acc·alpha. With a lazy m alpha is 1 but for few rows, and a warp that has none of them does nothing.
+    THREADS: of a program on NVIDIA, else 0."""
+    COUNT: tl.constexpr = acc.shape[0] * acc.shape[1] // THREADS if THREADS > 0 else 0  # values of a thread
+    if LAZY and COUNT > 0:
+        b_alpha = tl.broadcast_to(alpha[:, None], acc.shape)
+        acc = tl.inline_asm_elementwise(
+            rescaling(COUNT), in_place(COUNT), [acc, b_alpha], tl.float32, True, COUNT
+        )
+    else:
+        acc = acc * alpha[:, None]
+    return acc
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polyflash import target as targets
 from polyflash.backends.triton import configs, tables, tiles
-from polyflash.spec import LONG_ROWS, Arguments, AttentionSpec, Phase, features_of
+from polyflash.spec import LONGEST_ROWS, Arguments, AttentionSpec, Phase, features_of
 from polyflash.target import Target
 
 GPUS = tuple(t.name for t in targets.KNOWN if t.kind in ("cuda", "hip"))
@@ -60,8 +60,8 @@ def _packed() -> dict[str, Any]:
 PROBLEMS = {
     "full": Problem(),
     "causal": Problem(options=lambda: {"causal": True}),
-    "long": Problem(seqlen_q=LONG_ROWS, seqlen_k=LONG_ROWS),
-    "long-causal": Problem(seqlen_q=LONG_ROWS, seqlen_k=LONG_ROWS, options=lambda: {"causal": True}),
+    "long": Problem(seqlen_q=LONGEST_ROWS, seqlen_k=LONGEST_ROWS),
+    "long-causal": Problem(seqlen_q=LONGEST_ROWS, seqlen_k=LONGEST_ROWS, options=lambda: {"causal": True}),
     "window": Problem(options=lambda: {"causal": True, "window_left": 512}),
     "mask": Problem(options=lambda: {"mask": _meta(BATCH, 1, KEYS, KEYS, dtype=torch.bool)}),
     "bias": Problem(options=lambda: {"bias": _meta(BATCH, HEADS, KEYS, KEYS, dtype=torch.bfloat16)}),

@@ -18,6 +18,7 @@ from polyflash.backends.triton.tiles import (
     HEAVY,
     LEAST,
     backward_shared_bytes,
+    defers,
     entry_key,
     fitted,
     fitted_backward,
@@ -53,7 +54,9 @@ class ForwardConfig:
     registers, as FlagAttention's product with an identity does; cache_kv is the cache modifier of K/V loads;
     mask_by "compare" selects, "add" adds -inf (to finite scores: a hidden NaN would stay); order
     "heavy_first" starts the longest rows first; persistent has as many programs as the device runs at once;
-    max_registers (NVIDIA) is what the compiler may give a thread, 0 for as many as it likes."""
+    max_registers (NVIDIA) is what the compiler may give a thread, 0 for as many as it likes; lazy_rescale
+    scales older sums only once the maximum has grown by 2^8, as FlashAttention-4 does; late_sum adds up the
+    weights of a row across threads behind the last block, not in each."""
 
     block_m: int
     block_n: int
@@ -69,11 +72,13 @@ class ForwardConfig:
     order: str = "plain"
     persistent: bool = False
     max_registers: int = 0
+    lazy_rescale: bool = False
+    late_sum: bool = False
 
     def __post_init__(self) -> None:
         _check_tile(self, ("block_m", "block_n"), ("num_warps",), ("num_stages",))
         _check_one_of(self, "max_registers", (0, *range(64, 256, 8)))
-        _check_flags(self, "pack_gqa", "base2", "hold_q", "persistent")
+        _check_flags(self, "pack_gqa", "base2", "hold_q", "persistent", "lazy_rescale", "late_sum")
         _check_one_of(self, "loads", ("pointer", "descriptor"))
         _check_one_of(self, "split_exp", (1, 2, 4, 8))
         _check_one_of(self, "cache_kv", ("", ".ca", ".cg"))
@@ -89,8 +94,9 @@ class ForwardConfig:
         heavy = sorted(f.value for f in spec.features & HEAVY)
         smaller = f"smaller tiles for {', '.join(heavy)}" if heavy else ""
         held = "queries stay in registers" if self.hold_q else ""
+        lazy = "sums are scaled only when the maximum has grown by 2^8" if self.lazy_rescale else ""
         first = "tiles with the most keys start first" if self.order == "heavy_first" else ""
-        return tuple(note for note in (_channel_note(spec), packed, smaller, held, first) if note)
+        return tuple(note for note in (_channel_note(spec), packed, smaller, held, lazy, first) if note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +283,11 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     described = arch is not None and (arch.family, ELEMENT_BYTES.get(spec.dtype)) in tables.DESCRIBED
     described = described and Feature.PAGED not in spec.features
     loads = "descriptor" if described else "pointer"
-    held = holds_rows(spec, target, tile.block_m)
-    return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order, hold_q=held)
+    deferred = defers(spec, target)
+    return ForwardConfig(
+        *tile, loads=loads, pack_gqa=packed, order=order, hold_q=holds_rows(spec, target, tile.block_m),
+        lazy_rescale=deferred, late_sum=deferred,
+    )  # fmt: skip
 
 
 def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
@@ -458,6 +467,8 @@ def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec, target: Target
         if n != chosen.num_stages:
             yield replace(chosen, num_stages=n)
     yield replace(chosen, hold_q=not chosen.hold_q)
+    yield replace(chosen, lazy_rescale=not chosen.lazy_rescale)
+    yield replace(chosen, late_sum=not chosen.late_sum)
     if target.kind == "cuda":
         yield replace(chosen, max_registers=0 if chosen.max_registers else THREE_PROGRAMS)
     yield replace(chosen, loads="descriptor" if chosen.loads == "pointer" else "pointer")

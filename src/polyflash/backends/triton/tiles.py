@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from polyflash.backends.triton import tables
 from polyflash.backends.triton.tables import Tile
 from polyflash.errors import spec_error
-from polyflash.spec import LONG_ROWS, Feature
+from polyflash.spec import Feature
 
 if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
@@ -75,9 +75,10 @@ def long_tile(spec: AttentionSpec, target: Target) -> Tile | None:
     """The tile of long problems, if this is one and they have their own."""
     rows = spec.max_seqlen_q if Feature.VARLEN in spec.features else spec.seqlen_q
     key = entry_key(spec, target)
-    if key is None or (rows or 0) < LONG_ROWS or spec.features & (HEAVY | {Feature.BATCH_INVARIANT}):
+    if key is None or spec.features & (HEAVY | {Feature.BATCH_INVARIANT}):
         return None
-    return tables.LONG.get(key[0], {}).get((key[1], bool(spec.features & HIDING)))
+    found = tables.LONG.get(key[0], {}).get((key[1], bool(spec.features & HIDING)))
+    return found.tile if found and (rows or 0) >= found.rows else None
 
 
 def holds_rows(spec: AttentionSpec, target: Target, block_m: int) -> bool:
@@ -90,6 +91,13 @@ def holds_rows(spec: AttentionSpec, target: Target, block_m: int) -> bool:
     if long_tile(spec, target) or (triton and not triton.startswith(tables.HELD_BY.get(key[1], ""))):
         return False
     return key[1] in (held.hiding if spec.features & HIDING else held.whole)
+
+
+def defers(spec: AttentionSpec, target: Target) -> bool:
+    """Are older sums scaled lazily, and rows added up late? The interpreter does both, as Hopper does."""
+    key = entry_key(spec, target)
+    named = target.kind == "cpu" or (key is not None and key[1] in tables.DEFERRED.get(key[0], ()))
+    return named and not spec.features & HEAVY
 
 
 def shared_bytes(tile: Tile, spec: AttentionSpec, target: Target) -> int:
