@@ -14,7 +14,7 @@ from polyflash import Mask, backends
 from polyflash.reference import dropout_keep
 from tests.conformance.rows import DTYPES, Runner, ints, qkv
 from tests.conformance.test_varlen import packed
-from tests.tolerance import same_bits
+from tests.tolerance import near, same_bits
 
 SEED = -(1 << 45) + 77
 DROP: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": SEED}
@@ -50,7 +50,11 @@ def test_dropout_joins_every_feature(run: Runner, name: str, dtype: torch.dtype)
     if options.get("layout") == "bshd":
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     got = run.checked(q, k, v, **DROP, **options)
-    same_bits(got.lse, run(q, k, v, **options).lse)  # the denominator is that of all weights
+    whole = run(q, k, v, **options).lse  # the denominator is that of all weights
+    if run.row.backend == "triton":  # whose tiles and techniques are others without dropout
+        near(got.lse, whole, 1e-6)
+    else:
+        same_bits(got.lse, whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

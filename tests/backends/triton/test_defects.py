@@ -26,7 +26,7 @@ from tests.tolerance import same_bits
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from polyflash.backends.triton import blocks, decode, forward
+from polyflash.backends.triton import blocks, decode, forward, forward_kernel
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from polyflash.backends.triton.interpreter import INTERPRET
 from tests.backends.triton.direct import SPLITS, TILE, Config, call, close, hold, launch_of, operands, oracle
@@ -166,7 +166,7 @@ class TestAGateThatCanNeverFire:
     def test_every_line_of_the_kernels_runs_for_some_call(self):
         """Branches on constants, on presence and on values alike."""
         ran: set[tuple[str, str, int]] = set()
-        modules = {m.__file__: m for m in (blocks, forward, decode)}
+        modules = {m.__file__: m for m in (blocks, forward_kernel, decode)}
 
         def trace(frame: Any, event: str, _: Any) -> Any:
             code = frame.f_code
@@ -235,6 +235,7 @@ def run_everything() -> None:
     call(TILE, *whole)
     call(TILE, *(1e6 * x for x in whole[:2]), whole[2])  # scores of which one multiply-add loses too much
     call(TILE, *(1e6 * x for x in whole[:2]), whole[2], causal=True)
+    call(replace(TILE, lazy_rescale=True, late_sum=True), *(1e6 * x for x in whole[:2]), whole[2])
     segments = Mask.segments(torch.zeros(1, 4).int(), torch.arange(20)[None].int() // 13)
     starts = torch.tensor([[0, 15], [5, 18]]).int()
     call(TILE, q.half(), k.half(), v.half(), mask=segments)
