@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from polyflash.backends.triton import interpreter
-from polyflash.backends.triton.ptx import in_place, rescaling
+from polyflash.backends.triton.ptx import multiply_unless_one
 
 interpreter.prepare()
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -450,14 +450,8 @@ def rescale(acc, alpha, LAZY: tl.constexpr, THREADS: tl.constexpr):
     """acc·alpha. With a lazy m alpha is 1 but for few rows, and a warp that has none of them does nothing.
     THREADS: of a program on NVIDIA, else 0."""
     COUNT: tl.constexpr = acc.shape[0] * acc.shape[1] // THREADS if THREADS > 0 else 0  # values of a thread
-    if LAZY and COUNT > 0:
-        b_alpha = tl.broadcast_to(alpha[:, None], acc.shape)
-        acc = tl.inline_asm_elementwise(
-            rescaling(COUNT), in_place(COUNT), [acc, b_alpha], tl.float32, True, COUNT
-        )
-    else:
-        acc = acc * alpha[:, None]
-    return acc
+    b_alpha = tl.broadcast_to(alpha[:, None], acc.shape)
+    return multiply_unless_one(acc, b_alpha, COUNT) if LAZY and COUNT > 0 else acc * b_alpha
 
 
 @triton.jit

@@ -1,12 +1,13 @@
-"""PTX that kernels hold where Triton has no word for it; NVIDIA alone."""
+"""PTX that kernels hold where Triton has no word for it: NVIDIA alone, and not in the interpreter."""
 
 from __future__ import annotations
 
 import triton
+import triton.language as tl
 
 
 @triton.constexpr_function
-def rescaling(count: int) -> str:
+def _multiply(count: int) -> str:
     """`count` float32 $0.. times as many factors, unless those of a whole warp are 1. Four at a time, because
     ptxas sees that comparisons of a product's rows repeat every four registers, and keeps one of each."""
     factors = range(2 * count, 3 * count)
@@ -22,6 +23,15 @@ def rescaling(count: int) -> str:
 
 
 @triton.constexpr_function
-def in_place(count: int) -> str:
+def _in_place(count: int) -> str:
     """Constraints of `count` float32 results: each in the register of its first operand, beside a second."""
     return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@triton.jit
+def multiply_unless_one(b_x, b_factor, COUNT: tl.constexpr):
+    """x·factor of float32 tiles of one shape; a warp whose factors are all 1 skips it. COUNT, which divides
+    the number of values of a thread, are looked at together."""
+    return tl.inline_asm_elementwise(
+        _multiply(COUNT), _in_place(COUNT), [b_x, b_factor], tl.float32, True, COUNT
+    )
