@@ -142,6 +142,9 @@ class TestReachability:
                 (spec, head in tables.DEFERRED["hopper", 2]),
                 (replace(spec, seqlen_q=9000), head in tables.DEFERRED["hopper", 2]),
                 (replace(spec, features=frozenset({Feature.MASK})), False),
+                (replace(spec, features=frozenset({Feature.SOFTCAP})), False),
+                (replace(spec, features=frozenset({Feature.ALIBI})), False),
+                (replace(spec, dtype="float32"), False),
             ):
                 chosen = configs.choose(changed, H200)
                 assert chosen.lazy_rescale == chosen.late_sum == wanted

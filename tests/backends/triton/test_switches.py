@@ -170,6 +170,14 @@ class TestALazyMaximum:
         near(out, want.to(out.dtype), ROUNDING["bfloat16"], "out")
         near(lse, want_lse.to(lse.dtype), 1e-5, "lse")
 
+    def test_is_lazy(self):
+        """Weights are rounded in other units, so some results are rounded otherwise."""
+        q, k, v = self.problem(0.25)
+        eager = replace(self.LAZY, lazy_rescale=False)
+        outs = [call(config, q, k, v, scale=math.log(2))[0] for config in (self.LAZY, eager)]
+        near(*outs, ROUNDING["bfloat16"], "out")
+        assert not torch.equal(*outs)
+
     def test_leaves_the_bits_of_a_row_to_the_row(self):
         q, k, v = self.problem(1.0)
         out, lse = call(self.LAZY, q, k, v, scale=math.log(2))

@@ -18,7 +18,9 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of finite float32
 TOO_FAR: tl.constexpr = tl.constexpr(2.0**26)  # from here on the rounding of m is more than a power of two
 SLACK: tl.constexpr = tl.constexpr(8.0)  # powers of two that a lazy m may lie below its row's maximum
-COLUMNS: tl.constexpr = tl.constexpr(8)  # of a late sum: the same of every 8 keys, which one thread holds
+SUMS: tl.constexpr = tl.constexpr(
+    8
+)  # of a row that is added up late: each of every 8th key, as threads hold them
 
 
 @triton.jit
@@ -438,7 +440,7 @@ def online_softmax(
     if EXACT:
         l_i, lost = add(l_i * alpha, lost * alpha, tl.sum(b_p, 1))
     elif len(l_i.shape) == 2:
-        b_sums = tl.sum(b_p.reshape(b_p.shape[0], b_p.shape[1] // COLUMNS, COLUMNS), 1)
+        b_sums = tl.sum(b_p.reshape(b_p.shape[0], b_p.shape[1] // SUMS, SUMS), 1)
         l_i = tl.fma(l_i, tl.broadcast_to(alpha[:, None], l_i.shape), b_sums)
     else:
         l_i = tl.fma(l_i, alpha, tl.sum(b_p, 1))

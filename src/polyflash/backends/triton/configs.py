@@ -18,6 +18,8 @@ from polyflash.backends.triton.tiles import (
     HEAVY,
     LEAST,
     backward_shared_bytes,
+    can_add_late,
+    can_scale_lazily,
     defers,
     entry_key,
     fitted,
@@ -55,8 +57,9 @@ class ForwardConfig:
     mask_by "compare" selects, "add" adds -inf (to finite scores: a hidden NaN would stay); order
     "heavy_first" starts the longest rows first; persistent has as many programs as the device runs at once;
     max_registers (NVIDIA) is what the compiler may give a thread, 0 for as many as it likes; lazy_rescale
-    scales older sums only once the maximum has grown by 2^8, as FlashAttention-4 does; late_sum adds up the
-    weights of a row across threads behind the last block, not in each."""
+    scales older sums only once the maximum has grown by 2^8, as FlashAttention-4 does (not with bias, ALiBi,
+    softcap or dropout); late_sum adds up the weights of a row across threads behind the last block, not in
+    each. In float32 both do nothing."""
 
     block_m: int
     block_n: int
@@ -467,8 +470,10 @@ def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec, target: Target
         if n != chosen.num_stages:
             yield replace(chosen, num_stages=n)
     yield replace(chosen, hold_q=not chosen.hold_q)
-    yield replace(chosen, lazy_rescale=not chosen.lazy_rescale)
-    yield replace(chosen, late_sum=not chosen.late_sum)
+    if can_scale_lazily(spec):
+        yield replace(chosen, lazy_rescale=not chosen.lazy_rescale)
+    if can_add_late(spec):
+        yield replace(chosen, late_sum=not chosen.late_sum)
     if target.kind == "cuda":
         yield replace(chosen, max_registers=0 if chosen.max_registers else THREE_PROGRAMS)
     yield replace(chosen, loads="descriptor" if chosen.loads == "pointer" else "pointer")

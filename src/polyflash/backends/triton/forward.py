@@ -119,7 +119,8 @@ class Prepared:
                 self.target, config.num_stages, q.element_size(), max(head_dim, head_dim_v)
             ),
             "PACK": config.pack_gqa, **flags._asdict(), "BASE2": config.base2,
-            "SPLIT_EXP": getattr(config, "split_exp", 1), "LAZY": getattr(config, "lazy_rescale", False),
+            "SPLIT_EXP": getattr(config, "split_exp", 1),
+            "LAZY": getattr(config, "lazy_rescale", False) and not flags.DROPOUT,
             "LATE_SUM": getattr(config, "late_sum", False),
             "THREADS": 32 * config.num_warps if self.target.name.startswith("cuda") else 0,
             "HOLD_Q": getattr(config, "hold_q", False),

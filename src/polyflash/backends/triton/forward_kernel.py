@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 
 from polyflash.backends.triton.blocks import (
-    COLUMNS,
     LN2,
     LOG2E,
     LOWEST,
+    SUMS,
     TOO_FAR,
     accumulate,
     add_nonfinite,
@@ -241,7 +241,7 @@ def attend_tile(
         EXACT: tl.constexpr = q.p.dtype.element_ty == tl.float32
         lost = (l_i, acc0, acc1) if EXACT else (l_i, l_i, l_i)  # otherwise nothing of them is kept
         if LATE_SUM and not EXACT:
-            l_i = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+            l_i = tl.zeros([BLOCK_M, SUMS], tl.float32)
         fresh = (m_i, (l_i, acc0, acc1), lost)
         BELOW: tl.constexpr = HAS_LEFT or x.kv_starts is not None or x.row_bounds is not None
         tile, place = (o_i, o_h, o_lo if BELOW else None, o_hi), (

@@ -19,6 +19,7 @@ LEAST = 16  # rows, keys and channels of the smallest operand of a matrix instru
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # with a plane of elements beside the scores
 HEAVY = frozenset((Feature.MASK, Feature.BIAS, Feature.SEGMENTS, Feature.DROPOUT))
+CHANGING = frozenset((Feature.BIAS, Feature.ALIBI, Feature.SOFTCAP))  # scores, before the softmax
 HIDING = HEAVY | {  # what may hide a key from a row
     *(Feature.CAUSAL, Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS, Feature.INTERVALS),
     *(Feature.VARLEN, Feature.PAGED, Feature.ROW_BOUNDS),
@@ -97,7 +98,17 @@ def defers(spec: AttentionSpec, target: Target) -> bool:
     """Are older sums scaled lazily, and rows added up late? The interpreter does both, as Hopper does."""
     key = entry_key(spec, target)
     named = target.kind == "cpu" or (key is not None and key[1] in tables.DEFERRED.get(key[0], ()))
-    return named and not spec.features & HEAVY
+    return named and can_scale_lazily(spec) and not spec.features & HEAVY
+
+
+def can_add_late(spec: AttentionSpec) -> bool:
+    """Not in float32, whose sums keep what they lose."""
+    return spec.dtype != "float32"
+
+
+def can_scale_lazily(spec: AttentionSpec) -> bool:
+    """Nor where scores are changed, or where dropout would take weights beyond float16."""
+    return can_add_late(spec) and not spec.features & (CHANGING | {Feature.DROPOUT})
 
 
 def shared_bytes(tile: Tile, spec: AttentionSpec, target: Target) -> int:
