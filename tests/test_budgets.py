@@ -18,6 +18,7 @@ ROOT = Path(polyflash.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 KERNEL_FILES = {
     "forward.py",
+    "forward_kernel.py",
     "backward.py",
     "decode_few.py",
     "decode_many.py",
