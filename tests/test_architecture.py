@@ -34,7 +34,7 @@ FLOORS = {
     ),
     3: ("plan", "tuning.store"),
     4: ("backends",),
-    5: ("torch_ops", "autograd", "transforms", "arguments", "routes", "entry", "statistics_ops"),
+    5: ("torch_ops", "autograd", "transforms", "arguments", "routes", "entry", "repeats", "statistics_ops"),
     6: ("api", "paged", "groups", "statistics", "kvcache", "parallel.ring", "tuning"),
     7: ("integrations", "bench", "tuning.command", "cli", "tensor_files", "doctor", "reports", "__main__"),
 }

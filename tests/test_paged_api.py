@@ -19,6 +19,7 @@ from polyflash import (
     backends,
     explain,
     merge,
+    repeats,
     torch_ops,
     use_backend,
     validate,
@@ -507,6 +508,7 @@ class TestDecodePhase:
 
     def phases(self, monkeypatch, call):
         monkeypatch.setattr(torch_ops, "_routes", {})
+        monkeypatch.setattr(repeats, "_known", {})
         call()
         return [key[0] for key in torch_ops._routes]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from polyflash import torch_ops
+from polyflash import repeats, torch_ops
 from polyflash.arguments import Causal, Layout, WindowSides, known_backend, normalise
 from polyflash.entry import attend, bhsd_views, explained, packed_views, paged_views
 from polyflash.errors import spec_error
@@ -117,7 +117,7 @@ def attention(
     given = out
     if not isinstance(layout, str) or layout != "bhsd":
         q, k, v, out = bhsd_views(layout, q, k, v, out)
-    if (
+    plain = (
         window is mask is bias is alibi_slopes is sinks is kv_lens is kv_starts is q_offset is None
         and batch_invariant is backend is config is scale is None
         and (causal is False or causal is True)
@@ -126,14 +126,17 @@ def attention(
         and checked is False
         and (return_lse is False or return_lse is True)
         and type(q) is type(k) is type(v) is Tensor
-    ):
-        args = Arguments(causal, None, return_lse)  # nothing to normalise
-    else:
-        args = normalise(
+    )
+    key = repeats.of_keys(q, k, v, causal, return_lse) if plain and out is None else None
+    found = repeats.call(key, q, k, v)
+    if found is None:
+        args = Arguments(causal is True, None, return_lse) if plain else normalise(
             q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
             q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
         )  # fmt: skip
-    result, lse = attend(q, k, v, out, args)
+        found = attend(q, k, v, out, args)
+        repeats.learn(key, q, k, v, args)
+    result, lse = found
     if given is not None:
         result = given
     elif layout != "bhsd":

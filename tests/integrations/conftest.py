@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polyflash import torch_ops
+from polyflash import repeats, torch_ops
 from polyflash.plan import Launch
 
 
@@ -38,6 +38,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         return launch
 
     monkeypatch.setattr(torch_ops, "_routes", {})  # those of other tests have no spy
+    monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(repeats, "learn", lambda *x: None)  # each call is launched by its route
     monkeypatch.setattr(torch_ops, "_plan", spy)
     return runs
 

@@ -200,11 +200,17 @@ def _turning(call: Callable[[Any], Tensor | None], turn: Turn[Any]) -> Callable[
 
 
 def _paged(case: Case) -> DecodeProblem:
-    """Shuffled pages against the same keys in one piece."""
+    """Pages, shuffled unless said otherwise, against the same keys in one piece."""
     w = case.workload
     sets = key_sets(w)
     turn = Turn(sets)
-    pools = [pool(s.k, s.v, case.page_size, heads_outer=case.laid == rows.HEADS_OUTER) for s in sets]
+    pools = [
+        pool(
+            s.k, s.v, case.page_size, heads_outer=case.laid.startswith(rows.HEADS_OUTER),
+            in_order=case.laid.endswith(rows.IN_ORDER),
+        )
+        for s in sets
+    ]  # fmt: skip
     paged_turn = Turn(pools)
     page_turn = Turn([page_reads(p) for p in pools])
     q = _queries(w, 1, w.heads, w.seqlen_q, w.head_dim)

@@ -13,6 +13,7 @@ STEPS, PAGED, RAGGED, CASCADE, GROUPS, INVARIANCE = (
     "", "pages", "ragged", "shared prefix", "groups", "invariance",
 )  # fmt: skip
 TOKENS_OUTER, HEADS_OUTER = "by token", "by head"  # what is outermost inside a page
+IN_ORDER = ", in order"  # pages as an empty pool gives them to its first request; else they are shuffled
 EVEN, GEOMETRIC = "even", "geometric"  # how the lengths of a ragged batch lie between 1 and the longest
 ZIGZAG, CHUNKS = "zigzag", "chunks"  # the two chunks of one rank; those of all ranks
 HEADS = {"mha": (8, 8), "gqa": (32, 8)}  # query heads, key/value heads
@@ -69,10 +70,10 @@ def _paged(quick: bool) -> list[Case]:
         for seqlen in (512,) if quick else (16384, 65536):
             for kind in HEADS:
                 for order, short in ((TOKENS_OUTER, "tokens"), (HEADS_OUTER, "heads")):
-                    for seqlen_q in (1, 4):
-                        name = f"paged-{kind}-{dtype}-q{seqlen_q}-{seqlen}-{short}"
+                    for seqlen_q, lie in ((1, ""), (1, IN_ORDER), (4, "")):
+                        name = f"paged-{kind}-{dtype}-q{seqlen_q}-{seqlen}-{short}{'-ordered' if lie else ''}"
                         w = _workload(name, dtype, kind, 1, seqlen_q, seqlen)
-                        made.append(Case(DECODE, kind, w, order, "", True, part=PAGED, page_size=PAGE))
+                        made.append(Case(DECODE, kind, w, order + lie, "", True, part=PAGED, page_size=PAGE))
     return made
 
 

@@ -94,11 +94,13 @@ def reading(turn: Callable[[], KeySet], name: str) -> Callable[[], None]:
     return lambda: turn().reads[name]()
 
 
-def pool(k: Tensor, v: Tensor, page_size: int, *, heads_outer: bool = False) -> Pool:
-    """One request's keys, k and v (1, num_kv_heads, seqlen_k, head_dim), in shuffled pages. With
-    `heads_outer` the tokens of one head lie together inside a page."""
+def pool(k: Tensor, v: Tensor, page_size: int, *, heads_outer: bool = False, in_order: bool = False) -> Pool:
+    """One request's keys, k and v (1, num_kv_heads, seqlen_k, head_dim), in pages that are shuffled unless
+    `in_order`. With `heads_outer` the tokens of one head lie together inside a page."""
     pages = k.shape[2] // page_size
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+    if in_order:
+        order = torch.arange(pages)
 
     def paged(x: Tensor) -> Tensor:
         whole = x[0].unflatten(1, (pages, page_size))  # heads, pages, tokens, channels

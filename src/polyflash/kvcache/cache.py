@@ -446,7 +446,9 @@ class KVCache:
         else:
             who = listed(requests)
             tables, usual = self._tables(who), (1,) * len(who)
-        rows = list(usual) if counts is None else numbers("counts", counts, tables.lengths)
+        if counts is None:
+            return tables, list(usual)
+        rows = numbers("counts", counts, tables.lengths)
         for n in rows:
             checked_count("counts", n, 0, 2**31 - 1)
         return tables, rows

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,26 @@ class Tables:
     @cached_property
     def kv_lens(self) -> Tensor:
         return torch.tensor(self.lengths, dtype=torch.int32).to(self.device)
+
+    @cached_property
+    def plans(self) -> dict[tuple[object, ...], AttendPlan]:
+        """Of calls on these tables, by what else they depend on."""
+        return {}
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]:
+        return {}
+
+    def parted(self, pages: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tables and lengths of the first `pages` of the first request, and of all requests' others: made
+        once for all layers."""
+        parts = self._parts.get(pages)
+        if parts is None:
+            keys, table = pages * self.page_size, self.page_table
+            length = torch.full((1,), keys, dtype=torch.int32, device=self.device)
+            parts = table[:1, :pages], length, table[:, pages:], self.kv_lens - keys
+            self._parts[pages] = parts
+        return parts
 
     @cached_property
     def common_pages(self) -> int:
@@ -88,11 +108,21 @@ def planned(
         wanted = "True, False, 'bottom_right' or 'top_left'"
         change = "True aligns a request's last row with its last key."
         raise spec_error("causal", got=described(causal), wanted=wanted, change=change)
+    present = [name for name, x in given.items() if x is not None and x != (None, None)]
+    key = (*counts, cascade, causal, *present)
+    plan = tables.plans.get(key)
+    if plan is None:
+        plan = tables.plans[key] = _made(tables, counts, cascade, causal, present)
+    return plan
+
+
+def _made(
+    tables: Tables, counts: Sequence[int], cascade: bool, causal: Causal, present: list[str]
+) -> AttendPlan:
     batch, total = len(tables.lengths), sum(tables.lengths)
     pages, reason = 0, "cascade was not asked for."
     if cascade:
         pages, reason = _shared(tables, counts, causal)
-        present = [name for name, x in given.items() if x is not None and x != (None, None)]
         if pages and causal == "top_left":
             pages, reason = (
                 0,
@@ -142,8 +172,9 @@ def attend(
 ) -> Tensor | AttentionOutput:
     """q (rows, num_q_heads, head_dim), `counts[b]` rows of each request one behind the other, over its pages,
     as `plan` says."""
-    rows, channels = q.transpose(0, 1)[None], v_pages.shape[3]
+    channels = v_pages.shape[3]
     if plan.cascade and out is not None:  # nothing is launched for a place that cannot take the result
+        rows = q.transpose(0, 1)[None]
         if not isinstance(out, Tensor) or out.ndim != 3:
             wanted = f"a tensor ({q.shape[0]}, {q.shape[1]}, {channels})"
             raise spec_error("out", got=described(out), wanted=wanted, change="Use torch.empty().")
@@ -170,25 +201,27 @@ def attend(
             q, k_pages, v_pages, table, lens, **of_rows, **of_call
         )
         return whole
-    pages, keys = plan.shared_pages, plan.shared_keys
-    prefix = _over_prefix(q, k_pages, v_pages, tables.page_table[:1, :pages], keys, of_call)
+    shared_table, shared_length, own_table, own_lens = tables.parted(plan.shared_pages)
+    prefix = _over_prefix(q, k_pages, v_pages, shared_table, shared_length, of_call)
     rest: AttentionOutput = attention_paged(
-        q, k_pages, v_pages, tables.page_table[:, pages:], tables.kv_lens - keys, return_lse=True,
-        **of_rows, **of_call,
-    )  # fmt: skip
-    merged = merge_rows(prefix, rest)
-    place = outputs(rows, v_pages, False)[0][0].transpose(0, 1) if out is None else out
-    result = place.copy_(merged.out)
-    return AttentionOutput(result, merged.lse) if return_lse else result
+        q, k_pages, v_pages, own_table, own_lens, return_lse=True, **of_rows, **of_call
+    )
+    merged, lse = merge_rows(prefix, rest, need_lse=return_lse)
+    if out is not None:
+        result = out.copy_(merged)
+    elif q.is_contiguous():
+        result = merged.to(v_pages.dtype)
+    else:
+        result = outputs(q.transpose(0, 1)[None], v_pages, False)[0][0].transpose(0, 1).copy_(merged)
+    return AttentionOutput(result, cast("Tensor", lse)) if return_lse else result
 
 
 def _over_prefix(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, keys: int, options: dict[str, Any]
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, options: dict[str, Any]
 ) -> AttentionOutput:
-    """All rows over the first `keys` keys of one table, int32 (1, pages). Every row sees every key, so a few
-    rows are as good as query heads of one token, whose kernel walks the keys once at memory speed."""
+    """All rows over the keys of one table, int32 (1, pages), `length` (1,). Every row sees every key, so a
+    few rows are as good as query heads of one token, whose kernel walks the keys once at memory speed."""
     rows, heads, head_dim = q.shape
-    length = torch.full((1,), keys, dtype=torch.int32, device=q.device)
     group = heads // max(1, k_pages.shape[2])
     if rows * group > PACKED_ROWS:
         bounds = torch.tensor([0, rows], dtype=torch.int32, device=q.device)

@@ -7,15 +7,16 @@ wherever it lies, and the splits of a row are merged in order.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import configs, decode_configs, decode_many_configs, pool, runtime
+from polyflash.backends.cpu import decode_arguments as d
 from polyflash.backends.cpu.backward_arguments import tensor_words
 from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_arguments import scaling
@@ -51,10 +52,20 @@ class _Cut(NamedTuple):
     turns: bool  # and read their keys side by side
 
 
+class _Memory:
+    """`size` bytes from `address` on, which is that of a cache line."""
+
+    __slots__ = ("_whole", "address", "size")
+
+    def __init__(self, size: int) -> None:
+        self._whole = torch.empty(size + LINE, dtype=torch.uint8, device="cpu")
+        self.address, self.size = -(-self._whole.data_ptr() // LINE) * LINE, size
+
+
 class _Kept(threading.local):
     """The calling thread's memory for partial results."""
 
-    partials: Any = None
+    partials: _Memory | None = None
 
 
 _kept = _Kept()
@@ -111,12 +122,20 @@ def run(
     cut, split_keys = prepared.cut(num_q_heads // v.shape[1] * seqlen_q), prepared.config.split_keys
     seqlen_k = v.shape[2] if args.page_table is None else v.shape[2] * args.page_table.shape[1]
     if args.kv_lens is args.kv_starts is args.q_offset is None:
-        first, count = _walk(args, seqlen_q, 0, seqlen_k, seqlen_k - seqlen_q, split_keys)
+        first, count = walk(args, seqlen_q, 0, seqlen_k, seqlen_k - seqlen_q, split_keys)
         _launch(cut, split_keys, (first, count), batch * count, None, q, k, v, out, lse, args)
     else:
         walks = _walks(args, range(batch), [seqlen_q] * batch, [seqlen_k] * batch, split_keys)
         _launch(cut, split_keys, (0, 0), sum(w[2] for w in walks), walks, q, k, v, out, lse, args)
     return out, lse
+
+
+def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
+    """What runs calls like this one, which has been made; None if they need the whole way."""
+    from polyflash.backends.cpu import decode_repeat
+
+    prepared: Prepared | None = launch.prepared
+    return None if prepared is None else decode_repeat.made(prepared, q, k, v, args)
 
 
 def run_members(
@@ -136,6 +155,27 @@ def _launch(
 ) -> None:  # fmt: skip
     """Requests that are alike have `walk`, else each its own of `walks`; `splits` are those of all."""
     kept: list[Any] = []
+    frame = framed(cut, split_keys, q, k, v, out, lse, args, kept)
+    start(frame, frame.words, walk, splits, walks, v.shape[0] * v.shape[2], kept)
+
+
+class Frame(NamedTuple):
+    """The argument block of a call, and what decides how it is cut. The words that `start` fills are 0."""
+
+    words: array[int]
+    cut: _Cut
+    split_keys: int
+    num_kv_heads: int
+    apart: bool  # whether an item keeps to one kv head, as the keys of each lie together
+    side_by_side: bool
+    key_bytes: int  # of K and V of one key and kv head
+
+
+def framed(
+    cut: _Cut, split_keys: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments,
+    kept: list[Any],
+) -> Frame:  # fmt: skip
+    """Small tensors that must be copied first are put into `kept`, to live as long as the call."""
     scale = q.shape[3] ** -0.5 if args.scale is None else args.scale
     does = a.passes(args, scale)
     words = tensor_words(q, k, v, out, lse)
@@ -149,38 +189,48 @@ def _launch(
         0,
     )
     middle = a.operands(args, scale, does, kept, 0, 0, k) if does or a.any_table(args) else a.NO_OPERANDS
-    keys = min(splits * split_keys, v.shape[0] * v.shape[2])  # at most
-    read_us = keys * v.shape[1] * (q.shape[3] + v.shape[3]) * q.element_size() // BYTES_PER_US
-    threads = 1 if read_us < a.LEND_FROM_US else torch.get_num_threads()
-    heads = _heads_per_item(k, args, splits, threads) if cut.long_items else 1
-    tiles = -(-v.shape[1] // heads) * cut.chunks
-    together = _splits_per_item(splits * tiles, threads) if cut.long_items else 1
-    table, items = _table(walks, walk[1], splits, tiles, together, kept)
-    partials = done = 0
-    if walks is not None or walk[1] > 1 or heads > 1:
-        kept.append(counters := np.zeros(splits * tiles, np.int64))
-        done, partials = counters.ctypes.data, _partials(splits * tiles * heads * cut.partial_bytes, kept)
     bounds = args.row_bounds
     tail = (
-        *(cut.tail[0], heads, *cut.tail[2:], split_keys, *walk, *table),
-        *(partials, cut.partial_bytes, done, *scaling(args, scale, does), *cut.widths),
+        *cut.tail,
+        *(split_keys, 0, 0, 0, 0),
+        *(0, cut.partial_bytes, 0, *scaling(args, scale, does), *cut.widths),
         *((0, 0, 0) if bounds is None else (bounds.data_ptr(), *(4 * s for s in bounds.stride()))),
-        together,
-        int(cut.turns and heads == MOST_HEADS and _side_by_side(args, k, v)),
+        *(0, 0),
     )
     block = array("q", head + middle + array("q", tail).tobytes())
+    apart = not cut.long_items or (args.page_table is None and k.stride(1) >= k.stride(2))
+    side_by_side = cut.turns and _side_by_side(args, k, v)
+    key_bytes = (q.shape[3] + v.shape[3]) * q.element_size()
+    return Frame(block, cut, split_keys, v.shape[1], apart, side_by_side, key_bytes)
+
+
+def start(
+    frame: Frame, block: array[int], walk: tuple[int, int], splits: int,
+    walks: list[tuple[int, int, int]] | None, most_keys: int, kept: list[Any],
+) -> None:  # fmt: skip
+    """Runs the kernel on `block`, whose other words are those of the call; `most_keys` are there to read."""
+    cut, num_kv_heads = frame.cut, frame.num_kv_heads
+    keys = min(splits * frame.split_keys, most_keys)  # at most
+    read_us = keys * num_kv_heads * frame.key_bytes // BYTES_PER_US
+    threads = 1 if read_us < a.LEND_FROM_US else torch.get_num_threads()
+    heads = 1 if frame.apart else _heads_per_item(num_kv_heads, splits, threads)
+    tiles = -(-num_kv_heads // heads) * cut.chunks
+    together = _splits_per_item(splits * tiles, threads) if cut.long_items else 1
+    (block[d.ENTRIES], block[d.NUM_ENTRIES]), items = _table(walks, walk[1], splits, tiles, together, kept)
+    block[d.FIRST_SPLIT], block[d.NUM_SPLITS] = walk
+    if walks is not None or walk[1] > 1 or heads > 1:
+        block[d.DONE], block[d.PARTIALS] = _partials(splits * tiles, heads * cut.partial_bytes, kept)
+    block[a.HEADS], block[d.SPLITS_PER_ITEM] = heads, together
+    block[d.SIDE_BY_SIDE] = frame.side_by_side and heads == MOST_HEADS
     pool.run(
         cut.kernel, block.buffer_info()[0], items, threads, cut.scratch_bytes,
         read_us >= a.WAKE_FROM_US,
     )  # fmt: skip
 
 
-def _heads_per_item(k: Tensor, args: Arguments, splits: int, threads: int) -> int:
+def _heads_per_item(num_kv_heads: int, splits: int, threads: int) -> int:
     """kv heads that an item walks side by side: of pages, and where the heads of a key lie together, all that
     leave items enough, so that memory is read in the order it lies. Changes no bit."""
-    num_kv_heads = k.shape[1]
-    if args.page_table is None and k.stride(1) >= k.stride(2):
-        return 1
     heads = min(num_kv_heads, MOST_HEADS)
     while heads > 1 and splits * -(-num_kv_heads // heads) < ITEMS_PER_THREAD * threads:
         heads = -(-heads // 2)
@@ -200,7 +250,7 @@ def _splits_per_item(splits: int, threads: int) -> int:
     return max(1, min(MOST_SPLITS, splits // (ITEMS_PER_THREAD * threads)))
 
 
-def _walk(args: Arguments, rows: int, start: int, live: int, offset: int, split_keys: int) -> tuple[int, int]:
+def walk(args: Arguments, rows: int, start: int, live: int, offset: int, split_keys: int) -> tuple[int, int]:
     """First split and number of splits, at least 1, of what `rows` rows see of keys [start, live)."""
     left, right = a.window_sides(args)
     if args.offset is not None:
@@ -223,7 +273,7 @@ def _walks(
         live = lens_k[b] if lens is None else lens[b]
         offset = live - lens_q[b] if offsets is None else offsets[b]
         start = 0 if starts is None else starts[b]
-        walks.append((b, *_walk(args, lens_q[b], start, live, offset, split_keys)))
+        walks.append((b, *walk(args, lens_q[b], start, live, offset, split_keys)))
     return walks
 
 
@@ -243,12 +293,16 @@ def _table(
     return (words.buffer_info()[0], len(walks)), item
 
 
-def _partials(size: int, kept: list[Any]) -> int:
-    """The address of `size` bytes, at a cache line, that live as long as `kept`."""
+def _partials(tiles: int, size: int, kept: list[Any]) -> tuple[int, int]:
+    """The addresses of `tiles` words of zeros and of as many partial results of `size` bytes, each at a cache
+    line, that live as long as `kept`."""
+    counters = -(-8 * tiles // LINE) * LINE
+    needed = counters + tiles * size
     memory = _kept.partials
-    if memory is None or len(memory) < size + LINE:
-        memory = np.empty(size + LINE, np.uint8)
-        if size <= KEPT_PARTIALS:
+    if memory is None or memory.size < needed:
+        memory = _Memory(needed)
+        if needed <= KEPT_PARTIALS:
             _kept.partials = memory
     kept.append(memory)
-    return -(-memory.ctypes.data // LINE) * LINE
+    ctypes.memset(memory.address, 0, counters)
+    return memory.address, memory.address + counters

@@ -1,0 +1,146 @@
+"""Calls of the decode kernels like one before them: its argument block, with their addresses and lengths."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from polyflash.backends.cpu import arguments as a
+from polyflash.backends.cpu import decode, runtime
+from polyflash.results import NO_LSE
+
+if TYPE_CHECKING:
+    from array import array
+
+    from torch import Tensor
+
+    from polyflash.spec import Arguments
+
+
+class Repeat:
+    """What such calls share. `args` has no tensor that a later call could change but pages and lengths."""
+
+    def __init__(self, frame: decode.Frame, head_dim_v: int, args: Arguments) -> None:
+        self.frame, self.head_dim_v = frame, head_dim_v
+        self.need_lse = args.need_lse
+        self.args = args._replace(page_table=None, kv_lens=None)  # keeps no caller's tensor alive
+
+    def outputs(self, q: Tensor, block: array[int]) -> tuple[Tensor, Tensor]:
+        """Room for the results of q, and its address and those of q and lse in the block."""
+        *sizes, head_dim = q.shape
+        same = head_dim == self.head_dim_v
+        out = torch.empty_like(q) if same else q.new_empty((*sizes, self.head_dim_v))
+        lse = NO_LSE
+        if self.need_lse:
+            lse = torch.empty(sizes, dtype=torch.float32)
+            block[a.LSE] = lse.data_ptr()
+        block[a.Q], block[a.OUT] = q.data_ptr(), out.data_ptr()
+        return out, lse
+
+
+class OfKeys(Repeat):
+    """q (batch, heads, seqlen_q, head_dim) over whole tensors."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        frame, size = self.frame, q.element_size()
+        block = frame.words[:]
+        out, lse = self.outputs(q, block)
+        batch, _, rows, _ = q.shape
+        seqlen_k = k.shape[2]
+        (k_batch, k_head, _, _), (v_batch, v_head, _, _) = k.stride(), v.stride()
+        block[a.K], block[a.K_BATCH], block[a.K_HEAD] = k.data_ptr(), k_batch * size, k_head * size
+        block[a.V], block[a.V_BATCH], block[a.V_HEAD] = v.data_ptr(), v_batch * size, v_head * size
+        block[a.SEQLEN_K] = seqlen_k
+        first, count = decode.walk(self.args, rows, 0, seqlen_k, seqlen_k - rows, frame.split_keys)
+        decode.start(frame, block, (first, count), batch * count, None, batch * seqlen_k, [])
+        return out, lse
+
+
+class OfPages(Repeat):
+    """q (batch, heads, head_dim), one token per request, over pools (num_pages, page_size, heads,
+    head_dim)."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        frame = self.frame
+        block = frame.words[:]
+        block[a.K], block[a.V] = k.data_ptr(), v.data_ptr()
+        block[a.SEQLEN_K] = block[a.PAGE_SIZE] * table.shape[1]
+        block[a.PAGE_TABLE], block[a.KV_LENS] = table.data_ptr(), lens.data_ptr()
+        row, entry = table.stride()
+        block[a.PAGE_TABLE_BATCH], block[a.PAGE_TABLE_ENTRY] = 4 * row, 4 * entry
+        block[a.KV_LENS_STRIDE] = 4 * lens.stride(0)
+        if not _names_pages()(block.buffer_info()[0], len(q)):
+            return None
+        out, lse = self.outputs(q, block)
+        live, most_keys = lens.tolist(), block[a.NUM_PAGES] * block[a.PAGE_SIZE]
+        fewest, most = self.walk(min(live)), self.walk(max(live))
+        if fewest == most:  # a walk grows with its keys
+            decode.start(frame, block, most, len(live) * most[1], None, most_keys, [])
+        else:
+            walks = [(b, *self.walk(n)) for b, n in enumerate(live)]
+            decode.start(frame, block, (0, 0), sum(w[2] for w in walks), walks, most_keys, [])
+        return out, lse
+
+    def walk(self, live: int) -> tuple[int, int]:
+        """First split and number of splits of a request with so many keys."""
+        return decode.walk(self.args, 1, 0, live, live - 1, self.frame.split_keys)
+
+
+@dataclass(frozen=True)
+class TableKey:
+    """Names the compiled check in the kernel cache."""
+
+    name: str = "names_pages"
+    builder: str = "polyflash.backends.cpu.decode_repeat"
+
+
+@lru_cache(maxsize=1)
+def _names_pages() -> Any:
+    """(argument block, requests) -> 1 if every length is one and every live page is one of the pool."""
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(runtime.load(TableKey()))
+
+
+def build(key: TableKey) -> Any:
+    """Compile the check: a numba cfunc `int64(args, requests)`."""
+    from numba import cfunc, types
+
+    from polyflash.backends.cpu import simd
+
+    arg, load_i32 = simd.word, simd.load_i32
+
+    @cfunc(types.int64(types.int64, types.int64), error_model="numpy", forceinline=True)
+    def names_pages(args, requests):  # type: ignore[no-untyped-def]
+        size, step = arg(args, a.PAGE_SIZE), arg(args, a.PAGE_TABLE_ENTRY)
+        for b in range(requests):
+            live = load_i32(arg(args, a.KV_LENS) + b * arg(args, a.KV_LENS_STRIDE))
+            if live < 0 or live > arg(args, a.SEQLEN_K):
+                return 0
+            row, wrong = arg(args, a.PAGE_TABLE) + b * arg(args, a.PAGE_TABLE_BATCH), 0
+            for j in range((live + size - 1) // size):
+                page = load_i32(row + j * step)
+                wrong |= page < 0 or page >= arg(args, a.NUM_PAGES)
+            if wrong != 0:
+                return 0
+        return 1
+
+    return names_pages
+
+
+def made(prepared: decode.Prepared, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Repeat | None:
+    """For calls like this one; q, k, v are (batch, heads, seqlen, head_dim), pools with pages for batch."""
+    kept: list[Any] = []
+    out, lse = (torch.empty(0) for _ in range(2))
+    batch, num_q_heads, seqlen_q, _ = q.shape
+    out = q.new_empty((batch, num_q_heads, seqlen_q, v.shape[3]))
+    cut = prepared.cut(num_q_heads // v.shape[1] * seqlen_q)
+    frame = decode.framed(cut, prepared.config.split_keys, q, k, v, out, lse, args, kept)
+    if kept or args.kv_starts is not None or args.q_offset is not None:
+        return None
+    frame.words[a.LSE] = 0
+    return (OfKeys if args.page_table is None else OfPages)(frame, v.shape[3], args)

@@ -1,0 +1,100 @@
+"""Calls like one before them: what was checked and decided for it holds, so they go straight to its kernel.
+
+A step of generation makes the same few calls again and again, each behind megabytes of keys that drove
+Python itself out of every cache. There a line of Python costs ten times what it costs in a loop, and to
+understand a call of 2 ms took a fifth of it. Only plain calls of few rows on a CPU are known: no gradient, no
+mode, no operand but pages and lengths. Lengths are no part of what is known, so a growing cache adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, profiler
+
+from polyflash import torch_ops
+from polyflash.routes import backend_in_use
+from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, Arguments
+
+Repeat = Callable[..., tuple[Tensor, Tensor] | None]  # None: these lengths need the whole way, or its error
+Key = tuple[Any, ...]
+
+_KEPT = 1024
+_known: dict[Key, Repeat | None] = {}
+_keys_of = torch._C._dispatch_keys
+_included, _excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+
+
+def of_keys(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Key | None:
+    """What tells calls of `attention` apart whose other arguments are defaults, or None if they are not to be
+    known. Tensors are (batch, heads, seqlen, head_dim)."""
+    if _is_traced() or not q.is_cpu or not q.ndim == k.ndim == v.ndim == 4:
+        return None
+    batch, num_kv_heads, seqlen_k, head_dim = k.shape
+    batch_v, num_v_heads, seqlen_v, head_dim_v = v.shape
+    seqlen_q = q.shape[2]
+    if seqlen_q > DECODE_ROWS or seqlen_k != seqlen_v or not 0 < seqlen_k <= MOST_POSITIONS - DECODE_ROWS:
+        return None
+    _, k_head, *k_last = k.stride()
+    _, v_head, *v_last = v.stride()
+    return _key(
+        (q, k, v),
+        (batch, num_kv_heads, head_dim, batch_v, num_v_heads, head_dim_v),
+        (seqlen_k >= MANY_KEYS, k_head >= k_last[0], v_head >= v_last[0], *k_last, *v_last),
+        options,
+    )
+
+
+def of_pages(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, *options: Any) -> Key | None:
+    """As `of_keys`, of one token per request over pages: q (batch, heads, head_dim), pools (num_pages,
+    page_size, heads, head_dim)."""
+    if _is_traced() or not (isinstance(table, Tensor) and isinstance(lens, Tensor)):
+        return None
+    if not q.is_cpu or q.ndim != 3 or table.ndim != 2 or table.numel() == 0:
+        return None
+    fixed = k.shape, k.stride(), v.shape, v.stride(), table.shape[0], lens.shape
+    return _key((q, k, v, table, lens), *fixed, options)
+
+
+def _is_traced() -> bool:
+    """Are sizes not to be looked at now?"""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def _key(tensors: tuple[Tensor, ...], *sizes: Any) -> Key | None:
+    q = tensors[0]
+    if profiler._is_profiler_enabled or forward_ad._current_level >= 0 or not q.is_contiguous():
+        return None
+    kinds: list[Any] = []
+    for x in tensors:
+        if type(x) is not Tensor or x.requires_grad:
+            return None
+        kinds += x.dtype, _keys_of(x).raw_repr()
+    modes = _included().raw_repr(), _excluded().raw_repr()  # functorch, dispatch modes, tracing, autocast
+    return (*kinds, *modes, backend_in_use.get(), q.shape, *sizes)
+
+
+def call(key: Key | None, *tensors: Any) -> tuple[Tensor, Tensor] | None:
+    """The results of a call whose like is known."""
+    repeat = None if key is None else _known.get(key)
+    return None if repeat is None else repeat(*tensors)
+
+
+def learn(key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
+    """A call with this key has been made; q, k, v are those of the op."""
+    if key is None or key in _known:
+        return
+    if len(_known) >= _KEPT:
+        _known.clear()
+    launch = torch_ops.launch_of(q, k, v, args)
+    maker = None if launch is None else getattr(import_module(launch.row.module), "repeat", None)
+    _known[key] = None if maker is None else maker(launch, q, k, v, args)
+
+
+def forget() -> None:
+    """Everything: what was decided no longer holds."""
+    _known.clear()

@@ -1,0 +1,314 @@
+"""Calls like one before them leave out what was checked and decided, and nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import polyflash
+from polyflash import SpecError, attention, attention_paged, repeats, torch_ops, use_backend
+from tests.tolerance import same_bits
+
+try:
+    import numba  # noqa: F401
+except ImportError:
+    pytest.skip("only compiled kernels are known", allow_module_level=True)
+
+HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    repeats.forget()
+    yield
+    repeats.forget()
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """How many calls went the whole way."""
+    calls, route = [], torch_ops._route
+
+    def counted(*x):
+        calls.append(x[0])
+        return route(*x)
+
+    monkeypatch.setattr(torch_ops, "_route", counted)
+    return calls
+
+
+def keys(seqlen=300, batch=2, rows=1, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    sizes = (batch, HEADS, rows, DIM), (batch, KV_HEADS, seqlen, DIM), (batch, KV_HEADS, seqlen, DIM)
+    return tuple(torch.randn(size, generator=g).to(dtype) for size in sizes)
+
+
+def pages(lens=(40, 61), columns=4, seed=0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(len(lens), HEADS, DIM, generator=g).to(dtype)
+    k, v = (torch.randn(20, PAGE, KV_HEADS, DIM, generator=g).to(dtype) for _ in "kv")
+    table = torch.randperm(20, generator=g)[: len(lens) * columns].int().view(len(lens), columns)
+    return q, k, v, table, torch.tensor(lens, dtype=torch.int32)
+
+
+def same(got, want, label=""):
+    for x, y in zip(got, want, strict=True):
+        same_bits(x, y, label)
+        assert x.stride() == y.stride() and x.dtype is y.dtype, label
+
+
+def whole_way(call):
+    """What `call` gives if nothing is known."""
+    kept = dict(repeats._known)
+    repeats.forget()
+    try:
+        return call()
+    finally:
+        repeats._known.update(kept)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("rows", (1, 3))
+@pytest.mark.parametrize("causal", (False, True))
+def test_known_calls_over_keys_give_the_same(planned, dtype, rows, causal):
+    q, k, v = keys(1100, rows=rows, dtype=dtype)
+    for lse in (False, True):
+        attention(q, k, v, causal=causal, return_lse=lse)
+    for seed in (1, 2):
+        q, k, v = keys(1100, rows=rows, dtype=dtype, seed=seed)
+        planned.clear()
+        got = attention(q, k, v, causal=causal, return_lse=True)
+        again = attention(q, k, v, causal=causal)
+        assert not planned
+        want = whole_way(lambda: attention(q, k, v, causal=causal, return_lse=True))  # noqa: B023
+        assert planned
+        same(got, want)
+        same_bits(again, want.out)
+
+
+def test_a_known_call_reads_the_strides_of_its_own_keys(planned):
+    q, k, v = keys(seqlen=300)
+    attention(q, k, v)
+    planned.clear()
+    for make in (
+        lambda x: torch.randn(2, KV_HEADS, 500, DIM)[:, :, 100:400].copy_(x),
+        lambda x: torch.randn(2, 7, 300, DIM)[:, 2:4].copy_(x),
+        lambda x: torch.randn(5, KV_HEADS, 300, DIM)[::3].copy_(x),
+    ):
+        got = attention(q, make(k), make(v))
+        assert not planned
+        same_bits(got, whole_way(lambda: attention(q, k, v)))
+        attention(q, k, v)
+        planned.clear()
+    keys_first = k.transpose(1, 2).contiguous().transpose(1, 2)
+    got = attention(q, keys_first, v)
+    assert planned  # another order of heads and keys is cut up in another way
+    same_bits(got, attention(q, k, v))
+
+
+def test_a_growing_cache_adds_nothing(planned):
+    cache = keys(seqlen=1200)
+    for seqlen in range(1040, 1100):  # both as a view of a larger one and as a tensor of its own
+        k, v = (x[:, :, :seqlen] for x in cache[1:])
+        a, b = attention(cache[0], k, v), attention(cache[0], k.contiguous(), v.contiguous())
+        same_bits(a, b)
+    assert len(repeats._known) == 1 and len(planned) <= 2
+    q, k, v, table, _ = pages()
+    for n in range(1, 64):
+        lens = torch.tensor([n, 64 - n], dtype=torch.int32)
+        attention_paged(q, k, v, table[:, : -(-max(n, 64 - n) // PAGE)], lens)
+    assert len(repeats._known) == 2
+
+
+@pytest.mark.parametrize("rows", (3, 6))
+def test_fewer_keys_than_a_walk_is_worth_take_the_other_kernel(planned, rows):
+    """12 and 24 rows of a kv head over 1024 keys are decode's, over fewer they are not."""
+    for seqlen in (2000, 1023, 1024, 500):
+        q, k, v = keys(seqlen=seqlen, rows=rows)
+        got = [attention(q, k, v) for _ in range(2)]
+        want = whole_way(lambda: attention(q, k, v))  # noqa: B023
+        same_bits(got[0], want)
+        same_bits(got[1], want)
+
+
+@pytest.mark.parametrize("lse", (False, True))
+def test_known_calls_over_pages_give_the_same(planned, lse):
+    attention_paged(*pages(), return_lse=lse, causal=True)
+    for lens in ((40, 61), (1, 64), (0, 17)):
+        for columns in (4, 6):
+            inputs = pages(lens, columns, seed=3)
+            planned.clear()
+            got = attention_paged(*inputs, return_lse=lse, causal=True)
+            assert not planned, (lens, columns)
+            want = whole_way(lambda: attention_paged(*inputs, return_lse=lse, causal=True))  # noqa: B023
+            same(got if lse else [got], want if lse else [want], str(lens))
+    wide = torch.zeros(2, 8, dtype=torch.int32)
+    wide[:, ::2] = inputs[3][:, :4]
+    spread = torch.tensor([40, 9, 61, 9], dtype=torch.int32)[::2]
+    planned.clear()
+    got = attention_paged(*inputs[:3], wide[:, ::2], spread, return_lse=lse, causal=True)
+    assert not planned
+    want = whole_way(
+        lambda: attention_paged(*inputs[:3], inputs[3][:, :4], spread, return_lse=lse, causal=True)
+    )
+    same(got if lse else [got], want if lse else [want])
+
+
+def test_options_are_part_of_what_is_known():
+    q, k, v, table, lens = pages()
+    plain = attention_paged(q, k, v, table, lens)
+    for more in ({"softcap": 2.0}, {"scale": 0.5}, {"scale": -0.5}, {"softcap": 2.0, "scale": 0.0}):
+        first, second = (attention_paged(q, k, v, table, lens, **more) for _ in range(2))
+        same_bits(first, second, str(more))
+        assert not torch.equal(first, plain)
+    same_bits(attention_paged(q, k, v, table, lens), plain)
+
+
+def test_a_known_call_refuses_what_a_first_one_does():
+    q, k, v, table, lens = pages()
+    for _ in range(2):
+        attention_paged(q, k, v, table, lens)
+    for wrong in (20, -1, 2**31 - 1):
+        for column in (0, 2):
+            bad = table.clone()
+            bad[0, column] = wrong
+            with pytest.raises(SpecError, match=f"page {wrong} for request 0 in column {column}"):
+                attention_paged(q, k, v, bad, lens)
+    bad = table.clone()
+    bad[0, 3] = 99  # beyond the 40 live keys
+    same_bits(attention_paged(q, k, v, bad, lens), attention_paged(q, k, v, table, lens))
+    for wrong in (65, -1):
+        with pytest.raises(SpecError, match=f"kv_lens: got {wrong} for request 1"):
+            attention_paged(q, k, v, table, torch.tensor([3, wrong], dtype=torch.int32))
+    for inputs, name in (
+        ((q[:1], k, v, table, lens), "q rows"),
+        ((q, k, v[:, :8], table, lens), "page_size"),
+        ((q, k, v, table.long(), lens), "page_table"),
+        ((q, k, v, table, lens.long()), "kv_lens"),
+        ((q, k, v, table, lens[:1]), "kv_lens"),
+        ((q, k, v, table, lens.view(2, 1)), "kv_lens"),
+        ((q.bfloat16(), k, v, table, lens), "dtype"),
+        ((q[..., :32], k, v, table, lens), "head_dim"),
+    ):
+        with pytest.raises(SpecError, match=name):
+            attention_paged(*inputs)
+    with pytest.raises(SpecError, match="causal"):
+        attention_paged(q, k, v, table, lens, causal=0)
+
+
+def test_other_bits_and_not_finite_values_are_the_same(planned):
+    q, k, v = keys()
+    attention(q, k, v)
+    v[0, 0, 7, 3], v[1, 1, 9], k[0, 1, 5] = torch.nan, torch.inf, torch.inf
+    planned.clear()
+    got = attention(q, k, v)
+    assert not planned
+    same_bits(got, whole_way(lambda: attention(q, k, v)))
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        self.ops = [*getattr(self, "ops", ()), str(function)]
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_see_a_known_call():
+    q, k, v = keys()
+    want = attention(q, k, v)
+    attention(q, k, v)
+    with Seen() as seen:
+        attention(q, k, v)
+    assert any("polyflash" in op for op in seen.ops)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
+        attention(q, k, v)
+    assert any("polyflash" in event.key for event in prof.key_averages())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [attention(q, k, v).dtype for _ in range(2)] == [torch.bfloat16] * 2
+    with torch.inference_mode():
+        assert [attention(q, k, v).is_inference() for _ in range(2)] == [True] * 2
+    same_bits(attention(q, k, v), want)
+    got = torch.vmap(attention)(*(x[None].expand(3, *x.shape) for x in (q, k, v)))
+    torch.testing.assert_close(got, want.expand(3, *want.shape))
+    traced = torch.jit.trace(attention, (q, k, v), check_trace=False)
+    other = keys(seed=5)
+    torch.testing.assert_close(traced(*other), attention(*other))
+
+
+def test_gradients_are_not_lost():
+    q, k, v = keys()
+    attention(q, k, v)
+    for i in range(3):
+        inputs = [x.clone().requires_grad_(n == i) for n, x in enumerate((q, k, v))]
+        for _ in range(2):
+            attention(*inputs).sum().backward()
+        assert inputs[i].grad.abs().sum() > 0
+        with torch.no_grad():
+            assert not attention(*inputs).requires_grad
+    paged = pages()
+    attention_paged(*paged)
+    with pytest.raises(polyflash.UnsupportedError, match="inference"):
+        attention_paged(paged[0].clone().requires_grad_(), *paged[1:])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(polyflash.UnsupportedError):
+            attention(dual, k, v)
+
+
+def test_a_named_backend_is_obeyed(planned):
+    q, k, v = keys()
+    attention(q, k, v)
+    planned.clear()
+    with use_backend("torch"):
+        attention(q, k, v)
+    attention(q, k, v, backend="torch")
+    assert len(planned) >= 2
+    paged = pages()
+    for backend in (None, "torch", "cpu", "torch"):
+        torch.testing.assert_close(
+            attention_paged(*paged, backend=backend), attention_paged(*paged), atol=1e-5, rtol=1e-5
+        )
+
+
+def test_odd_tensors_go_the_whole_way(planned):
+    q, k, v = keys()
+    attention(q, k, v)
+    planned.clear()
+    negative = torch.complex(torch.zeros_like(q), q).conj().imag
+    assert negative.is_neg()
+    same_bits(attention(negative, k, v), attention(-q, k, v))
+    assert planned
+    wrapped = torch.nn.Parameter(k, requires_grad=False)
+    same_bits(attention(q, wrapped, v), attention(q, k, v))
+    same_bits(attention(q.transpose(0, 1).contiguous().transpose(0, 1), k, v), attention(q, k, v))
+
+
+def test_nothing_keeps_a_callers_tensor():
+    paged = pages()
+    attention_paged(*paged)
+    refs = [weakref.ref(x) for x in paged]
+    del paged
+    gc.collect()
+    assert not any(r() is not None for r in refs)
+
+
+def test_what_is_known_has_an_end(monkeypatch):
+    monkeypatch.setattr(repeats, "_KEPT", 3)
+    for batch in range(1, 9):
+        attention(*keys(batch=batch))
+        assert 1 <= len(repeats._known) <= 3
+
+
+def test_python_threads_share_what_is_known():
+    from concurrent.futures import ThreadPoolExecutor
+
+    def own(seed):
+        q, k, v = keys(seqlen=2000, seed=seed)
+        want = whole_way(lambda: attention(q, k, v))
+        return all(torch.equal(attention(q, k, v), want) for _ in range(20))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(own, range(8)))
