@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyflash
-from polyflash import SpecError, attention, attention_paged, repeats, torch_ops, use_backend
+from polyflash import SpecError, attention, attention_paged, explain, repeats, torch_ops, use_backend
 from tests.tolerance import same_bits
 
 try:
@@ -127,12 +127,14 @@ def test_a_growing_cache_adds_nothing(planned):
 @pytest.mark.parametrize("rows", (3, 6))
 def test_fewer_keys_than_a_walk_is_worth_take_the_other_kernel(planned, rows):
     """12 and 24 rows of a kv head over 1024 keys are decode's, over fewer they are not."""
-    for seqlen in (2000, 1023, 1024, 500):
+    for seqlen, phase in ((2000, "decode"), (1023, "forward"), (1024, "decode"), (500, "forward")):
         q, k, v = keys(seqlen=seqlen, rows=rows)
         got = [attention(q, k, v) for _ in range(2)]
+        planned.clear()
         want = whole_way(lambda: attention(q, k, v))  # noqa: B023
         same_bits(got[0], want)
         same_bits(got[1], want)
+        assert explain(q, k, v).chosen.name == f"cpu/{phase}"
 
 
 @pytest.mark.parametrize("lse", (False, True))
@@ -156,6 +158,21 @@ def test_known_calls_over_pages_give_the_same(planned, lse):
         lambda: attention_paged(*inputs[:3], inputs[3][:, :4], spread, return_lse=lse, causal=True)
     )
     same(got if lse else [got], want if lse else [want])
+
+
+def test_known_calls_over_pages_are_cut_up_by_their_own_lengths(planned):
+    """Requests of one split, of several, and of as many as their neighbours."""
+    g = torch.Generator().manual_seed(6)
+    q = torch.randn(3, HEADS, DIM, generator=g)
+    k, v = (torch.randn(400, PAGE, KV_HEADS, DIM, generator=g) for _ in "kv")
+    table = torch.randperm(400, generator=g)[:390].int().view(3, 130)
+    for lens in ((2000, 30, 1025), (1, 1024, 0), (1025, 2048, 1500), (2080, 2049, 1)):
+        lengths = torch.tensor(lens, dtype=torch.int32)
+        got = [attention_paged(q, k, v, table, lengths) for _ in range(2)]
+        want = whole_way(lambda: attention_paged(q, k, v, table, lengths))  # noqa: B023
+        for x in got:
+            same_bits(x, want, str(lens))
+    assert len(planned) == 5 * 2  # the first, each whole way, and what is learned of them
 
 
 def test_options_are_part_of_what_is_known():
