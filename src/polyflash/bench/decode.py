@@ -42,6 +42,7 @@ from polyflash.workloads import Workload
 
 FOLDED = "torch SDPA, query heads as rows"
 OWN_COPIES = "polyflash, a prefix of each request's own"
+ONE_PAGE = "polyflash, one page for all keys"
 BEST_SPLIT, INVARIANT = "polyflash, the best split", "polyflash, batch_invariant=True"
 SPLITS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 
@@ -204,14 +205,12 @@ def _paged(case: Case) -> DecodeProblem:
     w = case.workload
     sets = key_sets(w)
     turn = Turn(sets)
-    pools = [
-        pool(
-            s.k, s.v, case.page_size, heads_outer=case.laid.startswith(rows.HEADS_OUTER),
-            in_order=case.laid.endswith(rows.IN_ORDER),
-        )
-        for s in sets
-    ]  # fmt: skip
+    lie = {
+        "heads_outer": case.laid.startswith(rows.HEADS_OUTER), "in_order": case.laid.endswith(rows.IN_ORDER)
+    }  # fmt: skip
+    pools = [pool(s.k, s.v, case.page_size, **lie) for s in sets]
     paged_turn = Turn(pools)
+    large_turn = Turn([pool(s.k, s.v, w.seqlen_k, **lie) for s in sets])
     page_turn = Turn([page_reads(p) for p in pools])
     q = _queries(w, 1, w.heads, w.seqlen_q, w.head_dim)
     packed = q[0].transpose(0, 1).contiguous()  # rows, heads, channels
@@ -231,10 +230,15 @@ def _paged(case: Case) -> DecodeProblem:
         arms={
             OURS: _turning(paged, paged_turn),
             PLAIN: _turning(plain, turn),
+            ONE_PAGE: _turning(paged, large_turn),
             **_streams(turn),
             **{name: _turning(partial(_read, name), page_turn) for name in page_turn.things[0]},
         },
-        outputs=(lambda: paged(pools[0]).transpose(0, 1)[None], partial(plain, first)),
+        outputs=(
+            lambda: paged(pools[0]).transpose(0, 1)[None],
+            partial(plain, first),
+            lambda: paged(large_turn.things[0]).transpose(0, 1)[None],
+        ),
         samples=(Sample(q, first.k, first.v, w.seqlen_q > 1, lambda out: out),),
         bytes=first.bytes,
         flops=_flops(w, w.seqlen_k),

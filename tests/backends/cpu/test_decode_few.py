@@ -164,3 +164,27 @@ def test_items_stay_enough():
         enough = host.ITEMS_PER_THREAD * threads
         assert together == 1 or splits // together >= enough
         assert together == host.MOST_SPLITS or splits // (together + 1) < enough
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", (64, 128, 256))
+def test_heads_of_long_pages_are_walked_one_by_one(monkeypatch, dtype, size):
+    """Where the tokens of a head lie together in a page; the bits are those of whole tensors."""
+    from polyflash.backends.cpu import decode as host
+
+    heads, decides = [], host._heads_per_item
+    monkeypatch.setattr(host, "_heads_per_item", lambda *x: heads.append(decides(*x)) or heads[-1])
+    q = randn(2, 8, 1, 128, dtype=dtype)
+    k, v = (randn(2, 4, KEYS, 128, dtype=dtype, seed=n) for n in (1, 2))
+    lens = ints(KEYS, 700)
+    want = decode(q, k, v, split=SPLIT, kv_lens=lens)
+    heads.clear()
+    (k_pool, table), (v_pool, _) = paged(k, size), paged(v, size)
+    for by_head in (True, False):
+        by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k_pool, v_pool)]
+        pools = [x.contiguous() for x in by_token] if by_head else by_token
+        got = decode(q, *pools, split=SPLIT, kv_lens=lens, page_table=table)
+        assert len(heads) == (0 if by_head and size >= host.LONG_PAGE else 1), (size, by_head)
+        heads.clear()
+        for x, y, name in zip(got, want, ("out", "lse"), strict=True):
+            same_bits(x, y, name)

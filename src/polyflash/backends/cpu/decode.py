@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 BYTES_PER_US = 16_000  # that one core reads: what the thread decision assumes
 KEPT_PARTIALS = 64 << 20  # bytes a thread keeps between its calls
-ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads or splits
+ITEMS_PER_THREAD = 4  # at least, before an item takes several kv heads or splits
+LONG_PAGE = 128  # tokens, from which on the heads of a page are walked one by one where each lies together
 MOST_SPLITS = 4  # of an item: what is read next is prefetched across their borders
 
 
@@ -198,7 +199,8 @@ def framed(
         *(0, 0),
     )
     block = array("q", head + middle + array("q", tail).tobytes())
-    apart = not cut.long_items or (args.page_table is None and k.stride(1) >= k.stride(2))
+    long_runs = args.page_table is None or k.shape[2] >= LONG_PAGE
+    apart = not cut.long_items or (long_runs and k.stride(1) >= k.stride(2))
     side_by_side = cut.turns and _side_by_side(args, k, v)
     key_bytes = (q.shape[3] + v.shape[3]) * q.element_size()
     return Frame(block, cut, split_keys, v.shape[1], apart, side_by_side, key_bytes)
@@ -229,8 +231,8 @@ def start(
 
 
 def _heads_per_item(num_kv_heads: int, splits: int, threads: int) -> int:
-    """kv heads that an item walks side by side: of pages, and where the heads of a key lie together, all that
-    leave items enough, so that memory is read in the order it lies. Changes no bit."""
+    """kv heads that an item walks side by side: of short pages, and where the heads of a key lie together,
+    all that leave items enough, so that memory is read in the order it lies. Changes no bit."""
     heads = min(num_kv_heads, MOST_HEADS)
     while heads > 1 and splits * -(-num_kv_heads // heads) < ITEMS_PER_THREAD * threads:
         heads = -(-heads // 2)

@@ -39,9 +39,10 @@ class Stages(NamedTuple):
     add_addresses: Any  # (dst, distance, count, kept)
     gather_row: Any  # (src, element_stride, count, dst)
     load_query: Any  # (src, channels, dst, sign): one row
-    scores: Any  # (k_rows, q, s, top, groups, channels, limits, key, factor, cap, rows read next)
+    # `runs` is 1 if rows that touch go on touching, as in whole tensors.
+    scores: Any  # (k_rows, q, s, top, groups, channels, limits, key, factor, cap, rows read next, runs)
     online_softmax: Any  # (s, vectors, block, stats, scale bits)
-    accumulate: Any  # (v_rows, p, o, alpha, ones, groups, channels, rows read next)
+    accumulate: Any  # (v_rows, p, o, alpha, ones, groups, channels, rows read next, runs)
     accumulate_seen: Any  # likewise; a row takes nothing from keys it does not see, whatever their V
     # MOST_HEADS heads of WIDTH channels side by side, of keys that every row sees.
     dots: Any  # (row of K, q, distance of heads in q, sums, row read next): one key
@@ -105,14 +106,15 @@ class DecodeTile(AddressLists, Turns):
         mask = e.first_lanes(left, self.unit)
         return e.loop(some, values, lambda i, x: step(at, x, mask, 1))
 
-    def _spread(self, e: Emitter, later: Value, channels: Value) -> Value | None:
+    def _spread(self, e: Emitter, later: Value, channels: Value, runs: Value) -> Value | None:
         """Whether the rows that are read next lie apart, or None if every line is to be prefetched anyway.
         Where a single row of queries reads narrow rows that touch, the machine's own prefetchers bring more
-        than a core may ask for, once some lines are asked for; not so across small pages."""
+        than a core may ask for, once some lines are asked for; not so across pages."""
         if self.rows > 1 or self.size == 4:
             return None
         first, another = (e.load(e.pointer(later), 8 * row, I64) for row in (0, TOUCHING))
-        return e.b.icmp_signed("!=", e.b.sub(another, first), e.b.mul(channels, I64(TOUCHING * self.size)))
+        apart = e.b.icmp_signed("!=", e.b.sub(another, first), e.b.mul(channels, I64(TOUCHING * self.size)))
+        return e.b.or_(apart, e.b.icmp_signed("==", runs, I64(0)))
 
     def _prefetch(self, e: Emitter, row: Value, at: Value, units: int, spread: Value | None) -> None:
         """Lines of `units` units that are read a phase later."""
@@ -166,14 +168,14 @@ class DecodeTile(AddressLists, Turns):
 
     # S = K·Q
     def scores(
-        self, e: Emitter, k_rows, q, s, top, groups, channels, limits, key, factor, cap, later
+        self, e: Emitter, k_rows, q, s, top, groups, channels, limits, key, factor, cap, later, runs
     ) -> None:  # type: ignore[no-untyped-def]
         """Scores of `groups` vectors of keys from `key` on, -inf outside a row's limits, and their running
         maximum. If `factor` is not 0 its low half scales them, and if `cap` is not, they are
         cap·tanh(factor·s)."""
         b, p_limits, p_q = e.b, e.pointer(limits), e.pointer(q)
         p_sums = b.alloca(e.vf, size=self.lanes) if self.rows == 1 else None
-        spread = self._spread(e, later, channels)
+        spread = self._spread(e, later, channels, runs)
         lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
         in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
         first = b.add(e.splat(b.trunc(key, I32)), in_group)
@@ -300,18 +302,18 @@ class DecodeTile(AddressLists, Turns):
         return x
 
     # O = alpha·O + P·V
-    def accumulate(self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later) -> None:  # type: ignore[no-untyped-def]
+    def accumulate(self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later, runs) -> None:  # type: ignore[no-untyped-def]
         """`groups` of KEYS_PER_GROUP keys. Each group's sum is made apart and then added: a chain over all
         keys would lose digits, and O is loaded and stored once per group."""
-        self._accumulate(e, v_rows, p, o, alpha, ones, groups, channels, later, bounded=False)
+        self._accumulate(e, v_rows, p, o, alpha, ones, groups, channels, later, runs, bounded=False)
 
-    def accumulate_seen(self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later) -> None:  # type: ignore[no-untyped-def]
-        self._accumulate(e, v_rows, p, o, alpha, ones, groups, channels, later, bounded=True)
+    def accumulate_seen(self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later, runs) -> None:  # type: ignore[no-untyped-def]
+        self._accumulate(e, v_rows, p, o, alpha, ones, groups, channels, later, runs, bounded=True)
 
     def _accumulate(
-        self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later, *, bounded: bool
+        self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later, runs, *, bounded: bool
     ) -> None:  # type: ignore[no-untyped-def]
-        spread = self._spread(e, later, channels)
+        spread = self._spread(e, later, channels, runs)
         p_ones, p_o = e.pointer(ones), e.pointer(o)
 
         def group(i: Value, values: list[Value]) -> list[Value]:
@@ -530,7 +532,7 @@ class DecodeTile(AddressLists, Turns):
 
 _ARITY = {
     "fill": 3, "fill_addresses": 4, "fill_pages": 10, "add_addresses": 4, "gather_row": 4, "load_query": 4,
-    "scores": 11, "online_softmax": 5, "accumulate": 8, "accumulate_seen": 8, "has_nan": 2, "merge_stats": 5,
+    "scores": 12, "online_softmax": 5, "accumulate": 9, "accumulate_seen": 9, "has_nan": 2, "merge_stats": 5,
     "merge_outputs": 6, "row_stats": 5, "store_row": 4, "dots": 5, "weigh_group": 8, "scores_of_sums": 6,
 }  # fmt: skip
 

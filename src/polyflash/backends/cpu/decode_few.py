@@ -155,19 +155,19 @@ def build(key: DecodeKey) -> Any:
         [whole, rest) of its keys [begin, end): there no weight needs a look."""
         block, v_rows = scratch + arg(args, a.T_BLOCK), scratch + arg(args, a.T_V)
         p, later, channels = scratch + arg(args, a.T_S), scratch + arg(args, a.T_K), arg(args, a.HEAD_DIM_V)
-        alpha, ones = block, block + VECTOR
+        alpha, ones, runs = block, block + VECTOR, arg(args, a.PAGE_TABLE) == 0
         if whole > begin:
-            accumulate_seen(v_rows, p, o, alpha, ones, (whole - begin) // GROUP_KEYS, channels, later)
+            accumulate_seen(v_rows, p, o, alpha, ones, (whole - begin) // GROUP_KEYS, channels, later, runs)
             alpha = ones
         if rest > whole:
             at, p_at = (whole - begin) * 8, p + (whole - begin) // PACK * ROWS * 4
             groups = (rest - whole) // GROUP_KEYS
-            accumulate(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at)
+            accumulate(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at, runs)
             alpha = ones
         if end > rest:
             at, p_at = (rest - begin) * 8, p + (rest - begin) // PACK * ROWS * 4
             groups = (end - rest) // GROUP_KEYS
-            accumulate_seen(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at)
+            accumulate_seen(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at, runs)
 
     attend_heads = decode_heads.walk(key, stage, list_rows)
 
@@ -210,7 +210,7 @@ def build(key: DecodeKey) -> Any:
                 vectors = (end - begin) // KEYS
                 scores(
                     k_rows, q, s, block, vectors, arg(args, a.HEAD_DIM), scratch + arg(args, a.T_LIMITS),
-                    begin, arg(args, d.FACTOR), arg(args, d.CAP), v_rows,
+                    begin, arg(args, d.FACTOR), arg(args, d.CAP), v_rows, arg(args, a.PAGE_TABLE) == 0,
                 )  # fmt: skip
                 online_softmax(s, vectors, block, stats, arg(args, a.SCALE_LOG2))
                 if i_h + 1 < heads:
