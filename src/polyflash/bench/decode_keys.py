@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyflash.bench import stream
+from polyflash.kvcache.layout import empty_pool
 from polyflash.workloads import Workload
 
 SPILL, MOST = 4, 64
@@ -105,7 +106,7 @@ def pool(k: Tensor, v: Tensor, page_size: int, *, heads_outer: bool = False, in_
     def paged(x: Tensor) -> Tensor:
         whole = x[0].unflatten(1, (pages, page_size))  # heads, pages, tokens, channels
         dims = (1, 0, 2, 3) if heads_outer else (1, 2, 0, 3)
-        placed = whole.new_empty([whole.shape[d] for d in dims])
+        placed = empty_pool([whole.shape[d] for d in dims], x.dtype, "cpu")
         placed[order] = whole.permute(dims)
         return placed.transpose(1, 2) if heads_outer else placed
 
@@ -128,7 +129,7 @@ def random_pool(w: Workload, pages: int, page_size: int) -> tuple[Tensor, Tensor
     made = []
     for _ in "kv":
         block = torch.randn(drawn, page_size, w.kv_heads, w.head_dim, generator=generator)
-        whole = torch.empty(pages, *block.shape[1:], dtype=getattr(torch, w.dtype))
+        whole = empty_pool((pages, *block.shape[1:]), getattr(torch, w.dtype), "cpu")
         for start in range(0, pages, drawn):
             whole[start : start + drawn] = block[: pages - start]
         made.append(whole)

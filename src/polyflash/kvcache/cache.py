@@ -16,6 +16,7 @@ from polyflash.kvcache.layout import (
     PoolLayout,
     check_pools,
     copy_pages,
+    empty_pool,
     layers_of,
     read_slots,
     slots_of,
@@ -88,8 +89,7 @@ class KVCache:
             checked_count(name, size, 1, 2**31 - 1)
         pages = Pages(num_pages, page_size)
         shape = (num_layers, num_pages, page_size, num_kv_heads)
-        k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
-        v = torch.empty((*shape, head_dim if head_dim_v is None else head_dim_v), dtype=dtype, device=device)
+        k, v = (empty_pool((*shape, head_dim if n is None else n), dtype, device) for n in (None, head_dim_v))
         self._adopt(pages, layers_of("k_pages", k, "NHD"), layers_of("v_pages", v, "NHD"), scrub)
 
     @classmethod

@@ -6,6 +6,9 @@ are 64-bit numbers throughout."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 from collections.abc import Sequence
 from typing import Literal
 
@@ -17,6 +20,7 @@ from polyflash.errors import described, spec_error
 from polyflash.mask import is_strided
 from polyflash.validate import overlaps
 
+_HUGE = 2 << 20  # bytes of a huge page
 PoolLayout = Literal["NHD", "HND"]
 _SHAPES = {
     "NHD": "(num_pages, page_size, num_kv_heads, head_dim)",
@@ -47,6 +51,24 @@ def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -
             got, change = f"strides {pool.stride()} for {tuple(pool.shape)}", "Use .contiguous()."
             raise spec_error(name, got=got, wanted="an address of its own per element", change=change)
     return tuple(pool.transpose(1, 2) for pool in found) if layout == "HND" else found
+
+
+def empty_pool(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
+    """A tensor of no particular values. On a CPU of Linux its memory may consist of huge pages, where the
+    system gives them to those who ask: small pages of keys in no order are read a few percent faster."""
+    pool = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if type(pool) is Tensor and pool.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
+        start, end = -(-pool.data_ptr() // _HUGE) * _HUGE, (pool.data_ptr() + pool.nbytes) // _HUGE * _HUGE
+        if start < end:
+            _may_be_huge(start, end - start)
+    return pool
+
+
+def _may_be_huge(address: int, size: int) -> None:
+    """Of memory that nobody has written to yet. Where the system refuses, nothing is lost."""
+    with contextlib.suppress(OSError, AttributeError):
+        advise = ctypes.CDLL(None).madvise
+        advise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 def check_pools(k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> None:

@@ -47,6 +47,7 @@ class Stages(NamedTuple):
     # MOST_HEADS heads of WIDTH channels side by side, of keys that every row sees.
     dots: Any  # (row of K, q, distance of heads in q, sums, row read next): one key
     weigh_group: Any  # (v_rows, p, distance of heads, o, distance, alpha, distance, rows read next)
+    touch: Any  # (rows, keys)
     scores_of_sums: Any  # (sums, s, distance of heads in s, top, factor, cap)
     has_nan: Any  # (o, vectors)
     merge_stats: Any  # (partials, stride, count, stats, scale bits)
@@ -533,7 +534,8 @@ class DecodeTile(AddressLists, Turns):
 _ARITY = {
     "fill": 3, "fill_addresses": 4, "fill_pages": 10, "add_addresses": 4, "gather_row": 4, "load_query": 4,
     "scores": 12, "online_softmax": 5, "accumulate": 9, "accumulate_seen": 9, "has_nan": 2, "merge_stats": 5,
-    "merge_outputs": 6, "row_stats": 5, "store_row": 4, "dots": 5, "weigh_group": 8, "scores_of_sums": 6,
+    "merge_outputs": 6, "row_stats": 5, "store_row": 4, "dots": 5, "weigh_group": 8, "touch": 2,
+    "scores_of_sums": 6,
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def walk(key: DecodeKey, stage: Stages, list_rows: Any) -> Any:
 
     from polyflash.backends.cpu import simd
 
-    fill, online_softmax = stage.fill, stage.online_softmax
+    fill, online_softmax, touch = stage.fill, stage.online_softmax, stage.touch
     dots, scores_of_sums, weigh_group = stage.dots, stage.scores_of_sums, stage.weigh_group
     arg, least, device = simd.word, simd.least, loading.device
     ROWS, KEYS, PACK, VECTOR = key.rows, key.lanes // key.rows, key.pack, key.lanes * 4
@@ -103,6 +103,8 @@ def walk(key: DecodeKey, stage: Stages, list_rows: Any) -> Any:
                 fill(block_at(args, scratch, i + 1), HEADS, MINUS_INF)
             list_block(args, scratch, k, a.K_BATCH, i + 2, block_n, beyond)
             list_block(args, scratch, v, a.V_BATCH, i + 1, block_n, beyond)
+            touch(list_at(args, scratch, a.K_BATCH, i + 2, block_n), block_n)
+            touch(list_at(args, scratch, a.V_BATCH, i + 1, block_n), block_n)
             attend_turns(args, scratch, i, block_n, state, does)
 
     return attend_heads

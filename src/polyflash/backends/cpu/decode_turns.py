@@ -8,8 +8,11 @@ from typing import Any
 
 from llvmlite import ir
 
+from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH
 from polyflash.backends.cpu.simd import I64, Emitter, Value
+
+MEMORY_PAGE = 4096  # bytes of the smallest there are
 
 
 class Turns:
@@ -31,6 +34,17 @@ class Turns:
             for r, x in enumerate(self._dots(e, key, next_key, p_q, None, None)):
                 e.store(x, p_sums, r * e.bytes)
             p_q, p_sums = e.at(p_q, q_tile), e.at(p_sums, self.lanes * e.bytes)
+
+    def touch(self, e: Emitter, rows, keys) -> None:  # type: ignore[no-untyped-def]
+        """Asks for one line of every page of memory that the listed rows of so many keys lie in: where they
+        are is looked up for all of them at once, before their other lines are asked for one by one."""
+        apart = max(1, MEMORY_PAGE // (MOST_HEADS * WIDTH * self.size))  # keys
+
+        def body(i: Value, p: list[Value]) -> list[Value]:
+            e.prefetch(e.pointer(e.load(p[0], 0, I64)), PREFETCH_LEVEL)
+            return [e.at(p[0], 8 * apart)]
+
+        e.loop(e.b.udiv(keys, I64(apart)), [e.pointer(rows)], body)
 
     def scores_of_sums(self, e: Emitter, sums, s, s_tile, top, factor, cap) -> None:  # type: ignore[no-untyped-def]
         """As `scores`, of one vector of keys of every head whose partial sums are made."""
