@@ -18,6 +18,7 @@ try:
 except ImportError:
     pytest.skip("only compiled kernels are known", allow_module_level=True)
 
+SDPA = torch.nn.functional.scaled_dot_product_attention
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
 
 
@@ -30,12 +31,13 @@ def nothing_known():
 
 @pytest.fixture
 def planned(monkeypatch):
-    """How many calls went the whole way."""
+    """The phases of calls that went the whole way."""
     calls, route = [], torch_ops._route
 
     def counted(*x):
-        calls.append(x[0])
-        return route(*x)
+        launch = route(*x)
+        calls.append(launch.spec.phase)
+        return launch
 
     monkeypatch.setattr(torch_ops, "_route", counted)
     return calls
@@ -116,6 +118,7 @@ def test_a_growing_cache_adds_nothing(planned):
         k, v = (x[:, :, :seqlen] for x in cache[1:])
         a, b = attention(cache[0], k, v), attention(cache[0], k.contiguous(), v.contiguous())
         same_bits(a, b)
+        torch.testing.assert_close(a, SDPA(cache[0], k, v, enable_gqa=True), atol=1e-5, rtol=1e-5)
     assert len(repeats._known) == 1 and len(planned) <= 2
     q, k, v, table, _ = pages()
     for n in range(1, 64):
@@ -129,8 +132,9 @@ def test_fewer_keys_than_a_walk_is_worth_take_the_other_kernel(planned, rows):
     """12 and 24 rows of a kv head over 1024 keys are decode's, over fewer they are not."""
     for seqlen, phase in ((2000, "decode"), (1023, "forward"), (1024, "decode"), (500, "forward")):
         q, k, v = keys(seqlen=seqlen, rows=rows)
-        got = [attention(q, k, v) for _ in range(2)]
         planned.clear()
+        got = [attention(q, k, v) for _ in range(2)]
+        assert {x.value for x in planned} <= {phase} and (phase == "decode" or planned), seqlen
         want = whole_way(lambda: attention(q, k, v))  # noqa: B023
         same_bits(got[0], want)
         same_bits(got[1], want)
@@ -261,7 +265,9 @@ def test_gradients_are_not_lost():
     for i in range(3):
         inputs = [x.clone().requires_grad_(n == i) for n, x in enumerate((q, k, v))]
         for _ in range(2):
-            attention(*inputs).sum().backward()
+            out = attention(*inputs)
+            assert out.requires_grad
+            out.sum().backward()
         assert inputs[i].grad.abs().sum() > 0
         with torch.no_grad():
             assert not attention(*inputs).requires_grad
