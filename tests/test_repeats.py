@@ -24,9 +24,9 @@ HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 16
 
 @pytest.fixture(autouse=True)
 def nothing_known():
-    repeats.forget()
+    repeats._known.clear()
     yield
-    repeats.forget()
+    repeats._known.clear()
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def same(got, want, label=""):
 def whole_way(call):
     """What `call` gives if nothing is known."""
     kept = dict(repeats._known)
-    repeats.forget()
+    repeats._known.clear()
     try:
         return call()
     finally:
@@ -217,8 +217,9 @@ def test_a_known_call_refuses_what_a_first_one_does():
     ):
         with pytest.raises(SpecError, match=name):
             attention_paged(*inputs)
-    with pytest.raises(SpecError, match="causal"):
-        attention_paged(q, k, v, table, lens, causal=0)
+    for name, wrong in (("causal", 0), ("checked", 5), ("return_lse", 1), ("softcap", "2")):
+        with pytest.raises((SpecError, TypeError), match=name):
+            attention_paged(q, k, v, table, lens, **{name: wrong})
 
 
 def test_other_bits_and_not_finite_values_are_the_same(planned):
@@ -307,6 +308,74 @@ def test_odd_tensors_go_the_whole_way(planned):
     wrapped = torch.nn.Parameter(k, requires_grad=False)
     same_bits(attention(q, wrapped, v), attention(q, k, v))
     same_bits(attention(q.transpose(0, 1).contiguous().transpose(0, 1), k, v), attention(q, k, v))
+
+
+def test_calls_inside_of_transforms_on_tensors_from_outside():
+    q, k, v = keys()
+    paged = pages()
+    for known in (False, True):
+        for call in (lambda: attention(q, k, v), lambda: attention_paged(*paged)):
+            want = call().sum()
+            if not known:
+                repeats._known.clear()
+            got = torch.func.grad(lambda x: call().sum() * x)(torch.tensor(2.0))  # noqa: B023
+            torch.testing.assert_close(got, want)
+
+
+def test_nested_tensors_are_refused_in_words():
+    q, k, v = keys()
+    attention(q, k, v)
+    nested = torch.nested.nested_tensor([k[0], k[1, :, :9]])
+    for inputs in ((q, nested, nested), (nested, k, v), (nested, nested, nested)):
+        with pytest.raises(SpecError, match="nested"):
+            attention(*inputs)
+
+
+def test_tables_of_other_widths_ask_for_their_own_route(planned):
+    """Tuned configs tell few keys from many, and beyond 32-bit positions another row runs."""
+    q, k, v, table, lens = pages()
+    attention_paged(q, k, v, table, lens)
+    planned.clear()
+    many = table.new_zeros(2, 80)
+    many[:, :4] = table
+    want = attention_paged(q, k, v, table, lens)
+    assert not planned
+    same_bits(attention_paged(q, k, v, many, lens), want)
+    assert planned
+    planned.clear()
+    endless = table[:, :1].expand(2, 2**28)
+    few = torch.tensor([7, 16], dtype=torch.int32)
+    torch.testing.assert_close(
+        attention_paged(q, k, v, endless, few), attention_paged(q, k, v, table, few), atol=1e-5, rtol=1e-5
+    )
+    assert planned
+
+
+def test_a_call_within_a_call_has_memory_of_its_own(monkeypatch):
+    """As a finalizer makes one that runs while the outer call is put together."""
+    from polyflash.backends.cpu import decode
+
+    q, k, v = keys(seqlen=6000)
+    want, own = attention(q, k, v), decode._partials
+
+    def interrupted(*x):
+        found = own(*x)
+        monkeypatch.setattr(decode, "_partials", own)
+        attention(q * 2, k, v)
+        return found
+
+    monkeypatch.setattr(decode, "_partials", interrupted)
+    same_bits(attention(q, k, v), want)
+
+
+def test_another_default_device_changes_nothing():
+    q, k, v = keys()
+    paged = pages()
+    want = attention(q, k, v, return_lse=True), attention_paged(*paged, return_lse=True)
+    with torch.device("meta"):
+        for _ in range(2):
+            same(attention(q, k, v, return_lse=True), want[0])
+            same(attention_paged(*paged, return_lse=True), want[1])
 
 
 def test_nothing_keeps_a_callers_tensor():

@@ -98,6 +98,7 @@ def attention_paged(
         and batch_invariant is out is config is None
         and (causal is False or causal is True)
         and (return_lse is False or return_lse is True)
+        and (checked is False or checked is True)
         and type(softcap) is float
         and (scale is None or type(scale) is float)
         and (backend is None or type(backend) is str)

@@ -24,58 +24,66 @@ Repeat = Callable[..., tuple[Tensor, Tensor] | None]  # None: these lengths need
 Key = tuple[Any, ...]
 
 _KEPT = 1024
+_MOST_KEYS = MOST_POSITIONS - DECODE_ROWS
 _known: dict[Key, Repeat | None] = {}
-_keys_of = torch._C._dispatch_keys
+_keys_of, _plain = torch._C._dispatch_keys, frozenset(torch_ops.plain_keys("cpu"))
 _included, _excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
 
 
 def of_keys(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Key | None:
     """What tells calls of `attention` apart whose other arguments are defaults, or None if they are not to be
     known. Tensors are (batch, heads, seqlen, head_dim)."""
-    if _is_traced() or not q.is_cpu or not q.ndim == k.ndim == v.ndim == 4:
+    kinds = _kinds(q, k, v)
+    if kinds is None or not q.ndim == k.ndim == v.ndim == 4:
         return None
     batch, num_kv_heads, seqlen_k, head_dim = k.shape
     batch_v, num_v_heads, seqlen_v, head_dim_v = v.shape
-    seqlen_q = q.shape[2]
-    if seqlen_q > DECODE_ROWS or seqlen_k != seqlen_v or not 0 < seqlen_k <= MOST_POSITIONS - DECODE_ROWS:
+    if q.shape[2] > DECODE_ROWS or seqlen_k != seqlen_v or not 0 < seqlen_k <= _MOST_KEYS:
         return None
     _, k_head, *k_last = k.stride()
     _, v_head, *v_last = v.stride()
-    return _key(
-        (q, k, v),
-        (batch, num_kv_heads, head_dim, batch_v, num_v_heads, head_dim_v),
-        (seqlen_k >= MANY_KEYS, k_head >= k_last[0], v_head >= v_last[0], *k_last, *v_last),
-        options,
-    )
+    sizes = q.shape, batch, num_kv_heads, head_dim, batch_v, num_v_heads, head_dim_v
+    order = k_head >= k_last[0], v_head >= v_last[0], *k_last, *v_last
+    return (*kinds, sizes, _keys_class(seqlen_k), order, options)
 
 
 def of_pages(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, *options: Any) -> Key | None:
     """As `of_keys`, of one token per request over pages: q (batch, heads, head_dim), pools (num_pages,
     page_size, heads, head_dim)."""
-    if _is_traced() or not (isinstance(table, Tensor) and isinstance(lens, Tensor)):
+    kinds = _kinds(q, k, v, table, lens)
+    if kinds is None or q.ndim != 3 or k.ndim != 4 or table.ndim != 2:
         return None
-    if not q.is_cpu or q.ndim != 3 or table.ndim != 2 or table.numel() == 0:
+    requests, columns = table.shape
+    most = k.shape[1] * columns
+    if not (requests and 0 < most <= _MOST_KEYS):
         return None
-    fixed = k.shape, k.stride(), v.shape, v.stride(), table.shape[0], lens.shape
-    return _key((q, k, v, table, lens), *fixed, options)
+    fixed = q.shape, k.shape, k.stride(), v.shape, v.stride(), requests, lens.shape
+    return (*kinds, *fixed, _keys_class(most), options)
 
 
-def _is_traced() -> bool:
-    """Are sizes not to be looked at now?"""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+def _keys_class(seqlen_k: int) -> bool:
+    """What a route of few rows depends on besides: see `torch_ops._route`."""
+    return seqlen_k >= MANY_KEYS
 
 
-def _key(tensors: tuple[Tensor, ...], *sizes: Any) -> Key | None:
-    q = tensors[0]
-    if profiler._is_profiler_enabled or forward_ad._current_level >= 0 or not q.is_contiguous():
+def _kinds(*tensors: Any) -> Key | None:
+    """dtypes, modes (functorch, dispatch modes, tracing, autocast) and the backend in use; None if a tensor
+    is no plain one of a CPU, or anybody would look at the call."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
+    ):
         return None
-    kinds: list[Any] = []
     for x in tensors:
-        if type(x) is not Tensor or x.requires_grad:
+        if type(x) is not Tensor or x.requires_grad or _keys_of(x).raw_repr() not in _plain:
             return None
-        kinds += x.dtype, _keys_of(x).raw_repr()
-    modes = _included().raw_repr(), _excluded().raw_repr()  # functorch, dispatch modes, tracing, autocast
-    return (*kinds, *modes, backend_in_use.get(), q.shape, *sizes)
+    if not tensors[0].is_contiguous():
+        return None
+    modes = _included().raw_repr(), _excluded().raw_repr()
+    return (*(x.dtype for x in tensors), *modes, backend_in_use.get())
 
 
 def call(key: Key | None, *tensors: Any) -> tuple[Tensor, Tensor] | None:
@@ -93,8 +101,3 @@ def learn(key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> 
     launch = torch_ops.launch_of(q, k, v, args)
     maker = None if launch is None else getattr(import_module(launch.row.module), "repeat", None)
     _known[key] = None if maker is None else maker(launch, q, k, v, args)
-
-
-def forget() -> None:
-    """Everything: what was decided no longer holds."""
-    _known.clear()

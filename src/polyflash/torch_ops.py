@@ -170,7 +170,7 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and _dispatch_keys(x).raw_repr() in _PLAIN_KEYS
 
 
-def _plain_keys(device: str | torch.device) -> set[int]:
+def plain_keys(device: str | torch.device) -> set[int]:
     """Dispatch keys of an ordinary tensor of a device; a negated, zero, sparse or wrapped one has others."""
     with torch.inference_mode():
         unrecorded = torch.empty(0, device=device)
@@ -178,7 +178,7 @@ def _plain_keys(device: str | torch.device) -> set[int]:
         return {_dispatch_keys(x).raw_repr() for x in (torch.empty(0, device=device), unrecorded)}
 
 
-_PLAIN_KEYS = _plain_keys("cpu")
+_PLAIN_KEYS = plain_keys("cpu")
 _UNSEEN = {"cuda"}  # device types whose keys their first tensor tells: to ask at import would start the GPU
 
 
@@ -186,7 +186,7 @@ def _is_first_of_its_device(x: Tensor) -> bool:
     """Is `x` an ordinary tensor, the first of its device type?"""
     if x.device.type not in _UNSEEN:
         return False
-    _PLAIN_KEYS.update(_plain_keys(x.device))
+    _PLAIN_KEYS.update(plain_keys(x.device))
     _UNSEEN.remove(x.device.type)
     return _dispatch_keys(x).raw_repr() in _PLAIN_KEYS
 

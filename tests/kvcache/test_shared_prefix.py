@@ -180,3 +180,16 @@ def test_the_place_of_a_cascade_is_checked_and_has_the_order_of_q():
             cache.attend(q, requests, cascade=True, out=wrong)
     turned = q.transpose(0, 1).contiguous().transpose(0, 1)
     assert cache.attend(turned, requests, cascade=True).stride() == cache.attend(turned, requests).stride()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_cascade_gives_what_one_call_does_in_strides_and_dtype(turned: bool):
+    cache, held = family(12, (3, 5, 6))
+    q = Tokens(seed=3).queries(3)
+    if turned:
+        q = q.transpose(0, 1).contiguous().transpose(0, 1)
+    plain, cascade = (cache.attend(q, list(held), cascade=on) for on in (False, True))
+    assert cascade.stride() == plain.stride() and cascade.dtype is plain.dtype
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain, cascade = (cache.attend(q, list(held), cascade=on) for on in (False, True))
+    assert cascade.stride() == plain.stride() and cascade.dtype is plain.dtype

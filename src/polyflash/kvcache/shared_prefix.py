@@ -109,7 +109,7 @@ def planned(
         change = "True aligns a request's last row with its last key."
         raise spec_error("causal", got=described(causal), wanted=wanted, change=change)
     present = [name for name, x in given.items() if x is not None and x != (None, None)]
-    key = (*counts, cascade, causal, *present)
+    key = (*counts, bool(cascade), causal, *present)
     plan = tables.plans.get(key)
     if plan is None:
         plan = tables.plans[key] = _made(tables, counts, cascade, causal, present)
@@ -210,9 +210,10 @@ def attend(
     if out is not None:
         result = out.copy_(merged)
     elif q.is_contiguous():
-        result = merged.to(v_pages.dtype)
+        result = q.new_empty((*q.shape[:2], channels), dtype=v_pages.dtype).copy_(merged)
     else:
-        result = outputs(q.transpose(0, 1)[None], v_pages, False)[0][0].transpose(0, 1).copy_(merged)
+        like = q.to(v_pages.dtype).transpose(0, 1)[None]
+        result = outputs(like, v_pages, False)[0][0].transpose(0, 1).copy_(merged)
     return AttentionOutput(result, cast("Tensor", lse)) if return_lse else result
 
 

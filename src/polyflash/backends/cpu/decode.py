@@ -220,14 +220,17 @@ def start(
     together = _splits_per_item(splits * tiles, threads) if cut.long_items else 1
     (block[d.ENTRIES], block[d.NUM_ENTRIES]), items = _table(walks, walk[1], splits, tiles, together, kept)
     block[d.FIRST_SPLIT], block[d.NUM_SPLITS] = walk
+    memory = None
     if walks is not None or walk[1] > 1 or heads > 1:
-        block[d.DONE], block[d.PARTIALS] = _partials(splits * tiles, heads * cut.partial_bytes, kept)
+        memory, block[d.DONE], block[d.PARTIALS] = _partials(splits * tiles, heads * cut.partial_bytes)
     block[a.HEADS], block[d.SPLITS_PER_ITEM] = heads, together
     block[d.SIDE_BY_SIDE] = frame.side_by_side and heads == MOST_HEADS
     pool.run(
         cut.kernel, block.buffer_info()[0], items, threads, cut.scratch_bytes,
         read_us >= a.WAKE_FROM_US,
     )  # fmt: skip
+    if memory is not None and memory.size <= KEPT_PARTIALS:
+        _kept.partials = memory
 
 
 def _heads_per_item(num_kv_heads: int, splits: int, threads: int) -> int:
@@ -295,16 +298,13 @@ def _table(
     return (words.buffer_info()[0], len(walks)), item
 
 
-def _partials(tiles: int, size: int, kept: list[Any]) -> tuple[int, int]:
-    """The addresses of `tiles` words of zeros and of as many partial results of `size` bytes, each at a cache
-    line, that live as long as `kept`."""
+def _partials(tiles: int, size: int) -> tuple[_Memory, int, int]:
+    """Memory, and the addresses in it of `tiles` words of zeros and of as many partial results of `size`
+    bytes, each at a cache line. It is the caller's alone until put back: a finalizer may make a call, too."""
     counters = -(-8 * tiles // LINE) * LINE
     needed = counters + tiles * size
-    memory = _kept.partials
+    memory, _kept.partials = _kept.partials, None
     if memory is None or memory.size < needed:
         memory = _Memory(needed)
-        if needed <= KEPT_PARTIALS:
-            _kept.partials = memory
-    kept.append(memory)
     ctypes.memset(memory.address, 0, counters)
-    return memory.address, memory.address + counters
+    return memory, memory.address, memory.address + counters

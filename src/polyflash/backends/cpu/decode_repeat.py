@@ -36,7 +36,7 @@ class Repeat:
         out = torch.empty_like(q) if same else q.new_empty((*sizes, self.head_dim_v))
         lse = NO_LSE
         if self.need_lse:
-            lse = torch.empty(sizes, dtype=torch.float32)
+            lse = q.new_empty(sizes, dtype=torch.float32)
             block[a.LSE] = lse.data_ptr()
         block[a.Q], block[a.OUT] = q.data_ptr(), out.data_ptr()
         return out, lse
@@ -135,12 +135,10 @@ def build(key: TableKey) -> Any:
 def made(prepared: decode.Prepared, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Repeat | None:
     """For calls like this one; q, k, v are (batch, heads, seqlen, head_dim), pools with pages for batch."""
     kept: list[Any] = []
-    out, lse = (torch.empty(0) for _ in range(2))
-    batch, num_q_heads, seqlen_q, _ = q.shape
-    out = q.new_empty((batch, num_q_heads, seqlen_q, v.shape[3]))
+    num_q_heads, seqlen_q = q.shape[1:3]
     cut = prepared.cut(num_q_heads // v.shape[1] * seqlen_q)
-    frame = decode.framed(cut, prepared.config.split_keys, q, k, v, out, lse, args, kept)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    frame = decode.framed(cut, prepared.config.split_keys, q, k, v, out, NO_LSE, args, kept)
     if kept or args.kv_starts is not None or args.q_offset is not None:
         return None
-    frame.words[a.LSE] = 0
     return (OfKeys if args.page_table is None else OfPages)(frame, v.shape[3], args)
