@@ -17,7 +17,7 @@ from polyflash.results import NO_LSE, outputs
 def unseen(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Meta tensors stand for those of a GPU that no call has seen; the devices whose keys were asked for."""
     asked: list[object] = []
-    real = torch_ops._plain_keys
+    real = torch_ops.plain_keys
 
     def keys(device: object) -> set[int]:
         asked.append(device)
@@ -25,7 +25,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(torch_ops, "_PLAIN_KEYS", set(torch_ops._PLAIN_KEYS))
     monkeypatch.setattr(torch_ops, "_UNSEEN", {"meta"})
-    monkeypatch.setattr(torch_ops, "_plain_keys", keys)
+    monkeypatch.setattr(torch_ops, "plain_keys", keys)
     return asked
 
 
