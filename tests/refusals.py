@@ -21,6 +21,16 @@ from polyflash.errors import SpecError, UnsupportedError
 
 PACKAGE = Path(polyflash.__file__).parent
 MAKERS = ("spec_error", "SpecError", "UnsupportedError")
+# Files whose cases stand beside their other tests, and where: all others have theirs in `CASES`.
+BESIDE = {
+    "integrations/": "tests/integrations",
+    "bench/": "tests/null/test_bench*.py",
+    "kvcache/": "tests/kvcache",
+    "tuning/": "tests/null/test_tuning.py",
+    "cli.py": "tests/test_cli.py",
+    "tensor_files.py": "tests/test_cli.py",
+    "backends/triton/codegen.py": "tests/backends/triton/test_codegen.py",  # needs Triton
+}
 # Places that no test of the default run can reach in its own process.
 ELSEWHERE: dict[tuple[str, str], str] = {}
 
@@ -31,6 +41,9 @@ class Site(NamedTuple):
     first: int  # lines of the call that makes the error
     last: int
     text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.first} {self.function}: {self.text}"
 
 
 def sites() -> list[Site]:
@@ -60,6 +73,21 @@ def missing(reached: set[tuple[str, int]], all_sites: list[Site]) -> list[Site]:
         for site in all_sites
         if not any(file == site.file and site.first <= line <= site.last for file, line in reached)
     ]
+
+
+def advice(left: list[Site]) -> str:
+    """Where cases of these sites go, and how one is written."""
+    beside = {place for start, place in BESIDE.items() if any(site.file.startswith(start) for site in left)}
+    said = [
+        f"a test in {place}; `with pytest.raises(SpecError, match=...)` around the call"
+        for place in sorted(beside)
+    ]
+    if any(not site.file.startswith(tuple(BESIDE)) for site in left):
+        case = '"what is wrong": call(scale=float("inf"))'
+        said.insert(
+            0, f"a line in CASES of tests/null/test_refusals.py, such as `{case}`: a name, and what raises"
+        )
+    return "Every place that makes an error wants a case that reaches it: " + "; or ".join(said) + "."
 
 
 class Refusals:
@@ -124,4 +152,6 @@ class Refusals:
         if left:
             terminalreporter.section("refusals that no test produced")
         for site in left:
-            terminalreporter.write_line(f"{site.file}:{site.first} {site.function}: {site.text}")
+            terminalreporter.write_line(str(site))
+        if left:
+            terminalreporter.write_line(advice(left))

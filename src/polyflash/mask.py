@@ -54,6 +54,21 @@ class Mask:
         if self.rows is not None:
             _positive("rows", self.rows)
 
+    def __repr__(self) -> str:
+        """The parts as they are written, tensors by their shapes."""
+        parts = []
+        if self.alignment is not None:
+            parts.append(f"causal({self.alignment!r})" if self.alignment != "bottom_right" else "causal()")
+        if self.left is not None or self.right is not None:
+            parts.append(f"window({self.left}, {self.right})")
+        if self.kv_lens is not None or self.kv_starts is not None:
+            parts.append(f"lengths({_size(self.kv_lens)}, {_size(self.kv_starts)})")
+        if self.q_ids is not None or self.k_ids is not None:
+            parts.append(f"segments({_size(self.q_ids)}, {_size(self.k_ids)})")
+        if self.bounds is not None:
+            parts.append(f"intervals({_size(self.bounds)}, rows={self.rows})")
+        return " & ".join(f"Mask.{part}" for part in parts) or "Mask()"
+
     @staticmethod
     def causal(alignment: str = "bottom_right") -> Mask:
         """Key j is visible to row i iff j <= i + offset; offset is seqlen_k - seqlen_q, or 0 for
@@ -189,6 +204,10 @@ class Mask:
         entries, heads = self.bounds.shape[:2]
         lists = self.bounds[batch if entries > 1 else 0, head if heads > 1 else 0, i // self.rows]
         return any(start <= j < end for start, end in lists.tolist())
+
+
+def _size(x: Any) -> str:
+    return "None" if x is None else str(list(getattr(x, "shape", ())))
 
 
 def _check_bounds(starts: Any, ends: Any) -> None:

@@ -8,7 +8,9 @@ logarithms through a sigmoid, so no exponential can overflow, at any distance.""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -27,23 +29,48 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
 
 
+@overload
 def merge(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout: str = "bhsd"
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout: str = ...
+) -> AttentionOutput: ...
+@overload
+def merge(parts: Sequence[tuple[Tensor, Tensor]], /, *, layout: str = ...) -> AttentionOutput: ...
+def merge(
+    out_a: Any, lse_a: Any = None, out_b: Any = None, lse_b: Any = None, *, layout: str = "bhsd"
 ) -> AttentionOutput:
-    """Merges two partial results over disjoint keys; a sink must have been given to exactly one of them.
+    """Merges partial results over disjoint keys; a sink must have been given to exactly one of them.
+
+        merge(out_a, lse_a, out_b, lse_b)
+        merge([(out_a, lse_a), (out_b, lse_b), (out_c, lse_c)])      # one or more, from left to right
 
     out: (batch, heads, seqlen, head_dim_v), "bshd" (batch, seqlen, heads, head_dim_v), or "thd"
     (total_q, heads, head_dim_v); lse: (batch, heads, seqlen), for "thd" (heads, total_q). Any float dtypes;
     the result is float32, or float64 if an input is. Exact up to rounding; commutative bitwise; lse = -inf
-    (no key seen) is the identity, whatever its out holds; two empty states give (0, -inf). Differentiable.
+    (no key seen) is the identity, whatever its out holds; empty states alone give (0, -inf). Differentiable.
 
     Raises:
-        SpecError: unknown layout, or shapes or devices that do not belong together.
+        SpecError: unknown layout, or shapes or devices that do not belong together; a list of no parts, or of
+            others than pairs.
     """
-    _check(out_a, lse_a, out_b, lse_b, layout)
-    double = torch.float64 in (out_a.dtype, lse_a.dtype, out_b.dtype, lse_b.dtype)
+    if isinstance(out_a, Sequence):
+        pairs = _pairs(out_a, (lse_a, out_b, lse_b))
+        names = [(f"parts[{i}].out", f"parts[{i}].lse") for i in range(len(pairs))]
+    else:
+        pairs, names = [(out_a, lse_a), (out_b, lse_b)], [("out_a", "lse_a"), ("out_b", "lse_b")]
+    _check(pairs, names, layout)
+    double = any(x.dtype is torch.float64 for pair in pairs for x in pair)
     kind = torch.float64 if double else torch.float32
-    out_a, lse_a, out_b, lse_b = (x.to(kind) for x in (out_a, lse_a, out_b, lse_b))
+    parts = [AttentionOutput(out.to(kind), lse.to(kind)) for out, lse in pairs]
+    if len(parts) == 1:  # its empty rows become 0, as beside others
+        parts.append(
+            AttentionOutput(torch.zeros_like(parts[0].out), torch.full_like(parts[0].lse, -torch.inf))
+        )
+    return reduce(lambda one, other: _merged(one, other, layout), parts)
+
+
+def _merged(one: AttentionOutput, other: AttentionOutput, layout: str) -> AttentionOutput:
+    """Two parts of one dtype, checked."""
+    (out_a, lse_a), (out_b, lse_b) = one, other
     empty_a, empty_b = lse_a == -torch.inf, lse_b == -torch.inf
     either = empty_a | empty_b
     # Replaced before use: -inf - -inf and 0·NaN would poison the gradients of the other state.
@@ -76,31 +103,38 @@ def _beside_out(x: Tensor, layout: str) -> Tensor:
     return (x if layout == "bhsd" else x.transpose(-1, -2)).unsqueeze(-1)
 
 
-def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, layout: str) -> None:
-    for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        if not isinstance(x, Tensor) or not is_strided(x) or not x.is_floating_point():
-            change = "Pass what return_lse=True gave."
-            raise spec_error(name, got=described(x), wanted="a tensor of floats", change=change)
-        if x.device != out_a.device:
-            wanted = f"{out_a.device}, as out_a"
-            raise spec_error(f"{name} device", got=x.device, wanted=wanted, change="Move it with .to().")
+def _pairs(parts: Sequence[Any], others: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    change = "Pass what return_lse=True gave: merge([(out, lse), ...]), or merge(out_a, lse_a, out_b, lse_b)."
+    pairs = [part for part in parts if isinstance(part, Sequence) and len(part) == 2]
+    if not pairs or len(pairs) < len(parts) or any(x is not None for x in others):
+        got = f"{described(parts)}{' and more arguments' * any(x is not None for x in others)}"
+        raise spec_error("parts", got=got, wanted="one pair (out, lse) or more", change=change)
+    return [(out, lse) for out, lse in pairs]
+
+
+def _check(pairs: list[tuple[Any, Any]], names: list[tuple[str, str]], layout: str) -> None:
+    first, at = pairs[0][0], names[0][0]
+    for pair, named in zip(pairs, names, strict=True):
+        for name, x in zip(named, pair, strict=True):
+            if not isinstance(x, Tensor) or not is_strided(x) or not x.is_floating_point():
+                change = "Pass what return_lse=True gave."
+                raise spec_error(name, got=described(x), wanted="a tensor of floats", change=change)
+            if x.device != first.device:
+                wanted = f"{first.device}, as {at}"
+                raise spec_error(f"{name} device", got=x.device, wanted=wanted, change="Move it with .to().")
     if not isinstance(layout, str) or layout not in _DIMS:
         wanted = "'bhsd', 'bshd' or 'thd'"
         raise spec_error("layout", got=described(layout), wanted=wanted, change="Name the layout of out.")
-    if out_a.ndim != _DIMS[layout]:
+    if first.ndim != _DIMS[layout]:
         wanted = f"{_DIMS[layout]} dimensions for layout {layout!r}"
-        raise spec_error("out_a", got=tuple(out_a.shape), wanted=wanted, change="Pass layout= that fits out.")
-    if out_b.shape != out_a.shape:
-        raise spec_error(
-            "out_b",
-            got=tuple(out_b.shape),
-            wanted=tuple(out_a.shape),
-            change="Merge results of the same queries.",
-        )
-    rows = tuple(out_a.shape[:-1])
+        raise spec_error(at, got=tuple(first.shape), wanted=wanted, change="Pass layout= that fits out.")
+    rows = tuple(first.shape[:-1])
     of_lse = rows if layout == "bhsd" else (*rows[:-2], rows[-1], rows[-2])
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+    for (out, lse), (out_name, lse_name) in zip(pairs, names, strict=True):
+        if out.shape != first.shape:
+            change = "Merge results of the same queries."
+            raise spec_error(out_name, got=tuple(out.shape), wanted=tuple(first.shape), change=change)
         if tuple(lse.shape) != of_lse:
             form = "(heads, total_q)" if layout == "thd" else "(batch, heads, seqlen)"
             change = f"For layout {layout!r} lse is {form}."
-            raise spec_error(name, got=tuple(lse.shape), wanted=of_lse, change=change)
+            raise spec_error(lse_name, got=tuple(lse.shape), wanted=of_lse, change=change)

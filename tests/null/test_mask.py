@@ -299,3 +299,15 @@ def test_two_lists_in_one_conjunction_are_refused() -> None:
         a & b
     with pytest.raises(SpecError, match="two different rows"):
         a & Mask(bounds=a.bounds, rows=3)
+
+
+def test_a_mask_shows_its_parts_and_no_contents():
+    ids = torch.zeros(2, 5000, dtype=torch.int32)
+    whole = Mask.causal("top_left") & Mask.window(128, None) & Mask.segments(ids, ids)
+    assert (
+        repr(whole)
+        == "Mask.causal('top_left') & Mask.window(128, None) & Mask.segments([2, 5000], [2, 5000])"
+    )
+    blocks = Mask.blocks(torch.ones(3, 3, dtype=torch.bool), rows=4, keys=4) & Mask.causal()
+    assert repr(blocks) == "Mask.causal() & Mask.intervals([1, 1, 3, 1, 2], rows=4)"
+    assert repr(Mask.lengths(kv_starts=ids[0])) == "Mask.lengths(None, [5000])" and repr(Mask()) == "Mask()"

@@ -154,6 +154,64 @@ def test_any_split_in_any_order_and_tree(cuts: tuple[int, ...]) -> None:
         torch.testing.assert_close(got.lse.double(), whole.lse, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_a_list_of_parts_is_merged_from_left_to_right(layout: str) -> None:
+    parts = [state(seed) for seed in range(4)]
+    parts[2].lse[0, 1], parts[2].out[0, 1] = -INF, NAN
+    if layout == "bshd":
+        parts = [AttentionOutput(x.out.transpose(1, 2), x.lse) for x in parts]
+    elif layout == "thd":
+        parts = [AttentionOutput(x.out[0].transpose(0, 1), x.lse[0]) for x in parts]
+    want = parts[0]
+    for part in parts[1:]:
+        want = merge(*want, *part, layout=layout)
+    for given in (parts, [tuple(x) for x in parts], [list(x) for x in parts], tuple(parts)):
+        for x, y in zip(merge(given, layout=layout), want, strict=True):
+            same_bits(x, y)
+
+
+def test_one_part_is_itself() -> None:
+    a = state(0, torch.bfloat16)
+    a.lse[0, 0, :2], a.out[0, 0, :2] = -INF, NAN
+    a.out[0, 1, 0, 0] = NAN
+    out, lse = merge([a])
+    assert out.dtype is torch.float32 and torch.equal(lse, a.lse) and (out[0, 0, :2] == 0).all()
+    same_bits(out[1], a.out[1].float())
+    assert out[0, 1, 0, 0].isnan() and merge([a, state(0, torch.float64)]).out.dtype is torch.float64
+
+
+def test_gradients_of_a_list() -> None:
+    def call(*x: Tensor) -> Tensor:
+        result = merge(list(zip(x[::2], x[1::2], strict=True)))
+        return torch.cat([result.out, result.lse.unsqueeze(-1)], -1)
+
+    states = [
+        AttentionOutput(x.out[:, :1, :2], x.lse[:, :1, :2])
+        for x in (state(n, torch.float64) for n in range(3))
+    ]
+    inputs = [x.detach().requires_grad_() for part in states for x in part]
+    assert torch.autograd.gradcheck(call, inputs)
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    same_bits(compiled(*inputs), call(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda a, b: merge([]), "parts: got list of 0, wanted one pair"),
+        (lambda a, b: merge(a), "parts: got AttentionOutput of 2, wanted one pair"),
+        (lambda a, b: merge(a, b), "parts: got AttentionOutput of 2 and more arguments, wanted one pair"),
+        (lambda a, b: merge([a, b.out]), "parts: got list of 2, wanted one pair"),
+        (lambda a, b: merge([a, (b.out, None)]), r"parts\[1\].lse: got None, wanted a tensor"),
+        (lambda a, b: merge([a, (b.out, b.out)]), r"parts\[1\].lse: got \(2, 3, 7, 5\), wanted \(2, 3, 7\)"),
+        (lambda a, b: merge([a, (b.lse, b.lse)]), r"parts\[1\].out: got \(2, 3, 7\), wanted \(2, 3, 7, 5\)"),
+    ],
+)  # fmt: skip
+def test_a_list_of_others_is_refused(call, words: str) -> None:
+    with pytest.raises(SpecError, match=f"^{words}"):
+        call(state(0), state(1))
+
+
 def test_gradients() -> None:
     def call(*x: Tensor) -> Tensor:
         result = merge(*x)

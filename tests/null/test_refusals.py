@@ -36,12 +36,8 @@ from polyflash.backends.triton import configs as triton_configs
 from polyflash.backends.triton import tiles
 from polyflash.integrations import sdpa
 from polyflash.spec import Arguments
-from tests.refusals import Refusals, Site, missing, sites
+from tests.refusals import BESIDE, Refusals, Site, advice, missing, sites
 
-ELSEWHERE = (
-    *("integrations/", "bench/", "kvcache/", "tuning/", "cli.py", "tensor_files.py"),
-    "backends/triton/codegen.py",  # needs Triton: tests/backends/triton/test_codegen.py
-)
 META = torch.device("meta")
 
 
@@ -259,6 +255,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "merge rank": lambda: merge(x(2, 5, 8), x(2, 5), x(2, 5, 8), x(2, 5)),
     "merge shapes": lambda: merge(x(), x(2, 2, 5), x(2, 2, 6, 8), x(2, 2, 5)),
     "merge lse": lambda: merge(x(), x(2, 2, 6), x(), x(2, 2, 5)),
+    "merge of nothing": lambda: merge([]),
     # gradients
     "tangent": tangent, "second derivative": second_derivative, "tangent of torch.func": tangent_of_func,
     "second derivative of torch.func": second_derivative_of_func,
@@ -328,12 +325,12 @@ def test_a_refusal_teaches(name: str):
 
 
 def core(found: list[Site]) -> list[Site]:
-    return [site for site in found if not site.file.startswith(ELSEWHERE)]
+    return [site for site in found if not site.file.startswith(tuple(BESIDE))]
 
 
 def test_every_refusal_of_the_core_has_a_case():
     left = missing(reached()[1], core(sites()))
-    assert not left, "\n".join(f"{site.file}:{site.first} {site.function}: {site.text}" for site in left)
+    assert not left, "\n".join(map(str, left)) + f"\n{advice(left)}"
 
 
 def test_a_place_without_a_case_is_found():
@@ -342,4 +339,9 @@ def test_a_place_without_a_case_is_found():
     merging = [site for site in sites() if site.file == "merge.py"]
     assert missing(others, core(sites())) == merging and len(merging) >= 5
     assert {site.file for site in missing(set(), core(sites()))} >= {"api.py", "mask.py", "validate.py"}
+    assert "CASES of tests/null/test_refusals.py" in advice(merging) and str(merging[0]).startswith(
+        "merge.py:"
+    )
+    others = [site for site in sites() if site.file.startswith(("kvcache/", "tensor_files.py"))]
+    assert "a test in tests/kvcache;" in advice(others) and "a test in tests/test_cli.py;" in advice(others)
     assert len(core(sites())) > 100
