@@ -17,7 +17,7 @@ MODULES = {
 }
 
 FLOORS = {
-    0: ("errors", "dtypes", "env"),
+    0: ("errors", "dtypes", "env", "compilation"),
     1: ("target", "mask", "spec", "merge", "work", "quant.scheme"),
     2: (
         "reference",
@@ -34,7 +34,17 @@ FLOORS = {
     ),
     3: ("plan", "tuning.store"),
     4: ("backends",),
-    5: ("torch_ops", "autograd", "transforms", "arguments", "routes", "entry", "repeats", "statistics_ops"),
+    5: (
+        "torch_ops",
+        "autograd",
+        "transforms",
+        "arguments",
+        "routes",
+        "entry",
+        "repeats",
+        "statistics_ops",
+        "counting",
+    ),
     6: ("api", "paged", "groups", "statistics", "kvcache", "parallel.ring", "tuning"),
     7: ("integrations", "bench", "tuning.command", "cli", "tensor_files", "doctor", "reports", "__main__"),
 }

@@ -5,6 +5,7 @@ from polyflash import env
 
 if not env.only_reports():  # `polyflash env` and `doctor` run where torch does not
     from polyflash.api import attention, attention_varlen, explain, use_backend
+    from polyflash.counting import counters, watch
     from polyflash.errors import SpecError, UnsupportedError
     from polyflash.groups import GroupsPlan, attention_groups, explain_groups
     from polyflash.mask import Mask
@@ -28,9 +29,11 @@ __all__ = [
     "attention_paged",
     "attention_varlen",
     "column_sums",
+    "counters",
     "explain",
     "explain_groups",
     "merge",
     "row_stats",
     "use_backend",
+    "watch",
 ]

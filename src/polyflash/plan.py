@@ -29,6 +29,7 @@ class Launch:
     target: Target
     spec: AttentionSpec
     run: Any = None  # the module's `run`, imported when the route is made
+    tally: Any = None  # counts its calls
     prepared: Any = None
 
 

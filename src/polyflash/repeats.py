@@ -8,19 +8,27 @@ mode, no operand but pages and lengths. Lengths are no part of what is known, so
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from polyflash import torch_ops
+from polyflash.counting import Tally
 from polyflash.routes import backend_in_use
 from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, Arguments
 
-Repeat = Callable[..., tuple[Tensor, Tensor] | None]  # None: these lengths need the whole way, or its error
+
+class Repeat(Protocol):
+    """Runs calls like one before them; None: these lengths need the whole way, or its error."""
+
+    tally: Tally
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None: ...
+
+
 Key = tuple[Any, ...]
 
 _KEPT = 1024
@@ -89,7 +97,12 @@ def _kinds(*tensors: Any) -> Key | None:
 def call(key: Key | None, *tensors: Any) -> tuple[Tensor, Tensor] | None:
     """The results of a call whose like is known."""
     repeat = None if key is None else _known.get(key)
-    return None if repeat is None else repeat(*tensors)
+    if repeat is None:
+        return None
+    found = repeat(*tensors)
+    if found is not None:
+        repeat.tally.count()
+    return found
 
 
 def learn(key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
@@ -100,4 +113,7 @@ def learn(key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> 
         _known.clear()
     launch = torch_ops.launch_of(q, k, v, args)
     maker = None if launch is None else getattr(import_module(launch.row.module), "repeat", None)
-    _known[key] = None if maker is None else maker(launch, q, k, v, args)
+    repeat = None if launch is None or maker is None else maker(launch, q, k, v, args)
+    if launch is not None and repeat is not None:
+        repeat.tally = launch.tally
+    _known[key] = repeat

@@ -18,7 +18,7 @@ from torch._C import _dispatch_keys
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_hooks
 from torch.autograd import profiler
 
-from polyflash import autograd, backends, plan, target, transforms, validate
+from polyflash import autograd, backends, counting, plan, target, transforms, validate
 from polyflash.errors import spec_error
 from polyflash.plan import Launch
 from polyflash.results import NO_LSE, apart, empty_gradients, no_gradients, no_keys, settled, without_pages
@@ -291,6 +291,7 @@ def _plan(
     device = target.detect(q.device.type, q.device.index or 0)
     launch = plan.select(spec, device, backends.TABLE, backend=backend, config=args.config)
     launch.run = import_module(launch.row.module).run
+    launch.tally = counting.tally_of(launch, backend)
     return launch
 
 
@@ -347,6 +348,7 @@ def launched(launch: Launch, *operands: Any) -> Any:
     if device == "cuda" and operands[0].device.index != torch.cuda.current_device():
         with torch.cuda.device(operands[0].device):
             return launched(launch, *operands)
+    launch.tally.count()
     if autocasting(device):
         with torch.autocast(device, enabled=False):
             return launch.run(launch, *operands)

@@ -21,7 +21,7 @@ except ImportError as error:
     raise ImportError("this module needs diffusers: pip install 'polyflash[hf]'") from error
 
 from polyflash.errors import UnsupportedError, spec_error
-from polyflash.integrations.sdpa import scaled_dot_product_attention
+from polyflash.integrations import sdpa
 
 __all__ = ("register", "unregister")
 
@@ -93,7 +93,7 @@ def _attention(
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    out = sdpa._replaced(
+        False, q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, by="diffusers"
     )
     return out.transpose(1, 2)

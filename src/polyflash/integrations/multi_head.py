@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from polyflash import counting
+
 
 def forward(
     attend: Callable[..., Tensor],
@@ -46,20 +48,28 @@ def forward(
     `query` (seqlen_q, batch, embed_dim) or unbatched (seqlen_q, embed_dim). Weights wanted, added keys, given
     keys and arguments that torch refuses go to torch's own function, which calls no attention or raises.
     """
-    plain = bias_k is bias_v is static_k is static_v is None and not (need_weights or add_zero_attn)
+    added = not (bias_k is bias_v is static_k is static_v is None) or add_zero_attn
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else (in_proj_weight,)
-    if (
-        not plain
-        or any(w is None for w in weights)
-        or not _fit(query, key, value, embed_dim_to_check, num_heads, use_separate_proj_weight)
-        or not _masks_fit(query, key, num_heads, key_padding_mask, attn_mask, is_causal)
+    why = ""
+    if added:
+        why = "bias_k, bias_v, static_k, static_v, add_zero_attn: keys are added or given"
+    elif need_weights:
+        why = "need_weights: the weights are wanted"
+    elif not (
+        all(w is not None for w in weights)
+        and _fit(query, key, value, embed_dim_to_check, num_heads, use_separate_proj_weight)
+        and _masks_fit(query, key, num_heads, key_padding_mask, attn_mask, is_causal)
     ):
-        return functional.multi_head_attention_forward(
+        why = "shapes, masks: torch refuses them, or its function has a meaning of its own for them"
+    if why:
+        result = functional.multi_head_attention_forward(
             query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v,
             add_zero_attn, dropout_p, out_proj_weight, out_proj_bias, training, key_padding_mask,
             need_weights, attn_mask, use_separate_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight,
             static_k, static_v, average_attn_weights, is_causal,
         )  # fmt: skip
+        counting.leave("multi_head_attention", why)  # torch may have refused it
+        return result
     if is_causal and key_padding_mask is None:
         attn_mask = None  # the flag says the same
     else:

@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from polyflash import torch_ops
+from polyflash import counting, torch_ops
 from polyflash.api import attention
 from polyflash.backends import TABLE
 from polyflash.errors import UnsupportedError
@@ -162,6 +162,7 @@ def _replaced(
     *,
     scale: Any = None,
     enable_gqa: Any = False,
+    by: str = "sdpa",
 ) -> Tensor:
     why = _refusal(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if not why:
@@ -174,6 +175,7 @@ def _replaced(
             except UnsupportedError as error:
                 why = str(error)
     out = _TORCHS_OWN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    counting.leave(by, why)
     if strict:
         raise UnsupportedError(f"scaled_dot_product_attention: torch's own function ran this call. {why}")
     return out

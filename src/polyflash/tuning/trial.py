@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash import backends, plan, target, torch_ops
+from polyflash import backends, counting, plan, target, torch_ops
 from polyflash.arguments import normalise
 from polyflash.errors import spec_error
 from polyflash.plan import Launch
@@ -133,6 +133,7 @@ def _launch(
     spec = replace(spec, features=spec.features - {Feature.LSE} if phase is Phase.FORWARD else spec.features)
     launch = plan.select(spec, here, backends.TABLE, backend=backend, config="")
     launch.run = import_module(launch.row.module).run
+    launch.tally = counting.tally_of(launch, backend)
     return launch
 
 
