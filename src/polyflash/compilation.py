@@ -14,25 +14,28 @@ from polyflash import env
 compiled: dict[str, float] = {}  # kernel and target -> seconds
 
 
-def shown() -> bool:
-    """Would a person see it: stderr is a terminal, or the log is asked for?"""
-    stream = sys.stderr
-    return stream is not None and (env.LOG.is_set() or stream.isatty())
-
-
 def note(kernel: str, target: str, seconds: float) -> None:
-    """Says that `kernel` was compiled for `target`, as one line."""
+    """Says that `kernel` was compiled for `target`, in one line: on a terminal, or if a log is asked for."""
     name = f"{kernel} for {target}"
     compiled[name] = compiled.get(name, 0.0) + seconds
-    if shown():
-        with contextlib.suppress(OSError, ValueError):  # a closed stream stops no call
-            sys.stderr.write(f"polyflash: compiled {name} in {seconds:.1f} s\n")
-            sys.stderr.flush()
+    _say(f"polyflash: compiled {name} in {seconds:.1f} s\n", log=env.LOG.is_set())
 
 
 @contextlib.contextmanager
 def timed(kernel: str, target: str) -> Iterator[None]:
-    """Notes what is compiled within, if it ends well."""
+    """Notes what is compiled within, if it ends well. A terminal shows meanwhile what it waits for."""
     began = time.perf_counter()
-    yield
+    _say(f"polyflash: compiling {kernel} for {target} ...", log=False)
+    try:
+        yield
+    finally:
+        _say("\r\x1b[2K", log=False)
     note(kernel, target, time.perf_counter() - began)
+
+
+def _say(text: str, *, log: bool) -> None:
+    stream = sys.stderr
+    with contextlib.suppress(OSError, ValueError):  # a closed stream stops no call
+        if stream is not None and (log or stream.isatty()):
+            stream.write(text)
+            stream.flush()

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import pwd
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import polyflash
+from polyflash import target
 from polyflash.backends.cpu import pool, runtime, store
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the cache needs POSIX ownership")
@@ -406,19 +408,24 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_says_so_on_a_terminal_only(builds, monkeypatch):
+def test_says_what_it_compiled_to_a_person_only(builds, monkeypatch):
+    """One line per kernel that no cache had, on a terminal or where the log is asked for."""
+    line = rf"polyflash: compiled store-(\d) for cpu:{target.host_arch()} in \d+\.\d s\n"
+    polyflash.counters(reset=True)
+    monkeypatch.delenv("POLYFLASH_LOG", raising=False)
     monkeypatch.setattr(sys, "stderr", Terminal())
     runtime.load(Key("store-1"))
-    said = sys.stderr.getvalue()
-    assert said.startswith(
-        "polyflash: compiling CPU kernel store-1 (once per machine) ... "
-    ) and said.endswith(" s\n")
-    monkeypatch.setenv("POLYFLASH_NO_CACHE", "1")
-    runtime.load(Key("store-2"))
-    assert "store-2 (once per process)" in sys.stderr.getvalue()
+    waiting, _, rest = sys.stderr.getvalue().partition("\r\x1b[2K")
+    assert waiting.startswith("polyflash: compiling store-1 for ") and re.fullmatch(line, rest)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    runtime.load(Key("store-3"))
+    runtime.load(Key("store-2"))
     assert sys.stderr.getvalue() == ""
+    monkeypatch.setenv("POLYFLASH_LOG", "1")
+    runtime.load(Key("store-3"))
+    assert re.fullmatch(line, sys.stderr.getvalue())
+    runtime._addresses.clear()
+    runtime.load(Key("store-3"))  # from the folder: nothing to say
+    assert sys.stderr.getvalue().count("\n") == 1 and len(polyflash.counters()["compiled"]) == 3
     monkeypatch.setattr(sys, "stderr", None)
     runtime.load(Key("store-4"))
 

@@ -3,6 +3,8 @@ lengths, seeds and values compile nothing. The driver is a stand-in; no kernel r
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from polyflash.backends.triton import decode, forward, runtime
+from polyflash.backends.triton import arguments, decode, forward, runtime
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from tests.backends.triton.direct import Config, launch_of, operands
 
@@ -259,3 +261,41 @@ def test_threads_that_load_one_kernel_start_all_of_it(monkeypatch: pytest.Monkey
         for _ in range(4):
             threads.submit(runtime.Kernels().launch, kernel, (1,), (), {}, (), device_0)
     assert started == ["function"] * 4
+
+
+@pytest.mark.parametrize("cached", (False, True))
+@pytest.mark.parametrize("direct", (False, True))
+def test_what_triton_compiled_is_said_once(direct, cached, monkeypatch, capsys, tmp_path):
+    """One line with seconds where the log is asked for, and none for what Triton's own cache had."""
+    binary = tmp_path / "attend.cubin"
+
+    def compile(*_: Any, **__: Any) -> Any:
+        binary.touch()
+        if cached:
+            os.utime(binary, (1, 1))
+        run = lambda *launched: None  # noqa: E731
+        return SimpleNamespace(
+            run=run, function="function", packed_metadata="", metadata_group={"attend.cubin": str(binary)}
+        )
+
+    class Kernel:
+        __name__, arg_names, warmup = "attend", ("q",), staticmethod(compile)
+
+        def __getitem__(self, grid: Any) -> Any:
+            return compile
+
+    monkeypatch.setattr(runtime, "INTERPRET", False)
+    monkeypatch.setattr(runtime, "_DIRECT", direct)
+    monkeypatch.setattr(runtime, "_hooked", lambda: False)
+    monkeypatch.setattr(runtime, "_nowhere", torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda *_: torch.no_grad())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    monkeypatch.setattr(runtime.target, "detect", lambda *_: SimpleNamespace(name="cuda:sm90"))
+    monkeypatch.setenv("POLYFLASH_LOG", "1")
+    kernels, q = runtime.Kernels(), arguments.view(torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16))
+    for _ in range(3):
+        kernels.launch(Kernel(), (1,), (q,), {"D": 128, "HAS_RIGHT": True}, ("key",), torch.device("cuda", 0))
+    line = r"polyflash: compiled attend bfloat16 d128 causal for cuda:sm90 in \d+\.\d s\n"
+    said = capsys.readouterr().err
+    assert said == "" if cached else re.fullmatch(line, said)

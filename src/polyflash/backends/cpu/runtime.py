@@ -15,11 +15,10 @@ import platform
 import struct
 import sys
 import threading
-import time
 from dataclasses import replace
 from typing import Any, Protocol
 
-from polyflash import env, target
+from polyflash import compilation, env, target
 from polyflash.backends.cpu import store
 
 DEFAULT_BUILDER = "polyflash.backends.cpu.forward"
@@ -98,11 +97,11 @@ def _find_or_compile(key: Key) -> store.Object:
                 f"polyflash compiles CPU kernels anew in every process, for want of a cache: {error}"
             )
     if folder is None:
-        return _compile(key, "once per process")
+        return _compile(key)
     try:
         found = store.read(folder, name)
         if found is None:
-            found = _compile(key, "once per machine")
+            found = _compile(key)
             if _compiler_is_default():
                 store.write(folder, name, replace(found, key=key.name, origin=origin()))
                 store.purge(folder)
@@ -127,20 +126,11 @@ def _sources_digest(folder: str) -> str:
     return digest.hexdigest()
 
 
-def _compile(key: Key, how_often: str) -> store.Object:
-    """Builds the object of `key`. On a terminal it says so, as this is the one slow step a user can meet."""
-    stream = sys.stderr
-    shown = stream is not None and stream.isatty()
-    start = time.perf_counter()
-    if shown:
-        stream.write(f"polyflash: compiling CPU kernel {key.name} ({how_often}) ...")
-        stream.flush()
-    try:
+def _compile(key: Key) -> store.Object:
+    """Builds the object of `key`, and says so: this is the one slow step a user can meet."""
+    with compilation.timed(key.name, f"cpu:{getattr(key, 'isa', '') or target.host_arch()}"):
         kernel = importlib.import_module(_builder(key)).build(key)
         made = store.Object(kernel.native_name, _object_code(kernel, getattr(key, "isa", "")))
-    finally:
-        if shown:
-            stream.write(f" {time.perf_counter() - start:.1f} s\n")
     missing = undefined_symbols(made.code) - _C_LIBRARY
     if missing:
         raise RuntimeError(

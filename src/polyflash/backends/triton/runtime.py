@@ -7,13 +7,17 @@ compiled kernel is remembered with its key and started directly.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
+from polyflash import compilation, target
 from polyflash.backends.triton.interpreter import INTERPRET
 
 if TYPE_CHECKING:
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 _DIRECT = tuple(int(x) for x in triton.__version__.split(".")[:2]) in ((3, 6), (3, 9))
 _ALIGNED = 16  # bytes: what Triton compiles for
 _KEPT_KERNELS = 256  # per route
+_CLOCK_S = 0.02  # by as much a file may look older than it is
+_WORDS = {"HAS_RIGHT": "causal", "HAS_LEFT": "window", "SOFTCAP": "softcap", "DROPOUT": "dropout"}
 # Triton loads a kernel where its launcher is asked for first, and sets the launcher before it has the
 # function: to another thread the function is None meanwhile.
 _loading = threading.Lock()
@@ -46,7 +52,11 @@ class Kernels:
             return
         if INTERPRET or not _DIRECT or _hooked():
             with torch.cuda.device(device) if device.type == "cuda" else _nowhere:
-                kernel[grid](*arguments, **constants)
+                began, known = time.time(), INTERPRET or key in self.found
+                compiled = kernel[grid](*arguments, **constants)
+            if not known:
+                self.found.setdefault(key, None)
+                note(kernel, compiled, arguments, constants, device.index or 0, began)
             return
         index = device.index or 0
         if index != torch.cuda.current_device():
@@ -61,7 +71,9 @@ class Kernels:
     ) -> None:  # fmt: skip
         ready = self.found.get(key)
         if ready is None:
+            began = time.time()
             compiled = kernel.warmup(*arguments, grid=(1,), **constants)
+            note(kernel, compiled, arguments, constants, index, began)
             places = (None,) * (len(kernel.arg_names) - len(arguments))
             if len(self.found) >= _KEPT_KERNELS:
                 self.found.clear()
@@ -72,6 +84,29 @@ class Kernels:
         stream = torch._C._cuda_getCurrentRawStream(index)
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)
         run(x, y, z, stream, function, packed, None, None, None, *arguments, *places)
+
+
+def note(
+    kernel: Any, compiled: Any, arguments: tuple[Any, ...], constants: Mapping[str, Any], index: int,
+    began: float,
+) -> None:  # fmt: skip
+    """Says what Triton compiled since `began`; of what its cache had, the files are older."""
+    newest = 0.0
+    for path in (getattr(compiled, "metadata_group", None) or {}).values():
+        with contextlib.suppress(OSError):
+            newest = max(newest, os.stat(path).st_mtime)
+    if newest + _CLOCK_S >= began:
+        name = described(kernel, arguments, constants)
+        compilation.note(name, target.detect("cuda", index).name, time.time() - began)
+
+
+def described(kernel: Any, arguments: tuple[Any, ...], constants: Mapping[str, Any]) -> str:
+    """A compiled kernel in a few words: attend bf16 d128 causal."""
+    first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
+    words = [getattr(kernel, "__name__", "kernel"), str(getattr(first, "dtype", "")).removeprefix("torch.")]
+    words += [f"d{constants[name]}" for name in ("D", "DV") if name in constants][:1]
+    words += [word for flag, word in _WORDS.items() if constants.get(flag)]
+    return " ".join(words)
 
 
 class _Nowhere:
