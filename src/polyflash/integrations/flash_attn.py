@@ -1,16 +1,19 @@
 """flash-attn 2's functions on polyflash: its names, argument order, defaults, layouts and return shapes.
+flash-attn 3's keywords are served where they mean something here, and refused in words where not.
 
     from polyflash.integrations.flash_attn import flash_attn_func
 
 Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_dim). Causal and windows are
 aligned bottom-right. `window_size` counts neighbours on the left and right, -1 is unbounded. Any float dtype,
 head_dim and device that `polyflash.attention` takes is taken here. `deterministic` changes nothing: gradients
-always are.
+always are. Nor do flash-attn 3's `num_splits`, `pack_gqa` and `sm_margin`, which say how to run. Numbers and
+flags may be numpy's or tensors without dimensions, lengths and bounds int32 or int64.
 
 `return_attn_probs=True` returns (out, softmax_lse, None): no matrix of weights is ever made. softmax_lse
 is (batch, num_heads, seqlen_q) or (num_heads, total_q), fp32. A row that sees no key has -inf there, out 0.
 
-`flash_attn_with_kvcache` is in `polyflash.integrations.flash_attn_cache`, and found here too.
+`flash_attn_with_kvcache` is in `polyflash.integrations.flash_attn_cache`, `apply_rotary_emb` in
+`.flash_attn_rotary`; both are found here too.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ import torch
 from torch import Tensor
 
 from polyflash.api import attention, attention_varlen
-from polyflash.errors import spec_error
-from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache, window_sides
-from polyflash.integrations.flash_attn_pages import attend_packed
+from polyflash.errors import described, spec_error
+from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, number, scalar, window_sides
+from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache
+from polyflash.integrations.flash_attn_pages import attend_packed, one_table
+from polyflash.integrations.flash_attn_rotary import apply_rotary_emb
 
 __all__ = (
+    "apply_rotary_emb",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -41,6 +47,7 @@ __all__ = (
 Result = Tensor | tuple[Tensor, Tensor, None]
 
 
+@facade({})
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -66,18 +73,19 @@ def flash_attn_func(
     """
     options: dict[str, Any] = {
         "layout": "bshd",
-        "causal": causal,
+        "causal": flag("causal", causal),
         "window": window_sides(window_size),
-        "softcap": softcap,
+        "softcap": number("softcap", softcap),
         "alibi_slopes": alibi_slopes,
-        "scale": softmax_scale,
-        "dropout_p": dropout_p,
+        "scale": number("softmax_scale", softmax_scale),
+        "dropout_p": number("dropout_p", dropout_p),
     }
-    if return_attn_probs:
+    if flag("return_attn_probs", return_attn_probs):
         return (*attention(q, k, v, **options, return_lse=True), None)
     return attention(q, k, v, **options)
 
 
+@facade({"q": "qkv", "k": "qkv", "v": "qkv"})
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -97,6 +105,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
+@facade({"k": "kv", "v": "kv"})
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -117,6 +126,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
+@facade({"k_pages": "k", "v_pages": "v", "page_table": "block_table", "kv_lens": "seqused_k"})
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -134,11 +144,16 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
 ) -> Result:
     """Attention within each member of a packed batch: rows [cu_seqlens_q[b], cu_seqlens_q[b+1]) of
     q (total_q, num_heads, head_dim) over keys [cu_seqlens_k[b], ...) of k and v (total_k, num_kv_heads, .).
     With `block_table`, int32 (batch, max_blocks), k and v are pages (num_blocks, page_size, num_kv_heads, .),
-    any page_size, and cu_seqlens_k says how many keys each member has in its pages; no gradients then.
+    any page_size, and cu_seqlens_k says how many keys each member has in its pages; no gradients then, as in
+    `flash_attn_with_kvcache`. `seqused_k`, (batch,), says how many of its keys each member uses; beside a
+    `block_table` cu_seqlens_k may be None then. `page_table` is another name of `block_table`.
 
     Returns:
         out (total_q, num_heads, head_dim_v), or (out, softmax_lse, None).
@@ -147,23 +162,32 @@ def flash_attn_varlen_func(
         SpecError, UnsupportedError: as `polyflash.attention_varlen`, or `polyflash.attention_paged`.
     """
     options: dict[str, Any] = {
-        "causal": causal,
+        "causal": flag("causal", causal),
         "window": window_sides(window_size),
-        "softcap": softcap,
+        "softcap": number("softcap", softcap),
         "alibi_slopes": alibi_slopes,
-        "scale": softmax_scale,
+        "scale": number("softmax_scale", softmax_scale),
     }
+    wants_lse, dropout_p = flag("return_attn_probs", return_attn_probs), number("dropout_p", dropout_p)
+    cu_seqlens_q, cu_seqlens_k, seqused_k = lengths(cu_seqlens_q), lengths(cu_seqlens_k), lengths(seqused_k)
+    max_seqlen_q = scalar("max_seqlen_q", max_seqlen_q)
+    block_table = one_table(block_table, page_table)
     if block_table is not None:
         out, lse = attend_packed(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, dropout_p, options
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k, block_table, dropout_p, options
         )
-        return (out, lse, None) if return_attn_probs else out
-    options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "dropout_p": dropout_p}
-    if return_attn_probs:
+        return (out, lse, None) if wants_lse else out
+    options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": scalar("max_seqlen_k", max_seqlen_k)}
+    options |= {"dropout_p": dropout_p, "kv_lens": seqused_k}
+    if wants_lse:
         return (*attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, return_lse=True), None)
     return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 
+_OF_BOTH = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+@facade({"q": "qkv", "k": "qkv", "v": "qkv"} | {name: name[:-2] for name in _OF_BOTH})
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -185,6 +209,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@facade({"k": "kv", "v": "kv"})
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -210,11 +235,11 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _unpacked(name: str, x: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:
-    if x.ndim != ndim or x.shape[-3] != parts:
+    if not isinstance(x, Tensor) or x.ndim != ndim or x.shape[-3] != parts:
         lead = "batch, seqlen" if ndim == 5 else "total"
         wanted = f"({lead}, {parts}, heads, head_dim)"
         change = "Use torch.stack(..., dim=-3)."
-        raise spec_error(name, got=tuple(x.shape), wanted=wanted, change=change)
+        raise spec_error(name, got=described(x), wanted=wanted, change=change)
     return x.unbind(-3)
 
 

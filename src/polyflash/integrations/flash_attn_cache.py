@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 from polyflash.api import attention
-from polyflash.errors import UnsupportedError, spec_error
+from polyflash.errors import described, spec_error
 from polyflash.integrations import flash_attn_pages as pages
-from polyflash.kvcache.rope import Rope
+from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, number, window_sides
+from polyflash.integrations.flash_attn_rotary import rotated
 
-_INT32 = "an int or an int32 tensor (batch,)"
+_LENS = "an int, or int32 or int64 (batch,)"
+# What they raise is of a cache then, not of the new k and v.
+_NAMES = {"k": "k_cache", "v": "v_cache", "kv_lens": "cache_seqlens", "kv_starts": "cache_leftpad"}
+_attention = facade(_NAMES)(attention)
+_rotated = facade({"cos": "rotary_cos", "sin": "rotary_sin"})(rotated)
 
 
+@facade({})
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -37,6 +43,9 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q over the live keys of a cache, after k and v were written behind them. No gradients.
 
@@ -50,76 +59,89 @@ def flash_attn_with_kvcache(
         rotary_cos: (positions, rotary_dim / 2), with k only. k is rotated by the positions it is written to;
             so is q, row by row, with `causal` or a window, and all of it by `cache_seqlens` otherwise.
         rotary_sin: likewise, given if rotary_cos is.
-        cache_seqlens: live keys before k is written, int or int32 (batch,); None is all, and not with k.
+        cache_seqlens: live keys before k is written, int, int32 or int64 (batch,); None is all, and not with
+            k.
         cache_batch_idx: int (batch,): the cache's row of each request, which is copied if given; all differ
             where k is given.
-        cache_leftpad: int32 (batch,): first live key. Not with rotary.
+        cache_leftpad: int32 or int64 (batch,): first live key. Positions count from the cache's first all the
+            same, those of rotary too.
         block_table: int32 (batch, max_blocks): the pages of each request. Entries of pages without a key that
             is seen or written may be anything. Not with cache_batch_idx.
-        num_splits: ignored; splits change no result.
+        num_splits: ignored; splits change no result. So are flash-attn 3's `pack_gqa` and `sm_margin`.
+        page_table: flash-attn 3's name of block_table.
+        rotary_seqlens: (batch,): where rotary begins to count, if not at cache_seqlens.
 
     Returns:
         out (batch, seqlen_q, num_heads, head_dim_v), or (out, softmax_lse (batch, num_heads, seqlen_q)).
 
     Raises:
-        UnsupportedError: rotary with `cache_leftpad`.
+        UnsupportedError: a keyword of flash-attn 3 that nothing here serves, with what to do instead.
         SpecError: k or rotary_cos without its other half; k, v, cache_batch_idx or block_table are not the
             cache's; keys do not fit behind those in the cache; two tokens would be written to one slot; or
             what `polyflash.attention` refuses. What is refused for k, v, rotary, cache_batch_idx or
             block_table is so before the cache is written. Contents of tensors are checked on a CPU; on a
             device what has no page is not written, and hidden.
     """
-    if rotary_cos is not None and cache_leftpad is not None:
-        raise UnsupportedError("cache_leftpad: not with rotary_cos here. Rotate q and k before the call")
     _check_halves(k, v, rotary_cos, rotary_sin)
-    window = window_sides(window_size)
+    if rotary_seqlens is not None and rotary_cos is None:
+        change = "Pass rotary_cos and rotary_sin, or drop it."
+        raise spec_error("rotary_seqlens", got="one", wanted="none without rotary_cos", change=change)
+    _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    window, along = window_sides(window_size), flag("causal", causal)
+    options: dict[str, Any] = {
+        "causal": along, "window": window, "softcap": number("softcap", softcap),
+        "alibi_slopes": alibi_slopes, "scale": number("softmax_scale", softmax_scale),
+        "kv_starts": lengths(cache_leftpad),
+    }  # fmt: skip
+    wants_lse = flag("return_softmax_lse", return_softmax_lse)
+    interleaved = flag("rotary_interleaved", rotary_interleaved)
+    block_table = pages.one_table(block_table, page_table)
     with torch.no_grad():
         if block_table is None:
             _check_rows(q, k_cache, v_cache, cache_batch_idx)
-            room = k_cache.shape[1] if k_cache.ndim > 1 else 0
+            room = k_cache.shape[1]
         else:
             room = pages.room(q, k_cache, v_cache, block_table, cache_batch_idx)
-        lens = _lens(q, room, cache_seqlens)
+        lens = _lens("cache_seqlens", q, room if cache_seqlens is None else cache_seqlens)
         if k is not None and v is not None:
             if cache_seqlens is None:
                 change = "Say how many keys the cache holds; 0 for none."
-                raise spec_error("cache_seqlens", got="None", wanted=f"{_INT32} with k", change=change)
-            seqlen_new = k.shape[1] if k.ndim > 1 else 0
+                raise spec_error("cache_seqlens", got="None", wanted=f"{_LENS} with k", change=change)
+            seqlen_new = k.shape[1]
             _check_new("k", k, k_cache, q.shape[0], seqlen_new)
             _check_new("v", v, v_cache, q.shape[0], seqlen_new)
             _check_room(lens, room, seqlen_new)
+            new = torch.arange(seqlen_new, device=k.device)
             if rotary_cos is not None and rotary_sin is not None:
-                stand = lens.long()[:, None]
-                along = causal or window != (None, None)
+                stand = lens if rotary_seqlens is None else _lens("rotary_seqlens", q, rotary_seqlens)
+                stand = stand.long()[:, None]
+                along = along or window != (None, None)
                 rows = torch.arange(q.shape[1], device=q.device) if along else stand.new_zeros(q.shape[1])
-                q = _rotated(q, stand + rows, rotary_cos, rotary_sin, rotary_interleaved)
-                new = torch.arange(k.shape[1], device=q.device)
-                k = _rotated(k, stand + new, rotary_cos, rotary_sin, rotary_interleaved)
-            at = lens.long()[:, None] + torch.arange(seqlen_new, device=k.device)
+                q = _rotated(q, stand + rows, rotary_cos, rotary_sin, interleaved)
+                k = _rotated(k, stand + new, rotary_cos, rotary_sin, interleaved)
+            at = lens.long()[:, None] + new
             lens = lens + seqlen_new
             if block_table is None:
                 _append(k_cache, v_cache, k, v, at, cache_batch_idx)
             else:
-                pages.check_seen(q, k_cache, block_table, lens, cache_leftpad, causal, window)
+                pages.check_seen(q, k_cache, block_table, lens, options)
                 pages.append(k_cache, v_cache, k, v, at, block_table)
-        options: dict[str, Any] = {
-            "causal": causal, "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes,
-            "scale": softmax_scale, "kv_starts": cache_leftpad,
-        }  # fmt: skip
         if block_table is not None:
             out, lse = pages.attend(q, k_cache, v_cache, block_table, lens, options)
         else:
             keys, values = k_cache, v_cache
             if cache_batch_idx is not None:
                 keys, values = keys[cache_batch_idx.long()], values[cache_batch_idx.long()]
-            out, lse = attention(q, keys, values, layout="bshd", kv_lens=lens, return_lse=True, **options)
-    return (out, lse) if return_softmax_lse else out
+            out, lse = _attention(q, keys, values, layout="bshd", kv_lens=lens, return_lse=True, **options)
+    return (out, lse) if wants_lse else out
 
 
-def window_sides(window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
-    """flash-attn's (left, right) as polyflash has it: a negative side is unbounded."""
-    left, right = window_size
-    return (None if left is None or left < 0 else left), (None if right is None or right < 0 else right)
+def _check_tensors(**given: Any) -> None:
+    for name, x in given.items():
+        if x is not None and (not isinstance(x, Tensor) or x.ndim != 4):
+            change = "Use unsqueeze() for a single token; caches may have a page where others have a request."
+            wanted = "a tensor (batch, seqlen, heads, head_dim)"
+            raise spec_error(name, got=described(x), wanted=wanted, change=change)
 
 
 def _check_halves(k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> None:
@@ -147,7 +169,7 @@ def _check_new(name: str, new: Tensor, cache: Tensor, batch: int, seqlen: int) -
 
 def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch_idx: Tensor | None) -> None:
     """That every request has a row of both caches."""
-    if k_cache.ndim != 4 or v_cache.ndim != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
+    if k_cache.shape[:3] != v_cache.shape[:3]:
         got, change = f"{(*k_cache.shape,)} and {(*v_cache.shape,)}", "Only head_dim may differ."
         wanted = "two of (batch_cache, seqlen_cache, num_kv_heads, head_dim)"
         raise spec_error("k_cache, v_cache", got=got, wanted=wanted, change=change)
@@ -157,9 +179,9 @@ def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch_idx: Tensor |
             change = "Pass cache_batch_idx, or a view of the caches' rows."
             raise spec_error("k_cache", got=f"{rows} rows", wanted=f"{batch}, as q has", change=change)
         return
-    if batch_idx.shape != (batch,) or batch_idx.dtype not in (torch.int32, torch.int64):
-        got = f"{batch_idx.dtype} {tuple(batch_idx.shape)}"
-        change = "One row number per request."
+    whole = isinstance(batch_idx, Tensor) and batch_idx.dtype in (torch.int32, torch.int64)
+    if not whole or batch_idx.shape != (batch,):
+        got, change = described(batch_idx), "One row number per request."
         raise spec_error("cache_batch_idx", got=got, wanted=f"int32 or int64 ({batch},)", change=change)
     if (
         batch_idx.device.type == "cpu"
@@ -171,15 +193,16 @@ def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch_idx: Tensor |
         raise spec_error("cache_batch_idx", got=got, wanted=f"0 to {rows - 1}", change=change)
 
 
-def _lens(q: Tensor, room: int, cache_seqlens: int | Tensor | None) -> Tensor:
-    """int32 (batch,); all that a request has room for if nothing is said."""
-    if isinstance(cache_seqlens, Tensor):
-        if cache_seqlens.shape != (q.shape[0],) or cache_seqlens.dtype is not torch.int32:
-            got = f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
-            raise spec_error("cache_seqlens", got=got, wanted=_INT32, change="Use .to(torch.int32).")
-        return cache_seqlens
-    whole = room if cache_seqlens is None else cache_seqlens
-    return torch.full((q.shape[0],), whole, dtype=torch.int32, device=q.device)
+def _lens(name: str, q: Tensor, given: Any) -> Tensor:
+    """int32 (batch,), from one number for all requests or one of each."""
+    if isinstance(given, Tensor) and given.dtype in (torch.int32, torch.int64):
+        if given.ndim == 0 or given.shape == (q.shape[0],):
+            at = q.device if given.ndim == 0 else given.device
+            return lengths(given).to(at).expand(q.shape[0]).contiguous()
+    elif not isinstance(given, (bool, Tensor)) and hasattr(given, "__index__"):
+        return lengths(torch.full((q.shape[0],), given, dtype=torch.int64, device=q.device))
+    change = "One length per request, or one for all."
+    raise spec_error(name, got=described(given), wanted=_LENS, change=change)
 
 
 def _check_room(lens: Tensor, room: int, new: int) -> None:
@@ -199,17 +222,3 @@ def _append(
     requests = torch.arange(k.shape[0], device=k.device) if batch_idx is None else batch_idx.long()
     k_cache[requests[:, None], at] = k
     v_cache[requests[:, None], at] = v
-
-
-def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x (batch, seqlen, heads, head_dim) turned by `positions`, int64 (batch, seqlen); channels beyond
-    rotary_dim stay. Pairs are neighbours if `interleaved`, else half of rotary_dim apart."""
-    half = cos.shape[-1]
-    last = int(positions.max()) if positions.device.type == "cpu" and positions.numel() else -1
-    if 2 * half > x.shape[-1] or last >= cos.shape[0]:
-        got = f"{tuple(cos.shape)} for head_dim {x.shape[-1]}"
-        got += f" and positions up to {last}" if last >= 0 else ""
-        wanted = "(positions, rotary_dim / 2), rotary_dim <= head_dim"
-        raise spec_error("rotary_cos", got=got, wanted=wanted, change="Make the tables longer.")
-    rope = Rope(rotary_dim=2 * half, interleaved=interleaved, cos=cos, sin=sin)
-    return rope.rotate(x.flatten(0, 1), positions.flatten()).view(x.shape)

@@ -9,10 +9,25 @@ from torch import Tensor
 
 from polyflash import validate
 from polyflash.errors import UnsupportedError, described, spec_error
+from polyflash.integrations.flash_attn_arguments import facade
 from polyflash.paged import attention_paged
 from polyflash.spec import Arguments
 
-Window = tuple[int | None, int | None]
+_NAMES = {"k": "k_cache", "v": "v_cache", "k_pages": "k_cache", "v_pages": "v_cache"}
+_NAMES |= {"page_table": "block_table", "kv_lens": "cache_seqlens", "kv_starts": "cache_leftpad"}
+_attention_paged = facade(_NAMES)(attention_paged)
+_PACKED: dict[str, Any] = {
+    name: facade({"kv_lens": name})(attention_paged) for name in ("seqused_k", "cu_seqlens_k")
+}
+_check_contents = facade(_NAMES)(validate.check_contents)
+
+
+def one_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
+    """The table under either of its names: flash-attn 2's, flash-attn 3's."""
+    if block_table is not None and page_table is not None:
+        change = "flash-attn 3 calls it otherwise; pass it by one of its names."
+        raise spec_error("block_table", got="two tables", wanted="one", change=change)
+    return page_table if block_table is None else block_table
 
 
 def room(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, batch_idx: Tensor | None) -> int:
@@ -20,7 +35,7 @@ def room(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, batch_idx: 
     if batch_idx is not None:
         change = "Pass the rows of block_table that you mean: block_table[cache_batch_idx]."
         raise spec_error("cache_batch_idx", got="one", wanted="none beside block_table", change=change)
-    if k_cache.ndim != 4 or v_cache.ndim != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
+    if k_cache.shape[:3] != v_cache.shape[:3]:
         got, change = f"{(*k_cache.shape,)} and {(*v_cache.shape,)}", "Only head_dim may differ."
         wanted = "two of (num_blocks, page_size, num_kv_heads, head_dim)"
         raise spec_error("k_cache, v_cache", got=got, wanted=wanted, change=change)
@@ -34,24 +49,16 @@ def room(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, batch_idx: 
     return table.shape[1] * k_cache.shape[1]
 
 
-def check_seen(
-    q: Tensor,
-    k_cache: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    starts: Tensor | None,
-    causal: bool,
-    window: Window,
-) -> None:
+def check_seen(q: Tensor, k_cache: Tensor, table: Tensor, lens: Tensor, options: dict[str, Any]) -> None:
     """What `attention_paged` says of lengths and table entries, said before anything is written."""
     if lens.device.type != "cpu":
         return
-    rows = q.shape[1]
+    left, right = options["window"]
     args = Arguments(
-        causal=causal, window_left=window[0], window_right=window[1], kv_lens=lens, kv_starts=starts,
-        page_table=table,
+        causal=options["causal"], window_left=left, window_right=right, kv_lens=lens,
+        kv_starts=options["kv_starts"], page_table=table,
     )  # fmt: skip
-    validate.check_contents(args, rows, k_cache.transpose(1, 2))
+    _check_contents(args, q.shape[1], k_cache.transpose(1, 2))
 
 
 def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, table: Tensor) -> None:
@@ -89,10 +96,10 @@ def attend(
     of `attention_paged`."""
     batch, rows, heads, _ = q.shape
     if rows == 1:
-        out, lse = attention_paged(q[:, 0], k_cache, v_cache, table, lens, **options, return_lse=True)
+        out, lse = _attention_paged(q[:, 0], k_cache, v_cache, table, lens, **options, return_lse=True)
         return out[:, None], lse.transpose(0, 1)[:, :, None]
     bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
-    out, lse = attention_paged(
+    out, lse = _attention_paged(
         q.flatten(0, 1), k_cache, v_cache, table, lens, cu_seqlens_q=bounds, max_seqlen_q=rows, **options,
         return_lse=True,
     )  # fmt: skip
@@ -104,21 +111,27 @@ def attend_packed(
     k_cache: Tensor,
     v_cache: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    seqused_k: Tensor | None,
     table: Tensor,
     dropout_p: float,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Packed rows over pages: out (total_q, num_heads, head_dim_v), lse (num_heads, total_q). cu_seqlens_k,
-    int32 (batch + 1,), says how many keys each member has; where they stand says the table."""
+    """Packed rows over pages: out (total_q, num_heads, head_dim_v), lse (num_heads, total_q). seqused_k, or
+    cu_seqlens_k, both int32, says how many keys each member has; where they stand says the table. No
+    gradients, as with a cache."""
     if dropout_p:
         raise UnsupportedError("dropout_p: not with block_table, which is for inference. Set it to 0")
-    if cu_seqlens_k.dtype is not torch.int32 or cu_seqlens_k.ndim != 1:
-        got = f"{cu_seqlens_k.dtype} {(*cu_seqlens_k.shape,)}"
-        change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
-        raise spec_error("cu_seqlens_k", got=got, wanted="int32 (batch + 1,)", change=change)
-    return attention_paged(
-        q, k_cache, v_cache, table, cu_seqlens_k.diff(), cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        return_lse=True, **options,
-    )  # fmt: skip
+    name, lens = "seqused_k", seqused_k
+    if lens is None:
+        name, bounds = "cu_seqlens_k", cu_seqlens_k
+        if not isinstance(bounds, Tensor) or bounds.dtype is not torch.int32 or bounds.ndim != 1:
+            change = "Put a 0 before torch.cumsum(lengths, 0), or pass seqused_k, the keys of each request."
+            raise spec_error(name, got=described(bounds), wanted="int32 (batch + 1,)", change=change)
+        lens = bounds.diff()
+    with torch.no_grad():
+        return _PACKED[name](
+            q, k_cache, v_cache, table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+            return_lse=True, **options,
+        )  # fmt: skip

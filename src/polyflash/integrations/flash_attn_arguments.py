@@ -1,0 +1,141 @@
+"""Arguments of flash-attn's functions as their callers write them: numbers of any library, flash-attn 3's
+keywords, and errors in the names that were called."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from polyflash.errors import SpecError, UnsupportedError, described, spec_error
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# flash-attn 3's: hints how to run, which change no result; and what no kernel has, with what to do instead.
+_HINTS = frozenset({"num_splits", "pack_gqa", "sm_margin"})
+_DESCALE = "Multiply the tensor by it: no kernel here reads float8"
+_ABSENT = {
+    "qv": "Pass torch.cat((q, qv), -1) as q and torch.cat((k, v), -1) as k",
+    "q_descale": _DESCALE,
+    "k_descale": _DESCALE,
+    "v_descale": _DESCALE,
+    "attention_chunk": "Make each chunk a sequence of flash_attn_varlen_func",
+    "scheduler_metadata": "Drop it: it was made for flash-attn's own kernels",
+    "num_heads_q": "Split qkv, and call flash_attn_func",
+    "seqused_q": "Pack the rows that are used: cu_seqlens_q says where they are",
+    "seqused_k": "flash_attn_varlen_func takes it",
+    "page_table": "flash_attn_varlen_func and flash_attn_with_kvcache take it",
+    "cu_seqlens_q": "flash_attn_varlen_func takes packed rows over pages",
+    "cu_seqlens_k_new": "Write packed keys to the caches before the call",
+    "max_seqlen_q": "flash_attn_varlen_func takes packed rows over pages",
+}
+# Advice of `polyflash.attention` that needs an argument which flash-attn's functions have not.
+_ADVICE = {
+    "; mask unused keys with kv_lens": "",
+    "attention_varlen()": "flash_attn_varlen_func()",
+    "attention()": "flash_attn_func()",
+    ", or train a bias": "",
+    "Use .to(), or Mask.to() for a mask.": "Move it with .to().",
+    "num_q_heads": "num_heads",
+    "num_pages": "num_blocks",
+    "max_pages": "max_blocks",
+}
+
+
+def facade(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function of flash-attn's name, or one that it calls: a `SpecError` speaks of `names[x]`
+    where it would of x, and flash-attn 3's keywords that the function has not are refused in words."""
+    names = {"scale": "softmax_scale", "window": "window_size", **names}
+    word = re.compile(rf"\b({'|'.join(names)})\b")
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        own = {
+            *(function.__kwdefaults__ or ()),
+            *function.__code__.co_varnames[: function.__code__.co_argcount],
+        }
+
+        @functools.wraps(function)
+        def _call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in [name for name in kwargs if name not in own]:
+                if name in _HINTS or (name in _ABSENT and _is_absent(name, kwargs[name])):
+                    del kwargs[name]
+            try:
+                return function(*args, **kwargs)
+            except SpecError as error:
+                text = str(error)
+                for ours, theirs in _ADVICE.items():
+                    text = text.replace(ours, theirs)
+                raise SpecError(word.sub(lambda found: names[found[0]], text)) from None
+
+        return _call
+
+    return decorate
+
+
+def _is_absent(name: str, value: Any) -> bool:
+    if value is None or (name == "attention_chunk" and scalar(name, value) == 0):
+        return True
+    raise UnsupportedError(f"{name}: got {described(value)}, wanted None: not here. {_ABSENT[name]}")
+
+
+def scalar(name: str, value: Any) -> Any:
+    """`value` as Python has it, if it is a tensor, array or scalar without dimensions."""
+    if getattr(value, "ndim", None) != 0:
+        return value
+    if isinstance(value, Tensor) and value.requires_grad:
+        change = "Scale q where a gradient is needed, and use .detach() here."
+        raise spec_error(name, got="requires_grad=True", wanted="a constant", change=change)
+    return value.item()
+
+
+def number(name: str, value: Any) -> Any:
+    """A float; None and what is no number stay for the call to judge."""
+    value = scalar(name, value)
+    if isinstance(value, bool):
+        change = "Flags come later: name them, as in causal=True."
+        raise spec_error(name, got=value, wanted="a number", change=change)
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, which 1 and 0 are too."""
+    value = scalar(name, value)
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    change = "It is the same for all rows."
+    raise spec_error(name, got=described(value), wanted="True or False", change=change)
+
+
+def lengths(x: Any) -> Any:
+    """An int64 tensor as int32; what does not fit is as wrong as it was. All else stays."""
+    if isinstance(x, Tensor) and x.dtype is torch.int64:
+        return x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    return x
+
+
+def window_sides(window_size: Any) -> tuple[int | None, int | None]:
+    """flash-attn's (left, right) as polyflash has it: a negative side, or None, is unbounded."""
+    sides = window_size.tolist() if getattr(window_size, "ndim", 0) == 1 else window_size
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+        change = "(-1, -1) is no window; the token itself is not counted."
+        raise spec_error("window_size", got=described(window_size), wanted="(left, right)", change=change)
+    return _side(sides[0]), _side(sides[1])
+
+
+def _side(value: Any) -> int | None:
+    value = scalar("window_size", value)
+    if value is None:
+        return None
+    if not isinstance(value, torch.SymInt):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise spec_error(
+                "window_size", got=described(value), wanted="two ints", change="-1 is unbounded."
+            )
+        value = operator.index(value)
+    return None if value < 0 else min(value, 2**62)

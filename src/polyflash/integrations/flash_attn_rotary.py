@@ -1,0 +1,115 @@
+"""flash-attn's rotary embedding: `flash_attn.layers.rotary.apply_rotary_emb`, and what caches turn by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyflash import validate
+from polyflash.errors import described, spec_error
+from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, scalar
+from polyflash.kvcache.rope import Rope
+from polyflash.spec import Arguments
+
+
+@facade({"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"})
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """x with its first rotary_dim channels turned by the position of each token. Gradients reach x.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens.
+        cos: (positions, rotary_dim / 2), of any float dtype.
+        sin: likewise.
+        interleaved: pairs of channels are neighbours; otherwise they stand rotary_dim / 2 apart.
+        inplace: write the result to x, and return x.
+        seqlen_offsets: the position of each request's first token, int, int32 or int64 (batch,).
+        cu_seqlens: int32 or int64 (batch + 1,): request b is tokens [cu_seqlens[b], cu_seqlens[b+1]). Those
+            beyond stay as they are.
+        max_seqlen: at least the longest request's tokens; not needed here.
+
+    Raises:
+        SpecError: shapes, dtypes or devices do not fit, or (looked at on a CPU only) bounds or a position
+            beyond the tables. On a device a token beyond the tables stays as it is, as in flash-attn.
+    """
+    ndim = 4 if cu_seqlens is None else 3
+    if not isinstance(x, Tensor) or x.ndim != ndim:
+        wanted = "(batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens"
+        raise spec_error("x", got=described(x), wanted=wanted, change="Use flatten() or unflatten().")
+    bounds, live = lengths(cu_seqlens), None
+    if cu_seqlens is None:
+        offsets = _offsets(seqlen_offsets, x.shape[0], x)
+        at = offsets[:, None] + torch.arange(x.shape[1], device=x.device)
+    else:
+        if (
+            not isinstance(bounds, Tensor)
+            or bounds.dtype is not torch.int32
+            or bounds.ndim != 1
+            or not len(bounds)
+        ):
+            change = "Put a 0 before torch.cumsum(lengths, 0)."
+            raise spec_error(
+                "cu_seqlens", got=described(cu_seqlens), wanted="int32 (batch + 1,)", change=change
+            )
+        if bounds.device.type == "cpu":
+            longest = scalar("max_seqlen", max_seqlen)
+            validate.check_contents(Arguments(cu_seqlens_q=bounds, max_seqlen_q=longest), x.shape[0], x)
+        tokens = torch.arange(x.shape[0], device=x.device)
+        request = torch.searchsorted(bounds[1:], tokens, right=True)
+        live = request < len(bounds) - 1
+        starts = _offsets(seqlen_offsets, len(bounds) - 1, x) - bounds[:-1]
+        at = tokens + torch.cat((starts, -bounds[-1:].long()))[request]  # who belongs to nobody is at 0 or so
+    turned = rotated(x, at, cos, sin, flag("interleaved", interleaved), live=live)
+    return x.copy_(turned) if flag("inplace", inplace) else turned
+
+
+def _offsets(given: Any, batch: int, x: Tensor) -> Tensor:
+    """int64 (batch,) on the device of x."""
+    if isinstance(given, Tensor) and given.dtype in (torch.int32, torch.int64):
+        if given.ndim == 0 or (given.shape == (batch,) and given.device == x.device):
+            return given.to(x.device, torch.int64).expand(batch)
+    else:
+        given = scalar("seqlen_offsets", given)
+        if hasattr(given, "__index__") and not isinstance(given, bool):
+            return torch.full((batch,), given, dtype=torch.int64, device=x.device)
+    wanted, change = f"an int, or int32 or int64 ({batch},) on {x.device}", "One offset per request."
+    raise spec_error("seqlen_offsets", got=described(given), wanted=wanted, change=change)
+
+
+def rotated(
+    x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, live: Tensor | None = None
+) -> Tensor:
+    """x (..., heads, head_dim) turned by `positions`, int64 (...); channels beyond rotary_dim stay, and what
+    is not `live`. Pairs are neighbours if `interleaved`, else half of rotary_dim apart."""
+    rope = Rope(interleaved=interleaved, cos=cos, sin=sin)
+    rows = cos.shape[0]
+    if 2 * cos.shape[1] > x.shape[-1]:
+        wanted = f"(positions, rotary_dim / 2), rotary_dim <= head_dim {x.shape[-1]}"
+        raise spec_error("cos", got=tuple(cos.shape), wanted=wanted, change="Rotate fewer channels.")
+    if positions.device.type == "cpu":
+        asked = positions if live is None else positions[live]
+        low, high = (int(asked.min()), int(asked.max())) if asked.numel() else (0, -1)
+        if low < 0 or high >= rows:
+            wanted, change = f"one for each position, {low} to {high}", "Make the tables longer."
+            if low < 0:
+                change = "Positions count from 0."
+            raise spec_error("cos", got=f"{rows} rows", wanted=wanted, change=change)
+    elif rows:
+        inside = (positions >= 0) & (positions < rows)
+        live = inside if live is None else live & inside
+    if not x.numel() or not rows:
+        return x.clone()
+    if live is not None:
+        positions = torch.where(live, positions, 0)
+    turned = rope.rotate(x.flatten(0, -3), positions.flatten()).view(x.shape)
+    return turned if live is None else torch.where(live[..., None, None], turned, x)
