@@ -18,7 +18,7 @@ MODULES = {
 
 FLOORS = {
     0: ("errors", "dtypes", "env", "compilation"),
-    1: ("target", "mask", "spec", "merge", "work", "quant.scheme"),
+    1: ("target", "mask", "spec", "merging", "work", "quant.scheme"),
     2: (
         "reference",
         "workloads",
@@ -46,12 +46,23 @@ FLOORS = {
         "counting",
     ),
     6: ("api", "paged", "groups", "statistics", "kvcache", "parallel.ring", "tuning"),
-    7: ("integrations", "bench", "tuning.command", "cli", "tensor_files", "doctor", "reports", "__main__"),
+    7: (
+        "integrations",
+        "bench",
+        "tuning.command",
+        "cli",
+        "commands",
+        "options",
+        "tensor_files",
+        "doctor",
+        "reports",
+        "__main__",
+    ),
 }
 FLOOR = {f"polyflash.{name}": floor for floor, names in FLOORS.items() for name in names}
 FLOOR["polyflash"] = 7
 DSL = {"numba", "llvmlite", "triton", "wgpu", "gluon"}
-TORCH_BELOW_2 = {"polyflash.merge"}  # floors 0 and 1 are plain data; target asks torch inside a function
+TORCH_BELOW_2 = {"polyflash.merging"}  # floors 0 and 1 are plain data; target asks torch inside a function
 BANNED_NAMES = {"utils", "util", "helper", "helpers", "common", "fast", "optimized", "misc", "v2"}
 
 

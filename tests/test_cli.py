@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import polyflash
-from polyflash import cli, tensor_files
+from polyflash import cli, commands, options, tensor_files
 from polyflash.reference import attention_reference
 
 SLICE = str(Path(__file__).parent / "data" / "minilm_qkv_slice.safetensors")
@@ -22,7 +23,7 @@ ESCAPE = "\x1b["
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A narrow terminal without colour, and no time spent on medians."""
-    monkeypatch.setattr(cli, "_TIMED", 0.0)
+    monkeypatch.setattr(commands, "_TIMED", 0.0)
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("FORCE_COLOR", "NO_COLOR", "POLYFLASH_BACKEND"):
         monkeypatch.delenv(name, raising=False)
@@ -219,6 +220,19 @@ BAD = {
         ("mask and segments and inter",),
     ),
     "packed bias": (1, ("explain", "--features", "varlen,bias"), ("bias", "none beside cu_seqlens")),
+    "causal in words": (2, ("explain", "--causal", "upwards"), ("upwards", "bottom_right", "top_left")),
+    "causal before a file": (2, ("run", "--causal", "upwards", "{}/qkv.npz"), ("upwards", "bottom_right")),
+    "causal of a race": (2, ("tune", "--causal", "1"), ("'1'", "bottom_right", "top_left")),
+    "negative seconds": (2, ("ablate", "--seconds=-1"), ("'-1'", "a positive number")),
+    "endless seconds": (2, ("tune", "--seconds", "inf"), ("'inf'", "a positive number")),
+    "no device": (2, ("run", "{}/qkv.npz", "--device", "gpu"), ("'gpu'", "cpu, cuda or cuda:N")),
+    "no index": (2, ("bench", "--device", "cuda:x"), ("'cuda:x'", "cpu, cuda or cuda:N")),
+    "no backend": (2, ("explain", "--backend", "gpu"), ("'gpu'", "cpu, triton, torch")),
+    "two devices": (
+        2,
+        ("explain", "--device", "cpu", "--target", "cuda:sm90"),
+        ("cpu and --target cuda:sm90", "one of them"),
+    ),
     "quick and long": (2, ("bench", "--quick", "--long"), ("not allowed",)),
 }
 
@@ -280,7 +294,7 @@ def test_explain_lists_every_row_and_every_reason(polyflash_main):
 
 
 def test_explain_knows_every_feature(polyflash_main):
-    for name in cli.FEATURES:
+    for name in options.FEATURES:
         code, out, err = polyflash_main("explain", "--features", name, "--json")
         assert (code, err) == (0, "")
         assert len(json.loads(out)["problem"]["features"]) == 1, name
@@ -344,11 +358,19 @@ def test_explain_returns_1_if_nobody_can(polyflash_main):
     assert "chosen" not in out
 
 
-def test_causal_does_not_swallow_a_file_name():
-    assert cli._with_alignment(["--causal", "a.npz"]) == ["--causal=bottom_right", "a.npz"]
-    assert cli._with_alignment(["--causal", "top_left"]) == ["--causal", "top_left"]
-    assert cli._with_alignment(["a.npz", "--causal"]) == ["a.npz", "--causal=bottom_right"]
-    assert cli._with_alignment([]) == []
+def test_causal_does_not_swallow_a_file_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bare").touch()
+    for words in (["run", "--causal", "a.npz"], ["run", "--causal", "bare"], ["run", "a.npz", "--causal"]):
+        alone = words[words.index("--causal") + 1 :]
+        assert options.with_alignment(words) == [*words[: -1 - len(alone)], "--causal=bottom_right", *alone]
+    for words in (
+        ["run", "--causal", "top_left"],
+        ["run", "--causal", "upwards"],
+        ["tune", "--causal", "a.b"],
+    ):
+        assert options.with_alignment(words) == words
+    assert options.with_alignment([]) == []
 
 
 def test_bench_compares_outputs_and_writes_json(polyflash_main, tmp_path):
@@ -421,10 +443,94 @@ def test_output_fits_the_terminal(polyflash_main, monkeypatch, width):
     assert max(map(len, out.splitlines())) <= width
 
 
+@pytest.mark.parametrize("command", ["run", "explain", "bench", "tune", "ablate"])
+def test_without_a_gpu_every_command_says_so_in_one_line(polyflash_main, qkv, command, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    files = [qkv[0] / "qkv.npz"] if command == "run" else []
+    code, out, err = polyflash_main(command, *files, "--device", "cuda:0")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("error --device: got cuda:0, and torch ") and "finds no GPU here" in err
+
+
+def test_a_gpu_that_is_not_there_is_named(polyflash_main, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    code, _, err = polyflash_main("explain", "--device", "cuda:7")
+    assert (code, err) == (2, "error --device: got cuda:7, wanted cuda:0 to cuda:1\n")
+
+
+@pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("FP32", "float32"), ("half", "float16")])
+def test_short_names_of_dtypes(polyflash_main, short, name):
+    code, out, _ = polyflash_main("explain", "--dtype", short, "--json")
+    assert code == 0 and json.loads(out)["problem"]["dtype"] == name
+
+
 def test_version(polyflash_main):
     assert polyflash_main("--version")[:2] == (0, f"polyflash {polyflash.__version__}\n")
+
+
+def python(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    whole = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env}
+    told = {"capture_output": True, "text": True, "errors": "replace", "timeout": 120}
+    return subprocess.run([sys.executable, *words], env=whole, **told)
 
 
 def test_import_polyflash_brings_no_command_line():
     code = "import sys, polyflash; sys.exit(any(m in sys.modules for m in sys.argv[1:]))"
     subprocess.run([sys.executable, "-c", code, "rich", "polyflash.cli", "polyflash.bench"], check=True)
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("bench", "--help"), ("run", "--causal=x", "f"), ("--version",)]
+)
+def test_help_and_usage_import_nothing_heavy(words):
+    code = (
+        "import sys; from polyflash.cli import main; main();"
+        "print([m for m in ('torch', 'numpy', 'rich', 'numba') if m in sys.modules], file=sys.stderr)"
+    )
+    done = python("-c", code, *words)
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
+READERS = {
+    "help": ("--help",),
+    "bench": ("bench", "--list"),
+    "explain": ("explain", "--json"),
+    "tune": ("tune", "--list"),
+    "env": ("env",),
+}
+
+
+@pytest.mark.parametrize("words", READERS.values(), ids=READERS)
+def test_a_reader_that_leaves_ends_it_quietly(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "polyflash", *words],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=120,
+        env=env,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0 if "--help" in words else 141, b"")  # argparse looks away
+
+
+@pytest.mark.parametrize(
+    "words", [("run", SLICE), ("explain",), ("bench", "--help"), ("tune", "--help")], ids=str
+)
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_terminals_without_our_signs_print_others(words, encoding):
+    if words[0] == "run":
+        pytest.importorskip("safetensors")
+    done = python("-m", "polyflash", *words, PYTHONIOENCODING=encoding, LC_ALL="C")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii() or encoding != "ascii"
+    if words[0] == "run":
+        assert "float16 1x2x256x32" in done.stdout or encoding != "ascii"
+
+
+def test_a_file_name_that_no_terminal_prints_is_escaped(tmp_path):
+    done = python("-m", "polyflash", "run", str(tmp_path / "ü.npz"), PYTHONIOENCODING="ascii")
+    assert done.returncode == 1 and "\\xfc.npz: No such file" in done.stderr

@@ -95,6 +95,52 @@ def test_files_name_no_registry_and_no_folder_of_a_machine() -> None:
         assert not found, f"{name}: {found}"
 
 
+def in_a_new_process(code: str) -> str:
+    """What the code prints where nothing was imported."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+class TestNames:
+    """Public names are imported when they are asked for."""
+
+    def test_import_brings_no_torch_and_knows_every_name(self) -> None:
+        said = in_a_new_process(
+            "import sys, polyflash\n"
+            "print('torch' in sys.modules, set(polyflash.__all__) - set(dir(polyflash)))"
+        )
+        assert said == "False set()"
+
+    def test_every_way_to_a_name_gives_the_same_function(self) -> None:
+        said = in_a_new_process(
+            "import polyflash; from polyflash import merge, attention; import polyflash.merging, pickle\n"
+            "print(polyflash.merge is merge is polyflash.merging.merge, polyflash.attention is attention,"
+            " pickle.loads(pickle.dumps(attention)) is attention, hasattr(polyflash, 'magic'))"
+        )
+        assert said == "True True True False"
+
+    def test_beside_torch_the_ops_are_there_at_once(self) -> None:
+        """A saved program is loaded with nothing but the import."""
+        names = "attention", "column_sums"
+        said = in_a_new_process(
+            f"import torch, polyflash; print([hasattr(torch.ops.polyflash, n) for n in {names}])"
+        )
+        assert said == "[True, True]"
+
+    def test_no_submodule_takes_a_name_over(self) -> None:
+        modules = {path.stem for path in Path(polyflash.__file__).parent.iterdir()}
+        assert not modules & set(polyflash.__all__)
+
+    def test_types_and_names_agree(self) -> None:
+        stub = Path(polyflash.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+        found = re.findall(r"from polyflash\.(\w+) import (\w+) as (\w+)", stub)
+        assert [name for _, name, _ in found] == [name for _, _, name in found]
+        assert {name: home for home, name, _ in found} == polyflash._HOME
+        assert polyflash.__all__ == sorted(polyflash._HOME)
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 class TestMake:
     def make(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

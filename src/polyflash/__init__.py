@@ -1,39 +1,40 @@
-"""polyflash: one attention function, exact semantics everywhere, the fastest kernel for the device at
-hand."""
+"""polyflash: one attention function with exact semantics, and the fastest kernel for the device at hand."""
 
-from polyflash import env
-
-if not env.only_reports():  # `polyflash env` and `doctor` run where torch does not
-    from polyflash.api import attention, attention_varlen, explain, use_backend
-    from polyflash.counting import counters, watch
-    from polyflash.errors import SpecError, UnsupportedError
-    from polyflash.groups import GroupsPlan, attention_groups, explain_groups
-    from polyflash.mask import Mask
-    from polyflash.merge import AttentionOutput, merge
-    from polyflash.paged import attention_paged
-    from polyflash.plan import Plan
-    from polyflash.statistics import RowStats, column_sums, row_stats
+import sys
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AttentionOutput",
-    "GroupsPlan",
-    "Mask",
-    "Plan",
-    "RowStats",
-    "SpecError",
-    "UnsupportedError",
-    "attention",
-    "attention_groups",
-    "attention_paged",
-    "attention_varlen",
-    "column_sums",
-    "counters",
-    "explain",
-    "explain_groups",
-    "merge",
-    "row_stats",
-    "use_backend",
-    "watch",
-]
+# Module of each public name, imported when the name is asked for: `polyflash --help` takes no time, and
+# `polyflash env` runs where torch does not. Types are in __init__.pyi. No submodule may have the name of a
+# function: its import would take the name over.
+_HOMES = {
+    "api": ("attention", "attention_varlen", "explain", "use_backend"),
+    "counting": ("counters", "watch"),
+    "errors": ("SpecError", "UnsupportedError"),
+    "groups": ("GroupsPlan", "attention_groups", "explain_groups"),
+    "mask": ("Mask",),
+    "merging": ("AttentionOutput", "merge"),
+    "paged": ("attention_paged",),
+    "plan": ("Plan",),
+    "statistics": ("RowStats", "column_sums", "row_stats"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if "torch" in sys.modules:  # all of it, the ops too: a program that holds them may be loaded next
+    for _name in __all__:
+        __getattr__(_name)

@@ -2,19 +2,7 @@
 
 import sys
 
-from polyflash import env
-
-
-def main() -> int:
-    """Runs one command; returns its exit code. Reports need neither torch nor rich."""
-    if env.only_reports():
-        from polyflash import reports
-
-        return reports.main()
-    from polyflash import cli
-
-    return cli.main()
-
+from polyflash.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,7 @@ from polyflash.arguments import Causal, Layout, WindowSides, known_backend, norm
 from polyflash.entry import attend, bhsd_views, explained, packed_views, paged_views
 from polyflash.errors import spec_error
 from polyflash.mask import Mask
-from polyflash.merge import AttentionOutput
+from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
 from polyflash.routes import backend_in_use
 from polyflash.spec import Arguments

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 
 
@@ -60,18 +59,6 @@ OF_OTHERS = (
     CC,
     TRITON_LIBCUDA_PATH,
 )
-
-REPORTS = ("env", "doctor", "cache")  # commands that run where torch does not
-
-
-def only_reports() -> bool:
-    """Whether this process is `polyflash env`, `doctor` or `cache` (or `python -m polyflash env`, ...), which
-    must work where torch is absent or broken. Nothing else may skip the import of the public names."""
-    words = list(getattr(sys, "argv", ()))
-    if len(words) < 2 or words[1] not in REPORTS or len(sys.orig_argv) < len(words):
-        return False
-    program = sys.orig_argv[-len(words)].removeprefix("-m")
-    return os.path.basename(program).removesuffix(".exe") == "polyflash"
 
 
 def user_cache_home() -> str:

@@ -21,7 +21,7 @@ from polyflash.autograd import INFERENCE_ONLY
 from polyflash.entry import attend, bhsd_views, explained
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.mask import FAR_OFFSET, checked_window
-from polyflash.merge import AttentionOutput
+from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
 from polyflash.spec import Arguments
 from polyflash.target import Target

@@ -10,7 +10,7 @@ from polyflash import repeats
 from polyflash.arguments import Causal, WindowSides, normalise
 from polyflash.entry import attend, paged_views
 from polyflash.errors import described, spec_error
-from polyflash.merge import AttentionOutput
+from polyflash.merging import AttentionOutput
 
 
 @overload

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from polyflash.mask import Mask
-from polyflash.merge import AttentionOutput
+from polyflash.merging import AttentionOutput
 
 _INF = float("inf")
 

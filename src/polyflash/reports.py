@@ -41,24 +41,6 @@ _PROBE = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The commands that need no torch; returns the exit code."""
-    from polyflash import doctor
-
-    parser = argparse.ArgumentParser(prog="polyflash")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    add(commands)
-    doctor.add(commands)
-    options = parser.parse_args(argv)
-    try:
-        return options.command(options)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `polyflash env | head`
-        sys.stderr.close()
-        return 1
-
-
 def add(commands: Any) -> None:
     """Adds `env` and `cache` to the subparsers `commands`."""
     made = commands.add_parser(

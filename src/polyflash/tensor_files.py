@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import SpecError, spec_error
-
-SUFFIXES = (".safetensors", ".npz", ".npy")
+from polyflash.options import FILES
 
 
 def read_qkv(
@@ -105,26 +104,32 @@ def _named(asked: dict[str, str | None], names: list[str]) -> list[str]:
     return chosen
 
 
-def write_output(
-    path: Path, inputs: Sequence[str], out: Tensor, lse: Tensor, *, metadata: dict[str, str]
-) -> list[Path]:
-    """The files written: one with `out` and `lse`, or two .npy; in the family of `path`'s suffix, else of
-    the input's."""
-    suffix = path.suffix if path.suffix in SUFFIXES else Path(inputs[0]).suffix
+def output_paths(output: str, inputs: Sequence[str]) -> list[Path]:
+    """The files to write: one for `out` and `lse`, or two .npy; in the family of the suffix of `output`, else
+    of the input's. SpecError if one of them is an input, by whatever name."""
+    path = Path(output)
+    suffix = path.suffix if path.suffix in FILES else Path(inputs[0]).suffix
     path = path if path.suffix == suffix else path.with_name(path.name + suffix)
     paths = [path, path.with_suffix(".lse.npy")] if suffix == ".npy" else [path]
     for written in paths:
-        if written.resolve() in {Path(name).resolve() for name in inputs}:
-            raise spec_error(
-                "-o", got=written, wanted="another file than the inputs", change="Name a new file."
-            )
+        for name in inputs:
+            if written.exists() and written.samefile(name):
+                got = written if str(written) == name else f"{written}, which is {name}"
+                change = "Name a new file."
+                raise spec_error("-o", got=got, wanted="another file than the inputs", change=change)
+    return paths
+
+
+def write_output(paths: Sequence[Path], out: Tensor, lse: Tensor, *, metadata: dict[str, str]) -> None:
+    """Writes `out` and `lse` to the files that `output_paths` named."""
+    path, suffix = paths[0], paths[0].suffix
     tensors = {"out": out.contiguous(), "lse": lse.contiguous()}
     if suffix == ".safetensors":
         _safetensors()
         from safetensors.torch import save_file
 
         save_file(tensors, path, metadata=metadata)
-        return paths
+        return
     # numpy has no bfloat16: float32 holds every value of it
     arrays = {n: (x.float() if x.dtype is torch.bfloat16 else x).numpy() for n, x in tensors.items()}
     if suffix == ".npz":
@@ -132,7 +137,6 @@ def write_output(
     else:
         for written, array in zip(paths, arrays.values(), strict=True):
             np.save(written, array)
-    return paths
 
 
 def _safetensors() -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyflash.kvcache import KVCache, Request
-from polyflash.merge import AttentionOutput
+from polyflash.merging import AttentionOutput
 from polyflash.reference import attention_reference
 
 HEADS, DIM, DIM_V, GROUP = 2, 8, 6, 3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import SpecError
-from polyflash.merge import AttentionOutput, merge, merge_rows
+from polyflash.merging import AttentionOutput, merge, merge_rows
 from polyflash.reference import attention_reference
 from tests.tolerance import same_bits
 

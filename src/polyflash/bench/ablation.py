@@ -31,24 +31,6 @@ CHOSEN = "as chosen"
 SCHEMA = "polyflash.ablation/1"
 
 
-def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Adds the command to the subparsers `commands`."""
-    ablate = commands.add_parser(
-        "ablate", parents=parents, help="what each technique of a kernel is worth", description=run.__doc__
-    )
-    asked.add(ablate)
-    ablate.add_argument(
-        "--switch", nargs="+", default=[], metavar="NAME", help="these fields alone: base2 ..."
-    )
-    ablate.add_argument(
-        "--groups", nargs="+", type=int, default=[], metavar="N",
-        help="instead: the rows in N groups of one K/V set, walked together and one by one",
-    )  # fmt: skip
-    ablate.add_argument("--json", metavar="FILE", help="write every figure to FILE")
-    ablate.add_argument("--page", metavar="FILE", help="write the tables to FILE as Markdown")
-    ablate.set_defaults(command=run)
-
-
 def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     """One named switch of a kernel at a time against the config it chooses: outputs compared, calls timed in
     turns. Returns 1 if a switch changed a result by more than rounding."""

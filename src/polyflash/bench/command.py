@@ -1,10 +1,9 @@
-"""`polyflash bench`: its arguments and what it does with them."""
+"""`polyflash bench`: what it does with its arguments."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,64 +12,14 @@ from rich.console import Console
 
 from polyflash import target
 from polyflash.errors import SpecError
-
-
-def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Adds the command to the subparsers `commands`."""
-    bench = commands.add_parser(
-        "bench", parents=parents, help="this machine against torch SDPA and others", description=run.__doc__
-    )
-    bench.add_argument(
-        "--suite",
-        type=_names,
-        default=[],
-        metavar="NAME,NAME",
-        help="dense, windows, small and some of backward unless given; masks, bias, varlen, backward,"
-        " decode, peers; all",
-    )
-    bench.add_argument(
-        "--peers", type=_names, default=[], metavar="NAME,NAME", help="the suite peers, with these alone"
-    )
-    bench.add_argument("--rows", default="", metavar="NAME,NAME", help="these rows alone")
-    bench.add_argument(
-        "--filter",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help="rows whose name has every word: causal bfloat16 d64",
-    )
-    bench.add_argument(
-        "--list",
-        action="store_true",
-        help="print the names of the rows and stop; with --from, of marked ones",
-    )
-    size = bench.add_mutually_exclusive_group()
-    size.add_argument(
-        "--quick", dest="size", action="store_const", const="quick", help="short rows, short times"
-    )
-    size.add_argument(
-        "--long", dest="size", action="store_const", const="long", help="8192 keys too, backward 4096"
-    )
-    bench.add_argument("--calls", action="store_true", help="where the time of one tiny call goes")
-    bench.add_argument("--seconds", type=_seconds, help="per row; 2, or 0.5 with --quick")
-    bench.add_argument("--json", metavar="FILE", help="write every round to FILE")
-    bench.add_argument("--page", metavar="FILE", help="write the tables to FILE as a Markdown page")
-    bench.add_argument("--plot", metavar="FILE", help="draw the steps of the suite decode")
-    bench.add_argument(
-        "--from",
-        dest="sources",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="measure nothing: take the rows of these JSON files, a later file's first",
-    )
-    bench.set_defaults(command=run, size="")
+from polyflash.options import device_here
 
 
 def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     """This machine against torch SDPA and the other attention implementations found on it."""
     from polyflash.bench import page
 
+    device_here(options.device)
     if options.page and options.calls:
         raise SpecError("page: got --calls, whose stages have no page. Use --json, or leave --calls out")
     if options.plot:
@@ -143,17 +92,3 @@ def _command(options: argparse.Namespace) -> str:
     words += [f"--{options.size}"] if options.size else []
     words += [f"--seconds {options.seconds:g}"] if options.seconds else []
     return " ".join(words)
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a positive number")
-    return seconds

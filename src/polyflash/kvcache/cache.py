@@ -35,7 +35,7 @@ from polyflash.kvcache.pages import (
 from polyflash.kvcache.rope import Rope
 from polyflash.kvcache.shared_prefix import AttendPlan, Tables
 from polyflash.kvcache.step import Step
-from polyflash.merge import AttentionOutput
+from polyflash.merging import AttentionOutput
 
 
 @dataclass(frozen=True, eq=False)

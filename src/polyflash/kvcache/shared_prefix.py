@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polyflash.arguments import Causal
 from polyflash.errors import described, spec_error
-from polyflash.merge import AttentionOutput, merge_rows
+from polyflash.merging import AttentionOutput, merge_rows
 from polyflash.paged import attention_paged
 from polyflash.results import outputs
 from polyflash.spec import PACKED_ROWS

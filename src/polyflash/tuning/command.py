@@ -24,18 +24,6 @@ from polyflash.tuning.store import Entry
 from polyflash.tuning.trial import Trial
 
 
-def add(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Adds the command to the subparsers `commands`."""
-    tune = commands.add_parser(
-        "tune", parents=parents, help="look for quicker configs on this device", description=run.__doc__
-    )
-    asked.add(tune)
-    tune.add_argument("--again", action="store_true", help="search anew what was searched before")
-    tune.add_argument("--forget", action="store_true", help="remove this device's tuned configs and stop")
-    tune.add_argument("--json", action="store_true", help="print JSON instead")
-    tune.set_defaults(command=run)
-
-
 def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     """Times the configs of a kernel row on this device, each checked first and held against the best so far,
     and keeps the quickest for later calls. Ctrl-C keeps what is known; the next run goes on from there."""

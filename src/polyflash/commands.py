@@ -1,0 +1,306 @@
+"""`polyflash run` and `polyflash explain`: the public functions on files and on imagined problems."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+import polyflash
+from polyflash import target
+from polyflash.mask import Mask
+from polyflash.merging import AttentionOutput
+from polyflash.options import UsageError, device_here
+from polyflash.plan import Plan
+from polyflash.spec import Feature
+from polyflash.tensor_files import output_paths, read_qkv, write_output
+
+_MASKS = ("mask", "segments", "intervals")  # features that are all the one argument mask=
+_ROWS = 64  # query rows of a row block that `explain` imagines
+_TIMED = 2.0  # seconds that `run` spends on timing, at least 3 calls
+
+
+def run(options: argparse.Namespace, out: Console, err: Console) -> int:
+    """Attention on Q, K, V from files: output and lse, with plan, time and error."""
+    from polyflash.bench.suite import TOLERANCE, sampled_error
+
+    names, found = read_qkv(options.files, q=options.q, k=options.k, v=options.v, layout=options.layout)
+    paths = output_paths(options.output, options.files) if options.output else []
+    device = device_here(options.device)
+    had_batch = found[0].ndim == 4
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    q, k, v = (x.to(device, dtype) if had_batch else x[None].to(device, dtype) for x in found)
+    asked: dict[str, Any] = {
+        "causal": options.causal or False,
+        "window": options.window,
+        "scale": options.scale,
+    }
+    placed: dict[str, Any] = {**asked, "layout": options.layout, "backend": options.backend}
+    plan = polyflash.explain(q, k, v, return_lse=True, **placed)
+
+    def call() -> AttentionOutput:
+        return polyflash.attention(q, k, v, return_lse=True, **placed)
+
+    with torch.no_grad():
+        result, seconds = _timed(call, device)
+    views = [x.transpose(1, 2) if options.layout == "bshd" else x for x in (q, k, v, result.out)]
+    accuracy = sampled_error(views[0], views[1], views[2], views[3], result.lse, **asked)
+    tolerance = TOLERANCE[plan.spec.dtype]
+    correct = accuracy.weighted <= tolerance
+    if paths:
+        saved = [x.cpu() if had_batch else x[0].cpu() for x in result]
+        about = {"layout": options.layout, "made_by": f"polyflash {polyflash.__version__}"}
+        write_output(paths, saved[0], saved[1], metadata=about)
+    facts = {
+        "inputs": {name: _shape(x) for name, x in zip(names, (q, k, v), strict=True)},
+        "seconds": seconds,
+        "gflops": plan.work.flops / seconds["median"] / 1e9,
+        "peak_gflops": _peak(plan),
+        "error": {
+            "relative_l2": _number(accuracy.relative),
+            "weighted": _number(accuracy.weighted),
+            "largest": _number(accuracy.largest),
+            "lse": _number(accuracy.lse),
+            "tolerance": tolerance,
+            "heads": accuracy.heads,
+            "rows": accuracy.rows,
+            "ok": correct,
+        },
+        "written": [str(path) for path in paths],
+    }
+    if options.json:
+        print(_json({"schema": "polyflash.run/1", **facts, "plan": _plan(plan)}))
+    elif not options.quiet:
+        _print_run(out, plan, facts)
+    if not correct:
+        text = f"the error is above {tolerance:.0e}, which rounding does not explain"
+        err.print(f"[bold red]mismatch[/] {text}", soft_wrap=True)
+    return 0 if correct else 1
+
+
+def _print_run(out: Console, plan: Plan, found: dict[str, Any]) -> None:
+    seconds, error = found["seconds"], found["error"]
+    chosen = f"{plan.chosen.name} {plan.config} \\[{plan.rung}]" if plan.chosen else ""
+    rate = f"{found['gflops']:.3g} GFLOP/s"
+    if found["peak_gflops"]:
+        rate += f", {found['gflops'] / found['peak_gflops']:.0%} of this machine's {found['peak_gflops']:.0f}"
+    ok = "[green]ok[/]" if error["ok"] else "[bold red]mismatch[/]"
+    lines = [
+        *((escape(name), shape) for name, shape in found["inputs"].items()),
+        ("plan", f"{chosen} on {plan.target.name}"),
+        *(("", note) for note in plan.notes),
+        (
+            "time",
+            f"{_time(seconds['median'])}, median of {seconds['calls']}; first call {_time(seconds['first'])}",
+        ),
+        ("rate", rate),
+        (
+            "error",
+            f"{_rounded(error['relative_l2'])} relative L2 in the worst row: {ok}",
+        ),
+        (
+            "",
+            f"lse {_rounded(error['lse'])}; against float64, {error['rows']} rows of {error['heads']} heads",
+        ),
+    ]
+    out.print(_pairs(lines))
+    width = max(len(name) for name, _ in lines)
+    for path in found["written"]:
+        out.print(f"[bold]{'wrote':<{width}}[/]  {escape(path)}", soft_wrap=True)
+
+
+def explain(options: argparse.Namespace, out: Console, err: Console) -> int:
+    """Who would run a problem that exists only as sizes, on a device that need not be here."""
+    if options.device and options.target:
+        got = f"{options.device} and --target {options.target}"
+        raise UsageError(f"--device: got {got}, wanted one of them: --device is here, --target need not be")
+    place = device_here(options.device).split(":")
+    here = target.detect(place[0], int(place[-1])) if place[0] == "cuda" else options.target
+    try:
+        q, k, v, asked = _imagined(options)
+    except (RuntimeError, OverflowError) as error:  # more elements than torch can number
+        raise UsageError(f"sizes: got {str(error).splitlines()[0]}, wanted smaller ones") from None
+    plan = polyflash.explain(q, k, v, **asked, backend=options.backend, target=here)
+    if options.json:
+        print(_json({"schema": "polyflash.explain/1", **_plan(plan)}))
+    else:
+        _print_plan(out, plan)
+    return 0 if plan.chosen and (plan.backward is None or plan.backward.chosen) else 1
+
+
+def _print_plan(out: Console, plan: Plan) -> None:
+    s = plan.spec
+    kind = "causal" if s.causal else "full"
+    packed = Feature.VARLEN in s.features
+    batch, lengths = (f"members {s.members}", "total") if packed else (f"batch {s.batch}", "seqlen")
+    out.print(
+        f"[bold]{s.phase.value}[/], {kind}, {s.dtype}, {batch},"
+        f" heads {s.num_q_heads}/{s.num_kv_heads},"
+        f" {lengths} {s.seqlen_q}×{s.seqlen_k}, head_dim {s.head_dim}/{s.head_dim_v}"
+    )
+    features = ", ".join(sorted(f.value for f in s.features))
+    work = f"{plan.work.flops / 1e9:.3g} GFLOP, {plan.work.bytes / 1e6:.3g} MB"
+    out.print(f"needs {features or 'no features'}; {work}; on {_target(plan)}")
+    made = Table(box=box.SIMPLE_HEAD, header_style="", padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    made.add_column("row", no_wrap=True)
+    made.add_column("verdict", no_wrap=True)
+    made.add_column("why", overflow="fold")
+    for v in plan.verdicts:
+        if v.row is plan.chosen:
+            made.add_row(v.row.name, "[bold green]chosen[/]", f"{plan.config} \\[{plan.rung}]")
+        elif not v.reasons:
+            made.add_row(v.row.name, "could run", f"priority {v.row.priority}")
+        else:
+            made.add_row(v.row.name, "[yellow]refused[/]", escape("\n".join(v.reasons)))
+    out.print("", made, "")
+    for note in plan.notes:
+        out.print(f"note: {note}")
+    if plan.backward is not None:
+        out.print()
+        _print_plan(out, plan.backward)
+
+
+def _imagined(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """Meta tensors of a problem, and the arguments of `explain` that its features stand for."""
+    batch, (heads, kv_heads) = options.batch, options.heads
+    (rows, keys), (dim, dim_v) = options.seqlen, options.head_dim
+    dtype = getattr(torch, options.dtype)
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def int32(*shape: int) -> Tensor:
+        return meta(*shape, dtype=torch.int32)
+
+    sizes = ((heads, rows, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
+    packed = "varlen" in options.features
+    q, k, v = (meta(batch * n, h, d) if packed else meta(batch, h, n, d) for h, n, d in sizes)
+    whole: dict[str, tuple[str, Any]] = {
+        "alibi": ("alibi_slopes", meta(heads, dtype=torch.float32)),
+        "batch_invariant": ("batch_invariant", True),
+        "bias": ("bias", meta(1, heads, rows, keys)),
+        "dropout": ("dropout_p", 0.1),
+        "kv_lens": ("kv_lens", int32(batch)),
+        "kv_starts": ("kv_starts", int32(batch)),
+        "lse": ("return_lse", True),
+        "mask": ("mask", meta(batch, 1, rows, keys, dtype=torch.bool)),
+        "q_offset": ("q_offset", int32(batch)),
+        "sinks": ("sinks", meta(heads)),
+        "softcap": ("softcap", 30.0),
+    }
+    lists = int32(-(-rows // _ROWS), 1)
+    masks = {
+        "segments": Mask.segments(int32(batch, rows), int32(batch, keys)),
+        "intervals": Mask.intervals(lists, lists, rows=_ROWS),
+    }
+    structured = [mask for name, mask in masks.items() if name in options.features]
+    if "mask" in options.features and structured:
+        got = " and ".join(name for name in _MASKS if name in options.features)
+        raise UsageError(f"--features: got {got}, wanted mask without the others: all are the argument mask=")
+    for x in (q, k, v) if options.grad else ():
+        x.requires_grad_()
+    asked = dict(whole[name] for name in options.features if name in whole)
+    if structured:
+        asked["mask"] = functools.reduce(operator.and_, structured)
+    if packed:
+        asked |= {f"cu_seqlens_{side}": int32(batch + 1) for side in "qk"}
+        asked |= {"max_seqlen_q": rows, "max_seqlen_k": keys}
+    return q, k, v, {**asked, "causal": options.causal or False, "window": options.window}
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data."""
+    spec = {f.name: getattr(plan.spec, f.name) for f in fields(plan.spec)}
+    spec.update(phase=plan.spec.phase.value, features=sorted(f.value for f in plan.spec.features))
+    return {
+        "problem": spec,
+        "target": _target(plan),
+        "chosen": plan.chosen.name if plan.chosen else None,
+        "config": asdict(plan.config) if plan.config else None,
+        "rung": plan.rung,
+        "flops": plan.work.flops,
+        "bytes": plan.work.bytes,
+        "notes": list(plan.notes),
+        "rows": [
+            {"row": v.row.name, "priority": v.row.priority, "reasons": list(v.reasons)} for v in plan.verdicts
+        ],
+        "backward": _plan(plan.backward) if plan.backward else None,
+    }
+
+
+def _target(plan: Plan) -> str:
+    return "+".join((plan.target.name, *sorted(plan.target.features)))
+
+
+def _timed(call: Callable[[], AttentionOutput], device: str) -> tuple[AttentionOutput, dict[str, Any]]:
+    """The result of the first call; seconds of it, and the median of at least 3 others in about 2 s. Calls on
+    a GPU are queued between events of its own clock."""
+    from polyflash.bench import median
+    from polyflash.bench.race import queued
+
+    began = time.perf_counter()
+    result = call()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < 20 and sum(times) < _TIMED):
+        if device == "cpu":
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        else:
+            times.append(queued(call, 10))
+    return result, {"first": first, "median": median(times), "calls": len(times)}
+
+
+def _peak(plan: Plan) -> float | None:
+    """GFLOP/s that this CPU can reach; None of a GPU, or where it cannot be measured."""
+    from polyflash.bench import calibrate, kind_of
+
+    calibration = calibrate(plan.target) if plan.target.kind == "cpu" else None
+    return calibration.peak(kind_of(plan.spec.dtype, plan.target)).total if calibration else None
+
+
+def _pairs(lines: Sequence[tuple[str, str]]) -> Table:
+    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, text in lines:
+        made.add_row(name, text)
+    return made
+
+
+def _shape(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {'×'.join(map(str, x.shape))}"
+
+
+def _time(seconds: float) -> str:
+    scale, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+    return f"{seconds * scale:.3g} {unit}"
+
+
+def _rounded(x: float | None) -> str:
+    return "not finite" if x is None else f"{x:.1e}"
+
+
+def _number(x: float) -> float | None:
+    """JSON has no infinity."""
+    return x if math.isfinite(x) else None
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, allow_nan=False)
