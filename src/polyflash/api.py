@@ -117,23 +117,33 @@ def attention(
     given = out
     if not isinstance(layout, str) or layout != "bhsd":
         q, k, v, out = bhsd_views(layout, q, k, v, out)
+    key = found = None
     plain = (
         window is mask is bias is alibi_slopes is sinks is kv_lens is kv_starts is q_offset is None
-        and batch_invariant is backend is config is scale is None
+        and batch_invariant is config is None
         and (causal is False or causal is True)
         and type(softcap) is type(dropout_p) is float
-        and softcap == dropout_p == 0.0
+        and dropout_p == 0.0
         and checked is False
         and (return_lse is False or return_lse is True)
         and type(q) is type(k) is type(v) is Tensor
     )
-    key = repeats.of_keys(q, k, v, causal, return_lse) if plain and out is None else None
-    found = repeats.call(key, q, k, v)
+    if (
+        plain
+        and out is None
+        and (scale is None or type(scale) is float)
+        and (backend is None or type(backend) is str)
+    ):
+        key = repeats.of_keys(q, k, v, (causal, return_lse, softcap, scale, backend))
+        found = repeats.call(key, q, k, v)
     if found is None:
-        args = Arguments(causal is True, None, return_lse) if plain else normalise(
-            q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
-            q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
-        )  # fmt: skip
+        if plain and scale is backend is None and softcap == 0.0:
+            args = Arguments(causal is True, None, return_lse)
+        else:
+            args = normalise(
+                q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
+                q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
+            )  # fmt: skip
         found = attend(q, k, v, out, args)
         repeats.learn(key, q, k, v, args)
     result, lse = found

@@ -104,9 +104,8 @@ def attention_paged(
         and (backend is None or type(backend) is str)
         and type(q) is type(k_pages) is type(v_pages) is Tensor
     ):
-        key = repeats.of_pages(
-            q, k_pages, v_pages, page_table, kv_lens, causal, softcap, scale, return_lse, backend
-        )
+        options = causal, return_lse, softcap, scale, backend, checked
+        key = repeats.of_pages(q, k_pages, v_pages, page_table, kv_lens, options)
         found = repeats.call(key, q, k_pages, v_pages, page_table, kv_lens)
         if found is not None:
             return AttentionOutput(found[0], found[1].transpose(0, 1)) if return_lse else found[0]

@@ -1,9 +1,9 @@
-"""Calls like one before them: what was checked and decided for it holds, so they go straight to its kernel.
+"""Fast path for repeated calls: reuse the checks, the plan and the launch of an earlier call like this one.
 
 A step of generation makes the same few calls again and again, each behind megabytes of keys that drove
-Python itself out of every cache. There a line of Python costs ten times what it costs in a loop, and to
-understand a call of 2 ms took a fifth of it. Only plain calls of few rows on a CPU are known: no gradient, no
-mode, no operand but pages and lengths. Lengths are no part of what is known, so a growing cache adds nothing.
+Python itself out of every cache; there a line of Python costs ten times what it costs in a loop. On a GPU the
+device waits for Python. Plain calls are known: no gradient, no mode, no operand but pages and lengths. Of
+steps over a growing cache the length is no part of what is known, so they add nothing.
 """
 
 from __future__ import annotations
@@ -18,44 +18,55 @@ from torch.autograd import forward_ad, profiler
 from polyflash import torch_ops
 from polyflash.counting import Tally
 from polyflash.routes import backend_in_use
-from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, Arguments
+from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, Arguments, is_decode
+
+Results = tuple[Tensor, Tensor]
+Key = tuple[Any, ...]
 
 
 class Repeat(Protocol):
-    """Runs calls like one before them; None: these lengths need the whole way, or its error."""
+    """Runs calls like one before them; None: this one needs the whole way, or its error."""
 
     tally: Tally
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None: ...
+    def __call__(self, *tensors: Tensor) -> Results | None: ...
 
-
-Key = tuple[Any, ...]
 
 _KEPT = 1024
 _MOST_KEYS = MOST_POSITIONS - DECODE_ROWS
 _known: dict[Key, Repeat | None] = {}
-_keys_of, _plain = torch._C._dispatch_keys, frozenset(torch_ops.plain_keys("cpu"))
-_included, _excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+_strided = torch.strided
+_compiling = torch.compiler.is_compiling
+_tracing, _modes = torch._C._get_tracing_state, torch._C._len_torch_dispatch_stack
+_transform, _autocasting = torch._C._functorch.peek_interpreter_stack, torch.is_autocast_enabled
 
 
-def of_keys(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Key | None:
-    """What tells calls of `attention` apart whose other arguments are defaults, or None if they are not to be
-    known. Tensors are (batch, heads, seqlen, head_dim)."""
+def of_keys(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
+    """What tells calls of `attention` apart whose other arguments are defaults but for `options`, or None if
+    they are not to be known. Tensors are (batch, heads, seqlen, head_dim)."""
     kinds = _kinds(q, k, v)
-    if kinds is None or not q.ndim == k.ndim == v.ndim == 4:
+    if kinds is None:
         return None
-    batch, num_kv_heads, seqlen_k, head_dim = k.shape
-    batch_v, num_v_heads, seqlen_v, head_dim_v = v.shape
-    if q.shape[2] > DECODE_ROWS or seqlen_k != seqlen_v or not 0 < seqlen_k <= _MOST_KEYS:
+    q_shape, k_shape, v_shape, k_stride, v_stride = q.shape, k.shape, v.shape, k.stride(), v.stride()
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         return None
-    _, k_head, *k_last = k.stride()
-    _, v_head, *v_last = v.stride()
-    sizes = q.shape, batch, num_kv_heads, head_dim, batch_v, num_v_heads, head_dim_v
-    order = k_head >= k_last[0], v_head >= v_last[0], *k_last, *v_last
-    return (*kinds, sizes, _keys_class(seqlen_k), order, options)
+    batch, num_kv_heads, seqlen_k, head_dim = k_shape
+    batch_v, num_v_heads, seqlen_v, head_dim_v = v_shape
+    if (
+        q.is_cuda
+        or q_shape[2] > DECODE_ROWS
+        or not q.is_contiguous()
+        or not is_decode(q_shape[1], num_v_heads, q_shape[2], seqlen_k)
+    ):
+        return kinds, options, q_shape, k_shape, v_shape, q.stride(), k_stride, v_stride
+    if seqlen_k != seqlen_v or not 0 < seqlen_k <= _MOST_KEYS:
+        return None
+    sizes = q_shape, batch, num_kv_heads, head_dim, batch_v, num_v_heads, head_dim_v
+    order = k_stride[1] >= k_stride[2], v_stride[1] >= v_stride[2], *k_stride[2:], *v_stride[2:]
+    return kinds, options, sizes, order, _keys_class(seqlen_k)
 
 
-def of_pages(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, *options: Any) -> Key | None:
+def of_pages(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, options: Key) -> Key | None:
     """As `of_keys`, of one token per request over pages: q (batch, heads, head_dim), pools (num_pages,
     page_size, heads, head_dim)."""
     kinds = _kinds(q, k, v, table, lens)
@@ -66,7 +77,11 @@ def of_pages(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, *options: A
     if not (requests and 0 < most <= _MOST_KEYS):
         return None
     fixed = q.shape, k.shape, k.stride(), v.shape, v.stride(), requests, lens.shape
-    return (*kinds, *fixed, _keys_class(most), options)
+    if q.is_cuda:
+        return kinds, options, fixed, q.stride(), columns, table.stride(), lens.stride()
+    if not q.is_contiguous():
+        return None
+    return kinds, options, fixed, _keys_class(most)
 
 
 def _keys_class(seqlen_k: int) -> bool:
@@ -74,35 +89,52 @@ def _keys_class(seqlen_k: int) -> bool:
     return seqlen_k >= MANY_KEYS
 
 
-def _kinds(*tensors: Any) -> Key | None:
-    """dtypes, modes (functorch, dispatch modes, tracing, autocast) and the backend in use; None if a tensor
-    is no plain one of a CPU, or anybody would look at the call."""
+def _kinds(q: Tensor, *others: Any) -> Key | None:
+    """dtypes, device and the backend in use; None if a tensor is no plain one of a CPU or a GPU, all of one,
+    or anybody would look at the call."""
     if (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        _compiling()
+        or _tracing() is not None
+        or _transform() is not None
+        or _modes()
         or profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
+        or not _is_plain(q)
     ):
         return None
-    for x in tensors:
-        if type(x) is not Tensor or x.requires_grad or _keys_of(x).raw_repr() not in _plain:
+    device = q.device
+    if q.is_cpu:
+        if _autocasting("cpu"):
             return None
-    if not tensors[0].is_contiguous():
+    elif not q.is_cuda or _autocasting("cuda"):
         return None
-    modes = _included().raw_repr(), _excluded().raw_repr()
-    return (*(x.dtype for x in tensors), *modes, backend_in_use.get())
+    kinds = [device, backend_in_use.get(), q.dtype]
+    for x in others:
+        if not _is_plain(x) or x.device != device:
+            return None
+        kinds.append(x.dtype)
+    return tuple(kinds)
 
 
-def call(key: Key | None, *tensors: Any) -> tuple[Tensor, Tensor] | None:
+def _is_plain(x: Any) -> bool:
+    """Is `x` an ordinary dense tensor that needs no gradient?"""
+    return (
+        type(x) is Tensor
+        and not x.requires_grad
+        and x.layout is _strided
+        and not (x.is_nested or x.is_neg() or x._is_zerotensor())
+    )
+
+
+def call(key: Key | None, *tensors: Any) -> Results | None:
     """The results of a call whose like is known."""
     repeat = None if key is None else _known.get(key)
     if repeat is None:
         return None
-    found = repeat(*tensors)
-    if found is not None:
+    results = repeat(*tensors)
+    if results is not None:
         repeat.tally.count()
-    return found
+    return results
 
 
 def learn(key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
@@ -110,7 +142,7 @@ def learn(key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> 
     if key is None or key in _known:
         return
     if len(_known) >= _KEPT:
-        _known.clear()
+        _known.pop(next(iter(_known)), None)
     launch = torch_ops.launch_of(q, k, v, args)
     maker = None if launch is None else getattr(import_module(launch.row.module), "repeat", None)
     repeat = None if launch is None or maker is None else maker(launch, q, k, v, args)

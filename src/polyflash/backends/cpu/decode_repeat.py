@@ -134,6 +134,8 @@ def build(key: TableKey) -> Any:
 
 def made(prepared: decode.Prepared, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Repeat | None:
     """For calls like this one; q, k, v are (batch, heads, seqlen, head_dim), pools with pages for batch."""
+    if not q.is_contiguous():
+        return None
     kept: list[Any] = []
     num_q_heads, seqlen_q = q.shape[1:3]
     cut = prepared.cut(num_q_heads // v.shape[1] * seqlen_q)

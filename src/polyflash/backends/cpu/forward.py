@@ -420,6 +420,56 @@ def run(
         cut = prepared.listed(batch, seqlen_q, threads, args)
     else:
         cut = prepared.dense(batch, seqlen_q, threads)
+    job = _job(prepared, cut, threads, work_us, q, k, v, out, lse, args, kept, members)
+    pool.run(job.kernel, job.words.buffer_info()[0], *job[2:])
+    return out, lse
+
+
+def job_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments) -> Job:
+    """What `run` hands to the pool for a call without operands, which has been made before."""
+    prepared: _Prepared = launch.prepared
+    batch, _, seqlen_q, head_dim = q.shape
+    left, right = a.window_sides(args)
+    work_us = a.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], left, right, args)
+    threads = 1 if work_us < a.LEND_FROM_US else torch.get_num_threads()
+    cut = prepared.dense(batch, seqlen_q, threads)
+    return _job(prepared, cut, threads, work_us, q, k, v, out, lse, args, [], 0)
+
+
+def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
+    """What runs calls of these sizes, of which one has been made; None if there is nothing to run."""
+    from polyflash.backends.cpu import forward_repeat
+
+    return forward_repeat.Repeat(launch, args) if q.numel() and v.numel() and _is_bare(args) else None
+
+
+def _is_bare(args: Arguments) -> bool:
+    """Has the call no operand, and no page table?"""
+    return not a.any_table(args) and args.page_table is None and args.sinks is None
+
+
+class Job(NamedTuple):
+    """What the pool runs: a kernel on the argument block `words`, and how it is shared out."""
+
+    kernel: int
+    words: array[int]
+    items: int
+    threads: int
+    scratch_bytes: int
+    wake: bool
+
+
+def _job(
+    prepared: _Prepared, cut: _Cut, threads: int, work_us: float, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, args: Arguments, kept: list[Any], members: int,
+) -> Job:  # fmt: skip
+    """Small tensors that must be copied first are put into `kept`, to live as long as the call; `members` is
+    the address of the table of packed ones."""
+    _, num_q_heads, seqlen_q, head_dim = q.shape
+    _, num_kv_heads, seqlen_k, head_dim_v = v.shape
+    left, right = a.window_sides(args)
+    if args.page_table is not None:
+        seqlen_k *= args.page_table.shape[1]
     size = q.element_size()
     q_b, q_h, q_r, q_d = q.stride()
     k_b, k_h, k_r, k_d = k.stride()
@@ -451,11 +501,8 @@ def run(
     if does or a.any_table(args):
         drop = prepared.dropout(cut.nv) if args.dropout_p else 0
         middle = a.operands(args, scale, does, kept, members, drop, k)
-    block = array("q", head + middle + cut.tail)
-    pool.run(
-        cut.kernel, block.buffer_info()[0], cut.items, threads, cut.scratch_bytes, work_us >= a.WAKE_FROM_US
-    )
-    return out, lse
+    words = array("q", head + middle + cut.tail)
+    return Job(cut.kernel, words, cut.items, threads, cut.scratch_bytes, work_us >= a.WAKE_FROM_US)
 
 
 def _decode_members(

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
 from polyflash.backends.triton import arguments, configs, runtime
 from polyflash.backends.triton.blocks import LN2, LOG2E, load_tile, store_tile
 from polyflash.backends.triton.forward import Prepared, attend_call
+from polyflash.backends.triton.forward import repeat as repeat
 from polyflash.backends.triton.tiles import split_dim
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def run(
         attend_call(prepared, q, k, v, out, lse if args.need_lse else None, args)
         return out, lse
     shape = (num_splits * batch, num_q_heads, seqlen_q)
-    parts = torch.empty((*shape, head_dim_v), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    parts = runtime.scratch((*shape, head_dim_v), q.device)
+    part_lse = runtime.scratch(shape, q.device)
     attend_call(prepared, q, k, v, parts, part_lse, args, split_keys=size, num_splits=num_splits)
     merge(prepared, parts, part_lse, out, lse if args.need_lse else None, args, num_splits)
     return out, lse

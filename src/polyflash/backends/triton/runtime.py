@@ -11,8 +11,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Versions whose CompiledKernel.run was seen to take these arguments; others launch by kernel[grid].
 _DIRECT = tuple(int(x) for x in triton.__version__.split(".")[:2]) in ((3, 6), (3, 9))
+_runtime = triton.knobs.runtime
 _ALIGNED = 16  # bytes: what Triton compiles for
 _KEPT_KERNELS = 256  # per route
 _CLOCK_S = 0.02  # by as much a file may look older than it is
@@ -32,6 +33,50 @@ _WORDS = {"HAS_RIGHT": "causal", "HAS_LEFT": "window", "SOFTCAP": "softcap", "DR
 # Triton loads a kernel where its launcher is asked for first, and sets the launcher before it has the
 # function: to another thread the function is None meanwhile.
 _loading = threading.Lock()
+
+
+class Started(NamedTuple):
+    """A kernel that was started, where, and with which arguments."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+
+
+class Log:
+    """What a call launched and allocated for itself, while it is recorded."""
+
+    __slots__ = ("complete", "scratch", "started")
+
+    def __init__(self) -> None:
+        self.started: list[Started] = []
+        self.scratch: list[Tensor] = []
+        self.complete = True  # no launch went another way
+
+
+class _Recorder(threading.local):
+    log: Log | None = None
+
+
+_recorder = _Recorder()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Log]:
+    """Keeps what this thread launches inside."""
+    log = _recorder.log = Log()
+    try:
+        yield log
+    finally:
+        _recorder.log = None
+
+
+def scratch(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Float32 memory for one call's own use, not initialised."""
+    made = torch.empty(shape, dtype=torch.float32, device=device)
+    if _recorder.log is not None:
+        _recorder.log.scratch.append(made)
+    return made
 
 
 class Kernels:
@@ -50,7 +95,9 @@ class Kernels:
         that Triton would compile anew for."""
         if 0 in grid:
             return
-        if INTERPRET or not _DIRECT or _hooked():
+        if INTERPRET or not _DIRECT or hooked():
+            if _recorder.log is not None:
+                _recorder.log.complete = False
             with torch.cuda.device(device) if device.type == "cuda" else _nowhere:
                 began, known = time.time(), INTERPRET or key in self.found
                 compiled = kernel[grid](*arguments, **constants)
@@ -79,10 +126,12 @@ class Kernels:
                 self.found.clear()
             with _loading:
                 run, function = compiled.run, compiled.function
-            ready = self.found[key] = (run, function, compiled.packed_metadata, places)
-        run, function, packed, places = ready
+            ready = self.found[key] = (run, function, compiled.packed_metadata, places, compiled)
+        run, function, packed, places, compiled = ready
         stream = torch._C._cuda_getCurrentRawStream(index)
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)
+        if _recorder.log is not None:
+            _recorder.log.started.append(Started(compiled, (x, y, z), arguments))
         run(x, y, z, stream, function, packed, None, None, None, *arguments, *places)
 
 
@@ -118,10 +167,10 @@ class _Nowhere:
 _nowhere = _Nowhere()
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Does a profiler wait for launches? A chain of hooks is true even if it is empty."""
-    runtime = triton.knobs.runtime
-    return any(getattr(x, "calls", x) for x in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def aligned(*tensors: Tensor | None) -> int:

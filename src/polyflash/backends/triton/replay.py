@@ -1,0 +1,295 @@
+"""Replay of a call on NVIDIA: the launches that an earlier call of the same sizes made, at this call's addresses.
+
+Triton's launcher reads some seventy Python objects per kernel, and what they say is the same again: only
+addresses change. So the parameters of a launch are laid out once, as Triton's ahead-of-time compiler passes
+them (each parameter that is no constant, in order, then two scratch addresses), and a call writes its
+addresses in and asks the driver to start the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from polyflash.backends.triton import runtime
+from polyflash.results import NO_LSE, outputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyflash.plan import Launch
+    from polyflash.spec import Arguments
+
+Q, K, V, OUT, LSE, TABLE, LENS, SCRATCH = range(8)  # which tensor an address is of; scratch ones come last
+_NAMES = {
+    **dict.fromkeys(("q", "q0", "q1"), Q),
+    **dict.fromkeys(("k", "k1"), K),
+    **dict.fromkeys(("v", "v1", "values"), V),
+    **{"out": OUT, "lse": LSE, "page_table": TABLE, "kv_lens": LENS},
+}
+_FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f"}
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 128  # of a CUtensorMap
+_KEPT_MAPS = 64
+_SCRATCH_UNIT = 256  # bytes
+_ALIGNED = 15  # bits of an address for which the kernel was compiled
+
+
+class _Leaf(NamedTuple):
+    """One parameter of a kernel: its Triton type, its value, and which tensor it is the address of."""
+
+    kind: str
+    value: Any
+    source: int | None
+
+
+class _Map(NamedTuple):
+    """A tensor map among the parameters: of which tensor, and how it is encoded."""
+
+    source: int
+    encoding: tuple[Any, ...]  # behind the address
+    encoded: dict[int, bytes]  # by address
+
+    def at(self, address: int) -> bytes:
+        found = self.encoded.get(address)
+        if found is None:
+            if len(self.encoded) >= _KEPT_MAPS:
+                self.encoded.clear()
+            found = self.encoded[address] = _encoded(address, *self.encoding)
+        return found
+
+
+class NotReplayable(Exception):
+    """A launch has something that another call cannot take over."""
+
+
+class Packed:
+    """The parameters of one launch in memory, and how this call's addresses get there."""
+
+    def __init__(self, made: runtime.Started, sources: dict[int, int], tensors: Sequence[Any]) -> None:
+        metadata = made.compiled.metadata
+        if (
+            metadata.num_ctas != 1
+            or metadata.global_scratch_size
+            or metadata.profile_scratch_size
+            or metadata.launch_pdl
+            or metadata.launch_cooperative_grid
+        ):
+            raise NotReplayable
+        self._function = ctypes.c_void_p(made.compiled.function)
+        self._config = _Config(*made.grid, 32 * metadata.num_warps, 1, 1, metadata.shared)
+        self._config_at = ctypes.byref(self._config)
+        leaves = list(_leaves(made, sources, tensors))
+        self._lay_out([*leaves, *[_Leaf("i64", 0, None)] * 2])
+        self._writing = threading.Lock()
+
+    def _lay_out(self, leaves: list[_Leaf]) -> None:
+        """Tensor maps first, then addresses, then numbers, so that one write reaches all that changes."""
+        maps = [i for i, x in enumerate(leaves) if x.kind == "map"]
+        moving = [i for i, x in enumerate(leaves) if x.kind != "map" and x.source is not None]
+        still = [i for i, x in enumerate(leaves) if x.kind != "map" and x.source is None]
+        end = _MAP_BYTES * len(maps) + 8 * (len(moving) + len(still))
+        self._memory = ctypes.create_string_buffer(end + _MAP_ALIGNMENT)
+        self._first = at = -ctypes.addressof(self._memory) % _MAP_ALIGNMENT
+        offsets = {}
+        for i in (*maps, *moving, *still):
+            offsets[i] = at
+            at += _MAP_BYTES if leaves[i].kind == "map" else 8
+        for i in still:
+            struct.pack_into(f"={_FORMATS[leaves[i].kind]}", self._memory, offsets[i], leaves[i].value)
+        base = ctypes.addressof(self._memory)
+        self._places = (ctypes.c_void_p * len(leaves))(*(base + offsets[i] for i in range(len(leaves))))
+        self._maps = tuple(_Map(leaves[i].source or 0, leaves[i].value, {}) for i in maps)
+        self._write = struct.Struct(f"={f'{_MAP_BYTES}s' * len(maps)}{len(moving)}Q").pack_into
+        self._moving = [leaves[i].source or 0 for i in moving]
+
+    def start(self, addresses: Sequence[int], stream: int) -> int:
+        """The driver's answer, 0 if the kernel is on its way."""
+        changing: list[Any] = [x.at(addresses[x.source]) for x in self._maps]
+        changing += [addresses[i] for i in self._moving]
+        with self._writing:
+            self._write(self._memory, self._first, *changing)
+            self._config.stream = stream
+            return _driver(self._config_at, self._function, self._places, None)
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "threads_y", "threads_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+def _driver(*launch: Any) -> int:
+    """cuLaunchKernelEx of the driver that torch has loaded, found when it is first needed."""
+    global _driver
+    _driver = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    return _driver(*launch)
+
+
+def _leaves(made: runtime.Started, sources: dict[int, int], tensors: Sequence[Any]) -> Iterator[_Leaf]:
+    """The parameters of a launch in order, as the compiled kernel takes them."""
+    maps = iter(getattr(made.compiled.metadata, "tensordesc_meta", None) or ())
+    kinds = made.compiled.src.signature
+    for name, value in zip(kinds, made.arguments, strict=False):
+        yield from _flat(name, kinds[name], value, maps, sources, tensors)
+
+
+def _flat(
+    name: str, kind: Any, value: Any, maps: Iterator[Any], sources: dict[int, int], tensors: Sequence[Any]
+) -> Iterator[_Leaf]:
+    if isinstance(kind, tuple):
+        for field, part, each in zip(getattr(value, "_fields", value), kind, value, strict=True):
+            inner = field if name == "x" else name  # operands have names of their own
+            yield from _flat(inner, part, each, maps, sources, tensors)
+    elif isinstance(value, TensorDescriptor):
+        meta = next(maps, None)
+        if meta is None or meta["fp4_padded"]:
+            raise NotReplayable
+        source = _source(name, value.base, sources, tensors)
+        how = meta["swizzle"], meta["elem_size"], meta["elem_type"], meta["block_size"]
+        shape, strides = tuple(value.shape), tuple(value.strides)
+        yield _Leaf("map", (*how, shape, strides, int(value.padding == "nan")), source)
+        yield from (_Leaf("i32", n, None) for n in shape)
+        yield from (_Leaf("i64", n, None) for n in strides)
+    elif kind == "constexpr":
+        return
+    elif isinstance(value, torch.Tensor):
+        yield _Leaf("u64", 0, _source(name, value, sources, tensors))
+    elif kind in _FORMATS:
+        yield _Leaf(kind, value, None)
+    else:
+        raise NotReplayable
+
+
+def _source(name: str, x: Tensor, sources: dict[int, int], tensors: Sequence[Any]) -> int:
+    """Which tensor of the call `x` is: one that it allocated for itself, or the operand of that name."""
+    source = sources.get(id(x))
+    if source is not None:
+        return source
+    source = _NAMES.get(name)
+    operand = None if source is None else tensors[source]
+    if source is None or operand is None or operand.data_ptr() != x.data_ptr():
+        raise NotReplayable  # a copy, or an operand that is not replayed
+    return source
+
+
+def _encoded(
+    address: int, swizzle: int, size: int, kind: int, box: Any, shape: Any, strides: Any, padding: int
+) -> bytes:
+    """The bytes of a tensor map, by Triton's own encoder."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    utils = triton.runtime.driver.active.utils
+    encode = getattr(utils, "fill_tma_descriptor", None) or utils.fill_tma_descriptor_tiled
+    kind = TMA_DTYPE_DEVICE_TO_HOST[kind]
+    made = encode(address, swizzle, size, kind, list(box), list(shape), list(strides), padding)
+    if type(made).__basicsize__ != 2 * _MAP_BYTES:  # an object's head, then the map at its alignment
+        raise NotReplayable
+    return ctypes.string_at(id(made) + _MAP_BYTES, _MAP_BYTES)
+
+
+class Replay(NamedTuple):
+    """All launches of a call of one size, and room for its results."""
+
+    launches: tuple[Packed, ...]
+    place: tuple[Any, Any] | None  # shape and strides of out; None: those of q
+    scratch: Tensor | None  # one byte seen as all that a call allocates for itself: its like is cheap to make
+    offsets: tuple[int, ...]  # of scratch tensors in it
+
+    def __call__(self, tensors: tuple[Tensor, ...], need_lse: bool, index: int) -> Any:
+        """(out, lse), or None where the driver does not start a kernel."""
+        q = tensors[Q]
+        if self.place is None:
+            out = torch.empty_like(q)
+        else:
+            out = torch.empty_strided(*self.place, dtype=q.dtype, device=q.device)
+        lse = NO_LSE
+        addresses = [x.data_ptr() for x in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        if bits & _ALIGNED:
+            return None
+        addresses[OUT:OUT] = out.data_ptr(), 0
+        if need_lse:
+            lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+            addresses[LSE] = lse.data_ptr()
+        if self.scratch is not None:
+            room = torch.empty_like(self.scratch)
+            first = room.data_ptr()
+            if len(tensors) == OUT:
+                addresses += 0, 0  # no table, no lengths
+            addresses += [first + offset for offset in self.offsets]
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        for launch in self.launches:
+            if launch.start(addresses, stream):
+                return None
+        return out, lse
+
+
+class Repeat:
+    """Calls that differ in addresses alone. The first took the whole way, the second is recorded, the others
+    are replayed."""
+
+    def __init__(self, launch: Launch, args: Arguments) -> None:
+        self.launch, self.args = launch, args._replace(page_table=None, kv_lens=None)
+        self.replay: Replay | None = None
+        self.recorded = False
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(out, lse) of q, k, v, and of a page table and lengths if k and v are pools; None if the call needs
+        the whole way."""
+        index = tensors[Q].device.index
+        if index != torch._C._cuda_getDevice() or runtime.hooked():
+            return None
+        if not self.recorded:
+            return self.record(tensors)
+        return None if self.replay is None else self.replay(tensors, self.args.need_lse, index)
+
+    def record(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Makes the call as its row does, and keeps what it launched."""
+        args = self.args
+        q, k, v, *others = tensors
+        if others:
+            q, k, v = q.unsqueeze(2), k.transpose(1, 2), v.transpose(1, 2)
+            args = args._replace(page_table=others[0], kv_lens=others[1])
+        out, lse = outputs(q, v, args.need_lse)
+        with runtime.recorded() as log:
+            self.launch.run(self.launch, q, k, v, out, lse, args)  # type: ignore[misc]
+        if others:
+            out, lse = out.squeeze(2), lse.squeeze(2) if args.need_lse else lse
+        self.replay = _replay(log, (*tensors[:3], out, lse if args.need_lse else None, *others))
+        self.recorded = True
+        return out, lse
+
+
+def _replay(log: runtime.Log, tensors: tuple[Any, ...]) -> Replay | None:
+    q, _, _, out, *_ = tensors
+    aligned = all(x is None or x.data_ptr() & _ALIGNED == 0 for x in tensors)
+    if not (log.started and log.complete and aligned):
+        return None
+    tensors = (*tensors, *(None,) * (SCRATCH - len(tensors)))
+    sources, offsets, size = {}, [], 0
+    for i, x in enumerate(log.scratch):
+        sources[id(x)] = SCRATCH + i
+        offsets.append(size)
+        size += -(-x.nbytes // _SCRATCH_UNIT) * _SCRATCH_UNIT
+    try:
+        launches = tuple(Packed(made, sources, tensors) for made in log.started)
+    except NotReplayable:
+        return None
+    alike = q.shape == out.shape and q.is_contiguous()
+    place = None if alike else (tuple(out.shape), out.stride())
+    scratch = torch.empty(1, dtype=torch.uint8, device=q.device).expand(size) if offsets else None
+    return Replay(launches, place, scratch, tuple(offsets))

@@ -1,0 +1,200 @@
+"""Replayed launches, without a GPU: a stand-in for the driver reads the parameters where it is told they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from polyflash.backends.triton import arguments, replay, runtime
+from polyflash.results import NO_LSE
+from polyflash.spec import Arguments
+
+C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float, "i1": ctypes.c_bool}
+FUNCTION, STREAM = 4711, 99
+
+
+class Driver:
+    """Reads each parameter by its kind when a kernel is started."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        self.kinds, self.seen, self.answer = kinds, [], 0
+
+    def __call__(self, config, function, places, extra) -> int:
+        c = config._obj
+        assert (function.value, c.threads_y, c.threads_z, c.stream, extra) == (FUNCTION, 1, 1, STREAM, None)
+        assert not c.attributes and c.num_attributes == 0
+        values = []
+        for kind, place in zip([*self.kinds, "i64", "i64"], places, strict=True):
+            if kind == "map":
+                assert place % 64 == 0
+                values.append(ctypes.string_at(place, 128))
+            else:
+                values.append(C_TYPES.get(kind, ctypes.c_uint64).from_address(place).value)
+        self.seen.append(((c.x, c.y, c.z, c.threads, c.shared), values))
+        return self.answer
+
+
+def compiled(signature, **metadata):
+    plain = {
+        **{"num_ctas": 1, "num_warps": 4, "shared": 1024, "global_scratch_size": 0},
+        **{"profile_scratch_size": 0, "launch_pdl": False, "launch_cooperative_grid": False},
+    }
+    source = SimpleNamespace(signature=signature)
+    made = SimpleNamespace(metadata=SimpleNamespace(**{**plain, **metadata}), src=source, function=FUNCTION)
+    return made
+
+
+VIEW = arguments.View("*fp32", "i32", "i64", "i32", "constexpr")
+SIGNATURE = {
+    "q": VIEW,
+    "q0": "constexpr",
+    "k": VIEW,
+    "v": VIEW,
+    "values": VIEW,
+    "out": VIEW,
+    "lse": arguments.Rows("*fp32", "i32", "i32", "constexpr"),
+    "x": arguments.Operands(*["constexpr"] * 14)._replace(kv_lens="*i32"),
+    "batch": "i32",
+    "scale": "fp32",
+    "BLOCK": "constexpr",
+}
+KINDS = [
+    *["*", "i32", "i64", "i32"] * 5,
+    *("*", "i32", "i32", "*", "i32", "fp32"),
+]
+
+
+def tensors(offset=0):
+    q, k, v = (torch.randn(300)[offset : offset + 256].view(1, 2, 8, 16) for _ in range(3))
+    return q, k, v
+
+
+def arguments_of(q, k, v, out, lse, lens):
+    views = [arguments.view(x) for x in (q, k, v, v, out)]
+    q_view, *others = views
+    x = arguments.NO_OPERANDS._replace(kv_lens=lens)
+    return (q_view, None, *others, arguments.rows(lse), x, 7, 0.25)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver(KINDS)
+    monkeypatch.setattr(replay, "_driver", made)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    monkeypatch.setattr(runtime, "hooked", lambda: False)
+    return made
+
+
+def launch_of(signature=SIGNATURE, scratch=False, **metadata):
+    """A row whose `run` starts one kernel, without one."""
+    lens = torch.ones(4, dtype=torch.int32)
+
+    def run(launch, q, k, v, out, lse, args):
+        log = runtime._recorder.log
+        place = runtime.scratch((8, 16), q.device).view(1, 1, 8, 16) if scratch else out
+        if scratch:
+            log.scratch[0] = place
+        given = arguments_of(q, k, v, place, lse, launch.lens)
+        log.started.append(runtime.Started(compiled(signature, **metadata), (3, 2, 1), given))
+
+    return SimpleNamespace(run=run, lens=None, table=lens)
+
+
+def numbers(q, k, v, out, lse):
+    flat = []
+    for x in (q, k, v, v, out):
+        flat += [x.data_ptr(), *x.stride()[:3]]
+    return [*flat, lse.data_ptr(), *lse.stride()[:2], 7, 0.25, 0, 0]
+
+
+NO_LENS = {**SIGNATURE, "x": arguments.Operands(*["constexpr"] * 14)}
+NO_LENS_KINDS = [*["*", "i32", "i64", "i32"] * 5, *("*", "i32", "i32", "i32", "fp32")]
+
+
+def test_the_second_call_is_recorded_and_the_third_replayed_at_its_own_addresses(driver):
+    driver.kinds = NO_LENS_KINDS
+    repeat = replay.Repeat(launch_of(NO_LENS), Arguments(need_lse=True))
+    repeat(*tensors())
+    assert driver.seen == [] and repeat.replay is not None
+    for _ in range(2):
+        inputs = tensors()
+        out, lse = repeat(*inputs)
+        (shape, values) = driver.seen.pop()
+        assert shape == (3, 2, 1, 128, 1024)
+        assert values == numbers(*inputs, out, lse)
+        assert out.shape == (1, 2, 8, 16) and lse.shape == (1, 2, 8) and lse.dtype is torch.float32
+    assert repeat.args.kv_lens is None
+
+
+def test_scratch_of_a_call_is_its_own(driver):
+    driver.kinds = NO_LENS_KINDS
+    repeat = replay.Repeat(launch_of(NO_LENS, scratch=True), Arguments(need_lse=True))
+    repeat(*tensors())
+    out, _ = repeat(*tensors())
+    place = driver.seen[0][1][16]
+    assert place not in (0, out.data_ptr()) and place % 16 == 0
+
+
+def test_what_another_call_cannot_take_over_is_not_replayed(driver):
+    """An operand that the launch copied, scratch of the compiler's, clusters, early launches."""
+    row = launch_of()
+    row.lens = torch.ones(4, dtype=torch.int32)
+    copied = replay.Repeat(row, Arguments(need_lse=True))
+    assert copied(*tensors()) is not None and copied(*tensors()) is None
+    for other in ({"num_ctas": 2}, {"global_scratch_size": 8}, {"launch_pdl": True}):
+        repeat = replay.Repeat(launch_of(NO_LENS, **other), Arguments(need_lse=True))
+        assert repeat(*tensors()) is not None and repeat(*tensors()) is None, other
+    assert driver.seen == []
+
+
+def test_calls_that_the_kernel_was_not_compiled_for_take_the_whole_way(driver, monkeypatch):
+    driver.kinds = NO_LENS_KINDS
+    repeat = replay.Repeat(launch_of(NO_LENS), Arguments(need_lse=True))
+    repeat(*tensors())
+    assert repeat(*tensors(offset=1)) is None, "not at 16 bytes"
+    assert repeat(*tensors()) is not None
+    driver.answer = 201
+    assert repeat(*tensors()) is None, "the driver refused"
+    driver.answer = 0
+    monkeypatch.setattr(runtime, "hooked", lambda: True)
+    assert repeat(*tensors()) is None, "somebody watches launches"
+    monkeypatch.setattr(runtime, "hooked", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    assert repeat(*tensors()) is None, "another device is current"
+
+
+def test_tensor_maps_are_those_of_the_calls_addresses(driver, monkeypatch):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    made = []
+
+    def encoded(address, *how):
+        made.append((address, how))
+        return address.to_bytes(8, "little") * 16
+
+    monkeypatch.setattr(replay, "_encoded", encoded)
+    kinds = {"q": "*fp32", "k": "tensordesc<fp32[1, 1, 8, 16]>", "out": "*fp32", "size": "i32"}
+    driver.kinds = ["*", "map", *["i32"] * 4, *["i64"] * 4, "*", "i32"]
+    meta = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [1, 1, 8, 16], "fp4_padded": False}
+
+    def run(launch, q, k, v, out, lse, args):
+        described = TensorDescriptor(k, list(k.shape), list(k.stride()), [1, 1, 8, 16])
+        code = compiled(kinds, tensordesc_meta=[meta])
+        runtime._recorder.log.started.append(runtime.Started(code, (1, 1, 1), (q, described, out, 5)))
+
+    repeat = replay.Repeat(SimpleNamespace(run=run), Arguments())
+    repeat(*tensors())
+    q, k, v = tensors()
+    for _ in range(3):
+        out, lse = repeat(q, k, v)
+        assert lse is NO_LSE
+    _, values = driver.seen[-1]
+    assert values[0] == q.data_ptr() and values[1] == k.data_ptr().to_bytes(8, "little") * 16
+    assert values[2:] == [*k.shape, *k.stride(), out.data_ptr(), 5, 0, 0]
+    assert made == [(k.data_ptr(), (3, 4, 7, [1, 1, 8, 16], tuple(k.shape), k.stride(), 0))], "encoded once"
