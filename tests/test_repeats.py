@@ -288,8 +288,10 @@ def test_a_named_backend_is_obeyed(planned):
     planned.clear()
     with use_backend("torch"):
         attention(q, k, v)
+    assert planned
+    planned.clear()
     attention(q, k, v, backend="torch")
-    assert len(planned) >= 2
+    assert planned
     paged = pages()
     for backend in (None, "torch", "cpu", "torch"):
         torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Replayed launches, without a GPU: a stand-in for the driver reads the parameters where it is told they lie."""
+"""Replayed launches, without a GPU: a stand-in for the driver reads the parameters where they are to lie."""
 
 from __future__ import annotations
 
@@ -190,11 +190,13 @@ def test_tensor_maps_are_those_of_the_calls_addresses(driver, monkeypatch):
 
     repeat = replay.Repeat(SimpleNamespace(run=run), Arguments())
     repeat(*tensors())
-    q, k, v = tensors()
+    others, (q, k, v) = tensors(), tensors()
+    repeat(*others)
     for _ in range(3):
         out, lse = repeat(q, k, v)
         assert lse is NO_LSE
     _, values = driver.seen[-1]
     assert values[0] == q.data_ptr() and values[1] == k.data_ptr().to_bytes(8, "little") * 16
     assert values[2:] == [*k.shape, *k.stride(), out.data_ptr(), 5, 0, 0]
-    assert made == [(k.data_ptr(), (3, 4, 7, [1, 1, 8, 16], tuple(k.shape), k.stride(), 0))], "encoded once"
+    how = 3, 4, 7, [1, 1, 8, 16], tuple(k.shape), k.stride(), 0
+    assert made == [(others[1].data_ptr(), how), (k.data_ptr(), how)], "each encoded once"

@@ -399,8 +399,8 @@ def run(
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = _Prepared(launch)
-    batch, num_q_heads, seqlen_q, head_dim = q.shape
-    _, num_kv_heads, seqlen_k, head_dim_v = v.shape
+    batch, _, seqlen_q, head_dim = q.shape
+    _, _, seqlen_k, head_dim_v = v.shape
     left, right = a.window_sides(args)
     keys = seqlen_k
     if args.page_table is not None:

@@ -1,9 +1,9 @@
-"""Fast path for repeated forward calls: the argument block of an earlier call of the same sizes, at this call's
-addresses."""
+"""Fast path for repeated forward calls: the argument block of an earlier call of the same sizes, at the
+addresses of this one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 

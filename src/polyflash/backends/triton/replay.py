@@ -1,4 +1,4 @@
-"""Replay of a call on NVIDIA: the launches that an earlier call of the same sizes made, at this call's addresses.
+"""Replay of a call on NVIDIA: the launches of an earlier call like it, at the addresses of this one.
 
 Triton's launcher reads some seventy Python objects per kernel, and what they say is the same again: only
 addresses change. So the parameters of a launch are laid out once, as Triton's ahead-of-time compiler passes
