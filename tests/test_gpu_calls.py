@@ -9,6 +9,7 @@ import torch
 
 import polyflash
 from polyflash import torch_ops
+from polyflash.counting import Tally
 from polyflash.plan import Launch
 from polyflash.results import NO_LSE, outputs
 
@@ -89,7 +90,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch):
                 raise LookupError("planted")
             return current[0]
 
-        launch = SimpleNamespace(spec=SimpleNamespace(device=kind), run=run)
+        launch = SimpleNamespace(spec=SimpleNamespace(device=kind), run=run, tally=Tally("", "", ""))
         return torch_ops.launched(launch, SimpleNamespace(device=torch.device(kind, index)))
 
     yield call
@@ -114,7 +115,8 @@ def test_contents_on_a_device_are_read_only_if_asked(monkeypatch):
     def call(device: str, **options: object) -> int:
         read.clear()
         args = torch_ops.Arguments(kv_lens=lens, **options)
-        launch = SimpleNamespace(spec=SimpleNamespace(device=device), run=lambda *_: None)
+        spec = SimpleNamespace(device=device)
+        launch = SimpleNamespace(spec=spec, run=lambda *_: None, tally=Tally("", "", ""))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
         torch_ops._run(launch, q, q, q, q, NO_LSE, args)
         return len(read)
