@@ -82,6 +82,7 @@ class Packed:
             or metadata.launch_cooperative_grid
         ):
             raise NotReplayable
+        self._compiled = made.compiled  # keeps the kernel loaded
         self._function = ctypes.c_void_p(made.compiled.function)
         self._config = _Config(*made.grid, 32 * metadata.num_warps, 1, 1, metadata.shared)
         self._config_at = ctypes.byref(self._config)
