@@ -34,7 +34,7 @@ from polyflash.backends.cpu import backward_configs, configs, decode_configs
 from polyflash.backends.torch import configs as torch_configs
 from polyflash.backends.triton import configs as triton_configs
 from polyflash.backends.triton import tiles
-from polyflash.integrations import sdpa
+from polyflash.integrations import flash_registry
 from polyflash.spec import Arguments
 from tests.refusals import BESIDE, Refusals, Site, advice, missing, sites
 
@@ -107,8 +107,8 @@ def results_of_another_call() -> Any:
 
 
 def no_registry() -> Any:
-    with mock.patch.object(sdpa.torch.nn, "attention", object()):
-        return sdpa._registry()
+    with mock.patch.object(flash_registry.torch.nn, "attention", object()):
+        return flash_registry.registry()
 
 
 def unknown_backend_in_use() -> Any:
@@ -262,7 +262,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "tangent of a gradient": tangent_of_backward, "results of another call": results_of_another_call,
     # torch's own registry
     "no registry": no_registry,
-    "dropout of the registry": lambda: sdpa._flash_arguments(0.5, False, None, None),
+    "dropout of the registry": lambda: flash_registry._flash_arguments(0.5, False, None, None),
     # statistics
     "lse of another type": statistics(lse=None), "lse shape": statistics(lse=x(2, 2, 6)),
     "statistics layout": statistics(layout="bshd", cu_seqlens_q=ints(0, 5), cu_seqlens_k=ints(0, 5)),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,27 +28,43 @@ from polyflash import counting, torch_ops
 from polyflash.api import attention
 from polyflash.backends import TABLE
 from polyflash.errors import UnsupportedError
-from polyflash.integrations import multi_head
-from polyflash.spec import Arguments, Phase
+from polyflash.integrations import flash_registry, multi_head
+from polyflash.spec import Phase
 from polyflash.target import detect
 
 __all__ = ("activate", "deactivate", "enabled", "scaled_dot_product_attention")
 
-_NAME = "POLYFLASH"  # in torch's registry
 _TORCHS_OWN = functional.scaled_dot_product_attention
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
-def _dtypes_of_engines() -> frozenset[torch.dtype]:
-    """Dtypes that a CPU kernel runs here. What only the torch row could run is left to torch, which is
-    faster."""
-    here = detect("cpu", 0)
+_kernels: dict[tuple[str, int], dict[torch.dtype, int]] = {}
+
+
+@torch.compiler.assume_constant_result
+def _largest_head_dim(kind: str, index: int, dtype: torch.dtype) -> int:
+    """The largest head_dim of `dtype` that a kernel takes on a device; 0: none does. What only the torch row
+    could run is left to torch, which is faster."""
+    here = _kernels.get((kind, index))
+    if here is None:
+        here = _kernels[kind, index] = _kernels_of(kind, index)
+    return here.get(dtype, 0)
+
+
+def _kernels_of(kind: str, index: int) -> dict[torch.dtype, int]:
+    """What the rows of the table take on a device of this machine: the largest head_dim by dtype."""
+    try:
+        here = detect(kind, index)
+    except (AssertionError, RuntimeError):  # a fake tensor's device need not be here
+        return {}
     rows = [row for row in TABLE if row.phase is Phase.FORWARD and row.backend != "torch"]
-    able = [r for r in rows if here.name.startswith(r.targets) and all(map(here.has_package, r.needs))]
-    return frozenset(getattr(torch, name) for row in able for name in row.dtypes)
-
-
-_ENGINE_DTYPES = _dtypes_of_engines()
+    found: dict[torch.dtype, int] = {}
+    for row in rows:
+        yields = any(not y.target_feature and row.features <= y.features for y in row.yields)
+        if here.name.startswith(row.targets) and all(map(here.has_package, row.needs)) and not yields:
+            for dtype in (getattr(torch, name) for name in row.dtypes):
+                found[dtype] = max(found.get(dtype, 0), row.max_head_dim)
+    return found
 
 
 def enabled(*, strict: bool = False) -> TorchFunctionMode:
@@ -207,8 +223,8 @@ def _refusal(
     for x in tensors:
         if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested:
             return "arguments: one is not a plain dense tensor"
-        if not x.is_cpu:
-            return "device: polyflash has kernels for CPUs"
+        if x.device != query.device:
+            return "device: tensors are on several"
     if type(is_causal) is not bool or type(dropout_p) not in (float, int):
         return "is_causal, dropout_p: not a bool and a number"
     if attn_mask is not None and is_causal:
@@ -227,15 +243,16 @@ def _refusal(
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return "torch.func: a transform is active"
         named = bool(torch_ops.backend_in_use.get())
-    return _refused_dtypes(query.dtype, key.dtype, value.dtype, attn_mask, named)
+    return _refused_by_table(query, key, value, attn_mask, named)
 
 
-def _refused_dtypes(
-    q: torch.dtype, k: torch.dtype, v: torch.dtype, attn_mask: Tensor | None, named: bool
+def _refused_by_table(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, named: bool
 ) -> str:
+    q, k, v, device = query.dtype, key.dtype, value.dtype, query.device
     allowed: tuple[torch.dtype, ...] = (torch.bool, torch.float32, q)
-    if torch.is_autocast_enabled("cpu"):
-        cast = torch.get_autocast_dtype("cpu")
+    if torch_ops.autocasting(device.type):
+        cast = torch.get_autocast_dtype(device.type)
         narrow = (torch.float32, torch.bfloat16, torch.float16)
         q, k, v = (cast if kind in narrow else kind for kind in (q, k, v))
         allowed = (torch.bool, *narrow)
@@ -243,8 +260,14 @@ def _refused_dtypes(
         return "dtype: query, key and value differ"
     if attn_mask is not None and attn_mask.dtype not in allowed:
         return "dtype: of attn_mask"
-    if not named and q not in _ENGINE_DTYPES:
-        return f"dtype: no CPU kernel for {q} here; torch's own is faster than the torch row"
+    if named:
+        return ""
+    most = _largest_head_dim(device.type, device.index or 0, q)
+    faster = "torch's own is faster than the torch row"
+    if not most:
+        return f"dtype: no kernel for {q} on this device, {device.type}; {faster}"
+    if query.ndim and value.ndim and max(query.shape[-1], value.shape[-1]) > most:
+        return f"head_dim: kernels for this {device.type} take up to {most}; {faster}"
     return ""
 
 
@@ -331,91 +354,29 @@ def _flat_mask(mask: Tensor | None, lead: tuple[int, ...]) -> Tensor | None:
     return mask.expand(*lead, *mask.shape[-3:]).reshape(math.prod(lead), *mask.shape[-3:])
 
 
-class _Handle:
-    """What torch's registry keeps, and calls to undo."""
-
-    def __init__(self, library: torch.library.Library) -> None:
-        self.library = library
-
-    def remove(self) -> None:
-        self.library._destroy()
-
-
 def activate() -> None:
-    """Make polyflash torch's flash attention on CPUs, for the whole process, until `deactivate()`.
+    """Make polyflash torch's flash attention, on CPUs and on GPUs, for the whole process, until
+    `deactivate()`.
 
     Goes through `torch.nn.attention.activate_flash_attention_impl`, and so ends any other implementation's
     activation. Costs nothing elsewhere, and reaches every thread and the fused modules. torch still decides
-    which calls are for flash attention: four dimensions, no dropout, no gradient of a mask.
+    which calls are for flash attention: four dimensions and no gradient of a mask; on a CPU no dropout; on a
+    GPU float16 or bfloat16, no mask, and a head_dim up to 256, the same for all three. On a GPU flash
+    attention then stands first in torch's order of kernels, where cuDNN may stand otherwise.
 
     Raises:
         UnsupportedError: this torch has no such registry.
     """
-    registry = _registry()
-    registry.register_flash_attention_impl(_NAME, register_fn=_register)
-    registry.activate_flash_attention_impl(_NAME)
+    on_gpus = torch.cuda.is_available() and bool(_kernels_of("cuda", torch.cuda.current_device()))
+    registry = flash_registry.registry()
+    registry.register_flash_attention_impl(
+        flash_registry.NAME, register_fn=lambda: flash_registry.register(on_gpus)
+    )
+    registry.activate_flash_attention_impl(flash_registry.NAME)
 
 
 def deactivate() -> None:
     """Undo `activate()`; nothing happens if another implementation, or none, is active."""
-    registry = _registry()
-    if registry.current_flash_attention_impl() == _NAME:
+    registry = flash_registry.registry()
+    if registry.current_flash_attention_impl() == flash_registry.NAME:
         registry.restore_flash_attention_impl()
-
-
-def _registry() -> Any:
-    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
-        raise UnsupportedError(
-            f"torch {torch.__version__} has no registry of flash implementations. Use enabled()"
-        )
-    return torch.nn.attention
-
-
-def _register() -> _Handle:
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_dot_product_flash_attention_for_cpu", _flash_forward, "CPU")
-    library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", _flash_backward, "CPU")
-    return _Handle(library)
-
-
-def _flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    args = _flash_arguments(dropout_p, is_causal, attn_mask, scale)
-    return cast(tuple[Tensor, Tensor], torch.ops.polyflash.attention(query, key, value, *args))
-
-
-def _flash_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    args = _flash_arguments(dropout_p, is_causal, attn_mask, scale)
-    gradients = torch.ops.polyflash.attention_backward(
-        grad_out,
-        None,
-        query,
-        key,
-        value,
-        out,
-        logsumexp.contiguous(),
-        [True, True, True, False, False],
-        *args,
-    )
-    return gradients[0], gradients[1], gradients[2]
-
-
-def _flash_arguments(
-    dropout_p: float, is_causal: bool, attn_mask: Tensor | None, scale: float | None
-) -> Arguments:
-    if dropout_p:
-        raise UnsupportedError("dropout_p: torch's flash attention for CPUs has none. Use enabled()")
-    seen = attn_mask is not None and attn_mask.dtype is torch.bool
-    return Arguments(
-        causal=is_causal,
-        scale=scale,
-        need_lse=True,
-        offset=0 if is_causal else None,  # top-left
-        mask=attn_mask if seen else None,
-        bias=None if seen else attn_mask,
-    )

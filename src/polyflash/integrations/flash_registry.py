@@ -1,0 +1,135 @@
+"""polyflash as torch's flash attention for the whole process, through torch's registry of implementations."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from polyflash.errors import UnsupportedError
+from polyflash.spec import Arguments
+
+NAME = "POLYFLASH"  # in torch's registry
+
+
+class Handle:
+    """What torch's registry keeps, and calls to undo."""
+
+    def __init__(self, library: torch.library.Library, order: list[int] | None) -> None:
+        self.library, self.order = library, order
+
+    def remove(self) -> None:
+        self.library._destroy()
+        if self.order is not None:
+            torch._C._set_sdp_priority_order(self.order)
+
+
+def registry() -> Any:
+    """torch's registry.
+
+    Raises:
+        UnsupportedError: this torch has none.
+    """
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no registry of flash implementations. Use enabled()"
+        )
+    return torch.nn.attention
+
+
+def register(on_gpus: bool) -> Handle:
+    """Puts polyflash in the place of torch's kernels, those of GPUs too if asked to."""
+    library, order = torch.library.Library("aten", "IMPL"), None
+    library.impl("_scaled_dot_product_flash_attention_for_cpu", _flash_forward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", _flash_backward, "CPU")
+    if on_gpus:
+        library.impl("_scaled_dot_product_flash_attention", _gpu_forward, "CUDA")
+        library.impl("_scaled_dot_product_flash_attention_backward", _gpu_backward, "CUDA")
+        order = put_flash_first("cuda")
+    return Handle(library, order)
+
+
+def put_flash_first(device: str) -> list[int]:
+    """Before cuDNN in the order in which torch asks its kernels on a GPU; returns the order there was."""
+    x = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)
+    torch._fused_sdp_choice(x, x, x)  # torch makes its order at its first choice, over any that was set
+    before: list[int] = torch._C._get_sdp_priority_order()
+    first = int(SDPBackend.FLASH_ATTENTION)  # type: ignore[call-overload]
+    torch._C._set_sdp_priority_order([first, *(kernel for kernel in before if kernel != first)])
+    return before
+
+
+def _flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    args = _flash_arguments(dropout_p, is_causal, attn_mask, scale)
+    return cast(tuple[Tensor, Tensor], torch.ops.polyflash.attention(query, key, value, *args))
+
+
+def _flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    args = _flash_arguments(dropout_p, is_causal, attn_mask, scale)
+    return _flash_gradients(grad_out, query, key, value, out, logsumexp, args)
+
+
+def _gpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """As torch's kernel, with the seed on the CPU in both places of its random state: nobody waits for it."""
+    if return_debug_mask:
+        raise UnsupportedError("return_debug_mask: no matrix of weights is ever made. Leave it False")
+    state = torch.zeros(2, dtype=torch.int64, device="cpu")
+    if dropout_p:
+        state.random_(-(2**63), 2**63 - 1)
+    args = _gpu_arguments(dropout_p, is_causal, scale, state)
+    out, lse = torch.ops.polyflash.attention(query, key, value, *args)
+    random_state = state.view(torch.uint64)
+    nothing = query.new_empty(0)
+    return out, lse, None, None, query.shape[2], key.shape[2], random_state, random_state[0], nothing
+
+
+def _gpu_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+    philox_seed: Tensor, philox_offset: Any, *, scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    args = _gpu_arguments(dropout_p, is_causal, scale, philox_seed.view(torch.int64))
+    return _flash_gradients(grad_out, query, key, value, out, logsumexp, args)
+
+
+def _gpu_arguments(dropout_p: float, is_causal: bool, scale: float | None, state: Tensor) -> Arguments:
+    args = _flash_arguments(0.0, is_causal, None, scale)
+    return args._replace(dropout_p=dropout_p, dropout_seed=state[0]) if dropout_p else args
+
+
+def _flash_gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    args: Arguments,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    needs = [True, True, True, False, False]
+    dq, dk, dv, *_ = torch.ops.polyflash.attention_backward(
+        grad_out, None, query, key, value, out, logsumexp.contiguous(), needs, *args
+    )
+    return dq, dk, dv
+
+
+def _flash_arguments(
+    dropout_p: float, is_causal: bool, attn_mask: Tensor | None, scale: float | None
+) -> Arguments:
+    if dropout_p:
+        raise UnsupportedError("dropout_p: torch's flash attention for CPUs has none. Use enabled()")
+    seen = attn_mask is not None and attn_mask.dtype is torch.bool
+    return Arguments(
+        causal=is_causal,
+        scale=scale,
+        need_lse=True,
+        offset=0 if is_causal else None,  # top-left
+        mask=attn_mask if seen else None,
+        bias=None if seen else attn_mask,
+    )
