@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyflash import SpecError
 from polyflash.integrations import flash_attn as fa
@@ -185,6 +186,25 @@ def test_pages_at_capacity_and_those_that_nobody_needs() -> None:
     assert torch.equal(every, named)
 
 
+class Waiting(TorchDispatchMode):
+    """Keeps the ops for whose answer the host would wait on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        reads = any(
+            word in name for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.")
+        )
+        picks = "aten.index" in name and any(
+            isinstance(i, Tensor) and i.dtype is torch.bool for i in (args[1] if len(args) > 1 else ()) or ()
+        )
+        self.ops += [name] * (reads or picks)
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_token_without_a_page_is_not_written_on_a_device() -> None:
     """B-pag-12. What other devices do, on the CPU: nothing is refused by contents; -1 is no last page."""
 
@@ -197,11 +217,18 @@ def test_a_token_without_a_page_is_not_written_on_a_device() -> None:
     k_before, v_before = k_cache.clone(), v_cache.clone()
     k, v = x(2, 3, 2, 8), x(2, 3, 2, 6)
     at = torch.tensor([[2, 3, 4], [10, 11, 12]])
-    flash_attn_pages.append(k_cache, v_cache, k, v, at, mapped(0, 1, -1).as_subclass(Elsewhere))
+    with Waiting() as waiting:
+        flash_attn_pages.append(k_cache, v_cache, k, v, at, mapped(0, 1, -1).as_subclass(Elsewhere))
+    assert not waiting.ops
     assert torch.equal(k_cache[3, 2:], k[0, :2]) and torch.equal(v_cache[5, 2:], v[1, :2])
     others = torch.ones(6, 4, dtype=torch.bool)
     others[3, 2:], others[5, 2:] = False, False
     assert torch.equal(k_cache[others], k_before[others]) and torch.equal(v_cache[others], v_before[others])
+    k_before, v_before = k_cache.clone(), v_cache.clone()
+    nowhere = torch.tensor([[-1, 99, -1]] * 2, dtype=torch.int32).as_subclass(Elsewhere)
+    flash_attn_pages.append(k_cache, v_cache, -k, -v, at, nowhere)
+    flash_attn_pages.append(k_cache[:0], v_cache[:0], -k, -v, at, nowhere)
+    assert torch.equal(k_cache, k_before) and torch.equal(v_cache, v_before)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "per request" not in name])

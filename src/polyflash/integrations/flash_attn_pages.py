@@ -85,8 +85,18 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, t
         k_cache[blocks, slots] = k
         v_cache[blocks, slots] = v
         return
-    k_cache[blocks[mapped], slots[mapped]] = k[mapped]
-    v_cache[blocks[mapped], slots[mapped]] = v[mapped]
+    if not (mapped.numel() and num_blocks):
+        return
+    # Nobody may wait for the device, so none is left out: a token without a page writes what another with a
+    # page writes, to its place; where no token has a page, what is there already.
+    some = mapped.flatten().int().argmax(0, keepdim=True)
+    place = (blocks * page_size + slots).clamp(0, num_blocks * page_size - 1)
+    place = torch.where(mapped, place, place.flatten()[some])
+    blocks, slots = place // page_size, place % page_size
+    live, any_live = mapped[..., None, None], mapped.any()
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        held = torch.where(any_live, new.flatten(0, 1)[some], cache[blocks, slots])
+        cache[blocks, slots] = torch.where(live, new, held)
 
 
 def attend(

@@ -17,7 +17,9 @@ from polyflash.kvcache.layout import (
     check_pools,
     copy_pages,
     empty_pool,
+    ints,
     layers_of,
+    moved,
     read_slots,
     slots_of,
 )
@@ -52,7 +54,7 @@ class SwappedRequest:
 
 
 class KVCache:
-    """Keys and values of many requests in pages of one pool per layer, on any device.
+    """Keys and values of many requests in pages of one pool per layer, on any device (default: torch's own).
 
         cache = KVCache(1024, 16, num_kv_heads=8, head_dim=128, num_layers=32, dtype=torch.bfloat16)
         (request,) = cache.add()
@@ -81,7 +83,7 @@ class KVCache:
         head_dim_v: int | None = None,
         num_layers: int = 1,
         dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         scrub: bool = False,
     ) -> None:
         sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
@@ -253,7 +255,7 @@ class KVCache:
         for start, length in zip(first, tables.lengths, strict=True):
             checked_count("starts", start, 0, length)
         rest = [length - start for start, length in zip(first, tables.lengths, strict=True)]
-        return slots_of(tables.host_table, self.page_size, first, rest)[0].to(self.device)
+        return moved(slots_of(tables.host_table, self.page_size, first, rest)[0], self.device)
 
     def read(self, request: Request, *, layer: int = 0) -> tuple[Tensor, Tensor]:
         """A copy of a request's keys and values, (tokens, num_kv_heads, head_dim) and (..., head_dim_v)."""
@@ -474,17 +476,16 @@ class KVCache:
                 if tail is not None:
                     row[-1] = tail
                 row.extend(fresh)
-        table = torch.full((len(rows), max(map(len, rows), default=0)), -1, dtype=torch.int32)
+        longest = max(map(len, rows), default=0)
+        table = torch.full((len(rows), longest), -1, dtype=torch.int32, device="cpu")
         for into, row in zip(table, rows, strict=True):
             if row:
                 into[: len(row)] = torch.frombuffer(row, dtype=torch.int32)
         return Tables(table, tuple(lengths), self.page_size, self.device)
 
     def _copy_shared(self, reservation: Reservation) -> None:
-        sources, targets = (
-            torch.tensor(ids, dtype=torch.int64).to(self.device)
-            for ids in ([c.source for c in reservation.copies], [c.target for c in reservation.copies])
-        )
+        sources = ints([c.source for c in reservation.copies], self.device, torch.int64)
+        targets = ints([c.target for c in reservation.copies], self.device, torch.int64)
         for layer in range(self.num_layers):
             for pool in self.pools(layer):
                 copy_pages(pool, sources, targets)
@@ -493,6 +494,6 @@ class KVCache:
         """Scrubs pages that are free; under the allocator's lock, before anyone can take them."""
         if not self._scrub or not pages:
             return
-        ids = torch.tensor(pages, dtype=torch.int64).to(self.device)
+        ids = ints(pages, self.device, torch.int64)
         for pool in (*self._k, *self._v):
             pool.index_fill_(0, ids, 0)

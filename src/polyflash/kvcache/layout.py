@@ -53,7 +53,7 @@ def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -
     return tuple(pool.transpose(1, 2) for pool in found) if layout == "HND" else found
 
 
-def empty_pool(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
+def empty_pool(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
     """A tensor of no particular values. On a CPU of Linux its memory may consist of huge pages, where the
     system gives them to those who ask: small pages of keys in no order are read a few percent faster."""
     pool = torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -108,6 +108,18 @@ def slots_of(
     page = positions // page_size
     slots = table.numpy()[rows, page] * np.int64(page_size) + (positions - page * page_size)
     return torch.from_numpy(slots), torch.from_numpy(positions)
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """x of the host on `device`; to a GPU through pinned memory, so that nobody waits for what runs there."""
+    if device.type != "cuda" or not x.numel():
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """(len(values),) on `device`, whatever the default device is."""
+    return moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 def write_slots(pages: Tensor, values: Tensor, slots: Tensor) -> None:

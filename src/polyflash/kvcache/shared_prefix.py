@@ -8,6 +8,7 @@ request (Juravsky et al., Hydragen, 2024; cascade inference of FlashInfer, 2024)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from polyflash.arguments import Causal
 from polyflash.errors import described, spec_error
+from polyflash.kvcache.layout import ints, moved
 from polyflash.merging import AttentionOutput, merge_rows
 from polyflash.paged import attention_paged
 from polyflash.results import outputs
@@ -37,11 +39,22 @@ class Tables:
 
     @cached_property
     def page_table(self) -> Tensor:
-        return self.host_table.to(self.device)
+        return moved(self.host_table, self.device)
 
     @cached_property
     def kv_lens(self) -> Tensor:
-        return torch.tensor(self.lengths, dtype=torch.int32).to(self.device)
+        return ints(self.lengths, self.device)
+
+    def bounds(self, counts: Sequence[int]) -> Tensor:
+        """int32 (len(counts) + 1,) on the device: where the rows of each begin, made once for all layers."""
+        found = self._bounds.get(key := tuple(counts))
+        if found is None:
+            found = self._bounds[key] = ints([0, *itertools.accumulate(key)], self.device)
+        return found
+
+    @cached_property
+    def _bounds(self) -> dict[tuple[int, ...], Tensor]:
+        return {}
 
     @cached_property
     def plans(self) -> dict[tuple[object, ...], AttendPlan]:
@@ -181,8 +194,7 @@ def attend(
         check_out(out.transpose(0, 1)[None], rows, channels)
     bounds, most = None, None
     if any(n != 1 for n in counts):
-        ends = torch.cumsum(torch.tensor([0, *counts]), 0)
-        bounds, most = ends.to(device=tables.device, dtype=torch.int32), max(counts)
+        bounds, most = tables.bounds(counts), max(counts)
     of_rows: dict[str, Any] = {"cu_seqlens_q": bounds, "max_seqlen_q": most, "causal": causal, "sinks": sinks}
     of_call: dict[str, Any] = {
         "softcap": softcap, "scale": scale, "batch_invariant": batch_invariant, "backend": backend,
@@ -202,7 +214,7 @@ def attend(
         )
         return whole
     shared_table, shared_length, own_table, own_lens = tables.parted(plan.shared_pages)
-    prefix = _over_prefix(q, k_pages, v_pages, shared_table, shared_length, of_call)
+    prefix = _over_prefix(q, k_pages, v_pages, shared_table, shared_length, tables, of_call)
     rest: AttentionOutput = attention_paged(
         q, k_pages, v_pages, own_table, own_lens, return_lse=True, **of_rows, **of_call
     )
@@ -218,17 +230,17 @@ def attend(
 
 
 def _over_prefix(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, options: dict[str, Any]
-) -> AttentionOutput:
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, tables: Tables,
+    options: dict[str, Any],
+) -> AttentionOutput:  # fmt: skip
     """All rows over the keys of one table, int32 (1, pages), `length` (1,). Every row sees every key, so a
     few rows are as good as query heads of one token, whose kernel walks the keys once at memory speed."""
     rows, heads, head_dim = q.shape
     group = heads // max(1, k_pages.shape[2])
     if rows * group > PACKED_ROWS:
-        bounds = torch.tensor([0, rows], dtype=torch.int32, device=q.device)
         packed: AttentionOutput = attention_paged(
-            q, k_pages, v_pages, table, length, cu_seqlens_q=bounds, max_seqlen_q=rows, return_lse=True,
-            **options,
+            q, k_pages, v_pages, table, length, cu_seqlens_q=tables.bounds((rows,)), max_seqlen_q=rows,
+            return_lse=True, **options,
         )  # fmt: skip
         return packed
     one = q.transpose(0, 1).reshape(1, heads * rows, head_dim)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import UnsupportedError, described, spec_error
-from polyflash.kvcache.layout import check_tokens, slots_of, write_slots
+from polyflash.kvcache.layout import check_tokens, moved, slots_of, write_slots
 from polyflash.kvcache.pages import Request, Reservation
 from polyflash.kvcache.rope import Rope
 from polyflash.kvcache.shared_prefix import Tables
@@ -35,8 +35,8 @@ class Step:
         slots, positions = slots_of(
             tables.host_table, tables.page_size, reservation.starts, reservation.counts
         )
-        self.slot_mapping = slots.to(tables.device)
-        self.positions = positions.to(tables.device)
+        self.slot_mapping = moved(slots, tables.device)
+        self.positions = moved(positions, tables.device)
 
     @property
     def requests(self) -> tuple[Request, ...]:

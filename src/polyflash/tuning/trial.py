@@ -118,8 +118,9 @@ def trial(workload: Workload, phase: Phase, backend: str, *, device: str = "cpu"
     if phase in (Phase.BACKWARD, Phase.STATISTICS):
         forward = _launch(q, k, v, args, Phase.FORWARD, "torch", here)
         out, lse = _run(forward, q, k, v, args, ())()
-        generator = torch.Generator().manual_seed(1)
-        dout = torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out.dtype).to(device)
+        with torch.device("cpu"):
+            dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+        dout = dout.to(out.dtype).to(device)
         saved = (dout, out, lse)
     return Trial(workload, launch, q, k, v, args, _run(plain, q, k, v, args, saved)(), saved)
 

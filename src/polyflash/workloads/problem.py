@@ -141,7 +141,14 @@ def make(
 
     The same seed gives the same tensors on every device. Values are drawn in float32 (float64 for float64)
     and rounded once to the storage dtype."""
-    w = workload
+    with torch.device("cpu"):
+        *tensors, options = _made(workload, seed, family)
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    q, k, v = (x.to(device) for x in tensors)
+    return q, k, v, options
+
+
+def _made(w: Workload, seed: int, family: str) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, w.dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -161,8 +168,7 @@ def make(
         options["kv_lens"] = torch.tensor(w.lens, dtype=torch.int32)
     elif w.members:
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    return q.to(dtype).to(device), k.to(dtype).to(device), v.to(dtype).to(device), options
+    return q.to(dtype), k.to(dtype), v.to(dtype), options
 
 
 def in_pages(

@@ -41,11 +41,11 @@ class BiasSums(NamedTuple):
 def zeros_in_order_of(x: Tensor, parts: int) -> Tensor:
     """float32 sums shaped and laid out as the gradient of `x`; (parts, *x.shape) if there are several."""
     if x.is_contiguous():
-        return torch.zeros(x.shape if parts == 1 else (parts, *x.shape))
+        return torch.zeros(x.shape if parts == 1 else (parts, *x.shape), device="cpu")
     strides = empty_in_order_of(x, x.shape[3]).stride()
     if parts == 1:
-        return torch.zeros(x.numel()).as_strided(x.shape, strides)
-    return torch.zeros(parts, x.numel()).as_strided((parts, *x.shape), (x.numel(), *strides))
+        return torch.zeros(x.numel(), device="cpu").as_strided(x.shape, strides)
+    return torch.zeros(parts, x.numel(), device="cpu").as_strided((parts, *x.shape), (x.numel(), *strides))
 
 
 def bias_sums(bias: Tensor, batch: int, heads: tuple[int, int], seqlens: tuple[int, int]) -> BiasSums:
@@ -56,17 +56,17 @@ def bias_sums(bias: Tensor, batch: int, heads: tuple[int, int], seqlens: tuple[i
     b, h, rows, keys = (1,) * (4 - bias.ndim) + bias.shape
     if keys == 1:
         chunks = -(-seqlen_k // backward_configs.chunk_keys(seqlen_k))
-        sums = torch.zeros(chunks, batch, num_q_heads, seqlen_q, 1)
+        sums = torch.zeros(chunks, batch, num_q_heads, seqlen_q, 1, device="cpu")
         chunk, of_batch, of_head, of_row, _ = (4 * s for s in sums.stride())
         return BiasSums(sums, (of_batch, of_head, of_row, 0, chunk), False, False)
     if rows == 1:
-        sums = torch.zeros(batch, num_q_heads, 1, seqlen_k)
+        sums = torch.zeros(batch, num_q_heads, 1, seqlen_k, device="cpu")
         of_batch, of_head = (4 * s for s in sums.stride()[:2])
         return BiasSums(sums, (of_batch, of_head, 0, 4, 0), False, False)
     shared = (b < batch, h < num_q_heads)
     if any(shared) and 4 * batch * num_q_heads * rows * keys <= OWN_SUMS_BYTES:
         b, h = batch, num_q_heads
-    sums = torch.zeros(b, h, rows, keys)
+    sums = torch.zeros(b, h, rows, keys, device="cpu")
     of_batch, of_head, of_row = (
         0 if n == 1 else 4 * s for n, s in zip((b, h, 0), sums.stride(), strict=False)
     )
