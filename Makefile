@@ -19,6 +19,7 @@ CODEGEN_TESTS := tests/backends/triton/test_codegen.py
 TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS) --rows triton
 GPU_TESTS := tests/conformance tests/backends/triton tests/test_gpu_calls.py --ignore=$(CODEGEN_TESTS)
 GROUP_TESTS := tests/test_groups.py -k each_group
+DEFAULT_TESTS := tests/integrations tests/kvcache tests/test_groups.py tests/test_repeats.py
 HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
@@ -32,7 +33,7 @@ help:
 	@echo 'make test-cpu  the tests of the CPU engine alone'
 	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
 	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
-	@echo 'make test-gpu  the conformance suite on a GPU, DEVICE=cuda'
+	@echo 'make test-gpu  the conformance suite, the plug-ins and the cache on a GPU, DEVICE=cuda'
 	@echo 'make test-all  every test, those that take minutes too'
 	@echo 'make mutants   plant known mistakes in copies of the sources: does a test notice each?'
 	@echo 'make fuzz      draw other problems and odd calls for MINUTES=10; what fails is stored and replayed by the tests'
@@ -69,7 +70,8 @@ test-codegen: .venv/.test
 test-gpu:
 	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
 		PYTHONPATH=src $$python -m pytest $(GPU_TESTS) --device $(DEVICE) $(GPU_ARGS) && \
-		PYTHONPATH=src $$python -m pytest $(GROUP_TESTS) --rows triton --device $(DEVICE) $(GPU_ARGS)
+		PYTHONPATH=src $$python -m pytest $(DEFAULT_TESTS) --default-device $(DEVICE) $(GPU_ARGS) && \
+		PYTHONPATH=src $$python scripts/gpu_doors.py --device $(DEVICE)
 
 test-all: lint
 	@$(PYTEST) $(SHARED) --ignore=$(CODEGEN_TESTS) -m 'not alone'

@@ -35,18 +35,23 @@ settings.load_profile("ci")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--refusals", action="store_true", help="fail if a refusal was produced by no test")
     parser.addoption("--device", help="run the rows of the conformance suite there, such as cuda")
+    parser.addoption("--default-device", help="make all tensors there, such as cuda: of models and caches")
     parser.addoption(
         "--rows", metavar="BACKEND", help="of the conformance suite, the rows of this backend alone"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    asked = config.getoption("--device")
+    asked = config.getoption("--default-device") or config.getoption("--device")
     if asked not in (None, device.NAME):
         raise pytest.UsageError(f"--device {asked} came too late: give it on the command line")
     device.install()
     if config.getoption("--refusals"):
         config.pluginmanager.register(Refusals().__enter__(), "refusals")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    device.skip_elsewhere(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

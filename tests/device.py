@@ -3,6 +3,9 @@ its results back, gradients included, so that tests stay as they are.
 
 Operands keep their strides, offsets and shared storages on the way, and what a call wrote into one comes
 back. `--device copies` does the same with copies on the CPU, which proves the way itself without a GPU.
+
+`--default-device cuda` is for tests of whole models and caches: it is torch's default device then, so that
+what they make is made there, and stays.
 """
 
 from __future__ import annotations
@@ -13,30 +16,35 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import polyflash
 from polyflash import Mask, target
 
-VARIABLE = "POLYFLASH_TEST_DEVICE"
+VARIABLE, BY_DEFAULT = "POLYFLASH_TEST_DEVICE", "POLYFLASH_TEST_DEFAULT_DEVICE"
 CALLS = (
     "attention", "attention_varlen", "attention_paged", "attention_groups", "explain", "explain_groups",
     "column_sums", "row_stats",
 )  # fmt: skip
 
 
-def _asked() -> str:
+def _asked(option: str, variable: str) -> str:
     """Read off the command line, as rows are listed before pytest has parsed it; workers of pytest-xdist find
     it in the environment."""
     for word, after in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
-        if word == "--device" or word.startswith("--device="):
-            return after if word == "--device" else word.partition("=")[2]
-    return os.environ.get(VARIABLE, "cpu")
+        if word == option or word.startswith(f"{option}="):
+            return after if word == option else word.partition("=")[2]
+    return os.environ.get(variable, "")
 
 
-NAME = os.environ[VARIABLE] = _asked()
+DEFAULT = os.environ[BY_DEFAULT] = _asked("--default-device", BY_DEFAULT)
+NAME = os.environ[VARIABLE] = DEFAULT or _asked("--device", VARIABLE) or "cpu"
 DEVICE = torch.device("cpu" if NAME == "copies" else NAME)
+ON_A_CPU = DEVICE.type == "cpu"
+if DEFAULT:
+    torch.set_default_device(DEVICE)  # before test modules make their tensors
 
 
 # Contents of tables on a GPU are looked at when a call asks for it.
@@ -50,13 +58,53 @@ def here() -> target.Target:
 
 def install() -> None:
     """From now on the public functions take CPU tensors to the device under test."""
-    if NAME == "cpu":
+    if NAME == "cpu" or DEFAULT:
         return
     os.environ.setdefault(
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
     )  # else cuBLAS complains of poisoned memory's mode
     for name in CALLS:
         setattr(polyflash, name, elsewhere(getattr(polyflash, name)))
+
+
+# What holds on a CPU alone, of the tests that run with another default device; by a part of their names.
+OF_A_CPU = {
+    "test_default_device.py": "the default device is its subject",
+    "test_threads.py": "torch's default device is that of a thread",
+    "test_python_threads_share": "torch's default device is that of a thread",
+    "test_machine.py": "thousands of steps of an allocator that knows no device",
+    "test_pools_may_be_huge_pages": "a CPU's memory",
+    "test_PF24_pools_beyond": "a CPU's memory; scripts/gpu_check.py has `far`",
+    "test_rope.py::test_what_does_not_fit": "positions on a device are not read",
+    "test_sdpa_gpus.py": "fakes stand for a GPU",
+    "test_sdpa.py::TestRegistry": "of float32; scripts/gpu_doors.py has `registry`",
+    "test_errors_are_torchs": "torch's errors differ by device",
+    "test_what_polyflash_does_not_run_is_torchs": "what torch allows differs by device",
+    "test_flash_attn.py::test_what_is_refused": "contents on a device are not read",
+    "test_a_refused_call_leaves": "contents on a device are not read",
+    "test_pages_at_capacity": "contents on a device are not read",
+    "test_flash_attn_arguments.py": "arguments, not devices",
+    "test_transformers.py": "masks that are asked for on the CPU",
+    "test_transformers_memory.py": "a CPU's memory",
+    "test_train_characters.py": "an example that chooses its device",
+    "test_the_example_draws": "an example that chooses its device",
+    "test_a_known_call_refuses": "contents on a device are not read",
+    "test_a_call_within_a_call": "memory of the CPU engine",
+    "test_what_is_known_has_an_end": "calls on a device are not known",
+}
+
+
+def generator(seed: int) -> torch.Generator:
+    """For tensors of torch's default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+def skip_elsewhere(items: list[pytest.Item]) -> None:
+    """Skips what holds on a CPU only, where another device is the default one."""
+    for item in items if DEFAULT and not ON_A_CPU else ():
+        for word, why in OF_A_CPU.items():
+            if word in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 def elsewhere(function: Callable[..., Any]) -> Callable[..., Any]:

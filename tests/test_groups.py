@@ -11,6 +11,7 @@ from polyflash import SpecError, UnsupportedError, attention, attention_groups, 
 from polyflash.groups import FEW_ROWS, KEYS_PER_ROW, MANY_ROWS, SEVERAL_GROUPS, fuses
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
+from tests.device import generator
 from tests.rows_here import HERE
 
 INF = float("inf")
@@ -20,9 +21,9 @@ MODES = (True, False)
 def tensors(
     rows=(5, 1, 0, 12), keys=40, heads=4, kv_heads=2, head_dim=16, head_dim_v=24, dtype=torch.float32
 ):
-    generator = torch.Generator().manual_seed(sum(rows) + keys)
+    drawn = generator(sum(rows) + keys)
     shapes = [(heads, n, head_dim) for n in rows] + [(kv_heads, keys, d) for d in (head_dim, head_dim_v)]
-    *groups, k, v = (torch.randn(2, *shape, generator=generator).to(dtype) for shape in shapes)
+    *groups, k, v = (torch.randn(2, *shape, generator=drawn).to(dtype) for shape in shapes)
     return groups, k, v
 
 

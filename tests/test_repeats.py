@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyflash
 from polyflash import SpecError, attention, attention_paged, explain, repeats, torch_ops, use_backend
+from tests.device import DEVICE, ON_A_CPU, generator
 from tests.tolerance import same_bits
 
 try:
@@ -32,6 +33,8 @@ def nothing_known():
 @pytest.fixture
 def planned(monkeypatch):
     """The phases of calls that went the whole way."""
+    if not ON_A_CPU:
+        pytest.skip("calls on a device are not known")
     calls, route = [], torch_ops._route
 
     def counted(*x):
@@ -44,13 +47,13 @@ def planned(monkeypatch):
 
 
 def keys(seqlen=300, batch=2, rows=1, dtype=torch.float32, seed=0):
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     sizes = (batch, HEADS, rows, DIM), (batch, KV_HEADS, seqlen, DIM), (batch, KV_HEADS, seqlen, DIM)
     return tuple(torch.randn(size, generator=g).to(dtype) for size in sizes)
 
 
 def pages(lens=(40, 61), columns=4, seed=0, dtype=torch.float32):
-    g = torch.Generator().manual_seed(seed)
+    g = generator(seed)
     q = torch.randn(len(lens), HEADS, DIM, generator=g).to(dtype)
     k, v = (torch.randn(20, PAGE, KV_HEADS, DIM, generator=g).to(dtype) for _ in "kv")
     table = torch.randperm(20, generator=g)[: len(lens) * columns].int().view(len(lens), columns)
@@ -166,7 +169,7 @@ def test_known_calls_over_pages_give_the_same(planned, lse):
 
 def test_known_calls_over_pages_are_cut_up_by_their_own_lengths(planned):
     """Requests of one split, of several, and of as many as their neighbours."""
-    g = torch.Generator().manual_seed(6)
+    g = generator(6)
     q = torch.randn(3, HEADS, DIM, generator=g)
     k, v = (torch.randn(400, PAGE, KV_HEADS, DIM, generator=g) for _ in "kv")
     table = torch.randperm(400, generator=g)[:390].int().view(3, 130)
@@ -248,7 +251,7 @@ def test_modes_see_a_known_call():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
         attention(q, k, v)
     assert any("polyflash" in event.key for event in prof.key_averages())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert [attention(q, k, v).dtype for _ in range(2)] == [torch.bfloat16] * 2
     with torch.inference_mode():
         assert [attention(q, k, v).is_inference() for _ in range(2)] == [True] * 2

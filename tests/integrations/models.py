@@ -15,6 +15,8 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.device import generator
+
 WINDOW = 7
 TEXT = {
     "vocab_size": 97,
@@ -207,8 +209,8 @@ def build(name: str, implementation: str, experts: str = "eager", dropout: float
 
 
 def tokens(batch: int, length: int) -> Tensor:
-    generator = torch.Generator().manual_seed(batch * 1000 + length)
-    return torch.randint(2, 97, (batch, length), generator=generator)
+    drawn = generator(batch * 1000 + length)
+    return torch.randint(2, 97, (batch, length), generator=drawn)
 
 
 def padding(kind: str, batch: int, length: int) -> Tensor | None:
@@ -237,11 +239,11 @@ def call(name: str, pads: str, batch: int = 3, length: int = 21) -> tuple[dict[s
     """Inputs of a forward pass, and the live output rows: bool (batch, length), None for all."""
     kind = RECIPES[name].kind
     if kind == "vision":
-        generator = torch.Generator().manual_seed(1)
-        return {"pixel_values": torch.randn(batch, 3, 16, 16, generator=generator)}, None
+        drawn = generator(1)
+        return {"pixel_values": torch.randn(batch, 3, 16, 16, generator=drawn)}, None
     if kind == "speech to text":
-        generator = torch.Generator().manual_seed(1)
-        features = torch.randn(batch, 8, 24, generator=generator)
+        drawn = generator(1)
+        features = torch.randn(batch, 8, 24, generator=drawn)
         return {"input_features": features, "decoder_input_ids": tokens(batch, 9)}, None
     ids, mask = tokens(batch, length), padding(pads, batch, length)
     if kind == "text to text":
@@ -280,7 +282,7 @@ def step(model: Any, inputs: dict[str, Any], live: Tensor | None = None) -> dict
     output = model(**inputs)
     states = output.logits if "logits" in output else output.last_hidden_state
     states = states.flatten(0, 1) if live is None else states[live]
-    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(3))
+    weights = torch.randn(states.shape, generator=generator(3))
     (states * weights.to(states.dtype)).mean().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

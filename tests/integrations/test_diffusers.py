@@ -21,7 +21,8 @@ from diffusers.models.attention_dispatch import attention_backend, dispatch_atte
 from polyflash import SpecError, UnsupportedError, use_backend  # noqa: E402
 from polyflash.integrations import sdpa  # noqa: E402
 from polyflash.integrations.diffusers import register, unregister  # noqa: E402
-from tests.rows_here import HERE  # noqa: E402
+from tests.device import generator  # noqa: E402
+from tests.rows_here import FREE, HERE  # noqa: E402
 from tests.tolerance import compare  # noqa: E402
 
 CONFIG = {
@@ -50,12 +51,12 @@ def build() -> Any:
 
 @cache
 def inputs() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    drawn = generator(1)
     places = torch.arange(16)
     return {
-        "hidden_states": torch.randn(2, 16, 4, generator=generator),
-        "encoder_hidden_states": torch.randn(2, 7, 32, generator=generator),
-        "pooled_projections": torch.randn(2, 32, generator=generator),
+        "hidden_states": torch.randn(2, 16, 4, generator=drawn),
+        "encoder_hidden_states": torch.randn(2, 7, 32, generator=drawn),
+        "pooled_projections": torch.randn(2, 32, generator=drawn),
         "timestep": torch.tensor([0.3, 0.7]),
         "img_ids": torch.stack((torch.zeros(16), places // 4, places % 4), 1),
         "txt_ids": torch.zeros(7, 3),
@@ -94,7 +95,7 @@ def assert_within_the_rule(got: dict[str, Tensor]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    with use_backend(None if "cpu" in HERE else "torch"):
+    with use_backend(None if FREE != "torch" else "torch"):
         yield
     if "poly" in attention_dispatch.AttentionBackendName._value2member_map_:
         unregister()

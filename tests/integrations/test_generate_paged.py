@@ -18,6 +18,7 @@ from polyflash.integrations import transformers as plug_in  # noqa: E402
 from polyflash.integrations import transformers_cache  # noqa: E402
 from polyflash.integrations.transformers_cache import PagedCache, PagedStates, register  # noqa: E402
 from polyflash.kvcache import KVCache, OutOfPages, Rope  # noqa: E402
+from tests.device import DEVICE  # noqa: E402
 from tests.integrations.models import RECIPES, build, padding, tokens  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generate_paged.py"
@@ -237,7 +238,7 @@ def test_autocast_fills_a_pool_of_the_models_dtype():
     """Values leave their projection in bfloat16, keys leave the rotation in float32."""
     model, cache, ids = build("Llama", NAME), in_pages("Llama"), tokens(2, 11)
     plain = transformers.DynamicCache()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         got = model(ids, past_key_values=cache).logits
         want = build("Llama", "sdpa")(ids, past_key_values=plain).logits
     for request, keys, values in zip(
@@ -253,7 +254,7 @@ def test_autocast_fills_a_pool_of_the_models_dtype():
 
 def test_a_refused_token_says_what_to_change():
     pool = KVCache(4, 4, 2, 8)
-    good, words = torch.zeros(3, 2, 8), r"Use v\.to\('cpu', torch\.float32\)"
+    good, words = torch.zeros(3, 2, 8), rf"Use v\.to\('{pool.device}', torch\.float32\)"
     with pool.reserve(pool.add(1), 3) as step:
         for wrong in (good.bfloat16(), good.double(), good.to("meta")):
             with pytest.raises(SpecError, match=words):

@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyflash import UnsupportedError, use_backend
 from polyflash.integrations import sdpa
-from tests.rows_here import HERE, needs_cpu_engine
+from tests.device import DEVICE, generator
+from tests.rows_here import FREE, HERE, needs_engine
 from tests.tolerance import BACKSTOP, GRADIENT_BACKSTOP, near
 
 TORCH = F.scaled_dot_product_attention
@@ -27,7 +28,7 @@ NAN = float("nan")
 @pytest.fixture(autouse=True)
 def on_any_machine() -> Any:
     """Without a CPU engine calls are torch's own, unless polyflash's torch row is asked for by name."""
-    with use_backend(None if "cpu" in HERE else "torch"):
+    with use_backend(None if FREE != "torch" else "torch"):
         yield
 
 
@@ -139,7 +140,7 @@ def outcome(args: tuple[Tensor, ...], options: dict[str, Any], dtype: torch.dtyp
         for a in args
     )
     out = F.scaled_dot_product_attention(*args, **options)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weights = torch.randn(out.shape, generator=generator(1)).to(dtype)
     out.backward(weights)
     return [out.detach(), *(a.grad for a in args if a.requires_grad)]
 
@@ -292,7 +293,7 @@ def test_transforms_are_torchs() -> None:
 
 def test_autocast_is_torchs() -> None:
     q, k, mask = x(2, 4, 5, 8), x(2, 4, 6, 8, dtype=torch.bfloat16), hiding(5, 6)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         want = TORCH(q, k, k, mask)
         with sdpa.enabled(strict=True):
             got = F.scaled_dot_product_attention(q, k, k, mask)
@@ -370,7 +371,7 @@ def graphs() -> Any:
 
 
 @pytest.mark.parametrize("name", ["causal, fewer rows", "bool mask", "five dimensions, broadcast"])
-@needs_cpu_engine
+@needs_engine
 def test_compiled_within_the_context(name: str, graphs: Graphs, ran: list[tuple[str, str]]) -> None:
     args, options = CASES[name]()
     args = tuple(a.requires_grad_() if a.is_floating_point() else a for a in args)
@@ -389,7 +390,7 @@ def test_compiled_within_the_context(name: str, graphs: Graphs, ran: list[tuple[
     assert len(graphs.calls) == 2 and graphs.has("scaled_dot_product_attention")
 
 
-@needs_cpu_engine
+@needs_engine
 def test_the_context_within_a_compiled_function(graphs: Graphs) -> None:
     def both(q: Tensor) -> tuple[Tensor, Tensor]:
         with sdpa.enabled():
@@ -402,7 +403,7 @@ def test_the_context_within_a_compiled_function(graphs: Graphs) -> None:
     assert len(graphs.calls) == 1 and graphs.has("polyflash") and graphs.has("scaled_dot_product_attention")
 
 
-@needs_cpu_engine
+@needs_engine
 def test_lengths_do_not_recompile(graphs: Graphs) -> None:
     compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True),
                              backend=graphs, fullgraph=True)  # fmt: skip

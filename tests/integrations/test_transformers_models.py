@@ -19,7 +19,7 @@ from polyflash import torch_ops  # noqa: E402
 from polyflash.backends import TABLE  # noqa: E402
 from polyflash.integrations.transformers import layer  # noqa: E402
 from polyflash.spec import AttentionSpec, Feature  # noqa: E402
-from polyflash.target import detect  # noqa: E402
+from tests import device  # noqa: E402
 from tests.integrations.models import (  # noqa: E402
     RECIPES,
     answer,
@@ -81,18 +81,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 
 
 def promised(spec: AttentionSpec) -> str:
-    """The backend that the table promises for a call here: the CPU engine as soon as its row has what it
-    needs."""
-    here = detect("cpu", 0)
-    engine = [row for row in TABLE if row.backend == "cpu" and row.phase is spec.phase]
-    able = any(
-        here.name.startswith(row.targets)
+    """The backend that the table promises for a call here: an engine as soon as its row has what it needs."""
+    here = device.here()
+    engines = [row for row in TABLE if row.backend != "torch" and row.phase is spec.phase]
+    able = [
+        row.backend
+        for row in engines
+        if here.name.startswith(row.targets)
         and spec.features <= row.features
         and spec.dtype in row.dtypes
         and max(spec.head_dim, spec.head_dim_v) <= row.max_head_dim
-        for row in engine
-    )
-    return "cpu" if able else "torch"
+    ]
+    return able[0] if able else "torch"
 
 
 def assert_structured(calls: Calls) -> None:

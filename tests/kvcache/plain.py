@@ -11,6 +11,7 @@ from torch import Tensor
 from polyflash.kvcache import KVCache, Request
 from polyflash.merging import AttentionOutput
 from polyflash.reference import attention_reference
+from tests.device import generator
 
 HEADS, DIM, DIM_V, GROUP = 2, 8, 6, 3
 
@@ -27,7 +28,7 @@ class Tokens:
 
     def __init__(self, layers: int = 1, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         self.layers, self.dtype = layers, dtype
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = generator(seed)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.dtype)

@@ -19,6 +19,7 @@ from torch import Tensor
 from polyflash import SpecError
 from polyflash.kvcache import KVCache, Request
 from polyflash.paged import attention_paged
+from tests.device import CONTENTS, ON_A_CPU
 from tests.kvcache.plain import DIM, DIM_V, GROUP, HEADS, Token, Tokens, cache_of, expected, filled, hold
 from tests.tolerance import same_bits
 
@@ -49,7 +50,8 @@ def operands(cache: KVCache, held: Held) -> tuple[Tensor, ...]:
 
 
 def paged(*given: Tensor, **options: Any) -> Any:
-    return attention_paged(*given, causal=True, return_lse=True, **options)
+    """Contents on a device are read where a call asks for it."""
+    return attention_paged(*given, causal=True, return_lse=True, **{"checked": not ON_A_CPU, **options})
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 32, 48, 64, 128, 256])
@@ -94,7 +96,7 @@ def test_PF1_PF2_P25_an_entry_outside_the_pool_is_an_error(entry: int):
     for place in ((0, 0), (0, 2), (1, 1)):
         table = given[3].clone()
         table[place] = entry
-        for checked in (False, True):
+        for checked in CONTENTS:
             with pytest.raises(SpecError):
                 paged(*given[:3], table, given[4], checked=checked)
     hold(paged(*given), expected(given[0], [*held.values()], [1, 1]))

@@ -7,6 +7,7 @@ import torch
 
 from polyflash.errors import SpecError
 from polyflash.kvcache import KVCache, Request, shared_prefix
+from tests.device import DEVICE
 from tests.kvcache.plain import GROUP, HEADS, Token, Tokens, append, cache_of, expected, filled, hold
 
 Held = dict[Request, list[Token]]
@@ -190,6 +191,6 @@ def test_a_cascade_gives_what_one_call_does_in_strides_and_dtype(turned: bool):
         q = q.transpose(0, 1).contiguous().transpose(0, 1)
     plain, cascade = (cache.attend(q, list(held), cascade=on) for on in (False, True))
     assert cascade.stride() == plain.stride() and cascade.dtype is plain.dtype
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         plain, cascade = (cache.attend(q, list(held), cascade=on) for on in (False, True))
     assert cascade.stride() == plain.stride() and cascade.dtype is plain.dtype
