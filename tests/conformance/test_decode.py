@@ -333,3 +333,18 @@ def test_spy_sees_the_row(step: Runner, monkeypatch: pytest.MonkeyPatch):
     step(q, k, v, **options)
     step(q, k, v, **options)
     assert calls == [step.row, step.row]
+
+
+@pytest.mark.parametrize("softcap", (5e-324, 6e-46, 1e-40, 1e30, 1e39))
+@pytest.mark.parametrize("rows, dtype", [(1, "float32"), (3, "bfloat16"), (40, "float32")])
+def test_a_softcap_that_float32_does_not_hold(step: Runner, softcap: float, rows: int, dtype: str):
+    """Scores are ±0 then, or as they were; never NaN where a score is 0."""
+    generator = torch.Generator().manual_seed(rows)
+    q = torch.randn(1, 4, rows, 8, generator=generator) * 3
+    k, v = (torch.randn(1, 2, 37, 8, generator=generator) for _ in range(2))
+    q[:, 1] = 0.0
+    q, k, v = (x.to(getattr(torch, dtype)) for x in (q, k, v))
+    got = step(q, k, v, softcap=softcap)
+    same = step(q, k, v, scale=0.0) if softcap < 1 else step(q, k, v)
+    near(got.out, same.out.double(), ROUNDING[q.dtype])
+    near(got.lse, same.lse.double(), 1e-6)

@@ -33,5 +33,6 @@ ENTRY_WORDS = 5
 def scaling(args: Arguments, scale: float, does: int) -> tuple[int, int]:
     """FACTOR and CAP of a call whose scores leave unscaled unless `does` says so."""
     if does & a.DOES_SOFTCAP:
-        return 1 << 32 | a.float_bits(abs(scale) / args.softcap), a.float_bits(args.softcap)
+        # A softcap that no float32 holds is the least one, as 0 is none.
+        return 1 << 32 | a.float_bits(abs(scale) / args.softcap), max(1, a.float_bits(args.softcap))
     return (1 << 32 | a.float_bits(abs(scale)), 0) if does & a.DOES_TINY_SCALE else (0, 0)

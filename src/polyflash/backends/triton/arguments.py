@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from polyflash.spec import Arguments
 
+SOFTCAPS = (2.0**-126, 1e30)  # beyond, float32 loses the quotient or the product; scores are 0, or not capped
 FAR = 2**31 - 1  # as good as infinite for positions, which end before it
 LOG2E = 1.4426950408889634
 
@@ -231,7 +232,7 @@ def scalars(q: Tensor, k: Tensor, args: Arguments) -> Scalars:
         left=_near(args.window_left),
         right=0 if args.causal else _near(args.window_right),
         scale=scale_of(q, args),
-        softcap=args.softcap,
+        softcap=min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1]) if args.softcap else 0.0,
         seed_lo=_signed(seed),
         seed_hi=_signed(seed >> 32),
         drop_below=_signed(math.floor(args.dropout_p * 2.0**32)),  # of p = 1 nothing: what is kept counts 0
