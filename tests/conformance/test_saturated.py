@@ -15,8 +15,8 @@ SHAPES = ((33, 5), (17, 2), (3, 70), (33, 70))
 @pytest.mark.parametrize("std", (10, 20, 40))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32), ids=str)
 def test_saturated_rows(backend: str, dtype: torch.dtype, std: int):
-    """At most three times the error of eager ops, plus what rounding leaves of Σ dO·O, of a stored result, and
-    of e^(s - lse), of a float32 lse."""
+    """At most three times the error of eager ops, plus what rounding leaves of Σ dO·O, of a stored result,
+    and of e^(s - lse), of a float32 lse."""
     wide = torch.finfo(torch.float32).eps
     for number, (rows, keys) in enumerate(SHAPES):
         generator = torch.Generator().manual_seed(number)
