@@ -17,7 +17,7 @@ MODULES = {
 }
 
 FLOORS = {
-    0: ("errors", "dtypes", "env", "compilation"),
+    0: ("errors", "dtypes", "env", "hints", "compilation"),
     1: ("target", "mask", "spec", "merging", "work", "quant.scheme"),
     2: (
         "reference",
@@ -200,11 +200,16 @@ def test_banned_constructs(module: str):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_public_functions_name_their_arguments(module: str):
+    """None takes names it does not know, but to refuse every one of them in words (see hints.py)."""
     for node in ast.walk(tree(module)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
-            assert node.args.kwarg is None, (
-                f"{module}:{node.lineno}: {node.name} takes **{node.args.kwarg.arg}"
-            )
+            if (kwarg := node.args.kwarg) is None:
+                continue
+            first = ast.unparse(node.body[ast.get_docstring(node) is not None])
+            refused = first == f"if unknown:\n    raise unexpected({node.name}, unknown)"
+            refused = refused and ast.unparse(kwarg) == "unknown: Never"
+            refused = refused and [ast.unparse(d) for d in node.decorator_list] == ["answering"]
+            assert refused, f"{module}:{node.lineno}: {node.name} takes **{kwarg.arg}"
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -239,3 +244,7 @@ def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for law in (test_banned_constructs, test_only_env_reads_the_environment):
         with pytest.raises(AssertionError):
             law("polyflash.plan")
+    for first in ("if unknown:\n        raise unexpected(g, unknown)", "return unknown"):
+        bad.write_text(f"@answering\ndef f(**unknown: Never):\n    {first}\n", encoding="utf-8")
+        with pytest.raises(AssertionError):
+            test_public_functions_name_their_arguments("polyflash.plan")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Literal, overload
+from typing import Any, Literal, Never, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from polyflash import repeats, torch_ops
 from polyflash.arguments import Causal, Layout, WindowSides, known_backend, normalise
 from polyflash.entry import attend, bhsd_views, explained, packed_views, paged_views
 from polyflash.errors import spec_error
+from polyflash.hints import answering, unexpected
 from polyflash.mask import Mask
 from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
@@ -45,6 +46,7 @@ def attention(
     out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
     config: Any = ..., checked: bool = ...,
 ) -> AttentionOutput: ...  # fmt: skip
+@answering
 def attention(
     q: Tensor,
     k: Tensor,
@@ -70,6 +72,7 @@ def attention(
     backend: str | None = None,
     config: Any = None,
     checked: bool = False,
+    **unknown: Never,
 ) -> Tensor | AttentionOutput:
     """softmax(softcap(scale·q·kᵀ) + bias + ALiBi, mask)·v, in exactly this order on every backend.
 
@@ -114,6 +117,8 @@ def attention(
 
     Source: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023); Milakov and Gimelshein, online
     softmax (2018)."""
+    if unknown:
+        raise unexpected(attention, unknown)
     given = out
     if not isinstance(layout, str) or layout != "bhsd":
         q, k, v, out = bhsd_views(layout, q, k, v, out)
@@ -176,6 +181,7 @@ def attention_varlen(
     out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
     config: Any = ..., checked: bool = ...,
 ) -> AttentionOutput: ...  # fmt: skip
+@answering
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -202,6 +208,7 @@ def attention_varlen(
     backend: str | None = None,
     config: Any = None,
     checked: bool = False,
+    **unknown: Never,
 ) -> Tensor | AttentionOutput:
     """`attention` of each member of a packed batch: no padding, and no member sees another.
 
@@ -231,6 +238,8 @@ def attention_varlen(
     Raises:
         SpecError, UnsupportedError: as `attention`. Bounds in tensors on a CPU are always checked, those on
             a device under checked=True."""
+    if unknown:
+        raise unexpected(attention_varlen, unknown)
     rows, keys, values, place = packed_views(q, k, v, out)
     args = normalise(
         rows, keys, values, causal, window, None, None, alibi_slopes, softcap, sinks, scale, kv_lens,
@@ -245,6 +254,7 @@ def attention_varlen(
     return AttentionOutput(result, lse[0]) if return_lse else result
 
 
+@answering
 def explain(
     q: Tensor,
     k: Tensor,
@@ -274,6 +284,7 @@ def explain(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     page_table: Tensor | None = None,
+    **unknown: Never,
 ) -> Plan:
     """Who would run `attention(...)` with these arguments, with which config, and why every other row would
     not. With `cu_seqlens_q` and `cu_seqlens_k`, who would run `attention_varlen(...)`: q, k, v are then
@@ -284,6 +295,8 @@ def explain(
     that need not be here: "cuda:sm90", "cpu:avx512+amx_bf16", or a `Target`. If an input needs a gradient,
     the plan of the backward pass is its `.backward`. The result prints itself.
     """
+    if unknown:
+        raise unexpected(explain, unknown)
     if not isinstance(layout, str) or layout != "bhsd":
         q, k, v, _ = bhsd_views(layout, q, k, v, None)
     elif page_table is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Never, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from polyflash.arguments import Layout, WindowSides, checked_int, normalise
 from polyflash.autograd import INFERENCE_ONLY
 from polyflash.entry import attend, bhsd_views, explained
 from polyflash.errors import UnsupportedError, described, spec_error
+from polyflash.hints import answering, unexpected
 from polyflash.mask import FAR_OFFSET, checked_window
 from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
@@ -144,6 +145,7 @@ def attention_groups(
     softcap: float = ..., sinks: Tensor | None = ..., scale: float | None = ..., layout: Layout = ...,
     return_lse: Literal[True], fused: bool | None = ..., backend: str | None = ..., config: Any = ...,
 ) -> list[AttentionOutput]: ...  # fmt: skip
+@answering
 def attention_groups(
     q_groups: Sequence[Tensor],
     k: Tensor,
@@ -161,6 +163,7 @@ def attention_groups(
     fused: bool | None = None,
     backend: str | None = None,
     config: Any = None,
+    **unknown: Never,
 ) -> list[Tensor] | list[AttentionOutput]:
     """`attention` of several groups of query rows to the first keys of one k and v, each group with its own
     place and length among them: the chunks of a rank in context parallelism, drafts that share a prefix.
@@ -188,6 +191,8 @@ def attention_groups(
     Raises:
         SpecError: as `attention`; groups that differ in more than S_g; a length that is no int per group.
         UnsupportedError: as `attention`; an input needs a gradient."""
+    if unknown:
+        raise unexpected(attention_groups, unknown)
     groups = _checked(
         q_groups, k, v, q_offsets, kv_lens, causal, window, softcap, sinks, scale, layout, return_lse,
         backend, config,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Never, overload
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from polyflash import repeats
 from polyflash.arguments import Causal, WindowSides, normalise
 from polyflash.entry import attend, paged_views
 from polyflash.errors import described, spec_error
+from polyflash.hints import answering, unexpected
 from polyflash.merging import AttentionOutput
 
 
@@ -31,6 +32,7 @@ def attention_paged(
     q_offset: int | Tensor | None = ..., return_lse: Literal[True], out: Tensor | None = ...,
     batch_invariant: bool | None = ..., backend: str | None = ..., config: Any = ..., checked: bool = ...,
 ) -> AttentionOutput: ...  # fmt: skip
+@answering
 def attention_paged(
     q: Tensor,
     k_pages: Tensor,
@@ -54,6 +56,7 @@ def attention_paged(
     backend: str | None = None,
     config: Any = None,
     checked: bool = False,
+    **unknown: Never,
 ) -> Tensor | AttentionOutput:
     """`attention` of each request of a batch to its own keys, which stand in pages of a pool.
 
@@ -91,6 +94,8 @@ def attention_paged(
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention
     (2023)."""
+    if unknown:
+        raise unexpected(attention_paged, unknown)
     packed = cu_seqlens_q is not None
     key = None
     if (
