@@ -92,10 +92,10 @@ def attention(
         softcap: softcap·tanh(s / softcap) on scaled scores; 0 is off.
         sinks: (num_q_heads,) logits that join the denominator only.
         scale: multiplies q·k; any finite number, default 1/sqrt(head_dim).
-        kv_lens: int32 (batch,): live keys of each request; keys beyond are not read.
-        kv_starts: int32 (batch,): first live key (left padding); hides keys, moves no position.
-        q_offset: position of row 0, int or int32 (batch,); default seqlen_k (live) - seqlen_q, or 0 for
-            "top_left".
+        kv_lens: int32 or int64 (batch,): live keys of each request; keys beyond are not read.
+        kv_starts: int32 or int64 (batch,): first live key (left padding); hides keys, moves no position.
+        q_offset: position of row 0, int, int32 or int64 (batch,); default seqlen_k (live) - seqlen_q, or 0
+            for "top_left".
         dropout_p: probability of dropping a weight; Philox4x32-10 by (seed, batch, head, query, key).
         dropout_seed: int or int64 tensor; None draws one from torch's default generator.
         layout: axis order of q, k, v and the result; never guessed from shapes.
@@ -220,16 +220,16 @@ def attention_varlen(
         q: (total_q, num_q_heads, head_dim), any strides.
         k: (total_k, num_kv_heads, head_dim), dtype of q.
         v: (total_k, num_kv_heads, head_dim_v), dtype of q.
-        cu_seqlens_q: int32 (members + 1,): 0, then never falling, at most total_q. Rows beyond its last
-            bound get out 0 and lse -inf, keys beyond belong to nobody, and gradients of both are 0.
-        cu_seqlens_k: int32 (members + 1,), likewise for k and v.
+        cu_seqlens_q: int32 or int64 (members + 1,): 0, then never falling, at most total_q. Rows beyond its
+            last bound get out 0 and lse -inf, keys beyond belong to nobody, and gradients of both are 0.
+        cu_seqlens_k: int32 or int64 (members + 1,), likewise for k and v.
         max_seqlen_q: at least the longest member's rows; lets a plan on a device know what it may not read.
             None never synchronises.
         max_seqlen_k: likewise for keys.
         alibi_slopes: (num_q_heads,) or (members, num_q_heads).
-        kv_lens: int32 (members,): live keys of each member, counted from its first.
-        kv_starts: int32 (members,): first live key of each member, counted likewise.
-        q_offset: position of a member's row 0 among its keys, int or int32 (members,).
+        kv_lens: int32 or int64 (members,): live keys of each member, counted from its first.
+        kv_starts: int32 or int64 (members,): first live key of each member, counted likewise.
+        q_offset: position of a member's row 0 among its keys, int, int32 or int64 (members,).
 
     Returns:
         (total_q, num_q_heads, head_dim_v), dtype and dense stride order of q; with return_lse=True an

@@ -81,7 +81,7 @@ def normalise(
     operands = (kv_lens, kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments)
     for x in operands:  # not count(None): Dynamo of torch 2.11 cannot trace a tensor compared with None
         if x is not None:
-            _check_tensors(operands)
+            kv_lens, kv_starts, q_offset = _checked_tensors(operands, checked)
             break
     left, right = (None, None) if window is None else checked_window(window)
     dropout_p = _number("dropout_p", dropout_p)
@@ -91,25 +91,28 @@ def normalise(
         config = plan.encode_config(config)
     rarest: tuple[Any, ...] = ()
     if intervals is not None or cu_seqlens is not None or page_table is not None:
-        rarest = (intervals, interval_rows or 0, *_packing(*(cu_seqlens or (None,) * 4)), page_table)
+        packing = _packing(cu_seqlens or (None,) * 4, checked)
+        rarest = (intervals, interval_rows or 0, *packing, page_table)
     return Arguments(
         causal, scale if scale is None else _number("scale", scale), return_lse, left, right, offset, kv_lens,
-        kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments,
+        kv_starts, cast("Tensor | None", q_offset), mask, bias, alibi_slopes, sinks, q_segments, k_segments,
         _number("softcap", softcap), dropout_p, dropout_seed, batch_invariant, checked,
         backend, config or "", *rarest,
     )  # fmt: skip
 
 
-def _packing(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> tuple[Any, ...]:
+def _packing(packed: tuple[Any, Any, Any, Any], checked: bool) -> tuple[Any, ...]:
+    (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), bounds = packed, []
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x is not None and not isinstance(x, Tensor):
             change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
             raise spec_error(name, got=type(x).__name__, wanted="int32 tensor (members + 1,)", change=change)
+        bounds.append(x if x is None else int32_of(name, x, checked))
     longest = [
         x if x is None else checked_int(name, x, "an int or None", change="Give the longest length, or None.")
         for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
     ]
-    return cu_seqlens_q, cu_seqlens_k, *longest
+    return *bounds, *longest
 
 
 _OPERANDS = (
@@ -118,12 +121,45 @@ _OPERANDS = (
 )
 
 
-def _check_tensors(operands: tuple[Any, ...]) -> None:
+def _checked_tensors(operands: tuple[Any, ...], checked: bool) -> list[Any]:
+    """Refuses what is no tensor; returns kv_lens, kv_starts and q_offset as the op takes them."""
     for name, x in zip(_OPERANDS, operands, strict=True):
         if x is not None and not isinstance(x, Tensor):
             raise spec_error(
                 name, got=type(x).__name__, wanted="a torch.Tensor", change="Use torch.tensor()."
             )
+    ints = list(zip(_OPERANDS, operands, strict=True))[:3]
+    return [x if x is None else int32_of(name, x, checked) for name, x in ints]
+
+
+def int32_of(name: str, x: Tensor, checked: bool) -> Tensor:
+    """Lengths, bounds or positions in int64 as the op takes them; other dtypes stay, and are checked later.
+
+    What is too large goes to the end of int32, where no length lies, so that it is found by whoever looks at
+    the others. On a CPU, and on a device that is to be checked, it is refused here, in its own words."""
+    if x.dtype is not torch.int64 or not is_strided(x):
+        return x
+    ends = torch.iinfo(torch.int32)
+    if (
+        type(x) is Tensor
+        and (x.device.type == "cpu" or (checked and not x.is_meta))
+        and _is_eager()
+        and x.numel()
+    ):
+        least, most = (int(end) for end in x.aminmax())
+        if least < ends.min or most > ends.max:
+            got, change = most if most > ends.max else least, "It counts keys or rows."
+            raise spec_error(name, got=got, wanted="numbers of 32 bits", change=change)
+    return x.clamp(ends.min, ends.max).to(torch.int32)
+
+
+def _is_eager() -> bool:
+    """May a tensor be read: is nothing traced, transformed or observed by a mode?"""
+    return not torch.compiler.is_compiling() and (
+        torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
+    )
 
 
 def _conjunction(
@@ -153,7 +189,7 @@ def _offset_of(causal: Any) -> int | None:
 def checked_int(
     name: str,
     value: Any,
-    wanted: str = "an int or an int32 tensor (batch,)",
+    wanted: str = "an int or an int32 or int64 tensor (batch,)",
     change: str = "Far positions are all alike.",
 ) -> Any:
     """A 64-bit int, or what stands for one while torch.compile traces."""

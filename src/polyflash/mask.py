@@ -31,8 +31,8 @@ class Mask:
     """A composable mask, accepted as `mask=`: `Mask.causal() & Mask.window(128, 0) & Mask.segments(q_ids,
     k_ids)`.
 
-    `kv_lens`, `kv_starts` (int32 (batch,)) and `q_ids`, `k_ids` (int32 (batch, seqlen)) may be torch tensors
-    on any device; they are kept as given. `bounds` holds interval lists as the op takes them."""
+    `kv_lens`, `kv_starts` (int32 or int64 (batch,)) and `q_ids`, `k_ids` (int32 (batch, seqlen)) may be torch
+    tensors on any device; they are kept as given. `bounds` holds interval lists as the op takes them."""
 
     alignment: str | None = None  # "bottom_right" or "top_left": causal; None: not causal
     left: int | None = None
@@ -84,7 +84,7 @@ class Mask:
 
     @staticmethod
     def lengths(kv_lens: Any = None, kv_starts: Any = None) -> Mask:
-        """Keys [kv_starts[b], kv_lens[b]) of request b are live; both int32 (batch,)."""
+        """Keys [kv_starts[b], kv_lens[b]) of request b are live; both int32 or int64 (batch,)."""
         return Mask(kv_lens=kv_lens, kv_starts=kv_starts)
 
     @staticmethod

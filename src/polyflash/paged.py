@@ -74,12 +74,12 @@ def attention_paged(
         v_pages: (num_pages, page_size, num_kv_heads, head_dim_v), dtype of q.
         page_table: int32 (batch, max_pages). Entries of pages without a key that a row sees (beyond the
             live length, before the window) are not looked at.
-        kv_lens: int32 (batch,), live keys of each request, 0 to max_pages·page_size.
-        cu_seqlens_q: int32 (batch + 1,): request b is rows [cu_seqlens_q[b], cu_seqlens_q[b+1]) of q, maybe
-            none. Rows beyond the last bound get out 0 and lse -inf.
+        kv_lens: int32 or int64 (batch,), live keys of each request, 0 to max_pages·page_size.
+        cu_seqlens_q: int32 or int64 (batch + 1,): request b is rows [cu_seqlens_q[b], cu_seqlens_q[b+1]) of
+            q, maybe none. Rows beyond the last bound get out 0 and lse -inf.
         max_seqlen_q: at least the longest request's rows; lets a plan on a device know what it may not read.
-        kv_starts: int32 (batch,): first live key of each request; hides keys, moves no position.
-        q_offset: position of a request's row 0 among its keys, int or int32 (batch,).
+        kv_starts: int32 or int64 (batch,): first live key of each request; hides keys, moves no position.
+        q_offset: position of a request's row 0 among its keys, int, int32 or int64 (batch,).
         checked: also check the contents of tables and lengths that live on a device (synchronises); those on
             a CPU always are. Unchecked, a page outside the pool hides its keys.
 
@@ -129,7 +129,7 @@ def attention_paged(
         (cu_seqlens_q, None, max_seqlen_q, None), page_table,
     )  # fmt: skip
     result, lse = attend(rows, keys, values, place, args)
-    repeats.learn(key, rows, keys, values, args)
+    repeats.learn(key, rows, keys, values, args, kv_lens)
     if packed:
         result, lse = result[0].transpose(0, 1), lse[0] if return_lse else lse
     else:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from polyflash import torch_ops
+from polyflash.arguments import int32_of
 from polyflash.counting import Tally
 from polyflash.routes import backend_in_use
 from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, Arguments, is_decode
@@ -137,8 +138,10 @@ def call(key: Key | None, *tensors: Any) -> Results | None:
     return results
 
 
-def learn(key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
-    """A call with this key has been made; q, k, v are those of the op."""
+def learn(
+    key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: Arguments, lens: Tensor | None = None
+) -> None:
+    """A call with this key has been made; q, k, v are those of the op, and `lens` the lengths as given."""
     if key is None or key in _known:
         return
     if len(_known) >= _KEPT:
@@ -147,5 +150,11 @@ def learn(key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> 
     maker = None if launch is None else getattr(import_module(launch.row.module), "repeat", None)
     repeat = None if launch is None or maker is None else maker(launch, q, k, v, args)
     if launch is not None and repeat is not None:
+        repeat = _narrowing(repeat) if lens is not None and lens.dtype is torch.int64 else repeat
         repeat.tally = launch.tally
     _known[key] = repeat
+
+
+def _narrowing(repeat: Repeat) -> Any:
+    """`repeat` reads int32 lengths, and its calls come with int64 ones."""
+    return lambda q, k, v, table, lens: repeat(q, k, v, table, int32_of("kv_lens", lens, False))

@@ -134,7 +134,6 @@ def test_PF6_B_pag_09_lengths_and_tables_of_another_kind():
     cache, held = scattered(4, 9, 6)
     q, k, v, table, lens = operands(cache, held)
     for wrong in (
-        lens.long(),
         lens.short(),
         lens.float(),
         lens.to("meta"),

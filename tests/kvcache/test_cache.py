@@ -108,7 +108,7 @@ def test_lengths_and_offsets_of_the_caller():
     for name, value in (("kv_lens", lens), ("q_offset", 3)):
         plan = cache.explain_attend(list(held), cascade=True, **{name: value})
         assert not plan.cascade
-    for wrong in (lens[:1], lens.long(), 7):
+    for wrong in (lens[:1], lens.short(), 7):
         with pytest.raises(SpecError):
             cache.attend(q, list(held), counts=2, kv_lens=wrong)  # type: ignore[arg-type]
 

@@ -185,7 +185,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "q_offset": call(q_offset=1.5), "far q_offset": call(q_offset=2**80),
     "seed": call(dropout_p=0.5, dropout_seed=x(2)), "far seed": call(dropout_p=0.5, dropout_seed=2**70),
     # operands
-    "kv_lens of another type": call(kv_lens=[5, 5]), "kv_lens dtype": call(kv_lens=torch.tensor((5, 5))),
+    "kv_lens of another type": call(kv_lens=[5, 5]), "kv_lens dtype": call(kv_lens=x(2)),
     "kv_lens shape": call(kv_lens=ints(5)), "kv_lens contents": call(kv_lens=ints(5, 6)),
     "flag": call(batch_invariant=x(2)), "device of a mask": lambda: Mask.causal().to(3.5),
     "mask of another type": call(mask="causal"), "mask dtype": call(mask=x(5)),
@@ -203,7 +203,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "no members": packed(cu_seqlens_k=None), "members of another type": packed(cu_seqlens_q=[0, 5]),
     "rank of members": packed(q=x(1, 5, 2, 8)), "bias beside members": op(cu_seqlens_q=ints(0), bias=x()),
     "batch beside members": op(cu_seqlens_q=ints(0, 5), cu_seqlens_k=ints(0, 5)),
-    "members dtype": packed(cu_seqlens_q=torch.tensor((0, 5))),
+    "members dtype": packed(cu_seqlens_q=x(3)), "beyond 32 bits": call(kv_lens=torch.tensor((5, 2**31))),
     "members device": packed(cu_seqlens_q=torch.zeros(3, dtype=torch.int32, device=META)),
     "other members": packed(cu_seqlens_k=ints(0, 5)), "max_seqlen below 0": packed(max_seqlen_q=-1),
     "first bound": packed(cu_seqlens_q=ints(1, 2, 5)), "falling bounds": packed(cu_seqlens_q=ints(0, 4, 2)),

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from polyflash.arguments import Causal
+from polyflash.arguments import Causal, int32_of
 from polyflash.errors import described, spec_error
 from polyflash.kvcache.layout import ints, moved
 from polyflash.merging import AttentionOutput, merge_rows
@@ -205,9 +205,11 @@ def attend(
         of_call |= {"q_offset": q_offset, "return_lse": return_lse, "out": out}
         table, lens = tables.page_table, tables.kv_lens
         if kv_lens is not None:
+            kv_lens = kv_lens if not isinstance(kv_lens, Tensor) else int32_of("kv_lens", kv_lens, checked)
             if not isinstance(kv_lens, Tensor) or kv_lens.shape != lens.shape or kv_lens.dtype != lens.dtype:
                 got, change = described(kv_lens), "One length per request."
-                raise spec_error("kv_lens", got=got, wanted=f"int32 ({len(counts)},)", change=change)
+                wanted = f"int32 or int64 ({len(counts)},)"
+                raise spec_error("kv_lens", got=got, wanted=wanted, change=change)
             lens = torch.minimum(lens, kv_lens)  # what no length reaches may not be read
         whole: Tensor | AttentionOutput = attention_paged(
             q, k_pages, v_pages, table, lens, **of_rows, **of_call
