@@ -236,6 +236,7 @@ class PagedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens of each entry, as `DynamicCache.crop` does."""
         self._end_pass()
+        tokens_to_remove = int(tokens_to_remove)  # speculation counts on its device
         if tokens_to_remove > 0:
             change = "Say how many tokens to remove, as a negative number."
             raise spec_error("tokens_to_remove", got=tokens_to_remove, wanted="0 or less", change=change)
