@@ -18,7 +18,7 @@ from torch.autograd import forward_ad, profiler
 from polyflash import torch_ops
 from polyflash.arguments import int32_of
 from polyflash.counting import Tally
-from polyflash.routes import backend_in_use
+from polyflash.routes import backend_in_use, takes_tf32
 from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, Arguments, is_decode
 
 Results = tuple[Tensor, Tensor]
@@ -109,7 +109,7 @@ def _kinds(q: Tensor, *others: Any) -> Key | None:
             return None
     elif not q.is_cuda or _autocasting("cuda"):
         return None
-    kinds = [device, backend_in_use.get(), q.dtype]
+    kinds: list[Any] = [device, backend_in_use.get(), q.dtype, takes_tf32(q)]
     for x in others:
         if not _is_plain(x) or x.device != device:
             return None

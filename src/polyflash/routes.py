@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from polyflash import backends, env
@@ -38,6 +39,19 @@ def requested_backend(args: Arguments) -> str:
         wanted = ", ".join(backends.BACKENDS)
         raise spec_error(env.BACKEND.name, got=repr(backend), wanted=wanted, change=change)
     return backend
+
+
+def takes_tf32(q: Tensor) -> bool:
+    """Whether torch's switch lets float32 products of a GPU be rounded to TF32
+    (`torch.set_float32_matmul_precision`). It may change between calls: every one that it is for reads it."""
+    return q.dtype is torch.float32 and q.is_cuda and _matmul_precision() == "tf32"
+
+
+def _matmul_precision() -> str:
+    read = getattr(torch._C, "_get_fp32_precision_getter", None)  # from torch 2.9 on
+    if read is None:
+        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return str(read("cuda", "matmul"))
 
 
 def any_requires_grad(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:
@@ -78,6 +92,7 @@ def spec_of(
         window=(args.window_left, args.window_right),
         offset=args.offset,
         scale=args.scale,
+        tf32=takes_tf32(q),
         needs_grad=any_requires_grad(q, k, v, args),
         members=members,
         max_seqlen_q=args.max_seqlen_q,

@@ -123,6 +123,7 @@ class AttentionSpec:
     offset: int | None = None  # None: seqlen_k - seqlen_q
     scale: float | None = None
     needs_grad: bool = False
+    tf32: bool = False  # does torch's switch let float32 products of this call have 11 bits?
     # Packed members: batch is 1, seqlen_q and seqlen_k are the totals, and these are all that is known.
     members: int = 0
     max_seqlen_q: int | None = None

@@ -30,6 +30,7 @@ from polyflash.routes import (
     longest_class,
     requested_backend,
     spec_of,
+    takes_tf32,
 )
 from polyflash.routes import backend_in_use as backend_in_use
 from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, Phase, is_decode, length_class
@@ -262,6 +263,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         length_class(seqlen_q),
         seqlen_k >= MANY_KEYS,
         seqlen_q + seqlen_k > MOST_POSITIONS,
+        takes_tf32(q),
         *map(class_of, rest),
     )
     if args.max_seqlen_q is not None or args.max_seqlen_k is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 WHOLE: dict[str, tuple[str, ...]] = {
     "test_accuracy": (
         "test_row_has_its_features",
+        "test_large_scores_of_one_size",
         "test_pinned_row_refuses",
     ),
     "test_batch_invariance": ("test_the_flag_takes_no_decode_row",),

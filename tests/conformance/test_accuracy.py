@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 import polyflash
 from polyflash.spec import Feature
 from polyflash.workloads import FAMILIES, make, named, with_dtype, workloads
-from tests.conformance.rows import NAMES, Runner
-from tests.tolerance import check, check_backstop, expect
+from tests.conformance.rows import DTYPES, NAMES, Runner, qkv
+from tests.tolerance import check, check_backstop, expect, relative_l2
 
 ROTATING = tuple(name for name in FAMILIES if name not in ("normal", "huge", "subnormal", "nanrow"))
 CI = workloads("ci")
@@ -56,6 +57,22 @@ def test_backstop(run: Runner, head_dim: int, dtype: str):
             q, k, v, _ = make(replace(named("long"), dtype=dtype, head_dim=head_dim), seed=5, family=family)
             got = run(q, k, v, causal=causal)
             check_backstop(got.out, expect(q, k, v, causal=causal), family=family, label=f"{family} {causal}")
+
+
+@pytest.mark.parametrize("rows", (1, 40))
+def test_large_scores_of_one_size(step: Runner, rows: int):
+    """All scores of a row are equal and large: a weight is the share of its key, however the largest score is
+    rounded on its way from block to block and from split to split."""
+    hidden = (torch.arange(160) % 7 != 3).expand(rows, 160)
+    for dtype, size in itertools.product(DTYPES[:2], (-6400.0, 240_000.0)):
+        q, k, v = qkv(1, (2, 1), rows, 160, 32, dtype=dtype)
+        q, k = torch.zeros_like(q), torch.zeros_like(k)
+        q[..., 0], k[..., 0] = 256.0, size / 0.3 / 256
+        for mask in (None, hidden):
+            got = step.checked(q, k, v, scale=0.3, mask=mask, label=f"{dtype} {size}")
+            want = expect(q, k, v, scale=0.3, mask=mask).out
+            least = relative_l2(want.to(dtype), want) + 4e-7  # the rounding of the output alone
+            assert relative_l2(got.out, want) <= 1.05 * least, f"{dtype} {size}"
 
 
 def test_fp16_inputs_in_float32(run: Runner):

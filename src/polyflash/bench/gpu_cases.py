@@ -68,7 +68,8 @@ def case_of(plain: dict[str, Any]) -> GpuCase:
 
 def rows() -> list[GpuCase]:
     """Every row once, by tier; within a tier as listed here."""
-    ordered = sorted([*_forward(), *_backward(), *_decode(), *_small()], key=lambda case: case.tier)
+    listed = [*_forward(), *_backward(), *_decode(), *_small(), *_float32()]
+    ordered = sorted(listed, key=lambda case: case.tier)
     first: dict[str, GpuCase] = {}
     for case in ordered:
         first.setdefault(case.name, case)
@@ -159,6 +160,17 @@ def _decode() -> Iterator[GpuCase]:
                 for heads in (32, 8) if batch * seqlen <= _KEYS else ():
                     table = f"decode, {heads} heads over 8"
                     yield GpuCase(DECODE, table, tier, "bfloat16", batch, heads, 8, 1, seqlen, 128)
+
+
+def _float32() -> Iterator[GpuCase]:
+    """Products that keep 24 bits."""
+    for heads, seqlen, dim in ((8, 2048, 64), (8, 2048, 128), (16, 8192, 64), (16, 8192, 128)):
+        for causal in (False, True):
+            for part in (FORWARD, BACKWARD):
+                yield _square(part, f"{part}, float32", 2, "float32", 1, heads, seqlen, dim, causal)
+    for heads in (32, 8):
+        for batch, seqlen in ((8, 8192), (1, 8192), (64, 1024)):
+            yield GpuCase(DECODE, "decode, float32", 2, "float32", batch, heads, 8, 1, seqlen, 128)
 
 
 def _small() -> Iterator[GpuCase]:

@@ -31,8 +31,10 @@ _DEFAULTS = {"causal": False, "softcap": 0.0, "dropout_p": 0.0, "dropout_seed": 
 
 
 def launch_of(config: Config, cores: int = 3, name: str = "") -> Any:
-    target = SimpleNamespace(cores=cores, name=name or device.here().name)
-    return SimpleNamespace(config=config, prepared=None, target=target)
+    name = name or device.here().name
+    target = SimpleNamespace(cores=cores, name=name, kind=name.partition(":")[0])
+    spec = SimpleNamespace(dtype="float32", tf32=False)  # of other dtypes the same
+    return SimpleNamespace(config=config, prepared=None, target=target, spec=spec)
 
 
 def operands(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:

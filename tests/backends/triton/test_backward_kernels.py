@@ -58,7 +58,8 @@ def there(x: Any) -> Any:
 
 
 def launched(config: BackwardConfig = CONFIG) -> Any:
-    return SimpleNamespace(config=config, prepared=None, target=Target("cpu:interpreted", cores=3))
+    spec = SimpleNamespace(dtype="float32", tf32=False)
+    return SimpleNamespace(config=config, prepared=None, target=Target("cpu:interpreted", cores=3), spec=spec)
 
 
 def differentiate(

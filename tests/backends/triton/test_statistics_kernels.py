@@ -16,6 +16,7 @@ from polyflash.backends.torch import forward as torch_forward
 from polyflash.backends.torch import statistics as torch_statistics
 from polyflash.backends.torch.configs import Config
 from polyflash.spec import Arguments
+from polyflash.target import Target
 from tests import device
 
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
@@ -43,7 +44,8 @@ def agree(q: Tensor, k: Tensor, args: Arguments) -> list[Tensor]:
     torch_forward.run(rows, q, k, k, out, lse, args._replace(need_lse=True))
     want = measured(torch_statistics.run, rows, q, k, lse, args)
     here = Arguments(*(x.to(device.DEVICE) if isinstance(x, Tensor) else x for x in args))
-    launch = SimpleNamespace(config=CONFIG, prepared=None)
+    spec = SimpleNamespace(dtype="float32", tf32=False)
+    launch = SimpleNamespace(config=CONFIG, prepared=None, spec=spec, target=Target("cpu:interpreted"))
     got = measured(statistics.run, launch, *(x.to(device.DEVICE) for x in (q, k, lse)), here)
     for name, a, b in zip(("column_sums", "entropy", "max_logit"), got, want, strict=True):
         assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()), name

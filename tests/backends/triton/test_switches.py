@@ -35,13 +35,15 @@ SAME_BITS: tuple[dict[str, Any], ...] = (
 ROUNDED: tuple[dict[str, Any], ...] = (
     *({"base2": False}, {"pack_gqa": True}, {"block_m": 32}, {"block_n": 32}, {"num_warps": 8}),
     *({"lazy_rescale": True}, {"late_sum": True}, {"lazy_rescale": True, "late_sum": True, "base2": False}),
+    *({"precision": "bf16x6"}, {"precision": "bf16x6", "compensate": False}),
 )
 DECODE_SAME_BITS: tuple[dict[str, Any], ...] = (
     *({"num_stages": 3}, {"loads": "descriptor"}, {"cache_kv": ".ca"}, {"cache_kv": ".cg"}),
 )
 DECODE_ROUNDED: tuple[dict[str, Any], ...] = (
     *({"base2": False}, {"pack_gqa": False}, {"block_m": 32}, {"block_n": 16}, {"num_warps": 1}),
-    *({"split_keys": 32}, {"split_keys": 128}, {"split_keys": UNSPLIT}),
+    *({"split_keys": 32}, {"split_keys": 128}, {"split_keys": UNSPLIT}, {"fixed_splits": True}),
+    {"precision": "bf16x6"},
 )
 ROUNDING = {"float32": 1e-6, "bfloat16": 8e-3}
 _ANY = frozenset[str]()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from polyflash.backends.triton import arguments, bias_gradient, runtime
+from polyflash.backends.triton.config_types import product_of
 from polyflash.backends.triton.forward import element_masked
 from polyflash.backends.triton.gradient_kernels import center, make_dkv, make_dq
 from polyflash.backends.triton.tiles import LEAST, check_stages, least_channels, split_dim
@@ -31,7 +32,7 @@ from polyflash.results import empty_in_order_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyflash.backends.triton.configs import BackwardConfig
+    from polyflash.backends.triton.config_types import BackwardConfig
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
 
@@ -42,11 +43,12 @@ PAD = 256  # rows that a block may reach beyond the last one
 class Prepared:
     """What a route keeps between calls: its kernels, and for each set of flags the constants they have."""
 
-    __slots__ = ("bias_constants", "config", "constants", "cores", "kernels", "least")
+    __slots__ = ("bias_constants", "config", "constants", "cores", "kernels", "least", "product")
 
     def __init__(self, launch: Launch) -> None:
         self.config: BackwardConfig = launch.config
         self.cores = max(1, launch.target.cores)
+        self.product = product_of(launch.config, launch.spec, launch.target)
         self.least = least_channels(launch.target, max(self.config.block_n, self.config.dq_block_m))
         check_stages(launch.target, self.config.num_stages, self.config.dq_num_stages)
         self.kernels = runtime.Kernels()
@@ -63,7 +65,7 @@ class Prepared:
             c = self.config
             both = {
                 **channels(head_dim, head_dim_v, self.least), "PACK": packed, **flags._asdict(),
-                "BASE2": c.base2, "ALWAYS_MASKED": masked,
+                "BASE2": c.base2, "PRODUCT": self.product, "ALWAYS_MASKED": masked,
                 "enable_fp_fusion": False,  # scores are rounded as in the forward, see `recompute`
             }  # fmt: skip
             del both["NEGATIVE"]

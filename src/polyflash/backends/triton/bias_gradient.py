@@ -47,7 +47,7 @@ def bias_tile(
     i_m, i_n, i_b, i_h, group, q, k, v, dout, lse, delta, x, numbers, bounds,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, BASE2: tl.constexpr,
+    DROPOUT: tl.constexpr, BASE2: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """ds of one tile, [BLOCK_M, BLOCK_N]."""
     rows, start, live, position, lo_shift, hi_shift, i_plane = bounds
@@ -78,7 +78,7 @@ def bias_tile(
     place = (i_b, i_b, i_hkv, 0, rows, live, position, i_plane)
     return differentiate_tile(
         b_q0, b_q1, b_k0, b_k1, b_v0, b_v1, b_do0, b_do1, b_lse, b_delta, tile, place, i_n * BLOCK_N, o_n,
-        m_n, True, x, numbers, D1, DV1, BLOCK_M, BLOCK_N, True, True, SOFTCAP, DROPOUT, BASE2, False,
+        m_n, True, x, numbers, D1, DV1, BLOCK_M, BLOCK_N, True, True, SOFTCAP, DROPOUT, BASE2, PRODUCT, False,
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def make_dbias(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_OFFSET: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    BASE2: tl.constexpr, OVER_ROWS: tl.constexpr, OVER_KEYS: tl.constexpr,
+    BASE2: tl.constexpr, PRODUCT: tl.constexpr, OVER_ROWS: tl.constexpr, OVER_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Sums of ds over batch entries and heads [walked], and over rows or keys if OVER_ROWS or OVER_KEYS."""
     i_t = tl.program_id(0)
@@ -123,7 +123,7 @@ def make_dbias(
             i_key = i_x if OVER_KEYS else i_n
             acc += bias_tile(
                 i_row, i_key, i_b, i_h, group, q, k, v, dout, lse, delta, x, numbers, bounds,
-                D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, SOFTCAP, DROPOUT, BASE2,
+                D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, SOFTCAP, DROPOUT, BASE2, PRODUCT,
             )  # fmt: skip
     o_i = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -178,7 +178,8 @@ def _constants(
             "D": head_dim, "D0": d0, "D1": d1, "DV": head_dim_v, "DV0": dv0, "DV1": dv1,
             "BLOCK_M": config.dq_block_m, "BLOCK_N": config.dq_block_n, "HAS_OFFSET": flags.HAS_OFFSET,
             "HAS_LEFT": flags.HAS_LEFT, "HAS_RIGHT": flags.HAS_RIGHT, "SOFTCAP": flags.SOFTCAP,
-            "DROPOUT": flags.DROPOUT, "BASE2": config.base2, "OVER_ROWS": over_rows, "OVER_KEYS": over_keys,
+            "DROPOUT": flags.DROPOUT, "BASE2": config.base2, "PRODUCT": call.prepared.product,
+            "OVER_ROWS": over_rows, "OVER_KEYS": over_keys,
             "num_warps": config.dq_num_warps, "num_stages": config.dq_num_stages,
         }  # fmt: skip
     return found[key]

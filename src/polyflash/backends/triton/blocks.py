@@ -16,17 +16,51 @@ interpreter.prepare()
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of finite float32
-TOO_FAR: tl.constexpr = tl.constexpr(2.0**26)  # from here on the rounding of m is more than a power of two
+TOO_FAR: tl.constexpr = tl.constexpr(2.0**12)  # from here on m is rounded about as much as a float16 weight
 SLACK: tl.constexpr = tl.constexpr(8.0)  # powers of two that a lazy m may lie below its row's maximum
+PART: tl.constexpr = tl.constexpr(2.0**-7)  # of a float32 is the rest of its first eight bits at most
 SUMS: tl.constexpr = tl.constexpr(
     8
 )  # of a row that is added up late: each of every 8th key, as threads hold them
 
 
 @triton.jit
-def product(a, b, acc):
-    """acc + a @ b with float32 sums; float32 operands keep all their bits."""
-    return tl.dot(a, b, acc, input_precision="ieee")
+def product(a, b, acc, PRODUCT: tl.constexpr):
+    """acc + a @ b with float32 sums. PRODUCT is how float32 operands are multiplied: "ieee" by multiply-adds;
+    "tf32x3" and "bf16x6" on matrix units as products of parts, which leave out less than float32 rounds;
+    "tf32" with 11 bits of them."""
+    if a.dtype == tl.float32 and PRODUCT == "bf16x6":
+        a0, a1, a2 = three_parts(a)
+        b0, b1, b2 = three_parts(b)
+        # small terms first; an infinity has no parts, so what they give is NaN, and its head says all
+        b_low = tl.dot(a0, b2, out_dtype=tl.float32)
+        b_low = tl.dot(a2, b0, b_low)
+        b_low = tl.dot(a1, b1, b_low)
+        b_low = tl.dot(a0, b1, b_low * PART)
+        b_low = tl.dot(a1, b0, b_low)
+        b_low = tl.where(b_low == b_low, b_low * PART, 0.0)
+        acc += tl.dot(a0, b0, b_low)
+    elif a.dtype == tl.float32:
+        acc = tl.dot(a, b, acc, input_precision=PRODUCT)
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def three_parts(b_x):
+    """float32 as x0 + PART·x1 + PART²·x2 of bfloat16, cut and not rounded: no bit is lost of any
+    normal number but the last two of the least, and none overflows."""
+    b_0 = cut(b_x)
+    b_rest = (b_x - b_0) * 128.0
+    b_1 = cut(b_rest)
+    return b_0.to(tl.bfloat16), b_1.to(tl.bfloat16), ((b_rest - b_1) * 128.0).to(tl.bfloat16)
+
+
+@triton.jit
+def cut(b_x):
+    """x with the bits that bfloat16 has."""
+    return (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 # where a tile stands
@@ -346,13 +380,17 @@ def add(total, lost, x):
 
 
 @triton.jit
-def accumulate(acc, lost, b_p, b_v, alpha):
-    """acc, scaled already, + P·V. In float32 each block is summed by itself and added without loss."""
+def accumulate(acc, lost, b_p, b_v, alpha, PRODUCT: tl.constexpr):
+    """acc, scaled already, + P·V. In float32 each block is summed by itself, and added without loss if what
+    is lost is kept."""
     if b_v.dtype == tl.float32:
-        b_o = product(b_p, b_v, tl.zeros(acc.shape, tl.float32))
-        acc, lost = add(acc, lost * alpha[:, None], b_o)
+        b_o = product(b_p, b_v, tl.zeros(acc.shape, tl.float32), PRODUCT)
+        if len(lost.shape) == 2:
+            acc, lost = add(acc, lost * alpha[:, None], b_o)
+        else:
+            acc += b_o
     else:
-        acc = product(b_p.to(b_v.dtype), b_v, acc)
+        acc = product(b_p.to(b_v.dtype), b_v, acc, PRODUCT)
     return acc, lost
 
 

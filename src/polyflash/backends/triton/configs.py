@@ -8,10 +8,18 @@ route, and a row's bits depend on no neighbour.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from polyflash.backends.triton import tables
+from polyflash.backends.triton.config_types import (
+    PRECISIONS,
+    BackwardConfig,
+    Config,
+    DecodeConfig,
+    ForwardConfig,
+    StatisticsConfig,
+)
 from polyflash.backends.triton.tables import Tile
 from polyflash.backends.triton.tiles import (
     ELEMENT_BYTES,
@@ -20,8 +28,10 @@ from polyflash.backends.triton.tiles import (
     backward_shared_bytes,
     can_add_late,
     can_scale_lazily,
+    compensates,
     defers,
     entry_key,
+    exact_product,
     fitted,
     fitted_backward,
     holds_rows,
@@ -31,9 +41,8 @@ from polyflash.backends.triton.tiles import (
     power,
     shared_bytes,
     shared_limit,
-    split_dim,
 )
-from polyflash.errors import described, spec_error
+from polyflash.backends.triton.tiles import split_dim as split_dim
 from polyflash.spec import MANY_KEYS, PACKED_ROWS, SMALL_ROWS, Feature, Phase
 
 if TYPE_CHECKING:
@@ -45,180 +54,6 @@ LEAST_SPLIT, MOST_SPLIT = 128, 4096  # keys of a split
 UNSPLIT = 1 << 30  # as split_keys: all keys of a request in one program, however many (for `ablate`)
 SPLIT_LENGTH = 8192  # one request of so many keys fills the device twice
 THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
-_CHANGE = "Take explain(...).config."
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardConfig:
-    """block_m: rows of a tile (with pack_gqa of all query heads of a kv head). block_n: keys of a block.
-    num_stages: depth of the K/V pipeline. Techniques: loads by "pointer" or tensor "descriptor"; base2 keeps
-    scores in units of log2 e; split_exp takes the exponential in so many column chunks; hold_q keeps Q in
-    registers, as FlagAttention's product with an identity does; cache_kv is the cache modifier of K/V loads;
-    mask_by "compare" selects, "add" adds -inf (to finite scores: a hidden NaN would stay); order
-    "heavy_first" starts the longest rows first; persistent has as many programs as the device runs at once;
-    max_registers (NVIDIA) is what the compiler may give a thread, 0 for as many as it likes; lazy_rescale
-    scales older sums only once the maximum has grown by 2^8, as FlashAttention-4 does (not with bias, ALiBi,
-    softcap or dropout); late_sum adds up the weights of a row across threads behind the last block, not in
-    each. In float32 both do nothing."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    loads: str = "pointer"
-    pack_gqa: bool = False
-    base2: bool = True
-    split_exp: int = 1
-    hold_q: bool = False
-    cache_kv: str = ""
-    mask_by: str = "compare"
-    order: str = "plain"
-    persistent: bool = False
-    max_registers: int = 0
-    lazy_rescale: bool = False
-    late_sum: bool = False
-
-    def __post_init__(self) -> None:
-        _check_tile(self, ("block_m", "block_n"), ("num_warps",), ("num_stages",))
-        _check_one_of(self, "max_registers", (0, *range(64, 256, 8)))
-        _check_flags(self, "pack_gqa", "base2", "hold_q", "persistent", "lazy_rescale", "late_sum")
-        _check_one_of(self, "loads", ("pointer", "descriptor"))
-        _check_one_of(self, "split_exp", (1, 2, 4, 8))
-        _check_one_of(self, "cache_kv", ("", ".ca", ".cg"))
-        _check_one_of(self, "mask_by", ("compare", "add"))
-        _check_one_of(self, "order", ("plain", "heavy_first"))
-        if self.block_n // self.split_exp < LEAST:
-            wanted = f"chunks of {LEAST} keys or more of block_n {self.block_n}"
-            raise spec_error("split_exp", got=self.split_exp, wanted=wanted, change="Take 1.")
-
-    def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """What a plan says about this choice beside its numbers."""
-        packed = f"{spec.group} query heads of a kv head share a tile" if self.pack_gqa else ""
-        heavy = sorted(f.value for f in spec.features & HEAVY)
-        smaller = f"smaller tiles for {', '.join(heavy)}" if heavy else ""
-        held = "queries stay in registers" if self.hold_q else ""
-        lazy = "sums are scaled only when the maximum has grown by 2^8" if self.lazy_rescale else ""
-        first = "tiles with the most keys start first" if self.order == "heavy_first" else ""
-        return tuple(note for note in (_channel_note(spec), packed, smaller, held, lazy, first) if note)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeConfig:
-    """block_m: rows of a tile, of all query heads of a kv head. block_n: keys of a block. split_keys: keys of
-    a split, wherever it lies; `split_size` says when a launch may take another. The rest as the forward's."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    split_keys: int
-    loads: str = "pointer"
-    base2: bool = True
-    cache_kv: str = ""
-    pack_gqa: bool = True
-
-    def __post_init__(self) -> None:
-        _check_tile(self, ("block_m", "block_n"), ("num_warps",), ("num_stages",))
-        _check_flags(self, "base2", "pack_gqa")
-        _check_one_of(self, "loads", ("pointer", "descriptor"))
-        _check_one_of(self, "cache_kv", ("", ".ca", ".cg"))
-        keys = self.split_keys
-        if type(keys) is not int or keys < self.block_n or keys & (keys - 1):
-            wanted = f"a power of two from block_n ({self.block_n}) on"
-            raise spec_error("split_keys", got=described(keys), wanted=wanted, change=_CHANGE)
-
-    def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """What a plan says about this choice beside its numbers."""
-        rows = spec.group * spec.seqlen_q if self.pack_gqa else spec.seqlen_q
-        sizes = f"splits of {self.split_keys} keys wherever they lie, merged in order"
-        if Feature.BATCH_INVARIANT not in spec.features:
-            sizes += "; larger or smaller where batch and length ask for it"
-        return _channel_note(spec), f"{rows} rows of a kv head share one walk over its keys", sizes
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardConfig:
-    """The dK/dV kernel: a program owns block_n keys and walks the rows by block_m. The dQ kernel: a program
-    owns dq_block_m rows and walks the keys by dq_block_n. fused: one pass, dQ by atomic sums, so not
-    repeatable: for `ablate`, never chosen."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    dq_block_m: int
-    dq_block_n: int
-    dq_num_warps: int
-    dq_num_stages: int
-    base2: bool = True
-    fused: bool = False
-
-    def __post_init__(self) -> None:
-        blocks = ("block_m", "block_n", "dq_block_m", "dq_block_n")
-        _check_tile(self, blocks, ("num_warps", "dq_num_warps"), ("num_stages", "dq_num_stages"))
-        _check_flags(self, "base2", "fused")
-
-    def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """What a plan says about this choice beside its numbers."""
-        how = "dK, dV and dQ in two kernels without atomics: bits repeat"
-        if self.fused:
-            how = "one pass, dQ by atomic sums: bits differ from run to run"
-        return _channel_note(spec), how
-
-
-@dataclass(frozen=True, slots=True)
-class StatisticsConfig:
-    """block_m: rows of a tile; block_n: keys of a block."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-    def __post_init__(self) -> None:
-        _check_tile(self, ("block_m", "block_n"), ("num_warps",), ("num_stages",))
-
-    def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """What a plan says about this choice beside its numbers."""
-        return (_channel_note(spec),)
-
-
-Config = ForwardConfig | DecodeConfig | BackwardConfig | StatisticsConfig
-
-
-def _check_tile(
-    config: Any, blocks: tuple[str, ...], warps: tuple[str, ...], stages: tuple[str, ...]
-) -> None:
-    """SpecError unless sizes are powers of two that a matrix instruction and a program can have."""
-    for names, low, high in ((blocks, LEAST, 256), (warps, 1, 16)):
-        for name in names:
-            n = getattr(config, name)
-            if type(n) is not int or not low <= n <= high or n & (n - 1):
-                wanted = f"a power of two from {low} to {high}"
-                raise spec_error(name, got=described(n), wanted=wanted, change=_CHANGE)
-    for name in stages:
-        n = getattr(config, name)
-        if type(n) is not int or not 1 <= n <= 8:
-            raise spec_error(name, got=described(n), wanted="an int from 1 to 8", change=_CHANGE)
-
-
-def _check_flags(config: Any, *names: str) -> None:
-    for name in names:
-        if type(getattr(config, name)) is not bool:
-            got = described(getattr(config, name))
-            raise spec_error(name, got=got, wanted="True or False", change=_CHANGE)
-
-
-def _check_one_of(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
-    value = getattr(config, name)
-    if type(value) is not type(allowed[0]) or value not in allowed:
-        wanted = " or ".join(map(repr, allowed))
-        raise spec_error(name, got=described(value), wanted=wanted, change=_CHANGE)
-
-
-def _channel_note(spec: AttentionSpec) -> str:
-    blocks = ["+".join(str(n) for n in split_dim(d) if n) for d in (spec.head_dim, spec.head_dim_v)]
-    return f"channels in blocks of {blocks[0]}, of V {blocks[1]}"
 
 
 def most_rows(spec: AttentionSpec) -> int:
@@ -289,7 +124,8 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     deferred = defers(spec, target)
     return ForwardConfig(
         *tile, loads=loads, pack_gqa=packed, order=order, hold_q=holds_rows(spec, target, tile.block_m),
-        lazy_rescale=deferred, late_sum=deferred,
+        lazy_rescale=deferred, late_sum=deferred, precision=exact_product(spec, target),
+        compensate=compensates(spec, target),
     )  # fmt: skip
 
 
@@ -303,8 +139,12 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
     size, widest = ELEMENT_BYTES.get(spec.dtype, 4), max(spec.head_dim, spec.head_dim_v)
     head = next((c for c in tables.CLASSES if widest <= c), tables.CLASSES[-1])
     kind = "hip" if target.kind == "hip" else "cuda"
-    tile = fitted(Tile(rows, *tables.DECODE[kind, size][head]), spec, target)
-    return DecodeConfig(*tile, split_keys=max(tile.block_n, _split_keys(spec, target, tile.block_m)))
+    exact, block = exact_product(spec, target), tables.DECODE[kind, size][head]
+    if exact != "ieee":
+        block = tables.EXACT_DECODE.get(head, block)
+    tile = fitted(Tile(rows, *block), spec, target)
+    keys = max(tile.block_n, _split_keys(spec, target, tile.block_m))
+    return DecodeConfig(*tile, split_keys=keys, precision=exact)
 
 
 def _split_keys(spec: AttentionSpec, target: Target, rows: int) -> int:
@@ -323,12 +163,12 @@ def _split_keys(spec: AttentionSpec, target: Target, rows: int) -> int:
 def split_size(config: DecodeConfig, heads: int, keys: int, cores: int, *, fixed: bool) -> int:
     """Keys per split at launch, for `heads` = batch * kv heads * row tiles walks over `keys` keys each.
 
-    fixed (batch_invariant) or UNSPLIT: config.split_keys, whatever the batch. Else half as many while the
-    device has idle cores, down to two blocks; twice as many while there are four programs per core, as each
-    costs a start and a merge.
+    fixed (batch_invariant), fixed_splits or UNSPLIT: config.split_keys, whatever the batch. Else half as many
+    while the device has idle cores, down to two blocks; twice as many while there are four programs per core,
+    as each costs a start and a merge.
     """
     size = config.split_keys
-    if fixed or size == UNSPLIT:
+    if fixed or config.fixed_splits or size == UNSPLIT:
         return size
     least = max(2 * config.block_n, LEAST_SPLIT // 2)
     while size // 2 >= least and heads * -(-keys // size) < cores:
@@ -353,13 +193,14 @@ def choose_backward(spec: AttentionSpec, target: Target) -> BackwardConfig:
             t._replace(num_warps=max(t.num_warps, pair.heavy_warps if t.block_m * t.block_n >= 2048 else 1))
             for t in (dkv, dq)
         )
-    return BackwardConfig(*dkv, *dq)
+    return BackwardConfig(*dkv, *dq, precision=exact_product(spec, target))
 
 
 def choose_statistics(spec: AttentionSpec, target: Target) -> StatisticsConfig:
     """The forward's tile with at most 64 keys, as there is no V to read; weights are summed both ways."""
     tile = _narrowed(_forward_tile(spec, target), most_rows(spec))
-    return StatisticsConfig(*tile._replace(block_n=min(64, tile.block_n)))
+    tile = tile._replace(block_n=min(64, tile.block_n))
+    return StatisticsConfig(*tile, precision=exact_product(spec, target))
 
 
 _CHOICE: dict[Phase, Callable[[AttentionSpec, Target], Config]] = {
@@ -424,7 +265,7 @@ def _statistics_candidates(
     chosen: StatisticsConfig, spec: AttentionSpec, target: Target
 ) -> Iterator[StatisticsConfig]:
     for tile in neighbours(_tile_of(chosen), 256, spec, target):
-        yield StatisticsConfig(*tile)
+        yield StatisticsConfig(*tile, precision=chosen.precision)
 
 
 def _backward_candidates(
@@ -446,19 +287,24 @@ def _backward_candidates(
 
 def switches(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
     """The chosen config with one named technique changed at a time: what `ablate` measures."""
-    chosen = choose(spec, target)
+    chosen, least = choose(spec, target), least_stages(target)
+    varied: list[Config]
     if isinstance(chosen, ForwardConfig):
-        return tuple(_forward_switches(chosen, spec, target))
-    if isinstance(chosen, DecodeConfig):
-        return tuple(_decode_switches(chosen, least_stages(target)))
-    if isinstance(chosen, BackwardConfig):
-        some = range(least_stages(target), 4)
-        staged = [replace(chosen, num_stages=n) for n in some if n != chosen.num_stages]
-        staged += [replace(chosen, dq_num_stages=n) for n in some if n != chosen.dq_num_stages]
-        return (replace(chosen, base2=not chosen.base2), replace(chosen, fused=not chosen.fused), *staged)
-    return tuple(
-        replace(chosen, num_stages=n) for n in range(least_stages(target), 4) if n != chosen.num_stages
-    )
+        varied = list(_forward_switches(chosen, spec, target))
+    elif isinstance(chosen, DecodeConfig):
+        varied = list(_decode_switches(chosen, least))
+    elif isinstance(chosen, BackwardConfig):
+        varied = [replace(chosen, base2=not chosen.base2), replace(chosen, fused=not chosen.fused)]
+        varied += [replace(chosen, num_stages=n) for n in range(least, 4) if n != chosen.num_stages]
+        varied += [replace(chosen, dq_num_stages=n) for n in range(least, 4) if n != chosen.dq_num_stages]
+    else:
+        varied = [replace(chosen, num_stages=n) for n in range(least, 4) if n != chosen.num_stages]
+    if spec.dtype == "float32":
+        others = (p for p in PRECISIONS if p != chosen.precision)
+        varied += [replace(chosen, precision=p) for p in others if p != "tf32x3" or target.kind != "hip"]
+        if isinstance(chosen, ForwardConfig):
+            varied.append(replace(chosen, compensate=not chosen.compensate))
+    return tuple(varied)
 
 
 def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec, target: Target) -> Iterator[ForwardConfig]:
@@ -497,4 +343,5 @@ def _decode_switches(chosen: DecodeConfig, least: int) -> Iterator[DecodeConfig]
         if modifier != chosen.cache_kv:
             yield replace(chosen, cache_kv=modifier)
     yield replace(chosen, split_keys=UNSPLIT)
+    yield replace(chosen, fixed_splits=not chosen.fixed_splits)
     yield replace(chosen, pack_gqa=not chosen.pack_gqa)

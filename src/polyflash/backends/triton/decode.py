@@ -1,9 +1,11 @@
 """Decode in Triton: few query rows against many keys. The forward kernel over splits of the keys, then their
 merge.
 
-    lse = ln Σ_s exp(lse_s)        out = Σ_s exp(lse_s - lse)·out_s          in the order of the splits
+    m = max_s m_s        l = Σ_s exp(scale·(m_s - m))·l_s        out = Σ_s exp(scale·(m_s - m))·l_s·out_s / l
 
-All query heads of a key/value head are rows of one tile, so keys are read once. Partial outputs are float32.
+in the order of the splits. All query heads of a key/value head are rows of one tile, so keys are read once.
+Partial outputs are float32. A split hands over m and l and not its lse, whose rounding is that of the
+scores: at 10,000 it would be a thousandth of the weights.
 """
 
 from __future__ import annotations
@@ -30,37 +32,45 @@ AT_ONCE = 16  # splits whose outputs one step of the merge reads
 
 @triton.jit(do_not_specialize=("num_heads", "seqlen_q", "num_rows", "num_splits"))
 def merge_splits(
-    parts, part_lse, out, lse, sinks, num_heads, seqlen_q, num_rows, num_splits,
+    parts, part_m, out, lse, sinks, num_heads, seqlen_q, num_rows, num_splits, unit, factor,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: `parts` (splits, rows, head_dim_v) and `part_lse` (splits, rows) are dense, rows
-    in the order of (batch, heads, seqlen_q)."""
+    """One program per row: `parts` (splits, rows, head_dim_v) and `part_m` (splits, rows), behind which is l
+    as large, are dense, rows in the order of (batch, heads, seqlen_q). m times `unit` is natural, times
+    `factor` in units of the exponent."""
     i_row = tl.program_id(0)
     i_i, i_bh = i_row % seqlen_q, i_row // seqlen_q
     i_h, i_b = tl.cast(i_bh % num_heads, tl.int64), tl.cast(i_bh // num_heads, tl.int64)
     o_s = tl.arange(0, AT_ONCE)
+    part_l = part_m + tl.cast(num_splits, tl.int64) * num_rows
     # [AT_ONCE]
     b_top = tl.full([AT_ONCE], float("-inf"), tl.float32)
     for i_s in range(0, num_splits, AT_ONCE):
-        p = part_lse + (i_s + o_s).to(tl.int64) * num_rows + i_row
+        p = part_m + (i_s + o_s).to(tl.int64) * num_rows + i_row
         b_top = tl.maximum(b_top, tl.load(p, mask=i_s + o_s < num_splits, other=float("-inf")))
     m_i = tl.max(b_top, 0)
+    m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
     l_i = 0.0
-    if sinks is not None:
-        b_sink = tl.load(sinks + i_h).to(tl.float32)
-        m_i = tl.maximum(m_i, b_sink)
-        l_i = tl.exp2((b_sink - tl.where(m_i == float("-inf"), 0.0, m_i)) * LOG2E)
-    b_m = tl.where(m_i == float("-inf"), 0.0, m_i)
     acc0 = tl.zeros([DV0], tl.float32)
     acc1 = tl.zeros([DV1], tl.float32) if DV1 > 0 else acc0
     for i_s in range(0, num_splits, AT_ONCE):
         m_s = i_s + o_s < num_splits
         o_part = (i_s + o_s).to(tl.int64) * num_rows + i_row
-        b_share = tl.exp2((tl.load(part_lse + o_part, mask=m_s, other=float("-inf")) - b_m) * LOG2E)
+        b_l = tl.load(part_l + o_part, mask=m_s, other=0.0)
+        b_share = tl.exp2((tl.load(part_m + o_part, mask=m_s, other=float("-inf")) - m_i) * factor)
+        b_share = tl.where(b_l == 0.0, 0.0, b_share * b_l)
         l_i += tl.sum(b_share, 0)
         acc0 += tl.sum(b_share[:, None] * load_tile(parts, o_part * DV, m_s, 1, 0, DV, DV0, ""), 0)
         if DV1 > 0:
             acc1 += tl.sum(b_share[:, None] * load_tile(parts, o_part * DV, m_s, 1, DV0, DV, DV1, ""), 0)
+    b_m = m_i * unit
+    if sinks is not None:
+        b_sink = tl.load(sinks + i_h).to(tl.float32)
+        b_top = tl.maximum(tl.where(l_i == 0.0, float("-inf"), b_m), b_sink)
+        b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
+        b_older = tl.where(l_i == 0.0, 0.0, tl.exp2((b_m - b_top) * LOG2E))
+        l_i = l_i * b_older + tl.exp2((b_sink - b_top) * LOG2E)
+        acc0, acc1, b_m = acc0 * b_older, acc1 * b_older, b_top
     b_l = tl.where(l_i == 0.0, 1.0, l_i)
     if lse is not None:
         b_lse = tl.where(l_i == 0.0, float("-inf"), b_m + tl.log2(b_l) * LN2)
@@ -92,23 +102,27 @@ def run(
         return out, lse
     shape = (num_splits * batch, num_q_heads, seqlen_q)
     parts = runtime.scratch((*shape, head_dim_v), q.device)
-    part_lse = runtime.scratch(shape, q.device)
-    attend_call(prepared, q, k, v, parts, part_lse, args, split_keys=size, num_splits=num_splits)
-    merge(prepared, parts, part_lse, out, lse if args.need_lse else None, args, num_splits)
+    part_m = runtime.scratch((2 * shape[0], *shape[1:]), q.device)
+    attend_call(prepared, q, k, v, parts, part_m, args, split_keys=size, num_splits=num_splits)
+    unit = 1.0 if arguments.flags(q, args).CHANGED else abs(arguments.scale_of(q, args))
+    merge(prepared, parts, part_m, out, lse if args.need_lse else None, args, num_splits, unit)
     return out, lse
 
 
 def merge(
-    prepared: Prepared, parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None, args: Arguments,
-    num_splits: int,
+    prepared: Prepared, parts: Tensor, part_m: Tensor, out: Tensor, lse: Tensor | None, args: Arguments,
+    num_splits: int, unit: float,
 ) -> None:  # fmt: skip
-    """The splits' outputs as one; the sinks join here."""
+    """The splits' outputs as one; the sinks join here. Their m in units of `unit`, a natural number."""
     batch, num_heads, seqlen_q, head_dim_v = out.shape
     first, second = split_dim(head_dim_v)
     sinks = None if args.sinks is None else arguments.operands(args, parts).sinks
     v_out, rows = arguments.view(out), None if lse is None else arguments.rows(lse)
     num_rows = batch * num_heads * seqlen_q
-    everything = parts, part_lse, v_out, rows, sinks, num_heads, seqlen_q, num_rows, num_splits
+    everything = (
+        parts, part_m, v_out, rows, sinks, num_heads, seqlen_q, num_rows, num_splits, unit,
+        unit * arguments.LOG2E,
+    )  # fmt: skip
     constants = {"DV": head_dim_v, "DV0": first, "DV1": second, "AT_ONCE": AT_ONCE, "num_warps": 4}
     strides = runtime.signature(v_out[1:]), rows if rows is None else runtime.signature(rows[1:])
     key = strides, runtime.aligned(out, lse, sinks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyflash.backends.triton import arguments, runtime, tiles
+from polyflash.backends.triton.config_types import product_of
 from polyflash.backends.triton.forward_kernel import attend
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Ready(NamedTuple):
 class Prepared:
     """What a route keeps between calls."""
 
-    __slots__ = ("config", "cores", "kernels", "least", "merges", "ready", "target")
+    __slots__ = ("config", "cores", "kernels", "least", "merges", "product", "ready", "target")
 
     def __init__(self, launch: Launch) -> None:
         self.config: Any = launch.config
@@ -62,6 +63,7 @@ class Prepared:
         self.merges = runtime.Kernels()  # of the splits
         self.least = tiles.least_channels(launch.target, launch.config.block_m)
         self.target = launch.target
+        self.product = product_of(launch.config, launch.spec, launch.target)
         tiles.check_stages(launch.target, self.config.num_stages)
 
     def ready_for(
@@ -118,10 +120,11 @@ class Prepared:
             "AGAIN_STAGES": tiles.again_stages(
                 self.target, config.num_stages, q.element_size(), max(head_dim, head_dim_v)
             ),
-            "PACK": config.pack_gqa, **flags._asdict(), "BASE2": config.base2,
+            "PACK": config.pack_gqa, **flags._asdict(), "BASE2": config.base2, "PRODUCT": self.product,
             "SPLIT_EXP": getattr(config, "split_exp", 1),
             "LAZY": getattr(config, "lazy_rescale", False) and not flags.DROPOUT,
             "LATE_SUM": getattr(config, "late_sum", False),
+            "COMPENSATE": getattr(config, "compensate", True),
             "THREADS": 32 * config.num_warps if self.target.name.startswith("cuda") else 0,
             "HOLD_Q": getattr(config, "hold_q", False),
             "MASK_ADD": getattr(config, "mask_by", "compare") == "add",

@@ -76,6 +76,7 @@ def attend_block(
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr,
     WHOLE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, FUSED: tl.constexpr,
     CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
+    PRODUCT: tl.constexpr,
     SPLIT_EXP: tl.constexpr, LAZY: tl.constexpr, THREADS: tl.constexpr, MASK_ADD: tl.constexpr,
     DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
@@ -92,12 +93,12 @@ def attend_block(
     # [BLOCK_M, BLOCK_N]
     b_s = tl.zeros([o_i.shape[0], BLOCK_N], tl.float32)
     b_k = load_block(k, k1, i_t, i_hkv, first_k, j_0, o_k, m_n, 0, D, D0, BLOCK_N, True, DESCRIPTOR, CACHE)
-    b_s = product(b_q0, b_k, b_s)
+    b_s = product(b_q0, b_k, b_s, PRODUCT)
     if D1 > 0:
         b_k = load_block(
             k, k1, i_t, i_hkv, first_k, j_0, o_k, m_n, D0, D, D1, BLOCK_N, True, DESCRIPTOR, CACHE
         )
-        b_s = product(b_q1, b_k, b_s)
+        b_s = product(b_q1, b_k, b_s, PRODUCT)
     if CHANGED:
         m_pair = (o_i < rows)[:, None] & m_n[None, :]
         b_s, _ = change_scores(b_s, x, i_b, o_i, o_h, o_n, m_pair, position, scale, softcap, SOFTCAP)
@@ -142,9 +143,9 @@ def attend_block(
         b_v0 = finite(b_v0)
         if DV1 > 0:
             b_v1 = finite(b_v1)
-    acc0, lost0 = accumulate(acc0, lost0, b_p, b_v0, alpha)
+    acc0, lost0 = accumulate(acc0, lost0, b_p, b_v0, alpha, PRODUCT)
     if DV1 > 0:
-        acc1, lost1 = accumulate(acc1, lost1, b_p, b_v1, alpha)
+        acc1, lost1 = accumulate(acc1, lost1, b_p, b_v1, alpha, PRODUCT)
     return m_i, (l_i, acc0, acc1), (l_lost, lost0, lost1)
 
 
@@ -155,6 +156,7 @@ def attend_blocks(
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     WHOLE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, FUSED: tl.constexpr,
     CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
+    PRODUCT: tl.constexpr,
     SPLIT_EXP: tl.constexpr, LAZY: tl.constexpr, THREADS: tl.constexpr, MASK_ADD: tl.constexpr,
     DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +169,7 @@ def attend_blocks(
             m_i, sums, lost = attend_block(
                 i_n, full_lo, full_hi, far, m_i, sums, lost, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x,
                 numbers, D, D0, D1, DV, DV0, DV1, BLOCK_N, WHOLE, MASKED, CLEAN, FUSED, CHANGED,
-                SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, LAZY, THREADS, MASK_ADD, DESCRIPTOR, CACHE,
+                SOFTCAP, DROPOUT, BASE2, PRODUCT, SPLIT_EXP, LAZY, THREADS, MASK_ADD, DESCRIPTOR, CACHE,
             )  # fmt: skip
     return m_i, sums, lost
 
@@ -179,8 +181,10 @@ def attend_tile(
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     AGAIN_STAGES: tl.constexpr, PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, LAZY: tl.constexpr,
-    LATE_SUM: tl.constexpr, THREADS: tl.constexpr, HOLD_Q: tl.constexpr, MASK_ADD: tl.constexpr,
+    DROPOUT: tl.constexpr, BASE2: tl.constexpr, PRODUCT: tl.constexpr, SPLIT_EXP: tl.constexpr,
+    LAZY: tl.constexpr,
+    LATE_SUM: tl.constexpr, COMPENSATE: tl.constexpr, THREADS: tl.constexpr, HOLD_Q: tl.constexpr,
+    MASK_ADD: tl.constexpr,
     HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
     SPLIT: tl.constexpr, ALWAYS_MASKED: tl.constexpr, WHOLE: tl.constexpr, visits,
 ):  # fmt: skip
@@ -239,7 +243,7 @@ def attend_tile(
         acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
         acc1 = tl.zeros([BLOCK_M, DV1], tl.float32) if DV1 > 0 else acc0
         EXACT: tl.constexpr = q.p.dtype.element_ty == tl.float32
-        lost = (l_i, acc0, acc1) if EXACT else (l_i, l_i, l_i)  # otherwise nothing of them is kept
+        lost = (l_i, acc0, acc1) if EXACT and COMPENSATE else (l_i, l_i, l_i)  # without planes none is kept
         if LATE_SUM and not EXACT:
             l_i = tl.zeros([BLOCK_M, SUMS], tl.float32)
         fresh = (m_i, (l_i, acc0, acc1), lost)
@@ -247,11 +251,12 @@ def attend_tile(
         tile, place = (o_i, o_h, o_lo if BELOW else None, o_hi), (
             i_b, i_batch, i_hkv, first_k, rows, live, position, i_b * (num_heads * G if PACK else num_heads),
         )  # fmt: skip
-        FUSED: tl.constexpr = not (EXACT or CHANGED)
+        # Splits are merged by their maxima, so those are units of s, which no rounding has touched.
+        FUSED: tl.constexpr = not (EXACT or CHANGED or SPLIT)
         state = attend_blocks(
             n_lo, n_hi, full_lo, full_hi, None, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
             D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, WHOLE, ALWAYS_MASKED, False, FUSED, CHANGED,
-            SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, LAZY, THREADS, MASK_ADD, DESCRIPTOR, CACHE,
+            SOFTCAP, DROPOUT, BASE2, PRODUCT, SPLIT_EXP, LAZY, THREADS, MASK_ADD, DESCRIPTOR, CACHE,
         )  # fmt: skip
         state = summed(state)
         units = numbers[0]
@@ -262,7 +267,8 @@ def attend_tile(
                 state = attend_blocks(
                     n_lo, n_hi, n_lo, n_lo, far, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
                     D, D0, D1, DV, DV0, DV1, BLOCK_N, AGAIN_STAGES, WHOLE, not WHOLE, not WHOLE, FUSED,
-                    CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, LAZY, THREADS, MASK_ADD, DESCRIPTOR, CACHE,
+                    CHANGED, SOFTCAP, DROPOUT, BASE2, PRODUCT, SPLIT_EXP, LAZY, THREADS, MASK_ADD,
+                    DESCRIPTOR, CACHE,
                 )  # fmt: skip
                 state = summed(state)
         if FUSED:
@@ -273,8 +279,8 @@ def attend_tile(
         elif NEGATIVE:
             units = -units
         o_out, b_none = finalize(
-            state, out, lse, x, i_b, i_batch, batch, i_s, o_h, first_q + o_i, m_row, units, DV, DV0, DV1,
-            SPLIT, EXACT,
+            state, out, lse, x, i_b, i_batch, batch, i_s, num_splits, o_h, first_q + o_i, m_row, units, DV,
+            DV0, DV1, SPLIT, EXACT,
         )  # fmt: skip
         if not WHOLE:
             if spoiled:
@@ -318,18 +324,21 @@ def is_spoiled(state, far, WHOLE: tl.constexpr, DV1: tl.constexpr):
 
 @triton.jit
 def finalize(
-    state, out, lse, x, i_b, i_batch, batch, i_s, o_h, o_row, m_row, units,
+    state, out, lse, x, i_b, i_batch, batch, i_s, num_splits, o_h, o_row, m_row, units,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """out = acc / l and lse, or those of one split, to which no sink belongs yet. A row that saw no key is 0
-    and -inf. m times `units`, of the tile or of each row, is natural. Returns where the rows of out are, and
-    which have no weights."""
+    """out = acc / l and lse; of one split out, m and, `num_splits` further on, l,
+    to which no sink belongs yet.
+    A row that saw no key is 0 and -inf. m times `units`, of the tile or of each row, is natural. Returns
+    where the rows of out are, and which have no weights."""
     m_i, sums, lost = state
     l_i, acc0, acc1 = sums
     if EXACT:  # so that a block of which a row sees nothing changes no bit of it
         l_lost, lost0, lost1 = lost
-        l_i, acc0, acc1 = l_i + l_lost, acc0 + lost0, acc1 + lost1
-    b_m = tl.where(l_i == 0.0, float("-inf"), m_i * units)
+        l_i = l_i + l_lost
+        if len(lost0.shape) == 2:
+            acc0, acc1 = acc0 + lost0, acc1 + lost1
+    b_m = tl.where(l_i == 0.0, float("-inf"), m_i if SPLIT else m_i * units)
     if not SPLIT and x.sinks is not None:
         b_sink = tl.load(x.sinks + o_h, mask=m_row & (i_b < batch), other=float("-inf")).to(tl.float32)
         b_top = tl.maximum(b_m, b_sink)
@@ -341,9 +350,13 @@ def finalize(
     b_none = l_i == 0.0
     b_l = tl.where(b_none, 1.0, l_i)
     if lse is not None:
-        b_lse = tl.where(b_none, float("-inf"), b_m + tl.log2(b_l) * LN2)
         o_lse = tl.cast(i_batch + i_s * batch if SPLIT else i_batch, tl.int64) * lse.b
-        tl.store(lse.p + o_lse + o_h.to(tl.int64) * lse.h + o_row.to(tl.int64) * lse.s, b_lse, mask=m_row)
+        p_lse = lse.p + o_lse + o_h.to(tl.int64) * lse.h + o_row.to(tl.int64) * lse.s
+        if SPLIT:
+            tl.store(p_lse, b_m, mask=m_row)
+            tl.store(p_lse + tl.cast(num_splits * batch, tl.int64) * lse.b, l_i, mask=m_row)
+        else:
+            tl.store(p_lse, tl.where(b_none, float("-inf"), b_m + tl.log2(b_l) * LN2), mask=m_row)
     o_out = tl.cast(i_batch + i_s * batch if SPLIT else i_batch, tl.int64) * out.b
     o_out += o_h.to(tl.int64) * out.h + o_row.to(tl.int64) * out.s
     if EXACT:
@@ -371,8 +384,10 @@ def attend(
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     AGAIN_STAGES: tl.constexpr, PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, BASE2: tl.constexpr, SPLIT_EXP: tl.constexpr, LAZY: tl.constexpr,
-    LATE_SUM: tl.constexpr, THREADS: tl.constexpr, HOLD_Q: tl.constexpr, MASK_ADD: tl.constexpr,
+    DROPOUT: tl.constexpr, BASE2: tl.constexpr, PRODUCT: tl.constexpr, SPLIT_EXP: tl.constexpr,
+    LAZY: tl.constexpr,
+    LATE_SUM: tl.constexpr, COMPENSATE: tl.constexpr, THREADS: tl.constexpr, HOLD_Q: tl.constexpr,
+    MASK_ADD: tl.constexpr,
     HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
     SPLIT: tl.constexpr, ALWAYS_MASKED: tl.constexpr, WHOLE: tl.constexpr, PERSISTENT: tl.constexpr,
     LINEAR: tl.constexpr,
@@ -390,7 +405,8 @@ def attend(
             attend_tile(
                 i_m, i_head, i_b, i_s, q, q0, q1, k, k1, v, v1, values, out, lse, x, numbers, sizes,
                 D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, AGAIN_STAGES, PACK, HAS_OFFSET,
-                HAS_LEFT, HAS_RIGHT, NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, LAZY, LATE_SUM,
+                HAS_LEFT, HAS_RIGHT, NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, PRODUCT, SPLIT_EXP, LAZY,
+                LATE_SUM, COMPENSATE,
                 THREADS, HOLD_Q, MASK_ADD, HEAVY_FIRST, DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, WHOLE,
                 visits,
             )  # fmt: skip
@@ -402,6 +418,8 @@ def attend(
         attend_tile(
             i_m, i_head, i_b, i_s, q, q0, q1, k, k1, v, v1, values, out, lse, x, numbers, sizes,
             D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, AGAIN_STAGES, PACK, HAS_OFFSET, HAS_LEFT,
-            HAS_RIGHT, NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, SPLIT_EXP, LAZY, LATE_SUM, THREADS, HOLD_Q,
+            HAS_RIGHT, NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, PRODUCT, SPLIT_EXP, LAZY, LATE_SUM,
+            COMPENSATE,
+            THREADS, HOLD_Q,
             MASK_ADD, HEAVY_FIRST, DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, WHOLE, visits,
         )  # fmt: skip

@@ -165,7 +165,8 @@ def walk_rows(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     PACK: tl.constexpr, ALWAYS_MASKED: tl.constexpr, FINITE: tl.constexpr, CHANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr, DK: tl.constexpr, DVS: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr, PRODUCT: tl.constexpr,
+    DK: tl.constexpr, DVS: tl.constexpr,
 ):  # fmt: skip
     """Adds what row blocks [m_lo, m_hi) give to dk and dv of one key block. One loop, in which blocks outside
     [full_lo, full_hi) are masked: keys that several loops read would stay in registers between them."""
@@ -184,10 +185,10 @@ def walk_rows(
         # [BLOCK_N, BLOCK_M]
         b_q0 = load_tile(q.p, o_q, m_row, q.d, 0, D, D0, "")
         b_q1 = b_q0
-        b_st = product(b_k0, tl.trans(b_q0), tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
+        b_st = product(b_k0, tl.trans(b_q0), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), PRODUCT)
         if D1 > 0:
             b_q1 = load_tile(q.p, o_q, m_row, q.d, D0, D, D1, "")
-            b_st = product(b_k1, tl.trans(b_q1), b_st)
+            b_st = product(b_k1, tl.trans(b_q1), b_st, PRODUCT)
         b_cap = 0.0
         if CHANGED:
             m_pair = m_row[:, None] & m_n[None, :]
@@ -217,23 +218,23 @@ def walk_rows(
             b_w = b_w.to(b_do0.dtype)
             if not FINITE:
                 odd = odd | has_nonfinite(b_do0)
-                dv0 = product(b_w, finite(b_do0), dv0)
+                dv0 = product(b_w, finite(b_do0), dv0, PRODUCT)
             else:
-                dv0 = product(b_w, b_do0, dv0)
+                dv0 = product(b_w, b_do0, dv0, PRODUCT)
             if DV1 > 0:
                 if not FINITE:
                     odd = odd | has_nonfinite(b_do1)
-                    dv1 = product(b_w, finite(b_do1), dv1)
+                    dv1 = product(b_w, finite(b_do1), dv1, PRODUCT)
                 else:
-                    dv1 = product(b_w, b_do1, dv1)
+                    dv1 = product(b_w, b_do1, dv1, PRODUCT)
         if DK or dq_sum is not None:
             b_delta = tl.load(delta.p + i_w + tl.arange(0, BLOCK_M))
             b_dpt = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             if not DROPOUT:  # the product starts where it has to end up: no register keeps delta meanwhile
                 b_dpt -= b_delta[None, :]
-            b_dpt = product(b_v0, tl.trans(b_do0), b_dpt)
+            b_dpt = product(b_v0, tl.trans(b_do0), b_dpt, PRODUCT)
             if DV1 > 0:
-                b_dpt = product(b_v1, tl.trans(b_do1), b_dpt)
+                b_dpt = product(b_v1, tl.trans(b_do1), b_dpt, PRODUCT)
             if DROPOUT:
                 b_dpt = tl.where(b_kept, b_dpt * keep_scale, 0.0) - b_delta[None, :]
             b_dst = b_pt * b_dpt
@@ -246,14 +247,14 @@ def walk_rows(
                     b_q1 = finite(b_q1)
             b_dst = b_dst.to(b_q0.dtype)
             if DK:
-                dk0 = product(b_dst, b_q0, dk0)
+                dk0 = product(b_dst, b_q0, dk0, PRODUCT)
                 if D1 > 0:
-                    dk1 = product(b_dst, b_q1, dk1)
+                    dk1 = product(b_dst, b_q1, dk1, PRODUCT)
             if dq_sum is not None:
                 o_dq = head_offsets(dq_sum, i_batch, o_h, first_q + o_i)
-                add_atomically(dq_sum, o_dq, m_row, tl.trans(b_dst), b_k0, 0, D, D0, BLOCK_M)
+                add_atomically(dq_sum, o_dq, m_row, tl.trans(b_dst), b_k0, 0, D, D0, BLOCK_M, PRODUCT)
                 if D1 > 0:
-                    add_atomically(dq_sum, o_dq, m_row, tl.trans(b_dst), b_k1, D0, D, D1, BLOCK_M)
+                    add_atomically(dq_sum, o_dq, m_row, tl.trans(b_dst), b_k1, D0, D, D1, BLOCK_M, PRODUCT)
     if DVS and not FINITE:
         if odd:
             dv0 = add_nonfinite_rows(
@@ -280,9 +281,9 @@ def turned_pairs(x, i_b, o_i, o_h, o_n, m_n, b_lse, rows, live, limits, FINITE: 
 
 @triton.jit
 def add_atomically(dq_sum, o_dq, m_row, b_ds, b_k, FIRST: tl.constexpr, DIM: tl.constexpr,
-                   BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+                   BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRODUCT: tl.constexpr):  # fmt: skip
     """Adds ds @ k to float32 sums that all key blocks share, in whatever order they come."""
-    b_dq = product(b_ds, finite(b_k), tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
+    b_dq = product(b_ds, finite(b_k), tl.zeros([BLOCK_M, BLOCK_D], tl.float32), PRODUCT)
     o_d = FIRST + tl.arange(0, BLOCK_D)
     m = m_row[:, None] & (o_d < DIM)[None, :]
     tl.atomic_add(dq_sum.p + o_dq[:, None] + o_d[None, :] * dq_sum.d, b_dq, mask=m, sem="relaxed")
@@ -301,6 +302,7 @@ def dkv_tile(
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
+    PRODUCT: tl.constexpr,
     ALWAYS_MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key block of one key/value head, over all rows of all its query heads that see it."""
@@ -340,7 +342,7 @@ def dkv_tile(
         state = walk_rows(
             m_lo, m_hi, full_lo, full_hi, state, b_k0, b_k1, b_v0, b_v1, i_hkv * group, group, j_0, o_n, m_n,
             place, limits, q, dout, lse, delta, dq_sum, x, numbers, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N,
-            NUM_STAGES, PACK, ALWAYS_MASKED, FINITE, CHANGED, SOFTCAP, DROPOUT, BASE2, DK, DVS,
+            NUM_STAGES, PACK, ALWAYS_MASKED, FINITE, CHANGED, SOFTCAP, DROPOUT, BASE2, PRODUCT, DK, DVS,
         )  # fmt: skip
         dk0, dk1, dv0, dv1 = state
         m_key = o_n < keys
@@ -365,6 +367,7 @@ def make_dkv(
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
+    PRODUCT: tl.constexpr,
     ALWAYS_MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """One program per key block; does nothing unless all operands are finite. Without FINITE the same for
@@ -377,7 +380,8 @@ def make_dkv(
             dkv_tile(
                 tl.program_id(0), q, k, v, dout, lse, delta, dk, dv, dq_sum, x, visits, sizes, numbers,
                 D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES,
-                PACK, HAS_OFFSET, HAS_LEFT, HAS_RIGHT, CHANGED, SOFTCAP, DROPOUT, BASE2, ALWAYS_MASKED, True,
+                PACK, HAS_OFFSET, HAS_LEFT, HAS_RIGHT, CHANGED, SOFTCAP, DROPOUT, BASE2, PRODUCT,
+                ALWAYS_MASKED, True,
             )  # fmt: skip
     else:
         if tl.load(odd) != 0:
@@ -385,7 +389,8 @@ def make_dkv(
                 dkv_tile(
                     i_t, q, k, v, dout, lse, delta, dk, dv, dq_sum, x, visits, sizes, numbers,
                     D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES,
-                    PACK, HAS_OFFSET, HAS_LEFT, HAS_RIGHT, CHANGED, SOFTCAP, DROPOUT, BASE2, ALWAYS_MASKED,
+                    PACK, HAS_OFFSET, HAS_LEFT, HAS_RIGHT, CHANGED, SOFTCAP, DROPOUT, BASE2, PRODUCT,
+                    ALWAYS_MASKED,
                     False,
                 )  # fmt: skip
 
@@ -397,7 +402,7 @@ def walk_keys(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    BASE2: tl.constexpr,
+    BASE2: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """Adds what key blocks [n_lo, n_hi) give to dq of one row tile. Blocks outside [full_lo, full_hi) hide
     pairs; MASKED all may, and what is behind them may be anything."""
@@ -418,16 +423,16 @@ def walk_keys(
         b_ds = differentiate_tile(
             b_q0, b_q1, b_k0, b_k1, b_v0, b_v1, b_do0, b_do1, b_lse, b_delta, rows_of_tile, place, j_0, o_n,
             m_n, (i_n < full_lo) | (i_n >= full_hi), x, numbers, D1, DV1, BLOCK_M, BLOCK_N, MASKED, CHANGED,
-            SOFTCAP, DROPOUT, BASE2, True,
+            SOFTCAP, DROPOUT, BASE2, PRODUCT, True,
         )  # fmt: skip
         if MASKED:
             b_k0 = finite(b_k0)
             if D1 > 0:
                 b_k1 = finite(b_k1)
         b_ds = b_ds.to(b_k0.dtype)
-        dq0 = product(b_ds, b_k0, dq0)
+        dq0 = product(b_ds, b_k0, dq0, PRODUCT)
         if D1 > 0:
-            dq1 = product(b_ds, b_k1, dq1)
+            dq1 = product(b_ds, b_k1, dq1, PRODUCT)
     return dq0, dq1
 
 
@@ -437,6 +442,7 @@ def differentiate_tile(
     hides, x, numbers,
     D1: tl.constexpr, DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
+    PRODUCT: tl.constexpr,
     BELOW_CAP: tl.constexpr,
 ):  # fmt: skip
     """ds of one tile, [BLOCK_M, BLOCK_N], 0 for hidden pairs if the block `hides` any or is MASKED; with
@@ -444,17 +450,17 @@ def differentiate_tile(
     o_i, o_h, _o_lo, _o_hi = rows_of_tile
     i_b, _i_batch, _i_hkv, _first_k, rows, _live, position, i_plane = place
     scale, softcap, seed_lo, seed_hi, drop_below, keep_scale = numbers
-    b_s = product(b_q0, tl.trans(b_k0), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+    b_s = product(b_q0, tl.trans(b_k0), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRODUCT)
     if D1 > 0:
-        b_s = product(b_q1, tl.trans(b_k1), b_s)
+        b_s = product(b_q1, tl.trans(b_k1), b_s, PRODUCT)
     b_cap = 0.0
     if CHANGED:
         m_pair = (o_i < rows)[:, None] & m_n[None, :]
         b_s, b_cap = change_scores(b_s, x, i_b, o_i, o_h, o_n, m_pair, position, scale, softcap, SOFTCAP)
     b_p = recompute(b_s, b_lse[:, None], scale, CHANGED, BASE2)
-    b_dp = product(b_do0, tl.trans(b_v0), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+    b_dp = product(b_do0, tl.trans(b_v0), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRODUCT)
     if DV1 > 0:
-        b_dp = product(b_do1, tl.trans(b_v1), b_dp)
+        b_dp = product(b_do1, tl.trans(b_v1), b_dp, PRODUCT)
     if DROPOUT:
         b_kept = keep(i_plane + o_h, o_i, j_0, seed_lo, seed_hi, drop_below, BLOCK_N)
         b_dp = tl.where(b_kept, b_dp * keep_scale, 0.0)
@@ -486,6 +492,7 @@ def make_dq(
     DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
+    PRODUCT: tl.constexpr,
     ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of rows of one query head, with PACK of all query heads of one key/value head;
@@ -533,19 +540,19 @@ def make_dq(
             state = walk_keys(
                 n_lo, n_hi, n_lo, n_lo, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, tile, place, k, v, x,
                 numbers, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP,
-                DROPOUT, BASE2,
+                DROPOUT, BASE2, PRODUCT,
             )  # fmt: skip
         elif tl.load(odd) == 0:
             state = walk_keys(
                 n_lo, n_hi, full_lo, full_hi, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, tile, place, k,
                 v, x, numbers, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, False, CHANGED, SOFTCAP,
-                DROPOUT, BASE2,
+                DROPOUT, BASE2, PRODUCT,
             )  # fmt: skip
         else:
             state = walk_keys(
                 n_lo, n_hi, n_lo, n_lo, state, b_q0, b_q1, b_do0, b_do1, b_lse, b_delta, tile, place, k, v, x,
                 numbers, D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP,
-                DROPOUT, BASE2,
+                DROPOUT, BASE2, PRODUCT,
             )  # fmt: skip
         dq0, dq1 = state
         o_q = head_offsets(dq, i_batch, o_h, o_row)

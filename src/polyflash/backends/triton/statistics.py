@@ -29,6 +29,7 @@ from polyflash.backends.triton.blocks import (
     unravel,
     visible_pairs,
 )
+from polyflash.backends.triton.config_types import product_of
 from polyflash.backends.triton.forward import element_masked
 from polyflash.backends.triton.gradient_kernels import row_range
 from polyflash.backends.triton.tiles import split_dim
@@ -53,12 +54,13 @@ def load_lse(lse, i_b, i_h, o_row, m_row):
 def logits(
     b_q0, b_q1, b_k0, b_k1, o_i, o_h, o_n, m_n, b_lse, place, limits, x, scale, softcap,
     D1: tl.constexpr, MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """Scores in natural units, -inf where hidden, and ln p, [BLOCK_M, BLOCK_N]."""
     i_b, rows, live, position = place
-    b_s = product(b_q0, tl.trans(b_k0), tl.zeros([o_i.shape[0], o_n.shape[0]], tl.float32))
+    b_s = product(b_q0, tl.trans(b_k0), tl.zeros([o_i.shape[0], o_n.shape[0]], tl.float32), PRODUCT)
     if D1 > 0:
-        b_s = product(b_q1, tl.trans(b_k1), b_s)
+        b_s = product(b_q1, tl.trans(b_k1), b_s, PRODUCT)
     if CHANGED:
         m_pair = (o_i < rows)[:, None] & m_n[None, :]
         b_s, _ = change_scores(b_s, x, i_b, o_i, o_h, o_n, m_pair, position, scale, softcap, SOFTCAP)
@@ -78,7 +80,7 @@ def logits(
 def walk_rows(
     m_lo, m_hi, acc, b_k0, b_k1, o_n, m_n, i_h, i_batch, first_q, place, limits, q, lse, x, scale, softcap,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr, NUM_STAGES: tl.constexpr,
-    MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_M, BLOCK_N] and the weights of row blocks [m_lo, m_hi)."""
     _i_b, rows, _live, _position = place
@@ -92,7 +94,7 @@ def walk_rows(
         b_lse = load_lse(lse, i_batch, i_h, first_q + o_i, m_row)
         _, b_x = logits(
             b_q0, b_q1, b_k0, b_k1, o_i, o_h, o_n, m_n, b_lse, place, limits, x, scale, softcap, D1, MASKED,
-            CHANGED, SOFTCAP,
+            CHANGED, SOFTCAP, PRODUCT,
         )  # fmt: skip
         acc += tl.exp2(b_x * LOG2E)
     return acc
@@ -103,7 +105,8 @@ def sum_columns(
     q, k, lse, sums, x, batch, num_heads, group, seqlen_q, seqlen_k, num_tiles, offset, left, right, scale,
     softcap, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, PRODUCT: tl.constexpr,
+    ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """What one query head gives to each key of one block."""
     i_n, i_h, i_b = unravel(tl.program_id(0), num_tiles, num_heads)
@@ -128,16 +131,16 @@ def sum_columns(
             full_lo, full_hi = m_hi, m_hi
         acc = walk_rows(
             m_lo, full_lo, acc, b_k0, b_k1, o_n, m_n, i_h, i_batch, first_q, place, limits, q, lse, x,
-            scale, softcap, D, D0, D1, BLOCK_M, NUM_STAGES, True, CHANGED, SOFTCAP,
+            scale, softcap, D, D0, D1, BLOCK_M, NUM_STAGES, True, CHANGED, SOFTCAP, PRODUCT,
         )  # fmt: skip
         if not ALWAYS_MASKED:
             acc = walk_rows(
                 full_lo, full_hi, acc, b_k0, b_k1, o_n, m_n, i_h, i_batch, first_q, place, limits, q, lse,
-                x, scale, softcap, D, D0, D1, BLOCK_M, NUM_STAGES, False, CHANGED, SOFTCAP,
+                x, scale, softcap, D, D0, D1, BLOCK_M, NUM_STAGES, False, CHANGED, SOFTCAP, PRODUCT,
             )  # fmt: skip
             acc = walk_rows(
                 full_hi, m_hi, acc, b_k0, b_k1, o_n, m_n, i_h, i_batch, first_q, place, limits, q, lse, x,
-                scale, softcap, D, D0, D1, BLOCK_M, NUM_STAGES, True, CHANGED, SOFTCAP,
+                scale, softcap, D, D0, D1, BLOCK_M, NUM_STAGES, True, CHANGED, SOFTCAP, PRODUCT,
             )  # fmt: skip
         p = sums.p + row_offsets(sums, i_batch, i_h, first_k + o_n)
         tl.store(p, tl.sum(acc, 0), mask=o_n < keys)
@@ -148,6 +151,7 @@ def walk_keys(
     n_lo, n_hi, state, b_q0, b_q1, b_lse, o_i, o_h, i_hkv, i_batch, first_k, place, limits, k, x, scale,
     softcap, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr, MASKED: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """Entropy and largest score over key blocks [n_lo, n_hi) too; a score that is NaN is no maximum."""
     b_entropy, b_top = state
@@ -160,7 +164,7 @@ def walk_keys(
         b_k1 = load_tile(k.p, o_k, m_n, k.d, D0, D, D1, "") if D1 > 0 else b_k0
         b_s, b_x = logits(
             b_q0, b_q1, b_k0, b_k1, o_i, o_h, o_n, m_n, b_lse, place, limits, x, scale, softcap, D1, MASKED,
-            CHANGED, SOFTCAP,
+            CHANGED, SOFTCAP, PRODUCT,
         )  # fmt: skip
         b_p = tl.exp2(b_x * LOG2E)
         b_entropy -= tl.sum(tl.where(b_p == 0.0, 0.0, b_p * b_x), 1)
@@ -177,7 +181,8 @@ def measure_rows(
     right, scale, softcap,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
+    CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, PRODUCT: tl.constexpr,
+    ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Entropy and largest score of the rows of one tile of one query head."""
     i_m, i_h, i_b = unravel(tl.program_id(0), num_tiles, num_heads)
@@ -205,16 +210,17 @@ def measure_rows(
             full_lo, full_hi = n_hi, n_hi
         state = walk_keys(
             n_lo, full_lo, state, b_q0, b_q1, b_lse, o_i, o_h, i_h // group, i_batch, first_k, place,
-            limits, k, x, scale, softcap, D, D0, D1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP,
+            limits, k, x, scale, softcap, D, D0, D1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, PRODUCT,
         )  # fmt: skip
         if not ALWAYS_MASKED:
             state = walk_keys(
                 full_lo, full_hi, state, b_q0, b_q1, b_lse, o_i, o_h, i_h // group, i_batch, first_k, place,
                 limits, k, x, scale, softcap, D, D0, D1, BLOCK_N, NUM_STAGES, False, CHANGED, SOFTCAP,
+                PRODUCT,
             )  # fmt: skip
             state = walk_keys(
                 full_hi, n_hi, state, b_q0, b_q1, b_lse, o_i, o_h, i_h // group, i_batch, first_k, place,
-                limits, k, x, scale, softcap, D, D0, D1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP,
+                limits, k, x, scale, softcap, D, D0, D1, BLOCK_N, NUM_STAGES, True, CHANGED, SOFTCAP, PRODUCT,
             )  # fmt: skip
         b_entropy, b_top = state
         if x.sinks is not None:
@@ -230,11 +236,12 @@ def measure_rows(
 class Prepared:
     """What a route keeps between calls: its kernels, and for each set of flags the constants they have."""
 
-    __slots__ = ("config", "constants", "kernels")
+    __slots__ = ("config", "constants", "kernels", "product")
 
     def __init__(self, launch: Launch) -> None:
         self.config: Any = launch.config
         self.kernels = runtime.Kernels()
+        self.product = product_of(launch.config, launch.spec, launch.target)
         self.constants: dict[Any, dict[str, Any]] = {}
 
     def constants_for(self, flags: arguments.Flags, head_dim: int, masked: bool) -> dict[str, Any]:
@@ -246,7 +253,8 @@ class Prepared:
                 "D": head_dim, "D0": d0, "D1": d1, "BLOCK_M": c.block_m, "BLOCK_N": c.block_n,
                 "NUM_STAGES": c.num_stages, "HAS_OFFSET": flags.HAS_OFFSET, "HAS_LEFT": flags.HAS_LEFT,
                 "HAS_RIGHT": flags.HAS_RIGHT, "CHANGED": flags.CHANGED, "SOFTCAP": flags.SOFTCAP,
-                "ALWAYS_MASKED": masked, "num_warps": c.num_warps, "num_stages": c.num_stages,
+                "PRODUCT": self.product, "ALWAYS_MASKED": masked, "num_warps": c.num_warps,
+                "num_stages": c.num_stages,
                 "enable_fp_fusion": False,  # scores are rounded as in the forward
             }  # fmt: skip
         return found

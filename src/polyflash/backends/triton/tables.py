@@ -178,7 +178,16 @@ HELD: dict[tuple[str, int], Held] = {
 # head-dim class -> the Tritons that hold it: the ptxas of 3.9 serialises such products at 64 (C7513).
 HELD_BY: dict[int, tuple[str, ...]] = {64: ("3.6",)}
 
-# float32 is multiplied as IEEE float32: on NVIDIA and RDNA without matrix instructions. Model unless said.
+# family -> how it multiplies float32, exactly: IEEE multiply-adds where nothing is said. Six bfloat16
+# products of three parts leave out less than those round, and run on matrix units: 3 to 10 times the rate on
+# an H200, where three TF32 products ("tf32x3") had 0.4 to 1.0 of theirs.
+EXACT: dict[str, str] = {"hopper": "bf16x6"}
+EXACT_DIMS = 256  # head dims up to: beyond, parts of Q alone fill the registers
+# head dims above this add outputs of blocks without keeping what float32 loses, where that is EXACT: a
+# second accumulator spills. H200: 71 TFLOP/s against 51 (head dim 128).
+UNCOMPENSATED = 64
+
+# As IEEE float32: on NVIDIA and RDNA without matrix instructions. Model unless said.
 _CUDA_FLOAT32 = {
     32: Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     64: Tiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),  # compiled [108]; 4 warps spill 1028 B
@@ -192,6 +201,12 @@ _ROOMY_FLOAT32 = {
     192: Tiles(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
     256: Tiles(Tile(32, 32, 8, 2), Tile(32, 16, 8, 2)),
     576: Tiles(Tile(16, 16, 8, 2), Tile(16, 16, 8, 2)),
+}
+_HOPPER_FLOAT32 = {  # by matrix units, see EXACT
+    **_ROOMY_FLOAT32,
+    32: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),  # model
+    64: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),  # H200
+    128: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),  # H200
 }
 _CDNA_FLOAT32 = {
     32: Tiles(Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
@@ -210,7 +225,7 @@ _RDNA_FLOAT32 = {
     576: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 FORWARD.update({(f, 4): _CUDA_FLOAT32 for f in ("ampere", "ada", "geforce")})
-FORWARD.update({("hopper", 4): _ROOMY_FLOAT32, ("blackwell", 4): _ROOMY_FLOAT32})
+FORWARD.update({("hopper", 4): _HOPPER_FLOAT32, ("blackwell", 4): _ROOMY_FLOAT32})
 FORWARD.update({("cdna", 4): _CDNA_FLOAT32, ("cdna4", 4): _CDNA_FLOAT32})
 FORWARD.update({("rdna3", 4): _RDNA_FLOAT32, ("rdna4", 4): _RDNA_FLOAT32})
 
@@ -281,6 +296,12 @@ _FLOAT32_BACKWARD = {  # model
     256: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
+_HOPPER_FLOAT32_BACKWARD = {
+    **_FLOAT32_BACKWARD,
+    32: BackwardPair(Tile(32, 64, 4, 3), Tile(64, 32, 4, 3), heavy_warps=4),  # model
+    64: BackwardPair(Tile(32, 64, 4, 3), Tile(64, 32, 4, 3), heavy_warps=4),  # H200
+    128: BackwardPair(Tile(32, 32, 4, 2), Tile(64, 32, 4, 3), heavy_warps=4),  # H200
+}
 BACKWARD: dict[tuple[str, int], dict[int, BackwardPair]] = {
     ("ampere", 2): _AMPERE_BACKWARD,
     ("ada", 2): _TIGHT_BACKWARD,
@@ -292,6 +313,7 @@ BACKWARD: dict[tuple[str, int], dict[int, BackwardPair]] = {
     ("rdna3", 2): _RDNA_BACKWARD,
     ("rdna4", 2): _RDNA_BACKWARD,
     **{(arch.family, 4): _FLOAT32_BACKWARD for arch in ARCHS.values()},
+    ("hopper", 4): _HOPPER_FLOAT32_BACKWARD,
 }
 
 # vendor -> head-dim class -> (keys of a block, warps, stages) of the decode kernel: all model. Its rows are
@@ -330,6 +352,8 @@ DECODE: dict[tuple[str, int], dict[int, tuple[int, int, int]]] = {
         576: (16, 8, 1),
     },
 }
+# head-dim class -> likewise where float32 is EXACT by matrix units. H200: 2525 GB/s, of 32 keys 2022.
+EXACT_DECODE = {128: (64, 4, 2)}
 # What fits anything, largest first, where an architecture has no table: (tile, head dims up to).
 SAFE = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 SAFE_SHARED_BYTES = 48 * KIB  # what every GPU of the last ten years gives a program

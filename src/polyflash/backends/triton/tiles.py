@@ -82,6 +82,20 @@ def long_tile(spec: AttentionSpec, target: Target) -> Tile | None:
     return found.tile if found and (rows or 0) >= found.rows else None
 
 
+def exact_product(spec: AttentionSpec, target: Target) -> str:
+    """How float32 is multiplied without losing bits."""
+    arch = tables.ARCHS.get(target.arch)
+    if arch is None or spec.dtype != "float32" or max(spec.head_dim, spec.head_dim_v) > tables.EXACT_DIMS:
+        return "ieee"
+    return tables.EXACT.get(arch.family, "ieee")
+
+
+def compensates(spec: AttentionSpec, target: Target) -> bool:
+    """Is what float32 loses between blocks kept?"""
+    wide = max(spec.head_dim, spec.head_dim_v) > tables.UNCOMPENSATED
+    return not (wide and exact_product(spec, target) != "ieee")
+
+
 def holds_rows(spec: AttentionSpec, target: Target, block_m: int) -> bool:
     """Does Q stay in registers? With fewer than 64 rows there is no product of Hopper that could read it."""
     key = entry_key(spec, target)
