@@ -90,7 +90,12 @@ OF_A_CPU = {
     "test_the_example_draws": "an example that chooses its device",
     "test_a_known_call_refuses": "contents on a device are not read",
     "test_a_call_within_a_call": "memory of the CPU engine",
-    "test_what_is_known_has_an_end": "calls on a device are not known",
+    "test_a_known_call_reads_the_strides": "on a device strides are part of what is known",
+    "test_a_growing_cache_adds_nothing": "on a device lengths are part of what is known",
+    "test_known_calls_over_pages_give": "on a device the table's shape is part of what is known",
+    "test_tables_of_other_widths": "on a device the table's shape is part of what is known",
+    "test_fewer_keys_than_a_walk": "of the CPU engine's two kernels",
+    "test_a_named_backend_is_obeyed": "names the CPU engine",
 }
 
 

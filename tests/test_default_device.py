@@ -175,7 +175,9 @@ def flat(x: Any) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else [y for part in x for y in flat(part)]
 
 
-@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize(
+    "backend", [HERE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in HERE[1:])]
+)
 @pytest.mark.parametrize("name", DOORS)
 def test_a_door_forgets_no_device(name: str, backend: str) -> None:
     results = []
