@@ -335,12 +335,12 @@ def test_every_refusal_of_the_core_has_a_case():
 
 def test_a_place_without_a_case_is_found():
     """Not vacuous: without its cases a file's places are missing."""
-    others = {(file, line) for file, line in reached()[1] if file != "merge.py"}
-    merging = [site for site in sites() if site.file == "merge.py"]
+    others = {(file, line) for file, line in reached()[1] if file != "merging.py"}
+    merging = [site for site in sites() if site.file == "merging.py"]
     assert missing(others, core(sites())) == merging and len(merging) >= 5
     assert {site.file for site in missing(set(), core(sites()))} >= {"api.py", "mask.py", "validate.py"}
     assert "CASES of tests/null/test_refusals.py" in advice(merging) and str(merging[0]).startswith(
-        "merge.py:"
+        "merging.py:"
     )
     others = [site for site in sites() if site.file.startswith(("kvcache/", "tensor_files.py"))]
     assert "a test in tests/kvcache;" in advice(others) and "a test in tests/test_cli.py;" in advice(others)

@@ -35,7 +35,7 @@ from polyflash.integrations.transformers.layer import (
     _refuse_unknown,
 )
 from polyflash.kvcache import KVCache, Request, Step
-from polyflash.kvcache.pages import checked_count
+from polyflash.kvcache.handles import checked_count
 
 __all__ = ("PagedCache", "PagedStates", "register")
 

@@ -1,8 +1,10 @@
 """A cache of keys and values in pages, shared between requests where they begin alike."""
 
 from polyflash.kvcache.cache import KVCache, SwappedRequest
+from polyflash.kvcache.handles import OutOfPages, Request, Snapshot
 from polyflash.kvcache.layout import write_tokens
-from polyflash.kvcache.pages import OutOfPages, Pages, Request, Snapshot
+from polyflash.kvcache.occupancy import CacheStats, heavy_hitters
+from polyflash.kvcache.pages import Pages
 from polyflash.kvcache.rope import Rope
 from polyflash.kvcache.shared_prefix import AttendPlan
 from polyflash.kvcache.step import Step
@@ -10,6 +12,7 @@ from polyflash.kvcache.tables import FlashInferTable, PageTable, from_flashinfer
 
 __all__ = [
     "AttendPlan",
+    "CacheStats",
     "FlashInferTable",
     "KVCache",
     "OutOfPages",
@@ -21,6 +24,7 @@ __all__ = [
     "Step",
     "SwappedRequest",
     "from_flashinfer",
+    "heavy_hitters",
     "to_flashinfer",
     "write_tokens",
 ]

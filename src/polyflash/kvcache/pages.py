@@ -1,11 +1,13 @@
 """Which page holds which tokens: a pure allocator of page ids, without tensors.
 
 A request owns a list of pages; its token j stands in place j % page_size of page j // page_size of that list.
-A page counts its owners: requests, snapshots and open reservations. Nobody writes where another owner may
-read: a page with several owners is copied before the first write, and the writer gets the copy.
+A page counts its owners: requests, snapshots, open reservations and the memory of prefixes. Nobody writes
+where another owner may read: a page with several owners is copied before the first write, and the writer gets
+the copy.
 
     invariants: a page is free, or has as many owners as `check()` can find; never both
-                a request has exactly ceil(length / page_size) pages, all different
+                a request has exactly ceil(length / page_size) pages, all different; those before `start`,
+                which were given back, are -1
 """
 
 from __future__ import annotations
@@ -13,92 +15,14 @@ from __future__ import annotations
 import itertools
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
 
-from polyflash.errors import SpecError, described, spec_error
+from polyflash.errors import described, spec_error
+from polyflash.kvcache.handles import Copy, Entry, OutOfPages, Request, Reservation, Snapshot, checked_count
+from polyflash.kvcache.prefixes import Prefixes
 from polyflash.spec import MOST_POSITIONS
 
 _serials = itertools.count(1)  # of allocators, so that a handle fits no other than its own
-
-
-class OutOfPages(SpecError):
-    """The pool has too few free pages; nothing was changed.
-
-    Attributes:
-        needed: pages the call asked for.
-        free: pages there were.
-    """
-
-    def __init__(self, message: str, needed: int, free: int) -> None:
-        super().__init__(message)
-        self.needed = needed
-        self.free = free
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A handle. `generation` is never used twice, so a handle that outlives its request fits no other."""
-
-    generation: int
-    allocator: int = field(repr=False)
-
-
-Requests = Request | Sequence[Request]
-Counts = int | Sequence[int]
-
-
-class Copy(NamedTuple):
-    """The first `slots` slots of page `source` go to page `target` before the reservation is written."""
-
-    source: int
-    target: int
-    slots: int
-
-
-@dataclass(eq=False, slots=True)
-class _Entry:
-    pages: array[int] = field(default_factory=lambda: array("i"))
-    length: int = 0
-    reserved: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Reservation:
-    """Room for `counts[b]` more tokens of `requests[b]`, at positions from `starts[b]` on.
-
-    Until `commit` the requests are what they were. `tails[b]` is the page that replaces the last one, or
-    None; `fresh[b]` are the pages behind it; `copies` are due before the first write.
-    """
-
-    requests: tuple[Request, ...]
-    counts: tuple[int, ...]
-    starts: tuple[int, ...]
-    tails: tuple[int | None, ...]
-    fresh: tuple[tuple[int, ...], ...]
-    copies: tuple[Copy, ...]
-    open: bool = True
-
-    @property
-    def taken(self) -> list[int]:
-        return [copy.target for copy in self.copies] + [page for pages in self.fresh for page in pages]
-
-
-@dataclass(eq=False, slots=True)
-class Snapshot:
-    """Lengths and pages of every request at one moment. Owns those pages until `release`."""
-
-    allocator: int
-    entries: dict[Request, tuple[bytes, int]]
-    held: bool = True
-
-    @property
-    def pages(self) -> list[int]:
-        found: list[int] = []
-        for pages, _ in self.entries.values():
-            found.extend(array("i", pages))
-        return found
 
 
 class Pages:
@@ -120,13 +44,18 @@ class Pages:
         self._generation = itertools.count(1)
         self._free = list(range(num_pages - 1, -1, -1))
         self._owners = [0] * num_pages
-        self._entries: dict[Request, _Entry] = {}
+        self._entries: dict[Request, Entry] = {}
         self._reservations: dict[int, Reservation] = {}
         self._snapshots: dict[int, Snapshot] = {}
+        self._prefixes = Prefixes(page_size)
+        self._idle: dict[int, None] = {}  # remembered pages that nobody else owns, the longest unused first
+        self._reused: list[int] = []
+        self.evictions = 0
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages that a reservation may take: those nobody owns, and those that are only remembered."""
+        return len(self._free) + len(self._idle)
 
     def requests(self) -> tuple[Request, ...]:
         with self.lock:
@@ -140,8 +69,19 @@ class Pages:
         with self.lock:
             return [self._entry(r).length for r in requests]
 
+    def starts(self, requests: Sequence[Request]) -> list[int]:
+        """The first token of each that was not given back."""
+        with self.lock:
+            return [self._entry(r).start for r in requests]
+
+    def where(self, request: Request) -> tuple[int, int, int]:
+        """Its start, and how many tokens were evicted and kept then."""
+        with self.lock:
+            entry = self._entry(request)
+            return entry.start, entry.evicted, entry.kept
+
     def pages(self, request: Request) -> array[int]:
-        """A copy of the request's pages, in the order of its tokens."""
+        """A copy of the request's pages, in the order of its tokens; -1 for those given back."""
         with self.lock:
             return self._entry(request).pages[:]
 
@@ -154,7 +94,7 @@ class Pages:
         checked_count("count", count, 0, 2**31 - 1)
         with self.lock:
             made = tuple(self._handle() for _ in range(count))
-            self._entries.update((request, _Entry()) for request in made)
+            self._entries.update((request, Entry()) for request in made)
             return made
 
     def fork(self, request: Request, count: int = 1) -> tuple[Request, ...]:
@@ -164,8 +104,8 @@ class Pages:
             parent = self._entry(request)
             made = tuple(self._handle() for _ in range(count))
             for child in made:
-                self._entries[child] = _Entry(parent.pages[:], parent.length)
-            for page in parent.pages:
+                self._entries[child] = parent.copy()
+            for page in parent.owned:
                 self._owners[page] += count
             return made
 
@@ -176,22 +116,10 @@ class Pages:
         them write in this call: the longest, whose first new slot lies behind what the others read.
         """
         with self.lock:
-            entries = self._distinct(requests, unreserved=True)
-            numbers = [checked_count("counts", n, 0, MOST_POSITIONS) for n in counts]
-            if len(numbers) != len(entries):
-                change = "Say how many tokens each request gets."
-                raise spec_error("counts", got=len(numbers), wanted=f"{len(entries)} numbers", change=change)
-            copied = self._to_copy(entries, numbers)
-            more = []
-            for entry, n in zip(entries, numbers, strict=True):
-                if entry.length + n > MOST_POSITIONS:
-                    change = "Positions are 32-bit numbers."
-                    got = f"{entry.length} tokens and {n} more"
-                    raise spec_error("counts", got=got, wanted=f"at most {MOST_POSITIONS}", change=change)
-                more.append(self._pages_of(entry.length + n) - len(entry.pages))
+            entries, numbers, copied, more = self._wanted(requests, counts)
             needed = len(copied) + sum(more)
-            if needed > len(self._free):
-                raise self._out_of_pages(needed, sum(numbers), len(entries))
+            if needed > self.num_free:
+                raise self._out_of_pages(f"{sum(numbers)} tokens for {len(entries)} requests", needed)
             copies, tails = [], []
             for i, entry in enumerate(entries):
                 tails.append(self._take() if i in copied else None)
@@ -200,11 +128,19 @@ class Pages:
             made = Reservation(
                 tuple(requests), tuple(numbers), tuple(e.length for e in entries), tuple(tails),
                 tuple(tuple(self._take() for _ in range(n)) for n in more), tuple(copies),
+                tuple(e.evicted for e in entries), self._taken_anew(),
             )  # fmt: skip
             for entry in entries:
                 entry.reserved = True
             self._reservations[id(made)] = made
             return made
+
+    def needed(self, requests: Sequence[Request], counts: Sequence[int], new: Sequence[int]) -> int:
+        """Pages that `reserve` would take now, with requests of `new` tokens besides."""
+        with self.lock:
+            _, _, copied, more = self._wanted(requests, counts)
+            lengths = [checked_count("new", n, 0, MOST_POSITIONS) for n in new]
+            return len(copied) + sum(more) + sum(map(self._pages_of, lengths))
 
     def commit(self, reservation: Reservation) -> list[int]:
         """The tokens are there. Returns the pages that nobody owns any more."""
@@ -241,12 +177,18 @@ class Pages:
                     wanted = f"at most the {entry.length} there are"
                     change = "append() makes a request longer."
                     raise spec_error("lengths", got=length, wanted=wanted, change=change)
+                least = max(entry.start, entry.kept)
+                if 0 < length < least:
+                    change = "The tokens before it were evicted or given back, at least in part."
+                    raise spec_error("lengths", got=length, wanted=f"0, or {least} or more", change=change)
             left: list[int] = []
             for entry, length in zip(entries, numbers, strict=True):
                 keep = self._pages_of(length)
-                left.extend(entry.pages[keep:])
+                left.extend(page for page in reversed(entry.pages[keep:]) if page >= 0)
                 del entry.pages[keep:]
                 entry.length = length
+                if not length:
+                    entry.start = entry.evicted = entry.kept = 0
             self.version += 1
             return self._leave(left)
 
@@ -258,13 +200,102 @@ class Pages:
             for request in requests:
                 del self._entries[request]
             self.version += 1
-            return self._leave(page for entry in entries for page in entry.pages)
+            return self._leave(page for entry in entries for page in reversed(entry.owned))
+
+    def free_left(self, requests: Sequence[Request], left: int) -> list[int]:
+        """Gives back the pages whose every token stands more than `left` before a request's last one. Returns
+        the pages that nobody owns any more."""
+        with self.lock:
+            entries = self._distinct(requests, unreserved=True)
+            checked_count("left", left, 0, MOST_POSITIONS)
+            gone: list[int] = []
+            for entry in entries:
+                first, end = entry.start // self.page_size, (entry.length - 1 - left) // self.page_size
+                for column in reversed(range(first, max(first, end))):
+                    gone.append(entry.pages[column])
+                    entry.pages[column] = -1
+                entry.start = max(first, end) * self.page_size
+            self.version += 1
+            return self._leave(gone)
+
+    def compact(self, request: Request, length: int, same: int) -> tuple[int, list[int]]:
+        """The request will have `length` tokens, of which the first `same` stand where they do. Returns the
+        first place that must be written again, and the pages whose contents nobody needs."""
+        with self.lock:
+            (entry,) = self._distinct([request], unreserved=True)
+            checked_count("length", length, 0, entry.length)
+            stay = self._pages_of(length) if same >= length else same // self.page_size
+            mine = [p >= 0 and self._owners[p] == 1 for p in entry.pages[stay : self._pages_of(length)]]
+            if mine.count(False) > self.num_free:
+                raise self._out_of_pages(f"{length} tokens that move", mine.count(False))
+            new = entry.pages[: self._pages_of(length)]
+            for column, own in enumerate(mine, stay):
+                if not own:
+                    new[column] = self._take()
+            left = [page for page in reversed(entry.owned) if page not in set(new)]
+            entry.pages = new
+            entry.evicted += entry.length - length
+            entry.length = entry.kept = length
+            entry.start = 0
+            self.version += 1
+            return min(stay * self.page_size, length), [*self._leave(left), *self._taken_anew()]
+
+    def place(self, request: Request, start: int, evicted: int, kept: int) -> None:
+        """A request without tokens stands where another one stood when it was swapped out."""
+        with self.lock:
+            if start % self.page_size:
+                change = "Swap it into a cache with pages of that size."
+                wanted = f"whole pages of {self.page_size} tokens"
+                raise spec_error("swapped", got=f"{start} tokens given back", wanted=wanted, change=change)
+            entry = self._entry(request)
+            entry.pages = array("i", [-1] * (start // self.page_size))
+            entry.length = entry.start = start
+            entry.evicted, entry.kept = evicted, kept
+            self.version += 1
+
+    def remember(self, request: Request, tokens: Sequence[int], key: Hashable) -> int:
+        """The request's full pages can be found by its tokens from now on. Returns how many tokens those
+        hold."""
+        with self.lock:
+            entry = self._entry(request)
+            if entry.start or entry.evicted or len(tokens) > entry.length:
+                got = f"{len(tokens)} for {entry.length} in the cache"
+                if entry.start or entry.evicted:
+                    got = "a request of which some were evicted or given back"
+                change = "Pass the tokens whose keys the request holds, from its first one on."
+                raise spec_error("tokens", got=got, wanted="those of the request", change=change)
+            for page in self._prefixes.insert(tokens, entry.pages, key):
+                self._owners[page] += 1
+            return len(tokens) // self.page_size * self.page_size
+
+    def found(self, tokens: Sequence[int], key: Hashable) -> list[int]:
+        """Remembered pages of the longest prefix, without the last token."""
+        with self.lock:
+            return self._prefixes.find(tokens[:-1], key)
+
+    def begin(self, tokens: Sequence[int], key: Hashable) -> Request:
+        """A new request that begins with the pages of `found`."""
+        with self.lock:
+            pages = array("i", self.found(tokens, key))
+            made = self._handle()
+            self._entries[made] = Entry(pages, len(pages) * self.page_size)
+            for page in pages:
+                self._owners[page] += 1
+                self._idle.pop(page, None)
+            return made
+
+    def forget(self) -> list[int]:
+        """No prefix is remembered any more. Returns the pages that nobody owns any more."""
+        with self.lock:
+            pages = self._prefixes.clear()
+            self._idle.clear()
+            return self._leave(pages)
 
     def snapshot(self) -> Snapshot:
         """What every request is now, without tokens of open reservations. Its pages stay as they are until
         `release`: whoever appends to one of them copies it first."""
         with self.lock:
-            entries = {r: (entry.pages.tobytes(), entry.length) for r, entry in self._entries.items()}
+            entries = {request: entry.copy() for request, entry in self._entries.items()}
             made = Snapshot(self._id, entries)
             for page in made.pages:
                 self._owners[page] += 1
@@ -279,8 +310,8 @@ class Pages:
             if self._reservations:
                 change = "Commit or roll back first."
                 raise spec_error("restore", got="open reservations", wanted="none", change=change)
-            left = [page for entry in self._entries.values() for page in entry.pages]
-            self._entries = {r: _Entry(array("i", pages), n) for r, (pages, n) in snapshot.entries.items()}
+            left = [page for entry in self._entries.values() for page in reversed(entry.owned)]
+            self._entries = {request: entry.copy() for request, entry in snapshot.entries.items()}
             for page in snapshot.pages:
                 self._owners[page] += 1
             self.version += 1
@@ -294,6 +325,14 @@ class Pages:
             snapshot.held = False
             return self._leave(snapshot.pages)
 
+    def contents(self) -> tuple[list[Entry], list[Entry], list[int], int, int]:
+        """Copies of the entries of requests, of those of snapshots, remembered pages; and the numbers of free
+        pages and of those that are only remembered."""
+        with self.lock:
+            entries = [entry.copy() for entry in self._entries.values()]
+            held = [entry.copy() for one in self._snapshots.values() for entry in one.entries.values()]
+            return entries, held, self._prefixes.pages(), len(self._free), len(self._idle)
+
     def check(self) -> None:
         """Counts every page's owners anew.
 
@@ -306,13 +345,20 @@ class Pages:
             for request, entry in self._entries.items():
                 if len(entry.pages) != self._pages_of(entry.length):
                     wrong.append(f"{request} has {len(entry.pages)} pages for {entry.length} tokens")
-                if len(set(entry.pages)) != len(entry.pages):
+                if len(set(entry.owned)) != len(entry.owned):
                     wrong.append(f"{request} has a page twice")
-            owned = [page for entry in self._entries.values() for page in entry.pages]
+                if any(
+                    (page < 0) != (n < entry.start // self.page_size) for n, page in enumerate(entry.pages)
+                ):
+                    wrong.append(f"{request} lacks other pages than those before {entry.start}")
+            owned = [page for entry in self._entries.values() for page in entry.owned]
             owned += [page for snapshot in self._snapshots.values() for page in snapshot.pages]
             owned += [page for reservation in self._reservations.values() for page in reservation.taken]
-            for page in owned:
+            remembered = self._prefixes.pages()
+            for page in (*owned, *remembered):
                 found[page] += 1
+            if set(self._idle) != {page for page in remembered if self._owners[page] == 1}:
+                wrong.append("other pages are idle than those that are only remembered")
             free = set(self._free)
             if len(free) != len(self._free):
                 wrong.append("a page is free twice")
@@ -329,10 +375,41 @@ class Pages:
     def _pages_of(self, length: int) -> int:
         return -(-length // self.page_size)
 
+    def _wanted(
+        self, requests: Sequence[Request], counts: Sequence[int]
+    ) -> tuple[list[Entry], list[int], set[int], list[int]]:
+        """What `reserve` with these arguments is about: entries, checked counts, indices of those whose last
+        page is copied, and new pages of each."""
+        entries = self._distinct(requests, unreserved=True)
+        numbers = [checked_count("counts", n, 0, MOST_POSITIONS) for n in counts]
+        if len(numbers) != len(entries):
+            change = "Say how many tokens each request gets."
+            raise spec_error("counts", got=len(numbers), wanted=f"{len(entries)} numbers", change=change)
+        more = []
+        for entry, n in zip(entries, numbers, strict=True):
+            if entry.length + entry.evicted + n > MOST_POSITIONS:
+                change = "Positions are 32-bit numbers."
+                got = f"{entry.length + entry.evicted} tokens and {n} more"
+                raise spec_error("counts", got=got, wanted=f"at most {MOST_POSITIONS}", change=change)
+            more.append(self._pages_of(entry.length + n) - len(entry.pages))
+        return entries, numbers, self._to_copy(entries, numbers), more
+
     def _take(self) -> int:
-        page = self._free.pop()
+        """A page that nobody owns, or the remembered one that was unused for longest. There is one."""
+        if self._free:
+            page = self._free.pop()
+        else:
+            page = next(iter(self._idle))
+            del self._idle[page]
+            self._prefixes.forget(page)
+            self._reused.append(page)
+            self.evictions += 1
         self._owners[page] = 1
         return page
+
+    def _taken_anew(self) -> tuple[int, ...]:
+        reused, self._reused = tuple(self._reused), []
+        return reused
 
     def _leave(self, pages: Iterable[int]) -> list[int]:
         """One owner fewer for each; those without any are free, and returned."""
@@ -341,10 +418,12 @@ class Pages:
             self._owners[page] -= 1
             if self._owners[page] == 0:
                 freed.append(page)
+            elif self._owners[page] == 1 and page in self._prefixes:
+                self._idle[page] = None
         self._free.extend(freed)
         return freed
 
-    def _to_copy(self, entries: Sequence[_Entry], counts: Sequence[int]) -> set[int]:
+    def _to_copy(self, entries: Sequence[Entry], counts: Sequence[int]) -> set[int]:
         """Indices of those whose last page must not be written in place."""
         writers: dict[int, list[int]] = {}
         for i, (entry, n) in enumerate(zip(entries, counts, strict=True)):
@@ -357,7 +436,7 @@ class Pages:
                 copied.remove(max(who, key=lambda i: entries[i].length))
         return copied
 
-    def _entry(self, request: Request) -> _Entry:
+    def _entry(self, request: Request) -> Entry:
         entry = self._entries.get(request) if isinstance(request, Request) else None
         if entry is not None:
             return entry
@@ -369,7 +448,7 @@ class Pages:
             got, change = "a handle that was freed", "Its pages may belong to others by now."
         raise spec_error("request", got=got, wanted="a living request", change=change)
 
-    def _distinct(self, requests: Sequence[Request], unreserved: bool) -> list[_Entry]:
+    def _distinct(self, requests: Sequence[Request], unreserved: bool) -> list[Entry]:
         entries = [self._entry(request) for request in requests]
         if len(set(requests)) != len(entries):
             got, change = "one of them twice", "Name each once per call."
@@ -393,49 +472,9 @@ class Pages:
             change = "Take one by snapshot(), and release it once."
             raise spec_error("snapshot", got=got, wanted="a snapshot of this cache", change=change)
 
-    def _out_of_pages(self, needed: int, tokens: int, requests: int) -> OutOfPages:
-        free = len(self._free)
-        got = f"{tokens} tokens for {requests} requests, which take {needed} pages"
+    def _out_of_pages(self, what: str, needed: int) -> OutOfPages:
+        free = self.num_free
         change = "Free or truncate requests, or make the pool larger. Nothing was changed."
+        got = f"{what}, which take {needed} pages"
         error = spec_error("append", got=got, wanted=f"at most the {free} free pages", change=change)
         return OutOfPages(str(error), needed, free)
-
-
-def checked_count(name: str, value: object, least: int, most: int) -> int:
-    """`value` if it is an int within [least, most].
-
-    Raises:
-        SpecError: it is not.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        wanted = f"an int from {least} to {most}"
-        raise spec_error(name, got=described(value), wanted=wanted, change="Pass a plain number.")
-    return value
-
-
-def listed(requests: Requests) -> tuple[Request, ...]:
-    """One request or several as a tuple.
-
-    Raises:
-        SpecError: no sequence at all.
-    """
-    if isinstance(requests, Request):
-        return (requests,)
-    if isinstance(requests, Sequence) and not isinstance(requests, str):
-        return tuple(requests)
-    change = "Pass what add() or fork() gave."
-    raise spec_error("requests", got=described(requests), wanted="requests in a sequence", change=change)
-
-
-def numbers(name: str, given: Counts, beside: Sequence[object]) -> list[int]:
-    """One number for each of `beside`, of one for all or one for each.
-
-    Raises:
-        SpecError: neither.
-    """
-    if isinstance(given, int) and not isinstance(given, bool):
-        return [given] * len(beside)
-    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == len(beside):
-        return list(given)
-    wanted, change = f"a number, or {len(beside)} in a sequence", "One per request."
-    raise spec_error(name, got=described(given), wanted=wanted, change=change)

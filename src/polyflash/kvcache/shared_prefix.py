@@ -20,6 +20,7 @@ from torch import Tensor
 from polyflash.arguments import Causal, int32_of
 from polyflash.errors import described, spec_error
 from polyflash.kvcache.layout import ints, moved
+from polyflash.mask import checked_window
 from polyflash.merging import AttentionOutput, merge_rows
 from polyflash.paged import attention_paged
 from polyflash.results import outputs
@@ -36,6 +37,7 @@ class Tables:
     lengths: tuple[int, ...]
     page_size: int
     device: torch.device
+    starts: tuple[int, ...] = ()  # first tokens that were not given back
 
     @cached_property
     def page_table(self) -> Tensor:
@@ -121,12 +123,29 @@ def planned(
         wanted = "True, False, 'bottom_right' or 'top_left'"
         change = "True aligns a request's last row with its last key."
         raise spec_error("causal", got=described(causal), wanted=wanted, change=change)
+    if any(tables.starts):
+        _check_seen(tables, counts, causal, given)
     present = [name for name, x in given.items() if x is not None and x != (None, None)]
     key = (*counts, bool(cascade), causal, *present)
     plan = tables.plans.get(key)
     if plan is None:
         plan = tables.plans[key] = _made(tables, counts, cascade, causal, present)
     return plan
+
+
+def _check_seen(tables: Tables, counts: Sequence[int], causal: Causal, given: dict[str, object]) -> None:
+    """No row sees a token that was given back."""
+    far = [name for name in ("q_offset", "kv_lens") if given[name] is not None]
+    if far or causal == "top_left":
+        name, change = (far or ["causal"])[0], "Their rows stand at the end of each request."
+        raise spec_error(name, got="one", wanted="none after free_left()", change=change)
+    window: Any = given["window"]
+    left = None if window is None else checked_window(window)[0]
+    for start, length, rows in zip(tables.starts, tables.lengths, counts, strict=True):
+        if start and rows and (left is None or length - rows - left < start):
+            wanted = f"at most {length - rows - start} neighbours on the left"
+            change = f"free_left() gave the first {start} tokens of the request back."
+            raise spec_error("window", got=left, wanted=wanted, change=change)
 
 
 def _made(

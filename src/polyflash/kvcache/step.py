@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import UnsupportedError, described, spec_error
+from polyflash.kvcache.handles import Request, Reservation
 from polyflash.kvcache.layout import check_tokens, moved, slots_of, write_slots
-from polyflash.kvcache.pages import Request, Reservation
 from polyflash.kvcache.rope import Rope
 from polyflash.kvcache.shared_prefix import Tables
 
@@ -35,6 +35,9 @@ class Step:
         slots, positions = slots_of(
             tables.host_table, tables.page_size, reservation.starts, reservation.counts
         )
+        if any(reservation.evicted):
+            ahead, counts = (torch.tensor(x, device="cpu") for x in (reservation.evicted, reservation.counts))
+            positions = positions + ahead.repeat_interleave(counts)
         self.slot_mapping = moved(slots, tables.device)
         self.positions = moved(positions, tables.device)
 
@@ -69,7 +72,7 @@ class Step:
 
         With `rope`, k is rotated as it is written, and q (total, num_q_heads, head_dim) is returned rotated.
         `positions`, int32 or int64 (total,), are those to rotate by; default the tokens' places in their
-        requests. q without `rope` comes back as it is.
+        requests, and what was evicted before them. q without `rope` comes back as it is.
 
         Raises:
             SpecError: the step has ended, there is no such layer, or a tensor does not fit.

@@ -1,0 +1,157 @@
+"""Handles of requests, the records that the allocator keeps and gives, the error of a full pool; and checks
+of what callers pass."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from polyflash.errors import SpecError, described, spec_error
+
+
+class OutOfPages(SpecError):
+    """The pool has too few free pages; nothing was changed.
+
+    Attributes:
+        needed: pages the call asked for.
+        free: pages there were.
+    """
+
+    def __init__(self, message: str, needed: int, free: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.free = free
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A handle. `generation` is never used twice, so a handle that outlives its request fits no other."""
+
+    generation: int
+    allocator: int = field(repr=False)
+
+
+Requests = Request | Sequence[Request]
+Counts = int | Sequence[int]
+
+
+class Copy(NamedTuple):
+    """The first `slots` slots of page `source` go to page `target` before the reservation is written."""
+
+    source: int
+    target: int
+    slots: int
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    length: int = 0
+    reserved: bool = False
+    start: int = 0  # tokens before it, in whole pages, were given back
+    evicted: int = 0  # tokens taken out: the next one's position is so much ahead of its place
+    kept: int = 0  # tokens that the last eviction left
+
+    def copy(self) -> Entry:
+        return replace(self, pages=self.pages[:], reserved=False)
+
+    @property
+    def owned(self) -> array[int]:
+        """The pages it has, in the order of its tokens."""
+        return array("i", (page for page in self.pages if page >= 0)) if self.start else self.pages
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Room for `counts[b]` more tokens of `requests[b]`, at positions from `starts[b]` on.
+
+    Until `commit` the requests are what they were. `tails[b]` is the page that replaces the last one, or
+    None; `fresh[b]` are the pages behind it; `copies` are due before the first write.
+    """
+
+    requests: tuple[Request, ...]
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    tails: tuple[int | None, ...]
+    fresh: tuple[tuple[int, ...], ...]
+    copies: tuple[Copy, ...]
+    evicted: tuple[int, ...] = ()  # see `Entry`
+    reused: tuple[int, ...] = ()  # taken from the memory of prefixes, which has forgotten them
+    open: bool = True
+
+    @property
+    def taken(self) -> list[int]:
+        return [copy.target for copy in self.copies] + [page for pages in self.fresh for page in pages]
+
+
+@dataclass(eq=False, slots=True)
+class Snapshot:
+    """Lengths and pages of every request at one moment. Owns those pages until `release`."""
+
+    allocator: int
+    entries: dict[Request, Entry]
+    held: bool = True
+
+    def __repr__(self) -> str:
+        state = "held" if self.held else "released"
+        return f"Snapshot({len(self.entries)} requests, {len(set(self.pages))} pages, {state})"
+
+    @property
+    def pages(self) -> list[int]:
+        return [page for entry in self.entries.values() for page in entry.owned]
+
+
+def checked_count(name: str, value: object, least: int, most: int) -> int:
+    """`value` if it is an int within [least, most].
+
+    Raises:
+        SpecError: it is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        wanted = f"an int from {least} to {most}"
+        raise spec_error(name, got=described(value), wanted=wanted, change="Pass a plain number.")
+    return value
+
+
+def listed(requests: Requests) -> tuple[Request, ...]:
+    """One request or several as a tuple.
+
+    Raises:
+        SpecError: no sequence at all.
+    """
+    if isinstance(requests, Request):
+        return (requests,)
+    if isinstance(requests, Sequence) and not isinstance(requests, str):
+        return tuple(requests)
+    change = "Pass what add() or fork() gave."
+    raise spec_error("requests", got=described(requests), wanted="requests in a sequence", change=change)
+
+
+def numbers(name: str, given: Counts, beside: Sequence[object]) -> list[int]:
+    """One number for each of `beside`, of one for all or one for each.
+
+    Raises:
+        SpecError: neither.
+    """
+    if isinstance(given, int) and not isinstance(given, bool):
+        return [given] * len(beside)
+    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == len(beside):
+        return list(given)
+    wanted, change = f"a number, or {len(beside)} in a sequence", "One per request."
+    raise spec_error(name, got=described(given), wanted=wanted, change=change)
+
+
+def token_list(tokens: Any) -> list[int]:
+    """Ids of tokens as a list, of a sequence or of a vector of ints; one on a device is read, which
+    synchronises.
+
+    Raises:
+        SpecError: something else.
+    """
+    given = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    if not isinstance(given, Sequence) or not all(type(x) is int for x in given):
+        change = "Pass what the model was given, from its first token on."
+        raise spec_error("tokens", got=described(tokens), wanted="ids in a sequence", change=change)
+    return list(given)

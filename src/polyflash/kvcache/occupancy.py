@@ -1,0 +1,120 @@
+"""What a cache holds, in numbers; and which tokens of a request may leave it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyflash.errors import described, spec_error
+from polyflash.kvcache.handles import checked_count
+from polyflash.kvcache.pages import Pages
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """A cache at one moment.
+
+    Attributes:
+        requests: living ones.
+        tokens: of all requests, shared ones counted for each.
+        stored_tokens: slots that hold a token of a request, a snapshot or a remembered prefix.
+        pages: of the pool, `used_pages` + `remembered_pages` + `free_pages`.
+        used_pages: of requests, snapshots and open steps.
+        shared_pages: of two requests or more.
+        remembered_pages: of remembered prefixes alone; a step takes them when no page is free.
+        free_pages: nobody's.
+        num_bytes: of the pools of all layers.
+        used_bytes: of the used pages.
+        fragmentation: share of slots in used pages that hold no token.
+        evictions: remembered pages that were taken, ever.
+    """
+
+    requests: int
+    tokens: int
+    stored_tokens: int
+    pages: int
+    used_pages: int
+    shared_pages: int
+    remembered_pages: int
+    free_pages: int
+    num_bytes: int
+    used_bytes: int
+    fragmentation: float
+    evictions: int
+
+
+def occupancy(pages: Pages, num_bytes: int) -> CacheStats:
+    """Numbers of an allocator whose pages take `num_bytes` in all."""
+    entries, snapshots, remembered, free, idle = pages.contents()
+    filled: dict[int, int] = dict.fromkeys(remembered, pages.page_size)
+    owners = Counter(page for entry in entries for page in entry.owned)
+    for entry in (*entries, *snapshots):
+        for column, page in enumerate(entry.pages):
+            if page >= 0:
+                held = min(entry.length - column * pages.page_size, pages.page_size)
+                filled[page] = max(filled.get(page, 0), held)
+    used = pages.num_pages - free - idle
+    stored = sum(filled.values())
+    return CacheStats(
+        requests=len(entries),
+        tokens=sum(entry.length - entry.start for entry in entries),
+        stored_tokens=stored,
+        pages=pages.num_pages,
+        used_pages=used,
+        shared_pages=sum(n > 1 for n in owners.values()),
+        remembered_pages=idle,
+        free_pages=free,
+        num_bytes=num_bytes,
+        used_bytes=num_bytes // max(1, pages.num_pages) * used,
+        fragmentation=1.0 - (stored - idle * pages.page_size) / (used * pages.page_size) if used else 0.0,
+        evictions=pages.evictions,
+    )
+
+
+def survivors(keep: Tensor, layers: int, heads: int, first: int, length: int) -> tuple[Tensor, int]:
+    """`keep` as int64 (num_layers, num_kv_heads, tokens), and how many tokens stay where they are.
+
+    Raises:
+        SpecError: other shapes; places that do not rise, or are not those of tokens that are there.
+    """
+    forms = "(kept,), (num_layers, kept) or (num_layers, num_kv_heads, kept)"
+    ints = isinstance(keep, Tensor) and keep.dtype in (torch.int32, torch.int64) and 1 <= keep.ndim <= 3
+    if not ints or keep.shape[:-1] != (layers, heads)[: keep.ndim - 1]:
+        got, change = described(keep), f"The cache has {layers} layers and {heads} kv heads."
+        raise spec_error("keep", got=got, wanted=f"int32 or int64 {forms}", change=change)
+    places = keep.long()
+    if keep.shape[-1]:
+        low, high = (int(x) for x in places.aminmax())
+        if low < first or high >= length or not bool((places.diff(dim=-1) > 0).all()):
+            wanted = f"places from {first} to {length - 1} that rise"
+            change = "Sort them; each token stays or goes."
+            raise spec_error("keep", got="others", wanted=wanted, change=change)
+    moved = places != torch.arange(keep.shape[-1], device=keep.device)
+    while moved.ndim > 1:
+        moved = moved.any(0)
+    same = int(moved.int().argmax()) if bool(moved.any()) else keep.shape[-1]
+    places = places.view(*places.shape[:-1], *(1,) * (3 - keep.ndim), keep.shape[-1])
+    return places.expand(layers, heads, -1), same
+
+
+def heavy_hitters(sums: Tensor, keep: int, *, recent: int = 0) -> Tensor:
+    """The places to `keep` of each row of `sums` (..., tokens): the `recent` last ones, and of the others
+    those that received most attention; int64 (..., keep), rising. Of equal ones the earlier stay.
+
+    `sums` are `polyflash.column_sums`, added up over steps; for one per kv head sum its query heads.
+
+    Raises:
+        SpecError: no tensor of floats, more to keep than there are, or more recent ones than are kept.
+    """
+    if not isinstance(sums, Tensor) or not sums.is_floating_point() or sums.ndim < 1:
+        change = "Pass what column_sums() gave."
+        raise spec_error("sums", got=described(sums), wanted="floats (..., tokens)", change=change)
+    tokens = sums.shape[-1]
+    checked_count("keep", keep, 0, tokens)
+    checked_count("recent", recent, 0, keep)
+    ranked = sums[..., : tokens - recent].argsort(dim=-1, descending=True, stable=True)[..., : keep - recent]
+    last = torch.arange(tokens - recent, tokens, device=sums.device).expand(*sums.shape[:-1], recent)
+    return torch.cat((ranked.sort(-1).values, last), -1)

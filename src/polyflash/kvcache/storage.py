@@ -1,0 +1,374 @@
+"""`Storage`: pools of pages for every layer, whose tokens stand in them, and which pages are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from polyflash.errors import described, spec_error
+from polyflash.kvcache.handles import (
+    Counts,
+    Request,
+    Requests,
+    Reservation,
+    Snapshot,
+    checked_count,
+    listed,
+    numbers,
+    token_list,
+)
+from polyflash.kvcache.layout import (
+    PoolLayout,
+    check_pools,
+    empty_pool,
+    ints,
+    layers_of,
+    moved,
+    read_slots,
+    slots_of,
+    write_slots,
+)
+from polyflash.kvcache.occupancy import CacheStats, occupancy, survivors
+from polyflash.kvcache.pages import Pages
+from polyflash.kvcache.shared_prefix import Tables
+
+
+class Storage:
+    """What a `KVCache` is without steps and attention."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        num_layers: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        scrub: bool = False,
+    ) -> None:
+        sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
+        for name, size in (*sizes.items(), ("head_dim_v", head_dim if head_dim_v is None else head_dim_v)):
+            checked_count(name, size, 1, 2**31 - 1)
+        pages = Pages(num_pages, page_size)
+        shape = (num_layers, num_pages, page_size, num_kv_heads)
+        k, v = (empty_pool((*shape, head_dim if n is None else n), dtype, device) for n in (None, head_dim_v))
+        self._adopt(pages, layers_of("k_pages", k, "NHD"), layers_of("v_pages", v, "NHD"), scrub)
+
+    @classmethod
+    def over(
+        cls,
+        k_pages: Tensor | Sequence[Tensor],
+        v_pages: Tensor | Sequence[Tensor],
+        *,
+        layout: PoolLayout = "NHD",
+        scrub: bool = False,
+    ) -> Self:
+        """A cache over pools that exist already, all of whose pages it may use; nothing is copied.
+
+        A pool is (num_pages, page_size, num_kv_heads, head_dim) as in vLLM and flash-attn, or with
+        layout="HND" (num_pages, num_kv_heads, page_size, head_dim); any strides. Several layers: a sequence
+        of pools, or one tensor with the layer first. Of FlashInfer's (num_pages, 2, ...) pass `kv[:, 0]` and
+        `kv[:, 1]`, of vLLM's (2, num_blocks, ...) `kv[0]` and `kv[1]`.
+
+        Raises:
+            SpecError: pools that do not fit each other, or whose elements share addresses.
+        """
+        k, v = layers_of("k_pages", k_pages, layout), layers_of("v_pages", v_pages, layout)
+        check_pools(k, v)
+        cache = cls.__new__(cls)
+        cache._adopt(Pages(k[0].shape[0], k[0].shape[1]), k, v, scrub)
+        return cache
+
+    def _adopt(self, pages: Pages, k: tuple[Tensor, ...], v: tuple[Tensor, ...], scrub: bool) -> None:
+        check_pools(k, v)
+        self._pages = pages
+        self._k, self._v = k, v
+        self._like = (k[0].dtype, k[0].device, k[0].shape, v[0].shape)
+        self._scrub = scrub
+        self._last: tuple[tuple[Request, ...], int, Tables] | None = None
+
+    def __repr__(self) -> str:
+        """Sizes and numbers, no keys."""
+        k, v = self._k[0], self._v[0]
+        widths = f"{k.shape[3]}" if k.shape[3] == v.shape[3] else f"{k.shape[3]} and {v.shape[3]}"
+        return (
+            f"{type(self).__name__}({self.num_pages} pages of {self.page_size} tokens, "
+            f"{self.num_layers} layers, {k.shape[2]} kv heads, head_dim {widths}, "
+            f"{self.dtype}, {self.device}; "
+            f"{len(self.requests())} requests, {self.num_free_pages} pages free)"
+        )
+
+    @property
+    def k_pages(self) -> tuple[Tensor, ...]:
+        """Per layer (num_pages, page_size, num_kv_heads, head_dim)."""
+        return self._k
+
+    @property
+    def v_pages(self) -> tuple[Tensor, ...]:
+        """Per layer (num_pages, page_size, num_kv_heads, head_dim_v)."""
+        return self._v
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._k)
+
+    @property
+    def num_pages(self) -> int:
+        return self._pages.num_pages
+
+    @property
+    def page_size(self) -> int:
+        return self._pages.page_size
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that a step may take: those nobody owns, and those that are only remembered (`remember`)."""
+        return self._pages.num_free
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self._like[1]
+
+    def requests(self) -> tuple[Request, ...]:
+        """Every living request."""
+        return self._pages.requests()
+
+    def add(self, count: int = 1) -> tuple[Request, ...]:
+        """New requests without tokens."""
+        return self._pages.add(count)
+
+    def fork(self, request: Request, count: int = 1) -> tuple[Request, ...]:
+        """New requests that begin with all tokens of `request` and share its pages."""
+        return self._pages.fork(request, count)
+
+    def length(self, request: Request) -> int:
+        return self._pages.length(request)
+
+    def truncate(self, requests: Requests, lengths: Counts) -> None:
+        """Only the first `lengths[b]` tokens of each request remain, as after a rejected speculation."""
+        who = listed(requests)
+        with self._pages.lock:
+            self._zero(self._pages.truncate(who, numbers("lengths", lengths, who)))
+
+    def start(self, request: Request) -> int:
+        """The first token that `free_left` has not given back."""
+        return self._pages.starts([request])[0]
+
+    def position(self, request: Request) -> int:
+        """Position of the next token: those there were before it, evicted ones included."""
+        return self._pages.length(request) + self._pages.where(request)[1]
+
+    def stats(self) -> CacheStats:
+        """Pages, tokens and bytes in use, and how full the pages are."""
+        return occupancy(self._pages, sum(pool.nbytes for pool in (*self._k, *self._v)))
+
+    def pages_needed(self, requests: Requests = (), counts: Counts = 1, *, new: Sequence[int] = ()) -> int:
+        """Pages that `reserve(requests, counts)` would take now, copies of shared ones included; with
+        requests that are not there yet, of `new[b]` tokens each. At most `num_free_pages` can be had.
+
+        Raises:
+            SpecError: what `reserve` refuses, but for too few pages.
+        """
+        who = listed(requests)
+        return self._pages.needed(who, numbers("counts", counts, who), list(new))
+
+    def free_left(self, requests: Requests, left: int) -> None:
+        """Gives back the pages that no row from each request's last token on sees through a window of `left`
+        neighbours: all tokens in them stand more than `left` before it.
+
+        Lengths, places and positions stay, and the table has -1 there. From here on `attend` of such a
+        request takes a window that ends before those tokens, and no `q_offset` or `kv_lens`.
+        """
+        with self._pages.lock:
+            self._zero(self._pages.free_left(listed(requests), left))
+
+    def evict(self, request: Request, keep: Tensor) -> None:
+        """Only the tokens at the places `keep` remain, in their order, and move together.
+
+        What a kept token is stays, bit for bit: its key is rotated to the position it had. What counts places
+        counts the tokens that are left: `length`, causal order (every one is before the next token), windows,
+        ALiBi, `kv_lens`, `kv_starts`, `truncate` (not below what was kept). Later tokens are rotated to the
+        positions they would have had (`position`).
+
+        Args:
+            keep: rising int32 or int64 places, (kept,), (num_layers, kept) or (num_layers, num_kv_heads,
+                kept): as many in every layer. Read, so on a device it synchronises.
+
+        Raises:
+            OutOfPages: others own pages that would be written, and too few are free; nothing was changed.
+            SpecError: a step is open, or no such places.
+        """
+        with self._pages.lock:
+            first, length = self.start(request), self.length(request)
+            places, same = survivors(keep, self.num_layers, self._k[0].shape[2], first, length)
+            slots = self.slot_mapping(request, first)
+            heads = torch.arange(places.shape[1], device=self.device)
+            rows = []
+            for layer, of_layer in enumerate(places.to(self.device)):
+                at = slots[of_layer.transpose(0, 1) - first]
+                page, slot = at // self.page_size, at % self.page_size
+                rows.append([pool[page, slot, heads] for pool in self.pools(layer)])
+            begin, left = self._pages.compact(request, places.shape[2], same)
+            self._zero(left)
+            slots = self.slot_mapping(request, begin)
+            for layer, values in enumerate(rows):
+                for pool, kept in zip(self.pools(layer), values, strict=True):
+                    write_slots(pool, kept[begin:], slots)
+
+    def remember(self, request: Request, tokens: Sequence[int] | Tensor, *, key: Hashable = None) -> int:
+        """The request's full pages are found by `begin` from now on, also when the request has ended, until a
+        step needs pages and none is free: then those that were unused for longest go.
+
+        Args:
+            tokens: the ids whose keys the request holds, from its first token on.
+            key: whatever else its keys depend on, such as an adapter or an image; found with the same alone.
+
+        Returns:
+            Tokens in pages that can be found.
+
+        Raises:
+            SpecError: more tokens than the request has, or one of which some were evicted or given back.
+        """
+        return self._pages.remember(request, token_list(tokens), key)
+
+    def cached_tokens(self, tokens: Sequence[int] | Tensor, *, key: Hashable = None) -> int:
+        """Tokens that a request of `begin(tokens, key=key)` would have now."""
+        return len(self._pages.found(token_list(tokens), key)) * self.page_size
+
+    def begin(self, tokens: Sequence[int] | Tensor, *, key: Hashable = None) -> Request:
+        """A new request that shares the pages of the longest remembered prefix of `tokens`, without the last
+        one, whose row is yet to be computed: append tokens[length(request):]."""
+        return self._pages.begin(token_list(tokens), key)
+
+    def forget(self) -> None:
+        """Remembers no prefix any more, as after a change of the weights."""
+        with self._pages.lock:
+            self._zero(self._pages.forget())
+
+    def free(self, requests: Requests) -> None:
+        """Ends the requests. Pages that others share stay theirs.
+
+        Raises:
+            SpecError: one of them is freed already, or named twice; none is freed then.
+        """
+        with self._pages.lock:
+            self._zero(self._pages.free(listed(requests)))
+
+    def page_table(self, requests: Requests) -> Tensor:
+        """int32 (batch, max_pages) on the pool's device, -1 beyond a request's pages; later steps do not
+        change it."""
+        return self._tables(listed(requests)).page_table.clone()
+
+    def kv_lens(self, requests: Requests) -> Tensor:
+        """int32 (batch,) on the pool's device."""
+        return self._tables(listed(requests)).kv_lens.clone()
+
+    def slot_mapping(self, requests: Requests, starts: Counts = 0) -> Tensor:
+        """int64 (total,) on the pool's device: slots of the tokens of each request from `starts[b]` on.
+
+        Raises:
+            SpecError: tokens that were given back, or more than there are.
+        """
+        who = listed(requests)
+        tables = self._tables(who)
+        first = numbers("starts", starts, who)
+        for start, least, length in zip(first, tables.starts, tables.lengths, strict=True):
+            checked_count("starts", start, least, length)
+        rest = [length - start for start, length in zip(first, tables.lengths, strict=True)]
+        return moved(slots_of(tables.host_table, self.page_size, first, rest)[0], self.device)
+
+    def read(self, request: Request, *, layer: int = 0, start: int = 0) -> tuple[Tensor, Tensor]:
+        """A copy of a request's keys and values from the token `start` on, (tokens, num_kv_heads, head_dim)
+        and (..., head_dim_v).
+
+        Raises:
+            SpecError: `free_left` has given some of them back.
+        """
+        slots = self.slot_mapping(request, start)
+        k_pool, v_pool = self.pools(layer)
+        return read_slots(k_pool, slots), read_slots(v_pool, slots)
+
+    def snapshot(self) -> Snapshot:
+        """Every request as it is now. Holds its pages until `release`: the next append to each request copies
+        its last page first, so that `restore` gives back the same bits."""
+        return self._pages.snapshot()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Every request is what it was at the snapshot, which may be used again; requests made since are
+        gone."""
+        with self._pages.lock:
+            self._zero(self._pages.restore(snapshot))
+
+    def release(self, snapshot: Snapshot) -> None:
+        """Ends a snapshot."""
+        with self._pages.lock:
+            self._zero(self._pages.release(snapshot))
+
+    def check(self) -> None:
+        """Counts every page's owners anew.
+
+        Raises:
+            RuntimeError: an invariant is broken, which no sequence of calls may bring about.
+        """
+        self._pages.check()
+
+    def pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The pools of one layer, which must be what they were when the cache was made.
+
+        Raises:
+            SpecError: no such layer, or a pool has another dtype, device or shape by now.
+        """
+        checked_count("layer", layer, 0, self.num_layers - 1)
+        k, v = self._k[layer], self._v[layer]
+        if (k.dtype, k.device, k.shape, v.shape) != self._like or v.dtype is not k.dtype:
+            got, change = f"{described(k)} and {described(v)}", "Make a new cache instead."
+            wanted = f"{self.dtype} {tuple(self._like[2])} and {tuple(self._like[3])} on {self.device}"
+            raise spec_error("k_pages, v_pages", got=got, wanted=wanted, change=change)
+        return k, v
+
+    def _tables(self, requests: Sequence[Request]) -> Tables:
+        """Tables of the committed state; those of the last call if nothing has moved since."""
+        key = tuple(requests)
+        with self._pages.lock:
+            last, version = self._last, self._pages.version
+            if last is not None and last[0] == key and last[1] == version:
+                return last[2]
+            made = self._tables_of(key, None)
+            self._last = (key, version, made)
+            return made
+
+    def _tables_of(self, requests: Sequence[Request], reserved: Reservation | None) -> Tables:
+        """Tables of the requests, with what is reserved for them."""
+        rows = [self._pages.pages(request) for request in requests]
+        lengths = self._pages.lengths(requests)
+        if reserved is not None:
+            lengths = [n + more for n, more in zip(lengths, reserved.counts, strict=True)]
+            for row, tail, fresh in zip(rows, reserved.tails, reserved.fresh, strict=True):
+                if tail is not None:
+                    row[-1] = tail
+                row.extend(fresh)
+        longest = max(map(len, rows), default=0)
+        table = torch.full((len(rows), longest), -1, dtype=torch.int32, device="cpu")
+        for into, row in zip(table, rows, strict=True):
+            if row:
+                into[: len(row)] = torch.frombuffer(row, dtype=torch.int32)
+        starts = tuple(self._pages.starts(requests))
+        return Tables(table, tuple(lengths), self.page_size, self.device, starts)
+
+    def _zero(self, pages: list[int]) -> None:
+        """Scrubs pages that are free; under the allocator's lock, before anyone can take them."""
+        if not self._scrub or not pages:
+            return
+        ids = ints(pages, self.device, torch.int64)
+        for pool in (*self._k, *self._v):
+            pool.index_fill_(0, ids, 0)
