@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -14,6 +18,8 @@ import torch
 
 import polyflash
 from polyflash import cli, commands, options, tensor_files
+from polyflash.bench import command as bench_command
+from polyflash.bench import gpu_machine, report
 from polyflash.reference import attention_reference
 
 SLICE = str(Path(__file__).parent / "data" / "minilm_qkv_slice.safetensors")
@@ -223,6 +229,11 @@ BAD = {
     "causal in words": (2, ("explain", "--causal", "upwards"), ("upwards", "bottom_right", "top_left")),
     "causal before a file": (2, ("run", "--causal", "upwards", "{}/qkv.npz"), ("upwards", "bottom_right")),
     "causal of a race": (2, ("tune", "--causal", "1"), ("'1'", "bottom_right", "top_left")),
+    "unknown switch": (
+        1,
+        ("ablate", "--backend", "cpu", "--seqlen", "40", "--switch", "panels", "magic"),
+        ("switch: got magic, wanted some of", "panels"),
+    ),
     "negative seconds": (2, ("ablate", "--seconds=-1"), ("'-1'", "a positive number")),
     "endless seconds": (2, ("tune", "--seconds", "inf"), ("'inf'", "a positive number")),
     "no device": (2, ("run", "{}/qkv.npz", "--device", "gpu"), ("'gpu'", "cpu, cuda or cuda:N")),
@@ -257,6 +268,180 @@ def test_bad_input_is_one_clean_message(polyflash_main, qkv, case):
     if wanted == 1:
         assert out == ""
         assert err.startswith("error ")
+
+
+HEADER = "{'descr': '<f4', 'fortran_order': False, 'shape': %s, }\n"
+
+
+def npy(header: str, body: bytes = b"", version: bytes = b"\1\0") -> bytes:
+    return b"\x93NUMPY" + version + struct.pack("<H", len(header)) + header.encode() + body
+
+
+DAMAGED = {  # an array inside a .npz, and a .npy of its own
+    "cut short": npy(HEADER % "(2, 4, 8)", bytes(10)),
+    "2^60 rows": npy(HEADER % f"({1 << 60}, 4, 8)"),
+    "2^40 rows": npy(HEADER % f"({1 << 40}, 4, 8)"),
+    "negative": npy(HEADER % "(-1, 4, 8)"),
+    "a bool": npy(HEADER % "(True, 4, 8)", bytes(128)),
+    "an open brace": npy("{'descr': '<f4'"),
+    "deep": npy("(" * 5000 + ")" * 5000),
+    "long": npy(HEADER % f"({'9' * 5000}, 4, 8)"),
+    "objects": npy(HEADER.replace("<f4", "|O") % "(2, 4, 8)", bytes(512)),
+    "another version": npy(HEADER % "(2, 4, 8)", version=b"\11\11"),
+    "a pickle": b"\x80\x04K\x01.",
+    "text": b"hello",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+@pytest.mark.parametrize("kind", [".npz", ".npy"])
+def test_damaged_arrays_are_one_line_each(polyflash_main, qkv, what, kind):
+    folder, _ = qkv
+    files = [folder / f"bad{kind}"]
+    if kind == ".npz":
+        with zipfile.ZipFile(files[0], "w") as archive:
+            for name in "qkv":
+                archive.writestr(f"{name}.npy", DAMAGED[what])
+    else:
+        files[0].write_bytes(DAMAGED[what])
+        files += [folder / "k.npy", folder / "v.npy"]
+    code, out, err = polyflash_main("run", *files)
+    assert (code, out) == (1, "") and err.count("\n") == 1 and len(err) < 400
+    assert f"bad{kind}" in err and "wanted" in err
+
+
+def whole_archives() -> dict[str, bytes]:
+    buffer = io.BytesIO()
+    np.savez(buffer, **{name: np.ones((2, 4, 8), np.float32) for name in "qkv"})
+    good = buffer.getvalue()
+
+    def changed(local: int, value: int) -> bytes:
+        """Two bytes of every entry's headers: general flags at 6, method at 8."""
+        data = bytearray(good)
+        for sign, shift in ((b"PK\3\4", 0), (b"PK\1\2", 2)):
+            at = data.find(sign)
+            while at >= 0:
+                data[at + local + shift] = value
+                at = data.find(sign, at + 4)
+        return bytes(data)
+
+    return {
+        "encrypted": changed(6, 1), "unknown method": changed(8, 99), "not lzma": changed(8, 14),
+        "not bzip2": changed(8, 12), "half": good[: len(good) // 2], "a byte": good[:1],
+        "an array": (Path(SLICE).parent / "x.npy").name.encode(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", whole_archives())
+def test_damaged_archives_are_one_line_each(polyflash_main, tmp_path, what):
+    (tmp_path / "bad.npz").write_bytes(whole_archives()[what])
+    code, out, err = polyflash_main("run", tmp_path / "bad.npz")
+    assert (code, out) == (1, "") and err.count("\n") == 1 and "bad.npz" in err
+
+
+def test_an_archive_that_unpacks_beyond_memory_is_not_unpacked(polyflash_main, qkv, monkeypatch):
+    monkeypatch.setattr(tensor_files, "_memory", lambda: 100.0)
+    code, _, err = polyflash_main("run", qkv[0] / "qkv.npz")
+    assert code == 1 and "more than the memory of this machine" in err
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("<Q", 1 << 60) + b"{}",
+        b"1234567",
+        struct.pack("<Q", 2) + b"{]",
+        struct.pack("<Q", 64) + bytes(64),
+    ],
+    ids=["2^60", "json", "nulls", "seven bytes"],
+)
+def test_damaged_safetensors_are_one_line_each(polyflash_main, tmp_path, data):
+    pytest.importorskip("safetensors")
+    (tmp_path / "bad.safetensors").write_bytes(data)
+    code, out, err = polyflash_main("run", tmp_path / "bad.safetensors")
+    assert (code, out) == (1, "") and err.count("\n") == 1 and "wanted a .safetensors file" in err
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+@pytest.mark.parametrize("name", ["other.npz", "result.lse.npy"])
+def test_an_input_by_another_name_is_not_written_over(polyflash_main, qkv, link, name):
+    folder, _ = qkv
+    files = [folder / "qkv.npz"] if name.endswith("npz") else [folder / f"{n}.npy" for n in "qkv"]
+    link(files[-1], folder / name)
+    before = files[-1].read_bytes()
+    code, out, err = polyflash_main("run", *files, "-o", folder / name.replace(".lse", ""))
+    assert (code, out) == (1, "") and f"{name}, which is " in err and "another file than the inputs" in err
+    assert files[-1].read_bytes() == before
+
+
+class Interrupted:
+    """A row's measurement that Ctrl-C ends at the second row."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error, self.calls, self.measure = error, 0, report.measure
+
+    def __call__(self, case, **given):
+        self.calls += 1
+        if self.calls == 2:
+            raise self.error
+        return self.measure(case, **given)
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
+def test_an_interrupted_bench_leaves_what_ran(polyflash_main, tmp_path, monkeypatch, error, code):
+    monkeypatch.setattr(report, "measure", Interrupted(error))
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # stdout is pytest's
+    file = tmp_path / "bench.json"
+    words = ("bench", "--quick", "--suite", "small", "--filter", "float32", "128", "--seconds", "0.01")
+    found, out, err = polyflash_main(*words, "--json", file)
+    assert found == code
+    (row,) = json.loads(file.read_text())["rows"]
+    if code == 130:
+        assert err == f"interrupted: 1 rows were measured and are in {file}\n" and "ratio" in out
+    assert polyflash_main("bench", "--from", file)[0] == 0 and row["ratio"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(polyflash_main, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "measure", None)
+    code, _, err = polyflash_main("bench", "--quick", "--json", tmp_path / "none" / "bench.json")
+    assert code == 1 and err.startswith("error json: got ") and "a folder that is there" in err
+
+
+class FakeGpu:
+    """What a GPU's calibration is, on a machine without one."""
+
+    ceilings: ClassVar = {"matmul_tflops": 700.0, "copy_gbs": 4000.0}
+
+    def __init__(self, device: str) -> None:
+        self.speed = lambda: 1.0
+
+    def peak(self, kind: str) -> None:
+        return None
+
+
+def test_bench_of_a_gpu_has_the_same_document_and_page(polyflash_main, tmp_path, monkeypatch):
+    """The way of a GPU, taken on the CPU: one clock, no threads."""
+    monkeypatch.setattr(bench_command, "device_here", lambda name: "cpu")
+    monkeypatch.setattr(gpu_machine, "GpuCalibration", FakeGpu)
+    words = ("bench", "--device", "cuda:0", "--quick", "--suite", "small", "--filter", "float32", "128")
+    files = ("--json", tmp_path / "a.json", "--page", tmp_path / "a.md")
+    code, out, err = polyflash_main(*words, "--seconds", "0.01", *files)
+    assert (code, err) == (0, "") and "product of bfloat16: 700 TFLOP/s" in out
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["machine"]["gpu"] and found["commands"][0].startswith("polyflash bench --device cuda:0 ")
+    assert len(found["rows"]) == 3 and all(r["ratio"] > 0 for r in found["rows"])
+    page = (tmp_path / "a.md").read_text()
+    assert "multiprocessors" in page and "copy 4000 GB/s" in page
+
+
+@pytest.mark.parametrize(
+    "words", [("--suite", "decode"), ("--suite", "dense,peers"), ("--calls",)], ids=" ".join
+)
+def test_bench_refuses_what_is_of_cpus_on_a_gpu(polyflash_main, words, monkeypatch):
+    monkeypatch.setattr(bench_command, "device_here", lambda name: "cuda:0")
+    code, _, err = polyflash_main("bench", "--device", "cuda", *words)
+    assert code == 1 and "on a GPU" in err and "make bench-gpu" in err
 
 
 def test_safetensors_missing_is_named(polyflash_main, monkeypatch):

@@ -3,9 +3,11 @@ ever read."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import re
-import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +51,9 @@ def read_qkv(
 
 def _read_safetensors(path: Path, asked: dict[str, str | None]) -> tuple[list[str], list[Tensor]]:
     safetensors = _safetensors()
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            names = _named(asked, list(file.keys()))
-            return names, [file.get_tensor(name) for name in names]
-    except safetensors.SafetensorError as error:
-        raise SpecError(f"{path}: got {error}, wanted a .safetensors file") from None
+    with _reading(path, "a .safetensors file"), safetensors.safe_open(path, framework="pt") as file:
+        names = _named(asked, list(file.keys()))
+        return names, [file.get_tensor(name) for name in names]
 
 
 def _read_npz(path: Path, asked: dict[str, str | None]) -> tuple[list[str], list[Tensor]]:
@@ -64,17 +63,45 @@ def _read_npz(path: Path, asked: dict[str, str | None]) -> tuple[list[str], list
 
 
 def _load_numpy(path: Path) -> Any:
-    try:
-        return np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise SpecError(f"{path}: got {error}, wanted a {path.suffix} file of plain numbers") from None
+    with _reading(path, f"a {path.suffix} file of plain numbers"):
+        found = np.load(path, allow_pickle=False)
+        if isinstance(found, np.ndarray) is (path.suffix == ".npz"):
+            raise ValueError("the content of another kind of file")
+        return found
 
 
 def _entry(path: Path, file: Any, name: str) -> np.ndarray:
+    with _reading(f"{path}: {name}", "plain numbers"):
+        size = max(
+            (i.file_size for i in file.zip.infolist() if i.filename in (name, f"{name}.npy")), default=0
+        )
+        if size > _memory():
+            raise ValueError(f"{size:,} bytes, more than the memory of this machine")
+        found = file[name]
+        if not isinstance(found, np.ndarray):
+            raise ValueError("no array")
+        return found
+
+
+def _memory() -> float:
+    """Bytes of this machine's memory, as far as the system tells."""
     try:
-        return file[name]
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise SpecError(f"{path}: {name}: got {error}, wanted plain numbers") from None
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return math.inf
+
+
+@contextlib.contextmanager
+def _reading(what: object, wanted: str) -> Iterator[None]:
+    """Says in one line what is wrong with a damaged file: readers raise whatever their parsers do."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SpecError) or (isinstance(error, OSError) and error.filename):
+            raise
+        told = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
+        told = told if len(told) <= 160 else f"{told[:120]}..."
+        raise SpecError(f"{what}: got {told}, wanted {wanted}") from None
 
 
 def _from_numpy(name: str, array: np.ndarray) -> Tensor:

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 
 import polyflash
 from polyflash.bench import ablation
-from polyflash.bench.race import race
-from polyflash.bench.timing import FEWEST, Summary
+from polyflash.bench.race import GpuSpeed, queued_rounds, race
+from polyflash.bench.timing import FEWEST, Arm, Comparison, Summary
 from polyflash.cli import main
 from polyflash.spec import Phase
 from polyflash.tuning import group_trial
@@ -98,6 +99,29 @@ def test_only_the_switches_asked_for_run(clock):
     assert row["switches"] and all(s["name"].startswith("panels=") for s in row["switches"])
 
 
+def test_one_value_of_a_switch_may_be_named(clock):
+    names = list(cpu().switches())
+    row = ablation.measured(cpu(), "cpu", 0.01, [names[-1]])
+    assert [s["name"] for s in row["switches"]] == [names[-1]]
+
+
+def test_an_interrupted_ablation_leaves_what_ran(clock, monkeypatch, tmp_path, capsys):
+    measured, done = ablation.measured, []
+
+    def stop(*args: Any) -> dict[str, Any]:
+        done.append(1)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        return measured(*args)
+
+    monkeypatch.setattr(ablation, "measured", stop)
+    file = tmp_path / "a.json"
+    words = ["ablate", "--backend", "cpu", *SHAPE, "--phase", "forward,statistics", "--json", str(file)]
+    assert main(words) == 130
+    assert len(json.loads(file.read_text(encoding="utf-8"))["rows"]) == 1
+    assert capsys.readouterr().err == f"interrupted: 1 problems were measured and are in {file}\n"
+
+
 @pytest.mark.parametrize("kind", ("wrong", "nan", "fails"))
 def test_a_switch_that_changes_the_result_or_fails_has_no_time(clock, monkeypatch, kind: str):
     run = Trial.run
@@ -157,6 +181,28 @@ def test_a_race_takes_turns():
     assert set(found) == set(arms) and all(s.of >= FEWEST and s.median > 0 for s in found.values())
     turns = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
     assert any(turns[i : i + 4] == ["c", "b", "a", "b"] for i in range(len(turns)))  # it turns round
+
+
+def gpu(speeds: Iterator[float]) -> Comparison:
+    """Two arms by a clock that says 1 ms and 2 ms a call, on a machine of these speeds."""
+    time = {"a": 1e-3, "b": 2e-3}
+    arms = [Arm(name, lambda name=name: name) for name in time]
+    return queued_rounds(arms, 0.3, lambda call, repeats: time[call()], lambda: next(speeds))
+
+
+def test_rounds_of_a_gpu_end_in_time_and_know_contention():
+    quiet = gpu(repeat(1.0))
+    assert (quiet.summary("a").median, quiet.summary("b").median) == (1e-3, 2e-3)
+    assert len(quiet.rounds) == 15 and not quiet.contended  # 10 ms of calls to each sample of each arm
+    busy = gpu(repeat(0.5))
+    assert len(busy.rounds) == 30 and busy.contended
+    assert gpu(chain([0.5] * 3, repeat(1.0))).quiet == 12
+
+
+def test_the_speed_of_a_gpu_is_that_of_its_best_copy():
+    times = iter([1.0, 2e-3, 1e-3, 2e-3])  # the first warms it up
+    speed = GpuSpeed("cpu", lambda call, repeats: next(times))
+    assert [speed() for _ in range(3)] == [1.0, 1.0, 0.5]
 
 
 @pytest.mark.slow

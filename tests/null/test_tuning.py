@@ -21,6 +21,7 @@ import polyflash
 from polyflash import backends, plan
 from polyflash import target as targets
 from polyflash.backends.torch.configs import Config
+from polyflash.bench.timing import Comparison, Round
 from polyflash.capability import Capability
 from polyflash.cli import main
 from polyflash.errors import UnsupportedError
@@ -462,6 +463,32 @@ class TestSearch:
         assert [step.number for step in told] == [3, 4] and found.values == asdict(Knob(60))
         assert Knob(95) not in second.ran
 
+    def test_no_winner_of_a_contended_race_is_kept(self):
+        """The machine is busy while the second candidate runs, and once more at the end."""
+        busy = []
+
+        def race(arms: Mapping[str, Callable[[], Any]], length: float) -> dict[str, float]:
+            taken = race_by_level(arms, length)
+            if 50.0 in taken.values():
+                busy.append(length)
+                raise search.ContendedError("3 of 6 rounds ran below 80% of the machine's speed")
+            return taken
+
+        found, kept, told = searched(Fake(Knob(90), Knob(50), Knob(80)), race)
+        assert told[1].outcome.startswith("contended: 3 of 6 rounds") and math.isnan(told[1].ratio)
+        assert found.values == asdict(Knob(80)) and all(e.values["level"] != 50 for e in kept)
+        assert (found.tried, found.of) == (1, 3) and [e.tried for e in kept] == [1, 1, 1, 1]
+        found, _, told = searched(Fake(Knob(90), Knob(50), Knob(80)), start=found)
+        assert [step.number for step in told] == [2, 3] and found.values == asdict(Knob(50))
+        assert found.tried == 3
+
+    def test_a_search_that_begins_contended_keeps_nothing(self):
+        def race(arms: Mapping[str, Any], length: float) -> dict[str, float]:
+            raise search.ContendedError("busy")
+
+        with pytest.raises(search.ContendedError):
+            searched(Fake(Knob(50)), race)
+
     def test_other_candidates_than_before_start_anew(self):
         before = replace(entry(), kind=store.kind_of(Knob), values=asdict(Knob(90)), tried=2, of=9)
         _, _, told = searched(Fake(Knob(90), Knob(80)), start=before)
@@ -541,6 +568,21 @@ class TestCommand:
         monkeypatch.setattr(command, "_race", lambda device, seconds: race_of_equals)
         assert main(["tune", "--backend", "cpu", *SHAPE, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["entries"][0]["resumed_at"] == 1
+
+    def test_a_contended_machine_is_named_and_nothing_kept(self, monkeypatch, capsys):
+        rounds = tuple(Round({"incumbent": 1.0, "challenger": 0.5}, speed) for speed in (0.5, 0.6, 1.0, 1.0))
+        monkeypatch.setattr(command, "compared", lambda *_: Comparison(rounds))
+        assert main(["tune", "--backend", "cpu", *SHAPE]) == 1
+        err = capsys.readouterr().err
+        assert err.startswith("contended 2 of 4 rounds ran below 80%") and "nothing is kept" in err
+        assert not store.read(targets.detect("cpu")).entries
+
+    def test_what_decides_a_race(self):
+        even = [Round({"a": 1.0 + 0.01 * i, "b": 2.0}, 1.0) for i in range(5)]
+        assert command.decided(Comparison(tuple(even))) == {"a": 1.02, "b": 2.0}
+        wide = [Round({"a": 1.0 + 0.3 * i, "b": 2.0}, 1.0) for i in range(5)]
+        with pytest.raises(search.ContendedError, match="spread by 37%"):
+            command.decided(Comparison(tuple(wide)))
 
     def test_gradients_are_tuned_too(self, quick_clock, capsys):
         assert main(["tune", "--backend", "torch", "--phase", "backward", *SHAPE, "--json"]) == 0

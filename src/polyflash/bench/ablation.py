@@ -39,17 +39,35 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         print("\n".join(w.name for w in chosen))
         return 0
     device = asked.device_of(options)
-    rows = []
-    for trial in _trials(options, chosen, device):
-        rows.append(measured(trial, device, options.seconds, options.switch))
-        if not options.quiet:
-            out.print(_table(rows[-1]), "")
-    content = {"schema": SCHEMA, "target": asked.target_of(device).name, "rows": rows}
-    if options.json:
-        Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    _check_switches(options, chosen, device)
+    rows: list[dict[str, Any]] = []
+    try:
+        for trial in _trials(options, chosen, device):
+            rows.append(measured(trial, device, options.seconds, options.switch))
+            if not options.quiet:
+                out.print(_table(rows[-1]), "")
+    except (KeyboardInterrupt, BrokenPipeError) as stop:
+        kept = options.json if options.json and rows else "no file"
+        raise type(stop)(f": {len(rows)} problems were measured and are in {kept}") from None
+    finally:
+        content = {"schema": SCHEMA, "target": asked.target_of(device).name, "rows": rows}
+        if options.json and rows:
+            text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+            Path(options.json).write_text(text, encoding="utf-8")
     if options.page:
         Path(options.page).write_text(markdown(content), encoding="utf-8")
     return 1 if any("differs" in s["mark"] for row in rows for s in row["switches"]) else 0
+
+
+def _check_switches(options: argparse.Namespace, chosen: Sequence[Workload], device: str) -> None:
+    """Refuses a name that no kernel asked for has, before anything runs."""
+    known = {"fused_groups"} if options.groups else asked.switches(chosen, options, device)
+    unknown = [name for name in options.switch if name not in known]
+    if unknown:
+        names = sorted({name.partition("=")[0] for name in known})
+        wanted = f"some of {', '.join(names) or 'no switch: these kernels have none'}"
+        change = "A value may be named too, as ablate prints it."
+        raise spec_error("switch", got=", ".join(unknown), wanted=wanted, change=change)
 
 
 def _trials(
@@ -77,7 +95,7 @@ def measured(
     arms = {CHOSEN: trial.run(chosen)}
     switches = []
     for name, config in trial.switches().items():
-        if only and name.partition("=")[0] not in only:
+        if only and not {name, name.partition("=")[0]} & {*only}:
             continue
         found: dict[str, Any] = {"name": name, "mark": "", "difference": None, "error": None, "ratio": None}
         switches.append(found)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
-from polyflash import backends, target
+from polyflash import backends, plan, target
 from polyflash.errors import SpecError, UnsupportedError, spec_error
 from polyflash.options import device_here
 from polyflash.spec import Phase
 from polyflash.target import Target
-from polyflash.tuning.trial import Trial, trial
+from polyflash.tuning.trial import Trial, switches_of, trial
 from polyflash.workloads import Workload, workloads
 
 
@@ -51,6 +52,20 @@ def device_of(options: argparse.Namespace) -> str:
 def target_of(device: str) -> Target:
     """The target of a torch device."""
     return target.detect(torch.device(device).type, torch.device(device).index or 0)
+
+
+def switches(chosen: Sequence[Workload], options: argparse.Namespace, device: str) -> set[str]:
+    """What the kernels of these problems can switch: "base2", and "base2=off"."""
+    here = target_of(device)
+    found: set[str] = set()
+    phases = [Phase(name) for name in options.phase]
+    for phase in (*phases, *([Phase.DECODE] if Phase.FORWARD in phases else [])):
+        for workload in chosen:
+            spec = workload.spec(phase=phase, device=torch.device(device).type)
+            with contextlib.suppress(UnsupportedError):
+                launch = plan.select(spec, here, backends.TABLE, backend=options.backend or "", config="")
+                found.update(switches_of(launch))
+    return found | {name.partition("=")[0] for name in found}
 
 
 def trials(chosen: Sequence[Workload], phase: str, backend: str | None, device: str) -> list[Trial]:

@@ -14,6 +14,7 @@ DEFAULT = ("dense", "windows", "small")  # and a few rows of "backward"
 PEER_SUITE = "peers"
 DECODE = "decode"
 SUITES = (*DEFAULT, "masks", "bias", "varlen", "backward", DECODE, PEER_SUITE)
+OF_CPUS = (DECODE, PEER_SUITE)  # their scale is a CPU's memory; their peers run there
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"  # what is timed; a step: forward, then backward
 DENSE, SHARES, OPERANDS = "", "heads and members", "operands"  # tables of the suite "backward"
 

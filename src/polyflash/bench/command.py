@@ -19,7 +19,7 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     """This machine against torch SDPA and the other attention implementations found on it."""
     from polyflash.bench import page
 
-    device_here(options.device)
+    _check_files(options)
     if options.page and options.calls:
         raise SpecError("page: got --calls, whose stages have no page. Use --json, or leave --calls out")
     if options.plot:
@@ -38,8 +38,12 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
             print("\n".join(case.name for case in _chosen(options)))
             return 0
         content = _measured(options, out)
-    if options.json:
+    stopped = content.pop("stopped", None)
+    if options.json and (content.get("rows") or not stopped):
         Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if stopped:
+        kept = options.json if options.json and content["rows"] else "no file"
+        raise stopped(f": {len(content['rows'])} rows were measured and are in {kept}")
     if options.page:
         file = Path(options.page)
         before = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -54,6 +58,9 @@ def _measured(options: argparse.Namespace, out: Console) -> dict[str, Any]:
     from polyflash.bench import calibrate, kind_of, report
 
     chosen = _chosen(options)
+    seconds = options.seconds or (0.5 if options.size == "quick" else 2.0)
+    if is_gpu(options):
+        return _measured_on_gpu(options, chosen, seconds, out)
     device = target.detect("cpu")
     calibration = calibrate(device)
     if calibration and not options.calls:
@@ -62,7 +69,6 @@ def _measured(options: argparse.Namespace, out: Console) -> dict[str, Any]:
     peaks = calibration.measured if calibration else ()
     if not options.quiet:
         report.print_machine(out, device, peaks)
-    seconds = options.seconds or (0.5 if options.size == "quick" else 2.0)
     if options.calls:
         content = report.calls(out, seconds, calibration)
     else:
@@ -71,11 +77,49 @@ def _measured(options: argparse.Namespace, out: Console) -> dict[str, Any]:
     return {**content, "machine": report.machine(device, peaks)}
 
 
+def is_gpu(options: argparse.Namespace) -> bool:
+    return bool(options.device) and options.device != "cpu"
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuses before a long measurement what would lose it, and what a GPU does not measure."""
+    for name in ("json", "page", "plot"):
+        file = getattr(options, name)
+        if file and name != "plot" and not Path(file).absolute().parent.is_dir():
+            raise SpecError(f"{name}: got {file}, wanted a file in a folder that is there")
+    if not is_gpu(options) or options.sources:
+        return
+    device_here(options.device)
+    if options.calls or options.plot:
+        got = "--calls" if options.calls else "--plot"
+        raise SpecError(f"{got.strip('-')}: got {got} on a GPU, wanted it on a CPU. See `make bench-gpu`")
+
+
+def _measured_on_gpu(
+    options: argparse.Namespace, chosen: Sequence[Any], seconds: float, out: Console
+) -> dict[str, Any]:
+    """The same on a GPU, by its own clock."""
+    from polyflash.bench import gpu_machine, report
+
+    device = device_here(options.device)
+    calibration = gpu_machine.GpuCalibration(device)
+    about = report.gpu(device, calibration)
+    if not options.quiet:
+        report.print_gpu(out, about)
+    content = report.measured(out, chosen, seconds, calibration, quiet=options.quiet, device=device)
+    return {**content, "commands": [_command(options)], "machine": about}
+
+
 def _chosen(options: argparse.Namespace) -> Sequence[Any]:
     from polyflash.bench import cases
 
     suites = options.suite or ([cases.PEER_SUITE] if options.peers else [])
-    suites = cases.SUITES if "all" in suites else list(dict.fromkeys(suites))
+    here = [s for s in cases.SUITES if not is_gpu(options) or s not in cases.OF_CPUS]
+    suites = here if "all" in suites else list(dict.fromkeys(suites))
+    absent = [s for s in suites if s in cases.OF_CPUS and is_gpu(options)]
+    if absent:
+        wanted = f"some of {', '.join(here)}. `make bench-gpu` has decode and peers of GPUs"
+        raise SpecError(f"suite: got {', '.join(absent)} on a GPU, wanted {wanted}")
     if options.peers and cases.PEER_SUITE not in suites:
         suites = [*suites, cases.PEER_SUITE]
     every = cases.rows(suites, size=options.size, peers=options.peers)
@@ -85,6 +129,7 @@ def _chosen(options: argparse.Namespace) -> Sequence[Any]:
 def _command(options: argparse.Namespace) -> str:
     """The command that measures this again; files, which say nothing about the figures, left out."""
     words = ["polyflash bench"]
+    words += [f"--device {options.device}"] if is_gpu(options) else []
     words += [f"--suite {','.join(options.suite)}"] if options.suite else []
     words += [f"--peers {','.join(options.peers)}"] if options.peers else []
     words += [f"--rows {options.rows}"] if options.rows else []

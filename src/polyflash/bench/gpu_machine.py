@@ -17,6 +17,8 @@ import torch
 
 import polyflash
 from polyflash.bench.gpu_timing import Device
+from polyflash.bench.peak import Peak
+from polyflash.bench.race import GpuSpeed
 from polyflash.bench.timing import median
 
 _PACKAGES = ("torch", "triton", "numpy", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "sageattention")
@@ -137,6 +139,19 @@ def ceilings(device: Device) -> dict[str, float]:
     product = _median(device, lambda: torch.mm(a, b, out=out))
     copy = _median(device, lambda: target.copy_(source))
     return {"matmul_tflops": 2 * n**3 / product / 1e12, "copy_gbs": 2 * size / copy / 1e9}
+
+
+class GpuCalibration:
+    """What `peak.Calibration` is to a CPU: the rate of a large product, and the present speed."""
+
+    def __init__(self, device: str) -> None:
+        self.ceilings = ceilings(Device(device))
+        self.speed = GpuSpeed(device)
+
+    def peak(self, kind: str) -> Peak | None:
+        """Of 16-bit products; others have none."""
+        rate = self.ceilings["matmul_tflops"] * 1e3
+        return Peak(kind, rate, rate, 1, 1) if kind in ("bfloat16", "float16") else None
 
 
 def _median(device: Device, call: Any) -> float:

@@ -158,7 +158,7 @@ def _work(call: Call, timed: str) -> float:
 def _direction(call: Call) -> Tensor:
     shape = (*call.q.shape[:-1], call.v.shape[-1])
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
-    return drawn.to(call.q.dtype)
+    return drawn.to(call.q)
 
 
 def _gradient(call: Call | Sdpa, dout: Tensor, timed: str) -> Gradient:

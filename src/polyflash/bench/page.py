@@ -39,7 +39,7 @@ def read(file: str) -> dict[str, Any]:
 def merged(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One document of several: a row measured again replaces the older one in its place, and the machine must
     be the same."""
-    machines = [{**c["machine"], "peaks": None} for c in contents]
+    machines = [{**c["machine"], "peaks": None, "ceilings": None} for c in contents]
     for other in machines[1:]:
         differing = [key for key in machines[0] if machines[0][key] != other.get(key)]
         if differing:
@@ -59,7 +59,7 @@ def merged(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def print_tables(console: Console, content: dict[str, Any]) -> None:
-    for title, rows in _sections(content["rows"]).items():
+    for title, rows in by_section(content["rows"]).items():
         console.print(table(rows, title), "")
     for line in (*absences(content["absent"]), *notes(content["rows"])):
         console.print(escape(line), style="dim")
@@ -69,7 +69,11 @@ def markdown(content: dict[str, Any], before: str = "") -> str:
     """A page of results. `before` is the page it replaces: its title, and what follows `TAIL`, are kept."""
     machine, rows = content["machine"], content["rows"]
     first = before.partition("\n")[0]
-    title = first if first.startswith("# ") else f"# {datetime.date.today().isoformat()}, {machine['cpu']}"
+    title = (
+        first
+        if first.startswith("# ")
+        else f"# {datetime.date.today().isoformat()}, {machine.get('gpu') or machine['cpu']}"
+    )
     after = [r["after_torch"] for r in rows if r["after_torch"] and r["threads"] > 1]
     lines = [title, "", *_about(content), "", _INTRO]
     if after:
@@ -81,7 +85,7 @@ def markdown(content: dict[str, Any], before: str = "") -> str:
     legend += decode_tables.legend(rows)
     if legend:
         lines += ["", *(f"- {text}" for text in legend)]
-    for name, part in _sections(rows).items():
+    for name, part in by_section(rows).items():
         lines += ["", f"### {name}", "", *_table(part)]
     if content["absent"]:
         lines += ["", "### Not run", "", *(f"- {_cell(line)}" for line in absences(content["absent"]))]
@@ -95,20 +99,28 @@ def _about(content: dict[str, Any]) -> list[str]:
     peaks = [f"{p['kind']} {p['gflops_per_thread']:.0f} GF/s per thread" for p in m["peaks"]]
     peaks += [f"{p['kind']} {p['gflops_together']:.0f} on {p['threads']}" for p in m["peaks"]]
     target = "+".join((m["target"], *m["features"]))
+    on_gpu = "gpu" in m
+    found = m.get("ceilings", {})
     about = {
-        "machine": f"{m['cpu']}, {m['cores']} cores, {target}",
+        "machine": f"{m['gpu']}, {m['cores']} multiprocessors, {target}, launched by {m['cpu']}"
+        if on_gpu
+        else f"{m['cpu']}, {m['cores']} cores, {target}",
         "software": ", ".join(
             (
                 f"polyflash {m['polyflash']}",
                 m["system"],
                 f"Python {m['python']}",
                 f"torch {m['torch']}",
+                *([f"driver {m['driver']}", f"CUDA {m['cuda']}"] if on_gpu else []),
                 *packages,
             )
         ),
-        "threads": str(m["threads"]),
+        **({} if on_gpu else {"threads": str(m["threads"])}),
         **({"huge pages": m["huge_pages"]} if m.get("huge_pages") else {}),
-        "measured peak": ", ".join(peaks) or "none: llvmlite is not installed",
+        "measured peak": f"product of bfloat16 {found['matmul_tflops']:.0f} TFLOP/s, copy"
+        f" {found['copy_gbs']:.0f} GB/s"
+        if on_gpu
+        else ", ".join(peaks) or "none: llvmlite is not installed",
         "commands": "; ".join(f"`{command}`" for command in content["commands"]),
         "protocol": "[measuring](../measuring.md): interleaved in one process, medians of quiet rounds,"
         " outputs checked",
@@ -138,7 +150,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _sections(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def by_section(rows: Sequence[Row]) -> dict[str, list[Row]]:
     parts: dict[str, list[Row]] = {}
     for r in rows:
         parts.setdefault(r["section"], []).append(r)

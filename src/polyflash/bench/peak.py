@@ -59,7 +59,9 @@ class Peak:
 
 def kind_of(dtype: str, target: Target) -> str:
     """The arithmetic whose peak bounds attention on `dtype` here: "bf16" only where the CPU has the dot
-    product."""
+    product; of a GPU, that of its matrix units."""
+    if target.kind != "cpu":
+        return dtype
     if dtype == "bfloat16" and target.arch == "avx512" and "avx512_bf16" in target.features:
         return "bf16"
     return "fp64" if dtype == "float64" else "fp32"

@@ -47,6 +47,9 @@ class Call:
         """The same call on a backend by name."""
         return replace(self, options={**self.options, "backend": backend})
 
+    def to(self, device: str) -> Call:
+        return Call(self.q.to(device), self.k.to(device), self.v.to(device), _moved(self.options, device))
+
     @property
     def backend(self) -> str:
         """Who runs it."""
@@ -64,6 +67,11 @@ class Sdpa:
     causal: bool
     grouped: bool
 
+    def to(self, device: str) -> Sdpa:
+        mask = None if self.mask is None else self.mask.to(device)
+        q, k, v = (x.to(device) for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, mask=mask)
+
     def __call__(self) -> Tensor:
         return scaled_dot_product_attention(
             self.q, self.k, self.v, attn_mask=self.mask, is_causal=self.causal, enable_gqa=self.grouped
@@ -79,6 +87,10 @@ class Sample:
     v: Tensor
     options: dict[str, Any]
     rows: slice | None = None
+
+    def to(self, device: str) -> Sample:
+        q, k, v = (x.to(device) for x in (self.q, self.k, self.v))
+        return Sample(q, k, v, _moved(self.options, device), self.rows)
 
     def of(self, x: Tensor) -> Tensor:
         """Its part of a tensor in the shape of ours, as (batch, heads, seqlen, head_dim)."""
@@ -99,6 +111,18 @@ class Problem:
     packed: Callable[[Tensor], Tensor] = lambda x: x
     padded: Callable[[Tensor], Tensor] = lambda x: x
 
+    def to(self, device: str) -> Problem:
+        """The same problem with all its tensors on a device, before a peer other than SDPA took its place."""
+        if device == "cpu":
+            return self
+        return replace(
+            self,
+            ours=self.ours.to(device),
+            plain=self.plain and self.plain.to(device),
+            torch=self.torch.to(device) if isinstance(self.torch, Sdpa) else None,
+            samples=tuple(s.to(device) for s in self.samples),
+        )
+
     def error(self, out: Tensor) -> Accuracy:
         """Of an output in the shape of ours, against float64."""
         found = (sampled_error(s.q, s.k, s.v, s.of(out), None, **s.options) for s in self.samples)
@@ -109,6 +133,10 @@ class Problem:
         there is no peer), and the errors of both."""
         out, expected = self.ours(), self.packed(self.torch()) if self.torch else self.ours.on("torch")()
         return worst_row(out, expected), self.error(out), self.error(expected)
+
+
+def _moved(options: dict[str, Any], device: str) -> dict[str, Any]:
+    return {n: x.to(device) if isinstance(x, (Tensor, Mask)) else x for n, x in options.items()}
 
 
 def build(case: Case) -> Problem:

@@ -1,49 +1,64 @@
-"""Calls that take turns on one device: short comparisons for `tune` and `ablate`."""
+"""Calls that take turns on one device, by the clock of that device: rows of `bench`, races of `tune` and
+`ablate`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from polyflash.bench.timing import Arm, Summary, compare, iqr, median
+from polyflash.bench.timing import Arm, Comparison, Round, Summary, compare, enough
 
 ROUNDS = 5
 _SAMPLE = 10e-3  # seconds of calls between two events of a GPU
+_COPIED = 256 << 20  # bytes that are read and written to see how quick a GPU is: 0.1 ms of an H200
+
+Clock = Callable[[Callable[[], object], int], float]  # seconds per call of so many calls
 
 
 def race(arms: Mapping[str, Callable[[], object]], device: str, seconds: float) -> dict[str, Summary]:
-    """Median and spread of every arm, each once per round in an order that turns round; for about `seconds`,
-    ROUNDS rounds if they take no more than twice as long, and FEWEST of `timing` in any case. A GPU's calls
-    are queued between events, so launches overlap as in a model."""
-    if torch.device(device).type == "cuda":
-        return _on_gpu(arms, device, seconds)
-    found = compare(
-        [Arm(name, call, torch.get_num_threads()) for name, call in arms.items()],
-        seconds=seconds,
-        fewest=ROUNDS,
+    """Median and spread of every arm of `compared`."""
+    found = compared(
+        [Arm(name, call, torch.get_num_threads()) for name, call in arms.items()], device, seconds
     )
     return {name: found.summary(name) for name in arms}
 
 
-def _on_gpu(arms: Mapping[str, Callable[[], object]], device: str, seconds: float) -> dict[str, Summary]:
-    samples: dict[str, list[float]] = {name: [] for name in arms}
+def compared(
+    arms: Sequence[Arm], device: str, seconds: float, speed: Callable[[], float] | None = None
+) -> Comparison:
+    """The arms against each other, each once per round in an order that turns round; for about `seconds`,
+    ROUNDS quiet rounds if they take no more than twice as long, and FEWEST of `timing` in any case. A GPU's
+    calls are queued between events, so launches overlap as in a model; threads and `before` of an arm are of
+    CPUs. `speed`: the machine's present speed, as in `compare`."""
+    if torch.device(device).type != "cuda":
+        return compare(arms, seconds=seconds, fewest=ROUNDS, speed=speed)
     with torch.cuda.device(device):
-        repeats = {name: _repeats(call) for name, call in arms.items()}
-        order, spent = list(arms), 0.0
-        while spent < seconds or len(samples[order[0]]) < ROUNDS:
-            for name in order:
-                taken = queued(arms[name], repeats[name])
-                samples[name].append(taken)
-                spent += taken * repeats[name]
-            order.reverse()
-    return {name: Summary(median(x), iqr(x), len(x), len(x)) for name, x in samples.items()}
+        return queued_rounds(arms, seconds, queued, speed or GpuSpeed(device))
 
 
-def _repeats(call: Callable[[], object]) -> int:
+def queued_rounds(
+    arms: Sequence[Arm], seconds: float, clock: Clock, speed: Callable[[], float]
+) -> Comparison:
+    """The rounds of a comparison by `clock`."""
+    repeats = {arm.name: _repeats(arm.call, clock) for arm in arms}
+    rounds: list[Round] = []
+    spent, before = 0.0, speed()
+    while not enough(rounds, spent, seconds, ROUNDS):
+        taken = {}
+        for arm in arms if len(rounds) % 2 == 0 else reversed(arms):
+            taken[arm.name] = clock(arm.call, repeats[arm.name])
+            spent += taken[arm.name] * repeats[arm.name]
+        after = speed()
+        rounds.append(Round(taken, min(before, after)))
+        before = after
+    return Comparison(tuple(rounds))
+
+
+def _repeats(call: Callable[[], object], clock: Clock) -> int:
     """Calls that take _SAMPLE together, after one that compiles."""
     call()
-    once = min(queued(call, 1) for _ in range(3))
+    once = min(clock(call, 1) for _ in range(3))
     return max(1, min(200, round(_SAMPLE / max(once, 1e-7))))
 
 
@@ -56,3 +71,19 @@ def queued(call: Callable[[], object], repeats: int) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / repeats / 1e3
+
+
+class GpuSpeed:
+    """The GPU's present speed as a fraction of the best it has shown: that of a copy, which no power limit
+    slows. Half of it is away while another process has its turn."""
+
+    def __init__(self, device: str, clock: Clock = queued) -> None:
+        source = torch.zeros(_COPIED // 4, dtype=torch.int32, device=device)
+        target = torch.empty_like(source)
+        self._copy, self._clock, self._best = lambda: target.copy_(source), clock, 0.0
+        clock(self._copy, 20)  # clocks of an idle GPU are low
+
+    def __call__(self) -> float:
+        rate = 1 / self._clock(self._copy, 4)
+        self._best = max(self._best, rate)
+        return rate / self._best

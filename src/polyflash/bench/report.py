@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -12,10 +13,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import polyflash
-from polyflash.bench import children, decode
+from polyflash import target
+from polyflash.bench import children, decode, gpu_machine
 from polyflash.bench.calls import TOTAL, stages
 from polyflash.bench.cases import DECODE, PEER_SUITE, Case
-from polyflash.bench.page import SCHEMA
+from polyflash.bench.page import SCHEMA, by_section
 from polyflash.bench.peak import Calibration, Peak
 from polyflash.bench.stream import huge_pages
 from polyflash.bench.suite import measure
@@ -23,23 +25,26 @@ from polyflash.bench.tables import NOTES, absences, notes, plain_table, row, sec
 from polyflash.bench.timing import QUIET
 from polyflash.target import Target
 
+if TYPE_CHECKING:
+    from polyflash.bench.gpu_machine import GpuCalibration
+
 CALLS_SCHEMA = "polyflash.calls/1"
 
 
-def machine(target: Target, peaks: Sequence[Peak]) -> dict[str, Any]:
+def machine(here: Target, peaks: Sequence[Peak]) -> dict[str, Any]:
     """What the figures depend on: CPU, instruction set, versions, threads, measured peaks. No names, no
     paths."""
     return {
         "cpu": cpu_model(),
-        "target": target.name,
-        "features": sorted(target.features),
-        "cores": target.cores,
+        "target": here.name,
+        "features": sorted(here.features),
+        "cores": here.cores,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "polyflash": polyflash.__version__,
         "torch": torch.__version__,
-        "packages": dict(target.packages),
+        "packages": dict(here.packages),
         "huge_pages": huge_pages(),
         "peaks": [
             {
@@ -55,6 +60,23 @@ def machine(target: Target, peaks: Sequence[Peak]) -> dict[str, Any]:
     }
 
 
+def gpu(device: str, calibration: GpuCalibration) -> dict[str, Any]:
+    """`machine` of a GPU, and its ceilings; "cpu" is the one that launches."""
+    here = target.detect(torch.device(device).type, torch.device(device).index or 0)
+    facts = gpu_machine.facts(gpu_machine.Device(device))
+    about = {"gpu": facts["device"], "driver": facts.get("driver"), "cuda": facts.get("cuda")}
+    return {**machine(here, ()), **about, "ceilings": calibration.ceilings}
+
+
+def print_gpu(console: Console, about: dict[str, Any]) -> None:
+    found = about["ceilings"]
+    console.print(
+        f"polyflash {about['polyflash']} against torch SDPA {about['torch']} on {about['gpu']}"
+        f" ({about['target']}), driver {about['driver']}, CUDA {about['cuda']}\n"
+        f"  product of bfloat16: {found['matmul_tflops']:.0f} TFLOP/s; copy: {found['copy_gbs']:.0f} GB/s\n"
+    )
+
+
 def cpu_model() -> str:
     """The CPU's own name for itself, as far as the system tells."""
     try:
@@ -67,11 +89,11 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def print_machine(console: Console, target: Target, peaks: Sequence[Peak]) -> None:
-    features = "+".join(sorted(target.features))
+def print_machine(console: Console, here: Target, peaks: Sequence[Peak]) -> None:
+    features = "+".join(sorted(here.features))
     console.print(
         f"polyflash {polyflash.__version__} against torch SDPA {torch.__version__} on {cpu_model()}"
-        f" ({target.name}{'+' + features if features else ''}), {torch.get_num_threads()} threads"
+        f" ({here.name}{'+' + features if features else ''}), {torch.get_num_threads()} threads"
     )
     for p in peaks:
         console.print(
@@ -88,12 +110,14 @@ def measured(
     console: Console,
     chosen: Sequence[Case],
     seconds: float,
-    calibration: Calibration | None,
+    calibration: Calibration | GpuCalibration | None,
     *,
     quiet: bool,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Measures the rows and prints each table as soon as it is whole; progress on a terminal only. Returns
-    the document: every row, and every row that a peer has not, with its reason."""
+    the document: every row, and every row that a peer has not, with its reason; "stopped" is what ended it
+    early: Ctrl-C, or a reader that left."""
     rows: list[dict[str, Any]] = []
     absent: list[dict[str, Any]] = []
     columns = (
@@ -104,34 +128,46 @@ def measured(
     )
     hidden = quiet or not console.is_terminal
     # No refresh by a thread of its own: drawing during a sample would be measured.
-    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as progress:
+    printed = 0
+    stopped: type[BaseException] | None = None
+    progress = Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False)
+    try:
+        progress.start()
         task = progress.add_task("", total=len(chosen))
         for title, cases in sections(chosen).items():
             had = len(rows), len(absent)
             progress.update(task, description=title, refresh=True)
-            for answer in _answers(cases, seconds, calibration):
+            for answer in _answers(cases, seconds, calibration, device):
                 if "row" in answer:
                     rows.append({"section": title, **answer["row"]})
                 else:
                     absent.append({"section": title, **answer})
                 progress.update(task, advance=1, refresh=True)
+            printed = len(rows)
             if rows[had[0] :]:
                 console.print(table(rows[had[0] :], title), "")
             for line in absences(absent[had[1] :]):
                 console.print(escape(line), "", style="dim")
-    for line in notes(rows):
-        console.print(escape(line), style="dim")
-    return {"schema": SCHEMA, "rows": rows, "absent": absent}
+        progress.stop()
+        for line in notes(rows):
+            console.print(escape(line), style="dim")
+    except (KeyboardInterrupt, BrokenPipeError) as stop:
+        stopped = type(stop)
+        if stopped is KeyboardInterrupt:
+            progress.stop()
+            for title, part in by_section(rows[printed:]).items():
+                console.print(table(part, title), "")
+    return {"schema": SCHEMA, "rows": rows, "absent": absent, **({"stopped": stopped} if stopped else {})}
 
 
 def _answers(
-    cases: Sequence[Case], seconds: float, calibration: Calibration | None
+    cases: Sequence[Case], seconds: float, calibration: Any, device: str
 ) -> Iterator[dict[str, Any]]:
     """Of one section, whose rows have one peer: in this process, or in the peer's own."""
     if cases[0].suite == PEER_SUITE:
         yield from children.answers(cases[0].peer, cases, seconds=seconds)
         return
-    measured_by = decode.measure if cases[0].suite == DECODE else measure
+    measured_by = decode.measure if cases[0].suite == DECODE else partial(measure, device=device)
     for case in cases:
         yield {"row": row(measured_by(case, seconds=seconds, calibration=calibration))}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,12 @@ from polyflash.bench.accuracy import TOLERANCE, Accuracy, sampled_error, worst_r
 from polyflash.bench.cases import FORWARD, Case
 from polyflash.bench.peak import Calibration, Peak, kind_of
 from polyflash.bench.problem import Problem, build
-from polyflash.bench.timing import LOW_SCALING, Arm, Comparison, compare
+from polyflash.bench.race import compared
+from polyflash.bench.timing import LOW_SCALING, Arm, Comparison
 from polyflash.target import detect
+
+if TYPE_CHECKING:
+    from polyflash.bench.gpu_machine import GpuCalibration
 
 __all__ = ["TOLERANCE", "Accuracy", "Result", "measure", "sampled_error", "worst_row"]
 
@@ -100,29 +104,33 @@ def measure(
     case: Case,
     *,
     seconds: float,
-    calibration: Calibration | None,
+    calibration: Calibration | GpuCalibration | None,
     peer: Callable[[Problem], Callable[[], Tensor]] | None = None,
+    device: str = "cpu",
 ) -> Result:
     """Times one row and checks it: every row of the results against the peer's (against our torch row where
     there is no peer), a sample against float64. `peer` makes the call that torch SDPA's stands for else, of a
-    row that is timed forward."""
-    problem = build(case)
+    row that is timed forward. On a GPU `calibration` is its own, and threads do not count."""
+    problem = build(case).to(device)
     if peer:
         problem = replace(problem, torch=peer(problem))
     timed = problem if case.timed == FORWARD else gradients.differentiated(problem, case.timed)
     ours = timed.ours
     with torch.set_grad_enabled(case.timed != FORWARD):
         difference, error, peer_error = timed.check()
-        threads = torch.get_num_threads()
-        x = torch.randn(512, 512)
-        arms = [Arm(OURS, ours), Arm(AFTER, ours, before=lambda: x @ x)]
+        here = detect("cpu") if device == "cpu" else detect("cuda", torch.device(device).index or 0)
+        threads = torch.get_num_threads() if device == "cpu" else 1
+        arms = [Arm(OURS, ours)]
         if timed.torch:
-            arms.insert(1, Arm(case.peer, timed.torch))
+            arms.append(Arm(case.peer, timed.torch))
+        if device == "cpu":
+            x = torch.randn(512, 512)
+            arms.append(Arm(AFTER, ours, before=lambda: x @ x))
         if threads > 1:
             arms.append(Arm(ALONE, ours, threads=1))
         if timed.plain:
             arms.append(Arm(PLAIN, timed.plain))
-        comparison = compare(arms, seconds=seconds, speed=calibration.speed if calibration else None)
+        comparison = compared(arms, device, seconds, calibration.speed if calibration else None)
         return Result(
             case=case,
             backend=ours.backend,
@@ -132,6 +140,6 @@ def measure(
             peer=peer_error,
             flops=timed.flops,
             plain_flops=timed.plain_flops,
-            peak=calibration.peak(kind_of(case.workload.dtype, detect("cpu"))) if calibration else None,
+            peak=calibration.peak(kind_of(case.workload.dtype, here)) if calibration else None,
             threads=threads,
         )

@@ -109,7 +109,8 @@ def columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     else:
         made["GF/s"] = lambda r: f"{r['gflops']:.0f}"
         made["peak"] = lambda r: or_blank(r["of_peak"], "{:.0%}".format)
-    made[f"1→{threads}"] = lambda r: or_blank(r["scaling"], short)
+    if threads > 1:
+        made[f"1→{threads}"] = lambda r: or_blank(r["scaling"], short)
     made["on"] = lambda r: r["backend"]
     return made
 
@@ -130,7 +131,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
             texts["ratio"] = f"[bold red]{texts['ratio']}[/]"
         elif r["ratio"] is not None and "ratio" in texts:
             texts["ratio"] = f"[{'green' if r['ratio'] >= 1 else 'yellow'}]{texts['ratio']}[/]"
-        if not r["backend"].startswith("cpu"):
+        if "torch" in r["backend"]:
             texts["on"] = f"[yellow]{texts['on']}[/]"
         made.add_row(problem(r, width), *texts.values(), style="dim" if "contended" in r["marks"] else None)
     return made

@@ -129,7 +129,7 @@ def compare(
         rounds: list[Round] = []
         began = clock()
         before = speed() if speed else 1.0
-        while not _enough(rounds, clock() - began, seconds, fewest):
+        while not enough(rounds, clock() - began, seconds, fewest):
             taken = {}
             for arm in arms if len(rounds) % 2 == 0 else reversed(arms):
                 torch.set_num_threads(arm.threads or threads)
@@ -144,7 +144,8 @@ def compare(
     return Comparison(tuple(rounds))
 
 
-def _enough(rounds: Sequence[Round], elapsed: float, seconds: float, fewest: int) -> bool:
+def enough(rounds: Sequence[Round], elapsed: float, seconds: float, fewest: int) -> bool:
+    """May a comparison end: with `fewest` quiet rounds after `seconds`, or with few after twice as long?"""
     quiet = sum(r.quiet for r in rounds)
     if len(rounds) >= _MOST_ROUNDS or (rounds and elapsed >= 2 * seconds and len(rounds) >= FEWEST):
         return True

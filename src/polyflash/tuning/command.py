@@ -10,18 +10,23 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from polyflash import env
 from polyflash.bench import asked
-from polyflash.bench.race import race
+from polyflash.bench.peak import calibrate
+from polyflash.bench.race import GpuSpeed, compared
+from polyflash.bench.timing import QUIET, Arm, Comparison
 from polyflash.errors import UnsupportedError
 from polyflash.tuning import search, store
-from polyflash.tuning.search import QUICKER, Step
+from polyflash.tuning.search import CONTENDED, QUICKER, ContendedError, Step
 from polyflash.tuning.store import Entry
 from polyflash.tuning.trial import Trial
+
+MOST_SPREAD = 0.25  # a middle half wider than this share of the median decides nothing
 
 
 def run(options: argparse.Namespace, out: Console, err: Console) -> int:
@@ -41,14 +46,18 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     done: list[dict[str, Any]] = []
     stopped = False
     try:
+        race = _race(device, options.seconds)
         for phase in options.phase:
             found = asked.trials(chosen, phase, options.backend, device)
             for key, group in _by_entry(found):
-                done.append(_tuned(key, group, options, device, out))
+                done.append(_tuned(key, group, options, race, out))
                 if not (options.quiet or options.json):
                     _print(out, done[-1])
     except KeyboardInterrupt:
         stopped = True
+    except ContendedError as busy:
+        err.print(f"[bold red]contended[/] {escape(str(busy))}: nothing is kept. Try again", soft_wrap=True)
+        return 1
     except ArithmeticError as error:
         err.print(f"[bold red]mismatch[/] {escape(str(error))}", soft_wrap=True)
         return 1
@@ -67,7 +76,7 @@ def _by_entry(found: Sequence[Trial]) -> list[tuple[str, list[Trial]]]:
 
 
 def _tuned(
-    key: str, group: list[Trial], options: argparse.Namespace, device: str, out: Console
+    key: str, group: list[Trial], options: argparse.Namespace, race: search.Race, out: Console
 ) -> dict[str, Any]:
     here = group[0].device
     start = None if options.again else store.read(here).entries.get(key)
@@ -78,21 +87,22 @@ def _tuned(
     )  # fmt: skip
     with Progress(*columns, console=out, disable=quiet, transient=True) as progress:
         task = progress.add_task(escape(key), total=None)
+        contended: list[str] = []
 
         def tell(step: Step) -> None:
+            if step.outcome.startswith(CONTENDED):
+                contended.append(step.name)
             ratio = "" if math.isnan(step.ratio) else f" ×{1 / step.ratio:.2f}"
             progress.update(task, completed=step.number, total=step.of)
-            if step.outcome == QUICKER or step.outcome.startswith(("wrong", "fails")):
+            if step.outcome == QUICKER or step.outcome.startswith(("wrong", "fails", CONTENDED)):
                 progress.console.print(escape(f"  {step.name}: {step.outcome}{ratio}"), soft_wrap=True)
 
         if start is not None and start.of == start.tried:
             entry = start
         else:
-            entry = search.tune(
-                group, _race(device, options.seconds), start=start, keep=_keep(here, key), tell=tell
-            )
+            entry = search.tune(group, race, start=start, keep=_keep(here, key), tell=tell)
     row = group[0].launch.row.name
-    return {"key": key, "row": row, "resumed_at": resumed, **asdict(entry)}
+    return {"key": key, "row": row, "resumed_at": resumed, "contended": contended, **asdict(entry)}
 
 
 def _keep(here: Any, key: str) -> Callable[[Entry], None]:
@@ -103,11 +113,30 @@ def _keep(here: Any, key: str) -> Callable[[Entry], None]:
 
 
 def _race(device: str, seconds: float) -> search.Race:
+    if device == "cpu":
+        calibration = calibrate(asked.target_of(device))
+        speed = calibration.speed if calibration else None
+    else:
+        speed = GpuSpeed(device)
+
     def timed(arms: Mapping[str, Callable[[], object]], length: float) -> dict[str, float]:
-        found = race(arms, device, seconds * length)
-        return {name: summary.median for name, summary in found.items()}
+        threads = torch.get_num_threads()
+        every = [Arm(name, call, threads) for name, call in arms.items()]
+        return decided(compared(every, device, seconds * length, speed))
 
     return timed
+
+
+def decided(found: Comparison) -> dict[str, float]:
+    """The medians of a race; ContendedError if it says nothing."""
+    if found.contended:
+        slow = f"{len(found.rounds) - found.quiet} of {len(found.rounds)} rounds"
+        raise ContendedError(f"{slow} ran below {QUIET:.0%} of the machine's speed")
+    summaries = {name: found.summary(name) for name in found.rounds[0].seconds}
+    widest = max(s.spread for s in summaries.values())
+    if widest > MOST_SPREAD:
+        raise ContendedError(f"times of one config spread by {widest:.0%} of their median")
+    return {name: s.median for name, s in summaries.items()}
 
 
 def _print(out: Console, entry: dict[str, Any]) -> None:
@@ -117,3 +146,7 @@ def _print(out: Console, entry: dict[str, Any]) -> None:
     out.print(
         f"[bold]{escape(entry['key'])}[/]  {told}, {entry['tried']} tried\n  {escape(values)}", soft_wrap=True
     )
+    if entry["contended"]:
+        count = f"{len(entry['contended'])} of {entry['of']} races"
+        told = f"{count} were contended, and their winners are not kept: the next run holds them again"
+        out.print(f"  {told}", soft_wrap=True)

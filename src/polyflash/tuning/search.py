@@ -7,6 +7,7 @@ candidate, so that a search that is interrupted has lost nothing and the next on
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +22,12 @@ Call = Callable[[], object]
 Race = Callable[[Mapping[str, Call], float], Mapping[str, float]]
 INCUMBENT, CHALLENGER = "incumbent", "challenger"
 SHORT, LONG = 1.0, 4.0
-QUICKER = "quicker"
+QUICKER, CONTENDED = "quicker", "contended"
 MARGIN = 0.02  # a challenger must be quicker by this share, or the noise of the clock would choose
+
+
+class ContendedError(Exception):
+    """A race decides nothing: the machine was busy with something else; the text says how that was seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +53,15 @@ def tune(
     """The best config for `trials`, problems of one row, one entry and hence the same candidates.
 
     Args:
-        race: times calls that take turns. start: the entry of a search that was interrupted.
+        race: times calls that take turns, or raises ContendedError: no candidate wins such a race, and the
+            next search begins at the first that was in one. start: the entry of a search that was
+            interrupted.
         keep: called with the entry after every candidate. tell: called with what came of it.
 
     Returns the last entry kept: its times are geometric means over the problems.
+
+    Raises:
+        ContendedError: not even the first race said anything, so nothing was kept.
     """
     untuned, *others = trials[0].candidates()
     incumbent, first = untuned, 0
@@ -65,19 +75,23 @@ def tune(
         return Entry(kind_of(type(incumbent)), asdict(incumbent), *times, when, tried, len(others))
 
     times = _times(trials, race, incumbent, untuned)
+    sure = len(others)  # candidates before the first whose race was contended
     for number, config in enumerate(others[first:], first + 1):
         outcome, ratio = _contest(trials, race, incumbent, config)
         if outcome == QUICKER:
             incumbent = config
             times = (times[0] * ratio, times[1])
-        keep(entry(number))
+        elif outcome.startswith(CONTENDED):
+            sure = min(sure, number - 1)
+        keep(entry(min(number, sure)))
         tell(Step(difference_of(untuned, config), number, len(others), outcome, ratio))
-    times = _times(trials, race, incumbent, untuned)
+    with contextlib.suppress(ContendedError):  # every link of the chain was seen without contention
+        times = _times(trials, race, incumbent, untuned)
     if times[0] > times[1]:  # a chain of narrow wins that does not hold
         incumbent = untuned
         times = (times[1], times[1])
-    keep(entry(len(others)))
-    return entry(len(others))
+    keep(entry(sure))
+    return entry(sure)
 
 
 def _resumed(start: Entry, known: Sequence[Any]) -> Any:
@@ -95,7 +109,7 @@ def _check(trial: Trial, untuned: Any) -> None:
 
 
 def _contest(trials: Sequence[Trial], race: Race, incumbent: Any, config: Any) -> tuple[str, float]:
-    """(QUICKER, "slower", "even", "wrong: ..." or "fails: ...", ratio of times)."""
+    """(QUICKER, "slower", "even", "wrong: ...", "fails: ..." or "contended: ...", ratio of times)."""
     for trial in trials:
         try:
             error = trial.error(trial.run(config)())
@@ -106,10 +120,13 @@ def _contest(trials: Sequence[Trial], race: Race, incumbent: Any, config: Any) -
             )
         if not error <= trial.tolerance:
             return f"wrong: {error:.1e} on {trial.workload.name}", math.nan
-    ratio = _ratio(trials, race, incumbent, config, SHORT)
-    if ratio > 1 - MARGIN:
-        return "slower" if ratio > 1 + MARGIN else "even", ratio
-    ratio = _ratio(trials, race, incumbent, config, LONG)
+    try:
+        ratio = _ratio(trials, race, incumbent, config, SHORT)
+        if ratio > 1 - MARGIN:
+            return "slower" if ratio > 1 + MARGIN else "even", ratio
+        ratio = _ratio(trials, race, incumbent, config, LONG)
+    except ContendedError as busy:
+        return f"{CONTENDED}: {busy}", math.nan
     return QUICKER if ratio < 1 - MARGIN else "even", ratio
 
 

@@ -69,19 +69,11 @@ class Trial:
 
     def candidates(self) -> tuple[Any, ...]:
         """The configs worth timing, the row's own choice first."""
-        return (self.untuned, *(c for c in self._of_module("candidates") if c != self.untuned))
+        return (self.untuned, *(c for c in _beside(self.launch, "candidates") if c != self.untuned))
 
     def switches(self) -> dict[str, Any]:
         """Configs that differ from the row's choice in one technique or size, by what differs."""
-        found = self._of_module("switches") or self._of_module("candidates")
-        named = {difference_of(self.untuned, config): config for config in found}
-        return {name: config for name, config in named.items() if name and "," not in name}
-
-    def _of_module(self, name: str) -> tuple[Any, ...]:
-        """What a function beside `choose` says, of configs of the same class; () without one."""
-        listed = getattr(import_module(self.launch.row.choose.__module__), name, None)
-        kind = type(self.untuned)
-        return tuple(c for c in listed(self.spec, self.device) if type(c) is kind) if listed else ()
+        return switches_of(self.launch)
 
     def run(self, config: Any) -> Run:
         """A call of the kernel under `config`: (out, lse), (dq, dk, dv) or column sums."""
@@ -96,6 +88,21 @@ class Trial:
     @property
     def tolerance(self) -> float:
         return TOLERANCE[self.spec.dtype]
+
+
+def switches_of(launch: Launch) -> dict[str, Any]:
+    """`Trial.switches` of a launch, which needs no tensors."""
+    untuned = launch.row.choose(launch.spec, launch.target)
+    found = _beside(launch, "switches") or _beside(launch, "candidates")
+    named = {difference_of(untuned, config): config for config in found}
+    return {name: config for name, config in named.items() if name and "," not in name}
+
+
+def _beside(launch: Launch, name: str) -> tuple[Any, ...]:
+    """What a function beside `choose` says, of configs of the same class; () without one."""
+    listed = getattr(import_module(launch.row.choose.__module__), name, None)
+    kind = type(launch.row.choose(launch.spec, launch.target))
+    return tuple(c for c in listed(launch.spec, launch.target) if type(c) is kind) if listed else ()
 
 
 def trial(workload: Workload, phase: Phase, backend: str, *, device: str = "cpu") -> Trial:
