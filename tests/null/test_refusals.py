@@ -32,8 +32,8 @@ from polyflash import (
 )
 from polyflash.backends.cpu import backward_configs, configs, decode_configs
 from polyflash.backends.torch import configs as torch_configs
+from polyflash.backends.triton import config_types, tiles
 from polyflash.backends.triton import configs as triton_configs
-from polyflash.backends.triton import tiles
 from polyflash.integrations import flash_registry
 from polyflash.spec import Arguments
 from tests.refusals import BESIDE, Refusals, Site, advice, missing, sites
@@ -295,6 +295,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "triton flag": lambda: triton_configs.ForwardConfig(64, 64, 4, 2, base2=1),
     "triton word": lambda: triton_configs.ForwardConfig(64, 64, 4, 2, loads="far"),
     "triton chunks": lambda: triton_configs.ForwardConfig(64, 64, 4, 2, split_exp=8),
+    "triton products of hip": lambda: config_types.product_of(
+        triton_configs.ForwardConfig(64, 64, 4, 2, precision="tf32x3"),
+        explain(x(), x(), x(), target="hip:gfx942").spec, target.parse("hip:gfx942"),
+    ),
     "triton split_keys": lambda: triton_configs.DecodeConfig(16, 64, 4, 2, 100),
     "triton head_dim": lambda: tiles.split_dim(0),
     "triton stages of sm_90": lambda: tiles.check_stages(target.parse("cuda:sm90"), 1),
