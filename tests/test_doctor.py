@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -196,6 +197,27 @@ def test_a_planted_defect_is_reported_and_the_exit_code_is_1(defect, planted, mo
     assert (code, err, found["ok"], found["schema"]) == (1, "", False, "polyflash.doctor/1")
     (forward,) = [r for r in found["rows"] if r["row"] == "torch/forward"]
     assert any(word in case["why"] for case in forward["cases"] if case["state"] == "failed"), forward
+
+
+def test_a_row_is_printed_as_it_ends(planted, tmp_path):
+    """While the last row hangs, what the others found can be read already."""
+    planted("import time\ndef run(*_): time.sleep(100)")
+    rows = tmp_path / "polyflash/backends/torch/capabilities.py"
+    first = "in sorted(_WITHOUT.items(), key=lambda item: item[0] is not Phase.BACKWARD)"
+    rows.write_text(rows.read_text(encoding="utf-8").replace("in _WITHOUT.items()", first), encoding="utf-8")
+    (tmp_path / "polyflash/backends/torch/backward.py").write_text(
+        "raise ImportError('planted')\n", encoding="utf-8"
+    )
+    code = "from polyflash import backends, cli, reports; backends.BACKENDS = ('torch',)\n"
+    code += "reports.probe_torch = lambda: {'version': '2.13', 'threads': 1}\ncli.main(['doctor'])"
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
+    try:
+        assert process.stdout.readline().startswith("torch/backward: 1 failed")
+        assert process.poll() is None, "it was printed at the end"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture

@@ -7,15 +7,20 @@ hangs is reported like any other fault.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
 from ctypes.util import find_library
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from polyflash.workloads import Workload
 
 EXAMINE_SECONDS = 300.0  # of one backend, kernels compiled included
+_LAST_WORDS_SECONDS = 10.0  # for a process that was killed
 # Error of a row of the output, relative to that row and, at 1/1000, to the largest; of lse, absolute.
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
 LSE_TOLERANCE = 1e-4
@@ -55,12 +61,16 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, *_: object) -> int:
-    """A dozen tiny cases on every row against float64, and remedies for what is missing. Returns 1 if a case
-    fails or nothing can run."""
+    """A dozen tiny cases on every row against float64, each row printed as it ends, and remedies for what is
+    missing. Returns 1 if a case fails or nothing can run."""
     began = time.perf_counter()
     probed = reports.probe_torch()
     advice = surroundings(probed)
-    rows = [] if "error" in probed else examine_all()
+    rows = []
+    for row in () if "error" in probed else examine_all():
+        rows.append(row)
+        if not options.json:
+            _print_row(row)
     failed = any(case["state"] == FAILED for row in rows for case in row["cases"])
     bad = failed or any(a.fatal for a in advice)
     if options.json:
@@ -73,55 +83,76 @@ def run(options: argparse.Namespace, *_: object) -> int:
         }
         print(json.dumps(content, indent=1))
     else:
-        _print(rows, advice, time.perf_counter() - began)
+        _print_end(rows, advice, time.perf_counter() - began)
     return 1 if bad else 0
 
 
-def examine_all() -> list[dict[str, Any]]:
-    """Every row's verdict, from one process per backend, all at once."""
+def examine_all() -> Iterator[dict[str, Any]]:
+    """Every row's verdict as it ends, from one process per backend, all at once."""
     from polyflash import backends
 
-    started = [
-        (
-            name,
-            subprocess.Popen(
-                [sys.executable, "-m", "polyflash.doctor", name],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            ),
-        )
-        for name in backends.BACKENDS
-    ]
-    end, rows = time.monotonic() + EXAMINE_SECONDS, []
+    children = [_Child(name) for name in backends.BACKENDS]
+    verdicts: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    for child in children:
+        threading.Thread(target=child.follow, args=(verdicts.put,), daemon=True).start()
+    end, running, late = time.monotonic() + EXAMINE_SECONDS, len(children), False
     try:
-        for name, process in started:
-            rows.extend(_verdict(name, process, max(0.0, end - time.monotonic())))
+        while running:
+            try:
+                verdict = verdicts.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                if late:  # a process that does not even end when killed
+                    break
+                end, late = time.monotonic() + _LAST_WORDS_SECONDS, True
+                for child in children:
+                    child.stop()
+                continue
+            if verdict is None:
+                running -= 1
+            else:
+                yield verdict
     finally:
-        for _, process in started:
-            process.kill()
-    return rows
+        for child in children:
+            child.process.kill()
 
 
-def _verdict(backend: str, process: subprocess.Popen[str], seconds: float) -> list[dict[str, Any]]:
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return _broken(backend, f"no result after {EXAMINE_SECONDS:.0f} s")
-    if process.returncode < 0:
-        return _broken(backend, f"its process ended by signal {-process.returncode}")
-    try:
-        return list(json.loads(out.splitlines()[-1]))
-    except (ValueError, IndexError):
-        said = err.strip().splitlines() or [f"exit code {process.returncode}"]
-        return _broken(backend, said[-1])
+class _Child:
+    """A process that examines the rows of one backend and prints each verdict as a line of JSON."""
 
+    def __init__(self, backend: str) -> None:
+        self.backend, self.stopped = backend, False
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # outlives this function
+        command = [sys.executable, "-m", "polyflash.doctor", backend]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, text=True)
 
-def _broken(backend: str, why: str) -> list[dict[str, Any]]:
-    from polyflash import backends
+    def stop(self) -> None:
+        self.stopped = True
+        self.process.kill()
 
-    case = {"case": "its process", "state": FAILED, "why": why}
-    return [{"row": reports.label(row), "cases": [case]} for row in backends.TABLE if row.backend == backend]
+    def follow(self, put: Callable[[dict[str, Any] | None], None]) -> None:
+        """Puts the verdicts as they come, then one for each row that has none, then None."""
+        from polyflash import backends
+
+        owed = [reports.label(row) for row in backends.TABLE if row.backend == self.backend]
+        for line in self.process.stdout or ():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # whatever else a row printed
+                verdict = json.loads(line)
+                owed.remove(verdict["row"])
+                put(verdict)
+        self.process.wait()
+        for row in owed:
+            put({"row": row, "cases": [{"case": "its process", "state": FAILED, "why": self._end()}]})
+        put(None)
+
+    def _end(self) -> str:
+        """What ended the process."""
+        code = self.process.returncode
+        if self.stopped:
+            return f"no result after {EXAMINE_SECONDS:.0f} s"
+        if code < 0:
+            return f"its process ended by signal {-code}"
+        self.errors.seek(0)
+        return (self.errors.read().strip().splitlines() or [f"exit code {code}"])[-1]
 
 
 def examine(row: Capability) -> dict[str, Any]:
@@ -369,16 +400,19 @@ def _older(version: str, wanted: str) -> bool:
     return numbers[0] < numbers[1]
 
 
-def _print(rows: list[dict[str, Any]], advice: list[Advice], seconds: float) -> None:
-    for row in rows:
-        states = [case["state"] for case in row["cases"]]
-        if set(states) == {REFUSED}:
-            print(f"{row['row']}: not for this machine, {row['cases'][0]['why']}")
-            continue
-        counts = ", ".join(f"{states.count(s)} {s}" for s in (OK, FAILED, REFUSED) if s in states)
-        print(f"{row['row']}: {counts}")
-        for case in row["cases"]:
-            print(f"  {case['state']:<8} {case['case']}" + (f": {case['why']}" if case["why"] else ""))
+def _print_row(row: dict[str, Any]) -> None:
+    states = [case["state"] for case in row["cases"]]
+    if set(states) == {REFUSED}:
+        print(f"{row['row']}: not for this machine, {row['cases'][0]['why']}", flush=True)
+        return
+    counts = ", ".join(f"{states.count(s)} {s}" for s in (OK, FAILED, REFUSED) if s in states)
+    print(f"{row['row']}: {counts}")
+    for case in row["cases"]:
+        print(f"  {case['state']:<8} {case['case']}" + (f": {case['why']}" if case["why"] else ""))
+    sys.stdout.flush()
+
+
+def _print_end(rows: list[dict[str, Any]], advice: list[Advice], seconds: float) -> None:
     for a in advice:
         print(f"{'error' if a.fatal else 'note'}: {a.what}\n  remedy: {a.remedy}")
     failed = sum(case["state"] == FAILED for row in rows for case in row["cases"])
@@ -391,4 +425,6 @@ def _print(rows: list[dict[str, Any]], advice: list[Advice], seconds: float) -> 
 if __name__ == "__main__":
     from polyflash.backends import TABLE
 
-    print(json.dumps([examine(row) for row in TABLE if row.backend == sys.argv[1]]))
+    for row in TABLE:
+        if row.backend == sys.argv[1]:
+            print(json.dumps(examine(row)), flush=True)
