@@ -59,6 +59,7 @@ FLOORS = {
         "tensor_files",
         "doctor",
         "reports",
+        "warmup",
         "__main__",
     ),
 }

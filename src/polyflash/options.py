@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polyflash import doctor, reports
+from polyflash import doctor, reports, warmup
 from polyflash.dtypes import BY_NAME
 
 ALIGNMENTS = ("bottom_right", "top_left")
@@ -39,6 +39,7 @@ def parser(version: str) -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_tune(commands)
     _add_ablate(commands)
+    _add_warmup(commands)
     doctor.add(commands)
     reports.add(commands)
     return made
@@ -331,3 +332,26 @@ def _add_ablate(commands: Any) -> None:
     )  # fmt: skip
     add.add_argument("--json", metavar="FILE", help="write every figure to FILE; Ctrl-C leaves what ran")
     add.add_argument("--page", metavar="FILE", help="write the tables to FILE as Markdown")
+
+
+def _add_warmup(commands: Any) -> None:
+    told = """Compiles ahead what calls of this shape need: prefill, a few rows, decode steps, with --grad their
+        gradients. Prints each kernel with its seconds, and nothing for one that a cache has. Run it where the
+        calls will run: in a container's build, or before a server starts."""
+    about = "compile ahead what calls will need"
+    add = _command(commands, "warmup", "polyflash.warmup:run", about, told)
+    told = f"{', '.join(BY_NAME)}; bf16, fp16, fp32"
+    add.add_argument("--dtype", type=_dtype, default="bfloat16", metavar="NAME", help=told)
+    add.add_argument("--head-dim", type=_pair, default=(128, 128), metavar="QK/V")
+    add.add_argument("--heads", type=_pair, default=(8, 8), metavar="Q/KV", help="32/8: grouped heads")
+    names = tuple(warmup.FEATURES)
+    add.add_argument(
+        "--features",
+        type=lambda text: _some_of(text, names),
+        default=[],
+        metavar="A,B",
+        help=", ".join(names),
+    )
+    add.add_argument("--grad", action="store_true", help="gradients too")
+    _add_device(add, "cpu unless given; cuda, cuda:1")
+    add.add_argument("--jobs", type=_size, metavar="N", help="processes at once; one per core unless given")

@@ -23,6 +23,11 @@ _AVX2 = frozenset(("avx2", "fma", "f16c"))
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
+def remedy(package: str) -> str:
+    """What to type where a package is missing or too old."""
+    return f"pip install '{package}>={'.'.join(map(str, MINIMUM_PACKAGES[package]))}'"
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A device: `name` such as "cpu:avx512" or "cuda:sm90", what it can do, and its limits (bytes,
