@@ -335,9 +335,9 @@ def _add_ablate(commands: Any) -> None:
 
 
 def _add_warmup(commands: Any) -> None:
-    told = """Compiles ahead what calls of this shape need: prefill, a few rows, decode steps, with --grad their
-        gradients. Prints each kernel with its seconds, and nothing for one that a cache has. Run it where the
-        calls will run: in a container's build, or before a server starts."""
+    told = """Compiles ahead what calls of this shape need: prefill, a few rows, decode steps, with --grad
+        their gradients. Prints each kernel with its seconds, and nothing for one that a cache has. Run it
+        where the calls will run: in a container's build, or before a server starts."""
     about = "compile ahead what calls will need"
     add = _command(commands, "warmup", "polyflash.warmup:run", about, told)
     told = f"{', '.join(BY_NAME)}; bf16, fp16, fp32"
