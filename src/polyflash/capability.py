@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyflash.spec import AttentionSpec, Feature, Phase
-from polyflash.target import Target
+from polyflash.target import Target, remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,11 @@ class Capability:
         missing = sorted(f.value for f in spec.features - self.features)
         if missing:
             reasons.append(f"features: has no {', no '.join(missing)}")
-        absent = [
-            f"{name} ({target.why_no_package(name)})" for name in self.needs if not target.has_package(name)
-        ]
-        if absent:
-            reasons.append(f"packages: {', '.join(absent)}")
+        reasons.extend(
+            f"packages: {name} ({target.why_no_package(name)}): {remedy(name)}"
+            for name in self.needs
+            if not target.has_package(name)
+        )
         if not by_name:
             reasons.extend(f"yields: {y.why}" for y in self._yielding(spec, target))
         return tuple(reasons)

@@ -7,12 +7,14 @@ exact under the GIL, which changes hands at calls and jumps only; so nothing her
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from polyflash import backends, compilation
+from polyflash.target import remedy
 
 if TYPE_CHECKING:
     from polyflash.plan import Launch
@@ -23,6 +25,7 @@ _OTHER = "other reasons"
 _STACK = "polyflash.watch"  # torch shows this thread's entry to threads of autograd that work for it
 _tallies: dict[tuple[str, str, str], Tally] = {}
 _baseline: Counter[Tally] = Counter()  # what was counted before the last reset
+_warned: set[str] = set()
 _open: list[watch] = []  # of all threads: while there is none, nobody looks further
 
 
@@ -47,6 +50,8 @@ def tally_of(launch: Launch, backend: str) -> Tally:
     why = ""
     if launch.row.backend == "torch":
         why = "asked for by name" if backend else _why_no_engine(launch)
+        if not backend and "packages: numba" in why:
+            _warn_once(launch)
     return _tally(launch.row.name, OURS, why)
 
 
@@ -54,6 +59,14 @@ def _tally(row: str, who: str, why: str) -> Tally:
     if (row, who, why) not in _tallies and len(_tallies) >= _MOST_TALLIES:
         why = why and _OTHER
     return _tallies.setdefault((row, who, why), Tally(row, who, why))
+
+
+def _warn_once(launch: Launch) -> None:
+    """Says what is missing, and the remedy: every call of this process is slower for it."""
+    if "numba" not in _warned:
+        _warned.add("numba")
+        told = f"numba: {launch.target.why_no_package('numba')}, so calls on a CPU run on the torch row."
+        warnings.warn(f"{told} Remedy: {remedy('numba')}", RuntimeWarning, stacklevel=2)
 
 
 def _why_no_engine(launch: Launch) -> str:

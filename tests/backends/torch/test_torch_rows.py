@@ -538,11 +538,54 @@ def test_handover_needs_a_plain_call() -> None:
     pinned = launch(Config(16, 16, sdpa=True), rung="explicit")
     for name, options in CASES.items():
         args = arguments(options)._replace(need_lse=False)
-        assert plain_launch(q, k, v, args).config.sdpa is (name == "plain")
+        assert plain_launch(q, k, v, args).config.sdpa is (
+            name in ("plain", "causal")
+        )  # lengths are not planned for
         if name != "plain":
             with pytest.raises(SpecError, match="dense"):
                 forward.run(pinned, q, k, v, torch.empty_like(q), torch.empty(0), args)
     assert not plain_launch(q, k, v, Arguments(need_lse=True)).config.sdpa
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_causal_and_decode_calls_are_handed_over(
+    rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    sdpa = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **o: calls.append(1) or sdpa(*a, **o))
+    for keys, taken in ((70, True), (90, rows == 1)):
+        q, k, v = qkv(heads=(6, 2), seqlen=(rows, keys), dims=(32, 32), dtype=dtype)
+        calls.clear()
+        chosen, args = plain_launch(q, k, v, Arguments(causal=True)), Arguments(causal=True)
+        out, _ = forward.run(chosen, q, k, v, q.new_full(q.shape, NAN), torch.empty(0), args)
+        assert bool(calls) is taken
+        check(out, None, expect(q, k, v, causal=True), label="handover")
+
+
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [NAN, INF, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_handed_over_row_keeps_its_bits_whatever_it_does_not_see(
+    operand: str, value: float, dtype: torch.dtype
+) -> None:
+    """A causal row sees no key behind it, and no other row."""
+    q, k, v = qkv(heads=(4, 2), seqlen=(70, 70), dims=(32, 32), dtype=dtype)
+    chosen, args = plain_launch(q, k, v, Arguments(causal=True)), Arguments(causal=True)
+    clean, _ = forward.run(chosen, q, k, v, torch.empty_like(q), torch.empty(0), args)
+    clean = clean.clone()
+    {"q": q, "k": k, "v": v}[operand][0, 1, 40, 3] = value
+    out, _ = forward.run(chosen, q, k, v, torch.empty_like(q), torch.empty(0), args)
+    seen = torch.zeros(q.shape[:3], dtype=torch.bool)
+    if operand == "q":
+        seen[0, 1, 40] = True
+    else:
+        seen[0, 2:4, 40:] = True
+    assert torch.equal(out[~seen], clean[~seen])
+    if value != 3e38:
+        right = attention_reference(q, k, v, causal=True).out
+        assert torch.equal(out.isnan(), right.isnan()) and torch.equal(out.isinf(), right.isinf())
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0])

@@ -37,8 +37,9 @@ class Config:
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         if self.sdpa:
             return (
-                "handed over to torch SDPA: dense and unmasked, so equal by definition"
-                " (tiled if a score could be infinite or NaN, or a last dimension is strided)",
+                "handed over to torch SDPA: dense, or causal with as many rows as keys or one row, so equal"
+                " by definition (tiled where lengths differ, a last dimension is strided, or a row could see a"
+                " score that is infinite or NaN)",
             )
         return (f"tiled: {', '.join(sorted(f.value for f in spec.features)) or 'plain'}",)
 
@@ -50,7 +51,8 @@ def choose(spec: AttentionSpec, target: Target) -> Config:
         return Config(32, 512, budget)
     per_row = budget // max(1, spec.num_q_heads)
     if spec.seqlen_q <= SMALL_ROWS:
-        return Config(SMALL_ROWS, _power(per_row // SMALL_ROWS, 256, 2048), budget)
+        block_n = _power(per_row // SMALL_ROWS, 256, 2048)
+        return Config(SMALL_ROWS, block_n, budget, sdpa=hands_over(spec, target))
     block_n = 512 if target.kind == "cpu" else 2048
     return Config(_power(per_row // block_n, 32, 512), block_n, budget, sdpa=hands_over(spec, target))
 
@@ -66,11 +68,11 @@ def candidates(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
 
 
 def hands_over(spec: AttentionSpec, target: Target) -> bool:
-    """Is the call dense, unmasked and free of every operand that torch SDPA reads otherwise?"""
+    """Is the call dense or causal, and free of every operand that torch SDPA reads otherwise?"""
     return (
         target.kind == "cpu"  # the one kind of device on which equality was tested
         and spec.phase is Phase.FORWARD
-        and spec.features <= {Feature.GQA}
+        and spec.features <= {Feature.GQA, Feature.CAUSAL}
         and not spec.needs_grad
         and spec.dtype in _HANDOVER_DTYPES
         and (spec.scale is None or spec.scale > 0)

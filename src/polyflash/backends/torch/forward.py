@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyflash import mask as masks
+from polyflash.backends.torch import handover
 from polyflash.backends.torch.bounds import narrowed, within
 from polyflash.backends.torch.configs import Config
 from polyflash.backends.torch.intervals import listed, lists_of, touches
 from polyflash.backends.torch.packed import runs
 from polyflash.backends.torch.paged import Pages
 from polyflash.backends.torch.philox import kept
-from polyflash.errors import spec_error
 from polyflash.results import converted
 from polyflash.spec import Arguments
 
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
     from polyflash.plan import Launch
 
 _INF = float("inf")
-_PLAIN = Arguments()
 _ALIGNED = 64  # bytes, as torch allocates
 _SOFTCAPS = (1e-30, 1e30)  # beyond, float32 loses the quotient or the product
-_DENSE = ("causal", "window_left", "window_right", "offset", "softcap", "dropout_p", "batch_invariant")
 
 
 @dataclass(slots=True)
@@ -408,26 +406,6 @@ def attend(part: Part, out: Tensor, lse: Tensor | None, config: Config) -> None:
             store_rows(part.of(lse.unsqueeze(-1)), b_lse, i0)
 
 
-def hands_over(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:
-    """May torch SDPA compute this very call? The plan knows the operands' presence; here their values count:
-    torch's CPU kernel turns some non-finite scores into numbers, and a strided last dimension makes it store
-    all scores."""
-    dense = all(getattr(args, name) == getattr(_PLAIN, name) for name in _DENSE)
-    dense = dense and all(not isinstance(x, Tensor) for x in args) and q.shape[3] == v.shape[3]
-    if not dense or q.dtype is torch.float64 or q.device.type != "cpu":
-        if launch.rung == "explicit":
-            change = "Set sdpa=False: only dense, unmasked calls on a CPU are known to equal torch SDPA."
-            raise spec_error("config sdpa", got=True, wanted="False for this call", change=change)
-        return False
-    positive = args.scale is None or args.scale > 0
-    if args.need_lse or not positive or any(x.stride(3) != 1 for x in (q, k, v)):
-        return False
-    largest = max(1.0, args.scale or 0.0)  # no |q·k|, scaled or not, is above it times |q|·|k|
-    for x in (q, k):
-        largest *= float(torch.linalg.vector_norm(x, dtype=torch.float32))
-    return largest < 1e37 and math.isfinite(float(v.sum(dtype=torch.float32)))
-
-
 def run(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor]:
@@ -435,11 +413,14 @@ def run(
     v (B, Hkv, Sk, Dv), any strides. With a page table k and v are pools (num_pages, Hkv, page_size, ·)."""
     config: Config = launch.config
     with torch.no_grad():
-        if config.sdpa and hands_over(launch, q, k, v, args):
-            result = F.scaled_dot_product_attention(
-                q, k, v, scale=args.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            return (result if result.stride() == out.stride() else out.copy_(result)), lse
+        if config.sdpa and handover.hands_over(launch, q, k, v, args):
+
+            def tiled() -> Tensor:
+                for part in parts(q, k, v, args, config):
+                    attend(part, out, None, config)
+                return out
+
+            return handover.attend(q, k, v, out, args, tiled), lse
         if args.cu_seqlens_q is not None:
             attend_packed(q, k, v, out, lse, args, config)
             return out, lse
