@@ -244,3 +244,8 @@ class TestSetup:
     def test_an_unknown_step_is_refused(self, tmp_path: Path) -> None:
         done = self.install(tmp_path, sys.executable, "everything")
         assert done.returncode == 1 and "usage" in done.stderr
+
+
+def test_every_extra_is_used(project: dict) -> None:
+    """No extra installs what no module imports yet."""
+    assert set(project["optional-dependencies"]) == {"bench", "peers", "hf", "triton", "dev"}

@@ -38,8 +38,8 @@ class Config:
         if self.sdpa:
             return (
                 "handed over to torch SDPA: dense, or causal with as many rows as keys or one row, so equal"
-                " by definition (tiled where lengths differ, a last dimension is strided, or a row could see a"
-                " score that is infinite or NaN)",
+                " by definition (tiled where lengths differ, a last dimension is strided, or a row could see"
+                " a score that is infinite or NaN)",
             )
         return (f"tiled: {', '.join(sorted(f.value for f in spec.features)) or 'plain'}",)
 
