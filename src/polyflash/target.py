@@ -25,7 +25,8 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 def remedy(package: str) -> str:
     """What to type where a package is missing or too old."""
-    return f"pip install '{package}>={'.'.join(map(str, MINIMUM_PACKAGES[package]))}'"
+    oldest = ".".join(map(str, MINIMUM_PACKAGES.get(package, ())))
+    return f"pip install '{package}>={oldest}'" if oldest else f"pip install {package}"
 
 
 @dataclass(frozen=True, slots=True)
