@@ -83,7 +83,7 @@ class Capability:
         if missing:
             reasons.append(f"features: has no {', no '.join(missing)}")
         reasons.extend(
-            f"packages: {name} ({target.why_no_package(name)}): {remedy(name)}"
+            f"packages: {name} ({target.why_no_package(name)}): {remedy(name)}".removesuffix(": ")
             for name in self.needs
             if not target.has_package(name)
         )

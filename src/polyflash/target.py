@@ -24,9 +24,9 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def remedy(package: str) -> str:
-    """What to type where a package is missing or too old."""
+    """What to type where a package is missing or too old; "" for one that is none of ours."""
     oldest = ".".join(map(str, MINIMUM_PACKAGES.get(package, ())))
-    return f"pip install '{package}>={oldest}'" if oldest else f"pip install {package}"
+    return f"pip install '{package}>={oldest}'" if oldest else ""
 
 
 @dataclass(frozen=True, slots=True)
