@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyflash
 from polyflash import SpecError, attention, attention_paged, explain, repeats, torch_ops, use_backend
+from polyflash.spec import keys_to_share
 from tests.device import DEVICE, generator
 from tests.tolerance import same_bits
 
@@ -130,8 +131,9 @@ def test_a_growing_cache_adds_nothing(planned):
 
 @pytest.mark.parametrize("rows", (3, 6))
 def test_fewer_keys_than_a_walk_is_worth_take_the_other_kernel(planned, rows):
-    """12 and 24 rows of a kv head over 1024 keys are decode's, over fewer they are not."""
-    for seqlen, phase in ((2000, "decode"), (1023, "forward"), (1024, "decode"), (500, "forward")):
+    """12 and 24 rows of a kv head over many more keys are decode's, over fewer they are not."""
+    first = keys_to_share(HEADS // KV_HEADS * rows, HEADS // KV_HEADS)
+    for seqlen, phase in ((2000, "decode"), (first - 1, "forward"), (first, "decode"), (9, "forward")):
         q, k, v = keys(seqlen=seqlen, rows=rows)
         planned.clear()
         got = [attention(q, k, v) for _ in range(2)]

@@ -57,7 +57,7 @@ def of_keys(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
         q.is_cuda
         or q_shape[2] > DECODE_ROWS
         or not q.is_contiguous()
-        or not is_decode(q_shape[1], num_v_heads, q_shape[2], seqlen_k)
+        or not is_decode(q_shape[1], num_v_heads, q_shape[2], seqlen_k, device="cpu")
     ):
         return kinds, options, q_shape, k_shape, v_shape, q.stride(), k_stride, v_stride
     if seqlen_k != seqlen_v or not 0 < seqlen_k <= _MOST_KEYS:

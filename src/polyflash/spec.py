@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +17,7 @@ LONG_ROWS, LONGEST_ROWS = 4096, 8192  # from so many query rows on, a call runs 
 MANY_KEYS = 1024  # from this many keys on, a call is worth splitting or streaming
 DECODE_ROWS = 8  # at most this many rows per key/value head: one pass over the keys at memory speed
 PACKED_ROWS = 64  # as many rows share a block of keys while it is read, if the keys are many
+MOST_SHARED_ROWS = 128  # on a CPU; see keys_to_share
 MOST_POSITIONS = 2**31 - 2**20  # rows and keys together that 32-bit positions reach, with room for a tile
 
 
@@ -173,14 +174,28 @@ def length_class(n: int) -> int:
 
 
 def is_decode(
-    num_q_heads: int, num_kv_heads: int, seqlen_q: int, seqlen_k: int, row_bounded: bool = False
+    num_q_heads: int,
+    num_kv_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    row_bounded: bool = False,
+    device: str = "",
 ) -> bool:
     """Is a call of unpacked rows for `Phase.DECODE`: so few rows per key/value head that reading the keys is
     what takes time? Rows with bounds of their own are: each walk over the keys serves all of them."""
     if not (num_q_heads and num_kv_heads):
         return False
-    rows = seqlen_q * (num_q_heads // num_kv_heads)
-    many = (
-        seqlen_q == 1 or seqlen_k >= MANY_KEYS
-    )  # of one token a neighbour's keys, which pad, decide nothing
-    return row_bounded or rows <= DECODE_ROWS or (rows <= PACKED_ROWS and many)
+    group = num_q_heads // num_kv_heads
+    rows = seqlen_q * group
+    if row_bounded or rows <= DECODE_ROWS:
+        return True
+    if device == "cpu":
+        return rows <= MOST_SHARED_ROWS and (seqlen_q == 1 or seqlen_k >= keys_to_share(rows, group))
+    # of one token a neighbour's keys, which pad, decide nothing
+    return rows <= PACKED_ROWS and (seqlen_q == 1 or seqlen_k >= MANY_KEYS)
+
+
+def keys_to_share(rows: Any, group: int) -> Any:
+    """From so many keys on, one walk for all rows of a kv head is as quick on a CPU as the forward kernel,
+    whose tiles are rows of one query head: measured, as the results of few rows have it. Takes arrays too."""
+    return rows * (8 if group == 1 else 2) + 1

@@ -248,7 +248,9 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     asked = phase  # decides whether the spec needs gradients: tensors may require some where none are made
     if phase is _DECODE and not (
         args.cu_seqlens_q is None
-        and is_decode(num_q_heads, num_kv_heads, seqlen_q, seqlen_k, args.row_bounds is not None)
+        and is_decode(
+            num_q_heads, num_kv_heads, seqlen_q, seqlen_k, args.row_bounds is not None, q.device.type
+        )
     ):
         phase = _FORWARD
     backend = requested_backend(args)

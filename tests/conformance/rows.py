@@ -82,7 +82,7 @@ class Runner:
         spec = w.spec(phase=self.row.phase, need_lse=True)
         reasons = self.row.reasons_against(spec, device.here(), by_name=True)
         if self.row.phase is Phase.DECODE and (
-            w.members or not is_decode(w.heads, w.kv_heads, w.seqlen_q, spec.seqlen_k)
+            w.members or not is_decode(w.heads, w.kv_heads, w.seqlen_q, spec.seqlen_k, device=spec.device)
         ):
             reasons += ("phase: not a decode problem",)
         if reasons:

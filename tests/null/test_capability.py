@@ -5,14 +5,25 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import polyflash
 from polyflash import Mask, plan, target
+from polyflash.backends.cpu.packing import members_of_few_rows
 from polyflash.backends.torch import configs as torch_configs
 from polyflash.capability import Capability, Yield
-from polyflash.spec import DECODE_ROWS, MANY_KEYS, PACKED_ROWS, AttentionSpec, Feature, Phase, is_decode
+from polyflash.spec import (
+    DECODE_ROWS,
+    MANY_KEYS,
+    MOST_SHARED_ROWS,
+    PACKED_ROWS,
+    AttentionSpec,
+    Feature,
+    Phase,
+    is_decode,
+)
 from polyflash.target import Target
 
 SPEC = AttentionSpec(Phase.FORWARD, "float32", "cpu", 1, 2, 2, 5, 7, 64, 64, frozenset())
@@ -164,6 +175,31 @@ def test_a_forward_row_chooses_the_config_of_a_forward_problem():
 def test_which_problems_are_decode(heads: int, kv_heads: int, rows: int, keys: int, decode: bool):
     assert is_decode(heads, kv_heads, rows, keys) is decode
     assert is_decode(heads, kv_heads, rows, keys, row_bounded=True) is bool(heads)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("rows", [9, 12, 16, 24, 40, 64, 72, 128])
+def test_on_a_cpu_few_rows_are_decode_from_a_few_times_as_many_keys_on(group: int, rows: int):
+    tokens = max(2, -(-rows // group))
+    rows = tokens * group
+
+    def decode(keys: int) -> bool:
+        return is_decode(8 * group, 8, tokens, keys, device="cpu")
+
+    first = next(keys for keys in range(1, 4097) if decode(keys))
+    assert first == (8 if group == 1 else 2) * rows + 1  # no step at 1024 keys
+    assert all(decode(keys) for keys in range(first, 4097))
+    assert is_decode(8 * group, 8, 1, 1, device="cpu")
+    assert not is_decode(8 * group, 8, MOST_SHARED_ROWS // group + 1, 4096, device="cpu")
+
+
+@pytest.mark.parametrize("keys", [1000, MANY_KEYS])
+def test_three_tokens_of_grouped_heads_take_one_walk(keys: int):
+    q, k = torch.empty(1, 32, 3, 128), torch.empty(1, 8, keys, 128)
+    plan = polyflash.explain(q, k, k, causal=True)
+    assert plan.spec.phase is Phase.DECODE
+    spec = replace(SPEC, num_q_heads=32, num_kv_heads=8)
+    assert len(members_of_few_rows(spec, np.array([3]), np.array([keys]))) == 1
 
 
 def test_explain_plans_the_phase_that_runs():

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyflash.errors import spec_error
-from polyflash.spec import DECODE_ROWS, MANY_KEYS, PACKED_ROWS, Feature
+from polyflash.spec import DECODE_ROWS, MOST_SHARED_ROWS, Feature
 
 if TYPE_CHECKING:
     from polyflash.backends.cpu.decode_configs import DecodeConfig
@@ -280,7 +280,7 @@ class Config:
                 f"pass {ScoreKey(self.isa, nv).name} over each tile of scores: {', '.join(changing)}"
             )
         if spec.members and decodes_members(spec):
-            limits = f"at most {DECODE_ROWS} rows per kv head, or {PACKED_ROWS} from {MANY_KEYS} keys on"
+            limits = f"at most {DECODE_ROWS} rows per kv head, or {MOST_SHARED_ROWS} of many more keys"
             notes.append(f"packed members of {limits}: the decode kernels")
         if self.compute == "bf16dot":
             notes.append("bfloat16 pairs are multiplied as they are, sums are float32 (avx512_bf16)")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from polyflash.backends.cpu import configs
-from polyflash.spec import DECODE_ROWS, MANY_KEYS, PACKED_ROWS
+from polyflash.spec import DECODE_ROWS, MOST_SHARED_ROWS, keys_to_share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,8 @@ def members_of_few_rows(spec: AttentionSpec, lens_q: Any, lens_k: Any) -> list[A
     """The numbers of the members that the decode kernels run, by the width of their tiles: what a neighbour
     asks for changes no bit."""
     rows = lens_q * spec.group
-    few = (rows > 0) & ((rows <= DECODE_ROWS) | (rows <= PACKED_ROWS) & (lens_k >= MANY_KEYS))
+    shared = (rows <= MOST_SHARED_ROWS) & (lens_k >= keys_to_share(rows, spec.group))
+    few = (rows > 0) & ((rows <= DECODE_ROWS) | shared)
     if not (few.any() and configs.decodes_members(spec)):
         return []
     widths = np.where(few, np.ceil(np.log2(np.maximum(1, rows))), -1)
