@@ -212,7 +212,7 @@ def test_a_known_call_refuses_what_a_first_one_does():
         ((q[:1], k, v, table, lens), "q rows"),
         ((q, k, v[:, :8], table, lens), "page_size"),
         ((q, k, v, table.long(), lens), "page_table"),
-        ((q, k, v, table, lens.long()), "kv_lens"),
+        ((q, k, v, table, lens.float()), "kv_lens"),
         ((q, k, v, table, lens[:1]), "kv_lens"),
         ((q, k, v, table, lens.view(2, 1)), "kv_lens"),
         ((q.bfloat16(), k, v, table, lens), "dtype"),
