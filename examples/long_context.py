@@ -5,6 +5,7 @@ Writes build/demo/long_context.png, or the path given as the only argument.
 
 from __future__ import annotations
 
+import argparse
 import platform
 import subprocess
 import sys
@@ -256,4 +257,6 @@ def _print_points(console: Console, points: list[Point]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(not main(Console(), Path(sys.argv[1]) if len(sys.argv) > 1 else PLOT))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("plot", nargs="?", type=Path, default=PLOT, help="the picture to write")
+    sys.exit(not main(Console(), parser.parse_args().plot))

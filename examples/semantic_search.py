@@ -6,6 +6,7 @@ with all-MiniLM-L6-v2, shows that the embeddings agree, how long both take, and 
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import time
@@ -194,4 +195,5 @@ def _print_answers(
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     sys.exit(not main(Console()))

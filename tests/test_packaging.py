@@ -95,6 +95,21 @@ def test_files_name_no_registry_and_no_folder_of_a_machine() -> None:
         assert not found, f"{name}: {found}"
 
 
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "long_context" else pytest.mark.slow) for n in EXAMPLES]
+)
+def test_examples_have_help(name: str) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    if "No module named" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
+
+
 def in_a_new_process(code: str) -> str:
     """What the code prints where nothing was imported."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -321,6 +321,32 @@ def test_the_picture_has_every_step_of_the_widest_heads(tmp_path):
     assert wrong == []
 
 
+def test_titles_are_inside_the_picture_and_lines_apart(tmp_path, monkeypatch):
+    """One narrow panel under a long name; two head counts that share their query heads."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    kept = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    arms = {SDPA: 4e-3, decode.FOLDED: 2e-3, decode_keys.IN_ORDER: 0.9e-3, decode_keys.PLACES: 0.8e-3}
+    rows = [row(c, arms) for c in QUICK if c.part == decode_cases.STEPS and c.workload.dtype == "float32"]
+    rows = [r for r in rows if r["num_q_heads"] == rows[0]["num_q_heads"]]
+    machine = {"cpu": "A processor with a name as long as " + "some makers give them " * 4, "threads": 128}
+    for heads in (("num_kv_heads", 1), ("num_kv_heads", 2)), (("num_kv_heads", 1),):
+        content = {"rows": [{**r, **dict([h])} for h in heads for r in rows], "machine": machine}
+        plot.draw(content, str(tmp_path / "steps.png"))
+        figure = kept.pop()
+        width, height = figure.canvas.get_width_height()
+        figure.canvas.draw()
+        texts = [figure._suptitle, *(axis._left_title for axis in figure.axes)]
+        assert not figure._suptitle.get_window_extent().overlaps(figure.legends[0].get_window_extent())
+        for box in (text.get_window_extent() for text in texts):
+            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
+        assert len(figure.axes) == len(heads)
+        for axis in figure.axes:
+            looks = [(x.get_color(), x.get_linestyle(), x.get_marker()) for x in axis.lines]
+            assert len(set(looks)) == len(looks)
+            assert all(len(set(x.get_xdata())) == len(x.get_xdata()) for x in axis.lines)
+
+
 def test_a_picture_of_nothing_is_refused_before_anything_is_measured(capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(decode, "measure", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from polyflash.bench.decode_tables import thousands
 from polyflash.bench.suite import OURS
 from polyflash.errors import SpecError
 
-_OURS = ("#08306b", "#2171b5", "#6baed6", "#9ecae1")  # by query rows, few to many
+_OURS = (("#08306b", "o"), ("#2171b5", "s"), ("#6baed6", "^"), ("#9ecae1", "D"))  # by query rows, few to many
+_LETTERS = 10  # points
 _NO_STEPS = "plot: got no decode steps. Use --suite decode, or --from a file that has them"
 _TORCH, _MEMORY = "#d94801", "#777777"
 
@@ -64,7 +66,8 @@ def draw(content: dict[str, Any], file: str) -> None:
     for i, (q_heads, kv_heads) in enumerate(heads):
         for j, dtype in enumerate(dtypes):
             axis = axes[i][j]
-            _panel(axis, [r for r in rows if r["dtype"] == dtype and r["num_q_heads"] == q_heads])
+            of = (dtype, q_heads, kv_heads)
+            _panel(axis, [r for r in rows if (r["dtype"], r["num_q_heads"], r["num_kv_heads"]) == of])
             axis.set_title(f"{dtype}, {q_heads} heads over {kv_heads}", loc="left", fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
             axis.grid(color="#e6e6e6")
@@ -78,13 +81,15 @@ def draw(content: dict[str, Any], file: str) -> None:
         for axis in axes.flat
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(labels.values(), labels.keys(), loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(labels.values(), labels.keys(), loc="outside right center", frameon=False, fontsize=9)
     machine = content["machine"]
-    figure.suptitle(
+    title = (
         f"One decode step, head_dim {rows[0]['head_dim']}: {machine['cpu']}, {machine['threads']} threads."
-        " Hollow marks: contended",
-        x=0.01, ha="left", fontsize=10,
-    )  # fmt: skip
+        " Hollow marks: contended"
+    )
+    # A letter is up to two thirds as wide as it is high.
+    title = textwrap.fill(title, int(figure.get_figwidth() * 72 / (_LETTERS * 2 / 3)))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=_LETTERS)
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
@@ -92,27 +97,27 @@ def draw(content: dict[str, Any], file: str) -> None:
 
 def _panel(axis: Any, rows: Sequence[Row]) -> None:
     counts = sorted({r["seqlen_q"] for r in rows})
-    for count, color in zip(counts, _OURS, strict=False):
-        _line(
-            axis,
-            [r for r in rows if r["seqlen_q"] == count],
-            lambda r: rate(r, OURS),
-            color,
-            f"ours, q{count}",
-        )
+    if not counts:
+        return
+    for i, count in enumerate(counts):
+        color, marker = _OURS[min(i, len(_OURS) - 1)]
+        counted = [r for r in rows if r["seqlen_q"] == count]
+        _line(axis, counted, lambda r: rate(r, OURS), color, f"ours, q{count}", marker=marker)
     fewest = [r for r in rows if r["seqlen_q"] == counts[0]]
-    _line(axis, fewest, torch_rate, _TORCH, f"torch SDPA, q{counts[0]}")
+    _line(axis, fewest, torch_rate, _TORCH, f"torch SDPA, q{counts[0]}", marker="X")
     for arm, style in ((IN_ORDER, "-"), (PLACES, ":")):
         if all(arm in r["arms"] for r in fewest):
-            _line(axis, fewest, lambda r, arm=arm: rate(r, arm), _MEMORY, arm, style)
+            _line(axis, fewest, lambda r, arm=arm: rate(r, arm), _MEMORY, arm, style, "P")
     keys = sorted({r["seqlen_k"] for r in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(keys, [thousands(n) for n in keys])
 
 
-def _line(axis: Any, rows: Sequence[Row], height: Any, color: str, label: str, style: str = "-") -> None:
+def _line(
+    axis: Any, rows: Sequence[Row], height: Any, color: str, label: str, style: str = "-", marker: str = "o"
+) -> None:
     ordered = sorted(rows, key=lambda r: r["seqlen_k"])
     x, y = [r["seqlen_k"] for r in ordered], [height(r) for r in ordered]
-    axis.plot(x, y, style, color=color, label=label, linewidth=1.6)
+    axis.plot(x, y, style, color=color, label=label, linewidth=1.6, marker=marker, markersize=5)
     fill = ["white" if "contended" in r["marks"] else color for r in ordered]
-    axis.scatter(x, y, s=22, c=fill, edgecolors=color, zorder=3)
+    axis.scatter(x, y, s=28, c=fill, edgecolors=color, marker=marker, zorder=3)
