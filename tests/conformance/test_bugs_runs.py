@@ -167,16 +167,17 @@ def test_B_pag_08_the_longest_member_anywhere(run: Runner, longest: int):
 
 
 def test_B_pag_09_wide_metadata():
-    """github.com/flashinfer-ai/flashinfer/pull/1492: int64 where int32 is read."""
+    """github.com/flashinfer-ai/flashinfer/pull/1492: int64 where int32 is read; and read in full here."""
     q, k, v = qkv(2, 2, 4, 8, 16)
+    lens = torch.tensor((3, 4))
     for name in ("kv_lens", "kv_starts", "q_offset"):
-        with pytest.raises(SpecError, match="int32"):
-            polyflash.attention(q, k, v, **{name: torch.tensor((3, 4))})
-    x = torch.randn(8, 2, 16)
-    with pytest.raises(SpecError, match="int32"):
-        polyflash.attention_varlen(
-            x, x, x, torch.tensor((0, 8)), torch.tensor((0, 8)), max_seqlen_q=8, max_seqlen_k=8
-        )
+        want = polyflash.attention(q, k, v, causal=True, **{name: lens.int()})
+        same_bits(polyflash.attention(q, k, v, causal=True, **{name: lens}), want)
+    x, bounds = torch.randn(8, 2, 16), torch.tensor((0, 3, 8))
+    want = polyflash.attention_varlen(x, x, x, bounds.int(), bounds.int(), max_seqlen_q=8)
+    same_bits(polyflash.attention_varlen(x, x, x, bounds, bounds, max_seqlen_q=8), want)
+    with pytest.raises(SpecError, match="32 bits"):
+        polyflash.attention_varlen(x, x, x, bounds, bounds + 2**32)
 
 
 def test_B_cmp_01_the_op_has_a_fake_kernel():
