@@ -123,6 +123,37 @@ def test_fork_after_first_use():
     """)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_runs_torch_where_only_we_used_openmp():
+    """The parent's first team of threads is one that a call of ours made; its child's operators need one."""
+    process(
+        """
+        import os, sys, threading
+        import torch, polyflash
+        torch.set_num_threads(2)
+        x = torch.ones(1, 4, 128, 32)  # so small that torch's own operators use one thread
+        def works():
+            return bool(((polyflash.attention(x, x, x, causal=True) - 1).abs() < 1e-5).all())
+        def forked():
+            assert works()
+            child = os.fork()
+            if not child:
+                total = torch.ones(1 << 21).exp_().sum() + (torch.ones(400, 400) @ torch.ones(400, 400)).sum()
+                os._exit(0 if bool(total.isfinite()) and works() else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        for _ in range(3):
+            forked()
+        thread = threading.Thread(target=forked)
+        thread.start()
+        thread.join()
+        forked()
+        assert bool(torch.ones(1 << 21).exp_().isfinite().all()) and works()
+        """,
+        prelude="",
+        timeout=60,
+    )
+
+
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers here")
 def test_signals_during_calls():
     """A handler that runs thousands of times (EINTR in every wait), then SIGINT: KeyboardInterrupt, once."""

@@ -281,24 +281,37 @@ def _grow(wanted: int) -> _Workers:
 
 
 def _openmp() -> tuple[int, int]:
-    """Addresses of GOMP_parallel, as torch itself finds it, and of gettid; 0 where there is none."""
-    torch = sys.modules.get("torch")
-    if torch is None or sys.platform != "linux":
+    """Addresses of GOMP_parallel, as torch itself finds it, and of gettid; 0 where one of them is missing, or
+    what ends a team."""
+    if "torch" not in sys.modules or sys.platform != "linux":
         return 0, 0
     try:
-        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__ or ""), "lib", "libtorch_cpu.so"))
-        functions = library.GOMP_parallel, _libc().gettid
+        functions = _torch_library().GOMP_parallel, _libc().gettid, _torch_library().omp_pause_resource_all
     except (OSError, AttributeError):
         return 0, 0
-    parallel, gettid = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions)
+    parallel, gettid, _ = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions)
     return parallel, gettid
+
+
+def _torch_library() -> ctypes.CDLL:
+    folder = os.path.dirname(sys.modules["torch"].__file__ or "")
+    return ctypes.CDLL(os.path.join(folder, "lib", "libtorch_cpu.so"))
 
 
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
+_PAUSE_SOFT = 1  # of OpenMP 5.0: threads end, settings stay
+
+
 def _before_fork() -> None:
+    """A child has none of libgomp's threads, and libgomp does not know: the first parallel operator of torch
+    would wait for them for ever. The team of this thread, which a roll call may have started, ends here; the
+    next call starts another."""
+    team, _caller.team = _caller.team, None
+    if team is not None and team.parallel:
+        _torch_library().omp_pause_resource_all(_PAUSE_SOFT)
     _lock.acquire(timeout=runtime.FORK_PATIENCE_S)
 
 
@@ -309,12 +322,12 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     """Threads do not survive a fork: the child starts its own when it needs them, on memory of its own.
-    libgomp does not know that its team is gone, so the child never calls it."""
+    Where torch alone has used OpenMP before, libgomp does not know that its team is gone, so the child never
+    calls it."""
     global _lock, _workers, _forked
     _lock = threading.RLock()
     _workers = None
     _forked = True
-    _caller.team = None
 
 
 if hasattr(os, "register_at_fork"):
