@@ -25,6 +25,7 @@ FLOORS = {
         "capability",
         "validate",
         "results",
+        "storages",
         "quant.codec",
         "kvcache.handles",
         "kvcache.layout",

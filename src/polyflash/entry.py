@@ -3,6 +3,7 @@ the result, a plan in the place of a launch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from polyflash.errors import SpecError, described, spec_error
 from polyflash.plan import Plan
 from polyflash.routes import any_requires_grad, requested_backend, spec_of, without_gradients
 from polyflash.spec import Arguments, Phase
+from polyflash.storages import check_storages
 from polyflash.target import Target
 
 
@@ -66,7 +68,7 @@ def bhsd_views(layout: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None)
             raise SpecError(
                 f"{name}: got {x.ndim} dimensions, wanted 4: (batch, seqlen, heads, head_dim). Use view()"
             )
-        views.append(x.transpose(1, 2) if isinstance(x, Tensor) else x)
+        views.append(_view(name, x, lambda x: x.transpose(1, 2)) if isinstance(x, Tensor) else x)
     return tuple(views)
 
 
@@ -78,8 +80,21 @@ def packed_views(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> tuple[A
             wanted = "3: (total, heads, head_dim), with members one behind the other"
             got = f"{x.ndim} dimensions {tuple(x.shape)}"
             raise spec_error(name, got=got, wanted=wanted, change="Use flatten(0, 1) on a padded batch.")
-        views.append(x.transpose(0, 1).unsqueeze(0) if isinstance(x, Tensor) else x)
+        views.append(_view(name, x, _row_of_heads) if isinstance(x, Tensor) else x)
     return tuple(views)
+
+
+def _row_of_heads(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _view(name: str, x: Tensor, made: Callable[[Tensor], Tensor]) -> Tensor:
+    """A view, which torch makes of no tensor that its storage is too small for."""
+    try:
+        return made(x)
+    except RuntimeError:
+        check_storages({name: x})
+        raise
 
 
 def paged_views(q: Any, k_pages: Any, v_pages: Any, packed: bool, out: Any = None) -> tuple[Any, ...]:
@@ -103,9 +118,9 @@ def paged_views(q: Any, k_pages: Any, v_pages: Any, packed: bool, out: Any = Non
                 change = "Use flatten(0, 1), and cu_seqlens_q to say which rows are whose."
             raise spec_error(name, got=f"{x.ndim} dimensions {tuple(x.shape)}", wanted=wanted, change=change)
         if pool:
-            views.append(x.transpose(1, 2))
+            views.append(_view(name, x, lambda x: x.transpose(1, 2)))
         else:
-            views.append(x.transpose(0, 1).unsqueeze(0) if packed else x.unsqueeze(2))
+            views.append(_view(name, x, _row_of_heads if packed else lambda x: x.unsqueeze(2)))
     return tuple(views)
 
 

@@ -20,6 +20,7 @@ from polyflash.arguments import int32_of
 from polyflash.counting import Tally
 from polyflash.routes import backend_in_use, takes_tf32
 from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, Arguments, is_decode
+from polyflash.storages import span
 
 Results = tuple[Tensor, Tensor]
 Key = tuple[Any, ...]
@@ -29,6 +30,7 @@ class Repeat(Protocol):
     """Runs calls like one before them; None: this one needs the whole way, or its error."""
 
     tally: Tally
+    reaches: tuple[int, ...]  # bytes from each tensor's first element to its end; (): it looks at them itself
 
     def __call__(self, *tensors: Tensor) -> Results | None: ...
 
@@ -132,6 +134,9 @@ def call(key: Key | None, *tensors: Any) -> Results | None:
     repeat = None if key is None else _known.get(key)
     if repeat is None:
         return None
+    for x, size in zip(tensors, repeat.reaches, strict=False):
+        if x.storage_offset() * x.itemsize + size > x.untyped_storage().nbytes():
+            return None  # see storages.py
     results = repeat(*tensors)
     if results is not None:
         repeat.tally.count()
@@ -152,6 +157,9 @@ def learn(
     if launch is not None and repeat is not None:
         repeat = _narrowing(repeat) if lens is not None and lens.dtype is torch.int64 else repeat
         repeat.tally = launch.tally
+        if not hasattr(repeat, "reaches"):
+            tensors = (q, k, v, args.page_table, args.kv_lens)
+            repeat.reaches = tuple(span(x) for x in tensors if x is not None)
     _known[key] = repeat
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyflash.spec import Arguments
+from polyflash.storages import span
 
 
 def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
@@ -55,11 +55,7 @@ def apart(out: Tensor, others: Iterable[Any]) -> bool:
 def _span(x: Tensor) -> tuple[int, int]:
     """Addresses of the first byte of a tensor and of the one after its last."""
     start = x.data_ptr()
-    if x.is_contiguous() or x.numel() == 0:
-        return start, start + x.nbytes
-    strides = x.stride()
-    reach = sum(map(mul, x.shape, strides)) - sum(strides)  # Σ (size - 1)·stride
-    return start, start + (reach + 1) * x.element_size()
+    return start, start + span(x)
 
 
 def converted(x: Tensor, kind: torch.dtype) -> Tensor:

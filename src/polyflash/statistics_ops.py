@@ -14,6 +14,7 @@ from polyflash.errors import UnsupportedError, spec_error
 from polyflash.mask import is_strided
 from polyflash.plan import Launch
 from polyflash.spec import Arguments, Phase
+from polyflash.storages import check_storages
 
 _LIB = torch.library.Library("polyflash", "FRAGMENT")
 _LIB.define(f"column_sums(Tensor q, Tensor k, Tensor lse, {torch_ops._ARGUMENTS}) -> Tensor")
@@ -63,9 +64,8 @@ def _settled(q: Tensor, k: Tensor, lse: Tensor, rest: tuple[Any, ...]) -> tuple[
     args = args._replace(backend=routes.requested_backend(args))
     launch = torch_ops._route(Phase.STATISTICS, q, k, k, args, tuple(args))
     _check_lse(q, lse)
-    if validate.has_contents(args) and (launch.spec.device == "cpu" or args.checked):
-        validate.check_contents(args, q.shape[2], k)
-    return launch, args
+    check_storages({"lse": lse})
+    return launch, validate.checked_contents(args, q, k)
 
 
 def _column_sums_here(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Tensor:

@@ -8,6 +8,7 @@ plain eager call runs the op's body without the dispatcher in between."""
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -34,6 +35,7 @@ from polyflash.routes import (
 )
 from polyflash.routes import backend_in_use as backend_in_use
 from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, Phase, is_decode, length_class
+from polyflash.storages import check_storages, near, stored
 
 _ARGUMENTS = (
     "bool causal=False, float? scale=None, bool need_lse=False, "
@@ -243,6 +245,9 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     paged = args.page_table is not None
     if not (strided and (batch == batch_k or paged) and batch_k == batch_v and seqlen_k == seqlen_v):
         raise validate.explain_shapes(q, k, v, paged)
+    if not (stored(q, k, v) and (len(rest) == _N_PLAIN or stored(*rest))):
+        pools = {"k_pages": k, "v_pages": v} if paged else {"k": k, "v": v}
+        check_storages({"q": q, **pools, **args._asdict()})
     if len(rest) > _N_PLAIN or args.scale is not None:
         seqlen_k = validate.check_operands(q, k, args)
     asked = phase  # decides whether the spec needs gradients: tensors may require some where none are made
@@ -327,10 +332,11 @@ def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Te
     args = Arguments(*rest)
     launch = _route(_DECODE, q, k, v, args, rest)
     validate.check_out(out, q, v.shape[3])
+    check_storages({"out": out})
     fresh, lse = _outputs(q, v, args.need_lse)
-    direct = out.stride(3) == 1 and apart(out, (q, k, v, *rest))
-    result, lse = _run(launch, q, k, v, out if direct else fresh, lse, args)
-    if result is not out:
+    place = near(out) if out.stride(3) == 1 and apart(out, (q, k, v, *rest)) else fresh
+    result, lse = _run(launch, q, k, v, place, lse, args)
+    if place is fresh or result is not place:
         out.copy_(result)
     return q.new_empty(0) if lse is NO_LSE else lse
 
@@ -338,9 +344,7 @@ def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Te
 def _run(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor]:
-    device = launch.spec.device
-    if validate.has_contents(args) and (device == "cpu" or args.checked):
-        validate.check_contents(args, q.shape[2], k)
+    args = validate.checked_contents(args, q, k)
     if out.numel() == 0 or k.shape[2] == 0 or (args.page_table is not None and without_pages(k, args)):
         return no_keys(out, lse, args)
     return launched(launch, q, k, v, out, lse, args)
@@ -352,11 +356,14 @@ def launched(launch: Launch, *operands: Any) -> Any:
     if device == "cuda" and operands[0].device.index != torch.cuda.current_device():
         with torch.cuda.device(operands[0].device):
             return launched(launch, *operands)
-    launch.tally.count()
     if autocasting(device):
         with torch.autocast(device, enabled=False):
-            return launch.run(launch, *operands)
-    return launch.run(launch, *operands)
+            return launched(launch, *operands)
+    launch.tally.count()
+    try:
+        return launch.run(launch, *operands)
+    except (OverflowError, struct.error):  # of an argument block, before anything has run
+        return launch.run(launch, *map(near, operands))
 
 
 def _backward(
@@ -373,8 +380,8 @@ def _backward(
     args = Arguments(*rest)._replace(config="")
     launch = _route(Phase.BACKWARD, q, k, v, args, tuple(args))
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
-    if validate.has_contents(args) and (launch.spec.device == "cpu" or args.checked):
-        validate.check_contents(args, q.shape[2], k)
+    check_storages({"dout": dout, "dlse": dlse, "out": out, "lse": lse})
+    args = validate.checked_contents(args, q, k)
     likes = (q, k, v, args.bias, args.sinks)
     if out.numel() == 0 or k.shape[2] == 0:
         return no_gradients(likes, dlse, args, needs)
@@ -457,7 +464,9 @@ class _Attention(torch.autograd.Function):
             and _unobserved()
             and out.numel()
             and k.shape[2]
+            and stored(dout, dlse, q, k, v, out, lse, *others)
         ):
+            args = validate.checked_contents(args, q, k)
             results = _differentiate(launch, dout, dlse, q, k, v, out, lse, args, needs)
         else:
             args = args._replace(backend=args.backend or ANY)  # the context of the forward pass had its say

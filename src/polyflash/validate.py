@@ -284,6 +284,21 @@ def has_contents(args: Arguments) -> bool:
     return not (args.kv_lens is args.kv_starts is args.intervals is args.cu_seqlens_q is None)
 
 
+_BOUNDS_OF_MEMORY = ("kv_lens", "kv_starts", "q_offset", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def checked_contents(args: Arguments, q: Tensor, k: Tensor) -> Arguments:
+    """`args` with lengths, starts, offsets and member bounds of its own, checked where they can be: another
+    thread may write the caller's meanwhile. Pages and intervals kernels hold to the keys themselves."""
+    if not (has_contents(args) and (q.device.type == "cpu" or args.checked)):
+        return args
+    given = {name: getattr(args, name) for name in _BOUNDS_OF_MEMORY}
+    own = {n: x.clone(memory_format=torch.contiguous_format) for n, x in given.items() if x is not None}
+    args = args._replace(**own)
+    check_contents(args, q.shape[2], k)
+    return args
+
+
 def check_contents(args: Arguments, seqlen_q: int, k: Tensor) -> None:
     """The values of length tensors, member bounds, page tables and interval lists, for `seqlen_q` rows and
     the keys or pages k; reads them, so on a device it synchronises."""

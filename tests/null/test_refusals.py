@@ -168,6 +168,12 @@ def paged(q: Tensor | None = None, pool: Tensor | None = None, **options: Any) -
     return lambda: torch_ops.call(x(2, 2, 1, 8) if q is None else q, pool, pool, Arguments(**given))
 
 
+def freed() -> Any:
+    keys = x()
+    keys.untyped_storage().resize_(16)
+    return attention(x(), keys, x())
+
+
 CASES: dict[str, Callable[[], Any]] = {
     # q, k, v
     "no tensor": call(q=None), "sparse": call(k=x().to_sparse()), "rank": call(q=x(5, 8)),
@@ -175,6 +181,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "another device": call(k=x(device=META)), "another batch": call(k=x(1, 2, 5, 8)),
     "heads of v": call(v=x(2, 1, 5, 8)), "seqlen of v": call(v=x(2, 2, 6, 8)),
     "head_dim of k": call(k=x(2, 2, 5, 9)), "no channels": call(q=x(2, 2, 5, 0), k=x(2, 2, 5, 0)),
+    "freed storage": freed,
     "ratio of heads": call(k=x(2, 3, 5, 8), v=x(2, 3, 5, 8)),
     "no channels of v": call(v=x(2, 2, 5, 0)),
     # scalars

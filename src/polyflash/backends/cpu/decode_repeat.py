@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,9 @@ import torch
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import decode, runtime
 from polyflash.results import NO_LSE
+from polyflash.storages import holds, near, span, stored
 
 if TYPE_CHECKING:
-    from array import array
-
     from torch import Tensor
 
     from polyflash.spec import Arguments
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 class Repeat:
     """What such calls share. `args` has no tensor that a later call could change but pages and lengths."""
 
-    def __init__(self, frame: decode.Frame, head_dim_v: int, args: Arguments) -> None:
-        self.frame, self.head_dim_v = frame, head_dim_v
+    reaches = ()  # that of keys grows
+
+    def __init__(self, frame: decode.Frame, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
+        self.frame, self.head_dim_v = frame, v.shape[3]
+        self.q_bytes = q.nbytes
         self.need_lse = args.need_lse
         self.args = args._replace(page_table=None, kv_lens=None)  # keeps no caller's tensor alive
 
@@ -45,13 +48,27 @@ class Repeat:
 class OfKeys(Repeat):
     """q (batch, heads, seqlen_q, head_dim) over whole tensors."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def __init__(self, frame: decode.Frame, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
+        super().__init__(frame, q, k, v, args)
+        self.k_bytes, self.v_bytes = (span(x[:1, :1, :1]) for x in (k, v))  # of a key
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         frame, size = self.frame, q.element_size()
         block = frame.words[:]
-        out, lse = self.outputs(q, block)
         batch, _, rows, _ = q.shape
-        seqlen_k = k.shape[2]
-        (k_batch, k_head, _, _), (v_batch, v_head, _, _) = k.stride(), v.stride()
+        _, heads, seqlen_k, _ = k.shape
+        (k_batch, k_head, k_row, _), (v_batch, v_head, v_row, _) = k.stride(), v.stride()
+        if batch == 1:  # a stride that steps over nothing may be any number
+            k_batch = v_batch = 0
+        if heads == 1:
+            k_head = v_head = 0
+        k_reach = ((batch - 1) * k_batch + (heads - 1) * k_head + (seqlen_k - 1) * k_row) * size
+        v_reach = ((batch - 1) * v_batch + (heads - 1) * v_head + (seqlen_k - 1) * v_row) * size
+        if not (
+            holds(q, self.q_bytes) and holds(k, k_reach + self.k_bytes) and holds(v, v_reach + self.v_bytes)
+        ):
+            return None
+        out, lse = self.outputs(q, block)
         block[a.K], block[a.K_BATCH], block[a.K_HEAD] = k.data_ptr(), k_batch * size, k_head * size
         block[a.V], block[a.V_BATCH], block[a.V_HEAD] = v.data_ptr(), v_batch * size, v_head * size
         block[a.SEQLEN_K] = seqlen_k
@@ -64,21 +81,33 @@ class OfPages(Repeat):
     """q (batch, heads, head_dim), one token per request, over pools (num_pages, page_size, heads,
     head_dim)."""
 
+    def __init__(self, frame: decode.Frame, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
+        super().__init__(frame, q, k, v, args)
+        self.k_bytes, self.v_bytes = span(k), span(v)
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         frame = self.frame
+        if not (
+            holds(q, self.q_bytes)
+            and holds(k, self.k_bytes)
+            and holds(v, self.v_bytes)
+            and stored(table, lens)
+        ):
+            return None
         block = frame.words[:]
         block[a.K], block[a.V] = k.data_ptr(), v.data_ptr()
         block[a.SEQLEN_K] = block[a.PAGE_SIZE] * table.shape[1]
-        block[a.PAGE_TABLE], block[a.KV_LENS] = table.data_ptr(), lens.data_ptr()
-        row, entry = table.stride()
+        live = array("i", lens.tolist())  # read once: another thread may write the caller's
+        block[a.PAGE_TABLE], block[a.KV_LENS] = table.data_ptr(), live.buffer_info()[0]
+        row, entry = near(table).stride()
         block[a.PAGE_TABLE_BATCH], block[a.PAGE_TABLE_ENTRY] = 4 * row, 4 * entry
-        block[a.KV_LENS_STRIDE] = 4 * lens.stride(0)
+        block[a.KV_LENS_STRIDE] = 4
         if not _names_pages()(block.buffer_info()[0], len(q)):
             return None
         out, lse = self.outputs(q, block)
-        live, most_keys = lens.tolist(), block[a.NUM_PAGES] * block[a.PAGE_SIZE]
+        most_keys = block[a.NUM_PAGES] * block[a.PAGE_SIZE]
         fewest, most = self.walk(min(live)), self.walk(max(live))
         if fewest == most:  # a walk grows with its keys
             decode.start(frame, block, most, len(live) * most[1], None, most_keys, [])
@@ -137,10 +166,11 @@ def made(prepared: decode.Prepared, q: Tensor, k: Tensor, v: Tensor, args: Argum
     if not q.is_contiguous():
         return None
     kept: list[Any] = []
+    q, k, v, args = map(near, (q, k, v, args))
     num_q_heads, seqlen_q = q.shape[1:3]
     cut = prepared.cut(num_q_heads // v.shape[1] * seqlen_q)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     frame = decode.framed(cut, prepared.config.split_keys, q, k, v, out, NO_LSE, args, kept)
     if kept or args.kv_starts is not None or args.q_offset is not None:
         return None
-    return (OfKeys if args.page_table is None else OfPages)(frame, v.shape[3], args)
+    return (OfKeys if args.page_table is None else OfPages)(frame, q, k, v, args)

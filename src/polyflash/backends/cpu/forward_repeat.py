@@ -10,6 +10,7 @@ import torch
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import forward, pool
 from polyflash.results import outputs
+from polyflash.storages import near
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,8 @@ class Repeat:
         out, lse = outputs(q, v, self.need_lse)
         job = self.job
         if job is None or (job.threads > 1 and job.threads != torch.get_num_threads()):
-            job = self.job = forward.job_of(self.launch, q, k, v, out, lse, self.args)
+            q_near, k_near, v_near, place = map(near, (q, k, v, out))
+            job = self.job = forward.job_of(self.launch, q_near, k_near, v_near, place, lse, self.args)
         words = job.words[:]
         words[a.Q], words[a.K], words[a.V] = q.data_ptr(), k.data_ptr(), v.data_ptr()
         words[a.OUT] = out.data_ptr()

@@ -269,9 +269,9 @@ def flags(q: Tensor, args: Arguments) -> Flags:
 
 def describable(x: Tensor) -> bool:
     """May blocks of rows be loaded by tensor descriptor, if the tensor starts at 16 bytes? Rows must be dense
-    and multiples of that apart."""
+    and multiples of that apart, less than the 40 bits that the hardware's have."""
     size = x.element_size()
-    return x.stride(3) == 1 and all(s > 0 and s * size % 16 == 0 for s in x.stride()[:3])
+    return x.stride(3) == 1 and all(0 < s * size < 1 << 40 and s * size % 16 == 0 for s in x.stride()[:3])
 
 
 def descriptors(x: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]:

@@ -1,0 +1,62 @@
+"""What of a storage a tensor reaches: strides of any size, storages made smaller later."""
+
+from __future__ import annotations
+
+from operator import mul
+from typing import Any
+
+from torch import Tensor
+
+from polyflash.errors import spec_error
+from polyflash.spec import Arguments
+
+
+def span(x: Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last."""
+    if x.is_contiguous() or x.numel() == 0:
+        return x.nbytes
+    strides = x.stride()
+    reach = sum(map(mul, x.shape, strides)) - sum(strides)  # Σ (size - 1)·stride
+    return (reach + 1) * x.itemsize
+
+
+_FAR = 1 << 56  # no two elements lie so many apart, so a stride of as many steps over nothing
+
+
+def near(x: Any) -> Any:
+    """A tensor, or `Arguments` of them, with 0 for the strides of size-1 dimensions that 64 bits cannot hold
+    in bytes; anything else as it is."""
+    if isinstance(x, Arguments):
+        return Arguments(*map(near, x))
+    if not isinstance(x, Tensor) or max(x.stride(), default=0) < _FAR:
+        return x
+    return x.as_strided(x.shape, [0 if s >= _FAR else s for s in x.stride()])
+
+
+def stored(*tensors: Any) -> bool:
+    """Does the storage of each tensor reach to its last element? One made smaller later (FSDP frees those of
+    parameters) does not, and torch says nothing. What is no tensor has none."""
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            continue
+        if not x.storage_offset() and x.is_contiguous():
+            if x.nbytes > x.untyped_storage().nbytes():
+                return False
+        elif not holds(x, span(x)) and x.numel():
+            return False
+    return True
+
+
+def holds(x: Tensor, size: int) -> bool:
+    """Does the storage of `x` reach so many bytes from its first element on?"""
+    return x.storage_offset() * x.itemsize + size <= x.untyped_storage().nbytes()
+
+
+def check_storages(tensors: dict[str, Any]) -> None:
+    """Refuses what is not `stored`, by name, before anything reads it."""
+    for name, x in tensors.items():
+        if not stored(x):
+            room, needed = x.untyped_storage().nbytes(), x.storage_offset() * x.itemsize + span(x)
+            wanted = f"{needed}, as far as its shape and strides reach"
+            change = "Resize it back before the call; FSDP frees what it does not use: unshard it."
+            raise spec_error(name, got=f"a storage of {room} bytes", wanted=wanted, change=change)
