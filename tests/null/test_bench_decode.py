@@ -28,8 +28,8 @@ from polyflash.bench.timing import Comparison, Round
 from polyflash.errors import SpecError
 
 PARTS = (
-    decode_cases.STEPS, decode_cases.PAGED, decode_cases.RAGGED, decode_cases.CASCADE, decode_cases.GROUPS,
-    decode_cases.INVARIANCE,
+    decode_cases.STEPS, decode_cases.FEW_ROWS, decode_cases.PAGED, decode_cases.RAGGED, decode_cases.CASCADE,
+    decode_cases.GROUPS, decode_cases.INVARIANCE,
 )  # fmt: skip
 QUICK = decode_cases.rows("quick")
 LAST_LEVEL = stream.last_level_bytes
@@ -241,7 +241,12 @@ def test_figures_are_rates_and_ratios_of_medians():
     step = first(decode_cases.STEPS, kind="gqa")
     arms = {decode_keys.IN_ORDER: 0.9e-3, decode_keys.PLACES: 0.8e-3, SDPA: 5e-3, decode.FOLDED: 2e-3}
     found = figures(row(step, {**arms, suite.AFTER: 2e-3}))
-    assert found["GB/s"] == "40.0" and found["stream"] == "90%" and found["best"] == "80%"
+    assert found["GB/s"] == "40.0" and (found["stream"], found["by"], found["after"]) == ("80%", "places", "")
+    between = {
+        decode_keys.between(name): s for name, s in zip(decode_keys.READERS, (1e-3, 3e-3, 2e-3), strict=True)
+    }
+    found = figures(row(step, {**arms, decode_keys.AMAX: 0.7e-3, suite.AFTER: 2e-3, **between}))
+    assert (found["stream"], found["by"], found["after"]) == ("70%", "amax", "50%")
     assert found["ratio"] == "5.00" and found["folded"] == "2.00" and found["on"] == "cpu/decode"
     alone = Comparison((Round({suite.OURS: 1.0, SDPA: 1.0}, 1.0),))
     assert suite.Result(step, "", alone, 0.0, SOUND, SOUND, 1.0, 1.0, None, 1).after is None
@@ -347,6 +352,16 @@ def test_titles_are_inside_the_picture_and_lines_apart(tmp_path, monkeypatch):
             assert all(len(set(x.get_xdata())) == len(x.get_xdata()) for x in axis.lines)
 
 
+def test_few_rows_are_drawn_where_there_are_no_steps(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [row(c, {SDPA: 4e-3}) for c in QUICK if c.part == decode_cases.FEW_ROWS]
+    assert {(r["num_q_heads"], r["seqlen_q"]) for r in rows} >= {(8, 16), (32, 4), (64, 2)}
+    content = {"rows": rows, "machine": {"cpu": "A CPU", "threads": 2}}
+    assert plot.steps(content) == rows
+    plot.draw(content, str(tmp_path / "rows.png"))
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_picture_of_nothing_is_refused_before_anything_is_measured(capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(decode, "measure", None)
@@ -373,6 +388,7 @@ def test_one_row_of_each_part_through_the_command(tmp_path):
     found = json.loads(file.read_text())["rows"]
     assert [r["name"] for r in found] == names
     assert all(r["bytes"] > 0 and "mismatch" not in r["marks"] for r in found)
-    assert found[0]["arms"].keys() >= {suite.OURS, SDPA, decode_keys.IN_ORDER, decode_keys.PLACES}
+    assert found[0]["arms"].keys() >= {suite.OURS, SDPA, suite.AFTER, *decode_keys.READERS}
+    assert found[0]["arms"].keys() >= {decode_keys.between(name) for name in decode_keys.READERS}
     assert "### decode, groups, float32" in drawn.read_text()
     assert cases.DECODE in cases.SUITES

@@ -18,18 +18,18 @@ from polyflash.bench import stream
 from polyflash.bench.accuracy import Accuracy, sampled_error, worst_row
 from polyflash.bench.cases import SDPA, Case
 from polyflash.bench.decode_keys import (
-    IN_ORDER,
-    PLACES,
+    READERS,
     KeySet,
     Pool,
     Turn,
+    between,
     gathered,
     key_set,
     key_sets,
     page_reads,
     pool,
     random_pool,
-    reading,
+    readers,
 )
 from polyflash.bench.peak import Calibration
 from polyflash.bench.suite import AFTER, ALONE, OURS, PLAIN, Result
@@ -99,8 +99,10 @@ def measure(case: Case, *, seconds: float, calibration: Calibration | None) -> R
         arms = [Arm(name, call) for name, call in problem.arms.items()]
         ours = arms[0].call
         if case.part == rows.STEPS:
-            x = torch.randn(512, 512)
-            arms.append(Arm(AFTER, ours, before=lambda: x @ x))
+            arms.append(Arm(AFTER, ours, before=_operators()))
+            arms += [
+                Arm(between(arm.name), arm.call, before=_operators()) for arm in arms if arm.name in READERS
+            ]
         if threads > 1:
             arms.append(Arm(ALONE, ours, threads=1))
         speed = MemorySpeed(calibration) if calibration and stream.available() else None
@@ -109,6 +111,12 @@ def measure(case: Case, *, seconds: float, calibration: Calibration | None) -> R
         case, problem.backend, comparison, difference, error, other, problem.flops, problem.flops, None,
         threads, bytes=problem.bytes, chosen=problem.chosen,
     )  # fmt: skip
+
+
+def _operators() -> Callable[[], object]:
+    """What torch does between the steps of a model: a matrix product and elementwise work, on its threads."""
+    x, w, y = torch.randn(256, 1024), torch.randn(1024, 1024), torch.randn(256, 1024)
+    return lambda: torch.nn.functional.silu(x @ w) * y
 
 
 class MemorySpeed:
@@ -158,10 +166,6 @@ def _row(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     return chosen.name if chosen else ""
 
 
-def _streams(turn: Turn[KeySet]) -> dict[str, Callable[[], object]]:
-    return {name: reading(turn, name) for name in (IN_ORDER, PLACES) if name in turn.things[0].reads}
-
-
 def _step(case: Case) -> DecodeProblem:
     """Against torch SDPA, and against SDPA that gets the query heads of a kv head as rows, which spares its
     keys the repetition."""
@@ -187,13 +191,19 @@ def _step(case: Case) -> DecodeProblem:
     calls = {OURS: ours, SDPA: sdpa, **({FOLDED: sdpa_folded} if group > 1 else {})}
     first = turn.things[0]
     return DecodeProblem(
-        arms={**{name: _turning(call, turn) for name, call in calls.items()}, **_streams(turn)},
+        arms={**{name: _turning(call, turn) for name, call in calls.items()}, **readers(turn)},
         outputs=tuple(partial(call, first) for call in calls.values()),
         samples=(Sample(q, first.k, first.v, w.seqlen_q > 1, lambda out: out),),
         bytes=first.bytes,
         flops=w.batch * _flops(w, w.seqlen_k),
         backend=_row(q, first.k, first.v, causal=w.seqlen_q > 1),
     )
+
+
+def _few_rows(case: Case) -> DecodeProblem:
+    """A step with nothing beside it but torch."""
+    made = _step(case)
+    return replace(made, arms={name: made.arms[name] for name in (OURS, SDPA)})
 
 
 def _turning(call: Callable[[Any], Tensor | None], turn: Turn[Any]) -> Callable[[], object]:
@@ -231,7 +241,7 @@ def _paged(case: Case) -> DecodeProblem:
             OURS: _turning(paged, paged_turn),
             PLAIN: _turning(plain, turn),
             ONE_PAGE: _turning(paged, large_turn),
-            **_streams(turn),
+            **readers(turn),
             **{name: _turning(partial(_read, name), page_turn) for name in page_turn.things[0]},
         },
         outputs=(
@@ -311,7 +321,7 @@ def _ragged(case: Case) -> DecodeProblem:
         arms={
             OURS: ragged,
             PLAIN: lambda: polyflash.attention_paged(q[:1], k, v, whole, total),
-            **_streams(turn),
+            **readers(turn),
         },
         outputs=(ragged, alone),
         samples=tuple(sample(order[at]) for at in (0, w.batch // 2, -1)),
@@ -441,7 +451,7 @@ def _invariance(case: Case) -> DecodeProblem:
 
     calls = {OURS: ours, BEST_SPLIT: adapted, INVARIANT: invariant}
     return DecodeProblem(
-        arms={**{name: _turning(call, turn) for name, call in calls.items()}, **_streams(turn)},
+        arms={**{name: _turning(call, turn) for name, call in calls.items()}, **readers(turn)},
         outputs=tuple(partial(call, first) for call in calls.values()),
         samples=(Sample(q, first.k, first.v, causal, lambda out: out),),
         bytes=first.bytes,
@@ -467,6 +477,7 @@ def _best_split(q: Tensor, turn: Turn[KeySet], causal: bool, default: Any) -> An
 
 _BUILDERS: dict[str, Callable[[Case], DecodeProblem]] = {
     rows.STEPS: _step,
+    rows.FEW_ROWS: _few_rows,
     rows.PAGED: _paged,
     rows.RAGGED: _ragged,
     rows.CASCADE: _cascade,

@@ -1,7 +1,8 @@
 """The rows of the suite "decode": few query rows over long keys, in the shapes that generation has.
 
-Its tables (`Case.part`): the plain step; pages against a contiguous cache; a batch of many lengths against
-one long request; a shared prefix; query groups over one key/value set; what bits that depend on nothing cost.
+Its tables (`Case.part`): the plain step; a few rows over few keys and many; pages against a contiguous cache;
+a batch of many lengths against one long request; a shared prefix; query groups over one key/value set; what
+bits that depend on nothing cost.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from polyflash.bench.cases import DECODE, SDPA, Case
 from polyflash.workloads import Workload
 
-STEPS, PAGED, RAGGED, CASCADE, GROUPS, INVARIANCE = (
-    "", "pages", "ragged", "shared prefix", "groups", "invariance",
+STEPS, FEW_ROWS, PAGED, RAGGED, CASCADE, GROUPS, INVARIANCE = (
+    "", "few rows", "pages", "ragged", "shared prefix", "groups", "invariance",
 )  # fmt: skip
 TOKENS_OUTER, HEADS_OUTER = "by token", "by head"  # what is outermost inside a page
 IN_ORDER = ", in order"  # pages as an empty pool gives them to its first request; else they are shuffled
@@ -24,6 +25,8 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _PRECISE = ("bfloat16", "float32")
 _REQUESTS = 32
 _GROUP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_FEW_KEYS = (64, 128, 256, 512, 1000, 1024, 4096)
+_FEW_ROWS = (1, 2, 4, 8, 9, 12, 16, 24, 32, 40, 64, 72, 96, 128)
 _RANKS = (2, 4, 8, 16)
 _BATCHES = ((1, 4096), (1, 16384), (1, 65536), (4, 4096), (32, 1024))  # requests, keys of each
 _QUICK_BATCHES = ((1, 512), (3, 256))
@@ -34,6 +37,7 @@ def rows(size: str = "") -> list[Case]:
     quick = size == "quick"
     return [
         *_steps(quick),
+        *_few_rows(quick),
         *_paged(quick),
         *_ragged(quick),
         *_cascade(quick),
@@ -61,6 +65,23 @@ def _steps(quick: bool) -> list[Case]:
                         name = f"decode-{kind}-{dtype}-q{seqlen_q}-{seqlen}-d{head_dim}"
                         w = _workload(name, dtype, kind, 1, seqlen_q, seqlen, head_dim)
                         made.append(Case(DECODE, kind, w, peer=SDPA))
+    return made
+
+
+def _few_rows(quick: bool) -> list[Case]:
+    """So that a step in time shows, wherever one kernel takes over from another."""
+    made = []
+    for dtype in _PRECISE[-1:] if quick else _PRECISE:
+        for group in (1, 4, 8):
+            for seqlen in (64, 100) if quick else _FEW_KEYS:
+                for count in (8, 16) if quick else _FEW_ROWS:
+                    tokens = count // group
+                    if tokens * group == count and tokens <= seqlen:
+                        name = f"rows-{dtype}-g{group}-{seqlen}-r{count}"
+                        w = Workload(
+                            name, _TAG, 1, 8 * group, 8, tokens, seqlen, 128, dtype=dtype, causal=tokens > 1
+                        )
+                        made.append(Case(DECODE, "", w, peer=SDPA, part=FEW_ROWS))
     return made
 
 

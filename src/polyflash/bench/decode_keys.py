@@ -22,8 +22,15 @@ from polyflash.workloads import Workload
 
 SPILL, MOST = 4, 64
 IN_ORDER, PLACES = "read, in order", f"read, {stream.PLACES} places at once"
+AMAX = "torch.amax of keys and values"
+READERS = (IN_ORDER, PLACES, AMAX)  # each reads every byte of a key set once
 PAGES = "read, page by page"
 T = TypeVar("T")
+
+
+def between(reader: str) -> str:
+    """The arm of a reader that runs where `suite.AFTER` does."""
+    return f"{reader}, right after a torch operation"
 
 
 class Turn(Generic[T]):
@@ -93,6 +100,16 @@ def reads(tensors: list[Tensor]) -> dict[str, stream.Read]:
 def reading(turn: Callable[[], KeySet], name: str) -> Callable[[], None]:
     """An arm that reads the next set."""
     return lambda: turn().reads[name]()
+
+
+def readers(turn: Turn[KeySet]) -> dict[str, Callable[[], object]]:
+    """The arms that only read the next set, by name: our loops, where there is a compiler, and torch's."""
+
+    def amax() -> tuple[Tensor, Tensor]:
+        keys = turn()
+        return torch.amax(keys.k), torch.amax(keys.v)
+
+    return {**{name: reading(turn, name) for name in turn.things[0].reads}, AMAX: amax}
 
 
 def pool(k: Tensor, v: Tensor, page_size: int, *, heads_outer: bool = False, in_order: bool = False) -> Pool:

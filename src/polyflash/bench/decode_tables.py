@@ -9,14 +9,16 @@ from typing import Any
 from polyflash.bench import decode, decode_cases
 from polyflash.bench.cases import DECODE, SDPA
 from polyflash.bench.cells import Row, marked, ms, or_blank, short, spread
-from polyflash.bench.decode_keys import IN_ORDER, PAGES, PLACES
-from polyflash.bench.suite import OURS, PLAIN, Result
+from polyflash.bench.decode_keys import AMAX, IN_ORDER, PAGES, PLACES, between
+from polyflash.bench.suite import AFTER, OURS, PLAIN, Result
 
+_READERS = {IN_ORDER: "order", PLACES: "places", AMAX: "amax"}  # what only reads, and its word in a table
 Cells = dict[str, Callable[[Row], str]]
 _LEGEND = {
     decode_cases.STEPS: (
-        "stream, best: our rate in percent of a loop that only reads the same keys and values, on the same"
-        " pool; stream in order, best at four places at once",
+        "stream: our rate in percent of the fastest reader of the same keys and values: our loop in order or"
+        " at four places at once, on the same pool, or torch's amax; by: which. after: both right behind"
+        " operators of torch, as in a model, each with the fastest reader there",
         "torch: SDPA as it is called, with enable_gqa; folded: the ratio to SDPA given the query heads of a"
         " key/value head as rows, which its users can write themselves",
     ),
@@ -61,6 +63,8 @@ def problem(first: Row) -> Cells:
     keys: Cells = {"keys": lambda r: thousands(r["seqlen_k"])}
     if part == decode_cases.STEPS:
         return {**heads, **rows, **keys, "head_dim": lambda r: f"d{r['head_dim']}"}
+    if part == decode_cases.FEW_ROWS:
+        return {**heads, **rows, **keys}
     if part == decode_cases.PAGED:
         return {**heads, **rows, **keys, "pages": lambda r: r["laid"]}
     if part == decode_cases.RAGGED:
@@ -83,13 +87,19 @@ def columns(first: Row) -> Cells:
     made: Cells = {"ours ms": lambda r: ms(r["arms"][OURS]), "±": lambda r: spread(r["arms"][OURS])}
     rate: Cells = {
         "GB/s": lambda r: short(r["bytes"] / r["arms"][OURS]["median_s"] / 1e9),
-        "stream": _percent(IN_ORDER),
-        "best": _percent(PLACES),
+        "stream": lambda r: _of_fastest(r, OURS, str),
     }
     if part == decode_cases.STEPS:
-        made |= rate | {"torch ms": _ms(SDPA), "ratio": _times(SDPA), "folded": _times(decode.FOLDED)}
+        made |= rate | {
+            "by": _fastest,
+            "after": lambda r: _of_fastest(r, AFTER, between),
+            "torch ms": _ms(SDPA),
+            "ratio": _times(SDPA),
+            "folded": _times(decode.FOLDED),
+        }
+    elif part == decode_cases.FEW_ROWS:
+        made |= {"torch ms": _ms(SDPA), "ratio": _times(SDPA)}
     elif part == decode_cases.PAGED:
-        del rate["best"]  # a table fits 80 columns
         made |= rate | {"of pages": _percent(PAGES), "×one": _over(decode.ONE_PAGE), "×whole": _over(PLAIN)}
     elif part == decode_cases.RAGGED:
         made |= rate | {"one ms": _ms(PLAIN), "of one": _percent(PLAIN)}
@@ -141,6 +151,19 @@ def _over(arm: str) -> Callable[[Row], str]:
 
 def _percent(arm: str) -> Callable[[Row], str]:
     return lambda r: _cell(r, arm, "{:.0%}".format)
+
+
+def _of_fastest(r: Row, ours: str, named: Callable[[str], str]) -> str:
+    """Our rate in percent of that of the fastest reader, of the arms that `named` makes of their names."""
+    times = [r["arms"][named(x)]["median_s"] for x in _READERS if named(x) in r["arms"]]
+    if not times or ours not in r["arms"] or "mismatch" in r["marks"]:
+        return ""
+    return marked(r, f"{min(times) / r['arms'][ours]['median_s']:.0%}")
+
+
+def _fastest(r: Row) -> str:
+    times = {word: r["arms"][x]["median_s"] for x, word in _READERS.items() if x in r["arms"]}
+    return min(times, key=lambda word: times[word]) if times else ""
 
 
 def _cell(r: Row, arm: str, text: Callable[[float], str]) -> str:
