@@ -119,7 +119,7 @@ def test_spy_sees_the_row(run: Runner, monkeypatch: pytest.MonkeyPatch):
     """The module the plan names is the one that is called: its `run`, once per call."""
     from importlib import import_module
 
-    from polyflash import torch_ops
+    from polyflash import repeats, torch_ops
 
     run.skip_unless_here()
     module = import_module(run.row.module)
@@ -132,6 +132,8 @@ def test_spy_sees_the_row(run: Runner, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(module, "run", spied)
     monkeypatch.setattr(torch_ops, "_routes", {})
+    monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(repeats, "learn", lambda *x: None)  # each call is run by its route
     q, k, v, _ = make(named("self"))
     run(q, k, v)
     run(q, k, v)

@@ -15,7 +15,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from polyflash import torch_ops  # noqa: E402
+from polyflash import repeats, torch_ops  # noqa: E402
 from polyflash.backends import TABLE  # noqa: E402
 from polyflash.integrations.transformers import layer  # noqa: E402
 from polyflash.spec import AttentionSpec, Feature  # noqa: E402
@@ -77,6 +77,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.setattr(layer, "attention", spied(layer.attention))
     monkeypatch.setattr(layer, "attention_varlen", spied(layer.attention_varlen))
     monkeypatch.setattr(torch_ops, "_run", spy_on_rows)
+    monkeypatch.setattr(repeats, "_known", {})
+    monkeypatch.setattr(repeats, "learn", lambda *x: None)  # each call is run by its route
     yield seen
 
 

@@ -8,15 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from polyflash import routes, target, torch_ops
+from polyflash import env, routes, target, torch_ops
 from polyflash.backends.triton import configs
 from polyflash.backends.triton.config_types import PRECISIONS, product_of
 from polyflash.errors import SpecError
 from polyflash.spec import Arguments, AttentionSpec, Phase
+from tests import device
 from tests.backends.triton.direct import SPLITS, TILE, call
 from tests.tolerance import expect, relative_l2
 
 INF, NAN = float("inf"), float("nan")
+runs_kernels = pytest.mark.skipif(
+    not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu",
+    reason="needs Triton's interpreter or a GPU",
+)
 PLAIN = AttentionSpec(Phase.FORWARD, "float32", "cuda", 1, 8, 8, 2048, 2048, 64, 64, frozenset())
 H200 = target.parse("cuda:sm90")
 PARTS = tuple(p for p in PRECISIONS if p != "ieee")
@@ -27,6 +32,7 @@ def problem(rows: int = 20, keys: int = 70, seed: int = 3) -> tuple[torch.Tensor
     return tuple(torch.randn(1, 2, n, 32, generator=g) for n in (rows, keys, keys))
 
 
+@runs_kernels
 @pytest.mark.parametrize("config", (TILE, SPLITS), ids=("forward", "decode"))
 def test_parts_are_as_exact_as_multiply_adds(config):
     q, k, v = problem()
@@ -39,6 +45,7 @@ def test_parts_are_as_exact_as_multiply_adds(config):
         assert parts <= 1.5 * plain, f"{parts} against {plain}"
 
 
+@runs_kernels
 def test_values_that_have_no_parts():
     """What IEEE arithmetic makes of the largest values, infinities and NaN: parts neither overflow nor make
     NaN of what is visible; hidden values leave no trace."""
@@ -59,6 +66,7 @@ def test_values_that_have_no_parts():
         )
 
 
+@runs_kernels
 def test_an_infinite_score_is_one():
     """An infinity times a finite value: the whole weight of its row, as eager operations have it."""
     q, k, v = problem()
@@ -69,6 +77,7 @@ def test_an_infinite_score_is_one():
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+@runs_kernels
 def test_small_and_large_values_keep_their_bits():
     """Parts have the size of their value, so that those of the smallest normal numbers are none below it."""
     q, k, v = problem()
