@@ -109,11 +109,11 @@ def test_contents_on_a_device_are_read_only_if_asked(monkeypatch):
 
     read: list[str] = []
     monkeypatch.setattr(validate, "check_contents", lambda *_: read.append("read"))
-    q = torch.empty(1, 1, 2, 8)
-    lens = torch.tensor([2], dtype=torch.int32)
 
     def call(device: str, **options: object) -> int:
         read.clear()
+        place = "cpu" if device == "cpu" else "meta"  # which stands for a GPU
+        q, lens = torch.empty(1, 1, 2, 8, device=place), torch.ones(1, dtype=torch.int32, device=place)
         args = torch_ops.Arguments(kv_lens=lens, **options)
         spec = SimpleNamespace(device=device)
         launch = SimpleNamespace(spec=spec, run=lambda *_: None, tally=Tally("", "", ""))
