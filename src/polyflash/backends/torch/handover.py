@@ -35,13 +35,14 @@ def hands_over(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments)
             raise spec_error("config sdpa", got=True, wanted="False for this call", change=change)
         return False
     positive = args.scale is None or args.scale > 0
-    return not args.need_lse and positive and all(x.stride(3) == 1 for x in (q, k, v))
+    return not args.need_lse and positive
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments, tiled: Callable[[], Tensor]
 ) -> Tensor:
     """The output (B, Hq, Sq, D), in `out` or elsewhere. `tiled()` computes all rows and returns `out`."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # else torch takes other kernels
     causal = args.causal and q.shape[2] > 1
     grow = max(1.0, args.scale or 0.0)
     bad_q = _large(q, grow)
