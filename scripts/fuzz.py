@@ -1,6 +1,8 @@
-"""Draws problems with an open seed until the time is up: forward passes, gradients, odd calls, on every row.
+"""Draws problems with an open seed until the time is up: forward passes, gradients, odd calls, on every row;
+and calls between guard pages, of `tests/conformance/guarded.py`, alone, one after another and in 8 threads.
 
-    python scripts/fuzz.py [--minutes M] [--seed N] [--only forward|lists|packed|pages|gradients|calls ...]
+    python scripts/fuzz.py [--minutes M] [--draws N] [--seed N] [--only forward|lists|packed|pages|gradients|
+        calls|guarded-dense|guarded-pages|guarded-packed|guarded-known|guarded-threads ...]
 
 A draw that fails is made small and stored under tests/data/draws, which the suite replays: commit it with its
 repair. So is one that kills the interpreter or never ends, as it is: a process of its own does the drawing.
@@ -10,6 +12,7 @@ Exit status 0: nothing failed; 1: draws were stored.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import os
 import random
@@ -21,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGETS = ("forward", "lists", "packed", "pages", "gradients", "calls")
+GUARDED = tuple(f"guarded-{kind}" for kind in ("dense", "pages", "packed", "known", "threads"))
+TARGETS = ("forward", "lists", "packed", "pages", "gradients", "calls", *GUARDED)
 ROUND = 40  # draws of a target before the next one has its turn
 LONGEST_S, LATE_S = (
     600,
@@ -35,7 +39,7 @@ class TimeIsUp(KeyboardInterrupt):
 
 def strategies() -> dict[str, tuple[Any, Any]]:
     """How each target is drawn and checked."""
-    from tests.conformance import calls, draws
+    from tests.conformance import calls, draws, guarded
 
     kinds = {
         "forward": draws.problems,
@@ -48,6 +52,8 @@ def strategies() -> dict[str, tuple[Any, Any]]:
     }
     found["gradients"] = draws.gradient_draws(), draws.check_draw
     found["calls"] = calls.calls(), calls.check_call
+    for target in GUARDED:
+        found[target] = guarded.draws(target.partition("-")[2]), guarded.check
     return found
 
 
@@ -98,24 +104,29 @@ def store(target: str, text: str, folder: Path) -> Path:
     return path
 
 
-def draw_until(end: float, seed: int, only: list[str], current: Path, folder: Path) -> int:
-    """The child: rounds of every target in turn. A target that failed has no further turn."""
+def draw_until(
+    end: float, seed: int, only: list[str], current: Path, folder: Path, most: int = 1 << 60
+) -> int:
+    """The child: rounds of every target in turn, until it has `most` draws. A target that failed has no
+    further turn."""
     import torch
     from tests.memory import poisoned
 
     torch.set_num_threads(1)
-    left, turn, total = list(only), 0, 0
+    left, turn, counts = list(only), 0, dict.fromkeys(only, 0)
     with poisoned():
         while left and time.time() < end:
             for target in tuple(left):
                 torch.set_num_threads(1 + turn % 2)
                 count, text, error = one_round(target, seed + turn, end, current)
-                total += count
+                counts[target] += count
                 if text:
                     print(f"{store(target, text, folder)}: {error[:400]}", flush=True)
+                if text or counts[target] >= most:
                     left.remove(target)
             turn += 1
-            print(f"drawn {total}", flush=True)
+            print(f"drawn {sum(counts.values())}", flush=True)
+    print(", ".join(f"{target} {count}" for target, count in counts.items()), file=sys.stderr, flush=True)
     return 0
 
 
@@ -149,6 +160,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    parser.add_argument(
+        "--draws", type=int, default=1 << 60, help="of each target, at least; then it is done"
+    )
     parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument(
         "--store", type=Path, default=ROOT / "tests" / "data" / "draws", help=argparse.SUPPRESS
@@ -156,8 +170,9 @@ def main() -> int:
     parser.add_argument("--child", nargs=2, metavar=("END", "CURRENT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
+        faulthandler.enable()
         end, current = float(options.child[0]), Path(options.child[1])
-        return draw_until(end, options.seed, options.only, current, options.store)
+        return draw_until(end, options.seed, options.only, current, options.store, options.draws)
     start = time.time()
     end = start + 60 * options.minutes
     print(f"seed {options.seed}, {options.minutes:g} minutes: {', '.join(options.only)}", flush=True)
@@ -165,7 +180,8 @@ def main() -> int:
         current = Path(name) / "draw"
         command = [
             sys.executable, str(Path(__file__).resolve()), "--seed", str(options.seed),
-            "--only", *options.only, "--store", str(options.store), "--child", str(end), str(current),
+            "--draws", str(options.draws), "--only", *options.only, "--store", str(options.store),
+            "--child", str(end), str(current),
         ]  # fmt: skip
         drawn, failed = watch(command, end, current, options.store)
     for line in failed:
