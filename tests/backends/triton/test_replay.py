@@ -189,7 +189,8 @@ def test_tensor_maps_are_those_of_the_calls_addresses(driver, monkeypatch):
         runtime._recorder.log.started.append(runtime.Started(code, (1, 1, 1), (q, described, out, 5)))
 
     repeat = replay.Repeat(SimpleNamespace(run=run), Arguments())
-    repeat(*tensors())
+    first = tensors()
+    repeat(*first)
     others, (q, k, v) = tensors(), tensors()
     repeat(*others)
     for _ in range(3):
@@ -199,4 +200,23 @@ def test_tensor_maps_are_those_of_the_calls_addresses(driver, monkeypatch):
     assert values[0] == q.data_ptr() and values[1] == k.data_ptr().to_bytes(8, "little") * 16
     assert values[2:] == [*k.shape, *k.stride(), out.data_ptr(), 5, 0, 0]
     how = 3, 4, 7, [1, 1, 8, 16], tuple(k.shape), k.stride(), 0
-    assert made == [(others[1].data_ptr(), how), (k.data_ptr(), how)], "each encoded once"
+    addresses = [x.data_ptr() for x in (first[1], others[1], k)]
+    assert made == [(address, how) for address in addresses], "each encoded once, the first when recorded"
+
+
+def test_an_encoder_of_another_triton_leaves_calls_to_the_whole_way(driver, monkeypatch):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def unknown(*_):
+        raise replay.NotReplayable
+
+    monkeypatch.setattr(replay, "_encoded", unknown)
+    meta = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [1, 1, 8, 16], "fp4_padded": False}
+
+    def run(launch, q, k, v, out, lse, args):
+        described = TensorDescriptor(k, list(k.shape), list(k.stride()), [1, 1, 8, 16])
+        code = compiled({"k": "tensordesc<fp32[1, 1, 8, 16]>", "out": "*fp32"}, tensordesc_meta=[meta])
+        runtime._recorder.log.started.append(runtime.Started(code, (1, 1, 1), (described, out)))
+
+    repeat = replay.Repeat(SimpleNamespace(run=run), Arguments())
+    assert repeat(*tensors()) is not None and repeat(*tensors()) is None and driver.seen == []

@@ -88,6 +88,8 @@ class Packed:
         self._config_at = ctypes.byref(self._config)
         leaves = list(_leaves(made, sources, tensors))
         self._lay_out([*leaves, *[_Leaf("i64", 0, None)] * 2])
+        for x in self._maps:  # a Triton whose encoder is another one shows itself here, not in a call
+            x.at(tensors[x.source].data_ptr())
         self._writing = threading.Lock()
 
     def _lay_out(self, leaves: list[_Leaf]) -> None:
@@ -192,7 +194,9 @@ def _encoded(
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     utils = triton.runtime.driver.active.utils
-    encode = getattr(utils, "fill_tma_descriptor", None) or utils.fill_tma_descriptor_tiled
+    encode = getattr(utils, "fill_tma_descriptor", None) or getattr(utils, "fill_tma_descriptor_tiled", None)
+    if encode is None:
+        raise NotReplayable
     kind = TMA_DTYPE_DEVICE_TO_HOST[kind]
     made = encode(address, swizzle, size, kind, list(box), list(shape), list(strides), padding)
     if type(made).__basicsize__ != 2 * _MAP_BYTES:  # an object's head, then the map at its alignment
