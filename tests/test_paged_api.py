@@ -526,7 +526,8 @@ class TestDecodePhase:
             return self.phases(monkeypatch, call)
 
         assert phases() == [Phase.DECODE] and phases(return_lse=True) == [Phase.DECODE]
-        assert phases(q=torch.randn(1, 4, 5, 8)) == [Phase.FORWARD]
+        assert phases(q=torch.randn(1, 4, 5, 8)) == [Phase.DECODE]
+        assert phases(q=torch.randn(1, 4, 20, 8)) == [Phase.FORWARD]  # 40 rows a kv head, 30 keys
         with torch.no_grad():
             assert phases(k=k.clone().requires_grad_()) == [Phase.DECODE]
         for hooked in (nullcontext(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)):
