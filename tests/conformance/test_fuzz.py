@@ -3,9 +3,14 @@ others."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import polyflash
-from tests.conformance import calls, draws
+from tests.conformance import calls, draws, guarded
 from tests.conformance.draws import Draw
 
 FILES = sorted(draws.STORED.glob("*.json"))
@@ -52,10 +57,44 @@ def test_fuzz_calls(drawn: calls.Call):
     calls.check_call(drawn)
 
 
+@pytest.mark.parametrize(
+    "kind, most", (("dense", 60), ("pages", 30), ("packed", 30), ("known", 12), ("threads", 1))
+)
+def test_fuzz_guarded(kind: str, most: int):
+    """Calls between pages that no one may touch, against a reference of its own."""
+    for number in range(most):
+        guarded.check(guarded.drawn(kind, number))
+
+
+def test_a_guarded_draw_survives_its_file(tmp_path: Path):
+    for kind in guarded.KINDS:
+        drawn = guarded.drawn(kind, 1)
+        assert guarded.Draw.read(drawn.text()) == drawn
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a child that may die")
+@pytest.mark.parametrize("at_end", (False, True))
+@pytest.mark.parametrize("write", (False, True))
+def test_a_byte_outside_an_operand_ends_the_process(at_end: bool, write: bool):
+    """The guard itself."""
+    guarded.place.used = 0
+    x = guarded.put(np.ones((3, 5)), torch.float32, ("plain", at_end))
+    assert bool((x == 1).all())
+    outside = x.data_ptr() + (x.nbytes if at_end else -1)
+    child = os.fork()
+    if not child:
+        faulthandler.disable()
+        byte = ctypes.c_char.from_address(outside)
+        byte.value = b"x" if write else byte.value
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_stored_draw(path: Path):
     """What once failed, or stands for what did."""
-    (calls if path.stem.startswith("calls") else draws).replay(path)
+    kinds = {"calls": calls, "guarded": guarded}
+    kinds.get(path.stem.partition("-")[0], draws).replay(path)
 
 
 @given(draws.gradient_draws())
