@@ -17,7 +17,7 @@ MODULES = {
 }
 
 FLOORS = {
-    0: ("errors", "dtypes", "env", "hints", "compilation"),
+    0: ("errors", "dtypes", "env", "hints", "compilation", "cache"),
     1: ("target", "mask", "spec", "merging", "work", "quant.scheme"),
     2: (
         "reference",

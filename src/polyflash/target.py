@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import platform
 import re
@@ -216,4 +217,13 @@ def installed_version(package: str) -> str:
             return version(name)
         except PackageNotFoundError:
             continue
+    return ""
+
+
+def cpu_model() -> str:
+    """The CPU's own name for itself, "" where the system does not tell."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return ""

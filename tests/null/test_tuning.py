@@ -295,7 +295,7 @@ class TestFile:
     def test_a_killed_writer_leaves_the_old_file_whole(self, monkeypatch):
         store.keep(HERE, {KEY: entry()})
 
-        def killed(*_: object) -> None:
+        def killed(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

@@ -12,26 +12,23 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
-import stat
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from polyflash import env
+from polyflash.cache import PrivateFolder
 from polyflash.errors import SpecError
 from polyflash.spec import MANY_KEYS, AttentionSpec, Feature, Phase, length_class
+from polyflash.target import cpu_model, detect, installed_version
 
 if TYPE_CHECKING:
     from polyflash.capability import Capability
     from polyflash.target import Target
 
 SCHEMA = "polyflash.tuned/1"
-SUFFIX, UNFINISHED = ".json", ".tmp"
+SUFFIX = ".json"
 MAX_BYTES = 4 << 20
-_LOCK_SECONDS = 10.0
 _NOT_IN_KEY = frozenset((Feature.LSE, Feature.GQA, Feature.HEAD_DIM_V))  # said by sizes, or of no effect
 
 
@@ -90,41 +87,21 @@ def identity(target: Target) -> dict[str, str]:
 def _device(kind: str, name: str) -> tuple[str, str]:
     """Name and driver of the first device called `name`; of a CPU its model, and no driver."""
     if kind == "cpu":
-        with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip(), ""
-        return "", ""
+        return cpu_model(), ""
     import torch
 
-    from polyflash import target
-
-    found = ""
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        if target.detect("cuda", index).name == name:
-            found = torch.cuda.get_device_name(index)
-            break
-    return found, _driver()
-
-
-def _driver() -> str:
-    """The kernel driver's version, as its module says it."""
-    for path in ("/sys/module/nvidia/version", "/sys/module/amdgpu/version"):
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = (torch.cuda.get_device_name(i) for i in range(count) if detect("cuda", i).name == name)
+    driver = str(torch.version.cuda or torch.version.hip or "")
+    for path in ("/sys/module/amdgpu/version", "/sys/module/nvidia/version"):
         with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
-            return file.read().strip()
-    import torch
-
-    return str(torch.version.cuda or torch.version.hip or "")
+            driver = file.read().strip()
+    return next(here, ""), driver
 
 
 @lru_cache(maxsize=8)
 def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "0"
+    return installed_version(package) or "0"
 
 
 def key_of(row: Capability, spec: AttentionSpec) -> str:
@@ -196,26 +173,12 @@ def _files_of(target: Target) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _read(path: str, _mtime: int, _size: int, _inode: int, wanted: str) -> Book:
-    name = os.path.basename(path)
+    place, name = os.path.split(path)
     try:
-        return Book(decode(_bytes_of(path), json.loads(wanted)))
+        with PrivateFolder.open(place) as tuned:
+            return Book(decode(tuned.read(name, MAX_BYTES), json.loads(wanted)))
     except (OSError, ValueError, RecursionError) as error:
         return Book({}, f"tuned file {name} is ignored: {error}")
-
-
-def _bytes_of(path: str) -> bytes:
-    """The file's bytes; OSError unless it is a plain one that nobody else may write."""
-    # O_NONBLOCK: opening a pipe that somebody left here must not wait for a writer.
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    with os.fdopen(os.open(path, flags), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-            raise OSError(f"no plain file of at most {MAX_BYTES} bytes")
-        if os.name == "posix" and (
-            status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        ):
-            raise PermissionError("others may write to it")
-        return file.read(MAX_BYTES + 1)
 
 
 def decode(data: bytes, wanted: dict[str, str]) -> dict[str, Entry]:
@@ -258,55 +221,18 @@ def encode(entries: dict[str, Entry], made_for: dict[str, str]) -> bytes:
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
 
-def keep(target: Target, found: dict[str, Entry]) -> str:
-    """Adds entries to this device's file, in one step: a reader meets all of it or what was there before. Two
-    that write at once lose nothing of each other. Returns the path; OSError if it cannot be written."""
+def keep(target: Target, changed: dict[str, Entry]) -> str:
+    """Adds entries to this device's file; two that write at once lose nothing of each other, and a damaged
+    file is written anew. Returns the path; OSError if it cannot be written."""
     path = file_of(target)
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    with _locked(path):
-        data = encode({**_now(path, target), **found}, identity(target))
-        unfinished = os.path.join(os.path.dirname(path), f".{secrets.token_hex(16)}{UNFINISHED}")
+    name = os.path.basename(path)
+    with PrivateFolder.open(folder(), create=True) as tuned, tuned.lock(name):
         try:
-            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(file, "wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(unfinished, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise
+            before = decode(tuned.read(name, MAX_BYTES), identity(target))
+        except (OSError, ValueError, RecursionError):
+            before = {}
+        tuned.publish(name, encode({**before, **changed}, identity(target)))
     return path
-
-
-def _now(path: str, target: Target) -> dict[str, Entry]:
-    """What the file holds at this moment; nothing if it is damaged: it is written anew."""
-    try:
-        return decode(_bytes_of(path), identity(target))
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-@contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """One writer at a time, by a folder that only one of them can make. One left by a killed process is
-    taken over."""
-    lock, began = f"{path}.lock", time.monotonic()
-    while True:
-        try:
-            os.mkdir(lock)
-            break
-        except FileExistsError:
-            if time.monotonic() - began > _LOCK_SECONDS:
-                with contextlib.suppress(OSError):
-                    os.rmdir(lock)
-            time.sleep(0.01)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.rmdir(lock)
 
 
 def forget(target: Target) -> bool:

@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 import polyflash
 from polyflash import target
 from polyflash.backends.cpu import pool, runtime, store
+from polyflash.cache import PrivateFolder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the cache needs POSIX ownership")
 
@@ -582,13 +583,10 @@ def test_fuzz_of_the_listing(tmp_path_factory, data):
     """S24: `polyflash cache ls` reads headers alone, and of any bytes says a key within them or none."""
     folder = tmp_path_factory.mktemp("listed", numbered=True)
     (folder / "a.pfo").write_bytes(data)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        key, origin = store._peek(descriptor, "a.pfo")
-        assert key.encode() in data and origin in data
-    finally:
-        os.close(descriptor)
-        shutil.rmtree(folder)
+    with PrivateFolder.open(str(folder)) as opened:
+        key, origin = store._peek(opened, "a.pfo")
+    assert key.encode() in data and origin in data
+    shutil.rmtree(folder)
 
 
 # What is thrown away.

@@ -87,27 +87,21 @@ def origin() -> bytes:
 
 
 def _find_or_compile(key: Key) -> store.Object:
-    folder, name = None, ""
-    if not env.NO_CACHE.is_set():
-        try:
-            name = entry_name(key)
-            folder = store.open_folder(create=True)
-        except OSError as error:
-            store.warn_once(
-                f"polyflash compiles CPU kernels anew in every process, for want of a cache: {error}"
-            )
-    if folder is None:
+    if env.NO_CACHE.is_set():
         return _compile(key)
     try:
-        found = store.read(folder, name)
-        if found is None:
-            found = _compile(key)
+        name, folder = entry_name(key), store.open_folder(create=True)
+    except OSError as error:
+        store.warn_once(f"polyflash compiles CPU kernels anew in every process, for want of a cache: {error}")
+        return _compile(key)
+    with folder:
+        entry = store.read(folder, name)
+        if entry is None:
+            entry = _compile(key)
             if _compiler_is_default():
-                store.write(folder, name, replace(found, key=key.name, origin=origin()))
+                store.write(folder, name, replace(entry, key=key.name, origin=origin()))
                 store.purge(folder)
-        return found
-    finally:
-        os.close(folder)
+        return entry
 
 
 def _builder(key: Key) -> str:
