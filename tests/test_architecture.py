@@ -18,7 +18,7 @@ MODULES = {
 
 FLOORS = {
     0: ("errors", "dtypes", "env", "hints", "compilation", "cache"),
-    1: ("target", "mask", "spec", "merging", "work", "quant.scheme"),
+    1: ("target", "mask", "spec", "operands", "merging", "work", "quant.scheme"),
     2: (
         "reference",
         "workloads",

@@ -18,10 +18,11 @@ from torch.autograd.function import _SingleLevelFunction
 
 from polyflash import transforms, validate
 from polyflash.errors import UnsupportedError
+from polyflash.operands import DIFFERENTIABLE
 from polyflash.spec import Arguments
 from polyflash.transforms import N_FIRST
 
-_DIFFERENTIABLE = (0, 1, 2, *(N_FIRST + Arguments._fields.index(name) for name in ("bias", "sinks")))
+_DIFFERENTIABLE = (0, 1, 2, *(N_FIRST + Arguments._fields.index(name) for name in DIFFERENTIABLE))
 _NEED_LSE = N_FIRST + Arguments._fields.index("need_lse")
 _SLOPES = N_FIRST + Arguments._fields.index("alibi_slopes")
 

@@ -9,6 +9,17 @@ from typing import Any
 from polyflash.spec import AttentionSpec, Feature, Phase
 from polyflash.target import Target, remedy
 
+# What a kernel has unless its capability takes it away. A new feature does not belong here: every kernel
+# refuses it until its capability adds it.
+USUAL_FEATURES = frozenset(
+    {
+        *(Feature.CAUSAL, Feature.WINDOW, Feature.Q_OFFSET, Feature.KV_LENS, Feature.KV_STARTS),
+        *(Feature.MASK, Feature.BIAS, Feature.ALIBI, Feature.SOFTCAP, Feature.SINKS, Feature.SEGMENTS),
+        *(Feature.INTERVALS, Feature.VARLEN, Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT),
+        *(Feature.GQA, Feature.HEAD_DIM_V, Feature.LSE, Feature.BATCH_INVARIANT),
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Yield:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyflash.operands import DIFFERENTIABLE
 from polyflash.spec import Arguments
 from polyflash.storages import span
 
@@ -111,9 +112,10 @@ def no_gradients(
     results = empty_gradients(likes, needs)
     for result in results:
         result.zero_()
-    if needs[4] and args.sinks is not None and dlse is not None:
+    at = 3 + DIFFERENTIABLE.index("sinks")
+    if needs[at] and args.sinks is not None and dlse is not None:
         dlse = dlse.masked_fill(~owned(args, dlse.shape[2], dlse.device), 0.0)
-        results[4].copy_(dlse.sum(dim=(0, 2)))
+        results[at].copy_(dlse.sum(dim=(0, 2)))
     return results
 
 

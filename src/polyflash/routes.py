@@ -12,13 +12,13 @@ from torch import Tensor
 
 from polyflash import backends, env
 from polyflash.errors import spec_error
+from polyflash.operands import DIFFERENTIABLE, features_of
 from polyflash.spec import (
     MANY_KEYS,
     Arguments,
     AttentionSpec,
     Feature,
     Phase,
-    features_of,
     is_decode,
     length_class,
 )
@@ -55,13 +55,14 @@ def _matmul_precision() -> str:
 
 
 def any_requires_grad(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:
-    return (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (args.bias is not None and args.bias.requires_grad)
-        or (args.sinks is not None and args.sinks.requires_grad)
-    )
+    """Does a differentiable operand require a gradient?"""
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    for name in DIFFERENTIABLE:
+        x = getattr(args, name)
+        if x is not None and x.requires_grad:
+            return True
+    return False
 
 
 def spec_of(

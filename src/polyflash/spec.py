@@ -137,35 +137,6 @@ class AttentionSpec:
         return self.num_q_heads // max(1, self.num_kv_heads)
 
 
-def features_of(
-    args: Arguments, *, num_q_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int
-) -> frozenset[Feature]:
-    """The features a call needs, from the presence of its operands."""
-    wanted = {
-        Feature.CAUSAL: args.causal,
-        Feature.WINDOW: args.window_left is not None or args.window_right is not None,
-        Feature.Q_OFFSET: args.offset is not None or args.q_offset is not None,
-        Feature.KV_LENS: args.kv_lens is not None,
-        Feature.KV_STARTS: args.kv_starts is not None,
-        Feature.MASK: args.mask is not None,
-        Feature.BIAS: args.bias is not None,
-        Feature.ALIBI: args.alibi_slopes is not None,
-        Feature.SOFTCAP: args.softcap != 0.0,
-        Feature.SINKS: args.sinks is not None,
-        Feature.SEGMENTS: args.q_segments is not None,
-        Feature.INTERVALS: args.intervals is not None,
-        Feature.VARLEN: args.cu_seqlens_q is not None,
-        Feature.PAGED: args.page_table is not None,
-        Feature.ROW_BOUNDS: args.row_bounds is not None,
-        Feature.DROPOUT: args.dropout_p != 0.0,
-        Feature.GQA: num_q_heads != num_kv_heads,
-        Feature.HEAD_DIM_V: head_dim != head_dim_v,
-        Feature.LSE: args.need_lse,
-        Feature.BATCH_INVARIANT: args.batch_invariant,
-    }
-    return frozenset(feature for feature, on in wanted.items() if on)
-
-
 def length_class(n: int) -> int:
     """0, 1, up to 16 rows, up to 32, more, long, longest: what routes and tuned entries tell apart."""
     if n > 2 * SMALL_ROWS:

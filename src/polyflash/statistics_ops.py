@@ -17,9 +17,9 @@ from polyflash.spec import Arguments, Phase
 from polyflash.storages import check_storages
 
 _LIB = torch.library.Library("polyflash", "FRAGMENT")
-_LIB.define(f"column_sums(Tensor q, Tensor k, Tensor lse, {torch_ops._ARGUMENTS}) -> Tensor")
+_LIB.define(f"column_sums(Tensor q, Tensor k, Tensor lse, {torch_ops.ARGUMENTS}) -> Tensor")
 _LIB.define(
-    f"row_stats(Tensor q, Tensor k, Tensor lse, {torch_ops._ARGUMENTS}) -> (Tensor entropy, Tensor max_logit)"
+    f"row_stats(Tensor q, Tensor k, Tensor lse, {torch_ops.ARGUMENTS}) -> (Tensor entropy, Tensor max_logit)"
 )
 _column_sums = torch.ops.polyflash.column_sums.default
 _row_stats = torch.ops.polyflash.row_stats.default

@@ -21,6 +21,7 @@ from torch.autograd import profiler
 
 from polyflash import autograd, backends, counting, plan, target, transforms, validate
 from polyflash.errors import spec_error
+from polyflash.operands import DIFFERENTIABLE, OPERANDS, differentiable
 from polyflash.plan import Launch
 from polyflash.results import NO_LSE, apart, empty_gradients, no_gradients, no_keys, settled, without_pages
 from polyflash.results import outputs as _outputs
@@ -37,23 +38,14 @@ from polyflash.routes import backend_in_use as backend_in_use
 from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, Phase, is_decode, length_class
 from polyflash.storages import check_storages, near, stored
 
-_ARGUMENTS = (
-    "bool causal=False, float? scale=None, bool need_lse=False, "
-    "SymInt? window_left=None, SymInt? window_right=None, SymInt? offset=None, "
-    "Tensor? kv_lens=None, Tensor? kv_starts=None, Tensor? q_offset=None, Tensor? mask=None, "
-    "Tensor? bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_segments=None, "
-    "Tensor? k_segments=None, float softcap=0.0, float dropout_p=0.0, Tensor? dropout_seed=None, "
-    'bool batch_invariant=False, bool checked=False, str backend="", str config="", '
-    "Tensor? intervals=None, SymInt interval_rows=0, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
-    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
-    "Tensor? page_table=None, Tensor? row_bounds=None"
-)
+ARGUMENTS = ", ".join(operand.schema for operand in OPERANDS)
+_GRADIENTS = ", ".join(f"Tensor d{name}" for name in ("q", "k", "v", *DIFFERENTIABLE))
 _LIB = torch.library.Library("polyflash", "DEF")
-_LIB.define(f"attention(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse)")
-_LIB.define(f"attention_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_ARGUMENTS}) -> Tensor lse")
+_LIB.define(f"attention(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor out, Tensor lse)")
+_LIB.define(f"attention_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {ARGUMENTS}) -> Tensor lse")
 _LIB.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"bool[] needs, {_ARGUMENTS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+    f"bool[] needs, {ARGUMENTS}) -> ({_GRADIENTS})"
 )
 _attention = torch.ops.polyflash.attention.default
 _attention_out = torch.ops.polyflash.attention_out.default
@@ -92,7 +84,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
         if needs_grad and args.cu_seqlens_q is not None:  # nor does it know under a transform
             args = args._replace(batch_invariant=True)
         return autograd.call(q, k, v, args._replace(backend=requested_backend(args) or ANY))
-    autograd.refuse_tangents((q, k, v, args.bias, args.sinks))
+    autograd.refuse_tangents(differentiable(q, k, v, args))
     if needs_grad:
         return _differentiable(q, k, v, args)
     return _below_autograd(q, k, v, args)
@@ -208,7 +200,7 @@ def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> T
             raise spec_error("out", got="a call under torch.func", wanted="no transform", change=change)
         rest = _without_defaults(args)
         validate.check_layouts(q, k, v, rest, out)
-        autograd.refuse_tangents((q, k, v, args.bias, args.sinks))
+        autograd.refuse_tangents(differentiable(q, k, v, args))
         torch.autograd.graph.increment_version(out)
     return _attention_out(q, k, v, out, *rest)
 
@@ -382,7 +374,7 @@ def _backward(
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
     check_storages({"dout": dout, "dlse": dlse, "out": out, "lse": lse})
     args = validate.checked_contents(args, q, k)
-    likes = (q, k, v, args.bias, args.sinks)
+    likes = differentiable(q, k, v, args)
     if out.numel() == 0 or k.shape[2] == 0:
         return no_gradients(likes, dlse, args, needs)
     return settled(_differentiate(launch, dout, dlse, q, k, v, out, lse, args, tuple(needs)), likes, needs)
@@ -420,7 +412,7 @@ def _fake_backward(
     args = _validated(q, k, v, rest)
     _refuse_statically(Phase.BACKWARD, q, k, v, args)
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
-    return empty_gradients((q, k, v, args.bias, args.sinks), needs)
+    return empty_gradients(differentiable(q, k, v, args), needs)
 
 
 class _Attention(torch.autograd.Function):

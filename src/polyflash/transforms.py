@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyflash.operands import BY_NAME, DIFFERENTIABLE, OPERANDS, TENSORS, differentiable
 from polyflash.spec import Arguments
 
 N_FIRST = 3  # q, k, v come before Arguments
 _N_FIRST_BACKWARD = 8  # dout, dlse, q, k, v, out, lse, needs
-
-_ENTRY_PER_REQUEST = ("kv_lens", "kv_starts", "q_offset", "q_segments", "k_segments")
-_DIMENSIONS = {"mask": 4, "bias": 4, "intervals": 5}  # with a batch dimension of 1 or missing ones
 
 Dims = tuple[Any, ...]
 Apply = Callable[..., tuple[Tensor, ...]]
@@ -30,7 +28,7 @@ def map_forward(
     """vmap of the op over `size` samples: its results and their mapped dimensions."""
     args = Arguments(*inputs[N_FIRST:])
     dims: Any = Arguments._make((*in_dims[N_FIRST:], *(None,) * len(args))[: len(args)])
-    if _sample_by_sample(args) or dims.sinks is not None:
+    if _sample_by_sample(args, dims):
         results = _loop(size, in_dims, inputs, apply, _blank_forward)
         return results, (0,) * len(results)
     batch = _without(inputs[0], in_dims[0])[0]
@@ -49,20 +47,26 @@ def map_backward(
     args = Arguments(*rest)
     dims: Any = Arguments._make((*in_dims[_N_FIRST_BACKWARD:], *(None,) * len(args))[: len(args)])
     batch = _without(q, in_dims[2])[0]
-    per_request = True
-    if needs[3] and args.bias is not None:
-        shape = _without(args.bias, dims.bias)
-        per_request = batch == 1 or (len(shape) == 4 and shape[0] == batch)
-    if _sample_by_sample(args) or dims.sinks is not None or needs[4] or not per_request:
+    one_by_one = _sample_by_sample(args, dims)
+    for name, need in zip(DIFFERENTIABLE, needs[N_FIRST:], strict=True):
+        x, dim, operand = getattr(args, name), getattr(dims, name), BY_NAME[name]
+        if x is None or not need:
+            continue
+        shape = _without(x, dim)
+        per_request = batch == 1 or (len(shape) == len(operand.axes) and shape[0] == batch)
+        if operand.vmap != "batch" or not per_request:
+            one_by_one = True
+        elif dim is None:  # every sample has a gradient of its own
+            args = args._replace(**{name: x.unsqueeze(0).expand(size, *x.shape)})
+            dims = dims._replace(**{name: 0})
+    if one_by_one:
         results = _loop(size, in_dims, inputs, apply, _blank_backward)
         return results, (0,) * len(results)
-    if needs[3] and args.bias is not None and dims.bias is None:
-        args = args._replace(bias=args.bias.unsqueeze(0).expand(size, *args.bias.shape))
-        dims = dims._replace(bias=0)
-    first = [_fold(x, dim, size) for x, dim in zip((dout, dlse, q, k, v, out, lse), in_dims[:7], strict=True)]
+    given = zip((dout, dlse, q, k, v, out, lse), in_dims[:7], strict=True)
+    first = [None if x is None else _fold(x, dim, size) for x, dim in given]
     results = apply(*first, needs, *_fold_arguments(args, dims, size, batch))
-    likes = (q, k, v, args.bias, args.sinks)
-    of_likes = (*in_dims[2:5], dims.bias, dims.sinks)
+    likes = differentiable(q, k, v, args)
+    of_likes = (*in_dims[2:5], *differentiable(None, None, None, dims)[N_FIRST:])
     return (
         tuple(
             x.reshape(size, *_without(like, dim)) if need and like is not None else x
@@ -72,9 +76,12 @@ def map_backward(
     )
 
 
-def _sample_by_sample(args: Arguments) -> bool:
-    shared = (args.cu_seqlens_q, args.cu_seqlens_k, args.page_table, args.row_bounds)
-    return args.dropout_p != 0.0 or any(x is not None for x in shared)
+def _sample_by_sample(args: Arguments, dims: Any) -> bool:
+    """Is there an operand that one launch cannot have an entry of per sample?"""
+    return any(
+        (x.vmap == "loop" and x.given(value)) or (x.vmap == "loop if mapped" and dim is not None)
+        for x, value, dim in zip(OPERANDS, args, dims, strict=True)
+    )
 
 
 def _without(x: Tensor, dim: int | None) -> list[int]:
@@ -82,37 +89,28 @@ def _without(x: Tensor, dim: int | None) -> list[int]:
     return [n for d, n in enumerate(x.shape) if dim is None or d != dim % x.ndim]
 
 
-def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     """(batch, ...) per sample or for all -> (size·batch, ...)."""
-    if x is None:
-        return None
     x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)
 
 
 def _fold_arguments(args: Arguments, dims: Any, size: int, batch: int) -> Arguments:
     folded: dict[str, Any] = {}
-    for name in _ENTRY_PER_REQUEST:
-        folded[name] = _fold(getattr(args, name), getattr(dims, name), size)
-    for name, rank in _DIMENSIONS.items():
-        folded[name] = _fold_broadcast(getattr(args, name), getattr(dims, name), size, batch, rank)
-    slopes, dim = args.alibi_slopes, dims.alibi_slopes
-    if slopes is not None and dim is not None:
-        slopes = slopes.movedim(dim, 0)
-        if slopes.ndim == 2:
-            slopes = slopes.unsqueeze(1).expand(size, batch, -1)
-        folded["alibi_slopes"] = slopes.flatten(0, 1)
-    elif slopes is not None and slopes.ndim == 2:
-        folded["alibi_slopes"] = _fold(slopes, None, size)
+    for operand in TENSORS:
+        x = getattr(args, operand.name)
+        if operand.vmap == "batch" and x is not None:
+            rank = len(operand.axes)
+            folded[operand.name] = _fold_broadcast(x, getattr(dims, operand.name), size, batch, rank)
     return args._replace(**folded)
 
 
-def _fold_broadcast(x: Tensor | None, dim: int | None, size: int, batch: int, rank: int) -> Tensor | None:
-    """An operand whose batch dimension may be 1 or missing: it stays so if all samples share it."""
-    if x is None:
-        return None
+def _fold_broadcast(x: Tensor, dim: int | None, size: int, batch: int, rank: int) -> Tensor:
+    """An operand of `rank` dimensions whose first, the batch, may be 1 or missing: it stays so if all samples
+    share it."""
     if dim is None:
-        return x if x.ndim < rank or x.shape[0] == 1 else _fold(x, None, size)
+        shared = x.ndim < rank or x.shape[0] != batch
+        return x if shared else _fold(x, None, size)
     x = x.movedim(dim, 0)
     x = x[(slice(None), *(None,) * (rank + 1 - x.ndim))]
     return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
@@ -150,7 +148,7 @@ def _blank_backward(
     dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, needs: Any, *rest: Any
 ) -> tuple[Tensor, ...]:
     args = Arguments(*rest)
-    likes = (q, k, v, args.bias, args.sinks)
+    likes = differentiable(q, k, v, args)
     return tuple(
         x.new_empty(x.shape) if need and x is not None else q.new_empty(0)
         for x, need in zip(likes, needs, strict=True)

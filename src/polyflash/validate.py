@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from polyflash.dtypes import BY_NAME
 from polyflash.errors import SpecError, spec_error
 from polyflash.mask import FAR_SIDE, checked_window, is_strided
+from polyflash.operands import BATCH, HEADS, KEYS, OPERANDS, ROWS, SCORES, TENSORS, Operand
 from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
@@ -148,29 +150,28 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> int:
         raise spec_error(
             "segments", got="ids of one side", wanted="q_ids and k_ids", change="Use Mask.segments(q, k)."
         )
-    for name in ("kv_lens", "kv_starts", "q_offset"):
-        _check_ints(name, getattr(args, name), (batch,), q.device)
-    for name, seqlen in (("q_segments", seqlen_q), ("k_segments", seqlen_k)):
-        _check_ints(name, getattr(args, name), (batch, seqlen), q.device)
-    _check_ints("row_bounds", args.row_bounds, (seqlen_q, 2), q.device, each="row")
-    scores = (batch, num_q_heads, seqlen_q, seqlen_k)
-    if args.mask is not None:
-        if args.mask.dtype is not torch.bool:
-            change = "True = attend. Add scores with bias= instead."
-            raise spec_error("mask dtype", got=args.mask.dtype, wanted="torch.bool or a Mask", change=change)
-        _check_broadcast("mask", args.mask, scores, q.device)
-    if args.bias is not None:
-        if args.bias.dtype not in _DTYPES:
-            change = "Pass a bool mask as mask=."
-            raise spec_error("bias dtype", got=args.bias.dtype, wanted=", ".join(BY_NAME), change=change)
-        _check_broadcast("bias", args.bias, scores, q.device)
-    if args.alibi_slopes is not None:
-        _check_per_head("alibi_slopes", args.alibi_slopes, ((num_q_heads,), (batch, num_q_heads)), q.device)
-        if torch.is_grad_enabled() and args.alibi_slopes.requires_grad:
-            raise constant_slopes()
-    if args.sinks is not None:
-        _check_per_head("sinks", args.sinks, ((num_q_heads,),), q.device)
+    sizes: dict[Any, Any] = {BATCH: batch, HEADS: num_q_heads, ROWS: seqlen_q, KEYS: seqlen_k}
+    for operand in _SHAPED_BY_SIZES:
+        x = getattr(args, operand.name)
+        if x is not None:
+            _check_operand(operand, x, tuple(sizes.get(n, n) for n in operand.axes), q.device)
+    if args.alibi_slopes is not None and torch.is_grad_enabled() and args.alibi_slopes.requires_grad:
+        raise constant_slopes()
     return seqlen_k
+
+
+# Operands whose shape follows from those of q and k; others have checks of their own.
+_SHAPED_BY_SIZES = tuple(x for x in TENSORS if {n for n in x.axes if isinstance(n, str)} <= set(SCORES))
+
+
+def _check_operand(operand: Operand, x: Any, shape: tuple[Any, ...], device: torch.device) -> None:
+    if operand.dtype == "int32":
+        _check_ints(operand.name, x, shape, device, each="request" if operand.axes[0] == BATCH else "row")
+    elif operand.axes == SCORES:
+        _check_scores(operand, x, shape, device)
+    else:
+        shapes = (shape[1:], shape) if operand.axes[0] == BATCH else (shape,)
+        _check_floats(operand, x, shapes, device)
 
 
 def constant_slopes() -> SpecError:
@@ -181,10 +182,10 @@ def constant_slopes() -> SpecError:
 
 def _check_packing(q: Tensor, args: Arguments) -> int:
     """The operands of a packed call; returns the number of its members."""
-    for name in ("mask", "bias", "q_segments", "k_segments", "intervals", "row_bounds"):
-        if getattr(args, name) is not None:
+    for operand in OPERANDS:
+        if not operand.beside_packed and operand.given(getattr(args, operand.name)):
             change = "Its shape belongs to a padded batch; give causal, window, kv_lens or kv_starts."
-            raise spec_error(name, got="one", wanted="none beside cu_seqlens", change=change)
+            raise spec_error(operand.name, got="one", wanted="none beside cu_seqlens", change=change)
     members = _members("q", args.cu_seqlens_q, args.max_seqlen_q, q)
     members_k = _members("k", args.cu_seqlens_k, args.max_seqlen_k, q)
     if members != members_k:
@@ -213,12 +214,6 @@ def _members(side: str, x: Any, longest: int | None, q: Tensor) -> int:
     return x.shape[0] - 1
 
 
-_NOT_WITH_PAGES = (
-    *("mask", "bias", "q_segments", "k_segments", "intervals", "row_bounds"),
-    *("cu_seqlens_k", "max_seqlen_k"),
-)
-
-
 def _check_table(q: Tensor, k: Tensor, args: Arguments) -> tuple[int, int]:
     """The operands of a call over pages; returns its requests, and the keys that a row of the table holds."""
     x = args.page_table
@@ -229,13 +224,15 @@ def _check_table(q: Tensor, k: Tensor, args: Arguments) -> tuple[int, int]:
     if x.device != q.device:
         change = "Move it with .to()."
         raise spec_error("page_table device", got=x.device, wanted=f"{q.device}, as q", change=change)
-    for name in _NOT_WITH_PAGES:
-        if getattr(args, name) is not None:
-            change = "Pages take causal, window, kv_starts, alibi_slopes, softcap and sinks."
-            raise spec_error(name, got="one", wanted="none beside page_table", change=change)
-    if args.dropout_p != 0.0:
-        change = "Paged attention is for inference."
-        raise spec_error("dropout_p", got=args.dropout_p, wanted="0 beside page_table", change=change)
+    for operand in OPERANDS:
+        value = getattr(args, operand.name)
+        if operand.beside_pages or not operand.given(value):
+            continue
+        if operand.default is not None:
+            change, wanted = "Paged attention is for inference.", f"{operand.default:g} beside page_table"
+            raise spec_error(operand.name, got=value, wanted=wanted, change=change)
+        change = "Pages take causal, window, kv_starts, alibi_slopes, softcap and sinks."
+        raise spec_error(operand.name, got="one", wanted="none beside page_table", change=change)
     if args.kv_lens is None:
         change = "Give the live keys of each request, int32 (batch,)."
         raise spec_error("kv_lens", got="None", wanted="one beside page_table", change=change)
@@ -281,10 +278,11 @@ def _check_intervals(x: Tensor, rows: int, sizes: tuple[int, int, int], device: 
 
 def has_contents(args: Arguments) -> bool:
     """Does a call have operands whose values say which memory is read?"""
-    return not (args.kv_lens is args.kv_starts is args.intervals is args.cu_seqlens_q is None)
+    return any(x is not None for x in _contents(args))
 
 
-_BOUNDS_OF_MEMORY = ("kv_lens", "kv_starts", "q_offset", "cu_seqlens_q", "cu_seqlens_k")
+_contents = attrgetter(*(x.name for x in OPERANDS if x.contents))
+_BOUNDS_OF_MEMORY = tuple(x.name for x in TENSORS if x.dtype == "int32" and len(x.axes) == 1)
 
 
 def checked_contents(args: Arguments, q: Tensor, k: Tensor) -> Arguments:
@@ -452,7 +450,14 @@ def _check_ints(
         raise spec_error(name, got=got, wanted=f"{shape} on {device}", change=change)
 
 
-def _check_broadcast(name: str, x: Tensor, scores: tuple[int, ...], device: torch.device) -> None:
+def _check_scores(operand: Operand, x: Tensor, scores: tuple[int, ...], device: torch.device) -> None:
+    """A mask or a bias, broadcastable to the scores."""
+    name, wanted = operand.name, "torch.bool or a Mask"
+    change = "True = attend. Add scores with bias= instead."
+    if operand.dtype == "float":
+        wanted, change = ", ".join(BY_NAME), "Pass a bool mask as mask=."
+    if not (x.dtype in _DTYPES if operand.dtype == "float" else x.dtype is torch.bool):
+        raise spec_error(f"{name} dtype", got=x.dtype, wanted=wanted, change=change)
     shape = tuple(x.shape)
     fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(shape[::-1], scores[::-1], strict=False))
     if not fits:
@@ -465,11 +470,13 @@ def _check_broadcast(name: str, x: Tensor, scores: tuple[int, ...], device: torc
         )
 
 
-def _check_per_head(name: str, x: Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> None:
+def _check_floats(
+    operand: Operand, x: Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
+) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in _DTYPES:
         got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
         raise spec_error(
-            name,
+            operand.name,
             got=got,
             wanted=f"tensor of {', '.join(BY_NAME)} of shape {' or '.join(map(str, shapes))}",
             change="Cast it.",
@@ -477,4 +484,5 @@ def _check_per_head(name: str, x: Tensor, shapes: tuple[tuple[int, ...], ...], d
     if tuple(x.shape) not in shapes or x.device != device:
         wanted = f"{' or '.join(map(str, shapes))} on {device}"
         got = f"{tuple(x.shape)} on {x.device}"
-        raise spec_error(name, got=got, wanted=wanted, change="One value per query head.")
+        each = "query head" if operand.axes[-1] == HEADS else operand.axes[-1]
+        raise spec_error(operand.name, got=got, wanted=wanted, change=f"One value per {each}.")

@@ -17,9 +17,10 @@ from polyflash.backends.torch.configs import Config, candidates, choose
 from polyflash.backends.torch.philox import kept, philox
 from polyflash.errors import SpecError
 from polyflash.mask import Mask
+from polyflash.operands import features_of
 from polyflash.plan import Launch, select
 from polyflash.reference import attention_reference, dropout_keep
-from polyflash.spec import Arguments, AttentionSpec, Feature, Phase, features_of
+from polyflash.spec import Arguments, AttentionSpec, Feature, Phase
 from polyflash.target import KNOWN, Target, parse
 from tests.tolerance import check, compare, eager, expect, same_bits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polyflash.backends.cpu import backward_configs, decode_configs
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, STORAGE_BYTES, choose
-from polyflash.capability import Capability, Yield
+from polyflash.capability import USUAL_FEATURES, Capability, Yield
 from polyflash.spec import MOST_POSITIONS, Feature, Phase
 
 CAPABILITIES = (
@@ -15,7 +15,7 @@ CAPABILITIES = (
         targets=tuple(f"cpu:{isa}" for isa in ISAS),
         dtypes=frozenset(STORAGE_BYTES),
         max_head_dim=BUCKETS[-1],
-        features=frozenset(Feature) - {Feature.ROW_BOUNDS},
+        features=USUAL_FEATURES - {Feature.ROW_BOUNDS},
         priority=100,
         choose=choose,
         needs=("numba",),
@@ -36,7 +36,7 @@ CAPABILITIES = (
         targets=tuple(f"cpu:{isa}" for isa in ISAS),
         dtypes=frozenset(STORAGE_BYTES),
         max_head_dim=BUCKETS[-1],
-        features=frozenset(Feature)
+        features=USUAL_FEATURES
         - {
             Feature.MASK,
             Feature.BIAS,
@@ -59,7 +59,7 @@ CAPABILITIES = (
         targets=tuple(f"cpu:{isa}" for isa in ISAS),
         dtypes=frozenset(STORAGE_BYTES),
         max_head_dim=BUCKETS[-1],
-        features=frozenset(Feature) - {Feature.PAGED, Feature.ROW_BOUNDS},
+        features=USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS},
         priority=100,
         choose=backward_configs.choose,
         needs=("numba",),
@@ -72,7 +72,7 @@ CAPABILITIES = (
         targets=tuple(f"cpu:{isa}" for isa in ISAS),
         dtypes=frozenset(STORAGE_BYTES),
         max_head_dim=BUCKETS[-1],
-        features=frozenset(Feature) - {Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT},
+        features=USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT},
         priority=100,
         choose=choose,
         needs=("numba",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polyflash.backends.torch.configs import choose
-from polyflash.capability import Capability
+from polyflash.capability import USUAL_FEATURES, Capability
 from polyflash.dtypes import BY_NAME
 from polyflash.spec import Feature, Phase
 
@@ -21,7 +21,7 @@ CAPABILITIES = tuple(
         targets=("",),
         dtypes=frozenset(BY_NAME),
         max_head_dim=1 << 20,
-        features=frozenset(Feature) - without,
+        features=USUAL_FEATURES - without,
         priority=0,
         choose=choose,
     )

@@ -5,25 +5,24 @@ from __future__ import annotations
 
 from polyflash import env
 from polyflash.backends.triton import configs, tiles
-from polyflash.capability import Capability, Yield
+from polyflash.capability import USUAL_FEATURES, Capability, Yield
 from polyflash.spec import MOST_POSITIONS, Feature, Phase
 
 DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _GPUS = ("cuda:", "hip:")
 _INTERPRETED = env.TRITON_INTERPRET.is_set()  # read once, as Triton does where a kernel is decorated
-_EVERYTHING = frozenset(Feature)
 _ROWS = (
-    (Phase.FORWARD, _EVERYTHING, configs.choose_forward),
+    (Phase.FORWARD, USUAL_FEATURES, configs.choose_forward),
     # With batch_invariant a step has the bits of the prefill: both are of the forward row, as packed calls.
     (
         Phase.DECODE,
-        _EVERYTHING - {Feature.DROPOUT, Feature.BATCH_INVARIANT, Feature.VARLEN},
+        USUAL_FEATURES - {Feature.DROPOUT, Feature.BATCH_INVARIANT, Feature.VARLEN},
         configs.choose_decode,
     ),
-    (Phase.BACKWARD, _EVERYTHING - {Feature.PAGED, Feature.ROW_BOUNDS}, configs.choose_backward),
+    (Phase.BACKWARD, USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS}, configs.choose_backward),
     (
         Phase.STATISTICS,
-        _EVERYTHING - {Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT},
+        USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT},
         configs.choose_statistics,
     ),
 )
@@ -43,7 +42,9 @@ CAPABILITIES = tuple(
         needs=("triton",),
         max_positions=MOST_POSITIONS,
         yields=(
-            Yield("", DTYPES, _EVERYTHING, f"{env.TRITON_INTERPRET.name} is set, and interpreting is slow"),
+            Yield(
+                "", DTYPES, USUAL_FEATURES, f"{env.TRITON_INTERPRET.name} is set, and interpreting is slow"
+            ),
         )
         if _INTERPRETED
         else (),

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from polyflash import target as targets
 from polyflash.backends.triton import configs, tables, tiles
-from polyflash.spec import LONGEST_ROWS, Arguments, AttentionSpec, Phase, features_of
+from polyflash.operands import features_of
+from polyflash.spec import LONGEST_ROWS, Arguments, AttentionSpec, Phase
 from polyflash.target import Target
 
 GPUS = tuple(t.name for t in targets.KNOWN if t.kind in ("cuda", "hip"))
