@@ -1,18 +1,121 @@
-"""Prints the tables of docs/capabilities.md and docs/env.md from code: `python scripts/tables.py [--check]`.
+"""Prints docs/capabilities.md, docs/env.md and docs/api.md from code: `python scripts/tables.py [--check]`.
 
 Each page keeps its own words above the marker; below it stands what the code says.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
+import polyflash
 from polyflash import reports
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MARKER = "<!-- printed by scripts/tables.py; do not edit below -->"
-PAGES = {"capabilities.md": reports.capability_table, "env.md": reports.variable_table}
+WIDTH = 104
+PACKAGE = Path(polyflash.__file__).parent
+
+# What docs/api.md shows: a heading, the module, and the names in it.
+API = (
+    ("Attention", "api", ("attention", "attention_varlen")),
+    ("Keys in pages", "paged", ("attention_paged",)),
+    ("Groups that share keys", "groups", ("attention_groups", "explain_groups", "GroupsPlan")),
+    ("Masks", "mask", ("Mask",)),
+    ("Partial results", "merging", ("AttentionOutput", "merge")),
+    ("Statistics of weights", "statistics", ("column_sums", "row_stats", "RowStats")),
+    ("Choice of a kernel", "api", ("explain", "use_backend")),
+    ("Plans", "plan", ("Plan",)),
+    ("What ran", "counting", ("counters", "watch")),
+    ("Errors", "errors", ("SpecError", "UnsupportedError")),
+    ("The paged cache", "kvcache.cache", ("KVCache", "SwappedRequest")),
+    ("The paged cache: requests, room and prefixes", "kvcache.storage", ("Storage",)),
+    ("A step of the cache", "kvcache.step", ("Step",)),
+    ("Handles", "kvcache.handles", ("Request", "Snapshot", "OutOfPages")),
+    ("Plans of the cache", "kvcache.shared_prefix", ("AttendPlan",)),
+    ("Rotation", "kvcache.rope", ("Rope",)),
+    ("Occupancy", "kvcache.occupancy", ("CacheStats", "heavy_hitters")),
+    ("Writing to pages", "kvcache.layout", ("write_tokens",)),
+    ("FlashInfer's tables", "kvcache.tables", ("from_flashinfer", "to_flashinfer")),
+    (
+        "torch's SDPA call sites",
+        "integrations.sdpa",
+        ("enabled", "activate", "deactivate", "scaled_dot_product_attention"),
+    ),
+    (
+        "flash-attn's functions",
+        "integrations.flash_attn",
+        ("flash_attn_func", "flash_attn_varlen_func", "unpad_input", "pad_input", "index_first_axis"),
+    ),
+    ("flash-attn's cache", "integrations.flash_attn_cache", ("flash_attn_with_kvcache",)),
+    ("flash-attn's rotary embedding", "integrations.flash_attn_rotary", ("apply_rotary_emb",)),
+    ("transformers", "integrations.transformers", ("register",)),
+    ("transformers' cache in pages", "integrations.transformers_cache", ("register", "PagedCache")),
+    ("diffusers", "integrations.diffusers", ("register", "unregister")),
+)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def api_page() -> str:
+    """Signature and docstring of every public function, read off the sources."""
+    parts = []
+    for heading, module, names in API:
+        path = PACKAGE.joinpath(*module.split("."))
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        parts.append(f"## {heading}\n\n`polyflash.{module}`\n")
+        for name in names:
+            node = _defined(ast.parse(source.read_text(encoding="utf-8")).body, name)
+            parts.append("\n".join(("```text", *_described(node, name), "```\n")))
+    return "\n".join(parts)
+
+
+def _defined(body: list[ast.stmt], name: str) -> Function | ast.ClassDef:
+    """The definition of `name`; of overloads the last, which has the body."""
+    found = [node for node in body if isinstance(node, Function | ast.ClassDef) and node.name == name]
+    if not found:
+        raise SystemExit(f"scripts/tables.py: no definition of {name}. Correct API.")
+    return found[-1]
+
+
+def _described(node: Function | ast.ClassDef, name: str) -> Iterator[str]:
+    if isinstance(node, ast.ClassDef):
+        yield f"class {name}"
+    else:
+        yield from _signature(node, name)
+    for line in (ast.get_docstring(node) or "").splitlines():
+        yield f"    {line}".rstrip()
+    if isinstance(node, ast.ClassDef):
+        methods = {m.name: m for m in node.body if isinstance(m, Function)}  # the last overload of each
+        for method in methods.values():
+            if not method.name.startswith("_") and ast.get_docstring(method):
+                yield ""
+                yield from (f"    {line}".rstrip() for line in _described(method, method.name))
+
+
+def _signature(node: Function, name: str) -> Iterator[str]:
+    """One line, or as many as it needs. Types stand in the docstring; `self` and the catch-all of misspelt
+    names are left out."""
+    if any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list):
+        yield f"{name}: {ast.unparse(node.returns) if node.returns else ''}"
+        return
+    node.args.args = [a for a in node.args.args if a.arg not in ("self", "cls")]
+    if node.args.kwarg is not None and node.args.kwarg.arg == "unknown":
+        node.args.kwarg = None
+    for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+        argument.annotation = None
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    whole = f"{name}({ast.unparse(node.args)}){returns}"
+    yield from textwrap.wrap(whole, WIDTH - 4, subsequent_indent=" " * 8, break_long_words=False)
+
+
+PAGES = {
+    "capabilities.md": reports.capability_table,
+    "env.md": reports.variable_table,
+    "api.md": api_page,
+}
 
 
 def printed(name: str) -> str:

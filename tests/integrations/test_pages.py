@@ -1,0 +1,77 @@
+"""The code blocks of pages run, and those of docs/migrate.md give what the call beside them gives."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations import peers
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+WIDEST = 110
+
+
+def blocks(page: str) -> list[str]:
+    """The `python` blocks of a page, in order."""
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def run(page: str, block: str, names: dict[str, Any]) -> None:
+    exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_calls_of_other_libraries_equal_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in peers.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    names: dict[str, Any] = {}
+    pairs = 0
+    for block in blocks("docs/migrate.md"):
+        run("docs/migrate.md", block, names)
+        if "theirs" in names:
+            torch.testing.assert_close(names.pop("ours"), names.pop("theirs"))
+            pairs += 1
+    assert pairs == 18
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/statistics.md"])
+def test_examples_run(page: str) -> None:
+    names: dict[str, Any] = {}
+    for block in blocks(page):
+        run(page, block, names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_lines_are_not_too_wide(page: Path) -> None:
+    """Tables and links cannot be broken, and what a script prints is as wide as it is."""
+    written = page.read_text("utf-8").partition("<!-- printed by")[0]
+    lines = enumerate(written.splitlines(), 1)
+    wide = [n for n, line in lines if len(line) > WIDEST and not line.startswith("|") and "](" not in line]
+    assert not wide, f"lines {wide} have more than {WIDEST} columns"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text("utf-8")):
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{path} does not exist"
+        assert not anchor or anchor in anchors(there), f"{path or page.name} has no heading #{anchor}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    links = re.findall(r"\]\(([^)#]*)", index.read_text("utf-8"))
+    named = {(index.parent / path).resolve() for path in links}
+    assert named == {page for page in PAGES if page not in (index, ROOT / "README.md")}
