@@ -10,7 +10,7 @@ import pytest
 from polyflash import env
 from polyflash.capability import Capability
 from tests import device
-from tests.conformance import interpreted
+from tests.conformance import interpreted, sampled
 from tests.conformance.gradients import BACKWARD
 from tests.conformance.rows import FORWARD, STEPS, Runner
 
@@ -56,6 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = {item for item in mine if getattr(row_of(item), "backend", "") != wanted}
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
+    if device.NAME == "cpu" and not env.TRITON_INTERPRET.is_set():
+        for item in sampled.left_out(mine):
+            item.add_marker(pytest.mark.slow)
     for item in mine:
         row = row_of(item)
         if row is not None and row.backend == "triton" and env.TRITON_INTERPRET.is_set():
