@@ -79,7 +79,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(decode, "merge_splits", found.merge)
     monkeypatch.setattr(runtime, "INTERPRET", False)
     monkeypatch.setattr(runtime, "_DIRECT", True)
-    monkeypatch.setattr(runtime, "_hooked", lambda: False)
+    monkeypatch.setattr(runtime, "hooked", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     return found
@@ -182,17 +182,17 @@ class TestOfARoute:
 
 def test_only_a_hook_closes_the_direct_way():
     """Profilers hang themselves into `kernel[grid]`, which the direct way leaves out."""
-    assert not runtime._hooked()
+    assert not runtime.hooked()
     chain = triton.knobs.runtime.launch_enter_hook
 
     def hook(_: Any) -> None: ...
 
     chain.add(hook)
     try:
-        assert runtime._hooked()
+        assert runtime.hooked()
     finally:
         chain.remove(hook)
-    assert not runtime._hooked()
+    assert not runtime.hooked()
 
 
 def test_seeds_differ_from_call_to_call(drivers: SimpleNamespace):
@@ -253,7 +253,7 @@ def test_threads_that_load_one_kernel_start_all_of_it(monkeypatch: pytest.Monkey
     kernel = SimpleNamespace(arg_names=(), warmup=lambda grid: compiled)
     monkeypatch.setattr(runtime, "INTERPRET", False)
     monkeypatch.setattr(runtime, "_DIRECT", True)
-    monkeypatch.setattr(runtime, "_hooked", lambda: False)
+    monkeypatch.setattr(runtime, "hooked", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     device_0 = torch.device("cuda", 0)
@@ -286,7 +286,7 @@ def test_what_triton_compiled_is_said_once(direct, cached, monkeypatch, capsys, 
 
     monkeypatch.setattr(runtime, "INTERPRET", False)
     monkeypatch.setattr(runtime, "_DIRECT", direct)
-    monkeypatch.setattr(runtime, "_hooked", lambda: False)
+    monkeypatch.setattr(runtime, "hooked", lambda: False)
     monkeypatch.setattr(runtime, "_nowhere", torch.no_grad())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda *_: torch.no_grad())
