@@ -97,11 +97,11 @@ bench: .venv/.demo
 # Installs nothing: machines with a GPU often reach no network. Takes .venv if it is there, else PYTHON or python3.
 bench-gpu:
 	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
-		PYTHONPATH=src $$python scripts/gpu_bench.py --budget $(BUDGET) --json build/gpu.jsonl --page $(PAGE) $(GPU_ARGS)
+		PYTHONPATH=src $$python -m benchmarks.gpu --budget $(BUDGET) --json build/gpu.jsonl --page $(PAGE) $(GPU_ARGS)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
-	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.torch: constraints.txt scripts/setup.sh
 	@$(SETUP) torch

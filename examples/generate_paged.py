@@ -24,9 +24,8 @@ from torch import Tensor
 
 import polyflash
 from polyflash.bench import Arm, calibrate, compare
-from polyflash.bench.report import cpu_model
 from polyflash.integrations.transformers_cache import PagedCache, register
-from polyflash.target import detect
+from polyflash.target import cpu_model, detect
 
 ARMS = {"torch": "sdpa", "polyflash": "poly"}
 COLORS = {"torch": "#D55E00", "polyflash": "#0072B2"}  # Okabe and Ito's: told apart with any colour vision

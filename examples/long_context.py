@@ -23,9 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
 from polyflash.bench import Arm, Calibration, Comparison, calibrate, compare
-from polyflash.bench.report import cpu_model
 from polyflash.bench.timing import quantile
-from polyflash.target import detect
+from polyflash.target import cpu_model, detect
 
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
 LENGTHS = (512, 1024, 2048, 4096, 8192)

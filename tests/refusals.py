@@ -29,7 +29,6 @@ BESIDE = {
     "tuning/": "tests/null/test_tuning.py",
     "cli.py": "tests/test_cli.py",
     "tensor_files.py": "tests/test_cli.py",
-    "backends/triton/codegen.py": "tests/backends/triton/test_codegen.py",  # needs Triton
 }
 # Places that no test of the default run can reach in its own process.
 ELSEWHERE: dict[tuple[str, str], str] = {}

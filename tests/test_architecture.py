@@ -17,7 +17,7 @@ MODULES = {
 }
 
 FLOORS = {
-    0: ("errors", "dtypes", "env", "hints", "compilation", "cache"),
+    0: ("errors", "dtypes", "env", "hints", "compilation", "cache", "advice"),
     1: ("target", "mask", "spec", "operands", "merging", "work", "quant.scheme"),
     2: (
         "reference",
@@ -26,6 +26,7 @@ FLOORS = {
         "validate",
         "results",
         "storages",
+        "compare",
         "quant.codec",
         "kvcache.handles",
         "kvcache.layout",
@@ -54,6 +55,8 @@ FLOORS = {
         "integrations",
         "bench",
         "tuning.command",
+        "tuning.asked",
+        "tuning.ablation",
         "cli",
         "commands",
         "options",

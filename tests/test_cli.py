@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import polyflash
-from polyflash import cli, commands, options, tensor_files
-from polyflash.bench import command as bench_command
-from polyflash.bench import gpu_machine, report
+from benchmarks import command as bench_command
+from benchmarks import report
+from polyflash import cli, commands, options, target, tensor_files
+from polyflash.bench.command import machine
 from polyflash.reference import attention_reference
 
 SLICE = str(Path(__file__).parent / "data" / "minilm_qkv_slice.safetensors")
@@ -422,8 +423,10 @@ class FakeGpu:
 
 def test_bench_of_a_gpu_has_the_same_document_and_page(polyflash_main, tmp_path, monkeypatch):
     """The way of a GPU, taken on the CPU: one clock, no threads."""
+    about = {**machine(target.detect("cpu"), ()), "gpu": "a GPU", "driver": "1", "cuda": "2"}
+    about["ceilings"] = FakeGpu.ceilings
     monkeypatch.setattr(bench_command, "device_here", lambda name: "cpu")
-    monkeypatch.setattr(gpu_machine, "GpuCalibration", FakeGpu)
+    monkeypatch.setattr(bench_command, "calibrated", lambda device, kinds: (about, FakeGpu(device)))
     words = ("bench", "--device", "cuda:0", "--quick", "--suite", "small", "--filter", "float32", "128")
     files = ("--json", tmp_path / "a.json", "--page", tmp_path / "a.md")
     code, out, err = polyflash_main(*words, "--seconds", "0.01", *files)

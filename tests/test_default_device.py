@@ -198,7 +198,8 @@ def test_a_cache_is_made_where_tensors_are() -> None:
 
 
 def test_problems_are_the_same_under_any_default_device() -> None:
-    from polyflash.workloads import CATALOGUE, make
+    from polyflash.workloads import make
+    from tests.catalogue import CATALOGUE
 
     with torch.device("meta"):
         q, _, _, options = make(next(iter(CATALOGUE)))

@@ -20,7 +20,9 @@ from packaging.requirements import Requirement
 
 import polyflash
 from polyflash import backends, cli, doctor, env, reports, target
+from polyflash.advice import Advice, Report
 from polyflash.backends.cpu import cores, runtime, store
+from polyflash.backends.triton import report as triton_report
 from polyflash.spec import Phase
 from tests.rows_here import HERE
 
@@ -246,8 +248,8 @@ def test_doctor_as_text(well, capsys):
 
 
 def version(monkeypatch, name, text):
-    real = reports.version_of
-    monkeypatch.setattr(reports, "version_of", lambda n: text if n == name else real(n))
+    real = target.installed_version
+    monkeypatch.setattr(target, "installed_version", lambda n: text if n == name else real(n))
 
 
 def open_folder(monkeypatch, tmp_path):
@@ -311,12 +313,14 @@ def gpu(monkeypatch, *, triton="3.6.0", programs=("gcc",), header=True, driver="
     """A machine with a GPU, and what Triton needs there but for what is named."""
     monkeypatch.setattr(reports, "probe_torch", lambda: GPU | probed)
     version(monkeypatch, "triton", triton)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: name if name in programs else None)
+    monkeypatch.setattr(triton_report.shutil, "which", lambda name: name if name in programs else None)
     include = Path(__file__).parent
-    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda _: str(include / "with" if header else include))
+    monkeypatch.setattr(
+        triton_report.sysconfig, "get_path", lambda _: str(include / "with" if header else include)
+    )
     exists, there = os.path.exists, {str(include / "with" / "Python.h"), *probed.get("files", ())}
-    monkeypatch.setattr(doctor.os.path, "exists", lambda path: path in there or exists(path))
-    monkeypatch.setattr(doctor, "find_library", lambda name: driver if name == "cuda" else None)
+    monkeypatch.setattr(triton_report.os.path, "exists", lambda path: path in there or exists(path))
+    monkeypatch.setattr(triton_report, "find_library", lambda name: driver if name == "cuda" else None)
 
 
 def other_compiler(monkeypatch, name, **options):
@@ -334,12 +338,12 @@ ADVICE |= {
     "no header": (lambda m, _: gpu(m, header=False), "Python.h is not here", "apt install python3-dev"),
     "no libcuda": (lambda m, _: gpu(m, driver=None), "no libcuda.so.1", "sudo ldconfig"),
     "old driver": (
-        lambda m, _: gpu(m, gpus=0, files=[doctor._NVIDIA_DRIVER]),
+        lambda m, _: gpu(m, gpus=0, files=[triton_report._NVIDIA_DRIVER]),
         "built for CUDA 12.8 and sees no GPU, though /proc",
         "update the driver",
     ),
     "no rights": (
-        lambda m, _: gpu(m, gpus=0, hip=True, cuda="6.4", files=[doctor._AMD_DRIVER]),
+        lambda m, _: gpu(m, gpus=0, hip=True, cuda="6.4", files=[triton_report._AMD_DRIVER]),
         "built for ROCm 6.4 and sees no GPU, though /dev/kfd",
         "sudo usermod -aG render,video",
     ),
@@ -355,8 +359,8 @@ COMPLETE = {
 
 @pytest.mark.parametrize("case", COMPLETE)
 def test_nothing_is_said_of_triton_where_it_is_complete_or_not_needed(case, well, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "_AMD_DRIVER", "/no/such")
-    monkeypatch.setattr(doctor, "_NVIDIA_DRIVER", "/no/such")
+    monkeypatch.setattr(triton_report, "_AMD_DRIVER", "/no/such")
+    monkeypatch.setattr(triton_report, "_NVIDIA_DRIVER", "/no/such")
     gpu(monkeypatch, **COMPLETE[case])
     assert say(capsys, "doctor")[1].count("remedy") == 0
 
@@ -492,6 +496,20 @@ def test_import_polyflash_is_whole_everywhere_else(argv, tmp_path):
 # What `env` says.
 
 
+@pytest.mark.parametrize("name", backends.BACKENDS)
+def test_every_backend_answers_the_report_protocol(name):
+    """A new engine gets its sections of `env`, its advice and its folder of kernels by one module."""
+    report = backends.report_of(name)
+    wanted = {x for x in vars(Report) if not x.startswith("_")}
+    assert wanted == {"facts", "advice", "kernel_cache"} and wanted <= set(vars(report))
+    sections = reports.facts()
+    for section, find in report.facts().items():
+        assert set(find()) == set(sections[section])
+    assert all(isinstance(a, Advice) for a in report.advice(GPU | {"gpus": 0}))
+    cache = report.kernel_cache()
+    assert cache is None or (cache[0].path() and isinstance(cache[1], bytes))
+
+
 def test_env_as_text_and_as_json(capsys, monkeypatch):
     for variable in (*env.ALL, *env.OF_OTHERS):  # a long path of the user's own makes a long line
         monkeypatch.delenv(variable.name, raising=False)
@@ -606,7 +624,10 @@ def test_cache_ls_path_and_clear(folder, capsys):
 
 
 def test_cache_clear_stale_without_a_compiler_clears_nothing(folder, capsys, monkeypatch):
-    monkeypatch.setattr(reports, "_origin", lambda: b"")
+    def no_compiler() -> bytes:
+        raise ImportError("no llvmlite")
+
+    monkeypatch.setattr(runtime, "origin", no_compiler)
     code, out, err = say(capsys, "cache", "clear", "--stale")
     assert (code, out) == (1, "") and "--stale" in err and len(list(folder.iterdir())) == 3
     assert " unknown " in say(capsys, "cache", "ls")[1]

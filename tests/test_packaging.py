@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -154,6 +155,70 @@ class TestNames:
         assert [name for _, name, _ in found] == [name for _, _, name in found]
         assert {name: home for home, name, _ in found} == polyflash._HOME
         assert polyflash.__all__ == sorted(polyflash._HOME)
+
+
+class TestWheel:
+    """The package alone, as a wheel installs it: nothing of `benchmarks/`, `tests/` or `scripts/` is near."""
+
+    @pytest.fixture(scope="class")
+    def alone(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("site")
+        package = Path(polyflash.__file__).parent
+        shutil.copytree(package, folder / "polyflash", ignore=shutil.ignore_patterns("__pycache__"))
+        return folder
+
+    def call(self, alone: Path, *words: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "polyflash", *words],
+            capture_output=True, text=True, timeout=240, cwd=alone,
+            env={**os.environ, "PYTHONPATH": str(alone)},
+        )  # fmt: skip
+        return done.returncode, done.stdout, done.stderr
+
+    def test_wheel_has_the_package_alone(self) -> None:
+        built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+        assert built["targets"]["wheel"] == {"packages": ["src/polyflash"]}
+        for module in Path(polyflash.__file__).parent.rglob("*.py"):
+            text = module.read_text(encoding="utf-8")
+            assert not re.search(r"^\s*(from|import) (benchmarks|tests|scripts)\b", text, re.M), module
+
+    def test_bench_measures_against_sdpa(self, alone: Path) -> None:
+        names = "small-full-float32-16-b1-h1,small-causal-bfloat16-128-b1-h2"
+        words = ("--quick", "--rows", names, "--seconds", "0.01", "--json", "bench.json")
+        code, out, err = self.call(alone, "bench", *words)
+        assert (code, err) == (0, "") and all(name in out for name in names.split(","))
+        found = json.loads((alone / "bench.json").read_text(encoding="utf-8"))
+        assert found["schema"] == "polyflash.bench/1" and [r["name"] for r in found["rows"]] == names.split(
+            ","
+        )
+        assert all(r["ratio"] > 0 and set(r["rounds"][0]["seconds"]) == set(r["arms"]) for r in found["rows"])
+        from benchmarks import page
+
+        text = page.markdown(page.merged([page.read(str(alone / "bench.json"))]))
+        assert "small, float32" in text and "small, bfloat16" in text
+
+    def test_bench_lists_the_cases_of_its_suites(self, alone: Path) -> None:
+        code, out, err = self.call(alone, "bench", "--list")
+        assert (code, err) == (0, "")
+        assert {name.split("-")[0] for name in out.split()} == {"full", "causal", "window", "small"}
+
+    @pytest.mark.parametrize(
+        "words",
+        [("--suite", "decode"), ("--peers", "jax"), ("--calls",), ("--plot", "a.png"), ("--from", "a.json")],
+        ids=" ".join,
+    )
+    def test_what_needs_the_laboratory_says_where_it_is(self, alone: Path, words: tuple[str, ...]) -> None:
+        code, out, err = self.call(alone, "bench", *words)
+        assert code == 1 and not out and words[0] in err and "benchmarks/" in err
+
+    def test_ablate_and_tune(self, alone: Path) -> None:
+        words = ("--backend", "cpu", "--device", "cpu", "--seqlen", "40", "--dtype", "fp32")
+        switched = ("--switch", "panels", "--seconds", "0.02", "--json", "a.json")
+        code, _, err = self.call(alone, "ablate", *words, *switched)
+        assert (code, err) == (0, "") and json.loads((alone / "a.json").read_text(encoding="utf-8"))["rows"]
+        code, _, err = self.call(alone, "ablate", *words, "--groups", "2")
+        assert code == 1 and "--groups" in err and "benchmarks/" in err
+        assert self.call(alone, "tune", "--list")[:1] == (0,)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

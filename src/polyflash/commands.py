@@ -35,7 +35,8 @@ _TIMED = 2.0  # seconds that `run` spends on timing, at least 3 calls
 
 def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     """Attention on Q, K, V from files: output and lse, with plan, time and error."""
-    from polyflash.bench.suite import TOLERANCE, sampled_error
+    from polyflash.bench.check import sampled_error
+    from polyflash.compare import TOLERANCE
 
     names, found = read_qkv(options.files, q=options.q, k=options.k, v=options.v, layout=options.layout)
     paths = output_paths(options.output, options.files) if options.output else []

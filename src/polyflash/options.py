@@ -17,9 +17,9 @@ from polyflash.dtypes import BY_NAME
 
 ALIGNMENTS = ("bottom_right", "top_left")
 FEATURES = (
-    "alibi", "batch_invariant", "bias", "dropout", "intervals", "kv_lens", "kv_starts", "lse", "mask",
-    "q_offset", "segments", "sinks", "softcap", "varlen",
-)  # fmt: skip
+    *("alibi", "batch_invariant", "bias", "dropout", "intervals", "kv_lens", "kv_starts", "lse", "mask"),
+    *("q_offset", "segments", "sinks", "softcap", "varlen"),
+)
 PHASES = ("forward", "backward", "statistics")
 FILES = (".safetensors", ".npz", ".npy")
 _SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
@@ -163,146 +163,121 @@ def _some_of(text: str, known: Sequence[str]) -> list[str]:
 
 
 def _command(commands: Any, name: str, place: str, about: str, description: str) -> Any:
-    made = commands.add_parser(name, help=about, description=description)
-    made.set_defaults(command=place)
-    made.add_argument("--quiet", action="store_true", help="results only: no progress, no commentary")
-    return made
+    parser = commands.add_parser(name, help=about, description=description)
+    parser.set_defaults(command=place)
+    parser.add_argument("--quiet", action="store_true", help="results only: no progress, no commentary")
+    return parser
 
 
-def _add_problem(add: Any, *, device: str, dtype: str | None) -> None:
-    add.add_argument(
-        "--causal", choices=ALIGNMENTS, metavar="top_left", help="causal; alone, it is bottom_right"
-    )
-    add.add_argument(
-        "--dtype", type=_dtype, default=dtype, metavar="NAME", help=f"{', '.join(BY_NAME)}; bf16, fp16, fp32"
-    )
-    add.add_argument("--backend", type=_backend, metavar="NAME", help="the kernels of cpu, triton or torch")
-    _add_device(add, device)
+class _Options:
+    """The options of one command: `option(name, help, ...)` adds one; several commands share the others."""
 
+    def __init__(self, parser: Any) -> None:
+        self.parser = parser
 
-def _add_device(add: Any, told: str) -> None:
-    add.add_argument("--device", type=_device, metavar="NAME", help=told)
+    def option(self, name: str, told: str | None = None, *others: str, **how: Any) -> None:
+        self.parser.add_argument(name, *others, help=told, **how)
+
+    def flag(self, name: str, told: str) -> None:
+        self.option(name, told, action="store_true")
+
+    def names(self, name: str, told: str, kind: Any = _names) -> None:
+        self.option(name, told, type=kind, default=[], metavar="A,B" if kind is not _names else "NAME,NAME")
+
+    def words(self, name: str, told: str, metavar: str = "WORD", **how: Any) -> None:
+        self.option(name, told, nargs="+", default=[], metavar=metavar, **how)
+
+    def device(self, told: str) -> None:
+        self.option("--device", told, type=_device, metavar="NAME")
+
+    def dtype(self, default: str | None) -> None:
+        told = f"{', '.join(BY_NAME)}; bf16, fp16, fp32"
+        self.option("--dtype", told, type=_dtype, default=default, metavar="NAME")
+
+    def problem(self, *, device: str, dtype: str | None) -> None:
+        told = "causal; alone, it is bottom_right"
+        self.option("--causal", told, choices=ALIGNMENTS, metavar="top_left")
+        self.dtype(dtype)
+        self.option("--backend", "the kernels of cpu, triton or torch", type=_backend, metavar="NAME")
+        self.device(device)
+
+    def window(self) -> None:
+        told = "neighbours each side, self not counted; none is unbounded"
+        self.option("--window", told, type=_window, metavar="L,R")
+        self.flag("--json", "print JSON instead")
+
+    def heads(self, told: str) -> None:
+        self.option("--heads", told, type=_pair, default=(8, 8), metavar="Q/KV")
+
+    def sizes(self, seqlen: tuple[int, int] | None) -> None:
+        self.option("--batch", type=_size, default=1)
+        self.heads("8/2: 8 query heads over 2 key/value heads")
+        told = None if seqlen else "one problem of these lengths instead"
+        self.option("--seqlen", told, type=_pair, default=seqlen, metavar="Q/K")
+        self.option("--head-dim", type=_pair, default=(64, 64), metavar="QK/V")
+
+    def tuning(self) -> None:
+        """Adds what `tune` and `ablate` share: which problems, of which kernels, and for how long."""
+        self.problem(device="cuda if there is one, else cpu; cuda:1", dtype="bfloat16")
+        told = f"{', '.join(PHASES)}; forward is decode too, where rows are few"
+        self.option("--phase", told, type=_phases, default=["forward"], metavar="A,B")
+        self.words("--filter", "tuning problems whose name has every word")
+        self.sizes(None)
+        self.flag("--list", "print the names of the problems and stop")
+        self.option("--seconds", "of a race, about", type=seconds, default=0.3)
 
 
 def _add_run(commands: Any) -> None:
     about = "attention on Q, K, V from files"
     told = "Attention on Q, K, V from files: output and lse, with plan, time and error."
-    add = _command(commands, "run", "polyflash.commands:run", about, told)
-    _add_problem(add, device="cpu unless given; cuda, cuda:1", dtype=None)
-    _add_window(add)
-    add.add_argument(
-        "files", nargs="+", metavar="FILE", help="one .safetensors or .npz, or three .npy: q, k, v"
-    )
+    add = _Options(_command(commands, "run", "polyflash.commands:run", about, told))
+    add.problem(device="cpu unless given; cuda, cuda:1", dtype=None)
+    add.window()
+    add.option("files", "one .safetensors or .npz, or three .npy: q, k, v", nargs="+", metavar="FILE")
     for role in ("q", "k", "v"):
-        add.add_argument(f"--{role}", metavar="NAME", help=f"tensor to take for {role}")
-    add.add_argument(
-        "--layout", choices=("bhsd", "bshd"), default="bhsd", help="axis order; the batch may be missing"
-    )
-    add.add_argument("--scale", type=float, help="multiplies q·k; 1/sqrt(head_dim) unless given")
-    add.add_argument("-o", "--output", metavar="OUT", help="write output and lse here")
+        add.option(f"--{role}", f"tensor to take for {role}", metavar="NAME")
+    told = "axis order; the batch may be missing"
+    add.option("--layout", told, choices=("bhsd", "bshd"), default="bhsd")
+    add.option("--scale", "multiplies q·k; 1/sqrt(head_dim) unless given", type=float)
+    add.option("-o", "write output and lse here", "--output", metavar="OUT")
 
 
 def _add_explain(commands: Any) -> None:
     about = "which kernel would run, and why no other"
-    told = "Who would run a problem that exists only as sizes, on a device that need not be here."
-    add = _command(commands, "explain", "polyflash.commands:explain", about, told)
-    _add_problem(add, device="a device of this machine: cpu unless given; cuda, cuda:1", dtype="float32")
-    _add_window(add)
-    _add_sizes(add, seqlen=(2048, 2048))
-    add.add_argument("--features", type=_features, default=[], metavar="A,B", help=", ".join(FEATURES))
-    add.add_argument("--grad", action="store_true", help="plan the gradients too")
-    add.add_argument(
-        "--target", metavar="NAME", help="a device that need not be here: cuda:sm90, cpu:avx512+amx_bf16"
-    )
-
-
-def _add_window(add: Any) -> None:
-    add.add_argument(
-        "--window",
-        type=_window,
-        metavar="L,R",
-        help="neighbours each side, self not counted; none is unbounded",
-    )
-    add.add_argument("--json", action="store_true", help="print JSON instead")
-
-
-def _add_sizes(add: Any, *, seqlen: tuple[int, int] | None) -> None:
-    add.add_argument("--batch", type=_size, default=1)
-    add.add_argument(
-        "--heads",
-        type=_pair,
-        default=(8, 8),
-        metavar="Q/KV",
-        help="8/2: 8 query heads over 2 key/value heads",
-    )
-    told = None if seqlen else "one problem of these lengths instead"
-    add.add_argument("--seqlen", type=_pair, default=seqlen, metavar="Q/K", help=told)
-    add.add_argument("--head-dim", type=_pair, default=(64, 64), metavar="QK/V")
+    told = "Which kernel would run a problem that exists only as sizes, on a device that need not be here."
+    add = _Options(_command(commands, "explain", "polyflash.commands:explain", about, told))
+    add.problem(device="a device of this machine: cpu unless given; cuda, cuda:1", dtype="float32")
+    add.window()
+    add.sizes((2048, 2048))
+    add.names("--features", ", ".join(FEATURES), _features)
+    add.flag("--grad", "plan the gradients too")
+    told = "a device that need not be here: cuda:sm90, cpu:avx512+amx_bf16"
+    add.option("--target", told, metavar="NAME")
 
 
 def _add_bench(commands: Any) -> None:
     about = "this machine against torch SDPA and others"
     told = "This machine against torch SDPA and the other attention implementations found on it."
-    add = _command(commands, "bench", "polyflash.bench.command:run", about, told)
-    add.set_defaults(size="")
-    add.add_argument("--device", type=_device, metavar="NAME", help="cpu unless given; cuda, cuda:1")
-    add.add_argument(
-        "--suite",
-        type=_names,
-        default=[],
-        metavar="NAME,NAME",
-        help="dense, windows, small and some of backward unless given; masks, bias, varlen, backward,"
-        " decode, peers; all",
-    )
-    add.add_argument(
-        "--peers", type=_names, default=[], metavar="NAME,NAME", help="the suite peers, with these alone"
-    )
-    add.add_argument("--rows", default="", metavar="NAME,NAME", help="these rows alone")
-    add.add_argument(
-        "--filter",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help="rows whose name has every word: causal bfloat16 d64",
-    )
-    add.add_argument(
-        "--list",
-        action="store_true",
-        help="print the names of the rows and stop; with --from, of marked ones",
-    )
-    size = add.add_mutually_exclusive_group()
-    size.add_argument(
-        "--quick", dest="size", action="store_const", const="quick", help="short rows, short times"
-    )
-    size.add_argument(
-        "--long", dest="size", action="store_const", const="long", help="8192 keys too, backward 4096"
-    )
-    add.add_argument("--calls", action="store_true", help="where the time of one tiny call goes")
-    add.add_argument("--seconds", type=seconds, help="per row; 2, or 0.5 with --quick")
-    add.add_argument("--json", metavar="FILE", help="write every round to FILE; Ctrl-C leaves what ran")
-    add.add_argument("--page", metavar="FILE", help="write the tables to FILE as a Markdown page")
-    add.add_argument("--plot", metavar="FILE", help="draw the steps of the suite decode")
-    add.add_argument(
-        "--from",
-        dest="sources",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="measure nothing: take the rows of these JSON files, a later file's first",
-    )
-
-
-def _add_tuning(add: Any) -> None:
-    """Adds what `tune` and `ablate` share: which problems, of which kernels, and for how long."""
-    _add_problem(add, device="cuda if there is one, else cpu; cuda:1", dtype="bfloat16")
-    told = f"{', '.join(PHASES)}; forward is decode too, where rows are few"
-    add.add_argument("--phase", type=_phases, default=["forward"], metavar="A,B", help=told)
-    add.add_argument(
-        "--filter", nargs="+", default=[], metavar="WORD", help="tuning problems whose name has every word"
-    )
-    _add_sizes(add, seqlen=None)
-    add.add_argument("--list", action="store_true", help="print the names of the problems and stop")
-    add.add_argument("--seconds", type=seconds, default=0.3, help="of a race, about")
+    add = _Options(_command(commands, "bench", "polyflash.bench.command:run", about, told))
+    add.parser.set_defaults(size="")
+    add.device("cpu unless given; cuda, cuda:1")
+    told = "dense, windows, small and some of backward unless given; masks, bias, varlen, backward, decode,"
+    add.names("--suite", f"{told} peers; all")
+    add.names("--peers", "the suite peers, with these alone")
+    add.option("--rows", "these rows alone", default="", metavar="NAME,NAME")
+    add.words("--filter", "rows whose name has every word: causal bfloat16 d64")
+    add.flag("--list", "print the names of the rows and stop; with --from, of marked ones")
+    size = _Options(add.parser.add_mutually_exclusive_group())
+    size.option("--quick", "short rows, short times", dest="size", action="store_const", const="quick")
+    told = "8192 keys too, backward 4096"
+    size.option("--long", told, dest="size", action="store_const", const="long")
+    add.flag("--calls", "where the time of one tiny call goes")
+    add.option("--seconds", "per row; 2, or 0.5 with --quick", type=seconds)
+    add.option("--json", "write every round to FILE; Ctrl-C leaves what ran", metavar="FILE")
+    add.option("--page", "write the tables to FILE as a Markdown page", metavar="FILE")
+    add.option("--plot", "draw the steps of the suite decode", metavar="FILE")
+    told = "measure nothing: take the rows of these JSON files, a later file's first"
+    add.words("--from", told, "FILE", dest="sources")
 
 
 def _add_tune(commands: Any) -> None:
@@ -310,28 +285,24 @@ def _add_tune(commands: Any) -> None:
         so far, and keeps the quickest for later calls. Ctrl-C keeps what is known; the next run goes on from
         there."""
     about = "look for quicker configs on this device"
-    add = _command(commands, "tune", "polyflash.tuning.command:run", about, told)
-    _add_tuning(add)
-    add.add_argument("--again", action="store_true", help="search anew what was searched before")
-    add.add_argument("--forget", action="store_true", help="remove this device's tuned configs and stop")
-    add.add_argument("--json", action="store_true", help="print JSON instead")
+    add = _Options(_command(commands, "tune", "polyflash.tuning.command:run", about, told))
+    add.tuning()
+    add.flag("--again", "search anew what was searched before")
+    add.flag("--forget", "remove this device's tuned configs and stop")
+    add.flag("--json", "print JSON instead")
 
 
 def _add_ablate(commands: Any) -> None:
     told = """One named switch of a kernel at a time against the config it chooses: outputs compared, calls
-        timed in turns. Returns 1 if a switch changed a result by more than rounding."""
+        interleaved. Returns 1 if a switch changed a result by more than rounding."""
     about = "what each technique of a kernel is worth"
-    add = _command(commands, "ablate", "polyflash.bench.ablation:run", about, told)
-    _add_tuning(add)
-    add.add_argument(
-        "--switch", nargs="+", default=[], metavar="NAME", help="these fields alone: base2, num_stages=3 ..."
-    )
-    add.add_argument(
-        "--groups", nargs="+", type=int, default=[], metavar="N",
-        help="instead: the rows in N groups of one K/V set, walked together and one by one",
-    )  # fmt: skip
-    add.add_argument("--json", metavar="FILE", help="write every figure to FILE; Ctrl-C leaves what ran")
-    add.add_argument("--page", metavar="FILE", help="write the tables to FILE as Markdown")
+    add = _Options(_command(commands, "ablate", "polyflash.tuning.ablation:run", about, told))
+    add.tuning()
+    add.words("--switch", "these fields alone: base2, num_stages=3 ...", "NAME")
+    told = "instead: the rows in N groups of one K/V set, walked together and one by one"
+    add.words("--groups", told, "N", type=int)
+    add.option("--json", "write every figure to FILE; Ctrl-C leaves what ran", metavar="FILE")
+    add.option("--page", "write the tables to FILE as Markdown", metavar="FILE")
 
 
 def _add_warmup(commands: Any) -> None:
@@ -339,19 +310,13 @@ def _add_warmup(commands: Any) -> None:
         their gradients. Prints each kernel with its seconds, and nothing for one that a cache has. Run it
         where the calls will run: in a container's build, or before a server starts."""
     about = "compile ahead what calls will need"
-    add = _command(commands, "warmup", "polyflash.warmup:run", about, told)
-    told = f"{', '.join(BY_NAME)}; bf16, fp16, fp32"
-    add.add_argument("--dtype", type=_dtype, default="bfloat16", metavar="NAME", help=told)
-    add.add_argument("--head-dim", type=_pair, default=(128, 128), metavar="QK/V")
-    add.add_argument("--heads", type=_pair, default=(8, 8), metavar="Q/KV", help="32/8: grouped heads")
+    add = _Options(_command(commands, "warmup", "polyflash.warmup:run", about, told))
+    add.dtype("bfloat16")
+    add.option("--head-dim", type=_pair, default=(128, 128), metavar="QK/V")
+    add.heads("32/8: grouped heads")
     names = tuple(warmup.FEATURES)
-    add.add_argument(
-        "--features",
-        type=lambda text: _some_of(text, names),
-        default=[],
-        metavar="A,B",
-        help=", ".join(names),
-    )
-    add.add_argument("--grad", action="store_true", help="gradients too")
-    _add_device(add, "cpu unless given; cuda, cuda:1")
-    add.add_argument("--jobs", type=_size, metavar="N", help="processes at once; one per core unless given")
+    add.names("--features", ", ".join(names), lambda text: _some_of(text, names))
+    add.flag("--grad", "gradients too")
+    add.device("cpu unless given; cuda, cuda:1")
+    told = "processes at once; one per core unless given"
+    add.option("--jobs", told, type=_size, metavar="N")

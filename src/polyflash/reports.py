@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import polyflash
@@ -20,6 +21,7 @@ from polyflash import env, target
 from polyflash.spec import AttentionSpec, Feature
 
 if TYPE_CHECKING:
+    from polyflash.advice import Report
     from polyflash.capability import Capability
 
 # The oldest version that works, "" for any; as in pyproject.toml. The first two are needed by every call.
@@ -66,37 +68,45 @@ def show_env(options: argparse.Namespace, *_: object) -> int:
 
 def manage_cache(options: argparse.Namespace, *_: object) -> int:
     """Lists or clears the compiled kernels of this user. What is cleared is compiled again when needed."""
-    from polyflash.backends.cpu import store
-
+    store, origin = _kernel_cache()
     if options.action == "path":
         print(store.path())
         return 0
     if options.action == "clear":
-        here = _origin() if options.stale else b""
-        if options.stale and not here:
+        if options.stale and not origin:
             print("error --stale: no compiler here says what is current. Install numba", file=sys.stderr)
             return 1
-        removed = store.clear(origin=here)
+        removed = store.clear(origin=origin if options.stale else b"")
         print(f"removed {removed} {'entry' if removed == 1 else 'entries'} from {store.path()}")
         return 0
     try:
-        entries = store.entries(_origin())
+        entries = store.entries(origin)
     except OSError as error:
         print(f"error {error}", file=sys.stderr)
         return 1
     if options.json:
-        fields = ("file", "bytes", "days", "key", "stale")
-        found = [{name: getattr(entry, name) for name in fields} for entry in entries]
-        content = {"schema": "polyflash.cache/1", "path": store.path(), "entries": found}
+        content = {"schema": "polyflash.cache/1", "path": store.path(), "entries": list(map(asdict, entries))}
         print(json.dumps(content, indent=1))
         return 0
     words = {True: "stale", False: "current", None: "unknown"}
-    rows = [
+    lines = [
         (e.key or "unreadable", f"{e.bytes:,}", f"{e.days:.1f}", words[e.stale], e.file[:12]) for e in entries
     ]
-    print(columns([("key", "bytes", "days unused", "state", "file"), *rows]) if rows else "no entries")
-    print(f"{len(rows)} in {store.path()}, {sum(e.bytes for e in entries):,} bytes")
+    print(columns([("key", "bytes", "days unused", "state", "file"), *lines]) if lines else "no entries")
+    print(f"{len(lines)} in {store.path()}, {sum(e.bytes for e in entries):,} bytes")
     return 0
+
+
+def _kernel_cache() -> tuple[Any, bytes]:
+    """The folder of compiled kernels of the backend that has one, and what makes an entry of it now."""
+    return next(filter(None, (report.kernel_cache() for report in of_backends())))
+
+
+def of_backends() -> list[Report]:
+    """The report of every backend."""
+    from polyflash import backends
+
+    return [backends.report_of(name) for name in backends.BACKENDS]
 
 
 def facts() -> dict[str, Any]:
@@ -108,9 +118,7 @@ def facts() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: {"version": version_of(name), "wanted": PACKAGES[name]} for name in PACKAGES},
         "torch": probe_torch(),
-        "cpu": _safely(_cpu),
-        "cores": _safely(_cores),
-        "cache": _safely(_cache),
+        **{name: _safely(section) for name, section in _sections().items()},
         "variables": [_variable(v) for v in (*env.ALL, *env.OF_OTHERS)],
         "rows": _safely(_rows),
     }
@@ -153,7 +161,7 @@ def text_of(found: dict[str, Any]) -> str:
         (
             f"polyflash {found['polyflash']}, {found['python']}, {found['platform']}",
             _headed("packages", columns(packages)),
-            *(_headed(name, _pairs(found[name])) for name in ("cpu", "cores", "cache")),
+            *(_headed(name, _pairs(found[name])) for name in _sections()),
             _headed("variables", _variable_lines(found["variables"])),
             _headed("rows", _row_lines(found["rows"])),
         )
@@ -204,61 +212,26 @@ def columns(rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def _origin() -> bytes:
-    from polyflash.backends.cpu import runtime
-
-    try:
-        return runtime.origin()
-    except ImportError:  # without a compiler nothing says what it would make
-        return b""
+def _sections() -> dict[str, Callable[[], Any]]:
+    """The CPU, and what each backend knows of its surroundings."""
+    sections: dict[str, Callable[[], Any]] = {"cpu": _cpu}
+    for report in of_backends():
+        sections |= report.facts()
+    return sections
 
 
 def _cpu() -> dict[str, Any]:
-    return {"model": _model(), "target": _target_name(), "flags": sorted(target.cpu_flags())}
-
-
-def _target_name() -> str:
     device = target.detect("cpu")
-    return "+".join((device.name, *sorted(device.features)))
-
-
-def _model() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _cores() -> dict[str, Any]:
-    from polyflash.backends.cpu import cores
-
-    most = cores.quota_threads()
     return {
-        "present": cores.present(),
-        "allowed": cores.allowed(),
-        "quota": cores.quota(),
-        "threads the quota lets run": most if most < cores.UNLIMITED else None,
+        "model": target.cpu_model() or platform.processor() or platform.machine(),
+        "target": "+".join((device.name, *sorted(device.features))),
+        "flags": sorted(target.cpu_flags()),
     }
-
-
-def _cache() -> dict[str, Any]:
-    from polyflash.backends.cpu import store
-
-    info = store.info()
-    return {"path": info.path, "entries": info.entries, "bytes": info.bytes, "refusal": info.refusal}
 
 
 def _variable(variable: env.Variable) -> dict[str, Any]:
-    value = variable.read()
-    return {
-        "name": variable.name,
-        "value": value,
-        "default": variable.default,
-        "set": value != variable.default,
-        "doc": variable.doc,
-    }
+    about = {"name": variable.name, "value": variable.read(), "default": variable.default}
+    return {**about, "set": about["value"] != variable.default, "doc": variable.doc}
 
 
 def _rows() -> list[dict[str, Any]]:

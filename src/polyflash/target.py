@@ -69,7 +69,7 @@ class Target:
         if not version:
             return "not installed"
         wanted = MINIMUM_PACKAGES.get(name, ())
-        if tuple(int(x) for x in re.findall(r"\d+", version)[:2]) < wanted:
+        if release(version) < wanted:
             return f"{version} is older than {'.'.join(map(str, wanted))}"
         return ""
 
@@ -218,6 +218,11 @@ def installed_version(package: str) -> str:
         except PackageNotFoundError:
             continue
     return ""
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(x) for x in re.findall(r"\d+", version)[:2])
 
 
 def cpu_model() -> str:

@@ -10,7 +10,8 @@ import torch
 
 import polyflash
 from polyflash.spec import Feature
-from polyflash.workloads import FAMILIES, make, named, with_dtype, workloads
+from polyflash.workloads import FAMILIES, make, with_dtype
+from tests.catalogue import named, workloads
 from tests.conformance.rows import DTYPES, NAMES, Runner, qkv
 from tests.tolerance import check, check_backstop, expect, relative_l2
 

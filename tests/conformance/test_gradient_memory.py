@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyflash.workloads import make, named, with_dtype
+from polyflash.workloads import make, with_dtype
+from tests.catalogue import named
 from tests.conformance.gradients import (
     attend,
     cotangents,

@@ -13,7 +13,8 @@ import torch
 import polyflash
 from polyflash import torch_ops
 from polyflash.spec import Phase
-from polyflash.workloads import make, named, with_dtype, workloads
+from polyflash.workloads import make, with_dtype
+from tests.catalogue import named, workloads
 from tests.conformance.gradients import (
     BACKWARD,
     checked,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import polyflash
 from polyflash import Mask
-from polyflash.workloads import make, named
+from polyflash.workloads import make
+from tests.catalogue import named
 from tests.conformance.rows import ints, qkv
 from tests.memory import check_guarded, check_hidden
 from tests.tolerance import check, expect

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import polyflash
-from polyflash.workloads import FAMILIES, make, named, with_dtype, workloads
+from polyflash.workloads import FAMILIES, make, with_dtype
 from tests import device
+from tests.catalogue import named, workloads
 from tests.conformance.pages import contiguous, hidden_pages, live_pages, padded, repaged
 from tests.conformance.rows import DTYPES, NAMES, ROUNDING, Runner, ints
 from tests.memory import FILLS, check_guarded

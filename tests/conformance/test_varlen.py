@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyflash.workloads import make, named, with_dtype, workloads
+from polyflash.workloads import make, with_dtype
+from tests.catalogue import named, workloads
 from tests.conformance.gradients import checked, gradients
 from tests.conformance.rows import DTYPES, NAMES, Runner, ints, qkv
 from tests.memory import check_guarded, check_hidden

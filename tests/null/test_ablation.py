@@ -16,14 +16,14 @@ import pytest
 import torch
 
 import polyflash
-from polyflash.bench import ablation
+from benchmarks import group_trial
 from polyflash.bench.race import GpuSpeed, queued_rounds, race
 from polyflash.bench.timing import FEWEST, Arm, Comparison, Summary
 from polyflash.cli import main
 from polyflash.spec import Phase
-from polyflash.tuning import group_trial
+from polyflash.tuning import ablation
 from polyflash.tuning.trial import Trial, trial
-from polyflash.workloads import named
+from tests.catalogue import named
 
 SHAPE = ("--seqlen", "40/70", "--heads", "4/2", "--dtype", "float32", "--seconds", "0.001")
 

@@ -10,22 +10,25 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks import cases, problem, suite, tables
+from benchmarks.cases import SDPA, Case
+from polyflash import compare as comparing
 from polyflash import target
-from polyflash.bench import cases, peak, problem, suite, tables, timing
-from polyflash.bench.cases import SDPA, Case
+from polyflash.bench import check, peak, timing
+from polyflash.bench import suite as plain
 from polyflash.bench.timing import Arm, Comparison, Round, compare, iqr, median
 from polyflash.errors import SpecError
 from polyflash.workloads import Workload
 
 PLAIN = Case("dense", "full", Workload("plain", frozenset(), 1, 2, 2, 16, 16, 8))
-SOUND = suite.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
+SOUND = check.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
 
 
 def rounds(*values: tuple[float, float, float, float]) -> Comparison:
     """From (ours, torch, ours on 1 thread, speed) per round."""
     return Comparison(
         tuple(
-            Round({suite.OURS: a, SDPA: b, suite.ALONE: c, suite.AFTER: 1.5 * a}, speed)
+            Round({plain.OURS: a, SDPA: b, plain.ALONE: c, suite.AFTER: 1.5 * a}, speed)
             for a, b, c, speed in values
         )
     )
@@ -36,7 +39,7 @@ def result(
     *,
     case: Case = PLAIN,
     difference: float = 1e-7,
-    ours: suite.Accuracy = SOUND,
+    ours: check.Accuracy = SOUND,
     backend: str = "cpu",
 ) -> suite.Result:
     best = peak.Peak("fp32", per_thread=100.0, together=190.0, threads=2, cores=2)
@@ -73,21 +76,21 @@ def test_a_median_ignores_contended_rounds():
     made = rounds(*quiet, *half_speed)
     assert made.quiet == 3
     assert not made.contended
-    assert made.summary(suite.OURS) == timing.Summary(1.0, 0.0, rounds=3, of=8)
-    assert made.ratio(SDPA, suite.OURS) == 2.0
+    assert made.summary(plain.OURS) == timing.Summary(1.0, 0.0, rounds=3, of=8)
+    assert made.ratio(SDPA, plain.OURS) == 2.0
 
 
 def test_too_few_quiet_rounds_are_marked_and_all_are_counted():
     made = rounds((1.0, 2.0, 2.0, 1.0), (1.0, 2.0, 2.0, 0.81), (3.0, 6.0, 3.0, 0.79), (3.0, 6.0, 3.0, 0.5))
     assert made.quiet == 2
     assert made.contended
-    assert made.summary(suite.OURS).rounds == 4
+    assert made.summary(plain.OURS).rounds == 4
     assert result(made).marks == ("contended",)
 
 
 def test_a_ratio_is_of_medians_not_a_median_of_ratios():
     made = rounds((1.0, 1.0, 1.0, 1.0), (2.0, 8.0, 1.0, 1.0), (3.0, 3.0, 1.0, 1.0))
-    assert made.ratio(SDPA, suite.OURS) == 3.0 / 2.0
+    assert made.ratio(SDPA, plain.OURS) == 3.0 / 2.0
 
 
 def test_percent_of_peak_and_scaling():
@@ -106,7 +109,7 @@ def test_low_scaling_is_marked_where_the_call_is_long_enough_to_split():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"difference": 1e-4}, {"ours": suite.Accuracy(1e-7, 1e-3, 1.0, 0.0, 2, 16)}]
+    "wrong", [{"difference": 1e-4}, {"ours": check.Accuracy(1e-7, 1e-3, 1.0, 0.0, 2, 16)}]
 )
 def test_outputs_that_differ_have_no_ratio(wrong):
     r = result(rounds(*[(1.0, 2.0, 2.0, 1.0)] * 3), **wrong)
@@ -120,16 +123,16 @@ def test_outputs_that_differ_have_no_ratio(wrong):
 def test_one_wrong_row_is_seen_among_thousands():
     expected = torch.randn(1, 8, 512, 64)
     got = expected.clone()
-    assert suite.worst_row(got, expected) == 0.0
+    assert comparing.worst_row(got, expected) == 0.0
     got[0, 3, 77] *= 1.001
-    assert suite.worst_row(got, expected) == pytest.approx(1e-3, rel=1e-2)
+    assert comparing.worst_row(got, expected) == pytest.approx(1e-3, rel=1e-2)
     got[0, 3, 77] = torch.nan
-    assert suite.worst_row(got, expected) == math.inf
+    assert comparing.worst_row(got, expected) == math.inf
 
 
 def test_empty_rows_agree():
-    assert suite.worst_row(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)) == 0.0
-    assert suite.worst_row(torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)) == math.inf
+    assert comparing.worst_row(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)) == 0.0
+    assert comparing.worst_row(torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)) == math.inf
 
 
 def test_rounds_alternate_their_order_and_stop_in_time():
@@ -223,12 +226,12 @@ def test_the_rows_cover_the_speed_promise():
 
 def test_rows_are_chosen_by_name_and_by_words():
     every = cases.rows()
-    assert {c.workload.head_dim for c in cases.selected(every, words="causal d64 bfloat16")} == {64}
-    assert [c.name for c in cases.selected(every, names=every[3].name)] == [every[3].name]
+    assert {c.workload.head_dim for c in plain.selected(every, words="causal d64 bfloat16")} == {64}
+    assert [c.name for c in plain.selected(every, names=every[3].name)] == [every[3].name]
     with pytest.raises(SpecError, match="--list"):
-        cases.selected(every, words="d65")
+        plain.selected(every, words="d65")
     with pytest.raises(SpecError, match="nothing-of-this-name"):
-        cases.selected(every, names="nothing-of-this-name")
+        plain.selected(every, names="nothing-of-this-name")
 
 
 @pytest.mark.parametrize(
@@ -238,28 +241,28 @@ def test_rows_are_chosen_by_name_and_by_words():
 def test_the_peer_and_the_sample_agree_with_the_oracle(causal, window, kv_heads):
     q, k, v = (torch.randn(2, h, 100, 8, dtype=torch.float64) for h in (4, kv_heads, kv_heads))
     out = problem.sdpa(q, k, v, {"causal": causal, "window": window})()
-    seen = suite.sampled_error(q, k, v, out, None, causal=causal, window=window)
+    seen = check.sampled_error(q, k, v, out, None, causal=causal, window=window)
     assert seen.relative < 1e-13
     assert (seen.heads, seen.rows) == (4, 96)
     out[-1, -1, -1] += 1.0
-    assert suite.sampled_error(q, k, v, out, None, causal=causal, window=window).relative > 0.1
+    assert check.sampled_error(q, k, v, out, None, causal=causal, window=window).relative > 0.1
 
 
 def test_the_sample_is_bounded_and_reaches_the_ends():
     q, k, v = torch.randn(1, 2, 4096, 8), torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300, 8)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     lse = (q @ k.transpose(-1, -2) / 8**0.5).logsumexp(-1)
-    seen = suite.sampled_error(q, k, v, out, lse)
+    seen = check.sampled_error(q, k, v, out, lse)
     assert seen.rows == 96 and seen.relative < 1e-5 and seen.lse < 1e-5
     lse[0, 1, -1] += 0.5
-    assert suite.sampled_error(q, k, v, out, lse).lse == pytest.approx(0.5, rel=1e-3)
+    assert check.sampled_error(q, k, v, out, lse).lse == pytest.approx(0.5, rel=1e-3)
 
 
 def test_values_that_cancel_are_no_mismatch():
     q, k = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 64, 4)
     v = (1e3 * (1 - 2 * (torch.arange(64) % 2)) + torch.arange(64) / 64)[:, None].expand(1, 1, 64, 4).half()
     exact = v.double().mean(2, keepdim=True).expand(1, 1, 4, 4)
-    seen = suite.sampled_error(q.half(), k.half(), v, exact.half() + 0.2, None)
+    seen = check.sampled_error(q.half(), k.half(), v, exact.half() + 0.2, None)
     assert seen.relative > 0.1
     assert seen.weighted == pytest.approx(2e-4, rel=0.1)
 
@@ -268,8 +271,8 @@ def test_shared_nan_is_no_error_and_a_lone_one_is():
     q, k, v = (torch.randn(1, 1, 8, 4) for _ in range(3))
     v[0, 0, 2, 1] = torch.nan
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    assert suite.sampled_error(q, k, v, expected, None).relative < 1e-5
-    assert suite.sampled_error(q, k, v, expected.nan_to_num(), None).relative == math.inf
+    assert check.sampled_error(q, k, v, expected, None).relative < 1e-5
+    assert check.sampled_error(q, k, v, expected.nan_to_num(), None).relative == math.inf
 
 
 def test_kinds_of_arithmetic():
@@ -303,7 +306,7 @@ def test_a_process_that_starts_in_a_bad_window_knows_it():
 
 def test_tables_fit_80_columns():
     slow = rounds((1.30689, 16.1234, 2.6, 0.5), (0.3, 4.0, 2.6, 0.5), (9.9, 99.0, 5.6, 0.5))
-    assert slow.summary(suite.OURS).spread > 1
+    assert slow.summary(plain.OURS).spread > 1
     console = Console(width=80, no_color=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     wide = Case("dense", "causal", Workload("w", frozenset(), 8, 12, 12, 8192, 8192, 128, causal=True))
     console.print(tables.table([tables.row(result(slow, case=c)) for c in (wide, PLAIN)], "float32"))

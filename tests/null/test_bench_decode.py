@@ -10,20 +10,16 @@ import pytest
 import torch
 
 import polyflash
+from benchmarks import cases, page, suite, tables
+from benchmarks.cases import SDPA, Case
+from benchmarks.decode import cases as decode_cases
+from benchmarks.decode import keys as decode_keys
+from benchmarks.decode import plot, stream
+from benchmarks.decode import problems as decode
+from benchmarks.decode import tables as decode_tables
 from polyflash import cli
-from polyflash.bench import (
-    cases,
-    decode,
-    decode_cases,
-    decode_keys,
-    decode_tables,
-    page,
-    plot,
-    stream,
-    suite,
-    tables,
-)
-from polyflash.bench.cases import SDPA, Case
+from polyflash.bench import check
+from polyflash.bench import suite as plain
 from polyflash.bench.timing import Comparison, Round
 from polyflash.errors import SpecError
 
@@ -33,7 +29,7 @@ PARTS = (
 )  # fmt: skip
 QUICK = decode_cases.rows("quick")
 LAST_LEVEL = stream.last_level_bytes
-SOUND = suite.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
+SOUND = check.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
 compiled = pytest.mark.skipif(not stream.available(), reason="numba is not installed")
 
 
@@ -58,7 +54,7 @@ def first(part: str, **wanted) -> Case:
 
 def row(case: Case, seconds: dict[str, float], **chosen) -> dict:
     """A measured row of three quiet rounds, all alike, whose call reads 40 MB."""
-    rounds = Comparison(tuple(Round({suite.OURS: 1e-3, **seconds}, 1.0) for _ in range(3)))
+    rounds = Comparison(tuple(Round({plain.OURS: 1e-3, **seconds}, 1.0) for _ in range(3)))
     made = suite.Result(
         case, "cpu/decode", rounds, 0.0, SOUND, SOUND, 1e9, 1e9, None, 1, bytes=40_000_000, chosen=chosen
     )
@@ -196,7 +192,7 @@ def test_all_arms_answer_the_same_question(case):
     difference, ours, other = made.check()
     assert difference < 1e-5 and ours.weighted < 1e-5 and other.weighted < 1e-5
     assert len(made.outputs) >= 2 and made.samples and made.backend
-    assert next(iter(made.arms)) == suite.OURS
+    assert next(iter(made.arms)) == plain.OURS
     for call in made.arms.values():
         call()
     out = made.outputs[0]().clone()
@@ -248,7 +244,7 @@ def test_figures_are_rates_and_ratios_of_medians():
     found = figures(row(step, {**arms, decode_keys.AMAX: 0.7e-3, suite.AFTER: 2e-3, **between}))
     assert (found["stream"], found["by"], found["after"]) == ("70%", "amax", "50%")
     assert found["ratio"] == "5.00" and found["folded"] == "2.00" and found["on"] == "cpu/decode"
-    alone = Comparison((Round({suite.OURS: 1.0, SDPA: 1.0}, 1.0),))
+    alone = Comparison((Round({plain.OURS: 1.0, SDPA: 1.0}, 1.0),))
     assert suite.Result(step, "", alone, 0.0, SOUND, SOUND, 1.0, 1.0, None, 1).after is None
     found = figures(row(first(decode_cases.PAGED), {suite.PLAIN: 0.8e-3, decode_keys.PAGES: 0.7e-3}))
     assert found["×whole"] == "1.25" and found["stream"] == "" and found["of pages"] == "70%"
@@ -279,7 +275,7 @@ def test_a_round_is_as_quiet_as_its_memory(monkeypatch):
 
 def test_memory_bound_rows_are_not_blamed_for_scaling():
     case = first(decode_cases.STEPS)
-    rounds = Comparison(tuple(Round({suite.OURS: 1.0, SDPA: 1.0, suite.ALONE: 1.2}, 1.0) for _ in range(3)))
+    rounds = Comparison(tuple(Round({plain.OURS: 1.0, SDPA: 1.0, plain.ALONE: 1.2}, 1.0) for _ in range(3)))
     made = suite.Result(case, "cpu", rounds, 0.0, SOUND, SOUND, 1.0, 1.0, None, 2)
     assert made.marks == ("low scaling",)
     assert replace(made, bytes=1).marks == ()
@@ -318,7 +314,7 @@ def test_the_picture_has_every_step_of_the_widest_heads(tmp_path):
     assert {r["head_dim"] for r in rows} == {64, 128}
     drawn = plot.steps(content)
     assert {r["head_dim"] for r in drawn} == {128} and 2 * len(drawn) == len(rows)
-    assert plot.rate(rows[0], suite.OURS) == pytest.approx(40.0)
+    assert plot.rate(rows[0], plain.OURS) == pytest.approx(40.0)
     assert plot.torch_rate(rows[0]) == pytest.approx(20.0)
     plot.draw(content, str(tmp_path / "steps.png"))
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
@@ -388,7 +384,7 @@ def test_one_row_of_each_part_through_the_command(tmp_path):
     found = json.loads(file.read_text())["rows"]
     assert [r["name"] for r in found] == names
     assert all(r["bytes"] > 0 and "mismatch" not in r["marks"] for r in found)
-    assert found[0]["arms"].keys() >= {suite.OURS, SDPA, suite.AFTER, *decode_keys.READERS}
+    assert found[0]["arms"].keys() >= {plain.OURS, SDPA, suite.AFTER, *decode_keys.READERS}
     assert found[0]["arms"].keys() >= {decode_keys.between(name) for name in decode_keys.READERS}
     assert "### decode, groups, float32" in drawn.read_text()
     assert cases.DECODE in cases.SUITES

@@ -20,23 +20,20 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from polyflash.bench import (
-    gpu,
-    gpu_arms,
-    gpu_cases,
-    gpu_children,
-    gpu_machine,
-    gpu_page,
-    gpu_rows,
-    gpu_timing,
-)
-from polyflash.bench.gpu_accuracy import error
-from polyflash.bench.gpu_arms import OURS, GpuArm, arms, make_tensors, prepared
-from polyflash.bench.gpu_cases import BACKWARD, DECODE, FORWARD, GRAPH, HOST, GpuCase
-from polyflash.bench.gpu_children import Children, Task
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import arms as gpu_arms
+from benchmarks.gpu import cases as gpu_cases
+from benchmarks.gpu import children as gpu_children
+from benchmarks.gpu import machine as gpu_machine
+from benchmarks.gpu import page as gpu_page
+from benchmarks.gpu import rows as gpu_rows
+from benchmarks.gpu import timing as gpu_timing
+from benchmarks.gpu.accuracy import error
+from benchmarks.gpu.arms import OURS, GpuArm, arms, make_tensors, prepared
+from benchmarks.gpu.cases import BACKWARD, DECODE, FORWARD, GRAPH, HOST, GpuCase
+from benchmarks.gpu.children import Children, Task
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "gpu_bench.py"
 TINY = {c.part: c for c in reversed(gpu_cases.tiny())}
 CAUSAL = gpu_cases.tiny()[1]
 MATH = next(arm for arm in arms("torch") if arm.name == "math")
@@ -277,11 +274,12 @@ def single_loop(q, k, v, causal):
 """
 
 
-def test_children_answer_hang_die_and_are_replaced(tmp_path):
-    (tmp_path / "gpu_kernels.py").write_text(FAKE_KERNELS)
+def test_children_answer_hang_die_and_are_replaced(tmp_path, monkeypatch):
+    (tmp_path / "fake_kernels.py").write_text(FAKE_KERNELS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
     named = {arm.name: arm for arm in arms("torch")}
     full = gpu_cases.tiny()[0]
-    settings = {"device": "cpu", "backend": "torch", "variants": [], "path": [str(tmp_path)]}
+    settings = {"device": "cpu", "backend": "torch", "variants": [], "kernels": "fake_kernels"}
     heard: dict[tuple[str, bool], dict[str, Any]] = {}
     children = Children(1, settings, patience=4.0)
     order = [("tutorial", full), ("flag", CAUSAL), ("tutorial", CAUSAL), ("flag", full), (OURS, CAUSAL)]
@@ -334,7 +332,7 @@ sys.exit(int(end.removeprefix("early")))
 def test_the_supervisor_goes_on_behind_a_crash_and_stops_without_progress(tmp_path, ends: str, starts: int):
     program, file = tmp_path / "stub.py", tmp_path / "rows.jsonl"
     program.write_text(STUB)
-    gpu._supervised(argparse.Namespace(budget=60.0), [str(file), ends], file, str(program))
+    gpu._supervised(argparse.Namespace(budget=60.0), [str(file), ends], file, (sys.executable, str(program)))
     assert len(gpu.read(file)["runs"]) == starts
 
 
@@ -365,16 +363,16 @@ def words(tmp_path: Path, *more: str) -> list[str]:
 
 
 def run(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *words(tmp_path, *more)]
+    command = [sys.executable, "-m", "benchmarks.gpu", *words(tmp_path, *more)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, cwd=ROOT)
 
 
 def test_one_command_measures_resumes_and_writes_the_page(tmp_path):
     page, file = tmp_path / "2026-01-02-cpu.md", tmp_path / "rows.jsonl"
     until = ["--until", str(time.time() + 60)]
     asked = words(tmp_path, "--arms", "polyflash,math", "--parts", "forward", "--workers", "0", *until)
-    assert gpu.main(asked, program="") == 0
+    assert gpu.main(asked) == 0
     before = gpu.read(file)["rows"]
     kept = [x for x in file.read_text().splitlines() if not ('"row"' in x and "forward-causal" in x)]
     file.write_text("\n".join(kept) + "\n")
@@ -389,7 +387,7 @@ def test_one_command_measures_resumes_and_writes_the_page(tmp_path):
     assert content["ends"] and len(content["runs"]) == 2
     text = page.read_text()
     assert "### tiny backward" in text and text.endswith("## What the tables do not show\n\nThis stays.\n")
-    assert "scripts/gpu_bench.py --device cpu" in text and "--until" not in text and str(ROOT) not in text
+    assert "python -m benchmarks.gpu --device cpu" in text and "--until" not in text and str(ROOT) not in text
 
 
 def test_no_device_is_an_answer(tmp_path):
@@ -418,7 +416,7 @@ def content() -> dict[str, Any]:
         row(GpuCase(GRAPH, "graph", 0, "bfloat16", 1, 8, 8, 1, 1024, 128), {OURS: 11.5e-6}),
     ]
     run = {"machine": {"device": "X"}, "ceilings": {"matmul_tflops": 800.0, "copy_gbs": 4500.0},
-           "command": "python scripts/gpu_bench.py", "titles": {"flash": "SDPA flash"}}  # fmt: skip
+           "command": "python -m benchmarks.gpu", "titles": {"flash": "SDPA flash"}}  # fmt: skip
     return {
         "runs": [run],
         "ends": [],
@@ -467,7 +465,7 @@ def test_peer_kernels_are_right_in_the_interpreter(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     code = (
-        "import sys; sys.path[:0] = ['scripts']; import torch, gpu_kernels as g\n"
+        "import torch; from benchmarks.gpu import kernels as g\n"
         "for causal in (False, True):\n"
         "    q, k, v = (torch.randn(2, 2, 48, 32) for _ in range(3))\n"
         "    w = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)\n"

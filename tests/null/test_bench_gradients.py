@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import polyflash
+from benchmarks import cases, gradients, problem, suite, tables
+from benchmarks.cases import BACKWARD, FORWARD, OPERANDS, SDPA, SHARES, STEP, Case
 from polyflash import cli
-from polyflash.bench import cases, gradients, problem, suite, tables
-from polyflash.bench.accuracy import TOLERANCE
-from polyflash.bench.cases import BACKWARD, FORWARD, OPERANDS, SDPA, SHARES, STEP, Case
+from polyflash.compare import TOLERANCE
 
 QUICK = cases.rows(["backward"], size="quick")
 BY_KIND = {f"{c.kind}{'-gqa' if c.workload.kv_heads == 2 else ''}": c for c in reversed(QUICK)}

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import cases, child, children, peers
+from benchmarks.peers import PEERS, Peer
 from polyflash import cli
-from polyflash.bench import cases, children, peers
-from polyflash.bench.peers import PEERS, Peer
 
 FAKE = """
 import os, sys, time
@@ -62,7 +62,7 @@ def test_absent_peers_are_named_with_the_reason():
 
 
 def test_an_absent_peer_starts_no_process(monkeypatch):
-    monkeypatch.setattr(children.subprocess, "Popen", None)
+    monkeypatch.setattr(child.subprocess, "Popen", None)
     answers = list(
         children.answers("jax", chosen("full-float32"), seconds=1, peer=Peer("x", ("no_such_one",), ""))
     )
@@ -90,12 +90,11 @@ def test_a_peer_in_its_own_process_answers_case_by_case(fake):
 def test_a_peer_that_dies_or_hangs_is_absent(fake, monkeypatch):
     (died,) = children.answers("jax", chosen("full-float32"), seconds=0.01, peer=fake("dies"))
     assert died["reason"] == "its process ended with code 3: last words"
-    monkeypatch.setattr(children, "_START", 0.5)
     monkeypatch.setattr(children, "_PER_ROW", 0.0)
     hung = list(
         children.answers("jax", chosen("full-float32", "full-float16"), seconds=0.5, peer=fake("hangs"))
     )
-    assert [a["reason"] for a in hung] == ["no answer in 2 s"] * 2
+    assert [a["reason"] for a in hung] == ["hung: no answer in 1 s"] * 2
 
 
 def test_cases_survive_the_way_to_the_child():

@@ -12,14 +12,17 @@ import torch
 from rich.console import Console
 
 import polyflash
+from benchmarks import cases, page, problem, suite, tables
+from benchmarks.cases import SDPA, Case
 from polyflash import cli
-from polyflash.bench import cases, page, peak, problem, suite, tables
-from polyflash.bench.cases import SDPA, Case
+from polyflash import compare as comparing
+from polyflash.bench import check, peak
+from polyflash.bench import suite as plain
 from polyflash.bench.timing import Comparison, Round
 from polyflash.errors import SpecError
 from polyflash.reference import attention_reference, varlen_reference
 
-SOUND = suite.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
+SOUND = check.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
 FEATURES = ("masks", "bias", "varlen", "windows")
 BY_KIND = {c.kind: c for c in cases.rows(FEATURES, size="quick")}
 
@@ -34,7 +37,7 @@ def small(kind: str, dtype: str = "float64") -> Case:
 
 def row(case: Case, seconds: dict[str, float], *, backend: str = "cpu", difference: float = 0.0) -> dict:
     """A measured row of three quiet rounds, all alike; 1 GFLOP, the plain call 4."""
-    arms = {suite.OURS: 1e-3, suite.AFTER: 1e-3, suite.ALONE: 2e-3, suite.PLAIN: 1e-3, **seconds}
+    arms = {plain.OURS: 1e-3, suite.AFTER: 1e-3, plain.ALONE: 2e-3, suite.PLAIN: 1e-3, **seconds}
     best = peak.Peak("fp32", per_thread=100.0, together=190.0, threads=2, cores=2)
     rounds = Comparison(tuple(Round(arms, 1.0) for _ in range(3)))
     made = suite.Result(case, backend, rounds, difference, SOUND, SOUND, 1e9, 4e9, best, 2)
@@ -98,10 +101,10 @@ def test_ours_and_torch_get_the_same_problem(kind):
         expected = varlen_reference(ours.q, ours.k, ours.v, bounds, bounds, **plain).out
     else:
         expected = attention_reference(ours.q, ours.k, ours.v, **ours.options).out
-    assert suite.worst_row(ours(), expected) < 1e-12
+    assert comparing.worst_row(ours(), expected) < 1e-12
     assert (made.torch is None) is (case.peer == "")
     if made.torch:
-        assert suite.worst_row(made.packed(made.torch()), expected) < 1e-12
+        assert comparing.worst_row(made.packed(made.torch()), expected) < 1e-12
 
 
 @pytest.mark.parametrize("kind", BY_KIND)
@@ -147,7 +150,7 @@ def test_packed_work_is_that_of_the_members():
 
 
 def test_ratios_against_the_peer_and_against_our_plain_call():
-    made = row(BY_KIND["blocks"], {suite.OURS: 2e-3, SDPA: 5e-3, suite.PLAIN: 6e-3})
+    made = row(BY_KIND["blocks"], {plain.OURS: 2e-3, SDPA: 5e-3, suite.PLAIN: 6e-3})
     assert made["ratio"] == pytest.approx(2.5)
     assert made["over_plain"] == pytest.approx(1 / 3)
     assert made["rate_of_plain"] == pytest.approx((1 / 2e-3) / (4 / 6e-3))
@@ -170,7 +173,7 @@ def test_every_table_fits_80_columns(name):
     every = cases.rows([name], size="long")
     titles = {tables.section(c): [d for d in every if tables.section(d) == tables.section(c)] for c in every}
     for titled in titles.values():
-        slow = {suite.OURS: 1.30689, suite.ALONE: 99.0, suite.PLAIN: 0.01}
+        slow = {plain.OURS: 1.30689, plain.ALONE: 99.0, suite.PLAIN: 0.01}
         rows = [row(c, {**slow, c.peer or SDPA: 16.1234}, backend="torch") for c in titled]
         text = text_of(rows)
         assert "…" not in text and max(map(len, text.splitlines())) <= 80
@@ -289,5 +292,5 @@ def test_files_become_a_page(tmp_path, capsys):
 
 
 def test_two_samples_join_to_the_worse_of_both():
-    other = suite.Accuracy(1e-3, 1e-9, math.inf, 0.0, 1, 8)
-    assert SOUND | other == suite.Accuracy(1e-3, 1e-7, math.inf, 0.0, 2, 24)
+    other = check.Accuracy(1e-3, 1e-9, math.inf, 0.0, 1, 8)
+    assert SOUND | other == check.Accuracy(1e-3, 1e-7, math.inf, 0.0, 2, 24)

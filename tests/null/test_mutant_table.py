@@ -13,7 +13,8 @@ from types import ModuleType
 import pytest
 
 import polyflash
-from polyflash.workloads import CATALOGUE, DTYPES
+from polyflash.workloads import DTYPES
+from tests.catalogue import CATALOGUE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

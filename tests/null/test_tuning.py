@@ -31,7 +31,8 @@ from polyflash.tuning import command, search, store
 from polyflash.tuning.search import CHALLENGER, INCUMBENT, Step, tune
 from polyflash.tuning.store import Entry
 from polyflash.tuning.trial import difference_of, trial, worst_row
-from polyflash.workloads import Workload, named
+from polyflash.workloads import Workload
+from tests.catalogue import named
 
 HERE = replace(targets.detect("cpu"), packages=(("numba", "0.60"),))
 SPEC = AttentionSpec(Phase.FORWARD, "float32", "cpu", 2, 4, 2, 40, 70, 64, 64, frozenset())
@@ -599,7 +600,7 @@ class TestCommand:
     def test_a_backend_of_other_devices_is_refused_in_one_line(self, monkeypatch):
         row = replace(ROW, backend="triton", targets=("cuda:", "hip:"))
         monkeypatch.setattr(backends, "TABLE", (*backends.TABLE, row))
-        from polyflash.bench import asked
+        from polyflash.tuning import asked
 
         options = type("Options", (), {"device": "cpu", "backend": "triton"})()
         with pytest.raises(UnsupportedError, match=r"^triton: its kernels need cuda:, hip: and this is cpu:"):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from polyflash.spec import is_decode
-from polyflash.workloads import CATALOGUE, DTYPES, FAMILIES, Workload, make, named, with_dtype, workloads
+from polyflash.workloads import DTYPES, FAMILIES, Workload, make, with_dtype
+from tests.catalogue import CATALOGUE, named, workloads
 from tests.tolerance import visible
 
 

@@ -3,9 +3,20 @@ it."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
 from polyflash.backends.cpu.capabilities import CAPABILITIES as CPU
 from polyflash.backends.torch.capabilities import CAPABILITIES as TORCH
 from polyflash.backends.triton.capabilities import CAPABILITIES as TRITON
 
 TABLE = (*CPU, *TRITON, *TORCH)
 BACKENDS = tuple(dict.fromkeys(row.backend for row in TABLE))
+
+if TYPE_CHECKING:
+    from polyflash.advice import Report
+
+
+def report_of(backend: str) -> Report:
+    """What a backend says of itself: its module `report`, imported when somebody asks."""
+    return cast("Report", import_module(f"{__name__}.{backend}.report"))

@@ -1,139 +1,153 @@
-"""`polyflash bench`: what it does with its arguments."""
+"""`polyflash bench`: the suites of the wheel, or in a checkout its laboratory, which has every suite."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
+import polyflash
 from polyflash import target
-from polyflash.errors import SpecError
+from polyflash.bench import suite
+from polyflash.bench.peak import Peak, calibrate, kind_of
+from polyflash.bench.race import GpuCalibration
+from polyflash.bench.suite import MARKS, OURS, SDPA
+from polyflash.errors import UnsupportedError
 from polyflash.options import device_here
+from polyflash.target import Target
+
+SCHEMA = "polyflash.bench/1"
+
+
+def laboratory(module: str) -> Any:
+    """A module of `benchmarks/`, None outside a checkout."""
+    root = Path(polyflash.__file__).resolve().parents[2]
+    if not (root / "benchmarks" / "__init__.py").exists():
+        return None
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return import_module(f"benchmarks.{module}")
+
+
+def needs_laboratory(what: str) -> UnsupportedError:
+    """The refusal of what only a checkout has."""
+    return UnsupportedError(
+        f"{what}: got no laboratory here, wanted the folder benchmarks/ of polyflash's sources. Clone them"
+        " and `pip install -e .` there"
+    )
 
 
 def run(options: argparse.Namespace, out: Console, err: Console) -> int:
-    """This machine against torch SDPA and the other attention implementations found on it."""
-    from polyflash.bench import page
-
-    _check_files(options)
-    if options.page and options.calls:
-        raise SpecError("page: got --calls, whose stages have no page. Use --json, or leave --calls out")
-    if options.plot:
-        from polyflash.bench import plot
-
-        plot.check_possible(None if options.sources else () if options.calls else _chosen(options))
-    if options.sources:
-        content = page.merged([page.read(file) for file in options.sources])
-        if options.list:
-            print("\n".join(r["name"] for r in content["rows"] if r["marks"]))
-            return 0
-        if not options.quiet:
-            page.print_tables(out, content)
-    else:
-        if options.list:
-            print("\n".join(case.name for case in _chosen(options)))
-            return 0
-        content = _measured(options, out)
-    stopped = content.pop("stopped", None)
-    if options.json and (content.get("rows") or not stopped):
-        Path(options.json).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    if stopped:
-        kept = options.json if options.json and content["rows"] else "no file"
-        raise stopped(f": {len(content['rows'])} rows were measured and are in {kept}")
-    if options.page:
-        file = Path(options.page)
-        before = file.read_text(encoding="utf-8") if file.exists() else ""
-        file.write_text(page.markdown(content, before), encoding="utf-8")
-    if options.plot:
-        plot.draw(content, options.plot)
-    return 1 if any("mismatch" in r["marks"] for r in content.get("rows", ())) else 0
-
-
-def _measured(options: argparse.Namespace, out: Console) -> dict[str, Any]:
-    """The document of a measurement made now."""
-    from polyflash.bench import calibrate, kind_of, report
-
-    chosen = _chosen(options)
-    seconds = options.seconds or (0.5 if options.size == "quick" else 2.0)
-    if is_gpu(options):
-        return _measured_on_gpu(options, chosen, seconds, out)
-    device = target.detect("cpu")
-    calibration = calibrate(device)
-    if calibration and not options.calls:
-        for kind in dict.fromkeys(kind_of(c.workload.dtype, device) for c in chosen):
-            calibration.peak(kind)
-    peaks = calibration.measured if calibration else ()
-    if not options.quiet:
-        report.print_machine(out, device, peaks)
-    if options.calls:
-        content = report.calls(out, seconds, calibration)
-    else:
-        content = report.measured(out, chosen, seconds, calibration, quiet=options.quiet)
-        content["commands"] = [_command(options)]
-    return {**content, "machine": report.machine(device, peaks)}
-
-
-def is_gpu(options: argparse.Namespace) -> bool:
-    return bool(options.device) and options.device != "cpu"
-
-
-def _check_files(options: argparse.Namespace) -> None:
-    """Refuses before a long measurement what would lose it, and what a GPU does not measure."""
-    for name in ("json", "page", "plot"):
-        file = getattr(options, name)
-        if file and name != "plot" and not Path(file).absolute().parent.is_dir():
-            raise SpecError(f"{name}: got {file}, wanted a file in a folder that is there")
-    if not is_gpu(options) or options.sources:
-        return
-    device_here(options.device)
-    if options.calls or options.plot:
-        got = "--calls" if options.calls else "--plot"
-        raise SpecError(f"{got.strip('-')}: got {got} on a GPU, wanted it on a CPU. See `make bench-gpu`")
-
-
-def _measured_on_gpu(
-    options: argparse.Namespace, chosen: Sequence[Any], seconds: float, out: Console
-) -> dict[str, Any]:
-    """The same on a GPU, by its own clock."""
-    from polyflash.bench import gpu_machine, report
-
+    """This machine against torch SDPA and, in a checkout, the other attention implementations found on it."""
+    if found := laboratory("command"):
+        return int(found.run(options, out, err))
+    for name in ("peers", "calls", "plot", "sources", "page"):
+        if getattr(options, name):
+            raise needs_laboratory("--from" if name == "sources" else f"--{name}")
+    if beyond := [name for name in options.suite if name not in suite.SUITES]:
+        raise needs_laboratory(f"--suite {','.join(beyond)}")
+    listed = [case for name in options.suite or suite.SUITES for case in suite.cases(name, options.size)]
+    chosen = suite.selected(listed, names=options.rows, words=" ".join(options.filter))
+    if options.list:
+        print("\n".join(case.workload.name for case in chosen))
+        return 0
     device = device_here(options.device)
-    calibration = gpu_machine.GpuCalibration(device)
-    about = report.gpu(device, calibration)
-    if not options.quiet:
-        report.print_gpu(out, about)
-    content = report.measured(out, chosen, seconds, calibration, quiet=options.quiet, device=device)
-    return {**content, "commands": [_command(options)], "machine": about}
+    rows: list[dict[str, Any]] = []
+    here = target.detect(torch.device(device).type, torch.device(device).index or 0)
+    kinds = dict.fromkeys(kind_of(case.workload.dtype, here) for case in chosen)
+    about, calibration = calibrated(device, tuple(kinds))
+    try:
+        if not options.quiet:
+            out.print(" ".join(f"{name} {about[name]}" for name in ("polyflash", "torch", "cpu", "threads")))
+        for case in chosen:
+            seconds = options.seconds or (0.5 if options.size == "quick" else 2.0)
+            rows.append(suite.measured(case, seconds, calibration, device))
+        out.print(table(rows), *(f"\n{text}" for mark, text in MARKS.items() if _any(rows, mark)))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f": {len(rows)} rows were measured") from None
+    finally:
+        if options.json and rows:
+            document = {"schema": SCHEMA, "rows": rows, "absent": [], "commands": [], "machine": about}
+            Path(options.json).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", "utf-8")
+    return 1 if _any(rows, "mismatch") else 0
 
 
-def _chosen(options: argparse.Namespace) -> Sequence[Any]:
-    from polyflash.bench import cases
-
-    suites = options.suite or ([cases.PEER_SUITE] if options.peers else [])
-    here = [s for s in cases.SUITES if not is_gpu(options) or s not in cases.OF_CPUS]
-    suites = here if "all" in suites else list(dict.fromkeys(suites))
-    absent = [s for s in suites if s in cases.OF_CPUS and is_gpu(options)]
-    if absent:
-        wanted = f"some of {', '.join(here)}. `make bench-gpu` has decode and peers of GPUs"
-        raise SpecError(f"suite: got {', '.join(absent)} on a GPU, wanted {wanted}")
-    if options.peers and cases.PEER_SUITE not in suites:
-        suites = [*suites, cases.PEER_SUITE]
-    every = cases.rows(suites, size=options.size, peers=options.peers)
-    return cases.selected(every, names=options.rows, words=" ".join(options.filter))
+def _any(rows: Sequence[dict[str, Any]], mark: str) -> bool:
+    return any(mark in row["marks"] for row in rows)
 
 
-def _command(options: argparse.Namespace) -> str:
-    """The command that measures this again; files, which say nothing about the figures, left out."""
-    words = ["polyflash bench"]
-    words += [f"--device {options.device}"] if is_gpu(options) else []
-    words += [f"--suite {','.join(options.suite)}"] if options.suite else []
-    words += [f"--peers {','.join(options.peers)}"] if options.peers else []
-    words += [f"--rows {options.rows}"] if options.rows else []
-    words += [f"--filter {' '.join(options.filter)}"] if options.filter else []
-    words += [f"--{options.size}"] if options.size else []
-    words += [f"--seconds {options.seconds:g}"] if options.seconds else []
-    return " ".join(words)
+def calibrated(device: str, kinds: Sequence[str]) -> tuple[dict[str, Any], Any]:
+    """What the figures depend on, and the calibration of a device for these kinds of arithmetic."""
+    here = target.detect(torch.device(device).type, torch.device(device).index or 0)
+    if device != "cpu":
+        gpu = GpuCalibration(device)
+        return {**machine(here, ()), **gpu.facts}, gpu
+    if (cpu := calibrate(here)) is None:
+        return machine(here, ()), None
+    for kind in kinds:
+        cpu.peak(kind)
+    return machine(here, cpu.measured), cpu
+
+
+def machine(here: Target, peaks: Sequence[Peak]) -> dict[str, Any]:
+    """What the figures depend on: CPU, instruction set, versions, threads, measured peaks. No names, no
+    paths."""
+    return {
+        "cpu": cpu_name(),
+        **{"target": here.name, "features": sorted(here.features), "cores": here.cores},
+        **{"threads": torch.get_num_threads(), "python": platform.python_version()},
+        "system": f"{platform.system()} {platform.machine()}",
+        **{"polyflash": polyflash.__version__, "torch": torch.__version__, "packages": dict(here.packages)},
+        "huge_pages": huge_pages(),
+        "peaks": [
+            {"kind": p.kind, "gflops_per_thread": p.per_thread, "gflops_together": p.together}
+            | {"threads": p.threads, "cores": p.cores, "scaling": p.scaling}
+            for p in peaks
+        ],
+    }
+
+
+def cpu_name() -> str:
+    """The CPU's own name for itself, as far as the system tells."""
+    return target.cpu_model() or platform.processor() or platform.machine()
+
+
+def huge_pages() -> str:
+    """Who gets transparent huge pages here: always, madvise, never; empty if the system does not say."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
+    except OSError:
+        return ""
+    return text.partition("[")[2].partition("]")[0]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One line per case: medians in ms with their middle half, the ratio, and what to doubt it by."""
+    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False, show_edge=False)
+    for name in ("case", "ours ms", "±", "torch ms", "ratio", "GF/s", "peak", "scaling", "on"):
+        shown.add_column(name, justify="left" if name in ("case", "on") else "right", no_wrap=True)
+    for row in rows:
+        ours, theirs = row["arms"][OURS], row["arms"][SDPA]
+        sign = next((MARKS[mark][0] for mark in row["marks"]), "")
+        shown.add_row(
+            row["name"],
+            f"{1e3 * ours['median_s']:.3g}",
+            f"{ours['iqr_s'] / ours['median_s']:.0%}",
+            f"{1e3 * theirs['median_s']:.3g}",
+            f"{sign}{row['ratio']:.2f}" if row["ratio"] is not None else "! —",
+            f"{row['gflops']:.0f}",
+            f"{row['of_peak']:.0%}" if row["of_peak"] is not None else "",
+            f"{row['scaling']:.2f}" if row["scaling"] is not None else "",
+            row["backend"],
+        )
+    return shown

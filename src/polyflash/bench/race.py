@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 
-from polyflash.bench.timing import Arm, Comparison, Round, Summary, compare, enough
+from polyflash.bench.peak import Peak
+from polyflash.bench.timing import Arm, Comparison, Round, Summary, compare, enough, median
 
 ROUNDS = 5
 _SAMPLE = 10e-3  # seconds of calls between two events of a GPU
@@ -87,3 +91,50 @@ class GpuSpeed:
         rate = 1 / self._clock(self._copy, 4)
         self._best = max(self._best, rate)
         return rate / self._best
+
+
+class GpuCalibration:
+    """What `peak.Calibration` is to a CPU: the rate of a large product, and the present speed."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.ceilings, self.speed = device, ceilings(device), GpuSpeed(device)
+
+    def peak(self, kind: str) -> Peak | None:
+        """The rate of 16-bit products; others have none."""
+        rate = self.ceilings["matmul_tflops"] * 1e3
+        return Peak(kind, rate, rate, 1, 1) if kind in ("bfloat16", "float16") else None
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What a figure of this GPU must be quoted with."""
+        from polyflash.tuning.store import gpu_driver
+
+        cuda = torch.version.cuda or torch.version.hip
+        name = torch.cuda.get_device_name(self.device)
+        return {"gpu": name, "driver": gpu_driver(), "cuda": cuda, "ceilings": self.ceilings}
+
+
+def ceilings(device: str) -> dict[str, float]:
+    """`matmul_tflops`: a product of 8192³ on normal bfloat16 values. `copy_gbs`: a copy of 2 GiB, bytes read
+    and written. Medians of five; small ones on a CPU, to try the rest."""
+    is_cuda = torch.device(device).type == "cuda"
+    n, size = (8192, 1 << 31) if is_cuda else (256, 1 << 20)
+    kind, clock = (torch.bfloat16, queued) if is_cuda else (torch.float32, hosted)
+    a, b, out = (torch.randn(n, n, device=device).to(kind) for _ in range(3))
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+
+    def rate(work: float, call: Callable[[], object]) -> float:
+        clock(call, 5)
+        return work / median([clock(call, 10) for _ in range(5)])
+
+    product = rate(2 * n**3 / 1e12, lambda: torch.mm(a, b, out=out))
+    return {"matmul_tflops": product, "copy_gbs": rate(2 * size / 1e9, lambda: target.copy_(source))}
+
+
+def hosted(call: Callable[[], object], repeats: int) -> float:
+    """Seconds per call by the host's clock."""
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - began) / repeats

@@ -1,145 +1,171 @@
-"""One row of the benchmark measured: times interleaved, results compared before any ratio is made."""
+"""`polyflash bench` without its laboratory: dense, windowed and small problems against torch SDPA.
+
+A case is timed only after its outputs were compared. Every other suite lives in `benchmarks/` of a checkout,
+which is built on these cases and clocks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from polyflash.bench import gradients
-from polyflash.bench.accuracy import TOLERANCE, Accuracy, sampled_error, worst_row
-from polyflash.bench.cases import FORWARD, Case
-from polyflash.bench.peak import Calibration, Peak, kind_of
-from polyflash.bench.problem import Problem, build
-from polyflash.bench.race import compared
-from polyflash.bench.timing import LOW_SCALING, Arm, Comparison
-from polyflash.target import detect
+import polyflash
+from polyflash.bench.check import sampled_error
+from polyflash.bench.peak import Calibration, kind_of
+from polyflash.bench.race import GpuCalibration, compared
+from polyflash.bench.timing import FEWEST, LOW_SCALING, QUIET, Arm
+from polyflash.compare import TOLERANCE, worst_row
+from polyflash.errors import SpecError
+from polyflash.mask import visible_pairs
+from polyflash.spec import Phase
+from polyflash.work import flops_per_pair
+from polyflash.workloads import Workload, make, workloads
 
-if TYPE_CHECKING:
-    from polyflash.bench.gpu_machine import GpuCalibration
-
-__all__ = ["TOLERANCE", "Accuracy", "Result", "measure", "sampled_error", "worst_row"]
-
-OURS, ALONE, PLAIN = "polyflash", "polyflash, 1 thread", "polyflash, plain"
-AFTER = "polyflash, right after a torch operation"
-_SPLITS = 2e-3  # seconds on one thread from which a call is expected to use them all
+SDPA, OURS, ALONE = "torch SDPA", "polyflash", "polyflash, 1 thread"
+SUITES = ("dense", "windows", "small")
+SPLITS = 2e-3  # seconds on one thread from which a call is expected to use them all
+_LONGEST = {"quick": 512, "": 2048, "long": 8192}
+_SMALL = (  # batch, heads, seqlen, causal: where the cost of a call matters as much as the kernel
+    *((1, 1, 16, False), (1, 2, 128, False), (1, 2, 128, True), (1, 8, 128, False), (1, 8, 256, True)),
+    *((8, 12, 64, False), (1, 1, 32, False), (1, 2, 64, False), (1, 4, 256, False), (1, 2, 512, False)),
+    (1, 2, 512, True),
+)
+MARKS = {
+    "mismatch": "! results differ by more than rounding: no ratio",
+    "contended": f"~ contended: fewer than {FEWEST} rounds ran at {QUIET:.0%} of full speed; all count",
+    "low scaling": "? low scaling: cores were away during the calls, or the work was split badly",
+}
 
 
 @dataclass(frozen=True)
-class Result:
-    """One measured row. Times are seconds per call; `peak` is None where the machine could not be
-    calibrated. The arm of a peer has the name of `case.peer`. `bytes` are those that our call reads at least,
-    of a row that is held against memory; `chosen` is what such a row was found to use."""
+class Case:
+    """A case: a problem, and its suite and kind. `plain`: our call without its window is worth timing too."""
 
-    case: Case
-    backend: str
-    comparison: Comparison
-    difference: float  # between our results and the peer's: the worst row's relative L2
-    ours: Accuracy
-    peer: Accuracy
-    flops: float
-    plain_flops: float
-    peak: Peak | None
-    threads: int
-    bytes: int = 0
-    chosen: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def matches(self) -> bool:
-        tolerance = TOLERANCE[self.case.workload.dtype]
-        return self.difference <= tolerance and self.ours.weighted <= tolerance
-
-    @property
-    def ratio(self) -> float | None:
-        """The peer's median over ours; none is made without a peer or from outputs that differ."""
-        return self.comparison.ratio(self.case.peer, OURS) if self.case.peer and self.matches else None
-
-    @property
-    def gflops(self) -> float:
-        return self.flops / self.comparison.summary(OURS).median / 1e9
-
-    @property
-    def of_peak(self) -> float | None:
-        return self.gflops / self.peak.total if self.peak else None
-
-    @property
-    def scaling(self) -> float | None:
-        """Our time on one thread over our time on all of them."""
-        return self.comparison.ratio(ALONE, OURS) if self.threads > 1 else None
-
-    @property
-    def over_plain(self) -> float | None:
-        """Our time over that of our own plain call; none is made from a wrong output."""
-        return self.comparison.ratio(OURS, PLAIN) if self.case.plain and self.matches else None
-
-    @property
-    def rate_of_plain(self) -> float | None:
-        """Our rate per visible pair over that of our own plain call."""
-        return None if self.over_plain is None else self.flops / self.plain_flops / self.over_plain
-
-    @property
-    def after(self) -> float | None:
-        """Our time right after a parallel torch operation over our time on settled cores."""
-        timed = self.comparison.rounds[0].seconds
-        return self.comparison.ratio(AFTER, OURS) if AFTER in timed else None
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """Why this row must not be quoted as it stands. One core may use most of the memory's rate, so
-        scaling says nothing about rows that read."""
-        marks = []
-        if not self.matches:
-            marks.append("mismatch")
-        if self.comparison.contended:
-            marks.append("contended")
-        elif self.scaling is not None and not self.bytes and self.comparison.summary(ALONE).median >= _SPLITS:
-            marks.extend(["low scaling"] if self.scaling < LOW_SCALING * self.threads else [])
-        return tuple(marks)
+    suite: str
+    kind: str
+    workload: Workload
+    plain: bool = False
 
 
-def measure(
-    case: Case,
-    *,
-    seconds: float,
-    calibration: Calibration | GpuCalibration | None,
-    peer: Callable[[Problem], Callable[[], Tensor]] | None = None,
-    device: str = "cpu",
-) -> Result:
-    """Times one row and checks it: every row of the results against the peer's (against our torch row where
-    there is no peer), a sample against float64. `peer` makes the call that torch SDPA's stands for else, of a
-    row that is timed forward. On a GPU `calibration` is its own, and threads do not count."""
-    problem = build(case).to(device)
-    if peer:
-        problem = replace(problem, torch=peer(problem))
-    timed = problem if case.timed == FORWARD else gradients.differentiated(problem, case.timed)
-    ours = timed.ours
-    with torch.set_grad_enabled(case.timed != FORWARD):
-        difference, error, peer_error = timed.check()
-        here = detect("cpu") if device == "cpu" else detect("cuda", torch.device(device).index or 0)
+def cases(suite: str, size: str = "") -> list[Case]:
+    """The cases of a suite. `size` is "quick", "" or "long"."""
+    return {"dense": _dense, "windows": _windows, "small": _small}[suite](size)
+
+
+def _dense(size: str) -> list[Case]:
+    """The catalogue's plain problems, with 8 and with 2 key/value heads."""
+    listed = []
+    for w in workloads("bench"):
+        if w.window is None and w.kv_heads == w.heads and w.seqlen_q <= _LONGEST[size]:
+            kind = "causal" if w.causal else "full"
+            listed.append(Case("dense", kind, w))
+            listed.append(Case("dense", kind, replace(w, name=f"{w.name}-gqa", kv_heads=2)))
+    return listed
+
+
+def _windows(size: str) -> list[Case]:
+    """The catalogue's causal windows, and windows to both sides."""
+    listed = [Case("windows", "window", w, True) for w in workloads("bench") if w.window]
+    listed = [] if size == "quick" else listed
+    seqlen, side = (512, 32) if size == "quick" else (2048, 128)
+    for dtype in ("float32", "bfloat16", "float16"):
+        name = f"window-both-{dtype}-{seqlen}-d128"
+        w = Workload(name, frozenset({"bench"}), 1, 8, 8, seqlen, seqlen, 128, dtype=dtype)
+        listed.append(Case("windows", "both", replace(w, window=(side, side)), True))
+    return listed
+
+
+def _small(size: str) -> list[Case]:
+    listed = []
+    for dtype in ("float32", "bfloat16"):
+        for batch, heads, n, causal in _SMALL:
+            kind = "causal" if causal else "full"
+            name = f"small-{kind}-{dtype}-{n}-b{batch}-h{heads}"
+            w = Workload(
+                name, frozenset({"bench"}), batch, heads, heads, n, n, 64, dtype=dtype, causal=causal
+            )
+            listed.append(Case("small", kind, w))
+    return listed
+
+
+def selected(listed: Sequence[Any], *, names: str = "", words: str = "") -> tuple[Any, ...]:
+    """Cases by exact name (comma-separated), and those whose name has every one of `words`."""
+    wanted = [n for n in names.split(",") if n]
+    unknown = [n for n in wanted if n not in {c.workload.name for c in listed}]
+    if unknown:
+        raise SpecError(f"rows: got {', '.join(unknown)}, wanted names from `polyflash bench --list`")
+    parts = words.lower().replace(",", " ").split()
+    kept = [c for c in listed if not wanted or c.workload.name in wanted]
+    kept = [c for c in kept if all(part in c.workload.name.split("-") for part in parts)]
+    if not kept:
+        raise SpecError(f"filter: got {words!r}, which no row has. See `polyflash bench --list`")
+    return tuple(kept)
+
+
+def band(rows: int, keys: int, causal: bool, window: tuple[int | None, int | None] | None) -> Tensor:
+    """Which keys the rows of a causal or windowed self-attention see, as a bool tensor."""
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    distance = torch.arange(keys) - torch.arange(rows)[:, None]
+    above = distance >= -left if left is not None else distance == distance
+    return above if right is None else above & (distance <= right)
+
+
+def measured(
+    case: Case, seconds: float, calibration: Calibration | GpuCalibration | None, device: str
+) -> dict[str, Any]:
+    """One case as plain data, every round in it, so that medians can be made again."""
+    w = case.workload
+    q, k, v, options = make(w, device=device)
+    mask = band(w.seqlen_q, w.seqlen_k, bool(w.causal), w.window).to(device) if w.window else None
+    grouped, causal = w.heads != w.kv_heads, bool(w.causal) and mask is None
+
+    def ours() -> Tensor:
+        return polyflash.attention(q, k, v, **options)
+
+    def theirs() -> Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+    with torch.no_grad():
+        difference = worst_row(ours(), theirs())
+        error, other = (sampled_error(q, k, v, out, None, **options) for out in (ours(), theirs()))
         threads = torch.get_num_threads() if device == "cpu" else 1
-        arms = [Arm(OURS, ours)]
-        if timed.torch:
-            arms.append(Arm(case.peer, timed.torch))
-        if device == "cpu":
-            x = torch.randn(512, 512)
-            arms.append(Arm(AFTER, ours, before=lambda: x @ x))
-        if threads > 1:
-            arms.append(Arm(ALONE, ours, threads=1))
-        if timed.plain:
-            arms.append(Arm(PLAIN, timed.plain))
-        comparison = compared(arms, device, seconds, calibration.speed if calibration else None)
-        return Result(
-            case=case,
-            backend=ours.backend,
-            comparison=comparison,
-            difference=difference,
-            ours=error,
-            peer=peer_error,
-            flops=timed.flops,
-            plain_flops=timed.plain_flops,
-            peak=calibration.peak(kind_of(case.workload.dtype, here)) if calibration else None,
-            threads=threads,
-        )
+        arms = [Arm(OURS, ours), Arm(SDPA, theirs), *([Arm(ALONE, ours, threads=1)] if threads > 1 else [])]
+        found = compared(arms, device, seconds, calibration.speed if calibration else None)
+    plan = polyflash.explain(q, k, v, **options)
+    matches = max(difference, error.weighted) <= TOLERANCE[w.dtype]
+    scaling = found.ratio(ALONE, OURS) if threads > 1 else None
+    slow = scaling is not None and found.summary(ALONE).median >= SPLITS and scaling < LOW_SCALING * threads
+    failing = {"mismatch": not matches, "contended": found.contended}
+    failing["low scaling"] = slow and not found.contended
+    pairs = visible_pairs(
+        w.seqlen_q, w.seqlen_k, offset=0, causal=bool(w.causal), window=w.window or (None, None)
+    )
+    flops = w.batch * w.heads * pairs * flops_per_pair(Phase.FORWARD, w.head_dim, w.dim_v)
+    gflops = flops / found.summary(OURS).median / 1e9
+    peak = calibration.peak(kind_of(w.dtype, plan.target)) if calibration else None
+    summaries = {arm.name: found.summary(arm.name) for arm in arms}
+    return {
+        **{"section": f"{case.suite}, {w.dtype}", "name": w.name, "suite": case.suite, "kind": case.kind},
+        **{"timed": "forward", "part": "", "peer": SDPA, "dtype": w.dtype, "batch": w.batch},
+        **{"num_q_heads": w.heads, "num_kv_heads": w.kv_heads, "seqlen_q": w.seqlen_q},
+        **{"seqlen_k": w.seqlen_k, "head_dim": w.head_dim, "head_dim_v": w.dim_v, "causal": w.causal},
+        **{"window": w.window, "backend": plan.backend, "threads": threads, "flops": flops},
+        "ratio": found.ratio(SDPA, OURS) if matches else None,
+        **{"plain": False, "over_plain": None, "rate_of_plain": None, "after_torch": None},
+        **{"gflops": gflops, "of_peak": gflops / peak.total if peak else None, "scaling": scaling},
+        "marks": [mark for mark, on in failing.items() if on],
+        "difference": difference if math.isfinite(difference) else None,
+        "error": {"ours": error.relative, "peer": other.relative, "rows": error.rows},
+        "arms": {
+            name: {"median_s": s.median, "iqr_s": s.iqr, "rounds": s.rounds, "of": s.of}
+            for name, s in summaries.items()
+        },
+        "rounds": [{"speed": r.speed, "seconds": r.seconds} for r in found.rounds],
+    }

@@ -16,12 +16,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from polyflash import env
-from polyflash.bench import asked
 from polyflash.bench.peak import calibrate
 from polyflash.bench.race import GpuSpeed, compared
 from polyflash.bench.timing import QUIET, Arm, Comparison
 from polyflash.errors import UnsupportedError
-from polyflash.tuning import search, store
+from polyflash.tuning import asked, search, store
 from polyflash.tuning.search import CONTENDED, QUICKER, ContendedError, Step
 from polyflash.tuning.store import Entry
 from polyflash.tuning.trial import Trial

@@ -92,11 +92,17 @@ def _device(kind: str, name: str) -> tuple[str, str]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = (torch.cuda.get_device_name(i) for i in range(count) if detect("cuda", i).name == name)
-    driver = str(torch.version.cuda or torch.version.hip or "")
-    for path in ("/sys/module/amdgpu/version", "/sys/module/nvidia/version"):
+    return next(here, ""), gpu_driver()
+
+
+def gpu_driver() -> str:
+    """The kernel driver's version as its module says it, else that of CUDA or ROCm."""
+    for path in ("/sys/module/nvidia/version", "/sys/module/amdgpu/version"):
         with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
-            driver = file.read().strip()
-    return next(here, ""), driver
+            return file.read().strip()
+    import torch
+
+    return str(torch.version.cuda or torch.version.hip or "")
 
 
 @lru_cache(maxsize=8)

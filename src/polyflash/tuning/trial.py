@@ -16,6 +16,7 @@ from torch import Tensor
 
 from polyflash import backends, counting, plan, target, torch_ops
 from polyflash.arguments import normalise
+from polyflash.compare import TOLERANCE, worst_row
 from polyflash.errors import spec_error
 from polyflash.plan import Launch
 from polyflash.routes import spec_of, without_gradients
@@ -25,9 +26,7 @@ from polyflash.workloads import Workload, make
 
 Results = tuple[Tensor, ...]
 Run = Callable[[], Results]
-# Worst relative L2 difference of a row from a row of the reference that rounding explains: sums of float32 in
-# another order; one rounding of the weights and one of the results in 16 bits.
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 2.5e-3, "float64": 1e-11}
+OFF_ROW = 0.01  # of the largest row: what cancels in a row is rounded at the size of what cancelled
 _ALL = 1 << 30  # as a size: no limit
 _DEFAULTS: dict[str, Any] = {
     "causal": False, "window": None, "mask": None, "bias": None, "alibi_slopes": None, "softcap": 0.0,
@@ -81,9 +80,8 @@ class Trial:
         return _run(launch, self.q, self.k, self.v, self.args, self.saved)
 
     def error(self, results: Results) -> float:
-        """The worst row's difference from the reference, relative to that row and, in gradients, to the size
-        of rows at large: what cancels in a row is rounded at the size of what cancelled."""
-        return max(worst_row(a, b) for a, b in zip(results, self.reference, strict=True))
+        """The worst row's difference from the reference."""
+        return max(worst_row(a, b, floor=OFF_ROW) for a, b in zip(results, self.reference, strict=True))
 
     @property
     def tolerance(self) -> float:
@@ -174,20 +172,6 @@ def _run(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments, saved
         return tuple(made[:2])
 
     return forward
-
-
-def worst_row(found: Tensor, expected: Tensor) -> float:
-    """The largest L2 difference of a row, relative to the larger of that row and a hundredth of the largest
-    row; inf if one is finite where the other is not."""
-    a, b = (x.double() if x.dtype is torch.float64 else x.float() for x in (found, expected))
-    if not a.numel():
-        return 0.0
-    same = a == b  # infinities of rows that see nothing
-    error = torch.linalg.vector_norm(torch.where(same, 0.0, a - b), dim=-1)
-    size = torch.linalg.vector_norm(b.masked_fill(~b.isfinite(), 0.0), dim=-1)
-    size = size.clamp_min(float(size.max()) / 100)
-    relative = torch.where(error == 0, 0.0, error / size)
-    return float(relative.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
 def difference_of(default: Any, config: Any) -> str:

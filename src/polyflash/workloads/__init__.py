@@ -1,4 +1,4 @@
-"""Named attention problems, shared by tests ("ci"), benchmarks ("bench") and tuning ("tune").
+"""Attention problems as plain data, shared by tests, benchmarks ("bench") and tuning ("tune").
 
 A `Workload` is a frozen description without tensors; `make()` builds its tensors from a seed and an input
 family.
@@ -6,7 +6,7 @@ family.
 
 from __future__ import annotations
 
-from polyflash.workloads.catalogue import CATALOGUE, named, workloads
+from polyflash.workloads.catalogue import CATALOGUE, workloads
 from polyflash.workloads.families import FAMILIES
 from polyflash.workloads.problem import (
     DTYPES,
@@ -25,7 +25,6 @@ __all__ = (
     "Workload",
     "in_pages",
     "make",
-    "named",
     "random_intervals",
     "random_mask",
     "with_dtype",

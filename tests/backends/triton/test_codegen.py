@@ -1,11 +1,10 @@
 """The code generation gate: what the compiler makes of shipped kernels is what is recorded in codegen.json.
 
-Nothing here needs a GPU. `python scripts/codegen.py --record --reason "..."` changes the record.
+Nothing here needs a GPU. `python -m benchmarks.codegen --record --reason "..."` changes the record.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -21,8 +20,9 @@ from polyflash.target import parse
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from polyflash.backends.triton import codegen  # noqa: E402
-from polyflash.backends.triton.codegen_cases import (  # noqa: E402
+from benchmarks.codegen import __main__ as script  # noqa: E402
+from benchmarks.codegen import compiled as codegen  # noqa: E402
+from benchmarks.codegen.cases import (  # noqa: E402
     CLEAN,
     GPUS,
     SHIPPED,
@@ -39,15 +39,6 @@ compiles = pytest.mark.skipif(
 )
 
 
-def _script() -> Any:
-    spec = importlib.util.spec_from_file_location("codegen_script", ROOT / "scripts" / "codegen.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script = _script()
 RECORDED = script.load()
 CLEAN_REPORT = codegen.Report(registers=100, shared_bytes=1024, instructions=1000, matrix={"HGMMA": 8})
 HOPPER = Case(Phase.FORWARD, "cuda:sm90", "bfloat16", 128, "causal")
@@ -178,9 +169,9 @@ def test_the_newest_triton():
     folder = os.environ.get(NEWEST, "")
     if not folder:
         pytest.skip(f"{NEWEST} names no folder with a newer triton")
-    paths = [folder, str(ROOT / "src")]
+    paths = [folder, str(ROOT / "src"), str(ROOT)]
     child = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, str(ROOT / "scripts" / "codegen.py")]
+    command = [sys.executable, "-m", "benchmarks.codegen"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=child)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 

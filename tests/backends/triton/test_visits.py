@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from polyflash import env, mask
-from polyflash.workloads import Workload, make, workloads
+from polyflash.workloads import Workload, make
 from tests import device
+from tests.catalogue import workloads
 
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)

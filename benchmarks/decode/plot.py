@@ -1,0 +1,153 @@
+"""The decode steps of a document as a picture: rates over the number of keys, beside what memory gives; or
+times of few rows over their number, if it has those and no steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import DECODE, Case
+from benchmarks.cells import Row
+from benchmarks.decode import cases as decode_cases
+from benchmarks.decode import problems as decode
+from benchmarks.decode.keys import AMAX, IN_ORDER, PLACES
+from benchmarks.decode.tables import thousands
+from polyflash.bench.suite import OURS, SDPA
+from polyflash.errors import SpecError
+
+_OURS = (("#08306b", "o"), ("#2171b5", "s"), ("#6baed6", "^"), ("#9ecae1", "D"))  # by query rows, few to many
+_LETTERS = 10  # points
+_PARTS = (decode_cases.STEPS, decode_cases.FEW_ROWS)
+_NO_STEPS = "plot: got no decode steps. Use --suite decode, or --from a file that has them"
+_KEYS = (
+    "#9ecae1",
+    "#6baed6",
+    "#4292c6",
+    "#2171b5",
+    "#d94801",
+    "#08519c",
+    "#08306b",
+)  # by keys; 1000 stands out
+_TORCH, _MEMORY = "#d94801", "#777777"
+
+
+def check_possible(chosen: Sequence[Case] | None) -> None:
+    """Said before a long measurement, not after it; of rows that are measured already, None."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SpecError("plot: matplotlib is not installed. Use pip install 'polyflash[bench]'")
+    if chosen is not None and not any(c.suite == DECODE and c.part in _PARTS for c in chosen):
+        raise SpecError(_NO_STEPS)
+
+
+def steps(content: dict[str, Any]) -> list[Row]:
+    """The decode steps of a document, or its few rows, of the largest head_dim among them."""
+    rows = [r for r in content.get("rows", ()) if r["suite"] == DECODE]
+    found = next((some for part in _PARTS if (some := [r for r in rows if r["part"] == part])), None)
+    if not found:
+        raise SpecError(_NO_STEPS)
+    widest = max(r["head_dim"] for r in found)
+    return [r for r in found if r["head_dim"] == widest and "mismatch" not in r["marks"]]
+
+
+def rate(r: Row, arm: str) -> float:
+    """GB/s at which an arm went through the row's keys and values."""
+    return r["bytes"] / r["arms"][arm]["median_s"] / 1e9
+
+
+def torch_rate(r: Row) -> float:
+    """Of the better of both ways to ask SDPA."""
+    return max(rate(r, arm) for arm in (SDPA, decode.FOLDED) if arm in r["arms"])
+
+
+def draw(content: dict[str, Any], file: str) -> None:
+    """Writes the picture: one panel per dtype and head counts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = steps(content)
+    few = rows[0]["part"] == decode_cases.FEW_ROWS
+    panel = _panel_of_rows if few else _panel
+    dtypes = list(dict.fromkeys(r["dtype"] for r in rows))
+    heads = list(dict.fromkeys((r["num_q_heads"], r["num_kv_heads"]) for r in rows))
+    figure, axes = pyplot.subplots(
+        len(heads), len(dtypes), squeeze=False, sharex=True, sharey=True, layout="constrained",
+        figsize=(2 + 3.6 * len(dtypes), 1 + 2.9 * len(heads)),
+    )  # fmt: skip
+    for i, (q_heads, kv_heads) in enumerate(heads):
+        for j, dtype in enumerate(dtypes):
+            axis = axes[i][j]
+            of = (dtype, q_heads, kv_heads)
+            panel(axis, [r for r in rows if (r["dtype"], r["num_q_heads"], r["num_kv_heads"]) == of])
+            axis.set_title(f"{dtype}, {q_heads} heads over {kv_heads}", loc="left", fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.grid(color="#e6e6e6")
+    for axis in axes[-1]:
+        axis.set_xlabel("rows per key/value head" if few else "keys")
+    for line in axes:
+        line[0].set_ylabel("ms" if few else "GB/s of keys and values")
+        if not few:
+            line[0].set_ylim(0, None)
+    labels = {
+        label: handle
+        for axis in axes.flat
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(labels.values(), labels.keys(), loc="outside right center", frameon=False, fontsize=9)
+    machine = content["machine"]
+    title = (
+        f"{'Few rows' if few else 'One decode step'}, head_dim {rows[0]['head_dim']}: {machine['cpu']},"
+        f" {machine['threads']} threads. Hollow marks: contended"
+    )
+    # A letter is up to two thirds as wide as it is high.
+    title = textwrap.fill(title, int(figure.get_figwidth() * 72 / (_LETTERS * 2 / 3)))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=_LETTERS)
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def _panel(axis: Any, rows: Sequence[Row]) -> None:
+    counts = sorted({r["seqlen_q"] for r in rows})
+    if not counts:
+        return
+    for i, count in enumerate(counts):
+        color, marker = _OURS[min(i, len(_OURS) - 1)]
+        counted = [r for r in rows if r["seqlen_q"] == count]
+        _line(axis, counted, lambda r: rate(r, OURS), color, f"ours, q{count}", marker=marker)
+    fewest = [r for r in rows if r["seqlen_q"] == counts[0]]
+    _line(axis, fewest, torch_rate, _TORCH, f"torch SDPA, q{counts[0]}", marker="X")
+    for arm, style in ((IN_ORDER, "-"), (PLACES, ":"), (AMAX, "--")):
+        if all(arm in r["arms"] for r in fewest):
+            _line(axis, fewest, lambda r, arm=arm: rate(r, arm), _MEMORY, arm, style, "P")
+    keys = sorted({r["seqlen_k"] for r in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(keys, [thousands(n) for n in keys])
+
+
+def _panel_of_rows(axis: Any, rows: Sequence[Row]) -> None:
+    for n, color in zip(sorted({r["seqlen_k"] for r in rows}), _KEYS, strict=False):
+        count = [{**r, "seqlen_k": _rows(r)} for r in rows if r["seqlen_k"] == n]
+        _line(axis, count, lambda r: 1e3 * r["arms"][OURS]["median_s"], color, f"{thousands(n)} keys")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    ticks = [1 << n for n in range(8)]
+    axis.set_xticks(ticks, [str(n) for n in ticks])
+
+
+def _rows(r: Row) -> int:
+    return int(r["seqlen_q"] * r["num_q_heads"] // r["num_kv_heads"])
+
+
+def _line(
+    axis: Any, rows: Sequence[Row], height: Any, color: str, label: str, style: str = "-", marker: str = "o"
+) -> None:
+    ordered = sorted(rows, key=lambda r: r["seqlen_k"])
+    x, y = [r["seqlen_k"] for r in ordered], [height(r) for r in ordered]
+    axis.plot(x, y, style, color=color, label=label, linewidth=1.6, marker=marker, markersize=5)
+    fill = ["white" if "contended" in r["marks"] else color for r in ordered]
+    axis.scatter(x, y, s=28, c=fill, edgecolors=color, marker=marker, zorder=3)

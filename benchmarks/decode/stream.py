@@ -1,0 +1,132 @@
+"""How fast this machine reads memory: plain vector loads over given tensors, on our own thread pool.
+
+What a decode step cannot beat, and the scale of its figures. The loop adds what it reads, so that a test can
+see that nothing is left out; it is emitted as LLVM text like the loops of `peak.py`. The tensors are cut in
+pieces, which are items of the pool, handed out in order like those of a kernel. A thread reads its piece from
+the first byte to the last, or at several places of it by turns, which occupies more of the hardware's
+prefetchers: on small pages that is faster, and it is what a kernel may reach that reads several heads at
+once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyflash.bench.peak import VECTOR_BITS, engine_of
+from polyflash.errors import SpecError
+from polyflash.target import detect
+
+LOADS = 8  # vectors per turn, each with a sum of its own
+PIECE = 1 << 20  # bytes of one item; of 64 KiB, 5 % slower here
+PLACES = 4  # of a piece, read by turns: 1 to 8 were tried
+_WORDS = 2  # of the table, per item: address, turns
+_LAST_LEVEL = 32 << 20  # bytes of the last cache where the system does not say
+
+
+class Read:
+    """A call that reads every byte of `tensors` once, on as many threads as torch has, every piece at
+    `places` of it by turns.
+
+    A tensor must be dense, and its bytes a multiple of one turn's (512 with AVX-512).
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], places: int = 1) -> None:
+        bits = VECTOR_BITS.get(detect("cpu").arch, 128)
+        turn = LOADS * bits // 8
+        table: list[int] = []
+        for x in tensors:
+            if not x.is_contiguous() or x.nbytes % turn:
+                wanted = f"contiguous ones of a multiple of {turn} bytes"
+                raise SpecError(
+                    f"stream: got a tensor of {x.nbytes} bytes and strides {x.stride()}, wanted {wanted}"
+                )
+            for start in range(0, x.nbytes, PIECE):
+                table += [x.data_ptr() + start, min(PIECE, x.nbytes - start) // turn]
+        self.bytes = sum(x.nbytes for x in tensors)
+        self._items = len(table) // _WORDS
+        self._tensors = tuple(tensors)  # kept alive: the table holds their addresses
+        self._table = torch.tensor(table, dtype=torch.int64)
+        self._sums = torch.zeros(self._items, bits // 32, dtype=torch.int32)
+        self._arguments = torch.tensor([self._table.data_ptr(), self._sums.data_ptr()], dtype=torch.int64)
+        self._address = _engine(bits, places).get_function_address("read")
+
+    def __call__(self) -> None:
+        from polyflash.backends.cpu import pool
+
+        pool.run(self._address, self._arguments.data_ptr(), self._items, torch.get_num_threads(), 0)
+
+    @property
+    def total(self) -> int:
+        """The sum of all that was read last, as 32-bit words, modulo 2³²."""
+        return int(self._sums.sum(dtype=torch.int64)) % (1 << 32)
+
+
+def available() -> bool:
+    """Is there what the loop and the pool are compiled with?"""
+    return all(importlib.util.find_spec(name) is not None for name in ("llvmlite", "numba"))
+
+
+def last_level_bytes() -> int:
+    """Of the largest cache of the first core."""
+    sizes = [_LAST_LEVEL]
+    for level in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = level.read_text(encoding="ascii").strip()
+        if text.endswith("K") and text[:-1].isdigit():
+            sizes.append(int(text[:-1]) << 10)
+    return max(sizes[1:] or sizes)
+
+
+@lru_cache(maxsize=4)
+def _engine(bits: int, places: int) -> Any:
+    return engine_of(_text(bits, places))
+
+
+def _text(bits: int, places: int) -> str:
+    """`read(arguments, item, scratch)`: `LOADS` loads per turn, `LOADS // places` at each place."""
+    vector, size, loads, side = f"<{bits // 32} x i32>", bits // 8, range(LOADS), LOADS // places
+    lines = [
+        "define void @read(i64 %arguments, i64 %item, i64 %scratch) {",
+        "entry:",
+        "  %block = inttoptr i64 %arguments to ptr",
+        "  %table = load ptr, ptr %block, align 8",
+        "  %second = getelementptr i64, ptr %block, i64 1",
+        "  %sums = load ptr, ptr %second, align 8",
+        f"  %at = mul i64 %item, {_WORDS}",
+        "  %first = getelementptr i64, ptr %table, i64 %at",
+        "  %start = load ptr, ptr %first, align 8",
+        "  %length = getelementptr i64, ptr %first, i64 1",
+        "  %turns = load i64, ptr %length, align 8",
+        *(f"  %place{n} = mul i64 %turns, {n * side * size}" for n in range(places)),
+        "  br label %loop",
+        "loop:",
+        "  %i = phi i64 [0, %entry], [%j, %loop]",
+        "  %p = phi ptr [%start, %entry], [%q, %loop]",
+        *(f"  %s{n} = phi {vector} [zeroinitializer, %entry], [%t{n}, %loop]" for n in loads),
+    ]
+    for n in loads:
+        lines += [
+            f"  %o{n} = add i64 %place{n // side}, {n % side * size}",
+            f"  %p{n} = getelementptr i8, ptr %p, i64 %o{n}",
+            f"  %x{n} = load {vector}, ptr %p{n}, align 4",
+            f"  %t{n} = add {vector} %s{n}, %x{n}",
+        ]
+    lines += [
+        f"  %q = getelementptr i8, ptr %p, i64 {side * size}",
+        "  %j = add i64 %i, 1",
+        "  %more = icmp ult i64 %j, %turns",
+        "  br i1 %more, label %loop, label %done",
+        "done:",
+        f"  %u0 = add {vector} %t0, zeroinitializer",
+        *(f"  %u{n} = add {vector} %u{n - 1}, %t{n}" for n in loads[1:]),
+        f"  %offset = mul i64 %item, {size}",
+        "  %sum = getelementptr i8, ptr %sums, i64 %offset",
+        f"  store {vector} %u{LOADS - 1}, ptr %sum, align 4",
+    ]
+    return "\n".join([*lines, "  ret void", "}"])

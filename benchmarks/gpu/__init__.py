@@ -1,0 +1,1 @@
+"""polyflash and its peers on one CUDA device, in a time budget."""

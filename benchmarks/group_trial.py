@@ -1,0 +1,80 @@
+"""Query groups of one K/V set as `ablate` runs them: one walk over the keys for all, or a call for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from polyflash import target
+from polyflash.compare import TOLERANCE, worst_row
+from polyflash.errors import spec_error
+from polyflash.groups import attention_groups, explain_groups
+from polyflash.target import Target
+from polyflash.tuning.trial import OFF_ROW, Results, Run
+from polyflash.workloads import Workload, make
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The one switch of groups, which is an argument and no field of a kernel's config."""
+
+    fused_groups: bool
+
+
+@dataclass(frozen=True)
+class GroupTrial:
+    """As much of `Trial` as an ablation asks for."""
+
+    workload: Workload
+    row_name: str
+    device: Target
+    untuned: Fusion
+    walk: Callable[[bool], Results]
+    reference: Results
+
+    def switches(self) -> dict[str, Fusion]:
+        other = not self.untuned.fused_groups
+        return {f"fused_groups={'on' if other else 'off'}": Fusion(other)}
+
+    def run(self, config: Fusion) -> Run:
+        return partial(self.walk, config.fused_groups)
+
+    def error(self, results: Results) -> float:
+        return max(worst_row(a, b, floor=OFF_ROW) for a, b in zip(results, self.reference, strict=True))
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.workload.dtype]
+
+
+def group_trial(workload: Workload, groups: int, backend: str, *, device: str = "cpu") -> GroupTrial:
+    """The rows of a problem in `groups` equal chunks, the ends of which are evenly spaced over its keys, as
+    the ranks of context parallelism have them. SpecError for operands beside q, k and v."""
+    if groups < 2 or workload.seqlen_q % groups or workload.seqlen_k < groups:
+        wanted = f"2 or more that divide {workload.seqlen_q} rows, and no more than keys"
+        raise spec_error("groups", got=groups, wanted=wanted, change="Change --groups or --seqlen.")
+    q, k, v, options = make(workload, device=device)
+    causal = options.pop("causal", False)
+    if options or type(causal) is not bool:
+        change = "Name a plain one by --seqlen."
+        raise spec_error("problem", got=workload.name, wanted="one that is full or causal", change=change)
+    rows = workload.seqlen_q // groups
+    parts = q.split(rows, 2)
+    ends = [(g + 1) * workload.seqlen_k // groups for g in range(groups)]
+    given: dict[str, Any] = {"q_offsets": [n - rows for n in ends], "kv_lens": ends, "causal": causal}
+
+    def walk(fused: bool, where: str = backend) -> Results:
+        return tuple(attention_groups(parts, k, v, **given, fused=fused, backend=where or None))
+
+    plan = explain_groups(parts, k, v, **given, backend=backend or None)
+    chosen = plan.plans[0].chosen
+    return GroupTrial(
+        workload=replace(workload, name=f"{groups} groups of {rows} rows, {workload.name}"),
+        row_name=chosen.name if chosen else "",
+        device=target.detect(q.device.type, q.device.index or 0),
+        untuned=Fusion(plan.fused),
+        walk=walk,
+        reference=walk(False, "torch"),
+    )
