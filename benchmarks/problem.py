@@ -127,7 +127,7 @@ class Problem:
 
     def error(self, out: Tensor) -> Accuracy:
         """Of an output in the shape of ours, against float64."""
-        found = (sampled_error(s.q, s.k, s.v, s.of(out), None, **s.options) for s in self.samples)
+        found = (sampled_error(s.q, s.k, s.v, s.of(out), None, s.options) for s in self.samples)
         return reduce(or_, found)
 
     def check(self) -> tuple[float, Accuracy, Accuracy]:

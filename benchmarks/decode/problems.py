@@ -85,7 +85,7 @@ class DecodeProblem:
         return difference, self._error(ours), self._error(outputs[-1])
 
     def _error(self, out: Tensor) -> Accuracy:
-        found = [sampled_error(s.q, s.k, s.v, s.out(out), None, causal=s.causal) for s in self.samples]
+        found = [sampled_error(s.q, s.k, s.v, s.out(out), None, {"causal": s.causal}) for s in self.samples]
         worst = found[0]
         for other in found[1:]:
             worst = worst | other

@@ -226,8 +226,7 @@ class _Suite:
         machine = gpu_machine.facts(self.device)
         machine["commit"] = self.options.commit or machine["commit"]
         self.say({
-            "kind": "run", "machine": machine, "ceilings": ceilings(self.device.name),
-            "sensors": self.sensors.taken(),
+            "kind": "run", "machine": machine, "ceilings": self._ceilings(), "sensors": self.sensors.taken(),
             "command": gpu_machine.command_line(), "titles": {arm.name: arm.title for arm in self.arms},
         })  # fmt: skip
         for tier in sorted({case.tier for case in cases}):
@@ -241,7 +240,10 @@ class _Suite:
                     self.say({"kind": "note", "text": f"out of time before {case.name}"})
                     return
                 self._row(case)
-        self.say({"kind": "end", "ceilings": ceilings(self.device.name)})
+        self.say({"kind": "end", "ceilings": self._ceilings()})
+
+    def _ceilings(self) -> dict[str, float]:
+        return ceilings(self.device.name, lambda call, repeats: self.device.seconds([call], repeats))
 
     def _try(self, wave: Sequence[GpuCase], before: dict[tuple[str, str], dict[str, Any]]) -> None:
         """`before`: answers that an earlier process left."""

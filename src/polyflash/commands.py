@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     with torch.no_grad():
         result, seconds = _timed(call, device)
     views = [x.transpose(1, 2) if options.layout == "bshd" else x for x in (q, k, v, result.out)]
-    accuracy = sampled_error(views[0], views[1], views[2], views[3], result.lse, **asked)
+    accuracy = sampled_error(views[0], views[1], views[2], views[3], result.lse, asked)
     tolerance = TOLERANCE[plan.spec.dtype]
     correct = accuracy.weighted <= tolerance
     if paths:

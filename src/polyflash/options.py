@@ -170,61 +170,62 @@ def _command(commands: Any, name: str, place: str, about: str, description: str)
 
 
 class _Options:
-    """The options of one command: `option(name, help, ...)` adds one; several commands share the others."""
+    """The options of one command: a call with name and help adds one, the methods those of several."""
 
     def __init__(self, parser: Any) -> None:
         self.parser = parser
 
-    def option(self, name: str, told: str | None = None, *others: str, **how: Any) -> None:
+    def __call__(self, name: str, told: str | None = None, *others: str, **how: Any) -> None:
         self.parser.add_argument(name, *others, help=told, **how)
 
     def flag(self, name: str, told: str) -> None:
-        self.option(name, told, action="store_true")
+        self(name, told, action="store_true")
 
     def names(self, name: str, told: str, kind: Any = _names) -> None:
-        self.option(name, told, type=kind, default=[], metavar="A,B" if kind is not _names else "NAME,NAME")
+        self(name, told, type=kind, default=[], metavar="A,B" if kind is not _names else "NAME,NAME")
 
-    def words(self, name: str, told: str, metavar: str = "WORD", **how: Any) -> None:
-        self.option(name, told, nargs="+", default=[], metavar=metavar, **how)
+    def words(self, name: str, told: str, metavar: str = "WORD", *, kind: Any = str, to: str = "") -> None:
+        to = to or name.removeprefix("--")
+        self(name, told, nargs="+", default=[], metavar=metavar, type=kind, dest=to)
 
     def device(self, told: str) -> None:
-        self.option("--device", told, type=_device, metavar="NAME")
+        self("--device", told, type=_device, metavar="NAME")
 
     def dtype(self, default: str | None) -> None:
         told = f"{', '.join(BY_NAME)}; bf16, fp16, fp32"
-        self.option("--dtype", told, type=_dtype, default=default, metavar="NAME")
+        self("--dtype", told, type=_dtype, default=default, metavar="NAME")
 
     def problem(self, *, device: str, dtype: str | None) -> None:
         told = "causal; alone, it is bottom_right"
-        self.option("--causal", told, choices=ALIGNMENTS, metavar="top_left")
+        self("--causal", told, choices=ALIGNMENTS, metavar="top_left")
         self.dtype(dtype)
-        self.option("--backend", "the kernels of cpu, triton or torch", type=_backend, metavar="NAME")
+        self("--backend", "the kernels of cpu, triton or torch", type=_backend, metavar="NAME")
         self.device(device)
 
     def window(self) -> None:
         told = "neighbours each side, self not counted; none is unbounded"
-        self.option("--window", told, type=_window, metavar="L,R")
+        self("--window", told, type=_window, metavar="L,R")
         self.flag("--json", "print JSON instead")
 
     def heads(self, told: str) -> None:
-        self.option("--heads", told, type=_pair, default=(8, 8), metavar="Q/KV")
+        self("--heads", told, type=_pair, default=(8, 8), metavar="Q/KV")
 
     def sizes(self, seqlen: tuple[int, int] | None) -> None:
-        self.option("--batch", type=_size, default=1)
+        self("--batch", type=_size, default=1)
         self.heads("8/2: 8 query heads over 2 key/value heads")
         told = None if seqlen else "one problem of these lengths instead"
-        self.option("--seqlen", told, type=_pair, default=seqlen, metavar="Q/K")
-        self.option("--head-dim", type=_pair, default=(64, 64), metavar="QK/V")
+        self("--seqlen", told, type=_pair, default=seqlen, metavar="Q/K")
+        self("--head-dim", type=_pair, default=(64, 64), metavar="QK/V")
 
     def tuning(self) -> None:
         """Adds what `tune` and `ablate` share: which problems, of which kernels, and for how long."""
         self.problem(device="cuda if there is one, else cpu; cuda:1", dtype="bfloat16")
         told = f"{', '.join(PHASES)}; forward is decode too, where rows are few"
-        self.option("--phase", told, type=_phases, default=["forward"], metavar="A,B")
+        self("--phase", told, type=_phases, default=["forward"], metavar="A,B")
         self.words("--filter", "tuning problems whose name has every word")
         self.sizes(None)
         self.flag("--list", "print the names of the problems and stop")
-        self.option("--seconds", "of a race, about", type=seconds, default=0.3)
+        self("--seconds", "of a race, about", type=seconds, default=0.3)
 
 
 def _add_run(commands: Any) -> None:
@@ -233,13 +234,13 @@ def _add_run(commands: Any) -> None:
     add = _Options(_command(commands, "run", "polyflash.commands:run", about, told))
     add.problem(device="cpu unless given; cuda, cuda:1", dtype=None)
     add.window()
-    add.option("files", "one .safetensors or .npz, or three .npy: q, k, v", nargs="+", metavar="FILE")
+    add("files", "one .safetensors or .npz, or three .npy: q, k, v", nargs="+", metavar="FILE")
     for role in ("q", "k", "v"):
-        add.option(f"--{role}", f"tensor to take for {role}", metavar="NAME")
+        add(f"--{role}", f"tensor to take for {role}", metavar="NAME")
     told = "axis order; the batch may be missing"
-    add.option("--layout", told, choices=("bhsd", "bshd"), default="bhsd")
-    add.option("--scale", "multiplies q·k; 1/sqrt(head_dim) unless given", type=float)
-    add.option("-o", "write output and lse here", "--output", metavar="OUT")
+    add("--layout", told, choices=("bhsd", "bshd"), default="bhsd")
+    add("--scale", "multiplies q·k; 1/sqrt(head_dim) unless given", type=float)
+    add("-o", "write output and lse here", "--output", metavar="OUT")
 
 
 def _add_explain(commands: Any) -> None:
@@ -252,7 +253,7 @@ def _add_explain(commands: Any) -> None:
     add.names("--features", ", ".join(FEATURES), _features)
     add.flag("--grad", "plan the gradients too")
     told = "a device that need not be here: cuda:sm90, cpu:avx512+amx_bf16"
-    add.option("--target", told, metavar="NAME")
+    add("--target", told, metavar="NAME")
 
 
 def _add_bench(commands: Any) -> None:
@@ -264,20 +265,20 @@ def _add_bench(commands: Any) -> None:
     told = "dense, windows, small and some of backward unless given; masks, bias, varlen, backward, decode,"
     add.names("--suite", f"{told} peers; all")
     add.names("--peers", "the suite peers, with these alone")
-    add.option("--rows", "these rows alone", default="", metavar="NAME,NAME")
+    add("--rows", "these rows alone", default="", metavar="NAME,NAME")
     add.words("--filter", "rows whose name has every word: causal bfloat16 d64")
     add.flag("--list", "print the names of the rows and stop; with --from, of marked ones")
     size = _Options(add.parser.add_mutually_exclusive_group())
-    size.option("--quick", "short rows, short times", dest="size", action="store_const", const="quick")
+    size("--quick", "short rows, short times", dest="size", action="store_const", const="quick")
     told = "8192 keys too, backward 4096"
-    size.option("--long", told, dest="size", action="store_const", const="long")
+    size("--long", told, dest="size", action="store_const", const="long")
     add.flag("--calls", "where the time of one tiny call goes")
-    add.option("--seconds", "per row; 2, or 0.5 with --quick", type=seconds)
-    add.option("--json", "write every round to FILE; Ctrl-C leaves what ran", metavar="FILE")
-    add.option("--page", "write the tables to FILE as a Markdown page", metavar="FILE")
-    add.option("--plot", "draw the steps of the suite decode", metavar="FILE")
+    add("--seconds", "per row; 2, or 0.5 with --quick", type=seconds)
+    add("--json", "write every round to FILE; Ctrl-C leaves what ran", metavar="FILE")
+    add("--page", "write the tables to FILE as a Markdown page", metavar="FILE")
+    add("--plot", "draw the steps of the suite decode", metavar="FILE")
     told = "measure nothing: take the rows of these JSON files, a later file's first"
-    add.words("--from", told, "FILE", dest="sources")
+    add.words("--from", told, "FILE", to="sources")
 
 
 def _add_tune(commands: Any) -> None:
@@ -300,9 +301,9 @@ def _add_ablate(commands: Any) -> None:
     add.tuning()
     add.words("--switch", "these fields alone: base2, num_stages=3 ...", "NAME")
     told = "instead: the rows in N groups of one K/V set, walked together and one by one"
-    add.words("--groups", told, "N", type=int)
-    add.option("--json", "write every figure to FILE; Ctrl-C leaves what ran", metavar="FILE")
-    add.option("--page", "write the tables to FILE as Markdown", metavar="FILE")
+    add.words("--groups", told, "N", kind=int)
+    add("--json", "write every figure to FILE; Ctrl-C leaves what ran", metavar="FILE")
+    add("--page", "write the tables to FILE as Markdown", metavar="FILE")
 
 
 def _add_warmup(commands: Any) -> None:
@@ -312,11 +313,11 @@ def _add_warmup(commands: Any) -> None:
     about = "compile ahead what calls will need"
     add = _Options(_command(commands, "warmup", "polyflash.warmup:run", about, told))
     add.dtype("bfloat16")
-    add.option("--head-dim", type=_pair, default=(128, 128), metavar="QK/V")
+    add("--head-dim", type=_pair, default=(128, 128), metavar="QK/V")
     add.heads("32/8: grouped heads")
     names = tuple(warmup.FEATURES)
     add.names("--features", ", ".join(names), lambda text: _some_of(text, names))
     add.flag("--grad", "gradients too")
     add.device("cpu unless given; cuda, cuda:1")
     told = "processes at once; one per core unless given"
-    add.option("--jobs", told, type=_size, metavar="N")
+    add("--jobs", told, type=_size, metavar="N")

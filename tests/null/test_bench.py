@@ -241,11 +241,11 @@ def test_rows_are_chosen_by_name_and_by_words():
 def test_the_peer_and_the_sample_agree_with_the_oracle(causal, window, kv_heads):
     q, k, v = (torch.randn(2, h, 100, 8, dtype=torch.float64) for h in (4, kv_heads, kv_heads))
     out = problem.sdpa(q, k, v, {"causal": causal, "window": window})()
-    seen = check.sampled_error(q, k, v, out, None, causal=causal, window=window)
+    seen = check.sampled_error(q, k, v, out, None, {"causal": causal, "window": window})
     assert seen.relative < 1e-13
     assert (seen.heads, seen.rows) == (4, 96)
     out[-1, -1, -1] += 1.0
-    assert check.sampled_error(q, k, v, out, None, causal=causal, window=window).relative > 0.1
+    assert check.sampled_error(q, k, v, out, None, {"causal": causal, "window": window}).relative > 0.1
 
 
 def test_the_sample_is_bounded_and_reaches_the_ends():

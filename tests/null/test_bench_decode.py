@@ -18,7 +18,7 @@ from benchmarks.decode import plot, stream
 from benchmarks.decode import problems as decode
 from benchmarks.decode import tables as decode_tables
 from polyflash import cli
-from polyflash.bench import check
+from polyflash.bench import check, command
 from polyflash.bench import suite as plain
 from polyflash.bench.timing import Comparison, Round
 from polyflash.errors import SpecError
@@ -103,7 +103,7 @@ def test_sets_spill_the_last_cache_and_come_by_turns():
 
 def test_the_system_tells_its_cache_and_pages():
     assert LAST_LEVEL() >= 1 << 20 and LAST_LEVEL() % 1024 == 0
-    assert stream.huge_pages() in ("", "always", "madvise", "never")
+    assert command.huge_pages() in ("", "always", "madvise", "never")
 
 
 @pytest.mark.parametrize("heads_outer", [False, True])

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import polyflash
-from polyflash import backends, plan
+from polyflash import backends, cache, plan
 from polyflash import target as targets
 from polyflash.backends.torch.configs import Config
 from polyflash.bench.timing import Comparison, Round
@@ -305,7 +305,7 @@ class TestFile:
         assert rung() == (TUNED, "tuned") and len(os.listdir(store.folder())) == 1
 
     def test_a_lock_left_by_a_killed_process_is_taken_over(self, monkeypatch):
-        monkeypatch.setattr(store, "_LOCK_SECONDS", 0.05)
+        monkeypatch.setattr(cache, "LOCK_SECONDS", 0.05)
         os.makedirs(store.file_of(HERE) + ".lock")
         store.keep(HERE, {KEY: entry()})
         assert rung() == (TUNED, "tuned")

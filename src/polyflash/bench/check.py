@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from polyflash.compare import largest, worst_error, worst_row
 from polyflash.reference import attention_reference
 
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 _SAMPLE_SCORES = 1 << 22  # scores the float64 oracle stores for one sample
 
 
@@ -34,11 +37,11 @@ class Accuracy:
 
 
 def sampled_error(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Mapping[str, Any] = EMPTY
 ) -> Accuracy:
     """Error against the float64 oracle on the first, middle and last rows of the first and last head of each
-    end of the batch: bounded work at any length. q, k, v, out are (batch, heads, seqlen, head_dim); operands
-    as in `attention`, its mask a bool tensor, `alibi_slopes` (num_q_heads,)."""
+    end of the batch: bounded work at any length. q, k, v, out are (batch, heads, seqlen, head_dim); `options`
+    as of `attention`, the mask a bool tensor, `alibi_slopes` (num_q_heads,)."""
     batch, heads, seqlen_q, _ = q.shape
     num_kv_heads, seqlen_k = k.shape[1], k.shape[2]
     if not out.numel() or not seqlen_k:
@@ -69,7 +72,7 @@ def sampled_error(
     return found | Accuracy(rows=len(starts) * count)
 
 
-def _seen_by(options: dict[str, Any], b: int, head: slice, rows: slice, offset: int) -> dict[str, Any]:
+def _seen_by(options: Mapping[str, Any], b: int, head: slice, rows: slice, offset: int) -> dict[str, Any]:
     """The options of a call as `rows` of one head have them."""
     seen = {name: x for name, x in options.items() if x is not None}
     seen["q_offset"] = (0 if seen.get("causal") == "top_left" else offset) + rows.start

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 import polyflash
 from polyflash import target
@@ -24,6 +22,7 @@ from polyflash.bench.race import GpuCalibration
 from polyflash.bench.suite import MARKS, OURS, SDPA
 from polyflash.errors import UnsupportedError
 from polyflash.options import device_here
+from polyflash.reports import columns
 from polyflash.target import Target
 
 SCHEMA = "polyflash.bench/1"
@@ -72,7 +71,7 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         for case in chosen:
             seconds = options.seconds or (0.5 if options.size == "quick" else 2.0)
             rows.append(suite.measured(case, seconds, calibration, device))
-        out.print(table(rows), *(f"\n{text}" for mark, text in MARKS.items() if _any(rows, mark)))
+        print(text_of(rows))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f": {len(rows)} rows were measured") from None
     finally:
@@ -131,23 +130,21 @@ def huge_pages() -> str:
     return text.partition("[")[2].partition("]")[0]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Table:
+def text_of(rows: Sequence[dict[str, Any]]) -> str:
     """One line per case: medians in ms with their middle half, the ratio, and what to doubt it by."""
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1), pad_edge=False, show_edge=False)
-    for name in ("case", "ours ms", "±", "torch ms", "ratio", "GF/s", "peak", "scaling", "on"):
-        shown.add_column(name, justify="left" if name in ("case", "on") else "right", no_wrap=True)
+    lines = [("case", "ours ms", "±", "torch ms", "ratio", "GF/s", "peak", "scaling", "on")]
     for row in rows:
         ours, theirs = row["arms"][OURS], row["arms"][SDPA]
         sign = next((MARKS[mark][0] for mark in row["marks"]), "")
-        shown.add_row(
+        lines.append((
             row["name"],
             f"{1e3 * ours['median_s']:.3g}",
             f"{ours['iqr_s'] / ours['median_s']:.0%}",
             f"{1e3 * theirs['median_s']:.3g}",
-            f"{sign}{row['ratio']:.2f}" if row["ratio"] is not None else "! —",
+            "! —" if row["ratio"] is None else f"{sign}{row['ratio']:.2f}",
             f"{row['gflops']:.0f}",
-            f"{row['of_peak']:.0%}" if row["of_peak"] is not None else "",
-            f"{row['scaling']:.2f}" if row["scaling"] is not None else "",
+            "" if row["of_peak"] is None else f"{row['of_peak']:.0%}",
+            "" if row["scaling"] is None else f"{row['scaling']:.2f}",
             row["backend"],
-        )
-    return shown
+        ))  # fmt: skip
+    return "\n".join((columns(lines), *(text for mark, text in MARKS.items() if _any(rows, mark))))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -114,12 +113,12 @@ class GpuCalibration:
         return {"gpu": name, "driver": gpu_driver(), "cuda": cuda, "ceilings": self.ceilings}
 
 
-def ceilings(device: str) -> dict[str, float]:
+def ceilings(device: str, clock: Clock | None = None) -> dict[str, float]:
     """`matmul_tflops`: a product of 8192³ on normal bfloat16 values. `copy_gbs`: a copy of 2 GiB, bytes read
     and written. Medians of five; small ones on a CPU, to try the rest."""
     is_cuda = torch.device(device).type == "cuda"
     n, size = (8192, 1 << 31) if is_cuda else (256, 1 << 20)
-    kind, clock = (torch.bfloat16, queued) if is_cuda else (torch.float32, hosted)
+    kind, clock = torch.bfloat16 if is_cuda else torch.float32, clock or queued
     a, b, out = (torch.randn(n, n, device=device).to(kind) for _ in range(3))
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
@@ -130,11 +129,3 @@ def ceilings(device: str) -> dict[str, float]:
 
     product = rate(2 * n**3 / 1e12, lambda: torch.mm(a, b, out=out))
     return {"matmul_tflops": product, "copy_gbs": rate(2 * size / 1e9, lambda: target.copy_(source))}
-
-
-def hosted(call: Callable[[], object], repeats: int) -> float:
-    """Seconds per call by the host's clock."""
-    began = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - began) / repeats

@@ -134,7 +134,7 @@ def measured(
 
     with torch.no_grad():
         difference = worst_row(ours(), theirs())
-        error, other = (sampled_error(q, k, v, out, None, **options) for out in (ours(), theirs()))
+        error, other = (sampled_error(q, k, v, out, None, options) for out in (ours(), theirs()))
         threads = torch.get_num_threads() if device == "cpu" else 1
         arms = [Arm(OURS, ours), Arm(SDPA, theirs), *([Arm(ALONE, ours, threads=1)] if threads > 1 else [])]
         found = compared(arms, device, seconds, calibration.speed if calibration else None)
