@@ -29,7 +29,7 @@ KERNEL_FILES = {
     "simd.py",
     "pool_kernel.py",
 }
-DEVICE_DECORATORS = {"njit", "cfunc", "intrinsic", "device", "jit", "vectorize"}
+DEVICE_DECORATORS = {"njit", "cfunc", "intrinsic", "device", "kernel", "jit", "vectorize"}
 HOST_LINES, DEVICE_LINES, FILE_LINES, KERNEL_FILE_LINES, INIT_LINES, PACKAGE_LINES = (
     60,
     180,

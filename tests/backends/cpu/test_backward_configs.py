@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from polyflash.backends.cpu import backward_arguments as words
 from polyflash.backends.cpu import backward_configs as bc
 from polyflash.backends.cpu import configs, pool
 from polyflash.backends.cpu.backward_configs import BackwardConfig, BackwardKey
 from polyflash.backends.cpu.configs import KernelKey
+from polyflash.backends.cpu.words import BACKWARD, BACKWARD_ITEM
 from polyflash.errors import SpecError
 from polyflash.spec import AttentionSpec, Feature, Phase
 from polyflash.target import parse
@@ -65,9 +65,9 @@ def test_tiles_do_not_overlap(compute, storage):
     shared = 0 if key.pack == 2 else 3
     assert len(set(offsets)) == len(offsets) - shared
     assert sorted(set(offsets))[-1] < tiles.total
-    assert len(offsets) == words.T_KEEP + 1 - words.a.T_Q
+    assert len(offsets) == len(BACKWARD.tiles) - 1  # one has two names
     assert tiles.kinds - tiles.item >= bc.ITEM_WORDS * 8
-    assert max(words.I_CHUNK, words.a.I_COLUMN) < bc.ITEM_WORDS
+    assert len(BACKWARD_ITEM.words) < bc.ITEM_WORDS
 
 
 @pytest.mark.parametrize("seqlen", [1, 63, 256, 257, 4096, 4097, 100_000])

@@ -13,8 +13,8 @@ import torch
 import polyflash
 from polyflash import backends, target
 from polyflash.backends.cpu import backward, configs, pool
-from polyflash.backends.cpu import backward_arguments as words
 from polyflash.backends.cpu.backward_configs import BackwardConfig, BackwardKey, BiasGradientKey
+from polyflash.backends.cpu.words import BACKWARD
 from polyflash.plan import Launch
 from polyflash.spec import Arguments, Phase
 from polyflash.torch_ops import spec_of
@@ -92,8 +92,8 @@ def test_only_the_gradients_asked_for_are_computed(asked, monkeypatch):
     def spy(kernel, arguments, items, *rest):
         import ctypes
 
-        address = (ctypes.c_int64 * (words.HEADS_HERE + 1)).from_address(arguments)
-        blocks.append([address[i] for i in (words.NEEDS, words.DQ, words.DK, words.DV)])
+        address = (ctypes.c_int64 * (BACKWARD.heads_here + 1)).from_address(arguments)
+        blocks.append([address[i] for i in (BACKWARD.needs, BACKWARD.dq, BACKWARD.dk, BACKWARD.dv)])
         return run(kernel, arguments, items, *rest)
 
     run = pool.run

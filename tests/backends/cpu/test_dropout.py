@@ -13,6 +13,7 @@ from polyflash import attention
 from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import configs, runtime
 from polyflash.backends.cpu.configs import DropoutKey
+from polyflash.backends.cpu.words import FORWARD
 from polyflash.backends.torch.philox import kept
 from polyflash.errors import SpecError
 from polyflash.reference import dropout_keep
@@ -30,7 +31,7 @@ def argument_block(p: float, seed: int) -> np.ndarray:
     """The words of a call that has dropout alone."""
     args = Arguments(dropout_p=p, dropout_seed=torch.tensor(seed))
     words = a.operands(args, 1.0, 0, [], 0, drop=1)
-    return np.frombuffer(bytes(8 * a.Q_OFFSET) + words, dtype=np.int64).copy()
+    return np.frombuffer(bytes(8 * FORWARD.q_offset) + words, dtype=np.int64).copy()
 
 
 def dropped_tile(
@@ -137,11 +138,15 @@ def test_keys_are_checked():
 def test_words_of_a_call():
     """Seed as it is, threshold floor(p·2^32), the share of kept weights as float32; nothing without p."""
     words = argument_block(0.25, -2)
-    assert words[a.DROP_SEED] == -2 and words[a.DROP_THRESHOLD] == 1 << 30 and words[a.DROP] == 1
-    assert words[a.DROP_KEPT] == int(np.float32(0.75).view(np.uint32))
-    assert argument_block(1.0, 0)[a.DROP_KEPT] == int(np.float32(1.0).view(np.uint32))
+    assert (
+        words[FORWARD.drop_seed] == -2
+        and words[FORWARD.drop_threshold] == 1 << 30
+        and words[FORWARD.drop] == 1
+    )
+    assert words[FORWARD.drop_kept] == int(np.float32(0.75).view(np.uint32))
+    assert argument_block(1.0, 0)[FORWARD.drop_kept] == int(np.float32(1.0).view(np.uint32))
     assert a.any_table(Arguments(dropout_p=0.5)) and not a.any_table(Arguments())
-    assert not argument_block(0.0, 3)[a.DROP_SEED :].any()
+    assert not argument_block(0.0, 3)[FORWARD.drop_seed :].any()
 
 
 @needs_cpu_engine

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from polyflash import column_sums, row_stats, target
-from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, statistics, statistics_configs
+from polyflash.backends.cpu import configs, statistics, statistics_configs, words
 from polyflash.backends.cpu.configs import Config
 from polyflash.reference import attention_reference, statistics_reference
 from polyflash.spec import Arguments
@@ -151,7 +150,12 @@ def test_keys_and_scratch(known):
 
 
 def test_words_follow_those_of_the_forward():
-    assert statistics.ENTRIES == a.T_STAGED + 1 and statistics.MAX_LOGIT == statistics.ENTRIES + 6
+    """As functions are shared that know those of the forward alone; and no name stands for two words."""
+    for layout in (words.BACKWARD, words.STATISTICS, words.DECODE):
+        assert layout.begins_as(words.FORWARD) and not words.FORWARD.begins_as(layout)
+        numbers = [n for n in vars(layout).values() if isinstance(n, int)]
+        assert len(numbers) + len(set(layout.tiles.values())) == len(layout.words)
+    assert words.BACKWARD_ITEM.begins_as(words.ITEM)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from polyflash.backends.cpu.simd import I32, I64, Emitter, Value
+from polyflash.backends.cpu.simd import I32, I64, Emitter, Value, stage
 
 # Into the second-level cache, a phase ahead: in the first the rows would push each other out.
 PREFETCH_LEVEL = 2
@@ -16,6 +16,7 @@ class AddressLists:
 
     lanes: int  # float32 lanes of a vector; half as many addresses
 
+    @stage
     def fill_addresses(self, e: Emitter, dst: Value, first: Value, stride: Value, count: Value) -> None:
         """`count` addresses, rounded up to whole vectors."""
         b, n = e.b, self.lanes // 2
@@ -29,11 +30,13 @@ class AddressLists:
 
         e.loop(b.udiv(b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst), start], body)
 
-    def fill_pages(self, e: Emitter, *x: Value) -> None:
+    @stage
+    def fill_pages(
+        self, e: Emitter, dst, entries, stride, count, src, page_stride, row_stride, size, num, zero
+    ) -> None:
         """Addresses of the rows of `count` whole pages of `size` keys, each rounded up to whole vectors.
         Table entries were checked before the call; should another thread have written one that names none of
         the `num` pages, it is zeros."""
-        dst, entries, stride, count, src, page_stride, row_stride, size, num, zero = x
         b, n = e.b, self.lanes // 2
         lane = ir.Constant(ir.VectorType(I64, n), list(range(n)))
 
@@ -54,6 +57,7 @@ class AddressLists:
 
         e.loop(count, [e.pointer(entries), e.pointer(dst)], page)
 
+    @stage
     def add_addresses(self, e: Emitter, dst: Value, distance: Value, count: Value, kept: Value) -> None:
         """Moves `count` addresses on, rounded up to whole vectors; one that is `kept` stays."""
         n, kind = self.lanes // 2, ir.VectorType(I64, self.lanes // 2)

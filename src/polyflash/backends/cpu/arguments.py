@@ -1,9 +1,4 @@
-"""The int64 argument block of the CPU kernels: what each word is, and how a call fills it.
-
-Addresses and strides are in bytes; an operand that is absent has address 0. The kernel of a tile and the
-pass over its scores are compiled apart and meet in this block, in the tiles of the scratch and in an item's
-words.
-"""
+"""How a call fills the argument block of the CPU kernels, whose words are those of words.py."""
 
 from __future__ import annotations
 
@@ -11,11 +6,22 @@ import math
 import struct
 from array import array
 from functools import lru_cache
-from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
 
+from polyflash.backends.cpu.words import (
+    DOES_ALIBI,
+    DOES_BIAS,
+    DOES_MASK,
+    DOES_SCALE,
+    DOES_SEGMENTS,
+    DOES_SOFTCAP,
+    DOES_TINY_SCALE,
+    Operands,
+    Softmax,
+    Tensors,
+)  # fmt: skip
 from polyflash.mask import FAR_OFFSET, FAR_SIDE
 
 if TYPE_CHECKING:
@@ -29,63 +35,10 @@ WAKE_FROM_US = 40  # below this, only threads that already spin share it: waking
 LOG2E = math.log2(math.e)
 FLT_MIN, FLT_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
-_next = count().__next__
-Q, K, V, OUT, LSE = (_next() for _ in range(5))
-Q_BATCH, Q_HEAD, Q_ROW, Q_DIM = (_next() for _ in range(4))
-K_BATCH, K_HEAD, K_ROW, K_DIM = (_next() for _ in range(4))
-V_BATCH, V_HEAD, V_ROW, V_DIM = (_next() for _ in range(4))
-OUT_BATCH, OUT_HEAD, OUT_ROW, LSE_BATCH, LSE_HEAD = (_next() for _ in range(5))  # of lse in elements
-NUM_KV_HEADS, GROUP, SEQLEN_Q, SEQLEN_K, HEAD_DIM, HEAD_DIM_V = (_next() for _ in range(6))
-# Of the softmax; 1 where the pass has scaled. SCALE_LOG2: float32 bits of |scale|·log2(e) and, above them, of
-# what they miss; SCALE: of |scale|; SIGN: the sign bit of a negative scale.
-SCALE_LOG2, SCALE, SIGN, LEFT, RIGHT, HAS_OFFSET, OFFSET, SINKS, PASS = (_next() for _ in range(9))
-
-# Each table's stride follows its address.
-Q_OFFSET, Q_OFFSET_STRIDE, KV_LENS, KV_LENS_STRIDE, KV_STARTS, KV_STARTS_STRIDE = (_next() for _ in range(6))
-# Of the pass over scores: what it does, float32 bits of scale, scale/softcap and softcap, its operands.
-PASS_DOES, PASS_SCALE, TO_CAP, CAP = (_next() for _ in range(4))
-MASK, MASK_BATCH, MASK_HEAD, MASK_ROW, MASK_KEY = (_next() for _ in range(5))
-BIAS, BIAS_BATCH, BIAS_HEAD, BIAS_ROW, BIAS_KEY, BIAS_KIND = (_next() for _ in range(6))
-SLOPES, SLOPES_BATCH, SLOPES_HEAD = (_next() for _ in range(3))
-Q_IDS, Q_IDS_BATCH, Q_IDS_ROW, K_IDS, K_IDS_BATCH, K_IDS_KEY = (_next() for _ in range(6))
-# Row block r sees INTERVAL_COUNT pairs of int32 (start, end). Packed members: an item's (member, row, end).
-INTERVALS, INTERVALS_BATCH, INTERVALS_HEAD, INTERVALS_BLOCK, INTERVAL_COUNT, INTERVAL_ROWS = (
-    _next() for _ in range(6)
-)
-MEMBERS, CU_Q, CU_K = (_next() for _ in range(3))
-# Philox's key, floor(p·2^32), the address of the stage (0: no dropout), float32 bits of 1 - p (1 if p is 1).
-DROP_SEED, DROP_THRESHOLD, DROP, DROP_KEPT = (_next() for _ in range(4))
-# 0: keys are contiguous. Else K_BATCH and V_BATCH lie between pages.
-PAGE_TABLE, PAGE_TABLE_BATCH, PAGE_TABLE_ENTRY, PAGE_SIZE, NUM_PAGES = (_next() for _ in range(5))
-
-# HEADS x ROW_PANELS is an item, CHUNKS items make a group, OTHERS items share a row block. ZERO is 0, read at
-# run time: a fill with a known zero would become a call of memset.
-BLOCK_N, HEADS, CHUNKS, ROW_PANELS, ROW_BLOCKS, OTHERS, ZERO = (_next() for _ in range(7))
-# Scratch offsets, in the order of configs.Scratch.
-T_Q, T_O, T_K, T_V, T_S, T_P, T_STAGE, T_STATS, T_LIMITS, T_BLOCK, T_ZERO, T_GATHER, T_BAD = (
-    _next() for _ in range(13)
-)
-T_SEEN, T_ITEM, T_KINDS, T_Q_IDS, T_K_IDS, T_STAGED = (_next() for _ in range(6))
-
-# Words of an item at T_ITEM: which rows of what it is, then what the pass tells of a key block.
-(
-    I_BATCH, I_HEAD, I_HEADS, I_ROW, I_PANELS, I_ROW_END, I_SEQLEN_K, I_OFFSET, I_LO_SHIFT, I_HI_SHIFT,
-    I_START, I_LIVE, I_KEY, I_FIRST, I_LAST, I_ANY,
-) = range(16)  # fmt: skip
-I_COLUMN = 16  # from here on: the operands of one column of the pass
-
-DOES_MASK, DOES_BIAS, DOES_ALIBI, DOES_SOFTCAP, DOES_SEGMENTS, DOES_TINY_SCALE = 1, 2, 4, 8, 16, 32
-DOES_SCALE = DOES_BIAS | DOES_ALIBI | DOES_SOFTCAP | DOES_TINY_SCALE  # scores leave the pass scaled
-# What the pass is called for.
-START_ITEM, START_BLOCK, CHANGE_SCORES, MARK_SEEN = range(4)
-# How a key block touches a panel.
-UNSEEN, CHANGED, PLAIN = range(3)
-
 BIAS_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-_N_OPERANDS = NUM_PAGES + 1 - Q_OFFSET
-NO_OPERANDS = bytes(8 * _N_OPERANDS)
-pack_head = struct.Struct(f"{PASS + 1}q").pack
+NO_OPERANDS = bytes(8 * len(Operands._fields))
+_pack_head = struct.Struct(f"{len(Tensors._fields) + len(Softmax._fields)}q").pack
 _ONE = (
     struct.unpack("<q", struct.pack("<ff", LOG2E, LOG2E - struct.unpack("<f", struct.pack("<f", LOG2E))[0]))
 )[0]
@@ -106,15 +59,60 @@ def passes(args: Arguments, scale: float) -> int:
 
 
 def any_table(args: Arguments) -> bool:
-    """Whether an operand that the pass has no part in fills a word from Q_OFFSET to NUM_PAGES."""
+    """Whether an operand that the pass has no part in fills a word of `Operands`."""
     absent = args.kv_lens is args.kv_starts is args.q_offset is args.intervals is args.cu_seqlens_q is None
     return not absent or args.dropout_p != 0.0
 
 
-def softmax_scale(scale: float, does: int) -> tuple[int, int, int]:
-    """SCALE_LOG2, SCALE and SIGN."""
+def head(tensors: Tensors, softmax: Softmax) -> bytes:
+    """The words before the operands."""
+    return _pack_head(*tensors, *softmax)
+
+
+def tensors(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: int, seqlen_k: int | None = None) -> Tensors:
+    """The last dimension of out has unit stride; lse is contiguous, its address 0 if it is not wanted. With
+    pages there are `seqlen_k` keys."""
+    (_, num_q_heads, seqlen_q, head_dim), (_, num_kv_heads, keys, head_dim_v) = q.shape, v.shape
+    size = q.element_size()
+    q_batch, q_head, q_row = row_strides(q)
+    k_batch, k_head, k_row = row_strides(k)
+    v_batch, v_head, v_row = row_strides(v)
+    out_batch, out_head, out_row = row_strides(out)
+    return Tensors(
+        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), lse=lse,
+        q_batch=q_batch, q_head=q_head, q_row=q_row, q_dim=size * (1 if head_dim == 1 else q.stride(3)),
+        k_batch=k_batch, k_head=k_head, k_row=k_row, k_dim=size * (1 if head_dim == 1 else k.stride(3)),
+        v_batch=v_batch, v_head=v_head, v_row=v_row, v_dim=size * (1 if head_dim_v == 1 else v.stride(3)),
+        out_batch=out_batch, out_head=out_head, out_row=out_row,
+        lse_batch=num_q_heads * seqlen_q, lse_head=seqlen_q,
+        num_kv_heads=num_kv_heads, group=num_q_heads // num_kv_heads,
+        seqlen_q=seqlen_q, seqlen_k=keys if seqlen_k is None else seqlen_k,
+        head_dim=head_dim, head_dim_v=head_dim_v,
+    )  # fmt: skip
+
+
+def row_strides(x: Tensor) -> tuple[int, int, int]:
+    """In bytes, over (batch, head, row)."""
+    size = x.element_size()
+    batch, head, row, _ = x.stride()
+    return batch * size, head * size, row * size
+
+
+def softmax(args: Arguments, scale: float, does: int, *, sinks: int = 0, score_pass: int = 0) -> Softmax:
+    """`sinks` and `score_pass` are addresses."""
     log2, plain, sign = scale_bits(scale)
-    return (_ONE, float_bits(1.0), sign) if does & DOES_SCALE else (log2, plain, sign)
+    left, right = window_sides(args)
+    return Softmax(
+        scale_log2=_ONE if does & DOES_SCALE else log2,
+        scale=float_bits(1.0) if does & DOES_SCALE else plain,
+        sign=sign,
+        left=left,
+        right=right,
+        has_offset=args.offset is not None,
+        offset=far_offset(args.offset),
+        sinks=sinks,
+        score_pass=score_pass,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -144,36 +142,42 @@ def operands(
     drop: int = 0,
     k: Tensor | None = None,
 ) -> bytes:
-    """Q_OFFSET to NUM_PAGES. Small tensors that must be copied first are put into `kept`, to live as long as
+    """`Operands` as bytes. Small tensors that must be copied first are put into `kept`, to live as long as
     the call. `drop` is the address of the dropout stage if dropout_p is not 0, `k` the pool of K if there is
     a page table."""
-    words = [*_table(args.q_offset), *_table(args.kv_lens), *_table(args.kv_starts)]
     if does & DOES_SOFTCAP:
         caps = float_bits(abs(scale) / args.softcap), float_bits(args.softcap)
     else:
         caps = 0, 0
-    words += [does, float_bits(abs(scale)), *caps]
-    words += _scores_shaped(args.mask)
-    words += _scores_shaped(args.bias)
-    words.append(0 if args.bias is None else BIAS_KINDS[args.bias.dtype])
-    words += _per_head(args.alibi_slopes, kept)
-    words += [*_ids(args.q_segments), *_ids(args.k_segments)]
+    words = (
+        *(*_table(args.q_offset), *_table(args.kv_lens), *_table(args.kv_starts)),
+        *(does, float_bits(abs(scale)), *caps),
+        *_scores_shaped(args.mask),
+        *(*_scores_shaped(args.bias), 0 if args.bias is None else BIAS_KINDS[args.bias.dtype]),
+        *_per_head(args.alibi_slopes, kept),
+        *(*_ids(args.q_segments), *_ids(args.k_segments)),
+        *_intervals(args, kept),
+        *(members, *(_lengths(cu, kept) for cu in (args.cu_seqlens_q, args.cu_seqlens_k))),
+        *_dropout(args, drop),
+        *_pages(args.page_table, k),
+    )
+    return array("q", Operands._make(words)).tobytes()
+
+
+def _intervals(args: Arguments, kept: list[Tensor]) -> tuple[int, ...]:
     if args.intervals is None:
-        words += [0] * 6
-    else:
-        lists = args.intervals if args.intervals[0, 0, 0].is_contiguous() else args.intervals.contiguous()
-        kept.append(lists)
-        strides = [0 if n == 1 else 4 * s for n, s in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
-        words += [lists.data_ptr(), *strides, 4 * lists.stride(2), lists.shape[3], args.interval_rows]
-    words.append(members)
-    for cu in (args.cu_seqlens_q, args.cu_seqlens_k):
-        if cu is not None:
-            cu = cu.contiguous()
-            kept.append(cu)
-        words.append(0 if cu is None else cu.data_ptr())
-    words += _dropout(args, drop)
-    words += _pages(args.page_table, k)
-    return array("q", words).tobytes()
+        return 0, 0, 0, 0, 0, 0
+    lists = args.intervals if args.intervals[0, 0, 0].is_contiguous() else args.intervals.contiguous()
+    kept.append(lists)
+    strides = [0 if n == 1 else 4 * s for n, s in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
+    return lists.data_ptr(), *strides, 4 * lists.stride(2), lists.shape[3], args.interval_rows
+
+
+def _lengths(cu: Tensor | None, kept: list[Tensor]) -> int:
+    if cu is None:
+        return 0
+    kept.append(cu.contiguous())
+    return kept[-1].data_ptr()
 
 
 def far_offset(offset: int | None) -> int:

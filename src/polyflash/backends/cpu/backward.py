@@ -16,12 +16,38 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import backward_arguments as g
-from polyflash.backends.cpu import backward_configs, configs, loading, packing, pool, runtime
+from polyflash.backends.cpu import (
+    arguments,
+    backward_arguments,
+    backward_configs,
+    configs,
+    loading,
+    packing,
+    pool,
+    runtime,
+)  # fmt: skip
 from polyflash.backends.cpu.backward_configs import BiasGradientKey
 from polyflash.backends.cpu.backward_sums import BiasSums, bias_sums, sink_gradient, zeros_in_order_of
 from polyflash.backends.cpu.configs import DropoutKey
+from polyflash.backends.cpu.words import (
+    BACKWARD,
+    BACKWARD_ITEM,
+    CHANGE_SCORES,
+    DOES_SOFTCAP,
+    NEEDS_DBIAS,
+    NEEDS_DK,
+    NEEDS_DQ,
+    NEEDS_DS,
+    NEEDS_DV,
+    PLAIN,
+    START_BLOCK,
+    START_ITEM,
+    UNSEEN,
+    BiasGradient,
+    Cut,
+    Entries,
+    Gradients,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,29 +62,13 @@ Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
 
 def build(key: BackwardKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from numba import cfunc, types
-
     from polyflash.backends.cpu import backward_blocks, simd
+    from polyflash.backends.cpu.simd import greatest, least, load_i8, load_i32, store_i8
+    from polyflash.backends.cpu.structs import Blocks
 
-    stage = backward_blocks.stages(key)
-    fill, fill_limits, load_float_row, pack_query = (
-        stage.fill, stage.fill_limits, stage.load_float_row, stage.pack_query,
-    )  # fmt: skip
-    finite_rows, row_dots, start_stats = stage.finite_rows, stage.row_dots, stage.start_stats
-    product, outer, accumulate_grad = stage.product, stage.outer, stage.accumulate_grad
-    weights, weights_bounded, weights_changed = stage.weights, stage.weights_bounded, stage.weights_changed
-    cap_factor, scale_by, drop_grad, keep_only = (
-        stage.cap_factor, stage.scale_by, stage.drop_grad, stage.keep_only,
-    )  # fmt: skip
-    narrow, add_rows, add_transposed, add_nonfinite = (
-        stage.narrow, stage.add_rows, stage.add_transposed, stage.add_nonfinite,
-    )  # fmt: skip
-    arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
-    store_i64, least, greatest = simd.store_i64, simd.least, simd.greatest
+    stage, block = backward_blocks.stages(key), Blocks(BACKWARD, BACKWARD_ITEM)
+    shared, device, tiles_at = loading.loaders(key, stage), block.device, block.tiles()
     call_pass, call_dropout, call_bias = simd.call_native(9), simd.call_native(7), simd.call_native(8)
-    shared = loading.loaders(key, stage)
-    load_tile, stand = shared.load_tile, shared.stand
-    device = loading.device
 
     LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
     SIZE = configs.STORAGE_BYTES[key.storage]
@@ -68,92 +78,94 @@ def build(key: BackwardKey) -> Any:
     KEYS_PER_TRIP, QUERIES_PER_TRIP = min(4, MR // PACK) * PACK, min(4, NR // 4) * PACK
     ALL, EMPTY, ONES = key.lanes * 4, -0x800000, 0xFFFFFFFF  # bytes of a vector; bits of -inf; all bits
 
-    @device(3)
-    def load_panel(args, scratch, i_p):  # type: ignore[no-untyped-def]
+    @device
+    def load_panel(tile, i_p):
         """Q and dO of one panel of the span, packed and as rows; lse and delta of its rows."""
-        item, zero = scratch + arg(args, a.T_ITEM), arg(args, a.ZERO)
-        i_t, head, row_end = arg(item, g.I_TENSOR), arg(item, a.I_HEAD), arg(item, a.I_ROW_END)
-        row, first_q = arg(item, a.I_ROW) + i_p * NR, arg(item, g.I_FIRST_Q)
-        stage_rows, out_rows = scratch + arg(args, a.T_STAGE), scratch + arg(args, g.T_OUT_STAGE)
-        flip = arg(args, a.SIGN) | (arg(args, a.SIGN) >> 16 if PACK == 2 else 0)
-        count, count_v = arg(args, a.HEAD_DIM), arg(args, a.HEAD_DIM_V)
+        args = tile.args
+        item, zero = tile.item, args.zero
+        i_t, head, row_end = item.tensor, item.head, item.row_end
+        row, first_q = item.row + i_p * NR, item.first_q
+        stage_rows, out_rows = tile.stage, tile.out_stage
+        flip = args.sign | (args.sign >> 16 if PACK == 2 else 0)
+        count, count_v = args.head_dim, args.head_dim_v
         vectors, vectors_v = (
             (count + PACK * LANES - 1) // (PACK * LANES),
             (count_v + PACK * LANES - 1) // (PACK * LANES),
         )
-        q_row, do_row, out_row = arg(args, a.Q_ROW), arg(args, g.DO_ROW), arg(args, a.OUT_ROW)
-        q = arg(args, a.Q) + i_t * arg(args, a.Q_BATCH) + head * arg(args, a.Q_HEAD)
-        do = arg(args, g.DO) + i_t * arg(args, g.DO_BATCH) + head * arg(args, g.DO_HEAD)
-        out = arg(args, a.OUT) + i_t * arg(args, a.OUT_BATCH) + head * arg(args, a.OUT_HEAD)
-        stats_at = 4 * (i_t * arg(args, a.LSE_BATCH) + head * arg(args, a.LSE_HEAD) + first_q)
-        q_panel, do_panel = scratch + arg(args, a.T_Q), scratch + arg(args, g.T_DO)
-        q_rows, do_rows = scratch + arg(args, g.T_Q_ROWS), scratch + arg(args, g.T_DO_ROWS)
+        q_row, do_row, out_row = args.q_row, args.do_row, args.out_row
+        q = args.q + i_t * args.q_batch + head * args.q_head
+        do = args.do + i_t * args.do_batch + head * args.do_head
+        out = args.out + i_t * args.out_batch + head * args.out_head
+        stats_at = 4 * (i_t * args.lse_batch + head * args.lse_head + first_q)
+        q_panel, do_panel = tile.q, tile.do
+        q_rows, do_rows = tile.q_rows, tile.do_rows
         bad = 0
         for lane in range(0, NR, LANES):
             rows, at = greatest(least(LANES, row_end - row - lane), 0), first_q + row + lane
             atom = i_p * ROWS + lane // PACK * V_BYTES
             if rows < LANES:
-                fill(stage_rows, LANES * K_BYTES // ALL, zero)
-            load_tile(args, scratch, q + at * q_row, q_row, arg(args, a.Q_DIM), rows, count, stage_rows)
-            pack_query(stage_rows, vectors, q_panel + i_p * PANEL + lane * 4, flip)
-            finite_rows(stage_rows, LANES // PACK, vectors, q_rows + atom)
+                stage.fill(stage_rows, LANES * K_BYTES // ALL, zero)
+            shared.load_tile(tile, q + at * q_row, q_row, args.q_dim, rows, count, stage_rows)
+            stage.pack_query(stage_rows, vectors, q_panel + i_p * PANEL + lane * 4, flip)
+            stage.finite_rows(stage_rows, LANES // PACK, vectors, q_rows + atom)
             if rows < LANES:
-                fill(stage_rows, LANES * K_BYTES // ALL, zero)
-            load_tile(args, scratch, do + at * do_row, do_row, SIZE, rows, count_v, stage_rows)
-            lse = arg(args, a.LSE) + stats_at + 4 * (row + lane)
+                stage.fill(stage_rows, LANES * K_BYTES // ALL, zero)
+            shared.load_tile(tile, do + at * do_row, do_row, SIZE, rows, count_v, stage_rows)
+            lse = args.lse + stats_at + 4 * (row + lane)
             for r in range(rows):
                 if load_i32(lse + 4 * r) == EMPTY:  # no gradient comes from a row that sees no key
-                    fill(stage_rows + r * K_BYTES, K_BYTES // ALL, zero)
-            pack_query(stage_rows, vectors_v, do_panel + i_p * PANEL + lane * 4, 0)
-            bad |= finite_rows(stage_rows, LANES // PACK, vectors_v, do_rows + atom)
-            load_tile(args, scratch, out + at * out_row, out_row, SIZE, rows, count_v, out_rows)
-            stats = scratch + arg(args, a.T_STATS) + i_p * NR * 8 + lane * 4
-            row_dots(stage_rows, out_rows, vectors_v, stats)
+                    stage.fill(stage_rows + r * K_BYTES, K_BYTES // ALL, zero)
+            stage.pack_query(stage_rows, vectors_v, do_panel + i_p * PANEL + lane * 4, 0)
+            bad |= stage.finite_rows(stage_rows, LANES // PACK, vectors_v, do_rows + atom)
+            shared.load_tile(tile, out + at * out_row, out_row, SIZE, rows, count_v, out_rows)
+            stats = tile.stats + i_p * NR * 8 + lane * 4
+            stage.row_dots(stage_rows, out_rows, vectors_v, stats)
             dlse = 0
-            if arg(args, g.DLSE) != 0:
-                dlse = arg(args, g.DLSE) + stats_at + 4 * (row + lane)
-            start_stats(stats, lse, stats, dlse, rows)
-        store_i8(scratch + arg(args, a.T_BAD) + i_p, bad)
+            if args.dlse != 0:
+                dlse = args.dlse + stats_at + 4 * (row + lane)
+            stage.start_stats(stats, lse, stats, dlse, rows)
+        store_i8(tile.bad + i_p, bad)
 
-    @device(7, types.int64)
-    def load_keys(args, scratch, k, v, n, first, last):  # type: ignore[no-untyped-def]
+    @device
+    def load_keys(tile, k, v, n, first, last):
         """K and V rows [first, last) of key block n, and zeros up to whole steps. Returns where K can be
         read without what is not finite."""
-        zero, k_tile, v_tile = arg(args, a.ZERO), scratch + arg(args, a.T_K), scratch + arg(args, a.T_V)
+        args = tile.args
+        zero, k_tile, v_tile = args.zero, tile.k, tile.v
         begin, end = first // STEP * STEP - n, (last + STEP - 1) // STEP * STEP - n
         before, after = first - n, last - n
-        for tile in (k_tile, v_tile):
-            fill(tile + begin * K_BYTES, (before - begin) * (K_BYTES // ALL), zero)
-            fill(tile + after * K_BYTES, (end - after) * (K_BYTES // ALL), zero)
-        count, k_row, v_row = arg(args, a.HEAD_DIM), arg(args, a.K_ROW), arg(args, a.V_ROW)
+        for rows in (k_tile, v_tile):
+            stage.fill(rows + begin * K_BYTES, (before - begin) * (K_BYTES // ALL), zero)
+            stage.fill(rows + after * K_BYTES, (end - after) * (K_BYTES // ALL), zero)
+        count, k_row, v_row = args.head_dim, args.k_row, args.v_row
         k_dst, v_dst = k_tile + before * K_BYTES, v_tile + before * K_BYTES
-        load_tile(args, scratch, k + first * k_row, k_row, arg(args, a.K_DIM), last - first, count, k_dst)
-        load_tile(
-            args, scratch, v + first * v_row, v_row, arg(args, a.V_DIM), last - first,
-            arg(args, a.HEAD_DIM_V), v_dst,
+        shared.load_tile(tile, k + first * k_row, k_row, args.k_dim, last - first, count, k_dst)
+        shared.load_tile(tile, v + first * v_row, v_row, args.v_dim, last - first,
+            args.head_dim_v, v_dst,
         )  # fmt: skip
-        if arg(args, g.NEEDS) & g.NEEDS_DQ == 0:
+        if args.needs & NEEDS_DQ == 0:
             return k_tile
-        rows = scratch + arg(args, g.T_K_ROWS)
+        rows = tile.k_rows
         vectors = (count + PACK * LANES - 1) // (PACK * LANES)
         at = begin // PACK * V_BYTES
-        bad = finite_rows(k_tile + begin * K_BYTES, (end - begin) // PACK, vectors, rows + at)
+        bad = stage.finite_rows(k_tile + begin * K_BYTES, (end - begin) // PACK, vectors, rows + at)
         return rows if PACK == 2 or bad != 0 else k_tile
 
-    @device(9)
-    def weigh(args, scratch, i_p, n, begin, end, inner_begin, inner_end, kind):  # type: ignore[no-untyped-def]
+    @device
+    def weigh(tile, i_p, n, begin, end, inner_begin, inner_end, kind):
         """P and dS of keys n + [begin, end) of one panel from S and dP; every row sees all of
         [inner_begin, inner_end) if the tile is plain."""
-        stats = scratch + arg(args, a.T_STATS) + i_p * NR * 8
-        limits = scratch + arg(args, a.T_LIMITS) + i_p * NR * 8
-        s, dp = scratch + arg(args, a.T_S), scratch + arg(args, g.T_DP)
+        args = tile.args
+        stats = tile.stats + i_p * NR * 8
+        limits = tile.limits + i_p * NR * 8
+        s, dp = tile.s, tile.dp
         p, ds, pairs = (
-            scratch + arg(args, a.T_P),
-            scratch + arg(args, g.T_DS),
-            scratch + arg(args, g.T_DS_PAIRS),
+            tile.p,
+            tile.ds,
+            tile.ds_pairs,
         )
-        scale = arg(args, a.SCALE)
-        if kind == a.PLAIN and arg(args, a.DROP) == 0:
+        scale = args.scale
+        if kind == PLAIN and args.drop == 0:
             for part in range(3):
                 lo = begin if part == 0 else inner_begin if part == 1 else inner_end
                 hi = inner_begin if part == 0 else inner_end if part == 1 else end
@@ -161,187 +173,192 @@ def build(key: BackwardKey) -> Any:
                     continue
                 s_at, row_at, pair_at = lo * S_ROW, lo * P_ROW, lo // PACK * S_ROW
                 if part == 1:
-                    weights(
+                    stage.weights(
                         s + s_at, dp + s_at, p + row_at, ds + row_at, pairs + pair_at, stats, scale, hi - lo
                     )
                 else:
-                    weights_bounded(
+                    stage.weights_bounded(
                         s + s_at, dp + s_at, p + row_at, ds + row_at, pairs + pair_at, stats, scale, hi - lo,
                         limits, n + lo,
                     )  # fmt: skip
             return
-        item, keys, vectors = scratch + arg(args, a.T_ITEM), end - begin, (end - begin) * NV
-        at, row_end = begin * S_ROW, arg(item, a.I_ROW_END)
-        row, head = arg(item, a.I_ROW) + i_p * NR, arg(item, a.I_HEAD)
-        keep, factor = scratch + arg(args, g.T_KEEP) + at, scratch + arg(args, g.T_FACTOR) + at
-        if arg(args, a.DROP) != 0:
-            plane = arg(item, a.I_BATCH) * arg(args, a.NUM_KV_HEADS) * arg(args, a.GROUP) + head
-            fill(keep, vectors, ONES)
-            call_dropout(arg(args, a.DROP), args, keep, plane, row, n + begin, keys, 1)
-            drop_grad(dp + at, keep, vectors, arg(args, g.DROP_SCALE))
-        weights_changed(s + at, dp + at, stats, scale, keys, limits, n + begin)
-        if arg(args, g.ADD_BIAS) != 0:
-            i_b, end_key = arg(item, a.I_BATCH), n + end
-            call_bias(arg(args, g.ADD_BIAS), args, dp + at, i_b, head, row, row_end, n + begin, end_key)
-        if arg(args, a.PASS_DOES) & a.DOES_SOFTCAP and kind != a.PLAIN:
-            scale_by(dp + at, factor, vectors)
-        if arg(args, a.DROP) != 0:
-            keep_only(s + at, keep, vectors)
-        narrow(s + at, dp + at, p + begin * P_ROW, ds + begin * P_ROW, pairs + begin // PACK * S_ROW, keys)
+        item, keys, vectors = tile.item, end - begin, (end - begin) * NV
+        at, row_end = begin * S_ROW, item.row_end
+        row, head = item.row + i_p * NR, item.head
+        keep, factor = tile.keep + at, tile.factor + at
+        if args.drop != 0:
+            plane = item.batch * args.num_kv_heads * args.group + head
+            stage.fill(keep, vectors, ONES)
+            call_dropout(args.drop, args, keep, plane, row, n + begin, keys, 1)
+            stage.drop_grad(dp + at, keep, vectors, args.drop_scale)
+        stage.weights_changed(s + at, dp + at, stats, scale, keys, limits, n + begin)
+        if args.add_bias != 0:
+            i_b, end_key = item.batch, n + end
+            call_bias(args.add_bias, args, dp + at, i_b, head, row, row_end, n + begin, end_key)
+        if args.pass_does & DOES_SOFTCAP and kind != PLAIN:
+            stage.scale_by(dp + at, factor, vectors)
+        if args.drop != 0:
+            stage.keep_only(s + at, keep, vectors)
+        stage.narrow(
+            s + at, dp + at, p + begin * P_ROW, ds + begin * P_ROW, pairs + begin // PACK * S_ROW, keys
+        )
 
-    @device(6)
-    def multiply(args, scratch, i_p, k_rows, begin, end):  # type: ignore[no-untyped-def]
+    @device
+    def multiply(tile, i_p, k_rows, begin, end):
         """dV, dK and dQ of one panel from P and dS of keys [begin, end) of the block."""
-        needs, groups = arg(args, g.NEEDS), (end - begin) // MR
+        args = tile.args
+        needs, groups = args.needs, (end - begin) // MR
         trips = NR // QUERIES_PER_TRIP
         at, row_at, panel = begin * V_BYTES, begin * P_ROW, i_p * ROWS
         vectors, vectors_v = (
-            (arg(args, a.HEAD_DIM) + LANES - 1) // LANES,
-            (arg(args, a.HEAD_DIM_V) + LANES - 1) // LANES,
+            (args.head_dim + LANES - 1) // LANES,
+            (args.head_dim_v + LANES - 1) // LANES,
         )
-        if needs & g.NEEDS_DV:
-            p, do_rows = scratch + arg(args, a.T_P) + row_at, scratch + arg(args, g.T_DO_ROWS) + panel
-            outer(p, do_rows, scratch + arg(args, g.T_DV) + at, trips, groups, vectors_v)
-        if needs & g.NEEDS_DK:
-            ds, q_rows = scratch + arg(args, g.T_DS) + row_at, scratch + arg(args, g.T_Q_ROWS) + panel
-            outer(ds, q_rows, scratch + arg(args, g.T_DK) + at, trips, groups, vectors)
-        if needs & g.NEEDS_DQ:
-            pairs = scratch + arg(args, g.T_DS_PAIRS) + begin // PACK * S_ROW
-            dq = scratch + arg(args, a.T_O) + i_p * WIDE_PANEL
-            channels = (arg(args, a.HEAD_DIM) + MR - 1) // MR
+        if needs & NEEDS_DV:
+            p, do_rows = tile.p + row_at, tile.do_rows + panel
+            stage.outer(p, do_rows, tile.dv + at, trips, groups, vectors_v)
+        if needs & NEEDS_DK:
+            ds, q_rows = tile.ds + row_at, tile.q_rows + panel
+            stage.outer(ds, q_rows, tile.dk + at, trips, groups, vectors)
+        if needs & NEEDS_DQ:
+            pairs = tile.ds_pairs + begin // PACK * S_ROW
+            dq = tile.o + i_p * WIDE_PANEL
+            channels = (args.head_dim + MR - 1) // MR
             trips = (end - begin) // KEYS_PER_TRIP
-            accumulate_grad(k_rows + begin // PACK * V_BYTES, pairs, trips, dq, channels)
+            stage.accumulate_grad(k_rows + begin // PACK * V_BYTES, pairs, trips, dq, channels)
 
-    @device(5)
-    def add_bad_rows(args, scratch, i_p, begin, end):  # type: ignore[no-untyped-def]
+    @device
+    def add_bad_rows(tile, i_p, begin, end):
         """To dV, what of this panel's dO is not finite."""
-        item, count = scratch + arg(args, a.T_ITEM), arg(args, a.HEAD_DIM_V)
-        row, buffer = arg(item, a.I_ROW) + i_p * NR, scratch + arg(args, g.T_OUT_STAGE)
-        do = arg(args, g.DO) + arg(item, g.I_TENSOR) * arg(args, g.DO_BATCH)
-        do += arg(item, a.I_HEAD) * arg(args, g.DO_HEAD)
-        do += (arg(item, g.I_FIRST_Q) + row) * arg(args, g.DO_ROW)
-        p, dv = scratch + arg(args, a.T_P) + begin * P_ROW, scratch + arg(args, g.T_DV) + begin * V_BYTES
-        for r in range(least(NR, arg(item, a.I_ROW_END) - row)):
-            load_float_row(do + r * arg(args, g.DO_ROW), count, buffer)
-            add_nonfinite(p + r * 4 // PACK, buffer, (count + LANES - 1) // LANES, dv, end - begin)
+        args = tile.args
+        item, count = tile.item, args.head_dim_v
+        row, buffer = item.row + i_p * NR, tile.out_stage
+        do = args.do + item.tensor * args.do_batch
+        do += item.head * args.do_head
+        do += (item.first_q + row) * args.do_row
+        p, dv = tile.p + begin * P_ROW, tile.dv + begin * V_BYTES
+        for r in range(least(NR, item.row_end - row)):
+            stage.load_float_row(do + r * args.do_row, count, buffer)
+            stage.add_nonfinite(p + r * 4 // PACK, buffer, (count + LANES - 1) // LANES, dv, end - begin)
 
-    @device(5)
-    def differentiate(args, scratch, i_p, n, k_rows):  # type: ignore[no-untyped-def]
+    @device
+    def differentiate(tile, i_p, n, k_rows):
         """One tile: a panel of the span against the key block."""
-        item, changes = scratch + arg(args, a.T_ITEM), arg(args, a.PASS)
-        first, last = arg(item, a.I_FIRST), arg(item, a.I_LAST)
-        lo_shift, hi_shift = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT)
-        row = arg(item, a.I_ROW) + i_p * NR
-        end_row = least(row + NR, arg(item, a.I_ROW_END)) - 1
+        args = tile.args
+        item, changes = tile.item, args.score_pass
+        first, last = item.first, item.last
+        lo_shift, hi_shift = item.lo_shift, item.hi_shift
+        row = item.row + i_p * NR
+        end_row = least(row + NR, item.row_end) - 1
         # block_range: groups of keys some row sees, and inside them those that every row sees
         lo, hi = greatest(first, row + lo_shift) - n, least(last, end_row + hi_shift) - n
-        kind = a.PLAIN
+        kind = PLAIN
         if changes != 0:
-            kind = load_i8(scratch + arg(args, a.T_KINDS) + i_p)
-        if hi <= lo or kind == a.UNSEEN:
+            kind = load_i8(tile.kinds + i_p)
+        if hi <= lo or kind == UNSEEN:
             return
-        step = MR if kind == a.PLAIN else STEP
+        step = MR if kind == PLAIN else STEP
         begin, end = lo // step * step, (hi + step - 1) // step * step
-        seen_by_all = greatest(arg(item, a.I_START), end_row + lo_shift) - n
-        all_end = least(arg(item, a.I_LIVE), row + hi_shift) - n
+        seen_by_all = greatest(item.start, end_row + lo_shift) - n
+        all_end = least(item.live, row + hi_shift) - n
         inner_begin = least(greatest((seen_by_all + MR - 1) // MR * MR, begin), end)
         inner_end = least(greatest(all_end // MR * MR, inner_begin), end)
         groups, at = (end - begin) // MR, begin * S_ROW
-        s, dp = scratch + arg(args, a.T_S) + at, scratch + arg(args, g.T_DP) + at
-        trips = (arg(args, a.HEAD_DIM) + 4 * PACK - 1) // (4 * PACK)
-        k_tile, v_tile = scratch + arg(args, a.T_K) + begin * K_BYTES, scratch + arg(args, a.T_V)
-        product(k_tile, scratch + arg(args, a.T_Q) + i_p * PANEL, s, trips, groups)
-        needs_ds = arg(args, g.NEEDS) & g.NEEDS_DS
-        if kind != a.PLAIN:
-            if needs_ds != 0 and arg(args, a.PASS_DOES) & a.DOES_SOFTCAP:
-                factor = scratch + arg(args, g.T_FACTOR) + at
-                cap_factor(s, factor, (end - begin) * NV, arg(args, a.TO_CAP))
+        s, dp = tile.s + at, tile.dp + at
+        trips = (args.head_dim + 4 * PACK - 1) // (4 * PACK)
+        k_tile, v_tile = tile.k + begin * K_BYTES, tile.v
+        stage.product(k_tile, tile.q + i_p * PANEL, s, trips, groups)
+        needs_ds = args.needs & NEEDS_DS
+        if kind != PLAIN:
+            if needs_ds != 0 and args.pass_does & DOES_SOFTCAP:
+                factor = tile.factor + at
+                stage.cap_factor(s, factor, (end - begin) * NV, args.to_cap)
             bounded = 1 if begin < seen_by_all or end > all_end else 0
-            head = arg(item, a.I_HEAD)
-            call_pass(changes, args, scratch, a.CHANGE_SCORES, head, i_p, n, begin, end, bounded)
+            head = item.head
+            call_pass(changes, args, tile, CHANGE_SCORES, head, i_p, n, begin, end, bounded)
         if needs_ds != 0:
-            trips = (arg(args, a.HEAD_DIM_V) + 4 * PACK - 1) // (4 * PACK)
-            do_panel = scratch + arg(args, g.T_DO) + i_p * PANEL
-            product(v_tile + begin * K_BYTES, do_panel, dp, trips, groups)
-        weigh(args, scratch, i_p, n, begin, end, inner_begin, inner_end, kind)
-        multiply(args, scratch, i_p, k_rows, begin, end)
-        if load_i8(scratch + arg(args, a.T_BAD) + i_p) != 0 and arg(args, g.NEEDS) & g.NEEDS_DV:
-            add_bad_rows(args, scratch, i_p, begin, end)
+            trips = (args.head_dim_v + 4 * PACK - 1) // (4 * PACK)
+            do_panel = tile.do + i_p * PANEL
+            stage.product(v_tile + begin * K_BYTES, do_panel, dp, trips, groups)
+        weigh(tile, i_p, n, begin, end, inner_begin, inner_end, kind)
+        multiply(tile, i_p, k_rows, begin, end)
+        if load_i8(tile.bad + i_p) != 0 and args.needs & NEEDS_DV:
+            add_bad_rows(tile, i_p, begin, end)
 
-    @device(5)
-    def walk(args, scratch, k, v, panels):  # type: ignore[no-untyped-def]
-        """The keys [I_START, I_LIVE) of the span, block by block."""
-        item, block_n, needs = scratch + arg(args, a.T_ITEM), arg(args, a.BLOCK_N), arg(args, g.NEEDS)
-        row_0, row_end = arg(item, a.I_ROW), arg(item, a.I_ROW_END)
-        start, live = arg(item, a.I_START), arg(item, a.I_LIVE)
-        lo_shift, hi_shift = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT)
-        limits = scratch + arg(args, a.T_LIMITS)
+    @device
+    def walk(tile, k, v, panels):
+        """The keys [start, live) of the item, against the span, block by block."""
+        args = tile.args
+        item, block_n, needs = tile.item, args.block_n, args.needs
+        row_0, row_end = item.row, item.row_end
+        start, live = item.start, item.live
+        lo_shift, hi_shift = item.lo_shift, item.hi_shift
+        limits = tile.limits
         for i_p in range(panels):
-            fill_limits(limits + i_p * NR * 8, row_0 + i_p * NR, row_end - 1, lo_shift, hi_shift, start, live)
+            stage.fill_limits(
+                limits + i_p * NR * 8, row_0 + i_p * NR, row_end - 1, lo_shift, hi_shift, start, live
+            )
         key_lo, key_hi = greatest(start, row_0 + lo_shift), least(live, row_end - 1 + hi_shift)
-        dk, dv = scratch + arg(args, g.T_DK), scratch + arg(args, g.T_DV)
+        dk, dv = tile.dk, tile.dv
         for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
             n = i_n * block_n
             first, last = greatest(n, key_lo), least(n + block_n, key_hi)
             if last <= first:
                 continue
-            store_i64(item + 8 * a.I_KEY, n)
-            store_i64(item + 8 * a.I_FIRST, first)
-            store_i64(item + 8 * a.I_LAST, last)
-            if arg(args, a.PASS) != 0:
-                call_pass(arg(args, a.PASS), args, scratch, a.START_BLOCK, 0, 0, 0, 0, 0, 0)
-                if arg(item, a.I_ANY) == 0:
+            item.key = n
+            item.first = first
+            item.last = last
+            if args.score_pass != 0:
+                call_pass(args.score_pass, args, tile, START_BLOCK, 0, 0, 0, 0, 0, 0)
+                if item.any_seen == 0:
                     continue
-            k_rows = load_keys(args, scratch, k, v, n, first, last)
+            k_rows = load_keys(tile, k, v, n, first, last)
             begin, end = (first - n) // STEP * STEP, (last - n + STEP - 1) // STEP * STEP
             vectors, at = (end - begin) * (V_BYTES // ALL), begin * V_BYTES
-            fill(dk + at, vectors, arg(args, a.ZERO))
-            fill(dv + at, vectors, arg(args, a.ZERO))
+            stage.fill(dk + at, vectors, args.zero)
+            stage.fill(dv + at, vectors, args.zero)
             for i_p in range(panels):
-                differentiate(args, scratch, i_p, n, k_rows)
+                differentiate(tile, i_p, n, k_rows)
             rows, at = last - first, (first - n) * V_BYTES
-            if needs & g.NEEDS_DK:
-                stride, scale = arg(args, g.DK_ROW), arg(args, g.GRAD_SCALE)
-                add_rows(
-                    dk + at, arg(item, g.I_DK) + first * stride, stride, rows, arg(args, a.HEAD_DIM), scale
-                )
-            if needs & g.NEEDS_DV:
-                stride, scale = arg(args, g.DV_ROW), arg(args, g.DROP_SCALE)
-                add_rows(
-                    dv + at, arg(item, g.I_DV) + first * stride, stride, rows, arg(args, a.HEAD_DIM_V), scale
-                )
+            if needs & NEEDS_DK:
+                stride, scale = args.dk_row, args.grad_scale
+                stage.add_rows(dk + at, item.dk + first * stride, stride, rows, args.head_dim, scale)
+            if needs & NEEDS_DV:
+                stride, scale = args.dv_row, args.drop_scale
+                stage.add_rows(dv + at, item.dv + first * stride, stride, rows, args.head_dim_v, scale)
 
-    @device(5)
-    def add_queries(args, scratch, dst, begin, end):  # type: ignore[no-untyped-def]
+    @device
+    def add_queries(tile, dst, begin, end):
         """dQ^T of the span onto its rows, where some row sees a key of [begin, end); it becomes 0."""
-        item, stride = scratch + arg(args, a.T_ITEM), arg(args, g.DQ_ROW)
-        row_0, row_end = arg(item, a.I_ROW), arg(item, a.I_ROW_END)
-        lo_shift, hi_shift = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT)
-        for i_p in range(arg(item, a.I_PANELS)):
+        args = tile.args
+        item, stride = tile.item, args.dq_row
+        row_0, row_end = item.row, item.row_end
+        lo_shift, hi_shift = item.lo_shift, item.hi_shift
+        for i_p in range(item.panels):
             row = row_0 + i_p * NR
             if least(row + NR, row_end) - 1 + hi_shift <= begin or row + lo_shift >= end:
                 continue
-            panel = scratch + arg(args, a.T_O) + i_p * WIDE_PANEL
+            panel = tile.o + i_p * WIDE_PANEL
             for lane in range(0, NR, LANES):
                 rows = least(LANES, row_end - row - lane)
                 if rows > 0:
                     at = dst + (row + lane) * stride
-                    count, scale = arg(args, a.HEAD_DIM), arg(args, g.GRAD_SCALE)
-                    add_transposed(panel + lane * 4, at, stride, rows, count, scale)
+                    count, scale = args.head_dim, args.grad_scale
+                    stage.add_transposed(panel + lane * 4, at, stride, rows, count, scale)
 
-    @device(6)
-    def attend_span(args, scratch, k, v, dq, lists):  # type: ignore[no-untyped-def]
+    @device
+    def attend_span(tile, k, v, dq, lists):
         """One span of rows against the item's keys [begin, end), chunk by chunk of dQ."""
-        item = scratch + arg(args, a.T_ITEM)
-        panels = arg(item, a.I_PANELS)
-        channels = (arg(args, a.HEAD_DIM) + STEP - 1) // STEP * STEP
+        args, item = tile.args, tile.item
+        panels = item.panels
+        channels = (args.head_dim + STEP - 1) // STEP * STEP
         for i_p in range(panels):
-            load_panel(args, scratch, i_p)
-            fill(scratch + arg(args, a.T_O) + i_p * WIDE_PANEL, channels * NV, arg(args, a.ZERO))
-        if arg(args, a.PASS) != 0:
-            call_pass(arg(args, a.PASS), args, scratch, a.START_ITEM, 0, 0, 0, 0, 0, 0)
-        chunk, key_begin, key_end = arg(item, g.I_CHUNK), arg(item, g.I_BEGIN), arg(item, g.I_END)
-        count = 1 if lists == 0 else arg(args, a.INTERVAL_COUNT)
+            load_panel(tile, i_p)
+            stage.fill(tile.o + i_p * WIDE_PANEL, channels * NV, args.zero)
+        if args.score_pass != 0:
+            call_pass(args.score_pass, args, tile, START_ITEM, 0, 0, 0, 0, 0, 0)
+        chunk, key_begin, key_end = item.chunk, item.begin, item.end
+        count = 1 if lists == 0 else args.interval_count
         for c in range(key_begin // chunk, (key_end + chunk - 1) // chunk):
             first, last = greatest(key_begin, c * chunk), least(key_end, c * chunk + chunk)
             for t in range(count):
@@ -352,62 +369,63 @@ def build(key: BackwardKey) -> Any:
                         least(last, load_i32(lists + 8 * t + 4)),
                     )
                 if begin < end:
-                    store_i64(item + 8 * a.I_START, begin)
-                    store_i64(item + 8 * a.I_LIVE, end)
-                    walk(args, scratch, k, v, panels)
-            if arg(args, g.NEEDS) & g.NEEDS_DQ:
-                add_queries(args, scratch, dq, first, last)
+                    item.start = begin
+                    item.live = end
+                    walk(tile, k, v, panels)
+            if args.needs & NEEDS_DQ:
+                add_queries(tile, dq, first, last)
 
-    @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
-    def kernel(args, number, scratch):  # type: ignore[no-untyped-def]
-        here, group = arg(args, g.HEADS_HERE), arg(args, a.GROUP)
-        entry, i_hkv = arg(args, g.ENTRIES) + number // here * 20, arg(args, g.FIRST_HEAD) + number % here
+    @block.kernel
+    def kernel(args, number, scratch):
+        tile = tiles_at(args, scratch)
+        here, group = args.heads_here, args.group
+        entry, i_hkv = args.entries + number // here * 20, args.first_head + number % here
         i_b = load_i32(entry)
-        item = scratch + arg(args, a.T_ITEM)
-        i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
-        lo_shift, hi_shift = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT)
+        item = tile.item
+        i_t, first_q, first_k, seqlen_q, start, live = shared.stand(tile, i_b)
+        lo_shift, hi_shift = item.lo_shift, item.hi_shift
         begin, end = greatest(load_i32(entry + 4), start), least(load_i32(entry + 8), live)
         first_row, last_row = greatest(begin - hi_shift + 1, 0), least(end - lo_shift, seqlen_q)
         if end <= begin or last_row <= first_row:
             return
-        fill(scratch + arg(args, a.T_ZERO), V_BYTES // ALL, arg(args, a.ZERO))
-        store_i64(item + 8 * a.I_HEADS, 1)
-        store_i64(item + 8 * g.I_TENSOR, i_t)
-        store_i64(item + 8 * g.I_FIRST_Q, first_q)
-        store_i64(item + 8 * g.I_BEGIN, begin)
-        store_i64(item + 8 * g.I_END, end)
-        store_i64(item + 8 * g.I_CHUNK, load_i32(entry + 16))
-        k_head, v_head = i_t * arg(args, a.K_BATCH), i_t * arg(args, a.V_BATCH)
-        k = arg(args, a.K) + k_head + i_hkv * arg(args, a.K_HEAD) + first_k * arg(args, a.K_ROW)
-        v = arg(args, a.V) + v_head + i_hkv * arg(args, a.V_HEAD) + first_k * arg(args, a.V_ROW)
-        dk = arg(args, g.DK) + i_t * arg(args, g.DK_BATCH) + i_hkv * arg(args, g.DK_HEAD)
-        dv = arg(args, g.DV) + i_t * arg(args, g.DV_BATCH) + i_hkv * arg(args, g.DV_HEAD)
-        store_i64(item + 8 * g.I_DK, dk + first_k * arg(args, g.DK_ROW))
-        store_i64(item + 8 * g.I_DV, dv + first_k * arg(args, g.DV_ROW))
+        stage.fill(tile.zero, V_BYTES // ALL, args.zero)
+        item.heads = 1
+        item.tensor = i_t
+        item.first_q = first_q
+        item.begin = begin
+        item.end = end
+        item.chunk = load_i32(entry + 16)
+        k_head, v_head = i_t * args.k_batch, i_t * args.v_batch
+        k = args.k + k_head + i_hkv * args.k_head + first_k * args.k_row
+        v = args.v + v_head + i_hkv * args.v_head + first_k * args.v_row
+        dk = args.dk + i_t * args.dk_batch + i_hkv * args.dk_head
+        dv = args.dv + i_t * args.dv_batch + i_hkv * args.dv_head
+        item.dk = dk + first_k * args.dk_row
+        item.dv = dv + first_k * args.dv_row
 
         # A span lies within one row block of interval lists.
-        span, block_rows, lists = arg(args, a.ROW_PANELS) * NR, seqlen_q, arg(args, a.INTERVALS)
+        span, block_rows, lists = args.row_panels * NR, seqlen_q, args.intervals
         if lists != 0:
-            block_rows = arg(args, a.INTERVAL_ROWS)
+            block_rows = args.interval_rows
         for head in range(i_hkv * group, i_hkv * group + group):
-            dq = arg(args, g.DQ) + load_i32(entry + 12) * arg(args, g.DQ_PART)
-            dq += i_t * arg(args, g.DQ_BATCH) + head * arg(args, g.DQ_HEAD) + first_q * arg(args, g.DQ_ROW)
-            store_i64(item + 8 * a.I_HEAD, head)
+            dq = args.dq + load_i32(entry + 12) * args.dq_part
+            dq += i_t * args.dq_batch + head * args.dq_head + first_q * args.dq_row
+            item.head = head
             for i_r in range(first_row // block_rows, (last_row + block_rows - 1) // block_rows):
                 pairs = 0
                 if lists != 0:
-                    pairs = lists + i_b * arg(args, a.INTERVALS_BATCH) + head * arg(args, a.INTERVALS_HEAD)
-                    pairs += i_r * arg(args, a.INTERVALS_BLOCK)
+                    pairs = lists + i_b * args.intervals_batch + head * args.intervals_head
+                    pairs += i_r * args.intervals_block
                 limit = least(last_row, (i_r + 1) * block_rows)
                 for i_s in range((limit - i_r * block_rows + span - 1) // span):
                     base = i_r * block_rows + i_s * span
                     row = base + greatest(first_row - base, 0) // NR * NR
                     row_end = least(base + span, limit)
                     if row < row_end:
-                        store_i64(item + 8 * a.I_ROW, row)
-                        store_i64(item + 8 * a.I_ROW_END, row_end)
-                        store_i64(item + 8 * a.I_PANELS, (row_end - row + NR - 1) // NR)
-                        attend_span(args, scratch, k, v, dq, pairs)
+                        item.row = row
+                        item.row_end = row_end
+                        item.panels = (row_end - row + NR - 1) // NR
+                        attend_span(tile, k, v, dq, pairs)
 
     return kernel
 
@@ -420,7 +438,7 @@ class _Cut(NamedTuple):
     table: Any
     parts: int  # partial sums of dQ
     scratch_bytes: int
-    words: bytes  # BLOCK_N to T_KEEP
+    words: bytes  # of Cut and BackwardScratch
 
 
 class _Prepared:
@@ -466,7 +484,7 @@ class _Prepared:
         key = backward_configs.key_for(config, spec, nv)
         row_panels = min(config.row_panels, -(-longest // key.panel_rows))
         tiles = backward_configs.scratch(key, row_panels, config.block_n)
-        words = array("q", (config.block_n, 1, 1, row_panels, 1, 1, 0, *tiles[:-1])).tobytes()
+        words = array("q", (*Cut(config.block_n, 1, 1, row_panels, 1, 1, zero=0), *tiles[:-1])).tobytes()
         return _Cut(runtime.load(key), nv, table, parts, tiles.total, words)
 
 
@@ -499,9 +517,9 @@ def _differentiate(
     if prepared is None:
         prepared = launch.prepared = _Prepared(launch)
     (batch, _, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, head_dim_v) = q.shape, v.shape
-    left, right = a.window_sides(args)
-    work_us = 5 * a.estimated_us(q.shape, seqlen_k, head_dim + head_dim_v, left, right, args) // 2
-    threads = 1 if work_us < a.LEND_FROM_US else torch.get_num_threads()
+    left, right = arguments.window_sides(args)
+    work_us = 5 * arguments.estimated_us(q.shape, seqlen_k, head_dim + head_dim_v, left, right, args) // 2
+    threads = 1 if work_us < arguments.LEND_FROM_US else torch.get_num_threads()
     heads = 1 if bias is not None and bias.one_head else num_kv_heads
     if args.cu_seqlens_q is None:
         at_once = 1 if bias is not None and bias.one_batch else batch
@@ -510,31 +528,27 @@ def _differentiate(
         cut = prepared.packed(args, heads, threads)
     kept: list[Any] = []
     scale = head_dim**-0.5 if args.scale is None else args.scale
-    does = a.passes(args, scale)
+    does = arguments.passes(args, scale)
     dq = zeros_in_order_of(q, cut.parts) if needs[0] else None
     dk, dv = (zeros_in_order_of(x, 1) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
-    block = array(
-        "q",
-        (
-            *g.tensor_words(q, k, v, out, lse),
-            *a.softmax_scale(scale, does),
-            *(left, right, args.offset is not None, a.far_offset(args.offset)),
-            *(0, prepared.load(configs.ScoreKey, cut.nv) if does else 0),
-        ),
-    )
-    if does or a.any_table(args):
+    score_pass = prepared.load(configs.ScoreKey, cut.nv) if does else 0
+    softmax = arguments.softmax(args, scale, does, score_pass=score_pass)
+    block = array("q", arguments.head(arguments.tensors(q, k, v, out, lse.data_ptr()), softmax))
+    if does or arguments.any_table(args):
         drop = prepared.load(DropoutKey, cut.nv) if args.dropout_p else 0
-        block.frombytes(a.operands(args, scale, does, kept, 0, drop))
+        block.frombytes(arguments.operands(args, scale, does, kept, 0, drop))
     else:
-        block.frombytes(a.NO_OPERANDS)
+        block.frombytes(arguments.NO_OPERANDS)
     block.frombytes(cut.words)
-    block.extend(g.sum_words(dout, dlse, dq, dk, dv))
-    block.extend((0,) * 7 if bias is None else (*bias.words(), prepared.load(BiasGradientKey, cut.nv)))
-    wanted = sum(1 << i for i in range(3) if needs[i]) | (0 if bias is None else g.NEEDS_DBIAS)
-    block.extend((backward_configs.chunk_keys(seqlen_k), wanted, *g.gradient_scales(scale, args.dropout_p)))
-    wake = work_us >= a.WAKE_FROM_US
+    block.extend(backward_arguments.sums(dout, dlse, dq, dk, dv))
+    add_bias = 0 if bias is None else prepared.load(BiasGradientKey, cut.nv)
+    block.extend((0,) * 7 if bias is None else BiasGradient._make((*bias.words(), add_bias)))
+    wanted = sum(1 << i for i in range(3) if needs[i]) | (0 if bias is None else NEEDS_DBIAS)
+    scales = backward_arguments.gradient_scales(scale, args.dropout_p)
+    block.extend(Gradients(backward_configs.chunk_keys(seqlen_k), wanted, *scales))
+    wake = work_us >= arguments.WAKE_FROM_US
     for entries, first, here in _launches(cut.table, num_kv_heads, bias):
-        words = block + array("q", (entries.ctypes.data, first, here))
+        words = block + array("q", Entries(entries.ctypes.data, first, here))
         address = words.buffer_info()[0]
         pool.run(cut.kernel, address, len(entries) * here, threads, cut.scratch_bytes, wake)
     if dq is None or cut.parts == 1:

@@ -12,45 +12,18 @@ dS also as interleaved key pairs for dQ.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 
+from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.backward_configs import BackwardKey
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import ISAS
-from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, natives
+from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, stage
 
 MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
 LOG2E, LOG2E_REST = 1.44269502162933349609375, 1.925963033500011e-08  # of float32, and what it misses
-
-
-class Stages(NamedTuple):
-    """Callables for numba code; every argument is an int64 (address, count or bits)."""
-
-    fill: Any  # (dst, vectors, float bits)
-    fill_limits: Any  # (dst, first_row, last_row, lo_shift, hi_shift, start, live)
-    gather_row: Any  # (src, element_stride, count, dst)
-    load_rows: Any  # (src, row_stride, rows, count, dst)
-    load_float_row: Any  # (src, count, dst)
-    pack_query: Any  # (rows, vectors, dst, sign)
-    finite_rows: Any  # (rows, atoms, vectors, dst) -> some were not finite
-    row_dots: Any  # (a, b, vectors, dst): Σ a·b of a vector of staged rows
-    start_stats: Any  # (stats, lse, delta, dlse or 0, rows)
-    product: Any  # (a, panel, dst, trips, groups): a tile of scores
-    cap_factor: Any  # (s, dst, vectors, to_cap bits): 1 - tanh²
-    scale_by: Any  # (dst, factor, vectors)
-    drop_grad: Any  # (dp, keep, vectors, scale bits)
-    keep_only: Any  # (p, keep, vectors)
-    weights: Any  # (s, dp, p, ds, pairs, stats, scale bits, keys)
-    weights_bounded: Any  # (..., limits, key)
-    weights_changed: Any  # (s, dp, stats, scale bits, keys, limits, key): float32 in place
-    narrow: Any  # (s, dp, p, ds, pairs, keys)
-    outer: Any  # (a, b, c, trips, groups, vectors): c[key][:] += Σ_query a[key][query]·b[query][:]
-    accumulate_grad: Any  # (k, ds, trips, dq, groups)
-    add_rows: Any  # (src, dst, stride, rows, count, scale bits)
-    add_transposed: Any  # (panel, dst, stride, rows, count, scale bits)
-    add_nonfinite: Any  # (p, row, vectors, dst, keys): what `finite_rows` took out of one row
 
 
 class _BackwardTile(Tile):
@@ -64,7 +37,8 @@ class _BackwardTile(Tile):
         return self.nr * 4 // self.key.pack
 
     # load_tile
-    def finite_rows(self, e: Emitter, src, atoms, vectors, dst) -> Value:  # type: ignore[no-untyped-def]
+    @stage
+    def finite_rows(self, e: Emitter, src, atoms, vectors, dst) -> Value:
         """Staged rows as the natural operand of a product: what is not finite becomes 0, as a weight of 0
         must hide it. With bf16dot, rows 2i and 2i+1 are interleaved."""
         b, bits = e.b, ir.VectorType(I16, 2 * self.lanes)
@@ -100,7 +74,8 @@ class _BackwardTile(Tile):
         none = ir.Constant(ir.VectorType(I1, n), [0] * n)
         return self._any(e, e.loop(atoms, [e.pointer(src), e.pointer(dst), none], atom)[2], n)
 
-    def row_dots(self, e: Emitter, x, y, vectors, dst) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def row_dots(self, e: Emitter, x, y, vectors, dst) -> None:
         """Σ x·y of `lanes` staged rows, one per lane; rows of another stage are turned, so no sum crosses
         lanes."""
         b, row = e.b, self.key.k_row_bytes
@@ -127,7 +102,8 @@ class _BackwardTile(Tile):
             turned = [b.fadd(u, v) for u, v in zip(turned[::2], turned[1::2], strict=True)]
         e.store(turned[0], e.pointer(dst))
 
-    def start_stats(self, e: Emitter, stats, lse, delta, dlse, rows) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def start_stats(self, e: Emitter, stats, lse, delta, dlse, rows) -> None:
         """lse and delta of a vector of rows. An empty row and a lane past the last have weights of 0
         (lse = inf); a row whose scores are not finite has NaN."""
         b, p = e.b, e.pointer(stats)
@@ -145,7 +121,8 @@ class _BackwardTile(Tile):
         e.store(b.select(empty, e.floats(0), sums), p, self.nr * 4)
 
     # the products
-    def product(self, e: Emitter, a, panel, dst, trips, groups) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def product(self, e: Emitter, a, panel, dst, trips, groups) -> None:
         def group(i: Value, vals: list[Value]) -> list[Value]:
             acc = self._product(e, vals[0], self.key.k_row_bytes, 4, e.pointer(panel), trips, 4)
             for r in range(self.mr):
@@ -155,7 +132,8 @@ class _BackwardTile(Tile):
 
         e.loop(groups, [e.pointer(a), e.pointer(dst)], group)
 
-    def outer(self, e: Emitter, a, b, c, trips, groups, vectors) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def outer(self, e: Emitter, a, b, c, trips, groups, vectors) -> None:
         """Channels in groups as wide as a panel, the rest in one narrower group."""
         row = self.key.v_row_bytes
 
@@ -179,7 +157,8 @@ class _BackwardTile(Tile):
             with e.b.if_then(e.b.icmp_signed("==", rest, I64(nv))):
                 columns(p, nv)
 
-    def accumulate_grad(self, e: Emitter, k, ds, trips, dq, groups) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def accumulate_grad(self, e: Emitter, k, ds, trips, dq, groups) -> None:
         def group(i: Value, vals: list[Value]) -> list[Value]:
             acc = self._product(e, vals[0], 4, self.key.v_row_bytes, e.pointer(ds), trips, self.unroll_keys)
             for r in range(self.mr):
@@ -191,7 +170,7 @@ class _BackwardTile(Tile):
         e.loop(groups, [e.pointer(k), e.pointer(dq)], group)
 
     # weights
-    def _gradient(  # type: ignore[no-untyped-def]
+    def _gradient(
         self, e: Emitter, s, dp, stats, scale_bits, keys, *, narrow=None, bounds=None, changed=False
     ) -> None:
         """P and dS of every key and lane, in place of S and dP, or to the addresses `narrow` as bfloat16.
@@ -259,20 +238,22 @@ class _BackwardTile(Tile):
                 e.store(e.b.bitcast(half, e.vh), place, r * self.nr * 2 + v * e.bytes // 2)
         e.store(self._pair(e, found[0][1], found[1][1]), p[2], v * e.bytes)
 
-    def weights(self, e: Emitter, s, dp, p, ds, pairs, stats, scale_bits, keys) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def weights(self, e: Emitter, s, dp, p, ds, pairs, stats, scale_bits, keys) -> None:
         self._gradient(e, s, dp, stats, scale_bits, keys, narrow=(p, ds, pairs) if self.dot else None)
 
-    def weights_bounded(  # type: ignore[no-untyped-def]
-        self, e: Emitter, s, dp, p, ds, pairs, stats, scale_bits, keys, limits, key
-    ) -> None:
+    @stage
+    def weights_bounded(self, e: Emitter, s, dp, p, ds, pairs, stats, scale_bits, keys, limits, key) -> None:
         narrow = (p, ds, pairs) if self.dot else None
         self._gradient(e, s, dp, stats, scale_bits, keys, narrow=narrow, bounds=(limits, key))
 
-    def weights_changed(self, e: Emitter, s, dp, stats, scale_bits, keys, limits, key) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def weights_changed(self, e: Emitter, s, dp, stats, scale_bits, keys, limits, key) -> None:
         """As float32 in place, for what still changes them."""
         self._gradient(e, s, dp, stats, scale_bits, keys, bounds=(limits, key), changed=True)
 
-    def narrow(self, e: Emitter, s, dp, p, ds, pairs, keys) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def narrow(self, e: Emitter, s, dp, p, ds, pairs, keys) -> None:
         """What `weights_changed` left, as the products read it."""
         if not self.dot:
             return
@@ -297,7 +278,8 @@ class _BackwardTile(Tile):
 
         e.loop(vectors, [e.pointer(x) for x in places], step)
 
-    def cap_factor(self, e: Emitter, s, dst, vectors, to_cap) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def cap_factor(self, e: Emitter, s, dst, vectors, to_cap) -> None:
         scale = e.splat(e.float_bits(to_cap))
 
         def factor(_: Value, x: Value) -> Value:
@@ -306,7 +288,8 @@ class _BackwardTile(Tile):
 
         self._each(e, vectors, (dst, s), factor)
 
-    def scale_by(self, e: Emitter, dst, factor, vectors) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def scale_by(self, e: Emitter, dst, factor, vectors) -> None:
         """A gradient of 0 stays 0, whatever its score was."""
         zero = e.floats(0)
         self._each(
@@ -317,15 +300,18 @@ class _BackwardTile(Tile):
     def _kept(self, e: Emitter, x: Value, keep: Value) -> Value:
         return e.b.bitcast(e.b.and_(e.b.bitcast(x, e.vi), e.b.bitcast(keep, e.vi)), e.vf)
 
-    def drop_grad(self, e: Emitter, dp, keep, vectors, scale_bits) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def drop_grad(self, e: Emitter, dp, keep, vectors, scale_bits) -> None:
         scale = e.splat(e.float_bits(scale_bits))
         self._each(e, vectors, (dp, keep), lambda x, k: e.b.fmul(self._kept(e, x, k), scale))
 
-    def keep_only(self, e: Emitter, p, keep, vectors) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def keep_only(self, e: Emitter, p, keep, vectors) -> None:
         self._each(e, vectors, (p, keep), lambda x, k: self._kept(e, x, k))
 
     # results
-    def add_rows(self, e: Emitter, src, dst, stride, rows, count, scale_bits) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def add_rows(self, e: Emitter, src, dst, stride, rows, count, scale_bits) -> None:
         """float32 rows of scratch, scaled, onto float32 rows."""
         b, scale = e.b, e.splat(e.float_bits(scale_bits))
         full, rest = b.udiv(count, I64(self.lanes)), b.urem(count, I64(self.lanes))
@@ -343,7 +329,8 @@ class _BackwardTile(Tile):
 
         e.loop(rows, [e.pointer(src), e.pointer(dst)], row)
 
-    def add_transposed(self, e: Emitter, panel, dst, stride, rows, count, scale_bits) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def add_transposed(self, e: Emitter, panel, dst, stride, rows, count, scale_bits) -> None:
         """A vector of a panel's lanes, scaled, onto as many float32 rows; the panel becomes 0. Rounded before
         the sum, as where the rows are a partial sum."""
         b, base, scale = e.b, e.pointer(dst), e.splat(e.float_bits(scale_bits))
@@ -364,7 +351,8 @@ class _BackwardTile(Tile):
 
         e.loop(b.udiv(b.add(count, I64(self.lanes - 1)), I64(self.lanes)), [e.pointer(panel)], body)
 
-    def add_nonfinite(self, e: Emitter, p, row, vectors, dst, keys) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def add_nonfinite(self, e: Emitter, p, row, vectors, dst, keys) -> None:
         """dst[key] += p[key]·row where that row of dO is not finite and the weight is not 0."""
         b = e.b
 
@@ -385,21 +373,11 @@ class _BackwardTile(Tile):
         e.loop(keys, [e.pointer(p), e.pointer(dst)], key)
 
 
-_ARITY = {
-    "fill": 3, "fill_limits": 7, "gather_row": 4, "load_rows": 5, "load_float_row": 3, "pack_query": 4,
-    "finite_rows": 4, "row_dots": 4, "start_stats": 5, "product": 5, "cap_factor": 4, "scale_by": 3,
-    "drop_grad": 4, "keep_only": 3, "weights": 8, "weights_bounded": 10, "weights_changed": 7, "narrow": 6,
-    "outer": 6, "accumulate_grad": 5, "add_rows": 6, "add_transposed": 6, "add_nonfinite": 5,
-}  # fmt: skip
+def emissions(key: BackwardKey) -> Iterator[simd.Stage]:
+    """Every stage of `key`'s tiles."""
+    return simd.emissions(_BackwardTile(key))
 
 
-def emissions(key: BackwardKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
-    """Name, number of arguments, emission and whether it returns a value, of every stage."""
-    tile = _BackwardTile(key)
-    for name, arity in _ARITY.items():
-        yield name, arity, getattr(tile, name), name == "finite_rows"
-
-
-def stages(key: BackwardKey) -> Stages:
-    """The stages of `key`'s tiles."""
-    return Stages(**natives(key.name, key.isa, emissions(key)))
+def stages(key: BackwardKey) -> Any:
+    """The stages of `key`'s tiles, as kernels call them."""
+    return simd.stages(key, emissions(key))

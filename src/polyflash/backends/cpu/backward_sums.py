@@ -27,7 +27,7 @@ class BiasSums(NamedTuple):
     one_head: bool
 
     def words(self) -> tuple[int, ...]:
-        """DBIAS to DBIAS_CHUNK."""
+        """dbias to dbias_chunk."""
         return (self.sums.data_ptr(), *self.strides)
 
     def total(self, like: Tensor) -> Tensor:

@@ -6,13 +6,13 @@ A square of `lanes` keys by `lanes` rows is turned in registers, or summed over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import backward_arguments as g
+from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.backward_configs import BiasGradientKey
-from polyflash.backends.cpu.simd import I64, Emitter, Value, natives
+from polyflash.backends.cpu.simd import I64, Emitter, Value, stage
+from polyflash.backends.cpu.words import BACKWARD
 
 
 class _Square:
@@ -32,27 +32,27 @@ class _Square:
     def _add(self, e: Emitter, x: Value, at: Value, inside: Value) -> None:
         e.masked_store(e.b.fadd(x, e.masked_load(at, inside, e.vf)), at, inside)
 
-    def add_square(self, e: Emitter, ds, dst, stride, rows, keys) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def add_square(self, e: Emitter, ds, dst, stride, rows, keys) -> None:
         """Row r onto dst + r·stride."""
         b, inside = e.b, e.first_lanes(keys)
         for r, part in enumerate(e.transpose(self._load(e, ds))):
             mask = b.and_(inside, e.splat(b.icmp_signed("<", I64(r), rows)))
             self._add(e, part, e.at(e.pointer(dst), b.mul(I64(r), stride)), mask)
 
-    def add_over_rows(self, e: Emitter, ds, dst, keys) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def add_over_rows(self, e: Emitter, ds, dst, keys) -> None:
         turned = e.transpose(self._load(e, ds))
         self._add(e, self._sum(e, turned), e.pointer(dst), e.first_lanes(keys))
 
-    def add_over_keys(self, e: Emitter, ds, dst, rows) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def add_over_keys(self, e: Emitter, ds, dst, rows) -> None:
         self._add(e, self._sum(e, self._load(e, ds)), e.pointer(dst), e.first_lanes(rows))
 
 
-def emissions(key: BiasGradientKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
-    """Name, number of arguments, emission and whether it returns a value, of every stage."""
-    square = _Square(key)
-    yield "add_square", 5, square.add_square, False
-    yield "add_over_rows", 3, square.add_over_rows, False
-    yield "add_over_keys", 3, square.add_over_keys, False
+def emissions(key: BiasGradientKey) -> Iterator[simd.Stage]:
+    """Every stage of `key`'s tiles."""
+    return simd.emissions(_Square(key))
 
 
 def build(key: BiasGradientKey) -> Any:
@@ -60,33 +60,31 @@ def build(key: BiasGradientKey) -> Any:
 
     Adds the tile at `ds`, [key][row], of keys [key, end) and of rows [row, row_end); keys come in whole
     squares, of which those from seqlen_k on are none."""
-    from numba import cfunc, types
+    from polyflash.backends.cpu.simd import least
+    from polyflash.backends.cpu.structs import Blocks
 
-    from polyflash.backends.cpu import simd
-
-    add_square, add_over_rows, add_over_keys = natives(key.name, key.isa, emissions(key)).values()
-    arg, least = simd.word, simd.least
+    stage, block = simd.stages(key, emissions(key)), Blocks(BACKWARD)
     LANES, NV, S_ROW = key.lanes, key.nv, key.panel_rows * 4
 
-    @cfunc(types.void(*[types.int64] * 8), error_model="numpy", forceinline=True)
-    def add(args, ds, i_b, head, row, row_end, key, end):  # type: ignore[no-untyped-def]
-        total = arg(args, g.DBIAS) + i_b * arg(args, g.DBIAS_BATCH) + head * arg(args, g.DBIAS_HEAD)
-        row_stride, key_stride = arg(args, g.DBIAS_ROW), arg(args, g.DBIAS_KEY)
+    @block.kernel
+    def add(args, ds, i_b, head, row, row_end, key, end):
+        total = args.dbias + i_b * args.dbias_batch + head * args.dbias_head
+        row_stride, key_stride = args.dbias_row, args.dbias_key
         if key_stride == 0:
-            total += key // arg(args, g.CHUNK) * arg(args, g.DBIAS_CHUNK)
+            total += key // args.chunk * args.dbias_chunk
         for v in range(NV):
             first = row + v * LANES
             rows = least(LANES, row_end - first)
             if rows <= 0:
                 break
             for j in range(key, end, LANES):
-                tile = ds + (j - key) * S_ROW + v * LANES * 4
-                keys, at = arg(args, a.SEQLEN_K) - j, total + first * row_stride + j * key_stride
+                part = ds + (j - key) * S_ROW + v * LANES * 4
+                keys, at = args.seqlen_k - j, total + first * row_stride + j * key_stride
                 if key_stride == 0:
-                    add_over_keys(tile, at, rows)
+                    stage.add_over_keys(part, at, rows)
                 elif row_stride == 0:
-                    add_over_rows(tile, at, keys)
+                    stage.add_over_rows(part, at, keys)
                 else:
-                    add_square(tile, at, row_stride, rows, keys)
+                    stage.add_square(part, at, row_stride, rows, keys)
 
     return add

@@ -11,35 +11,15 @@ Tiles live in scratch: Q^T and O^T as [atom][lane], K as rows, V as rows (bf16do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 
+from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.configs import ISAS, STORAGE_BYTES, KernelKey
-from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, natives
+from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, stage
 
 ROWS_AHEAD = 8  # how many rows before its use K or V is prefetched
-
-
-class Stages(NamedTuple):
-    """Callables for numba code; every argument is an int64 (address, count or bits)."""
-
-    fill: Any  # (dst, vectors, float bits)
-    fill_limits: Any  # (dst, first_row, last_row, lo_shift, hi_shift, start, live)
-    gather_row: Any  # (src, element_stride, count, dst)
-    load_rows: Any  # (src, row_stride, rows, count, dst): K or Q rows
-    load_value_rows: Any  # (src0, src1, step, rows or pairs, count, dst) -> not finite
-    load_float_row: Any  # (src, count, dst): one row as float32
-    pack_query: Any  # (rows, vectors, dst, sign)
-    scores: Any  # (k, q, s, bmax, trips, groups)
-    scores_bounded: Any  # (k, q, s, bmax, trips, groups, limits, key)
-    online_softmax: Any  # (s, p, fours of keys, block, stats, scale bits)
-    accumulate: Any  # (v, p, trips, o, alpha, groups)
-    add_seen: Any  # (p, odd, value_row, count, o, limits, key, seen)
-    finish_stats: Any  # (stats, scale bits, sink bits): (m_i, l_i) to (lse, divisor of O)
-    scale_divisor: Any  # (stats, float bits)
-    finalize: Any  # (o, stats, dst, dst_stride, rows, count)
-    store_lse: Any  # (stats, dst, rows)
 
 
 class Tile:
@@ -54,6 +34,7 @@ class Tile:
         self.degree = 5 if key.storage == "float32" else 4
 
     # load_tile
+    @stage
     def fill(self, e: Emitter, dst: Value, vectors: Value, bits: Value) -> None:
         value = e.splat(e.float_bits(bits))
 
@@ -63,7 +44,8 @@ class Tile:
 
         e.loop(vectors, [e.pointer(dst)], body)
 
-    def fill_limits(self, e: Emitter, dst, first, last, lo_shift, hi_shift, start, live) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def fill_limits(self, e: Emitter, dst, first, last, lo_shift, hi_shift, start, live) -> None:
         """First visible key and number of visible keys per lane; lanes past the last row copy its limits."""
         b, p = e.b, e.pointer(dst)
         lane = e.lane_index()
@@ -77,7 +59,8 @@ class Tile:
             e.store(lo, p, v * e.bytes)
             e.store(e.smax(b.sub(hi, lo), e.ints(0)), p, (self.nv + v) * e.bytes)
 
-    def gather_row(self, e: Emitter, src, stride, count, dst) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def gather_row(self, e: Emitter, src, stride, count, dst) -> None:
         kind = I32 if self.size == 4 else I16
 
         def body(i: Value, p: list[Value]) -> list[Value]:
@@ -117,7 +100,8 @@ class Tile:
     def _widen(self, e: Emitter, x: Value) -> Value:
         return e.from_bf16(x) if self.key.storage == "bfloat16" else e.from_f16(x)
 
-    def load_rows(self, e: Emitter, src, stride, rows, count, dst) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def load_rows(self, e: Emitter, src, stride, rows, count, dst) -> None:
         ahead = e.b.mul(stride, I64(ROWS_AHEAD))
 
         def body(i: Value, p: list[Value]) -> list[Value]:
@@ -126,10 +110,12 @@ class Tile:
 
         e.loop(rows, [e.pointer(src), e.pointer(dst)], body)
 
-    def load_float_row(self, e: Emitter, src, count, dst) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def load_float_row(self, e: Emitter, src, count, dst) -> None:
         self._row(e, e.pointer(src), e.pointer(dst), count, None, self.size == 4, I64(0))
 
-    def load_value_rows(self, e: Emitter, src0, src1, step, rows, count, dst) -> Value:  # type: ignore[no-untyped-def]
+    @stage
+    def load_value_rows(self, e: Emitter, src0, src1, step, rows, count, dst) -> Value:
         if self.dot:
             return self._load_value_pairs(e, src0, src1, step, rows, count, dst)
         ahead = e.b.mul(step, I64(ROWS_AHEAD))
@@ -141,7 +127,7 @@ class Tile:
         flag = e.loop(rows, [e.pointer(src0), e.pointer(dst), e.floats(0)], body)[2]
         return self._any(e, e.b.fcmp_unordered("uno", flag, flag), self.lanes)
 
-    def _load_value_pairs(self, e: Emitter, src0, src1, step, pairs, count, dst) -> Value:  # type: ignore[no-untyped-def]
+    def _load_value_pairs(self, e: Emitter, src0, src1, step, pairs, count, dst) -> Value:
         b, n = e.b, 2 * self.lanes
         kind = ir.VectorType(I16, n)
         exponent = ir.Constant(kind, [0x7F80] * n)
@@ -178,7 +164,8 @@ class Tile:
         whole = ir.IntType(n)
         return e.b.zext(e.b.icmp_unsigned("!=", e.b.bitcast(bits, whole), whole(0)), I64)
 
-    def pack_query(self, e: Emitter, rows, vectors, dst, sign) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def pack_query(self, e: Emitter, rows, vectors, dst, sign) -> None:
         """Staged rows into their lanes of a panel; `sign` flips the bits of a negative scale, exactly."""
         flip = e.splat(e.b.trunc(sign, I32))
 
@@ -228,7 +215,7 @@ class Tile:
         out = e.loop(trips, [a, b, *[e.floats(0)] * (mr * nv)], body)[2:]
         return [out[r * nv : r * nv + nv] for r in range(mr)]
 
-    def _scores(self, e: Emitter, k, q, s, bmax, trips, groups, bounds: tuple[Value, Value] | None) -> None:  # type: ignore[no-untyped-def]
+    def _scores(self, e: Emitter, k, q, s, bmax, trips, groups, bounds: tuple[Value, Value] | None) -> None:
         b, nv, mr = e.b, self.nv, self.mr
         p_q, p_max = e.pointer(q), e.pointer(bmax)
         if bounds:
@@ -265,18 +252,21 @@ class Tile:
         """[key][vector] of the products of group i of keys."""
         return self._product(e, p_k, self.key.k_row_bytes, 4, p_q, trips, 4)
 
-    def scores(self, e: Emitter, k, q, s, bmax, trips, groups) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def scores(self, e: Emitter, k, q, s, bmax, trips, groups) -> None:
         self._scores(e, k, q, s, bmax, trips, groups, None)
 
-    def scores_bounded(self, e: Emitter, k, q, s, bmax, trips, groups, limits, key) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def scores_bounded(self, e: Emitter, k, q, s, bmax, trips, groups, limits, key) -> None:
         """Scores of keys from `key` on; outside a lane's limits they are -inf before the maximum."""
         self._scores(e, k, q, s, bmax, trips, groups, (limits, key))
 
-    def accumulate(self, e: Emitter, v, p, trips, o, alpha, groups) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def accumulate(self, e: Emitter, v, p, trips, o, alpha, groups) -> None:
         """O^T = alpha·O^T + V·P. The sum restarts at every block: one chain loses a digit over 8192 keys."""
         self._accumulate(e, v, p, trips, o, alpha, groups, lambda i: None)
 
-    def _accumulate(  # type: ignore[no-untyped-def]
+    def _accumulate(
         self, e: Emitter, v, p, trips, o, alpha, groups,
         meanwhile: Callable[[Value], Callable[[Value], None] | None],
     ) -> None:  # fmt: skip
@@ -302,7 +292,8 @@ class Tile:
         return min(4, self.mr // self.key.pack)
 
     # online_softmax, rescale
-    def online_softmax(self, e: Emitter, s, p, fours, block, stats, scale_bits):  # type: ignore[no-untyped-def]
+    @stage
+    def online_softmax(self, e: Emitter, s, p, fours, block, stats, scale_bits):
         """alpha = 2**((m_old - m_i)·scale_log2); P = 2**((S - m_i)·scale_log2); l_i = alpha·l_i + Σ P.
 
         The maximum is kept in raw scores and subtracted before scaling: the largest weight is exactly 1, so
@@ -373,7 +364,8 @@ class Tile:
         order = [j // 2 + (self.lanes if j & 1 else 0) for j in range(2 * self.lanes)]
         return e.b.shuffle_vector(both, both, ir.Constant(ir.VectorType(I32, 2 * self.lanes), order))
 
-    def add_seen(self, e: Emitter, p, odd, row, count, o, limits, key, seen) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def add_seen(self, e: Emitter, p, odd, row, count, o, limits, key, seen) -> None:
         """O^T += P·V for one key whose V is not finite, in lanes that see it: 0·NaN must not reach others."""
         b, nv = e.b, self.nv
         p_limits, p_p, p_seen = e.pointer(limits), e.pointer(p), e.pointer(seen)
@@ -404,21 +396,21 @@ class Tile:
         e.loop(count, [e.pointer(row), e.pointer(o)], channel)
 
     # finalize
-    def scale_divisor(self, e: Emitter, stats, bits) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def scale_divisor(self, e: Emitter, stats, bits) -> None:
         """The divisor of O of a vector of rows, times the share of weights that dropout keeps."""
         p = e.pointer(stats)
         l_i = e.load(p, self.nr * 4)
         e.store(e.b.fmul(l_i, e.splat(e.float_bits(bits))), p, self.nr * 4)
 
-    def finalize(self, e: Emitter, o, stats, dst, stride, rows, count) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def finalize(self, e: Emitter, o, stats, dst, stride, rows, count) -> None:
         """O^T / l_i of a vector of lanes back to rows in the storage dtype; an empty row (l_i = 0) is 0."""
         base = e.pointer(dst)
         p_rows = [e.at(base, e.b.mul(I64(r), stride)) for r in range(self.lanes)]
         self.store_lanes(e, o, stats, p_rows, rows, count)
 
-    def store_lanes(  # type: ignore[no-untyped-def]
-        self, e: Emitter, o, stats, p_rows: list[Value], rows, count
-    ) -> None:
+    def store_lanes(self, e: Emitter, o, stats, p_rows: list[Value], rows, count) -> None:
         """`finalize` to where the first `rows` of the pointers lead."""
         b = e.b
         l_i = e.load(e.pointer(stats), self.nr * 4)
@@ -447,7 +439,8 @@ class Tile:
             return e.to_bf16_bits(x)
         return e.to_f16_bits(x)
 
-    def finish_stats(self, e: Emitter, stats, scale_bits, sink_bits) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def finish_stats(self, e: Emitter, stats, scale_bits, sink_bits) -> None:
         """m_i, l_i of one vector of rows become lse and the divisor of O; a sink joins the denominator only.
 
         lse = M + ln l', l' = l_i·2**(m - M) + 2**(sink - M), M = max(m, sink), and O is divided by
@@ -476,24 +469,16 @@ class Tile:
         e.store(lse, p)
         e.store(b.select(empty, l_i, b.fdiv(total, own)), p, self.nr * 4)
 
-    def store_lse(self, e: Emitter, stats, dst, rows) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def store_lse(self, e: Emitter, stats, dst, rows) -> None:
         e.masked_store(e.load(e.pointer(stats)), e.pointer(dst), e.first_lanes(rows))
 
 
-_ARITY = {
-    "fill": 3, "fill_limits": 7, "gather_row": 4, "load_rows": 5, "load_value_rows": 6, "load_float_row": 3,
-    "pack_query": 4, "scores": 6, "scores_bounded": 8, "online_softmax": 6, "accumulate": 6, "add_seen": 8,
-    "finish_stats": 3, "scale_divisor": 2, "finalize": 6, "store_lse": 3,
-}  # fmt: skip
+def emissions(key: KernelKey) -> Iterator[simd.Stage]:
+    """Every stage of `key`'s tiles."""
+    return simd.emissions(Tile(key))
 
 
-def emissions(key: KernelKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
-    """Name, number of arguments, emission and whether it returns a value, of every stage."""
-    tile = Tile(key)
-    for name, arity in _ARITY.items():
-        yield name, arity, getattr(tile, name), name == "load_value_rows"
-
-
-def stages(key: KernelKey) -> Stages:
-    """The stages of `key`'s tiles."""
-    return Stages(**natives(key.name, key.isa, emissions(key)))
+def stages(key: KernelKey) -> Any:
+    """The stages of `key`'s tiles, as kernels call them."""
+    return simd.stages(key, emissions(key))

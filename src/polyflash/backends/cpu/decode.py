@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, decode_configs, decode_many_configs, pool, runtime
-from polyflash.backends.cpu import decode_arguments as d
-from polyflash.backends.cpu.backward_arguments import tensor_words
+from polyflash.backends.cpu import (
+    arguments,
+    configs,
+    decode_arguments,
+    decode_configs,
+    decode_many_configs,
+    pool,
+    runtime,
+)  # fmt: skip
 from polyflash.backends.cpu.configs import LINE
-from polyflash.backends.cpu.decode_arguments import scaling
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH
+from polyflash.backends.cpu.words import DECODE, Cut, Decode, Entry
 from polyflash.spec import DECODE_ROWS
 
 if TYPE_CHECKING:
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from polyflash.backends.cpu.configs import Scratch
     from polyflash.backends.cpu.decode_configs import DecodeConfig
     from polyflash.plan import Launch
     from polyflash.spec import Arguments, AttentionSpec
@@ -39,6 +45,8 @@ ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads or split
 LONG_PAGE = 128  # tokens, from which on the heads of a page are walked one by one where each lies together
 MOST_SPLITS = 4  # of an item: what is read next is prefetched across their borders
 
+NO_DECODE = Decode(*[0] * len(Decode._fields))
+
 
 class _Cut(NamedTuple):
     """What calls of one tile size share: kernel, tiles per kv head, scratch, and words of the block."""
@@ -47,8 +55,8 @@ class _Cut(NamedTuple):
     chunks: int
     scratch_bytes: int
     partial_bytes: int
-    tail: tuple[int, ...]  # BLOCK_N to T_STAGED
-    widths: tuple[int, int, int]  # Q_TILE, GATHERED_ROW, ZERO_VECTORS
+    words: bytes  # of Cut and Scratch
+    decode: Decode  # what is known of these
     long_items: bool  # whether an item can walk several kv heads and splits
     turns: bool  # and read their keys side by side
 
@@ -94,12 +102,16 @@ class Prepared:
         key = decode_configs.key_for(config, spec.dtype, rows)
         tiles = decode_configs.scratch(key, spec.head_dim, spec.head_dim_v, config.block_n)
         chunks = -(-rows // key.rows)
-        width = tiles.bad - tiles.gather
-        words = (config.block_n, 0, chunks, 0, 0, 0, 0, *tiles[:-1])
-        widths = (tiles.o - tiles.q) // MOST_HEADS, width, (tiles.gather - tiles.zero) // (4 * key.lanes)
+        words = _tile_words(config, chunks, 0, tiles)
         partial_bytes = key.partial_bytes(spec.head_dim_v)
+        known = NO_DECODE._replace(
+            partial_bytes=partial_bytes,
+            q_tile=(tiles.o - tiles.q) // MOST_HEADS,
+            gathered_row=tiles.bad - tiles.gather,
+            zero_vectors=(tiles.gather - tiles.zero) // (4 * key.lanes),
+        )
         turns = key.rows <= decode_configs.MOST_TURN_ROWS
-        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, widths, True, turns)
+        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, known, True, turns)
 
     def _many(self, rows: int) -> _Cut:
         spec, config = self.spec, self.config
@@ -107,9 +119,18 @@ class Prepared:
         widest = max(spec.head_dim, spec.head_dim_v)
         key = decode_many_configs.key_for(config, spec.dtype, widest, nv)
         tiles = decode_many_configs.scratch(key, panels, config.block_n)
-        words = (config.block_n, 0, chunks, panels, 0, 0, 0, *tiles[:-1])
-        partial_bytes = key.partial_bytes(panels, spec.head_dim_v)
-        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, (0, 0, 0), False, False)
+        words, partial_bytes = (
+            _tile_words(config, chunks, panels, tiles),
+            key.partial_bytes(panels, spec.head_dim_v),
+        )
+        known = NO_DECODE._replace(partial_bytes=partial_bytes)
+        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, known, False, False)
+
+
+def _tile_words(config: DecodeConfig, chunks: int, panels: int, tiles: Scratch) -> bytes:
+    """Cut and Scratch; `start` fills in the heads of an item."""
+    blocks = Cut(config.block_n, heads=0, chunks=chunks, row_panels=panels, row_blocks=0, others=0, zero=0)
+    return array("q", (*blocks, *tiles[:-1])).tobytes()
 
 
 def run(
@@ -178,27 +199,22 @@ def framed(
 ) -> Frame:  # fmt: skip
     """Small tensors that must be copied first are put into `kept`, to live as long as the call."""
     scale = q.shape[3] ** -0.5 if args.scale is None else args.scale
-    does = a.passes(args, scale)
-    words = tensor_words(q, k, v, out, lse)
-    if args.page_table is not None:
-        words = (*words[: a.SEQLEN_K], v.shape[2] * args.page_table.shape[1], *words[a.SEQLEN_K + 1 :])
-    head = a.pack_head(
-        *words,
-        *a.softmax_scale(scale, does),
-        *(*a.window_sides(args), args.offset is not None, a.far_offset(args.offset)),
-        a.sinks_address(args.sinks, kept),
-        0,
+    does = arguments.passes(args, scale)
+    seqlen_k = v.shape[2] if args.page_table is None else v.shape[2] * args.page_table.shape[1]
+    head = arguments.head(
+        arguments.tensors(q, k, v, out, lse.data_ptr(), seqlen_k),
+        arguments.softmax(args, scale, does, sinks=arguments.sinks_address(args.sinks, kept)),
     )
-    middle = a.operands(args, scale, does, kept, 0, 0, k) if does or a.any_table(args) else a.NO_OPERANDS
-    bounds = args.row_bounds
-    tail = (
-        *cut.tail,
-        *(split_keys, 0, 0, 0, 0),
-        *(0, cut.partial_bytes, 0, *scaling(args, scale, does), *cut.widths),
-        *((0, 0, 0) if bounds is None else (bounds.data_ptr(), *(4 * s for s in bounds.stride()))),
-        *(0, 0),
-    )
-    block = array("q", head + middle + array("q", tail).tobytes())
+    middle = arguments.NO_OPERANDS
+    if does or arguments.any_table(args):
+        middle = arguments.operands(args, scale, does, kept, 0, 0, k)
+    bounds, (factor, cap) = args.row_bounds, decode_arguments.scaling(args, scale, does)
+    row_bounds = (0, 0, 0) if bounds is None else (bounds.data_ptr(), *(4 * s for s in bounds.stride()))
+    tail = cut.decode._replace(
+        split_keys=split_keys, score_factor=factor, score_cap=cap,
+        row_bounds=row_bounds[0], row_bounds_row=row_bounds[1], row_bounds_side=row_bounds[2],
+    )  # fmt: skip
+    block = array("q", head + middle + cut.words + array("q", tail).tobytes())
     long_runs = args.page_table is None or k.shape[2] >= LONG_PAGE
     apart = not cut.long_items or (long_runs and k.stride(1) >= k.stride(2))
     side_by_side = cut.turns and _side_by_side(args, k, v)
@@ -214,20 +230,24 @@ def start(
     cut, num_kv_heads = frame.cut, frame.num_kv_heads
     keys = min(splits * frame.split_keys, most_keys)  # at most
     read_us = keys * num_kv_heads * frame.key_bytes // BYTES_PER_US
-    threads = 1 if read_us < a.LEND_FROM_US else torch.get_num_threads()
+    threads = 1 if read_us < arguments.LEND_FROM_US else torch.get_num_threads()
     heads = 1 if frame.apart else _heads_per_item(num_kv_heads, splits, threads)
     tiles = -(-num_kv_heads // heads) * cut.chunks
     together = _splits_per_item(splits * tiles, threads) if cut.long_items else 1
-    (block[d.ENTRIES], block[d.NUM_ENTRIES]), items = _table(walks, walk[1], splits, tiles, together, kept)
-    block[d.FIRST_SPLIT], block[d.NUM_SPLITS] = walk
+    (block[DECODE.entries], block[DECODE.num_entries]), items = _table(
+        walks, walk[1], splits, tiles, together, kept
+    )
+    block[DECODE.first_split], block[DECODE.num_splits] = walk
     memory = None
     if walks is not None or walk[1] > 1 or heads > 1:
-        memory, block[d.DONE], block[d.PARTIALS] = _partials(splits * tiles, heads * cut.partial_bytes)
-    block[a.HEADS], block[d.SPLITS_PER_ITEM] = heads, together
-    block[d.SIDE_BY_SIDE] = frame.side_by_side and heads == MOST_HEADS
+        memory, block[DECODE.done], block[DECODE.partials] = _partials(
+            splits * tiles, heads * cut.partial_bytes
+        )
+    block[DECODE.heads], block[DECODE.splits_per_item] = heads, together
+    block[DECODE.side_by_side] = frame.side_by_side and heads == MOST_HEADS
     pool.run(
         cut.kernel, block.buffer_info()[0], items, threads, cut.scratch_bytes,
-        read_us >= a.WAKE_FROM_US,
+        read_us >= arguments.WAKE_FROM_US,
     )  # fmt: skip
     if memory is not None and memory.size <= KEPT_PARTIALS:
         _kept.partials = memory
@@ -257,9 +277,9 @@ def _splits_per_item(splits: int, threads: int) -> int:
 
 def walk(args: Arguments, rows: int, start: int, live: int, offset: int, split_keys: int) -> tuple[int, int]:
     """First split and number of splits, at least 1, of what `rows` rows see of keys [start, live)."""
-    left, right = a.window_sides(args)
+    left, right = arguments.window_sides(args)
     if args.offset is not None:
-        offset = a.far_offset(args.offset)
+        offset = arguments.far_offset(args.offset)
     lo, hi = max(start, offset - left), min(live, rows + offset + right)
     if args.row_bounds is not None:
         lo, hi = max(lo, int(args.row_bounds[:, 0].min())), min(hi, int(args.row_bounds[:, 1].max()))
@@ -286,12 +306,12 @@ def _table(
     walks: list[tuple[int, int, int]] | None, count: int, splits: int, tiles: int, together: int,
     kept: list[Any],
 ) -> tuple[tuple[int, int], int]:  # fmt: skip
-    """(ENTRIES, NUM_ENTRIES) and the number of items; requests that are alike have `count` splits each."""
+    """entries, num_entries and the number of items; requests that are alike have `count` splits each."""
     if walks is None:
         return (0, 0), splits // count * -(-count // together) * tiles
     words, item, partial = array("q"), 0, 0
     for request, first, count in walks:
-        words.extend((item, request, first, count, partial))
+        words.extend(Entry(item, request, first, count, partial))
         item += -(-count // together) * tiles
         partial += count * tiles
     kept.append(words)

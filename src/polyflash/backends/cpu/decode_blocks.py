@@ -14,46 +14,20 @@ A vector of scores is [key][row], the row the faster.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 
+from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import LINE, STEP, STORAGE_BYTES
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, WIDTH, DecodeKey
 from polyflash.backends.cpu.decode_turns import Turns, rolled, sums_of_lanes
-from polyflash.backends.cpu.simd import F32, I16, I32, I64, BFloatType, Emitter, Value, natives
+from polyflash.backends.cpu.simd import F32, I16, I32, I64, BFloatType, Emitter, Value, stage
 
 TOUCHING = 16  # rows that lie behind each other, for a machine to read on by itself
 UNSEEN = -0.0  # the weight of a key that a row does not see; one too small to keep is +0.0
-
-
-class Stages(NamedTuple):
-    """Callables for numba code; every argument is an int64 (address, count or bits). A head of `channels`
-    is read as whole units and one masked rest."""
-
-    fill: Any  # (dst, vectors, float bits)
-    fill_addresses: Any  # (dst, first, stride, count)
-    fill_pages: Any  # (dst, entries, stride, count, src, page_stride, row_stride, page_size, num_pages, zero)
-    add_addresses: Any  # (dst, distance, count, kept)
-    gather_row: Any  # (src, element_stride, count, dst)
-    load_query: Any  # (src, channels, dst, sign): one row
-    # `runs` is 1 if rows that touch go on touching, as in whole tensors.
-    scores: Any  # (k_rows, q, s, top, groups, channels, limits, key, factor, cap, rows read next, runs)
-    online_softmax: Any  # (s, vectors, block, stats, scale bits)
-    accumulate: Any  # (v_rows, p, o, alpha, ones, groups, channels, rows read next, runs)
-    accumulate_seen: Any  # likewise; a row takes nothing from keys it does not see, whatever their V
-    # MOST_HEADS heads of WIDTH channels side by side, of keys that every row sees.
-    dots: Any  # (row of K, q, distance of heads in q, sums, row read next): one key
-    weigh_group: Any  # (v_rows, p, distance of heads, o, distance, alpha, distance, rows read next)
-    touch: Any  # (rows, keys)
-    scores_of_sums: Any  # (sums, s, distance of heads in s, top, factor, cap)
-    has_nan: Any  # (o, vectors)
-    merge_stats: Any  # (partials, stride, count, stats, scale bits)
-    merge_outputs: Any  # (partials, stride, count, offset of O, o, units)
-    row_stats: Any  # (stats, row, dst, scale bits, sink bits): lse and divisor of one row
-    store_row: Any  # (o, row stats, dst, channels)
 
 
 class DecodeTile(AddressLists, Turns):
@@ -71,9 +45,11 @@ class DecodeTile(AddressLists, Turns):
         self.degree = 5 if key.storage == "float32" else 4
         self.whole = Tile(key.row_key)
 
+    @stage
     def fill(self, e: Emitter, dst: Value, vectors: Value, bits: Value) -> None:
         self.whole.fill(e, dst, vectors, bits)
 
+    @stage
     def gather_row(self, e: Emitter, src: Value, stride: Value, count: Value, dst: Value) -> None:
         self.whole.gather_row(e, src, stride, count, dst)
 
@@ -150,6 +126,7 @@ class DecodeTile(AddressLists, Turns):
             b.bitcast(b.and_(pairs, e.ints(-0x10000)), e.vf),
         ]
 
+    @stage
     def load_query(self, e: Emitter, src: Value, channels: Value, dst: Value, sign: Value) -> None:
         """One row into its place of every unit; `sign` flips the bits of a negative scale, exactly."""
         b, flip = e.b, e.splat(e.b.trunc(sign, I32))
@@ -168,9 +145,10 @@ class DecodeTile(AddressLists, Turns):
         return e.bytes * (1 if self.dot else self.parts)
 
     # S = K·Q
+    @stage
     def scores(
         self, e: Emitter, k_rows, q, s, top, groups, channels, limits, key, factor, cap, later, runs
-    ) -> None:  # type: ignore[no-untyped-def]
+    ) -> None:
         """Scores of `groups` vectors of keys from `key` on, -inf outside a row's limits, and their running
         maximum. If `factor` is not 0 its low half scales them, and if `cap` is not, they are
         cap·tanh(factor·s)."""
@@ -241,7 +219,8 @@ class DecodeTile(AddressLists, Turns):
         return self._units(e, channels, [q, *[e.floats(0)] * self.rows], step, self.steps)[1:]
 
     # online_softmax
-    def online_softmax(self, e: Emitter, s, vectors, block, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def online_softmax(self, e: Emitter, s, vectors, block, stats, scale_bits) -> None:
         """m_i, l_i and alpha of every row; S becomes P, with a dot as bfloat16 pairs [two keys][row]. l_i
         stays spread over the lanes of a row. As in the forward kernel the maximum is subtracted before
         scaling, so the largest weight is exactly 1."""
@@ -303,17 +282,19 @@ class DecodeTile(AddressLists, Turns):
         return x
 
     # O = alpha·O + P·V
-    def accumulate(self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later, runs) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def accumulate(self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later, runs) -> None:
         """`groups` of KEYS_PER_GROUP keys. Each group's sum is made apart and then added: a chain over all
         keys would lose digits, and O is loaded and stored once per group."""
         self._accumulate(e, v_rows, p, o, alpha, ones, groups, channels, later, runs, bounded=False)
 
-    def accumulate_seen(self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later, runs) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def accumulate_seen(self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later, runs) -> None:
         self._accumulate(e, v_rows, p, o, alpha, ones, groups, channels, later, runs, bounded=True)
 
     def _accumulate(
         self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, later, runs, *, bounded: bool
-    ) -> None:  # type: ignore[no-untyped-def]
+    ) -> None:
         spread = self._spread(e, later, channels, runs)
         p_ones, p_o = e.pointer(ones), e.pointer(o)
 
@@ -432,6 +413,7 @@ class DecodeTile(AddressLists, Turns):
         room = (16 if self.key.registers == 32 else 8) // (self.rows * self.parts)
         return [units for units in self.steps if units <= max(1, room)]
 
+    @stage
     def has_nan(self, e: Emitter, o: Value, vectors: Value) -> Value:
         def body(i: Value, x: list[Value]) -> list[Value]:
             return [e.at(x[0], e.bytes), e.b.fadd(x[1], e.b.fmul(e.load(x[0]), e.floats(0)))]
@@ -441,7 +423,8 @@ class DecodeTile(AddressLists, Turns):
         return e.b.zext(e.b.icmp_unsigned("!=", e.b.bitcast(bits, whole), whole(0)), I64)
 
     # merge
-    def merge_stats(self, e: Emitter, partials, stride, count, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def merge_stats(self, e: Emitter, partials, stride, count, stats, scale_bits) -> None:
         """(m, l) of every split become its share 2**((m - M)·scale_log2) and, in `stats`, M and the sum of
         shares times l, added in the order of the splits."""
         b, minus_inf = e.b, e.floats(float("-inf"))
@@ -465,7 +448,8 @@ class DecodeTile(AddressLists, Turns):
         e.store(m, p_stats)
         e.store(l_i, p_stats, e.bytes)
 
-    def merge_outputs(self, e: Emitter, partials, stride, count, offset, o, units) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def merge_outputs(self, e: Emitter, partials, stride, count, offset, o, units) -> None:
         """O = the sum of every split's share times its O, in the order of the splits."""
         vectors = self.rows * self.parts
 
@@ -486,7 +470,8 @@ class DecodeTile(AddressLists, Turns):
         e.loop(units, [offset, e.pointer(o)], unit)
 
     # finalize
-    def row_stats(self, e: Emitter, stats, row, dst, scale_bits, sink_bits) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def row_stats(self, e: Emitter, stats, row, dst, scale_bits, sink_bits) -> None:
         """(lse, divisor of O) of one row, each as a vector."""
         p, p_dst = e.pointer(stats), e.pointer(dst)
         l_i = self._across_keys(e, e.load(p, e.bytes), e.b.fadd)
@@ -497,7 +482,8 @@ class DecodeTile(AddressLists, Turns):
         e.store(e.splat(total), p_dst, e.bytes)
         self.whole.finish_stats(e, dst, scale_bits, sink_bits)
 
-    def store_row(self, e: Emitter, o, stats, dst, channels) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def store_row(self, e: Emitter, o, stats, dst, channels) -> None:
         """O / divisor of one row, narrowed; a row that sees no key is 0."""
         b, row = e.b, e.pointer(dst)
         divisor = e.load(e.pointer(stats), e.bytes)
@@ -531,21 +517,11 @@ class DecodeTile(AddressLists, Turns):
         return e.b.bitcast(both, ir.VectorType(I16, self.unit))
 
 
-_ARITY = {
-    "fill": 3, "fill_addresses": 4, "fill_pages": 10, "add_addresses": 4, "gather_row": 4, "load_query": 4,
-    "scores": 12, "online_softmax": 5, "accumulate": 9, "accumulate_seen": 9, "has_nan": 2, "merge_stats": 5,
-    "merge_outputs": 6, "row_stats": 5, "store_row": 4, "dots": 5, "weigh_group": 8, "touch": 2,
-    "scores_of_sums": 6,
-}  # fmt: skip
+def emissions(key: DecodeKey) -> Iterator[simd.Stage]:
+    """Every stage of `key`'s tiles."""
+    return simd.emissions(DecodeTile(key))
 
 
-def emissions(key: DecodeKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
-    """Name, number of arguments, emission and whether it returns a value, of every stage."""
-    tile = DecodeTile(key)
-    for name, arity in _ARITY.items():
-        yield name, arity, getattr(tile, name), name == "has_nan"
-
-
-def stages(key: DecodeKey) -> Stages:
-    """The stages of `key`'s tiles."""
-    return Stages(**natives(key.name, key.isa, emissions(key)))
+def stages(key: DecodeKey) -> Any:
+    """The stages of `key`'s tiles, as kernels call them."""
+    return simd.stages(key, emissions(key))

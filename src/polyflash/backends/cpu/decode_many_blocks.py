@@ -7,40 +7,17 @@ A partial result is, for every panel, m and l as [m or l][vector][lane], then fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from polyflash.backends.cpu import blocks
+from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.decode_many_configs import ManyKey
-from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value, natives
+from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value, stage
 
 MINUS_INF = float("-inf")
 ADDRESS = 8  # bytes
 MERGED_AT_ONCE = 8  # vectors of O^T that are summed over the splits side by side
-
-
-class Stages(NamedTuple):
-    """Callables for numba code; every argument is an int64. The first as in blocks.Stages."""
-
-    fill: Any
-    gather_row: Any
-    load_rows: Any
-    load_value_rows: Any
-    load_float_row: Any
-    pack_query: Any
-    online_softmax: Any
-    accumulate: Any  # (v, p, trips, o, alpha, groups, ahead, step)
-    add_seen: Any
-    fill_addresses: Any  # (dst, first, stride, count), as in decode_blocks
-    scores: Any  # (addresses of K rows, q, s, bmax, trips, groups, ahead, step)
-    scores_bounded: Any  # (addresses of K rows, q, s, bmax, trips, groups, limits, key, ahead, step)
-    change_scores: Any  # (s, keys, limits, key, top, factor bits, cap bits)
-    copy_vectors: Any  # (src, dst, vectors)
-    merge_stats: Any  # (partials, stride, count, stats, scale bits): m of a split becomes its share
-    merge_outputs: Any  # (partials, stride, count, offset of O^T, o, steps of channels)
-    finish_lanes: Any  # (stats, scale bits, sinks): one vector of rows
-    store_rows: Any  # (o, stats, addresses, rows, count): one vector of rows
 
 
 class ManyTile(Tile, AddressLists):
@@ -54,17 +31,20 @@ class ManyTile(Tile, AddressLists):
     def key_step(self) -> int:
         return ADDRESS
 
-    def scores(self, e: Emitter, rows, q, s, bmax, trips, groups, ahead, step) -> None:  # type: ignore[no-untyped-def, override]
+    @stage
+    def scores(self, e: Emitter, rows, q, s, bmax, trips, groups, ahead, step) -> None:  # type: ignore[override]
         self.ahead = ahead, step
         self._scores(e, rows, q, s, bmax, trips, groups, None)
 
-    def scores_bounded(  # type: ignore[no-untyped-def, override]
+    @stage
+    def scores_bounded(  # type: ignore[override]
         self, e: Emitter, rows, q, s, bmax, trips, groups, limits, key, ahead, step
     ) -> None:
         self.ahead = ahead, step
         self._scores(e, rows, q, s, bmax, trips, groups, (limits, key))
 
-    def accumulate(self, e: Emitter, v, p, trips, o, alpha, groups, ahead, step) -> None:  # type: ignore[no-untyped-def, override]
+    @stage
+    def accumulate(self, e: Emitter, v, p, trips, o, alpha, groups, ahead, step) -> None:  # type: ignore[override]
         self.ahead = ahead, step
         lines = self.key.lines_of_values
 
@@ -101,7 +81,8 @@ class ManyTile(Tile, AddressLists):
         out = e.loop(trips, start, body)[2:]
         return [out[r * self.nv : (r + 1) * self.nv] for r in range(self.mr)]
 
-    def change_scores(self, e: Emitter, s, keys, limits, key, top, factor, cap) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def change_scores(self, e: Emitter, s, keys, limits, key, top, factor, cap) -> None:
         """x = factor·s, then cap·tanh(x) if cap is not 0; -inf outside a lane's limits; the maximum."""
         b, nv, p_top, p_limits = e.b, self.nv, e.pointer(top), e.pointer(limits)
         grow, shrink = e.splat(e.float_bits(cap)), e.splat(e.float_bits(factor))
@@ -125,14 +106,16 @@ class ManyTile(Tile, AddressLists):
         for v in range(nv):
             e.store(out[1 + v], p_top, v * e.bytes)
 
-    def copy_vectors(self, e: Emitter, src, dst, vectors) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def copy_vectors(self, e: Emitter, src, dst, vectors) -> None:
         def body(i: Value, p: list[Value]) -> list[Value]:
             e.store(e.load(p[0]), p[1])
             return [e.at(p[0], e.bytes), e.at(p[1], e.bytes)]
 
         e.loop(vectors, [e.pointer(src), e.pointer(dst)], body)
 
-    def merge_stats(self, e: Emitter, partials, stride, count, stats, scale_bits) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def merge_stats(self, e: Emitter, partials, stride, count, stats, scale_bits) -> None:
         """(m, l) of every split become its share 2**((m - M)·scale_log2) and, in `stats`, M and the sum of
         shares times l, added in the order of the splits."""
         b, power, p_stats = e.b, self.scaled_power(e, scale_bits), e.pointer(stats)
@@ -156,7 +139,8 @@ class ManyTile(Tile, AddressLists):
             e.store(m, p_stats, m_at)
             e.store(l_i, p_stats, l_at)
 
-    def merge_outputs(self, e: Emitter, partials, stride, count, offset, o, steps) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def merge_outputs(self, e: Emitter, partials, stride, count, offset, o, steps) -> None:
         """O^T = the sum of every split's share times its O^T, in the order of the splits."""
         nv = self.nv
         vectors = self.channels_at_once * nv
@@ -179,30 +163,22 @@ class ManyTile(Tile, AddressLists):
         """Channels of one step of `merge_outputs`: they divide the 16 that outputs are padded to."""
         return MERGED_AT_ONCE // (1 << (self.nv - 1).bit_length())
 
-    def finish_lanes(self, e: Emitter, stats, scale_bits, sinks) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def finish_lanes(self, e: Emitter, stats, scale_bits, sinks) -> None:
         self.join_sinks(e, stats, scale_bits, e.load(e.pointer(sinks)))
 
-    def store_rows(self, e: Emitter, o, stats, addresses, rows, count) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def store_rows(self, e: Emitter, o, stats, addresses, rows, count) -> None:
         p = e.pointer(addresses)
         p_rows = [e.pointer(e.load(p, 8 * r, I64)) for r in range(self.lanes)]
         self.store_lanes(e, o, stats, p_rows, rows, count)
 
 
-_ARITY = {
-    "fill_addresses": 4, "scores": 8, "scores_bounded": 10, "accumulate": 8, "change_scores": 7,
-    "copy_vectors": 3, "merge_stats": 5, "merge_outputs": 6, "finish_lanes": 3, "store_rows": 5,
-}  # fmt: skip
+def emissions(key: ManyKey) -> Iterator[simd.Stage]:
+    """Every stage of `key`'s tiles."""
+    return simd.emissions(ManyTile(key))
 
 
-def emissions(key: ManyKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
-    """Name, number of arguments, emission and whether it returns a value, of every stage."""
-    tile = ManyTile(key)
-    kept = set(Stages._fields) - set(_ARITY)
-    yield from (x for x in blocks.emissions(key) if x[0] in kept)
-    for name, arity in _ARITY.items():
-        yield name, arity, getattr(tile, name), False
-
-
-def stages(key: ManyKey) -> Stages:
-    """The stages of `key`'s tiles."""
-    return Stages(**natives(key.name, key.isa, emissions(key)))
+def stages(key: ManyKey) -> Any:
+    """The stages of `key`'s tiles, as kernels call them."""
+    return simd.stages(key, emissions(key))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import decode, runtime
+from polyflash.backends.cpu.words import DECODE
 from polyflash.results import NO_LSE
 from polyflash.storages import holds, near, span, stored
 
@@ -40,8 +40,8 @@ class Repeat:
         lse = NO_LSE
         if self.need_lse:
             lse = q.new_empty(sizes, dtype=torch.float32)
-            block[a.LSE] = lse.data_ptr()
-        block[a.Q], block[a.OUT] = q.data_ptr(), out.data_ptr()
+            block[DECODE.lse] = lse.data_ptr()
+        block[DECODE.q], block[DECODE.out] = q.data_ptr(), out.data_ptr()
         return out, lse
 
 
@@ -69,9 +69,10 @@ class OfKeys(Repeat):
         ):
             return None
         out, lse = self.outputs(q, block)
-        block[a.K], block[a.K_BATCH], block[a.K_HEAD] = k.data_ptr(), k_batch * size, k_head * size
-        block[a.V], block[a.V_BATCH], block[a.V_HEAD] = v.data_ptr(), v_batch * size, v_head * size
-        block[a.SEQLEN_K] = seqlen_k
+        block[DECODE.k], block[DECODE.v] = k.data_ptr(), v.data_ptr()
+        block[DECODE.seqlen_k] = seqlen_k
+        block[DECODE.k_batch], block[DECODE.k_head] = k_batch * size, k_head * size
+        block[DECODE.v_batch], block[DECODE.v_head] = v_batch * size, v_head * size
         first, count = decode.walk(self.args, rows, 0, seqlen_k, seqlen_k - rows, frame.split_keys)
         decode.start(frame, block, (first, count), batch * count, None, batch * seqlen_k, [])
         return out, lse
@@ -97,17 +98,17 @@ class OfPages(Repeat):
         ):
             return None
         block = frame.words[:]
-        block[a.K], block[a.V] = k.data_ptr(), v.data_ptr()
-        block[a.SEQLEN_K] = block[a.PAGE_SIZE] * table.shape[1]
+        block[DECODE.k], block[DECODE.v] = k.data_ptr(), v.data_ptr()
+        block[DECODE.seqlen_k] = block[DECODE.page_size] * table.shape[1]
         live = array("i", lens.tolist())  # read once: another thread may write the caller's
-        block[a.PAGE_TABLE], block[a.KV_LENS] = table.data_ptr(), live.buffer_info()[0]
+        block[DECODE.page_table], block[DECODE.kv_lens] = table.data_ptr(), live.buffer_info()[0]
         row, entry = near(table).stride()
-        block[a.PAGE_TABLE_BATCH], block[a.PAGE_TABLE_ENTRY] = 4 * row, 4 * entry
-        block[a.KV_LENS_STRIDE] = 4
+        block[DECODE.page_table_batch], block[DECODE.page_table_entry] = 4 * row, 4 * entry
+        block[DECODE.kv_lens_stride] = 4
         if not _names_pages()(block.buffer_info()[0], len(q)):
             return None
         out, lse = self.outputs(q, block)
-        most_keys = block[a.NUM_PAGES] * block[a.PAGE_SIZE]
+        most_keys = block[DECODE.num_pages] * block[DECODE.page_size]
         fewest, most = self.walk(min(live)), self.walk(max(live))
         if fewest == most:  # a walk grows with its keys
             decode.start(frame, block, most, len(live) * most[1], None, most_keys, [])
@@ -139,21 +140,20 @@ def build(key: TableKey) -> Any:
     """Compile the check: a numba cfunc `int64(args, requests)`."""
     from numba import cfunc, types
 
-    from polyflash.backends.cpu import simd
+    from polyflash.backends.cpu.simd import load_i32
+    from polyflash.backends.cpu.structs import Words
 
-    arg, load_i32 = simd.word, simd.load_i32
-
-    @cfunc(types.int64(types.int64, types.int64), error_model="numpy", forceinline=True)
-    def names_pages(args, requests):  # type: ignore[no-untyped-def]
-        size, step = arg(args, a.PAGE_SIZE), arg(args, a.PAGE_TABLE_ENTRY)
+    @cfunc(types.int64(Words(DECODE), types.int64), error_model="numpy", forceinline=True)
+    def names_pages(args, requests):
+        size, step = args.page_size, args.page_table_entry
         for b in range(requests):
-            live = load_i32(arg(args, a.KV_LENS) + b * arg(args, a.KV_LENS_STRIDE))
-            if live < 0 or live > arg(args, a.SEQLEN_K):
+            live = load_i32(args.kv_lens + b * args.kv_lens_stride)
+            if live < 0 or live > args.seqlen_k:
                 return 0
-            row, wrong = arg(args, a.PAGE_TABLE) + b * arg(args, a.PAGE_TABLE_BATCH), 0
+            row, wrong = args.page_table + b * args.page_table_batch, 0
             for j in range((live + size - 1) // size):
                 page = load_i32(row + j * step)
-                wrong |= page < 0 or page >= arg(args, a.NUM_PAGES)
+                wrong |= page < 0 or page >= args.num_pages
             if wrong != 0:
                 return 0
         return 1

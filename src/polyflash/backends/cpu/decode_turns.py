@@ -10,7 +10,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH
-from polyflash.backends.cpu.simd import I64, Emitter, Value
+from polyflash.backends.cpu.simd import I64, Emitter, Value, stage
 
 MEMORY_PAGE = 4096  # bytes of the smallest there are
 
@@ -25,7 +25,8 @@ class Turns:
     _dots: Any  # (e, row, row read next, q, channels, spread) -> a vector of partial sums per row of Q
     _weigh: Any  # (e, places, rows, channels, spread, bounded): one group of keys of one head
 
-    def dots(self, e: Emitter, row, q, q_tile, sums, later) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def dots(self, e: Emitter, row, q, q_tile, sums, later) -> None:
         """A vector of partial sums of one key for every row of Q of every head; the sums of a head lie
         `lanes` vectors apart."""
         p_q, p_sums = e.pointer(q), e.pointer(sums)
@@ -35,7 +36,8 @@ class Turns:
                 e.store(x, p_sums, r * e.bytes)
             p_q, p_sums = e.at(p_q, q_tile), e.at(p_sums, self.lanes * e.bytes)
 
-    def touch(self, e: Emitter, rows, keys) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def touch(self, e: Emitter, rows, keys) -> None:
         """Asks for one line of every page of memory that the listed rows of so many keys lie in: where they
         are is looked up for all of them at once, before their other lines are asked for one by one."""
         apart = max(1, MEMORY_PAGE // (MOST_HEADS * WIDTH * self.size))  # keys
@@ -46,7 +48,8 @@ class Turns:
 
         e.loop(e.b.udiv(keys, I64(apart)), [e.pointer(rows)], body)
 
-    def scores_of_sums(self, e: Emitter, sums, s, s_tile, top, factor, cap) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def scores_of_sums(self, e: Emitter, sums, s, s_tile, top, factor, cap) -> None:
         """As `scores`, of one vector of keys of every head whose partial sums are made."""
         change = self._change(e, factor, cap)
 
@@ -58,7 +61,8 @@ class Turns:
 
         rolled(e, MOST_HEADS, [e.pointer(x) for x in (sums, s, top)], head)
 
-    def weigh_group(self, e: Emitter, v_rows, p, p_tile, o, o_tile, alpha, alpha_tile, later) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def weigh_group(self, e: Emitter, v_rows, p, p_tile, o, o_tile, alpha, alpha_tile, later) -> None:
         """As `accumulate`, of one group of every head; what is a head's lies so many bytes apart. Meanwhile
         as many keys are prefetched, one for each head."""
         row_bytes = WIDTH * self.size

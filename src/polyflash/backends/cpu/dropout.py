@@ -12,15 +12,16 @@ next two as well, and what depends on the query alone is computed once per vecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial, reduce
+from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
 
-from polyflash.backends.cpu import arguments as a
+from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.configs import DropoutKey
-from polyflash.backends.cpu.simd import I32, I64, Emitter, Value, natives
+from polyflash.backends.cpu.simd import I32, I64, Emitter, Value, stage
+from polyflash.backends.cpu.words import FORWARD
 
 ROUNDS = 10
 MULTIPLY = (0xD2511F53, 0xCD9E8D57)
@@ -89,11 +90,21 @@ class _Tile:
     def __init__(self, key: DropoutKey) -> None:
         self.nv, self.lanes, self.row_bytes = key.nv, key.lanes, key.panel_rows * 4  # of keys or pairs
 
-    def drop(self, e: Emitter, args, tile, head, row, key, keys, *, pack: int) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def drop_words(self, e: Emitter, args, tile, head, row, key, keys) -> None:
+        self._drop(e, args, tile, head, row, key, keys, 1)
+
+    @stage
+    def drop_pairs(self, e: Emitter, args, tile, head, row, key, keys) -> None:
+        self._drop(e, args, tile, head, row, key, keys, 2)
+
+    def _drop(self, e: Emitter, args, tile, head, row, key, keys, pack: int) -> None:
         """Four keys at a time from the multiple of 4 at or before `key`; those outside are left alone."""
         b, words = e.b, _Words(e)
         p_args = e.pointer(args)
-        seed, threshold = (e.load(p_args, 8 * slot, I64) for slot in (a.DROP_SEED, a.DROP_THRESHOLD))
+        seed, threshold = (
+            e.load(p_args, 8 * slot, I64) for slot in (FORWARD.drop_seed, FORWARD.drop_threshold)
+        )
         round_keys = [
             [b.and_(b.add(part, I64(turn * step & _LOW)), I64(_LOW)) for turn in range(ROUNDS)]
             for part, step in zip((seed, b.lshr(seed, I64(32))), WEYL, strict=True)
@@ -138,29 +149,28 @@ class _Tile:
                 e.store(b.and_(weights, bits), p, at * self.row_bytes)
 
 
-def emissions(key: DropoutKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
-    """Name, number of arguments, emission and whether it returns a value, of every stage."""
-    tile = _Tile(key)
-    yield "drop_words", 6, partial(tile.drop, pack=1), False
-    yield "drop_pairs", 6, partial(tile.drop, pack=2), False
+def emissions(key: DropoutKey) -> Iterator[simd.Stage]:
+    """Every stage of `key`'s tiles."""
+    return simd.emissions(_Tile(key))
 
 
 def build(key: DropoutKey) -> Any:
-    """Compile the dropout of `key`: a numba cfunc `void(args, tile, head, row, key, keys, pack)`, all int64.
+    """Compile the dropout of `key`: a numba cfunc `void(args, weights, head, row, key, keys, pack)`, all
+    int64.
 
-    It clears the dropped weights of the tile at address `tile`: those of `keys` keys from key index `key` on
+    It clears the dropped ones of the tile at address `weights`: those of `keys` keys from key index `key` on
     and of panel_rows queries from query index `row` on, both of the member itself; `head` is head +
     num_q_heads·batch. pack 1: words [key][query]. pack 2: [key pair][query], the even key in the low half of
     a word; `key` is even then."""
-    from numba import cfunc, types
+    from polyflash.backends.cpu.structs import Blocks
 
-    words, pairs = natives(key.name, key.isa, emissions(key)).values()
+    stage, block = simd.stages(key, emissions(key)), Blocks(FORWARD)
 
-    @cfunc(types.void(*[types.int64] * 7), error_model="numpy", forceinline=True)
-    def drop(args, tile, head, row, key, keys, pack):  # type: ignore[no-untyped-def]
+    @block.kernel
+    def drop(args, weights, head, row, key, keys, pack):
         if pack == 2:
-            pairs(args, tile, head, row, key, keys)
+            stage.drop_pairs(args, weights, head, row, key, keys)
         else:
-            words(args, tile, head, row, key, keys)
+            stage.drop_words(args, weights, head, row, key, keys)
 
     return drop

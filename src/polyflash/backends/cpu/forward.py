@@ -13,9 +13,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, decode, decode_configs, loading, packing, pool, runtime, tiles
+from polyflash.backends.cpu import (
+    arguments,
+    configs,
+    decode,
+    decode_configs,
+    loading,
+    packing,
+    pool,
+    runtime,
+    tiles,
+)  # fmt: skip
 from polyflash.backends.cpu.configs import DropoutKey
+from polyflash.backends.cpu.words import CHANGE_SCORES, FORWARD, PLAIN, START_BLOCK, START_ITEM, UNSEEN, Cut
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,17 +39,13 @@ KEPT_CUTS = 256  # per route
 
 def build(key: KernelKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from numba import cfunc, types
-
     from polyflash.backends.cpu import blocks, simd
+    from polyflash.backends.cpu.simd import greatest, least, load_i8, load_i32
+    from polyflash.backends.cpu.structs import Blocks
 
-    stage = blocks.stages(key)
-    fill, fill_limits, pack_query = stage.fill, stage.fill_limits, stage.pack_query
-    online_softmax, accumulate = stage.online_softmax, stage.accumulate
-    finish_stats, scale_divisor = stage.finish_stats, stage.scale_divisor
-    finalize, store_lse = stage.finalize, stage.store_lse
-    arg, load_i32, load_i8 = simd.word, simd.load_i32, simd.load_i8
-    store_i64, least, greatest = simd.store_i64, simd.least, simd.greatest
+    stage, block = blocks.stages(key), Blocks(FORWARD)
+    shared, device, tiles_at = loading.loaders(key, stage), block.device, block.tiles()
+    loads = tiles.tiles(key, stage, shared)
     call_pass, call_dropout = simd.call_native(9), simd.call_native(7)
 
     LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
@@ -49,80 +55,79 @@ def build(key: KernelKey) -> Any:
     KEYS_PER_TRIP = min(4, MR // PACK) * PACK
     MINUS_INF = 0xFF800000
 
-    shared = loading.loaders(key, stage)
-    load_tile, stand, key_rows = shared.load_tile, shared.stand, shared.key_rows
-    tile = tiles.tiles(key, stage, shared)
-    find_pages, load_keys, load_values = tile.find_pages, tile.load_keys, tile.load_values
-    add_bad_rows, scores, scores_bounded = tile.add_bad_rows, stage.scores, stage.scores_bounded
-    device = loading.device
-
-    @device(6)
-    def start_panel(args, scratch, src, row, row_end, panel):  # type: ignore[no-untyped-def]
+    @device
+    def start_panel(tile, src, row, row_end, panel):
         """Q^T of one panel, and its O^T, m_i and l_i at their first values."""
-        flip = arg(args, a.SIGN) | (arg(args, a.SIGN) >> 16 if PACK == 2 else 0)
-        stage_rows, q_panel = scratch + arg(args, a.T_STAGE), scratch + arg(args, a.T_Q) + panel * Q_PANEL
-        stride, vectors = arg(args, a.Q_ROW), (arg(args, a.HEAD_DIM) + PACK * LANES - 1) // (PACK * LANES)
+        args = tile.args
+        flip = args.sign | (args.sign >> 16 if PACK == 2 else 0)
+        stage_rows, q_panel = tile.stage, tile.q + panel * Q_PANEL
+        stride, vectors = args.q_row, (args.head_dim + PACK * LANES - 1) // (PACK * LANES)
         for lane in range(0, NR, LANES):
             rows = least(LANES, row_end - row - lane)
             if rows > 0:
-                first, count = src + (row + lane) * stride, arg(args, a.HEAD_DIM)
-                load_tile(args, scratch, first, stride, arg(args, a.Q_DIM), rows, count, stage_rows)
-                pack_query(stage_rows, vectors, q_panel + lane * 4, flip)
-        channels = (arg(args, a.HEAD_DIM_V) + STEP - 1) // STEP * STEP
-        fill(scratch + arg(args, a.T_O) + panel * O_PANEL, channels * NV, arg(args, a.ZERO))
-        stats = scratch + arg(args, a.T_STATS) + panel * NR * 8
-        fill(stats, NV, MINUS_INF)
-        fill(stats + NR * 4, NV, arg(args, a.ZERO))
+                first, count = src + (row + lane) * stride, args.head_dim
+                shared.load_tile(tile, first, stride, args.q_dim, rows, count, stage_rows)
+                stage.pack_query(stage_rows, vectors, q_panel + lane * 4, flip)
+        channels = (args.head_dim_v + STEP - 1) // STEP * STEP
+        stage.fill(tile.o + panel * O_PANEL, channels * NV, args.zero)
+        stats = tile.stats + panel * NR * 8
+        stage.fill(stats, NV, MINUS_INF)
+        stage.fill(stats + NR * 4, NV, args.zero)
 
-    @device(9)
-    def masked_scores(args, scratch, panel, limits, n, begin, end, inner_begin, inner_end):  # type: ignore[no-untyped-def]
+    @device
+    def masked_scores(tile, panel, limits, n, begin, end, inner_begin, inner_end):
         """S^T of keys n + [begin, end), and their part of the running maximum; every row sees all of
         [inner_begin, inner_end)."""
-        k, s = scratch + arg(args, a.T_K), scratch + arg(args, a.T_S)
-        q, bmax = scratch + arg(args, a.T_Q) + panel * Q_PANEL, scratch + arg(args, a.T_BLOCK) + NR * 4
-        trips = (arg(args, a.HEAD_DIM) + 4 * PACK - 1) // (4 * PACK)
+        args = tile.args
+        k, s = tile.k, tile.s
+        q, bmax = tile.q + panel * Q_PANEL, tile.block + NR * 4
+        trips = (args.head_dim + 4 * PACK - 1) // (4 * PACK)
         if inner_begin > begin:
             groups = (inner_begin - begin) // MR
-            scores_bounded(k + begin * K_BYTES, q, s + begin * NR * 4, bmax, trips, groups, limits, n + begin)
+            stage.scores_bounded(
+                k + begin * K_BYTES, q, s + begin * NR * 4, bmax, trips, groups, limits, n + begin
+            )
         if inner_end > inner_begin:
             groups = (inner_end - inner_begin) // MR
-            scores(k + inner_begin * K_BYTES, q, s + inner_begin * NR * 4, bmax, trips, groups)
+            stage.scores(k + inner_begin * K_BYTES, q, s + inner_begin * NR * 4, bmax, trips, groups)
         if end > inner_end:
             groups = (end - inner_end) // MR
-            scores_bounded(
+            stage.scores_bounded(
                 k + inner_end * K_BYTES, q, s + inner_end * NR * 4, bmax, trips, groups, limits, n + inner_end
             )
 
-    @device(8)
-    def finalize_panel(args, scratch, dst, lse, head, row, row_end, panel):  # type: ignore[no-untyped-def]
+    @device
+    def finalize_panel(tile, dst, lse, head, row, row_end, panel):
+        args = tile.args
         o, stats = (
-            scratch + arg(args, a.T_O) + panel * O_PANEL,
-            scratch + arg(args, a.T_STATS) + panel * NR * 8,
+            tile.o + panel * O_PANEL,
+            tile.stats + panel * NR * 8,
         )
-        stride, sink = arg(args, a.OUT_ROW), MINUS_INF
-        if arg(args, a.SINKS) != 0:
-            sink = load_i32(arg(args, a.SINKS) + 4 * head)
+        stride, sink = args.out_row, MINUS_INF
+        if args.sinks != 0:
+            sink = load_i32(args.sinks + 4 * head)
         for lane in range(0, NR, LANES):
             rows = least(LANES, row_end - row - lane)
             if rows > 0:
                 at = stats + lane * 4
-                if lse != 0 or arg(args, a.SINKS) != 0:
-                    finish_stats(at, arg(args, a.SCALE), sink)
-                if arg(args, a.DROP) != 0:
-                    scale_divisor(at, arg(args, a.DROP_KEPT))
-                finalize(o + lane * 4, at, dst + (row + lane) * stride, stride, rows, arg(args, a.HEAD_DIM_V))
+                if lse != 0 or args.sinks != 0:
+                    stage.finish_stats(at, args.scale, sink)
+                if args.drop != 0:
+                    stage.scale_divisor(at, args.drop_kept)
+                stage.finalize(o + lane * 4, at, dst + (row + lane) * stride, stride, rows, args.head_dim_v)
                 if lse != 0:
-                    store_lse(at, lse + (row + lane) * 4, rows)
+                    stage.store_lse(at, lse + (row + lane) * 4, rows)
 
-    @device(8)
-    def attend_block(args, scratch, v, panels, heads, n, first, last):  # type: ignore[no-untyped-def]
+    @device
+    def attend_block(tile, v, panels, heads, n, first, last):
         """One key block, loaded, against every panel of the item that it touches."""
-        item, changes = scratch + arg(args, a.T_ITEM), arg(args, a.PASS)
-        row_0, row_end, head = arg(item, a.I_ROW), arg(item, a.I_ROW_END), arg(item, a.I_HEAD)
-        start, live = arg(item, a.I_START), arg(item, a.I_LIVE)
-        lo_shift, hi_shift = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT)
-        plane_0 = arg(item, a.I_BATCH) * arg(args, a.NUM_KV_HEADS) * arg(args, a.GROUP)
-        bad = load_values(args, scratch, v, first, last)
+        args = tile.args
+        item, changes = tile.item, args.score_pass
+        row_0, row_end, head = item.row, item.row_end, item.head
+        start, live = item.start, item.live
+        lo_shift, hi_shift = item.lo_shift, item.hi_shift
+        plane_0 = item.batch * args.num_kv_heads * args.group
+        bad = loads.load_values(tile, v, first, last)
         for i_p in range(panels):
             row = row_0 + i_p * NR
             end_row = least(row + NR, row_end) - 1
@@ -132,137 +137,139 @@ def build(key: KernelKey) -> Any:
                 continue
             seen_by_all = greatest(start, end_row + lo_shift) - n
             all_end = least(live, row + hi_shift) - n
-            lane_limits = scratch + arg(args, a.T_LIMITS) + i_p * NR * 8
+            lane_limits = tile.limits + i_p * NR * 8
             for i_h in range(heads):
-                panel, kind = i_h * panels + i_p, a.PLAIN
+                panel, kind = i_h * panels + i_p, PLAIN
                 if changes != 0:
-                    kind = load_i8(scratch + arg(args, a.T_KINDS) + panel)
-                if kind == a.UNSEEN:
+                    kind = load_i8(tile.kinds + panel)
+                if kind == UNSEEN:
                     continue
-                step = MR if kind == a.PLAIN else STEP
+                step = MR if kind == PLAIN else STEP
                 begin, end = lo // step * step, (hi + step - 1) // step * step
-                top = scratch + arg(args, a.T_BLOCK) + NR * 4
-                fill(top, NV, MINUS_INF)
-                if kind == a.PLAIN:
+                top = tile.block + NR * 4
+                stage.fill(top, NV, MINUS_INF)
+                if kind == PLAIN:
                     inner_begin = least(greatest((seen_by_all + MR - 1) // MR * MR, begin), end)
                     inner_end = least(greatest(all_end // MR * MR, inner_begin), end)
-                    masked_scores(args, scratch, panel, lane_limits, n, begin, end, inner_begin, inner_end)
+                    masked_scores(tile, panel, lane_limits, n, begin, end, inner_begin, inner_end)
                 else:
-                    masked_scores(args, scratch, panel, lane_limits, n, begin, end, begin, end)
-                    fill(top, NV, MINUS_INF)
+                    masked_scores(tile, panel, lane_limits, n, begin, end, begin, end)
+                    stage.fill(top, NV, MINUS_INF)
                     bounded = 1 if begin < seen_by_all or end > all_end else 0
-                    call_pass(
-                        changes, args, scratch, a.CHANGE_SCORES, head + i_h, i_p, n, begin, end, bounded
-                    )
-                s, block = scratch + arg(args, a.T_S) + begin * NR * 4, scratch + arg(args, a.T_BLOCK)
-                p = scratch + arg(args, a.T_P) + begin // PACK * NR * 4
-                stats = scratch + arg(args, a.T_STATS) + panel * NR * 8
-                online_softmax(s, p, (end - begin) // 4, block, stats, arg(args, a.SCALE_LOG2))
-                if arg(args, a.DROP) != 0:
+                    call_pass(changes, args, tile, CHANGE_SCORES, head + i_h, i_p, n, begin, end, bounded)
+                s, block = tile.s + begin * NR * 4, tile.block
+                p = tile.p + begin // PACK * NR * 4
+                stats = tile.stats + panel * NR * 8
+                stage.online_softmax(s, p, (end - begin) // 4, block, stats, args.scale_log2)
+                if args.drop != 0:
                     plane = plane_0 + head + i_h
-                    call_dropout(arg(args, a.DROP), args, p, plane, row, n + begin, end - begin, PACK)
-                o = scratch + arg(args, a.T_O) + panel * O_PANEL
-                values = scratch + arg(args, a.T_V) + begin // PACK * V_BYTES
-                trips, channels = (end - begin) // KEYS_PER_TRIP, (arg(args, a.HEAD_DIM_V) + MR - 1) // MR
-                accumulate(values, p, trips, o, block, channels)
+                    call_dropout(args.drop, args, p, plane, row, n + begin, end - begin, PACK)
+                o = tile.o + panel * O_PANEL
+                values = tile.v + begin // PACK * V_BYTES
+                trips, channels = (end - begin) // KEYS_PER_TRIP, (args.head_dim_v + MR - 1) // MR
+                stage.accumulate(values, p, trips, o, block, channels)
                 if bad != 0:
                     bad_begin, bad_end = greatest(begin, first - n), least(end, last - n)
-                    add_bad_rows(args, scratch, v, head + i_h, i_p, panel, n, bad_begin, bad_end)
+                    loads.add_bad_rows(tile, v, head + i_h, i_p, panel, n, bad_begin, bad_end)
 
-    @device(5)
-    def limit_rows(args, scratch, panels, start, live):  # type: ignore[no-untyped-def]
+    @device
+    def limit_rows(tile, panels, start, live):
         """The limits of the item's rows within the keys [start, live)."""
-        item, limits = scratch + arg(args, a.T_ITEM), scratch + arg(args, a.T_LIMITS)
-        row_0, row_end = arg(item, a.I_ROW), arg(item, a.I_ROW_END)
-        lo_shift, hi_shift = arg(item, a.I_LO_SHIFT), arg(item, a.I_HI_SHIFT)
-        store_i64(item + 8 * a.I_START, start)
-        store_i64(item + 8 * a.I_LIVE, live)
+        item, limits = tile.item, tile.limits
+        row_0, row_end = item.row, item.row_end
+        lo_shift, hi_shift = item.lo_shift, item.hi_shift
+        item.start = start
+        item.live = live
         for i_p in range(panels):
-            fill_limits(limits + i_p * NR * 8, row_0 + i_p * NR, row_end - 1, lo_shift, hi_shift, start, live)
+            stage.fill_limits(
+                limits + i_p * NR * 8, row_0 + i_p * NR, row_end - 1, lo_shift, hi_shift, start, live
+            )
 
-    @device(8)
-    def attend_interval(args, scratch, k, v, panels, heads, start, live):  # type: ignore[no-untyped-def]
+    @device
+    def attend_interval(tile, k, v, panels, heads, start, live):
         """The keys [start, live) of the item, block by block."""
-        item, block_n = scratch + arg(args, a.T_ITEM), arg(args, a.BLOCK_N)
-        limit_rows(args, scratch, panels, start, live)
-        key_lo = greatest(start, arg(item, a.I_ROW) + arg(item, a.I_LO_SHIFT))
-        key_hi = least(live, arg(item, a.I_ROW_END) - 1 + arg(item, a.I_HI_SHIFT))
+        args = tile.args
+        item, block_n = tile.item, args.block_n
+        limit_rows(tile, panels, start, live)
+        key_lo = greatest(start, item.row + item.lo_shift)
+        key_hi = least(live, item.row_end - 1 + item.hi_shift)
         for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
             n = i_n * block_n
             first, last = greatest(n, key_lo), least(n + block_n, key_hi)
             if last <= first:
                 continue
-            store_i64(item + 8 * a.I_KEY, n)
-            if arg(args, a.PAGE_TABLE) != 0:
-                found = find_pages(args, scratch, first, last)
+            item.key = n
+            if args.page_table != 0:
+                found = loads.find_pages(tile, first, last)
                 if found < last:
                     last = key_hi = found
-                    limit_rows(args, scratch, panels, start, found)
+                    limit_rows(tile, panels, start, found)
                     if last <= first:
                         continue
-            if arg(args, a.PASS) != 0:
-                store_i64(item + 8 * a.I_FIRST, first)
-                store_i64(item + 8 * a.I_LAST, last)
-                call_pass(arg(args, a.PASS), args, scratch, a.START_BLOCK, 0, 0, 0, 0, 0, 0)
-                if arg(item, a.I_ANY) == 0:
+            if args.score_pass != 0:
+                item.first = first
+                item.last = last
+                call_pass(args.score_pass, args, tile, START_BLOCK, 0, 0, 0, 0, 0, 0)
+                if item.any_seen == 0:
                     continue
-            load_keys(args, scratch, k, first, last)
-            attend_block(args, scratch, v, panels, heads, n, first, last)
+            loads.load_keys(tile, k, first, last)
+            attend_block(tile, v, panels, heads, n, first, last)
 
-    @cfunc(types.void(types.int64, types.int64, types.int64), error_model="numpy", forceinline=True)
-    def kernel(args, number, scratch):  # type: ignore[no-untyped-def]
-        others, chunks, hkv = arg(args, a.OTHERS), arg(args, a.CHUNKS), arg(args, a.NUM_KV_HEADS)
-        group = arg(args, a.GROUP)
+    @block.kernel
+    def kernel(args, number, scratch):
+        tile = tiles_at(args, scratch)
+        others, chunks, hkv = args.others, args.chunks, args.num_kv_heads
+        group = args.group
         rest = number % others
         i_hkv, i_b, i_m = (
             rest // chunks % hkv,
             rest // chunks // hkv,
-            arg(args, a.ROW_BLOCKS) - 1 - number // others,
+            args.row_blocks - 1 - number // others,
         )
         # The last rows see the most keys; packed members come with a table, the most work first.
         entry = 0
-        if arg(args, a.MEMBERS) != 0:
-            entry = arg(args, a.MEMBERS) + number // others * 12
+        if args.members != 0:
+            entry = args.members + number // others * 12
             i_b = load_i32(entry)
-        i_t, first_q, first_k, seqlen_q, start, live = stand(args, scratch, i_b)
-        head = i_hkv * group + rest % chunks * arg(args, a.HEADS)
-        heads = least(arg(args, a.HEADS), (i_hkv + 1) * group - head)
+        i_t, first_q, first_k, seqlen_q, start, live = shared.stand(tile, i_b)
+        head = i_hkv * group + rest % chunks * args.heads
+        heads = least(args.heads, (i_hkv + 1) * group - head)
         # Row blocks of interval lists are cut again into items, so that an item has one list.
-        span = arg(args, a.ROW_PANELS) * NR
+        span = args.row_panels * NR
         row_0, row_end, i_r = i_m * span, seqlen_q, 0
-        if arg(args, a.INTERVALS) != 0:
-            per_list = (arg(args, a.INTERVAL_ROWS) + span - 1) // span
+        if args.intervals != 0:
+            per_list = (args.interval_rows + span - 1) // span
             i_r = i_m // per_list
-            row_0 = i_r * arg(args, a.INTERVAL_ROWS) + i_m % per_list * span
-            row_end = least(seqlen_q, (i_r + 1) * arg(args, a.INTERVAL_ROWS))
+            row_0 = i_r * args.interval_rows + i_m % per_list * span
+            row_end = least(seqlen_q, (i_r + 1) * args.interval_rows)
         row_end = least(row_0 + span, row_end)
-        if arg(args, a.MEMBERS) != 0:
+        if args.members != 0:
             row_0, row_end = load_i32(entry + 4), least(load_i32(entry + 8), seqlen_q)
         if row_end <= row_0:
             return
         panels = (row_end - row_0 + NR - 1) // NR
 
-        fill(scratch + arg(args, a.T_ZERO), WIDE_BYTES // (LANES * 4), arg(args, a.ZERO))
-        item = scratch + arg(args, a.T_ITEM)
-        store_i64(item + 8 * a.I_HEAD, head)
-        store_i64(item + 8 * a.I_HEADS, heads)
-        store_i64(item + 8 * a.I_ROW, row_0)
-        store_i64(item + 8 * a.I_PANELS, panels)
-        store_i64(item + 8 * a.I_ROW_END, row_end)
-        q = arg(args, a.Q) + i_t * arg(args, a.Q_BATCH) + first_q * arg(args, a.Q_ROW)
+        stage.fill(tile.zero, WIDE_BYTES // (LANES * 4), args.zero)
+        item = tile.item
+        item.head = head
+        item.heads = heads
+        item.row = row_0
+        item.panels = panels
+        item.row_end = row_end
+        q = args.q + i_t * args.q_batch + first_q * args.q_row
         for i_p in range(panels):
             for i_h in range(heads):
-                q_head = q + (head + i_h) * arg(args, a.Q_HEAD)
-                start_panel(args, scratch, q_head, row_0 + i_p * NR, row_end, i_h * panels + i_p)
-        if arg(args, a.PASS) != 0:
-            call_pass(arg(args, a.PASS), args, scratch, a.START_ITEM, 0, 0, 0, 0, 0, 0)
+                q_head = q + (head + i_h) * args.q_head
+                start_panel(tile, q_head, row_0 + i_p * NR, row_end, i_h * panels + i_p)
+        if args.score_pass != 0:
+            call_pass(args.score_pass, args, tile, START_ITEM, 0, 0, 0, 0, 0, 0)
 
-        k, v = key_rows(args, i_t, i_hkv, first_k)
-        pairs, count = arg(args, a.INTERVALS), 1
+        k, v = shared.key_rows(args, i_t, i_hkv, first_k)
+        pairs, count = args.intervals, 1
         if pairs != 0:
-            count = arg(args, a.INTERVAL_COUNT)
-            pairs += i_b * arg(args, a.INTERVALS_BATCH) + head * arg(args, a.INTERVALS_HEAD)
-            pairs += i_r * arg(args, a.INTERVALS_BLOCK)
+            count = args.interval_count
+            pairs += i_b * args.intervals_batch + head * args.intervals_head
+            pairs += i_r * args.intervals_block
         for t in range(count):
             begin, end = start, live
             if pairs != 0:
@@ -271,17 +278,15 @@ def build(key: KernelKey) -> Any:
                     least(live, load_i32(pairs + 8 * t + 4)),
                 )
             if begin < end:
-                attend_interval(args, scratch, k, v, panels, heads, begin, end)
+                attend_interval(tile, k, v, panels, heads, begin, end)
 
-        out = arg(args, a.OUT) + i_t * arg(args, a.OUT_BATCH) + first_q * arg(args, a.OUT_ROW)
-        lse_row = arg(args, a.LSE) + 4 * (i_t * arg(args, a.LSE_BATCH) + first_q)
+        out = args.out + i_t * args.out_batch + first_q * args.out_row
+        lse_row = args.lse + 4 * (i_t * args.lse_batch + first_q)
         for i_p in range(panels):
             for i_h in range(heads):
-                lse = lse_row + (head + i_h) * arg(args, a.LSE_HEAD) * 4 if arg(args, a.LSE) != 0 else 0
-                dst = out + (head + i_h) * arg(args, a.OUT_HEAD)
-                finalize_panel(
-                    args, scratch, dst, lse, head + i_h, row_0 + i_p * NR, row_end, i_h * panels + i_p
-                )
+                lse = lse_row + (head + i_h) * args.lse_head * 4 if args.lse != 0 else 0
+                dst = out + (head + i_h) * args.out_head
+                finalize_panel(tile, dst, lse, head + i_h, row_0 + i_p * NR, row_end, i_h * panels + i_p)
 
     return kernel
 
@@ -329,8 +334,9 @@ class _Prepared:
         spec, config = self.launch.spec, self.launch.config
         key = configs.key_for(config, spec.dtype, max(spec.head_dim, spec.head_dim_v), nv)
         tiles = configs.scratch(key, cut.heads, cut.row_panels, config.block_n)
-        blocks = (config.block_n, cut.heads, cut.chunks, cut.row_panels, cut.row_blocks)
-        tail = array("q", (*blocks, cut.items // cut.row_blocks, 0, *tiles[:-1])).tobytes()
+        others = cut.items // cut.row_blocks
+        blocks = Cut(config.block_n, cut.heads, cut.chunks, cut.row_panels, cut.row_blocks, others, zero=0)
+        tail = array("q", (*blocks, *tiles[:-1])).tobytes()
         if len(self.cuts) >= KEPT_CUTS:
             self.cuts = {}
         made = self.cuts[index] = _Cut(runtime.load(key), nv, cut.items, tiles.total, tail)
@@ -401,13 +407,13 @@ def run(
         prepared = launch.prepared = _Prepared(launch)
     batch, _, seqlen_q, head_dim = q.shape
     _, _, seqlen_k, head_dim_v = v.shape
-    left, right = a.window_sides(args)
+    left, right = arguments.window_sides(args)
     keys = seqlen_k
     if args.page_table is not None:
         seqlen_k *= args.page_table.shape[1]
         keys = int(cast("Tensor", args.kv_lens).max())  # a table may have room for far more
-    work_us = a.estimated_us(q.shape, keys, head_dim + head_dim_v, left, right, args)
-    threads = 1 if work_us < a.LEND_FROM_US else torch.get_num_threads()
+    work_us = arguments.estimated_us(q.shape, keys, head_dim + head_dim_v, left, right, args)
+    threads = 1 if work_us < arguments.LEND_FROM_US else torch.get_num_threads()
     kept: list[Any] = []
     members = 0
     if args.cu_seqlens_q is not None:
@@ -429,9 +435,9 @@ def job_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     """What `run` hands to the pool for a call without operands, which has been made before."""
     prepared: _Prepared = launch.prepared
     batch, _, seqlen_q, head_dim = q.shape
-    left, right = a.window_sides(args)
-    work_us = a.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], left, right, args)
-    threads = 1 if work_us < a.LEND_FROM_US else torch.get_num_threads()
+    left, right = arguments.window_sides(args)
+    work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], left, right, args)
+    threads = 1 if work_us < arguments.LEND_FROM_US else torch.get_num_threads()
     cut = prepared.dense(batch, seqlen_q, threads)
     return _job(prepared, cut, threads, work_us, q, k, v, out, lse, args, [], 0)
 
@@ -445,7 +451,7 @@ def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> 
 
 def _is_bare(args: Arguments) -> bool:
     """Has the call no operand, and no page table?"""
-    return not a.any_table(args) and args.page_table is None and args.sinks is None
+    return not arguments.any_table(args) and args.page_table is None and args.sinks is None
 
 
 class Job(NamedTuple):
@@ -465,44 +471,22 @@ def _job(
 ) -> Job:  # fmt: skip
     """Small tensors that must be copied first are put into `kept`, to live as long as the call; `members` is
     the address of the table of packed ones."""
-    _, num_q_heads, seqlen_q, head_dim = q.shape
-    _, num_kv_heads, seqlen_k, head_dim_v = v.shape
-    left, right = a.window_sides(args)
-    if args.page_table is not None:
-        seqlen_k *= args.page_table.shape[1]
-    size = q.element_size()
-    q_b, q_h, q_r, q_d = q.stride()
-    k_b, k_h, k_r, k_d = k.stride()
-    v_b, v_h, v_r, v_d = v.stride()
-    o_b, o_h, o_r, _ = out.stride()
-    if head_dim == 1:
-        q_d = k_d = 1
-    if head_dim_v == 1:
-        v_d = 1
-    scale = head_dim**-0.5 if args.scale is None else args.scale
-    does = a.passes(args, scale)
-    head = a.pack_head(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr() if args.need_lse else 0,
-        *(q_b * size, q_h * size, q_r * size, q_d * size),
-        *(k_b * size, k_h * size, k_r * size, k_d * size),
-        *(v_b * size, v_h * size, v_r * size, v_d * size),
-        *(o_b * size, o_h * size, o_r * size, num_q_heads * seqlen_q, seqlen_q),
-        *(num_kv_heads, num_q_heads // num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v),
-        *a.softmax_scale(scale, does),
-        *(left, right, args.offset is not None, a.far_offset(args.offset)),
-        a.sinks_address(args.sinks, kept),
-        prepared.score_pass(cut.nv) if does else 0,
-    )
-    middle = a.NO_OPERANDS
-    if does or a.any_table(args):
+    seqlen_k = v.shape[2] if args.page_table is None else v.shape[2] * args.page_table.shape[1]
+    scale = q.shape[3] ** -0.5 if args.scale is None else args.scale
+    does = arguments.passes(args, scale)
+    head = arguments.head(
+        arguments.tensors(q, k, v, out, lse.data_ptr() if args.need_lse else 0, seqlen_k),
+        arguments.softmax(
+            args, scale, does, sinks=arguments.sinks_address(args.sinks, kept),
+            score_pass=prepared.score_pass(cut.nv) if does else 0,
+        ),
+    )  # fmt: skip
+    middle = arguments.NO_OPERANDS
+    if does or arguments.any_table(args):
         drop = prepared.dropout(cut.nv) if args.dropout_p else 0
-        middle = a.operands(args, scale, does, kept, members, drop, k)
+        middle = arguments.operands(args, scale, does, kept, members, drop, k)
     words = array("q", head + middle + cut.tail)
-    return Job(cut.kernel, words, cut.items, threads, cut.scratch_bytes, work_us >= a.WAKE_FROM_US)
+    return Job(cut.kernel, words, cut.items, threads, cut.scratch_bytes, work_us >= arguments.WAKE_FROM_US)
 
 
 def _decode_members(

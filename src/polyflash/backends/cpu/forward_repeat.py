@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polyflash.backends.cpu import arguments as a
 from polyflash.backends.cpu import forward, pool
+from polyflash.backends.cpu.words import FORWARD
 from polyflash.results import outputs
 from polyflash.storages import near
 
@@ -33,9 +33,9 @@ class Repeat:
             q_near, k_near, v_near, place = map(near, (q, k, v, out))
             job = self.job = forward.job_of(self.launch, q_near, k_near, v_near, place, lse, self.args)
         words = job.words[:]
-        words[a.Q], words[a.K], words[a.V] = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        words[a.OUT] = out.data_ptr()
+        words[FORWARD.q], words[FORWARD.k], words[FORWARD.v] = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        words[FORWARD.out] = out.data_ptr()
         if self.need_lse:
-            words[a.LSE] = lse.data_ptr()
+            words[FORWARD.lse] = lse.data_ptr()
         pool.run(job.kernel, words.buffer_info()[0], *job[2:])
         return out, lse

@@ -10,22 +10,34 @@ transposed. Each operand is a branch per square, not per score.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
-from polyflash.backends.cpu import arguments as a
+from polyflash.backends.cpu import simd
+from polyflash.backends.cpu.arguments import FLT_MAX
 from polyflash.backends.cpu.configs import ScoreKey
-from polyflash.backends.cpu.simd import F32, I1, I8, I16, I32, I64, Emitter, Value, natives
+from polyflash.backends.cpu.simd import F32, I1, I8, I16, I32, I64, Emitter, Value, stage
+from polyflash.backends.cpu.words import (
+    CHANGE_SCORES,
+    CHANGED,
+    COLUMN,
+    DOES_ALIBI,
+    DOES_BIAS,
+    DOES_MASK,
+    DOES_SCALE,
+    DOES_SEGMENTS,
+    DOES_SOFTCAP,
+    FORWARD,
+    PLAIN,
+    START_BLOCK,
+    START_ITEM,
+    UNSEEN,
+)  # fmt: skip
 
 MINUS_INF = float("-inf")
-# Words of a column, from I_COLUMN on.
-(
-    C_SCORES, C_FULL, C_CUT, C_REST, C_BIAS, C_BIAS_ROW, C_BIAS_KIND, C_ROWS, C_SLOPE, C_PLACE, C_Q_IDS,
-    C_K_IDS, C_MASK, C_MASK_ROW, C_LIMITS, C_KEY, C_BOUNDED, C_TOP,
-) = range(18)  # fmt: skip
 
 
 class _Square:
@@ -34,31 +46,32 @@ class _Square:
     def __init__(self, key: ScoreKey) -> None:
         self.lanes, self.nv, self.nr = key.lanes, key.nv, key.panel_rows
 
+    @stage
     def change_column(self, e: Emitter, args: Value, column: Value) -> None:
         """All squares of a column: those whose keys can all be read, then those the end of the keys cuts."""
         b = e.b
         words = e.pointer(column)
         self.args, self.column = e.pointer(args), words
-        does = e.load(self.args, 8 * a.PASS_DOES, I64)
+        does = e.load(self.args, 8 * FORWARD.pass_does, I64)
 
         def has(bit: int) -> Value:
             return b.icmp_signed("!=", b.and_(does, I64(bit)), I64(0))
 
         self.has = {
             bit: has(bit)
-            for bit in (a.DOES_MASK, a.DOES_BIAS, a.DOES_ALIBI, a.DOES_SOFTCAP, a.DOES_SEGMENTS, a.DOES_SCALE)
+            for bit in (DOES_MASK, DOES_BIAS, DOES_ALIBI, DOES_SOFTCAP, DOES_SEGMENTS, DOES_SCALE)
         }
-        start = [self._word(e, C_SCORES), I64(0), e.load(e.pointer(self._word(e, C_TOP)))]
-        last = b.sub(self._word(e, C_ROWS), I64(1))
+        start = [self._word(e, COLUMN.scores), I64(0), e.load(e.pointer(self._word(e, COLUMN.top)))]
+        last = b.sub(self._word(e, COLUMN.rows), I64(1))
         self.rows = [e.smin(I64(r), last) for r in range(self.lanes)]
-        out = e.loop(self._word(e, C_FULL), start, lambda i, x: self._square(e, x, None))
-        rest = self._word(e, C_REST)
+        out = e.loop(self._word(e, COLUMN.full), start, lambda i, x: self._square(e, x, None))
+        rest = self._word(e, COLUMN.rest)
 
         def cut(i: Value, x: list[Value]) -> list[Value]:
             return self._square(e, x, e.first_lanes(b.sub(rest, b.mul(i, I64(self.lanes)))))
 
-        out = e.loop(self._word(e, C_CUT), out, cut)
-        e.store(out[2], e.pointer(self._word(e, C_TOP)))
+        out = e.loop(self._word(e, COLUMN.cut), out, cut)
+        e.store(out[2], e.pointer(self._word(e, COLUMN.top)))
 
     def _word(self, e: Emitter, index: int) -> Value:
         return e.load(self.column, 8 * index, I64)
@@ -74,11 +87,11 @@ class _Square:
         b, n, has = e.b, self.lanes, self.has
         scores, done, top = vals
         p_s = e.pointer(scores)
-        added = e.where(has[a.DOES_BIAS], [e.floats(0)] * n, lambda x: self._bias(e, done, inside))
+        added = e.where(has[DOES_BIAS], [e.floats(0)] * n, lambda x: self._bias(e, done, inside))
         ones = ir.Constant(e.vb, [1] * n)
-        allowed = e.where(has[a.DOES_MASK], [ones] * n, lambda x: self._mask(e, done, inside))
+        allowed = e.where(has[DOES_MASK], [ones] * n, lambda x: self._mask(e, done, inside))
         x = [e.load(p_s, r * self.nr * 4) for r in range(n)]
-        x = e.where(has[a.DOES_SCALE], x, lambda x: self._scaled(e, x))
+        x = e.where(has[DOES_SCALE], x, lambda x: self._scaled(e, x))
 
         def add_bias(x: list[Value]) -> list[Value]:
             hidden = e.floats(MINUS_INF)  # also where the score is NaN or +inf
@@ -87,9 +100,9 @@ class _Square:
                 for s, t in zip(x, added, strict=True)
             ]
 
-        x = e.where(has[a.DOES_BIAS], x, add_bias)
-        x = e.where(has[a.DOES_ALIBI], x, lambda x: self._alibi(e, x, done))
-        x = e.where(has[a.DOES_SEGMENTS], x, lambda x: self._segments(e, x, done))
+        x = e.where(has[DOES_BIAS], x, add_bias)
+        x = e.where(has[DOES_ALIBI], x, lambda x: self._alibi(e, x, done))
+        x = e.where(has[DOES_SEGMENTS], x, lambda x: self._segments(e, x, done))
 
         def hide(x: list[Value]) -> list[Value]:
             zero = ir.Constant(e.vb, None)
@@ -98,8 +111,8 @@ class _Square:
                 for s, m in zip(x, allowed, strict=True)
             ]
 
-        x = e.where(has[a.DOES_MASK], x, hide)
-        bounded = b.icmp_signed("!=", self._word(e, C_BOUNDED), I64(0))
+        x = e.where(has[DOES_MASK], x, hide)
+        bounded = b.icmp_signed("!=", self._word(e, COLUMN.bounded), I64(0))
         x = e.where(bounded, x, lambda x: self._bounded(e, x, done))
         for r in range(n):
             e.store(x[r], p_s, r * self.nr * 4)
@@ -108,14 +121,14 @@ class _Square:
 
     def _scaled(self, e: Emitter, x: list[Value]) -> list[Value]:
         def capped(x: list[Value]) -> list[Value]:
-            to_cap, cap = self._arg(e, a.TO_CAP), self._arg(e, a.CAP)
+            to_cap, cap = self._arg(e, FORWARD.to_cap), self._arg(e, FORWARD.cap)
             return [e.b.fmul(cap, e.tanh(e.b.fmul(s, to_cap))) for s in x]
 
         def plain(x: list[Value]) -> list[Value]:
-            scale = self._arg(e, a.PASS_SCALE)
+            scale = self._arg(e, FORWARD.pass_scale)
             return [e.b.fmul(s, scale) for s in x]
 
-        soft = self.has[a.DOES_SOFTCAP]
+        soft = self.has[DOES_SOFTCAP]
         return e.where(e.b.not_(soft), e.where(soft, x, capped), plain)
 
     def _pointers(self, e: Emitter, base: int, stride: int, size: int, done: Value) -> list[Value]:
@@ -130,11 +143,11 @@ class _Square:
 
     def _bias(self, e: Emitter, done: Value, inside: Value | None) -> list[Value]:
         b, n = e.b, self.lanes
-        kind = self._word(e, C_BIAS_KIND)
+        kind = self._word(e, COLUMN.bias_kind)
 
         def rows(size: int, vector: ir.Type, widen: Any, _: list[Value]) -> list[Value]:
-            pointers = self._pointers(e, C_BIAS, C_BIAS_ROW, size, done)
-            block = b.mul(e.load(self.args, 8 * a.BLOCK_N, I64), I64(size))
+            pointers = self._pointers(e, COLUMN.bias, COLUMN.bias_row, size, done)
+            block = b.mul(e.load(self.args, 8 * FORWARD.block_n, I64), I64(size))
             # Of the next key block: so many rows are too many streams for the CPU to follow.
             for p in pointers:
                 e.prefetch(e.at(p, block))
@@ -151,13 +164,13 @@ class _Square:
         return e.transpose(x)
 
     def _mask(self, e: Emitter, done: Value, inside: Value | None) -> list[Value]:
-        pointers = self._pointers(e, C_MASK, C_MASK_ROW, 1, done)
+        pointers = self._pointers(e, COLUMN.mask, COLUMN.mask_row, 1, done)
         return e.transpose([self._load(e, p, e.vb, inside) for p in pointers])
 
     def _alibi(self, e: Emitter, x: list[Value], done: Value) -> list[Value]:
         b = e.b
-        slope = b.fneg(self._float(e, self._word(e, C_SLOPE)))
-        place = b.trunc(b.sub(self._word(e, C_PLACE), done), I32)
+        slope = b.fneg(self._float(e, self._word(e, COLUMN.slope)))
+        place = b.trunc(b.sub(self._word(e, COLUMN.place), done), I32)
         distance = b.add(e.splat(place), e.lane_index())
         out = []
         for r, s in enumerate(x):
@@ -168,8 +181,8 @@ class _Square:
 
     def _segments(self, e: Emitter, x: list[Value], done: Value) -> list[Value]:
         b = e.b
-        rows = e.load(e.pointer(self._word(e, C_Q_IDS)), 0, e.vi)
-        keys = e.at(e.pointer(self._word(e, C_K_IDS)), b.mul(done, I64(4)))
+        rows = e.load(e.pointer(self._word(e, COLUMN.q_ids)), 0, e.vi)
+        keys = e.at(e.pointer(self._word(e, COLUMN.k_ids)), b.mul(done, I64(4)))
         return [
             b.select(b.icmp_signed("==", rows, e.splat(e.load(keys, 4 * r, I32))), s, e.floats(MINUS_INF))
             for r, s in enumerate(x)
@@ -177,14 +190,15 @@ class _Square:
 
     def _bounded(self, e: Emitter, x: list[Value], done: Value) -> list[Value]:
         b = e.b
-        limits = e.pointer(self._word(e, C_LIMITS))
+        limits = e.pointer(self._word(e, COLUMN.limits))
         lo, width = e.load(limits, 0, e.vi), e.load(limits, self.nr * 4, e.vi)
-        key = b.sub(e.splat(b.trunc(b.add(self._word(e, C_KEY), done), I32)), lo)
+        key = b.sub(e.splat(b.trunc(b.add(self._word(e, COLUMN.key), done), I32)), lo)
         return [
             b.select(b.icmp_unsigned("<", b.add(key, e.ints(r)), width), s, e.floats(MINUS_INF))
             for r, s in enumerate(x)
         ]
 
+    @stage
     def scan_mask(self, e: Emitter, src: Value, stride: Value, rows: Value, keys: Value) -> Value:
         """UNSEEN if all bytes are 0, PLAIN if none is, else CHANGED."""
         b, n = e.b, 4 * self.lanes
@@ -210,9 +224,10 @@ class _Square:
         whole = ir.IntType(n)
         any_seen = b.icmp_unsigned("!=", b.bitcast(seen, whole), whole(0))
         any_hidden = b.icmp_unsigned("!=", b.bitcast(hidden, whole), whole(0))
-        kinds = b.select(any_hidden, I64(a.CHANGED), I64(a.PLAIN))
-        return b.select(any_seen, kinds, I64(a.UNSEEN))
+        kinds = b.select(any_hidden, I64(CHANGED), I64(PLAIN))
+        return b.select(any_seen, kinds, I64(UNSEEN))
 
+    @stage
     def store_as_float(self, e: Emitter, src: Value, kind: Value, dst: Value) -> None:
         """One bias element of any kind, as float32."""
         b, p, q = e.b, e.pointer(src), e.pointer(dst)
@@ -230,215 +245,210 @@ class _Square:
         """What is finite stays finite."""
         b, kind = e.b, ir.DoubleType()
         for sign, beyond in ((1.0, ">"), (-1.0, "<")):
-            limit = ir.Constant(kind, sign * a.FLT_MAX)
+            limit = ir.Constant(kind, sign * FLT_MAX)
             infinite = b.fcmp_ordered("==", x, ir.Constant(kind, sign * float("inf")))
             held = b.and_(b.fcmp_ordered(beyond, x, limit), b.not_(infinite))
             x = b.select(held, limit, x)
         return b.fptrunc(x, F32)
 
 
-def emissions(key: ScoreKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
-    """Name, number of arguments, emission and whether it returns a value, of every stage."""
-    square = _Square(key)
-    yield "change_column", 2, square.change_column, False
-    yield "scan_mask", 4, square.scan_mask, True
-    yield "store_as_float", 3, square.store_as_float, False
+def emissions(key: ScoreKey) -> Iterator[simd.Stage]:
+    """Every stage of `key`'s tiles."""
+    return simd.emissions(_Square(key))
 
 
 def build(key: ScoreKey) -> Any:
     """Compile the pass of `key`: a numba cfunc.
 
-    `void(args, scratch, what, head, i_p, n, begin, end, bounded)`, all int64."""
-    from numba import cfunc, types
+    `void(tile, what, head, i_p, n, begin, end, bounded)`, all int64."""
+    from polyflash.backends.cpu.simd import greatest, least, load_i8, load_i32, store_i8, store_i32
+    from polyflash.backends.cpu.structs import Blocks
 
-    from polyflash.backends.cpu import loading, simd
-
-    change_column, scan_mask, store_as_float = natives(key.name, key.isa, emissions(key)).values()
-    arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
-    store_i64, store_i32, least, greatest = simd.store_i64, simd.store_i32, simd.least, simd.greatest
+    stage, block = simd.stages(key, emissions(key)), Blocks(FORWARD)
+    device, tiles_at = block.device, block.tiles()
     LANES, NV, NR = key.lanes, key.nv, key.panel_rows
     FAR = (1 << 31) - (1 << 16)  # distances stay within int32
 
-    device = loading.device
-
-    @device(2)
-    def start_item(args, scratch):  # type: ignore[no-untyped-def]
+    @device
+    def start_item(tile):
         """Segments of the item's rows; rows past the last repeat it."""
-        item, dst = scratch + arg(args, a.T_ITEM), scratch + arg(args, a.T_Q_IDS)
-        src = arg(args, a.Q_IDS) + arg(item, a.I_BATCH) * arg(args, a.Q_IDS_BATCH)
-        last = arg(item, a.I_ROW_END) - 1
-        for r in range(arg(item, a.I_PANELS) * NR):
-            row = least(arg(item, a.I_ROW) + r, last)
-            store_i32(dst + 4 * r, load_i32(src + row * arg(args, a.Q_IDS_ROW)))
+        args = tile.args
+        item, dst = tile.item, tile.q_ids
+        src = args.q_ids + item.batch * args.q_ids_batch
+        last = item.row_end - 1
+        for r in range(item.panels * NR):
+            row = least(item.row + r, last)
+            store_i32(dst + 4 * r, load_i32(src + row * args.q_ids_row))
 
-    @device(3, types.int64)
-    def segments_kind(args, scratch, i_p):  # type: ignore[no-untyped-def]
+    @device
+    def segments_kind(tile, i_p):
         """By the ranges of ids alone: disjoint ones do not meet, two single ones that meet are equal."""
-        item = scratch + arg(args, a.T_ITEM)
-        rows, keys = scratch + arg(args, a.T_Q_IDS) + i_p * NR * 4, scratch + arg(args, a.T_K_IDS)
+        item = tile.item
+        rows, keys = tile.q_ids + i_p * NR * 4, tile.k_ids
         row_lo = row_hi = load_i32(rows)
         for r in range(1, NR):
             found = load_i32(rows + 4 * r)
             row_lo, row_hi = least(row_lo, found), greatest(row_hi, found)
-        begin, end = arg(item, a.I_FIRST) - arg(item, a.I_KEY), arg(item, a.I_LAST) - arg(item, a.I_KEY)
+        begin, end = item.first - item.key, item.last - item.key
         key_lo = key_hi = load_i32(keys + 4 * begin)
         for j in range(begin + 1, end):
             found = load_i32(keys + 4 * j)
             key_lo, key_hi = least(key_lo, found), greatest(key_hi, found)
         if row_lo > key_hi or key_lo > row_hi:
-            return a.UNSEEN
-        return a.PLAIN if row_lo == row_hi and key_lo == key_hi else a.CHANGED
+            return UNSEEN
+        return PLAIN if row_lo == row_hi and key_lo == key_hi else CHANGED
 
-    @device(4, types.int64)
-    def mask_kind(args, scratch, head, i_p):  # type: ignore[no-untyped-def]
-        item = scratch + arg(args, a.T_ITEM)
-        row = arg(item, a.I_ROW) + i_p * NR
-        src = (
-            arg(args, a.MASK) + arg(item, a.I_BATCH) * arg(args, a.MASK_BATCH) + head * arg(args, a.MASK_HEAD)
-        )
-        src += row * arg(args, a.MASK_ROW) + arg(item, a.I_FIRST) * arg(args, a.MASK_KEY)
-        rows = least(NR, arg(item, a.I_ROW_END) - row) if arg(args, a.MASK_ROW) != 0 else 1
-        if arg(args, a.MASK_KEY) == 0:
-            return scan_mask(src, arg(args, a.MASK_ROW), rows, 1)
-        if arg(args, a.MASK_KEY) == 1:
-            return scan_mask(src, arg(args, a.MASK_ROW), rows, arg(item, a.I_LAST) - arg(item, a.I_FIRST))
-        return a.CHANGED
+    @device
+    def mask_kind(tile, head, i_p):
+        args, item = tile.args, tile.item
+        row = item.row + i_p * NR
+        src = args.mask + item.batch * args.mask_batch + head * args.mask_head
+        src += row * args.mask_row + item.first * args.mask_key
+        rows = least(NR, item.row_end - row) if args.mask_row != 0 else 1
+        if args.mask_key == 0:
+            return stage.scan_mask(src, args.mask_row, rows, 1)
+        if args.mask_key == 1:
+            return stage.scan_mask(src, args.mask_row, rows, item.last - item.first)
+        return CHANGED
 
-    @device(2)
-    def start_block(args, scratch):  # type: ignore[no-untyped-def]
+    @device
+    def start_block(tile):
         """How the key block touches each panel, and whether it touches any."""
-        item, kinds = scratch + arg(args, a.T_ITEM), scratch + arg(args, a.T_KINDS)
-        does, panels, heads = arg(args, a.PASS_DOES), arg(item, a.I_PANELS), arg(item, a.I_HEADS)
-        if does & a.DOES_SEGMENTS:
-            src = arg(args, a.K_IDS) + arg(item, a.I_BATCH) * arg(args, a.K_IDS_BATCH)
-            dst = scratch + arg(args, a.T_K_IDS) - 4 * arg(item, a.I_KEY)
-            for j in range(arg(item, a.I_FIRST), arg(item, a.I_LAST)):
-                store_i32(dst + 4 * j, load_i32(src + j * arg(args, a.K_IDS_KEY)))
-        plain = a.CHANGED if does & a.DOES_SCALE else a.PLAIN
+        args = tile.args
+        item, kinds = tile.item, tile.kinds
+        does, panels, heads = args.pass_does, item.panels, item.heads
+        if does & DOES_SEGMENTS:
+            src = args.k_ids + item.batch * args.k_ids_batch
+            dst = tile.k_ids - 4 * item.key
+            for j in range(item.first, item.last):
+                store_i32(dst + 4 * j, load_i32(src + j * args.k_ids_key))
+        plain = CHANGED if does & DOES_SCALE else PLAIN
         touched = 0
         for i_p in range(panels):
-            segments = a.PLAIN
-            if does & a.DOES_SEGMENTS:
-                segments = segments_kind(args, scratch, i_p)
-            found = a.PLAIN
+            segments = PLAIN
+            if does & DOES_SEGMENTS:
+                segments = segments_kind(tile, i_p)
+            found = PLAIN
             for i_h in range(heads):
-                if does & a.DOES_MASK and (i_h == 0 or arg(args, a.MASK_HEAD) != 0):
-                    found = mask_kind(args, scratch, arg(item, a.I_HEAD) + i_h, i_p)
+                if does & DOES_MASK and (i_h == 0 or args.mask_head != 0):
+                    found = mask_kind(tile, item.head + i_h, i_p)
                 kind = least(plain, least(segments, found))
                 store_i8(kinds + i_h * panels + i_p, kind)
                 touched |= kind
-        store_i64(item + 8 * a.I_ANY, touched)
+        item.any_seen = touched
 
-    @device(7)
-    def stage_bias(args, scratch, src, row, rows, begin, end):  # type: ignore[no-untyped-def]
+    @device
+    def stage_bias(tile, src, row, rows, begin, end):
         """Bias of a column whose keys are no unit stride apart, or float64, as float32 rows in scratch."""
-        dst, width = scratch + arg(args, a.T_STAGED), arg(args, a.BLOCK_N) * 4
+        args = tile.args
+        dst, width = tile.staged, args.block_n * 4
         for r in range(rows):
             for j in range(end - begin):
-                at = src + (row + r) * arg(args, a.BIAS_ROW) + (begin + j) * arg(args, a.BIAS_KEY)
-                store_as_float(at, arg(args, a.BIAS_KIND), dst + r * width + 4 * j)
+                at = src + (row + r) * args.bias_row + (begin + j) * args.bias_key
+                stage.store_as_float(at, args.bias_kind, dst + r * width + 4 * j)
 
-    @device(7)
-    def stage_mask(args, scratch, src, row, rows, begin, end):  # type: ignore[no-untyped-def]
-        width = arg(args, a.BLOCK_N)
-        dst = scratch + arg(args, a.T_STAGED) + LANES * width * 4
+    @device
+    def stage_mask(tile, src, row, rows, begin, end):
+        args = tile.args
+        width = args.block_n
+        dst = tile.staged + LANES * width * 4
         for r in range(rows):
             for j in range(end - begin):
-                at = src + (row + r) * arg(args, a.MASK_ROW) + (begin + j) * arg(args, a.MASK_KEY)
+                at = src + (row + r) * args.mask_row + (begin + j) * args.mask_key
                 store_i8(dst + r * width + j, load_i8(at))
 
-    @device(7)
-    def change_scores(args, scratch, head, i_p, n, begin, end):  # type: ignore[no-untyped-def]
+    @device
+    def change_scores(tile, head, i_p, n, begin, end):
         """Keys n + [begin, end) of one panel; the limits are compared if some row does not see them all."""
-        item, does = scratch + arg(args, a.T_ITEM), arg(args, a.PASS_DOES)
-        column = item + 8 * a.I_COLUMN
-        i_b, row, key = arg(item, a.I_BATCH), arg(item, a.I_ROW) + i_p * NR, n + begin
-        readable = least(arg(item, a.I_SEQLEN_K) - key, end - begin)
+        args = tile.args
+        item, does = tile.item, args.pass_does
+        column = tile.column
+        i_b, row, key = item.batch, item.row + i_p * NR, n + begin
+        readable = least(item.seqlen_k - key, end - begin)
         chunks = (end - begin) // LANES
         full = readable // LANES
-        store_i64(column + 8 * C_FULL, full)
-        store_i64(column + 8 * C_CUT, chunks - full)
-        store_i64(column + 8 * C_REST, readable - full * LANES)
-        store_i64(column + 8 * C_KEY, key)
-        store_i64(column + 8 * C_K_IDS, scratch + arg(args, a.T_K_IDS) + 4 * begin)
-        store_i64(column + 8 * C_BIAS_KIND, arg(args, a.BIAS_KIND))
-        store_i64(column + 8 * C_BIAS_ROW, arg(args, a.BIAS_ROW))
-        store_i64(column + 8 * C_MASK_ROW, arg(args, a.MASK_ROW))
-        if does & a.DOES_ALIBI:
-            slope = arg(args, a.SLOPES) + i_b * arg(args, a.SLOPES_BATCH) + head * arg(args, a.SLOPES_HEAD)
-            store_i64(column + 8 * C_SLOPE, load_i32(slope))
-        limits = scratch + arg(args, a.T_LIMITS) + i_p * NR * 8
-        bias = arg(args, a.BIAS) + i_b * arg(args, a.BIAS_BATCH) + head * arg(args, a.BIAS_HEAD)
-        mask = arg(args, a.MASK) + i_b * arg(args, a.MASK_BATCH) + head * arg(args, a.MASK_HEAD)
-        bias_size = 4 if arg(args, a.BIAS_KIND) == 0 else 2
+        column.full = full
+        column.cut = chunks - full
+        column.rest = readable - full * LANES
+        column.key = key
+        column.k_ids = tile.k_ids + 4 * begin
+        column.bias_kind = args.bias_kind
+        column.bias_row = args.bias_row
+        column.mask_row = args.mask_row
+        if does & DOES_ALIBI:
+            slope = args.slopes + i_b * args.slopes_batch + head * args.slopes_head
+            column.slope = load_i32(slope)
+        limits = tile.limits + i_p * NR * 8
+        bias = args.bias + i_b * args.bias_batch + head * args.bias_head
+        mask = args.mask + i_b * args.mask_batch + head * args.mask_head
+        bias_size = 4 if args.bias_kind == 0 else 2
         for v in range(NV):
             at = v * LANES
-            rows = least(LANES, arg(item, a.I_ROW_END) - row - at)
+            rows = least(LANES, item.row_end - row - at)
             if rows <= 0:
                 break
-            store_i64(column + 8 * C_ROWS, rows)
-            store_i64(column + 8 * C_SCORES, scratch + arg(args, a.T_S) + (begin * NR + at) * 4)
-            store_i64(column + 8 * C_TOP, scratch + arg(args, a.T_BLOCK) + (NR + at) * 4)
-            store_i64(column + 8 * C_LIMITS, limits + at * 4)
-            place = row + at + arg(item, a.I_OFFSET) - key
-            store_i64(column + 8 * C_PLACE, least(greatest(place, -FAR), FAR))
-            store_i64(column + 8 * C_Q_IDS, scratch + arg(args, a.T_Q_IDS) + (i_p * NR + at) * 4)
-            if does & a.DOES_BIAS:
-                source = bias + (row + at) * arg(args, a.BIAS_ROW) + key * arg(args, a.BIAS_KEY)
-                if arg(args, a.BIAS_KEY) != bias_size:
-                    stage_bias(args, scratch, bias, row + at, rows, key, key + readable)
-                    source = scratch + arg(args, a.T_STAGED)
-                    store_i64(column + 8 * C_BIAS_ROW, arg(args, a.BLOCK_N) * 4)
-                    store_i64(column + 8 * C_BIAS_KIND, 0)
-                store_i64(column + 8 * C_BIAS, source)
-            if does & a.DOES_MASK:
-                source = mask + (row + at) * arg(args, a.MASK_ROW) + key
-                if arg(args, a.MASK_KEY) != 1:
-                    stage_mask(args, scratch, mask, row + at, rows, key, key + readable)
-                    source = scratch + arg(args, a.T_STAGED) + LANES * arg(args, a.BLOCK_N) * 4
-                    store_i64(column + 8 * C_MASK_ROW, arg(args, a.BLOCK_N))
-                store_i64(column + 8 * C_MASK, source)
-            change_column(args, column)
+            column.rows = rows
+            column.scores = tile.s + (begin * NR + at) * 4
+            column.top = tile.block + (NR + at) * 4
+            column.limits = limits + at * 4
+            place = row + at + item.offset - key
+            column.place = least(greatest(place, -FAR), FAR)
+            column.q_ids = tile.q_ids + (i_p * NR + at) * 4
+            if does & DOES_BIAS:
+                source = bias + (row + at) * args.bias_row + key * args.bias_key
+                if args.bias_key != bias_size:
+                    stage_bias(tile, bias, row + at, rows, key, key + readable)
+                    source = tile.staged
+                    column.bias_row = args.block_n * 4
+                    column.bias_kind = 0
+                column.bias = source
+            if does & DOES_MASK:
+                source = mask + (row + at) * args.mask_row + key
+                if args.mask_key != 1:
+                    stage_mask(tile, mask, row + at, rows, key, key + readable)
+                    source = tile.staged + LANES * args.block_n * 4
+                    column.mask_row = args.block_n
+                column.mask = source
+            stage.change_column(args, column)
 
-    @device(5)
-    def mark_seen(args, scratch, head, i_p, key):  # type: ignore[no-untyped-def]
+    @device
+    def mark_seen(tile, head, i_p, key):
         """Which rows of a panel see `key` as far as mask, segments and bias go; rare, so row by row."""
-        item, does = scratch + arg(args, a.T_ITEM), arg(args, a.PASS_DOES)
-        i_b, row = arg(item, a.I_BATCH), arg(item, a.I_ROW) + i_p * NR
-        seen, staged = scratch + arg(args, a.T_SEEN), scratch + arg(args, a.T_STAGED)
-        bias = arg(args, a.BIAS) + i_b * arg(args, a.BIAS_BATCH) + head * arg(args, a.BIAS_HEAD)
-        mask = arg(args, a.MASK) + i_b * arg(args, a.MASK_BATCH) + head * arg(args, a.MASK_HEAD)
-        q_ids = scratch + arg(args, a.T_Q_IDS) + i_p * NR * 4
+        args = tile.args
+        item, does = tile.item, args.pass_does
+        i_b, row = item.batch, item.row + i_p * NR
+        seen, staged = tile.seen, tile.staged
+        bias = args.bias + i_b * args.bias_batch + head * args.bias_head
+        mask = args.mask + i_b * args.mask_batch + head * args.mask_head
+        q_ids = tile.q_ids + i_p * NR * 4
         k_id = 0
-        if does & a.DOES_SEGMENTS:
-            k_id = load_i32(scratch + arg(args, a.T_K_IDS) + (key - arg(item, a.I_KEY)) * 4)
+        if does & DOES_SEGMENTS:
+            k_id = load_i32(tile.k_ids + (key - item.key) * 4)
         for r in range(NR):
-            i, yes = least(row + r, arg(item, a.I_ROW_END) - 1), 1
-            if (
-                does & a.DOES_MASK
-                and load_i8(mask + i * arg(args, a.MASK_ROW) + key * arg(args, a.MASK_KEY)) == 0
-            ):
+            i, yes = least(row + r, item.row_end - 1), 1
+            if does & DOES_MASK and load_i8(mask + i * args.mask_row + key * args.mask_key) == 0:
                 yes = 0
-            if does & a.DOES_SEGMENTS and load_i32(q_ids + 4 * r) != k_id:
+            if does & DOES_SEGMENTS and load_i32(q_ids + 4 * r) != k_id:
                 yes = 0
-            if does & a.DOES_BIAS:
-                at = bias + i * arg(args, a.BIAS_ROW) + key * arg(args, a.BIAS_KEY)
-                store_as_float(at, arg(args, a.BIAS_KIND), staged)
+            if does & DOES_BIAS:
+                at = bias + i * args.bias_row + key * args.bias_key
+                stage.store_as_float(at, args.bias_kind, staged)
                 if load_i32(staged) == -0x800000:  # the bits of -inf
                     yes = 0
             store_i8(seen + r, yes)
 
-    @cfunc(types.void(*[types.int64] * 9), error_model="numpy", forceinline=True)
-    def score_pass(args, scratch, what, head, i_p, n, begin, end, bounded):  # type: ignore[no-untyped-def]
-        if what == a.CHANGE_SCORES:
-            store_i64(scratch + arg(args, a.T_ITEM) + 8 * (a.I_COLUMN + C_BOUNDED), bounded)
-            change_scores(args, scratch, head, i_p, n, begin, end)
-        elif what == a.START_BLOCK:
-            start_block(args, scratch)
-        elif what == a.START_ITEM:
-            if arg(args, a.PASS_DOES) & a.DOES_SEGMENTS:
-                start_item(args, scratch)
+    @block.kernel
+    def score_pass(args, scratch, what, head, i_p, n, begin, end, bounded):
+        tile = tiles_at(args, scratch)
+        if what == CHANGE_SCORES:
+            tile.column.bounded = bounded
+            change_scores(tile, head, i_p, n, begin, end)
+        elif what == START_BLOCK:
+            start_block(tile)
+        elif what == START_ITEM:
+            if args.pass_does & DOES_SEGMENTS:
+                start_item(tile)
         else:
-            mark_seen(args, scratch, head, i_p, n)
+            mark_seen(tile, head, i_p, n)
 
     return score_pass

@@ -7,7 +7,8 @@ Inline assembly is not an option: numba's JIT has no parser for it and aborts th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 from llvmlite import ir
@@ -369,14 +370,38 @@ def native(
     return _callable(name, arity, lambda: (result(*[types.int64] * arity), codegen))
 
 
-def natives(
-    prefix: str, isa: str, emissions: Iterable[tuple[str, int, Callable[..., Any], bool]]
-) -> dict[str, Any]:
-    """`native` of every (name, number of arguments, emission, whether it returns a value), by name."""
-    return {
-        name: native(f"{prefix}_{name}", arity, emit, isa, returns=returns)
-        for name, arity, emit, returns in emissions
-    }
+Stage = tuple[str, int, Callable[..., Any], bool]  # name, number of arguments, emission, whether it returns
+
+
+def stage(emission: Any) -> Any:
+    """A decorator: this method of a tile emits a stage, which kernels call by its name and with its arguments
+    after the emitter, all int64 (address, count or bits)."""
+    emission.is_stage = True
+    return emission
+
+
+def emissions(tile: Any) -> Iterator[Stage]:
+    """Every stage of `tile`."""
+    for name, method in inspect.getmembers(tile, inspect.ismethod):
+        if hasattr(method, "is_stage"):
+            signature = inspect.signature(method)
+            returns = signature.return_annotation in ("Value", Value)
+            yield name, len(signature.parameters) - 1, method, returns
+
+
+def stages(key: Any, emissions: Iterable[Stage]) -> Any:
+    """Those stages of `key`, as functions of a namespace."""
+    module = ModuleType(key.name)
+    for name, arity, emit, returns in emissions:
+        vars(module)[name] = native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
+    return module
+
+
+def namespace(*functions: Any) -> Any:
+    """What kernels call as `namespace.function(...)`: numba looks into modules, and into nothing else."""
+    module = ModuleType("namespace")
+    vars(module).update((function.__name__, function) for function in functions)
+    return module
 
 
 def _callable(name: str, arity: int, typed: Callable[[], tuple[Any, Any]]) -> Any:

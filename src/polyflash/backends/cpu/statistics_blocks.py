@@ -7,11 +7,12 @@ A column sum is one vector of lanes per key, added to by every panel of a span a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
+from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.blocks import Tile
-from polyflash.backends.cpu.simd import I64, Emitter, Value, natives
+from polyflash.backends.cpu.simd import I64, Emitter, Value, stage
 from polyflash.backends.cpu.statistics_configs import StatisticsKey
 
 MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
@@ -19,28 +20,12 @@ LOG2E, LOG2E_LOW = 1.4426950216293335, 1.92596298909109e-08
 LEAST_LOG, MOST_LOG = -7000.0, 87.0  # the weights of an lse that is not theirs stay numbers
 
 
-class Stages(NamedTuple):
-    """Callables for numba code; every argument is an int64 (address, count or bits)."""
-
-    fill: Any  # (dst, vectors, float bits)
-    fill_limits: Any  # (dst, first_row, last_row, lo_shift, hi_shift, start, live)
-    gather_row: Any  # (src, element_stride, count, dst)
-    load_rows: Any  # (src, row_stride, rows, count, dst)
-    pack_query: Any  # (rows, vectors, dst, sign)
-    scores: Any  # (k, q, s, bmax, trips, groups)
-    scores_bounded: Any  # (k, q, s, bmax, trips, groups, limits, key)
-    start_rows: Any  # (lse, rows, stats): one vector of rows
-    add_to_columns: Any  # (s, stats, scale bits, keys, columns)
-    add_to_rows: Any  # (s, stats, scale bits, fours of keys)
-    reduce_columns: Any  # (columns, keys, dst, count)
-    finish_rows: Any  # (stats, entropy, max_logit, rows, scale bits, sink bits): one vector of rows
-
-
 class _StatisticsTile(Tile):
     """Emissions for one key. A panel's stats are four rows of its lanes: lse, Σ p·ln p, the largest raw
     score, and 0 or NaN."""
 
-    def start_rows(self, e: Emitter, lse, rows, stats) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def start_rows(self, e: Emitter, lse, rows, stats) -> None:
         """+inf stands for a row without weights: an empty one, or none at all."""
         b, p, row = e.b, e.pointer(stats), self.nr * 4
         inside = e.first_lanes(rows)
@@ -67,7 +52,8 @@ class _StatisticsTile(Tile):
         """lse of every vector of lanes, and the scale."""
         return [e.load(stats, v * e.bytes) for v in range(self.nv)], e.splat(e.float_bits(scale_bits))
 
-    def add_to_columns(self, e: Emitter, s, stats, scale_bits, keys, columns) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def add_to_columns(self, e: Emitter, s, stats, scale_bits, keys, columns) -> None:
         lse, scale = self._rows(e, e.pointer(stats), scale_bits)
 
         def key(i: Value, p: list[Value]) -> list[Value]:
@@ -80,7 +66,8 @@ class _StatisticsTile(Tile):
 
         e.loop(keys, [e.pointer(s), e.pointer(columns)], key)
 
-    def add_to_rows(self, e: Emitter, s, stats, scale_bits, fours) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def add_to_rows(self, e: Emitter, s, stats, scale_bits, fours) -> None:
         """Σ p·ln p restarts at every block and in four sums: many equal terms all round the same way."""
         b, row, p_stats = e.b, self.nr * 4, e.pointer(stats)
         lse, scale = self._rows(e, p_stats, scale_bits)
@@ -107,7 +94,8 @@ class _StatisticsTile(Tile):
         for v in range(self.nv):
             vector(v)
 
-    def reduce_columns(self, e: Emitter, columns, keys, dst, count) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def reduce_columns(self, e: Emitter, columns, keys, dst, count) -> None:
         """Adds the lanes of each key to `dst`, in pairs; keys from `count` on are left alone."""
         b, n = e.b, self.lanes
 
@@ -121,7 +109,8 @@ class _StatisticsTile(Tile):
 
         e.loop(b.udiv(keys, I64(n)), [e.pointer(columns), e.pointer(dst)], square)
 
-    def finish_rows(self, e: Emitter, stats, entropy, max_logit, rows, scale_bits, sink_bits) -> None:  # type: ignore[no-untyped-def]
+    @stage
+    def finish_rows(self, e: Emitter, stats, entropy, max_logit, rows, scale_bits, sink_bits) -> None:
         b, p, row = e.b, e.pointer(stats), self.nr * 4
         lse, total, top, nan = (e.load(p, slot * row) for slot in range(4))
         weight, log = self._weight(e, e.splat(e.float_bits(sink_bits)), lse, e.floats(1))
@@ -133,20 +122,11 @@ class _StatisticsTile(Tile):
         e.masked_store(top, e.pointer(max_logit), inside)
 
 
-_ARITY = {
-    "fill": 3, "fill_limits": 7, "gather_row": 4, "load_rows": 5, "pack_query": 4, "scores": 6,
-    "scores_bounded": 8, "start_rows": 3, "add_to_columns": 5, "add_to_rows": 4, "reduce_columns": 4,
-    "finish_rows": 6,
-}  # fmt: skip
+def emissions(key: StatisticsKey) -> Iterator[simd.Stage]:
+    """Every stage of `key`'s tiles."""
+    return simd.emissions(_StatisticsTile(key))
 
 
-def emissions(key: StatisticsKey) -> Iterator[tuple[str, int, Callable[..., Any], bool]]:
-    """Name, number of arguments, emission and whether it returns a value, of every stage."""
-    tile = _StatisticsTile(key)
-    for name, arity in _ARITY.items():
-        yield name, arity, getattr(tile, name), False
-
-
-def stages(key: StatisticsKey) -> Stages:
-    """The stages of `key`'s tiles."""
-    return Stages(**natives(key.name, key.isa, emissions(key)))
+def stages(key: StatisticsKey) -> Any:
+    """The stages of `key`'s tiles, as kernels call them."""
+    return simd.stages(key, emissions(key))

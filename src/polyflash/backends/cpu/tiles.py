@@ -8,159 +8,152 @@ from and nothing else, so it changes no bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from polyflash.backends.cpu import arguments as a
-from polyflash.backends.cpu import configs, loading
+from polyflash.backends.cpu import configs
+from polyflash.backends.cpu.words import FORWARD, MARK_SEEN
 
 if TYPE_CHECKING:
-    from polyflash.backends.cpu.blocks import Stages
     from polyflash.backends.cpu.configs import KernelKey
 
 
-class Tiles(NamedTuple):
-    """Callables for numba code; every argument is an int64. `k` and `v` are where key 0 of the kv head lies,
-    in page 0 if there are pages; I_KEY holds n, the first key of the block."""
+def tiles(key: KernelKey, stage: Any, shared: Any) -> Any:
+    """For kernels of `key`'s tiles. `k` and `v` are where key 0 of the kv head lies, in page 0 if there are
+    pages; the item's key is n, the first of the block."""
+    from polyflash.backends.cpu.simd import (
+        call_native,
+        greatest,
+        least,
+        load_i8,
+        load_i32,
+        namespace,
+        store_i8,
+        store_i32,
+    )  # fmt: skip
+    from polyflash.backends.cpu.structs import Blocks
 
-    find_pages: Any  # (args, scratch, first, last) -> end of the keys found
-    row_at: Any  # (args, scratch, src, page_stride, row_stride, j) -> where key j of the block lies
-    run_end: Any  # (args, j, last) -> end of the keys that follow key j in its page
-    load_keys: Any  # (args, scratch, k, first, last)
-    load_values: Any  # (args, scratch, v, first, last) -> some are not finite
-    add_bad_rows: Any  # (args, scratch, v, head, i_p, panel, n, begin, end)
-
-
-def tiles(key: KernelKey, stage: Stages, shared: loading.Loaders) -> Tiles:
-    """For kernels of `key`'s tiles."""
-    from numba import types
-
-    from polyflash.backends.cpu import simd
-
-    load_value_rows, load_float_row = stage.load_value_rows, stage.load_float_row
-    add_seen = stage.add_seen
-    gathered, load_tile = shared.gathered, shared.load_tile
-    arg, load_i32, load_i8, store_i8 = simd.word, simd.load_i32, simd.load_i8, simd.store_i8
-    store_i32, least, greatest, call_pass = simd.store_i32, simd.least, simd.greatest, simd.call_native(9)
-    device = loading.device
-
+    device, call_pass = Blocks(FORWARD).device, call_native(9)
     NR, PACK, STEP = key.panel_rows, key.pack, configs.STEP
     SIZE = configs.STORAGE_BYTES[key.storage]
     O_PANEL = key.o_panel_bytes
     K_BYTES, V_BYTES = key.k_row_bytes, key.v_row_bytes
     WIDE_BYTES = key.bucket * 4 + configs.LINE
 
-    @device(4, types.int64)
-    def find_pages(args, scratch, first, last):  # type: ignore[no-untyped-def]
+    @device
+    def find_pages(tile, first, last):
         """The pages of keys [first, last) of the block. Entries were checked before the call; should another
         thread have written one that names no page, the keys found end there."""
-        item, size = scratch + arg(args, a.T_ITEM), arg(args, a.PAGE_SIZE)
-        row = arg(args, a.PAGE_TABLE) + arg(item, a.I_BATCH) * arg(args, a.PAGE_TABLE_BATCH)
-        found = scratch + arg(args, a.T_K_IDS) - 4 * (arg(item, a.I_KEY) // size)
+        args = tile.args
+        item, size = tile.item, args.page_size
+        row = args.page_table + item.batch * args.page_table_batch
+        found = tile.pages - 4 * (item.key // size)
         for i in range(first // size, (last - 1) // size + 1):
-            page = load_i32(row + i * arg(args, a.PAGE_TABLE_ENTRY))
-            if page < 0 or page >= arg(args, a.NUM_PAGES):
+            page = load_i32(row + i * args.page_table_entry)
+            if page < 0 or page >= args.num_pages:
                 return greatest(i * size, first)
             store_i32(found + 4 * i, page)
         return last
 
-    @device(6, types.int64)
-    def row_at(args, scratch, src, page_stride, row_stride, j):  # type: ignore[no-untyped-def]
+    @device
+    def row_at(tile, src, page_stride, row_stride, j):
         """Where key j of the block lies."""
-        if arg(args, a.PAGE_TABLE) == 0:
+        args = tile.args
+        if args.page_table == 0:
             return src + j * row_stride
-        item, size = scratch + arg(args, a.T_ITEM), arg(args, a.PAGE_SIZE)
+        item, size = tile.item, args.page_size
         i = j // size
-        page = load_i32(scratch + arg(args, a.T_K_IDS) + 4 * (i - arg(item, a.I_KEY) // size))
+        page = load_i32(tile.pages + 4 * (i - item.key // size))
         return src + page * page_stride + (j - i * size) * row_stride
 
-    @device(3, types.int64)
-    def run_end(args, j, last):  # type: ignore[no-untyped-def]
+    @device
+    def run_end(args, j, last):
         """The end, at most `last`, of the keys that follow key j in its page."""
-        if arg(args, a.PAGE_TABLE) == 0:
+        if args.page_table == 0:
             return last
-        return least(last, (j // arg(args, a.PAGE_SIZE) + 1) * arg(args, a.PAGE_SIZE))
+        return least(last, (j // args.page_size + 1) * args.page_size)
 
-    @device(4, types.int64)
-    def value_at(args, scratch, v, j):  # type: ignore[no-untyped-def]
-        return row_at(args, scratch, v, arg(args, a.V_BATCH), arg(args, a.V_ROW), j)
+    @device
+    def value_at(tile, v, j):
+        args = tile.args
+        return row_at(tile, v, args.v_batch, args.v_row, j)
 
-    @device(5)
-    def load_keys(args, scratch, k, first, last):  # type: ignore[no-untyped-def]
+    @device
+    def load_keys(tile, k, first, last):
         """K rows [first, last) of the block."""
-        n, stride = arg(scratch + arg(args, a.T_ITEM), a.I_KEY), arg(args, a.K_ROW)
-        dim, count, tile = arg(args, a.K_DIM), arg(args, a.HEAD_DIM), scratch + arg(args, a.T_K)
+        args = tile.args
+        n, stride = tile.item.key, args.k_row
+        dim, count, k_tile = args.k_dim, args.head_dim, tile.k
         j = first
         while j < last:
             end = run_end(args, j, last)
-            src = row_at(args, scratch, k, arg(args, a.K_BATCH), stride, j)
-            load_tile(args, scratch, src, stride, dim, end - j, count, tile + (j - n) * K_BYTES)
+            src = row_at(tile, k, args.k_batch, stride, j)
+            shared.load_tile(tile, src, stride, dim, end - j, count, k_tile + (j - n) * K_BYTES)
             j = end
 
-    @device(8, types.int64)
-    def load_value_atoms(args, scratch, v, begin, end, first, last, skip_bad):  # type: ignore[no-untyped-def]
+    @device
+    def load_value_atoms(tile, v, begin, end, first, last, skip_bad):
         """V rows [begin, end) of the block, one atom at a time; outside [first, last) or bad: zero."""
-        count, dim_stride = arg(args, a.HEAD_DIM_V), arg(args, a.V_DIM)
-        n, dst = arg(scratch + arg(args, a.T_ITEM), a.I_KEY), scratch + arg(args, a.T_V)
-        row0 = row1 = zero = scratch + arg(args, a.T_ZERO)  # names need a type before the loop
-        bad, gather = scratch + arg(args, a.T_BAD) - n, scratch + arg(args, a.T_GATHER)
+        args = tile.args
+        count, dim_stride = args.head_dim_v, args.v_dim
+        n, dst = tile.item.key, tile.v
+        row0 = row1 = zero = tile.zero  # names need a type before the loop
+        bad, gather = tile.bad - n, tile.gather
         found = 0
         for j in range(begin, end, PACK):
             row0 = row1 = zero
             if first <= j < last and not (skip_bad and load_i8(bad + j) != 0):
-                row0 = gathered(gather, value_at(args, scratch, v, j), dim_stride, count)
+                row0 = shared.gathered(gather, value_at(tile, v, j), dim_stride, count)
             if PACK == 2 and first <= j + 1 < last and not (skip_bad and load_i8(bad + j + 1) != 0):
-                row1 = gathered(gather + WIDE_BYTES, value_at(args, scratch, v, j + 1), dim_stride, count)
-            found |= load_value_rows(row0, row1, 0, 1, count, dst + (j - n) // PACK * V_BYTES)
+                row1 = shared.gathered(gather + WIDE_BYTES, value_at(tile, v, j + 1), dim_stride, count)
+            found |= stage.load_value_rows(row0, row1, 0, 1, count, dst + (j - n) // PACK * V_BYTES)
         return found
 
-    @device(5, types.int64)
-    def load_values(args, scratch, v, first, last):  # type: ignore[no-untyped-def]
+    @device
+    def load_values(tile, v, first, last):
         """V rows [first, last) of the block, zero up to whole steps. Returns whether some are not finite:
         those are marked and zeroed, and `add_bad_rows` adds them."""
-        count, stride = arg(args, a.HEAD_DIM_V), arg(args, a.V_ROW)
-        n, tile = arg(scratch + arg(args, a.T_ITEM), a.I_KEY), scratch + arg(args, a.T_V)
+        args = tile.args
+        count, stride = args.head_dim_v, args.v_row
+        n, v_tile = tile.item.key, tile.v
         begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
         found, done, j = 0, begin, first
-        if arg(args, a.V_DIM) != SIZE:
+        if args.v_dim != SIZE:
             j = last
         while j < last:
             stop = run_end(args, j, last)
             whole, rest = (j + PACK - 1) // PACK * PACK, stop // PACK * PACK
             if whole < rest:
-                found |= load_value_atoms(args, scratch, v, done, whole, first, last, False)
-                source, dst = value_at(args, scratch, v, whole), tile + (whole - n) // PACK * V_BYTES
+                found |= load_value_atoms(tile, v, done, whole, first, last, False)
+                source, dst = value_at(tile, v, whole), v_tile + (whole - n) // PACK * V_BYTES
                 pairs = (rest - whole) // PACK
-                found |= load_value_rows(source, source + stride, stride * PACK, pairs, count, dst)
+                found |= stage.load_value_rows(source, source + stride, stride * PACK, pairs, count, dst)
                 done = rest
             j = stop
-        found |= load_value_atoms(args, scratch, v, done, end, first, last, False)
+        found |= load_value_atoms(tile, v, done, end, first, last, False)
         if found != 0:
-            row, zero = scratch + arg(args, a.T_GATHER), scratch + arg(args, a.T_ZERO)
+            row, zero = tile.gather, tile.zero
             for j in range(first, last):
-                source = gathered(row, value_at(args, scratch, v, j), arg(args, a.V_DIM), count)
-                bad = load_value_rows(source, zero, 0, 1, count, scratch + arg(args, a.T_STAGE))
-                store_i8(scratch + arg(args, a.T_BAD) + j - n, bad)
-            load_value_atoms(args, scratch, v, begin, end, first, last, True)
+                source = shared.gathered(row, value_at(tile, v, j), args.v_dim, count)
+                bad = stage.load_value_rows(source, zero, 0, 1, count, tile.stage)
+                store_i8(tile.bad + j - n, bad)
+            load_value_atoms(tile, v, begin, end, first, last, True)
         return found
 
-    @device(9)
-    def add_bad_rows(args, scratch, v, head, i_p, panel, n, begin, end):  # type: ignore[no-untyped-def]
+    @device
+    def add_bad_rows(tile, v, head, i_p, panel, n, begin, end):
         """The contributions of V rows n + [begin, end) that are not finite, to the rows that see them."""
-        count, row = arg(args, a.HEAD_DIM_V), scratch + arg(args, a.T_STAGE)
-        limits, seen = scratch + arg(args, a.T_LIMITS) + i_p * NR * 8, scratch + arg(args, a.T_SEEN)
+        args = tile.args
+        count, row = args.head_dim_v, tile.stage
+        limits, seen = tile.limits + i_p * NR * 8, tile.seen
         for j in range(begin, end):
-            if load_i8(scratch + arg(args, a.T_BAD) + j) != 0:
+            if load_i8(tile.bad + j) != 0:
                 for r in range(NR):
                     store_i8(seen + r, 1)
-                if arg(args, a.PASS) != 0:
-                    call_pass(arg(args, a.PASS), args, scratch, a.MARK_SEEN, head, i_p, n + j, 0, 0, 0)
-                source = value_at(args, scratch, v, n + j)
-                load_float_row(
-                    gathered(scratch + arg(args, a.T_GATHER), source, arg(args, a.V_DIM), count), count, row
-                )
-                p = scratch + arg(args, a.T_P) + j // PACK * NR * 4
-                add_seen(
-                    p, j % PACK, row, count, scratch + arg(args, a.T_O) + panel * O_PANEL, limits, n + j, seen
-                )
+                if args.score_pass != 0:
+                    call_pass(args.score_pass, args, tile, MARK_SEEN, head, i_p, n + j, 0, 0, 0)
+                source = value_at(tile, v, n + j)
+                stage.load_float_row(shared.gathered(tile.gather, source, args.v_dim, count), count, row)
+                p = tile.p + j // PACK * NR * 4
+                stage.add_seen(p, j % PACK, row, count, tile.o + panel * O_PANEL, limits, n + j, seen)
 
-    return Tiles(find_pages, row_at, run_end, load_keys, load_values, add_bad_rows)
+    return namespace(find_pages, row_at, run_end, load_keys, load_values, add_bad_rows)

@@ -1,0 +1,206 @@
+"""The words of words.py inside kernels: numba types whose attributes are words, and functions that take them.
+
+args.q_row          a word of the argument block
+tile.k              where a tile of the thread's scratch lies
+item.head = head    a word of the item, which lies in the scratch
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.core import codegen
+from numba.core.datamodel import models
+from numba.core.imputils import lower_cast
+from numba.core.typeconv import Conversion
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import (
+    infer_getattr,
+    intrinsic,
+    lower_getattr_generic,
+    lower_setattr_generic,
+    register_model,
+)
+
+from polyflash.backends.cpu.words import COLUMN, ITEM, Layout
+
+I64, POINTER = ir.IntType(64), ir.PointerType()
+
+
+class Words(types.Type):
+    """The address of a block: an int64 to those who ask for one."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        super().__init__(f"Words({layout.name})")
+
+    def can_convert_to(self, context: Any, other: Any) -> Any:
+        if other == types.int64 or (isinstance(other, Words) and self.layout.begins_as(other.layout)):
+            return Conversion.safe
+        return None
+
+
+class Tiles(types.Type):
+    """A thread's scratch, whose tiles lie where the words of an argument block say."""
+
+    def __init__(self, layout: Layout, item: Layout) -> None:
+        self.layout = layout
+        self.args = Words(layout)
+        self.views = {"item": (Words(item), 0), "column": (Words(COLUMN), 8 * len(ITEM.words))}
+        super().__init__(f"Tiles({layout.name}, {item.name})")
+
+    def can_convert_to(self, context: Any, other: Any) -> Any:
+        if other == types.int64 or (isinstance(other, Tiles) and self.layout.begins_as(other.layout)):
+            return Conversion.safe
+        return None
+
+
+@register_model(Words)
+class _WordsModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, I64)
+
+
+@register_model(Tiles)
+class _TilesModel(models.StructModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, [("args", types.int64), ("scratch", types.int64)])
+
+
+@infer_getattr
+class _WordsAttributes(AttributeTemplate):
+    key = Words
+
+    def generic_resolve(self, block: Any, name: str) -> Any:  # type: ignore[override]
+        return types.int64 if isinstance(vars(block.layout).get(name), int) else None
+
+
+@infer_getattr
+class _TilesAttributes(AttributeTemplate):
+    key = Tiles
+
+    def generic_resolve(self, tile: Any, name: str) -> Any:  # type: ignore[override]
+        if name == "args":
+            return tile.args
+        if name in tile.views:
+            return tile.views[name][0]
+        return types.int64 if name in tile.layout.tiles else None
+
+
+@lower_getattr_generic(Words)
+def _load(context: Any, builder: Any, block: Words, address: Any, name: str) -> Any:
+    return _word(builder, address, getattr(block.layout, name))
+
+
+@lower_setattr_generic(Words)
+def _store(context: Any, builder: Any, signature: Any, values: Any, name: str) -> None:
+    address = builder.add(values[0], I64(8 * getattr(signature.args[0].layout, name)), flags=["nsw"])
+    builder.store(values[1], builder.inttoptr(address, POINTER), align=8)
+
+
+@lower_getattr_generic(Tiles)
+def _tile(context: Any, builder: Any, tile: Tiles, value: Any, name: str) -> Any:
+    args, scratch = (builder.extract_value(value, i) for i in (0, 1))
+    if name == "args":
+        return args
+    distance = tile.views[name][1] if name in tile.views else 0
+    number = tile.layout.tiles["item" if name in tile.views else name]
+    place = builder.add(scratch, _word(builder, args, number), flags=["nsw"])
+    return builder.add(place, I64(distance), flags=["nsw"]) if distance else place
+
+
+def _word(builder: Any, address: Any, number: int) -> Any:
+    place = builder.gep(builder.inttoptr(address, POINTER), [I64(number)], source_etype=I64)
+    return builder.load(place, typ=I64, align=8)
+
+
+@lower_cast(Words, types.int64)
+@lower_cast(Words, Words)
+@lower_cast(Tiles, Tiles)
+def _same(context: Any, builder: Any, kind: Any, to: Any, value: Any) -> Any:
+    return value
+
+
+@lower_cast(Tiles, types.int64)
+def _base(context: Any, builder: Any, kind: Any, to: Any, value: Any) -> Any:
+    return builder.extract_value(value, 1)
+
+
+class Blocks:
+    """The blocks that the device functions of one kernel take: parameters named `args`, `tile`, `item` and
+    `column` are such, all others int64."""
+
+    def __init__(self, call: Layout, item: Layout = ITEM) -> None:
+        self.kinds = {
+            "args": Words(call), "tile": Tiles(call, item), "item": Words(item), "column": Words(COLUMN),
+        }  # fmt: skip
+
+    def device(self, function: Any) -> Any:
+        """Compiles for its callers in kernels: inlined, so nothing is seen to raise and the object needs no
+        Python symbol."""
+        decorate: Any = njit
+        compiled = decorate(
+            tuple(self._kinds(function)), error_model="numpy",
+            forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True,
+        )  # fmt: skip
+        with _optimized_once(function.__qualname__):
+            return compiled(function)
+
+    def kernel(self, function: Any) -> Any:
+        """Compiles for callers outside: a numba cfunc that returns nothing."""
+        return cfunc(types.void(*self._kinds(function)), error_model="numpy", forceinline=True)(function)
+
+    def _kinds(self, function: Any) -> list[Any]:
+        return [self.kinds.get(name, types.int64) for name in inspect.signature(function).parameters]
+
+    def words(self, layout: Layout) -> Any:
+        """(address) -> the words there."""
+        kind = Words(layout)
+
+        @intrinsic
+        def words(typing: Any, address: Any) -> Any:
+            return kind(types.int64), lambda context, builder, signature, values: values[0]
+
+        return words
+
+    def tiles(self) -> Any:
+        """(args, scratch) -> the tiles there."""
+        kind = self.kinds["tile"]
+
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            empty = ir.Constant(context.get_value_type(kind), ir.Undefined)
+            return builder.insert_value(builder.insert_value(empty, values[0], 0), values[1], 1)
+
+        @intrinsic
+        def tiles(typing: Any, args: Any, scratch: Any) -> Any:
+            return kind(args, scratch), emit
+
+        return tiles
+
+
+@contextmanager
+def _optimized_once(name: str) -> Iterator[None]:
+    """Within it, numba does not optimize the module of function `name`: its caller inlines and optimizes it
+    anyway, and each level anew takes a third of a kernel's compile time. A numba without this inner step
+    just takes longer."""
+    library: Any = codegen.CPUCodeLibrary
+    whole, me = getattr(library, "_optimize_final_module", None), threading.get_ident()
+    if whole is None:
+        yield
+        return
+
+    def unless_inlined(self: Any) -> None:
+        if self.name != name or threading.get_ident() != me:
+            whole(self)
+
+    library._optimize_final_module = unless_inlined
+    try:
+        yield
+    finally:
+        library._optimize_final_module = whole
