@@ -1,5 +1,5 @@
 """flash-attn 2's functions on polyflash: its names, argument order, defaults, layouts and return shapes.
-flash-attn 3's keywords are served where they mean something here, and refused in words where not.
+flash-attn 3's keywords work where they mean something here, and are refused with a reason elsewhere.
 
     from polyflash.integrations.flash_attn import flash_attn_func
 
@@ -18,14 +18,12 @@ is (batch, num_heads, seqlen_q) or (num_heads, total_q), fp32. A row that sees n
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from polyflash.api import attention, attention_varlen
 from polyflash.errors import described, spec_error
-from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, number, scalar, window_sides
+from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, number, options, scalar
 from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache
 from polyflash.integrations.flash_attn_pages import attend_packed, one_table
 from polyflash.integrations.flash_attn_rotary import apply_rotary_emb
@@ -71,18 +69,11 @@ def flash_attn_func(
     Raises:
         SpecError, UnsupportedError: as `polyflash.attention`.
     """
-    options: dict[str, Any] = {
-        "layout": "bshd",
-        "causal": flag("causal", causal),
-        "window": window_sides(window_size),
-        "softcap": number("softcap", softcap),
-        "alibi_slopes": alibi_slopes,
-        "scale": number("softmax_scale", softmax_scale),
-        "dropout_p": number("dropout_p", dropout_p),
-    }
+    given = options(causal, window_size, softcap, alibi_slopes, softmax_scale)
+    given |= {"layout": "bshd", "dropout_p": number("dropout_p", dropout_p)}
     if flag("return_attn_probs", return_attn_probs):
-        return (*attention(q, k, v, **options, return_lse=True), None)
-    return attention(q, k, v, **options)
+        return (*attention(q, k, v, **given, return_lse=True), None)
+    return attention(q, k, v, **given)
 
 
 @facade({"q": "qkv", "k": "qkv", "v": "qkv"})
@@ -99,10 +90,8 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """`flash_attn_func` of qkv (batch, seqlen, 3, num_heads, head_dim)."""
     q, k, v = _unpacked("qkv", qkv, 3, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return flash_attn_func(q, k, v, *given, deterministic, return_attn_probs)
 
 
 @facade({"k": "kv", "v": "kv"})
@@ -120,10 +109,8 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """`flash_attn_func` of q and kv (batch, seqlen_k, 2, num_kv_heads, head_dim)."""
     k, v = _unpacked("kv", kv, 2, 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return flash_attn_func(q, k, v, *given, deterministic, return_attn_probs)
 
 
 @facade({"k_pages": "k", "v_pages": "v", "page_table": "block_table", "kv_lens": "seqused_k"})
@@ -161,27 +148,21 @@ def flash_attn_varlen_func(
     Raises:
         SpecError, UnsupportedError: as `polyflash.attention_varlen`, or `polyflash.attention_paged`.
     """
-    options: dict[str, Any] = {
-        "causal": flag("causal", causal),
-        "window": window_sides(window_size),
-        "softcap": number("softcap", softcap),
-        "alibi_slopes": alibi_slopes,
-        "scale": number("softmax_scale", softmax_scale),
-    }
+    given = options(causal, window_size, softcap, alibi_slopes, softmax_scale)
     wants_lse, dropout_p = flag("return_attn_probs", return_attn_probs), number("dropout_p", dropout_p)
     cu_seqlens_q, cu_seqlens_k, seqused_k = lengths(cu_seqlens_q), lengths(cu_seqlens_k), lengths(seqused_k)
     max_seqlen_q = scalar("max_seqlen_q", max_seqlen_q)
     block_table = one_table(block_table, page_table)
     if block_table is not None:
         out, lse = attend_packed(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k, block_table, dropout_p, options
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k, block_table, dropout_p, given
         )
         return (out, lse, None) if wants_lse else out
-    options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": scalar("max_seqlen_k", max_seqlen_k)}
-    options |= {"dropout_p": dropout_p, "kv_lens": seqused_k}
+    given |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": scalar("max_seqlen_k", max_seqlen_k)}
+    given |= {"dropout_p": dropout_p, "kv_lens": seqused_k}
     if wants_lse:
-        return (*attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options, return_lse=True), None)
-    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+        return (*attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **given, return_lse=True), None)
+    return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **given)
 
 
 _OF_BOTH = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -203,10 +184,10 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """`flash_attn_varlen_func` of qkv (total, 3, num_heads, head_dim)."""
     q, k, v = _unpacked("qkv", qkv, 3, 4)
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *given, deterministic, return_attn_probs
+    )
 
 
 @facade({"k": "kv", "v": "kv"})
@@ -228,10 +209,19 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """`flash_attn_varlen_func` of q and kv (total_k, 2, num_kv_heads, head_dim)."""
     k, v = _unpacked("kv", kv, 2, 4)
+    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        *given,
+        deterministic,
+        return_attn_probs,
+    )
 
 
 def _unpacked(name: str, x: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:
@@ -246,7 +236,7 @@ def _unpacked(name: str, x: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The live tokens of a padded batch, one request behind the other (flash_attn.bert_padding).
+    """Packs the live tokens of a padded batch, request after request (flash_attn.bert_padding).
 
     Args:
         hidden_states: (batch, seqlen, ...).
@@ -267,11 +257,11 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen, ...) from packed (total, ...): zero wherever `indices` does not point."""
+    """Unpacks (total, ...) to (batch, seqlen, ...): zero wherever `indices` does not point."""
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows `indices`, int64 (total,), of x (rows, ...)."""
+    """Selects the rows `indices`, int64 (total,), of x (rows, ...)."""
     return x.index_select(0, indices)

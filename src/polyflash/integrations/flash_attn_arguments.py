@@ -1,5 +1,5 @@
-"""Arguments of flash-attn's functions as their callers write them: numbers of any library, flash-attn 3's
-keywords, and errors in the names that were called."""
+"""Arguments of flash-attn's functions: numbers of any library, flash-attn 3's keywords, and errors in the
+caller's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polyflash.errors import SpecError, UnsupportedError, described, spec_error
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# flash-attn 3's: hints how to run, which change no result; and what no kernel has, with what to do instead.
+# flash-attn 3's keywords: hints how to run, which change no result; and what no kernel has, with advice.
 _HINTS = frozenset({"num_splits", "pack_gqa", "sm_margin"})
 _DESCALE = "Multiply the tensor by it: no kernel here reads float8"
 _ABSENT = {
@@ -35,7 +35,7 @@ _ABSENT = {
     "cu_seqlens_k_new": "Write packed keys to the caches before the call",
     "max_seqlen_q": "flash_attn_varlen_func takes packed rows over pages",
 }
-# Advice of `polyflash.attention` that needs an argument which flash-attn's functions have not.
+# Advice of `polyflash.attention` that names what flash-attn's functions lack or call otherwise.
 _ADVICE = {
     "; mask unused keys with kv_lens": "",
     "attention_varlen()": "flash_attn_varlen_func()",
@@ -49,8 +49,8 @@ _ADVICE = {
 
 
 def facade(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function of flash-attn's name, or one that it calls: a `SpecError` speaks of `names[x]`
-    where it would of x, and flash-attn 3's keywords that the function has not are refused in words."""
+    """Decorates a function of flash-attn, or one that it calls: a `SpecError` speaks of `names[x]` instead of
+    x, and flash-attn 3's keywords that the function lacks are refused with a reason."""
     names = {"scale": "softmax_scale", "window": "window_size", **names}
     word = re.compile(rf"\b({'|'.join(names)})\b")
 
@@ -62,7 +62,7 @@ def facade(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R
 
         @functools.wraps(function)
         def _call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in [name for name in kwargs if name not in own]:
+            for name in [name for name in kwargs if name not in own]:  # a copy: kwargs shrinks meanwhile
                 if name in _HINTS or (name in _ABSENT and _is_absent(name, kwargs[name])):
                     del kwargs[name]
             try:
@@ -71,7 +71,7 @@ def facade(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R
                 text = str(error)
                 for ours, theirs in _ADVICE.items():
                     text = text.replace(ours, theirs)
-                raise SpecError(word.sub(lambda found: names[found[0]], text)) from None
+                raise SpecError(word.sub(lambda match: names[match[0]], text)) from None
 
         return _call
 
@@ -85,7 +85,7 @@ def _is_absent(name: str, value: Any) -> bool:
 
 
 def scalar(name: str, value: Any) -> Any:
-    """`value` as Python has it, if it is a tensor, array or scalar without dimensions."""
+    """Converts a tensor, array or scalar without dimensions to a Python value. All else stays."""
     if getattr(value, "ndim", None) != 0:
         return value
     if isinstance(value, Tensor) and value.requires_grad:
@@ -95,7 +95,7 @@ def scalar(name: str, value: Any) -> Any:
 
 
 def number(name: str, value: Any) -> Any:
-    """A float; None and what is no number stay for the call to judge."""
+    """Converts a number; None and what is no number stay for the call to judge."""
     value = scalar(name, value)
     if isinstance(value, bool):
         change = "Flags come later: name them, as in causal=True."
@@ -104,7 +104,7 @@ def number(name: str, value: Any) -> Any:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, which 1 and 0 are too."""
+    """Converts a flag to True or False; 1 and 0 are flags too."""
     value = scalar(name, value)
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
@@ -112,15 +112,28 @@ def flag(name: str, value: Any) -> bool:
     raise spec_error(name, got=described(value), wanted="True or False", change=change)
 
 
+def options(
+    causal: Any, window_size: Any, softcap: Any, alibi_slopes: Tensor | None, softmax_scale: Any
+) -> dict[str, Any]:
+    """The arguments that all of flash-attn's functions share, as polyflash takes them."""
+    return {
+        "causal": flag("causal", causal),
+        "window": window_sides(window_size),
+        "softcap": number("softcap", softcap),
+        "alibi_slopes": alibi_slopes,
+        "scale": number("softmax_scale", softmax_scale),
+    }
+
+
 def lengths(x: Any) -> Any:
-    """An int64 tensor as int32; what does not fit is as wrong as it was. All else stays."""
+    """Converts an int64 tensor to int32; what does not fit stays as wrong as it was. All else stays."""
     if isinstance(x, Tensor) and x.dtype is torch.int64:
         return x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     return x
 
 
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:
-    """flash-attn's (left, right) as polyflash has it: a negative side, or None, is unbounded."""
+    """Converts flash-attn's (left, right) to polyflash's: a negative side, or None, is unbounded."""
     sides = window_size.tolist() if getattr(window_size, "ndim", 0) == 1 else window_size
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         change = "(-1, -1) is no window; the token itself is not counted."

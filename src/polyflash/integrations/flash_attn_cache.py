@@ -12,11 +12,12 @@ from torch import Tensor
 from polyflash.api import attention
 from polyflash.errors import described, spec_error
 from polyflash.integrations import flash_attn_pages as pages
-from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, number, window_sides
+from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, options
 from polyflash.integrations.flash_attn_rotary import rotated
+from polyflash.kvcache.handles import is_ints
 
 _LENS = "an int, or int32 or int64 (batch,)"
-# What they raise is of a cache then, not of the new k and v.
+# Their errors concern a cache then, not the new k and v.
 _NAMES = {"k": "k_cache", "v": "v_cache", "kv_lens": "cache_seqlens", "kv_starts": "cache_leftpad"}
 _attention = facade(_NAMES)(attention)
 _rotated = facade({"cos": "rotary_cos", "sin": "rotary_sin"})(rotated)
@@ -47,7 +48,7 @@ def flash_attn_with_kvcache(
     page_table: Tensor | None = None,
     rotary_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q over the live keys of a cache, after k and v were written behind them. No gradients.
+    """Writes k and v behind the live keys of a cache, and attends to all of them. No gradients.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim).
@@ -87,12 +88,8 @@ def flash_attn_with_kvcache(
         change = "Pass rotary_cos and rotary_sin, or drop it."
         raise spec_error("rotary_seqlens", got="one", wanted="none without rotary_cos", change=change)
     _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    window, along = window_sides(window_size), flag("causal", causal)
-    options: dict[str, Any] = {
-        "causal": along, "window": window, "softcap": number("softcap", softcap),
-        "alibi_slopes": alibi_slopes, "scale": number("softmax_scale", softmax_scale),
-        "kv_starts": lengths(cache_leftpad),
-    }  # fmt: skip
+    given = options(causal, window_size, softcap, alibi_slopes, softmax_scale)
+    given["kv_starts"] = lengths(cache_leftpad)
     wants_lse = flag("return_softmax_lse", return_softmax_lse)
     interleaved = flag("rotary_interleaved", rotary_interleaved)
     block_table = pages.one_table(block_table, page_table)
@@ -115,8 +112,8 @@ def flash_attn_with_kvcache(
             if rotary_cos is not None and rotary_sin is not None:
                 stand = lens if rotary_seqlens is None else _lens("rotary_seqlens", q, rotary_seqlens)
                 stand = stand.long()[:, None]
-                along = along or window != (None, None)
-                rows = torch.arange(q.shape[1], device=q.device) if along else stand.new_zeros(q.shape[1])
+                ordered = given["causal"] or given["window"] != (None, None)
+                rows = torch.arange(q.shape[1], device=q.device) if ordered else stand.new_zeros(q.shape[1])
                 q = _rotated(q, stand + rows, rotary_cos, rotary_sin, interleaved)
                 k = _rotated(k, stand + new, rotary_cos, rotary_sin, interleaved)
             at = lens.long()[:, None] + new
@@ -124,15 +121,15 @@ def flash_attn_with_kvcache(
             if block_table is None:
                 _append(k_cache, v_cache, k, v, at, cache_batch_idx)
             else:
-                pages.check_seen(q, k_cache, block_table, lens, options)
+                pages.check_seen(q, k_cache, block_table, lens, given)
                 pages.append(k_cache, v_cache, k, v, at, block_table)
         if block_table is not None:
-            out, lse = pages.attend(q, k_cache, v_cache, block_table, lens, options)
+            out, lse = pages.attend(q, k_cache, v_cache, block_table, lens, given)
         else:
             keys, values = k_cache, v_cache
             if cache_batch_idx is not None:
                 keys, values = keys[cache_batch_idx.long()], values[cache_batch_idx.long()]
-            out, lse = _attention(q, keys, values, layout="bshd", kv_lens=lens, return_lse=True, **options)
+            out, lse = _attention(q, keys, values, layout="bshd", kv_lens=lens, return_lse=True, **given)
     return (out, lse) if wants_lse else out
 
 
@@ -145,7 +142,7 @@ def _check_tensors(**given: Any) -> None:
 
 
 def _check_halves(k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> None:
-    """What is given in pairs."""
+    """Checks arguments that come in pairs."""
     for names, pair, change in (
         (("k", "v"), (k, v), "Pass both to write to the caches, or neither."),
         (("rotary_cos", "rotary_sin"), (cos, sin), "Pass both tables, or neither."),
@@ -159,7 +156,7 @@ def _check_halves(k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: T
 
 
 def _check_new(name: str, new: Tensor, cache: Tensor, batch: int, seqlen: int) -> None:
-    """That `new` can be written to `cache` as it is: assignment would broadcast and cast."""
+    """Checks that `new` can be written to `cache` as it is: assignment would broadcast and cast."""
     shape = (batch, seqlen, *cache.shape[2:])
     if (*new.shape,) != shape or new.dtype is not cache.dtype or new.device != cache.device:
         got = f"{new.dtype} {tuple(new.shape)} on {new.device}"
@@ -168,34 +165,27 @@ def _check_new(name: str, new: Tensor, cache: Tensor, batch: int, seqlen: int) -
 
 
 def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch_idx: Tensor | None) -> None:
-    """That every request has a row of both caches."""
-    if k_cache.shape[:3] != v_cache.shape[:3]:
-        got, change = f"{(*k_cache.shape,)} and {(*v_cache.shape,)}", "Only head_dim may differ."
-        wanted = "two of (batch_cache, seqlen_cache, num_kv_heads, head_dim)"
-        raise spec_error("k_cache, v_cache", got=got, wanted=wanted, change=change)
+    """Checks that every request has a row of both caches."""
+    pages.check_alike(k_cache, v_cache, "(batch_cache, seqlen_cache, num_kv_heads, head_dim)")
     rows, batch = k_cache.shape[0], q.shape[0]
     if batch_idx is None:
         if rows != batch:
             change = "Pass cache_batch_idx, or a view of the caches' rows."
             raise spec_error("k_cache", got=f"{rows} rows", wanted=f"{batch}, as q has", change=change)
         return
-    whole = isinstance(batch_idx, Tensor) and batch_idx.dtype in (torch.int32, torch.int64)
-    if not whole or batch_idx.shape != (batch,):
+    if not is_ints(batch_idx, (batch,)):
         got, change = described(batch_idx), "One row number per request."
         raise spec_error("cache_batch_idx", got=got, wanted=f"int32 or int64 ({batch},)", change=change)
-    if (
-        batch_idx.device.type == "cpu"
-        and batch
-        and not 0 <= int(batch_idx.min()) <= int(batch_idx.max()) < rows
-    ):
-        got = f"rows {int(batch_idx.min())} to {int(batch_idx.max())}"
-        change = "Number the rows of k_cache."
-        raise spec_error("cache_batch_idx", got=got, wanted=f"0 to {rows - 1}", change=change)
+    if batch_idx.device.type == "cpu" and batch:
+        low, high = int(batch_idx.min()), int(batch_idx.max())
+        if not 0 <= low <= high < rows:
+            got, change = f"rows {low} to {high}", "Number the rows of k_cache."
+            raise spec_error("cache_batch_idx", got=got, wanted=f"0 to {rows - 1}", change=change)
 
 
 def _lens(name: str, q: Tensor, given: Any) -> Tensor:
-    """int32 (batch,), from one number for all requests or one of each."""
-    if isinstance(given, Tensor) and given.dtype in (torch.int32, torch.int64):
+    """Makes int32 (batch,) of one number for all requests, or of one for each."""
+    if is_ints(given):
         if given.ndim == 0 or given.shape == (q.shape[0],):
             at = q.device if given.ndim == 0 else given.device
             return lengths(given).to(at).expand(q.shape[0]).contiguous()
@@ -206,7 +196,7 @@ def _lens(name: str, q: Tensor, given: Any) -> Tensor:
 
 
 def _check_room(lens: Tensor, room: int, new: int) -> None:
-    """That `new` keys of each request fit behind those it has."""
+    """Checks that `new` keys of each request fit behind those it has."""
     if lens.device.type != "cpu" or not lens.numel():
         return
     low, high = int(lens.min()), int(lens.max())
@@ -218,7 +208,7 @@ def _check_room(lens: Tensor, room: int, new: int) -> None:
 def _append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, batch_idx: Tensor | None
 ) -> None:
-    """k and v into the caches, at the positions `at`, int64 (batch, seqlen_new), of each request."""
+    """Writes k and v to the caches, at the positions `at`, int64 (batch, seqlen_new), of each request."""
     requests = torch.arange(k.shape[0], device=k.device) if batch_idx is None else batch_idx.long()
     k_cache[requests[:, None], at] = k
     v_cache[requests[:, None], at] = v

@@ -1,4 +1,4 @@
-"""What flash-attn 2's functions do with `block_table`: caches (num_blocks, page_size, heads, head_dim)."""
+"""The `block_table` of flash-attn 2's functions: caches (num_blocks, page_size, heads, head_dim)."""
 
 from __future__ import annotations
 
@@ -23,22 +23,26 @@ _check_contents = facade(_NAMES)(validate.check_contents)
 
 
 def one_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
-    """The table under either of its names: flash-attn 2's, flash-attn 3's."""
+    """Returns the table under either of its names, flash-attn 2's or flash-attn 3's."""
     if block_table is not None and page_table is not None:
         change = "flash-attn 3 calls it otherwise; pass it by one of its names."
         raise spec_error("block_table", got="two tables", wanted="one", change=change)
     return page_table if block_table is None else block_table
 
 
+def check_alike(k_cache: Tensor, v_cache: Tensor, shape: str) -> None:
+    """Checks that the caches differ in head_dim at most."""
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        got, change = f"{(*k_cache.shape,)} and {(*v_cache.shape,)}", "Only head_dim may differ."
+        raise spec_error("k_cache, v_cache", got=got, wanted=f"two of {shape}", change=change)
+
+
 def room(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, batch_idx: Tensor | None) -> int:
-    """Keys that the table has pages for, per request; raises where caches or table are no such."""
+    """Counts the keys that the table has pages for, per request; raises where caches or table do not fit."""
     if batch_idx is not None:
         change = "Pass the rows of block_table that you mean: block_table[cache_batch_idx]."
         raise spec_error("cache_batch_idx", got="one", wanted="none beside block_table", change=change)
-    if k_cache.shape[:3] != v_cache.shape[:3]:
-        got, change = f"{(*k_cache.shape,)} and {(*v_cache.shape,)}", "Only head_dim may differ."
-        wanted = "two of (num_blocks, page_size, num_kv_heads, head_dim)"
-        raise spec_error("k_cache, v_cache", got=got, wanted=wanted, change=change)
+    check_alike(k_cache, v_cache, "(num_blocks, page_size, num_kv_heads, head_dim)")
     whole = isinstance(table, Tensor) and table.dtype is torch.int32 and table.ndim == 2
     if not whole or table.shape[0] != q.shape[0]:
         got, change = described(table), "Give each request a row of page numbers, by .to(torch.int32)."
@@ -50,7 +54,7 @@ def room(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, batch_idx: 
 
 
 def check_seen(q: Tensor, k_cache: Tensor, table: Tensor, lens: Tensor, options: dict[str, Any]) -> None:
-    """What `attention_paged` says of lengths and table entries, said before anything is written."""
+    """Makes `attention_paged`'s checks of lengths and table entries before anything is written."""
     if lens.device.type != "cpu":
         return
     left, right = options["window"]
@@ -62,8 +66,8 @@ def check_seen(q: Tensor, k_cache: Tensor, table: Tensor, lens: Tensor, options:
 
 
 def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, table: Tensor) -> None:
-    """k and v into the pages, at the positions `at`, int64 (batch, seqlen_new), of each request. On a device
-    a token without a page is skipped."""
+    """Writes k and v to the pages, at the positions `at`, int64 (batch, seqlen_new), of each request. On a
+    device a token without a page is skipped."""
     page_size, num_blocks = k_cache.shape[1], k_cache.shape[0]
     slots = at % page_size
     columns = (at // page_size).clamp(0, max(0, table.shape[1] - 1))
@@ -87,8 +91,8 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, t
         return
     if not (mapped.numel() and num_blocks):
         return
-    # Nobody may wait for the device, so none is left out: a token without a page writes what another with a
-    # page writes, to its place; where no token has a page, what is there already.
+    # The host must not wait for the device, so no token can be left out: one without a page writes what
+    # another with a page writes, to the same place; if no token has a page, it writes what is there already.
     some = mapped.flatten().int().argmax(0, keepdim=True)
     place = (blocks * page_size + slots).clamp(0, num_blocks * page_size - 1)
     place = torch.where(mapped, place, place.flatten()[some])
@@ -102,8 +106,8 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, t
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, num_heads, head_dim_v) and lse (batch, num_heads, seqlen_q); `options` are those
-    of `attention_paged`."""
+    """Returns out (batch, seqlen_q, num_heads, head_dim_v) and lse (batch, num_heads, seqlen_q); `options`
+    are arguments of `attention_paged`."""
     batch, rows, heads, _ = q.shape
     if rows == 1:
         out, lse = _attention_paged(q[:, 0], k_cache, v_cache, table, lens, **options, return_lse=True)
@@ -128,8 +132,8 @@ def attend_packed(
     dropout_p: float,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Packed rows over pages: out (total_q, num_heads, head_dim_v), lse (num_heads, total_q). seqused_k, or
-    cu_seqlens_k, both int32, says how many keys each member has; where they stand says the table. No
+    """Attends packed rows to pages: out (total_q, num_heads, head_dim_v), lse (num_heads, total_q). seqused_k
+    or cu_seqlens_k, both int32, says how many keys each member has, and the table where they stand. No
     gradients, as with a cache."""
     if dropout_p:
         raise UnsupportedError("dropout_p: not with block_table, which is for inference. Set it to 0")

@@ -1,4 +1,4 @@
-"""flash-attn's rotary embedding: `flash_attn.layers.rotary.apply_rotary_emb`, and what caches turn by."""
+"""flash-attn's rotary embedding, `flash_attn.layers.rotary.apply_rotary_emb`, and the rotation of caches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from polyflash import validate
 from polyflash.errors import described, spec_error
 from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, scalar
+from polyflash.kvcache.handles import is_ints
 from polyflash.kvcache.rope import Rope
 from polyflash.spec import Arguments
 
@@ -25,7 +26,7 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """x with its first rotary_dim channels turned by the position of each token. Gradients reach x.
+    """Turns the first rotary_dim channels of x by the position of each token. Gradients reach x.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens.
@@ -51,16 +52,9 @@ def apply_rotary_emb(
         offsets = _offsets(seqlen_offsets, x.shape[0], x)
         at = offsets[:, None] + torch.arange(x.shape[1], device=x.device)
     else:
-        if (
-            not isinstance(bounds, Tensor)
-            or bounds.dtype is not torch.int32
-            or bounds.ndim != 1
-            or not len(bounds)
-        ):
-            change = "Put a 0 before torch.cumsum(lengths, 0)."
-            raise spec_error(
-                "cu_seqlens", got=described(cu_seqlens), wanted="int32 (batch + 1,)", change=change
-            )
+        if not is_ints(bounds) or bounds.ndim != 1 or not len(bounds):
+            got, change = described(cu_seqlens), "Put a 0 before torch.cumsum(lengths, 0)."
+            raise spec_error("cu_seqlens", got=got, wanted="int32 (batch + 1,)", change=change)
         if bounds.device.type == "cpu":
             longest = scalar("max_seqlen", max_seqlen)
             validate.check_contents(Arguments(cu_seqlens_q=bounds, max_seqlen_q=longest), x.shape[0], x)
@@ -68,14 +62,14 @@ def apply_rotary_emb(
         request = torch.searchsorted(bounds[1:], tokens, right=True)
         live = request < len(bounds) - 1
         starts = _offsets(seqlen_offsets, len(bounds) - 1, x) - bounds[:-1]
-        at = tokens + torch.cat((starts, -bounds[-1:].long()))[request]  # who belongs to nobody is at 0 or so
+        at = tokens + torch.cat((starts, -bounds[-1:].long()))[request]  # tokens of no request are near 0
     turned = rotated(x, at, cos, sin, flag("interleaved", interleaved), live=live)
     return x.copy_(turned) if flag("inplace", inplace) else turned
 
 
 def _offsets(given: Any, batch: int, x: Tensor) -> Tensor:
-    """int64 (batch,) on the device of x."""
-    if isinstance(given, Tensor) and given.dtype in (torch.int32, torch.int64):
+    """Makes int64 (batch,) on the device of x."""
+    if is_ints(given):
         if given.ndim == 0 or (given.shape == (batch,) and given.device == x.device):
             return given.to(x.device, torch.int64).expand(batch)
     else:
@@ -89,8 +83,8 @@ def _offsets(given: Any, batch: int, x: Tensor) -> Tensor:
 def rotated(
     x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, live: Tensor | None = None
 ) -> Tensor:
-    """x (..., heads, head_dim) turned by `positions`, int64 (...); channels beyond rotary_dim stay, and what
-    is not `live`. Pairs are neighbours if `interleaved`, else half of rotary_dim apart."""
+    """Turns x (..., heads, head_dim) by `positions`, int64 (...). Channels beyond rotary_dim stay, and tokens
+    that are not `live`. Pairs are neighbours if `interleaved`, else half of rotary_dim apart."""
     rope = Rope(interleaved=interleaved, cos=cos, sin=sin)
     rows = cos.shape[0]
     if 2 * cos.shape[1] > x.shape[-1]:
@@ -100,9 +94,8 @@ def rotated(
         asked = positions if live is None else positions[live]
         low, high = (int(asked.min()), int(asked.max())) if asked.numel() else (0, -1)
         if low < 0 or high >= rows:
-            wanted, change = f"one for each position, {low} to {high}", "Make the tables longer."
-            if low < 0:
-                change = "Positions count from 0."
+            wanted = f"one for each position, {low} to {high}"
+            change = "Positions count from 0." if low < 0 else "Make the tables longer."
             raise spec_error("cos", got=f"{rows} rows", wanted=wanted, change=change)
     elif rows:
         inside = (positions >= 0) & (positions < rows)

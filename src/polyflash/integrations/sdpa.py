@@ -15,6 +15,7 @@ run goes to torch's own function, arguments that torch refuses included, so the 
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from polyflash import counting, torch_ops
 from polyflash.api import attention
+from polyflash.arguments import Causal
 from polyflash.backends import TABLE
 from polyflash.errors import UnsupportedError
 from polyflash.integrations import flash_registry, multi_head
@@ -36,23 +38,20 @@ __all__ = ("activate", "deactivate", "enabled", "scaled_dot_product_attention")
 
 _TORCHS_OWN = functional.scaled_dot_product_attention
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-
-
 _kernels: dict[tuple[str, int], dict[torch.dtype, int]] = {}
 
 
 @torch.compiler.assume_constant_result
 def _largest_head_dim(kind: str, index: int, dtype: torch.dtype) -> int:
-    """The largest head_dim of `dtype` that a kernel takes on a device; 0: none does. What only the torch row
-    could run is left to torch, which is faster."""
-    here = _kernels.get((kind, index))
-    if here is None:
-        here = _kernels[kind, index] = _kernels_of(kind, index)
-    return here.get(dtype, 0)
+    """The largest head_dim of `dtype` that a kernel takes on a device; 0 if none does. What only the torch
+    backend could run is left to torch, which is faster."""
+    if (kind, index) not in _kernels:
+        _kernels[kind, index] = _kernels_of(kind, index)
+    return _kernels[kind, index].get(dtype, 0)
 
 
 def _kernels_of(kind: str, index: int) -> dict[torch.dtype, int]:
-    """What the rows of the table take on a device of this machine: the largest head_dim by dtype."""
+    """The largest head_dim that the kernels for a device of this machine take, by dtype."""
     try:
         here = detect(kind, index)
     except (AssertionError, RuntimeError):  # a fake tensor's device need not be here
@@ -70,9 +69,10 @@ def _kernels_of(kind: str, index: int) -> dict[torch.dtype, int]:
 def enabled(*, strict: bool = False) -> TorchFunctionMode:
     """A context in which `torch.nn.functional.scaled_dot_product_attention` runs polyflash.
 
-    Of this thread alone; it nests, and it may stand inside or around a `torch.compile`d function, which is
-    compiled once for each. `F.multi_head_attention_forward` (`nn.MultiheadAttention`, `nn.Transformer*Layer`)
-    is covered too: torch calls it in a way that hides what it calls itself.
+    The context covers this thread alone. It nests, and may stand inside or around a `torch.compile`d
+    function, which is compiled once for each. `F.multi_head_attention_forward` (`nn.MultiheadAttention`,
+    `nn.Transformer*Layer`) is covered by itself, since torch hides the attention inside it from function
+    modes.
 
     Args:
         strict: raise `UnsupportedError`, with the reason, for a legal call that goes to torch's own function.
@@ -100,9 +100,7 @@ class _Override(TorchFunctionMode):
             with self:
                 return _ENGINE[func](*args, **kwargs)
         if func is functional.multi_head_attention_forward:
-            return multi_head.forward(
-                _strictly if self.strict else scaled_dot_product_attention, *args, **kwargs
-            )
+            return multi_head.forward(partial(_replaced, self.strict), *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -113,13 +111,13 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """`Tensor.backward`, which would hand itself over to the mode again."""
+    """Stands in for `Tensor.backward`, which would hand itself over to the mode again."""
     torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _through(function: Any) -> Any:
-    """A copy of an autograd function that does not hand itself over to function modes: what checkpoints
-    recompute in it is to be seen by them."""
+    """Copies an autograd function so that it does not hand itself over to function modes, which can then see
+    what checkpoints recompute inside it."""
     code = function.__code__
     if "has_torch_function" not in code.co_names:
         return function
@@ -163,10 +161,6 @@ def scaled_dot_product_attention(
     )
 
 
-def _strictly(*args: Any, **kwargs: Any) -> Tensor:
-    return _replaced(True, *args, **kwargs)
-
-
 def _replaced(
     strict: bool,
     query: Any,
@@ -187,7 +181,7 @@ def _replaced(
             why = "shapes: torch refuses them, or its function has a meaning of its own for them"
         else:
             try:
-                return _attend(views, query, value, attn_mask, dropout_p, is_causal, scale)
+                return _attend(views, dropout_p, is_causal, scale)
             except UnsupportedError as error:
                 why = str(error)
     out = _TORCHS_OWN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -197,28 +191,18 @@ def _replaced(
     return out
 
 
-def _attend(
-    views: tuple[Any, ...], query: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
-    is_causal: bool, scale: float | None,
-) -> Tensor:  # fmt: skip
+def _attend(views: tuple[Any, ...], dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
     q, k, v, fitted, lead = views
-    out = attention(
-        q,
-        k,
-        v,
-        causal="top_left" if is_causal else False,
-        mask=fitted if attn_mask is not None and attn_mask.dtype is torch.bool else None,
-        bias=fitted if attn_mask is not None and attn_mask.dtype is not torch.bool else None,
-        scale=scale,
-        dropout_p=dropout_p,
-    )
+    mask, bias = (fitted, None) if fitted is not None and fitted.dtype is torch.bool else (None, fitted)
+    causal: Causal = "top_left" if is_causal else False
+    out = attention(q, k, v, causal=causal, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
     return out if lead is None else out.reshape(*lead, *out.shape[-2:])
 
 
 def _refusal(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any
 ) -> str:
-    """Why a call is torch's, shapes aside; empty if it is not."""
+    """Says why a call is left to torch, shapes aside; empty if it is not."""
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     for x in tensors:
         if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested:
@@ -274,8 +258,8 @@ def _refused_by_table(
 def _four_dimensions(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Any, ...] | None:
-    """query, key, value and the mask as `attention` takes them, and the shape before the result's last two
-    dimensions, None where it is right already; None if the shapes are not for polyflash."""
+    """Makes query, key, value and the mask what `attention` takes, and adds the shape before the result's
+    last two dimensions, None where it is right already. Returns None if the shapes are not for polyflash."""
     if attn_mask is None and _are_plain(query.shape, key.shape, value.shape, enable_gqa):
         return query, key, value, None, None
     if query.ndim < 2 or key.ndim < 2 or value.ndim < 2:
@@ -303,7 +287,7 @@ def _four_dimensions(
 
 
 def _are_plain(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> bool:
-    """The usual case: four dimensions, and nothing to broadcast."""
+    """Recognises the usual case: four dimensions, and nothing to broadcast."""
     if not len(q) == len(k) == len(v) == 4 or k[:3] != v[:3]:
         return False
     heads = q[1] == k[1] or (enable_gqa and k[1] > 0 and q[1] % k[1] == 0)

@@ -31,8 +31,8 @@ from polyflash.merging import AttentionOutput
 
 @dataclass(frozen=True, eq=False)
 class SwappedRequest:
-    """The tokens of a request outside of the pool, on the CPU: k (num_layers, tokens, num_kv_heads, head_dim)
-    and v likewise, from the token `start` on; `evicted` and `kept` are what `KVCache.evict` left behind."""
+    """Tokens of a request that left the pool for the CPU, from the token `start` on: k (num_layers, tokens,
+    num_kv_heads, head_dim) and v likewise; `evicted` and `kept` are what `KVCache.evict` left behind."""
 
     k: Tensor
     v: Tensor
@@ -61,17 +61,16 @@ class KVCache(Storage):
                 q = step.write(k, v, layer=layer, rope=Rope(), q=q)
                 out = cache.attend(q, step, layer=layer)
 
-    Requests may share pages (`fork`); whoever writes to a page that others read gets a copy first. Every
-    method changes all it says or nothing, and may be called from any thread, for different requests at the
-    same time. On a device, work is ordered by the current stream as that of any torch op; who uses several
-    streams orders them by events.
+    Requests may share pages (`fork`); a page that others read is copied before the first write. Every method
+    changes all it says or nothing, and may be called from any thread, also at the same time for different
+    requests. On a device, the current stream orders the work, as for any torch op; order several by events.
 
     `scrub=True` fills pages that nobody owns any more with zeros. Without it their bits stay until they are
     written again; no attention can see them.
     """
 
     def reserve(self, requests: Requests, counts: Counts = 1) -> Step:
-        """Room for `counts[b]` more tokens of each request (one number: of every request), for all or none.
+        """Reserves room for `counts[b]` more tokens of each request (one number: of every one), or for none.
 
         Shared pages that will be written are copied here, in every layer.
 
@@ -103,10 +102,10 @@ class KVCache(Storage):
         positions: Tensor | None = None,
         q: Tensor | None = None,
     ) -> Tensor | None:
-        """`counts[b]` more tokens of each request of a cache with one layer; returns q, as `Step.write` does.
+        """Appends `counts[b]` tokens to each request of a cache of one layer; returns q as `Step.write` does.
 
         k (total, num_kv_heads, head_dim) and v (total, num_kv_heads, head_dim_v): the tokens of all requests,
-        one request behind the other.
+        concatenated.
 
         Raises:
             OutOfPages: too few free pages. As after every exception, the cache is as before.
@@ -162,8 +161,8 @@ class KVCache(Storage):
         """`attention_paged` of q over the requests' tokens in one layer.
 
         Args:
-            q: (total, num_q_heads, head_dim): `counts[b]` rows of each request, one request behind the other;
-                the last of them stands at the request's last token.
+            q: (total, num_q_heads, head_dim): `counts[b]` rows of each request, concatenated; the last of
+                them stands at the request's last token.
             requests: or an open step, whose new tokens are seen too once the layer has written them.
             counts: rows of each request; default 1, or those of the step.
             cascade: read full pages that all requests share at their beginning once for all of them, and
@@ -188,14 +187,16 @@ class KVCache(Storage):
             wanted = f"({sum(rows)}, num_q_heads, head_dim)"
             change = "counts= says how many rows each request has."
             raise spec_error("q", got=described(q), wanted=wanted, change=change)
-        given = {"window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts, "kv_lens": kv_lens}
-        plan = shared_prefix.planned(tables, rows, cascade, causal, given | {"q_offset": q_offset})
-        return shared_prefix.attend(
-            q, k_pool, v_pool, tables, rows, plan, causal=causal, window=window, alibi_slopes=alibi_slopes,
-            softcap=softcap, sinks=sinks, scale=scale, kv_starts=kv_starts, kv_lens=kv_lens,
-            q_offset=q_offset, return_lse=return_lse, out=out, batch_invariant=batch_invariant,
-            backend=backend, checked=checked,
-        )  # fmt: skip
+        apart: dict[str, object] = {
+            "window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts, "kv_lens": kv_lens,
+            "q_offset": q_offset,
+        }  # fmt: skip
+        plan = shared_prefix.planned(tables, rows, cascade, causal, apart)
+        options = apart | {
+            "causal": causal, "softcap": softcap, "sinks": sinks, "scale": scale, "return_lse": return_lse,
+            "out": out, "batch_invariant": batch_invariant, "backend": backend, "checked": checked,
+        }  # fmt: skip
+        return shared_prefix.attend(q, k_pool, v_pool, tables, rows, plan, options)
 
     def explain_attend(
         self,
@@ -210,7 +211,7 @@ class KVCache(Storage):
         kv_lens: Tensor | None = None,
         q_offset: int | Tensor | None = None,
     ) -> AttendPlan:
-        """What `attend` would do with these arguments, and why; launches nothing."""
+        """Says what `attend` would do with these arguments, and why; launches nothing."""
         tables, rows = self._call(requests, counts)
         given = {"window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts, "kv_lens": kv_lens}
         return shared_prefix.planned(tables, rows, cascade, causal, given | {"q_offset": q_offset})
@@ -229,7 +230,7 @@ class KVCache(Storage):
             return found
 
     def swap_in(self, swapped: Sequence[SwappedRequest]) -> tuple[Request, ...]:
-        """New requests with the tokens that `swap_out` gave, in whatever pages are free: all or none."""
+        """Makes requests of the tokens that `swap_out` gave, in whatever pages are free: all or none."""
         for one in swapped:
             if one.k.shape[0] != self.num_layers:
                 got, change = f"{one.k.shape[0]} layers", "Swap it into a cache like the one it came from."
@@ -251,7 +252,7 @@ class KVCache(Storage):
         return made
 
     def end_step(self, reservation: Reservation, committed: Tables | None) -> None:
-        """What `Step.commit`, with the tables that hold from now on, and `Step.rollback` do to the cache."""
+        """Ends a step: `Step.commit` gives the tables that hold from now on, `Step.rollback` None."""
         with self._pages.lock:
             if committed is None:
                 self._zero(self._pages.rollback(reservation))

@@ -1,12 +1,14 @@
-"""Handles of requests, the records that the allocator keeps and gives, the error of a full pool; and checks
-of what callers pass."""
+"""Handles of requests, the allocator's records, the error of a full pool, and checks of what callers pass."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
 
 from polyflash.errors import SpecError, described, spec_error
 
@@ -113,6 +115,16 @@ def checked_count(name: str, value: object, least: int, most: int) -> int:
         wanted = f"an int from {least} to {most}"
         raise spec_error(name, got=described(value), wanted=wanted, change="Pass a plain number.")
     return value
+
+
+def is_ints(x: object, shape: tuple[int, ...] | None = None, device: object = None) -> TypeGuard[Tensor]:
+    """Says whether x is an int32 or int64 tensor, of this shape and on this device if they are given."""
+    return (
+        isinstance(x, Tensor)
+        and x.dtype in (torch.int32, torch.int64)
+        and (shape is None or x.shape == shape)
+        and (device is None or x.device == device)
+    )
 
 
 def listed(requests: Requests) -> tuple[Request, ...]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
+from polyflash.kvcache.handles import is_ints
 from polyflash.mask import is_strided
 from polyflash.validate import overlaps
 
@@ -54,8 +55,8 @@ def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -
 
 
 def empty_pool(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
-    """A tensor of no particular values. On a CPU of Linux its memory may consist of huge pages, where the
-    system gives them to those who ask: small pages of keys in no order are read a few percent faster."""
+    """An uninitialised tensor. On Linux CPUs its memory may consist of huge pages, where the system grants
+    them on request: small pages of keys in no order are then read a few percent faster."""
     pool = torch.empty(tuple(shape), dtype=dtype, device=device)
     if type(pool) is Tensor and pool.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         start, end = -(-pool.data_ptr() // _HUGE) * _HUGE, (pool.data_ptr() + pool.nbytes) // _HUGE * _HUGE
@@ -65,18 +66,18 @@ def empty_pool(shape: Sequence[int], dtype: torch.dtype | None, device: torch.de
 
 
 def _may_be_huge(address: int, size: int) -> None:
-    """Of memory that nobody has written to yet. Where the system refuses, nothing is lost."""
+    """Asks for huge pages behind untouched memory. Where the system refuses, nothing is lost."""
     with contextlib.suppress(OSError, AttributeError):
         advise = ctypes.CDLL(None).madvise
         advise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 def check_pools(k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> None:
-    """That all pools have one dtype, device, page count, page size and head count, and those of one kind one
-    head_dim.
+    """Checks that all pools share dtype, device, page count, page size and head count, and those of one kind
+    their head_dim.
 
     Raises:
-        SpecError: they have not.
+        SpecError: they do not.
     """
     if len(k_pages) != len(v_pages) or not k_pages:
         got, change = f"{len(k_pages)} and {len(v_pages)} layers", "Every layer has both pools."
@@ -100,8 +101,8 @@ def slots_of(
     table: Tensor, page_size: int, starts: Sequence[int], counts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Slots and positions, int64 (total,) each on the CPU, of `counts[b]` tokens from position `starts[b]` on
-    of every request; `table` int32 (batch, max_pages) on the CPU. In numpy: a few integers are no work to
-    wake threads for."""
+    of every request; `table` int32 (batch, max_pages) on the CPU. Uses numpy, as a few integers are not worth
+    waking torch's threads."""
     first, number = (np.asarray(x, dtype=np.int64) for x in (starts, counts))
     rows = np.repeat(np.arange(number.shape[0]), number)
     positions = np.arange(rows.shape[0]) + (first - number.cumsum() + number)[rows]
@@ -111,20 +112,20 @@ def slots_of(
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """x of the host on `device`; to a GPU through pinned memory, so that nobody waits for what runs there."""
+    """Copies x from the host to `device`; through pinned memory to a GPU, so that nothing waits for it."""
     if device.type != "cuda" or not x.numel():
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
 
 
 def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    """(len(values),) on `device`, whatever the default device is."""
+    """Makes a tensor (len(values),) on `device`, whatever the default device is."""
     return moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 def write_slots(pages: Tensor, values: Tensor, slots: Tensor) -> None:
-    """values (tokens, num_kv_heads, head_dim) to their slots, int64 (tokens,), all different and within the
-    pool: nothing is checked."""
+    """Writes values (tokens, num_kv_heads, head_dim) to their slots, int64 (tokens,), all different and
+    inside the pool: nothing is checked."""
     num_pages, page_size = pages.shape[:2]
     if pages.stride(0) == page_size * pages.stride(1) or page_size == 1:
         flat = pages.as_strided(
@@ -139,18 +140,18 @@ def write_slots(pages: Tensor, values: Tensor, slots: Tensor) -> None:
 
 
 def read_slots(pages: Tensor, slots: Tensor) -> Tensor:
-    """(tokens, num_kv_heads, head_dim) at `slots`."""
+    """Reads (tokens, num_kv_heads, head_dim) at `slots`."""
     page = torch.div(slots, pages.shape[1], rounding_mode="floor")
     return pages[page, slots - page * pages.shape[1]]
 
 
 def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Whole pages, int64 (n,) each; the targets are all different and none is a source."""
+    """Copies whole pages, int64 (n,) each; the targets are all different and none is a source."""
     pages.index_copy_(0, targets, pages.index_select(0, sources))
 
 
 def write_tokens(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """k and v of tokens into one layer's pools, at slots of the caller's choice; a slot of -1 is skipped.
+    """Writes k and v of tokens into one layer's pools, at slots of the caller's choice; -1 skips a token.
 
     k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v), dtype of the pools;
     slot_mapping int32 or int64 (tokens,). On a device, looking for -1 synchronises.
@@ -164,12 +165,7 @@ def write_tokens(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_ma
     check_tokens("k", k, k_pool, None)
     check_tokens("v", v, v_pool, k.shape[0])
     slots = slot_mapping
-    if (
-        not isinstance(slots, Tensor)
-        or slots.dtype not in (torch.int32, torch.int64)
-        or slots.shape != (k.shape[0],)
-        or slots.device != k_pool.device
-    ):
+    if not is_ints(slots, (k.shape[0],), k_pool.device):
         wanted, change = f"int32 or int64 ({k.shape[0]},) on {k_pool.device}", "One slot per token."
         raise spec_error("slot_mapping", got=described(slots), wanted=wanted, change=change)
     slots = slots.long()
@@ -181,14 +177,14 @@ def write_tokens(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_ma
         wanted, change = f"-1, or a slot from 0 to {most - 1}", "Slot = page · page_size + place."
         raise spec_error("slot_mapping", got="a slot elsewhere", wanted=wanted, change=change)
     if slots.unique().numel() != slots.numel():
-        got, change = "a slot twice", "Which token would stay?"
+        got, change = "a slot twice", "Give each token its own slot."
         raise spec_error("slot_mapping", got=got, wanted="different slots", change=change)
     write_slots(k_pool, k, slots)
     write_slots(v_pool, v, slots)
 
 
 def check_tokens(name: str, tokens: Tensor, pool: Tensor, count: int | None) -> None:
-    """That `tokens` can be written to `pool` as they are: assignment would broadcast and cast.
+    """Checks that `tokens` can be written to `pool` as they are: assignment would broadcast and cast.
 
     Raises:
         SpecError: they cannot.

@@ -1,4 +1,4 @@
-"""What a cache holds, in numbers; and which tokens of a request may leave it."""
+"""Occupancy of a cache in numbers, and the choice of tokens that a request keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
-from polyflash.kvcache.handles import checked_count
+from polyflash.kvcache.handles import checked_count, is_ints
 from polyflash.kvcache.pages import Pages
 
 
@@ -47,7 +47,7 @@ class CacheStats:
 
 
 def occupancy(pages: Pages, num_bytes: int) -> CacheStats:
-    """Numbers of an allocator whose pages take `num_bytes` in all."""
+    """Counts what an allocator holds, whose pages take `num_bytes` in all."""
     entries, snapshots, remembered, free, idle = pages.contents()
     filled: dict[int, int] = dict.fromkeys(remembered, pages.page_size)
     owners = Counter(page for entry in entries for page in entry.owned)
@@ -75,14 +75,13 @@ def occupancy(pages: Pages, num_bytes: int) -> CacheStats:
 
 
 def survivors(keep: Tensor, layers: int, heads: int, first: int, length: int) -> tuple[Tensor, int]:
-    """`keep` as int64 (num_layers, num_kv_heads, tokens), and how many tokens stay where they are.
+    """Expands `keep` to int64 (num_layers, num_kv_heads, tokens), and counts the tokens that stay in place.
 
     Raises:
         SpecError: other shapes; places that do not rise, or are not those of tokens that are there.
     """
     forms = "(kept,), (num_layers, kept) or (num_layers, num_kv_heads, kept)"
-    ints = isinstance(keep, Tensor) and keep.dtype in (torch.int32, torch.int64) and 1 <= keep.ndim <= 3
-    if not ints or keep.shape[:-1] != (layers, heads)[: keep.ndim - 1]:
+    if not is_ints(keep) or not 1 <= keep.ndim <= 3 or keep.shape[:-1] != (layers, heads)[: keep.ndim - 1]:
         got, change = described(keep), f"The cache has {layers} layers and {heads} kv heads."
         raise spec_error("keep", got=got, wanted=f"int32 or int64 {forms}", change=change)
     places = keep.long()

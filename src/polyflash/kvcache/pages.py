@@ -1,9 +1,8 @@
-"""Which page holds which tokens: a pure allocator of page ids, without tensors.
+"""A pure allocator of page ids, without tensors: it knows which page holds which tokens.
 
 A request owns a list of pages; its token j stands in place j % page_size of page j // page_size of that list.
-A page counts its owners: requests, snapshots, open reservations and the memory of prefixes. Nobody writes
-where another owner may read: a page with several owners is copied before the first write, and the writer gets
-the copy.
+A page counts its owners: requests, snapshots, open reservations and the memory of prefixes. A page with
+several owners is copied before the first write, and the writer gets the copy.
 
     invariants: a page is free, or has as many owners as `check()` can find; never both
                 a request has exactly ceil(length / page_size) pages, all different; those before `start`,
@@ -70,7 +69,7 @@ class Pages:
             return [self._entry(r).length for r in requests]
 
     def starts(self, requests: Sequence[Request]) -> list[int]:
-        """The first token of each that was not given back."""
+        """First token of each that was not given back."""
         with self.lock:
             return [self._entry(r).start for r in requests]
 
@@ -90,7 +89,7 @@ class Pages:
             return self._owners[page]
 
     def add(self, count: int = 1) -> tuple[Request, ...]:
-        """New requests without tokens or pages."""
+        """Makes requests without tokens or pages."""
         checked_count("count", count, 0, 2**31 - 1)
         with self.lock:
             made = tuple(self._handle() for _ in range(count))
@@ -98,7 +97,7 @@ class Pages:
             return made
 
     def fork(self, request: Request, count: int = 1) -> tuple[Request, ...]:
-        """New requests with the tokens of `request`. No page is copied now."""
+        """Makes requests with the tokens of `request`. No page is copied now."""
         checked_count("count", count, 0, 2**31 - 1)
         with self.lock:
             parent = self._entry(request)
@@ -110,7 +109,7 @@ class Pages:
             return made
 
     def reserve(self, requests: Sequence[Request], counts: Sequence[int]) -> Reservation:
-        """Room for `counts[b]` more tokens each: for all requests, or `OutOfPages` and for none.
+        """Reserves room for `counts[b]` more tokens each: for all requests, or `OutOfPages` and for none.
 
         A last page with other owners is replaced by a copy. One of its owners may write in place if all of
         them write in this call: the longest, whose first new slot lies behind what the others read.
@@ -136,14 +135,14 @@ class Pages:
             return made
 
     def needed(self, requests: Sequence[Request], counts: Sequence[int], new: Sequence[int]) -> int:
-        """Pages that `reserve` would take now, with requests of `new` tokens besides."""
+        """Counts the pages that `reserve` would take now, together with requests of `new` tokens."""
         with self.lock:
             _, _, copied, more = self._wanted(requests, counts)
             lengths = [checked_count("new", n, 0, MOST_POSITIONS) for n in new]
             return len(copied) + sum(more) + sum(map(self._pages_of, lengths))
 
     def commit(self, reservation: Reservation) -> list[int]:
-        """The tokens are there. Returns the pages that nobody owns any more."""
+        """Makes the reserved tokens part of their requests. Returns the pages that nobody owns any more."""
         with self.lock:
             self._close(reservation)
             left = []
@@ -159,13 +158,13 @@ class Pages:
             return self._leave(left)
 
     def rollback(self, reservation: Reservation) -> list[int]:
-        """Nothing was reserved. Returns the pages that were taken."""
+        """Takes a reservation back. Returns the pages that it had taken."""
         with self.lock:
             self._close(reservation)
             return self._leave(reversed(reservation.taken))
 
     def truncate(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[int]:
-        """Only the first `lengths[b]` tokens of each remain. Returns the pages that nobody owns any more."""
+        """Keeps only the first `lengths[b]` tokens of each. Returns the pages that nobody owns any more."""
         with self.lock:
             entries = self._distinct(requests, unreserved=True)
             numbers = [checked_count("lengths", n, 0, MOST_POSITIONS) for n in lengths]
@@ -219,7 +218,7 @@ class Pages:
             return self._leave(gone)
 
     def compact(self, request: Request, length: int, same: int) -> tuple[int, list[int]]:
-        """The request will have `length` tokens, of which the first `same` stand where they do. Returns the
+        """Shortens the request to `length` tokens, of which the first `same` keep their place. Returns the
         first place that must be written again, and the pages whose contents nobody needs."""
         with self.lock:
             (entry,) = self._distinct([request], unreserved=True)
@@ -241,7 +240,7 @@ class Pages:
             return min(stay * self.page_size, length), [*self._leave(left), *self._taken_anew()]
 
     def place(self, request: Request, start: int, evicted: int, kept: int) -> None:
-        """A request without tokens stands where another one stood when it was swapped out."""
+        """Puts a request without tokens where another one stood when it was swapped out."""
         with self.lock:
             if start % self.page_size:
                 change = "Swap it into a cache with pages of that size."
@@ -254,8 +253,7 @@ class Pages:
             self.version += 1
 
     def remember(self, request: Request, tokens: Sequence[int], key: Hashable) -> int:
-        """The request's full pages can be found by its tokens from now on. Returns how many tokens those
-        hold."""
+        """Makes the request's full pages findable by its tokens. Returns how many tokens those hold."""
         with self.lock:
             entry = self._entry(request)
             if entry.start or entry.evicted or len(tokens) > entry.length:
@@ -274,7 +272,7 @@ class Pages:
             return self._prefixes.find(tokens[:-1], key)
 
     def begin(self, tokens: Sequence[int], key: Hashable) -> Request:
-        """A new request that begins with the pages of `found`."""
+        """Makes a request that begins with the pages of `found`."""
         with self.lock:
             pages = array("i", self.found(tokens, key))
             made = self._handle()
@@ -285,15 +283,15 @@ class Pages:
             return made
 
     def forget(self) -> list[int]:
-        """No prefix is remembered any more. Returns the pages that nobody owns any more."""
+        """Forgets all prefixes. Returns the pages that nobody owns any more."""
         with self.lock:
             pages = self._prefixes.clear()
             self._idle.clear()
             return self._leave(pages)
 
     def snapshot(self) -> Snapshot:
-        """What every request is now, without tokens of open reservations. Its pages stay as they are until
-        `release`: whoever appends to one of them copies it first."""
+        """Records what every request is now, without tokens of open reservations. The pages stay as they are
+        until `release`: an append to one of them copies it first."""
         with self.lock:
             entries = {request: entry.copy() for request, entry in self._entries.items()}
             made = Snapshot(self._id, entries)
@@ -303,8 +301,8 @@ class Pages:
             return made
 
     def restore(self, snapshot: Snapshot) -> list[int]:
-        """Every request is again what it was, and those made since are gone. The snapshot may be used again.
-        Returns the pages that nobody owns any more."""
+        """Makes every request what it was; those made since are gone. The snapshot may be used again. Returns
+        the pages that nobody owns any more."""
         with self.lock:
             self._held(snapshot)
             if self._reservations:
@@ -318,7 +316,7 @@ class Pages:
             return self._leave(left)
 
     def release(self, snapshot: Snapshot) -> list[int]:
-        """The snapshot owns nothing any more. Returns the pages that nobody owns any more."""
+        """Ends a snapshot, which then owns nothing. Returns the pages that nobody owns any more."""
         with self.lock:
             self._held(snapshot)
             del self._snapshots[id(snapshot)]
@@ -378,8 +376,8 @@ class Pages:
     def _wanted(
         self, requests: Sequence[Request], counts: Sequence[int]
     ) -> tuple[list[Entry], list[int], set[int], list[int]]:
-        """What `reserve` with these arguments is about: entries, checked counts, indices of those whose last
-        page is copied, and new pages of each."""
+        """Works out what `reserve` with these arguments needs: entries, checked counts, indices of those
+        whose last page is copied, and the number of new pages of each."""
         entries = self._distinct(requests, unreserved=True)
         numbers = [checked_count("counts", n, 0, MOST_POSITIONS) for n in counts]
         if len(numbers) != len(entries):
@@ -412,7 +410,7 @@ class Pages:
         return reused
 
     def _leave(self, pages: Iterable[int]) -> list[int]:
-        """One owner fewer for each; those without any are free, and returned."""
+        """Takes one owner from each; pages left without any are freed, and returned."""
         freed = []
         for page in pages:
             self._owners[page] -= 1

@@ -1,9 +1,9 @@
-"""Which page holds the keys of which tokens: full pages, looked up by their tokens and all before them.
+"""Memory of prefixes: full pages, found by their tokens and all tokens before them.
 
 A key depends on every token before it, so a page is found by its own tokens and by the page before it: a
-dictionary from (entry of the page before, tokens) to the page. Its hash is one of tokens and what hashes
-alike is compared, token by token; entries are never named twice, so that what followed a forgotten page is
-not found behind another one."""
+dictionary from (entry of the page before, tokens) to the page. Tokens that hash alike are compared one by
+one. Names of entries are never used twice, so what followed a forgotten page is not found behind another
+one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Place = tuple[Hashable, tuple[int, ...]]  # the entry before, or what the root 
 
 
 class Prefixes:
-    """Says nothing about owners."""
+    """The pages of remembered prefixes; owners are counted elsewhere."""
 
     def __init__(self, page_size: int) -> None:
         self._size = page_size

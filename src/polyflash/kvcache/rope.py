@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
+from polyflash.kvcache.handles import is_ints
 from polyflash.mask import is_strided
 
 
@@ -97,12 +98,7 @@ class Rope:
         if not isinstance(x, Tensor) or x.ndim != 3 or not x.is_floating_point():
             change = "Use flatten(0, 1) on a batch."
             raise spec_error("x", got=described(x), wanted="floats (tokens, heads, head_dim)", change=change)
-        if (
-            not isinstance(positions, Tensor)
-            or positions.dtype not in (torch.int32, torch.int64)
-            or positions.shape != x.shape[:1]
-            or positions.device != x.device
-        ):
+        if not is_ints(positions, x.shape[:1], x.device):
             wanted, change = f"int32 or int64 ({x.shape[0]},) on {x.device}", "One position per token."
             raise spec_error("positions", got=described(positions), wanted=wanted, change=change)
         width = self._width(x.shape[-1])

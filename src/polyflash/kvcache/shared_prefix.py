@@ -1,5 +1,4 @@
-"""Attention of rows over the tables of several requests: in one call, or with the pages that all of them
-share attended once for all of them.
+"""Attention over the pages of several requests: in one call, or with their shared pages read once for all.
 
     out = merge(attention(all rows, shared pages), attention(rows of b, pages of b alone))
 
@@ -60,7 +59,7 @@ class Tables:
 
     @cached_property
     def plans(self) -> dict[tuple[object, ...], AttendPlan]:
-        """Of calls on these tables, by what else they depend on."""
+        """Plans of calls on these tables, by what else they depend on."""
         return {}
 
     @cached_property
@@ -68,8 +67,8 @@ class Tables:
         return {}
 
     def parted(self, pages: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tables and lengths of the first `pages` of the first request, and of all requests' others: made
-        once for all layers."""
+        """Tables and lengths of the first `pages` of the first request, and of all requests' other pages:
+        made once for all layers."""
         parts = self._parts.get(pages)
         if parts is None:
             keys, table = pages * self.page_size, self.page_table
@@ -179,6 +178,9 @@ def _shared(tables: Tables, counts: Sequence[int], causal: Causal) -> tuple[int,
     return 0, "No full page is shared by all requests and seen by all rows."
 
 
+_OF_BOTH_PARTS = ("softcap", "scale", "batch_invariant", "backend", "checked")
+
+
 def attend(
     q: Tensor,
     k_pages: Tensor,
@@ -186,58 +188,37 @@ def attend(
     tables: Tables,
     counts: Sequence[int],
     plan: AttendPlan,
-    *,
-    causal: Causal,
-    window: tuple[int | None, int | None] | None,
-    alibi_slopes: Tensor | None,
-    softcap: float,
-    sinks: Tensor | None,
-    scale: float | None,
-    kv_starts: Tensor | None,
-    kv_lens: Tensor | None,
-    q_offset: int | Tensor | None,
-    return_lse: bool,
-    out: Tensor | None,
-    batch_invariant: bool | None,
-    backend: str | None,
-    checked: bool,
+    options: dict[str, Any],
 ) -> Tensor | AttentionOutput:
-    """q (rows, num_q_heads, head_dim), `counts[b]` rows of each request one behind the other, over its pages,
-    as `plan` says."""
-    channels = v_pages.shape[3]
-    if plan.cascade and out is not None:  # nothing is launched for a place that cannot take the result
-        rows = q.transpose(0, 1)[None]
-        if not isinstance(out, Tensor) or out.ndim != 3:
-            wanted = f"a tensor ({q.shape[0]}, {q.shape[1]}, {channels})"
-            raise spec_error("out", got=described(out), wanted=wanted, change="Use torch.empty().")
-        check_out(out.transpose(0, 1)[None], rows, channels)
+    """Attention of q (rows, num_q_heads, head_dim), `counts[b]` rows of each request concatenated, over its
+    pages, as `plan` says. `options` are the arguments of `KVCache.attend` that `attention_paged` takes
+    too."""
     bounds, most = None, None
     if any(n != 1 for n in counts):
         bounds, most = tables.bounds(counts), max(counts)
-    of_rows: dict[str, Any] = {"cu_seqlens_q": bounds, "max_seqlen_q": most, "causal": causal, "sinks": sinks}
-    of_call: dict[str, Any] = {
-        "softcap": softcap, "scale": scale, "batch_invariant": batch_invariant, "backend": backend,
-        "checked": checked,
-    }  # fmt: skip
+    rows: dict[str, Any] = {"cu_seqlens_q": bounds, "max_seqlen_q": most}
     if not plan.cascade:
-        of_call |= {"window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts}
-        of_call |= {"q_offset": q_offset, "return_lse": return_lse, "out": out}
-        table, lens = tables.page_table, tables.kv_lens
-        if kv_lens is not None:
-            kv_lens = kv_lens if not isinstance(kv_lens, Tensor) else int32_of("kv_lens", kv_lens, checked)
-            if not isinstance(kv_lens, Tensor) or kv_lens.shape != lens.shape or kv_lens.dtype != lens.dtype:
-                got, change = described(kv_lens), "One length per request."
-                wanted = f"int32 or int64 ({len(counts)},)"
-                raise spec_error("kv_lens", got=got, wanted=wanted, change=change)
-            lens = torch.minimum(lens, kv_lens)  # what no length reaches may not be read
+        lens = _shortened(tables.kv_lens, options["kv_lens"], options["checked"])
+        others = {name: x for name, x in options.items() if name != "kv_lens"}
         whole: Tensor | AttentionOutput = attention_paged(
-            q, k_pages, v_pages, table, lens, **of_rows, **of_call
+            q, k_pages, v_pages, tables.page_table, lens, **rows, **others
         )
         return whole
+    out, return_lse, channels = options["out"], options["return_lse"], v_pages.shape[3]
+    if out is not None:  # nothing is launched for a place that cannot take the result
+        if not isinstance(out, Tensor) or out.ndim != 3:
+            wanted = f"a tensor ({q.shape[0]}, {q.shape[1]}, {channels})"
+            raise spec_error("out", got=described(out), wanted=wanted, change="Use torch.empty().")
+        check_out(out.transpose(0, 1)[None], q.transpose(0, 1)[None], channels)
+    rows |= {
+        "causal": options["causal"],
+        "sinks": options["sinks"],
+    }  # all rows see the prefix; sinks count once
+    common = {name: options[name] for name in _OF_BOTH_PARTS}
     shared_table, shared_length, own_table, own_lens = tables.parted(plan.shared_pages)
-    prefix = _over_prefix(q, k_pages, v_pages, shared_table, shared_length, tables, of_call)
+    prefix = _over_prefix(q, k_pages, v_pages, shared_table, shared_length, tables, common)
     rest: AttentionOutput = attention_paged(
-        q, k_pages, v_pages, own_table, own_lens, return_lse=True, **of_rows, **of_call
+        q, k_pages, v_pages, own_table, own_lens, return_lse=True, **rows, **common
     )
     merged, lse = merge_rows(prefix, rest, need_lse=return_lse)
     if out is not None:
@@ -248,6 +229,17 @@ def attend(
         like = q.to(v_pages.dtype).transpose(0, 1)[None]
         result = outputs(like, v_pages, False)[0][0].transpose(0, 1).copy_(merged)
     return AttentionOutput(result, cast("Tensor", lse)) if return_lse else result
+
+
+def _shortened(lens: Tensor, kv_lens: object, checked: bool) -> Tensor:
+    """The lengths of requests, or the caller's where they are shorter: what no length reaches is not read."""
+    if kv_lens is None:
+        return lens
+    given = int32_of("kv_lens", kv_lens, checked) if isinstance(kv_lens, Tensor) else kv_lens
+    if not isinstance(given, Tensor) or given.shape != lens.shape or given.dtype != lens.dtype:
+        got, wanted = described(given), f"int32 or int64 ({lens.shape[0]},)"
+        raise spec_error("kv_lens", got=got, wanted=wanted, change="One length per request.")
+    return torch.minimum(lens, given)
 
 
 def _over_prefix(

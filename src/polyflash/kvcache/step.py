@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 class Step:
     """`counts[b]` new tokens of `requests[b]`, reserved but not there yet.
 
-    Tokens of all requests stand one behind the other: total = sum(counts) rows of k, v and q. As a context it
-    commits at its end, or takes everything back if an exception leaves it; then the cache is as before. What
-    it wrote until then lies where no length reaches. Until it ends, its requests can be read (as before the
-    step) and forked, but not changed. One thread at a time may use a step.
-    """
+    Tokens of all requests are concatenated: total = sum(counts) rows of k, v and q. Used as a context, a step
+    commits at the end of the block. If an exception leaves the block, the cache is as before: what was
+    written lies where no length reaches. Until the step ends, its requests can be read (as before the step)
+    and forked, but not changed. One thread at a time may use a step."""
 
     def __init__(self, cache: KVCache, reservation: Reservation, tables: Tables) -> None:
         self.cache = cache
@@ -67,8 +66,8 @@ class Step:
         positions: Tensor | None = None,
         q: Tensor | None = None,
     ) -> Tensor | None:
-        """The new tokens of one layer, k (total, num_kv_heads, head_dim) and v (total, num_kv_heads,
-        head_dim_v), of the pool's dtype, to their slots.
+        """Writes the new tokens of one layer to their slots: k (total, num_kv_heads, head_dim) and v (total,
+        num_kv_heads, head_dim_v), of the pool's dtype.
 
         With `rope`, k is rotated as it is written, and q (total, num_q_heads, head_dim) is returned rotated.
         `positions`, int32 or int64 (total,), are those to rotate by; default the tokens' places in their
@@ -101,7 +100,7 @@ class Step:
         return q
 
     def commit(self) -> None:
-        """The tokens belong to their requests.
+        """Makes the tokens part of their requests.
 
         Raises:
             SpecError: the step has ended, or a layer has not written its tokens; the step stays open then.
@@ -114,7 +113,7 @@ class Step:
         self.cache.end_step(self._reservation, self.tables)
 
     def rollback(self) -> None:
-        """Nothing happened; the reserved pages are free again. A step that has ended stays as it is."""
+        """Takes the step back and frees its pages. A step that has ended stays as it is."""
         if self.open:
             self.cache.end_step(self._reservation, None)
 

@@ -1,4 +1,4 @@
-"""`Storage`: pools of pages for every layer, whose tokens stand in them, and which pages are given back."""
+"""`Storage`: pools of pages for every layer, the requests that own them, and what is given back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from polyflash.kvcache.shared_prefix import Tables
 
 
 class Storage:
-    """What a `KVCache` is without steps and attention."""
+    """A `KVCache` without steps and attention."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Page tables of other libraries, to and from (page_table, kv_lens).
+"""Conversion of other libraries' page tables to and from (page_table, kv_lens).
 
 FlashInfer lists the pages of all requests in one vector: request b has pages
 indices[indptr[b] : indptr[b+1]], the last of which holds last_page_len[b] tokens, from 1 to page_size. vLLM
-and flash-attn have a table like ours (`block_table`, `seq_lens`): nothing is to be converted there."""
+and flash-attn have a table like ours (`block_table`, `seq_lens`), which needs no conversion."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
-
-_INTS = (torch.int32, torch.int64)
+from polyflash.kvcache.handles import is_ints
 
 
 class FlashInferTable(NamedTuple):
@@ -32,7 +31,7 @@ class PageTable(NamedTuple):
 
 
 def from_flashinfer(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int) -> PageTable:
-    """The table that attention_paged() takes, on the device of `indptr`; synchronises there.
+    """Makes the table that attention_paged() takes, on the device of `indptr`; synchronises there.
 
     A request without pages has length 0, whatever its last_page_len. Entries of `indices` beyond indptr[-1]
     belong to nobody.
@@ -67,13 +66,13 @@ def from_flashinfer(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page
 
 
 def to_flashinfer(page_table: Tensor, kv_lens: Tensor, page_size: int) -> FlashInferTable:
-    """What FlashInfer's plan() takes, on the device of `page_table`; synchronises there. A request of length
-    0 has no pages and a last_page_len of 0.
+    """Makes what FlashInfer's plan() takes, on the device of `page_table`; synchronises there. A request of
+    length 0 has no pages and a last_page_len of 0.
 
     Raises:
         SpecError: other dtypes or shapes, or a length that is negative or beyond the table.
     """
-    if not isinstance(page_table, Tensor) or page_table.dtype not in _INTS or page_table.ndim != 2:
+    if not is_ints(page_table) or page_table.ndim != 2:
         wanted, change = "int32 (batch, max_pages)", "One row of pages per request."
         raise spec_error("page_table", got=described(page_table), wanted=wanted, change=change)
     _check_vector("kv_lens", kv_lens, page_table)
@@ -94,7 +93,7 @@ def to_flashinfer(page_table: Tensor, kv_lens: Tensor, page_size: int) -> FlashI
 
 
 def _check_vector(name: str, x: Tensor, beside: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in _INTS or x.ndim != 1 or x.device != beside.device:
+    if not is_ints(x, device=getattr(beside, "device", None)) or x.ndim != 1:
         change = "All on one device."
         raise spec_error(name, got=described(x), wanted="an int32 or int64 vector", change=change)
 

@@ -1,4 +1,5 @@
-"""Which keys the queries of a batch see, said in O(seqlen) numbers, and the mask function that says it."""
+"""`BatchMask`: the keys that each query of a batch sees, in O(seqlen) numbers; and transformers' mask
+function."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class BatchMask:
     def to(
         self, device: Any = None, dtype: Any = None, non_blocking: bool = False, copy: bool = False
     ) -> BatchMask | Tensor:
-        """The same mask on another device, with the signature of `Tensor.to`; dense in another dtype."""
+        """Moves the mask to another device, with the signature of `Tensor.to`; dense in another dtype."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         if isinstance(device, Tensor):
@@ -85,7 +86,7 @@ class BatchMask:
         return self
 
     def dense(self) -> Tensor:
-        """The bool (batch, 1, seqlen_q, seqlen_k) tensor that this mask stands for; True = attend."""
+        """Builds the bool (batch, 1, seqlen_q, seqlen_k) tensor that this mask stands for; True = attend."""
         batch, _, seqlen_q, seqlen_k = self.shape
         offset = self.q_offset.view(-1, 1, 1, 1) if isinstance(self.q_offset, Tensor) else self.q_offset
         at = torch.arange(seqlen_q, device=self.device)[:, None] + offset
@@ -108,7 +109,7 @@ class BatchMask:
         return seen
 
     def options(self, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
-        """The arguments of `attention()` that say the same.
+        """Translates the mask to arguments of `attention()`.
 
         Raises:
             SpecError: the mask is for other lengths.
@@ -145,7 +146,7 @@ class BatchMask:
         return q_ids, torch.zeros(batch, seqlen_k, dtype=torch.int32, device=self.device)
 
     def within(self, ids: Tensor) -> BatchMask:
-        """This mask, and each of the last tokens sees only tokens of its own document.
+        """Adds documents to this mask: each of the last tokens sees only tokens of its own.
 
         `ids`: int (batch or 1, seqlen_q), not falling along the tokens; query i and key i + q_offset are the
         same token, and keys before belong to the first document of this call. Where `padded` is true, ids
@@ -171,10 +172,8 @@ class BatchMask:
             ids = of_key.gather(1, (rows + offset).clamp(0, seqlen_k - 1))
         if isinstance(self.padded, Tensor):
             before = self._ids()
-            ids, of_key = (
-                torch.where(self.padded, before[0], ids),
-                torch.where(self.padded, before[1], of_key),
-            )
+            ids = torch.where(self.padded, before[0], ids)
+            of_key = torch.where(self.padded, before[1], of_key)
         return replace(self, q_ids=ids, k_ids=of_key, cu_seqlens=cu_seqlens, chunk=None)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -233,20 +232,13 @@ def _mask_of_batch(
         if not fits or (attention_mask is not None and attention_mask.shape[0] != batch_size):
             pattern = None
     if pattern is None:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,  # type: ignore[arg-type]  # a tensor with a static cache
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
+        dense: Tensor | None = sdpa_mask(
+            batch_size, q_length, kv_length,
+            q_offset,  # type: ignore[arg-type]  # a tensor with a static cache
+            kv_offset, mask_function, attention_mask, local_size, allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
+        )  # fmt: skip
+        return dense
     return _structured(
         pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device),
     )  # fmt: skip
@@ -290,21 +282,9 @@ def _structured(
     ):
         return None
     return BatchMask(
-        (batch, 1, q_length, kv_length),
-        device,
-        pattern.causal,
-        offset,
-        lens,
-        starts,
-        left,
-        pattern.right,
-        q_ids,
-        k_ids,
-        live if holes else None,
-        cu_seqlens,
-        chunk,
-        padded,
-    )
+        (batch, 1, q_length, kv_length), device, pattern.causal, offset, lens, starts, left, pattern.right,
+        q_ids, k_ids, live if holes else None, cu_seqlens, chunk, padded,
+    )  # fmt: skip
 
 
 def _live(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a mask function of transformers says, read off by calling it once with symbols for its indices.
+"""Recognition of transformers' mask functions, by calling each once with symbols for its indices.
 
 transformers builds masks from functions (batch, head, query, key) -> bool, combined by closures: causal,
 sliding window, chunks, packed documents. `read()` calls such a function with four `Term`s. Its comparisons
@@ -10,7 +10,7 @@ computes something else is never mistaken for a known one, and torch.compile can
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,61 +39,32 @@ class Pattern:
     chunk_starts: Tensor | None = None  # int (batch,)
 
 
+def _operator(kind: str) -> Callable[..., Any]:
+    """A method of `Term` that builds the node of an operator."""
+
+    def build(self: Term, *others: Any) -> Term:
+        return Term(kind, self, *others)
+
+    return build
+
+
 class Term:
     """A node of the expression: the operator's name and its operands; a leaf has none."""
 
     device = None  # mask functions move results to each other's device
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, kind: str, *parts: Any) -> None:
         self.kind = kind
         self.parts = parts
 
-    def __le__(self, other: Any) -> Term:
-        return Term("<=", self, other)
-
-    def __ge__(self, other: Any) -> Term:
-        return Term(">=", self, other)
-
-    def __lt__(self, other: Any) -> Term:
-        return Term("<", self, other)
-
-    def __gt__(self, other: Any) -> Term:
-        return Term(">", self, other)
-
-    def __eq__(self, other: object) -> Term:  # type: ignore[override]
-        return Term("==", self, other)
-
-    def __ne__(self, other: object) -> Term:  # type: ignore[override]
-        return Term("!=", self, other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __and__(self, other: Any) -> Term:
-        return Term("&", self, other)
-
-    def __rand__(self, other: Any) -> Term:
-        return Term("&", self, other)
-
-    def __or__(self, other: Any) -> Term:
-        return Term("|", self, other)
-
-    def __ror__(self, other: Any) -> Term:
-        return Term("|", self, other)
-
-    def __invert__(self) -> Term:
-        return Term("~", self)
-
-    def __add__(self, other: Any) -> Term:
-        return Term("+", self, other)
-
-    def __sub__(self, other: Any) -> Term:
-        return Term("-", self, other)
-
-    def __floordiv__(self, other: Any) -> Term:
-        return Term("//", self, other)
-
-    def __abs__(self) -> Term:
-        return Term("abs", self)
+    __le__, __ge__ = _operator("<="), _operator(">=")
+    __lt__, __gt__ = _operator("<"), _operator(">")
+    __eq__, __ne__ = _operator("=="), _operator("!=")
+    __and__ = __rand__ = _operator("&")
+    __or__ = __ror__ = _operator("|")
+    __add__, __sub__, __floordiv__ = _operator("+"), _operator("-"), _operator("//")
+    __invert__, __abs__ = _operator("~"), _operator("abs")
 
     def __bool__(self) -> bool:
         raise TypeError("a mask function that branches on an index has no structure to read")
@@ -126,7 +97,7 @@ _UNREADABLE = (AttributeError, IndexError, NotImplementedError, RuntimeError, Ty
 
 
 def read(mask_function: Callable[..., Any]) -> Pattern | None:
-    """The pattern that `mask_function` computes, or None if it is not a conjunction of known ones."""
+    """Returns the pattern that `mask_function` computes, or None if it is no conjunction of known ones."""
     if mask_function is causal_mask_function:
         return _CAUSAL
     if mask_function is bidirectional_mask_function:
@@ -136,36 +107,25 @@ def read(mask_function: Callable[..., Any]) -> Pattern | None:
             term = mask_function(Term("batch"), Term("head"), Term("query"), Term("key"))
     except _UNREADABLE:
         return None
-    found = _Matching()
-    return found.pattern() if found.take(term) else None
+    matching = _Matching()
+    return matching.pattern if matching.take(term) and matching.is_sound() else None
 
 
 class _Matching:
     """Collects the atoms of a conjunction; `take()` is False at the first one that is not known."""
 
     def __init__(self) -> None:
-        self.causal = False
-        self.left: int | None = None
-        self.right: int | None = None
-        self.documents: Tensor | None = None
-        self.positions: Tensor | None = None
-        self.chunk: int | None = None
-        self.chunk_starts: Tensor | None = None
+        self.pattern = Pattern()
         self.plain_positions = False
 
-    def pattern(self) -> Pattern | None:
-        # Positions that restart say nothing about the order of keys unless documents are kept apart too.
-        if self.positions is not None and (self.documents is None or self.plain_positions):
-            return None
-        return Pattern(
-            self.causal,
-            self.left,
-            self.right,
-            self.documents,
-            self.positions,
-            self.chunk,
-            self.chunk_starts,
-        )
+    def is_sound(self) -> bool:
+        """Positions that restart say nothing about the order of keys unless documents are kept apart too."""
+        found = self.pattern
+        return found.positions is None or (found.documents is not None and not self.plain_positions)
+
+    def add(self, **fields: Any) -> bool:
+        self.pattern = replace(self.pattern, **fields)
+        return True
 
     def take(self, term: Any) -> bool:
         if not isinstance(term, Term):
@@ -187,15 +147,13 @@ class _Matching:
     def _order(self, a: Any, b: Any) -> bool:
         """key <= query, or |query - key| <= n."""
         if self._is(a, "key") and self._is(b, "query"):
-            self.causal = True
-            return True
+            return self.add(causal=True)
         if not (_is_term(a, "abs") and _is_int(b) and b >= 0 and _is_term(a.parts[0], "-")):
             return False
         x, y = a.parts[0].parts
         if not (self._is(x, "query") and self._is(y, "key")):
             return False
-        self.left, self.right = _smaller(self.left, b), _smaller(self.right, b)
-        return True
+        return self.add(left=_smaller(self.pattern.left, b), right=_smaller(self.pattern.right, b))
 
     def _window(self, a: Any, b: Any) -> bool:
         """key > query - n: the query itself and n - 1 keys before it."""
@@ -204,20 +162,18 @@ class _Matching:
         n = b.parts[1]
         if not (_is_int(n) and n >= 1):
             return False
-        self.left = _smaller(self.left, n - 1)
-        return True
+        return self.add(left=_smaller(self.pattern.left, n - 1))
 
     def _documents(self, a: Any, b: Any) -> bool:
         """ids[batch, query] == ids[batch, key]."""
         ids = _table(a, "query")
-        if ids is None or ids is not _table(b, "key") or self.documents is not None:
+        if ids is None or ids is not _table(b, "key") or self.pattern.documents is not None:
             return False
-        self.documents = ids
-        return True
+        return self.add(documents=ids)
 
     def _chunks(self, a: Any, b: Any) -> bool:
         """(key - starts[batch]) // n == (query - starts[batch]) // n."""
-        if not (_is_term(a, "//") and _is_term(b, "//") and self.chunk is None):
+        if not (_is_term(a, "//") and _is_term(b, "//") and self.pattern.chunk is None):
             return False
         (x, n), (y, m) = a.parts, b.parts
         if not (_is_int(n) and _is_int(m) and n == m and _is_term(x, "-") and _is_term(y, "-")):
@@ -227,19 +183,17 @@ class _Matching:
             return False
         if not (self._is(x.parts[0], "key") and self._is(y.parts[0], "query")):
             return False
-        self.chunk, self.chunk_starts = n, starts
-        return True
+        return self.add(chunk=n, chunk_starts=starts)
 
     def _is(self, term: Any, axis: str) -> bool:
-        """Is it the index of `axis`, or one table of positions at that index?"""
+        """Says whether `term` is the index of `axis`, or one table of positions at that index."""
         if _is_term(term, axis):
             self.plain_positions = True
             return True
-        table = _table(term, axis)
-        if table is None or (self.positions is not None and self.positions is not table):
+        table, positions = _table(term, axis), self.pattern.positions
+        if table is None or (positions is not None and positions is not table):
             return False
-        self.positions = table
-        return True
+        return self.add(positions=table)
 
 
 def _is_term(term: Any, kind: str) -> bool:
