@@ -1,4 +1,4 @@
-"""What `make demo` shows: a model, a comparison, and the reasons."""
+"""The demonstration of `make demo`: a model, a comparison, and the reasons."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def sentences_of_reference() -> list[str]:
 
 
 def model_folder() -> Path:
-    """Where pip put the model's files."""
+    """Finds where pip put the model's files."""
     files = metadata.files(MODEL_PACKAGE) or []
     config = next(file for file in files if file.name == "config.json" and file.parent.name == "model")
     return Path(str(config.locate())).parent

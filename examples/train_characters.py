@@ -60,7 +60,7 @@ class Run:
 
     @property
     def median(self) -> float:
-        """Of the steps after the first, which compiles and allocates."""
+        """Median of the steps after the first, which compiles and allocates."""
         return statistics.median(self.seconds[1:] or self.seconds)
 
 
@@ -214,7 +214,7 @@ def report(settings: Settings, runs: dict[str, Run], console: Console) -> float:
 
 
 def plan(settings: Settings) -> str:
-    """Which kernels run the model's attention here."""
+    """Names the kernels that run the model's attention here."""
     shape = (settings.batch, settings.heads, settings.seqlen, settings.width // settings.heads)
     q = torch.empty(shape, dtype=DTYPES[settings.dtype], requires_grad=True)
     chosen = polyflash.explain(q, q, q, causal="top_left")

@@ -1,4 +1,5 @@
-"""What this process compiled: one line on stderr for a person, and seconds for `polyflash.counters()`.
+"""Record of what this process compiled: one line on stderr for a person, and seconds for
+`polyflash.counters()`.
 
 A kernel that a cache already has is loaded, not compiled, and leaves no trace here."""
 

@@ -1,4 +1,4 @@
-"""What a storage dtype means: its width, its accumulation type, its rounding unit."""
+"""Meaning of a storage dtype: its width, its accumulation type, its rounding unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every environment variable polyflash reads. Nothing else in the package touches `os.environ`."""
+"""Every environment variable that polyflash reads. No other module touches `os.environ`."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Mask:
             _positive("rows", self.rows)
 
     def __repr__(self) -> str:
-        """The parts as they are written, tensors by their shapes."""
+        """Shows the parts as they are written, tensors by their shapes."""
         parts = []
         if self.alignment is not None:
             parts.append(f"causal({self.alignment!r})" if self.alignment != "bottom_right" else "causal()")
@@ -155,7 +155,7 @@ class Mask:
     __rand__ = __and__
 
     def to(self, device: device | str | int, *, non_blocking: bool = False) -> Mask:
-        """The same mask with every tensor it holds on `device`; no copy of those that are there already.
+        """Moves every tensor that the mask holds to `device`; no copy of those that are there already.
 
         Raises:
             SpecError: no device. The dtypes of a mask are fixed, so it takes none.
@@ -243,7 +243,7 @@ def _check_alignment(value: Any) -> None:
 
 
 def is_strided(x: Tensor) -> bool:
-    """Is a tensor an ordinary one, with an address and a stride per dimension?"""
+    """Says whether a tensor is an ordinary one, with an address and a stride per dimension."""
     import torch
 
     return x.layout is torch.strided and not x.is_nested
@@ -299,7 +299,7 @@ def _runs_of(visible: Tensor, keys: int) -> Tensor:
 
 
 def checked_window(window: Window) -> Window:
-    """The same window, or a `SpecError` that teaches the convention."""
+    """Checks a window; a `SpecError` teaches the convention."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         change = "Use None for an unbounded side."
         raise spec_error("window", got=described(window), wanted="(left, right)", change=change)
@@ -362,7 +362,7 @@ def block_range(
 def visible_pairs(
     seqlen_q: int, seqlen_k: int, *, offset: int, causal: bool, window: Window = (None, None)
 ) -> int:
-    """How many (query, key) pairs are visible, in closed form: a sum over rows of clamped linear bounds."""
+    """Counts the visible (query, key) pairs in closed form: a sum over rows of clamped linear bounds."""
     left, right = window
     if causal:
         right = 0 if right is None else min(right, 0)

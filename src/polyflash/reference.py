@@ -198,14 +198,15 @@ def paged_reference(
 
 
 def _gathered(pool: Tensor, pages: Tensor, mapped: Tensor) -> Tensor:
-    """The keys of these pages one behind the other, (keys, heads, channels); of unmapped pages any."""
+    """Concatenates the keys of these pages, (keys, heads, channels); those of unmapped pages may be
+    anything."""
     if not pool.shape[0]:
         return pool.new_zeros((len(pages), *pool.shape[1:])).flatten(0, 1)
     return pool[torch.where(mapped, pages, 0)].flatten(0, 1)
 
 
 def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, first_batch: int = 0) -> np.ndarray:
-    """Which weights survive, bool (batch, num_q_heads, seqlen_q, seqlen_k): the same on every backend.
+    """Draws which weights survive, bool (batch, num_q_heads, seqlen_q, seqlen_k): the same on every backend.
 
     Word key % 4 of Philox4x32-10 with key = the seed's two halves and counter = (key // 4, query, head +
     Hq·batch, 0) is kept iff it is at least floor(p·2^32)."""
@@ -318,7 +319,7 @@ def _live_keys(
 def _positions(
     seqlen_q: int, live: Tensor, alignments: tuple[bool | str | None, ...], q_offset: int | Tensor | None
 ) -> Tensor:
-    """Where each row stands among the keys, int64 (batch, 1, seqlen_q, 1)."""
+    """Position of each row among the keys, int64 (batch, 1, seqlen_q, 1)."""
     if q_offset is not None:
         offset = torch.as_tensor(q_offset, device=live.device).long().reshape(-1, 1, 1, 1).expand_as(live)
     elif "top_left" in alignments:
@@ -331,7 +332,7 @@ def _positions(
 def _visible(
     position: Tensor, j: Tensor, causal: bool | str, window: tuple[int | None, int | None] | None, rules: Mask
 ) -> Tensor:
-    """Which key j a row at `position` may see by order, distance and segment; bool (batch, 1, ...)."""
+    """Tells which key j a row at `position` may see by order, distance and segment; bool (batch, 1, ...)."""
     visible = torch.ones_like(position - j, dtype=torch.bool)
     if causal or rules.alignment:
         visible = visible & (j <= position)
@@ -347,7 +348,7 @@ def _visible(
 
 
 def _listed(bounds: Tensor, rows: int, seqlen_q: int, j: Tensor) -> Tensor:
-    """Which key j an interval list of a row's block of `rows` rows holds; bool (batch or 1, heads or 1,
+    """Tells which key j an interval list of a row's block of `rows` rows holds; bool (batch or 1, heads or 1,
     seqlen_q, keys)."""
     inside = (bounds[..., :1] <= j) & (j < bounds[..., 1:])
     return inside.any(-2).repeat_interleave(rows, -2)[..., :seqlen_q, :]

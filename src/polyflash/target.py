@@ -1,4 +1,4 @@
-"""What a device is, as plain data, so that plans for any device can be made on any machine.
+"""Devices as plain data, so that plans for any device can be made on any machine.
 
 `detect()` is the only function in the package that looks at hardware.
 """
@@ -25,7 +25,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 def remedy(package: str) -> str:
-    """What to type where a package is missing or too old; "" for one that is none of ours."""
+    """The command to type where a package is missing or too old; "" for a package that is not ours."""
     oldest = ".".join(map(str, MINIMUM_PACKAGES.get(package, ())))
     return f"pip install '{package}>={oldest}'" if oldest else ""
 
@@ -130,8 +130,8 @@ def detect(device_type: str, index: int = 0) -> Target:
 
 
 def _gpu(properties: object, is_hip: bool, packages: tuple[tuple[str, str], ...]) -> Target:
-    """A device from what torch says of it. What this torch does not say is that of a known device like it, of
-    an unknown one the least there is."""
+    """Describes a device by what torch says of it. What this torch does not say is that of a known device
+    like it, of an unknown one the least there is."""
 
     def said(name: str) -> int:
         return int(getattr(properties, name, 0) or 0)

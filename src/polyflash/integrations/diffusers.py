@@ -84,8 +84,8 @@ def _attention(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """As diffusers' native backend: q, k, v (batch, seqlen, heads, head_dim); `attn_mask` bool, True = see,
-    or float; (batch, seqlen_k), or broadcastable to (batch, heads, seqlen_q, seqlen_k)."""
+    """Computes what diffusers' native backend does: q, k, v (batch, seqlen, heads, head_dim); `attn_mask`
+    bool, True = see, or float; (batch, seqlen_k), or broadcastable to (batch, heads, seqlen_q, seqlen_k)."""
     if return_lse or _parallel_config is not None:
         raise UnsupportedError(
             "return_lse, parallel_config: polyflash takes part in no context parallelism. Use another backend"

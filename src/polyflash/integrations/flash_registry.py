@@ -15,7 +15,7 @@ NAME = "POLYFLASH"  # in torch's registry
 
 
 class Handle:
-    """What torch's registry keeps, and calls to undo."""
+    """The registration that torch's registry keeps, and calls to undo."""
 
     def __init__(self, library: torch.library.Library, order: list[int] | None) -> None:
         self.library, self.order = library, order
@@ -52,7 +52,8 @@ def register(on_gpus: bool) -> Handle:
 
 
 def put_flash_first(device: str) -> list[int]:
-    """Before cuDNN in the order in which torch asks its kernels on a GPU; returns the order there was."""
+    """Puts flash attention before cuDNN in the order in which torch asks its kernels; returns the old
+    order."""
     x = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)
     torch._fused_sdp_choice(x, x, x)  # torch makes its order at its first choice, over any that was set
     before: list[int] = torch._C._get_sdp_priority_order()
@@ -81,7 +82,8 @@ def _gpu_forward(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """As torch's kernel, with the seed on the CPU in both places of its random state: nobody waits for it."""
+    """Does what torch's kernel does, with the seed on the CPU in both places of its random state, so that
+    nothing waits."""
     if return_debug_mask:
         raise UnsupportedError("return_debug_mask: no matrix of weights is ever made. Leave it False")
     state = torch.zeros(2, dtype=torch.int64, device="cpu")

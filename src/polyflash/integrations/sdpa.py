@@ -309,7 +309,7 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[int, int,
 
 
 def _broadcast(*shapes: Any) -> tuple[int, ...] | None:
-    """The shape that all broadcast to, or None."""
+    """Finds the shape that all broadcast to, or None."""
     ndim = max(map(len, shapes))
     whole = []
     for sizes in zip(*((1,) * (ndim - len(s)) + tuple(s) for s in shapes), strict=True):

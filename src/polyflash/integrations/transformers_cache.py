@@ -41,7 +41,8 @@ __all__ = ("PagedCache", "PagedStates", "register")
 
 
 def register(name: str = "poly") -> str:
-    """As `polyflash.integrations.transformers.register`, and calls with a `PagedCache` read its pages.
+    """Registers as `polyflash.integrations.transformers.register` does; calls with a `PagedCache` read its
+    pages.
 
     Raises:
         SpecError: transformers gives the name, or a part of it, a meaning of its own.
@@ -101,7 +102,7 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the pools are there."""
+        """Does nothing: the pools exist."""
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: Any
@@ -151,8 +152,8 @@ class PagedCache(Cache):
     def of(
         cls, model: PreTrainedModel, tokens: int, *, page_size: int = 16, cascade: bool = False
     ) -> PagedCache:
-        """A cache with room for `tokens` tokens in all, in whole pages, with the sizes, dtype and device of
-        `model`.
+        """Makes a cache with room for `tokens` tokens in all, in whole pages, with the sizes, dtype and
+        device of `model`.
 
         Raises:
             SpecError: no such number of tokens or page size; or the config of the model has no
@@ -185,7 +186,7 @@ class PagedCache(Cache):
 
     @property
     def source(self) -> Step | tuple[Request, ...]:
-        """What `KVCache.attend` takes: the step of a pass that has not ended, or the requests."""
+        """The source that `KVCache.attend` takes: the step of a pass that has not ended, or the requests."""
         return self.requests if self._step is None else self._step
 
     def page_table(self) -> Tensor:
@@ -193,8 +194,8 @@ class PagedCache(Cache):
         return self.cache.page_table(self.requests) if self._step is None else self._step.tables.page_table
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[PagedStates, PagedStates]:
-        """New tokens of one layer, (batch, num_kv_heads, new, head_dim), cast to the dtype of the pool: under
-        torch.autocast they come in several. Returns what stands for all.
+        """Writes new tokens of one layer, (batch, num_kv_heads, new, head_dim), cast to the dtype of the
+        pool: under torch.autocast they come in several. Returns what stands for all.
 
         Raises:
             OutOfPages: too few free pages for a new pass; the cache is as before it.
@@ -318,7 +319,7 @@ def _options(
     sliding_window: int | None,
     position_ids: Tensor | None,
 ) -> dict[str, Any] | None:
-    """The mask in the words of `KVCache.attend`, or None if it needs others."""
+    """The mask as arguments of `KVCache.attend`, or None if they cannot express it."""
     if sliding_window is not None and mask.left is None and key.shape[2] > sliding_window:
         return None
     if mask.causal and position_ids is not None:

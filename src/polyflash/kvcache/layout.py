@@ -1,4 +1,4 @@
-"""Where tokens stand in memory: pools of pages (num_pages, page_size, num_kv_heads, head_dim), and slots.
+"""Memory layout of tokens: pools of pages (num_pages, page_size, num_kv_heads, head_dim), and slots.
 
 Slot p·page_size + j is place j of page p. A pool may have any strides, as long as no two elements share an
 address: pages with padding between them, one of two interleaved tensors, heads outside of the page. Offsets
@@ -30,8 +30,8 @@ _SHAPES = {
 
 
 def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -> tuple[Tensor, ...]:
-    """One (num_pages, page_size, num_kv_heads, head_dim) view per layer: of a pool, of a 5-D tensor of pools
-    with the layer first, or of a sequence of pools.
+    """Makes one (num_pages, page_size, num_kv_heads, head_dim) view per layer: of a pool, of a 5-D tensor of
+    pools with the layer first, or of a sequence of pools.
 
     Raises:
         SpecError: something else, an unknown layout, or a pool whose elements share addresses.

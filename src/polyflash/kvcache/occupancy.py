@@ -100,8 +100,8 @@ def survivors(keep: Tensor, layers: int, heads: int, first: int, length: int) ->
 
 
 def heavy_hitters(sums: Tensor, keep: int, *, recent: int = 0) -> Tensor:
-    """The places to `keep` of each row of `sums` (..., tokens): the `recent` last ones, and of the others
-    those that received most attention; int64 (..., keep), rising. Of equal ones the earlier stay.
+    """Picks the places to `keep` of each row of `sums` (..., tokens): the `recent` last ones, and of the
+    others those that received most attention; int64 (..., keep), rising. Of equal ones the earlier stay.
 
     `sums` are `polyflash.column_sums`, added up over steps; for one per kv head sum its query heads.
 

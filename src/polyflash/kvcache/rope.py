@@ -25,7 +25,7 @@ from polyflash.mask import is_strided
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """How to rotate: by `base`, or by tables `cos` and `sin`, float (positions, rotary_dim / 2) each.
+    """A rotation by `base`, or by tables `cos` and `sin`, float (positions, rotary_dim / 2) each.
 
     `rotary_dim` is the head_dim if it is None and there are no tables. transformers' tables repeat their
     columns: pass cos[:, : rotary_dim // 2].

@@ -89,7 +89,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """What `KVCache.attend` does for a call. It prints itself.
+    """A description of what `KVCache.attend` does for a call. It prints itself.
 
     `shared_keys` are the keys in the `shared_pages` that are read once for all requests; `keys` are those
     read per key/value head, shared ones once.
@@ -133,7 +133,7 @@ def planned(
 
 
 def _check_seen(tables: Tables, counts: Sequence[int], causal: Causal, given: dict[str, object]) -> None:
-    """No row sees a token that was given back."""
+    """Checks that no row sees a token that was given back."""
     far = [name for name in ("q_offset", "kv_lens") if given[name] is not None]
     if far or causal == "top_left":
         name, change = (far or ["causal"])[0], "Their rows stand at the end of each request."
@@ -168,7 +168,7 @@ def _made(
 
 
 def _shared(tables: Tables, counts: Sequence[int], causal: Causal) -> tuple[int, str]:
-    """Leading pages that every row of every request sees whole."""
+    """Counts the leading pages that every row of every request sees whole."""
     if len(tables.lengths) < 2:
         return 0, "Fewer than two requests."
     seen = [n - rows + 1 if causal and rows else n for n, rows in zip(tables.lengths, counts, strict=True)]
@@ -246,8 +246,9 @@ def _over_prefix(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, tables: Tables,
     options: dict[str, Any],
 ) -> AttentionOutput:  # fmt: skip
-    """All rows over the keys of one table, int32 (1, pages), `length` (1,). Every row sees every key, so a
-    few rows are as good as query heads of one token, whose kernel walks the keys once at memory speed."""
+    """Attends all rows to the keys of one table, int32 (1, pages), `length` (1,). Every row sees every key,
+    so a few rows are as good as query heads of one token, whose kernel walks the keys once at memory
+    speed."""
     rows, heads, head_dim = q.shape
     group = heads // max(1, k_pages.shape[2])
     if rows * group > PACKED_ROWS:

@@ -53,7 +53,7 @@ class Step:
         return self._reservation.open
 
     def has_written(self, layer: int) -> bool:
-        """Are this layer's tokens where they belong?"""
+        """Says whether this layer has written its tokens."""
         return layer in self._written or not self.slot_mapping.shape[0]
 
     def write(

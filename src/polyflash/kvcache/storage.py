@@ -69,7 +69,7 @@ class Storage:
         layout: PoolLayout = "NHD",
         scrub: bool = False,
     ) -> Self:
-        """A cache over pools that exist already, all of whose pages it may use; nothing is copied.
+        """Makes a cache over pools that exist already, all of whose pages it may use; nothing is copied.
 
         A pool is (num_pages, page_size, num_kv_heads, head_dim) as in vLLM and flash-attn, or with
         layout="HND" (num_pages, num_kv_heads, page_size, head_dim); any strides. Several layers: a sequence
@@ -144,18 +144,18 @@ class Storage:
         return self._pages.requests()
 
     def add(self, count: int = 1) -> tuple[Request, ...]:
-        """New requests without tokens."""
+        """Makes requests without tokens."""
         return self._pages.add(count)
 
     def fork(self, request: Request, count: int = 1) -> tuple[Request, ...]:
-        """New requests that begin with all tokens of `request` and share its pages."""
+        """Makes requests that begin with all tokens of `request` and share its pages."""
         return self._pages.fork(request, count)
 
     def length(self, request: Request) -> int:
         return self._pages.length(request)
 
     def truncate(self, requests: Requests, lengths: Counts) -> None:
-        """Only the first `lengths[b]` tokens of each request remain, as after a rejected speculation."""
+        """Keeps only the first `lengths[b]` tokens of each request, as after a rejected speculation."""
         who = listed(requests)
         with self._pages.lock:
             self._zero(self._pages.truncate(who, numbers("lengths", lengths, who)))
@@ -193,7 +193,7 @@ class Storage:
             self._zero(self._pages.free_left(listed(requests), left))
 
     def evict(self, request: Request, keep: Tensor) -> None:
-        """Only the tokens at the places `keep` remain, in their order, and move together.
+        """Keeps only the tokens at the places `keep`, in their order, and moves them together.
 
         What a kept token is stays, bit for bit: its key is rotated to the position it had. What counts places
         counts the tokens that are left: `length`, causal order (every one is before the next token), windows,
@@ -226,7 +226,7 @@ class Storage:
                     write_slots(pool, kept[begin:], slots)
 
     def remember(self, request: Request, tokens: Sequence[int] | Tensor, *, key: Hashable = None) -> int:
-        """The request's full pages are found by `begin` from now on, also when the request has ended, until a
+        """Makes the request's full pages findable by `begin`, also after the request has ended, until a
         step needs pages and none is free: then those that were unused for longest go.
 
         Args:
@@ -242,16 +242,16 @@ class Storage:
         return self._pages.remember(request, token_list(tokens), key)
 
     def cached_tokens(self, tokens: Sequence[int] | Tensor, *, key: Hashable = None) -> int:
-        """Tokens that a request of `begin(tokens, key=key)` would have now."""
+        """Counts the tokens that a request of `begin(tokens, key=key)` would have now."""
         return len(self._pages.found(token_list(tokens), key)) * self.page_size
 
     def begin(self, tokens: Sequence[int] | Tensor, *, key: Hashable = None) -> Request:
-        """A new request that shares the pages of the longest remembered prefix of `tokens`, without the last
-        one, whose row is yet to be computed: append tokens[length(request):]."""
+        """Makes a request that shares the pages of the longest remembered prefix of `tokens`, without the
+        last one, whose row is yet to be computed: append tokens[length(request):]."""
         return self._pages.begin(token_list(tokens), key)
 
     def forget(self) -> None:
-        """Remembers no prefix any more, as after a change of the weights."""
+        """Forgets all prefixes, as after a change of the weights."""
         with self._pages.lock:
             self._zero(self._pages.forget())
 
@@ -288,7 +288,7 @@ class Storage:
         return moved(slots_of(tables.host_table, self.page_size, first, rest)[0], self.device)
 
     def read(self, request: Request, *, layer: int = 0, start: int = 0) -> tuple[Tensor, Tensor]:
-        """A copy of a request's keys and values from the token `start` on, (tokens, num_kv_heads, head_dim)
+        """Copies a request's keys and values from the token `start` on, (tokens, num_kv_heads, head_dim)
         and (..., head_dim_v).
 
         Raises:
@@ -299,12 +299,12 @@ class Storage:
         return read_slots(k_pool, slots), read_slots(v_pool, slots)
 
     def snapshot(self) -> Snapshot:
-        """Every request as it is now. Holds its pages until `release`: the next append to each request copies
-        its last page first, so that `restore` gives back the same bits."""
+        """Records every request as it is now. Holds its pages until `release`: the next append to each
+        request copies its last page first, so that `restore` gives back the same bits."""
         return self._pages.snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Every request is what it was at the snapshot, which may be used again; requests made since are
+        """Makes every request what it was at the snapshot, which may be used again; requests made since are
         gone."""
         with self._pages.lock:
             self._zero(self._pages.restore(snapshot))
@@ -323,7 +323,7 @@ class Storage:
         self._pages.check()
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The pools of one layer, which must be what they were when the cache was made.
+        """Returns the pools of one layer, which must be what they were when the cache was made.
 
         Raises:
             SpecError: no such layer, or a pool has another dtype, device or shape by now.

@@ -42,7 +42,7 @@ Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
 
 @dataclass(slots=True)
 class Gradients:
-    """What is being summed, None where it was not asked for. dq is finished tile by tile."""
+    """Sums in progress, None where one was not asked for. dq is finished tile by tile."""
 
     dq: Tensor | None  # q's dtype
     dk: Tensor | None  # accumulation dtype, k's shape
@@ -53,7 +53,7 @@ class Gradients:
 
 @dataclass(slots=True)
 class Rows:
-    """What one query tile brings to every key tile; (b, Hkv, G·rows, ·) and (b, Hkv, G, rows, 1)."""
+    """Values that one query tile brings to every key tile; (b, Hkv, G·rows, ·) and (b, Hkv, G, rows, 1)."""
 
     i0: int
     rows: int

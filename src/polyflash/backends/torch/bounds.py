@@ -12,7 +12,7 @@ from torch import Tensor
 def narrowed(
     bounds: Tensor, i0: int, rows: int, blocks: tuple[int, int], block_n: int, seqlen_q: int
 ) -> tuple[int, int]:
-    """Of key blocks [n_lo, n_hi), those that rows i0.. of a tile may see a key of."""
+    """Narrows key blocks [n_lo, n_hi) to those of which rows i0.. of a tile may see a key."""
     if bounds.device.type != "cpu":
         return blocks
     own = bounds[max(i0, 0) : min(i0 + rows, seqlen_q)].long().clamp(min=0)
@@ -24,8 +24,8 @@ def narrowed(
 
 
 def within(bounds: Tensor, i0: int, rows: int, j0: int, keys: int, seqlen_q: int) -> Tensor | None:
-    """Which pairs of a tile the bounds allow, bool (rows, keys); None if all. Rows outside the tensor have
-    those of its first or last row."""
+    """Finds the pairs of a tile that the bounds allow, bool (rows, keys); None if all. Rows outside the
+    tensor have those of its first or last row."""
     at = torch.arange(i0, i0 + rows, device=bounds.device).clamp(0, seqlen_q - 1)
     starts, ends = bounds.index_select(0, at).long().unsqueeze(1).unbind(-1)
     if bounds.device.type == "cpu" and bool(((starts <= j0) & (ends >= j0 + keys)).all()):

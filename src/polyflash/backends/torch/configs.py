@@ -58,7 +58,7 @@ def choose(spec: AttentionSpec, target: Target) -> Config:
 
 
 def candidates(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
-    """What a tuner may try."""
+    """Configs that a tuner may try."""
     first = choose(spec, target)
     if Feature.BATCH_INVARIANT in spec.features:
         return (first,)
@@ -68,7 +68,8 @@ def candidates(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
 
 
 def hands_over(spec: AttentionSpec, target: Target) -> bool:
-    """Is the call dense or causal, and free of every operand that torch SDPA reads otherwise?"""
+    """Says whether the call is dense or causal, and free of every operand that torch SDPA reads
+    differently."""
     return (
         target.kind == "cpu"  # the one kind of device on which equality was tested
         and spec.phase is Phase.FORWARD

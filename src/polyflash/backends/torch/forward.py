@@ -231,7 +231,7 @@ def block_range(part: Part, i0: int, rows: int, block_n: int) -> tuple[int, int]
 
 
 def inside(part: Part, i0: int, rows: int, j0: int, keys: int) -> bool:
-    """Do all rows of the tile see all its keys, as far as lengths, order and distance go?"""
+    """Says whether all rows of the tile see all its keys, as far as lengths, order and distance go."""
     if not (isinstance(part.kv_start, int) and isinstance(part.kv_len, int)):
         return False
     if not part.kv_start <= j0 <= j0 + keys <= part.kv_len:
@@ -250,7 +250,7 @@ def _sides(args: Arguments) -> tuple[int | None, int | None]:
 
 
 def positions(part: Part, i0: int, rows: int) -> Tensor:
-    """Where the rows of a tile stand among the keys: (rows, 1), or (b, 1, 1, rows, 1)."""
+    """Positions of a tile's rows among the keys: (rows, 1), or (b, 1, 1, rows, 1)."""
     return torch.arange(i0, i0 + rows, device=part.q.device)[:, None] + part.offset
 
 
@@ -344,7 +344,7 @@ def finite(x: Tensor) -> Tensor:
 
 
 def nonfinite_sum(visible: Tensor | None, x: Tensor, group: int, rows: int) -> Tensor | None:
-    """What the NaN and infinities of x (b, Hkv, keys, C) add to the rows that see them:
+    """Sums what the NaN and infinities of x (b, Hkv, keys, C) add to the rows that see them:
     (b, Hkv, G·rows | 1, C) of 0, ±inf and NaN. None if x is known to be finite (a device is not asked)."""
     if x.device.type == "cpu" and math.isfinite(float(x.sum())):
         return None
@@ -437,7 +437,7 @@ def _stored(x: Tensor, table: Tensor | None) -> Tensor | Pages:
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments, config: Config
 ) -> None:
-    """Each run of packed members as a batch; what belongs to no member is 0 and -inf."""
+    """Attends each run of packed members as a batch; what belongs to no member is 0 and -inf."""
     out.zero_()
     if args.need_lse:
         lse.fill_(-_INF)

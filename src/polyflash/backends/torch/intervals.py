@@ -17,7 +17,7 @@ def lists_of(intervals: Tensor, i0: int, rows: int, seqlen_q: int, interval_rows
 
 
 def touches(lists: Tensor, j0: int, keys: int) -> bool:
-    """Does a list have a key of the tile? On a device nothing is read: it may."""
+    """Says whether a list has a key of the tile. On a device nothing is read, and the answer is yes."""
     if lists.device.type != "cpu":
         return True
     starts, ends = lists.unbind(-1)
@@ -25,7 +25,7 @@ def touches(lists: Tensor, j0: int, keys: int) -> bool:
 
 
 def listed(intervals: Tensor, i0: int, rows: int, j0: int, keys: int, seqlen_q: int, of: int) -> Tensor:
-    """Which pairs of a tile the lists of row blocks of `of` rows allow, bool (..., rows, keys)."""
+    """Finds the pairs of a tile that the lists of row blocks of `of` rows allow, bool (..., rows, keys)."""
     lists, first = lists_of(intervals, i0, rows, seqlen_q, of)
     starts, ends = (lists.long() - j0).clamp(0, keys).unbind(-1)
     counted = (starts < ends).to(torch.int32)  # unchecked lists may hold ends before starts

@@ -68,7 +68,7 @@ def runs(args: Arguments, total_q: int, total_k: int) -> Iterator[Run]:
 
 
 def _spans(bounds: list[int], total: int) -> list[tuple[int, int]]:
-    """Where each member starts and ends; bounds that fall or leave the tensor make members shorter."""
+    """Start and end of each member; bounds that fall or leave the tensor make members shorter."""
     spans, at = [], min(max(bounds[0], 0), total)
     for bound in bounds[1:]:
         end = min(max(bound, at), total)

@@ -47,8 +47,8 @@ class Pages:
         return F.pad(keys.to(kind), (0, 0, lo - start, start + size - hi)).contiguous()
 
     def mapped(self, start: int, size: int) -> Tensor | None:
-        """Which of the keys [start, start + size) stand in a page of the pool, (b, 1, 1, 1, size); None if
-        all do. Those that no request has live count as mapped."""
+        """Finds which of the keys [start, start + size) stand in a page of the pool, (b, 1, 1, 1, size); None
+        if all do. Those that no request has live count as mapped."""
         lo, hi = max(start, 0), min(start + size, self.shape[2] if self.live is None else self.live)
         if hi <= lo:
             return None

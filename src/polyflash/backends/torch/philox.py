@@ -34,7 +34,7 @@ def philox(
 
 
 def kept(planes: Tensor, i0: int, rows: int, j0: int, keys: int, *, p: float, seed: int) -> Tensor:
-    """Which weights of one tile survive, bool (*planes, rows, keys). `planes` (int64) is head +
+    """Draws which weights of one tile survive, bool (*planes, rows, keys). `planes` (int64) is head +
     num_q_heads·batch; rows start at query i0, keys at key j0, a multiple of 4."""
     device = planes.device
     quads = torch.arange(j0 // 4, -(-(j0 + keys) // 4), device=device)

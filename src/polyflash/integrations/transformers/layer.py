@@ -1,4 +1,4 @@
-"""The attention function: one layer's call as transformers makes it, said in the words of `attention()`."""
+"""The attention function: translates one layer's call by transformers to `attention()`."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _attention_forward(
 def _mask_of_call(
     query: Tensor, key: Tensor, attention_mask: Tensor | BatchMask | None, is_causal: bool
 ) -> BatchMask | Tensor:
-    """The mask, in words if it may be: no mask is a causal one from the top left, or none at all."""
+    """Describes the mask of a call: no mask means a causal one from the top left, or none at all."""
     if attention_mask is None:
         # A static cache hands over its unwritten end too: aligned top-left, no row sees it.
         shape = (query.shape[0], 1, query.shape[2], key.shape[2])
@@ -120,7 +120,7 @@ def _mask_of_call(
 
 
 def _kept_apart(mask: BatchMask, position_ids: Tensor) -> BatchMask:
-    """`mask`, and documents apart if positions restart. transformers looks for that without a cache only."""
+    """Adds documents to `mask` if positions restart. transformers looks for that only without a cache."""
     seqlen_q = mask.shape[2]
     if seqlen_q == 1 or position_ids.ndim != 2 or position_ids.shape[1] != seqlen_q:
         return mask
@@ -135,7 +135,7 @@ def _kept_apart(mask: BatchMask, position_ids: Tensor) -> BatchMask:
 def _packed(
     mask: BatchMask, cu_q: Tensor | None, cu_k: Tensor | None, position_bias: Tensor | None
 ) -> tuple[BatchMask, Tensor | None, Tensor | None]:
-    """Documents by cumulative lengths: as members of a varlen call, else as ids beside what `mask` says."""
+    """Translates cumulative lengths to members of a varlen call, or to ids beside what `mask` says."""
     if cu_q is None or cu_k is None or mask.shape[0] != 1:
         raise UnsupportedError("cu_seq_lens_q: wanted with cu_seq_lens_k and a batch of one. Pass both")
     if mask.q_ids is mask.kv_lens is position_bias is None:
