@@ -210,10 +210,7 @@ def attend(
             wanted = f"a tensor ({q.shape[0]}, {q.shape[1]}, {channels})"
             raise spec_error("out", got=described(out), wanted=wanted, change="Use torch.empty().")
         check_out(out.transpose(0, 1)[None], q.transpose(0, 1)[None], channels)
-    rows |= {
-        "causal": options["causal"],
-        "sinks": options["sinks"],
-    }  # all rows see the prefix; sinks count once
+    rows |= {name: options[name] for name in ("causal", "sinks")}  # of this part alone: sinks count once
     common = {name: options[name] for name in _OF_BOTH_PARTS}
     shared_table, shared_length, own_table, own_lens = tables.parted(plan.shared_pages)
     prefix = _over_prefix(q, k_pages, v_pages, shared_table, shared_length, tables, common)
