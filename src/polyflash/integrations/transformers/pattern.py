@@ -123,7 +123,7 @@ class _Matching:
         found = self.pattern
         return found.positions is None or (found.documents is not None and not self.plain_positions)
 
-    def add(self, **fields: Any) -> bool:
+    def _with(self, **fields: Any) -> bool:
         self.pattern = replace(self.pattern, **fields)
         return True
 
@@ -147,13 +147,13 @@ class _Matching:
     def _order(self, a: Any, b: Any) -> bool:
         """key <= query, or |query - key| <= n."""
         if self._is(a, "key") and self._is(b, "query"):
-            return self.add(causal=True)
+            return self._with(causal=True)
         if not (_is_term(a, "abs") and _is_int(b) and b >= 0 and _is_term(a.parts[0], "-")):
             return False
         x, y = a.parts[0].parts
         if not (self._is(x, "query") and self._is(y, "key")):
             return False
-        return self.add(left=_smaller(self.pattern.left, b), right=_smaller(self.pattern.right, b))
+        return self._with(left=_smaller(self.pattern.left, b), right=_smaller(self.pattern.right, b))
 
     def _window(self, a: Any, b: Any) -> bool:
         """key > query - n: the query itself and n - 1 keys before it."""
@@ -162,14 +162,14 @@ class _Matching:
         n = b.parts[1]
         if not (_is_int(n) and n >= 1):
             return False
-        return self.add(left=_smaller(self.pattern.left, n - 1))
+        return self._with(left=_smaller(self.pattern.left, n - 1))
 
     def _documents(self, a: Any, b: Any) -> bool:
         """ids[batch, query] == ids[batch, key]."""
         ids = _table(a, "query")
         if ids is None or ids is not _table(b, "key") or self.pattern.documents is not None:
             return False
-        return self.add(documents=ids)
+        return self._with(documents=ids)
 
     def _chunks(self, a: Any, b: Any) -> bool:
         """(key - starts[batch]) // n == (query - starts[batch]) // n."""
@@ -183,7 +183,7 @@ class _Matching:
             return False
         if not (self._is(x.parts[0], "key") and self._is(y.parts[0], "query")):
             return False
-        return self.add(chunk=n, chunk_starts=starts)
+        return self._with(chunk=n, chunk_starts=starts)
 
     def _is(self, term: Any, axis: str) -> bool:
         """Says whether `term` is the index of `axis`, or one table of positions at that index."""
@@ -193,7 +193,7 @@ class _Matching:
         table, positions = _table(term, axis), self.pattern.positions
         if table is None or (positions is not None and positions is not table):
             return False
-        return self.add(positions=table)
+        return self._with(positions=table)
 
 
 def _is_term(term: Any, kind: str) -> bool:
