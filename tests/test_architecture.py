@@ -221,6 +221,13 @@ def test_public_functions_name_their_arguments(module: str):
 
 
 @pytest.mark.parametrize("module", MODULES)
+def test_options_are_given_by_name(module: str):
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Options":
+            assert not node.args, f"{module}:{node.lineno}"
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_names_say_something(module: str):
     assert not BANNED_NAMES & set(module.split(".")), module
     for node in ast.walk(tree(module)):

@@ -116,7 +116,7 @@ def test_contents_on_a_device_are_read_only_if_asked(monkeypatch):
         q, lens = torch.empty(1, 1, 2, 8, device=place), torch.ones(1, dtype=torch.int32, device=place)
         args = torch_ops.Arguments(kv_lens=lens, **options)
         spec = SimpleNamespace(device=device)
-        launch = SimpleNamespace(spec=spec, run=lambda *_: None, tally=Tally("", "", ""))
+        launch = SimpleNamespace(spec=spec, run=lambda *_: None, tally=Tally("", "", ""), contents=True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
         torch_ops._run(launch, q, q, q, q, NO_LSE, args)
         return len(read)

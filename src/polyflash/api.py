@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from polyflash import repeats, torch_ops
-from polyflash.arguments import Causal, Layout, WindowSides, known_backend, normalise
-from polyflash.entry import attend, bhsd_views, explained, packed_views, paged_views
+from polyflash.arguments import Causal, Layout, Options, WindowSides, known_backend
+from polyflash.entry import Bound, Form, attend, bind, explained, form_of, views_of
 from polyflash.errors import spec_error
 from polyflash.hints import answering, unexpected
 from polyflash.mask import Mask
@@ -121,8 +121,8 @@ def attention(
         raise unexpected(attention, unknown)
     given = out
     if not isinstance(layout, str) or layout != "bhsd":
-        q, k, v, out = bhsd_views(layout, q, k, v, out)
-    key = found = None
+        q, k, v, out = views_of(form_of(layout), q, k, v, out)
+    key = results = None
     plain = (
         window is mask is bias is alibi_slopes is sinks is kv_lens is kv_starts is q_offset is None
         and batch_invariant is config is None
@@ -140,18 +140,21 @@ def attention(
         and (backend is None or type(backend) is str)
     ):
         key = repeats.of_keys(q, k, v, (causal, return_lse, softcap, scale, backend))
-        found = repeats.call(key, q, k, v)
-    if found is None:
+        results = repeats.call(key, q, k, v)
+    if results is None:
         if plain and scale is backend is None and softcap == 0.0:
-            args = Arguments(causal is True, None, return_lse)
+            bound = Bound(q, k, v, out, Arguments(causal is True, None, return_lse))
         else:
-            args = normalise(
-                q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
-                q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
+            options = Options(
+                causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes,
+                softcap=softcap, sinks=sinks, scale=scale, kv_lens=kv_lens, kv_starts=kv_starts,
+                q_offset=q_offset, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
+                batch_invariant=batch_invariant, backend=backend, config=config, checked=checked,
             )  # fmt: skip
-        found = attend(q, k, v, out, args)
-        repeats.learn(key, q, k, v, args)
-    result, lse = found
+            bound = bind(q, k, v, options, out=out)
+        results = attend(bound)
+        repeats.learn(key, q, k, v, bound.args)
+    result, lse = results
     if given is not None:
         result = given
     elif layout != "bhsd":
@@ -240,18 +243,18 @@ def attention_varlen(
             a device under checked=True."""
     if unknown:
         raise unexpected(attention_varlen, unknown)
-    rows, keys, values, place = packed_views(q, k, v, out)
-    args = normalise(
-        rows, keys, values, causal, window, None, None, alibi_slopes, softcap, sinks, scale, kv_lens,
-        kv_starts, q_offset, dropout_p, dropout_seed, return_lse, batch_invariant, backend, config, checked,
-        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    options = Options(
+        causal=causal, window=window, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, scale=scale,
+        kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, dropout_p=dropout_p,
+        dropout_seed=dropout_seed, return_lse=return_lse, batch_invariant=batch_invariant, backend=backend,
+        config=config, checked=checked, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
+    bound = bind(q, k, v, options, Form.PACKED, out)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         change = "attention() takes unpacked batches."
         raise spec_error("cu_seqlens", got="None", wanted="two int32 tensors", change=change)
-    result, lse = attend(rows, keys, values, place, args)
-    result = result[0].transpose(0, 1) if out is None else out
-    return AttentionOutput(result, lse[0]) if return_lse else result
+    return bound.returned(*attend(bound), out)
 
 
 @answering
@@ -297,18 +300,20 @@ def explain(
     """
     if unknown:
         raise unexpected(explain, unknown)
-    if not isinstance(layout, str) or layout != "bhsd":
-        q, k, v, _ = bhsd_views(layout, q, k, v, None)
-    elif page_table is not None:
-        q, k, v, _ = paged_views(q, k, v, cu_seqlens_q is not None)
-    elif cu_seqlens_q is not None or cu_seqlens_k is not None:
-        q, k, v, _ = packed_views(q, k, v, None)
-    args = normalise(
-        q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
-        q_offset, dropout_p, 0 if dropout_seed is None else dropout_seed, return_lse, batch_invariant,
-        backend, config, False, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), page_table,
+    options = Options(
+        causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap,
+        sinks=sinks, scale=scale, kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset,
+        dropout_p=dropout_p, dropout_seed=0 if dropout_seed is None else dropout_seed, return_lse=return_lse,
+        batch_invariant=batch_invariant, backend=backend, config=config, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        page_table=page_table,
     )  # fmt: skip
-    return explained(q, k, v, args, target)
+    form = form_of(layout)
+    if form is Form.BHSD and page_table is not None:
+        form = Form.PAGED if cu_seqlens_q is None else Form.PAGED_ROWS
+    elif form is Form.BHSD and not (cu_seqlens_q is cu_seqlens_k is None):
+        form = Form.PACKED
+    return explained(bind(q, k, v, options, form), target)
 
 
 @contextlib.contextmanager

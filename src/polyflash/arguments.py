@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import operator
 from numbers import Real
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from polyflash import backends, plan, validate
+from polyflash import backends, plan
 from polyflash.errors import described, spec_error
 from polyflash.mask import FAR_OFFSET, Mask, checked_window, is_strided
+from polyflash.operands import TENSORS
 from polyflash.spec import Arguments
 
 Layout = Literal["bhsd", "bshd"]
@@ -19,36 +20,38 @@ Causal = bool | Literal["bottom_right", "top_left"]
 WindowSides = tuple[int | None, int | None]
 
 
-def normalise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: Causal,
-    window: WindowSides | None,
-    mask: Tensor | Mask | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float,
-    sinks: Tensor | None,
-    scale: float | None,
-    kv_lens: Tensor | None,
-    kv_starts: Tensor | None,
-    q_offset: int | Tensor | None,
-    dropout_p: float,
-    dropout_seed: int | Tensor | None,
-    return_lse: bool,
-    batch_invariant: bool | None,
-    backend: str | None,
-    config: Any,
-    checked: bool,
-    cu_seqlens: tuple[Any, Any, Any, Any] | None = None,
-    page_table: Any = None,
-) -> Arguments:
-    """The user's arguments as the op's primitives; what needs no tensor is checked here. `cu_seqlens` are
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of a packed call; beside a `page_table` k and v
-    are pools."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        raise validate.explain_shapes(q, k, v)
+class Options(NamedTuple):
+    """The keyword arguments of a call as its user wrote them. Built by name, never by position."""
+
+    causal: Causal = False
+    window: WindowSides | None = None
+    mask: Tensor | Mask | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    scale: float | None = None
+    kv_lens: Tensor | None = None
+    kv_starts: Tensor | None = None
+    q_offset: int | Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | Tensor | None = None
+    return_lse: bool = False
+    batch_invariant: bool | None = None
+    backend: str | None = None
+    config: Any = None
+    checked: bool = False
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    page_table: Tensor | None = None
+
+
+def normalise(options: Options) -> Arguments:
+    """The options as the op's primitives; what can be checked without q, k and v is checked here."""
+    causal, window, mask = options.causal, options.window, options.mask
+    kv_lens, kv_starts, q_offset = options.kv_lens, options.kv_starts, options.q_offset
     q_segments = k_segments = intervals = interval_rows = None
     if mask is not None and not isinstance(mask, Tensor):
         structured = _conjunction(mask, causal, window, kv_lens, kv_starts)
@@ -58,16 +61,10 @@ def normalise(
         q_segments, k_segments = structured.q_ids, structured.k_ids
         intervals, interval_rows = structured.bounds, structured.rows
         mask = None
-    if batch_invariant is None:
-        batch_invariant = False
-    for name, flag in (
-        ("return_lse", return_lse),
-        ("batch_invariant", batch_invariant),
-        ("checked", checked),
-    ):
-        if flag is not True and flag is not False:
-            change = "A flag is known before any tensor is read."
-            raise spec_error(name, got=described(flag), wanted="True or False", change=change)
+    batch_invariant = False if options.batch_invariant is None else options.batch_invariant
+    _check_flag("return_lse", options.return_lse)
+    _check_flag("batch_invariant", batch_invariant)
+    _check_flag("checked", options.checked)
     offset = None
     if causal is not False and causal is not True:
         offset = _offset_of(causal)
@@ -78,58 +75,74 @@ def normalise(
         else:
             offset, q_offset = checked_int("q_offset", q_offset), None
             offset = max(-FAR_OFFSET, min(offset, FAR_OFFSET))
-    operands = (kv_lens, kv_starts, q_offset, mask, bias, alibi_slopes, sinks, q_segments, k_segments)
-    for x in operands:  # not count(None): Dynamo of torch 2.11 cannot trace a tensor compared with None
+    tensors: Any = (
+        kv_lens, kv_starts, q_offset, mask, options.bias, options.alibi_slopes, options.sinks, q_segments,
+        k_segments,
+    )  # fmt: skip
+    for x in tensors:  # not `in`: Dynamo of torch 2.11 cannot trace a tensor compared with None
         if x is not None:
-            kv_lens, kv_starts, q_offset = _checked_tensors(operands, checked)
+            tensors = _checked_tensors(tensors, options.checked)
             break
     left, right = (None, None) if window is None else checked_window(window)
-    dropout_p = _number("dropout_p", dropout_p)
-    dropout_seed = _seed(dropout_seed) if dropout_p else None
-    backend = known_backend(backend)
-    if config is not None:
-        config = plan.encode_config(config)
-    rarest: tuple[Any, ...] = ()
-    if intervals is not None or cu_seqlens is not None or page_table is not None:
-        packing = _packing(cu_seqlens or (None,) * 4, checked)
-        rarest = (intervals, interval_rows or 0, *packing, page_table)
-    return Arguments(
-        causal, scale if scale is None else _number("scale", scale), return_lse, left, right, offset, kv_lens,
-        kv_starts, cast("Tensor | None", q_offset), mask, bias, alibi_slopes, sinks, q_segments, k_segments,
-        _number("softcap", softcap), dropout_p, dropout_seed, batch_invariant, checked,
-        backend, config or "", *rarest,
+    scale, dropout_p = options.scale, _number("dropout_p", options.dropout_p)
+    values: Any = (
+        causal, scale if scale is None else _number("scale", scale), options.return_lse, left, right, offset,
+        *tensors, _number("softcap", options.softcap), dropout_p,
+        _seed(options.dropout_seed) if dropout_p else None, batch_invariant, options.checked,
+        known_backend(options.backend), "" if options.config is None else plan.encode_config(options.config),
     )  # fmt: skip
+    args = Arguments(*values)
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table = options[-5:]
+    if intervals is cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is page_table is None:
+        return args
+    return _with_rare_operands(args, options, intervals, interval_rows)
 
 
-def _packing(packed: tuple[Any, Any, Any, Any], checked: bool) -> tuple[Any, ...]:
-    (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), bounds = packed, []
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+def _check_flag(name: str, flag: Any) -> None:
+    if flag is not True and flag is not False:
+        change = "A flag is known before any tensor is read."
+        raise spec_error(name, got=described(flag), wanted="True or False", change=change)
+
+
+def _with_rare_operands(args: Arguments, options: Options, intervals: Any, interval_rows: Any) -> Arguments:
+    """Interval lists, packed members and pages, which most calls are spared."""
+    return args._replace(
+        intervals=intervals,
+        interval_rows=interval_rows or 0,
+        cu_seqlens_q=_member_bounds("cu_seqlens_q", options.cu_seqlens_q, options.checked),
+        cu_seqlens_k=_member_bounds("cu_seqlens_k", options.cu_seqlens_k, options.checked),
+        max_seqlen_q=_longest("max_seqlen_q", options.max_seqlen_q),
+        max_seqlen_k=_longest("max_seqlen_k", options.max_seqlen_k),
+        page_table=options.page_table,
+    )
+
+
+def _member_bounds(name: str, x: Any, checked: bool) -> Tensor | None:
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
+        raise spec_error(name, got=type(x).__name__, wanted="int32 tensor (members + 1,)", change=change)
+    return int32_of(name, x, checked)
+
+
+def _longest(name: str, x: Any) -> Any:
+    if x is None:
+        return None
+    return checked_int(name, x, "an int or None", change="Give the longest length, or None.")
+
+
+_TENSORS = tuple(x.name for x in TENSORS[:9])  # kv_lens to k_segments
+
+
+def _checked_tensors(tensors: tuple[Any, ...], checked: bool) -> list[Any]:
+    """Refuses what is no tensor; returns them with lengths and positions as the op takes them."""
+    for name, x in zip(_TENSORS, tensors, strict=True):
         if x is not None and not isinstance(x, Tensor):
-            change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
-            raise spec_error(name, got=type(x).__name__, wanted="int32 tensor (members + 1,)", change=change)
-        bounds.append(x if x is None else int32_of(name, x, checked))
-    longest = [
-        x if x is None else checked_int(name, x, "an int or None", change="Give the longest length, or None.")
-        for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
-    ]
-    return *bounds, *longest
-
-
-_OPERANDS = (
-    *("kv_lens", "kv_starts", "q_offset", "mask", "bias", "alibi_slopes", "sinks"),
-    *("q_segments", "k_segments"),
-)
-
-
-def _checked_tensors(operands: tuple[Any, ...], checked: bool) -> list[Any]:
-    """Refuses what is no tensor; returns kv_lens, kv_starts and q_offset as the op takes them."""
-    for name, x in zip(_OPERANDS, operands, strict=True):
-        if x is not None and not isinstance(x, Tensor):
-            raise spec_error(
-                name, got=type(x).__name__, wanted="a torch.Tensor", change="Use torch.tensor()."
-            )
-    ints = list(zip(_OPERANDS, operands, strict=True))[:3]
-    return [x if x is None else int32_of(name, x, checked) for name, x in ints]
+            change = "Use torch.tensor()."
+            raise spec_error(name, got=type(x).__name__, wanted="a torch.Tensor", change=change)
+    ints = zip(_TENSORS[:3], tensors[:3], strict=True)
+    return [*(x if x is None else int32_of(name, x, checked) for name, x in ints), *tensors[3:]]
 
 
 def int32_of(name: str, x: Tensor, checked: bool) -> Tensor:

@@ -1,17 +1,20 @@
-"""How public functions enter the op: views of the user's tensors, casts under autocast, a caller's place for
-the result, a plan in the place of a launch."""
+"""How public functions enter the op: `bind` makes one call of tensors and options, `attend` runs it,
+`explained` plans it, and `Bound.returned` gives the results the form of the inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from polyflash import backends, plan, torch_ops
+from polyflash import backends, plan, torch_ops, validate
 from polyflash import target as targets
+from polyflash.arguments import Options, normalise
 from polyflash.errors import SpecError, described, spec_error
+from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
 from polyflash.routes import any_requires_grad, requested_backend, spec_of, without_gradients
 from polyflash.spec import Arguments, Phase
@@ -19,8 +22,69 @@ from polyflash.storages import check_storages
 from polyflash.target import Target
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, args: Arguments) -> tuple[Tensor, Tensor]:
+class Form(Enum):
+    """What the dimensions of a caller's q, k, v are."""
+
+    BHSD = "(batch, heads, seqlen, head_dim)"
+    BSHD = "(batch, seqlen, heads, head_dim)"
+    PACKED = "(total, heads, head_dim)"
+    PAGED = "q (batch, heads, head_dim), one token per request, over pools of pages"
+    PAGED_ROWS = "q (total_q, heads, head_dim) over pools (num_pages, page_size, heads, head_dim)"
+
+
+def form_of(layout: Any) -> Form:
+    if isinstance(layout, str) and layout in ("bhsd", "bshd"):
+        return Form[layout.upper()]
+    change = "It is never guessed from shapes."
+    raise spec_error("layout", got=described(layout), wanted="'bhsd' or 'bshd'", change=change)
+
+
+class Bound(NamedTuple):
+    """One call of the op: q, k, v (batch, heads, seqlen, head_dim), a place for the result or None,
+    arguments, and the form of the caller's tensors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None
+    args: Arguments
+    form: Form = Form.BHSD
+
+    def returned(self, result: Tensor, lse: Tensor, out: Tensor | None = None) -> Tensor | AttentionOutput:
+        """The results of `attend` as the caller gets them: the caller's `out`, or in the form of q."""
+        if self.form is Form.BHSD:
+            view = result
+        elif self.form is Form.BSHD:
+            view = result.transpose(1, 2)
+        elif self.form is Form.PAGED:
+            view = result.squeeze(2)
+        else:
+            view = result[0].transpose(0, 1)
+        result = view if out is None else out
+        if not self.args.need_lse:
+            return result
+        if self.form is Form.PAGED:
+            return AttentionOutput(result, lse[:, :, 0].transpose(0, 1))
+        return AttentionOutput(result, lse if self.form in (Form.BHSD, Form.BSHD) else lse[0])
+
+
+def bind(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, form: Form = Form.BHSD, out: Tensor | None = None
+) -> Bound:
+    """One call, checked as far as it can be without the sizes of its tensors; `form` says what their
+    dimensions are."""
+    if form is not Form.BHSD:
+        q, k, v, out = views_of(form, q, k, v, out)
+        if form in _OVER_PAGES:
+            _check_table(form, q, options.page_table)
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        raise validate.explain_shapes(q, k, v)
+    return Bound(q, k, v, out, normalise(options), form)
+
+
+def attend(bound: Bound) -> tuple[Tensor, Tensor]:
     """The op on (batch, heads, seqlen, head_dim), into `out` if there is one."""
+    q, k, v, out, args, _ = bound
     if torch_ops.autocasting(q.device.type):
         q, k, v = autocast(q, k, v, args)
     if out is None:
@@ -34,8 +98,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, args: Arguments)
     return out, torch_ops.call_out(q, k, v, out, args)
 
 
-def explained(q: Tensor, k: Tensor, v: Tensor, args: Arguments, target: str | Target | None) -> Plan:
+def explained(bound: Bound, target: str | Target | None) -> Plan:
     """The plan of a call that `attend` would make, on `target` or on the device of q."""
+    q, k, v, _, args, _ = bound
     if torch_ops.autocasting(q.device.type):
         q, k, v = autocast(q, k, v, args)
     torch_ops.check(q, k, v, args)
@@ -57,31 +122,61 @@ def explained(q: Tensor, k: Tensor, v: Tensor, args: Arguments, target: str | Ta
     return plan.explain(spec, target, backends.TABLE, backend=backend, config=args.config, backward=backward)
 
 
-def bhsd_views(layout: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> tuple[Any, ...]:
-    """Views of (batch, seqlen, heads, head_dim) tensors as (batch, heads, seqlen, head_dim)."""
-    if not isinstance(layout, str) or layout != "bshd":
-        change = "It is never guessed from shapes."
-        raise spec_error("layout", got=described(layout), wanted="'bhsd' or 'bshd'", change=change)
-    views = []
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-        if x is not None and getattr(x, "ndim", 4) != 4:
-            raise SpecError(
-                f"{name}: got {x.ndim} dimensions, wanted 4: (batch, seqlen, heads, head_dim). Use view()"
-            )
-        views.append(_view(name, x, lambda x: x.transpose(1, 2)) if isinstance(x, Tensor) else x)
-    return tuple(views)
+_OVER_PAGES = (Form.PAGED, Form.PAGED_ROWS)
 
 
-def packed_views(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> tuple[Any, ...]:
-    """Views of (total, heads, head_dim) tensors as (1, heads, total, head_dim)."""
+def views_of(form: Form, q: Any, k: Any, v: Any, out: Any = None) -> list[Any]:
+    """Views of the caller's tensors as (batch, heads, seqlen, head_dim). Packed ones have a batch of 1; the
+    batch of a pool is its pages."""
+    paged = form in _OVER_PAGES
+    names = ("q", "k_pages", "v_pages", "out") if paged else ("q", "k", "v", "out")
     views = []
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-        if isinstance(x, Tensor) and x.ndim != 3:
-            wanted = "3: (total, heads, head_dim), with members one behind the other"
-            got = f"{x.ndim} dimensions {tuple(x.shape)}"
-            raise spec_error(name, got=got, wanted=wanted, change="Use flatten(0, 1) on a padded batch.")
-        views.append(_view(name, x, _row_of_heads) if isinstance(x, Tensor) else x)
-    return tuple(views)
+    for name, x in zip(names, (q, k, v, out), strict=True):
+        if not isinstance(x, Tensor):
+            if paged and name != "out":
+                change = "Use torch.as_tensor()."
+                raise spec_error(name, got=described(x), wanted="a torch.Tensor", change=change)
+            if form is Form.BSHD and x is not None and getattr(x, "ndim", 4) != 4:
+                raise _wrong_rank(form, name, x)
+            views.append(x)
+            continue
+        pool = name.endswith("_pages")
+        if x.ndim != (4 if pool or form is Form.BSHD else 3):
+            raise _wrong_rank(form, name, x)
+        if pool or form is Form.BSHD:
+            views.append(_view(name, x, lambda x: x.transpose(1, 2)))
+        else:
+            views.append(_view(name, x, (lambda x: x.unsqueeze(2)) if form is Form.PAGED else _row_of_heads))
+    return views
+
+
+def _wrong_rank(form: Form, name: str, x: Any) -> SpecError:
+    """The refusal of a tensor with more or fewer dimensions than its form has."""
+    if form is Form.BSHD:
+        return SpecError(
+            f"{name}: got {x.ndim} dimensions, wanted 4: (batch, seqlen, heads, head_dim). Use view()"
+        )
+    wanted = "3: (total, heads, head_dim), with members concatenated"
+    change = "Use flatten(0, 1) on a padded batch."
+    if name.endswith("_pages"):
+        wanted = "4: (num_pages, page_size, num_kv_heads, head_dim)"
+        change = "Use transpose(1, 2) if heads come before slots, select() on a tensor of both pools."
+    elif form is not Form.PACKED:
+        wanted = "3: (batch, heads, head_dim), one token per request; or (total_q, heads, head_dim)"
+        change = "Use flatten(0, 1), and cu_seqlens_q to say which rows are whose."
+    return spec_error(name, got=f"{x.ndim} dimensions {tuple(x.shape)}", wanted=wanted, change=change)
+
+
+def _check_table(form: Form, q: Tensor, page_table: Any) -> None:
+    """A page table is a tensor, with a row for each token (batch, num_q_heads, 1, head_dim) of q."""
+    if not isinstance(page_table, Tensor):
+        wanted = "int32 tensor (batch, max_pages)"
+        change = "Use torch.tensor(rows, dtype=torch.int32)."
+        raise spec_error("page_table", got=described(page_table), wanted=wanted, change=change)
+    if form is Form.PAGED and page_table.ndim == 2 and q.shape[0] != page_table.shape[0]:
+        wanted = f"{page_table.shape[0]}, one token per request of page_table"
+        change = "Say with cu_seqlens_q which rows are whose."
+        raise spec_error("q rows", got=q.shape[0], wanted=wanted, change=change)
 
 
 def _row_of_heads(x: Tensor) -> Tensor:
@@ -95,33 +190,6 @@ def _view(name: str, x: Tensor, made: Callable[[Tensor], Tensor]) -> Tensor:
     except RuntimeError:
         check_storages({name: x})
         raise
-
-
-def paged_views(q: Any, k_pages: Any, v_pages: Any, packed: bool, out: Any = None) -> tuple[Any, ...]:
-    """Views of q (batch, heads, head_dim), packed (total_q, heads, head_dim), and of pools (num_pages,
-    page_size, heads, head_dim) as (batch, heads, 1, head_dim), (1, heads, total_q, head_dim) and (num_pages,
-    heads, page_size, head_dim); of `out` as of q."""
-    views: list[Any] = []
-    for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages), ("out", out)):
-        if not isinstance(x, Tensor):
-            if name != "out":
-                change = "Use torch.as_tensor()."
-                raise spec_error(name, got=described(x), wanted="a torch.Tensor", change=change)
-            views.append(x)
-            continue
-        pool = name.endswith("_pages")
-        if x.ndim != (4 if pool else 3):
-            wanted = "4: (num_pages, page_size, num_kv_heads, head_dim)"
-            change = "Use transpose(1, 2) if heads come before slots, select() on a tensor of both pools."
-            if not pool:
-                wanted = "3: (batch, heads, head_dim), one token per request; or (total_q, heads, head_dim)"
-                change = "Use flatten(0, 1), and cu_seqlens_q to say which rows are whose."
-            raise spec_error(name, got=f"{x.ndim} dimensions {tuple(x.shape)}", wanted=wanted, change=change)
-        if pool:
-            views.append(_view(name, x, lambda x: x.transpose(1, 2)))
-        else:
-            views.append(_view(name, x, _row_of_heads if packed else lambda x: x.unsqueeze(2)))
-    return tuple(views)
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor, args: Arguments | None = None) -> tuple[Tensor, ...]:

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from polyflash import validate
-from polyflash.arguments import Layout, WindowSides, checked_int, normalise
+from polyflash.arguments import Layout, Options, WindowSides, checked_int
 from polyflash.autograd import INFERENCE_ONLY
-from polyflash.entry import attend, bhsd_views, explained
+from polyflash.entry import Bound, attend, bind, explained, form_of, views_of
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.hints import answering, unexpected
 from polyflash.mask import FAR_OFFSET, checked_window
 from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
-from polyflash.spec import Arguments
 from polyflash.target import Target
 
 # Rows per key/value head: of all groups together, and of the average group where there are several.
@@ -95,28 +94,29 @@ class _Groups(NamedTuple):
             return chosen, f"{packed} rows per key/value head in {len(self.q)} groups, {rule}"
         return fused, f"asked for by fused={fused}"
 
-    def calls(self, fused: bool) -> list[tuple[Tensor, Tensor, Tensor, Arguments]]:
+    def calls(self, fused: bool) -> list[Bound]:
         """The calls of the op: one, or one per group."""
         if fused:
             end = max(self.kv_lens)
-            q, k, v = torch.cat(self.q, 2), self.k[:, :, :end], self.v[:, :, :end]
-            args = self._arguments(q, k, v, False, None, None)
-            return [(q, k, v, args._replace(row_bounds=self._row_bounds()))]
+            bound = bind(torch.cat(self.q, 2), self.k[:, :, :end], self.v[:, :, :end], self._options())
+            return [bound._replace(args=bound.args._replace(row_bounds=self._row_bounds()))]
         placed = self.causal or self.window != (None, None)
-        found = []
-        for q, offset, end in zip(self.q, self.offsets, self.kv_lens, strict=True):
-            k, v = self.k[:, :, :end], self.v[:, :, :end]
-            args = self._arguments(q, k, v, self.causal, self.window, offset if placed else None)
-            found.append((q, k, v, args))
-        return found
+        own = self._options()._replace(causal=self.causal, window=self.window)
+        return [
+            bind(q, self.k[:, :, :end], self.v[:, :, :end], own._replace(q_offset=offset) if placed else own)
+            for q, offset, end in zip(self.q, self.offsets, self.kv_lens, strict=True)
+        ]
 
-    def _arguments(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: WindowSides | None, q_offset: int | None
-    ) -> Arguments:
-        return normalise(
-            q, k, v, causal, window, None, None, None, self.softcap, self.sinks, self.scale, None, None,
-            q_offset, 0.0, None, self.return_lse, None, self.backend, self.config, False,
-        )  # fmt: skip
+    def _options(self) -> Options:
+        """What all calls share; causal and window are bounds of rows where groups are fused."""
+        return Options(
+            softcap=self.softcap,
+            sinks=self.sinks,
+            scale=self.scale,
+            return_lse=self.return_lse,
+            backend=self.backend,
+            config=self.config,
+        )
 
     def _row_bounds(self) -> Tensor:
         """Keys [lo, hi) that each row of all groups sees, int32 (rows, 2)."""
@@ -198,7 +198,7 @@ def attention_groups(
         backend, config,
     )  # fmt: skip
     together = groups.fused(_flag("fused", fused))[0]
-    results = [attend(q, k, v, None, args) for q, k, v, args in groups.calls(together)]
+    results = [attend(bound) for bound in groups.calls(together)]
     if together:
         out, lse = results[0]
         lses = lse.split(groups.rows, 2) if return_lse else [lse] * len(groups.q)
@@ -234,7 +234,7 @@ def explain_groups(
         backend, config,
     )  # fmt: skip
     together, why = groups.fused(_flag("fused", fused))
-    plans = tuple(explained(*call, target) for call in groups.calls(together))
+    plans = tuple(explained(bound, target) for bound in groups.calls(together))
     return GroupsPlan(together, why, plans)
 
 
@@ -249,12 +249,12 @@ def _checked(
         raise spec_error("q_groups", got=described(q_groups), wanted="a list of tensors", change=change)
     first = q_groups[0] if q_groups else k
     if layout != "bhsd":
-        first, k, v, _ = bhsd_views(layout, first, k, v, None)
+        first, k, v, _ = views_of(form_of(layout), first, k, v)
     if not validate.shapes_agree(first, k, v):
         raise validate.explain_shapes(first, k, v)
     groups = []
     for index, q in enumerate(q_groups):
-        q = bhsd_views(layout, q, k, v, None)[0] if layout != "bhsd" else q
+        q = views_of(form_of(layout), q, k, v)[0] if layout != "bhsd" else q
         if not (isinstance(q, Tensor) and q.ndim == 4 and _kind(q) == _kind(first)):
             wanted = f"{described(first)} on {first.device}, as group 0, but for the rows"
             where = f" on {q.device}" if isinstance(q, Tensor) else ""

@@ -7,9 +7,8 @@ from typing import Any, Literal, Never, overload
 from torch import Tensor
 
 from polyflash import repeats
-from polyflash.arguments import Causal, WindowSides, normalise
-from polyflash.entry import attend, paged_views
-from polyflash.errors import described, spec_error
+from polyflash.arguments import Causal, Options, WindowSides
+from polyflash.entry import Form, attend, bind
 from polyflash.hints import answering, unexpected
 from polyflash.merging import AttentionOutput
 
@@ -96,7 +95,6 @@ def attention_paged(
     (2023)."""
     if unknown:
         raise unexpected(attention_paged, unknown)
-    packed = cu_seqlens_q is not None
     key = None
     if (
         cu_seqlens_q is max_seqlen_q is window is alibi_slopes is sinks is kv_starts is q_offset is None
@@ -109,30 +107,19 @@ def attention_paged(
         and (backend is None or type(backend) is str)
         and type(q) is type(k_pages) is type(v_pages) is Tensor
     ):
-        options = causal, return_lse, softcap, scale, backend, checked
-        key = repeats.of_pages(q, k_pages, v_pages, page_table, kv_lens, options)
+        fixed = causal, return_lse, softcap, scale, backend, checked
+        key = repeats.of_pages(q, k_pages, v_pages, page_table, kv_lens, fixed)
         found = repeats.call(key, q, k_pages, v_pages, page_table, kv_lens)
         if found is not None:
             return AttentionOutput(found[0], found[1].transpose(0, 1)) if return_lse else found[0]
-    rows, keys, values, place = paged_views(q, k_pages, v_pages, packed, out)
-    if not isinstance(page_table, Tensor):
-        wanted = "int32 tensor (batch, max_pages)"
-        change = "Use torch.tensor(rows, dtype=torch.int32)."
-        raise spec_error("page_table", got=described(page_table), wanted=wanted, change=change)
-    if not packed and page_table.ndim == 2 and q.shape[0] != page_table.shape[0]:
-        wanted = f"{page_table.shape[0]}, one token per request of page_table"
-        change = "Say with cu_seqlens_q which rows are whose."
-        raise spec_error("q rows", got=q.shape[0], wanted=wanted, change=change)
-    args = normalise(
-        rows, keys, values, causal, window, None, None, alibi_slopes, softcap, sinks, scale, kv_lens,
-        kv_starts, q_offset, 0.0, None, return_lse, batch_invariant, backend, config, checked,
-        (cu_seqlens_q, None, max_seqlen_q, None), page_table,
+    options = Options(
+        causal=causal, window=window, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, scale=scale,
+        kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, return_lse=return_lse,
+        batch_invariant=batch_invariant, backend=backend, config=config, checked=checked,
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, page_table=page_table,
     )  # fmt: skip
-    result, lse = attend(rows, keys, values, place, args)
-    repeats.learn(key, rows, keys, values, args, kv_lens)
-    if packed:
-        result, lse = result[0].transpose(0, 1), lse[0] if return_lse else lse
-    else:
-        result, lse = result.squeeze(2), lse[:, :, 0].transpose(0, 1) if return_lse else lse
-    result = result if out is None else out
-    return AttentionOutput(result, lse) if return_lse else result
+    form = Form.PAGED if cu_seqlens_q is None else Form.PAGED_ROWS
+    bound = bind(q, k_pages, v_pages, options, form, out)
+    results = attend(bound)
+    repeats.learn(key, bound.q, bound.k, bound.v, bound.args, kv_lens)
+    return bound.returned(*results, out)

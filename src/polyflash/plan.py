@@ -30,6 +30,7 @@ class Launch:
     spec: AttentionSpec
     run: Any = None  # the module's `run`, imported when the route is made
     tally: Any = None  # counts its calls
+    contents: bool = True  # have its calls operands whose values say which memory is read?
     prepared: Any = None
 
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from polyflash import statistics_ops, torch_ops
-from polyflash.arguments import Causal, Layout, WindowSides, normalise
-from polyflash.entry import autocast, bhsd_views, packed_views
+from polyflash.arguments import Causal, Layout, Options, WindowSides
+from polyflash.entry import Form, autocast, bind, form_of, views_of
 from polyflash.errors import described, spec_error
 from polyflash.mask import Mask
+from polyflash.spec import Arguments
 
 
 class RowStats(NamedTuple):
@@ -70,12 +71,13 @@ def column_sums(
     """
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     q, k, lse = _views(q, k, lse, layout, packed)
-    args = normalise(
-        q, k, k, causal, window, mask, bias, alibi_slopes, softcap, None, scale, kv_lens, kv_starts,
-        q_offset, 0.0, None, False, None, backend, config, checked,
-        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    options = Options(
+        causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap,
+        scale=scale, kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, backend=backend,
+        config=config, checked=checked, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    q, k = _cast(q, k)
+    q, k, args = _bound(q, k, options)
     sums = statistics_ops.column_sums(q, k, lse, args)
     return sums[0] if packed else sums
 
@@ -124,12 +126,13 @@ def row_stats(
     """
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     q, k, lse = _views(q, k, lse, layout, packed)
-    args = normalise(
-        q, k, k, causal, window, mask, bias, alibi_slopes, softcap, sinks, scale, kv_lens, kv_starts,
-        q_offset, 0.0, None, False, None, backend, config, checked,
-        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    options = Options(
+        causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap,
+        sinks=sinks, scale=scale, kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, backend=backend,
+        config=config, checked=checked, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    q, k = _cast(q, k)
+    q, k, args = _bound(q, k, options)
     entropy, max_logit = statistics_ops.row_stats(q, k, lse, args)
     return RowStats(entropy[0], max_logit[0]) if packed else RowStats(entropy, max_logit)
 
@@ -148,15 +151,16 @@ def _views(q: Tensor, k: Tensor, lse: Tensor, layout: str, packed: bool) -> tupl
             change = "Pass the lse of attention_varlen()."
             wanted = "2: (num_q_heads, total_q)"
             raise spec_error("lse", got=f"{lse.ndim} dimensions", wanted=wanted, change=change)
-        rows, keys, _, _ = packed_views(q, k, k, None)
+        rows, keys, _, _ = views_of(Form.PACKED, q, k, k)
         return rows, keys, lse.unsqueeze(0)
     if unusual:
-        q, k, _, _ = bhsd_views(layout, q, k, k, None)
+        q, k, _, _ = views_of(form_of(layout), q, k, k)
     return q, k, lse
 
 
-def _cast(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """As `attention` casts them under torch.autocast."""
+def _bound(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor, Arguments]:
+    """q and k, cast as `attention` casts them under torch.autocast, and the op's arguments."""
+    bound = bind(q, k, k, options)
     if torch_ops.autocasting(q.device.type):
         q, k, _ = autocast(q, k, k)
-    return q, k
+    return q, k, bound.args

@@ -37,7 +37,7 @@ def stored(*tensors: Any) -> bool:
     """Does the storage of each tensor reach to its last element? One made smaller later (FSDP frees those of
     parameters) does not, and torch says nothing. What is no tensor has none."""
     for x in tensors:
-        if not isinstance(x, Tensor):
+        if x is None or not isinstance(x, Tensor):  # None is told apart much faster
             continue
         if not x.storage_offset() and x.is_contiguous():
             if x.nbytes > x.untyped_storage().nbytes():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C import _dispatch_keys
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_hooks
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 
 from polyflash import autograd, backends, counting, plan, target, transforms, validate
 from polyflash.errors import spec_error
@@ -84,7 +84,8 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
         if needs_grad and args.cu_seqlens_q is not None:  # nor does it know under a transform
             args = args._replace(batch_invariant=True)
         return autograd.call(q, k, v, args._replace(backend=requested_backend(args) or ANY))
-    autograd.refuse_tangents(differentiable(q, k, v, args))
+    if forward_ad._current_level >= 0:
+        autograd.refuse_tangents(differentiable(q, k, v, args))
     if needs_grad:
         return _differentiable(q, k, v, args)
     return _below_autograd(q, k, v, args)
@@ -138,7 +139,10 @@ def _skips_dispatcher(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) ->
         and (_dispatch_keys(q).raw_repr() in _PLAIN_KEYS or _is_first_of_its_device(q))
         and _dispatch_keys(k).raw_repr() in _PLAIN_KEYS
         and _dispatch_keys(v).raw_repr() in _PLAIN_KEYS
-        and (len(rest) == _N_PLAIN or all(_is_plain(x) for x in rest if isinstance(x, Tensor)))
+        and (
+            len(rest) == _N_PLAIN
+            or all(_is_plain(x) for x in rest if x is not None and isinstance(x, Tensor))
+        )
     )
 
 
@@ -293,6 +297,7 @@ def _plan(
     launch = plan.select(spec, device, backends.TABLE, backend=backend, config=args.config)
     launch.run = import_module(launch.row.module).run
     launch.tally = counting.tally_of(launch, backend)
+    launch.contents = validate.has_contents(args)
     return launch
 
 
@@ -336,7 +341,8 @@ def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Te
 def _run(
     launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
 ) -> tuple[Tensor, Tensor]:
-    args = validate.checked_contents(args, q, k)
+    if launch.contents:
+        args = validate.checked_contents(args, q, k)
     if out.numel() == 0 or k.shape[2] == 0 or (args.page_table is not None and without_pages(k, args)):
         return no_keys(out, lse, args)
     return launched(launch, q, k, v, out, lse, args)
@@ -373,7 +379,8 @@ def _backward(
     launch = _route(Phase.BACKWARD, q, k, v, args, tuple(args))
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
     check_storages({"dout": dout, "dlse": dlse, "out": out, "lse": lse})
-    args = validate.checked_contents(args, q, k)
+    if launch.contents:
+        args = validate.checked_contents(args, q, k)
     likes = differentiable(q, k, v, args)
     if out.numel() == 0 or k.shape[2] == 0:
         return no_gradients(likes, dlse, args, needs)
@@ -458,7 +465,8 @@ class _Attention(torch.autograd.Function):
             and k.shape[2]
             and stored(dout, dlse, q, k, v, out, lse, *others)
         ):
-            args = validate.checked_contents(args, q, k)
+            if launch.contents:
+                args = validate.checked_contents(args, q, k)
             results = _differentiate(launch, dout, dlse, q, k, v, out, lse, args, needs)
         else:
             args = args._replace(backend=args.backend or ANY)  # the context of the forward pass had its say

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,10 +150,10 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> int:
         raise spec_error(
             "segments", got="ids of one side", wanted="q_ids and k_ids", change="Use Mask.segments(q, k)."
         )
-    sizes: dict[Any, Any] = {BATCH: batch, HEADS: num_q_heads, ROWS: seqlen_q, KEYS: seqlen_k}
-    for operand in _SHAPED_BY_SIZES:
-        x = getattr(args, operand.name)
+    sizes: dict[Any, Any] = {}
+    for operand, x in zip(_SHAPED_BY_SIZES, _shaped_by_sizes(args), strict=True):
         if x is not None:
+            sizes = sizes or {BATCH: batch, HEADS: num_q_heads, ROWS: seqlen_q, KEYS: seqlen_k}
             _check_operand(operand, x, tuple(sizes.get(n, n) for n in operand.axes), q.device)
     if args.alibi_slopes is not None and torch.is_grad_enabled() and args.alibi_slopes.requires_grad:
         raise constant_slopes()
@@ -162,6 +162,7 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> int:
 
 # Operands whose shape follows from those of q and k; others have checks of their own.
 _SHAPED_BY_SIZES = tuple(x for x in TENSORS if {n for n in x.axes if isinstance(n, str)} <= set(SCORES))
+_shaped_by_sizes = attrgetter(*(x.name for x in _SHAPED_BY_SIZES))
 
 
 def _check_operand(operand: Operand, x: Any, shape: tuple[Any, ...], device: torch.device) -> None:
@@ -278,17 +279,18 @@ def _check_intervals(x: Tensor, rows: int, sizes: tuple[int, int, int], device: 
 
 def has_contents(args: Arguments) -> bool:
     """Does a call have operands whose values say which memory is read?"""
-    return any(x is not None for x in _contents(args))
+    return not all(map(is_, _contents(args), _ABSENT))
 
 
 _contents = attrgetter(*(x.name for x in OPERANDS if x.contents))
+_ABSENT = (None,) * len(OPERANDS)
 _BOUNDS_OF_MEMORY = tuple(x.name for x in TENSORS if x.dtype == "int32" and len(x.axes) == 1)
 
 
 def checked_contents(args: Arguments, q: Tensor, k: Tensor) -> Arguments:
     """`args` with lengths, starts, offsets and member bounds of its own, checked where they can be: another
     thread may write the caller's meanwhile. Pages and intervals kernels hold to the keys themselves."""
-    if not (has_contents(args) and (q.device.type == "cpu" or args.checked)):
+    if not (q.device.type == "cpu" or args.checked):
         return args
     given = {name: getattr(args, name) for name in _BOUNDS_OF_MEMORY}
     own = {n: x.clone(memory_format=torch.contiguous_format) for n, x in given.items() if x is not None}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyflash import backends, counting, plan, target, torch_ops
-from polyflash.arguments import normalise
+from polyflash.arguments import Options, normalise
 from polyflash.compare import TOLERANCE, worst_row
 from polyflash.errors import spec_error
 from polyflash.plan import Launch
@@ -28,12 +28,6 @@ Results = tuple[Tensor, ...]
 Run = Callable[[], Results]
 OFF_ROW = 0.01  # of the largest row: what cancels in a row is rounded at the size of what cancelled
 _ALL = 1 << 30  # as a size: no limit
-_DEFAULTS: dict[str, Any] = {
-    "causal": False, "window": None, "mask": None, "bias": None, "alibi_slopes": None, "softcap": 0.0,
-    "sinks": None, "scale": None, "kv_lens": None, "kv_starts": None, "q_offset": None, "dropout_p": 0.0,
-    "dropout_seed": None, "return_lse": False, "batch_invariant": None, "backend": None, "config": None,
-    "checked": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ def trial(workload: Workload, phase: Phase, backend: str, *, device: str = "cpu"
         change = "Tune the dense problem of its lengths."
         raise spec_error("workload", got=workload.name, wanted="neither packed nor paged", change=change)
     q, k, v, options = make(workload, device=device)
-    args = normalise(q, k, v, **{**_DEFAULTS, **options})
+    args = normalise(Options(**options))
     if phase is not Phase.FORWARD:
         args = args._replace(need_lse=True)
     here = target.detect(q.device.type, q.device.index or 0)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash.arguments import normalise
+from polyflash.arguments import Options, normalise
 from polyflash.backends.triton import decode, forward
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
-from polyflash.entry import packed_views, paged_views
+from polyflash.entry import Form, views_of
 from polyflash.reference import attention_reference, paged_reference, varlen_reference
 from tests import device
 
@@ -19,15 +19,6 @@ Config = ForwardConfig | DecodeConfig
 STAGES = 1 if device.NAME == "cpu" else 2  # no kernel of one stage starts on sm_90
 TILE = ForwardConfig(16, 16, 4, STAGES)
 SPLITS = DecodeConfig(16, 16, 4, STAGES, 32)
-_NAMES = (
-    *("causal", "window", "mask", "bias", "alibi_slopes", "softcap", "sinks", "scale", "kv_lens"),
-    *("kv_starts", "q_offset", "dropout_p", "dropout_seed"),
-)
-_OTHERS = (
-    *("return_lse", "batch_invariant", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
-    "page_table",
-)
-_DEFAULTS = {"causal": False, "softcap": 0.0, "dropout_p": 0.0, "dropout_seed": 0}
 
 
 def launch_of(config: Config, cores: int = 3, name: str = "") -> Any:
@@ -40,18 +31,13 @@ def launch_of(config: Config, cores: int = 3, name: str = "") -> Any:
 def operands(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:
     """What a plan hands to a backend for a call of `attention`, `attention_varlen` or `attention_paged`: q,
     k, v as (batch, heads, seqlen, channels), and the arguments."""
-    options = {"return_lse": True, "batch_invariant": False, **options}
-    packing = tuple(options.get(f"{n}_{side}") for n in ("cu_seqlens", "max_seqlen") for side in "qk")
-    table = options.get("page_table")
-    if table is not None:
-        q, k, v = paged_views(q, k, v, packing[0] is not None)[:3]
-    elif packing[0] is not None:
-        q, k, v = packed_views(q, k, v, None)[:3]
-    assert not set(options) - {*_NAMES, *_OTHERS}, options
-    chosen = (options.get(name, _DEFAULTS.get(name)) for name in _NAMES)
-    args = normalise(
-        q, k, v, *chosen, options["return_lse"], options["batch_invariant"], None, None, False, packing, table
-    )
+    given = Options(**{"return_lse": True, "batch_invariant": False, "dropout_seed": 0, **options})
+    packed = given.cu_seqlens_q is not None
+    if given.page_table is not None:
+        q, k, v, _ = views_of(Form.PAGED_ROWS if packed else Form.PAGED, q, k, v)
+    elif packed:
+        q, k, v, _ = views_of(Form.PACKED, q, k, v)
+    args = normalise(given)
     return q, k, v, args
 
 
