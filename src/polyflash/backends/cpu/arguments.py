@@ -37,6 +37,7 @@ FLT_MIN, FLT_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 BIAS_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
+NO_INTERVALS = (0,) * 6
 NO_OPERANDS = bytes(8 * len(Operands._fields))
 _pack_head = struct.Struct(f"{len(Tensors._fields) + len(Softmax._fields)}q").pack
 _ONE = (
@@ -64,31 +65,36 @@ def any_table(args: Arguments) -> bool:
     return not absent or args.dropout_p != 0.0
 
 
-def head(tensors: Tensors, softmax: Softmax) -> bytes:
-    """The words before the operands."""
-    return _pack_head(*tensors, *softmax)
-
-
-def tensors(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: int, seqlen_k: int | None = None) -> Tensors:
-    """The last dimension of out has unit stride; lse is contiguous, its address 0 if it is not wanted. With
-    pages there are `seqlen_k` keys."""
-    (_, num_q_heads, seqlen_q, head_dim), (_, num_kv_heads, keys, head_dim_v) = q.shape, v.shape
+def head(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: int, seqlen_k: int, args: Arguments,
+    scale: float, does: int, sinks: int, score_pass: int,
+) -> bytes:  # fmt: skip
+    """`Tensors` and `Softmax`, packed as plain numbers: to name them takes microseconds of every call. The
+    last dimension of out has unit stride, lse is contiguous; lse, sinks and score_pass: addresses, or 0."""
+    (_, num_q_heads, seqlen_q, head_dim), (_, num_kv_heads, _, head_dim_v) = q.shape, v.shape
     size = q.element_size()
-    q_batch, q_head, q_row = row_strides(q)
-    k_batch, k_head, k_row = row_strides(k)
-    v_batch, v_head, v_row = row_strides(v)
-    out_batch, out_head, out_row = row_strides(out)
-    return Tensors(
-        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), lse=lse,
-        q_batch=q_batch, q_head=q_head, q_row=q_row, q_dim=size * (1 if head_dim == 1 else q.stride(3)),
-        k_batch=k_batch, k_head=k_head, k_row=k_row, k_dim=size * (1 if head_dim == 1 else k.stride(3)),
-        v_batch=v_batch, v_head=v_head, v_row=v_row, v_dim=size * (1 if head_dim_v == 1 else v.stride(3)),
-        out_batch=out_batch, out_head=out_head, out_row=out_row,
-        lse_batch=num_q_heads * seqlen_q, lse_head=seqlen_q,
-        num_kv_heads=num_kv_heads, group=num_q_heads // num_kv_heads,
-        seqlen_q=seqlen_q, seqlen_k=keys if seqlen_k is None else seqlen_k,
-        head_dim=head_dim, head_dim_v=head_dim_v,
-    )  # fmt: skip
+    q_batch, q_head, q_row, q_dim = q.stride()
+    k_batch, k_head, k_row, k_dim = k.stride()
+    v_batch, v_head, v_row, v_dim = v.stride()
+    out_batch, out_head, out_row, _ = out.stride()
+    if head_dim == 1:
+        q_dim = k_dim = 1
+    if head_dim_v == 1:
+        v_dim = 1
+    log2, plain, sign = scale_bits(scale)
+    if does & DOES_SCALE:
+        log2, plain = _ONE, float_bits(1.0)
+    left, right = window_sides(args)
+    return _pack_head(
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse),
+        *(q_batch * size, q_head * size, q_row * size, q_dim * size),
+        *(k_batch * size, k_head * size, k_row * size, k_dim * size),
+        *(v_batch * size, v_head * size, v_row * size, v_dim * size),
+        *(out_batch * size, out_head * size, out_row * size, num_q_heads * seqlen_q, seqlen_q),
+        *(num_kv_heads, num_q_heads // num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v),
+        *(log2, plain, sign, left, right, args.offset is not None, far_offset(args.offset)),
+        *(sinks, score_pass),
+    )
 
 
 def row_strides(x: Tensor) -> tuple[int, int, int]:
@@ -96,23 +102,6 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
     size = x.element_size()
     batch, head, row, _ = x.stride()
     return batch * size, head * size, row * size
-
-
-def softmax(args: Arguments, scale: float, does: int, *, sinks: int = 0, score_pass: int = 0) -> Softmax:
-    """`sinks` and `score_pass` are addresses."""
-    log2, plain, sign = scale_bits(scale)
-    left, right = window_sides(args)
-    return Softmax(
-        scale_log2=_ONE if does & DOES_SCALE else log2,
-        scale=float_bits(1.0) if does & DOES_SCALE else plain,
-        sign=sign,
-        left=left,
-        right=right,
-        has_offset=args.offset is not None,
-        offset=far_offset(args.offset),
-        sinks=sinks,
-        score_pass=score_pass,
-    )
 
 
 @lru_cache(maxsize=64)
@@ -149,35 +138,30 @@ def operands(
         caps = float_bits(abs(scale) / args.softcap), float_bits(args.softcap)
     else:
         caps = 0, 0
-    words = (
-        *(*_table(args.q_offset), *_table(args.kv_lens), *_table(args.kv_starts)),
-        *(does, float_bits(abs(scale)), *caps),
-        *_scores_shaped(args.mask),
-        *(*_scores_shaped(args.bias), 0 if args.bias is None else BIAS_KINDS[args.bias.dtype]),
-        *_per_head(args.alibi_slopes, kept),
-        *(*_ids(args.q_segments), *_ids(args.k_segments)),
-        *_intervals(args, kept),
-        *(members, *(_lengths(cu, kept) for cu in (args.cu_seqlens_q, args.cu_seqlens_k))),
-        *_dropout(args, drop),
-        *_pages(args.page_table, k),
-    )
-    return array("q", Operands._make(words)).tobytes()
+    words = [*_table(args.q_offset), *_table(args.kv_lens), *_table(args.kv_starts)]
+    words += [does, float_bits(abs(scale)), *caps]
+    words += _scores_shaped(args.mask)
+    words += _scores_shaped(args.bias)
+    words.append(0 if args.bias is None else BIAS_KINDS[args.bias.dtype])
+    words += _per_head(args.alibi_slopes, kept)
+    words += [*_ids(args.q_segments), *_ids(args.k_segments)]
+    words += NO_INTERVALS if args.intervals is None else _intervals(args.intervals, args.interval_rows, kept)
+    words.append(members)
+    for cu in (args.cu_seqlens_q, args.cu_seqlens_k):
+        if cu is not None:
+            cu = cu.contiguous()
+            kept.append(cu)
+        words.append(0 if cu is None else cu.data_ptr())
+    words += _dropout(args, drop)
+    words += _pages(args.page_table, k)
+    return array("q", words).tobytes()
 
 
-def _intervals(args: Arguments, kept: list[Tensor]) -> tuple[int, ...]:
-    if args.intervals is None:
-        return 0, 0, 0, 0, 0, 0
-    lists = args.intervals if args.intervals[0, 0, 0].is_contiguous() else args.intervals.contiguous()
+def _intervals(lists: Tensor, rows: int, kept: list[Tensor]) -> tuple[int, ...]:
+    lists = lists if lists[0, 0, 0].is_contiguous() else lists.contiguous()
     kept.append(lists)
     strides = [0 if n == 1 else 4 * s for n, s in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
-    return lists.data_ptr(), *strides, 4 * lists.stride(2), lists.shape[3], args.interval_rows
-
-
-def _lengths(cu: Tensor | None, kept: list[Tensor]) -> int:
-    if cu is None:
-        return 0
-    kept.append(cu.contiguous())
-    return kept[-1].data_ptr()
+    return lists.data_ptr(), *strides, 4 * lists.stride(2), lists.shape[3], rows
 
 
 def far_offset(offset: int | None) -> int:

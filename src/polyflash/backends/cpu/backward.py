@@ -532,8 +532,8 @@ def _differentiate(
     dq = zeros_in_order_of(q, cut.parts) if needs[0] else None
     dk, dv = (zeros_in_order_of(x, 1) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
     score_pass = prepared.load(configs.ScoreKey, cut.nv) if does else 0
-    softmax = arguments.softmax(args, scale, does, score_pass=score_pass)
-    block = array("q", arguments.head(arguments.tensors(q, k, v, out, lse.data_ptr()), softmax))
+    head = arguments.head(q, k, v, out, lse.data_ptr(), seqlen_k, args, scale, does, 0, score_pass)
+    block = array("q", head)
     if does or arguments.any_table(args):
         drop = prepared.load(DropoutKey, cut.nv) if args.dropout_p else 0
         block.frombytes(arguments.operands(args, scale, does, kept, 0, drop))

@@ -25,7 +25,7 @@ from polyflash.backends.cpu import (
 )  # fmt: skip
 from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH
-from polyflash.backends.cpu.words import DECODE, Cut, Decode, Entry
+from polyflash.backends.cpu.words import DECODE, Cut, Entry
 from polyflash.spec import DECODE_ROWS
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads or split
 LONG_PAGE = 128  # tokens, from which on the heads of a page are walked one by one where each lies together
 MOST_SPLITS = 4  # of an item: what is read next is prefetched across their borders
 
-NO_DECODE = Decode(*[0] * len(Decode._fields))
-
 
 class _Cut(NamedTuple):
     """What calls of one tile size share: kernel, tiles per kv head, scratch, and words of the block."""
@@ -56,7 +54,7 @@ class _Cut(NamedTuple):
     scratch_bytes: int
     partial_bytes: int
     words: bytes  # of Cut and Scratch
-    decode: Decode  # what is known of these
+    widths: tuple[int, int, int]  # q_tile, gathered_row, zero_vectors of `Decode`
     long_items: bool  # whether an item can walk several kv heads and splits
     turns: bool  # and read their keys side by side
 
@@ -104,14 +102,10 @@ class Prepared:
         chunks = -(-rows // key.rows)
         words = _tile_words(config, chunks, 0, tiles)
         partial_bytes = key.partial_bytes(spec.head_dim_v)
-        known = NO_DECODE._replace(
-            partial_bytes=partial_bytes,
-            q_tile=(tiles.o - tiles.q) // MOST_HEADS,
-            gathered_row=tiles.bad - tiles.gather,
-            zero_vectors=(tiles.gather - tiles.zero) // (4 * key.lanes),
-        )
+        zero_vectors = (tiles.gather - tiles.zero) // (4 * key.lanes)
+        widths = (tiles.o - tiles.q) // MOST_HEADS, tiles.bad - tiles.gather, zero_vectors
         turns = key.rows <= decode_configs.MOST_TURN_ROWS
-        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, known, True, turns)
+        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, widths, True, turns)
 
     def _many(self, rows: int) -> _Cut:
         spec, config = self.spec, self.config
@@ -123,8 +117,7 @@ class Prepared:
             _tile_words(config, chunks, panels, tiles),
             key.partial_bytes(panels, spec.head_dim_v),
         )
-        known = NO_DECODE._replace(partial_bytes=partial_bytes)
-        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, known, False, False)
+        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, (0, 0, 0), False, False)
 
 
 def _tile_words(config: DecodeConfig, chunks: int, panels: int, tiles: Scratch) -> bytes:
@@ -201,19 +194,14 @@ def framed(
     scale = q.shape[3] ** -0.5 if args.scale is None else args.scale
     does = arguments.passes(args, scale)
     seqlen_k = v.shape[2] if args.page_table is None else v.shape[2] * args.page_table.shape[1]
-    head = arguments.head(
-        arguments.tensors(q, k, v, out, lse.data_ptr(), seqlen_k),
-        arguments.softmax(args, scale, does, sinks=arguments.sinks_address(args.sinks, kept)),
-    )
+    sinks = arguments.sinks_address(args.sinks, kept)
+    head = arguments.head(q, k, v, out, lse.data_ptr(), seqlen_k, args, scale, does, sinks, 0)
     middle = arguments.NO_OPERANDS
     if does or arguments.any_table(args):
         middle = arguments.operands(args, scale, does, kept, 0, 0, k)
     bounds, (factor, cap) = args.row_bounds, decode_arguments.scaling(args, scale, does)
     row_bounds = (0, 0, 0) if bounds is None else (bounds.data_ptr(), *(4 * s for s in bounds.stride()))
-    tail = cut.decode._replace(
-        split_keys=split_keys, score_factor=factor, score_cap=cap,
-        row_bounds=row_bounds[0], row_bounds_row=row_bounds[1], row_bounds_side=row_bounds[2],
-    )  # fmt: skip
+    tail = (split_keys, *(0,) * 5, cut.partial_bytes, 0, factor, cap, *cut.widths, *row_bounds, 0, 0)
     block = array("q", head + middle + cut.words + array("q", tail).tobytes())
     long_runs = args.page_table is None or k.shape[2] >= LONG_PAGE
     apart = not cut.long_items or (long_runs and k.stride(1) >= k.stride(2))

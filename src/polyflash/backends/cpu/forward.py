@@ -474,13 +474,9 @@ def _job(
     seqlen_k = v.shape[2] if args.page_table is None else v.shape[2] * args.page_table.shape[1]
     scale = q.shape[3] ** -0.5 if args.scale is None else args.scale
     does = arguments.passes(args, scale)
-    head = arguments.head(
-        arguments.tensors(q, k, v, out, lse.data_ptr() if args.need_lse else 0, seqlen_k),
-        arguments.softmax(
-            args, scale, does, sinks=arguments.sinks_address(args.sinks, kept),
-            score_pass=prepared.score_pass(cut.nv) if does else 0,
-        ),
-    )  # fmt: skip
+    sinks, score_pass = arguments.sinks_address(args.sinks, kept), prepared.score_pass(cut.nv) if does else 0
+    lse_at = lse.data_ptr() if args.need_lse else 0
+    head = arguments.head(q, k, v, out, lse_at, seqlen_k, args, scale, does, sinks, score_pass)
     middle = arguments.NO_OPERANDS
     if does or arguments.any_table(args):
         drop = prepared.dropout(cut.nv) if args.dropout_p else 0

@@ -317,14 +317,12 @@ def run(
     kept: list[Any] = []
     scale = head_dim**-0.5 if args.scale is None else args.scale
     does = arguments.passes(args, scale)
-    tensors = arguments.tensors(q, k, k, q, lse.data_ptr())._replace(v=0, out=0)  # there are neither
-    score_pass = prepared.score_pass(nv) if does else 0
-    softmax = arguments.softmax(
-        args, scale, does, sinks=arguments.sinks_address(args.sinks, kept), score_pass=score_pass
-    )
+    sinks, score_pass = arguments.sinks_address(args.sinks, kept), prepared.score_pass(nv) if does else 0
+    lse_at, seqlen_k = lse.data_ptr(), k.shape[2]
+    head = arguments.head(q, k, k, q, lse_at, seqlen_k, args, scale, does, sinks, score_pass)  # no V, no out
     columns = (0,) * 4 if sums is None else (sums.data_ptr(), *(4 * s for s in sums.stride()[:3]))
     results = (0 if x is None else x.data_ptr() for x in (entropy, max_logit))
-    words = array("q", arguments.head(tensors, softmax) + arguments.operands(args, scale, does, kept, 0))
+    words = array("q", head + arguments.operands(args, scale, does, kept, 0))
     words.extend((*Cut(config.block_n, 1, 1, row_panels, 1, 1, zero=0), *tiles[:-1]))
     words.extend(Statistics(entries.ctypes.data, *columns, *results))
     items = len(entries) * num_q_heads
