@@ -27,8 +27,8 @@ BESIDE = {
     "bench/": "tests/null/test_bench*.py",
     "kvcache/": "tests/kvcache",
     "tuning/": "tests/null/test_tuning.py",
-    "cli.py": "tests/test_cli.py",
-    "tensor_files.py": "tests/test_cli.py",
+    "cli.py": "tests/tools/test_cli.py",
+    "tensor_files.py": "tests/tools/test_cli.py",
 }
 # Places that no test of the default run can reach in its own process.
 ELSEWHERE: dict[tuple[str, str], str] = {}

@@ -87,7 +87,7 @@ def test_only_an_assertion_kills(case, want):
 def test_tests_are_known_by_file_class_and_name():
     cases = {
         "tests.null.test_mask": "tests/null/test_mask.py::test_x[1]",
-        "tests.test_odd_tensors.TestOut": "tests/test_odd_tensors.py::TestOut::test_x[1]",
+        "tests.api.test_odd_tensors.TestOut": "tests/api/test_odd_tensors.py::TestOut::test_x[1]",
     }
     for classname, whole in cases.items():
         name = mutants._plain_name(ET.fromstring(f'<testcase classname="{classname}" name="test_x[1]"/>'))

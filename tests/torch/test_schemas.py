@@ -1,7 +1,7 @@
 """The ops' schemas against stored ones: programs exported earlier must still run.
 
 To extend an op, append arguments with defaults, then add the new line to the stored file; a line that is
-there never changes. `python -m tests.test_schemas` prints today's lines."""
+there never changes. `python -m tests.torch.test_schemas` prints today's lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import polyflash.torch_ops  # noqa: F401  (defines the ops)
 
-STORED = Path(__file__).parent / "data" / "op_schemas.txt"
+STORED = Path(__file__).parents[1] / "data" / "op_schemas.txt"
 
 
 def current() -> dict[str, torch._C.FunctionSchema]:

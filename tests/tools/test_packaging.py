@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 import polyflash
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TARGETS = (
     "demo", "test", "test-cpu", "test-triton", "test-codegen", "test-gpu", "test-all", "lint", "bench",
     "clean",

@@ -26,7 +26,7 @@ from polyflash.backends.triton import report as triton_report
 from polyflash.spec import Phase
 from tests.rows_here import HERE
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(polyflash.__file__).parent
 CASES = {case.name for case in doctor.cases()}
 
@@ -314,7 +314,7 @@ def gpu(monkeypatch, *, triton="3.6.0", programs=("gcc",), header=True, driver="
     monkeypatch.setattr(reports, "probe_torch", lambda: GPU | probed)
     version(monkeypatch, "triton", triton)
     monkeypatch.setattr(triton_report.shutil, "which", lambda name: name if name in programs else None)
-    include = Path(__file__).parent
+    include = Path(__file__).parents[1]
     monkeypatch.setattr(
         triton_report.sysconfig, "get_path", lambda _: str(include / "with" if header else include)
     )

@@ -23,7 +23,7 @@ from polyflash import cli, commands, options, target, tensor_files
 from polyflash.bench.command import machine
 from polyflash.reference import attention_reference
 
-SLICE = str(Path(__file__).parent / "data" / "minilm_qkv_slice.safetensors")
+SLICE = str(Path(__file__).parents[1] / "data" / "minilm_qkv_slice.safetensors")
 ESCAPE = "\x1b["
 
 
