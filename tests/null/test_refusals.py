@@ -354,5 +354,6 @@ def test_a_place_without_a_case_is_found():
         "merging.py:"
     )
     others = [site for site in sites() if site.file.startswith(("kvcache/", "tensor_files.py"))]
-    assert "a test in tests/kvcache;" in advice(others) and "a test in tests/tools/test_cli.py;" in advice(others)
+    assert "a test in tests/kvcache;" in advice(others)
+    assert "a test in tests/tools/test_cli.py;" in advice(others)
     assert len(core(sites())) > 100

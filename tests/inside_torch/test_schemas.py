@@ -1,7 +1,7 @@
 """The ops' schemas against stored ones: programs exported earlier must still run.
 
 To extend an op, append arguments with defaults, then add the new line to the stored file; a line that is
-there never changes. `python -m tests.torch.test_schemas` prints today's lines."""
+there never changes. `python -m tests.inside_torch.test_schemas` prints today's lines."""
 
 from __future__ import annotations
 
