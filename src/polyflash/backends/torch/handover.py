@@ -42,7 +42,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments, tiled: Callable[[], Tensor]
 ) -> Tensor:
     """The output (B, Hq, Sq, D), in `out` or elsewhere. `tiled()` computes all rows and returns `out`."""
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # else torch takes other kernels
+    q, k, v = (x if _is_laid_out(x) else x.contiguous() for x in (q, k, v))
     causal = args.causal and q.shape[2] > 1
     grow = max(1.0, args.scale or 0.0)
     bad_q = _large(q, grow)
@@ -73,3 +73,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) ->
 
 def _placed(result: Tensor, out: Tensor) -> Tensor:
     return result if result.stride() == out.stride() else out.copy_(result)
+
+
+def _is_laid_out(x: Tensor) -> bool:
+    """Are channels beside one another and rows apart? torch takes other kernels for strided channels, and its
+    bfloat16 ones are wrong where rows or heads overlap. Expanded batches and heads are fine."""
+    batch, head, row, channel = x.stride()
+    apart = all(n == 1 or s == 0 or s >= x.shape[3] for n, s in zip(x.shape[:2], (batch, head), strict=True))
+    return channel == 1 and apart and (x.shape[2] == 1 or row >= x.shape[3])
