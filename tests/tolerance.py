@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash.reference import attention_reference, dropout_keep, varlen_reference
+from polyflash.reference import attention_reference, dropout_keep
 from tests import device
+from tests.references import varlen_reference
 
 # Relative L2 of the output on normal inputs at head_dim 64 to 128: a bad T cannot loosen the test beyond
 # these.

@@ -24,188 +24,33 @@ _INF = float("inf")
 
 
 def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Mask | Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    kv_lens: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    layout: str = "bhsd",
-    first_batch: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None, mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None, scale: float | None = None, kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None, dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None, layout: str = "bhsd", first_batch: int = 0,
     row_bounds: Tensor | None = None,
-) -> AttentionOutput:
+) -> AttentionOutput:  # fmt: skip
     """The arguments of `polyflash.attention`; q, k, v of any float dtype. Returns float64 out in q's layout
     and float64 lse (batch, num_q_heads, seqlen_q). `first_batch` is the index of batch entry 0 in dropout's
     counter; `row_bounds` int (seqlen_q, 2): row i sees keys [row_bounds[i, 0], row_bounds[i, 1]) only."""
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     s, visible = _masked_scores(
-        q,
-        k,
-        causal,
-        window,
-        mask,
-        bias,
-        alibi_slopes,
-        softcap,
-        scale,
-        kv_lens,
-        kv_starts,
-        q_offset,
+        q, k, causal, window, mask, bias, alibi_slopes, softcap, scale, kv_lens, kv_starts, q_offset,
         row_bounds,
-    )
+    )  # fmt: skip
     p, lse, _ = _softmax(s, visible, sinks)
     if dropout_p:
-        batch, num_q_heads, seqlen_q, seqlen_k = p.shape
-        shape = (batch, num_q_heads, seqlen_q, seqlen_k)
-        keep = torch.from_numpy(dropout_keep(shape, dropout_p, int(dropout_seed or 0), first_batch)).to(
-            q.device
-        )
-        p = torch.where(keep, p / max(1.0 - dropout_p, 2.0**-53), 0.0)
+        keep = dropout_keep(p.shape, dropout_p, int(dropout_seed or 0), first_batch)
+        p = torch.where(torch.from_numpy(keep).to(q.device), p / max(1.0 - dropout_p, 2.0**-53), 0.0)
     v = v.double().repeat_interleave(p.shape[1] // max(1, v.shape[1]), 1)
     out = _weighted_sum(p, v, visible)
     return AttentionOutput(out.transpose(1, 2) if layout == "bshd" else out, lse)
 
 
-def statistics_reference(
-    q: Tensor,
-    k: Tensor,
-    *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Mask | Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    kv_lens: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
-    layout: str = "bhsd",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Float64 (column_sums, entropy, max_logit) of the weights of `attention_reference`: Σ_i p_ij (batch,
-    num_q_heads, seqlen_k), -Σ_j p_ij·ln p_ij with the sink's term, and max_j s_ij (batch, num_q_heads,
-    seqlen_q). An empty row has entropy 0 and maximum -inf."""
-    if layout == "bshd":
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    s, visible = _masked_scores(
-        q, k, causal, window, mask, bias, alibi_slopes, softcap, scale, kv_lens, kv_starts, q_offset
-    )
-    p, _, rest = _softmax(s, visible, sinks)
-    whole = torch.cat([p, rest], -1)
-    entropy = -torch.where(whole == 0.0, 0.0, whole * torch.log(whole)).sum(-1)
-    top = torch.cat([s, torch.full_like(rest, -_INF)], -1).amax(-1)
-    return p.sum(-2), entropy, top
-
-
-def varlen_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    kv_lens: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-) -> AttentionOutput:
-    """`attention_reference` of each member; q (total_q, Hq, D), k, v (total_k, Hkv, ·), cu_seqlens (members
-    + 1,), kv_lens, kv_starts and q_offset per member. Returns out (total_q, Hq, Dv) and lse (Hq, total_q);
-    rows beyond the last member are 0 and -inf."""
-    rows, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    outs, lses = [], []
-    for b in range(len(rows) - 1):
-        one_q = q[None, rows[b] : rows[b + 1]]
-        one_k, one_v = (x[None, keys[b] : keys[b + 1]] for x in (k, v))
-        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
-        out, lse = attention_reference(
-            one_q, one_k, one_v, causal=causal, window=window, alibi_slopes=slopes, softcap=softcap,
-            sinks=sinks, scale=scale, dropout_p=dropout_p, dropout_seed=dropout_seed, layout="bshd",
-            first_batch=b, kv_lens=None if kv_lens is None else kv_lens[b : b + 1],
-            kv_starts=None if kv_starts is None else kv_starts[b : b + 1],
-            q_offset=q_offset[b : b + 1] if isinstance(q_offset, Tensor) else q_offset,
-        )  # fmt: skip
-        outs.append(out[0])
-        lses.append(lse[0])
-    rest = q.shape[0] - rows[-1]
-    outs.append(q.new_zeros((rest, q.shape[1], v.shape[2]), dtype=torch.float64))
-    lses.append(q.new_full((q.shape[1], rest), -_INF, dtype=torch.float64))
-    return AttentionOutput(torch.cat(outs, 0), torch.cat(lses, 1))
-
-
-def paged_reference(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    kv_lens: Tensor,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    kv_starts: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
-) -> AttentionOutput:
-    """Gathers the pages (num_pages, page_size, Hkv, ·) of each request and attends to its first kv_lens[b]
-    keys; all that counts keys counts from the first of them. A table entry outside the pool hides its keys.
-    q (batch, Hq, D), or (total_q, Hq, D) with cu_seqlens_q; out like q, lse (Hq, total_q)."""
-    num_pages, page_size = k_pages.shape[:2]
-    rows = list(range(q.shape[0] + 1)) if cu_seqlens_q is None else cu_seqlens_q.tolist()
-    outs, lses = [], []
-    for b in range(len(rows) - 1):
-        live = int(kv_lens[b])
-        pages = page_table[b, : -(-live // page_size)].long()  # what lies beyond is never looked at
-        mapped = (pages >= 0) & (pages < num_pages)
-        one_k, one_v = (_gathered(x, pages, mapped)[None, :live] for x in (k_pages, v_pages))
-        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
-        out, lse = attention_reference(
-            q[None, rows[b] : rows[b + 1]], one_k, one_v, causal=causal, window=window,
-            mask=mapped.repeat_interleave(page_size)[:live], alibi_slopes=slopes, softcap=softcap,
-            sinks=sinks, scale=scale, layout="bshd",
-            kv_starts=None if kv_starts is None else kv_starts[b : b + 1],
-            q_offset=q_offset[b : b + 1] if isinstance(q_offset, Tensor) else q_offset,
-        )  # fmt: skip
-        outs.append(out[0])
-        lses.append(lse[0])
-    rest = q.shape[0] - rows[-1]
-    outs.append(q.new_zeros((rest, q.shape[1], v_pages.shape[3]), dtype=torch.float64))
-    lses.append(q.new_full((q.shape[1], rest), -_INF, dtype=torch.float64))
-    return AttentionOutput(torch.cat(outs, 0), torch.cat(lses, 1))
-
-
-def _gathered(pool: Tensor, pages: Tensor, mapped: Tensor) -> Tensor:
-    """Concatenates the keys of these pages, (keys, heads, channels); those of unmapped pages may be
-    anything."""
-    if not pool.shape[0]:
-        return pool.new_zeros((len(pages), *pool.shape[1:])).flatten(0, 1)
-    return pool[torch.where(mapped, pages, 0)].flatten(0, 1)
-
-
-def dropout_keep(shape: tuple[int, int, int, int], p: float, seed: int, first_batch: int = 0) -> np.ndarray:
+def dropout_keep(shape: tuple[int, ...], p: float, seed: int, first_batch: int = 0) -> np.ndarray:
     """Draws which weights survive, bool (batch, num_q_heads, seqlen_q, seqlen_k): the same on every backend.
 
     Word key % 4 of Philox4x32-10 with key = the seed's two halves and counter = (key // 4, query, head +
@@ -234,20 +79,11 @@ def philox(counter: list[np.ndarray], key_lo: int, key_hi: int) -> list[np.ndarr
 
 
 def _masked_scores(
-    q: Tensor,
-    k: Tensor,
-    causal: bool | str,
-    window: tuple[int | None, int | None] | None,
-    mask: Mask | Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float,
-    scale: float | None,
-    kv_lens: Tensor | None,
-    kv_starts: Tensor | None,
-    q_offset: int | Tensor | None,
+    q: Tensor, k: Tensor, causal: bool | str, window: tuple[int | None, int | None] | None,
+    mask: Mask | Tensor | None, bias: Tensor | None, alibi_slopes: Tensor | None, softcap: float,
+    scale: float | None, kv_lens: Tensor | None, kv_starts: Tensor | None, q_offset: int | Tensor | None,
     row_bounds: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scores (batch, num_q_heads, seqlen_q, seqlen_k) as they enter the softmax, -inf where invisible, and
     what is visible."""
     batch, num_q_heads, seqlen_q, head_dim = q.shape
@@ -297,22 +133,15 @@ def _softmax(s: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 
 
 def _live_keys(
-    batch: int,
-    seqlen_k: int,
-    rules: Mask,
-    kv_lens: Tensor | None,
-    kv_starts: Tensor | None,
-    device: torch.device,
+    batch: int, seqlen_k: int, rules: Mask, lens: Tensor | None, starts: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Live length and first live key, int64 (batch, 1, 1, 1)."""
     live = torch.full((batch,), seqlen_k, device=device)
     start = torch.zeros_like(live)
-    for lens in (kv_lens, rules.kv_lens):
-        live = live if lens is None else torch.minimum(live, torch.as_tensor(lens, device=device).long())
-    for starts in (kv_starts, rules.kv_starts):
-        start = (
-            start if starts is None else torch.maximum(start, torch.as_tensor(starts, device=device).long())
-        )
+    for x in (lens, rules.kv_lens):
+        live = live if x is None else torch.minimum(live, torch.as_tensor(x, device=device).long())
+    for x in (starts, rules.kv_starts):
+        start = start if x is None else torch.maximum(start, torch.as_tensor(x, device=device).long())
     return live.view(-1, 1, 1, 1), start.view(-1, 1, 1, 1)
 
 

@@ -25,8 +25,8 @@ from polyflash import (
     validate,
 )
 from polyflash.mask import row_interval
-from polyflash.reference import paged_reference
 from polyflash.spec import Arguments, Feature, Phase
+from tests.references import paged_reference
 from tests.rows_here import HERE, needs_cpu_engine
 
 INT = torch.int32

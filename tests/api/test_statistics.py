@@ -13,10 +13,11 @@ from torch import Tensor
 import polyflash
 from polyflash import Mask, SpecError, UnsupportedError, attention, attention_varlen, column_sums, row_stats
 from polyflash.backends import TABLE
-from polyflash.reference import attention_reference, statistics_reference
+from polyflash.reference import attention_reference
 from polyflash.spec import Phase
 from tests.conformance.rows import qkv
 from tests.integrations.mask_memory import forget_peak, peak, resident
+from tests.references import statistics_reference
 from tests.rows_here import HERE
 
 ROWS = [row.backend for row in TABLE if row.phase is Phase.STATISTICS and row.backend in HERE]

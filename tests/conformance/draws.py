@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyflash.workloads import Workload, make
+from polyflash.workloads import Workload
 from tests.conformance.gradients import (
     BACKWARD,
     NAMED,
@@ -28,6 +28,7 @@ from tests.conformance.gradients import (
 )
 from tests.conformance.pages import contiguous
 from tests.conformance.rows import HEAD_DIMS, STEPS, Runner
+from tests.families import make
 from tests.tolerance import check, expect, near, relative_l2
 
 STORED = Path(__file__).resolve().parent.parent / "data" / "draws"

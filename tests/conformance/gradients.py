@@ -20,10 +20,11 @@ from torch import Tensor
 
 import polyflash
 from polyflash import backends
-from polyflash.reference import attention_reference, varlen_reference
+from polyflash.reference import attention_reference
 from polyflash.spec import Phase
 from tests import device
 from tests.conformance.rows import digest
+from tests.references import varlen_reference
 from tests.tolerance import compare, dropped, eager, masked_scores, members
 
 BACKWARD = tuple(

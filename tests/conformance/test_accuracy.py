@@ -10,9 +10,10 @@ import torch
 
 import polyflash
 from polyflash.spec import Feature
-from polyflash.workloads import FAMILIES, make, with_dtype
+from polyflash.workloads import with_dtype
 from tests.catalogue import named, workloads
 from tests.conformance.rows import DTYPES, NAMES, Runner, qkv
+from tests.families import FAMILIES, make
 from tests.tolerance import check, check_backstop, expect, relative_l2
 
 ROTATING = tuple(name for name in FAMILIES if name not in ("normal", "huge", "subnormal", "nanrow"))

@@ -13,11 +13,12 @@ from torch import Tensor
 import polyflash
 from polyflash import repeats, torch_ops
 from polyflash.spec import MOST_SHARED_ROWS, PACKED_ROWS, Feature, Phase
-from polyflash.workloads import FAMILIES, make, with_dtype
+from polyflash.workloads import with_dtype
 from tests import device
 from tests.catalogue import named, workloads
 from tests.conformance.draws import LAYOUTS, laid_out
 from tests.conformance.rows import DTYPES, NAMES, ROUNDING, STEPS, Runner, expected, ints, qkv
+from tests.families import FAMILIES, make
 from tests.memory import check_guarded, check_hidden
 from tests.tolerance import check_backstop, near, same_bits
 

@@ -13,7 +13,7 @@ import torch
 import polyflash
 from polyflash import torch_ops
 from polyflash.spec import Phase
-from polyflash.workloads import make, with_dtype
+from polyflash.workloads import with_dtype
 from tests.catalogue import named, workloads
 from tests.conformance.gradients import (
     BACKWARD,
@@ -25,6 +25,7 @@ from tests.conformance.gradients import (
     right_gradients,
 )
 from tests.conformance.rows import DTYPES, NAMES, ints, qkv
+from tests.families import make
 from tests.tolerance import GRADIENT_BACKSTOP, near, relative_l2, same_bits
 
 WORKLOADS = tuple(w.name for w in workloads("ci") if not w.intervals)  # those are in test_intervals.py

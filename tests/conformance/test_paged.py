@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 import polyflash
-from polyflash.workloads import FAMILIES, make, with_dtype
+from polyflash.workloads import with_dtype
 from tests import device
 from tests.catalogue import named, workloads
 from tests.conformance.pages import contiguous, hidden_pages, live_pages, padded, repaged
 from tests.conformance.rows import DTYPES, NAMES, ROUNDING, Runner, ints
+from tests.families import FAMILIES, make
 from tests.memory import FILLS, check_guarded
 from tests.tolerance import near, same_bits, same_bits_of_strides
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyflash.workloads import make, with_dtype
+from polyflash.workloads import with_dtype
 from tests.catalogue import named, workloads
 from tests.conformance.gradients import checked, gradients
 from tests.conformance.rows import DTYPES, NAMES, Runner, ints, qkv
+from tests.families import make
 from tests.memory import check_guarded, check_hidden
 from tests.tolerance import members, near, relative_l2, same_bits
 
@@ -233,7 +234,7 @@ def test_any_strides(run: Runner):
 
 def test_dropout_of_members(run: Runner):
     """The counter has the member's own indices: each member's mask is the oracle's."""
-    from polyflash.reference import varlen_reference
+    from tests.references import varlen_reference
 
     for rows, keys in (((17, 5, 16, 16), (40, 9, 33, 33)), ((1, 1, 1), (20, 20, 7))):
         q, k, v, bounds = packed(rows, keys)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from polyflash.spec import is_decode
-from polyflash.workloads import DTYPES, FAMILIES, Workload, make, with_dtype
+from polyflash.workloads import DTYPES, Workload, with_dtype
 from tests.catalogue import CATALOGUE, named, workloads
+from tests.families import FAMILIES, make
 from tests.tolerance import visible
 
 

@@ -11,9 +11,10 @@ import torch
 from polyflash import column_sums, row_stats, target
 from polyflash.backends.cpu import configs, statistics, statistics_configs, words
 from polyflash.backends.cpu.configs import Config
-from polyflash.reference import attention_reference, statistics_reference
+from polyflash.reference import attention_reference
 from polyflash.spec import Arguments
 from tests.backends.cpu.test_isas import CASES, HERE, LINUX, randn
+from tests.references import statistics_reference
 from tests.rows_here import needs_cpu_engine
 
 TARGETS = [target.parse("cpu:avx512+avx512_bf16"), *target.KNOWN[:4]]

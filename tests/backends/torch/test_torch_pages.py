@@ -14,9 +14,10 @@ from polyflash.backends.torch.bounds import narrowed
 from polyflash.backends.torch.configs import Config
 from polyflash.backends.torch.packed import runs
 from polyflash.backends.torch.paged import Pages
-from polyflash.reference import attention_reference, varlen_reference
+from polyflash.reference import attention_reference
 from polyflash.spec import Arguments
 from tests.backends.torch.test_torch_rows import INF, MERGED, NAN, SMALL, arguments, ints, launch, qkv, randn
+from tests.references import varlen_reference
 from tests.tolerance import same_bits
 
 LENS = (53, 0, 1, 31)

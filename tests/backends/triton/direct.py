@@ -12,8 +12,9 @@ from polyflash.arguments import Options, normalise
 from polyflash.backends.triton import decode, forward
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from polyflash.entry import Form, views_of
-from polyflash.reference import attention_reference, paged_reference, varlen_reference
+from polyflash.reference import attention_reference
 from tests import device
+from tests.references import paged_reference, varlen_reference
 
 Config = ForwardConfig | DecodeConfig
 STAGES = 1 if device.NAME == "cpu" else 2  # no kernel of one stage starts on sm_90

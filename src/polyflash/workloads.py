@@ -1,4 +1,8 @@
-"""A problem without tensors, and its tensors from a seed and an input family."""
+"""Attention problems as plain data: what `bench` ("bench"), `tune` ("tune"), `doctor` and `warmup` run.
+
+A `Workload` is a frozen description without tensors; `make()` builds its tensors from a seed. The problems of
+the tests are in tests/catalogue.py, their input families in tests/families.py.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,9 @@ import torch
 
 from polyflash.mask import Mask
 from polyflash.spec import AttentionSpec, Feature, Phase
-from polyflash.workloads.families import FAMILIES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -133,14 +136,14 @@ def with_dtype(workload: Workload, dtype: str) -> Workload:
 
 
 def make(
-    workload: Workload, *, seed: int = 0, family: str = "normal", device: str = "cpu"
+    workload: Workload, *, seed: int = 0, device: str = "cpu", family: Callable[..., Any] | None = None
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Tensors of a workload: q (batch, heads, seqlen_q, head_dim), k, v, and the keyword arguments of
     `attention`; packed, q (total_q, heads, head_dim), k, v, and those of `attention_varlen`; in pages,
     q (total_q or batch, heads, head_dim), k_pages, v_pages, and those of `attention_paged`.
 
-    The same seed gives the same tensors on every device. Values are drawn in float32 (float64 for float64)
-    and rounded once to the storage dtype."""
+    The same seed gives the same tensors on every device. Values are drawn in float32 (float64 for float64),
+    changed by `family` (q, k, v, dtype, generator) if there is one, and rounded once to the storage dtype."""
     with torch.device("cpu"):
         *tensors, options = _made(workload, seed, family)
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
@@ -148,7 +151,7 @@ def make(
     return q, k, v, options
 
 
-def _made(w: Workload, seed: int, family: str) -> tuple[Any, ...]:
+def _made(w: Workload, seed: int, family: Callable[..., Any] | None) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, w.dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -160,7 +163,7 @@ def _made(w: Workload, seed: int, family: str) -> tuple[Any, ...]:
     q = draw(w.batch, w.heads, w.seqlen_q, w.head_dim)
     k = draw(entries, w.kv_heads, w.seqlen_k, w.head_dim)
     v = draw(entries, w.kv_heads, w.seqlen_k, w.dim_v)
-    q, k, v = FAMILIES[family](q, k, v, dtype, generator)
+    q, k, v = (q, k, v) if family is None else family(q, k, v, dtype, generator)
     options = _options(w, generator)
     if w.page_size:
         q = q[0].transpose(0, 1).contiguous() if w.members else q[:, :, 0]
@@ -197,7 +200,7 @@ def in_pages(
         for b, n in enumerate(lens):
             padded[b, :n] = x[b, :, :n].transpose(0, 1)
         pool = x.new_full((len(ids), page_size, x.shape[1], x.shape[3]), torch.nan)
-        pool[table[live]] = padded.unflatten(1, (columns, page_size))[live]
+        pool[table[live]] = padded.view(*live.shape, page_size, *padded.shape[2:])[live]
         pools.append(pool)
     return pools[0], pools[1], table.to(torch.int32)
 
@@ -272,3 +275,34 @@ def _segments(w: Workload, generator: torch.Generator) -> Mask:
 def _form(w: Workload, form: str) -> tuple[int, ...]:
     sizes = {"b": w.batch, "h": w.heads, "q": w.seqlen_q, "k": w.seqlen_k, "1": 1}
     return tuple(sizes[letter] for letter in form)
+
+
+_BENCH = frozenset({"bench", "tune"})
+
+
+def _bench() -> tuple[Workload, ...]:
+    rows = []
+    for dtype in ("float32", "bfloat16", "float16"):
+        for head_dim in (64, 128):
+            for seqlen in (512, 2048, 8192):
+                for causal in (False, True):
+                    kind = "causal" if causal else "full"
+                    name = f"{kind}-{dtype}-{seqlen}-d{head_dim}"
+                    rows.append(
+                        Workload(name, _BENCH, 1, 8, 8, seqlen, seqlen, head_dim, dtype=dtype, causal=causal)
+                    )
+        rows.append(
+            Workload(f"gqa-{dtype}-2048-d64", _BENCH, 1, 8, 2, 2048, 2048, 64, dtype=dtype, causal=True)
+        )
+        name = f"window-{dtype}-8192-d64"
+        window = (255, None)
+        rows.append(Workload(name, _BENCH, 1, 8, 8, 8192, 8192, 64, dtype=dtype, causal=True, window=window))
+    return tuple(rows)
+
+
+CATALOGUE = _bench()
+
+
+def workloads(tag: str) -> tuple[Workload, ...]:
+    """Every workload that carries `tag`, in catalogue order."""
+    return tuple(w for w in CATALOGUE if tag in w.tags)

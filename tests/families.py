@@ -5,9 +5,11 @@ They matter as much as shapes: several published defects are invisible on normal
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from polyflash import workloads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,3 +153,10 @@ FAMILIES: dict[str, Family] = {
     "alternating": _alternating,
     "nanrow": _nanrow,
 }
+
+
+def make(
+    workload: workloads.Workload, *, seed: int = 0, family: str = "normal", device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """`polyflash.workloads.make` on inputs of a family."""
+    return workloads.make(workload, seed=seed, device=device, family=FAMILIES[family])
