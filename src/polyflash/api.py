@@ -186,33 +186,15 @@ def attention_varlen(
 ) -> AttentionOutput: ...  # fmt: skip
 @answering
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: Causal = False,
-    window: WindowSides | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    kv_lens: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-    batch_invariant: bool | None = None,
-    backend: str | None = None,
-    config: Any = None,
-    checked: bool = False,
-    **unknown: Never,
-) -> Tensor | AttentionOutput:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: Causal = False,
+    window: WindowSides | None = None, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None, scale: float | None = None, kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None, dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None, return_lse: bool = False, out: Tensor | None = None,
+    batch_invariant: bool | None = None, backend: str | None = None, config: Any = None,
+    checked: bool = False, **unknown: Never,
+) -> Tensor | AttentionOutput:  # fmt: skip
     """`attention` of each member of a packed batch: no padding, and no member sees another.
 
     Member b is rows [cu_seqlens_q[b], cu_seqlens_q[b+1]) of q and keys [cu_seqlens_k[b], cu_seqlens_k[b+1])
@@ -259,36 +241,16 @@ def attention_varlen(
 
 @answering
 def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: Causal = False,
-    window: WindowSides | None = None,
-    mask: Tensor | Mask | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    kv_lens: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    layout: Layout = "bhsd",
-    return_lse: bool = False,
-    batch_invariant: bool | None = None,
-    backend: str | None = None,
-    config: Any = None,
-    target: str | Target | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    page_table: Tensor | None = None,
-    **unknown: Never,
-) -> Plan:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = False, window: WindowSides | None = None,
+    mask: Tensor | Mask | None = None, bias: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None,
+    kv_lens: Tensor | None = None, kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None,
+    dropout_p: float = 0.0, dropout_seed: int | Tensor | None = None, layout: Layout = "bhsd",
+    return_lse: bool = False, batch_invariant: bool | None = None, backend: str | None = None,
+    config: Any = None, target: str | Target | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None, **unknown: Never,
+) -> Plan:  # fmt: skip
     """Who would run `attention(...)` with these arguments, with which config, and why every other row would
     not. With `cu_seqlens_q` and `cu_seqlens_k`, who would run `attention_varlen(...)`: q, k, v are then
     (total, heads, head_dim). With `page_table` and `kv_lens`, who would run `attention_paged(...)`: q, k, v

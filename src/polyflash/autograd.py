@@ -204,12 +204,9 @@ def save(ctx: Any, inputs: tuple[Any, ...], out: Tensor, lse: Tensor, needed: tu
 
 
 def gradients(
-    ctx: Any,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    apply: transforms.Apply,
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, apply: transforms.Apply,
     needed: tuple[bool, ...] | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """One gradient or None per input of the op, by its backward op."""
     *tensors, out, lse = ctx.saved_tensors
     inputs = list(ctx.scalars)

@@ -147,24 +147,12 @@ def attention_groups(
 ) -> list[AttentionOutput]: ...  # fmt: skip
 @answering
 def attention_groups(
-    q_groups: Sequence[Tensor],
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_offsets: Sequence[int],
-    kv_lens: Sequence[int] | None = None,
-    causal: bool = True,
-    window: WindowSides | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    layout: Layout = "bhsd",
-    return_lse: bool = False,
-    fused: bool | None = None,
-    backend: str | None = None,
-    config: Any = None,
+    q_groups: Sequence[Tensor], k: Tensor, v: Tensor, *, q_offsets: Sequence[int],
+    kv_lens: Sequence[int] | None = None, causal: bool = True, window: WindowSides | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None, layout: Layout = "bhsd",
+    return_lse: bool = False, fused: bool | None = None, backend: str | None = None, config: Any = None,
     **unknown: Never,
-) -> list[Tensor] | list[AttentionOutput]:
+) -> list[Tensor] | list[AttentionOutput]:  # fmt: skip
     """`attention` of several groups of query rows to the first keys of one k and v, each group with its own
     place and length among them: the chunks of a rank in context parallelism, drafts that share a prefix.
 
@@ -209,24 +197,12 @@ def attention_groups(
 
 
 def explain_groups(
-    q_groups: Sequence[Tensor],
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_offsets: Sequence[int],
-    kv_lens: Sequence[int] | None = None,
-    causal: bool = True,
-    window: WindowSides | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    layout: Layout = "bhsd",
-    return_lse: bool = False,
-    fused: bool | None = None,
-    backend: str | None = None,
-    config: Any = None,
+    q_groups: Sequence[Tensor], k: Tensor, v: Tensor, *, q_offsets: Sequence[int],
+    kv_lens: Sequence[int] | None = None, causal: bool = True, window: WindowSides | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None, layout: Layout = "bhsd",
+    return_lse: bool = False, fused: bool | None = None, backend: str | None = None, config: Any = None,
     target: str | Target | None = None,
-) -> GroupsPlan:
+) -> GroupsPlan:  # fmt: skip
     """Whether `attention_groups(...)` with these arguments would fuse its groups, why, and who would run each
     call. Launches nothing and reads no tensor contents: all may be meta tensors; `target` as in `explain`."""
     groups = _checked(

@@ -337,16 +337,9 @@ def row_interval(
 
 
 def block_range(
-    first_row: int,
-    last_row: int,
-    *,
-    block_n: int,
-    seqlen_k: int,
-    offset: int,
-    causal: bool,
-    window: Window = (None, None),
-    kv_start: int = 0,
-) -> tuple[int, int]:
+    first_row: int, last_row: int, *, block_n: int, seqlen_k: int, offset: int, causal: bool,
+    window: Window = (None, None), kv_start: int = 0,
+) -> tuple[int, int]:  # fmt: skip
     """Key blocks [n_lo, n_hi) that rows first_row..last_row (inclusive) visit: bounds rise with the row."""
     lo, _ = row_interval(
         first_row, seqlen_k=seqlen_k, offset=offset, causal=causal, window=window, kv_start=kv_start

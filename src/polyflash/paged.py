@@ -33,30 +33,14 @@ def attention_paged(
 ) -> AttentionOutput: ...  # fmt: skip
 @answering
 def attention_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    kv_lens: Tensor,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    causal: Causal = False,
-    window: WindowSides | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    kv_starts: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-    batch_invariant: bool | None = None,
-    backend: str | None = None,
-    config: Any = None,
-    checked: bool = False,
-    **unknown: Never,
-) -> Tensor | AttentionOutput:
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, kv_lens: Tensor, *,
+    cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None, causal: Causal = False,
+    window: WindowSides | None = None, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None, scale: float | None = None, kv_starts: Tensor | None = None,
+    q_offset: int | Tensor | None = None, return_lse: bool = False, out: Tensor | None = None,
+    batch_invariant: bool | None = None, backend: str | None = None, config: Any = None,
+    checked: bool = False, **unknown: Never,
+) -> Tensor | AttentionOutput:  # fmt: skip
     """`attention` of each request of a batch to its own keys, which stand in pages of a pool.
 
     Key j of request b stands in page page_table[b, j // page_size], slot j % page_size; its kv_lens[b] first

@@ -170,14 +170,9 @@ def unsupported(
 
 
 def explain(
-    spec: AttentionSpec,
-    target: Target,
-    table: Sequence[Capability],
-    *,
-    backend: str = "",
-    config: str = "",
+    spec: AttentionSpec, target: Target, table: Sequence[Capability], *, backend: str = "", config: str = "",
     backward: Plan | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The same choice as `select()`, with one verdict per row; launches nothing and never raises for a
     refusal."""
     rows = candidates(table, spec, "")

@@ -145,13 +145,9 @@ def length_class(n: int) -> int:
 
 
 def is_decode(
-    num_q_heads: int,
-    num_kv_heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    row_bounded: bool = False,
+    num_q_heads: int, num_kv_heads: int, seqlen_q: int, seqlen_k: int, row_bounded: bool = False,
     device: str = "",
-) -> bool:
+) -> bool:  # fmt: skip
     """Is a call of unpacked rows for `Phase.DECODE`: so few rows per key/value head that reading the keys is
     what takes time? Rows with bounds of their own are: each walk over the keys serves all of them."""
     if not (num_q_heads and num_kv_heads):

@@ -26,29 +26,13 @@ class RowStats(NamedTuple):
 
 
 def column_sums(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    *,
-    causal: Causal = False,
-    window: WindowSides | None = None,
-    mask: Tensor | Mask | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    scale: float | None = None,
-    kv_lens: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
-    layout: Layout = "bhsd",
-    backend: str | None = None,
-    config: Any = None,
-    checked: bool = False,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, lse: Tensor, *, causal: Causal = False, window: WindowSides | None = None,
+    mask: Tensor | Mask | None = None, bias: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0, scale: float | None = None, kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None, layout: Layout = "bhsd",
+    backend: str | None = None, config: Any = None, checked: bool = False, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+) -> Tensor:  # fmt: skip
     """How much attention each key received: Σ over query rows of exp(score - lse), per query head.
 
     The arguments are those of the `attention` call that returned `lse`, or with cu_seqlens those of
@@ -83,30 +67,14 @@ def column_sums(
 
 
 def row_stats(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    *,
-    causal: Causal = False,
-    window: WindowSides | None = None,
-    mask: Tensor | Mask | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    kv_lens: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
-    layout: Layout = "bhsd",
-    backend: str | None = None,
-    config: Any = None,
-    checked: bool = False,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
+    q: Tensor, k: Tensor, lse: Tensor, *, causal: Causal = False, window: WindowSides | None = None,
+    mask: Tensor | Mask | None = None, bias: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None,
+    kv_lens: Tensor | None = None, kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None,
+    layout: Layout = "bhsd", backend: str | None = None, config: Any = None, checked: bool = False,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-) -> RowStats:
+) -> RowStats:  # fmt: skip
     """Entropy of each row's weights, in nats, and the largest of its scores.
 
     The arguments are those of the `attention` call that returned `lse`, as in `column_sums`. A score is what

@@ -365,16 +365,9 @@ def launched(launch: Launch, *operands: Any) -> Any:
 
 
 def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    needs: list[bool],
-    *rest: Any,
-) -> tuple[Tensor, ...]:
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    needs: list[bool], *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     args = Arguments(*rest)._replace(config="")
     launch = _route(Phase.BACKWARD, q, k, v, args, tuple(args))
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
@@ -406,16 +399,9 @@ def _fake_forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) 
 
 
 def _fake_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    needs: list[bool],
-    *rest: Any,
-) -> tuple[Tensor, ...]:
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    needs: list[bool], *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     args = _validated(q, k, v, rest)
     _refuse_statically(Phase.BACKWARD, q, k, v, args)
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})

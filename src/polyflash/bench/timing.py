@@ -105,14 +105,9 @@ def quantile(values: Sequence[float], p: float) -> float:
 
 
 def compare(
-    arms: Sequence[Arm],
-    *,
-    seconds: float = 2.0,
-    fewest: int = 5,
-    speed: Callable[[], float] | None = None,
-    settle: float = SETTLE,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Comparison:
+    arms: Sequence[Arm], *, seconds: float = 2.0, fewest: int = 5, speed: Callable[[], float] | None = None,
+    settle: float = SETTLE, clock: Callable[[], float] = time.perf_counter,
+) -> Comparison:  # fmt: skip
     """Times the arms against each other in this process.
 
     Args:

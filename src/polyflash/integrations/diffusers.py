@@ -73,17 +73,10 @@ def unregister(name: str = "poly") -> None:
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
     _parallel_config: Any = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes what diffusers' native backend does: q, k, v (batch, seqlen, heads, head_dim); `attn_mask`
     bool, True = see, or float; (batch, seqlen_k), or broadcastable to (batch, heads, seqlen_q, seqlen_k)."""
     if return_lse or _parallel_config is not None:

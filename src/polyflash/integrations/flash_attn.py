@@ -47,18 +47,10 @@ Result = Tensor | tuple[Tensor, Tensor, None]
 
 @facade({})
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
     """Attention of q (batch, seqlen_q, num_heads, head_dim) over k and v (batch, seqlen_k, num_kv_heads, .).
 
     `alibi_slopes`: (num_heads,) or (batch, num_heads). Gradients reach q, k and v.
@@ -78,16 +70,10 @@ def flash_attn_func(
 
 @facade({"q": "qkv", "k": "qkv", "v": "qkv"})
 def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
     """`flash_attn_func` of qkv (batch, seqlen, 3, num_heads, head_dim)."""
     q, k, v = _unpacked("qkv", qkv, 3, 5)
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -96,17 +82,10 @@ def flash_attn_qkvpacked_func(
 
 @facade({"k": "kv", "v": "kv"})
 def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
     """`flash_attn_func` of q and kv (batch, seqlen_k, 2, num_kv_heads, head_dim)."""
     k, v = _unpacked("kv", kv, 2, 5)
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -115,26 +94,12 @@ def flash_attn_kvpacked_func(
 
 @facade({"k_pages": "k", "v_pages": "v", "page_table": "block_table", "kv_lens": "seqused_k"})
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-    *,
-    seqused_k: Tensor | None = None,
-    page_table: Tensor | None = None,
-) -> Result:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None, *,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+) -> Result:  # fmt: skip
     """Attention within each member of a packed batch: rows [cu_seqlens_q[b], cu_seqlens_q[b+1]) of
     q (total_q, num_heads, head_dim) over keys [cu_seqlens_k[b], ...) of k and v (total_k, num_kv_heads, .).
     With `block_table`, int32 (batch, max_blocks), k and v are pages (num_blocks, page_size, num_kv_heads, .),
@@ -170,18 +135,11 @@ _OF_BOTH = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 @facade({"q": "qkv", "k": "qkv", "v": "qkv"} | {name: name[:-2] for name in _OF_BOTH})
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Result:
+) -> Result:  # fmt: skip
     """`flash_attn_varlen_func` of qkv (total, 3, num_heads, head_dim)."""
     q, k, v = _unpacked("qkv", qkv, 3, 4)
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
@@ -192,21 +150,11 @@ def flash_attn_varlen_qkvpacked_func(
 
 @facade({"k": "kv", "v": "kv"})
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Result:
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
     """`flash_attn_varlen_func` of q and kv (total_k, 2, num_kv_heads, head_dim)."""
     k, v = _unpacked("kv", kv, 2, 4)
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)

@@ -121,17 +121,10 @@ def attend(
 
 
 def attend_packed(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    seqused_k: Tensor | None,
-    table: Tensor,
-    dropout_p: float,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None, seqused_k: Tensor | None, table: Tensor, dropout_p: float,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attends packed rows to pages: out (total_q, num_heads, head_dim_v), lse (num_heads, total_q). seqused_k
     or cu_seqlens_k, both int32, says how many keys each member has, and the table where they stand. No
     gradients, as with a cache."""

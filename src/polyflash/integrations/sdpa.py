@@ -104,12 +104,9 @@ class _Override(TorchFunctionMode):
 
 
 def _backward(
-    x: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
+    x: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False,
     inputs: Any = None,
-) -> None:
+) -> None:  # fmt: skip
     """Stands in for `Tensor.backward`, which would hand itself over to the mode again."""
     torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
 
@@ -128,16 +125,9 @@ _ENGINE = {function: _through(function) for function in (torch.autograd.backward
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """`torch.nn.functional.scaled_dot_product_attention` by name and meaning, run by polyflash where it can.
 
     Args:
@@ -161,18 +151,9 @@ def scaled_dot_product_attention(
 
 
 def _replaced(
-    strict: bool,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    *,
-    scale: Any = None,
-    enable_gqa: Any = False,
-    by: str = "sdpa",
-) -> Tensor:
+    strict: bool, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0,
+    is_causal: Any = False, *, scale: Any = None, enable_gqa: Any = False, by: str = "sdpa",
+) -> Tensor:  # fmt: skip
     why = _refusal(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if not why:
         views = _four_dimensions(query, key, value, attn_mask, bool(enable_gqa))

@@ -273,21 +273,12 @@ class PagedCache(Cache):
 
 
 def _forward_of_pages(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | BatchMask | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    position_ids: Tensor | None = None,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | BatchMask | None, dropout: float = 0.0, scaling: float | None = None,
+    is_causal: bool | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, position_ids: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, None]:  # fmt: skip
     """The attention function: over pages if the mask is a window and lengths; else, and for tensors,
     `_attention_forward` on the gathered keys."""
     if isinstance(key, PagedStates):
@@ -313,12 +304,8 @@ def _forward_of_pages(
 
 
 def _options(
-    mask: BatchMask,
-    query: Tensor,
-    key: PagedStates,
-    sliding_window: int | None,
-    position_ids: Tensor | None,
-) -> dict[str, Any] | None:
+    mask: BatchMask, query: Tensor, key: PagedStates, sliding_window: int | None, position_ids: Tensor | None,
+) -> dict[str, Any] | None:  # fmt: skip
     """The mask as arguments of `KVCache.attend`, or None if they cannot express it."""
     if sliding_window is not None and mask.left is None and key.shape[2] > sliding_window:
         return None

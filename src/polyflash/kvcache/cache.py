@@ -92,16 +92,9 @@ class KVCache(Storage):
                 raise
 
     def append(
-        self,
-        requests: Requests,
-        k: Tensor,
-        v: Tensor,
-        *,
-        counts: Counts = 1,
-        rope: Rope | None = None,
-        positions: Tensor | None = None,
-        q: Tensor | None = None,
-    ) -> Tensor | None:
+        self, requests: Requests, k: Tensor, v: Tensor, *, counts: Counts = 1, rope: Rope | None = None,
+        positions: Tensor | None = None, q: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
         """Appends `counts[b]` tokens to each request of a cache of one layer; returns q as `Step.write` does.
 
         k (total, num_kv_heads, head_dim) and v (total, num_kv_heads, head_dim_v): the tokens of all requests,
@@ -136,28 +129,13 @@ class KVCache(Storage):
         batch_invariant: bool | None = ..., backend: str | None = ..., checked: bool = ...,
     ) -> AttentionOutput: ...  # fmt: skip
     def attend(
-        self,
-        q: Tensor,
-        requests: Requests | Step,
-        *,
-        layer: int = 0,
-        counts: Counts | None = None,
-        causal: Causal = True,
-        cascade: bool = False,
-        window: tuple[int | None, int | None] | None = None,
-        alibi_slopes: Tensor | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        scale: float | None = None,
-        kv_starts: Tensor | None = None,
-        kv_lens: Tensor | None = None,
-        q_offset: int | Tensor | None = None,
-        return_lse: bool = False,
-        out: Tensor | None = None,
-        batch_invariant: bool | None = None,
-        backend: str | None = None,
-        checked: bool = False,
-    ) -> Tensor | AttentionOutput:
+        self, q: Tensor, requests: Requests | Step, *, layer: int = 0, counts: Counts | None = None,
+        causal: Causal = True, cascade: bool = False, window: tuple[int | None, int | None] | None = None,
+        alibi_slopes: Tensor | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+        scale: float | None = None, kv_starts: Tensor | None = None, kv_lens: Tensor | None = None,
+        q_offset: int | Tensor | None = None, return_lse: bool = False, out: Tensor | None = None,
+        batch_invariant: bool | None = None, backend: str | None = None, checked: bool = False,
+    ) -> Tensor | AttentionOutput:  # fmt: skip
         """`attention_paged` of q over the requests' tokens in one layer.
 
         Args:
@@ -199,18 +177,11 @@ class KVCache(Storage):
         return shared_prefix.attend(q, k_pool, v_pool, tables, rows, plan, options)
 
     def explain_attend(
-        self,
-        requests: Requests | Step,
-        *,
-        counts: Counts | None = None,
-        causal: Causal = True,
-        cascade: bool = False,
-        window: tuple[int | None, int | None] | None = None,
-        alibi_slopes: Tensor | None = None,
-        kv_starts: Tensor | None = None,
-        kv_lens: Tensor | None = None,
+        self, requests: Requests | Step, *, counts: Counts | None = None, causal: Causal = True,
+        cascade: bool = False, window: tuple[int | None, int | None] | None = None,
+        alibi_slopes: Tensor | None = None, kv_starts: Tensor | None = None, kv_lens: Tensor | None = None,
         q_offset: int | Tensor | None = None,
-    ) -> AttendPlan:
+    ) -> AttendPlan:  # fmt: skip
         """Says what `attend` would do with these arguments, and why; launches nothing."""
         tables, rows = self._call(requests, counts)
         given = {"window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts, "kv_lens": kv_lens}

@@ -182,14 +182,9 @@ _OF_BOTH_PARTS = ("softcap", "scale", "batch_invariant", "backend", "checked")
 
 
 def attend(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    tables: Tables,
-    counts: Sequence[int],
-    plan: AttendPlan,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tables, counts: Sequence[int], plan: AttendPlan,
     options: dict[str, Any],
-) -> Tensor | AttentionOutput:
+) -> Tensor | AttentionOutput:  # fmt: skip
     """Attention of q (rows, num_q_heads, head_dim), `counts[b]` rows of each request concatenated, over its
     pages, as `plan` says. `options` are the arguments of `KVCache.attend` that `attention_paged` takes
     too."""

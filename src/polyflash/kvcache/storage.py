@@ -40,18 +40,10 @@ class Storage:
     """A `KVCache` without steps and attention."""
 
     def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        head_dim_v: int | None = None,
-        num_layers: int = 1,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        scrub: bool = False,
-    ) -> None:
+        self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *,
+        head_dim_v: int | None = None, num_layers: int = 1, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, scrub: bool = False,
+    ) -> None:  # fmt: skip
         sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
         for name, size in (*sizes.items(), ("head_dim_v", head_dim if head_dim_v is None else head_dim_v)):
             checked_count(name, size, 1, 2**31 - 1)
@@ -62,13 +54,9 @@ class Storage:
 
     @classmethod
     def over(
-        cls,
-        k_pages: Tensor | Sequence[Tensor],
-        v_pages: Tensor | Sequence[Tensor],
-        *,
-        layout: PoolLayout = "NHD",
-        scrub: bool = False,
-    ) -> Self:
+        cls, k_pages: Tensor | Sequence[Tensor], v_pages: Tensor | Sequence[Tensor], *,
+        layout: PoolLayout = "NHD", scrub: bool = False,
+    ) -> Self:  # fmt: skip
         """Makes a cache over pools that exist already, all of whose pages it may use; nothing is copied.
 
         A pool is (num_pages, page_size, num_kv_heads, head_dim) as in vLLM and flash-attn, or with

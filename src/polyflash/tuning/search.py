@@ -42,14 +42,9 @@ class Step:
 
 
 def tune(
-    trials: Sequence[Trial],
-    race: Race,
-    *,
-    start: Entry | None = None,
-    keep: Callable[[Entry], None],
-    tell: Callable[[Step], None] = lambda step: None,
-    now: Callable[[], datetime] = lambda: datetime.now(UTC),
-) -> Entry:
+    trials: Sequence[Trial], race: Race, *, start: Entry | None = None, keep: Callable[[Entry], None],
+    tell: Callable[[Step], None] = lambda step: None, now: Callable[[], datetime] = lambda: datetime.now(UTC),
+) -> Entry:  # fmt: skip
     """The best config for `trials`, problems of one row, one entry and hence the same candidates.
 
     Args:

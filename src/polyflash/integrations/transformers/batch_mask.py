@@ -198,20 +198,12 @@ def _densified(x: Any) -> Any:
 
 
 def _mask_of_batch(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | BatchMask | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = True,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> Tensor | BatchMask | None:
+    attention_mask: Tensor | BatchMask | None = None, local_size: int | None = None,
+    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = True, use_vmap: bool = False,
+    device: torch.device | str = "cpu", **kwargs: Any,
+) -> Tensor | BatchMask | None:  # fmt: skip
     """The mask function: a `BatchMask` for every pattern that `read()` knows, padded anywhere or not.
 
     None stands for causal attention over equal lengths without padding, where transformers lets the layer's
@@ -245,15 +237,9 @@ def _mask_of_batch(
 
 
 def _structured(
-    pattern: Pattern,
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    attention_mask: Tensor | None,
-    device: torch.device,
-) -> BatchMask | None:
+    pattern: Pattern, batch: int, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int,
+    attention_mask: Tensor | None, device: torch.device,
+) -> BatchMask | None:  # fmt: skip
     live = None if attention_mask is None else _live(attention_mask, kv_length, kv_offset)
     starts = lens = None
     holes, padded = False, False  # type: bool, bool | Tensor
@@ -312,14 +298,9 @@ def _ends(live: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
 
 
 def _ids(
-    pattern: Pattern,
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
+    pattern: Pattern, batch: int, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int,
     device: torch.device,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """int32 segment ids of queries (batch, q_length) and keys (batch, kv_length), or None twice."""
     documents, chunk = pattern.documents, pattern.chunk
     if chunk is not None and documents is None:

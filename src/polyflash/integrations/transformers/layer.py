@@ -27,25 +27,13 @@ DESCRIPTIVE = frozenset(
 
 
 def _attention_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | BatchMask | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | BatchMask | None, dropout: float = 0.0, scaling: float | None = None,
+    is_causal: bool | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None,
+    max_length_k: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The attention function: q (batch, num_q_heads, seqlen_q, head_dim), k and v with heads of their own.
 
     As in transformers' own SDPA function, a mask says everything, and `is_causal` (of the call, else of the
