@@ -47,6 +47,14 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
     return _Attention.apply(q, k, v, *args._replace(need_lse=True))
 
 
+def _refuse_highest(ctx: Any, *gradients: Any) -> Any:
+    raise UnsupportedError(HIGHEST)
+
+
+def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
+    raise UnsupportedError(FORWARD_MODE)
+
+
 class _Attention(torch.autograd.Function):
     """`polyflash::attention` as torch.func takes it."""
 
@@ -62,9 +70,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         return gradients(ctx, dout, dlse, _AttentionBackward.apply)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise UnsupportedError(FORWARD_MODE)
+    jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
@@ -82,13 +88,8 @@ class _AttentionBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Nothing to save."""
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(HIGHEST)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise UnsupportedError(FORWARD_MODE)
+    backward = staticmethod(_refuse_highest)
+    jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
@@ -118,9 +119,7 @@ class _LastNode(_SingleLevelFunction):
     def forward(ctx: Any, below: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[Tensor, ...]:
         return below(*inputs)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(HIGHEST)
+    backward = staticmethod(_refuse_highest)
 
 
 def refuse_tangents(inputs: Iterable[Any]) -> None:
@@ -161,9 +160,8 @@ def node_of_backward(op: Any) -> Callable[..., Any]:
 
     def kernel(keyset: Any, *given: Any) -> tuple[Tensor, ...]:
         refuse_tangents(given)
-        if not _is_differentiated(given):
-            return _below(op, keyset)(*given)
-        return _enter(_LastNode, _below(op, keyset), given)
+        below = _below(op, keyset)
+        return _enter(_LastNode, below, given) if _is_differentiated(given) else below(*given)
 
     return kernel
 

@@ -22,7 +22,7 @@ class UnsupportedError(NotImplementedError):
         self.reasons = reasons
 
 
-def spec_error(name: str, *, got: object, wanted: object, change: str) -> SpecError:
+def spec_error(name: str, got: object, wanted: object, change: str) -> SpecError:
     """A `SpecError` in the one format all of them share."""
     return SpecError(f"{name}: got {got}, wanted {wanted}. {change}")
 

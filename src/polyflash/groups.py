@@ -67,14 +67,7 @@ class _Groups(NamedTuple):
     v: Tensor
     offsets: list[int]
     kv_lens: list[int]
-    causal: bool
-    window: tuple[int | None, int | None]
-    softcap: float
-    sinks: Tensor | None
-    scale: float | None
-    return_lse: bool
-    backend: str | None
-    config: Any
+    options: Options
 
     @property
     def rows(self) -> list[int]:
@@ -96,33 +89,28 @@ class _Groups(NamedTuple):
 
     def calls(self, fused: bool) -> list[Bound]:
         """The calls of the op: one, or one per group."""
+        options = self.options
         if fused:
             end = max(self.kv_lens)
-            bound = bind(torch.cat(self.q, 2), self.k[:, :, :end], self.v[:, :, :end], self._options())
+            one = options._replace(causal=False, window=None)  # causal and window are bounds of rows here
+            bound = bind(torch.cat(self.q, 2), self.k[:, :, :end], self.v[:, :, :end], one)
             return [bound._replace(args=bound.args._replace(row_bounds=self._row_bounds()))]
-        placed = self.causal or self.window != (None, None)
-        own = self._options()._replace(causal=self.causal, window=self.window)
+        placed = options.causal or options.window is not None
         return [
-            bind(q, self.k[:, :, :end], self.v[:, :, :end], own._replace(q_offset=offset) if placed else own)
+            bind(
+                q,
+                self.k[:, :, :end],
+                self.v[:, :, :end],
+                options._replace(q_offset=offset if placed else None),
+            )
             for q, offset, end in zip(self.q, self.offsets, self.kv_lens, strict=True)
         ]
-
-    def _options(self) -> Options:
-        """What all calls share; causal and window are bounds of rows where groups are fused."""
-        return Options(
-            softcap=self.softcap,
-            sinks=self.sinks,
-            scale=self.scale,
-            return_lse=self.return_lse,
-            backend=self.backend,
-            config=self.config,
-        )
 
     def _row_bounds(self) -> Tensor:
         """Keys [lo, hi) that each row of all groups sees, int32 (rows, 2)."""
         device = self.q[0].device
-        left, right = self.window
-        right = 0 if self.causal else right
+        left, right = self.options.window or (None, None)
+        right = 0 if self.options.causal else right
         groups = list(zip(self.rows, self.offsets, self.kv_lens, strict=True))
         at = torch.cat([torch.arange(n, device=device) + offset for n, offset, _ in groups])
         ends = torch.cat([torch.full((n,), end, dtype=torch.int64, device=device) for n, _, end in groups])
@@ -182,8 +170,8 @@ def attention_groups(
     if unknown:
         raise unexpected(attention_groups, unknown)
     groups = _checked(
-        q_groups, k, v, q_offsets, kv_lens, causal, window, softcap, sinks, scale, layout, return_lse,
-        backend, config,
+        q_groups, k, v, q_offsets, kv_lens, layout, causal=causal, window=window, softcap=softcap,
+        sinks=sinks, scale=scale, return_lse=return_lse, backend=backend, config=config,
     )  # fmt: skip
     together = groups.fused(_flag("fused", fused))[0]
     results = [attend(bound) for bound in groups.calls(together)]
@@ -206,8 +194,8 @@ def explain_groups(
     """Whether `attention_groups(...)` with these arguments would fuse its groups, why, and who would run each
     call. Launches nothing and reads no tensor contents: all may be meta tensors; `target` as in `explain`."""
     groups = _checked(
-        q_groups, k, v, q_offsets, kv_lens, causal, window, softcap, sinks, scale, layout, return_lse,
-        backend, config,
+        q_groups, k, v, q_offsets, kv_lens, layout, causal=causal, window=window, softcap=softcap,
+        sinks=sinks, scale=scale, return_lse=return_lse, backend=backend, config=config,
     )  # fmt: skip
     together, why = groups.fused(_flag("fused", fused))
     plans = tuple(explained(bound, target) for bound in groups.calls(together))
@@ -215,10 +203,8 @@ def explain_groups(
 
 
 def _checked(
-    q_groups: Any, k: Tensor, v: Tensor, q_offsets: Any, kv_lens: Any, causal: bool,
-    window: WindowSides | None, softcap: float, sinks: Tensor | None, scale: float | None, layout: str,
-    return_lse: bool, backend: str | None, config: Any,
-) -> _Groups:  # fmt: skip
+    q_groups: Any, k: Tensor, v: Tensor, q_offsets: Any, kv_lens: Any, layout: str, **given: Any
+) -> _Groups:
     """The groups as views (batch, heads, seqlen, head_dim), with an offset and a length for each."""
     if isinstance(q_groups, Tensor) or not isinstance(q_groups, Sequence):
         change = "Use list(q.split(sizes, 2)) to cut a tensor into groups."
@@ -238,7 +224,7 @@ def _checked(
             raise spec_error(f"q_groups[{index}]", got=f"{described(q)}{where}", wanted=wanted, change=change)
         groups.append(q)
     if torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in (*groups, k, v, sinks)
+        isinstance(x, Tensor) and x.requires_grad for x in (*groups, k, v, given["sinks"])
     ):
         raise UnsupportedError(f"attention_groups {INFERENCE_ONLY}")
     seqlen_k = k.shape[2]
@@ -250,11 +236,11 @@ def _checked(
             raise spec_error(
                 f"kv_lens[{index}]", got=n, wanted=f"0 to {seqlen_k}, the keys of k", change=change
             )
-    sides = (None, None) if window is None else checked_window(window)
-    return _Groups(
-        groups, k, v, offsets, lens, bool(_flag("causal", causal)), sides, softcap, sinks, scale, return_lse,
-        backend, config,
-    )  # fmt: skip
+    if given["window"] is not None:
+        sides = checked_window(given["window"])
+        given["window"] = None if sides == (None, None) else sides
+    given["causal"] = bool(_flag("causal", given["causal"]))
+    return _Groups(groups, k, v, offsets, lens, Options(**given))
 
 
 def _kind(q: Tensor) -> tuple[Any, ...]:

@@ -12,7 +12,6 @@ from polyflash.arguments import Causal, Layout, Options, WindowSides
 from polyflash.entry import Form, autocast, bind, form_of, views_of
 from polyflash.errors import described, spec_error
 from polyflash.mask import Mask
-from polyflash.spec import Arguments
 
 
 class RowStats(NamedTuple):
@@ -53,17 +52,13 @@ def column_sums(
     Raises:
         SpecError, UnsupportedError: as `attention`.
     """
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    q, k, lse = _views(q, k, lse, layout, packed)
     options = Options(
         causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap,
         scale=scale, kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, backend=backend,
         config=config, checked=checked, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    q, k, args = _bound(q, k, options)
-    sums = statistics_ops.column_sums(q, k, lse, args)
-    return sums[0] if packed else sums
+    return _made("column_sums", q, k, lse, layout, options)[0]
 
 
 def row_stats(
@@ -92,17 +87,24 @@ def row_stats(
     Raises:
         SpecError, UnsupportedError: as `attention`.
     """
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    q, k, lse = _views(q, k, lse, layout, packed)
     options = Options(
         causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap,
         sinks=sinks, scale=scale, kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, backend=backend,
         config=config, checked=checked, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    q, k, args = _bound(q, k, options)
-    entropy, max_logit = statistics_ops.row_stats(q, k, lse, args)
-    return RowStats(entropy[0], max_logit[0]) if packed else RowStats(entropy, max_logit)
+    return RowStats(*_made("row_stats", q, k, lse, layout, options))
+
+
+def _made(name: str, q: Tensor, k: Tensor, lse: Tensor, layout: str, options: Options) -> tuple[Tensor, ...]:
+    """The results of the op `name`; q and k are cast as `attention` casts them under torch.autocast."""
+    packed = options.cu_seqlens_q is not None or options.cu_seqlens_k is not None
+    q, k, lse = _views(q, k, lse, layout, packed)
+    bound = bind(q, k, k, options)
+    if torch_ops.autocasting(q.device.type):
+        q, k, _ = autocast(q, k, k)
+    results = statistics_ops.call(name, q, k, lse, bound.args)
+    return tuple(x[0] for x in results) if packed else results
 
 
 def _views(q: Tensor, k: Tensor, lse: Tensor, layout: str, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,11 +126,3 @@ def _views(q: Tensor, k: Tensor, lse: Tensor, layout: str, packed: bool) -> tupl
     if unusual:
         q, k, _, _ = views_of(form_of(layout), q, k, k)
     return q, k, lse
-
-
-def _bound(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor, Arguments]:
-    """q and k, cast as `attention` casts them under torch.autocast, and the op's arguments."""
-    bound = bind(q, k, k, options)
-    if torch_ops.autocasting(q.device.type):
-        q, k, _ = autocast(q, k, k)
-    return q, k, bound.args

@@ -4,6 +4,7 @@ They take the lse of an attention call and make its weights again, tile by tile;
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,28 +22,16 @@ _LIB.define(f"column_sums(Tensor q, Tensor k, Tensor lse, {torch_ops.ARGUMENTS})
 _LIB.define(
     f"row_stats(Tensor q, Tensor k, Tensor lse, {torch_ops.ARGUMENTS}) -> (Tensor entropy, Tensor max_logit)"
 )
-_column_sums = torch.ops.polyflash.column_sums.default
-_row_stats = torch.ops.polyflash.row_stats.default
 
 
-def column_sums(q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> Tensor:
-    """The op on (batch, heads, seqlen, head_dim) and lse (batch, num_q_heads, seqlen_q); returns (batch,
-    num_q_heads, seqlen_k)."""
-    _refuse_transforms("column_sums")
-    with torch.no_grad():
-        return _column_sums(q, k, lse, *args)
-
-
-def row_stats(q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    """Likewise; returns entropy and largest score, both (batch, num_q_heads, seqlen_q)."""
-    _refuse_transforms("row_stats")
-    with torch.no_grad():
-        return _row_stats(q, k, lse, *args)
-
-
-def _refuse_transforms(name: str) -> None:
+def call(name: str, q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> tuple[Tensor, ...]:
+    """The op on (batch, heads, seqlen, head_dim) and lse (batch, num_q_heads, seqlen_q). Returns the sums,
+    (batch, num_q_heads, seqlen_k), or entropy and largest score, both shaped as lse."""
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(f"polyflash.{name} has no rule for torch.func: call it outside the transform")
+    with torch.no_grad():
+        results = getattr(torch.ops.polyflash, name).default(q, k, lse, *args)
+    return (results,) if isinstance(results, Tensor) else results
 
 
 def _check_lse(q: Tensor, lse: Tensor) -> None:
@@ -68,47 +57,45 @@ def _settled(q: Tensor, k: Tensor, lse: Tensor, rest: tuple[Any, ...]) -> tuple[
     return launch, validate.checked_contents(args, q, k) if launch.contents else args
 
 
-def _column_sums_here(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Tensor:
+def _column_sums(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Tensor:
     launch, args = _settled(q, k, lse, rest)
-    sums = _room(lse, k)
+    sums = _room_of_sums(k, lse)
     if sums.numel() == 0 or lse.numel() == 0:
         return sums.zero_()
     torch_ops.launched(launch, q, k, lse, sums, None, None, args)
     return sums
 
 
-def _row_stats_here(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _row_stats(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     launch, args = _settled(q, k, lse, rest)
-    entropy, max_logit = lse.new_empty(lse.shape), lse.new_empty(lse.shape)
+    entropy, max_logit = _room_of_stats(k, lse)
     if lse.numel() == 0 or k.shape[2] == 0:
         return entropy.zero_(), max_logit.fill_(-torch.inf)
     torch_ops.launched(launch, q, k, lse, None, entropy, max_logit, args)
     return entropy, max_logit
 
 
-def _room(lse: Tensor, k: Tensor) -> Tensor:
+def _room_of_sums(k: Tensor, lse: Tensor) -> Tensor:
     return lse.new_empty((lse.shape[0], lse.shape[1], k.shape[2]))
 
 
-def _checked_statically(q: Tensor, k: Tensor, lse: Tensor, rest: tuple[Any, ...]) -> None:
-    args = torch_ops._validated(q, k, k, rest)
-    torch_ops._refuse_statically(Phase.STATISTICS, q, k, k, args)
-    _check_lse(q, lse)
-
-
-def _fake_column_sums(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Tensor:
-    _checked_statically(q, k, lse, rest)
-    return _room(lse, k)
-
-
-def _fake_row_stats(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _checked_statically(q, k, lse, rest)
+def _room_of_stats(k: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return lse.new_empty(lse.shape), lse.new_empty(lse.shape)
 
 
-for _name, _body, _fake in (
-    ("column_sums", _column_sums_here, _fake_column_sums),
-    ("row_stats", _row_stats_here, _fake_row_stats),
+def _fake(room: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:
+    def fake(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Any:
+        args = torch_ops._validated(q, k, k, rest)
+        torch_ops._refuse_statically(Phase.STATISTICS, q, k, k, args)
+        _check_lse(q, lse)
+        return room(k, lse)
+
+    return fake
+
+
+for _name, _body, _room in (
+    ("column_sums", _column_sums, _room_of_sums),
+    ("row_stats", _row_stats, _room_of_stats),
 ):
     _LIB.impl(_name, _body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"polyflash::{_name}", _fake, lib=_LIB)
+    torch.library.register_fake(f"polyflash::{_name}", _fake(_room), lib=_LIB)
