@@ -234,8 +234,7 @@ def attention_varlen(
     )  # fmt: skip
     bound = bind(q, k, v, options, Form.PACKED, out)
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        change = "attention() takes unpacked batches."
-        raise spec_error("cu_seqlens", got="None", wanted="two int32 tensors", change=change)
+        raise spec_error("cu_seqlens", "None", "two int32 tensors", "attention() takes unpacked batches.")
     return bound.returned(*attend(bound), out)
 
 

@@ -100,8 +100,7 @@ def normalise(options: Options) -> Arguments:
 
 def _check_flag(name: str, flag: Any) -> None:
     if flag is not True and flag is not False:
-        change = "A flag is known before any tensor is read."
-        raise spec_error(name, got=described(flag), wanted="True or False", change=change)
+        raise spec_error(name, described(flag), "True or False", "A flag is known before any tensor is read.")
 
 
 def _with_rare_operands(args: Arguments, options: Options, intervals: Any, interval_rows: Any) -> Arguments:
@@ -122,7 +121,7 @@ def _member_bounds(name: str, x: Any, checked: bool) -> Tensor | None:
         return None
     if not isinstance(x, Tensor):
         change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
-        raise spec_error(name, got=type(x).__name__, wanted="int32 tensor (members + 1,)", change=change)
+        raise spec_error(name, type(x).__name__, "int32 tensor (members + 1,)", change)
     return int32_of(name, x, checked)
 
 
@@ -139,8 +138,7 @@ def _checked_tensors(tensors: tuple[Any, ...], checked: bool) -> list[Any]:
     """Refuses what is no tensor; returns them with lengths and positions as the op takes them."""
     for name, x in zip(_TENSORS, tensors, strict=True):
         if x is not None and not isinstance(x, Tensor):
-            change = "Use torch.tensor()."
-            raise spec_error(name, got=type(x).__name__, wanted="a torch.Tensor", change=change)
+            raise spec_error(name, type(x).__name__, "a torch.Tensor", "Use torch.tensor().")
     ints = zip(_TENSORS[:3], tensors[:3], strict=True)
     return [*(x if x is None else int32_of(name, x, checked) for name, x in ints), *tensors[3:]]
 
@@ -161,8 +159,8 @@ def int32_of(name: str, x: Tensor, checked: bool) -> Tensor:
     ):
         least, most = (int(end) for end in x.aminmax())
         if least < ends.min or most > ends.max:
-            got, change = most if most > ends.max else least, "It counts keys or rows."
-            raise spec_error(name, got=got, wanted="numbers of 32 bits", change=change)
+            change = "It counts keys or rows."
+            raise spec_error(name, most if most > ends.max else least, "numbers of 32 bits", change)
     return x.clamp(ends.min, ends.max).to(torch.int32)
 
 
@@ -180,10 +178,7 @@ def _conjunction(
 ) -> Mask:
     """A `Mask` argument and the keyword arguments that say the same things, as one `Mask`."""
     if not isinstance(mask, Mask):
-        change = "True = attend."
-        raise spec_error(
-            "mask", got=type(mask).__name__, wanted="a bool tensor or a polyflash.Mask", change=change
-        )
+        raise spec_error("mask", type(mask).__name__, "a bool tensor or a polyflash.Mask", "True = attend.")
     whole = mask & Mask.lengths(kv_lens, kv_starts)
     if causal is not False:
         if causal is not True:
@@ -195,8 +190,8 @@ def _conjunction(
 def _offset_of(causal: Any) -> int | None:
     if isinstance(causal, str) and causal in ("bottom_right", "top_left"):
         return None if causal == "bottom_right" else 0
-    wanted = "False, True, 'bottom_right' or 'top_left'"
-    raise spec_error("causal", got=described(causal), wanted=wanted, change="True means 'bottom_right'.")
+    change = "True means 'bottom_right'."
+    raise spec_error("causal", described(causal), "False, True, 'bottom_right' or 'top_left'", change)
 
 
 def checked_int(
@@ -209,10 +204,10 @@ def checked_int(
     if isinstance(value, (int, torch.SymInt)) and torch.compiler.is_compiling():
         return value  # an int that may change is not to become a constant
     if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
-        raise spec_error(name, got=type(value).__name__, wanted=wanted, change="Use int().")
+        raise spec_error(name, type(value).__name__, wanted, "Use int().")
     value = operator.index(value)
     if not -(2**63) <= value < 2**63:
-        raise spec_error(name, got=described(value), wanted="a 64-bit int", change=change)
+        raise spec_error(name, described(value), "a 64-bit int", change)
     return value
 
 
@@ -220,12 +215,12 @@ def _number(name: str, value: Any) -> float:
     if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat)):
-        raise spec_error(name, got=type(value).__name__, wanted="a number", change="Use float().")
+        raise spec_error(name, type(value).__name__, "a number", "Use float().")
     try:
         return float(value)
     except OverflowError:
         change = "Numbers are float64 here."
-        raise spec_error(name, got="an int beyond 1e308", wanted="a finite number", change=change) from None
+        raise spec_error(name, "an int beyond 1e308", "a finite number", change) from None
 
 
 def _seed(seed: int | Tensor | None) -> Tensor:
@@ -235,7 +230,7 @@ def _seed(seed: int | Tensor | None) -> Tensor:
     if isinstance(seed, Tensor):
         if not is_strided(seed) or seed.dtype is not torch.int64 or seed.numel() != 1:
             got = f"{seed.dtype} {tuple(seed.shape)}" if is_strided(seed) else "a tensor without strides"
-            raise spec_error("dropout_seed", got=got, wanted="one int64", change="Use torch.tensor(seed).")
+            raise spec_error("dropout_seed", got, "one int64", "Use torch.tensor(seed).")
         return seed.reshape(())
     wanted = "an int in [-2**63, 2**64) or an int64 scalar tensor"
     if type(seed) is int and 2**63 <= seed < 2**64:
@@ -250,6 +245,5 @@ def known_backend(name: str | None) -> str:
         return ""
     if not isinstance(name, str) or name not in ("", *backends.BACKENDS):
         wanted = f"one of {', '.join(backends.BACKENDS)}, or None"
-        change = "None takes the best row for the call."
-        raise spec_error("backend", got=described(name), wanted=wanted, change=change)
+        raise spec_error("backend", described(name), wanted, "None takes the best row for the call.")
     return name

@@ -191,17 +191,12 @@ def _imagined(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, dict
     q, k, v = (meta(batch * n, h, d) if packed else meta(batch, h, n, d) for h, n, d in sizes)
     whole: dict[str, tuple[str, Any]] = {
         "alibi": ("alibi_slopes", meta(heads, dtype=torch.float32)),
-        "batch_invariant": ("batch_invariant", True),
-        "bias": ("bias", meta(1, heads, rows, keys)),
-        "dropout": ("dropout_p", 0.1),
-        "kv_lens": ("kv_lens", int32(batch)),
-        "kv_starts": ("kv_starts", int32(batch)),
-        "lse": ("return_lse", True),
+        "batch_invariant": ("batch_invariant", True), "bias": ("bias", meta(1, heads, rows, keys)),
+        "dropout": ("dropout_p", 0.1), "kv_lens": ("kv_lens", int32(batch)),
+        "kv_starts": ("kv_starts", int32(batch)), "lse": ("return_lse", True),
         "mask": ("mask", meta(batch, 1, rows, keys, dtype=torch.bool)),
-        "q_offset": ("q_offset", int32(batch)),
-        "sinks": ("sinks", meta(heads)),
-        "softcap": ("softcap", 30.0),
-    }
+        "q_offset": ("q_offset", int32(batch)), "sinks": ("sinks", meta(heads)), "softcap": ("softcap", 30.0),
+    }  # fmt: skip
     lists = int32(-(-rows // _ROWS), 1)
     masks = {
         "segments": Mask.segments(int32(batch, rows), int32(batch, keys)),

@@ -35,8 +35,7 @@ class Form(Enum):
 def form_of(layout: Any) -> Form:
     if isinstance(layout, str) and layout in ("bhsd", "bshd"):
         return Form[layout.upper()]
-    change = "It is never guessed from shapes."
-    raise spec_error("layout", got=described(layout), wanted="'bhsd' or 'bshd'", change=change)
+    raise spec_error("layout", described(layout), "'bhsd' or 'bshd'", "It is never guessed from shapes.")
 
 
 class Bound(NamedTuple):
@@ -90,11 +89,11 @@ def attend(bound: Bound) -> tuple[Tensor, Tensor]:
     if out is None:
         return torch_ops.call(q, k, v, args)
     if not isinstance(out, Tensor):
-        raise spec_error("out", got=type(out).__name__, wanted="a torch.Tensor", change="Use torch.empty().")
+        raise spec_error("out", type(out).__name__, "a torch.Tensor", "Use torch.empty().")
     needs_grad = out.requires_grad or any_requires_grad(q, k, v, args)
     if torch.is_grad_enabled() and needs_grad:
         change = "Use torch.no_grad(), or let the call allocate its result."
-        raise spec_error("out", got="tensors that need gradients", wanted="inference", change=change)
+        raise spec_error("out", "tensors that need gradients", "inference", change)
     return out, torch_ops.call_out(q, k, v, out, args)
 
 
@@ -134,8 +133,7 @@ def views_of(form: Form, q: Any, k: Any, v: Any, out: Any = None) -> list[Any]:
     for name, x in zip(names, (q, k, v, out), strict=True):
         if not isinstance(x, Tensor):
             if paged and name != "out":
-                change = "Use torch.as_tensor()."
-                raise spec_error(name, got=described(x), wanted="a torch.Tensor", change=change)
+                raise spec_error(name, described(x), "a torch.Tensor", "Use torch.as_tensor().")
             if form is Form.BSHD and x is not None and getattr(x, "ndim", 4) != 4:
                 raise _wrong_rank(form, name, x)
             views.append(x)
@@ -164,19 +162,17 @@ def _wrong_rank(form: Form, name: str, x: Any) -> SpecError:
     elif form is not Form.PACKED:
         wanted = "3: (batch, heads, head_dim), one token per request; or (total_q, heads, head_dim)"
         change = "Use flatten(0, 1), and cu_seqlens_q to say which rows are whose."
-    return spec_error(name, got=f"{x.ndim} dimensions {tuple(x.shape)}", wanted=wanted, change=change)
+    return spec_error(name, f"{x.ndim} dimensions {tuple(x.shape)}", wanted, change)
 
 
 def _check_table(form: Form, q: Tensor, page_table: Any) -> None:
     """A page table is a tensor, with a row for each token (batch, num_q_heads, 1, head_dim) of q."""
     if not isinstance(page_table, Tensor):
-        wanted = "int32 tensor (batch, max_pages)"
         change = "Use torch.tensor(rows, dtype=torch.int32)."
-        raise spec_error("page_table", got=described(page_table), wanted=wanted, change=change)
+        raise spec_error("page_table", described(page_table), "int32 tensor (batch, max_pages)", change)
     if form is Form.PAGED and page_table.ndim == 2 and q.shape[0] != page_table.shape[0]:
         wanted = f"{page_table.shape[0]}, one token per request of page_table"
-        change = "Say with cu_seqlens_q which rows are whose."
-        raise spec_error("q rows", got=q.shape[0], wanted=wanted, change=change)
+        raise spec_error("q rows", q.shape[0], wanted, "Say with cu_seqlens_q which rows are whose.")
 
 
 def _row_of_heads(x: Tensor) -> Tensor:

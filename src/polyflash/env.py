@@ -52,13 +52,8 @@ GOMP_CPU_AFFINITY = Variable("GOMP_CPU_AFFINITY", "", "cores that threads of tor
 CC = Variable("CC", "", "C compiler with which Triton builds its launchers (default: gcc, else clang)")
 TRITON_LIBCUDA_PATH = Variable("TRITON_LIBCUDA_PATH", "", "folder in which Triton finds libcuda.so.1")
 OF_OTHERS = (
-    OMP_NUM_THREADS,
-    OMP_WAIT_POLICY,
-    OMP_PROC_BIND,
-    GOMP_CPU_AFFINITY,
-    CC,
-    TRITON_LIBCUDA_PATH,
-)
+    OMP_NUM_THREADS, OMP_WAIT_POLICY, OMP_PROC_BIND, GOMP_CPU_AFFINITY, CC, TRITON_LIBCUDA_PATH,
+)  # fmt: skip
 
 
 def user_cache_home() -> str:

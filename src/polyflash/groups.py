@@ -208,7 +208,7 @@ def _checked(
     """The groups as views (batch, heads, seqlen, head_dim), with an offset and a length for each."""
     if isinstance(q_groups, Tensor) or not isinstance(q_groups, Sequence):
         change = "Use list(q.split(sizes, 2)) to cut a tensor into groups."
-        raise spec_error("q_groups", got=described(q_groups), wanted="a list of tensors", change=change)
+        raise spec_error("q_groups", described(q_groups), "a list of tensors", change)
     first = q_groups[0] if q_groups else k
     if layout != "bhsd":
         first, k, v, _ = views_of(form_of(layout), first, k, v)
@@ -221,7 +221,7 @@ def _checked(
             wanted = f"{described(first)} on {first.device}, as group 0, but for the rows"
             where = f" on {q.device}" if isinstance(q, Tensor) else ""
             change = "Groups share keys, so all but the number of their rows must agree."
-            raise spec_error(f"q_groups[{index}]", got=f"{described(q)}{where}", wanted=wanted, change=change)
+            raise spec_error(f"q_groups[{index}]", f"{described(q)}{where}", wanted, change)
         groups.append(q)
     if torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in (*groups, k, v, given["sinks"])
@@ -233,9 +233,7 @@ def _checked(
     for index, n in enumerate(lens):
         if not 0 <= n <= seqlen_k:
             change = "It counts the keys that the group may see, from the first on."
-            raise spec_error(
-                f"kv_lens[{index}]", got=n, wanted=f"0 to {seqlen_k}, the keys of k", change=change
-            )
+            raise spec_error(f"kv_lens[{index}]", n, f"0 to {seqlen_k}, the keys of k", change)
     if given["window"] is not None:
         sides = checked_window(given["window"])
         given["window"] = None if sides == (None, None) else sides
@@ -254,14 +252,12 @@ def _flag(name: str, value: Any) -> bool | None:
     change = "Positions of groups are absolute, so there is no alignment to choose."
     if name == "fused":
         change = "None takes what is faster."
-    raise spec_error(name, got=described(value), wanted="True or False", change=change)
+    raise spec_error(name, described(value), "True or False", change)
 
 
 def _ints(name: str, values: Any, count: int) -> list[int]:
     """One int per group."""
     if isinstance(values, Tensor) or not isinstance(values, Sequence) or len(values) != count:
         change = "Use .tolist() on a tensor."
-        raise spec_error(
-            name, got=described(values), wanted=f"a list of {count}, one int per group", change=change
-        )
+        raise spec_error(name, described(values), f"a list of {count}, one int per group", change)
     return [checked_int(f"{name}[{index}]", n, "an int") for index, n in enumerate(values)]

@@ -50,7 +50,7 @@ class Mask:
             checked_window((self.left, self.right))
         if (self.rows is None) != (self.bounds is None):
             got = "rows without bounds" if self.bounds is None else "bounds without rows"
-            raise spec_error("intervals", got=got, wanted="both or neither", change="Use Mask.intervals().")
+            raise spec_error("intervals", got, "both or neither", "Use Mask.intervals().")
         if self.rows is not None:
             _positive("rows", self.rows)
 
@@ -92,8 +92,7 @@ class Mask:
         """Equal ids see each other; int32 (batch, seqlen_q) and (batch, seqlen_k)."""
         for name, x in (("q_ids", q_ids), ("k_ids", k_ids)):
             if x is None:
-                change = "Give both, or no segments."
-                raise spec_error(f"segments {name}", got="None", wanted="an int32 tensor", change=change)
+                raise spec_error(f"segments {name}", "None", "an int32 tensor", "Give both, or no segments.")
         return Mask(q_ids=q_ids, k_ids=k_ids)
 
     @staticmethod
@@ -136,14 +135,14 @@ class Mask:
         strided = isinstance(visible, torch.Tensor) and is_strided(visible)
         if not strided or visible.dtype is not torch.bool or visible.ndim not in (2, 3, 4):
             wanted = "a bool tensor (row_blocks, key_blocks), batch and heads in front or not"
-            raise spec_error("blocks", got=described(visible), wanted=wanted, change="True = attend.")
+            raise spec_error("blocks", described(visible), wanted, "True = attend.")
         rows, keys = _positive("rows", rows), _positive("keys", keys)
         return Mask(bounds=_four_dimensions(_runs_of(visible, keys), 1), rows=rows)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             change = "Pass a tensor as mask=, with causal=, window=, kv_lens=, kv_starts= beside it."
-            raise spec_error("mask &", got=described(other), wanted="a polyflash.Mask", change=change)
+            raise spec_error("mask &", described(other), "a polyflash.Mask", change)
         names = ("kv_lens", "kv_starts", "q_ids", "k_ids", "bounds", "rows")
         return Mask(
             _only("alignment", self.alignment, other.alignment),
@@ -166,8 +165,8 @@ class Mask:
         try:
             place = device_of(device)
         except (RuntimeError, TypeError):
-            change, got = "Name a device such as 'cpu' or 'cuda:0'.", described(device)
-            raise spec_error("device", got=got, wanted="a torch device", change=change) from None
+            change = "Name a device such as 'cpu' or 'cuda:0'."
+            raise spec_error("device", described(device), "a torch device", change) from None
 
         def moved(x: Any) -> Any:
             return x.to(place, non_blocking=non_blocking) if isinstance(x, Tensor) else x
@@ -188,13 +187,9 @@ class Mask:
         start = 0 if self.kv_starts is None else int(self.kv_starts[batch])
         offset = 0 if self.alignment == "top_left" else live - seqlen_q
         lo, hi = row_interval(
-            i,
-            seqlen_k=live,
-            offset=offset,
-            causal=self.alignment is not None,
-            window=self.window_sides,
+            i, seqlen_k=live, offset=offset, causal=self.alignment is not None, window=self.window_sides,
             kv_start=start,
-        )
+        )  # fmt: skip
         same = self.q_ids is None or int(self.q_ids[batch][i]) == int(self.k_ids[batch][j])
         return lo <= j < hi and same and self._listed(i, j, batch, head)
 
@@ -216,30 +211,27 @@ def _check_bounds(starts: Any, ends: Any) -> None:
     for name, x in (("starts", starts), ("ends", ends)):
         if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32 or not is_strided(x):
             wanted = "an int32 tensor (row_blocks, intervals), batch and heads in front or not"
-            change = "Use .to(torch.int32)."
-            raise spec_error(f"intervals {name}", got=described(x), wanted=wanted, change=change)
+            raise spec_error(f"intervals {name}", described(x), wanted, "Use .to(torch.int32).")
     if starts.ndim not in (2, 3, 4):
         wanted = "(row_blocks, intervals), (batch, row_blocks, intervals) or (batch, heads, row_blocks, ...)"
         change = "Use unsqueeze() where a dimension is missing."
-        raise spec_error("intervals starts", got=tuple(starts.shape), wanted=wanted, change=change)
+        raise spec_error("intervals starts", tuple(starts.shape), wanted, change)
     if starts.shape != ends.shape or starts.device != ends.device:
-        got, wanted = f"{tuple(ends.shape)} on {ends.device}", f"{tuple(starts.shape)} on {starts.device}"
-        raise spec_error("intervals ends", got=got, wanted=wanted, change="Each interval has both bounds.")
+        wanted, change = f"{tuple(starts.shape)} on {starts.device}", "Each interval has both bounds."
+        raise spec_error("intervals ends", f"{tuple(ends.shape)} on {ends.device}", wanted, change)
 
 
 def _positive(name: str, value: Any) -> int:
     number = _integer(value)
     if number is None or not 1 <= number < 2**63:
         change = "It is a number of positions per block."
-        wanted = "a 64-bit int, 1 or more"
-        raise spec_error(f"intervals {name}", got=described(value), wanted=wanted, change=change)
+        raise spec_error(f"intervals {name}", described(value), "a 64-bit int, 1 or more", change)
     return number
 
 
 def _check_alignment(value: Any) -> None:
     if value is not None and not (isinstance(value, str) and value in ("bottom_right", "top_left")):
-        wanted = "'bottom_right' or 'top_left'"
-        raise spec_error("alignment", got=described(value), wanted=wanted, change="Name one.")
+        raise spec_error("alignment", described(value), "'bottom_right' or 'top_left'", "Name one.")
 
 
 def is_strided(x: Tensor) -> bool:
@@ -301,8 +293,7 @@ def _runs_of(visible: Tensor, keys: int) -> Tensor:
 def checked_window(window: Window) -> Window:
     """Checks a window; a `SpecError` teaches the convention."""
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        change = "Use None for an unbounded side."
-        raise spec_error("window", got=described(window), wanted="(left, right)", change=change)
+        raise spec_error("window", described(window), "(left, right)", "Use None for an unbounded side.")
     sides: list[int | None] = []
     for side, value in zip(("left", "right"), window, strict=True):
         if value is None:
@@ -311,11 +302,10 @@ def checked_window(window: Window) -> Window:
         number = _integer(value)
         if number is None:
             change = "Use None for an unbounded side."
-            raise spec_error(f"window {side}", got=described(value), wanted="an int or None", change=change)
+            raise spec_error(f"window {side}", described(value), "an int or None", change)
         if not 0 <= number < 2**63:
             change = "Use None for unbounded."
-            wanted = "a 64-bit int >= 0, or None"
-            raise spec_error(f"window {side}", got=described(value), wanted=wanted, change=change)
+            raise spec_error(f"window {side}", described(value), "a 64-bit int >= 0, or None", change)
         sides.append(min(number, FAR_SIDE))
     left, right = sides
     return left, right

@@ -108,7 +108,7 @@ def _pairs(parts: Sequence[Any], others: tuple[Any, ...]) -> list[tuple[Any, Any
     pairs = [part for part in parts if isinstance(part, Sequence) and len(part) == 2]
     if not pairs or len(pairs) < len(parts) or any(x is not None for x in others):
         got = f"{described(parts)}{' and more arguments' * any(x is not None for x in others)}"
-        raise spec_error("parts", got=got, wanted="one pair (out, lse) or more", change=change)
+        raise spec_error("parts", got, "one pair (out, lse) or more", change)
     return [(out, lse) for out, lse in pairs]
 
 
@@ -117,24 +117,21 @@ def _check(pairs: list[tuple[Any, Any]], names: list[tuple[str, str]], layout: s
     for pair, named in zip(pairs, names, strict=True):
         for name, x in zip(named, pair, strict=True):
             if not isinstance(x, Tensor) or not is_strided(x) or not x.is_floating_point():
-                change = "Pass what return_lse=True gave."
-                raise spec_error(name, got=described(x), wanted="a tensor of floats", change=change)
+                raise spec_error(name, described(x), "a tensor of floats", "Pass what return_lse=True gave.")
             if x.device != first.device:
-                wanted = f"{first.device}, as {at}"
-                raise spec_error(f"{name} device", got=x.device, wanted=wanted, change="Move it with .to().")
+                change = "Move it with .to()."
+                raise spec_error(f"{name} device", x.device, f"{first.device}, as {at}", change)
     if not isinstance(layout, str) or layout not in _DIMS:
-        wanted = "'bhsd', 'bshd' or 'thd'"
-        raise spec_error("layout", got=described(layout), wanted=wanted, change="Name the layout of out.")
+        raise spec_error("layout", described(layout), "'bhsd', 'bshd' or 'thd'", "Name the layout of out.")
     if first.ndim != _DIMS[layout]:
-        wanted = f"{_DIMS[layout]} dimensions for layout {layout!r}"
-        raise spec_error(at, got=tuple(first.shape), wanted=wanted, change="Pass layout= that fits out.")
+        change = "Pass layout= that fits out."
+        raise spec_error(at, tuple(first.shape), f"{_DIMS[layout]} dimensions for layout {layout!r}", change)
     rows = tuple(first.shape[:-1])
     of_lse = rows if layout == "bhsd" else (*rows[:-2], rows[-1], rows[-2])
     for (out, lse), (out_name, lse_name) in zip(pairs, names, strict=True):
         if out.shape != first.shape:
             change = "Merge results of the same queries."
-            raise spec_error(out_name, got=tuple(out.shape), wanted=tuple(first.shape), change=change)
+            raise spec_error(out_name, tuple(out.shape), tuple(first.shape), change)
         if tuple(lse.shape) != of_lse:
             form = "(heads, total_q)" if layout == "thd" else "(batch, heads, seqlen)"
-            change = f"For layout {layout!r} lse is {form}."
-            raise spec_error(lse_name, got=tuple(lse.shape), wanted=of_lse, change=change)
+            raise spec_error(lse_name, tuple(lse.shape), of_lse, f"For layout {layout!r} lse is {form}.")

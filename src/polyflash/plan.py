@@ -134,7 +134,7 @@ def _climb(row: Capability, spec: AttentionSpec, target: Target, config: str) ->
         kind = values.pop("kind")
         if kind != _kind(default):
             change = "Take one from explain(...).config, and name its backend."
-            raise spec_error("config", got=kind, wanted=_kind(default), change=change)
+            raise spec_error("config", kind, _kind(default), change)
         return type(default)(**values), "explicit", ""
     tuned, why = store.find(row, spec, target, type(default))
     if tuned is not None:
@@ -148,7 +148,7 @@ def encode_config(config: Any) -> str:
     """A config as text, so that it passes through the op, whose arguments are primitives."""
     if not is_dataclass(config) or isinstance(config, (type, Plan)):
         change = "Take one from explain(...).config."
-        raise spec_error("config", got=type(config).__name__, wanted="a backend's Config", change=change)
+        raise spec_error("config", type(config).__name__, "a backend's Config", change)
     return json.dumps({"kind": _kind(config), **asdict(config)}, sort_keys=True)
 
 

@@ -112,16 +112,13 @@ def of_backends() -> list[Report]:
 def facts() -> dict[str, Any]:
     """Everything `polyflash env` says, as plain data. What cannot be found out holds an "error" instead."""
     return {
-        "schema": "polyflash.env/1",
-        "polyflash": polyflash.__version__,
+        "schema": "polyflash.env/1", "polyflash": polyflash.__version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
         "packages": {name: {"version": version_of(name), "wanted": PACKAGES[name]} for name in PACKAGES},
-        "torch": probe_torch(),
-        **{name: _safely(section) for name, section in _sections().items()},
-        "variables": [_variable(v) for v in (*env.ALL, *env.OF_OTHERS)],
-        "rows": _safely(_rows),
-    }
+        "torch": probe_torch(), **{name: _safely(section) for name, section in _sections().items()},
+        "variables": [_variable(v) for v in (*env.ALL, *env.OF_OTHERS)], "rows": _safely(_rows),
+    }  # fmt: skip
 
 
 def version_of(package: str) -> str:

@@ -36,8 +36,7 @@ def requested_backend(args: Arguments) -> str:
         return ""
     if backend and backend not in backends.BACKENDS:
         change = "Set it to one of these, or unset it."
-        wanted = ", ".join(backends.BACKENDS)
-        raise spec_error(env.BACKEND.name, got=repr(backend), wanted=wanted, change=change)
+        raise spec_error(env.BACKEND.name, repr(backend), ", ".join(backends.BACKENDS), change)
     return backend
 
 

@@ -111,16 +111,15 @@ def _views(q: Tensor, k: Tensor, lse: Tensor, layout: str, packed: bool) -> tupl
     """q and k as (batch, heads, seqlen, head_dim), lse as (batch, heads, seqlen)."""
     if not isinstance(lse, Tensor):
         change = "Pass the lse of attention(..., return_lse=True)."
-        raise spec_error("lse", got=type(lse).__name__, wanted="a torch.Tensor", change=change)
+        raise spec_error("lse", type(lse).__name__, "a torch.Tensor", change)
     unusual = not isinstance(layout, str) or layout != "bhsd"
     if packed:
         if unusual:
             change = "Drop it: packed q and k are (total, heads, head_dim)."
-            raise spec_error("layout", got=described(layout), wanted="none beside cu_seqlens", change=change)
+            raise spec_error("layout", described(layout), "none beside cu_seqlens", change)
         if lse.ndim != 2:
             change = "Pass the lse of attention_varlen()."
-            wanted = "2: (num_q_heads, total_q)"
-            raise spec_error("lse", got=f"{lse.ndim} dimensions", wanted=wanted, change=change)
+            raise spec_error("lse", f"{lse.ndim} dimensions", "2: (num_q_heads, total_q)", change)
         rows, keys, _, _ = views_of(Form.PACKED, q, k, k)
         return rows, keys, lse.unsqueeze(0)
     if unusual:

@@ -59,4 +59,4 @@ def check_storages(tensors: dict[str, Any]) -> None:
             room, needed = x.untyped_storage().nbytes(), x.storage_offset() * x.itemsize + span(x)
             wanted = f"{needed}, as far as its shape and strides reach"
             change = "Resize it back before the call; FSDP frees what it does not use: unshard it."
-            raise spec_error(name, got=f"a storage of {room} bytes", wanted=wanted, change=change)
+            raise spec_error(name, f"a storage of {room} bytes", wanted, change)

@@ -112,7 +112,7 @@ def parse(text: str) -> Target:
     if not known or not CPU_FEATURES.issuperset(features):
         names = ", ".join(dict.fromkeys(t.name for t in KNOWN))
         change = f"Add CPU features with '+': {', '.join(sorted(CPU_FEATURES))}."
-        raise spec_error("target", got=described(text), wanted=f"one of {names}", change=change)
+        raise spec_error("target", described(text), f"one of {names}", change)
     return replace(known[-1], features=frozenset(features))
 
 

@@ -37,15 +37,13 @@ def read_qkv(
         names, found = read(files[0], {"q": q, "k": k, "v": v})
     else:
         change = "The suffix says what a file is."
-        raise spec_error(
-            "files", got=" ".join(paths), wanted="one .safetensors or .npz, or three .npy", change=change
-        )
+        raise spec_error("files", " ".join(paths), "one .safetensors or .npz, or three .npy", change)
     ranks = {x.ndim for x in found}
     if ranks != {3} and ranks != {4}:
         shapes = ", ".join(str(tuple(x.shape)) for x in found)
         inner = "seqlen, heads" if layout == "bshd" else "heads, seqlen"
         change = "layout says in which order; it is never guessed."
-        raise spec_error("q, k, v", got=shapes, wanted=f"([batch,] {inner}, head_dim) each", change=change)
+        raise spec_error("q, k, v", shapes, f"([batch,] {inner}, head_dim) each", change)
     return names, found
 
 
@@ -107,9 +105,7 @@ def _reading(what: object, wanted: str) -> Iterator[None]:
 def _from_numpy(name: str, array: np.ndarray) -> Tensor:
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         change = "Convert it; bfloat16 needs a .safetensors file."
-        raise spec_error(
-            f"{name} dtype", got=array.dtype, wanted="float16, float32 or float64", change=change
-        )
+        raise spec_error(f"{name} dtype", array.dtype, "float16, float32 or float64", change)
     return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
 
 
@@ -124,9 +120,7 @@ def _named(asked: dict[str, str | None], names: list[str]) -> list[str]:
             name = sibling if sibling in names else fitting[0] if len(fitting) == 1 else None
         if name not in names:
             listed = ", ".join((fitting or names)[:12]) or "a file with tensors"
-            raise spec_error(
-                role, got=name or "no name", wanted=f"one of {listed}", change=f"Pass --{role} NAME."
-            )
+            raise spec_error(role, name or "no name", f"one of {listed}", f"Pass --{role} NAME.")
         chosen.append(name)
     return chosen
 
@@ -142,8 +136,7 @@ def output_paths(output: str, inputs: Sequence[str]) -> list[Path]:
         for name in inputs:
             if written.exists() and written.samefile(name):
                 got = written if str(written) == name else f"{written}, which is {name}"
-                change = "Name a new file."
-                raise spec_error("-o", got=got, wanted="another file than the inputs", change=change)
+                raise spec_error("-o", got, "another file than the inputs", "Name a new file.")
     return paths
 
 

@@ -201,7 +201,7 @@ def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> T
     if not torch.compiler.is_compiling():
         if torch._C._functorch.peek_interpreter_stack() is not None:
             change = "Let the call allocate its result."
-            raise spec_error("out", got="a call under torch.func", wanted="no transform", change=change)
+            raise spec_error("out", "a call under torch.func", "no transform", change)
         rest = _without_defaults(args)
         validate.check_layouts(q, k, v, rest, out)
         autograd.refuse_tangents(differentiable(q, k, v, args))

@@ -54,65 +54,49 @@ def explain_shapes(q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> Spec
     """The first thing wrong with q, k, v; called only when `shapes_agree()` is false."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
-            return spec_error(
-                name, got=type(x).__name__, wanted="a torch.Tensor", change="Use torch.as_tensor()."
-            )
+            return spec_error(name, type(x).__name__, "a torch.Tensor", "Use torch.as_tensor().")
         if not is_strided(x):
             return _no_layout(name, x)
         if x.ndim != 4:
-            return spec_error(
-                name,
-                got=f"{x.ndim} dimensions {tuple(x.shape)}",
-                wanted="4: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) under bshd",
-                change="Use unsqueeze() or view().",
-            )
+            wanted = "4: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) under bshd"
+            change = "Use unsqueeze() or view()."
+            return spec_error(name, f"{x.ndim} dimensions {tuple(x.shape)}", wanted, change)
         if x.dtype not in _DTYPES:
-            wanted = ", ".join(BY_NAME)
-            return spec_error(
-                f"{name} dtype", got=x.dtype, wanted=wanted, change="Use .to() before the call."
-            )
+            return spec_error(f"{name} dtype", x.dtype, ", ".join(BY_NAME), "Use .to() before the call.")
     for name, x in (("k", k), ("v", v)):
         if x.dtype is not q.dtype:
             change = "Cast all three to one dtype, or run under torch.autocast."
-            return spec_error(f"{name} dtype", got=x.dtype, wanted=f"{q.dtype}, as q", change=change)
+            return spec_error(f"{name} dtype", x.dtype, f"{q.dtype}, as q", change)
         if x.device != q.device:
-            return spec_error(
-                f"{name} device", got=x.device, wanted=f"{q.device}, as q", change="Move it with .to()."
-            )
+            return spec_error(f"{name} device", x.device, f"{q.device}, as q", "Move it with .to().")
         if x.shape[0] != q.shape[0] and not paged:
             change = "Expand it: K and V may have batch stride 0."
-            return spec_error(f"{name} batch", got=x.shape[0], wanted=f"{q.shape[0]}, as q", change=change)
+            return spec_error(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", change)
     if k.shape[0] != v.shape[0]:
         change = "A page has one number in both pools."
-        return spec_error("v pages", got=v.shape[0], wanted=f"{k.shape[0]}, as k", change=change)
+        return spec_error("v pages", v.shape[0], f"{k.shape[0]}, as k", change)
     if k.shape[1] != v.shape[1]:
-        change = "K and V need the same heads."
-        return spec_error("v heads", got=v.shape[1], wanted=f"{k.shape[1]}, as k", change=change)
+        return spec_error("v heads", v.shape[1], f"{k.shape[1]}, as k", "K and V need the same heads.")
     if k.shape[2] != v.shape[2]:
         name, change = "v seqlen", "K and V need one length; mask unused keys with kv_lens."
         if paged:
             name, change = "v page_size", "A key and its value stand in the same slot."
-        return spec_error(name, got=v.shape[2], wanted=f"{k.shape[2]}, as k", change=change)
+        return spec_error(name, v.shape[2], f"{k.shape[2]}, as k", change)
     if q.shape[3] != k.shape[3]:
         change = "Only v may have another head_dim."
-        return spec_error("k head_dim", got=k.shape[3], wanted=f"{q.shape[3]}, as q", change=change)
+        return spec_error("k head_dim", k.shape[3], f"{q.shape[3]}, as q", change)
     for name, x in (("q", q), ("v", v)):
         if x.shape[3] == 0:
-            return spec_error(
-                f"{name} head_dim", got=0, wanted="1 or more", change="Drop the call: it has no channels."
-            )
-    return spec_error(
-        "heads",
-        got=f"{q.shape[1]} query heads over {k.shape[1]} key/value heads",
-        wanted="a whole number of query heads per key/value head",
-        change="Query head h reads key/value head h // (num_q_heads / num_kv_heads).",
-    )
+            return spec_error(f"{name} head_dim", 0, "1 or more", "Drop the call: it has no channels.")
+    wanted = "a whole number of query heads per key/value head"
+    change = "Query head h reads key/value head h // (num_q_heads / num_kv_heads)."
+    return spec_error("heads", f"{q.shape[1]} query heads over {k.shape[1]} key/value heads", wanted, change)
 
 
 def _no_layout(name: str, x: Tensor) -> SpecError:
-    got = "a nested tensor" if x.is_nested else x.layout
+    wanted = "torch.strided"
     change = "Use attention_varlen()." if x.is_nested else "Use .to_dense() before the call."
-    return spec_error(f"{name} layout", got=got, wanted="torch.strided", change=change)
+    return spec_error(f"{name} layout", "a nested tensor" if x.is_nested else x.layout, wanted, change)
 
 
 def check_layouts(q: Any, k: Any, v: Any, rest: tuple[Any, ...], out: Any = None) -> None:
@@ -134,22 +118,18 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> int:
         batch = _check_packing(q, args)
     elif args.max_seqlen_q is not None or args.max_seqlen_k is not None:
         change = "Drop it: the lengths of unpacked calls are those of q and k."
-        raise spec_error("max_seqlen", got="no cu_seqlens", wanted="packed members", change=change)
+        raise spec_error("max_seqlen", "no cu_seqlens", "packed members", change)
     if args.intervals is not None:
         _check_intervals(args.intervals, args.interval_rows, (batch, num_q_heads, seqlen_q), q.device)
     if args.scale is not None and not math.isfinite(args.scale):
-        raise spec_error(
-            "scale", got=args.scale, wanted="a finite number", change="None means 1/sqrt(head_dim)."
-        )
+        raise spec_error("scale", args.scale, "a finite number", "None means 1/sqrt(head_dim).")
     if not (0.0 <= args.softcap < math.inf):
-        raise spec_error("softcap", got=args.softcap, wanted="a finite number >= 0", change="0 turns it off.")
+        raise spec_error("softcap", args.softcap, "a finite number >= 0", "0 turns it off.")
     if not (0.0 <= args.dropout_p < 1.0):
-        raise spec_error("dropout_p", got=args.dropout_p, wanted="0 <= p < 1", change="0 turns it off.")
+        raise spec_error("dropout_p", args.dropout_p, "0 <= p < 1", "0 turns it off.")
     checked_window((args.window_left, args.window_right))
     if (args.q_segments is None) != (args.k_segments is None):
-        raise spec_error(
-            "segments", got="ids of one side", wanted="q_ids and k_ids", change="Use Mask.segments(q, k)."
-        )
+        raise spec_error("segments", "ids of one side", "q_ids and k_ids", "Use Mask.segments(q, k).")
     sizes: dict[Any, Any] = {}
     for operand, x in zip(_SHAPED_BY_SIZES, _shaped_by_sizes(args), strict=True):
         if x is not None:
@@ -177,8 +157,7 @@ def _check_operand(operand: Operand, x: Any, shape: tuple[Any, ...], device: tor
 
 def constant_slopes() -> SpecError:
     """ALiBi slopes have no gradient."""
-    change = "Use .detach(), or train a bias."
-    return spec_error("alibi_slopes", got="requires_grad=True", wanted="a constant", change=change)
+    return spec_error("alibi_slopes", "requires_grad=True", "a constant", "Use .detach(), or train a bias.")
 
 
 def _check_packing(q: Tensor, args: Arguments) -> int:
@@ -186,95 +165,93 @@ def _check_packing(q: Tensor, args: Arguments) -> int:
     for operand in OPERANDS:
         if not operand.beside_packed and operand.given(getattr(args, operand.name)):
             change = "Its shape belongs to a padded batch; give causal, window, kv_lens or kv_starts."
-            raise spec_error(operand.name, got="one", wanted="none beside cu_seqlens", change=change)
+            raise spec_error(operand.name, "one", "none beside cu_seqlens", change)
     members = _members("q", args.cu_seqlens_q, args.max_seqlen_q, q)
     members_k = _members("k", args.cu_seqlens_k, args.max_seqlen_k, q)
     if members != members_k:
-        change = "A member without rows or keys has equal neighbours in its list."
         wanted = f"{members} members, as cu_seqlens_q"
-        raise spec_error("cu_seqlens_k", got=f"{members_k} members", wanted=wanted, change=change)
+        change = "A member without rows or keys has equal neighbours in its list."
+        raise spec_error("cu_seqlens_k", f"{members_k} members", wanted, change)
     return members
 
 
 def _members(side: str, x: Any, longest: int | None, q: Tensor) -> int:
     """The number of packed members by the bounds `x` of one side."""
-    name = f"cu_seqlens_{side}"
     if q.shape[0] != 1:
         change = "Packed members stand one behind the other in one row of heads."
-        raise spec_error("q batch", got=q.shape[0], wanted="1 beside cu_seqlens", change=change)
-    if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32 or x.ndim != 1 or x.shape[0] == 0:
-        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
-        raise spec_error(name, got=got, wanted="int32 tensor (members + 1,)", change=change)
-    if x.device != q.device:
-        change = "Move it with .to()."
-        raise spec_error(f"{name} device", got=x.device, wanted=f"{q.device}, as q", change=change)
+        raise spec_error("q batch", q.shape[0], "1 beside cu_seqlens", change)
+    change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
+    _check_int32(f"cu_seqlens_{side}", x, 1, "(members + 1,)", change, q.device)
     if longest is not None and longest < 0:
-        change = "None asks for no bound."
-        raise spec_error(f"max_seqlen_{side}", got=longest, wanted="0 or more, or None", change=change)
+        raise spec_error(f"max_seqlen_{side}", longest, "0 or more, or None", "None asks for no bound.")
     return x.shape[0] - 1
 
 
 def _check_table(q: Tensor, k: Tensor, args: Arguments) -> tuple[int, int]:
     """The operands of a call over pages; returns its requests, and the keys that a row of the table holds."""
-    x = args.page_table
-    if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32 or x.ndim != 2:
-        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        change = "Use .to(torch.int32), and one row of page numbers per request."
-        raise spec_error("page_table", got=got, wanted="int32 tensor (batch, max_pages)", change=change)
-    if x.device != q.device:
-        change = "Move it with .to()."
-        raise spec_error("page_table device", got=x.device, wanted=f"{q.device}, as q", change=change)
+    x: Any = args.page_table
+    change = "Use .to(torch.int32), and one row of page numbers per request."
+    _check_int32("page_table", x, 2, "(batch, max_pages)", change, q.device)
     for operand in OPERANDS:
         value = getattr(args, operand.name)
         if operand.beside_pages or not operand.given(value):
             continue
         if operand.default is not None:
-            change, wanted = "Paged attention is for inference.", f"{operand.default:g} beside page_table"
-            raise spec_error(operand.name, got=value, wanted=wanted, change=change)
+            change = "Paged attention is for inference."
+            raise spec_error(operand.name, value, f"{operand.default:g} beside page_table", change)
         change = "Pages take causal, window, kv_starts, alibi_slopes, softcap and sinks."
-        raise spec_error(operand.name, got="one", wanted="none beside page_table", change=change)
+        raise spec_error(operand.name, "one", "none beside page_table", change)
     if args.kv_lens is None:
         change = "Give the live keys of each request, int32 (batch,)."
-        raise spec_error("kv_lens", got="None", wanted="one beside page_table", change=change)
+        raise spec_error("kv_lens", "None", "one beside page_table", change)
     page_size = k.shape[2]
     if page_size == 0:
-        change = "A page holds the keys of so many positions."
-        raise spec_error("page_size", got=0, wanted="1 or more", change=change)
+        raise spec_error("page_size", 0, "1 or more", "A page holds the keys of so many positions.")
     batch, of = q.shape[0], "q, which has one token of each (more need cu_seqlens_q)"
     if args.cu_seqlens_q is not None:
         batch, of = _members("q", args.cu_seqlens_q, args.max_seqlen_q, q), "cu_seqlens_q"
     elif args.max_seqlen_q is not None:
         change = "Drop it: every request has the rows of q."
-        raise spec_error("max_seqlen_q", got="no cu_seqlens_q", wanted="packed members", change=change)
+        raise spec_error("max_seqlen_q", "no cu_seqlens_q", "packed members", change)
     if x.shape[0] != batch:
         change = "Give each request a row of page numbers."
-        wanted = f"{batch}, the requests of {of}"
-        raise spec_error("page_table rows", got=x.shape[0], wanted=wanted, change=change)
+        raise spec_error("page_table rows", x.shape[0], f"{batch}, the requests of {of}", change)
     return batch, x.shape[1] * page_size
 
 
 def _check_intervals(x: Tensor, rows: int, sizes: tuple[int, int, int], device: torch.device) -> None:
     batch, num_q_heads, seqlen_q = sizes
     change = "Use Mask.intervals(starts, ends, rows=...) or Mask.blocks(visible, rows=..., keys=...)."
-    if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32 or x.ndim != 5 or x.shape[4] != 2:
-        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        wanted = "int32 tensor (batch or 1, num_q_heads or 1, row_blocks, intervals, 2)"
-        raise spec_error("intervals", got=got, wanted=wanted, change=change)
+    wanted = "(batch or 1, num_q_heads or 1, row_blocks, intervals, 2)"
+    _check_int32("intervals", x, 5, wanted, change, device, "Use Mask.to().")
     if rows < 1:
-        raise spec_error("interval_rows", got=rows, wanted="1 or more rows per row block", change=change)
+        raise spec_error("interval_rows", rows, "1 or more rows per row block", change)
     row_blocks = (seqlen_q + rows - 1) // rows
     if x.shape[2] != row_blocks:
         wanted = f"{row_blocks}: ceil(seqlen_q / rows) = ceil({seqlen_q} / {rows})"
         change = "Give one list per row block, the last one included if it is cut short."
-        raise spec_error("intervals row blocks", got=x.shape[2], wanted=wanted, change=change)
+        raise spec_error("intervals row blocks", x.shape[2], wanted, change)
     if x.shape[0] not in (1, batch) or x.shape[1] not in (1, num_q_heads) or x.shape[3] == 0:
-        wanted = f"({batch} or 1, {num_q_heads} or 1, {row_blocks}, 1 or more, 2)"
-        change = "Size 1 stands for every batch entry or query head."
-        raise spec_error("intervals shape", got=tuple(x.shape), wanted=wanted, change=change)
+        got, wanted = tuple(x.shape), f"({batch} or 1, {num_q_heads} or 1, {row_blocks}, 1 or more, 2)"
+        raise spec_error("intervals shape", got, wanted, "Size 1 stands for every batch entry or query head.")
+
+
+def _check_int32(
+    name: str,
+    x: Any,
+    ndim: int,
+    axes: str,
+    change: str,
+    device: torch.device,
+    move: str = "Move it with .to().",
+) -> None:
+    """A table of numbers on the device of q; a list has a bound at least, and intervals are pairs."""
+    fits = isinstance(x, torch.Tensor) and x.dtype is torch.int32 and x.ndim == ndim
+    if not (fits and {1: x.shape[0] > 0, 5: x.shape[-1] == 2}.get(ndim, True)):
+        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise spec_error(name, got, f"int32 tensor {axes}", change)
     if x.device != device:
-        change = "Use Mask.to()."
-        raise spec_error("intervals device", got=x.device, wanted=f"{device}, as q", change=change)
+        raise spec_error(f"{name} device", x.device, f"{device}, as q", move)
 
 
 def has_contents(args: Arguments) -> bool:
@@ -320,9 +297,8 @@ def check_contents(args: Arguments, seqlen_q: int, k: Tensor) -> None:
             keys = [seqlen_k] * len(values)
         for request, (value, top) in enumerate(zip(values, keys, strict=True)):
             if not 0 <= value <= top:
-                got = f"{value} for request {request}"
                 change = f"A length counts keys of its request, which has {top}."
-                raise spec_error(name, got=got, wanted=f"values in [0, {top}]", change=change)
+                raise spec_error(name, f"{value} for request {request}", f"values in [0, {top}]", change)
     if args.intervals is not None:
         _check_rising(args.intervals)
     if args.page_table is not None and args.kv_lens is not None:
@@ -344,7 +320,7 @@ def _check_pages(args: Arguments, page_table: Tensor, kv_lens: Tensor, rows: np.
         request, column = np.unravel_index(int(wrong.argmax()), wrong.shape)
         got = f"page {table[request, column]} for request {request} in column {column}"
         change = f"The {live[request]} live keys of the request reach into it; what lies beyond is not read."
-        raise spec_error("page_table", got=got, wanted=f"pages in [0, {num_pages})", change=change)
+        raise spec_error("page_table", got, f"pages in [0, {num_pages})", change)
 
 
 def _seen(args: Arguments, rows: np.ndarray, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -371,17 +347,16 @@ def _check_bounds(side: str, cu_seqlens: Tensor, longest: int | None, total: int
     lengths = [end - start for start, end in pairwise(bounds)]
     change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
     if bounds[0] != 0:
-        raise spec_error(name, got=f"{bounds[0]} first", wanted="0 first", change=change)
+        raise spec_error(name, f"{bounds[0]} first", "0 first", change)
     if lengths and min(lengths) < 0:
         at = lengths.index(min(lengths))
-        got = f"{bounds[at + 1]} after {bounds[at]} (member {at})"
-        raise spec_error(name, got=got, wanted="bounds that never fall", change=change)
+        wanted = "bounds that never fall"
+        raise spec_error(name, f"{bounds[at + 1]} after {bounds[at]} (member {at})", wanted, change)
     if bounds[-1] > total:
-        wanted = f"at most {total}, the {unit} of {side}"
-        raise spec_error(name, got=f"{bounds[-1]} last", wanted=wanted, change=change)
+        raise spec_error(name, f"{bounds[-1]} last", f"at most {total}, the {unit} of {side}", change)
     if longest is not None and lengths and longest < max(lengths):
         change = "Give the longest member's length, or None."
-        raise spec_error(f"max_seqlen_{side}", got=longest, wanted=f"{max(lengths)} or more", change=change)
+        raise spec_error(f"max_seqlen_{side}", longest, f"{max(lengths)} or more", change)
     return lengths
 
 
@@ -396,7 +371,7 @@ def _check_rising(intervals: Tensor) -> None:
         pair = f"[{int(starts[at])}, {int(ends[at])}) at (batch, head, row block, interval) {at}"
         got = pair if int(before[at]) == 0 else f"{pair} after an end of {int(before[at])}"
         wanted = "intervals with 0 <= start <= end that rise and are disjoint"
-        raise spec_error("intervals", got=got, wanted=wanted, change="Sort and join those of a row block.")
+        raise spec_error("intervals", got, wanted, "Sort and join those of a row block.")
 
 
 def check_out(out: Tensor, q: Tensor, head_dim_v: int) -> None:
@@ -405,11 +380,10 @@ def check_out(out: Tensor, q: Tensor, head_dim_v: int) -> None:
     shape = (*q.shape[:3], head_dim_v)
     if tuple(out.shape) != shape or out.dtype is not q.dtype or out.device != q.device:
         got = f"{tuple(out.shape)} {out.dtype} on {out.device}"
-        change = "Allocate it like the result."
-        raise spec_error("out", got=got, wanted=f"{shape} {q.dtype} on {q.device}", change=change)
+        raise spec_error("out", got, f"{shape} {q.dtype} on {q.device}", "Allocate it like the result.")
     if overlaps(out):
         got = f"strides {out.stride()}: elements share memory"
-        raise spec_error("out", got=got, wanted="a place for each element", change="Use torch.empty_like().")
+        raise spec_error("out", got, "a place for each element", "Use torch.empty_like().")
 
 
 def overlaps(x: Tensor) -> bool:
@@ -431,9 +405,9 @@ def check_results(q: Tensor, v: Tensor, results: dict[str, Tensor | None]) -> No
     for name, x in results.items():
         shape, kind = (rows, wide) if name.endswith("lse") else ((*rows, v.shape[3]), q.dtype)
         if x is not None and (tuple(x.shape) != shape or x.dtype is not kind or x.device != q.device):
-            got = f"{tuple(x.shape)} {x.dtype} on {x.device}"
+            wanted = f"{shape} {kind} on {q.device}"
             change = "Pass what attention(..., need_lse=True) of the same operands returned."
-            raise spec_error(name, got=got, wanted=f"{shape} {kind} on {q.device}", change=change)
+            raise spec_error(name, f"{tuple(x.shape)} {x.dtype} on {x.device}", wanted, change)
 
 
 def _check_ints(
@@ -443,13 +417,10 @@ def _check_ints(
         return
     if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
         got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise spec_error(
-            name, got=got, wanted=f"int32 tensor of shape {shape}", change="Use .to(torch.int32)."
-        )
+        raise spec_error(name, got, f"int32 tensor of shape {shape}", "Use .to(torch.int32).")
     if tuple(x.shape) != shape or x.device != device:
-        got = f"{tuple(x.shape)} on {x.device}"
         change = f"One entry per {each}." if x.device == device else "Use .to(), or Mask.to() for a mask."
-        raise spec_error(name, got=got, wanted=f"{shape} on {device}", change=change)
+        raise spec_error(name, f"{tuple(x.shape)} on {x.device}", f"{shape} on {device}", change)
 
 
 def _check_scores(operand: Operand, x: Tensor, scores: tuple[int, ...], device: torch.device) -> None:
@@ -459,17 +430,15 @@ def _check_scores(operand: Operand, x: Tensor, scores: tuple[int, ...], device: 
     if operand.dtype == "float":
         wanted, change = ", ".join(BY_NAME), "Pass a bool mask as mask=."
     if not (x.dtype in _DTYPES if operand.dtype == "float" else x.dtype is torch.bool):
-        raise spec_error(f"{name} dtype", got=x.dtype, wanted=wanted, change=change)
+        raise spec_error(f"{name} dtype", x.dtype, wanted, change)
     shape = tuple(x.shape)
     fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(shape[::-1], scores[::-1], strict=False))
     if not fits:
-        change = "Use unsqueeze() where a dimension is missing; it is never expanded in memory."
         wanted = f"broadcastable to (batch, num_q_heads, seqlen_q, seqlen_k) = {scores}"
-        raise spec_error(f"{name} shape", got=shape, wanted=wanted, change=change)
+        change = "Use unsqueeze() where a dimension is missing; it is never expanded in memory."
+        raise spec_error(f"{name} shape", shape, wanted, change)
     if x.device != device:
-        raise spec_error(
-            f"{name} device", got=x.device, wanted=f"{device}, as q", change="Move it with .to()."
-        )
+        raise spec_error(f"{name} device", x.device, f"{device}, as q", "Move it with .to().")
 
 
 def _check_floats(
@@ -477,14 +446,10 @@ def _check_floats(
 ) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in _DTYPES:
         got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise spec_error(
-            operand.name,
-            got=got,
-            wanted=f"tensor of {', '.join(BY_NAME)} of shape {' or '.join(map(str, shapes))}",
-            change="Cast it.",
-        )
+        wanted = f"tensor of {', '.join(BY_NAME)} of shape {' or '.join(map(str, shapes))}"
+        raise spec_error(operand.name, got, wanted, "Cast it.")
     if tuple(x.shape) not in shapes or x.device != device:
         wanted = f"{' or '.join(map(str, shapes))} on {device}"
         got = f"{tuple(x.shape)} on {x.device}"
         each = "query head" if operand.axes[-1] == HEADS else operand.axes[-1]
-        raise spec_error(operand.name, got=got, wanted=wanted, change=f"One value per {each}.")
+        raise spec_error(operand.name, got, wanted, f"One value per {each}.")

@@ -110,24 +110,14 @@ class Workload:
         """The spec this problem has when planned: enough to ask every capability row."""
         offset = 0 if self.causal == "top_left" and self.offset is None else self.offset
         return AttentionSpec(
-            phase=phase,
-            dtype=self.dtype,
-            device=device,
-            batch=self.batch,
-            num_q_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            seqlen_q=self.seqlen_q,
+            phase=phase, dtype=self.dtype, device=device, batch=self.batch, num_q_heads=self.heads,
+            num_kv_heads=self.kv_heads, seqlen_q=self.seqlen_q,
             seqlen_k=self.columns * self.page_size if self.page_size else self.seqlen_k,
-            head_dim=self.head_dim,
-            head_dim_v=self.dim_v,
-            features=self.features | ({Feature.LSE} if need_lse else frozenset()),
-            causal=bool(self.causal),
-            window=self.window or (None, None),
-            offset=offset if isinstance(offset, int) else None,
-            scale=self.scale,
-            members=len(self.members),
-            page_size=self.page_size,
-        )
+            head_dim=self.head_dim, head_dim_v=self.dim_v,
+            features=self.features | ({Feature.LSE} if need_lse else frozenset()), causal=bool(self.causal),
+            window=self.window or (None, None), offset=offset if isinstance(offset, int) else None,
+            scale=self.scale, members=len(self.members), page_size=self.page_size,
+        )  # fmt: skip
 
 
 def with_dtype(workload: Workload, dtype: str) -> Workload:

@@ -5,14 +5,6 @@ from polyflash.bench.peak import Calibration, Peak, calibrate, kind_of
 from polyflash.bench.timing import Arm, Comparison, Round, Summary, compare, median
 
 __all__ = [
-    "Arm",
-    "Calibration",
-    "Comparison",
-    "Peak",
-    "Round",
-    "Summary",
-    "calibrate",
-    "compare",
-    "kind_of",
+    "Arm", "Calibration", "Comparison", "Peak", "Round", "Summary", "calibrate", "compare", "kind_of",
     "median",
-]
+]  # fmt: skip

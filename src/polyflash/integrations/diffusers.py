@@ -39,8 +39,8 @@ def register(name: str = "poly") -> str:
         return name
     taken = name in names._value2member_map_ or name.upper() in names.__members__
     if taken or not name.isidentifier() or name != name.lower():
-        wanted = "a lower-case word that names no backend of diffusers"
-        raise spec_error("name", got=repr(name), wanted=wanted, change="'poly' is one.")
+        change = "'poly' is one."
+        raise spec_error("name", repr(name), "a lower-case word that names no backend of diffusers", change)
     member = str.__new__(names, name)
     member._name_, member._value_ = name.upper(), name
     names._member_map_[member._name_] = member
@@ -60,8 +60,7 @@ def unregister(name: str = "poly") -> None:
     """
     names, registry = theirs.AttentionBackendName, theirs._AttentionBackendRegistry
     if name not in _OURS:
-        wanted = "a name given to register()"
-        raise spec_error("name", got=repr(name), wanted=wanted, change="Others are not ours to take out.")
+        raise spec_error("name", repr(name), "a name given to register()", "Others are not ours to take out.")
     if registry._active_backend == name:
         registry.set_active_backend(names.NATIVE)
     member = names._value2member_map_.pop(name)

@@ -29,18 +29,10 @@ from polyflash.integrations.flash_attn_pages import attend_packed, one_table
 from polyflash.integrations.flash_attn_rotary import apply_rotary_emb
 
 __all__ = (
-    "apply_rotary_emb",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "index_first_axis",
-    "pad_input",
-    "unpad_input",
-)
+    "apply_rotary_emb", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache", "index_first_axis", "pad_input", "unpad_input",
+)  # fmt: skip
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
@@ -159,25 +151,16 @@ def flash_attn_varlen_kvpacked_func(
     k, v = _unpacked("kv", kv, 2, 4)
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        *given,
-        deterministic,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *given, deterministic,
         return_attn_probs,
-    )
+    )  # fmt: skip
 
 
 def _unpacked(name: str, x: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:
     if not isinstance(x, Tensor) or x.ndim != ndim or x.shape[-3] != parts:
         lead = "batch, seqlen" if ndim == 5 else "total"
-        wanted = f"({lead}, {parts}, heads, head_dim)"
         change = "Use torch.stack(..., dim=-3)."
-        raise spec_error(name, got=described(x), wanted=wanted, change=change)
+        raise spec_error(name, described(x), f"({lead}, {parts}, heads, head_dim)", change)
     return x.unbind(-3)
 
 

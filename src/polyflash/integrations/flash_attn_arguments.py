@@ -90,7 +90,7 @@ def scalar(name: str, value: Any) -> Any:
         return value
     if isinstance(value, Tensor) and value.requires_grad:
         change = "Scale q where a gradient is needed, and use .detach() here."
-        raise spec_error(name, got="requires_grad=True", wanted="a constant", change=change)
+        raise spec_error(name, "requires_grad=True", "a constant", change)
     return value.item()
 
 
@@ -98,8 +98,7 @@ def number(name: str, value: Any) -> Any:
     """Converts a number; None and what is no number stay for the call to judge."""
     value = scalar(name, value)
     if isinstance(value, bool):
-        change = "Flags come later: name them, as in causal=True."
-        raise spec_error(name, got=value, wanted="a number", change=change)
+        raise spec_error(name, value, "a number", "Flags come later: name them, as in causal=True.")
     return value
 
 
@@ -108,8 +107,7 @@ def flag(name: str, value: Any) -> bool:
     value = scalar(name, value)
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
-    change = "It is the same for all rows."
-    raise spec_error(name, got=described(value), wanted="True or False", change=change)
+    raise spec_error(name, described(value), "True or False", "It is the same for all rows.")
 
 
 def options(
@@ -137,7 +135,7 @@ def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     sides = window_size.tolist() if getattr(window_size, "ndim", 0) == 1 else window_size
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         change = "(-1, -1) is no window; the token itself is not counted."
-        raise spec_error("window_size", got=described(window_size), wanted="(left, right)", change=change)
+        raise spec_error("window_size", described(window_size), "(left, right)", change)
     return _side(sides[0]), _side(sides[1])
 
 
@@ -147,8 +145,6 @@ def _side(value: Any) -> int | None:
         return None
     if not isinstance(value, torch.SymInt):
         if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise spec_error(
-                "window_size", got=described(value), wanted="two ints", change="-1 is unbounded."
-            )
+            raise spec_error("window_size", described(value), "two ints", "-1 is unbounded.")
         value = operator.index(value)
     return None if value < 0 else min(value, 2**62)

@@ -72,7 +72,7 @@ def flash_attn_with_kvcache(
     _check_halves(k, v, rotary_cos, rotary_sin)
     if rotary_seqlens is not None and rotary_cos is None:
         change = "Pass rotary_cos and rotary_sin, or drop it."
-        raise spec_error("rotary_seqlens", got="one", wanted="none without rotary_cos", change=change)
+        raise spec_error("rotary_seqlens", "one", "none without rotary_cos", change)
     _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     given = options(causal, window_size, softcap, alibi_slopes, softmax_scale)
     given["kv_starts"] = lengths(cache_leftpad)
@@ -89,7 +89,7 @@ def flash_attn_with_kvcache(
         if k is not None and v is not None:
             if cache_seqlens is None:
                 change = "Say how many keys the cache holds; 0 for none."
-                raise spec_error("cache_seqlens", got="None", wanted=f"{_LENS} with k", change=change)
+                raise spec_error("cache_seqlens", "None", f"{_LENS} with k", change)
             seqlen_new = k.shape[1]
             _check_new("k", k, k_cache, q.shape[0], seqlen_new)
             _check_new("v", v, v_cache, q.shape[0], seqlen_new)
@@ -123,8 +123,7 @@ def _check_tensors(**given: Any) -> None:
     for name, x in given.items():
         if x is not None and (not isinstance(x, Tensor) or x.ndim != 4):
             change = "Use unsqueeze() for a single token; caches may have a page where others have a request."
-            wanted = "a tensor (batch, seqlen, heads, head_dim)"
-            raise spec_error(name, got=described(x), wanted=wanted, change=change)
+            raise spec_error(name, described(x), "a tensor (batch, seqlen, heads, head_dim)", change)
 
 
 def _check_halves(k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> None:
@@ -135,19 +134,19 @@ def _check_halves(k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: T
     ):
         given = [name for name, x in zip(names, pair, strict=True) if x is not None]
         if len(given) == 1:
-            raise spec_error(", ".join(names), got=f"{given[0]} alone", wanted="both", change=change)
+            raise spec_error(", ".join(names), f"{given[0]} alone", "both", change)
     if k is None and cos is not None:
         change = "Rotary applies to the keys that are written."
-        raise spec_error("k, v", got="neither, with rotary_cos", wanted="both", change=change)
+        raise spec_error("k, v", "neither, with rotary_cos", "both", change)
 
 
 def _check_new(name: str, new: Tensor, cache: Tensor, batch: int, seqlen: int) -> None:
     """Checks that `new` can be written to `cache` as it is: assignment would broadcast and cast."""
     shape = (batch, seqlen, *cache.shape[2:])
     if (*new.shape,) != shape or new.dtype is not cache.dtype or new.device != cache.device:
-        got = f"{new.dtype} {tuple(new.shape)} on {new.device}"
         wanted = f"{cache.dtype} {shape} on {cache.device}: (batch, seqlen_new, num_kv_heads, channels)"
-        raise spec_error(name, got=got, wanted=wanted, change=f"Give {name} what {name}_cache has.")
+        change = f"Give {name} what {name}_cache has."
+        raise spec_error(name, f"{new.dtype} {tuple(new.shape)} on {new.device}", wanted, change)
 
 
 def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch_idx: Tensor | None) -> None:
@@ -157,16 +156,16 @@ def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch_idx: Tensor |
     if batch_idx is None:
         if rows != batch:
             change = "Pass cache_batch_idx, or a view of the caches' rows."
-            raise spec_error("k_cache", got=f"{rows} rows", wanted=f"{batch}, as q has", change=change)
+            raise spec_error("k_cache", f"{rows} rows", f"{batch}, as q has", change)
         return
     if not is_ints(batch_idx, (batch,)):
-        got, change = described(batch_idx), "One row number per request."
-        raise spec_error("cache_batch_idx", got=got, wanted=f"int32 or int64 ({batch},)", change=change)
+        change = "One row number per request."
+        raise spec_error("cache_batch_idx", described(batch_idx), f"int32 or int64 ({batch},)", change)
     if batch_idx.device.type == "cpu" and batch:
         low, high = int(batch_idx.min()), int(batch_idx.max())
         if not 0 <= low <= high < rows:
-            got, change = f"rows {low} to {high}", "Number the rows of k_cache."
-            raise spec_error("cache_batch_idx", got=got, wanted=f"0 to {rows - 1}", change=change)
+            change = "Number the rows of k_cache."
+            raise spec_error("cache_batch_idx", f"rows {low} to {high}", f"0 to {rows - 1}", change)
 
 
 def _lens(name: str, q: Tensor, given: Any) -> Tensor:
@@ -177,8 +176,7 @@ def _lens(name: str, q: Tensor, given: Any) -> Tensor:
             return lengths(given).to(at).expand(q.shape[0]).contiguous()
     elif not isinstance(given, (bool, Tensor)) and hasattr(given, "__index__"):
         return lengths(torch.full((q.shape[0],), given, dtype=torch.int64, device=q.device))
-    change = "One length per request, or one for all."
-    raise spec_error(name, got=described(given), wanted=_LENS, change=change)
+    raise spec_error(name, described(given), _LENS, "One length per request, or one for all.")
 
 
 def _check_room(lens: Tensor, room: int, new: int) -> None:
@@ -187,8 +185,8 @@ def _check_room(lens: Tensor, room: int, new: int) -> None:
         return
     low, high = int(lens.min()), int(lens.max())
     if not 0 <= low <= high <= room - new:
-        got, change = f"{low} to {high} keys, and {new} more", "Make the caches longer."
-        raise spec_error("cache_seqlens", got=got, wanted=f"at most {room} together", change=change)
+        got = f"{low} to {high} keys, and {new} more"
+        raise spec_error("cache_seqlens", got, f"at most {room} together", "Make the caches longer.")
 
 
 def _append(

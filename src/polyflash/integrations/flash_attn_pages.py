@@ -26,30 +26,30 @@ def one_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor |
     """Returns the table under either of its names, flash-attn 2's or flash-attn 3's."""
     if block_table is not None and page_table is not None:
         change = "flash-attn 3 calls it otherwise; pass it by one of its names."
-        raise spec_error("block_table", got="two tables", wanted="one", change=change)
+        raise spec_error("block_table", "two tables", "one", change)
     return page_table if block_table is None else block_table
 
 
 def check_alike(k_cache: Tensor, v_cache: Tensor, shape: str) -> None:
     """Checks that the caches differ in head_dim at most."""
     if k_cache.shape[:3] != v_cache.shape[:3]:
-        got, change = f"{(*k_cache.shape,)} and {(*v_cache.shape,)}", "Only head_dim may differ."
-        raise spec_error("k_cache, v_cache", got=got, wanted=f"two of {shape}", change=change)
+        got = f"{(*k_cache.shape,)} and {(*v_cache.shape,)}"
+        raise spec_error("k_cache, v_cache", got, f"two of {shape}", "Only head_dim may differ.")
 
 
 def room(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, batch_idx: Tensor | None) -> int:
     """Counts the keys that the table has pages for, per request; raises where caches or table do not fit."""
     if batch_idx is not None:
         change = "Pass the rows of block_table that you mean: block_table[cache_batch_idx]."
-        raise spec_error("cache_batch_idx", got="one", wanted="none beside block_table", change=change)
+        raise spec_error("cache_batch_idx", "one", "none beside block_table", change)
     check_alike(k_cache, v_cache, "(num_blocks, page_size, num_kv_heads, head_dim)")
     whole = isinstance(table, Tensor) and table.dtype is torch.int32 and table.ndim == 2
     if not whole or table.shape[0] != q.shape[0]:
-        got, change = described(table), "Give each request a row of page numbers, by .to(torch.int32)."
-        raise spec_error("block_table", got=got, wanted=f"int32 ({q.shape[0]}, max_blocks)", change=change)
+        change = "Give each request a row of page numbers, by .to(torch.int32)."
+        raise spec_error("block_table", described(table), f"int32 ({q.shape[0]}, max_blocks)", change)
     if table.device != k_cache.device:
-        wanted = f"{k_cache.device}, as k_cache"
-        raise spec_error("block_table device", got=table.device, wanted=wanted, change="Move it with .to().")
+        change = "Move it with .to()."
+        raise spec_error("block_table device", table.device, f"{k_cache.device}, as k_cache", change)
     return table.shape[1] * k_cache.shape[1]
 
 
@@ -79,13 +79,11 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, t
             block, column = int(blocks[request, token]), int(columns[request, token])
             got = f"{block} for request {request} in column {column}"
             change = "Give the request a page before it grows into it."
-            wanted = f"a page in [0, {num_blocks}) for every new key"
-            raise spec_error("block_table", got=got, wanted=wanted, change=change)
+            raise spec_error("block_table", got, f"a page in [0, {num_blocks}) for every new key", change)
         places = (blocks * page_size + slots).flatten()
         if places.unique().numel() != places.numel():
-            change = "Copy a shared page before its requests write to it."
-            wanted = "a slot of its own for every new key"
-            raise spec_error("block_table", got="two tokens for one slot", wanted=wanted, change=change)
+            got, change = "two tokens for one slot", "Copy a shared page before its requests write to it."
+            raise spec_error("block_table", got, "a slot of its own for every new key", change)
         k_cache[blocks, slots] = k
         v_cache[blocks, slots] = v
         return
@@ -135,7 +133,7 @@ def attend_packed(
         name, bounds = "cu_seqlens_k", cu_seqlens_k
         if not isinstance(bounds, Tensor) or bounds.dtype is not torch.int32 or bounds.ndim != 1:
             change = "Put a 0 before torch.cumsum(lengths, 0), or pass seqused_k, the keys of each request."
-            raise spec_error(name, got=described(bounds), wanted="int32 (batch + 1,)", change=change)
+            raise spec_error(name, described(bounds), "int32 (batch + 1,)", change)
         lens = bounds.diff()
     with torch.no_grad():
         return _PACKED[name](

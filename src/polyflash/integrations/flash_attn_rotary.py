@@ -40,15 +40,15 @@ def apply_rotary_emb(
     ndim = 4 if cu_seqlens is None else 3
     if not isinstance(x, Tensor) or x.ndim != ndim:
         wanted = "(batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens"
-        raise spec_error("x", got=described(x), wanted=wanted, change="Use flatten() or unflatten().")
+        raise spec_error("x", described(x), wanted, "Use flatten() or unflatten().")
     bounds, live = lengths(cu_seqlens), None
     if cu_seqlens is None:
         offsets = _offsets(seqlen_offsets, x.shape[0], x)
         at = offsets[:, None] + torch.arange(x.shape[1], device=x.device)
     else:
         if not is_ints(bounds) or bounds.ndim != 1 or not len(bounds):
-            got, change = described(cu_seqlens), "Put a 0 before torch.cumsum(lengths, 0)."
-            raise spec_error("cu_seqlens", got=got, wanted="int32 (batch + 1,)", change=change)
+            change = "Put a 0 before torch.cumsum(lengths, 0)."
+            raise spec_error("cu_seqlens", described(cu_seqlens), "int32 (batch + 1,)", change)
         if bounds.device.type == "cpu":
             longest = scalar("max_seqlen", max_seqlen)
             validate.check_contents(Arguments(cu_seqlens_q=bounds, max_seqlen_q=longest), x.shape[0], x)
@@ -70,8 +70,8 @@ def _offsets(given: Any, batch: int, x: Tensor) -> Tensor:
         given = scalar("seqlen_offsets", given)
         if hasattr(given, "__index__") and not isinstance(given, bool):
             return torch.full((batch,), given, dtype=torch.int64, device=x.device)
-    wanted, change = f"an int, or int32 or int64 ({batch},) on {x.device}", "One offset per request."
-    raise spec_error("seqlen_offsets", got=described(given), wanted=wanted, change=change)
+    wanted = f"an int, or int32 or int64 ({batch},) on {x.device}"
+    raise spec_error("seqlen_offsets", described(given), wanted, "One offset per request.")
 
 
 def rotated(
@@ -83,14 +83,13 @@ def rotated(
     rows = cos.shape[0]
     if 2 * cos.shape[1] > x.shape[-1]:
         wanted = f"(positions, rotary_dim / 2), rotary_dim <= head_dim {x.shape[-1]}"
-        raise spec_error("cos", got=tuple(cos.shape), wanted=wanted, change="Rotate fewer channels.")
+        raise spec_error("cos", tuple(cos.shape), wanted, "Rotate fewer channels.")
     if positions.device.type == "cpu":
         asked = positions if live is None else positions[live]
         low, high = (int(asked.min()), int(asked.max())) if asked.numel() else (0, -1)
         if low < 0 or high >= rows:
-            wanted = f"one for each position, {low} to {high}"
             change = "Positions count from 0." if low < 0 else "Make the tables longer."
-            raise spec_error("cos", got=f"{rows} rows", wanted=wanted, change=change)
+            raise spec_error("cos", f"{rows} rows", f"one for each position, {low} to {high}", change)
     elif rows:
         inside = (positions >= 0) & (positions < rows)
         live = inside if live is None else live & inside

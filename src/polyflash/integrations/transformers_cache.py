@@ -123,7 +123,7 @@ class PagedLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         change = "Layers share their tables: call it on the PagedCache."
-        raise spec_error("reorder_cache", got="one layer", wanted="all layers at once", change=change)
+        raise spec_error("reorder_cache", "one layer", "all layers at once", change)
 
 
 class PagedCache(Cache):
@@ -142,7 +142,7 @@ class PagedCache(Cache):
     def __init__(self, cache: KVCache, *, cascade: bool = False) -> None:
         if not isinstance(cache, KVCache):
             change = "PagedCache.of(model, tokens=...) makes one."
-            raise spec_error("cache", got=described(cache), wanted="a KVCache", change=change)
+            raise spec_error("cache", described(cache), "a KVCache", change)
         self.cache, self.cascade = cache, cascade
         self.requests: tuple[Request, ...] = ()
         self._step: Step | None = None
@@ -167,8 +167,8 @@ class PagedCache(Cache):
         if width is None and heads and getattr(config, "hidden_size", None):
             width = config.hidden_size // config.num_attention_heads
         if not isinstance(heads, int) or not isinstance(width, int):
-            got, change = type(config).__name__, "Pass a KVCache with the sizes of the keys and values."
-            raise spec_error("model", got=got, wanted="num_key_value_heads and head_dim", change=change)
+            change = "Pass a KVCache with the sizes of the keys and values."
+            raise spec_error("model", type(config).__name__, "num_key_value_heads and head_dim", change)
         pages = KVCache(
             -(-tokens // page_size), page_size, heads, width, num_layers=config.num_hidden_layers,
             dtype=model.dtype, device=model.device,
@@ -205,14 +205,13 @@ class PagedCache(Cache):
         batch, _, count, _ = k.shape
         if self._step is not None and self._step.has_written(layer):
             missing = [n for n in range(self.cache.num_layers) if not self._step.has_written(n)]
-            got, change = f"a pass without layer {missing[0]}", "crop(0) takes a failed pass back."
-            raise spec_error("write", got=got, wanted="a pass through all layers", change=change)
+            got = f"a pass without layer {missing[0]}"
+            raise spec_error("write", got, "a pass through all layers", "crop(0) takes a failed pass back.")
         if self._step is None:
             requests = self.requests or self.cache.add(batch)
             if len(requests) != batch:
-                wanted = f"{len(requests)}, as before"
                 change = "Call reset(), or choose entries by batch_select_indices()."
-                raise spec_error("batch", got=batch, wanted=wanted, change=change)
+                raise spec_error("batch", batch, f"{len(requests)}, as before", change)
             try:
                 self._step = self.cache.reserve(requests, count)
             except Exception:
@@ -240,7 +239,7 @@ class PagedCache(Cache):
         tokens_to_remove = int(tokens_to_remove)  # speculation counts on its device
         if tokens_to_remove > 0:
             change = "Say how many tokens to remove, as a negative number."
-            raise spec_error("tokens_to_remove", got=tokens_to_remove, wanted="0 or less", change=change)
+            raise spec_error("tokens_to_remove", tokens_to_remove, "0 or less", change)
         self.cache.truncate(self.requests, max(0, self.length + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

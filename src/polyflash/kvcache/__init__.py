@@ -11,20 +11,7 @@ from polyflash.kvcache.step import Step
 from polyflash.kvcache.tables import FlashInferTable, PageTable, from_flashinfer, to_flashinfer
 
 __all__ = [
-    "AttendPlan",
-    "CacheStats",
-    "FlashInferTable",
-    "KVCache",
-    "OutOfPages",
-    "PageTable",
-    "Pages",
-    "Request",
-    "Rope",
-    "Snapshot",
-    "Step",
-    "SwappedRequest",
-    "from_flashinfer",
-    "heavy_hitters",
-    "to_flashinfer",
+    "AttendPlan", "CacheStats", "FlashInferTable", "KVCache", "OutOfPages", "PageTable", "Pages", "Request",
+    "Rope", "Snapshot", "Step", "SwappedRequest", "from_flashinfer", "heavy_hitters", "to_flashinfer",
     "write_tokens",
-]
+]  # fmt: skip

@@ -106,7 +106,7 @@ class KVCache(Storage):
         """
         if self.num_layers != 1:
             change = "Use reserve(), and Step.write() for each layer."
-            raise spec_error("append", got=f"{self.num_layers} layers", wanted="1", change=change)
+            raise spec_error("append", f"{self.num_layers} layers", "1", change)
         with self.reserve(requests, counts) as step:
             return step.write(k, v, rope=rope, positions=positions, q=q)
 
@@ -159,12 +159,11 @@ class KVCache(Storage):
         tables, rows = self._call(requests, counts)
         k_pool, v_pool = self.pools(layer)
         if isinstance(requests, Step) and not requests.has_written(layer):
-            got, change = f"a step that layer {layer} has not written", "Call write() first."
-            raise spec_error("requests", got=got, wanted="its tokens in their slots", change=change)
+            got = f"a step that layer {layer} has not written"
+            raise spec_error("requests", got, "its tokens in their slots", "Call write() first.")
         if not isinstance(q, Tensor) or q.ndim != 3 or q.shape[0] != sum(rows):
-            wanted = f"({sum(rows)}, num_q_heads, head_dim)"
             change = "counts= says how many rows each request has."
-            raise spec_error("q", got=described(q), wanted=wanted, change=change)
+            raise spec_error("q", described(q), f"({sum(rows)}, num_q_heads, head_dim)", change)
         apart: dict[str, object] = {
             "window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts, "kv_lens": kv_lens,
             "q_offset": q_offset,
@@ -204,8 +203,8 @@ class KVCache(Storage):
         """Makes requests of the tokens that `swap_out` gave, in whatever pages are free: all or none."""
         for one in swapped:
             if one.k.shape[0] != self.num_layers:
-                got, change = f"{one.k.shape[0]} layers", "Swap it into a cache like the one it came from."
-                raise spec_error("swapped", got=got, wanted=f"{self.num_layers}", change=change)
+                change = "Swap it into a cache like the one it came from."
+                raise spec_error("swapped", f"{one.k.shape[0]} layers", f"{self.num_layers}", change)
         made = self.add(len(swapped))
         try:
             for request, one in zip(made, swapped, strict=True):
@@ -234,8 +233,8 @@ class KVCache(Storage):
     def _call(self, requests: Requests | Step, counts: Counts | None) -> tuple[Tables, list[int]]:
         if isinstance(requests, Step):
             if not requests.open or requests.cache is not self:
-                got, change = "a step that has ended or is of another cache", "Pass the requests instead."
-                raise spec_error("requests", got=got, wanted="an open step of this cache", change=change)
+                got = "a step that has ended or is of another cache"
+                raise spec_error("requests", got, "an open step of this cache", "Pass the requests instead.")
             tables, usual = requests.tables, requests.counts
         else:
             who = listed(requests)

@@ -112,8 +112,7 @@ def checked_count(name: str, value: object, least: int, most: int) -> int:
         SpecError: it is not.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        wanted = f"an int from {least} to {most}"
-        raise spec_error(name, got=described(value), wanted=wanted, change="Pass a plain number.")
+        raise spec_error(name, described(value), f"an int from {least} to {most}", "Pass a plain number.")
     return value
 
 
@@ -138,7 +137,7 @@ def listed(requests: Requests) -> tuple[Request, ...]:
     if isinstance(requests, Sequence) and not isinstance(requests, str):
         return tuple(requests)
     change = "Pass what add() or fork() gave."
-    raise spec_error("requests", got=described(requests), wanted="requests in a sequence", change=change)
+    raise spec_error("requests", described(requests), "requests in a sequence", change)
 
 
 def numbers(name: str, given: Counts, beside: Sequence[object]) -> list[int]:
@@ -151,8 +150,7 @@ def numbers(name: str, given: Counts, beside: Sequence[object]) -> list[int]:
         return [given] * len(beside)
     if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == len(beside):
         return list(given)
-    wanted, change = f"a number, or {len(beside)} in a sequence", "One per request."
-    raise spec_error(name, got=described(given), wanted=wanted, change=change)
+    raise spec_error(name, described(given), f"a number, or {len(beside)} in a sequence", "One per request.")
 
 
 def token_list(tokens: Any) -> list[int]:
@@ -165,5 +163,5 @@ def token_list(tokens: Any) -> list[int]:
     given = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if not isinstance(given, Sequence) or not all(type(x) is int for x in given):
         change = "Pass what the model was given, from its first token on."
-        raise spec_error("tokens", got=described(tokens), wanted="ids in a sequence", change=change)
+        raise spec_error("tokens", described(tokens), "ids in a sequence", change)
     return list(given)

@@ -38,7 +38,7 @@ def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -
     """
     if not isinstance(layout, str) or layout not in _SHAPES:
         change = "FlashInfer calls the same layouts so."
-        raise spec_error("layout", got=described(layout), wanted="'NHD' or 'HND'", change=change)
+        raise spec_error("layout", described(layout), "'NHD' or 'HND'", change)
     if isinstance(pools, Tensor) and is_strided(pools) and pools.ndim == 5:
         found: tuple[Tensor, ...] = pools.unbind(0)
     else:
@@ -47,10 +47,10 @@ def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -
         if not isinstance(pool, Tensor) or not is_strided(pool) or pool.ndim != 4 or pool.requires_grad:
             got = f"{described(pool)}{' that needs gradients' * getattr(pool, 'requires_grad', False)}"
             change = "One pool per layer, or all in one tensor with the layer first."
-            raise spec_error(name, got=got, wanted=f"a tensor {_SHAPES[layout]}", change=change)
+            raise spec_error(name, got, f"a tensor {_SHAPES[layout]}", change)
         if overlaps(pool):
-            got, change = f"strides {pool.stride()} for {tuple(pool.shape)}", "Use .contiguous()."
-            raise spec_error(name, got=got, wanted="an address of its own per element", change=change)
+            got = f"strides {pool.stride()} for {tuple(pool.shape)}"
+            raise spec_error(name, got, "an address of its own per element", "Use .contiguous().")
     return tuple(pool.transpose(1, 2) for pool in found) if layout == "HND" else found
 
 
@@ -80,21 +80,19 @@ def check_pools(k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> None:
         SpecError: they do not.
     """
     if len(k_pages) != len(v_pages) or not k_pages:
-        got, change = f"{len(k_pages)} and {len(v_pages)} layers", "Every layer has both pools."
-        raise spec_error("k_pages, v_pages", got=got, wanted="as many of each, one or more", change=change)
+        wanted, change = "as many of each, one or more", "Every layer has both pools."
+        raise spec_error("k_pages, v_pages", f"{len(k_pages)} and {len(v_pages)} layers", wanted, change)
     first = k_pages[0]
     for name, pools in (("k_pages", k_pages), ("v_pages", v_pages)):
         for pool in pools:
             alike = pool.shape[:3] == first.shape[:3] and pool.shape[3] == pools[0].shape[3]
             if not alike or pool.dtype is not first.dtype or pool.device != first.device:
-                got = f"{described(pool)} on {pool.device}"
                 wanted = f"what k_pages of layer 0 has: {described(first)} on {first.device}"
-                raise spec_error(name, got=got, wanted=wanted, change="Only head_dim of v may differ.")
+                change = "Only head_dim of v may differ."
+                raise spec_error(name, f"{described(pool)} on {pool.device}", wanted, change)
     if not first.is_floating_point() or 0 in first.shape[1:] or v_pages[0].shape[3] == 0:
-        got, change = described(first), "Zero sizes and codes make no keys."
-        raise spec_error(
-            "k_pages", got=got, wanted="floats, with every size but num_pages >= 1", change=change
-        )
+        change = "Zero sizes and codes make no keys."
+        raise spec_error("k_pages", described(first), "floats, with every size but num_pages >= 1", change)
 
 
 def slots_of(
@@ -166,19 +164,18 @@ def write_tokens(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_ma
     check_tokens("v", v, v_pool, k.shape[0])
     slots = slot_mapping
     if not is_ints(slots, (k.shape[0],), k_pool.device):
-        wanted, change = f"int32 or int64 ({k.shape[0]},) on {k_pool.device}", "One slot per token."
-        raise spec_error("slot_mapping", got=described(slots), wanted=wanted, change=change)
+        wanted = f"int32 or int64 ({k.shape[0]},) on {k_pool.device}"
+        raise spec_error("slot_mapping", described(slots), wanted, "One slot per token.")
     slots = slots.long()
     live = slots != -1
     if not bool(live.all()):
         k, v, slots = k[live], v[live], slots[live]
     most = k_pool.shape[0] * k_pool.shape[1]
     if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < most:
-        wanted, change = f"-1, or a slot from 0 to {most - 1}", "Slot = page · page_size + place."
-        raise spec_error("slot_mapping", got="a slot elsewhere", wanted=wanted, change=change)
+        change = "Slot = page · page_size + place."
+        raise spec_error("slot_mapping", "a slot elsewhere", f"-1, or a slot from 0 to {most - 1}", change)
     if slots.unique().numel() != slots.numel():
-        got, change = "a slot twice", "Give each token its own slot."
-        raise spec_error("slot_mapping", got=got, wanted="different slots", change=change)
+        raise spec_error("slot_mapping", "a slot twice", "different slots", "Give each token its own slot.")
     write_slots(k_pool, k, slots)
     write_slots(v_pool, v, slots)
 
@@ -199,4 +196,4 @@ def check_tokens(name: str, tokens: Tensor, pool: Tensor, count: int | None) -> 
         change = f"Use {name}.to({str(pool.device)!r}, {pool.dtype})."
         if not fits:
             change = f"{name} is (tokens, num_kv_heads, channels) of the cache."
-        raise spec_error(name, got=got, wanted=f"{wanted} on {pool.device}", change=change)
+        raise spec_error(name, got, f"{wanted} on {pool.device}", change)

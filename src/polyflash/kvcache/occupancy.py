@@ -59,19 +59,13 @@ def occupancy(pages: Pages, num_bytes: int) -> CacheStats:
     used = pages.num_pages - free - idle
     stored = sum(filled.values())
     return CacheStats(
-        requests=len(entries),
-        tokens=sum(entry.length - entry.start for entry in entries),
-        stored_tokens=stored,
-        pages=pages.num_pages,
-        used_pages=used,
-        shared_pages=sum(n > 1 for n in owners.values()),
-        remembered_pages=idle,
-        free_pages=free,
-        num_bytes=num_bytes,
-        used_bytes=num_bytes // max(1, pages.num_pages) * used,
+        requests=len(entries), tokens=sum(entry.length - entry.start for entry in entries),
+        stored_tokens=stored, pages=pages.num_pages, used_pages=used,
+        shared_pages=sum(n > 1 for n in owners.values()), remembered_pages=idle, free_pages=free,
+        num_bytes=num_bytes, used_bytes=num_bytes // max(1, pages.num_pages) * used,
         fragmentation=1.0 - (stored - idle * pages.page_size) / (used * pages.page_size) if used else 0.0,
         evictions=pages.evictions,
-    )
+    )  # fmt: skip
 
 
 def survivors(keep: Tensor, layers: int, heads: int, first: int, length: int) -> tuple[Tensor, int]:
@@ -82,15 +76,14 @@ def survivors(keep: Tensor, layers: int, heads: int, first: int, length: int) ->
     """
     forms = "(kept,), (num_layers, kept) or (num_layers, num_kv_heads, kept)"
     if not is_ints(keep) or not 1 <= keep.ndim <= 3 or keep.shape[:-1] != (layers, heads)[: keep.ndim - 1]:
-        got, change = described(keep), f"The cache has {layers} layers and {heads} kv heads."
-        raise spec_error("keep", got=got, wanted=f"int32 or int64 {forms}", change=change)
+        change = f"The cache has {layers} layers and {heads} kv heads."
+        raise spec_error("keep", described(keep), f"int32 or int64 {forms}", change)
     places = keep.long()
     if keep.shape[-1]:
         low, high = (int(x) for x in places.aminmax())
         if low < first or high >= length or not bool((places.diff(dim=-1) > 0).all()):
-            wanted = f"places from {first} to {length - 1} that rise"
             change = "Sort them; each token stays or goes."
-            raise spec_error("keep", got="others", wanted=wanted, change=change)
+            raise spec_error("keep", "others", f"places from {first} to {length - 1} that rise", change)
     moved = places != torch.arange(keep.shape[-1], device=keep.device)
     while moved.ndim > 1:
         moved = moved.any(0)
@@ -109,8 +102,7 @@ def heavy_hitters(sums: Tensor, keep: int, *, recent: int = 0) -> Tensor:
         SpecError: no tensor of floats, more to keep than there are, or more recent ones than are kept.
     """
     if not isinstance(sums, Tensor) or not sums.is_floating_point() or sums.ndim < 1:
-        change = "Pass what column_sums() gave."
-        raise spec_error("sums", got=described(sums), wanted="floats (..., tokens)", change=change)
+        raise spec_error("sums", described(sums), "floats (..., tokens)", "Pass what column_sums() gave.")
     tokens = sums.shape[-1]
     checked_count("keep", keep, 0, tokens)
     checked_count("recent", recent, 0, keep)

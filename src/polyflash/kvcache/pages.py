@@ -170,16 +170,15 @@ class Pages:
             numbers = [checked_count("lengths", n, 0, MOST_POSITIONS) for n in lengths]
             if len(numbers) != len(entries):
                 change = "Say how many tokens of each request remain."
-                raise spec_error("lengths", got=len(numbers), wanted=f"{len(entries)} numbers", change=change)
+                raise spec_error("lengths", len(numbers), f"{len(entries)} numbers", change)
             for entry, length in zip(entries, numbers, strict=True):
                 if length > entry.length:
-                    wanted = f"at most the {entry.length} there are"
                     change = "append() makes a request longer."
-                    raise spec_error("lengths", got=length, wanted=wanted, change=change)
+                    raise spec_error("lengths", length, f"at most the {entry.length} there are", change)
                 least = max(entry.start, entry.kept)
                 if 0 < length < least:
                     change = "The tokens before it were evicted or given back, at least in part."
-                    raise spec_error("lengths", got=length, wanted=f"0, or {least} or more", change=change)
+                    raise spec_error("lengths", length, f"0, or {least} or more", change)
             left: list[int] = []
             for entry, length in zip(entries, numbers, strict=True):
                 keep = self._pages_of(length)
@@ -243,9 +242,8 @@ class Pages:
         """Puts a request without tokens where another one stood when it was swapped out."""
         with self.lock:
             if start % self.page_size:
-                change = "Swap it into a cache with pages of that size."
-                wanted = f"whole pages of {self.page_size} tokens"
-                raise spec_error("swapped", got=f"{start} tokens given back", wanted=wanted, change=change)
+                got, change = f"{start} tokens given back", "Swap it into a cache with pages of that size."
+                raise spec_error("swapped", got, f"whole pages of {self.page_size} tokens", change)
             entry = self._entry(request)
             entry.pages = array("i", [-1] * (start // self.page_size))
             entry.length = entry.start = start
@@ -261,7 +259,7 @@ class Pages:
                 if entry.start or entry.evicted:
                     got = "a request of which some were evicted or given back"
                 change = "Pass the tokens whose keys the request holds, from its first one on."
-                raise spec_error("tokens", got=got, wanted="those of the request", change=change)
+                raise spec_error("tokens", got, "those of the request", change)
             for page in self._prefixes.insert(tokens, entry.pages, key):
                 self._owners[page] += 1
             return len(tokens) // self.page_size * self.page_size
@@ -306,8 +304,7 @@ class Pages:
         with self.lock:
             self._held(snapshot)
             if self._reservations:
-                change = "Commit or roll back first."
-                raise spec_error("restore", got="open reservations", wanted="none", change=change)
+                raise spec_error("restore", "open reservations", "none", "Commit or roll back first.")
             left = [page for entry in self._entries.values() for page in reversed(entry.owned)]
             self._entries = {request: entry.copy() for request, entry in snapshot.entries.items()}
             for page in snapshot.pages:
@@ -382,13 +379,12 @@ class Pages:
         numbers = [checked_count("counts", n, 0, MOST_POSITIONS) for n in counts]
         if len(numbers) != len(entries):
             change = "Say how many tokens each request gets."
-            raise spec_error("counts", got=len(numbers), wanted=f"{len(entries)} numbers", change=change)
+            raise spec_error("counts", len(numbers), f"{len(entries)} numbers", change)
         more = []
         for entry, n in zip(entries, numbers, strict=True):
             if entry.length + entry.evicted + n > MOST_POSITIONS:
-                change = "Positions are 32-bit numbers."
                 got = f"{entry.length + entry.evicted} tokens and {n} more"
-                raise spec_error("counts", got=got, wanted=f"at most {MOST_POSITIONS}", change=change)
+                raise spec_error("counts", got, f"at most {MOST_POSITIONS}", "Positions are 32-bit numbers.")
             more.append(self._pages_of(entry.length + n) - len(entry.pages))
         return entries, numbers, self._to_copy(entries, numbers), more
 
@@ -444,22 +440,22 @@ class Pages:
             got, change = "a handle of another cache", "Pass it to the cache that made it."
         else:
             got, change = "a handle that was freed", "Its pages may belong to others by now."
-        raise spec_error("request", got=got, wanted="a living request", change=change)
+        raise spec_error("request", got, "a living request", change)
 
     def _distinct(self, requests: Sequence[Request], unreserved: bool) -> list[Entry]:
         entries = [self._entry(request) for request in requests]
         if len(set(requests)) != len(entries):
-            got, change = "one of them twice", "Name each once per call."
-            raise spec_error("requests", got=got, wanted="different requests", change=change)
+            change = "Name each once per call."
+            raise spec_error("requests", "one of them twice", "different requests", change)
         if unreserved and any(entry.reserved for entry in entries):
-            got, change = "one with a step open", "Commit it or roll it back first."
-            raise spec_error("requests", got=got, wanted="none with a step open", change=change)
+            change = "Commit it or roll it back first."
+            raise spec_error("requests", "one with a step open", "none with a step open", change)
         return entries
 
     def _close(self, reservation: Reservation) -> None:
         if self._reservations.pop(id(reservation), None) is None:
             change = "A reservation is committed or rolled back once."
-            raise spec_error("reservation", got="one that is closed", wanted="an open one", change=change)
+            raise spec_error("reservation", "one that is closed", "an open one", change)
         reservation.open = False
         for request in reservation.requests:
             self._entries[request].reserved = False
@@ -468,7 +464,7 @@ class Pages:
         if not isinstance(snapshot, Snapshot) or id(snapshot) not in self._snapshots:
             got = described(snapshot) if not isinstance(snapshot, Snapshot) else "one released or of another"
             change = "Take one by snapshot(), and release it once."
-            raise spec_error("snapshot", got=got, wanted="a snapshot of this cache", change=change)
+            raise spec_error("snapshot", got, "a snapshot of this cache", change)
 
     def _out_of_pages(self, what: str, needed: int) -> OutOfPages:
         free = self.num_free

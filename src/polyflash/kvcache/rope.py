@@ -40,24 +40,23 @@ class Rope:
     def __post_init__(self) -> None:
         if (self.cos is None) != (self.sin is None):
             given = "cos alone" if self.sin is None else "sin alone"
-            raise spec_error("cos, sin", got=given, wanted="both or neither", change="Pass both tables.")
+            raise spec_error("cos, sin", given, "both or neither", "Pass both tables.")
         if self.cos is not None and self.sin is not None:
             for name, x in (("cos", self.cos), ("sin", self.sin)):
                 if not isinstance(x, Tensor) or not is_strided(x) or x.ndim != 2 or not x.is_floating_point():
-                    wanted = "float (positions, rotary_dim / 2)"
                     change = "Drop the batch axis."
-                    raise spec_error(name, got=described(x), wanted=wanted, change=change)
+                    raise spec_error(name, described(x), "float (positions, rotary_dim / 2)", change)
             if self.cos.shape != self.sin.shape or self.rotary_dim not in (None, 2 * self.cos.shape[1]):
                 got = f"{tuple(self.cos.shape)}, {tuple(self.sin.shape)} for rotary_dim {self.rotary_dim}"
                 change = "Half as many columns as channels are rotated."
-                raise spec_error("cos, sin", got=got, wanted="two of one shape", change=change)
+                raise spec_error("cos, sin", got, "two of one shape", change)
         elif not isinstance(self.base, (int, float)) or isinstance(self.base, bool) or not self.base > 0:
             change = "Llama 2 has 10000, Llama 3 500000."
-            raise spec_error("base", got=described(self.base), wanted="a number above 0", change=change)
+            raise spec_error("base", described(self.base), "a number above 0", change)
         width = self.rotary_dim
         if width is not None and (not isinstance(width, int) or width < 0 or width % 2):
             change = "Channels are rotated in pairs."
-            raise spec_error("rotary_dim", got=described(width), wanted="an even number", change=change)
+            raise spec_error("rotary_dim", described(width), "an even number", change)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (tokens, heads, head_dim) of any float dtype, turned by `positions`, int32 or int64 (tokens,).
@@ -97,21 +96,19 @@ class Rope:
     def _check(self, x: Tensor, positions: Tensor) -> None:
         if not isinstance(x, Tensor) or x.ndim != 3 or not x.is_floating_point():
             change = "Use flatten(0, 1) on a batch."
-            raise spec_error("x", got=described(x), wanted="floats (tokens, heads, head_dim)", change=change)
+            raise spec_error("x", described(x), "floats (tokens, heads, head_dim)", change)
         if not is_ints(positions, x.shape[:1], x.device):
-            wanted, change = f"int32 or int64 ({x.shape[0]},) on {x.device}", "One position per token."
-            raise spec_error("positions", got=described(positions), wanted=wanted, change=change)
+            wanted = f"int32 or int64 ({x.shape[0]},) on {x.device}"
+            raise spec_error("positions", described(positions), wanted, "One position per token.")
         width = self._width(x.shape[-1])
         if width > x.shape[-1] or width % 2:
-            change = "Rotate fewer channels."
             wanted = f"an even rotary_dim of at most head_dim {x.shape[-1]}"
-            raise spec_error("rotary_dim", got=width, wanted=wanted, change=change)
+            raise spec_error("rotary_dim", width, wanted, "Rotate fewer channels.")
         if self.cos is not None and self.cos.device != x.device:
             change = "Move the tables with .to()."
-            raise spec_error("cos device", got=self.cos.device, wanted=f"{x.device}, as x", change=change)
+            raise spec_error("cos device", self.cos.device, f"{x.device}, as x", change)
         if positions.device.type != "cpu" or not positions.numel():
             return
         last = self.cos.shape[0] - 1 if self.cos is not None else 2**31 - 1
         if not 0 <= int(positions.min()) <= int(positions.max()) <= last:
-            change = "Make the tables longer."
-            raise spec_error("positions", got="one elsewhere", wanted=f"0 to {last}", change=change)
+            raise spec_error("positions", "one elsewhere", f"0 to {last}", "Make the tables longer.")

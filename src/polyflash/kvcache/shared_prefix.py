@@ -119,9 +119,8 @@ def planned(
     """The plan of a call; `given` are the arguments beside which nothing can be shared, None if absent. Reads
     host numbers only."""
     if type(causal) is not bool and causal not in ("bottom_right", "top_left"):
-        wanted = "True, False, 'bottom_right' or 'top_left'"
         change = "True aligns a request's last row with its last key."
-        raise spec_error("causal", got=described(causal), wanted=wanted, change=change)
+        raise spec_error("causal", described(causal), "True, False, 'bottom_right' or 'top_left'", change)
     if any(tables.starts):
         _check_seen(tables, counts, causal, given)
     present = [name for name, x in given.items() if x is not None and x != (None, None)]
@@ -137,14 +136,13 @@ def _check_seen(tables: Tables, counts: Sequence[int], causal: Causal, given: di
     far = [name for name in ("q_offset", "kv_lens") if given[name] is not None]
     if far or causal == "top_left":
         name, change = (far or ["causal"])[0], "Their rows stand at the end of each request."
-        raise spec_error(name, got="one", wanted="none after free_left()", change=change)
+        raise spec_error(name, "one", "none after free_left()", change)
     window: Any = given["window"]
     left = None if window is None else checked_window(window)[0]
     for start, length, rows in zip(tables.starts, tables.lengths, counts, strict=True):
         if start and rows and (left is None or length - rows - left < start):
-            wanted = f"at most {length - rows - start} neighbours on the left"
-            change = f"free_left() gave the first {start} tokens of the request back."
-            raise spec_error("window", got=left, wanted=wanted, change=change)
+            got, change = left, f"free_left() gave the first {start} tokens of the request back."
+            raise spec_error("window", got, f"at most {length - rows - start} neighbours on the left", change)
 
 
 def _made(
@@ -203,7 +201,7 @@ def attend(
     if out is not None:  # nothing is launched for a place that cannot take the result
         if not isinstance(out, Tensor) or out.ndim != 3:
             wanted = f"a tensor ({q.shape[0]}, {q.shape[1]}, {channels})"
-            raise spec_error("out", got=described(out), wanted=wanted, change="Use torch.empty().")
+            raise spec_error("out", described(out), wanted, "Use torch.empty().")
         check_out(out.transpose(0, 1)[None], q.transpose(0, 1)[None], channels)
     rows |= {name: options[name] for name in ("causal", "sinks")}  # of this part alone: sinks count once
     common = {name: options[name] for name in _OF_BOTH_PARTS}
@@ -229,8 +227,8 @@ def _shortened(lens: Tensor, kv_lens: object, checked: bool) -> Tensor:
         return lens
     given = int32_of("kv_lens", kv_lens, checked) if isinstance(kv_lens, Tensor) else kv_lens
     if not isinstance(given, Tensor) or given.shape != lens.shape or given.dtype != lens.dtype:
-        got, wanted = described(given), f"int32 or int64 ({lens.shape[0]},)"
-        raise spec_error("kv_lens", got=got, wanted=wanted, change="One length per request.")
+        change = "One length per request."
+        raise spec_error("kv_lens", described(given), f"int32 or int64 ({lens.shape[0]},)", change)
     return torch.minimum(lens, given)
 
 

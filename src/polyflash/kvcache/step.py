@@ -83,8 +83,7 @@ class Step:
         with torch.no_grad():
             if rope is not None:
                 if not isinstance(rope, Rope):
-                    change = "Make one of base or tables."
-                    raise spec_error("rope", got=described(rope), wanted="a Rope", change=change)
+                    raise spec_error("rope", described(rope), "a Rope", "Make one of base or tables.")
                 at = self.positions if positions is None else positions
                 q = None if q is None else rope.rotate(q, at)
                 k = rope.rotate(k, at)
@@ -102,8 +101,8 @@ class Step:
         self._check_open()
         missing = [n for n in range(self.cache.num_layers) if not self.has_written(n)]
         if missing:
-            got, change = f"nothing from layer {missing[0]}", "Call write() once for every layer."
-            raise spec_error("commit", got=got, wanted="tokens of every layer", change=change)
+            change = "Call write() once for every layer."
+            raise spec_error("commit", f"nothing from layer {missing[0]}", "tokens of every layer", change)
         self.cache.end_step(self._reservation, self.tables)
 
     def rollback(self) -> None:
@@ -127,4 +126,4 @@ class Step:
     def _check_open(self) -> None:
         if not self.open:
             change = "Call reserve() for the next tokens."
-            raise spec_error("step", got="one that has ended", wanted="an open one", change=change)
+            raise spec_error("step", "one that has ended", "an open one", change)

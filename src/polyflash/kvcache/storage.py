@@ -319,9 +319,9 @@ class Storage:
         checked_count("layer", layer, 0, self.num_layers - 1)
         k, v = self._k[layer], self._v[layer]
         if (k.dtype, k.device, k.shape, v.shape) != self._like or v.dtype is not k.dtype:
-            got, change = f"{described(k)} and {described(v)}", "Make a new cache instead."
             wanted = f"{self.dtype} {tuple(self._like[2])} and {tuple(self._like[3])} on {self.device}"
-            raise spec_error("k_pages, v_pages", got=got, wanted=wanted, change=change)
+            change = "Make a new cache instead."
+            raise spec_error("k_pages, v_pages", f"{described(k)} and {described(v)}", wanted, change)
         return k, v
 
     def _tables(self, requests: Sequence[Request]) -> Tables:

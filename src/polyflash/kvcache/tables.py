@@ -45,18 +45,18 @@ def from_flashinfer(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page
     batch = last_page_len.shape[0]
     _check_page_size(page_size)
     if indptr.shape != (batch + 1,):
-        wanted, change = f"int32 ({batch + 1},)", "One bound more than last_page_len has requests."
-        raise spec_error("indptr", got=described(indptr), wanted=wanted, change=change)
+        change = "One bound more than last_page_len has requests."
+        raise spec_error("indptr", described(indptr), f"int32 ({batch + 1},)", change)
     bounds, last = indptr.long(), last_page_len.long()
     counts = bounds.diff()
     if int(bounds[0]) or bool((counts < 0).any()) or int(bounds[-1]) > indices.shape[0]:
-        got = f"other bounds over {indices.shape[0]} indices"
+        wanted = "0, then never falling, to the last index"
         change = "indptr[b] is where the pages of request b start."
-        raise spec_error("indptr", got=got, wanted="0, then never falling, to the last index", change=change)
+        raise spec_error("indptr", f"other bounds over {indices.shape[0]} indices", wanted, change)
     used = counts > 0
     if bool((used & ((last < 1) | (last > page_size))).any()):
         change = "It counts the tokens of the last page."
-        raise spec_error("last_page_len", got="others", wanted=f"1 to {page_size}", change=change)
+        raise spec_error("last_page_len", "others", f"1 to {page_size}", change)
     kv_lens = torch.where(used, (counts - 1) * page_size + last, 0)
     columns = torch.arange(int(counts.max()) if batch else 0, device=indptr.device)
     inside = columns < counts[:, None]
@@ -73,18 +73,18 @@ def to_flashinfer(page_table: Tensor, kv_lens: Tensor, page_size: int) -> FlashI
         SpecError: other dtypes or shapes, or a length that is negative or beyond the table.
     """
     if not is_ints(page_table) or page_table.ndim != 2:
-        wanted, change = "int32 (batch, max_pages)", "One row of pages per request."
-        raise spec_error("page_table", got=described(page_table), wanted=wanted, change=change)
+        change = "One row of pages per request."
+        raise spec_error("page_table", described(page_table), "int32 (batch, max_pages)", change)
     _check_vector("kv_lens", kv_lens, page_table)
     _check_page_size(page_size)
     batch, max_pages = page_table.shape
     if kv_lens.shape != (batch,):
-        wanted, change = f"int32 ({batch},)", "One length per row of the table."
-        raise spec_error("kv_lens", got=described(kv_lens), wanted=wanted, change=change)
+        change = "One length per row of the table."
+        raise spec_error("kv_lens", described(kv_lens), f"int32 ({batch},)", change)
     lens = kv_lens.long()
     if batch and not 0 <= int(lens.min()) <= int(lens.max()) <= max_pages * page_size:
         wanted = f"0 to {max_pages * page_size}, which {max_pages} pages hold"
-        raise spec_error("kv_lens", got="others", wanted=wanted, change="Widen the table.")
+        raise spec_error("kv_lens", "others", wanted, "Widen the table.")
     counts = (lens + page_size - 1) // page_size
     inside = torch.arange(max_pages, device=page_table.device) < counts[:, None]
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
@@ -94,11 +94,9 @@ def to_flashinfer(page_table: Tensor, kv_lens: Tensor, page_size: int) -> FlashI
 
 def _check_vector(name: str, x: Tensor, beside: Tensor) -> None:
     if not is_ints(x, device=getattr(beside, "device", None)) or x.ndim != 1:
-        change = "All on one device."
-        raise spec_error(name, got=described(x), wanted="an int32 or int64 vector", change=change)
+        raise spec_error(name, described(x), "an int32 or int64 vector", "All on one device.")
 
 
 def _check_page_size(page_size: int) -> None:
     if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1:
-        change = "It is that of the pool."
-        raise spec_error("page_size", got=described(page_size), wanted="an int >= 1", change=change)
+        raise spec_error("page_size", described(page_size), "an int >= 1", "It is that of the pool.")

@@ -67,7 +67,7 @@ def _check_switches(options: argparse.Namespace, chosen: Sequence[Workload], dev
         names = sorted({name.partition("=")[0] for name in known})
         wanted = f"some of {', '.join(names) or 'no switch: these kernels have none'}"
         change = "A value may be named too, as ablate prints it."
-        raise spec_error("switch", got=", ".join(unknown), wanted=wanted, change=change)
+        raise spec_error("switch", ", ".join(unknown), wanted, change)
 
 
 def _trials(options: argparse.Namespace, chosen: Sequence[Workload], device: str) -> Iterator[Any]:
@@ -76,8 +76,7 @@ def _trials(options: argparse.Namespace, chosen: Sequence[Workload], device: str
     if options.groups and groups is None:
         raise needs_laboratory("--groups")
     if options.groups and options.phase != ["forward"]:
-        got = ",".join(options.phase)
-        raise spec_error("phase", got=got, wanted="forward beside --groups", change="Leave --phase out.")
+        raise spec_error("phase", ",".join(options.phase), "forward beside --groups", "Leave --phase out.")
     for count in options.groups:
         for workload in chosen:
             yield groups.group_trial(workload, count, options.backend or "", device=device)
@@ -119,14 +118,10 @@ def measured(trial: Trial, device: str, seconds: float, only: Sequence[str] = ()
             found |= _plain(times[found["name"]])
             found["ratio"] = times[found["name"]].median / times[CHOSEN].median
     return {
-        "problem": trial.workload.name,
-        "row": trial.row_name,
-        "target": trial.device.name,
-        "config": asdict(chosen),
-        "error": _finite(trial.error(expected)),
-        CHOSEN: _plain(times[CHOSEN]),
+        "problem": trial.workload.name, "row": trial.row_name, "target": trial.device.name,
+        "config": asdict(chosen), "error": _finite(trial.error(expected)), CHOSEN: _plain(times[CHOSEN]),
         "switches": switches,
-    }
+    }  # fmt: skip
 
 
 def _plain(found: Summary) -> dict[str, Any]:

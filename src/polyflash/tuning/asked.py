@@ -23,7 +23,7 @@ def problems(options: argparse.Namespace) -> tuple[Workload, ...]:
         (rows, keys), (heads, kv_heads), (dim, dim_v) = options.seqlen, options.heads, options.head_dim
         if min(options.batch, rows, keys, heads, kv_heads, dim, dim_v) < 1 or heads % max(1, kv_heads):
             change = "Query heads are a multiple of the others."
-            raise spec_error("sizes", got="a 0 or odd heads", wanted="positive sizes", change=change)
+            raise spec_error("sizes", "a 0 or odd heads", "positive sizes", change)
         name = f"{'causal' if options.causal else 'full'}-{options.dtype}-{rows}x{keys}-d{dim}"
         made = Workload(
             name, frozenset(), options.batch, heads, kv_heads, rows, keys, dim, dim_v, options.dtype,

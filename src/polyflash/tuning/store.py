@@ -73,14 +73,10 @@ def identity(target: Target) -> dict[str, str]:
     wanted = ("numba",) if target.kind == "cpu" else ("triton",)
     device, driver = _device(target.kind, target.name)
     return {
-        "target": "+".join((target.name, *sorted(target.features))),
-        "cores": str(target.cores),
-        "device": device,
-        "driver": driver,
-        "polyflash": _version("polyflash"),
-        "torch": _version("torch"),
+        "target": "+".join((target.name, *sorted(target.features))), "cores": str(target.cores),
+        "device": device, "driver": driver, "polyflash": _version("polyflash"), "torch": _version("torch"),
         **{name: versions.get(name, "") for name in wanted},
-    }
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=16)

@@ -105,7 +105,7 @@ def trial(workload: Workload, phase: Phase, backend: str, *, device: str = "cpu"
     """
     if workload.members or workload.page_size:
         change = "Tune the dense problem of its lengths."
-        raise spec_error("workload", got=workload.name, wanted="neither packed nor paged", change=change)
+        raise spec_error("workload", workload.name, "neither packed nor paged", change)
     q, k, v, options = make(workload, device=device)
     args = normalise(Options(**options))
     if phase is not Phase.FORWARD:

@@ -32,8 +32,8 @@ def register(name: str = "poly") -> str:
         SpecError: transformers gives the name, or a part of it, a meaning of its own.
     """
     if not name or any(part in name for part in _PARSED):
-        wanted = f"a word with none of {' '.join(_PARSED)} in it"
-        raise spec_error("name", got=repr(name), wanted=wanted, change="Choose a plain one, such as 'poly'.")
+        change = "Choose a plain one, such as 'poly'."
+        raise spec_error("name", repr(name), f"a word with none of {' '.join(_PARSED)} in it", change)
     AttentionInterface.register(name, _attention_forward)
     AttentionMaskInterface.register(name, _mask_of_batch)
     return name

@@ -116,8 +116,7 @@ class BatchMask:
         """
         if self.shape[2:] != (seqlen_q, seqlen_k):
             got, wanted = f"{self.shape[2]} queries x {self.shape[3]} keys", f"{seqlen_q} x {seqlen_k}"
-            change = "Build the mask for this layer's own cache."
-            raise spec_error("attention_mask", got=got, wanted=wanted, change=change)
+            raise spec_error("attention_mask", got, wanted, "Build the mask for this layer's own cache.")
         causal, left = self.causal, self.left
         if not isinstance(self.q_offset, Tensor):
             if left is not None and self.q_offset + seqlen_q - 1 <= left:

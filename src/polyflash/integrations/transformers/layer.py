@@ -54,11 +54,8 @@ def _attention_forward(
         is_causal = getattr(module, "is_causal", True)
     mask = _mask_of_call(query, key, attention_mask, bool(is_causal))
     settings: dict[str, Any] = {
-        "scale": scaling,
-        "softcap": softcap or 0.0,
-        "sinks": s_aux,
-        "dropout_p": dropout,
-    }
+        "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "dropout_p": dropout,
+    }  # fmt: skip
     if isinstance(mask, Tensor):
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             raise UnsupportedError(
@@ -101,9 +98,9 @@ def _mask_of_call(
         shape = (query.shape[0], 1, query.shape[2], key.shape[2])
         return BatchMask(shape, query.device, is_causal and query.shape[2] > 1, 0)
     if attention_mask.ndim != 4:
-        got, wanted = f"{attention_mask.ndim} dimensions", "4: (batch, heads or 1, seqlen_q, seqlen_k)"
+        wanted = "4: (batch, heads or 1, seqlen_q, seqlen_k)"
         change = "Build it by the functions of transformers.masking_utils."
-        raise spec_error("attention_mask", got=got, wanted=wanted, change=change)
+        raise spec_error("attention_mask", f"{attention_mask.ndim} dimensions", wanted, change)
     return attention_mask
 
 
