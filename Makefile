@@ -17,7 +17,8 @@ SETUP := sh scripts/setup.sh
 CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
 CODEGEN_TESTS := tests/backends/triton/test_codegen.py
 TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS) --rows triton
-GPU_TESTS := tests/conformance tests/backends/triton tests/api/test_gpu_calls.py --ignore=$(CODEGEN_TESTS)
+GPU_TESTS := tests/conformance tests/backends/triton tests/api/test_gpu_calls.py --ignore=$(CODEGEN_TESTS) \
+	--rows triton
 GROUP_TESTS := tests/api/test_groups.py -k each_group
 DEFAULT_TESTS := tests/integrations tests/kvcache tests/api/test_groups.py tests/api/test_repeats.py
 HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null

@@ -49,6 +49,7 @@ class Capability:
     needs: tuple[str, ...] = ()  # packages that must be importable
     yields: tuple[Yield, ...] = ()
     tabled: Callable[[AttentionSpec, Target], bool] | None = None  # is it in the table of `choose`?
+    host_features: frozenset[Feature] = frozenset()  # of `features`, those that hold on a CPU alone
     max_positions: int | None = None  # seqlen_q + seqlen_k; None or MOST_POSITIONS, by which routes differ
 
     @property
@@ -67,6 +68,7 @@ class Capability:
             and spec.dtype in self.dtypes
             and max(spec.head_dim, spec.head_dim_v) <= self.max_head_dim
             and spec.features <= self.features
+            and (target.kind == "cpu" or not spec.features & self.host_features)
             and (self.max_positions is None or spec.seqlen_q + spec.seqlen_k <= self.max_positions)
             and all(target.has_package(name) for name in self.needs)
             and (by_name or not any(self._yielding(spec, target)))
@@ -93,6 +95,9 @@ class Capability:
         missing = sorted(f.value for f in spec.features - self.features)
         if missing:
             reasons.append(f"features: has no {', no '.join(missing)}")
+        elsewhere = sorted(f.value for f in spec.features & self.host_features if target.kind != "cpu")
+        if elsewhere:
+            reasons.append(f"features: has {', '.join(elsewhere)} on a CPU alone")
         reasons.extend(
             f"packages: {name} ({target.why_no_package(name)}): {remedy(name)}".removesuffix(": ")
             for name in self.needs

@@ -165,6 +165,10 @@ def text_of(found: dict[str, Any]) -> str:
     )
 
 
+def _has(row: Capability, feature: Feature) -> str:
+    return "-" if feature not in row.features else "on CPUs" if feature in row.host_features else "yes"
+
+
 def capability_table() -> str:
     """Markdown: every row of the table, and what each can do."""
     table = _table()
@@ -174,7 +178,7 @@ def capability_table() -> str:
         dim = str(row.max_head_dim) if row.max_head_dim < 1 << 16 else "any"
         about.append((row.name, targets, ", ".join(sorted(row.dtypes)), dim, ", ".join(row.needs) or "torch"))
     features = [("feature", *map(label, table))]
-    features += [(f.value, *("yes" if f in row.features else "-" for row in table)) for f in Feature]
+    features += [(f.value, *(_has(row, f) for row in table)) for f in Feature]
     notes = [
         f"- {label(row)} leaves {', '.join(sorted(y.dtypes))} on {y.target_feature} to a lower row: {y.why}."
         for row in table

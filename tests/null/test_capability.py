@@ -107,6 +107,18 @@ def test_verdict_and_reasons_agree():
                 assert ROW.accepts(spec, at, by_name=by_name) is (not reasons), (spec, at, reasons)
 
 
+def test_a_feature_of_hosts_is_refused_elsewhere():
+    """Matrix products of torch on a GPU follow the batch, so its row cannot promise bits that do not."""
+    for row in (row for row in polyflash.backends.TABLE if row.backend == "torch"):
+        spec = replace(SPEC, phase=row.phase, features=frozenset({Feature.BATCH_INVARIANT}))
+        gpu = target.parse("cuda:sm90")
+        assert row.reasons_against(spec, gpu, by_name=True) == (
+            "features: has batch_invariant on a CPU alone",
+        )
+        assert not row.accepts(spec, gpu, by_name=True) and row.accepts(spec, HERE, by_name=True)
+        assert row.accepts(replace(spec, features=frozenset()), gpu, by_name=True)
+
+
 def test_what_stands_beside_a_mask_object_counts():
     """window= and kv_lens= are joined to a Mask, the narrower side of two windows winning."""
     q = torch.empty(1, 1, 9, 8, device="meta")

@@ -22,6 +22,7 @@ CAPABILITIES = tuple(
         dtypes=frozenset(BY_NAME),
         max_head_dim=1 << 20,
         features=USUAL_FEATURES - without,
+        host_features=frozenset({Feature.BATCH_INVARIANT}),  # a GPU's matrix products follow the batch
         priority=0,
         choose=choose,
     )

@@ -77,7 +77,9 @@ class Prepared:
                 {**both, "BLOCK_M": m, "BLOCK_N": n, "NUM_STAGES": s, "num_stages": s, "num_warps": w}
                 for m, n, s, w in tiles_of
             )
-            rare = {**dkv, "BLOCK_M": 16, "BLOCK_N": 32, "FINITE": False}
+            rare = {**dkv, "FINITE": False}
+            if self.product == "ieee":  # in parts, sums of other blocks would have other bits
+                rare |= {"BLOCK_M": 16, "BLOCK_N": 32}
             found = self.constants[key] = {**dkv, "FINITE": True}, rare, dq
         return found
 
@@ -227,6 +229,8 @@ def run(
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
     q, k, v, out, dout = arguments.reachable(q, k, v, out, dout)
+    if prepared.product == "bf16x6":  # Triton 3.6 compiles `make_dkv` wrongly for channels that lie apart
+        q, k, v, dout = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, dout))
     need_bias, need_sinks = needs[3] and args.bias is not None, needs[4] and args.sinks is not None
     kv_lens = None if args.cu_seqlens_q is not None else arguments.operands(args, k).kv_lens
     row_lse, delta, odd = centers(prepared, q, k, v, out, dout, lse, dlse, kv_lens)
