@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyflash.arguments import Options, normalise
-from polyflash.backends.triton import decode, forward
+from polyflash.backends.triton import forward
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from polyflash.entry import Form, views_of
 from polyflash.reference import attention_reference
@@ -60,8 +60,7 @@ def call(
         result = result.transpose(0, 1)[None] if packed else result[:, :, None] if paged else result
     if lse is not None:
         rows = there(lse)
-    phase = decode if isinstance(config, DecodeConfig) else forward
-    phase.run(launch or launch_of(config, cores), q, k, v, result, rows, args)
+    forward.run(launch or launch_of(config, cores), q, k, v, result, rows, args)
     trip.bring_writes()
     if packed:
         result, rows = result[0].transpose(0, 1), rows[0]

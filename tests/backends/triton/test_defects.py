@@ -26,7 +26,7 @@ from tests.tolerance import same_bits
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from polyflash.backends.triton import blocks, decode, forward, forward_kernel, ptx
+from polyflash.backends.triton import blocks, forward, forward_kernel, merge, ptx
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from polyflash.backends.triton.interpreter import INTERPRET
 from tests.backends.triton.direct import SPLITS, TILE, Config, call, close, hold, launch_of, operands, oracle
@@ -167,7 +167,7 @@ class TestAGateThatCanNeverFire:
     def test_every_line_of_the_kernels_runs_for_some_call(self):
         """Branches on constants, on presence and on values alike."""
         ran: set[tuple[str, str, int]] = set()
-        modules = {m.__file__: m for m in (blocks, forward_kernel, decode)}
+        modules = {m.__file__: m for m in (blocks, forward_kernel, merge)}
 
         def trace(frame: Any, event: str, _: Any) -> Any:
             code = frame.f_code
@@ -183,7 +183,7 @@ class TestAGateThatCanNeverFire:
             run_everything()
         finally:
             sys.settrace(before)
-        for function in reached(forward.attend, decode.merge_splits):
+        for function in reached(forward.attend, merge.merge_splits):
             lines = {
                 n for f, own, n in ran if (f, own) == (inspect.getsourcefile(function), function.__name__)
             }

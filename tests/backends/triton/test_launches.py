@@ -28,13 +28,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from polyflash.backends.triton import arguments, decode, forward, runtime
+from polyflash.backends.triton import arguments, forward, merge, runtime
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from tests.backends.triton.direct import Config, launch_of, operands
 
 FORWARD = ForwardConfig(16, 32, 4, 2)
 DESCRIPTOR = ForwardConfig(16, 32, 4, 2, loads="descriptor")
-DECODE = DecodeConfig(16, 32, 4, 2, 64)
+DECODE = DecodeConfig(16, 32, 4, 2, 64, fixed_splits=True)
 STREAM = 1234
 
 
@@ -74,9 +74,9 @@ class Driver:
 
 @pytest.fixture
 def drivers(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    found = SimpleNamespace(attend=Driver(forward.attend), merge=Driver(decode.merge_splits))
+    found = SimpleNamespace(attend=Driver(forward.attend), merge=Driver(merge.merge_splits))
     monkeypatch.setattr(forward, "attend", found.attend)
-    monkeypatch.setattr(decode, "merge_splits", found.merge)
+    monkeypatch.setattr(merge, "merge_splits", found.merge)
     monkeypatch.setattr(runtime, "INTERPRET", False)
     monkeypatch.setattr(runtime, "_DIRECT", True)
     monkeypatch.setattr(runtime, "hooked", lambda: False)
@@ -90,7 +90,7 @@ class Route:
 
     def __init__(self, config: Config) -> None:
         self.launch = launch_of(config, name="cuda:sm90")
-        self.run = decode.run if isinstance(config, DecodeConfig) else forward.run
+        self.run = forward.run
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
         q, k, v, args = operands(q, k, v, options)

@@ -35,7 +35,8 @@ SAME_BITS: tuple[dict[str, Any], ...] = (
 ROUNDED: tuple[dict[str, Any], ...] = (
     *({"base2": False}, {"pack_gqa": True}, {"block_m": 32}, {"block_n": 32}, {"num_warps": 8}),
     *({"lazy_rescale": True}, {"late_sum": True}, {"lazy_rescale": True, "late_sum": True, "base2": False}),
-    *({"precision": "bf16x6"}, {"precision": "bf16x6", "compensate": False}),
+    *({"precision": "bf16x6"}, {"precision": "bf16x6", "compensate": False}, {"split_keys": 64}),
+    {"split_keys": 64, "pack_gqa": True, "hold_q": True, "loads": "descriptor", "persistent": True},
 )
 DECODE_SAME_BITS: tuple[dict[str, Any], ...] = (
     *({"num_stages": 3}, {"loads": "descriptor"}, {"cache_kv": ".ca"}, {"cache_kv": ".cg"}),

@@ -19,7 +19,7 @@ from tests.catalogue import workloads
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from polyflash.backends.triton import decode, forward, forward_kernel
+from polyflash.backends.triton import forward, forward_kernel
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from polyflash.backends.triton.interpreter import INTERPRET
 from tests.backends.triton.direct import Config, call
@@ -153,7 +153,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         open_blocks.clear()
         return store(*args)
 
-    for module in (forward, decode):
+    for module in (forward,):
         monkeypatch.setattr(module, "attend_call", counted)
     if INTERPRET:
         monkeypatch.setattr(forward_kernel, "attend_block", attend_block)

@@ -30,7 +30,8 @@ class ForwardConfig:
     softcap or dropout); late_sum adds up the weights of a row across threads behind the last block, not in
     each. In float32 both do nothing. precision is how float32 is multiplied, exactly in every case: by "ieee"
     multiply-adds, or on matrix units as products of parts, "tf32x3" (NVIDIA) or "bf16x6". compensate keeps
-    what float32 loses where a block's output is added to those before."""
+    what float32 loses where a block's output is added to those before. split_keys: keys of a split where a
+    launch splits them, see `split_size`; 0: it never does."""
 
     block_m: int
     block_n: int
@@ -50,6 +51,7 @@ class ForwardConfig:
     late_sum: bool = False
     precision: str = "ieee"
     compensate: bool = True
+    split_keys: int = 0
 
     def __post_init__(self) -> None:
         _check_tile(self, ("block_m", "block_n"), ("num_warps",), ("num_stages",))
@@ -66,6 +68,8 @@ class ForwardConfig:
         if self.block_n // self.split_exp < LEAST:
             wanted = f"chunks of {LEAST} keys or more of block_n {self.block_n}"
             raise spec_error("split_exp", got=self.split_exp, wanted=wanted, change="Take 1.")
+        if self.split_keys != 0 or type(self.split_keys) is not int:
+            _check_splits(self)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """What a plan says about this choice beside its numbers."""
@@ -75,8 +79,11 @@ class ForwardConfig:
         held = "queries stay in registers" if self.hold_q else ""
         lazy = "sums are scaled only when the maximum has grown by 2^8" if self.lazy_rescale else ""
         first = "tiles with the most keys start first" if self.order == "heavy_first" else ""
+        split = "keys are split where few tiles would leave cores idle" if self.split_keys else ""
         product = _product_note(self, spec)
-        return tuple(n for n in (_channel_note(spec), product, packed, smaller, held, lazy, first) if n)
+        return tuple(
+            n for n in (_channel_note(spec), product, packed, smaller, held, lazy, first, split) if n
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +110,7 @@ class DecodeConfig:
         _check_one_of(self, "precision", PRECISIONS)
         _check_one_of(self, "loads", ("pointer", "descriptor"))
         _check_one_of(self, "cache_kv", ("", ".ca", ".cg"))
-        keys = self.split_keys
-        if type(keys) is not int or keys < self.block_n or keys & (keys - 1):
-            wanted = f"a power of two from block_n ({self.block_n}) on"
-            raise spec_error("split_keys", got=described(keys), wanted=wanted, change=_CHANGE)
+        _check_splits(self)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """What a plan says about this choice beside its numbers."""
@@ -207,6 +211,13 @@ def _check_tile(
         n = getattr(config, name)
         if type(n) is not int or not 1 <= n <= 8:
             raise spec_error(name, got=described(n), wanted="an int from 1 to 8", change=_CHANGE)
+
+
+def _check_splits(config: Any) -> None:
+    keys = config.split_keys
+    if type(keys) is not int or keys < config.block_n or keys & (keys - 1):
+        wanted = f"a power of two from block_n ({config.block_n}) on"
+        raise spec_error("split_keys", got=described(keys), wanted=wanted, change=_CHANGE)
 
 
 def _check_flags(config: Any, *names: str) -> None:

@@ -160,20 +160,22 @@ def _split_keys(spec: AttentionSpec, target: Target, rows: int) -> int:
     return min(MOST_SPLIT, max(LEAST_SPLIT, floor, power(least)))
 
 
-def split_size(config: DecodeConfig, heads: int, keys: int, cores: int, *, fixed: bool) -> int:
-    """Keys per split at launch, for `heads` = batch * kv heads * row tiles walks over `keys` keys each.
+def split_size(
+    config: ForwardConfig | DecodeConfig, walks: int, keys: int, cores: int, *, fixed: bool
+) -> int:
+    """Keys per split at launch, for `walks` = batch * heads * row tiles, over `keys` keys each.
 
     fixed (batch_invariant), fixed_splits or UNSPLIT: config.split_keys, whatever the batch. Else half as many
     while the device has idle cores, down to two blocks; twice as many while there are four programs per core,
     as each costs a start and a merge.
     """
     size = config.split_keys
-    if fixed or config.fixed_splits or size == UNSPLIT:
+    if fixed or size == UNSPLIT or getattr(config, "fixed_splits", False):
         return size
     least = max(2 * config.block_n, LEAST_SPLIT // 2)
-    while size // 2 >= least and heads * -(-keys // size) < cores:
+    while size // 2 >= least and walks * -(-keys // size) < cores:
         size //= 2
-    while size < keys and heads * -(-keys // (2 * size)) >= 4 * cores:
+    while size < keys and walks * -(-keys // (2 * size)) >= 4 * cores:
         size *= 2
     return size
 
@@ -331,6 +333,8 @@ def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec, target: Target
     yield replace(chosen, persistent=not chosen.persistent)
     if spec.group > 1:
         yield replace(chosen, pack_gqa=not chosen.pack_gqa)
+    if chosen.split_keys:
+        yield replace(chosen, split_keys=0)
 
 
 def _decode_switches(chosen: DecodeConfig, least: int) -> Iterator[DecodeConfig]:

@@ -1,5 +1,6 @@
 """Attention forward in Triton: the launch of `forward_kernel.attend`. What calls of a route share is worked
-out once; a call adds its tensors, lengths and the grid.
+out once; a call adds its tensors, lengths and the grid. Where few programs would leave the device idle, the
+keys are cut into splits, which are merged afterwards.
 
 q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) of any strides.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyflash.backends.triton import arguments, runtime, tiles
+from polyflash.backends.triton import arguments, configs, merge, runtime, tiles
 from polyflash.backends.triton.config_types import product_of
 from polyflash.backends.triton.forward_kernel import attend
 
@@ -199,8 +200,32 @@ def run(
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
     q, k, v = arguments.reachable(q, k, v)
-    attend_call(prepared, q, k, v, out, lse if args.need_lse else None, args)
+    size, num_splits = _splits(prepared, q, k, args)
+    rows = lse if args.need_lse else None
+    if num_splits == 1:
+        attend_call(prepared, q, k, v, out, rows, args)
+        return out, lse
+    batch, num_heads, seqlen_q, head_dim_v = out.shape
+    parts = runtime.scratch((num_splits * batch, num_heads, seqlen_q, head_dim_v), q.device)
+    part_m = runtime.scratch((2 * num_splits * batch, num_heads, seqlen_q), q.device)
+    attend_call(prepared, q, k, v, parts, part_m, args, split_keys=size, num_splits=num_splits)
+    unit = 1.0 if arguments.flags(q, args).CHANGED else abs(arguments.scale_of(q, args))
+    merge.merge(prepared.merges, parts, part_m, out, rows, args, num_splits, unit)
     return out, lse
+
+
+def _splits(prepared: Prepared, q: Tensor, k: Tensor, args: Arguments) -> tuple[int, int]:
+    """Keys of a split, and how many splits there are."""
+    config = prepared.config
+    if not config.split_keys or args.cu_seqlens_q is not None:
+        return 0, 1
+    batch, num_heads, rows, _ = q.shape
+    keys = k.shape[2] if args.page_table is None else args.page_table.shape[1] * k.shape[2]
+    if config.pack_gqa:
+        num_heads, rows = k.shape[1], rows * (num_heads // k.shape[1])
+    walks = batch * num_heads * -(-rows // config.block_m)
+    size = configs.split_size(config, walks, keys, prepared.cores, fixed=args.batch_invariant)
+    return size, -(-keys // size)
 
 
 def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
