@@ -1,6 +1,6 @@
 """Times small and split calls on a CUDA device, in us under a CUDA graph, and prints Markdown tables.
 
-python -m benchmarks.gpu.curve rows      rows 1 to 128 x keys 64 to 4096 x groups 1, 4, 8: is there a step?
+python -m benchmarks.gpu.curve rows      rows 1 to 512 x keys 64 to 4096 x groups 1, 4, 8: is there a step?
 python -m benchmarks.gpu.curve splits    decode with splits that follow the call, against splits of one size
 """
 
@@ -19,7 +19,8 @@ import polyflash
 from polyflash.backends.triton.configs import DecodeConfig
 
 KV_HEADS, HEAD_DIM = 8, 128
-GROUPS, KEYS, ROWS = (1, 4, 8), (64, 256, 1000, 1024, 4096), (1, 2, 3, 4, 8, 9, 16, 32, 63, 64, 65, 128)
+GROUPS, KEYS = (1, 4, 8), (64, 256, 400, 512, 1000, 1024, 2048, 4096)
+ROWS = (1, 2, 3, 4, 8, 9, 16, 32, 63, 64, 65, 128, 256, 512)
 SIZES = (128, 256, 512, 1024, 2048)
 STEPS = (
     *((b, 1024) for b in (1, 4, 16, 64, 128)), *((b, 4096) for b in (1, 16, 64)),

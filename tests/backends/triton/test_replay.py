@@ -23,10 +23,12 @@ class Driver:
 
     def __init__(self, kinds: list[str]) -> None:
         self.kinds, self.seen, self.answer = kinds, [], 0
+        self.stream, self.capturing = STREAM, False  # of the thread
 
     def __call__(self, config, function, places, extra) -> int:
         c = config._obj
-        assert (function.value, c.threads_y, c.threads_z, c.stream, extra) == (FUNCTION, 1, 1, STREAM, None)
+        assert (function.value, c.threads_y, c.threads_z, extra) == (FUNCTION, 1, 1, None)
+        assert (c.stream or 0) == self.stream
         assert not c.attributes and c.num_attributes == 0
         values = []
         for kind, place in zip([*self.kinds, "i64", "i64"], places, strict=True):
@@ -86,7 +88,9 @@ def driver(monkeypatch):
     made = Driver(KINDS)
     monkeypatch.setattr(replay, "_driver", made)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: made.stream, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: made.capturing, raising=False)
+    monkeypatch.setattr(replay, "_rooms", {})
     monkeypatch.setattr(runtime, "hooked", lambda: False)
     return made
 
@@ -132,13 +136,44 @@ def test_the_second_call_is_recorded_and_the_third_replayed_at_its_own_addresses
     assert repeat.args.kv_lens is None
 
 
-def test_scratch_of_a_call_is_its_own(driver):
+@pytest.fixture
+def place_of(driver):
+    """Where a call with scratch has it written."""
     driver.kinds = NO_LENS_KINDS
     repeat = replay.Repeat(launch_of(NO_LENS, scratch=True), Arguments(need_lse=True))
     repeat(*tensors())
-    out, _ = repeat(*tensors())
-    place = driver.seen[0][1][16]
-    assert place not in (0, out.data_ptr()) and place % 16 == 0
+
+    def place(stream=STREAM, capturing=False):
+        driver.stream, driver.capturing = stream, capturing
+        out, lse = repeat(*tensors())
+        found = driver.seen.pop()[1][16]
+        assert found not in (0, out.data_ptr(), lse.data_ptr()) and found % 16 == 0
+        return found
+
+    return place
+
+
+def test_scratch_is_the_streams_and_of_a_graph_its_own(place_of, monkeypatch):
+    """Calls of one stream follow one another; a graph may be replayed beside any of them."""
+    one = place_of()
+    (room,) = replay._rooms.values()
+    assert one == place_of() == room.data_ptr() and len(room) >= 4 * 8 * 16
+    assert one != place_of(capturing=True)
+    assert one not in (place_of(stream=5), place_of(stream=6)) and one == place_of()
+    assert {stream for _, stream in replay._rooms} == {STREAM, 5, 6}
+    monkeypatch.setattr(replay, "_MOST_ROOM", 4)
+    assert one != place_of(), "what is large is not kept"
+
+
+def test_rooms_grow_and_few_are_kept(place_of):
+    place_of()
+    ((key, room),) = replay._rooms.items()
+    replay._rooms[key] = room[:16]
+    place_of()
+    assert len(replay._rooms[key]) >= 4 * 8 * 16
+    for stream in range(100):
+        place_of(stream=stream)
+    assert len(replay._rooms) <= replay._KEPT_ROOMS
 
 
 def test_what_another_call_cannot_take_over_is_not_replayed(driver):

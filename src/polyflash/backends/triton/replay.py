@@ -38,6 +38,8 @@ _FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I"
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 128  # of a CUtensorMap
 _KEPT_MAPS = 64
 _SCRATCH_UNIT = 256  # bytes
+_MOST_ROOM = 32 << 20  # bytes that a stream keeps for calls to come
+_KEPT_ROOMS = 16
 _ALIGNED = 15  # bits of an address for which the kernel was compiled
 
 
@@ -204,13 +206,17 @@ def _encoded(
     return ctypes.string_at(id(made) + _MAP_BYTES, _MAP_BYTES)
 
 
+_rooms: dict[tuple[int, int], Tensor] = {}  # by device and stream, whose calls follow one another
+_launching = threading.Lock()  # the launches of a call that share a room stand together
+
+
 class Replay(NamedTuple):
     """All launches of a call of one size, and room for its results."""
 
     launches: tuple[Packed, ...]
     place: tuple[Any, Any] | None  # shape and strides of out; None: those of q
-    scratch: Tensor | None  # one byte seen as all that a call allocates for itself: its like is cheap to make
-    offsets: tuple[int, ...]  # of scratch tensors in it
+    size: int  # bytes that a call needs for itself
+    offsets: tuple[int, ...]  # of scratch tensors in them
 
     def __call__(self, tensors: tuple[Tensor, ...], need_lse: bool, index: int) -> Any:
         """(out, lse), or None where the driver does not start a kernel."""
@@ -230,17 +236,32 @@ class Replay(NamedTuple):
         if need_lse:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
             addresses[LSE] = lse.data_ptr()
-        if self.scratch is not None:
-            room = torch.empty_like(self.scratch)
-            first = room.data_ptr()
-            if len(tensors) == OUT:
-                addresses += 0, 0  # no table, no lengths
-            addresses += [first + offset for offset in self.offsets]
         stream = torch._C._cuda_getCurrentRawStream(index)
+        if not self.size:
+            failed = self.launches[0].start(addresses, stream)
+            return None if failed else (out, lse)
+        if len(tensors) == OUT:
+            addresses += 0, 0  # no table, no lengths
+        if self.size > _MOST_ROOM or torch._C._cuda_isCurrentStreamCapturing():
+            own = torch.empty(self.size, dtype=torch.uint8, device=q.device)
+            return None if self._start(addresses, own.data_ptr(), stream) else (out, lse)
+        with _launching:
+            room = _rooms.get((index, stream))
+            if room is None or len(room) < self.size:
+                if len(_rooms) >= _KEPT_ROOMS:
+                    _rooms.clear()  # goes to later allocations of its stream alone
+                room = _rooms[index, stream] = torch.empty(self.size, dtype=torch.uint8, device=q.device)
+            failed = self._start(addresses, room.data_ptr(), stream)
+        return None if failed else (out, lse)
+
+    def _start(self, addresses: list[int], first: int, stream: int) -> int:
+        """The driver's answer. `first`: where the call's own memory begins."""
+        addresses += [first + offset for offset in self.offsets]
         for launch in self.launches:
-            if launch.start(addresses, stream):
-                return None
-        return out, lse
+            failed = launch.start(addresses, stream)
+            if failed:
+                return failed
+        return 0
 
 
 class Repeat:
@@ -296,5 +317,4 @@ def _replay(log: runtime.Log, tensors: tuple[Any, ...]) -> Replay | None:
         return None
     alike = q.shape == out.shape and q.is_contiguous()
     place = None if alike else (tuple(out.shape), out.stride())
-    scratch = torch.empty(1, dtype=torch.uint8, device=q.device).expand(size) if offsets else None
-    return Replay(launches, place, scratch, tuple(offsets))
+    return Replay(launches, place, size, tuple(offsets))
