@@ -356,7 +356,7 @@ def finalize(
             tl.store(p_lse, b_m, mask=m_row)
             tl.store(p_lse + tl.cast(num_splits * batch, tl.int64) * lse.b, l_i, mask=m_row)
         else:
-            tl.store(p_lse, tl.where(b_none, float("-inf"), b_m + tl.log2(b_l) * LN2), mask=m_row)
+            tl.store(p_lse, tl.where(b_none, float("-inf"), tl.fma(tl.log2(b_l), LN2, b_m)), mask=m_row)
     o_out = tl.cast(i_batch + i_s * batch if SPLIT else i_batch, tl.int64) * out.b
     o_out += o_h.to(tl.int64) * out.h + o_row.to(tl.int64) * out.s
     if EXACT:

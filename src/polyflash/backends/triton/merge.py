@@ -68,7 +68,7 @@ def merge_splits(
         acc0, acc1, b_m = acc0 * b_older, acc1 * b_older, b_top
     b_l = tl.where(l_i == 0.0, 1.0, l_i)
     if lse is not None:
-        b_lse = tl.where(l_i == 0.0, float("-inf"), b_m + tl.log2(b_l) * LN2)
+        b_lse = tl.where(l_i == 0.0, float("-inf"), tl.fma(tl.log2(b_l), LN2, b_m))  # as without splits
         tl.store(lse.p + i_b * lse.b + i_h * lse.h + i_i * lse.s, b_lse)
     o_out = i_b * out.b + i_h * out.h + tl.cast(i_i, tl.int64) * out.s + tl.arange(0, 1)
     m_row = o_out >= 0
