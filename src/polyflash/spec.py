@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SMALL_ROWS = 16  # at most this many query rows: one vector of lanes on a 512-bit CPU
 LONG_ROWS, LONGEST_ROWS = 4096, 8192  # from so many query rows on, a call runs a GPU into its power limit
-MANY_KEYS = 1024  # from this many keys on, a call is worth splitting or streaming
+MANY_KEYS = 512  # from this many keys on, a call is worth splitting or streaming
 DECODE_ROWS = 8  # at most this many rows per key/value head: one pass over the keys at memory speed
 PACKED_ROWS = 64  # as many rows share a block of keys while it is read, if the keys are many
 MOST_SHARED_ROWS = 128  # on a CPU; see keys_to_share
