@@ -23,12 +23,14 @@ import polyflash
 from polyflash import target
 from polyflash.mask import Mask
 from polyflash.merging import AttentionOutput
+from polyflash.operands import BATCH, HEADS, KEYS, OPERANDS, ROWS
 from polyflash.options import UsageError, device_here
 from polyflash.plan import Plan
 from polyflash.spec import Feature
 from polyflash.tensor_files import output_paths, read_qkv, write_output
 
 _MASKS = ("mask", "segments", "intervals")  # features that are all the one argument mask=
+_SCALARS = {"need_lse": True, "batch_invariant": True, "softcap": 30.0, "dropout_p": 0.1}
 _ROWS = 64  # query rows of a row block that `explain` imagines
 _TIMED = 2.0  # seconds that `run` spends on timing, at least 3 calls
 
@@ -183,38 +185,36 @@ def _imagined(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, dict
     def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def int32(*shape: int) -> Tensor:
-        return meta(*shape, dtype=torch.int32)
-
     sizes = ((heads, rows, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
     packed = "varlen" in options.features
     q, k, v = (meta(batch * n, h, d) if packed else meta(batch, h, n, d) for h, n, d in sizes)
-    whole: dict[str, tuple[str, Any]] = {
-        "alibi": ("alibi_slopes", meta(heads, dtype=torch.float32)),
-        "batch_invariant": ("batch_invariant", True), "bias": ("bias", meta(1, heads, rows, keys)),
-        "dropout": ("dropout_p", 0.1), "kv_lens": ("kv_lens", int32(batch)),
-        "kv_starts": ("kv_starts", int32(batch)), "lse": ("return_lse", True),
-        "mask": ("mask", meta(batch, 1, rows, keys, dtype=torch.bool)),
-        "q_offset": ("q_offset", int32(batch)), "sinks": ("sinks", meta(heads)), "softcap": ("softcap", 30.0),
-    }  # fmt: skip
-    lists = int32(-(-rows // _ROWS), 1)
-    masks = {
-        "segments": Mask.segments(int32(batch, rows), int32(batch, keys)),
-        "intervals": Mask.intervals(lists, lists, rows=_ROWS),
-    }
-    structured = [mask for name, mask in masks.items() if name in options.features]
-    if "mask" in options.features and structured:
-        got = " and ".join(name for name in _MASKS if name in options.features)
-        raise UsageError(f"--features: got {got}, wanted mask without the others: all are the argument mask=")
     for x in (q, k, v) if options.grad else ():
         x.requires_grad_()
-    asked = dict(whole[name] for name in options.features if name in whole)
-    if structured:
-        asked["mask"] = functools.reduce(operator.and_, structured)
+    axes = {BATCH: batch, HEADS: heads, ROWS: rows, KEYS: keys, "members + 1": batch + 1, 2: 2}
+    axes |= {"row_blocks": -(-rows // _ROWS), "intervals": 1}
+    kinds = {"bool": torch.bool, "int32": torch.int32}
+    asked: dict[str, Any] = {}
+    for operand in OPERANDS:
+        if operand.feature is not None and operand.feature.name.lower() in options.features:
+            shape = [axes[n] for n in operand.axes]
+            value = (
+                meta(*shape, dtype=kinds.get(operand.dtype, dtype)) if shape else _SCALARS.get(operand.name)
+            )
+            asked |= {} if value is None else {operand.name: value}
+    masks = []
+    if "q_segments" in asked:
+        masks.append(Mask.segments(asked.pop("q_segments"), asked.pop("k_segments")))
+    if "intervals" in asked:
+        masks.append(Mask(bounds=asked.pop("intervals"), rows=_ROWS))
+    if "mask" in asked and masks:
+        got = " and ".join(name for name in _MASKS if name in options.features)
+        raise UsageError(f"--features: got {got}, wanted mask without the others: all are the argument mask=")
+    if masks:
+        asked["mask"] = functools.reduce(operator.and_, masks)
     if packed:
-        asked |= {f"cu_seqlens_{side}": int32(batch + 1) for side in "qk"}
         asked |= {"max_seqlen_q": rows, "max_seqlen_k": keys}
-    return q, k, v, {**asked, "causal": options.causal or False, "window": options.window}
+    asked |= {"return_lse": asked.pop("need_lse", False), "causal": options.causal or False}
+    return q, k, v, {**asked, "window": options.window}
 
 
 def _plan(plan: Plan) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from typing import Any
 
 from polyflash import doctor, reports, warmup
 from polyflash.dtypes import BY_NAME
+from polyflash.spec import Feature
 
 ALIGNMENTS = ("bottom_right", "top_left")
-FEATURES = (
-    *("alibi", "batch_invariant", "bias", "dropout", "intervals", "kv_lens", "kv_starts", "lse", "mask"),
-    *("q_offset", "segments", "sinks", "softcap", "varlen"),
-)
+# Features that `explain` imagines; others are said by options of their own, or by sizes.
+_SAID = {"causal", "window", "paged", "row_bounds", "gqa", "head_dim_v"}
+FEATURES = tuple(sorted({f.name.lower() for f in Feature} - _SAID))
 PHASES = ("forward", "backward", "statistics")
 FILES = (".safetensors", ".npz", ".npy")
 _SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}

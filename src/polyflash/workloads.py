@@ -84,25 +84,16 @@ class Workload:
     @property
     def features(self) -> frozenset[Feature]:
         """What a capability row must have to run this, `Feature.LSE` left out."""
-        wanted = {
-            Feature.CAUSAL: bool(self.causal),
-            Feature.WINDOW: self.window not in (None, (None, None)),
+        named = {
+            feature: getattr(self, _FIELDS.get(feature, feature.name.lower()), None) for feature in Feature
+        }
+        wanted = {feature for feature, value in named.items() if value and value != (None, None)}
+        told = {
             Feature.Q_OFFSET: self.offset is not None or self.causal == "top_left",
             Feature.KV_LENS: self.kv_lens is not None or bool(self.page_size),
-            Feature.KV_STARTS: self.kv_starts is not None,
-            Feature.MASK: bool(self.mask),
-            Feature.BIAS: bool(self.bias),
-            Feature.SEGMENTS: bool(self.segments),
-            Feature.INTERVALS: bool(self.intervals),
-            Feature.VARLEN: bool(self.members),
-            Feature.PAGED: bool(self.page_size),
-            Feature.ALIBI: bool(self.alibi),
-            Feature.SOFTCAP: self.softcap != 0.0,
-            Feature.SINKS: self.sinks,
-            Feature.GQA: self.heads != self.kv_heads,
-            Feature.HEAD_DIM_V: self.dim_v != self.head_dim,
-        }
-        return frozenset(feature for feature, on in wanted.items() if on)
+            Feature.GQA: self.heads != self.kv_heads, Feature.HEAD_DIM_V: self.dim_v != self.head_dim,
+        }  # fmt: skip
+        return frozenset((wanted - set(told)) | {feature for feature, on in told.items() if on})
 
     def spec(
         self, *, phase: Phase = Phase.FORWARD, device: str = "cpu", need_lse: bool = False
@@ -118,6 +109,10 @@ class Workload:
             window=self.window or (None, None), offset=offset if isinstance(offset, int) else None,
             scale=self.scale, members=len(self.members), page_size=self.page_size,
         )  # fmt: skip
+
+
+# Where a field has another name than the feature that a call with it needs.
+_FIELDS = {Feature.VARLEN: "members", Feature.PAGED: "page_size"}
 
 
 def with_dtype(workload: Workload, dtype: str) -> Workload:
