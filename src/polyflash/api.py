@@ -152,8 +152,7 @@ def attention(
                 batch_invariant=batch_invariant, backend=backend, config=config, checked=checked,
             )  # fmt: skip
             bound = bind(q, k, v, options, out=out)
-        results = attend(bound)
-        repeats.learn(key, q, k, v, bound.args)
+        results = repeats.attend(key, bound)
     result, lse = results
     if given is not None:
         result = given

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polyflash import repeats
 from polyflash.arguments import Causal, Options, WindowSides
-from polyflash.entry import Form, attend, bind
+from polyflash.entry import Form, bind
 from polyflash.hints import answering, unexpected
 from polyflash.merging import AttentionOutput
 
@@ -104,6 +104,4 @@ def attention_paged(
     )  # fmt: skip
     form = Form.PAGED if cu_seqlens_q is None else Form.PAGED_ROWS
     bound = bind(q, k_pages, v_pages, options, form, out)
-    results = attend(bound)
-    repeats.learn(key, bound.q, bound.k, bound.v, bound.args, kv_lens)
-    return bound.returned(*results, out)
+    return bound.returned(*repeats.attend(key, bound, kv_lens), out)

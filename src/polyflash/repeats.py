@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, profiler
 
-from polyflash import torch_ops
+from polyflash import entry, torch_ops
 from polyflash.arguments import int32_of
 from polyflash.counting import Tally
-from polyflash.routes import backend_in_use, takes_tf32
-from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, Arguments, is_decode
+from polyflash.entry import Bound
+from polyflash.gate import quiet
+from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, is_decode
 from polyflash.storages import span
 
 Results = tuple[Tensor, Tensor]
@@ -38,16 +38,12 @@ class Repeat(Protocol):
 _KEPT = 1024
 _MOST_KEYS = MOST_POSITIONS - DECODE_ROWS
 _known: dict[Key, Repeat | None] = {}
-_strided = torch.strided
-_compiling = torch.compiler.is_compiling
-_tracing, _modes = torch._C._get_tracing_state, torch._C._len_torch_dispatch_stack
-_transform, _autocasting = torch._C._functorch.peek_interpreter_stack, torch.is_autocast_enabled
 
 
 def of_keys(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
     """What tells calls of `attention` apart whose other arguments are defaults but for `options`, or None if
     they are not to be known. Tensors are (batch, heads, seqlen, head_dim)."""
-    kinds = _kinds(q, k, v)
+    kinds = quiet(q, k, v)
     if kinds is None:
         return None
     q_shape, k_shape, v_shape, k_stride, v_stride = q.shape, k.shape, v.shape, k.stride(), v.stride()
@@ -72,7 +68,7 @@ def of_keys(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
 def of_pages(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, options: Key) -> Key | None:
     """As `of_keys`, of one token per request over pages: q (batch, heads, head_dim), pools (num_pages,
     page_size, heads, head_dim)."""
-    kinds = _kinds(q, k, v, table, lens)
+    kinds = quiet(q, k, v, table, lens)
     if kinds is None or q.ndim != 3 or k.ndim != 4 or table.ndim != 2:
         return None
     requests, columns = table.shape
@@ -92,43 +88,6 @@ def _keys_class(seqlen_k: int) -> bool:
     return seqlen_k >= MANY_KEYS
 
 
-def _kinds(q: Tensor, *others: Any) -> Key | None:
-    """dtypes, device and the backend in use; None if a tensor is no plain one of a CPU or a GPU, all of one,
-    or anybody would look at the call."""
-    if (
-        _compiling()
-        or _tracing() is not None
-        or _transform() is not None
-        or _modes()
-        or profiler._is_profiler_enabled
-        or forward_ad._current_level >= 0
-        or not _is_plain(q)
-    ):
-        return None
-    device = q.device
-    if q.is_cpu:
-        if _autocasting("cpu"):
-            return None
-    elif not q.is_cuda or _autocasting("cuda"):
-        return None
-    kinds: list[Any] = [device, backend_in_use.get(), q.dtype, takes_tf32(q)]
-    for x in others:
-        if not _is_plain(x) or x.device != device:
-            return None
-        kinds.append(x.dtype)
-    return tuple(kinds)
-
-
-def _is_plain(x: Any) -> bool:
-    """Is `x` an ordinary dense tensor that needs no gradient?"""
-    return (
-        type(x) is Tensor
-        and not x.requires_grad
-        and x.layout is _strided
-        and not (x.is_nested or x.is_neg() or x._is_zerotensor())
-    )
-
-
 def call(key: Key | None, *tensors: Any) -> Results | None:
     """The results of a call whose like is known."""
     repeat = None if key is None else _known.get(key)
@@ -143,24 +102,28 @@ def call(key: Key | None, *tensors: Any) -> Results | None:
     return results
 
 
-def learn(
-    key: Key | None, q: Tensor, k: Tensor, v: Tensor, args: Arguments, lens: Tensor | None = None
-) -> None:
-    """A call with this key has been made; q, k, v are those of the op, and `lens` the lengths as given."""
-    if key is None or key in _known:
-        return
+def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results:
+    """The results of a call that is not known. What was decided for it is kept under its key, for calls like
+    it; `lens` are the lengths as given."""
+    q, k, v, _, args, _ = bound
+    plain = None if key is None else torch_ops.call_plain(q, k, v, args)
+    if key is None or plain is None:
+        return entry.attend(bound)
+    launch, results = plain
+    if key in _known:
+        return results
     if len(_known) >= _KEPT:
         _known.pop(next(iter(_known)), None)
-    launch = torch_ops.launch_of(q, k, v, args)
-    maker = None if launch is None else getattr(import_module(launch.row.module), "repeat", None)
-    repeat = None if launch is None or maker is None else maker(launch, q, k, v, args)
-    if launch is not None and repeat is not None:
+    maker = getattr(import_module(launch.row.module), "repeat", None)
+    repeat = None if maker is None else maker(launch, q, k, v, args)
+    if repeat is not None:
         repeat = _narrowing(repeat) if lens is not None and lens.dtype is torch.int64 else repeat
         repeat.tally = launch.tally
         if not hasattr(repeat, "reaches"):
             tensors = (q, k, v, args.page_table, args.kv_lens)
             repeat.reaches = tuple(span(x) for x in tensors if x is not None)
     _known[key] = repeat
+    return results
 
 
 def _narrowing(repeat: Repeat) -> Any:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _dispatch_keys
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_hooks
-from torch.autograd import forward_ad, profiler
+from torch.autograd import forward_ad
 
 from polyflash import autograd, backends, counting, plan, target, transforms, validate
 from polyflash.errors import spec_error
+from polyflash.gate import is_plain, unobserved
 from polyflash.operands import DIFFERENTIABLE, OPERANDS, differentiable
 from polyflash.plan import Launch
 from polyflash.results import NO_LSE, apart, empty_gradients, no_gradients, no_keys, settled, without_pages
@@ -135,23 +135,13 @@ def _below_autograd(
 def _skips_dispatcher(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> bool:
     return (
         type(q) is type(k) is type(v) is Tensor
-        and _unobserved()
-        and (_dispatch_keys(q).raw_repr() in _PLAIN_KEYS or _is_first_of_its_device(q))
-        and _dispatch_keys(k).raw_repr() in _PLAIN_KEYS
-        and _dispatch_keys(v).raw_repr() in _PLAIN_KEYS
+        and unobserved()
+        and is_plain(q)
+        and is_plain(k)
+        and is_plain(v)
         and (
-            len(rest) == _N_PLAIN
-            or all(_is_plain(x) for x in rest if x is not None and isinstance(x, Tensor))
+            len(rest) == _N_PLAIN or all(is_plain(x) for x in rest if x is not None and isinstance(x, Tensor))
         )
-    )
-
-
-def _unobserved() -> bool:
-    """Would nobody but a kernel see an op now: no mode, profiler or trace?"""
-    return (
-        not torch._C._len_torch_dispatch_stack()
-        and not profiler._is_profiler_enabled
-        and torch._C._get_tracing_state() is None
     )
 
 
@@ -163,31 +153,6 @@ def _without_defaults(args: Arguments) -> tuple[Any, ...]:
     ):  # fmt: skip
         return args  # to compare a tensor with None takes as long as a small kernel
     return args[:_N_PLAIN] if args[_N_PLAIN:] == _DEFAULT_OPERANDS else args
-
-
-def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and _dispatch_keys(x).raw_repr() in _PLAIN_KEYS
-
-
-def plain_keys(device: str | torch.device) -> set[int]:
-    """Dispatch keys of an ordinary tensor of a device; a negated, zero, sparse or wrapped one has others."""
-    with torch.inference_mode():
-        unrecorded = torch.empty(0, device=device)
-    with torch.inference_mode(False):
-        return {_dispatch_keys(x).raw_repr() for x in (torch.empty(0, device=device), unrecorded)}
-
-
-_PLAIN_KEYS = plain_keys("cpu")
-_UNSEEN = {"cuda"}  # device types whose keys their first tensor tells: to ask at import would start the GPU
-
-
-def _is_first_of_its_device(x: Tensor) -> bool:
-    """Is `x` an ordinary tensor, the first of its device type?"""
-    if x.device.type not in _UNSEEN:
-        return False
-    _PLAIN_KEYS.update(plain_keys(x.device))
-    _UNSEEN.remove(x.device.type)
-    return _dispatch_keys(x).raw_repr() in _PLAIN_KEYS
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
@@ -281,12 +246,15 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     return launch
 
 
-def launch_of(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Launch | None:
-    """The launch of a call that `call` makes without gradients, if no more than its body would run."""
+def call_plain(
+    q: Tensor, k: Tensor, v: Tensor, args: Arguments
+) -> tuple[Launch, tuple[Tensor, Tensor]] | None:
+    """Launch and results of a quiet call (`gate.py`), or None if it needs the dispatcher."""
     rest = _without_defaults(args)
-    if autocasting(q.device.type) or not _skips_dispatcher(q, k, v, rest):
+    if not _skips_dispatcher(q, k, v, rest):
         return None
-    return _route(_DECODE, q, k, v, args, rest)
+    launch = _route(_DECODE, q, k, v, args, rest)
+    return launch, _run(launch, q, k, v, *_outputs(q, v, args.need_lse), args)
 
 
 def _plan(
@@ -443,10 +411,10 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         if (
             launch is not None
-            and _is_plain(dout)
-            and (dlse is None or _is_plain(dlse))
+            and is_plain(dout)
+            and (dlse is None or is_plain(dlse))
             and not torch.is_grad_enabled()
-            and _unobserved()
+            and unobserved()
             and out.numel()
             and k.shape[2]
             and stored(dout, dlse, q, k, v, out, lse, *others)

@@ -20,6 +20,7 @@ from polyflash import (
     attention_varlen,
     backends,
     explain,
+    gate,
     torch_ops,
     use_backend,
 )
@@ -663,7 +664,7 @@ def test_what_is_made_for_a_call_ignores_the_default_device():
     """Seeds, and what is made once at import, belong on the CPU."""
     q, k, v = qkv()
     with torch.device("meta"):
-        assert torch_ops.plain_keys("cpu") <= torch_ops._PLAIN_KEYS
+        assert gate.plain_keys("cpu") <= gate.PLAIN_KEYS
     for seed in (None, 3):
         results = []
         for device in ("cpu", "meta"):

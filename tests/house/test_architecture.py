@@ -47,6 +47,7 @@ FLOORS = {
         "routes",
         "entry",
         "repeats",
+        "gate",
         "statistics_ops",
         "counting",
     ),
