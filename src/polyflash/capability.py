@@ -84,14 +84,11 @@ class Capability:
         if spec.dtype not in self.dtypes:
             reasons.append(f"dtype: has {', '.join(sorted(self.dtypes))}, asked for {spec.dtype}")
         if max(spec.head_dim, spec.head_dim_v) > self.max_head_dim:
-            reasons.append(
-                f"head_dim: up to {self.max_head_dim}, asked for {max(spec.head_dim, spec.head_dim_v)}"
-            )
-        positions = spec.seqlen_q + spec.seqlen_k
-        if self.max_positions is not None and positions > self.max_positions:
-            reasons.append(
-                f"positions: up to {self.max_positions} rows and keys together, asked for {positions}"
-            )
+            asked = max(spec.head_dim, spec.head_dim_v)
+            reasons.append(f"head_dim: up to {self.max_head_dim}, asked for {asked}")
+        asked, most = spec.seqlen_q + spec.seqlen_k, self.max_positions
+        if most is not None and asked > most:
+            reasons.append(f"positions: up to {most} rows and keys together, asked for {asked}")
         missing = sorted(f.value for f in spec.features - self.features)
         if missing:
             reasons.append(f"features: has no {', no '.join(missing)}")

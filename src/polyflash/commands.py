@@ -197,10 +197,10 @@ def _imagined(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, dict
     for operand in OPERANDS:
         if operand.feature is not None and operand.feature.name.lower() in options.features:
             shape = [axes[n] for n in operand.axes]
-            value = (
-                meta(*shape, dtype=kinds.get(operand.dtype, dtype)) if shape else _SCALARS.get(operand.name)
-            )
-            asked |= {} if value is None else {operand.name: value}
+            if shape:
+                asked[operand.name] = meta(*shape, dtype=kinds.get(operand.dtype, dtype))
+            elif operand.name in _SCALARS:
+                asked[operand.name] = _SCALARS[operand.name]
     masks = []
     if "q_segments" in asked:
         masks.append(Mask.segments(asked.pop("q_segments"), asked.pop("k_segments")))
@@ -231,7 +231,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "bytes": plan.work.bytes,
         "notes": list(plan.notes),
         "rows": [
-            {"row": v.row.name, "priority": v.row.priority, "reasons": list(v.reasons)} for v in plan.verdicts
+            {"row": v.row.name, "priority": v.row.priority, "reasons": [*v.reasons]} for v in plan.verdicts
         ],
         "backward": _plan(plan.backward) if plan.backward else None,
     }

@@ -39,9 +39,8 @@ OK, FAILED, REFUSED = "ok", "failed", "refused"
 
 def add(commands: Any) -> None:
     """Adds the command to the subparsers `commands`."""
-    parser = commands.add_parser(
-        "doctor", help="does every kernel of this machine compute what it should", description=run.__doc__
-    )
+    about = "does every kernel of this machine compute what it should"
+    parser = commands.add_parser("doctor", help=about, description=run.__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.set_defaults(command=run)
 

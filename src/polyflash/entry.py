@@ -151,9 +151,8 @@ def views_of(form: Form, q: Any, k: Any, v: Any, out: Any = None) -> list[Any]:
 def _wrong_rank(form: Form, name: str, x: Any) -> SpecError:
     """The refusal of a tensor with more or fewer dimensions than its form has."""
     if form is Form.BSHD:
-        return SpecError(
-            f"{name}: got {x.ndim} dimensions, wanted 4: (batch, seqlen, heads, head_dim). Use view()"
-        )
+        wanted = "4: (batch, seqlen, heads, head_dim)"
+        return SpecError(f"{name}: got {x.ndim} dimensions, wanted {wanted}. Use view()")
     wanted = "3: (total, heads, head_dim), with members concatenated"
     change = "Use flatten(0, 1) on a padded batch."
     if name.endswith("_pages"):
@@ -194,6 +193,5 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, args: Arguments | None = None) -> 
     if args is not None and args.page_table is not None:
         return q.to(k.dtype) if q.is_floating_point() and k.is_floating_point() else q, k, v
     kind = torch.get_autocast_dtype(q.device.type)
-    return tuple(
-        x.to(kind) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in (q, k, v)
-    )
+    wide = torch.float64
+    return tuple(x.to(kind) if x.is_floating_point() and x.dtype is not wide else x for x in (q, k, v))

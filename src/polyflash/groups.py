@@ -223,9 +223,8 @@ def _checked(
             change = "Groups share keys, so all but the number of their rows must agree."
             raise spec_error(f"q_groups[{index}]", f"{described(q)}{where}", wanted, change)
         groups.append(q)
-    if torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in (*groups, k, v, given["sinks"])
-    ):
+    inputs = (*groups, k, v, given["sinks"])
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         raise UnsupportedError(f"attention_groups {INFERENCE_ONLY}")
     seqlen_k = k.shape[2]
     offsets = [max(-FAR_OFFSET, min(n, FAR_OFFSET)) for n in _ints("q_offsets", q_offsets, len(groups))]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from polyflash.errors import SpecError, described, spec_error
@@ -331,15 +332,9 @@ def block_range(
     window: Window = (None, None), kv_start: int = 0,
 ) -> tuple[int, int]:  # fmt: skip
     """Key blocks [n_lo, n_hi) that rows first_row..last_row (inclusive) visit: bounds rise with the row."""
-    lo, _ = row_interval(
-        first_row, seqlen_k=seqlen_k, offset=offset, causal=causal, window=window, kv_start=kv_start
-    )
-    _, hi = row_interval(
-        last_row, seqlen_k=seqlen_k, offset=offset, causal=causal, window=window, kv_start=kv_start
-    )
-    if hi <= lo:
-        return 0, 0
-    return lo // block_n, -(-hi // block_n)
+    rows = partial(row_interval, seqlen_k=seqlen_k, offset=offset, causal=causal, window=window)
+    lo, hi = rows(first_row, kv_start=kv_start)[0], rows(last_row, kv_start=kv_start)[1]
+    return (lo // block_n, -(-hi // block_n)) if lo < hi else (0, 0)
 
 
 def visible_pairs(

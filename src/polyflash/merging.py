@@ -62,9 +62,8 @@ def merge(
     kind = torch.float64 if double else torch.float32
     parts = [AttentionOutput(out.to(kind), lse.to(kind)) for out, lse in pairs]
     if len(parts) == 1:  # its empty rows become 0, as beside others
-        parts.append(
-            AttentionOutput(torch.zeros_like(parts[0].out), torch.full_like(parts[0].lse, -torch.inf))
-        )
+        out, lse = parts[0]
+        parts.append(AttentionOutput(torch.zeros_like(out), torch.full_like(lse, -torch.inf)))
     return reduce(lambda one, other: _merged(one, other, layout), parts)
 
 

@@ -70,9 +70,8 @@ def device_here(name: str | None) -> str:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        raise UsageError(
-            f"--device: got {name}, and torch {torch.__version__} finds no GPU here. Leave it out"
-        )
+        told = f"torch {torch.__version__} finds no GPU here. Leave it out"
+        raise UsageError(f"--device: got {name}, and {told}")
     index = int(name.partition(":")[2] or torch.cuda.current_device())
     if index >= count:
         raise UsageError(f"--device: got {name}, wanted cuda:0 to cuda:{count - 1}")
@@ -122,9 +121,8 @@ def _window(text: str) -> tuple[int | None, int | None]:
     try:
         left, right = (None if side.strip().lower() in ("", "none") else int(side) for side in sides)
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, wanted LEFT,RIGHT such as 255,0 or 255,none"
-        ) from None
+        wanted = "LEFT,RIGHT such as 255,0 or 255,none"
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted {wanted}") from None
     return left, right
 
 

@@ -45,14 +45,12 @@ _PROBE = (
 
 def add(commands: Any) -> None:
     """Adds `env` and `cache` to the subparsers `commands`."""
-    made = commands.add_parser(
-        "env", help="versions, CPU, limits, settings and rows, for a report", description=show_env.__doc__
-    )
+    about = "versions, CPU, limits, settings and rows, for a report"
+    made = commands.add_parser("env", help=about, description=show_env.__doc__)
     made.add_argument("--json", action="store_true", help="print JSON instead")
     made.set_defaults(command=show_env)
-    made = commands.add_parser(
-        "cache", help="the folder of compiled kernels", description=manage_cache.__doc__
-    )
+    about = "the folder of compiled kernels"
+    made = commands.add_parser("cache", help=about, description=manage_cache.__doc__)
     made.add_argument("action", choices=("ls", "clear", "path"))
     made.add_argument("--stale", action="store_true", help="clear: only what this version does not load")
     made.add_argument("--json", action="store_true", help="ls: print JSON instead")
@@ -89,9 +87,8 @@ def manage_cache(options: argparse.Namespace, *_: object) -> int:
         print(json.dumps(content, indent=1))
         return 0
     words = {True: "stale", False: "current", None: "unknown"}
-    lines = [
-        (e.key or "unreadable", f"{e.bytes:,}", f"{e.days:.1f}", words[e.stale], e.file[:12]) for e in entries
-    ]
+    about = ((e.key or "unreadable", e.bytes, e.days, words[e.stale], e.file[:12]) for e in entries)
+    lines = [(key, f"{size:,}", f"{days:.1f}", state, file) for key, size, days, state, file in about]
     print(columns([("key", "bytes", "days unused", "state", "file"), *lines]) if lines else "no entries")
     print(f"{len(lines)} in {store.path()}, {sum(e.bytes for e in entries):,} bytes")
     return 0
@@ -129,9 +126,8 @@ def version_of(package: str) -> str:
 def probe_torch() -> dict[str, Any]:
     """What a fresh process says of torch: version and threads, or the error its import ends with."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_SECONDS
-        )
+        command = [sys.executable, "-c", _PROBE]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
     if done.returncode == 0:
@@ -208,9 +204,8 @@ def columns(rows: Iterable[Sequence[str]]) -> str:
     """Rows of words in aligned columns."""
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(f"{w:<{n}}" for w, n in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    aligned = ([f"{w:<{n}}" for w, n in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(words).rstrip() for words in aligned)
 
 
 def _sections() -> dict[str, Callable[[], Any]]:

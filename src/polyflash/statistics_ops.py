@@ -18,10 +18,9 @@ from polyflash.spec import Arguments, Phase
 from polyflash.storages import check_storages
 
 _LIB = torch.library.Library("polyflash", "FRAGMENT")
-_LIB.define(f"column_sums(Tensor q, Tensor k, Tensor lse, {torch_ops.ARGUMENTS}) -> Tensor")
-_LIB.define(
-    f"row_stats(Tensor q, Tensor k, Tensor lse, {torch_ops.ARGUMENTS}) -> (Tensor entropy, Tensor max_logit)"
-)
+_INPUTS = f"Tensor q, Tensor k, Tensor lse, {torch_ops.ARGUMENTS}"
+_LIB.define(f"column_sums({_INPUTS}) -> Tensor")
+_LIB.define(f"row_stats({_INPUTS}) -> (Tensor entropy, Tensor max_logit)")
 
 
 def call(name: str, q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> tuple[Tensor, ...]:

@@ -70,9 +70,8 @@ def _load_numpy(path: Path) -> Any:
 
 def _entry(path: Path, file: Any, name: str) -> np.ndarray:
     with _reading(f"{path}: {name}", "plain numbers"):
-        size = max(
-            (i.file_size for i in file.zip.infolist() if i.filename in (name, f"{name}.npy")), default=0
-        )
+        inside = (i.file_size for i in file.zip.infolist() if i.filename in (name, f"{name}.npy"))
+        size = max(inside, default=0)
         if size > _memory():
             raise ValueError(f"{size:,} bytes, more than the memory of this machine")
         found = file[name]
@@ -163,7 +162,6 @@ def _safetensors() -> Any:
     try:
         import safetensors
     except ImportError:
-        raise SpecError(
-            "safetensors: got no such package, wanted it for this file. pip install safetensors"
-        ) from None
+        told = "got no such package, wanted it for this file. pip install safetensors"
+        raise SpecError(f"safetensors: {told}") from None
     return safetensors

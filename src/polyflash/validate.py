@@ -30,9 +30,7 @@ def shapes_agree(q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> bool:
     `paged`, k and v are pools (num_pages, heads, page_size, head_dim)."""
     if not (is_strided(q) and is_strided(k) and is_strided(v)):
         return False
-    if not (
-        q.ndim == k.ndim == v.ndim == 4 and q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
-    ):
+    if not (q.ndim == k.ndim == v.ndim == 4 and q.dtype is k.dtype is v.dtype):
         return False
     batch, num_q_heads, _, head_dim = q.shape
     batch_k, num_kv_heads, seqlen_k, head_dim_k = k.shape
@@ -47,6 +45,7 @@ def shapes_agree(q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> bool:
         and head_dim_v > 0
         and (num_q_heads % num_kv_heads == 0 if num_kv_heads else num_q_heads == 0)
         and q.dtype in _DTYPES
+        and q.device == k.device == v.device
     )
 
 

@@ -6,6 +6,7 @@ the tests are in tests/catalogue.py, their input families in tests/families.py.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -84,9 +85,7 @@ class Workload:
     @property
     def features(self) -> frozenset[Feature]:
         """What a capability row must have to run this, `Feature.LSE` left out."""
-        named = {
-            feature: getattr(self, _FIELDS.get(feature, feature.name.lower()), None) for feature in Feature
-        }
+        named = {f: getattr(self, _FIELDS.get(f, f.name.lower()), None) for f in Feature}
         wanted = {feature for feature, value in named.items() if value and value != (None, None)}
         told = {
             Feature.Q_OFFSET: self.offset is not None or self.causal == "top_left",
@@ -245,10 +244,9 @@ def random_intervals(w: Workload, generator: torch.Generator) -> Mask:
 
 
 def _segments(w: Workload, generator: torch.Generator) -> Mask:
-    ids = [
-        torch.randint(w.segments, (w.batch, n), generator=generator).int() for n in (w.seqlen_q, w.seqlen_k)
-    ]
-    return Mask.segments(ids[0].sort(-1).values, ids[1].sort(-1).values)
+    shapes = ((w.batch, w.seqlen_q), (w.batch, w.seqlen_k))
+    ids = [torch.randint(w.segments, shape, generator=generator).int() for shape in shapes]
+    return Mask.segments(*(x.sort(-1).values for x in ids))
 
 
 def _form(w: Workload, form: str) -> tuple[int, ...]:
@@ -260,23 +258,15 @@ _BENCH = frozenset({"bench", "tune"})
 
 
 def _bench() -> tuple[Workload, ...]:
-    rows = []
+    made = []
     for dtype in ("float32", "bfloat16", "float16"):
-        for head_dim in (64, 128):
-            for seqlen in (512, 2048, 8192):
-                for causal in (False, True):
-                    kind = "causal" if causal else "full"
-                    name = f"{kind}-{dtype}-{seqlen}-d{head_dim}"
-                    rows.append(
-                        Workload(name, _BENCH, 1, 8, 8, seqlen, seqlen, head_dim, dtype=dtype, causal=causal)
-                    )
-        rows.append(
-            Workload(f"gqa-{dtype}-2048-d64", _BENCH, 1, 8, 2, 2048, 2048, 64, dtype=dtype, causal=True)
-        )
-        name = f"window-{dtype}-8192-d64"
-        window = (255, None)
-        rows.append(Workload(name, _BENCH, 1, 8, 8, 8192, 8192, 64, dtype=dtype, causal=True, window=window))
-    return tuple(rows)
+        for head_dim, n, causal in itertools.product((64, 128), (512, 2048, 8192), (False, True)):
+            name = f"{'causal' if causal else 'full'}-{dtype}-{n}-d{head_dim}"
+            made.append(Workload(name, _BENCH, 1, 8, 8, n, n, head_dim, 0, dtype, causal))
+        made.append(Workload(f"gqa-{dtype}-2048-d64", _BENCH, 1, 8, 2, 2048, 2048, 64, 0, dtype, True))
+        name, window = f"window-{dtype}-8192-d64", (255, None)
+        made.append(Workload(name, _BENCH, 1, 8, 8, 8192, 8192, 64, 0, dtype, True, window))
+    return tuple(made)
 
 
 CATALOGUE = _bench()

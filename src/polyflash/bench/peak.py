@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -139,10 +140,8 @@ def physical_cores() -> int:
     cores = set()
     for cpu in usable_cpus():
         try:
-            with open(
-                f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", encoding="ascii"
-            ) as file:
-                cores.add(file.read().strip())
+            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+            cores.add(siblings.read_text(encoding="ascii").strip())
         except OSError:
             cores.add(str(cpu))
     return len(cores)

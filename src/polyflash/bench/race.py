@@ -21,9 +21,8 @@ Clock = Callable[[Callable[[], object], int], float]  # seconds per call of so m
 
 def race(arms: Mapping[str, Callable[[], object]], device: str, seconds: float) -> dict[str, Summary]:
     """Median and spread of every arm of `compared`."""
-    found = compared(
-        [Arm(name, call, torch.get_num_threads()) for name, call in arms.items()], device, seconds
-    )
+    every = [Arm(name, call, torch.get_num_threads()) for name, call in arms.items()]
+    found = compared(every, device, seconds)
     return {name: found.summary(name) for name in arms}
 
 

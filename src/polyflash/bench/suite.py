@@ -22,9 +22,6 @@ from polyflash.bench.race import GpuCalibration, compared
 from polyflash.bench.timing import FEWEST, LOW_SCALING, QUIET, Arm
 from polyflash.compare import TOLERANCE, worst_row
 from polyflash.errors import SpecError
-from polyflash.mask import visible_pairs
-from polyflash.spec import Phase
-from polyflash.work import flops_per_pair
 from polyflash.workloads import Workload, make, workloads
 
 SDPA, OURS, ALONE = "torch SDPA", "polyflash", "polyflash, 1 thread"
@@ -87,9 +84,7 @@ def _small(size: str) -> list[Case]:
         for batch, heads, n, causal in _SMALL:
             kind = "causal" if causal else "full"
             name = f"small-{kind}-{dtype}-{n}-b{batch}-h{heads}"
-            w = Workload(
-                name, frozenset({"bench"}), batch, heads, heads, n, n, 64, dtype=dtype, causal=causal
-            )
+            w = Workload(name, frozenset({"bench"}), batch, heads, heads, n, n, 64, 0, dtype, causal)
             listed.append(Case("small", kind, w))
     return listed
 
@@ -144,11 +139,7 @@ def measured(
     slow = scaling is not None and found.summary(ALONE).median >= SPLITS and scaling < LOW_SCALING * threads
     failing = {"mismatch": not matches, "contended": found.contended}
     failing["low scaling"] = slow and not found.contended
-    pairs = visible_pairs(
-        w.seqlen_q, w.seqlen_k, offset=0, causal=bool(w.causal), window=w.window or (None, None)
-    )
-    flops = w.batch * w.heads * pairs * flops_per_pair(Phase.FORWARD, w.head_dim, w.dim_v)
-    gflops = flops / found.summary(OURS).median / 1e9
+    gflops = plan.work.flops / found.summary(OURS).median / 1e9
     peak = calibration.peak(kind_of(w.dtype, plan.target)) if calibration else None
     summaries = {arm.name: found.summary(arm.name) for arm in arms}
     return {
@@ -156,7 +147,7 @@ def measured(
         **{"timed": "forward", "part": "", "peer": SDPA, "dtype": w.dtype, "batch": w.batch},
         **{"num_q_heads": w.heads, "num_kv_heads": w.kv_heads, "seqlen_q": w.seqlen_q},
         **{"seqlen_k": w.seqlen_k, "head_dim": w.head_dim, "head_dim_v": w.dim_v, "causal": w.causal},
-        **{"window": w.window, "backend": plan.backend, "threads": threads, "flops": flops},
+        **{"window": w.window, "backend": plan.backend, "threads": threads, "flops": plan.work.flops},
         "ratio": found.ratio(SDPA, OURS) if matches else None,
         **{"plain": False, "over_plain": None, "rate_of_plain": None, "after_torch": None},
         **{"gflops": gflops, "of_peak": gflops / peak.total if peak else None, "scaling": scaling},

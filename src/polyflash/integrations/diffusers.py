@@ -79,13 +79,10 @@ def _attention(
     """Computes what diffusers' native backend does: q, k, v (batch, seqlen, heads, head_dim); `attn_mask`
     bool, True = see, or float; (batch, seqlen_k), or broadcastable to (batch, heads, seqlen_q, seqlen_k)."""
     if return_lse or _parallel_config is not None:
-        raise UnsupportedError(
-            "return_lse, parallel_config: polyflash takes part in no context parallelism. Use another backend"
-        )
+        told = "polyflash takes part in no context parallelism. Use another backend"
+        raise UnsupportedError(f"return_lse, parallel_config: {told}")
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = sdpa._replaced(
-        False, q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, by="diffusers"
-    )
-    return out.transpose(1, 2)
+    given = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return sdpa._replaced(False, q, k, v, *given, by="diffusers").transpose(1, 2)

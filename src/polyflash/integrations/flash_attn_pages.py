@@ -16,9 +16,8 @@ from polyflash.spec import Arguments
 _NAMES = {"k": "k_cache", "v": "v_cache", "k_pages": "k_cache", "v_pages": "v_cache"}
 _NAMES |= {"page_table": "block_table", "kv_lens": "cache_seqlens", "kv_starts": "cache_leftpad"}
 _attention_paged = facade(_NAMES)(attention_paged)
-_PACKED: dict[str, Any] = {
-    name: facade({"kv_lens": name})(attention_paged) for name in ("seqused_k", "cu_seqlens_k")
-}
+_LENS = ("seqused_k", "cu_seqlens_k")
+_PACKED: dict[str, Any] = {name: facade({"kv_lens": name})(attention_paged) for name in _LENS}
 _check_contents = facade(_NAMES)(validate.check_contents)
 
 

@@ -33,9 +33,8 @@ def registry() -> Any:
         UnsupportedError: this torch has none.
     """
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
-        raise UnsupportedError(
-            f"torch {torch.__version__} has no registry of flash implementations. Use enabled()"
-        )
+        told = "has no registry of flash implementations. Use enabled()"
+        raise UnsupportedError(f"torch {torch.__version__} {told}")
     return torch.nn.attention
 
 

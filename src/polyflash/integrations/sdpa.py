@@ -145,14 +145,12 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, RuntimeError, IndexError: torch's own, from torch's own function.
     """
-    return _replaced(
-        False, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return _replaced(False, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _replaced(
     strict: bool, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0,
-    is_causal: Any = False, *, scale: Any = None, enable_gqa: Any = False, by: str = "sdpa",
+    is_causal: Any = False, scale: Any = None, enable_gqa: Any = False, by: str = "sdpa",
 ) -> Tensor:  # fmt: skip
     why = _refusal(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if not why:
@@ -335,10 +333,9 @@ def activate() -> None:
     """
     on_gpus = torch.cuda.is_available() and bool(_kernels_of("cuda", torch.cuda.current_device()))
     registry = flash_registry.registry()
-    registry.register_flash_attention_impl(
-        flash_registry.NAME, register_fn=lambda: flash_registry.register(on_gpus)
-    )
-    registry.activate_flash_attention_impl(flash_registry.NAME)
+    name = flash_registry.NAME
+    registry.register_flash_attention_impl(name, register_fn=lambda: flash_registry.register(on_gpus))
+    registry.activate_flash_attention_impl(name)
 
 
 def deactivate() -> None:

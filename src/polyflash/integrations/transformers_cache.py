@@ -288,12 +288,10 @@ def _forward_of_pages(
         if all(x is None for x in given) and isinstance(mask, BatchMask):
             options = _options(mask, query, key, sliding_window, position_ids)
             if options is not None:
-                _refuse_unknown(
-                    {n: x for n, x in kwargs.items() if n not in ("max_length_q", "max_length_k")}
-                )
-                return _attend(
-                    query, key, options | {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-                ), None
+                hints = ("max_length_q", "max_length_k")
+                _refuse_unknown({n: x for n, x in kwargs.items() if n not in hints})
+                options |= {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+                return _attend(query, key, options), None
         key, value = key.dense(), value.dense()  # type: ignore[attr-defined]
     return _attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,

@@ -342,9 +342,8 @@ class Pages:
                     wrong.append(f"{request} has {len(entry.pages)} pages for {entry.length} tokens")
                 if len(set(entry.owned)) != len(entry.owned):
                     wrong.append(f"{request} has a page twice")
-                if any(
-                    (page < 0) != (n < entry.start // self.page_size) for n, page in enumerate(entry.pages)
-                ):
+                first = entry.start // self.page_size
+                if any((page < 0) != (n < first) for n, page in enumerate(entry.pages)):
                     wrong.append(f"{request} lacks other pages than those before {entry.start}")
             owned = [page for entry in self._entries.values() for page in entry.owned]
             owned += [page for snapshot in self._snapshots.values() for page in snapshot.pages]

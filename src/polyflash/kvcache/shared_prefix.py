@@ -160,9 +160,8 @@ def _made(
         elif pages and present:
             pages, reason = 0, f"{present[0]} counts from a request's own keys, so no row is like another."
     shared = pages * tables.page_size
-    return AttendPlan(
-        batch, sum(counts), pages > 0, pages, shared, total - shared * max(0, batch - 1), reason
-    )
+    keys = total - shared * max(0, batch - 1)
+    return AttendPlan(batch, sum(counts), pages > 0, pages, shared, keys, reason)
 
 
 def _shared(tables: Tables, counts: Sequence[int], causal: Causal) -> tuple[int, str]:
@@ -192,11 +191,8 @@ def attend(
     rows: dict[str, Any] = {"cu_seqlens_q": bounds, "max_seqlen_q": most}
     if not plan.cascade:
         lens = _shortened(tables.kv_lens, options["kv_lens"], options["checked"])
-        others = {name: x for name, x in options.items() if name != "kv_lens"}
-        whole: Tensor | AttentionOutput = attention_paged(
-            q, k_pages, v_pages, tables.page_table, lens, **rows, **others
-        )
-        return whole
+        rows |= {name: x for name, x in options.items() if name != "kv_lens"}
+        return cast("Tensor", attention_paged(q, k_pages, v_pages, tables.page_table, lens, **rows))
     out, return_lse, channels = options["out"], options["return_lse"], v_pages.shape[3]
     if out is not None:  # nothing is launched for a place that cannot take the result
         if not isinstance(out, Tensor) or out.ndim != 3:
@@ -207,9 +203,8 @@ def attend(
     common = {name: options[name] for name in _OF_BOTH_PARTS}
     shared_table, shared_length, own_table, own_lens = tables.parted(plan.shared_pages)
     prefix = _over_prefix(q, k_pages, v_pages, shared_table, shared_length, tables, common)
-    rest: AttentionOutput = attention_paged(
-        q, k_pages, v_pages, own_table, own_lens, return_lse=True, **rows, **common
-    )
+    rows |= common
+    rest: AttentionOutput = attention_paged(q, k_pages, v_pages, own_table, own_lens, return_lse=True, **rows)
     merged, lse = merge_rows(prefix, rest, need_lse=return_lse)
     if out is not None:
         result = out.copy_(merged)

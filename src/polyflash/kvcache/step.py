@@ -31,12 +31,11 @@ class Step:
         self._reservation = reservation
         self._written: set[int] = set()
         self.tables = tables  # those of the requests with the new tokens
-        slots, positions = slots_of(
-            tables.host_table, tables.page_size, reservation.starts, reservation.counts
-        )
+        starts, counts = reservation.starts, reservation.counts
+        slots, positions = slots_of(tables.host_table, tables.page_size, starts, counts)
         if any(reservation.evicted):
-            ahead, counts = (torch.tensor(x, device="cpu") for x in (reservation.evicted, reservation.counts))
-            positions = positions + ahead.repeat_interleave(counts)
+            ahead, each = (torch.tensor(x, device="cpu") for x in (reservation.evicted, counts))
+            positions = positions + ahead.repeat_interleave(each)
         self.slot_mapping = moved(slots, tables.device)
         self.positions = moved(positions, tables.device)
 
@@ -77,9 +76,8 @@ class Step:
         check_tokens("k", k, k_pool, total)
         check_tokens("v", v, v_pool, total)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (k, v, q)):
-            raise UnsupportedError(
-                "k, v, q: a cache is for inference, and one needs a gradient. Use no_grad()"
-            )
+            told = "a cache is for inference, and one needs a gradient. Use no_grad()"
+            raise UnsupportedError(f"k, v, q: {told}")
         with torch.no_grad():
             if rope is not None:
                 if not isinstance(rope, Rope):

@@ -104,9 +104,8 @@ def measured(trial: Trial, device: str, seconds: float, only: Sequence[str] = ()
             text = str(raised).strip().partition("\n")[0]
             found["mark"] = f"fails: {type(raised).__name__}: {text[:160]}"
             continue
-        found["difference"] = _finite(
-            max(worst_row(a, b, floor=OFF_ROW) for a, b in zip(results, expected, strict=True))
-        )
+        pairs = zip(results, expected, strict=True)
+        found["difference"] = _finite(max(worst_row(a, b, floor=OFF_ROW) for a, b in pairs))
         found["error"] = _finite(trial.error(results))
         if found["error"] is None or found["error"] > trial.tolerance:
             found["mark"] = "differs by more than rounding"

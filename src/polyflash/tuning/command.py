@@ -81,9 +81,7 @@ def _tuned(
     start = None if options.again else store.read(here).entries.get(key)
     resumed = start.tried if start is not None else 0
     quiet = options.quiet or options.json
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=out, disable=quiet, transient=True) as progress:
         task = progress.add_task(escape(key), total=None)
         contended: list[str] = []
@@ -142,9 +140,8 @@ def _print(out: Console, entry: dict[str, Any]) -> None:
     gain = entry["untuned_seconds"] / entry["seconds"]
     values = ", ".join(f"{name}={value}" for name, value in entry["values"].items())
     told = f"×{gain:.2f} of the untuned config" if gain > 1 else "the untuned config is best"
-    out.print(
-        f"[bold]{escape(entry['key'])}[/]  {told}, {entry['tried']} tried\n  {escape(values)}", soft_wrap=True
-    )
+    told = f"{told}, {entry['tried']} tried"
+    out.print(f"[bold]{escape(entry['key'])}[/]  {told}\n  {escape(values)}", soft_wrap=True)
     if entry["contended"]:
         count = f"{len(entry['contended'])} of {entry['of']} races"
         told = f"{count} were contended, and their winners are not kept: the next run holds them again"

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -159,9 +159,8 @@ def read(target: Target) -> Book:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
         others = len(_files_of(target))
-        return Book(
-            {}, f"tuned files: {others} of other versions or drivers, none of these" if others else ""
-        )
+        why = f"tuned files: {others} of other versions or drivers, none of these"
+        return Book({}, why if others else "")
     return _read(path, status.st_mtime_ns, status.st_size, status.st_ino, json.dumps(identity(target)))
 
 
@@ -216,9 +215,7 @@ def _entry(key: str, found: Any) -> Entry:
 
 
 def encode(entries: dict[str, Entry], made_for: dict[str, str]) -> bytes:
-    plain = {
-        key: {f.name: getattr(entry, f.name) for f in fields(Entry)} for key, entry in sorted(entries.items())
-    }
+    plain = {key: asdict(entry) for key, entry in sorted(entries.items())}
     content = {"schema": SCHEMA, "made_for": made_for, "entries": plain}
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 

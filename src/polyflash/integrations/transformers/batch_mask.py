@@ -131,9 +131,8 @@ class BatchMask:
             said["q_offset"] = self.q_offset
         if self.q_ids is not None or self.live is not None:
             q_ids, k_ids = self._ids()
-            said["mask"] = Mask.segments(
-                q_ids, k_ids if self.live is None else k_ids.masked_fill(~self.live, DEAD)
-            )
+            k_ids = k_ids if self.live is None else k_ids.masked_fill(~self.live, DEAD)
+            said["mask"] = Mask.segments(q_ids, k_ids)
         return said
 
     def _ids(self) -> tuple[Tensor, Tensor]:

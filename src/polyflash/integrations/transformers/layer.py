@@ -53,14 +53,12 @@ def _attention_forward(
     if attention_mask is None and is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     mask = _mask_of_call(query, key, attention_mask, bool(is_causal))
-    settings: dict[str, Any] = {
-        "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "dropout_p": dropout,
-    }  # fmt: skip
+    settings: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    settings["dropout_p"] = dropout
     if isinstance(mask, Tensor):
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-            raise UnsupportedError(
-                "cu_seq_lens_q: got a dense mask too, which says everything. Pass one only"
-            )
+            told = "got a dense mask too, which says everything. Pass one only"
+            raise UnsupportedError(f"cu_seq_lens_q: {told}")
         if mask.dtype is torch.bool:
             out = attention(query, key, value, mask=mask, bias=position_bias, **settings)
         else:
