@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
@@ -85,7 +86,10 @@ class KVCache(Storage):
                 self._zero(list(made.reused))
                 tables = self._tables_of(who, made)
                 if made.copies:
-                    self._copy_shared(made)
+                    pairs = [(copy.source, copy.target) for copy in made.copies]
+                    sources, targets = (ints(x, self.device, torch.int64) for x in zip(*pairs, strict=True))
+                    for pool in itertools.chain(*map(self.pools, range(self.num_layers))):
+                        copy_pages(pool, sources, targets)
                 return Step(self, made, tables)
             except BaseException:
                 self.end_step(made, None)
@@ -194,7 +198,10 @@ class KVCache(Storage):
             for request in who:
                 where = self._pages.where(request)
                 slots = self.slot_mapping(request, where[0])
-                k, v = (torch.stack([read_slots(x, slots) for x in pools]) for pools in (self._k, self._v))
+                k, v = (
+                    torch.stack([read_slots(x, slots) for x in pools])
+                    for pools in (self.k_pages, self.v_pages)
+                )
                 found.append(SwappedRequest(k.cpu(), v.cpu(), *where))
             self.free(who)
             return found
@@ -245,10 +252,3 @@ class KVCache(Storage):
         for n in rows:
             checked_count("counts", n, 0, 2**31 - 1)
         return tables, rows
-
-    def _copy_shared(self, reservation: Reservation) -> None:
-        sources = ints([c.source for c in reservation.copies], self.device, torch.int64)
-        targets = ints([c.target for c in reservation.copies], self.device, torch.int64)
-        for layer in range(self.num_layers):
-            for pool in self.pools(layer):
-                copy_pages(pool, sources, targets)

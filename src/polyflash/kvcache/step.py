@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import UnsupportedError, described, spec_error
-from polyflash.kvcache.handles import Request, Reservation
+from polyflash.kvcache.handles import Reservation
 from polyflash.kvcache.layout import check_tokens, moved, slots_of, write_slots
 from polyflash.kvcache.rope import Rope
 from polyflash.kvcache.shared_prefix import Tables
@@ -31,6 +31,7 @@ class Step:
         self._reservation = reservation
         self._written: set[int] = set()
         self.tables = tables  # those of the requests with the new tokens
+        self.requests, self.counts = reservation.requests, reservation.counts
         starts, counts = reservation.starts, reservation.counts
         slots, positions = slots_of(tables.host_table, tables.page_size, starts, counts)
         if any(reservation.evicted):
@@ -38,14 +39,6 @@ class Step:
             positions = positions + ahead.repeat_interleave(each)
         self.slot_mapping = moved(slots, tables.device)
         self.positions = moved(positions, tables.device)
-
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        return self._reservation.requests
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        return self._reservation.counts
 
     @property
     def open(self) -> bool:

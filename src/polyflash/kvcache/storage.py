@@ -37,7 +37,8 @@ from polyflash.kvcache.shared_prefix import Tables
 
 
 class Storage:
-    """A `KVCache` without steps and attention."""
+    """A `KVCache` without steps and attention. Its attributes `k_pages` and `v_pages` hold a pool (num_pages,
+    page_size, num_kv_heads, head_dim or head_dim_v) per layer."""
 
     def __init__(
         self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *,
@@ -75,15 +76,16 @@ class Storage:
 
     def _adopt(self, pages: Pages, k: tuple[Tensor, ...], v: tuple[Tensor, ...], scrub: bool) -> None:
         check_pools(k, v)
-        self._pages = pages
-        self._k, self._v = k, v
-        self._like = (k[0].dtype, k[0].device, k[0].shape, v[0].shape)
+        self._pages, self.num_pages, self.page_size = pages, pages.num_pages, pages.page_size
+        self.k_pages, self.v_pages, self.num_layers = k, v, len(k)
+        self.dtype, self.device = k[0].dtype, k[0].device
+        self._like = (self.dtype, self.device, k[0].shape, v[0].shape)
         self._scrub = scrub
         self._last: tuple[tuple[Request, ...], int, Tables] | None = None
 
     def __repr__(self) -> str:
         """Sizes and numbers, no keys."""
-        k, v = self._k[0], self._v[0]
+        k, v = self.k_pages[0], self.v_pages[0]
         widths = f"{k.shape[3]}" if k.shape[3] == v.shape[3] else f"{k.shape[3]} and {v.shape[3]}"
         return (
             f"{type(self).__name__}({self.num_pages} pages of {self.page_size} tokens, "
@@ -93,39 +95,9 @@ class Storage:
         )
 
     @property
-    def k_pages(self) -> tuple[Tensor, ...]:
-        """Per layer (num_pages, page_size, num_kv_heads, head_dim)."""
-        return self._k
-
-    @property
-    def v_pages(self) -> tuple[Tensor, ...]:
-        """Per layer (num_pages, page_size, num_kv_heads, head_dim_v)."""
-        return self._v
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._k)
-
-    @property
-    def num_pages(self) -> int:
-        return self._pages.num_pages
-
-    @property
-    def page_size(self) -> int:
-        return self._pages.page_size
-
-    @property
     def num_free_pages(self) -> int:
         """Pages that a step may take: those nobody owns, and those that are only remembered (`remember`)."""
         return self._pages.num_free
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._like[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self._like[1]
 
     def requests(self) -> tuple[Request, ...]:
         """Every living request."""
@@ -158,7 +130,7 @@ class Storage:
 
     def stats(self) -> CacheStats:
         """Pages, tokens and bytes in use, and how full the pages are."""
-        return occupancy(self._pages, sum(pool.nbytes for pool in (*self._k, *self._v)))
+        return occupancy(self._pages, sum(pool.nbytes for pool in (*self.k_pages, *self.v_pages)))
 
     def pages_needed(self, requests: Requests = (), counts: Counts = 1, *, new: Sequence[int] = ()) -> int:
         """Pages that `reserve(requests, counts)` would take now, copies of shared ones included; with
@@ -198,7 +170,7 @@ class Storage:
         """
         with self._pages.lock:
             first, length = self.start(request), self.length(request)
-            places, same = survivors(keep, self.num_layers, self._k[0].shape[2], first, length)
+            places, same = survivors(keep, self.num_layers, self.k_pages[0].shape[2], first, length)
             slots = self.slot_mapping(request, first)
             heads = torch.arange(places.shape[1], device=self.device)
             rows = []
@@ -317,7 +289,7 @@ class Storage:
             SpecError: no such layer, or a pool has another dtype, device or shape by now.
         """
         checked_count("layer", layer, 0, self.num_layers - 1)
-        k, v = self._k[layer], self._v[layer]
+        k, v = self.k_pages[layer], self.v_pages[layer]
         if (k.dtype, k.device, k.shape, v.shape) != self._like or v.dtype is not k.dtype:
             wanted = f"{self.dtype} {tuple(self._like[2])} and {tuple(self._like[3])} on {self.device}"
             change = "Make a new cache instead."
@@ -358,5 +330,5 @@ class Storage:
         if not self._scrub or not pages:
             return
         ids = ints(pages, self.device, torch.int64)
-        for pool in (*self._k, *self._v):
+        for pool in (*self.k_pages, *self.v_pages):
             pool.index_fill_(0, ids, 0)
