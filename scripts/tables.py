@@ -8,11 +8,14 @@ from __future__ import annotations
 import ast
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import polyflash
-from polyflash import reports
+from polyflash import backends, env
+from polyflash.capability import Capability
+from polyflash.reports import label
+from polyflash.spec import Feature
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MARKER = "<!-- printed by scripts/tables.py; do not edit below -->"
@@ -22,7 +25,7 @@ PACKAGE = Path(polyflash.__file__).parent
 # What docs/api.md shows: a heading, the module, and the names in it.
 API = (
     ("Attention", "api", ("attention", "attention_varlen")),
-    ("Keys in pages", "paged", ("attention_paged",)),
+    ("Keys in pages", "api", ("attention_paged",)),
     ("Groups that share keys", "groups", ("attention_groups", "explain_groups", "GroupsPlan")),
     ("Masks", "mask", ("Mask",)),
     ("Partial results", "merging", ("AttentionOutput", "merge")),
@@ -111,9 +114,46 @@ def _signature(node: Function, name: str) -> Iterator[str]:
     yield from textwrap.wrap(whole, WIDTH - 4, subsequent_indent=" " * 8, break_long_words=False)
 
 
+def _has(row: Capability, feature: Feature) -> str:
+    return "-" if feature not in row.features else "on CPUs" if feature in row.host_features else "yes"
+
+
+def capability_table() -> str:
+    """Markdown: every row of the table, and what each can do."""
+    table = backends.TABLE
+    about = [("row", "targets", "dtypes", "head_dim up to", "needs")]
+    for row in table:
+        targets = ", ".join(name or "any" for name in row.targets)
+        dim = str(row.max_head_dim) if row.max_head_dim < 1 << 16 else "any"
+        about.append((row.name, targets, ", ".join(sorted(row.dtypes)), dim, ", ".join(row.needs) or "torch"))
+    features = [("feature", *map(label, table))]
+    features += [(f.value, *(_has(row, f) for row in table)) for f in Feature]
+    notes = [
+        f"- {label(row)} leaves {', '.join(sorted(y.dtypes))} on {y.target_feature} to a lower row: {y.why}."
+        for row in table
+        for y in row.yields
+    ]
+    return "\n".join((_markdown(about), "", _markdown(features), "", *notes))
+
+
+def variable_table() -> str:
+    """Markdown: every environment variable."""
+    ours = [("variable", "default", "what it does")]
+    ours += [(f"`{v.name}`", f"`{v.default}`" if v.default else "unset", v.doc) for v in env.ALL]
+    others = [("variable", "what it does")]
+    others += [(f"`{v.name}`", v.doc) for v in env.OF_OTHERS]
+    read = "Read by `polyflash env` and `polyflash doctor` alone, as torch's threads or Triton obey them:"
+    return "\n".join((_markdown(ours), "", read, "", _markdown(others)))
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
+    return "\n".join((lines[0], "|" + "---|" * len(rows[0]), *lines[1:]))
+
+
 PAGES = {
-    "capabilities.md": reports.capability_table,
-    "env.md": reports.variable_table,
+    "capabilities.md": capability_table,
+    "env.md": variable_table,
     "api.md": api_page,
 }
 

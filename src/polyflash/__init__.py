@@ -10,13 +10,12 @@ __version__ = "0.1.0"
 # `polyflash env` runs where torch does not. Types are in __init__.pyi. No submodule may have the name of a
 # function: its import would take the name over.
 _HOMES = {
-    "api": ("attention", "attention_varlen", "explain", "use_backend"),
+    "api": ("attention", "attention_paged", "attention_varlen", "explain", "use_backend"),
     "counting": ("counters", "watch"),
     "errors": ("SpecError", "UnsupportedError"),
     "groups": ("GroupsPlan", "attention_groups", "explain_groups"),
     "mask": ("Mask",),
     "merging": ("AttentionOutput", "merge"),
-    "paged": ("attention_paged",),
     "plan": ("Plan",),
     "statistics": ("RowStats", "column_sums", "row_stats"),
 }

@@ -1,4 +1,5 @@
 from polyflash.api import attention as attention
+from polyflash.api import attention_paged as attention_paged
 from polyflash.api import attention_varlen as attention_varlen
 from polyflash.api import explain as explain
 from polyflash.api import use_backend as use_backend
@@ -12,7 +13,6 @@ from polyflash.groups import explain_groups as explain_groups
 from polyflash.mask import Mask as Mask
 from polyflash.merging import AttentionOutput as AttentionOutput
 from polyflash.merging import merge as merge
-from polyflash.paged import attention_paged as attention_paged
 from polyflash.plan import Plan as Plan
 from polyflash.statistics import RowStats as RowStats
 from polyflash.statistics import column_sums as column_sums

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import polyflash
 from polyflash import env, target
-from polyflash.spec import AttentionSpec, Feature
+from polyflash.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from polyflash.advice import Report
@@ -161,38 +161,6 @@ def text_of(found: dict[str, Any]) -> str:
     )
 
 
-def _has(row: Capability, feature: Feature) -> str:
-    return "-" if feature not in row.features else "on CPUs" if feature in row.host_features else "yes"
-
-
-def capability_table() -> str:
-    """Markdown: every row of the table, and what each can do."""
-    table = _table()
-    about = [("row", "targets", "dtypes", "head_dim up to", "needs")]
-    for row in table:
-        targets = ", ".join(name or "any" for name in row.targets)
-        dim = str(row.max_head_dim) if row.max_head_dim < 1 << 16 else "any"
-        about.append((row.name, targets, ", ".join(sorted(row.dtypes)), dim, ", ".join(row.needs) or "torch"))
-    features = [("feature", *map(label, table))]
-    features += [(f.value, *(_has(row, f) for row in table)) for f in Feature]
-    notes = [
-        f"- {label(row)} leaves {', '.join(sorted(y.dtypes))} on {y.target_feature} to a lower row: {y.why}."
-        for row in table
-        for y in row.yields
-    ]
-    return "\n".join((_markdown(about), "", _markdown(features), "", *notes))
-
-
-def variable_table() -> str:
-    """Markdown: every environment variable."""
-    ours = [("variable", "default", "what it does")]
-    ours += [(f"`{v.name}`", f"`{v.default}`" if v.default else "unset", v.doc) for v in env.ALL]
-    others = [("variable", "what it does")]
-    others += [(f"`{v.name}`", v.doc) for v in env.OF_OTHERS]
-    read = "Read by `polyflash env` and `polyflash doctor` alone, as torch's threads or Triton obey them:"
-    return "\n".join((_markdown(ours), "", read, "", _markdown(others)))
-
-
 def label(row: Capability) -> str:
     """The row's name; with its targets if another row has the same."""
     if [r.name for r in _table()].count(row.name) < 2:
@@ -294,8 +262,3 @@ def _row_lines(rows: Any) -> str:
             for row in rows
         ]
     )
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
-    return "\n".join((lines[0], "|" + "---|" * len(rows[0]), *lines[1:]))

@@ -3,15 +3,20 @@ score per row. One extra pass over q and k each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from polyflash import statistics_ops, torch_ops
+from polyflash import routes, torch_ops, validate
 from polyflash.arguments import Causal, Layout, Options, WindowSides
 from polyflash.entry import Form, autocast, bind, form_of, views_of
-from polyflash.errors import described, spec_error
-from polyflash.mask import Mask
+from polyflash.errors import UnsupportedError, described, spec_error
+from polyflash.mask import Mask, is_strided
+from polyflash.plan import Launch
+from polyflash.spec import Arguments, Phase
+from polyflash.storages import check_storages
 
 
 class RowStats(NamedTuple):
@@ -103,7 +108,7 @@ def _made(name: str, q: Tensor, k: Tensor, lse: Tensor, layout: str, options: Op
     bound = bind(q, k, k, options)
     if torch_ops.autocasting(q.device.type):
         q, k, _ = autocast(q, k, k)
-    results = statistics_ops.call(name, q, k, lse, bound.args)
+    results = _call(name, q, k, lse, bound.args)
     return tuple(x[0] for x in results) if packed else results
 
 
@@ -125,3 +130,87 @@ def _views(q: Tensor, k: Tensor, lse: Tensor, layout: str, packed: bool) -> tupl
     if unusual:
         q, k, _, _ = views_of(form_of(layout), q, k, k)
     return q, k, lse
+
+
+# The ops, as `torch_ops` has them for attention: they make the weights again from the lse, tile by tile.
+_LIB = torch.library.Library("polyflash", "FRAGMENT")
+_INPUTS = f"Tensor q, Tensor k, Tensor lse, {torch_ops.ARGUMENTS}"
+_LIB.define(f"column_sums({_INPUTS}) -> Tensor")
+_LIB.define(f"row_stats({_INPUTS}) -> (Tensor entropy, Tensor max_logit)")
+
+
+def _call(name: str, q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> tuple[Tensor, ...]:
+    """The op on (batch, heads, seqlen, head_dim) and lse (batch, num_q_heads, seqlen_q). Returns the sums,
+    (batch, num_q_heads, seqlen_k), or entropy and largest score, both shaped as lse."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(f"polyflash.{name} has no rule for torch.func: call it outside the transform")
+    with torch.no_grad():
+        results = getattr(torch.ops.polyflash, name).default(q, k, lse, *args)
+    return (results,) if isinstance(results, Tensor) else results
+
+
+def _check_lse(q: Tensor, lse: Tensor) -> None:
+    wanted = torch.float64 if q.dtype is torch.float64 else torch.float32
+    shape = tuple(q.shape[:3])
+    strided = is_strided(lse)
+    if not strided or tuple(lse.shape) != shape or lse.dtype is not wanted or lse.device != q.device:
+        raise spec_error(
+            "lse",
+            got=f"{tuple(lse.shape)} {lse.dtype} on {lse.device}" if strided else f"a {lse.layout} tensor",
+            wanted=f"(batch, num_q_heads, seqlen_q) = {shape} {wanted} on {q.device}",
+            change="Pass the lse that attention(..., return_lse=True) returned for these rows.",
+        )
+
+
+def _settled(q: Tensor, k: Tensor, lse: Tensor, rest: tuple[Any, ...]) -> tuple[Launch, Arguments]:
+    """The launch of a call, and its arguments under the backend in use now."""
+    args = Arguments(*rest)
+    args = args._replace(backend=routes.requested_backend(args))
+    launch = torch_ops._route(Phase.STATISTICS, q, k, k, args, tuple(args))
+    _check_lse(q, lse)
+    check_storages({"lse": lse})
+    return launch, validate.checked_contents(args, q, k) if launch.contents else args
+
+
+def _column_sums(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Tensor:
+    launch, args = _settled(q, k, lse, rest)
+    sums = _room_of_sums(k, lse)
+    if sums.numel() == 0 or lse.numel() == 0:
+        return sums.zero_()
+    torch_ops.launched(launch, q, k, lse, sums, None, None, args)
+    return sums
+
+
+def _row_stats(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    launch, args = _settled(q, k, lse, rest)
+    entropy, max_logit = _room_of_stats(k, lse)
+    if lse.numel() == 0 or k.shape[2] == 0:
+        return entropy.zero_(), max_logit.fill_(-torch.inf)
+    torch_ops.launched(launch, q, k, lse, None, entropy, max_logit, args)
+    return entropy, max_logit
+
+
+def _room_of_sums(k: Tensor, lse: Tensor) -> Tensor:
+    return lse.new_empty((lse.shape[0], lse.shape[1], k.shape[2]))
+
+
+def _room_of_stats(k: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return lse.new_empty(lse.shape), lse.new_empty(lse.shape)
+
+
+def _fake(room: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:
+    def fake(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Any:
+        args = torch_ops._validated(q, k, k, rest)
+        torch_ops._refuse_statically(Phase.STATISTICS, q, k, k, args)
+        _check_lse(q, lse)
+        return room(k, lse)
+
+    return fake
+
+
+for _name, _body, _room in (
+    ("column_sums", _column_sums, _room_of_sums),
+    ("row_stats", _row_stats, _room_of_stats),
+):
+    _LIB.impl(_name, _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"polyflash::{_name}", _fake(_room), lib=_LIB)

@@ -48,10 +48,9 @@ FLOORS = {
         "entry",
         "repeats",
         "gate",
-        "statistics_ops",
         "counting",
     ),
-    6: ("api", "paged", "groups", "statistics", "kvcache", "parallel.ring", "tuning"),
+    6: ("api", "groups", "statistics", "kvcache", "parallel.ring", "tuning"),
     7: (
         "integrations",
         "bench",

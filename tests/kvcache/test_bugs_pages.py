@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from polyflash import SpecError
+from polyflash.api import attention_paged
 from polyflash.kvcache import KVCache, Request
-from polyflash.paged import attention_paged
 from tests.device import CONTENTS, ON_A_CPU
 from tests.kvcache.plain import DIM, DIM_V, GROUP, HEADS, Token, Tokens, cache_of, expected, filled, hold
 from tests.tolerance import same_bits

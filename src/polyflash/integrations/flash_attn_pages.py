@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from polyflash import validate
+from polyflash.api import attention_paged
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.integrations.flash_attn_arguments import facade
-from polyflash.paged import attention_paged
 from polyflash.spec import Arguments
 
 _NAMES = {"k": "k_cache", "v": "v_cache", "k_pages": "k_cache", "v_pages": "v_cache"}

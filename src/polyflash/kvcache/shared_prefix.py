@@ -16,12 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from polyflash.api import attention_paged
 from polyflash.arguments import Causal, int32_of
 from polyflash.errors import described, spec_error
 from polyflash.kvcache.layout import ints, moved
 from polyflash.mask import checked_window
 from polyflash.merging import AttentionOutput, merge_rows
-from polyflash.paged import attention_paged
 from polyflash.results import outputs
 from polyflash.spec import PACKED_ROWS
 from polyflash.validate import check_out
