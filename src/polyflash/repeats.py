@@ -19,6 +19,7 @@ from polyflash.arguments import int32_of
 from polyflash.counting import Tally
 from polyflash.entry import Bound
 from polyflash.gate import quiet
+from polyflash.plan import Launch
 from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, is_decode
 from polyflash.storages import span
 
@@ -105,13 +106,18 @@ def call(key: Key | None, *tensors: Any) -> Results | None:
 def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results:
     """The results of a call that is not known. What was decided for it is kept under its key, for calls like
     it; `lens` are the lengths as given."""
-    q, k, v, _, args, _ = bound
-    plain = None if key is None else torch_ops.call_plain(q, k, v, args)
+    plain = None if key is None else torch_ops.call_plain(bound.q, bound.k, bound.v, bound.args)
     if key is None or plain is None:
         return entry.attend(bound)
     launch, results = plain
-    if key in _known:
-        return results
+    if key not in _known:
+        learn(key, launch, bound, lens)
+    return results
+
+
+def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
+    """Calls with this key are made as `bound` was."""
+    q, k, v, _, args, _ = bound
     if len(_known) >= _KEPT:
         _known.pop(next(iter(_known)), None)
     maker = getattr(import_module(launch.row.module), "repeat", None)
@@ -123,7 +129,6 @@ def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results
             tensors = (q, k, v, args.page_table, args.kv_lens)
             repeat.reaches = tuple(span(x) for x in tensors if x is not None)
     _known[key] = repeat
-    return results
 
 
 def _narrowing(repeat: Repeat) -> Any:
