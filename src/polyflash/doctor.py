@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import queue
-import re
 import subprocess
 import sys
 import tempfile
@@ -243,7 +242,9 @@ def surroundings(probed: dict[str, Any]) -> list[Advice]:
 def _packages(probed: dict[str, Any]) -> Iterator[Advice]:
     for name, wanted in reports.PACKAGES.items():
         version = reports.version_of(name)
-        if name in ("torch", "numpy", "numba") and (not version or _older(version, wanted)):
+        if name in ("torch", "numpy", "numba") and (
+            not version or target.release(version) < target.release(wanted)
+        ):
             what = f"{name} {version} is older than {wanted}" if version else f"{name} is not installed"
             if name == "numba":
                 what += ", so the CPU engine has no compiler and calls run on the torch row"
@@ -273,11 +274,6 @@ def _tuned() -> Iterator[Advice]:
         said = store.report(target.detect("cpu"))
         if "ignored" in said or "of other versions" in said:
             yield Advice(said, "polyflash tune again, or remove the file")
-
-
-def _older(version: str, wanted: str) -> bool:
-    numbers = [[int(n) for n in re.findall(r"\d+", text)[:2]] for text in (version, wanted)]
-    return numbers[0] < numbers[1]
 
 
 def _print_row(row: dict[str, Any]) -> None:

@@ -150,12 +150,13 @@ def text_of(found: dict[str, Any]) -> str:
         for name, p in found["packages"].items()
         for about in (about_torch if name == "torch" else "",)
     ]
+    variables = [(v["name"], repr(v["value"]) if v["set"] else "unset", v["doc"]) for v in found["variables"]]
     return "\n".join(
         (
             f"polyflash {found['polyflash']}, {found['python']}, {found['platform']}",
             _headed("packages", columns(packages)),
             *(_headed(name, _pairs(found[name])) for name in _sections()),
-            _headed("variables", _variable_lines(found["variables"])),
+            _headed("variables", columns(variables)),
             _headed("rows", _row_lines(found["rows"])),
         )
     )
@@ -243,10 +244,6 @@ def _pairs(found: dict[str, Any]) -> str:
         words = " ".join(value) if isinstance(value, list) else "none" if value in (None, "") else str(value)
         lines.append(textwrap.fill(f"{name}: {words}", 108, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines)
-
-
-def _variable_lines(variables: list[dict[str, Any]]) -> str:
-    return columns([(v["name"], repr(v["value"]) if v["set"] else "unset", v["doc"]) for v in variables])
 
 
 def _row_lines(rows: Any) -> str:

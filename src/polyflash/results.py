@@ -44,19 +44,14 @@ def outputs(q: Tensor, v: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:
 def apart(out: Tensor, others: Iterable[Any]) -> bool:
     """Does no byte between the first and the last of `out` lie between those of another tensor? Storages
     would not tell: one buffer may stand behind several (numpy, DLPack)."""
-    first, end = _span(out)
+    first = out.data_ptr()
+    end = first + span(out)
     for x in others:
         if isinstance(x, Tensor):
-            start, stop = _span(x)
-            if start < end and first < stop and start < stop:
+            start, size = x.data_ptr(), span(x)
+            if start < end and first < start + size and size > 0:
                 return False
     return True
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of a tensor and of the one after its last."""
-    start = x.data_ptr()
-    return start, start + span(x)
 
 
 def converted(x: Tensor, kind: torch.dtype) -> Tensor:

@@ -43,14 +43,12 @@ def requested_backend(args: Arguments) -> str:
 def takes_tf32(q: Tensor) -> bool:
     """Whether torch's switch lets float32 products of a GPU be rounded to TF32
     (`torch.set_float32_matmul_precision`). It may change between calls: every one that it is for reads it."""
-    return q.dtype is torch.float32 and q.is_cuda and _matmul_precision() == "tf32"
-
-
-def _matmul_precision() -> str:
+    if q.dtype is not torch.float32 or not q.is_cuda:
+        return False
     read = getattr(torch._C, "_get_fp32_precision_getter", None)  # from torch 2.9 on
     if read is None:
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    return str(read("cuda", "matmul"))
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    return bool(read("cuda", "matmul") == "tf32")
 
 
 def any_requires_grad(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import platform
 import re
 from dataclasses import dataclass, field, replace
@@ -164,15 +165,19 @@ def host_arch() -> str:
 
 
 def _detect_cpu() -> Target:
-    import os
-
     arch, features = host_arch(), cpu_flags() & CPU_FEATURES
     forced = env.CPU_ISA.read()
     if forced:
         chosen = parse(f"cpu:{forced}")
         arch, features = chosen.arch, chosen.features
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Target(f"cpu:{arch}", features, cores, _l2_bytes())
+    return Target(f"cpu:{arch}", features, len(usable_cpus()), _l2_bytes())
+
+
+def usable_cpus() -> list[int]:
+    """The hardware threads this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 @lru_cache(maxsize=1)

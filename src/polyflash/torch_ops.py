@@ -433,14 +433,6 @@ _KEPT = object()  # stands for a tensor that autograd keeps
 _apply = super(torch.autograd.Function, _Attention).apply  # for plain tensors: they need no unwrapping
 
 
-def _map_forward(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    return transforms.map_forward(info.batch_size, in_dims, inputs, _attention)
-
-
-def _map_backward(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    return transforms.map_backward(info.batch_size, in_dims, inputs, _attention_backward)
-
-
 for _name, _body, _fake in (
     ("attention", _forward, _fake_forward),
     ("attention_out", _forward_out, _fake_forward_out),
@@ -450,5 +442,8 @@ for _name, _body, _fake in (
     torch.library.register_fake(f"polyflash::{_name}", _fake, lib=_LIB)
 _LIB.impl("attention", autograd.node_of_forward(_attention), "Autograd", with_keyset=True)
 _LIB.impl("attention_backward", autograd.node_of_backward(_attention_backward), "Autograd", with_keyset=True)
-torch.library.register_vmap("polyflash::attention", _map_forward, lib=_LIB)
-torch.library.register_vmap("polyflash::attention_backward", _map_backward, lib=_LIB)
+for _name, _map, _op in (
+    ("attention", transforms.map_forward, _attention),
+    ("attention_backward", transforms.map_backward, _attention_backward),
+):
+    torch.library.register_vmap(f"polyflash::{_name}", transforms.rule_of(_map, _op), lib=_LIB)

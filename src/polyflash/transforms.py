@@ -76,6 +76,11 @@ def map_backward(
     )
 
 
+def rule_of(rule: Callable[..., Any], apply: Apply) -> Callable[..., Any]:
+    """`map_forward` or `map_backward` in the form in which torch calls a rule."""
+    return lambda info, in_dims, *inputs: rule(info.batch_size, in_dims, inputs, apply)
+
+
 def _sample_by_sample(args: Arguments, dims: Any) -> bool:
     """Is there an operand that one launch cannot have an entry of per sample?"""
     return any(

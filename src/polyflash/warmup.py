@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from polyflash import env
+from polyflash import env, target
 
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True}, "window": {"window": (255, None)}, "mask": {"mask": "b1qk"},
@@ -42,7 +41,7 @@ def run(options: argparse.Namespace, *_: object) -> int:
         raise UsageError(refusal)
     began, compiled, errors = time.perf_counter(), 0, []
     jobs = [_job(options, calls) for calls in (_ON_CPU if options.device == "cpu" else _ON_GPU)]
-    most = min(options.jobs or _cores(), len(jobs))
+    most = min(options.jobs or len(target.usable_cpus()), len(jobs))
     with ThreadPoolExecutor(most) as threads:
         for count, *complaints in threads.map(_printed, jobs):
             compiled += count
@@ -58,8 +57,6 @@ def _refusal() -> str:
     """Why nothing can be compiled for this CPU, or nothing kept."""
     if env.NO_CACHE.is_set():
         return f"{env.NO_CACHE.name} is set, so nothing would be kept. Unset it"
-    from polyflash import target
-
     why = target.detect("cpu").why_no_package("numba")
     if why:
         return f"the CPU engine has no compiler: numba {why}. {target.remedy('numba')}"
@@ -67,10 +64,6 @@ def _refusal() -> str:
 
     trouble = store.trouble()
     return f"the kernel cache cannot be written, so nothing would be kept: {trouble}" if trouble else ""
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _job(options: argparse.Namespace, calls: tuple[tuple[int, int], ...]) -> str:

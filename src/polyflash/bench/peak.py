@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from polyflash.target import Target
+from polyflash.target import Target, usable_cpus
 
 VECTOR_BITS = {"avx512": 512, "avx2": 256}  # any other: 128
 _CHAINS = {512: 16, 256: 12, 128: 16}  # independent accumulators: hides the latency, fits the registers
@@ -126,13 +126,6 @@ class Calibration:
         spans = [burst.result() for burst in bursts]
         wall = max(end for _, end in spans) - min(start for start, _ in spans)
         return self.threads * turns * loop.flops / wall / 1e9
-
-
-def usable_cpus() -> list[int]:
-    """The hardware threads this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def physical_cores() -> int:

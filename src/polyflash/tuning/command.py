@@ -22,7 +22,6 @@ from polyflash.bench.timing import QUIET, Arm, Comparison
 from polyflash.errors import UnsupportedError
 from polyflash.tuning import asked, search, store
 from polyflash.tuning.search import CONTENDED, QUICKER, ContendedError, Step
-from polyflash.tuning.store import Entry
 from polyflash.tuning.trial import Trial
 
 MOST_SPREAD = 0.25  # a middle half wider than this share of the median decides nothing
@@ -97,16 +96,11 @@ def _tuned(
         if start is not None and start.of == start.tried:
             entry = start
         else:
-            entry = search.tune(group, race, start=start, keep=_keep(here, key), tell=tell)
+            entry = search.tune(
+                group, race, start=start, keep=lambda entry: store.keep(here, {key: entry}), tell=tell
+            )
     row = group[0].launch.row.name
     return {"key": key, "row": row, "resumed_at": resumed, "contended": contended, **asdict(entry)}
-
-
-def _keep(here: Any, key: str) -> Callable[[Entry], None]:
-    def keep(entry: Entry) -> None:
-        store.keep(here, {key: entry})
-
-    return keep
 
 
 def _race(device: str, seconds: float) -> search.Race:

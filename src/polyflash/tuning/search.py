@@ -42,7 +42,7 @@ class Step:
 
 
 def tune(
-    trials: Sequence[Trial], race: Race, *, start: Entry | None = None, keep: Callable[[Entry], None],
+    trials: Sequence[Trial], race: Race, *, start: Entry | None = None, keep: Callable[[Entry], object],
     tell: Callable[[Step], None] = lambda step: None, now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> Entry:  # fmt: skip
     """The best config for `trials`, problems of one row, one entry and hence the same candidates.

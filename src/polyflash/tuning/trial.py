@@ -19,6 +19,7 @@ from polyflash.arguments import Options, normalise
 from polyflash.compare import TOLERANCE, worst_row
 from polyflash.errors import spec_error
 from polyflash.plan import Launch
+from polyflash.results import outputs
 from polyflash.routes import spec_of, without_gradients
 from polyflash.spec import Arguments, AttentionSpec, Feature, Phase
 from polyflash.target import Target
@@ -138,34 +139,19 @@ def _launch(
 
 
 def _run(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments, saved: Results) -> Run:
-    phase = launch.spec.phase
-    if phase is Phase.BACKWARD:
-        dout, out, lse = saved
-        needs = (True, True, True, False, False)
+    wanted, needs = args._replace(need_lse=True), (True, True, True, False, False)
 
-        def gradients() -> Results:
-            found = torch_ops.launched(launch, dout, None, q, k, v, out, lse, args, needs)
-            return tuple(x for x in found[:3])
+    def run() -> Results:
+        if launch.spec.phase is Phase.BACKWARD:
+            dout, *results = saved
+            return tuple(torch_ops.launched(launch, dout, None, q, k, v, *results, args, needs)[:3])
+        if launch.spec.phase is Phase.STATISTICS:
+            sums = saved[2].new_empty((*saved[2].shape[:2], k.shape[2]))
+            torch_ops.launched(launch, q, k, saved[2], sums, None, None, args)
+            return (sums,)
+        return tuple(torch_ops.launched(launch, q, k, v, *outputs(q, v, True), wanted)[:2])
 
-        return gradients
-    if phase is Phase.STATISTICS:
-        lse = saved[2]
-
-        def sums() -> Results:
-            made = lse.new_empty((*lse.shape[:2], k.shape[2]))
-            torch_ops.launched(launch, q, k, lse, made, None, None, args)
-            return (made,)
-
-        return sums
-    wanted = args._replace(need_lse=True)
-
-    def forward() -> Results:
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
-        made = torch_ops.launched(launch, q, k, v, out, lse, wanted)
-        return tuple(made[:2])
-
-    return forward
+    return run
 
 
 def difference_of(default: Any, config: Any) -> str:
