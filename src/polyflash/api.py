@@ -350,8 +350,7 @@ def explain(
 
     Launches nothing and reads no tensor contents: all may be meta tensors. `target` plans for a device
     that need not be here: "cuda:sm90", "cpu:avx512+amx_bf16", or a `Target`. If an input needs a gradient,
-    the plan of the backward pass is its `.backward`. The result prints itself.
-    """
+    the plan of the backward pass is its `.backward`. The result prints itself."""
     if unknown:
         raise unexpected(explain, unknown)
     options = Options(
@@ -375,8 +374,7 @@ def use_backend(name: str | None) -> Iterator[None]:
     """Within this context, calls without `backend=` run on backend `name` or raise; None: free choice again.
 
     Compiled functions obey it when they are called within it. Inside a compiled function it becomes part of
-    the graph and goes before the context of the call. Threads started within it do not inherit it.
-    """
+    the graph and goes before the context of the call. Threads started within it do not inherit it."""
     if torch.compiler.is_compiling():
         before, torch_ops.in_graph.backend = torch_ops.in_graph.backend, known_backend(name)
         try:

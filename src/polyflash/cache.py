@@ -2,8 +2,7 @@
 
 A folder is private if it belongs to the user and nobody else can write to it: to share one is to share the
 right to run code. What is checked is the open folder, through which its files are then reached, so nobody can
-exchange it afterwards. Every trouble is an OSError; what to do about it is the caller's affair.
-"""
+exchange it afterwards. Every trouble is an OSError; what to do about it is the caller's affair."""
 
 from __future__ import annotations
 

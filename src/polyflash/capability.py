@@ -34,8 +34,7 @@ class Yield:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """A kernel in one phase. `module` holds its `run`; `targets` are prefixes of `Target.name` ("" is
-    any)."""
+    """A kernel in one phase. `module` holds its `run`; `targets` are prefixes of `Target.name`, "" of any."""
 
     backend: str
     phase: Phase

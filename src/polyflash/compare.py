@@ -1,7 +1,6 @@
 """How far a result may be from the right one: one tolerance and one measure for doctor, tune and bench.
 
-The tests have a judge of their own (`tests/tolerance.py`), so that a mistake here cannot hide one there.
-"""
+The tests have a judge of their own (`tests/tolerance.py`), so that a mistake here cannot hide one there."""
 
 from __future__ import annotations
 

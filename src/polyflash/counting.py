@@ -116,8 +116,7 @@ def counters(*, reset: bool = False) -> dict[str, Any]:
     Returns:
         "calls": {"cpu/forward": 12, ...}, by row as `explain` names it: backend/phase. "left_to_torch":
         {who: {reason: calls}}: under "polyflash" calls of the torch row (also among "calls"), under the name
-        of an integration calls of torch's own function. "compiled": {kernel: seconds}.
-    """
+        of an integration calls of torch's own function. "compiled": {kernel: seconds}."""
     global _baseline
     now = Counter({tally: tally.calls for tally in list(_tallies.values())})
     found = _arranged({tally: n - _baseline[tally] for tally, n in now.items()}, dict(compilation.compiled))
@@ -155,8 +154,7 @@ class watch:
     one are of the outer one too.
 
     Args:
-        quiet: print nothing at the end.
-    """
+        quiet: print nothing at the end."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet

@@ -1,8 +1,7 @@
 """`polyflash doctor`: is every kernel of this machine right, and is anything around them in the way?
 
 Each backend is examined in a process of its own: a dozen tiny cases against float64. So one that crashes or
-hangs is reported like any other fault. What may be in the way of a backend, its own report says.
-"""
+hangs is reported like any other fault. What may be in the way of a backend, its own report says."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ class UnsupportedError(NotImplementedError):
     """The call is legal, but no kernel (or not the requested one) can run it.
 
     Attributes:
-        reasons: one `(row name, refusals)` pair per candidate row, every refusal listed.
-    """
+        reasons: one `(row name, refusals)` pair per candidate row, every refusal listed."""
 
     def __init__(self, message: str, reasons: tuple[tuple[str, tuple[str, ...]], ...] = ()) -> None:
         super().__init__(message)

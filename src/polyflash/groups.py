@@ -2,8 +2,7 @@
 
 Fused, all groups are the rows of one call: the keys are walked once, and each block of them serves every row
 that sees it. Separate, each group is a call of its own: the keys are read once per group, by kernels that
-skip whole blocks.
-"""
+skip whole blocks."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ Row i of a request stands at position i + offset. It sees the keys j of one inte
 
 and, with segments, only those whose id equals its own; with interval lists, only those of the listed
 intervals of its row block. Loop bounds (`block_range`) and element masks (`visible`) are separate functions:
-a kernel skips whole blocks by the first and compares lanes by the second.
-"""
+a kernel skips whole blocks by the first and compares lanes by the second."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class Mask:
 
     @staticmethod
     def causal(alignment: str = "bottom_right") -> Mask:
-        """Key j is visible to row i iff j <= i + offset; offset is seqlen_k - seqlen_q, or 0 for
-        "top_left"."""
+        """Key j is visible to row i iff j <= i + (seqlen_k - seqlen_q), or j <= i for "top_left"."""
         _check_alignment("" if alignment is None else alignment)
         return Mask(alignment=alignment)
 
@@ -109,8 +107,7 @@ class Mask:
                 of them are hidden.
 
         Raises:
-            SpecError: no int32 tensors of one such shape and device, or no positive number of rows.
-        """
+            SpecError: no int32 tensors of one such shape and device, or no positive number of rows."""
         from torch import stack
 
         _check_bounds(starts, ends)
@@ -129,8 +126,7 @@ class Mask:
         would synchronise.
 
         Raises:
-            SpecError: no bool tensor of 2 to 4 dimensions, or no positive block sizes.
-        """
+            SpecError: no bool tensor of 2 to 4 dimensions, or no positive block sizes."""
         import torch
 
         strided = isinstance(visible, torch.Tensor) and is_strided(visible)
@@ -158,8 +154,7 @@ class Mask:
         """Moves every tensor that the mask holds to `device`; no copy of those that are there already.
 
         Raises:
-            SpecError: no device. The dtypes of a mask are fixed, so it takes none.
-        """
+            SpecError: no device. The dtypes of a mask are fixed, so it takes none."""
         from torch import Tensor
         from torch import device as device_of
 
@@ -243,8 +238,7 @@ def is_strided(x: Tensor) -> bool:
 
 
 def _integer(value: Any) -> int | None:
-    """An int, or what stands for one while torch.compile traces; None if it is neither: a bool or a tensor is
-    not."""
+    """An int, or what stands for one while torch.compile traces; None of a bool, a tensor and all else."""
     if type(value) is int:
         return value
     import torch
@@ -268,8 +262,7 @@ def _four_dimensions(x: Tensor, trailing: int) -> Tensor:
 
 
 def _runs_of(visible: Tensor, keys: int) -> Tensor:
-    """Runs of True along the last dimension as int32 intervals in keys, (..., runs, 2); spare ones are (0,
-    0)."""
+    """Runs of True along the last dimension as int32 intervals in keys, (..., runs, 2); spare: (0, 0)."""
     import torch
 
     # 1 where a run starts, -1 where it ends

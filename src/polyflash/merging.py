@@ -22,8 +22,7 @@ _DIMS = {"bhsd": 4, "bshd": 4, "thd": 3}
 
 
 class AttentionOutput(NamedTuple):
-    """`out` in the layout of q; `lse`, the natural logarithm of the softmax denominator, (batch, heads,
-    seqlen)."""
+    """`out` in the layout of q; `lse`, ln of the softmax denominator, (batch, heads, seqlen)."""
 
     out: Tensor
     lse: Tensor
@@ -50,8 +49,7 @@ def merge(
 
     Raises:
         SpecError: unknown layout, or shapes or devices that do not belong together; a list of no parts, or of
-            others than pairs.
-    """
+            others than pairs."""
     if isinstance(out_a, Sequence):
         pairs = _pairs(out_a, (lse_a, out_b, lse_b))
         names = [(f"parts[{i}].out", f"parts[{i}].lse") for i in range(len(pairs))]

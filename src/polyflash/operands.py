@@ -2,8 +2,7 @@
 
 An entry says what an operand is. The op's schema, the features of a call, the checks, what may stand beside
 packed members and pages, vmap, gradients and the backends' lists of operands are read off this table;
-`spec.Arguments` writes the same names out for readers and type checkers, and a test holds it to the table.
-"""
+`spec.Arguments` writes the same names out for readers and type checkers, and a test holds it to the table."""
 
 from __future__ import annotations
 

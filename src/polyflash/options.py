@@ -1,8 +1,7 @@
 """Arguments of the command line: every command's options, their types, and what is wrong with a value.
 
 Standard library only, so that `--help` takes no time and reports are made where torch is broken. A command's
-code is named by its place and imported when it runs.
-"""
+code is named by its place and imported when it runs."""
 
 from __future__ import annotations
 

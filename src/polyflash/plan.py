@@ -1,7 +1,6 @@
 """Who runs a spec, with which config, and why. Pure: the table and the target are arguments.
 
-`select()` makes no strings and sits on the path of a call; `explain()` reruns it with one verdict per row.
-"""
+`select()` makes no strings and sits on the path of a call; `explain()` reruns it with one verdict per row."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `explain()` returns: the chosen row, its config and where that came from, and a verdict for every
-    row."""
+    """What `explain()` returns: the chosen row, its config and where that came from, a verdict per row."""
 
     spec: AttentionSpec
     target: Target
@@ -173,8 +171,7 @@ def explain(
     spec: AttentionSpec, target: Target, table: Sequence[Capability], *, backend: str = "", config: str = "",
     backward: Plan | None = None,
 ) -> Plan:  # fmt: skip
-    """The same choice as `select()`, with one verdict per row; launches nothing and never raises for a
-    refusal."""
+    """The choice of `select()`, with a verdict per row; launches nothing, never raises for a refusal."""
     rows = candidates(table, spec, "")
     verdicts = []
     for row in rows:

@@ -3,8 +3,7 @@
 A step of generation makes the same few calls again and again, each behind megabytes of keys that drove
 Python itself out of every cache; there a line of Python costs ten times what it costs in a loop. On a GPU the
 device waits for Python. Plain calls are known: no gradient, no mode, no operand but pages and lengths. Of
-steps over a growing cache the length is no part of what is known, so they add nothing.
-"""
+steps over a growing cache the length is no part of what is known, so they add nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`polyflash env` and `polyflash cache`, and the tables of docs/: what is here, printed from code.
 
 Standard library and plain data only, so that a report can be made where torch is absent or does not import;
-what needs numpy too is imported where it is used.
-"""
+what needs numpy too is imported where it is used."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from polyflash.storages import span
 
 
 def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
-    """An empty (batch, heads, seqlen, head_dim) in the dense stride order of `like`; contiguous if it has
-    none."""
+    """An empty (batch, heads, seqlen, head_dim) in the dense stride order of `like`, if it has one."""
     batch, heads, seqlen, _ = like.shape
     if like.is_contiguous():
         return like.new_empty((batch, heads, seqlen, head_dim))

@@ -58,8 +58,7 @@ class Arguments(NamedTuple):
 
     Layout is always (batch, heads, seqlen, head_dim) here; mask and bias broadcast to
     (batch, num_q_heads, seqlen_q, seqlen_k) and are not expanded. `offset` is the int form of `q_offset`
-    (row i stands at position i + offset); None with no `q_offset` tensor means seqlen_k_live - seqlen_q.
-    """
+    (row i stands at position i + offset); None with no `q_offset` tensor means seqlen_k_live - seqlen_q."""
 
     causal: bool = False
     scale: float | None = None

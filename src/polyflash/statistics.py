@@ -55,8 +55,7 @@ def column_sums(
         q. For one sum per kv head: `.unflatten(1, (num_kv_heads, -1)).sum(2)`.
 
     Raises:
-        SpecError, UnsupportedError: as `attention`.
-    """
+        SpecError, UnsupportedError: as `attention`."""
     options = Options(
         causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap,
         scale=scale, kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, backend=backend,
@@ -90,8 +89,7 @@ def row_stats(
         `RowStats(entropy, max_logit)`, each shaped as lse.
 
     Raises:
-        SpecError, UnsupportedError: as `attention`.
-    """
+        SpecError, UnsupportedError: as `attention`."""
     options = Options(
         causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap,
         sinks=sinks, scale=scale, kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, backend=backend,

@@ -1,7 +1,6 @@
 """Devices as plain data, so that plans for any device can be made on any machine.
 
-`detect()` is the only function in the package that looks at hardware.
-"""
+`detect()` is the only function in the package that looks at hardware."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def remedy(package: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A device: `name` such as "cpu:avx512" or "cuda:sm90", what it can do, and its limits (bytes,
-    counts)."""
+    """A device: `name` such as "cpu:avx512" or "cuda:sm90", what it can do, and its limits."""
 
     name: str
     features: frozenset[str] = frozenset()
@@ -182,8 +180,7 @@ def usable_cpus() -> list[int]:
 
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
-    """Instruction set flags in Linux's spelling; read without importing a compiler, as a first call must be
-    quick."""
+    """Instruction set flags in Linux's spelling, read without a compiler: a first call must be quick."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
             for line in file:

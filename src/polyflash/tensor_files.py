@@ -25,8 +25,7 @@ def read_qkv(
     """Names and tensors of q, k, v, each of 3 or each of 4 dimensions.
 
     `paths` is one .safetensors or .npz, whose tensors `q`, `k`, `v` name (None: found by their names), or
-    three .npy. Raises SpecError: not such files, no such names, no floats, other ranks.
-    """
+    three .npy. Raises SpecError: not such files, no such names, no floats, other ranks."""
     files = [Path(path) for path in paths]
     suffixes = {file.suffix for file in files}
     if suffixes == {".npy"} and len(files) == 3:
@@ -109,8 +108,7 @@ def _from_numpy(name: str, array: np.ndarray) -> Tensor:
 
 
 def _named(asked: dict[str, str | None], names: list[str]) -> list[str]:
-    """The tensors to take for q, k, v: those asked for; else by sibling of the one named for q, else by last
-    word."""
+    """The tensors for q, k, v: those asked for; else by sibling of the one named for q, else by last word."""
     chosen = []
     for role, name in asked.items():
         sibling = asked["q"][:-1] + role if asked["q"] and asked["q"].endswith("q") else role

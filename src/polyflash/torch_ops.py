@@ -92,8 +92,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
 
 
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    """The op with its node in the graph. Without `need_lse` the lse is kept for the gradients and is no
-    result."""
+    """The op with its node in the graph. Without `need_lse` the lse is kept for the gradients alone."""
     autograd.refuse_inference_only(args)
     wanted = args.need_lse
     backend = requested_backend(args)  # the gradients follow the choice made here

@@ -374,8 +374,7 @@ def _check_rising(intervals: Tensor) -> None:
 
 
 def check_out(out: Tensor, q: Tensor, head_dim_v: int) -> None:
-    """`out` is a place of the result's shape (batch, num_q_heads, seqlen_q, head_dim_v), each element its
-    own."""
+    """`out` has the result's shape (batch, num_q_heads, seqlen_q, head_dim_v), each element its place."""
     shape = (*q.shape[:3], head_dim_v)
     if tuple(out.shape) != shape or out.dtype is not q.dtype or out.device != q.device:
         got = f"{tuple(out.shape)} {out.dtype} on {out.device}"

@@ -1,8 +1,7 @@
 """Attention problems as plain data: what `bench` ("bench"), `tune` ("tune"), `doctor` and `warmup` run.
 
 A `Workload` is a frozen description without tensors; `make()` builds its tensors from a seed. The problems of
-the tests are in tests/catalogue.py, their input families in tests/families.py.
-"""
+the tests are in tests/catalogue.py, their input families in tests/families.py."""
 
 from __future__ import annotations
 

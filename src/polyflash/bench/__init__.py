@@ -1,5 +1,4 @@
-"""Measuring: interleaved comparisons in one process, the machine's own peak, the suite behind `polyflash
-bench`."""
+"""Measuring: interleaved comparisons in one process, the machine's peak, the suite of `polyflash bench`."""
 
 from polyflash.bench.peak import Calibration, Peak, calibrate, kind_of
 from polyflash.bench.timing import Arm, Comparison, Round, Summary, compare, median

@@ -99,8 +99,7 @@ def calibrated(device: str, kinds: Sequence[str]) -> tuple[dict[str, Any], Any]:
 
 
 def machine(here: Target, peaks: Sequence[Peak]) -> dict[str, Any]:
-    """What the figures depend on: CPU, instruction set, versions, threads, measured peaks. No names, no
-    paths."""
+    """What the figures depend on: CPU, instruction set, versions, threads, peaks. No names, no paths."""
     return {
         "cpu": cpu_name(),
         **{"target": here.name, "features": sorted(here.features), "cores": here.cores},

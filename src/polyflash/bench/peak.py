@@ -3,8 +3,7 @@
 The loops read no memory, so their rate is the ceiling of any kernel of that arithmetic. They are emitted as
 LLVM text and compiled by llvmlite in milliseconds. A burst lasts about 0.1 ms, less than a scheduler's
 slice, so the best of many finds the core's true rate even on a busy machine; that best is the absolute scale
-that later calibrations are held against.
-"""
+that later calibrations are held against."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def calibrate(target: Target) -> Calibration | None:
 
 
 class Calibration:
-    """The peaks of this machine, and its present speed as a fraction of the best it has shown in this
-    process."""
+    """The peaks of this machine, and its present speed as a fraction of the best this process saw."""
 
     def __init__(self, target: Target, threads: int = 0) -> None:
         self.threads = threads or torch.get_num_threads()
@@ -111,8 +109,7 @@ class Calibration:
 
         Full speed is the best ever seen, but at least `_LEAST_CLOCK` of every core at the rate of one alone:
         a process that starts in a bad window must not take it for normal. The better of two calibrations
-        counts: the first may meet another pool's threads that still spin.
-        """
+        counts: the first may meet another pool's threads that still spin."""
         loop = _loop("fp32", VECTOR_BITS.get(self._target.arch, 128))
         turns = loop.turns_in(_CALIBRATION)
         rate = max(self._together(loop, turns) for _ in range(2))

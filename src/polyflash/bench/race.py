@@ -1,5 +1,4 @@
-"""Calls that take turns on one device, by the clock of that device: rows of `bench`, races of `tune` and
-`ablate`."""
+"""Calls that take turns, by the clock of their device: cases of `bench`, races of `tune` and `ablate`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`polyflash bench` without its laboratory: dense, windowed and small problems against torch SDPA.
 
 A case is timed only after its outputs were compared. Every other suite lives in `benchmarks/` of a checkout,
-which is built on these cases and clocks.
-"""
+which is built on these cases and clocks."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 each round.
 
 A round whose calibration ran below `QUIET` of the machine's full speed is contended: it is kept and counted,
-and no median includes it. Times are seconds.
-"""
+and no median includes it. Times are seconds."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Summary:
-    """Median and interquartile range of one arm, in seconds per call, and over how many of how many
-    rounds."""
+    """Median and interquartile range of one arm, in seconds per call, over `rounds` `of` so many rounds."""
 
     median: float
     iqr: float
@@ -116,8 +114,7 @@ def compare(
         quiet. fewest: quiet rounds wanted.
         speed: the machine's present speed, 1 being full; asked around every round. None: always quiet.
         settle: seconds of sleep before each sample, so that threads of the arm before have stopped spinning.
-        clock: seconds, monotonic.
-    """
+        clock: seconds, monotonic."""
     threads = torch.get_num_threads()
     try:
         once = {arm.name: _once(arm, threads, clock) for arm in arms}

@@ -6,8 +6,7 @@
 
 Backends of diffusers have names from a closed enumeration, so `register()` adds a member to it, and
 `unregister()` takes it out again. Attention that diffusers computes by torch's SDPA itself (UNets) asks no
-backend: `polyflash.integrations.sdpa.enabled()` reaches it.
-"""
+backend: `polyflash.integrations.sdpa.enabled()` reaches it."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def register(name: str = "poly") -> str:
     """Make `model.set_attention_backend(name)` and `attention_backend(name)` run polyflash; returns the name.
 
     Raises:
-        SpecError: diffusers has a backend of that name.
-    """
+        SpecError: diffusers has a backend of that name."""
     names = theirs.AttentionBackendName
     if name in _OURS:
         return name
@@ -56,8 +54,7 @@ def unregister(name: str = "poly") -> None:
     as after `set_attention_backend`, then "native" is from now on.
 
     Raises:
-        SpecError: the name was not registered here.
-    """
+        SpecError: the name was not registered here."""
     names, registry = theirs.AttentionBackendName, theirs._AttentionBackendRegistry
     if name not in _OURS:
         raise spec_error("name", repr(name), "a name given to register()", "Others are not ours to take out.")

@@ -13,8 +13,7 @@ flags may be numpy's or tensors without dimensions, lengths and bounds int32 or 
 is (batch, num_heads, seqlen_q) or (num_heads, total_q), fp32. A row that sees no key has -inf there, out 0.
 
 `flash_attn_with_kvcache` is in `polyflash.integrations.flash_attn_cache`, `apply_rotary_emb` in
-`.flash_attn_rotary`; both are found here too.
-"""
+`.flash_attn_rotary`; both are found here too."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def flash_attn_func(
         out (batch, seqlen_q, num_heads, head_dim_v), or (out, softmax_lse, None).
 
     Raises:
-        SpecError, UnsupportedError: as `polyflash.attention`.
-    """
+        SpecError, UnsupportedError: as `polyflash.attention`."""
     given = options(causal, window_size, softcap, alibi_slopes, softmax_scale)
     given |= {"layout": "bshd", "dropout_p": number("dropout_p", dropout_p)}
     if flag("return_attn_probs", return_attn_probs):
@@ -103,8 +101,7 @@ def flash_attn_varlen_func(
         out (total_q, num_heads, head_dim_v), or (out, softmax_lse, None).
 
     Raises:
-        SpecError, UnsupportedError: as `polyflash.attention_varlen`, or `polyflash.attention_paged`.
-    """
+        SpecError, UnsupportedError: as `polyflash.attention_varlen`, or `polyflash.attention_paged`."""
     given = options(causal, window_size, softcap, alibi_slopes, softmax_scale)
     wants_lse, dropout_p = flag("return_attn_probs", return_attn_probs), number("dropout_p", dropout_p)
     cu_seqlens_q, cu_seqlens_k, seqused_k = lengths(cu_seqlens_q), lengths(cu_seqlens_k), lengths(seqused_k)
@@ -176,8 +173,7 @@ def unpad_input(
 
     Returns:
         packed (total, ...), indices int64 (total,) into batch * seqlen, cu_seqlens int32 (batch + 1,), the
-        longest request, and live tokens per request int32 (batch,).
-    """
+        longest request, and live tokens per request int32 (batch,)."""
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     used = attention_mask.sum(-1, dtype=torch.int32)

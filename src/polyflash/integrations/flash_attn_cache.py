@@ -67,8 +67,7 @@ def flash_attn_with_kvcache(
             cache's; keys do not fit behind those in the cache; two tokens would be written to one slot; or
             what `polyflash.attention` refuses. What is refused for k, v, rotary, cache_batch_idx or
             block_table is so before the cache is written. Contents of tensors are checked on a CPU; on a
-            device what has no page is not written, and hidden.
-    """
+            device what has no page is not written, and hidden."""
     _check_halves(k, v, rotary_cos, rotary_sin)
     if rotary_seqlens is not None and rotary_cos is None:
         change = "Pass rotary_cos and rotary_sin, or drop it."

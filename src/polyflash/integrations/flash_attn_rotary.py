@@ -35,8 +35,7 @@ def apply_rotary_emb(
 
     Raises:
         SpecError: shapes, dtypes or devices do not fit, or (looked at on a CPU only) bounds or a position
-            beyond the tables. On a device a token beyond the tables stays as it is, as in flash-attn.
-    """
+            beyond the tables. On a device a token beyond the tables stays as it is, as in flash-attn."""
     ndim = 4 if cu_seqlens is None else 3
     if not isinstance(x, Tensor) or x.ndim != ndim:
         wanted = "(batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens"

@@ -30,8 +30,7 @@ def registry() -> Any:
     """torch's registry.
 
     Raises:
-        UnsupportedError: this torch has none.
-    """
+        UnsupportedError: this torch has none."""
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         told = "has no registry of flash implementations. Use enabled()"
         raise UnsupportedError(f"torch {torch.__version__} {told}")
@@ -51,8 +50,7 @@ def register(on_gpus: bool) -> Handle:
 
 
 def put_flash_first(device: str) -> list[int]:
-    """Puts flash attention before cuDNN in the order in which torch asks its kernels; returns the old
-    order."""
+    """Puts flash attention before cuDNN where torch asks its kernels in order; returns the old order."""
     x = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)
     torch._fused_sdp_choice(x, x, x)  # torch makes its order at its first choice, over any that was set
     before: list[int] = torch._C._get_sdp_priority_order()

@@ -28,8 +28,7 @@ def forward(
     """torch's function, with `attend` for its scaled_dot_product_attention.
 
     `query` (seqlen_q, batch, embed_dim) or unbatched (seqlen_q, embed_dim). Weights wanted, added keys, given
-    keys and arguments that torch refuses go to torch's own function, which calls no attention or raises.
-    """
+    keys and arguments that torch refuses go to torch's own function, which calls no attention or raises."""
     added = not (bias_k is bias_v is static_k is static_v is None) or add_zero_attn
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else (in_proj_weight,)
     why = ""

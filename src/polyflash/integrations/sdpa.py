@@ -9,8 +9,7 @@
     sdpa.deactivate()
 
 `is_causal` is aligned top-left here, as torch has it: row i sees keys 0 to i. A call that polyflash does not
-run goes to torch's own function, arguments that torch refuses included, so the errors are torch's too.
-"""
+run goes to torch's own function, arguments that torch refuses included, so the errors are torch's too."""
 
 from __future__ import annotations
 
@@ -143,8 +142,7 @@ def scaled_dot_product_attention(
         (..., num_q_heads, seqlen_q, head_dim_v). A row that sees no key is 0.
 
     Raises:
-        TypeError, RuntimeError, IndexError: torch's own, from torch's own function.
-    """
+        TypeError, RuntimeError, IndexError: torch's own, from torch's own function."""
     return _replaced(False, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -329,8 +327,7 @@ def activate() -> None:
     attention then stands first in torch's order of kernels, where cuDNN may stand otherwise.
 
     Raises:
-        UnsupportedError: this torch has no such registry.
-    """
+        UnsupportedError: this torch has no such registry."""
     on_gpus = torch.cuda.is_available() and bool(_kernels_of("cuda", torch.cuda.current_device()))
     registry = flash_registry.registry()
     name = flash_registry.NAME

@@ -45,8 +45,7 @@ def register(name: str = "poly") -> str:
     pages.
 
     Raises:
-        SpecError: transformers gives the name, or a part of it, a meaning of its own.
-    """
+        SpecError: transformers gives the name, or a part of it, a meaning of its own."""
     plug_in.register(name)
     AttentionInterface.register(name, _forward_of_pages)
     AttentionMaskInterface.register(name, _mask_of_batch)
@@ -56,8 +55,7 @@ def register(name: str = "poly") -> str:
 class PagedStates(Tensor):
     """Keys (or values) of one layer, (batch, num_kv_heads, tokens, head_dim), that stand in pages.
 
-    Every torch operation on it sees `dense()`, a copy.
-    """
+    Every torch operation on it sees `dense()`, a copy."""
 
     pages: PagedCache
     layer: int
@@ -136,8 +134,7 @@ class PagedCache(Cache):
 
     Raises:
         SpecError: no `KVCache`.
-        OutOfPages: while a model runs, before anything of that pass is written.
-    """
+        OutOfPages: while a model runs, before anything of that pass is written."""
 
     def __init__(self, cache: KVCache, *, cascade: bool = False) -> None:
         if not isinstance(cache, KVCache):
@@ -157,8 +154,7 @@ class PagedCache(Cache):
 
         Raises:
             SpecError: no such number of tokens or page size; or the config of the model has no
-                `num_key_value_heads` or `head_dim` for all layers alike. Make the KVCache yourself then.
-        """
+                `num_key_value_heads` or `head_dim` for all layers alike. Make the KVCache yourself then."""
         checked_count("page_size", page_size, 1, 2**31 - 1)
         checked_count("tokens", tokens, 0, (2**31 - 1) * page_size)
         config = model.config.get_text_config(decoder=True)
@@ -200,8 +196,7 @@ class PagedCache(Cache):
         Raises:
             OutOfPages: too few free pages for a new pass; the cache is as before it.
             SpecError: another batch than before; or the pass before did not reach the last layer: it failed,
-                or the model has fewer layers than the `KVCache`.
-        """
+                or the model has fewer layers than the `KVCache`."""
         batch, _, count, _ = k.shape
         if self._step is not None and self._step.has_written(layer):
             missing = [n for n in range(self.cache.num_layers) if not self._step.has_written(n)]

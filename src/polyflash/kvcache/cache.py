@@ -67,8 +67,7 @@ class KVCache(Storage):
     requests. On a device, the current stream orders the work, as for any torch op; order several by events.
 
     `scrub=True` fills pages that nobody owns any more with zeros. Without it their bits stay until they are
-    written again; no attention can see them.
-    """
+    written again; no attention can see them."""
 
     def reserve(self, requests: Requests, counts: Counts = 1) -> Step:
         """Reserves room for `counts[b]` more tokens of each request (one number: of every one), or for none.
@@ -77,8 +76,7 @@ class KVCache(Storage):
 
         Raises:
             OutOfPages: too few free pages; nothing was changed.
-            SpecError: a request twice, one that is freed or has a step open, or no such count.
-        """
+            SpecError: a request twice, one that is freed or has a step open, or no such count."""
         who = listed(requests)
         with self._pages.lock:
             made = self._pages.reserve(who, numbers("counts", counts, who))
@@ -106,8 +104,7 @@ class KVCache(Storage):
 
         Raises:
             OutOfPages: too few free pages. As after every exception, the cache is as before.
-            SpecError: several layers (use `reserve`), or what `reserve` and `Step.write` refuse.
-        """
+            SpecError: several layers (use `reserve`), or what `reserve` and `Step.write` refuse."""
         if self.num_layers != 1:
             change = "Use reserve(), and Step.write() for each layer."
             raise spec_error("append", f"{self.num_layers} layers", "1", change)
@@ -158,8 +155,7 @@ class KVCache(Storage):
         The other arguments and the results are those of `attention_paged`; sinks count once.
 
         Raises:
-            SpecError, UnsupportedError: as `attention_paged`; or counts that do not add up to q's rows.
-        """
+            SpecError, UnsupportedError: as `attention_paged`; or counts that do not add up to q's rows."""
         tables, rows = self._call(requests, counts)
         k_pool, v_pool = self.pools(layer)
         if isinstance(requests, Step) and not requests.has_written(layer):

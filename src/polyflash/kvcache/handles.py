@@ -18,8 +18,7 @@ class OutOfPages(SpecError):
 
     Attributes:
         needed: pages the call asked for.
-        free: pages there were.
-    """
+        free: pages there were."""
 
     def __init__(self, message: str, needed: int, free: int) -> None:
         super().__init__(message)
@@ -70,8 +69,7 @@ class Reservation:
     """Room for `counts[b]` more tokens of `requests[b]`, at positions from `starts[b]` on.
 
     Until `commit` the requests are what they were. `tails[b]` is the page that replaces the last one, or
-    None; `fresh[b]` are the pages behind it; `copies` are due before the first write.
-    """
+    None; `fresh[b]` are the pages behind it; `copies` are due before the first write."""
 
     requests: tuple[Request, ...]
     counts: tuple[int, ...]
@@ -109,8 +107,7 @@ def checked_count(name: str, value: object, least: int, most: int) -> int:
     """`value` if it is an int within [least, most].
 
     Raises:
-        SpecError: it is not.
-    """
+        SpecError: it is not."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise spec_error(name, described(value), f"an int from {least} to {most}", "Pass a plain number.")
     return value
@@ -130,8 +127,7 @@ def listed(requests: Requests) -> tuple[Request, ...]:
     """One request or several as a tuple.
 
     Raises:
-        SpecError: no sequence at all.
-    """
+        SpecError: no sequence at all."""
     if isinstance(requests, Request):
         return (requests,)
     if isinstance(requests, Sequence) and not isinstance(requests, str):
@@ -144,8 +140,7 @@ def numbers(name: str, given: Counts, beside: Sequence[object]) -> list[int]:
     """One number for each of `beside`, of one for all or one for each.
 
     Raises:
-        SpecError: neither.
-    """
+        SpecError: neither."""
     if isinstance(given, int) and not isinstance(given, bool):
         return [given] * len(beside)
     if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == len(beside):
@@ -158,8 +153,7 @@ def token_list(tokens: Any) -> list[int]:
     synchronises.
 
     Raises:
-        SpecError: something else.
-    """
+        SpecError: something else."""
     given = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if not isinstance(given, Sequence) or not all(type(x) is int for x in given):
         change = "Pass what the model was given, from its first token on."

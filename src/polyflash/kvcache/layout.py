@@ -34,8 +34,7 @@ def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -
     pools with the layer first, or of a sequence of pools.
 
     Raises:
-        SpecError: something else, an unknown layout, or a pool whose elements share addresses.
-    """
+        SpecError: something else, an unknown layout, or a pool whose elements share addresses."""
     if not isinstance(layout, str) or layout not in _SHAPES:
         change = "FlashInfer calls the same layouts so."
         raise spec_error("layout", described(layout), "'NHD' or 'HND'", change)
@@ -77,8 +76,7 @@ def check_pools(k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> None:
     their head_dim.
 
     Raises:
-        SpecError: they do not.
-    """
+        SpecError: they do not."""
     if len(k_pages) != len(v_pages) or not k_pages:
         wanted, change = "as many of each, one or more", "Every layer has both pools."
         raise spec_error("k_pages, v_pages", f"{len(k_pages)} and {len(v_pages)} layers", wanted, change)
@@ -156,8 +154,7 @@ def write_tokens(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_ma
 
     Raises:
         SpecError: shapes, dtypes or devices do not fit; or a slot is below -1, beyond the pool, or there
-            twice. Nothing is written then.
-    """
+            twice. Nothing is written then."""
     (k_pool,), (v_pool,) = layers_of("k_pages", k_pages, "NHD"), layers_of("v_pages", v_pages, "NHD")
     check_pools((k_pool,), (v_pool,))
     check_tokens("k", k, k_pool, None)
@@ -184,8 +181,7 @@ def check_tokens(name: str, tokens: Tensor, pool: Tensor, count: int | None) -> 
     """Checks that `tokens` can be written to `pool` as they are: assignment would broadcast and cast.
 
     Raises:
-        SpecError: they cannot.
-    """
+        SpecError: they cannot."""
     if count is None and isinstance(tokens, Tensor) and tokens.ndim:
         count = tokens.shape[0]
     shape = (count, *pool.shape[2:])

@@ -29,8 +29,7 @@ class CacheStats:
         num_bytes: of the pools of all layers.
         used_bytes: of the used pages.
         fragmentation: share of slots in used pages that hold no token.
-        evictions: remembered pages that were taken, ever.
-    """
+        evictions: remembered pages that were taken, ever."""
 
     requests: int
     tokens: int
@@ -72,8 +71,7 @@ def survivors(keep: Tensor, layers: int, heads: int, first: int, length: int) ->
     """Expands `keep` to int64 (num_layers, num_kv_heads, tokens), and counts the tokens that stay in place.
 
     Raises:
-        SpecError: other shapes; places that do not rise, or are not those of tokens that are there.
-    """
+        SpecError: other shapes; places that do not rise, or are not those of tokens that are there."""
     forms = "(kept,), (num_layers, kept) or (num_layers, num_kv_heads, kept)"
     if not is_ints(keep) or not 1 <= keep.ndim <= 3 or keep.shape[:-1] != (layers, heads)[: keep.ndim - 1]:
         change = f"The cache has {layers} layers and {heads} kv heads."
@@ -99,8 +97,7 @@ def heavy_hitters(sums: Tensor, keep: int, *, recent: int = 0) -> Tensor:
     `sums` are `polyflash.column_sums`, added up over steps; for one per kv head sum its query heads.
 
     Raises:
-        SpecError: no tensor of floats, more to keep than there are, or more recent ones than are kept.
-    """
+        SpecError: no tensor of floats, more to keep than there are, or more recent ones than are kept."""
     if not isinstance(sums, Tensor) or not sums.is_floating_point() or sums.ndim < 1:
         raise spec_error("sums", described(sums), "floats (..., tokens)", "Pass what column_sums() gave.")
     tokens = sums.shape[-1]

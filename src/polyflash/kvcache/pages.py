@@ -6,8 +6,7 @@ several owners is copied before the first write, and the writer gets the copy.
 
     invariants: a page is free, or has as many owners as `check()` can find; never both
                 a request has exactly ceil(length / page_size) pages, all different; those before `start`,
-                which were given back, are -1
-"""
+                which were given back, are -1"""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class Pages:
     Raises (all methods):
         SpecError: a request that was freed, is of another allocator, is named twice in one call, or has a
             reservation open where it is to be changed; a count or length that is no such number.
-        OutOfPages: too few free pages.
-    """
+        OutOfPages: too few free pages."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = checked_count("num_pages", num_pages, 0, 2**31 - 1)
@@ -112,8 +110,7 @@ class Pages:
         """Reserves room for `counts[b]` more tokens each: for all requests, or `OutOfPages` and for none.
 
         A last page with other owners is replaced by a copy. One of its owners may write in place if all of
-        them write in this call: the longest, whose first new slot lies behind what the others read.
-        """
+        them write in this call: the longest, whose first new slot lies behind what the others read."""
         with self.lock:
             entries, numbers, copied, more = self._wanted(requests, counts)
             needed = len(copied) + sum(more)
@@ -191,8 +188,7 @@ class Pages:
             return self._leave(left)
 
     def free(self, requests: Sequence[Request]) -> list[int]:
-        """Ends the requests; their handles fit nothing from here on. Returns the pages that nobody owns any
-        more."""
+        """Ends the requests, whose handles fit nothing any more. Returns the pages that nobody owns now."""
         with self.lock:
             entries = self._distinct(requests, unreserved=True)
             for request in requests:
@@ -332,8 +328,7 @@ class Pages:
         """Counts every page's owners anew.
 
         Raises:
-            RuntimeError: an invariant is broken, which no sequence of calls may bring about.
-        """
+            RuntimeError: an invariant is broken, which no sequence of calls may bring about."""
         with self.lock:
             found = [0] * self.num_pages
             wrong = []

@@ -28,8 +28,7 @@ class Rope:
     """A rotation by `base`, or by tables `cos` and `sin`, float (positions, rotary_dim / 2) each.
 
     `rotary_dim` is the head_dim if it is None and there are no tables. transformers' tables repeat their
-    columns: pass cos[:, : rotary_dim // 2].
-    """
+    columns: pass cos[:, : rotary_dim // 2]."""
 
     base: float = 10000.0
     rotary_dim: int | None = None
@@ -63,8 +62,7 @@ class Rope:
 
         Raises:
             SpecError: shapes, dtypes or devices do not fit, head_dim is too small, or (looked at on a CPU
-                only) a position is negative or beyond the tables.
-        """
+                only) a position is negative or beyond the tables."""
         self._check(x, positions)
         exact = torch.float64 if x.dtype is torch.float64 else torch.float32
         cos, sin = (part[:, None].to(exact) for part in self._factors(positions, x.shape[-1], exact))

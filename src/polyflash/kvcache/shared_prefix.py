@@ -92,8 +92,7 @@ class AttendPlan:
     """A description of what `KVCache.attend` does for a call. It prints itself.
 
     `shared_keys` are the keys in the `shared_pages` that are read once for all requests; `keys` are those
-    read per key/value head, shared ones once.
-    """
+    read per key/value head, shared ones once."""
 
     requests: int
     rows: int

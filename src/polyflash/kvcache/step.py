@@ -61,8 +61,7 @@ class Step:
 
         Raises:
             SpecError: the step has ended, there is no such layer, or a tensor does not fit.
-            UnsupportedError: a tensor needs a gradient, which ends at the pool.
-        """
+            UnsupportedError: a tensor needs a gradient, which ends at the pool."""
         self._check_open()
         k_pool, v_pool = self.cache.pools(layer)
         total = int(self.slot_mapping.shape[0])
@@ -87,8 +86,7 @@ class Step:
         """Makes the tokens part of their requests.
 
         Raises:
-            SpecError: the step has ended, or a layer has not written its tokens; the step stays open then.
-        """
+            SpecError: the step has ended, or a layer has not written its tokens; the step stays open then."""
         self._check_open()
         missing = [n for n in range(self.cache.num_layers) if not self.has_written(n)]
         if missing:

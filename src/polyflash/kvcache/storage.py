@@ -37,8 +37,7 @@ from polyflash.kvcache.shared_prefix import Tables
 
 
 class Storage:
-    """A `KVCache` without steps and attention. Its attributes `k_pages` and `v_pages` hold a pool (num_pages,
-    page_size, num_kv_heads, head_dim or head_dim_v) per layer."""
+    """A `KVCache` without steps and attention."""
 
     def __init__(
         self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *,
@@ -66,8 +65,7 @@ class Storage:
         `kv[:, 1]`, of vLLM's (2, num_blocks, ...) `kv[0]` and `kv[1]`.
 
         Raises:
-            SpecError: pools that do not fit each other, or whose elements share addresses.
-        """
+            SpecError: pools that do not fit each other, or whose elements share addresses."""
         k, v = layers_of("k_pages", k_pages, layout), layers_of("v_pages", v_pages, layout)
         check_pools(k, v)
         cache = cls.__new__(cls)
@@ -77,7 +75,7 @@ class Storage:
     def _adopt(self, pages: Pages, k: tuple[Tensor, ...], v: tuple[Tensor, ...], scrub: bool) -> None:
         check_pools(k, v)
         self._pages, self.num_pages, self.page_size = pages, pages.num_pages, pages.page_size
-        self.k_pages, self.v_pages, self.num_layers = k, v, len(k)
+        self._k, self._v, self.num_layers = k, v, len(k)
         self.dtype, self.device = k[0].dtype, k[0].device
         self._like = (self.dtype, self.device, k[0].shape, v[0].shape)
         self._scrub = scrub
@@ -93,6 +91,16 @@ class Storage:
             f"{self.dtype}, {self.device}; "
             f"{len(self.requests())} requests, {self.num_free_pages} pages free)"
         )
+
+    @property
+    def k_pages(self) -> tuple[Tensor, ...]:
+        """Per layer (num_pages, page_size, num_kv_heads, head_dim)."""
+        return self._k
+
+    @property
+    def v_pages(self) -> tuple[Tensor, ...]:
+        """Per layer (num_pages, page_size, num_kv_heads, head_dim_v)."""
+        return self._v
 
     @property
     def num_free_pages(self) -> int:
@@ -137,8 +145,7 @@ class Storage:
         requests that are not there yet, of `new[b]` tokens each. At most `num_free_pages` can be had.
 
         Raises:
-            SpecError: what `reserve` refuses, but for too few pages.
-        """
+            SpecError: what `reserve` refuses, but for too few pages."""
         who = listed(requests)
         return self._pages.needed(who, numbers("counts", counts, who), list(new))
 
@@ -147,8 +154,7 @@ class Storage:
         neighbours: all tokens in them stand more than `left` before it.
 
         Lengths, places and positions stay, and the table has -1 there. From here on `attend` of such a
-        request takes a window that ends before those tokens, and no `q_offset` or `kv_lens`.
-        """
+        request takes a window that ends before those tokens, and no `q_offset` or `kv_lens`."""
         with self._pages.lock:
             self._zero(self._pages.free_left(listed(requests), left))
 
@@ -166,8 +172,7 @@ class Storage:
 
         Raises:
             OutOfPages: others own pages that would be written, and too few are free; nothing was changed.
-            SpecError: a step is open, or no such places.
-        """
+            SpecError: a step is open, or no such places."""
         with self._pages.lock:
             first, length = self.start(request), self.length(request)
             places, same = survivors(keep, self.num_layers, self.k_pages[0].shape[2], first, length)
@@ -197,8 +202,7 @@ class Storage:
             Tokens in pages that can be found.
 
         Raises:
-            SpecError: more tokens than the request has, or one of which some were evicted or given back.
-        """
+            SpecError: more tokens than the request has, or one of which some were evicted or given back."""
         return self._pages.remember(request, token_list(tokens), key)
 
     def cached_tokens(self, tokens: Sequence[int] | Tensor, *, key: Hashable = None) -> int:
@@ -219,8 +223,7 @@ class Storage:
         """Ends the requests. Pages that others share stay theirs.
 
         Raises:
-            SpecError: one of them is freed already, or named twice; none is freed then.
-        """
+            SpecError: one of them is freed already, or named twice; none is freed then."""
         with self._pages.lock:
             self._zero(self._pages.free(listed(requests)))
 
@@ -237,8 +240,7 @@ class Storage:
         """int64 (total,) on the pool's device: slots of the tokens of each request from `starts[b]` on.
 
         Raises:
-            SpecError: tokens that were given back, or more than there are.
-        """
+            SpecError: tokens that were given back, or more than there are."""
         who = listed(requests)
         tables = self._tables(who)
         first = numbers("starts", starts, who)
@@ -252,8 +254,7 @@ class Storage:
         and (..., head_dim_v).
 
         Raises:
-            SpecError: `free_left` has given some of them back.
-        """
+            SpecError: `free_left` has given some of them back."""
         slots = self.slot_mapping(request, start)
         k_pool, v_pool = self.pools(layer)
         return read_slots(k_pool, slots), read_slots(v_pool, slots)
@@ -264,8 +265,7 @@ class Storage:
         return self._pages.snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Makes every request what it was at the snapshot, which may be used again; requests made since are
-        gone."""
+        """Makes every request what it was at the snapshot, which stays; those made since are gone."""
         with self._pages.lock:
             self._zero(self._pages.restore(snapshot))
 
@@ -278,16 +278,14 @@ class Storage:
         """Counts every page's owners anew.
 
         Raises:
-            RuntimeError: an invariant is broken, which no sequence of calls may bring about.
-        """
+            RuntimeError: an invariant is broken, which no sequence of calls may bring about."""
         self._pages.check()
 
     def pools(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns the pools of one layer, which must be what they were when the cache was made.
 
         Raises:
-            SpecError: no such layer, or a pool has another dtype, device or shape by now.
-        """
+            SpecError: no such layer, or a pool has another dtype, device or shape by now."""
         checked_count("layer", layer, 0, self.num_layers - 1)
         k, v = self.k_pages[layer], self.v_pages[layer]
         if (k.dtype, k.device, k.shape, v.shape) != self._like or v.dtype is not k.dtype:

@@ -38,8 +38,7 @@ def from_flashinfer(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page
 
     Raises:
         SpecError: other dtypes or shapes, an indptr that does not start at 0, falls or ends beyond the
-            indices, or a last page with fewer than 1 or more than page_size tokens.
-    """
+            indices, or a last page with fewer than 1 or more than page_size tokens."""
     for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
         _check_vector(name, x, indptr)
     batch = last_page_len.shape[0]
@@ -70,8 +69,7 @@ def to_flashinfer(page_table: Tensor, kv_lens: Tensor, page_size: int) -> FlashI
     length 0 has no pages and a last_page_len of 0.
 
     Raises:
-        SpecError: other dtypes or shapes, or a length that is negative or beyond the table.
-    """
+        SpecError: other dtypes or shapes, or a length that is negative or beyond the table."""
     if not is_ints(page_table) or page_table.ndim != 2:
         change = "One row of pages per request."
         raise spec_error("page_table", described(page_table), "int32 (batch, max_pages)", change)

@@ -1,8 +1,7 @@
 """`polyflash ablate`: what each named technique of a kernel is worth on this device, losses included.
 
 Every switch is one change from the config that the row chooses. Its results are compared with those of that
-config, and with the reference, before anything is timed; all arms then take turns.
-"""
+config, and with the reference, before anything is timed; all arms then take turns."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Each candidate is checked before it is timed, then raced against the incumbent: shortly, and if that was
 promising, again at length. The winner is the incumbent of the next race. What is known is kept after every
-candidate, so that a search that is interrupted has lost nothing and the next one goes on behind it.
-"""
+candidate, so that a search that is interrupted has lost nothing and the next one goes on behind it."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def tune(
     Returns the last entry kept: its times are geometric means over the problems.
 
     Raises:
-        ContendedError: not even the first race said anything, so nothing was kept.
-    """
+        ContendedError: not even the first race said anything, so nothing was kept."""
     untuned, *others = trials[0].candidates()
     incumbent, first = untuned, 0
     if start is not None and start.of == len(others):

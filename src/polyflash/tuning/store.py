@@ -3,8 +3,7 @@
 A file is read when a route is made, and believed only as a whole: schema, device, driver and versions must be
 those of now, each entry must be plain numbers and words, and the config's own class has the last word. Any
 trouble is a reason in `explain`, never an error. An entry decides a route's config, so its key holds nothing
-that a route does not: classes of lengths, no length and no batch.
-"""
+that a route does not: classes of lengths, no length and no batch."""
 
 from __future__ import annotations
 
@@ -183,8 +182,7 @@ def _read(path: str, _mtime: int, _size: int, _inode: int, wanted: str) -> Book:
 
 
 def decode(data: bytes, wanted: dict[str, str]) -> dict[str, Entry]:
-    """The entries in `data`; ValueError unless all of it is as `encode` writes it, for the identity
-    `wanted`."""
+    """The entries in `data`; ValueError unless all is as `encode` writes it, for the identity `wanted`."""
     content = json.loads(data.decode("utf-8"))
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"no {SCHEMA}")

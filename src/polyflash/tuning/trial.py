@@ -1,8 +1,7 @@
 """One problem on one kernel row, with any of its configs: what `tune` and `ablate` run and compare.
 
 The row's `run` is called directly, with a launch of its own for every config: gradients and statistics can be
-tried like the forward pass, and no route of the process changes.
-"""
+tried like the forward pass, and no route of the process changes."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ def trial(workload: Workload, phase: Phase, backend: str, *, device: str = "cpu"
     """The problem on `backend`'s row of `phase`; UnsupportedError with the reasons if it has none for it.
 
     Args:
-        workload: neither packed nor paged. phase: FORWARD stands for DECODE too where rows are few.
-    """
+        workload: neither packed nor paged. phase: FORWARD stands for DECODE too where rows are few."""
     if workload.members or workload.page_size:
         change = "Tune the dense problem of its lengths."
         raise spec_error("workload", workload.name, "neither packed nor paged", change)

@@ -6,8 +6,7 @@
 
 `register()` registers an attention function and a mask function under one name. Both are needed: without a
 mask function of that name transformers passes no mask at all, and padded keys take part without a warning.
-transformers parses the name ("flash" in it starts an import of flash-attn), so it is "poly".
-"""
+transformers parses the name ("flash" in it starts an import of flash-attn), so it is "poly"."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ def register(name: str = "poly") -> str:
     """Make `attn_implementation=name` run polyflash in every model loaded from now on; returns the name.
 
     Raises:
-        SpecError: transformers gives the name, or a part of it, a meaning of its own.
-    """
+        SpecError: transformers gives the name, or a part of it, a meaning of its own."""
     if not name or any(part in name for part in _PARSED):
         change = "Choose a plain one, such as 'poly'."
         raise spec_error("name", repr(name), f"a word with none of {' '.join(_PARSED)} in it", change)

@@ -1,5 +1,4 @@
-"""`BatchMask`: the keys that each query of a batch sees, in O(seqlen) numbers; and transformers' mask
-function."""
+"""`BatchMask`: the keys that each query of a batch sees, in O(seqlen) numbers; and the mask function."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class BatchMask:
 
     `chunk`: the ids are those of chunks of so many keys, counted from the first key.
 
-    A torch function or a tensor method called on the mask sees `dense()`.
-    """
+    A torch function or a tensor method called on the mask sees `dense()`."""
 
     shape: tuple[int, int, int, int]
     device: torch.device
@@ -112,8 +110,7 @@ class BatchMask:
         """Translates the mask to arguments of `attention()`.
 
         Raises:
-            SpecError: the mask is for other lengths.
-        """
+            SpecError: the mask is for other lengths."""
         if self.shape[2:] != (seqlen_q, seqlen_k):
             got, wanted = f"{self.shape[2]} queries x {self.shape[3]} keys", f"{seqlen_q} x {seqlen_k}"
             raise spec_error("attention_mask", got, wanted, "Build the mask for this layer's own cache.")
@@ -148,8 +145,7 @@ class BatchMask:
 
         `ids`: int (batch or 1, seqlen_q), not falling along the tokens; query i and key i + q_offset are the
         same token, and keys before belong to the first document of this call. Where `padded` is true, ids
-        say nothing: padding makes positions restart.
-        """
+        say nothing: padding makes positions restart."""
         batch, _, seqlen_q, seqlen_k = self.shape
         ids = ids.int().expand(batch, seqlen_q).contiguous()
         rows = torch.arange(seqlen_q, device=ids.device)
@@ -207,8 +203,7 @@ def _mask_of_batch(
     None stands for causal attention over equal lengths without padding, where transformers lets the layer's
     `is_causal` decide. The dense bool tensor that torch SDPA gets stands for every other pattern (an overlay
     of the model's or the user's), and where the model asked for a mask it can compute with.
-    `attention_mask` is bool (batch, seen keys).
-    """
+    `attention_mask` is bool (batch, seen keys)."""
     if isinstance(attention_mask, BatchMask):
         return attention_mask
     pattern = None if use_vmap else read(mask_function)

@@ -47,8 +47,7 @@ def _attention_forward(
 
     Raises:
         UnsupportedError: an argument would change the result and is not supported; it is never ignored.
-        SpecError: a mask has another shape than transformers gives, or is for other lengths.
-    """
+        SpecError: a mask has another shape than transformers gives, or is for other lengths."""
     _refuse_unknown(kwargs)
     if attention_mask is None and is_causal is None:
         is_causal = getattr(module, "is_causal", True)

@@ -4,8 +4,7 @@ transformers builds masks from functions (batch, head, query, key) -> bool, comb
 sliding window, chunks, packed documents. `read()` calls such a function with four `Term`s. Its comparisons
 and index operations build an expression instead of numbers, and the expression is matched against the
 patterns that need no (seqlen_q, seqlen_k) tensor. Nothing depends on names or closures, so a function that
-computes something else is never mistaken for a known one, and torch.compile can trace it.
-"""
+computes something else is never mistaken for a known one, and torch.compile can trace it."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class Pattern:
 
     causal: n <= p.    left: n >= p - left.    right: n <= p + right.
     documents: (batch, seqlen) ids, those of p and n are equal.
-    chunk: (n - start) // chunk == (p - start) // chunk, start = chunk_starts[b].
-    """
+    chunk: (n - start) // chunk == (p - start) // chunk, start = chunk_starts[b]."""
 
     causal: bool = False
     left: int | None = None
