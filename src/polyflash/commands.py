@@ -73,17 +73,12 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         "gflops": plan.work.flops / seconds["median"] / 1e9,
         "peak_gflops": _peak(plan),
         "error": {
-            "relative_l2": _number(accuracy.relative),
-            "weighted": _number(accuracy.weighted),
-            "largest": _number(accuracy.largest),
-            "lse": _number(accuracy.lse),
-            "tolerance": tolerance,
-            "heads": accuracy.heads,
-            "rows": accuracy.rows,
-            "ok": correct,
+            "relative_l2": _number(accuracy.relative), "weighted": _number(accuracy.weighted),
+            "largest": _number(accuracy.largest), "lse": _number(accuracy.lse), "tolerance": tolerance,
+            "heads": accuracy.heads, "rows": accuracy.rows, "ok": correct,
         },
         "written": [str(path) for path in paths],
-    }
+    }  # fmt: skip
     if options.json:
         print(_json({"schema": "polyflash.run/1", **facts, "plan": _plan(plan)}))
     elif not options.quiet:
@@ -221,20 +216,13 @@ def _plan(plan: Plan) -> dict[str, Any]:
     """A plan as plain data."""
     spec = {f.name: getattr(plan.spec, f.name) for f in fields(plan.spec)}
     spec.update(phase=plan.spec.phase.value, features=sorted(f.value for f in plan.spec.features))
+    rows = [{"row": v.row.name, "priority": v.row.priority, "reasons": [*v.reasons]} for v in plan.verdicts]
     return {
-        "problem": spec,
-        "target": _target(plan),
-        "chosen": plan.chosen.name if plan.chosen else None,
-        "config": asdict(plan.config) if plan.config else None,
-        "rung": plan.rung,
-        "flops": plan.work.flops,
-        "bytes": plan.work.bytes,
-        "notes": list(plan.notes),
-        "rows": [
-            {"row": v.row.name, "priority": v.row.priority, "reasons": [*v.reasons]} for v in plan.verdicts
-        ],
+        "problem": spec, "target": _target(plan), "chosen": plan.chosen.name if plan.chosen else None,
+        "config": asdict(plan.config) if plan.config else None, "rung": plan.rung, "flops": plan.work.flops,
+        "bytes": plan.work.bytes, "notes": list(plan.notes), "rows": rows,
         "backward": _plan(plan.backward) if plan.backward else None,
-    }
+    }  # fmt: skip
 
 
 def _target(plan: Plan) -> str:

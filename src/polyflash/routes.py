@@ -72,31 +72,15 @@ def spec_of(
     page_size = 0
     if args.page_table is not None:
         page_size, seqlen_k = seqlen_k, args.page_table.shape[1] * seqlen_k
+    sizes = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    sizes["head_dim_v"] = head_dim_v
     return AttentionSpec(
-        phase=phase,
-        dtype=str(q.dtype).removeprefix("torch."),
-        device=q.device.type,
-        batch=batch,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        features=features_of(
-            args, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=head_dim_v
-        ),
-        causal=args.causal,
-        window=(args.window_left, args.window_right),
-        offset=args.offset,
-        scale=args.scale,
-        tf32=takes_tf32(q),
-        needs_grad=any_requires_grad(q, k, v, args),
-        members=members,
-        max_seqlen_q=args.max_seqlen_q,
-        max_seqlen_k=args.max_seqlen_k,
-        page_size=page_size,
-    )
+        phase=phase, dtype=str(q.dtype).removeprefix("torch."), device=q.device.type, batch=batch,
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes, features=features_of(args, **sizes),
+        causal=args.causal, window=(args.window_left, args.window_right), offset=args.offset,
+        scale=args.scale, tf32=takes_tf32(q), needs_grad=any_requires_grad(q, k, v, args), members=members,
+        max_seqlen_q=args.max_seqlen_q, max_seqlen_k=args.max_seqlen_k, page_size=page_size,
+    )  # fmt: skip
 
 
 def without_gradients(spec: AttentionSpec) -> AttentionSpec:

@@ -220,19 +220,11 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         phase = _FORWARD
     backend = requested_backend(args)
     key = (
-        phase,
-        asked,
-        backend,
-        (q.dtype, k.dtype, v.dtype),
-        (q.device, k.device, v.device),
-        (num_q_heads, num_kv_heads, num_v_heads),
-        (head_dim, head_dim_k, head_dim_v),
-        length_class(seqlen_q),
-        seqlen_k >= MANY_KEYS,
-        seqlen_q + seqlen_k > MOST_POSITIONS,
-        takes_tf32(q),
+        phase, asked, backend, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device),
+        (num_q_heads, num_kv_heads, num_v_heads), (head_dim, head_dim_k, head_dim_v),
+        length_class(seqlen_q), seqlen_k >= MANY_KEYS, seqlen_q + seqlen_k > MOST_POSITIONS, takes_tf32(q),
         *map(class_of, rest),
-    )
+    )  # fmt: skip
     if args.max_seqlen_q is not None or args.max_seqlen_k is not None:
         key += longest_class(args)
     launch = _routes.get(key)

@@ -125,21 +125,15 @@ def _loop(
     size: int, in_dims: Dims, inputs: tuple[Any, ...], apply: Apply, blank: Callable[..., tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
     """Sample by sample; results stacked along a first dimension."""
+    dims = (*in_dims, *(None,) * len(inputs))[: len(inputs)]
+
+    def sample(part: Callable[[Tensor, int], Tensor]) -> list[Any]:
+        return [part(x, dim) if isinstance(dim, int) else x for x, dim in zip(inputs, dims, strict=True)]
+
     if size == 0:
-        whole = [
-            x.new_zeros(_without(x, dim)) if isinstance(dim, int) else x
-            for x, dim in zip(inputs, in_dims, strict=False)
-        ]
-        return tuple(x.new_empty((0, *x.shape)) for x in blank(*whole, *inputs[len(whole) :]))
-    samples = [
-        apply(
-            *(
-                x.select(dim, n) if isinstance(dim, int) else x
-                for x, dim in zip(inputs, (*in_dims, *(None,) * len(inputs)), strict=False)
-            )
-        )
-        for n in range(size)
-    ]
+        whole = blank(*sample(lambda x, dim: x.new_zeros(_without(x, dim))))
+        return tuple(x.new_empty((0, *x.shape)) for x in whole)
+    samples = [apply(*sample(lambda x, dim: x.select(dim, n))) for n in range(size)]  # noqa: B023
     return tuple(torch.stack(column) for column in zip(*samples, strict=True))
 
 

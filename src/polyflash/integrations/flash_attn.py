@@ -66,8 +66,8 @@ def flash_attn_qkvpacked_func(
 ) -> Result:  # fmt: skip
     """`flash_attn_func` of qkv (batch, seqlen, 3, num_heads, head_dim)."""
     q, k, v = _unpacked("qkv", qkv, 3, 5)
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return flash_attn_func(q, k, v, *given, deterministic, return_attn_probs)
+    given = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, dropout_p, *given)
 
 
 @facade({"k": "kv", "v": "kv"})
@@ -78,8 +78,8 @@ def flash_attn_kvpacked_func(
 ) -> Result:  # fmt: skip
     """`flash_attn_func` of q and kv (batch, seqlen_k, 2, num_kv_heads, head_dim)."""
     k, v = _unpacked("kv", kv, 2, 5)
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return flash_attn_func(q, k, v, *given, deterministic, return_attn_probs)
+    given = (softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, dropout_p, *given)
 
 
 @facade({"k_pages": "k", "v_pages": "v", "page_table": "block_table", "kv_lens": "seqused_k"})
