@@ -27,13 +27,9 @@ def quiet(q: Tensor, *others: Any) -> tuple[Any, ...] | None:
     differentiated, and whose tensors are ordinary ones of one CPU or GPU, as far as their attributes tell;
     else None. Whoever runs a kernel for the first time asks `is_plain` too, which takes longer."""
     if (
-        _compiling()
-        or _tracing() is not None
-        or _transform() is not None
-        or _modes()
-        or profiler._is_profiler_enabled
-        or forward_ad._current_level >= 0
-    ):
+        _compiling() or _tracing() is not None or _transform() is not None or _modes()
+        or profiler._is_profiler_enabled or forward_ad._current_level >= 0
+    ):  # fmt: skip
         return None
     device = q.device
     if _autocasting("cpu") if q.is_cpu else not q.is_cuda or _autocasting("cuda"):
@@ -41,14 +37,9 @@ def quiet(q: Tensor, *others: Any) -> tuple[Any, ...] | None:
     kinds: list[Any] = [device, backend_in_use.get(), takes_tf32(q)]
     for x in (q, *others):
         if (
-            type(x) is not Tensor
-            or x.requires_grad
-            or x.layout is not _strided
-            or x.is_nested
-            or x.is_neg()
-            or x._is_zerotensor()
-            or x.device != device
-        ):
+            type(x) is not Tensor or x.requires_grad or x.layout is not _strided or x.is_nested or x.is_neg()
+            or x._is_zerotensor() or x.device != device
+        ):  # fmt: skip
             return None
         kinds.append(x.dtype)
     return tuple(kinds)

@@ -401,15 +401,10 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         if (
-            launch is not None
-            and is_plain(dout)
-            and (dlse is None or is_plain(dlse))
-            and not torch.is_grad_enabled()
-            and unobserved()
-            and out.numel()
-            and k.shape[2]
+            launch is not None and is_plain(dout) and (dlse is None or is_plain(dlse))
+            and not torch.is_grad_enabled() and unobserved() and out.numel() and k.shape[2]
             and stored(dout, dlse, q, k, v, out, lse, *others)
-        ):
+        ):  # fmt: skip
             if launch.contents:
                 args = validate.checked_contents(args, q, k)
             results = _differentiate(launch, dout, dlse, q, k, v, out, lse, args, needs)

@@ -36,17 +36,11 @@ def shapes_agree(q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> bool:
     batch_k, num_kv_heads, seqlen_k, head_dim_k = k.shape
     batch_v, num_v_heads, seqlen_v, head_dim_v = v.shape
     return (
-        (batch == batch_k or paged)
-        and batch_k == batch_v
-        and num_kv_heads == num_v_heads
-        and seqlen_k == seqlen_v
-        and head_dim == head_dim_k
-        and head_dim > 0
-        and head_dim_v > 0
-        and (num_q_heads % num_kv_heads == 0 if num_kv_heads else num_q_heads == 0)
-        and q.dtype in _DTYPES
+        (batch == batch_k or paged) and batch_k == batch_v and num_kv_heads == num_v_heads
+        and seqlen_k == seqlen_v and head_dim == head_dim_k and head_dim > 0 and head_dim_v > 0
+        and (num_q_heads % num_kv_heads == 0 if num_kv_heads else num_q_heads == 0) and q.dtype in _DTYPES
         and q.device == k.device == v.device
-    )
+    )  # fmt: skip
 
 
 def explain_shapes(q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> SpecError:

@@ -252,13 +252,10 @@ def _structured(
     if isinstance(offset, Tensor):
         offset = offset.to(device=device, dtype=torch.int32).reshape(-1).expand(batch).contiguous()
     elif (
-        pattern.causal
-        and pattern.right is None
-        and q_ids is lens is starts is None
-        and (left is None or kv_length - 1 <= left)
-        and offset == kv_length - q_length
+        pattern.causal and pattern.right is None and q_ids is lens is starts is None
+        and (left is None or kv_length - 1 <= left) and offset == kv_length - q_length
         and q_length in (1, kv_length)
-    ):
+    ):  # fmt: skip
         return None
     return BatchMask(
         (batch, 1, q_length, kv_length), device, pattern.causal, offset, lens, starts, left, pattern.right,
