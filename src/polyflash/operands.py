@@ -50,10 +50,21 @@ class Operand(NamedTuple):
         return x is not None if self.default is None else bool(x != self.default)
 
 
-def _words(name: str, *strides: str) -> tuple[str, ...]:
-    return (name, *(f"{name}_{stride}" for stride in strides))
+def _tensor(
+    name: str, feature: Feature, axes: tuple[str | int, ...], dtype: str, words: str, dense: bool = False,
+    vmap: Vmap = "batch", **more: Any,
+) -> Operand:  # fmt: skip
+    """A tensor that kernels read. `words` are its name in the argument block, and what follows that name in
+    others; the shape of a `dense` one belongs to a padded batch."""
+    first, *strides = words.split()
+    beside = {"beside_packed": not dense, "beside_pages": not dense}
+    block = (first, *(f"{first}_{stride}" for stride in strides), *more.pop("more_words", ()))
+    shape: dict[str, Any] = {"axes": axes, "dtype": dtype, "vmap": vmap, "words": block}
+    return Operand(name, "Tensor?", None, feature, **(shape | beside | more))
 
 
+_F, _LISTS = Feature, (BATCH, HEADS, "row_blocks", "intervals", 2)
+_COUNTS = ("INTERVAL_COUNT", "INTERVAL_ROWS")
 OPERANDS = (
     Operand("causal", "bool", False, Feature.CAUSAL),
     Operand("scale", "float?"),
@@ -61,43 +72,15 @@ OPERANDS = (
     Operand("window_left", "SymInt?", feature=Feature.WINDOW),
     Operand("window_right", "SymInt?", feature=Feature.WINDOW),
     Operand("offset", "SymInt?", feature=Feature.Q_OFFSET),
-    Operand(
-        "kv_lens", "Tensor?", feature=Feature.KV_LENS, axes=(BATCH,), dtype="int32", contents=True,
-        vmap="batch", words=_words("KV_LENS", "STRIDE"),
-    ),
-    Operand(
-        "kv_starts", "Tensor?", feature=Feature.KV_STARTS, axes=(BATCH,), dtype="int32", contents=True,
-        vmap="batch", words=_words("KV_STARTS", "STRIDE"),
-    ),
-    Operand(
-        "q_offset", "Tensor?", feature=Feature.Q_OFFSET, axes=(BATCH,), dtype="int32", vmap="batch",
-        words=_words("Q_OFFSET", "STRIDE"),
-    ),
-    Operand(
-        "mask", "Tensor?", feature=Feature.MASK, axes=SCORES, dtype="bool", beside_packed=False,
-        beside_pages=False, vmap="batch", words=_words("MASK", "BATCH", "HEAD", "ROW", "KEY"),
-    ),
-    Operand(
-        "bias", "Tensor?", feature=Feature.BIAS, axes=SCORES, dtype="float", beside_packed=False,
-        beside_pages=False, differentiable=True, vmap="batch",
-        words=_words("BIAS", "BATCH", "HEAD", "ROW", "KEY", "KIND"),
-    ),
-    Operand(
-        "alibi_slopes", "Tensor?", feature=Feature.ALIBI, axes=(BATCH, HEADS), dtype="float", vmap="batch",
-        words=_words("SLOPES", "BATCH", "HEAD"),
-    ),
-    Operand(
-        "sinks", "Tensor?", feature=Feature.SINKS, axes=(HEADS,), dtype="float", differentiable=True,
-        vmap="loop if mapped", words=("SINKS",),
-    ),
-    Operand(
-        "q_segments", "Tensor?", feature=Feature.SEGMENTS, axes=(BATCH, ROWS), dtype="int32",
-        beside_packed=False, beside_pages=False, vmap="batch", words=_words("Q_IDS", "BATCH", "ROW"),
-    ),
-    Operand(
-        "k_segments", "Tensor?", feature=Feature.SEGMENTS, axes=(BATCH, KEYS), dtype="int32",
-        beside_packed=False, beside_pages=False, vmap="batch", words=_words("K_IDS", "BATCH", "KEY"),
-    ),
+    _tensor("kv_lens", _F.KV_LENS, (BATCH,), "int32", "KV_LENS STRIDE", contents=True),
+    _tensor("kv_starts", _F.KV_STARTS, (BATCH,), "int32", "KV_STARTS STRIDE", contents=True),
+    _tensor("q_offset", _F.Q_OFFSET, (BATCH,), "int32", "Q_OFFSET STRIDE"),
+    _tensor("mask", _F.MASK, SCORES, "bool", "MASK BATCH HEAD ROW KEY", dense=True),
+    _tensor("bias", _F.BIAS, SCORES, "float", "BIAS BATCH HEAD ROW KEY KIND", True, differentiable=True),
+    _tensor("alibi_slopes", _F.ALIBI, (BATCH, HEADS), "float", "SLOPES BATCH HEAD"),
+    _tensor("sinks", _F.SINKS, (HEADS,), "float", "SINKS", vmap="loop if mapped", differentiable=True),
+    _tensor("q_segments", _F.SEGMENTS, (BATCH, ROWS), "int32", "Q_IDS BATCH ROW", dense=True),
+    _tensor("k_segments", _F.SEGMENTS, (BATCH, KEYS), "int32", "K_IDS BATCH KEY", dense=True),
     Operand("softcap", "float", 0.0, Feature.SOFTCAP),
     Operand("dropout_p", "float", 0.0, Feature.DROPOUT, beside_pages=False, vmap="loop"),
     Operand("dropout_seed", "Tensor?", dtype="int64"),
@@ -105,30 +88,23 @@ OPERANDS = (
     Operand("checked", "bool", False),
     Operand("backend", "str", ""),
     Operand("config", "str", ""),
-    Operand(
-        "intervals", "Tensor?", feature=Feature.INTERVALS, axes=(BATCH, HEADS, "row_blocks", "intervals", 2),
-        dtype="int32", beside_packed=False, beside_pages=False, contents=True, vmap="batch",
-        words=(*_words("INTERVALS", "BATCH", "HEAD", "BLOCK"), "INTERVAL_COUNT", "INTERVAL_ROWS"),
+    _tensor(
+        "intervals", _F.INTERVALS, _LISTS, "int32", "INTERVALS BATCH HEAD BLOCK", True, contents=True,
+        more_words=_COUNTS,
     ),
     Operand("interval_rows", "SymInt", 0),
-    Operand(
-        "cu_seqlens_q", "Tensor?", feature=Feature.VARLEN, axes=("members + 1",), dtype="int32",
-        contents=True, vmap="loop", words=("CU_Q",),
-    ),
-    Operand(
-        "cu_seqlens_k", "Tensor?", feature=Feature.VARLEN, axes=("members + 1",), dtype="int32",
-        beside_pages=False, contents=True, vmap="loop", words=("CU_K",),
+    _tensor("cu_seqlens_q", _F.VARLEN, ("members + 1",), "int32", "CU_Q", vmap="loop", contents=True),
+    _tensor(
+        "cu_seqlens_k", _F.VARLEN, ("members + 1",), "int32", "CU_K", vmap="loop", contents=True,
+        beside_pages=False,
     ),
     Operand("max_seqlen_q", "SymInt?"),
     Operand("max_seqlen_k", "SymInt?", beside_pages=False),
-    Operand(
-        "page_table", "Tensor?", feature=Feature.PAGED, axes=(BATCH, "max_pages"), dtype="int32",
-        contents=True, vmap="loop", words=_words("PAGE_TABLE", "BATCH", "ENTRY"),
+    _tensor(
+        "page_table", _F.PAGED, (BATCH, "max_pages"), "int32", "PAGE_TABLE BATCH ENTRY", vmap="loop",
+        contents=True,
     ),
-    Operand(
-        "row_bounds", "Tensor?", feature=Feature.ROW_BOUNDS, axes=(ROWS, 2), dtype="int32",
-        beside_packed=False, beside_pages=False, vmap="loop", words=_words("ROW_BOUNDS", "ROW", "SIDE"),
-    ),
+    _tensor("row_bounds", _F.ROW_BOUNDS, (ROWS, 2), "int32", "ROW_BOUNDS ROW SIDE", True, vmap="loop"),
 )  # fmt: skip
 BY_NAME = {operand.name: operand for operand in OPERANDS}
 # Those that kernels read: the seed of dropout is a number to them.

@@ -21,7 +21,7 @@ from polyflash import (
 )
 from polyflash.backends.torch.configs import candidates, choose
 from polyflash.reference import attention_reference
-from polyflash.spec import MOST_POSITIONS, Arguments, AttentionSpec, Feature, Phase
+from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, AttentionSpec, Feature, Phase
 from tests.rows_here import needs_cpu_engine
 
 OP = torch.ops.polyflash.attention.default
@@ -314,7 +314,7 @@ def test_a_thousand_lengths_make_one_route():
     q, k, v = qkv(40, 1000)
     attention(q, k, v, causal=True)
     before = len(torch_ops._routes)
-    for n in range(400, 1000):  # enough for the rows to share a walk
+    for n in range(MANY_KEYS, 1000):  # enough for the rows to share a walk
         attention(q, k[:, :, :n], v[:, :, :n], causal=True)
     assert len(torch_ops._routes) == before
 
