@@ -95,20 +95,14 @@ def _print_run(out: Console, plan: Plan, found: dict[str, Any]) -> None:
     rate = f"{found['gflops']:.3g} GFLOP/s"
     if found["peak_gflops"]:
         rate += f", {found['gflops'] / found['peak_gflops']:.0%} of this machine's {found['peak_gflops']:.0f}"
-    ok = "[green]ok[/]" if error["ok"] else "[bold red]mismatch[/]"
+    ok, first = "[green]ok[/]" if error["ok"] else "[bold red]mismatch[/]", _time(seconds["first"])
     lines = [
         *((escape(name), shape) for name, shape in found["inputs"].items()),
         ("plan", f"{chosen} on {plan.target.name}"),
         *(("", note) for note in plan.notes),
-        (
-            "time",
-            f"{_time(seconds['median'])}, median of {seconds['calls']}; first call {_time(seconds['first'])}",
-        ),
+        ("time", f"{_time(seconds['median'])}, median of {seconds['calls']}; first call {first}"),
         ("rate", rate),
-        (
-            "error",
-            f"{_rounded(error['relative_l2'])} relative L2 in the worst row: {ok}",
-        ),
+        ("error", f"{_rounded(error['relative_l2'])} relative L2 in the worst row: {ok}"),
         (
             "",
             f"lse {_rounded(error['lse'])}; against float64, {error['rows']} rows of {error['heads']} heads",

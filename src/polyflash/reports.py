@@ -206,16 +206,12 @@ def _rows() -> list[dict[str, Any]]:
     rows = []
     for row in _table():
         spec = AttentionSpec(row.phase, "float32", "cpu", 1, 1, 1, 64, 64, 64, 64, frozenset())
-        rows.append(
-            {
-                "row": label(row),
-                "targets": [name or "any" for name in row.targets],
-                "dtypes": sorted(row.dtypes),
-                "features": sorted(f.value for f in row.features),
-                "needs": list(row.needs),
-                "refusals here": list(row.reasons_against(spec, here, by_name=True)),
-            }
-        )
+        rows.append({
+            "row": label(row), "targets": [name or "any" for name in row.targets],
+            "dtypes": sorted(row.dtypes), "features": sorted(f.value for f in row.features),
+            "needs": list(row.needs),
+            "refusals here": list(row.reasons_against(spec, here, by_name=True)),
+        })  # fmt: skip
     return rows
 
 
@@ -248,13 +244,5 @@ def _pairs(found: dict[str, Any]) -> str:
 def _row_lines(rows: Any) -> str:
     if isinstance(rows, dict):
         return _pairs(rows)
-    return columns(
-        [
-            (
-                row["row"],
-                f"needs {', '.join(row['needs'] or ['torch'])}",
-                "; ".join(row["refusals here"]) or "runs here",
-            )
-            for row in rows
-        ]
-    )
+    about = ((row["row"], ", ".join(row["needs"] or ["torch"]), row["refusals here"]) for row in rows)
+    return columns([(name, f"needs {needs}", "; ".join(why) or "runs here") for name, needs, why in about])

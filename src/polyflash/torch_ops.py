@@ -63,8 +63,7 @@ _FORWARD, _DECODE = Phase.FORWARD, Phase.DECODE
 class InGraph:
     """What `use_backend` says within a graph that is being traced, where no context variable can be set."""
 
-    def __init__(self) -> None:
-        self.backend: str | None = None
+    backend: str | None = None
 
 
 in_graph = InGraph()

@@ -140,7 +140,7 @@ _shaped_by_sizes = attrgetter(*(x.name for x in _SHAPED_BY_SIZES))
 
 def _check_operand(operand: Operand, x: Any, shape: tuple[Any, ...], device: torch.device) -> None:
     if operand.dtype == "int32":
-        _check_ints(operand.name, x, shape, device, each="request" if operand.axes[0] == BATCH else "row")
+        _check_ints(operand.name, x, shape, device, "request" if operand.axes[0] == BATCH else "row")
     elif operand.axes == SCORES:
         _check_scores(operand, x, shape, device)
     else:
@@ -402,14 +402,9 @@ def check_results(q: Tensor, v: Tensor, results: dict[str, Tensor | None]) -> No
             raise spec_error(name, f"{tuple(x.shape)} {x.dtype} on {x.device}", wanted, change)
 
 
-def _check_ints(
-    name: str, x: Tensor | None, shape: tuple[int, ...], device: torch.device, *, each: str = "request"
-) -> None:
-    if x is None:
-        return
-    if not isinstance(x, torch.Tensor) or x.dtype is not torch.int32:
-        got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise spec_error(name, got, f"int32 tensor of shape {shape}", "Use .to(torch.int32).")
+def _check_ints(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device, each: str) -> None:
+    if x.dtype is not torch.int32:
+        raise spec_error(name, x.dtype, f"int32 tensor of shape {shape}", "Use .to(torch.int32).")
     if tuple(x.shape) != shape or x.device != device:
         change = f"One entry per {each}." if x.device == device else "Use .to(), or Mask.to() for a mask."
         raise spec_error(name, f"{tuple(x.shape)} on {x.device}", f"{shape} on {device}", change)
@@ -436,10 +431,9 @@ def _check_scores(operand: Operand, x: Tensor, scores: tuple[int, ...], device: 
 def _check_floats(
     operand: Operand, x: Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
 ) -> None:
-    if not isinstance(x, torch.Tensor) or x.dtype not in _DTYPES:
-        got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
+    if x.dtype not in _DTYPES:
         wanted = f"tensor of {', '.join(BY_NAME)} of shape {' or '.join(map(str, shapes))}"
-        raise spec_error(operand.name, got, wanted, "Cast it.")
+        raise spec_error(operand.name, x.dtype, wanted, "Cast it.")
     if tuple(x.shape) not in shapes or x.device != device:
         wanted = f"{' or '.join(map(str, shapes))} on {device}"
         got = f"{tuple(x.shape)} on {x.device}"

@@ -55,10 +55,8 @@ def facade(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R
     word = re.compile(rf"\b({'|'.join(names)})\b")
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        own = {
-            *(function.__kwdefaults__ or ()),
-            *function.__code__.co_varnames[: function.__code__.co_argcount],
-        }
+        code = function.__code__
+        own = {*(function.__kwdefaults__ or ()), *code.co_varnames[: code.co_argcount]}
 
         @functools.wraps(function)
         def _call(*args: P.args, **kwargs: P.kwargs) -> R:
