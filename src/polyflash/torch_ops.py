@@ -182,12 +182,15 @@ _AUTOCAST = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_a
 
 def _validated(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Arguments:
     args = Arguments(*rest)
-    paged = args.page_table is not None
+    _check_inputs(q, k, v, rest, args.page_table is not None)
+    validate.check_operands(q, k, args)
+    return args
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], paged: bool) -> None:
     if not validate.shapes_agree(q, k, v, paged):
         raise validate.explain_shapes(q, k, v, paged)
     validate.check_layouts(q, k, v, rest)
-    validate.check_operands(q, k, args)
-    return args
 
 
 def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]) -> Launch:
@@ -231,7 +234,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         if len(_routes) >= _KEPT_ROUTES:
             _routes.clear()
             _gradient_routes.clear()
-        _validated(q, k, v, rest)
+        _check_inputs(q, k, v, rest, paged)
         launch = _routes[key] = _plan(phase, q, k, v, args, backend, needs_grad=asked is not _DECODE)
     return launch
 
