@@ -28,7 +28,7 @@ def quiet(q: Tensor, *others: Any) -> tuple[Any, ...] | None:
     else None. Whoever runs a kernel for the first time asks `is_plain` too, which takes longer."""
     if (
         _compiling() or _tracing() is not None or _transform() is not None or _modes()
-        or profiler._is_profiler_enabled or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled or forward_ad._current_level >= 0 or q.requires_grad
     ):  # fmt: skip
         return None
     device = q.device

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _dispatch_keys
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_hooks
 from torch.autograd import forward_ad
 
 from polyflash import autograd, backends, counting, plan, target, transforms, validate
 from polyflash.errors import spec_error
-from polyflash.gate import is_plain, unobserved
+from polyflash.gate import PLAIN_KEYS, is_plain, unobserved
 from polyflash.operands import DIFFERENTIABLE, OPERANDS, differentiable
 from polyflash.plan import Launch
 from polyflash.results import NO_LSE, apart, empty_gradients, no_gradients, no_keys, settled, without_pages
@@ -131,16 +132,16 @@ def _below_autograd(
 
 
 def _skips_dispatcher(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> bool:
-    return (
-        type(q) is type(k) is type(v) is Tensor
-        and unobserved()
-        and is_plain(q)
-        and is_plain(k)
-        and is_plain(v)
+    return (  # unrolled: three calls of `is_plain` would be seen in the time of a small call
+        type(q) is type(k) is type(v) is Tensor and unobserved()
+        and (_dispatch_keys(q).raw_repr() in PLAIN_KEYS or is_plain(q))
+        and (_dispatch_keys(k).raw_repr() in PLAIN_KEYS or is_plain(k))
+        and (_dispatch_keys(v).raw_repr() in PLAIN_KEYS or is_plain(v))
         and (
-            len(rest) == _N_PLAIN or all(is_plain(x) for x in rest if x is not None and isinstance(x, Tensor))
+            len(rest) == _N_PLAIN
+            or all(is_plain(x) for x in rest if x is not None and isinstance(x, Tensor))
         )
-    )
+    )  # fmt: skip
 
 
 def _without_defaults(args: Arguments) -> tuple[Any, ...]:
