@@ -64,7 +64,8 @@ _FORWARD, _DECODE = Phase.FORWARD, Phase.DECODE
 class InGraph:
     """What `use_backend` says within a graph that is being traced, where no context variable can be set."""
 
-    backend: str | None = None
+    def __init__(self) -> None:
+        self.backend: str | None = None  # of the instance: Dynamo guards one of the class anew
 
 
 in_graph = InGraph()
