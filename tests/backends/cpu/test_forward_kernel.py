@@ -195,7 +195,7 @@ def test_a_config_for_another_machine_is_refused():
 
 
 def test_the_object_needs_no_symbol_from_outside(tmp_path):
-    from polyflash.backends.cpu import forward
+    from polyflash.backends.cpu.kernels import forward
 
     code = forward.build(KernelKey("avx512", "f32", "float32", 1, 64))._library._get_compiled_object()
     path = tmp_path / "kernel.o"

@@ -37,7 +37,7 @@ class BackwardKey(KernelKey):
 
     @property
     def builder(self) -> str:
-        return "polyflash.backends.cpu.backward"
+        return "polyflash.backends.cpu.kernels.backward"
 
     @property
     def name(self) -> str:

@@ -45,7 +45,7 @@ class Tile:
         e.loop(vectors, [e.pointer(dst)], body)
 
     @stage
-    def fill_limits(self, e: Emitter, dst, first, last, lo_shift, hi_shift, start, live) -> None:
+    def row_limits(self, e: Emitter, dst, first, last, lo_shift, hi_shift, start, live) -> None:
         """First visible key and number of visible keys per lane; lanes past the last row copy its limits."""
         b, p = e.b, e.pointer(dst)
         lane = e.lane_index()

@@ -88,4 +88,9 @@ def loaders(key: KernelKey, stage: Any) -> Any:
             v += i_t * args.v_batch + first_k * args.v_row
         return k, v
 
-    return namespace(gathered, load_tile, stand, key_rows)
+    @device
+    def sink_bits(args, head):
+        """The sink of a query head; -inf if there is none."""
+        return load_i32(args.sinks + 4 * head) if args.sinks != 0 else 0xFF800000
+
+    return namespace(gathered, load_tile, stand, key_rows, sink_bits)

@@ -16,12 +16,13 @@ import struct
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from polyflash import compilation, env, target
 from polyflash.backends.cpu import store
 
-DEFAULT_BUILDER = "polyflash.backends.cpu.forward"
+DEFAULT_BUILDER = "polyflash.backends.cpu.kernels.forward"
 FORK_PATIENCE_S = 10.0  # a fork waits this long for a compilation, so that the child gets a compiler at rest
 
 _C_LIBRARY = frozenset(
@@ -110,13 +111,11 @@ def _builder(key: Key) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _sources_digest(folder: str) -> str:
-    """A digest of every Python file in `folder`, by name and contents."""
+    """A digest of every Python file in `folder` and those below, by name and contents."""
     digest = hashlib.sha256()
-    for name in sorted(os.listdir(folder)):
-        if name.endswith(".py"):
-            with open(os.path.join(folder, name), "rb") as file:
-                text = file.read()
-            digest.update(f"{name} {len(text)} ".encode() + text)
+    for path in sorted(Path(folder).rglob("*.py")):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(text)} ".encode() + text)
     return digest.hexdigest()
 
 

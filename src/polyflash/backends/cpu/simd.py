@@ -404,6 +404,14 @@ def namespace(*functions: Any) -> Any:
     return module
 
 
+def merged(*namespaces: Any) -> Any:
+    """One namespace of all their functions."""
+    module = ModuleType("namespace")
+    for each in namespaces:
+        vars(module).update((n, f) for n, f in vars(each).items() if not n.startswith("__"))
+    return module
+
+
 def _callable(name: str, arity: int, typed: Callable[[], tuple[Any, Any]]) -> Any:
     def definition(context: Any, *args: Any) -> tuple[Any, Any]:
         return typed()

@@ -29,7 +29,7 @@ class StatisticsKey(KernelKey):
 
     @property
     def builder(self) -> str:
-        return "polyflash.backends.cpu.statistics"
+        return "polyflash.backends.cpu.kernels.statistics"
 
     @property
     def name(self) -> str:
