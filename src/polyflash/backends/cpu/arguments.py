@@ -6,10 +6,11 @@ import math
 import struct
 from array import array
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from polyflash.backends.cpu.configs import DropoutKey, ScoreKey
 from polyflash.backends.cpu.words import (
     DOES_ALIBI,
     DOES_BIAS,
@@ -27,6 +28,7 @@ from polyflash.mask import FAR_OFFSET, FAR_SIDE
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyflash.backends.cpu.runtime import Stages
     from polyflash.spec import Arguments
 
 FLOPS_PER_US = 100_000  # of one core, low on purpose: what the thread decision assumes
@@ -95,6 +97,27 @@ def head(
         *(log2, plain, sign, left, right, args.offset is not None, far_offset(args.offset)),
         *(sinks, score_pass),
     )
+
+
+def front(
+    stages: Stages, nv: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: int, seqlen_k: int,
+    args: Arguments, kept: list[Any], members: int = 0,
+) -> bytes:  # fmt: skip
+    """`Tensors`, `Softmax` and `Operands` of a kernel of panels of `nv` vectors, which calls `stages`. Small
+    tensors that must be copied first are put into `kept`, to live as long as the call."""
+    scale = score_scale(q, args)
+    does = passes(args, scale)
+    score_pass = stages.address(ScoreKey, nv) if does else 0
+    sinks = sinks_address(args.sinks, kept)
+    words = head(q, k, v, out, lse, seqlen_k, args, scale, does, sinks, score_pass)
+    if not (does or any_table(args)):
+        return words + NO_OPERANDS
+    drop = stages.address(DropoutKey, nv) if args.dropout_p else 0
+    return words + operands(args, scale, does, kept, members, drop, k)
+
+
+def score_scale(q: Tensor, args: Arguments) -> float:
+    return q.shape[3] ** -0.5 if args.scale is None else args.scale
 
 
 def row_strides(x: Tensor) -> tuple[int, int, int]:
@@ -227,8 +250,13 @@ def _scores_shaped(x: Tensor | None) -> tuple[int, ...]:
     return (x.data_ptr(), *[0] * (4 - len(strides)), *strides)
 
 
-def estimated_us(shape: torch.Size, seqlen_k: int, dims: int, left: int, right: int, args: Arguments) -> int:
+def threads_for(work_us: float) -> int:
+    return 1 if work_us < LEND_FROM_US else torch.get_num_threads()
+
+
+def estimated_us(shape: torch.Size, seqlen_k: int, dims: int, args: Arguments) -> int:
     """Work of a call on one core; reads no tensor."""
+    left, right = window_sides(args)
     batch, heads, seqlen_q, _ = shape
     keys = min(seqlen_k, left + 1 + right)
     half = 1 if right == 0 and keys == seqlen_k else 2

@@ -27,14 +27,7 @@ from polyflash.backends.cpu import (
 )  # fmt: skip
 from polyflash.backends.cpu.backward_configs import BiasGradientKey
 from polyflash.backends.cpu.backward_sums import BiasSums, bias_sums, sink_gradient, zeros_in_order_of
-from polyflash.backends.cpu.configs import DropoutKey
-from polyflash.backends.cpu.words import (
-    NEEDS_DBIAS,
-    BiasGradient,
-    Cut,
-    Entries,
-    Gradients,
-)  # fmt: skip
+from polyflash.backends.cpu.words import NEEDS_DBIAS, BiasGradient, Cut, Entries, Gradients
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,20 +54,13 @@ class _Prepared:
     """What a route keeps between calls; entries are only added, or dropped all at once, so Python threads
     may share it."""
 
-    __slots__ = ("addresses", "cuts", "launch")
+    __slots__ = ("cuts", "launch", "stages")
 
     def __init__(self, launch: Launch) -> None:
         configs.check_fits(launch.config, launch.spec, launch.target)
         self.launch = launch
-        self.addresses: dict[Any, int] = {}
+        self.stages = runtime.Stages(launch.config.isa)
         self.cuts: dict[tuple[int, ...], _Cut] = {}
-
-    def load(self, kind: Any, nv: int) -> int:
-        """The address of a stage for panels of `nv` vectors."""
-        found = self.addresses.get((kind, nv))
-        if found is None:
-            found = self.addresses[kind, nv] = runtime.load(kind(self.launch.config.isa, nv))
-        return found
 
     def dense(self, batch: int, seqlen_q: int, seqlen_k: int, heads: int, at_once: int, threads: int) -> _Cut:
         """`at_once` batch entries of `heads` heads run together."""
@@ -133,9 +119,8 @@ def _differentiate(
     if prepared is None:
         prepared = launch.prepared = _Prepared(launch)
     (batch, _, seqlen_q, head_dim), (_, num_kv_heads, seqlen_k, head_dim_v) = q.shape, v.shape
-    left, right = arguments.window_sides(args)
-    work_us = 5 * arguments.estimated_us(q.shape, seqlen_k, head_dim + head_dim_v, left, right, args) // 2
-    threads = 1 if work_us < arguments.LEND_FROM_US else torch.get_num_threads()
+    work_us = 5 * arguments.estimated_us(q.shape, seqlen_k, head_dim + head_dim_v, args) // 2
+    threads = arguments.threads_for(work_us)
     heads = 1 if bias is not None and bias.one_head else num_kv_heads
     if args.cu_seqlens_q is None:
         at_once = 1 if bias is not None and bias.one_batch else batch
@@ -143,24 +128,16 @@ def _differentiate(
     else:
         cut = prepared.packed(args, heads, threads)
     kept: list[Any] = []
-    scale = head_dim**-0.5 if args.scale is None else args.scale
-    does = arguments.passes(args, scale)
     dq = zeros_in_order_of(q, cut.parts) if needs[0] else None
     dk, dv = (zeros_in_order_of(x, 1) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
-    score_pass = prepared.load(configs.ScoreKey, cut.nv) if does else 0
-    head = arguments.head(q, k, v, out, lse.data_ptr(), seqlen_k, args, scale, does, 0, score_pass)
-    block = array("q", head)
-    if does or arguments.any_table(args):
-        drop = prepared.load(DropoutKey, cut.nv) if args.dropout_p else 0
-        block.frombytes(arguments.operands(args, scale, does, kept, 0, drop))
-    else:
-        block.frombytes(arguments.NO_OPERANDS)
-    block.frombytes(cut.words)
+    plain, stages = args._replace(sinks=None), prepared.stages  # lse holds their share
+    front = arguments.front(stages, cut.nv, q, k, v, out, lse.data_ptr(), seqlen_k, plain, kept)
+    block = array("q", front + cut.words)
     block.extend(backward_arguments.sums(dout, dlse, dq, dk, dv))
-    add_bias = 0 if bias is None else prepared.load(BiasGradientKey, cut.nv)
+    add_bias = 0 if bias is None else stages.address(BiasGradientKey, cut.nv)
     block.extend((0,) * 7 if bias is None else BiasGradient._make((*bias.words(), add_bias)))
     wanted = sum(1 << i for i in range(3) if needs[i]) | (0 if bias is None else NEEDS_DBIAS)
-    scales = backward_arguments.gradient_scales(scale, args.dropout_p)
+    scales = backward_arguments.gradient_scales(arguments.score_scale(q, args), args.dropout_p)
     block.extend(Gradients(backward_configs.chunk_keys(seqlen_k), wanted, *scales))
     wake = work_us >= arguments.WAKE_FROM_US
     for entries, first, here in _launches(cut.table, num_kv_heads, bias):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from polyflash.backends.cpu import configs
-from polyflash.backends.cpu.configs import BUCKETS, ISAS, LINE, STORAGE_BYTES, KernelKey
+from polyflash.backends.cpu.configs import BUCKETS, ISAS, LINE, KernelKey
 from polyflash.errors import spec_error
 from polyflash.spec import Feature
 
@@ -31,36 +31,20 @@ MOST_CHUNKS = 8  # as many partial sums of dQ are held at once when a head's key
 ENOUGH_ITEMS = 4  # per thread: with fewer, the keys of a head are shared out
 
 
-@dataclass(frozen=True, slots=True)
 class BackwardKey(KernelKey):
     """What one compiled backward kernel is made for; fields as the forward's."""
 
-    @property
-    def builder(self) -> str:
-        return "polyflash.backends.cpu.kernels.backward"
-
-    @property
-    def name(self) -> str:
-        return f"backward_{self.isa}_{self.compute}_{self.storage}_nv{self.nv}_d{self.bucket}"
+    __slots__ = ()
+    kind = "backward"
+    builder = "polyflash.backends.cpu.kernels.backward"
 
 
-@dataclass(frozen=True, slots=True)
-class BiasGradientKey(configs.Panels):
-    """What adds tiles to the gradient of a bias, for every backward kernel of this isa and width."""
+class BiasGradientKey(configs.StageKey):
+    """What adds a tile to the gradient of a bias."""
 
-    isa: str
-    nv: int
-
-    def __post_init__(self) -> None:
-        configs.check_isa(self.isa, self.nv)
-
-    @property
-    def builder(self) -> str:
-        return "polyflash.backends.cpu.bias_gradient"
-
-    @property
-    def name(self) -> str:
-        return f"bias_gradient_{self.isa}_nv{self.nv}"
+    __slots__ = ()
+    kind = "bias_gradient"
+    builder = "polyflash.backends.cpu.bias_gradient"
 
 
 class BackwardScratch(NamedTuple):
@@ -142,12 +126,8 @@ def scratch(key: KernelKey, row_panels: int, block_n: int) -> BackwardScratch:
         scores,
         scores,
     )
-    offsets, at = [], 0
-    for size in sizes:
-        offsets.append(at)
-        at += (size + LINE - 1) // LINE * LINE
-    made = BackwardScratch._make((*offsets, (at + 4095) // 4096 * 4096))
-    return made if dot else made._replace(p=made.s, ds=made.dp, ds_pairs=made.dp)
+    tiles = BackwardScratch._make(configs.placed(sizes))
+    return tiles if dot else tiles._replace(p=tiles.s, ds=tiles.dp, ds_pairs=tiles.dp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +141,7 @@ class BackwardConfig:
     isa: str = "avx512"
 
     def __post_init__(self) -> None:
-        for name in ("block_n", "row_panels"):
-            value = getattr(self, name)
-            if type(value) is not int:
-                raise spec_error(name, got=repr(value), wanted="an int", change="Take 64 and 16.")
+        configs.check_ints(self, "block_n", "row_panels", change="Take 64 and 16.")
         if self.block_n not in (16, 32, 64, 128):
             raise spec_error("block_n", got=self.block_n, wanted="16, 32, 64 or 128", change="Take 64.")
         if not 1 <= self.row_panels <= 1024:
@@ -182,20 +159,12 @@ class BackwardConfig:
 
 def key_for(config: BackwardConfig, spec: AttentionSpec, nv: int) -> BackwardKey:
     """The kernel for a call with panels of `nv` vectors."""
-    widest = max(spec.head_dim, spec.head_dim_v)
-    bucket = next((b for b in BUCKETS if widest <= b), 0)
-    return BackwardKey(config.isa, config.compute, spec.dtype, nv, bucket)
+    return configs.key_of(BackwardKey, config, spec.dtype, max(spec.head_dim, spec.head_dim_v), nv)
 
 
-def all_keys(target: Target) -> Iterator[BackwardKey | BiasGradientKey]:
+def all_keys(target: Target) -> Iterator[KernelKey | configs.StageKey]:
     """Every backward kernel that can run on `target`."""
-    if target.arch not in ISAS:
-        return
-    for nv in ISAS[target.arch].group_keys:
-        yield BiasGradientKey(target.arch, nv)
-        for dtype in STORAGE_BYTES:
-            for bucket in BUCKETS:
-                yield BackwardKey(target.arch, configs.compute_for(dtype, target), dtype, nv, bucket)
+    return configs.keys_of(target, BackwardKey, BiasGradientKey)
 
 
 SPAN_ROWS, SPAN_ELEMENTS = 1024, 1 << 17  # most query rows held packed while the keys pass by, and elements
@@ -204,9 +173,7 @@ SPAN_ROWS, SPAN_ELEMENTS = 1024, 1 << 17  # most query rows held packed while th
 def choose(spec: AttentionSpec, target: Target) -> BackwardConfig:
     """Blocks of keys whose tiles, with one panel, take at most three quarters of a core's L2 cache; spans
     that leave a thread's scratch small enough to be kept between calls."""
-    isa = target.arch if target.arch in ISAS else "generic"
-    dtype = spec.dtype if spec.dtype in STORAGE_BYTES else "float32"
-    compute = configs.compute_for(dtype, target) if isa == "avx512" else "f32"
+    isa, compute, dtype = configs.native(spec, target)
     widest = min(max(spec.head_dim, spec.head_dim_v), BUCKETS[-1])
     bucket = next(b for b in BUCKETS if widest <= b)
     key = BackwardKey(isa, compute, dtype, max(ISAS[isa].group_keys), bucket)

@@ -6,10 +6,10 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from polyflash.errors import spec_error
 from polyflash.spec import DECODE_ROWS, MOST_SHARED_ROWS, Feature
@@ -23,8 +23,6 @@ LINE = 64  # bytes of a cache line
 STEP = 16  # keys and channels are padded to it: a multiple of every vector and of every group of keys
 BUCKETS = (64, 128, 256, 512, 576)
 STORAGE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
 _RUNS = {
     "avx512": ("avx512", "avx2", "generic"),
     "avx2": ("avx2", "generic"),
@@ -55,11 +53,26 @@ ISAS = {
 
 
 class Panels:
-    """What follows from an instruction set and a panel's width."""
+    """What a key of compiled code says of its panels. `kind` begins its name, `builder` is the module whose
+    `build(key)` compiles it."""
 
     __slots__ = ()
+    kind: ClassVar[str]
+    builder: ClassVar[str]
     isa: str
     nv: int
+
+    def __post_init__(self) -> None:
+        if self.isa not in ISAS:
+            change = "Plan for a target that has a kernel."
+            raise spec_error("isa", got=self.isa, wanted=" or ".join(ISAS), change=change)
+        if self.nv not in ISAS[self.isa].group_keys:
+            wanted = f"one of {tuple(ISAS[self.isa].group_keys)}"
+            raise spec_error("nv", got=self.nv, wanted=wanted, change="Round up.")
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}_{self.isa}_nv{self.nv}"
 
     @property
     def lanes(self) -> int:
@@ -69,6 +82,11 @@ class Panels:
     def panel_rows(self) -> int:
         """Query rows of one panel: one per lane."""
         return self.nv * self.lanes
+
+    @property
+    def group_keys(self) -> int:
+        """Keys (and channels of V) per microkernel step."""
+        return ISAS[self.isa].group_keys[self.nv]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +98,8 @@ class KernelKey(Panels):
     tiles in elements, at least max(head_dim, head_dim_v). What changes scores is another kernel: scores.py.
     """
 
+    kind = "forward"
+    builder = "polyflash.backends.cpu.kernels.forward"
     isa: str
     compute: str
     storage: str
@@ -87,7 +107,7 @@ class KernelKey(Panels):
     bucket: int
 
     def __post_init__(self) -> None:
-        check_isa(self.isa, self.nv)
+        Panels.__post_init__(self)
         if self.storage not in STORAGE_BYTES:
             raise spec_error(
                 "storage", got=self.storage, wanted=" or ".join(STORAGE_BYTES), change="Convert the tensors."
@@ -102,12 +122,7 @@ class KernelKey(Panels):
 
     @property
     def name(self) -> str:
-        return f"forward_{self.isa}_{self.compute}_{self.storage}_nv{self.nv}_d{self.bucket}"
-
-    @property
-    def group_keys(self) -> int:
-        """Keys (and channels of V) per microkernel step."""
-        return ISAS[self.isa].group_keys[self.nv]
+        return f"{self.kind}_{self.isa}_{self.compute}_{self.storage}_nv{self.nv}_d{self.bucket}"
 
     @property
     def pack(self) -> int:
@@ -134,50 +149,28 @@ class KernelKey(Panels):
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreKey(Panels):
-    """The pass over one panel's scores that every forward kernel of this isa and width calls if it must."""
+class StageKey(Panels):
+    """Code of its own that every kernel of this isa and width calls if it must: dtype and head_dim have no
+    part in it."""
 
     isa: str
     nv: int
 
-    def __post_init__(self) -> None:
-        check_isa(self.isa, self.nv)
 
-    @property
-    def builder(self) -> str:
-        return "polyflash.backends.cpu.scores"
+class ScoreKey(StageKey):
+    """The pass over one panel's scores."""
 
-    @property
-    def name(self) -> str:
-        return f"scores_{self.isa}_nv{self.nv}"
+    __slots__ = ()
+    kind = "scores"
+    builder = "polyflash.backends.cpu.scores"
 
 
-@dataclass(frozen=True, slots=True)
-class DropoutKey(Panels):
-    """What drops weights of one panel's tile, for every kernel of this isa and width."""
+class DropoutKey(StageKey):
+    """What drops weights of one panel's tile."""
 
-    isa: str
-    nv: int
-
-    def __post_init__(self) -> None:
-        check_isa(self.isa, self.nv)
-
-    @property
-    def builder(self) -> str:
-        return "polyflash.backends.cpu.dropout"
-
-    @property
-    def name(self) -> str:
-        return f"dropout_{self.isa}_nv{self.nv}"
-
-
-def check_isa(isa: str, nv: int) -> None:
-    """SpecError unless there are panels of `nv` vectors."""
-    if isa not in ISAS:
-        change = "Plan for a target that has a kernel."
-        raise spec_error("isa", got=isa, wanted=" or ".join(ISAS), change=change)
-    if nv not in ISAS[isa].group_keys:
-        raise spec_error("nv", got=nv, wanted=f"one of {tuple(ISAS[isa].group_keys)}", change="Round up.")
+    __slots__ = ()
+    kind = "dropout"
+    builder = "polyflash.backends.cpu.dropout"
 
 
 class Scratch(NamedTuple):
@@ -203,6 +196,15 @@ class Scratch(NamedTuple):
     k_ids: int  # segment of every key of a block, or its pages
     staged: int  # a vector of rows of block_n keys: bias as float32, then mask bytes
     total: int
+
+
+def placed(sizes: Iterable[int]) -> Iterator[int]:
+    """Where tiles of these sizes lie, each at a cache line, and their total size in whole pages of memory."""
+    at = 0
+    for size in sizes:
+        yield at
+        at += (size + LINE - 1) // LINE * LINE
+    yield (at + 4095) // 4096 * 4096
 
 
 ITEM_WORDS = 40
@@ -235,13 +237,8 @@ def scratch(key: KernelKey, heads: int, row_panels: int, block_n: int) -> Scratc
         block_n * 4,
         key.lanes * block_n * 5,
     )
-    offsets, at = [], 0
-    for size in sizes:
-        offsets.append(at)
-        at += (size + LINE - 1) // LINE * LINE
-    if key.pack == 1:
-        offsets[5] = offsets[4]  # fp32 probabilities replace the scores
-    return Scratch._make((*offsets, (at + 4095) // 4096 * 4096))
+    tiles = Scratch._make(placed(sizes))
+    return tiles if key.pack > 1 else tiles._replace(p=tiles.s)  # fp32 probabilities replace the scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +252,7 @@ class Config:
     isa: str = "avx512"
 
     def __post_init__(self) -> None:
-        for name in ("block_n", "panels"):
-            value = getattr(self, name)
-            if type(value) is not int:
-                raise spec_error(name, got=repr(value), wanted="an int", change="Take 64 and 4.")
+        check_ints(self, "block_n", "panels", change="Take 64 and 4.")
         if self.block_n % 16 or not 16 <= self.block_n <= 256:
             raise spec_error(
                 "block_n", got=self.block_n, wanted="a multiple of 16 up to 256", change="Take 64 or 128."
@@ -287,6 +281,14 @@ class Config:
         elif spec.dtype != "float32":
             notes.append(f"{spec.dtype} is converted to float32 as each key block is copied")
         return tuple(notes)
+
+
+def check_ints(config: Any, *names: str, change: str) -> None:
+    """SpecError unless these fields are ints."""
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int:
+            raise spec_error(name, got=repr(value), wanted="an int", change=change)
 
 
 def check_compute(compute: str, isa: str) -> None:
@@ -328,10 +330,25 @@ def compute_for(dtype: str, target: Target) -> str:
     return "bf16dot" if dtype == "bfloat16" and dot else "f32"
 
 
-def key_for(config: Config, dtype: str, widest: int, nv: int) -> KernelKey:
-    """The kernel for a call; `widest` is the larger head dimension."""
+AnyKey = TypeVar("AnyKey", bound=KernelKey)
+
+
+def key_of(cls: type[AnyKey], config: Any, dtype: str, widest: int, nv: int) -> AnyKey:
+    """The kernel of this class for a call; `widest` is the larger head dimension."""
     bucket = next((b for b in BUCKETS if widest <= b), 0)
-    return KernelKey(config.isa, config.compute, dtype, nv, bucket)
+    return cls(config.isa, config.compute, dtype, nv, bucket)
+
+
+def key_for(config: Config, dtype: str, widest: int, nv: int) -> KernelKey:
+    """The forward kernel for a call."""
+    return key_of(KernelKey, config, dtype, widest, nv)
+
+
+def native(spec: AttentionSpec, target: Target) -> tuple[str, str, str]:
+    """isa, compute and dtype of the kernels for `spec`, or of those nearest to it."""
+    isa = target.arch if target.arch in ISAS else "generic"
+    dtype = spec.dtype if spec.dtype in STORAGE_BYTES else "float32"
+    return isa, compute_for(dtype, target) if isa == "avx512" else "f32", dtype
 
 
 def check_fits(config: Config | DecodeConfig, spec: AttentionSpec, target: Target) -> None:
@@ -345,17 +362,20 @@ def check_fits(config: Config | DecodeConfig, spec: AttentionSpec, target: Targe
         raise spec_error("config.compute", got=config.compute, wanted=compute, change=change)
 
 
-def all_keys(target: Target) -> Iterator[KernelKey | ScoreKey | DropoutKey]:
+def all_keys(target: Target) -> Iterator[KernelKey | StageKey]:
     """All code that a forward call on `target` can need."""
+    return keys_of(target, KernelKey, ScoreKey, DropoutKey)
+
+
+def keys_of(target: Target, cls: type[AnyKey], *stages: type[StageKey]) -> Iterator[AnyKey | StageKey]:
+    """Every key of these classes that can run on `target`."""
     if target.arch not in ISAS:
         return
     for nv in ISAS[target.arch].group_keys:
-        yield ScoreKey(target.arch, nv)
-        yield DropoutKey(target.arch, nv)
+        yield from (stage(target.arch, nv) for stage in stages)
         for dtype in STORAGE_BYTES:
-            compute = compute_for(dtype, target)
             for bucket in BUCKETS:
-                yield KernelKey(target.arch, compute, dtype, nv, bucket)
+                yield cls(target.arch, compute_for(dtype, target), dtype, nv, bucket)
 
 
 @lru_cache(maxsize=512)
@@ -399,9 +419,7 @@ def choose(spec: AttentionSpec, target: Target) -> Config:
 
     Measured on Zen 4 (1 MB): flat within 2 % from 64 to 256 keys; 512 rows are 1 % faster than 256, as each
     key block is copied half as often."""
-    isa = target.arch if target.arch in ISAS else "generic"
-    dtype = spec.dtype if spec.dtype in STORAGE_BYTES else "float32"
-    compute = compute_for(dtype, target) if isa == "avx512" else "f32"
+    isa, compute, dtype = native(spec, target)
     widest = min(max(spec.head_dim, spec.head_dim_v), BUCKETS[-1])
     key = key_for(Config(16, 1, compute, isa), dtype, widest, max(ISAS[isa].group_keys))
     room = target.l2_bytes * 3 // 4

@@ -7,12 +7,11 @@ Lanes are rows, as in the forward kernel: all query heads of one kv head times a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyflash.backends.cpu import configs
-from polyflash.backends.cpu.configs import BUCKETS, ISAS, LINE, STEP, STORAGE_BYTES, KernelKey
+from polyflash.backends.cpu.configs import ISAS, LINE, STEP, STORAGE_BYTES, KernelKey
 from polyflash.backends.cpu.packing import NARROW_COST
 
 if TYPE_CHECKING:
@@ -22,17 +21,12 @@ if TYPE_CHECKING:
 ITEM_ROWS = 256  # at most so many rows share a copy of each key block
 
 
-@dataclass(frozen=True, slots=True)
 class ManyKey(KernelKey):
     """What one compiled kernel is made for; fields as the forward's."""
 
-    @property
-    def builder(self) -> str:
-        return "polyflash.backends.cpu.decode_many"
-
-    @property
-    def name(self) -> str:
-        return f"decode_{self.isa}_{self.compute}_{self.storage}_nv{self.nv}_d{self.bucket}"
+    __slots__ = ()
+    kind = "decode"
+    builder = "polyflash.backends.cpu.decode_many"
 
     @property
     def lines_of_keys(self) -> int:
@@ -77,8 +71,7 @@ def shape(isa: str, rows: int) -> Shape:
 
 def key_for(config: DecodeConfig, dtype: str, widest: int, nv: int) -> ManyKey:
     """The kernel for a call; `widest` is the larger head dimension."""
-    bucket = next((b for b in BUCKETS if widest <= b), 0)
-    return ManyKey(config.isa, config.compute, dtype, nv, bucket)
+    return configs.key_of(ManyKey, config, dtype, widest, nv)
 
 
 def scratch(key: ManyKey, panels: int, block_n: int) -> configs.Scratch:
@@ -89,11 +82,6 @@ def scratch(key: ManyKey, panels: int, block_n: int) -> configs.Scratch:
     return tiles._replace(total=(tiles.staged + addresses * 8 + 4095) // 4096 * 4096)
 
 
-def all_keys(target: Target) -> Iterator[ManyKey]:
+def all_keys(target: Target) -> Iterator[KernelKey | configs.StageKey]:
     """Every decode kernel of many rows that can run on `target`."""
-    if target.arch not in ISAS:
-        return
-    for nv in ISAS[target.arch].group_keys:
-        for dtype in STORAGE_BYTES:
-            for bucket in BUCKETS:
-                yield ManyKey(target.arch, configs.compute_for(dtype, target), dtype, nv, bucket)
+    return configs.keys_of(target, ManyKey)

@@ -22,7 +22,6 @@ from polyflash.backends.cpu import (
     pool,
     runtime,
 )  # fmt: skip
-from polyflash.backends.cpu.configs import DropoutKey
 from polyflash.backends.cpu.words import Cut
 
 if TYPE_CHECKING:
@@ -48,29 +47,14 @@ class _Prepared:
     """What a route keeps between calls: cuts by batch, lengths and threads. Entries are only added, or
     dropped all at once, so Python threads may share it."""
 
-    __slots__ = ("cuts", "decode", "drops", "launch", "passes")
+    __slots__ = ("cuts", "decode", "launch", "stages")
 
     def __init__(self, launch: Launch) -> None:
         configs.check_fits(launch.config, launch.spec, launch.target)
         self.launch = launch
         self.cuts: dict[tuple[int, ...], _Cut] = {}
-        self.passes: dict[int, int] = {}
-        self.drops: dict[int, int] = {}
+        self.stages = runtime.Stages(launch.config.isa)
         self.decode: decode.Prepared | None = None
-
-    def score_pass(self, nv: int) -> int:
-        """The address of the pass over scores for panels of `nv` vectors."""
-        found = self.passes.get(nv)
-        if found is None:
-            found = self.passes[nv] = runtime.load(configs.ScoreKey(self.launch.config.isa, nv))
-        return found
-
-    def dropout(self, nv: int) -> int:
-        """The address of what drops weights, for panels of `nv` vectors."""
-        found = self.drops.get(nv)
-        if found is None:
-            found = self.drops[nv] = runtime.load(DropoutKey(self.launch.config.isa, nv))
-        return found
 
     def add(self, index: tuple[int, ...], cut: configs.Partition, nv: int) -> _Cut:
         """`cut.items` is a multiple of `cut.row_blocks`; `nv` is the width of the kernel's panels."""
@@ -150,13 +134,12 @@ def run(
         prepared = launch.prepared = _Prepared(launch)
     batch, _, seqlen_q, head_dim = q.shape
     _, _, seqlen_k, head_dim_v = v.shape
-    left, right = arguments.window_sides(args)
     keys = seqlen_k
     if args.page_table is not None:
         seqlen_k *= args.page_table.shape[1]
         keys = int(cast("Tensor", args.kv_lens).max())  # a table may have room for far more
-    work_us = arguments.estimated_us(q.shape, keys, head_dim + head_dim_v, left, right, args)
-    threads = 1 if work_us < arguments.LEND_FROM_US else torch.get_num_threads()
+    work_us = arguments.estimated_us(q.shape, keys, head_dim + head_dim_v, args)
+    threads = arguments.threads_for(work_us)
     kept: list[Any] = []
     members = 0
     if args.cu_seqlens_q is not None:
@@ -178,9 +161,8 @@ def job_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     """What `run` hands to the pool for a call without operands, which has been made before."""
     prepared: _Prepared = launch.prepared
     batch, _, seqlen_q, head_dim = q.shape
-    left, right = arguments.window_sides(args)
-    work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], left, right, args)
-    threads = 1 if work_us < arguments.LEND_FROM_US else torch.get_num_threads()
+    work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], args)
+    threads = arguments.threads_for(work_us)
     cut = prepared.dense(batch, seqlen_q, threads)
     return _job(prepared, cut, threads, work_us, q, k, v, out, lse, args, [], 0)
 
@@ -215,16 +197,9 @@ def _job(
     """Small tensors that must be copied first are put into `kept`, to live as long as the call; `members` is
     the address of the table of packed ones."""
     seqlen_k = v.shape[2] if args.page_table is None else v.shape[2] * args.page_table.shape[1]
-    scale = q.shape[3] ** -0.5 if args.scale is None else args.scale
-    does = arguments.passes(args, scale)
-    sinks, score_pass = arguments.sinks_address(args.sinks, kept), prepared.score_pass(cut.nv) if does else 0
     lse_at = lse.data_ptr() if args.need_lse else 0
-    head = arguments.head(q, k, v, out, lse_at, seqlen_k, args, scale, does, sinks, score_pass)
-    middle = arguments.NO_OPERANDS
-    if does or arguments.any_table(args):
-        drop = prepared.dropout(cut.nv) if args.dropout_p else 0
-        middle = arguments.operands(args, scale, does, kept, members, drop, k)
-    words = array("q", head + middle + cut.tail)
+    front = arguments.front(prepared.stages, cut.nv, q, k, v, out, lse_at, seqlen_k, args, kept, members)
+    words = array("q", front + cut.tail)
     return Job(cut.kernel, words, cut.items, threads, cut.scratch_bytes, work_us >= arguments.WAKE_FROM_US)
 
 

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 from polyflash import compilation, env, target
 from polyflash.backends.cpu import store
 
-DEFAULT_BUILDER = "polyflash.backends.cpu.kernels.forward"
 FORK_PATIENCE_S = 10.0  # a fork waits this long for a compilation, so that the child gets a compiler at rest
 
 _C_LIBRARY = frozenset(
@@ -33,12 +32,14 @@ _C_LIBRARY = frozenset(
 class Key(Protocol):
     """What `load` takes: hashable, with a name that tells all generated code apart.
 
-    A key may have a `builder`: the module whose `build(key)` returns the numba cfunc (default: the forward
-    kernels). Functions the cfunc calls need `forceinline=True`, or the object keeps numba's way to raise.
+    `builder` is the module whose `build(key)` returns the numba cfunc. Functions the cfunc calls need
+    `forceinline=True`, or the object keeps numba's way to raise.
     """
 
     @property
     def name(self) -> str: ...
+    @property
+    def builder(self) -> str: ...
 
 
 _addresses: dict[Any, int] = {}
@@ -57,12 +58,29 @@ def load(key: Key) -> int:
     return address
 
 
+class Stages:
+    """Addresses of code that the kernels of an isa call, by class of key and panel width. Entries are only
+    added, so Python threads may share it."""
+
+    __slots__ = ("_found", "isa")
+
+    def __init__(self, isa: str) -> None:
+        self.isa = isa
+        self._found: dict[Any, int] = {}
+
+    def address(self, kind: Any, nv: int) -> int:
+        address = self._found.get((kind, nv))
+        if address is None:
+            address = self._found[kind, nv] = load(kind(self.isa, nv))
+        return address
+
+
 def entry_name(key: Key) -> str:
     """The file name of `key`: a digest of everything its code depends on, so that a stale entry is never met.
 
     That is where its code comes from, the key's builder and its name.
     """
-    parts = origin().hex(), _builder(key), key.name
+    parts = origin().hex(), key.builder, key.name
     return hashlib.sha256("\0".join(parts).encode()).hexdigest() + store.SUFFIX
 
 
@@ -105,10 +123,6 @@ def _find_or_compile(key: Key) -> store.Object:
         return entry
 
 
-def _builder(key: Key) -> str:
-    return getattr(key, "builder", DEFAULT_BUILDER)
-
-
 @functools.lru_cache(maxsize=4)
 def _sources_digest(folder: str) -> str:
     """A digest of every Python file in `folder` and those below, by name and contents."""
@@ -122,7 +136,7 @@ def _sources_digest(folder: str) -> str:
 def _compile(key: Key) -> store.Object:
     """Builds the object of `key`, and says so: this is the one slow step a user can meet."""
     with compilation.timed(key.name, f"cpu:{getattr(key, 'isa', '') or target.host_arch()}"):
-        kernel = importlib.import_module(_builder(key)).build(key)
+        kernel = importlib.import_module(key.builder).build(key)
         made = store.Object(kernel.native_name, _object_code(kernel, getattr(key, "isa", "")))
     missing = undefined_symbols(made.code) - _C_LIBRARY
     if missing:

@@ -22,10 +22,7 @@ from polyflash.backends.cpu import (
     runtime,
     statistics_configs,
 )  # fmt: skip
-from polyflash.backends.cpu.words import (
-    Cut,
-    Statistics,
-)  # fmt: skip
+from polyflash.backends.cpu.words import Cut, Statistics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,20 +35,13 @@ if TYPE_CHECKING:
 class _Prepared:
     """What a route keeps between calls; entries are only added, so Python threads may share it."""
 
-    __slots__ = ("kernels", "launch", "passes")
+    __slots__ = ("kernels", "launch", "stages")
 
     def __init__(self, launch: Launch) -> None:
         configs.check_fits(launch.config, launch.spec, launch.target)
         self.launch = launch
-        self.passes: dict[int, int] = {}
+        self.stages = runtime.Stages(launch.config.isa)
         self.kernels: dict[tuple[int, int], tuple[int, Scratch]] = {}
-
-    def score_pass(self, nv: int) -> int:
-        """The address of the pass over scores for panels of `nv` vectors."""
-        found = self.passes.get(nv)
-        if found is None:
-            found = self.passes[nv] = runtime.load(configs.ScoreKey(self.launch.config.isa, nv))
-        return found
 
     def kernel(self, nv: int, row_panels: int) -> tuple[int, Scratch]:
         """The kernel with panels of `nv` vectors, and its scratch for spans of `row_panels`."""
@@ -93,20 +83,15 @@ def run(
     row_panels = min(config.panels, max(1, -(-int(lens_q.max(initial=1)) // rows)))
     kernel, tiles = prepared.kernel(nv, row_panels)
     entries, copies = statistics_configs.ranges(lens_q, rows)
-    sums = None if column_sums is None else _zeros(copies, column_sums)
+    sums = None if column_sums is None else column_sums.new_zeros((copies, *column_sums.shape))
     lse = lse.contiguous()
-    left, right = arguments.window_sides(args)
-    work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim, left, right, args)
-    threads = 1 if work_us < arguments.LEND_FROM_US else torch.get_num_threads()
+    work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim, args)
     kept: list[Any] = []
-    scale = head_dim**-0.5 if args.scale is None else args.scale
-    does = arguments.passes(args, scale)
-    sinks, score_pass = arguments.sinks_address(args.sinks, kept), prepared.score_pass(nv) if does else 0
-    lse_at, seqlen_k = lse.data_ptr(), k.shape[2]
-    head = arguments.head(q, k, k, q, lse_at, seqlen_k, args, scale, does, sinks, score_pass)  # no V, no out
+    threads = arguments.threads_for(work_us)
+    stages, lse_at, seqlen_k = prepared.stages, lse.data_ptr(), k.shape[2]
+    words = array("q", arguments.front(stages, nv, q, k, k, q, lse_at, seqlen_k, args, kept))  # no V, no out
     columns = (0,) * 4 if sums is None else (sums.data_ptr(), *(4 * s for s in sums.stride()[:3]))
     results = (0 if x is None else x.data_ptr() for x in (entropy, max_logit))
-    words = array("q", head + arguments.operands(args, scale, does, kept, 0))
     words.extend((*Cut(config.block_n, 1, 1, row_panels, 1, 1, zero=0), *tiles[:-1]))
     words.extend(Statistics(entries.ctypes.data, *columns, *results))
     items = len(entries) * num_q_heads
@@ -117,7 +102,3 @@ def run(
         for copy in sums[1:]:
             sums[0] += copy
         column_sums.copy_(sums[0])
-
-
-def _zeros(copies: int, like: Tensor) -> Tensor:
-    return like.new_zeros((copies, *like.shape))

@@ -7,14 +7,13 @@ copy of the column sums of its own; the copies are added in order, so no bit dep
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from polyflash.backends.cpu import configs
-from polyflash.backends.cpu.configs import BUCKETS, ISAS, ITEM_WORDS, LINE, STORAGE_BYTES, KernelKey, Scratch
+from polyflash.backends.cpu.configs import ITEM_WORDS, LINE, KernelKey, Scratch
 
 if TYPE_CHECKING:
     from polyflash.target import Target
@@ -23,33 +22,22 @@ RANGE_ROWS = 512  # least rows of a range
 MOST_RANGES = 16  # as many copies of the column sums are held at once
 
 
-@dataclass(frozen=True, slots=True)
 class StatisticsKey(KernelKey):
     """What one compiled statistics kernel is made for; fields as the forward's."""
 
-    @property
-    def builder(self) -> str:
-        return "polyflash.backends.cpu.kernels.statistics"
-
-    @property
-    def name(self) -> str:
-        return f"statistics_{self.isa}_{self.compute}_{self.storage}_nv{self.nv}_d{self.bucket}"
+    __slots__ = ()
+    kind = "statistics"
+    builder = "polyflash.backends.cpu.kernels.statistics"
 
 
 def key_for(config: configs.Config, dtype: str, head_dim: int, nv: int) -> StatisticsKey:
     """The kernel for a call with panels of `nv` vectors."""
-    bucket = next((b for b in BUCKETS if head_dim <= b), 0)
-    return StatisticsKey(config.isa, config.compute, dtype, nv, bucket)
+    return configs.key_of(StatisticsKey, config, dtype, head_dim, nv)
 
 
-def all_keys(target: Target) -> Iterator[StatisticsKey]:
+def all_keys(target: Target) -> Iterator[KernelKey | configs.StageKey]:
     """Every statistics kernel that can run on `target`."""
-    if target.arch not in ISAS:
-        return
-    for nv in ISAS[target.arch].group_keys:
-        for dtype in STORAGE_BYTES:
-            for bucket in BUCKETS:
-                yield StatisticsKey(target.arch, configs.compute_for(dtype, target), dtype, nv, bucket)
+    return configs.keys_of(target, StatisticsKey)
 
 
 @lru_cache(maxsize=256)
@@ -57,33 +45,23 @@ def scratch(key: StatisticsKey, row_panels: int, block_n: int) -> Scratch:
     """The layout for spans of `row_panels` panels and key blocks of `block_n`. In the place of V: a vector of
     sums per key; stats: four numbers of every row (statistics_blocks.py)."""
     rows, wide_row = key.panel_rows, key.bucket * 4 + LINE
-    sizes = Scratch(
-        q=row_panels * key.q_panel_bytes,
-        o=0,
-        k=block_n * key.k_row_bytes,
-        v=block_n * key.lanes * 4,
-        s=block_n * rows * 4,
-        p=0,
-        stage=max(key.lanes * key.k_row_bytes, wide_row),
-        stats=row_panels * rows * 16,
-        limits=row_panels * rows * 8,
-        block=rows * 8,
-        zero=0,
-        gather=2 * wide_row,
-        bad=0,
-        seen=0,
-        item=ITEM_WORDS * 8,
-        kinds=row_panels,
-        q_ids=row_panels * rows * 4,
-        k_ids=block_n * 4,
-        staged=key.lanes * block_n * 5,
-        total=0,
-    )
-    offsets, at = [], 0
-    for size in sizes[:-1]:
-        offsets.append(at)
-        at += (size + LINE - 1) // LINE * LINE
-    return Scratch._make((*offsets, (at + 4095) // 4096 * 4096))
+    sizes = dict.fromkeys(Scratch._fields[:-1], 0) | {
+        "q": row_panels * key.q_panel_bytes,
+        "k": block_n * key.k_row_bytes,
+        "v": block_n * key.lanes * 4,
+        "s": block_n * rows * 4,
+        "stage": max(key.lanes * key.k_row_bytes, wide_row),
+        "stats": row_panels * rows * 16,
+        "limits": row_panels * rows * 8,
+        "block": rows * 8,
+        "gather": 2 * wide_row,
+        "item": ITEM_WORDS * 8,
+        "kinds": row_panels,
+        "q_ids": row_panels * rows * 4,
+        "k_ids": block_n * 4,
+        "staged": key.lanes * block_n * 5,
+    }
+    return Scratch._make(configs.placed(sizes.values()))
 
 
 def ranges(lens_q: Any, panel_rows: int) -> tuple[Any, int]:
