@@ -257,17 +257,12 @@ def emissions(key: ScoreKey) -> Iterator[simd.Stage]:
     return simd.emissions(_Square(key))
 
 
-def build(key: ScoreKey) -> Any:
-    """Compile the pass of `key`: a numba cfunc.
-
-    `void(tile, what, head, i_p, n, begin, end, bounded)`, all int64."""
-    from polyflash.backends.cpu.simd import greatest, least, load_i8, load_i32, store_i8, store_i32
+def kinds(key: ScoreKey, stage: Any) -> Any:
+    """Make what says which tiles of a block some row sees: start_item, start_block."""
+    from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace, store_i8, store_i32
     from polyflash.backends.cpu.structs import Blocks
 
-    stage, block = simd.stages(key, emissions(key)), Blocks(FORWARD)
-    device, tiles_at = block.device, block.tiles()
-    LANES, NV, NR = key.lanes, key.nv, key.panel_rows
-    FAR = (1 << 31) - (1 << 16)  # distances stay within int32
+    device, NR = Blocks(FORWARD).device, key.panel_rows
 
     @device
     def start_item(tile):
@@ -336,6 +331,18 @@ def build(key: ScoreKey) -> Any:
                 store_i8(kinds + i_h * panels + i_p, kind)
                 touched |= kind
         item.any_seen = touched
+
+    return namespace(start_item, start_block)
+
+
+def changes(key: ScoreKey, stage: Any) -> Any:
+    """Make what changes a tile, and what says which rows see one key: change_scores, mark_seen."""
+    from polyflash.backends.cpu.simd import greatest, least, load_i8, load_i32, namespace, store_i8
+    from polyflash.backends.cpu.structs import Blocks
+
+    device = Blocks(FORWARD).device
+    LANES, NV, NR = key.lanes, key.nv, key.panel_rows
+    FAR = (1 << 31) - (1 << 16)  # distances stay within int32
 
     @device
     def stage_bias(tile, src, row, rows, begin, end):
@@ -437,18 +444,30 @@ def build(key: ScoreKey) -> Any:
                     yes = 0
             store_i8(seen + r, yes)
 
+    return namespace(change_scores, mark_seen)
+
+
+def build(key: ScoreKey) -> Any:
+    """Compile the pass of `key`: a numba cfunc.
+
+    `void(tile, what, head, i_p, n, begin, end, bounded)`, all int64."""
+    from polyflash.backends.cpu.structs import Blocks
+
+    stage, block = simd.stages(key, emissions(key)), Blocks(FORWARD)
+    kind, change, tiles_at = kinds(key, stage), changes(key, stage), block.tiles()
+
     @block.kernel
     def score_pass(args, scratch, what, head, i_p, n, begin, end, bounded):
         tile = tiles_at(args, scratch)
         if what == CHANGE_SCORES:
             tile.column.bounded = bounded
-            change_scores(tile, head, i_p, n, begin, end)
+            change.change_scores(tile, head, i_p, n, begin, end)
         elif what == START_BLOCK:
-            start_block(tile)
+            kind.start_block(tile)
         elif what == START_ITEM:
             if args.pass_does & DOES_SEGMENTS:
-                start_item(tile)
+                kind.start_item(tile)
         else:
-            mark_seen(tile, head, i_p, n)
+            change.mark_seen(tile, head, i_p, n)
 
     return score_pass
