@@ -26,7 +26,7 @@ class ManyKey(KernelKey):
 
     __slots__ = ()
     kind = "decode"
-    builder = "polyflash.backends.cpu.decode_many"
+    builder = "polyflash.backends.cpu.kernels.decode_many"
 
     @property
     def lines_of_keys(self) -> int:

@@ -10,33 +10,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.cpu import configs, decode_items, loading, tiles
+from polyflash.backends.cpu.kernels.walk import MINUS_INF
 from polyflash.backends.cpu.words import DECODE
 
 if TYPE_CHECKING:
     from polyflash.backends.cpu.decode_many_configs import ManyKey
 
+ROWS_AT = configs.LINE  # addresses of zeros come first
 
-def build(key: ManyKey) -> Any:
-    """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import decode_many_blocks
-    from polyflash.backends.cpu.pool_kernel import add as arrive
-    from polyflash.backends.cpu.simd import greatest, least, load_i32, store_i32, store_i64, word
+
+def panel_ends(key: ManyKey, stage: Any, shared: Any) -> Any:
+    """Make the functions at the two ends of a panel: start_panel, finish_panel."""
+    from polyflash.backends.cpu.simd import least, load_i32, namespace, store_i32, store_i64
     from polyflash.backends.cpu.structs import Blocks
 
-    stage, block, items = decode_many_blocks.stages(key), Blocks(DECODE), decode_items.items()
-    shared, device, tiles_at = loading.loaders(key, stage), block.device, block.tiles()
-    loads = tiles.tiles(key, stage, shared)
-
-    K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further
-    LANES, NR, NV, MR, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack, configs.STEP
-    SIZE, VECTOR, LINE = configs.STORAGE_BYTES[key.storage], key.lanes * 4, configs.LINE
+    device = Blocks(DECODE).device
+    LANES, NR, NV, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.pack, configs.STEP
     Q_PANEL, O_PANEL, STATS = key.q_panel_bytes, key.o_panel_bytes, key.panel_rows * 8
-    K_BYTES, V_BYTES, WIDE_BYTES = key.k_row_bytes, key.v_row_bytes, key.bucket * 4 + configs.LINE
-    KEYS_PER_TRIP, K_LINES, V_LINES = key.trip_keys, key.lines_of_keys, key.lines_of_values
-    ROWS_AT, UNREAD = configs.LINE, -1  # addresses of zeros come first; V of the block is not yet loaded
-    IN_PLACE = key.compute == "bf16dot" or key.storage == "float32"
-    MERGED = decode_many_blocks.ManyTile(key).channels_at_once
-    MINUS_INF = 0xFF800000
+    K_BYTES, VECTOR = key.k_row_bytes, key.lanes * 4
 
     @device
     def start_panel(tile, q, i_hkv, row_0, rows):
@@ -61,6 +52,45 @@ def build(key: ManyKey) -> Any:
         stats = tile.stats + panel * STATS
         stage.fill(stats, NV, MINUS_INF)
         stage.fill(stats + NR * 4, NV, args.zero)
+
+    @device
+    def finish_panel(tile, out, lse, i_hkv, row_0, rows):
+        """Rows and lse of the panel at row_0 of the item's `rows`, whose m, l and O^T stand in scratch."""
+        args = tile.args
+        seqlen_q, panel = tile.item.row_end, row_0 // NR
+        o, stats = tile.o + panel * O_PANEL, tile.stats + panel * STATS
+        sinks, addresses = tile.block, tile.gather
+        first = tile.item.row + row_0
+        for lane in range(0, NR, LANES):
+            count = least(LANES, rows - row_0 - lane)
+            if count <= 0:
+                break
+            for r in range(LANES):
+                row = first + lane + least(r, count - 1)
+                head, i = i_hkv * args.group + row // seqlen_q, row % seqlen_q
+                store_i32(sinks + 4 * r, shared.sink_bits(args, head))
+                store_i64(addresses + 8 * r, out + head * args.out_head + i * args.out_row)
+            at = stats + lane * 4
+            stage.finish_lanes(at, args.scale, sinks)
+            stage.store_rows(o + lane * 4, at, addresses, count, args.head_dim_v)
+            if lse != 0:
+                for r in range(count):
+                    row = first + lane + r
+                    head, i = i_hkv * args.group + row // seqlen_q, row % seqlen_q
+                    store_i32(lse + 4 * (head * args.lse_head + i), load_i32(at + 4 * r))
+
+    return namespace(start_panel, finish_panel)
+
+
+def key_lists(key: ManyKey, stage: Any, loads: Any) -> Any:
+    """Make what says where keys lie and which of them rows see: limit_rows, list_keys, list_lines."""
+    from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace, store_i32, word
+    from polyflash.backends.cpu.structs import Blocks
+
+    device, items = Blocks(DECODE).device, decode_items.items()
+    NR, PACK, STEP, STATS = key.panel_rows, key.pack, configs.STEP, key.panel_rows * 8
+    SIZE, LINE, K_BYTES = configs.STORAGE_BYTES[key.storage], configs.LINE, key.k_row_bytes
+    IN_PLACE = key.compute == "bf16dot" or key.storage == "float32"
 
     @device
     def limit_rows(tile, rows, live):
@@ -142,6 +172,21 @@ def build(key: ManyKey) -> Any:
             stage.fill_addresses(dst + 8 * done, zero, 0, wanted - done)
         return dst
 
+    return namespace(limit_rows, list_keys, list_lines)
+
+
+def splits_of(key: ManyKey, stage: Any, loads: Any, lists: Any) -> Any:
+    """Make what attends to the keys of one split: attend_split."""
+    from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace
+    from polyflash.backends.cpu.structs import Blocks
+
+    device = Blocks(DECODE).device
+    K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further
+    NR, NV, MR, PACK, STATS = key.panel_rows, key.nv, key.group_keys, key.pack, key.panel_rows * 8
+    Q_PANEL, O_PANEL, V_BYTES = key.q_panel_bytes, key.o_panel_bytes, key.v_row_bytes
+    KEYS_PER_TRIP, K_LINES, V_LINES = key.trip_keys, key.lines_of_keys, key.lines_of_values
+    UNREAD = -1  # V of the block is not yet loaded
+
     @device
     def masked_scores(tile, i_p, n, begin, end, inner_begin, inner_end, ahead, step):
         """S^T of keys n + [begin, end) of one panel, and their part of the running maximum; every row sees
@@ -184,29 +229,23 @@ def build(key: ManyKey) -> Any:
         if bad == UNREAD:
             trips = (args.head_dim + 4 * PACK - 1) // (4 * PACK)
             wanted = (end - begin) // MR * trips * K_LINES
-            ahead, step = list_lines(tile, v, V_BATCH, first, last, channels, wanted), 8 * K_LINES
+            ahead, step = lists.list_lines(tile, v, V_BATCH, first, last, channels, wanted), 8 * K_LINES
         stage.fill(top, NV, MINUS_INF)
         masked_scores(tile, i_p, n, begin, end, inner_begin, inner_end, ahead, step)
         if changes != 0:
             stage.fill(top, NV, MINUS_INF)
             limits = tile.limits + i_p * STATS
             stage.change_scores(s, end - begin, limits, n + begin, top, changes, args.score_cap)
-        p, stats = (
-            tile.p + begin // PACK * NR * 4,
-            tile.stats + i_p * STATS,
-        )
+        p, stats = tile.p + begin // PACK * NR * 4, tile.stats + i_p * STATS
         stage.online_softmax(s, p, (end - begin) // 4, block, stats, args.scale_log2)
-        values, o = (
-            tile.v + begin // PACK * V_BYTES,
-            tile.o + i_p * O_PANEL,
-        )
+        values, o = tile.v + begin // PACK * V_BYTES, tile.o + i_p * O_PANEL
         trips, groups = (end - begin) // KEYS_PER_TRIP, (channels + MR - 1) // MR
         ahead, step = tile.addresses, 0
         if bad == UNREAD:
             bad = loads.load_values(tile, v, first, last)
             following, count = n + args.block_n, args.head_dim
             wanted, step = trips * groups * V_LINES, 8 * V_LINES
-            ahead = list_lines(tile, k, K_BATCH, following, next_last, count, wanted)
+            ahead = lists.list_lines(tile, k, K_BATCH, following, next_last, count, wanted)
         stage.accumulate(values, p, trips, o, block, groups, ahead, step)
         if bad != 0:
             loads.add_bad_rows(tile, v, 0, i_p, i_p, n, greatest(begin, first - n), least(end, last - n))
@@ -227,45 +266,32 @@ def build(key: ManyKey) -> Any:
                 found = loads.find_pages(tile, first, last)
                 if found < last:
                     last = key_hi = found
-                    limit_rows(tile, rows, found)
+                    lists.limit_rows(tile, rows, found)
                     if last <= first:
                         continue
-            list_keys(tile, k, first, last)
+            lists.list_keys(tile, k, first, last)
             bad, next_last = UNREAD, least(n + 2 * block_n, key_hi)
             for i_p in range((rows + NR - 1) // NR):
                 bad = attend_panel(tile, k, v, i_p, first, last, next_last, bad)
 
-    @device
-    def finish_panel(tile, out, lse, i_hkv, row_0, rows):
-        """Rows and lse of the panel at row_0 of the item's `rows`, whose m, l and O^T stand in scratch."""
-        args = tile.args
-        seqlen_q, panel = tile.item.row_end, row_0 // NR
-        o, stats = (
-            tile.o + panel * O_PANEL,
-            tile.stats + panel * STATS,
-        )
-        sinks, addresses = tile.block, tile.gather
-        first = tile.item.row + row_0
-        for lane in range(0, NR, LANES):
-            count = least(LANES, rows - row_0 - lane)
-            if count <= 0:
-                break
-            for r in range(LANES):
-                row = first + lane + least(r, count - 1)
-                head, i = i_hkv * args.group + row // seqlen_q, row % seqlen_q
-                sink = MINUS_INF
-                if args.sinks != 0:
-                    sink = load_i32(args.sinks + 4 * head)
-                store_i32(sinks + 4 * r, sink)
-                store_i64(addresses + 8 * r, out + head * args.out_head + i * args.out_row)
-            at = stats + lane * 4
-            stage.finish_lanes(at, args.scale, sinks)
-            stage.store_rows(o + lane * 4, at, addresses, count, args.head_dim_v)
-            if lse != 0:
-                for r in range(count):
-                    row = first + lane + r
-                    head, i = i_hkv * args.group + row // seqlen_q, row % seqlen_q
-                    store_i32(lse + 4 * (head * args.lse_head + i), load_i32(at + 4 * r))
+    return namespace(attend_split)
+
+
+def build(key: ManyKey) -> Any:
+    """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
+    from polyflash.backends.cpu import decode_many_blocks
+    from polyflash.backends.cpu.pool_kernel import add as arrive
+    from polyflash.backends.cpu.simd import greatest, least
+    from polyflash.backends.cpu.structs import Blocks
+
+    stage, block, items = decode_many_blocks.stages(key), Blocks(DECODE), decode_items.items()
+    shared, tiles_at = loading.loaders(key, stage), block.tiles()
+    loads, ends = tiles.tiles(key, stage, shared), panel_ends(key, stage, shared)
+    lists = key_lists(key, stage, loads)
+    attend = splits_of(key, stage, loads, lists)
+    NR, NV, STEP, LINE, VECTOR = key.panel_rows, key.nv, configs.STEP, configs.LINE, key.lanes * 4
+    O_PANEL, STATS, WIDE_BYTES = key.o_panel_bytes, key.panel_rows * 8, key.bucket * 4 + configs.LINE
+    MERGED = decode_many_blocks.ManyTile(key).channels_at_once
 
     @block.kernel
     def kernel(args, number, scratch):
@@ -283,7 +309,7 @@ def build(key: ManyKey) -> Any:
         item.row = first_row
         item.row_end = seqlen_q
         item.start = start
-        lowest, highest = limit_rows(tile, rows, live)
+        lowest, highest = lists.limit_rows(tile, rows, live)
         key_lo = (first_split + i_s) * args.split_keys
         key_hi = least(key_lo + args.split_keys, highest)
         key_lo = greatest(key_lo, lowest)
@@ -292,9 +318,9 @@ def build(key: ManyKey) -> Any:
         stage.fill_addresses(tile.addresses, tile.zero, 0, LINE // 8)
         q = args.q + i_t * args.q_batch + first_q * args.q_row
         for i_p in range(panels):
-            start_panel(tile, q, i_hkv, i_p * NR, rows)
+            ends.start_panel(tile, q, i_hkv, i_p * NR, rows)
         if key_lo < key_hi:
-            attend_split(tile, k, v, rows, key_lo, key_hi)
+            attend.attend_split(tile, k, v, rows, key_lo, key_hi)
 
         if splits > 1:
             channels = (args.head_dim_v + STEP - 1) // STEP * STEP
@@ -320,6 +346,6 @@ def build(key: ManyKey) -> Any:
         if lse != 0:
             lse += 4 * (i_t * args.lse_batch + first_q)
         for i_p in range(panels):
-            finish_panel(tile, out, lse, i_hkv, i_p * NR, rows)
+            ends.finish_panel(tile, out, lse, i_hkv, i_p * NR, rows)
 
     return kernel
