@@ -114,7 +114,7 @@ def test_products_are_vector_code(isa: str, triple: str, cpu: str, multiply: str
     llvm.initialize_all_asmprinters()
     module = ir.Module()
     module.triple = triple
-    for name, arity, emit, returns in dropout.emissions(DropoutKey(isa, 1)):
+    for name, arity, emit, returns in simd.emissions(dropout.DropoutTile(DropoutKey(isa, 1))):
         simd.function_in(module, name, arity, emit, isa, returns).linkage = "external"
     parsed = llvm.parse_assembly(str(module))
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)

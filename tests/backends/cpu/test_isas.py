@@ -27,6 +27,15 @@ ARM = (("aarch64-unknown-linux-gnu", "neoverse-n1"), ("arm64-apple-macosx", "app
 LINUX = "x86_64-unknown-linux-gnu"
 
 
+TILES = {
+    "forward": ("blocks", "Tile"),
+    "backward": ("backward_blocks", "BackwardTile"),
+    "scores": ("scores", "ScoreTile"),
+    "dropout": ("dropout", "DropoutTile"),
+    "bias_gradient": ("bias_gradient", "BiasTile"),
+}
+
+
 @functools.cache
 def assembly(key: KernelKey | ScoreKey, triple: str, cpu: str) -> dict[str, list[list[str]]]:
     """The stages of `key` for a CPU that need not be here: basic blocks of instructions by stage."""
@@ -39,10 +48,8 @@ def assembly(key: KernelKey | ScoreKey, triple: str, cpu: str) -> dict[str, list
     llvm.initialize_all_asmprinters()
     module = ir.Module()
     module.triple = triple
-    builder = "blocks" if isinstance(key, KernelKey) else "scores"
-    if hasattr(key, "builder"):
-        builder = key.builder.rpartition(".")[2].replace("backward", "backward_blocks")
-    emissions = importlib.import_module(f"polyflash.backends.cpu.{builder}").emissions(key)
+    where, tile = TILES[key.kind]
+    emissions = simd.emissions(getattr(importlib.import_module(f"polyflash.backends.cpu.{where}"), tile)(key))
     names = []
     for name, arity, emit, returns in emissions:
         simd.function_in(module, name, arity, emit, key.isa, returns).linkage = "external"

@@ -178,7 +178,7 @@ def test_no_stage_calls_a_library(isa, triple, cpu):
     module = ir.Module()
     module.triple = triple
     key = statistics_configs.StatisticsKey(isa, "f32", "bfloat16", max(configs.ISAS[isa].group_keys), 64)
-    for name, arity, emit, returns in statistics_blocks.emissions(key):
+    for name, arity, emit, returns in simd.emissions(statistics_blocks.StatisticsTile(key)):
         simd.function_in(module, name, arity, emit, isa, returns).linkage = "external"
     parsed = llvm.parse_assembly(str(module))
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)

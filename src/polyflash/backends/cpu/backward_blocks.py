@@ -11,12 +11,10 @@ dS also as interleaved key pairs for dQ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from llvmlite import ir
 
-from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.backward_configs import BackwardKey
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import ISAS
@@ -26,7 +24,7 @@ MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
 LOG2E, LOG2E_REST = 1.44269502162933349609375, 1.925963033500011e-08  # of float32, and what it misses
 
 
-class _BackwardTile(Tile):
+class BackwardTile(Tile):
     """Emissions for one key. Methods named as the stages they emit."""
 
     key: BackwardKey
@@ -371,13 +369,3 @@ class _BackwardTile(Tile):
             return [e.at(q[0], self._weight_row), e.at(q[1], self.key.v_row_bytes)]
 
         e.loop(keys, [e.pointer(p), e.pointer(dst)], key)
-
-
-def emissions(key: BackwardKey) -> Iterator[simd.Stage]:
-    """Every stage of `key`'s tiles."""
-    return simd.emissions(_BackwardTile(key))
-
-
-def stages(key: BackwardKey) -> Any:
-    """The stages of `key`'s tiles, as kernels call them."""
-    return simd.stages(key, emissions(key))

@@ -6,7 +6,6 @@ A square of `lanes` keys by `lanes` rows is turned in registers, or summed over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from polyflash.backends.cpu import simd
@@ -15,7 +14,7 @@ from polyflash.backends.cpu.simd import I64, Emitter, Value, stage
 from polyflash.backends.cpu.words import BACKWARD
 
 
-class _Square:
+class BiasTile:
     """Emissions for one key. dS of what is no key and no row is 0."""
 
     def __init__(self, key: BiasGradientKey) -> None:
@@ -50,11 +49,6 @@ class _Square:
         self._add(e, self._sum(e, self._load(e, ds)), e.pointer(dst), e.first_lanes(rows))
 
 
-def emissions(key: BiasGradientKey) -> Iterator[simd.Stage]:
-    """Every stage of `key`'s tiles."""
-    return simd.emissions(_Square(key))
-
-
 def build(key: BiasGradientKey) -> Any:
     """Compile the sum of `key`: a numba cfunc `void(args, ds, i_b, head, row, row_end, key, end)`, all int64.
 
@@ -63,7 +57,7 @@ def build(key: BiasGradientKey) -> Any:
     from polyflash.backends.cpu.simd import least
     from polyflash.backends.cpu.structs import Blocks
 
-    stage, block = simd.stages(key, emissions(key)), Blocks(BACKWARD)
+    stage, block = simd.stages(key, BiasTile(key)), Blocks(BACKWARD)
     LANES, NV, S_ROW = key.lanes, key.nv, key.panel_rows * 4
 
     @block.kernel

@@ -10,12 +10,10 @@ Tiles live in scratch: Q^T and O^T as [atom][lane], K as rows, V as rows (bf16do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.configs import ISAS, STORAGE_BYTES, KernelKey
 from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, stage
 
@@ -472,13 +470,3 @@ class Tile:
     @stage
     def store_lse(self, e: Emitter, stats, dst, rows) -> None:
         e.masked_store(e.load(e.pointer(stats)), e.pointer(dst), e.first_lanes(rows))
-
-
-def emissions(key: KernelKey) -> Iterator[simd.Stage]:
-    """Every stage of `key`'s tiles."""
-    return simd.emissions(Tile(key))
-
-
-def stages(key: KernelKey) -> Any:
-    """The stages of `key`'s tiles, as kernels call them."""
-    return simd.stages(key, emissions(key))

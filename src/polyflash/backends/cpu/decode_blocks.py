@@ -13,12 +13,10 @@ A vector of scores is [key][row], the row the faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import LINE, STEP, STORAGE_BYTES
@@ -515,13 +513,3 @@ class DecodeTile(AddressLists, Turns):
         even, odd = (e.b.zext(e.to_bf16_bits(part), e.vi) for part in x)
         both = e.b.or_(even, e.b.shl(odd, e.ints(16)))
         return e.b.bitcast(both, ir.VectorType(I16, self.unit))
-
-
-def emissions(key: DecodeKey) -> Iterator[simd.Stage]:
-    """Every stage of `key`'s tiles."""
-    return simd.emissions(DecodeTile(key))
-
-
-def stages(key: DecodeKey) -> Any:
-    """The stages of `key`'s tiles, as kernels call them."""
-    return simd.stages(key, emissions(key))

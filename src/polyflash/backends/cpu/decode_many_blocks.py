@@ -6,10 +6,8 @@ A partial result is, for every panel, m and l as [m or l][vector][lane], then fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
-from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.decode_many_configs import ManyKey
@@ -172,13 +170,3 @@ class ManyTile(Tile, AddressLists):
         p = e.pointer(addresses)
         p_rows = [e.pointer(e.load(p, 8 * r, I64)) for r in range(self.lanes)]
         self.store_lanes(e, o, stats, p_rows, rows, count)
-
-
-def emissions(key: ManyKey) -> Iterator[simd.Stage]:
-    """Every stage of `key`'s tiles."""
-    return simd.emissions(ManyTile(key))
-
-
-def stages(key: ManyKey) -> Any:
-    """The stages of `key`'s tiles, as kernels call them."""
-    return simd.stages(key, emissions(key))

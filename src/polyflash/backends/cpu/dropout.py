@@ -12,7 +12,6 @@ next two as well, and what depends on the query alone is computed once per vecto
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -84,7 +83,7 @@ class _Words:
         return self.e.b.shuffle_vector(even, odd, order)
 
 
-class _Tile:
+class DropoutTile:
     """Emissions for one key: all keys of a tile, with one weight or two to a word."""
 
     def __init__(self, key: DropoutKey) -> None:
@@ -149,11 +148,6 @@ class _Tile:
                 e.store(b.and_(weights, bits), p, at * self.row_bytes)
 
 
-def emissions(key: DropoutKey) -> Iterator[simd.Stage]:
-    """Every stage of `key`'s tiles."""
-    return simd.emissions(_Tile(key))
-
-
 def build(key: DropoutKey) -> Any:
     """Compile the dropout of `key`: a numba cfunc `void(args, weights, head, row, key, keys, pack)`, all
     int64.
@@ -164,7 +158,7 @@ def build(key: DropoutKey) -> Any:
     a word; `key` is even then."""
     from polyflash.backends.cpu.structs import Blocks
 
-    stage, block = simd.stages(key, emissions(key)), Blocks(FORWARD)
+    stage, block = simd.stages(key, DropoutTile(key)), Blocks(FORWARD)
 
     @block.kernel
     def drop(args, weights, head, row, key, keys, pack):

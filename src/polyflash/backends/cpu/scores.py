@@ -10,7 +10,6 @@ transposed. Each operand is a branch per square, not per score.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,7 @@ from polyflash.backends.cpu.words import (
 MINUS_INF = float("-inf")
 
 
-class _Square:
+class ScoreTile:
     """Emissions for one key: a column is `lanes` rows of a panel, a square as many keys of it."""
 
     def __init__(self, key: ScoreKey) -> None:
@@ -252,11 +251,6 @@ class _Square:
         return b.fptrunc(x, F32)
 
 
-def emissions(key: ScoreKey) -> Iterator[simd.Stage]:
-    """Every stage of `key`'s tiles."""
-    return simd.emissions(_Square(key))
-
-
 def kinds(key: ScoreKey, stage: Any) -> Any:
     """Make what says which tiles of a block some row sees: start_item, start_block."""
     from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace, store_i8, store_i32
@@ -453,7 +447,7 @@ def build(key: ScoreKey) -> Any:
     `void(tile, what, head, i_p, n, begin, end, bounded)`, all int64."""
     from polyflash.backends.cpu.structs import Blocks
 
-    stage, block = simd.stages(key, emissions(key)), Blocks(FORWARD)
+    stage, block = simd.stages(key, ScoreTile(key)), Blocks(FORWARD)
     kind, change, tiles_at = kinds(key, stage), changes(key, stage), block.tiles()
 
     @block.kernel

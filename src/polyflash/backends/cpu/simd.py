@@ -7,7 +7,7 @@ Inline assembly is not an option: numba's JIT has no parser for it and aborts th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -389,10 +389,10 @@ def emissions(tile: Any) -> Iterator[Stage]:
             yield name, len(signature.parameters) - 1, method, returns
 
 
-def stages(key: Any, emissions: Iterable[Stage]) -> Any:
-    """Those stages of `key`, as functions of a namespace."""
+def stages(key: Any, tile: Any) -> Any:
+    """The stages of `tile`, which is that of `key`, as kernels call them."""
     module = ModuleType(key.name)
-    for name, arity, emit, returns in emissions:
+    for name, arity, emit, returns in emissions(tile):
         vars(module)[name] = native(f"{key.name}_{name}", arity, emit, key.isa, returns=returns)
     return module
 

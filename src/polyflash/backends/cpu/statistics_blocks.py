@@ -7,20 +7,15 @@ A column sum is one vector of lanes per key, added to by every panel of a span a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-from polyflash.backends.cpu import simd
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.simd import I64, Emitter, Value, stage
-from polyflash.backends.cpu.statistics_configs import StatisticsKey
 
 MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
 LOG2E, LOG2E_LOW = 1.4426950216293335, 1.92596298909109e-08
 LEAST_LOG, MOST_LOG = -7000.0, 87.0  # the weights of an lse that is not theirs stay numbers
 
 
-class _StatisticsTile(Tile):
+class StatisticsTile(Tile):
     """Emissions for one key. A panel's stats are four rows of its lanes: lse, Σ p·ln p, the largest raw
     score, and 0 or NaN."""
 
@@ -120,13 +115,3 @@ class _StatisticsTile(Tile):
         e.masked_store(b.fadd(nats, nan), e.pointer(entropy), inside)
         top = b.fadd(b.fmul(top, e.splat(e.float_bits(scale_bits))), nan)
         e.masked_store(top, e.pointer(max_logit), inside)
-
-
-def emissions(key: StatisticsKey) -> Iterator[simd.Stage]:
-    """Every stage of `key`'s tiles."""
-    return simd.emissions(_StatisticsTile(key))
-
-
-def stages(key: StatisticsKey) -> Any:
-    """The stages of `key`'s tiles, as kernels call them."""
-    return simd.stages(key, emissions(key))

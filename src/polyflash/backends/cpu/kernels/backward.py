@@ -312,11 +312,11 @@ def spans(key: BackwardKey, stage: Any, shared: Any) -> Any:
 
 def build(key: BackwardKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import backward_blocks
+    from polyflash.backends.cpu import backward_blocks, simd
     from polyflash.backends.cpu.simd import greatest, least, load_i32
     from polyflash.backends.cpu.structs import Blocks
 
-    stage, block = backward_blocks.stages(key), Blocks(BACKWARD, BACKWARD_ITEM)
+    stage, block = simd.stages(key, backward_blocks.BackwardTile(key)), Blocks(BACKWARD, BACKWARD_ITEM)
     shared, tiles_at = walk.tools(key, stage), block.tiles()
     span_of, NR, V_BYTES, VECTOR = spans(key, stage, shared), key.panel_rows, key.v_row_bytes, key.lanes * 4
 

@@ -279,19 +279,20 @@ def splits_of(key: ManyKey, stage: Any, loads: Any, lists: Any) -> Any:
 
 def build(key: ManyKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import decode_many_blocks
+    from polyflash.backends.cpu import decode_many_blocks, simd
     from polyflash.backends.cpu.pool_kernel import add as arrive
     from polyflash.backends.cpu.simd import greatest, least
     from polyflash.backends.cpu.structs import Blocks
 
-    stage, block, items = decode_many_blocks.stages(key), Blocks(DECODE), decode_items.items()
+    own = decode_many_blocks.ManyTile(key)
+    stage, block, items = simd.stages(key, own), Blocks(DECODE), decode_items.items()
     shared, tiles_at = loading.loaders(key, stage), block.tiles()
     loads, ends = tiles.tiles(key, stage, shared), panel_ends(key, stage, shared)
     lists = key_lists(key, stage, loads)
     attend = splits_of(key, stage, loads, lists)
     NR, NV, STEP, LINE, VECTOR = key.panel_rows, key.nv, configs.STEP, configs.LINE, key.lanes * 4
     O_PANEL, STATS, WIDE_BYTES = key.o_panel_bytes, key.panel_rows * 8, key.bucket * 4 + configs.LINE
-    MERGED = decode_many_blocks.ManyTile(key).channels_at_once
+    MERGED = own.channels_at_once
 
     @block.kernel
     def kernel(args, number, scratch):

@@ -131,11 +131,11 @@ def blocks_of(key: KernelKey, stage: Any, shared: Any) -> Any:
 
 def build(key: KernelKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import blocks
+    from polyflash.backends.cpu import blocks, simd
     from polyflash.backends.cpu.simd import least, load_i32
     from polyflash.backends.cpu.structs import Blocks
 
-    stage, block, NR = blocks.stages(key), Blocks(FORWARD), key.panel_rows
+    stage, block, NR = simd.stages(key, blocks.Tile(key)), Blocks(FORWARD), key.panel_rows
     shared, tiles_at = walk.tools(key, stage), block.tiles()
     item_ends, attend = ends(key, stage, shared), blocks_of(key, stage, shared)
 

@@ -98,12 +98,12 @@ def spans(key: StatisticsKey, stage: Any, shared: Any) -> Any:
 
 def build(key: StatisticsKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import statistics_blocks
+    from polyflash.backends.cpu import simd, statistics_blocks
     from polyflash.backends.cpu.simd import greatest, least, load_i32
     from polyflash.backends.cpu.structs import Blocks
 
-    stage, block, NR = statistics_blocks.stages(key), Blocks(STATISTICS), key.panel_rows
-    shared, tiles_at = walk.tools(key, stage), block.tiles()
+    stage, block = simd.stages(key, statistics_blocks.StatisticsTile(key)), Blocks(STATISTICS)
+    shared, tiles_at, NR = walk.tools(key, stage), block.tiles(), key.panel_rows
     span_of = spans(key, stage, shared)
 
     @block.kernel
