@@ -25,7 +25,6 @@ from polyflash.target import Target
 
 GPUS = tuple(t.name for t in targets.KNOWN if t.kind in ("cuda", "hip"))
 BATCH, HEADS, KEYS, PAGES = 2, 16, 2048, 64
-_OPTIONS = ("num_warps", "num_stages")
 
 
 class Launched(NamedTuple):
@@ -183,17 +182,16 @@ _CALLS: dict[Phase, Callable[..., None]] = {
 @contextlib.contextmanager
 def _recorded() -> Iterator[list[Launched]]:
     """Inside, launches are kept instead of made; for one thread."""
-    from polyflash.backends.triton.runtime import Kernels
+    from polyflash.backends.triton.runtime import Kernels, unknown
 
     found: list[Launched] = []
 
     def keep(
-        self: Any, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Mapping[str, Any],
-        key: Any, device: Any,
+        self: Any, kernel: Any, grid: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], key: Any,
+        device: Any,
     ) -> None:  # fmt: skip
-        given = dict(zip(kernel.arg_names, arguments, strict=False))
-        given.update({name: value for name, value in constants.items() if name not in _OPTIONS})
-        options = {name: constants[name] for name in _OPTIONS if name in constants}
+        given = dict(zip(kernel.arg_names, arguments, strict=True))
+        given["n"] = unknown(given["n"])
         found.append(Launched(kernel, given, options))
 
     original = Kernels.launch

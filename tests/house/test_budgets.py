@@ -24,6 +24,8 @@ KERNEL_FILES = {
     "decode_many.py",
     "gradient_kernels.py",
     "quantize.py",
+    "places.py",
+    "scores.py",
     "blocks.py",
     "decode_blocks.py",
     "simd.py",
@@ -75,6 +77,17 @@ def test_file_and_function_sizes(path: Path):
         assert size <= allowed, (
             f"{name}: {size} lines of {'device' if device else 'host'} code, at most {allowed}"
         )
+
+
+DEVICE_PARAMETERS = 12
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "triton"], ids=lambda p: p.name)
+def test_signatures_of_device_functions(path: Path):
+    """What belongs together comes in a named tuple."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+            assert len(node.args.args) <= DEVICE_PARAMETERS, f"{node.name}: {len(node.args.args)} parameters"
 
 
 def test_package_size():

@@ -335,8 +335,8 @@ def test_only_tiles_that_someone_sees_are_visited(group: int, args: Arguments):
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
     prepared = backward.Prepared(launched())
     q, k, v, out, lse = map(there, (q, k, v, out, lse))
-    row_lse, delta, odd = backward.centers(prepared, q, k, v, out, out, lse, None, None)
-    call = backward.prepare_call(prepared, q, k, v, out, row_lse, delta, args)
+    centered = backward.centers(prepared, q, k, v, out, out, lse, None, None)
+    call = backward.prepare_call(prepared, q, k, v, out, centered, args)
     seen = visible(rows, keys, args).repeat_interleave(group, 0)
     for kernel, block_m, block_n in (("dkv", 16, 32), ("dq", 32, 16)):
         padded = torch.zeros(
@@ -346,10 +346,10 @@ def test_only_tiles_that_someone_sees_are_visited(group: int, args: Arguments):
         tiles = padded.unflatten(0, (-1, block_m)).unflatten(2, (-1, block_n)).any(3).any(1)
         visits = torch.full((tiles.shape[kernel == "dkv"],), -1, dtype=torch.int32, device=device.DEVICE)
         if kernel == "dkv":
-            backward.launch_dkv(call, odd, k, v, torch.empty_like(k), torch.empty_like(v), visits=visits)
+            backward.launch_dkv(call, torch.empty_like(k), torch.empty_like(v), visits=visits)
             want = tiles.sum(0)
         else:
-            backward.launch_dq(call, odd, v, torch.empty_like(q), visits)
+            backward.launch_dq(call, torch.empty_like(q), visits)
             want = tiles.sum(1)
             order = args.causal or args.window_right is not None  # the last rows start first
             want = want.flip(0) if order else want
@@ -360,7 +360,7 @@ def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch):
     """Keys of equal calls are equal, and hold no tensor."""
     keys: list[tuple[Any, ...]] = []
 
-    def keep(self: Any, kernel: Any, n: int, arguments: Any, constants: Any, key: Any, device: Any) -> None:
+    def keep(self: Any, kernel: Any, grid: Any, arguments: Any, options: Any, key: Any, device: Any) -> None:
         keys.append(key)
 
     monkeypatch.setattr(runtime.Kernels, "launch", keep)

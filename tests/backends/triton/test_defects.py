@@ -26,7 +26,7 @@ from tests.tolerance import same_bits
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from polyflash.backends.triton import blocks, forward, forward_kernel, merge, ptx
+from polyflash.backends.triton import forward, forward_kernel, merge, places, products, ptx, scores
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from polyflash.backends.triton.interpreter import INTERPRET
 from tests.backends.triton.direct import SPLITS, TILE, Config, call, close, hold, launch_of, operands, oracle
@@ -113,7 +113,7 @@ class TestAGateThatCanNeverFire:
     def test_every_technique_changes_what_is_compiled(self, kind: type):
         """Or, of those that only a launch knows, how many programs of which size there are."""
         q, k, v = qkv(1, (4, 2), 3, 70, 32)
-        q, k, v, args = operands(q, k, v, {"causal": True})
+        *exact, args = operands(q, k, v, {"causal": True})
         changed = {
             **{"block_m": 32, "block_n": 32, "num_warps": 8, "num_stages": 3, "base2": False},
             **{"loads": "descriptor", "cache_kv": ".cg", "pack_gqa": kind is ForwardConfig},
@@ -127,10 +127,13 @@ class TestAGateThatCanNeverFire:
             else DecodeConfig(16, 64, 4, 2, 64)
         )
 
-        def compiled(config: Config) -> tuple[Any, ...]:
-            prepared = forward.Prepared(launch_of(config))
-            ready = prepared.ready_for(q, k, v, torch.empty_like(q), None, args, False)
-            return ready.constants, ready.described, ready.num_heads
+        def compiled(config: Config) -> list[Any]:
+            found = []
+            for q, k, v in (exact, [x.half() for x in exact]):  # some techniques are of one kind alone
+                prepared = forward.Prepared(launch_of(config))
+                ready = prepared.ready_for(q, k, v, torch.empty_like(q), None, args, False)
+                found.append((ready.constants, prepared.options, ready.described, ready.num_heads))
+            return found
 
         for name in (f.name for f in fields(kind) if f.name not in ("split_keys", "fixed_splits")):
             assert compiled(replace(base, **{name: changed[name]})) != compiled(base), name
@@ -155,19 +158,19 @@ class TestAGateThatCanNeverFire:
             ready = prepared.ready_for(
                 *operands(q, k, v, options)[:3], q, None, operands(q, k, v, options)[3], split
             )
-            for name, value in ready.constants.items():
+            for name, value in ready.constants._asdict().items():
                 flags.setdefault(name, set()).add(value)
         both = {name for name, values in flags.items() if values == {False, True}}
         assert both == {
             *("HAS_OFFSET", "HAS_LEFT", "HAS_RIGHT", "NEGATIVE", "CHANGED", "SOFTCAP", "DROPOUT"),
-            *("ALWAYS_MASKED", "SPLIT"),
+            *("ALWAYS_MASKED", "BELOW", "SPLIT"),
         }
 
     @pytest.mark.skipif(not INTERPRET, reason="what a GPU runs cannot be traced")
     def test_every_line_of_the_kernels_runs_for_some_call(self):
         """Branches on constants, on presence and on values alike."""
         ran: set[tuple[str, str, int]] = set()
-        modules = {m.__file__: m for m in (blocks, forward_kernel, merge)}
+        modules = {m.__file__: m for m in (places, products, scores, forward_kernel, merge)}
 
         def trace(frame: Any, event: str, _: Any) -> Any:
             code = frame.f_code

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -42,34 +42,34 @@ class Driver:
     """In place of a kernel: notes what is compiled and started, each as Triton specialises its arguments."""
 
     def __init__(self, kernel: Any) -> None:
-        kept = getattr(kernel, "kwargs", {}).get("do_not_specialize", ())
-        self.jit = (
-            kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, do_not_specialize=kept)
-        )
+        self.jit = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn)
         self.arg_names = self.jit.arg_names
         backend = make_backend(GPUTarget("cuda", 90, 32))
         self.binder = create_function_from_signature(self.jit.signature, self.jit.params, backend)
         self.compiled: list[Any] = []
         self.started: list[dict[str, Any]] = []
 
-    def specialised(self, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-        return self.binder(*arguments, **constants, debug=False, instrumentation_mode="")[1]
+    def specialised(self, arguments: tuple[Any, ...]) -> str:
+        return str(self.binder(*arguments, debug=False, instrumentation_mode="")[1])
 
-    def warmup(self, *arguments: Any, grid: tuple[int, ...], **constants: Any) -> Any:
-        spec = self.specialised(arguments, constants)
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> Any:
+        spec, src = self.specialised(arguments), SimpleNamespace(signature={})
         self.compiled.append(spec)
-        run = partial(self.start, len(arguments), spec, constants)
-        return SimpleNamespace(run=run, function="function", packed_metadata="packed")
+        self.forms = [(type(x), len(x)) for x in arguments[:2]]
+        run = partial(self.start, spec, arguments[2])
+        return SimpleNamespace(run=run, function="function", packed_metadata="packed", src=src)
 
-    def start(self, count: int, spec: Any, constants: dict[str, Any], *launched: Any) -> None:
-        grid, after, arguments = launched[:3], launched[3:9], launched[9:]
+    def start(self, spec: str, c: Any, *launched: Any) -> None:
+        grid, after, rest = launched[:3], launched[3:9], launched[9:]
+        (t_kind, t_size), (n_kind, n_size) = self.forms
+        t, n, boxes = rest[:t_size], rest[t_size:][:n_size], rest[t_size + n_size :]
+        t, n = t_kind._make(t), n_kind._make(n)
         assert after == (STREAM, "function", "packed", None, None, None)
-        assert len(arguments) == len(self.arg_names) and set(arguments[count:]) <= {None}
-        assert self.specialised(arguments[:count], constants) == spec, (
+        assert self.specialised((t, runtime.unknown(n), c, *boxes)) == spec, (
             "another kernel than Triton would start"
         )
-        named = dict(zip(self.arg_names, arguments[:count], strict=False))
-        self.started.append({**constants, **named, "programs": grid})
+        compiled_in = {name: x.value for name, x in c._asdict().items()}
+        self.started.append({**t._asdict(), **n._asdict(), **compiled_in, "programs": grid})
 
 
 @pytest.fixture
@@ -240,6 +240,7 @@ def test_threads_that_load_one_kernel_start_all_of_it(monkeypatch: pytest.Monkey
 
     class Compiled:
         packed_metadata, function, _run = "packed", None, None
+        src = SimpleNamespace(signature={})
 
         @property
         def run(self) -> Any:
@@ -250,17 +251,32 @@ def test_threads_that_load_one_kernel_start_all_of_it(monkeypatch: pytest.Monkey
             return self._run
 
     compiled = Compiled()
-    kernel = SimpleNamespace(arg_names=(), warmup=lambda grid: compiled)
+    kernel = SimpleNamespace(warmup=lambda *_, grid: compiled)
     monkeypatch.setattr(runtime, "INTERPRET", False)
     monkeypatch.setattr(runtime, "_DIRECT", True)
     monkeypatch.setattr(runtime, "hooked", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
-    device_0 = torch.device("cuda", 0)
+    device_0, c = torch.device("cuda", 0), runtime.compiled_in(arguments.Constants())
     with ThreadPoolExecutor(4) as threads:  # each of a route of its own
         for _ in range(4):
-            threads.submit(runtime.Kernels().launch, kernel, (1,), (), {}, (), device_0)
+            threads.submit(runtime.Kernels().launch, kernel, (1,), ((None,), (), c), {}, (), device_0)
     assert started == ["function"] * 4
+
+
+def test_fields_that_change_places_compile_anew():
+    """Triton's cache of compiled kernels, which outlives a process, does not know their names."""
+    c = runtime.compiled_in(arguments.Constants(D=128))
+    said = []
+    kernel = SimpleNamespace(
+        warmup=lambda t, n, c, **_: (
+            said.append(c.LAYOUT.value) or SimpleNamespace(src=SimpleNamespace(signature={}))
+        )
+    )
+    here, there = NamedTuple("T", [("a", Any), ("b", Any)]), NamedTuple("T", [("b", Any), ("a", Any)])
+    for t in (here(1, 2), here(3, 4), there(1, 2), here(1, here(1, 2)), here(1, there(1, 2))):
+        runtime.compile(kernel, (t, arguments.Numbers(1, 2, 3), c), {})
+    assert said[0] == said[1] and len(set(said)) == 4
 
 
 @pytest.mark.parametrize("cached", (False, True))
@@ -273,29 +289,32 @@ def test_what_triton_compiled_is_said_once(direct, cached, monkeypatch, capsys, 
         binary.touch()
         if cached:
             os.utime(binary, (1, 1))
-        run = lambda *launched: None  # noqa: E731
-        return SimpleNamespace(
-            run=run, function="function", packed_metadata="", metadata_group={"attend.cubin": str(binary)}
-        )
+        return Compiled()
 
-    class Kernel:
-        __name__, arg_names, warmup = "attend", ("q",), staticmethod(compile)
+    class Compiled:
+        function, packed_metadata, metadata_group = "function", "", {"attend.cubin": str(binary)}
+        src = SimpleNamespace(signature={})
+
+        def run(self, *_: Any) -> None: ...
 
         def __getitem__(self, grid: Any) -> Any:
-            return compile
+            return self.run
+
+    class Kernel:
+        __name__, warmup = "attend", staticmethod(compile)
 
     monkeypatch.setattr(runtime, "INTERPRET", False)
     monkeypatch.setattr(runtime, "_DIRECT", direct)
     monkeypatch.setattr(runtime, "hooked", lambda: False)
-    monkeypatch.setattr(runtime, "_nowhere", torch.no_grad())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda *_: torch.no_grad())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     monkeypatch.setattr(runtime.target, "detect", lambda *_: SimpleNamespace(name="cuda:sm90"))
     monkeypatch.setenv("POLYFLASH_LOG", "1")
     kernels, q = runtime.Kernels(), arguments.view(torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16))
+    c = runtime.compiled_in(arguments.Constants(D=128, HAS_RIGHT=True))
     for _ in range(3):
-        kernels.launch(Kernel(), (1,), (q,), {"D": 128, "HAS_RIGHT": True}, ("key",), torch.device("cuda", 0))
+        kernels.launch(Kernel(), (1,), ((q,), (), c), {}, ("key",), torch.device("cuda", 0))
     line = r"polyflash: compiled attend bfloat16 d128 causal for cuda:sm90 in \d+\.\d s\n"
     said = capsys.readouterr().err
     assert said == "" if cached else re.fullmatch(line, said)

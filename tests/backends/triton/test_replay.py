@@ -57,7 +57,7 @@ SIGNATURE = {
     "q0": "constexpr",
     "k": VIEW,
     "v": VIEW,
-    "values": VIEW,
+    "v_view": VIEW,
     "out": VIEW,
     "lse": arguments.Rows("*fp32", "i32", "i32", "constexpr"),
     "x": arguments.Operands(*["constexpr"] * 14)._replace(kv_lens="*i32"),

@@ -141,12 +141,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         found.counts.append(counter.cpu())
         found.split_keys = options.get("split_keys", 0)
 
-    names = forward_kernel.attend_block.arg_names
-    state = slice(names.index("m_i"), names.index("b_q0"))  # what a block changes
+    sums = forward_kernel.attend_block.arg_names.index("sums")  # what a block changes
 
     def attend_block(*args: Any) -> Any:
         open_blocks.append(int(args[0]))
-        return args[state]
+        return args[sums]
 
     def finalize(*args: Any) -> Any:
         found.blocks.append(list(open_blocks))

@@ -122,41 +122,93 @@ class Operands(NamedTuple):
 NO_OPERANDS = Operands()
 
 
-class Scalars(NamedTuple):
-    """Plain numbers of one call."""
+class Numbers(NamedTuple):
+    """`n` of a kernel: plain numbers of one call, none of which is compiled in; None: not taken."""
 
     batch: int  # entries, members or requests
     seqlen_q: int  # rows of the q tensor
     seqlen_k: int  # keys of the k tensor, or of a full row of the page table
-    offset: int
-    left: int
-    right: int
-    scale: float
-    softcap: float
-    seed_lo: int  # the bits of 32-bit words as signed numbers: a type of their own would compile anew
-    seed_hi: int
-    drop_below: int  # words below it drop a weight
-    keep_scale: float
+    num_tiles: Any = None
+    num_splits: Any = None
+    split_keys: Any = None
+    total: Any = None  # tiles of all heads and requests
+    offset: Any = None
+    left: Any = None
+    right: Any = None
+    scale: Any = None
+    softcap: Any = None
+    factor: Any = None  # of scores in the exponent
+    seed_lo: Any = None  # the bits of 32-bit words as signed numbers: a type of their own would
+    seed_hi: Any = None  # compile anew
+    drop_below: Any = None  # words below it drop a weight
+    keep_scale: Any = None
+
+
+class Constants(NamedTuple):
+    """`c` of a kernel: what is compiled in."""
+
+    D: int = 0  # channels, in blocks of powers of two
+    D0: int = 0
+    D1: int = 0
+    DV: int = 0
+    DV0: int = 0
+    DV1: int = 0
+    BLOCK_M: int = 0  # rows of a tile, and keys
+    BLOCK_N: int = 0
+    NUM_STAGES: int = 1
+    AGAIN_STAGES: int = 1  # of a second pass
+    PACK: bool = False  # the query heads of a key/value head are rows of one tile
+    HAS_OFFSET: bool = False  # an int; else rows end where the keys end
+    HAS_LEFT: bool = False
+    HAS_RIGHT: bool = False
+    NEGATIVE: bool = False  # scale < 0: Q is turned round
+    CHANGED: bool = False  # scores are changed before the softmax, so they are scaled one by one
+    SOFTCAP: bool = False
+    DROPOUT: bool = False
+    BELOW: bool = True  # some row may begin behind key 0
+    ALWAYS_MASKED: bool = False  # any pair of a block may be hidden, whatever lengths and distances say
+    WHOLE: bool = False  # rows see every key of every block
+    EXACT: bool = False  # float32
+    FINITE: bool = True
+    FUSED: bool = False  # see `weights`
+    BASE2: bool = True
+    PRODUCT: str = "ieee"
+    SPLIT_EXP: int = 1
+    LAZY: bool = False
+    LATE_SUM: bool = False
+    COMPENSATE: bool = True
+    THREADS: int = 0  # of a program on NVIDIA
+    HOLD_Q: bool = False
+    MASK_ADD: bool = False
+    HEAVY_FIRST: bool = False
+    DESCRIPTOR: bool = False
+    CACHE: str = ""
+    SPLIT: bool = False
+    PERSISTENT: bool = False
+    LINEAR: bool = False  # a grid of one dimension
+    OVER_ROWS: bool = False  # sums of a bias
+    OVER_KEYS: bool = False
+    LAYOUT: int = 0  # of the tuples: another is another kernel
 
 
 class Flags(NamedTuple):
-    """What is compiled in."""
+    """Constants that the numbers of a call decide."""
 
-    HAS_OFFSET: bool  # an int; else rows end where the keys end
+    HAS_OFFSET: bool
     HAS_LEFT: bool
     HAS_RIGHT: bool
-    NEGATIVE: bool  # scale < 0: Q is turned round
-    CHANGED: bool  # scores are changed before the softmax, so they are scaled one by one
+    NEGATIVE: bool
+    CHANGED: bool
     SOFTCAP: bool
     DROPOUT: bool
 
 
-def view(x: Tensor) -> View:
-    return View(x, *x.stride())
+def view(x: Tensor | None) -> Any:
+    return None if x is None else tuple.__new__(View, (x, *x.stride()))
 
 
-def rows(x: Tensor) -> Rows:
-    return Rows(x, *x.stride())
+def rows(x: Tensor | None) -> Any:
+    return None if x is None else tuple.__new__(Rows, (x, *x.stride()))
 
 
 def plane(x: Tensor) -> Plane:
@@ -217,17 +269,21 @@ def reachable(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if abs(x.stride(3)) * x.shape[3] <= FAR else x.contiguous() for x in tensors)
 
 
-def scalars(q: Tensor, k: Tensor, args: Arguments) -> Scalars:
+def sizes(q: Tensor, k: Tensor, args: Arguments) -> tuple[int, int, int]:
+    """batch, seqlen_q and seqlen_k, the first of `Numbers`."""
     batch, seqlen_k = q.shape[0], k.shape[2]
-    seed = 0 if args.dropout_seed is None else int(args.dropout_seed)
     if args.cu_seqlens_q is not None:
         batch = args.cu_seqlens_q.shape[0] - 1
     if args.page_table is not None:
-        seqlen_k = args.page_table.shape[1] * k.shape[2]
-    return Scalars(
-        batch=batch,
-        seqlen_q=q.shape[2],
-        seqlen_k=seqlen_k,
+        seqlen_k *= args.page_table.shape[1]
+    return batch, q.shape[2], seqlen_k
+
+
+def scalars(q: Tensor, k: Tensor, args: Arguments) -> Numbers:
+    """The numbers of a call that say nothing of its grid."""
+    seed = 0 if args.dropout_seed is None else int(args.dropout_seed)
+    return Numbers(
+        *sizes(q, k, args),
         offset=_near(args.offset),
         left=_near(args.window_left),
         right=0 if args.causal else _near(args.window_right),

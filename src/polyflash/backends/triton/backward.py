@@ -25,8 +25,8 @@ import torch
 from polyflash.backends.triton import arguments, bias_gradient, runtime
 from polyflash.backends.triton.config_types import product_of
 from polyflash.backends.triton.forward import element_masked
-from polyflash.backends.triton.gradient_kernels import center, make_dkv, make_dq
-from polyflash.backends.triton.tiles import LEAST, check_stages, least_channels, split_dim
+from polyflash.backends.triton.gradient_kernels import PAD, center, make_dkv, make_dq
+from polyflash.backends.triton.tiles import channel_blocks, check_stages, least_channels
 from polyflash.results import empty_in_order_of
 
 if TYPE_CHECKING:
@@ -37,13 +37,69 @@ if TYPE_CHECKING:
     from polyflash.spec import Arguments
 
 CENTERED_ROWS = 32  # of a program of `center`
-PAD = 256  # rows that a block may reach beyond the last one
+
+
+class Tensors(NamedTuple):
+    """`t` of the gradient kernels."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any  # with `delta` as `center` wrote them
+    delta: Any
+    x: Any
+    odd: Any
+    group: Any
+    num_heads: Any  # that the grid runs over
+    visits: Any = None
+    dq: Any = None  # None: not asked for
+    dk: Any = None
+    dv: Any = None
+    dq_sum: Any = None
+    dbias: Any = None
+
+
+class Centered(NamedTuple):
+    """`t` of `center`."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any
+    row_lse: Any
+    delta: Any
+    odd: Any
+    kv_lens: Any
+    num_heads: Any
+    group: Any
+
+
+class Cut(NamedTuple):
+    """`n` of `center`."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    row_tiles: int
+    key_tiles: int
+
+
+class Form(NamedTuple):
+    """A kernel's constants, and what its compiler is told beside them."""
+
+    tile: arguments.Constants
+    c: arguments.Constants  # as constexprs
+    options: dict[str, Any]
 
 
 class Prepared:
     """What a route keeps between calls: its kernels, and for each set of flags the constants they have."""
 
-    __slots__ = ("bias_constants", "config", "constants", "cores", "kernels", "least", "product")
+    __slots__ = ("config", "constants", "cores", "kernels", "least", "product")
 
     def __init__(self, launch: Launch) -> None:
         self.config: BackwardConfig = launch.config
@@ -52,82 +108,72 @@ class Prepared:
         self.least = least_channels(launch.target, max(self.config.block_n, self.config.dq_block_m))
         check_stages(launch.target, self.config.num_stages, self.config.dq_num_stages)
         self.kernels = runtime.Kernels()
-        self.constants: dict[Any, tuple[dict[str, Any], ...]] = {}
-        self.bias_constants: dict[Any, dict[str, Any]] = {}
+        self.constants: dict[Any, Any] = {}
 
-    def constants_for(
+    def forms(
         self, flags: arguments.Flags, head_dim: int, head_dim_v: int, packed: bool, masked: bool
-    ) -> tuple[dict[str, Any], ...]:
-        """Constexprs and options of `make_dkv`, of `make_dkv` for what is not finite, and of `make_dq`."""
+    ) -> tuple[Form, ...]:
+        """Those of `make_dkv`, of `make_dkv` for what is not finite, and of `make_dq`."""
         key = (flags, packed, masked)
-        found = self.constants.get(key)
+        found: tuple[Form, ...] | None = self.constants.get(key)
         if found is None:
             c = self.config
-            both = {
-                **channels(head_dim, head_dim_v, self.least), "PACK": packed, **flags._asdict(),
-                "BASE2": c.base2, "PRODUCT": self.product, "ALWAYS_MASKED": masked,
-                "enable_fp_fusion": False,  # scores are rounded as in the forward, see `recompute`
-            }  # fmt: skip
-            del both["NEGATIVE"]
-            tiles_of = (
-                (c.block_m, c.block_n, c.num_stages, c.num_warps),
-                (c.dq_block_m, c.dq_block_n, c.dq_num_stages, c.dq_num_warps),
-            )
-            dkv, dq = (
-                {**both, "BLOCK_M": m, "BLOCK_N": n, "NUM_STAGES": s, "num_stages": s, "num_warps": w}
-                for m, n, s, w in tiles_of
-            )
-            rare = {**dkv, "FINITE": False}
+            both = arguments.Constants(
+                **channel_blocks(head_dim, head_dim_v, self.least, self.least), **flags._asdict(),
+                PACK=packed, BASE2=c.base2, PRODUCT=self.product, ALWAYS_MASKED=masked,
+            )  # fmt: skip
+            dkv = both._replace(BLOCK_M=c.block_m, BLOCK_N=c.block_n, NUM_STAGES=c.num_stages)
+            rare = dkv._replace(FINITE=False)
             if self.product == "ieee":  # in parts, sums of other blocks would have other bits
-                rare |= {"BLOCK_M": 16, "BLOCK_N": 32}
-            found = self.constants[key] = {**dkv, "FINITE": True}, rare, dq
+                rare = rare._replace(BLOCK_M=16, BLOCK_N=32)
+            # rows that see the most keys first
+            dq = both._replace(
+                BLOCK_M=c.dq_block_m, BLOCK_N=c.dq_block_n, NUM_STAGES=c.dq_num_stages,
+                HEAVY_FIRST=flags.HAS_RIGHT,
+            )  # fmt: skip
+            found = self.constants[key] = tuple(
+                Form(tile, runtime.compiled_in(tile), {
+                    "num_warps": warps, "num_stages": tile.NUM_STAGES,
+                    "enable_fp_fusion": False,  # scores are rounded as in the forward, see `recompute`
+                })
+                for tile, warps in ((dkv, c.num_warps), (rare, c.num_warps), (dq, c.dq_num_warps))
+            )  # fmt: skip
         return found
-
-
-def channels(head_dim: int, head_dim_v: int, least: int) -> dict[str, int]:
-    """The head dims and their blocks, the first of `least` channels or more, as every kernel names them."""
-    (d0, d1), (dv0, dv1) = split_dim(head_dim, least), split_dim(head_dim_v, least)
-    return {"D": head_dim, "D0": d0, "D1": d1, "DV": head_dim_v, "DV0": dv0, "DV1": dv1}
 
 
 class Call(NamedTuple):
     """What every kernel of one call reads."""
 
     prepared: Prepared
-    views: tuple[Any, ...]  # q, k, v, dout, lse, delta
-    x: arguments.Operands
-    n: arguments.Scalars
+    t: tuple[Any, ...]  # what all have of `Tensors`
+    n: arguments.Numbers
     flags: arguments.Flags
+    forms: tuple[Form, ...]
     num_heads: int
     group: int
-    masked: bool
+    packed: bool  # into one sequence
     key: tuple[Any, ...]
     device: torch.device
 
-    def numbers(self) -> tuple[Any, ...]:
-        """The scalars behind the sizes, in the order of every kernel."""
-        n = self.n
-        return (
-            n.offset, n.left, n.right, n.scale, n.softcap, n.seed_lo, n.seed_hi, n.drop_below,
-            n.keep_scale,
-        )  # fmt: skip
+    def numbers(self, num_tiles: int, total: int) -> arguments.Numbers:
+        return arguments.Numbers(*self.n[:3], num_tiles, None, None, total, *self.n[7:])
 
     def launch(
-        self, kernel: Any, programs: int, results: tuple[Tensor | None, ...], rest: tuple[Any, ...],
-        sizes: tuple[int, ...], constants: Any,
+        self, kernel: Any, programs: int, n: Any, c: Any, options: Any, num_heads: int, visits: Any = None,
+        dq: Any = None, dk: Any = None, dv: Any = None, dq_sum: Any = None, dbias: Any = None,
     ) -> None:  # fmt: skip
-        """`results` follow the views that every kernel has, four-dimensional and fresh; `rest` is what stands
-        between them and the sizes."""
-        views = tuple(None if r is None else arguments.view(r) for r in results)
+        """The results are four-dimensional and fresh."""
+        results = dq, dk, dv, dq_sum, dbias
+        views = [arguments.view(r) for r in results]
         key = (
-            kernel.__name__, id(constants), *self.key, *(v and v[1:] for v in views), rest[-1] is None,
+            kernel.__name__, id(c), num_heads, *self.key, *(v and v[1:] for v in views), visits is None,
             runtime.aligned(*results),
         )  # fmt: skip
-        everything = (*self.views, *views, *rest, *sizes, *self.numbers())
-        self.prepared.kernels.launch(kernel, (programs,), everything, constants, key, self.device)
+        t = Tensors(*self.t, num_heads, visits, *views)  # type: ignore[call-arg]
+        self.prepared.kernels.launch(kernel, (programs,), (t, n, c), options, key, self.device)
 
 
-def tile_count(rows: int, block: int, n: arguments.Scalars, packed: bool) -> tuple[int, int]:
+def tile_count(rows: int, block: int, n: arguments.Numbers, packed: bool) -> tuple[int, int]:
     """Tiles of `rows` positions and requests that each have as many. Packed members find their own tiles;
     one more is for what belongs to nobody."""
     return (rows // block + n.batch + 1, 1) if packed else (-(-rows // block), n.batch)
@@ -141,75 +187,73 @@ def centers(
     something that is not finite."""
     (batch, num_heads, seqlen_q), num_kv_heads = lse.shape, k.shape[1]
     group, number = num_heads // num_kv_heads, lse.numel()
-    room = torch.empty((2, -(-number // PAD) * PAD + PAD), dtype=torch.float32, device=lse.device)
+    pad = PAD.value
+    room = torch.empty((2, -(-number // pad) * pad + pad), dtype=torch.float32, device=lse.device)
     row_lse, delta = room[:, :number].view(2, batch, num_kv_heads, seqlen_q * group).unbind()
     odd = torch.zeros(1, dtype=torch.int32, device=lse.device)
     row_tiles, key_tiles = -(-seqlen_q // CENTERED_ROWS), -(-k.shape[2] // CENTERED_ROWS)
     programs = (row_tiles * num_heads + key_tiles * num_kv_heads) * batch
-    views = (
-        *map(arguments.view, (q, k, v, out, dout)), arguments.rows(lse),
-        None if dlse is None else arguments.rows(dlse), arguments.rows(row_lse), arguments.rows(delta),
-    )  # fmt: skip
-    constants = {
-        **channels(q.shape[3], v.shape[3], LEAST),
-        "BLOCK_M": CENTERED_ROWS,
-        "PAD": PAD,
-        "num_warps": 4,
-    }
+    views = *map(arguments.view, (q, k, v, out, dout)), *map(arguments.rows, (lse, dlse, row_lse, delta))
+    t = Centered(*views, odd, kv_lens, num_heads, group)  # type: ignore[call-arg]
+    n = Cut(batch, seqlen_q, k.shape[2], row_tiles, key_tiles)
     key = (
         "center", *(x and x[1:] for x in views), num_heads, group,
         runtime.aligned(q, k, v, out, dout, lse, dlse, kv_lens), kv_lens is None,
     )  # fmt: skip
-    everything = (
-        *views, odd, kv_lens, batch, num_heads, group, seqlen_q, k.shape[2], row_tiles, key_tiles
-    )  # fmt: skip
-    prepared.kernels.launch(center, (programs,), everything, constants, key, out.device)
+    c = prepared.constants.get("center")
+    if c is None:
+        blocks = channel_blocks(q.shape[3], v.shape[3])
+        c = runtime.compiled_in(arguments.Constants(**blocks, BLOCK_M=CENTERED_ROWS))
+        prepared.constants["center"] = c
+    prepared.kernels.launch(center, (programs,), (t, n, c), {"num_warps": 4}, key, out.device)
     return row_lse, delta, odd
 
 
 def launch_dkv(
-    call: Call, odd: Tensor, k: Tensor, v: Tensor, dk: Tensor | None, dv: Tensor | None,
-    dq_sum: Tensor | None = None, visits: Tensor | None = None,
+    call: Call, dk: Tensor | None, dv: Tensor | None, dq_sum: Tensor | None = None,
+    visits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Both forms of `make_dkv`: what `center` found decides on the device which one does anything."""
-    *forms, _ = call.prepared.constants_for(call.flags, k.shape[3], v.shape[3], call.group > 1, call.masked)
-    for constants in forms:
-        num_tiles, requests = tile_count(
-            k.shape[2], constants["BLOCK_N"], call.n, call.x.cu_seqlens_k is not None
-        )
-        total = num_tiles * k.shape[1] * requests
-        programs = total if constants["FINITE"] else min(total, call.prepared.cores)
-        sizes = (call.n.batch, k.shape[1], call.group, call.n.seqlen_q, call.n.seqlen_k, num_tiles, total)
-        call.launch(make_dkv, programs, (dk, dv, dq_sum), (odd, call.x, visits), sizes, constants)
+    (k, *_), num_heads = call.t[1], call.num_heads // call.group
+    for tile, c, options in call.forms[:2]:
+        num_tiles, requests = tile_count(k.shape[2], tile.BLOCK_N, call.n, call.packed)
+        total = num_tiles * num_heads * requests
+        programs = total if tile.FINITE else min(total, call.prepared.cores)
+        n = call.numbers(num_tiles, total)
+        call.launch(make_dkv, programs, n, c, options, num_heads, visits, dk=dk, dv=dv, dq_sum=dq_sum)
 
 
-def launch_dq(call: Call, odd: Tensor, v: Tensor, dq: Tensor, visits: Tensor | None = None) -> None:
-    packed = call.group > 1
-    *_, constants = call.prepared.constants_for(call.flags, dq.shape[3], v.shape[3], packed, call.masked)
-    num_heads = call.num_heads // call.group
-    num_tiles, requests = tile_count(
-        dq.shape[2] * call.group, constants["BLOCK_M"], call.n, call.x.cu_seqlens_q is not None
-    )
+def launch_dq(call: Call, dq: Tensor, visits: Tensor | None = None) -> None:
+    (tile, c, options), num_heads = call.forms[2], call.num_heads // call.group
+    num_tiles, requests = tile_count(dq.shape[2] * call.group, tile.BLOCK_M, call.n, call.packed)
     total = num_tiles * num_heads * requests
-    sizes = (call.n.batch, num_heads, call.group, call.n.seqlen_q, call.n.seqlen_k, num_tiles, total)
-    call.launch(make_dq, total, (dq,), (odd, call.x, visits), sizes, constants)
+    n = call.numbers(num_tiles, total)
+    call.launch(make_dq, total, n, c, options, num_heads, visits, dq=dq)
 
 
 def prepare_call(
-    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, row_lse: Tensor, delta: Tensor,
-    args: Arguments,
+    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
+    centered: tuple[Tensor, Tensor, Tensor], args: Arguments,
 ) -> Call:  # fmt: skip
-    """`row_lse` and `delta` as `centers` returns them."""
+    """`centered` as `centers` returns it."""
+    row_lse, delta, odd = centered
     flags, x = arguments.flags(q, args), arguments.operands(args, k)
     n = arguments.scalars(q, k, args)
-    views = (*map(arguments.view, (q, k, v, dout)), arguments.rows(row_lse), arguments.rows(delta))
     group = q.shape[1] // k.shape[1]
-    key = (
-        *(w[1:] for w in views), q.shape[1], group, runtime.aligned(q, k, v, dout),
-        runtime.signature(x),
-    )  # fmt: skip
-    masked = element_masked(args)
-    return Call(prepared, views, x, n, flags, q.shape[1], group, masked, key, q.device)
+    views = *map(arguments.view, (q, k, v, dout)), *map(arguments.rows, (row_lse, delta))
+    key = *(w[1:] for w in views), group, runtime.aligned(q, k, v, dout), runtime.signature(x)
+    return Call(
+        prepared=prepared,
+        t=(*views, x, odd, group),
+        n=n,
+        flags=flags,
+        forms=prepared.forms(flags, q.shape[3], v.shape[3], group > 1, element_masked(args)),
+        num_heads=q.shape[1],
+        group=group,
+        packed=args.cu_seqlens_q is not None,
+        key=key,
+        device=q.device,
+    )
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -233,8 +277,8 @@ def run(
         q, k, v, dout = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, dout))
     need_bias, need_sinks = needs[3] and args.bias is not None, needs[4] and args.sinks is not None
     kv_lens = None if args.cu_seqlens_q is not None else arguments.operands(args, k).kv_lens
-    row_lse, delta, odd = centers(prepared, q, k, v, out, dout, lse, dlse, kv_lens)
-    call = prepare_call(prepared, q, k, v, dout, row_lse, delta, args)
+    centered = centers(prepared, q, k, v, out, dout, lse, dlse, kv_lens)
+    call = prepare_call(prepared, q, k, v, dout, centered, args)
     dq, dk, dv = (
         empty_in_order_of(x, x.shape[3]) if need else None
         for x, need in zip((q, k, v), needs[:3], strict=True)
@@ -242,14 +286,14 @@ def run(
     fused = prepared.config.fused and dq is not None
     dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else None
     if dk is not None or dv is not None or fused:
-        launch_dkv(call, odd, k, v, dk, dv, dq_sum)
+        launch_dkv(call, dk, dv, dq_sum)
     if dq_sum is not None and dq is not None:
         dq.copy_(dq_sum.mul_(call.n.scale))
     elif dq is not None:
-        launch_dq(call, odd, v, dq)
+        launch_dq(call, dq)
     dbias = dsinks = None
     if need_bias and args.bias is not None:
         dbias = bias_gradient.run(call, q, k, v, args.bias)
     if need_sinks and args.sinks is not None:
-        dsinks = sink_gradient(args.sinks, lse, delta).to(args.sinks.dtype)
+        dsinks = sink_gradient(args.sinks, lse, centered[1]).to(args.sinks.dtype)
     return dq, dk, dv, dbias, dsinks

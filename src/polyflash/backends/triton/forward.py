@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from polyflash.backends.triton import arguments, configs, merge, runtime, tiles
+from polyflash.backends.triton.arguments import Numbers, Rows, View
 from polyflash.backends.triton.config_types import product_of
-from polyflash.backends.triton.forward_kernel import attend
+from polyflash.backends.triton.forward_kernel import NO_BOXES, Boxes, Tensors, attend
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
 
+new = tuple.__new__  # a NamedTuple as the call of its class would make it, in a third of the time
 _MOST_OF_A_GRID = 65535  # in its second and third dimension
+_OF_A_GRID = 7  # the first of `Numbers`
 _KEPT_CALLS = 256  # of different strides or numbers, per route
 _ROWS, _KEYS_AND_VALUES = 0b10000, 0b01100  # their bits of `runtime.aligned`
 
@@ -31,30 +36,30 @@ class Ready(NamedTuple):
     num_heads: int  # that the grid runs over
     strides: tuple[tuple[int, ...], ...]  # of q, k, v, out
     rows: tuple[int, ...]  # of lse
-    numbers: arguments.Scalars
-    factor: float
+    flags: arguments.Flags
+    numbers: tuple[Any, ...]  # but for those of the grid, which come first
     plain: bool  # no operands
     sees_all: bool  # every row every key, unless an operand says otherwise
     described: bool  # do strides let keys and values be loaded by descriptor, and rows?
     rows_described: bool
-    constants: dict[str, Any]
-    variants: dict[tuple[bool, bool, bool], dict[str, Any]]
+    constants: arguments.Constants
+    variants: dict[tuple[bool, bool, bool], arguments.Constants]  # as constexprs
     kernels: runtime.Kernels
 
-    def variant(self, described: bool, whole: bool, linear: bool) -> dict[str, Any]:
+    def variant(self, described: bool, whole: bool, linear: bool) -> arguments.Constants:
         """The constants of calls that differ in length or alignment alone."""
         key = described, whole, linear
         found = self.variants.get(key)
         if found is None:
-            changes = {"DESCRIPTOR": described, "WHOLE": whole, "LINEAR": linear}
-            found = self.variants[key] = self.constants | changes
+            c = self.constants._replace(DESCRIPTOR=described, WHOLE=whole, LINEAR=linear)
+            found = self.variants[key] = runtime.compiled_in(c)
         return found
 
 
 class Prepared:
     """What a route keeps between calls."""
 
-    __slots__ = ("config", "cores", "kernels", "least", "merges", "product", "ready", "target")
+    __slots__ = ("config", "cores", "kernels", "least", "merges", "options", "product", "ready", "target")
 
     def __init__(self, launch: Launch) -> None:
         self.config: Any = launch.config
@@ -65,6 +70,14 @@ class Prepared:
         self.least = tiles.least_channels(launch.target, launch.config.block_m)
         self.target = launch.target
         self.product = product_of(launch.config, launch.spec, launch.target)
+        # sums are what is written here, whatever stands around them; products keep their multiply-add
+        self.options = {
+            "num_warps": self.config.num_warps,
+            "num_stages": self.config.num_stages,
+            "enable_fp_fusion": False,
+        }
+        if most := getattr(self.config, "max_registers", 0):
+            self.options["maxnreg"] = most
         tiles.check_stages(launch.target, self.config.num_stages)
 
     def ready_for(
@@ -84,59 +97,70 @@ class Prepared:
     def _make(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
     ) -> Ready:
-        config, flags, n = self.config, arguments.flags(q, args), arguments.scalars(q, k, args)
-        factor = (1.0 if flags.CHANGED else abs(n.scale)) * (arguments.LOG2E if config.base2 else 1.0)
-        constants = self._constants(flags, q, v, element_masked(args), split)
+        config, x, flags = self.config, arguments.operands(args, k), arguments.flags(q, args)
+        constants = self._constants(q, v, args, flags, split)
         described = config.loads == "descriptor" and args.page_table is None
         described = described and arguments.describable(k) and arguments.describable(v)
-        x = arguments.operands(args, k)
         strides = q.stride(), k.stride(), v.stride(), out.stride()
         rows = () if lse is None else lse.stride()
-        compiled = flags, split, runtime.signature(strides), runtime.signature(rows)
+        compiled = constants, runtime.signature(strides), runtime.signature(rows)
         return Ready(
             group=q.shape[1] // k.shape[1],
             num_heads=k.shape[1] if config.pack_gqa else q.shape[1],
             strides=strides,
             rows=rows,
-            numbers=n,
-            factor=factor,
+            flags=flags,
+            numbers=self.numbers(q, k, args, flags),
             plain=x == arguments.NO_OPERANDS,
-            sees_all=not (flags.HAS_LEFT or flags.HAS_RIGHT),
+            sees_all=not (constants.HAS_LEFT or constants.HAS_RIGHT),
             described=described,
             rows_described=described and not config.pack_gqa and arguments.describable(q),
-            variants={},
             constants=constants,
+            variants={},
             kernels=self.kernels.setdefault(compiled, runtime.Kernels()),
         )
 
+    def numbers(self, q: Tensor, k: Tensor, args: Arguments, flags: arguments.Flags) -> tuple[Any, ...]:
+        """Those that the grid has no say in."""
+        n, base = arguments.scalars(q, k, args), arguments.LOG2E if self.config.base2 else 1.0
+        scale = 1.0 if flags.CHANGED else abs(arguments.scale_of(q, args))
+        return n._replace(factor=scale * base)[_OF_A_GRID:]
+
     def _constants(
-        self, flags: arguments.Flags, q: Tensor, v: Tensor, masked: bool, split: bool
-    ) -> dict[str, Any]:
-        """Constexprs and options of the kernel; a decode config leaves the techniques it lacks off."""
+        self, q: Tensor, v: Tensor, args: Arguments, flags: arguments.Flags, split: bool
+    ) -> arguments.Constants:
+        """A decode config leaves the techniques that it lacks off."""
         config, head_dim, head_dim_v = self.config, q.shape[3], v.shape[3]
-        (d0, d1), (dv0, dv1) = tiles.split_dim(head_dim), tiles.split_dim(head_dim_v, self.least)
-        return {
-            "D": head_dim, "D0": d0, "D1": d1, "DV": head_dim_v, "DV0": dv0, "DV1": dv1,
-            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages,
-            "AGAIN_STAGES": tiles.again_stages(
-                self.target, config.num_stages, q.element_size(), max(head_dim, head_dim_v)
-            ),
-            "PACK": config.pack_gqa, **flags._asdict(), "BASE2": config.base2, "PRODUCT": self.product,
-            "SPLIT_EXP": getattr(config, "split_exp", 1),
-            "LAZY": getattr(config, "lazy_rescale", False) and not flags.DROPOUT,
-            "LATE_SUM": getattr(config, "late_sum", False),
-            "COMPENSATE": getattr(config, "compensate", True),
-            "THREADS": 32 * config.num_warps if self.target.name.startswith("cuda") else 0,
-            "HOLD_Q": getattr(config, "hold_q", False),
-            "MASK_ADD": getattr(config, "mask_by", "compare") == "add",
-            "HEAVY_FIRST": getattr(config, "order", "plain") == "heavy_first", "DESCRIPTOR": False,
-            "CACHE": config.cache_kv, "SPLIT": split, "ALWAYS_MASKED": masked, "WHOLE": False,
-            "PERSISTENT": getattr(config, "persistent", False), "LINEAR": False,
-            "num_warps": config.num_warps, "num_stages": config.num_stages,
-            # sums are what is written here, whatever stands around them; products keep their multiply-add
-            "enable_fp_fusion": False,
-            **({"maxnreg": most} if (most := getattr(config, "max_registers", 0)) else {}),
-        }  # fmt: skip
+        size, wide = q.element_size(), max(head_dim, head_dim_v)
+        exact = q.dtype == torch.float32
+        # splits are merged by their maxima, so those are units of s, which no rounding has touched
+        fused = not (exact or flags.CHANGED or split)
+        return arguments.Constants(
+            **tiles.channel_blocks(head_dim, head_dim_v, tiles.LEAST, self.least),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            NUM_STAGES=config.num_stages,
+            AGAIN_STAGES=tiles.again_stages(self.target, config.num_stages, size, wide),
+            PACK=config.pack_gqa,
+            **flags._asdict(),
+            BELOW=flags.HAS_LEFT or not (args.kv_starts is args.row_bounds is None),
+            ALWAYS_MASKED=element_masked(args),
+            EXACT=exact,
+            FUSED=fused,
+            BASE2=config.base2,
+            PRODUCT=self.product,
+            SPLIT_EXP=getattr(config, "split_exp", 1),
+            LAZY=fused and getattr(config, "lazy_rescale", False) and not flags.DROPOUT,
+            LATE_SUM=not exact and getattr(config, "late_sum", False),
+            COMPENSATE=exact and getattr(config, "compensate", True),
+            THREADS=32 * config.num_warps if self.target.name.startswith("cuda") else 0,
+            HOLD_Q=getattr(config, "hold_q", False),
+            MASK_ADD=getattr(config, "mask_by", "compare") == "add",
+            HEAVY_FIRST=getattr(config, "order", "plain") == "heavy_first",
+            CACHE=config.cache_kv,
+            SPLIT=split,
+            PERSISTENT=getattr(config, "persistent", False),
+        )
 
 
 def element_masked(args: Arguments) -> bool:
@@ -151,13 +175,12 @@ def attend_call(
     """Launches `attend`. With `split_keys` out and lse are those of the splits, (splits·batch, ...)."""
     config = prepared.config
     ready = prepared.ready_for(q, k, v, out, lse, args, split_keys > 0)
-    n, x = ready.numbers, arguments.NO_OPERANDS
-    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
+    numbers, x = ready.numbers, arguments.NO_OPERANDS
+    batch, seqlen_q, seqlen_k = arguments.sizes(q, k, args)
     if not ready.plain:
-        x, n = arguments.operands(args, k), arguments.scalars(q, k, args)
-        batch, seqlen_k = n.batch, n.seqlen_k
-    elif args.dropout_p:
-        n = arguments.scalars(q, k, args)  # a seed of its own
+        x = arguments.operands(args, k)
+    if args.dropout_p:  # a seed of its own
+        numbers = prepared.numbers(q, k, args, ready.flags)
     tile_rows = seqlen_q * (ready.group if config.pack_gqa else 1)
     num_tiles, requests = -(-tile_rows // config.block_m), batch
     if x.cu_seqlens_q is not None:  # members find their tiles; one more for rows of nobody
@@ -165,30 +188,32 @@ def attend_call(
     total = num_tiles * ready.num_heads * requests * num_splits
     aligned = runtime.aligned(q, k, v, out, lse)
     described = ready.described and aligned & _KEYS_AND_VALUES == _KEYS_AND_VALUES
-    linear = split_keys > 0 or ready.constants["PERSISTENT"]
+    linear = split_keys > 0 or ready.constants.PERSISTENT
     linear = linear or max(ready.num_heads, requests) > _MOST_OF_A_GRID
     whole = ready.plain and ready.sees_all and seqlen_k % config.block_n == 0
-    constants = ready.variant(described, whole, linear)
     s_q, s_k, s_v, s_out = ready.strides
-    v_v, q_tiles = arguments.View(v, *s_v), (None, None)
-    k_tiles, v_tiles = (arguments.View(k, *s_k), None), (v_v, None)
+    v_view = new(View, (v, *s_v))
+    pointed: tuple[Any, Any] = new(View, (k, *s_k)), v_view
+    boxes = NO_BOXES
     if described:
-        k_tiles = arguments.descriptors(k, config.block_n, constants["D0"], constants["D1"])
-        v_tiles = arguments.descriptors(v, config.block_n, constants["DV0"], constants["DV1"])
+        c, pointed, q_boxes = ready.constants, (None, None), (None, None)
         if ready.rows_described and aligned & _ROWS:
-            q_tiles = arguments.descriptors(q, config.block_m, constants["D0"], constants["D1"])
-    everything = (
-        arguments.View(q, *s_q), *q_tiles, *k_tiles, *v_tiles, v_v, arguments.View(out, *s_out),
-        None if lse is None else arguments.Rows(lse, *ready.rows), x, visits,
-        batch, ready.num_heads, ready.group, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys,
-        total, n.offset, n.left, n.right, n.scale, n.softcap, ready.factor, n.seed_lo, n.seed_hi,
-        n.drop_below, n.keep_scale,
-    )  # fmt: skip
+            q_boxes = arguments.descriptors(q, config.block_m, c.D0, c.D1)
+        k_boxes = arguments.descriptors(k, config.block_n, c.D0, c.D1)
+        boxes = Boxes(*q_boxes, *k_boxes, *arguments.descriptors(v, config.block_n, c.DV0, c.DV1))
+    rows = None if lse is None else new(Rows, (lse, *ready.rows))
+    t = new(Tensors, (
+        new(View, (q, *s_q)), *pointed, v_view, new(View, (out, *s_out)), rows, x, visits, ready.num_heads,
+        ready.group, None,
+    ))  # fmt: skip
+    n = new(Numbers, (batch, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys, total, *numbers))
     grid: tuple[int, ...] = (num_tiles, ready.num_heads, requests)
     if linear:
-        grid = (min(total, prepared.cores) if constants["PERSISTENT"] else total,)
+        grid = (min(total, prepared.cores) if ready.constants.PERSISTENT else total,)
     key = aligned, described, linear, whole, visits is None, None if ready.plain else runtime.signature(x)
-    ready.kernels.launch(attend, grid, everything, constants, key, q.device)
+    ready.kernels.launch(
+        attend, grid, (t, n, ready.variant(described, whole, linear), *boxes), prepared.options, key, q.device
+    )
 
 
 def run(

@@ -15,307 +15,276 @@ with the keys cut into splits.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from polyflash.backends.triton.blocks import (
+from polyflash.backends.triton.places import (
+    Blocks,
+    Keys,
+    find_rows,
+    head_offsets,
+    key_offsets,
+    load_pair,
+    load_tile,
+    load_turned,
+    store_pair,
+    tile_rows,
+    unravel,
+)
+from polyflash.backends.triton.products import (
+    accumulate,
+    finite,
+    has_nonfinite,
+    held,
+    nonfinite_only,
+    product,
+    turned_sign,
+)
+from polyflash.backends.triton.scores import (
     LN2,
     LOG2E,
     LOWEST,
     SUMS,
     TOO_FAR,
-    accumulate,
-    add_nonfinite,
+    Sums,
     apply_mask,
-    block_range,
     change_scores,
-    find_rows,
-    finite,
-    held,
     keep,
-    key_offsets,
-    load_tile,
-    load_turned,
     online_softmax,
-    packed_rows,
-    product,
     rescale,
-    row_limits,
-    shifts,
-    store_tile,
-    tile_ends,
     touched,
-    turned_sign,
-    unravel,
     visible_pairs,
 )
 
 
+class Boxes(NamedTuple):
+    """Tensor descriptors of blocks of rows and keys, for both channel blocks; None: loads by pointers."""
+
+    q0: Any = None
+    q1: Any = None
+    k0: Any = None
+    k1: Any = None
+    v0: Any = None
+    v1: Any = None
+
+
+NO_BOXES = Boxes()
+
+
+class Tensors(NamedTuple):
+    """`t` of `attend`. Strides and heads are compiled for, as far as Triton does."""
+
+    q: Any
+    k: Any  # None: loaded by descriptor
+    v: Any
+    v_view: Any  # again, for what is not finite: addresses in common would cost the usual way registers
+    out: Any
+    lse: Any
+    x: Any
+    visits: Any  # blocks that each tile visits
+    num_heads: Any  # that the grid runs over
+    group: Any
+    boxes: Any = None
+
+
 @triton.jit
 def load_block(
-    x, x1, i_t, i_h, first_k, j_0, o_x, m_n, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr, TURNED: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
+    x, o_x, m_n, at, c, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TURNED: tl.constexpr
+):
     """Channels of a block of keys or values, [BLOCK_N, BLOCK_D], or turned."""
-    if DESCRIPTOR:
-        d = x if FIRST == 0 else x1
-        b_x = d.load([i_t, i_h, first_k + j_0, FIRST]).reshape(BLOCK_N, BLOCK_D)
+    if c.DESCRIPTOR:
+        i_t, i_h, i_row = at
+        b_x = x.load([i_t, i_h, i_row, FIRST]).reshape(c.BLOCK_N, BLOCK_D)
         if TURNED:
             b_x = b_x.T
     elif TURNED:
-        b_x = load_turned(x.p, o_x, m_n, x.d, FIRST, DIM, BLOCK_D, CACHE)
+        b_x = load_turned(x, o_x, m_n, FIRST, DIM, BLOCK_D, c.CACHE)
     else:
-        b_x = load_tile(x.p, o_x, m_n, x.d, FIRST, DIM, BLOCK_D, CACHE)
+        b_x = load_tile(x, o_x, m_n, FIRST, DIM, BLOCK_D, c.CACHE)
     return b_x
 
 
 @triton.jit
 def attend_block(
-    i_n, full_lo, full_hi, far, m_i, sums, lost, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr,
-    WHOLE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, FUSED: tl.constexpr,
-    CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    SPLIT_EXP: tl.constexpr, LAZY: tl.constexpr, THREADS: tl.constexpr, MASK_ADD: tl.constexpr,
-    DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
-):  # fmt: skip
-    """One key block: its scores, their weights, their share of the output. Blocks in [full_lo, full_hi) hide
-    nothing, unless MASKED. With CLEAN of the finite values alone. `far`: rows of large scores, or None."""
-    o_i, o_h, o_lo, o_hi = rows_of_tile
-    i_b, i_t, i_hkv, first_k, rows, live, position, i_plane = place
-    scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale = numbers
-    j_0 = i_n * BLOCK_N
-    o_n = j_0 + tl.arange(0, BLOCK_N)
-    o_k, m_n = o_n, o_n < live
-    if not DESCRIPTOR:
-        o_k, m_n = key_offsets(x, k, i_b, i_t, i_hkv, first_k, o_n, live)
+    i_n, blocks, far, sums, b_q, rows, place, t, n, c, MASKED: tl.constexpr, CLEAN: tl.constexpr
+):
+    """One key block: its scores, their weights, their share of the output. Blocks that are not full hide
+    keys, and any may if MASKED. With CLEAN of the finite values alone. `far`: rows of large scores."""
+    b_q0, b_q1 = b_q
+    j_0 = i_n * c.BLOCK_N
+    o_n = j_0 + tl.arange(0, c.BLOCK_N)
+    o_k, m_n = o_n, o_n < place.live
+    if not c.DESCRIPTOR:
+        o_k, m_n = key_offsets(o_n, t.k, t.x, rows.i_hkv, place)
+    keys, at = Keys(j_0, o_n, m_n), (place.i_batch, rows.i_hkv, place.first_k + j_0)
     # [BLOCK_M, BLOCK_N]
-    b_s = tl.zeros([o_i.shape[0], BLOCK_N], tl.float32)
-    b_k = load_block(k, k1, i_t, i_hkv, first_k, j_0, o_k, m_n, 0, D, D0, BLOCK_N, True, DESCRIPTOR, CACHE)
-    b_s = product(b_q0, b_k, b_s, PRODUCT)
-    if D1 > 0:
-        b_k = load_block(
-            k, k1, i_t, i_hkv, first_k, j_0, o_k, m_n, D0, D, D1, BLOCK_N, True, DESCRIPTOR, CACHE
-        )
-        b_s = product(b_q1, b_k, b_s, PRODUCT)
-    if CHANGED:
-        m_pair = (o_i < rows)[:, None] & m_n[None, :]
-        b_s, _ = change_scores(b_s, x, i_b, o_i, o_h, o_n, m_pair, position, scale, softcap, SOFTCAP)
-    if x.page_table is not None:  # an entry that names no page hides its keys
+    b_s = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
+    b_k = load_block(t.boxes.k0 if c.DESCRIPTOR else t.k, o_k, m_n, at, c, 0, c.D, c.D0, True)
+    b_s = product(b_q0, b_k, b_s, c.PRODUCT)
+    if c.D1 > 0:
+        k1 = t.boxes.k1 if c.DESCRIPTOR else t.k
+        b_k = load_block(k1, o_k, m_n, at, c, c.D0, c.D, c.D1, True)
+        b_s = product(b_q1, b_k, b_s, c.PRODUCT)
+    if c.CHANGED:
+        b_s, _ = change_scores(b_s, t.x, place, rows, keys, n, c.SOFTCAP)
+    if t.x.page_table is not None:  # an entry that names no page hides its keys
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-    if WHOLE:
+    if c.WHOLE:
         pass
     elif MASKED:
-        b_seen = visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, live)
-        b_s = apply_mask(b_s, b_seen, float("-inf"), MASK_ADD)
-    elif i_n < full_lo or i_n >= full_hi:
-        b_seen = visible_pairs(x, i_b, o_i, o_h, o_n, o_lo, o_hi, m_n, rows, live)
-        b_s = apply_mask(b_s, b_seen, float("-inf"), MASK_ADD)
-    l_i, acc0, acc1 = sums
-    l_lost, lost0, lost1 = lost
-    EXACT: tl.constexpr = b_q0.dtype == tl.float32
-    b_p, m_i, l_i, l_lost, alpha = online_softmax(
-        b_s, m_i, l_i, l_lost, factor, far, BASE2, SPLIT_EXP, FUSED, EXACT, LAZY
-    )
-    if DROPOUT:
-        b_kept = keep(i_plane + o_h, o_i, j_0, seed_lo, seed_hi, drop_below, BLOCK_N)
-        b_p = tl.where(b_kept, b_p * keep_scale, 0.0)
+        b_s = apply_mask(b_s, visible_pairs(t.x, place, rows, keys, c.BELOW), float("-inf"), c.MASK_ADD)
+    elif i_n < blocks.full_lo or i_n >= blocks.full_hi:
+        b_s = apply_mask(b_s, visible_pairs(t.x, place, rows, keys, c.BELOW), float("-inf"), c.MASK_ADD)
+    b_p, m_i, l_i, l_lost, alpha = online_softmax(b_s, sums, n.factor, far, c)
+    if c.DROPOUT:
+        b_p = tl.where(keep(rows, j_0, n, c.BLOCK_N), b_p * n.keep_scale, 0.0)
     # Before the wait for V, so that all this fills the gaps between the exponentials.
     b_p = b_p.to(b_q0.dtype)
-    acc0 = rescale(acc0, alpha, LAZY and FUSED, THREADS)
-    if DV1 > 0:
-        acc1 = rescale(acc1, alpha, LAZY and FUSED, THREADS)
+    acc0, acc1, lost0, lost1 = rescale(sums.acc0, alpha, c.LAZY, c.THREADS), sums.acc1, sums.lost0, sums.lost1
+    if c.DV1 > 0:
+        acc1 = rescale(acc1, alpha, c.LAZY, c.THREADS)
     o_v = o_k
-    if not DESCRIPTOR:
-        o_v, m_n = key_offsets(x, v, i_b, i_t, i_hkv, first_k, o_n, live)
+    if not c.DESCRIPTOR:
+        o_v, m_n = key_offsets(o_n, t.v, t.x, rows.i_hkv, place)
     # Both blocks are loaded before either product: Triton 3.6 let the second take the place of the first
     # while an asynchronous product was still reading it.
-    b_v0 = load_block(
-        v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, 0, DV, DV0, BLOCK_N, False, DESCRIPTOR, CACHE
-    )
+    b_v0 = load_block(t.boxes.v0 if c.DESCRIPTOR else t.v, o_v, m_n, at, c, 0, c.DV, c.DV0, False)
     b_v1 = b_v0
-    if DV1 > 0:
-        b_v1 = load_block(
-            v, v1, i_t, i_hkv, first_k, j_0, o_v, m_n, DV0, DV, DV1, BLOCK_N, False, DESCRIPTOR, CACHE
-        )
+    if c.DV1 > 0:
+        v1 = t.boxes.v1 if c.DESCRIPTOR else t.v
+        b_v1 = load_block(v1, o_v, m_n, at, c, c.DV0, c.DV, c.DV1, False)
     if CLEAN:
         b_v0 = finite(b_v0)
-        if DV1 > 0:
+        if c.DV1 > 0:
             b_v1 = finite(b_v1)
-    acc0, lost0 = accumulate(acc0, lost0, b_p, b_v0, alpha, PRODUCT)
-    if DV1 > 0:
-        acc1, lost1 = accumulate(acc1, lost1, b_p, b_v1, alpha, PRODUCT)
-    return m_i, (l_i, acc0, acc1), (l_lost, lost0, lost1)
+    acc0, lost0 = accumulate(acc0, lost0, b_p, b_v0, alpha, c.PRODUCT)
+    if c.DV1 > 0:
+        acc1, lost1 = accumulate(acc1, lost1, b_p, b_v1, alpha, c.PRODUCT)
+    return Sums(m_i, l_i, acc0, acc1, l_lost, lost0, lost1)
 
 
 @triton.jit
 def attend_blocks(
-    n_lo, n_hi, full_lo, full_hi, far, state, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x, numbers,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    WHOLE: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr, FUSED: tl.constexpr,
-    CHANGED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, BASE2: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    SPLIT_EXP: tl.constexpr, LAZY: tl.constexpr, THREADS: tl.constexpr, MASK_ADD: tl.constexpr,
-    DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
+    blocks, far, sums, b_q, rows, place, t, n, c, STAGES: tl.constexpr, MASKED: tl.constexpr,
+    CLEAN: tl.constexpr
 ):  # fmt: skip
-    """The online softmax over key blocks [n_lo, n_hi), less those that no interval list touches."""
-    m_i, sums, lost = state
-    for i_n in tl.range(n_lo, n_hi, num_stages=NUM_STAGES):
-        if x.intervals is None or touched(
-            x, place[0], rows_of_tile[0], rows_of_tile[1], place[4], i_n * BLOCK_N, BLOCK_N
-        ):
-            m_i, sums, lost = attend_block(
-                i_n, full_lo, full_hi, far, m_i, sums, lost, b_q0, b_q1, rows_of_tile, place, k, k1, v, v1, x,
-                numbers, D, D0, D1, DV, DV0, DV1, BLOCK_N, WHOLE, MASKED, CLEAN, FUSED, CHANGED,
-                SOFTCAP, DROPOUT, BASE2, PRODUCT, SPLIT_EXP, LAZY, THREADS, MASK_ADD, DESCRIPTOR, CACHE,
-            )  # fmt: skip
-    return m_i, sums, lost
-
-
-@triton.jit
-def attend_tile(
-    i_m, i_head, i_b, i_s, q, q0, q1, k, k1, v, v1, values, out, lse, x, numbers, sizes,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
-    DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    AGAIN_STAGES: tl.constexpr, PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, BASE2: tl.constexpr, PRODUCT: tl.constexpr, SPLIT_EXP: tl.constexpr,
-    LAZY: tl.constexpr,
-    LATE_SUM: tl.constexpr, COMPENSATE: tl.constexpr, THREADS: tl.constexpr, HOLD_Q: tl.constexpr,
-    MASK_ADD: tl.constexpr,
-    HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
-    SPLIT: tl.constexpr, ALWAYS_MASKED: tl.constexpr, WHOLE: tl.constexpr, visits,
-):  # fmt: skip
-    """One query tile of one head (or group), over all its keys or over those of one split."""
-    batch, num_heads, group, seqlen_q, seqlen_k = sizes[:5]
-    num_tiles, num_splits, split_keys, offset, left, right = sizes[5:]
-    i_t = ((i_b * num_heads + i_head) * num_tiles + i_m) * num_splits + i_s
-    i_m, i_b, i_batch, where = find_rows(
-        i_m, i_b, x, num_tiles, batch, seqlen_q, seqlen_k, group, offset, HEAVY_FIRST, HAS_OFFSET, BLOCK_M,
-        PACK,
-    )  # fmt: skip
-    first_q, first_k, rows, start, live, position = where
-    G = group if PACK else 1
-    if i_m * BLOCK_M < rows * G:
-        o_i, o_g = packed_rows(i_m, group, BLOCK_M, PACK)
-        i_hkv = i_head if PACK else i_head // group
-        o_h = i_head * group + o_g if PACK else i_head + o_g
-        lo_shift, hi_shift = shifts(position, rows, live, left, right, HAS_LEFT, HAS_RIGHT)
-        o_lo, o_hi = row_limits(x, o_i, rows, start, live, lo_shift, hi_shift)
-        i_first, i_last = tile_ends(i_m, rows, group, BLOCK_M, PACK)
-        n_lo, n_hi, full_lo, full_hi = block_range(
-            x, i_first, i_last, o_i, o_lo, o_hi, rows, start, live, lo_shift, hi_shift, BLOCK_N
-        )
-        if WHOLE:
-            n_lo, n_hi, full_lo, full_hi = 0, seqlen_k // BLOCK_N, 0, seqlen_k // BLOCK_N
-        if SPLIT:
-            s_lo, s_hi = i_s * (split_keys // BLOCK_N), (i_s + 1) * (split_keys // BLOCK_N)
-            n_lo, n_hi = tl.minimum(tl.maximum(n_lo, s_lo), s_hi), tl.minimum(tl.maximum(n_hi, s_lo), s_hi)
-            full_lo = tl.minimum(tl.maximum(full_lo, n_lo), n_hi)
-            full_hi = tl.minimum(tl.maximum(full_hi, full_lo), n_hi)
-        if visits is not None:
-            count = n_hi - n_lo
-            if x.intervals is not None:
-                count = 0
-                for i_n in range(n_lo, n_hi):
-                    count += touched(x, i_b, o_i, o_h, rows, i_n * BLOCK_N, BLOCK_N).to(tl.int32)
-            tl.store(visits + i_t, count)
-
-        m_row = o_i < rows
-        o_q = tl.cast(i_batch, tl.int64) * q.b + o_h.to(tl.int64) * q.h + (first_q + o_i).to(tl.int64) * q.s
-        if q0 is not None:
-            b_q0 = q0.load([i_batch, i_head, first_q + i_m * BLOCK_M, 0]).reshape(BLOCK_M, D0)
-            b_q1 = b_q0
-            if D1 > 0:
-                b_q1 = q1.load([i_batch, i_head, first_q + i_m * BLOCK_M, D0]).reshape(BLOCK_M, D1)
-        else:
-            b_q0 = load_tile(q.p, o_q, m_row, q.d, 0, D, D0, "")
-            b_q1 = load_tile(q.p, o_q, m_row, q.d, D0, D, D1, "") if D1 > 0 else b_q0
-        if NEGATIVE:
-            b_q0, b_q1 = turned_sign(b_q0), turned_sign(b_q1)
-        if HOLD_Q:
-            b_q0, b_q1 = held(b_q0, seqlen_q), held(b_q1, seqlen_q)
-        m_i = tl.full([BLOCK_M], LOWEST, tl.float32)
-        l_i = tl.zeros([BLOCK_M], tl.float32)
-        # [BLOCK_M, head_dim_v]
-        acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
-        acc1 = tl.zeros([BLOCK_M, DV1], tl.float32) if DV1 > 0 else acc0
-        EXACT: tl.constexpr = q.p.dtype.element_ty == tl.float32
-        lost = (l_i, acc0, acc1) if EXACT and COMPENSATE else (l_i, l_i, l_i)  # without planes none is kept
-        if LATE_SUM and not EXACT:
-            l_i = tl.zeros([BLOCK_M, SUMS], tl.float32)
-        fresh = (m_i, (l_i, acc0, acc1), lost)
-        BELOW: tl.constexpr = HAS_LEFT or x.kv_starts is not None or x.row_bounds is not None
-        tile, place = (o_i, o_h, o_lo if BELOW else None, o_hi), (
-            i_b, i_batch, i_hkv, first_k, rows, live, position, i_b * (num_heads * G if PACK else num_heads),
-        )  # fmt: skip
-        # Splits are merged by their maxima, so those are units of s, which no rounding has touched.
-        FUSED: tl.constexpr = not (EXACT or CHANGED or SPLIT)
-        state = attend_blocks(
-            n_lo, n_hi, full_lo, full_hi, None, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
-            D, D0, D1, DV, DV0, DV1, BLOCK_N, NUM_STAGES, WHOLE, ALWAYS_MASKED, False, FUSED, CHANGED,
-            SOFTCAP, DROPOUT, BASE2, PRODUCT, SPLIT_EXP, LAZY, THREADS, MASK_ADD, DESCRIPTOR, CACHE,
-        )  # fmt: skip
-        state = summed(state)
-        units = numbers[0]
-        far = far_rows(state) if FUSED else None
-        spoiled = is_spoiled(state, far, WHOLE, DV1)
-        if FUSED or not WHOLE:
-            if spoiled:  # once more, of V the finite values alone
-                state = attend_blocks(
-                    n_lo, n_hi, n_lo, n_lo, far, fresh, b_q0, b_q1, tile, place, k, k1, v, v1, x, numbers,
-                    D, D0, D1, DV, DV0, DV1, BLOCK_N, AGAIN_STAGES, WHOLE, not WHOLE, not WHOLE, FUSED,
-                    CHANGED, SOFTCAP, DROPOUT, BASE2, PRODUCT, SPLIT_EXP, LAZY, THREADS, MASK_ADD,
-                    DESCRIPTOR, CACHE,
-                )  # fmt: skip
-                state = summed(state)
-        if FUSED:
-            ONE: tl.constexpr = LN2 if BASE2 else 1.0
-            units = tl.where(far, numbers[2] * ONE, ONE)
-        elif CHANGED:
-            units = 1.0
-        elif NEGATIVE:
-            units = -units
-        o_out, b_none = finalize(
-            state, out, lse, x, i_b, i_batch, batch, i_s, num_splits, o_h, first_q + o_i, m_row, units, DV,
-            DV0, DV1, SPLIT, EXACT,
-        )  # fmt: skip
-        if not WHOLE:
-            if spoiled:
-                add_nonfinite(out, o_out, b_none, n_lo, n_hi, tile, place, values, x, DV, BLOCK_N, 16)
-
-
-@triton.jit
-def summed(state):
-    """With l of whole rows."""
-    m_i, sums, lost = state
-    l_i, acc0, acc1 = sums
-    if len(l_i.shape) == 2:
+    """The online softmax over key blocks, less those that no interval list touches."""
+    for i_n in tl.range(blocks.lo, blocks.hi, num_stages=STAGES):
+        if t.x.intervals is None or touched(i_n * c.BLOCK_N, t.x, place, rows, c.BLOCK_N):
+            sums = attend_block(i_n, blocks, far, sums, b_q, rows, place, t, n, c, MASKED, CLEAN)
+    l_i = sums.l_i
+    if len(l_i.shape) == 2:  # of late sums
         l_i = tl.sum(l_i, 1)
-    return m_i, (l_i, acc0, acc1), lost
+    return Sums(sums.m_i, l_i, sums.acc0, sums.acc1, sums.l_lost, sums.lost0, sums.lost1)
 
 
 @triton.jit
-def far_rows(state):
+def attend_tile(i_m, i_head, i_b, i_s, t, n, c):
+    """One query tile of one head (or group), over all its keys or over those of one split."""
+    i_t = ((i_b * t.num_heads + i_head) * n.num_tiles + i_m) * n.num_splits + i_s
+    i_m, place = find_rows(i_m, i_b, t, n, c)
+    if i_m * c.BLOCK_M < place.rows * (t.group if c.PACK else 1):
+        rows, blocks = tile_rows(i_m, i_head, place, t, n, c)
+        if c.WHOLE:
+            blocks = Blocks(0, n.seqlen_k // c.BLOCK_N, 0, n.seqlen_k // c.BLOCK_N)
+        if c.SPLIT:
+            blocks = of_split(i_s, blocks, n, c)
+        if t.visits is not None:
+            count = blocks.hi - blocks.lo
+            if t.x.intervals is not None:
+                count = 0
+                for i_n in range(blocks.lo, blocks.hi):
+                    count += touched(i_n * c.BLOCK_N, t.x, place, rows, c.BLOCK_N).to(tl.int32)
+            tl.store(t.visits + i_t, count)
+        b_q = load_rows(i_m, i_head, rows, place, t, n, c)
+        fresh = no_sums(c)
+        sums = attend_blocks(
+            blocks, None, fresh, b_q, rows, place, t, n, c, c.NUM_STAGES, c.ALWAYS_MASKED, False
+        )
+        units = n.scale
+        far = far_rows(sums) if c.FUSED else None
+        spoiled = is_spoiled(sums, far, c)
+        if c.FUSED or not c.WHOLE:
+            if spoiled:  # once more, of V the finite values alone
+                hiding = Blocks(blocks.lo, blocks.hi, blocks.lo, blocks.lo)
+                sums = attend_blocks(
+                    hiding, far, fresh, b_q, rows, place, t, n, c, c.AGAIN_STAGES, not c.WHOLE, not c.WHOLE
+                )
+        if c.FUSED:
+            ONE: tl.constexpr = LN2 if c.BASE2 else 1.0
+            units = tl.where(far, n.factor * ONE, ONE)
+        elif c.CHANGED:
+            units = 1.0
+        elif c.NEGATIVE:
+            units = -units
+        o_out, b_none = finalize(i_s, sums, units, rows, place, t, n, c)
+        if not c.WHOLE:
+            if spoiled:
+                add_nonfinite(o_out, b_none, blocks, rows, place, t, c, 16)
+
+
+@triton.jit
+def of_split(i_s, blocks, n, c):
+    """The blocks that lie in one split."""
+    s_lo, s_hi = i_s * (n.split_keys // c.BLOCK_N), (i_s + 1) * (n.split_keys // c.BLOCK_N)
+    lo = tl.minimum(tl.maximum(blocks.lo, s_lo), s_hi)
+    hi = tl.minimum(tl.maximum(blocks.hi, s_lo), s_hi)
+    full_lo = tl.minimum(tl.maximum(blocks.full_lo, lo), hi)
+    return Blocks(lo, hi, full_lo, tl.minimum(tl.maximum(blocks.full_hi, full_lo), hi))
+
+
+@triton.jit
+def load_rows(i_m, i_head, rows, place, t, n, c):
+    """Both channel blocks of Q."""
+    if t.boxes.q0 is not None:
+        i_row = place.first_q + i_m * c.BLOCK_M
+        b_q0 = t.boxes.q0.load([place.i_batch, i_head, i_row, 0]).reshape(c.BLOCK_M, c.D0)
+        b_q1 = b_q0
+        if c.D1 > 0:
+            b_q1 = t.boxes.q1.load([place.i_batch, i_head, i_row, c.D0]).reshape(c.BLOCK_M, c.D1)
+    else:
+        o_q = head_offsets(t.q, place.i_batch, rows.o_h, place.first_q + rows.o_i)
+        b_q0, b_q1 = load_pair(t.q, o_q, rows.o_i < place.rows, c.D, c.D0, c.D1)
+    if c.NEGATIVE:
+        b_q0, b_q1 = turned_sign(b_q0), turned_sign(b_q1)
+    if c.HOLD_Q:
+        b_q0, b_q1 = held(b_q0, n.seqlen_q), held(b_q1, n.seqlen_q)
+    return b_q0, b_q1
+
+
+@triton.jit
+def no_sums(c):
+    """What the online softmax begins with."""
+    m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
+    l_i = tl.zeros([c.BLOCK_M], tl.float32)
+    # [BLOCK_M, head_dim_v]
+    acc0 = tl.zeros([c.BLOCK_M, c.DV0], tl.float32)
+    acc1 = tl.zeros([c.BLOCK_M, c.DV1], tl.float32) if c.DV1 > 0 else acc0
+    if c.COMPENSATE:
+        sums = Sums(m_i, l_i, acc0, acc1, l_i, acc0, acc1)
+    else:
+        late = tl.zeros([c.BLOCK_M, SUMS], tl.float32) if c.LATE_SUM else l_i
+        sums = Sums(m_i, late, acc0, acc1, l_i, l_i, l_i)  # without planes none is kept
+    return sums
+
+
+@triton.jit
+def far_rows(sums):
     """Rows whose scores are so large, or not finite, that their weights are not those of one multiply-add."""
-    m_i, sums, _ = state
-    l_i, _, _ = sums
-    return ((tl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)) | (l_i - l_i != 0.0)
+    return ((tl.abs(sums.m_i) > TOO_FAR) & (sums.m_i != LOWEST)) | (sums.l_i - sums.l_i != 0.0)
 
 
 @triton.jit
-def is_spoiled(state, far, WHOLE: tl.constexpr, DV1: tl.constexpr):
+def is_spoiled(sums, far, c):
     """Is a row far, or a sum not finite? A weight of 0 times a hidden NaN is NaN."""
-    _, sums, _ = state
-    _, acc0, acc1 = sums
     spoiled = False
-    if not WHOLE:
+    if not c.WHOLE:
         # flat, because on sm_100 a row's sum of what tensor memory holds ends Triton 3.6
-        total = tl.sum(tl.ravel(acc0, can_reorder=True), 0)
-        if DV1 > 0:
-            total += tl.sum(tl.ravel(acc1, can_reorder=True), 0)
+        total = tl.sum(tl.ravel(sums.acc0, can_reorder=True), 0)
+        if c.DV1 > 0:
+            total += tl.sum(tl.ravel(sums.acc1, can_reorder=True), 0)
         spoiled = total - total != 0.0
     if far is not None:
         spoiled = spoiled | (tl.max(far.to(tl.int32), 0) > 0)
@@ -323,24 +292,21 @@ def is_spoiled(state, far, WHOLE: tl.constexpr, DV1: tl.constexpr):
 
 
 @triton.jit
-def finalize(
-    state, out, lse, x, i_b, i_batch, batch, i_s, num_splits, o_h, o_row, m_row, units,
-    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """out = acc / l and lse; of one split out, m and, `num_splits` further on, l,
-    to which no sink belongs yet.
-    A row that saw no key is 0 and -inf. m times `units`, of the tile or of each row, is natural. Returns
+def finalize(i_s, sums, units, rows, place, t, n, c):
+    """out = acc / l and lse; of one split out, m and, `num_splits` further on, l, to which no sink belongs
+    yet. A row that saw no key is 0 and -inf. m times `units`, of the tile or of each row, is natural. Returns
     where the rows of out are, and which have no weights."""
-    m_i, sums, lost = state
-    l_i, acc0, acc1 = sums
-    if EXACT:  # so that a block of which a row sees nothing changes no bit of it
-        l_lost, lost0, lost1 = lost
+    m_i, l_i, acc0, acc1, l_lost, lost0, lost1 = sums
+    out, lse = t.out, t.lse
+    o_h, o_row, m_row = rows.o_h, place.first_q + rows.o_i, rows.o_i < place.rows
+    if c.EXACT:  # so that a block of which a row sees nothing changes no bit of it
         l_i = l_i + l_lost
         if len(lost0.shape) == 2:
             acc0, acc1 = acc0 + lost0, acc1 + lost1
-    b_m = tl.where(l_i == 0.0, float("-inf"), m_i if SPLIT else m_i * units)
-    if not SPLIT and x.sinks is not None:
-        b_sink = tl.load(x.sinks + o_h, mask=m_row & (i_b < batch), other=float("-inf")).to(tl.float32)
+    b_m = tl.where(l_i == 0.0, float("-inf"), m_i if c.SPLIT else m_i * units)
+    if not c.SPLIT and t.x.sinks is not None:
+        m_sink = m_row & (place.i_b < n.batch)
+        b_sink = tl.load(t.x.sinks + o_h, mask=m_sink, other=float("-inf")).to(tl.float32)
         b_top = tl.maximum(b_m, b_sink)
         b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
         b_share = tl.exp2((b_m - b_top) * LOG2E)
@@ -349,77 +315,71 @@ def finalize(
         b_m = b_top
     b_none = l_i == 0.0
     b_l = tl.where(b_none, 1.0, l_i)
+    i_part = place.i_batch + i_s * n.batch if c.SPLIT else place.i_batch
     if lse is not None:
-        o_lse = tl.cast(i_batch + i_s * batch if SPLIT else i_batch, tl.int64) * lse.b
-        p_lse = lse.p + o_lse + o_h.to(tl.int64) * lse.h + o_row.to(tl.int64) * lse.s
-        if SPLIT:
+        p_lse = lse.p + tl.cast(i_part, tl.int64) * lse.b
+        p_lse = p_lse + o_h.to(tl.int64) * lse.h + o_row.to(tl.int64) * lse.s
+        if c.SPLIT:
             tl.store(p_lse, b_m, mask=m_row)
-            tl.store(p_lse + tl.cast(num_splits * batch, tl.int64) * lse.b, l_i, mask=m_row)
+            tl.store(p_lse + tl.cast(n.num_splits * n.batch, tl.int64) * lse.b, l_i, mask=m_row)
         else:
             tl.store(p_lse, tl.where(b_none, float("-inf"), tl.fma(tl.log2(b_l), LN2, b_m)), mask=m_row)
-    o_out = tl.cast(i_batch + i_s * batch if SPLIT else i_batch, tl.int64) * out.b
+    o_out = tl.cast(i_part, tl.int64) * out.b
     o_out += o_h.to(tl.int64) * out.h + o_row.to(tl.int64) * out.s
-    if EXACT:
+    if c.EXACT:
         acc0, acc1 = acc0 / b_l[:, None], acc1 / b_l[:, None]
     else:
         acc0, acc1 = acc0 * (1.0 / b_l)[:, None], acc1 * (1.0 / b_l)[:, None]
-    store_tile(out.p, o_out, m_row, out.d, acc0, 0, DV, DV0)
-    if DV1 > 0:
-        store_tile(out.p, o_out, m_row, out.d, acc1, DV0, DV, DV1)
+    store_pair(out, o_out, m_row, acc0, acc1, c.DV, c.DV0, c.DV1)
     return o_out, b_none
 
 
-_PER_CALL = (
-    *("batch", "seqlen_q", "seqlen_k", "num_tiles", "num_splits", "split_keys", "total"),
-    *("offset", "left", "right", "seed_lo", "seed_hi", "drop_below"),
-)
+@triton.jit
+def load_values(o_n, o_d, rows, place, t, DV: tl.constexpr):
+    """Any keys and channels of V by pointers, and which of the keys there are."""
+    o_v, m_n = key_offsets(o_n, t.v_view, t.x, rows.i_hkv, place)
+    p_v = t.v_view.p + o_v[:, None] + o_d[None, :] * t.v_view.d
+    return tl.load(p_v, mask=m_n[:, None] & (o_d < DV)[None, :], other=0.0), m_n
 
 
-@triton.jit(do_not_specialize=_PER_CALL)
-def attend(
-    q, q0, q1, k, k1, v, v1, values, out, lse, x, visits,
-    batch, num_heads, group, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys, total, offset, left,
-    right, scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, DV0: tl.constexpr,
-    DV1: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    AGAIN_STAGES: tl.constexpr, PACK: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, NEGATIVE: tl.constexpr, CHANGED: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, BASE2: tl.constexpr, PRODUCT: tl.constexpr, SPLIT_EXP: tl.constexpr,
-    LAZY: tl.constexpr,
-    LATE_SUM: tl.constexpr, COMPENSATE: tl.constexpr, THREADS: tl.constexpr, HOLD_Q: tl.constexpr,
-    MASK_ADD: tl.constexpr,
-    HEAVY_FIRST: tl.constexpr, DESCRIPTOR: tl.constexpr, CACHE: tl.constexpr,
-    SPLIT: tl.constexpr, ALWAYS_MASKED: tl.constexpr, WHOLE: tl.constexpr, PERSISTENT: tl.constexpr,
-    LINEAR: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def add_nonfinite(o_out, b_none, blocks, rows, place, t, c, WIDTH: tl.constexpr):
+    """Adds the NaN and infinities of V to the rows that see them, to what is stored already: a rare way,
+    which must not cost the usual one registers, so it goes WIDTH channels at a time, and key by key where a
+    block has such values."""
+    out = t.out
+    tl.debug_barrier()  # other threads wrote what is read here
+    for d in range(0, c.DV, WIDTH):
+        o_d = d + tl.arange(0, WIDTH)
+        # [BLOCK_M, WIDTH]
+        p_out = out.p + o_out[:, None] + o_d[None, :] * out.d
+        m_out = (rows.o_i < place.rows)[:, None] & (o_d < c.DV)[None, :]
+        b_out = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
+        for j_0 in range(blocks.lo * c.BLOCK_N, blocks.hi * c.BLOCK_N, c.BLOCK_N):
+            b_block, _ = load_values(j_0 + tl.arange(0, c.BLOCK_N), o_d, rows, place, t, c.DV)
+            if has_nonfinite(b_block):
+                for j in range(j_0, j_0 + c.BLOCK_N):
+                    o_n = j + tl.arange(0, 1)
+                    b_v, m_n = load_values(o_n, o_d, rows, place, t, c.DV)  # [1, WIDTH]
+                    b_seen = visible_pairs(t.x, place, rows, Keys(j, o_n, m_n), c.BELOW)
+                    b_out += tl.where(b_seen & (b_none == 0)[:, None], nonfinite_only(b_v), 0.0)
+        tl.store(p_out, b_out.to(out.p.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
+def attend(t, n, c, q0, q1, k0, k1, v0, v1):
     """One program per tile, in a grid (tiles, heads, requests) or with LINEAR of one dimension, splits the
-    fastest; or with PERSISTENT a few that walk over all tiles. WHOLE: rows see every key of every block."""
-    sizes = (
-        batch, num_heads, group, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys, offset, left, right,
-    )  # fmt: skip
-    numbers = (scale, softcap, factor, seed_lo, seed_hi, drop_below, keep_scale)
-    if PERSISTENT:
-        for i_t in range(tl.program_id(0), total, tl.num_programs(0)):
-            i_m, i_head, i_b = unravel(i_t // num_splits, num_tiles, num_heads)
-            i_s = i_t % num_splits
-            attend_tile(
-                i_m, i_head, i_b, i_s, q, q0, q1, k, k1, v, v1, values, out, lse, x, numbers, sizes,
-                D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, AGAIN_STAGES, PACK, HAS_OFFSET,
-                HAS_LEFT, HAS_RIGHT, NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, PRODUCT, SPLIT_EXP, LAZY,
-                LATE_SUM, COMPENSATE,
-                THREADS, HOLD_Q, MASK_ADD, HEAVY_FIRST, DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, WHOLE,
-                visits,
-            )  # fmt: skip
+    fastest; or with PERSISTENT a few that walk over all tiles. Descriptors come by themselves: Triton 3.6
+    starts no kernel that has them in a tuple."""
+    boxes = Boxes(q0, q1, k0, k1, v0, v1)
+    t = Tensors(t.q, t.k, t.v, t.v_view, t.out, t.lse, t.x, t.visits, t.num_heads, t.group, boxes)
+    if c.PERSISTENT:
+        for i_t in range(tl.program_id(0), n.total, tl.num_programs(0)):
+            i_m, i_head, i_b = unravel(i_t // n.num_splits, n.num_tiles, t.num_heads)
+            attend_tile(i_m, i_head, i_b, i_t % n.num_splits, t, n, c)
     else:
         i_m, i_head, i_b, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2), 0
-        if LINEAR:
-            i_s = i_m % num_splits
-            i_m, i_head, i_b = unravel(i_m // num_splits, num_tiles, num_heads)
-        attend_tile(
-            i_m, i_head, i_b, i_s, q, q0, q1, k, k1, v, v1, values, out, lse, x, numbers, sizes,
-            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, NUM_STAGES, AGAIN_STAGES, PACK, HAS_OFFSET, HAS_LEFT,
-            HAS_RIGHT, NEGATIVE, CHANGED, SOFTCAP, DROPOUT, BASE2, PRODUCT, SPLIT_EXP, LAZY, LATE_SUM,
-            COMPENSATE,
-            THREADS, HOLD_Q,
-            MASK_ADD, HEAVY_FIRST, DESCRIPTOR, CACHE, SPLIT, ALWAYS_MASKED, WHOLE, visits,
-        )  # fmt: skip
+        if c.LINEAR:
+            i_s = i_m % n.num_splits
+            i_m, i_head, i_b = unravel(i_m // n.num_splits, n.num_tiles, t.num_heads)
+        attend_tile(i_m, i_head, i_b, i_s, t, n, c)

@@ -1,6 +1,6 @@
 """Triton's interpreter, which runs the kernels on CPU tensors: is it on, and what it needs to be right.
 
-It is on if TRITON_INTERPRET was set when triton was first imported. Triton 3.6's has five defects that would
+It is on if TRITON_INTERPRET was set when triton was first imported. Triton 3.6's has six defects that would
 hide or fake ours; `prepare` mends them once, and does nothing where it is off.
 """
 
@@ -22,6 +22,7 @@ def prepare() -> None:
     if INTERPRET and not _done:
         _done = True
         _take_scalars_as_bounds()
+        _take_constants_in_tuples()
         _patch_the_language_once()
         _compute_in_bfloat16()
         _round_once()
@@ -38,6 +39,15 @@ def _take_scalars_as_bounds() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch
+
+
+def _take_constants_in_tuples() -> None:
+    """What is compiled in stands in a tuple beside others, where Triton leaves it wrapped."""
+    from triton.language import constexpr
+    from triton.runtime import interpreter
+
+    original = interpreter._implicit_cvt
+    interpreter._implicit_cvt = lambda x: x.value if isinstance(x, constexpr) else original(x)
 
 
 def _patch_the_language_once() -> None:

@@ -8,13 +8,15 @@ rounding is that of the scores: at 10,000 it would be a thousandth of the weight
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from polyflash.backends.triton import arguments, runtime
-from polyflash.backends.triton.blocks import LN2, LOG2E, load_tile, store_tile
+from polyflash.backends.triton.places import load_tile, store_pair
+from polyflash.backends.triton.scores import LN2, LOG2E
 from polyflash.backends.triton.tiles import split_dim
 
 if TYPE_CHECKING:
@@ -22,45 +24,64 @@ if TYPE_CHECKING:
 
     from polyflash.spec import Arguments
 
-AT_ONCE = 16  # splits whose outputs one step of the merge reads
+AT_ONCE: tl.constexpr = tl.constexpr(16)  # splits whose outputs one step of the merge reads
 
 
-@triton.jit(do_not_specialize=("num_heads", "seqlen_q", "num_rows", "num_splits"))
-def merge_splits(
-    parts, part_m, out, lse, sinks, num_heads, seqlen_q, num_rows, num_splits, unit, factor,
-    DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """One program per row: `parts` (splits, rows, head_dim_v) and `part_m` (splits, rows), behind which is l
-    as large, are dense, rows in the order of (batch, heads, seqlen_q). m times `unit` is natural, times
-    `factor` in units of the exponent."""
+class Tensors(NamedTuple):
+    """`t` of `merge_splits`."""
+
+    parts: Any  # (splits · rows, head_dim_v), dense; rows in the order of (batch, heads, seqlen_q)
+    part_m: Any  # (splits, rows), and behind it l as large
+    out: Any
+    lse: Any
+    sinks: Any
+
+
+class Numbers(NamedTuple):
+    """`n` of `merge_splits`."""
+
+    num_heads: int
+    seqlen_q: int
+    num_rows: int
+    num_splits: int
+    unit: float  # m times it is natural
+    factor: float  # and in units of the exponent
+
+
+@triton.jit
+def merge_splits(t, n, c):
+    """One program per row."""
     i_row = tl.program_id(0)
-    i_i, i_bh = i_row % seqlen_q, i_row // seqlen_q
-    i_h, i_b = tl.cast(i_bh % num_heads, tl.int64), tl.cast(i_bh // num_heads, tl.int64)
+    i_i, i_bh = i_row % n.seqlen_q, i_row // n.seqlen_q
+    i_h, i_b = tl.cast(i_bh % n.num_heads, tl.int64), tl.cast(i_bh // n.num_heads, tl.int64)
+    out, lse, part_m = t.out, t.lse, t.part_m
     o_s = tl.arange(0, AT_ONCE)
-    part_l = part_m + tl.cast(num_splits, tl.int64) * num_rows
+    part_l = part_m + tl.cast(n.num_splits, tl.int64) * n.num_rows
     # [AT_ONCE]
     b_top = tl.full([AT_ONCE], float("-inf"), tl.float32)
-    for i_s in range(0, num_splits, AT_ONCE):
-        p = part_m + (i_s + o_s).to(tl.int64) * num_rows + i_row
-        b_top = tl.maximum(b_top, tl.load(p, mask=i_s + o_s < num_splits, other=float("-inf")))
+    for i_s in range(0, n.num_splits, AT_ONCE):
+        p = part_m + (i_s + o_s).to(tl.int64) * n.num_rows + i_row
+        b_top = tl.maximum(b_top, tl.load(p, mask=i_s + o_s < n.num_splits, other=float("-inf")))
     m_i = tl.max(b_top, 0)
     m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
     l_i = 0.0
-    acc0 = tl.zeros([DV0], tl.float32)
-    acc1 = tl.zeros([DV1], tl.float32) if DV1 > 0 else acc0
-    for i_s in range(0, num_splits, AT_ONCE):
-        m_s = i_s + o_s < num_splits
-        o_part = (i_s + o_s).to(tl.int64) * num_rows + i_row
+    acc0 = tl.zeros([c.DV0], tl.float32)
+    acc1 = tl.zeros([c.DV1], tl.float32) if c.DV1 > 0 else acc0
+    for i_s in range(0, n.num_splits, AT_ONCE):
+        m_s = i_s + o_s < n.num_splits
+        o_part = (i_s + o_s).to(tl.int64) * n.num_rows + i_row
         b_l = tl.load(part_l + o_part, mask=m_s, other=0.0)
-        b_share = tl.exp2((tl.load(part_m + o_part, mask=m_s, other=float("-inf")) - m_i) * factor)
+        b_share = tl.exp2((tl.load(part_m + o_part, mask=m_s, other=float("-inf")) - m_i) * n.factor)
         b_share = tl.where(b_l == 0.0, 0.0, b_share * b_l)
         l_i += tl.sum(b_share, 0)
-        acc0 += tl.sum(b_share[:, None] * load_tile(parts, o_part * DV, m_s, 1, 0, DV, DV0, ""), 0)
-        if DV1 > 0:
-            acc1 += tl.sum(b_share[:, None] * load_tile(parts, o_part * DV, m_s, 1, DV0, DV, DV1, ""), 0)
-    b_m = m_i * unit
-    if sinks is not None:
-        b_sink = tl.load(sinks + i_h).to(tl.float32)
+        b_part = load_tile(t.parts, o_part * c.DV, m_s, 0, c.DV, c.DV0, "")
+        acc0 += tl.sum(b_share[:, None] * b_part, 0)
+        if c.DV1 > 0:
+            b_part = load_tile(t.parts, o_part * c.DV, m_s, c.DV0, c.DV, c.DV1, "")
+            acc1 += tl.sum(b_share[:, None] * b_part, 0)
+    b_m = m_i * n.unit
+    if t.sinks is not None:
+        b_sink = tl.load(t.sinks + i_h).to(tl.float32)
         b_top = tl.maximum(tl.where(l_i == 0.0, float("-inf"), b_m), b_sink)
         b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
         b_older = tl.where(l_i == 0.0, 0.0, tl.exp2((b_m - b_top) * LOG2E))
@@ -72,9 +93,13 @@ def merge_splits(
         tl.store(lse.p + i_b * lse.b + i_h * lse.h + i_i * lse.s, b_lse)
     o_out = i_b * out.b + i_h * out.h + tl.cast(i_i, tl.int64) * out.s + tl.arange(0, 1)
     m_row = o_out >= 0
-    store_tile(out.p, o_out, m_row, out.d, (acc0 / b_l)[None, :], 0, DV, DV0)
-    if DV1 > 0:
-        store_tile(out.p, o_out, m_row, out.d, (acc1 / b_l)[None, :], DV0, DV, DV1)
+    store_pair(out, o_out, m_row, (acc0 / b_l)[None, :], (acc1 / b_l)[None, :], c.DV, c.DV0, c.DV1)
+
+
+@cache
+def _constants(head_dim: int) -> Any:
+    dv0, dv1 = split_dim(head_dim)
+    return runtime.compiled_in(arguments.Constants(DV=head_dim, DV0=dv0, DV1=dv1))
 
 
 def merge(
@@ -83,15 +108,13 @@ def merge(
 ) -> None:  # fmt: skip
     """The splits' outputs as one; the sinks join here. Their m in units of `unit`, a natural number."""
     batch, num_heads, seqlen_q, head_dim_v = out.shape
-    first, second = split_dim(head_dim_v)
     sinks = None if args.sinks is None else arguments.operands(args, parts).sinks
-    v_out, rows = arguments.view(out), None if lse is None else arguments.rows(lse)
+    rows = arguments.rows(lse)
+    t = Tensors(arguments.View(parts, None, None, None, 1), part_m, arguments.view(out), rows, sinks)
     num_rows = batch * num_heads * seqlen_q
-    everything = (
-        parts, part_m, v_out, rows, sinks, num_heads, seqlen_q, num_rows, num_splits, unit,
-        unit * arguments.LOG2E,
-    )  # fmt: skip
-    constants = {"DV": head_dim_v, "DV0": first, "DV1": second, "AT_ONCE": AT_ONCE, "num_warps": 4}
-    strides = runtime.signature(v_out[1:]), rows if rows is None else runtime.signature(rows[1:])
+    n = Numbers(num_heads, seqlen_q, num_rows, num_splits, unit, unit * arguments.LOG2E)
+    strides = runtime.signature(t.out[1:]), None if rows is None else runtime.signature(rows[1:])
     key = strides, runtime.aligned(out, lse, sinks)
-    kernels.launch(merge_splits, (num_rows,), everything, constants, key, out.device)
+    kernels.launch(
+        merge_splits, (num_rows,), (t, n, _constants(head_dim_v)), {"num_warps": 4}, key, out.device
+    )

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Q, K, V, OUT, LSE, TABLE, LENS, SCRATCH = range(8)  # which tensor an address is of; scratch ones come last
 _NAMES = {
     **dict.fromkeys(("q", "q0", "q1"), Q),
-    **dict.fromkeys(("k", "k1"), K),
-    **dict.fromkeys(("v", "v1", "values"), V),
+    **dict.fromkeys(("k", "k0", "k1"), K),
+    **dict.fromkeys(("v", "v_view", "v0", "v1"), V),
     **{"out": OUT, "lse": LSE, "page_table": TABLE, "kv_lens": LENS},
 }
 _FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f"}

@@ -11,11 +11,13 @@ import contextlib
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from polyflash import compilation, target
 from polyflash.backends.triton.interpreter import INTERPRET
@@ -23,10 +25,11 @@ from polyflash.backends.triton.interpreter import INTERPRET
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Versions whose CompiledKernel.run was seen to take these arguments; others launch by kernel[grid].
+# Versions whose CompiledKernel.run was seen to take these arguments; others launch by compiled[grid].
 _DIRECT = tuple(int(x) for x in triton.__version__.split(".")[:2]) in ((3, 6), (3, 9))
 _runtime = triton.knobs.runtime
 _ALIGNED = 16  # bytes: what Triton compiles for
+_ANY_INT = 3  # neither 1 nor a multiple of 16
 _KEPT_KERNELS = 256  # per route
 _CLOCK_S = 0.02  # by as much a file may look older than it is
 _WORDS = {"HAS_RIGHT": "causal", "HAS_LEFT": "window", "SOFTCAP": "softcap", "DROPOUT": "dropout"}
@@ -88,83 +91,112 @@ class Kernels:
         self.found: dict[Any, Any] = {}
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Mapping[str, Any],
+        self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any],
         key: tuple[Any, ...], device: torch.device,
     ) -> None:  # fmt: skip
-        """`grid` has one or three dimensions; `constants` are constexprs and options; `key` tells everything
-        that Triton would compile anew for."""
+        """`grid` has one or three dimensions; `arguments` are t, n, c (by `compiled_in`) and others; `key`
+        tells everything of them that Triton would compile anew for."""
         if 0 in grid:
             return
-        if INTERPRET or not _DIRECT or hooked():
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)
+        if INTERPRET:
             if _recorder.log is not None:
                 _recorder.log.complete = False
-            with torch.cuda.device(device) if device.type == "cuda" else _nowhere:
-                began, known = time.time(), INTERPRET or key in self.found
-                compiled = kernel[grid](*arguments, **constants)
-            if not known:
-                self.found.setdefault(key, None)
-                note(kernel, compiled, arguments, constants, device.index or 0, began)
+            kernel[x, y, z](*arguments)
             return
         index = device.index or 0
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
-                self._start(kernel, grid, arguments, constants, key, index)
+                self._start(kernel, (x, y, z), arguments, options, key, index)
         else:
-            self._start(kernel, grid, arguments, constants, key, index)
+            self._start(kernel, (x, y, z), arguments, options, key, index)
 
     def _start(
-        self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Mapping[str, Any],
-        key: tuple[Any, ...], index: int,
+        self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...],
+        options: Mapping[str, Any], key: tuple[Any, ...], index: int,
     ) -> None:  # fmt: skip
         ready = self.found.get(key)
         if ready is None:
             began = time.time()
-            compiled = kernel.warmup(*arguments, grid=(1,), **constants)
-            note(kernel, compiled, arguments, constants, index, began)
-            places = (None,) * (len(kernel.arg_names) - len(arguments))
+            compiled = compile(kernel, arguments, options)
+            note(kernel, compiled, arguments, index, began)
             if len(self.found) >= _KEPT_KERNELS:
                 self.found.clear()
             with _loading:
                 run, function = compiled.run, compiled.function
-            ready = self.found[key] = (run, function, compiled.packed_metadata, places, compiled)
-        run, function, packed, places, compiled = ready
+            ready = self.found[key] = (run, function, compiled.packed_metadata, compiled)
+        run, function, packed, compiled = ready
+        if _DIRECT:
+            t, n, _, *others = arguments
+            arguments = (*t, *n, *others)
+        if not _DIRECT or hooked():
+            if _recorder.log is not None:
+                _recorder.log.complete = False
+            compiled[grid](*arguments)
+            return
         stream = torch._C._cuda_getCurrentRawStream(index)
-        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)
         if _recorder.log is not None:
-            _recorder.log.started.append(Started(compiled, (x, y, z), arguments))
-        run(x, y, z, stream, function, packed, None, None, None, *arguments, *places)
+            _recorder.log.started.append(Started(compiled, grid, arguments))
+        run(*grid, stream, function, packed, None, None, None, *arguments)
 
 
-def note(
-    kernel: Any, compiled: Any, arguments: tuple[Any, ...], constants: Mapping[str, Any], index: int,
-    began: float,
-) -> None:  # fmt: skip
+def compiled_in(c: Any) -> Any:
+    """The leaves of a tuple as constants of a kernel."""
+    return type(c)(*map(tl.constexpr, c))
+
+
+def unknown(n: Any) -> Any:
+    """Numbers of which Triton, which looks at those in tuples, learns nothing but their types."""
+    return type(n)(*(_ANY_INT if type(x) is int else x for x in n))
+
+
+def compile(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """The kernel for `t` and `c`, and any numbers."""
+    t, n, c, *others = arguments
+    c = c._replace(LAYOUT=tl.constexpr(zlib.crc32(repr(_names((t, n, c))).encode())))
+    compiled = kernel.warmup(t, unknown(n), c, *others, grid=(1,), **options)
+    if _DIRECT:
+        with _loading:
+            _spread(compiled.src.signature, t, n)
+    return compiled
+
+
+def _names(x: Any) -> Any:
+    """The fields of tuples: kernels in Triton's cache know them by their places alone."""
+    return [getattr(x, "_fields", ()), *map(_names, x)] if isinstance(x, tuple) else None
+
+
+def _spread(signature: dict[str, Any], t: Any, n: Any) -> None:
+    """Has the launcher, which Triton makes of the signature, take the fields of t and n one by one, and not
+    c: it is slow to look into tuples."""
+    if "t" in signature:
+        kinds = dict(signature)
+        signature.clear()
+        signature.update(zip(t._fields, kinds.pop("t"), strict=True))
+        signature.update(zip(n._fields, kinds.pop("n"), strict=True))
+        del kinds["c"]
+        signature.update(kinds)
+
+
+def note(kernel: Any, compiled: Any, arguments: tuple[Any, ...], index: int, began: float) -> None:
     """Says what Triton compiled since `began`; of what its cache had, the files are older."""
     newest = 0.0
     for path in (getattr(compiled, "metadata_group", None) or {}).values():
         with contextlib.suppress(OSError):
             newest = max(newest, os.stat(path).st_mtime)
     if newest + _CLOCK_S >= began:
-        name = described(kernel, arguments, constants)
+        name = described(kernel, arguments)
         compilation.note(name, target.detect("cuda", index).name, time.time() - began)
 
 
-def described(kernel: Any, arguments: tuple[Any, ...], constants: Mapping[str, Any]) -> str:
+def described(kernel: Any, arguments: tuple[Any, ...]) -> str:
     """A compiled kernel in a few words: attend bf16 d128 causal."""
-    first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
+    t, _, c, *_ = arguments
+    first = t[0][0] if isinstance(t[0], tuple) else t[0]
     words = [getattr(kernel, "__name__", "kernel"), str(getattr(first, "dtype", "")).removeprefix("torch.")]
-    words += [f"d{constants[name]}" for name in ("D", "DV") if name in constants][:1]
-    words += [word for flag, word in _WORDS.items() if constants.get(flag)]
+    words.append(f"d{c.D.value or c.DV.value}")
+    words += [word for flag, word in _WORDS.items() if getattr(c, flag).value]
     return " ".join(words)
-
-
-class _Nowhere:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_nowhere = _Nowhere()
 
 
 def hooked() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.triton import tables
 from polyflash.backends.triton.tables import Tile
@@ -41,6 +41,12 @@ def least_channels(target: Target, rows: int) -> int:
     it was narrower than a matrix instruction is high (seen on an H200, not in the interpreter); small tiles
     use other instructions."""
     return WARPGROUP_ROWS if target.name == "cuda:sm90" and rows >= WARPGROUP_ROWS else LEAST
+
+
+def channel_blocks(d: int, dv: int, least: int = LEAST, least_v: int = LEAST) -> dict[str, Any]:
+    """Head dims and their blocks of channels, as kernels name them."""
+    (d0, d1), (dv0, dv1) = split_dim(d, least), split_dim(dv, least_v)
+    return {"D": d, "D0": d0, "D1": d1, "DV": dv, "DV0": dv0, "DV1": dv1}
 
 
 def power(n: int) -> int:

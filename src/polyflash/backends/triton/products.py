@@ -1,0 +1,115 @@
+"""Dot products and their parts, sums that lose nothing, and values that may not be finite."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PART: tl.constexpr = tl.constexpr(2.0**-7)  # of a float32 is the rest of its first eight bits at most
+
+
+@triton.jit
+def product(a, b, acc, PRODUCT: tl.constexpr):
+    """acc + a @ b with float32 sums. PRODUCT is how float32 operands are multiplied: "ieee" by multiply-adds;
+    "tf32x3" and "bf16x6" on matrix units as products of parts, which leave out less than float32 rounds;
+    "tf32" with 11 bits of them."""
+    if a.dtype == tl.float32 and PRODUCT == "bf16x6":
+        a0, a1, a2 = three_parts(a)
+        b0, b1, b2 = three_parts(b)
+        # small terms first; an infinity has no parts, so what they give is NaN, and its head says all
+        b_low = tl.dot(a0, b2, out_dtype=tl.float32)
+        b_low = tl.dot(a2, b0, b_low)
+        b_low = tl.dot(a1, b1, b_low)
+        b_low = tl.dot(a0, b1, b_low * PART)
+        b_low = tl.dot(a1, b0, b_low)
+        b_low = tl.where(b_low == b_low, b_low * PART, 0.0)
+        acc += tl.dot(a0, b0, b_low)
+    elif a.dtype == tl.float32:
+        acc = tl.dot(a, b, acc, input_precision=PRODUCT)
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def three_parts(b_x):
+    """float32 as x0 + PART·x1 + PART²·x2 of bfloat16, cut and not rounded: no bit is lost of any
+    normal number but the last two of the least, and none overflows."""
+    b_0 = cut(b_x)
+    b_rest = (b_x - b_0) * 128.0
+    b_1 = cut(b_rest)
+    return b_0.to(tl.bfloat16), b_1.to(tl.bfloat16), ((b_rest - b_1) * 128.0).to(tl.bfloat16)
+
+
+@triton.jit
+def cut(b_x):
+    """x with the bits that bfloat16 has."""
+    return (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cross(a, b, acc, SECOND: tl.constexpr, PRODUCT: tl.constexpr):
+    """acc + a @ bᵀ over both channel blocks of a and b."""
+    a0, a1 = a
+    b0, b1 = b
+    acc = product(a0, tl.trans(b0), acc, PRODUCT)
+    if SECOND > 0:
+        acc = product(a1, tl.trans(b1), acc, PRODUCT)
+    return acc
+
+
+@triton.jit
+def add(total, lost, x):
+    """total + x, and what float32 lost of the sum, to be added with the next (Kahan): a row of thousands of
+    keys has the error of one block."""
+    x = x + lost
+    more = total + x
+    return more, x - (more - total)
+
+
+@triton.jit
+def accumulate(acc, lost, b_p, b_v, alpha, PRODUCT: tl.constexpr):
+    """acc, scaled already, + P·V. In float32 each block is summed by itself, and added without loss if what
+    is lost is kept."""
+    if b_v.dtype == tl.float32:
+        b_o = product(b_p, b_v, tl.zeros(acc.shape, tl.float32), PRODUCT)
+        if len(lost.shape) == 2:
+            acc, lost = add(acc, lost * alpha[:, None], b_o)
+        else:
+            acc += b_o
+    else:
+        acc = product(b_p.to(b_v.dtype), b_v, acc, PRODUCT)
+    return acc, lost
+
+
+@triton.jit
+def held(b_x, size):
+    """x, any size being none below 0. What is loaded Triton multiplies out of shared memory, what is computed
+    out of registers, so this computes what the compiler cannot know to be x."""
+    BITS: tl.constexpr = tl.int32 if b_x.dtype == tl.float32 else tl.int16
+    return (b_x.to(BITS, bitcast=True) ^ (size < 0).to(BITS)).to(b_x.dtype, bitcast=True)
+
+
+@triton.jit
+def turned_sign(b_x):
+    return (-b_x.to(tl.float32)).to(b_x.dtype)
+
+
+@triton.jit
+def finite(b_x):
+    """x with 0 for NaN and infinities."""
+    b_wide = b_x.to(tl.float32)
+    return tl.where(b_wide - b_wide == 0.0, b_wide, 0.0).to(b_x.dtype)
+
+
+@triton.jit
+def has_nonfinite(b_x):
+    b_wide = b_x.to(tl.float32)
+    return tl.max(tl.max(tl.where(b_wide - b_wide == 0.0, 0, 1), 1), 0) > 0
+
+
+@triton.jit
+def nonfinite_only(b_x):
+    """x with 0 for what is finite, float32."""
+    b_wide = b_x.to(tl.float32)
+    return tl.where(b_wide - b_wide == 0.0, 0.0, b_wide)
