@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from polyflash.backends.gpu.launch import split_size
 from polyflash.backends.triton import configs, tables, tiles
 from polyflash.backends.triton.configs import (
     BackwardConfig,
     DecodeConfig,
     ForwardConfig,
     StatisticsConfig,
-    split_size,
 )
 from polyflash.backends.triton.tables import Tile
 from polyflash.errors import SpecError

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from polyflash import env
+from polyflash.backends.gpu.numbers import Numbers
+from polyflash.backends.gpu.views import view_of
+from polyflash.backends.triton.constants import Constants
 from polyflash.workloads import Workload, make
 from tests import device
 from tests.conformance.rows import ints, qkv
@@ -28,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from polyflash.backends.triton import arguments, forward, merge, runtime
+from polyflash.backends.triton import forward, merge, runtime
 from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from tests.backends.triton.direct import Config, launch_of, operands
 
@@ -257,7 +260,7 @@ def test_threads_that_load_one_kernel_start_all_of_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(runtime, "hooked", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
-    device_0, c = torch.device("cuda", 0), runtime.compiled_in(arguments.Constants())
+    device_0, c = torch.device("cuda", 0), runtime.compiled_in(Constants())
     with ThreadPoolExecutor(4) as threads:  # each of a route of its own
         for _ in range(4):
             threads.submit(runtime.Kernels().launch, kernel, (1,), ((None,), (), c), {}, (), device_0)
@@ -266,7 +269,7 @@ def test_threads_that_load_one_kernel_start_all_of_it(monkeypatch: pytest.Monkey
 
 def test_fields_that_change_places_compile_anew():
     """Triton's cache of compiled kernels, which outlives a process, does not know their names."""
-    c = runtime.compiled_in(arguments.Constants(D=128))
+    c = runtime.compiled_in(Constants(D=128))
     said = []
     kernel = SimpleNamespace(
         warmup=lambda t, n, c, **_: (
@@ -275,7 +278,7 @@ def test_fields_that_change_places_compile_anew():
     )
     here, there = NamedTuple("T", [("a", Any), ("b", Any)]), NamedTuple("T", [("b", Any), ("a", Any)])
     for t in (here(1, 2), here(3, 4), there(1, 2), here(1, here(1, 2)), here(1, there(1, 2))):
-        runtime.compile(kernel, (t, arguments.Numbers(1, 2, 3), c), {})
+        runtime.compile(kernel, (t, Numbers(1, 2, 3), c), {})
     assert said[0] == said[1] and len(set(said)) == 4
 
 
@@ -311,8 +314,8 @@ def test_what_triton_compiled_is_said_once(direct, cached, monkeypatch, capsys, 
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     monkeypatch.setattr(runtime.target, "detect", lambda *_: SimpleNamespace(name="cuda:sm90"))
     monkeypatch.setenv("POLYFLASH_LOG", "1")
-    kernels, q = runtime.Kernels(), arguments.view(torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16))
-    c = runtime.compiled_in(arguments.Constants(D=128, HAS_RIGHT=True))
+    kernels, q = runtime.Kernels(), view_of(torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16))
+    c = runtime.compiled_in(Constants(D=128, HAS_RIGHT=True))
     for _ in range(3):
         kernels.launch(Kernel(), (1,), ((q,), (), c), {}, ("key",), torch.device("cuda", 0))
     line = r"polyflash: compiled attend bfloat16 d128 causal for cuda:sm90 in \d+\.\d s\n"

@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from polyflash.backends.triton import arguments, replay, runtime
+from polyflash.backends.gpu.views import NO_OPERANDS, Operands, Rows, View, rows_of, view_of
+from polyflash.backends.triton import replay, runtime
 from polyflash.results import NO_LSE
 from polyflash.spec import Arguments
 
@@ -51,7 +52,7 @@ def compiled(signature, **metadata):
     return made
 
 
-VIEW = arguments.View("*fp32", "i32", "i64", "i32", "constexpr")
+VIEW = View("*fp32", "i32", "i64", "i32", "constexpr")
 SIGNATURE = {
     "q": VIEW,
     "q0": "constexpr",
@@ -59,8 +60,8 @@ SIGNATURE = {
     "v": VIEW,
     "v_view": VIEW,
     "out": VIEW,
-    "lse": arguments.Rows("*fp32", "i32", "i32", "constexpr"),
-    "x": arguments.Operands(*["constexpr"] * 14)._replace(kv_lens="*i32"),
+    "lse": Rows("*fp32", "i32", "i32", "constexpr"),
+    "x": Operands(*["constexpr"] * 14)._replace(kv_lens="*i32"),
     "batch": "i32",
     "scale": "fp32",
     "BLOCK": "constexpr",
@@ -77,10 +78,10 @@ def tensors(offset=0):
 
 
 def arguments_of(q, k, v, out, lse, lens):
-    views = [arguments.view(x) for x in (q, k, v, v, out)]
+    views = [view_of(x) for x in (q, k, v, v, out)]
     q_view, *others = views
-    x = arguments.NO_OPERANDS._replace(kv_lens=lens)
-    return (q_view, None, *others, arguments.rows(lse), x, 7, 0.25)
+    x = NO_OPERANDS._replace(kv_lens=lens)
+    return (q_view, None, *others, rows_of(lse), x, 7, 0.25)
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def numbers(q, k, v, out, lse):
     return [*flat, lse.data_ptr(), *lse.stride()[:2], 7, 0.25, 0, 0]
 
 
-NO_LENS = {**SIGNATURE, "x": arguments.Operands(*["constexpr"] * 14)}
+NO_LENS = {**SIGNATURE, "x": Operands(*["constexpr"] * 14)}
 NO_LENS_KINDS = [*["*", "i32", "i64", "i32"] * 5, *("*", "i32", "i32", "i32", "fp32")]
 
 

@@ -20,7 +20,8 @@ from tests.tolerance import near, same_bits
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from polyflash.backends.triton.configs import UNSPLIT, DecodeConfig, ForwardConfig
+from polyflash.backends.gpu.launch import UNSPLIT
+from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
 from polyflash.backends.triton.interpreter import INTERPRET
 from tests.backends.triton.direct import Config, call
 

@@ -22,9 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from polyflash.backends.triton import arguments, bias_gradient, runtime
+from polyflash.backends.gpu.launch import tile_count
+from polyflash.backends.gpu.numbers import Flags, Numbers, flags_of, numbers_of
+from polyflash.backends.gpu.views import element_masked, operands_of, reachable, rows_of, view_of
+from polyflash.backends.triton import bias_gradient, runtime
 from polyflash.backends.triton.config_types import product_of
-from polyflash.backends.triton.forward import element_masked
+from polyflash.backends.triton.constants import Constants
 from polyflash.backends.triton.gradient_kernels import PAD, center, make_dkv, make_dq
 from polyflash.backends.triton.tiles import channel_blocks, check_stages, least_channels
 from polyflash.results import empty_in_order_of
@@ -91,8 +94,8 @@ class Cut(NamedTuple):
 class Form(NamedTuple):
     """A kernel's constants, and what its compiler is told beside them."""
 
-    tile: arguments.Constants
-    c: arguments.Constants  # as constexprs
+    tile: Constants
+    c: Constants  # as constexprs
     options: dict[str, Any]
 
 
@@ -111,14 +114,14 @@ class Prepared:
         self.constants: dict[Any, Any] = {}
 
     def forms(
-        self, flags: arguments.Flags, head_dim: int, head_dim_v: int, packed: bool, masked: bool
+        self, flags: Flags, head_dim: int, head_dim_v: int, packed: bool, masked: bool
     ) -> tuple[Form, ...]:
         """Those of `make_dkv`, of `make_dkv` for what is not finite, and of `make_dq`."""
         key = (flags, packed, masked)
         found: tuple[Form, ...] | None = self.constants.get(key)
         if found is None:
             c = self.config
-            both = arguments.Constants(
+            both = Constants(
                 **channel_blocks(head_dim, head_dim_v, self.least, self.least), **flags._asdict(),
                 PACK=packed, BASE2=c.base2, PRODUCT=self.product, ALWAYS_MASKED=masked,
             )  # fmt: skip
@@ -146,8 +149,8 @@ class Call(NamedTuple):
 
     prepared: Prepared
     t: tuple[Any, ...]  # what all have of `Tensors`
-    n: arguments.Numbers
-    flags: arguments.Flags
+    n: Numbers
+    flags: Flags
     forms: tuple[Form, ...]
     num_heads: int
     group: int
@@ -155,8 +158,8 @@ class Call(NamedTuple):
     key: tuple[Any, ...]
     device: torch.device
 
-    def numbers(self, num_tiles: int, total: int) -> arguments.Numbers:
-        return arguments.Numbers(*self.n[:3], num_tiles, None, None, total, *self.n[7:])
+    def numbers(self, num_tiles: int, total: int) -> Numbers:
+        return Numbers(*self.n[:3], num_tiles, None, None, total, *self.n[7:])
 
     def launch(
         self, kernel: Any, programs: int, n: Any, c: Any, options: Any, num_heads: int, visits: Any = None,
@@ -164,19 +167,13 @@ class Call(NamedTuple):
     ) -> None:  # fmt: skip
         """The results are four-dimensional and fresh."""
         results = dq, dk, dv, dq_sum, dbias
-        views = [arguments.view(r) for r in results]
+        views = [view_of(r) for r in results]
         key = (
             kernel.__name__, id(c), num_heads, *self.key, *(v and v[1:] for v in views), visits is None,
             runtime.aligned(*results),
         )  # fmt: skip
         t = Tensors(*self.t, num_heads, visits, *views)  # type: ignore[call-arg]
         self.prepared.kernels.launch(kernel, (programs,), (t, n, c), options, key, self.device)
-
-
-def tile_count(rows: int, block: int, n: arguments.Numbers, packed: bool) -> tuple[int, int]:
-    """Tiles of `rows` positions and requests that each have as many. Packed members find their own tiles;
-    one more is for what belongs to nobody."""
-    return (rows // block + n.batch + 1, 1) if packed else (-(-rows // block), n.batch)
 
 
 def centers(
@@ -193,7 +190,7 @@ def centers(
     odd = torch.zeros(1, dtype=torch.int32, device=lse.device)
     row_tiles, key_tiles = -(-seqlen_q // CENTERED_ROWS), -(-k.shape[2] // CENTERED_ROWS)
     programs = (row_tiles * num_heads + key_tiles * num_kv_heads) * batch
-    views = *map(arguments.view, (q, k, v, out, dout)), *map(arguments.rows, (lse, dlse, row_lse, delta))
+    views = *map(view_of, (q, k, v, out, dout)), *map(rows_of, (lse, dlse, row_lse, delta))
     t = Centered(*views, odd, kv_lens, num_heads, group)  # type: ignore[call-arg]
     n = Cut(batch, seqlen_q, k.shape[2], row_tiles, key_tiles)
     key = (
@@ -203,7 +200,7 @@ def centers(
     c = prepared.constants.get("center")
     if c is None:
         blocks = channel_blocks(q.shape[3], v.shape[3])
-        c = runtime.compiled_in(arguments.Constants(**blocks, BLOCK_M=CENTERED_ROWS))
+        c = runtime.compiled_in(Constants(**blocks, BLOCK_M=CENTERED_ROWS))
         prepared.constants["center"] = c
     prepared.kernels.launch(center, (programs,), (t, n, c), {"num_warps": 4}, key, out.device)
     return row_lse, delta, odd
@@ -216,7 +213,7 @@ def launch_dkv(
     """Both forms of `make_dkv`: what `center` found decides on the device which one does anything."""
     (k, *_), num_heads = call.t[1], call.num_heads // call.group
     for tile, c, options in call.forms[:2]:
-        num_tiles, requests = tile_count(k.shape[2], tile.BLOCK_N, call.n, call.packed)
+        num_tiles, requests = tile_count(k.shape[2], tile.BLOCK_N, call.n.batch, call.packed)
         total = num_tiles * num_heads * requests
         programs = total if tile.FINITE else min(total, call.prepared.cores)
         n = call.numbers(num_tiles, total)
@@ -225,7 +222,7 @@ def launch_dkv(
 
 def launch_dq(call: Call, dq: Tensor, visits: Tensor | None = None) -> None:
     (tile, c, options), num_heads = call.forms[2], call.num_heads // call.group
-    num_tiles, requests = tile_count(dq.shape[2] * call.group, tile.BLOCK_M, call.n, call.packed)
+    num_tiles, requests = tile_count(dq.shape[2] * call.group, tile.BLOCK_M, call.n.batch, call.packed)
     total = num_tiles * num_heads * requests
     n = call.numbers(num_tiles, total)
     call.launch(make_dq, total, n, c, options, num_heads, visits, dq=dq)
@@ -237,10 +234,10 @@ def prepare_call(
 ) -> Call:  # fmt: skip
     """`centered` as `centers` returns it."""
     row_lse, delta, odd = centered
-    flags, x = arguments.flags(q, args), arguments.operands(args, k)
-    n = arguments.scalars(q, k, args)
+    flags, x = flags_of(q, args), operands_of(args, k)
+    n = numbers_of(q, k, args)
     group = q.shape[1] // k.shape[1]
-    views = *map(arguments.view, (q, k, v, dout)), *map(arguments.rows, (row_lse, delta))
+    views = *map(view_of, (q, k, v, dout)), *map(rows_of, (row_lse, delta))
     key = *(w[1:] for w in views), group, runtime.aligned(q, k, v, dout), runtime.signature(x)
     return Call(
         prepared=prepared,
@@ -272,11 +269,11 @@ def run(
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
-    q, k, v, out, dout = arguments.reachable(q, k, v, out, dout)
+    q, k, v, out, dout = reachable(q, k, v, out, dout)
     if prepared.product == "bf16x6":  # Triton 3.6 compiles `make_dkv` wrongly for channels that lie apart
         q, k, v, dout = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, dout))
     need_bias, need_sinks = needs[3] and args.bias is not None, needs[4] and args.sinks is not None
-    kv_lens = None if args.cu_seqlens_q is not None else arguments.operands(args, k).kv_lens
+    kv_lens = None if args.cu_seqlens_q is not None else operands_of(args, k).kv_lens
     centered = centers(prepared, q, k, v, out, dout, lse, dlse, kv_lens)
     call = prepare_call(prepared, q, k, v, dout, centered, args)
     dq, dk, dv = (

@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from polyflash.backends.triton import arguments, runtime
+from polyflash.backends.gpu import numbers
+from polyflash.backends.triton import runtime
+from polyflash.backends.triton.constants import Constants
 from polyflash.backends.triton.gradient_kernels import differentiate_tile, load_own, packed_base
 from polyflash.backends.triton.places import (
     Keys,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _CUT = ("row_tiles", "key_tiles", "kept_heads", "walked_batch", "walked_heads")
-Numbers = namedtuple("Numbers", (*arguments.Numbers._fields, *_CUT))  # type: ignore[misc]
+Numbers = namedtuple("Numbers", (*numbers.Numbers._fields, *_CUT))  # type: ignore[misc]
 
 
 @triton.jit
@@ -131,7 +133,7 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 def _constants(call: Call, head_dim: int, head_dim_v: int, over_rows: bool, over_keys: bool) -> Any:
     """The tile is the dQ kernel's, as that too holds a tile of scores."""
     config = call.prepared.config
-    constants = arguments.Constants(
+    constants = Constants(
         **channel_blocks(head_dim, head_dim_v),
         **call.flags._asdict(),
         BLOCK_M=config.dq_block_m,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from polyflash.backends.gpu.launch import LEAST_SPLIT, UNSPLIT
 from polyflash.backends.triton import tables
 from polyflash.backends.triton.config_types import (
     PRECISIONS,
@@ -50,8 +51,7 @@ if TYPE_CHECKING:
     from polyflash.target import Target
 
 PACKED_GAIN = 0.9  # pack query heads where a tile of one head is filled worse than this share of a packed one
-LEAST_SPLIT, MOST_SPLIT = 128, 4096  # keys of a split
-UNSPLIT = 1 << 30  # as split_keys: all keys of a request in one program, however many (for `ablate`)
+MOST_SPLIT = 4096  # keys of a split
 SPLIT_LENGTH = 8192  # one request of so many keys fills the device twice
 THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
 
@@ -158,26 +158,6 @@ def _split_keys(spec: AttentionSpec, target: Target, rows: int) -> int:
     # the power of two below: rather too many splits than too few
     floor = 1 << max(0, wanted.bit_length() - 1)
     return min(MOST_SPLIT, max(LEAST_SPLIT, floor, power(least)))
-
-
-def split_size(
-    config: ForwardConfig | DecodeConfig, walks: int, keys: int, cores: int, *, fixed: bool
-) -> int:
-    """Keys per split at launch, for `walks` = batch * heads * row tiles, over `keys` keys each.
-
-    fixed (batch_invariant), fixed_splits or UNSPLIT: config.split_keys, whatever the batch. Else half as many
-    while the device has idle cores, down to two blocks; twice as many while there are four programs per core,
-    as each costs a start and a merge.
-    """
-    size = config.split_keys
-    if fixed or size == UNSPLIT or getattr(config, "fixed_splits", False):
-        return size
-    least = max(2 * config.block_n, LEAST_SPLIT // 2)
-    while size // 2 >= least and walks * -(-keys // size) < cores:
-        size //= 2
-    while size < keys and walks * -(-keys // (2 * size)) >= 4 * cores:
-        size *= 2
-    return size
 
 
 def choose_backward(spec: AttentionSpec, target: Target) -> BackwardConfig:

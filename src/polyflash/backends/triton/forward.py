@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from polyflash.backends.triton import arguments, configs, merge, runtime, tiles
-from polyflash.backends.triton.arguments import Numbers, Rows, View
+from polyflash.backends.gpu.launch import splits, tile_count
+from polyflash.backends.gpu.numbers import LOG2E, Flags, Numbers, flags_of, numbers_of, scale_of, sizes_of
+from polyflash.backends.gpu.views import NO_OPERANDS, Rows, View, element_masked, operands_of, reachable
+from polyflash.backends.triton import merge, runtime, tiles
 from polyflash.backends.triton.config_types import product_of
+from polyflash.backends.triton.constants import Constants, describable, descriptors
 from polyflash.backends.triton.forward_kernel import NO_BOXES, Boxes, Tensors, attend
 
 if TYPE_CHECKING:
@@ -36,17 +39,17 @@ class Ready(NamedTuple):
     num_heads: int  # that the grid runs over
     strides: tuple[tuple[int, ...], ...]  # of q, k, v, out
     rows: tuple[int, ...]  # of lse
-    flags: arguments.Flags
+    flags: Flags
     numbers: tuple[Any, ...]  # but for those of the grid, which come first
     plain: bool  # no operands
     sees_all: bool  # every row every key, unless an operand says otherwise
     described: bool  # do strides let keys and values be loaded by descriptor, and rows?
     rows_described: bool
-    constants: arguments.Constants
-    variants: dict[tuple[bool, bool, bool], arguments.Constants]  # as constexprs
+    constants: Constants
+    variants: dict[tuple[bool, bool, bool], Constants]  # as constexprs
     kernels: runtime.Kernels
 
-    def variant(self, described: bool, whole: bool, linear: bool) -> arguments.Constants:
+    def variant(self, described: bool, whole: bool, linear: bool) -> Constants:
         """The constants of calls that differ in length or alignment alone."""
         key = described, whole, linear
         found = self.variants.get(key)
@@ -97,10 +100,10 @@ class Prepared:
     def _make(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
     ) -> Ready:
-        config, x, flags = self.config, arguments.operands(args, k), arguments.flags(q, args)
+        config, x, flags = self.config, operands_of(args, k), flags_of(q, args)
         constants = self._constants(q, v, args, flags, split)
         described = config.loads == "descriptor" and args.page_table is None
-        described = described and arguments.describable(k) and arguments.describable(v)
+        described = described and describable(k) and describable(v)
         strides = q.stride(), k.stride(), v.stride(), out.stride()
         rows = () if lse is None else lse.stride()
         compiled = constants, runtime.signature(strides), runtime.signature(rows)
@@ -111,31 +114,29 @@ class Prepared:
             rows=rows,
             flags=flags,
             numbers=self.numbers(q, k, args, flags),
-            plain=x == arguments.NO_OPERANDS,
+            plain=x == NO_OPERANDS,
             sees_all=not (constants.HAS_LEFT or constants.HAS_RIGHT),
             described=described,
-            rows_described=described and not config.pack_gqa and arguments.describable(q),
+            rows_described=described and not config.pack_gqa and describable(q),
             constants=constants,
             variants={},
             kernels=self.kernels.setdefault(compiled, runtime.Kernels()),
         )
 
-    def numbers(self, q: Tensor, k: Tensor, args: Arguments, flags: arguments.Flags) -> tuple[Any, ...]:
+    def numbers(self, q: Tensor, k: Tensor, args: Arguments, flags: Flags) -> tuple[Any, ...]:
         """Those that the grid has no say in."""
-        n, base = arguments.scalars(q, k, args), arguments.LOG2E if self.config.base2 else 1.0
-        scale = 1.0 if flags.CHANGED else abs(arguments.scale_of(q, args))
+        n, base = numbers_of(q, k, args), LOG2E if self.config.base2 else 1.0
+        scale = 1.0 if flags.CHANGED else abs(scale_of(q, args))
         return n._replace(factor=scale * base)[_OF_A_GRID:]
 
-    def _constants(
-        self, q: Tensor, v: Tensor, args: Arguments, flags: arguments.Flags, split: bool
-    ) -> arguments.Constants:
+    def _constants(self, q: Tensor, v: Tensor, args: Arguments, flags: Flags, split: bool) -> Constants:
         """A decode config leaves the techniques that it lacks off."""
         config, head_dim, head_dim_v = self.config, q.shape[3], v.shape[3]
         size, wide = q.element_size(), max(head_dim, head_dim_v)
         exact = q.dtype == torch.float32
         # splits are merged by their maxima, so those are units of s, which no rounding has touched
         fused = not (exact or flags.CHANGED or split)
-        return arguments.Constants(
+        return Constants(
             **tiles.channel_blocks(head_dim, head_dim_v, tiles.LEAST, self.least),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -163,11 +164,6 @@ class Prepared:
         )
 
 
-def element_masked(args: Arguments) -> bool:
-    """May any pair of a block be hidden, whatever lengths and distances say?"""
-    return not (args.mask is args.bias is args.q_segments is args.intervals is None)
-
-
 def attend_call(
     prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments,
     *, split_keys: int = 0, num_splits: int = 1, visits: Tensor | None = None,
@@ -175,16 +171,14 @@ def attend_call(
     """Launches `attend`. With `split_keys` out and lse are those of the splits, (splits·batch, ...)."""
     config = prepared.config
     ready = prepared.ready_for(q, k, v, out, lse, args, split_keys > 0)
-    numbers, x = ready.numbers, arguments.NO_OPERANDS
-    batch, seqlen_q, seqlen_k = arguments.sizes(q, k, args)
+    numbers, x = ready.numbers, NO_OPERANDS
+    batch, seqlen_q, seqlen_k = sizes_of(q, k, args)
     if not ready.plain:
-        x = arguments.operands(args, k)
+        x = operands_of(args, k)
     if args.dropout_p:  # a seed of its own
         numbers = prepared.numbers(q, k, args, ready.flags)
     tile_rows = seqlen_q * (ready.group if config.pack_gqa else 1)
-    num_tiles, requests = -(-tile_rows // config.block_m), batch
-    if x.cu_seqlens_q is not None:  # members find their tiles; one more for rows of nobody
-        num_tiles, requests = tile_rows // config.block_m + batch + 1, 1
+    num_tiles, requests = tile_count(tile_rows, config.block_m, batch, args.cu_seqlens_q is not None)
     total = num_tiles * ready.num_heads * requests * num_splits
     aligned = runtime.aligned(q, k, v, out, lse)
     described = ready.described and aligned & _KEYS_AND_VALUES == _KEYS_AND_VALUES
@@ -198,9 +192,9 @@ def attend_call(
     if described:
         c, pointed, q_boxes = ready.constants, (None, None), (None, None)
         if ready.rows_described and aligned & _ROWS:
-            q_boxes = arguments.descriptors(q, config.block_m, c.D0, c.D1)
-        k_boxes = arguments.descriptors(k, config.block_n, c.D0, c.D1)
-        boxes = Boxes(*q_boxes, *k_boxes, *arguments.descriptors(v, config.block_n, c.DV0, c.DV1))
+            q_boxes = descriptors(q, config.block_m, c.D0, c.D1)
+        k_boxes = descriptors(k, config.block_n, c.D0, c.D1)
+        boxes = Boxes(*q_boxes, *k_boxes, *descriptors(v, config.block_n, c.DV0, c.DV1))
     rows = None if lse is None else new(Rows, (lse, *ready.rows))
     t = new(Tensors, (
         new(View, (q, *s_q)), *pointed, v_view, new(View, (out, *s_out)), rows, x, visits, ready.num_heads,
@@ -224,8 +218,8 @@ def run(
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
-    q, k, v = arguments.reachable(q, k, v)
-    size, num_splits = _splits(prepared, q, k, args)
+    q, k, v = reachable(q, k, v)
+    size, num_splits = splits(prepared.config, q, k, args, prepared.cores)
     rows = lse if args.need_lse else None
     if num_splits == 1:
         attend_call(prepared, q, k, v, out, rows, args)
@@ -234,23 +228,9 @@ def run(
     parts = runtime.scratch((num_splits * batch, num_heads, seqlen_q, head_dim_v), q.device)
     part_m = runtime.scratch((2 * num_splits * batch, num_heads, seqlen_q), q.device)
     attend_call(prepared, q, k, v, parts, part_m, args, split_keys=size, num_splits=num_splits)
-    unit = 1.0 if arguments.flags(q, args).CHANGED else abs(arguments.scale_of(q, args))
+    unit = 1.0 if flags_of(q, args).CHANGED else abs(scale_of(q, args))
     merge.merge(prepared.merges, parts, part_m, out, rows, args, num_splits, unit)
     return out, lse
-
-
-def _splits(prepared: Prepared, q: Tensor, k: Tensor, args: Arguments) -> tuple[int, int]:
-    """Keys of a split, and how many splits there are."""
-    config = prepared.config
-    if not config.split_keys or args.cu_seqlens_q is not None:
-        return 0, 1
-    batch, num_heads, rows, _ = q.shape
-    keys = k.shape[2] if args.page_table is None else args.page_table.shape[1] * k.shape[2]
-    if config.pack_gqa:
-        num_heads, rows = k.shape[1], rows * (num_heads // k.shape[1])
-    walks = batch * num_heads * -(-rows // config.block_m)
-    size = configs.split_size(config, walks, keys, prepared.cores, fixed=args.batch_invariant)
-    return size, -(-keys // size)
 
 
 def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:

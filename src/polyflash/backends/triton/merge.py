@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from polyflash.backends.triton import arguments, runtime
+from polyflash.backends.gpu.views import View, operands_of, rows_of, view_of
+from polyflash.backends.triton import runtime
+from polyflash.backends.triton.constants import Constants
 from polyflash.backends.triton.places import load_tile, store_pair
 from polyflash.backends.triton.scores import LN2, LOG2E
 from polyflash.backends.triton.tiles import split_dim
@@ -99,7 +101,7 @@ def merge_splits(t, n, c):
 @cache
 def _constants(head_dim: int) -> Any:
     dv0, dv1 = split_dim(head_dim)
-    return runtime.compiled_in(arguments.Constants(DV=head_dim, DV0=dv0, DV1=dv1))
+    return runtime.compiled_in(Constants(DV=head_dim, DV0=dv0, DV1=dv1))
 
 
 def merge(
@@ -108,11 +110,11 @@ def merge(
 ) -> None:  # fmt: skip
     """The splits' outputs as one; the sinks join here. Their m in units of `unit`, a natural number."""
     batch, num_heads, seqlen_q, head_dim_v = out.shape
-    sinks = None if args.sinks is None else arguments.operands(args, parts).sinks
-    rows = arguments.rows(lse)
-    t = Tensors(arguments.View(parts, None, None, None, 1), part_m, arguments.view(out), rows, sinks)
+    sinks = None if args.sinks is None else operands_of(args, parts).sinks
+    rows = rows_of(lse)
+    t = Tensors(View(parts, None, None, None, 1), part_m, view_of(out), rows, sinks)
     num_rows = batch * num_heads * seqlen_q
-    n = Numbers(num_heads, seqlen_q, num_rows, num_splits, unit, unit * arguments.LOG2E)
+    n = Numbers(num_heads, seqlen_q, num_rows, num_splits, unit, unit * LOG2E.value)
     strides = runtime.signature(t.out[1:]), None if rows is None else runtime.signature(rows[1:])
     key = strides, runtime.aligned(out, lse, sinks)
     kernels.launch(

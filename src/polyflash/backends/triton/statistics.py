@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from polyflash.backends.triton import arguments, runtime
-from polyflash.backends.triton.backward import tile_count
+from polyflash.backends.gpu.launch import tile_count
+from polyflash.backends.gpu.numbers import Flags, Numbers, flags_of, numbers_of
+from polyflash.backends.gpu.views import element_masked, operands_of, reachable, rows_of, view_of
+from polyflash.backends.triton import runtime
 from polyflash.backends.triton.config_types import product_of
-from polyflash.backends.triton.forward import element_masked
+from polyflash.backends.triton.constants import Constants
 from polyflash.backends.triton.places import (
     Keys,
     Rows,
@@ -184,11 +186,11 @@ class Prepared:
             "enable_fp_fusion": False,  # scores are rounded as in the forward
         }
 
-    def constants_for(self, flags: arguments.Flags, head_dim: int, masked: bool) -> Any:
+    def constants_for(self, flags: Flags, head_dim: int, masked: bool) -> Any:
         found = self.constants.get((flags, masked))
         if found is None:
             c, (d0, d1) = self.config, split_dim(head_dim)
-            constants = arguments.Constants(
+            constants = Constants(
                 D=head_dim, D0=d0, D1=d1, BLOCK_M=c.block_m, BLOCK_N=c.block_n, NUM_STAGES=c.num_stages,
                 **flags._asdict(), PRODUCT=self.product, ALWAYS_MASKED=masked,
             )  # fmt: skip
@@ -205,7 +207,7 @@ def run(
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
-    q, k = arguments.reachable(q, k)
+    q, k = reachable(q, k)
     if column_sums is not None:
         sums = column_sums, None, None
         _start(prepared, sum_columns, k.shape[2], prepared.config.block_n, q, k, lse, sums, args)
@@ -219,15 +221,15 @@ def _start(
     results: tuple[Tensor | None, ...], args: Arguments,
 ) -> None:  # fmt: skip
     """One program per block of `positions`, query head and request."""
-    c = prepared.constants_for(arguments.flags(q, args), q.shape[3], element_masked(args))
-    n, num_heads, group = arguments.scalars(q, k, args), q.shape[1], q.shape[1] // k.shape[1]
-    num_tiles, requests = tile_count(positions, block, n, args.cu_seqlens_q is not None)
-    views = arguments.view(q), arguments.view(k), *map(arguments.rows, (lse, *results))
-    t = Tensors(*views, arguments.operands(args, k), num_heads, group)  # type: ignore[call-arg]
+    c = prepared.constants_for(flags_of(q, args), q.shape[3], element_masked(args))
+    n, num_heads, group = numbers_of(q, k, args), q.shape[1], q.shape[1] // k.shape[1]
+    num_tiles, requests = tile_count(positions, block, n.batch, args.cu_seqlens_q is not None)
+    views = view_of(q), view_of(k), *map(rows_of, (lse, *results))
+    t = Tensors(*views, operands_of(args, k), num_heads, group)  # type: ignore[call-arg]
     key = (
         kernel.__name__, id(c), *(w and w[1:] for w in views), num_heads, group,
         runtime.aligned(q, k, lse, *results), runtime.signature(t.x),
     )  # fmt: skip
-    n = arguments.Numbers(*n[:3], num_tiles, *n[4:])
+    n = Numbers(*n[:3], num_tiles, *n[4:])
     programs = num_tiles * num_heads * requests
     prepared.kernels.launch(kernel, (programs,), (t, n, c), prepared.options, key, q.device)

@@ -1,0 +1,1 @@
+"""The floor below the engines of GPUs: views, numbers and launches, without a kernel language."""

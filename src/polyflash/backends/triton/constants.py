@@ -1,0 +1,80 @@
+"""What Triton's kernels have compiled in, and tensors as descriptors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Constants(NamedTuple):
+    """`c` of a kernel: what is compiled in."""
+
+    D: int = 0  # channels, in blocks of powers of two
+    D0: int = 0
+    D1: int = 0
+    DV: int = 0
+    DV0: int = 0
+    DV1: int = 0
+    BLOCK_M: int = 0  # rows of a tile, and keys
+    BLOCK_N: int = 0
+    NUM_STAGES: int = 1
+    AGAIN_STAGES: int = 1  # of a second pass
+    PACK: bool = False  # the query heads of a key/value head are rows of one tile
+    HAS_OFFSET: bool = False  # an int; else rows end where the keys end
+    HAS_LEFT: bool = False
+    HAS_RIGHT: bool = False
+    NEGATIVE: bool = False  # scale < 0: Q is turned round
+    CHANGED: bool = False  # scores are changed before the softmax, so they are scaled one by one
+    SOFTCAP: bool = False
+    DROPOUT: bool = False
+    BELOW: bool = True  # some row may begin behind key 0
+    ALWAYS_MASKED: bool = False  # any pair of a block may be hidden, whatever lengths and distances say
+    WHOLE: bool = False  # rows see every key of every block
+    EXACT: bool = False  # float32
+    FINITE: bool = True
+    FUSED: bool = False  # see `weights`
+    BASE2: bool = True
+    PRODUCT: str = "ieee"
+    SPLIT_EXP: int = 1
+    LAZY: bool = False
+    LATE_SUM: bool = False
+    COMPENSATE: bool = True
+    THREADS: int = 0  # of a program on NVIDIA
+    HOLD_Q: bool = False
+    MASK_ADD: bool = False
+    HEAVY_FIRST: bool = False
+    DESCRIPTOR: bool = False
+    CACHE: str = ""
+    SPLIT: bool = False
+    PERSISTENT: bool = False
+    LINEAR: bool = False  # a grid of one dimension
+    OVER_ROWS: bool = False  # sums of a bias
+    OVER_KEYS: bool = False
+    LAYOUT: int = 0  # of the tuples: another is another kernel
+
+
+def describable(x: Tensor) -> bool:
+    """May blocks of rows be loaded by tensor descriptor, if the tensor starts at 16 bytes? Rows must be dense
+    and multiples of that apart, less than the 40 bits that the hardware's have."""
+    size = x.element_size()
+    return x.stride(3) == 1 and all(0 < s * size < 1 << 40 and s * size % 16 == 0 for s in x.stride()[:3])
+
+
+def descriptors(x: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]:
+    """Of both channel blocks of (batch, heads, seqlen, channels): boxes of `rows` rows; what lies outside
+    is 0. `describable` has checked what their class would check again in every call."""
+    shape, strides = list(x.shape), list(x.stride())
+    return (
+        _descriptor(x, shape, strides, [1, 1, rows, first]),
+        _descriptor(x, shape, strides, [1, 1, rows, second]) if second else None,
+    )
+
+
+def _descriptor(x: Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape, made.padding = x, shape, strides, box, "zero"
+    return made
