@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from polyflash.backends.gpu.launch import split_size
+from polyflash.backends.gpu.launch import UNSPLIT, split_size
 from polyflash.backends.triton import configs, tables, tiles
 from polyflash.backends.triton.configs import (
     BackwardConfig,
@@ -378,8 +378,8 @@ class TestSplits:
         assert split_size(config, 4096, 8192, 132, fixed=False) == 8192
         for heads, keys in ((1, 2048), (8, 8192), (4096, 8192), (1, 1 << 20)):
             assert split_size(config, heads, keys, 132, fixed=True) == 256
-            whole = replace(config, split_keys=configs.UNSPLIT)
-            assert split_size(whole, heads, keys, 132, fixed=False) == configs.UNSPLIT
+            whole = replace(config, split_keys=UNSPLIT)
+            assert split_size(whole, heads, keys, 132, fixed=False) == UNSPLIT
 
     @pytest.mark.parametrize("heads", (1, 7, 8, 64, 132, 1000))
     @pytest.mark.parametrize("keys", (1, 100, 1024, 4095, 65536, MOST_POSITIONS))

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polyflash.backends.triton.tiles import HEAVY, LEAST, split_dim
+from polyflash.backends.gpu.configs import CHANGE, check, flag, notes, option, power_of_two
+from polyflash.backends.gpu.launch import UNSPLIT
+from polyflash.backends.triton.tiles import (
+    HEAVY,
+    LEAST,
+    can_add_late,
+    can_scale_lazily,
+    least_stages,
+    split_dim,
+)
 from polyflash.errors import described, spec_error
 from polyflash.spec import Feature
 
@@ -14,7 +23,37 @@ if TYPE_CHECKING:
     from polyflash.target import Target
 
 PRECISIONS = ("ieee", "tf32x3", "bf16x6")
-_CHANGE = "Take explain(...).config."
+THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
+
+
+def _block() -> Any:
+    return power_of_two(LEAST, 256)
+
+
+def _warps() -> Any:
+    return power_of_two(1, 16)
+
+
+def _stages(most: int) -> Any:
+    return option(
+        *range(1, 9), wanted="an int from 1 to 8", switched=tuple(range(1, most + 1)),
+        needs=lambda _, n, spec, target: n >= least_stages(target),
+    )  # fmt: skip
+
+
+def _precision() -> Any:
+    def can_have(_: Any, precision: str, spec: AttentionSpec, target: Target) -> bool:
+        return spec.dtype == "float32" and not (precision == "tf32x3" and target.kind == "hip")
+
+    return option(*PRECISIONS, default="ieee", needs=can_have)
+
+
+def _loads() -> Any:
+    return option("pointer", "descriptor", default="pointer")
+
+
+def _cache() -> Any:
+    return option("", ".ca", ".cg", default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,38 +72,41 @@ class ForwardConfig:
     what float32 loses where a block's output is added to those before. split_keys: keys of a split where a
     launch splits them, see `split_size`; 0: it never does."""
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    loads: str = "pointer"
-    pack_gqa: bool = False
-    base2: bool = True
-    split_exp: int = 1
-    hold_q: bool = False
-    cache_kv: str = ""
-    mask_by: str = "compare"
-    order: str = "plain"
-    persistent: bool = False
-    max_registers: int = 0
-    lazy_rescale: bool = False
-    late_sum: bool = False
-    precision: str = "ieee"
-    compensate: bool = True
-    split_keys: int = 0
+    block_m: int = _block()
+    block_n: int = _block()
+    num_warps: int = _warps()
+    num_stages: int = _stages(4)
+    loads: str = _loads()
+    pack_gqa: bool = flag(
+        False, tuned=(True, False),
+        needs=lambda config, packed, spec, _: spec.group > 1 and Feature.INTERVALS not in spec.features,
+    )  # fmt: skip
+    base2: bool = flag(True)
+    split_exp: int = option(
+        1, 2, 4, 8, default=1, tuned=(2, 4), needs=lambda config, n, *_: config.block_n // n >= LEAST
+    )
+    hold_q: bool = flag(False, note="queries stay in registers")
+    cache_kv: str = _cache()
+    mask_by: str = option("compare", "add", default="compare")
+    order: str = option("plain", "heavy_first", default="plain", note="tiles with the most keys start first")
+    persistent: bool = flag(False, tuned=(True, False))
+    max_registers: int = option(
+        0, *range(64, 256, 8), default=0, switched=(0, THREE_PROGRAMS), tuned=(0, THREE_PROGRAMS),
+        needs=lambda config, n, spec, target: target.kind == "cuda" and 0 in (n, config.max_registers),
+    )  # fmt: skip
+    lazy_rescale: bool = flag(
+        False, needs=lambda config, lazy, spec, _: can_scale_lazily(spec),
+        note="sums are scaled only when the maximum has grown by 2^8",
+    )  # fmt: skip
+    late_sum: bool = flag(False, needs=lambda config, late, spec, _: can_add_late(spec))
+    precision: str = _precision()
+    compensate: bool = flag(True, needs=lambda config, lost, spec, _: spec.dtype == "float32")
+    split_keys: int = option(
+        default=0, switched=(0,), note="keys are split where few tiles would leave cores idle"
+    )
 
     def __post_init__(self) -> None:
-        _check_tile(self, ("block_m", "block_n"), ("num_warps",), ("num_stages",))
-        _check_one_of(self, "max_registers", (0, *range(64, 256, 8)))
-        _check_one_of(self, "precision", PRECISIONS)
-        _check_flags(
-            self, "pack_gqa", "base2", "hold_q", "persistent", "lazy_rescale", "late_sum", "compensate"
-        )
-        _check_one_of(self, "loads", ("pointer", "descriptor"))
-        _check_one_of(self, "split_exp", (1, 2, 4, 8))
-        _check_one_of(self, "cache_kv", ("", ".ca", ".cg"))
-        _check_one_of(self, "mask_by", ("compare", "add"))
-        _check_one_of(self, "order", ("plain", "heavy_first"))
+        check(self)
         if self.block_n // self.split_exp < LEAST:
             wanted = f"chunks of {LEAST} keys or more of block_n {self.block_n}"
             raise spec_error("split_exp", got=self.split_exp, wanted=wanted, change="Take 1.")
@@ -75,15 +117,7 @@ class ForwardConfig:
         """What a plan says about this choice beside its numbers."""
         packed = f"{spec.group} query heads of a kv head share a tile" if self.pack_gqa else ""
         heavy = sorted(f.value for f in spec.features & HEAVY)
-        smaller = f"smaller tiles for {', '.join(heavy)}" if heavy else ""
-        held = "queries stay in registers" if self.hold_q else ""
-        lazy = "sums are scaled only when the maximum has grown by 2^8" if self.lazy_rescale else ""
-        first = "tiles with the most keys start first" if self.order == "heavy_first" else ""
-        split = "keys are split where few tiles would leave cores idle" if self.split_keys else ""
-        product = _product_note(self, spec)
-        return tuple(
-            n for n in (_channel_note(spec), product, packed, smaller, held, lazy, first, split) if n
-        )
+        return _told(self, spec, packed, f"smaller tiles for {', '.join(heavy)}" if heavy else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +126,20 @@ class DecodeConfig:
     a split, wherever it lies; unless fixed_splits, `split_size` says when a launch may take another. The rest
     as the forward's."""
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    split_keys: int
-    loads: str = "pointer"
-    base2: bool = True
-    cache_kv: str = ""
-    pack_gqa: bool = True
-    precision: str = "ieee"
-    fixed_splits: bool = False
+    block_m: int = _block()
+    block_n: int = _block()
+    num_warps: int = _warps()
+    num_stages: int = _stages(4)
+    split_keys: int = option(switched=(UNSPLIT,))
+    loads: str = _loads()
+    base2: bool = flag(True)
+    cache_kv: str = _cache()
+    pack_gqa: bool = flag(True)
+    precision: str = _precision()
+    fixed_splits: bool = flag(False)
 
     def __post_init__(self) -> None:
-        _check_tile(self, ("block_m", "block_n"), ("num_warps",), ("num_stages",))
-        _check_flags(self, "base2", "pack_gqa", "fixed_splits")
-        _check_one_of(self, "precision", PRECISIONS)
-        _check_one_of(self, "loads", ("pointer", "descriptor"))
-        _check_one_of(self, "cache_kv", ("", ".ca", ".cg"))
+        check(self)
         _check_splits(self)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
@@ -118,8 +148,7 @@ class DecodeConfig:
         sizes = f"splits of {self.split_keys} keys wherever they lie, merged in order"
         if not (self.fixed_splits or Feature.BATCH_INVARIANT in spec.features):
             sizes += "; larger or smaller where batch and length ask for it"
-        shared = f"{rows} rows of a kv head share one walk over its keys"
-        return tuple(n for n in (_channel_note(spec), _product_note(self, spec), shared, sizes) if n)
+        return _told(self, spec, f"{rows} rows of a kv head share one walk over its keys", sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,49 +157,45 @@ class BackwardConfig:
     owns dq_block_m rows and walks the keys by dq_block_n. fused: one pass, dQ by atomic sums, so not
     repeatable: for `ablate`, never chosen."""
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    dq_block_m: int
-    dq_block_n: int
-    dq_num_warps: int
-    dq_num_stages: int
-    base2: bool = True
-    fused: bool = False
-    precision: str = "ieee"
+    block_m: int = _block()
+    block_n: int = _block()
+    num_warps: int = _warps()
+    num_stages: int = _stages(3)
+    dq_block_m: int = _block()
+    dq_block_n: int = _block()
+    dq_num_warps: int = _warps()
+    dq_num_stages: int = _stages(3)
+    base2: bool = flag(True)
+    fused: bool = flag(False)
+    precision: str = _precision()
 
     def __post_init__(self) -> None:
-        blocks = ("block_m", "block_n", "dq_block_m", "dq_block_n")
-        _check_tile(self, blocks, ("num_warps", "dq_num_warps"), ("num_stages", "dq_num_stages"))
-        _check_flags(self, "base2", "fused")
-        _check_one_of(self, "precision", PRECISIONS)
+        check(self)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """What a plan says about this choice beside its numbers."""
         how = "dK, dV and dQ in two kernels without atomics: bits repeat"
         if self.fused:
             how = "one pass, dQ by atomic sums: bits differ from run to run"
-        return tuple(n for n in (_channel_note(spec), _product_note(self, spec), how) if n)
+        return _told(self, spec, how)
 
 
 @dataclass(frozen=True, slots=True)
 class StatisticsConfig:
     """block_m: rows of a tile; block_n: keys of a block."""
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    precision: str = "ieee"
+    block_m: int = _block()
+    block_n: int = _block()
+    num_warps: int = _warps()
+    num_stages: int = _stages(3)
+    precision: str = _precision()
 
     def __post_init__(self) -> None:
-        _check_tile(self, ("block_m", "block_n"), ("num_warps",), ("num_stages",))
-        _check_one_of(self, "precision", PRECISIONS)
+        check(self)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """What a plan says about this choice beside its numbers."""
-        return tuple(n for n in (_channel_note(spec), _product_note(self, spec)) if n)
+        return _told(self, spec)
 
 
 Config = ForwardConfig | DecodeConfig | BackwardConfig | StatisticsConfig
@@ -184,7 +209,7 @@ def product_of(config: Config, spec: AttentionSpec, target: Target) -> str:
     if spec.tf32 and target.kind == "cuda":
         return "tf32"
     if config.precision == "tf32x3" and target.kind == "hip":
-        raise spec_error("precision", got="tf32x3", wanted=f"ieee or bf16x6 on {target.name}", change=_CHANGE)
+        raise spec_error("precision", got="tf32x3", wanted=f"ieee or bf16x6 on {target.name}", change=CHANGE)
     return config.precision
 
 
@@ -197,43 +222,14 @@ def _product_note(config: Config, spec: AttentionSpec) -> str:
     return f"float32 is multiplied exactly, by {exact[config.precision]}"
 
 
-def _check_tile(
-    config: Any, blocks: tuple[str, ...], warps: tuple[str, ...], stages: tuple[str, ...]
-) -> None:
-    """SpecError unless sizes are powers of two that a matrix instruction and a program can have."""
-    for names, low, high in ((blocks, LEAST, 256), (warps, 1, 16)):
-        for name in names:
-            n = getattr(config, name)
-            if type(n) is not int or not low <= n <= high or n & (n - 1):
-                wanted = f"a power of two from {low} to {high}"
-                raise spec_error(name, got=described(n), wanted=wanted, change=_CHANGE)
-    for name in stages:
-        n = getattr(config, name)
-        if type(n) is not int or not 1 <= n <= 8:
-            raise spec_error(name, got=described(n), wanted="an int from 1 to 8", change=_CHANGE)
-
-
 def _check_splits(config: Any) -> None:
     keys = config.split_keys
     if type(keys) is not int or keys < config.block_n or keys & (keys - 1):
         wanted = f"a power of two from block_n ({config.block_n}) on"
-        raise spec_error("split_keys", got=described(keys), wanted=wanted, change=_CHANGE)
+        raise spec_error("split_keys", got=described(keys), wanted=wanted, change=CHANGE)
 
 
-def _check_flags(config: Any, *names: str) -> None:
-    for name in names:
-        if type(getattr(config, name)) is not bool:
-            got = described(getattr(config, name))
-            raise spec_error(name, got=got, wanted="True or False", change=_CHANGE)
-
-
-def _check_one_of(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
-    value = getattr(config, name)
-    if type(value) is not type(allowed[0]) or value not in allowed:
-        wanted = " or ".join(map(repr, allowed))
-        raise spec_error(name, got=described(value), wanted=wanted, change=_CHANGE)
-
-
-def _channel_note(spec: AttentionSpec) -> str:
+def _told(config: Config, spec: AttentionSpec, *others: str) -> tuple[str, ...]:
     blocks = ["+".join(str(n) for n in split_dim(d) if n) for d in (spec.head_dim, spec.head_dim_v)]
-    return f"channels in blocks of {blocks[0]}, of V {blocks[1]}"
+    first = f"channels in blocks of {blocks[0]}, of V {blocks[1]}", _product_note(config, spec)
+    return tuple(n for n in (*first, *others, *notes(config)) if n)

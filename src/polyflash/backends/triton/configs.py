@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from polyflash.backends.gpu.launch import LEAST_SPLIT, UNSPLIT
+from polyflash.backends.gpu.configs import varied
+from polyflash.backends.gpu.launch import LEAST_SPLIT
 from polyflash.backends.triton import tables
 from polyflash.backends.triton.config_types import (
-    PRECISIONS,
     BackwardConfig,
     Config,
     DecodeConfig,
@@ -27,8 +27,6 @@ from polyflash.backends.triton.tiles import (
     HEAVY,
     LEAST,
     backward_shared_bytes,
-    can_add_late,
-    can_scale_lazily,
     compensates,
     defers,
     entry_key,
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
 PACKED_GAIN = 0.9  # pack query heads where a tile of one head is filled worse than this share of a packed one
 MOST_SPLIT = 4096  # keys of a split
 SPLIT_LENGTH = 8192  # one request of so many keys fills the device twice
-THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
 
 
 def most_rows(spec: AttentionSpec) -> int:
@@ -199,133 +196,44 @@ def choose(spec: AttentionSpec, target: Target) -> Config:
 
 
 def candidates(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
-    """Configs worth timing for `spec`, the chosen one first; all fit the shared memory."""
+    """Configs worth timing for `spec`, the chosen one first: every tile near it, then one technique at a time
+    beside it. All fit the shared memory."""
     chosen = choose(spec, target)
-    varied: Iterator[Config]
-    if isinstance(chosen, ForwardConfig):
-        varied = _forward_candidates(chosen, spec, target)
-    elif isinstance(chosen, DecodeConfig):
-        varied = _decode_candidates(chosen, spec, target)
-    elif isinstance(chosen, BackwardConfig):
-        varied = _backward_candidates(chosen, spec, target)
+    if isinstance(chosen, BackwardConfig):  # one kernel after the other, as their times add up
+        changes = [c for dq in (False, True) for c in _backward_tiles(chosen, dq, spec, target)]
+    elif isinstance(chosen, DecodeConfig):  # the rows stay: they are what a kv head has
+        changes = [
+            {**tile, "split_keys": keys}
+            for tile in _tiles(chosen, "", chosen.block_m, spec, target)
+            for keys in (chosen.split_keys // 2, chosen.split_keys, chosen.split_keys * 2)
+            if tile["block_m"] == chosen.block_m and keys >= tile["block_n"]
+        ]
     else:
-        varied = _statistics_candidates(chosen, spec, target)
-    return tuple(dict.fromkeys((chosen, *varied)))
+        most = chosen.block_m if isinstance(chosen, ForwardConfig) and most_rows(spec) else 256
+        changes = list(_tiles(chosen, "", most, spec, target))
+        if isinstance(chosen, ForwardConfig):
+            changes = [{**tile, "max_registers": 0} for tile in changes]
+    near: list[Config] = [replace(chosen, **change) for change in changes]
+    return tuple(dict.fromkeys((chosen, *near, *varied(chosen, spec, target, "tuned"))))
 
 
-def _tile_of(config: ForwardConfig | DecodeConfig | StatisticsConfig) -> Tile:
-    return Tile(config.block_m, config.block_n, config.num_warps, config.num_stages)
+def _tiles(
+    config: Config, kernel: str, most_rows: int, spec: AttentionSpec, target: Target
+) -> Iterator[dict[str, Any]]:
+    """The fields of tiles near the config's."""
+    names = [kernel + name for name in Tile._fields]
+    tile = Tile(*(getattr(config, name) for name in names))
+    return (dict(zip(names, near, strict=True)) for near in neighbours(tile, most_rows, spec, target))
 
 
-def _forward_candidates(
-    chosen: ForwardConfig, spec: AttentionSpec, target: Target
-) -> Iterator[ForwardConfig]:
-    """Every tile near the chosen one, then one technique at a time beside it."""
-    most = chosen.block_m if most_rows(spec) else 256
-    for m, n, warps, stages in neighbours(_tile_of(chosen), most, spec, target):
-        yield replace(chosen, block_m=m, block_n=n, num_warps=warps, num_stages=stages, max_registers=0)
-    if target.kind == "cuda":
-        yield replace(chosen, max_registers=0 if chosen.max_registers else THREE_PROGRAMS)
-    if spec.group > 1 and Feature.INTERVALS not in spec.features:
-        yield replace(chosen, pack_gqa=not chosen.pack_gqa)
-    for split_exp in (2, 4):
-        if chosen.block_n // split_exp >= LEAST:
-            yield replace(chosen, split_exp=split_exp)
-    yield replace(chosen, persistent=not chosen.persistent)
-
-
-def _decode_candidates(chosen: DecodeConfig, spec: AttentionSpec, target: Target) -> Iterator[DecodeConfig]:
-    """The rows stay: they are what a kv head has."""
-    for m, n, warps, stages in neighbours(_tile_of(chosen), chosen.block_m, spec, target):
-        for keys in (chosen.split_keys // 2, chosen.split_keys, chosen.split_keys * 2):
-            if m == chosen.block_m and keys >= n:
-                tile = replace(chosen, block_n=n, num_warps=warps, num_stages=stages, split_keys=max(n, keys))
-                yield tile
-
-
-def _statistics_candidates(
-    chosen: StatisticsConfig, spec: AttentionSpec, target: Target
-) -> Iterator[StatisticsConfig]:
-    for tile in neighbours(_tile_of(chosen), 256, spec, target):
-        yield StatisticsConfig(*tile, precision=chosen.precision)
-
-
-def _backward_candidates(
-    chosen: BackwardConfig, spec: AttentionSpec, target: Target
-) -> Iterator[BackwardConfig]:
-    """The two kernels are varied one after the other, as their times add up."""
-    room = shared_limit(target)
-    dkv = Tile(chosen.block_m, chosen.block_n, chosen.num_warps, chosen.num_stages)
-    for near in neighbours(dkv, 128, spec, target):
-        if backward_shared_bytes(near, False, spec, target) <= room:
-            m, n, warps, stages = near
-            yield replace(chosen, block_m=m, block_n=n, num_warps=warps, num_stages=stages)
-    dq = Tile(chosen.dq_block_m, chosen.dq_block_n, chosen.dq_num_warps, chosen.dq_num_stages)
-    for near in neighbours(dq, 128, spec, target):
-        if backward_shared_bytes(near, True, spec, target) <= room:
-            m, n, warps, stages = near
-            yield replace(chosen, dq_block_m=m, dq_block_n=n, dq_num_warps=warps, dq_num_stages=stages)
+def _backward_tiles(
+    config: BackwardConfig, dq: bool, spec: AttentionSpec, target: Target
+) -> Iterator[dict[str, Any]]:
+    for tile in _tiles(config, "dq_" if dq else "", 128, spec, target):
+        if backward_shared_bytes(Tile(*tile.values()), dq, spec, target) <= shared_limit(target):
+            yield tile
 
 
 def switches(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
     """The chosen config with one named technique changed at a time: what `ablate` measures."""
-    chosen, least = choose(spec, target), least_stages(target)
-    varied: list[Config]
-    if isinstance(chosen, ForwardConfig):
-        varied = list(_forward_switches(chosen, spec, target))
-    elif isinstance(chosen, DecodeConfig):
-        varied = list(_decode_switches(chosen, least))
-    elif isinstance(chosen, BackwardConfig):
-        varied = [replace(chosen, base2=not chosen.base2), replace(chosen, fused=not chosen.fused)]
-        varied += [replace(chosen, num_stages=n) for n in range(least, 4) if n != chosen.num_stages]
-        varied += [replace(chosen, dq_num_stages=n) for n in range(least, 4) if n != chosen.dq_num_stages]
-    else:
-        varied = [replace(chosen, num_stages=n) for n in range(least, 4) if n != chosen.num_stages]
-    if spec.dtype == "float32":
-        others = (p for p in PRECISIONS if p != chosen.precision)
-        varied += [replace(chosen, precision=p) for p in others if p != "tf32x3" or target.kind != "hip"]
-        if isinstance(chosen, ForwardConfig):
-            varied.append(replace(chosen, compensate=not chosen.compensate))
-    return tuple(varied)
-
-
-def _forward_switches(chosen: ForwardConfig, spec: AttentionSpec, target: Target) -> Iterator[ForwardConfig]:
-    yield replace(chosen, base2=not chosen.base2)
-    for n in (1, 2, 4, 8):
-        if n != chosen.split_exp and chosen.block_n // n >= LEAST:
-            yield replace(chosen, split_exp=n)
-    for n in range(least_stages(target), 5):
-        if n != chosen.num_stages:
-            yield replace(chosen, num_stages=n)
-    yield replace(chosen, hold_q=not chosen.hold_q)
-    if can_scale_lazily(spec):
-        yield replace(chosen, lazy_rescale=not chosen.lazy_rescale)
-    if can_add_late(spec):
-        yield replace(chosen, late_sum=not chosen.late_sum)
-    if target.kind == "cuda":
-        yield replace(chosen, max_registers=0 if chosen.max_registers else THREE_PROGRAMS)
-    yield replace(chosen, loads="descriptor" if chosen.loads == "pointer" else "pointer")
-    for modifier in ("", ".ca", ".cg"):
-        if modifier != chosen.cache_kv:
-            yield replace(chosen, cache_kv=modifier)
-    yield replace(chosen, mask_by="add" if chosen.mask_by == "compare" else "compare")
-    yield replace(chosen, order="plain" if chosen.order == "heavy_first" else "heavy_first")
-    yield replace(chosen, persistent=not chosen.persistent)
-    if spec.group > 1:
-        yield replace(chosen, pack_gqa=not chosen.pack_gqa)
-    if chosen.split_keys:
-        yield replace(chosen, split_keys=0)
-
-
-def _decode_switches(chosen: DecodeConfig, least: int) -> Iterator[DecodeConfig]:
-    yield replace(chosen, base2=not chosen.base2)
-    for n in range(least, 5):
-        if n != chosen.num_stages:
-            yield replace(chosen, num_stages=n)
-    yield replace(chosen, loads="descriptor" if chosen.loads == "pointer" else "pointer")
-    for modifier in ("", ".ca", ".cg"):
-        if modifier != chosen.cache_kv:
-            yield replace(chosen, cache_kv=modifier)
-    yield replace(chosen, split_keys=UNSPLIT)
-    yield replace(chosen, fixed_splits=not chosen.fixed_splits)
-    yield replace(chosen, pack_gqa=not chosen.pack_gqa)
+    return tuple(varied(choose(spec, target), spec, target, "switched"))
