@@ -49,11 +49,11 @@ def bias_tile(i_m, i_n, i_h, place, band, t, n, c):
     o_i = i_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
     o_n = i_n * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
     o_lo, o_hi = row_limits(o_i, t.x, place, band)
-    rows = Rows(i_hkv, place.i_b * t.num_heads, o_i, o_i * 0 + i_h, o_lo, o_hi)
+    rows = Rows(i_hkv, place.i_b * t.num_heads, o_i, o_i * 0 + i_h, o_lo, o_hi, o_i < place.rows)
     keys = Keys(i_n * c.BLOCK_N, o_n, o_n < place.live)
     o_w = packed_base(t.lse, place.i_b, i_hkv, 0, t.group) + o_i.to(tl.int64) * t.group + i_h % t.group
     o_q, o_do = head_offsets(t.q, place.i_b, rows.o_h, o_i), head_offsets(t.dout, place.i_b, rows.o_h, o_i)
-    own = load_own(o_q, o_do, o_w, o_i < place.rows, t, c)
+    own = load_own(o_q, o_do, o_w, rows.m_row, t, c)
     o_k, o_v = row_offsets(t.k, place.i_b, i_hkv, o_n), row_offsets(t.v, place.i_b, i_hkv, o_n)
     b_k = load_pair(t.k, o_k, keys.m_n, c.D, c.D0, c.D1)
     b_v = load_pair(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1)

@@ -246,7 +246,7 @@ def load_rows(i_m, i_head, rows, place, t, n, c):
             b_q1 = t.boxes.q1.load([place.i_batch, i_head, i_row, c.D0]).reshape(c.BLOCK_M, c.D1)
     else:
         o_q = head_offsets(t.q, place.i_batch, rows.o_h, place.first_q + rows.o_i)
-        b_q0, b_q1 = load_pair(t.q, o_q, rows.o_i < place.rows, c.D, c.D0, c.D1)
+        b_q0, b_q1 = load_pair(t.q, o_q, rows.m_row, c.D, c.D0, c.D1)
     if c.NEGATIVE:
         b_q0, b_q1 = turned_sign(b_q0), turned_sign(b_q1)
     if c.HOLD_Q:
@@ -298,7 +298,7 @@ def finalize(i_s, sums, units, rows, place, t, n, c):
     where the rows of out are, and which have no weights."""
     m_i, l_i, acc0, acc1, l_lost, lost0, lost1 = sums
     out, lse = t.out, t.lse
-    o_h, o_row, m_row = rows.o_h, place.first_q + rows.o_i, rows.o_i < place.rows
+    o_h, o_row, m_row = rows.o_h, place.first_q + rows.o_i, rows.m_row
     if c.EXACT:  # so that a block of which a row sees nothing changes no bit of it
         l_i = l_i + l_lost
         if len(lost0.shape) == 2:
@@ -353,7 +353,7 @@ def add_nonfinite(o_out, b_none, blocks, rows, place, t, c, WIDTH: tl.constexpr)
         o_d = d + tl.arange(0, WIDTH)
         # [BLOCK_M, WIDTH]
         p_out = out.p + o_out[:, None] + o_d[None, :] * out.d
-        m_out = (rows.o_i < place.rows)[:, None] & (o_d < c.DV)[None, :]
+        m_out = rows.m_row[:, None] & (o_d < c.DV)[None, :]
         b_out = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
         for j_0 in range(blocks.lo * c.BLOCK_N, blocks.hi * c.BLOCK_N, c.BLOCK_N):
             b_block, _ = load_values(j_0 + tl.arange(0, c.BLOCK_N), o_d, rows, place, t, c.DV)

@@ -113,15 +113,15 @@ def add_nonfinite_rows(
     o_w = packed_base(t.lse, place.i_batch, i_hkv, place.first_q, t.group)
     for i_r in range(blocks.lo * c.BLOCK_M, blocks.hi * c.BLOCK_M):
         o_i, o_g = packed_rows(i_r, t.group, 1, c.PACK)
-        o_h = i_hkv * t.group + o_g
-        m_row = o_i < place.rows
+        o_h, m_row = i_hkv * t.group + o_g, o_i < place.rows
         b_lse = tl.load(t.lse.p + o_w + i_r + tl.arange(0, 1))
-        m_row = m_row & (b_lse != float("inf"))
+        m_live = m_row & (b_lse != float("inf"))
         o_lo, o_hi = row_limits(o_i, t.x, place, band)
         o_do = head_offsets(t.dout, place.i_batch, o_h, place.first_q + o_i)
         # [1, BLOCK_D]
-        b_do = nonfinite_only(load_tile(t.dout, o_do, m_row, FIRST, DIM, BLOCK_D, ""))
-        b_seen = visible_pairs(t.x, place, Rows(i_hkv, 0, o_i, o_h, o_lo, o_hi), keys, c.BELOW)
+        b_do = nonfinite_only(load_tile(t.dout, o_do, m_live, FIRST, DIM, BLOCK_D, ""))
+        rows = Rows(i_hkv, 0, o_i, o_h, o_lo, o_hi, m_row)
+        b_seen = visible_pairs(t.x, place, rows, keys, c.BELOW)
         acc += tl.where(tl.trans(b_seen), b_do, 0.0)
     return acc
 
@@ -139,8 +139,8 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
     odd = blocks.lo < 0  # is there anything in dO that is not finite?
     for i_m in tl.range(blocks.lo, blocks.hi, num_stages=c.NUM_STAGES):
         o_i, o_g = packed_rows(i_m, t.group, c.BLOCK_M, c.PACK)
-        rows = Rows(i_hkv, i_plane, o_i, heads + o_g, None, None)
         m_row = o_i < place.rows
+        rows = Rows(i_hkv, i_plane, o_i, heads + o_g, None, None, m_row)
         o_q = head_offsets(t.q, place.i_batch, rows.o_h, place.first_q + o_i)
         o_do = head_offsets(t.dout, place.i_batch, rows.o_h, place.first_q + o_i)
         i_w = o_w + tl.cast(i_m, tl.int64) * c.BLOCK_M
@@ -224,7 +224,7 @@ def turned_pairs(b_lse, rows, keys, place, band, x, c):
     o_lo, o_hi = row_limits(rows.o_i, x, place, band)
     if not c.FINITE:
         o_hi = tl.where(b_lse == float("inf"), o_lo, o_hi)
-    limited = Rows(rows.i_hkv, rows.i_plane, rows.o_i, rows.o_h, o_lo, o_hi)
+    limited = Rows(rows.i_hkv, rows.i_plane, rows.o_i, rows.o_h, o_lo, o_hi, rows.m_row)
     return tl.trans(visible_pairs(x, place, limited, keys, c.BELOW))
 
 
@@ -364,7 +364,7 @@ def make_dq(t, n, c):
         rows, blocks = tile_rows(i_m, i_head, place, t, n, c)
         if t.visits is not None:
             tl.store(t.visits + tl.program_id(0), blocks.hi - blocks.lo)
-        m_row, o_row = rows.o_i < place.rows, place.first_q + rows.o_i
+        m_row, o_row = rows.m_row, place.first_q + rows.o_i
         o_q = head_offsets(t.q, place.i_batch, rows.o_h, o_row)
         o_do = head_offsets(t.dout, place.i_batch, rows.o_h, o_row)
         o_w = packed_base(t.lse, place.i_batch, rows.i_hkv, place.first_q, t.group)

@@ -47,6 +47,7 @@ class Rows(NamedTuple):
     o_h: Any
     o_lo: Any
     o_hi: Any
+    m_row: Any  # which are rows
 
 
 class Keys(NamedTuple):
@@ -242,7 +243,7 @@ def tile_rows(i_m, i_head, place, t, n, c):
     o_lo, o_hi = row_limits(o_i, t.x, place, band)
     blocks = block_range(i_m, o_i, o_lo, o_hi, place, band, t, c)
     i_plane = place.i_b * (t.num_heads * t.group if c.PACK else t.num_heads)
-    return Rows(i_hkv, i_plane, o_i, o_h, o_lo, o_hi), blocks
+    return Rows(i_hkv, i_plane, o_i, o_h, o_lo, o_hi, o_i < place.rows), blocks
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def list_pointers(x, place, rows):
 def change_scores(b_s, x, place, rows, keys, n, SOFTCAP: tl.constexpr):
     """scale·s, capped, with bias and ALiBi: natural units. Returns also the capped score over its cap (0
     without a cap), of which gradients need the square."""
-    m_pair = (rows.o_i < place.rows)[:, None] & keys.m_n[None, :]
+    m_pair = rows.m_row[:, None] & keys.m_n[None, :]
     # [BLOCK_M, BLOCK_N]
     b_s = b_s * n.scale
     b_cap = 0.0
@@ -94,15 +94,15 @@ def visible_pairs(x, place, rows, keys, BELOW: tl.constexpr):
         i_b = tl.cast(place.i_b, tl.int64)
         p_q = x.q_segments.p + i_b * x.q_segments.b + rows.o_i.to(tl.int64) * x.q_segments.s
         p_k = x.k_segments.p + i_b * x.k_segments.b + o_n.to(tl.int64) * x.k_segments.s
-        b_q = tl.load(p_q, mask=rows.o_i < place.rows, other=0)
+        b_q = tl.load(p_q, mask=rows.m_row, other=0)
         b_k = tl.load(p_k, mask=o_n < place.live, other=0)
         b_seen = b_seen & (b_q[:, None] == b_k[None, :])
     if x.intervals is not None:
         p = list_pointers(x.intervals, place, rows)
         b_listed = b_seen & False
         for i in range(0, x.intervals.count):
-            o_start = tl.load(p + i * x.intervals.n, mask=rows.o_i < place.rows, other=0)
-            o_end = tl.load(p + i * x.intervals.n + x.intervals.e, mask=rows.o_i < place.rows, other=0)
+            o_start = tl.load(p + i * x.intervals.n, mask=rows.m_row, other=0)
+            o_end = tl.load(p + i * x.intervals.n + x.intervals.e, mask=rows.m_row, other=0)
             b_listed = b_listed | ((o_n[None, :] >= o_start[:, None]) & (o_n[None, :] < o_end[:, None]))
         b_seen = b_seen & b_listed
     if x.mask is not None:
@@ -119,8 +119,8 @@ def touched(j_0, x, place, rows, BLOCK_N: tl.constexpr):
     p = list_pointers(x.intervals, place, rows)
     b_touched = rows.o_i < 0
     for i in range(0, x.intervals.count):
-        o_start = tl.load(p + i * x.intervals.n, mask=rows.o_i < place.rows, other=0)
-        o_end = tl.load(p + i * x.intervals.n + x.intervals.e, mask=rows.o_i < place.rows, other=0)
+        o_start = tl.load(p + i * x.intervals.n, mask=rows.m_row, other=0)
+        o_end = tl.load(p + i * x.intervals.n + x.intervals.e, mask=rows.m_row, other=0)
         b_touched = b_touched | ((o_start < j_0 + BLOCK_N) & (o_end > j_0) & (o_start < o_end))
     return tl.max(b_touched.to(tl.int32), 0) > 0
 

@@ -75,7 +75,7 @@ def logits(b_q, b_k, b_lse, rows, keys, place, band, x, n, c, MASKED: tl.constex
     b_x = b_s - b_lse[:, None]
     if MASKED:
         o_lo, o_hi = row_limits(rows.o_i, x, place, band)
-        limited = Rows(rows.i_hkv, rows.i_plane, rows.o_i, rows.o_h, o_lo, o_hi)
+        limited = Rows(rows.i_hkv, rows.i_plane, rows.o_i, rows.o_h, o_lo, o_hi, rows.m_row)
         b_seen = visible_pairs(x, place, limited, keys, c.BELOW)
         b_s, b_x = tl.where(b_seen, b_s, float("-inf")), tl.where(b_seen, b_x, float("-inf"))
     return b_s, b_x
@@ -86,8 +86,8 @@ def walk_rows(m_lo, m_hi, acc, b_k, i_h, keys, place, band, t, n, c, MASKED: tl.
     """acc [BLOCK_M, BLOCK_N] and the weights of row blocks [m_lo, m_hi)."""
     for i_m in tl.range(m_lo, m_hi, num_stages=c.NUM_STAGES):
         o_i = i_m * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
-        rows = Rows(i_h // t.group, 0, o_i, o_i * 0 + i_h, None, None)
         m_row = o_i < place.rows
+        rows = Rows(i_h // t.group, 0, o_i, o_i * 0 + i_h, None, None, m_row)
         o_q = row_offsets(t.q, place.i_batch, i_h, place.first_q + o_i)
         b_q = load_pair(t.q, o_q, m_row, c.D, c.D0, c.D1)
         b_lse = load_lse(t.lse, place.i_batch, i_h, place.first_q + o_i, m_row)
@@ -148,7 +148,7 @@ def measure_rows(t, n, c):
     i_m, place = find_rows(i_m, i_b, t, n, c)
     if i_m * c.BLOCK_M < place.rows:
         rows, blocks = tile_rows(i_m, i_h, place, t, n, c)
-        m_row, o_row = rows.o_i < place.rows, place.first_q + rows.o_i
+        m_row, o_row = rows.m_row, place.first_q + rows.o_i
         o_q = row_offsets(t.q, place.i_batch, i_h, o_row)
         b_q = load_pair(t.q, o_q, m_row, c.D, c.D0, c.D1)
         b_lse = load_lse(t.lse, place.i_batch, i_h, o_row, m_row)
