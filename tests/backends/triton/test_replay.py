@@ -61,7 +61,7 @@ SIGNATURE = {
     "v_view": VIEW,
     "out": VIEW,
     "lse": Rows("*fp32", "i32", "i32", "constexpr"),
-    "x": Operands(*["constexpr"] * 14)._replace(kv_lens="*i32"),
+    "x": Operands(*["constexpr"] * 15)._replace(kv_lens="*i32"),
     "batch": "i32",
     "scale": "fp32",
     "BLOCK": "constexpr",
@@ -118,7 +118,7 @@ def numbers(q, k, v, out, lse):
     return [*flat, lse.data_ptr(), *lse.stride()[:2], 7, 0.25, 0, 0]
 
 
-NO_LENS = {**SIGNATURE, "x": Operands(*["constexpr"] * 14)}
+NO_LENS = {**SIGNATURE, "x": Operands(*["constexpr"] * 15)}
 NO_LENS_KINDS = [*["*", "i32", "i64", "i32"] * 5, *("*", "i32", "i32", "i32", "fp32")]
 
 

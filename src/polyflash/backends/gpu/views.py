@@ -113,6 +113,7 @@ class Operands(NamedTuple):
     cu_seqlens_k: Any = None
     page_table: Table | None = None
     row_bounds: Bounds | None = None
+    end: None = None  # see `runtime.compile` of Triton
 
 
 NO_OPERANDS = Operands()

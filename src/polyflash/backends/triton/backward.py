@@ -61,6 +61,7 @@ class Tensors(NamedTuple):
     dv: Any = None
     dq_sum: Any = None
     dbias: Any = None
+    end: Any = None  # see `runtime.compile`
 
 
 class Centered(NamedTuple):
@@ -79,6 +80,7 @@ class Centered(NamedTuple):
     kv_lens: Any
     num_heads: Any
     group: Any
+    end: Any = None  # see `runtime.compile`
 
 
 class Cut(NamedTuple):

@@ -37,6 +37,7 @@ class Tensors(NamedTuple):
     out: Any
     lse: Any
     sinks: Any
+    end: Any = None  # see `runtime.compile`
 
 
 class Numbers(NamedTuple):

@@ -55,6 +55,7 @@ class Tensors(NamedTuple):
     x: Any
     num_heads: Any
     group: Any
+    end: Any = None  # see `runtime.compile`
 
 
 @triton.jit
