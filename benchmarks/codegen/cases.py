@@ -75,6 +75,14 @@ PROBLEMS = {
         page_size=128,
         options=lambda: {"kv_lens": _meta(BATCH), "page_table": _meta(BATCH, KEYS // 128)},
     ),
+    "everything": Problem(  # in no record: does it compile?
+        kv_heads=4,
+        options=lambda: {
+            **{"causal": True, "window_left": 512, "kv_lens": _meta(BATCH), "kv_starts": _meta(BATCH)},
+            **{"sinks": _meta(HEADS, dtype=torch.float32), "softcap": 2.0, "row_bounds": _meta(KEYS, 2)},
+            "alibi_slopes": _meta(HEADS, dtype=torch.float32),
+        },
+    ),
     "token": Problem(query_heads=32, kv_heads=8, seqlen_q=1, options=lambda: {"kv_lens": _meta(BATCH)}),
 }
 

@@ -60,6 +60,17 @@ def test_kernels_of_the_default_run(gpu: str):
 
 
 @compiles
+@pytest.mark.parametrize("phase", [p.value for p in SHIPPED])
+def test_calls_with_many_operands_compile(phase: str):
+    """Triton may lose constants that stand in tuples in tuples; the interpreter cannot."""
+    case = Case(Phase(phase), "cuda:sm90", "bfloat16", 64, "everything")
+    launches = case.launches()
+    for kernel, arguments, options in launches:
+        codegen.compile_for(kernel, arguments, options, case.target)
+    assert launches
+
+
+@compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", [p.value for p in SHIPPED])
 @pytest.mark.parametrize("gpu", GPUS)

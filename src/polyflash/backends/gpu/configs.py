@@ -38,8 +38,15 @@ def option(
     return field(default=default, metadata={"option": Option(values, wanted, tried, tuned, needs, note)})
 
 
-def flag(default: bool, **others: Any) -> Any:
-    return option(True, False, default=default, wanted="True or False", **others)
+def flag(
+    default: bool,
+    *,
+    tuned: tuple[bool, ...] = (),
+    needs: Callable[..., bool] = lambda *_: True,
+    note: str = "",
+) -> Any:
+    words = "True or False"
+    return option(True, False, default=default, wanted=words, tuned=tuned, needs=needs, note=note)
 
 
 def power_of_two(low: int, high: int) -> Any:

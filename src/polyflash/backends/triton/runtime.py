@@ -151,8 +151,8 @@ def unknown(n: Any) -> Any:
 
 
 def compile(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """The kernel for `t` and `c`, and any numbers. Triton 3.6 forgets the constants of a tuple in a tuple once
-    it has left a branch or a loop, unless a constant of the outer one follows: hence a None at their ends."""
+    """The kernel for `t` and `c`, and any numbers. Triton 3.6 forgets the constants of a tuple in a tuple
+    where a branch or loop ends, unless a constant of the outer one follows: hence a None at their ends."""
     t, n, c, *others = arguments
     c = c._replace(LAYOUT=tl.constexpr(zlib.crc32(repr(_names((t, n, c))).encode())))
     compiled = kernel.warmup(t, unknown(n), c, *others, grid=(1,), **options)
