@@ -70,11 +70,7 @@ def group_trial(workload: Workload, groups: int, backend: str, *, device: str = 
 
     plan = explain_groups(parts, k, v, **given, backend=backend or None)
     chosen = plan.plans[0].chosen
-    return GroupTrial(
-        workload=replace(workload, name=f"{groups} groups of {rows} rows, {workload.name}"),
-        row_name=chosen.name if chosen else "",
-        device=target.detect(q.device.type, q.device.index or 0),
-        untuned=Fusion(plan.fused),
-        walk=walk,
-        reference=walk(False, "torch"),
-    )
+    named = replace(workload, name=f"{groups} groups of {rows} rows, {workload.name}")
+    here = target.detect(q.device.type, q.device.index or 0)
+    name, reference = chosen.name if chosen else "", walk(False, "torch")
+    return GroupTrial(named, name, here, Fusion(plan.fused), walk, reference)

@@ -47,12 +47,11 @@ class Peer:
         return importlib.metadata.version(self.packages[0])
 
 
+_ONNX = ("onnxruntime", "onnx")
 PEERS = {
-    "onnxruntime-mha": Peer(
-        "onnxruntime MultiHeadAttention", ("onnxruntime", "onnx"), "benchmarks.peers:onnxruntime_mha"
-    ),
+    "onnxruntime-mha": Peer("onnxruntime MultiHeadAttention", _ONNX, "benchmarks.peers:onnxruntime_mha"),
     "onnxruntime-attention": Peer(
-        "onnxruntime Attention-23", ("onnxruntime", "onnx"), "benchmarks.peers:onnxruntime_attention"
+        "onnxruntime Attention-23", _ONNX, "benchmarks.peers:onnxruntime_attention"
     ),
     "flexattention": Peer(
         "compiled FlexAttention", ("torch",), "benchmarks.peers:flexattention", ("g++", "clang++")
@@ -66,38 +65,25 @@ def onnxruntime_mha(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int)
     batch, heads, seqlen, head_dim = q.shape
     operands = [x.transpose(1, 2).reshape(batch, x.shape[2], -1).contiguous() for x in (q, k, v)]
     options = {"domain": "com.microsoft", "num_heads": heads, "unidirectional": int(causal)}
-    out, run = _onnx_node("MultiHeadAttention", options, operands, threads)
-
-    def call() -> Tensor:
-        run()
-        return out.view(batch, seqlen, heads, head_dim).transpose(1, 2)
-
-    return call
+    run = _onnx_node("MultiHeadAttention", options, operands, threads)
+    return lambda: run().view(batch, seqlen, heads, head_dim).transpose(1, 2)
 
 
 def onnxruntime_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int) -> Call:
     """ai.onnx Attention, opset 23."""
     operands = [x.contiguous() for x in (q, k, v)]
-    out, run = _onnx_node("Attention", {"is_causal": int(causal)}, operands, threads)
-
-    def call() -> Tensor:
-        run()
-        return out
-
-    return call
+    return _onnx_node("Attention", {"is_causal": int(causal)}, operands, threads)
 
 
-def _onnx_node(
-    name: str, options: dict[str, Any], operands: list[Tensor], threads: int
-) -> tuple[Tensor, Callable[[], object]]:
-    """A model of one node on bound tensors: its output, and the call that writes it."""
+def _onnx_node(name: str, options: dict[str, Any], operands: list[Tensor], threads: int) -> Call:
+    """A model of one node on bound tensors, as the call that returns its output."""
     import numpy
     import onnxruntime
     from onnx import helper
 
     dtype = str(operands[0].dtype).removeprefix("torch.")
     element, out = _ONNX_ELEMENT[dtype], torch.empty_like(operands[0])
-    places = {"q": operands[0], "k": operands[1], "v": operands[2], "out": out}
+    places = dict(zip(("q", "k", "v", "out"), (*operands, out), strict=True))
     infos = [helper.make_tensor_value_info(at, element, list(x.shape)) for at, x in places.items()]
     node = helper.make_node(name, ["q", "k", "v"], ["out"], **options)
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
@@ -118,23 +104,24 @@ def _onnx_node(
         bind = binding.bind_output if at == "out" else binding.bind_input
         bind(at, "cpu", 0, kind, tuple(x.shape), x.data_ptr())
 
-    def run() -> object:
-        return places, session.run_with_iobinding(binding)  # `places` keeps the bound tensors alive
+    def run() -> Tensor:
+        session.run_with_iobinding(binding)
+        return places["out"]  # all of `places` is kept alive, as they are bound
 
-    return out, run
+    return run
 
 
-def flexattention(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int) -> Call:
-    """torch.compile(flex_attention), with a block mask if causal; for as many threads as torch has."""
+def flexattention(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int = 0) -> Call:
+    """torch.compile(flex_attention) for this very shape, with a block mask if causal; for as many threads as
+    torch has."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = None
     if causal:
-        mask = create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device=q.device.type
-        )
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(q, k, v, block_mask=mask)
+        lengths, device = (q.shape[2], k.shape[2]), str(q.device)
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, *lengths, device=device)
+    compiled, grouped = torch.compile(flex_attention, dynamic=False), q.shape[1] != k.shape[1]
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
 
 
 def jax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int) -> Call:

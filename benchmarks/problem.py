@@ -1,4 +1,4 @@
-"""The tensors of one row of the benchmark and the calls on them: ours, our plain one, torch's.
+"""What a row times and what its results are held to; the forward pass of ours, our plain one and torch's.
 
 Where a structured operand of ours has no form in torch (block lists, segments, packed members), torch gets
 the same problem as its users write it: a bool tensor, or padding and a key mask.
@@ -6,8 +6,8 @@ the same problem as its users write it: a bool tensor, or padding and a key mask
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -19,13 +19,14 @@ from torch.nn.functional import scaled_dot_product_attention
 import polyflash
 from benchmarks.cases import Case
 from polyflash.bench.check import Accuracy, sampled_error
-from polyflash.bench.suite import band
+from polyflash.bench.suite import OURS, band
 from polyflash.compare import worst_row
 from polyflash.mask import Mask, visible_pairs
 from polyflash.spec import Phase
 from polyflash.work import flops_per_pair
 from polyflash.workloads import Workload, make
 
+PLAIN = "polyflash, plain"
 _BLOCKS = 16  # block rows and block columns of a block-sparse mask
 _SEEN_BLOCKS = 4  # of them per block row: a density of 25 %
 _DOCUMENTS = 8
@@ -49,9 +50,6 @@ class Call:
         """The same call on a backend by name."""
         return replace(self, options={**self.options, "backend": backend})
 
-    def to(self, device: str) -> Call:
-        return Call(self.q.to(device), self.k.to(device), self.v.to(device), _moved(self.options, device))
-
     @property
     def backend(self) -> str:
         """Who runs it."""
@@ -69,11 +67,6 @@ class Sdpa:
     causal: bool
     grouped: bool
 
-    def to(self, device: str) -> Sdpa:
-        mask = None if self.mask is None else self.mask.to(device)
-        q, k, v = (x.to(device) for x in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v, mask=mask)
-
     def __call__(self) -> Tensor:
         return scaled_dot_product_attention(
             self.q, self.k, self.v, attn_mask=self.mask, is_causal=self.causal, enable_gqa=self.grouped
@@ -82,21 +75,42 @@ class Sdpa:
 
 @dataclass(frozen=True)
 class Sample:
-    """A dense problem that float64 looks at, and the rows it has in packed tensors of ours."""
+    """A dense problem that float64 looks at; `of` picks its part of a tensor in the shape of ours, as (batch,
+    heads, seqlen, head_dim)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    options: dict[str, Any]
-    rows: slice | None = None
+    options: Mapping[str, Any]
+    of: Callable[[Tensor], Tensor] = lambda x: x
 
-    def to(self, device: str) -> Sample:
-        q, k, v = (x.to(device) for x in (self.q, self.k, self.v))
-        return Sample(q, k, v, _moved(self.options, device), self.rows)
 
-    def of(self, x: Tensor) -> Tensor:
-        """Its part of a tensor in the shape of ours, as (batch, heads, seqlen, head_dim)."""
-        return x if self.rows is None else x[self.rows].transpose(0, 1)[None]
+def error_of(samples: tuple[Sample, ...], out: Tensor) -> Accuracy:
+    """The error of an output in the shape of ours against float64."""
+    return reduce(or_, (sampled_error(s.q, s.k, s.v, s.of(out), None, s.options) for s in samples))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """`arms` by name, ours first; `outputs` give the same numbers in one shape, ours first. FLOPs, and the
+    bytes that our call reads at least if it is held against memory, are those of our arm; `chosen` is what it
+    was found to use."""
+
+    arms: dict[str, Callable[[], object]]
+    outputs: tuple[Callable[[], Tensor], ...]
+    samples: tuple[Sample, ...]
+    flops: float
+    plain_flops: float
+    backend: str
+    bytes: int = 0
+    chosen: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> tuple[float, Accuracy, Accuracy]:
+        """The worst row's relative difference between our output and any other; errors of ours and of the
+        last other one against float64."""
+        ours, *others = outputs = [call() for call in self.outputs]
+        difference = max((worst_row(ours, other) for other in others), default=0.0)
+        return difference, error_of(self.samples, ours), error_of(self.samples, outputs[-1])
 
 
 @dataclass(frozen=True)
@@ -106,39 +120,40 @@ class Problem:
 
     ours: Call
     plain: Call | None
-    torch: Callable[[], Tensor] | None  # or another peer
+    torch: Sdpa | None
     samples: tuple[Sample, ...]
     flops: float
     plain_flops: float
     packed: Callable[[Tensor], Tensor] = lambda x: x
     padded: Callable[[Tensor], Tensor] = lambda x: x
 
-    def to(self, device: str) -> Problem:
-        """The same problem with all its tensors on a device, before a peer other than SDPA took its place."""
-        if device == "cpu":
-            return self
-        return replace(
-            self,
-            ours=self.ours.to(device),
-            plain=self.plain and self.plain.to(device),
-            torch=self.torch.to(device) if isinstance(self.torch, Sdpa) else None,
-            samples=tuple(s.to(device) for s in self.samples),
-        )
-
     def error(self, out: Tensor) -> Accuracy:
-        """Of an output in the shape of ours, against float64."""
-        found = (sampled_error(s.q, s.k, s.v, s.of(out), None, s.options) for s in self.samples)
-        return reduce(or_, found)
+        return error_of(self.samples, out)
 
-    def check(self) -> tuple[float, Accuracy, Accuracy]:
-        """The worst row's relative difference between our output and the peer's (that of our torch row if
-        there is no peer), and the errors of both."""
-        out, expected = self.ours(), self.packed(self.torch()) if self.torch else self.ours.on("torch")()
-        return worst_row(out, expected), self.error(out), self.error(expected)
+    def timed(self, peer: str, theirs: Callable[[], Tensor] | None = None) -> Timed:
+        """Against `theirs`, the peer's call if it is not torch SDPA's; checked against our torch row if there
+        is no peer."""
+        call = theirs or self.torch
+        other = (lambda: self.packed(call())) if call else self.ours.on("torch")
+        arms = arms_of(self.ours, peer, call, self.plain)
+        return Timed(arms, (self.ours, other), self.samples, self.flops, self.plain_flops, self.ours.backend)
 
 
-def _moved(options: dict[str, Any], device: str) -> dict[str, Any]:
-    return {n: x.to(device) if isinstance(x, (Tensor, Mask)) else x for n, x in options.items()}
+def arms_of(ours: Any, peer: str, theirs: Any, plain: Any) -> dict[str, Callable[[], object]]:
+    return {name: call for name, call in ((OURS, ours), (peer, theirs), (PLAIN, plain)) if call}
+
+
+def moved(x: Any, device: str) -> Any:
+    """The same value with all its tensors on a device."""
+    if isinstance(x, (Tensor, Mask)):
+        return x.to(device)
+    if isinstance(x, dict):
+        return {name: moved(y, device) for name, y in x.items()}
+    if isinstance(x, tuple):
+        return tuple(moved(y, device) for y in x)
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{f.name: moved(getattr(x, f.name), device) for f in fields(x)})
+    return x
 
 
 def build(case: Case) -> Problem:
@@ -172,7 +187,6 @@ def build(case: Case) -> Problem:
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Sdpa:
     """torch SDPA on the same call; a window, and causal beside a mask or bias, are part of its mask there."""
-    grouped = q.shape[1] != k.shape[1]
     causal, mask, bias = options.get("causal", False), options.get("mask"), options.get("bias")
     if options.get("window") or (causal and (mask is not None or bias is not None)):
         seen = band(q.shape[2], k.shape[2], bool(causal), options.get("window"))
@@ -180,47 +194,36 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Sdpa:
         causal = False
     if bias is not None:
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-    return Sdpa(q, k, v, mask, bool(causal), grouped)
+    return Sdpa(q, k, v, mask, bool(causal), q.shape[1] != k.shape[1])
 
 
 def _pairs(w: Workload, mask: Tensor | None) -> int:
     """Visible (query, key) pairs over all heads and the batch."""
-    whole = w.batch * w.heads
     if mask is None:
-        offset = w.seqlen_k - w.seqlen_q
-        pairs = visible_pairs(
-            w.seqlen_q, w.seqlen_k, offset=offset, causal=bool(w.causal), window=w.window or (None, None)
-        )
-        return whole * pairs
+        n, m = w.seqlen_q, w.seqlen_k
+        seen = visible_pairs(n, m, offset=m - n, causal=bool(w.causal), window=w.window or (None, None))
+        return w.batch * w.heads * seen
     if w.causal:
         mask = mask & band(w.seqlen_q, w.seqlen_k, True, None)
     return int(mask.expand(w.batch, w.heads, w.seqlen_q, w.seqlen_k).sum())
 
 
-def _blocks(w: Workload) -> tuple[Tensor, int]:
-    """A block grid (1, 1, row blocks, key blocks) of which each row sees its own block and three others, and
-    the elements of a block's side."""
+def _blocks(w: Workload) -> tuple[Tensor, int, Tensor]:
+    """A block grid (1, 1, row blocks, key blocks) of which each row sees its own block and three others, the
+    elements of a block's side, and the same mask as a bool tensor."""
     side = -(-w.seqlen_q // _BLOCKS)
     count = -(-w.seqlen_q // side)
     score = torch.rand(count, count, generator=torch.Generator().manual_seed(0))
     score.fill_diagonal_(2.0)
     seen = score.topk(min(_SEEN_BLOCKS, count), -1).indices
-    return torch.zeros(1, 1, count, count, dtype=torch.bool).scatter_(-1, seen[None, None], True), side
-
-
-def _as_bool(w: Workload, grid: Tensor, side: int) -> Tensor:
+    grid = torch.zeros(1, 1, count, count, dtype=torch.bool).scatter_(-1, seen[None, None], True)
     whole = grid.repeat_interleave(side, -2).repeat_interleave(side, -1)
-    return whole[..., : w.seqlen_q, : w.seqlen_k].contiguous()
+    return grid, side, whole[..., : w.seqlen_q, : w.seqlen_k].contiguous()
 
 
 def _laid_blocks(w: Workload) -> tuple[Mask, Tensor]:
-    grid, side = _blocks(w)
-    return Mask.blocks(grid, rows=side, keys=side), _as_bool(w, grid, side)
-
-
-def _laid_bool(w: Workload) -> tuple[Tensor, Tensor]:
-    whole = _as_bool(w, *_blocks(w))
-    return whole, whole
+    grid, side, whole = _blocks(w)
+    return Mask.blocks(grid, rows=side, keys=side), whole
 
 
 def _laid_documents(w: Workload) -> tuple[Mask, Tensor]:
@@ -233,7 +236,7 @@ def _laid_documents(w: Workload) -> tuple[Mask, Tensor]:
 # What may lie over a workload -> (the operand as polyflash takes it, the same as a bool tensor)
 LAID: dict[str, Callable[[Workload], tuple[Any, Tensor]]] = {
     "blocks": _laid_blocks,
-    "blocks as bool": _laid_bool,
+    "blocks as bool": lambda w: (_blocks(w)[2],) * 2,
     "documents": _laid_documents,
 }
 
@@ -276,7 +279,7 @@ def _packed(case: Case) -> Problem:
     def sample(member: int) -> Sample:
         n, first = int(sizes[member]), int(bounds[member])
         a, b, c = (x[member : member + 1, :, :n] for x in (q, k, v))
-        return Sample(a, b, c, options, slice(first, first + n))
+        return Sample(a, b, c, options, lambda x: x[first : first + n].transpose(0, 1)[None])
 
     order = sizes.argsort().tolist()
     return Problem(

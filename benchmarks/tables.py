@@ -1,83 +1,193 @@
-"""Measured rows as plain data, and the columns of their tables: one definition for the terminal, the page and
-the JSON document."""
+"""Tables of measured rows: how values are written, and which columns a table has, said once for the terminal
+and the page. Bytes of decode rows are those of the keys and values that a call reads at least, once each;
+GB/s is 10⁹ of them per second."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
 
-from benchmarks.cases import DECODE, PEER_SUITE, SHARES, STEP, Case
-from benchmarks.cells import Row, marked, ms, or_blank, short, spread
-from benchmarks.decode import tables as decode_tables
-from benchmarks.peers import PEERS
-from benchmarks.suite import Result
+from benchmarks import cases
+from benchmarks.cases import DECODE, PEER_SUITE, SHARES
+from benchmarks.decode import problems as decode
+from benchmarks.decode.keys import AMAX, IN_ORDER, PAGES, PLACES, between
+from benchmarks.problem import PLAIN
+from benchmarks.suite import AFTER, Row
 from polyflash.bench.suite import MARKS, OURS, SDPA
 from polyflash.bench.timing import median
 
+Cells = dict[str, Callable[[Row], str]]
+_READERS = {IN_ORDER: "order", PLACES: "places", AMAX: "amax"}  # what only reads, and its word in a table
 _NOTICED = 1e-3  # seconds: shorter calls stay on the caller, whom no spinning thread disturbs
-_TITLES = {"dense": "", "small": "small calls, "}  # other suites by their names
-_STEP = "forward + backward, "
 COLUMNS = {
     "×plain": "×plain: our time over that of our own plain call, without mask, bias or window",
     "rate": "rate: our rate per visible pair over that of our own dense call of about the same work",
 }
 
 
-def row(r: Result) -> Row:
-    """The whole measurement; every round is in it, so that medians can be made again."""
-    w = r.case.workload
-    arms = {name: r.comparison.summary(name) for name in r.comparison.rounds[0].seconds}
-    beyond = decode_tables.fields(r) if r.case.suite == DECODE else {}
-    return {
-        "name": r.case.name,
-        "suite": r.case.suite,
-        "kind": r.case.kind,
-        "timed": r.case.timed,
-        "part": r.case.part,
-        "peer": r.case.peer or None,
-        "dtype": w.dtype,
-        "batch": w.batch,
-        "num_q_heads": w.heads,
-        "num_kv_heads": w.kv_heads,
-        "seqlen_q": w.seqlen_q,
-        "seqlen_k": w.seqlen_k,
-        "head_dim": w.head_dim,
-        "head_dim_v": w.dim_v,
-        "causal": w.causal,
-        "window": w.window,
-        "backend": r.backend,
-        "threads": r.threads,
-        "flops": r.flops,
-        "ratio": r.ratio,
-        "plain": r.case.plain,
-        "over_plain": r.over_plain,
-        "rate_of_plain": r.rate_of_plain,
-        "gflops": r.gflops,
-        "of_peak": r.of_peak,
-        "scaling": r.scaling,
-        "after_torch": r.after,
-        "marks": list(r.marks),
-        **beyond,
-        "difference": _finite(r.difference),
-        "error": {"ours": _finite(r.ours.relative), "peer": _finite(r.peer.relative), "rows": r.ours.rows},
-        "arms": {
-            name: {"median_s": s.median, "iqr_s": s.iqr, "rounds": s.rounds, "of": s.of}
-            for name, s in arms.items()
+def short(x: float) -> str:
+    """Three figures in four characters."""
+    return f"{x:.2f}" if x < 10 else f"{x:.1f}" if x < 100 else f"{x:.0f}"
+
+
+def thousands(n: Any) -> str:
+    """65536 -> 64k."""
+    return f"{n >> 10}k" if n >= 1024 and n % 1024 == 0 else str(n)
+
+
+def heads(r: Row) -> str:
+    """8 heads: "h8"; over 2 key/value heads: "h8/2"; in a batch of 4: "h4×8"."""
+    batch = f"{r['batch']}×" if r["batch"] > 1 else ""
+    grouped = "" if r["num_q_heads"] == r["num_kv_heads"] else f"/{r['num_kv_heads']}"
+    return f"h{batch}{r['num_q_heads']}{grouped}"
+
+
+def _percent(x: float) -> str:
+    return f"{x:.0%}"
+
+
+def _marked(r: Row, text: str) -> str:
+    """A ratio with the sign of the row's mark."""
+    if "mismatch" in r["marks"]:
+        return "! —"
+    return ("~" if "contended" in r["marks"] else "?" if r["marks"] else "") + text
+
+
+def _ms(arm: str | None, r: Row) -> str:
+    """The median of an arm."""
+    if arm not in r["arms"]:
+        return ""
+    ms = r["arms"][arm]["median_s"] * 1e3
+    return f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}" if ms >= 0.1 else f"{ms:.4f}"
+
+
+def _spread(arm: str | None, r: Row) -> str:
+    """The interquartile range in percent of the median."""
+    if arm not in r["arms"]:
+        return ""
+    of = r["arms"][arm]
+    spread = of["iqr_s"] / of["median_s"] if of["median_s"] else 0.0
+    return f"{spread:.0%}" if spread < 10 else ">9×"
+
+
+def _value(name: str, text: Callable[[float], str] = short) -> Callable[[Row], str]:
+    return lambda r: "" if r.get(name) is None else text(r[name])
+
+
+def _ratio(r: Row) -> str:
+    return "" if r["ratio"] is None and "mismatch" not in r["marks"] else _marked(r, short(r["ratio"] or 0.0))
+
+
+def _times(arm: str, text: Callable[[float], str] = short) -> Callable[[Row], str]:
+    """The time of another arm over ours; none is made from a wrong output."""
+
+    def cell(r: Row) -> str:
+        if arm not in r["arms"]:
+            return ""
+        return _marked(r, text(r["arms"][arm]["median_s"] / r["arms"][OURS]["median_s"]))
+
+    return cell
+
+
+def _over(arm: str) -> Callable[[Row], str]:
+    return _times(arm, lambda x: short(1 / x))
+
+
+def _of_fastest(r: Row, ours: str, named: Callable[[str], str]) -> str:
+    """Our rate in percent of that of the fastest reader, of the arms that `named` makes of their names."""
+    times = [r["arms"][named(x)]["median_s"] for x in _READERS if named(x) in r["arms"]]
+    if not times or ours not in r["arms"] or "mismatch" in r["marks"]:
+        return ""
+    return _marked(r, _percent(min(times) / r["arms"][ours]["median_s"]))
+
+
+def _fastest(r: Row) -> str:
+    times = {word: r["arms"][x]["median_s"] for x, word in _READERS.items() if x in r["arms"]}
+    return min(times, key=lambda word: times[word]) if times else ""
+
+
+_HEADS: Cells = {"heads": lambda r: f"{r['num_q_heads']}/{r['num_kv_heads']}"}
+_ROWS: Cells = {"rows": lambda r: f"q{r['seqlen_q']}"}
+_KEYS: Cells = {"keys": lambda r: thousands(r["seqlen_k"])}
+_REQUESTS: Cells = {"requests": lambda r: f"{r['batch']}×"}
+_RATE: Cells = {
+    "GB/s": lambda r: short(r["bytes"] / r["arms"][OURS]["median_s"] / 1e9),
+    "stream": lambda r: _of_fastest(r, OURS, str),
+}
+_TORCH: Cells = {"torch ms": lambda r: _ms(SDPA, r), "ratio": _times(SDPA)}
+_EACH: Cells = {"each ms": lambda r: _ms(PLAIN, r), "ratio": _times(PLAIN)}
+
+
+class Part(NamedTuple):
+    """A table of the suite "decode": what names a row, its figures, and what their headings mean."""
+
+    problem: Cells
+    figures: Cells
+    legend: tuple[str, ...] = ()
+
+
+PARTS = {
+    cases.STEPS: Part(
+        _HEADS | _ROWS | _KEYS | {"head_dim": lambda r: f"d{r['head_dim']}"},
+        _RATE
+        | {"by": _fastest, "after": lambda r: _of_fastest(r, AFTER, between)}
+        | _TORCH
+        | {"folded": _times(decode.FOLDED)},
+        (
+            "stream: our rate in percent of the fastest reader of the same keys and values: our loop in order"
+            " or at four places at once, on the same pool, or torch's amax; by: which. after: both right"
+            " behind operators of torch, as in a model, each with the fastest reader there",
+            "torch: SDPA as it is called, with enable_gqa; folded: the ratio to SDPA given the query heads of"
+            " a key/value head as rows, which its users can write themselves",
+        ),
+    ),
+    cases.FEW_ROWS: Part(_HEADS | _ROWS | _KEYS, _TORCH),
+    cases.PAGED: Part(
+        _HEADS | _ROWS | _KEYS | {"pages": lambda r: r["laid"]},
+        _RATE | {"of pages": _times(PAGES, _percent), "×one": _over(decode.ONE_PAGE), "×whole": _over(PLAIN)},
+        (
+            "of pages: our rate in percent of a loop that only reads the pages, in the order of the table",
+            "×one: our time over that of our own call on a page that holds all keys, in the same order"
+            " inside; ×whole: on whole tensors (heads, keys)",
+        ),
+    ),
+    cases.RAGGED: Part(
+        _HEADS | _REQUESTS | {"lengths": lambda r: f"{r['laid']} to {thousands(r['seqlen_k'])}"},
+        _RATE | {"one ms": lambda r: _ms(PLAIN, r), "of one": _times(PLAIN, _percent)},
+        ("of one: our rate over that of one request that has the keys of all",),
+    ),
+    cases.CASCADE: Part(
+        _HEADS
+        | _REQUESTS
+        | {
+            "prefix": lambda r: thousands(r["seqlen_k"] - r["private"]),
+            "private": lambda r: f"+{r['private']}",
         },
-        "rounds": [{"speed": round_.speed, "seconds": round_.seconds} for round_ in r.comparison.rounds],
-    }
-
-
-def section(case: Case) -> str:
-    """The title of the table a row stands in."""
-    if case.suite == PEER_SUITE:
-        peer = PEERS[case.peer]
-        return peer.title if peer.absent else f"{peer.title} {peer.version}"
-    title = _STEP if case.timed == STEP else _TITLES.get(case.suite, f"{case.suite}, ")
-    return title + (f"{case.part}, " if case.part else "") + case.workload.dtype
+        _EACH | {"copies": _times(decode.OWN_COPIES)},
+        (
+            "ratio: time of one table walk per request over ours; copies: the same, if each request has"
+            " pages of its own for the prefix",
+        ),
+    ),
+    cases.GROUPS: Part(
+        {"groups": lambda r: f"{r['laid']} W{r['ranks']}", "rows": lambda r: f"r{r['seqlen_q']}"} | _KEYS,
+        _EACH | {"taken": _value("fuses", lambda fuses: "one walk" if fuses else "each")},
+        ("ratio: time of one call per group over that of one walk for all groups",),
+    ),
+    cases.INVARIANCE: Part(
+        _HEADS | _REQUESTS | _ROWS | _KEYS,
+        _RATE
+        | {"split": _value("split_keys", thousands), "×best": _over(decode.BEST_SPLIT)}
+        | {"×prefill": _times(decode.INVARIANT)},
+        (
+            "×best: our time over that of the split size that is best for this call; ×prefill: time with"
+            " batch_invariant=True over ours",
+        ),
+    ),
+}
 
 
 def by_rate(r: Row) -> bool:
@@ -85,30 +195,29 @@ def by_rate(r: Row) -> bool:
     return r["plain"] and (r["suite"] == "varlen" or r.get("part") == SHARES)
 
 
-def columns(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+def columns(rows: Sequence[Row]) -> Cells:
     """Heading -> cell, for the rows of one section; the problem itself is not among them."""
     first, threads = rows[0], rows[0]["threads"]
+    made: Cells = {"ours ms": lambda r: _ms(OURS, r), "±": lambda r: _spread(OURS, r)}
+    on: Cells = {"on": lambda r: r["backend"]}
     if first["suite"] == DECODE:
-        return decode_tables.columns(first)
-    theirs = "peer ms" if first["suite"] == PEER_SUITE else "torch ms"
-    made: dict[str, Callable[[Row], str]] = {
-        "ours ms": lambda r: ms(r["arms"][OURS]),
-        "±": lambda r: spread(r["arms"][OURS]),
-        theirs: lambda r: ms(r["arms"][r["peer"]]) if r["peer"] else "",
-    }
-    made["± "] = lambda r: spread(r["arms"][r["peer"]]) if r["peer"] else ""
-    made["ratio"] = _ratio
+        return made | PARTS[first.get("part", "")].figures | on
+    made["peer ms" if first["suite"] == PEER_SUITE else "torch ms"] = lambda r: _ms(r["peer"], r)
+    made |= {"± ": lambda r: _spread(r["peer"], r), "ratio": _ratio}
     if by_rate(first):
-        made["rate"] = lambda r: or_blank(r["rate_of_plain"], "{:.0%}".format)
+        made["rate"] = _value("rate_of_plain", _percent)
     elif first["plain"]:
-        made["×plain"] = lambda r: or_blank(r["over_plain"], short)
+        made["×plain"] = _value("over_plain")
     else:
-        made["GF/s"] = lambda r: f"{r['gflops']:.0f}"
-        made["peak"] = lambda r: or_blank(r["of_peak"], "{:.0%}".format)
-    if threads > 1:
-        made[f"1→{threads}"] = lambda r: or_blank(r["scaling"], short)
-    made["on"] = lambda r: r["backend"]
-    return made
+        made |= {"GF/s": _value("gflops", "{:.0f}".format), "peak": _value("of_peak", _percent)}
+    return made | ({f"1→{threads}": _value("scaling")} if threads > 1 else {}) | on
+
+
+def problem(r: Row, width: int) -> str:
+    if r["suite"] == DECODE:
+        return " ".join(cell(r) for cell in PARTS[r.get("part", "")].problem.values())
+    dtype = f" {r['dtype']}" if r["suite"] == PEER_SUITE else ""
+    return f"{r['kind']:<{width}} {r['seqlen_q']:>4} d{r['head_dim']:<3} {heads(r)}{dtype}"
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
@@ -135,23 +244,23 @@ def table(rows: Sequence[Row], title: str) -> Table:
 
 def plain_table(title: str) -> Table:
     return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-        show_edge=False,
-    )
+        title=title, title_justify="left", title_style="bold", header_style="", box=box.SIMPLE_HEAD,
+        padding=0, pad_edge=False, show_edge=False,
+    )  # fmt: skip
+
+
+def legend(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """What these columns mean, and the headings of the decode tables that occur."""
+    parts = {r.get("part", "") for r in rows if r["suite"] == DECODE}
+    lines = [text for name, text in COLUMNS.items() if name in names]
+    return lines + [text for part, made in PARTS.items() if part in parts for text in made.legend]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """Legend of the marks and columns that occur, and what has no column."""
     lines = [text for mark, text in MARKS.items() if any(mark in r["marks"] for r in rows)]
-    shown = {"rate" if by_rate(r) else "×plain" for r in rows if r["plain"] and r["suite"] != DECODE}
-    lines += [text for name, text in COLUMNS.items() if name in shown]
-    lines += decode_tables.legend(rows)
+    plain = [r for r in rows if r["plain"] and r["suite"] != DECODE]
+    lines += legend(rows, ["rate" if by_rate(r) else "×plain" for r in plain])
     slowed = [
         r["after_torch"]
         for r in rows
@@ -163,9 +272,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
     for r in rows:
         if "mismatch" in r["marks"]:
             other = {SDPA: "torch's", None: "our torch row's"}.get(r["peer"], f"{r['peer']}'s")
+            found = ["inf" if x is None else f"{x:.1e}" for x in (r["difference"], r["error"]["ours"])]
             lines.append(
-                f"{r['name']}: worst row differs by {_error(r['difference'])} from {other},"
-                f" by {_error(r['error']['ours'])} from float64"
+                f"{r['name']}: worst row differs by {found[0]} from {other}, by {found[1]} from float64"
             )
     return lines
 
@@ -178,30 +287,19 @@ def absences(absent: Sequence[Row]) -> list[str]:
     return [f"{title}: {', '.join(names)}: {reason}" for (title, reason), names in reasons.items()]
 
 
-def problem(r: Row, width: int) -> str:
-    if r["suite"] == DECODE:
-        return " ".join(cell(r) for cell in decode_tables.problem(r).values())
-    dtype = f" {r['dtype']}" if r["suite"] == PEER_SUITE else ""
-    return f"{r['kind']:<{width}} {r['seqlen_q']:>4} d{r['head_dim']:<3} {heads(r)}{dtype}"
+def by_section(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    parts: dict[str, list[Row]] = {}
+    for r in rows:
+        parts.setdefault(r["section"], []).append(r)
+    return parts
 
 
-def heads(r: Row) -> str:
-    """8 heads: "h8"; over 2 key/value heads: "h8/2"; in a batch of 4: "h4×8"."""
-    batch = f"{r['batch']}×" if r["batch"] > 1 else ""
-    grouped = "" if r["num_q_heads"] == r["num_kv_heads"] else f"/{r['num_kv_heads']}"
-    return f"h{batch}{r['num_q_heads']}{grouped}"
+def cell(text: str) -> str:
+    """The text as Markdown has it in a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _ratio(r: Row) -> str:
-    if r["ratio"] is None and "mismatch" not in r["marks"]:
-        return ""
-    return marked(r, short(r["ratio"] or 0.0))
-
-
-def _error(x: float | None) -> str:
-    return "inf" if x is None else f"{x:.1e}"
-
-
-def _finite(x: float) -> float | None:
-    """JSON has no infinity."""
-    return x if math.isfinite(x) else None
+def markdown(lines: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table of a heading and lines of cells."""
+    head, *rest = ("| " + " | ".join(map(cell, line)) + " |" for line in lines)
+    return [head, "|" + "---|" * len(lines[0]), *rest]

@@ -15,45 +15,55 @@ import argparse
 import ctypes
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import polyflash
-from benchmarks.decode.keys import IN_ORDER, PLACES, KeySet, Turn, key_sets, reading
+from benchmarks.decode.keys import Turn, key_sets, readers
 from polyflash import target
 from polyflash.bench import Arm, calibrate, compare
 from polyflash.bench.check import sampled_error
 from polyflash.bench.command import cpu_name, huge_pages
-from polyflash.bench.timing import Summary
 from polyflash.compare import worst_row
 from polyflash.workloads import Workload
 
 OURS, THEIRS = "polyflash", "ggml"
 F32, F16 = 0, 1  # ggml_type
 TOLERANCE = 3e-2  # of a row, relative L2: ggml sums float16 values in float16
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 class InitParams(ctypes.Structure):
     """`struct ggml_init_params`"""
 
-    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+    _fields_ = (("mem_size", _SIZE), ("mem_buffer", _POINTER), ("no_alloc", ctypes.c_bool))
 
 
 class Plan(ctypes.Structure):
     """`struct ggml_cplan`"""
 
     _fields_ = (
-        ("work_size", ctypes.c_size_t),
-        ("work_data", ctypes.c_void_p),
-        ("n_threads", ctypes.c_int),
-        ("threadpool", ctypes.c_void_p),
-        ("abort_callback", ctypes.c_void_p),
-        ("abort_callback_data", ctypes.c_void_p),
-        ("use_ref", ctypes.c_bool),
-    )
+        ("work_size", _SIZE), ("work_data", _POINTER), ("n_threads", _INT), ("threadpool", _POINTER),
+        ("abort_callback", _POINTER), ("abort_callback_data", _POINTER), ("use_ref", ctypes.c_bool),
+    )  # fmt: skip
+
+
+_BASE = {  # function: what it returns, what it takes
+    "ggml_init": (_POINTER, [InitParams]),
+    "ggml_new_tensor_4d": (_POINTER, [_POINTER, _INT, *[ctypes.c_int64] * 4]),
+    "ggml_get_data": (_POINTER, [_POINTER]),
+    "ggml_flash_attn_ext": (_POINTER, [*[_POINTER] * 5, *[ctypes.c_float] * 3]),
+    "ggml_new_graph": (_POINTER, [_POINTER]),
+    "ggml_build_forward_expand": (None, [_POINTER, _POINTER]),
+    "ggml_version": (ctypes.c_char_p, []),
+}
+_CPU = {
+    "ggml_cpu_init": (None, []),
+    "ggml_graph_plan": (Plan, [_POINTER, _INT, _POINTER]),
+    "ggml_graph_compute": (_INT, [_POINTER, _POINTER]),
+    "ggml_cpu_has_avx512": (_INT, []),
+}
 
 
 class Ggml:
@@ -62,22 +72,10 @@ class Ggml:
     def __init__(self, folder: Path) -> None:
         self.base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
         self.cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        for library, name, result, arguments in (
-            (self.base, "ggml_init", pointer, [InitParams]),
-            (self.base, "ggml_new_tensor_4d", pointer, [pointer, ctypes.c_int, *[number] * 4]),
-            (self.base, "ggml_get_data", pointer, [pointer]),
-            (self.base, "ggml_flash_attn_ext", pointer, [*[pointer] * 5, *[ctypes.c_float] * 3]),
-            (self.base, "ggml_new_graph", pointer, [pointer]),
-            (self.base, "ggml_build_forward_expand", None, [pointer, pointer]),
-            (self.base, "ggml_version", ctypes.c_char_p, []),
-            (self.cpu, "ggml_cpu_init", None, []),
-            (self.cpu, "ggml_graph_plan", Plan, [pointer, ctypes.c_int, pointer]),
-            (self.cpu, "ggml_graph_compute", ctypes.c_int, [pointer, pointer]),
-            (self.cpu, "ggml_cpu_has_avx512", ctypes.c_int, []),
-        ):
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+        for library, functions in ((self.base, _BASE), (self.cpu, _CPU)):
+            for name, (result, arguments) in functions.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
         self.cpu.ggml_cpu_init()
 
     @property
@@ -118,71 +116,57 @@ class Step:
         return out
 
 
-def measure(
-    ggml: Ggml, heads: int, kv_heads: int, keys: int, head_dim: int, seconds: float
-) -> dict[str, Any]:
-    """The summary of every arm by its name, and what else is printed."""
+def measure(ggml: Ggml, heads: int, kv_heads: int, keys: int, head_dim: int, seconds: float) -> str:
+    """A line: the median of every arm, our ratio and rate, and how far both are from float64."""
     w = Workload("ggml", frozenset(), 1, heads, kv_heads, 1, keys, head_dim, dtype="float16")
     turn, threads = Turn(key_sets(w)), torch.get_num_threads()
     q = torch.randn(1, heads, 1, head_dim, generator=torch.Generator().manual_seed(2)).half()
-    pairs = Turn([(s, Step(ggml, q, s.k, s.v, threads)) for s in turn.things])
-
-    def ours(s: KeySet) -> Tensor:
-        return polyflash.attention(q, s.k, s.v)
-
-    keyset, step = pairs()
+    steps = Turn([Step(ggml, q, s.k, s.v, threads) for s in turn.things])
+    first, step = turn.things[0], steps.things[0]
     step()
-    mine, found_by_ggml = ours(keyset), step.output()
-    errors = [sampled_error(q, keyset.k, keyset.v, out, None).relative for out in (mine, found_by_ggml)]
-    difference = worst_row(mine, found_by_ggml)
-    if not difference <= TOLERANCE:
+    mine, theirs = polyflash.attention(q, first.k, first.v), step.output()
+    errors = [sampled_error(q, first.k, first.v, out, None).relative for out in (mine, theirs)]
+    if not (difference := worst_row(mine, theirs)) <= TOLERANCE:
         raise SystemExit(f"outputs differ by {difference:.1e}, wanted at most {TOLERANCE:.0e}")
-    arms = [
-        Arm(OURS, lambda: ours(turn())),
-        Arm(THEIRS, lambda: pairs()[1]()),
-        *(Arm(name, reading(turn, name)) for name in (IN_ORDER, PLACES) if name in keyset.reads),
-    ]
-    calibration = calibrate(target.detect("cpu"))
-    found = compare(arms, seconds=seconds, speed=calibration.speed if calibration else None)
-    return {
-        "bytes": keyset.bytes,
-        "errors": errors,
-        "contended": found.contended,
-        "rounds": found.summary(OURS).rounds,
-        **{arm.name: found.summary(arm.name) for arm in arms},
+    calls = {
+        OURS: turn.each(lambda s: polyflash.attention(q, s.k, s.v)),
+        THEIRS: steps.each(lambda step: step()),
+        **readers(turn),
     }
+    calibration = calibrate(target.detect("cpu"))
+    arms = [Arm(name, call) for name, call in calls.items()]
+    found = compare(arms, seconds=seconds, speed=calibration.speed if calibration else None)
+    times = {name: found.summary(name) for name in calls}
+    shown = "; ".join(f"{n} {s.median * 1e3:.2f} ms ±{s.spread:.0%}" for n, s in times.items())
+    return (
+        f"{heads}/{kv_heads}: {shown}; ratio {found.ratio(THEIRS, OURS):.2f}, ours"
+        f" {first.bytes / times[OURS].median / 1e9:.1f} GB/s; from float64 {errors[0]:.1e}, ggml"
+        f" {errors[1]:.1e} ({times[OURS].rounds} rounds{', contended' if found.contended else ''})"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--library", type=Path, required=True, help="folder of libggml-base.so, libggml-cpu.so"
-    )
-    parser.add_argument("--heads", default="8/8,32/8", help="query heads/kv heads, several with commas")
-    parser.add_argument("--keys", type=int, default=16384)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--seconds", type=float, default=3.0, help="per row")
+    add = parser.add_argument
+    add("--library", type=Path, required=True, help="folder of libggml-base.so, libggml-cpu.so")
+    add("--heads", default="8/8,32/8", help="query heads/kv heads, several with commas")
+    add("--keys", type=int, default=16384)
+    add("--head-dim", type=int, default=128)
+    add("--seconds", type=float, default=3.0, help="per row")
     options = parser.parse_args()
-    ggml, console = Ggml(options.library), Console(highlight=False, soft_wrap=True)
-    console.print(
+    ggml = Ggml(options.library)
+    print(
         f"{cpu_name()}, {torch.get_num_threads()} threads, huge pages: {huge_pages() or 'unknown'};"
         f" polyflash {polyflash.__version__}, torch {torch.__version__}, {ggml.about}"
     )
-    console.print(f"float16, 1 query row, {options.keys} keys, head_dim {options.head_dim}")
+    print(f"float16, 1 query row, {options.keys} keys, head_dim {options.head_dim}")
     for pair in options.heads.split(","):
-        heads, kv_heads = map(int, pair.split("/"))
         with torch.no_grad():
-            r = measure(ggml, heads, kv_heads, options.keys, options.head_dim, options.seconds)
-        arms = {name: s for name, s in r.items() if isinstance(s, Summary)}
-        shown = [f"{name} {s.median * 1e3:.2f} ms ±{s.spread:.0%}" for name, s in arms.items()]
-        ratio, rate = arms[THEIRS].median / arms[OURS].median, r["bytes"] / arms[OURS].median / 1e9
-        console.print(
-            f"{pair}: {'; '.join(shown)}; ratio {ratio:.2f}, ours {rate:.1f} GB/s; from float64"
-            f" {r['errors'][0]:.1e}, ggml {r['errors'][1]:.1e}"
-            f" ({r['rounds']} rounds{', contended' if r['contended'] else ''})"
-        )
+            heads, kv_heads = map(int, pair.split("/"))
+            line = measure(ggml, heads, kv_heads, options.keys, options.head_dim, options.seconds)
+            print(line, flush=True)
     return 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Generic, TypeVar
 
 import torch
@@ -43,18 +43,57 @@ class Turn(Generic[T]):
         self._at = (self._at + 1) % len(self.things)
         return self.things[self._at]
 
+    def each(self, call: Callable[[T], object]) -> Callable[[], object]:
+        """An arm: the call on the next thing."""
+        return lambda: call(self())
+
 
 @dataclass(frozen=True)
 class KeySet:
-    """k, v (batch, num_kv_heads, seqlen_k, head_dim), contiguous, and the loops that read both."""
+    """k, v (batch, num_kv_heads, seqlen_k, head_dim), contiguous, and what reads both by the names of its
+    arms: our loops, where there is a compiler, and torch's."""
 
     k: Tensor
     v: Tensor
-    reads: dict[str, stream.Read]
+    reads: dict[str, Callable[[], object]]
 
     @property
     def bytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
+
+    def read(self, name: str) -> None:
+        self.reads[name]()
+
+
+def key_set(k: Tensor, v: Tensor) -> KeySet:
+    reads: dict[str, Callable[[], object]] = {AMAX: lambda: (torch.amax(k), torch.amax(v))}
+    if stream.available():
+        reads |= {IN_ORDER: stream.Read([k, v]), PLACES: stream.Read([k, v], stream.PLACES)}
+    return KeySet(k, v, reads)
+
+
+def readers(turn: Turn[KeySet]) -> dict[str, Callable[[], object]]:
+    """The arms that only read the next set, by name."""
+    return {n: turn.each(partial(KeySet.read, name=n)) for n in READERS if n in turn.things[0].reads}
+
+
+def key_sets(w: Workload) -> list[KeySet]:
+    """Enough of them; all hold the same values, so that any output can be checked. The last ones made are
+    kept, as neighbouring rows share them."""
+    return _key_sets(w.dtype, w.batch, w.kv_heads, w.seqlen_k, w.head_dim)
+
+
+@lru_cache(maxsize=1)
+def _key_sets(dtype: str, *shape: int) -> list[KeySet]:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for _ in "kv")
+    count = copies(k.nbytes + v.nbytes)
+    return [key_set(k, v), *(key_set(k.clone(), v.clone()) for _ in range(count - 1))]
+
+
+def copies(size: int) -> int:
+    """How many sets of `size` bytes no cache holds."""
+    return min(MOST, -(-SPILL * stream.last_level_bytes() // size))
 
 
 @dataclass(frozen=True)
@@ -66,59 +105,12 @@ class Pool:
     table: Tensor
 
 
-def key_sets(w: Workload) -> list[KeySet]:
-    """Enough of them; all hold the same values, so that any output can be checked. The last ones made are
-    kept, as neighbouring rows share them."""
-    return _key_sets(w.dtype, w.batch, w.kv_heads, w.seqlen_k, w.head_dim)
-
-
-@lru_cache(maxsize=1)
-def _key_sets(dtype: str, batch: int, heads: int, seqlen: int, head_dim: int) -> list[KeySet]:
-    generator = torch.Generator().manual_seed(0)
-    shape, kind = (batch, heads, seqlen, head_dim), getattr(torch, dtype)
-    k, v = (torch.randn(shape, generator=generator).to(kind) for _ in "kv")
-    count = copies(k.nbytes + v.nbytes)
-    return [key_set(k, v), *(key_set(k.clone(), v.clone()) for _ in range(count - 1))]
-
-
-def copies(size: int) -> int:
-    """How many sets of `size` bytes no cache holds."""
-    return min(MOST, -(-SPILL * stream.last_level_bytes() // size))
-
-
-def key_set(k: Tensor, v: Tensor) -> KeySet:
-    return KeySet(k, v, reads([k, v]))
-
-
-def reads(tensors: list[Tensor]) -> dict[str, stream.Read]:
-    """The loops by the names of their arms; none without a compiler."""
-    if not stream.available():
-        return {}
-    return {IN_ORDER: stream.Read(tensors), PLACES: stream.Read(tensors, stream.PLACES)}
-
-
-def reading(turn: Callable[[], KeySet], name: str) -> Callable[[], None]:
-    """An arm that reads the next set."""
-    return lambda: turn().reads[name]()
-
-
-def readers(turn: Turn[KeySet]) -> dict[str, Callable[[], object]]:
-    """The arms that only read the next set, by name: our loops, where there is a compiler, and torch's."""
-
-    def amax() -> tuple[Tensor, Tensor]:
-        keys = turn()
-        return torch.amax(keys.k), torch.amax(keys.v)
-
-    return {**{name: reading(turn, name) for name in turn.things[0].reads}, AMAX: amax}
-
-
 def pool(k: Tensor, v: Tensor, page_size: int, *, heads_outer: bool = False, in_order: bool = False) -> Pool:
     """One request's keys, k and v (1, num_kv_heads, seqlen_k, head_dim), in pages that are shuffled unless
     `in_order`. With `heads_outer` the tokens of one head lie together inside a page."""
     pages = k.shape[2] // page_size
-    order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
-    if in_order:
-        order = torch.arange(pages)
+    shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+    order = torch.arange(pages) if in_order else shuffled
 
     def paged(x: Tensor) -> Tensor:
         whole = x[0].unflatten(1, (pages, page_size))  # heads, pages, tokens, channels
@@ -139,7 +131,7 @@ def page_reads(p: Pool) -> dict[str, stream.Read]:
     return {PAGES: stream.Read([x[page] for page in p.table[0].tolist() for x in dense], stream.PLACES)}
 
 
-def random_pool(w: Workload, pages: int, page_size: int) -> tuple[Tensor, Tensor]:
+def random_pool(w: Workload, pages: int, page_size: int) -> list[Tensor]:
     """k and v pages of random values; a block of them is drawn and repeated, as drawing is slow."""
     generator = torch.Generator().manual_seed(0)
     drawn = min(pages, max(1, (1 << 23) // (page_size * w.kv_heads * w.head_dim)))
@@ -150,7 +142,7 @@ def random_pool(w: Workload, pages: int, page_size: int) -> tuple[Tensor, Tensor
         for start in range(0, pages, drawn):
             whole[start : start + drawn] = block[: pages - start]
         made.append(whole)
-    return made[0], made[1]
+    return made
 
 
 def gathered(x: Tensor, table: Tensor, length: int) -> Tensor:

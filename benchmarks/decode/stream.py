@@ -11,6 +11,7 @@ once.
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash.bench.peak import VECTOR_BITS, engine_of
+from polyflash.bench.peak import VECTOR_BITS, Calibration, engine_of
 from polyflash.errors import SpecError
 from polyflash.target import detect
 
@@ -43,10 +44,8 @@ class Read:
         table: list[int] = []
         for x in tensors:
             if not x.is_contiguous() or x.nbytes % turn:
-                wanted = f"contiguous ones of a multiple of {turn} bytes"
-                raise SpecError(
-                    f"stream: got a tensor of {x.nbytes} bytes and strides {x.stride()}, wanted {wanted}"
-                )
+                got = f"a tensor of {x.nbytes} bytes and strides {x.stride()}"
+                raise SpecError(f"stream: got {got}, wanted contiguous ones of a multiple of {turn} bytes")
             for start in range(0, x.nbytes, PIECE):
                 table += [x.data_ptr() + start, min(PIECE, x.nbytes - start) // turn]
         self.bytes = sum(x.nbytes for x in tensors)
@@ -68,6 +67,32 @@ class Read:
         return int(self._sums.sum(dtype=torch.int64)) % (1 << 32)
 
 
+class MemorySpeed:
+    """The machine's present speed as a fraction of the best it has shown for this row: that of its
+    arithmetic, or of a read that no cache serves, whichever is lower. Time slices of the host are longer than
+    a burst of arithmetic, and other machines on it take memory's rate without taking a core."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration, self._best = calibration, 0.0
+
+    def __call__(self) -> float:
+        rate = max(_read_rate() for _ in range(2))  # the first may meet threads of torch that still spin
+        self._best = max(self._best, rate)
+        return min(self._calibration.speed(), rate / self._best)
+
+
+def _read_rate() -> float:
+    """Bytes per second."""
+    read, start = _large_read(), time.perf_counter()
+    read()
+    return read.bytes / (time.perf_counter() - start)
+
+
+@lru_cache(maxsize=1)
+def _large_read() -> Read:
+    return Read([torch.ones(2 * last_level_bytes(), dtype=torch.int8)])
+
+
 def available() -> bool:
     """Is there what the loop and the pool are compiled with?"""
     return all(importlib.util.find_spec(name) is not None for name in ("llvmlite", "numba"))
@@ -75,12 +100,10 @@ def available() -> bool:
 
 def last_level_bytes() -> int:
     """Of the largest cache of the first core."""
-    sizes = [_LAST_LEVEL]
-    for level in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = level.read_text(encoding="ascii").strip()
-        if text.endswith("K") and text[:-1].isdigit():
-            sizes.append(int(text[:-1]) << 10)
-    return max(sizes[1:] or sizes)
+    files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    texts = [file.read_text(encoding="ascii").strip() for file in files]
+    sizes = [int(text[:-1]) << 10 for text in texts if text.endswith("K") and text[:-1].isdigit()]
+    return max(sizes, default=_LAST_LEVEL)
 
 
 @lru_cache(maxsize=4)
@@ -91,42 +114,40 @@ def _engine(bits: int, places: int) -> Any:
 def _text(bits: int, places: int) -> str:
     """`read(arguments, item, scratch)`: `LOADS` loads per turn, `LOADS // places` at each place."""
     vector, size, loads, side = f"<{bits // 32} x i32>", bits // 8, range(LOADS), LOADS // places
-    lines = [
-        "define void @read(i64 %arguments, i64 %item, i64 %scratch) {",
-        "entry:",
-        "  %block = inttoptr i64 %arguments to ptr",
-        "  %table = load ptr, ptr %block, align 8",
-        "  %second = getelementptr i64, ptr %block, i64 1",
-        "  %sums = load ptr, ptr %second, align 8",
-        f"  %at = mul i64 %item, {_WORDS}",
-        "  %first = getelementptr i64, ptr %table, i64 %at",
-        "  %start = load ptr, ptr %first, align 8",
-        "  %length = getelementptr i64, ptr %first, i64 1",
-        "  %turns = load i64, ptr %length, align 8",
-        *(f"  %place{n} = mul i64 %turns, {n * side * size}" for n in range(places)),
-        "  br label %loop",
-        "loop:",
-        "  %i = phi i64 [0, %entry], [%j, %loop]",
-        "  %p = phi ptr [%start, %entry], [%q, %loop]",
-        *(f"  %s{n} = phi {vector} [zeroinitializer, %entry], [%t{n}, %loop]" for n in loads),
-    ]
-    for n in loads:
-        lines += [
-            f"  %o{n} = add i64 %place{n // side}, {n % side * size}",
-            f"  %p{n} = getelementptr i8, ptr %p, i64 %o{n}",
-            f"  %x{n} = load {vector}, ptr %p{n}, align 4",
-            f"  %t{n} = add {vector} %s{n}, %x{n}",
-        ]
-    lines += [
-        f"  %q = getelementptr i8, ptr %p, i64 {side * size}",
-        "  %j = add i64 %i, 1",
-        "  %more = icmp ult i64 %j, %turns",
-        "  br i1 %more, label %loop, label %done",
-        "done:",
-        f"  %u0 = add {vector} %t0, zeroinitializer",
-        *(f"  %u{n} = add {vector} %u{n - 1}, %t{n}" for n in loads[1:]),
-        f"  %offset = mul i64 %item, {size}",
-        "  %sum = getelementptr i8, ptr %sums, i64 %offset",
-        f"  store {vector} %u{LOADS - 1}, ptr %sum, align 4",
-    ]
-    return "\n".join([*lines, "  ret void", "}"])
+    spread = "".join(f"  %place{n} = mul i64 %turns, {n * side * size}\n" for n in range(places))
+    sums = "".join(f"  %s{n} = phi {vector} [zeroinitializer, %entry], [%t{n}, %loop]\n" for n in loads)
+    reads = "".join(
+        f"  %o{n} = add i64 %place{n // side}, {n % side * size}\n"
+        f"  %p{n} = getelementptr i8, ptr %p, i64 %o{n}\n"
+        f"  %x{n} = load {vector}, ptr %p{n}, align 4\n"
+        f"  %t{n} = add {vector} %s{n}, %x{n}\n"
+        for n in loads
+    )
+    total = "".join(f"  %u{n} = add {vector} %u{n - 1}, %t{n}\n" for n in loads[1:])
+    return f"""\
+define void @read(i64 %arguments, i64 %item, i64 %scratch) {{
+entry:
+  %block = inttoptr i64 %arguments to ptr
+  %table = load ptr, ptr %block, align 8
+  %second = getelementptr i64, ptr %block, i64 1
+  %sums = load ptr, ptr %second, align 8
+  %at = mul i64 %item, {_WORDS}
+  %first = getelementptr i64, ptr %table, i64 %at
+  %start = load ptr, ptr %first, align 8
+  %length = getelementptr i64, ptr %first, i64 1
+  %turns = load i64, ptr %length, align 8
+{spread}  br label %loop
+loop:
+  %i = phi i64 [0, %entry], [%j, %loop]
+  %p = phi ptr [%start, %entry], [%q, %loop]
+{sums}{reads}  %q = getelementptr i8, ptr %p, i64 {side * size}
+  %j = add i64 %i, 1
+  %more = icmp ult i64 %j, %turns
+  br i1 %more, label %loop, label %done
+done:
+  %u0 = add {vector} %t0, zeroinitializer
+{total}  %offset = mul i64 %item, {size}
+  %sum = getelementptr i8, ptr %sums, i64 %offset
+  store {vector} %u{LOADS - 1}, ptr %sum, align 4
+  ret void
+}}"""

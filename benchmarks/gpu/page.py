@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import short
 from benchmarks.gpu.arms import OURS
 from benchmarks.gpu.cases import BACKWARD, DECODE, FORWARD, GRAPH, HOST, GpuCase, case_of
+from benchmarks.tables import short
 from polyflash.bench.timing import median
 
 Row = dict[str, Any]

@@ -10,24 +10,24 @@ import pytest
 import torch
 
 import polyflash
-from benchmarks import cases, page, suite, tables
+from benchmarks import cases, command, page, plot, suite, tables
 from benchmarks.cases import SDPA, Case
-from benchmarks.decode import cases as decode_cases
 from benchmarks.decode import keys as decode_keys
-from benchmarks.decode import plot, stream
 from benchmarks.decode import problems as decode
-from benchmarks.decode import tables as decode_tables
+from benchmarks.decode import stream
+from benchmarks.problem import PLAIN, error_of
 from polyflash import cli
-from polyflash.bench import check, command
+from polyflash.bench import check
+from polyflash.bench import command as wheel
 from polyflash.bench import suite as plain
 from polyflash.bench.timing import Comparison, Round
 from polyflash.errors import SpecError
 
 PARTS = (
-    decode_cases.STEPS, decode_cases.FEW_ROWS, decode_cases.PAGED, decode_cases.RAGGED, decode_cases.CASCADE,
-    decode_cases.GROUPS, decode_cases.INVARIANCE,
+    cases.STEPS, cases.FEW_ROWS, cases.PAGED, cases.RAGGED, cases.CASCADE,
+    cases.GROUPS, cases.INVARIANCE,
 )  # fmt: skip
-QUICK = decode_cases.rows("quick")
+QUICK = cases.decode("quick")
 LAST_LEVEL = stream.last_level_bytes
 SOUND = check.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
 compiled = pytest.mark.skipif(not stream.available(), reason="numba is not installed")
@@ -55,14 +55,14 @@ def first(part: str, **wanted) -> Case:
 def row(case: Case, seconds: dict[str, float], **chosen) -> dict:
     """A measured row of three quiet rounds, all alike, whose call reads 40 MB."""
     rounds = Comparison(tuple(Round({plain.OURS: 1e-3, **seconds}, 1.0) for _ in range(3)))
-    made = suite.Result(
+    made = suite.row(
         case, "cpu/decode", rounds, 0.0, SOUND, SOUND, 1e9, 1e9, None, 1, bytes=40_000_000, chosen=chosen
     )
-    return {"section": tables.section(case), **tables.row(made)}
+    return {"section": cases.section(case), **made}
 
 
 def figures(r: dict) -> dict[str, str]:
-    return {name: cell(r) for name, cell in decode_tables.columns(r).items()}
+    return {name: cell(r) for name, cell in tables.columns([r]).items()}
 
 
 @compiled
@@ -92,7 +92,7 @@ def test_sets_spill_the_last_cache_and_come_by_turns():
     assert decode_keys.copies(1 << 15) * (1 << 15) == decode_keys.SPILL << 16
     assert decode_keys.copies(1 << 30) == 1
     assert decode_keys.copies(1) == decode_keys.MOST
-    sets = decode_keys.key_sets(first(decode_cases.STEPS).workload)
+    sets = decode_keys.key_sets(first(cases.STEPS).workload)
     assert sum(s.bytes for s in sets) >= decode_keys.SPILL << 16
     assert len({s.k.data_ptr() for s in sets}) == len(sets) > 1
     assert all(torch.equal(s.k, sets[0].k) and torch.equal(s.v, sets[0].v) for s in sets)
@@ -103,7 +103,7 @@ def test_sets_spill_the_last_cache_and_come_by_turns():
 
 def test_the_system_tells_its_cache_and_pages():
     assert LAST_LEVEL() >= 1 << 20 and LAST_LEVEL() % 1024 == 0
-    assert command.huge_pages() in ("", "always", "madvise", "never")
+    assert wheel.huge_pages() in ("", "always", "madvise", "never")
 
 
 @pytest.mark.parametrize("heads_outer", [False, True])
@@ -133,25 +133,25 @@ def test_requests_of_a_batch_share_no_page():
     assert sorted(page for pages_of in used for page in pages_of) == list(range(pages)) == list(range(5))
 
 
-@pytest.mark.parametrize("laid", [decode_cases.EVEN, decode_cases.GEOMETRIC])
+@pytest.mark.parametrize("laid", [cases.EVEN, cases.GEOMETRIC])
 def test_lengths_go_from_1_to_the_longest(laid):
-    case = next(c for c in decode_cases.rows() if c.part == decode_cases.RAGGED and c.laid == laid)
+    case = next(c for c in cases.decode() if c.part == cases.RAGGED and c.laid == laid)
     sizes = decode.lengths(case)
     assert (len(sizes), min(sizes), max(sizes)) == (32, 1, 32768)
-    assert (sum(sizes) > 500_000) is (laid == decode_cases.EVEN)
+    assert (sum(sizes) > 500_000) is (laid == cases.EVEN)
 
 
 def test_zigzag_groups_end_where_their_chunks_do():
-    case = replace(first(decode_cases.GROUPS, laid=decode_cases.ZIGZAG), ranks=2)
+    case = replace(first(cases.GROUPS, laid=cases.ZIGZAG), ranks=2)
     assert decode.group_ends(replace(case, rank=0)) == [16, 64]
     assert decode.group_ends(replace(case, rank=1)) == [32, 48]
-    assert decode.group_ends(replace(case, laid=decode_cases.CHUNKS)) == [16, 32, 48, 64]
+    assert decode.group_ends(replace(case, laid=cases.CHUNKS)) == [16, 32, 48, 64]
 
 
 def test_the_rows_of_the_promise_are_there():
     steps = {
         (w.dtype, w.heads, w.seqlen_q, w.seqlen_k, w.head_dim)
-        for w in (c.workload for c in decode_cases.rows() if c.part == decode_cases.STEPS)
+        for w in (c.workload for c in cases.decode() if c.part == cases.STEPS)
     }
     for dtype in ("bfloat16", "float16", "float32"):
         for heads in (8, 32):
@@ -160,28 +160,28 @@ def test_the_rows_of_the_promise_are_there():
                     assert {(dtype, heads, rows, keys, 64), (dtype, heads, rows, keys, 128)} <= steps
     groups = {
         (c.ranks, c.workload.seqlen_q)
-        for c in decode_cases.rows()
-        if c.part == decode_cases.GROUPS and c.laid == decode_cases.ZIGZAG
+        for c in cases.decode()
+        if c.part == cases.GROUPS and c.laid == cases.ZIGZAG
     }
     assert groups == {(ranks, 2**n) for ranks in (2, 4, 8, 16) for n in range(10)}
-    cascade = next(c for c in decode_cases.rows() if c.part == decode_cases.CASCADE)
+    cascade = next(c for c in cases.decode() if c.part == cases.CASCADE)
     w = cascade.workload
     assert (w.dtype, w.batch, w.heads, w.kv_heads, w.head_dim) == ("bfloat16", 32, 8, 8, 128)
     assert (w.seqlen_k - cascade.private, cascade.private) == (8192, 256)
-    assert {c.part for c in decode_cases.rows()} == {c.part for c in QUICK} == set(PARTS)
+    assert {c.part for c in cases.decode()} == {c.part for c in QUICK} == set(PARTS)
 
 
 BUILT = [
-    first(decode_cases.STEPS, kind="mha", seqlen_q=1),
-    first(decode_cases.STEPS, kind="gqa", seqlen_q=4),
-    first(decode_cases.PAGED, kind="gqa", seqlen_q=1, laid=decode_cases.TOKENS_OUTER),
-    first(decode_cases.PAGED, kind="mha", seqlen_q=4, laid=decode_cases.HEADS_OUTER),
-    first(decode_cases.RAGGED, laid=decode_cases.GEOMETRIC),
-    first(decode_cases.RAGGED, kind="gqa"),
-    first(decode_cases.CASCADE, kind="gqa"),
-    first(decode_cases.GROUPS, laid=decode_cases.ZIGZAG, seqlen_q=16),
-    first(decode_cases.GROUPS, laid=decode_cases.CHUNKS, seqlen_q=1),
-    first(decode_cases.INVARIANCE, kind="gqa", seqlen_q=4),
+    first(cases.STEPS, kind="mha", seqlen_q=1),
+    first(cases.STEPS, kind="gqa", seqlen_q=4),
+    first(cases.PAGED, kind="gqa", seqlen_q=1, laid=cases.TOKENS_OUTER),
+    first(cases.PAGED, kind="mha", seqlen_q=4, laid=cases.HEADS_OUTER),
+    first(cases.RAGGED, laid=cases.GEOMETRIC),
+    first(cases.RAGGED, kind="gqa"),
+    first(cases.CASCADE, kind="gqa"),
+    first(cases.GROUPS, laid=cases.ZIGZAG, seqlen_q=16),
+    first(cases.GROUPS, laid=cases.CHUNKS, seqlen_q=1),
+    first(cases.INVARIANCE, kind="gqa", seqlen_q=4),
 ]
 
 
@@ -196,7 +196,7 @@ def test_all_arms_answer_the_same_question(case):
     for call in made.arms.values():
         call()
     out = made.outputs[0]().clone()
-    assert made._error(out + 1e-3).weighted > 1e-5
+    assert error_of(made.samples, out + 1e-3).weighted > 1e-5
 
 
 @pytest.mark.parametrize("case", BUILT, ids=lambda c: c.name)
@@ -204,10 +204,10 @@ def test_bytes_are_those_of_the_keys_seen(case):
     w, made = case.workload, decode.build(case)
     per_key = w.kv_heads * 2 * w.head_dim * 4
     keys = {
-        decode_cases.RAGGED: lambda: sum(decode.lengths(case)),
-        decode_cases.CASCADE: lambda: w.seqlen_k - case.private + w.batch * case.private,
-        decode_cases.GROUPS: lambda: max(decode.group_ends(case)),
-        decode_cases.INVARIANCE: lambda: w.batch * w.seqlen_k,
+        cases.RAGGED: lambda: sum(decode.lengths(case)),
+        cases.CASCADE: lambda: w.seqlen_k - case.private + w.batch * case.private,
+        cases.GROUPS: lambda: max(decode.group_ends(case)),
+        cases.INVARIANCE: lambda: w.batch * w.seqlen_k,
     }.get(case.part, lambda: w.seqlen_k)()
     assert made.bytes == per_key * keys
 
@@ -219,9 +219,9 @@ def test_a_wrong_table_is_a_mismatch(monkeypatch):
         "attention_paged",
         lambda q, k, v, table, *rest, **o: right(q, k, v, 0 * table, *rest, **o),
     )
-    found = decode.measure(BUILT[2], seconds=0.001, calibration=None)
-    assert "mismatch" in found.marks
-    assert figures({"section": "", **tables.row(found)})["×whole"] == "! —"
+    found = suite.measure(BUILT[2], seconds=0.001, calibration=None)
+    assert "mismatch" in found["marks"]
+    assert figures(found)["×whole"] == "! —"
 
 
 def test_every_other_output_is_compared_with_ours():
@@ -234,7 +234,7 @@ def test_every_other_output_is_compared_with_ours():
 
 
 def test_figures_are_rates_and_ratios_of_medians():
-    step = first(decode_cases.STEPS, kind="gqa")
+    step = first(cases.STEPS, kind="gqa")
     arms = {decode_keys.IN_ORDER: 0.9e-3, decode_keys.PLACES: 0.8e-3, SDPA: 5e-3, decode.FOLDED: 2e-3}
     found = figures(row(step, {**arms, suite.AFTER: 2e-3}))
     assert found["GB/s"] == "40.0" and (found["stream"], found["by"], found["after"]) == ("80%", "places", "")
@@ -245,23 +245,23 @@ def test_figures_are_rates_and_ratios_of_medians():
     assert (found["stream"], found["by"], found["after"]) == ("70%", "amax", "50%")
     assert found["ratio"] == "5.00" and found["folded"] == "2.00" and found["on"] == "cpu/decode"
     alone = Comparison((Round({plain.OURS: 1.0, SDPA: 1.0}, 1.0),))
-    assert suite.Result(step, "", alone, 0.0, SOUND, SOUND, 1.0, 1.0, None, 1).after is None
-    found = figures(row(first(decode_cases.PAGED), {suite.PLAIN: 0.8e-3, decode_keys.PAGES: 0.7e-3}))
+    assert suite.row(step, "", alone, 0.0, SOUND, SOUND, 1.0, 1.0, None, 1)["after_torch"] is None
+    found = figures(row(first(cases.PAGED), {PLAIN: 0.8e-3, decode_keys.PAGES: 0.7e-3}))
     assert found["×whole"] == "1.25" and found["stream"] == "" and found["of pages"] == "70%"
-    assert figures(row(first(decode_cases.RAGGED), {suite.PLAIN: 0.9e-3}))["of one"] == "90%"
-    found = figures(row(first(decode_cases.CASCADE), {suite.PLAIN: 6e-3, decode.OWN_COPIES: 9e-3}))
+    assert figures(row(first(cases.RAGGED), {PLAIN: 0.9e-3}))["of one"] == "90%"
+    found = figures(row(first(cases.CASCADE), {PLAIN: 6e-3, decode.OWN_COPIES: 9e-3}))
     assert (found["ratio"], found["copies"]) == ("6.00", "9.00")
     for fuses, word in ((True, "one walk"), (False, "each"), (None, "")):
-        found = figures(row(first(decode_cases.GROUPS), {suite.PLAIN: 0.5e-3}, fuses=fuses))
+        found = figures(row(first(cases.GROUPS), {PLAIN: 0.5e-3}, fuses=fuses))
         assert (found["ratio"], found["taken"]) == ("0.50", word)
     arms = {decode.BEST_SPLIT: 0.8e-3, decode.INVARIANT: 3e-3}
-    found = figures(row(first(decode_cases.INVARIANCE), arms, split_keys=2048))
+    found = figures(row(first(cases.INVARIANCE), arms, split_keys=2048))
     assert (found["split"], found["×best"], found["×prefill"]) == ("2k", "1.25", "3.00")
 
 
 def test_a_round_is_as_quiet_as_its_memory(monkeypatch):
     rates = iter([10.0, 20.0, 40.0, 30.0, 10.0, 30.0, 40.0, 39.0])
-    monkeypatch.setattr(decode, "_read_rate", lambda: next(rates))
+    monkeypatch.setattr(stream, "_read_rate", lambda: next(rates))
 
     class Burst:
         speeds = iter([1.0, 1.0, 1.0, 0.5])
@@ -269,20 +269,20 @@ def test_a_round_is_as_quiet_as_its_memory(monkeypatch):
         def speed(self) -> float:
             return next(self.speeds)
 
-    speed = decode.MemorySpeed(Burst())
+    speed = stream.MemorySpeed(Burst())
     assert [speed() for _ in range(4)] == [1.0, 1.0, 0.75, 0.5]  # the better of two reads counts
 
 
 def test_memory_bound_rows_are_not_blamed_for_scaling():
-    case = first(decode_cases.STEPS)
+    case = first(cases.STEPS)
     rounds = Comparison(tuple(Round({plain.OURS: 1.0, SDPA: 1.0, plain.ALONE: 1.2}, 1.0) for _ in range(3)))
-    made = suite.Result(case, "cpu", rounds, 0.0, SOUND, SOUND, 1.0, 1.0, None, 2)
-    assert made.marks == ("low scaling",)
-    assert replace(made, bytes=1).marks == ()
+    for size, marks in ((0, ["low scaling"]), (1, [])):
+        made = suite.row(case, "cpu", rounds, 0.0, SOUND, SOUND, 1.0, 1.0, None, 2, bytes=size)
+        assert made["marks"] == marks
 
 
 def test_the_page_names_each_row_and_its_columns():
-    rows = [row(first(part), {SDPA: 1e-3, suite.PLAIN: 1e-3}) for part in PARTS]
+    rows = [row(first(part), {SDPA: 1e-3, PLAIN: 1e-3}) for part in PARTS]
     machine = {
         "cpu": "A CPU", "target": "cpu:avx512", "features": [], "cores": 2, "threads": 2, "python": "3.11",
         "system": "Linux", "polyflash": "0.1.0", "torch": "2.13.0", "packages": {}, "peaks": [],
@@ -303,13 +303,13 @@ def test_the_page_names_each_row_and_its_columns():
     for block in text.split("\n\n"):
         if block.startswith("| "):
             assert len({line.count("|") for line in block.splitlines()}) == 1
-    assert all(line in text for line in decode_tables.legend(rows))
+    assert all(line in text for line in tables.legend(rows, ()))
 
 
 def test_the_picture_has_every_step_of_the_widest_heads(tmp_path):
     pytest.importorskip("matplotlib")
     arms = {SDPA: 4e-3, decode.FOLDED: 2e-3, decode_keys.IN_ORDER: 0.9e-3, decode_keys.PLACES: 0.8e-3}
-    rows = [row(c, arms) for c in QUICK if c.part == decode_cases.STEPS]
+    rows = [row(c, arms) for c in QUICK if c.part == cases.STEPS]
     content = {"rows": rows, "machine": {"cpu": "A CPU", "threads": 2}}
     assert {r["head_dim"] for r in rows} == {64, 128}
     drawn = plot.steps(content)
@@ -328,7 +328,7 @@ def test_titles_are_inside_the_picture_and_lines_apart(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(pyplot, "close", kept.append)
     arms = {SDPA: 4e-3, decode.FOLDED: 2e-3, decode_keys.IN_ORDER: 0.9e-3, decode_keys.PLACES: 0.8e-3}
-    rows = [row(c, arms) for c in QUICK if c.part == decode_cases.STEPS and c.workload.dtype == "float32"]
+    rows = [row(c, arms) for c in QUICK if c.part == cases.STEPS and c.workload.dtype == "float32"]
     rows = [r for r in rows if r["num_q_heads"] == rows[0]["num_q_heads"]]
     machine = {"cpu": "A processor with a name as long as " + "some makers give them " * 4, "threads": 128}
     for heads in (("num_kv_heads", 1), ("num_kv_heads", 2)), (("num_kv_heads", 1),):
@@ -350,7 +350,7 @@ def test_titles_are_inside_the_picture_and_lines_apart(tmp_path, monkeypatch):
 
 def test_few_rows_are_drawn_where_there_are_no_steps(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [row(c, {SDPA: 4e-3}) for c in QUICK if c.part == decode_cases.FEW_ROWS]
+    rows = [row(c, {SDPA: 4e-3}) for c in QUICK if c.part == cases.FEW_ROWS]
     assert {(r["num_q_heads"], r["seqlen_q"]) for r in rows} >= {(8, 16), (32, 4), (64, 2)}
     content = {"rows": rows, "machine": {"cpu": "A CPU", "threads": 2}}
     assert plot.steps(content) == rows
@@ -360,7 +360,7 @@ def test_few_rows_are_drawn_where_there_are_no_steps(tmp_path):
 
 def test_a_picture_of_nothing_is_refused_before_anything_is_measured(capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(decode, "measure", None)
+    monkeypatch.setattr(command, "measure", None)
     assert cli.main(["bench", "--suite", "decode", "--quick", "--filter", "paged", "--plot", "x.png"]) == 1
     assert "--suite decode" in " ".join(capsys.readouterr().err.split())
 

@@ -182,19 +182,19 @@ def test_work_is_that_of_what_is_timed():
 def test_who_runs_it():
     rows = {row.backend for row in polyflash.backends.TABLE if row.phase.value == "backward"}
     assert built(small("causal", "float32")).ours.backend in rows
-    assert gradients._gradient(
+    assert gradients.Gradient.of(
         problem.build(small("causal")).ours.on("torch"), torch.ones(1), STEP
     ).backend == ("torch")
 
 
 def test_tables_by_what_is_timed():
-    titles = {tables.section(c) for c in QUICK}
+    titles = {cases.section(c) for c in QUICK}
     assert titles >= {
         "backward, float32", "backward, heads and members, bfloat16", "backward, operands, float32",
         "forward + backward, float32", "backward, float16",
     }  # fmt: skip
     for title in titles:
-        rows = [c for c in QUICK if tables.section(c) == title]
+        rows = [c for c in QUICK if cases.section(c) == title]
         assert len({(c.plain, c.part, c.timed) for c in rows}) == 1
 
 
@@ -202,8 +202,8 @@ def test_a_row_says_what_was_timed():
     case = replace(
         small("full-gqa", "float32"), workload=replace(small("full-gqa").workload, dtype="float32")
     )
-    made = tables.row(suite.measure(case, seconds=0.01, calibration=None))
+    made = suite.measure(case, seconds=0.01, calibration=None)
     assert (made["timed"], made["part"], made["plain"]) == (BACKWARD, SHARES, True)
-    assert made["rate_of_plain"] > 0 and made["ratio"] > 0 and suite.PLAIN in made["arms"]
+    assert made["rate_of_plain"] > 0 and made["ratio"] > 0 and problem.PLAIN in made["arms"]
     assert "rate" in tables.columns([made]) and "×plain" not in tables.columns([made])
     assert any(line.startswith("rate: ") for line in tables.notes([made]))

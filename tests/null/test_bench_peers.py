@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import cases, child, children, peers
+from benchmarks import cases, child, peers
 from benchmarks.peers import PEERS, Peer
 from polyflash import cli
 
@@ -64,7 +64,7 @@ def test_absent_peers_are_named_with_the_reason():
 def test_an_absent_peer_starts_no_process(monkeypatch):
     monkeypatch.setattr(child.subprocess, "Popen", None)
     answers = list(
-        children.answers("jax", chosen("full-float32"), seconds=1, peer=Peer("x", ("no_such_one",), ""))
+        child.answers("jax", chosen("full-float32"), seconds=1, peer=Peer("x", ("no_such_one",), ""))
     )
     assert answers == [{"name": "jax-full-float32-512-d128", "reason": "no_such_one not installed"}]
 
@@ -77,7 +77,7 @@ def test_every_adapter_is_where_its_peer_says():
 
 def test_a_peer_in_its_own_process_answers_case_by_case(fake):
     kinds = ("full-float32", "causal-float32", "full-bfloat16")
-    right, refused, wrong = children.answers("jax", chosen(*kinds), seconds=0.01, peer=fake("sdpa"))
+    right, refused, wrong = child.answers("jax", chosen(*kinds), seconds=0.01, peer=fake("sdpa"))
     row = right["row"]
     assert row["ratio"] > 0 and "mismatch" not in row["marks"] and row["difference"] < 1e-5
     assert row["threads"] == 1 and set(row["arms"]) == {
@@ -88,18 +88,16 @@ def test_a_peer_in_its_own_process_answers_case_by_case(fake):
 
 
 def test_a_peer_that_dies_or_hangs_is_absent(fake, monkeypatch):
-    (died,) = children.answers("jax", chosen("full-float32"), seconds=0.01, peer=fake("dies"))
+    (died,) = child.answers("jax", chosen("full-float32"), seconds=0.01, peer=fake("dies"))
     assert died["reason"] == "its process ended with code 3: last words"
-    monkeypatch.setattr(children, "_PER_ROW", 0.0)
-    hung = list(
-        children.answers("jax", chosen("full-float32", "full-float16"), seconds=0.5, peer=fake("hangs"))
-    )
+    monkeypatch.setattr(child, "_PER_ROW", 0.0)
+    hung = list(child.answers("jax", chosen("full-float32", "full-float16"), seconds=0.5, peer=fake("hangs")))
     assert [a["reason"] for a in hung] == ["hung: no answer in 1 s"] * 2
 
 
 def test_cases_survive_the_way_to_the_child():
     for case in cases.rows(cases.SUITES, size="quick"):
-        assert children._case(json.loads(json.dumps(children._plain(case)))) == case
+        assert child.case_of(json.loads(json.dumps(child.plain(case)))) == case
 
 
 def test_peers_are_chosen_by_name(fake, tmp_path, monkeypatch, capsys):
@@ -125,6 +123,6 @@ SLOW = {"flexattention"}  # compiles for seconds
 def test_the_peers_found_here_compute_attention(name):
     if PEERS[name].absent:
         pytest.skip(PEERS[name].absent)
-    answers = children.answers(name, chosen("full-float32", "causal-float32"), seconds=0.01)
+    answers = child.answers(name, chosen("full-float32", "causal-float32"), seconds=0.01)
     for answer in answers:
         assert "reason" not in answer and "mismatch" not in answer["row"]["marks"]

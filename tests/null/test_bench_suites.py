@@ -38,11 +38,11 @@ def small(kind: str, dtype: str = "float64") -> Case:
 
 def row(case: Case, seconds: dict[str, float], *, backend: str = "cpu", difference: float = 0.0) -> dict:
     """A measured row of three quiet rounds, all alike; 1 GFLOP, the plain call 4."""
-    arms = {plain.OURS: 1e-3, suite.AFTER: 1e-3, plain.ALONE: 2e-3, suite.PLAIN: 1e-3, **seconds}
+    arms = {plain.OURS: 1e-3, suite.AFTER: 1e-3, plain.ALONE: 2e-3, problem.PLAIN: 1e-3, **seconds}
     best = peak.Peak("fp32", per_thread=100.0, together=190.0, threads=2, cores=2)
     rounds = Comparison(tuple(Round(arms, 1.0) for _ in range(3)))
-    made = suite.Result(case, backend, rounds, difference, SOUND, SOUND, 1e9, 4e9, best, 2)
-    return {"section": tables.section(case), **tables.row(made)}
+    made = suite.row(case, backend, rounds, difference, SOUND, SOUND, 1e9, 4e9, best, 2)
+    return {"section": cases.section(case), **made}
 
 
 def text_of(rows: list[dict], width: int = 80) -> str:
@@ -151,7 +151,7 @@ def test_packed_work_is_that_of_the_members():
 
 
 def test_ratios_against_the_peer_and_against_our_plain_call():
-    made = row(BY_KIND["blocks"], {plain.OURS: 2e-3, SDPA: 5e-3, suite.PLAIN: 6e-3})
+    made = row(BY_KIND["blocks"], {plain.OURS: 2e-3, SDPA: 5e-3, problem.PLAIN: 6e-3})
     assert made["ratio"] == pytest.approx(2.5)
     assert made["over_plain"] == pytest.approx(1 / 3)
     assert made["rate_of_plain"] == pytest.approx((1 / 2e-3) / (4 / 6e-3))
@@ -172,9 +172,9 @@ def test_tables_say_who_ran():
 @pytest.mark.parametrize("name", cases.SUITES)
 def test_every_table_fits_80_columns(name):
     every = cases.rows([name], size="long")
-    titles = {tables.section(c): [d for d in every if tables.section(d) == tables.section(c)] for c in every}
+    titles = {cases.section(c): [d for d in every if cases.section(d) == cases.section(c)] for c in every}
     for titled in titles.values():
-        slow = {plain.OURS: 1.30689, plain.ALONE: 99.0, suite.PLAIN: 0.01}
+        slow = {plain.OURS: 1.30689, plain.ALONE: 99.0, problem.PLAIN: 0.01}
         rows = [row(c, {**slow, c.peer or SDPA: 16.1234}, backend="torch") for c in titled]
         text = text_of(rows)
         assert "…" not in text and max(map(len, text.splitlines())) <= 80

@@ -18,7 +18,6 @@ import torch
 
 import polyflash
 from benchmarks import command as bench_command
-from benchmarks import report
 from polyflash import cli, commands, options, target, tensor_files
 from polyflash.bench.command import machine
 from polyflash.reference import attention_reference
@@ -380,7 +379,7 @@ class Interrupted:
     """A row's measurement that Ctrl-C ends at the second row."""
 
     def __init__(self, error: type[BaseException]) -> None:
-        self.error, self.calls, self.measure = error, 0, report.measure
+        self.error, self.calls, self.measure = error, 0, bench_command.measure
 
     def __call__(self, case, **given):
         self.calls += 1
@@ -391,7 +390,7 @@ class Interrupted:
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
 def test_an_interrupted_bench_leaves_what_ran(polyflash_main, tmp_path, monkeypatch, error, code):
-    monkeypatch.setattr(report, "measure", Interrupted(error))
+    monkeypatch.setattr(bench_command, "measure", Interrupted(error))
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # stdout is pytest's
     file = tmp_path / "bench.json"
     words = ("bench", "--quick", "--suite", "small", "--filter", "float32", "128", "--seconds", "0.01")
@@ -404,7 +403,7 @@ def test_an_interrupted_bench_leaves_what_ran(polyflash_main, tmp_path, monkeypa
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(polyflash_main, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "measure", None)
+    monkeypatch.setattr(bench_command, "measure", None)
     code, _, err = polyflash_main("bench", "--quick", "--json", tmp_path / "none" / "bench.json")
     assert code == 1 and err.startswith("error json: got ") and "a folder that is there" in err
 

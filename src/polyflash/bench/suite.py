@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
-from polyflash.bench.check import sampled_error
-from polyflash.bench.peak import Calibration, kind_of
+from polyflash.bench.check import Accuracy, sampled_error
+from polyflash.bench.peak import Calibration, Peak, kind_of
 from polyflash.bench.race import GpuCalibration, compared
-from polyflash.bench.timing import FEWEST, LOW_SCALING, QUIET, Arm
+from polyflash.bench.timing import FEWEST, LOW_SCALING, QUIET, Arm, Comparison
 from polyflash.compare import TOLERANCE, worst_row
 from polyflash.errors import SpecError
 from polyflash.workloads import Workload, make, workloads
@@ -114,7 +114,7 @@ def band(rows: int, keys: int, causal: bool, window: tuple[int | None, int | Non
 def measured(
     case: Case, seconds: float, calibration: Calibration | GpuCalibration | None, device: str
 ) -> dict[str, Any]:
-    """One case as plain data, every round in it, so that medians can be made again."""
+    """One case, timed and checked."""
     w = case.workload
     q, k, v, options = make(w, device=device)
     mask = band(w.seqlen_q, w.seqlen_k, bool(w.causal), w.window).to(device) if w.window else None
@@ -133,29 +133,46 @@ def measured(
         arms = [Arm(OURS, ours), Arm(SDPA, theirs), *([Arm(ALONE, ours, threads=1)] if threads > 1 else [])]
         found = compared(arms, device, seconds, calibration.speed if calibration else None)
     plan = polyflash.explain(q, k, v, **options)
-    matches = max(difference, error.weighted) <= TOLERANCE[w.dtype]
-    scaling = found.ratio(ALONE, OURS) if threads > 1 else None
-    slow = scaling is not None and found.summary(ALONE).median >= SPLITS and scaling < LOW_SCALING * threads
-    failing = {"mismatch": not matches, "contended": found.contended}
-    failing["low scaling"] = slow and not found.contended
-    gflops = plan.work.flops / found.summary(OURS).median / 1e9
     peak = calibration.peak(kind_of(w.dtype, plan.target)) if calibration else None
-    summaries = {arm.name: found.summary(arm.name) for arm in arms}
+    flops = plan.work.flops
+    row = row_of(case, plan.backend or "", found, difference, error, other, flops, peak, threads)
+    return {"section": f"{case.suite}, {w.dtype}", **row, "plain": False}
+
+
+def row_of(
+    case: Case, backend: str, found: Comparison, difference: float, ours: Accuracy, theirs: Accuracy,
+    flops: float, peak: Peak | None, threads: int, *, peer: str = SDPA, reads: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """One case as plain data, every round in it, so that medians can be made again. No ratio is made without
+    a peer or from results that differ. `reads`: the call is held against memory, most of whose rate one core
+    may use, so that scaling says nothing."""
+    w, summaries = case.workload, {name: found.summary(name) for name in found.rounds[0].seconds}
+    matches = max(difference, ours.weighted) <= TOLERANCE[w.dtype]
+    scaling = found.ratio(ALONE, OURS) if threads > 1 else None
+    slow = scaling is not None and summaries[ALONE].median >= SPLITS and scaling < LOW_SCALING * threads
+    failing = {"mismatch": not matches, "contended": found.contended}
+    failing["low scaling"] = slow and not found.contended and not reads
+    gflops = flops / summaries[OURS].median / 1e9
     return {
-        **{"section": f"{case.suite}, {w.dtype}", "name": w.name, "suite": case.suite, "kind": case.kind},
-        **{"timed": "forward", "part": "", "peer": SDPA, "dtype": w.dtype, "batch": w.batch},
+        **{"name": w.name, "suite": case.suite, "kind": case.kind, "timed": "forward", "part": ""},
+        **{"peer": peer or None, "dtype": w.dtype, "batch": w.batch},
         **{"num_q_heads": w.heads, "num_kv_heads": w.kv_heads, "seqlen_q": w.seqlen_q},
         **{"seqlen_k": w.seqlen_k, "head_dim": w.head_dim, "head_dim_v": w.dim_v, "causal": w.causal},
-        **{"window": w.window, "backend": plan.backend, "threads": threads, "flops": plan.work.flops},
-        "ratio": found.ratio(SDPA, OURS) if matches else None,
-        **{"plain": False, "over_plain": None, "rate_of_plain": None, "after_torch": None},
+        **{"window": w.window, "backend": backend, "threads": threads, "flops": flops},
+        "ratio": found.ratio(peer, OURS) if peer and matches else None,
+        **{"plain": case.plain, "over_plain": None, "rate_of_plain": None, "after_torch": None},
         **{"gflops": gflops, "of_peak": gflops / peak.total if peak else None, "scaling": scaling},
         "marks": [mark for mark, on in failing.items() if on],
-        "difference": difference if math.isfinite(difference) else None,
-        "error": {"ours": error.relative, "peer": other.relative, "rows": error.rows},
+        "difference": _finite(difference),
+        "error": {"ours": _finite(ours.relative), "peer": _finite(theirs.relative), "rows": ours.rows},
         "arms": {
             name: {"median_s": s.median, "iqr_s": s.iqr, "rounds": s.rounds, "of": s.of}
             for name, s in summaries.items()
         },
         "rounds": [{"speed": r.speed, "seconds": r.seconds} for r in found.rounds],
     }
+
+
+def _finite(x: float) -> float | None:
+    """JSON has no infinity."""
+    return x if math.isfinite(x) else None

@@ -1,55 +1,85 @@
-"""The decode steps of a document as a picture: rates over the number of keys, beside what memory gives; or
-times of few rows over their number, if it has those and no steps."""
+"""Pictures of measurements: panels of lines over the keys or rows. Those of a document are its decode steps,
+rates beside what memory gives; or, if it has none, times of few rows over their number."""
 
 from __future__ import annotations
 
 import importlib.util
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import DECODE, Case
-from benchmarks.cells import Row
-from benchmarks.decode import cases as decode_cases
+from benchmarks.cases import DECODE, FEW_ROWS, STEPS, Case
 from benchmarks.decode import problems as decode
 from benchmarks.decode.keys import AMAX, IN_ORDER, PLACES
-from benchmarks.decode.tables import thousands
+from benchmarks.suite import Row
+from benchmarks.tables import thousands
 from polyflash.bench.suite import OURS, SDPA
 from polyflash.errors import SpecError
 
 _OURS = (("#08306b", "o"), ("#2171b5", "s"), ("#6baed6", "^"), ("#9ecae1", "D"))  # by query rows, few to many
 _LETTERS = 10  # points
-_PARTS = (decode_cases.STEPS, decode_cases.FEW_ROWS)
 _NO_STEPS = "plot: got no decode steps. Use --suite decode, or --from a file that has them"
-_KEYS = (
-    "#9ecae1",
-    "#6baed6",
-    "#4292c6",
-    "#2171b5",
-    "#d94801",
-    "#08519c",
-    "#08306b",
-)  # by keys; 1000 stands out
+_KEYS = ("#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#d94801", "#08519c", "#08306b")  # 1000 stands out
 _TORCH, _MEMORY = "#d94801", "#777777"
+
+
+def possible() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_possible(chosen: Sequence[Case] | None) -> None:
     """Said before a long measurement, not after it; of rows that are measured already, None."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not possible():
         raise SpecError("plot: matplotlib is not installed. Use pip install 'polyflash[bench]'")
-    if chosen is not None and not any(c.suite == DECODE and c.part in _PARTS for c in chosen):
+    if chosen is not None and not any(c.suite == DECODE and c.part in (STEPS, FEW_ROWS) for c in chosen):
         raise SpecError(_NO_STEPS)
+
+
+def figure_of(
+    panels: Sequence[Any], wide: int, draw: Callable[[Any, Any], str], file: Path, labels: tuple[str, str],
+    *, title: str = "", size: int = 9, **options: Any,
+) -> None:  # fmt: skip
+    """Writes a picture of `panels`, so many in a line: `draw(axis, panel)` draws one and gives its title."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    high = -(-len(panels) // wide)
+    figure, axes = pyplot.subplots(
+        high, wide, squeeze=False, layout="constrained", figsize=(2 + 3.6 * wide, 1 + 2.9 * high), **options
+    )
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        axis.set_title(draw(axis, panel), loc="left", fontsize=size)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="#e6e6e6")
+    for unused in axes.flat[len(panels) :]:
+        unused.remove()
+    for axis in axes[-1]:
+        axis.set_xlabel(labels[0])
+    for line in axes:
+        line[0].set_ylabel(labels[1])
+    named = [pair for axis in axes.flat for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
+    found = {label: handle for handle, label in named}
+    figure.legend(found.values(), found.keys(), loc="outside right center", frameon=False, fontsize=size)
+    if title:
+        # A letter is up to two thirds as wide as it is high.
+        letters = int(figure.get_figwidth() * 72 / (_LETTERS * 2 / 3))
+        figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left", fontsize=_LETTERS)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
 
 
 def steps(content: dict[str, Any]) -> list[Row]:
     """The decode steps of a document, or its few rows, of the largest head_dim among them."""
     rows = [r for r in content.get("rows", ()) if r["suite"] == DECODE]
-    found = next((some for part in _PARTS if (some := [r for r in rows if r["part"] == part])), None)
+    found = [some for part in (STEPS, FEW_ROWS) if (some := [r for r in rows if r["part"] == part])]
     if not found:
         raise SpecError(_NO_STEPS)
-    widest = max(r["head_dim"] for r in found)
-    return [r for r in found if r["head_dim"] == widest and "mismatch" not in r["marks"]]
+    widest = max(r["head_dim"] for r in found[0])
+    return [r for r in found[0] if r["head_dim"] == widest and "mismatch" not in r["marks"]]
 
 
 def rate(r: Row, arm: str) -> float:
@@ -64,51 +94,24 @@ def torch_rate(r: Row) -> float:
 
 def draw(content: dict[str, Any], file: str) -> None:
     """Writes the picture: one panel per dtype and head counts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = steps(content)
-    few = rows[0]["part"] == decode_cases.FEW_ROWS
-    panel = _panel_of_rows if few else _panel
+    few = rows[0]["part"] == FEW_ROWS
     dtypes = list(dict.fromkeys(r["dtype"] for r in rows))
     heads = list(dict.fromkeys((r["num_q_heads"], r["num_kv_heads"]) for r in rows))
-    figure, axes = pyplot.subplots(
-        len(heads), len(dtypes), squeeze=False, sharex=True, sharey=True, layout="constrained",
-        figsize=(2 + 3.6 * len(dtypes), 1 + 2.9 * len(heads)),
-    )  # fmt: skip
-    for i, (q_heads, kv_heads) in enumerate(heads):
-        for j, dtype in enumerate(dtypes):
-            axis = axes[i][j]
-            of = (dtype, q_heads, kv_heads)
-            panel(axis, [r for r in rows if (r["dtype"], r["num_q_heads"], r["num_kv_heads"]) == of])
-            axis.set_title(f"{dtype}, {q_heads} heads over {kv_heads}", loc="left", fontsize=10)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.grid(color="#e6e6e6")
-    for axis in axes[-1]:
-        axis.set_xlabel("rows per key/value head" if few else "keys")
-    for line in axes:
-        line[0].set_ylabel("ms" if few else "GB/s of keys and values")
-        if not few:
-            line[0].set_ylim(0, None)
-    labels = {
-        label: handle
-        for axis in axes.flat
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(labels.values(), labels.keys(), loc="outside right center", frameon=False, fontsize=9)
     machine = content["machine"]
     title = (
         f"{'Few rows' if few else 'One decode step'}, head_dim {rows[0]['head_dim']}: {machine['cpu']},"
         f" {machine['threads']} threads. Hollow marks: contended"
     )
-    # A letter is up to two thirds as wide as it is high.
-    title = textwrap.fill(title, int(figure.get_figwidth() * 72 / (_LETTERS * 2 / 3)))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=_LETTERS)
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+
+    def panel(axis: Any, of: tuple[Any, ...]) -> str:
+        here = [r for r in rows if (r["num_q_heads"], r["num_kv_heads"], r["dtype"]) == of]
+        (_panel_of_rows if few else _panel)(axis, here)
+        return f"{of[2]}, {of[0]} heads over {of[1]}"
+
+    labels = ("rows per key/value head", "ms") if few else ("keys", "GB/s of keys and values")
+    panels = [(*pair, dtype) for pair in heads for dtype in dtypes]
+    figure_of(panels, len(dtypes), panel, Path(file), labels, title=title, sharex=True, sharey=True)
 
 
 def _panel(axis: Any, rows: Sequence[Row]) -> None:
@@ -127,20 +130,18 @@ def _panel(axis: Any, rows: Sequence[Row]) -> None:
     keys = sorted({r["seqlen_k"] for r in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(keys, [thousands(n) for n in keys])
+    axis.set_ylim(0, None)
 
 
 def _panel_of_rows(axis: Any, rows: Sequence[Row]) -> None:
     for n, color in zip(sorted({r["seqlen_k"] for r in rows}), _KEYS, strict=False):
-        count = [{**r, "seqlen_k": _rows(r)} for r in rows if r["seqlen_k"] == n]
+        per_head = [r["seqlen_q"] * r["num_q_heads"] // r["num_kv_heads"] for r in rows]
+        count = [{**r, "seqlen_k": x} for r, x in zip(rows, per_head, strict=True) if r["seqlen_k"] == n]
         _line(axis, count, lambda r: 1e3 * r["arms"][OURS]["median_s"], color, f"{thousands(n)} keys")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     ticks = [1 << n for n in range(8)]
     axis.set_xticks(ticks, [str(n) for n in ticks])
-
-
-def _rows(r: Row) -> int:
-    return int(r["seqlen_q"] * r["num_q_heads"] // r["num_kv_heads"])
 
 
 def _line(
