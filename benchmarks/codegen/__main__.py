@@ -15,7 +15,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -46,8 +45,7 @@ def kernels(case: Case) -> Iterator[tuple[str, codegen.Report]]:
     for kernel, arguments, options in case.launches():
         name = kernel.fn.__name__
         times[name] += 1
-        if times[name] > 1:
-            name = f"{name}-{times[name]}"
+        name += f"-{times[name]}" if times[name] > 1 else ""
         if name not in ONCE or case.head_dim == 128:
             compiled = codegen.compile_for(kernel, arguments, options, case.target)
             yield f"{case.id}/{name}", codegen.report(compiled)
@@ -68,14 +66,8 @@ def tile_of(config: Any) -> list[Any]:
 
 
 def as_recorded(found: codegen.Report, case: Case, fault: Mapping[str, str]) -> dict[str, Any]:
-    figures = asdict(found)
-    kept = (*EXACT, *AT_MOST, "instructions")
-    return {
-        "tile": tile_of(case.config()),
-        **{name: figures[name] for name in kept},
-        "matrix": sorted(found.matrix),
-        "faults": sorted(fault),
-    }
+    kept = {name: getattr(found, name) for name in (*EXACT, *AT_MOST, "instructions")}
+    return {"tile": tile_of(case.config()), **kept, "matrix": sorted(found.matrix), "faults": sorted(fault)}
 
 
 def exceptions(
@@ -109,15 +101,10 @@ def complaints(
     if old is None:
         return told
     new = as_recorded(found, case, fault)
-    for name in ("tile", "matrix", *EXACT):
-        if new[name] != old[name]:
-            told.append(f"{entry}: {name} {new[name]}, recorded {old[name]}")
-    for name in AT_MOST:
-        if new[name] > old[name]:
-            told.append(f"{entry}: {name} {new[name]}, recorded {old[name]}")
-    if new["instructions"] > old["instructions"] * SLACK:
-        told.append(f"{entry}: {new['instructions']} instructions, recorded {old['instructions']}")
-    return told
+    worse = [name for name in ("tile", "matrix", *EXACT) if new[name] != old[name]]
+    worse += [name for name in AT_MOST if new[name] > old[name]]
+    worse += ["instructions"] if new["instructions"] > old["instructions"] * SLACK else []
+    return told + [f"{entry}: {name} {new[name]}, recorded {old[name]}" for name in worse]
 
 
 def _must_be_measured(case: Case, version: str, fault: str) -> bool:
@@ -146,36 +133,31 @@ def record(
 
 def write(recorded: Mapping[str, Any]) -> None:
     """One line per entry, so that a difference names what changed."""
-    lines = ["{", ' "reasons": [']
-    lines.append(",\n".join("  " + json.dumps(r) for r in recorded["reasons"]))
-    lines += [" ],", ' "exceptions": [']
-    lines.append(",\n".join("  " + json.dumps(e) for e in recorded["exceptions"]))
-    lines += [" ],", ' "versions": {']
+    text = "{\n"
+    for name in ("reasons", "exceptions"):
+        lines = ",\n".join("  " + json.dumps(x) for x in recorded[name])
+        text += f' "{name}": [\n{lines}\n ],\n'
     blocks = []
     for version, entries in sorted(recorded["versions"].items()):
-        rows = ",\n".join(f"   {json.dumps(e)}: {json.dumps(x)}" for e, x in sorted(entries.items()))
-        blocks.append(f"  {json.dumps(version)}: {{\n{rows}\n  }}")
-    lines += [",\n".join(blocks), " }", "}"]
-    FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines = ",\n".join(f"   {json.dumps(e)}: {json.dumps(x)}" for e, x in sorted(entries.items()))
+        blocks.append(f"  {json.dumps(version)}: {{\n{lines}\n  }}")
+    FILE.write_text(text + ' "versions": {\n' + ",\n".join(blocks) + "\n }\n}\n", encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--every", action="store_true", help="all kernels, not those of `make test` alone")
-    parser.add_argument(
-        "--only", metavar="GLOB", default="*", help="cases whose id matches, such as 'backward/sm90/*'"
-    )
-    parser.add_argument("--record", action="store_true", help="write what is found into the file")
-    parser.add_argument("--reason", default="", help="why the file changes")
+    add = parser.add_argument
+    add("--every", action="store_true", help="all kernels, not those of `make test` alone")
+    add("--only", metavar="GLOB", default="*", help="cases whose id matches, such as 'backward/sm90/*'")
+    add("--record", action="store_true", help="write what is found into the file")
+    add("--reason", default="", help="why the file changes")
     asked = parser.parse_args()
     if asked.record and not asked.reason.strip():
         parser.error("--record needs --reason: the file changes for a reason, which it keeps")
     recorded, version, told = load(), triton.__version__, []
     compiled = []
     for case in every_case() if asked.every else default_cases():
-        if not fnmatchcase(case.id, asked.only):
-            continue
-        for entry, found in kernels(case):
+        for entry, found in kernels(case) if fnmatchcase(case.id, asked.only) else ():
             compiled.append((case, entry, found))
             wrong = complaints(recorded, version, entry, found, case)
             told += wrong

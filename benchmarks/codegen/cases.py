@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from polyflash import target as targets
 from polyflash.backends.triton import configs, tables, tiles
-from polyflash.operands import features_of
+from polyflash.routes import spec_of
 from polyflash.spec import LONGEST_ROWS, Arguments, AttentionSpec, Phase
 from polyflash.target import Target
 
@@ -36,15 +37,15 @@ class Launched(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Shapes of a call beside its head dim, and what is asked of it."""
+    """What is asked of a call, and its shapes beside its head dim."""
 
+    options: Callable[[], dict[str, Any]] = dict
     query_heads: int = HEADS
     kv_heads: int = HEADS
     seqlen_q: int = KEYS
     seqlen_k: int = KEYS
     batch: int = BATCH
     page_size: int = 0  # keys per page, of PAGES in the pool
-    options: Callable[[], dict[str, Any]] = dict
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -52,38 +53,38 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def _packed() -> dict[str, Any]:
-    bounds = _meta(5)
-    lengths = {"max_seqlen_q": KEYS, "max_seqlen_k": KEYS}
+    bounds, lengths = _meta(5), {"max_seqlen_q": KEYS, "max_seqlen_k": KEYS}
     return {"causal": True, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, **lengths}
 
 
+def _causal(**more: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"causal": True, **more}
+
+
+_LONG = {"seqlen_q": LONGEST_ROWS, "seqlen_k": LONGEST_ROWS}
+_TOKEN = {"query_heads": 32, "kv_heads": 8, "seqlen_q": 1}
+_PAGED = {**_TOKEN, "page_size": 128}
 PROBLEMS = {
     "full": Problem(),
-    "causal": Problem(options=lambda: {"causal": True}),
-    "long": Problem(seqlen_q=LONGEST_ROWS, seqlen_k=LONGEST_ROWS),
-    "long-causal": Problem(seqlen_q=LONGEST_ROWS, seqlen_k=LONGEST_ROWS, options=lambda: {"causal": True}),
-    "window": Problem(options=lambda: {"causal": True, "window_left": 512}),
-    "mask": Problem(options=lambda: {"mask": _meta(BATCH, 1, KEYS, KEYS, dtype=torch.bool)}),
-    "bias": Problem(options=lambda: {"bias": _meta(BATCH, HEADS, KEYS, KEYS, dtype=torch.bfloat16)}),
-    "dropout": Problem(options=lambda: {"causal": True, "dropout_p": 0.1, "dropout_seed": torch.tensor(1)}),
-    "packed": Problem(batch=1, options=_packed),
-    "grouped": Problem(kv_heads=4, options=lambda: {"causal": True}),
-    "paged": Problem(
-        query_heads=32,
-        kv_heads=8,
-        seqlen_q=1,
-        page_size=128,
-        options=lambda: {"kv_lens": _meta(BATCH), "page_table": _meta(BATCH, KEYS // 128)},
-    ),
+    "causal": Problem(_causal()),
+    "long": Problem(dict, **_LONG),
+    "long-causal": Problem(_causal(), **_LONG),
+    "window": Problem(_causal(window_left=512)),
+    "mask": Problem(lambda: {"mask": _meta(BATCH, 1, KEYS, KEYS, dtype=torch.bool)}),
+    "bias": Problem(lambda: {"bias": _meta(BATCH, HEADS, KEYS, KEYS, dtype=torch.bfloat16)}),
+    "dropout": Problem(lambda: {"causal": True, "dropout_p": 0.1, "dropout_seed": torch.tensor(1)}),
+    "packed": Problem(_packed, batch=1),
+    "grouped": Problem(_causal(), kv_heads=4),
+    "paged": Problem(lambda: {"kv_lens": _meta(BATCH), "page_table": _meta(BATCH, KEYS // 128)}, **_PAGED),
     "everything": Problem(  # in no record: does it compile?
-        kv_heads=4,
-        options=lambda: {
+        lambda: {
             **{"causal": True, "window_left": 512, "kv_lens": _meta(BATCH), "kv_starts": _meta(BATCH)},
             **{"sinks": _meta(HEADS, dtype=torch.float32), "softcap": 2.0, "row_bounds": _meta(KEYS, 2)},
             "alibi_slopes": _meta(HEADS, dtype=torch.float32),
         },
+        kv_heads=4,
     ),
-    "token": Problem(query_heads=32, kv_heads=8, seqlen_q=1, options=lambda: {"kv_lens": _meta(BATCH)}),
+    "token": Problem(lambda: {"kv_lens": _meta(BATCH)}, **_TOKEN),
 }
 
 
@@ -107,37 +108,21 @@ class Case:
         """With the Triton at hand, on which a choice may depend."""
         return replace(targets.parse(self.target_name), packages=targets.detect("cpu").packages)
 
-    def spec(self) -> AttentionSpec:
-        p, args = PROBLEMS[self.problem], self.arguments()
-        features = features_of(
-            args,
-            num_q_heads=p.query_heads,
-            num_kv_heads=p.kv_heads,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim,
-        )
-        return AttentionSpec(
-            phase=self.phase,
-            dtype=self.dtype,
-            device=self.target_name,
-            batch=p.batch,
-            num_q_heads=p.query_heads,
-            num_kv_heads=p.kv_heads,
-            seqlen_q=p.seqlen_q,
-            seqlen_k=p.seqlen_k,
-            page_size=p.page_size,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim,
-            features=features,
-            causal=args.causal,
-            window=(args.window_left, args.window_right),
-            members=0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1,
-            max_seqlen_q=args.max_seqlen_q,
-            max_seqlen_k=args.max_seqlen_k,
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """q, and k as v is."""
+        p, dtype = PROBLEMS[self.problem], getattr(torch, self.dtype)
+        pool = (PAGES, p.page_size) if p.page_size else (p.batch, p.seqlen_k)
+        return (
+            _meta(p.batch, p.query_heads, p.seqlen_q, self.head_dim, dtype=dtype),
+            _meta(pool[0], p.kv_heads, pool[1], self.head_dim, dtype=dtype),
         )
 
     def arguments(self) -> Arguments:
         return Arguments(need_lse=True, **PROBLEMS[self.problem].options())
+
+    def spec(self) -> AttentionSpec:
+        q, k = self.tensors()
+        return replace(spec_of(q, k, k, self.arguments(), phase=self.phase), device=self.target_name)
 
     def config(self) -> Any:
         return configs.choose(self.spec(), self.target)
@@ -145,22 +130,12 @@ class Case:
     def launches(self, config: Any = None) -> list[Launched]:
         """What the call launches with its own config or another."""
         module = importlib.import_module(f"polyflash.backends.triton.{self.phase.value}")
-        spec = self.spec()
-        launch = SimpleNamespace(
-            row=None,
-            config=config or self.config(),
-            rung="",
-            target=self.target,
-            spec=spec,
-            run=None,
-            prepared=None,
-        )
-        dtype = getattr(torch, self.dtype)
-        q = _meta(spec.batch, spec.num_q_heads, spec.seqlen_q, self.head_dim, dtype=dtype)
-        pool = (PAGES, spec.page_size) if spec.page_size else (spec.batch, spec.seqlen_k)
-        k = _meta(pool[0], spec.num_kv_heads, pool[1], self.head_dim, dtype=dtype)
-        lse = _meta(*q.shape[:3], dtype=torch.float32)
+        none = dict.fromkeys(("row", "run", "prepared"), None)
+        spec, config = self.spec(), config or self.config()
+        launch = SimpleNamespace(config=config, rung="", target=self.target, spec=spec, **none)
+        q, k = self.tensors()
         with _recorded() as found:
+            lse = _meta(*q.shape[:3], dtype=torch.float32)
             _CALLS[self.phase](module.run, launch, q, k, lse, self.arguments())
         return found
 
@@ -237,23 +212,19 @@ SHIPPED = {
 @cache
 def every_case() -> tuple[Case, ...]:
     """All of them, by phase and target."""
-    return tuple(
-        case for phase, shipped in SHIPPED.items() for gpu in GPUS for case in _cases(phase, shipped, gpu)
-    )
+    return tuple(case for of, gpu in product(SHIPPED.items(), GPUS) for case in _cases(*of, gpu))
 
 
 def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
     for dtype, dims in (("bfloat16", shipped.narrow), ("float32", shipped.wide)):
-        for d in dims:
-            yield Case(phase, gpu, dtype, d, shipped.everywhere)
+        yield from (Case(phase, gpu, dtype, d, shipped.everywhere) for d in dims)
     for d in (64, 128):
         for problem in shipped.more:
             yield Case(phase, gpu, "bfloat16", d, problem)
         if phase is Phase.FORWARD or gpu in ONE_OF_EACH:
             yield Case(phase, gpu, "float16", d, shipped.everywhere)
-    if gpu in ONE_OF_EACH:
-        for problem in shipped.rare:
-            yield Case(phase, gpu, "bfloat16", 128, problem)
+    for problem in shipped.rare if gpu in ONE_OF_EACH else ():
+        yield Case(phase, gpu, "bfloat16", 128, problem)
     if phase is Phase.FORWARD:
         arch = tables.ARCHS[targets.parse(gpu).arch]
         for d, hides in tables.LONG.get((arch.family, 2), {}):
@@ -288,12 +259,10 @@ def default_cases() -> tuple[Case, ...]:
 
 
 _DEFAULT = {(Phase.FORWARD, "bfloat16", 64, "full"), (Phase.FORWARD, "bfloat16", 128, "causal")}
-_SINGLE = {
-    case
-    for gpu in ONE_OF_EACH
-    for case in (
-        Case(Phase.FORWARD, gpu, "bfloat16", 80, "causal"),
-        Case(Phase.FORWARD, gpu, "float32", 64, "causal"),
-        Case(Phase.DECODE, gpu, "bfloat16", 128, "token"),
-    )
-} | {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal")}
+_SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal")}
+for _gpu in ONE_OF_EACH:
+    _SINGLE |= {
+        Case(Phase.FORWARD, _gpu, "bfloat16", 80, "causal"),
+        Case(Phase.FORWARD, _gpu, "float32", 64, "causal"),
+        Case(Phase.DECODE, _gpu, "bfloat16", 128, "token"),
+    }

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,8 +33,7 @@ from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu.arms import DEFAULT, KERNELS, OURS, GpuArm, applicable, arms
 from benchmarks.gpu.cases import PARTS, GpuCase
 from benchmarks.gpu.children import Children, Task, kernel_of
-from benchmarks.gpu.rows import DeviceLost, is_mismatch, left_out, measure, verdict
-from benchmarks.gpu.timing import ROUNDS, Device
+from benchmarks.gpu.rows import ROUNDS, Device, DeviceLost, is_mismatch, left_out, measure, verdict
 from polyflash.bench.race import ceilings
 
 LOST = 75  # exit code of a measuring process whose device is gone; a new process may have it back
@@ -45,35 +45,26 @@ _RESERVE = 12.0  # seconds kept for the last row and the page
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    made.add_argument("--json", default="build/gpu.jsonl", metavar="FILE", help="rows, one JSON line each")
-    made.add_argument("--page", metavar="FILE", help="write the tables as Markdown, and pictures beside them")
-    made.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of wall time; 540")
-    made.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu to try the suite itself")
-    made.add_argument("--backend", default="triton", help="which backend of ours; triton")
-    made.add_argument("--arms", default=",".join(DEFAULT), metavar="NAME,NAME", help="who is timed")
-    made.add_argument(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE,...",
-        help="one more arm of ours, fields of its configuration replaced; repeatable",
-    )
-    made.add_argument("--parts", default="", metavar="NAME,NAME", help=f"of {', '.join(PARTS)}; all")
-    made.add_argument(
-        "--filter", nargs="+", default=[], metavar="WORD", help="rows with every word: causal d128"
-    )
-    made.add_argument("--tiny", action="store_true", help="a few small rows, whose figures mean nothing")
-    made.add_argument("--rounds", type=int, default=ROUNDS, help=f"per row; {ROUNDS}")
-    made.add_argument("--workers", type=int, default=6, help="child processes that try kernels; 0: try none")
-    made.add_argument("--resume", action="store_true", help="keep the rows that FILE has, measure the others")
-    made.add_argument("--commit", default="", help="of the sources, where git cannot say")
-    made.add_argument("--list", action="store_true", help="print the names of the rows and stop")
-    made.add_argument(
-        "--page-only", action="store_true", help="measure nothing: the page of what the file has"
-    )
-    made.add_argument(
-        "--until", type=float, default=0.0, help=argparse.SUPPRESS
-    )  # set: be the measuring process
+    add, names = made.add_argument, "NAME,NAME"
+    flag: Any = {"action": "store_true"}
+    variant = "one more arm of ours, fields of its configuration replaced; repeatable"
+    add("--json", default="build/gpu.jsonl", metavar="FILE", help="rows, one JSON line each")
+    add("--page", metavar="FILE", help="write the tables as Markdown, and pictures beside them")
+    add("--budget", type=float, default=540.0, metavar="SECONDS", help="of wall time; 540")
+    add("--device", default="cuda", help="cuda, cuda:1, or cpu to try the suite itself")
+    add("--backend", default="triton", help="which backend of ours; triton")
+    add("--arms", default=",".join(DEFAULT), help="who is timed", metavar=names)
+    add("--variant", action="append", default=[], metavar="FIELD=VALUE,...", help=variant)
+    add("--parts", default="", help=f"of {', '.join(PARTS)}; all", metavar=names)
+    add("--filter", nargs="+", default=[], metavar="WORD", help="rows with every word: causal d128")
+    add("--tiny", help="a few small rows, whose figures mean nothing", **flag)
+    add("--rounds", type=int, default=ROUNDS, help=f"per row; {ROUNDS}")
+    add("--workers", type=int, default=6, help="child processes that try kernels; 0: try none")
+    add("--resume", help="keep the rows that FILE has, measure the others", **flag)
+    add("--commit", default="", help="of the sources, where git cannot say")
+    add("--list", help="print the names of the rows and stop", **flag)
+    add("--page-only", help="measure nothing: the page of what the file has", **flag)
+    add("--until", type=float, default=0.0, help=argparse.SUPPRESS)  # set: be the measuring process
     return made
 
 
@@ -101,6 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if not content["rows"] or any(map(is_mismatch, content["rows"])) else 0
 
 
+def _chosen(options: argparse.Namespace) -> list[GpuCase]:
+    every = gpu_cases.tiny() if options.tiny else gpu_cases.rows()
+    parts = [name for name in options.parts.split(",") if name]
+    return gpu_cases.selected(every, words=options.filter, parts=parts)
+
+
 def read(file: Path) -> dict[str, Any]:
     """The lines of a file: `runs`, `rows` (a later one in the place of an earlier of its name), how often
     each row was `begun`, answers of children by the names of arm and row (`tried`), `ends` and `losts`. A
@@ -112,16 +109,16 @@ def read(file: Path) -> dict[str, Any]:
             item = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if item["kind"] == "row":
-            rows[item["name"]] = item
-        elif item["kind"] == "begin":
-            found["begun"][item["name"]] += 1
-        elif item["kind"] == "tried":
-            found["tried"][item["arm"], item["name"]] = item["answer"]
-        elif item["kind"] in ("run", "end", "lost"):
-            found[f"{item['kind']}s"].append(item)
-    found["rows"] = list(rows.values())
-    return found
+        match item["kind"]:
+            case "row":
+                rows[item["name"]] = item
+            case "begin":
+                found["begun"][item["name"]] += 1
+            case "tried":
+                found["tried"][item["arm"], item["name"]] = item["answer"]
+            case "run" | "end" | "lost" as kind:
+                found[f"{kind}s"].append(item)
+    return found | {"rows": list(rows.values())}
 
 
 def _supervised(
@@ -130,14 +127,14 @@ def _supervised(
     """Starts measuring processes until one is through or the budget is spent."""
     until = time.time() + options.budget
     while time.time() < until - _RESERVE:
-        begun = _begun(file)
+        begun = read(file)["begun"]
         command = [*program, *words, "--until", str(until)]
         child = subprocess.Popen(command, env=environment(), process_group=0 if os.name == "posix" else None)
         try:
             code = _watched(child, file, until)
         finally:
             _end(child)
-        if code == 0 or _begun(file) == begun:  # through, or it would end there again
+        if code == 0 or read(file)["begun"] == begun:  # through, or it would end there again
             return
 
 
@@ -148,10 +145,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             os.killpg(child.pid, signal.SIGKILL)
     child.kill()
     child.wait()
-
-
-def _begun(file: Path) -> int:
-    return sum(read(file)["begun"].values())
 
 
 def _watched(child: subprocess.Popen[bytes], file: Path, until: float) -> int | None:
@@ -179,11 +172,18 @@ def _measuring(options: argparse.Namespace, file: Path) -> int:
     try:
         suite.run()
     except DeviceLost as lost:
-        suite.say({"kind": "lost", "arm": lost.arm, "name": suite.begun, "reason": lost.reason})
+        suite.say("lost", arm=lost.arm, name=suite.begun, reason=lost.reason)
         return LOST
     finally:
         suite.children.close()
     return 0
+
+
+def _command() -> str:
+    """As typed, without the clock time that a supervisor gives to a measuring process."""
+    words = sys.argv[1:]
+    words = words[: words.index("--until")] if "--until" in words else words
+    return shlex.join(["python", "-m", "benchmarks.gpu", *words])
 
 
 class _Suite:
@@ -191,70 +191,64 @@ class _Suite:
 
     def __init__(self, options: argparse.Namespace, file: Path, device: Device) -> None:
         self.options, self.file, self.device = options, file, device
-        self.settings = {
-            "device": options.device,
-            "backend": options.backend,
-            "variants": options.variant,
-            "kernels": KERNELS,
-        }
-        self.children = Children(options.workers, self.settings)
+        settings = {"device": options.device, "backend": options.backend, "variants": options.variant}
+        self.children = Children(options.workers, {**settings, "kernels": KERNELS})
         chosen = {*options.arms.split(","), *(f"{OURS}[{text}]" for text in options.variant)}
         self.arms = [arm for arm in arms(options.backend, options.variant) if arm.name in chosen]
         self.answers: dict[tuple[Any, ...], dict[str, Any]] = {}  # by kernel, of all waves
-        self.lost: dict[tuple[str, str], str] = {}  # by arm and row: why it took the device with it
+        self.known: dict[str, Any] = read(file)  # what earlier processes left
+        self.lost = {(x["arm"], x["name"]): x["reason"] for x in self.known["losts"]}  # took the device along
         self.begun = ""  # the row that was begun last
         self.longest = 2.0  # seconds of a row so far
         self.sensors = gpu_machine.Sensors.of(device)
         device.while_busy = self.sensors.read
 
-    def say(self, item: dict[str, Any]) -> None:
+    def say(self, kind: str, **item: Any) -> None:
         """One line, on disk before this returns to measuring."""
         with self.file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(item) + "\n")
+            out.write(json.dumps({"kind": kind, **item}) + "\n")
 
     @property
     def left(self) -> float:
         return self.options.until - _RESERVE - time.time()
 
     def run(self) -> None:
-        known = read(self.file)
-        done = {row["name"] for row in known["rows"]}
-        self.lost = {(x["arm"], x["name"]): x["reason"] for x in known["losts"]}
+        done = {row["name"] for row in self.known["rows"]}
         cases = [c for c in _chosen(self.options) if c.name not in done]
         if self.device.is_cuda:
             torch.cuda.set_device(self.options.device)
         machine = gpu_machine.facts(self.device)
         machine["commit"] = self.options.commit or machine["commit"]
-        self.say({
-            "kind": "run", "machine": machine, "ceilings": self._ceilings(), "sensors": self.sensors.taken(),
-            "command": gpu_machine.command_line(), "titles": {arm.name: arm.title for arm in self.arms},
-        })  # fmt: skip
+        self.say(
+            "run", machine=machine, ceilings=self._ceilings(), sensors=self.sensors.taken(),
+            command=_command(), titles={arm.name: arm.title for arm in self.arms},
+        )  # fmt: skip
         for tier in sorted({case.tier for case in cases}):
-            wave = [c for c in cases if c.tier == tier and known["begun"][c.name] < _ATTEMPTS]
-            for case in cases:
-                if case.tier == tier and case not in wave:
-                    self.say(left_out(case, f"the process ended {_ATTEMPTS} times during this row"))
-            self._try(wave, known["tried"])
+            wave = []
+            for case in (c for c in cases if c.tier == tier):
+                if self.known["begun"][case.name] < _ATTEMPTS:
+                    wave.append(case)
+                else:
+                    self.say(**left_out(case, f"the process ended {_ATTEMPTS} times during this row"))
+            self._try(wave)
             for case in wave:
                 if self.left < self.longest:
-                    self.say({"kind": "note", "text": f"out of time before {case.name}"})
+                    self.say("note", text=f"out of time before {case.name}")
                     return
                 self._row(case)
-        self.say({"kind": "end", "ceilings": self._ceilings()})
+        self.say("end", ceilings=self._ceilings())
 
     def _ceilings(self) -> dict[str, float]:
         return ceilings(self.device.name, lambda call, repeats: self.device.seconds([call], repeats))
 
-    def _try(self, wave: Sequence[GpuCase], before: dict[tuple[str, str], dict[str, Any]]) -> None:
-        """`before`: answers that an earlier process left."""
+    def _try(self, wave: Sequence[GpuCase]) -> None:
         tasks: dict[tuple[Any, ...], Task] = {}
-        for case in wave:
-            for arm in applicable(self.arms, case):
-                task = Task(arm, case)
-                if (arm.name, case.name) in before:
-                    self.answers.setdefault(kernel_of(task), before[arm.name, case.name])
-                elif arm.tried and kernel_of(task) not in self.answers:
-                    tasks.setdefault(kernel_of(task), task)
+        for task in (Task(arm, case) for case in wave for arm in applicable(self.arms, case)):
+            kernel, at = kernel_of(task), (task.arm.name, task.case.name)
+            if at in self.known["tried"]:
+                self.answers.setdefault(kernel, self.known["tried"][at])
+            elif task.arm.tried and kernel not in self.answers:
+                tasks.setdefault(kernel, task)
         if not tasks or not self.options.workers:
             return
         # Peers that compile once per kernel take longest; ours come next, in the order of the rows.
@@ -265,17 +259,15 @@ class _Suite:
 
     def _heard(self, task: Task, answer: dict[str, Any]) -> None:
         self.answers[kernel_of(task)] = answer
-        self.say({"kind": "tried", "arm": task.arm.name, "name": task.case.name, "answer": answer})
+        self.say("tried", arm=task.arm.name, name=task.case.name, answer=answer)
 
     def _row(self, case: GpuCase) -> None:
         excused = {arm.name: reason for arm in self.arms if (reason := self._reason(arm, case))}
         self.begun = case.name
-        self.say({"kind": "begin", "name": case.name})
-        began = time.monotonic()
-        row = measure(
-            case, self.arms, self.device, rounds=self.options.rounds, sensors=self.sensors, excused=excused
-        )
-        self.say(row)
+        self.say("begin", name=case.name)
+        began, rounds = time.monotonic(), self.options.rounds
+        row = measure(case, self.arms, self.device, rounds=rounds, sensors=self.sensors, excused=excused)
+        self.say(**row)
         self.longest = max(self.longest, time.monotonic() - began)
         print(gpu_page.line(row), flush=True)
 
@@ -290,12 +282,6 @@ class _Suite:
             return "no time to try it first"
         crowded = str(answer.get("reason", "")).startswith("OutOfMemoryError")  # several are tried at once
         return "" if crowded else verdict(case, arm, answer)
-
-
-def _chosen(options: argparse.Namespace) -> list[GpuCase]:
-    every = gpu_cases.tiny() if options.tiny else gpu_cases.rows()
-    parts = [name for name in options.parts.split(",") if name]
-    return gpu_cases.selected(every, words=options.filter, parts=parts)
 
 
 if __name__ == "__main__":

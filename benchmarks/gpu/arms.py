@@ -11,7 +11,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
+from benchmarks import peers
 from benchmarks.gpu.cases import BACKWARD, DECODE, FORWARD, GRAPH, HOST, PARTS, GpuCase
 from polyflash.bench.suite import OURS
 
 KERNELS = "benchmarks.gpu.kernels"
-SLICE_TOLERANCE = {"bfloat16": 1.2e-2, "float16": 3e-3, "float32": 2e-5}  # relative L2 of a slice
 Call = Callable[[], Any]
+Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -55,26 +56,22 @@ class GpuArm:
     tried: str = ""
     patience: float = 60.0
     loosened: float = 1.0
-    scope: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    scope: Scope = contextlib.nullcontext
     last_tier: int = 9
 
 
 def make_tensors(case: GpuCase, device: str, seed: int) -> Tensors:
     """Normal values from a seed, contiguous; they take gradients in the part backward alone."""
     generator = torch.Generator(device).manual_seed(seed)
-    kind = getattr(torch, case.dtype)
 
-    def drawn(heads: int, seqlen: int) -> Tensor:
-        shape = (case.batch, heads, seqlen, case.head_dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=kind)
+    def drawn(heads: int, seqlen: int, **options: Any) -> Tensor:
+        shape, dtype = (case.batch, heads, seqlen, case.head_dim), getattr(torch, case.dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype, **options)
 
-    q = drawn(case.heads, case.seqlen_q)
-    k, v = (drawn(case.kv_heads, case.seqlen_k) for _ in range(2))
-    if case.part != BACKWARD:
-        return Tensors(q, k, v)
-    for x in (q, k, v):
-        x.requires_grad_()
-    return Tensors(q, k, v, drawn(case.heads, case.seqlen_q))
+    graph = {"requires_grad": case.part == BACKWARD}
+    q = drawn(case.heads, case.seqlen_q, **graph)
+    k, v = (drawn(case.kv_heads, case.seqlen_k, **graph) for _ in range(2))
+    return Tensors(q, k, v, drawn(case.heads, case.seqlen_q) if case.part == BACKWARD else None)
 
 
 def _timed(case: GpuCase, t: Tensors, forward: Callable[[], Tensor]) -> Call:
@@ -85,18 +82,13 @@ def _timed(case: GpuCase, t: Tensors, forward: Callable[[], Tensor]) -> Call:
     return lambda: torch.autograd.grad(out, (t.q, t.k, t.v), t.dout, retain_graph=True)
 
 
-def ours(case: GpuCase, t: Tensors, *, backend: str, config: Any = None) -> Call:
-    """polyflash on one backend by name."""
-    options: dict[str, Any] = {"backend": backend} | ({"config": config} if config is not None else {})
-    return _timed(case, t, lambda: polyflash.attention(t.q, t.k, t.v, causal=case.causal, **options))
-
-
-def varied(case: GpuCase, t: Tensors, *, backend: str, fields: Sequence[tuple[str, Any]]) -> Call:
-    """polyflash with fields of its configuration replaced."""
-    from dataclasses import replace
-
-    chosen = polyflash.explain(t.q, t.k, t.v, causal=case.causal, backend=backend).config
-    return ours(case, t, backend=backend, config=replace(chosen, **dict(fields)))
+def ours(case: GpuCase, t: Tensors, *, backend: str, fields: Sequence[tuple[str, Any]] = ()) -> Call:
+    """polyflash on one backend by name, with fields of its configuration replaced."""
+    options: dict[str, Any] = {"backend": backend, "causal": case.causal}
+    if fields:
+        chosen = polyflash.explain(t.q, t.k, t.v, **options).config
+        options["config"] = replace(chosen, **dict(fields))
+    return _timed(case, t, lambda: polyflash.attention(t.q, t.k, t.v, **options))
 
 
 def sdpa(case: GpuCase, t: Tensors) -> Call:
@@ -118,21 +110,10 @@ def flex(case: GpuCase, t: Tensors) -> Call:
     """FlexAttention, compiled for this very shape."""
     import torch._functorch.config
     import torch._inductor.config
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._inductor.config.compile_threads = 1  # no pool of processes of its own beside the suite's
     torch._functorch.config.donated_buffer = False  # the backward pass is run many times
-    block_mask = None
-    if case.causal:
-        size, device = case.seqlen_q, str(t.q.device)
-        block_mask = create_block_mask(_not_after, None, None, size, size, device=device)
-    run = torch.compile(flex_attention, dynamic=False)
-    grouped = case.heads != case.kv_heads
-    return _timed(case, t, lambda: run(t.q, t.k, t.v, block_mask=block_mask, enable_gqa=grouped))
-
-
-def _not_after(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-    return row >= key
+    return _timed(case, t, peers.flexattention(t.q, t.k, t.v, case.causal))
 
 
 def sage(case: GpuCase, t: Tensors) -> Call:
@@ -146,48 +127,32 @@ def beside(function: str, case: GpuCase, t: Tensors) -> Call:
     return getattr(import_module(KERNELS), function)(t.q, t.k, t.v, case.causal)
 
 
-def _only(kernel: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def _only(kernel: str) -> Scope:
     def scope() -> contextlib.AbstractContextManager[Any]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        return sdpa_kernel(getattr(SDPBackend, kernel))
+        return sdpa_kernel(getattr(SDPBackend, f"{kernel}_ATTENTION" if kernel != "MATH" else kernel))
 
     return scope
 
 
-_DENSE = (FORWARD, BACKWARD)
-
-
 def arms(backend: str, variants: Sequence[str] = ()) -> list[GpuArm]:
     """polyflash first. `variants`: more arms of ours such as "num_stages=4,block_n=64", forward only."""
-    first = GpuArm(OURS, f"polyflash {backend}", PARTS, partial(ours, backend=backend), "shape")
-    others = [
-        GpuArm(
-            f"{OURS}[{text}]",
-            text,
-            (FORWARD, DECODE),
-            partial(varied, backend=backend, fields=fields(text)),
-            "shape",
-        )
-        for text in variants
-    ]
+    made = [GpuArm(OURS, f"polyflash {backend}", PARTS, partial(ours, backend=backend), "shape")]
+    for text in variants:
+        call = partial(ours, backend=backend, fields=fields(text))
+        made.append(GpuArm(f"{OURS}[{text}]", text, (FORWARD, DECODE), call, "shape"))
+    tutorial, flag = partial(beside, "tutorial"), partial(beside, "single_loop")
+    steps, flash = (DECODE, GRAPH), _only("FLASH")
     return [
-        first,
-        *others,
-        GpuArm("cudnn", "SDPA cuDNN", PARTS, sdpa, scope=_only("CUDNN_ATTENTION")),
-        GpuArm("flash", "SDPA flash", PARTS, sdpa, scope=_only("FLASH_ATTENTION")),
-        GpuArm("efficient", "SDPA efficient", PARTS, sdpa, scope=_only("EFFICIENT_ATTENTION")),
-        GpuArm("folded", "SDPA folded", (DECODE, GRAPH), folded, scope=_only("FLASH_ATTENTION")),
-        GpuArm("flex", "FlexAttention", (*_DENSE, DECODE), flex, "shape", 120.0, last_tier=2),
-        GpuArm(
-            "tutorial",
-            "Triton tutorial's algorithm",
-            (FORWARD, HOST),
-            partial(beside, "tutorial"),
-            "kernel",
-            120.0,
-        ),
-        GpuArm("flag", "FlagAttention's algorithm", (FORWARD,), partial(beside, "single_loop"), "kernel"),
+        *made,
+        GpuArm("cudnn", "SDPA cuDNN", PARTS, sdpa, scope=_only("CUDNN")),
+        GpuArm("flash", "SDPA flash", PARTS, sdpa, scope=flash),
+        GpuArm("efficient", "SDPA efficient", PARTS, sdpa, scope=_only("EFFICIENT")),
+        GpuArm("folded", "SDPA folded", steps, folded, scope=flash),
+        GpuArm("flex", "FlexAttention", (FORWARD, BACKWARD, DECODE), flex, "shape", 120.0, last_tier=2),
+        GpuArm("tutorial", "Triton tutorial's algorithm", (FORWARD, HOST), tutorial, "kernel", 120.0),
+        GpuArm("flag", "FlagAttention's algorithm", (FORWARD,), flag, "kernel"),
         GpuArm("sage", "SageAttention", (FORWARD,), sage, "kernel", loosened=8.0),
         GpuArm("math", "SDPA math", PARTS, sdpa, scope=_only("MATH")),
     ]
@@ -199,11 +164,11 @@ DEFAULT = ("polyflash", "cudnn", "flash", "efficient", "folded", "flex", "tutori
 def fields(text: str) -> tuple[tuple[str, Any], ...]:
     """ "a=1,b=true,c=descriptor" as names and values."""
     plain = {"true": True, "false": False}
-    found = []
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        found.append((name.strip(), plain.get(value.lower(), int(value) if value.isdigit() else value)))
-    return tuple(found)
+    pairs = (part.partition("=")[::2] for part in text.split(","))
+    return tuple(
+        (name.strip(), plain.get(value.lower(), int(value) if value.isdigit() else value))
+        for name, value in pairs
+    )
 
 
 def prepared(arm: GpuArm, case: GpuCase, sets: Sequence[Tensors]) -> list[Call]:
@@ -225,12 +190,6 @@ def poison(t: Tensors) -> None:
     last arm's right answer would stand there."""
     for x in [torch.full_like(y.detach(), math.nan) for y in (t.q, t.q, t.k, t.v)]:
         del x
-
-
-def why(error: BaseException) -> str:
-    """The reason for a table: the kind of an error and its first line."""
-    line = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line.strip()[:160]}"
 
 
 def is_fatal(error: BaseException) -> bool:

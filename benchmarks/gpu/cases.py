@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from polyflash.spec import AttentionSpec, Phase
@@ -14,6 +15,7 @@ PARTS = (FORWARD, BACKWARD, DECODE, GRAPH, HOST)
 TOKENS, WIDTH = 16384, 2048  # batch·seqlen and heads·head_dim of the table of the FlashAttention-3 paper
 _KEYS = 1 << 21  # most keys of a decode batch: 8.6 GiB of keys and values at 8 heads of 128 in 16 bits
 _PHASES = {BACKWARD: Phase.BACKWARD, DECODE: Phase.DECODE, GRAPH: Phase.DECODE}
+_EITHER = (False, True)
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,12 @@ class GpuCase:
         return f"{kind}-b{self.batch}-h{heads}-q{self.seqlen_q}-k{self.seqlen_k}"
 
     @property
-    def spec(self) -> AttentionSpec:
-        return AttentionSpec(
-            _PHASES.get(self.part, Phase.FORWARD), self.dtype, "cuda", self.batch, self.heads, self.kv_heads,
-            self.seqlen_q, self.seqlen_k, self.head_dim, self.head_dim, frozenset(), causal=self.causal,
-        )  # fmt: skip
-
-    @property
     def work(self) -> Work:
         """FLOPs of visible pairs; bytes of inputs and outputs."""
-        return work_of(self.spec)
+        return work_of(AttentionSpec(
+            _PHASES.get(self.part, Phase.FORWARD), self.dtype, "cuda", self.batch, self.heads, self.kv_heads,
+            self.seqlen_q, self.seqlen_k, self.head_dim, self.head_dim, frozenset(), causal=self.causal,
+        ))  # fmt: skip
 
     @property
     def key_bytes(self) -> int:
@@ -58,20 +56,15 @@ class GpuCase:
         return 2 * self.batch * self.kv_heads * self.seqlen_k * self.head_dim * size
 
     def plain(self) -> dict[str, Any]:
+        """What `GpuCase(**…)` makes the case of again."""
         return asdict(self)
-
-
-def case_of(plain: dict[str, Any]) -> GpuCase:
-    """The inverse of `plain()`."""
-    return GpuCase(**plain)
 
 
 def rows() -> list[GpuCase]:
     """Every row once, by tier; within a tier as listed here."""
     listed = [*_forward(), *_backward(), *_decode(), *_small(), *_float32()]
-    ordered = sorted(listed, key=lambda case: case.tier)
     first: dict[str, GpuCase] = {}
-    for case in ordered:
+    for case in sorted(listed, key=lambda case: case.tier):
         first.setdefault(case.name, case)
     return list(first.values())
 
@@ -102,10 +95,15 @@ def _square(
     return GpuCase(part, table, tier, dtype, batch, heads, heads, seqlen, seqlen, dim, causal)
 
 
-def _paper(part: str, tier: int, dtype: str, seqlen: int, dim: int, causal: bool) -> GpuCase:
+def _paper(part: str, tier: int, dim: int, seqlen: int, causal: bool, dtype: str = "bfloat16") -> GpuCase:
     """A cell of the paper's table: as many requests as make its tokens, as many heads as make its width."""
     table = f"{part}, {dtype}, {TOKENS // 1024}k tokens, {WIDTH} channels"
     return _square(part, table, tier, dtype, max(1, TOKENS // seqlen), WIDTH // dim, seqlen, dim, causal)
+
+
+def _wide(part: str, tier: int, lengths: Sequence[int]) -> Iterator[GpuCase]:
+    for seqlen, causal in product(lengths, _EITHER):
+        yield _square(part, f"{part}, batch 4, 48 heads", tier, "bfloat16", 4, 48, seqlen, 128, causal)
 
 
 def _forward() -> Iterator[GpuCase]:
@@ -114,22 +112,16 @@ def _forward() -> Iterator[GpuCase]:
         (1, 64, (8192, 1024, 16384, 4096, 2048)),
         (3, 256, (8192, 1024, 4096, 16384, 2048)),
     ):
-        for seqlen in lengths:
-            for causal in (False, True):
-                yield _paper(FORWARD, tier, "bfloat16", seqlen, dim, causal)
-    for seqlen in (4096, 8192, 1024, 2048):
-        for causal in (False, True):
-            yield _square(FORWARD, "forward, batch 4, 48 heads", 4, "bfloat16", 4, 48, seqlen, 128, causal)
-    for seqlen in (1024, 4096, 16384, 2048, 8192):
-        for dim in (128, 64):
-            for causal in (False, True):
-                tier = 3 if seqlen in (1024, 4096) else 5
-                table = "forward, float16, the shapes of the Triton tutorial"
-                yield _square(FORWARD, table, tier, "float16", 4, 32, seqlen, dim, causal)
-    for seqlen in (2048, 8192):  # 8 query heads share a key/value head
-        for causal in (False, True):
-            one = _paper(FORWARD, 4, "bfloat16", seqlen, 128, causal)
-            yield replace(one, kv_heads=2, table="forward, bfloat16, 16 heads over 2")
+        yield from (_paper(FORWARD, tier, dim, *x) for x in product(lengths, _EITHER))
+    yield from _wide(FORWARD, 4, (4096, 8192, 1024, 2048))
+    for seqlen, dim, causal in product((1024, 4096, 16384, 2048, 8192), (128, 64), _EITHER):
+        tier, table = (
+            3 if seqlen in (1024, 4096) else 5,
+            "forward, float16, the shapes of the Triton tutorial",
+        )
+        yield _square(FORWARD, table, tier, "float16", 4, 32, seqlen, dim, causal)
+    for x in product((2048, 8192), _EITHER):  # 8 query heads share a key/value head
+        yield replace(_paper(FORWARD, 4, 128, *x), kv_heads=2, table="forward, bfloat16, 16 heads over 2")
 
 
 def _backward() -> Iterator[GpuCase]:
@@ -139,13 +131,14 @@ def _backward() -> Iterator[GpuCase]:
         (2, 128, (1024, 4096, 16384)),
         (3, 64, (1024, 4096, 16384)),
     ):
-        for seqlen in lengths:
-            for causal in (False, True):
-                yield _paper(BACKWARD, tier, "bfloat16", seqlen, dim, causal)
-    for seqlen in (4096, 1024):
-        for causal in (False, True):
-            yield _square(BACKWARD, "backward, batch 4, 48 heads", 5, "bfloat16", 4, 48, seqlen, 128, causal)
-    yield _paper(BACKWARD, 5, "float16", 4096, 128, True)
+        yield from (_paper(BACKWARD, tier, dim, *x) for x in product(lengths, _EITHER))
+    yield from _wide(BACKWARD, 5, (4096, 1024))
+    yield _paper(BACKWARD, 5, 128, 4096, True, "float16")
+
+
+def _step(tier: int, heads: int, batch: int, keys: int, dtype: str = "bfloat16", table: str = "") -> GpuCase:
+    table = table or f"decode, {heads} heads over 8"
+    return GpuCase(DECODE, table, tier, dtype, batch, heads, 8, 1, keys, 128)
 
 
 def _decode() -> Iterator[GpuCase]:
@@ -155,28 +148,23 @@ def _decode() -> Iterator[GpuCase]:
         (3, (1, 8), (65536, 262144)),
         (4, (1, 4, 16, 64), (1024, 4096, 16384, 131072)),
     ):
-        for batch in batches:
-            for seqlen in lengths:
-                for heads in (32, 8) if batch * seqlen <= _KEYS else ():
-                    table = f"decode, {heads} heads over 8"
-                    yield GpuCase(DECODE, table, tier, "bfloat16", batch, heads, 8, 1, seqlen, 128)
+        for batch, seqlen, heads in product(batches, lengths, (32, 8)):
+            if batch * seqlen <= _KEYS:
+                yield _step(tier, heads, batch, seqlen)
+
+
+def _small() -> Iterator[GpuCase]:
+    for batch, heads in product((1, 4), (32, 8)):
+        yield replace(_step(1, heads, batch, 1024, table="small decode steps in a CUDA graph"), part=GRAPH)
+    yield GpuCase(HOST, "host time of a call", 1, "bfloat16", 1, 8, 8, 128, 128, 64)
+    yield GpuCase(HOST, "host time of a call", 2, "bfloat16", 1, 32, 8, 1, 128, 128)
 
 
 def _float32() -> Iterator[GpuCase]:
     """Products that keep 24 bits."""
-    for heads, seqlen, dim in ((8, 2048, 64), (8, 2048, 128), (16, 8192, 64), (16, 8192, 128)):
-        for causal in (False, True):
-            for part in (FORWARD, BACKWARD):
-                yield _square(part, f"{part}, float32", 2, "float32", 1, heads, seqlen, dim, causal)
-    for heads in (32, 8):
-        for batch, seqlen in ((8, 8192), (1, 8192), (64, 1024)):
-            yield GpuCase(DECODE, "decode, float32", 2, "float32", batch, heads, 8, 1, seqlen, 128)
-
-
-def _small() -> Iterator[GpuCase]:
-    for batch in (1, 4):
-        for heads in (32, 8):
-            table = "small decode steps in a CUDA graph"
-            yield GpuCase(GRAPH, table, 1, "bfloat16", batch, heads, 8, 1, 1024, 128)
-    yield GpuCase(HOST, "host time of a call", 1, "bfloat16", 1, 8, 8, 128, 128, 64)
-    yield GpuCase(HOST, "host time of a call", 2, "bfloat16", 1, 32, 8, 1, 128, 128)
+    for (heads, seqlen), dim, causal, part in product(
+        ((8, 2048), (16, 8192)), (64, 128), _EITHER, (FORWARD, BACKWARD)
+    ):
+        yield _square(part, f"{part}, float32", 2, "float32", 1, heads, seqlen, dim, causal)
+    for heads, (batch, seqlen) in product((32, 8), ((8, 8192), (1, 8192), (64, 1024))):
+        yield _step(2, heads, batch, seqlen, "float32", "decode, float32")

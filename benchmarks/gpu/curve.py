@@ -10,12 +10,14 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import polyflash
+from benchmarks.gpu.rows import Device
 from polyflash.backends.triton.configs import DecodeConfig
 
 KV_HEADS, HEAD_DIM = 8, 128
@@ -32,24 +34,11 @@ _COLD_BYTES = 150e6  # inputs are rotated, so that together they are beyond the 
 
 def microseconds(call: Callable[[], Any], seconds: float) -> float:
     """Of one replay of a graph of the call: the median of three rounds."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def timed(times: int) -> float:
-        first.record()
-        for _ in range(times):
-            graph.replay()
-        last.record()
-        torch.cuda.synchronize()
-        return float(first.elapsed_time(last)) / times
-
-    times = max(3, min(100, int(seconds * 1e3 / max(timed(1), 0.05))))
-    return sorted(timed(times) for _ in range(3))[1] * 1e3
+    device = Device("cuda")
+    graph = [device.graphed([call], 1)]
+    graph[0]()
+    times = max(3, min(100, int(seconds / max(device.seconds(graph, 1), 5e-5))))
+    return sorted(device.seconds(graph, times) for _ in range(3))[1] * 1e6
 
 
 def drawn(batch: int, heads: int, rows: int) -> Tensor:
@@ -58,46 +47,42 @@ def drawn(batch: int, heads: int, rows: int) -> Tensor:
 
 def rows_table() -> None:
     """bfloat16, causal, one request; D behind a time: the decode row ran, else the forward row."""
-    line(["group", "keys", *map(str, ROWS)])
-    line(["---"] * (2 + len(ROWS)))
-    for group in GROUPS:
-        for keys in KEYS:
-            cells = []
-            for rows in ROWS:
-                q, k, v = drawn(1, KV_HEADS * group, rows), drawn(1, KV_HEADS, keys), drawn(1, KV_HEADS, keys)
-                decodes = isinstance(polyflash.explain(q, k, v, causal=True).config, DecodeConfig)
-                args: dict[str, Any] = {"causal": True, "backend": "triton"}
-                time = microseconds(partial(polyflash.attention, q, k, v, **args), 0.004)
-                cells.append(f"{time:.1f}{' D' if decodes else ''}")
-            line([str(group), str(keys), *cells])
+    heading("group", "keys", *map(str, ROWS))
+    for group, keys in product(GROUPS, KEYS):
+        cells = []
+        for rows in ROWS:
+            q, k, v = drawn(1, KV_HEADS * group, rows), drawn(1, KV_HEADS, keys), drawn(1, KV_HEADS, keys)
+            decodes = isinstance(polyflash.explain(q, k, v, causal=True).config, DecodeConfig)
+            call = partial(polyflash.attention, q, k, v, causal=True, backend="triton")
+            cells.append(f"{microseconds(call, 0.004):.1f}{' D' if decodes else ''}")
+        line(str(group), str(keys), *cells)
 
 
 def splits_table() -> None:
     """bfloat16, one token per request: the time of the default, and how many times as long others take."""
-    line(["requests", "keys", "heads", "default, µs", *(f"{n} keys" for n in SIZES)])
-    line(["---"] * (4 + len(SIZES)))
-    for batch, keys in STEPS:
-        for heads in (32, 8):
-            copies = max(1, min(16, int(_COLD_BYTES / (4 * batch * keys * KV_HEADS * HEAD_DIM)) + 1))
-            sets = [
-                (drawn(batch, heads, 1), drawn(batch, KV_HEADS, keys), drawn(batch, KV_HEADS, keys))
-                for _ in range(copies)
-            ]
-            chosen = polyflash.explain(*sets[0], backend="triton").config
-            fixed = [replace(chosen, fixed_splits=True, split_keys=n) for n in SIZES]
+    heading("requests", "keys", "heads", "default, µs", *(f"{n} keys" for n in SIZES))
+    for (batch, keys), heads in product(STEPS, (32, 8)):
+        copies = max(1, min(16, int(_COLD_BYTES / (4 * batch * keys * KV_HEADS * HEAD_DIM)) + 1))
+        shapes = ((heads, 1), (KV_HEADS, keys), (KV_HEADS, keys))
+        sets = [[drawn(batch, *shape) for shape in shapes] for _ in range(copies)]
+        chosen = polyflash.explain(*sets[0], backend="triton").config
+        fixed = [replace(chosen, fixed_splits=True, split_keys=n) for n in SIZES]
 
-            def rotate(config: Any, sets: Sequence[tuple[Tensor, ...]] = sets) -> None:
-                for x in sets:
-                    polyflash.attention(*x, backend="triton", config=config)
+        def rotate(config: Any, sets: Sequence[Sequence[Tensor]] = sets) -> None:
+            for q, k, v in sets:
+                polyflash.attention(q, k, v, backend="triton", config=config)
 
-            first, *others = (
-                microseconds(partial(rotate, config), 0.015) / copies for config in (chosen, *fixed)
-            )
-            ratios = [f"{t / first:.2f}" for t in others]
-            line([str(batch), str(keys), f"{heads}/{KV_HEADS}", f"{first:.1f}", *ratios])
+        first, *others = (microseconds(partial(rotate, c), 0.015) / copies for c in (chosen, *fixed))
+        ratios = (f"{t / first:.2f}" for t in others)
+        line(str(batch), str(keys), f"{heads}/{KV_HEADS}", f"{first:.1f}", *ratios)
 
 
-def line(cells: Sequence[str]) -> None:
+def heading(*names: str) -> None:
+    line(*names)
+    line(*("---" for _ in names))
+
+
+def line(*cells: str) -> None:
     print("| " + " | ".join(cells) + " |", flush=True)
 
 

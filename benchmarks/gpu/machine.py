@@ -1,122 +1,95 @@
-"""The machine under the GPU suite: what it is, its clock and power while it works, and its two ceilings."""
+"""The machine under the GPU suite: what it is, and its clock and power while it works."""
 
 from __future__ import annotations
 
-import contextlib
 import platform
-import shlex
 import shutil
 import subprocess
-import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import polyflash
-from benchmarks.gpu.timing import Device
+from benchmarks import ROOT
+from benchmarks.gpu.rows import Device
 from polyflash.bench.timing import median
 
 _PACKAGES = ("torch", "triton", "numpy", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "sageattention")
-_QUERY = "clocks.sm,power.draw,temperature.gpu"
 
 
 def facts(device: Device) -> dict[str, Any]:
     """Everything a figure must be quoted with."""
     found: dict[str, Any] = {
-        "device": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "polyflash": polyflash.__version__,
-        "commit": commit(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        **{"device": platform.processor() or platform.machine(), "python": platform.python_version()},
+        **{"system": f"{platform.system()} {platform.machine()}", "polyflash": polyflash.__version__},
+        **{"commit": commit(), "packages": {n: version for n in _PACKAGES if (version := _version(n))}},
     }
     if device.is_cuda:
-        p = torch.cuda.get_device_properties(device.name)
-        found |= {
-            "device": p.name,
-            "arch": f"sm{p.major}{p.minor}",
-            "cores": p.multi_processor_count,
-            "memory_bytes": p.total_memory,
-            "l2_bytes": getattr(p, "L2_cache_size", 0),
-            "devices": torch.cuda.device_count(),
-            "cuda": torch.version.cuda or torch.version.hip,
-            "cudnn": torch.backends.cudnn.version(),
-            "driver": _smi("driver_version"),
-        }
+        p, cuda = torch.cuda.get_device_properties(device.name), torch.version.cuda or torch.version.hip
+        found |= {"device": p.name, "arch": f"sm{p.major}{p.minor}", "cores": p.multi_processor_count}
+        found |= {"memory_bytes": p.total_memory, "l2_bytes": getattr(p, "L2_cache_size", 0), "cuda": cuda}
+        found |= {"devices": torch.cuda.device_count(), "cudnn": torch.backends.cudnn.version()}
+        found["driver"] = _smi("driver_version")
     return found
 
 
 def commit() -> str:
     """Of the checkout this runs from, with a + if files differ; "" without git or outside a checkout."""
-    root = Path(polyflash.__file__).parents[2]
-    if shutil.which("git") is None or not (root / ".git").exists():
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
         return ""
-    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]
+    git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT)]
     head = _said([*git, "rev-parse", "--short", "HEAD"])
     return head + ("+" if head and _said([*git, "status", "--porcelain", "-uno"]) else "")
 
 
 def _version(package: str) -> str:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
 def _said(command: list[str]) -> str:
     """The output of a program, without its last newline; "" if it fails or hangs."""
-    try:
+    with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
 
 
 def _smi(fields: str) -> str:
     lines = _said(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
-    return lines.splitlines()[0].strip() if lines else ""
+    return lines.partition("\n")[0].strip()
 
 
 @dataclass
 class Sensors:
-    """SM clock (MHz), power (W) and temperature (°C), read while work is queued: through NVML if Python has
-    it, else nvidia-smi, else nothing."""
+    """SM clock (MHz), power (W) and temperature (°C), read while work is queued: through torch if Python has
+    NVML, else nvidia-smi, else nothing."""
 
-    handle: Any = None
-    nvml: Any = None
-    readings: list[tuple[float, float, float]] = field(default_factory=list)
+    device: Any = None
+    readings: list[tuple[float, ...]] = field(default_factory=list)
+    _smi_alone: bool = False
 
     @staticmethod
     def of(device: Device) -> Sensors:
-        if not device.is_cuda:
-            return Sensors()
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            unique = str(getattr(torch.cuda.get_device_properties(device.name), "uuid", ""))
-            with contextlib.suppress(pynvml.NVMLError):
-                return Sensors(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{unique}".encode()), pynvml)
-            return Sensors(pynvml.nvmlDeviceGetHandleByIndex(0), pynvml)
-        except Exception:  # a driver library may be absent, broken or forbidden: figures go without
-            return Sensors(handle="nvidia-smi") if shutil.which("nvidia-smi") else Sensors()
+        return Sensors(torch.device(device.name) if device.is_cuda else None)
 
     def read(self) -> None:
-        if self.nvml is not None:
-            with contextlib.suppress(self.nvml.NVMLError):
-                self.readings.append(
-                    (
-                        float(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)),
-                        self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3,
-                        float(self.nvml.nvmlDeviceGetTemperature(self.handle, 0)),
-                    )
-                )
-        elif self.handle and not self.readings:  # a program of its own takes a tenth of a second
-            with contextlib.suppress(ValueError):
-                clock, watts, degrees = (float(x) for x in _smi(_QUERY).split(","))
+        if self.device is None or (self._smi_alone and self.readings):
+            return  # a program of its own takes a tenth of a second: once a row
+        try:
+            if not self._smi_alone:
+                cuda, at = torch.cuda, self.device
+                found = cuda.clock_rate(at), cuda.power_draw(at) / 1e3, cuda.temperature(at)
+                self.readings.append(tuple(map(float, found)))
+        except Exception:  # NVML may be absent, broken or forbidden
+            self._smi_alone = True
+        if self._smi_alone:
+            with suppress(ValueError):
+                clock, watts, degrees = map(float, _smi("clocks.sm,power.draw,temperature.gpu").split(","))
                 self.readings.append((clock, watts, degrees))
 
     def taken(self) -> dict[str, float]:
@@ -124,11 +97,3 @@ class Sensors:
         found, self.readings = self.readings, []
         names = ("sm_mhz", "watts", "celsius")
         return {n: median([r[i] for r in found]) for i, n in enumerate(names)} if found else {}
-
-
-def command_line() -> str:
-    """As typed, without the clock time that a supervisor gives to a measuring process."""
-    words = sys.argv[1:]
-    if "--until" in words:
-        words = words[: words.index("--until")]
-    return shlex.join(["python", "-m", "benchmarks.gpu", *words])

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import page, plot, tables
 from benchmarks.gpu.arms import OURS
-from benchmarks.gpu.cases import BACKWARD, DECODE, FORWARD, GRAPH, HOST, GpuCase, case_of
+from benchmarks.gpu.cases import BACKWARD, DECODE, FORWARD, GRAPH, HOST
 from benchmarks.tables import short
 from polyflash.bench.timing import median
 
 Row = dict[str, Any]
 _COLORS = ("#08306b", "#d94801", "#31a354", "#756bb1", "#e7298a", "#66a61e", "#a6761d", "#666666", "#1b9e77")
-
-
-def seconds(row: Row, arm: str) -> float | None:
-    found = row["arms"].get(arm)
-    return found["median_s"] if found else None
+_LEGEND = (
+    "FLOPs count visible pairs alone. Forward and backward in TFLOP/s, decode in GB/s of keys and values"
+    " (none of them in the L2), the others in µs per call. *peak*: of the measured ceiling, the product's or"
+    " the copy's. *×best*: the time of the quickest peer over ours; *×name* likewise. *error*: relative L2 of"
+    " our slice. *MHz*, *W*: SM clock and power during the row."
+)
+_UNITS = {FORWARD: "TFLOP/s", BACKWARD: "TFLOP/s", DECODE: "GB/s of keys and values"}
 
 
 def rate(row: Row, arm: str) -> float | None:
     """TFLOP/s on visible pairs; of decode steps GB/s of keys and values; of graphs and host times µs."""
-    s = seconds(row, arm)
-    if not s:
+    if arm not in row["arms"]:
         return None
-    part = row["case"]["part"]
+    part, s = row["case"]["part"], row["arms"][arm]["median_s"]
     if part in (FORWARD, BACKWARD):
         return row["flops"] / s / 1e12
     return row["key_bytes"] / s / 1e9 if part == DECODE else s * 1e6
 
 
-def ratio(row: Row, peer: str) -> float | None:
+def ratio(row: Row, peer: str | None) -> float | None:
     """How many times quicker we are; None without both."""
-    ours, theirs = seconds(row, OURS), seconds(row, peer)
+    ours, theirs = (row["arms"].get(arm, {}).get("median_s") for arm in (OURS, peer))
     return theirs / ours if ours and theirs else None
 
 
@@ -57,14 +58,12 @@ def summary(content: dict[str, Any]) -> list[str]:
     lines = [f"{len(rows)} rows"]
     for part in (FORWARD, BACKWARD):
         for peer in ("flash", "cudnn", "tutorial", "flag", "flex"):
-            of_part = [(x, r) for r in rows if r["case"]["part"] == part and (x := ratio(r, peer))]
-            if of_part:
-                lowest, where = min(of_part, key=lambda pair: pair[0])
-                ahead = sum(x >= 1 for x, _ in of_part)
-                middle = median([x for x, _ in of_part])
+            found = {r["name"]: x for r in rows if r["case"]["part"] == part and (x := ratio(r, peer))}
+            if found:
+                ahead, where = sum(x >= 1 for x in found.values()), min(found, key=found.__getitem__)
                 lines.append(
-                    f"{part}: {ahead} of {len(of_part)} rows at least as quick as {peer};"
-                    f" median {middle:.2f}, lowest {lowest:.2f} ({where['name']})"
+                    f"{part}: {ahead} of {len(found)} rows at least as quick as {peer};"
+                    f" median {median(list(found.values())):.2f}, lowest {found[where]:.2f} ({where})"
                 )
     lines += _decode_summary(content)
     lines += [f"{r['name']}: ours: {r['absent'][OURS]}" for r in rows if OURS in r["absent"]]
@@ -73,21 +72,16 @@ def summary(content: dict[str, Any]) -> list[str]:
 
 
 def _decode_summary(content: dict[str, Any]) -> Iterator[str]:
-    copy = _ceiling(content, "copy_gbs")
-    full = [
-        (x / copy, r)
-        for r in content["rows"]
-        if r["case"]["part"] == DECODE
-        and r["case"]["batch"] * r["case"]["kv_heads"] >= 64
-        and r["case"]["seqlen_k"] >= 8192
-        and (x := rate(r, OURS))
-        and copy
-    ]
+    copy, full = _ceiling(content, "copy_gbs"), {}
+    for r in content["rows"]:
+        c, x = r["case"], rate(r, OURS)
+        if c["part"] == DECODE and c["batch"] * c["kv_heads"] >= 64 and c["seqlen_k"] >= 8192 and x and copy:
+            full[r["name"]] = x / copy
     if full:
-        lowest, where = min(full, key=lambda pair: pair[0])
+        where = min(full, key=full.__getitem__)
         yield (
-            f"decode, 64 heads and 8k keys or more: median {median([x for x, _ in full]):.0%} of the copy's"
-            f" {copy:.0f} GB/s, lowest {lowest:.0%} ({where['name']})"
+            f"decode, 64 heads and 8k keys or more: median {median(list(full.values())):.0%} of the copy's"
+            f" {copy:.0f} GB/s, lowest {full[where]:.0%} ({where})"
         )
     for r in content["rows"]:
         if r["case"]["part"] in (GRAPH, HOST) and (x := rate(r, OURS)):
@@ -104,50 +98,39 @@ def write(content: dict[str, Any], file: Path) -> None:
     """The page, and beside it the pictures, if matplotlib is here. What stands in the page from its heading
     "What the tables do not show" on stays."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    kept = ""
-    if file.exists():
-        _, mark, after = file.read_text(encoding="utf-8").partition("\n## What the tables do not show")
-        kept = mark + after
-    pictures = _pictures(content, file)
-    file.write_text("\n".join(markdown(content, file.stem, pictures)) + "\n" + kept, encoding="utf-8")
+    before = file.read_text(encoding="utf-8") if file.exists() else ""
+    text = "\n".join(markdown(content, file.stem, _pictures(content, file)))
+    file.write_text(text + "\n" + page.kept(before), encoding="utf-8")
 
 
 def markdown(content: dict[str, Any], title: str, pictures: Sequence[str] = ()) -> list[str]:
     run: dict[str, Any] = content["runs"][-1] if content["runs"] else {"machine": {}, "titles": {}}
-    m = run["machine"]
-    versions = ", ".join(f"{k} {v}" for k, v in m.get("packages", {}).items())
+    m, names = run["machine"], ("device", "arch", "cores", "polyflash", "python", "driver", "cuda", "cudnn")
+    device, arch, cores, version, python, driver, cuda, cudnn = (m.get(name, "") for name in names)
+    packages = ", ".join(f"{k} {v}" for k, v in m.get("packages", {}).items())
+    product, copy = (_ceiling(content, name) for name in ("matmul_tflops", "copy_gbs"))
     facts = {
-        "device": f"{m.get('device', '')} {m.get('arch', '')}, {m.get('cores', '')} SMs,"
-        f" {m.get('memory_bytes', 0) / 2**30:.0f} GiB",
-        "software": f"polyflash {m.get('polyflash', '')} at {m.get('commit') or 'an unknown commit'},"
-        f" {versions}, Python {m.get('python', '')}, driver {m.get('driver', '')}, CUDA {m.get('cuda', '')},"
-        f" cuDNN {m.get('cudnn', '')}",
-        "measured ceilings": f"bfloat16 product of 8192³ {_ceiling(content, 'matmul_tflops'):.0f} TFLOP/s,"
-        f" copy {_ceiling(content, 'copy_gbs'):.0f} GB/s read and written",
+        "device": f"{device} {arch}, {cores} SMs, {m.get('memory_bytes', 0) / 2**30:.0f} GiB",
+        "software": f"polyflash {version} at {m.get('commit') or 'an unknown commit'}, {packages},"
+        f" Python {python}, driver {driver}, CUDA {cuda}, cuDNN {cudnn}",
+        "measured ceilings": f"bfloat16 product of 8192³ {product:.0f} TFLOP/s, copy {copy:.0f} GB/s read and"
+        " written",
         "commands": "; ".join(dict.fromkeys(f"`{r['command']}`" for r in content["runs"])),
         "protocol": "interleaved in one process, CUDA events, median of the rounds, inputs rotated, outputs"
         " checked against float64 on a slice",
     }
-    lines = [f"# {title}", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in facts.items()), ""]
+    lines = [f"# {title}", "", "| | |", "|---|---|", *tables.markdown([("", ""), *facts.items()])[2:], ""]
     lines += [_LEGEND, "", *(f"- {x}" for x in summary(content)), ""]
     lines += [f"![{name}]({name})" for name in pictures]
-    tables: dict[str, list[Row]] = {}
+    by_table: dict[str, list[Row]] = {}
     for r in content["rows"]:
-        tables.setdefault(r["case"]["table"], []).append(r)
-    for name, rows in tables.items():
+        by_table.setdefault(r["case"]["table"], []).append(r)
+    for name, rows in by_table.items():
         lines += ["", f"### {name}", "", *_table(rows, content, run["titles"])]
     return [*lines, *_absences(content["rows"])]
 
 
-_LEGEND = (
-    "FLOPs count visible pairs alone. Forward and backward in TFLOP/s, decode in GB/s of keys and values"
-    " (none of them in the L2), the others in µs per call. *peak*: of the measured ceiling, the product's or"
-    " the copy's. *×best*: the time of the quickest peer over ours; *×name* likewise. *error*: relative L2 of"
-    " our slice. *MHz*, *W*: SM clock and power during the row."
-)
-
-
-def _table(rows: Sequence[Row], content: dict[str, Any], titles: dict[str, str]) -> Iterator[str]:
+def _table(rows: Sequence[Row], content: dict[str, Any], titles: dict[str, str]) -> list[str]:
     part = rows[0]["case"]["part"]
     names = list(dict.fromkeys(name for r in rows for name in (*r["arms"], *r["absent"])))
     peers = [n for n in names if n != OURS and any(n in r["arms"] for r in rows)]
@@ -155,43 +138,32 @@ def _table(rows: Sequence[Row], content: dict[str, Any], titles: dict[str, str])
     peak = _ceiling(content, ceiling) if ceiling else 0.0
     heads = ["problem", "ours", "±", *(["peak"] if peak else [])]
     heads += [titles.get(n, n) for n in peers] + ["×best", *(f"×{n}" for n in peers[:4]), "error", "MHz", "W"]
-    yield "| " + " | ".join(heads) + " |"
-    yield "|" + "---|" * len(heads)
-    for r in sorted(rows, key=_order):
-        x = rate(r, OURS)
-        best = best_peer(r)
-        arm = r["arms"].get(OURS)
-        cells = [
-            problem(case_of(r["case"])),
-            _cell(x),
-            f"{arm['iqr_s'] / arm['median_s']:.0%}" if arm else "",
-        ]
+    lines = [heads]
+    for r in sorted(rows, key=lambda r: [r["case"][n] for n in ("head_dim", "causal", "seqlen_k", "batch")]):
+        x, arm = rate(r, OURS), r["arms"].get(OURS)
+        cells = [problem(r["case"]), _cell(x), f"{arm['iqr_s'] / arm['median_s']:.0%}" if arm else ""]
         cells += [f"{x / peak:.0%}" if x else ""] if peak else []
         cells += [_cell(rate(r, n)) for n in peers]
-        cells += [_cell(ratio(r, best) if best else None), *(_cell(ratio(r, n)) for n in peers[:4])]
+        cells += [_cell(ratio(r, n)) for n in (best_peer(r), *peers[:4])]
         cells += [f"{r['errors'][OURS]:.1e}" if OURS in r["errors"] else ""]
         cells += [f"{r['sensors'][k]:.0f}" if k in r["sensors"] else "" for k in ("sm_mhz", "watts")]
-        yield "| " + " | ".join(cells) + " |"
+        lines.append(cells)
+    return tables.markdown(lines)
 
 
-def problem(case: GpuCase) -> str:
-    heads = f"{case.heads}" if case.heads == case.kv_heads else f"{case.heads}/{case.kv_heads}"
-    kind = "" if case.part in (DECODE, GRAPH) else "causal, " if case.causal else "full, "
-    length = f"{case.seqlen_k}" if case.seqlen_q in (1, case.seqlen_k) else f"{case.seqlen_q}×{case.seqlen_k}"
-    return f"{kind}{length} keys, {case.batch}×{heads} heads, d{case.head_dim}"
-
-
-def _order(r: Row) -> tuple[Any, ...]:
-    c = r["case"]
-    return c["head_dim"], c["causal"], c["seqlen_k"], c["batch"]
+def problem(c: dict[str, Any]) -> str:
+    heads = f"{c['heads']}" if c["heads"] == c["kv_heads"] else f"{c['heads']}/{c['kv_heads']}"
+    kind = "" if c["part"] in (DECODE, GRAPH) else "causal, " if c["causal"] else "full, "
+    rows = "" if c["seqlen_q"] in (1, c["seqlen_k"]) else f"{c['seqlen_q']}×"
+    return f"{kind}{rows}{c['seqlen_k']} keys, {c['batch']}×{heads} heads, d{c['head_dim']}"
 
 
 def _absences(rows: Sequence[Row]) -> Iterator[str]:
     """Who has no figure where, and why: one line per arm and reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for r in rows:
-        for name, reason in r["absent"].items():
-            reasons.setdefault((name, reason), []).append(r["name"])
+        for pair in r["absent"].items():
+            reasons.setdefault(pair, []).append(r["name"])
     if reasons:
         yield from ("", "### Without a figure", "")
     for (name, reason), where in reasons.items():
@@ -203,62 +175,33 @@ def _cell(x: float | None) -> str:
     return "" if x is None else short(x)
 
 
-def _pictures(content: dict[str, Any], page: Path) -> list[str]:
+def _pictures(content: dict[str, Any], file: Path) -> list[str]:
     """Names of the files written."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return []
     drawn = []
-    for part, unit in ((FORWARD, "TFLOP/s"), (BACKWARD, "TFLOP/s"), (DECODE, "GB/s of keys and values")):
+    for part, unit in _UNITS.items() if plot.possible() else ():
         rows = [r for r in content["rows"] if r["case"]["part"] == part and r["arms"]]
         if rows:
-            name = f"{page.stem}-{part}.png"
-            _draw(rows, part, unit, page.parent / name)
-            drawn.append(name)
+            drawn.append(f"{file.stem}-{part}.png")
+            _draw(rows, part, unit, file.parent / drawn[-1])
     return drawn
-
-
-def _panel_of(part: str) -> Callable[[Row], tuple[Any, ...]]:
-    if part == DECODE:
-        return lambda r: (r["case"]["heads"], r["case"]["batch"])
-    return lambda r: (r["case"]["table"], r["case"]["head_dim"], r["case"]["causal"])
 
 
 def _draw(rows: Sequence[Row], part: str, unit: str, file: Path) -> None:
     """One panel per table, head_dim and mask (decode: heads and batch); a line per arm over the keys."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    key = _panel_of(part)
-    panels = sorted({key(r) for r in rows if sum(key(x) == key(r) for x in rows) > 1}) or [key(rows[0])]
+    fields = ("heads", "batch") if part == DECODE else ("table", "head_dim", "causal")
+    keys = [tuple(r["case"][name] for name in fields) for r in rows]
+    panels = sorted({key for key in keys if keys.count(key) > 1}) or keys[:1]
     names = list(dict.fromkeys(name for r in rows for name in r["arms"]))
-    wide = min(4, len(panels))
-    high = -(-len(panels) // wide)
-    figure, axes = pyplot.subplots(
-        high, wide, squeeze=False, figsize=(4.2 * wide + 2, 3.2 * high), layout="constrained"
-    )
-    for axis, panel in zip(axes.flat, panels, strict=False):
+
+    def panel(axis: Any, of: tuple[Any, ...]) -> str:
+        here = [r for r, key in zip(rows, keys, strict=True) if key == of]
         for name, color in zip(names, _COLORS, strict=False):
-            points = sorted(
-                (r["case"]["seqlen_k"], x)
-                for r in rows
-                if key(r) == panel and (x := rate(r, name)) is not None
-            )
+            points = sorted((r["case"]["seqlen_k"], x) for r in here if (x := rate(r, name)) is not None)
             axis.plot(*zip(*points, strict=True) if points else ((), ()), "o-", label=name, color=color, ms=3)
-        words = ("heads {}, batch {}",) if part == DECODE else ("{}\nd{}, {}",)
-        shown = panel if part == DECODE else (*panel[:2], "causal" if panel[2] else "full")
-        axis.set_title(words[0].format(*shown), loc="left", fontsize=8)
         axis.set_xscale("log", base=2)
         axis.set_ylim(0, None)
-        axis.grid(color="#e6e6e6")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xlabel("keys", fontsize=8)
-    for unused in axes.flat[len(panels) :]:
-        unused.remove()
-    for line_of_axes in axes:
-        line_of_axes[0].set_ylabel(unit)
-    found = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
-    figure.legend(found.values(), found.keys(), loc="outside right upper", frameon=False, fontsize=8)
-    figure.savefig(file, dpi=130)
-    pyplot.close(figure)
+        if part == DECODE:
+            return f"heads {of[0]}, batch {of[1]}"
+        return f"{of[0]}\nd{of[1]}, {'causal' if of[2] else 'full'}"
+
+    plot.figure_of(panels, min(4, len(panels)), panel, file, ("keys", unit), size=8)

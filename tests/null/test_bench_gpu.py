@@ -27,8 +27,6 @@ from benchmarks.gpu import children as gpu_children
 from benchmarks.gpu import machine as gpu_machine
 from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu import rows as gpu_rows
-from benchmarks.gpu import timing as gpu_timing
-from benchmarks.gpu.accuracy import error
 from benchmarks.gpu.arms import OURS, GpuArm, arms, make_tensors, prepared
 from benchmarks.gpu.cases import BACKWARD, DECODE, FORWARD, GRAPH, HOST, GpuCase
 from benchmarks.gpu.children import Children, Task
@@ -73,7 +71,7 @@ def test_work_counts_visible_pairs_and_keys_once():
 
 def test_a_case_survives_json():
     for case in gpu_cases.tiny():
-        assert gpu_cases.case_of(json.loads(json.dumps(case.plain()))) == case
+        assert GpuCase(**json.loads(json.dumps(case.plain()))) == case
 
 
 def test_filters():
@@ -87,14 +85,14 @@ def test_our_calls_pass_the_check_and_wrong_ones_do_not(case: GpuCase):
     t = make_tensors(case, "cpu", 0)
     (call,) = prepared(ours, case, [t])
     result = call()
-    assert error(case, t, result) < gpu_rows.tolerance(case, ours)
+    assert gpu_rows.error(case, t, result) < gpu_rows.tolerance(case, ours)
     parts = list(result) if case.part == BACKWARD else [result]
     for i, part in enumerate(parts):
         for spoil in (lambda x: x.mul_(1.1), lambda x: x[-1, -1, -1, -1].fill_(torch.nan)):
             wrong = part.clone()
             spoil(wrong)
             spoiled = [wrong if j == i else x for j, x in enumerate(parts)]
-            found = error(case, t, tuple(spoiled) if case.part == BACKWARD else spoiled[0])
+            found = gpu_rows.error(case, t, tuple(spoiled) if case.part == BACKWARD else spoiled[0])
             assert gpu_rows.verdict(case, ours, {"error": found}).startswith("wrong")
 
 
@@ -118,7 +116,7 @@ def test_peers_and_variants():
 def test_sets_differ_and_calls_rotate_over_them():
     assert not torch.equal(make_tensors(CAUSAL, "cpu", 0).q, make_tensors(CAUSAL, "cpu", 1).q)
     taken: list[int] = []
-    gpu_timing.Device("cpu").seconds([lambda i=i: taken.append(i) for i in range(3)], 7)
+    gpu_rows.Device("cpu").seconds([lambda i=i: taken.append(i) for i in range(3)], 7)
     assert taken == [0, 1, 2, 0, 1, 2, 0]
 
 
@@ -132,14 +130,12 @@ def test_rounds_are_interleaved_in_any_order(monkeypatch: pytest.MonkeyPatch):
         yield
         inside.append("out")
 
-    def timed(name: str) -> gpu_timing.Timed:
-        return gpu_timing.Timed(
-            GpuArm(name, name, (FORWARD,), None, scope=scope), [lambda: order.append(name)]
-        )  # type: ignore[arg-type]
+    def timed(name: str) -> gpu_rows.Timed:
+        return gpu_rows.Timed(GpuArm(name, name, (FORWARD,), None, scope=scope), [lambda: order.append(name)])  # type: ignore[arg-type]
 
-    monkeypatch.setattr(gpu_timing, "_ORDER", random.Random(3))
+    monkeypatch.setattr(gpu_rows, "_ORDER", random.Random(3))
     both = [timed("a"), timed("b")]
-    gpu_timing.interleaved(both, lambda calls, n: calls[0]() or float(n), rounds=3, repeats=4)
+    gpu_rows.interleaved(both, lambda calls, n: calls[0]() or float(n), rounds=3, repeats=4)
     rounds = [order[i : i + 4] for i in range(4, 16, 4)]  # each sample after as many calls unmeasured
     assert order[:4] == ["a", "a", "b", "b"] and all(sorted(r) == ["a", "a", "b", "b"] for r in rounds)
     assert {r[0] for r in rounds} == {"a", "b"} and all(r[0] == r[1] for r in rounds)
@@ -148,9 +144,9 @@ def test_rounds_are_interleaved_in_any_order(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_long_calls_are_fewer():
-    for once, repeats in ((1e-4, gpu_timing.CALLS), (5e-3, 10), (1.0, gpu_timing.FEWEST_CALLS)):
-        arm = gpu_timing.Timed(MATH, [lambda: None])
-        gpu_timing.interleaved([arm], lambda _, n, once=once: once, rounds=1)
+    for once, repeats in ((1e-4, gpu_rows.CALLS), (5e-3, 10), (1.0, gpu_rows.FEWEST_CALLS)):
+        arm = gpu_rows.Timed(MATH, [lambda: None])
+        gpu_rows.interleaved([arm], lambda _, n, once=once: once, rounds=1)
         assert arm.repeats == repeats
 
 
@@ -176,13 +172,13 @@ class FakeCuda:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(gpu_timing.Device, "flush", lambda _: self.wait(150.0))
+        monkeypatch.setattr(gpu_rows.Device, "flush", lambda _: self.wait(150.0))
 
     def wait(self, milliseconds: float) -> None:
         self.now += milliseconds
 
-    def device(self) -> gpu_timing.Device:
-        made = gpu_timing.Device("cpu")
+    def device(self) -> gpu_rows.Device:
+        made = gpu_rows.Device("cpu")
         made.is_cuda = True
 
         def watched() -> None:
@@ -225,12 +221,12 @@ def test_graphs_are_captured_behind_a_warm_up_on_a_side_stream(monkeypatch):
     device = fake.device()
     replay = device.graphed([lambda: log.append("call")] * 3)
     assert log == ["wait"] + ["call"] * 3 + ["wait", "capture"] + ["call"] * 20
-    assert gpu_timing.replayed(device)([replay], 4) == pytest.approx(2e-3)
+    assert device.replayed_seconds([replay], 4) == pytest.approx(2e-3)
 
 
 def measured(case: GpuCase, chosen: list[GpuArm], excused: dict[str, str] | None = None) -> dict[str, Any]:
     return gpu_rows.measure(
-        case, chosen, gpu_timing.Device("cpu"), rounds=1, sensors=gpu_machine.Sensors(), excused=excused or {}
+        case, chosen, gpu_rows.Device("cpu"), rounds=1, sensors=gpu_machine.Sensors(), excused=excused or {}
     )
 
 
