@@ -41,6 +41,7 @@ HOST_LINES, DEVICE_LINES, FILE_LINES, KERNEL_FILE_LINES, INIT_LINES, PACKAGE_LIN
     29_600,
 )
 KEYS_PER_ISA = 64
+LABORATORY_LINES = 5_465
 
 
 def lines(path: Path) -> int:
@@ -93,6 +94,12 @@ def test_signatures_of_device_functions(path: Path):
 def test_package_size():
     total = sum(lines(p) for p in ROOT.rglob("*") if p.suffix in (".py", ".wgsl", ".metal"))
     assert total <= PACKAGE_LINES, f"{total} lines; raise the ceiling only in a commit that says why"
+
+
+def test_laboratory_size():
+    """Held like the package's: it is built on its clocks, peaks and checks, and has no second of them."""
+    total = sum(lines(p) for p in (ROOT.parents[1] / "benchmarks").rglob("*.py"))
+    assert total <= LABORATORY_LINES, f"{total} lines; raise the ceiling only in a commit that says why"
 
 
 def test_counting_can_fail(tmp_path: Path):
