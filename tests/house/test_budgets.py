@@ -34,12 +34,13 @@ KERNEL_FILES = {
 DEVICE_DECORATORS = {"njit", "cfunc", "intrinsic", "device", "kernel", "jit", "vectorize"}
 HOST_LINES, DEVICE_LINES, FILE_LINES, KERNEL_FILE_LINES, INIT_LINES, PACKAGE_LINES = (
     60,
-    180,
+    140,
     500,
     600,
     40,
     29_600,
 )
+LONGER = {("decode_few.py", "build"): 290}  # to be cut like the other builders
 KEYS_PER_ISA = 64
 LABORATORY_LINES = 5_465
 
@@ -49,23 +50,23 @@ def lines(path: Path) -> int:
 
 
 def functions(path: Path) -> list[tuple[str, int, bool]]:
-    """(name, lines of code, is device code) of every function. Signature and docstring are documentation,
-    not code;
-    nested functions are counted by themselves. Device code is what a kernel compiler sees: a decorated
-    function or one
-    that emits instructions, in a kernel file."""
+    """(name, lines of code, is device code) of every function, nested ones within it included. Signature and
+    docstring are documentation, not code. Device code is what a kernel compiler sees, or what builds it: in
+    a backend a function that is decorated so, emits instructions, or holds one that does."""
     found = []
-    kernel_file = path.parent.parent.name == "backends" and path.name in KERNEL_FILES
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         body = node.body[1:] if ast.get_docstring(node) is not None else node.body
         size = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
-        size -= sum((n.end_lineno or 0) - n.lineno + 1 for n in body if isinstance(n, ast.FunctionDef))
-        names = {ast.unparse(d).partition("(")[0].rpartition(".")[2] for d in node.decorator_list}
-        emits = any(a.arg in ("e", "builder") for a in node.args.args)
-        found.append((node.name, size, kernel_file and (bool(names & DEVICE_DECORATORS) or emits)))
+        within = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef)]
+        found.append((node.name, size, "backends" in path.parts and any(map(is_device, within))))
     return found
+
+
+def is_device(node: ast.FunctionDef) -> bool:
+    names = {ast.unparse(d).partition("(")[0].rpartition(".")[2] for d in node.decorator_list}
+    return bool(names & DEVICE_DECORATORS) or any(a.arg in ("e", "builder") for a in node.args.args)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -74,7 +75,7 @@ def test_file_and_function_sizes(path: Path):
     limit = INIT_LINES if path.name == "__init__.py" else KERNEL_FILE_LINES if kernel else FILE_LINES
     assert lines(path) <= limit, f"{lines(path)} lines, at most {limit}"
     for name, size, device in functions(path):
-        allowed = DEVICE_LINES if device else HOST_LINES
+        allowed = LONGER.get((path.name, name), DEVICE_LINES if device else HOST_LINES)
         assert size <= allowed, (
             f"{name}: {size} lines of {'device' if device else 'host'} code, at most {allowed}"
         )
@@ -110,9 +111,12 @@ def test_counting_can_fail(tmp_path: Path):
     folder.mkdir(parents=True)
     kernel = folder / "forward.py"
     kernel.write_text(
-        "@njit(x=1)\ndef f(a):\n" + "    a += 1\n" * 61 + "def g(self, e):\n    pass\n", encoding="utf-8"
+        "@njit(x=1)\ndef f(a):\n" + "    a += 1\n" * 61 + "def g(self, e):\n    pass\n"
+        "def build(key):\n    @block.device\n    def inner(a):\n        pass\n    return inner\n",
+        encoding="utf-8",
     )
-    assert functions(kernel) == [("f", 61, True), ("g", 1, True)]
+    sizes = [("f", 61, True), ("g", 1, True), ("build", 3, True), ("inner", 1, True)]
+    assert functions(kernel) == sizes
 
 
 def python(code: str) -> str:

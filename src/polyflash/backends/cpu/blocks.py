@@ -230,8 +230,7 @@ class Tile:
                 for v in range(nv):
                     x = acc[r][v]
                     if bounds:
-                        seen = b.icmp_unsigned("<", b.sub(b.add(first, e.ints(r)), lo[v]), width[v])
-                        x = b.select(seen, x, e.floats(float("-inf")))
+                        x = e.apply_mask(x, b.sub(b.add(first, e.ints(r)), lo[v]), width[v])
                     top[v] = e.maximum(x, top[v])
                     e.store(x, p_s, (r * nv + v) * e.bytes)
             return [e.at(p_k, mr * self.key_step), e.at(p_s, mr * self.nr * 4), *top]
@@ -303,7 +302,7 @@ class Tile:
         p_block, p_stats = e.pointer(block), e.pointer(stats)
         power = self.scaled_power(e, scale_bits)
 
-        def rescaled(v: int) -> tuple[Value, Value]:
+        def rescale(v: int) -> tuple[Value, Value]:
             """m_safe and alpha of vector v; m_i and alpha are stored."""
             m_old = e.load(p_stats, v * e.bytes)
             m_new = e.maximum(e.load(p_block, (nv + v) * e.bytes), m_old)
@@ -317,7 +316,7 @@ class Tile:
             return power(b.fsub(e.load(row, at + v * e.bytes), m_safe), self.degree)
 
         def columns(chosen: Sequence[int]) -> None:
-            found = [rescaled(v) for v in chosen]
+            found = [rescale(v) for v in chosen]
             row = self.nr * 4
 
             def body(i: Value, vals: list[Value]) -> list[Value]:

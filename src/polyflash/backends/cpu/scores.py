@@ -192,10 +192,7 @@ class ScoreTile:
         limits = e.pointer(self._word(e, COLUMN.limits))
         lo, width = e.load(limits, 0, e.vi), e.load(limits, self.nr * 4, e.vi)
         key = b.sub(e.splat(b.trunc(b.add(self._word(e, COLUMN.key), done), I32)), lo)
-        return [
-            b.select(b.icmp_unsigned("<", b.add(key, e.ints(r)), width), s, e.floats(MINUS_INF))
-            for r, s in enumerate(x)
-        ]
+        return [e.apply_mask(s, b.add(key, e.ints(r)), width) for r, s in enumerate(x)]
 
     @stage
     def scan_mask(self, e: Emitter, src: Value, stride: Value, rows: Value, keys: Value) -> Value:

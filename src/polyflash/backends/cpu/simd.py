@@ -149,6 +149,11 @@ class Emitter:
         """`a` where it is greater, else `b`: a NaN in `a` never enters a running maximum `b`."""
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
 
+    def apply_mask(self, x: Value, distance: Value, width: Value) -> Value:
+        """-inf where a key is none of its row's: `distance` keys behind their first, of `width`."""
+        seen = self.b.icmp_unsigned("<", distance, width)
+        return self.b.select(seen, x, self.floats(float("-inf")))
+
     def dot_bf16(self, acc: Value, a: Value, b: Value) -> Value:
         """acc + a[2i]*b[2i] + a[2i+1]*b[2i+1] per lane, bfloat16 pairs into float32."""
         pairs = ir.VectorType(BFloatType(), 2 * self.lanes)

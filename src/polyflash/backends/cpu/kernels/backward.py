@@ -255,7 +255,7 @@ def spans(key: BackwardKey, stage: Any, shared: Any) -> Any:
         key_lo, key_hi = shared.key_span(tile)
         for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
             first, last = shared.block_keys(tile, i_n, key_lo, key_hi)
-            if last <= first or shared.start_block(tile, first, last) == 0:
+            if last <= first or shared.begin_block(tile, first, last) == 0:
                 continue
             n, k_rows = item.key, load.load_keys(tile, k, v, first, last)
             begin, end = (first - n) // STEP * STEP, (last - n + STEP - 1) // STEP * STEP

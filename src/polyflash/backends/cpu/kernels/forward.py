@@ -118,7 +118,7 @@ def blocks_of(key: KernelKey, stage: Any, shared: Any) -> Any:
                     shared.row_limits(tile, start, found)
                     if last <= first:
                         continue
-            if shared.start_block(tile, first, last) == 0:
+            if shared.begin_block(tile, first, last) == 0:
                 continue
             loads.load_keys(tile, k, first, last)
             bad = loads.load_values(tile, v, first, last)

@@ -56,7 +56,7 @@ def spans(key: StatisticsKey, stage: Any, shared: Any) -> Any:
         key_lo, key_hi = shared.key_span(tile)
         for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
             first, last = shared.block_keys(tile, i_n, key_lo, key_hi)
-            if last <= first or shared.start_block(tile, first, last) == 0:
+            if last <= first or shared.begin_block(tile, first, last) == 0:
                 continue
             n = item.key
             k_tile = tile.k + (first - n) * K_BYTES

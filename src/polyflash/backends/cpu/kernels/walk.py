@@ -74,7 +74,7 @@ def walks(key: KernelKey, stage: Any) -> Any:
             call_pass(args.score_pass, args, tile, START_ITEM, 0, 0, 0, 0, 0, 0)
 
     @device
-    def start_block(tile, first, last):
+    def begin_block(tile, first, last):
         """Settles the block's keys; returns 0 if the pass over scores lets no row see any."""
         args, item = tile.args, tile.item
         item.first = first
@@ -131,7 +131,7 @@ def walks(key: KernelKey, stage: Any) -> Any:
         return greatest(start, load_i32(pairs + 8 * t)), least(live, load_i32(pairs + 8 * t + 4))
 
     return namespace(
-        row_limits, key_span, block_keys, start_pass, start_block, panel_kind, block_range, change_scores,
+        row_limits, key_span, block_keys, start_pass, begin_block, panel_kind, block_range, change_scores,
         interval_list, interval,
     )  # fmt: skip
 
