@@ -1,4 +1,4 @@
-"""What a backend says of itself to `polyflash doctor`, `env` and `cache`: one protocol for all of them."""
+"""A backend's report to `polyflash doctor`, `env` and `cache`: one protocol for all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Report(Protocol):
         """Sections of `polyflash env` by name, each found when it is printed, so that one may fail alone."""
 
     def advice(self, probed: Mapping[str, Any]) -> Iterable[Advice]:
-        """What is in the way of this backend; `probed` is what torch says of itself in a fresh process."""
+        """Obstacles for this backend; `probed` is torch's own report from a fresh process."""
 
     def kernel_cache(self) -> tuple[Any, bytes] | None:
         """The module of its folder of compiled kernels, as `backends/cpu/store.py`, and the digest of what

@@ -335,8 +335,8 @@ def explain(
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     page_table: Tensor | None = None, **unknown: Never,
 ) -> Plan:  # fmt: skip
-    """Who would run `attention(...)` with these arguments, with which config, and why every other row would
-    not. With `cu_seqlens_q` and `cu_seqlens_k`, who would run `attention_varlen(...)`: q, k, v are then
+    """The kernel that would run `attention(...)` with these arguments, its config, and why every other row
+    would not. With `cu_seqlens_q` and `cu_seqlens_k`, that of `attention_varlen(...)`: q, k, v are then
     (total, heads, head_dim). With `page_table` and `kv_lens`, who would run `attention_paged(...)`: q, k, v
     are then q, k_pages, v_pages.
 

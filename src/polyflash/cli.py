@@ -85,7 +85,7 @@ def _command(chosen: argparse.Namespace) -> int:
 
 
 def _exhausted() -> tuple[type[Exception], ...]:
-    """What torch raises where a GPU's memory is too small."""
+    """The errors torch raises when a GPU's memory is too small."""
     import torch
 
     return (torch.cuda.OutOfMemoryError,)

@@ -115,7 +115,7 @@ def _print_run(out: Console, plan: Plan, found: dict[str, Any]) -> None:
 
 
 def explain(options: argparse.Namespace, out: Console, err: Console) -> int:
-    """Who would run a problem that exists only as sizes, on a device that need not be here."""
+    """The kernel that would run a problem given by its sizes alone, on a device that need not be here."""
     if options.device and options.target:
         got = f"{options.device} and --target {options.target}"
         raise UsageError(f"--device: got {got}, wanted one of them: --device is here, --target need not be")

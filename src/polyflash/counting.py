@@ -105,7 +105,7 @@ _leave_when_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined
 
 
 def counters(*, reset: bool = False) -> dict[str, Any]:
-    """What this process ran since it began, or since the last `counters(reset=True)`, in every thread.
+    """The calls this process ran since it began, or since the last `counters(reset=True)`, in every thread.
 
     A call is one launch of a row: `attention_groups` may make several, an empty call makes none, and a replay
     of a CUDA graph is not seen. Costs a call a fraction of a microsecond, and cannot be turned off.
@@ -176,7 +176,7 @@ class watch:
             print(self, file=sys.stderr)
 
     def counters(self) -> dict[str, Any]:
-        """What ran within, arranged as by `polyflash.counters()`. "compiled" is of every thread."""
+        """The calls that ran within, arranged as by `polyflash.counters()`. "compiled" is of every thread."""
         compiled = self._compiled_since() if self._compiled is None else self._compiled
         return _arranged({tally: cell[0] for tally, cell in list(self._counts.items())}, compiled)
 

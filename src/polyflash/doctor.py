@@ -177,7 +177,7 @@ def cases() -> tuple[Workload, ...]:
 
 
 def _fault(backend: str, workload: Workload, place: str) -> str:
-    """What is wrong with the result of a case; empty if nothing is."""
+    """The fault in the result of a case; empty if there is none."""
     import polyflash
     from polyflash.compare import largest
     from polyflash.reference import attention_reference
@@ -226,7 +226,7 @@ def _off(name: str, got: Tensor, want: Tensor, dtype: str) -> str:
 
 
 def surroundings(probed: dict[str, Any]) -> list[Advice]:
-    """What is missing or in the way on this machine; `probed` is what `reports.probe_torch` found."""
+    """Obstacles on this machine; `probed` is what `reports.probe_torch` found."""
     advice = [*_packages(probed), *_isa()]
     try:
         advice += _tuned()

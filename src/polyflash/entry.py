@@ -23,7 +23,7 @@ from polyflash.target import Target
 
 
 class Form(Enum):
-    """What the dimensions of a caller's q, k, v are."""
+    """The meaning of the dimensions of a caller's q, k and v."""
 
     BHSD = "(batch, heads, seqlen, head_dim)"
     BSHD = "(batch, seqlen, heads, head_dim)"

@@ -46,7 +46,7 @@ def fuses(rows: Sequence[int], kv_lens: Sequence[int], *, num_q_heads: int, num_
 
 @dataclass(frozen=True)
 class GroupsPlan:
-    """What `explain_groups()` returns: whether the groups are fused, why, and the plan of every call: of one
+    """The result of `explain_groups()`: whether the groups are fused, why, and the plan of every call: of one
     if they are, else of one per group."""
 
     fused: bool
@@ -59,7 +59,7 @@ class GroupsPlan:
 
 
 class _Groups(NamedTuple):
-    """What a call asks for, checked. Layout is (batch, heads, seqlen, head_dim)."""
+    """A checked call. Layout is (batch, heads, seqlen, head_dim)."""
 
     q: list[Tensor]
     k: Tensor
@@ -240,7 +240,7 @@ def _checked(
 
 
 def _kind(q: Tensor) -> tuple[Any, ...]:
-    """What groups must have in common."""
+    """The properties groups must have in common."""
     return q.shape[0], q.shape[1], q.shape[3], q.dtype, q.device
 
 

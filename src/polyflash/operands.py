@@ -113,7 +113,7 @@ DIFFERENTIABLE = tuple(operand.name for operand in OPERANDS if operand.different
 
 
 def differentiable(q: Any, k: Any, v: Any, args: Arguments) -> tuple[Any, ...]:
-    """What the op has gradients for, in the order of its backward op's results."""
+    """The operands with gradients, in the order of its backward op's results."""
     return (q, k, v, *(getattr(args, name) for name in DIFFERENTIABLE))
 
 

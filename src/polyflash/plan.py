@@ -1,4 +1,6 @@
-"""Who runs a spec, with which config, and why. Pure: the table and the target are arguments.
+"""Kernel selection: which kernel runs a spec, with which config, and why.
+
+Pure: the table and the target are arguments.
 
 `select()` makes no strings and sits on the path of a call; `explain()` reruns it with one verdict per row."""
 
@@ -41,7 +43,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `explain()` returns: the chosen row, its config and where that came from, a verdict per row."""
+    """The result of `explain()`: the chosen row, its config and where that came from, a verdict per row."""
 
     spec: AttentionSpec
     target: Target

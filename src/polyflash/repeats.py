@@ -41,7 +41,7 @@ _known: dict[Key, Repeat | None] = {}
 
 
 def of_keys(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
-    """What tells calls of `attention` apart whose other arguments are defaults but for `options`, or None if
+    """A key for calls of `attention` whose other arguments are defaults but for `options`, or None if
     they are not to be known. Tensors are (batch, heads, seqlen, head_dim)."""
     kinds = quiet(q, k, v)
     if kinds is None:
@@ -66,8 +66,8 @@ def of_keys(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
 
 
 def of_pages(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, options: Key) -> Key | None:
-    """As `of_keys`, of one token per request over pages: q (batch, heads, head_dim), pools (num_pages,
-    page_size, heads, head_dim)."""
+    """A key like `of_keys`, for one token per request over pages: q (batch, heads, head_dim), pools
+    (num_pages, page_size, heads, head_dim)."""
     kinds = quiet(q, k, v, table, lens)
     if kinds is None or q.ndim != 3 or k.ndim != 4 or table.ndim != 2:
         return None
@@ -84,7 +84,7 @@ def of_pages(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, options: Ke
 
 
 def _keys_class(seqlen_k: int) -> bool:
-    """What a route of few rows depends on besides: see `torch_ops._route`."""
+    """The remaining class of a route of few rows: see `torch_ops._route`."""
     return seqlen_k >= MANY_KEYS
 
 

@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
 
 
 def show_env(options: argparse.Namespace, *_: object) -> int:
-    """What a report of a problem should contain: versions, CPU, limits, cache, variables and rows."""
+    """Facts for a bug report: versions, CPU, limits, cache, variables and rows."""
     found = facts()
     print(json.dumps(found, indent=1) if options.json else text_of(found))
     return 0
@@ -123,7 +123,7 @@ def version_of(package: str) -> str:
 
 
 def probe_torch() -> dict[str, Any]:
-    """What a fresh process says of torch: version and threads, or the error its import ends with."""
+    """A fresh process's report on torch: version and threads, or the error its import ends with."""
     try:
         command = [sys.executable, "-c", _PROBE]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
@@ -222,7 +222,7 @@ def _table() -> tuple[Capability, ...]:
 
 
 def _safely(find: Callable[[], Any]) -> Any:
-    """What `find` finds; its error as data, since a report must not end where the trouble is."""
+    """The result of `find`, or its error as data: a report must not end where the trouble is."""
     try:
         return find()
     except Exception as error:

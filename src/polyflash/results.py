@@ -1,4 +1,4 @@
-"""Where the results of the op go: fresh tensors in q's stride order, and the answers to zero sizes."""
+"""Tensors for the results of the op: fresh ones in q's stride order, and the answers to zero sizes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def without_pages(k: Tensor, args: Arguments) -> bool:
 
 
 def owned(args: Arguments, rows: int, device: torch.device) -> Tensor:
-    """Which rows belong to a request: all but those beyond the last packed member."""
+    """A mask of the rows that belong to a request: all but those beyond the last packed member."""
     if args.cu_seqlens_q is None:
         return torch.ones(rows, dtype=torch.bool, device=device)
     return torch.arange(rows, device=device) < args.cu_seqlens_q[-1]

@@ -1,4 +1,4 @@
-"""What the route of a call depends on: the backend asked for, and classes of its sizes and operands, never a
+"""The key of a call's route: the backend asked for, and classes of its sizes and operands, never a
 length. And the spec that is planned when a route is made."""
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def without_gradients(spec: AttentionSpec) -> AttentionSpec:
 
 
 def class_of(x: Any) -> Any:
-    """What of an argument a route may depend on: presence and dtype of tensors, zero or not of floats, never
+    """The class of an argument for a route: presence and dtype of tensors, zero or not of floats, never
     a length."""
     if x is None or x is True or x is False:
         return x
@@ -103,7 +103,7 @@ def class_of(x: Any) -> Any:
 
 
 def longest_class(args: Arguments) -> tuple[int | None, bool | None]:
-    """Of packed members, what `length_class` and MANY_KEYS are of a batch."""
+    """The length classes of packed members, as `length_class` and MANY_KEYS give them for a batch."""
     longest_q, longest_k = args.max_seqlen_q, args.max_seqlen_k
     rows = None if longest_q is None else length_class(longest_q)
     return rows, None if longest_k is None else longest_k >= MANY_KEYS

@@ -1,4 +1,4 @@
-"""What is asked: the operands of one attention call, and the frozen spec that planning reads.
+"""The question: the operands of one attention call, and the frozen spec that planning reads.
 
 `Arguments` carries tensors and travels to the kernel; `AttentionSpec` carries none and travels to the
 planner."""
@@ -29,7 +29,7 @@ class Phase(str, Enum):
 
 
 class Feature(str, Enum):
-    """What a call may need beyond dense self-attention. A capability row lists those its kernel has."""
+    """A need of a call beyond dense self-attention. A capability row lists those its kernel has."""
 
     CAUSAL = "causal"
     WINDOW = "window"

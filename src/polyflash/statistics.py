@@ -1,4 +1,4 @@
-"""What the weights of an attention call were like, without storing them: sums per key, entropy and largest
+"""Statistics of the weights of an attention call, without storing them: sums per key, entropy and largest
 score per row. One extra pass over q and k each."""
 
 from __future__ import annotations

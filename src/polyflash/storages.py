@@ -1,4 +1,4 @@
-"""What of a storage a tensor reaches: strides of any size, storages made smaller later."""
+"""The part of a storage that a tensor reaches, for strides of any size and storages made smaller later."""
 
 from __future__ import annotations
 

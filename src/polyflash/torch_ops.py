@@ -62,7 +62,7 @@ _FORWARD, _DECODE = Phase.FORWARD, Phase.DECODE
 
 
 class InGraph:
-    """What `use_backend` says within a graph that is being traced, where no context variable can be set."""
+    """The choice of `use_backend` within a graph that is being traced, which sets no context variable."""
 
     def __init__(self) -> None:
         self.backend: str | None = None  # of the instance: Dynamo guards one of the class anew
@@ -312,7 +312,7 @@ def _run(
 
 
 def launched(launch: Launch, *operands: Any) -> Any:
-    """What the row's `run` returns, with autocast off and the GPU of the first operand the current one."""
+    """The result of the row's `run`, with autocast off and the GPU of the first operand the current one."""
     device = launch.spec.device
     if device == "cuda" and operands[0].device.index != torch.cuda.current_device():
         with torch.cuda.device(operands[0].device):

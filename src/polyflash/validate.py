@@ -1,4 +1,4 @@
-"""What is wrong with a call, in words that teach. Runs before any launch, on real and on fake tensors alike.
+"""Checks of a call, with messages that teach. Runs before any launch, on real and on fake tensors alike.
 
 `shapes_agree()` is the one test a correct plain call pays for; everything else here words a refusal or checks
 an operand that is present."""
@@ -390,8 +390,8 @@ def overlaps(x: Tensor) -> bool:
 
 
 def check_results(q: Tensor, v: Tensor, results: dict[str, Tensor | None]) -> None:
-    """What a backward pass is given of its forward pass, by name: dout and out like the output, dlse and lse
-    like the lse. None is absent."""
+    """Checks a backward pass's operands from its forward pass, by name: dout and out like the output, dlse
+    and lse like the lse. None is absent."""
     rows = tuple(q.shape[:3])
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     for name, x in results.items():

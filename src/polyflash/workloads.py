@@ -74,7 +74,7 @@ class Workload:
 
     @property
     def columns(self) -> int:
-        """Of the page table: one more than the longest request needs."""
+        """Columns of the page table: one more than the longest request needs."""
         return -(-self.seqlen_k // self.page_size) + 1
 
     @property
@@ -83,7 +83,7 @@ class Workload:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What a capability row must have to run this, `Feature.LSE` left out."""
+        """The features a capability row must have to run this, `Feature.LSE` left out."""
         named = {f: getattr(self, _FIELDS.get(f, f.name.lower()), None) for f in Feature}
         wanted = {feature for feature, value in named.items() if value and value != (None, None)}
         told = {

@@ -18,5 +18,5 @@ if TYPE_CHECKING:
 
 
 def report_of(backend: str) -> Report:
-    """What a backend says of itself: its module `report`, imported when somebody asks."""
+    """A backend's report on itself: its module `report`, imported when somebody asks."""
     return cast("Report", import_module(f"{__name__}.{backend}.report"))

@@ -86,7 +86,7 @@ def _any(rows: Sequence[dict[str, Any]], mark: str) -> bool:
 
 
 def calibrated(device: str, kinds: Sequence[str]) -> tuple[dict[str, Any], Any]:
-    """What the figures depend on, and the calibration of a device for these kinds of arithmetic."""
+    """The conditions of a measurement, and a device's calibration for these kinds of arithmetic."""
     here = target.detect(torch.device(device).type, torch.device(device).index or 0)
     if device != "cpu":
         gpu = GpuCalibration(device)
@@ -99,7 +99,7 @@ def calibrated(device: str, kinds: Sequence[str]) -> tuple[dict[str, Any], Any]:
 
 
 def machine(here: Target, peaks: Sequence[Peak]) -> dict[str, Any]:
-    """What the figures depend on: CPU, instruction set, versions, threads, peaks. No names, no paths."""
+    """The conditions of a measurement: CPU, instruction set, versions, threads, peaks. No names, no paths."""
     return {
         "cpu": cpu_name(),
         **{"target": here.name, "features": sorted(here.features), "cores": here.cores},
@@ -121,7 +121,7 @@ def cpu_name() -> str:
 
 
 def huge_pages() -> str:
-    """Who gets transparent huge pages here: always, madvise, never; empty if the system does not say."""
+    """The setting of transparent huge pages: always, madvise, never; empty if the system does not say."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
     except OSError:

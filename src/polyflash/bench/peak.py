@@ -1,4 +1,4 @@
-"""What this CPU can do: register-only multiply-add loops, per thread and on all threads at once.
+"""The peak rate of this CPU: register-only multiply-add loops, per thread and on all threads at once.
 
 The loops read no memory, so their rate is the ceiling of any kernel of that arithmetic. They are emitted as
 LLVM text and compiled by llvmlite in milliseconds. A burst lasts about 0.1 ms, less than a scheduler's

@@ -91,7 +91,7 @@ class GpuSpeed:
 
 
 class GpuCalibration:
-    """What `peak.Calibration` is to a CPU: the rate of a large product, and the present speed."""
+    """The counterpart of `peak.Calibration` on a GPU: the rate of a large product, and the present speed."""
 
     def __init__(self, device: str) -> None:
         self.device, self.ceilings, self.speed = device, ceilings(device), GpuSpeed(device)
@@ -103,7 +103,7 @@ class GpuCalibration:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What a figure of this GPU must be quoted with."""
+        """Facts to quote beside every figure of this GPU."""
         from polyflash.tuning.store import gpu_driver
 
         cuda = torch.version.cuda or torch.version.hip

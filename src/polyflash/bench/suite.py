@@ -103,7 +103,7 @@ def selected(listed: Sequence[Any], *, names: str = "", words: str = "") -> tupl
 
 
 def band(rows: int, keys: int, causal: bool, window: tuple[int | None, int | None] | None) -> Tensor:
-    """Which keys the rows of a causal or windowed self-attention see, as a bool tensor."""
+    """The keys that rows of a causal or windowed self-attention see, as a bool tensor."""
     left, right = window or (None, None)
     right = 0 if causal else right
     distance = torch.arange(keys) - torch.arange(rows)[:, None]

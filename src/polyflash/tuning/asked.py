@@ -55,7 +55,7 @@ def target_of(device: str) -> Target:
 
 
 def switches(chosen: Sequence[Workload], options: argparse.Namespace, device: str) -> set[str]:
-    """What the kernels of these problems can switch: "base2", and "base2=off"."""
+    """The switches of these problems' kernels: "base2", and "base2=off"."""
     here = target_of(device)
     found: set[str] = set()
     phases = [Phase(name) for name in options.phase]

@@ -31,7 +31,7 @@ class ContendedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of one candidate: `ratio` is its time over the incumbent's, nan if it was not timed."""
+    """The outcome of one candidate: `ratio` is its time over the incumbent's, nan if it was not timed."""
 
     name: str
     number: int

@@ -54,7 +54,7 @@ class Book:
 
 
 def folder() -> str:
-    """Where tuned files lie, whether or not it exists."""
+    """The folder of tuned files, whether or not it exists."""
     chosen = env.CACHE_DIR.read()
     return os.path.join(chosen or os.path.join(env.user_cache_home(), "polyflash"), "tuned")
 
@@ -67,7 +67,7 @@ def file_of(target: Target) -> str:
 
 
 def identity(target: Target) -> dict[str, str]:
-    """What a tuned config holds for: the device, its driver, and the versions that make its code."""
+    """The identity a tuned config holds for: the device, its driver, and the versions that make its code."""
     versions = {name: version for name, version in target.packages if name in ("numba", "triton")}
     wanted = ("numba",) if target.kind == "cpu" else ("triton",)
     device, driver = _device(target.kind, target.name)
@@ -106,7 +106,7 @@ def _version(package: str) -> str:
 
 
 def key_of(row: Capability, spec: AttentionSpec) -> str:
-    """What an entry is for, as text; "" for calls that take no tuned config. Those whose bits no length may
+    """The key of an entry, as text; "" for calls that take no tuned config. Those whose bits no length may
     change are such: another length is another entry."""
     if Feature.BATCH_INVARIANT in spec.features:
         return ""

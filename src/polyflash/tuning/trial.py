@@ -57,7 +57,7 @@ class Trial:
 
     @property
     def untuned(self) -> Any:
-        """What the row chooses by itself."""
+        """The row's own choice."""
         return self.launch.row.choose(self.spec, self.device)
 
     def candidates(self) -> tuple[Any, ...]:
@@ -91,7 +91,7 @@ def switches_of(launch: Launch) -> dict[str, Any]:
 
 
 def _beside(launch: Launch, name: str) -> tuple[Any, ...]:
-    """What a function beside `choose` says, of configs of the same class; () without one."""
+    """The answer of a function beside `choose` for configs of the same class; () without one."""
     listed = getattr(import_module(launch.row.choose.__module__), name, None)
     kind = type(launch.row.choose(launch.spec, launch.target))
     return tuple(c for c in listed(launch.spec, launch.target) if type(c) is kind) if listed else ()
@@ -153,7 +153,7 @@ def _run(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments, saved
 
 
 def difference_of(default: Any, config: Any) -> str:
-    """What of `config` is not as in `default`: "block_n=128", "base2=off", several with commas."""
+    """The fields of `config` that differ from `default`: "block_n=128", "base2=off", several with commas."""
     changed = [f.name for f in fields(default) if getattr(config, f.name) != getattr(default, f.name)]
     return ", ".join(f"{name}={_said(getattr(config, name))}" for name in changed)
 

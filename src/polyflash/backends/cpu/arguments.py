@@ -48,7 +48,7 @@ _ONE = (
 
 
 def passes(args: Arguments, scale: float) -> int:
-    """What the pass over scores has to do for a call; 0: there is none."""
+    """The work of the pass over scores for a call, as bits; 0: there is none."""
     does = DOES_MASK if args.mask is not None else 0
     if args.bias is not None:
         does |= DOES_BIAS
@@ -140,7 +140,7 @@ def scale_bits(scale: float) -> tuple[int, int, int]:
 
 
 def float_bits(x: float) -> int:
-    """Of the nearest finite float32 to `x` >= 0."""
+    """The bits of the nearest finite float32 to `x` >= 0."""
     (bits,) = struct.unpack("<I", struct.pack("<f", min(x, FLT_MAX)))
     return bits
 
@@ -205,7 +205,7 @@ def sinks_address(sinks: Tensor | None, kept: list[Tensor]) -> int:
 
 
 def _as_float32(x: Tensor) -> Tensor:
-    """What is finite stays finite."""
+    """Converts so that finite values stay finite."""
     if x.dtype is torch.float64:
         x = torch.where(x.isfinite(), x.clamp(-FLT_MAX, FLT_MAX), x)
     return x.to(torch.float32)

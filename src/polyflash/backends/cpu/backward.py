@@ -51,7 +51,7 @@ class _Cut(NamedTuple):
 
 
 class _Prepared:
-    """What a route keeps between calls; entries are only added, or dropped all at once, so Python threads
+    """A route's memory between calls; entries are only added, or dropped all at once, so Python threads
     may share it."""
 
     __slots__ = ("cuts", "launch", "stages")

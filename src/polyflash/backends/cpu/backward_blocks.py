@@ -247,12 +247,12 @@ class BackwardTile(Tile):
 
     @stage
     def weights_changed(self, e: Emitter, s, dp, stats, scale_bits, keys, limits, key) -> None:
-        """As float32 in place, for what still changes them."""
+        """Converts weights to float32 in place, for what still changes them."""
         self._gradient(e, s, dp, stats, scale_bits, keys, bounds=(limits, key), changed=True)
 
     @stage
     def narrow(self, e: Emitter, s, dp, p, ds, pairs, keys) -> None:
-        """What `weights_changed` left, as the products read it."""
+        """Converts what `weights_changed` left to the form the products read."""
         if not self.dot:
             return
         row = self.nr * 4

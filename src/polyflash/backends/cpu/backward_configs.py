@@ -32,7 +32,7 @@ ENOUGH_ITEMS = 4  # per thread: with fewer, the keys of a head are shared out
 
 
 class BackwardKey(KernelKey):
-    """What one compiled backward kernel is made for; fields as the forward's."""
+    """The key of one compiled backward kernel; fields as the forward's."""
 
     __slots__ = ()
     kind = "backward"
@@ -40,7 +40,7 @@ class BackwardKey(KernelKey):
 
 
 class BiasGradientKey(configs.StageKey):
-    """What adds a tile to the gradient of a bias."""
+    """The key of the code that adds a tile to the gradient of a bias."""
 
     __slots__ = ()
     kind = "bias_gradient"
@@ -149,7 +149,7 @@ class BackwardConfig:
         configs.check_compute(self.compute, self.isa)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """What a plan says about this choice beside its numbers."""
+        """Notes of a plan about this choice, beside its numbers."""
         key = key_for(self, spec, configs.panel_vectors(self.isa, spec.seqlen_q))
         return (
             f"kernel {key.name}: five products per tile, {key.panel_rows} query rows per panel",

@@ -1,4 +1,4 @@
-"""What the CPU backward engine sums outside its kernel: the gradients of a bias and of sinks."""
+"""Sums that the CPU backward engine makes outside its kernel: the gradients of a bias and of sinks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWN_SUMS_BYTES = 64 << 20  # up to here every head and batch entry has a bias gr
 
 
 class BiasSums(NamedTuple):
-    """Where the gradient of a bias is summed: float32 `sums` with byte strides over batch, head, row, key and
+    """The sums of a bias's gradient: float32 `sums` with byte strides over batch, head, row, key and
     chunk; whether entries that share a sum, of the batch or of kv heads, must run one after another."""
 
     sums: Tensor

@@ -53,7 +53,7 @@ ISAS = {
 
 
 class Panels:
-    """What a key of compiled code says of its panels. `kind` begins its name, `builder` is the module whose
+    """The panels of a key of compiled code. `kind` begins its name, `builder` is the module whose
     `build(key)` compiles it."""
 
     __slots__ = ()
@@ -91,7 +91,7 @@ class Panels:
 
 @dataclass(frozen=True, slots=True)
 class KernelKey(Panels):
-    """What one compiled forward kernel is made for.
+    """The key of one compiled forward kernel.
 
     isa: instruction set. compute: "f32" (fused multiply-add) or "bf16dot" (pairs of bfloat16 into fp32).
     storage: dtype of q, k, v and out. nv: vectors of query lanes per panel. bucket: row stride of the scratch
@@ -166,7 +166,7 @@ class ScoreKey(StageKey):
 
 
 class DropoutKey(StageKey):
-    """What drops weights of one panel's tile."""
+    """The key of the code that drops weights of one panel's tile."""
 
     __slots__ = ()
     kind = "dropout"
@@ -199,7 +199,7 @@ class Scratch(NamedTuple):
 
 
 def placed(sizes: Iterable[int]) -> Iterator[int]:
-    """Where tiles of these sizes lie, each at a cache line, and their total size in whole pages of memory."""
+    """Places of tiles of these sizes, each at a cache line, and their total size in whole pages of memory."""
     at = 0
     for size in sizes:
         yield at
@@ -262,7 +262,7 @@ class Config:
         check_compute(self.compute, self.isa)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """What a plan says about this choice beside its numbers."""
+        """Notes of a plan about this choice, beside its numbers."""
         nv = panel_vectors(self.isa, spec.seqlen_q)
         key = key_for(self, spec.dtype, max(spec.head_dim, spec.head_dim_v), nv)
         notes = [
@@ -390,8 +390,8 @@ def partition(
     *,
     own_lists: bool = False,
 ) -> Partition:
-    """As many panels per item as allowed, fewer when the threads would run short of items; one head if each
-    has interval lists of its own."""
+    """Splits into items of as many panels as allowed, fewer when the threads would run short of items; one
+    head if each has interval lists of its own."""
     chunks = group if own_lists else -(-group // panels)
     heads = -(-group // chunks)
     chunks = -(-group // heads)

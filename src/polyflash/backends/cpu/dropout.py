@@ -74,7 +74,7 @@ class _Words:
         return self.e.splat(self.e.b.trunc(x, I32) if self.packed else x, self.kind.count)
 
     def lanes(self, x: list[Value]) -> Value:
-        """As one vector of int32, lane by lane."""
+        """One vector of int32, lane by lane."""
         if self.packed:
             return x[0]
         n = self.e.lanes

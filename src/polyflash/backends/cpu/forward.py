@@ -44,7 +44,7 @@ class _Cut(NamedTuple):
 
 
 class _Prepared:
-    """What a route keeps between calls: cuts by batch, lengths and threads. Entries are only added, or
+    """A route's memory between calls: cuts by batch, lengths and threads. Entries are only added, or
     dropped all at once, so Python threads may share it."""
 
     __slots__ = ("cuts", "decode", "launch", "stages")
@@ -99,7 +99,7 @@ class _Prepared:
         return found
 
     def decoder(self) -> decode.Prepared:
-        """What runs members of few rows."""
+        """The kernel that runs members of few rows."""
         if self.decode is None:
             spec, target, config = self.launch.spec, self.launch.target, self.launch.config
             chosen = replace(decode_configs.choose(spec, target), compute=config.compute, isa=config.isa)
@@ -158,7 +158,7 @@ def run(
 
 
 def job_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments) -> Job:
-    """What `run` hands to the pool for a call without operands, which has been made before."""
+    """The job that `run` hands to the pool for a call without operands, which has been made before."""
     prepared: _Prepared = launch.prepared
     batch, _, seqlen_q, head_dim = q.shape
     work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], args)
@@ -168,7 +168,7 @@ def job_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
 
 
 def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
-    """What runs calls of these sizes, of which one has been made; None if there is nothing to run."""
+    """A runner for calls of these sizes, of which one has been made; None if there is nothing to run."""
     from polyflash.backends.cpu import forward_repeat
 
     return forward_repeat.Repeat(launch, args) if q.numel() and v.numel() and _is_bare(args) else None
@@ -180,7 +180,7 @@ def _is_bare(args: Arguments) -> bool:
 
 
 class Job(NamedTuple):
-    """What the pool runs: a kernel on the argument block `words`, and how it is shared out."""
+    """Work for the pool: a kernel on the argument block `words`, and how it is shared out."""
 
     kernel: int
     words: array[int]

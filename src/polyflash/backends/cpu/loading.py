@@ -23,7 +23,7 @@ def loaders(key: KernelKey, stage: Any) -> Any:
 
     @device
     def gathered(scratch_row, src, stride, count):
-        """Where the row at `src` can be read with unit stride."""
+        """Address at which the row at `src` can be read with unit stride."""
         if stride == SIZE:
             return src
         stage.gather_row(src, stride, count, scratch_row)
@@ -42,14 +42,14 @@ def loaders(key: KernelKey, stage: Any) -> Any:
 
     @device
     def table_entry(args, table, i_b, default):
-        """Of a table whose stride follows its address."""
+        """An entry of a table whose stride follows its address."""
         return (
             load_i32(word(args, table) + i_b * word(args, table + 1)) if word(args, table) != 0 else default
         )
 
     @device
     def stand(tile, i_b):
-        """Where batch entry, or packed member, `i_b` stands: index into the tensors, first row and key there,
+        """Place of batch entry, or packed member, `i_b`: index into the tensors, first row and key there,
         number of rows, first and end live key. The item's words for the pass are written."""
         args = tile.args
         i_t, first_q, first_k = i_b, 0, 0
@@ -80,7 +80,7 @@ def loaders(key: KernelKey, stage: Any) -> Any:
 
     @device
     def key_rows(args, i_t, i_hkv, first_k):
-        """Where K and V of key 0 of a kv head lie; of pages, in page 0."""
+        """Addresses of K and V of key 0 of a kv head; of pages, in page 0."""
         k = args.k + i_hkv * args.k_head
         v = args.v + i_hkv * args.v_head
         if args.page_table == 0:

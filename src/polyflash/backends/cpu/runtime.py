@@ -30,7 +30,7 @@ _C_LIBRARY = frozenset(
 
 
 class Key(Protocol):
-    """What `load` takes: hashable, with a name that tells all generated code apart.
+    """A key for `load`: hashable, with a name that tells all generated code apart.
 
     `builder` is the module whose `build(key)` returns the numba cfunc. Functions the cfunc calls need
     `forceinline=True`, or the object keeps numba's way to raise.

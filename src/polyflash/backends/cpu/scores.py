@@ -238,7 +238,7 @@ class ScoreTile:
         when(3, lambda: self._from_f64(e, b.load(p, typ=ir.DoubleType(), align=8)))
 
     def _from_f64(self, e: Emitter, x: Value) -> Value:
-        """What is finite stays finite."""
+        """Converts so that finite values stay finite."""
         b, kind = e.b, ir.DoubleType()
         for sign, beyond in ((1.0, ">"), (-1.0, "<")):
             limit = ir.Constant(kind, sign * FLT_MAX)
@@ -411,7 +411,8 @@ def changes(key: ScoreKey, stage: Any) -> Any:
 
     @device
     def mark_seen(tile, head, i_p, key):
-        """Which rows of a panel see `key` as far as mask, segments and bias go; rare, so row by row."""
+        """Marks the rows of a panel that see `key` as far as mask, segments and bias go; rare, so row by
+        row."""
         args = tile.args
         item, does = tile.item, args.pass_does
         i_b, row = item.batch, item.row + i_p * NR

@@ -403,7 +403,8 @@ def stages(key: Any, tile: Any) -> Any:
 
 
 def namespace(*functions: Any) -> Any:
-    """What kernels call as `namespace.function(...)`: numba looks into modules, and into nothing else."""
+    """Functions that kernels call as `namespace.function(...)`: numba looks into modules, and into nothing
+    else."""
     module = ModuleType("namespace")
     vars(module).update((function.__name__, function) for function in functions)
     return module

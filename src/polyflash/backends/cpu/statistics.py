@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _Prepared:
-    """What a route keeps between calls; entries are only added, so Python threads may share it."""
+    """A route's memory between calls; entries are only added, so Python threads may share it."""
 
     __slots__ = ("kernels", "launch", "stages")
 

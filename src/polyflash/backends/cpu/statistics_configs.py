@@ -23,7 +23,7 @@ MOST_RANGES = 16  # as many copies of the column sums are held at once
 
 
 class StatisticsKey(KernelKey):
-    """What one compiled statistics kernel is made for; fields as the forward's."""
+    """The key of one compiled statistics kernel; fields as the forward's."""
 
     __slots__ = ()
     kind = "statistics"

@@ -72,7 +72,7 @@ def open_folder(*, create: bool = False) -> PrivateFolder:
 
 
 def info() -> Info:
-    """What the cache folder holds now."""
+    """The present contents of the cache folder."""
     try:
         with open_folder() as folder:
             sizes = [status.st_size for _, status in folder.files(SUFFIX)]

@@ -56,7 +56,7 @@ def tiles(key: KernelKey, stage: Any, shared: Any) -> Any:
 
     @device
     def row_at(tile, src, page_stride, row_stride, j):
-        """Where key j of the block lies."""
+        """Address of key j of the block."""
         args = tile.args
         if args.page_table == 0:
             return src + j * row_stride

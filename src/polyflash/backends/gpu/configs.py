@@ -18,7 +18,7 @@ Config = TypeVar("Config")
 
 
 class Option(NamedTuple):
-    """What is said of a field."""
+    """Facts about a field."""
 
     values: tuple[Any, ...]
     wanted: str  # the values in words
@@ -73,7 +73,7 @@ def varied(config: Config, spec: AttentionSpec, target: Target, which: str) -> I
 
 
 def notes(config: Any) -> Iterator[str]:
-    """What a plan says about fields that are not as usual."""
+    """Notes of a plan about fields that are not as usual."""
     for f in fields(config):
         if f.metadata["option"].note and getattr(config, f.name) != f.default:
             yield f.metadata["option"].note

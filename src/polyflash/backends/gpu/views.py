@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class Plane(NamedTuple):
-    """What broadcasts to (batch, query heads, rows, keys)."""
+    """An operand that broadcasts to (batch, query heads, rows, keys)."""
 
     p: Any
     b: Any

@@ -102,7 +102,7 @@ class Form(NamedTuple):
 
 
 class Prepared:
-    """What a route keeps between calls: its kernels, and for each set of flags the constants they have."""
+    """A route's memory between calls: its kernels, and for each set of flags the constants they have."""
 
     __slots__ = ("config", "constants", "cores", "kernels", "least", "product")
 
@@ -147,7 +147,7 @@ class Prepared:
 
 
 class Call(NamedTuple):
-    """What every kernel of one call reads."""
+    """Operands that every kernel of one call reads."""
 
     prepared: Prepared
     t: tuple[Any, ...]  # what all have of `Tensors`

@@ -114,7 +114,7 @@ class ForwardConfig:
             _check_splits(self)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """What a plan says about this choice beside its numbers."""
+        """Notes of a plan about this choice, beside its numbers."""
         packed = f"{spec.group} query heads of a kv head share a tile" if self.pack_gqa else ""
         heavy = sorted(f.value for f in spec.features & HEAVY)
         return _told(self, spec, packed, f"smaller tiles for {', '.join(heavy)}" if heavy else "")
@@ -143,7 +143,7 @@ class DecodeConfig:
         _check_splits(self)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """What a plan says about this choice beside its numbers."""
+        """Notes of a plan about this choice, beside its numbers."""
         rows = spec.group * spec.seqlen_q if self.pack_gqa else spec.seqlen_q
         sizes = f"splits of {self.split_keys} keys wherever they lie, merged in order"
         if not (self.fixed_splits or Feature.BATCH_INVARIANT in spec.features):
@@ -173,7 +173,7 @@ class BackwardConfig:
         check(self)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """What a plan says about this choice beside its numbers."""
+        """Notes of a plan about this choice, beside its numbers."""
         how = "dK, dV and dQ in two kernels without atomics: bits repeat"
         if self.fused:
             how = "one pass, dQ by atomic sums: bits differ from run to run"
@@ -194,7 +194,7 @@ class StatisticsConfig:
         check(self)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """What a plan says about this choice beside its numbers."""
+        """Notes of a plan about this choice, beside its numbers."""
         return _told(self, spec)
 
 

@@ -1,4 +1,4 @@
-"""What Triton's kernels have compiled in, and tensors as descriptors."""
+"""Constants compiled into Triton's kernels, and tensors as descriptors."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def describable(x: Tensor) -> bool:
 
 
 def descriptors(x: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]:
-    """Of both channel blocks of (batch, heads, seqlen, channels): boxes of `rows` rows; what lies outside
-    is 0. `describable` has checked what their class would check again in every call."""
+    """Descriptors of both channel blocks of (batch, heads, seqlen, channels): boxes of `rows` rows; what lies
+    outside is 0. `describable` has checked what their class would check again in every call."""
     shape, strides = list(x.shape), list(x.stride())
     return (
         _descriptor(x, shape, strides, [1, 1, rows, first]),

@@ -33,7 +33,7 @@ _ROWS, _KEYS_AND_VALUES = 0b10000, 0b01100  # their bits of `runtime.aligned`
 
 
 class Ready(NamedTuple):
-    """What calls of the same strides and numbers share."""
+    """State shared by calls of the same strides and numbers."""
 
     group: int
     num_heads: int  # that the grid runs over
@@ -60,7 +60,7 @@ class Ready(NamedTuple):
 
 
 class Prepared:
-    """What a route keeps between calls."""
+    """A route's memory between calls."""
 
     __slots__ = ("config", "cores", "kernels", "least", "merges", "options", "product", "ready", "target")
 
@@ -234,7 +234,7 @@ def run(
 
 
 def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
-    """What runs calls of these sizes, of which one has been made; None if there is nothing to run."""
+    """A runner for calls of these sizes, of which one has been made; None if there is nothing to run."""
     from polyflash.backends.triton import replay  # imports what only a GPU needs
 
     bare = q.is_cuda and q.numel() and v.numel() and not args.checked

@@ -256,7 +256,7 @@ def load_rows(i_m, i_head, rows, place, t, n, c):
 
 @triton.jit
 def no_sums(c):
-    """What the online softmax begins with."""
+    """The state with which the online softmax begins."""
     m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
     l_i = tl.zeros([c.BLOCK_M], tl.float32)
     # [BLOCK_M, head_dim_v]

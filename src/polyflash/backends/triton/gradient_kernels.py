@@ -34,7 +34,7 @@ PAD: tl.constexpr = tl.constexpr(256)  # rows that a block may reach beyond the 
 
 
 class Own(NamedTuple):
-    """What a tile of rows holds while keys go by."""
+    """State of a tile of rows while keys go by."""
 
     q: Any  # pairs of channel blocks
     dout: Any
@@ -44,7 +44,7 @@ class Own(NamedTuple):
 
 @triton.jit
 def packed_base(x, i_b, i_hkv, first_q, group):
-    """Where the packed rows of a request begin in what `center` wrote: as they are one behind the other, a
+    """Offset at which the packed rows of a request begin in what `center` wrote: concatenated, so that a
     block of them needs one address and not one per row."""
     return tl.cast(i_b, tl.int64) * x.b + tl.cast(i_hkv, tl.int64) * x.h + tl.cast(first_q, tl.int64) * group
 

@@ -42,7 +42,7 @@ def _take_scalars_as_bounds() -> None:
 
 
 def _take_constants_in_tuples() -> None:
-    """What is compiled in stands in a tuple beside others, where Triton leaves it wrapped."""
+    """Unwraps constants that stand in a tuple beside others, where Triton leaves them wrapped."""
     from triton.language import constexpr
     from triton.runtime import interpreter
 

@@ -1,4 +1,4 @@
-"""Where a tile stands: its request, its rows and keys, which of them meet, and how to load and store them.
+"""Places of tiles: their request, its rows and keys, which of them meet, and how to load and store them.
 
 A tile is BLOCK_M packed rows against BLOCK_N keys. With PACK the query heads of one key/value head are rows
 of one tile, the head the faster: packed row r is row r // group of head r % group.
@@ -69,8 +69,8 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def find_member(i_t, cu_seqlens_q, members, seqlen_q, group, BLOCK_M: tl.constexpr):
-    """Which packed member tile i_t belongs to, and which of its tiles it is. Member b has room for its tiles
-    from cu[b]·group // BLOCK_M + b on; what lies behind the last member counts as one more."""
+    """Finds the packed member tile i_t belongs to, and which of its tiles it is. Member b has room for its
+    tiles from cu[b]·group // BLOCK_M + b on; what lies behind the last member counts as one more."""
     lo, hi = 0, members
     while lo < hi:
         middle = (lo + hi + 1) // 2

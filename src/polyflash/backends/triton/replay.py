@@ -178,7 +178,7 @@ def _flat(
 
 
 def _source(name: str, x: Tensor, sources: dict[int, int], tensors: Sequence[Any]) -> int:
-    """Which tensor of the call `x` is: one that it allocated for itself, or the operand of that name."""
+    """The tensor of the call that `x` is: one that it allocated for itself, or the operand of that name."""
     source = sources.get(id(x))
     if source is not None:
         return source

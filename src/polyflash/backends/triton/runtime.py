@@ -47,7 +47,7 @@ class Started(NamedTuple):
 
 
 class Log:
-    """What a call launched and allocated for itself, while it is recorded."""
+    """Launches and allocations of a call while it is recorded."""
 
     __slots__ = ("complete", "scratch", "started")
 
@@ -207,7 +207,7 @@ def hooked() -> bool:
 
 
 def aligned(*tensors: Tensor | None) -> int:
-    """Which of the tensors start at a multiple of 16 bytes, as bits."""
+    """Bits that tell which tensors start at a multiple of 16 bytes."""
     bits = 0
     for x in tensors:
         bits = 2 * bits + (x is not None and x.data_ptr() % _ALIGNED == 0)
@@ -215,12 +215,12 @@ def aligned(*tensors: Tensor | None) -> int:
 
 
 def kind(n: int) -> tuple[bool, bool, bool]:
-    """What of an int Triton compiles for: 1, a multiple of 16, more than 32 bits."""
+    """Properties of an int that Triton compiles for: 1, a multiple of 16, more than 32 bits."""
     return n == 1, n % _ALIGNED == 0, not -(2**31) <= n < 2**31
 
 
 def signature(x: Any) -> Any:
-    """What Triton compiles operands for: presence, kinds of strides, dtype and alignment of tensors."""
+    """Properties of operands that Triton compiles for: presence, kinds of strides, dtype and alignment."""
     if x is None:
         return x
     if isinstance(x, int):

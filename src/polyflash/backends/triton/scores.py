@@ -33,7 +33,7 @@ class Sums(NamedTuple):
 
 @triton.jit
 def pair_pointers(x, place, rows, o_n):
-    """Where a plane has its elements for each row and key."""
+    """Pointers to a plane's elements for each row and key."""
     p = x.p + tl.cast(place.i_b, tl.int64) * x.b + rows.o_h.to(tl.int64)[:, None] * x.h
     p += rows.o_i.to(tl.int64)[:, None] * x.q + o_n.to(tl.int64)[None, :] * x.k
     return p
@@ -41,7 +41,7 @@ def pair_pointers(x, place, rows, o_n):
 
 @triton.jit
 def list_pointers(x, place, rows):
-    """Where the interval list of each row begins."""
+    """Pointers to the beginning of each row's interval list."""
     p = x.p + tl.cast(place.i_b, tl.int64) * x.b + rows.o_h.to(tl.int64) * x.h
     p += (rows.o_i // x.rows).to(tl.int64) * x.r
     return p
@@ -83,7 +83,7 @@ def tanh(b_x):
 
 @triton.jit
 def visible_pairs(x, place, rows, keys, BELOW: tl.constexpr):
-    """Which row of a tile sees which key, bool [BLOCK_M, BLOCK_N]. Unless BELOW all rows begin at key 0."""
+    """Rows of a tile and keys they see, bool [BLOCK_M, BLOCK_N]. Unless BELOW all rows begin at key 0."""
     o_n = keys.o_n
     b_seen = o_n[None, :] < rows.o_hi[:, None]
     if BELOW:
@@ -221,8 +221,8 @@ def rescale(acc, alpha, LAZY: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def keep(rows, j_0, n, BLOCK_N: tl.constexpr):
-    """Which weights dropout keeps: Philox4x32-10 of (key // 4, row, head + num_q_heads·batch, 0), one word
-    per key; kept iff it is at least `drop_below`. bool [BLOCK_M, BLOCK_N]; j_0 is a multiple of 4."""
+    """Mask of the weights dropout keeps: Philox4x32-10 of (key // 4, row, head + num_q_heads·batch, 0), one
+    word per key; kept iff it is at least `drop_below`. bool [BLOCK_M, BLOCK_N]; j_0 is a multiple of 4."""
     i_plane = rows.i_plane + rows.o_h
     o_quad = (j_0 // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)
     c0 = o_quad[None, :] + (rows.o_i * 0).to(tl.uint32)[:, None]

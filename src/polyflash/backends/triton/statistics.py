@@ -99,7 +99,7 @@ def walk_rows(m_lo, m_hi, acc, b_k, i_h, keys, place, band, t, n, c, MASKED: tl.
 
 @triton.jit
 def sum_columns(t, n, c):
-    """What one query head gives to each key of one block."""
+    """Sums that one query head gives to each key of one block."""
     i_n, i_h, i_b = unravel(tl.program_id(0), n.num_tiles, t.num_heads)
     i_n, num_keys, place = find_keys(i_n, i_b, t, n, c)
     j_0 = i_n * c.BLOCK_N
@@ -172,7 +172,7 @@ def measure_rows(t, n, c):
 
 
 class Prepared:
-    """What a route keeps between calls: its kernels, and for each set of flags the constants they have."""
+    """A route's memory between calls: its kernels, and for each set of flags the constants they have."""
 
     __slots__ = ("config", "constants", "kernels", "options", "product")
 

@@ -36,8 +36,8 @@ class Arch(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of plain problems, and of those that read or make a plane of elements beside the scores (mask, bias,
-    segments, dropout), which needs registers."""
+    """Tiles of plain problems, and of those that read or make a plane of elements beside the scores (mask,
+    bias, segments, dropout), which needs registers."""
 
     plain: Tile
     heavy: Tile

@@ -37,9 +37,9 @@ def split_dim(d: int, least: int = LEAST) -> tuple[int, int]:
 
 
 def least_channels(target: Target, rows: int) -> int:
-    """Of the block of channels that a product of `rows` rows makes. On sm_90 Triton 3.6 made wrong code where
-    it was narrower than a matrix instruction is high (seen on an H200, not in the interpreter); small tiles
-    use other instructions."""
+    """The fewest channels in a block that a product of `rows` rows makes. On sm_90 Triton 3.6 made wrong code
+    where it was narrower than a matrix instruction is high (seen on an H200, not in the interpreter); small
+    tiles use other instructions."""
     return WARPGROUP_ROWS if target.name == "cuda:sm90" and rows >= WARPGROUP_ROWS else LEAST
 
 
@@ -158,7 +158,8 @@ def backward_shared_bytes(tile: Tile, owns_rows: bool, spec: AttentionSpec, targ
 
 
 def least_stages(target: Target) -> int:
-    """Of the loop over keys. Triton 3.6 makes wrong code of an unpipelined one for sm_90: seen on an H200."""
+    """The fewest stages of the loop over keys. Unpipelined, Triton 3.6 makes wrong code for sm_90: seen
+    there."""
     return 2 if target.name == "cuda:sm90" else 1
 
 
@@ -190,9 +191,9 @@ def check_stages(target: Target, *stages: int) -> None:
 
 
 def again_stages(target: Target, num_stages: int, size: int, widest: int) -> int:
-    """Of the forward's rare second pass, whose registers count for the first: elements of `size` bytes, heads
-    of `widest` channels. At 16 bits and up to 128 channels it spills least without a pipeline, at others with
-    the usual one (compiled for sm_80 to sm_120)."""
+    """Stages of the forward's rare second pass, whose registers count for the first. `size` is bytes of an
+    element, `widest` channels of a head. At 16 bits and up to 128 channels it spills least without a
+    pipeline, at others with the usual one (compiled for sm_80 to sm_120)."""
     return 1 if size == 2 and widest <= 128 and least_stages(target) == 1 else num_stages
 
 

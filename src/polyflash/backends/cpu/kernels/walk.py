@@ -91,8 +91,8 @@ def walks(key: KernelKey, stage: Any) -> Any:
 
     @device
     def block_range(tile, i_p, kind):
-        """Which keys of the block the rows of panel i_p look at, counted from its start and in whole groups:
-        some row sees a key of [begin, end), every row sees all of [inner_begin, inner_end)."""
+        """Range of keys of the block that the rows of panel i_p look at, counted from its start and in
+        whole groups: some row sees a key of [begin, end), every row sees all of [inner_begin, inner_end)."""
         item = tile.item
         n, row = item.key, item.row + i_p * NR
         end_row = least(row + NR, item.row_end) - 1
@@ -117,7 +117,7 @@ def walks(key: KernelKey, stage: Any) -> Any:
 
     @device
     def interval_list(args, i_b, head, i_r):
-        """Where the intervals of row block i_r are listed; 0: its rows see all keys."""
+        """Address of the intervals of row block i_r; 0: its rows see all keys."""
         if args.intervals == 0:
             return 0
         batch = args.intervals + i_b * args.intervals_batch
