@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyflash.backends.cpu import configs, decode_heads, decode_items, loading
+from polyflash.backends.cpu import configs, decode_heads, decode_items, decode_row, loading
 from polyflash.backends.cpu.decode_configs import BLOCK_BYTES, KEYS_PER_GROUP, MOST_HEADS
 from polyflash.backends.cpu.words import DECODE
 
@@ -32,10 +32,9 @@ def build(key: DecodeKey) -> Any:
     K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further
     ROWS, KEYS, STEP = key.rows, key.lanes // key.rows, configs.STEP
     VECTOR, UNIT, SIZE = key.lanes * 4, key.unit, configs.STORAGE_BYTES[key.storage]
-    PARTS, PACK = key.unit // key.lanes, key.pack
-    PAIRS = key.compute == "bf16dot"
+    PARTS, PACK, GROUP_KEYS = key.unit // key.lanes, key.pack, KEYS_PER_GROUP
+    PAIRS, BY_TURNS = key.compute == "bf16dot", key.by_turns
     QUERY_BYTES = VECTOR if PAIRS else VECTOR * PARTS
-    GROUP_KEYS = KEYS_PER_GROUP
     MINUS_INF, ONE = 0xFF800000, 0x3F800000
     LISTED, SCORED = 1, 2  # of the keys that are walked next
 
@@ -63,11 +62,8 @@ def build(key: DecodeKey) -> Any:
         every key around them. `tensor` is K_BATCH or V_BATCH. Rows whose channels have a stride are gathered
         first."""
         args = tile.args
-        page_stride, row_stride, dim_stride = (
-            word(args, tensor),
-            word(args, tensor + 2),
-            word(args, tensor + 3),
-        )
+        page_stride = word(args, tensor)
+        row_stride, dim_stride = word(args, tensor + 2), word(args, tensor + 3)
         zero, size = tile.zero, args.page_size
         j = first
         stage.fill_addresses(dst, zero, 0, first % STEP)
@@ -142,8 +138,7 @@ def build(key: DecodeKey) -> Any:
     def start_tile(tile, q, dst, i_hkv, row_0, rows, seqlen_q):
         """Q of the tile's rows: all query heads of the kv head, and of each all query rows."""
         args = tile.args
-        flip = args.sign | (args.sign >> 16 if PAIRS else 0)
-        channels = args.head_dim
+        flip, channels = args.sign | (args.sign >> 16 if PAIRS else 0), args.head_dim
         for r in range(ROWS):
             row, head = tile.zero, i_hkv * args.group + (row_0 + r) // seqlen_q
             if r < rows:
@@ -155,8 +150,7 @@ def build(key: DecodeKey) -> Any:
     def weigh_values(tile, o, begin, end, whole, rest):
         """O of one head and key block, whose rows of V and of what is read next are listed. Every row sees
         [whole, rest) of its keys [begin, end): there no weight needs a look."""
-        args = tile.args
-        block, v_rows = tile.block, tile.v_rows
+        args, block, v_rows = tile.args, tile.block, tile.v_rows
         p, later, channels = tile.s, tile.k_rows, args.head_dim_v
         alpha, ones, runs = block, block + VECTOR, args.page_table == 0
         if whole > begin:
@@ -175,6 +169,7 @@ def build(key: DecodeKey) -> Any:
             stage.accumulate_seen(v_rows + at, p_at, o, alpha, ones, groups, channels, later + at, runs)
 
     attend_heads = decode_heads.walk(key, stage, list_rows)
+    find_blocks, attend_row = decode_row.walk(key, stage, list_rows) if BY_TURNS else (None, None)
 
     @device
     def attend_split(tile, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):
@@ -183,8 +178,7 @@ def build(key: DecodeKey) -> Any:
         arithmetic. The walk goes on to `beyond`: the first K after key_hi are left LISTED and prefetched, or
         SCORED; returns which, as the caller says what of this split's is `ready`."""
         args = tile.args
-        s, block = tile.s, tile.block
-        k_rows, v_rows = tile.k_rows, tile.v_rows
+        s, block, k_rows, v_rows = tile.s, tile.block, tile.k_rows, tile.v_rows
         block_n = greatest(BLOCK_BYTES // (args.head_dim * SIZE) // 32, 1) * 32
         block_n = least(block_n, args.block_n)
         stage.fill(block + VECTOR, 1, ONE)
@@ -194,11 +188,18 @@ def build(key: DecodeKey) -> Any:
             together_end = ahead = least(key_hi, all_hi) // block_n
             if key_hi % block_n == 0 and (together_end + 1) * block_n <= least(beyond, all_hi):
                 ahead += 1  # to the next split
+        turns = turns_end = 0
+        if BY_TURNS and heads == 1:
+            turns, turns_end = find_blocks(args, greatest(key_lo, all_lo), least(key_hi, all_hi), block_n)
         i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
         while i_n < end_n:
             if together <= i_n and i_n < together_end:
                 attend_heads(tile, k, v, block_n, i_n, together_end, state, ready // SCORED, ahead, beyond)
                 i_n, ready = together_end, SCORED if ahead > together_end else 0
+                continue
+            if BY_TURNS and turns <= i_n and i_n < turns_end:
+                attend_row(tile, k, v, block_n, i_n, turns_end, state, ready, beyond)
+                i_n, ready = turns_end, LISTED
                 continue
             first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
             begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
@@ -245,8 +246,7 @@ def build(key: DecodeKey) -> Any:
     @block.kernel
     def kernel(args, number, scratch):
         tile = tiles_at(args, scratch)
-        chunks, hkv = args.chunks, args.num_kv_heads
-        heads = args.heads
+        chunks, hkv, heads = args.chunks, args.num_kv_heads, args.heads
         tiles = (hkv + heads - 1) // heads * chunks
         i_e, i_b, i_tile, i_s, splits, first_split, partial = items.find(args, number, tiles)
         splits_here = least(args.splits_per_item, splits - i_s)

@@ -9,7 +9,7 @@ from typing import Any
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
-from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, WIDTH
 from polyflash.backends.cpu.simd import I64, Emitter, Value, stage
 
 MEMORY_PAGE = 4096  # bytes of the smallest there are
@@ -79,6 +79,45 @@ class Turns:
             return [e.at(place, step) for place, step in zip(x, (p_tile, alpha_tile, o_tile, 8), strict=True)]
 
         rolled(e, MOST_HEADS, [e.pointer(x) for x in (p, alpha, o, later)], head)
+
+    @stage
+    def weigh_and_dot(
+        self, e: Emitter, v_rows, p, o, alpha, ones, groups, v_ahead, k_rows, q, sums, k_ahead
+    ) -> None:
+        """As `accumulate`, of one row of Q; and before V of each key partial sums of the score of one key of
+        K. Meanwhile what lies so many bytes ahead of either is prefetched."""
+        p_ones, p_o, p_q = (e.pointer(x) for x in (ones, o, q))
+
+        def group(i: Value, x: list[Value]) -> list[Value]:
+            p_v, p_k, p_p, p_alpha, p_sums = x
+
+            def rows_of(n: Value) -> tuple[Value, Value]:
+                at = e.b.mul(n, I64(8))
+                v_row, k_row = (e.pointer(e.load(e.at(rows, at), 0, I64)) for rows in (p_v, p_k))
+                (dots,) = self._dots(e, k_row, e.at(k_row, k_ahead), p_q, None, None)
+                e.store(dots, e.at(p_sums, e.b.mul(n, I64(e.bytes))))
+                return v_row, e.at(v_row, v_ahead)
+
+            self._weigh(e, [p_p, p_alpha, p_o], rows_of, None, None, False)
+            p_v, p_k, p_p, p_sums = (
+                e.at(p, KEYS_PER_GROUP * step)
+                for p, step in ((p_v, 8), (p_k, 8), (p_p, 4), (p_sums, e.bytes))
+            )
+            return [p_v, p_k, p_p, p_ones, p_sums]
+
+        e.loop(groups, [e.pointer(x) for x in (v_rows, k_rows, p, alpha, sums)], group)
+
+    @stage
+    def scores_of_dots(self, e: Emitter, sums, s, top, groups, factor, cap) -> None:
+        """As `scores`, of keys that the one row sees and whose partial sums are made."""
+        change, p_top = self._change(e, factor, cap), e.pointer(top)
+
+        def group(i: Value, p: list[Value]) -> list[Value]:
+            x = change(sums_of_lanes(e, [e.load(p[0], n * e.bytes) for n in range(self.lanes)]))
+            e.store(x, p[1])
+            return [e.at(p[0], self.lanes * e.bytes), e.at(p[1], e.bytes), e.maximum(x, p[2])]
+
+        e.store(e.loop(groups, [e.pointer(sums), e.pointer(s), e.load(p_top)], group)[2], p_top)
 
 
 def rolled(
