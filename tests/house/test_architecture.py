@@ -72,6 +72,7 @@ FLOOR["polyflash"] = 7
 GPU_ENGINES = {"triton"}  # which stand on backends.gpu
 DSL = {"numba", "llvmlite", "triton", "wgpu", "gluon"}
 TORCH_BELOW_2 = {"polyflash.merging"}  # floors 0 and 1 are plain data; target asks torch inside a function
+BARE = frozenset(("Of", "That", "As", "With", "Who", "What", "Where", "Which"))  # no opening of a docstring
 BANNED_NAMES = {"utils", "util", "helper", "helpers", "common", "fast", "optimized", "misc", "v2"}
 
 
@@ -244,6 +245,14 @@ def test_every_module_says_what_it_is(module: str):
         assert "from __future__ import annotations" in text or MODULES[module].name.startswith("__"), module
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_docstrings_open_with_a_verb_or_a_noun(module: str):
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in ast.walk(tree(module)):
+        opening = (ast.get_docstring(node) or " ").split(" ")[0] if isinstance(node, documented) else ""
+        assert opening not in BARE, f"{module}:{getattr(node, 'lineno', 1)}: {opening} ..."
+
+
 def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The walkers see a breach of each kind."""
     bad = tmp_path / "bad.py"
@@ -260,6 +269,9 @@ def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for law in (test_banned_constructs, test_only_env_reads_the_environment):
         with pytest.raises(AssertionError):
             law("polyflash.plan")
+    bad.write_text('"""Of a key."""\n', encoding="utf-8")
+    with pytest.raises(AssertionError):
+        test_docstrings_open_with_a_verb_or_a_noun("polyflash.plan")
     for first in ("if unknown:\n        raise unexpected(g, unknown)", "return unknown"):
         bad.write_text(f"@answering\ndef f(**unknown: Never):\n    {first}\n", encoding="utf-8")
         with pytest.raises(AssertionError):

@@ -47,7 +47,7 @@ MOST_SPLITS = 4  # of an item: what is read next is prefetched across their bord
 
 
 class _Cut(NamedTuple):
-    """What calls of one tile size share: kernel, tiles per kv head, scratch, and words of the block."""
+    """State shared by calls of one tile size: kernel, tiles per kv head, scratch, and words of the block."""
 
     kernel: int
     chunks: int
@@ -79,7 +79,7 @@ _kept = _Kept()
 
 
 class Prepared:
-    """What a route keeps between calls. Entries are only added, so Python threads may share it."""
+    """A route's memory between calls. Entries are only added, so Python threads may share it."""
 
     __slots__ = ("config", "cuts", "spec")
 
@@ -146,7 +146,7 @@ def run(
 
 
 def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
-    """What runs calls like this one, which has been made; None if they need the whole way."""
+    """A runner for calls like this one, which has been made; None if they need the whole way."""
     from polyflash.backends.cpu import decode_repeat
 
     prepared: Prepared | None = launch.prepared

@@ -139,7 +139,7 @@ class DecodeTile(AddressLists, Turns):
         self._units(e, channels, [e.pointer(dst)], step)
 
     def query_bytes(self, e: Emitter) -> int:
-        """Of one row of one unit of Q."""
+        """Bytes of one row of one unit of Q."""
         return e.bytes * (1 if self.dot else self.parts)
 
     # S = K·Q
@@ -408,7 +408,7 @@ class DecodeTile(AddressLists, Turns):
 
     @property
     def units_at_once(self) -> list[int]:
-        """As many as have their sums in registers, then fewer."""
+        """Unit counts: as many as have their sums in registers, then fewer."""
         room = (16 if self.key.registers == 32 else 8) // (self.rows * self.parts)
         return [units for units in self.steps if units <= max(1, room)]
 

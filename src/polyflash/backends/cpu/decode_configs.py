@@ -31,8 +31,8 @@ MOST_ROWS = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}  # of one tile: wh
 
 @dataclass(frozen=True, slots=True)
 class DecodeKey:
-    """What one compiled decode kernel for at most `rows` rows (a power of two) is made for; the other fields
-    as the forward's."""
+    """The key of one compiled decode kernel for at most `rows` rows (a power of two) is made for; the other
+    fields as the forward's."""
 
     isa: str
     compute: str
@@ -87,11 +87,11 @@ class DecodeKey:
         return -(-channels // self.unit)
 
     def o_bytes(self, head_dim_v: int) -> int:
-        """Of the outputs of one tile, float32."""
+        """Bytes of the outputs of one tile, float32."""
         return self.units(head_dim_v) * self.unit * self.rows * 4
 
     def partial_bytes(self, head_dim_v: int) -> int:
-        """Of what one split leaves: m, l and O of its rows."""
+        """Bytes that one split leaves: m, l and O of its rows."""
         return (8 * self.lanes + self.o_bytes(head_dim_v) + LINE - 1) // LINE * LINE
 
 
@@ -120,7 +120,7 @@ class DecodeConfig:
         configs.check_compute(self.compute, self.isa)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """What a plan says about this choice beside its numbers."""
+        """Notes of a plan about this choice, beside its numbers."""
         rows = spec.group * spec.seqlen_q
         if rows > DECODE_ROWS:
             kernel = "lanes over rows"

@@ -40,14 +40,14 @@ def build(key: DecodeKey) -> Any:
 
     @device
     def table_at(tile, j):
-        """Where the table entry of key j lies."""
+        """Address of the table entry of key j."""
         args = tile.args
         row = tile.item.batch * args.page_table_batch
         return args.page_table + row + j // args.page_size * args.page_table_entry
 
     @device
     def row_at(tile, src, page_stride, row_stride, j):
-        """Where key j lies; 0 if its table entry names no page."""
+        """Address of key j; 0 if its table entry names no page."""
         args = tile.args
         if args.page_table == 0:
             return src + j * row_stride

@@ -30,7 +30,7 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
 
     @device
     def list_at(tile, tensor, i, block_n):
-        """Where the rows of block i of K or V are listed."""
+        """Address of the list of rows of block i of K or V."""
         place = i % 2 + (2 if tensor == V_BATCH else 0)
         return tile.addresses + place * (block_n + LANES) * 8
 
@@ -43,7 +43,7 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
 
     @device
     def scores_at(tile, i, block_n):
-        """Of the first head of block i; behind those of a walk by itself."""
+        """Scores of the first head of block i; behind those of a walk by itself."""
         return tile.s + (1 + i % 2 * HEADS) * block_n * ROWS * 4
 
     @device

@@ -22,7 +22,7 @@ ITEM_ROWS = 256  # at most so many rows share a copy of each key block
 
 
 class ManyKey(KernelKey):
-    """What one compiled kernel is made for; fields as the forward's."""
+    """The key of one compiled kernel; fields as the forward's."""
 
     __slots__ = ()
     kind = "decode"
@@ -44,7 +44,7 @@ class ManyKey(KernelKey):
         return max(1, STORAGE_BYTES[self.storage] * self.group_keys * self.trip_keys // LINE)
 
     def partial_bytes(self, panels: int, head_dim_v: int) -> int:
-        """Of what one split leaves: m, l and O of every panel."""
+        """Bytes that one split leaves: m, l and O of every panel."""
         channels = -(-head_dim_v // STEP) * STEP
         return (panels * self.panel_rows * (8 + 4 * channels) + LINE - 1) // LINE * LINE
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Repeat:
-    """What such calls share. `args` has no tensor that a later call could change but pages and lengths."""
+    """State shared by such calls. `args` has no tensor that a later call could change but pages and
+    lengths."""
 
     reaches = ()  # that of keys grows
 

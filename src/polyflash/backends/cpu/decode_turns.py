@@ -50,7 +50,7 @@ class Turns:
 
     @stage
     def scores_of_sums(self, e: Emitter, sums, s, s_tile, top, factor, cap) -> None:
-        """As `scores`, of one vector of keys of every head whose partial sums are made."""
+        """Scores like `scores`, of one vector of keys of every head whose partial sums are made."""
         change = self._change(e, factor, cap)
 
         def head(i: Value, p: list[Value]) -> list[Value]:
@@ -63,8 +63,8 @@ class Turns:
 
     @stage
     def weigh_group(self, e: Emitter, v_rows, p, p_tile, o, o_tile, alpha, alpha_tile, later) -> None:
-        """As `accumulate`, of one group of every head; what is a head's lies so many bytes apart. Meanwhile
-        as many keys are prefetched, one for each head."""
+        """Accumulates like `accumulate`, for one group of every head; what is a head's lies so many bytes
+        apart. Meanwhile as many keys are prefetched, one for each head."""
         row_bytes = WIDTH * self.size
 
         def head(i: Value, x: list[Value]) -> list[Value]:
@@ -84,8 +84,8 @@ class Turns:
     def weigh_and_dot(
         self, e: Emitter, v_rows, p, o, alpha, ones, groups, v_ahead, k_rows, q, sums, k_ahead
     ) -> None:
-        """As `accumulate`, of one row of Q; and before V of each key partial sums of the score of one key of
-        K. Meanwhile what lies so many bytes ahead of either is prefetched."""
+        """Accumulates like `accumulate`, for one row of Q; and before V of each key partial sums of the
+        score of one key of K. Meanwhile what lies so many bytes ahead of either is prefetched."""
         p_ones, p_o, p_q = (e.pointer(x) for x in (ones, o, q))
 
         def group(i: Value, x: list[Value]) -> list[Value]:
@@ -109,7 +109,7 @@ class Turns:
 
     @stage
     def scores_of_dots(self, e: Emitter, sums, s, top, groups, factor, cap) -> None:
-        """As `scores`, of keys that the one row sees and whose partial sums are made."""
+        """Scores like `scores`, of keys that the one row sees and whose partial sums are made."""
         change, p_top = self._change(e, factor, cap), e.pointer(top)
 
         def group(i: Value, p: list[Value]) -> list[Value]:
