@@ -15,6 +15,7 @@ from torch import Tensor
 
 import polyflash
 from polyflash import torch_ops
+from polyflash.spec import MANY_KEYS
 from polyflash.work import work_of
 from polyflash.workloads import Workload
 from tests.conformance.rows import DTYPES, Runner, ints, qkv
@@ -360,10 +361,10 @@ def test_B_cch_02_every_operand_on_and_off(run: Runner):
 def test_B_cch_03_B_cch_06_decode_adds_no_route(run: Runner):
     """github.com/Dao-AILab/flash-attention/pull/2507, flashinfer/pull/2140: 50 lengths, no new cache
     entry."""
-    q, k, v = qkv(1, (4, 2), 1, 900, 16)
+    q, k, v = qkv(1, (4, 2), 1, MANY_KEYS, 16)
     run(q, k[:, :, :100], v[:, :, :100], causal=True)
     before = len(torch_ops._routes)
-    for n in range(101, 900, 16):
+    for n in range(101, MANY_KEYS, 8):  # one class of lengths
         run(q, k[:, :, :n], v[:, :, :n], causal=True)
     assert len(torch_ops._routes) == before
 
