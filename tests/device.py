@@ -89,6 +89,7 @@ OF_A_CPU = {
     "test_pages_at_capacity": "contents on a device are not read",
     "test_flash_attn_arguments.py": "arguments, not devices",
     "test_transformers.py": "masks that are asked for on the CPU",
+    "test_a_mask_made_while_tracing": "masks that are asked for on the CPU",
     "test_transformers_memory.py": "a CPU's memory",
     "test_train_characters.py": "an example that chooses its device",
     "test_the_example_draws": "an example that chooses its device",

@@ -101,7 +101,7 @@ def test_large_batches(step: Runner):
 def test_page_layouts(step: Runner, page_size: int, dtype: torch.dtype):
     """Contiguous keys, and the same in any pages, beside other requests in other orders."""
     q, k, v = qkv(len(LENS), (4, 2), 1, max(LENS), 64, dtype=dtype)
-    for options in (KINDS["plain"], KINDS["window"]):
+    for options in ({**KINDS[name], **promise(step)} for name in ("plain", "window")):
         wants = alone(step, q, k, v, **options)
         for seed, spare in ((1, 0), (2, 50)):
             generator = torch.Generator().manual_seed(seed)

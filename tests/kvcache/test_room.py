@@ -8,6 +8,7 @@ import torch
 from polyflash import SpecError, column_sums
 from polyflash.kvcache import KVCache, OutOfPages, Pages, Rope, heavy_hitters
 from polyflash.reference import attention_reference
+from tests import device
 from tests.kvcache.plain import (
     DIM,
     DIM_V,
@@ -27,8 +28,8 @@ def test_what_prints_is_short():
     cache = cache_of(8, 4, 2)
     (request,) = filled(cache, Tokens(2), 6)
     assert repr(cache) == (
-        "KVCache(8 pages of 4 tokens, 2 layers, 2 kv heads, head_dim 8 and 6, torch.float32, cpu; "
-        "1 requests, 6 pages free)"
+        "KVCache(8 pages of 4 tokens, 2 layers, 2 kv heads, head_dim 8 and 6, torch.float32, "
+        f"{cache.device}; 1 requests, 6 pages free)"
     )
     snapshot = cache.snapshot()
     assert repr(snapshot) == "Snapshot(1 requests, 2 pages, held)"
@@ -241,7 +242,7 @@ def test_tokens_after_an_eviction_are_rotated_to_their_own_positions():
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 3, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(0, 3, (count,), generator=device.generator(seed)).tolist()
 
 
 def test_a_remembered_prefix_is_found_in_full_pages():
