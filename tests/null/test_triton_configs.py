@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from polyflash.backends.gpu.launch import UNSPLIT, split_size
+from polyflash.backends.gpu.launch import UNSPLIT
 from polyflash.backends.triton import configs, tables, tiles
 from polyflash.backends.triton.configs import (
     BackwardConfig,
@@ -366,26 +366,40 @@ class TestSplits:
         for kv_heads in (1, 2, 4, 8, 16, 64):
             spec = replace(PLAIN, phase=Phase.DECODE, seqlen_q=1, num_q_heads=kv_heads, num_kv_heads=kv_heads)
             config = configs.choose(spec, H200)
-            size = split_size(config, kv_heads, 1 << 16, H200.cores, fixed=False)
+            size = config.split_size(kv_heads, 1 << 16, H200.cores)
             assert kv_heads * -(-(1 << 16) // size) >= H200.cores
 
     def test_launches_shrink_grow_or_keep_splits(self):
         config = DecodeConfig(16, 64, 4, 3, 256)
-        assert split_size(config, 8, 8192, 132, fixed=False) == 256  # 256 programs
-        assert split_size(config, 8, 2048, 132, fixed=False) == 128  # 64 programs would leave half idle
-        assert split_size(config, 1, 2048, 132, fixed=False) == 128  # never below two blocks
-        assert split_size(config, 512, 8192, 132, fixed=False) == 8192 // 2  # 4 programs a core are plenty
-        assert split_size(config, 4096, 8192, 132, fixed=False) == 8192
+        assert config.split_size(8, 8192, 132) == 256  # 256 programs
+        assert config.split_size(8, 2048, 132) == 128  # 64 programs would leave half idle
+        assert config.split_size(1, 2048, 132) == 128  # never below two blocks
+        assert config.split_size(512, 8192, 132) == 8192 // 2  # 4 programs a core are plenty
+        assert config.split_size(4096, 8192, 132) == 8192
         for heads, keys in ((1, 2048), (8, 8192), (4096, 8192), (1, 1 << 20)):
-            assert split_size(config, heads, keys, 132, fixed=True) == 256
-            whole = replace(config, split_keys=UNSPLIT)
-            assert split_size(whole, heads, keys, 132, fixed=False) == UNSPLIT
+            assert replace(config, fixed_splits=True).split_size(heads, keys, 132) == 256
+            assert replace(config, split_keys=UNSPLIT).split_size(heads, keys, 132) == UNSPLIT
+
+    def test_a_forward_launch_splits_keys_where_tiles_leave_cores_idle(self):
+        config = ForwardConfig(128, 128, 8, 2, split_keys=256)
+        assert config.split_size(8, 4096, 132) == 256  # 16 splits of 8 tiles
+        assert config.split_size(32, 4096, 132) == 1024  # one program per core
+        assert config.split_size(8, 1000, 132) == 384  # of 256 keys or more
+        assert config.split_size(8, 512, 132) == UNSPLIT  # the merge costs what is spared
+        assert config.split_size(67, 65536, 132) == UNSPLIT  # no core is free for a second one
+        assert configs.choose(replace(PLAIN, seqlen_q=128), H200).split_keys == 256
+        for feature in (Feature.BATCH_INVARIANT, Feature.VARLEN):
+            assert configs.choose(replace(PLAIN, features=frozenset({feature})), H200).split_keys == 0
 
     @pytest.mark.parametrize("heads", (1, 7, 8, 64, 132, 1000))
     @pytest.mark.parametrize("keys", (1, 100, 1024, 4095, 65536, MOST_POSITIONS))
     def test_a_split_is_whole_blocks_whatever_the_launch(self, heads: int, keys: int):
-        for config in (DecodeConfig(16, 64, 4, 3, 256), DecodeConfig(64, 128, 8, 1, 128)):
-            size = split_size(config, heads, keys, 132, fixed=False)
+        for config in (
+            DecodeConfig(16, 64, 4, 3, 256),
+            DecodeConfig(64, 128, 8, 1, 128),
+            ForwardConfig(128, 64, 8, 2, split_keys=256),
+        ):
+            size = config.split_size(heads, keys, 132)
             assert size % config.block_n == 0 and size >= config.block_n
 
 
@@ -497,6 +511,7 @@ SWITCHED = {
             "cache_kv",
             "mask_by",
             "order",
+            "split_keys",
             "persistent",
             "hold_q",
             "lazy_rescale",

@@ -19,16 +19,11 @@ def tile_count(rows: int, block: int, batch: int, packed: bool) -> tuple[int, in
     return (rows // block + batch + 1, 1) if packed else (-(-rows // block), batch)
 
 
-def split_size(config: Any, walks: int, keys: int, cores: int, *, fixed: bool) -> int:
-    """Keys per split at launch, for `walks` = batch * heads * row tiles, over `keys` keys each.
-
-    fixed (batch_invariant), fixed_splits or UNSPLIT: config.split_keys, whatever the batch. Else half as many
-    while the device has idle cores, down to two blocks; twice as many while there are four programs per core,
-    as each costs a start and a merge.
-    """
-    size = config.split_keys
-    if fixed or size == UNSPLIT or getattr(config, "fixed_splits", False):
-        return size
+def streaming_size(config: Any, walks: int, keys: int, cores: int) -> int:
+    """Keys per split of a call that waits for memory, for `walks` = batch * heads * row tiles, over `keys`
+    keys each: half as many while the device has idle cores, down to two blocks; twice as many while there are
+    four programs per core, as each costs a start and a merge."""
+    size: int = config.split_keys
     least = max(2 * config.block_n, LEAST_SPLIT // 2)
     while size // 2 >= least and walks * -(-keys // size) < cores:
         size //= 2
@@ -37,8 +32,17 @@ def split_size(config: Any, walks: int, keys: int, cores: int, *, fixed: bool) -
     return size
 
 
+def filling_size(config: Any, walks: int, keys: int, cores: int) -> int:
+    """Keys per split of a call whose tiles leave cores idle: one program per core, of `split_keys` keys or
+    more. UNSPLIT where that spares a program less than the merge costs."""
+    parts = max(1, min(cores // max(1, walks), keys // config.split_keys))
+    size = -(-keys // (parts * config.block_n)) * config.block_n
+    return size if keys - size >= 2 * config.split_keys else UNSPLIT
+
+
 def splits(config: Any, q: Tensor, k: Tensor, args: Arguments, cores: int) -> tuple[int, int]:
-    """Keys of a split, and how many splits a call has."""
+    """Keys of a split, and how many splits a call has. Of batch_invariant they are split_keys, whatever the
+    batch."""
     if not config.split_keys or args.cu_seqlens_q is not None:
         return 0, 1
     batch, num_heads, rows, _ = q.shape
@@ -46,5 +50,5 @@ def splits(config: Any, q: Tensor, k: Tensor, args: Arguments, cores: int) -> tu
     if config.pack_gqa:
         num_heads, rows = k.shape[1], rows * (num_heads // k.shape[1])
     walks = batch * num_heads * -(-rows // config.block_m)
-    size = split_size(config, walks, keys, cores, fixed=args.batch_invariant)
+    size = config.split_keys if args.batch_invariant else config.split_size(walks, keys, cores)
     return size, -(-keys // size)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.gpu.configs import CHANGE, check, flag, notes, option, power_of_two
-from polyflash.backends.gpu.launch import UNSPLIT
+from polyflash.backends.gpu.launch import UNSPLIT, filling_size, streaming_size
 from polyflash.backends.triton.tiles import (
     HEAVY,
     LEAST,
@@ -69,8 +69,8 @@ class ForwardConfig:
     softcap or dropout); late_sum adds up the weights of a row across threads behind the last block, not in
     each. In float32 both do nothing. precision is how float32 is multiplied, exactly in every case: by "ieee"
     multiply-adds, or on matrix units as products of parts, "tf32x3" (NVIDIA) or "bf16x6". compensate keeps
-    what float32 loses where a block's output is added to those before. split_keys: keys of a split where a
-    launch splits them, see `split_size`; 0: it never does."""
+    what float32 loses where a block's output is added to those before. split_keys: the least
+    keys of a split, where few tiles would leave cores idle; 0: never split."""
 
     block_m: int = _block()
     block_n: int = _block()
@@ -113,6 +113,10 @@ class ForwardConfig:
         if self.split_keys != 0 or type(self.split_keys) is not int:
             _check_splits(self)
 
+    def split_size(self, walks: int, keys: int, cores: int) -> int:
+        """Keys per split at launch."""
+        return filling_size(self, walks, keys, cores)
+
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Notes of a plan about this choice, beside its numbers."""
         packed = f"{spec.group} query heads of a kv head share a tile" if self.pack_gqa else ""
@@ -123,8 +127,8 @@ class ForwardConfig:
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """block_m: rows of a tile, of all query heads of a kv head. block_n: keys of a block. split_keys: keys of
-    a split, wherever it lies; unless fixed_splits, `split_size` says when a launch may take another. The rest
-    as the forward's."""
+    a split, wherever it lies; unless fixed_splits, `streaming_size` says when a launch takes another. The
+    rest as the forward's."""
 
     block_m: int = _block()
     block_n: int = _block()
@@ -141,6 +145,12 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         check(self)
         _check_splits(self)
+
+    def split_size(self, walks: int, keys: int, cores: int) -> int:
+        """Keys per split at launch."""
+        if self.fixed_splits or self.split_keys == UNSPLIT:
+            return self.split_keys
+        return streaming_size(self, walks, keys, cores)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Notes of a plan about this choice, beside its numbers."""

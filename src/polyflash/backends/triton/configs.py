@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 PACKED_GAIN = 0.9  # pack query heads where a tile of one head is filled worse than this share of a packed one
 MOST_SPLIT = 4096  # keys of a split
 SPLIT_LENGTH = 8192  # one request of so many keys fills the device twice
+SPLIT_BYTES = 1 << 17  # of K and V in a split of the forward: what pays for its partial outputs
 
 
 def most_rows(spec: AttentionSpec) -> int:
@@ -122,8 +123,16 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     return ForwardConfig(
         *tile, loads=loads, pack_gqa=packed, order=order, hold_q=holds_rows(spec, target, tile.block_m),
         lazy_rescale=deferred, late_sum=deferred, precision=exact_product(spec, target),
-        compensate=compensates(spec, target),
+        compensate=compensates(spec, target), split_keys=_forward_split(spec, target, tile.block_n),
     )  # fmt: skip
+
+
+def _forward_split(spec: AttentionSpec, target: Target, block_n: int) -> int:
+    """The least keys of a split; 0 where other calls may not change a row's bits."""
+    if target.kind == "cpu" or spec.features & {Feature.BATCH_INVARIANT, Feature.VARLEN}:
+        return 0
+    bytes_per_key = (spec.head_dim + spec.head_dim_v) * ELEMENT_BYTES.get(spec.dtype, 4)
+    return max(block_n, LEAST_SPLIT, power(SPLIT_BYTES // bytes_per_key))
 
 
 def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
