@@ -1,8 +1,7 @@
 """First derivatives of the op, at any level of torch.func, and clear refusals of all others.
 
-Plain eager calls have their own, cheaper node in `torch_ops`. Here are the two forms torch.func knows: an
-autograd Function with `setup_context` and `vmap`, which an eager call under a transform takes, and the nodes
-of the ops themselves, which compiled and exported graphs take."""
+Plain eager calls have their own, cheaper node in `torch_ops`. Here are the nodes of the ops themselves, for
+calls under a transform and for compiled and exported graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from polyflash import transforms, validate
+from polyflash import validate
 from polyflash.errors import UnsupportedError
 from polyflash.operands import DIFFERENTIABLE
 from polyflash.spec import Arguments
@@ -41,75 +40,38 @@ INFERENCE_ONLY = (
 )
 
 
-def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    """The op while a torch.func transform is active. The lse is always made: that a tensor needs a gradient
-    does not show on the outside of a mapped one."""
-    return _Attention.apply(q, k, v, *args._replace(need_lse=True))
-
-
-def _refuse_highest(ctx: Any, *gradients: Any) -> Any:
-    raise UnsupportedError(HIGHEST)
-
-
-def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
-    raise UnsupportedError(FORWARD_MODE)
-
-
-class _Attention(torch.autograd.Function):
-    """`polyflash::attention` as torch.func takes it."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-        return torch.ops.polyflash.attention.default(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        save(ctx, inputs, *output, ctx.needs_input_grad)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradients(ctx, dout, dlse, _AttentionBackward.apply)
-
-    jvp = staticmethod(_refuse_forward_mode)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
-        return transforms.map_forward(info.batch_size, in_dims, inputs, _Attention.apply)
-
-
-class _AttentionBackward(torch.autograd.Function):
-    """`polyflash::attention_backward` as torch.func takes it."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        return torch.ops.polyflash.attention_backward.default(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing to save."""
-
-    backward = staticmethod(_refuse_highest)
-    jvp = staticmethod(_refuse_forward_mode)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, Any]:
-        return transforms.map_backward(info.batch_size, in_dims, inputs, _AttentionBackward.apply)
-
-
 class _Node(_SingleLevelFunction):
     """The op's own node, for one level of torch.func or for plain autograd. Inputs are all those of the op,
     with `need_lse` on."""
 
     @staticmethod
     def forward(ctx: Any, below: Callable[..., tuple[Tensor, Tensor]], *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = below(*inputs)
-        save(ctx, inputs, out, lse, ctx.needs_input_grad[1:])
+        with torch.enable_grad():  # the level of torch.func below has a graph of its own
+            out, lse = below(*inputs)
+        if ctx.needs_input_grad[1 + _SLOPES]:  # shows only here if they are mapped
+            raise validate.constant_slopes()
+        ctx.set_materialize_grads(False)
+        ctx.tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+        ctx.scalars = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.save_for_backward(*(inputs[i] for i in ctx.tensors), out, lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        op = torch.ops.polyflash.attention_backward.default
-        return None, *gradients(ctx, dout, dlse, op, ctx.needs_input_grad[1:])
+        *tensors, out, lse = ctx.saved_tensors
+        inputs = list(ctx.scalars)
+        for i, x in zip(ctx.tensors, tensors, strict=True):
+            inputs[i] = x
+        needs = [ctx.needs_input_grad[1 + i] for i in _DIFFERENTIABLE]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        results = torch.ops.polyflash.attention_backward.default(
+            dout, dlse, *inputs[:N_FIRST], out, lse, needs, *inputs[N_FIRST:]
+        )
+        gradients: list[Tensor | None] = [None] * len(inputs)
+        for i, need, result in zip(_DIFFERENTIABLE, needs, results, strict=True):
+            gradients[i] = result if need else None
+        return None, *gradients
 
 
 class _LastNode(_SingleLevelFunction):
@@ -117,9 +79,12 @@ class _LastNode(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, below: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[Tensor, ...]:
-        return below(*inputs)
+        with torch.enable_grad():
+            return below(*inputs)
 
-    backward = staticmethod(_refuse_highest)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(HIGHEST)
 
 
 def refuse_tangents(inputs: Iterable[Any]) -> None:
@@ -185,38 +150,3 @@ def _enter(node: Any, below: Callable[..., Any], inputs: Any) -> Any:
         return node.apply(below, *inputs)
     with enable_single_level_autograd_function():  # the dispatcher is at one level of torch.func now
         return node.apply(below, *inputs)
-
-
-def save(ctx: Any, inputs: tuple[Any, ...], out: Tensor, lse: Tensor, needed: tuple[bool, ...]) -> None:
-    """Keeps the op's inputs and results for `gradients`, tensors where autograd sees them. That slopes need a
-    gradient shows only here if they are mapped."""
-    if needed[_SLOPES]:
-        raise validate.constant_slopes()
-    if any(needed):
-        refuse_inference_only(Arguments(*inputs[N_FIRST:]))
-    tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*(inputs[i] for i in tensors), out, lse)
-    ctx.tensors = tensors
-    ctx.scalars = [None if isinstance(x, Tensor) else x for x in inputs]
-
-
-def gradients(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, apply: transforms.Apply,
-    needed: tuple[bool, ...] | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """One gradient or None per input of the op, by its backward op."""
-    *tensors, out, lse = ctx.saved_tensors
-    inputs = list(ctx.scalars)
-    for i, x in zip(ctx.tensors, tensors, strict=True):
-        inputs[i] = x
-    needed = ctx.needs_input_grad if needed is None else needed
-    needs = [bool(needed[i]) for i in _DIFFERENTIABLE]
-    if dout is None:
-        dout = torch.zeros_like(out)
-    results = apply(dout, dlse, *inputs[:N_FIRST], out, lse, needs, *inputs[N_FIRST:])
-    found: list[Tensor | None] = [None] * len(inputs)
-    for i, need, result in zip(_DIFFERENTIABLE, needs, results, strict=True):
-        if need:
-            found[i] = result
-    return tuple(found)

@@ -84,7 +84,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
         check(q, k, v, args)
         if needs_grad and args.cu_seqlens_q is not None:  # nor does it know under a transform
             args = args._replace(batch_invariant=True)
-        return autograd.call(q, k, v, args._replace(backend=requested_backend(args) or ANY))
+        return _attention(q, k, v, *args._replace(backend=requested_backend(args) or ANY))
     if forward_ad._current_level >= 0:
         autograd.refuse_tangents(differentiable(q, k, v, args))
     if needs_grad:
@@ -432,8 +432,5 @@ for _name, _body, _fake in (
     torch.library.register_fake(f"polyflash::{_name}", _fake, lib=_LIB)
 _LIB.impl("attention", autograd.node_of_forward(_attention), "Autograd", with_keyset=True)
 _LIB.impl("attention_backward", autograd.node_of_backward(_attention_backward), "Autograd", with_keyset=True)
-for _name, _map, _op in (
-    ("attention", transforms.map_forward, _attention),
-    ("attention_backward", transforms.map_backward, _attention_backward),
-):
-    torch.library.register_vmap(f"polyflash::{_name}", transforms.rule_of(_map, _op), lib=_LIB)
+torch.library.register_vmap("polyflash::attention", transforms.map_forward, lib=_LIB)
+torch.library.register_vmap("polyflash::attention_backward", transforms.map_backward, lib=_LIB)

@@ -19,18 +19,15 @@ N_FIRST = 3  # q, k, v come before Arguments
 _N_FIRST_BACKWARD = 8  # dout, dlse, q, k, v, out, lse, needs
 
 Dims = tuple[Any, ...]
-Apply = Callable[..., tuple[Tensor, ...]]
+Mapped = tuple[tuple[Tensor, ...], tuple[int | None, ...]]  # results, and their mapped dimensions
 
 
-def map_forward(
-    size: int, in_dims: Dims, inputs: tuple[Any, ...], apply: Apply
-) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """vmap of the op over `size` samples: its results and their mapped dimensions."""
-    args = Arguments(*inputs[N_FIRST:])
-    dims: Any = Arguments._make((*in_dims[N_FIRST:], *(None,) * len(args))[: len(args)])
+def map_forward(info: Any, in_dims: Dims, *inputs: Any) -> Mapped:
+    """vmap of the op over `info.batch_size` samples."""
+    size, apply = info.batch_size, torch.ops.polyflash.attention.default
+    args, dims = _arguments(inputs[N_FIRST:], in_dims[N_FIRST:])
     if _sample_by_sample(args, dims):
-        results = _loop(size, in_dims, inputs, apply, _blank_forward)
-        return results, (0,) * len(results)
+        return _loop(size, in_dims, inputs, apply)
     batch = _without(inputs[0], in_dims[0])[0]
     first = [_fold(x, dim, size) for x, dim in zip(inputs[:N_FIRST], in_dims, strict=False)]
     out, lse = apply(*first, *_fold_arguments(args, dims, size, batch))
@@ -39,13 +36,11 @@ def map_forward(
     return (out.unflatten(0, (size, batch)), lse.unflatten(0, (size, batch))), (0, 0)
 
 
-def map_backward(
-    size: int, in_dims: Dims, inputs: tuple[Any, ...], apply: Apply
-) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+def map_backward(info: Any, in_dims: Dims, *inputs: Any) -> Mapped:
     """vmap of the backward op: every gradient asked for is one per sample, of shared operands too."""
-    dout, dlse, q, k, v, out, lse, needs, *rest = inputs
-    args = Arguments(*rest)
-    dims: Any = Arguments._make((*in_dims[_N_FIRST_BACKWARD:], *(None,) * len(args))[: len(args)])
+    size, apply = info.batch_size, torch.ops.polyflash.attention_backward.default
+    q, k, v, needs = *inputs[2:5], inputs[7]
+    args, dims = _arguments(inputs[_N_FIRST_BACKWARD:], in_dims[_N_FIRST_BACKWARD:])
     batch = _without(q, in_dims[2])[0]
     one_by_one = _sample_by_sample(args, dims)
     for name, need in zip(DIFFERENTIABLE, needs[N_FIRST:], strict=True):
@@ -60,9 +55,8 @@ def map_backward(
             args = args._replace(**{name: x.unsqueeze(0).expand(size, *x.shape)})
             dims = dims._replace(**{name: 0})
     if one_by_one:
-        results = _loop(size, in_dims, inputs, apply, _blank_backward)
-        return results, (0,) * len(results)
-    given = zip((dout, dlse, q, k, v, out, lse), in_dims[:7], strict=True)
+        return _loop(size, in_dims, inputs, apply)
+    given = zip(inputs[:7], in_dims[:7], strict=True)
     first = [None if x is None else _fold(x, dim, size) for x, dim in given]
     results = apply(*first, needs, *_fold_arguments(args, dims, size, batch))
     likes = differentiable(q, k, v, args)
@@ -76,9 +70,10 @@ def map_backward(
     )
 
 
-def rule_of(rule: Callable[..., Any], apply: Apply) -> Callable[..., Any]:
-    """`map_forward` or `map_backward` in the form in which torch calls a rule."""
-    return lambda info, in_dims, *inputs: rule(info.batch_size, in_dims, inputs, apply)
+def _arguments(given: tuple[Any, ...], dims: Dims) -> tuple[Arguments, Any]:
+    """The arguments of a call, and the mapped dimension of each."""
+    args = Arguments(*given)
+    return args, Arguments._make((*dims, *(None,) * len(args))[: len(args)])
 
 
 def _sample_by_sample(args: Arguments, dims: Any) -> bool:
@@ -121,34 +116,16 @@ def _fold_broadcast(x: Tensor, dim: int | None, size: int, batch: int, rank: int
     return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
 
 
-def _loop(
-    size: int, in_dims: Dims, inputs: tuple[Any, ...], apply: Apply, blank: Callable[..., tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
+def _loop(size: int, in_dims: Dims, inputs: tuple[Any, ...], apply: Callable[..., Any]) -> Mapped:
     """Sample by sample; results stacked along a first dimension."""
     dims = (*in_dims, *(None,) * len(inputs))[: len(inputs)]
 
-    def sample(part: Callable[[Tensor, int], Tensor]) -> list[Any]:
-        return [part(x, dim) if isinstance(dim, int) else x for x, dim in zip(inputs, dims, strict=True)]
+    def sample(part: Callable[[Tensor, int], Tensor]) -> tuple[Tensor, ...]:
+        pairs = zip(inputs, dims, strict=True)
+        return apply(*(part(x, dim) if isinstance(dim, int) else x for x, dim in pairs))
 
-    if size == 0:
-        whole = blank(*sample(lambda x, dim: x.new_zeros(_without(x, dim))))
-        return tuple(x.new_empty((0, *x.shape)) for x in whole)
-    samples = [apply(*sample(lambda x, dim: x.select(dim, n))) for n in range(size)]  # noqa: B023
-    return tuple(torch.stack(column) for column in zip(*samples, strict=True))
-
-
-def _blank_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    lse = q.new_empty(q.shape[:3] if Arguments(*rest).need_lse else 0, dtype=kind)
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse
-
-
-def _blank_backward(
-    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, needs: Any, *rest: Any
-) -> tuple[Tensor, ...]:
-    args = Arguments(*rest)
-    likes = differentiable(q, k, v, args)
-    return tuple(
-        x.new_empty(x.shape) if need and x is not None else q.new_empty(0)
-        for x, need in zip(likes, needs, strict=True)
-    )
+    if size == 0:  # the shapes of one of zeros
+        one = sample(lambda x, dim: x.new_zeros(_without(x, dim)))
+        return tuple(x.new_empty((0, *x.shape)) for x in one), (0,) * len(one)
+    samples = [sample(lambda x, dim: x.select(dim, n)) for n in range(size)]  # noqa: B023
+    return tuple(torch.stack(column) for column in zip(*samples, strict=True)), (0,) * len(samples[0])
