@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,54 +60,33 @@ class Capability:
         return phase is self.phase or (phase is Phase.DECODE and self.phase is Phase.FORWARD)
 
     def accepts(self, spec: AttentionSpec, target: Target, *, by_name: bool) -> bool:
-        """The same verdict as `not reasons_against(...)`, without making a string."""
-        return (
-            self.serves(spec.phase)
-            and target.name.startswith(self.targets)
-            and spec.dtype in self.dtypes
-            and max(spec.head_dim, spec.head_dim_v) <= self.max_head_dim
-            and spec.features <= self.features
-            and (target.kind == "cpu" or not spec.features & self.host_features)
-            and (self.max_positions is None or spec.seqlen_q + spec.seqlen_k <= self.max_positions)
-            and all(target.has_package(name) for name in self.needs)
-            and (by_name or not any(self._yielding(spec, target)))
-        )
+        """Does this row run `spec` on `target`? Makes no strings if it does."""
+        return next(self._reasons(spec, target, by_name), None) is None
 
     def reasons_against(self, spec: AttentionSpec, target: Target, *, by_name: bool) -> tuple[str, ...]:
         """Every reason why this row does not run `spec` on `target`; empty if it does."""
-        reasons = []
+        return tuple(self._reasons(spec, target, by_name))
+
+    def _reasons(self, spec: AttentionSpec, target: Target, by_name: bool) -> Iterator[str]:
         if not self.serves(spec.phase):
-            reasons.append(f"phase: row is {self.phase.value}, asked for {spec.phase.value}")
+            yield f"phase: row is {self.phase.value}, asked for {spec.phase.value}"
         if not target.name.startswith(self.targets):
-            reasons.append(f"target: needs {' or '.join(self.targets)}, is {target.name}")
+            yield f"target: needs {' or '.join(self.targets)}, is {target.name}"
         if spec.dtype not in self.dtypes:
-            reasons.append(f"dtype: has {', '.join(sorted(self.dtypes))}, asked for {spec.dtype}")
+            yield f"dtype: has {', '.join(sorted(self.dtypes))}, asked for {spec.dtype}"
         if max(spec.head_dim, spec.head_dim_v) > self.max_head_dim:
-            asked = max(spec.head_dim, spec.head_dim_v)
-            reasons.append(f"head_dim: up to {self.max_head_dim}, asked for {asked}")
+            yield f"head_dim: up to {self.max_head_dim}, asked for {max(spec.head_dim, spec.head_dim_v)}"
         asked, most = spec.seqlen_q + spec.seqlen_k, self.max_positions
         if most is not None and asked > most:
-            reasons.append(f"positions: up to {most} rows and keys together, asked for {asked}")
-        missing = sorted(f.value for f in spec.features - self.features)
-        if missing:
-            reasons.append(f"features: has no {', no '.join(missing)}")
-        elsewhere = sorted(f.value for f in spec.features & self.host_features if target.kind != "cpu")
-        if elsewhere:
-            reasons.append(f"features: has {', '.join(elsewhere)} on a CPU alone")
-        reasons.extend(
-            f"packages: {name} ({target.why_no_package(name)}): {remedy(name)}".removesuffix(": ")
-            for name in self.needs
-            if not target.has_package(name)
-        )
-        if not by_name:
-            reasons.extend(f"yields: {y.why}" for y in self._yielding(spec, target))
-        return tuple(reasons)
-
-    def _yielding(self, spec: AttentionSpec, target: Target) -> tuple[Yield, ...]:
-        return tuple(
-            y
-            for y in self.yields
-            if (not y.target_feature or y.target_feature in target.features)
-            and spec.dtype in y.dtypes
-            and spec.features <= y.features
-        )
+            yield f"positions: up to {most} rows and keys together, asked for {asked}"
+        if missing := spec.features - self.features:
+            yield f"features: has no {', no '.join(sorted(f.value for f in missing))}"
+        if (elsewhere := spec.features & self.host_features) and target.kind != "cpu":
+            yield f"features: has {', '.join(sorted(f.value for f in elsewhere))} on a CPU alone"
+        for name in self.needs:
+            if not target.has_package(name):
+                yield f"packages: {name} ({target.why_no_package(name)}): {remedy(name)}".removesuffix(": ")
+        for case in self.yields if not by_name else ():
+            on_target = not case.target_feature or case.target_feature in target.features
+            if on_target and spec.dtype in case.dtypes and spec.features <= case.features:
+                yield f"yields: {case.why}"

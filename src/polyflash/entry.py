@@ -77,7 +77,7 @@ def bind(
         if form in _OVER_PAGES:
             _check_table(form, q, options.page_table)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        raise validate.explain_shapes(q, k, v)
+        validate.check_shapes(q, k, v)
     return Bound(q, k, v, out, normalise(options), form)
 
 

@@ -211,8 +211,7 @@ def _checked(
     first = q_groups[0] if q_groups else k
     if layout != "bhsd":
         first, k, v, _ = views_of(form_of(layout), first, k, v)
-    if not validate.shapes_agree(first, k, v):
-        raise validate.explain_shapes(first, k, v)
+    validate.check_shapes(first, k, v)
     groups = []
     for index, q in enumerate(q_groups):
         q = views_of(form_of(layout), q, k, v)[0] if layout != "bhsd" else q

@@ -190,8 +190,7 @@ def _validated(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Argume
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], paged: bool) -> None:
-    if not validate.shapes_agree(q, k, v, paged):
-        raise validate.explain_shapes(q, k, v, paged)
+    validate.check_shapes(q, k, v, paged)
     validate.check_layouts(q, k, v, rest)
 
 
@@ -204,11 +203,12 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         batch_k, num_kv_heads, seqlen_k, head_dim_k = k.shape
         batch_v, num_v_heads, seqlen_v, head_dim_v = v.shape
     except ValueError:
-        raise validate.explain_shapes(q, k, v) from None
+        validate.check_shapes(q, k, v)
+        raise
     strided = q.layout is k.layout is v.layout is torch.strided
     paged = args.page_table is not None
     if not (strided and (batch == batch_k or paged) and batch_k == batch_v and seqlen_k == seqlen_v):
-        raise validate.explain_shapes(q, k, v, paged)
+        validate.check_shapes(q, k, v, paged)
     if not (stored(q, k, v) and (len(rest) == _N_PLAIN or stored(*rest))):
         pools = {"k_pages": k, "v_pages": v} if paged else {"k": k, "v": v}
         check_storages({"q": q, **pools, **args._asdict()})

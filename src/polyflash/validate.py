@@ -1,13 +1,12 @@
 """Checks of a call, with messages that teach. Runs before any launch, on real and on fake tensors alike.
 
-`shapes_agree()` is the one test a correct plain call pays for; everything else here words a refusal or checks
-an operand that is present."""
+A call whose route is known pays for none of the checks of shapes, only for those of operands it has."""
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,79 +24,63 @@ if TYPE_CHECKING:
 _DTYPES = frozenset(getattr(torch, name) for name in BY_NAME)
 
 
-def shapes_agree(q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> bool:
-    """True iff q, k, v alone make a legal call: layouts, ranks, dtypes, devices, and how their sizes fit. If
-    `paged`, k and v are pools (num_pages, heads, page_size, head_dim)."""
-    if not (is_strided(q) and is_strided(k) and is_strided(v)):
-        return False
-    if not (q.ndim == k.ndim == v.ndim == 4 and q.dtype is k.dtype is v.dtype):
-        return False
-    batch, num_q_heads, _, head_dim = q.shape
-    batch_k, num_kv_heads, seqlen_k, head_dim_k = k.shape
-    batch_v, num_v_heads, seqlen_v, head_dim_v = v.shape
-    return (
-        (batch == batch_k or paged) and batch_k == batch_v and num_kv_heads == num_v_heads
-        and seqlen_k == seqlen_v and head_dim == head_dim_k and head_dim > 0 and head_dim_v > 0
-        and (num_q_heads % num_kv_heads == 0 if num_kv_heads else num_q_heads == 0) and q.dtype in _DTYPES
-        and q.device == k.device == v.device
-    )  # fmt: skip
-
-
-def explain_shapes(q: Tensor, k: Tensor, v: Tensor, paged: bool = False) -> SpecError:
-    """The first thing wrong with q, k, v; called only when `shapes_agree()` is false."""
+def check_shapes(q: Any, k: Any, v: Any, paged: bool = False) -> None:
+    """Layouts, ranks, dtypes, devices of q, k, v, and how their sizes fit. If `paged`, k and v are pools
+    (num_pages, heads, page_size, head_dim)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
-            return spec_error(name, type(x).__name__, "a torch.Tensor", "Use torch.as_tensor().")
-        if not is_strided(x):
-            return _no_layout(name, x)
+            raise spec_error(name, type(x).__name__, "a torch.Tensor", "Use torch.as_tensor().")
+        _check_layout(name, x)
         if x.ndim != 4:
             wanted = "4: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) under bshd"
             change = "Use unsqueeze() or view()."
-            return spec_error(name, f"{x.ndim} dimensions {tuple(x.shape)}", wanted, change)
+            raise spec_error(name, f"{x.ndim} dimensions {tuple(x.shape)}", wanted, change)
         if x.dtype not in _DTYPES:
-            return spec_error(f"{name} dtype", x.dtype, ", ".join(BY_NAME), "Use .to() before the call.")
+            raise spec_error(f"{name} dtype", x.dtype, ", ".join(BY_NAME), "Use .to() before the call.")
     for name, x in (("k", k), ("v", v)):
         if x.dtype is not q.dtype:
             change = "Cast all three to one dtype, or run under torch.autocast."
-            return spec_error(f"{name} dtype", x.dtype, f"{q.dtype}, as q", change)
+            raise spec_error(f"{name} dtype", x.dtype, f"{q.dtype}, as q", change)
         if x.device != q.device:
-            return spec_error(f"{name} device", x.device, f"{q.device}, as q", "Move it with .to().")
+            raise spec_error(f"{name} device", x.device, f"{q.device}, as q", "Move it with .to().")
         if x.shape[0] != q.shape[0] and not paged:
             change = "Expand it: K and V may have batch stride 0."
-            return spec_error(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", change)
-    if k.shape[0] != v.shape[0]:
-        change = "A page has one number in both pools."
-        return spec_error("v pages", v.shape[0], f"{k.shape[0]}, as k", change)
-    if k.shape[1] != v.shape[1]:
-        return spec_error("v heads", v.shape[1], f"{k.shape[1]}, as k", "K and V need the same heads.")
-    if k.shape[2] != v.shape[2]:
-        name, change = "v seqlen", "K and V need one length; mask unused keys with kv_lens."
-        if paged:
-            name, change = "v page_size", "A key and its value stand in the same slot."
-        return spec_error(name, v.shape[2], f"{k.shape[2]}, as k", change)
+            raise spec_error(f"{name} batch", x.shape[0], f"{q.shape[0]}, as q", change)
+    length = ("v seqlen", "K and V need one length; mask unused keys with kv_lens.")
+    if paged:
+        length = ("v page_size", "A key and its value stand in the same slot.")
+    pages = ("v pages", "A page has one number in both pools.")
+    for at, (name, change) in enumerate((pages, ("v heads", "K and V need the same heads."), length)):
+        if k.shape[at] != v.shape[at]:
+            raise spec_error(name, v.shape[at], f"{k.shape[at]}, as k", change)
     if q.shape[3] != k.shape[3]:
         change = "Only v may have another head_dim."
-        return spec_error("k head_dim", k.shape[3], f"{q.shape[3]}, as q", change)
+        raise spec_error("k head_dim", k.shape[3], f"{q.shape[3]}, as q", change)
     for name, x in (("q", q), ("v", v)):
         if x.shape[3] == 0:
-            return spec_error(f"{name} head_dim", 0, "1 or more", "Drop the call: it has no channels.")
-    wanted = "a whole number of query heads per key/value head"
-    change = "Query head h reads key/value head h // (num_q_heads / num_kv_heads)."
-    return spec_error("heads", f"{q.shape[1]} query heads over {k.shape[1]} key/value heads", wanted, change)
+            raise spec_error(f"{name} head_dim", 0, "1 or more", "Drop the call: it has no channels.")
+    num_q_heads, num_kv_heads = q.shape[1], k.shape[1]
+    if num_q_heads % num_kv_heads if num_kv_heads else num_q_heads:
+        got = f"{num_q_heads} query heads over {num_kv_heads} key/value heads"
+        wanted = "a whole number of query heads per key/value head"
+        change = "Query head h reads key/value head h // (num_q_heads / num_kv_heads)."
+        raise spec_error("heads", got, wanted, change)
 
 
-def _no_layout(name: str, x: Tensor) -> SpecError:
-    wanted = "torch.strided"
-    change = "Use attention_varlen()." if x.is_nested else "Use .to_dense() before the call."
-    return spec_error(f"{name} layout", "a nested tensor" if x.is_nested else x.layout, wanted, change)
+def _check_layout(name: str, x: Tensor) -> None:
+    """A tensor has an address and strides: it is neither sparse nor nested."""
+    if not is_strided(x):
+        change = "Use attention_varlen()." if x.is_nested else "Use .to_dense() before the call."
+        got = "a nested tensor" if x.is_nested else x.layout
+        raise spec_error(f"{name} layout", got, "torch.strided", change)
 
 
 def check_layouts(q: Any, k: Any, v: Any, rest: tuple[Any, ...], out: Any = None) -> None:
-    """Every tensor has an address and strides: neither sparse nor nested. `rest` are `Arguments`, or the
-    first of them. Who knows that all are ordinary tensors skips this."""
+    """Refuses sparse and nested tensors. `rest` are `Arguments`, or the first of them. Who knows that all are
+    ordinary tensors skips this."""
     for at, x in enumerate((q, k, v, out, *rest)):
-        if isinstance(x, torch.Tensor) and (x.layout is not torch.strided or x.is_nested):
-            raise _no_layout(("q", "k", "v", "out", *Arguments._fields)[at], x)
+        if isinstance(x, torch.Tensor):
+            _check_layout(("q", "k", "v", "out", *Arguments._fields)[at], x)
 
 
 def check_operands(q: Tensor, k: Tensor, args: Arguments) -> int:
@@ -127,7 +110,8 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> int:
     for operand, x in zip(_SHAPED_BY_SIZES, _shaped_by_sizes(args), strict=True):
         if x is not None:
             sizes = sizes or {BATCH: batch, HEADS: num_q_heads, ROWS: seqlen_q, KEYS: seqlen_k}
-            _check_operand(operand, x, tuple(sizes.get(n, n) for n in operand.axes), q.device)
+            check = _check_scores if operand.axes == SCORES else _check_vector
+            check(operand, x, tuple(sizes.get(n, n) for n in operand.axes), q.device)
     if args.alibi_slopes is not None and torch.is_grad_enabled() and args.alibi_slopes.requires_grad:
         raise constant_slopes()
     return seqlen_k
@@ -136,16 +120,6 @@ def check_operands(q: Tensor, k: Tensor, args: Arguments) -> int:
 # Operands whose shape follows from those of q and k; others have checks of their own.
 _SHAPED_BY_SIZES = tuple(x for x in TENSORS if {n for n in x.axes if isinstance(n, str)} <= set(SCORES))
 _shaped_by_sizes = attrgetter(*(x.name for x in _SHAPED_BY_SIZES))
-
-
-def _check_operand(operand: Operand, x: Any, shape: tuple[Any, ...], device: torch.device) -> None:
-    if operand.dtype == "int32":
-        _check_ints(operand.name, x, shape, device, "request" if operand.axes[0] == BATCH else "row")
-    elif operand.axes == SCORES:
-        _check_scores(operand, x, shape, device)
-    else:
-        shapes = (shape[1:], shape) if operand.axes[0] == BATCH else (shape,)
-        _check_floats(operand, x, shapes, device)
 
 
 def constant_slopes() -> SpecError:
@@ -249,11 +223,9 @@ def _check_int32(
 
 def has_contents(args: Arguments) -> bool:
     """Does a call have operands whose values say which memory is read?"""
-    return not all(map(is_, _contents(args), _ABSENT))
+    return any(x.contents and value is not None for x, value in zip(OPERANDS, args, strict=True))
 
 
-_contents = attrgetter(*(x.name for x in OPERANDS if x.contents))
-_ABSENT = (None,) * len(OPERANDS)
 _BOUNDS_OF_MEMORY = tuple(x.name for x in TENSORS if x.dtype == "int32" and len(x.axes) == 1)
 
 
@@ -367,12 +339,16 @@ def _check_rising(intervals: Tensor) -> None:
         raise spec_error("intervals", got, wanted, "Sort and join those of a row block.")
 
 
+def check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: Any, q: Tensor, change: str) -> None:
+    """Shape and dtype of a tensor that goes with q, on its device."""
+    if tuple(x.shape) != shape or x.dtype is not dtype or x.device != q.device:
+        got, wanted = f"{tuple(x.shape)} {x.dtype} on {x.device}", f"{shape} {dtype} on {q.device}"
+        raise spec_error(name, got, wanted, change)
+
+
 def check_out(out: Tensor, q: Tensor, head_dim_v: int) -> None:
     """`out` has the result's shape (batch, num_q_heads, seqlen_q, head_dim_v), each element its place."""
-    shape = (*q.shape[:3], head_dim_v)
-    if tuple(out.shape) != shape or out.dtype is not q.dtype or out.device != q.device:
-        got = f"{tuple(out.shape)} {out.dtype} on {out.device}"
-        raise spec_error("out", got, f"{shape} {q.dtype} on {q.device}", "Allocate it like the result.")
+    check_like("out", out, (*q.shape[:3], head_dim_v), q.dtype, q, "Allocate it like the result.")
     if overlaps(out):
         got = f"strides {out.stride()}: elements share memory"
         raise spec_error("out", got, "a place for each element", "Use torch.empty_like().")
@@ -394,31 +370,21 @@ def check_results(q: Tensor, v: Tensor, results: dict[str, Tensor | None]) -> No
     and lse like the lse. None is absent."""
     rows = tuple(q.shape[:3])
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    change = "Pass what attention(..., need_lse=True) of the same operands returned."
     for name, x in results.items():
         shape, kind = (rows, wide) if name.endswith("lse") else ((*rows, v.shape[3]), q.dtype)
-        if x is not None and (tuple(x.shape) != shape or x.dtype is not kind or x.device != q.device):
-            wanted = f"{shape} {kind} on {q.device}"
-            change = "Pass what attention(..., need_lse=True) of the same operands returned."
-            raise spec_error(name, f"{tuple(x.shape)} {x.dtype} on {x.device}", wanted, change)
-
-
-def _check_ints(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device, each: str) -> None:
-    if x.dtype is not torch.int32:
-        raise spec_error(name, x.dtype, f"int32 tensor of shape {shape}", "Use .to(torch.int32).")
-    if tuple(x.shape) != shape or x.device != device:
-        change = f"One entry per {each}." if x.device == device else "Use .to(), or Mask.to() for a mask."
-        raise spec_error(name, f"{tuple(x.shape)} on {x.device}", f"{shape} on {device}", change)
+        if x is not None:
+            check_like(name, x, shape, kind, q, change)
 
 
 def _check_scores(operand: Operand, x: Tensor, scores: tuple[int, ...], device: torch.device) -> None:
     """A mask or a bias, broadcastable to the scores."""
-    name, wanted = operand.name, "torch.bool or a Mask"
-    change = "True = attend. Add scores with bias= instead."
-    if operand.dtype == "float":
-        wanted, change = ", ".join(BY_NAME), "Pass a bool mask as mask=."
-    if not (x.dtype in _DTYPES if operand.dtype == "float" else x.dtype is torch.bool):
-        raise spec_error(f"{name} dtype", x.dtype, wanted, change)
-    shape = tuple(x.shape)
+    name, shape = operand.name, tuple(x.shape)
+    if operand.dtype == "float" and x.dtype not in _DTYPES:
+        raise spec_error(f"{name} dtype", x.dtype, ", ".join(BY_NAME), "Pass a bool mask as mask=.")
+    if operand.dtype == "bool" and x.dtype is not torch.bool:
+        change = "True = attend. Add scores with bias= instead."
+        raise spec_error(f"{name} dtype", x.dtype, "torch.bool or a Mask", change)
     fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(shape[::-1], scores[::-1], strict=False))
     if not fits:
         wanted = f"broadcastable to (batch, num_q_heads, seqlen_q, seqlen_k) = {scores}"
@@ -428,14 +394,19 @@ def _check_scores(operand: Operand, x: Tensor, scores: tuple[int, ...], device: 
         raise spec_error(f"{name} device", x.device, f"{device}, as q", "Move it with .to().")
 
 
-def _check_floats(
-    operand: Operand, x: Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
-) -> None:
-    if x.dtype not in _DTYPES:
-        wanted = f"tensor of {', '.join(BY_NAME)} of shape {' or '.join(map(str, shapes))}"
-        raise spec_error(operand.name, x.dtype, wanted, "Cast it.")
+def _check_vector(operand: Operand, x: Tensor, shape: tuple[Any, ...], device: torch.device) -> None:
+    """Numbers per request, row or head. Floats per request may be the same for all."""
+    name, ints, per_request = operand.name, operand.dtype == "int32", operand.axes[0] == BATCH
+    shapes = (shape[1:], shape) if per_request and not ints else (shape,)
+    wanted = " or ".join(map(str, shapes))
+    if ints and x.dtype is not torch.int32:
+        raise spec_error(name, x.dtype, f"int32 tensor of shape {wanted}", "Use .to(torch.int32).")
+    if not ints and x.dtype not in _DTYPES:
+        raise spec_error(name, x.dtype, f"tensor of {', '.join(BY_NAME)} of shape {wanted}", "Cast it.")
     if tuple(x.shape) not in shapes or x.device != device:
-        wanted = f"{' or '.join(map(str, shapes))} on {device}"
-        got = f"{tuple(x.shape)} on {x.device}"
-        each = "query head" if operand.axes[-1] == HEADS else operand.axes[-1]
-        raise spec_error(operand.name, got, wanted, f"One value per {each}.")
+        change = f"One entry per {'request' if per_request else 'row'}."
+        if not ints:
+            change = "One value per query head."
+        elif x.device != device:
+            change = "Use .to(), or Mask.to() for a mask."
+        raise spec_error(name, f"{tuple(x.shape)} on {x.device}", f"{wanted} on {device}", change)
