@@ -72,6 +72,7 @@ BY_NAME =""",
     ),
 )
 EXERCISE = """
+import types
 import torch, polyflash
 from polyflash import SpecError, UnsupportedError, spec, torch_ops, transforms
 
@@ -102,7 +103,8 @@ def spy(*inputs):
 
 args = spec.Arguments(need_lse=True, key_scale=ones(3, 2, 5))
 dims = (0, 0, 0, *(0 if x is args.key_scale else None for x in args))
-transforms.map_forward(3, dims, (*[ones(3, 2, 4, 5, 8)] * 3, *args), spy)
+torch.ops.polyflash.attention.default = spy
+transforms.map_forward(types.SimpleNamespace(batch_size=3), dims, *[ones(3, 2, 4, 5, 8)] * 3, *args)
 print("without", tuple(attention(q, q, q)[0].shape))
 """
 SAID = {
