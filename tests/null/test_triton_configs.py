@@ -384,8 +384,8 @@ class TestSplits:
         config = ForwardConfig(128, 128, 8, 2, split_keys=256)
         assert config.split_size(8, 4096, 132) == 256  # 16 splits of 8 tiles
         assert config.split_size(32, 4096, 132) == 1024  # one program per core
-        assert config.split_size(8, 1000, 132) == 384  # of 256 keys or more
-        assert config.split_size(8, 512, 132) == UNSPLIT  # the merge costs what is spared
+        assert config.split_size(8, 1500, 132) == 384  # of 256 keys or more
+        assert config.split_size(8, 1024, 132) == UNSPLIT  # the merge costs what is spared
         assert config.split_size(67, 65536, 132) == UNSPLIT  # no core is free for a second one
         assert configs.choose(replace(PLAIN, seqlen_q=128), H200).split_keys == 256
         for feature in (Feature.BATCH_INVARIANT, Feature.VARLEN):

@@ -34,10 +34,10 @@ def streaming_size(config: Any, walks: int, keys: int, cores: int) -> int:
 
 def filling_size(config: Any, walks: int, keys: int, cores: int) -> int:
     """Keys per split of a call whose tiles leave cores idle: one program per core, of `split_keys` keys or
-    more. UNSPLIT where that spares a program less than the merge costs."""
+    more. UNSPLIT where that spares a program less time than partial outputs and a merge take."""
     parts = max(1, min(cores // max(1, walks), keys // config.split_keys))
     size = -(-keys // (parts * config.block_n)) * config.block_n
-    return size if keys - size >= 2 * config.split_keys else UNSPLIT
+    return size if keys - size > 4 * config.split_keys else UNSPLIT
 
 
 def splits(config: Any, q: Tensor, k: Tensor, args: Arguments, cores: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Choices are functions of the problem and the target: of lengths they know what a route knows (the class of the
 row count, and whether keys are many), of the batch nothing. So one compiled kernel serves all calls of a
-route, and a row's bits depend on no neighbour.
+route, and a row's bits depend on no neighbour, unless a launch splits its keys.
 """
 
 from __future__ import annotations

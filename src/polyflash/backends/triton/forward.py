@@ -15,7 +15,7 @@ from polyflash.backends.gpu.launch import splits, tile_count
 from polyflash.backends.gpu.numbers import LOG2E, Flags, Numbers, flags_of, numbers_of, scale_of, sizes_of
 from polyflash.backends.gpu.views import NO_OPERANDS, Rows, View, element_masked, operands_of, reachable
 from polyflash.backends.triton import merge, runtime, tiles
-from polyflash.backends.triton.config_types import product_of
+from polyflash.backends.triton.config_types import DecodeConfig, product_of
 from polyflash.backends.triton.constants import Constants, describable, descriptors
 from polyflash.backends.triton.forward_kernel import NO_BOXES, Boxes, Tensors, attend
 
@@ -229,7 +229,8 @@ def run(
     part_m = runtime.scratch((2 * num_splits * batch, num_heads, seqlen_q), q.device)
     attend_call(prepared, q, k, v, parts, part_m, args, split_keys=size, num_splits=num_splits)
     unit = 1.0 if flags_of(q, args).CHANGED else abs(scale_of(q, args))
-    merge.merge(prepared.merges, parts, part_m, out, rows, args, num_splits, unit)
+    how = merge.FEW_ROWS if isinstance(prepared.config, DecodeConfig) else merge.MANY_ROWS
+    merge.merge(prepared.merges, parts, part_m, out, rows, args, num_splits, unit, how)
     return out, lse
 
 

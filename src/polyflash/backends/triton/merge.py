@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from polyflash.spec import Arguments
 
-AT_ONCE: tl.constexpr = tl.constexpr(16)  # splits whose outputs one step of the merge reads
+# Splits whose outputs one step reads, and warps. Of few rows with many splits, and of many rows with few.
+FEW_ROWS, MANY_ROWS = (16, 4), (4, 1)
 
 
 class Tensors(NamedTuple):
@@ -54,6 +55,7 @@ class Numbers(NamedTuple):
 @triton.jit
 def merge_splits(t, n, c):
     """One program per row."""
+    AT_ONCE: tl.constexpr = c.BLOCK_N
     i_row = tl.program_id(0)
     i_i, i_bh = i_row % n.seqlen_q, i_row // n.seqlen_q
     i_h, i_b = tl.cast(i_bh % n.num_heads, tl.int64), tl.cast(i_bh // n.num_heads, tl.int64)
@@ -100,16 +102,18 @@ def merge_splits(t, n, c):
 
 
 @cache
-def _constants(head_dim: int) -> Any:
+def _constants(head_dim: int, at_once: int) -> Any:
     dv0, dv1 = split_dim(head_dim)
-    return runtime.compiled_in(Constants(DV=head_dim, DV0=dv0, DV1=dv1))
+    return runtime.compiled_in(Constants(DV=head_dim, DV0=dv0, DV1=dv1, BLOCK_N=at_once))
 
 
 def merge(
     kernels: runtime.Kernels, parts: Tensor, part_m: Tensor, out: Tensor, lse: Tensor | None, args: Arguments,
-    num_splits: int, unit: float,
+    num_splits: int, unit: float, how: tuple[int, int],
 ) -> None:  # fmt: skip
-    """The splits' outputs as one; the sinks join here. Their m in units of `unit`, a natural number."""
+    """The splits' outputs as one; the sinks join here. Their m in units of `unit`, a natural number. `how`:
+    FEW_ROWS or MANY_ROWS, by the config alone, as sums follow it."""
+    at_once, num_warps = how
     batch, num_heads, seqlen_q, head_dim_v = out.shape
     sinks = None if args.sinks is None else operands_of(args, parts).sinks
     rows = rows_of(lse)
@@ -118,6 +122,5 @@ def merge(
     n = Numbers(num_heads, seqlen_q, num_rows, num_splits, unit, unit * LOG2E.value)
     strides = runtime.signature(t.out[1:]), None if rows is None else runtime.signature(rows[1:])
     key = strides, runtime.aligned(out, lse, sinks)
-    kernels.launch(
-        merge_splits, (num_rows,), (t, n, _constants(head_dim_v)), {"num_warps": 4}, key, out.device
-    )
+    c, options = _constants(head_dim_v, at_once), {"num_warps": num_warps}
+    kernels.launch(merge_splits, (num_rows,), (t, n, c), options, key, out.device)
