@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -50,21 +49,13 @@ class Bound(NamedTuple):
     form: Form = Form.BHSD
 
     def returned(self, result: Tensor, lse: Tensor, out: Tensor | None = None) -> Tensor | AttentionOutput:
-        """The results of `attend` as the caller gets them: the caller's `out`, or in the form of q."""
-        if self.form is Form.BHSD:
-            view = result
-        elif self.form is Form.BSHD:
-            view = result.transpose(1, 2)
-        elif self.form is Form.PAGED:
-            view = result.squeeze(2)
-        else:
-            view = result[0].transpose(0, 1)
-        result = view if out is None else out
+        """The results of `attend` on packed or paged rows as their caller gets them."""
+        one_token = self.form is Form.PAGED
+        if out is None:
+            out = result.squeeze(2) if one_token else result[0].transpose(0, 1)
         if not self.args.need_lse:
-            return result
-        if self.form is Form.PAGED:
-            return AttentionOutput(result, lse[:, :, 0].transpose(0, 1))
-        return AttentionOutput(result, lse if self.form in (Form.BHSD, Form.BSHD) else lse[0])
+            return out
+        return AttentionOutput(out, lse[:, :, 0].transpose(0, 1) if one_token else lse[0])
 
 
 def bind(
@@ -138,14 +129,22 @@ def views_of(form: Form, q: Any, k: Any, v: Any, out: Any = None) -> list[Any]:
                 raise _wrong_rank(form, name, x)
             views.append(x)
             continue
-        pool = name.endswith("_pages")
-        if x.ndim != (4 if pool or form is Form.BSHD else 3):
+        shape = Form.BSHD if name.endswith("_pages") else form
+        if x.ndim != (4 if shape is Form.BSHD else 3):
             raise _wrong_rank(form, name, x)
-        if pool or form is Form.BSHD:
-            views.append(_view(name, x, lambda x: x.transpose(1, 2)))
-        else:
-            views.append(_view(name, x, (lambda x: x.unsqueeze(2)) if form is Form.PAGED else _row_of_heads))
+        views.append(_view(shape, name, x))
     return views
+
+
+def _view(form: Form, name: str, x: Tensor) -> Tensor:
+    """A view, which torch makes of no tensor that its storage is too small for."""
+    try:
+        if form is Form.BSHD:
+            return x.transpose(1, 2)
+        return x.unsqueeze(2) if form is Form.PAGED else x.transpose(0, 1).unsqueeze(0)
+    except RuntimeError:
+        check_storages({name: x})
+        raise
 
 
 def _wrong_rank(form: Form, name: str, x: Any) -> SpecError:
@@ -172,19 +171,6 @@ def _check_table(form: Form, q: Tensor, page_table: Any) -> None:
     if form is Form.PAGED and page_table.ndim == 2 and q.shape[0] != page_table.shape[0]:
         wanted = f"{page_table.shape[0]}, one token per request of page_table"
         raise spec_error("q rows", q.shape[0], wanted, "Say with cu_seqlens_q which rows are whose.")
-
-
-def _row_of_heads(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).unsqueeze(0)
-
-
-def _view(name: str, x: Tensor, made: Callable[[Tensor], Tensor]) -> Tensor:
-    """A view, which torch makes of no tensor that its storage is too small for."""
-    try:
-        return made(x)
-    except RuntimeError:
-        check_storages({name: x})
-        raise
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor, args: Arguments | None = None) -> tuple[Tensor, ...]:

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from polyflash import routes, torch_ops, validate
 from polyflash.arguments import Causal, Layout, Options, WindowSides
-from polyflash.entry import Form, autocast, bind, form_of, views_of
+from polyflash.entry import Form, autocast, bind, form_of
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.mask import Mask, is_strided
-from polyflash.plan import Launch
 from polyflash.spec import Arguments, Phase
 from polyflash.storages import check_storages
 
@@ -62,7 +61,7 @@ def column_sums(
         config=config, checked=checked, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return _made("column_sums", q, k, lse, layout, options)[0]
+    return _results("column_sums", q, k, lse, layout, options)[0]
 
 
 def row_stats(
@@ -96,38 +95,35 @@ def row_stats(
         config=config, checked=checked, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return RowStats(*_made("row_stats", q, k, lse, layout, options))
+    return RowStats(*_results("row_stats", q, k, lse, layout, options))
 
 
-def _made(name: str, q: Tensor, k: Tensor, lse: Tensor, layout: str, options: Options) -> tuple[Tensor, ...]:
+def _results(
+    name: str, q: Tensor, k: Tensor, lse: Tensor, layout: Layout, options: Options
+) -> tuple[Tensor, ...]:
     """The results of the op `name`; q and k are cast as `attention` casts them under torch.autocast."""
-    packed = options.cu_seqlens_q is not None or options.cu_seqlens_k is not None
-    q, k, lse = _views(q, k, lse, layout, packed)
-    bound = bind(q, k, k, options)
-    if torch_ops.autocasting(q.device.type):
-        q, k, _ = autocast(q, k, k)
-    results = _call(name, q, k, lse, bound.args)
-    return tuple(x[0] for x in results) if packed else results
-
-
-def _views(q: Tensor, k: Tensor, lse: Tensor, layout: str, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k as (batch, heads, seqlen, head_dim), lse as (batch, heads, seqlen)."""
     if not isinstance(lse, Tensor):
         change = "Pass the lse of attention(..., return_lse=True)."
         raise spec_error("lse", type(lse).__name__, "a torch.Tensor", change)
-    unusual = not isinstance(layout, str) or layout != "bhsd"
-    if packed:
-        if unusual:
-            change = "Drop it: packed q and k are (total, heads, head_dim)."
-            raise spec_error("layout", described(layout), "none beside cu_seqlens", change)
-        if lse.ndim != 2:
-            change = "Pass the lse of attention_varlen()."
-            raise spec_error("lse", f"{lse.ndim} dimensions", "2: (num_q_heads, total_q)", change)
-        rows, keys, _, _ = views_of(Form.PACKED, q, k, k)
-        return rows, keys, lse.unsqueeze(0)
-    if unusual:
-        q, k, _, _ = views_of(form_of(layout), q, k, k)
-    return q, k, lse
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(f"polyflash.{name} has no rule for torch.func: call it outside the transform")
+    form, packed = Form.PACKED, not (options.cu_seqlens_q is options.cu_seqlens_k is None)
+    if not packed:
+        form = form_of(layout)
+    elif not isinstance(layout, str) or layout != "bhsd":
+        change = "Drop it: packed q and k are (total, heads, head_dim)."
+        raise spec_error("layout", described(layout), "none beside cu_seqlens", change)
+    elif lse.ndim != 2:
+        change = "Pass the lse of attention_varlen()."
+        raise spec_error("lse", f"{lse.ndim} dimensions", "2: (num_q_heads, total_q)", change)
+    q, k, _, _, args, _ = bind(q, k, k, options, form)
+    if torch_ops.autocasting(q.device.type):
+        q, k, _ = autocast(q, k, k)
+    op = getattr(torch.ops.polyflash, name).default
+    with torch.no_grad():
+        results = op(q, k, lse.unsqueeze(0) if packed else lse, *args)
+    results = (results,) if isinstance(results, Tensor) else results
+    return tuple(x[0] for x in results) if packed else results
 
 
 # The ops, as `torch_ops` has them for attention: they make the weights again from the lse, tile by tile.
@@ -137,14 +133,8 @@ _LIB.define(f"column_sums({_INPUTS}) -> Tensor")
 _LIB.define(f"row_stats({_INPUTS}) -> (Tensor entropy, Tensor max_logit)")
 
 
-def _call(name: str, q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> tuple[Tensor, ...]:
-    """The op on (batch, heads, seqlen, head_dim) and lse (batch, num_q_heads, seqlen_q). Returns the sums,
-    (batch, num_q_heads, seqlen_k), or entropy and largest score, both shaped as lse."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise UnsupportedError(f"polyflash.{name} has no rule for torch.func: call it outside the transform")
-    with torch.no_grad():
-        results = getattr(torch.ops.polyflash, name).default(q, k, lse, *args)
-    return (results,) if isinstance(results, Tensor) else results
+# The value of each result of a call without rows or keys: sums, entropy, largest score; None: not asked for.
+_EMPTY = {"column_sums": (0.0, None, None), "row_stats": (None, 0.0, -torch.inf)}
 
 
 def _check_lse(q: Tensor, lse: Tensor) -> None:
@@ -160,55 +150,49 @@ def _check_lse(q: Tensor, lse: Tensor) -> None:
         )
 
 
-def _settled(q: Tensor, k: Tensor, lse: Tensor, rest: tuple[Any, ...]) -> tuple[Launch, Arguments]:
-    """The launch of a call, and its arguments under the backend in use now."""
-    args = Arguments(*rest)
-    args = args._replace(backend=routes.requested_backend(args))
-    launch = torch_ops._route(Phase.STATISTICS, q, k, k, args, tuple(args))
-    _check_lse(q, lse)
-    check_storages({"lse": lse})
-    return launch, validate.checked_contents(args, q, k) if launch.contents else args
+def _room(name: str, k: Tensor, lse: Tensor) -> list[Any]:
+    shapes = (*lse.shape[:2], k.shape[2]), lse.shape, lse.shape
+    pairs = zip(shapes, _EMPTY[name], strict=True)
+    return [None if empty is None else lse.new_empty(shape) for shape, empty in pairs]
 
 
-def _column_sums(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Tensor:
-    launch, args = _settled(q, k, lse, rest)
-    sums = _room_of_sums(k, lse)
-    if sums.numel() == 0 or lse.numel() == 0:
-        return sums.zero_()
-    torch_ops.launched(launch, q, k, lse, sums, None, None, args)
-    return sums
+def _asked(results: list[Any]) -> Any:
+    """Sums, (batch, num_q_heads, seqlen_k), or entropy and largest score, both shaped as lse."""
+    sums, *of_rows = results
+    return tuple(of_rows) if sums is None else sums
 
 
-def _row_stats(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    launch, args = _settled(q, k, lse, rest)
-    entropy, max_logit = _room_of_stats(k, lse)
-    if lse.numel() == 0 or k.shape[2] == 0:
-        return entropy.zero_(), max_logit.fill_(-torch.inf)
-    torch_ops.launched(launch, q, k, lse, None, entropy, max_logit, args)
-    return entropy, max_logit
+def _kernel(name: str) -> Callable[..., Any]:
+    def kernel(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Any:
+        args = Arguments(*rest)
+        args = args._replace(backend=routes.requested_backend(args))
+        launch = torch_ops._route(Phase.STATISTICS, q, k, k, args, tuple(args))
+        _check_lse(q, lse)
+        check_storages({"lse": lse})
+        args = validate.checked_contents(args, q, k) if launch.contents else args
+        results = _room(name, k, lse)
+        if lse.numel() and k.shape[2]:
+            torch_ops.launched(launch, q, k, lse, *results, args)
+        else:
+            for x, empty in zip(results, _EMPTY[name], strict=True):
+                if x is not None:
+                    x.fill_(empty)
+        return _asked(results)
+
+    return kernel
 
 
-def _room_of_sums(k: Tensor, lse: Tensor) -> Tensor:
-    return lse.new_empty((lse.shape[0], lse.shape[1], k.shape[2]))
-
-
-def _room_of_stats(k: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return lse.new_empty(lse.shape), lse.new_empty(lse.shape)
-
-
-def _fake(room: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:
+def _fake(name: str) -> Callable[..., Any]:
     def fake(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Any:
-        args = torch_ops._validated(q, k, k, rest)
+        args = Arguments(*rest)
+        torch_ops.check(q, k, k, args)
         torch_ops._refuse_statically(Phase.STATISTICS, q, k, k, args)
         _check_lse(q, lse)
-        return room(k, lse)
+        return _asked(_room(name, k, lse))
 
     return fake
 
 
-for _name, _body, _room in (
-    ("column_sums", _column_sums, _room_of_sums),
-    ("row_stats", _row_stats, _room_of_stats),
-):
-    _LIB.impl(_name, _body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"polyflash::{_name}", _fake(_room), lib=_LIB)
+for _name in _EMPTY:
+    _LIB.impl(_name, _kernel(_name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"polyflash::{_name}", _fake(_name), lib=_LIB)

@@ -157,7 +157,8 @@ def _without_defaults(args: Arguments) -> tuple[Any, ...]:
 
 def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
     """The refusals of the op itself, without the op; q, k, v may be meta tensors."""
-    _validated(q, k, v, tuple(args))
+    _check_inputs(q, k, v, args, args.page_table is not None)
+    validate.check_operands(q, k, args)
 
 
 def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> Tensor:
@@ -180,13 +181,6 @@ def autocasting(device_type: str) -> bool:
 
 
 _AUTOCAST = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
-
-
-def _validated(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Arguments:
-    args = Arguments(*rest)
-    _check_inputs(q, k, v, rest, args.page_table is not None)
-    validate.check_operands(q, k, args)
-    return args
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], paged: bool) -> None:
@@ -350,7 +344,8 @@ def _differentiate(
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    args = _validated(q, k, v, rest)
+    args = Arguments(*rest)
+    check(q, k, v, args)
     _refuse_statically(_FORWARD if args.row_bounds is None else _DECODE, q, k, v, args)
     out, lse = _outputs(q, v, args.need_lse)
     return out, lse if args.need_lse else q.new_empty(0)
@@ -365,7 +360,8 @@ def _fake_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     needs: list[bool], *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    args = _validated(q, k, v, rest)
+    args = Arguments(*rest)
+    check(q, k, v, args)
     _refuse_statically(Phase.BACKWARD, q, k, v, args)
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
     return empty_gradients(differentiable(q, k, v, args), needs)
