@@ -47,7 +47,6 @@ def counted(run: Callable[..., None]) -> Callable[..., None]:
     return step
 
 
-@seed(3)  # what is drawn would follow the path of the checkout otherwise
 class CacheMachine(RuleBasedStateMachine):
     """`held` is the model: the tokens of every living request, those of pages given back too."""
 
@@ -331,8 +330,14 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def test_PF25_the_cache_is_a_list_of_tokens_per_request() -> None:
+    """Until every operation has been drawn often: what is drawn follows the constants of modules that happen
+    to be loaded, and hypothesis knows local ones by their path."""
     STEPS.clear()
-    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=24, stateful_step_count=40))
+    for turn in range(5):
+        machine = seed(turn)(CacheMachine)
+        run_state_machine_as_test(machine, settings=settings(max_examples=24, stateful_step_count=40))
+        if len(STEPS) == 17 and min(STEPS.values()) >= 10:
+            break
     assert sum(STEPS.values()) >= 500, STEPS
     assert len(STEPS) == 17 and min(STEPS.values()) >= 10, STEPS
 
