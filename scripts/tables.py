@@ -36,7 +36,7 @@ API = (
     ("Errors", "errors", ("SpecError", "UnsupportedError")),
     ("The paged cache", "kvcache.cache", ("KVCache", "SwappedRequest")),
     ("The paged cache: requests, room and prefixes", "kvcache.storage", ("Storage",)),
-    ("A step of the cache", "kvcache.step", ("Step",)),
+    ("A step of the cache", "kvcache.cache", ("Step",)),
     ("Handles", "kvcache.handles", ("Request", "Snapshot", "OutOfPages")),
     ("Plans of the cache", "kvcache.shared_prefix", ("AttendPlan",)),
     ("Rotation", "kvcache.rope", ("Rope",)),

@@ -14,7 +14,6 @@ import polyflash
 from polyflash import SpecError, UnsupportedError
 from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, layout, write_tokens
 from polyflash.kvcache import cache as module
-from polyflash.kvcache import step as step_module
 from tests.kvcache.plain import (
     DIM,
     DIM_V,
@@ -196,7 +195,7 @@ def test_PF12_after_any_exception_the_cache_is_as_before(where: str, monkeypatch
     if where == "copy of shared pages":
         monkeypatch.setattr(module, "copy_pages", failing(module.copy_pages))
     else:
-        monkeypatch.setattr(step_module, "write_slots", failing(step_module.write_slots))
+        monkeypatch.setattr(module, "write_slots", failing(module.write_slots))
     if where == "rope":
         monkeypatch.setattr(Rope, "rotate", failing(lambda *_: None) if calls == 1 else _raise)
     with pytest.raises(Fault), cache.reserve(list(held), [3, 7, 2]) as step:

@@ -46,7 +46,7 @@ def test_a_reservation_changes_nothing_until_it_is_committed():
     reservation = pages.reserve([a], [9])
     pages.check()
     assert pages.length(a) == 3 and len(pages.pages(a)) == 1 and pages.num_free == 5
-    assert reservation.starts == (3,) and len(reservation.fresh[0]) == 2 and reservation.tails == (None,)
+    assert reservation.starts == (3,) and len(reservation.taken) == 2 and not reservation.copies
     with pytest.raises(SpecError, match="step open"):
         pages.reserve([a], [1])
     pages.rollback(reservation)
@@ -110,7 +110,7 @@ def test_a_fork_at_a_page_border_copies_nothing():
     (parent,) = grown(pages, 8)
     (child,) = pages.fork(parent)
     reservation = pages.reserve([parent, child], [1, 1])
-    assert not reservation.copies and all(len(fresh) == 1 for fresh in reservation.fresh)
+    assert not reservation.copies and [len(entry.pages) for entry in reservation.entries] == [3, 3]
     pages.commit(reservation)
     pages.check()
 
@@ -122,7 +122,8 @@ def test_when_all_owners_write_at_once_the_longest_stays_in_place():
     short, long = pages.fork(parent, 2)
     pages.truncate([short], [2])
     reservation = pages.reserve([short, parent, long], [1, 1, 1])  # 2, 6 and 6 tokens
-    assert sorted(copy.slots for copy in reservation.copies) == [2, 6] and reservation.tails[0] is not None
+    assert sorted(copy.slots for copy in reservation.copies) == [2, 6]
+    assert reservation.entries[0].pages[-1] == reservation.copies[0].target
     pages.commit(reservation)
     pages.check()
     assert pages.num_free == 1

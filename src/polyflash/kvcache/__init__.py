@@ -1,13 +1,12 @@
 """A cache of keys and values in pages, shared between requests where they begin alike."""
 
-from polyflash.kvcache.cache import KVCache, SwappedRequest
+from polyflash.kvcache.cache import KVCache, Step, SwappedRequest
 from polyflash.kvcache.handles import OutOfPages, Request, Snapshot
 from polyflash.kvcache.layout import write_tokens
 from polyflash.kvcache.occupancy import CacheStats, heavy_hitters
 from polyflash.kvcache.pages import Pages
 from polyflash.kvcache.rope import Rope
 from polyflash.kvcache.shared_prefix import AttendPlan
-from polyflash.kvcache.step import Step
 from polyflash.kvcache.tables import FlashInferTable, PageTable, from_flashinfer, to_flashinfer
 
 __all__ = [

@@ -2,32 +2,123 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from polyflash.arguments import Causal
-from polyflash.errors import described, spec_error
+from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.kvcache import shared_prefix
-from polyflash.kvcache.handles import (
-    Counts,
-    Request,
-    Requests,
-    Reservation,
-    checked_count,
-    listed,
-    numbers,
-)
-from polyflash.kvcache.layout import copy_pages, ints, read_slots
+from polyflash.kvcache.handles import Counts, Request, Requests, Reservation, checked_count, listed, numbers
+from polyflash.kvcache.layout import check_tokens, copy_pages, ints, moved, slots_of, write_slots
 from polyflash.kvcache.rope import Rope
 from polyflash.kvcache.shared_prefix import AttendPlan, Tables
-from polyflash.kvcache.step import Step
 from polyflash.kvcache.storage import Storage
 from polyflash.merging import AttentionOutput
+
+
+class Step:
+    """`counts[b]` new tokens of `requests[b]`, reserved but not there yet.
+
+    Tokens of all requests are concatenated: total = sum(counts) rows of k, v and q. Used as a context, a step
+    commits at the end of the block. If an exception leaves the block, the cache is as before: what was
+    written lies where no length reaches. Until the step ends, its requests can be read (as before the step)
+    and forked, but not changed. One thread at a time may use a step."""
+
+    def __init__(self, cache: KVCache, reservation: Reservation, tables: Tables) -> None:
+        self.cache = cache
+        self._reservation = reservation
+        self._written: set[int] = set()
+        self.tables = tables  # those of the requests with the new tokens
+        self.requests, self.counts = reservation.requests, reservation.counts
+        slots, positions = slots_of(tables.host_table, tables.page_size, reservation.starts, self.counts)
+        evicted = [entry.evicted for entry in reservation.entries]
+        if any(evicted):
+            ahead, each = (torch.tensor(x, device="cpu") for x in (evicted, self.counts))
+            positions = positions + ahead.repeat_interleave(each)
+        self.slot_mapping = moved(slots, tables.device)
+        self.positions = moved(positions, tables.device)
+
+    @property
+    def open(self) -> bool:
+        return self._reservation.open
+
+    def has_written(self, layer: int) -> bool:
+        """Says whether this layer has written its tokens."""
+        return layer in self._written or not self.slot_mapping.shape[0]
+
+    def write(
+        self, k: Tensor, v: Tensor, *, layer: int = 0, rope: Rope | None = None,
+        positions: Tensor | None = None, q: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Writes the new tokens of one layer to their slots: k (total, num_kv_heads, head_dim) and v (total,
+        num_kv_heads, head_dim_v), of the pool's dtype.
+
+        With `rope`, k is rotated as it is written, and q (total, num_q_heads, head_dim) is returned rotated.
+        `positions`, int32 or int64 (total,), are those to rotate by; default the tokens' places in their
+        requests, and what was evicted before them. q without `rope` comes back as it is.
+
+        Raises:
+            SpecError: the step has ended, there is no such layer, or a tensor does not fit.
+            UnsupportedError: a tensor needs a gradient, which ends at the pool."""
+        self._check_open()
+        k_pool, v_pool = self.cache.pools(layer)
+        total = int(self.slot_mapping.shape[0])
+        check_tokens("k", k, k_pool, total)
+        check_tokens("v", v, v_pool, total)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (k, v, q)):
+            told = "a cache is for inference, and one needs a gradient. Use no_grad()"
+            raise UnsupportedError(f"k, v, q: {told}")
+        with torch.no_grad():
+            if rope is not None:
+                if not isinstance(rope, Rope):
+                    raise spec_error("rope", described(rope), "a Rope", "Make one of base or tables.")
+                at = self.positions if positions is None else positions
+                q = None if q is None else rope.rotate(q, at)
+                k = rope.rotate(k, at)
+            write_slots(k_pool, k, self.slot_mapping)
+            write_slots(v_pool, v, self.slot_mapping)
+        self._written.add(layer)
+        return q
+
+    def commit(self) -> None:
+        """Makes the tokens part of their requests.
+
+        Raises:
+            SpecError: the step has ended, or a layer has not written its tokens; the step stays open then."""
+        self._check_open()
+        missing = [n for n in range(self.cache.num_layers) if not self.has_written(n)]
+        if missing:
+            change = "Call write() once for every layer."
+            raise spec_error("commit", f"nothing from layer {missing[0]}", "tokens of every layer", change)
+        self.cache.end_step(self._reservation, self.tables)
+
+    def rollback(self) -> None:
+        """Takes the step back and frees its pages. A step that has ended stays as it is."""
+        if self.open:
+            self.cache.end_step(self._reservation, None)
+
+    def __enter__(self) -> Step:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self.open:
+                self.commit()
+        finally:
+            self.rollback()
+
+    def _check_open(self) -> None:
+        if not self.open:
+            change = "Call reserve() for the next tokens."
+            raise spec_error("step", "one that has ended", "an open one", change)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +168,17 @@ class KVCache(Storage):
         Raises:
             OutOfPages: too few free pages; nothing was changed.
             SpecError: a request twice, one that is freed or has a step open, or no such count."""
-        who = listed(requests)
         with self._pages.lock:
-            made = self._pages.reserve(who, numbers("counts", counts, who))
+            made = self._pages.reserve(requests, counts)
             try:
                 self._zero(list(made.reused))
-                tables = self._tables_of(who, made)
+                tables = self._tables_of(made.entries)
                 if made.copies:
-                    pairs = [(copy.source, copy.target) for copy in made.copies]
-                    sources, targets = (ints(x, self.device, torch.int64) for x in zip(*pairs, strict=True))
-                    for pool in itertools.chain(*map(self.pools, range(self.num_layers))):
-                        copy_pages(pool, sources, targets)
+                    pairs = zip(*((copy.source, copy.target) for copy in made.copies), strict=True)
+                    sources, targets = (ints(x, self.device, torch.int64) for x in pairs)
+                    for layer in range(self.num_layers):
+                        for pool in self.pools(layer):
+                            copy_pages(pool, sources, targets)
                 return Step(self, made, tables)
             except BaseException:
                 self.end_step(made, None)
@@ -164,15 +255,12 @@ class KVCache(Storage):
         if not isinstance(q, Tensor) or q.ndim != 3 or q.shape[0] != sum(rows):
             change = "counts= says how many rows each request has."
             raise spec_error("q", described(q), f"({sum(rows)}, num_q_heads, head_dim)", change)
-        apart: dict[str, object] = {
-            "window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts, "kv_lens": kv_lens,
-            "q_offset": q_offset,
-        }  # fmt: skip
+        apart: dict[str, object] = {"window": window, "alibi_slopes": alibi_slopes, "q_offset": q_offset}
+        apart |= {"kv_starts": kv_starts, "kv_lens": kv_lens}
         plan = shared_prefix.planned(tables, rows, cascade, causal, apart)
-        options = apart | {
-            "causal": causal, "softcap": softcap, "sinks": sinks, "scale": scale, "return_lse": return_lse,
-            "out": out, "batch_invariant": batch_invariant, "backend": backend, "checked": checked,
-        }  # fmt: skip
+        options = apart | {"causal": causal, "softcap": softcap, "sinks": sinks, "scale": scale}
+        options |= {"batch_invariant": batch_invariant, "backend": backend, "checked": checked}
+        options |= {"return_lse": return_lse, "out": out}
         return shared_prefix.attend(q, k_pool, v_pool, tables, rows, plan, options)
 
     def explain_attend(
@@ -183,22 +271,19 @@ class KVCache(Storage):
     ) -> AttendPlan:  # fmt: skip
         """Says what `attend` would do with these arguments, and why; launches nothing."""
         tables, rows = self._call(requests, counts)
-        given = {"window": window, "alibi_slopes": alibi_slopes, "kv_starts": kv_starts, "kv_lens": kv_lens}
-        return shared_prefix.planned(tables, rows, cascade, causal, given | {"q_offset": q_offset})
+        apart: dict[str, object] = {"window": window, "alibi_slopes": alibi_slopes, "q_offset": q_offset}
+        apart |= {"kv_starts": kv_starts, "kv_lens": kv_lens}
+        return shared_prefix.planned(tables, rows, cascade, causal, apart)
 
     def swap_out(self, requests: Requests) -> list[SwappedRequest]:
         """Copies the requests to the CPU and frees them. Pages that others share stay theirs."""
         who = listed(requests)
         with self._pages.lock:
             found = []
-            for request in who:
-                where = self._pages.where(request)
-                slots = self.slot_mapping(request, where[0])
-                k, v = (
-                    torch.stack([read_slots(x, slots) for x in pools])
-                    for pools in (self.k_pages, self.v_pages)
-                )
-                found.append(SwappedRequest(k.cpu(), v.cpu(), *where))
+            for request, entry in zip(who, self._pages.entries(who), strict=True):
+                layers = [self.read(request, layer=n, start=entry.start) for n in range(self.num_layers)]
+                k, v = (torch.stack(parts).cpu() for parts in zip(*layers, strict=True))
+                found.append(SwappedRequest(k, v, entry.start, entry.evicted, entry.kept))
             self.free(who)
             return found
 
@@ -214,10 +299,8 @@ class KVCache(Storage):
                 self._pages.place(request, one.start, one.evicted, one.kept)
             with self.reserve(made, [x.length - x.start for x in swapped]) as step:
                 for layer in range(self.num_layers if swapped else 0):
-                    k, v = (
-                        torch.cat([part[layer] for part in parts]).to(self.device)
-                        for parts in ([x.k for x in swapped], [x.v for x in swapped])
-                    )
+                    k = torch.cat([one.k[layer] for one in swapped]).to(self.device)
+                    v = torch.cat([one.v[layer] for one in swapped]).to(self.device)
                     step.write(k, v, layer=layer)
         except BaseException:
             self.free(made)

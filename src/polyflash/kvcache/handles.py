@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -56,7 +56,7 @@ class Entry:
     kept: int = 0  # tokens that the last eviction left
 
     def copy(self) -> Entry:
-        return replace(self, pages=self.pages[:], reserved=False)
+        return Entry(self.pages[:], self.length, False, self.start, self.evicted, self.kept)
 
     @property
     def owned(self) -> array[int]:
@@ -66,24 +66,20 @@ class Entry:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Room for `counts[b]` more tokens of `requests[b]`, at positions from `starts[b]` on.
-
-    Until `commit` the requests are what they were. `tails[b]` is the page that replaces the last one, or
-    None; `fresh[b]` are the pages behind it; `copies` are due before the first write."""
+    """Room for `counts[b]` more tokens of `requests[b]`, which stay what they are until `commit`."""
 
     requests: tuple[Request, ...]
     counts: tuple[int, ...]
-    starts: tuple[int, ...]
-    tails: tuple[int | None, ...]
-    fresh: tuple[tuple[int, ...], ...]
-    copies: tuple[Copy, ...]
-    evicted: tuple[int, ...] = ()  # see `Entry`
-    reused: tuple[int, ...] = ()  # taken from the memory of prefixes, which has forgotten them
+    entries: tuple[Entry, ...]  # of the requests after `commit`
+    copies: tuple[Copy, ...]  # due before the first write
+    taken: tuple[int, ...]  # pages, those of copies included
+    reused: tuple[int, ...] = ()  # of them: from the memory of prefixes, which has forgotten them
     open: bool = True
 
     @property
-    def taken(self) -> list[int]:
-        return [copy.target for copy in self.copies] + [page for pages in self.fresh for page in pages]
+    def starts(self) -> tuple[int, ...]:
+        """Places of the first new tokens."""
+        return tuple(e.length - n for e, n in zip(self.entries, self.counts, strict=True))
 
 
 @dataclass(eq=False, slots=True)
@@ -136,7 +132,7 @@ def listed(requests: Requests) -> tuple[Request, ...]:
     raise spec_error("requests", described(requests), "requests in a sequence", change)
 
 
-def numbers(name: str, given: Counts, beside: Sequence[object]) -> list[int]:
+def numbers(name: str, given: Counts, beside: Collection[object]) -> list[int]:
     """One number for each of `beside`, of one for all or one for each.
 
     Raises:

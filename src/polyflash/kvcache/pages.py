@@ -16,7 +16,19 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 
 from polyflash.errors import described, spec_error
-from polyflash.kvcache.handles import Copy, Entry, OutOfPages, Request, Reservation, Snapshot, checked_count
+from polyflash.kvcache.handles import (
+    Copy,
+    Counts,
+    Entry,
+    OutOfPages,
+    Request,
+    Requests,
+    Reservation,
+    Snapshot,
+    checked_count,
+    listed,
+    numbers,
+)
 from polyflash.kvcache.prefixes import Prefixes
 from polyflash.spec import MOST_POSITIONS
 
@@ -62,20 +74,10 @@ class Pages:
         with self.lock:
             return self._entry(request).length
 
-    def lengths(self, requests: Sequence[Request]) -> list[int]:
+    def entries(self, requests: Sequence[Request]) -> tuple[Entry, ...]:
+        """Copies of what is known of requests."""
         with self.lock:
-            return [self._entry(r).length for r in requests]
-
-    def starts(self, requests: Sequence[Request]) -> list[int]:
-        """First token of each that was not given back."""
-        with self.lock:
-            return [self._entry(r).start for r in requests]
-
-    def where(self, request: Request) -> tuple[int, int, int]:
-        """Its start, and how many tokens were evicted and kept then."""
-        with self.lock:
-            entry = self._entry(request)
-            return entry.start, entry.evicted, entry.kept
+            return tuple(self._entry(request).copy() for request in requests)
 
     def pages(self, request: Request) -> array[int]:
         """A copy of the request's pages, in the order of its tokens; -1 for those given back."""
@@ -106,32 +108,34 @@ class Pages:
                 self._owners[page] += count
             return made
 
-    def reserve(self, requests: Sequence[Request], counts: Sequence[int]) -> Reservation:
+    def reserve(self, requests: Requests, counts: Counts) -> Reservation:
         """Reserves room for `counts[b]` more tokens each: for all requests, or `OutOfPages` and for none.
 
         A last page with other owners is replaced by a copy. One of its owners may write in place if all of
         them write in this call: the longest, whose first new slot lies behind what the others read."""
         with self.lock:
-            entries, numbers, copied, more = self._wanted(requests, counts)
+            entries, added, copied, more = self._wanted(requests, counts)
             needed = len(copied) + sum(more)
             if needed > self.num_free:
-                raise self._out_of_pages(f"{sum(numbers)} tokens for {len(entries)} requests", needed)
-            copies, tails = [], []
-            for i, entry in enumerate(entries):
-                tails.append(self._take() if i in copied else None)
-                if (target := tails[-1]) is not None:
-                    copies.append(Copy(entry.pages[-1], target, entry.length % self.page_size))
-            made = Reservation(
-                tuple(requests), tuple(numbers), tuple(e.length for e in entries), tuple(tails),
-                tuple(tuple(self._take() for _ in range(n)) for n in more), tuple(copies),
-                tuple(e.evicted for e in entries), self._taken_anew(),
-            )  # fmt: skip
-            for entry in entries:
+                raise self._out_of_pages(f"{sum(added)} tokens for {len(entries)} requests", needed)
+            after, copies, taken = [], [], []
+            for i, (entry, count) in enumerate(zip(entries.values(), added, strict=True)):
+                new = entry.copy()
+                new.length += count
+                fresh = [self._take() for _ in range(more[i] + (i in copied))]
+                taken += fresh
+                if i in copied:
+                    new.pages[-1] = fresh.pop(0)
+                    copies.append(Copy(entry.pages[-1], new.pages[-1], entry.length % self.page_size))
+                new.pages.extend(fresh)
+                after.append(new)
                 entry.reserved = True
+            given = (tuple(entries), tuple(added), tuple(after))
+            made = Reservation(*given, tuple(copies), tuple(taken), self._taken_anew())
             self._reservations[id(made)] = made
             return made
 
-    def needed(self, requests: Sequence[Request], counts: Sequence[int], new: Sequence[int]) -> int:
+    def needed(self, requests: Requests, counts: Counts, new: Sequence[int]) -> int:
         """Counts the pages that `reserve` would take now, together with requests of `new` tokens."""
         with self.lock:
             _, _, copied, more = self._wanted(requests, counts)
@@ -142,17 +146,9 @@ class Pages:
         """Makes the reserved tokens part of their requests. Returns the pages that nobody owns any more."""
         with self.lock:
             self._close(reservation)
-            left = []
-            parts = (reservation.requests, reservation.counts, reservation.tails, reservation.fresh)
-            for request, count, tail, fresh in zip(*parts, strict=True):
-                entry = self._entries[request]
-                if tail is not None:
-                    left.append(entry.pages[-1])
-                    entry.pages[-1] = tail
-                entry.pages.extend(fresh)
-                entry.length += count
+            self._entries.update(zip(reservation.requests, reservation.entries, strict=True))
             self.version += 1
-            return self._leave(left)
+            return self._leave(copy.source for copy in reservation.copies)
 
     def rollback(self, reservation: Reservation) -> list[int]:
         """Takes a reservation back. Returns the pages that it had taken."""
@@ -160,15 +156,13 @@ class Pages:
             self._close(reservation)
             return self._leave(reversed(reservation.taken))
 
-    def truncate(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[int]:
+    def truncate(self, requests: Requests, lengths: Counts) -> list[int]:
         """Keeps only the first `lengths[b]` tokens of each. Returns the pages that nobody owns any more."""
         with self.lock:
-            entries = self._distinct(requests, unreserved=True)
-            numbers = [checked_count("lengths", n, 0, MOST_POSITIONS) for n in lengths]
-            if len(numbers) != len(entries):
-                change = "Say how many tokens of each request remain."
-                raise spec_error("lengths", len(numbers), f"{len(entries)} numbers", change)
-            for entry, length in zip(entries, numbers, strict=True):
+            entries = self._distinct(requests)
+            kept = [*zip(entries.values(), numbers("lengths", lengths, entries), strict=True)]
+            for entry, length in kept:
+                checked_count("lengths", length, 0, MOST_POSITIONS)
                 if length > entry.length:
                     change = "append() makes a request longer."
                     raise spec_error("lengths", length, f"at most the {entry.length} there are", change)
@@ -177,33 +171,33 @@ class Pages:
                     change = "The tokens before it were evicted or given back, at least in part."
                     raise spec_error("lengths", length, f"0, or {least} or more", change)
             left: list[int] = []
-            for entry, length in zip(entries, numbers, strict=True):
-                keep = self._pages_of(length)
-                left.extend(page for page in reversed(entry.pages[keep:]) if page >= 0)
-                del entry.pages[keep:]
+            for entry, length in kept:
+                pages = self._pages_of(length)
+                left.extend(page for page in reversed(entry.pages[pages:]) if page >= 0)
+                del entry.pages[pages:]
                 entry.length = length
                 if not length:
                     entry.start = entry.evicted = entry.kept = 0
             self.version += 1
             return self._leave(left)
 
-    def free(self, requests: Sequence[Request]) -> list[int]:
+    def free(self, requests: Requests) -> list[int]:
         """Ends the requests, whose handles fit nothing any more. Returns the pages that nobody owns now."""
         with self.lock:
-            entries = self._distinct(requests, unreserved=True)
-            for request in requests:
+            entries = self._distinct(requests)
+            for request in entries:
                 del self._entries[request]
             self.version += 1
-            return self._leave(page for entry in entries for page in reversed(entry.owned))
+            return self._leave(page for entry in entries.values() for page in reversed(entry.owned))
 
-    def free_left(self, requests: Sequence[Request], left: int) -> list[int]:
+    def free_left(self, requests: Requests, left: int) -> list[int]:
         """Gives back the pages whose every token stands more than `left` before a request's last one. Returns
         the pages that nobody owns any more."""
         with self.lock:
-            entries = self._distinct(requests, unreserved=True)
+            entries = self._distinct(requests)
             checked_count("left", left, 0, MOST_POSITIONS)
             gone: list[int] = []
-            for entry in entries:
+            for entry in entries.values():
                 first, end = entry.start // self.page_size, (entry.length - 1 - left) // self.page_size
                 for column in reversed(range(first, max(first, end))):
                     gone.append(entry.pages[column])
@@ -216,7 +210,7 @@ class Pages:
         """Shortens the request to `length` tokens, of which the first `same` keep their place. Returns the
         first place that must be written again, and the pages whose contents nobody needs."""
         with self.lock:
-            (entry,) = self._distinct([request], unreserved=True)
+            entry = self._distinct(request)[request]
             checked_count("length", length, 0, entry.length)
             stay = self._pages_of(length) if same >= length else same // self.page_size
             mine = [p >= 0 and self._owners[p] == 1 for p in entry.pages[stay : self._pages_of(length)]]
@@ -365,22 +359,19 @@ class Pages:
         return -(-length // self.page_size)
 
     def _wanted(
-        self, requests: Sequence[Request], counts: Sequence[int]
-    ) -> tuple[list[Entry], list[int], set[int], list[int]]:
+        self, requests: Requests, counts: Counts
+    ) -> tuple[dict[Request, Entry], list[int], set[int], list[int]]:
         """Works out what `reserve` with these arguments needs: entries, checked counts, indices of those
         whose last page is copied, and the number of new pages of each."""
-        entries = self._distinct(requests, unreserved=True)
-        numbers = [checked_count("counts", n, 0, MOST_POSITIONS) for n in counts]
-        if len(numbers) != len(entries):
-            change = "Say how many tokens each request gets."
-            raise spec_error("counts", len(numbers), f"{len(entries)} numbers", change)
+        entries = self._distinct(requests)
+        added = [checked_count("counts", n, 0, MOST_POSITIONS) for n in numbers("counts", counts, entries)]
         more = []
-        for entry, n in zip(entries, numbers, strict=True):
+        for entry, n in zip(entries.values(), added, strict=True):
             if entry.length + entry.evicted + n > MOST_POSITIONS:
                 got = f"{entry.length + entry.evicted} tokens and {n} more"
                 raise spec_error("counts", got, f"at most {MOST_POSITIONS}", "Positions are 32-bit numbers.")
             more.append(self._pages_of(entry.length + n) - len(entry.pages))
-        return entries, numbers, self._to_copy(entries, numbers), more
+        return entries, added, self._to_copy([*entries.values()], added), more
 
     def _take(self) -> int:
         """A page that nobody owns, or the remembered one that was unused for longest. There is one."""
@@ -436,12 +427,13 @@ class Pages:
             got, change = "a handle that was freed", "Its pages may belong to others by now."
         raise spec_error("request", got, "a living request", change)
 
-    def _distinct(self, requests: Sequence[Request], unreserved: bool) -> list[Entry]:
-        entries = [self._entry(request) for request in requests]
-        if len(set(requests)) != len(entries):
+    def _distinct(self, requests: Requests) -> dict[Request, Entry]:
+        who = listed(requests)
+        entries = {request: self._entry(request) for request in who}
+        if len(who) != len(entries):
             change = "Name each once per call."
             raise spec_error("requests", "one of them twice", "different requests", change)
-        if unreserved and any(entry.reserved for entry in entries):
+        if any(entry.reserved for entry in entries.values()):
             change = "Commit it or roll it back first."
             raise spec_error("requests", "one with a step open", "none with a step open", change)
         return entries

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
@@ -37,6 +37,9 @@ class Tables:
     page_size: int
     device: torch.device
     starts: tuple[int, ...] = ()  # first tokens that were not given back
+    plans: dict[tuple[object, ...], AttendPlan] = field(default_factory=dict)  # of calls on these tables
+    _bounds: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _parts: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def page_table(self) -> Tensor:
@@ -52,19 +55,6 @@ class Tables:
         if found is None:
             found = self._bounds[key] = ints([0, *itertools.accumulate(key)], self.device)
         return found
-
-    @cached_property
-    def _bounds(self) -> dict[tuple[int, ...], Tensor]:
-        return {}
-
-    @cached_property
-    def plans(self) -> dict[tuple[object, ...], AttendPlan]:
-        """Plans of calls on these tables, by what else they depend on."""
-        return {}
-
-    @cached_property
-    def _parts(self) -> dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]:
-        return {}
 
     def parted(self, pages: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tables and lengths of the first `pages` of the first request, and of all requests' other pages:
@@ -124,10 +114,12 @@ def planned(
         _check_seen(tables, counts, causal, given)
     present = [name for name, x in given.items() if x is not None and x != (None, None)]
     key = (*counts, bool(cascade), causal, *present)
-    plan = tables.plans.get(key)
-    if plan is None:
-        plan = tables.plans[key] = _made(tables, counts, cascade, causal, present)
-    return plan
+    if key not in tables.plans:
+        pages, reason = _shared(tables, counts, cascade, causal, present)
+        batch, shared = len(tables.lengths), pages * tables.page_size
+        keys = sum(tables.lengths) - shared * max(0, batch - 1)
+        tables.plans[key] = AttendPlan(batch, sum(counts), pages > 0, pages, shared, keys, reason)
+    return tables.plans[key]
 
 
 def _check_seen(tables: Tables, counts: Sequence[int], causal: Causal, given: dict[str, object]) -> None:
@@ -144,34 +136,23 @@ def _check_seen(tables: Tables, counts: Sequence[int], causal: Causal, given: di
             raise spec_error("window", got, f"at most {length - rows - start} neighbours on the left", change)
 
 
-def _made(
+def _shared(
     tables: Tables, counts: Sequence[int], cascade: bool, causal: Causal, present: list[str]
-) -> AttendPlan:
-    batch, total = len(tables.lengths), sum(tables.lengths)
-    pages, reason = 0, "cascade was not asked for."
-    if cascade:
-        pages, reason = _shared(tables, counts, causal)
-        if pages and causal == "top_left":
-            pages, reason = (
-                0,
-                "top_left counts from a request's first key, so rows do not see all of a prefix.",
-            )
-        elif pages and present:
-            pages, reason = 0, f"{present[0]} counts from a request's own keys, so no row is like another."
-    shared = pages * tables.page_size
-    keys = total - shared * max(0, batch - 1)
-    return AttendPlan(batch, sum(counts), pages > 0, pages, shared, keys, reason)
-
-
-def _shared(tables: Tables, counts: Sequence[int], causal: Causal) -> tuple[int, str]:
-    """Counts the leading pages that every row of every request sees whole."""
+) -> tuple[int, str]:
+    """Counts the leading pages to read once, which every row of every request sees whole, and says why."""
+    if not cascade:
+        return 0, "cascade was not asked for."
     if len(tables.lengths) < 2:
         return 0, "Fewer than two requests."
     seen = [n - rows + 1 if causal and rows else n for n, rows in zip(tables.lengths, counts, strict=True)]
     pages = min(tables.common_pages, max(0, min(seen)) // tables.page_size)
-    if pages:
-        return pages, f"All of them share their first {pages} pages."
-    return 0, "No full page is shared by all requests and seen by all rows."
+    if not pages:
+        return 0, "No full page is shared by all requests and seen by all rows."
+    if causal == "top_left":
+        return 0, "top_left counts from a request's first key, so rows do not see all of a prefix."
+    if present:
+        return 0, f"{present[0]} counts from a request's own keys, so no row is like another."
+    return pages, f"All of them share their first {pages} pages."
 
 
 _OF_BOTH_PARTS = ("softcap", "scale", "batch_invariant", "backend", "checked")

@@ -11,9 +11,9 @@ from torch import Tensor
 from polyflash.errors import described, spec_error
 from polyflash.kvcache.handles import (
     Counts,
+    Entry,
     Request,
     Requests,
-    Reservation,
     Snapshot,
     checked_count,
     listed,
@@ -124,17 +124,17 @@ class Storage:
 
     def truncate(self, requests: Requests, lengths: Counts) -> None:
         """Keeps only the first `lengths[b]` tokens of each request, as after a rejected speculation."""
-        who = listed(requests)
         with self._pages.lock:
-            self._zero(self._pages.truncate(who, numbers("lengths", lengths, who)))
+            self._zero(self._pages.truncate(requests, lengths))
 
     def start(self, request: Request) -> int:
         """The first token that `free_left` has not given back."""
-        return self._pages.starts([request])[0]
+        return self._pages.entries([request])[0].start
 
     def position(self, request: Request) -> int:
         """Position of the next token: those there were before it, evicted ones included."""
-        return self._pages.length(request) + self._pages.where(request)[1]
+        (entry,) = self._pages.entries([request])
+        return entry.length + entry.evicted
 
     def stats(self) -> CacheStats:
         """Pages, tokens and bytes in use, and how full the pages are."""
@@ -146,8 +146,7 @@ class Storage:
 
         Raises:
             SpecError: what `reserve` refuses, but for too few pages."""
-        who = listed(requests)
-        return self._pages.needed(who, numbers("counts", counts, who), list(new))
+        return self._pages.needed(requests, counts, new)
 
     def free_left(self, requests: Requests, left: int) -> None:
         """Gives back the pages that no row from each request's last token on sees through a window of `left`
@@ -156,7 +155,7 @@ class Storage:
         Lengths, places and positions stay, and the table has -1 there. From here on `attend` of such a
         request takes a window that ends before those tokens, and no `q_offset` or `kv_lens`."""
         with self._pages.lock:
-            self._zero(self._pages.free_left(listed(requests), left))
+            self._zero(self._pages.free_left(requests, left))
 
     def evict(self, request: Request, keep: Tensor) -> None:
         """Keeps only the tokens at the places `keep`, in their order, and moves them together.
@@ -225,7 +224,7 @@ class Storage:
         Raises:
             SpecError: one of them is freed already, or named twice; none is freed then."""
         with self._pages.lock:
-            self._zero(self._pages.free(listed(requests)))
+            self._zero(self._pages.free(requests))
 
     def page_table(self, requests: Requests) -> Tensor:
         """int32 (batch, max_pages) on the pool's device, -1 beyond a request's pages; later steps do not
@@ -301,27 +300,18 @@ class Storage:
             last, version = self._last, self._pages.version
             if last is not None and last[0] == key and last[1] == version:
                 return last[2]
-            made = self._tables_of(key, None)
+            made = self._tables_of(self._pages.entries(key))
             self._last = (key, version, made)
             return made
 
-    def _tables_of(self, requests: Sequence[Request], reserved: Reservation | None) -> Tables:
-        """Tables of the requests, with what is reserved for them."""
-        rows = [self._pages.pages(request) for request in requests]
-        lengths = self._pages.lengths(requests)
-        if reserved is not None:
-            lengths = [n + more for n, more in zip(lengths, reserved.counts, strict=True)]
-            for row, tail, fresh in zip(rows, reserved.tails, reserved.fresh, strict=True):
-                if tail is not None:
-                    row[-1] = tail
-                row.extend(fresh)
-        longest = max(map(len, rows), default=0)
-        table = torch.full((len(rows), longest), -1, dtype=torch.int32, device="cpu")
-        for into, row in zip(table, rows, strict=True):
-            if row:
-                into[: len(row)] = torch.frombuffer(row, dtype=torch.int32)
-        starts = tuple(self._pages.starts(requests))
-        return Tables(table, tuple(lengths), self.page_size, self.device, starts)
+    def _tables_of(self, entries: Sequence[Entry]) -> Tables:
+        longest = max((len(entry.pages) for entry in entries), default=0)
+        table = torch.full((len(entries), longest), -1, dtype=torch.int32, device="cpu")
+        for row, entry in zip(table, entries, strict=True):
+            if entry.pages:
+                row[: len(entry.pages)] = torch.frombuffer(entry.pages, dtype=torch.int32)
+        lengths, starts = ([getattr(e, name) for e in entries] for name in ("length", "start"))
+        return Tables(table, tuple(lengths), self.page_size, self.device, tuple(starts))
 
     def _zero(self, pages: list[int]) -> None:
         """Scrubs pages that are free; under the allocator's lock, before anyone can take them."""

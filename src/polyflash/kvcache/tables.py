@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
-from polyflash.kvcache.handles import is_ints
+from polyflash.kvcache.handles import checked_count, is_ints
 
 
 class FlashInferTable(NamedTuple):
@@ -42,7 +42,7 @@ def from_flashinfer(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page
     for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
         _check_vector(name, x, indptr)
     batch = last_page_len.shape[0]
-    _check_page_size(page_size)
+    checked_count("page_size", page_size, 1, 2**31 - 1)
     if indptr.shape != (batch + 1,):
         change = "One bound more than last_page_len has requests."
         raise spec_error("indptr", described(indptr), f"int32 ({batch + 1},)", change)
@@ -74,7 +74,7 @@ def to_flashinfer(page_table: Tensor, kv_lens: Tensor, page_size: int) -> FlashI
         change = "One row of pages per request."
         raise spec_error("page_table", described(page_table), "int32 (batch, max_pages)", change)
     _check_vector("kv_lens", kv_lens, page_table)
-    _check_page_size(page_size)
+    checked_count("page_size", page_size, 1, 2**31 - 1)
     batch, max_pages = page_table.shape
     if kv_lens.shape != (batch,):
         change = "One length per row of the table."
@@ -93,8 +93,3 @@ def to_flashinfer(page_table: Tensor, kv_lens: Tensor, page_size: int) -> FlashI
 def _check_vector(name: str, x: Tensor, beside: Tensor) -> None:
     if not is_ints(x, device=getattr(beside, "device", None)) or x.ndim != 1:
         raise spec_error(name, described(x), "an int32 or int64 vector", "All on one device.")
-
-
-def _check_page_size(page_size: int) -> None:
-    if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1:
-        raise spec_error("page_size", described(page_size), "an int >= 1", "It is that of the pool.")
