@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyflash import SpecError
 from polyflash.integrations import flash_attn as fa
-from polyflash.integrations import flash_attn_pages
+from polyflash.integrations import flash_attn_cache
 from tests.integrations.test_flash_attn import CALLS, ENDS_K, ENDS_Q, LENGTHS_K, SLOPES, turned, x
 from tests.rows_here import HERE
 from tests.tolerance import BACKSTOP, near
@@ -218,7 +218,7 @@ def test_a_token_without_a_page_is_not_written_on_a_device() -> None:
     k, v = x(2, 3, 2, 8), x(2, 3, 2, 6)
     at = torch.tensor([[2, 3, 4], [10, 11, 12]])
     with Waiting() as waiting:
-        flash_attn_pages.append(k_cache, v_cache, k, v, at, mapped(0, 1, -1).as_subclass(Elsewhere))
+        flash_attn_cache.append(k_cache, v_cache, k, v, at, mapped(0, 1, -1).as_subclass(Elsewhere))
     assert not waiting.ops
     assert torch.equal(k_cache[3, 2:], k[0, :2]) and torch.equal(v_cache[5, 2:], v[1, :2])
     others = torch.ones(6, 4, dtype=torch.bool)
@@ -226,8 +226,8 @@ def test_a_token_without_a_page_is_not_written_on_a_device() -> None:
     assert torch.equal(k_cache[others], k_before[others]) and torch.equal(v_cache[others], v_before[others])
     k_before, v_before = k_cache.clone(), v_cache.clone()
     nowhere = torch.tensor([[-1, 99, -1]] * 2, dtype=torch.int32).as_subclass(Elsewhere)
-    flash_attn_pages.append(k_cache, v_cache, -k, -v, at, nowhere)
-    flash_attn_pages.append(k_cache[:0], v_cache[:0], -k, -v, at, nowhere)
+    flash_attn_cache.append(k_cache, v_cache, -k, -v, at, nowhere)
+    flash_attn_cache.append(k_cache[:0], v_cache[:0], -k, -v, at, nowhere)
     assert torch.equal(k_cache, k_before) and torch.equal(v_cache, v_before)
 
 

@@ -23,8 +23,7 @@ from torch import Tensor
 from polyflash.api import attention, attention_varlen
 from polyflash.errors import described, spec_error
 from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, number, options, scalar
-from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache
-from polyflash.integrations.flash_attn_pages import attend_packed, one_table
+from polyflash.integrations.flash_attn_cache import attend_packed, flash_attn_with_kvcache, one_table
 from polyflash.integrations.flash_attn_rotary import apply_rotary_emb
 
 __all__ = (

@@ -1,6 +1,7 @@
-"""flash-attn 2's `flash_attn_with_kvcache`: append to a cache in place, rotate, attend to what is live.
+"""flash-attn's caches: append in place, rotate, attend to what is live.
 
-A cache is contiguous, or in pages that `block_table` names: `flash_attn_pages.py`."""
+A cache is contiguous, (batch_cache, seqlen_cache, heads, head_dim), or in pages that `block_table` names,
+(num_blocks, page_size, heads, head_dim)."""
 
 from __future__ import annotations
 
@@ -9,18 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash.api import attention
-from polyflash.errors import described, spec_error
-from polyflash.integrations import flash_attn_pages as pages
+from polyflash import validate
+from polyflash.api import attention, attention_paged
+from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, options
 from polyflash.integrations.flash_attn_rotary import rotated
 from polyflash.kvcache.handles import is_ints
+from polyflash.spec import Arguments
 
 _LENS = "an int, or int32 or int64 (batch,)"
-# Their errors concern a cache then, not the new k and v.
+# Errors about k and v concern a cache, not the new k and v.
 _NAMES = {"k": "k_cache", "v": "v_cache", "kv_lens": "cache_seqlens", "kv_starts": "cache_leftpad"}
+_OF_PAGES = _NAMES | {"k_pages": "k_cache", "v_pages": "v_cache", "page_table": "block_table"}
 _attention = facade(_NAMES)(attention)
+_attention_paged = facade(_OF_PAGES)(attention_paged)
+_check_contents = facade(_OF_PAGES)(validate.check_contents)
 _rotated = facade({"cos": "rotary_cos", "sin": "rotary_sin"})(rotated)
+_PACKED: dict[str, Any] = {n: facade({"kv_lens": n})(attention_paged) for n in ("seqused_k", "cu_seqlens_k")}
 
 
 @facade({})
@@ -77,23 +83,19 @@ def flash_attn_with_kvcache(
     given["kv_starts"] = lengths(cache_leftpad)
     wants_lse = flag("return_softmax_lse", return_softmax_lse)
     interleaved = flag("rotary_interleaved", rotary_interleaved)
-    block_table = pages.one_table(block_table, page_table)
+    table = one_table(block_table, page_table)
     with torch.no_grad():
-        if block_table is None:
-            _check_rows(q, k_cache, v_cache, cache_batch_idx)
-            room = k_cache.shape[1]
-        else:
-            room = pages.room(q, k_cache, v_cache, block_table, cache_batch_idx)
+        _check_caches(q, k_cache, v_cache, table, cache_batch_idx)
+        room = k_cache.shape[1] * (1 if table is None else table.shape[1])
         lens = _lens("cache_seqlens", q, room if cache_seqlens is None else cache_seqlens)
         if k is not None and v is not None:
             if cache_seqlens is None:
                 change = "Say how many keys the cache holds; 0 for none."
                 raise spec_error("cache_seqlens", "None", f"{_LENS} with k", change)
-            seqlen_new = k.shape[1]
-            _check_new("k", k, k_cache, q.shape[0], seqlen_new)
-            _check_new("v", v, v_cache, q.shape[0], seqlen_new)
-            _check_room(lens, room, seqlen_new)
-            new = torch.arange(seqlen_new, device=k.device)
+            _check_new("k", k, k_cache, q.shape[0], k.shape[1])
+            _check_new("v", v, v_cache, q.shape[0], k.shape[1])
+            _check_room(lens, room, k.shape[1])
+            new = torch.arange(k.shape[1], device=k.device)
             if rotary_cos is not None and rotary_sin is not None:
                 stand = lens if rotary_seqlens is None else _lens("rotary_seqlens", q, rotary_seqlens)
                 stand = stand.long()[:, None]
@@ -101,21 +103,32 @@ def flash_attn_with_kvcache(
                 rows = torch.arange(q.shape[1], device=q.device) if ordered else stand.new_zeros(q.shape[1])
                 q = _rotated(q, stand + rows, rotary_cos, rotary_sin, interleaved)
                 k = _rotated(k, stand + new, rotary_cos, rotary_sin, interleaved)
-            at = lens.long()[:, None] + new
-            lens = lens + seqlen_new
-            if block_table is None:
-                _append(k_cache, v_cache, k, v, at, cache_batch_idx)
+            at, lens = lens.long()[:, None] + new, lens + k.shape[1]
+            if table is None:
+                requests = (
+                    torch.arange(q.shape[0], device=k.device) if cache_batch_idx is None else cache_batch_idx
+                )
+                k_cache[requests.long()[:, None], at] = k
+                v_cache[requests.long()[:, None], at] = v
             else:
-                pages.check_seen(q, k_cache, block_table, lens, given)
-                pages.append(k_cache, v_cache, k, v, at, block_table)
-        if block_table is not None:
-            out, lse = pages.attend(q, k_cache, v_cache, block_table, lens, given)
+                _check_seen(q, k_cache, table, lens, given)
+                append(k_cache, v_cache, k, v, at, table)
+        if table is not None:
+            out, lse = _attend_pages(q, k_cache, v_cache, table, lens, given)
         else:
             keys, values = k_cache, v_cache
             if cache_batch_idx is not None:
                 keys, values = keys[cache_batch_idx.long()], values[cache_batch_idx.long()]
             out, lse = _attention(q, keys, values, layout="bshd", kv_lens=lens, return_lse=True, **given)
     return (out, lse) if wants_lse else out
+
+
+def one_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
+    """Returns the table under either of its names, flash-attn 2's or flash-attn 3's."""
+    if block_table is not None and page_table is not None:
+        change = "flash-attn 3 calls it otherwise; pass it by one of its names."
+        raise spec_error("block_table", "two tables", "one", change)
+    return page_table if block_table is None else block_table
 
 
 def _check_tensors(**given: Any) -> None:
@@ -148,19 +161,35 @@ def _check_new(name: str, new: Tensor, cache: Tensor, batch: int, seqlen: int) -
         raise spec_error(name, f"{new.dtype} {tuple(new.shape)} on {new.device}", wanted, change)
 
 
-def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch_idx: Tensor | None) -> None:
-    """Checks that every request has a row of both caches."""
-    pages.check_alike(k_cache, v_cache, "(batch_cache, seqlen_cache, num_kv_heads, head_dim)")
-    rows, batch = k_cache.shape[0], q.shape[0]
-    if batch_idx is None:
+def _check_caches(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor | None, batch_idx: Tensor | None
+) -> None:
+    """Checks that the caches differ in head_dim at most, and have a row or pages for every request."""
+    batch, rows = q.shape[0], k_cache.shape[0]
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        sizes = "batch_cache, seqlen_cache" if table is None else "num_blocks, page_size"
+        wanted = f"two of ({sizes}, num_kv_heads, head_dim)"
+        got = f"{(*k_cache.shape,)} and {(*v_cache.shape,)}"
+        raise spec_error("k_cache, v_cache", got, wanted, "Only head_dim may differ.")
+    if table is not None:
+        if batch_idx is not None:
+            change = "Pass the rows of block_table that you mean: block_table[cache_batch_idx]."
+            raise spec_error("cache_batch_idx", "one", "none beside block_table", change)
+        whole = isinstance(table, Tensor) and table.dtype is torch.int32 and table.ndim == 2
+        if not whole or table.shape[0] != batch:
+            change = "Give each request a row of page numbers, by .to(torch.int32)."
+            raise spec_error("block_table", described(table), f"int32 ({batch}, max_blocks)", change)
+        if table.device != k_cache.device:
+            wanted = f"{k_cache.device}, as k_cache"
+            raise spec_error("block_table device", table.device, wanted, "Move it with .to().")
+    elif batch_idx is None:
         if rows != batch:
             change = "Pass cache_batch_idx, or a view of the caches' rows."
             raise spec_error("k_cache", f"{rows} rows", f"{batch}, as q has", change)
-        return
-    if not is_ints(batch_idx, (batch,)):
+    elif not is_ints(batch_idx, (batch,)):
         change = "One row number per request."
         raise spec_error("cache_batch_idx", described(batch_idx), f"int32 or int64 ({batch},)", change)
-    if batch_idx.device.type == "cpu" and batch:
+    elif batch_idx.device.type == "cpu" and batch:
         low, high = int(batch_idx.min()), int(batch_idx.max())
         if not 0 <= low <= high < rows:
             change = "Number the rows of k_cache."
@@ -188,10 +217,90 @@ def _check_room(lens: Tensor, room: int, new: int) -> None:
         raise spec_error("cache_seqlens", got, f"at most {room} together", "Make the caches longer.")
 
 
-def _append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, batch_idx: Tensor | None
-) -> None:
-    """Writes k and v to the caches, at the positions `at`, int64 (batch, seqlen_new), of each request."""
-    requests = torch.arange(k.shape[0], device=k.device) if batch_idx is None else batch_idx.long()
-    k_cache[requests[:, None], at] = k
-    v_cache[requests[:, None], at] = v
+def _check_seen(q: Tensor, k_cache: Tensor, table: Tensor, lens: Tensor, options: dict[str, Any]) -> None:
+    """Makes `attention_paged`'s checks of lengths and table entries before anything is written."""
+    if lens.device.type != "cpu":
+        return
+    left, right = options["window"]
+    args = Arguments(
+        causal=options["causal"], window_left=left, window_right=right, kv_lens=lens,
+        kv_starts=options["kv_starts"], page_table=table,
+    )  # fmt: skip
+    _check_contents(args, q.shape[1], k_cache.transpose(1, 2))
+
+
+def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, table: Tensor) -> None:
+    """Writes k and v to the pages, at the positions `at`, int64 (batch, seqlen_new), of each request. On a
+    device a token without a page is skipped."""
+    page_size, num_blocks = k_cache.shape[1], k_cache.shape[0]
+    slots = at % page_size
+    columns = (at // page_size).clamp(0, max(0, table.shape[1] - 1))
+    blocks = table.gather(1, columns).long()
+    mapped = (blocks >= 0) & (blocks < num_blocks) & (at // page_size == columns)
+    if table.device.type == "cpu":
+        if not bool(mapped.all()):
+            request, token = (~mapped).nonzero()[0].tolist()
+            block, column = int(blocks[request, token]), int(columns[request, token])
+            got = f"{block} for request {request} in column {column}"
+            change = "Give the request a page before it grows into it."
+            raise spec_error("block_table", got, f"a page in [0, {num_blocks}) for every new key", change)
+        places = (blocks * page_size + slots).flatten()
+        if places.unique().numel() != places.numel():
+            got, change = "two tokens for one slot", "Copy a shared page before its requests write to it."
+            raise spec_error("block_table", got, "a slot of its own for every new key", change)
+        k_cache[blocks, slots] = k
+        v_cache[blocks, slots] = v
+        return
+    if not (mapped.numel() and num_blocks):
+        return
+    # The host must not wait for the device, so no token can be left out: one without a page writes what
+    # another with a page writes, to the same place; if no token has a page, it writes what is there already.
+    some = mapped.flatten().int().argmax(0, keepdim=True)
+    place = (blocks * page_size + slots).clamp(0, num_blocks * page_size - 1)
+    place = torch.where(mapped, place, place.flatten()[some])
+    blocks, slots = place // page_size, place % page_size
+    live, any_live = mapped[..., None, None], mapped.any()
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        held = torch.where(any_live, new.flatten(0, 1)[some], cache[blocks, slots])
+        cache[blocks, slots] = torch.where(live, new, held)
+
+
+def _attend_pages(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Returns out (batch, seqlen_q, num_heads, head_dim_v) and lse (batch, num_heads, seqlen_q); `options`
+    are arguments of `attention_paged`."""
+    batch, rows, heads, _ = q.shape
+    if rows == 1:
+        out, lse = _attention_paged(q[:, 0], k_cache, v_cache, table, lens, **options, return_lse=True)
+        return out[:, None], lse.transpose(0, 1)[:, :, None]
+    bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
+    out, lse = _attention_paged(
+        q.flatten(0, 1), k_cache, v_cache, table, lens, cu_seqlens_q=bounds, max_seqlen_q=rows, **options,
+        return_lse=True,
+    )  # fmt: skip
+    return out.unflatten(0, (batch, rows)), lse.view(heads, batch, rows).transpose(0, 1).contiguous()
+
+
+def attend_packed(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None, seqused_k: Tensor | None, table: Tensor, dropout_p: float,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attends packed rows to pages: out (total_q, num_heads, head_dim_v), lse (num_heads, total_q). seqused_k
+    or cu_seqlens_k, both int32, says how many keys each member has, and the table where they stand. No
+    gradients, as with a cache."""
+    if dropout_p:
+        raise UnsupportedError("dropout_p: not with block_table, which is for inference. Set it to 0")
+    name, lens = "seqused_k", seqused_k
+    if lens is None:
+        name, bounds = "cu_seqlens_k", cu_seqlens_k
+        if not isinstance(bounds, Tensor) or bounds.dtype is not torch.int32 or bounds.ndim != 1:
+            change = "Put a 0 before torch.cumsum(lengths, 0), or pass seqused_k, the keys of each request."
+            raise spec_error(name, described(bounds), "int32 (batch + 1,)", change)
+        lens = bounds.diff()
+    with torch.no_grad():
+        return _PACKED[name](
+            q, k_cache, v_cache, table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+            return_lse=True, **options,
+        )  # fmt: skip

@@ -70,9 +70,9 @@ def _flash_forward(
 def _flash_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
     dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     args = _flash_arguments(dropout_p, is_causal, attn_mask, scale)
-    return _flash_gradients(grad_out, query, key, value, out, logsumexp, args)
+    return _gradients(args, grad_out, query, key, value, out, logsumexp)
 
 
 def _gpu_forward(
@@ -97,9 +97,9 @@ def _gpu_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
     cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
     philox_seed: Tensor, philox_offset: Any, *, scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     args = _gpu_arguments(dropout_p, is_causal, scale, philox_seed.view(torch.int64))
-    return _flash_gradients(grad_out, query, key, value, out, logsumexp, args)
+    return _gradients(args, grad_out, query, key, value, out, logsumexp)
 
 
 def _gpu_arguments(dropout_p: float, is_causal: bool, scale: float | None, state: Tensor) -> Arguments:
@@ -107,15 +107,14 @@ def _gpu_arguments(dropout_p: float, is_causal: bool, scale: float | None, state
     return args._replace(dropout_p=dropout_p, dropout_seed=state[0]) if dropout_p else args
 
 
-def _flash_gradients(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    args: Arguments,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _gradients(args: Arguments, grad_out: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk and dv; `saved` are q, k, v, out and lse."""
+    *tensors, lse = saved
     needs = [True, True, True, False, False]
-    dq, dk, dv, *_ = torch.ops.polyflash.attention_backward(
-        grad_out, None, query, key, value, out, logsumexp.contiguous(), needs, *args
+    gradients = torch.ops.polyflash.attention_backward(
+        grad_out, None, *tensors, lse.contiguous(), needs, *args
     )
-    return dq, dk, dv
+    return tuple(gradients[:3])
 
 
 def _flash_arguments(

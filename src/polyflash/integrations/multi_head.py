@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polyflash import counting
-
 
 def forward(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int,
@@ -24,33 +22,23 @@ def forward(
     q_proj_weight: Tensor | None = None, k_proj_weight: Tensor | None = None,
     v_proj_weight: Tensor | None = None, static_k: Tensor | None = None, static_v: Tensor | None = None,
     average_attn_weights: bool = True, is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """torch's function, with `attend` for its scaled_dot_product_attention.
+) -> Tensor | str:  # fmt: skip
+    """The first result of torch's function, with `attend` for its scaled_dot_product_attention; or why the
+    call is for torch's own, which calls no attention or raises: weights wanted, added or given keys,
+    arguments that torch refuses.
 
-    `query` (seqlen_q, batch, embed_dim) or unbatched (seqlen_q, embed_dim). Weights wanted, added keys, given
-    keys and arguments that torch refuses go to torch's own function, which calls no attention or raises."""
-    added = not (bias_k is bias_v is static_k is static_v is None) or add_zero_attn
+    `query` (seqlen_q, batch, embed_dim) or unbatched (seqlen_q, embed_dim)."""
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else (in_proj_weight,)
-    why = ""
-    if added:
-        why = "bias_k, bias_v, static_k, static_v, add_zero_attn: keys are added or given"
-    elif need_weights:
-        why = "need_weights: the weights are wanted"
-    elif not (
+    if not (bias_k is bias_v is static_k is static_v is None) or add_zero_attn:
+        return "bias_k, bias_v, static_k, static_v, add_zero_attn: keys are added or given"
+    if need_weights:
+        return "need_weights: the weights are wanted"
+    if not (
         all(w is not None for w in weights)
         and _fit(query, key, value, embed_dim_to_check, num_heads, use_separate_proj_weight)
         and _masks_fit(query, key, num_heads, key_padding_mask, attn_mask, is_causal)
     ):
-        why = "shapes, masks: torch refuses them, or its function has a meaning of its own for them"
-    if why:
-        result = functional.multi_head_attention_forward(
-            query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v,
-            add_zero_attn, dropout_p, out_proj_weight, out_proj_bias, training, key_padding_mask,
-            need_weights, attn_mask, use_separate_proj_weight, q_proj_weight, k_proj_weight, v_proj_weight,
-            static_k, static_v, average_attn_weights, is_causal,
-        )  # fmt: skip
-        counting.leave("multi_head_attention", why)  # torch may have refused it
-        return result
+        return "shapes, masks: torch refuses them, or its function has a meaning of its own for them"
     if is_causal and key_padding_mask is None:
         attn_mask = None  # the flag says the same
     else:
@@ -66,7 +54,7 @@ def forward(
     out = attend(q, k, v, mask, dropout_p if training else 0.0, is_causal)
     out = out.permute(2, 0, 1, 3).reshape(query.shape[0], batch, embed_dim_to_check)
     out = functional.linear(out, out_proj_weight, out_proj_bias)
-    return (out if batched else out.squeeze(1)), None
+    return out if batched else out.squeeze(1)
 
 
 def _fit(query: Any, key: Any, value: Any, embed_dim: Any, num_heads: int, separate: bool) -> bool:

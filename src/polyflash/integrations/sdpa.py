@@ -98,7 +98,12 @@ class _Override(TorchFunctionMode):
             with self:
                 return _ENGINE[func](*args, **kwargs)
         if func is functional.multi_head_attention_forward:
-            return multi_head.forward(partial(_replaced, self.strict), *args, **kwargs)
+            out = multi_head.forward(partial(_replaced, self.strict), *args, **kwargs)
+            if isinstance(out, Tensor):
+                return out, None
+            result = func(*args, **kwargs)
+            counting.leave("multi_head_attention", out)  # torch may have refused it
+            return result
         return func(*args, **kwargs)
 
 

@@ -268,51 +268,44 @@ class PagedCache(Cache):
 
 def _forward_of_pages(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Tensor | BatchMask | None, dropout: float = 0.0, scaling: float | None = None,
-    is_causal: bool | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, position_bias: Tensor | None = None, position_ids: Tensor | None = None,
-    **kwargs: Any,
+    attention_mask: Tensor | BatchMask | None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The attention function: over pages if the mask is a window and lengths; else, and for tensors,
     `_attention_forward` on the gathered keys."""
     if isinstance(key, PagedStates):
-        given = (dropout or None, position_bias, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
-        if attention_mask is None and is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
-        mask = _mask_of_call(query, key, attention_mask, bool(is_causal))
-        if all(x is None for x in given) and isinstance(mask, BatchMask):
-            options = _options(mask, query, key, sliding_window, position_ids)
-            if options is not None:
-                hints = ("max_length_q", "max_length_k")
-                _refuse_unknown({n: x for n, x in kwargs.items() if n not in hints})
-                options |= {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-                return _attend(query, key, options), None
+        out = _over_pages(module, query, key, attention_mask, **options)
+        if out is not None:
+            return out, None
         key, value = key.dense(), value.dense()  # type: ignore[attr-defined]
-    return _attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
-        sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, position_bias=position_bias,
-        position_ids=position_ids, **kwargs,
-    )  # fmt: skip
+    return _attention_forward(module, query, key, value, attention_mask, **options)
 
 
-def _options(
-    mask: BatchMask, query: Tensor, key: PagedStates, sliding_window: int | None, position_ids: Tensor | None,
-) -> dict[str, Any] | None:  # fmt: skip
-    """The mask as arguments of `KVCache.attend`, or None if they cannot express it."""
+def _over_pages(
+    module: torch.nn.Module, query: Tensor, key: PagedStates, attention_mask: Tensor | BatchMask | None, *,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None, position_ids: Tensor | None = None, **others: Any,
+) -> Tensor | None:  # fmt: skip
+    """(batch, seqlen_q, num_q_heads, head_dim_v) over the pages of `key`'s layer; None where
+    `KVCache.attend` cannot express the call."""
+    if attention_mask is None and is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    mask = _mask_of_call(query, key, attention_mask, bool(is_causal))
+    packed = [others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    if not isinstance(mask, BatchMask) or dropout or any(x is not None for x in (position_bias, *packed)):
+        return None
     if sliding_window is not None and mask.left is None and key.shape[2] > sliding_window:
         return None
     if mask.causal and position_ids is not None:
         mask = _kept_apart(mask, position_ids)
-    said = mask.options(query.shape[2], key.shape[2])
-    return None if "mask" in said else said
-
-
-def _attend(query: Tensor, key: PagedStates, options: dict[str, Any]) -> Tensor:
-    """(batch, seqlen_q, num_q_heads, head_dim_v) over the pages of `key`'s layer."""
     batch, heads, rows, _ = query.shape
+    said = mask.options(rows, key.shape[2])
+    if "mask" in said:
+        return None
+    _refuse_unknown({n: x for n, x in others.items() if n not in ("max_length_q", "max_length_k")})
     pages = key.pages
     out: Tensor = pages.cache.attend(
         query.transpose(1, 2).flatten(0, 1), pages.source, layer=key.layer, counts=rows,
-        cascade=pages.cascade, **options,
+        cascade=pages.cascade, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, **said,
     )  # fmt: skip
     return out.view(batch, rows, heads, -1)
