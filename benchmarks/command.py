@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,9 +17,8 @@ from benchmarks import cases, child, page, plot, tables
 from benchmarks.calls import TOTAL, stages
 from benchmarks.cases import Case
 from benchmarks.suite import Row, measure
-from polyflash import target
 from polyflash.bench.command import SCHEMA, calibrated
-from polyflash.bench.peak import Calibration, kind_of
+from polyflash.bench.peak import Calibration
 from polyflash.bench.suite import MARKS, selected
 from polyflash.bench.timing import QUIET
 from polyflash.errors import SpecError
@@ -112,9 +110,7 @@ def _measured(options: argparse.Namespace, out: Console) -> dict[str, Any]:
     chosen = _chosen(options)
     seconds = options.seconds or (0.5 if options.size == "quick" else 2.0)
     device = device_here(options.device)
-    here = target.detect(torch.device(device).type, torch.device(device).index or 0)
-    kinds = [] if options.calls else [kind_of(c.workload.dtype, here) for c in chosen]
-    about, calibration = calibrated(device, tuple(dict.fromkeys(kinds)))
+    about, calibration = calibrated(device, [] if options.calls else [c.workload.dtype for c in chosen])
     if not options.quiet:
         _print_machine(out, about)
     if options.calls:

@@ -16,10 +16,9 @@ from benchmarks.decode import stream
 from benchmarks.decode.keys import READERS, between
 from benchmarks.problem import PLAIN, Problem, build, moved
 from polyflash.bench import suite as plain
-from polyflash.bench.peak import Calibration, kind_of
-from polyflash.bench.race import GpuCalibration, compared
+from polyflash.bench.peak import Calibration, GpuCalibration, kind_of
 from polyflash.bench.suite import ALONE, OURS
-from polyflash.bench.timing import Arm, Comparison
+from polyflash.bench.timing import Arm, Comparison, compared
 from polyflash.target import detect
 
 AFTER = "polyflash, right after a torch operation"

@@ -34,7 +34,7 @@ from benchmarks.gpu.arms import DEFAULT, KERNELS, OURS, GpuArm, applicable, arms
 from benchmarks.gpu.cases import PARTS, GpuCase
 from benchmarks.gpu.children import Children, Task, kernel_of
 from benchmarks.gpu.rows import ROUNDS, Device, DeviceLost, is_mismatch, left_out, measure, verdict
-from polyflash.bench.race import ceilings
+from polyflash.bench.peak import ceilings
 
 LOST = 75  # exit code of a measuring process whose device is gone; a new process may have it back
 _ATTEMPTS = 2  # at a row, before it is left out

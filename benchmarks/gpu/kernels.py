@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from polyflash.backends.triton import interpreter
-from polyflash.bench.race import queued
+from polyflash.bench.timing import queued
 
 interpreter.prepare()
 

@@ -226,8 +226,7 @@ def _target(plan: Plan) -> str:
 def _timed(call: Callable[[], AttentionOutput], device: str) -> tuple[AttentionOutput, dict[str, Any]]:
     """The result of the first call; seconds of it, and the median of at least 3 others in about 2 s. Calls on
     a GPU are queued between events of its own clock."""
-    from polyflash.bench import median
-    from polyflash.bench.race import queued
+    from polyflash.bench.timing import median, queued
 
     began = time.perf_counter()
     result = call()

@@ -55,7 +55,6 @@ FLOORS = {
         "integrations",
         "bench",
         "tuning.command",
-        "tuning.asked",
         "tuning.ablation",
         "cli",
         "commands",

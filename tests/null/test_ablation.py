@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,7 @@ import torch
 
 import polyflash
 from benchmarks import group_trial
-from polyflash.bench.race import GpuSpeed, queued_rounds, race
-from polyflash.bench.timing import FEWEST, Arm, Comparison, Summary
+from polyflash.bench.timing import FEWEST, Arm, Comparison, GpuSpeed, Summary, compared, queued_rounds
 from polyflash.cli import main
 from polyflash.spec import Phase
 from polyflash.tuning import ablation
@@ -33,11 +33,12 @@ def clock(monkeypatch):
     """Races without a clock, in the order the arms are given: 4 ms, 5 ms, 6 ms, ..."""
     raced: list[tuple[str, ...]] = []
 
-    def timed(arms: Mapping[str, Callable[[], Any]], device: str, seconds: float) -> dict[str, Summary]:
+    def timed(arms: Mapping[str, Callable[[], Any]], device: str, seconds: float) -> SimpleNamespace:
         raced.append(tuple(arms))
-        return {name: Summary((4 + i) * 1e-3, 1e-4, 5, 5) for i, name in enumerate(arms)}
+        found = {name: Summary((4 + i) * 1e-3, 1e-4, 5, 5) for i, name in enumerate(arms)}
+        return SimpleNamespace(summaries=lambda: found)
 
-    monkeypatch.setattr(ablation, "race", timed)
+    monkeypatch.setattr(ablation, "compared", timed)
     return raced
 
 
@@ -183,7 +184,7 @@ def test_other_phases(clock, phase: str, capsys):
 def test_a_race_takes_turns():
     order: list[str] = []
     arms = {name: (lambda name=name: order.append(name)) for name in ("a", "b", "c")}
-    found = race(arms, "cpu", 0.0)
+    found = compared(arms, "cpu", 0.0).summaries()
     assert set(found) == set(arms) and all(s.of >= FEWEST and s.median > 0 for s in found.values())
     turns = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
     assert any(turns[i : i + 4] == ["c", "b", "a", "b"] for i in range(len(turns)))  # it turns round

@@ -600,11 +600,9 @@ class TestCommand:
     def test_a_backend_of_other_devices_is_refused_in_one_line(self, monkeypatch):
         row = replace(ROW, backend="triton", targets=("cuda:", "hip:"))
         monkeypatch.setattr(backends, "TABLE", (*backends.TABLE, row))
-        from polyflash.tuning import asked
-
         options = type("Options", (), {"device": "cpu", "backend": "triton"})()
         with pytest.raises(UnsupportedError, match=r"^triton: its kernels need cuda:, hip: and this is cpu:"):
-            asked.device_of(options)
+            command.device_of(options)
 
     def test_nothing_to_keep_is_an_error(self, monkeypatch, capsys):
         monkeypatch.setenv("POLYFLASH_NO_CACHE", "1")

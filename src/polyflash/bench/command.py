@@ -17,8 +17,7 @@ from rich.console import Console
 import polyflash
 from polyflash import target
 from polyflash.bench import suite
-from polyflash.bench.peak import Peak, calibrate, kind_of
-from polyflash.bench.race import GpuCalibration
+from polyflash.bench.peak import GpuCalibration, Peak, calibrate, kind_of
 from polyflash.bench.suite import MARKS, OURS, SDPA
 from polyflash.errors import UnsupportedError
 from polyflash.options import device_here
@@ -62,9 +61,7 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         return 0
     device = device_here(options.device)
     rows: list[dict[str, Any]] = []
-    here = target.detect(torch.device(device).type, torch.device(device).index or 0)
-    kinds = dict.fromkeys(kind_of(case.workload.dtype, here) for case in chosen)
-    about, calibration = calibrated(device, tuple(kinds))
+    about, calibration = calibrated(device, [case.workload.dtype for case in chosen])
     try:
         if not options.quiet:
             out.print(" ".join(f"{name} {about[name]}" for name in ("polyflash", "torch", "cpu", "threads")))
@@ -78,23 +75,24 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         if options.json and rows:
             document = {"schema": SCHEMA, "rows": rows, "absent": [], "commands": [], "machine": about}
             Path(options.json).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", "utf-8")
-    return 1 if _any(rows, "mismatch") else 0
+    return 1 if any("mismatch" in row["marks"] for row in rows) else 0
 
 
-def _any(rows: Sequence[dict[str, Any]], mark: str) -> bool:
-    return any(mark in row["marks"] for row in rows)
+def target_of(device: str) -> Target:
+    """The target of a torch device."""
+    return target.detect(torch.device(device).type, torch.device(device).index or 0)
 
 
-def calibrated(device: str, kinds: Sequence[str]) -> tuple[dict[str, Any], Any]:
-    """The conditions of a measurement, and a device's calibration for these kinds of arithmetic."""
-    here = target.detect(torch.device(device).type, torch.device(device).index or 0)
+def calibrated(device: str, dtypes: Sequence[str]) -> tuple[dict[str, Any], Any]:
+    """The conditions of a measurement, and a device's calibration for the arithmetic of these dtypes."""
+    here = target_of(device)
     if device != "cpu":
         gpu = GpuCalibration(device)
         return {**machine(here, ()), **gpu.facts}, gpu
     if (cpu := calibrate(here)) is None:
         return machine(here, ()), None
-    for kind in kinds:
-        cpu.peak(kind)
+    for dtype in dtypes:
+        cpu.peak(kind_of(dtype, here))
     return machine(here, cpu.measured), cpu
 
 
@@ -131,19 +129,15 @@ def huge_pages() -> str:
 
 def text_of(rows: Sequence[dict[str, Any]]) -> str:
     """One line per case: medians in ms with their middle half, the ratio, and what to doubt it by."""
+    seen = {mark for row in rows for mark in row["marks"]}
     lines = [("case", "ours ms", "±", "torch ms", "ratio", "GF/s", "peak", "scaling", "on")]
     for row in rows:
         ours, theirs = row["arms"][OURS], row["arms"][SDPA]
         sign = next((MARKS[mark][0] for mark in row["marks"]), "")
-        lines.append((
-            row["name"],
-            f"{1e3 * ours['median_s']:.3g}",
-            f"{ours['iqr_s'] / ours['median_s']:.0%}",
-            f"{1e3 * theirs['median_s']:.3g}",
-            "! —" if row["ratio"] is None else f"{sign}{row['ratio']:.2f}",
-            f"{row['gflops']:.0f}",
-            "" if row["of_peak"] is None else f"{row['of_peak']:.0%}",
-            "" if row["scaling"] is None else f"{row['scaling']:.2f}",
-            row["backend"],
-        ))  # fmt: skip
-    return "\n".join((columns(lines), *(text for mark, text in MARKS.items() if _any(rows, mark))))
+        times = f"{1e3 * ours['median_s']:.3g}", f"{ours['iqr_s'] / ours['median_s']:.0%}"
+        ratio = "! —" if row["ratio"] is None else f"{sign}{row['ratio']:.2f}"
+        of_peak = "" if row["of_peak"] is None else f"{row['of_peak']:.0%}"
+        scaling = "" if row["scaling"] is None else f"{row['scaling']:.2f}"
+        others = f"{1e3 * theirs['median_s']:.3g}", ratio, f"{row['gflops']:.0f}", of_peak, scaling
+        lines.append((row["name"], *times, *others, row["backend"]))
+    return "\n".join((columns(lines), *(text for mark, text in MARKS.items() if mark in seen)))

@@ -1,4 +1,5 @@
-"""The peak rate of this CPU: register-only multiply-add loops, per thread and on all threads at once.
+"""The peak rate of a device: of a GPU a large product; of a CPU register-only multiply-add loops, per thread
+and on all threads at once.
 
 The loops read no memory, so their rate is the ceiling of any kernel of that arithmetic. They are emitted as
 LLVM text and compiled by llvmlite in milliseconds. A burst lasts about 0.1 ms, less than a scheduler's
@@ -12,16 +13,19 @@ import ctypes
 import importlib.util
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from polyflash.bench.timing import Clock, GpuSpeed, median, queued
 from polyflash.target import Target, usable_cpus
+from polyflash.tuning.store import gpu_driver
 
 VECTOR_BITS = {"avx512": 512, "avx2": 256}  # any other: 128
 _CHAINS = {512: 16, 256: 12, 128: 16}  # independent accumulators: hides the latency, fits the registers
@@ -145,19 +149,20 @@ def _sit(seats: SimpleQueue[set[int]]) -> None:
             os.sched_setaffinity(0, seat)
 
 
-@dataclass(frozen=True)
 class _Loop:
-    """A compiled loop: `flops` per turn, and one turn's seconds on an idle core."""
+    """A compiled loop of `flops` per turn."""
 
-    function: Any
-    flops: float
-    engine: Any  # owns the code
+    def __init__(self, kind: str, bits: int) -> None:
+        self._engine = engine_of(_text(kind, bits))  # owns the code
+        address = self._engine.get_function_address("burst")
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)(address)
+        self.flops = _KINDS[kind][1] * (bits // 32) * _CHAINS[bits]
 
     def run(self, turns: int) -> tuple[float, float]:
         """Start and end of one burst; ctypes releases the GIL for it."""
         data = ctypes.create_string_buffer(_DATA)
         start = time.perf_counter()
-        self.function(turns, data)
+        self._call(turns, data)
         return start, time.perf_counter()
 
     def rate(self, turns: int) -> float:
@@ -168,12 +173,7 @@ class _Loop:
         return max(1, int(max(self.rate(2000) for _ in range(20)) * 1e9 * seconds / self.flops))
 
 
-@lru_cache(maxsize=8)
-def _loop(kind: str, bits: int) -> _Loop:
-    engine = engine_of(_text(kind, bits))
-    function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)(engine.get_function_address("burst"))
-    _, per_lane, _ = _KINDS[kind]
-    return _Loop(function, per_lane * (bits // 32) * _CHAINS[bits], engine)
+_loop = lru_cache(maxsize=8)(_Loop)
 
 
 def engine_of(text: str) -> Any:
@@ -196,36 +196,68 @@ def _text(kind: str, bits: int) -> str:
     """`burst(turns, data)`: one multiply-add per accumulator and turn, operands loaded once, sums stored at
     the end."""
     element, _, intrinsic = _KINDS[kind]
-    lanes = bits // (64 if kind == "fp64" else 32)
-    vector = f"<{lanes} x {element}>"
-    dot = kind == "bf16"
+    lanes, dot = bits // (64 if kind == "fp64" else 32), kind == "bf16"
+    vector, name = f"<{lanes} x {element}>", intrinsic.format(n=lanes)
     operand = f"<{2 * lanes} x bfloat>" if dot else vector
-    name = intrinsic.format(n=lanes)
-    order = (vector, operand, operand) if dot else (operand, operand, vector)
-    chains = range(_CHAINS[bits])
-    lines = [
-        f"declare {vector} @{name}({', '.join(order)})",
-        "define void @burst(i64 %turns, ptr %data) {",
-        "entry:",
-        f"  %a = load {operand}, ptr %data, align 4",
-        "  %next = getelementptr i8, ptr %data, i64 64",
-        f"  %b = load {operand}, ptr %next, align 4",
-        "  br label %loop",
-        "loop:",
-        "  %i = phi i64 [0, %entry], [%j, %loop]",
-        *(f"  %c{c} = phi {vector} [zeroinitializer, %entry], [%d{c}, %loop]" for c in chains),
-    ]
-    for c in chains:
-        values = (f"%c{c}", "%a", "%b") if dot else ("%a", "%b", f"%c{c}")
-        typed = ", ".join(f"{kind_} {value}" for kind_, value in zip(order, values, strict=True))
-        lines.append(f"  %d{c} = call {vector} @{name}({typed})")
-    lines += [
-        "  %j = add i64 %i, 1",
-        "  %more = icmp ult i64 %j, %turns",
-        "  br i1 %more, label %loop, label %done",
-        "done:",
-    ]
-    for c in chains:
-        lines.append(f"  %p{c} = getelementptr i8, ptr %data, i64 {128 + 64 * c}")
-        lines.append(f"  store {vector} %d{c}, ptr %p{c}, align 4")
-    return "\n".join([*lines, "  ret void", "}"])
+    sums = steps = stores = ""
+    for c in range(_CHAINS[bits]):
+        factors, added = f"{operand} %a, {operand} %b", f"{vector} %c{c}"
+        given = f"{added}, {factors}" if dot else f"{factors}, {added}"
+        sums += f"  %c{c} = phi {vector} [zeroinitializer, %entry], [%d{c}, %loop]\n"
+        steps += f"  %d{c} = call {vector} @{name}({given})\n"
+        stores += f"  %p{c} = getelementptr i8, ptr %data, i64 {128 + 64 * c}\n"
+        stores += f"  store {vector} %d{c}, ptr %p{c}, align 4\n"
+    kinds = f"{vector}, {operand}, {operand}" if dot else f"{operand}, {operand}, {vector}"
+    return f"""\
+declare {vector} @{name}({kinds})
+define void @burst(i64 %turns, ptr %data) {{
+entry:
+  %a = load {operand}, ptr %data, align 4
+  %next = getelementptr i8, ptr %data, i64 64
+  %b = load {operand}, ptr %next, align 4
+  br label %loop
+loop:
+  %i = phi i64 [0, %entry], [%j, %loop]
+{sums}{steps}  %j = add i64 %i, 1
+  %more = icmp ult i64 %j, %turns
+  br i1 %more, label %loop, label %done
+done:
+{stores}  ret void
+}}"""
+
+
+class GpuCalibration:
+    """The counterpart of `Calibration` on a GPU: the rate of a large product, and the present speed."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.ceilings, self.speed = device, ceilings(device), GpuSpeed(device)
+
+    def peak(self, kind: str) -> Peak | None:
+        """The rate of 16-bit products; others have none."""
+        rate = self.ceilings["matmul_tflops"] * 1e3
+        return Peak(kind, rate, rate, 1, 1) if kind in ("bfloat16", "float16") else None
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Facts to quote beside every figure of this GPU."""
+        cuda = torch.version.cuda or torch.version.hip
+        name = torch.cuda.get_device_name(self.device)
+        return {"gpu": name, "driver": gpu_driver(), "cuda": cuda, "ceilings": self.ceilings}
+
+
+def ceilings(device: str, clock: Clock = queued) -> dict[str, float]:
+    """`matmul_tflops`: a product of 8192³ on normal bfloat16 values. `copy_gbs`: a copy of 2 GiB, bytes read
+    and written. Medians of five; small ones on a CPU, to try the rest."""
+    is_cuda = torch.device(device).type == "cuda"
+    n, size = (8192, 1 << 31) if is_cuda else (256, 1 << 20)
+    kind = torch.bfloat16 if is_cuda else torch.float32
+    a, b, out = (torch.randn(n, n, device=device).to(kind) for _ in range(3))
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+
+    def rate(work: float, call: Callable[[], object]) -> float:
+        clock(call, 5)
+        return work / median([clock(call, 10) for _ in range(5)])
+
+    product = rate(2 * n**3 / 1e12, lambda: torch.mm(a, b, out=out))
+    return {"matmul_tflops": product, "copy_gbs": rate(2 * size / 1e9, lambda: target.copy_(source))}

@@ -16,9 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
 from polyflash.bench.check import Accuracy, sampled_error
-from polyflash.bench.peak import Calibration, Peak, kind_of
-from polyflash.bench.race import GpuCalibration, compared
-from polyflash.bench.timing import FEWEST, LOW_SCALING, QUIET, Arm, Comparison
+from polyflash.bench.peak import Calibration, GpuCalibration, Peak, kind_of
+from polyflash.bench.timing import FEWEST, LOW_SCALING, QUIET, Arm, Comparison, compared
 from polyflash.compare import TOLERANCE, worst_row
 from polyflash.errors import SpecError
 from polyflash.workloads import Workload, make, workloads
@@ -146,7 +145,7 @@ def row_of(
     """One case as plain data, every round in it, so that medians can be made again. No ratio is made without
     a peer or from results that differ. `reads`: the call is held against memory, most of whose rate one core
     may use, so that scaling says nothing."""
-    w, summaries = case.workload, {name: found.summary(name) for name in found.rounds[0].seconds}
+    w, summaries = case.workload, found.summaries()
     matches = max(difference, ours.weighted) <= TOLERANCE[w.dtype]
     scaling = found.ratio(ALONE, OURS) if threads > 1 else None
     slow = scaling is not None and summaries[ALONE].median >= SPLITS and scaling < LOW_SCALING * threads
@@ -163,8 +162,8 @@ def row_of(
         **{"plain": case.plain, "over_plain": None, "rate_of_plain": None, "after_torch": None},
         **{"gflops": gflops, "of_peak": gflops / peak.total if peak else None, "scaling": scaling},
         "marks": [mark for mark, on in failing.items() if on],
-        "difference": _finite(difference),
-        "error": {"ours": _finite(ours.relative), "peer": _finite(theirs.relative), "rows": ours.rows},
+        "difference": finite(difference),
+        "error": {"ours": finite(ours.relative), "peer": finite(theirs.relative), "rows": ours.rows},
         "arms": {
             name: {"median_s": s.median, "iqr_s": s.iqr, "rounds": s.rounds, "of": s.of}
             for name, s in summaries.items()
@@ -173,6 +172,6 @@ def row_of(
     }
 
 
-def _finite(x: float) -> float | None:
+def finite(x: float) -> float | None:
     """JSON has no infinity."""
     return x if math.isfinite(x) else None

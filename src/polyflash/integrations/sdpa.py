@@ -245,12 +245,10 @@ def _four_dimensions(
     last two dimensions, None where it is right already. Returns None if the shapes are not for polyflash."""
     if attn_mask is None and _are_plain(query.shape, key.shape, value.shape, enable_gqa):
         return query, key, value, None, None
-    if query.ndim < 2 or key.ndim < 2 or value.ndim < 2:
+    if min(query.ndim, key.ndim, value.ndim) < (3 if enable_gqa else 2):
         return None
     scores = max(query.ndim, key.ndim)
     ndim = max(scores, value.ndim)
-    if enable_gqa and min(query.ndim, key.ndim, value.ndim) < 3:
-        return None
     q, k, v = (x[None] if x.ndim == 2 else x for x in (query, key, value))
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2] or not q.shape[-1] or not v.shape[-1]:
         return None
@@ -262,10 +260,8 @@ def _four_dimensions(
         of_scores = (*(_broadcast(q.shape[:-3], k.shape[:-3]) or ()), heads[3], q.shape[-2], k.shape[-2])
         if not 2 <= attn_mask.ndim <= scores or _broadcast(attn_mask.shape, of_scores) != of_scores:
             return None
-    num_q_heads, num_k_heads, num_v_heads, _ = heads
-    q = _flat(q, lead, num_q_heads)
-    k, v = _flat(k, lead, num_k_heads), _flat(v, lead, num_v_heads)
-    shape = None if ndim == 4 else (*lead, num_q_heads)[: None if ndim > 2 else 0]
+    q, k, v = (_flat(x, lead, n) for x, n in zip((q, k, v), heads[:3], strict=True))
+    shape = None if ndim == 4 else (*lead, heads[0])[: None if ndim > 2 else 0]
     return q, k, v, _flat_mask(attn_mask, lead), shape
 
 

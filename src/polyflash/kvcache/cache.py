@@ -172,7 +172,7 @@ class KVCache(Storage):
             made = self._pages.reserve(requests, counts)
             try:
                 self._zero(list(made.reused))
-                tables = self._tables_of(made.entries)
+                tables = Tables.of(made.entries, self.page_size, self.device)
                 if made.copies:
                     pairs = zip(*((copy.source, copy.target) for copy in made.copies), strict=True)
                     sources, targets = (ints(x, self.device, torch.int64) for x in pairs)
@@ -323,8 +323,8 @@ class KVCache(Storage):
                 raise spec_error("requests", got, "an open step of this cache", "Pass the requests instead.")
             tables, usual = requests.tables, requests.counts
         else:
-            who = listed(requests)
-            tables, usual = self._tables(who), (1,) * len(who)
+            tables = self._tables(requests)
+            usual = (1,) * len(tables.lengths)
         if counts is None:
             return tables, list(usual)
         rows = numbers("counts", counts, tables.lengths)

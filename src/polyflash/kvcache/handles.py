@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class Request:
 
 Requests = Request | Sequence[Request]
 Counts = int | Sequence[int]
+Tokens = Sequence[int] | Tensor
 
 
 class Copy(NamedTuple):
@@ -100,10 +101,7 @@ class Snapshot:
 
 
 def checked_count(name: str, value: object, least: int, most: int) -> int:
-    """`value` if it is an int within [least, most].
-
-    Raises:
-        SpecError: it is not."""
+    """`value` if it is an int within [least, most]; else a SpecError."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise spec_error(name, described(value), f"an int from {least} to {most}", "Pass a plain number.")
     return value
@@ -120,10 +118,7 @@ def is_ints(x: object, shape: tuple[int, ...] | None = None, device: object = No
 
 
 def listed(requests: Requests) -> tuple[Request, ...]:
-    """One request or several as a tuple.
-
-    Raises:
-        SpecError: no sequence at all."""
+    """One request or several as a tuple; a SpecError for anything else."""
     if isinstance(requests, Request):
         return (requests,)
     if isinstance(requests, Sequence) and not isinstance(requests, str):
@@ -133,10 +128,7 @@ def listed(requests: Requests) -> tuple[Request, ...]:
 
 
 def numbers(name: str, given: Counts, beside: Collection[object]) -> list[int]:
-    """One number for each of `beside`, of one for all or one for each.
-
-    Raises:
-        SpecError: neither."""
+    """One number for each of `beside`, of one for all or one for each; else a SpecError."""
     if isinstance(given, int) and not isinstance(given, bool):
         return [given] * len(beside)
     if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == len(beside):
@@ -144,12 +136,9 @@ def numbers(name: str, given: Counts, beside: Collection[object]) -> list[int]:
     raise spec_error(name, described(given), f"a number, or {len(beside)} in a sequence", "One per request.")
 
 
-def token_list(tokens: Any) -> list[int]:
-    """Ids of tokens as a list, of a sequence or of a vector of ints; one on a device is read, which
-    synchronises.
-
-    Raises:
-        SpecError: something else."""
+def token_list(tokens: Tokens) -> list[int]:
+    """Ids of tokens as a list, of a sequence or of a vector of ints, else a SpecError; a vector on a device
+    is read, which synchronises."""
     given = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if not isinstance(given, Sequence) or not all(type(x) is int for x in given):
         change = "Pass what the model was given, from its first token on."

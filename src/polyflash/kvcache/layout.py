@@ -31,17 +31,14 @@ _SHAPES = {
 
 def layers_of(name: str, pools: Tensor | Sequence[Tensor], layout: PoolLayout) -> tuple[Tensor, ...]:
     """Makes one (num_pages, page_size, num_kv_heads, head_dim) view per layer: of a pool, of a 5-D tensor of
-    pools with the layer first, or of a sequence of pools.
-
-    Raises:
-        SpecError: something else, an unknown layout, or a pool whose elements share addresses."""
+    pools with the layer first, or of a sequence of pools, none of whose elements share addresses."""
     if not isinstance(layout, str) or layout not in _SHAPES:
         change = "FlashInfer calls the same layouts so."
         raise spec_error("layout", described(layout), "'NHD' or 'HND'", change)
-    if isinstance(pools, Tensor) and is_strided(pools) and pools.ndim == 5:
-        found: tuple[Tensor, ...] = pools.unbind(0)
+    if isinstance(pools, Tensor):
+        found = pools.unbind(0) if is_strided(pools) and pools.ndim == 5 else (pools,)
     else:
-        found = (pools,) if isinstance(pools, Tensor) else tuple(pools)
+        found = tuple(pools)
     for pool in found:
         if not isinstance(pool, Tensor) or not is_strided(pool) or pool.ndim != 4 or pool.requires_grad:
             got = f"{described(pool)}{' that needs gradients' * getattr(pool, 'requires_grad', False)}"
@@ -73,10 +70,7 @@ def _may_be_huge(address: int, size: int) -> None:
 
 def check_pools(k_pages: Sequence[Tensor], v_pages: Sequence[Tensor]) -> None:
     """Checks that all pools share dtype, device, page count, page size and head count, and those of one kind
-    their head_dim.
-
-    Raises:
-        SpecError: they do not."""
+    their head_dim."""
     if len(k_pages) != len(v_pages) or not k_pages:
         wanted, change = "as many of each, one or more", "Every layer has both pools."
         raise spec_error("k_pages, v_pages", f"{len(k_pages)} and {len(v_pages)} layers", wanted, change)
@@ -178,10 +172,7 @@ def write_tokens(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slot_ma
 
 
 def check_tokens(name: str, tokens: Tensor, pool: Tensor, count: int | None) -> None:
-    """Checks that `tokens` can be written to `pool` as they are: assignment would broadcast and cast.
-
-    Raises:
-        SpecError: they cannot."""
+    """Checks that `tokens` can be written to `pool` as they are: assignment would broadcast and cast."""
     if count is None and isinstance(tokens, Tensor) and tokens.ndim:
         count = tokens.shape[0]
     shape = (count, *pool.shape[2:])

@@ -25,9 +25,11 @@ from polyflash.kvcache.handles import (
     Requests,
     Reservation,
     Snapshot,
+    Tokens,
     checked_count,
     listed,
     numbers,
+    token_list,
 )
 from polyflash.kvcache.prefixes import Prefixes
 from polyflash.spec import MOST_POSITIONS
@@ -240,8 +242,9 @@ class Pages:
             entry.evicted, entry.kept = evicted, kept
             self.version += 1
 
-    def remember(self, request: Request, tokens: Sequence[int], key: Hashable) -> int:
+    def remember(self, request: Request, tokens: Tokens, key: Hashable) -> int:
         """Makes the request's full pages findable by its tokens. Returns how many tokens those hold."""
+        tokens = token_list(tokens)
         with self.lock:
             entry = self._entry(request)
             if entry.start or entry.evicted or len(tokens) > entry.length:
@@ -254,12 +257,12 @@ class Pages:
                 self._owners[page] += 1
             return len(tokens) // self.page_size * self.page_size
 
-    def found(self, tokens: Sequence[int], key: Hashable) -> list[int]:
+    def found(self, tokens: Tokens, key: Hashable) -> list[int]:
         """Remembered pages of the longest prefix, without the last token."""
         with self.lock:
-            return self._prefixes.find(tokens[:-1], key)
+            return self._prefixes.find(token_list(tokens)[:-1], key)
 
-    def begin(self, tokens: Sequence[int], key: Hashable) -> Request:
+    def begin(self, tokens: Tokens, key: Hashable) -> Request:
         """Makes a request that begins with the pages of `found`."""
         with self.lock:
             pages = array("i", self.found(tokens, key))

@@ -19,6 +19,7 @@ from torch import Tensor
 from polyflash.api import attention_paged
 from polyflash.arguments import Causal, int32_of
 from polyflash.errors import described, spec_error
+from polyflash.kvcache.handles import Entry
 from polyflash.kvcache.layout import ints, moved
 from polyflash.mask import checked_window
 from polyflash.merging import AttentionOutput, merge_rows
@@ -40,6 +41,17 @@ class Tables:
     plans: dict[tuple[object, ...], AttendPlan] = field(default_factory=dict)  # of calls on these tables
     _bounds: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _parts: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(entries: Sequence[Entry], page_size: int, device: torch.device) -> Tables:
+        """The tables of what is known of some requests."""
+        longest = max((len(entry.pages) for entry in entries), default=0)
+        table = torch.full((len(entries), longest), -1, dtype=torch.int32, device="cpu")
+        for row, entry in zip(table, entries, strict=True):
+            if entry.pages:
+                row[: len(entry.pages)] = torch.frombuffer(entry.pages, dtype=torch.int32)
+        lengths, starts = tuple(e.length for e in entries), tuple(e.start for e in entries)
+        return Tables(table, lengths, page_size, device, starts)
 
     @cached_property
     def page_table(self) -> Tensor:

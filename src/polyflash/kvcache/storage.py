@@ -9,17 +9,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
-from polyflash.kvcache.handles import (
-    Counts,
-    Entry,
-    Request,
-    Requests,
-    Snapshot,
-    checked_count,
-    listed,
-    numbers,
-    token_list,
-)
+from polyflash.kvcache.handles import Counts, Request, Requests, Snapshot, checked_count, listed, numbers
 from polyflash.kvcache.layout import (
     PoolLayout,
     check_pools,
@@ -44,13 +34,14 @@ class Storage:
         head_dim_v: int | None = None, num_layers: int = 1, dtype: torch.dtype | None = None,
         device: torch.device | str | None = None, scrub: bool = False,
     ) -> None:  # fmt: skip
-        sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "num_layers": num_layers}
-        for name, size in (*sizes.items(), ("head_dim_v", head_dim if head_dim_v is None else head_dim_v)):
+        width_v = head_dim if head_dim_v is None else head_dim_v
+        checked_count("num_pages", num_pages, 0, 2**31 - 1)
+        sizes = {"page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in (sizes | {"num_layers": num_layers, "head_dim_v": width_v}).items():
             checked_count(name, size, 1, 2**31 - 1)
-        pages = Pages(num_pages, page_size)
         shape = (num_layers, num_pages, page_size, num_kv_heads)
-        k, v = (empty_pool((*shape, head_dim if n is None else n), dtype, device) for n in (None, head_dim_v))
-        self._adopt(pages, layers_of("k_pages", k, "NHD"), layers_of("v_pages", v, "NHD"), scrub)
+        k, v = (empty_pool((*shape, width), dtype, device) for width in (head_dim, width_v))
+        self._adopt(layers_of("k_pages", k, "NHD"), layers_of("v_pages", v, "NHD"), scrub)
 
     @classmethod
     def over(
@@ -66,19 +57,18 @@ class Storage:
 
         Raises:
             SpecError: pools that do not fit each other, or whose elements share addresses."""
-        k, v = layers_of("k_pages", k_pages, layout), layers_of("v_pages", v_pages, layout)
-        check_pools(k, v)
         cache = cls.__new__(cls)
-        cache._adopt(Pages(k[0].shape[0], k[0].shape[1]), k, v, scrub)
+        k, v = layers_of("k_pages", k_pages, layout), layers_of("v_pages", v_pages, layout)
+        cache._adopt(k, v, scrub)
         return cache
 
-    def _adopt(self, pages: Pages, k: tuple[Tensor, ...], v: tuple[Tensor, ...], scrub: bool) -> None:
+    def _adopt(self, k: tuple[Tensor, ...], v: tuple[Tensor, ...], scrub: bool) -> None:
         check_pools(k, v)
-        self._pages, self.num_pages, self.page_size = pages, pages.num_pages, pages.page_size
-        self._k, self._v, self.num_layers = k, v, len(k)
+        self._k, self._v, self.num_layers, self._scrub = k, v, len(k), scrub
+        self.num_pages, self.page_size = k[0].shape[:2]
+        self._pages = Pages(self.num_pages, self.page_size)
         self.dtype, self.device = k[0].dtype, k[0].device
         self._like = (self.dtype, self.device, k[0].shape, v[0].shape)
-        self._scrub = scrub
         self._last: tuple[tuple[Request, ...], int, Tables] | None = None
 
     def __repr__(self) -> str:
@@ -202,16 +192,16 @@ class Storage:
 
         Raises:
             SpecError: more tokens than the request has, or one of which some were evicted or given back."""
-        return self._pages.remember(request, token_list(tokens), key)
+        return self._pages.remember(request, tokens, key)
 
     def cached_tokens(self, tokens: Sequence[int] | Tensor, *, key: Hashable = None) -> int:
         """Counts the tokens that a request of `begin(tokens, key=key)` would have now."""
-        return len(self._pages.found(token_list(tokens), key)) * self.page_size
+        return len(self._pages.found(tokens, key)) * self.page_size
 
     def begin(self, tokens: Sequence[int] | Tensor, *, key: Hashable = None) -> Request:
         """Makes a request that shares the pages of the longest remembered prefix of `tokens`, without the
         last one, whose row is yet to be computed: append tokens[length(request):]."""
-        return self._pages.begin(token_list(tokens), key)
+        return self._pages.begin(tokens, key)
 
     def forget(self) -> None:
         """Forgets all prefixes, as after a change of the weights."""
@@ -229,20 +219,19 @@ class Storage:
     def page_table(self, requests: Requests) -> Tensor:
         """int32 (batch, max_pages) on the pool's device, -1 beyond a request's pages; later steps do not
         change it."""
-        return self._tables(listed(requests)).page_table.clone()
+        return self._tables(requests).page_table.clone()
 
     def kv_lens(self, requests: Requests) -> Tensor:
         """int32 (batch,) on the pool's device."""
-        return self._tables(listed(requests)).kv_lens.clone()
+        return self._tables(requests).kv_lens.clone()
 
     def slot_mapping(self, requests: Requests, starts: Counts = 0) -> Tensor:
         """int64 (total,) on the pool's device: slots of the tokens of each request from `starts[b]` on.
 
         Raises:
             SpecError: tokens that were given back, or more than there are."""
-        who = listed(requests)
-        tables = self._tables(who)
-        first = numbers("starts", starts, who)
+        tables = self._tables(requests)
+        first = numbers("starts", starts, tables.lengths)
         for start, least, length in zip(first, tables.starts, tables.lengths, strict=True):
             checked_count("starts", start, least, length)
         rest = [length - start for start, length in zip(first, tables.lengths, strict=True)]
@@ -293,25 +282,16 @@ class Storage:
             raise spec_error("k_pages, v_pages", f"{described(k)} and {described(v)}", wanted, change)
         return k, v
 
-    def _tables(self, requests: Sequence[Request]) -> Tables:
+    def _tables(self, requests: Requests) -> Tables:
         """Tables of the committed state; those of the last call if nothing has moved since."""
-        key = tuple(requests)
+        key = listed(requests)
         with self._pages.lock:
             last, version = self._last, self._pages.version
             if last is not None and last[0] == key and last[1] == version:
                 return last[2]
-            made = self._tables_of(self._pages.entries(key))
+            made = Tables.of(self._pages.entries(key), self.page_size, self.device)
             self._last = (key, version, made)
             return made
-
-    def _tables_of(self, entries: Sequence[Entry]) -> Tables:
-        longest = max((len(entry.pages) for entry in entries), default=0)
-        table = torch.full((len(entries), longest), -1, dtype=torch.int32, device="cpu")
-        for row, entry in zip(table, entries, strict=True):
-            if entry.pages:
-                row[: len(entry.pages)] = torch.frombuffer(entry.pages, dtype=torch.int32)
-        lengths, starts = ([getattr(e, name) for e in entries] for name in ("length", "start"))
-        return Tables(table, tuple(lengths), self.page_size, self.device, tuple(starts))
 
     def _zero(self, pages: list[int]) -> None:
         """Scrubs pages that are free; under the allocator's lock, before anyone can take them."""

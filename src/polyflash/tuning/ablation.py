@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from polyflash.bench.command import laboratory, needs_laboratory
-from polyflash.bench.race import race
-from polyflash.bench.timing import Summary
+from polyflash.bench.command import laboratory, needs_laboratory, target_of
+from polyflash.bench.suite import finite
+from polyflash.bench.timing import compared
 from polyflash.compare import worst_row
 from polyflash.errors import spec_error
-from polyflash.tuning import asked
-from polyflash.tuning.trial import OFF_ROW, Trial
+from polyflash.spec import Phase
+from polyflash.tuning.command import device_of, problems, switches_of_problems
+from polyflash.tuning.trial import OFF_ROW, Trial, trial
 from polyflash.workloads import Workload
 
 CHOSEN = "as chosen"
@@ -33,12 +34,11 @@ SCHEMA = "polyflash.ablation/1"
 def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     """One named switch of a kernel at a time against the config it chooses: outputs compared, calls timed in
     turns. Returns 1 if a switch changed a result by more than rounding."""
-    chosen = asked.problems(options)
+    chosen = problems(options)
     if options.list:
         print("\n".join(w.name for w in chosen))
         return 0
-    device = asked.device_of(options)
-    _check_switches(options, chosen, device)
+    device = device_of(options)
     rows: list[dict[str, Any]] = []
     try:
         for trial in _trials(options, chosen, device):
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         kept = options.json if options.json and rows else "no file"
         raise type(stop)(f": {len(rows)} problems were measured and are in {kept}") from None
     finally:
-        content = {"schema": SCHEMA, "target": asked.target_of(device).name, "rows": rows}
+        content = {"schema": SCHEMA, "target": target_of(device).name, "rows": rows}
         if options.json and rows:
             text = json.dumps(content, indent=1, allow_nan=False) + "\n"
             Path(options.json).write_text(text, encoding="utf-8")
@@ -58,19 +58,15 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     return 1 if any("differs" in s["mark"] for row in rows for s in row["switches"]) else 0
 
 
-def _check_switches(options: argparse.Namespace, chosen: Sequence[Workload], device: str) -> None:
-    """Refuses a name that no kernel asked for has, before anything runs."""
-    known = {"fused_groups"} if options.groups else asked.switches(chosen, options, device)
-    unknown = [name for name in options.switch if name not in known]
-    if unknown:
+def _trials(options: argparse.Namespace, chosen: Sequence[Workload], device: str) -> Iterator[Any]:
+    """The problems as `Trial`s, or as those of `benchmarks/group_trial.py`; a name of no switch is refused
+    before anything runs."""
+    known = {"fused_groups"} if options.groups else switches_of_problems(chosen, options, device)
+    if unknown := [name for name in options.switch if name not in known]:
         names = sorted({name.partition("=")[0] for name in known})
         wanted = f"some of {', '.join(names) or 'no switch: these kernels have none'}"
         change = "A value may be named too, as ablate prints it."
         raise spec_error("switch", ", ".join(unknown), wanted, change)
-
-
-def _trials(options: argparse.Namespace, chosen: Sequence[Workload], device: str) -> Iterator[Any]:
-    """The problems as `Trial`s, or as those of `benchmarks/group_trial.py`."""
     groups: Any = laboratory("group_trial") if options.groups else None
     if options.groups and groups is None:
         raise needs_laboratory("--groups")
@@ -79,10 +75,9 @@ def _trials(options: argparse.Namespace, chosen: Sequence[Workload], device: str
     for count in options.groups:
         for workload in chosen:
             yield groups.group_trial(workload, count, options.backend or "", device=device)
-    if not options.groups:
-        for phase in options.phase:
-            for workload in chosen:
-                yield from asked.trials([workload], phase, options.backend, device)
+    for phase in () if options.groups else options.phase:
+        for workload in chosen:
+            yield trial(workload, Phase(phase), options.backend or "", device=device)
 
 
 def measured(trial: Trial, device: str, seconds: float, only: Sequence[str] = ()) -> dict[str, Any]:
@@ -104,58 +99,43 @@ def measured(trial: Trial, device: str, seconds: float, only: Sequence[str] = ()
             found["mark"] = f"fails: {type(raised).__name__}: {text[:160]}"
             continue
         pairs = zip(results, expected, strict=True)
-        found["difference"] = _finite(max(worst_row(a, b, floor=OFF_ROW) for a, b in pairs))
-        found["error"] = _finite(trial.error(results))
+        found["difference"] = finite(max(worst_row(a, b, floor=OFF_ROW) for a, b in pairs))
+        found["error"] = finite(trial.error(results))
         if found["error"] is None or found["error"] > trial.tolerance:
             found["mark"] = "differs by more than rounding"
             continue
         arms[name] = trial.run(config)
-    times = race(arms, device, seconds * len(arms))
+    summaries = compared(arms, device, seconds * len(arms)).summaries()
+    times = {
+        name: {"median_s": x.median, "iqr_s": x.iqr, "rounds": x.rounds} for name, x in summaries.items()
+    }
     for found in switches:
         if found["name"] in times:
-            found |= _plain(times[found["name"]])
-            found["ratio"] = times[found["name"]].median / times[CHOSEN].median
+            found |= times[found["name"]]
+            found["ratio"] = found["median_s"] / times[CHOSEN]["median_s"]
     return {
-        "problem": trial.workload.name, "row": trial.row_name, "target": trial.device.name,
-        "config": asdict(chosen), "error": _finite(trial.error(expected)), CHOSEN: _plain(times[CHOSEN]),
-        "switches": switches,
-    }  # fmt: skip
-
-
-def _plain(found: Summary) -> dict[str, Any]:
-    return {"median_s": found.median, "iqr_s": found.iqr, "rounds": found.rounds}
-
-
-def _finite(x: float) -> float | None:
-    """JSON has no infinity."""
-    return x if x < float("inf") else None
-
-
-def _ms(arm: dict[str, Any]) -> str:
-    ms = arm["median_s"] * 1e3
-    return f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}" if ms >= 0.1 else f"{ms:.4f}"
+        **{"problem": trial.workload.name, "row": trial.row_name, "target": trial.device.name},
+        **{"config": asdict(chosen), "error": finite(trial.error(expected))},
+        **{CHOSEN: times[CHOSEN], "switches": switches},
+    }
 
 
 _COLUMNS = ("switch", "ms", "±", "time", "difference")
 
 
-def _cells(found: dict[str, Any]) -> tuple[str, ...]:
-    if found["mark"]:
-        return found["name"], "", "", found["mark"], _said(found["difference"])
-    spread = f"{found['iqr_s'] / found['median_s']:.0%}"
-    return found["name"], _ms(found), spread, f"×{found['ratio']:.3f}", _said(found["difference"])
-
-
-def _said(x: float | None) -> str:
-    return "" if x is None else "same bits" if x == 0 else f"{x:.1e}"
-
-
-def _lines(row: dict[str, Any]) -> list[tuple[str, ...]]:
+def _lines(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """The chosen config, then switches: what helps first."""
-    first = row[CHOSEN]
-    whole = (CHOSEN, _ms(first), f"{first['iqr_s'] / first['median_s']:.0%}", "×1", "")
     ordered = sorted(row["switches"], key=lambda s: (s["ratio"] is None, s["ratio"] or 0.0))
-    return [whole, *map(_cells, ordered)]
+    for found in ({"name": CHOSEN, "mark": "", "difference": None, **row[CHOSEN]}, *ordered):
+        x = found["difference"]
+        difference = "" if x is None else "same bits" if x == 0 else f"{x:.1e}"
+        if found["mark"]:
+            yield found["name"], "", "", found["mark"], difference
+            continue
+        ms = found["median_s"] * 1e3
+        shown = f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}" if ms >= 0.1 else f"{ms:.4f}"
+        time = f"×{found['ratio']:.3f}" if "ratio" in found else "×1"
+        yield found["name"], shown, f"{found['iqr_s'] / found['median_s']:.0%}", time, difference
 
 
 def _head(row: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +16,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from polyflash import env
+from polyflash import backends, env, plan
+from polyflash.bench.command import target_of
 from polyflash.bench.peak import calibrate
-from polyflash.bench.race import GpuSpeed, compared
-from polyflash.bench.timing import QUIET, Arm, Comparison
-from polyflash.errors import UnsupportedError
-from polyflash.tuning import asked, search, store
+from polyflash.bench.timing import QUIET, Comparison, GpuSpeed, compared
+from polyflash.errors import SpecError, UnsupportedError, spec_error
+from polyflash.options import device_here
+from polyflash.spec import Phase
+from polyflash.tuning import search, store
 from polyflash.tuning.search import CONTENDED, QUICKER, ContendedError, Step
-from polyflash.tuning.trial import Trial
+from polyflash.tuning.trial import Trial, switches_of, trial
+from polyflash.workloads import Workload, workloads
 
 MOST_SPREAD = 0.25  # a middle half wider than this share of the median decides nothing
 
@@ -30,15 +34,15 @@ MOST_SPREAD = 0.25  # a middle half wider than this share of the median decides 
 def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     """Times the configs of a kernel row on this device, each checked first and held against the best so far,
     and keeps the quickest for later calls. Ctrl-C keeps what is known; the next run goes on from there."""
-    chosen = asked.problems(options)
+    chosen = problems(options)
     if options.list:
         print("\n".join(w.name for w in chosen))
         return 0
-    device = asked.device_of(options)
+    device = device_of(options)
     if env.NO_CACHE.is_set():
         raise UnsupportedError(f"{env.NO_CACHE.name} is set, so nothing would be kept. Unset it")
     if options.forget:
-        here = asked.target_of(device)
+        here = target_of(device)
         print(f"removed {store.file_of(here)}" if store.forget(here) else "nothing was tuned")
         return 0
     done: list[dict[str, Any]] = []
@@ -46,7 +50,7 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     try:
         race = _race(device, options.seconds)
         for phase in options.phase:
-            found = asked.trials(chosen, phase, options.backend, device)
+            found = [trial(w, Phase(phase), options.backend or "", device=device) for w in chosen]
             for key, group in _by_entry(found):
                 done.append(_tuned(key, group, options, race, out))
                 if not (options.quiet or options.json):
@@ -105,15 +109,13 @@ def _tuned(
 
 def _race(device: str, seconds: float) -> search.Race:
     if device == "cpu":
-        calibration = calibrate(asked.target_of(device))
+        calibration = calibrate(target_of(device))
         speed = calibration.speed if calibration else None
     else:
         speed = GpuSpeed(device)
 
     def timed(arms: Mapping[str, Callable[[], object]], length: float) -> dict[str, float]:
-        threads = torch.get_num_threads()
-        every = [Arm(name, call, threads) for name, call in arms.items()]
-        return decided(compared(every, device, seconds * length, speed))
+        return decided(compared(arms, device, seconds * length, speed))
 
     return timed
 
@@ -123,7 +125,7 @@ def decided(found: Comparison) -> dict[str, float]:
     if found.contended:
         slow = f"{len(found.rounds) - found.quiet} of {len(found.rounds)} rounds"
         raise ContendedError(f"{slow} ran below {QUIET:.0%} of the machine's speed")
-    summaries = {name: found.summary(name) for name in found.rounds[0].seconds}
+    summaries = found.summaries()
     widest = max(s.spread for s in summaries.values())
     if widest > MOST_SPREAD:
         raise ContendedError(f"times of one config spread by {widest:.0%} of their median")
@@ -140,3 +142,47 @@ def _print(out: Console, entry: dict[str, Any]) -> None:
         count = f"{len(entry['contended'])} of {entry['of']} races"
         told = f"{count} were contended, and their winners are not kept: the next run holds them again"
         out.print(f"  {told}", soft_wrap=True)
+
+
+def problems(options: argparse.Namespace) -> tuple[Workload, ...]:
+    """The one problem given by sizes, else those of the catalogue with the tag "tune"."""
+    if options.seqlen:
+        (rows, keys), (heads, kv_heads), (dim, dim_v) = options.seqlen, options.heads, options.head_dim
+        if min(options.batch, rows, keys, heads, kv_heads, dim, dim_v) < 1 or heads % max(1, kv_heads):
+            change = "Query heads are a multiple of the others."
+            raise spec_error("sizes", "a 0 or odd heads", "positive sizes", change)
+        name = f"{'causal' if options.causal else 'full'}-{options.dtype}-{rows}x{keys}-d{dim}"
+        causal = "top_left" if options.causal == "top_left" else bool(options.causal)
+        sizes = (options.batch, heads, kv_heads, rows, keys, dim, dim_v)
+        return (Workload(name, frozenset(), *sizes, options.dtype, causal),)
+    words = " ".join(options.filter).lower().replace(",", " ").split()
+    found = tuple(w for w in workloads("tune") if all(word in w.name.split("-") for word in words))
+    if not found:
+        raise SpecError(f"filter: got {' '.join(words)!r}, which no problem has. See --list")
+    return found
+
+
+def device_of(options: argparse.Namespace) -> str:
+    """The torch device asked for, else a GPU if there is one and the backend may run there."""
+    has_gpu = torch.cuda.is_available() and options.backend != "cpu"
+    chosen = device_here(options.device or ("cuda" if has_gpu else "cpu"))
+    here = target_of(chosen)
+    rows = [row for row in backends.TABLE if options.backend in (None, row.backend)]
+    if not any(here.name.startswith(row.targets) for row in rows):
+        wanted = ", ".join(dict.fromkeys(t for row in rows for t in row.targets))
+        raise UnsupportedError(f"{options.backend}: its kernels need {wanted} and this is {here.name}")
+    return chosen
+
+
+def switches_of_problems(chosen: Sequence[Workload], options: argparse.Namespace, device: str) -> set[str]:
+    """The switches of these problems' kernels: "base2", and "base2=off"."""
+    here = target_of(device)
+    found: set[str] = set()
+    phases = [Phase(name) for name in options.phase]
+    for phase in (*phases, *([Phase.DECODE] if Phase.FORWARD in phases else [])):
+        for workload in chosen:
+            spec = workload.spec(phase=phase, device=torch.device(device).type)
+            with contextlib.suppress(UnsupportedError):
+                launch = plan.select(spec, here, backends.TABLE, backend=options.backend or "", config="")
+                found.update(switches_of(launch))
+    return found | {name.partition("=")[0] for name in found}

@@ -44,22 +44,17 @@ def tune(
     trials: Sequence[Trial], race: Race, *, start: Entry | None = None, keep: Callable[[Entry], object],
     tell: Callable[[Step], None] = lambda step: None, now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> Entry:  # fmt: skip
-    """The best config for `trials`, problems of one row, one entry and hence the same candidates.
+    """The best config for `trials`, problems of one row, one entry and hence the same candidates: the last
+    entry given to `keep`, which is called after every candidate, as `tell` is with what came of it. Its times
+    are geometric means over the problems. `start` is the entry of a search that was interrupted.
 
-    Args:
-        race: times calls that take turns, or raises ContendedError: no candidate wins such a race, and the
-            next search begins at the first that was in one. start: the entry of a search that was
-            interrupted.
-        keep: called with the entry after every candidate. tell: called with what came of it.
-
-    Returns the last entry kept: its times are geometric means over the problems.
-
-    Raises:
-        ContendedError: not even the first race said anything, so nothing was kept."""
+    `race` times calls that take turns, or raises ContendedError: no candidate wins such a race, and the next
+    search begins at the first that was in one. If the first race of all says nothing, nothing is kept."""
     untuned, *others = trials[0].candidates()
     incumbent, first = untuned, 0
     if start is not None and start.of == len(others):
-        incumbent, first = _resumed(start, [untuned, *others]), start.tried
+        kept = [c for c in others if (kind_of(type(c)), asdict(c)) == (start.kind, start.values)]
+        incumbent, first = (*kept, untuned)[0], start.tried
     for trial in trials:
         _check(trial, untuned)
 
@@ -87,11 +82,6 @@ def tune(
     return entry(sure)
 
 
-def _resumed(start: Entry, known: Sequence[Any]) -> Any:
-    """The incumbent of an entry, if it is still a candidate; else the untuned config."""
-    return next((c for c in known if kind_of(type(c)) == start.kind and asdict(c) == start.values), known[0])
-
-
 def _check(trial: Trial, untuned: Any) -> None:
     error = trial.error(trial.run(untuned)())
     if not error <= trial.tolerance:
@@ -114,32 +104,26 @@ def _contest(trials: Sequence[Trial], race: Race, incumbent: Any, config: Any) -
         if not error <= trial.tolerance:
             return f"wrong: {error:.1e} on {trial.workload.name}", math.nan
     try:
-        ratio = _ratio(trials, race, incumbent, config, SHORT)
-        if ratio > 1 - MARGIN:
-            return "slower" if ratio > 1 + MARGIN else "even", ratio
-        ratio = _ratio(trials, race, incumbent, config, LONG)
+        for length in (SHORT, LONG):
+            before, now = _times(trials, race, incumbent, config, length)
+            ratio = now / before
+            if ratio > 1 - MARGIN:
+                return "slower" if length == SHORT and ratio > 1 + MARGIN else "even", ratio
     except ContendedError as busy:
         return f"{CONTENDED}: {busy}", math.nan
-    return QUICKER if ratio < 1 - MARGIN else "even", ratio
+    return QUICKER, ratio
 
 
-def _ratio(trials: Sequence[Trial], race: Race, incumbent: Any, config: Any, length: float) -> float:
-    """Time of `config` over that of `incumbent`, the geometric mean over the problems."""
-    total = 0.0
-    for trial in trials:
-        taken = race({INCUMBENT: trial.run(incumbent), CHALLENGER: trial.run(config)}, length)
-        total += math.log(taken[CHALLENGER] / taken[INCUMBENT])
-    return math.exp(total / len(trials))
-
-
-def _times(trials: Sequence[Trial], race: Race, best: Any, untuned: Any) -> tuple[float, float]:
+def _times(
+    trials: Sequence[Trial], race: Race, best: Any, other: Any, length: float = LONG
+) -> tuple[float, float]:
     """Seconds of both configs, geometric means over the problems."""
     logs = [0.0, 0.0]
     for trial in trials:
         arms = {INCUMBENT: trial.run(best)}
-        if best != untuned:
-            arms[CHALLENGER] = trial.run(untuned)
-        taken = race(arms, LONG)
+        if best != other:
+            arms[CHALLENGER] = trial.run(other)
+        taken = race(arms, length)
         logs[0] += math.log(taken[INCUMBENT])
         logs[1] += math.log(taken.get(CHALLENGER, taken[INCUMBENT]))
     return math.exp(logs[0] / len(trials)), math.exp(logs[1] / len(trials))

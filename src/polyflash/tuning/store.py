@@ -68,14 +68,16 @@ def file_of(target: Target) -> str:
 
 def identity(target: Target) -> dict[str, str]:
     """The identity a tuned config holds for: the device, its driver, and the versions that make its code."""
-    versions = {name: version for name, version in target.packages if name in ("numba", "triton")}
-    wanted = ("numba",) if target.kind == "cpu" else ("triton",)
     device, driver = _device(target.kind, target.name)
+    compiler = "numba" if target.kind == "cpu" else "triton"
     return {
-        "target": "+".join((target.name, *sorted(target.features))), "cores": str(target.cores),
-        "device": device, "driver": driver, "polyflash": _version("polyflash"), "torch": _version("torch"),
-        **{name: versions.get(name, "") for name in wanted},
-    }  # fmt: skip
+        **{"target": "+".join((target.name, *sorted(target.features))), "cores": str(target.cores)},
+        **{"device": device, "driver": driver, compiler: dict(target.packages).get(compiler, "")},
+        **{name: _version(name) or "0" for name in ("polyflash", "torch")},
+    }
+
+
+_version = lru_cache(maxsize=8)(installed_version)
 
 
 @lru_cache(maxsize=16)
@@ -100,11 +102,6 @@ def gpu_driver() -> str:
     return str(torch.version.cuda or torch.version.hip or "")
 
 
-@lru_cache(maxsize=8)
-def _version(package: str) -> str:
-    return installed_version(package) or "0"
-
-
 def key_of(row: Capability, spec: AttentionSpec) -> str:
     """The key of an entry, as text; "" for calls that take no tuned config. Those whose bits no length may
     change are such: another length is another entry."""
@@ -122,16 +119,12 @@ def find(row: Capability, spec: AttentionSpec, target: Target, kind: type) -> tu
     if not target.packages or env.NO_CACHE.is_set():  # a simulated device, or one told to keep nothing
         return None, ""
     key = key_of(row, spec)
-    if not key or not _any_files():
+    if not key or not os.path.isdir(folder()):  # most users never tune, and a route is to cost them one look
         return None, ""
     book = read(target)
     entry = book.entries.get(key)
     if entry is None:
         return None, book.why
-    return _made(kind, entry, key)
-
-
-def _made(kind: type, entry: Entry, key: str) -> tuple[Any, str]:
     if entry.kind != kind_of(kind):
         return None, f"tuned file: {key} has a {entry.kind}, wanted {kind_of(kind)}"
     if set(entry.values) != {f.name for f in fields(kind)}:
@@ -146,29 +139,18 @@ def kind_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _any_files() -> bool:
-    """Is there a folder at all? Most users never tune, and a route is to cost them one look."""
-    return os.path.isdir(folder())
-
-
 def read(target: Target) -> Book:
     """The entries of this device and these versions, from memory while the file stays as it is."""
     path = file_of(target)
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
-        others = len(_files_of(target))
-        why = f"tuned files: {others} of other versions or drivers, none of these"
-        return Book({}, why if others else "")
+        prefix = target.name.replace(":", "-") + "-"
+        with contextlib.suppress(OSError):
+            if others := [n for n in os.listdir(folder()) if n.startswith(prefix) and n.endswith(SUFFIX)]:
+                return Book({}, f"tuned files: {len(others)} of other versions or drivers, none of these")
+        return Book({})
     return _read(path, status.st_mtime_ns, status.st_size, status.st_ino, json.dumps(identity(target)))
-
-
-def _files_of(target: Target) -> list[str]:
-    prefix = target.name.replace(":", "-") + "-"
-    try:
-        return [n for n in os.listdir(folder()) if n.startswith(prefix) and n.endswith(SUFFIX)]
-    except OSError:
-        return []
 
 
 @lru_cache(maxsize=8)
@@ -243,7 +225,7 @@ def forget(target: Target) -> bool:
 
 def report(target: Target) -> str:
     """One line on this device's file for reports: what it holds, or why it is ignored; "" without one."""
-    if env.NO_CACHE.is_set() or not _any_files():
+    if env.NO_CACHE.is_set() or not os.path.isdir(folder()):
         return ""
     book = read(target)
     if book.why or not book.entries:

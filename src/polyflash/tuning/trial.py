@@ -129,7 +129,7 @@ def _launch(
     spec = spec_of(q, k, k if phase is Phase.STATISTICS else v, args, phase=phase)
     if phase is Phase.FORWARD:
         spec = without_gradients(spec)
-    spec = replace(spec, features=spec.features - {Feature.LSE} if phase is Phase.FORWARD else spec.features)
+        spec = replace(spec, features=spec.features - {Feature.LSE})
     launch = plan.select(spec, here, backends.TABLE, backend=backend, config="")
     launch.run = import_module(launch.row.module).run
     launch.tally = counting.tally_of(launch, backend)

@@ -233,14 +233,12 @@ def _structured(
     pattern: Pattern, batch: int, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int,
     attention_mask: Tensor | None, device: torch.device,
 ) -> BatchMask | None:  # fmt: skip
-    live = None if attention_mask is None else _live(attention_mask, kv_length, kv_offset)
-    starts = lens = None
-    holes, padded = False, False  # type: bool, bool | Tensor
-    if live is not None and attention_mask is not None:
+    starts = lens = live = None
+    padded: bool | Tensor = False
+    if attention_mask is not None:
+        starts, lens, live = _ends(attention_mask, kv_length, kv_offset)
         padded = ~attention_mask.all()
-        starts, lens, holes = _ends(live)
-        if not torch.compiler.is_compiling():
-            padded = bool(padded)
+        padded = padded if torch.compiler.is_compiling() else bool(padded)
     q_ids, k_ids = _ids(pattern, batch, q_length, kv_length, q_offset, kv_offset, device)
     whole = pattern.documents is not None and q_ids is not None and lens is None
     cu_seqlens = _cu_seqlens(q_ids) if whole and q_ids is not None else None
@@ -259,32 +257,30 @@ def _structured(
         return None
     return BatchMask(
         (batch, 1, q_length, kv_length), device, pattern.causal, offset, lens, starts, left, pattern.right,
-        q_ids, k_ids, live if holes else None, cu_seqlens, chunk, padded,
+        q_ids, k_ids, live, cu_seqlens, chunk, padded,
     )  # fmt: skip
 
 
-def _live(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
-    """bool (batch, kv_length): the keys of this call's cache that are no padding; those beyond are dead."""
+def _ends(
+    attention_mask: Tensor, kv_length: int, kv_offset: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(kv_starts, kv_lens, live): the first key of this call's cache that is no padding, and one past the
+    last; live, bool (batch, kv_length), if keys between are dead. Those beyond the cache are.
+
+    None for "every key". Under torch.compile nothing may be read: all are tensors."""
     live = attention_mask[:, kv_offset : kv_offset + kv_length]
-    missing = kv_length - live.shape[1]
-    return torch.nn.functional.pad(live, (0, missing)) if missing > 0 else live
-
-
-def _ends(live: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
-    """(kv_starts, kv_lens, holes): the first live key, one past the last, and whether keys between are dead.
-
-    None for "every key". Under torch.compile nothing may be read: both are tensors, and there may be holes.
-    """
+    if live.shape[1] < kv_length:
+        live = torch.nn.functional.pad(live, (0, kv_length - live.shape[1]))
     reading = not torch.compiler.is_compiling()
     if reading and bool(live.all()):
-        return None, None, False
-    numbers = torch.arange(live.shape[1], dtype=torch.int32, device=live.device)
+        return None, None, None
+    numbers = torch.arange(kv_length, dtype=torch.int32, device=live.device)
     lens = torch.where(live, numbers + 1, 0).amax(1)
-    starts = torch.where(live, numbers, live.shape[1]).amin(1).minimum(lens)
+    starts = torch.where(live, numbers, kv_length).amin(1).minimum(lens)
     if not reading:
-        return starts, lens, True
+        return starts, lens, live
     holes = not torch.equal(live.sum(1), lens - starts)
-    return starts if bool(starts.any()) else None, lens, holes
+    return starts if bool(starts.any()) else None, lens, live if holes else None
 
 
 def _ids(
@@ -293,19 +289,17 @@ def _ids(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """int32 segment ids of queries (batch, q_length) and keys (batch, kv_length), or None twice."""
     documents, chunk = pattern.documents, pattern.chunk
-    if chunk is not None and documents is None:
-        if not torch.compiler.is_compiling() and kv_offset + kv_length <= chunk:
+    starts: int | Tensor = 0 if pattern.chunk_starts is None else pattern.chunk_starts.to(device)[:, None]
+    if documents is None:
+        reading = not torch.compiler.is_compiling()
+        if chunk is None or (reading and kv_offset + kv_length <= chunk):
             return None, None
-        starts = 0 if pattern.chunk_starts is None else pattern.chunk_starts.to(device)[:, None]
         rows = torch.arange(q_length, device=device) + q_offset - starts
         keys = torch.arange(kv_length, device=device) + kv_offset - starts
         return (rows // chunk).int().expand(batch, -1), (keys // chunk).int().expand(batch, -1)
-    if documents is None:
-        return None, None
     documents = documents.to(device).expand(batch, -1)
     if chunk is not None:
         at = torch.arange(q_length, device=device) if pattern.positions is None else pattern.positions
-        starts = 0 if pattern.chunk_starts is None else pattern.chunk_starts.to(device)[:, None]
         documents = _runs(documents, ((at.to(device) - starts) // chunk).expand(batch, -1))
     ids = documents.int().contiguous()
     return ids, ids

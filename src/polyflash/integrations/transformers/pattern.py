@@ -115,107 +115,78 @@ class _Matching:
     def __init__(self) -> None:
         self.pattern = Pattern()
         self.plain_positions = False
+        self.n: Any = None
+        self.tensor: Tensor | None = None
 
     def is_sound(self) -> bool:
         """Positions that restart say nothing about the order of keys unless documents are kept apart too."""
         found = self.pattern
         return found.positions is None or (found.documents is not None and not self.plain_positions)
 
-    def _with(self, **fields: Any) -> bool:
-        self.pattern = replace(self.pattern, **fields)
-        return True
-
     def take(self, term: Any) -> bool:
         if not isinstance(term, Term):
             return False
         if term.kind == "&":
             return self.take(term.parts[0]) and self.take(term.parts[1])
-        if term.kind == "true":
-            return True
-        if term.kind == ">=":  # every position is at least 0
-            return self._is(term.parts[0], "query") and _is_int(term.parts[1]) and term.parts[1] <= 0
-        if term.kind == "<=":
-            return self._order(term.parts[0], term.parts[1])
-        if term.kind == ">":
-            return self._window(term.parts[0], term.parts[1])
-        if term.kind == "==":
-            return self._chunks(term.parts[0], term.parts[1]) or self._documents(*term.parts)
-        return False
-
-    def _order(self, a: Any, b: Any) -> bool:
-        """key <= query, or |query - key| <= n."""
-        if self._is(a, "key") and self._is(b, "query"):
+        q, k, n = Term("position", "query"), Term("position", "key"), Term("int")
+        starts = Term("at", Term("tensor", 1), Term("batch"))
+        ids = [Term("at", Term("tensor", 2), Term("batch"), Term(axis)) for axis in ("query", "key")]
+        found = self.pattern
+        if self._fits(term, q >= n):  # every position is at least 0
+            return self.n <= 0
+        if self._fits(term, k <= q):
             return self._with(causal=True)
-        if not (_is_term(a, "abs") and _is_int(b) and b >= 0 and _is_term(a.parts[0], "-")):
-            return False
-        x, y = a.parts[0].parts
-        if not (self._is(x, "query") and self._is(y, "key")):
-            return False
-        return self._with(left=_smaller(self.pattern.left, b), right=_smaller(self.pattern.right, b))
+        if self._fits(term, abs(q - k) <= n):
+            left, right = (_smaller(side, self.n) for side in (found.left, found.right))
+            return self.n >= 0 and self._with(left=left, right=right)
+        if self._fits(term, k > q - n):  # the query itself and n - 1 keys before it
+            return self.n >= 1 and self._with(left=_smaller(found.left, self.n - 1))
+        if self._fits(term, (k - starts) // n == (q - starts) // n):
+            return found.chunk is None and self._with(chunk=self.n, chunk_starts=self.tensor)
+        if self._fits(term, ids[0] == ids[1]):
+            return found.documents is None and self._with(documents=self.tensor)
+        return term.kind == "true"
 
-    def _window(self, a: Any, b: Any) -> bool:
-        """key > query - n: the query itself and n - 1 keys before it."""
-        if not (self._is(a, "key") and _is_term(b, "-") and self._is(b.parts[0], "query")):
-            return False
-        n = b.parts[1]
-        if not (_is_int(n) and n >= 1):
-            return False
-        return self._with(left=_smaller(self.pattern.left, n - 1))
+    def _with(self, **fields: Any) -> bool:
+        self.pattern = replace(self.pattern, **fields)
+        return True
 
-    def _documents(self, a: Any, b: Any) -> bool:
-        """ids[batch, query] == ids[batch, key]."""
-        ids = _table(a, "query")
-        if ids is None or ids is not _table(b, "key") or self.pattern.documents is not None:
-            return False
-        return self._with(documents=ids)
+    def _fits(self, term: Any, template: Term) -> bool:
+        self.n, self.tensor = None, None
+        return self._match(term, template)
 
-    def _chunks(self, a: Any, b: Any) -> bool:
-        """(key - starts[batch]) // n == (query - starts[batch]) // n."""
-        if not (_is_term(a, "//") and _is_term(b, "//") and self.pattern.chunk is None):
+    def _match(self, term: Any, template: Term) -> bool:
+        """Compares an expression with a template; its number and its tensor are the same wherever it has
+        them, and become `n` and `tensor`."""
+        kind, parts = template.kind, template.parts
+        if kind == "position":
+            return self._is(term, parts[0])
+        if kind == "int":
+            self.n = term if self.n is None else self.n
+            return isinstance(term, (int, torch.SymInt)) and not isinstance(term, bool) and self.n == term
+        if kind == "tensor":
+            self.tensor = term if self.tensor is None else self.tensor
+            return isinstance(term, Tensor) and term.ndim == parts[0] and self.tensor is term
+        if not _is_term(term, kind) or len(term.parts) != len(parts):
             return False
-        (x, n), (y, m) = a.parts, b.parts
-        if not (_is_int(n) and _is_int(m) and n == m and _is_term(x, "-") and _is_term(y, "-")):
-            return False
-        starts = _per_request(x.parts[1])
-        if starts is None or starts is not _per_request(y.parts[1]):
-            return False
-        if not (self._is(x.parts[0], "key") and self._is(y.parts[0], "query")):
-            return False
-        return self._with(chunk=n, chunk_starts=starts)
+        return all(self._match(x, y) for x, y in zip(term.parts, parts, strict=True))
 
     def _is(self, term: Any, axis: str) -> bool:
         """Says whether `term` is the index of `axis`, or one table of positions at that index."""
         if _is_term(term, axis):
             self.plain_positions = True
             return True
-        table, positions = _table(term, axis), self.pattern.positions
-        if table is None or (positions is not None and positions is not table):
+        if not (_is_term(term, "at") and len(term.parts) == 3):
             return False
-        return self._with(positions=table)
+        table, batch, index = term.parts
+        if not (_is_term(batch, "batch") and _is_term(index, axis) and table.ndim == 2):
+            return False
+        known = self.pattern.positions
+        return (known is None or known is table) and self._with(positions=table)
 
 
 def _is_term(term: Any, kind: str) -> bool:
     return isinstance(term, Term) and term.kind == kind
-
-
-def _is_int(x: Any) -> bool:
-    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
-
-
-def _table(term: Any, axis: str) -> Tensor | None:
-    """The tensor of `tensor[batch, axis]`."""
-    if not (_is_term(term, "at") and len(term.parts) == 3):
-        return None
-    tensor, batch, index = term.parts
-    return tensor if _is_term(batch, "batch") and _is_term(index, axis) and tensor.ndim == 2 else None
-
-
-def _per_request(term: Any) -> Tensor | None:
-    """The tensor of `tensor[batch]`."""
-    if not (_is_term(term, "at") and len(term.parts) == 2):
-        return None
-    tensor, batch = term.parts
-    return tensor if _is_term(batch, "batch") and tensor.ndim == 1 else None
 
 
 def _smaller(a: int | None, b: int) -> int:
