@@ -11,13 +11,14 @@ dS also as interleaved key pairs for dQ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import chain
 
 from llvmlite import ir
 
 from polyflash.backends.cpu.backward_configs import BackwardKey
 from polyflash.backends.cpu.blocks import Tile
-from polyflash.backends.cpu.configs import ISAS
 from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, stage
 
 MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
@@ -39,38 +40,24 @@ class BackwardTile(Tile):
     def finite_rows(self, e: Emitter, src, atoms, vectors, dst) -> Value:
         """Staged rows as the natural operand of a product: what is not finite becomes 0, as a weight of 0
         must hide it. With bf16dot, rows 2i and 2i+1 are interleaved."""
-        b, bits = e.b, ir.VectorType(I16, 2 * self.lanes)
-        rows = 2 if self.dot else 1
-        exponent = ir.Constant(bits, [0x7F80] * (2 * self.lanes))
-        low, high = (
-            ir.Constant(
-                ir.VectorType(I32, 2 * self.lanes),
-                [j // 2 + h * self.lanes + (2 * self.lanes if j & 1 else 0) for j in range(2 * self.lanes)],
-            )
-            for h in (0, 1)
-        )
+        b, rows = e.b, 2 if self.dot else 1
+        n = self.lanes * rows
+        kind = ir.VectorType(I16, n) if self.dot else e.vf
 
-        def pair(j: Value, p: list[Value]) -> list[Value]:
-            x = [e.load(p[0], r * self.key.k_row_bytes, bits) for r in (0, 1)]
-            bad = [b.icmp_unsigned("==", b.and_(z, exponent), exponent) for z in x]
-            x = [b.select(f, ir.Constant(bits, None), z) for f, z in zip(bad, x, strict=True)]
-            e.store(b.shuffle_vector(*x, low), p[1])
-            e.store(b.shuffle_vector(*x, high), p[1], e.bytes)
-            return [e.at(p[0], e.bytes), e.at(p[1], 2 * e.bytes), b.or_(p[2], b.or_(*bad))]
-
-        def single(j: Value, p: list[Value]) -> list[Value]:
-            x = e.load(p[0])
-            bad = b.fcmp_unordered("uno", b.fsub(x, x), e.floats(0))
-            e.store(b.select(bad, e.floats(0), x), p[1])
-            return [e.at(p[0], e.bytes), e.at(p[1], e.bytes), b.or_(p[2], bad)]
+        def columns(j: Value, p: list[Value]) -> list[Value]:
+            x = [e.load(p[0], r * self.key.k_row_bytes, kind) for r in range(rows)]
+            bad = [e.not_finite(z) for z in x]
+            x = [b.select(f, ir.Constant(kind, None), z) for f, z in zip(bad, x, strict=True)]
+            for r, part in enumerate(e.interleave(*x) if self.dot else x):
+                e.store(part, p[1], r * e.bytes)
+            return [e.at(p[0], e.bytes), e.at(p[1], rows * e.bytes), reduce(b.or_, bad, p[2])]
 
         def atom(i: Value, p: list[Value]) -> list[Value]:
-            bad = e.loop(vectors, p, pair if self.dot else single)[2]
+            bad = e.loop(vectors, p, columns)[2]
             return [e.at(p[0], rows * self.key.k_row_bytes), e.at(p[1], self.key.v_row_bytes), bad]
 
-        n = self.lanes * rows
         none = ir.Constant(ir.VectorType(I1, n), [0] * n)
-        return self._any(e, e.loop(atoms, [e.pointer(src), e.pointer(dst), none], atom)[2], n)
+        return b.zext(e.any_lane(e.loop(atoms, [e.pointer(src), e.pointer(dst), none], atom)[2]), I64)
 
     @stage
     def row_dots(self, e: Emitter, x, y, vectors, dst) -> None:
@@ -95,10 +82,7 @@ class BackwardTile(Tile):
 
             start = [e.at(e.pointer(x), r * row), e.at(e.pointer(y), r * row), e.floats(0)]
             sums.append(e.loop(vectors, start, body)[2])
-        turned = e.transpose(sums)
-        while len(turned) > 1:
-            turned = [b.fadd(u, v) for u, v in zip(turned[::2], turned[1::2], strict=True)]
-        e.store(turned[0], e.pointer(dst))
+        e.store(e.summed(e.transpose(sums)), e.pointer(dst))
 
     @stage
     def start_stats(self, e: Emitter, stats, lse, delta, dlse, rows) -> None:
@@ -121,32 +105,24 @@ class BackwardTile(Tile):
     # the products
     @stage
     def product(self, e: Emitter, a, panel, dst, trips, groups) -> None:
-        def group(i: Value, vals: list[Value]) -> list[Value]:
-            acc = self._product(e, vals[0], self.key.k_row_bytes, 4, e.pointer(panel), trips, 4)
-            for r in range(self.mr):
-                for v in range(self.nv):
-                    e.store(acc[r][v], vals[1], (r * self.nv + v) * e.bytes)
-            return [e.at(vals[0], self.mr * self.key.k_row_bytes), e.at(vals[1], self.mr * self.nr * 4)]
-
-        e.loop(groups, [e.pointer(a), e.pointer(dst)], group)
+        row = self.key.k_row_bytes
+        with e.walk(groups, (a, self.mr * row), (dst, self.mr * self.nr * 4)) as (keys, tile):
+            acc = self._product(e, keys, row, 4, e.pointer(panel), trips, 4)
+            for i, x in enumerate(chain.from_iterable(acc)):
+                e.store(x, tile, i * e.bytes)
 
     @stage
     def outer(self, e: Emitter, a, b, c, trips, groups, vectors) -> None:
         """Channels in groups as wide as a panel, the rest in one narrower group."""
-        row = self.key.v_row_bytes
+        row, step = self.key.v_row_bytes, self._weight_row
 
         def columns(p: list[Value], nv: int) -> list[Value]:
-            def keys(i: Value, vals: list[Value]) -> list[Value]:
-                acc = self._product(
-                    e, vals[0], self._weight_row, 4, p[0], trips, min(4, self.nr // 4), stride=row, nv=nv
-                )
+            with e.walk(groups, (a, self.mr * step), (p[1], self.mr * row)) as (weights, sums):
+                acc = self._product(e, weights, step, 4, p[0], trips, min(4, self.nr // 4), stride=row, nv=nv)
                 for r in range(self.mr):
                     for v in range(nv):
                         at = r * row + v * e.bytes
-                        e.store(e.b.fadd(acc[r][v], e.load(vals[1], at)), vals[1], at)
-                return [e.at(vals[0], self.mr * self._weight_row), e.at(vals[1], self.mr * row)]
-
-            e.loop(groups, [e.pointer(a), p[1]], keys)
+                        e.store(e.b.fadd(acc[r][v], e.load(sums, at)), sums, at)
             return [e.at(p[0], nv * e.bytes), e.at(p[1], nv * e.bytes)]
 
         whole, rest = e.b.udiv(vectors, I64(self.nv)), e.b.urem(vectors, I64(self.nv))
@@ -157,15 +133,10 @@ class BackwardTile(Tile):
 
     @stage
     def accumulate_grad(self, e: Emitter, k, ds, trips, dq, groups) -> None:
-        def group(i: Value, vals: list[Value]) -> list[Value]:
-            acc = self._product(e, vals[0], 4, self.key.v_row_bytes, e.pointer(ds), trips, self.unroll_keys)
-            for r in range(self.mr):
-                for v in range(self.nv):
-                    at = (r * self.nv + v) * e.bytes
-                    e.store(e.b.fadd(acc[r][v], e.load(vals[1], at)), vals[1], at)
-            return [e.at(vals[0], self.mr * 4), e.at(vals[1], self.mr * self.nr * 4)]
-
-        e.loop(groups, [e.pointer(k), e.pointer(dq)], group)
+        with e.walk(groups, (k, self.mr * 4), (dq, self.mr * self.nr * 4)) as (keys, sums):
+            acc = self._product(e, keys, 4, self.key.v_row_bytes, e.pointer(ds), trips, self.unroll_keys)
+            for i, x in enumerate(chain.from_iterable(acc)):
+                e.store(e.b.fadd(x, e.load(sums, i * e.bytes)), sums, i * e.bytes)
 
     # weights
     def _gradient(
@@ -176,7 +147,7 @@ class BackwardTile(Tile):
         b, row, scale = e.b, self.nr * 4, e.splat(e.float_bits(scale_bits))
         p_stats, step = e.pointer(stats), 2 if narrow else 1
 
-        def columns(chosen: list[int]) -> None:
+        def columns(chosen: Sequence[int]) -> None:
             lse = {v: b.fneg(e.load(p_stats, v * e.bytes)) for v in chosen}
             delta = {v: e.load(p_stats, row + v * e.bytes) for v in chosen}
             if bounds:
@@ -213,11 +184,7 @@ class BackwardTile(Tile):
             start = [e.pointer(x) for x in (s, dp, *(narrow or ()))]
             e.loop(b.udiv(keys, I64(step)), start, body)
 
-        if ISAS[self.key.isa].registers < 32:  # the constants of one vector's chain fill 16 registers
-            for v in range(self.nv):
-                columns([v])
-        else:
-            columns(list(range(self.nv)))
+        self._side_by_side(columns)
 
     def _weight(self, e: Emitter, x: Value, scale: Value, lse: Value) -> Value:
         """exp(x·scale + lse), of a negated lse. The scaled score is rounded as the forward pass did: the
@@ -255,26 +222,19 @@ class BackwardTile(Tile):
         """Converts what `weights_changed` left to the form the products read."""
         if not self.dot:
             return
-        row = self.nr * 4
-
-        def body(i: Value, q: list[Value]) -> list[Value]:
+        row, pairs_of_keys = self.nr * 4, e.b.udiv(keys, I64(2))
+        places = (s, 2 * row), (dp, 2 * row), (p, row), (ds, row), (pairs, row)
+        with e.walk(pairs_of_keys, *places) as (weights, gradients, *narrowed):
             for v in range(self.nv):
-                found = [tuple(e.load(q[n], r * row + v * e.bytes) for n in (0, 1)) for r in (0, 1)]
-                self._store_narrow(e, q[2:], v, found)  # type: ignore[arg-type]
-            return [e.at(q[0], 2 * row), e.at(q[1], 2 * row), *(e.at(x, row) for x in q[2:])]
-
-        e.loop(e.b.udiv(keys, I64(2)), [e.pointer(x) for x in (s, dp, p, ds, pairs)], body)
+                at = v * e.bytes, row + v * e.bytes
+                self._store_narrow(e, narrowed, v, [(e.load(weights, x), e.load(gradients, x)) for x in at])
 
     def _each(
         self, e: Emitter, vectors: Value, places: tuple[Value, ...], body: Callable[..., Value]
     ) -> None:
         """The first place becomes `body(vector of each place)`."""
-
-        def step(i: Value, p: list[Value]) -> list[Value]:
-            e.store(body(*(e.load(x) for x in p)), p[0])
-            return [e.at(x, e.bytes) for x in p]
-
-        e.loop(vectors, [e.pointer(x) for x in places], step)
+        with e.walk(vectors, *((place, e.bytes) for place in places)) as p:
+            e.store(body(*map(e.load, p)), p[0])
 
     @stage
     def cap_factor(self, e: Emitter, s, dst, vectors, to_cap) -> None:
@@ -315,17 +275,14 @@ class BackwardTile(Tile):
         full, rest = b.udiv(count, I64(self.lanes)), b.urem(count, I64(self.lanes))
         tail = e.first_lanes(rest)
 
-        def row(i: Value, p: list[Value]) -> list[Value]:
-            def step(j: Value, q: list[Value]) -> list[Value]:
-                e.store(e.fma(e.load(q[0]), scale, e.load(q[1])), q[1])
-                return [e.at(x, e.bytes) for x in q]
+        def step(j: Value, q: list[Value]) -> list[Value]:
+            e.store(e.fma(e.load(q[0]), scale, e.load(q[1])), q[1])
+            return [e.at(x, e.bytes) for x in q]
 
-            q = e.loop(full, p, step)
-            old = e.masked_load(q[1], tail, e.vf)
-            e.masked_store(e.fma(e.load(q[0]), scale, old), q[1], tail)
-            return [e.at(p[0], self.key.v_row_bytes), e.at(p[1], stride)]
-
-        e.loop(rows, [e.pointer(src), e.pointer(dst)], row)
+        with e.walk(rows, (src, self.key.v_row_bytes), (dst, stride)) as row:
+            part, sums = e.loop(full, row, step)
+            old = e.masked_load(sums, tail, e.vf)
+            e.masked_store(e.fma(e.load(part), scale, old), sums, tail)
 
     @stage
     def add_transposed(self, e: Emitter, panel, dst, stride, rows, count, scale_bits) -> None:
@@ -353,19 +310,11 @@ class BackwardTile(Tile):
     def add_nonfinite(self, e: Emitter, p, row, vectors, dst, keys) -> None:
         """dst[key] += p[key]·row where that row of dO is not finite and the weight is not 0."""
         b = e.b
-
-        def key(i: Value, q: list[Value]) -> list[Value]:
-            raw = e.load(q[0], 0, I16 if self.dot else F32)
+        with e.walk(keys, (p, self._weight_row), (dst, self.key.v_row_bytes)) as (weights, sums):
+            raw = e.load(weights, 0, I16 if self.dot else F32)
             weight = e.splat(e.from_bf16(raw) if self.dot else raw)
             used = b.fcmp_unordered("!=", weight, e.floats(0))
-
-            def channel(j: Value, x: list[Value]) -> list[Value]:
-                value, old = e.load(x[0]), e.load(x[1])
-                bad = b.and_(used, b.fcmp_unordered("uno", b.fsub(value, value), e.floats(0)))
-                e.store(b.select(bad, e.fma(weight, value, old), old), x[1])
-                return [e.at(y, e.bytes) for y in x]
-
-            e.loop(vectors, [e.pointer(row), q[1]], channel)
-            return [e.at(q[0], self._weight_row), e.at(q[1], self.key.v_row_bytes)]
-
-        e.loop(keys, [e.pointer(p), e.pointer(dst)], key)
+            with e.walk(vectors, (row, e.bytes), (sums, e.bytes)) as (channels, sum_at):
+                value, old = e.load(channels), e.load(sum_at)
+                bad = b.and_(used, e.not_finite(value))
+                e.store(b.select(bad, e.fma(weight, value, old), old), sum_at)

@@ -23,11 +23,6 @@ class BiasTile:
     def _load(self, e: Emitter, ds: Value) -> list[Value]:
         return [e.load(e.pointer(ds), r * self.nr * 4) for r in range(self.lanes)]
 
-    def _sum(self, e: Emitter, x: list[Value]) -> Value:
-        while len(x) > 1:
-            x = [e.b.fadd(u, v) for u, v in zip(x[::2], x[1::2], strict=True)]
-        return x[0]
-
     def _add(self, e: Emitter, x: Value, at: Value, inside: Value) -> None:
         e.masked_store(e.b.fadd(x, e.masked_load(at, inside, e.vf)), at, inside)
 
@@ -42,11 +37,11 @@ class BiasTile:
     @stage
     def add_over_rows(self, e: Emitter, ds, dst, keys) -> None:
         turned = e.transpose(self._load(e, ds))
-        self._add(e, self._sum(e, turned), e.pointer(dst), e.first_lanes(keys))
+        self._add(e, e.summed(turned), e.pointer(dst), e.first_lanes(keys))
 
     @stage
     def add_over_keys(self, e: Emitter, ds, dst, rows) -> None:
-        self._add(e, self._sum(e, self._load(e, ds)), e.pointer(dst), e.first_lanes(rows))
+        self._add(e, e.summed(self._load(e, ds)), e.pointer(dst), e.first_lanes(rows))
 
 
 def build(key: BiasGradientKey) -> Any:

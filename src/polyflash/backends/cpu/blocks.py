@@ -35,12 +35,8 @@ class Tile:
     @stage
     def fill(self, e: Emitter, dst: Value, vectors: Value, bits: Value) -> None:
         value = e.splat(e.float_bits(bits))
-
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            e.store(value, p[0])
-            return [e.at(p[0], e.bytes)]
-
-        e.loop(vectors, [e.pointer(dst)], body)
+        with e.walk(vectors, (dst, e.bytes)) as (p,):
+            e.store(value, p)
 
     @stage
     def row_limits(self, e: Emitter, dst, first, last, lo_shift, hi_shift, start, live) -> None:
@@ -60,12 +56,8 @@ class Tile:
     @stage
     def gather_row(self, e: Emitter, src, stride, count, dst) -> None:
         kind = I32 if self.size == 4 else I16
-
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            e.store(e.load(p[0], 0, kind), p[1])
-            return [e.at(p[0], stride), e.at(p[1], self.size)]
-
-        e.loop(count, [e.pointer(src), e.pointer(dst)], body)
+        with e.walk(count, (src, stride), (dst, self.size)) as (element, place):
+            e.store(e.load(element, 0, kind), place)
 
     def _row(
         self, e: Emitter, src: Value, dst: Value, count: Value, flag: Value | None, raw: bool, ahead: Value
@@ -85,14 +77,7 @@ class Tile:
             carried = [] if flag is None else [e.fma(x, e.floats(0), p[2])]  # 0·x: NaN if x is not finite
             return [e.at(p[0], per * self.size), e.at(p[1], e.bytes), *carried]
 
-        full, rest = e.b.udiv(count, I64(per)), e.b.urem(count, I64(per))
-        start = [src, dst] if flag is None else [src, dst, flag]
-        out = e.loop(full, start, lambda i, p: step(p, None))
-        out = e.loop(
-            e.b.zext(e.b.icmp_signed(">", rest, I64(0)), I64),
-            out,
-            lambda i, p: step(p, e.first_lanes(rest, per)),
-        )
+        out = e.each_vector(count, per, [src, dst] if flag is None else [src, dst, flag], step)
         return None if flag is None else out[2]
 
     def _widen(self, e: Emitter, x: Value) -> Value:
@@ -101,12 +86,8 @@ class Tile:
     @stage
     def load_rows(self, e: Emitter, src, stride, rows, count, dst) -> None:
         ahead = e.b.mul(stride, I64(ROWS_AHEAD))
-
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            self._row(e, p[0], p[1], count, None, self.raw, ahead)
-            return [e.at(p[0], stride), e.at(p[1], self.key.k_row_bytes)]
-
-        e.loop(rows, [e.pointer(src), e.pointer(dst)], body)
+        with e.walk(rows, (src, stride), (dst, self.key.k_row_bytes)) as (row, place):
+            self._row(e, row, place, count, None, self.raw, ahead)
 
     @stage
     def load_float_row(self, e: Emitter, src, count, dst) -> None:
@@ -123,57 +104,38 @@ class Tile:
             return [e.at(p[0], step), e.at(p[1], self.key.v_row_bytes), flag]
 
         flag = e.loop(rows, [e.pointer(src0), e.pointer(dst), e.floats(0)], body)[2]
-        return self._any(e, e.b.fcmp_unordered("uno", flag, flag), self.lanes)
+        return e.b.zext(e.any_lane(e.b.fcmp_unordered("uno", flag, flag)), I64)
 
     def _load_value_pairs(self, e: Emitter, src0, src1, step, pairs, count, dst) -> Value:
         b, n = e.b, 2 * self.lanes
         kind = ir.VectorType(I16, n)
-        exponent = ir.Constant(kind, [0x7F80] * n)
-        orders = [
-            ir.Constant(
-                ir.VectorType(I32, n), [j // 2 + h * self.lanes + (n if j & 1 else 0) for j in range(n)]
-            )
-            for h in (0, 1)
-        ]
+        ahead = b.mul(step, I64(ROWS_AHEAD // 2))
 
         def columns(p: list[Value], mask: Value | None) -> list[Value]:
             for q in p[:2]:
                 e.prefetch(e.at(q, ahead))
             x, y = (e.load(q, 0, kind) if mask is None else e.masked_load(q, mask, kind) for q in p[:2])
-            for h, order in enumerate(orders):
-                e.store(b.shuffle_vector(x, y, order), p[2], h * e.bytes)
-            bad = [b.icmp_unsigned("==", b.and_(z, exponent), exponent) for z in (x, y)]
-            return [e.at(p[0], 2 * n), e.at(p[1], 2 * n), e.at(p[2], 2 * e.bytes), b.or_(p[3], b.or_(*bad))]
-
-        full, rest = b.udiv(count, I64(n)), b.urem(count, I64(n))
-        some = b.zext(b.icmp_signed(">", rest, I64(0)), I64)
-        ahead = b.mul(step, I64(ROWS_AHEAD // 2))
+            for h, part in enumerate(e.interleave(x, y)):
+                e.store(part, p[2], h * e.bytes)
+            bad = b.or_(e.not_finite(x), e.not_finite(y))
+            return [e.at(p[0], 2 * n), e.at(p[1], 2 * n), e.at(p[2], 2 * e.bytes), b.or_(p[3], bad)]
 
         def body(i: Value, p: list[Value]) -> list[Value]:
-            out = e.loop(full, p, lambda j, q: columns(q, None))
-            out = e.loop(some, out, lambda j, q: columns(q, e.first_lanes(rest, n)))
-            return [e.at(p[0], step), e.at(p[1], step), e.at(p[2], self.key.v_row_bytes), out[3]]
+            flag = e.each_vector(count, n, p, columns)[3]
+            return [e.at(p[0], step), e.at(p[1], step), e.at(p[2], self.key.v_row_bytes), flag]
 
         none = ir.Constant(ir.VectorType(I1, n), [0] * n)
         flag = e.loop(pairs, [e.pointer(src0), e.pointer(src1), e.pointer(dst), none], body)[3]
-        return self._any(e, flag, n)
-
-    def _any(self, e: Emitter, bits: Value, n: int) -> Value:
-        whole = ir.IntType(n)
-        return e.b.zext(e.b.icmp_unsigned("!=", e.b.bitcast(bits, whole), whole(0)), I64)
+        return b.zext(e.any_lane(flag), I64)
 
     @stage
     def pack_query(self, e: Emitter, rows, vectors, dst, sign) -> None:
         """Staged rows into their lanes of a panel; `sign` flips the bits of a negative scale, exactly."""
         flip = e.splat(e.b.trunc(sign, I32))
-
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            x = [e.load(p[0], r * self.key.k_row_bytes, e.vi) for r in range(self.lanes)]
+        with e.walk(vectors, (rows, e.bytes), (dst, self.lanes * self.nr * 4)) as (atoms, panel):
+            x = [e.load(atoms, r * self.key.k_row_bytes, e.vi) for r in range(self.lanes)]
             for j, atom in enumerate(e.transpose(x)):
-                e.store(e.b.xor(atom, flip), p[1], j * self.nr * 4)
-            return [e.at(p[0], e.bytes), e.at(p[1], self.lanes * self.nr * 4)]
-
-        e.loop(vectors, [e.pointer(rows), e.pointer(dst)], body)
+                e.store(e.b.xor(atom, flip), panel, j * self.nr * 4)
 
     # the two products
     def _product(
@@ -339,11 +301,15 @@ class Tile:
                 l_i = e.fma(found[c][1], e.load(p_stats, (nv + v) * e.bytes), block_sum)
                 e.store(l_i, p_stats, (nv + v) * e.bytes)
 
+        self._side_by_side(columns)
+
+    def _side_by_side(self, columns: Callable[[Sequence[int]], None]) -> None:
+        """Emits `columns` of all vectors of a panel at once, if the registers hold them."""
         if ISAS[self.key.isa].registers < 32:  # the constants of one vector's chain fill 16 registers
-            for v in range(nv):
+            for v in range(self.nv):
                 columns([v])
         else:
-            columns(range(nv))
+            columns(range(self.nv))
 
     def scaled_power(self, e: Emitter, scale_bits: Value) -> Callable[[Value, int], Value]:
         """(d, degree) -> 2**(d·scale_log2) for d <= 0."""
@@ -382,15 +348,11 @@ class Tile:
             # A weight too small to keep is not 0, which would turn an infinity into NaN.
             least = b.bitcast(e.ints(1), e.vf)
             weights[v] = b.select(b.fcmp_ordered("==", weights[v], e.floats(0)), least, weights[v])
-
-        def channel(i: Value, vals: list[Value]) -> list[Value]:
-            value = e.splat(e.load(vals[0], 0, F32))
+        with e.walk(count, (row, 4), (o, self.nr * 4)) as (element, channel):
+            value = e.splat(e.load(element, 0, F32))
             for v in range(nv):
-                old = e.load(vals[1], v * e.bytes)
-                e.store(b.select(adding[v], e.fma(weights[v], value, old), old), vals[1], v * e.bytes)
-            return [e.at(vals[0], 4), e.at(vals[1], self.nr * 4)]
-
-        e.loop(count, [e.pointer(row), e.pointer(o)], channel)
+                old = e.load(channel, v * e.bytes)
+                e.store(b.select(adding[v], e.fma(weights[v], value, old), old), channel, v * e.bytes)
 
     # finalize
     @stage

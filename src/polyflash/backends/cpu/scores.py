@@ -200,8 +200,6 @@ class ScoreTile:
         b, n = e.b, 4 * self.lanes
         kind, flags = ir.VectorType(I8, n), ir.VectorType(I1, n)
         zero, none = ir.Constant(kind, None), ir.Constant(flags, [0] * n)
-        full, rest = b.udiv(keys, I64(n)), b.urem(keys, I64(n))
-        some = b.zext(b.icmp_signed(">", rest, I64(0)), I64)
 
         def step(x: list[Value], inside: Value | None) -> list[Value]:
             found = self._load(e, x[0], kind, inside)
@@ -212,14 +210,10 @@ class ScoreTile:
 
         def row(i: Value, x: list[Value]) -> list[Value]:
             e.prefetch(e.at(x[0], keys))  # of the next key block
-            out = e.loop(full, x, lambda j, y: step(y, None))
-            out = e.loop(some, out, lambda j, y: step(y, e.first_lanes(rest, n)))
-            return [e.at(x[0], stride), *out[1:]]
+            return [e.at(x[0], stride), *e.each_vector(keys, n, x, step)[1:]]
 
         _, seen, hidden = e.loop(rows, [e.pointer(src), none, none], row)
-        whole = ir.IntType(n)
-        any_seen = b.icmp_unsigned("!=", b.bitcast(seen, whole), whole(0))
-        any_hidden = b.icmp_unsigned("!=", b.bitcast(hidden, whole), whole(0))
+        any_seen, any_hidden = e.any_lane(seen), e.any_lane(hidden)
         kinds = b.select(any_hidden, I64(CHANGED), I64(PLAIN))
         return b.select(any_seen, kinds, I64(UNSEEN))
 

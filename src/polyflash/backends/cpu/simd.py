@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +60,15 @@ class BFloatType(ir.Type):
 
     def __hash__(self) -> int:
         return hash(BFloatType)
+
+
+class _Turn:
+    """One turn of a loop: its number, the values it starts from, those of the next turn, and the last."""
+
+    def __init__(self, index: Value, values: list[Value]) -> None:
+        self.index, self.values = index, values
+        self.next: Sequence[Value] = ()
+        self.last: list[Value] = []
 
 
 class Emitter:
@@ -287,44 +297,90 @@ class Emitter:
         half = b.select(b.icmp_signed(">", size, self.ints(0x7F800000)), self.ints(0x7E00), half)
         return b.trunc(b.or_(half, b.lshr(b.and_(bits, self.ints(-0x80000000)), self.ints(16))), self.vh)
 
+    def interleave(self, x: Value, y: Value) -> list[Value]:
+        """The lanes of two vectors by turns: two vectors again, of their low and of their high halves."""
+        n = x.type.count
+        orders = ([h * (n // 2) + j // 2 + (n if j & 1 else 0) for j in range(n)] for h in (0, 1))
+        kind = ir.VectorType(I32, n)
+        return [self.b.shuffle_vector(x, y, ir.Constant(kind, order)) for order in orders]
+
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """n vectors of n lanes, transposed in log2(n) interleaving steps."""
         n, x = len(rows), list(rows)
-        half = n // 2
-        kind = ir.VectorType(I32, n)
-        low = ir.Constant(kind, [j // 2 + (n if j & 1 else 0) for j in range(n)])
-        high = ir.Constant(kind, [half + j // 2 + (n if j & 1 else 0) for j in range(n)])
         for _ in range(n.bit_length() - 1):
-            pairs = zip(x[:half], x[half:], strict=True)
-            x = [self.b.shuffle_vector(u, v, order) for u, v in pairs for order in (low, high)]
+            x = [z for u, v in zip(x[: n // 2], x[n // 2 :], strict=True) for z in self.interleave(u, v)]
         return x
 
+    def summed(self, x: Sequence[Value]) -> Value:
+        """The sum of a power of two of vectors, in pairs of neighbours."""
+        while len(x) > 1:
+            x = [self.b.fadd(u, v) for u, v in zip(x[::2], x[1::2], strict=True)]
+        return x[0]
+
+    def any_lane(self, flags: Value) -> Value:
+        """Whether a flag of a vector is set."""
+        whole = ir.IntType(flags.type.count)
+        return self.b.icmp_unsigned("!=", self.b.bitcast(flags, whole), whole(0))
+
+    def not_finite(self, x: Value) -> Value:
+        """Flags of the lanes of float32, or of the 16-bit words of bfloat16, that are infinite or NaN."""
+        if x.type == self.vf:
+            return self.b.fcmp_unordered("uno", self.b.fsub(x, x), self.floats(0))
+        exponent = ir.Constant(x.type, [0x7F80] * x.type.count)
+        return self.b.icmp_unsigned("==", self.b.and_(x, exponent), exponent)
+
     # control
-    def loop(
-        self, count: Value, start: Sequence[Value], body: Callable[[Value, list[Value]], list[Value]]
-    ) -> list[Value]:
-        """Run `body(index, values) -> values` `count` times (0 too); returns the last values."""
+    @contextmanager
+    def _repeated(self, count: Value, start: Sequence[Value]) -> Iterator[_Turn]:
+        """Run what is emitted within `count` times (0 too); it says what the values are next."""
         b = self.b
         before, inside, after = b.block, b.append_basic_block("body"), b.append_basic_block("done")
         b.cbranch(b.icmp_signed(">", count, I64(0)), inside, after)
         b.position_at_end(inside)
         index = b.phi(I64)
         index.add_incoming(I64(0), before)
-        values = [b.phi(v.type) for v in start]
-        results = body(index, list(values))
-        following = b.add(index, I64(1))
-        end = b.block
+        turn = _Turn(index, [b.phi(v.type) for v in start])
+        yield turn
+        following, end = b.add(index, I64(1)), b.block
         index.add_incoming(following, end)
-        for phi, first, again in zip(values, start, results, strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(again, end)
         b.cbranch(b.icmp_signed("<", following, count), inside, after)
         b.position_at_end(after)
-        last = [b.phi(v.type) for v in start]
-        for phi, first, again in zip(last, start, results, strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(again, end)
-        return list(last)
+        turn.last = [b.phi(v.type) for v in start]
+        for phis in (turn.values, turn.last):
+            for phi, first, again in zip(phis, start, turn.next, strict=True):
+                phi.add_incoming(first, before)
+                phi.add_incoming(again, end)
+
+    def loop(
+        self, count: Value, start: Sequence[Value], body: Callable[[Value, list[Value]], list[Value]]
+    ) -> list[Value]:
+        """Run `body(index, values) -> values` `count` times (0 too); returns the last values."""
+        with self._repeated(count, start) as turn:
+            turn.next = body(turn.index, list(turn.values))
+        return turn.last
+
+    @contextmanager
+    def walk(self, count: Value, *places: tuple[Value, int | Value]) -> Iterator[list[Value]]:
+        """Pointers for what is emitted within, which runs `count` times (0 too): each place is where one of
+        them begins and by how many bytes it goes on every time."""
+        start = [self.pointer(place) if place.type == I64 else place for place, _ in places]
+        with self._repeated(count, start) as turn:
+            yield list(turn.values)
+            turn.next = [self.at(p, step) for p, (_, step) in zip(turn.values, places, strict=True)]
+
+    def each_vector(
+        self,
+        count: Value,
+        per: int,
+        start: Sequence[Value],
+        step: Callable[[list[Value], Value | None], list[Value]],
+    ) -> list[Value]:
+        """Run `step(values, inside) -> values` for `count` elements, `per` at a time. `inside` is the mask of
+        the last ones, which fill no vector, else None."""
+        full, rest = self.b.udiv(count, I64(per)), self.b.urem(count, I64(per))
+        values = self.loop(full, start, lambda i, x: step(x, None))
+        some = self.b.zext(self.b.icmp_signed(">", rest, I64(0)), I64)
+        return self.loop(some, values, lambda i, x: step(x, self.first_lanes(rest, per)))
 
     def where(
         self, condition: Value, values: Sequence[Value], body: Callable[[list[Value]], list[Value]]

@@ -50,16 +50,12 @@ class StatisticsTile(Tile):
     @stage
     def add_to_columns(self, e: Emitter, s, stats, scale_bits, keys, columns) -> None:
         lse, scale = self._rows(e, e.pointer(stats), scale_bits)
-
-        def key(i: Value, p: list[Value]) -> list[Value]:
-            total = e.load(p[1])
+        with e.walk(keys, (s, self.nr * 4), (columns, e.bytes)) as (scores, column):
+            total = e.load(column)
             for v in range(self.nv):
-                weight, _ = self._weight(e, e.load(p[0], v * e.bytes), lse[v], scale)
+                weight, _ = self._weight(e, e.load(scores, v * e.bytes), lse[v], scale)
                 total = e.b.fadd(total, weight)
-            e.store(total, p[1])
-            return [e.at(p[0], self.nr * 4), e.at(p[1], e.bytes)]
-
-        e.loop(keys, [e.pointer(s), e.pointer(columns)], key)
+            e.store(total, column)
 
     @stage
     def add_to_rows(self, e: Emitter, s, stats, scale_bits, fours) -> None:
@@ -95,11 +91,9 @@ class StatisticsTile(Tile):
         b, n = e.b, self.lanes
 
         def square(i: Value, p: list[Value]) -> list[Value]:
-            x = e.transpose([e.load(p[0], r * e.bytes) for r in range(n)])
-            while len(x) > 1:
-                x = [b.fadd(x[j], x[j + 1]) for j in range(0, len(x), 2)]
+            total = e.summed(e.transpose([e.load(p[0], r * e.bytes) for r in range(n)]))
             inside = e.first_lanes(b.sub(count, b.mul(i, I64(n))))
-            e.masked_store(b.fadd(e.masked_load(p[1], inside, e.vf), x[0]), p[1], inside)
+            e.masked_store(b.fadd(e.masked_load(p[1], inside, e.vf), total), p[1], inside)
             return [e.at(p[0], n * e.bytes), e.at(p[1], e.bytes)]
 
         e.loop(b.udiv(keys, I64(n)), [e.pointer(columns), e.pointer(dst)], square)
