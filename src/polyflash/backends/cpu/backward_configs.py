@@ -7,21 +7,20 @@ write one each: no bit depends on the number of threads or on the rest of the ba
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from polyflash.backends.cpu import configs
-from polyflash.backends.cpu.configs import BUCKETS, ISAS, LINE, KernelKey
+from polyflash.backends.cpu.configs import BUCKETS, ISAS, KernelKey
 from polyflash.errors import spec_error
 from polyflash.spec import Feature
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from polyflash.spec import AttentionSpec
     from polyflash.target import Target
 
@@ -47,86 +46,43 @@ class BiasGradientKey(configs.StageKey):
     builder = "polyflash.backends.cpu.bias_gradient"
 
 
-class BackwardScratch(NamedTuple):
-    """Byte offsets of a thread's private tiles, those of the forward first, and their total size. A span is
-    `row_panels` panels of one query head."""
-
-    q: int  # Q^T of a span
-    o: int  # dQ^T of a span
-    k: int
-    v: int
-    s: int  # S^T, then P^T
-    p: int  # P^T as bfloat16 rows; float32: s
-    stage: int
-    stats: int  # lse and delta of every panel
-    limits: int
-    block: int  # what the pass over scores takes for maxima
-    zero: int
-    gather: int
-    bad: int  # one byte per panel: some of its dO is not finite
-    seen: int
-    item: int
-    kinds: int
-    q_ids: int
-    k_ids: int
-    staged: int
-    do: int  # dO^T of a span
-    q_rows: int  # rows of Q and dO of a span
-    do_rows: int
-    out_stage: int  # a vector of rows of out, then one of float32
-    dp: int  # dP^T, then dS^T
-    ds: int  # dS^T as bfloat16 rows; float32: dp
-    ds_pairs: int  # dS^T as bfloat16 pairs of keys; float32: dp
-    k_rows: int  # K with zeros for what is not finite
-    dk: int
-    dv: int
-    factor: int  # 1 - tanh² of every score
-    keep: int  # the bits that dropout keeps of every score
-    total: int
+# Byte offsets of a thread's private tiles, those of the forward first, and their total size. A span is
+# `row_panels` panels of one query head. Of the forward's tiles, o holds dQ^T of the span, s S^T and then P^T,
+# p P^T as bfloat16 rows (float32: s), stats lse and delta, bad whether some of a panel's dO is not finite.
+BackwardScratch = namedtuple(
+    "BackwardScratch",
+    """
+    q o k v s p stage stats limits block zero gather bad seen item kinds q_ids k_ids staged
+    do q_rows do_rows out_stage dp ds ds_pairs k_rows dk dv factor keep total
+    """,
+)
 
 
 @lru_cache(maxsize=256)
 def scratch(key: KernelKey, row_panels: int, block_n: int) -> BackwardScratch:
     """The layout for spans of `row_panels` panels and key blocks of `block_n`."""
-    rows, dot = key.panel_rows, key.pack > 1
-    scores = block_n * rows * 4
-    wide_row = key.bucket * 4 + LINE
-    natural = row_panels * -(-rows // key.pack) * key.v_row_bytes
-    tile = block_n * key.v_row_bytes
-    sizes = (
-        row_panels * key.q_panel_bytes,
-        row_panels * key.o_panel_bytes,
-        block_n * key.k_row_bytes,
-        block_n * key.k_row_bytes,
-        scores,
-        scores // 2 if dot else 0,
-        max(key.lanes * key.k_row_bytes, wide_row),
-        row_panels * rows * 8,
-        row_panels * rows * 8,
-        rows * 8,
-        wide_row,
-        2 * wide_row,
-        row_panels,
-        rows,
-        ITEM_WORDS * 8,
-        row_panels,
-        row_panels * rows * 4,
-        block_n * 4,
-        key.lanes * block_n * 5,
-        row_panels * key.q_panel_bytes,
-        natural,
-        natural,
-        max(key.lanes * key.k_row_bytes, wide_row),
-        scores,
-        scores // 2 if dot else 0,
-        scores // 2 if dot else 0,
-        block_n // key.pack * key.v_row_bytes,
-        tile,
-        tile,
-        scores,
-        scores,
-    )
-    tiles = BackwardScratch._make(configs.placed(sizes))
+    forward = configs.tile_bytes(key, 1, row_panels, block_n)
+    dot, scores = key.pack > 1, forward["s"]
+    narrow = scores // 2 if dot else 0
+    rows_of_span = row_panels * -(-key.panel_rows // key.pack) * key.v_row_bytes
+    sizes = forward | {
+        "v": forward["k"],
+        "bad": row_panels,
+        "item": ITEM_WORDS * 8,
+        "do": forward["q"],  # dO^T of a span
+        "q_rows": rows_of_span,  # of Q, as rows
+        "do_rows": rows_of_span,
+        "out_stage": forward["stage"],  # a vector of rows of out, then one of float32
+        "dp": scores,  # dP^T, then dS^T
+        "ds": narrow,  # dS^T as bfloat16 rows; float32: dp
+        "ds_pairs": narrow,  # dS^T as bfloat16 pairs of keys; float32: dp
+        "k_rows": block_n // key.pack * key.v_row_bytes,  # K with zeros for what is not finite
+        "dk": block_n * key.v_row_bytes,
+        "dv": block_n * key.v_row_bytes,
+        "factor": scores,  # 1 - tanh² of every score
+        "keep": scores,  # the bits that dropout keeps of every score
+    }
+    tiles = BackwardScratch._make(configs.placed(sizes.values()))
     return tiles if dot else tiles._replace(p=tiles.s, ds=tiles.dp, ds_pairs=tiles.dp)
 
 
@@ -175,13 +131,13 @@ def choose(spec: AttentionSpec, target: Target) -> BackwardConfig:
     that leave a thread's scratch small enough to be kept between calls."""
     isa, compute, dtype = configs.native(spec, target)
     widest = min(max(spec.head_dim, spec.head_dim_v), BUCKETS[-1])
-    bucket = next(b for b in BUCKETS if widest <= b)
-    key = BackwardKey(isa, compute, dtype, max(ISAS[isa].group_keys), bucket)
+    least = BackwardConfig(16, 1, compute, isa)
+    key = configs.key_of(BackwardKey, least, dtype, widest, max(ISAS[isa].group_keys))
     room = target.l2_bytes * 3 // 4
     block_n = next((n for n in (128, 64, 32) if scratch(key, 1, n).total <= room), 16)
     if spec.features & {Feature.MASK, Feature.SEGMENTS}:
         block_n = min(block_n, 64)  # finer tiles, so that more of them are skipped
-    rows = min(SPAN_ROWS, SPAN_ELEMENTS // bucket)
+    rows = min(SPAN_ROWS, SPAN_ELEMENTS // key.bucket)
     return BackwardConfig(block_n, max(1, rows // key.panel_rows), compute, isa)
 
 

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from polyflash.backends.cpu import backward_configs, decode_configs
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, STORAGE_BYTES, choose
 from polyflash.capability import USUAL_FEATURES, Capability, Yield
 from polyflash.spec import MOST_POSITIONS, Feature, Phase
 
+_row = partial(
+    Capability,
+    backend="cpu",
+    targets=tuple(f"cpu:{isa}" for isa in ISAS),
+    dtypes=frozenset(STORAGE_BYTES),
+    max_head_dim=BUCKETS[-1],
+    priority=100,
+    needs=("numba",),
+    max_positions=MOST_POSITIONS,
+)
+
+NOT_DECODED = frozenset(
+    {
+        *(Feature.MASK, Feature.BIAS, Feature.ALIBI, Feature.SEGMENTS, Feature.INTERVALS),
+        *(Feature.DROPOUT, Feature.VARLEN, Feature.BATCH_INVARIANT),
+    }
+)
+
 CAPABILITIES = (
-    Capability(
-        backend="cpu",
+    _row(
         phase=Phase.FORWARD,
         module="polyflash.backends.cpu.forward",
-        targets=tuple(f"cpu:{isa}" for isa in ISAS),
-        dtypes=frozenset(STORAGE_BYTES),
-        max_head_dim=BUCKETS[-1],
         features=USUAL_FEATURES - {Feature.ROW_BOUNDS},
-        priority=100,
         choose=choose,
-        needs=("numba",),
-        max_positions=MOST_POSITIONS,
         yields=(
             Yield(
                 target_feature="amx_bf16",
@@ -29,53 +42,22 @@ CAPABILITIES = (
             ),
         ),
     ),
-    Capability(
-        backend="cpu",
+    _row(
         phase=Phase.DECODE,
         module="polyflash.backends.cpu.decode",
-        targets=tuple(f"cpu:{isa}" for isa in ISAS),
-        dtypes=frozenset(STORAGE_BYTES),
-        max_head_dim=BUCKETS[-1],
-        features=USUAL_FEATURES
-        - {
-            Feature.MASK,
-            Feature.BIAS,
-            Feature.ALIBI,
-            Feature.SEGMENTS,
-            Feature.INTERVALS,
-            Feature.DROPOUT,
-            Feature.VARLEN,
-            Feature.BATCH_INVARIANT,
-        },
-        priority=100,
+        features=USUAL_FEATURES - NOT_DECODED,
         choose=decode_configs.choose,
-        needs=("numba",),
-        max_positions=MOST_POSITIONS,
     ),
-    Capability(
-        backend="cpu",
+    _row(
         phase=Phase.BACKWARD,
         module="polyflash.backends.cpu.backward",
-        targets=tuple(f"cpu:{isa}" for isa in ISAS),
-        dtypes=frozenset(STORAGE_BYTES),
-        max_head_dim=BUCKETS[-1],
         features=USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS},
-        priority=100,
         choose=backward_configs.choose,
-        needs=("numba",),
-        max_positions=MOST_POSITIONS,
     ),
-    Capability(
-        backend="cpu",
+    _row(
         phase=Phase.STATISTICS,
         module="polyflash.backends.cpu.statistics",
-        targets=tuple(f"cpu:{isa}" for isa in ISAS),
-        dtypes=frozenset(STORAGE_BYTES),
-        max_head_dim=BUCKETS[-1],
         features=USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT},
-        priority=100,
         choose=choose,
-        needs=("numba",),
-        max_positions=MOST_POSITIONS,
     ),
 )

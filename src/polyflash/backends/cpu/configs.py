@@ -29,9 +29,8 @@ _RUNS = {
     "neon": ("neon", "generic"),
     "generic": ("generic",),
 }  # instruction sets a target runs, its own first
-PASS_FEATURES = frozenset(
-    (Feature.MASK, Feature.BIAS, Feature.ALIBI, Feature.SOFTCAP, Feature.SEGMENTS)
-)  # what the pass over scores does
+# What the pass over scores does.
+PASS_FEATURES = {Feature.MASK, Feature.BIAS, Feature.ALIBI, Feature.SOFTCAP, Feature.SEGMENTS}
 
 
 class Isa(NamedTuple):
@@ -210,34 +209,39 @@ def placed(sizes: Iterable[int]) -> Iterator[int]:
 ITEM_WORDS = 40
 
 
+def tile_bytes(key: KernelKey, heads: int, row_panels: int, block_n: int) -> dict[str, int]:
+    """Sizes of the tiles of `Scratch`, for items of `heads` x `row_panels` panels and key blocks of
+    `block_n`."""
+    panels, rows = heads * row_panels, key.panel_rows
+    scores = block_n * rows * 4
+    wide_row = key.bucket * 4 + LINE
+    return {
+        "q": panels * key.q_panel_bytes,
+        "o": panels * key.o_panel_bytes,
+        "k": block_n * key.k_row_bytes,
+        "v": block_n // key.pack * key.v_row_bytes,
+        "s": scores,
+        "p": scores // key.pack if key.pack > 1 else 0,
+        "stage": max(key.lanes * key.k_row_bytes, wide_row),
+        "stats": panels * rows * 8,
+        "limits": row_panels * rows * 8,
+        "block": rows * 8,
+        "zero": wide_row,
+        "gather": 2 * wide_row,
+        "bad": block_n,
+        "seen": rows,
+        "item": ITEM_WORDS * 8,
+        "kinds": panels,
+        "q_ids": row_panels * rows * 4,
+        "k_ids": block_n * 4,
+        "staged": key.lanes * block_n * 5,
+    }
+
+
 @lru_cache(maxsize=256)
 def scratch(key: KernelKey, heads: int, row_panels: int, block_n: int) -> Scratch:
-    """The layout for items of `heads` x `row_panels` panels and key blocks of `block_n`."""
-    panels, lanes = heads * row_panels, key.panel_rows
-    scores = block_n * lanes * 4
-    wide_row = key.bucket * 4 + LINE
-    sizes = (
-        panels * key.q_panel_bytes,
-        panels * key.o_panel_bytes,
-        block_n * key.k_row_bytes,
-        block_n // key.pack * key.v_row_bytes,
-        scores,
-        scores // key.pack if key.pack > 1 else 0,
-        max(key.lanes * key.k_row_bytes, wide_row),
-        panels * lanes * 8,
-        row_panels * lanes * 8,
-        lanes * 8,
-        wide_row,
-        2 * wide_row,
-        block_n,
-        lanes,
-        ITEM_WORDS * 8,
-        panels,
-        row_panels * lanes * 4,
-        block_n * 4,
-        key.lanes * block_n * 5,
-    )
-    tiles = Scratch._make(placed(sizes))
+    """The layout of the tiles of `tile_bytes`."""
+    tiles = Scratch._make(placed(tile_bytes(key, heads, row_panels, block_n).values()))
     return tiles if key.pack > 1 else tiles._replace(p=tiles.s)  # fp32 probabilities replace the scores
 
 

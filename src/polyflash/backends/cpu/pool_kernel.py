@@ -20,14 +20,15 @@ items.
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic as numba_intrinsic
 
 from polyflash.backends.cpu import pool
+from polyflash.backends.cpu.simd import Value, emits
 
 WORKER_SPIN_NS = 50_000  # more takes time from a busy neighbour; less parks between back-to-back calls
 CALLER_SPIN_NS = 50_000
@@ -38,221 +39,176 @@ ITEM_MASK = (1 << ITEM_BITS) - 1
 
 _MACHINE = {"amd64": "x86_64", "aarch64": "arm64"}.get(platform.machine().lower(), platform.machine().lower())
 _MXCSR_CONTROL = 0xFFC0  # rounding, denormals, exception masks; without the sticky flags
-_WORD = types.int64
 _I64, _I32 = ir.IntType(64), ir.IntType(32)
 _ADDRESS = _I64.as_pointer()
-intrinsic: Any = numba_intrinsic  # its declared type counts the typing context as an argument of the call
+device: Any = njit(forceinline=True)
 
 
-def _at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+def _at(builder: ir.IRBuilder, address: Value) -> Value:
     return builder.inttoptr(address, _ADDRESS)
 
 
-def _nothing(context: Any, _instruction: Any) -> Any:
-    return context.get_dummy_value()
-
-
-def _call(builder: ir.IRBuilder, address: ir.Value, args: Any, returns: ir.Type) -> ir.Value:
+def _call(builder: ir.IRBuilder, address: Value, args: Sequence[Value], returns: ir.Type = _I32) -> Value:
     """A call through an address, so that the object names no function for a linker to find."""
     kind = ir.FunctionType(returns, [a.type for a in args])
-    return builder.call(builder.inttoptr(address, kind.as_pointer()), list(args))
+    return builder.call(builder.inttoptr(address, kind.as_pointer()), args)
 
 
-def _named(builder: ir.IRBuilder, name: str, returns: ir.Type, args: Any) -> ir.Value:
+def _named(builder: ir.IRBuilder, name: str, returns: ir.Type, args: Sequence[Value] = ()) -> Value:
     kind = ir.FunctionType(returns, [a.type for a in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), list(args))
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
-def _words(builder: ir.IRBuilder, count: int) -> list[ir.Value]:
+def _words(builder: ir.IRBuilder, count: int) -> list[Value]:
     """Addresses of adjacent words on the stack; in the entry block, so that a loop does not grow it."""
     base = cgutils.alloca_once(builder, ir.ArrayType(_I64, count))
     start = builder.bitcast(base, _ADDRESS)
     return [start, *(builder.gep(start, [_I32(i)]) for i in range(1, count))]
 
 
-@intrinsic
-def peek(_typing: Any, address: Any) -> Any:
+@emits(types.int64)
+def peek(builder: ir.IRBuilder, address: Value) -> Value:
     """The word at `address`, in no order with other memory."""
-    return _WORD(_WORD), lambda _c, b, _s, a: b.load_atomic(_at(b, a[0]), "monotonic", 8)
+    return builder.load_atomic(_at(builder, address), "monotonic", 8)
 
 
-@intrinsic
-def load(_typing: Any, address: Any) -> Any:
+@emits(types.int64)
+def load(builder: ir.IRBuilder, address: Value) -> Value:
     """The word at `address`, in one order with every other `load`, `store`, `add` and `swap`."""
-    return _WORD(_WORD), lambda _c, b, _s, a: b.load_atomic(_at(b, a[0]), "seq_cst", 8)
+    return builder.load_atomic(_at(builder, address), "seq_cst", 8)
 
 
-@intrinsic
-def poke(_typing: Any, address: Any, value: Any) -> Any:
+@emits(types.void)
+def poke(builder: ir.IRBuilder, address: Value, value: Value) -> None:
     """Writes a word, in no order with other memory."""
-    return types.void(_WORD, _WORD), lambda c, b, _s, a: _nothing(
-        c, b.store_atomic(a[1], _at(b, a[0]), "monotonic", 8)
-    )
+    builder.store_atomic(value, _at(builder, address), "monotonic", 8)
 
 
-@intrinsic
-def store(_typing: Any, address: Any, value: Any) -> Any:
+@emits(types.void)
+def store(builder: ir.IRBuilder, address: Value, value: Value) -> None:
     """Writes a word after everything before it: who loads it sees all that."""
-    return types.void(_WORD, _WORD), lambda c, b, _s, a: _nothing(
-        c, b.store_atomic(a[1], _at(b, a[0]), "seq_cst", 8)
-    )
+    builder.store_atomic(value, _at(builder, address), "seq_cst", 8)
 
 
-@intrinsic
-def add(_typing: Any, address: Any, value: Any) -> Any:
+@emits(types.int64)
+def add(builder: ir.IRBuilder, address: Value, value: Value) -> Value:
     """Adds to a word; returns what it held."""
-    return _WORD(_WORD, _WORD), lambda _c, b, _s, a: b.atomic_rmw("add", _at(b, a[0]), a[1], "seq_cst")
+    return builder.atomic_rmw("add", _at(builder, address), value, "seq_cst")
 
 
-@intrinsic
-def swap(_typing: Any, address: Any, expected: Any, value: Any) -> Any:
+@emits(types.boolean)
+def swap(builder: ir.IRBuilder, address: Value, expected: Value, value: Value) -> Value:
     """Writes `value` if the word still is `expected`; whether it did."""
-    return types.boolean(_WORD, _WORD, _WORD), lambda _c, b, _s, a: b.extract_value(
-        b.cmpxchg(_at(b, a[0]), a[1], a[2], "seq_cst", "seq_cst"), 1
-    )
+    exchanged = builder.cmpxchg(_at(builder, address), expected, value, "seq_cst", "seq_cst")
+    return builder.extract_value(exchanged, 1)
 
 
-@intrinsic
-def call0(_typing: Any, function: Any) -> Any:
+@emits(types.int32)
+def call0(builder: ir.IRBuilder, function: Value) -> Value:
     """`int function(void)`"""
-    return types.int32(_WORD), lambda _c, b, _s, a: _call(b, a[0], a[1:], _I32)
+    return _call(builder, function, [])
 
 
-@intrinsic
-def call1(_typing: Any, function: Any, first: Any) -> Any:
+@emits(types.int32)
+def call1(builder: ir.IRBuilder, function: Value, first: Value) -> Value:
     """`int function(void *)`"""
-    return types.int32(_WORD, _WORD), lambda _c, b, _s, a: _call(b, a[0], a[1:], _I32)
+    return _call(builder, function, [first])
 
 
-@intrinsic
-def call2(_typing: Any, function: Any, first: Any, second: Any) -> Any:
+@emits(types.int32)
+def call2(builder: ir.IRBuilder, function: Value, first: Value, second: Value) -> Value:
     """`int function(void *, void *)`"""
-    return types.int32(_WORD, _WORD, _WORD), lambda _c, b, _s, a: _call(b, a[0], a[1:], _I32)
+    return _call(builder, function, [first, second])
 
 
-@intrinsic
-def call3(_typing: Any, function: Any, first: Any, second: Any, third: Any) -> Any:
+@emits(types.int32)
+def call3(builder: ir.IRBuilder, function: Value, first: Value, second: Value, third: Value) -> Value:
     """`int function(int, size_t, void *)`"""
-
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return _call(builder, args[0], [builder.trunc(args[1], _I32), args[2], args[3]], _I32)
-
-    return types.int32(_WORD, _WORD, _WORD, _WORD), emit
+    return _call(builder, function, [builder.trunc(first, _I32), second, third])
 
 
-@intrinsic
-def count_cores(_typing: Any, getaffinity: Any) -> Any:
+@emits(types.int64)
+def count_cores(builder: ir.IRBuilder, getaffinity: Value) -> Value:
     """Cores this thread may run on now; more than anybody has if the system does not say."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        words = _words(builder, pool.CPU_BYTES // 8)
-        failed = _call(builder, args[0], [_I32(0), _I64(pool.CPU_BYTES), words[0]], _I32)
-        total = _I64(0)
-        for word in words:
-            total = builder.add(total, _named(builder, "llvm.ctpop.i64", _I64, [builder.load(word)]))
-        return builder.select(builder.icmp_signed("==", failed, _I32(0)), total, _I64(1 << 20))
-
-    return _WORD(_WORD), emit
+    words = _words(builder, pool.CPU_BYTES // 8)
+    failed = _call(builder, getaffinity, [_I32(0), _I64(pool.CPU_BYTES), words[0]])
+    total = _I64(0)
+    for word in words:
+        total = builder.add(total, _named(builder, "llvm.ctpop.i64", _I64, [builder.load(word)]))
+    return builder.select(builder.icmp_signed("==", failed, _I32(0)), total, _I64(1 << 20))
 
 
-@intrinsic
-def call_kernel(_typing: Any, kernel: Any, arguments: Any, item: Any, scratch: Any) -> Any:
+@emits(types.void)
+def call_kernel(builder: ir.IRBuilder, kernel: Value, arguments: Value, item: Value, scratch: Value) -> None:
     """`void kernel(int64 arguments, int64 item, int64 scratch)`"""
-    return types.void(_WORD, _WORD, _WORD, _WORD), lambda c, b, _s, a: _nothing(
-        c, _call(b, a[0], a[1:], ir.VoidType())
-    )
+    _call(builder, kernel, [arguments, item, scratch], ir.VoidType())
 
 
-@intrinsic
-def call_parallel(_typing: Any, parallel: Any, function: Any, data: Any, threads: Any) -> Any:
+@emits(types.void)
+def call_parallel(
+    builder: ir.IRBuilder, parallel: Value, function: Value, data: Value, threads: Value
+) -> None:
     """`void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags)`"""
-
-    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        threads = builder.trunc(args[3], _I32)
-        return _nothing(context, _call(builder, args[0], [args[1], args[2], threads, _I32(0)], ir.VoidType()))
-
-    return types.void(_WORD, _WORD, _WORD, _WORD), emit
+    _call(builder, parallel, [function, data, builder.trunc(threads, _I32), _I32(0)], ir.VoidType())
 
 
-@intrinsic
-def now(_typing: Any, clock: Any, clock_id: Any) -> Any:
+@emits(types.int64)
+def now(builder: ir.IRBuilder, clock: Value, clock_id: Value) -> Value:
     """Nanoseconds, by clock_gettime."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        seconds, rest = _words(builder, 2)
-        builder.store(_I64(0), seconds)
-        builder.store(_I64(0), rest)  # what an unknown clock says
-        _call(builder, args[0], [builder.trunc(args[1], _I32), seconds], _I32)
-        return builder.add(builder.mul(builder.load(seconds), _I64(1_000_000_000)), builder.load(rest))
-
-    return _WORD(_WORD, _WORD), emit
+    seconds, rest = _words(builder, 2)
+    builder.store(_I64(0), seconds)
+    builder.store(_I64(0), rest)  # what an unknown clock says
+    _call(builder, clock, [builder.trunc(clock_id, _I32), seconds])
+    return builder.add(builder.mul(builder.load(seconds), _I64(1_000_000_000)), builder.load(rest))
 
 
-@intrinsic
-def nap(_typing: Any, sleep: Any, nanoseconds: Any) -> Any:
+@emits(types.int32)
+def nap(builder: ir.IRBuilder, sleep: Value, nanoseconds: Value) -> Value:
     """Sleeps less than a second, by nanosleep."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        seconds, rest = _words(builder, 2)
-        builder.store(_I64(0), seconds)
-        builder.store(args[1], rest)
-        return _call(builder, args[0], [seconds, _I64(0)], _I32)
-
-    return types.int32(_WORD, _WORD), emit
+    seconds, rest = _words(builder, 2)
+    builder.store(_I64(0), seconds)
+    builder.store(nanoseconds, rest)
+    return _call(builder, sleep, [seconds, _I64(0)])
 
 
-@intrinsic
-def pause(_typing: Any) -> Any:
+@emits(types.void)
+def pause(builder: ir.IRBuilder) -> None:
     """Tells the core that this is a waiting loop."""
-
-    def emit(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-        if _MACHINE == "x86_64":
-            _named(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        elif _MACHINE == "arm64":
-            _named(builder, "llvm.aarch64.hint", ir.VoidType(), [_I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    if _MACHINE == "x86_64":
+        _named(builder, "llvm.x86.sse2.pause", ir.VoidType())
+    elif _MACHINE == "arm64":
+        _named(builder, "llvm.aarch64.hint", ir.VoidType(), [_I32(1)])
 
 
-@intrinsic
-def float_mode(_typing: Any) -> Any:
+@emits(types.int64)
+def float_mode(builder: ir.IRBuilder) -> Value:
     """How this thread rounds and treats denormals."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-        if _MACHINE == "x86_64":
-            (place,) = _words(builder, 1)
-            word = builder.bitcast(place, _I32.as_pointer())
-            _named(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), [word])
-            return builder.zext(builder.and_(builder.load(word), _I32(_MXCSR_CONTROL)), _I64)
-        return _named(builder, "llvm.aarch64.get.fpcr", _I64, []) if _MACHINE == "arm64" else _I64(0)
-
-    return _WORD(), emit
+    if _MACHINE == "x86_64":
+        (place,) = _words(builder, 1)
+        word = builder.bitcast(place, _I32.as_pointer())
+        _named(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), [word])
+        return builder.zext(builder.and_(builder.load(word), _I32(_MXCSR_CONTROL)), _I64)
+    return _named(builder, "llvm.aarch64.get.fpcr", _I64) if _MACHINE == "arm64" else _I64(0)
 
 
-@intrinsic
-def set_float_mode(_typing: Any, mode: Any) -> Any:
+@emits(types.void)
+def set_float_mode(builder: ir.IRBuilder, mode: Value) -> None:
     """Makes this thread round and treat denormals as the thread that read `mode`: same bits on any thread."""
-
-    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        if _MACHINE == "x86_64":
-            (place,) = _words(builder, 1)
-            word = builder.bitcast(place, _I32.as_pointer())
-            builder.store(builder.trunc(args[0], _I32), word)
-            _named(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), [word])
-        elif _MACHINE == "arm64":
-            _named(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), [args[0]])
-        return context.get_dummy_value()
-
-    return types.void(_WORD), emit
+    if _MACHINE == "x86_64":
+        (place,) = _words(builder, 1)
+        word = builder.bitcast(place, _I32.as_pointer())
+        builder.store(builder.trunc(mode, _I32), word)
+        _named(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), [word])
+    elif _MACHINE == "arm64":
+        _named(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), [mode])
 
 
-@njit(forceinline=True)
+@device
 def clock(control: int) -> int:
     return now(peek(control + pool.CLOCK), peek(control + pool.CLOCK_ID))
 
 
-@njit(forceinline=True)
+@device
 def send_elsewhere(control: int, worker: int) -> None:
     """Lets a parked worker run on this thread's cores except the present one: woken there, it would wait for
     milliseconds while its caller works. Its lock is held, so its words are ours."""
@@ -275,7 +231,7 @@ def send_elsewhere(control: int, worker: int) -> None:
     call3(peek(control + pool.SETAFFINITY), thread, pool.CPU_BYTES, cpus)
 
 
-@njit(forceinline=True)
+@device
 def wake(control: int, limit: int) -> None:
     """Wakes at most two parked workers numbered below `limit`; each wakes two more, if items are left.
 
@@ -301,7 +257,7 @@ def wake(control: int, limit: int) -> None:
                 return
 
 
-@njit(forceinline=True)
+@device
 def run_items(control: int, slot: int, number: int) -> int:
     """Runs items of the job in `slot` until none is unclaimed, as participant `number`; returns how many."""
     ran = 0
@@ -328,7 +284,7 @@ def run_items(control: int, slot: int, number: int) -> int:
         ran += 1
 
 
-@njit(forceinline=True)
+@device
 def run_serially(block: int) -> None:
     for item in range(peek(block + pool.CALLER_ITEMS)):
         call_kernel(
@@ -339,7 +295,7 @@ def run_serially(block: int) -> None:
         )
 
 
-@njit(forceinline=True)
+@device
 def free_slot(control: int) -> int:
     """A slot that is now this caller's; 0 if there is none."""
     for index in range(pool.SLOTS):
@@ -349,7 +305,7 @@ def free_slot(control: int) -> int:
     return 0
 
 
-@njit(forceinline=True)
+@device
 def await_items(control: int, slot: int, count: int) -> None:
     """Returns when the workers have finished `count` items: spins, then yields, then naps."""
     start = clock(control)
@@ -364,7 +320,7 @@ def await_items(control: int, slot: int, count: int) -> None:
             nap(peek(control + pool.SLEEP), NAP_NS)
 
 
-@njit(forceinline=True)
+@device
 def useful_threads(block: int) -> int:
     """Threads of a call, but no more than cores it may run on: two on one core take turns of milliseconds."""
     control, threads = peek(block + pool.CONTROL), peek(block + pool.CALLER_THREADS)
@@ -373,7 +329,7 @@ def useful_threads(block: int) -> int:
     return max(1, min(threads, count_cores(peek(control + pool.GETAFFINITY))))
 
 
-@njit(forceinline=True)
+@device
 def run_shared(block: int, threads: int) -> None:
     """Publishes a job, works on it and returns when all its items are done; alone if every slot is busy."""
     control = peek(block + pool.CONTROL)
@@ -398,7 +354,7 @@ def run_shared(block: int, threads: int) -> None:
     store(slot + pool.BUSY, 0)
 
 
-@njit(forceinline=True)
+@device
 def team_spins(block: int, control: int) -> bool:
     """Are the team's threads on a core right now? Then their CPU clocks move; a dead thread has none."""
     read = peek(control + pool.CLOCK)
@@ -412,7 +368,7 @@ def team_spins(block: int, control: int) -> bool:
     return True
 
 
-@njit(forceinline=True)
+@device
 def run_lent(block: int) -> None:
     """The job on torch's team while that spins; otherwise on our own workers, or here if none is to wake."""
     threads = useful_threads(block)
@@ -424,7 +380,7 @@ def run_lent(block: int) -> None:
     start_team(block, pool.ROLE_MEMBER)
 
 
-@njit(forceinline=True)
+@device
 def start_team(block: int, role: int) -> None:
     poke(block + pool.TEAM_NEXT, 0)
     poke(block + pool.TEAM_NUMBERS, 0)
@@ -433,7 +389,7 @@ def start_team(block: int, role: int) -> None:
     call_parallel(peek(block + pool.TEAM_PARALLEL), peek(block + pool.TEAM_ENTRY), block, threads)
 
 
-@njit(forceinline=True)
+@device
 def run_as_member(block: int) -> None:
     """Items in order, as long as there are any; the team's join is what the caller waits for."""
     number, items = add(block + pool.TEAM_NUMBERS, 1), peek(block + pool.CALLER_ITEMS)
@@ -450,7 +406,7 @@ def run_as_member(block: int) -> None:
     set_float_mode(own_mode)
 
 
-@njit(forceinline=True)
+@device
 def park(control: int, worker: int, seen: int) -> None:
     """Sleeps until woken or until a job newer than epoch `seen` is there."""
     call1(peek(control + pool.LOCK), worker + pool.MUTEX)
@@ -464,7 +420,7 @@ def park(control: int, worker: int, seen: int) -> None:
     call1(peek(control + pool.UNLOCK), worker + pool.MUTEX)
 
 
-@njit(forceinline=True)
+@device
 def serve(worker: int) -> None:
     """The life of a worker: run what there is, spin a little, park."""
     control, number = peek(worker + pool.CONTROL), peek(worker + pool.NUMBER)
@@ -512,4 +468,4 @@ def participate(block: int) -> int:
 
 def build(_key: pool.PoolKey) -> Any:
     """The compiled `int64 participate(int64)`, also fit to be a thread's entry."""
-    return cfunc(_WORD(_WORD), forceinline=True)(participate)
+    return cfunc(types.int64(types.int64), forceinline=True)(participate)

@@ -15,28 +15,34 @@ from typing import Any
 
 from llvmlite import ir
 
-from polyflash.backends.cpu import simd
+from polyflash.backends.cpu import simd, words
 from polyflash.backends.cpu.arguments import FLT_MAX
 from polyflash.backends.cpu.configs import ScoreKey
-from polyflash.backends.cpu.simd import F32, I1, I8, I16, I32, I64, Emitter, Value, stage
-from polyflash.backends.cpu.words import (
-    CHANGE_SCORES,
-    CHANGED,
-    COLUMN,
-    DOES_ALIBI,
-    DOES_BIAS,
-    DOES_MASK,
-    DOES_SCALE,
-    DOES_SEGMENTS,
-    DOES_SOFTCAP,
-    FORWARD,
-    PLAIN,
-    START_BLOCK,
-    START_ITEM,
-    UNSEEN,
-)  # fmt: skip
+from polyflash.backends.cpu.simd import (
+    F32,
+    I1,
+    I8,
+    I16,
+    I32,
+    I64,
+    Emitter,
+    Value,
+    greatest,
+    least,
+    load_i8,
+    load_i32,
+    namespace,
+    stage,
+    store_i8,
+    store_i32,
+)
+from polyflash.backends.cpu.structs import Blocks
+from polyflash.backends.cpu.words import COLUMN, FORWARD
 
 MINUS_INF = float("-inf")
+
+BLOCK = Blocks(FORWARD)
+device = BLOCK.device
 
 
 class ScoreTile:
@@ -49,48 +55,44 @@ class ScoreTile:
     def change_column(self, e: Emitter, args: Value, column: Value) -> None:
         """All squares of a column: those whose keys can all be read, then those the end of the keys cuts."""
         b = e.b
-        words = e.pointer(column)
-        self.args, self.column = e.pointer(args), words
-        does = e.load(self.args, 8 * FORWARD.pass_does, I64)
-
-        def has(bit: int) -> Value:
-            return b.icmp_signed("!=", b.and_(does, I64(bit)), I64(0))
-
+        self.args, self.column = simd.Block(e, args, FORWARD), simd.Block(e, column, COLUMN)
+        does = self.args.pass_does
         self.has = {
-            bit: has(bit)
-            for bit in (DOES_MASK, DOES_BIAS, DOES_ALIBI, DOES_SOFTCAP, DOES_SEGMENTS, DOES_SCALE)
+            bit: b.icmp_signed("!=", b.and_(does, I64(bit)), I64(0))
+            for bit in (
+                words.DOES_MASK,
+                words.DOES_BIAS,
+                words.DOES_ALIBI,
+                words.DOES_SOFTCAP,
+                words.DOES_SEGMENTS,
+                words.DOES_SCALE,
+            )
         }
-        start = [self._word(e, COLUMN.scores), I64(0), e.load(e.pointer(self._word(e, COLUMN.top)))]
-        last = b.sub(self._word(e, COLUMN.rows), I64(1))
+        start = [self.column.scores, I64(0), e.load(e.pointer(self.column.top))]
+        last = b.sub(self.column.rows, I64(1))
         self.rows = [e.smin(I64(r), last) for r in range(self.lanes)]
-        out = e.loop(self._word(e, COLUMN.full), start, lambda i, x: self._square(e, x, None))
-        rest = self._word(e, COLUMN.rest)
+        out = e.loop(self.column.full, start, lambda i, x: self._square(e, x, None))
+        rest = self.column.rest
 
         def cut(i: Value, x: list[Value]) -> list[Value]:
             return self._square(e, x, e.first_lanes(b.sub(rest, b.mul(i, I64(self.lanes)))))
 
-        out = e.loop(self._word(e, COLUMN.cut), out, cut)
-        e.store(out[2], e.pointer(self._word(e, COLUMN.top)))
-
-    def _word(self, e: Emitter, index: int) -> Value:
-        return e.load(self.column, 8 * index, I64)
+        out = e.loop(self.column.cut, out, cut)
+        e.store(out[2], e.pointer(self.column.top))
 
     def _float(self, e: Emitter, word: Value) -> Value:
         return e.splat(e.float_bits(word))
-
-    def _arg(self, e: Emitter, index: int) -> Value:
-        return self._float(e, e.load(self.args, 8 * index, I64))
 
     def _square(self, e: Emitter, vals: list[Value], inside: Value | None) -> list[Value]:
         """One square at `done` keys from the column's first; lanes outside `inside` are no keys."""
         b, n, has = e.b, self.lanes, self.has
         scores, done, top = vals
         p_s = e.pointer(scores)
-        added = e.where(has[DOES_BIAS], [e.floats(0)] * n, lambda x: self._bias(e, done, inside))
+        added = e.where(has[words.DOES_BIAS], [e.floats(0)] * n, lambda x: self._bias(e, done, inside))
         ones = ir.Constant(e.vb, [1] * n)
-        allowed = e.where(has[DOES_MASK], [ones] * n, lambda x: self._mask(e, done, inside))
+        allowed = e.where(has[words.DOES_MASK], [ones] * n, lambda x: self._mask(e, done, inside))
         x = [e.load(p_s, r * self.nr * 4) for r in range(n)]
-        x = e.where(has[DOES_SCALE], x, lambda x: self._scaled(e, x))
+        x = e.where(has[words.DOES_SCALE], x, lambda x: self._scaled(e, x))
 
         def add_bias(x: list[Value]) -> list[Value]:
             hidden = e.floats(MINUS_INF)  # also where the score is NaN or +inf
@@ -99,9 +101,9 @@ class ScoreTile:
                 for s, t in zip(x, added, strict=True)
             ]
 
-        x = e.where(has[DOES_BIAS], x, add_bias)
-        x = e.where(has[DOES_ALIBI], x, lambda x: self._alibi(e, x, done))
-        x = e.where(has[DOES_SEGMENTS], x, lambda x: self._segments(e, x, done))
+        x = e.where(has[words.DOES_BIAS], x, add_bias)
+        x = e.where(has[words.DOES_ALIBI], x, lambda x: self._alibi(e, x, done))
+        x = e.where(has[words.DOES_SEGMENTS], x, lambda x: self._segments(e, x, done))
 
         def hide(x: list[Value]) -> list[Value]:
             zero = ir.Constant(e.vb, None)
@@ -110,8 +112,8 @@ class ScoreTile:
                 for s, m in zip(x, allowed, strict=True)
             ]
 
-        x = e.where(has[DOES_MASK], x, hide)
-        bounded = b.icmp_signed("!=", self._word(e, COLUMN.bounded), I64(0))
+        x = e.where(has[words.DOES_MASK], x, hide)
+        bounded = b.icmp_signed("!=", self.column.bounded, I64(0))
         x = e.where(bounded, x, lambda x: self._bounded(e, x, done))
         for r in range(n):
             e.store(x[r], p_s, r * self.nr * 4)
@@ -120,21 +122,20 @@ class ScoreTile:
 
     def _scaled(self, e: Emitter, x: list[Value]) -> list[Value]:
         def capped(x: list[Value]) -> list[Value]:
-            to_cap, cap = self._arg(e, FORWARD.to_cap), self._arg(e, FORWARD.cap)
+            to_cap, cap = self._float(e, self.args.to_cap), self._float(e, self.args.cap)
             return [e.b.fmul(cap, e.tanh(e.b.fmul(s, to_cap))) for s in x]
 
         def plain(x: list[Value]) -> list[Value]:
-            scale = self._arg(e, FORWARD.pass_scale)
+            scale = self._float(e, self.args.pass_scale)
             return [e.b.fmul(s, scale) for s in x]
 
-        soft = self.has[DOES_SOFTCAP]
+        soft = self.has[words.DOES_SOFTCAP]
         return e.where(e.b.not_(soft), e.where(soft, x, capped), plain)
 
-    def _pointers(self, e: Emitter, base: int, stride: int, size: int, done: Value) -> list[Value]:
+    def _pointers(self, e: Emitter, base: Value, step: Value, size: int, done: Value) -> list[Value]:
         """Row by row, where the square's keys begin; rows past the last are the last again."""
         b = e.b
-        first = e.at(e.pointer(self._word(e, base)), b.mul(done, I64(size)))
-        step = self._word(e, stride)
+        first = e.at(e.pointer(base), b.mul(done, I64(size)))
         return [e.at(first, b.mul(r, step)) for r in self.rows]
 
     def _load(self, e: Emitter, p: Value, kind: ir.Type, inside: Value | None) -> Value:
@@ -142,11 +143,11 @@ class ScoreTile:
 
     def _bias(self, e: Emitter, done: Value, inside: Value | None) -> list[Value]:
         b, n = e.b, self.lanes
-        kind = self._word(e, COLUMN.bias_kind)
+        kind = self.column.bias_kind
 
         def rows(size: int, vector: ir.Type, widen: Any, _: list[Value]) -> list[Value]:
-            pointers = self._pointers(e, COLUMN.bias, COLUMN.bias_row, size, done)
-            block = b.mul(e.load(self.args, 8 * FORWARD.block_n, I64), I64(size))
+            pointers = self._pointers(e, self.column.bias, self.column.bias_row, size, done)
+            block = b.mul(self.args.block_n, I64(size))
             # Of the next key block: so many rows are too many streams for the CPU to follow.
             for p in pointers:
                 e.prefetch(e.at(p, block))
@@ -163,13 +164,13 @@ class ScoreTile:
         return e.transpose(x)
 
     def _mask(self, e: Emitter, done: Value, inside: Value | None) -> list[Value]:
-        pointers = self._pointers(e, COLUMN.mask, COLUMN.mask_row, 1, done)
+        pointers = self._pointers(e, self.column.mask, self.column.mask_row, 1, done)
         return e.transpose([self._load(e, p, e.vb, inside) for p in pointers])
 
     def _alibi(self, e: Emitter, x: list[Value], done: Value) -> list[Value]:
         b = e.b
-        slope = b.fneg(self._float(e, self._word(e, COLUMN.slope)))
-        place = b.trunc(b.sub(self._word(e, COLUMN.place), done), I32)
+        slope = b.fneg(self._float(e, self.column.slope))
+        place = b.trunc(b.sub(self.column.place, done), I32)
         distance = b.add(e.splat(place), e.lane_index())
         out = []
         for r, s in enumerate(x):
@@ -180,8 +181,8 @@ class ScoreTile:
 
     def _segments(self, e: Emitter, x: list[Value], done: Value) -> list[Value]:
         b = e.b
-        rows = e.load(e.pointer(self._word(e, COLUMN.q_ids)), 0, e.vi)
-        keys = e.at(e.pointer(self._word(e, COLUMN.k_ids)), b.mul(done, I64(4)))
+        rows = e.load(e.pointer(self.column.q_ids), 0, e.vi)
+        keys = e.at(e.pointer(self.column.k_ids), b.mul(done, I64(4)))
         return [
             b.select(b.icmp_signed("==", rows, e.splat(e.load(keys, 4 * r, I32))), s, e.floats(MINUS_INF))
             for r, s in enumerate(x)
@@ -189,14 +190,14 @@ class ScoreTile:
 
     def _bounded(self, e: Emitter, x: list[Value], done: Value) -> list[Value]:
         b = e.b
-        limits = e.pointer(self._word(e, COLUMN.limits))
+        limits = e.pointer(self.column.limits)
         lo, width = e.load(limits, 0, e.vi), e.load(limits, self.nr * 4, e.vi)
-        key = b.sub(e.splat(b.trunc(b.add(self._word(e, COLUMN.key), done), I32)), lo)
+        key = b.sub(e.splat(b.trunc(b.add(self.column.key, done), I32)), lo)
         return [e.apply_mask(s, b.add(key, e.ints(r)), width) for r, s in enumerate(x)]
 
     @stage
     def scan_mask(self, e: Emitter, src: Value, stride: Value, rows: Value, keys: Value) -> Value:
-        """UNSEEN if all bytes are 0, PLAIN if none is, else CHANGED."""
+        """words.UNSEEN if all bytes are 0, words.PLAIN if none is, else words.CHANGED."""
         b, n = e.b, 4 * self.lanes
         kind, flags = ir.VectorType(I8, n), ir.VectorType(I1, n)
         zero, none = ir.Constant(kind, None), ir.Constant(flags, [0] * n)
@@ -214,8 +215,8 @@ class ScoreTile:
 
         _, seen, hidden = e.loop(rows, [e.pointer(src), none, none], row)
         any_seen, any_hidden = e.any_lane(seen), e.any_lane(hidden)
-        kinds = b.select(any_hidden, I64(CHANGED), I64(PLAIN))
-        return b.select(any_seen, kinds, I64(UNSEEN))
+        kinds = b.select(any_hidden, I64(words.CHANGED), I64(words.PLAIN))
+        return b.select(any_seen, kinds, I64(words.UNSEEN))
 
     @stage
     def store_as_float(self, e: Emitter, src: Value, kind: Value, dst: Value) -> None:
@@ -244,10 +245,7 @@ class ScoreTile:
 
 def kinds(key: ScoreKey, stage: Any) -> Any:
     """Make what says which tiles of a block some row sees: start_item, start_block."""
-    from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace, store_i8, store_i32
-    from polyflash.backends.cpu.structs import Blocks
-
-    device, NR = Blocks(FORWARD).device, key.panel_rows
+    NR = key.panel_rows
 
     @device
     def start_item(tile):
@@ -275,8 +273,8 @@ def kinds(key: ScoreKey, stage: Any) -> Any:
             found = load_i32(keys + 4 * j)
             key_lo, key_hi = least(key_lo, found), greatest(key_hi, found)
         if row_lo > key_hi or key_lo > row_hi:
-            return UNSEEN
-        return PLAIN if row_lo == row_hi and key_lo == key_hi else CHANGED
+            return words.UNSEEN
+        return words.PLAIN if row_lo == row_hi and key_lo == key_hi else words.CHANGED
 
     @device
     def mask_kind(tile, head, i_p):
@@ -289,7 +287,7 @@ def kinds(key: ScoreKey, stage: Any) -> Any:
             return stage.scan_mask(src, args.mask_row, rows, 1)
         if args.mask_key == 1:
             return stage.scan_mask(src, args.mask_row, rows, item.last - item.first)
-        return CHANGED
+        return words.CHANGED
 
     @device
     def start_block(tile):
@@ -297,20 +295,20 @@ def kinds(key: ScoreKey, stage: Any) -> Any:
         args = tile.args
         item, kinds = tile.item, tile.kinds
         does, panels, heads = args.pass_does, item.panels, item.heads
-        if does & DOES_SEGMENTS:
+        if does & words.DOES_SEGMENTS:
             src = args.k_ids + item.batch * args.k_ids_batch
             dst = tile.k_ids - 4 * item.key
             for j in range(item.first, item.last):
                 store_i32(dst + 4 * j, load_i32(src + j * args.k_ids_key))
-        plain = CHANGED if does & DOES_SCALE else PLAIN
+        plain = words.CHANGED if does & words.DOES_SCALE else words.PLAIN
         touched = 0
         for i_p in range(panels):
-            segments = PLAIN
-            if does & DOES_SEGMENTS:
+            segments = words.PLAIN
+            if does & words.DOES_SEGMENTS:
                 segments = segments_kind(tile, i_p)
-            found = PLAIN
+            found = words.PLAIN
             for i_h in range(heads):
-                if does & DOES_MASK and (i_h == 0 or args.mask_head != 0):
+                if does & words.DOES_MASK and (i_h == 0 or args.mask_head != 0):
                     found = mask_kind(tile, item.head + i_h, i_p)
                 kind = least(plain, least(segments, found))
                 store_i8(kinds + i_h * panels + i_p, kind)
@@ -322,10 +320,6 @@ def kinds(key: ScoreKey, stage: Any) -> Any:
 
 def changes(key: ScoreKey, stage: Any) -> Any:
     """Make what changes a tile, and what says which rows see one key: change_scores, mark_seen."""
-    from polyflash.backends.cpu.simd import greatest, least, load_i8, load_i32, namespace, store_i8
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(FORWARD).device
     LANES, NV, NR = key.lanes, key.nv, key.panel_rows
     FAR = (1 << 31) - (1 << 16)  # distances stay within int32
 
@@ -367,7 +361,7 @@ def changes(key: ScoreKey, stage: Any) -> Any:
         column.bias_kind = args.bias_kind
         column.bias_row = args.bias_row
         column.mask_row = args.mask_row
-        if does & DOES_ALIBI:
+        if does & words.DOES_ALIBI:
             slope = args.slopes + i_b * args.slopes_batch + head * args.slopes_head
             column.slope = load_i32(slope)
         limits = tile.limits + i_p * NR * 8
@@ -386,7 +380,7 @@ def changes(key: ScoreKey, stage: Any) -> Any:
             place = row + at + item.offset - key
             column.place = least(greatest(place, -FAR), FAR)
             column.q_ids = tile.q_ids + (i_p * NR + at) * 4
-            if does & DOES_BIAS:
+            if does & words.DOES_BIAS:
                 source = bias + (row + at) * args.bias_row + key * args.bias_key
                 if args.bias_key != bias_size:
                     stage_bias(tile, bias, row + at, rows, key, key + readable)
@@ -394,7 +388,7 @@ def changes(key: ScoreKey, stage: Any) -> Any:
                     column.bias_row = args.block_n * 4
                     column.bias_kind = 0
                 column.bias = source
-            if does & DOES_MASK:
+            if does & words.DOES_MASK:
                 source = mask + (row + at) * args.mask_row + key
                 if args.mask_key != 1:
                     stage_mask(tile, mask, row + at, rows, key, key + readable)
@@ -415,15 +409,15 @@ def changes(key: ScoreKey, stage: Any) -> Any:
         mask = args.mask + i_b * args.mask_batch + head * args.mask_head
         q_ids = tile.q_ids + i_p * NR * 4
         k_id = 0
-        if does & DOES_SEGMENTS:
+        if does & words.DOES_SEGMENTS:
             k_id = load_i32(tile.k_ids + (key - item.key) * 4)
         for r in range(NR):
             i, yes = least(row + r, item.row_end - 1), 1
-            if does & DOES_MASK and load_i8(mask + i * args.mask_row + key * args.mask_key) == 0:
+            if does & words.DOES_MASK and load_i8(mask + i * args.mask_row + key * args.mask_key) == 0:
                 yes = 0
-            if does & DOES_SEGMENTS and load_i32(q_ids + 4 * r) != k_id:
+            if does & words.DOES_SEGMENTS and load_i32(q_ids + 4 * r) != k_id:
                 yes = 0
-            if does & DOES_BIAS:
+            if does & words.DOES_BIAS:
                 at = bias + i * args.bias_row + key * args.bias_key
                 stage.store_as_float(at, args.bias_kind, staged)
                 if load_i32(staged) == -0x800000:  # the bits of -inf
@@ -437,21 +431,19 @@ def build(key: ScoreKey) -> Any:
     """Compile the pass of `key`: a numba cfunc.
 
     `void(tile, what, head, i_p, n, begin, end, bounded)`, all int64."""
-    from polyflash.backends.cpu.structs import Blocks
+    stage, tiles_at = simd.stages(key, ScoreTile(key)), BLOCK.tiles()
+    kind, change = kinds(key, stage), changes(key, stage)
 
-    stage, block = simd.stages(key, ScoreTile(key)), Blocks(FORWARD)
-    kind, change, tiles_at = kinds(key, stage), changes(key, stage), block.tiles()
-
-    @block.kernel
+    @BLOCK.kernel
     def score_pass(args, scratch, what, head, i_p, n, begin, end, bounded):
         tile = tiles_at(args, scratch)
-        if what == CHANGE_SCORES:
+        if what == words.CHANGE_SCORES:
             tile.column.bounded = bounded
             change.change_scores(tile, head, i_p, n, begin, end)
-        elif what == START_BLOCK:
+        elif what == words.START_BLOCK:
             kind.start_block(tile)
-        elif what == START_ITEM:
-            if args.pass_does & DOES_SEGMENTS:
+        elif what == words.START_ITEM:
+            if args.pass_does & words.DOES_SEGMENTS:
                 kind.start_item(tile)
         else:
             change.mark_seen(tile, head, i_p, n)

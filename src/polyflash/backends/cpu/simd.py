@@ -27,22 +27,9 @@ Value = Any  # an LLVM value
 # exp2 on [-1/2, 1/2] as 1 + f*(c1 + f*(c2 + ...)): least maximum relative error with p(0) = 1 held, by
 # Lawson's reweighted least squares in 80-bit arithmetic; the errors are 2.8e-6, 9.1e-8 and 2.0e-9.
 EXP2 = {
-    4: (0.6931241933764449, 0.24024098614676653, 0.05590642482603457, 0.009582852935471481),
-    5: (
-        0.6931469775991653,
-        0.24022242085375978,
-        0.055507337432498145,
-        0.009671512639608477,
-        0.0013264727197858602,
-    ),
-    6: (
-        0.6931472028550701,
-        0.2402264791362832,
-        0.055503324711196414,
-        0.009618437357701383,
-        0.0013398874416095828,
-        0.0001535336180568876,
-    ),
+    4: (0.6931241934, 0.2402409861, 0.05590642483, 0.009582852935),
+    5: (0.6931469776, 0.2402224209, 0.05550733743, 0.00967151264, 0.00132647272),
+    6: (0.6931472029, 0.2402264791, 0.05550332471, 0.009618437358, 0.001339887442, 0.0001535336181),
 }
 
 
@@ -69,6 +56,16 @@ class _Turn:
         self.index, self.values = index, values
         self.next: Sequence[Value] = ()
         self.last: list[Value] = []
+
+
+class Block:
+    """The words of a block in an emission: `args.cap` loads that word. `layout` numbers them, as words.py."""
+
+    def __init__(self, e: Emitter, address: Value, layout: Any) -> None:
+        self._e, self._pointer, self._layout = e, e.pointer(address), layout
+
+    def __getattr__(self, word: str) -> Value:
+        return self._e.load(self._pointer, 8 * getattr(self._layout, word), I64)
 
 
 class Emitter:
@@ -422,13 +419,38 @@ def native(
     name: str, arity: int, emit: Callable[..., Value | None], isa: str, *, returns: bool = False
 ) -> Any:
     """`function_in` the caller's module, as a function numba code can call with `arity` int64 arguments."""
-    result = types.int64 if returns else types.void
+
+    def call(builder: ir.IRBuilder, *args: Value) -> Value:
+        return builder.call(function_in(builder.module, name, arity, emit, isa, returns), args)
+
+    return callable_by_numba(name, arity, types.int64 if returns else types.void, call)
+
+
+def emits(returns: Any) -> Callable[[Callable[..., Value | None]], Any]:
+    """A decorator: this emission becomes `callable_by_numba`, and returns that numba type."""
+
+    def decorate(emit: Callable[..., Value | None]) -> Any:
+        arity = len(inspect.signature(emit).parameters) - 1
+        return callable_by_numba(emit.__name__, arity, returns, emit)
+
+    return decorate
+
+
+def callable_by_numba(name: str, arity: int, returns: Any, emit: Callable[..., Value | None]) -> Any:
+    """`emit(builder, *arguments)` as a function that numba code calls with `arity` int64 arguments."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        value = builder.call(function_in(builder.module, name, arity, emit, isa, returns), args)
-        return value if returns else context.get_dummy_value()
+        value = emit(builder, *args)
+        return context.get_dummy_value() if returns is types.void else value
 
-    return _callable(name, arity, lambda: (result(*[types.int64] * arity), codegen))
+    def definition(context: Any, *args: Any) -> tuple[Any, Any]:
+        return returns(*[types.int64] * arity), codegen
+
+    names = ["context", *(f"a{i}" for i in range(arity))]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    definition.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
+    definition.__name__ = definition.__qualname__ = name
+    return intrinsic(definition)
 
 
 Stage = tuple[str, int, Callable[..., Any], bool]  # name, number of arguments, emission, whether it returns
@@ -474,78 +496,59 @@ def merged(*namespaces: Any) -> Any:
     return module
 
 
-def _callable(name: str, arity: int, typed: Callable[[], tuple[Any, Any]]) -> Any:
-    def definition(context: Any, *args: Any) -> tuple[Any, Any]:
-        return typed()
-
-    names = ["context", *(f"a{i}" for i in range(arity))]
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    definition.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
-    definition.__name__ = definition.__qualname__ = name
-    return intrinsic(definition)
-
-
-def _memory(name: str, kind: ir.IntType) -> tuple[Any, Any]:
-    """Scalar load (sign-extended to int64) and store (truncated) at an address."""
-
-    def load(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        value = builder.load(builder.inttoptr(args[0], POINTER), typ=kind, align=kind.width // 8)
-        return builder.sext(value, I64) if kind.width < 64 else value
-
-    def store(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        value = builder.trunc(args[1], kind) if kind.width < 64 else args[1]
-        builder.store(value, builder.inttoptr(args[0], POINTER), align=kind.width // 8)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    loads = _callable(f"load_{name}", 1, lambda: (i64(i64), load))
-    return loads, _callable(f"store_{name}", 2, lambda: (types.void(i64, i64), store))
-
-
-_, store_i64 = _memory("i64", I64)
-load_i32, store_i32 = _memory("i32", I32)
-load_i8, store_i8 = _memory("i8", I8)
-
-
 def call_native(arity: int) -> Any:
     """(address, *arguments): calls native code compiled elsewhere, `void` of `arity` int64 arguments."""
     kind = ir.FunctionType(ir.VoidType(), [I64] * arity)
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
+    def call(builder: ir.IRBuilder, address: Value, *args: Value) -> None:
+        builder.call(builder.inttoptr(address, kind.as_pointer()), args)
 
-    types_in = [types.int64] * (arity + 1)
-    return _callable(f"call_native_{arity}", arity + 1, lambda: (types.void(*types_in), codegen))
+    return callable_by_numba(f"call_native_{arity}", arity + 1, types.void, call)
 
 
-def _word(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-    place = builder.gep(builder.inttoptr(args[0], POINTER), [args[1]], source_etype=I64)
+def _memory(kind: ir.IntType) -> tuple[Any, Any]:
+    """Scalar load (sign-extended to int64) and store (truncated) at an address."""
+
+    @emits(types.int64)
+    def load(builder: ir.IRBuilder, address: Value) -> Value:
+        value = builder.load(builder.inttoptr(address, POINTER), typ=kind, align=kind.width // 8)
+        return builder.sext(value, I64) if kind.width < 64 else value
+
+    @emits(types.void)
+    def store(builder: ir.IRBuilder, address: Value, word: Value) -> None:
+        value = builder.trunc(word, kind) if kind.width < 64 else word
+        builder.store(value, builder.inttoptr(address, POINTER), align=kind.width // 8)
+
+    return load, store
+
+
+_, store_i64 = _memory(I64)
+load_i32, store_i32 = _memory(I32)
+load_i8, store_i8 = _memory(I8)
+
+
+@emits(types.int64)
+def word(builder: ir.IRBuilder, block: Value, index: Value) -> Value:
+    place = builder.gep(builder.inttoptr(block, POINTER), [index], source_etype=I64)
     return builder.load(place, typ=I64, align=8)
 
 
-word = _callable("word", 2, lambda: (types.int64(types.int64, types.int64), _word))  # (block, index)
+@emits(types.int64)
+def least(builder: ir.IRBuilder, x: Value, y: Value) -> Value:
+    return builder.select(builder.icmp_signed("<", x, y), x, y)
 
 
-def _choice(name: str, comparison: str) -> Any:
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[Value]) -> Value:
-        return builder.select(builder.icmp_signed(comparison, *args), *args)
-
-    return _callable(name, 2, lambda: (types.int64(types.int64, types.int64), codegen))
-
-
-least, greatest = _choice("least", "<"), _choice("greatest", ">")
+@emits(types.int64)
+def greatest(builder: ir.IRBuilder, x: Value, y: Value) -> Value:
+    return builder.select(builder.icmp_signed(">", x, y), x, y)
 
 
 def _alignment(kind: ir.Type) -> int:
+    """Bytes of an element, float16 or float32 if it is no integer."""
     element = kind.element if isinstance(kind, ir.VectorType) else kind
-    return (
-        element.width // 8
-        if isinstance(element, ir.IntType)
-        else 2
-        if isinstance(element, ir.HalfType)
-        else 4
-    )
+    if isinstance(element, ir.IntType):
+        return element.width // 8
+    return 2 if isinstance(element, ir.HalfType) else 4
 
 
 def _mangled(kind: ir.VectorType) -> str:

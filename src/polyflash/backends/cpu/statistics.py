@@ -22,6 +22,7 @@ from polyflash.backends.cpu import (
     runtime,
     statistics_configs,
 )  # fmt: skip
+from polyflash.backends.cpu.statistics_configs import StatisticsKey
 from polyflash.backends.cpu.words import Cut, Statistics
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class _Prepared:
         found = self.kernels.get((nv, row_panels))
         if found is None:
             spec, config = self.launch.spec, self.launch.config
-            key = statistics_configs.key_for(config, spec.dtype, spec.head_dim, nv)
+            key = configs.key_of(StatisticsKey, config, spec.dtype, spec.head_dim, nv)
             tiles = statistics_configs.scratch(key, row_panels, config.block_n)
             found = self.kernels[nv, row_panels] = runtime.load(key), tiles
         return found

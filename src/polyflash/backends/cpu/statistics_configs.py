@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from polyflash.backends.cpu import configs
-from polyflash.backends.cpu.configs import ITEM_WORDS, LINE, KernelKey, Scratch
+from polyflash.backends.cpu.configs import KernelKey, Scratch
 
 if TYPE_CHECKING:
     from polyflash.target import Target
@@ -30,11 +30,6 @@ class StatisticsKey(KernelKey):
     builder = "polyflash.backends.cpu.kernels.statistics"
 
 
-def key_for(config: configs.Config, dtype: str, head_dim: int, nv: int) -> StatisticsKey:
-    """The kernel for a call with panels of `nv` vectors."""
-    return configs.key_of(StatisticsKey, config, dtype, head_dim, nv)
-
-
 def all_keys(target: Target) -> Iterator[KernelKey | configs.StageKey]:
     """Every statistics kernel that can run on `target`."""
     return configs.keys_of(target, StatisticsKey)
@@ -44,23 +39,9 @@ def all_keys(target: Target) -> Iterator[KernelKey | configs.StageKey]:
 def scratch(key: StatisticsKey, row_panels: int, block_n: int) -> Scratch:
     """The layout for spans of `row_panels` panels and key blocks of `block_n`. In the place of V: a vector of
     sums per key; stats: four numbers of every row (statistics_blocks.py)."""
-    rows, wide_row = key.panel_rows, key.bucket * 4 + LINE
-    sizes = dict.fromkeys(Scratch._fields[:-1], 0) | {
-        "q": row_panels * key.q_panel_bytes,
-        "k": block_n * key.k_row_bytes,
-        "v": block_n * key.lanes * 4,
-        "s": block_n * rows * 4,
-        "stage": max(key.lanes * key.k_row_bytes, wide_row),
-        "stats": row_panels * rows * 16,
-        "limits": row_panels * rows * 8,
-        "block": rows * 8,
-        "gather": 2 * wide_row,
-        "item": ITEM_WORDS * 8,
-        "kinds": row_panels,
-        "q_ids": row_panels * rows * 4,
-        "k_ids": block_n * 4,
-        "staged": key.lanes * block_n * 5,
-    }
+    absent = dict.fromkeys(("o", "p", "zero", "bad", "seen"), 0)
+    own = {"v": block_n * key.lanes * 4, "stats": row_panels * key.panel_rows * 16}
+    sizes = configs.tile_bytes(key, 1, row_panels, block_n) | absent | own
     return Scratch._make(configs.placed(sizes.values()))
 
 

@@ -20,17 +20,10 @@ from numba.core.datamodel import models
 from numba.core.imputils import lower_cast
 from numba.core.typeconv import Conversion
 from numba.core.typing.templates import AttributeTemplate
-from numba.extending import (
-    infer_getattr,
-    intrinsic,
-    lower_getattr_generic,
-    lower_setattr_generic,
-    register_model,
-)
+from numba.extending import infer_getattr, lower_getattr_generic, lower_setattr_generic, register_model
 
+from polyflash.backends.cpu.simd import I64, POINTER, callable_by_numba
 from polyflash.backends.cpu.words import COLUMN, ITEM, Layout
-
-I64, POINTER = ir.IntType(64), ir.PointerType()
 
 
 class Words(types.Type):
@@ -138,17 +131,17 @@ class Blocks:
 
     def __init__(self, call: Layout, item: Layout = ITEM) -> None:
         self.kinds = {
-            "args": Words(call), "tile": Tiles(call, item), "item": Words(item), "column": Words(COLUMN),
-        }  # fmt: skip
+            "args": Words(call),
+            "tile": Tiles(call, item),
+            "item": Words(item),
+            "column": Words(COLUMN),
+        }
 
     def device(self, function: Any) -> Any:
         """Compiles for its callers in kernels: inlined, so nothing is seen to raise and the object needs no
         Python symbol."""
-        decorate: Any = njit
-        compiled = decorate(
-            tuple(self._kinds(function)), error_model="numpy",
-            forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True,
-        )  # fmt: skip
+        options: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        compiled: Any = njit(tuple(self._kinds(function)), error_model="numpy", **options)
         with _optimized_once(function.__qualname__):
             return compiled(function)
 
@@ -161,27 +154,16 @@ class Blocks:
 
     def words(self, layout: Layout) -> Any:
         """(address) -> the words there."""
-        kind = Words(layout)
-
-        @intrinsic
-        def words(typing: Any, address: Any) -> Any:
-            return kind(types.int64), lambda context, builder, signature, values: values[0]
-
-        return words
+        return callable_by_numba("words", 1, Words(layout), lambda builder, address: address)
 
     def tiles(self) -> Any:
         """(args, scratch) -> the tiles there."""
-        kind = self.kinds["tile"]
 
-        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            empty = ir.Constant(context.get_value_type(kind), ir.Undefined)
-            return builder.insert_value(builder.insert_value(empty, values[0], 0), values[1], 1)
+        def emit(builder: Any, args: Any, scratch: Any) -> Any:
+            empty = ir.Constant(ir.LiteralStructType([I64, I64]), ir.Undefined)
+            return builder.insert_value(builder.insert_value(empty, args, 0), scratch, 1)
 
-        @intrinsic
-        def tiles(typing: Any, args: Any, scratch: Any) -> Any:
-            return kind(args, scratch), emit
-
-        return tiles
+        return callable_by_numba("tiles", 2, self.kinds["tile"], emit)
 
 
 @contextmanager

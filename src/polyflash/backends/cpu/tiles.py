@@ -1,38 +1,37 @@
 """Device functions of one tile of scores, lanes as rows: K and V of a key block brought into scratch, and
 what of V is not finite. Shared by the kernels that walk over key blocks this way.
 
-K and V are contiguous, or pools of pages: then a block's pages are found once, at T_K_IDS, and rows are read
+K and V are contiguous, or pools of pages: then a block's pages are found once, and rows are read
 run by run, a run being the keys of the block that lie in one page. A page table changes where a row is read
 from and nothing else, so it changes no bit.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyflash.backends.cpu import configs
+from polyflash.backends.cpu.configs import KernelKey
+from polyflash.backends.cpu.simd import (
+    call_native,
+    greatest,
+    least,
+    load_i8,
+    load_i32,
+    namespace,
+    store_i8,
+    store_i32,
+)
+from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import FORWARD, MARK_SEEN
 
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.configs import KernelKey
+device = Blocks(FORWARD).device
 
 
 def tiles(key: KernelKey, stage: Any, shared: Any) -> Any:
     """For kernels of `key`'s tiles. `k` and `v` are where key 0 of the kv head lies, in page 0 if there are
     pages; the item's key is n, the first of the block."""
-    from polyflash.backends.cpu.simd import (
-        call_native,
-        greatest,
-        least,
-        load_i8,
-        load_i32,
-        namespace,
-        store_i8,
-        store_i32,
-    )  # fmt: skip
-    from polyflash.backends.cpu.structs import Blocks
-
-    device, call_pass = Blocks(FORWARD).device, call_native(9)
+    call_pass = call_native(9)
     NR, PACK, STEP = key.panel_rows, key.pack, configs.STEP
     SIZE = configs.STORAGE_BYTES[key.storage]
     O_PANEL = key.o_panel_bytes

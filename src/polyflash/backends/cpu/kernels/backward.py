@@ -8,29 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyflash.backends.cpu import configs
+from polyflash.backends.cpu import backward_blocks, configs, simd, words
 from polyflash.backends.cpu.backward_configs import BackwardKey
 from polyflash.backends.cpu.kernels import walk
-from polyflash.backends.cpu.words import (
-    BACKWARD,
-    BACKWARD_ITEM,
-    DOES_SOFTCAP,
-    NEEDS_DK,
-    NEEDS_DQ,
-    NEEDS_DS,
-    NEEDS_DV,
-    PLAIN,
-)
+from polyflash.backends.cpu.simd import call_native, greatest, least, load_i8, load_i32, namespace, store_i8
+from polyflash.backends.cpu.structs import Blocks
+from polyflash.backends.cpu.words import BACKWARD, BACKWARD_ITEM
 
 EMPTY, ONES = -0x800000, 0xFFFFFFFF  # bits of -inf; all bits
+
+BLOCK = Blocks(BACKWARD, BACKWARD_ITEM)
+device = BLOCK.device
 
 
 def loads(key: BackwardKey, stage: Any, shared: Any) -> Any:
     """Make what brings rows and keys into scratch: load_panel, load_keys."""
-    from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace, store_i8
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(BACKWARD, BACKWARD_ITEM).device
     LANES, NR, PACK, STEP = key.lanes, key.panel_rows, key.pack, configs.STEP
     SIZE, PANEL, ROWS = configs.STORAGE_BYTES[key.storage], key.q_panel_bytes, NR // PACK * key.v_row_bytes
     K_BYTES, V_BYTES, VECTOR, ATOM_LANES = key.k_row_bytes, key.v_row_bytes, LANES * 4, PACK * LANES
@@ -93,7 +85,7 @@ def loads(key: BackwardKey, stage: Any, shared: Any) -> Any:
         k_dst, v_dst = k_tile + before * K_BYTES, v_tile + before * K_BYTES
         shared.load_tile(tile, k + first * k_row, k_row, args.k_dim, last - first, count, k_dst)
         shared.load_tile(tile, v + first * v_row, v_row, args.v_dim, last - first, count_v, v_dst)
-        if args.needs & NEEDS_DQ == 0:
+        if args.needs & words.NEEDS_DQ == 0:
             return k_tile
         rows, at = tile.k_rows, begin // PACK * V_BYTES
         vectors, atoms = (count + ATOM_LANES - 1) // ATOM_LANES, (end - begin) // PACK
@@ -105,10 +97,6 @@ def loads(key: BackwardKey, stage: Any, shared: Any) -> Any:
 
 def weights(key: BackwardKey, stage: Any) -> Any:
     """Make what turns S and dP of a tile into P and dS: weigh."""
-    from polyflash.backends.cpu.simd import call_native, namespace
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(BACKWARD, BACKWARD_ITEM).device
     call_dropout, call_bias = call_native(7), call_native(8)
     NR, NV, PACK = key.panel_rows, key.nv, key.pack
     S_ROW, P_ROW = NR * 4, NR * 4 // PACK
@@ -141,7 +129,7 @@ def weights(key: BackwardKey, stage: Any) -> Any:
         stage.weights_changed(s, dp, stats, args.scale, keys, limits, n + begin)
         if args.add_bias != 0:
             call_bias(args.add_bias, args, dp, item.batch, head, row, row_end, n + begin, n + end)
-        if args.pass_does & DOES_SOFTCAP and kind != PLAIN:
+        if args.pass_does & words.DOES_SOFTCAP and kind != words.PLAIN:
             stage.scale_by(dp, tile.factor + at, vectors)
         if args.drop != 0:
             stage.keep_only(s, keep, vectors)
@@ -151,7 +139,7 @@ def weights(key: BackwardKey, stage: Any) -> Any:
     @device
     def weigh(tile, i_p, kind, begin, end, inner_begin, inner_end):
         """P and dS of keys [begin, end) of one panel; every row sees all of [inner_begin, inner_end)."""
-        if kind == PLAIN and tile.args.drop == 0:
+        if kind == words.PLAIN and tile.args.drop == 0:
             limits = tile.limits + i_p * NR * 8
             weigh_keys(tile, i_p, begin, inner_begin, limits)
             weigh_keys(tile, i_p, inner_begin, inner_end, 0)
@@ -164,10 +152,7 @@ def weights(key: BackwardKey, stage: Any) -> Any:
 
 def products(key: BackwardKey, stage: Any, shared: Any) -> Any:
     """Make what adds one tile to the gradients: differentiate."""
-    from polyflash.backends.cpu.simd import least, load_i8, namespace
-    from polyflash.backends.cpu.structs import Blocks
-
-    device, weigh = Blocks(BACKWARD, BACKWARD_ITEM).device, weights(key, stage).weigh
+    weigh = weights(key, stage).weigh
     LANES, NR, NV, MR, PACK = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack
     PANEL, WIDE_PANEL, ROWS = key.q_panel_bytes, key.o_panel_bytes, NR // PACK * key.v_row_bytes
     K_BYTES, V_BYTES, S_ROW, P_ROW = key.k_row_bytes, key.v_row_bytes, NR * 4, NR * 4 // PACK
@@ -177,11 +162,11 @@ def products(key: BackwardKey, stage: Any, shared: Any) -> Any:
     def make_scores(tile, i_p, kind, begin, end, inner_begin, inner_end):
         """S^T, and dP^T where some gradient needs it."""
         args, at, groups = tile.args, begin * S_ROW, (end - begin) // MR
-        s, needs_ds = tile.s + at, args.needs & NEEDS_DS
+        s, needs_ds = tile.s + at, args.needs & words.NEEDS_DS
         trips = (args.head_dim + 4 * PACK - 1) // (4 * PACK)
         stage.product(tile.k + begin * K_BYTES, tile.q + i_p * PANEL, s, trips, groups)
-        if kind != PLAIN:
-            if needs_ds != 0 and args.pass_does & DOES_SOFTCAP:
+        if kind != words.PLAIN:
+            if needs_ds != 0 and args.pass_does & words.DOES_SOFTCAP:
                 stage.cap_factor(s, tile.factor + at, (end - begin) * NV, args.to_cap)
             shared.change_scores(tile, tile.item.head, i_p, begin, end, inner_begin, inner_end)
         if needs_ds != 0:
@@ -196,13 +181,13 @@ def products(key: BackwardKey, stage: Any, shared: Any) -> Any:
         trips = NR // QUERIES_PER_TRIP
         at, row_at, panel = begin * V_BYTES, begin * P_ROW, i_p * ROWS
         vectors, vectors_v = (args.head_dim + LANES - 1) // LANES, (args.head_dim_v + LANES - 1) // LANES
-        if needs & NEEDS_DV:
+        if needs & words.NEEDS_DV:
             p, do_rows = tile.p + row_at, tile.do_rows + panel
             stage.outer(p, do_rows, tile.dv + at, trips, groups, vectors_v)
-        if needs & NEEDS_DK:
+        if needs & words.NEEDS_DK:
             ds, q_rows = tile.ds + row_at, tile.q_rows + panel
             stage.outer(ds, q_rows, tile.dk + at, trips, groups, vectors)
-        if needs & NEEDS_DQ:
+        if needs & words.NEEDS_DQ:
             pairs, dq = tile.ds_pairs + begin // PACK * S_ROW, tile.o + i_p * WIDE_PANEL
             trips, channels = (end - begin) // KEYS_PER_TRIP, (args.head_dim + MR - 1) // MR
             stage.accumulate_grad(k_rows + begin // PACK * V_BYTES, pairs, trips, dq, channels)
@@ -229,7 +214,7 @@ def products(key: BackwardKey, stage: Any, shared: Any) -> Any:
         make_scores(tile, i_p, kind, begin, end, inner_begin, inner_end)
         weigh(tile, i_p, kind, begin, end, inner_begin, inner_end)
         multiply(tile, i_p, k_rows, begin, end)
-        if load_i8(tile.bad + i_p) != 0 and tile.args.needs & NEEDS_DV:
+        if load_i8(tile.bad + i_p) != 0 and tile.args.needs & words.NEEDS_DV:
             add_bad_rows(tile, i_p, begin, end)
 
     return namespace(differentiate)
@@ -237,11 +222,7 @@ def products(key: BackwardKey, stage: Any, shared: Any) -> Any:
 
 def spans(key: BackwardKey, stage: Any, shared: Any) -> Any:
     """Make what a span of rows adds to the gradients: attend_span."""
-    from polyflash.backends.cpu.simd import greatest, least, namespace
-    from polyflash.backends.cpu.structs import Blocks
-
-    device, load = Blocks(BACKWARD, BACKWARD_ITEM).device, loads(key, stage, shared)
-    tiles = products(key, stage, shared)
+    load, tiles = loads(key, stage, shared), products(key, stage, shared)
     LANES, NR, NV, STEP = key.lanes, key.panel_rows, key.nv, configs.STEP
     WIDE_PANEL, V_BYTES = key.o_panel_bytes, key.v_row_bytes
     ROW_VECTORS = V_BYTES // (LANES * 4)
@@ -264,10 +245,10 @@ def spans(key: BackwardKey, stage: Any, shared: Any) -> Any:
             for i_p in range(item.panels):
                 tiles.differentiate(tile, i_p, k_rows)
             rows, at = last - first, (first - n) * V_BYTES
-            if needs & NEEDS_DK:
+            if needs & words.NEEDS_DK:
                 stride, scale = args.dk_row, args.grad_scale
                 stage.add_rows(dk + at, item.dk + first * stride, stride, rows, args.head_dim, scale)
-            if needs & NEEDS_DV:
+            if needs & words.NEEDS_DV:
                 stride, scale = args.dv_row, args.drop_scale
                 stage.add_rows(dv + at, item.dv + first * stride, stride, rows, args.head_dim_v, scale)
 
@@ -304,7 +285,7 @@ def spans(key: BackwardKey, stage: Any, shared: Any) -> Any:
                 begin, end = shared.interval(pairs, t, first, last)
                 if begin < end:
                     attend_interval(tile, k, v, begin, end)
-            if args.needs & NEEDS_DQ:
+            if args.needs & words.NEEDS_DQ:
                 add_queries(tile, dq, first, last)
 
     return namespace(attend_span)
@@ -312,15 +293,11 @@ def spans(key: BackwardKey, stage: Any, shared: Any) -> Any:
 
 def build(key: BackwardKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import backward_blocks, simd
-    from polyflash.backends.cpu.simd import greatest, least, load_i32
-    from polyflash.backends.cpu.structs import Blocks
-
-    stage, block = simd.stages(key, backward_blocks.BackwardTile(key)), Blocks(BACKWARD, BACKWARD_ITEM)
-    shared, tiles_at = walk.tools(key, stage), block.tiles()
+    stage = simd.stages(key, backward_blocks.BackwardTile(key))
+    shared, tiles_at = walk.tools(key, stage), BLOCK.tiles()
     span_of, NR, V_BYTES, VECTOR = spans(key, stage, shared), key.panel_rows, key.v_row_bytes, key.lanes * 4
 
-    @block.device
+    @device
     def start_item(tile, entry, i_t, i_hkv, first_q, first_k):
         """The item's place among rows and keys; returns where K and V of its first key lie."""
         args, item = tile.args, tile.item
@@ -338,7 +315,7 @@ def build(key: BackwardKey) -> Any:
         item.dv = dv + first_k * args.dv_row
         return k, v
 
-    @block.kernel
+    @BLOCK.kernel
     def kernel(args, number, scratch):
         tile = tiles_at(args, scratch)
         here, group, item = args.heads_here, args.group, tile.item

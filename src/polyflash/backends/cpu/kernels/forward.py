@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyflash.backends.cpu import configs, tiles
+from polyflash.backends.cpu import blocks, configs, simd, tiles
 from polyflash.backends.cpu.configs import KernelKey
 from polyflash.backends.cpu.kernels import walk
 from polyflash.backends.cpu.kernels.walk import MINUS_INF
+from polyflash.backends.cpu.simd import call_native, greatest, least, load_i32, namespace
+from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import FORWARD
+
+BLOCK = Blocks(FORWARD)
+device = BLOCK.device
 
 
 def ends(key: KernelKey, stage: Any, shared: Any) -> Any:
     """Make the functions at the two ends of an item: start_item, finalize."""
-    from polyflash.backends.cpu.simd import least, namespace
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(FORWARD).device
     LANES, NR, NV, STEP, O_PANEL = key.lanes, key.panel_rows, key.nv, configs.STEP, key.o_panel_bytes
     WIDE_BYTES = key.bucket * 4 + configs.LINE
 
@@ -70,10 +71,7 @@ def ends(key: KernelKey, stage: Any, shared: Any) -> Any:
 
 def blocks_of(key: KernelKey, stage: Any, shared: Any) -> Any:
     """Make what attends to the key blocks of an interval: attend_interval."""
-    from polyflash.backends.cpu.simd import call_native, greatest, least, namespace
-    from polyflash.backends.cpu.structs import Blocks
-
-    device, call_dropout = Blocks(FORWARD).device, call_native(7)
+    call_dropout = call_native(7)
     loads = tiles.tiles(key, stage, shared)
     NR, MR, PACK = key.panel_rows, key.group_keys, key.pack
     O_PANEL, V_BYTES, KEYS_PER_TRIP = key.o_panel_bytes, key.v_row_bytes, min(4, MR // PACK) * PACK
@@ -131,15 +129,11 @@ def blocks_of(key: KernelKey, stage: Any, shared: Any) -> Any:
 
 def build(key: KernelKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import blocks, simd
-    from polyflash.backends.cpu.simd import least, load_i32
-    from polyflash.backends.cpu.structs import Blocks
-
-    stage, block, NR = simd.stages(key, blocks.Tile(key)), Blocks(FORWARD), key.panel_rows
-    shared, tiles_at = walk.tools(key, stage), block.tiles()
+    stage, NR = simd.stages(key, blocks.Tile(key)), key.panel_rows
+    shared, tiles_at = walk.tools(key, stage), BLOCK.tiles()
     item_ends, attend = ends(key, stage, shared), blocks_of(key, stage, shared)
 
-    @block.device
+    @device
     def find_rows(tile, number, i_m, seqlen_q):
         """First and end row of an item, and which list of intervals they have."""
         args = tile.args
@@ -156,7 +150,7 @@ def build(key: KernelKey) -> Any:
             row_end = least(seqlen_q, (i_r + 1) * args.interval_rows)
         return row_0, least(row_0 + span, row_end), i_r
 
-    @block.kernel
+    @BLOCK.kernel
     def kernel(args, number, scratch):
         tile = tiles_at(args, scratch)
         others, chunks, hkv, group = args.others, args.chunks, args.num_kv_heads, args.group

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyflash.backends.cpu import configs
+from polyflash.backends.cpu import configs, simd, statistics_blocks
 from polyflash.backends.cpu.kernels import walk
+from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace
 from polyflash.backends.cpu.statistics_configs import StatisticsKey
+from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import STATISTICS
+
+BLOCK = Blocks(STATISTICS)
+device = BLOCK.device
 
 
 def spans(key: StatisticsKey, stage: Any, shared: Any) -> Any:
     """Make what measures one span of rows: measure_span."""
-    from polyflash.backends.cpu.simd import greatest, least, namespace
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(STATISTICS).device
     LANES, NR, STEP, K_BYTES = key.lanes, key.panel_rows, configs.STEP, key.k_row_bytes
 
     @device
@@ -98,15 +99,11 @@ def spans(key: StatisticsKey, stage: Any, shared: Any) -> Any:
 
 def build(key: StatisticsKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import simd, statistics_blocks
-    from polyflash.backends.cpu.simd import greatest, least, load_i32
-    from polyflash.backends.cpu.structs import Blocks
-
-    stage, block = simd.stages(key, statistics_blocks.StatisticsTile(key)), Blocks(STATISTICS)
-    shared, tiles_at, NR = walk.tools(key, stage), block.tiles(), key.panel_rows
+    stage, NR = simd.stages(key, statistics_blocks.StatisticsTile(key)), key.panel_rows
+    shared, tiles_at = walk.tools(key, stage), BLOCK.tiles()
     span_of = spans(key, stage, shared)
 
-    @block.kernel
+    @BLOCK.kernel
     def kernel(args, number, scratch):
         tile, group = tiles_at(args, scratch), args.group
         heads = group * args.num_kv_heads

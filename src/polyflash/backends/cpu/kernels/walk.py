@@ -9,21 +9,21 @@ A panel is `panel_rows` rows of one head. The item says which rows and keys stan
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyflash.backends.cpu import configs, loading
+from polyflash.backends.cpu.configs import KernelKey
+from polyflash.backends.cpu.simd import call_native, greatest, least, load_i8, load_i32, merged, namespace
+from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import CHANGE_SCORES, FORWARD, PLAIN, START_BLOCK, START_ITEM, UNSEEN
 
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.configs import KernelKey
-
 MINUS_INF = 0xFF800000  # bits of float32
+
+device = Blocks(FORWARD).device
 
 
 def tools(key: KernelKey, stage: Any) -> Any:
     """All that the kernels of `key`'s tiles share: the walk, its panels and `loading`."""
-    from polyflash.backends.cpu.simd import merged
-
     shared = loading.loaders(key, stage)
     walk = walks(key, stage)
     return merged(shared, walk, panels(key, stage, shared, walk))
@@ -31,10 +31,7 @@ def tools(key: KernelKey, stage: Any) -> Any:
 
 def walks(key: KernelKey, stage: Any) -> Any:
     """Make the functions of the walk, down to one tile."""
-    from polyflash.backends.cpu.simd import call_native, greatest, least, load_i8, load_i32, namespace
-    from polyflash.backends.cpu.structs import Blocks
-
-    device, call_pass = Blocks(FORWARD).device, call_native(9)
+    call_pass = call_native(9)
     NR, MR, STEP = key.panel_rows, key.group_keys, configs.STEP
 
     @device
@@ -138,10 +135,6 @@ def walks(key: KernelKey, stage: Any) -> Any:
 
 def panels(key: KernelKey, stage: Any, shared: Any, walk: Any) -> Any:
     """Make those that bring Q in and multiply it: of the forward and statistics kernels."""
-    from polyflash.backends.cpu.simd import least, namespace
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(FORWARD).device
     LANES, NR, NV, MR, PACK = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack
     Q_PANEL, K_BYTES = key.q_panel_bytes, key.k_row_bytes
 
