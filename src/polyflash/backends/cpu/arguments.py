@@ -10,19 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from polyflash.backends.cpu import words
 from polyflash.backends.cpu.configs import DropoutKey, ScoreKey
-from polyflash.backends.cpu.words import (
-    DOES_ALIBI,
-    DOES_BIAS,
-    DOES_MASK,
-    DOES_SCALE,
-    DOES_SEGMENTS,
-    DOES_SOFTCAP,
-    DOES_TINY_SCALE,
-    Operands,
-    Softmax,
-    Tensors,
-)  # fmt: skip
+from polyflash.backends.cpu.words import Operands, Softmax, Tensors
 from polyflash.mask import FAR_OFFSET, FAR_SIDE
 
 if TYPE_CHECKING:
@@ -39,26 +29,22 @@ FLT_MIN, FLT_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 BIAS_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-NO_INTERVALS = (0,) * 6
 NO_OPERANDS = bytes(8 * len(Operands._fields))
 _pack_head = struct.Struct(f"{len(Tensors._fields) + len(Softmax._fields)}q").pack
-_ONE = (
-    struct.unpack("<q", struct.pack("<ff", LOG2E, LOG2E - struct.unpack("<f", struct.pack("<f", LOG2E))[0]))
-)[0]
 
 
 def passes(args: Arguments, scale: float) -> int:
     """The work of the pass over scores for a call, as bits; 0: there is none."""
-    does = DOES_MASK if args.mask is not None else 0
+    does = words.DOES_MASK if args.mask is not None else 0
     if args.bias is not None:
-        does |= DOES_BIAS
+        does |= words.DOES_BIAS
     if args.alibi_slopes is not None:
-        does |= DOES_ALIBI
+        does |= words.DOES_ALIBI
     if args.softcap and abs(scale) / args.softcap >= FLT_MIN:  # a larger softcap changes no float32
-        does |= DOES_SOFTCAP
+        does |= words.DOES_SOFTCAP
     if abs(scale) < FLT_MIN:  # the kernel divides by its scale
-        does |= DOES_TINY_SCALE
-    return does | DOES_SEGMENTS if args.q_segments is not None else does
+        does |= words.DOES_TINY_SCALE
+    return does | words.DOES_SEGMENTS if args.q_segments is not None else does
 
 
 def any_table(args: Arguments) -> bool:
@@ -84,8 +70,8 @@ def head(
     if head_dim_v == 1:
         v_dim = 1
     log2, plain, sign = scale_bits(scale)
-    if does & DOES_SCALE:
-        log2, plain = _ONE, float_bits(1.0)
+    if does & words.DOES_SCALE:
+        log2, plain, _ = scale_bits(1.0)
     left, right = window_sides(args)
     return _pack_head(
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse),
@@ -157,34 +143,55 @@ def operands(
     """`Operands` as bytes. Small tensors that must be copied first are put into `kept`, to live as long as
     the call. `drop` is the address of the dropout stage if dropout_p is not 0, `k` the pool of K if there is
     a page table."""
-    if does & DOES_SOFTCAP:
+    caps = (0, 0)
+    if does & words.DOES_SOFTCAP:
         caps = float_bits(abs(scale) / args.softcap), float_bits(args.softcap)
-    else:
-        caps = 0, 0
-    words = [*_table(args.q_offset), *_table(args.kv_lens), *_table(args.kv_starts)]
-    words += [does, float_bits(abs(scale)), *caps]
-    words += _scores_shaped(args.mask)
-    words += _scores_shaped(args.bias)
-    words.append(0 if args.bias is None else BIAS_KINDS[args.bias.dtype])
-    words += _per_head(args.alibi_slopes, kept)
-    words += [*_ids(args.q_segments), *_ids(args.k_segments)]
-    words += NO_INTERVALS if args.intervals is None else _intervals(args.intervals, args.interval_rows, kept)
-    words.append(members)
-    for cu in (args.cu_seqlens_q, args.cu_seqlens_k):
-        if cu is not None:
-            cu = cu.contiguous()
-            kept.append(cu)
-        words.append(0 if cu is None else cu.data_ptr())
-    words += _dropout(args, drop)
-    words += _pages(args.page_table, k)
-    return array("q", words).tobytes()
+    slopes = None if args.alibi_slopes is None else _as_float32(args.alibi_slopes)
+    cu_q, cu_k = (None if cu is None else cu.contiguous() for cu in (args.cu_seqlens_q, args.cu_seqlens_k))
+    kept.extend(x for x in (slopes, cu_q, cu_k) if x is not None)
+    values = (
+        *(*_placed(args.q_offset, 1), *_placed(args.kv_lens, 1), *_placed(args.kv_starts, 1)),
+        *(does, float_bits(abs(scale)), *caps),
+        *_placed(args.mask, 4),
+        *(*_placed(args.bias, 4), 0 if args.bias is None else BIAS_KINDS[args.bias.dtype]),
+        *_placed(slopes, 2),
+        *(*_placed(args.q_segments, 2), *_placed(args.k_segments, 2)),
+        *_intervals(args.intervals, args.interval_rows, kept),
+        *(members, 0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr()),
+        *_dropout(args, drop),
+        *((0,) * 5 if k is None or args.page_table is None else _pages(args.page_table, k)),
+    )
+    return array("q", values).tobytes()
 
 
-def _intervals(lists: Tensor, rows: int, kept: list[Tensor]) -> tuple[int, ...]:
+def _placed(x: Tensor | None, axes: int) -> tuple[int, ...]:
+    """Address of an operand and its byte strides over so many axes, the last ones its own; 0 where it
+    broadcasts, or if there is none."""
+    if x is None:
+        return (0,) * (1 + axes)
+    size = x.element_size()
+    strides = [0 if n == 1 else size * s for n, s in zip(x.shape, x.stride(), strict=True)]
+    return (x.data_ptr(), *[0] * (axes - len(strides)), *strides)
+
+
+def _intervals(lists: Tensor | None, rows: int, kept: list[Tensor]) -> tuple[int, ...]:
+    if lists is None:
+        return (0,) * 6
     lists = lists if lists[0, 0, 0].is_contiguous() else lists.contiguous()
     kept.append(lists)
-    strides = [0 if n == 1 else 4 * s for n, s in zip(lists.shape[:2], lists.stride()[:2], strict=True)]
-    return lists.data_ptr(), *strides, 4 * lists.stride(2), lists.shape[3], rows
+    return *_placed(lists, 5)[:3], 4 * lists.stride(2), lists.shape[3], rows
+
+
+def _dropout(args: Arguments, address: int) -> tuple[int, int, int, int]:
+    p = args.dropout_p
+    if p == 0.0:
+        return 0, 0, 0, 0
+    seed = 0 if args.dropout_seed is None else int(args.dropout_seed)
+    return seed, math.floor(p * 2.0**32), address, float_bits(1.0 - p if p < 1.0 else 1.0)
+
+
+def _pages(table: Tensor, k: Tensor) -> tuple[int, ...]:
+    return *_placed(table, 2), k.shape[2], k.shape[0]
 
 
 def far_offset(offset: int | None) -> int:
@@ -209,45 +216,6 @@ def _as_float32(x: Tensor) -> Tensor:
     if x.dtype is torch.float64:
         x = torch.where(x.isfinite(), x.clamp(-FLT_MAX, FLT_MAX), x)
     return x.to(torch.float32)
-
-
-def _table(per_batch: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if per_batch is None else (per_batch.data_ptr(), 4 * per_batch.stride(0))
-
-
-def _dropout(args: Arguments, address: int) -> tuple[int, int, int, int]:
-    p = args.dropout_p
-    if p == 0.0:
-        return 0, 0, 0, 0
-    seed = 0 if args.dropout_seed is None else int(args.dropout_seed)
-    return seed, math.floor(p * 2.0**32), address, float_bits(1.0 - p if p < 1.0 else 1.0)
-
-
-def _pages(table: Tensor | None, k: Tensor | None) -> tuple[int, ...]:
-    if table is None or k is None:
-        return 0, 0, 0, 0, 0
-    return (table.data_ptr(), *(4 * s for s in table.stride()), k.shape[2], k.shape[0])
-
-
-def _ids(ids: Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if ids is None else (ids.data_ptr(), 4 * ids.stride(0), 4 * ids.stride(1))
-
-
-def _per_head(slopes: Tensor | None, kept: list[Tensor]) -> tuple[int, int, int]:
-    if slopes is None:
-        return 0, 0, 0
-    slopes = _as_float32(slopes)
-    kept.append(slopes)
-    return slopes.data_ptr(), 4 * slopes.stride(0) if slopes.ndim == 2 else 0, 4 * slopes.stride(-1)
-
-
-def _scores_shaped(x: Tensor | None) -> tuple[int, ...]:
-    """Address and byte strides over (batch, head, row, key); a broadcast dimension has stride 0."""
-    if x is None:
-        return 0, 0, 0, 0, 0
-    size = x.element_size()
-    strides = [0 if n == 1 else size * s for n, s in zip(x.shape, x.stride(), strict=True)]
-    return (x.data_ptr(), *[0] * (4 - len(strides)), *strides)
 
 
 def threads_for(work_us: float) -> int:

@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from polyflash.backends.cpu import (
-    arguments,
-    configs,
-    decode,
-    decode_configs,
-    packing,
-    pool,
-    runtime,
-)  # fmt: skip
-from polyflash.backends.cpu.words import Cut
+from polyflash.backends.cpu import arguments, configs, decode, decode_configs, packing, pool, runtime
+from polyflash.backends.cpu.words import FORWARD, Cut
+from polyflash.results import outputs
+from polyflash.storages import near
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,33 +63,22 @@ class _Prepared:
         made = self.cuts[index] = _Cut(runtime.load(key), nv, cut.items, tiles.total, tail)
         return made
 
-    def dense(self, batch: int, seqlen_q: int, threads: int) -> _Cut:
-        index = batch, seqlen_q, threads
+    def unpacked(self, batch: int, seqlen_q: int, threads: int, args: Arguments) -> _Cut:
+        """Items of equal lengths, within the row blocks of interval lists if there are any: one head each if
+        heads have lists of their own."""
+        lists, rows, blocks, own_lists = args.intervals, seqlen_q, 1, False
+        if lists is not None:
+            rows, blocks, own_lists = min(seqlen_q, args.interval_rows), lists.shape[2], lists.shape[1] > 1
+        index = batch, rows, blocks, own_lists, threads
         found = self.cuts.get(index)
         if found is None:
             spec, config = self.launch.spec, self.launch.config
-            nv = configs.panel_vectors(config.isa, seqlen_q)
-            rows = nv * configs.ISAS[config.isa].lanes
+            nv = configs.panel_vectors(config.isa, rows)
+            panel_rows, heads = nv * configs.ISAS[config.isa].lanes, (spec.num_kv_heads, spec.group)
             cut = configs.partition(
-                batch, spec.num_kv_heads, spec.group, seqlen_q, rows, config.panels, threads
+                batch * blocks, *heads, rows, panel_rows, config.panels, threads, own_lists=own_lists
             )
-            found = self.add(index, cut, nv)
-        return found
-
-    def listed(self, batch: int, seqlen_q: int, threads: int, args: Arguments) -> _Cut:
-        """Items within the row blocks of interval lists; one head each if heads have lists of their own."""
-        lists, rows = cast("Tensor", args.intervals), args.interval_rows
-        index = batch, seqlen_q, threads, rows, lists.shape[1]
-        found = self.cuts.get(index)
-        if found is None:
-            spec, config, count = self.launch.spec, self.launch.config, lists.shape[2]
-            nv = configs.panel_vectors(config.isa, min(seqlen_q, rows))
-            cut = configs.partition(
-                batch * count, spec.num_kv_heads, spec.group, min(seqlen_q, rows),
-                nv * configs.ISAS[config.isa].lanes, config.panels, threads,
-                own_lists=lists.shape[1] > 1,
-            )  # fmt: skip
-            found = self.add(index, cut._replace(row_blocks=cut.row_blocks * count), nv)
+            found = self.add(index, cut._replace(row_blocks=cut.row_blocks * blocks), nv)
         return found
 
     def decoder(self) -> decode.Prepared:
@@ -148,38 +131,15 @@ def run(
         if not lens_q.any():
             return out, lse
         cut, members = prepared.packed(args, lens_q, lens_k, threads, kept)
-    elif args.intervals is not None:
-        cut = prepared.listed(batch, seqlen_q, threads, args)
     else:
-        cut = prepared.dense(batch, seqlen_q, threads)
-    job = _job(prepared, cut, threads, work_us, q, k, v, out, lse, args, kept, members)
-    pool.run(job.kernel, job.words.buffer_info()[0], *job[2:])
+        cut = prepared.unpacked(batch, seqlen_q, threads, args)
+    lse_at = lse.data_ptr() if args.need_lse else 0
+    front = arguments.front(prepared.stages, cut.nv, q, k, v, out, lse_at, seqlen_k, args, kept, members)
+    _job(cut, front, threads, work_us).run()
     return out, lse
 
 
-def job_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments) -> Job:
-    """The job that `run` hands to the pool for a call without operands, which has been made before."""
-    prepared: _Prepared = launch.prepared
-    batch, _, seqlen_q, head_dim = q.shape
-    work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], args)
-    threads = arguments.threads_for(work_us)
-    cut = prepared.dense(batch, seqlen_q, threads)
-    return _job(prepared, cut, threads, work_us, q, k, v, out, lse, args, [], 0)
-
-
-def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
-    """A runner for calls of these sizes, of which one has been made; None if there is nothing to run."""
-    from polyflash.backends.cpu import forward_repeat
-
-    return forward_repeat.Repeat(launch, args) if q.numel() and v.numel() and _is_bare(args) else None
-
-
-def _is_bare(args: Arguments) -> bool:
-    """Has the call no operand, and no page table?"""
-    return not arguments.any_table(args) and args.page_table is None and args.sinks is None
-
-
-class Job(NamedTuple):
+class _Job(NamedTuple):
     """Work for the pool: a kernel on the argument block `words`, and how it is shared out."""
 
     kernel: int
@@ -189,18 +149,55 @@ class Job(NamedTuple):
     scratch_bytes: int
     wake: bool
 
+    def run(self, words: array[int] | None = None) -> None:
+        """On the block `words`, if it is not the job's own."""
+        address, _ = (words or self.words).buffer_info()
+        pool.run(self.kernel, address, *self[2:])
 
-def _job(
-    prepared: _Prepared, cut: _Cut, threads: int, work_us: float, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, args: Arguments, kept: list[Any], members: int,
-) -> Job:  # fmt: skip
-    """Small tensors that must be copied first are put into `kept`, to live as long as the call; `members` is
-    the address of the table of packed ones."""
-    seqlen_k = v.shape[2] if args.page_table is None else v.shape[2] * args.page_table.shape[1]
-    lse_at = lse.data_ptr() if args.need_lse else 0
-    front = arguments.front(prepared.stages, cut.nv, q, k, v, out, lse_at, seqlen_k, args, kept, members)
-    words = array("q", front + cut.tail)
-    return Job(cut.kernel, words, cut.items, threads, cut.scratch_bytes, work_us >= arguments.WAKE_FROM_US)
+
+def _job(cut: _Cut, front: bytes, threads: int, work_us: float) -> _Job:
+    words, wake = array("q", front + cut.tail), work_us >= arguments.WAKE_FROM_US
+    return _Job(cut.kernel, words, cut.items, threads, cut.scratch_bytes, wake)
+
+
+def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
+    """A runner for calls of these sizes, of which one has been made; None if it has an operand, a page table,
+    or nothing to run."""
+    bare = not arguments.any_table(args) and args.page_table is None and args.sinks is None
+    return Repeat(launch, args) if bare and q.numel() and v.numel() else None
+
+
+class Repeat:
+    """Fast path for repeated calls without operands: the argument block of an earlier call of the same sizes,
+    at the addresses of this one."""
+
+    def __init__(self, launch: Launch, args: Arguments) -> None:
+        self.launch, self.args, self.need_lse = launch, args, args.need_lse
+        self.job: _Job | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = outputs(q, v, self.need_lse)
+        job = self.job
+        if job is None or (job.threads > 1 and job.threads != torch.get_num_threads()):
+            job = self.job = self._first(near(q), near(k), near(v), near(out), lse)
+        words = job.words[:]
+        words[FORWARD.q], words[FORWARD.k], words[FORWARD.v] = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        words[FORWARD.out] = out.data_ptr()
+        if self.need_lse:
+            words[FORWARD.lse] = lse.data_ptr()
+        job.run(words)
+        return out, lse
+
+    def _first(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> _Job:
+        """The job that `run` hands to the pool."""
+        prepared, args = self.launch.prepared, self.args
+        batch, _, seqlen_q, head_dim = q.shape
+        work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], args)
+        threads = arguments.threads_for(work_us)
+        cut = prepared.unpacked(batch, seqlen_q, threads, args)
+        lse_at = lse.data_ptr() if self.need_lse else 0
+        front = arguments.front(prepared.stages, cut.nv, q, k, v, out, lse_at, k.shape[2], args, [])
+        return _job(cut, front, threads, work_us)
 
 
 def _decode_members(
