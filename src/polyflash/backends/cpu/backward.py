@@ -9,25 +9,19 @@ pass by in spans of rows that are packed once. Sums are float32 in an order that
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from polyflash.backends.cpu import (
-    arguments,
-    backward_arguments,
-    backward_configs,
-    configs,
-    packing,
-    pool,
-    runtime,
-)  # fmt: skip
+from polyflash.backends.cpu import arguments, backward_configs, configs, packing, pool, runtime
 from polyflash.backends.cpu.backward_configs import BiasGradientKey
 from polyflash.backends.cpu.backward_sums import BiasSums, bias_sums, sink_gradient, zeros_in_order_of
-from polyflash.backends.cpu.words import NEEDS_DBIAS, BiasGradient, Cut, Entries, Gradients
+from polyflash.backends.cpu.words import NEEDS_DBIAS, BiasGradient, Cut, Entries, Gradients, Sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,11 +127,11 @@ def _differentiate(
     plain, stages = args._replace(sinks=None), prepared.stages  # lse holds their share
     front = arguments.front(stages, cut.nv, q, k, v, out, lse.data_ptr(), seqlen_k, plain, kept)
     block = array("q", front + cut.words)
-    block.extend(backward_arguments.sums(dout, dlse, dq, dk, dv))
+    block.extend(_sums(dout, dlse, dq, dk, dv))
     add_bias = 0 if bias is None else stages.address(BiasGradientKey, cut.nv)
     block.extend((0,) * 7 if bias is None else BiasGradient._make((*bias.words(), add_bias)))
     wanted = sum(1 << i for i in range(3) if needs[i]) | (0 if bias is None else NEEDS_DBIAS)
-    scales = backward_arguments.gradient_scales(arguments.score_scale(q, args), args.dropout_p)
+    scales = _scales(arguments.score_scale(q, args), args.dropout_p)
     block.extend(Gradients(backward_configs.chunk_keys(seqlen_k), wanted, *scales))
     wake = work_us >= arguments.WAKE_FROM_US
     for entries, first, here in _launches(cut.table, num_kv_heads, bias):
@@ -149,6 +143,24 @@ def _differentiate(
     for part in range(1, cut.parts):
         dq[0] += dq[part]
     return dq[0], dk, dv
+
+
+def _sums(dout: Tensor, dlse: Tensor | None, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> Sums:
+    """dq is q-shaped, or (parts, *q.shape)."""
+    words = (
+        *(dout.data_ptr(), *arguments.row_strides(dout), 0 if dlse is None else dlse.data_ptr()),
+        *((0,) * 5 if dq is None else (dq.data_ptr(), *(4 * dq.stride(d) for d in (0, -4, -3, -2)))),
+        *((0,) * 4 if dk is None else (dk.data_ptr(), *arguments.row_strides(dk))),
+        *((0,) * 4 if dv is None else (dv.data_ptr(), *arguments.row_strides(dv))),
+    )
+    return Sums._make(words)
+
+
+@lru_cache(maxsize=64)
+def _scales(scale: float, dropout_p: float) -> tuple[int, int]:
+    """grad_scale and drop_scale; if all is dropped, nothing is left to scale."""
+    (signed,) = struct.unpack("<I", struct.pack("<f", max(-arguments.FLT_MAX, min(scale, arguments.FLT_MAX))))
+    return signed, arguments.float_bits(1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
 
 
 def run(

@@ -17,6 +17,7 @@ import numpy as np
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, KernelKey
+from polyflash.backends.cpu.packing import numbered
 from polyflash.errors import spec_error
 from polyflash.spec import Feature
 
@@ -157,8 +158,7 @@ def entry_table(
     together = int(pieces.sum()) if at_once is None else at_once
     if threads > 1 and together * heads < ENOUGH_ITEMS * threads:
         pieces *= -(-lens_k // chunk)
-    entry = np.repeat(np.arange(len(lens_q)), pieces)
-    number = np.arange(len(entry)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    entry, number = numbered(pieces)
     split = pieces[entry] > 1
     begin = np.where(split, number * chunk[entry], 0)
     end = np.where(split, np.minimum(begin + chunk[entry], lens_k[entry]), lens_k[entry])

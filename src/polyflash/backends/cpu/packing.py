@@ -73,13 +73,18 @@ def _work(lens_q: Any, lens_k: Any, panel_rows: int, causal: bool) -> float:
     return float((panels * panel_rows * keys).sum())
 
 
+def numbered(pieces: Any) -> tuple[Any, Any]:
+    """For things cut into so many pieces each: of every piece, its thing and its number in it."""
+    things = np.repeat(np.arange(len(pieces)), pieces)
+    return things, np.arange(len(things)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+
+
 def member_table(lens_q: Any, lens_k: Any, panel_rows: int, panels: int, *, causal: bool) -> Any:
     """int32 (items, 3): member, first row and end row of each item, the most work first. A member's panels
     are shared out evenly over as few items of at most `panels` as hold them."""
     in_member = -(-lens_q // panel_rows)
     items = -(-in_member // panels)
-    member = np.repeat(np.arange(len(lens_q)), items)
-    number = np.arange(len(member)) - np.repeat(np.cumsum(items) - items, items)
+    member, number = numbered(items)
     begin = number * in_member[member] // np.maximum(1, items[member]) * panel_rows
     end = (number + 1) * in_member[member] // np.maximum(1, items[member]) * panel_rows
     end = np.minimum(end, lens_q[member])

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from polyflash.backends.cpu import (
-    arguments,
-    configs,
-    packing,
-    pool,
-    runtime,
-    statistics_configs,
-)  # fmt: skip
+from polyflash.backends.cpu import arguments, configs, packing, pool, runtime, statistics_configs
 from polyflash.backends.cpu.statistics_configs import StatisticsKey
 from polyflash.backends.cpu.words import Cut, Statistics
 

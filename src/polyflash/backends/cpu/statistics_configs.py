@@ -14,6 +14,7 @@ import numpy as np
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import KernelKey, Scratch
+from polyflash.backends.cpu.packing import numbered
 
 if TYPE_CHECKING:
     from polyflash.target import Target
@@ -51,8 +52,7 @@ def ranges(lens_q: Any, panel_rows: int) -> tuple[Any, int]:
     least = np.maximum(RANGE_ROWS, -(-lens_q // MOST_RANGES))
     rows = -(-least // panel_rows) * panel_rows
     pieces = -(-lens_q // rows)
-    entry = np.repeat(np.arange(len(lens_q)), pieces)
-    number = np.arange(len(entry)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    entry, number = numbered(pieces)
     begin = number * rows[entry]
     end = np.minimum(begin + rows[entry], lens_q[entry])
     order = np.argsort(-number, kind="stable")

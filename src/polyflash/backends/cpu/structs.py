@@ -26,20 +26,25 @@ from polyflash.backends.cpu.simd import I64, POINTER, callable_by_numba
 from polyflash.backends.cpu.words import COLUMN, ITEM, Layout
 
 
-class Words(types.Type):
-    """The address of a block: an int64 to those who ask for one."""
+class _Laid(types.Type):
+    """A type whose values lead to the words of a layout: an int64 to those who ask for one."""
+
+    layout: Layout
+
+    def can_convert_to(self, context: Any, other: Any) -> Any:
+        alike = type(other) is type(self) and self.layout.begins_as(other.layout)
+        return Conversion.safe if alike or other == types.int64 else None
+
+
+class Words(_Laid):
+    """The address of a block."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         super().__init__(f"Words({layout.name})")
 
-    def can_convert_to(self, context: Any, other: Any) -> Any:
-        if other == types.int64 or (isinstance(other, Words) and self.layout.begins_as(other.layout)):
-            return Conversion.safe
-        return None
 
-
-class Tiles(types.Type):
+class Tiles(_Laid):
     """A thread's scratch, whose tiles lie where the words of an argument block say."""
 
     def __init__(self, layout: Layout, item: Layout) -> None:
@@ -47,11 +52,6 @@ class Tiles(types.Type):
         self.args = Words(layout)
         self.views = {"item": (Words(item), 0), "column": (Words(COLUMN), 8 * len(ITEM.words))}
         super().__init__(f"Tiles({layout.name}, {item.name})")
-
-    def can_convert_to(self, context: Any, other: Any) -> Any:
-        if other == types.int64 or (isinstance(other, Tiles) and self.layout.begins_as(other.layout)):
-            return Conversion.safe
-        return None
 
 
 @register_model(Words)
