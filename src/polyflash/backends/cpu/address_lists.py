@@ -62,11 +62,6 @@ class AddressLists:
         """Moves `count` addresses on, rounded up to whole vectors; one that is `kept` stays."""
         n, kind = self.lanes // 2, ir.VectorType(I64, self.lanes // 2)
         further, same = e.splat(distance, n), e.splat(kept, n)
-
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            x = e.load(p[0], 0, kind)
-            moved = e.b.select(e.b.icmp_signed("==", x, same), x, e.b.add(x, further))
-            e.store(moved, p[0])
-            return [e.at(p[0], 8 * n)]
-
-        e.loop(e.b.udiv(e.b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst)], body)
+        with e.walk(e.b.udiv(e.b.add(count, I64(n - 1)), I64(n)), (dst, 8 * n)) as (p,):
+            x = e.load(p, 0, kind)
+            e.store(e.b.select(e.b.icmp_signed("==", x, same), x, e.b.add(x, further)), p)

@@ -12,13 +12,13 @@ import torch
 
 from polyflash.backends.cpu import words
 from polyflash.backends.cpu.configs import DropoutKey, ScoreKey
+from polyflash.backends.cpu.runtime import stage_address
 from polyflash.backends.cpu.words import Operands, Softmax, Tensors
 from polyflash.mask import FAR_OFFSET, FAR_SIDE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyflash.backends.cpu.runtime import Stages
     from polyflash.spec import Arguments
 
 FLOPS_PER_US = 100_000  # of one core, low on purpose: what the thread decision assumes
@@ -86,19 +86,19 @@ def head(
 
 
 def front(
-    stages: Stages, nv: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: int, seqlen_k: int,
+    isa: str, nv: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: int, seqlen_k: int,
     args: Arguments, kept: list[Any], members: int = 0,
 ) -> bytes:  # fmt: skip
-    """`Tensors`, `Softmax` and `Operands` of a kernel of panels of `nv` vectors, which calls `stages`. Small
+    """`Tensors`, `Softmax` and `Operands` of a kernel of panels of `nv` vectors. Small
     tensors that must be copied first are put into `kept`, to live as long as the call."""
     scale = score_scale(q, args)
     does = passes(args, scale)
-    score_pass = stages.address(ScoreKey, nv) if does else 0
+    score_pass = stage_address(ScoreKey, isa, nv) if does else 0
     sinks = sinks_address(args.sinks, kept)
     words = head(q, k, v, out, lse, seqlen_k, args, scale, does, sinks, score_pass)
     if not (does or any_table(args)):
         return words + NO_OPERANDS
-    drop = stages.address(DropoutKey, nv) if args.dropout_p else 0
+    drop = stage_address(DropoutKey, isa, nv) if args.dropout_p else 0
     return words + operands(args, scale, does, kept, members, drop, k)
 
 

@@ -48,12 +48,11 @@ class _Prepared:
     """A route's memory between calls; entries are only added, or dropped all at once, so Python threads
     may share it."""
 
-    __slots__ = ("cuts", "launch", "stages")
+    __slots__ = ("cuts", "launch")
 
     def __init__(self, launch: Launch) -> None:
         configs.check_fits(launch.config, launch.spec, launch.target)
         self.launch = launch
-        self.stages = runtime.Stages(launch.config.isa)
         self.cuts: dict[tuple[int, ...], _Cut] = {}
 
     def dense(self, batch: int, seqlen_q: int, seqlen_k: int, heads: int, at_once: int, threads: int) -> _Cut:
@@ -124,11 +123,11 @@ def _differentiate(
     kept: list[Any] = []
     dq = zeros_in_order_of(q, cut.parts) if needs[0] else None
     dk, dv = (zeros_in_order_of(x, 1) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
-    plain, stages = args._replace(sinks=None), prepared.stages  # lse holds their share
-    front = arguments.front(stages, cut.nv, q, k, v, out, lse.data_ptr(), seqlen_k, plain, kept)
+    plain, isa = args._replace(sinks=None), launch.config.isa  # lse holds their share
+    front = arguments.front(isa, cut.nv, q, k, v, out, lse.data_ptr(), seqlen_k, plain, kept)
     block = array("q", front + cut.words)
     block.extend(_sums(dout, dlse, dq, dk, dv))
-    add_bias = 0 if bias is None else stages.address(BiasGradientKey, cut.nv)
+    add_bias = 0 if bias is None else runtime.stage_address(BiasGradientKey, isa, cut.nv)
     block.extend((0,) * 7 if bias is None else BiasGradient._make((*bias.words(), add_bias)))
     wanted = sum(1 << i for i in range(3) if needs[i]) | (0 if bias is None else NEEDS_DBIAS)
     scales = _scales(arguments.score_scale(q, args), args.dropout_p)

@@ -250,10 +250,11 @@ class BackwardTile(Tile):
     def scale_by(self, e: Emitter, dst, factor, vectors) -> None:
         """A gradient of 0 stays 0, whatever its score was."""
         zero = e.floats(0)
-        self._each(
-            e, vectors, (dst, factor),
-            lambda x, f: e.b.select(e.b.fcmp_ordered("==", x, zero), zero, e.b.fmul(x, f)),
-        )  # fmt: skip
+
+        def scaled(x: Value, f: Value) -> Value:
+            return e.b.select(e.b.fcmp_ordered("==", x, zero), zero, e.b.fmul(x, f))
+
+        self._each(e, vectors, (dst, factor), scaled)
 
     def _kept(self, e: Emitter, x: Value, keep: Value) -> Value:
         return e.b.bitcast(e.b.and_(e.b.bitcast(x, e.vi), e.b.bitcast(keep, e.vi)), e.vf)

@@ -17,6 +17,9 @@ from llvmlite import ir
 from polyflash.backends.cpu.configs import ISAS, STORAGE_BYTES, KernelKey
 from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, stage
 
+Meanwhile = Callable[
+    [Value], Callable[[Value], None] | None
+]  # of a group: what each of its trips does besides
 ROWS_AHEAD = 8  # how many rows before its use K or V is prefetched
 
 
@@ -139,18 +142,7 @@ class Tile:
 
     # the two products
     def _product(
-        self,
-        e: Emitter,
-        a: Value,
-        row: int,
-        step: int,
-        b: Value,
-        trips: Value,
-        unroll: int,
-        *,
-        stride: int = 0,
-        nv: int = 0,
-        each: Callable[[Value], None] | None = None,
+        self, e: Emitter, a, row: int, step: int, b, trips, unroll: int, *, stride=0, nv=0, each=None
     ) -> list[list[Value]]:
         """acc[r][v] = Σ_k broadcast(a + r·row + k·step) · b[k][v] over trips·unroll atoms; b's rows are
         `stride` bytes apart (0: a panel's) and `nv` vectors wide (0: a panel's). `each` is emitted in every
@@ -225,10 +217,7 @@ class Tile:
         """O^T = alpha·O^T + V·P. The sum restarts at every block: one chain loses a digit over 8192 keys."""
         self._accumulate(e, v, p, trips, o, alpha, groups, lambda i: None)
 
-    def _accumulate(
-        self, e: Emitter, v, p, trips, o, alpha, groups,
-        meanwhile: Callable[[Value], Callable[[Value], None] | None],
-    ) -> None:  # fmt: skip
+    def _accumulate(self, e: Emitter, v, p, trips, o, alpha, groups, meanwhile: Meanwhile) -> None:
         """`meanwhile(group)` is what every trip of a group does besides."""
         nv, mr = self.nv, self.mr
         p_p, p_alpha = e.pointer(p), e.pointer(alpha)
@@ -379,10 +368,8 @@ class Tile:
         def body(i: Value, p: list[Value]) -> list[Value]:
             done = b.mul(i, I64(self.lanes))
             inside = e.first_lanes(b.sub(count, done))
-            x = [
-                b.select(empty, e.floats(0), b.fmul(e.load(p[0], j * self.nr * 4), inverse))
-                for j in range(self.lanes)
-            ]
+            channels = (e.load(p[0], j * self.nr * 4) for j in range(self.lanes))
+            x = [b.select(empty, e.floats(0), b.fmul(channel, inverse)) for channel in channels]
             for r, row in enumerate(e.transpose(x)):
                 valid = e.splat(b.icmp_signed("<", I64(r), rows))
                 at = e.at(p_rows[r], b.mul(done, I64(self.size)))

@@ -41,13 +41,12 @@ class _Prepared:
     """A route's memory between calls: cuts by batch, lengths and threads. Entries are only added, or
     dropped all at once, so Python threads may share it."""
 
-    __slots__ = ("cuts", "decode", "launch", "stages")
+    __slots__ = ("cuts", "decode", "launch")
 
     def __init__(self, launch: Launch) -> None:
         configs.check_fits(launch.config, launch.spec, launch.target)
         self.launch = launch
         self.cuts: dict[tuple[int, ...], _Cut] = {}
-        self.stages = runtime.Stages(launch.config.isa)
         self.decode: decode.Prepared | None = None
 
     def add(self, index: tuple[int, ...], cut: configs.Partition, nv: int) -> _Cut:
@@ -134,7 +133,8 @@ def run(
     else:
         cut = prepared.unpacked(batch, seqlen_q, threads, args)
     lse_at = lse.data_ptr() if args.need_lse else 0
-    front = arguments.front(prepared.stages, cut.nv, q, k, v, out, lse_at, seqlen_k, args, kept, members)
+    isa = launch.config.isa
+    front = arguments.front(isa, cut.nv, q, k, v, out, lse_at, seqlen_k, args, kept, members)
     _job(cut, front, threads, work_us).run()
     return out, lse
 
@@ -190,13 +190,13 @@ class Repeat:
 
     def _first(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> _Job:
         """The job that `run` hands to the pool."""
-        prepared, args = self.launch.prepared, self.args
+        isa, prepared, args = self.launch.config.isa, self.launch.prepared, self.args
         batch, _, seqlen_q, head_dim = q.shape
         work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], args)
         threads = arguments.threads_for(work_us)
         cut = prepared.unpacked(batch, seqlen_q, threads, args)
         lse_at = lse.data_ptr() if self.need_lse else 0
-        front = arguments.front(prepared.stages, cut.nv, q, k, v, out, lse_at, k.shape[2], args, [])
+        front = arguments.front(isa, cut.nv, q, k, v, out, lse_at, k.shape[2], args, [])
         return _job(cut, front, threads, work_us)
 
 

@@ -58,21 +58,10 @@ def load(key: Key) -> int:
     return address
 
 
-class Stages:
-    """Addresses of code that the kernels of an isa call, by class of key and panel width. Entries are only
-    added, so Python threads may share it."""
-
-    __slots__ = ("_found", "isa")
-
-    def __init__(self, isa: str) -> None:
-        self.isa = isa
-        self._found: dict[Any, int] = {}
-
-    def address(self, kind: Any, nv: int) -> int:
-        address = self._found.get((kind, nv))
-        if address is None:
-            address = self._found[kind, nv] = load(kind(self.isa, nv))
-        return address
+@functools.cache
+def stage_address(kind: Any, isa: str, nv: int) -> int:
+    """The address of code that the kernels of an isa call, by class of key and panel width."""
+    return load(kind(isa, nv))
 
 
 def entry_name(key: Key) -> str:

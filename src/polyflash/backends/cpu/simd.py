@@ -177,34 +177,30 @@ class Emitter:
 
     def from_bf16(self, x: Value) -> Value:
         """float32 of a vector, or one, of 16-bit words."""
-        wide = self.vi if isinstance(x.type, ir.VectorType) else I32
-        return self._as_float(self.b.shl(self.b.zext(x, wide), ir.Constant(wide, self._every(wide, 16))))
+        wide, every = self._words_like(x)
+        return self._as_float(self.b.shl(self.b.zext(x, wide), every(16)))
 
     def from_f16(self, x: Value) -> Value:
         """Likewise; without an instruction LLVM would call a runtime library."""
-        b, vector = self.b, isinstance(x.type, ir.VectorType)
+        b = self.b
+        wide, every = self._words_like(x)
         if self.isa != "generic":
-            half, whole = (ir.VectorType(F16, self.lanes), self.vf) if vector else (F16, F32)
+            half, whole = (F16, F32) if wide == I32 else (ir.VectorType(F16, self.lanes), self.vf)
             return b.fpext(b.bitcast(x, half), whole)
-        wide = self.vi if vector else I32
-
-        def every(value: int) -> Value:
-            return ir.Constant(wide, self._every(wide, value))
-
         bits = b.zext(x, wide)
         size = b.and_(bits, every(0x7FFF))
-        rebiased = ir.Constant(self.vf, [2.0**112] * self.lanes) if vector else F32(2.0**112)
+        rebiased = F32(2.0**112) if wide == I32 else self.floats(2.0**112)
         value = b.bitcast(b.fmul(self._as_float(b.shl(size, every(13))), rebiased), wide)
         top = b.or_(value, every(0x7F800000))  # infinities and NaN
         value = b.select(b.icmp_signed(">", size, every(0x7BFF)), top, value)
         return self._as_float(b.or_(value, b.shl(b.and_(bits, every(0x8000)), every(16))))
 
-    def _as_float(self, x: Value) -> Value:
-        return self.b.bitcast(x, self.vf if isinstance(x.type, ir.VectorType) else F32)
+    def _words_like(self, x: Value) -> tuple[ir.Type, Callable[[int], Value]]:
+        """The type of a vector of 32-bit words, or of one, as `x` is of narrower ones; and its constants."""
+        return (self.vi, self.ints) if isinstance(x.type, ir.VectorType) else (I32, I32)
 
-    @staticmethod
-    def _every(kind: ir.Type, value: int) -> Any:
-        return [value] * kind.count if isinstance(kind, ir.VectorType) else value
+    def _as_float(self, x: Value) -> Value:
+        return self.b.bitcast(x, F32 if x.type == I32 else self.vf)
 
     def exp2(self, x: Value, degree: int, floor: int = -64) -> Value:
         """2**x for x <= 0; exactly 1 at 0, exactly 0 below 2**floor; NaN stays NaN.
@@ -285,12 +281,10 @@ class Emitter:
         odd = b.and_(b.lshr(size, self.ints(13)), self.ints(1))
         normal = b.lshr(b.add(b.sub(size, self.ints(112 << 23)), b.add(odd, self.ints(0xFFF))), self.ints(13))
         tiny = b.bitcast(b.fadd(b.bitcast(size, self.vf), self.floats(0.5)), self.vi)
-        half = b.select(
-            b.icmp_signed("<", size, self.ints(113 << 23)), b.sub(tiny, self.ints(126 << 23)), normal
-        )
-        half = b.select(
-            b.icmp_signed(">", size, self.ints(0x477FEFFF)), self.ints(0x7C00), half
-        )  # from 65520
+        subnormal = b.sub(tiny, self.ints(126 << 23))
+        half = b.select(b.icmp_signed("<", size, self.ints(113 << 23)), subnormal, normal)
+        infinite = b.icmp_signed(">", size, self.ints(0x477FEFFF))  # from 65520
+        half = b.select(infinite, self.ints(0x7C00), half)
         half = b.select(b.icmp_signed(">", size, self.ints(0x7F800000)), self.ints(0x7E00), half)
         return b.trunc(b.or_(half, b.lshr(b.and_(bits, self.ints(-0x80000000)), self.ints(16))), self.vh)
 

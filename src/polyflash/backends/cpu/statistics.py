@@ -9,6 +9,7 @@ which pass over the keys in spans; all sums are float32 in an order that no thre
 from __future__ import annotations
 
 from array import array
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,31 +22,16 @@ from polyflash.backends.cpu.words import Cut, Statistics
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyflash.backends.cpu.configs import Scratch
+    from polyflash.backends.cpu.configs import Config, Scratch
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
 
 
-class _Prepared:
-    """A route's memory between calls; entries are only added, so Python threads may share it."""
-
-    __slots__ = ("kernels", "launch", "stages")
-
-    def __init__(self, launch: Launch) -> None:
-        configs.check_fits(launch.config, launch.spec, launch.target)
-        self.launch = launch
-        self.stages = runtime.Stages(launch.config.isa)
-        self.kernels: dict[tuple[int, int], tuple[int, Scratch]] = {}
-
-    def kernel(self, nv: int, row_panels: int) -> tuple[int, Scratch]:
-        """The kernel with panels of `nv` vectors, and its scratch for spans of `row_panels`."""
-        found = self.kernels.get((nv, row_panels))
-        if found is None:
-            spec, config = self.launch.spec, self.launch.config
-            key = configs.key_of(StatisticsKey, config, spec.dtype, spec.head_dim, nv)
-            tiles = statistics_configs.scratch(key, row_panels, config.block_n)
-            found = self.kernels[nv, row_panels] = runtime.load(key), tiles
-        return found
+@lru_cache(maxsize=64)
+def _kernel(config: Config, dtype: str, head_dim: int, nv: int, row_panels: int) -> tuple[int, Scratch]:
+    """The kernel with panels of `nv` vectors, and its scratch for spans of `row_panels`."""
+    key = configs.key_of(StatisticsKey, config, dtype, head_dim, nv)
+    return runtime.load(key), statistics_configs.scratch(key, row_panels, config.block_n)
 
 
 def run(
@@ -61,10 +47,10 @@ def run(
     """Fills column_sums (B, Hq, Sk), or entropy and max_logit (B, Hq, Sq), all contiguous, from
     q (B, Hq, Sq, D), k (B, Hkv, Sk, D) and lse (B, Hq, Sq). What belongs to no packed member is 0, and
     -inf."""
-    prepared = launch.prepared
-    if prepared is None:
-        prepared = launch.prepared = _Prepared(launch)
     config, (batch, num_q_heads, seqlen_q, head_dim) = launch.config, q.shape
+    if launch.prepared is None:
+        configs.check_fits(config, launch.spec, launch.target)
+        launch.prepared = True
     if args.cu_seqlens_q is None:
         lens_q = np.full(batch, seqlen_q)
     else:
@@ -75,15 +61,16 @@ def run(
     nv = configs.panel_vectors(config.isa, int(lens_q.max(initial=1)))
     rows = nv * configs.ISAS[config.isa].lanes
     row_panels = min(config.panels, max(1, -(-int(lens_q.max(initial=1)) // rows)))
-    kernel, tiles = prepared.kernel(nv, row_panels)
+    kernel, tiles = _kernel(config, launch.spec.dtype, head_dim, nv, row_panels)
     entries, copies = statistics_configs.ranges(lens_q, rows)
     sums = None if column_sums is None else _zeros(copies, column_sums)
     lse = lse.contiguous()
     work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim, args)
     kept: list[Any] = []
     threads = arguments.threads_for(work_us)
-    stages, lse_at, seqlen_k = prepared.stages, lse.data_ptr(), k.shape[2]
-    words = array("q", arguments.front(stages, nv, q, k, k, q, lse_at, seqlen_k, args, kept))  # no V, no out
+    # There is no V and no out.
+    front = arguments.front(config.isa, nv, q, k, k, q, lse.data_ptr(), k.shape[2], args, kept)
+    words = array("q", front)
     columns = (0,) * 4 if sums is None else (sums.data_ptr(), *(4 * s for s in sums.stride()[:3]))
     results = (0 if x is None else x.data_ptr() for x in (entropy, max_logit))
     words.extend((*Cut(config.block_n, 1, 1, row_panels, 1, 1, zero=0), *tiles[:-1]))

@@ -127,10 +127,9 @@ def walks(key: KernelKey, stage: Any) -> Any:
             return start, live
         return greatest(start, load_i32(pairs + 8 * t)), least(live, load_i32(pairs + 8 * t + 4))
 
-    return namespace(
-        row_limits, key_span, block_keys, start_pass, begin_block, panel_kind, block_range, change_scores,
-        interval_list, interval,
-    )  # fmt: skip
+    keys = row_limits, key_span, block_keys, block_range, interval_list, interval
+    scores = start_pass, begin_block, panel_kind, change_scores
+    return namespace(*keys, *scores)
 
 
 def panels(key: KernelKey, stage: Any, shared: Any, walk: Any) -> Any:
