@@ -56,7 +56,7 @@ API = (
     ("flash-attn's cache", "integrations.flash_attn_cache", ("flash_attn_with_kvcache",)),
     ("flash-attn's rotary embedding", "integrations.flash_attn_rotary", ("apply_rotary_emb",)),
     ("transformers", "integrations.transformers", ("register",)),
-    ("transformers' cache in pages", "integrations.transformers_cache", ("register", "PagedCache")),
+    ("transformers' cache in pages", "integrations.transformers_cache", ("PagedCache",)),
     ("diffusers", "integrations.diffusers", ("register", "unregister")),
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef

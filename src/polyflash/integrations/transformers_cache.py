@@ -17,74 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers import PreTrainedModel
     from transformers.cache_utils import Cache, CacheLayerMixin
 except ImportError as error:
     raise ImportError("this module needs transformers 5: pip install 'polyflash[hf]'") from error
 
 from polyflash.errors import described, spec_error
-from polyflash.integrations import transformers as plug_in
-from polyflash.integrations.transformers.batch_mask import BatchMask, _mask_of_batch
-from polyflash.integrations.transformers.layer import (
-    _attention_forward,
-    _kept_apart,
-    _mask_of_call,
-    _refuse_unknown,
-)
+from polyflash.integrations.transformers import register
+from polyflash.integrations.transformers.layer import PagedStates
 from polyflash.kvcache import KVCache, Request, Step
 from polyflash.kvcache.handles import checked_count
 
 __all__ = ("PagedCache", "PagedStates", "register")
-
-
-def register(name: str = "poly") -> str:
-    """Registers as `polyflash.integrations.transformers.register` does; calls with a `PagedCache` read its
-    pages.
-
-    Raises:
-        SpecError: transformers gives the name, or a part of it, a meaning of its own."""
-    plug_in.register(name)
-    AttentionInterface.register(name, _forward_of_pages)
-    AttentionMaskInterface.register(name, _mask_of_batch)
-    return name
-
-
-class PagedStates(Tensor):
-    """Keys (or values) of one layer, (batch, num_kv_heads, tokens, head_dim), that stand in pages.
-
-    Every torch operation on it sees `dense()`, a copy."""
-
-    pages: PagedCache
-    layer: int
-    kind: int
-
-    @staticmethod
-    def __new__(cls, pages: PagedCache, layer: int, kind: int, tokens: int) -> PagedStates:
-        """`kind` is 0 for keys and 1 for values."""
-        pool = pages.cache.pools(layer)[kind]
-        shape = (len(pages.requests), pool.shape[2], tokens, pool.shape[3])
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=pool.dtype, device=pool.device)
-        made.pages, made.layer, made.kind = pages, layer, kind
-        return made
-
-    def dense(self) -> Tensor:
-        """(batch, num_kv_heads, tokens, head_dim), gathered."""
-        pool = self.pages.cache.pools(self.layer)[self.kind]
-        table = self.pages.page_table().long()
-        return pool[table].flatten(1, 2)[:, : self.shape[2]].transpose(1, 2)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PagedStates({tuple(self.shape)}, {self.dtype}, layer {self.layer})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        args, kwargs = _pytree.tree_map_only(PagedStates, PagedStates.dense, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -264,48 +210,3 @@ class PagedCache(Cache):
         if self._step is not None:
             self._step.rollback()
             self._step = None
-
-
-def _forward_of_pages(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Tensor | BatchMask | None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """The attention function: over pages if the mask is a window and lengths; else, and for tensors,
-    `_attention_forward` on the gathered keys."""
-    if isinstance(key, PagedStates):
-        out = _over_pages(module, query, key, attention_mask, **options)
-        if out is not None:
-            return out, None
-        key, value = key.dense(), value.dense()  # type: ignore[attr-defined]
-    return _attention_forward(module, query, key, value, attention_mask, **options)
-
-
-def _over_pages(
-    module: torch.nn.Module, query: Tensor, key: PagedStates, attention_mask: Tensor | BatchMask | None, *,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None, position_ids: Tensor | None = None, **others: Any,
-) -> Tensor | None:  # fmt: skip
-    """(batch, seqlen_q, num_q_heads, head_dim_v) over the pages of `key`'s layer; None where
-    `KVCache.attend` cannot express the call."""
-    if attention_mask is None and is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    mask = _mask_of_call(query, key, attention_mask, bool(is_causal))
-    packed = [others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
-    if not isinstance(mask, BatchMask) or dropout or any(x is not None for x in (position_bias, *packed)):
-        return None
-    if sliding_window is not None and mask.left is None and key.shape[2] > sliding_window:
-        return None
-    if mask.causal and position_ids is not None:
-        mask = _kept_apart(mask, position_ids)
-    batch, heads, rows, _ = query.shape
-    said = mask.options(rows, key.shape[2])
-    if "mask" in said:
-        return None
-    _refuse_unknown({n: x for n, x in others.items() if n not in ("max_length_q", "max_length_k")})
-    pages = key.pages
-    out: Tensor = pages.cache.attend(
-        query.transpose(1, 2).flatten(0, 1), pages.source, layer=key.layer, counts=rows,
-        cascade=pages.cascade, scale=scaling, softcap=softcap or 0.0, sinks=s_aux, **said,
-    )  # fmt: skip
-    return out.view(batch, rows, heads, -1)

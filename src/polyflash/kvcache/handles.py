@@ -87,7 +87,6 @@ class Reservation:
 class Snapshot:
     """Lengths and pages of every request at one moment. Owns those pages until `release`."""
 
-    allocator: int
     entries: dict[Request, Entry]
     held: bool = True
 

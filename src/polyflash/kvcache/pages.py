@@ -285,7 +285,7 @@ class Pages:
         until `release`: an append to one of them copies it first."""
         with self.lock:
             entries = {request: entry.copy() for request, entry in self._entries.items()}
-            made = Snapshot(self._id, entries)
+            made = Snapshot(entries)
             for page in made.pages:
                 self._owners[page] += 1
             self._snapshots[id(made)] = made

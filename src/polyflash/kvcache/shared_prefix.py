@@ -198,13 +198,10 @@ def attend(
     rows |= common
     rest: AttentionOutput = attention_paged(q, k_pages, v_pages, own_table, own_lens, return_lse=True, **rows)
     merged, lse = merge_rows(prefix, rest, need_lse=return_lse)
-    if out is not None:
-        result = out.copy_(merged)
-    elif q.is_contiguous():
-        result = q.new_empty((*q.shape[:2], channels), dtype=v_pages.dtype).copy_(merged)
-    else:
+    if out is None:
         like = q.to(v_pages.dtype).transpose(0, 1)[None]
-        result = outputs(like, v_pages, False)[0][0].transpose(0, 1).copy_(merged)
+        out = outputs(like, v_pages, False)[0][0].transpose(0, 1)
+    result = out.copy_(merged)
     return AttentionOutput(result, cast("Tensor", lse)) if return_lse else result
 
 

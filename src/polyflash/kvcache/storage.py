@@ -74,13 +74,11 @@ class Storage:
     def __repr__(self) -> str:
         """Sizes and numbers, no keys."""
         k, v = self.k_pages[0], self.v_pages[0]
-        widths = f"{k.shape[3]}" if k.shape[3] == v.shape[3] else f"{k.shape[3]} and {v.shape[3]}"
-        return (
-            f"{type(self).__name__}({self.num_pages} pages of {self.page_size} tokens, "
-            f"{self.num_layers} layers, {k.shape[2]} kv heads, head_dim {widths}, "
-            f"{self.dtype}, {self.device}; "
-            f"{len(self.requests())} requests, {self.num_free_pages} pages free)"
-        )
+        widths = " and ".join(dict.fromkeys(str(x.shape[3]) for x in (k, v)))
+        pools = f"{self.num_pages} pages of {self.page_size} tokens, {self.num_layers} layers"
+        heads = f"{k.shape[2]} kv heads, head_dim {widths}, {self.dtype}, {self.device}"
+        state = f"{len(self.requests())} requests, {self.num_free_pages} pages free"
+        return f"{type(self).__name__}({pools}, {heads}; {state})"
 
     @property
     def k_pages(self) -> tuple[Tensor, ...]:

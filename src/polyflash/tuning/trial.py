@@ -110,30 +110,25 @@ def trial(workload: Workload, phase: Phase, backend: str, *, device: str = "cpu"
     if phase is not Phase.FORWARD:
         args = args._replace(need_lse=True)
     here = target.detect(q.device.type, q.device.index or 0)
-    launch = _launch(q, k, v, args, phase, backend, here)
-    plain = _launch(q, k, v, args, phase, "torch", here)
+
+    def launch(phase: Phase, backend: str) -> Launch:
+        spec = spec_of(q, k, k if phase is Phase.STATISTICS else v, args, phase=phase)
+        if phase is Phase.FORWARD:
+            spec = without_gradients(spec)
+            spec = replace(spec, features=spec.features - {Feature.LSE})
+        made = plan.select(spec, here, backends.TABLE, backend=backend, config="")
+        made.run = import_module(made.row.module).run
+        made.tally = counting.tally_of(made, backend)
+        return made
+
+    chosen, plain = launch(phase, backend), launch(phase, "torch")
     saved: Results = ()
     if phase in (Phase.BACKWARD, Phase.STATISTICS):
-        forward = _launch(q, k, v, args, Phase.FORWARD, "torch", here)
-        out, lse = _run(forward, q, k, v, args, ())()
+        out, lse = _run(launch(Phase.FORWARD, "torch"), q, k, v, args, ())()
         with torch.device("cpu"):
             dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
-        dout = dout.to(out.dtype).to(device)
-        saved = (dout, out, lse)
-    return Trial(workload, launch, q, k, v, args, _run(plain, q, k, v, args, saved)(), saved)
-
-
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor, args: Arguments, phase: Phase, backend: str, here: Target
-) -> Launch:
-    spec = spec_of(q, k, k if phase is Phase.STATISTICS else v, args, phase=phase)
-    if phase is Phase.FORWARD:
-        spec = without_gradients(spec)
-        spec = replace(spec, features=spec.features - {Feature.LSE})
-    launch = plan.select(spec, here, backends.TABLE, backend=backend, config="")
-    launch.run = import_module(launch.row.module).run
-    launch.tally = counting.tally_of(launch, backend)
-    return launch
+        saved = (dout.to(out.dtype).to(device), out, lse)
+    return Trial(workload, chosen, q, k, v, args, _run(plain, q, k, v, args, saved)(), saved)
 
 
 def _run(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments, saved: Results) -> Run:

@@ -26,6 +26,7 @@ _PARSED = ("flash", "sdpa", "flex_attention", "paged", "eager", "/", "|", "@", "
 
 def register(name: str = "poly") -> str:
     """Make `attn_implementation=name` run polyflash in every model loaded from now on; returns the name.
+    Calls with a `PagedCache` read its pages.
 
     Raises:
         SpecError: transformers gives the name, or a part of it, a meaning of its own."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from polyflash.api import attention, attention_varlen
 from polyflash.errors import UnsupportedError, spec_error
 from polyflash.integrations.transformers.batch_mask import BatchMask
+
+if TYPE_CHECKING:
+    from polyflash.integrations.transformers_cache import PagedCache
 
 # Arguments that describe the call and change no result. Every other one that is not named in the signature of
 # `_attention_forward` is refused unless it is None or False.
@@ -17,6 +21,53 @@ DESCRIPTIVE = frozenset((
     "cache_position", "deterministic", "num_items_in_batch", "output_hidden_states", "output_router_logits",
     "return_dict", "use_cache",
 ))  # fmt: skip
+
+
+class PagedStates(Tensor):
+    """Keys (or values) of one layer, (batch, num_kv_heads, tokens, head_dim), that stand in pages.
+
+    Every torch operation on it sees `dense()`, a copy."""
+
+    pages: PagedCache
+    layer: int
+    kind: int
+
+    @staticmethod
+    def __new__(cls, pages: PagedCache, layer: int, kind: int, tokens: int) -> PagedStates:
+        """`kind` is 0 for keys and 1 for values."""
+        pool = pages.cache.pools(layer)[kind]
+        shape = (len(pages.requests), pool.shape[2], tokens, pool.shape[3])
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=pool.dtype, device=pool.device)
+        made.pages, made.layer, made.kind = pages, layer, kind
+        return made
+
+    def dense(self) -> Tensor:
+        """(batch, num_kv_heads, tokens, head_dim), gathered."""
+        pool = self.pages.cache.pools(self.layer)[self.kind]
+        table = self.pages.page_table().long()
+        return pool[table].flatten(1, 2)[:, : self.shape[2]].transpose(1, 2)
+
+    def attend(self, query: Tensor, options: dict[str, Any]) -> Tensor:
+        """`KVCache.attend` of q over the pages of the layer: (batch, seqlen_q, num_q_heads, head_dim_v)."""
+        batch, heads, rows, _ = query.shape
+        packed, pages = query.transpose(1, 2).flatten(0, 1), self.pages
+        options |= {"layer": self.layer, "counts": rows, "cascade": pages.cascade}
+        out: Tensor = pages.cache.attend(packed, pages.source, **options)
+        return out.view(batch, rows, heads, -1)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PagedStates({tuple(self.shape)}, {self.dtype}, layer {self.layer})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = _pytree.tree_map_only(PagedStates, PagedStates.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _dense(*states: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.dense() if isinstance(x, PagedStates) else x for x in states)
 
 
 def _attention_forward(
@@ -51,6 +102,7 @@ def _attention_forward(
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             told = "got a dense mask too, which says everything. Pass one only"
             raise UnsupportedError(f"cu_seq_lens_q: {told}")
+        key, value = _dense(key, value)
         if mask.dtype is torch.bool:
             out = attention(query, key, value, mask=mask, bias=position_bias, **settings)
         else:
@@ -69,12 +121,16 @@ def _attention_forward(
     else:
         mask, cu_q, cu_k = _packed(mask, cu_seq_lens_q, cu_seq_lens_k, position_bias)
     if cu_q is not None and cu_k is not None and position_bias is None:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x[0].transpose(0, 1) for x in _dense(query, key, value))
         window = None if mask.left is mask.right is None else (mask.left, mask.right)
         hints: dict[str, Any] = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
         out = attention_varlen(q, k, v, cu_q, cu_k, causal=mask.causal, window=window, **hints, **settings)
         return out.unsqueeze(0).contiguous(), None
     options = mask.options(query.shape[2], key.shape[2])
+    if isinstance(key, PagedStates) and "mask" not in options and position_bias is None and not dropout:
+        del settings["dropout_p"]
+        return key.attend(query, options | settings), None
+    key, value = _dense(key, value)
     out = attention(query, key, value, bias=position_bias, **options, **settings)
     return out.transpose(1, 2).contiguous(), None
 
