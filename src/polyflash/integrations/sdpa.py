@@ -91,9 +91,6 @@ class _Override(TorchFunctionMode):
             return _replaced(self.strict, *args, **kwargs)
         if func is Tensor.unflatten:
             return torch.unflatten(*args, **kwargs)  # torch.compile cannot trace the method from here
-        if func is Tensor.backward:
-            with self:
-                return _backward(*args, **kwargs)
         if func in _ENGINE and not torch.compiler.is_compiling():
             with self:
                 return _ENGINE[func](*args, **kwargs)
@@ -107,25 +104,16 @@ class _Override(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _backward(
-    x: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False,
-    inputs: Any = None,
-) -> None:  # fmt: skip
-    """Stands in for `Tensor.backward`, which would hand itself over to the mode again."""
-    torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
-
-
 def _through(function: Any) -> Any:
     """Copies an autograd function so that it does not hand itself over to function modes, which can then see
     what checkpoints recompute inside it."""
     code = function.__code__
-    if "has_torch_function" not in code.co_names:
-        return function
-    others = {**function.__globals__, "has_torch_function": lambda _: False}
+    asked = [name for name in code.co_names if name.startswith("has_torch_function")]
+    others = {**function.__globals__, **dict.fromkeys(asked, lambda _: False)}
     return FunctionType(code, others, function.__name__, function.__defaults__, function.__closure__)
 
 
-_ENGINE = {function: _through(function) for function in (torch.autograd.backward, torch.autograd.grad)}
+_ENGINE = {f: _through(f) for f in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
 
 
 def scaled_dot_product_attention(
