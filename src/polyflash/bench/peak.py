@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -84,9 +84,7 @@ class Calibration:
         self._target = target
         cpus = usable_cpus()
         # Left to itself, the system may wake two of these threads on one core and leave them there.
-        seats = SimpleQueue[set[int]]()
-        for i in range(self.threads):
-            seats.put({cpus[i % len(cpus)]} if self.threads >= len(cpus) else set(cpus))
+        seats = itertools.cycle(cpus) if self.threads >= len(cpus) else None
         self._pool = ThreadPoolExecutor(self.threads, "polyflash-peak", initializer=_sit, initargs=(seats,))
         self._peaks: dict[str, Peak] = {}
         self._best = 0.0
@@ -141,12 +139,11 @@ def physical_cores() -> int:
     return len(cores)
 
 
-def _sit(seats: SimpleQueue[set[int]]) -> None:
+def _sit(seats: Iterator[int] | None) -> None:
     """Keeps the calling thread on the next seat, where the system lets it."""
-    seat = seats.get()
-    if hasattr(os, "sched_setaffinity"):
+    if seats is not None and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, seat)
+            os.sched_setaffinity(0, {next(seats)})
 
 
 class _Loop:

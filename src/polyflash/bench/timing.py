@@ -162,9 +162,11 @@ def compare(
 
 
 def compared(
-    arms: Iterable[Arm] | Mapping[str, Callable[[], object]], device: str, seconds: float,
+    arms: Iterable[Arm] | Mapping[str, Callable[[], object]],
+    device: str,
+    seconds: float,
     speed: Speed | None = None,
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """The arms, or calls by name, against each other, by the clock of their device; for about `seconds`, five
     quiet rounds if they take no more than twice as long, and FEWEST in any case. A GPU's calls are queued
     between events, so launches overlap as in a model; threads and `before` of an arm are of CPUs."""
@@ -195,9 +197,11 @@ def queued_rounds(arms: Sequence[Arm], seconds: float, clock: Clock, speed: Spee
 
 
 def _interleaved(
-    arms: Sequence[Arm], sample: Callable[[Arm], float], speed: Speed | None,
+    arms: Sequence[Arm],
+    sample: Callable[[Arm], float],
+    speed: Speed | None,
     done: Callable[[Sequence[Round]], bool],
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """Every arm once per round, in an order that turns round, until `done`."""
     rounds: list[Round] = []
     before = speed() if speed else 1.0

@@ -7,12 +7,13 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from polyflash.errors import SpecError, UnsupportedError, described, spec_error
+from polyflash.kvcache.handles import is_ints
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,6 +127,18 @@ def lengths(x: Any) -> Any:
     if isinstance(x, Tensor) and x.dtype is torch.int64:
         return x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     return x
+
+
+def per_request(name: str, given: Any, batch: int, device: torch.device) -> Tensor:
+    """Makes int32 (batch,) on `device` of one number for all requests, never read, or of one for each."""
+    if isinstance(given, Tensor):
+        given = given.to(device).expand(batch).contiguous() if given.ndim == 0 else given
+    elif hasattr(given, "__index__") and not isinstance(given, bool):
+        given = torch.full((batch,), given, dtype=torch.int64, device=device)
+    if is_ints(given, (batch,), device):
+        return cast(Tensor, lengths(given))
+    wanted = f"an int, or int32 or int64 ({batch},) on {device}"
+    raise spec_error(name, described(given), wanted, "One per request, or one for all.")
 
 
 def window_sides(window_size: Any) -> tuple[int | None, int | None]:

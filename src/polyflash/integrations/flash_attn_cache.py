@@ -13,12 +13,11 @@ from torch import Tensor
 from polyflash import validate
 from polyflash.api import attention, attention_paged
 from polyflash.errors import UnsupportedError, described, spec_error
-from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, options
+from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, options, per_request
 from polyflash.integrations.flash_attn_rotary import rotated
 from polyflash.kvcache.handles import is_ints
 from polyflash.spec import Arguments
 
-_LENS = "an int, or int32 or int64 (batch,)"
 # Errors about k and v concern a cache, not the new k and v.
 _NAMES = {"k": "k_cache", "v": "v_cache", "kv_lens": "cache_seqlens", "kv_starts": "cache_leftpad"}
 _OF_PAGES = _NAMES | {"k_pages": "k_cache", "v_pages": "v_cache", "page_table": "block_table"}
@@ -87,18 +86,19 @@ def flash_attn_with_kvcache(
     with torch.no_grad():
         _check_caches(q, k_cache, v_cache, table, cache_batch_idx)
         room = k_cache.shape[1] * (1 if table is None else table.shape[1])
-        lens = _lens("cache_seqlens", q, room if cache_seqlens is None else cache_seqlens)
+        asked = room if cache_seqlens is None else cache_seqlens
+        lens = per_request("cache_seqlens", asked, q.shape[0], q.device)
         if k is not None and v is not None:
             if cache_seqlens is None:
                 change = "Say how many keys the cache holds; 0 for none."
-                raise spec_error("cache_seqlens", "None", f"{_LENS} with k", change)
+                raise spec_error("cache_seqlens", "None", "an int, or int32 or int64 (batch,) with k", change)
             _check_new("k", k, k_cache, q.shape[0], k.shape[1])
             _check_new("v", v, v_cache, q.shape[0], k.shape[1])
             _check_room(lens, room, k.shape[1])
             new = torch.arange(k.shape[1], device=k.device)
             if rotary_cos is not None and rotary_sin is not None:
-                stand = lens if rotary_seqlens is None else _lens("rotary_seqlens", q, rotary_seqlens)
-                stand = stand.long()[:, None]
+                stand = lens if rotary_seqlens is None else rotary_seqlens
+                stand = per_request("rotary_seqlens", stand, q.shape[0], q.device).long()[:, None]
                 ordered = given["causal"] or given["window"] != (None, None)
                 rows = torch.arange(q.shape[1], device=q.device) if ordered else stand.new_zeros(q.shape[1])
                 q = _rotated(q, stand + rows, rotary_cos, rotary_sin, interleaved)
@@ -194,17 +194,6 @@ def _check_caches(
         if not 0 <= low <= high < rows:
             change = "Number the rows of k_cache."
             raise spec_error("cache_batch_idx", f"rows {low} to {high}", f"0 to {rows - 1}", change)
-
-
-def _lens(name: str, q: Tensor, given: Any) -> Tensor:
-    """Makes int32 (batch,) of one number for all requests, or of one for each."""
-    if is_ints(given):
-        if given.ndim == 0 or given.shape == (q.shape[0],):
-            at = q.device if given.ndim == 0 else given.device
-            return lengths(given).to(at).expand(q.shape[0]).contiguous()
-    elif not isinstance(given, (bool, Tensor)) and hasattr(given, "__index__"):
-        return lengths(torch.full((q.shape[0],), given, dtype=torch.int64, device=q.device))
-    raise spec_error(name, described(given), _LENS, "One length per request, or one for all.")
 
 
 def _check_room(lens: Tensor, room: int, new: int) -> None:

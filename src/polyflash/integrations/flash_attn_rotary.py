@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from polyflash import validate
 from polyflash.errors import described, spec_error
-from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, scalar
+from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, per_request, scalar
 from polyflash.kvcache.handles import is_ints
 from polyflash.kvcache.rope import Rope
 from polyflash.spec import Arguments
@@ -42,7 +40,7 @@ def apply_rotary_emb(
         raise spec_error("x", described(x), wanted, "Use flatten() or unflatten().")
     bounds, live = lengths(cu_seqlens), None
     if cu_seqlens is None:
-        offsets = _offsets(seqlen_offsets, x.shape[0], x)
+        offsets = per_request("seqlen_offsets", seqlen_offsets, x.shape[0], x.device)
         at = offsets[:, None] + torch.arange(x.shape[1], device=x.device)
     else:
         if not is_ints(bounds) or bounds.ndim != 1 or not len(bounds):
@@ -54,23 +52,10 @@ def apply_rotary_emb(
         tokens = torch.arange(x.shape[0], device=x.device)
         request = torch.searchsorted(bounds[1:], tokens, right=True)
         live = request < len(bounds) - 1
-        starts = _offsets(seqlen_offsets, len(bounds) - 1, x) - bounds[:-1]
+        starts = per_request("seqlen_offsets", seqlen_offsets, len(bounds) - 1, x.device).long() - bounds[:-1]
         at = tokens + torch.cat((starts, -bounds[-1:].long()))[request]  # tokens of no request are near 0
     turned = rotated(x, at, cos, sin, flag("interleaved", interleaved), live=live)
     return x.copy_(turned) if flag("inplace", inplace) else turned
-
-
-def _offsets(given: Any, batch: int, x: Tensor) -> Tensor:
-    """Makes int64 (batch,) on the device of x."""
-    if is_ints(given):
-        if given.ndim == 0 or (given.shape == (batch,) and given.device == x.device):
-            return given.to(x.device, torch.int64).expand(batch)
-    else:
-        given = scalar("seqlen_offsets", given)
-        if hasattr(given, "__index__") and not isinstance(given, bool):
-            return torch.full((batch,), given, dtype=torch.int64, device=x.device)
-    wanted = f"an int, or int32 or int64 ({batch},) on {x.device}"
-    raise spec_error("seqlen_offsets", described(given), wanted, "One offset per request.")
 
 
 def rotated(

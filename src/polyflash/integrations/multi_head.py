@@ -68,21 +68,18 @@ def _fit(query: Any, key: Any, value: Any, embed_dim: Any, num_heads: int, separ
 def _masks_fit(
     query: Tensor, key: Tensor, num_heads: int, padding: Tensor | None, attn_mask: Tensor | None, causal: bool
 ) -> bool:
-    if causal and attn_mask is None:
-        return False
     batch = () if query.ndim == 2 else (query.shape[1],)
     rows, keys = query.shape[0], key.shape[0]
-    if padding is not None and (padding.shape != (*batch, keys) or not _is_mask(padding)):
+    for mask in (padding, attn_mask):
+        if mask is not None and mask.dtype is not torch.bool and not mask.is_floating_point():
+            return False
+    if padding is not None and padding.shape != (*batch, keys):
         return False
     if attn_mask is None:
-        return True
+        return not causal
     wanted = (rows, keys) if attn_mask.ndim == 2 else ((batch[0] if batch else 1) * num_heads, rows, keys)
     same = padding is None or padding.dtype is attn_mask.dtype  # torch warns if they differ
-    return attn_mask.shape == wanted and _is_mask(attn_mask) and same
-
-
-def _is_mask(x: Tensor) -> bool:
-    return x.dtype is torch.bool or x.is_floating_point()
+    return attn_mask.shape == wanted and same
 
 
 def _projected(

@@ -225,8 +225,8 @@ def _mask_of_batch(
         )  # fmt: skip
         return dense
     return _structured(
-        pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device),
-    )  # fmt: skip
+        pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device)
+    )
 
 
 def _structured(
