@@ -29,6 +29,7 @@ FLT_MIN, FLT_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 BIAS_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
+_ABSENT = tuple((0,) * (1 + axes) for axes in range(6))
 NO_OPERANDS = bytes(8 * len(Operands._fields))
 _pack_head = struct.Struct(f"{len(Tensors._fields) + len(Softmax._fields)}q").pack
 
@@ -146,29 +147,45 @@ def operands(
     caps = (0, 0)
     if does & words.DOES_SOFTCAP:
         caps = float_bits(abs(scale) / args.softcap), float_bits(args.softcap)
-    slopes = None if args.alibi_slopes is None else _as_float32(args.alibi_slopes)
-    cu_q, cu_k = (None if cu is None else cu.contiguous() for cu in (args.cu_seqlens_q, args.cu_seqlens_k))
-    kept.extend(x for x in (slopes, cu_q, cu_k) if x is not None)
+    cu_q, cu_k = args.cu_seqlens_q, args.cu_seqlens_k
+    if cu_q is not None:
+        cu_q = cu_q.contiguous()
+        kept.append(cu_q)
+    if cu_k is not None:
+        cu_k = cu_k.contiguous()
+        kept.append(cu_k)
     values = (
-        *(*_placed(args.q_offset, 1), *_placed(args.kv_lens, 1), *_placed(args.kv_starts, 1)),
+        *(*_table(args.q_offset), *_table(args.kv_lens), *_table(args.kv_starts)),
         *(does, float_bits(abs(scale)), *caps),
         *_placed(args.mask, 4),
         *(*_placed(args.bias, 4), 0 if args.bias is None else BIAS_KINDS[args.bias.dtype]),
-        *_placed(slopes, 2),
+        *_per_head(args.alibi_slopes, kept),
         *(*_placed(args.q_segments, 2), *_placed(args.k_segments, 2)),
         *_intervals(args.intervals, args.interval_rows, kept),
         *(members, 0 if cu_q is None else cu_q.data_ptr(), 0 if cu_k is None else cu_k.data_ptr()),
         *_dropout(args, drop),
-        *((0,) * 5 if k is None or args.page_table is None else _pages(args.page_table, k)),
+        *(_ABSENT[4] if k is None or args.page_table is None else _pages(args.page_table, k)),
     )
     return array("q", values).tobytes()
+
+
+def _table(per_batch: Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if per_batch is None else (per_batch.data_ptr(), 4 * per_batch.stride(0))
+
+
+def _per_head(slopes: Tensor | None, kept: list[Tensor]) -> tuple[int, ...]:
+    if slopes is None:
+        return _ABSENT[2]
+    slopes = _as_float32(slopes)
+    kept.append(slopes)
+    return slopes.data_ptr(), 4 * slopes.stride(0) if slopes.ndim == 2 else 0, 4 * slopes.stride(-1)
 
 
 def _placed(x: Tensor | None, axes: int) -> tuple[int, ...]:
     """Address of an operand and its byte strides over so many axes, the last ones its own; 0 where it
     broadcasts, or if there is none."""
     if x is None:
-        return (0,) * (1 + axes)
+        return _ABSENT[axes]
     size = x.element_size()
     strides = [0 if n == 1 else size * s for n, s in zip(x.shape, x.stride(), strict=True)]
     return (x.data_ptr(), *[0] * (axes - len(strides)), *strides)
@@ -176,7 +193,7 @@ def _placed(x: Tensor | None, axes: int) -> tuple[int, ...]:
 
 def _intervals(lists: Tensor | None, rows: int, kept: list[Tensor]) -> tuple[int, ...]:
     if lists is None:
-        return (0,) * 6
+        return _ABSENT[5]
     lists = lists if lists[0, 0, 0].is_contiguous() else lists.contiguous()
     kept.append(lists)
     return *_placed(lists, 5)[:3], 4 * lists.stride(2), lists.shape[3], rows
