@@ -97,19 +97,19 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
     autograd.refuse_inference_only(args)
     wanted = args.need_lse
     backend = requested_backend(args)  # the gradients follow the choice made here
+    rest = _without_defaults(args)
+    if not _skips_dispatcher(q, k, v, rest) or _top_saved_tensors_hooks(False) is not None:
+        validate.check_layouts(q, k, v, args)
+        if backend:
+            check(q, k, v, args)
+            _refuse_statically(Phase.BACKWARD, q, k, v, args)
+        return _attention(q, k, v, *args._replace(backend=backend or ANY))
     if backend != args.backend:
         args = args._replace(backend=backend)
-    rest = _without_defaults(args)
+        rest = _without_defaults(args)
     if not wanted:
         args = Arguments(rest[0], rest[1], True, *rest[_N_PLAIN:])
         rest = args[:_N_PLAIN] if len(rest) == _N_PLAIN else args
-    if not _skips_dispatcher(q, k, v, rest) or _top_saved_tensors_hooks(False) is not None:
-        validate.check_layouts(q, k, v, args)
-        if args.backend:
-            check(q, k, v, args)
-            _refuse_statically(Phase.BACKWARD, q, k, v, args)
-        results = _Attention.apply(q, k, v, args.bias, args.sinks, args, None, None, False, wanted)
-        return results if wanted else (results, NO_LSE)
     launch = _route(_FORWARD, q, k, v, args, rest)
     kept = _gradient_routes.get(id(launch))
     if kept is None:
@@ -119,14 +119,12 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
     return results if wanted else (results, NO_LSE)
 
 
-def _below_autograd(
-    q: Tensor, k: Tensor, v: Tensor, args: Arguments, phase: Phase = _DECODE
-) -> tuple[Tensor, Tensor]:
+def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """The op, or its body where the dispatcher would do nothing else: plain tensors, no mode, trace or
     profiler. The dispatcher's way from Python to Python takes 8 us, as long as a small call of torch's."""
     rest = _without_defaults(args)
     if _skips_dispatcher(q, k, v, rest):
-        return _attend(q, k, v, args, rest, phase)
+        return _attend(q, k, v, args, rest, _DECODE)[1]
     validate.check_layouts(q, k, v, rest)
     with torch._C._AutoDispatchBelowAutograd():
         return _attention(q, k, v, *rest)
@@ -240,10 +238,7 @@ def call_plain(
 ) -> tuple[Launch, tuple[Tensor, Tensor]] | None:
     """Launch and results of a quiet call (`gate.py`), or None if it needs the dispatcher."""
     rest = _without_defaults(args)
-    if not _skips_dispatcher(q, k, v, rest):
-        return None
-    launch = _route(_DECODE, q, k, v, args, rest)
-    return launch, _run(launch, q, k, v, *_outputs(q, v, args.need_lse), args)
+    return _attend(q, k, v, args, rest, _DECODE) if _skips_dispatcher(q, k, v, rest) else None
 
 
 def _plan(
@@ -271,15 +266,15 @@ def _refuse_statically(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Argu
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     args = Arguments(*rest)
     differentiated = args.need_lse and any_requires_grad(q, k, v, args)  # as far as a tensor tells
-    out, lse = _attend(q, k, v, args, rest, _FORWARD if differentiated else _DECODE)
+    out, lse = _attend(q, k, v, args, rest, _FORWARD if differentiated else _DECODE)[1]
     return out, q.new_empty(0) if lse is NO_LSE else lse  # an op's results are its own
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...], phase: Phase
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Launch, tuple[Tensor, Tensor]]:
     launch = _route(phase, q, k, v, args, rest)
-    return _run(launch, q, k, v, *_outputs(q, v, args.need_lse), args)
+    return launch, _run(launch, q, k, v, *_outputs(q, v, args.need_lse), args)
 
 
 def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
@@ -369,18 +364,15 @@ def _fake_backward(
 
 class _Attention(torch.autograd.Function):
     """Eager gradients in the classic form, the cheapest there is. The inputs are the differentiable operands,
-    the `Arguments`, the launches of both phases if the call needs no dispatcher, whether there are no
-    operands beside q, k, v, and whether the lse is a result."""
+    the `Arguments`, the launches of both phases, whether there are no operands beside q, k, v, and whether
+    the lse is a result."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, args: Arguments, *how: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        launch, backward, plain, wanted = how
-        if launch is None:
-            out, lse = _below_autograd(q, k, v, args, _FORWARD)
-        else:
-            out, lse = _run(launch, q, k, v, *_outputs(q, v, True), args)
+        launch, ctx.launch, plain, wanted = how
+        out, lse = _run(launch, q, k, v, *_outputs(q, v, True), args)
         if plain:
             ctx.save_for_backward(q, k, v, out, lse)
         else:
@@ -388,7 +380,6 @@ class _Attention(torch.autograd.Function):
             args = Arguments._make(_KEPT if isinstance(x, Tensor) else x for x in args)
         ctx.set_materialize_grads(False)
         ctx.args = args
-        ctx.launch = backward
         return (out, lse) if wanted else out
 
     @staticmethod
@@ -401,7 +392,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         if (
-            launch is not None and is_plain(dout) and (dlse is None or is_plain(dlse))
+            is_plain(dout) and (dlse is None or is_plain(dlse))
             and not torch.is_grad_enabled() and unobserved() and out.numel() and k.shape[2]
             and stored(dout, dlse, q, k, v, out, lse, *others)
         ):  # fmt: skip
