@@ -35,14 +35,6 @@ OFF_ROW = 1e-3  # of the largest row: what a row may be off by beside its own si
 OK, FAILED, REFUSED = "ok", "failed", "refused"
 
 
-def add(commands: Any) -> None:
-    """Adds the command to the subparsers `commands`."""
-    about = "does every kernel of this machine compute what it should"
-    parser = commands.add_parser("doctor", help=about, description=run.__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
-    parser.set_defaults(command=run)
-
-
 def run(options: argparse.Namespace, *_: object) -> int:
     """A dozen tiny cases on every row against float64, each row printed as it ends, and remedies for what is
     missing. Returns 1 if a case fails or nothing can run."""
@@ -240,7 +232,7 @@ def surroundings(probed: dict[str, Any]) -> list[Advice]:
 
 def _packages(probed: dict[str, Any]) -> Iterator[Advice]:
     for name, wanted in reports.PACKAGES.items():
-        version = reports.version_of(name)
+        version = target.installed_version(name)
         if name in ("torch", "numpy", "numba") and (
             not version or target.release(version) < target.release(wanted)
         ):
@@ -248,7 +240,7 @@ def _packages(probed: dict[str, Any]) -> Iterator[Advice]:
             if name == "numba":
                 what += ", so the CPU engine has no compiler and calls run on the torch row"
             yield Advice(what, f"pip install '{name}>={wanted}'", fatal=name == "torch")
-    if "error" in probed and reports.version_of("torch"):
+    if "error" in probed and target.installed_version("torch"):
         remedy = "reinstall torch: pip install --force-reinstall torch"
         yield Advice(f"torch does not import: {probed['error']}", remedy, fatal=True)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,7 @@ def parser(version: str) -> argparse.ArgumentParser:
     _add_tune(commands)
     _add_ablate(commands)
     _add_warmup(commands)
-    doctor.add(commands)
-    reports.add(commands)
+    _add_reports(commands)
     return made
 
 
@@ -78,10 +77,14 @@ def device_here(name: str | None) -> str:
     return f"cuda:{index}"
 
 
+def _refusal(text: str, wanted: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"got {text!r}, wanted {wanted}")
+
+
 def _device(text: str) -> str:
     kind, colon, index = text.partition(":")
     if kind not in ("cpu", "cuda") or (colon and (kind == "cpu" or not index.isdecimal())):
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted cpu, cuda or cuda:N")
+        raise _refusal(text, "cpu, cuda or cuda:N")
     return text
 
 
@@ -89,21 +92,20 @@ def _backend(text: str) -> str:
     from polyflash.backends import BACKENDS
 
     if text not in BACKENDS:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(BACKENDS)}")
+        raise _refusal(text, f"one of {', '.join(BACKENDS)}")
     return text
 
 
 def _dtype(text: str) -> str:
     name = _SHORT.get(text.lower(), text.lower())
     if name not in BY_NAME:
-        wanted = ", ".join((*BY_NAME, *_SHORT))
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {wanted}")
+        raise _refusal(text, f"one of {', '.join((*BY_NAME, *_SHORT))}")
     return name
 
 
 def _size(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number")
+        raise _refusal(text, "a whole number")
     return int(text)
 
 
@@ -111,59 +113,56 @@ def _pair(text: str) -> tuple[int, int]:
     """'8/2' -> (8, 2); '8' -> (8, 8)."""
     first, _, second = text.partition("/")
     if not first.isdecimal() or not (second or "0").isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number, or two as in 8/2")
+        raise _refusal(text, "a number, or two as in 8/2")
     return int(first), int(second or first)
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
-    sides = text.split(",")
     try:
-        left, right = (None if side.strip().lower() in ("", "none") else int(side) for side in sides)
+        left, right = (None if x.strip().lower() in ("", "none") else int(x) for x in text.split(","))
     except ValueError:
-        wanted = "LEFT,RIGHT such as 255,0 or 255,none"
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted {wanted}") from None
+        raise _refusal(text, "LEFT,RIGHT such as 255,0 or 255,none") from None
     return left, right
 
 
 def seconds(text: str) -> float:
     """A positive number."""
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a positive number")
-    return found
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise _refusal(text, "a positive number")
+    return number
 
 
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def _features(text: str) -> list[str]:
-    return _some_of(text, FEATURES)
-
-
 def _phases(text: str) -> list[str]:
-    wanted = _some_of(text, PHASES)
-    if not wanted:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted some of {', '.join(PHASES)}")
-    return wanted
+    if not _names(text):
+        raise _refusal(text, f"some of {', '.join(PHASES)}")
+    return _some_of(PHASES)(text)
 
 
-def _some_of(text: str, known: Sequence[str]) -> list[str]:
-    wanted = _names(text)
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"got {', '.join(unknown)}, wanted some of {', '.join(known)}")
-    return wanted
+def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """The type of an option that takes names of `known`."""
+
+    def names(text: str) -> list[str]:
+        unknown = [name for name in _names(text) if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"got {', '.join(unknown)}, wanted some of {', '.join(known)}")
+        return _names(text)
+
+    return names
 
 
-def _command(commands: Any, name: str, place: str, about: str, description: str) -> Any:
-    parser = commands.add_parser(name, help=about, description=description)
-    parser.set_defaults(command=place)
-    parser.add_argument("--quiet", action="store_true", help="results only: no progress, no commentary")
-    return parser
+def _command(commands: Any, name: str, place: str, about: str, description: str) -> _Options:
+    add = _Options(commands.add_parser(name, help=about, description=description))
+    add.parser.set_defaults(command=place)
+    add.flag("--quiet", "results only: no progress, no commentary")
+    return add
 
 
 class _Options:
@@ -178,8 +177,9 @@ class _Options:
     def flag(self, name: str, told: str) -> None:
         self(name, told, action="store_true")
 
-    def names(self, name: str, told: str, kind: Any = _names) -> None:
-        self(name, told, type=kind, default=[], metavar="A,B" if kind is not _names else "NAME,NAME")
+    def names(self, name: str, told: str, known: Sequence[str] = ()) -> None:
+        kind, metavar = (_some_of(known), "A,B") if known else (_names, "NAME,NAME")
+        self(name, told, type=kind, default=[], metavar=metavar)
 
     def words(self, name: str, told: str, metavar: str = "WORD", *, kind: Any = str, to: str = "") -> None:
         to = to or name.removeprefix("--")
@@ -228,7 +228,7 @@ class _Options:
 def _add_run(commands: Any) -> None:
     about = "attention on Q, K, V from files"
     told = "Attention on Q, K, V from files: output and lse, with plan, time and error."
-    add = _Options(_command(commands, "run", "polyflash.commands:run", about, told))
+    add = _command(commands, "run", "polyflash.commands:run", about, told)
     add.problem(device="cpu unless given; cuda, cuda:1", dtype=None)
     add.window()
     add("files", "one .safetensors or .npz, or three .npy: q, k, v", nargs="+", metavar="FILE")
@@ -243,11 +243,11 @@ def _add_run(commands: Any) -> None:
 def _add_explain(commands: Any) -> None:
     about = "which kernel would run, and why no other"
     told = "Which kernel would run a problem that exists only as sizes, on a device that need not be here."
-    add = _Options(_command(commands, "explain", "polyflash.commands:explain", about, told))
+    add = _command(commands, "explain", "polyflash.commands:explain", about, told)
     add.problem(device="a device of this machine: cpu unless given; cuda, cuda:1", dtype="float32")
     add.window()
     add.sizes((2048, 2048))
-    add.names("--features", ", ".join(FEATURES), _features)
+    add.names("--features", ", ".join(FEATURES), FEATURES)
     add.flag("--grad", "plan the gradients too")
     told = "a device that need not be here: cuda:sm90, cpu:avx512+amx_bf16"
     add("--target", told, metavar="NAME")
@@ -256,7 +256,7 @@ def _add_explain(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     about = "this machine against torch SDPA and others"
     told = "This machine against torch SDPA and the other attention implementations found on it."
-    add = _Options(_command(commands, "bench", "polyflash.bench.command:run", about, told))
+    add = _command(commands, "bench", "polyflash.bench.command:run", about, told)
     add.parser.set_defaults(size="")
     add.device("cpu unless given; cuda, cuda:1")
     told = "dense, windows, small and some of backward unless given; masks, bias, varlen, backward, decode,"
@@ -283,7 +283,7 @@ def _add_tune(commands: Any) -> None:
         so far, and keeps the quickest for later calls. Ctrl-C keeps what is known; the next run goes on from
         there."""
     about = "look for quicker configs on this device"
-    add = _Options(_command(commands, "tune", "polyflash.tuning.command:run", about, told))
+    add = _command(commands, "tune", "polyflash.tuning.command:run", about, told)
     add.tuning()
     add.flag("--again", "search anew what was searched before")
     add.flag("--forget", "remove this device's tuned configs and stop")
@@ -294,7 +294,7 @@ def _add_ablate(commands: Any) -> None:
     told = """One named switch of a kernel at a time against the config it chooses: outputs compared, calls
         interleaved. Returns 1 if a switch changed a result by more than rounding."""
     about = "what each technique of a kernel is worth"
-    add = _Options(_command(commands, "ablate", "polyflash.tuning.ablation:run", about, told))
+    add = _command(commands, "ablate", "polyflash.tuning.ablation:run", about, told)
     add.tuning()
     add.words("--switch", "these fields alone: base2, num_stages=3 ...", "NAME")
     told = "instead: the rows in N groups of one K/V set, walked together and one by one"
@@ -308,13 +308,27 @@ def _add_warmup(commands: Any) -> None:
         their gradients. Prints each kernel with its seconds, and nothing for one that a cache has. Run it
         where the calls will run: in a container's build, or before a server starts."""
     about = "compile ahead what calls will need"
-    add = _Options(_command(commands, "warmup", "polyflash.warmup:run", about, told))
+    add = _command(commands, "warmup", "polyflash.warmup:run", about, told)
     add.dtype("bfloat16")
     add("--head-dim", type=_pair, default=(128, 128), metavar="QK/V")
     add.heads("32/8: grouped heads")
-    names = tuple(warmup.FEATURES)
-    add.names("--features", ", ".join(names), lambda text: _some_of(text, names))
+    add.names("--features", ", ".join(warmup.FEATURES), tuple(warmup.FEATURES))
     add.flag("--grad", "gradients too")
     add.device("cpu unless given; cuda, cuda:1")
     told = "processes at once; one per core unless given"
     add("--jobs", told, type=_size, metavar="N")
+
+
+def _add_reports(commands: Any) -> None:
+    """Commands that need neither torch nor a console."""
+    for name, run, about in (
+        ("doctor", doctor.run, "does every kernel of this machine compute what it should"),
+        ("env", reports.show_env, "versions, CPU, limits, settings and rows, for a report"),
+        ("cache", reports.manage_cache, "the folder of compiled kernels"),
+    ):
+        add = _Options(commands.add_parser(name, help=about, description=run.__doc__))
+        add.parser.set_defaults(command=run)
+        if name == "cache":
+            add("action", choices=("ls", "clear", "path"))
+            add.flag("--stale", "clear: only what this version does not load")
+        add.flag("--json", "ls: print JSON instead" if name == "cache" else "print JSON instead")

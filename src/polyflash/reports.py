@@ -42,20 +42,6 @@ _PROBE = (
 )
 
 
-def add(commands: Any) -> None:
-    """Adds `env` and `cache` to the subparsers `commands`."""
-    about = "versions, CPU, limits, settings and rows, for a report"
-    made = commands.add_parser("env", help=about, description=show_env.__doc__)
-    made.add_argument("--json", action="store_true", help="print JSON instead")
-    made.set_defaults(command=show_env)
-    about = "the folder of compiled kernels"
-    made = commands.add_parser("cache", help=about, description=manage_cache.__doc__)
-    made.add_argument("action", choices=("ls", "clear", "path"))
-    made.add_argument("--stale", action="store_true", help="clear: only what this version does not load")
-    made.add_argument("--json", action="store_true", help="ls: print JSON instead")
-    made.set_defaults(command=manage_cache)
-
-
 def show_env(options: argparse.Namespace, *_: object) -> int:
     """Facts for a bug report: versions, CPU, limits, cache, variables and rows."""
     found = facts()
@@ -111,15 +97,10 @@ def facts() -> dict[str, Any]:
         "schema": "polyflash.env/1", "polyflash": polyflash.__version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
-        "packages": {name: {"version": version_of(name), "wanted": PACKAGES[name]} for name in PACKAGES},
+        "packages": {n: {"version": target.installed_version(n), "wanted": w} for n, w in PACKAGES.items()},
         "torch": probe_torch(), **{name: _safely(section) for name, section in _sections().items()},
         "variables": [_variable(v) for v in (*env.ALL, *env.OF_OTHERS)], "rows": _safely(_rows),
     }  # fmt: skip
-
-
-def version_of(package: str) -> str:
-    """The installed version by its metadata, "" if there is none; imports nothing."""
-    return target.installed_version(package)
 
 
 def probe_torch() -> dict[str, Any]:
@@ -163,7 +144,9 @@ def text_of(found: dict[str, Any]) -> str:
 
 def label(row: Capability) -> str:
     """The row's name; with its targets if another row has the same."""
-    if [r.name for r in _table()].count(row.name) < 2:
+    from polyflash.backends import TABLE
+
+    if [r.name for r in TABLE].count(row.name) < 2:
         return row.name
     return f"{row.name} ({', '.join(name or 'any' for name in row.targets)})"
 
@@ -202,9 +185,11 @@ def _variable(variable: env.Variable) -> dict[str, Any]:
 
 
 def _rows() -> list[dict[str, Any]]:
+    from polyflash.backends import TABLE
+
     here = target.detect("cpu")
     rows = []
-    for row in _table():
+    for row in TABLE:
         spec = AttentionSpec(row.phase, "float32", "cpu", 1, 1, 1, 64, 64, 64, 64, frozenset())
         rows.append({
             "row": label(row), "targets": [name or "any" for name in row.targets],
@@ -213,12 +198,6 @@ def _rows() -> list[dict[str, Any]]:
             "refusals here": list(row.reasons_against(spec, here, by_name=True)),
         })  # fmt: skip
     return rows
-
-
-def _table() -> tuple[Capability, ...]:
-    from polyflash import backends
-
-    return backends.TABLE
 
 
 def _safely(find: Callable[[], Any]) -> Any:

@@ -13,15 +13,7 @@ from torch import Tensor
 from polyflash import backends, env
 from polyflash.errors import spec_error
 from polyflash.operands import DIFFERENTIABLE, features_of
-from polyflash.spec import (
-    MANY_KEYS,
-    Arguments,
-    AttentionSpec,
-    Feature,
-    Phase,
-    is_decode,
-    length_class,
-)
+from polyflash.spec import MANY_KEYS, Arguments, AttentionSpec, Feature, Phase, is_decode, length_class
 
 # Read inside the op, so that a compiled graph obeys it at run time and has nothing to trace.
 _DEFAULT_BACKEND = env.BACKEND.read()
