@@ -1,7 +1,7 @@
 """First derivatives of the op, at any level of torch.func, and clear refusals of all others.
 
-Plain eager calls have their own, cheaper node in `torch_ops`. Here are the nodes of the ops themselves, for
-calls under a transform and for compiled and exported graphs."""
+Plain eager calls make the op's node themselves, in `torch_ops`. Here the dispatcher makes it: for calls under
+a transform, and in compiled and exported graphs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from polyflash import validate
 from polyflash.errors import UnsupportedError
-from polyflash.operands import DIFFERENTIABLE
 from polyflash.spec import Arguments
-from polyflash.transforms import N_FIRST
-
-_DIFFERENTIABLE = (0, 1, 2, *(N_FIRST + Arguments._fields.index(name) for name in DIFFERENTIABLE))
-_NEED_LSE = N_FIRST + Arguments._fields.index("need_lse")
-_SLOPES = N_FIRST + Arguments._fields.index("alibi_slopes")
 
 HIGHEST = (
     "second derivatives: polyflash has first ones only, its backward pass is not differentiable. Drop "
@@ -38,40 +32,6 @@ INFERENCE_ONLY = (
     "has no gradients: it is for inference. Use torch.no_grad() or .detach(); to train, call attention() or "
     "attention_varlen() on contiguous keys"
 )
-
-
-class _Node(_SingleLevelFunction):
-    """The op's own node, for one level of torch.func or for plain autograd. Inputs are all those of the op,
-    with `need_lse` on."""
-
-    @staticmethod
-    def forward(ctx: Any, below: Callable[..., tuple[Tensor, Tensor]], *inputs: Any) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():  # the level of torch.func below has a graph of its own
-            out, lse = below(*inputs)
-        if ctx.needs_input_grad[1 + _SLOPES]:  # shows only here if they are mapped
-            raise validate.constant_slopes()
-        ctx.set_materialize_grads(False)
-        ctx.tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-        ctx.scalars = [None if isinstance(x, Tensor) else x for x in inputs]
-        ctx.save_for_backward(*(inputs[i] for i in ctx.tensors), out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        inputs = list(ctx.scalars)
-        for i, x in zip(ctx.tensors, tensors, strict=True):
-            inputs[i] = x
-        needs = [ctx.needs_input_grad[1 + i] for i in _DIFFERENTIABLE]
-        if dout is None:
-            dout = torch.zeros_like(out)
-        results = torch.ops.polyflash.attention_backward.default(
-            dout, dlse, *inputs[:N_FIRST], out, lse, needs, *inputs[N_FIRST:]
-        )
-        gradients: list[Tensor | None] = [None] * len(inputs)
-        for i, need, result in zip(_DIFFERENTIABLE, needs, results, strict=True):
-            gradients[i] = result if need else None
-        return None, *gradients
 
 
 class _LastNode(_SingleLevelFunction):
@@ -103,19 +63,23 @@ def refuse_inference_only(args: Arguments) -> None:
         raise UnsupportedError(f"attention_groups {INFERENCE_ONLY}")
 
 
-def node_of_forward(op: Any) -> Callable[..., Any]:
-    """The kernel of `op` for the dispatcher's Autograd key. Without `need_lse` the lse is kept for the
-    gradients and is no result."""
+def node_of_forward(op: Any, node: Any) -> Callable[..., Any]:
+    """The kernel of `op` for the dispatcher's Autograd key, with `node` in the graph. Without `need_lse` the
+    lse is kept for the gradients and is no result."""
 
     def kernel(keyset: Any, *given: Any) -> tuple[Tensor, Tensor]:
         refuse_tangents(given)
+        below = _below(op, keyset)
         if not _is_differentiated(given):
-            return _below(op, keyset)(*given)
-        inputs = [*given, *Arguments()[len(given) - N_FIRST :]]
-        refuse_inference_only(Arguments(*inputs[N_FIRST:]))
-        wanted, inputs[_NEED_LSE] = inputs[_NEED_LSE], True
-        out, lse = _enter(_Node, _below(op, keyset), inputs)
-        return out, lse if wanted else given[0].new_empty(0)
+            return below(*given)
+        q, k, v, *rest = given
+        args = Arguments(*rest)
+        refuse_inference_only(args)
+        if args.alibi_slopes is not None and args.alibi_slopes.requires_grad:  # shows only here if mapped
+            raise validate.constant_slopes()
+        with_lse = args._replace(need_lse=True)
+        out, lse = _enter(node, q, k, v, args.bias, args.sinks, with_lse, below, None, False, True)
+        return out, lse if args.need_lse else q.new_empty(0)
 
     return kernel
 
@@ -126,7 +90,7 @@ def node_of_backward(op: Any) -> Callable[..., Any]:
     def kernel(keyset: Any, *given: Any) -> tuple[Tensor, ...]:
         refuse_tangents(given)
         below = _below(op, keyset)
-        return _enter(_LastNode, below, given) if _is_differentiated(given) else below(*given)
+        return _enter(_LastNode, below, *given) if _is_differentiated(given) else below(*given)
 
     return kernel
 
@@ -136,7 +100,7 @@ def _is_differentiated(inputs: tuple[Any, ...]) -> bool:
 
 
 def _below(op: Any, keyset: Any) -> Callable[..., Any]:
-    """`op` without autograd."""
+    """`op` without autograd at this level of torch.func; the one below has a graph of its own."""
 
     def redispatch(*inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -145,8 +109,8 @@ def _below(op: Any, keyset: Any) -> Callable[..., Any]:
     return redispatch
 
 
-def _enter(node: Any, below: Callable[..., Any], inputs: Any) -> Any:
+def _enter(node: Any, *inputs: Any) -> Any:
     if peek_interpreter_stack() is None:
-        return node.apply(below, *inputs)
+        return node.apply(*inputs)
     with enable_single_level_autograd_function():  # the dispatcher is at one level of torch.func now
-        return node.apply(below, *inputs)
+        return node.apply(*inputs)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C import _dispatch_keys
 from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_hooks
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from polyflash import autograd, backends, counting, plan, target, transforms, validate
 from polyflash.errors import spec_error
@@ -362,17 +363,21 @@ def _fake_backward(
     return empty_gradients(differentiable(q, k, v, args), needs)
 
 
-class _Attention(torch.autograd.Function):
-    """Eager gradients in the classic form, the cheapest there is. The inputs are the differentiable operands,
-    the `Arguments`, the launches of both phases, whether there are no operands beside q, k, v, and whether
-    the lse is a result."""
+class _Attention(_SingleLevelFunction):
+    """The op's node in the graph of one level of torch.func, or of plain autograd. The inputs are the
+    differentiable operands, the `Arguments`, the launches of both phases (or the op below autograd, and
+    None), whether there are no operands beside q, k, v, and whether the lse is a result."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, args: Arguments, *how: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         launch, ctx.launch, plain, wanted = how
-        out, lse = _run(launch, q, k, v, *_outputs(q, v, True), args)
+        if isinstance(launch, Launch):
+            out, lse = _run(launch, q, k, v, *_outputs(q, v, True), args)
+        else:
+            with torch.enable_grad():  # the level below has a graph of its own
+                out, lse = launch(q, k, v, *args)
         if plain:
             ctx.save_for_backward(q, k, v, out, lse)
         else:
@@ -392,7 +397,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         if (
-            is_plain(dout) and (dlse is None or is_plain(dlse))
+            launch is not None and is_plain(dout) and (dlse is None or is_plain(dlse))
             and not torch.is_grad_enabled() and unobserved() and out.numel() and k.shape[2]
             and stored(dout, dlse, q, k, v, out, lse, *others)
         ):  # fmt: skip
@@ -400,14 +405,15 @@ class _Attention(torch.autograd.Function):
                 args = validate.checked_contents(args, q, k)
             results = _differentiate(launch, dout, dlse, q, k, v, out, lse, args, needs)
         else:
-            args = args._replace(backend=args.backend or ANY)  # the context of the forward pass had its say
+            if launch is not None:  # the context of the forward pass had its say
+                args = args._replace(backend=args.backend or ANY)
             results = _attention_backward(dout, dlse, q, k, v, out, lse, needs, *args)
             results = tuple(x if need else None for x, need in zip(results, needs, strict=True))
         return (*results, None, None, None, None, None)
 
 
 _KEPT = object()  # stands for a tensor that autograd keeps
-_apply = super(torch.autograd.Function, _Attention).apply  # for plain tensors: they need no unwrapping
+_apply: Any = _Attention.apply  # type: ignore[attr-defined]
 
 
 for _name, _body, _fake in (
@@ -417,7 +423,7 @@ for _name, _body, _fake in (
 ):
     _LIB.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"polyflash::{_name}", _fake, lib=_LIB)
-_LIB.impl("attention", autograd.node_of_forward(_attention), "Autograd", with_keyset=True)
+_LIB.impl("attention", autograd.node_of_forward(_attention, _Attention), "Autograd", with_keyset=True)
 _LIB.impl("attention_backward", autograd.node_of_backward(_attention_backward), "Autograd", with_keyset=True)
 torch.library.register_vmap("polyflash::attention", transforms.map_forward, lib=_LIB)
 torch.library.register_vmap("polyflash::attention_backward", transforms.map_backward, lib=_LIB)
