@@ -77,18 +77,13 @@ def _command(chosen: argparse.Namespace) -> int:
     except OSError as error:
         code, text = 1, f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except Exception as error:
-        if not isinstance(error, (SpecError, UnsupportedError, MemoryError, *_exhausted())):
+        import torch  # whose error of a GPU's memory is its own
+
+        if not isinstance(error, (SpecError, UnsupportedError, MemoryError, torch.cuda.OutOfMemoryError)):
             raise
         code, text = 1, str(error) or "out of memory"
     err.print(f"[bold red]error[/] {escape(text)}", soft_wrap=True)
     return code
-
-
-def _exhausted() -> tuple[type[Exception], ...]:
-    """The errors torch raises when a GPU's memory is too small."""
-    import torch
-
-    return (torch.cuda.OutOfMemoryError,)
 
 
 def _console(*, stderr: bool = False) -> Console:

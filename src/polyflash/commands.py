@@ -46,12 +46,9 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     had_batch = found[0].ndim == 4
     dtype = getattr(torch, options.dtype) if options.dtype else None
     q, k, v = (x.to(device, dtype) if had_batch else x[None].to(device, dtype) for x in found)
-    asked: dict[str, Any] = {
-        "causal": options.causal or False,
-        "window": options.window,
-        "scale": options.scale,
-    }
-    placed: dict[str, Any] = {**asked, "layout": options.layout, "backend": options.backend}
+    asked: dict[str, Any] = {"causal": options.causal or False, "window": options.window}
+    asked["scale"] = options.scale
+    placed = {**asked, "layout": options.layout, "backend": options.backend}
     plan = polyflash.explain(q, k, v, return_lse=True, **placed)
 
     def call() -> AttentionOutput:

@@ -75,8 +75,7 @@ def bind(
 def attend(bound: Bound) -> tuple[Tensor, Tensor]:
     """The op on (batch, heads, seqlen, head_dim), into `out` if there is one."""
     q, k, v, out, args, _ = bound
-    if torch_ops.autocasting(q.device.type):
-        q, k, v = autocast(q, k, v, args)
+    q, k, v = autocast(q, k, v, args)
     if out is None:
         return torch_ops.call(q, k, v, args)
     if not isinstance(out, Tensor):
@@ -91,8 +90,7 @@ def attend(bound: Bound) -> tuple[Tensor, Tensor]:
 def explained(bound: Bound, target: str | Target | None) -> Plan:
     """The plan of a call that `attend` would make, on `target` or on the device of q."""
     q, k, v, _, args, _ = bound
-    if torch_ops.autocasting(q.device.type):
-        q, k, v = autocast(q, k, v, args)
+    q, k, v = autocast(q, k, v, args)
     torch_ops.check(q, k, v, args)
     if target is None:
         kind = "cpu" if q.device.type == "meta" else q.device.type
@@ -176,6 +174,8 @@ def _check_table(form: Form, q: Tensor, page_table: Any) -> None:
 def autocast(q: Tensor, k: Tensor, v: Tensor, args: Arguments | None = None) -> tuple[Tensor, ...]:
     """Under torch.autocast q, k, v are cast as for torch SDPA: every float but float64, to the autocast
     dtype. Pools are not, as each call would copy them: q is cast to their dtype."""
+    if not torch_ops.autocasting(q.device.type):
+        return q, k, v
     if args is not None and args.page_table is not None:
         return q.to(k.dtype) if q.is_floating_point() and k.is_floating_point() else q, k, v
     kind = torch.get_autocast_dtype(q.device.type)

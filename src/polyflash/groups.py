@@ -95,15 +95,11 @@ class _Groups(NamedTuple):
             bound = bind(torch.cat(self.q, 2), self.k[:, :, :end], self.v[:, :, :end], one)
             return [bound._replace(args=bound.args._replace(row_bounds=self._row_bounds()))]
         placed = options.causal or options.window is not None
-        return [
-            bind(
-                q,
-                self.k[:, :, :end],
-                self.v[:, :, :end],
-                options._replace(q_offset=offset if placed else None),
-            )
-            for q, offset, end in zip(self.q, self.offsets, self.kv_lens, strict=True)
-        ]
+        calls = []
+        for q, offset, end in zip(self.q, self.offsets, self.kv_lens, strict=True):
+            own = options._replace(q_offset=offset if placed else None)
+            calls.append(bind(q, self.k[:, :, :end], self.v[:, :, :end], own))
+        return calls
 
     def _row_bounds(self) -> Tensor:
         """Keys [lo, hi) that each row of all groups sees, int32 (rows, 2)."""

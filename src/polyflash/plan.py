@@ -94,7 +94,7 @@ def select(
     if not accepting:
         raise unsupported(spec, target, table, backend)
     row = _first_of(accepting, spec, target, config)
-    chosen, rung = choose_config(row, spec, target, config)
+    chosen, rung, _ = choose_config(row, spec, target, config)
     return Launch(row, chosen, rung, target, seen_by(row, spec))
 
 
@@ -118,16 +118,11 @@ def seen_by(row: Capability, spec: AttentionSpec) -> AttentionSpec:
     return spec if spec.phase is row.phase else replace(spec, phase=row.phase)
 
 
-def choose_config(row: Capability, spec: AttentionSpec, target: Target, config: str) -> tuple[Any, str]:
+def choose_config(row: Capability, spec: AttentionSpec, target: Target, config: str) -> tuple[Any, str, str]:
     """The ladder: explicit, then the tuned file of the device, then the row's own choice: out of its table,
-    by the safe default where it has no table for the target, or by a rule. Returns the config and the rung
-    it came from."""
-    picked, rung, _ = _climb(row, seen_by(row, spec), target, config)
-    return picked, rung
-
-
-def _climb(row: Capability, spec: AttentionSpec, target: Target, config: str) -> tuple[Any, str, str]:
-    """`choose_config`, and why a tuned file was not used although there is one."""
+    by the safe default where it has no table for the target, or by a rule. Returns the config, the rung it
+    came from, and why a tuned file was not used although there is one."""
+    spec = seen_by(row, spec)
     default = row.choose(spec, target)
     if config:
         values = json.loads(config)
@@ -185,7 +180,7 @@ def explain(
     chosen = _first_of(accepting, spec, target, config) if accepting else None
     picked, rung, why = None, "none", ""
     if chosen:
-        picked, rung, why = _climb(chosen, seen_by(chosen, spec), target, config)
+        picked, rung, why = choose_config(chosen, spec, target, config)
     notes = tuple(picked.notes(seen_by(chosen, spec))) if chosen and picked else ()
     if why:
         notes = (*notes, why)

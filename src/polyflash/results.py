@@ -117,15 +117,12 @@ def settled(
     gradients: tuple[Tensor | None, ...], likes: tuple[Any, ...], needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """A row's gradients with the strides the op promises, copied where it chose others."""
-    results = list(empty_gradients(tuple(x.to("meta") if x is not None else x for x in likes), needs))
-    for i, (gradient, need, like) in enumerate(zip(gradients, needs, likes, strict=True)):
-        promised = results[i]
+    promised = empty_gradients(tuple(x.to("meta") if x is not None else x for x in likes), needs)
+    results = []
+    for gradient, need, like, x in zip(gradients, needs, likes, promised, strict=True):
         if not need or like is None or gradient is None:
-            results[i] = torch.empty(0, device=likes[0].device)
-        elif gradient.stride() == promised.stride() and gradient.dtype is promised.dtype:
-            results[i] = gradient
-        else:
-            results[i] = torch.empty_strided(
-                promised.shape, promised.stride(), dtype=promised.dtype, device=gradient.device
-            ).copy_(gradient)
+            gradient = torch.empty(0, device=likes[0].device)
+        elif gradient.stride() != x.stride() or gradient.dtype is not x.dtype:
+            gradient = torch.empty_like(x, device=gradient.device).copy_(gradient)
+        results.append(gradient)
     return tuple(results)

@@ -117,8 +117,7 @@ def _results(
         change = "Pass the lse of attention_varlen()."
         raise spec_error("lse", f"{lse.ndim} dimensions", "2: (num_q_heads, total_q)", change)
     q, k, _, _, args, _ = bind(q, k, k, options, form)
-    if torch_ops.autocasting(q.device.type):
-        q, k, _ = autocast(q, k, k)
+    q, k, _ = autocast(q, k, k)
     op = getattr(torch.ops.polyflash, name).default
     with torch.no_grad():
         results = op(q, k, lse.unsqueeze(0) if packed else lse, *args)

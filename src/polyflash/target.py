@@ -181,13 +181,8 @@ def usable_cpus() -> list[int]:
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
     """Instruction set flags in Linux's spelling, read without a compiler: a first call must be quick."""
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith(("flags", "Features")):
-                    return frozenset(line.partition(":")[2].split())
-    except OSError:
-        pass
+    if flags := _cpuinfo("flags", "Features"):
+        return frozenset(flags.split())
     try:
         import llvmlite.binding as llvm
 
@@ -229,8 +224,13 @@ def release(version: str) -> tuple[int, ...]:
 
 def cpu_model() -> str:
     """The CPU's own name for itself, "" where the system does not tell."""
+    return _cpuinfo("model name")
+
+
+def _cpuinfo(*names: str) -> str:
+    """The value of the first line with one of these names in Linux's list of CPUs; "" without one."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
-            if line.startswith("model name"):
+            if line.startswith(names):
                 return line.partition(":")[2].strip()
     return ""
