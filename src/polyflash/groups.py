@@ -16,7 +16,6 @@ from torch import Tensor
 
 from polyflash import validate
 from polyflash.arguments import Layout, Options, WindowSides, checked_int
-from polyflash.autograd import INFERENCE_ONLY
 from polyflash.entry import Bound, attend, bind, explained, form_of, views_of
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.hints import answering, unexpected
@@ -24,6 +23,7 @@ from polyflash.mask import FAR_OFFSET, checked_window
 from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
 from polyflash.target import Target
+from polyflash.transforms import INFERENCE_ONLY
 
 # Rows per key/value head: of all groups together, and of the average group where there are several.
 FEW_ROWS, MANY_ROWS, SEVERAL_GROUPS = 4, 128, 4

@@ -17,8 +17,8 @@ from polyflash import entry, torch_ops
 from polyflash.arguments import int32_of
 from polyflash.counting import Tally
 from polyflash.entry import Bound
-from polyflash.gate import quiet
 from polyflash.plan import Launch
+from polyflash.routes import quiet
 from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, is_decode
 from polyflash.storages import span
 

@@ -20,21 +20,23 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_te
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from polyflash import autograd, backends, counting, plan, target, transforms, validate
+from polyflash import backends, counting, plan, target, transforms, validate
 from polyflash.errors import spec_error
-from polyflash.gate import PLAIN_KEYS, is_plain, unobserved
 from polyflash.operands import DIFFERENTIABLE, OPERANDS, differentiable
 from polyflash.plan import Launch
 from polyflash.results import NO_LSE, apart, empty_gradients, no_gradients, no_keys, settled, without_pages
 from polyflash.results import outputs as _outputs
 from polyflash.routes import (
     ANY,
+    PLAIN_KEYS,
     any_requires_grad,
     class_of,
+    is_plain,
     longest_class,
     requested_backend,
     spec_of,
     takes_tf32,
+    unobserved,
 )
 from polyflash.routes import backend_in_use as backend_in_use
 from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, Phase, is_decode, length_class
@@ -87,7 +89,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
             args = args._replace(batch_invariant=True)
         return _attention(q, k, v, *args._replace(backend=requested_backend(args) or ANY))
     if forward_ad._current_level >= 0:
-        autograd.refuse_tangents(differentiable(q, k, v, args))
+        transforms.refuse_tangents(differentiable(q, k, v, args))
     if needs_grad:
         return _differentiable(q, k, v, args)
     return _below_autograd(q, k, v, args)
@@ -95,7 +97,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
 
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """The op with its node in the graph. Without `need_lse` the lse is kept for the gradients alone."""
-    autograd.refuse_inference_only(args)
+    transforms.refuse_inference_only(args)
     wanted = args.need_lse
     backend = requested_backend(args)  # the gradients follow the choice made here
     rest = _without_defaults(args)
@@ -169,7 +171,7 @@ def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> T
             raise spec_error("out", "a call under torch.func", "no transform", change)
         rest = _without_defaults(args)
         validate.check_layouts(q, k, v, rest, out)
-        autograd.refuse_tangents(differentiable(q, k, v, args))
+        transforms.refuse_tangents(differentiable(q, k, v, args))
         torch.autograd.graph.increment_version(out)
     return _attention_out(q, k, v, out, *rest)
 
@@ -237,7 +239,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
 def call_plain(
     q: Tensor, k: Tensor, v: Tensor, args: Arguments
 ) -> tuple[Launch, tuple[Tensor, Tensor]] | None:
-    """Launch and results of a quiet call (`gate.py`), or None if it needs the dispatcher."""
+    """Launch and results of a quiet call, or None if it needs the dispatcher."""
     rest = _without_defaults(args)
     return _attend(q, k, v, args, rest, _DECODE) if _skips_dispatcher(q, k, v, rest) else None
 
@@ -423,7 +425,9 @@ for _name, _body, _fake in (
 ):
     _LIB.impl(_name, _body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"polyflash::{_name}", _fake, lib=_LIB)
-_LIB.impl("attention", autograd.node_of_forward(_attention, _Attention), "Autograd", with_keyset=True)
-_LIB.impl("attention_backward", autograd.node_of_backward(_attention_backward), "Autograd", with_keyset=True)
+_LIB.impl("attention", transforms.node_of_forward(_attention, _Attention), "Autograd", with_keyset=True)
+_LIB.impl(
+    "attention_backward", transforms.node_of_backward(_attention_backward), "Autograd", with_keyset=True
+)
 torch.library.register_vmap("polyflash::attention", transforms.map_forward, lib=_LIB)
 torch.library.register_vmap("polyflash::attention_backward", transforms.map_backward, lib=_LIB)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import polyflash
-from polyflash import gate, torch_ops
+from polyflash import routes, torch_ops
 from polyflash.counting import Tally
 from polyflash.plan import Launch
 from polyflash.results import NO_LSE, outputs
@@ -18,15 +18,15 @@ from polyflash.results import NO_LSE, outputs
 def unseen(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Meta tensors stand for those of a GPU that no call has seen; the devices whose keys were asked for."""
     asked: list[object] = []
-    real = gate.plain_keys
+    real = routes.plain_keys
 
     def keys(device: object) -> set[int]:
         asked.append(device)
         return real(device)
 
-    monkeypatch.setattr(gate, "PLAIN_KEYS", set(gate.PLAIN_KEYS))
-    monkeypatch.setattr(gate, "_UNSEEN", {"meta"})
-    monkeypatch.setattr(gate, "plain_keys", keys)
+    monkeypatch.setattr(routes, "PLAIN_KEYS", set(routes.PLAIN_KEYS))
+    monkeypatch.setattr(routes, "_UNSEEN", {"meta"})
+    monkeypatch.setattr(routes, "plain_keys", keys)
     return asked
 
 
@@ -55,7 +55,7 @@ def test_keys_are_learnt_under_inference_mode_too(unseen):
 
 
 def test_other_devices_take_the_dispatcher(unseen, monkeypatch):
-    monkeypatch.setattr(gate, "_UNSEEN", {"cuda"})
+    monkeypatch.setattr(routes, "_UNSEEN", {"cuda"})
     assert not skips(torch.empty(2, device="meta")) and unseen == []
 
 

@@ -20,7 +20,7 @@ from polyflash import (
     attention_varlen,
     backends,
     explain,
-    gate,
+    routes,
     torch_ops,
     use_backend,
 )
@@ -664,7 +664,7 @@ def test_what_is_made_for_a_call_ignores_the_default_device():
     """Seeds, and what is made once at import, belong on the CPU."""
     q, k, v = qkv()
     with torch.device("meta"):
-        assert gate.plain_keys("cpu") <= gate.PLAIN_KEYS
+        assert routes.plain_keys("cpu") <= routes.PLAIN_KEYS
     for seed in (None, 3):
         results = []
         for device in ("cpu", "meta"):

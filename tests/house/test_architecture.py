@@ -41,13 +41,11 @@ FLOORS = {
     4: ("backends",),
     5: (
         "torch_ops",
-        "autograd",
         "transforms",
         "arguments",
         "routes",
         "entry",
         "repeats",
-        "gate",
         "counting",
     ),
     6: ("api", "groups", "statistics", "kvcache", "parallel.ring", "tuning"),
