@@ -105,30 +105,17 @@ def _check_flag(name: str, flag: Any) -> None:
 
 def _with_rare_operands(args: Arguments, options: Options, intervals: Any, interval_rows: Any) -> Arguments:
     """Interval lists, packed members and pages, which most calls are spared."""
-    return args._replace(
-        intervals=intervals,
-        interval_rows=interval_rows or 0,
-        cu_seqlens_q=_member_bounds("cu_seqlens_q", options.cu_seqlens_q, options.checked),
-        cu_seqlens_k=_member_bounds("cu_seqlens_k", options.cu_seqlens_k, options.checked),
-        max_seqlen_q=_longest("max_seqlen_q", options.max_seqlen_q),
-        max_seqlen_k=_longest("max_seqlen_k", options.max_seqlen_k),
-        page_table=options.page_table,
-    )
-
-
-def _member_bounds(name: str, x: Any, checked: bool) -> Tensor | None:
-    if x is None:
-        return None
-    if not isinstance(x, Tensor):
-        change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
-        raise spec_error(name, type(x).__name__, "int32 tensor (members + 1,)", change)
-    return int32_of(name, x, checked)
-
-
-def _longest(name: str, x: Any) -> Any:
-    if x is None:
-        return None
-    return checked_int(name, x, "an int or None", change="Give the longest length, or None.")
+    rare = {"intervals": intervals, "interval_rows": interval_rows or 0, "page_table": options.page_table}
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        x = getattr(options, name)
+        if x is not None and not isinstance(x, Tensor):
+            change = "Put a 0 before torch.cumsum(lengths, 0, dtype=torch.int32)."
+            raise spec_error(name, type(x).__name__, "int32 tensor (members + 1,)", change)
+        rare[name] = x if x is None else int32_of(name, x, options.checked)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        x, change = getattr(options, name), "Give the longest length, or None."
+        rare[name] = x if x is None else checked_int(name, x, "an int or None", change)
+    return args._replace(**rare)
 
 
 _TENSORS = tuple(x.name for x in TENSORS[:9])  # kv_lens to k_segments

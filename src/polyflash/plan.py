@@ -33,6 +33,7 @@ class Launch:
     tally: Any = None  # counts its calls
     contents: bool = True  # have its calls operands whose values say which memory is read?
     prepared: Any = None
+    backward: Launch | None = None  # of the gradients, planned at the first call that needs them
 
 
 @dataclass(frozen=True, slots=True)

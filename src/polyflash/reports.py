@@ -51,7 +51,7 @@ def show_env(options: argparse.Namespace, *_: object) -> int:
 
 def manage_cache(options: argparse.Namespace, *_: object) -> int:
     """Lists or clears the compiled kernels of this user. What is cleared is compiled again when needed."""
-    store, origin = _kernel_cache()
+    store, origin = next(filter(None, (report.kernel_cache() for report in of_backends())))
     if options.action == "path":
         print(store.path())
         return 0
@@ -79,11 +79,6 @@ def manage_cache(options: argparse.Namespace, *_: object) -> int:
     return 0
 
 
-def _kernel_cache() -> tuple[Any, bytes]:
-    """The folder of compiled kernels of the backend that has one, and what makes an entry of it now."""
-    return next(filter(None, (report.kernel_cache() for report in of_backends())))
-
-
 def of_backends() -> list[Report]:
     """The report of every backend."""
     from polyflash import backends
@@ -94,13 +89,20 @@ def of_backends() -> list[Report]:
 def facts() -> dict[str, Any]:
     """Everything `polyflash env` says, as plain data. What cannot be found out holds an "error" instead."""
     return {
-        "schema": "polyflash.env/1", "polyflash": polyflash.__version__,
+        "schema": "polyflash.env/1",
+        "polyflash": polyflash.__version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
         "packages": {n: {"version": target.installed_version(n), "wanted": w} for n, w in PACKAGES.items()},
-        "torch": probe_torch(), **{name: _safely(section) for name, section in _sections().items()},
-        "variables": [_variable(v) for v in (*env.ALL, *env.OF_OTHERS)], "rows": _safely(_rows),
-    }  # fmt: skip
+        "torch": probe_torch(),
+        **{name: _safely(section) for name, section in _sections().items()},
+        "variables": [
+            {"name": v.name, "value": v.read(), "default": v.default}
+            | {"set": v.read() != v.default, "doc": v.doc}
+            for v in (*env.ALL, *env.OF_OTHERS)
+        ],
+        "rows": _safely(_rows),
+    }
 
 
 def probe_torch() -> dict[str, Any]:
@@ -177,11 +179,6 @@ def _cpu() -> dict[str, Any]:
         "target": "+".join((device.name, *sorted(device.features))),
         "flags": sorted(target.cpu_flags()),
     }
-
-
-def _variable(variable: env.Variable) -> dict[str, Any]:
-    about = {"name": variable.name, "value": variable.read(), "default": variable.default}
-    return {**about, "set": about["value"] != variable.default, "doc": variable.doc}
 
 
 def _rows() -> list[dict[str, Any]]:

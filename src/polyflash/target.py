@@ -120,7 +120,11 @@ def detect(device_type: str, index: int = 0) -> Target:
     """The device of this machine that tensors of `device_type` live on."""
     packages = tuple((name, _version(name)) for name in ("numba", "triton"))
     if device_type == "cpu":
-        return replace(_detect_cpu(), packages=packages)
+        arch, features = host_arch(), cpu_flags() & CPU_FEATURES
+        if forced := env.CPU_ISA.read():
+            chosen = parse(f"cpu:{forced}")
+            arch, features = chosen.arch, chosen.features
+        return Target(f"cpu:{arch}", features, len(usable_cpus()), _l2_bytes(), packages=packages)
     if device_type == "cuda":
         import torch
 
@@ -160,15 +164,6 @@ def host_arch() -> str:
     if flags.issuperset(_AVX2):
         return "avx2"
     return "neon" if platform.machine().lower() in ("arm64", "aarch64") else "generic"
-
-
-def _detect_cpu() -> Target:
-    arch, features = host_arch(), cpu_flags() & CPU_FEATURES
-    forced = env.CPU_ISA.read()
-    if forced:
-        chosen = parse(f"cpu:{forced}")
-        arch, features = chosen.arch, chosen.features
-    return Target(f"cpu:{arch}", features, len(usable_cpus()), _l2_bytes())
 
 
 def usable_cpus() -> list[int]:

@@ -60,7 +60,6 @@ _DEFAULT_OPERANDS = tuple(Arguments())[_N_PLAIN:]
 
 _KEPT_ROUTES = 4096
 _routes: dict[tuple[Any, ...], Launch] = {}
-_gradient_routes: dict[int, tuple[Launch, Launch]] = {}  # by the id of the forward launch, which it keeps
 _FORWARD, _DECODE = Phase.FORWARD, Phase.DECODE
 
 
@@ -114,11 +113,10 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
         args = Arguments(rest[0], rest[1], True, *rest[_N_PLAIN:])
         rest = args[:_N_PLAIN] if len(rest) == _N_PLAIN else args
     launch = _route(_FORWARD, q, k, v, args, rest)
-    kept = _gradient_routes.get(id(launch))
-    if kept is None:
-        backward = _plan(Phase.BACKWARD, q, k, v, args._replace(config=""), backend)
-        kept = _gradient_routes[id(launch)] = (launch, backward)
-    results = _apply(q, k, v, args.bias, args.sinks, args, *kept, len(rest) == _N_PLAIN, wanted)
+    if launch.backward is None:
+        launch.backward = _plan(Phase.BACKWARD, q, k, v, args._replace(config=""), backend)
+    plain = len(rest) == _N_PLAIN
+    results = _apply(q, k, v, args.bias, args.sinks, args, launch, launch.backward, plain, wanted)
     return results if wanted else (results, NO_LSE)
 
 
@@ -230,7 +228,6 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     if launch is None:
         if len(_routes) >= _KEPT_ROUTES:
             _routes.clear()
-            _gradient_routes.clear()
         _check_inputs(q, k, v, rest, paged)
         launch = _routes[key] = _plan(phase, q, k, v, args, backend, needs_grad=asked is not _DECODE)
     return launch

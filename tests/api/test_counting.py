@@ -67,7 +67,6 @@ class TestRows:
         for _ in range(3):
             attention(q, k, v)
             torch_ops._routes.clear()
-            torch_ops._gradient_routes.clear()
             repeats._known.clear()
         assert sum(counters()["calls"].values()) == 3
 

@@ -544,7 +544,6 @@ def test_named_backend_without_gradients_refuses_before_the_forward_pass(monkeyp
     rows = tuple(row for row in backends.TABLE if row.name != "cpu/backward")
     monkeypatch.setattr(backends, "TABLE", rows)
     monkeypatch.setattr(torch_ops, "_routes", {})
-    monkeypatch.setattr(torch_ops, "_gradient_routes", {})
     attention(q, k, v, backend="cpu")
     with torch.profiler.profile() if profiled else nullcontext():
         for _ in range(2):

@@ -19,12 +19,12 @@ REMEDY = "pip install 'numba>=0.60'"
 @pytest.fixture(autouse=True, params=[("numba", ""), ("numba", "0.50.1")], ids=["absent", "old"])
 def without_numba(request, monkeypatch):
     here = replace(target.detect("cpu"), packages=(request.param, ("triton", "")))
-    for cache in (torch_ops._routes, torch_ops._gradient_routes, repeats._known):
+    for cache in (torch_ops._routes, repeats._known):
         cache.clear()
     monkeypatch.setattr(target, "detect", lambda *_: here)
     monkeypatch.setattr(counting, "_warned", set())
     yield
-    for cache in (torch_ops._routes, torch_ops._gradient_routes, repeats._known):
+    for cache in (torch_ops._routes, repeats._known):
         cache.clear()
 
 
