@@ -99,6 +99,8 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
     transforms.refuse_inference_only(args)
     wanted = args.need_lse
     backend = requested_backend(args)  # the gradients follow the choice made here
+    if backend != args.backend:
+        args = args._replace(backend=backend)
     rest = _without_defaults(args)
     if not _skips_dispatcher(q, k, v, rest) or _top_saved_tensors_hooks(False) is not None:
         validate.check_layouts(q, k, v, args)
@@ -106,9 +108,6 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
             check(q, k, v, args)
             _refuse_statically(Phase.BACKWARD, q, k, v, args)
         return _attention(q, k, v, *args._replace(backend=backend or ANY))
-    if backend != args.backend:
-        args = args._replace(backend=backend)
-        rest = _without_defaults(args)
     if not wanted:
         args = Arguments(rest[0], rest[1], True, *rest[_N_PLAIN:])
         rest = args[:_N_PLAIN] if len(rest) == _N_PLAIN else args
