@@ -9,6 +9,7 @@ from typing import Any
 from polyflash.workloads import CATALOGUE as TIMED
 from polyflash.workloads import Workload
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 _CI = frozenset({"ci"})
 
 _CORRECTNESS = (
@@ -215,3 +216,8 @@ def named(name: str) -> Workload:
         if w.name == name:
             return w
     raise KeyError(f"workload: got {name!r}, wanted one of {', '.join(w.name for w in CATALOGUE)}")
+
+
+def with_dtype(workload: Workload, dtype: str) -> Workload:
+    """The same problem in another storage dtype."""
+    return replace(workload, dtype=dtype)

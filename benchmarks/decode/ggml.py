@@ -24,7 +24,7 @@ from benchmarks.decode.keys import Turn, key_sets, readers
 from polyflash import target
 from polyflash.bench import Arm, calibrate, compare
 from polyflash.bench.check import sampled_error
-from polyflash.bench.command import cpu_name, huge_pages
+from polyflash.bench.command import huge_pages
 from polyflash.compare import worst_row
 from polyflash.workloads import Workload
 
@@ -158,7 +158,7 @@ def main() -> int:
     options = parser.parse_args()
     ggml = Ggml(options.library)
     print(
-        f"{cpu_name()}, {torch.get_num_threads()} threads, huge pages: {huge_pages() or 'unknown'};"
+        f"{target.cpu_name()}, {torch.get_num_threads()} threads, huge pages: {huge_pages() or 'unknown'};"
         f" polyflash {polyflash.__version__}, torch {torch.__version__}, {ggml.about}"
     )
     print(f"float16, 1 query row, {options.keys} keys, head_dim {options.head_dim}")

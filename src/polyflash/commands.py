@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ _TIMED = 2.0  # seconds that `run` spends on timing, at least 3 calls
 def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     """Attention on Q, K, V from files: output and lse, with plan, time and error."""
     from polyflash.bench.check import sampled_error
-    from polyflash.compare import TOLERANCE
+    from polyflash.compare import TOLERANCE, finite
 
     names, found = read_qkv(options.files, q=options.q, k=options.k, v=options.v, layout=options.layout)
     paths = output_paths(options.output, options.files) if options.output else []
@@ -70,8 +69,8 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         "gflops": plan.work.flops / seconds["median"] / 1e9,
         "peak_gflops": _peak(plan),
         "error": {
-            "relative_l2": _number(accuracy.relative), "weighted": _number(accuracy.weighted),
-            "largest": _number(accuracy.largest), "lse": _number(accuracy.lse), "tolerance": tolerance,
+            "relative_l2": finite(accuracy.relative), "weighted": finite(accuracy.weighted),
+            "largest": finite(accuracy.largest), "lse": finite(accuracy.lse), "tolerance": tolerance,
             "heads": accuracy.heads, "rows": accuracy.rows, "ok": correct,
         },
         "written": [str(path) for path in paths],
@@ -269,11 +268,6 @@ def _time(seconds: float) -> str:
 
 def _rounded(x: float | None) -> str:
     return "not finite" if x is None else f"{x:.1e}"
-
-
-def _number(x: float) -> float | None:
-    """JSON has no infinity."""
-    return x if math.isfinite(x) else None
 
 
 def _json(content: dict[str, Any]) -> str:

@@ -40,3 +40,8 @@ def worst_error(error: Tensor, expected: Tensor, room: Tensor | None = None, *, 
 def largest(x: Tensor) -> float:
     """The largest magnitude; inf if one is no number."""
     return float(x.abs().nan_to_num(math.inf, math.inf, math.inf).max()) if x.numel() else 0.0
+
+
+def finite(x: float) -> float | None:
+    """JSON has no infinity."""
+    return x if math.isfinite(x) else None

@@ -175,7 +175,7 @@ def _sections() -> dict[str, Callable[[], Any]]:
 def _cpu() -> dict[str, Any]:
     device = target.detect("cpu")
     return {
-        "model": target.cpu_model() or platform.processor() or platform.machine(),
+        "model": target.cpu_name(),
         "target": "+".join((device.name, *sorted(device.features))),
         "flags": sorted(target.cpu_flags()),
     }

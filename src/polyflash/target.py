@@ -222,6 +222,11 @@ def cpu_model() -> str:
     return _cpuinfo("model name")
 
 
+def cpu_name() -> str:
+    """The CPU's own name for itself, as far as the system tells."""
+    return cpu_model() or platform.processor() or platform.machine()
+
+
 def _cpuinfo(*names: str) -> str:
     """The value of the first line with one of these names in Linux's list of CPUs; "" without one."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

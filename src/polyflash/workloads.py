@@ -6,7 +6,7 @@ the tests are in tests/catalogue.py, their input families in tests/families.py."
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +109,6 @@ class Workload:
 
 # Where a field has another name than the feature that a call with it needs.
 _FIELDS = {Feature.VARLEN: "members", Feature.PAGED: "page_size"}
-
-
-def with_dtype(workload: Workload, dtype: str) -> Workload:
-    """The same problem in another storage dtype."""
-    return replace(workload, dtype=dtype)
 
 
 def make(

@@ -10,8 +10,7 @@ import torch
 
 import polyflash
 from polyflash.spec import Feature
-from polyflash.workloads import with_dtype
-from tests.catalogue import named, workloads
+from tests.catalogue import named, with_dtype, workloads
 from tests.conformance.rows import DTYPES, NAMES, Runner, qkv
 from tests.families import FAMILIES, make
 from tests.tolerance import check, check_backstop, expect, relative_l2

@@ -12,8 +12,8 @@ import torch
 
 import polyflash
 from polyflash import torch_ops
-from polyflash.workloads import make, with_dtype
-from tests.catalogue import named
+from polyflash.workloads import make
+from tests.catalogue import named, with_dtype
 from tests.conformance.pages import live_pages, padded, repaged
 from tests.conformance.rows import DTYPES, STEPS, Runner, ints, qkv
 from tests.conformance.test_bugs_shapes import reserved

@@ -13,9 +13,8 @@ from torch import Tensor
 import polyflash
 from polyflash import repeats, torch_ops
 from polyflash.spec import MOST_SHARED_ROWS, PACKED_ROWS, Feature, Phase
-from polyflash.workloads import with_dtype
 from tests import device
-from tests.catalogue import named, workloads
+from tests.catalogue import named, with_dtype, workloads
 from tests.conformance.draws import LAYOUTS, laid_out
 from tests.conformance.rows import DTYPES, NAMES, ROUNDING, STEPS, Runner, expected, ints, qkv
 from tests.families import FAMILIES, make

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyflash.workloads import make, with_dtype
-from tests.catalogue import named
+from polyflash.workloads import make
+from tests.catalogue import named, with_dtype
 from tests.conformance.gradients import (
     attend,
     cotangents,

@@ -13,8 +13,7 @@ import torch
 import polyflash
 from polyflash import torch_ops
 from polyflash.spec import Phase
-from polyflash.workloads import with_dtype
-from tests.catalogue import named, workloads
+from tests.catalogue import named, with_dtype, workloads
 from tests.conformance.gradients import (
     BACKWARD,
     checked,

@@ -11,8 +11,8 @@ import torch
 import polyflash
 from polyflash import Mask, torch_ops
 from polyflash.spec import Arguments
-from polyflash.workloads import make, random_mask, with_dtype
-from tests.catalogue import named, workloads
+from polyflash.workloads import make, random_mask
+from tests.catalogue import named, with_dtype, workloads
 from tests.conformance.gradients import checked, gradients
 from tests.conformance.rows import DTYPES, NAMES, Runner, ints, qkv
 from tests.memory import check_guarded, check_hidden, guard, guard_value

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polyflash.workloads import make, with_dtype
-from tests.catalogue import named
+from polyflash.workloads import make
+from tests.catalogue import named, with_dtype
 from tests.conformance.rows import DTYPES, NAMES, ROUNDING, Runner, ints, qkv
 from tests.memory import FILLS, check_guarded, check_hidden, nanify
 from tests.tolerance import near, same_bits, visible

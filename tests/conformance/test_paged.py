@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import polyflash
-from polyflash.workloads import with_dtype
 from tests import device
-from tests.catalogue import named, workloads
+from tests.catalogue import named, with_dtype, workloads
 from tests.conformance.pages import contiguous, hidden_pages, live_pages, padded, repaged
 from tests.conformance.rows import DTYPES, NAMES, ROUNDING, Runner, ints
 from tests.families import FAMILIES, make

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyflash.workloads import with_dtype
-from tests.catalogue import named, workloads
+from tests.catalogue import named, with_dtype, workloads
 from tests.conformance.gradients import checked, gradients
 from tests.conformance.rows import DTYPES, NAMES, Runner, ints, qkv
 from tests.families import make

@@ -13,8 +13,7 @@ from types import ModuleType
 import pytest
 
 import polyflash
-from polyflash.workloads import DTYPES
-from tests.catalogue import CATALOGUE
+from tests.catalogue import CATALOGUE, DTYPES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

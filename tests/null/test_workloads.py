@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from polyflash.spec import is_decode
-from polyflash.workloads import DTYPES, Workload, with_dtype
-from tests.catalogue import CATALOGUE, named, workloads
+from polyflash.workloads import Workload
+from tests.catalogue import CATALOGUE, DTYPES, named, with_dtype, workloads
 from tests.families import FAMILIES, make
 from tests.tolerance import visible
 

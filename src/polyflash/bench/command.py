@@ -99,7 +99,7 @@ def calibrated(device: str, dtypes: Sequence[str]) -> tuple[dict[str, Any], Any]
 def machine(here: Target, peaks: Sequence[Peak]) -> dict[str, Any]:
     """The conditions of a measurement: CPU, instruction set, versions, threads, peaks. No names, no paths."""
     return {
-        "cpu": cpu_name(),
+        "cpu": target.cpu_name(),
         **{"target": here.name, "features": sorted(here.features), "cores": here.cores},
         **{"threads": torch.get_num_threads(), "python": platform.python_version()},
         "system": f"{platform.system()} {platform.machine()}",
@@ -111,11 +111,6 @@ def machine(here: Target, peaks: Sequence[Peak]) -> dict[str, Any]:
             for p in peaks
         ],
     }
-
-
-def cpu_name() -> str:
-    """The CPU's own name for itself, as far as the system tells."""
-    return target.cpu_model() or platform.processor() or platform.machine()
 
 
 def huge_pages() -> str:

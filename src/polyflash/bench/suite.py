@@ -5,7 +5,6 @@ which is built on these cases and clocks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ import polyflash
 from polyflash.bench.check import Accuracy, sampled_error
 from polyflash.bench.peak import Calibration, GpuCalibration, Peak, kind_of
 from polyflash.bench.timing import FEWEST, LOW_SCALING, QUIET, Arm, Comparison, compared
-from polyflash.compare import TOLERANCE, worst_row
+from polyflash.compare import TOLERANCE, finite, worst_row
 from polyflash.errors import SpecError
 from polyflash.workloads import Workload, make, workloads
 
@@ -170,8 +169,3 @@ def row_of(
         },
         "rounds": [{"speed": r.speed, "seconds": r.seconds} for r in found.rounds],
     }
-
-
-def finite(x: float) -> float | None:
-    """JSON has no infinity."""
-    return x if math.isfinite(x) else None

@@ -18,9 +18,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from polyflash.bench.command import laboratory, needs_laboratory, target_of
-from polyflash.bench.suite import finite
 from polyflash.bench.timing import compared
-from polyflash.compare import worst_row
+from polyflash.compare import finite, worst_row
 from polyflash.errors import spec_error
 from polyflash.spec import Phase
 from polyflash.tuning.command import device_of, problems, switches_of_problems

@@ -13,8 +13,8 @@ import torch
 import polyflash
 from polyflash import backends
 from polyflash.spec import Phase
-from polyflash.workloads import Workload, make, with_dtype
-from tests.catalogue import named, workloads
+from polyflash.workloads import Workload, make
+from tests.catalogue import named, with_dtype, workloads
 from tests.conformance.gradients import attend, checked
 from tests.conformance.rows import Runner
 from tests.memory import check_guarded, check_hidden

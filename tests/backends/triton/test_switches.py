@@ -13,8 +13,9 @@ import torch
 
 from polyflash import env
 from polyflash.reference import attention_reference
-from polyflash.workloads import Workload, make, with_dtype
+from polyflash.workloads import Workload, make
 from tests import device
+from tests.catalogue import with_dtype
 from tests.tolerance import near, same_bits
 
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
