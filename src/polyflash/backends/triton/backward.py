@@ -28,7 +28,7 @@ from polyflash.backends.gpu.views import element_masked, operands_of, reachable,
 from polyflash.backends.triton import bias_gradient, runtime
 from polyflash.backends.triton.config_types import product_of
 from polyflash.backends.triton.constants import Constants
-from polyflash.backends.triton.gradient_kernels import PAD, center, make_dkv, make_dq
+from polyflash.backends.triton.gradient_kernels import PAD, center, make_dkv, make_dq, part_width
 from polyflash.backends.triton.tiles import channel_blocks, check_stages, least_channels
 from polyflash.results import empty_in_order_of
 
@@ -43,7 +43,7 @@ CENTERED_ROWS = 32  # of a program of `center`
 
 
 class Tensors(NamedTuple):
-    """`t` of the gradient kernels."""
+    """`t` of the gradient kernels. In "bf16x6" q, k, v and dout are their parts."""
 
     q: Any
     k: Any
@@ -77,6 +77,10 @@ class Centered(NamedTuple):
     row_lse: Any
     delta: Any
     odd: Any
+    q_parts: Any
+    k_parts: Any
+    v_parts: Any
+    dout_parts: Any
     kv_lens: Any
     num_heads: Any
     group: Any
@@ -118,7 +122,8 @@ class Prepared:
     def forms(
         self, flags: Flags, head_dim: int, head_dim_v: int, packed: bool, masked: bool
     ) -> tuple[Form, ...]:
-        """Those of `make_dkv`, of `make_dkv` for what is not finite, and of `make_dq`."""
+        """Two of `make_dkv`, the second for what is not finite, and one of `make_dq`, in "bf16x6" likewise
+        two."""
         key = (flags, packed, masked)
         found: tuple[Form, ...] | None = self.constants.get(key)
         if found is None:
@@ -136,12 +141,15 @@ class Prepared:
                 BLOCK_M=c.dq_block_m, BLOCK_N=c.dq_block_n, NUM_STAGES=c.dq_num_stages,
                 HEAVY_FIRST=flags.HAS_RIGHT,
             )  # fmt: skip
+            tiles = [(dkv, c.num_warps), (rare, c.num_warps), (dq, c.dq_num_warps)]
+            if self.product == "bf16x6":
+                tiles.append((dq._replace(FINITE=False), c.dq_num_warps))
             found = self.constants[key] = tuple(
                 Form(tile, runtime.compiled_in(tile), {
                     "num_warps": warps, "num_stages": tile.NUM_STAGES,
                     "enable_fp_fusion": False,  # scores are rounded as in the forward, see `recompute`
                 })
-                for tile, warps in ((dkv, c.num_warps), (rare, c.num_warps), (dq, c.dq_num_warps))
+                for tile, warps in tiles
             )  # fmt: skip
         return found
 
@@ -181,9 +189,9 @@ class Call(NamedTuple):
 def centers(
     prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
     dlse: Tensor | None, kv_lens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """lse and delta by packed row, float32 (B, Hkv, Sq·G), and an int32 that is not 0 if an operand has
-    something that is not finite."""
+) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
+    """lse and delta by packed row, float32 (B, Hkv, Sq·G); an int32 that is not 0 if an operand has
+    something that is not finite; and q, k, v and dout, or the parts that kernels read instead."""
     (batch, num_heads, seqlen_q), num_kv_heads = lse.shape, k.shape[1]
     group, number = num_heads // num_kv_heads, lse.numel()
     pad = PAD.value
@@ -192,8 +200,11 @@ def centers(
     odd = torch.zeros(1, dtype=torch.int32, device=lse.device)
     row_tiles, key_tiles = -(-seqlen_q // CENTERED_ROWS), -(-k.shape[2] // CENTERED_ROWS)
     programs = (row_tiles * num_heads + key_tiles * num_kv_heads) * batch
+    read = q, k, v, dout
+    parts = tuple(map(empty_parts, read)) if prepared.product == "bf16x6" else None
     views = *map(view_of, (q, k, v, out, dout)), *map(rows_of, (lse, dlse, row_lse, delta))
-    t = Centered(*views, odd, kv_lens, num_heads, group)  # type: ignore[call-arg]
+    cut = map(view_of, parts or (None,) * 4)
+    t = Centered(*views, odd, *cut, kv_lens, num_heads, group)  # type: ignore[call-arg]
     n = Cut(batch, seqlen_q, k.shape[2], row_tiles, key_tiles)
     key = (
         "center", *(x and x[1:] for x in views), num_heads, group,
@@ -205,7 +216,13 @@ def centers(
         c = runtime.compiled_in(Constants(**blocks, BLOCK_M=CENTERED_ROWS))
         prepared.constants["center"] = c
     prepared.kernels.launch(center, (programs,), (t, n, c), {"num_warps": 4}, key, out.device)
-    return row_lse, delta, odd
+    return row_lse, delta, odd, parts or read
+
+
+def empty_parts(x: Tensor) -> Tensor:
+    """Memory for the three bfloat16 parts of each value of a float32 tensor, side by side in each row."""
+    shape = *x.shape[:3], 3 * part_width(x.shape[3])
+    return torch.empty(shape, dtype=torch.bfloat16, device=x.device)
 
 
 def launch_dkv(
@@ -213,6 +230,9 @@ def launch_dkv(
     visits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Both forms of `make_dkv`: what `center` found decides on the device which one does anything."""
+    if call.prepared.config.apart and dk is not None and dv is not None:
+        launch_dkv(call, dk, None, dq_sum, visits)
+        dk = dq_sum = None
     (k, *_), num_heads = call.t[1], call.num_heads // call.group
     for tile, c, options in call.forms[:2]:
         num_tiles, requests = tile_count(k.shape[2], tile.BLOCK_N, call.n.batch, call.packed)
@@ -223,24 +243,26 @@ def launch_dkv(
 
 
 def launch_dq(call: Call, dq: Tensor, visits: Tensor | None = None) -> None:
-    (tile, c, options), num_heads = call.forms[2], call.num_heads // call.group
-    num_tiles, requests = tile_count(dq.shape[2] * call.group, tile.BLOCK_M, call.n.batch, call.packed)
-    total = num_tiles * num_heads * requests
-    n = call.numbers(num_tiles, total)
-    call.launch(make_dq, total, n, c, options, num_heads, visits, dq=dq)
+    num_heads = call.num_heads // call.group
+    for tile, c, options in call.forms[2:]:
+        num_tiles, requests = tile_count(dq.shape[2] * call.group, tile.BLOCK_M, call.n.batch, call.packed)
+        total = num_tiles * num_heads * requests
+        programs = total if tile.FINITE else min(total, call.prepared.cores)
+        n = call.numbers(num_tiles, total)
+        call.launch(make_dq, programs, n, c, options, num_heads, visits, dq=dq)
 
 
 def prepare_call(
     prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
-    centered: tuple[Tensor, Tensor, Tensor], args: Arguments,
+    centered: tuple[Tensor, Tensor, Tensor, Sequence[Tensor]], args: Arguments,
 ) -> Call:  # fmt: skip
     """`centered` as `centers` returns it."""
-    row_lse, delta, odd = centered
+    row_lse, delta, odd, read = centered
     flags, x = flags_of(q, args), operands_of(args, k)
     n = numbers_of(q, k, args)
     group = q.shape[1] // k.shape[1]
-    views = *map(view_of, (q, k, v, dout)), *map(rows_of, (row_lse, delta))
-    key = *(w[1:] for w in views), group, runtime.aligned(q, k, v, dout), runtime.signature(x)
+    views = *map(view_of, read), *map(rows_of, (row_lse, delta))
+    key = *(w[1:] for w in views), group, runtime.aligned(*read), runtime.signature(x)
     return Call(
         prepared=prepared,
         t=(*views, x, odd, group),
@@ -272,8 +294,6 @@ def run(
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
     q, k, v, out, dout = reachable(q, k, v, out, dout)
-    if prepared.product == "bf16x6":  # Triton 3.6 compiles `make_dkv` wrongly for channels that lie apart
-        q, k, v, dout = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v, dout))
     need_bias, need_sinks = needs[3] and args.bias is not None, needs[4] and args.sinks is not None
     kv_lens = None if args.cu_seqlens_q is not None else operands_of(args, k).kv_lens
     centered = centers(prepared, q, k, v, out, dout, lse, dlse, kv_lens)

@@ -17,20 +17,19 @@ import triton.language as tl
 from polyflash.backends.gpu import numbers
 from polyflash.backends.triton import runtime
 from polyflash.backends.triton.constants import Constants
-from polyflash.backends.triton.gradient_kernels import differentiate_tile, load_own, packed_base
+from polyflash.backends.triton.gradient_kernels import differentiate_tile, load_blocks, load_own, packed_base
 from polyflash.backends.triton.places import (
     Keys,
     Rows,
     block_range,
     find_band,
     head_offsets,
-    load_pair,
     row_limits,
     row_offsets,
     row_range,
     stand,
 )
-from polyflash.backends.triton.tiles import channel_blocks
+from polyflash.backends.triton.tiles import LEAST, channel_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,8 +54,8 @@ def bias_tile(i_m, i_n, i_h, place, band, t, n, c):
     o_q, o_do = head_offsets(t.q, place.i_b, rows.o_h, o_i), head_offsets(t.dout, place.i_b, rows.o_h, o_i)
     own = load_own(o_q, o_do, o_w, rows.m_row, t, c)
     o_k, o_v = row_offsets(t.k, place.i_b, i_hkv, o_n), row_offsets(t.v, place.i_b, i_hkv, o_n)
-    b_k = load_pair(t.k, o_k, keys.m_n, c.D, c.D0, c.D1)
-    b_v = load_pair(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1)
+    b_k = load_blocks(t.k, o_k, keys.m_n, c.D, c.D0, c.D1, c.PRODUCT)
+    b_v = load_blocks(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1, c.PRODUCT)
     return differentiate_tile(own, b_k, b_v, True, rows, keys, place, t.x, n, c, True, False)
 
 
@@ -113,7 +112,7 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         (kept_batch, kept_heads, 1 if over_rows else seqlen_q, 1 if over_keys else seqlen_k),
         dtype=torch.float32, device=q.device,
     )  # fmt: skip
-    block_m, block_n = config.dq_block_m, config.dq_block_n
+    block_m, block_n = tile_of(call)
     row_tiles = 1 if over_rows else -(-seqlen_q // block_m)
     key_tiles = 1 if over_keys else -(-seqlen_k // block_n)
     walked = batch // kept_batch, num_heads // kept_heads
@@ -130,14 +129,22 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return total.to(bias.dtype).reshape(bias.shape)
 
 
-def _constants(call: Call, head_dim: int, head_dim_v: int, over_rows: bool, over_keys: bool) -> Any:
-    """The tile is the dQ kernel's, as that too holds a tile of scores."""
+def tile_of(call: Call) -> tuple[int, int]:
+    """Rows and keys: the dQ kernel's, as that too holds a tile of scores; half of them in parts, whose
+    pipelines hold all operands."""
     config = call.prepared.config
+    if call.prepared.product != "bf16x6":
+        return config.dq_block_m, config.dq_block_n
+    return max(LEAST, config.dq_block_m // 2), min(32, config.dq_block_n)
+
+
+def _constants(call: Call, head_dim: int, head_dim_v: int, over_rows: bool, over_keys: bool) -> Any:
+    config, (block_m, block_n) = call.prepared.config, tile_of(call)
     constants = Constants(
         **channel_blocks(head_dim, head_dim_v),
         **call.flags._asdict(),
-        BLOCK_M=config.dq_block_m,
-        BLOCK_N=config.dq_block_n,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
         BASE2=config.base2,
         PRODUCT=call.prepared.product,
         OVER_ROWS=over_rows,

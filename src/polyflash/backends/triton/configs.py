@@ -177,11 +177,13 @@ def choose_backward(spec: AttentionSpec, target: Target) -> BackwardConfig:
     dkv, dq = (t._replace(num_stages=max(t.num_stages, least_stages(target))) for t in pair[:2])
     dkv, dq = fitted_backward(dkv, False, spec, target), fitted_backward(dq, True, spec, target)
     if spec.features & HEAVY:
+        dkv = dkv._replace(block_m=min(dkv.block_m, pair.heavy_walk))
+        dq = dq._replace(block_n=min(dq.block_n, pair.heavy_walk))
         dkv, dq = (
             t._replace(num_warps=max(t.num_warps, pair.heavy_warps if t.block_m * t.block_n >= 2048 else 1))
             for t in (dkv, dq)
         )
-    return BackwardConfig(*dkv, *dq, precision=exact_product(spec, target))
+    return BackwardConfig(*dkv, *dq, precision=exact_product(spec, target), apart=pair.apart)
 
 
 def choose_statistics(spec: AttentionSpec, target: Target) -> StatisticsConfig:

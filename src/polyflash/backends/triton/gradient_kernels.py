@@ -17,17 +17,25 @@ from polyflash.backends.triton.places import (
     find_keys,
     find_rows,
     head_offsets,
-    load_pair,
     load_tile,
     packed_rows,
     row_limits,
     row_offsets,
     row_range,
     store_pair,
+    store_tile,
     tile_rows,
     unravel,
 )
-from polyflash.backends.triton.products import cross, finite, has_nonfinite, nonfinite_only, product
+from polyflash.backends.triton.products import (
+    cross,
+    finite,
+    has_nonfinite,
+    nonfinite_only,
+    product,
+    three_parts,
+    turned,
+)
 from polyflash.backends.triton.scores import change_scores, keep, recompute, visible_pairs
 
 PAD: tl.constexpr = tl.constexpr(256)  # rows that a block may reach beyond the last one
@@ -50,19 +58,68 @@ def packed_base(x, i_b, i_hkv, first_q, group):
 
 
 @triton.jit
-def has_odd(x, o_x, m_x, DIM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Is something in rows at offsets o_x NaN or infinite?"""
-    odd = has_nonfinite(load_tile(x, o_x, m_x, 0, DIM, FIRST, ""))
+def look_over(
+    x, parts, i_b, i_h, o_r, m_r, DIM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
+):
+    """Is something in rows o_r of a head NaN or infinite? Writes their `parts`, if there are such."""
+    odd = look_at(x, parts, i_b, i_h, o_r, m_r, 0, DIM, FIRST)
     if SECOND > 0:
-        odd = odd | has_nonfinite(load_tile(x, o_x, m_x, FIRST, DIM, SECOND, ""))
+        odd = odd | look_at(x, parts, i_b, i_h, o_r, m_r, FIRST, DIM, SECOND)
     return odd
+
+
+@triton.jit
+def look_at(
+    x, parts, i_b, i_h, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """`look_over` of one block of channels. The three parts of a row stand side by side."""
+    b_x = load_tile(x, row_offsets(x, i_b, i_h, o_r), m_r, FIRST, DIM, BLOCK_D, "")
+    if parts is not None:
+        o_p = row_offsets(parts, i_b, i_h, o_r)
+        b_0, b_1, b_2 = three_parts(tl.where(b_x == b_x, b_x, float("nan")))  # some NaN are cut to infinity
+        store_tile(parts, o_p, m_r, b_0, FIRST, DIM, BLOCK_D)
+        store_tile(parts, o_p + part_width(DIM), m_r, b_1, FIRST, DIM, BLOCK_D)
+        store_tile(parts, o_p + 2 * part_width(DIM), m_r, b_2, FIRST, DIM, BLOCK_D)
+    return has_nonfinite(b_x)
+
+
+@triton.constexpr_function
+def part_width(dim):
+    """Channels from one part of a row to the next: a multiple of 16 bytes, so that loads are wide."""
+    return -(-dim // 16) * 16
+
+
+@triton.jit
+def load_block(
+    x, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRODUCT: tl.constexpr
+):
+    """Channels of rows as `load_tile`, in "bf16x6" their three parts, which `center` wrote."""
+    b_0 = load_tile(x, o_r, m_r, FIRST, DIM, BLOCK_D, "")
+    if PRODUCT == "bf16x6":
+        b_1 = load_tile(x, o_r + part_width(DIM), m_r, FIRST, DIM, BLOCK_D, "")
+        b_2 = load_tile(x, o_r + 2 * part_width(DIM), m_r, FIRST, DIM, BLOCK_D, "")
+        return b_0, b_1, b_2
+    else:
+        return b_0
+
+
+@triton.jit
+def load_blocks(
+    x, o_r, m_r, DIM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PRODUCT: tl.constexpr
+):
+    """Both channel blocks of rows, the first twice if there is no other."""
+    b_0 = load_block(x, o_r, m_r, 0, DIM, FIRST, PRODUCT)
+    b_1 = b_0
+    if SECOND > 0:
+        b_1 = load_block(x, o_r, m_r, FIRST, DIM, SECOND, PRODUCT)
+    return b_0, b_1
 
 
 @triton.jit
 def center(t, n, c):
     """delta = Σ_d do·out - dlse, and lse with +inf for rows that saw no key (their delta is 0), both in the
-    order of packed rows; and whether a q, k, v, do or delta is not finite. The first programs have
-    BLOCK_M rows of one query head each, the others keys of one key/value head."""
+    order of packed rows; whether a q, k, v, do or delta is not finite; and the `parts` of those four. The
+    first programs have BLOCK_M rows of one query head each, the others keys of one key/value head."""
     i_t = tl.program_id(0)
     row_programs = n.row_tiles * t.num_heads * n.batch
     if i_t < row_programs:
@@ -85,8 +142,8 @@ def center(t, n, c):
         o_w = o_w + o_i.to(tl.int64) * t.group + i_h % t.group
         tl.store(t.row_lse.p + o_w, tl.where(m_live, b_lse, float("inf")), mask=m_row)
         tl.store(t.delta.p + o_w, b_delta, mask=m_row)
-        odd = has_odd(t.q, row_offsets(t.q, i_b, i_h, o_i), m_row, c.D, c.D0, c.D1)
-        odd = odd | has_odd(t.dout, o_do, m_row, c.DV, c.DV0, c.DV1)
+        odd = look_over(t.q, t.q_parts, i_b, i_h, o_i, m_row, c.D, c.D0, c.D1)
+        odd = odd | look_over(t.dout, t.dout_parts, i_b, i_h, o_i, m_row, c.DV, c.DV0, c.DV1)
         odd = odd | (tl.max(tl.where(b_delta - b_delta == 0.0, 0, 1), 0) > 0)  # of scores, out or dlse
         tl.store(t.odd, 1, mask=odd)
         if i_t == 0:  # what blocks read behind the last row
@@ -100,8 +157,8 @@ def center(t, n, c):
         if t.kv_lens is not None:
             live = tl.minimum(tl.load(t.kv_lens + i_b), n.seqlen_k)
         o_n = i_n * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
-        odd = has_odd(t.k, row_offsets(t.k, i_b, i_h, o_n), o_n < live, c.D, c.D0, c.D1)
-        odd = odd | has_odd(t.v, row_offsets(t.v, i_b, i_h, o_n), o_n < live, c.DV, c.DV0, c.DV1)
+        odd = look_over(t.k, t.k_parts, i_b, i_h, o_n, o_n < live, c.D, c.D0, c.D1)
+        odd = odd | look_over(t.v, t.v_parts, i_b, i_h, o_n, o_n < live, c.DV, c.DV0, c.DV1)
         tl.store(t.odd, 1, mask=odd)
 
 
@@ -146,12 +203,12 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
         i_w = o_w + tl.cast(i_m, tl.int64) * c.BLOCK_M
         b_lse = tl.load(t.lse.p + i_w + tl.arange(0, c.BLOCK_M))
         # [BLOCK_N, BLOCK_M]
-        b_q0 = load_tile(t.q, o_q, m_row, 0, c.D, c.D0, "")
+        b_q0 = load_block(t.q, o_q, m_row, 0, c.D, c.D0, c.PRODUCT)
         b_q1 = b_q0
-        b_st = product(b_k0, tl.trans(b_q0), tl.zeros([c.BLOCK_N, c.BLOCK_M], tl.float32), c.PRODUCT)
+        b_st = product(b_k0, turned(b_q0), tl.zeros([c.BLOCK_N, c.BLOCK_M], tl.float32), c.PRODUCT)
         if c.D1 > 0:
-            b_q1 = load_tile(t.q, o_q, m_row, c.D0, c.D, c.D1, "")
-            b_st = product(b_k1, tl.trans(b_q1), b_st, c.PRODUCT)
+            b_q1 = load_block(t.q, o_q, m_row, c.D0, c.D, c.D1, c.PRODUCT)
+            b_st = product(b_k1, turned(b_q1), b_st, c.PRODUCT)
         b_cap = 0.0
         if c.CHANGED:
             b_s, b_cap = change_scores(tl.trans(b_st), t.x, place, rows, keys, n, c.SOFTCAP)
@@ -167,12 +224,11 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
         b_kept = b_seen
         if c.DROPOUT:
             b_kept = tl.trans(keep(rows, keys.j_0, n, c.BLOCK_N))
-        b_do0, b_do1 = load_pair(t.dout, o_do, m_row, c.DV, c.DV0, c.DV1)
+        b_do0, b_do1 = load_blocks(t.dout, o_do, m_row, c.DV, c.DV0, c.DV1, c.PRODUCT)
         if t.dv is not None:
             b_w = b_pt
             if c.DROPOUT:
                 b_w = tl.where(b_kept, b_pt * n.keep_scale, 0.0)
-            b_w = b_w.to(b_do0.dtype)
             if not c.FINITE:
                 odd = odd | has_nonfinite(b_do0)
                 dv0 = product(b_w, finite(b_do0), dv0, c.PRODUCT)
@@ -200,7 +256,6 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
                 b_q0 = finite(b_q0)
                 if c.D1 > 0:
                     b_q1 = finite(b_q1)
-            b_dst = b_dst.to(b_q0.dtype)
             if t.dk is not None:
                 dk0 = product(b_dst, b_q0, dk0, c.PRODUCT)
                 if c.D1 > 0:
@@ -254,8 +309,8 @@ def dkv_tile(i_t, t, n, c):
         keys = Keys(j_0, o_n, o_n < place.live)
         o_k = row_offsets(t.k, place.i_batch, i_hkv, place.first_k + o_n)
         o_v = row_offsets(t.v, place.i_batch, i_hkv, place.first_k + o_n)
-        b_k = load_pair(t.k, o_k, keys.m_n, c.D, c.D0, c.D1)
-        b_v = load_pair(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1)
+        b_k = load_blocks(t.k, o_k, keys.m_n, c.D, c.D0, c.D1, c.PRODUCT)
+        b_v = load_blocks(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1, c.PRODUCT)
         # [BLOCK_N, head_dim], [BLOCK_N, head_dim_v]
         dk0, dv0 = tl.zeros([c.BLOCK_N, c.D0], tl.float32), tl.zeros([c.BLOCK_N, c.DV0], tl.float32)
         dk1 = tl.zeros([c.BLOCK_N, c.D1], tl.float32) if c.D1 > 0 else dk0
@@ -294,8 +349,8 @@ def walk_keys(blocks, state, own, rows, place, t, n, c, MASKED: tl.constexpr):
         keys = Keys(i_n * c.BLOCK_N, o_n, o_n < place.live)
         o_k = row_offsets(t.k, place.i_batch, rows.i_hkv, place.first_k + o_n)
         o_v = row_offsets(t.v, place.i_batch, rows.i_hkv, place.first_k + o_n)
-        b_k = load_pair(t.k, o_k, keys.m_n, c.D, c.D0, c.D1)
-        b_v = load_pair(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1)
+        b_k = load_blocks(t.k, o_k, keys.m_n, c.D, c.D0, c.D1, c.PRODUCT)
+        b_v = load_blocks(t.v, o_v, keys.m_n, c.DV, c.DV0, c.DV1, c.PRODUCT)
         hides = (i_n < blocks.full_lo) | (i_n >= blocks.full_hi)
         # [BLOCK_M, BLOCK_N]
         b_ds = differentiate_tile(own, b_k, b_v, hides, rows, keys, place, t.x, n, c, MASKED, True)
@@ -304,7 +359,6 @@ def walk_keys(blocks, state, own, rows, place, t, n, c, MASKED: tl.constexpr):
             b_k0 = finite(b_k0)
             if c.D1 > 0:
                 b_k1 = finite(b_k1)
-        b_ds = b_ds.to(b_k0.dtype)
         dq0 = product(b_ds, b_k0, dq0, c.PRODUCT)
         if c.D1 > 0:
             dq1 = product(b_ds, b_k1, dq1, c.PRODUCT)
@@ -349,21 +403,22 @@ def load_own(o_q, o_do, o_w, m_row, t, c):
     b_lse = tl.load(t.lse.p + o_w, mask=m_row, other=float("inf"))
     b_delta = tl.load(t.delta.p + o_w, mask=m_row, other=0.0)
     m_live = m_row & (b_lse != float("inf"))
-    b_q = load_pair(t.q, o_q, m_live, c.D, c.D0, c.D1)
-    return Own(b_q, load_pair(t.dout, o_do, m_live, c.DV, c.DV0, c.DV1), b_lse, b_delta)
+    b_q = load_blocks(t.q, o_q, m_live, c.D, c.D0, c.D1, c.PRODUCT)
+    b_do = load_blocks(t.dout, o_do, m_live, c.DV, c.DV0, c.DV1, c.PRODUCT)
+    return Own(b_q, b_do, b_lse, b_delta)
 
 
 @triton.jit
-def make_dq(t, n, c):
+def dq_tile(i_t, t, n, c):
     """dq of one tile of rows of one query head, with PACK of all query heads of one key/value head;
     `num_heads` counts either. One loop over the key blocks if all operands are finite, and one that looks at
     every pair if not."""
-    i_m, i_head, i_b = unravel(tl.program_id(0), n.num_tiles, t.num_heads)
+    i_m, i_head, i_b = unravel(i_t, n.num_tiles, t.num_heads)
     i_m, place = find_rows(i_m, i_b, t, n, c)
     if i_m * c.BLOCK_M < place.rows * (t.group if c.PACK else 1):
         rows, blocks = tile_rows(i_m, i_head, place, t, n, c)
         if t.visits is not None:
-            tl.store(t.visits + tl.program_id(0), blocks.hi - blocks.lo)
+            tl.store(t.visits + i_t, blocks.hi - blocks.lo)
         m_row, o_row = rows.m_row, place.first_q + rows.o_i
         o_q = head_offsets(t.q, place.i_batch, rows.o_h, o_row)
         o_do = head_offsets(t.dout, place.i_batch, rows.o_h, o_row)
@@ -374,7 +429,11 @@ def make_dq(t, n, c):
         dq1 = tl.zeros([c.BLOCK_M, c.D1], tl.float32) if c.D1 > 0 else dq0
         state = (dq0, dq1)
         hiding = Blocks(blocks.lo, blocks.hi, blocks.lo, blocks.lo)
-        if c.ALWAYS_MASKED:
+        if c.PRODUCT == "bf16x6":
+            if c.ALWAYS_MASKED or not c.FINITE:
+                blocks = hiding
+            state = walk_keys(blocks, state, own, rows, place, t, n, c, not c.FINITE)
+        elif c.ALWAYS_MASKED:
             state = walk_keys(hiding, state, own, rows, place, t, n, c, True)
         elif tl.load(t.odd) == 0:
             state = walk_keys(blocks, state, own, rows, place, t, n, c, False)
@@ -383,3 +442,18 @@ def make_dq(t, n, c):
         dq0, dq1 = state
         o_q = head_offsets(t.dq, place.i_batch, rows.o_h, o_row)
         store_pair(t.dq, o_q, m_row, dq0 * n.scale, dq1 * n.scale, c.D, c.D0, c.D1)
+
+
+@triton.jit
+def make_dq(t, n, c):
+    """One program per tile of rows. With parts a kernel of both loops would spill, so each is a form of its
+    own, as of `make_dkv`."""
+    if c.PRODUCT != "bf16x6":
+        dq_tile(tl.program_id(0), t, n, c)
+    elif c.FINITE:
+        if tl.load(t.odd) == 0:
+            dq_tile(tl.program_id(0), t, n, c)
+    else:
+        if tl.load(t.odd) != 0:
+            for i_t in range(tl.program_id(0), n.total, tl.num_programs(0)):
+                dq_tile(i_t, t, n, c)

@@ -10,10 +10,10 @@ PART: tl.constexpr = tl.constexpr(2.0**-7)  # of a float32 is the rest of its fi
 
 @triton.jit
 def product(a, b, acc, PRODUCT: tl.constexpr):
-    """acc + a @ b with float32 sums. PRODUCT is how float32 operands are multiplied: "ieee" by multiply-adds;
-    "tf32x3" and "bf16x6" on matrix units as products of parts, which leave out less than float32 rounds;
-    "tf32" with 11 bits of them."""
-    if a.dtype == tl.float32 and PRODUCT == "bf16x6":
+    """acc + a @ b with float32 sums; a takes the dtype of b. PRODUCT is how float32 operands are multiplied:
+    "ieee" by multiply-adds; "tf32x3" and "bf16x6" on matrix units as products of parts, which leave out less
+    than float32 rounds; "tf32" with 11 bits of them."""
+    if PRODUCT == "bf16x6":
         a0, a1, a2 = three_parts(a)
         b0, b1, b2 = three_parts(b)
         # small terms first; an infinity has no parts, so what they give is NaN, and its head says all
@@ -24,21 +24,24 @@ def product(a, b, acc, PRODUCT: tl.constexpr):
         b_low = tl.dot(a1, b0, b_low)
         b_low = tl.where(b_low == b_low, b_low * PART, 0.0)
         acc += tl.dot(a0, b0, b_low)
-    elif a.dtype == tl.float32:
+    elif b.dtype == tl.float32:
         acc = tl.dot(a, b, acc, input_precision=PRODUCT)
     else:
-        acc = tl.dot(a, b, acc)
+        acc = tl.dot(a.to(b.dtype), b, acc)
     return acc
 
 
 @triton.jit
-def three_parts(b_x):
+def three_parts(x):
     """float32 as x0 + PART·x1 + PART²·x2 of bfloat16, cut and not rounded: no bit is lost of any
-    normal number but the last two of the least, and none overflows."""
-    b_0 = cut(b_x)
-    b_rest = (b_x - b_0) * 128.0
-    b_1 = cut(b_rest)
-    return b_0.to(tl.bfloat16), b_1.to(tl.bfloat16), ((b_rest - b_1) * 128.0).to(tl.bfloat16)
+    normal number but the last two of the least, and none overflows. What is in parts stays."""
+    if isinstance(x, tl.tensor):
+        b_0 = cut(x)
+        b_rest = (x - b_0) * 128.0
+        b_1 = cut(b_rest)
+        return b_0.to(tl.bfloat16), b_1.to(tl.bfloat16), ((b_rest - b_1) * 128.0).to(tl.bfloat16)
+    else:
+        return x
 
 
 @triton.jit
@@ -48,13 +51,23 @@ def cut(b_x):
 
 
 @triton.jit
+def turned(x):
+    """A tile, or its parts, transposed."""
+    if isinstance(x, tl.tensor):
+        return tl.trans(x)
+    else:
+        x0, x1, x2 = x
+        return tl.trans(x0), tl.trans(x1), tl.trans(x2)
+
+
+@triton.jit
 def cross(a, b, acc, SECOND: tl.constexpr, PRODUCT: tl.constexpr):
     """acc + a @ bᵀ over both channel blocks of a and b."""
     a0, a1 = a
     b0, b1 = b
-    acc = product(a0, tl.trans(b0), acc, PRODUCT)
+    acc = product(a0, turned(b0), acc, PRODUCT)
     if SECOND > 0:
-        acc = product(a1, tl.trans(b1), acc, PRODUCT)
+        acc = product(a1, turned(b1), acc, PRODUCT)
     return acc
 
 
@@ -96,15 +109,21 @@ def turned_sign(b_x):
 
 
 @triton.jit
-def finite(b_x):
-    """x with 0 for NaN and infinities."""
-    b_wide = b_x.to(tl.float32)
-    return tl.where(b_wide - b_wide == 0.0, b_wide, 0.0).to(b_x.dtype)
+def finite(x):
+    """x with 0 for NaN and infinities, whose parts are neither finite but for the first."""
+    if isinstance(x, tl.tensor):
+        b_wide = x.to(tl.float32)
+        return tl.where(b_wide - b_wide == 0.0, b_wide, 0.0).to(x.dtype)
+    else:
+        x0, x1, x2 = x
+        return finite(x0), finite(x1), finite(x2)
 
 
 @triton.jit
-def has_nonfinite(b_x):
-    b_wide = b_x.to(tl.float32)
+def has_nonfinite(x):
+    """Is any value NaN or infinite, as then its first part is?"""
+    b_first = x if isinstance(x, tl.tensor) else x[0]
+    b_wide = b_first.to(tl.float32)
     return tl.max(tl.max(tl.where(b_wide - b_wide == 0.0, 0, 1), 1), 0) > 0
 
 

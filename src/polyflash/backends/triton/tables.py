@@ -231,12 +231,14 @@ FORWARD.update({("rdna3", 4): _RDNA_FLOAT32, ("rdna4", 4): _RDNA_FLOAT32})
 
 
 class BackwardPair(NamedTuple):
-    """Tiles of the dK/dV kernel (a program owns block_n keys) and of the dQ kernel (it owns block_m rows),
-    and how many warps both have at least with a plane of elements beside the scores."""
+    """Tiles of the dK/dV kernel (a program owns block_n keys) and of the dQ kernel (it owns block_m rows).
+    With a plane of elements beside the scores both have at least so many warps, and walk so much at most."""
 
     dkv: Tile
     dq: Tile
     heavy_warps: int = 8
+    heavy_walk: int = 256
+    apart: bool = False  # dK and dV in a pass each
 
 
 _ROOMY_BACKWARD = {  # model, but for what hopper says below
@@ -296,11 +298,12 @@ _FLOAT32_BACKWARD = {  # model
     256: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-_HOPPER_FLOAT32_BACKWARD = {
+_HOPPER_FLOAT32_BACKWARD = {  # in parts, of which shared memory holds six bytes a value
     **_FLOAT32_BACKWARD,
-    32: BackwardPair(Tile(32, 64, 4, 3), Tile(64, 32, 4, 3), heavy_warps=4),  # model
-    64: BackwardPair(Tile(32, 64, 4, 3), Tile(64, 32, 4, 3), heavy_warps=4),  # H200
-    128: BackwardPair(Tile(32, 32, 4, 2), Tile(64, 32, 4, 3), heavy_warps=4),  # H200
+    32: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), heavy_walk=32),  # model
+    64: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), heavy_walk=32),  # compiled [255; dQ 174]
+    128: BackwardPair(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2), heavy_warps=4, apart=True),  # [250; dQ 246]
+    192: BackwardPair(Tile(16, 32, 8, 2), Tile(32, 16, 8, 2), apart=True),  # compiled; dK and dQ spill 24 B
 }
 BACKWARD: dict[tuple[str, int], dict[int, BackwardPair]] = {
     ("ampere", 2): _AMPERE_BACKWARD,

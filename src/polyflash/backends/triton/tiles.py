@@ -147,11 +147,13 @@ def shared_bytes(tile: Tile, spec: AttentionSpec, target: Target) -> int:
 
 def backward_shared_bytes(tile: Tile, owns_rows: bool, spec: AttentionSpec, target: Target) -> int:
     """A backward tile's, at most: the operands of the block it owns, `num_stages` of the one it walks, and
-    the weights on their way to the second product."""
+    the weights on their way to the second product, unless that takes them from registers."""
     owned, walked = (tile.block_m, tile.block_n) if owns_rows else (tile.block_n, tile.block_m)
-    size = ELEMENT_BYTES.get(spec.dtype, 4)
+    in_parts = exact_product(spec, target) == "bf16x6"
+    size = 6 if in_parts else ELEMENT_BYTES.get(spec.dtype, 4)
     both = channels(spec.head_dim) + channels(spec.head_dim_v)
-    scores = tile.block_m * tile.block_n * size
+    stay = in_parts and owned >= 16 * tile.num_warps
+    scores = 0 if stay else tile.block_m * tile.block_n * size
     if target.kind == "hip":
         return max(owned * both * size // 2, walked * both * size * max(1, tile.num_stages - 1)) + scores
     return (owned + walked * tile.num_stages) * both * size + scores
