@@ -6,6 +6,7 @@ torch row."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -372,3 +373,19 @@ def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch):
         backward.run(launch, q, lse, q, k, v, q, lse, args, ALL)
     half = len(keys) // 2
     assert half == 5 and keys[:half] == keys[half:] and len({hash(key) for key in keys}) == half
+
+
+@pytest.mark.parametrize("apart", (False, True))
+def test_float32_in_parts(apart: bool):
+    """Parts that `center` wrote, of any strides and head dims; what is not finite takes other kernels."""
+    config = replace(CONFIG, precision="bf16x6", apart=apart)
+    q, k, v = qkv((4, 2), dims=(24, 40))
+    q, v = q.mT.contiguous().mT, v.mT.contiguous().mT
+    hold(q, k, v, config, causal=True, bias=torch.randn(21, 39), dropout_p=0.2, dropout_seed=3)
+    mask = torch.rand(21, 39) < 0.7
+    mask[:, 7] = False
+    want, (dout, dlse, out, lse) = oracle(q, k, v, {"mask": mask})
+    k, v = put(k, 0, 0, 7, 3), put(v, 0, 0, 7, 3, value=INF)
+    got = differentiate(dout, dlse, q, k, v, out, lse, Arguments(mask=mask), config=config)
+    for name, right in want.items():
+        torch.testing.assert_close(got[name].double(), right, rtol=1e-4, atol=1e-5)

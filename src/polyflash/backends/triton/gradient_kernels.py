@@ -58,9 +58,7 @@ def packed_base(x, i_b, i_hkv, first_q, group):
 
 
 @triton.jit
-def look_over(
-    x, parts, i_b, i_h, o_r, m_r, DIM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr
-):
+def look_over(x, parts, i_b, i_h, o_r, m_r, DIM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """Is something in rows o_r of a head NaN or infinite? Writes their `parts`, if there are such."""
     odd = look_at(x, parts, i_b, i_h, o_r, m_r, 0, DIM, FIRST)
     if SECOND > 0:
@@ -69,9 +67,7 @@ def look_over(
 
 
 @triton.jit
-def look_at(
-    x, parts, i_b, i_h, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def look_at(x, parts, i_b, i_h, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """`look_over` of one block of channels. The three parts of a row stand side by side."""
     b_x = load_tile(x, row_offsets(x, i_b, i_h, o_r), m_r, FIRST, DIM, BLOCK_D, "")
     if parts is not None:
