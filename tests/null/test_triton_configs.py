@@ -421,7 +421,7 @@ BAD = {
     "mask_by": ("", "multiply"),
     "order": ("", "reversed"),
     "max_registers": (8, 100, 256, True, "168"),
-    **{name: (0, 1, None, "yes") for name in ("pack_gqa", "base2", "hold_q", "persistent", "fused")},
+    **{name: (0, 1, None, "yes") for name in ("pack_gqa", "base2", "hold_q", "persistent", "fused", "apart")},
     **{name: (0, 1, None, "yes") for name in ("lazy_rescale", "late_sum", "compensate", "fixed_splits")},
     "precision": ("", "tf32", "fp32", None),
     **{f"dq_{name}": (0, 3, 1000) for name in ("block_m", "block_n", "num_warps")},
@@ -520,7 +520,7 @@ SWITCHED = {
         "pack_gqa",
     },
     Phase.DECODE: {"base2", "num_stages", "loads", "cache_kv", "fixed_splits", "split_keys", "pack_gqa"},
-    Phase.BACKWARD: {"base2", "fused", "num_stages", "dq_num_stages"},
+    Phase.BACKWARD: {"base2", "fused", "apart", "num_stages", "dq_num_stages"},
     Phase.STATISTICS: {"num_stages"},
 }
 
