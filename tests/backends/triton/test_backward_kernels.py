@@ -375,8 +375,8 @@ def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch):
     assert half == 5 and keys[:half] == keys[half:] and len({hash(key) for key in keys}) == half
 
 
-@pytest.mark.parametrize("apart", (False, True))
-def test_float32_in_parts(apart: bool):
+@pytest.mark.parametrize("apart", (0, 1, 2))
+def test_float32_in_parts(apart: int):
     """Parts that `center` wrote, of any strides and head dims; what is not finite takes other kernels."""
     config = replace(CONFIG, precision="bf16x6", apart=apart)
     q, k, v = qkv((4, 2), dims=(24, 40))

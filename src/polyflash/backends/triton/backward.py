@@ -105,6 +105,14 @@ class Form(NamedTuple):
     options: dict[str, Any]
 
 
+class Forms(NamedTuple):
+    """Of each kernel one for finite operands and, unless that has a loop for them, one for others."""
+
+    dkv: tuple[Form, ...]
+    dv: tuple[Form, ...]  # of a pass of its own
+    dq: tuple[Form, ...]
+
+
 class Prepared:
     """A route's memory between calls: its kernels, and for each set of flags the constants they have."""
 
@@ -119,13 +127,9 @@ class Prepared:
         self.kernels = runtime.Kernels()
         self.constants: dict[Any, Any] = {}
 
-    def forms(
-        self, flags: Flags, head_dim: int, head_dim_v: int, packed: bool, masked: bool
-    ) -> tuple[Form, ...]:
-        """Two of `make_dkv`, the second for what is not finite, and one of `make_dq`, in "bf16x6" likewise
-        two."""
+    def forms(self, flags: Flags, head_dim: int, head_dim_v: int, packed: bool, masked: bool) -> Forms:
         key = (flags, packed, masked)
-        found: tuple[Form, ...] | None = self.constants.get(key)
+        found: Forms | None = self.constants.get(key)
         if found is None:
             c = self.config
             both = Constants(
@@ -133,25 +137,30 @@ class Prepared:
                 PACK=packed, BASE2=c.base2, PRODUCT=self.product, ALWAYS_MASKED=masked,
             )  # fmt: skip
             dkv = both._replace(BLOCK_M=c.block_m, BLOCK_N=c.block_n, NUM_STAGES=c.num_stages)
-            rare = dkv._replace(FINITE=False)
-            if self.product == "ieee":  # in parts, sums of other blocks would have other bits
-                rare = rare._replace(BLOCK_M=16, BLOCK_N=32)
+            dv = dkv._replace(BLOCK_N=max(1, c.apart) * c.block_n)
             # rows that see the most keys first
             dq = both._replace(
                 BLOCK_M=c.dq_block_m, BLOCK_N=c.dq_block_n, NUM_STAGES=c.dq_num_stages,
                 HEAVY_FIRST=flags.HAS_RIGHT,
             )  # fmt: skip
-            tiles = [(dkv, c.num_warps), (rare, c.num_warps), (dq, c.dq_num_warps)]
-            if self.product == "bf16x6":
-                tiles.append((dq._replace(FINITE=False), c.dq_num_warps))
-            found = self.constants[key] = tuple(
-                Form(tile, runtime.compiled_in(tile), {
-                    "num_warps": warps, "num_stages": tile.NUM_STAGES,
-                    "enable_fp_fusion": False,  # scores are rounded as in the forward, see `recompute`
-                })
-                for tile, warps in tiles
-            )  # fmt: skip
+            found = self.constants[key] = Forms(
+                self._forms(dkv, c.num_warps, {} if self._in_parts else {"BLOCK_M": 16, "BLOCK_N": 32}),
+                self._forms(dv, max(1, c.apart) * c.num_warps, {}),
+                self._forms(dq, c.dq_num_warps, {} if self._in_parts else None),
+            )
         return found
+
+    @property
+    def _in_parts(self) -> bool:
+        """Are operands read as parts? Sums over other blocks would have other bits there."""
+        return self.product == "bf16x6"
+
+    def _forms(self, tile: Constants, num_warps: int, rare: dict[str, int] | None) -> tuple[Form, ...]:
+        """One for finite operands and, with the changes `rare`, one for others."""
+        tiles = (tile,) if rare is None else (tile, tile._replace(FINITE=False, **rare))
+        # scores are rounded as in the forward, see `recompute`
+        options = {"num_warps": num_warps, "num_stages": tile.NUM_STAGES, "enable_fp_fusion": False}
+        return tuple(Form(c, runtime.compiled_in(c), options) for c in tiles)
 
 
 class Call(NamedTuple):
@@ -161,7 +170,7 @@ class Call(NamedTuple):
     t: tuple[Any, ...]  # what all have of `Tensors`
     n: Numbers
     flags: Flags
-    forms: tuple[Form, ...]
+    forms: Forms
     num_heads: int
     group: int
     packed: bool  # into one sequence
@@ -230,21 +239,22 @@ def launch_dkv(
     visits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Both forms of `make_dkv`: what `center` found decides on the device which one does anything."""
-    if call.prepared.config.apart and dk is not None and dv is not None:
-        launch_dkv(call, dk, None, dq_sum, visits)
-        dk = dq_sum = None
+    passes = [(call.forms.dkv, dk, dv, dq_sum, visits)]
+    if call.prepared.config.apart:
+        passes = [(call.forms.dkv, dk, None, dq_sum, visits), (call.forms.dv, None, dv, None, None)]
     (k, *_), num_heads = call.t[1], call.num_heads // call.group
-    for tile, c, options in call.forms[:2]:
-        num_tiles, requests = tile_count(k.shape[2], tile.BLOCK_N, call.n.batch, call.packed)
-        total = num_tiles * num_heads * requests
-        programs = total if tile.FINITE else min(total, call.prepared.cores)
-        n = call.numbers(num_tiles, total)
-        call.launch(make_dkv, programs, n, c, options, num_heads, visits, dk=dk, dv=dv, dq_sum=dq_sum)
+    for forms, dk, dv, dq_sum, visits in passes:
+        for tile, c, options in forms if not (dk is dv is dq_sum is None) else ():
+            num_tiles, requests = tile_count(k.shape[2], tile.BLOCK_N, call.n.batch, call.packed)
+            total = num_tiles * num_heads * requests
+            programs = total if tile.FINITE else min(total, call.prepared.cores)
+            n = call.numbers(num_tiles, total)
+            call.launch(make_dkv, programs, n, c, options, num_heads, visits, dk=dk, dv=dv, dq_sum=dq_sum)
 
 
 def launch_dq(call: Call, dq: Tensor, visits: Tensor | None = None) -> None:
     num_heads = call.num_heads // call.group
-    for tile, c, options in call.forms[2:]:
+    for tile, c, options in call.forms.dq:
         num_tiles, requests = tile_count(dq.shape[2] * call.group, tile.BLOCK_M, call.n.batch, call.packed)
         total = num_tiles * num_heads * requests
         programs = total if tile.FINITE else min(total, call.prepared.cores)

@@ -165,8 +165,8 @@ class DecodeConfig:
 class BackwardConfig:
     """The dK/dV kernel: a program owns block_n keys and walks the rows by block_m. The dQ kernel: a program
     owns dq_block_m rows and walks the keys by dq_block_n. apart: dK and dV in a pass each, where registers do
-    not hold the sums of both. fused: one pass, dQ by atomic sums, so not repeatable: for `ablate`, never
-    chosen."""
+    not hold the sums of both, that of dV with so many times the keys and warps; 0: one pass. fused: one pass,
+    dQ by atomic sums, so not repeatable: for `ablate`, never chosen."""
 
     block_m: int = _block()
     block_n: int = _block()
@@ -179,7 +179,7 @@ class BackwardConfig:
     base2: bool = flag(True)
     fused: bool = flag(False)
     precision: str = _precision()
-    apart: bool = flag(False)
+    apart: int = option(0, 1, 2, default=0)
 
     def __post_init__(self) -> None:
         check(self)

@@ -238,7 +238,7 @@ class BackwardPair(NamedTuple):
     dq: Tile
     heavy_warps: int = 8
     heavy_walk: int = 256
-    apart: bool = False  # dK and dV in a pass each
+    apart: int = 0  # dK and dV in a pass each
 
 
 _ROOMY_BACKWARD = {  # model, but for what hopper says below
@@ -302,8 +302,8 @@ _HOPPER_FLOAT32_BACKWARD = {  # in parts, of which shared memory holds six bytes
     **_FLOAT32_BACKWARD,
     32: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), heavy_walk=32),  # model
     64: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), heavy_walk=32),  # compiled [255; dQ 174]
-    128: BackwardPair(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2), heavy_warps=4, apart=True),  # [250; dQ 246]
-    192: BackwardPair(Tile(16, 32, 8, 2), Tile(32, 16, 8, 2), apart=True),  # compiled; dK and dQ spill 24 B
+    128: BackwardPair(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2), heavy_warps=4, apart=2),  # [250; dQ 246]
+    192: BackwardPair(Tile(16, 32, 8, 2), Tile(32, 16, 8, 2), apart=1),  # compiled; dK and dQ spill 24 B
 }
 BACKWARD: dict[tuple[str, int], dict[int, BackwardPair]] = {
     ("ampere", 2): _AMPERE_BACKWARD,
