@@ -26,8 +26,8 @@ from tests.tolerance import same_bits
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
 
-from polyflash.backends.triton import forward, forward_kernel, merge, places, products, ptx, scores
-from polyflash.backends.triton.configs import DecodeConfig, ForwardConfig
+from polyflash.backends.triton import backward, forward, forward_kernel, merge, places, products, ptx, scores
+from polyflash.backends.triton.configs import BackwardConfig, DecodeConfig, ForwardConfig
 from polyflash.backends.triton.interpreter import INTERPRET
 from tests.backends.triton.direct import SPLITS, TILE, Config, call, close, hold, launch_of, operands, oracle
 
@@ -257,6 +257,9 @@ def run_everything() -> None:
     q, k, v, args = operands(*qkv(1, 1, 4, 20, 16), {})
     bounds = torch.stack((torch.arange(4), torch.arange(4) + 15), 1).int()
     forward.run(launch_of(TILE), q, k, v, q, torch.empty(q.shape[:3]), args._replace(row_bounds=bounds))
+    in_parts = launch_of(BackwardConfig(16, 32, 4, 1, 32, 16, 4, 1, precision="bf16x6"))  # of products
+    lse, needs = torch.zeros(q.shape[:3]), (True, True, True, False, False)
+    backward.run(in_parts, q, None, q, k, v, q, lse, args, needs)
 
 
 class TestSubTilesWithoutACommonMaximum:

@@ -112,6 +112,16 @@ def load_blocks(
 
 
 @triton.jit
+def finite_block(x, PRODUCT: tl.constexpr):
+    """A block with 0 for NaN and infinities; of those no part is finite but for the first."""
+    if PRODUCT == "bf16x6":
+        x0, x1, x2 = x
+        return finite(x0), finite(x1), finite(x2)
+    else:
+        return finite(x)
+
+
+@triton.jit
 def center(t, n, c):
     """delta = Σ_d do·out - dlse, and lse with +inf for rows that saw no key (their delta is 0), both in the
     order of packed rows; whether a q, k, v, do or delta is not finite; and the `parts` of those four. The
@@ -227,13 +237,13 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
                 b_w = tl.where(b_kept, b_pt * n.keep_scale, 0.0)
             if not c.FINITE:
                 odd = odd | has_nonfinite(b_do0)
-                dv0 = product(b_w, finite(b_do0), dv0, c.PRODUCT)
+                dv0 = product(b_w, finite_block(b_do0, c.PRODUCT), dv0, c.PRODUCT)
             else:
                 dv0 = product(b_w, b_do0, dv0, c.PRODUCT)
             if c.DV1 > 0:
                 if not c.FINITE:
                     odd = odd | has_nonfinite(b_do1)
-                    dv1 = product(b_w, finite(b_do1), dv1, c.PRODUCT)
+                    dv1 = product(b_w, finite_block(b_do1, c.PRODUCT), dv1, c.PRODUCT)
                 else:
                     dv1 = product(b_w, b_do1, dv1, c.PRODUCT)
         if t.dk is not None or t.dq_sum is not None:
@@ -249,9 +259,9 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
                 b_dst *= 1.0 - tl.trans(b_cap * b_cap)
             if not c.FINITE:
                 b_dst = tl.where(b_seen, b_dst, 0.0)
-                b_q0 = finite(b_q0)
+                b_q0 = finite_block(b_q0, c.PRODUCT)
                 if c.D1 > 0:
-                    b_q1 = finite(b_q1)
+                    b_q1 = finite_block(b_q1, c.PRODUCT)
             if t.dk is not None:
                 dk0 = product(b_dst, b_q0, dk0, c.PRODUCT)
                 if c.D1 > 0:
@@ -284,7 +294,7 @@ def add_atomically(
     dq_sum, o_dq, m_row, b_ds, b_k, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, c
 ):
     """Adds ds @ k to float32 sums that all key blocks share, in whatever order they come."""
-    b_dq = product(b_ds, finite(b_k), tl.zeros([c.BLOCK_M, BLOCK_D], tl.float32), c.PRODUCT)
+    b_dq = product(b_ds, finite_block(b_k, c.PRODUCT), tl.zeros([c.BLOCK_M, BLOCK_D], tl.float32), c.PRODUCT)
     o_d = FIRST + tl.arange(0, BLOCK_D)
     m = m_row[:, None] & (o_d < DIM)[None, :]
     tl.atomic_add(dq_sum.p + o_dq[:, None] + o_d[None, :] * dq_sum.d, b_dq, mask=m, sem="relaxed")
@@ -352,9 +362,9 @@ def walk_keys(blocks, state, own, rows, place, t, n, c, MASKED: tl.constexpr):
         b_ds = differentiate_tile(own, b_k, b_v, hides, rows, keys, place, t.x, n, c, MASKED, True)
         b_k0, b_k1 = b_k
         if MASKED:
-            b_k0 = finite(b_k0)
+            b_k0 = finite_block(b_k0, c.PRODUCT)
             if c.D1 > 0:
-                b_k1 = finite(b_k1)
+                b_k1 = finite_block(b_k1, c.PRODUCT)
         dq0 = product(b_ds, b_k0, dq0, c.PRODUCT)
         if c.D1 > 0:
             dq1 = product(b_ds, b_k1, dq1, c.PRODUCT)

@@ -109,14 +109,10 @@ def turned_sign(b_x):
 
 
 @triton.jit
-def finite(x):
-    """x with 0 for NaN and infinities, whose parts are neither finite but for the first."""
-    if isinstance(x, tl.tensor):
-        b_wide = x.to(tl.float32)
-        return tl.where(b_wide - b_wide == 0.0, b_wide, 0.0).to(x.dtype)
-    else:
-        x0, x1, x2 = x
-        return finite(x0), finite(x1), finite(x2)
+def finite(b_x):
+    """x with 0 for NaN and infinities."""
+    b_wide = b_x.to(tl.float32)
+    return tl.where(b_wide - b_wide == 0.0, b_wide, 0.0).to(b_x.dtype)
 
 
 @triton.jit
