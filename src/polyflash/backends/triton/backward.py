@@ -155,7 +155,7 @@ class Prepared:
         """Are operands read as parts? Sums over other blocks would have other bits there."""
         return self.product == "bf16x6"
 
-    def _forms(self, tile: Constants, num_warps: int, rare: dict[str, int] | None) -> tuple[Form, ...]:
+    def _forms(self, tile: Constants, num_warps: int, rare: dict[str, Any] | None) -> tuple[Form, ...]:
         """One for finite operands and, with the changes `rare`, one for others."""
         tiles = (tile,) if rare is None else (tile, tile._replace(FINITE=False, **rare))
         # scores are rounded as in the forward, see `recompute`
