@@ -106,7 +106,7 @@ class Form(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """Of each kernel one for finite operands and, unless that has a loop for them, one for others."""
+    """Forms of each kernel: for finite operands and, unless it has a loop for them, for others."""
 
     dkv: tuple[Form, ...]
     dv: tuple[Form, ...]  # of a pass of its own
@@ -152,11 +152,11 @@ class Prepared:
 
     @property
     def _in_parts(self) -> bool:
-        """Are operands read as parts? Sums over other blocks would have other bits there."""
+        """Whether operands are read as parts. Sums over other blocks would have other bits there."""
         return self.product == "bf16x6"
 
     def _forms(self, tile: Constants, num_warps: int, rare: dict[str, Any] | None) -> tuple[Form, ...]:
-        """One for finite operands and, with the changes `rare`, one for others."""
+        """Makes the form for finite operands and, with the changes `rare`, the one for others."""
         tiles = (tile,) if rare is None else (tile, tile._replace(FINITE=False, **rare))
         # scores are rounded as in the forward, see `recompute`
         options = {"num_warps": num_warps, "num_stages": tile.NUM_STAGES, "enable_fp_fusion": False}
