@@ -122,7 +122,9 @@ class TestReasons:
                 F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
             with pytest.raises(RuntimeError):  # torch's own error: nothing ran
                 F.scaled_dot_product_attention(q, k[..., :5], v)
-        (reason,) = counters()["left_to_torch"]["sdpa"].items()
+        left = counters()["left_to_torch"]
+        assert list(left) == ["sdpa"], "a call went to torch in silence"
+        (reason,) = left["sdpa"].items()
         assert reason[0].startswith("dtype: ") and reason[1] == 3 and not counters()["calls"]
 
     def test_compiled_functions_count_what_they_leave_once(self):

@@ -32,7 +32,7 @@ def qkv(rows: int = 5, keys: int = 40, heads: int = 2) -> dict[str, Tensor]:
 def dense(rows: int) -> dict[str, Any]:
     return {
         **qkv(rows), "mask": torch.ones(2, 1, rows, 40, dtype=torch.bool), "bias": torch.zeros(rows, 40),
-        "alibi_slopes": torch.zeros(2, 2), "sinks": torch.zeros(2), "kv_lens": ints(40, 33),
+        "alibi_slopes": torch.full((2, 2), 0.1), "sinks": torch.zeros(2), "kv_lens": ints(40, 33),
         "kv_starts": ints(0, 3), "q_offset": ints(35, 28), "out": torch.empty(2, 2, rows, 16),
     }  # fmt: skip
 

@@ -22,10 +22,10 @@ TILE = ForwardConfig(16, 16, 4, STAGES)
 SPLITS = DecodeConfig(16, 16, 4, STAGES, 32)
 
 
-def launch_of(config: Config, cores: int = 3, name: str = "") -> Any:
+def launch_of(config: Config, cores: int = 3, name: str = "", dtype: str = "float32") -> Any:
     name = name or device.here().name
     target = SimpleNamespace(cores=cores, name=name, kind=name.partition(":")[0])
-    spec = SimpleNamespace(dtype="float32", tf32=False)  # of other dtypes the same
+    spec = SimpleNamespace(dtype=dtype, tf32=False)
     return SimpleNamespace(config=config, prepared=None, target=target, spec=spec)
 
 
@@ -60,7 +60,8 @@ def call(
         result = result.transpose(0, 1)[None] if packed else result[:, :, None] if paged else result
     if lse is not None:
         rows = there(lse)
-    forward.run(launch or launch_of(config, cores), q, k, v, result, rows, args)
+    launch = launch or launch_of(config, cores, dtype=str(q.dtype).removeprefix("torch."))
+    forward.run(launch, q, k, v, result, rows, args)
     trip.bring_writes()
     if packed:
         result, rows = result[0].transpose(0, 1), rows[0]
