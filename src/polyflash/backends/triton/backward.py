@@ -100,7 +100,8 @@ class Cut(NamedTuple):
 class Form(NamedTuple):
     """A kernel's constants, and what its compiler is told beside them."""
 
-    tile: Constants
+    block: int  # keys or rows that a program owns
+    finite: bool
     c: Constants  # as constexprs
     options: dict[str, Any]
 
@@ -109,7 +110,7 @@ class Forms(NamedTuple):
     """Forms of each kernel: for finite operands and, unless it has a loop for them, for others."""
 
     dkv: tuple[Form, ...]
-    dv: tuple[Form, ...]  # of a pass of its own
+    dv: tuple[Form, ...]  # of a pass of its own, if it has one
     dq: tuple[Form, ...]
 
 
@@ -137,30 +138,28 @@ class Prepared:
                 PACK=packed, BASE2=c.base2, PRODUCT=self.product, ALWAYS_MASKED=masked,
             )  # fmt: skip
             dkv = both._replace(BLOCK_M=c.block_m, BLOCK_N=c.block_n, NUM_STAGES=c.num_stages)
-            dv = dkv._replace(BLOCK_N=max(1, c.apart) * c.block_n)
             # rows that see the most keys first
             dq = both._replace(
                 BLOCK_M=c.dq_block_m, BLOCK_N=c.dq_block_n, NUM_STAGES=c.dq_num_stages,
                 HEAVY_FIRST=flags.HAS_RIGHT,
             )  # fmt: skip
+            # in parts, sums over other blocks would have other bits
+            rare = {"BLOCK_M": 16, "BLOCK_N": 32} if self.product == "ieee" else {}
+            wide = dkv._replace(BLOCK_N=c.apart * c.block_n)
             found = self.constants[key] = Forms(
-                self._forms(dkv, c.num_warps, {} if self._in_parts else {"BLOCK_M": 16, "BLOCK_N": 32}),
-                self._forms(dv, max(1, c.apart) * c.num_warps, {}),
-                self._forms(dq, c.dq_num_warps, {} if self._in_parts else None),
+                _forms("BLOCK_N", dkv, c.num_warps, rare),
+                _forms("BLOCK_N", wide, c.apart * c.num_warps, rare) if c.apart else (),
+                _forms("BLOCK_M", dq, c.dq_num_warps, rare if self.product == "bf16x6" else None),
             )
         return found
 
-    @property
-    def _in_parts(self) -> bool:
-        """Whether operands are read as parts. Sums over other blocks would have other bits there."""
-        return self.product == "bf16x6"
 
-    def _forms(self, tile: Constants, num_warps: int, rare: dict[str, Any] | None) -> tuple[Form, ...]:
-        """Makes the form for finite operands and, with the changes `rare`, the one for others."""
-        tiles = (tile,) if rare is None else (tile, tile._replace(FINITE=False, **rare))
-        # scores are rounded as in the forward, see `recompute`
-        options = {"num_warps": num_warps, "num_stages": tile.NUM_STAGES, "enable_fp_fusion": False}
-        return tuple(Form(c, runtime.compiled_in(c), options) for c in tiles)
+def _forms(owned: str, tile: Constants, num_warps: int, rare: dict[str, Any] | None) -> tuple[Form, ...]:
+    """Makes the form for finite operands and, with the changes `rare`, the one for others."""
+    tiles = (tile,) if rare is None else (tile, tile._replace(FINITE=False, **rare))
+    # scores are rounded as in the forward, see `recompute`
+    options = {"num_warps": num_warps, "num_stages": tile.NUM_STAGES, "enable_fp_fusion": False}
+    return tuple(Form(getattr(c, owned), c.FINITE, runtime.compiled_in(c), options) for c in tiles)
 
 
 class Call(NamedTuple):
@@ -177,8 +176,18 @@ class Call(NamedTuple):
     key: tuple[Any, ...]
     device: torch.device
 
-    def numbers(self, num_tiles: int, total: int) -> Numbers:
-        return Numbers(*self.n[:3], num_tiles, None, None, total, *self.n[7:])
+    def _launch_all(
+        self, kernel: Any, forms: tuple[Form, ...], positions: int, visits: Any = None, **results: Any
+    ) -> None:
+        """All forms of a kernel over so many keys or rows: what `center` found decides on the device which
+        one does anything."""
+        num_heads = self.num_heads // self.group
+        for block, finite, c, options in forms:
+            num_tiles, requests = tile_count(positions, block, self.n.batch, self.packed)
+            total = num_tiles * num_heads * requests
+            programs = total if finite else min(total, self.prepared.cores)
+            n = Numbers(*self.n[:3], num_tiles, None, None, total, *self.n[7:])
+            self.launch(kernel, programs, n, c, options, num_heads, visits, **results)
 
     def launch(
         self, kernel: Any, programs: int, n: Any, c: Any, options: Any, num_heads: int, visits: Any = None,
@@ -238,28 +247,16 @@ def launch_dkv(
     call: Call, dk: Tensor | None, dv: Tensor | None, dq_sum: Tensor | None = None,
     visits: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Both forms of `make_dkv`: what `center` found decides on the device which one does anything."""
-    passes = [(call.forms.dkv, dk, dv, dq_sum, visits)]
-    if call.prepared.config.apart:
-        passes = [(call.forms.dkv, dk, None, dq_sum, visits), (call.forms.dv, None, dv, None, None)]
-    (k, *_), num_heads = call.t[1], call.num_heads // call.group
-    for forms, dk, dv, dq_sum, visits in passes:
-        for tile, c, options in forms if not (dk is dv is dq_sum is None) else ():
-            num_tiles, requests = tile_count(k.shape[2], tile.BLOCK_N, call.n.batch, call.packed)
-            total = num_tiles * num_heads * requests
-            programs = total if tile.FINITE else min(total, call.prepared.cores)
-            n = call.numbers(num_tiles, total)
-            call.launch(make_dkv, programs, n, c, options, num_heads, visits, dk=dk, dv=dv, dq_sum=dq_sum)
+    (k, *_), forms = call.t[1], call.forms
+    alone, beside = (dv, None) if forms.dv else (None, dv)
+    if not (dk is beside is dq_sum is None):
+        call._launch_all(make_dkv, forms.dkv, k.shape[2], visits, dk=dk, dv=beside, dq_sum=dq_sum)
+    if alone is not None:
+        call._launch_all(make_dkv, forms.dv, k.shape[2], dv=alone)
 
 
 def launch_dq(call: Call, dq: Tensor, visits: Tensor | None = None) -> None:
-    num_heads = call.num_heads // call.group
-    for tile, c, options in call.forms.dq:
-        num_tiles, requests = tile_count(dq.shape[2] * call.group, tile.BLOCK_M, call.n.batch, call.packed)
-        total = num_tiles * num_heads * requests
-        programs = total if tile.FINITE else min(total, call.prepared.cores)
-        n = call.numbers(num_tiles, total)
-        call.launch(make_dq, programs, n, c, options, num_heads, visits, dq=dq)
+    call._launch_all(make_dq, call.forms.dq, dq.shape[2] * call.group, visits, dq=dq)
 
 
 def prepare_call(
