@@ -404,7 +404,8 @@ class DecodeTile(AddressLists, Turns):
         """Units of a row that are read at once. A unit of float16 is half as long as one of bfloat16, and
         where only every fourth line is prefetched four lines have to be in one step; by turns all of WIDTH
         channels have to be."""
-        return (8, 4, 2, 1) if self.key.storage == "float16" or self.key.by_turns else (4, 2, 1)
+        eight = self.key.storage == "float16" or (self.key.by_turns and 8 * self.unit == WIDTH)
+        return (8, 4, 2, 1) if eight else (4, 2, 1)
 
     @property
     def units_at_once(self) -> list[int]:

@@ -25,7 +25,7 @@ KEYS_PER_GROUP = 8  # keys whose weighted V are added in registers
 BLOCK_BYTES = 8192  # of K in a block, if it has 32 keys: with as much V, half of a first-level cache
 MOST_HEADS = 8  # kv heads that an item walks side by side
 WIDTH, MOST_TURN_ROWS = 128, 4  # channels, and rows of a tile, of heads whose keys are read side by side
-ROWS_AHEAD = 4  # that are prefetched by turns, 512 bytes each; 2 were as quick, 8 lost
+BYTES_AHEAD = 2048  # that are prefetched by turns: of float32 1024 was as quick, 4096 lost
 MOST_ROWS = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}  # of one tile: what fills the registers
 
 
@@ -79,9 +79,10 @@ class DecodeKey:
 
     @property
     def by_turns(self) -> bool:
-        """Whether V of a block and K of the next are read by turns, see decode_row.py. Measured on Zen 4
-        (docs/results/2026-11-23-epyc-zen4-2core-decode.md): float32 gains, bfloat16 1 to 2 %, 4 rows lose."""
-        return (self.isa, self.storage, self.rows) == ("avx512", "float32", 1)
+        """Whether V of a block and K of the next are read by turns, see decode_row.py: on Zen 4 float32 gains
+        and bfloat16 loses nothing, four rows lose; on Zen 5 16-bit rows gain half as much again and more
+        (docs/results/2026-11-23-epyc-zen5-2core-decode.md)."""
+        return self.isa == "avx512" and self.rows == 1
 
     def units(self, channels: int) -> int:
         return -(-channels // self.unit)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.cpu.configs import STORAGE_BYTES
-from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, ROWS_AHEAD, WIDTH
+from polyflash.backends.cpu.decode_configs import BYTES_AHEAD, KEYS_PER_GROUP, WIDTH
 from polyflash.backends.cpu.words import DECODE
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
 
     device = Blocks(DECODE).device
     K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch
+    AHEAD = BYTES_AHEAD // (WIDTH * STORAGE_BYTES[key.storage])  # rows
     KEYS, VECTOR, SIZE, MINUS_INF = key.lanes, key.lanes * 4, STORAGE_BYTES[key.storage], 0xFF800000
 
     @device
@@ -41,7 +42,7 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
         that of block `end` is afterwards, as far as there are keys before `beyond`."""
         args, s, block, k_rows, v_rows = tile.args, tile.s, tile.block, tile.k_rows, tile.v_rows
         vectors, groups, o = block_n // KEYS, block_n // KEYS_PER_GROUP, stats + 2 * VECTOR
-        k_ahead, v_ahead = ROWS_AHEAD * word(args, K_BATCH + 2), ROWS_AHEAD * word(args, V_BATCH + 2)
+        k_ahead, v_ahead = AHEAD * word(args, K_BATCH + 2), AHEAD * word(args, V_BATCH + 2)
         alpha, ones = block, block + VECTOR
         if listed == 0:
             list_rows(tile, k, K_BATCH, k_rows, first * block_n, (first + 1) * block_n)
