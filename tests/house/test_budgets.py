@@ -28,7 +28,6 @@ KERNEL_FILES = {
     "scores.py",
     "blocks.py",
     "decode_blocks.py",
-    "simd.py",
     "pool_kernel.py",
 }
 DEVICE_DECORATORS = {"njit", "cfunc", "intrinsic", "device", "kernel", "jit", "vectorize"}

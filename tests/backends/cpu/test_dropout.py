@@ -108,14 +108,14 @@ def test_products_are_vector_code(isa: str, triple: str, cpu: str, multiply: str
     llvm = pytest.importorskip("llvmlite.binding")
     from llvmlite import ir
 
-    from polyflash.backends.cpu import dropout, simd
+    from polyflash.backends.cpu import dropout, intrinsics
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()
     module.triple = triple
-    for name, arity, emit, returns in simd.emissions(dropout.DropoutTile(DropoutKey(isa, 1))):
-        simd.function_in(module, name, arity, emit, isa, returns).linkage = "external"
+    for name, arity, emit, returns in intrinsics.emissions(dropout.DropoutTile(DropoutKey(isa, 1))):
+        intrinsics.function_in(module, name, arity, emit, isa, returns).linkage = "external"
     parsed = llvm.parse_assembly(str(module))
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))

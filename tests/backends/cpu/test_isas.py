@@ -42,17 +42,17 @@ def assembly(key: KernelKey | ScoreKey, triple: str, cpu: str) -> dict[str, list
     import llvmlite.binding as llvm
     from llvmlite import ir
 
-    from polyflash.backends.cpu import simd
+    from polyflash.backends.cpu import intrinsics
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()
     module.triple = triple
     where, tile = TILES[key.kind]
-    emissions = simd.emissions(getattr(importlib.import_module(f"polyflash.backends.cpu.{where}"), tile)(key))
+    tile = getattr(importlib.import_module(f"polyflash.backends.cpu.{where}"), tile)(key)
     names = []
-    for name, arity, emit, returns in emissions:
-        simd.function_in(module, name, arity, emit, key.isa, returns).linkage = "external"
+    for name, arity, emit, returns in intrinsics.emissions(tile):
+        intrinsics.function_in(module, name, arity, emit, key.isa, returns).linkage = "external"
         names.append(name)
     parsed = llvm.parse_assembly(str(module))
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)

@@ -171,15 +171,15 @@ def test_no_stage_calls_a_library(isa, triple, cpu):
     llvm = pytest.importorskip("llvmlite.binding")
     from llvmlite import ir
 
-    from polyflash.backends.cpu import simd, statistics_blocks
+    from polyflash.backends.cpu import intrinsics, statistics_blocks
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module()
     module.triple = triple
     key = statistics_configs.StatisticsKey(isa, "f32", "bfloat16", max(configs.ISAS[isa].group_keys), 64)
-    for name, arity, emit, returns in simd.emissions(statistics_blocks.StatisticsTile(key)):
-        simd.function_in(module, name, arity, emit, isa, returns).linkage = "external"
+    for name, arity, emit, returns in intrinsics.emissions(statistics_blocks.StatisticsTile(key)):
+        intrinsics.function_in(module, name, arity, emit, isa, returns).linkage = "external"
     parsed = llvm.parse_assembly(str(module))
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from polyflash.backends.cpu.simd import I32, I64, Emitter, Value, stage
+from polyflash.backends.cpu.intrinsics import stage
+from polyflash.backends.cpu.simd import I32, I64, Emitter, Value
 
 # Into the second-level cache, a phase ahead: in the first the rows would push each other out.
 PREFETCH_LEVEL = 2

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyflash.backends.cpu import simd
+from polyflash.backends.cpu import intrinsics
 from polyflash.backends.cpu.backward_configs import BiasGradientKey
-from polyflash.backends.cpu.simd import I64, Emitter, Value, least, stage
+from polyflash.backends.cpu.intrinsics import least, stage
+from polyflash.backends.cpu.simd import I64, Emitter, Value
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import BACKWARD
 
@@ -50,7 +51,7 @@ def build(key: BiasGradientKey) -> Any:
 
     Adds the tile at `ds`, [key][row], of keys [key, end) and of rows [row, row_end); keys come in whole
     squares, of which those from seqlen_k on are none."""
-    stage, block = simd.stages(key, BiasTile(key)), Blocks(BACKWARD)
+    stage, block = intrinsics.stages(key, BiasTile(key)), Blocks(BACKWARD)
     LANES, NV, S_ROW = key.lanes, key.nv, key.panel_rows * 4
 
     @block.kernel

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from polyflash.backends.cpu.configs import ISAS, STORAGE_BYTES, KernelKey
-from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value, stage
+from polyflash.backends.cpu.intrinsics import stage
+from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value
 
 Meanwhile = Callable[
     [Value], Callable[[Value], None] | None

@@ -22,7 +22,8 @@ from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import LINE, STEP, STORAGE_BYTES
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, WIDTH, DecodeKey
 from polyflash.backends.cpu.decode_turns import Turns, rolled, sums_of_lanes
-from polyflash.backends.cpu.simd import F32, I16, I32, I64, BFloatType, Emitter, Value, stage
+from polyflash.backends.cpu.intrinsics import stage
+from polyflash.backends.cpu.simd import F32, I16, I32, I64, BFloatType, Emitter, Value
 
 TOUCHING = 16  # rows that lie behind each other, for a machine to read on by itself
 UNSEEN = -0.0  # the weight of a key that a row does not see; one too small to keep is +0.0

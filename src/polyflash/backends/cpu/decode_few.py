@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 def build(key: DecodeKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import blocks, decode_blocks, simd
+    from polyflash.backends.cpu import blocks, decode_blocks, intrinsics
+    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, store_i32, word
     from polyflash.backends.cpu.pool_kernel import add as arrive
-    from polyflash.backends.cpu.simd import greatest, least, load_i32, store_i32, word
     from polyflash.backends.cpu.structs import Blocks
 
-    stage, block = simd.stages(key, decode_blocks.DecodeTile(key)), Blocks(DECODE)
+    stage, block = intrinsics.stages(key, decode_blocks.DecodeTile(key)), Blocks(DECODE)
     items = decode_items.items()
-    shared = loading.loaders(key.row_key, simd.stages(key.row_key, blocks.Tile(key.row_key)))
+    shared = loading.loaders(key.row_key, intrinsics.stages(key.row_key, blocks.Tile(key.row_key)))
     device, tiles_at = block.device, block.tiles()
 
     K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def walk(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
     """A device function of 11 arguments: see `attend_heads`."""
-    from polyflash.backends.cpu.simd import least, word
+    from polyflash.backends.cpu.intrinsics import least, word
     from polyflash.backends.cpu.structs import Blocks
 
     device = Blocks(DECODE).device

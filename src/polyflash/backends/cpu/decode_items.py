@@ -9,7 +9,7 @@ from polyflash.backends.cpu.words import DECODE, ENTRY
 
 def items() -> Any:
     """For all decode kernels: find, row_keys."""
-    from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace, word
+    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
     from polyflash.backends.cpu.structs import Blocks
 
     block = Blocks(DECODE)

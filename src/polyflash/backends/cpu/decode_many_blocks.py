@@ -11,7 +11,8 @@ from collections.abc import Callable
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.decode_many_configs import ManyKey
-from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value, stage
+from polyflash.backends.cpu.intrinsics import stage
+from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
 
 MINUS_INF = float("-inf")
 ADDRESS = 8  # bytes

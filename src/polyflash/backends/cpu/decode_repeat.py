@@ -141,7 +141,7 @@ def build(key: TableKey) -> Any:
     """Compile the check: a numba cfunc `int64(args, requests)`."""
     from numba import cfunc, types
 
-    from polyflash.backends.cpu.simd import load_i32
+    from polyflash.backends.cpu.intrinsics import load_i32
     from polyflash.backends.cpu.structs import Words
 
     @cfunc(types.int64(Words(DECODE), types.int64), error_model="numpy", forceinline=True)

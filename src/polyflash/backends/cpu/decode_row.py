@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
     """Two device functions of 4 and 9 arguments: see `find_blocks` and `attend_row`."""
-    from polyflash.backends.cpu.simd import least, word
+    from polyflash.backends.cpu.intrinsics import least, word
     from polyflash.backends.cpu.structs import Blocks
 
     device = Blocks(DECODE).device

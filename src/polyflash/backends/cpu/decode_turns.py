@@ -10,7 +10,8 @@ from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, WIDTH
-from polyflash.backends.cpu.simd import I64, Emitter, Value, stage
+from polyflash.backends.cpu.intrinsics import stage
+from polyflash.backends.cpu.simd import I64, Emitter, Value
 
 MEMORY_PAGE = 4096  # bytes of the smallest there are
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from polyflash.backends.cpu import simd
+from polyflash.backends.cpu import intrinsics
 from polyflash.backends.cpu.configs import DropoutKey
-from polyflash.backends.cpu.simd import I32, I64, Emitter, Value, stage
+from polyflash.backends.cpu.intrinsics import stage
+from polyflash.backends.cpu.simd import I32, I64, Block, Emitter, Value
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import FORWARD
 
@@ -101,7 +102,7 @@ class DropoutTile:
     def _drop(self, e: Emitter, args, tile, head, row, key, keys, pack: int) -> None:
         """Four keys at a time from the multiple of 4 at or before `key`; those outside are left alone."""
         b, words = e.b, _Words(e)
-        block = simd.Block(e, args, FORWARD)
+        block = Block(e, args, FORWARD)
         seed, threshold = block.drop_seed, block.drop_threshold
         round_keys = [
             [b.and_(b.add(part, I64(turn * step & _LOW)), I64(_LOW)) for turn in range(ROUNDS)]
@@ -155,7 +156,7 @@ def build(key: DropoutKey) -> Any:
     and of panel_rows queries from query index `row` on, both of the member itself; `head` is head +
     num_q_heads·batch. pack 1: words [key][query]. pack 2: [key pair][query], the even key in the low half of
     a word; `key` is even then."""
-    stage, block = simd.stages(key, DropoutTile(key)), Blocks(FORWARD)
+    stage, block = intrinsics.stages(key, DropoutTile(key)), Blocks(FORWARD)
 
     @block.kernel
     def drop(args, weights, head, row, key, keys, pack):

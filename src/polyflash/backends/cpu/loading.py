@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def loaders(key: KernelKey, stage: Any) -> Any:
     """For kernels of `key`'s storage: gathered, load_tile, stand, key_rows."""
-    from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace, word
+    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
     from polyflash.backends.cpu.structs import Blocks
 
     device = Blocks(FORWARD).device

@@ -28,7 +28,8 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 
 from polyflash.backends.cpu import pool
-from polyflash.backends.cpu.simd import Value, emits
+from polyflash.backends.cpu.intrinsics import emits
+from polyflash.backends.cpu.simd import Value
 
 WORKER_SPIN_NS = 50_000  # more takes time from a busy neighbour; less parks between back-to-back calls
 CALLER_SPIN_NS = 50_000

@@ -15,18 +15,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from polyflash.backends.cpu import simd, words
+from polyflash.backends.cpu import intrinsics, words
 from polyflash.backends.cpu.arguments import FLT_MAX
 from polyflash.backends.cpu.configs import ScoreKey
-from polyflash.backends.cpu.simd import (
-    F32,
-    I1,
-    I8,
-    I16,
-    I32,
-    I64,
-    Emitter,
-    Value,
+from polyflash.backends.cpu.intrinsics import (
     greatest,
     least,
     load_i8,
@@ -36,6 +28,7 @@ from polyflash.backends.cpu.simd import (
     store_i8,
     store_i32,
 )
+from polyflash.backends.cpu.simd import F32, I1, I8, I16, I32, I64, Block, Emitter, Value
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import COLUMN, FORWARD
 
@@ -55,7 +48,7 @@ class ScoreTile:
     def change_column(self, e: Emitter, args: Value, column: Value) -> None:
         """All squares of a column: those whose keys can all be read, then those the end of the keys cuts."""
         b = e.b
-        self.args, self.column = simd.Block(e, args, FORWARD), simd.Block(e, column, COLUMN)
+        self.args, self.column = Block(e, args, FORWARD), Block(e, column, COLUMN)
         does = self.args.pass_does
         self.has = {
             bit: b.icmp_signed("!=", b.and_(does, I64(bit)), I64(0))
@@ -431,7 +424,7 @@ def build(key: ScoreKey) -> Any:
     """Compile the pass of `key`: a numba cfunc.
 
     `void(tile, what, head, i_p, n, begin, end, bounded)`, all int64."""
-    stage, tiles_at = simd.stages(key, ScoreTile(key)), BLOCK.tiles()
+    stage, tiles_at = intrinsics.stages(key, ScoreTile(key)), BLOCK.tiles()
     kind, change = kinds(key, stage), changes(key, stage)
 
     @BLOCK.kernel

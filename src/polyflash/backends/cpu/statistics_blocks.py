@@ -8,7 +8,8 @@ A column sum is one vector of lanes per key, added to by every panel of a span a
 from __future__ import annotations
 
 from polyflash.backends.cpu.blocks import Tile
-from polyflash.backends.cpu.simd import I64, Emitter, Value, stage
+from polyflash.backends.cpu.intrinsics import stage
+from polyflash.backends.cpu.simd import I64, Emitter, Value
 
 MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
 LOG2E, LOG2E_LOW = 1.4426950216293335, 1.92596298909109e-08

@@ -22,7 +22,8 @@ from numba.core.typeconv import Conversion
 from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, lower_getattr_generic, lower_setattr_generic, register_model
 
-from polyflash.backends.cpu.simd import I64, POINTER, callable_by_numba
+from polyflash.backends.cpu.intrinsics import callable_by_numba
+from polyflash.backends.cpu.simd import I64, POINTER
 from polyflash.backends.cpu.words import COLUMN, ITEM, Layout
 
 

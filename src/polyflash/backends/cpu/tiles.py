@@ -12,7 +12,7 @@ from typing import Any
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import KernelKey
-from polyflash.backends.cpu.simd import (
+from polyflash.backends.cpu.intrinsics import (
     call_native,
     greatest,
     least,

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyflash.backends.cpu import backward_blocks, configs, simd, words
+from polyflash.backends.cpu import backward_blocks, configs, intrinsics, words
 from polyflash.backends.cpu.backward_configs import BackwardKey
+from polyflash.backends.cpu.intrinsics import (
+    call_native,
+    greatest,
+    least,
+    load_i8,
+    load_i32,
+    namespace,
+    store_i8,
+)
 from polyflash.backends.cpu.kernels import walk
-from polyflash.backends.cpu.simd import call_native, greatest, least, load_i8, load_i32, namespace, store_i8
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import BACKWARD, BACKWARD_ITEM
 
@@ -293,7 +301,7 @@ def spans(key: BackwardKey, stage: Any, shared: Any) -> Any:
 
 def build(key: BackwardKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    stage = simd.stages(key, backward_blocks.BackwardTile(key))
+    stage = intrinsics.stages(key, backward_blocks.BackwardTile(key))
     shared, tiles_at = walk.tools(key, stage), BLOCK.tiles()
     span_of, NR, V_BYTES, VECTOR = spans(key, stage, shared), key.panel_rows, key.v_row_bytes, key.lanes * 4
 

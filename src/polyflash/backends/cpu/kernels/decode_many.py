@@ -21,7 +21,7 @@ ROWS_AT = configs.LINE  # addresses of zeros come first
 
 def panel_ends(key: ManyKey, stage: Any, shared: Any) -> Any:
     """Make the functions at the two ends of a panel: start_panel, finish_panel."""
-    from polyflash.backends.cpu.simd import least, load_i32, namespace, store_i32, store_i64
+    from polyflash.backends.cpu.intrinsics import least, load_i32, namespace, store_i32, store_i64
     from polyflash.backends.cpu.structs import Blocks
 
     device = Blocks(DECODE).device
@@ -84,7 +84,7 @@ def panel_ends(key: ManyKey, stage: Any, shared: Any) -> Any:
 
 def key_lists(key: ManyKey, stage: Any, loads: Any) -> Any:
     """Make what says where keys lie and which of them rows see: limit_rows, list_keys, list_lines."""
-    from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace, store_i32, word
+    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, store_i32, word
     from polyflash.backends.cpu.structs import Blocks
 
     device, items = Blocks(DECODE).device, decode_items.items()
@@ -177,7 +177,7 @@ def key_lists(key: ManyKey, stage: Any, loads: Any) -> Any:
 
 def splits_of(key: ManyKey, stage: Any, loads: Any, lists: Any) -> Any:
     """Make what attends to the keys of one split: attend_split."""
-    from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace
+    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace
     from polyflash.backends.cpu.structs import Blocks
 
     device = Blocks(DECODE).device
@@ -279,13 +279,13 @@ def splits_of(key: ManyKey, stage: Any, loads: Any, lists: Any) -> Any:
 
 def build(key: ManyKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import decode_many_blocks, simd
+    from polyflash.backends.cpu import decode_many_blocks, intrinsics
+    from polyflash.backends.cpu.intrinsics import greatest, least
     from polyflash.backends.cpu.pool_kernel import add as arrive
-    from polyflash.backends.cpu.simd import greatest, least
     from polyflash.backends.cpu.structs import Blocks
 
     own = decode_many_blocks.ManyTile(key)
-    stage, block, items = simd.stages(key, own), Blocks(DECODE), decode_items.items()
+    stage, block, items = intrinsics.stages(key, own), Blocks(DECODE), decode_items.items()
     shared, tiles_at = loading.loaders(key, stage), block.tiles()
     loads, ends = tiles.tiles(key, stage, shared), panel_ends(key, stage, shared)
     lists = key_lists(key, stage, loads)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyflash.backends.cpu import blocks, configs, simd, tiles
+from polyflash.backends.cpu import blocks, configs, intrinsics, tiles
 from polyflash.backends.cpu.configs import KernelKey
+from polyflash.backends.cpu.intrinsics import call_native, greatest, least, load_i32, namespace
 from polyflash.backends.cpu.kernels import walk
 from polyflash.backends.cpu.kernels.walk import MINUS_INF
-from polyflash.backends.cpu.simd import call_native, greatest, least, load_i32, namespace
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import FORWARD
 
@@ -129,7 +129,7 @@ def blocks_of(key: KernelKey, stage: Any, shared: Any) -> Any:
 
 def build(key: KernelKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    stage, NR = simd.stages(key, blocks.Tile(key)), key.panel_rows
+    stage, NR = intrinsics.stages(key, blocks.Tile(key)), key.panel_rows
     shared, tiles_at = walk.tools(key, stage), BLOCK.tiles()
     item_ends, attend = ends(key, stage, shared), blocks_of(key, stage, shared)
 

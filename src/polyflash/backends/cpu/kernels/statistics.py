@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyflash.backends.cpu import configs, simd, statistics_blocks
+from polyflash.backends.cpu import configs, intrinsics, statistics_blocks
+from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace
 from polyflash.backends.cpu.kernels import walk
-from polyflash.backends.cpu.simd import greatest, least, load_i32, namespace
 from polyflash.backends.cpu.statistics_configs import StatisticsKey
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import STATISTICS
@@ -99,7 +99,7 @@ def spans(key: StatisticsKey, stage: Any, shared: Any) -> Any:
 
 def build(key: StatisticsKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    stage, NR = simd.stages(key, statistics_blocks.StatisticsTile(key)), key.panel_rows
+    stage, NR = intrinsics.stages(key, statistics_blocks.StatisticsTile(key)), key.panel_rows
     shared, tiles_at = walk.tools(key, stage), BLOCK.tiles()
     span_of = spans(key, stage, shared)
 

@@ -13,7 +13,15 @@ from typing import Any
 
 from polyflash.backends.cpu import configs, loading
 from polyflash.backends.cpu.configs import KernelKey
-from polyflash.backends.cpu.simd import call_native, greatest, least, load_i8, load_i32, merged, namespace
+from polyflash.backends.cpu.intrinsics import (
+    call_native,
+    greatest,
+    least,
+    load_i8,
+    load_i32,
+    merged,
+    namespace,
+)
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import CHANGE_SCORES, FORWARD, PLAIN, START_BLOCK, START_ITEM, UNSEEN
 
