@@ -7,15 +7,15 @@
 Each door is called as its users call it, forward and backward, and again with the device as torch's default.
 torch's profiler says which kernels ran: ours (`attend`, `make_dkv`), and no attention of torch's. Results and
 gradients are held by the relative rule: at most twice (gradients: three times) the largest error of torch's
-own attention in the same dtype against float64, and a rounding unit. Prints one line per door: ok, FAILED or
-skip, and why. Returns 1 if one failed.
+own attention in the same dtype against float64, and a rounding unit (`gpu_harness.py`). Prints one line per
+door: ok, FAILED or skip, and why. Returns 1 if one failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
+import functools
 import sys
 import time
 import traceback
@@ -24,120 +24,26 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from gpu_harness import (
+    BACKWARD,
+    FORWARD,
+    Expected,
+    Skip,
+    Where,
+    attention_call,
+    compare,
+    hold_rows,
+    module_call,
+    no_waiting,
+)
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polyflash
 from polyflash.integrations import flash_attn, sdpa
 from polyflash.kvcache import KVCache, Rope
 
-FORWARD, BACKWARD = ("attend",), ("attend", "make_dkv")
-THEIRS = ("flash_fwd", "flash_bwd", "fmha", "cudnn_generated")  # in the names of kernels behind torch's SDPA
-OPS = {"attend": "polyflash::attention", "make_dkv": "polyflash::attention_backward"}
-TORCHS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-
-
-class Skip(Exception):
-    """The door has no place here; its text says why."""
-
-
-class Where:
-    """The device, and how large problems are."""
-
-    def __init__(self, device: str, backend: str | None) -> None:
-        self.device, self.backend = torch.device(device), backend
-        self.is_cuda = self.device.type == "cuda"
-        self.rows = 384 if self.is_cuda else 24
-        self.seen: set[str] = set()
-
-    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The same values at every call with one seed, whatever the default device is."""
-        return torch.randn(shape, device="cpu").to(self.device, dtype)
-
-    @contextlib.contextmanager
-    def runs(self, kernels: Sequence[str]) -> Iterator[None]:
-        """Within, these kernels run, and no attention of torch's."""
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        kinds += [torch.profiler.ProfilerActivity.CUDA] if self.is_cuda else []
-        with torch.profiler.profile(activities=kinds) as profile:
-            yield
-            if self.is_cuda:
-                torch.cuda.synchronize(self.device)
-        names = {event.name for event in profile.events()}
-        wanted = set(kernels) if self.is_cuda else {OPS[name] for name in kernels if name in OPS}
-        missing = {name for name in wanted if not any(n == name or n.startswith(name + "_") for n in names)}
-        if missing:
-            raise AssertionError(
-                f"{', '.join(sorted(missing))} did not run; ran: {', '.join(sorted(names))[:900]}"
-            )
-        theirs = sorted(name for name in names if any(word in name for word in THEIRS))
-        if theirs:
-            raise AssertionError(f"torch's own attention ran: {theirs[0]}")
-        self.seen |= wanted
-
-
-def held(what: str, x: Tensor, exact: Tensor, samples: Sequence[Tensor], ratio: float) -> None:
-    """The relative rule of docs/testing.md: the largest and the mean error."""
-    unit = 2 * torch.finfo(x.dtype).eps * float(exact.abs().max())
-    errors = [(y.double() - exact.double()).abs() for y in (x, *samples)]
-    if not bool(errors[0].isfinite().all()):
-        raise AssertionError(f"{what}: not finite")
-    for name, pick, times, rest in (
-        ("largest", Tensor.max, ratio, unit),
-        ("mean", Tensor.mean, 1.5, unit / 8),
-    ):
-        ours, theirs = float(pick(errors[0])), max(float(pick(e)) for e in errors[1:])
-        if not ours <= times * theirs + rest:
-            raise AssertionError(
-                f"{what}: {name} error {ours:.2e}, torch's {theirs:.2e}, rounding {unit:.2e}"
-            )
-
-
-def torchs(
-    call: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype
-) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """What a call gives in float64, and in its dtype by each of torch's kernels that takes it."""
-    with sdpa_kernel(SDPBackend.MATH):
-        exact, samples = call(torch.float64), [call(dtype)]
-    for kernel in TORCHS[1:]:
-        with contextlib.suppress(RuntimeError), sdpa_kernel(kernel), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            samples.append(call(dtype))
-    return exact, samples
-
-
-def compare(w: Where, what: str, call: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype, *,
-            through: Callable[[], Any], kernels: Sequence[str] = BACKWARD) -> None:  # fmt: skip
-    """A call that gives a result and gradients, within a door and without."""
-    exact, samples = torchs(call, dtype)
-    with through(), w.runs(kernels):
-        got = call(dtype)
-    for i, x in enumerate(got):
-        held(
-            f"{what}, {'gradient ' + str(i) if i else 'result'}",
-            x,
-            exact[i],
-            [s[i] for s in samples],
-            3 if i else 2,
-        )
-
-
-def attention_call(w: Where, heads: tuple[int, int], **options: Any) -> Callable[[torch.dtype], list[Tensor]]:
-    """torch's function and its gradients on the same values in any dtype."""
-    n = w.rows
-    drawn = [w.normal(2, h, n, 64) for h in (heads[0], heads[1], heads[1], heads[0])]
-
-    def call(dtype: torch.dtype) -> list[Tensor]:
-        q, k, v = (x.to(dtype).requires_grad_() for x in drawn[:3])
-        given = {
-            k: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-            for k, x in options.items()
-        }
-        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=heads[0] != heads[1], **given)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), drawn[3].to(dtype))]
-
-    return call
+override = functools.partial(sdpa.enabled, strict=True)
 
 
 def door_sdpa(w: Where) -> str:
@@ -145,11 +51,9 @@ def door_sdpa(w: Where) -> str:
     seen = torch.ones(w.rows, w.rows, dtype=torch.bool, device=w.device).tril(3)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, options in (("causal", {"is_causal": True}), ("bool mask", {"attn_mask": seen})):
-            call = attention_call(w, (4, 2), **options)
-            compare(w, f"{dtype} {name}", call, dtype, through=lambda: sdpa.enabled(strict=True))
+            compare(w, f"{dtype} {name}", attention_call(w, (4, 2), **options), dtype, override)
     bias = w.normal(2, 1, w.rows, w.rows)
-    compare(w, "float mask", attention_call(w, (4, 4), attn_mask=bias), torch.bfloat16,
-            through=lambda: sdpa.enabled(strict=True))  # fmt: skip
+    compare(w, "float mask", attention_call(w, (4, 4), attn_mask=bias), torch.bfloat16, override)
     return "7 calls and their gradients"
 
 
@@ -168,9 +72,8 @@ def door_registry(w: Where) -> str:
 
     for heads in ((4, 4), (4, 2)):
         for options in ({"is_causal": True}, {"scale": 0.3}):
-            compare(
-                w, f"{heads} {options}", attention_call(w, heads, **options), torch.bfloat16, through=active
-            )
+            call = attention_call(w, heads, **options)
+            compare(w, f"{heads} {options}", call, torch.bfloat16, active)
     if w.is_cuda:
         call, found = attention_call(w, (4, 4), dropout_p=0.3), []
         for _ in range(2):
@@ -193,22 +96,6 @@ def call_without(w: Where) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q)
 
 
-def module_call(
-    w: Where, module: torch.nn.Module, run: Callable[[Any], Tensor]
-) -> Callable[[torch.dtype], list[Tensor]]:
-    """A module's result and the gradients of its parameters, with the same weights in any dtype."""
-
-    def call(dtype: torch.dtype) -> list[Tensor]:
-        mine = copy.deepcopy(module).to(dtype)
-        out = run(mine)
-        weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float64).view(out.shape)
-        used = [p for p in mine.parameters() if p.requires_grad]
-        grads = torch.autograd.grad((out * weights.to(out.dtype)).sum(), used, allow_unused=True)
-        return [out.detach(), *(g for g in grads if g is not None)]
-
-    return call
-
-
 def door_modules(w: Where) -> str:
     """`nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, in training."""
     x = w.normal(2, w.rows, 128)
@@ -216,15 +103,18 @@ def door_modules(w: Where) -> str:
     hidden[1, -7:] = True
     own = torch.nn.MultiheadAttention(128, 4, batch_first=True, device=w.device)
     layer = torch.nn.TransformerEncoderLayer(128, 4, 128, dropout=0.0, batch_first=True, device=w.device)
-    calls: dict[str, tuple[torch.nn.Module, Callable[[Any], Tensor]]] = {
-        "attention": (own, lambda m: m(*(x.to(m.out_proj.weight.dtype),) * 3, need_weights=False)[0]),
-        "padding": (own, lambda m: m(*(x.to(m.out_proj.weight.dtype),) * 3, key_padding_mask=hidden,
-                                     need_weights=False)[0]),
-        "encoder layer": (layer, lambda m: m(x.to(m.linear1.weight.dtype))),
-    }  # fmt: skip
-    for name, (module, run) in calls.items():
-        call = module_call(w, module, run)
-        compare(w, name, call, torch.bfloat16, through=lambda: sdpa.enabled(strict=True))
+
+    def run(m: Any, mask: Tensor | None = None) -> Tensor:
+        y = x.to(m.out_proj.weight.dtype)
+        return m(y, y, y, key_padding_mask=mask, need_weights=False)[0]
+
+    calls = {
+        "attention": module_call(own, run),
+        "padding": module_call(own, lambda m: run(m, hidden)),
+        "encoder layer": module_call(layer, lambda m: m(x.to(m.linear1.weight.dtype))),
+    }
+    for name, call in calls.items():
+        compare(w, name, call, torch.bfloat16, override)
     return ", ".join(calls)
 
 
@@ -260,14 +150,12 @@ def door_transformers(w: Where) -> str:
         def run(m: Any, mask: Tensor | None = mask, seen: Any = seen) -> Tensor:
             return m(input_ids=ids, attention_mask=mask).logits[seen]
 
-        call = module_call(w, model, run)
-        compare(w, f"sdpa, {name}", call, torch.bfloat16, through=lambda: sdpa.enabled(strict=True))
-        exact, samples = torchs(call, torch.bfloat16)
-        ours = llama(w, register())
+        call = module_call(model, run)
+        compare(w, f"sdpa, {name}", call, torch.bfloat16, override)
+        expected, ours = Expected.of(call, torch.bfloat16), llama(w, register())
         with w.runs(BACKWARD):
-            got = module_call(w, ours, run)(torch.bfloat16)
-        for i, x in enumerate(got):
-            held(f"poly, {name}, {i}", x, exact[i], [s[i] for s in samples], 3 if i else 2)
+            got = module_call(ours, run)(torch.bfloat16)
+        expected.hold(f"poly, {name}", got)
     return "Llama by both ways, with padding, and every parameter's gradient"
 
 
@@ -319,16 +207,15 @@ def door_diffusers(w: Where) -> str:
         out: Tensor = m(**cast, img_ids=image, txt_ids=torch.zeros(7, 3, device=w.device)).sample
         return out
 
-    call = module_call(w, model, run)
-    exact, samples = torchs(call, torch.bfloat16)
+    call = module_call(model, run)
+    expected = Expected.of(call, torch.bfloat16)
     model.set_attention_backend(register())
     try:
         with w.runs(BACKWARD):
             got = call(torch.bfloat16)
     finally:
         unregister()
-    for i, x in enumerate(got):
-        held(f"parameter {i}", x, exact[i], [s[i] for s in samples], 3 if i else 2)
+    expected.hold("Flux", got)
     return f"Flux, {len(got) - 1} gradients"
 
 
@@ -345,32 +232,31 @@ def door_flash_attn(w: Where) -> str:
         grads = torch.autograd.grad(out, inputs, dout.transpose(1, 2).to(dtype))
         return [out.transpose(1, 2).detach(), *grads]
 
-    exact, samples = torchs(torchs_call, torch.bfloat16)
+    expected = Expected.of(torchs_call, torch.bfloat16)
     bounds = torch.tensor([0, n, 2 * n], dtype=torch.int32, device=w.device)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     for packed in (False, True):
         with w.runs(BACKWARD):
             if packed:
                 flat = [x.flatten(0, 1) for x in inputs]
-                out = flash_attn.flash_attn_varlen_func(*flat, bounds, bounds, n, n, causal=True).view(
-                    q.shape
-                )
+                out = flash_attn.flash_attn_varlen_func(*flat, bounds, bounds, n, n, causal=True)
+                out = out.view(q.shape)
             else:
                 out = flash_attn.flash_attn_func(*inputs, causal=True)
             got = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
-        for i, x in enumerate(got):
-            held(f"packed={packed}, {i}", x, exact[i], [s[i] for s in samples], 3 if i else 2)
+        expected.hold(f"{packed=}", got)
     k_cache, v_cache = (torch.zeros(2, n + 8, 2, 64, device=w.device, dtype=torch.bfloat16) for _ in "kv")
     k_cache[:, : n - 1], v_cache[:, : n - 1] = k[:, :-1], v[:, :-1]
     pages = [x.view(-1, 8, 2, 64).clone() for x in (k_cache, v_cache)]
     table = torch.arange(pages[0].shape[0], dtype=torch.int32, device=w.device).view(2, -1)
     lens = torch.full((2,), n - 1, dtype=torch.int32, device=w.device)
+    last = Expected([expected.exact[0][:, -1:]], [[sample[0][:, -1:]] for sample in expected.samples])
     for caches, options in (((k_cache, v_cache), {}), (pages, {"block_table": table})):
         with w.runs(FORWARD):
             out = flash_attn.flash_attn_with_kvcache(
                 q[:, -1:], *caches, k[:, -1:], v[:, -1:], cache_seqlens=lens, causal=True, **options
             )
-        held(f"a step, {[*options]}", out, exact[0][:, -1:], [s[0][:, -1:] for s in samples], 2)
+        last.hold(f"a step, {[*options]}", [out])
     return "plain, packed, a step over rows and over pages"
 
 
@@ -391,32 +277,20 @@ def door_kvcache(w: Where) -> str:
     first = 0
     for request, rows in zip((a, b), counts, strict=True):
         k, v = cache.read(request, layer=1)
-        near_torch(f"request of {k.shape[0]}", q[first : first + rows], k, v, out[first : first + rows])
+        own = slice(first, first + rows)
+        hold_rows(f"request of {k.shape[0]}", q[own], k, v, out[own])
         first += rows
     (c,) = cache.fork(a)
     q = w.normal(2, 4, 64)
     with w.runs(FORWARD):
         out = cache.attend(q, [a, c], layer=0, cascade=True)
     k, v = cache.read(a, layer=0)
-    near_torch("cascade", q[:1], k, v, out[:1])
+    hold_rows("cascade", q[:1], k, v, out[:1])
     (a,) = cache.swap_in(cache.swap_out(a))
     if not torch.equal(cache.read(a, layer=0)[0], k):
         raise AssertionError("other keys after a swap")
     cache.check()
     return f"on {cache.device}: 3 steps of 2 layers, a cascade, a swap"
-
-
-def near_torch(what: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """q (rows, heads, head_dim) at the end of k (tokens, kv_heads, head_dim)."""
-    rows, count = q.shape[0], k.shape[0]
-    seen = torch.ones(rows, count, dtype=torch.bool, device=q.device).tril(count - rows)
-
-    def call(dtype: torch.dtype) -> list[Tensor]:
-        args = (x.transpose(0, 1)[None].to(dtype) for x in (q, k, v))
-        return [F.scaled_dot_product_attention(*args, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)]
-
-    exact, samples = torchs(call, q.dtype)
-    held(what, out, exact[0], [s[0] for s in samples], 2)
 
 
 def door_graphs(w: Where) -> str:
@@ -466,15 +340,6 @@ def door_graphs(w: Where) -> str:
                 rows = step.write(k, k, rope=Rope(), q=rows)
                 cache.attend(rows, step)
     return "SDPA, dropout, a paged step with writes; KVCache steps without a wait"
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def door_second_device(w: Where) -> str:
