@@ -333,16 +333,22 @@ def dkv_tile(i_t, t, n, c):
 
 
 @triton.jit
-def make_dkv(t, n, c):
-    """One program per key block; does nothing unless all operands are finite. Without FINITE the same for
-    those that are not: a few programs walk over all key blocks, and hidden pairs stay out of every sum."""
+def over_tiles(make_tile: tl.constexpr, t, n, c):
+    """One program per tile; does nothing unless all operands are finite. Without FINITE the same for those
+    that are not: a few programs walk over all tiles, and hidden pairs stay out of every sum."""
     if c.FINITE:
         if tl.load(t.odd) == 0:
-            dkv_tile(tl.program_id(0), t, n, c)
+            make_tile(tl.program_id(0), t, n, c)
     else:
         if tl.load(t.odd) != 0:
             for i_t in range(tl.program_id(0), n.total, tl.num_programs(0)):
-                dkv_tile(i_t, t, n, c)
+                make_tile(i_t, t, n, c)
+
+
+@triton.jit
+def make_dkv(t, n, c):
+    """dk and dv of all key blocks."""
+    over_tiles(dkv_tile, t, n, c)
 
 
 @triton.jit
@@ -452,14 +458,9 @@ def dq_tile(i_t, t, n, c):
 
 @triton.jit
 def make_dq(t, n, c):
-    """One program per tile of rows. With parts a kernel of both loops would spill, so each is a form of its
-    own, as of `make_dkv`."""
-    if c.PRODUCT != "bf16x6":
-        dq_tile(tl.program_id(0), t, n, c)
-    elif c.FINITE:
-        if tl.load(t.odd) == 0:
-            dq_tile(tl.program_id(0), t, n, c)
+    """One program per tile of rows, with both loops; with parts such a kernel would spill, and each loop is a
+    form of its own, as of `make_dkv`."""
+    if c.PRODUCT == "bf16x6":
+        over_tiles(dq_tile, t, n, c)
     else:
-        if tl.load(t.odd) != 0:
-            for i_t in range(tl.program_id(0), n.total, tl.num_programs(0)):
-                dq_tile(i_t, t, n, c)
+        dq_tile(tl.program_id(0), t, n, c)
