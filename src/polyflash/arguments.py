@@ -75,23 +75,21 @@ def normalise(options: Options) -> Arguments:
         else:
             offset, q_offset = checked_int("q_offset", q_offset), None
             offset = max(-FAR_OFFSET, min(offset, FAR_OFFSET))
-    tensors: Any = (
-        kv_lens, kv_starts, q_offset, mask, options.bias, options.alibi_slopes, options.sinks, q_segments,
-        k_segments,
-    )  # fmt: skip
+    scored = options.bias, options.alibi_slopes, options.sinks
+    tensors: Any = (kv_lens, kv_starts, q_offset, mask, *scored, q_segments, k_segments)
     for x in tensors:  # not `in`: Dynamo of torch 2.11 cannot trace a tensor compared with None
         if x is not None:
             tensors = _checked_tensors(tensors, options.checked)
             break
     left, right = (None, None) if window is None else checked_window(window)
-    scale, dropout_p = options.scale, _number("dropout_p", options.dropout_p)
-    values: Any = (
-        causal, scale if scale is None else _number("scale", scale), options.return_lse, left, right, offset,
-        *tensors, _number("softcap", options.softcap), dropout_p,
-        _seed(options.dropout_seed) if dropout_p else None, batch_invariant, options.checked,
-        known_backend(options.backend), "" if options.config is None else plan.encode_config(options.config),
-    )  # fmt: skip
-    args = Arguments(*values)
+    dropout_p = _number("dropout_p", options.dropout_p)
+    scale = None if options.scale is None else _number("scale", options.scale)
+    softcap, seed = _number("softcap", options.softcap), _seed(options.dropout_seed) if dropout_p else None
+    backend = known_backend(options.backend)
+    config = "" if options.config is None else plan.encode_config(options.config)
+    first: Any = (causal, scale, options.return_lse, left, right, offset)
+    rest: Any = (softcap, dropout_p, seed, batch_invariant, options.checked, backend, config)
+    args = Arguments(*first, *tensors, *rest)
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table = options[-5:]
     if intervals is cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is page_table is None:
         return args

@@ -63,18 +63,17 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         saved = [x.cpu() if had_batch else x[0].cpu() for x in result]
         about = {"layout": options.layout, "made_by": f"polyflash {polyflash.__version__}"}
         write_output(paths, saved[0], saved[1], metadata=about)
+    error = {"relative_l2": finite(accuracy.relative), "weighted": finite(accuracy.weighted)}
+    error |= {"largest": finite(accuracy.largest), "lse": finite(accuracy.lse), "tolerance": tolerance}
+    error |= {"heads": accuracy.heads, "rows": accuracy.rows, "ok": correct}
     facts = {
         "inputs": {name: _shape(x) for name, x in zip(names, (q, k, v), strict=True)},
         "seconds": seconds,
         "gflops": plan.work.flops / seconds["median"] / 1e9,
         "peak_gflops": _peak(plan),
-        "error": {
-            "relative_l2": finite(accuracy.relative), "weighted": finite(accuracy.weighted),
-            "largest": finite(accuracy.largest), "lse": finite(accuracy.lse), "tolerance": tolerance,
-            "heads": accuracy.heads, "rows": accuracy.rows, "ok": correct,
-        },
+        "error": error,
         "written": [str(path) for path in paths],
-    }  # fmt: skip
+    }
     if options.json:
         print(_json({"schema": "polyflash.run/1", **facts, "plan": _plan(plan)}))
     elif not options.quiet:
@@ -207,12 +206,11 @@ def _plan(plan: Plan) -> dict[str, Any]:
     spec = {f.name: getattr(plan.spec, f.name) for f in fields(plan.spec)}
     spec.update(phase=plan.spec.phase.value, features=sorted(f.value for f in plan.spec.features))
     rows = [{"row": v.row.name, "priority": v.row.priority, "reasons": [*v.reasons]} for v in plan.verdicts]
-    return {
-        "problem": spec, "target": _target(plan), "chosen": plan.chosen.name if plan.chosen else None,
-        "config": asdict(plan.config) if plan.config else None, "rung": plan.rung, "flops": plan.work.flops,
-        "bytes": plan.work.bytes, "notes": list(plan.notes), "rows": rows,
-        "backward": _plan(plan.backward) if plan.backward else None,
-    }  # fmt: skip
+    facts: dict[str, Any] = {"problem": spec, "target": _target(plan)}
+    facts |= {"chosen": plan.chosen.name if plan.chosen else None}
+    facts |= {"config": asdict(plan.config) if plan.config else None, "rung": plan.rung}
+    facts |= {"flops": plan.work.flops, "bytes": plan.work.bytes, "notes": list(plan.notes), "rows": rows}
+    return facts | {"backward": _plan(plan.backward) if plan.backward else None}
 
 
 def _target(plan: Plan) -> str:

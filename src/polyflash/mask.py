@@ -182,10 +182,8 @@ class Mask:
         live = seqlen_k if self.kv_lens is None else int(self.kv_lens[batch])
         start = 0 if self.kv_starts is None else int(self.kv_starts[batch])
         offset = 0 if self.alignment == "top_left" else live - seqlen_q
-        lo, hi = row_interval(
-            i, seqlen_k=live, offset=offset, causal=self.alignment is not None, window=self.window_sides,
-            kv_start=start,
-        )  # fmt: skip
+        causal, sides = self.alignment is not None, self.window_sides
+        lo, hi = row_interval(i, seqlen_k=live, offset=offset, causal=causal, window=sides, kv_start=start)
         same = self.q_ids is None or int(self.q_ids[batch][i]) == int(self.k_ids[batch][j])
         return lo <= j < hi and same and self._listed(i, j, batch, head)
 

@@ -16,6 +16,7 @@ SCORES = (BATCH, HEADS, ROWS, KEYS)
 # How vmap treats an operand. "batch": the entries of all samples become one batch; the batch dimension of one
 # sample may be 1 or missing. "loop if mapped": samples run one by one if the operand is mapped. "loop": if it
 # is given at all.
+Axes = tuple[str | int, ...]
 Vmap = Literal["", "batch", "loop if mapped", "loop"]
 
 
@@ -27,7 +28,7 @@ class Operand(NamedTuple):
     kind: str  # in the op's schema
     default: Any = None
     feature: Feature | None = None  # what a call that has it needs of a kernel
-    axes: tuple[str | int, ...] = ()
+    axes: Axes = ()
     dtype: str = ""  # "float" is any float dtype
     beside_packed: bool = True
     beside_pages: bool = True
@@ -51,20 +52,20 @@ class Operand(NamedTuple):
 
 
 def _tensor(
-    name: str, feature: Feature, axes: tuple[str | int, ...], dtype: str, words: str, dense: bool = False,
-    vmap: Vmap = "batch", **more: Any,
-) -> Operand:  # fmt: skip
+    name: str, feature: Feature, axes: Axes, dtype: str, words: str, dense: bool = False, **more: Any
+) -> Operand:
     """A tensor that kernels read. `words` are its name in the argument block, and what follows that name in
     others; the shape of a `dense` one belongs to a padded batch."""
     first, *strides = words.split()
     beside = {"beside_packed": not dense, "beside_pages": not dense}
     block = (first, *(f"{first}_{stride}" for stride in strides), *more.pop("more_words", ()))
-    shape: dict[str, Any] = {"axes": axes, "dtype": dtype, "vmap": vmap, "words": block}
+    shape: dict[str, Any] = {"axes": axes, "dtype": dtype, "vmap": "batch", "words": block}
     return Operand(name, "Tensor?", None, feature, **(shape | beside | more))
 
 
 _F, _LISTS = Feature, (BATCH, HEADS, "row_blocks", "intervals", 2)
-_COUNTS = ("INTERVAL_COUNT", "INTERVAL_ROWS")
+_COUNTS: dict[str, Any] = {"contents": True, "more_words": ("INTERVAL_COUNT", "INTERVAL_ROWS")}
+_BOUNDS: dict[str, Any] = {"vmap": "loop", "contents": True}
 OPERANDS = (
     Operand("causal", "bool", False, Feature.CAUSAL),
     Operand("scale", "float?"),
@@ -88,24 +89,15 @@ OPERANDS = (
     Operand("checked", "bool", False),
     Operand("backend", "str", ""),
     Operand("config", "str", ""),
-    _tensor(
-        "intervals", _F.INTERVALS, _LISTS, "int32", "INTERVALS BATCH HEAD BLOCK", True, contents=True,
-        more_words=_COUNTS,
-    ),
+    _tensor("intervals", _F.INTERVALS, _LISTS, "int32", "INTERVALS BATCH HEAD BLOCK", True, **_COUNTS),
     Operand("interval_rows", "SymInt", 0),
-    _tensor("cu_seqlens_q", _F.VARLEN, ("members + 1",), "int32", "CU_Q", vmap="loop", contents=True),
-    _tensor(
-        "cu_seqlens_k", _F.VARLEN, ("members + 1",), "int32", "CU_K", vmap="loop", contents=True,
-        beside_pages=False,
-    ),
+    _tensor("cu_seqlens_q", _F.VARLEN, ("members + 1",), "int32", "CU_Q", **_BOUNDS),
+    _tensor("cu_seqlens_k", _F.VARLEN, ("members + 1",), "int32", "CU_K", **_BOUNDS, beside_pages=False),
     Operand("max_seqlen_q", "SymInt?"),
     Operand("max_seqlen_k", "SymInt?", beside_pages=False),
-    _tensor(
-        "page_table", _F.PAGED, (BATCH, "max_pages"), "int32", "PAGE_TABLE BATCH ENTRY", vmap="loop",
-        contents=True,
-    ),
+    _tensor("page_table", _F.PAGED, (BATCH, "max_pages"), "int32", "PAGE_TABLE BATCH ENTRY", **_BOUNDS),
     _tensor("row_bounds", _F.ROW_BOUNDS, (ROWS, 2), "int32", "ROW_BOUNDS ROW SIDE", True, vmap="loop"),
-)  # fmt: skip
+)
 BY_NAME = {operand.name: operand for operand in OPERANDS}
 # Those that kernels read: the seed of dropout is a number to them.
 TENSORS = tuple(operand for operand in OPERANDS if operand.is_tensor and operand.axes)

@@ -188,12 +188,10 @@ def _rows() -> list[dict[str, Any]]:
     rows = []
     for row in TABLE:
         spec = AttentionSpec(row.phase, "float32", "cpu", 1, 1, 1, 64, 64, 64, 64, frozenset())
-        rows.append({
-            "row": label(row), "targets": [name or "any" for name in row.targets],
-            "dtypes": sorted(row.dtypes), "features": sorted(f.value for f in row.features),
-            "needs": list(row.needs),
-            "refusals here": list(row.reasons_against(spec, here, by_name=True)),
-        })  # fmt: skip
+        targets, features = [name or "any" for name in row.targets], sorted(f.value for f in row.features)
+        facts = {"row": label(row), "targets": targets, "dtypes": sorted(row.dtypes), "features": features}
+        refusals = row.reasons_against(spec, here, by_name=True)
+        rows.append(facts | {"needs": list(row.needs), "refusals here": list(refusals)})
     return rows
 
 

@@ -70,13 +70,13 @@ def spec_of(
         page_size, seqlen_k = seqlen_k, args.page_table.shape[1] * seqlen_k
     sizes = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     sizes["head_dim_v"] = head_dim_v
-    return AttentionSpec(
-        phase=phase, dtype=str(q.dtype).removeprefix("torch."), device=q.device.type, batch=batch,
-        seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes, features=features_of(args, **sizes),
-        causal=args.causal, window=(args.window_left, args.window_right), offset=args.offset,
-        scale=args.scale, tf32=takes_tf32(q), needs_grad=any_requires_grad(q, k, v, args), members=members,
-        max_seqlen_q=args.max_seqlen_q, max_seqlen_k=args.max_seqlen_k, page_size=page_size,
-    )  # fmt: skip
+    known: dict[str, Any] = {"dtype": str(q.dtype).removeprefix("torch."), "device": q.device.type}
+    known |= {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **sizes}
+    known |= {"causal": args.causal, "window": (args.window_left, args.window_right), "offset": args.offset}
+    known |= {"scale": args.scale, "tf32": takes_tf32(q), "members": members, "page_size": page_size}
+    known |= {"max_seqlen_q": args.max_seqlen_q, "max_seqlen_k": args.max_seqlen_k}
+    needs_grad = any_requires_grad(q, k, v, args)
+    return AttentionSpec(phase, features=features_of(args, **sizes), needs_grad=needs_grad, **known)
 
 
 def without_gradients(spec: AttentionSpec) -> AttentionSpec:
@@ -122,20 +122,18 @@ def quiet(q: Tensor, *others: Any) -> tuple[Any, ...] | None:
     """dtypes, device and backend in use of a call that is neither seen, compiled, transformed, cast nor
     differentiated, and whose tensors are ordinary ones of one CPU or GPU, as far as their attributes tell;
     else None. Whoever runs a kernel for the first time asks `is_plain` too, which takes longer."""
-    if (
-        _compiling() or _tracing() is not None or _transform() is not None or _modes()
-        or profiler._is_profiler_enabled or forward_ad._current_level >= 0 or q.requires_grad
-    ):  # fmt: skip
+    if _compiling() or _tracing() is not None or _transform() is not None or _modes():
+        return None
+    if profiler._is_profiler_enabled or forward_ad._current_level >= 0 or q.requires_grad:
         return None
     device = q.device
     if _autocasting("cpu") if q.is_cpu else not q.is_cuda or _autocasting("cuda"):
         return None
     kinds: list[Any] = [device, backend_in_use.get(), takes_tf32(q)]
     for x in (q, *others):
-        if (
-            type(x) is not Tensor or x.requires_grad or x.layout is not _strided or x.is_nested or x.is_neg()
-            or x._is_zerotensor() or x.device != device
-        ):  # fmt: skip
+        if type(x) is not Tensor or x.requires_grad or x.layout is not _strided or x.device != device:
+            return None
+        if x.is_nested or x.is_neg() or x._is_zerotensor():
             return None
         kinds.append(x.dtype)
     return tuple(kinds)

@@ -144,16 +144,15 @@ def length_class(n: int) -> int:
 
 
 def is_decode(
-    num_q_heads: int, num_kv_heads: int, seqlen_q: int, seqlen_k: int, row_bounded: bool = False,
-    device: str = "",
-) -> bool:  # fmt: skip
+    num_q_heads: int, num_kv_heads: int, seqlen_q: int, seqlen_k: int, bounded: bool = False, device: str = ""
+) -> bool:
     """Is a call of unpacked rows for `Phase.DECODE`: so few rows per key/value head that reading the keys is
     what takes time? Rows with bounds of their own are: each walk over the keys serves all of them."""
     if not (num_q_heads and num_kv_heads):
         return False
     group = num_q_heads // num_kv_heads
     rows = seqlen_q * group
-    if row_bounded or rows <= DECODE_ROWS:
+    if bounded or rows <= DECODE_ROWS:
         return True
     if device == "cpu":
         return rows <= MOST_SHARED_ROWS and (seqlen_q == 1 or seqlen_k >= keys_to_share(rows, group))

@@ -131,24 +131,21 @@ def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
 
 
 def _skips_dispatcher(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> bool:
-    return (  # unrolled: three calls of `is_plain` would be seen in the time of a small call
-        type(q) is type(k) is type(v) is Tensor and unobserved()
-        and (_dispatch_keys(q).raw_repr() in PLAIN_KEYS or is_plain(q))
-        and (_dispatch_keys(k).raw_repr() in PLAIN_KEYS or is_plain(k))
-        and (_dispatch_keys(v).raw_repr() in PLAIN_KEYS or is_plain(v))
-        and (
-            len(rest) == _N_PLAIN
-            or all(is_plain(x) for x in rest if x is not None and isinstance(x, Tensor))
-        )
-    )  # fmt: skip
+    if not (type(q) is type(k) is type(v) is Tensor and unobserved()):
+        return False  # unrolled: three calls of `is_plain` would be seen in the time of a small call
+    plain = _dispatch_keys(q).raw_repr() in PLAIN_KEYS or is_plain(q)
+    plain = plain and (_dispatch_keys(k).raw_repr() in PLAIN_KEYS or is_plain(k))
+    plain = plain and (_dispatch_keys(v).raw_repr() in PLAIN_KEYS or is_plain(v))
+    if not plain or len(rest) == _N_PLAIN:
+        return plain
+    return all(is_plain(x) for x in rest if x is not None and isinstance(x, Tensor))
 
 
 def _without_defaults(args: Arguments) -> tuple[Any, ...]:
     """The arguments of a plain call alone, if it is one: each more costs the dispatcher time."""
-    if not (
-        args.kv_lens is args.kv_starts is args.q_offset is args.mask is args.bias is args.alibi_slopes
-        is args.sinks is args.dropout_seed is args.intervals is args.cu_seqlens_q is args.page_table is None
-    ):  # fmt: skip
+    places = args.kv_lens is args.kv_starts is args.q_offset is args.cu_seqlens_q is args.page_table is None
+    scores = args.mask is args.bias is args.alibi_slopes is args.sinks is args.intervals is None
+    if not (places and scores and args.dropout_seed is None):
         return args  # to compare a tensor with None takes as long as a small kernel
     return args[:_N_PLAIN] if args[_N_PLAIN:] == _DEFAULT_OPERANDS else args
 
@@ -215,12 +212,10 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     ):
         phase = _FORWARD
     backend = requested_backend(args)
-    key = (
-        phase, asked, backend, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device),
-        (num_q_heads, num_kv_heads, num_v_heads), (head_dim, head_dim_k, head_dim_v),
-        length_class(seqlen_q), seqlen_k >= MANY_KEYS, seqlen_q + seqlen_k > MOST_POSITIONS, takes_tf32(q),
-        *map(class_of, rest),
-    )  # fmt: skip
+    heads, dims = (num_q_heads, num_kv_heads, num_v_heads), (head_dim, head_dim_k, head_dim_v)
+    kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    lengths = length_class(seqlen_q), seqlen_k >= MANY_KEYS, seqlen_q + seqlen_k > MOST_POSITIONS
+    key = (phase, asked, backend, kinds, heads, dims, lengths, takes_tf32(q), *map(class_of, rest))
     if args.max_seqlen_q is not None or args.max_seqlen_k is not None:
         key += longest_class(args)
     launch = _routes.get(key)
@@ -316,10 +311,9 @@ def launched(launch: Launch, *operands: Any) -> Any:
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    needs: list[bool], *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    args = Arguments(*rest)._replace(config="")
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    needs, args = rest[0], Arguments(*rest[1:])._replace(config="")
     launch = _route(Phase.BACKWARD, q, k, v, args, tuple(args))
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
     check_storages({"dout": dout, "dlse": dlse, "out": out, "lse": lse})
@@ -351,10 +345,9 @@ def _fake_forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) 
 
 
 def _fake_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    needs: list[bool], *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    args = Arguments(*rest)
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    needs, args = rest[0], Arguments(*rest[1:])
     check(q, k, v, args)
     _refuse_statically(Phase.BACKWARD, q, k, v, args)
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
@@ -394,11 +387,9 @@ class _Attention(_SingleLevelFunction):
             args = Arguments._make(next(kept) if x is _KEPT else x for x in args)
         if dout is None:
             dout = torch.zeros_like(out)
-        if (
-            launch is not None and is_plain(dout) and (dlse is None or is_plain(dlse))
-            and not torch.is_grad_enabled() and unobserved() and out.numel() and k.shape[2]
-            and stored(dout, dlse, q, k, v, out, lse, *others)
-        ):  # fmt: skip
+        direct = launch is not None and is_plain(dout) and (dlse is None or is_plain(dlse)) and unobserved()
+        direct = direct and not torch.is_grad_enabled() and out.numel() and k.shape[2]
+        if direct and stored(dout, dlse, q, k, v, out, lse, *others):
             if launch.contents:
                 args = validate.checked_contents(args, q, k)
             results = _differentiate(launch, dout, dlse, q, k, v, out, lse, args, needs)

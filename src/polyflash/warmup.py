@@ -16,11 +16,10 @@ from typing import Any
 
 from polyflash import env, target
 
-FEATURES: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True}, "window": {"window": (255, None)}, "mask": {"mask": "b1qk"},
-    "bias": {"bias": "hqk"}, "alibi": {"alibi": "h"}, "softcap": {"softcap": 30.0}, "sinks": {"sinks": True},
-    "segments": {"segments": 3}, "kv_lens": {}, "paged": {"page_size": 16}, "dropout": {},
-}  # fmt: skip
+FEATURES: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "window": {"window": (255, None)}}
+FEATURES |= {"mask": {"mask": "b1qk"}, "bias": {"bias": "hqk"}, "alibi": {"alibi": "h"}}
+FEATURES |= {"softcap": {"softcap": 30.0}, "sinks": {"sinks": True}, "segments": {"segments": 3}}
+FEATURES |= {"kv_lens": {}, "paged": {"page_size": 16}, "dropout": {}}
 # (rows, keys) of the calls that one process makes. On a GPU, lengths decide which config is taken.
 _ON_CPU = (((300, 300),), ((1, 300), (1, 2048), (16, 300)))
 _ON_GPU = (

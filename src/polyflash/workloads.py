@@ -87,8 +87,9 @@ class Workload:
         told = {
             Feature.Q_OFFSET: self.offset is not None or self.causal == "top_left",
             Feature.KV_LENS: self.kv_lens is not None or bool(self.page_size),
-            Feature.GQA: self.heads != self.kv_heads, Feature.HEAD_DIM_V: self.dim_v != self.head_dim,
-        }  # fmt: skip
+            Feature.GQA: self.heads != self.kv_heads,
+            Feature.HEAD_DIM_V: self.dim_v != self.head_dim,
+        }
         return frozenset((wanted - set(told)) | {feature for feature, on in told.items() if on})
 
     def spec(
@@ -96,15 +97,13 @@ class Workload:
     ) -> AttentionSpec:
         """The spec this problem has when planned: enough to ask every capability row."""
         offset = 0 if self.causal == "top_left" and self.offset is None else self.offset
-        return AttentionSpec(
-            phase=phase, dtype=self.dtype, device=device, batch=self.batch, num_q_heads=self.heads,
-            num_kv_heads=self.kv_heads, seqlen_q=self.seqlen_q,
-            seqlen_k=self.columns * self.page_size if self.page_size else self.seqlen_k,
-            head_dim=self.head_dim, head_dim_v=self.dim_v,
-            features=self.features | ({Feature.LSE} if need_lse else frozenset()), causal=bool(self.causal),
-            window=self.window or (None, None), offset=offset if isinstance(offset, int) else None,
-            scale=self.scale, members=len(self.members), page_size=self.page_size,
-        )  # fmt: skip
+        keys = self.columns * self.page_size if self.page_size else self.seqlen_k
+        sizes = (self.batch, self.heads, self.kv_heads, self.seqlen_q, keys, self.head_dim, self.dim_v)
+        features = self.features | ({Feature.LSE} if need_lse else frozenset())
+        rest: dict[str, Any] = {"causal": bool(self.causal), "window": self.window or (None, None)}
+        rest |= {"offset": offset if isinstance(offset, int) else None, "scale": self.scale}
+        rest |= {"members": len(self.members), "page_size": self.page_size}
+        return AttentionSpec(phase, self.dtype, device, *sizes, features, **rest)
 
 
 # Where a field has another name than the feature that a call with it needs.

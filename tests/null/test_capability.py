@@ -186,7 +186,7 @@ def test_a_forward_row_chooses_the_config_of_a_forward_problem():
 )
 def test_which_problems_are_decode(heads: int, kv_heads: int, rows: int, keys: int, decode: bool):
     assert is_decode(heads, kv_heads, rows, keys) is decode
-    assert is_decode(heads, kv_heads, rows, keys, row_bounded=True) is bool(heads)
+    assert is_decode(heads, kv_heads, rows, keys, bounded=True) is bool(heads)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])

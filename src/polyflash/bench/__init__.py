@@ -3,7 +3,5 @@
 from polyflash.bench.peak import Calibration, Peak, calibrate, kind_of
 from polyflash.bench.timing import Arm, Comparison, Round, Summary, compare, median
 
-__all__ = [
-    "Arm", "Calibration", "Comparison", "Peak", "Round", "Summary", "calibrate", "compare", "kind_of",
-    "median",
-]  # fmt: skip
+__all__ = ["Arm", "Calibration", "Comparison", "Peak", "Round", "Summary"]
+__all__ += ["calibrate", "compare", "kind_of", "median"]

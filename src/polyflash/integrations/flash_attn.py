@@ -17,6 +17,8 @@ is (batch, num_heads, seqlen_q) or (num_heads, total_q), fp32. A row that sees n
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,11 +28,9 @@ from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, n
 from polyflash.integrations.flash_attn_cache import attend_packed, flash_attn_with_kvcache, one_table
 from polyflash.integrations.flash_attn_rotary import apply_rotary_emb
 
-__all__ = (
-    "apply_rotary_emb", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache", "index_first_axis", "pad_input", "unpad_input",
-)  # fmt: skip
+__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
+__all__ += ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
+__all__ += ["apply_rotary_emb", "flash_attn_with_kvcache", "index_first_axis", "pad_input", "unpad_input"]
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
@@ -107,9 +107,8 @@ def flash_attn_varlen_func(
     max_seqlen_q = scalar("max_seqlen_q", max_seqlen_q)
     block_table = one_table(block_table, page_table)
     if block_table is not None:
-        out, lse = attend_packed(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_k, block_table, dropout_p, given
-        )
+        given |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "dropout_p": dropout_p}
+        out, lse = attend_packed(q, k, v, block_table, seqused_k, cu_seqlens_k, given)
         return (out, lse, None) if wants_lse else out
     given |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": scalar("max_seqlen_k", max_seqlen_k)}
     given |= {"dropout_p": dropout_p, "kv_lens": seqused_k}
@@ -145,11 +144,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:  # fmt: skip
     """`flash_attn_varlen_func` of q and kv (total_k, 2, num_kv_heads, head_dim)."""
     k, v = _unpacked("kv", kv, 2, 4)
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *given, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
+    bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    given: Any = (*bounds, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return flash_attn_varlen_func(q, k, v, *given, deterministic, return_attn_probs)
 
 
 def _unpacked(name: str, x: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:

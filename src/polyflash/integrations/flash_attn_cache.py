@@ -211,10 +211,8 @@ def _check_seen(q: Tensor, k_cache: Tensor, table: Tensor, lens: Tensor, options
     if lens.device.type != "cpu":
         return
     left, right = options["window"]
-    args = Arguments(
-        causal=options["causal"], window_left=left, window_right=right, kv_lens=lens,
-        kv_starts=options["kv_starts"], page_table=table,
-    )  # fmt: skip
+    args = Arguments(options["causal"], window_left=left, window_right=right, page_table=table)
+    args = args._replace(kv_lens=lens, kv_starts=options["kv_starts"])
     _check_contents(args, q.shape[1], k_cache.transpose(1, 2))
 
 
@@ -264,32 +262,31 @@ def _attend_pages(
         out, lse = _attention_paged(q[:, 0], k_cache, v_cache, table, lens, **options, return_lse=True)
         return out[:, None], lse.transpose(0, 1)[:, :, None]
     bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
-    out, lse = _attention_paged(
-        q.flatten(0, 1), k_cache, v_cache, table, lens, cu_seqlens_q=bounds, max_seqlen_q=rows, **options,
-        return_lse=True,
-    )  # fmt: skip
+    options = options | {"cu_seqlens_q": bounds, "max_seqlen_q": rows, "return_lse": True}
+    out, lse = _attention_paged(q.flatten(0, 1), k_cache, v_cache, table, lens, **options)
     return out.unflatten(0, (batch, rows)), lse.view(heads, batch, rows).transpose(0, 1).contiguous()
 
 
 def attend_packed(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None, seqused_k: Tensor | None, table: Tensor, dropout_p: float,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    lens: Any,
+    bounds: Any,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attends packed rows to pages: out (total_q, num_heads, head_dim_v), lse (num_heads, total_q). seqused_k
-    or cu_seqlens_k, both int32, says how many keys each member has, and the table where they stand. No
-    gradients, as with a cache."""
-    if dropout_p:
+) -> tuple[Tensor, Tensor]:
+    """Attends packed rows to pages: out (total_q, num_heads, head_dim_v), lse (num_heads, total_q). `lens`,
+    the caller's seqused_k, or `bounds`, his cu_seqlens_k, both int32, say how many keys each member has, and
+    the table where they stand. No gradients, as with a cache."""
+    if options.pop("dropout_p"):
         raise UnsupportedError("dropout_p: not with block_table, which is for inference. Set it to 0")
-    name, lens = "seqused_k", seqused_k
+    name = "seqused_k"
     if lens is None:
-        name, bounds = "cu_seqlens_k", cu_seqlens_k
+        name = "cu_seqlens_k"
         if not isinstance(bounds, Tensor) or bounds.dtype is not torch.int32 or bounds.ndim != 1:
             change = "Put a 0 before torch.cumsum(lengths, 0), or pass seqused_k, the keys of each request."
             raise spec_error(name, described(bounds), "int32 (batch + 1,)", change)
         lens = bounds.diff()
     with torch.no_grad():
-        return _PACKED[name](
-            q, k_cache, v_cache, table, lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-            return_lse=True, **options,
-        )  # fmt: skip
+        return _PACKED[name](q, k_cache, v_cache, table, lens, return_lse=True, **options)

@@ -59,20 +59,20 @@ def put_flash_first(device: str) -> list[int]:
     return before
 
 
+# Their arguments are those of torch's ops: torch leaves out what has its default, and gives the rest by
+# position, but for `attn_mask` and `scale`.
+
+
 def _flash_forward(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    args = _flash_arguments(dropout_p, is_causal, attn_mask, scale)
+    query: Tensor, key: Tensor, value: Tensor, *how: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
+    args = _flash_arguments(*how, **named)
     return cast(tuple[Tensor, Tensor], torch.ops.polyflash.attention(query, key, value, *args))
 
 
-def _flash_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    args = _flash_arguments(dropout_p, is_causal, attn_mask, scale)
-    return _gradients(args, grad_out, query, key, value, out, logsumexp)
+def _flash_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
+    *tensors, dropout_p, is_causal = given
+    return _gradients(_flash_arguments(dropout_p, is_causal, **named), *tensors)
 
 
 def _gpu_forward(
@@ -93,13 +93,10 @@ def _gpu_forward(
     return out, lse, None, None, query.shape[2], key.shape[2], random_state, random_state[0], nothing
 
 
-def _gpu_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
-    philox_seed: Tensor, philox_offset: Any, *, scale: float | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _gpu_backward(*given: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+    dropout_p, is_causal, philox_seed, _ = given[-4:]
     args = _gpu_arguments(dropout_p, is_causal, scale, philox_seed.view(torch.int64))
-    return _gradients(args, grad_out, query, key, value, out, logsumexp)
+    return _gradients(args, *given[:6])
 
 
 def _gpu_arguments(dropout_p: float, is_causal: bool, scale: float | None, state: Tensor) -> Arguments:
@@ -118,7 +115,10 @@ def _gradients(args: Arguments, grad_out: Tensor, *saved: Tensor) -> tuple[Tenso
 
 
 def _flash_arguments(
-    dropout_p: float, is_causal: bool, attn_mask: Tensor | None, scale: float | None
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
 ) -> Arguments:
     if dropout_p:
         raise UnsupportedError("dropout_p: torch's flash attention for CPUs has none. Use enabled()")

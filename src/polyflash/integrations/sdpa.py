@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from polyflash import counting, torch_ops
 from polyflash.api import attention
+from polyflash.arguments import Causal
 from polyflash.backends import TABLE
 from polyflash.errors import UnsupportedError
 from polyflash.integrations import flash_registry, multi_head
@@ -163,10 +164,8 @@ def _replaced(
 def _attend(views: tuple[Any, ...], dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
     q, k, v, fitted, lead = views
     mask, bias = (fitted, None) if fitted is not None and fitted.dtype is torch.bool else (None, fitted)
-    out = attention(
-        q, k, v, causal="top_left" if is_causal else False, mask=mask, bias=bias, scale=scale,
-        dropout_p=dropout_p,
-    )  # fmt: skip
+    causal: Causal = "top_left" if is_causal else False
+    out = attention(q, k, v, causal=causal, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p)
     return out if lead is None else out.reshape(*lead, *out.shape[-2:])
 
 

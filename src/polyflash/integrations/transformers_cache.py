@@ -111,11 +111,8 @@ class PagedCache(Cache):
         if not isinstance(heads, int) or not isinstance(width, int):
             change = "Pass a KVCache with the sizes of the keys and values."
             raise spec_error("model", type(config).__name__, "num_key_value_heads and head_dim", change)
-        pages = KVCache(
-            -(-tokens // page_size), page_size, heads, width, num_layers=config.num_hidden_layers,
-            dtype=model.dtype, device=model.device,
-        )  # fmt: skip
-        return cls(pages, cascade=cascade)
+        kind = {"num_layers": config.num_hidden_layers, "dtype": model.dtype, "device": model.device}
+        return cls(KVCache(-(-tokens // page_size), page_size, heads, width, **kind), cascade=cascade)
 
     @property
     def length(self) -> int:

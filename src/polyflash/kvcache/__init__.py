@@ -9,8 +9,6 @@ from polyflash.kvcache.rope import Rope
 from polyflash.kvcache.shared_prefix import AttendPlan
 from polyflash.kvcache.tables import FlashInferTable, PageTable, from_flashinfer, to_flashinfer
 
-__all__ = [
-    "AttendPlan", "CacheStats", "FlashInferTable", "KVCache", "OutOfPages", "PageTable", "Pages", "Request",
-    "Rope", "Snapshot", "Step", "SwappedRequest", "from_flashinfer", "heavy_hitters", "to_flashinfer",
-    "write_tokens",
-]  # fmt: skip
+__all__ = ["AttendPlan", "CacheStats", "FlashInferTable", "KVCache", "OutOfPages", "PageTable", "Pages"]
+__all__ += ["Request", "Rope", "Snapshot", "Step", "SwappedRequest", "from_flashinfer", "heavy_hitters"]
+__all__ += ["to_flashinfer", "write_tokens"]

@@ -248,7 +248,7 @@ class KVCache(Storage):
         Raises:
             SpecError, UnsupportedError: as `attention_paged`; or counts that do not add up to q's rows."""
         tables, rows = self._call(requests, counts)
-        k_pool, v_pool = self.pools(layer)
+        pools = self.pools(layer)
         if isinstance(requests, Step) and not requests.has_written(layer):
             got = f"a step that layer {layer} has not written"
             raise spec_error("requests", got, "its tokens in their slots", "Call write() first.")
@@ -261,7 +261,7 @@ class KVCache(Storage):
         options = apart | {"causal": causal, "softcap": softcap, "sinks": sinks, "scale": scale}
         options |= {"batch_invariant": batch_invariant, "backend": backend, "checked": checked}
         options |= {"return_lse": return_lse, "out": out}
-        return shared_prefix.attend(q, k_pool, v_pool, tables, rows, plan, options)
+        return shared_prefix.attend(q, pools, tables, rows, plan, options)
 
     def explain_attend(
         self, requests: Requests | Step, *, counts: Counts | None = None, causal: Causal = True,

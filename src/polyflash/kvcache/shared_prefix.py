@@ -167,13 +167,13 @@ def _shared(
     return pages, f"All of them share their first {pages} pages."
 
 
+Pools = tuple[Tensor, Tensor]  # of keys and of values
 _OF_BOTH_PARTS = ("softcap", "scale", "batch_invariant", "backend", "checked")
 
 
 def attend(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tables, counts: Sequence[int], plan: AttendPlan,
-    options: dict[str, Any],
-) -> Tensor | AttentionOutput:  # fmt: skip
+    q: Tensor, pools: Pools, tables: Tables, counts: Sequence[int], plan: AttendPlan, options: dict[str, Any]
+) -> Tensor | AttentionOutput:
     """Attention of q (rows, num_q_heads, head_dim), `counts[b]` rows of each request concatenated, over its
     pages, as `plan` says. `options` are the arguments of `KVCache.attend` that `attention_paged` takes
     too."""
@@ -184,8 +184,8 @@ def attend(
     if not plan.cascade:
         lens = _shortened(tables.kv_lens, options["kv_lens"], options["checked"])
         rows |= {name: x for name, x in options.items() if name != "kv_lens"}
-        return cast("Tensor", attention_paged(q, k_pages, v_pages, tables.page_table, lens, **rows))
-    out, return_lse, channels = options["out"], options["return_lse"], v_pages.shape[3]
+        return cast("Tensor", attention_paged(q, *pools, tables.page_table, lens, **rows))
+    out, return_lse, channels = options["out"], options["return_lse"], pools[1].shape[3]
     if out is not None:  # nothing is launched for a place that cannot take the result
         if not isinstance(out, Tensor) or out.ndim != 3:
             wanted = f"a tensor ({q.shape[0]}, {q.shape[1]}, {channels})"
@@ -194,13 +194,13 @@ def attend(
     rows |= {name: options[name] for name in ("causal", "sinks")}  # of this part alone: sinks count once
     common = {name: options[name] for name in _OF_BOTH_PARTS}
     shared_table, shared_length, own_table, own_lens = tables.parted(plan.shared_pages)
-    prefix = _over_prefix(q, k_pages, v_pages, shared_table, shared_length, tables, common)
+    prefix = _over_prefix(q, pools, shared_table, shared_length, tables, common)
     rows |= common
-    rest: AttentionOutput = attention_paged(q, k_pages, v_pages, own_table, own_lens, return_lse=True, **rows)
+    rest: AttentionOutput = attention_paged(q, *pools, own_table, own_lens, return_lse=True, **rows)
     merged, lse = merge_rows(prefix, rest, need_lse=return_lse)
     if out is None:
-        like = q.to(v_pages.dtype).transpose(0, 1)[None]
-        out = outputs(like, v_pages, False)[0][0].transpose(0, 1)
+        like = q.to(pools[1].dtype).transpose(0, 1)[None]
+        out = outputs(like, pools[1], False)[0][0].transpose(0, 1)
     result = out.copy_(merged)
     return AttentionOutput(result, cast("Tensor", lse)) if return_lse else result
 
@@ -217,20 +217,17 @@ def _shortened(lens: Tensor, kv_lens: object, checked: bool) -> Tensor:
 
 
 def _over_prefix(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, length: Tensor, tables: Tables,
-    options: dict[str, Any],
-) -> AttentionOutput:  # fmt: skip
+    q: Tensor, pools: Pools, table: Tensor, length: Tensor, tables: Tables, options: dict[str, Any]
+) -> AttentionOutput:
     """Attends all rows to the keys of one table, int32 (1, pages), `length` (1,). Every row sees every key,
     so a few rows are as good as query heads of one token, whose kernel walks the keys once at memory
     speed."""
     rows, heads, head_dim = q.shape
-    group = heads // max(1, k_pages.shape[2])
+    group = heads // max(1, pools[0].shape[2])
     if rows * group > PACKED_ROWS:
-        packed: AttentionOutput = attention_paged(
-            q, k_pages, v_pages, table, length, cu_seqlens_q=tables.bounds((rows,)), max_seqlen_q=rows,
-            return_lse=True, **options,
-        )  # fmt: skip
+        options = options | {"cu_seqlens_q": tables.bounds((rows,)), "max_seqlen_q": rows}
+        packed: AttentionOutput = attention_paged(q, *pools, table, length, return_lse=True, **options)
         return packed
     one = q.transpose(0, 1).reshape(1, heads * rows, head_dim)
-    out, lse = attention_paged(one, k_pages, v_pages, table, length, return_lse=True, **options)
+    out, lse = attention_paged(one, *pools, table, length, return_lse=True, **options)
     return AttentionOutput(out.view(heads, rows, -1).transpose(0, 1), lse.view(heads, rows))

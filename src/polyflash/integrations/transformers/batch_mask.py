@@ -217,29 +217,32 @@ def _mask_of_batch(
         if not fits or (attention_mask is not None and attention_mask.shape[0] != batch_size):
             pattern = None
     if pattern is None:
+        first: Any = q_offset  # a tensor with a static cache
+        places = batch_size, q_length, kv_length, first, kv_offset
+        how = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap}
         dense: Tensor | None = sdpa_mask(
-            batch_size, q_length, kv_length,
-            q_offset,  # type: ignore[arg-type]  # a tensor with a static cache
-            kv_offset, mask_function, attention_mask, local_size, allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
-        )  # fmt: skip
+            *places, mask_function, attention_mask, local_size, device=device, **how
+        )
         return dense
-    return _structured(
-        pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, torch.device(device)
-    )
+    sizes, offsets = (batch_size, q_length, kv_length), (q_offset, kv_offset)
+    return _structured(pattern, sizes, offsets, attention_mask, torch.device(device))
+
+
+Sizes = tuple[int, int, int]  # batch, queries, keys
+Offsets = tuple[int | Tensor, int]  # of the first query, of the first key
 
 
 def _structured(
-    pattern: Pattern, batch: int, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int,
-    attention_mask: Tensor | None, device: torch.device,
-) -> BatchMask | None:  # fmt: skip
+    pattern: Pattern, sizes: Sizes, offsets: Offsets, attention_mask: Tensor | None, device: torch.device
+) -> BatchMask | None:
+    (batch, q_length, kv_length), (q_offset, kv_offset) = sizes, offsets
     starts = lens = live = None
     padded: bool | Tensor = False
     if attention_mask is not None:
         starts, lens, live = _ends(attention_mask, kv_length, kv_offset)
         padded = ~attention_mask.all()
         padded = padded if torch.compiler.is_compiling() else bool(padded)
-    q_ids, k_ids = _ids(pattern, batch, q_length, kv_length, q_offset, kv_offset, device)
+    q_ids, k_ids = _ids(pattern, sizes, offsets, device)
     whole = pattern.documents is not None and q_ids is not None and lens is None
     cu_seqlens = _cu_seqlens(q_ids) if whole and q_ids is not None else None
     left, chunk = pattern.left, None
@@ -249,16 +252,13 @@ def _structured(
     offset = q_offset - kv_offset
     if isinstance(offset, Tensor):
         offset = offset.to(device=device, dtype=torch.int32).reshape(-1).expand(batch).contiguous()
-    elif (
-        pattern.causal and pattern.right is None and q_ids is lens is starts is None
-        and (left is None or kv_length - 1 <= left) and offset == kv_length - q_length
-        and q_length in (1, kv_length)
-    ):  # fmt: skip
-        return None
-    return BatchMask(
-        (batch, 1, q_length, kv_length), device, pattern.causal, offset, lens, starts, left, pattern.right,
-        q_ids, k_ids, live, cu_seqlens, chunk, padded,
-    )  # fmt: skip
+    elif pattern.causal and q_ids is lens is starts is pattern.right is None:
+        reaches = left is None or kv_length - 1 <= left
+        if reaches and offset == kv_length - q_length and q_length in (1, kv_length):
+            return None
+    shape, limits = (batch, 1, q_length, kv_length), (lens, starts, left, pattern.right)
+    rest: Any = (q_ids, k_ids, live, cu_seqlens, chunk, padded)
+    return BatchMask(shape, device, pattern.causal, offset, *limits, *rest)
 
 
 def _ends(
@@ -284,10 +284,10 @@ def _ends(
 
 
 def _ids(
-    pattern: Pattern, batch: int, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int,
-    device: torch.device,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    pattern: Pattern, sizes: Sizes, offsets: Offsets, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
     """int32 segment ids of queries (batch, q_length) and keys (batch, kv_length), or None twice."""
+    (batch, q_length, kv_length), (q_offset, kv_offset) = sizes, offsets
     documents, chunk = pattern.documents, pattern.chunk
     starts: int | Tensor = 0 if pattern.chunk_starts is None else pattern.chunk_starts.to(device)[:, None]
     if documents is None:

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 # Arguments that describe the call and change no result. Every other one that is not named in the signature of
 # `_attention_forward` is refused unless it is None or False.
-DESCRIPTIVE = frozenset((
-    "cache_position", "deterministic", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-    "return_dict", "use_cache",
-))  # fmt: skip
+_OUTPUTS = {"output_hidden_states", "output_router_logits", "return_dict"}
+DESCRIPTIVE = frozenset({"cache_position", "deterministic", "num_items_in_batch", "use_cache"} | _OUTPUTS)
 
 
 class PagedStates(Tensor):
