@@ -164,10 +164,9 @@ def attention_groups(
         UnsupportedError: as `attention`; an input needs a gradient."""
     if unknown:
         raise unexpected(attention_groups, unknown)
-    groups = _checked(
-        q_groups, k, v, q_offsets, kv_lens, layout, causal=causal, window=window, softcap=softcap,
-        sinks=sinks, scale=scale, return_lse=return_lse, backend=backend, config=config,
-    )  # fmt: skip
+    scores = {"causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale}
+    how = {"return_lse": return_lse, "backend": backend, "config": config}
+    groups = _checked(q_groups, k, v, q_offsets, kv_lens, layout, **scores, **how)
     together = groups.fused(_flag("fused", fused))[0]
     results = [attend(bound) for bound in groups.calls(together)]
     if together:
@@ -188,10 +187,9 @@ def explain_groups(
 ) -> GroupsPlan:  # fmt: skip
     """Whether `attention_groups(...)` with these arguments would fuse its groups, why, and who would run each
     call. Launches nothing and reads no tensor contents: all may be meta tensors; `target` as in `explain`."""
-    groups = _checked(
-        q_groups, k, v, q_offsets, kv_lens, layout, causal=causal, window=window, softcap=softcap,
-        sinks=sinks, scale=scale, return_lse=return_lse, backend=backend, config=config,
-    )  # fmt: skip
+    scores = {"causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale}
+    how = {"return_lse": return_lse, "backend": backend, "config": config}
+    groups = _checked(q_groups, k, v, q_offsets, kv_lens, layout, **scores, **how)
     together, why = groups.fused(_flag("fused", fused))
     plans = tuple(explained(bound, target) for bound in groups.calls(together))
     return GroupsPlan(together, why, plans)

@@ -145,8 +145,9 @@ def flash_attn_varlen_kvpacked_func(
     """`flash_attn_varlen_func` of q and kv (total_k, 2, num_kv_heads, head_dim)."""
     k, v = _unpacked("kv", kv, 2, 4)
     bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    given: Any = (*bounds, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return flash_attn_varlen_func(q, k, v, *given, deterministic, return_attn_probs)
+    scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    given: Any = (*bounds, *scores, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, *given)
 
 
 def _unpacked(name: str, x: Tensor, parts: int, ndim: int) -> tuple[Tensor, ...]:

@@ -212,10 +212,9 @@ def accumulate_packed(
             dk=None if totals.dk is None else keys(totals.dk),
             dv=None if totals.dv is None else keys(totals.dv),
         )
-        accumulate_all(
-            rows(q), keys(k), keys(v), rows(dout), None if dlse is None else rows(dlse), rows(out), rows(lse),
-            members.arguments(args), own, config, first_batch=members.first,
-        )  # fmt: skip
+        given = rows(dout), None if dlse is None else rows(dlse), rows(out), rows(lse)
+        operands = rows(q), keys(k), keys(v), *given, members.arguments(args)
+        accumulate_all(*operands, own, config, first_batch=members.first)
 
 
 def run(

@@ -133,16 +133,12 @@ class Prepared:
         found: Forms | None = self.constants.get(key)
         if found is None:
             c = self.config
-            both = Constants(
-                **channel_blocks(head_dim, head_dim_v, self.least, self.least), **flags._asdict(),
-                PACK=packed, BASE2=c.base2, PRODUCT=self.product, ALWAYS_MASKED=masked,
-            )  # fmt: skip
+            blocks = channel_blocks(head_dim, head_dim_v, self.least, self.least)
+            both = Constants(**blocks, **flags._asdict(), PACK=packed, BASE2=c.base2)
+            both = both._replace(PRODUCT=self.product, ALWAYS_MASKED=masked)
             dkv = both._replace(BLOCK_M=c.block_m, BLOCK_N=c.block_n, NUM_STAGES=c.num_stages)
-            # rows that see the most keys first
-            dq = both._replace(
-                BLOCK_M=c.dq_block_m, BLOCK_N=c.dq_block_n, NUM_STAGES=c.dq_num_stages,
-                HEAVY_FIRST=flags.HAS_RIGHT,
-            )  # fmt: skip
+            dq = both._replace(BLOCK_M=c.dq_block_m, BLOCK_N=c.dq_block_n, NUM_STAGES=c.dq_num_stages)
+            dq = dq._replace(HEAVY_FIRST=flags.HAS_RIGHT)  # rows that see the most keys first
             # in parts, sums over other blocks would have other bits
             rare = {"BLOCK_M": 16, "BLOCK_N": 32} if self.product == "ieee" else {}
             wide = dkv._replace(BLOCK_N=c.apart * c.block_n)
@@ -196,10 +192,8 @@ class Call(NamedTuple):
         """The results are four-dimensional and fresh."""
         results = dq, dk, dv, dq_sum, dbias
         views = [view_of(r) for r in results]
-        key = (
-            kernel.__name__, id(c), num_heads, *self.key, *(v and v[1:] for v in views), visits is None,
-            runtime.aligned(*results),
-        )  # fmt: skip
+        kinds = *(v and v[1:] for v in views), visits is None, runtime.aligned(*results)
+        key = kernel.__name__, id(c), num_heads, *self.key, *kinds
         t = Tensors(*self.t, num_heads, visits, *views)  # type: ignore[call-arg]
         self.prepared.kernels.launch(kernel, (programs,), (t, n, c), options, key, self.device)
 
@@ -224,10 +218,8 @@ def centers(
     cut = map(view_of, parts or (None,) * 4)
     t = Centered(*views, odd, *cut, kv_lens, num_heads, group)  # type: ignore[call-arg]
     n = Cut(batch, seqlen_q, k.shape[2], row_tiles, key_tiles)
-    key = (
-        "center", *(x and x[1:] for x in views), num_heads, group,
-        runtime.aligned(q, k, v, out, dout, lse, dlse, kv_lens), kv_lens is None,
-    )  # fmt: skip
+    aligned = runtime.aligned(q, k, v, out, dout, lse, dlse, kv_lens)
+    key = "center", *(x and x[1:] for x in views), num_heads, group, aligned, kv_lens is None
     c = prepared.constants.get("center")
     if c is None:
         blocks = channel_blocks(q.shape[3], v.shape[3])
@@ -244,9 +236,8 @@ def empty_parts(x: Tensor) -> Tensor:
 
 
 def launch_dkv(
-    call: Call, dk: Tensor | None, dv: Tensor | None, dq_sum: Tensor | None = None,
-    visits: Tensor | None = None,
-) -> None:  # fmt: skip
+    call: Call, dk: Tensor | None, dv: Tensor | None, dq_sum: Tensor | None = None, visits: Any = None
+) -> None:
     (k, *_), forms = call.t[1], call.forms
     alone, beside = (dv, None) if forms.dv else (None, dv)
     if not (dk is beside is dq_sum is None):
@@ -260,9 +251,8 @@ def launch_dq(call: Call, dq: Tensor, visits: Tensor | None = None) -> None:
 
 
 def prepare_call(
-    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
-    centered: tuple[Tensor, Tensor, Tensor, Sequence[Tensor]], args: Arguments,
-) -> Call:  # fmt: skip
+    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, centered: tuple[Any, ...], args: Arguments
+) -> Call:
     """`centered` as `centers` returns it."""
     row_lse, delta, odd, read = centered
     flags, x = flags_of(q, args), operands_of(args, k)
@@ -304,7 +294,7 @@ def run(
     need_bias, need_sinks = needs[3] and args.bias is not None, needs[4] and args.sinks is not None
     kv_lens = None if args.cu_seqlens_q is not None else operands_of(args, k).kv_lens
     centered = centers(prepared, q, k, v, out, dout, lse, dlse, kv_lens)
-    call = prepare_call(prepared, q, k, v, dout, centered, args)
+    call = prepare_call(prepared, q, k, v, centered, args)
     dq, dk, dv = (
         empty_in_order_of(x, x.shape[3]) if need else None
         for x, need in zip((q, k, v), needs[:3], strict=True)

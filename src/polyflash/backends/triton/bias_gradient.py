@@ -108,10 +108,8 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     over_rows = not over_keys and shape[2] == 1 and seqlen_q > 1
     alone = over_keys or over_rows  # one batch entry and head per program
     kept_batch, kept_heads = (batch, num_heads) if alone else shape[:2]
-    sums = torch.empty(
-        (kept_batch, kept_heads, 1 if over_rows else seqlen_q, 1 if over_keys else seqlen_k),
-        dtype=torch.float32, device=q.device,
-    )  # fmt: skip
+    kept = kept_batch, kept_heads, 1 if over_rows else seqlen_q, 1 if over_keys else seqlen_k
+    sums = torch.empty(kept, dtype=torch.float32, device=q.device)
     block_m, block_n = tile_of(call)
     row_tiles = 1 if over_rows else -(-seqlen_q // block_m)
     key_tiles = 1 if over_keys else -(-seqlen_k // block_n)

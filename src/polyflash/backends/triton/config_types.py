@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from polyflash.target import Target
 
 PRECISIONS = ("ieee", "tf32x3", "bf16x6")
+_LAZY = "sums are scaled only when the maximum has grown by 2^8"
 THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
 
 
@@ -35,10 +36,11 @@ def _warps() -> Any:
 
 
 def _stages(most: int) -> Any:
-    return option(
-        *range(1, 9), wanted="an int from 1 to 8", switched=tuple(range(1, most + 1)),
-        needs=lambda _, n, spec, target: n >= least_stages(target),
-    )  # fmt: skip
+    def can_have(_: Any, stages: int, spec: AttentionSpec, target: Target) -> bool:
+        return stages >= least_stages(target)
+
+    tried = tuple(range(1, most + 1))
+    return option(*range(1, 9), wanted="an int from 1 to 8", switched=tried, needs=can_have)
 
 
 def _precision() -> Any:
@@ -46,6 +48,21 @@ def _precision() -> Any:
         return spec.dtype == "float32" and not (precision == "tf32x3" and target.kind == "hip")
 
     return option(*PRECISIONS, default="ieee", needs=can_have)
+
+
+def _pack_gqa() -> Any:
+    def can_have(_: Any, packed: bool, spec: AttentionSpec, target: Target) -> bool:
+        return spec.group > 1 and Feature.INTERVALS not in spec.features
+
+    return flag(False, tuned=(True, False), needs=can_have)
+
+
+def _max_registers() -> Any:
+    def can_have(config: ForwardConfig, most: int, spec: AttentionSpec, target: Target) -> bool:
+        return target.kind == "cuda" and 0 in (most, config.max_registers)
+
+    tried = 0, THREE_PROGRAMS
+    return option(0, *range(64, 256, 8), default=0, switched=tried, tuned=tried, needs=can_have)
 
 
 def _loads() -> Any:
@@ -77,10 +94,7 @@ class ForwardConfig:
     num_warps: int = _warps()
     num_stages: int = _stages(4)
     loads: str = _loads()
-    pack_gqa: bool = flag(
-        False, tuned=(True, False),
-        needs=lambda config, packed, spec, _: spec.group > 1 and Feature.INTERVALS not in spec.features,
-    )  # fmt: skip
+    pack_gqa: bool = _pack_gqa()
     base2: bool = flag(True)
     split_exp: int = option(
         1, 2, 4, 8, default=1, tuned=(2, 4), needs=lambda config, n, *_: config.block_n // n >= LEAST
@@ -90,14 +104,8 @@ class ForwardConfig:
     mask_by: str = option("compare", "add", default="compare")
     order: str = option("plain", "heavy_first", default="plain", note="tiles with the most keys start first")
     persistent: bool = flag(False, tuned=(True, False))
-    max_registers: int = option(
-        0, *range(64, 256, 8), default=0, switched=(0, THREE_PROGRAMS), tuned=(0, THREE_PROGRAMS),
-        needs=lambda config, n, spec, target: target.kind == "cuda" and 0 in (n, config.max_registers),
-    )  # fmt: skip
-    lazy_rescale: bool = flag(
-        False, needs=lambda config, lazy, spec, _: can_scale_lazily(spec),
-        note="sums are scaled only when the maximum has grown by 2^8",
-    )  # fmt: skip
+    max_registers: int = _max_registers()
+    lazy_rescale: bool = flag(False, needs=lambda config, lazy, spec, _: can_scale_lazily(spec), note=_LAZY)
     late_sum: bool = flag(False, needs=lambda config, late, spec, _: can_add_late(spec))
     precision: str = _precision()
     compensate: bool = flag(True, needs=lambda config, lost, spec, _: spec.dtype == "float32")

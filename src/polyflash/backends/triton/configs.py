@@ -120,11 +120,11 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     described = described and Feature.PAGED not in spec.features
     loads = "descriptor" if described else "pointer"
     deferred = defers(spec, target)
-    return ForwardConfig(
-        *tile, loads=loads, pack_gqa=packed, order=order, hold_q=holds_rows(spec, target, tile.block_m),
-        lazy_rescale=deferred, late_sum=deferred, precision=exact_product(spec, target),
-        compensate=compensates(spec, target), split_keys=_forward_split(spec, target, tile.block_n),
-    )  # fmt: skip
+    rest: dict[str, Any] = {"hold_q": holds_rows(spec, target, tile.block_m)}
+    rest |= {"lazy_rescale": deferred, "late_sum": deferred, "precision": exact_product(spec, target)}
+    rest |= {"compensate": compensates(spec, target)}
+    rest |= {"split_keys": _forward_split(spec, target, tile.block_n)}
+    return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order, **rest)
 
 
 def _forward_split(spec: AttentionSpec, target: Target, block_n: int) -> int:

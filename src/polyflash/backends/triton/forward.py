@@ -86,10 +86,9 @@ class Prepared:
     def ready_for(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
     ) -> Ready:
-        key = (
-            q.stride(), k.stride(), v.stride(), out.stride(), lse if lse is None else lse.stride(), split,
-            args.scale, args.softcap, args.dropout_p, args.window_left, args.window_right, args.offset,
-        )  # fmt: skip
+        strides = q.stride(), k.stride(), v.stride(), out.stride(), lse if lse is None else lse.stride()
+        changes = args.scale, args.softcap, args.dropout_p
+        key = strides, split, changes, args.window_left, args.window_right, args.offset
         found = self.ready.get(key)
         if found is None:
             if len(self.ready) >= _KEPT_CALLS:
@@ -196,10 +195,8 @@ def attend_call(
         k_boxes = descriptors(k, config.block_n, c.D0, c.D1)
         boxes = Boxes(*q_boxes, *k_boxes, *descriptors(v, config.block_n, c.DV0, c.DV1))
     rows = None if lse is None else new(Rows, (lse, *ready.rows))
-    t = new(Tensors, (
-        new(View, (q, *s_q)), *pointed, v_view, new(View, (out, *s_out)), rows, x, visits, ready.num_heads,
-        ready.group, None,
-    ))  # fmt: skip
+    views = new(View, (q, *s_q)), *pointed, v_view, new(View, (out, *s_out))
+    t = new(Tensors, (*views, rows, x, visits, ready.num_heads, ready.group, None))
     n = new(Numbers, (batch, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys, total, *numbers))
     grid: tuple[int, ...] = (num_tiles, ready.num_heads, requests)
     if linear:

@@ -191,10 +191,9 @@ class Prepared:
         found = self.constants.get((flags, masked))
         if found is None:
             c, (d0, d1) = self.config, split_dim(head_dim)
-            constants = Constants(
-                D=head_dim, D0=d0, D1=d1, BLOCK_M=c.block_m, BLOCK_N=c.block_n, NUM_STAGES=c.num_stages,
-                **flags._asdict(), PRODUCT=self.product, ALWAYS_MASKED=masked,
-            )  # fmt: skip
+            tile = {"BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "NUM_STAGES": c.num_stages}
+            constants = Constants(D=head_dim, D0=d0, D1=d1, **tile, **flags._asdict())
+            constants = constants._replace(PRODUCT=self.product, ALWAYS_MASKED=masked)
             found = self.constants[flags, masked] = runtime.compiled_in(constants)
         return found
 
@@ -210,27 +209,30 @@ def run(
         prepared = launch.prepared = Prepared(launch)
     q, k = reachable(q, k)
     if column_sums is not None:
-        sums = column_sums, None, None
-        _start(prepared, sum_columns, k.shape[2], prepared.config.block_n, q, k, lse, sums, args)
+        _start(prepared, args, sum_columns, q, k, lse, column_sums, None, None)
     if entropy is not None and max_logit is not None:
-        results = (None, entropy, max_logit)
-        _start(prepared, measure_rows, q.shape[2], prepared.config.block_m, q, k, lse, results, args)
+        _start(prepared, args, measure_rows, q, k, lse, None, entropy, max_logit)
 
 
 def _start(
-    prepared: Prepared, kernel: Any, positions: int, block: int, q: Tensor, k: Tensor, lse: Tensor,
-    results: tuple[Tensor | None, ...], args: Arguments,
-) -> None:  # fmt: skip
-    """One program per block of `positions`, query head and request."""
+    prepared: Prepared,
+    args: Arguments,
+    kernel: Any,
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *results: Tensor | None,
+) -> None:
+    """One program per block of keys or rows, query head and request."""
+    by_keys, config = kernel is sum_columns, prepared.config
+    positions, block = (k.shape[2], config.block_n) if by_keys else (q.shape[2], config.block_m)
     c = prepared.constants_for(flags_of(q, args), q.shape[3], element_masked(args))
     n, num_heads, group = numbers_of(q, k, args), q.shape[1], q.shape[1] // k.shape[1]
     num_tiles, requests = tile_count(positions, block, n.batch, args.cu_seqlens_q is not None)
     views = view_of(q), view_of(k), *map(rows_of, (lse, *results))
     t = Tensors(*views, operands_of(args, k), num_heads, group)  # type: ignore[call-arg]
-    key = (
-        kernel.__name__, id(c), *(w and w[1:] for w in views), num_heads, group,
-        runtime.aligned(q, k, lse, *results), runtime.signature(t.x),
-    )  # fmt: skip
+    kinds = runtime.aligned(q, k, lse, *results), runtime.signature(t.x)
+    key = kernel.__name__, id(c), *(w and w[1:] for w in views), num_heads, group, *kinds
     n = Numbers(*n[:3], num_tiles, *n[4:])
     programs = num_tiles * num_heads * requests
     prepared.kernels.launch(kernel, (programs,), (t, n, c), prepared.options, key, q.device)
