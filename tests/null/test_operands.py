@@ -55,13 +55,13 @@ def test_a_tensor_says_what_it_is():
 CHANGES = (
     (
         "operands.py",
-        "\n)  # fmt: skip\nBY_NAME =",
+        "\n)\nBY_NAME =",
         """
     Operand(
         "key_scale", "Tensor?", feature=Feature.KEY_SCALE, axes=(BATCH, KEYS), dtype="float",
         beside_packed=False, beside_pages=False, vmap="batch",
     ),
-)  # fmt: skip
+)
 BY_NAME =""",
     ),
     ("spec.py", '= "row bounds"\n', '= "row bounds"\n    KEY_SCALE = "key scales"\n'),

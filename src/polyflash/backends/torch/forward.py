@@ -76,13 +76,7 @@ class Scores(NamedTuple):
 
 
 def parts(
-    q: Tensor,
-    k: Tensor | Pages,
-    v: Tensor | Pages,
-    args: Arguments,
-    config: Config,
-    *,
-    first_batch: int = 0,
+    q: Tensor, k: Tensor | Pages, v: Tensor | Pages, args: Arguments, config: Config, *, first_batch: int = 0
 ) -> Iterator[Part]:
     """Cuts the batch so that a score tile stays within the config's bound, and to single entries where
     their bounds are known on the host or their bits must not depend on the others. `first_batch` is the
@@ -424,14 +418,11 @@ def run(
         if args.cu_seqlens_q is not None:
             attend_packed(q, k, v, out, lse, args, config)
             return out, lse
-        keys, values = (_stored(x, args.page_table) for x in (k, v))
+        table = args.page_table
+        keys, values = (x if table is None else Pages(x, table) for x in (k, v))
         for part in parts(q, keys, values, args, config):
             attend(part, out, lse if args.need_lse else None, config)
     return out, lse
-
-
-def _stored(x: Tensor, table: Tensor | None) -> Tensor | Pages:
-    return x if table is None else Pages(x, table)
 
 
 def attend_packed(

@@ -48,7 +48,8 @@ def attend(
     bad_q = _large(q, grow)
     bad_k = _large(k, 1.0) | ~v.sum(-1, dtype=torch.float32).isfinite()
     if not (bool(bad_q.any()) or bool(bad_k.any())):
-        return _placed(_sdpa(q, k, v, args.scale, causal), out)
+        result = _sdpa(q, k, v, args.scale, causal)
+        return result if result.stride() == out.stride() else out.copy_(result)
     seen = bad_k.cummax(-1).values if causal else bad_k.any(-1, keepdim=True)
     odd = bad_q | seen.repeat_interleave(q.shape[1] // k.shape[1], 1)
     q, k, v = (x.masked_fill(bad[..., None], 0.0) for x, bad in ((q, bad_q), (k, bad_k), (v, bad_k)))
@@ -69,10 +70,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) ->
         found = F.scaled_dot_product_attention(rows, k, v, scale=scale)
         return found.unflatten(2, (group, -1)).flatten(1, 2)
     return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal, enable_gqa=group > 1)
-
-
-def _placed(result: Tensor, out: Tensor) -> Tensor:
-    return result if result.stride() == out.stride() else out.copy_(result)
 
 
 def _is_laid_out(x: Tensor) -> bool:
