@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -107,7 +108,8 @@ def explained(bound: Bound, target: str | Target | None) -> Plan:
     spec = spec_of(q, k, v, args)
     if not needs_grad:
         spec = without_gradients(spec)
-    return plan.explain(spec, target, backends.TABLE, backend=backend, config=args.config, backward=backward)
+    forward = plan.explain(spec, target, backends.TABLE, backend=backend, config=args.config)
+    return replace(forward, backward=backward)
 
 
 _OVER_PAGES = (Form.PAGED, Form.PAGED_ROWS)

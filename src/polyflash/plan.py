@@ -166,9 +166,8 @@ def unsupported(
 
 
 def explain(
-    spec: AttentionSpec, target: Target, table: Sequence[Capability], *, backend: str = "", config: str = "",
-    backward: Plan | None = None,
-) -> Plan:  # fmt: skip
+    spec: AttentionSpec, target: Target, table: Sequence[Capability], *, backend: str = "", config: str = ""
+) -> Plan:
     """The choice of `select()`, with a verdict per row; launches nothing, never raises for a refusal."""
     rows = candidates(table, spec, "")
     verdicts = []
@@ -189,4 +188,4 @@ def explain(
         notes = (*notes, "packed: cu_seqlens are not read, so the work is that of the longest members")
     if Feature.PAGED in spec.features:
         notes = (*notes, "paged: kv_lens are not read, so the work is that of full rows of the page table")
-    return Plan(spec, target, chosen, picked, rung, tuple(verdicts), work_of(spec), notes, backward)
+    return Plan(spec, target, chosen, picked, rung, tuple(verdicts), work_of(spec), notes)

@@ -76,12 +76,13 @@ def _flash_backward(*given: Any, **named: Any) -> tuple[Tensor, ...]:
 
 
 def _gpu_forward(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
-    return_debug_mask: bool = False, *, scale: float | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, *how: Any, scale: float | None = None
+) -> tuple[Any, ...]:
     """Does what torch's kernel does, with the seed on the CPU in both places of its random state, so that
-    nothing waits."""
-    if return_debug_mask:
+    nothing waits. `how`: dropout_p, is_causal and return_debug_mask."""
+    defaults: tuple[Any, ...] = (0.0, False, False)
+    dropout_p, is_causal, debug = how + defaults[len(how) :]
+    if debug:
         raise UnsupportedError("return_debug_mask: no matrix of weights is ever made. Leave it False")
     state = torch.zeros(2, dtype=torch.int64, device="cpu")
     if dropout_p:

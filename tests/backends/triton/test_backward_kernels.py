@@ -336,7 +336,7 @@ def test_only_tiles_that_someone_sees_are_visited(group: int, args: Arguments):
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
     prepared = backward.Prepared(launched())
     q, k, v, out, lse = map(there, (q, k, v, out, lse))
-    centered = backward.centers(prepared, q, k, v, out, out, lse, None, None)
+    centered = backward.centers(prepared, (q, k, v), (out, out, lse, None), None)
     call = backward.prepare_call(prepared, q, k, v, centered, args)
     seen = visible(rows, keys, args).repeat_interleave(group, 0)
     for kernel, block_m, block_n in (("dkv", 16, 32), ("dq", 32, 16)):

@@ -199,11 +199,12 @@ class Call(NamedTuple):
 
 
 def centers(
-    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
-    dlse: Tensor | None, kv_lens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
+    prepared: Prepared, inputs: tuple[Tensor, ...], results: tuple[Any, ...], kv_lens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
     """lse and delta by packed row, float32 (B, Hkv, Sq·G); an int32 that is not 0 if an operand has
-    something that is not finite; and q, k, v and dout, or the parts that kernels read instead."""
+    something that is not finite; and q, k, v and dout, or the parts that kernels read instead. `inputs` are
+    q, k and v, `results` out, dout, lse and dlse."""
+    (q, k, v), (out, dout, lse, dlse) = inputs, results
     (batch, num_heads, seqlen_q), num_kv_heads = lse.shape, k.shape[1]
     group, number = num_heads // num_kv_heads, lse.numel()
     pad = PAD.value
@@ -293,7 +294,7 @@ def run(
     q, k, v, out, dout = reachable(q, k, v, out, dout)
     need_bias, need_sinks = needs[3] and args.bias is not None, needs[4] and args.sinks is not None
     kv_lens = None if args.cu_seqlens_q is not None else operands_of(args, k).kv_lens
-    centered = centers(prepared, q, k, v, out, dout, lse, dlse, kv_lens)
+    centered = centers(prepared, (q, k, v), (out, dout, lse, dlse), kv_lens)
     call = prepare_call(prepared, q, k, v, centered, args)
     dq, dk, dv = (
         empty_in_order_of(x, x.shape[3]) if need else None
