@@ -124,9 +124,9 @@ def attention(
         q, k, v, out = views_of(form_of(layout), q, k, v, out)
     key = results = None
     plain = window is mask is bias is alibi_slopes is sinks is kv_lens is kv_starts is q_offset is None
-    plain = plain and batch_invariant is config is None and (causal is False or causal is True)
+    plain = plain and batch_invariant is config is None and type(causal) is type(return_lse) is bool
     plain = plain and type(softcap) is type(dropout_p) is float and dropout_p == 0.0 and checked is False
-    plain = plain and (return_lse is False or return_lse is True) and type(q) is type(k) is type(v) is Tensor
+    plain = plain and type(q) is type(k) is type(v) is Tensor
     if (
         plain
         and out is None
@@ -299,11 +299,10 @@ def attention_paged(
         raise unexpected(attention_paged, unknown)
     key = None
     plain = cu_seqlens_q is max_seqlen_q is window is alibi_slopes is sinks is kv_starts is q_offset is None
-    plain = plain and batch_invariant is out is config is None and (causal is False or causal is True)
-    plain = plain and (return_lse is False or return_lse is True) and (checked is False or checked is True)
-    plain = plain and type(softcap) is float and (scale is None or type(scale) is float)
-    plain = plain and type(q) is type(k_pages) is type(v_pages) is Tensor
-    if plain and (backend is None or type(backend) is str):
+    plain = plain and batch_invariant is out is config is None and type(softcap) is float
+    plain = plain and type(causal) is type(return_lse) is type(checked) is bool
+    plain = plain and (scale is None or type(scale) is float) and (backend is None or type(backend) is str)
+    if plain and type(q) is type(k_pages) is type(v_pages) is Tensor:
         fixed = causal, return_lse, softcap, scale, backend, checked
         key = repeats.of_pages(q, k_pages, v_pages, page_table, kv_lens, fixed)
         found = repeats.call(key, q, k_pages, v_pages, page_table, kv_lens)

@@ -87,9 +87,9 @@ def normalise(options: Options) -> Arguments:
     softcap, seed = _number("softcap", options.softcap), _seed(options.dropout_seed) if dropout_p else None
     backend = known_backend(options.backend)
     config = "" if options.config is None else plan.encode_config(options.config)
-    first: Any = (causal, scale, options.return_lse, left, right, offset)
-    rest: Any = (softcap, dropout_p, seed, batch_invariant, options.checked, backend, config)
-    args = Arguments(*first, *tensors, *rest)
+    values: Any = (causal, scale, options.return_lse, left, right, offset, *tensors)
+    values += (softcap, dropout_p, seed, batch_invariant, options.checked, backend, config)
+    args = Arguments(*values)
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table = options[-5:]
     if intervals is cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is page_table is None:
         return args
