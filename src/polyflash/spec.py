@@ -163,4 +163,4 @@ def is_decode(
 def keys_to_share(rows: Any, group: int) -> Any:
     """From so many keys on, one walk for all rows of a kv head is as quick on a CPU as the forward kernel,
     whose tiles are rows of one query head: measured, as the results of few rows have it. Takes arrays too."""
-    return rows * (8 if group == 1 else 2) + 1
+    return rows if group >= 8 else rows * (8 if group == 1 else 2) + 1

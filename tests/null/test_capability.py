@@ -199,7 +199,7 @@ def test_on_a_cpu_few_rows_are_decode_from_a_few_times_as_many_keys_on(group: in
         return is_decode(8 * group, 8, tokens, keys, device="cpu")
 
     first = next(keys for keys in range(1, 4097) if decode(keys))
-    assert first == (8 if group == 1 else 2) * rows + 1  # no step at 1024 keys
+    assert first == {1: 8 * rows + 1, 4: 2 * rows + 1, 8: rows}[group]  # no step at 1024 keys
     assert all(decode(keys) for keys in range(first, 4097))
     assert is_decode(8 * group, 8, 1, 1, device="cpu")
     assert not is_decode(8 * group, 8, MOST_SHARED_ROWS // group + 1, 4096, device="cpu")
