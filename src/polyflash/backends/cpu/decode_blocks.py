@@ -56,18 +56,18 @@ class DecodeTile(AddressLists, Turns):
     def _units(
         self,
         e: Emitter,
-        channels: Value | None,
+        channels: Value | int,
         start: Sequence[Value],
         step: Callable[[Value, list[Value], Value | None, int], list[Value]],
         at_once: Sequence[int] = (1,),
     ) -> list[Value]:
         """`step(byte offset, values, mask, units)` for every unit of a row, as many at once as `at_once`
-        says in turn; the mask of whole ones is None. Without `channels` they are WIDTH, and no loop is
-        left."""
-        if channels is None:
-            values, width = list(start), at_once[0] * self.unit
-            for first in range(0, WIDTH, width):
-                values = step(I64(first * self.size), values, None, at_once[0])
+        says in turn; the mask of whole ones is None. Where the compiler knows the channels, and they are
+        whole units, no loop is left."""
+        if isinstance(channels, int):
+            values, count = list(start), next(n for n in at_once if n * self.unit <= channels)
+            for first in range(0, channels, count * self.unit):
+                values = step(I64(first * self.size), values, None, count)
             return values
         b, values, at, left = e.b, list(start), I64(0), channels
         for units in at_once:
@@ -199,7 +199,7 @@ class DecodeTile(AddressLists, Turns):
         return changed
 
     def _dots(
-        self, e: Emitter, row: Value, later: Value, q: Value, channels: Value | None, spread: Value | None
+        self, e: Emitter, row: Value, later: Value, q: Value, channels: Value | int, spread: Value | None
     ) -> list[Value]:
         """A vector of partial sums of one key for every row of Q."""
         width, unit_bytes = self.query_bytes(e), self.unit * self.size
@@ -307,11 +307,11 @@ class DecodeTile(AddressLists, Turns):
 
     def _weigh(
         self, e: Emitter, places: Sequence[Value],
-        listed: tuple[Value, Value] | Callable[[Value], tuple[Value, Value]], channels: Value | None,
+        listed: tuple[Value, Value] | Callable[[Value], tuple[Value, Value]], channels: Value | int,
         spread: Value | None, bounded: bool,
     ) -> None:  # fmt: skip
         """One group of keys; `places` are of weights, alpha and O, `listed` the lists of V rows and of rows
-        that are read next, or without `channels` what gives those of a key."""
+        that are read next, or what gives those of a key."""
         pack, unit_bytes, step_bytes = self.key.pack, self.unit * self.size, self.rows * self.parts * e.bytes
         (p_p, p_alpha, p_o), trips = places, KEYS_PER_GROUP // pack
 
@@ -403,8 +403,8 @@ class DecodeTile(AddressLists, Turns):
     @property
     def steps(self) -> tuple[int, ...]:
         """Units of a row that are read at once. A unit of float16 is half as long as one of bfloat16, and
-        where only every fourth line is prefetched four lines have to be in one step; by turns all of WIDTH
-        channels have to be."""
+        where only every fourth line is prefetched four lines have to be in one step; by turns all channels
+        have to be."""
         eight = self.key.storage == "float16" or (self.key.by_turns and 8 * self.unit == WIDTH)
         return (8, 4, 2, 1) if eight else (4, 2, 1)
 

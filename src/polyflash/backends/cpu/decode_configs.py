@@ -25,6 +25,7 @@ KEYS_PER_GROUP = 8  # keys whose weighted V are added in registers
 BLOCK_BYTES = 8192  # of K in a block, if it has 32 keys: with as much V, half of a first-level cache
 MOST_HEADS = 8  # kv heads that an item walks side by side
 WIDTH, MOST_TURN_ROWS = 128, 4  # channels, and rows of a tile, of heads whose keys are read side by side
+TURN_WIDTHS = 64, 128  # channels, of a head whose single row is read by turns
 BYTES_AHEAD = 2048  # that are prefetched by turns: of float32 1024 was as quick, 4096 lost
 MOST_ROWS = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}  # of one tile: what fills the registers
 

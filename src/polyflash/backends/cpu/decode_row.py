@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.cpu.configs import STORAGE_BYTES
-from polyflash.backends.cpu.decode_configs import BYTES_AHEAD, KEYS_PER_GROUP, WIDTH
+from polyflash.backends.cpu.decode_configs import BYTES_AHEAD, KEYS_PER_GROUP, TURN_WIDTHS
 from polyflash.backends.cpu.words import DECODE
 
 if TYPE_CHECKING:
@@ -24,15 +24,16 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
 
     device = Blocks(DECODE).device
     K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch
-    AHEAD = BYTES_AHEAD // (WIDTH * STORAGE_BYTES[key.storage])  # rows
+    NARROW, WIDE = TURN_WIDTHS
     KEYS, VECTOR, SIZE, MINUS_INF = key.lanes, key.lanes * 4, STORAGE_BYTES[key.storage], 0xFF800000
 
     @device
     def find_blocks(args, lo, hi, block_n):
         """First and end of the blocks of keys [lo, hi) that can be read by turns; none of pages, of other
-        widths than WIDTH or of channels with a stride."""
+        widths than TURN_WIDTHS or of channels with a stride."""
         steps = word(args, K_BATCH + 3) == SIZE and word(args, V_BATCH + 3) == SIZE
-        if args.page_table != 0 or args.head_dim != WIDTH or args.head_dim_v != WIDTH or not steps:
+        width, same = args.head_dim, args.head_dim == args.head_dim_v
+        if args.page_table != 0 or not steps or not same or (width != NARROW and width != WIDE):
             return 0, 0
         return (lo + block_n - 1) // block_n, hi // block_n
 
@@ -42,7 +43,8 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
         that of block `end` is afterwards, as far as there are keys before `beyond`."""
         args, s, block, k_rows, v_rows = tile.args, tile.s, tile.block, tile.k_rows, tile.v_rows
         vectors, groups, o = block_n // KEYS, block_n // KEYS_PER_GROUP, stats + 2 * VECTOR
-        k_ahead, v_ahead = AHEAD * word(args, K_BATCH + 2), AHEAD * word(args, V_BATCH + 2)
+        channels, ahead = args.head_dim, BYTES_AHEAD // (args.head_dim * SIZE)
+        k_ahead, v_ahead = ahead * word(args, K_BATCH + 2), ahead * word(args, V_BATCH + 2)
         alpha, ones = block, block + VECTOR
         if listed == 0:
             list_rows(tile, k, K_BATCH, k_rows, first * block_n, (first + 1) * block_n)
@@ -52,7 +54,7 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
             stage.fill(block, 1, MINUS_INF)
             if i == first:
                 stage.scores(
-                    k_rows, tile.q, s, block, vectors, WIDTH, tile.limits,
+                    k_rows, tile.q, s, block, vectors, channels, tile.limits,
                     begin, args.score_factor, args.score_cap, v_rows, 1,
                 )  # fmt: skip
             else:
@@ -62,9 +64,9 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
                 list_rows(tile, k, K_BATCH, k_rows, last, least(last + block_n, beyond))
             if i + 1 < end:
                 stage.weigh_and_dot(
-                    v_rows, s, o, alpha, ones, groups, v_ahead, k_rows, tile.q, tile.p, k_ahead
+                    v_rows, s, o, alpha, ones, groups, channels, v_ahead, k_rows, tile.q, tile.p, k_ahead
                 )
             else:
-                stage.accumulate(v_rows, s, o, alpha, ones, groups, WIDTH, k_rows, 1)
+                stage.accumulate(v_rows, s, o, alpha, ones, groups, channels, k_rows, 1)
 
     return find_blocks, attend_row

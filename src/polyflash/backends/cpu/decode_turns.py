@@ -4,12 +4,13 @@ decode_heads.py, and what they share with those for a head by itself."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
-from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, WIDTH
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, TURN_WIDTHS, WIDTH
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import I64, Emitter, Value
 
@@ -33,7 +34,7 @@ class Turns:
         p_q, p_sums = e.pointer(q), e.pointer(sums)
         for h in range(MOST_HEADS):
             key, next_key = (e.at(e.pointer(x), h * WIDTH * self.size) for x in (row, later))
-            for r, x in enumerate(self._dots(e, key, next_key, p_q, None, None)):
+            for r, x in enumerate(self._dots(e, key, next_key, p_q, WIDTH, None)):
                 e.store(x, p_sums, r * e.bytes)
             p_q, p_sums = e.at(p_q, q_tile), e.at(p_sums, self.lanes * e.bytes)
 
@@ -76,37 +77,40 @@ class Turns:
                 row = e.load(e.pointer(v_rows), e.b.mul(n, I64(8)), I64)
                 return e.at(e.pointer(row), at), e.at(e.pointer(next_row), e.b.mul(n, I64(row_bytes)))
 
-            self._weigh(e, [x[0], x[1], x[2]], rows_of, None, None, False)
+            self._weigh(e, [x[0], x[1], x[2]], rows_of, WIDTH, None, False)
             return [e.at(place, step) for place, step in zip(x, (p_tile, alpha_tile, o_tile, 8), strict=True)]
 
         rolled(e, MOST_HEADS, [e.pointer(x) for x in (p, alpha, o, later)], head)
 
     @stage
     def weigh_and_dot(
-        self, e: Emitter, v_rows, p, o, alpha, ones, groups, v_ahead, k_rows, q, sums, k_ahead
+        self, e: Emitter, v_rows, p, o, alpha, ones, groups, channels, v_ahead, k_rows, q, sums, k_ahead
     ) -> None:
         """Accumulates like `accumulate`, for one row of Q; and before V of each key partial sums of the
         score of one key of K. Meanwhile what lies so many bytes ahead of either is prefetched."""
         p_ones, p_o, p_q = (e.pointer(x) for x in (ones, o, q))
+        start = [e.pointer(x) for x in (v_rows, k_rows, p, alpha, sums)]
 
-        def group(i: Value, x: list[Value]) -> list[Value]:
+        def group(width: int, i: Value, x: list[Value]) -> list[Value]:
             p_v, p_k, p_p, p_alpha, p_sums = x
 
             def rows_of(n: Value) -> tuple[Value, Value]:
                 at = e.b.mul(n, I64(8))
                 v_row, k_row = (e.pointer(e.load(e.at(rows, at), 0, I64)) for rows in (p_v, p_k))
-                (dots,) = self._dots(e, k_row, e.at(k_row, k_ahead), p_q, None, None)
+                (dots,) = self._dots(e, k_row, e.at(k_row, k_ahead), p_q, width, None)
                 e.store(dots, e.at(p_sums, e.b.mul(n, I64(e.bytes))))
                 return v_row, e.at(v_row, v_ahead)
 
-            self._weigh(e, [p_p, p_alpha, p_o], rows_of, None, None, False)
+            self._weigh(e, [p_p, p_alpha, p_o], rows_of, width, None, False)
             p_v, p_k, p_p, p_sums = (
                 e.at(p, KEYS_PER_GROUP * step)
                 for p, step in ((p_v, 8), (p_k, 8), (p_p, 4), (p_sums, e.bytes))
             )
             return [p_v, p_k, p_p, p_ones, p_sums]
 
-        e.loop(groups, [e.pointer(x) for x in (v_rows, k_rows, p, alpha, sums)], group)
+        for width in TURN_WIDTHS:
+            turns = e.b.select(e.b.icmp_signed("==", channels, I64(width)), groups, I64(0))
+            e.loop(turns, start, partial(group, width))
 
     @stage
     def scores_of_dots(self, e: Emitter, sums, s, top, groups, factor, cap) -> None:
