@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polyflash import target as targets
+from polyflash.backends.gluon import configs as gluon_configs
 from polyflash.backends.triton import configs, tables, tiles
 from polyflash.routes import spec_of
 from polyflash.spec import LONGEST_ROWS, Arguments, AttentionSpec, Phase
@@ -69,6 +70,7 @@ PROBLEMS = {
     "causal": Problem(_causal()),
     "long": Problem(dict, **_LONG),
     "long-causal": Problem(_causal(), **_LONG),
+    "ragged": Problem(seqlen_q=KEYS - 1, seqlen_k=KEYS - 1),
     "window": Problem(_causal(window_left=512)),
     "mask": Problem(lambda: {"mask": _meta(BATCH, 1, KEYS, KEYS, dtype=torch.bool)}),
     "bias": Problem(lambda: {"bias": _meta(BATCH, HEADS, KEYS, KEYS, dtype=torch.bfloat16)}),
@@ -97,11 +99,13 @@ class Case:
     dtype: str
     head_dim: int
     problem: str
+    backend: str = "triton"
 
     @property
     def id(self) -> str:
         _, _, arch = self.target_name.partition(":")
-        return f"{self.phase.value}/{arch}/{self.dtype}/d{self.head_dim}/{self.problem}"
+        engine = "" if self.backend == "triton" else f"{self.backend}-"
+        return f"{engine}{self.phase.value}/{arch}/{self.dtype}/d{self.head_dim}/{self.problem}"
 
     @property
     def target(self) -> Target:
@@ -125,11 +129,12 @@ class Case:
         return replace(spec_of(q, k, k, self.arguments(), phase=self.phase), device=self.target_name)
 
     def config(self) -> Any:
-        return configs.choose(self.spec(), self.target)
+        choose = gluon_configs.choose_forward if self.backend == "gluon" else configs.choose
+        return choose(self.spec(), self.target)
 
     def launches(self, config: Any = None) -> list[Launched]:
         """What the call launches with its own config or another."""
-        module = importlib.import_module(f"polyflash.backends.triton.{self.phase.value}")
+        module = importlib.import_module(f"polyflash.backends.{self.backend}.{self.phase.value}")
         none = dict.fromkeys(("row", "run", "prepared"), None)
         spec, config = self.spec(), config or self.config()
         launch = SimpleNamespace(config=config, rung="", target=self.target, spec=spec, **none)
@@ -212,7 +217,8 @@ SHIPPED = {
 @cache
 def every_case() -> tuple[Case, ...]:
     """All of them, by phase and target."""
-    return tuple(case for of, gpu in product(SHIPPED.items(), GPUS) for case in _cases(*of, gpu))
+    cases = (case for of, gpu in product(SHIPPED.items(), GPUS) for case in _cases(*of, gpu))
+    return (*cases, *GLUON, *GLUON_MORE)
 
 
 def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
@@ -229,6 +235,15 @@ def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
         arch = tables.ARCHS[targets.parse(gpu).arch]
         for d, hides in tables.LONG.get((arch.family, 2), {}):
             yield Case(phase, gpu, "bfloat16", d, "long-causal" if hides else "long")
+
+
+def _gluon(dtype: str, problem: str) -> tuple[Case, ...]:
+    forward = Phase.FORWARD, "cuda:sm90", dtype
+    return tuple(Case(*forward, d, problem, "gluon") for d in gluon_configs.HEAD_DIMS)
+
+
+GLUON = (*_gluon("bfloat16", "full"), *_gluon("bfloat16", "causal"))
+GLUON_MORE = (*_gluon("float16", "causal"), *_gluon("bfloat16", "ragged"), *_gluon("bfloat16", "grouped"))
 
 
 # (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits spill nothing, unless that is faster
@@ -250,12 +265,14 @@ def must_be_clean(case: Case) -> bool:
 
 def default_cases() -> tuple[Case, ...]:
     """Of every target some, and all that must be clean but those of float16."""
-    return tuple(
+    chosen = (
         c
         for c in every_case()
         if c.dtype != "float16"
+        and c.backend == "triton"
         and (must_be_clean(c) or (c.phase, c.dtype, c.head_dim, c.problem) in _DEFAULT or c in _SINGLE)
     )
+    return (*chosen, *GLUON)
 
 
 _DEFAULT = {(Phase.FORWARD, "bfloat16", 64, "full"), (Phase.FORWARD, "bfloat16", 128, "causal")}

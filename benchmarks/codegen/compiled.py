@@ -21,6 +21,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from polyflash import env
@@ -97,7 +98,8 @@ def compile_for(
         **given
     )
     parsed, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialisation, rest)
-    source = ASTSource(kernel, signature, constants, attributes)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, constants, attributes)
     with _logged() as log:
         compiled = triton.compile(source, target=gpu, options=parsed.__dict__)
     return Compiled(compiled, log.getvalue(), target)

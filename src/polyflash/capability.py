@@ -50,6 +50,10 @@ class Capability:
     tabled: Callable[[AttentionSpec, Target], bool] | None = None  # is it in the table of `choose`?
     host_features: frozenset[Feature] = frozenset()  # of `features`, those that hold on a CPU alone
     max_positions: int | None = None  # seqlen_q + seqlen_k; None or MOST_POSITIONS, by which routes differ
+    # Why it does not run a call that passes all else, and why it leaves one to lower rows when nobody asked for
+    # it by name; "" if neither. Of lengths they know what a route knows.
+    refuses: Callable[[AttentionSpec, Target], str] | None = None
+    leaves: Callable[[AttentionSpec, Target], str] | None = None
 
     @property
     def name(self) -> str:
@@ -86,6 +90,10 @@ class Capability:
         for name in self.needs:
             if not target.has_package(name):
                 yield f"packages: {name} ({target.why_no_package(name)}): {remedy(name)}".removesuffix(": ")
+        if self.refuses is not None and (why := self.refuses(spec, target)):
+            yield why
+        if self.leaves is not None and not by_name and (why := self.leaves(spec, target)):
+            yield f"yields: {why}"
         for case in self.yields if not by_name else ():
             on_target = not case.target_feature or case.target_feature in target.features
             if on_target and spec.dtype in case.dtypes and spec.features <= case.features:

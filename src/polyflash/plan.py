@@ -32,6 +32,7 @@ class Launch:
     run: Any = None  # the module's `run`, imported when the route is made
     tally: Any = None  # counts its calls
     contents: bool = True  # have its calls operands whose values say which memory is read?
+    named: bool = False  # was its backend, or its config, asked for?
     prepared: Any = None
     backward: Launch | None = None  # of the gradients, planned at the first call that needs them
 
@@ -96,7 +97,7 @@ def select(
         raise unsupported(spec, target, table, backend)
     row = _first_of(accepting, spec, target, config)
     chosen, rung, _ = choose_config(row, spec, target, config)
-    return Launch(row, chosen, rung, target, seen_by(row, spec))
+    return Launch(row, chosen, rung, target, seen_by(row, spec), named=bool(backend or config))
 
 
 def candidates(table: Sequence[Capability], spec: AttentionSpec, backend: str) -> list[Capability]:

@@ -66,7 +66,8 @@ FLOORS = {
 }
 FLOOR = {f"polyflash.{name}": floor for floor, names in FLOORS.items() for name in names}
 FLOOR["polyflash"] = 7
-GPU_ENGINES = {"triton"}  # which stand on backends.gpu
+# On what an engine stands beside its own folder.
+BELOW = {"triton": {"gpu"}, "gluon": {"gpu", "triton"}}
 DSL = {"numba", "llvmlite", "triton", "wgpu", "gluon"}
 TORCH_BELOW_2 = {"polyflash.merging"}  # floors 0 and 1 are plain data; target asks torch inside a function
 BARE = frozenset(("Of", "That", "As", "With", "Who", "What", "Where", "Which"))  # no opening of a docstring
@@ -122,7 +123,7 @@ def breaches(module: str) -> list[str]:
             if other and not name.endswith(".capabilities"):
                 found.append(f"{where}: the table imports capabilities only")
         elif own:
-            if other and other not in (own, "gpu" if own in GPU_ENGINES else own):
+            if other and other != own and other not in BELOW.get(own, ()):
                 found.append(f"{where}: backends never meet")
             elif not other and floor_of(name) > 2:
                 found.append(f"{where}: a backend stands on floors 0 to 2")

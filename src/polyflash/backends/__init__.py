@@ -7,10 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from polyflash.backends.cpu.capabilities import CAPABILITIES as CPU
+from polyflash.backends.gluon.capabilities import CAPABILITIES as GLUON
 from polyflash.backends.torch.capabilities import CAPABILITIES as TORCH
 from polyflash.backends.triton.capabilities import CAPABILITIES as TRITON
 
-TABLE = (*CPU, *TRITON, *TORCH)
+TABLE = (*CPU, *GLUON, *TRITON, *TORCH)
 BACKENDS = tuple(dict.fromkeys(row.backend for row in TABLE))
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from polyflash.backends.triton import runtime
 from polyflash.results import NO_LSE, outputs
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
 
-Q, K, V, OUT, LSE, TABLE, LENS, SCRATCH = range(8)  # which tensor an address is of; scratch ones come last
+# which tensor an address is of; scratch ones come last
+Q, K, V, OUT, LSE, TABLE, LENS, WORDS, SCRATCH = range(9)
 _NAMES = {
     **dict.fromkeys(("q", "q0", "q1"), Q),
     **dict.fromkeys(("k", "k0", "k1"), K),
@@ -157,7 +157,7 @@ def _flat(
         for field, part, each in zip(getattr(value, "_fields", value), kind, value, strict=True):
             inner = field if name == "x" else name  # operands have names of their own
             yield from _flat(inner, part, each, maps, sources, tensors)
-    elif isinstance(value, TensorDescriptor):
+    elif hasattr(value, "block_shape"):  # a tensor descriptor, of Triton or of Gluon
         meta = next(maps, None)
         if meta is None or meta["fp4_padded"]:
             raise NotReplayable
@@ -217,6 +217,7 @@ class Replay(NamedTuple):
     place: tuple[Any, Any] | None  # shape and strides of out; None: those of q
     size: int  # bytes that a call needs for itself
     offsets: tuple[int, ...]  # of scratch tensors in them
+    words: bool = False  # does it take the words of its stream?
 
     def __call__(self, tensors: tuple[Tensor, ...], need_lse: bool, index: int) -> Any:
         """(out, lse), or None where the driver does not start a kernel."""
@@ -242,6 +243,7 @@ class Replay(NamedTuple):
             return None if failed else (out, lse)
         if len(tensors) == OUT:
             addresses += 0, 0  # no table, no lengths
+        addresses.append(runtime.words(q.device).data_ptr() if self.words else 0)
         if self.size > _MOST_ROOM or torch._C._cuda_isCurrentStreamCapturing():
             own = torch.empty(self.size, dtype=torch.uint8, device=q.device)
             return None if self._start(addresses, own.data_ptr(), stream) else (out, lse)
@@ -306,7 +308,7 @@ def _replay(log: runtime.Log, tensors: tuple[Any, ...]) -> Replay | None:
     if not (log.started and log.complete and aligned):
         return None
     tensors = (*tensors, *(None,) * (SCRATCH - len(tensors)))
-    sources, offsets, size = {}, [], 0
+    sources, offsets, size = {id(log.words): WORDS}, [], 0
     for i, x in enumerate(log.scratch):
         sources[id(x)] = SCRATCH + i
         offsets.append(size)
@@ -317,4 +319,4 @@ def _replay(log: runtime.Log, tensors: tuple[Any, ...]) -> Replay | None:
         return None
     alike = q.shape == out.shape and q.is_contiguous()
     place = None if alike else (tuple(out.shape), out.stride())
-    return Replay(launches, place, size, tuple(offsets))
+    return Replay(launches, place, size, tuple(offsets), log.words is not None)

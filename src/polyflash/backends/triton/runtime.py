@@ -31,6 +31,7 @@ _runtime = triton.knobs.runtime
 _ALIGNED = 16  # bytes: what Triton compiles for
 _ANY_INT = 3  # neither 1 nor a multiple of 16
 _KEPT_KERNELS = 256  # per route
+_KEPT_STREAMS = 64
 _CLOCK_S = 0.02  # by as much a file may look older than it is
 _WORDS = {"HAS_RIGHT": "causal", "HAS_LEFT": "window", "SOFTCAP": "softcap", "DROPOUT": "dropout"}
 # Triton loads a kernel where its launcher is asked for first, and sets the launcher before it has the
@@ -49,11 +50,12 @@ class Started(NamedTuple):
 class Log:
     """Launches and allocations of a call while it is recorded."""
 
-    __slots__ = ("complete", "scratch", "started")
+    __slots__ = ("complete", "scratch", "started", "words")
 
     def __init__(self) -> None:
         self.started: list[Started] = []
         self.scratch: list[Tensor] = []
+        self.words: Tensor | None = None
         self.complete = True  # no launch went another way
 
 
@@ -62,6 +64,7 @@ class _Recorder(threading.local):
 
 
 _recorder = _Recorder()
+_words: dict[tuple[int, int], Tensor] = {}  # by device and stream
 
 
 @contextlib.contextmanager
@@ -74,11 +77,33 @@ def recorded() -> Iterator[Log]:
         _recorder.log = None
 
 
-def scratch(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Float32 memory for one call's own use, not initialised."""
-    made = torch.empty(shape, dtype=torch.float32, device=device)
+def scratch(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Memory for one call's own use, not initialised."""
+    made = torch.empty(shape, dtype=dtype, device=device)
     if _recorder.log is not None:
         _recorder.log.scratch.append(made)
+    return made
+
+
+def words(device: torch.device) -> Tensor:
+    """Four int32 of the current stream, whose calls follow one another: 0, and kernels leave them so. A call
+    that is captured has its own, as its graph may run beside anything."""
+    if device.type != "cuda":
+        made = torch.zeros(4, dtype=torch.int32, device=device)
+    else:
+        index = device.index or 0
+        key = index, torch._C._cuda_getCurrentRawStream(index)
+        made = _words.get(key)  # type: ignore[assignment]
+        if torch._C._cuda_isCurrentStreamCapturing():
+            made = torch.zeros(4, dtype=torch.int32, device=device)
+        elif made is None:
+            if len(_words) >= _KEPT_STREAMS:
+                _words.clear()  # goes to later allocations of its stream alone
+            made = _words[key] = torch.zeros(4, dtype=torch.int32, device=device)
+    if _recorder.log is not None:
+        _recorder.log.words = made
     return made
 
 
@@ -192,11 +217,12 @@ def note(kernel: Any, compiled: Any, arguments: tuple[Any, ...], index: int, beg
 
 def described(kernel: Any, arguments: tuple[Any, ...]) -> str:
     """A compiled kernel in a few words: attend bf16 d128 causal."""
-    t, _, c, *_ = arguments
+    t, _, c, *others = arguments
     first = t[0][0] if isinstance(t[0], tuple) else t[0]
+    first = getattr(others[0], "base", first) if others else first
     words = [getattr(kernel, "__name__", "kernel"), str(getattr(first, "dtype", "")).removeprefix("torch.")]
     words.append(f"d{c.D.value or c.DV.value}")
-    words += [word for flag, word in _WORDS.items() if getattr(c, flag).value]
+    words += [word for flag, word in _WORDS.items() if getattr(getattr(c, flag, None), "value", False)]
     return " ".join(words)
 
 

@@ -1,0 +1,140 @@
+"""What the warp that loads and the warpgroups that multiply tell each other, through shared memory.
+
+The ring holds blocks of K and V in STAGES slots each. A barrier in memory says that a slot is full, as bytes
+arrive; a named barrier of the hardware, on which the consumers arrive and the producer waits, that it is free.
+Blocks are numbered over all tiles of a program, so slots and phases follow from the number. The board carries
+the next tile from the producer to the consumers.
+
+Every barrier in memory that is initialised is waited for: the memory of others counts as free, and what the
+compiler puts there loses tiles where programs are preempted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from polyflash.backends.gluon.shim import named_barrier
+
+# Named barriers of hardware: 0 up to this one, and one more per consumer, are the compiler's.
+RESERVED: gl.constexpr = gl.constexpr(4)
+
+
+class Ring(NamedTuple):
+    """Slots (STAGES, 1, 1, BLOCK_N, D) of K and V, and their barriers."""
+
+    k: Any
+    v: Any
+    k_full: Any
+    v_full: Any
+
+
+class Rows(NamedTuple):
+    """Q and the output of each consumer, (CONSUMERS, 1, 1, 64, D), and when Q is there and no longer read."""
+
+    q: Any
+    out: Any
+    full: Any
+    free: Any
+
+
+class Board(NamedTuple):
+    """Two places for the number of the next tile."""
+
+    tile: Any
+    full: Any
+    free: Any
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def phase(i, COUNT: gl.constexpr):
+    """What the barrier of the i-th use of COUNT places flips to."""
+    return (i // COUNT) & 1
+
+
+@gluon.jit
+def free_keys(i_n, c):
+    """Consumer: the slot of block i_n of K is no longer read."""
+    named_barrier("bar.arrive", RESERVED + c.CONSUMERS + i_n % c.STAGES, c.CONSUMERS * 128 + 32)
+
+
+@gluon.jit
+def free_values(i_n, c):
+    named_barrier("bar.arrive", RESERVED + c.CONSUMERS + c.STAGES + i_n % c.STAGES, c.CONSUMERS * 128 + 32)
+
+
+@gluon.jit
+def acquire_keys(i_n, c):
+    """Producer: waits until the slot of block i_n of K is free, as all are at first."""
+    if i_n >= c.STAGES:
+        named_barrier("bar.sync", RESERVED + c.CONSUMERS + i_n % c.STAGES, c.CONSUMERS * 128 + 32)
+
+
+@gluon.jit
+def acquire_values(i_n, c):
+    if i_n >= c.STAGES:
+        named_barrier("bar.sync", RESERVED + c.CONSUMERS + c.STAGES + i_n % c.STAGES, c.CONSUMERS * 128 + 32)
+
+
+@gluon.jit
+def keys_of(ring, i_n, c):
+    """Block i_n of K, [D, BLOCK_N], once it is there."""
+    mbarrier.wait(ring.k_full.index(i_n % c.STAGES), phase(i_n, c.STAGES))
+    return ring.k.index(i_n % c.STAGES).reshape([c.BLOCK_N, c.D]).permute((1, 0))
+
+
+@gluon.jit
+def values_of(ring, i_n, c):
+    """Block i_n of V, [BLOCK_N, D], once it is there."""
+    mbarrier.wait(ring.v_full.index(i_n % c.STAGES), phase(i_n, c.STAGES))
+    return ring.v.index(i_n % c.STAGES).reshape([c.BLOCK_N, c.D])
+
+
+@gluon.jit
+def take_turn(WG: gl.constexpr, c):
+    """Consumers issue the products of scores by turns, so that one multiplies while another exponentiates."""
+    if c.TURNS:
+        named_barrier("bar.sync", RESERVED + c.CONSUMERS + 2 * c.STAGES + WG, 256)
+
+
+@gluon.jit
+def pass_turn(WG: gl.constexpr, c):
+    if c.TURNS:
+        NEXT: gl.constexpr = RESERVED + c.CONSUMERS + 2 * c.STAGES + (WG + 1) % c.CONSUMERS
+        named_barrier("bar.arrive", NEXT, 256)
+
+
+@gluon.jit
+def first_turn(WG: gl.constexpr, c):
+    """The last consumer gives the first one its first turn."""
+    if WG == c.CONSUMERS - 1:
+        pass_turn(WG, c)
+
+
+@gluon.jit
+def tell(board, i_round, i_t):
+    """Producer: the tile of the next round, for every consumer."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(board.free.index(i_round % 2), phase(i_round, 2) ^ 1)
+    board.tile.index(i_round % 2).store(gl.full([1], i_t, gl.int32, layout))
+    mbarrier.arrive(board.full.index(i_round % 2), count=1)
+
+
+@gluon.jit
+def told(board, i_round):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(board.full.index(i_round % 2), phase(i_round, 2))
+    i_t = gl.max(board.tile.index(i_round % 2).load(layout), 0)
+    mbarrier.arrive(board.free.index(i_round % 2), count=1)
+    return i_t

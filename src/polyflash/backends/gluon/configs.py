@@ -1,0 +1,119 @@
+"""How the Gluon engine is cut up, and which calls it is for. Pure arithmetic, no DSL.
+
+Provenance of `FORWARD`: the quickest of the schedules that a prototype of this kernel had on an H200, in
+bfloat16 at 2k to 16k keys. The kernel here has not been timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from polyflash.backends.gpu.configs import check, flag, option, varied
+from polyflash.spec import MANY_KEYS, SMALL_ROWS, Feature
+from polyflash.target import release
+
+if TYPE_CHECKING:
+    from polyflash.spec import AttentionSpec
+    from polyflash.target import Target
+
+CHECKED = ((3, 6), (3, 9))  # Tritons whose Gluon compiles these kernels as recorded; it is no stable language
+HEAD_DIMS = (64, 128, 256)
+ROWS = 64  # of a consumer
+LEAST_KEYS = 1024  # below, nobody has measured that this kernel is ahead of the Triton engine's
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardConfig:
+    """consumers: warpgroups of 64 rows that share a tile, beside the warp that loads. block_n: keys of a block.
+    num_stages: slots of K and of V. order: "counter" gives a program that has none left the next tile from a
+    counter in memory, "zigzag" walks a fixed list from alternate ends, "tiles" starts a program for each.
+    heads: so many heads' tiles are started side by side. turns: consumers take turns to issue products.
+    pinned: the softmax is complete before the product that runs beside it is waited for. late_sum and
+    lazy_rescale as the Triton engine's. shared_out: the output leaves through the memory of Q."""
+
+    consumers: int = option(2, 3, switched=())
+    block_n: int = option(64, 128, switched=())
+    num_stages: int = option(2, 3, default=2, switched=())
+    order: str = option("counter", "zigzag", "tiles", default="counter", tuned=("counter", "zigzag", "tiles"))
+    heads: int = option(1, 2, 4, 8, default=4, tuned=(1, 4, 8))
+    turns: bool = flag(True, tuned=(True, False))
+    pinned: bool = flag(False, tuned=(True, False))
+    late_sum: bool = flag(True, tuned=(True, False))
+    lazy_rescale: bool = flag(False, tuned=(True, False))
+    shared_out: bool = flag(False)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a tile."""
+        return ROWS * self.consumers
+
+    def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Notes of a plan about this choice, beside its numbers."""
+        how = {
+            "counter": "the longest tiles first, the next one by a counter in memory",
+            "zigzag": "programs walk a fixed list of tiles from alternate ends",
+            "tiles": "a program per tile",
+        }[self.order]
+        other = "the Triton kernel runs it where scale <= 0, or strides are none that TMA takes"
+        few = f"or with fewer tiles of {self.block_m} rows than cores, or fewer than {LEAST_KEYS} keys"
+        lazy = ("sums are scaled only when the maximum has grown by 2^8",) if self.lazy_rescale else ()
+        return how, *lazy, f"{other}, {few} unless gluon is asked for by name"
+
+
+# (head dim, causal) -> config
+FORWARD = {
+    (64, False): ForwardConfig(3, 128, lazy_rescale=True),
+    (64, True): ForwardConfig(2, 128),
+    (128, False): ForwardConfig(2, 128, order="zigzag", heads=8),
+    (128, True): ForwardConfig(2, 128, late_sum=False),
+    (256, False): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned=True, shared_out=True),
+    (256, True): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned=True, shared_out=True),
+}
+
+
+def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
+    """The table's; of what it does not hold, that of the head dim above."""
+    head_dim = next((d for d in HEAD_DIMS if spec.head_dim <= d), HEAD_DIMS[-1])
+    return FORWARD[head_dim, spec.causal]
+
+
+def refuses(spec: AttentionSpec, target: Target) -> str:
+    """Why a call of listed features is not for these kernels; "" if it is."""
+    version = dict(target.packages).get("triton", "")
+    if version and release(version) not in CHECKED:
+        known = ", ".join(".".join(map(str, v)) for v in CHECKED)
+        return f"packages: Gluon of triton {version} is not checked, that of {known} is"
+    if spec.head_dim not in HEAD_DIMS:
+        return f"head_dim: has {', '.join(map(str, HEAD_DIMS))}, asked for {spec.head_dim}"
+    if Feature.Q_OFFSET in spec.features and spec.offset is None:
+        return "features: has q_offset as an int, not as a tensor"
+    return ""
+
+
+def leaves(spec: AttentionSpec, target: Target) -> str:
+    """Why a call is left to other rows unless gluon is asked for by name; "" if it is not. Of lengths it knows
+    what a route knows."""
+    if spec.seqlen_q <= 2 * SMALL_ROWS or spec.seqlen_k < MANY_KEYS:
+        return f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys, are no work for whole warpgroups"
+    return ""
+
+
+def is_worth(config: ForwardConfig, planes: int, seqlen_q: int, seqlen_k: int, cores: int) -> bool:
+    """Does a call that named no backend fill the device with this kernel? `planes`: batch times heads."""
+    tiles = planes * -(-seqlen_q // config.block_m)
+    return tiles >= cores and seqlen_k >= LEAST_KEYS
+
+
+def candidates(spec: AttentionSpec, target: Target) -> tuple[Any, ...]:
+    """Configs worth timing for `spec`, the chosen one first."""
+    chosen = choose_forward(spec, target)
+    return (chosen, *varied(chosen, spec, target, "tuned"))
+
+
+def switches(spec: AttentionSpec, target: Target) -> tuple[Any, ...]:
+    """The chosen config with one named technique changed at a time: what `ablate` measures."""
+    return tuple(varied(choose_forward(spec, target), spec, target, "switched"))

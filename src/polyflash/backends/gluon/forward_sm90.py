@@ -1,0 +1,513 @@
+"""Attention forward for Hopper in Gluon: warp-specialised, as FlashAttention-3 has it.
+
+    producer, one warp                        consumer, a warpgroup of 64 rows
+        for tile, for key block:                  s = q @ kᵀ(j)      issued
+            K, Q (once), V into free slots        acc += p(j-1) @ v(j-1)   issued
+                                                  p(j), m_i, l_i, alpha = online_softmax(s)   meanwhile
+                                                  acc = acc·alpha
+        tell the next tile                    out = acc / l_i      lse = m_i + ln l_i
+
+q (B, Hq, Sq, D), k, v (B, Hkv, Sk, D), out as q, by tensor descriptors: what lies outside is read as 0 and not
+written. Keys are walked from the last block to the first, each at a multiple of BLOCK_N, so that blocks that
+hide keys come first, in a loop of their own.
+
+A call is two launches. The first takes every value as it comes and marks rows that this does not do for: whose
+scores are so large that rounding their maximum would show in weights (FAR), or whose output is not finite,
+as a weight of 0 times a hidden NaN is (SPOILED). The second, with MENDING, makes marked tiles once more, of V
+the finite values alone and with exact weights in FAR rows, and adds what is not finite to rows that see it;
+bits of other rows are the same again. Without marks it ends at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from polyflash.backends.gluon.channel import (
+    Board,
+    Ring,
+    Rows,
+    acquire_keys,
+    acquire_values,
+    barriers,
+    first_turn,
+    free_keys,
+    free_values,
+    keys_of,
+    pass_turn,
+    phase,
+    take_turn,
+    tell,
+    told,
+    values_of,
+)
+from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
+from polyflash.backends.gluon.shim import (
+    folded,
+    keep_less,
+    load_box,
+    multiply_unless_one,
+    packed,
+    pinned,
+    row_max,
+    store_box,
+    unpacked,
+)
+
+LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
+LOWEST: gl.constexpr = gl.constexpr(-3.4028234663852886e38)  # of finite float32: the maximum before any key
+TOO_FAR: gl.constexpr = gl.constexpr(2.0**12)  # from here on m is rounded about as much as a float16 weight
+SLACK: gl.constexpr = gl.constexpr(8.0)  # powers of two that a lazy m may lie below its row's maximum
+SUMS: gl.constexpr = gl.constexpr(8)  # columns of a row's sums, as threads hold them
+NEVER: gl.constexpr = gl.constexpr(2**31 - 1)  # a key behind all others
+SPOILED, FAR = gl.constexpr(1), gl.constexpr(2)  # bits of a mark
+NEXT, LEFT, MARKED, MENDED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # of `words`
+
+
+class Tensors(NamedTuple):
+    """`t` of `attend_sm90`: lse (B, Hq, Sq) or None; marks, int8 (B·Hq, row tiles, BLOCK_M); words, int32, 0
+    between calls: the next tile, programs that have none left, whether a row is marked, and programs that
+    have mended; V, of whose rows channels stand side by side, with MENDING."""
+
+    lse: Any
+    marks: Any
+    words: Any
+    v_view: Any = None
+    end: None = None  # see `runtime.compile` of the Triton engine
+
+
+class Numbers(NamedTuple):
+    """`n`: none is compiled in."""
+
+    num_heads: Any  # of queries
+    group: Any  # query heads per key/value head
+    planes: Any  # batch times query heads
+    seqlen_q: Any
+    seqlen_k: Any
+    num_tiles: Any  # row tiles of a plane
+    total: Any  # tiles of all planes
+    offset: Any  # row i stands at key i + offset; from -seqlen_q to seqlen_k
+    factor: Any  # of scores in an exponent of 2
+
+
+class Constants(NamedTuple):
+    """`c`: what is compiled in."""
+
+    D: int = 0
+    BLOCK_M: int = 0  # rows of a tile, 64 per consumer
+    BLOCK_N: int = 0
+    STAGES: int = 2
+    CONSUMERS: int = 2
+    HAS_RIGHT: bool = False  # causal
+    WHOLE: bool = False  # rows see every key of every block
+    COUNTED: bool = False  # the next tile comes from a counter in global memory
+    HEADS: int = 4  # see schedule.py
+    TURNS: bool = True
+    PINNED: bool = False  # the softmax is complete before its product is waited for
+    LATE_SUM: bool = False  # weights of a row are added up across threads behind the last block
+    LAZY: bool = False  # older sums are scaled once the maximum has grown by 2^SLACK
+    SHARED_OUT: bool = False  # the output leaves through the memory of Q
+    MENDING: bool = False
+    LAYOUT: int = 0  # of the tuples: another is another kernel
+
+
+class Seen(NamedTuple):
+    """Keys before `limit` are seen by a row; `col` numbers the keys of a block; `far` rows (MENDING)."""
+
+    col: Any
+    limit: Any
+    far: Any
+
+
+@gluon.constexpr_function
+def accumulator(columns: int) -> Any:
+    """Layout of 64 rows in a warpgroup, as products leave them."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def is_marked(i_t, t, n, c):
+    """Has a row of the tile a mark?"""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+    p = t.marks + (i_bh.to(gl.int64) * n.num_tiles + i_m) * c.BLOCK_M
+    found = 0
+    for i in gl.static_range(c.CONSUMERS):
+        found += gl.max(gl.load(p + 64 * i + gl.arange(0, 64, layout=layout)).to(gl.int32), 0)
+    return found > 0
+
+
+@gluon.jit
+def find_tile(i_t, t, n, c):
+    """The tile itself, or with MENDING the next one of this program that has a mark."""
+    if c.MENDING:
+        while (i_t < n.total) and not is_marked(min(i_t, n.total - 1), t, n, c):
+            i_t += gl.num_programs(0)
+    return i_t
+
+
+@gluon.jit
+def next_tile(i_t, i_round, board, t, n, c):
+    """The tile of the round after this one, for a consumer; without a counter for the producer too."""
+    if c.MENDING:
+        i_t = find_tile(i_t + gl.num_programs(0), t, n, c)
+    elif c.COUNTED:
+        i_t = told(board, i_round)
+    else:
+        i_t = fixed_tile(i_round + 1, gl.program_id(0), gl.num_programs(0))
+    return i_t
+
+
+@gluon.jit
+def load_tiles(q, k, v, ring, rows, board, t, n, c):
+    """Producer: K and V of every block into the ring, and Q of every tile once its first keys are asked for."""
+    i_n, i_round = 0, 0
+    i_t = find_tile(gl.program_id(0), t, n, c)
+    while i_t < n.total:
+        i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+        count, _ = key_blocks(i_m, n, c)
+        i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
+        for j in range(count):
+            slot, at = i_n % c.STAGES, [i_b, i_h // n.group, (count - 1 - j) * c.BLOCK_N, 0]
+            acquire_keys(i_n, c)
+            load_box(k, at, ring.k_full.index(slot), ring.k.index(slot))
+            if j == 0:
+                for i in gl.static_range(c.CONSUMERS):
+                    mbarrier.wait(rows.free.index(i), phase(i_round, 1) ^ 1)
+                    at_q = [i_b, i_h, i_m * c.BLOCK_M + i * 64, 0]
+                    load_box(q, at_q, rows.full.index(i), rows.q.index(i))
+            acquire_values(i_n, c)
+            load_box(v, at, ring.v_full.index(slot), ring.v.index(slot))
+            i_n += 1
+        if c.COUNTED:
+            i_t = gl.atomic_add(t.words + NEXT, 1) + gl.num_programs(0)
+            tell(board, i_round, i_t)
+        else:
+            i_t = next_tile(i_t, i_round, board, t, n, c)
+        i_round += 1
+    if c.COUNTED:
+        leave(t.words + LEFT, t.words + NEXT)
+    if c.MENDING:
+        if n.total > 0:
+            leave(t.words + MENDED, t.words + MARKED)
+
+
+@gluon.jit
+def leave(p_left, p_word):
+    """The last program that leaves puts both words back to 0, for the next call."""
+    if gl.atomic_add(p_left, 1) == gl.num_programs(0) - 1:
+        gl.store(p_left, 0)
+        gl.store(p_word, 0)
+
+
+@gluon.jit
+def online_softmax(b_s, m_i, l_i, far, factor, c):
+    """Weights of a block, exp2(factor·s - m), its m and l, and the factor for older sums. One multiply-add
+    each: m is factor·s rounded, so all weights of a row have the same factor next to 1, which l has too. In
+    `far` rows m is in units of s and leaves it first. m begins at LOWEST, so hidden scores weigh 0 and no
+    weight is inf - inf."""
+    sums: gl.constexpr = accumulator(SUMS)
+    b_top = row_max(b_s)
+    if c.MENDING:
+        b_top = b_top * gl.where(far, 1.0, factor)
+    else:
+        b_top = b_top * factor
+    if c.LAZY:
+        slack = SLACK
+        if c.MENDING:
+            slack = gl.where(far, 0.0, SLACK)
+        m_new = gl.where(b_top > m_i + slack, b_top, m_i)
+    else:
+        m_new = gl.maximum(m_i, b_top)
+    b_less, b_older = m_new, m_i - m_new
+    if c.MENDING:
+        b_s = b_s - gl.where(far, m_new, 0.0)[:, None]
+        b_less, b_older = gl.where(far, 0.0, m_new), b_older * gl.where(far, factor, 1.0)
+    b_p = gl.exp2(gl.fma(b_s, factor, -b_less[:, None]))
+    alpha = gl.exp2(b_older)
+    b_sums = folded(b_p, SUMS, sums)
+    if c.LATE_SUM:
+        b_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums))[:, None]
+        l_i = gl.fma(l_i, b_alpha, b_sums)
+    else:
+        l_i = gl.fma(l_i, alpha, gl.convert_layout(gl.sum(b_sums, 1), m_i.type.layout))
+    return b_p, m_new, l_i, alpha
+
+
+@gluon.jit
+def rescale(acc, alpha, c):
+    b_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, accumulator(c.D)))
+    if c.LAZY:
+        acc = multiply_unless_one(acc, b_alpha, 32)
+    else:
+        acc = acc * b_alpha[:, None]
+    return acc
+
+
+@gluon.jit
+def apply_mask(b_s, seen, j_0):
+    """-inf at keys that a row does not see, whatever was there."""
+    return keep_less(b_s, seen.col[None, :], (seen.limit - j_0)[:, None])
+
+
+@gluon.jit
+def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr):
+    """Scores and weights of a tile's first block, the only one that may reach behind the last key; there is no
+    output to add to yet."""
+    scores: gl.constexpr = accumulator(c.BLOCK_N)
+    sums: gl.constexpr = accumulator(SUMS)
+    b_k = keys_of(ring, i_n, c)
+    take_turn(WG, c)
+    b_s = gl.zeros([64, c.BLOCK_N], gl.float32, scores)
+    b_s = warpgroup_mma(q, b_k, b_s, use_acc=False, is_async=True)
+    pass_turn(WG, c)
+    b_s = warpgroup_mma_wait(0, [b_s])
+    free_keys(i_n, c)
+    if not c.WHOLE:
+        b_s = apply_mask(b_s, seen, j_0)
+    m_i = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, scores))
+    if c.LATE_SUM:
+        l_i = gl.zeros([64, SUMS], gl.float32, sums)
+    else:
+        l_i = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
+    b_p, m_i, l_i, _ = online_softmax(b_s, m_i, l_i, seen.far, n.factor, c)
+    return b_p, m_i, l_i
+
+
+@gluon.jit
+def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: gl.constexpr):
+    """One more key block: its scores and weights, and the share in the output of the block before, whose
+    product runs during the softmax. Nothing between issue and wait may branch."""
+    acc, b_pairs, m_i, l_i = sums
+    DTYPE: gl.constexpr = q.dtype
+    b_k = keys_of(ring, i_n, c)
+    take_turn(WG, c)
+    b_s = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))
+    b_s = warpgroup_mma(q, b_k, b_s, use_acc=False, is_async=True)
+    pass_turn(WG, c)
+    b_v = values_of(ring, i_n - 1, c)
+    b_p = unpacked(b_pairs, DTYPE, gl.DotOperandLayout(0, accumulator(c.D), 2))
+    acc = warpgroup_mma(b_p, b_v, acc, is_async=True)
+    b_s = warpgroup_mma_wait(1, [b_s])
+    free_keys(i_n, c)
+    if MASKED:
+        b_s = apply_mask(b_s, seen, j_0)
+    b_p, m_i, l_i, alpha = online_softmax(b_s, m_i, l_i, seen.far, n.factor, c)
+    if c.PINNED:
+        l_i = pinned(l_i)
+    acc = warpgroup_mma_wait(0, [acc])
+    free_values(i_n - 1, c)
+    return rescale(acc, alpha, c), packed(b_p, DTYPE), m_i, l_i
+
+
+@gluon.jit
+def weighted(acc, b_pairs, b_v, c):
+    """Issues the product of the last block's weights."""
+    DTYPE: gl.constexpr = b_v.dtype
+    b_p = unpacked(b_pairs, DTYPE, gl.DotOperandLayout(0, accumulator(c.D), 2))
+    return warpgroup_mma(b_p, b_v, acc, is_async=True)
+
+
+@gluon.jit
+def store_lse(m_i, l_i, at, seen, t, n, c):
+    """lse, and 1 / l as the output is scaled with it. A row that saw no key is 0 and -inf."""
+    i_bh, o_row = at
+    b_none = l_i == 0.0
+    b_l = gl.where(b_none, 1.0, l_i)
+    if t.lse is not None:
+        if c.MENDING:
+            b_m = m_i * gl.where(seen.far, n.factor * LN2, LN2)
+        else:
+            b_m = m_i * LN2
+        b_lse = gl.where(b_none, float("-inf"), gl.fma(gl.log2(b_l), LN2, b_m))
+        gl.store(t.lse + i_bh.to(gl.int64) * n.seqlen_q + o_row, b_lse, mask=o_row < n.seqlen_q)
+    return 1.0 / b_l
+
+
+@gluon.jit
+def mark_rows(acc, m_i, l_i, p_marks, seen, t, c):
+    """Marks rows that need mending: see the head of this file."""
+    b_far = ((gl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)) | (l_i - l_i != 0.0)
+    b_far = b_far | ((l_i == 0.0) & (seen.limit > 0))  # scores below every maximum
+    b_sum = gl.convert_layout(gl.sum(acc, 1), m_i.type.layout)
+    b_mark = gl.where(b_far, FAR, 0) | gl.where(b_sum - b_sum != 0.0, SPOILED, 0)
+    gl.store(p_marks, b_mark.to(gl.int8))
+    gl.store(t.words + MARKED + b_mark * 0, 1, mask=b_mark != 0)
+
+
+@gluon.constexpr_function
+def by_channel() -> Any:
+    """Layout of 16 rows of V, a channel or two in a thread."""
+    return gl.BlockedLayout([16, 1], [1, 32], [1, 4], [1, 0])
+
+
+@gluon.jit
+def find_nonfinite(i_b, i_h, end, x, c):
+    """The first keys before `end`, of each channel of V, of a NaN, an infinity and one below 0."""
+    layout: gl.constexpr = by_channel()
+    o_d = gl.arange(0, c.D, layout=gl.SliceLayout(0, layout))
+    nan = gl.full([c.D], NEVER, gl.int32, gl.SliceLayout(0, layout))
+    above, below = nan, nan
+    p_head = x.p + i_b.to(gl.int64) * x.b + i_h.to(gl.int64) * x.h
+    for j_0 in range(0, end, 16):
+        o_n = (j_0 + gl.arange(0, 16, layout=gl.SliceLayout(1, layout)))[:, None]
+        p = p_head + o_n.to(gl.int64) * x.s + o_d[None, :]
+        b_x = gl.load(p, mask=o_n < end, other=0.0).to(gl.float32)
+        nan = gl.minimum(nan, gl.min(gl.where(b_x != b_x, o_n, NEVER), 0))
+        above = gl.minimum(above, gl.min(gl.where(b_x == float("inf"), o_n, NEVER), 0))
+        below = gl.minimum(below, gl.min(gl.where(b_x == float("-inf"), o_n, NEVER), 0))
+    return nan, above, below
+
+
+@gluon.jit
+def clean_values(ring, i_n, c):
+    """Puts 0 for what is not finite in block i_n of V, in its slot. Every consumer does, and writes the same."""
+    b_v = values_of(ring, i_n, c)
+    for i in gl.static_range(0, c.BLOCK_N, 16):
+        b_x = b_v.slice(i, 16).load(by_channel()).to(gl.float32)
+        b_v.slice(i, 16).store(gl.where(b_x - b_x == 0.0, b_x, 0.0).to(b_v.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def add_nonfinite(b_out, l_i, nonfinite, seen, c):
+    """Adds the NaN and infinities of V to the rows that see them and have weights."""
+    row: gl.constexpr = gl.SliceLayout(1, accumulator(c.D))
+    channel: gl.constexpr = gl.SliceLayout(0, accumulator(c.D))
+    nan, above, below = nonfinite
+    b_end = gl.convert_layout(gl.where(l_i == 0.0, 0, seen.limit), row)[:, None]
+    b_out += gl.where(gl.convert_layout(above, channel)[None, :] < b_end, float("inf"), 0.0)
+    b_out += gl.where(gl.convert_layout(below, channel)[None, :] < b_end, float("-inf"), 0.0)
+    b_out += gl.where(gl.convert_layout(nan, channel)[None, :] < b_end, float("nan"), 0.0)
+    return b_out
+
+
+@gluon.jit
+def rows_seen(o_row, p_marks, n, c):
+    """What the rows of a tile see, and which of them are far."""
+    col = gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, accumulator(c.BLOCK_N)))
+    limit = o_row * 0 + n.seqlen_k
+    if c.HAS_RIGHT:
+        limit = gl.minimum(limit, o_row + n.offset + 1)
+    far = o_row < 0
+    if c.MENDING:
+        far = (gl.load(p_marks).to(gl.int32) & FAR) != 0
+    return Seen(col, limit, far)
+
+
+@gluon.jit
+def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
+    """Consumer: 64 rows of every tile of the program."""
+    o_l: gl.constexpr = accumulator(c.D)
+    row: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
+    DTYPE: gl.constexpr = out.dtype
+    first_turn(WG, c)
+    i_n, i_round = 0, 0
+    i_t = find_tile(gl.program_id(0), t, n, c)
+    while i_t < n.total:
+        i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+        count, masked = key_blocks(i_m, n, c)
+        i_row = i_m * c.BLOCK_M + WG * 64
+        o_row = i_row + gl.arange(0, 64, layout=row)
+        p_marks = t.marks + i_bh.to(gl.int64) * n.num_tiles * c.BLOCK_M + o_row
+        seen = rows_seen(o_row, p_marks, n, c)
+        mbarrier.wait(rows.full.index(WG), phase(i_round, 1))
+        q = rows.q.index(WG).reshape([64, c.D])
+        j_0 = (count - 1) * c.BLOCK_N
+        b_p, m_i, l_i = first_block(q, ring, seen, i_n, j_0, n, c, WG)
+        b_pairs = packed(b_p, DTYPE)
+        acc = gl.zeros([64, c.D], gl.float32, o_l)
+        i_n += 1
+        if c.MENDING:
+            masked = count
+        if c.HAS_RIGHT or c.MENDING:
+            for _ in range(1, masked):
+                if c.MENDING:
+                    clean_values(ring, i_n - 1, c)
+                j_0 -= c.BLOCK_N
+                sums = acc, b_pairs, m_i, l_i
+                acc, b_pairs, m_i, l_i = attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG, True)
+                i_n += 1
+        if not c.MENDING:
+            for _ in range(masked, count):
+                j_0 -= c.BLOCK_N
+                sums = acc, b_pairs, m_i, l_i
+                acc, b_pairs, m_i, l_i = attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG, False)
+                i_n += 1
+        if not c.SHARED_OUT:
+            mbarrier.arrive(rows.free.index(WG), count=1)
+        if c.MENDING:
+            clean_values(ring, i_n - 1, c)
+        acc = weighted(acc, b_pairs, values_of(ring, i_n - 1, c), c)
+        if c.LATE_SUM:
+            l_i = gl.convert_layout(gl.sum(l_i, 1), row)
+        b_share = store_lse(m_i, l_i, (i_bh, o_row), seen, t, n, c)
+        tma.store_wait(0)  # the output of the tile before has left
+        acc = warpgroup_mma_wait(0, [acc])
+        free_values(i_n - 1, c)
+        b_out = acc * gl.convert_layout(b_share, gl.SliceLayout(1, o_l))[:, None]
+        if c.MENDING:
+            i_b, i_h, end = i_bh // n.num_heads, i_bh % n.num_heads, min(count * c.BLOCK_N, n.seqlen_k)
+            nonfinite = find_nonfinite(i_b, i_h // n.group, end, t.v_view, c)
+            b_out = add_nonfinite(b_out, l_i, nonfinite, seen, c)
+        else:
+            mark_rows(acc, m_i, l_i, p_marks, seen, t, c)
+        rows.out.index(WG).reshape([64, c.D]).store(b_out.to(DTYPE))
+        fence_async_shared()
+        at = [i_bh // n.num_heads, i_bh % n.num_heads, i_row, 0]
+        store_box(out, at, rows.out.index(WG))
+        if c.SHARED_OUT:
+            tma.store_wait(0)
+            mbarrier.arrive(rows.free.index(WG), count=1)
+        i_t = next_tile(i_t, i_round, board, t, n, c)
+        i_round += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def attend_sm90(t, n, c, q, k, v, out):
+    """A program per core that walks over tiles, or one per tile."""
+    DTYPE: gl.constexpr = q.dtype
+    total = n.total
+    if c.MENDING:
+        total = total * gl.load(t.words + MARKED)
+    n = Numbers(
+        n.num_heads, n.group, n.planes, n.seqlen_q, n.seqlen_k, n.num_tiles, total, n.offset, n.factor
+    )  # fmt: skip
+    b_q = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 1, 1, 64, c.D], q.layout)
+    if c.SHARED_OUT:
+        b_out = b_q
+    else:
+        b_out = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 1, 1, 64, c.D], q.layout)
+    rows = Rows(b_q, b_out, barriers(c.CONSUMERS, 1), barriers(c.CONSUMERS, 1))
+    b_k = gl.allocate_shared_memory(DTYPE, [c.STAGES, 1, 1, c.BLOCK_N, c.D], k.layout)
+    b_v = gl.allocate_shared_memory(DTYPE, [c.STAGES, 1, 1, c.BLOCK_N, c.D], v.layout)
+    ring = Ring(b_k, b_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1))
+    if c.COUNTED:
+        tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        board = Board(tile, barriers(2, 1), barriers(2, c.CONSUMERS))
+    else:
+        board = Board(ring.k_full, ring.k_full, ring.k_full)
+    fence_async_shared()
+    if c.CONSUMERS == 2:
+        gl.warp_specialize([
+            (attend_tiles, (out, ring, rows, board, t, n, c, 0)),
+            (attend_tiles, (out, ring, rows, board, t, n, c, 1)),
+            (load_tiles, (q, k, v, ring, rows, board, t, n, c)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (attend_tiles, (out, ring, rows, board, t, n, c, 0)),
+            (attend_tiles, (out, ring, rows, board, t, n, c, 1)),
+            (attend_tiles, (out, ring, rows, board, t, n, c, 2)),
+            (load_tiles, (q, k, v, ring, rows, board, t, n, c)),
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -1,0 +1,49 @@
+"""Which program walks which tile, and over which keys: arithmetic of scalars alone, so that Python runs it too
+(`function.fn`), and a test visits every tile of a grid of shapes.
+
+Tiles stand in an order: groups of HEADS heads, whose keys stay in the L2 cache; in a group the rows of one
+place of all heads side by side, with a causal mask those with the most keys first.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def tile_of(i_t, num_tiles, planes, HEADS: gl.constexpr, CAUSAL: gl.constexpr):
+    """Plane (batch and head) and row tile of tile i_t; a last group may have fewer heads."""
+    per_group = num_tiles * HEADS
+    first = (i_t // per_group) * HEADS
+    width = min(planes - first, HEADS)
+    i_r = i_t % per_group
+    i_m = i_r // width
+    if CAUSAL:
+        i_m = num_tiles - 1 - i_m
+    return first + i_r % width, i_m
+
+
+@gluon.jit
+def fixed_tile(i_round, i_p, programs):
+    """The tile of a program in one round of a fixed schedule: from one end in even rounds, from the other in
+    odd ones, so that the longest tiles meet the shortest."""
+    place = i_p
+    if i_round % 2 == 1:
+        place = programs - 1 - i_p
+    return i_round * programs + place
+
+
+@gluon.jit
+def key_blocks(i_m, n, c):
+    """Blocks of keys that a row tile walks, from the last one on, and how many of them hide some of their keys
+    from a row. One at least, whose mask shows that there is nothing to see."""
+    count = (n.seqlen_k + c.BLOCK_N - 1) // c.BLOCK_N
+    masked = 1
+    if c.HAS_RIGHT:
+        seen = i_m * c.BLOCK_M + n.offset + 1  # keys of the tile's first row
+        count = min(count, (max(seen + c.BLOCK_M - 1, 0) + c.BLOCK_N - 1) // c.BLOCK_N)
+        count = max(count, 1)
+        whole = min(max(seen, 0), n.seqlen_k) // c.BLOCK_N
+        masked = max(count - whole, 1)
+    return count, masked

@@ -1,0 +1,167 @@
+"""What Gluon lacks by name on sm_90, or names differently from version to version: the only file with PTX or
+private API. `configs.CHECKED` lists the Tritons it was compiled with."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+# Triton 3.9 names the copies after loads and stores.
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@cache
+def box_layout(dtype: torch.dtype, rows: int, channels: int) -> Any:
+    """The shared layout of a box, which takes Gluon long to find."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, channels], _DTYPES[dtype])
+
+
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Boxes of `rows` rows of (batch, heads, seqlen, channels). `describable` of the Triton engine has checked
+    what their class would check again in every call."""
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides = x, list(x.shape), list(x.stride())
+    made.block_shape, made.padding = [1, 1, rows, x.shape[3]], "zero"
+    made.layout = box_layout(x.dtype, rows, x.shape[3])
+    return made
+
+
+@gluon.constexpr_function
+def _bytes(block: Any) -> int:
+    return getattr(block, "nbytes_per_cta", None) or block.nbytes
+
+
+@gluon.jit
+def load_box(box, at, full, slot):
+    """Asks for the descriptor's box at `at`; `full` is the barrier of its arrival."""
+    SIZE: gl.constexpr = _bytes(box.block_type)
+    mbarrier.expect(full, SIZE)
+    _load(box, at, full, slot)
+
+
+@gluon.constexpr_function
+def _barrier(kind: str, threads: int) -> str:
+    return f"{kind} $1, {threads}; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def named_barrier(KIND: gl.constexpr, number, THREADS: gl.constexpr):
+    """bar.sync or bar.arrive, once by every thread of the partition. `number` may be a run-time value."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    numbers = gl.full([32 * gl.num_warps()], number, gl.int32, layout)
+    ASM: gl.constexpr = _barrier(KIND, THREADS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [numbers], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pinned(b_x):
+    """x (>= 0), and what makes it is computed before whatever follows: ptxas moves a wait for a product above
+    the exponentials otherwise. The store never executes."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; .reg .u32 a; mov.u32 a, 0; setp.lt.f32 q, $1, 0fFF7FFFFF;"
+        " @q st.volatile.shared.u32 [a], a; mov.f32 $0, $1; }",
+        "=f,f", [b_x], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def keep_less(b_x, b_a, b_b):
+    """x where a < b, else -inf; int32 a and b broadcast. Two instructions, where a mask of bools takes five."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; setp.lt.s32 q, $2, $3; selp.f32 $0, $1, 0fFF800000, q; }",
+        "=f,f,r,r", [b_x, b_a, b_b], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _multiply(count: int) -> str:
+    """`count` float32 $0.. times a factor each, of two rows by turns, unless those of a whole warp are 1."""
+    lines = "".join(f" mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * count}, 0f3F800000;"
+        f" setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
+        f" vote.sync.any.pred q, p, 0xffffffff; @!q bra SKIP;{lines} SKIP: }}"
+    )
+
+
+@gluon.constexpr_function
+def _in_place(count: int) -> str:
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def multiply_unless_one(acc, alpha, COUNT: gl.constexpr):
+    """acc·alpha[:, None]; a warp whose alpha are all 1 skips it, COUNT values of a thread at a time. A branch,
+    so only while no product is in flight."""
+    ASM: gl.constexpr = _multiply(COUNT)
+    CONSTRAINTS: gl.constexpr = _in_place(COUNT)
+    return gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [acc, alpha[:, None]], dtype=gl.float32, is_pure=True, pack=COUNT
+    )
+
+
+@gluon.constexpr_function
+def _convert(dtype: Any) -> str:
+    return f"cvt.rn.{'bf16x2' if str(dtype) == 'bf16' else 'f16x2'}.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def packed(b_p, DTYPE: gl.constexpr):
+    """Weights rounded, those of neighbouring keys in one int32, as LLVM splits 16-bit values that a loop
+    carries."""
+    lo, hi = b_p.reshape([b_p.shape[0], b_p.shape[1] // 2, 2]).split()
+    ASM: gl.constexpr = _convert(DTYPE)
+    return gl.inline_asm_elementwise(ASM, "=r,f,f", [lo, hi], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpacked(b_pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The inverse of `packed`, as an operand of a product."""
+    lo = b_pairs.to(gl.int16).to(DTYPE, bitcast=True)
+    hi = (b_pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    b_p = gl.join(lo, hi).reshape([b_pairs.shape[0], 2 * b_pairs.shape[1]])
+    return gl.convert_layout(b_p, LAYOUT)
+
+
+@gluon.jit
+def halves(b_x):
+    """Left and right columns, within each thread."""
+    return b_x.reshape([b_x.shape[0], 2, b_x.shape[1] // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def row_max(b_x):
+    """Largest value of each row, as a tree."""
+    a, b = halves(b_x)
+    a, b = halves(gl.maximum(a, b))
+    return gl.convert_layout(gl.max(gl.maximum(a, b), 1), gl.SliceLayout(1, b_x.type.layout))
+
+
+@gluon.jit
+def folded(b_x, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """[rows, keys] added up to [rows, COLUMNS] within each thread."""
+    b_y = b_x
+    if b_x.shape[1] >= 16 * COLUMNS:
+        a, b = halves(b_y)
+        b_y = a + b
+    if b_x.shape[1] >= 8 * COLUMNS:
+        a, b = halves(b_y)
+        b_y = a + b
+    if b_x.shape[1] >= 4 * COLUMNS:
+        a, b = halves(b_y)
+        b_y = a + b
+    if b_x.shape[1] >= 2 * COLUMNS:
+        a, b = halves(b_y)
+        b_y = a + b
+    return gl.convert_layout(b_y, LAYOUT, assert_trivial=True)
