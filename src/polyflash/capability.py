@@ -50,8 +50,8 @@ class Capability:
     tabled: Callable[[AttentionSpec, Target], bool] | None = None  # is it in the table of `choose`?
     host_features: frozenset[Feature] = frozenset()  # of `features`, those that hold on a CPU alone
     max_positions: int | None = None  # seqlen_q + seqlen_k; None or MOST_POSITIONS, by which routes differ
-    # Why it does not run a call that passes all else, and why it leaves one to lower rows when nobody asked for
-    # it by name; "" if neither. Of lengths they know what a route knows.
+    # Why it does not run a call that passes all else, and why it leaves one to lower rows when nobody asked
+    # for it by name; "" if neither. Of lengths they know what a route knows.
     refuses: Callable[[AttentionSpec, Target], str] | None = None
     leaves: Callable[[AttentionSpec, Target], str] | None = None
 

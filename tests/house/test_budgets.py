@@ -83,7 +83,10 @@ def test_file_and_function_sizes(path: Path):
 DEVICE_PARAMETERS = 12
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name in ("triton", "gluon")], ids=lambda p: p.name)
+OF_DEVICES = [p for p in FILES if p.parent.name in ("triton", "gluon")]
+
+
+@pytest.mark.parametrize("path", OF_DEVICES, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_signatures_of_device_functions(path: Path):
     """What belongs together comes in a named tuple."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -17,6 +17,7 @@ CAPABILITIES = (
         features=frozenset({Feature.CAUSAL, Feature.Q_OFFSET, Feature.GQA, Feature.LSE}),
         priority=60,
         choose=configs.choose_forward,
+        tabled=configs.has_table,
         needs=("triton",),
         max_positions=MOST_POSITIONS,
         refuses=configs.refuses,

@@ -1,9 +1,9 @@
 """What the warp that loads and the warpgroups that multiply tell each other, through shared memory.
 
-The ring holds blocks of K and V in STAGES slots each. A barrier in memory says that a slot is full, as bytes
-arrive; a named barrier of the hardware, on which the consumers arrive and the producer waits, that it is free.
-Blocks are numbered over all tiles of a program, so slots and phases follow from the number. The board carries
-the next tile from the producer to the consumers.
+The ring holds blocks of K and V in STAGES slots each. A barrier in memory says that a slot is full, as
+bytes arrive; a named barrier of the hardware, on which consumers arrive and the producer waits, that it is
+free. Blocks are numbered over all tiles of a program, so slots and phases follow from the number. The board
+carries the next tile from the producer to the consumers.
 
 Every barrier in memory that is initialised is waited for: the memory of others counts as free, and what the
 compiler puts there loses tiles where programs are preempted.

@@ -25,10 +25,10 @@ LEAST_KEYS = 1024  # below, nobody has measured that this kernel is ahead of the
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """consumers: warpgroups of 64 rows that share a tile, beside the warp that loads. block_n: keys of a block.
-    num_stages: slots of K and of V. order: "counter" gives a program that has none left the next tile from a
-    counter in memory, "zigzag" walks a fixed list from alternate ends, "tiles" starts a program for each.
-    heads: so many heads' tiles are started side by side. turns: consumers take turns to issue products.
+    """consumers: warpgroups of 64 rows that share a tile, beside the warp that loads. block_n: keys of a
+    block. num_stages: slots of K and of V. order: "counter" gives a program that has none left the next tile
+    from a counter in memory, "zigzag" walks a fixed list from alternate ends, "tiles" starts a program for
+    each. heads: so many heads' tiles are started side by side. turns: consumers take turns to issue products.
     pinned: the softmax is complete before the product that runs beside it is waited for. late_sum and
     lazy_rescale as the Triton engine's. shared_out: the output leaves through the memory of Q."""
 
@@ -95,10 +95,11 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
 
 
 def leaves(spec: AttentionSpec, target: Target) -> str:
-    """Why a call is left to other rows unless gluon is asked for by name; "" if it is not. Of lengths it knows
-    what a route knows."""
+    """Why a call is left to other rows unless gluon is asked for by name; "" if it is not. Of lengths it
+    knows what a route knows."""
     if spec.seqlen_q <= 2 * SMALL_ROWS or spec.seqlen_k < MANY_KEYS:
-        return f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys, are no work for whole warpgroups"
+        few = f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys"
+        return f"{few}, are no work for whole warpgroups"
     return ""
 
 
@@ -106,6 +107,10 @@ def is_worth(config: ForwardConfig, planes: int, seqlen_q: int, seqlen_k: int, c
     """Does a call that named no backend fill the device with this kernel? `planes`: batch times heads."""
     tiles = planes * -(-seqlen_q // config.block_m)
     return tiles >= cores and seqlen_k >= LEAST_KEYS
+
+
+def has_table(spec: AttentionSpec, target: Target) -> bool:
+    return True
 
 
 def candidates(spec: AttentionSpec, target: Target) -> tuple[Any, ...]:

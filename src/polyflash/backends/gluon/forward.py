@@ -70,9 +70,7 @@ class Prepared:
             found = takes(q, k, v, out, lse, args)
             batch, num_heads, seqlen_q, _ = q.shape
             if found and not self.named:
-                found = configs.is_worth(
-                    self.config, batch * num_heads, seqlen_q, k.shape[2], self.cores
-                )
+                found = configs.is_worth(self.config, batch * num_heads, seqlen_q, k.shape[2], self.cores)
             self.ready[key] = self._make(q, k, v, lse, args) if found else None
         return self.ready[key]
 
@@ -121,9 +119,7 @@ class Prepared:
         )
 
 
-def takes(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments
-) -> bool:
+def takes(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments) -> bool:
     """Is a call of this row one for its kernel? The scale is positive, there is something of everything, and
     TMA takes the strides."""
     return (

@@ -7,15 +7,15 @@
                                                   acc = acc·alpha
         tell the next tile                    out = acc / l_i      lse = m_i + ln l_i
 
-q (B, Hq, Sq, D), k, v (B, Hkv, Sk, D), out as q, by tensor descriptors: what lies outside is read as 0 and not
-written. Keys are walked from the last block to the first, each at a multiple of BLOCK_N, so that blocks that
-hide keys come first, in a loop of their own.
+q (B, Hq, Sq, D), k, v (B, Hkv, Sk, D), out as q, by tensor descriptors: what lies outside is read as 0 and
+not written. Keys are walked from the last block to the first, each at a multiple of BLOCK_N, so that blocks
+that hide keys come first, in a loop of their own.
 
-A call is two launches. The first takes every value as it comes and marks rows that this does not do for: whose
-scores are so large that rounding their maximum would show in weights (FAR), or whose output is not finite,
-as a weight of 0 times a hidden NaN is (SPOILED). The second, with MENDING, makes marked tiles once more, of V
-the finite values alone and with exact weights in FAR rows, and adds what is not finite to rows that see it;
-bits of other rows are the same again. Without marks it ends at once.
+A call is two launches. The first takes every value as it comes and marks rows that this does not do for:
+whose scores are so large that rounding their maximum would show in weights (FAR), or whose output is not
+finite, as a weight of 0 times a hidden NaN is (SPOILED). The second, with MENDING, makes marked tiles once
+more, of V the finite values alone and with exact weights in FAR rows, and adds what is not finite to rows
+that see it; bits of other rows are the same again. Without marks it ends at once.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ from polyflash.backends.gluon.channel import (
     told,
     values_of,
 )
+from polyflash.backends.gluon.mending import add_nonfinite, clean_values, find_nonfinite
 from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
 from polyflash.backends.gluon.shim import (
+    accumulator,
     folded,
     keep_less,
     load_box,
@@ -68,7 +70,6 @@ LOWEST: gl.constexpr = gl.constexpr(-3.4028234663852886e38)  # of finite float32
 TOO_FAR: gl.constexpr = gl.constexpr(2.0**12)  # from here on m is rounded about as much as a float16 weight
 SLACK: gl.constexpr = gl.constexpr(8.0)  # powers of two that a lazy m may lie below its row's maximum
 SUMS: gl.constexpr = gl.constexpr(8)  # columns of a row's sums, as threads hold them
-NEVER: gl.constexpr = gl.constexpr(2**31 - 1)  # a key behind all others
 SPOILED, FAR = gl.constexpr(1), gl.constexpr(2)  # bits of a mark
 NEXT, LEFT, MARKED, MENDED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # of `words`
 
@@ -128,12 +129,6 @@ class Seen(NamedTuple):
     far: Any
 
 
-@gluon.constexpr_function
-def accumulator(columns: int) -> Any:
-    """Layout of 64 rows in a warpgroup, as products leave them."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
 @gluon.jit
 def is_marked(i_t, t, n, c):
     """Has a row of the tile a mark?"""
@@ -169,7 +164,8 @@ def next_tile(i_t, i_round, board, t, n, c):
 
 @gluon.jit
 def load_tiles(q, k, v, ring, rows, board, t, n, c):
-    """Producer: K and V of every block into the ring, and Q of every tile once its first keys are asked for."""
+    """Producer: K and V of every block into the ring, and Q of every tile once its first keys are asked
+    for."""
     i_n, i_round = 0, 0
     i_t = find_tile(gl.program_id(0), t, n, c)
     while i_t < n.total:
@@ -196,7 +192,7 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c):
         i_round += 1
     if c.COUNTED:
         leave(t.words + LEFT, t.words + NEXT)
-    if c.MENDING:
+    if c.MENDING:  # noqa: SIM102  a branch of the compiler, then one of the kernel
         if n.total > 0:
             leave(t.words + MENDED, t.words + MARKED)
 
@@ -217,10 +213,7 @@ def online_softmax(b_s, m_i, l_i, far, factor, c):
     weight is inf - inf."""
     sums: gl.constexpr = accumulator(SUMS)
     b_top = row_max(b_s)
-    if c.MENDING:
-        b_top = b_top * gl.where(far, 1.0, factor)
-    else:
-        b_top = b_top * factor
+    b_top = b_top * gl.where(far, 1.0, factor) if c.MENDING else b_top * factor
     if c.LAZY:
         slack = SLACK
         if c.MENDING:
@@ -246,11 +239,7 @@ def online_softmax(b_s, m_i, l_i, far, factor, c):
 @gluon.jit
 def rescale(acc, alpha, c):
     b_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, accumulator(c.D)))
-    if c.LAZY:
-        acc = multiply_unless_one(acc, b_alpha, 32)
-    else:
-        acc = acc * b_alpha[:, None]
-    return acc
+    return multiply_unless_one(acc, b_alpha, 32) if c.LAZY else acc * b_alpha[:, None]
 
 
 @gluon.jit
@@ -261,8 +250,8 @@ def apply_mask(b_s, seen, j_0):
 
 @gluon.jit
 def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr):
-    """Scores and weights of a tile's first block, the only one that may reach behind the last key; there is no
-    output to add to yet."""
+    """Scores and weights of a tile's first block, the only one that may reach behind the last key; there is
+    no output to add to yet."""
     scores: gl.constexpr = accumulator(c.BLOCK_N)
     sums: gl.constexpr = accumulator(SUMS)
     b_k = keys_of(ring, i_n, c)
@@ -324,10 +313,7 @@ def store_lse(m_i, l_i, at, seen, t, n, c):
     b_none = l_i == 0.0
     b_l = gl.where(b_none, 1.0, l_i)
     if t.lse is not None:
-        if c.MENDING:
-            b_m = m_i * gl.where(seen.far, n.factor * LN2, LN2)
-        else:
-            b_m = m_i * LN2
+        b_m = m_i * gl.where(seen.far, n.factor * LN2, LN2) if c.MENDING else m_i * LN2
         b_lse = gl.where(b_none, float("-inf"), gl.fma(gl.log2(b_l), LN2, b_m))
         gl.store(t.lse + i_bh.to(gl.int64) * n.seqlen_q + o_row, b_lse, mask=o_row < n.seqlen_q)
     return 1.0 / b_l
@@ -342,53 +328,6 @@ def mark_rows(acc, m_i, l_i, p_marks, seen, t, c):
     b_mark = gl.where(b_far, FAR, 0) | gl.where(b_sum - b_sum != 0.0, SPOILED, 0)
     gl.store(p_marks, b_mark.to(gl.int8))
     gl.store(t.words + MARKED + b_mark * 0, 1, mask=b_mark != 0)
-
-
-@gluon.constexpr_function
-def by_channel() -> Any:
-    """Layout of 16 rows of V, a channel or two in a thread."""
-    return gl.BlockedLayout([16, 1], [1, 32], [1, 4], [1, 0])
-
-
-@gluon.jit
-def find_nonfinite(i_b, i_h, end, x, c):
-    """The first keys before `end`, of each channel of V, of a NaN, an infinity and one below 0."""
-    layout: gl.constexpr = by_channel()
-    o_d = gl.arange(0, c.D, layout=gl.SliceLayout(0, layout))
-    nan = gl.full([c.D], NEVER, gl.int32, gl.SliceLayout(0, layout))
-    above, below = nan, nan
-    p_head = x.p + i_b.to(gl.int64) * x.b + i_h.to(gl.int64) * x.h
-    for j_0 in range(0, end, 16):
-        o_n = (j_0 + gl.arange(0, 16, layout=gl.SliceLayout(1, layout)))[:, None]
-        p = p_head + o_n.to(gl.int64) * x.s + o_d[None, :]
-        b_x = gl.load(p, mask=o_n < end, other=0.0).to(gl.float32)
-        nan = gl.minimum(nan, gl.min(gl.where(b_x != b_x, o_n, NEVER), 0))
-        above = gl.minimum(above, gl.min(gl.where(b_x == float("inf"), o_n, NEVER), 0))
-        below = gl.minimum(below, gl.min(gl.where(b_x == float("-inf"), o_n, NEVER), 0))
-    return nan, above, below
-
-
-@gluon.jit
-def clean_values(ring, i_n, c):
-    """Puts 0 for what is not finite in block i_n of V, in its slot. Every consumer does, and writes the same."""
-    b_v = values_of(ring, i_n, c)
-    for i in gl.static_range(0, c.BLOCK_N, 16):
-        b_x = b_v.slice(i, 16).load(by_channel()).to(gl.float32)
-        b_v.slice(i, 16).store(gl.where(b_x - b_x == 0.0, b_x, 0.0).to(b_v.dtype))
-    fence_async_shared()
-
-
-@gluon.jit
-def add_nonfinite(b_out, l_i, nonfinite, seen, c):
-    """Adds the NaN and infinities of V to the rows that see them and have weights."""
-    row: gl.constexpr = gl.SliceLayout(1, accumulator(c.D))
-    channel: gl.constexpr = gl.SliceLayout(0, accumulator(c.D))
-    nan, above, below = nonfinite
-    b_end = gl.convert_layout(gl.where(l_i == 0.0, 0, seen.limit), row)[:, None]
-    b_out += gl.where(gl.convert_layout(above, channel)[None, :] < b_end, float("inf"), 0.0)
-    b_out += gl.where(gl.convert_layout(below, channel)[None, :] < b_end, float("-inf"), 0.0)
-    b_out += gl.where(gl.convert_layout(nan, channel)[None, :] < b_end, float("nan"), 0.0)
-    return b_out
 
 
 @gluon.jit
@@ -484,9 +423,8 @@ def attend_sm90(t, n, c, q, k, v, out):
         n.num_heads, n.group, n.planes, n.seqlen_q, n.seqlen_k, n.num_tiles, total, n.offset, n.factor
     )  # fmt: skip
     b_q = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 1, 1, 64, c.D], q.layout)
-    if c.SHARED_OUT:
-        b_out = b_q
-    else:
+    b_out = b_q
+    if not c.SHARED_OUT:
         b_out = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 1, 1, 64, c.D], q.layout)
     rows = Rows(b_q, b_out, barriers(c.CONSUMERS, 1), barriers(c.CONSUMERS, 1))
     b_k = gl.allocate_shared_memory(DTYPE, [c.STAGES, 1, 1, c.BLOCK_N, c.D], k.layout)

@@ -1,5 +1,5 @@
-"""Which program walks which tile, and over which keys: arithmetic of scalars alone, so that Python runs it too
-(`function.fn`), and a test visits every tile of a grid of shapes.
+"""Which program walks which tile, and over which keys: arithmetic of scalars alone, so that Python runs it
+too (`function.fn`), and a test visits every tile of a grid of shapes.
 
 Tiles stand in an order: groups of HEADS heads, whose keys stay in the L2 cache; in a group the rows of one
 place of all heads side by side, with a causal mask those with the most keys first.
@@ -36,8 +36,8 @@ def fixed_tile(i_round, i_p, programs):
 
 @gluon.jit
 def key_blocks(i_m, n, c):
-    """Blocks of keys that a row tile walks, from the last one on, and how many of them hide some of their keys
-    from a row. One at least, whose mask shows that there is nothing to see."""
+    """Blocks of keys that a row tile walks, from the last one on, and how many of them hide some of their
+    keys from a row. One at least, whose mask shows that there is nothing to see."""
     count = (n.seqlen_k + c.BLOCK_N - 1) // c.BLOCK_N
     masked = 1
     if c.HAS_RIGHT:

@@ -28,8 +28,8 @@ def box_layout(dtype: torch.dtype, rows: int, channels: int) -> Any:
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Boxes of `rows` rows of (batch, heads, seqlen, channels). `describable` of the Triton engine has checked
-    what their class would check again in every call."""
+    """Boxes of `rows` rows of (batch, heads, seqlen, channels). `describable` of the Triton engine has
+    checked what their class would check again in every call."""
     made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides = x, list(x.shape), list(x.stride())
     made.block_shape, made.padding = [1, 1, rows, x.shape[3]], "zero"
@@ -77,7 +77,7 @@ def pinned(b_x):
 
 @gluon.jit
 def keep_less(b_x, b_a, b_b):
-    """x where a < b, else -inf; int32 a and b broadcast. Two instructions, where a mask of bools takes five."""
+    """x where a < b, else -inf; int32 a and b broadcast. Two instructions each, a mask of bools five."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred q; setp.lt.s32 q, $2, $3; selp.f32 $0, $1, 0fFF800000, q; }",
         "=f,f,r,r", [b_x, b_a, b_b], dtype=gl.float32, is_pure=True, pack=1,
@@ -102,8 +102,8 @@ def _in_place(count: int) -> str:
 
 @gluon.jit
 def multiply_unless_one(acc, alpha, COUNT: gl.constexpr):
-    """acc·alpha[:, None]; a warp whose alpha are all 1 skips it, COUNT values of a thread at a time. A branch,
-    so only while no product is in flight."""
+    """acc·alpha[:, None]; a warp whose alpha are all 1 skips it, COUNT values of a thread at a time. A
+    branch, so only while no product is in flight."""
     ASM: gl.constexpr = _multiply(COUNT)
     CONSTRAINTS: gl.constexpr = _in_place(COUNT)
     return gl.inline_asm_elementwise(
@@ -132,6 +132,12 @@ def unpacked(b_pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     hi = (b_pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
     b_p = gl.join(lo, hi).reshape([b_pairs.shape[0], 2 * b_pairs.shape[1]])
     return gl.convert_layout(b_p, LAYOUT)
+
+
+@gluon.constexpr_function
+def accumulator(columns: int) -> Any:
+    """Layout of 64 rows in a warpgroup, as products leave them."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit

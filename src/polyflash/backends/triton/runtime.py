@@ -77,9 +77,7 @@ def recorded() -> Iterator[Log]:
         _recorder.log = None
 
 
-def scratch(
-    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def scratch(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory for one call's own use, not initialised."""
     made = torch.empty(shape, dtype=dtype, device=device)
     if _recorder.log is not None:

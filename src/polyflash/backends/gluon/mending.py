@@ -1,0 +1,63 @@
+"""Values of V that are not finite, on Hopper: taken out of shared memory, and added to rows that see them. A
+rare way, of launches with MENDING alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from polyflash.backends.gluon.channel import values_of
+from polyflash.backends.gluon.shim import accumulator
+
+NEVER: gl.constexpr = gl.constexpr(2**31 - 1)  # a key behind all others
+
+
+@gluon.constexpr_function
+def by_channel() -> Any:
+    """Layout of 16 rows of V, a channel or two in a thread."""
+    return gl.BlockedLayout([16, 1], [1, 32], [1, 4], [1, 0])
+
+
+@gluon.jit
+def find_nonfinite(i_b, i_h, end, x, c):
+    """The first keys before `end`, of each channel of V, of a NaN, an infinity and one below 0."""
+    layout: gl.constexpr = by_channel()
+    o_d = gl.arange(0, c.D, layout=gl.SliceLayout(0, layout))
+    nan = gl.full([c.D], NEVER, gl.int32, gl.SliceLayout(0, layout))
+    above, below = nan, nan
+    p_head = x.p + i_b.to(gl.int64) * x.b + i_h.to(gl.int64) * x.h
+    for j_0 in range(0, end, 16):
+        o_n = (j_0 + gl.arange(0, 16, layout=gl.SliceLayout(1, layout)))[:, None]
+        p = p_head + o_n.to(gl.int64) * x.s + o_d[None, :]
+        b_x = gl.load(p, mask=o_n < end, other=0.0).to(gl.float32)
+        nan = gl.minimum(nan, gl.min(gl.where(b_x != b_x, o_n, NEVER), 0))
+        above = gl.minimum(above, gl.min(gl.where(b_x == float("inf"), o_n, NEVER), 0))
+        below = gl.minimum(below, gl.min(gl.where(b_x == float("-inf"), o_n, NEVER), 0))
+    return nan, above, below
+
+
+@gluon.jit
+def clean_values(ring, i_n, c):
+    """Puts 0 for what is not finite in block i_n of V, in its slot. Every consumer does, and writes the
+    same."""
+    b_v = values_of(ring, i_n, c)
+    for i in gl.static_range(0, c.BLOCK_N, 16):
+        b_x = b_v.slice(i, 16).load(by_channel()).to(gl.float32)
+        b_v.slice(i, 16).store(gl.where(b_x - b_x == 0.0, b_x, 0.0).to(b_v.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def add_nonfinite(b_out, l_i, nonfinite, seen, c):
+    """Adds the NaN and infinities of V to the rows that see them and have weights."""
+    row: gl.constexpr = gl.SliceLayout(1, accumulator(c.D))
+    channel: gl.constexpr = gl.SliceLayout(0, accumulator(c.D))
+    nan, above, below = nonfinite
+    b_end = gl.convert_layout(gl.where(l_i == 0.0, 0, seen.limit), row)[:, None]
+    b_out += gl.where(gl.convert_layout(above, channel)[None, :] < b_end, float("inf"), 0.0)
+    b_out += gl.where(gl.convert_layout(below, channel)[None, :] < b_end, float("-inf"), 0.0)
+    b_out += gl.where(gl.convert_layout(nan, channel)[None, :] < b_end, float("nan"), 0.0)
+    return b_out
