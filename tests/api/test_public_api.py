@@ -175,7 +175,7 @@ REFUSED = [
     ("layout tensor", (Q, K, V), {"layout": torch.zeros(2)}, "layout: got torch.float32 (2,), wanted 'bhsd'"),
     ("layout array", (Q, K, V), {"layout": np.array([1, 2])}, "layout: got numpy int64 (2,), wanted 'bhsd'"),
     ("backend array", (Q, K, V), {"backend": np.array(["cpu", "x"])}, "backend: got numpy <U3 (2,), wanted"),
-    ("backend list", (Q, K, V), {"backend": ["cpu"]}, "got list of 1, wanted one of cpu, triton, torch"),
+    ("backend list", (Q, K, V), {"backend": ["cpu"]}, "got list of 1, wanted one of cpu, gluon, triton"),
     ("window far", (Q, K, V), {"window": (2**63, 0)}, "wanted a 64-bit int >= 0"),
     ("scale beyond float64", (Q, K, V), {"scale": 2**2000}, "scale: got an int beyond 1e308"),
     ("seed float", (Q, K, V), {"dropout_p": 0.5, "dropout_seed": 1.5}, "wanted an int in [-2**63, 2**64)"),
@@ -781,7 +781,7 @@ def test_a_backend_named_inside_a_compiled_function_refuses_while_tracing():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="has bfloat16, float16, float32, asked for float64"):
         torch.compile(call, fullgraph=True, backend="eager")(q, k, v)
-    with pytest.raises(Exception, match="one of cpu, triton, torch"):
+    with pytest.raises(Exception, match="one of cpu, gluon, triton, torch"):
         torch.compile(lambda q: use_backend("gpu").__enter__(), backend="eager")(q)
     assert torch_ops.in_graph.backend is None and torch_ops.backend_in_use.get() == ""
 

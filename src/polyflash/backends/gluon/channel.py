@@ -1,4 +1,4 @@
-"""What the warp that loads and the warpgroups that multiply tell each other, through shared memory.
+"""Messages between the warp that loads and the warpgroups that multiply, through shared memory.
 
 The ring holds blocks of K and V in STAGES slots each. A barrier in memory says that a slot is full, as
 bytes arrive; a named barrier of the hardware, on which consumers arrive and the producer waits, that it is
@@ -59,7 +59,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def phase(i, COUNT: gl.constexpr):
-    """What the barrier of the i-th use of COUNT places flips to."""
+    """Phase that the barrier of the i-th use of COUNT places completes."""
     return (i // COUNT) & 1
 
 

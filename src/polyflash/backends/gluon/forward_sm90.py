@@ -332,7 +332,7 @@ def mark_rows(acc, m_i, l_i, p_marks, seen, t, c):
 
 @gluon.jit
 def rows_seen(o_row, p_marks, n, c):
-    """What the rows of a tile see, and which of them are far."""
+    """Limits of the rows of a tile, and which of them are far."""
     col = gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, accumulator(c.BLOCK_N)))
     limit = o_row * 0 + n.seqlen_k
     if c.HAS_RIGHT:

@@ -1,5 +1,5 @@
-"""Which program walks which tile, and over which keys: arithmetic of scalars alone, so that Python runs it
-too (`function.fn`), and a test visits every tile of a grid of shapes.
+"""The tiles of a program and the keys of a tile: arithmetic of scalars alone, so that Python runs it too
+(`function.fn`), and a test visits every tile of a grid of shapes.
 
 Tiles stand in an order: groups of HEADS heads, whose keys stay in the L2 cache; in a group the rows of one
 place of all heads side by side, with a causal mask those with the most keys first.

@@ -1,5 +1,5 @@
-"""What Gluon lacks by name on sm_90, or names differently from version to version: the only file with PTX or
-private API. `configs.CHECKED` lists the Tritons it was compiled with."""
+"""Instructions that Gluon lacks by name on sm_90, or names by version: the only file with PTX or private
+API. `configs.CHECKED` lists the Tritons it was compiled with."""
 
 from __future__ import annotations
 

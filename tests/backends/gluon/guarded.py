@@ -1,0 +1,255 @@
+"""Kernels of the Gluon engine on a device, each group in a child process that is killed after 60 s: a wrong
+barrier hangs, and a GPU that hangs takes its process with it.
+
+    python -m tests.backends.gluon.guarded               right, alone: against float64, and odd values
+    python -m tests.backends.gluon.guarded --contend 8   the same bits in processes that preempt one another
+
+Exit status 1: something is wrong, and was said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import polyflash
+
+SECONDS = 60
+ERROR = {torch.bfloat16: 6e-3, torch.float16: 8e-4}  # relative L2, of results of that dtype
+
+
+class Case(NamedTuple):
+    dims: int
+    causal: bool
+    rows: int
+    keys: int
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    offset: int | None = None
+    layout: str = "bhsd"
+
+
+def tensors(case: Case, seed: int = 0) -> list[Tensor]:
+    draw = torch.Generator("cuda").manual_seed(seed)
+    found = []
+    for heads, rows in ((case.heads, case.rows), (case.kv_heads, case.keys), (case.kv_heads, case.keys)):
+        shape = (case.batch, heads, rows, case.dims)
+        if case.layout == "bshd":
+            shape = (case.batch, rows, heads, case.dims)
+        found.append(torch.randn(shape, generator=draw, device="cuda").to(case.dtype))
+    return found
+
+
+def call(case: Case, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+    """out and lse as (batch, heads, rows, ...)."""
+    options: dict[str, Any] = {"causal": case.causal, "layout": case.layout, **more}
+    if case.offset is not None:
+        options["q_offset"] = case.offset
+    result = polyflash.attention(q, k, v, return_lse=True, backend="gluon", **options)
+    return result.out if case.layout == "bhsd" else result.out.transpose(1, 2), result.lse
+
+
+def seen(case: Case) -> Tensor:
+    """Which key a row sees, bool (rows, keys)."""
+    offset = case.keys - case.rows if case.offset is None else case.offset
+    rows = torch.arange(case.rows, device="cuda")[:, None]
+    keys = torch.arange(case.keys, device="cuda")[None, :]
+    return (keys <= rows + offset) if case.causal else (keys >= 0).expand(case.rows, -1)
+
+
+def right(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in float64."""
+    if case.layout == "bshd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    group = case.heads // case.kv_heads
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    scores = (q @ k.mT / math.sqrt(case.dims)).masked_fill(~seen(case), -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None].nan_to_num(neginf=0.0)).exp()
+    return weights @ v, lse
+
+
+def check(case: Case) -> None:
+    q, k, v = tensors(case)
+    out, lse = call(case, q, k, v)
+    again, _ = call(case, q, k, v)  # recorded
+    third, _ = call(case, q, k, v)  # replayed
+    wanted, wanted_lse = right(case, q, k, v)
+    assert torch.equal(out, again) and torch.equal(out, third), f"{case}: bits differ from call to call"
+    assert bool(out.isfinite().all()), f"{case}: not finite"
+    empty = wanted_lse == -math.inf
+    assert torch.equal(lse == -math.inf, empty) and not out[empty].any(), f"{case}: rows that see nothing"
+    error = float((out.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    off = float((lse.double() - wanted_lse)[~empty].abs().max()) if not bool(empty.all()) else 0.0
+    print(f"{error:.2e} {off:.1e} {case}", flush=True)
+    assert error < ERROR[case.dtype], f"{case}: error {error}"
+    assert off < 2e-5, f"{case}: lse off by {off}"
+
+
+def shapes(dims: int, causal: bool) -> Iterator[Case]:
+    for rows, keys in (
+        (1, 1),
+        (64, 64),
+        (5, 200),
+        (200, 5),
+        (127, 129),
+        (333, 777),
+        (1000, 1000),
+        (777, 130),
+    ):
+        yield Case(dims, causal, rows, keys)
+    yield Case(dims, causal, 257, 511, layout="bshd", batch=2)
+    yield Case(dims, causal, 257, 511, dtype=torch.float16, heads=3, kv_heads=1, batch=3)
+    yield Case(dims, causal, 3840, 3840, heads=16, kv_heads=16)
+    if causal:
+        for offset in (0, -100, 50, 5000, -5000):
+            yield Case(dims, causal, 300, 400, offset=offset)
+
+
+def odd_values(dims: int, causal: bool) -> None:
+    """What is hidden changes no bit, what is not finite shows where it is seen, large scores keep their
+    weights."""
+    case = Case(dims, causal, 384, 384, heads=2)
+    q, k, v = tensors(case)
+    out, lse = call(case, q, k, v)
+    if causal:
+        for bad, (x, y) in itertools.product((math.nan, math.inf, -math.inf), ((k, v), (v, k))):
+            x = x.clone()
+            x[:, :, 300:] = bad
+            got = call(case, q, x, y) if y is v else call(case, q, y, x)
+            assert torch.equal(got[0][:, :, :300], out[:, :, :300]), f"{case}: hidden {bad} shows"
+            assert torch.equal(got[1][:, :, :300], lse[:, :, :300]), f"{case}: hidden {bad} shows in lse"
+    for bad in (math.nan, math.inf, -math.inf):
+        x = v.clone()
+        x[:, :, 100, 3] = bad
+        got, _ = call(case, q, k, x)
+        sees = seen(case)[:, 100]
+        column = got[..., 3]
+        there = column.isnan() if math.isnan(bad) else column == bad
+        assert bool(there[..., sees].all()), f"{case}: visible {bad} does not show"
+        got[..., 3], clean = out[..., 3], out
+        got[..., 3] = torch.where(sees, out[..., 3], column)
+        assert torch.equal(got, clean), f"{case}: visible {bad} shows elsewhere"
+    for size in (30.0, 300.0, 3000.0):
+        far = q * size
+        got, got_lse = call(case, far, k, v)
+        wanted, wanted_lse = right(case, far, k, v)
+        error = float((got.double() - wanted).norm() / wanted.norm())
+        off = float(((got_lse.double() - wanted_lse) / wanted_lse.abs().clamp(min=1)).abs().max())
+        print(f"{error:.2e} {off:.1e} scores times {size:g}", flush=True)
+        assert error < 2 * ERROR[case.dtype], f"{case}: error {error} of scores times {size}"
+        assert off < 1e-5, f"{case}: lse off by {off} of scores times {size}"
+    got, _ = call(case, q, k, v)
+    assert torch.equal(got, out), f"{case}: a call leaves something behind"
+
+
+def graphs(dims: int, causal: bool) -> None:
+    """A captured call, replayed beside others on a second stream."""
+    case = Case(dims, causal, 1500, 1500, heads=16, kv_heads=16)
+    q, k, v = tensors(case)
+    wanted, _ = call(case, q, k, v)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call(case, q, k, v)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured, _ = call(case, q, k, v)
+    for _ in range(20):
+        graph.replay()
+        with torch.cuda.stream(side):
+            other, _ = call(case, q, k, v)
+        torch.cuda.synchronize()
+        assert torch.equal(captured, wanted) and torch.equal(other, wanted), (
+            f"{case}: graph or stream differs"
+        )
+        captured.zero_()
+
+
+def alone(name: str) -> None:
+    dims, causal, what = int(name.split("-")[0]), "causal" in name, name.rpartition("-")[2]
+    if what == "shapes":
+        for case in shapes(dims, causal):
+            check(case)
+    else:
+        {"odd": odd_values, "graphs": graphs}[what](dims, causal)
+
+
+def contended(name: str, seconds: float, queued: int = 60) -> None:
+    """Calls queued ahead, each held to the first."""
+    case = Case(int(name.split("-")[0]), "causal" in name, 3840, 3840, batch=2, heads=16, kv_heads=16)
+    q, k, v = tensors(case, seed=5)
+    first, _ = call(case, q, k, v)
+    torch.cuda.synchronize()
+    began, runs, bad = time.monotonic(), 0, 0
+    while time.monotonic() - began < seconds:
+        differs = torch.zeros(queued, dtype=torch.int64, device="cuda")
+        for i in range(queued):
+            differs[i] = (call(case, q, k, v)[0] != first).sum()
+        runs, bad = runs + queued, bad + int((differs > 0).sum())
+    print(f"{name}: {runs} runs, {bad} bad", flush=True)
+    assert not bad, f"{name}: {bad} of {runs} runs differ"
+
+
+KINDS = [f"{dims}-{kind}" for dims in (64, 128, 256) for kind in ("full", "causal")]
+ALONE = [f"{kind}-{what}" for kind in KINDS for what in ("shapes", "odd", "graphs")]
+
+
+def in_child(names: list[str], seconds: float, width: int, more: list[str]) -> int:
+    """Each name in a process of its own, `width` at a time. How many failed."""
+    waiting, running, failed = list(names), {}, 0
+    while waiting or running:
+        while waiting and len(running) < width:
+            name = waiting.pop(0)
+            command = [sys.executable, "-m", "tests.backends.gluon.guarded", "--child", name, *more]
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            running[name] = child, time.monotonic()
+        for name, (child, began) in list(running.items()):
+            late = time.monotonic() - began > seconds
+            if child.poll() is None and not late:
+                continue
+            if late:
+                child.kill()
+            said = child.communicate()[0]
+            wrong = "HANG" if late else "FAILED" if child.returncode else ""
+            failed += bool(wrong)
+            tail = said[-1500:] if wrong else said.strip().rpartition("\n")[2]
+            print(f"{wrong or 'ok':7}{name} ({time.monotonic() - began:.0f} s) {tail}", flush=True)
+            del running[name]
+        time.sleep(0.05)
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(ALONE[:3])} ...")
+    parser.add_argument("--contend", type=int, default=0, metavar="N", help="N processes at once")
+    parser.add_argument("--seconds", type=float, default=25.0)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.child:
+        run: Callable[[], None] = lambda: alone(asked.child)  # noqa: E731
+        if asked.contend:
+            run = lambda: contended(asked.child, asked.seconds)  # noqa: E731
+        run()
+        return 0
+    if asked.contend:
+        names = [f"{KINDS[i % len(KINDS)]}-{i}" for i in range(asked.contend)]
+        more = ["--contend", "1", "--seconds", str(asked.seconds)]
+        return int(in_child(names, SECONDS + asked.seconds, asked.contend, more) > 0)
+    return int(in_child(asked.names or ALONE, SECONDS, 4, []) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
