@@ -217,8 +217,7 @@ SHIPPED = {
 @cache
 def every_case() -> tuple[Case, ...]:
     """All of them, by phase and target."""
-    cases = (case for of, gpu in product(SHIPPED.items(), GPUS) for case in _cases(*of, gpu))
-    return (*cases, *GLUON, *GLUON_MORE)
+    return (*(case for of, gpu in product(SHIPPED.items(), GPUS) for case in _cases(*of, gpu)), *GLUON)
 
 
 def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
@@ -237,15 +236,10 @@ def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
             yield Case(phase, gpu, "bfloat16", d, "long-causal" if hides else "long")
 
 
-def _gluon(dtype: str, problem: str) -> tuple[Case, ...]:
-    forward = Phase.FORWARD, "cuda:sm90", dtype
-    return tuple(Case(*forward, d, problem, "gluon") for d in gluon_configs.HEAD_DIMS)
-
-
-GLUON = (*_gluon("bfloat16", "full"), *_gluon("bfloat16", "causal"))
-GLUON_MORE = (*_gluon("float16", "causal"), *_gluon("bfloat16", "ragged"), *_gluon("bfloat16", "grouped"))
-
-
+GLUON = tuple(
+    Case(Phase.FORWARD, "cuda:sm90", "bfloat16", d, problem, "gluon")
+    for problem, d in product(("full", "causal", "ragged"), gluon_configs.HEAD_DIMS)
+)
 # (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits spill nothing, unless that is faster
 CLEAN = (
     (Phase.FORWARD, ("sm80", "sm90", "gfx942", "gfx950")),
@@ -256,7 +250,8 @@ CLEAN = (
 def must_be_clean(case: Case) -> bool:
     """An exception for it says what was measured."""
     return (
-        case.head_dim in (64, 128)
+        case.backend == "triton"
+        and case.head_dim in (64, 128)
         and tiles.ELEMENT_BYTES[case.dtype] == 2
         and case.problem in ("causal", "full", "long", "long-causal")
         and any(case.phase is phase and case.target.arch in archs for phase, archs in CLEAN)
@@ -265,18 +260,16 @@ def must_be_clean(case: Case) -> bool:
 
 def default_cases() -> tuple[Case, ...]:
     """Of every target some, and all that must be clean but those of float16."""
-    chosen = (
+    return tuple(
         c
         for c in every_case()
         if c.dtype != "float16"
-        and c.backend == "triton"
         and (must_be_clean(c) or (c.phase, c.dtype, c.head_dim, c.problem) in _DEFAULT or c in _SINGLE)
     )
-    return (*chosen, *GLUON)
 
 
 _DEFAULT = {(Phase.FORWARD, "bfloat16", 64, "full"), (Phase.FORWARD, "bfloat16", 128, "causal")}
-_SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal")}
+_SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal"), *GLUON[:6]}
 for _gpu in ONE_OF_EACH:
     _SINGLE |= {
         Case(Phase.FORWARD, _gpu, "bfloat16", 80, "causal"),

@@ -98,9 +98,9 @@ def compile_for(
         **given
     )
     parsed, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialisation, rest)
-    kind = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = kind(kernel, signature, constants, attributes)
+    source_of = GluonASTSource if kernel.is_gluon() else ASTSource
     with _logged() as log:
+        source = source_of(kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=gpu, options=parsed.__dict__)
     return Compiled(compiled, log.getvalue(), target)
 

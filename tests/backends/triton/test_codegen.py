@@ -6,6 +6,7 @@ Nothing here needs a GPU. `python -m benchmarks.codegen --record --reason "..."`
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,6 +25,7 @@ from benchmarks.codegen import __main__ as script  # noqa: E402
 from benchmarks.codegen import compiled as codegen  # noqa: E402
 from benchmarks.codegen.cases import (  # noqa: E402
     CLEAN,
+    GLUON,
     GPUS,
     SHIPPED,
     Case,
@@ -31,6 +33,7 @@ from benchmarks.codegen.cases import (  # noqa: E402
     every_case,
     must_be_clean,
 )
+from polyflash.backends.gluon import channel  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 NEWEST = "POLYFLASH_NEWEST_TRITON"  # a folder that holds a triton newer than the installed one
@@ -56,7 +59,32 @@ def _complaints(cases: tuple[Case, ...]) -> list[str]:
 @compiles
 @pytest.mark.parametrize("gpu", GPUS)
 def test_kernels_of_the_default_run(gpu: str):
-    assert not _complaints(tuple(c for c in default_cases() if c.target_name == gpu))
+    cases = (c for c in default_cases() if c.target_name == gpu and c.backend == "triton")
+    assert not _complaints(tuple(cases))
+
+
+@compiles
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_kernels_of_the_gluon_engine(head_dim: int):
+    """As recorded; each consumer has the products of a first block, a loop (two with a mask), a last one."""
+    for case in GLUON:
+        if case.head_dim == head_dim and case in default_cases():
+            (entry, found), *others = script.kernels(case)
+            for kernel in ((entry, found), *others):
+                assert not script.complaints(RECORDED, triton.__version__, *kernel, case)
+            config = case.config()
+            passes = (3 if case.problem == "causal" else 2) * config.consumers
+            assert found.matrix == {"HGMMA": passes * (head_dim + config.block_n) // 16}
+
+
+@compiles
+def test_named_barriers_of_the_gluon_engine():
+    """Those of the compiler are none that the kernel takes."""
+    case = GLUON[0]
+    kernel, arguments, options = case.launches()[0]
+    text = codegen.compile_for(kernel, arguments, options, case.target).kernel.asm["ptx"]
+    taken = {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)", text)}
+    assert taken and max(taken) < channel.RESERVED.value + case.config().consumers
 
 
 @compiles

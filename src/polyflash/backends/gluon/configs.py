@@ -51,6 +51,11 @@ class ForwardConfig:
         """Rows of a tile."""
         return ROWS * self.consumers
 
+    @property
+    def num_warps(self) -> int:
+        """Warps that work, the one that loads among them."""
+        return 4 * self.consumers + 1
+
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Notes of a plan about this choice, beside its numbers."""
         how = {

@@ -145,7 +145,7 @@ def is_marked(i_t, t, n, c):
 def find_tile(i_t, t, n, c):
     """The tile itself, or with MENDING the next one of this program that has a mark."""
     if c.MENDING:
-        while (i_t < n.total) and not is_marked(min(i_t, n.total - 1), t, n, c):
+        while (i_t < n.total) and not is_marked(max(min(i_t, n.total - 1), 0), t, n, c):
             i_t += gl.num_programs(0)
     return i_t
 
