@@ -54,6 +54,8 @@ class Capability:
     # for it by name; "" if neither. Of lengths they know what a route knows.
     refuses: Callable[[AttentionSpec, Target], str] | None = None
     leaves: Callable[[AttentionSpec, Target], str] | None = None
+    # Why it leaves one of this (batch, seqlen_q, seqlen_k), which may differ within a route; "" if not.
+    leaves_sizes: Callable[[AttentionSpec, Target, tuple[int, int, int]], str] | None = None
 
     @property
     def name(self) -> str:

@@ -32,9 +32,15 @@ class Launch:
     run: Any = None  # the module's `run`, imported when the route is made
     tally: Any = None  # counts its calls
     contents: bool = True  # have its calls operands whose values say which memory is read?
-    named: bool = False  # was its backend, or its config, asked for?
     prepared: Any = None
     backward: Launch | None = None  # of the gradients, planned at the first call that needs them
+    instead: Launch | None = None  # of calls of its route that its row leaves by their sizes
+
+    def of_sizes(self, *sizes: int) -> Launch:
+        """The launch that runs a call of this batch, seqlen_q and seqlen_k."""
+        if self.instead is None or self.row.leaves_sizes is None:
+            return self
+        return self.instead if self.row.leaves_sizes(self.spec, self.target, sizes) else self  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,11 @@ def select(
         raise unsupported(spec, target, table, backend)
     row = _first_of(accepting, spec, target, config)
     chosen, rung, _ = choose_config(row, spec, target, config)
-    return Launch(row, chosen, rung, target, seen_by(row, spec), named=bool(backend or config))
+    launch = Launch(row, chosen, rung, target, seen_by(row, spec))
+    if row.leaves_sizes is not None and not (backend or config):
+        others = [other for other in table if other is not row]
+        launch.instead = select(spec, target, others, backend="", config="")
+    return launch
 
 
 def candidates(table: Sequence[Capability], spec: AttentionSpec, backend: str) -> list[Capability]:
@@ -176,6 +186,9 @@ def explain(
         reasons = row.reasons_against(spec, target, by_name=backend == row.backend)
         if backend and row.backend != backend:
             reasons = (f"backend: {backend} was asked for by name", *reasons)
+        if row.leaves_sizes is not None and not (backend or config or reasons):
+            why = row.leaves_sizes(spec, target, (spec.batch, spec.seqlen_q, spec.seqlen_k))
+            reasons = (f"yields: {why}",) if why else ()
         verdicts.append(Verdict(row, reasons))
     accepting = [v.row for v in verdicts if not v.reasons]
     chosen = _first_of(accepting, spec, target, config) if accepting else None

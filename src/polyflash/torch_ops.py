@@ -224,7 +224,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
             _routes.clear()
         _check_inputs(q, k, v, rest, paged)
         launch = _routes[key] = _plan(phase, q, k, v, args, backend, needs_grad=asked is not _DECODE)
-    return launch
+    return launch if launch.instead is None else launch.of_sizes(batch, seqlen_q, seqlen_k)
 
 
 def call_plain(
@@ -241,9 +241,11 @@ def _plan(
     spec = replace(spec_of(q, k, v, args, phase=phase), needs_grad=needs_grad)
     device = target.detect(q.device.type, q.device.index or 0)
     launch = plan.select(spec, device, backends.TABLE, backend=backend, config=args.config)
-    launch.run = import_module(launch.row.module).run
-    launch.tally = counting.tally_of(launch, backend)
-    launch.contents = validate.has_contents(args)
+    for made in (launch, launch.instead):
+        if made is not None:
+            made.run = import_module(made.row.module).run
+            made.tally = counting.tally_of(made, backend)
+            made.contents = validate.has_contents(args)
     return launch
 
 

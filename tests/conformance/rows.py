@@ -14,7 +14,7 @@ from torch import Tensor
 import polyflash
 from polyflash import Mask, backends
 from polyflash.capability import Capability
-from polyflash.spec import Phase, is_decode
+from polyflash.spec import Feature, Phase, is_decode
 from polyflash.workloads import Workload
 from tests import device
 from tests.conformance.pages import contiguous
@@ -26,6 +26,8 @@ FORWARD = tuple(row for row in HERE if row.phase is Phase.FORWARD)
 STEPS = tuple(row for row in HERE if row.phase in (Phase.FORWARD, Phase.DECODE))  # decode problems too
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("float32", "bfloat16", "float16")
+# Of rows that are for less than all calls: what they have, and no more.
+ALL_OF = {"gluon": frozenset({Feature.CAUSAL, Feature.Q_OFFSET, Feature.GQA, Feature.LSE})}
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
 HEAD_DIMS = (1, 3, 8, 16, 40, 59, 63, 64, 80, 96, 111, 128, 160, 192, 256)
 # Rounding alone, as relative L2: what two exact algorithms may differ by (M3).
@@ -41,6 +43,10 @@ class Runner:
     decode row leaves to it."""
 
     row: Capability
+
+    def is_for(self, feature: Feature) -> bool:
+        """Is the row meant to have it?"""
+        return feature in ALL_OF.get(self.row.backend, Feature)
 
     def reasons(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[str, ...]:
         return self.pinned(q, k, v, options)[0]

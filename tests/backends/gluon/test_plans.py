@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def why(**options) -> str:
 @pytest.mark.parametrize("dims", configs.HEAD_DIMS)
 def test_what_it_takes(dims: int, dtype: torch.dtype):
     for options in ({}, {"causal": True}, {"causal": True, "q_offset": 7}):
-        found = explained(dims, dtype=dtype, **options)
+        found = explained(dims, dtype=dtype, **options, backend="gluon" if dims == 64 else None)
         assert found.backend == "gluon" and found.rung == "table"
         assert found.config == configs.FORWARD[dims, bool(options)]
         assert "TMA" in str(found)
@@ -56,6 +57,38 @@ def test_what_it_leaves_unless_asked_by_name():
     for few in ({"rows": 32}, {"keys": MANY_KEYS - 1}):
         assert "whole warpgroups" in why(**few)
         assert explained(**few, backend="gluon").backend == "gluon"
+    assert "Triton row is quicker" in why(dims=64, causal=True)
+    assert explained(64, causal=True, backend="gluon").backend == "gluon"
+
+
+@pytest.mark.parametrize(
+    "dims, rows, keys, batch, words",
+    [
+        (64, 4096, 2047, 4, "under 2048 keys of head_dim 64"),
+        (64, 4096, 2048, 4, ""),
+        (128, 4096, 1023, 4, "under 1024 keys of head_dim 128"),
+        (128, 4096, 1024, 4, ""),
+        (256, 4096, 1024, 4, ""),
+        (128, 1024, 1024, 1, "128 tiles of 128 rows leave some of 132 cores idle"),
+        (128, 1025, 1025, 1, ""),
+    ],
+)
+def test_what_it_leaves_by_exact_sizes(dims: int, rows: int, keys: int, batch: int, words: str):
+    """What `explain` says is what a call does, whichever sizes its route was made with."""
+    q = torch.empty(batch, 16, rows, dims, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(batch, 16, keys, dims, device="meta", dtype=torch.bfloat16)
+    found = polyflash.explain(q, k, k, target="cuda:sm90")
+    assert found.backend == ("triton" if words else "gluon")
+    told = next(v.reasons for v in found.verdicts if v.row is ROW)
+    assert told == ((f"yields: {told[0].removeprefix('yields: ')}",) if words else ()) and words in str(told)
+    named = polyflash.explain(q, k, k, target="cuda:sm90", backend="gluon")
+    assert named.backend == "gluon"
+    for length in (600, 8192):
+        spec = replace(SPEC, seqlen_q=length, seqlen_k=length, head_dim=dims, head_dim_v=dims)
+        launch = plan.select(spec, HOPPER, TABLE, backend="", config="")
+        assert launch.row is ROW and launch.of_sizes(batch, rows, keys).row.backend == found.backend
+        launch = plan.select(spec, HOPPER, TABLE, backend="gluon", config="")
+        assert launch.of_sizes(batch, rows, keys) is launch
 
 
 @pytest.mark.parametrize(
@@ -74,23 +107,37 @@ def test_gradients_are_the_triton_rows():
     launch = plan.select(
         replace(SPEC, needs_grad=True, features=features), HOPPER, TABLE, backend="", config=""
     )
-    assert launch.row is ROW and not launch.named
+    assert launch.row is ROW and launch.instead.row.backend == "triton"
     back = plan.select(replace(SPEC, phase=Phase.BACKWARD), HOPPER, TABLE, backend="", config="")
     assert back.row.backend == "triton"
 
 
-def test_a_call_that_is_named_is_known_as_such():
-    assert plan.select(SPEC, HOPPER, TABLE, backend="gluon", config="").named
+def test_a_call_that_is_named_is_never_left():
+    assert plan.select(SPEC, HOPPER, TABLE, backend="gluon", config="").instead is None
     config = plan.encode_config(replace(configs.FORWARD[128, False], heads=1))
     launch = plan.select(SPEC, HOPPER, TABLE, backend="", config=config)
-    assert launch.named and launch.row is ROW and launch.config.heads == 1
+    assert launch.instead is None and launch.row is ROW and launch.config.heads == 1
 
 
-def test_calls_that_leave_cores_idle():
-    config = configs.FORWARD[128, True]
-    assert configs.is_worth(config, 16, 1088, 1088, 132)
-    assert not configs.is_worth(config, 16, 1024, 1024, 132)  # 128 tiles
-    assert not configs.is_worth(config, 64, 1024, configs.LEAST_KEYS - 1, 132)
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_operands_are_made_such_that_the_kernel_takes_them():
+    """A copy where TMA or the scale asks for one, and none elsewhere: bits follow neither."""
+    from polyflash.backends.gluon import forward
+    from polyflash.spec import Arguments
+
+    q = torch.randn(2, 3, 5, 64).bfloat16()
+    wide = torch.randn(2, 3, 5, 128).bfloat16()
+    assert forward.boxed(q) is q and forward.boxed(q.transpose(1, 2)).data_ptr() == q.data_ptr()
+    for x in (wide[..., ::2], wide[..., 1:65], q.expand(2, 3, 5, 64).flip(3), q[:1, :1].expand(2, 3, 5, 64)):
+        copy = forward.boxed(x)
+        assert forward.is_boxed(copy) and torch.equal(copy, x)
+        assert forward.is_boxed(x) == (x.data_ptr() == copy.data_ptr())
+    args = Arguments(scale=0.3)
+    assert forward.with_positive_scale(q, args) == (q, args)
+    for scale in (-0.3, 0.0, -0.0, 1e-40):
+        made, given = forward.with_positive_scale(q, args._replace(scale=scale))
+        wanted = (q if scale < -0.1 else 0 * q).float() * scale
+        assert given.scale > 1e-37 and torch.equal(made.float() * given.scale, wanted)
 
 
 def test_configs_are_checked():

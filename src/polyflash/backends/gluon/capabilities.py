@@ -22,5 +22,6 @@ CAPABILITIES = (
         max_positions=MOST_POSITIONS,
         refuses=configs.refuses,
         leaves=configs.leaves,
+        leaves_sizes=configs.leaves_sizes,
     ),
 )

@@ -1,7 +1,8 @@
 """How the Gluon engine is cut up, and which calls it is for. Pure arithmetic, no DSL.
 
 Provenance of `FORWARD`: the quickest of the schedules that a prototype of this kernel had on an H200, in
-bfloat16 at 2k to 16k keys. The kernel here has not been timed.
+bfloat16 at 2k to 16k keys. With it the kernel was measured on an H200 beside the Triton row, from which
+`leaves` and `LEAST_KEYS` are: docs/results/2026-11-23-h200-gluon.md.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 CHECKED = ((3, 6), (3, 9))  # Tritons whose Gluon compiles these kernels as recorded; it is no stable language
 HEAD_DIMS = (64, 128, 256)
 ROWS = 64  # of a consumer
-LEAST_KEYS = 1024  # below, nobody has measured that this kernel is ahead of the Triton engine's
+# By head dim: below, it is behind the Triton row on an H200, or nobody has measured.
+LEAST_KEYS = {64: 2048, 128: 1024, 256: 1024}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,9 @@ class ForwardConfig:
             "zigzag": "programs walk a fixed list of tiles from alternate ends",
             "tiles": "a program per tile",
         }[self.order]
-        other = "the Triton kernel runs it where scale <= 0, or strides are none that TMA takes"
-        few = f"or with fewer tiles of {self.block_m} rows than cores, or fewer than {LEAST_KEYS} keys"
+        copies = "operands are copied first whose strides TMA does not take, and q where scale <= 0"
         lazy = ("sums are scaled only when the maximum has grown by 2^8",) if self.lazy_rescale else ()
-        return how, *lazy, f"{other}, {few} unless gluon is asked for by name"
+        return how, *lazy, copies
 
 
 # (head dim, causal) -> config
@@ -105,13 +106,21 @@ def leaves(spec: AttentionSpec, target: Target) -> str:
     if spec.seqlen_q <= 2 * SMALL_ROWS or spec.seqlen_k < MANY_KEYS:
         few = f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys"
         return f"{few}, are no work for whole warpgroups"
+    if spec.causal and spec.head_dim <= 64:
+        return "head_dim 64 with causal: the Triton row is quicker on an H200, at 1k to 16k keys"
     return ""
 
 
-def is_worth(config: ForwardConfig, planes: int, seqlen_q: int, seqlen_k: int, cores: int) -> bool:
-    """Does a call that named no backend fill the device with this kernel? `planes`: batch times heads."""
-    tiles = planes * -(-seqlen_q // config.block_m)
-    return tiles >= cores and seqlen_k >= LEAST_KEYS
+def leaves_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int]) -> str:
+    """Why a call of this batch, seqlen_q and seqlen_k is left; "" if it fills the device with this kernel."""
+    batch, seqlen_q, seqlen_k = sizes
+    least, rows = LEAST_KEYS[spec.head_dim], choose_forward(spec, target).block_m
+    if seqlen_k < least:
+        return f"under {least} keys of head_dim {spec.head_dim} it is not known to be quicker on an H200"
+    tiles = batch * spec.num_q_heads * -(-seqlen_q // rows)
+    if tiles < target.cores:
+        return f"{tiles} tiles of {rows} rows leave some of {target.cores} cores idle"
+    return ""
 
 
 def has_table(spec: AttentionSpec, target: Target) -> bool:

@@ -1,13 +1,12 @@
 """Attention forward on Hopper: the launches of `forward_sm90.attend_sm90`. What calls of the same sizes and
-strides share is worked out once. Calls that a route cannot tell from others, but that this kernel is not for,
-go to the Triton engine's kernel: see `takes`.
+strides share is worked out once. TMA takes rows that are dense and multiples of 16 bytes apart, and the
+kernel a positive scale: what is otherwise is copied first, so that bits follow neither.
 
-q (B, Hq, Sq, D), k, v (B, Hkv, Sk, D); rows dense and 16 bytes apart.
+q (B, Hq, Sq, D), k, v (B, Hkv, Sk, D).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from polyflash.backends.gluon import configs, shim
 from polyflash.backends.gluon.forward_sm90 import Constants, Numbers, Tensors, attend_sm90
 from polyflash.backends.gpu.numbers import LOG2E, scale_of
 from polyflash.backends.gpu.views import View
-from polyflash.backends.triton import configs as triton_configs
 from polyflash.backends.triton import forward as triton_forward
 from polyflash.backends.triton import runtime
 from polyflash.backends.triton.constants import describable
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
 
 _KEPT_CALLS = 256  # of different sizes, strides or numbers, per route
 _ALIGNED = 16  # bytes
+_LEAST_SCALE = 2.0**-126  # below, a float32 factor would be no normal number, and -inf times 0 is NaN
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # a consumer's; sums are what is written
 
 
@@ -46,20 +45,17 @@ class Ready(NamedTuple):
 class Prepared:
     """A route's memory between calls."""
 
-    __slots__ = ("config", "cores", "kernels", "named", "other", "ready")
+    __slots__ = ("config", "cores", "kernels", "ready")
 
     def __init__(self, launch: Launch) -> None:
         self.config: configs.ForwardConfig = launch.config
         self.cores = max(1, launch.target.cores)
         self.kernels = runtime.Kernels()
-        self.named = getattr(launch, "named", True)
-        self.other: Any = None  # the Triton engine's launch
-        self.ready: dict[Any, Ready | None] = {}
+        self.ready: dict[Any, Ready] = {}
 
     def ready_for(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments
-    ) -> Ready | None:
-        """None: not for this kernel."""
+    ) -> Ready:
         key = (
             q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(),
             lse if lse is None else lse.stride(), args.scale, args.offset,
@@ -67,11 +63,7 @@ class Prepared:
         if key not in self.ready:
             if len(self.ready) >= _KEPT_CALLS:
                 self.ready.clear()
-            found = takes(q, k, v, out, lse, args)
-            batch, num_heads, seqlen_q, _ = q.shape
-            if found and not self.named:
-                found = configs.is_worth(self.config, batch * num_heads, seqlen_q, k.shape[2], self.cores)
-            self.ready[key] = self._make(q, k, v, lse, args) if found else None
+            self.ready[key] = self._make(q, k, v, lse, args)
         return self.ready[key]
 
     def _make(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None, args: Arguments) -> Ready:
@@ -119,15 +111,23 @@ class Prepared:
         )
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments) -> bool:
-    """Is a call of this row one for its kernel? The scale is positive, there is something of everything, and
-    TMA takes the strides."""
-    return (
-        scale_of(q, args) > 0.0
-        and all(map(describable, (q, k, v, out)))
-        and min(*q.shape, *k.shape) > 0
-        and (lse is None or lse.is_contiguous())
-    )
+def is_boxed(x: Tensor) -> bool:
+    """Can TMA read and write it where it is?"""
+    return describable(x) and x.data_ptr() % _ALIGNED == 0
+
+
+def boxed(x: Tensor) -> Tensor:
+    """`x`, or a copy that TMA can read."""
+    return x if is_boxed(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def with_positive_scale(q: Tensor, args: Arguments) -> tuple[Tensor, Arguments]:
+    """q and arguments of the same scores whose scale is positive. With none, q times 0: scores are 0, or NaN
+    where they are not finite."""
+    scale = scale_of(q, args)
+    if abs(scale) < _LEAST_SCALE:
+        return q * 0.0, args._replace(scale=1.0)
+    return (q, args) if scale > 0.0 else (q.neg(), args._replace(scale=-scale))
 
 
 def attend_call(
@@ -161,13 +161,12 @@ def run(
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
     rows = lse if args.need_lse else None
-    ready = prepared.ready_for(q, k, v, out, rows, args)
-    if ready is None or any(x.data_ptr() % _ALIGNED for x in (q, k, v, out)):
-        if prepared.other is None:
-            config = triton_configs.choose_forward(launch.spec, launch.target)
-            prepared.other = replace(launch, config=config, prepared=None)
-        return triton_forward.run(prepared.other, q, k, v, out, lse, args)
-    attend_call(prepared, ready, q, k, v, out, rows)
+    q, args = with_positive_scale(q, args)
+    q, k, v = boxed(q), boxed(k), boxed(v)
+    place = out if is_boxed(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    attend_call(prepared, prepared.ready_for(q, k, v, place, rows, args), q, k, v, place, rows)
+    if place is not out:
+        out.copy_(place)
     return out, lse
 
 
