@@ -36,11 +36,12 @@ class Launch:
     backward: Launch | None = None  # of the gradients, planned at the first call that needs them
     instead: Launch | None = None  # of calls of its route that its row leaves by their sizes
 
-    def of_sizes(self, *sizes: int) -> Launch:
-        """The launch that runs a call of this batch, seqlen_q and seqlen_k."""
-        if self.instead is None or self.row.leaves_sizes is None:
+    def of_sizes(self, batch: int, seqlen_q: int, seqlen_k: int) -> Launch:
+        """The launch that runs a call of these sizes."""
+        leaves = self.row.leaves_sizes
+        if self.instead is None or leaves is None:
             return self
-        return self.instead if self.row.leaves_sizes(self.spec, self.target, sizes) else self  # type: ignore[arg-type]
+        return self.instead if leaves(self.spec, self.target, (batch, seqlen_q, seqlen_k)) else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def test_what_it_leaves_unless_asked_by_name():
         (64, 4096, 2047, 4, "under 2048 keys of head_dim 64"),
         (64, 4096, 2048, 4, ""),
         (128, 4096, 1023, 4, "under 1024 keys of head_dim 128"),
-        (128, 4096, 1024, 4, ""),
+        (128, 1024, 1024, 4, ""),
         (256, 4096, 1024, 4, ""),
         (128, 1024, 1024, 1, "128 tiles of 128 rows leave some of 132 cores idle"),
         (128, 1025, 1025, 1, ""),
