@@ -177,13 +177,33 @@ def graphs(dims: int, causal: bool) -> None:
         captured.zero_()
 
 
+def gradients(dims: int, causal: bool) -> None:
+    """A free call that needs them: this forward, but for what it leaves, and by its lse the Triton row's
+    gradients."""
+    case = Case(dims, causal, 2100, 2100, heads=16, kv_heads=8)
+    operands = [x.requires_grad_() for x in tensors(case)]
+    dout = torch.randn_like(operands[0])
+    with polyflash.watch(quiet=True) as watched:
+        out = polyflash.attention(*operands, causal=causal)
+        found = torch.autograd.grad(out, operands, dout)
+    engine = "triton" if causal and dims == 64 else "gluon"
+    calls = set(watched.counters()["calls"])
+    assert {f"{engine}/forward", "triton/backward"} == calls - {"triton/statistics"}, f"{case}: {watched}"
+    exact = [x.detach().double().requires_grad_() for x in operands]
+    wanted = torch.autograd.grad(right(case, *exact)[0], exact, dout.double())
+    for name, x, y in zip("qkv", found, wanted, strict=True):
+        error = float((x.double() - y).norm() / y.norm())
+        print(f"{error:.2e} d{name} of {case}", flush=True)
+        assert error < 2 * ERROR[case.dtype], f"{case}: error {error} of d{name}"
+
+
 def alone(name: str) -> None:
     dims, causal, what = int(name.split("-")[0]), "causal" in name, name.rpartition("-")[2]
     if what == "shapes":
         for case in shapes(dims, causal):
             check(case)
     else:
-        {"odd": odd_values, "graphs": graphs}[what](dims, causal)
+        {"odd": odd_values, "graphs": graphs, "gradients": gradients}[what](dims, causal)
 
 
 def contended(name: str, seconds: float, queued: int = 60) -> None:
@@ -203,7 +223,7 @@ def contended(name: str, seconds: float, queued: int = 60) -> None:
 
 
 KINDS = [f"{dims}-{kind}" for dims in (64, 128, 256) for kind in ("full", "causal")]
-ALONE = [f"{kind}-{what}" for kind in KINDS for what in ("shapes", "odd", "graphs")]
+ALONE = [f"{kind}-{what}" for kind in KINDS for what in ("shapes", "odd", "graphs", "gradients")]
 
 
 def in_child(names: list[str], seconds: float, width: int, more: list[str]) -> int:
