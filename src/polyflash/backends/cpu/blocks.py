@@ -1,4 +1,4 @@
-"""The stages of one attention tile as vector functions, in the house's words.
+"""The stages of one attention tile as vector functions.
 
     S^T[key][query] = K[key][:] · Q^T[:][query]
     O^T[channel][query] = alpha·O^T + Σ_key V[key][channel]·P^T[key][query]
@@ -35,7 +35,7 @@ class Tile:
         self.raw = self.dot or key.storage == "float32"  # q and k rows are copied as they are
         self.degree = 5 if key.storage == "float32" else 4
 
-    # load_tile
+    # bringing rows in
     @stage
     def fill(self, e: Emitter, dst: Value, vectors: Value, bits: Value) -> None:
         value = e.splat(e.float_bits(bits))
@@ -240,7 +240,7 @@ class Tile:
     def unroll_keys(self) -> int:
         return min(4, self.mr // self.key.pack)
 
-    # online_softmax, rescale
+    # the online softmax
     @stage
     def online_softmax(self, e: Emitter, s, p, fours, block, stats, scale_bits):
         """alpha = 2**((m_old - m_i)·scale_log2); P = 2**((S - m_i)·scale_log2); l_i = alpha·l_i + Σ P.

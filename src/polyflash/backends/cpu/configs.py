@@ -35,8 +35,7 @@ PASS_FEATURES = {Feature.MASK, Feature.BIAS, Feature.ALIBI, Feature.SOFTCAP, Fea
 
 class Isa(NamedTuple):
     """32-bit lanes of a vector; and, per panel width in vectors, the keys (channels of V) of one microkernel
-    step: their product are the accumulators, which with a row of vectors and a broadcast fill the registers.
-    """
+    step: their product, the accumulators, a row of vectors and a broadcast fill the registers."""
 
     lanes: int
     group_keys: dict[int, int]
@@ -181,10 +180,10 @@ class Scratch(NamedTuple):
     v: int
     s: int
     p: int
-    stage: int  # a vector of rows: q before its transpose
+    stage: int  # a vector of rows of Q before their transpose, or one row of V
     stats: int  # m_i and l_i of every panel
     limits: int  # first key and number of keys of every row, for one interval
-    block: int  # alpha and the running maximum of one key block
+    block: int  # of the key block at hand: alpha of every row, then the maximum of every row
     zero: int  # a row of zeros
     gather: int  # two rows gathered from a last dimension with a stride
     bad: int  # one byte per key: V is not finite there
@@ -193,7 +192,7 @@ class Scratch(NamedTuple):
     kinds: int  # one byte per panel: how the key block at hand touches it
     q_ids: int  # segment of every row
     k_ids: int  # segment of every key of a block, or its pages
-    staged: int  # a vector of rows of block_n keys: bias as float32, then mask bytes
+    staged: int  # of the pass, for a vector of rows and block_n keys: bias as float32, then mask bytes
     total: int
 
 

@@ -1,8 +1,8 @@
-"""Attention forward on the CPU: O = softmax(scale·QKᵀ, mask)·V and lse, in one pass over the keys.
+"""Launch of the forward pass on the CPU: cuts a call into the work items of kernels/forward.py, fills its
+argument block and hands both to the pool.
 
 q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), out (B, Hq, Sq, Dv), lse (B, Hq, Sq) float32.
-One work item is a kv head, some query heads of its group and a block of query rows; its panels share one copy
-of each K/V block. Nothing here imports a compiler until `build()`, which a cached kernel never needs.
+Nothing here imports a compiler: `runtime.load` does, for a kernel that no cache has.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> 
 
 
 class Repeat:
-    """Fast path for repeated calls without operands: the argument block of an earlier call of the same sizes,
-    at the addresses of this one."""
+    """Fast path for repeated calls without operands: an argument block, laid out by the first of them, and
+    anew for another number of threads, at the addresses of this one."""
 
     def __init__(self, launch: Launch, args: Arguments) -> None:
         self.launch, self.args, self.need_lse = launch, args, args.need_lse
@@ -189,7 +189,7 @@ class Repeat:
         return out, lse
 
     def _first(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> _Job:
-        """The job that `run` hands to the pool."""
+        """The job of the first such call, or for another number of threads: as `run` makes it."""
         isa, prepared, args = self.launch.config.isa, self.launch.prepared, self.args
         batch, _, seqlen_q, head_dim = q.shape
         work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], args)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def loaders(key: KernelKey, stage: Any) -> Any:
-    """For kernels of `key`'s storage: gathered, load_tile, stand, key_rows."""
+    """Make these for kernels of `key`'s storage: gathered, load_tile, stand, key_rows, sink_bits."""
     from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
     from polyflash.backends.cpu.structs import Blocks
 
@@ -54,8 +54,7 @@ def loaders(key: KernelKey, stage: Any) -> Any:
         args = tile.args
         i_t, first_q, first_k = i_b, 0, 0
         seqlen_q, seqlen_k = args.seqlen_q, args.seqlen_k
-        # Bounds were checked before the call; held within the tensors all the same, as another thread may
-        # write them.
+        # Bounds were checked before the call; clamped all the same, as another thread may write them.
         if args.cu_q != 0:
             cu_q = args.cu_q + 4 * i_b
             i_t, first_q = 0, least(greatest(load_i32(cu_q), 0), seqlen_q)

@@ -29,8 +29,8 @@ device = Blocks(FORWARD).device
 
 
 def tiles(key: KernelKey, stage: Any, shared: Any) -> Any:
-    """For kernels of `key`'s tiles. `k` and `v` are where key 0 of the kv head lies, in page 0 if there are
-    pages; the item's key is n, the first of the block."""
+    """Make what loads K and V for kernels of `key`'s tiles. `k` and `v` are where key 0 of the kv head lies,
+    in page 0 if there are pages; `item.key`, here n, is the first of the block."""
     call_pass = call_native(9)
     NR, PACK, STEP = key.panel_rows, key.pack, configs.STEP
     SIZE = configs.STORAGE_BYTES[key.storage]

@@ -78,8 +78,8 @@ Operands = namedtuple(
     page_table page_table_batch page_table_entry page_size num_pages
     """,
 )
-# heads x row_panels is an item, chunks items make a group, others items share a row block. zero is 0, read at
-# run time: a fill with a known zero would become a call of memset.
+# An item is heads x row_panels panels; the heads of a kv head are chunks items, and a row block is others
+# items. zero is 0, read at run time: a fill with a known zero would become a call of memset.
 Cut = namedtuple("Cut", "block_n heads chunks row_panels row_blocks others zero")
 
 # An item: which rows of what it is, then what the pass tells of a key block.

@@ -1,7 +1,7 @@
 """The forward kernel: O = softmax(scale·QKᵀ, mask)·V and lse, in one pass over the keys.
 
 One work item is a kv head, some query heads of its group and a block of query rows; its panels share one copy
-of each K/V block.
+of each K/V block. `i_p` counts the panels of one head, `panel` those of all heads of the item.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def blocks_of(key: KernelKey, stage: Any, shared: Any) -> Any:
 
 
 def build(key: KernelKey) -> Any:
-    """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
+    """Compile the kernel of `key`: a numba cfunc `void(args, number, scratch)` that runs one item."""
     stage, NR = intrinsics.stages(key, blocks.Tile(key)), key.panel_rows
     shared, tiles_at = walk.tools(key, stage), BLOCK.tiles()
     item_ends, attend = ends(key, stage, shared), blocks_of(key, stage, shared)
@@ -156,7 +156,8 @@ def build(key: KernelKey) -> Any:
         others, chunks, hkv, group = args.others, args.chunks, args.num_kv_heads, args.group
         rest = number % others
         i_hkv, i_b = rest // chunks % hkv, rest // chunks // hkv
-        # The last rows see the most keys; packed members come with a table, the most work first.
+        # `number` counts, the fastest first: chunks of a group, kv heads, batch entries, row blocks. The last
+        # rows come first, as they see the most keys; packed members have a table, the most work first.
         if args.members != 0:
             i_b = load_i32(args.members + number // others * 12)
         i_t, first_q, first_k, seqlen_q, start, live = shared.stand(tile, i_b)

@@ -1,6 +1,6 @@
 """Device functions of a walk over key blocks: which keys each row sees, and which of a block's keys a panel
 must look at. The forward, statistics and backward kernels share them; so does what they do to a tile of
-scores.
+scores, the pass over them (scores.py) included.
 
 A panel is `panel_rows` rows of one head. The item says which rows and keys stand at hand: rows
 [row, row_end), keys [start, live) of one interval, and of these [first, last) in the block that begins at
@@ -91,7 +91,7 @@ def walks(key: KernelKey, stage: Any) -> Any:
 
     @device
     def panel_kind(tile, panel):
-        """How the block touches a panel, as the pass says."""
+        """How the block touches a panel, as the pass says: UNSEEN, CHANGED, or PLAIN if no score changes."""
         return load_i8(tile.kinds + panel) if tile.args.score_pass != 0 else PLAIN
 
     @device
@@ -161,8 +161,8 @@ def panels(key: KernelKey, stage: Any, shared: Any, walk: Any) -> Any:
 
     @device
     def key_products(tile, panel, limits, begin, end):
-        """S^T of keys [begin, end) of the block, and their part of the running maximum; outside a row's
-        limits scores are -inf first, unless `limits` is 0."""
+        """S^T of keys [begin, end) of the block, and their part of its maximum; outside a row's limits scores
+        are -inf, before the maximum is taken, unless `limits` is 0."""
         if begin < end:
             args = tile.args
             k, q, s = tile.k + begin * K_BYTES, tile.q + panel * Q_PANEL, tile.s + begin * NR * 4
@@ -185,7 +185,7 @@ def panels(key: KernelKey, stage: Any, shared: Any, walk: Any) -> Any:
             key_products(tile, panel, limits, inner_end, end)
         else:
             key_products(tile, panel, 0, begin, end)
-            stage.fill(top, NV, MINUS_INF)
+            stage.fill(top, NV, MINUS_INF)  # that of raw scores; the pass takes that of changed, bounded ones
             walk.change_scores(tile, head, i_p, begin, end, inner_begin, inner_end)
 
     return namespace(pack_panel, make_scores)
