@@ -128,13 +128,13 @@ class Prepared:
         self.kernels = runtime.Kernels()
         self.constants: dict[Any, Any] = {}
 
-    def forms(self, flags: Flags, head_dim: int, head_dim_v: int, packed: bool, masked: bool) -> Forms:
-        key = (flags, packed, masked)
+    def forms(self, flags: Flags, head_dim: int, head_dim_v: int, pack: bool, masked: bool) -> Forms:
+        key = (flags, pack, masked)
         found: Forms | None = self.constants.get(key)
         if found is None:
             c = self.config
             blocks = channel_blocks(head_dim, head_dim_v, self.least, self.least)
-            both = Constants(**blocks, **flags._asdict(), PACK=packed, BASE2=c.base2)
+            both = Constants(**blocks, **flags._asdict(), PACK=pack, BASE2=c.base2)
             both = both._replace(PRODUCT=self.product, ALWAYS_MASKED=masked)
             dkv = both._replace(BLOCK_M=c.block_m, BLOCK_N=c.block_n, NUM_STAGES=c.num_stages)
             dq = both._replace(BLOCK_M=c.dq_block_m, BLOCK_N=c.dq_block_n, NUM_STAGES=c.dq_num_stages)
@@ -168,7 +168,7 @@ class Call(NamedTuple):
     forms: Forms
     num_heads: int
     group: int
-    packed: bool  # into one sequence
+    packed: bool  # requests are, into one sequence: not PACK
     key: tuple[Any, ...]
     device: torch.device
 
@@ -201,9 +201,9 @@ class Call(NamedTuple):
 def centers(
     prepared: Prepared, inputs: tuple[Tensor, ...], results: tuple[Any, ...], kv_lens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-    """lse and delta by packed row, float32 (B, Hkv, Sq·G); an int32 that is not 0 if an operand has
-    something that is not finite; and q, k, v and dout, or the parts that kernels read instead. `inputs` are
-    q, k and v, `results` out, dout, lse and dlse."""
+    """Results of `center`: lse and delta by packed row, float32 (B, Hkv, Sq·G); an int32 that is not 0 if an
+    operand has something that is not finite; and q, k, v and dout, or the parts that kernels read instead.
+    `inputs` are q, k and v, `results` out, dout, lse and dlse."""
     (q, k, v), (out, dout, lse, dlse) = inputs, results
     (batch, num_heads, seqlen_q), num_kv_heads = lse.shape, k.shape[1]
     group, number = num_heads // num_kv_heads, lse.numel()

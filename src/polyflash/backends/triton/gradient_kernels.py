@@ -1,6 +1,6 @@
 """The device side of the backward pass: `center`, `make_dkv` and `make_dq`. What they compute stands in
 backward.py; their tiles are [BLOCK_N, BLOCK_M] where a program owns keys and [BLOCK_M, BLOCK_N] where it owns
-rows, so that what is summed is the first operand's rows."""
+rows, as first operands of what is summed. What `center` writes as `t.row_lse` the others read as `t.lse`."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from polyflash.backends.triton.products import (
 )
 from polyflash.backends.triton.scores import change_scores, keep, recompute, visible_pairs
 
-PAD: tl.constexpr = tl.constexpr(256)  # rows that a block may reach beyond the last one
+PAD: tl.constexpr = tl.constexpr(256)  # rows that a block may reach beyond the last one, read without a mask
 
 
 class Own(NamedTuple):
-    """State of a tile of rows while keys go by."""
+    """Parts of a tile of rows that are read once, before keys go by."""
 
     q: Any  # pairs of channel blocks
     dout: Any
@@ -52,8 +52,8 @@ class Own(NamedTuple):
 
 @triton.jit
 def packed_base(x, i_b, i_hkv, first_q, group):
-    """Offset at which the packed rows of a request begin in what `center` wrote: concatenated, so that a
-    block of them needs one address and not one per row."""
+    """Offset at which the rows of a request begin in what `center` wrote, in the order of `packed_rows` and
+    end to end, so that a block of them needs one address and not one per row."""
     return tl.cast(i_b, tl.int64) * x.b + tl.cast(i_hkv, tl.int64) * x.h + tl.cast(first_q, tl.int64) * group
 
 
@@ -68,7 +68,7 @@ def look_over(x, parts, i_b, i_h, o_r, m_r, DIM: tl.constexpr, FIRST: tl.constex
 
 @triton.jit
 def look_at(x, parts, i_b, i_h, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`look_over` of one block of channels. The three parts of a row stand side by side."""
+    """`look_over` of the BLOCK_D channels from FIRST on. The three parts of a row stand side by side."""
     b_x = load_tile(x, row_offsets(x, i_b, i_h, o_r), m_r, FIRST, DIM, BLOCK_D, "")
     if parts is not None:
         o_p = row_offsets(parts, i_b, i_h, o_r)
@@ -89,7 +89,7 @@ def part_width(dim):
 def load_block(
     x, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PRODUCT: tl.constexpr
 ):
-    """Channels of rows as `load_tile`, in "bf16x6" their three parts, which `center` wrote."""
+    """Channels of rows as `load_tile`, of them in "bf16x6" the three parts that `center` wrote."""
     b_0 = load_tile(x, o_r, m_r, FIRST, DIM, BLOCK_D, "")
     if PRODUCT == "bf16x6":
         b_1 = load_tile(x, o_r + part_width(DIM), m_r, FIRST, DIM, BLOCK_D, "")
@@ -124,7 +124,7 @@ def finite_block(x, PRODUCT: tl.constexpr):
 @triton.jit
 def center(t, n, c):
     """delta = Σ_d do·out - dlse, and lse with +inf for rows that saw no key (their delta is 0), both in the
-    order of packed rows; whether a q, k, v, do or delta is not finite; and the `parts` of those four. The
+    order of packed rows; whether a q, k, v, do or delta is not finite; and the `parts` of q, k, v and do. The
     first programs have BLOCK_M rows of one query head each, the others keys of one key/value head."""
     i_t = tl.program_id(0)
     row_programs = n.row_tiles * t.num_heads * n.batch
@@ -191,15 +191,15 @@ def add_nonfinite_rows(
 
 @triton.jit
 def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
-    """Adds what row blocks give to dk and dv of one key block. One loop, in which blocks that are not full
-    are masked: keys that several loops read would stay in registers between them."""
+    """Adds what row blocks give to dk and dv of one key block. All blocks in one loop, which masks those that
+    are not full: keys that several loops read would stay in registers between them."""
     dk0, dk1, dv0, dv1 = state
     b_k0, b_k1 = b_k
     b_v0, b_v1 = b_v
     o_w = packed_base(t.lse, place.i_batch, i_hkv, place.first_q, t.group)
     i_plane = place.i_b * t.num_heads * t.group
     heads = i_hkv * t.group
-    odd = blocks.lo < 0  # is there anything in dO that is not finite?
+    odd = blocks.lo < 0  # False, as a tensor: has dO shown anything that is not finite?
     for i_m in tl.range(blocks.lo, blocks.hi, num_stages=c.NUM_STAGES):
         o_i, o_g = packed_rows(i_m, t.group, c.BLOCK_M, c.PACK)
         m_row = o_i < place.rows
@@ -207,10 +207,10 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
         o_q = head_offsets(t.q, place.i_batch, rows.o_h, place.first_q + o_i)
         o_do = head_offsets(t.dout, place.i_batch, rows.o_h, place.first_q + o_i)
         i_w = o_w + tl.cast(i_m, tl.int64) * c.BLOCK_M
-        b_lse = tl.load(t.lse.p + i_w + tl.arange(0, c.BLOCK_M))
-        # [BLOCK_N, BLOCK_M]
+        b_lse = tl.load(t.lse.p + i_w + tl.arange(0, c.BLOCK_M))  # blocks with rows of none are masked
         b_q0 = load_block(t.q, o_q, m_row, 0, c.D, c.D0, c.PRODUCT)
         b_q1 = b_q0
+        # [BLOCK_N, BLOCK_M]
         b_st = product(b_k0, turned(b_q0), tl.zeros([c.BLOCK_N, c.BLOCK_M], tl.float32), c.PRODUCT)
         if c.D1 > 0:
             b_q1 = load_block(t.q, o_q, m_row, c.D0, c.D, c.D1, c.PRODUCT)
@@ -220,7 +220,7 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
             b_s, b_cap = change_scores(tl.trans(b_st), t.x, place, rows, keys, n, c.SOFTCAP)
             b_st = tl.trans(b_s)
         b_pt = recompute(b_st, b_lse[None, :], n.scale, c)
-        b_seen = keys.m_n[:, None]
+        b_seen = keys.m_n[:, None]  # this and `b_kept` are read only where they are set anew
         if c.ALWAYS_MASKED or not c.FINITE:
             b_seen = turned_pairs(b_lse, rows, keys, place, band, t.x, c)
             b_pt = tl.where(b_seen, b_pt, 0.0)
@@ -302,7 +302,7 @@ def add_atomically(
 
 @triton.jit
 def dkv_tile(i_t, t, n, c):
-    """dk and dv of one key block of one key/value head, over all rows of all its query heads that see it."""
+    """dk and dv of a key block of one of `num_heads` key/value heads, over rows of all its query heads."""
     i_n, i_hkv, i_b = unravel(i_t, n.num_tiles, t.num_heads)
     i_n, num_keys, place = find_keys(i_n, i_b, t, n, c)
     j_0 = i_n * c.BLOCK_N
@@ -334,8 +334,8 @@ def dkv_tile(i_t, t, n, c):
 
 @triton.jit
 def over_tiles(make_tile: tl.constexpr, t, n, c):
-    """One program per tile; does nothing unless all operands are finite. Without FINITE the same for those
-    that are not: a few programs walk over all tiles, and hidden pairs stay out of every sum."""
+    """Makes all tiles or none: two forms are launched, and what `center` found says which works. FINITE has a
+    program per tile; of the other, rare and with hidden pairs kept out of every sum, a few walk over all."""
     if c.FINITE:
         if tl.load(t.odd) == 0:
             make_tile(tl.program_id(0), t, n, c)
@@ -458,8 +458,8 @@ def dq_tile(i_t, t, n, c):
 
 @triton.jit
 def make_dq(t, n, c):
-    """One program per tile of rows, with both loops; with parts such a kernel would spill, and each loop is a
-    form of its own, as of `make_dkv`."""
+    """One program per tile of rows, with both loops; in "bf16x6" such a kernel would spill, and each loop is
+    a form of its own, as of `make_dkv`."""
     if c.PRODUCT == "bf16x6":
         over_tiles(dq_tile, t, n, c)
     else:

@@ -4,6 +4,7 @@ A tile is BLOCK_M packed rows against BLOCK_N keys. With PACK the query heads of
 of one tile, the head the faster: packed row r is row r // group of head r % group.
 
 Kernels take `t`, tensors and what else is compiled in, `n`, the numbers of a call, and `c`, constants.
+Two blocks of channels are FIRST and SECOND wide (0: none); a block of BLOCK_D begins at channel FIRST.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def unravel(i_t, num_tiles, num_heads):
 
 @triton.jit
 def find_rows(i_m, i_b, t, n, c):
-    """The number of a tile of rows in its request, and the request's place."""
+    """The number of tile i_m of rows in its request, and the request's place."""
     if c.HEAVY_FIRST:
         i_m = n.num_tiles - 1 - i_m
     i_batch = i_b
@@ -141,7 +142,7 @@ def find_rows(i_m, i_b, t, n, c):
 
 @triton.jit
 def find_keys(i_n, i_b, t, n, c):
-    """Likewise of a tile of keys, with the keys of its request, live or not, in between."""
+    """The number of tile i_n of keys in its request, how many keys that has, live or not, and its place."""
     i_batch, keys = i_b, n.seqlen_k
     if t.x.cu_seqlens_k is not None:
         i_b, i_n = find_member(i_n, t.x.cu_seqlens_k, n.batch, n.seqlen_k, 1, c.BLOCK_N)
@@ -152,7 +153,7 @@ def find_keys(i_n, i_b, t, n, c):
 
 @triton.jit
 def find_band(place, n, c):
-    """Both ends fit int32."""
+    """The band that causal order and the window leave a request's rows. Both ends fit int32."""
     lo, hi = place.position * 0 - place.rows, place.position * 0 + place.live
     if c.HAS_LEFT:
         lo = tl.minimum(tl.maximum(place.position - n.left, -place.rows), place.live)
