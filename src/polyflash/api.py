@@ -133,7 +133,7 @@ def attention(
         and (scale is None or type(scale) is float)
         and (backend is None or type(backend) is str)
     ):
-        key = repeats.of_keys(q, k, v, (causal, return_lse, softcap, scale, backend))
+        key = repeats.key_of(q, k, v, (causal, return_lse, softcap, scale, backend))
         results = repeats.call(key, q, k, v)
     if results is None:
         if plain and scale is backend is None and softcap == 0.0:
@@ -304,7 +304,7 @@ def attention_paged(
     plain = plain and (scale is None or type(scale) is float) and (backend is None or type(backend) is str)
     if plain and type(q) is type(k_pages) is type(v_pages) is Tensor:
         fixed = causal, return_lse, softcap, scale, backend, checked
-        key = repeats.of_pages(q, k_pages, v_pages, page_table, kv_lens, fixed)
+        key = repeats.key_of_paged(q, k_pages, v_pages, page_table, kv_lens, fixed)
         found = repeats.call(key, q, k_pages, v_pages, page_table, kv_lens)
         if found is not None:
             return AttentionOutput(found[0], found[1].transpose(0, 1)) if return_lse else found[0]

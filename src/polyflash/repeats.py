@@ -40,9 +40,9 @@ _MOST_KEYS = MOST_POSITIONS - DECODE_ROWS
 _known: dict[Key, Repeat | None] = {}
 
 
-def of_keys(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
-    """A key for calls of `attention` whose other arguments are defaults but for `options`, or None if
-    they are not to be known. Tensors are (batch, heads, seqlen, head_dim)."""
+def key_of(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
+    """The key of a call of `attention` whose other arguments are defaults but for `options`, or None if
+    it is not to be known. Tensors are (batch, heads, seqlen, head_dim)."""
     kinds = quiet(q, k, v)
     if kinds is None:
         return None
@@ -65,8 +65,8 @@ def of_keys(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
     return kinds, options, sizes, order, _keys_class(seqlen_k)
 
 
-def of_pages(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, options: Key) -> Key | None:
-    """A key like `of_keys`, for one token per request over pages: q (batch, heads, head_dim), pools
+def key_of_paged(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, options: Key) -> Key | None:
+    """A key like `key_of`, for one token per request over pages: q (batch, heads, head_dim), pools
     (num_pages, page_size, heads, head_dim)."""
     kinds = quiet(q, k, v, table, lens)
     if kinds is None or q.ndim != 3 or k.ndim != 4 or table.ndim != 2:
@@ -115,7 +115,7 @@ def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results
 
 
 def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
-    """Calls with this key are made as `bound` was."""
+    """Calls with this key are made as `bound` was; None is kept if its row has no shorter way for them."""
     q, k, v, _, args, _ = bound
     if len(_known) >= _KEPT:
         _known.pop(next(iter(_known)), None)

@@ -230,7 +230,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
 def call_plain(
     q: Tensor, k: Tensor, v: Tensor, args: Arguments
 ) -> tuple[Launch, tuple[Tensor, Tensor]] | None:
-    """Launch and results of a quiet call, or None if it needs the dispatcher."""
+    """Launch and results of a quiet call of any number of rows, or None if it needs the dispatcher."""
     rest = _without_defaults(args)
     return _attend(q, k, v, args, rest, _DECODE) if _skips_dispatcher(q, k, v, rest) else None
 
@@ -297,7 +297,7 @@ def _run(
 
 
 def launched(launch: Launch, *operands: Any) -> Any:
-    """The result of the row's `run`, with autocast off and the GPU of the first operand the current one."""
+    """The result of the row's `run`, counted, with autocast off and the GPU of the first operand current."""
     device = launch.spec.device
     if device == "cuda" and operands[0].device.index != torch.cuda.current_device():
         with torch.cuda.device(operands[0].device):
@@ -308,7 +308,7 @@ def launched(launch: Launch, *operands: Any) -> Any:
     launch.tally.count()
     try:
         return launch.run(launch, *operands)
-    except (OverflowError, struct.error):  # of an argument block, before anything has run
+    except (OverflowError, struct.error):  # a stride fits no word, which shows before anything runs
         return launch.run(launch, *map(near, operands))
 
 
@@ -375,7 +375,7 @@ class _Attention(_SingleLevelFunction):
             ctx.save_for_backward(q, k, v, out, lse)
         else:
             ctx.save_for_backward(q, k, v, out, lse, *(x for x in args if isinstance(x, Tensor)))
-            args = Arguments._make(_KEPT if isinstance(x, Tensor) else x for x in args)
+            args = Arguments._make(_SAVED if isinstance(x, Tensor) else x for x in args)
         ctx.set_materialize_grads(False)
         ctx.args = args
         return (out, lse) if wanted else out
@@ -386,7 +386,7 @@ class _Attention(_SingleLevelFunction):
         args, launch, needs = ctx.args, ctx.launch, ctx.needs_input_grad[:5]
         if others:
             kept = iter(others)
-            args = Arguments._make(next(kept) if x is _KEPT else x for x in args)
+            args = Arguments._make(next(kept) if x is _SAVED else x for x in args)
         if dout is None:
             dout = torch.zeros_like(out)
         direct = launch is not None and is_plain(dout) and (dlse is None or is_plain(dlse)) and unobserved()
@@ -403,7 +403,7 @@ class _Attention(_SingleLevelFunction):
         return (*results, None, None, None, None, None)
 
 
-_KEPT = object()  # stands for a tensor that autograd keeps
+_SAVED = object()  # stands for a tensor that autograd keeps
 _apply: Any = _Attention.apply  # type: ignore[attr-defined]
 
 
