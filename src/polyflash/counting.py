@@ -27,6 +27,8 @@ _tallies: dict[tuple[str, str, str], Tally] = {}
 _baseline: Counter[Tally] = Counter()  # what was counted before the last reset
 _warned: set[str] = set()
 _open: list[watch] = []  # of all threads: while there is none, nobody looks further
+# Every thread's list, twice: torch 2.11 takes no reference to what it is given, yet drops one in the end.
+_kept: list[tuple[list[watch], list[watch]]] = []
 
 
 class Tally:
@@ -165,11 +167,15 @@ class watch:
     def __enter__(self) -> watch:
         self._before = dict(compilation.compiled)
         _open.append(self)
-        torch._C._stash_obj_in_tls(_STACK, (*_watching(), self))
+        if not torch._C._is_key_in_tls(_STACK):
+            mine: list[watch] = []
+            _kept.append((mine, mine))
+            torch._C._stash_obj_in_tls(_STACK, mine)
+        _watching().append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        torch._C._stash_obj_in_tls(_STACK, tuple(w for w in _watching() if w is not self))
+        _watching().remove(self)
         _open.remove(self)
         self._compiled = self._compiled_since()
         if not self.quiet and sys.stderr is not None:
@@ -199,6 +205,6 @@ class watch:
         return "\n".join((f"polyflash: {'row':<7}{'calls':>19}", *lines))
 
 
-def _watching() -> tuple[watch, ...]:
+def _watching() -> list[watch]:
     """The watches of this thread, or of the thread that autograd works for in this one."""
-    return torch._C._get_obj_in_tls(_STACK) if torch._C._is_key_in_tls(_STACK) else ()
+    return torch._C._get_obj_in_tls(_STACK) if torch._C._is_key_in_tls(_STACK) else []

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import polyflash
-from polyflash import attention, counters, repeats, torch_ops, watch
+from polyflash import attention, counters, counting, repeats, torch_ops, watch
 from polyflash.integrations import sdpa
 from tests import device
 from tests.rows_here import needs_cpu_engine
@@ -84,6 +84,13 @@ class TestRows:
         with pytest.raises(polyflash.SpecError):
             attention(q, k, v, window=(-1, 0))
         assert counters() == {"calls": {}, "left_to_torch": {}, "compiled": {}}
+
+    def test_what_torch_is_given_is_kept(self):
+        """torch 2.11 takes no reference to it: a watch there met freed memory."""
+        with polyflash.watch(quiet=True):
+            mine = counting._watching()
+            assert any(mine is kept is twice for kept, twice in counting._kept)
+        assert counting._watching() is mine and not mine
 
     def test_reset_begins_anew_and_leaves_watches_alone(self):
         q, k, v = qkv()
