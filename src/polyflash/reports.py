@@ -187,7 +187,7 @@ def _rows() -> list[dict[str, Any]]:
     here = target.detect("cpu")
     rows = []
     for row in TABLE:
-        spec = AttentionSpec(row.phase, "float32", "cpu", 1, 1, 1, 64, 64, 64, 64, frozenset())
+        spec = AttentionSpec(row.phase, max(row.dtypes), "cpu", 1, 1, 1, 64, 64, 64, 64, frozenset())
         targets, features = [name or "any" for name in row.targets], sorted(f.value for f in row.features)
         facts = {"row": label(row), "targets": targets, "dtypes": sorted(row.dtypes), "features": features}
         refusals = row.reasons_against(spec, here, by_name=True)
