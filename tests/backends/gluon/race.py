@@ -16,18 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polyflash
 from polyflash.backends.gluon import configs
+from polyflash.bench.timing import queued
 
 TOKENS, CHANNELS = 16384, 2048
-
-
-def seconds(call: Callable[[], object], times: int) -> float:
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(times):
-        call()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / times / 1e3
 
 
 def arms_of(q, k, v, causal: bool, variants: bool) -> dict[str, Callable[[], torch.Tensor]]:
@@ -77,7 +68,7 @@ def main() -> None:
                 found: dict[str, list[float]] = {name: [] for name in arms}
                 for _ in range(asked.rounds):
                     for name in random.sample(sorted(arms), len(arms)):
-                        found[name].append(seconds(arms[name], times))
+                        found[name].append(queued(arms[name], times))
                 rates = {name: work / statistics.median(x) / 1e12 for name, x in found.items()}
                 told = " ".join(f"{n} {r:.0f}" for n, r in rates.items())
                 over = (

@@ -40,6 +40,7 @@ class Ready(NamedTuple):
     kinds: tuple[Any, ...]  # what kernels are compiled for, beside alignment
     marks: tuple[int, ...]  # their shape
     programs: int
+    boxed: tuple[bool, ...]  # can TMA reach q, k, v and out where they are?
 
 
 class Prepared:
@@ -57,16 +58,18 @@ class Prepared:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments
     ) -> Ready:
         key = (
-            q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(),
+            q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(), runtime.aligned(q, k, v, out),
             lse if lse is None else lse.stride(), args.scale, args.offset,
         )  # fmt: skip
         if key not in self.ready:
             if len(self.ready) >= _KEPT_CALLS:
                 self.ready.clear()
-            self.ready[key] = self._make(q, k, v, lse, args)
+            self.ready[key] = self._make(q, k, v, out, lse, args)
         return self.ready[key]
 
-    def _make(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None, args: Arguments) -> Ready:
+    def _make(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments
+    ) -> Ready:
         config = self.config
         batch, num_heads, seqlen_q, head_dim = q.shape
         num_kv_heads, seqlen_k = k.shape[1:3]
@@ -101,13 +104,16 @@ class Prepared:
             SHARED_OUT=config.shared_out,
         )
         mending = constants._replace(MENDING=True, COUNTED=False, WHOLE=False)
+        reached = tuple(map(is_boxed, (q, k, v, out)))
+        v_strides = (v if reached[2] else torch.empty(v.shape, device="meta")).stride()
         return Ready(
             numbers=numbers,
             constants=runtime.compiled_in(constants),
             mending=runtime.compiled_in(mending),
-            kinds=(constants, runtime.signature(v.stride()), lse is None),
+            kinds=(constants, runtime.signature(v_strides), lse is None),
             marks=(batch * num_heads, num_tiles, config.block_m),
             programs=total if config.order == "tiles" else min(total, self.cores),
+            boxed=reached,
         )
 
 
@@ -162,9 +168,11 @@ def run(
         prepared = launch.prepared = Prepared(launch)
     rows = lse if args.need_lse else None
     q, args = with_positive_scale(q, args)
-    q, k, v = boxed(q), boxed(k), boxed(v)
-    place = out if is_boxed(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    attend_call(prepared, prepared.ready_for(q, k, v, place, rows, args), q, k, v, place, rows)
+    ready, place = prepared.ready_for(q, k, v, out, rows, args), out
+    if not all(ready.boxed):
+        q, k, v = map(boxed, (q, k, v))
+        place = out if ready.boxed[3] else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    attend_call(prepared, ready, q, k, v, place, rows)
     if place is not out:
         out.copy_(place)
     return out, lse

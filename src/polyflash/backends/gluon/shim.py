@@ -158,16 +158,8 @@ def row_max(b_x):
 def folded(b_x, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """[rows, keys] added up to [rows, COLUMNS] within each thread."""
     b_y = b_x
-    if b_x.shape[1] >= 16 * COLUMNS:
-        a, b = halves(b_y)
-        b_y = a + b
-    if b_x.shape[1] >= 8 * COLUMNS:
-        a, b = halves(b_y)
-        b_y = a + b
-    if b_x.shape[1] >= 4 * COLUMNS:
-        a, b = halves(b_y)
-        b_y = a + b
-    if b_x.shape[1] >= 2 * COLUMNS:
-        a, b = halves(b_y)
-        b_y = a + b
+    for _ in gl.static_range(4):
+        if b_y.shape[1] > COLUMNS:
+            a, b = halves(b_y)
+            b_y = a + b
     return gl.convert_layout(b_y, LAYOUT, assert_trivial=True)
