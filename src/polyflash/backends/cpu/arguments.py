@@ -107,6 +107,14 @@ def score_scale(q: Tensor, args: Arguments) -> float:
     return q.shape[3] ** -0.5 if args.scale is None else args.scale
 
 
+def decode_scaling(args: Arguments, scale: float, does: int) -> tuple[int, int]:
+    """score_factor and score_cap of a decode call whose scores leave unscaled unless `does` says so."""
+    if does & words.DOES_SOFTCAP:
+        # A softcap that no float32 holds is the least one, as 0 is none.
+        return 1 << 32 | float_bits(abs(scale) / args.softcap), max(1, float_bits(args.softcap))
+    return (1 << 32 | float_bits(abs(scale)), 0) if does & words.DOES_TINY_SCALE else (0, 0)
+
+
 def row_strides(x: Tensor) -> tuple[int, int, int]:
     """In bytes, over (batch, head, row)."""
     size = x.element_size()

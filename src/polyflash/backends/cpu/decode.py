@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from polyflash.backends.cpu import (
-    arguments,
-    configs,
-    decode_arguments,
-    decode_configs,
-    decode_many_configs,
-    pool,
-    runtime,
-)  # fmt: skip
+from polyflash.backends.cpu import arguments, configs, decode_configs, decode_many_configs, pool, runtime
 from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH
 from polyflash.backends.cpu.words import DECODE, Cut, Entry
@@ -47,9 +39,11 @@ MOST_SPLITS = 4  # of an item: what is read next is prefetched across their bord
 
 
 class _Cut(NamedTuple):
-    """State shared by calls of one tile size: kernel, tiles per kv head, scratch, and words of the block."""
+    """State shared by calls of one tile size: kernel, splits, tiles per kv head, scratch, words of the
+    block."""
 
     kernel: int
+    split_keys: int
     chunks: int
     scratch_bytes: int
     partial_bytes: int
@@ -57,6 +51,15 @@ class _Cut(NamedTuple):
     widths: tuple[int, int, int]  # q_tile, gathered_row, zero_vectors of `Decode`
     long_items: bool  # whether an item can walk several kv heads and splits
     turns: bool  # and read their keys side by side
+
+
+class Walks(NamedTuple):
+    """The splits of a call: of every request `length` from `first` on, or of each its own."""
+
+    first: int
+    length: int
+    splits: int  # of all requests
+    each: list[tuple[int, int, int]] | None = None  # (request, first split, number of splits)
 
 
 class _Memory:
@@ -105,7 +108,8 @@ class Prepared:
         zero_vectors = (tiles.gather - tiles.zero) // (4 * key.lanes)
         widths = (tiles.o - tiles.q) // MOST_HEADS, tiles.bad - tiles.gather, zero_vectors
         turns = key.rows <= decode_configs.MOST_TURN_ROWS
-        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, widths, True, turns)
+        sizes = config.split_keys, chunks, tiles.total, partial_bytes
+        return _Cut(runtime.load(key), *sizes, words, widths, True, turns)
 
     def _many(self, rows: int) -> _Cut:
         spec, config = self.spec, self.config
@@ -113,11 +117,9 @@ class Prepared:
         widest = max(spec.head_dim, spec.head_dim_v)
         key = decode_many_configs.key_for(config, spec.dtype, widest, nv)
         tiles = decode_many_configs.scratch(key, panels, config.block_n)
-        words, partial_bytes = (
-            _tile_words(config, chunks, panels, tiles),
-            key.partial_bytes(panels, spec.head_dim_v),
-        )
-        return _Cut(runtime.load(key), chunks, tiles.total, partial_bytes, words, (0, 0, 0), False, False)
+        words = _tile_words(config, chunks, panels, tiles)
+        sizes = config.split_keys, chunks, tiles.total, key.partial_bytes(panels, spec.head_dim_v)
+        return _Cut(runtime.load(key), *sizes, words, (0, 0, 0), False, False)
 
 
 def _tile_words(config: DecodeConfig, chunks: int, panels: int, tiles: Scratch) -> bytes:
@@ -134,14 +136,14 @@ def run(
     if prepared is None:
         prepared = launch.prepared = Prepared(launch.config, launch.spec, launch.target)
     batch, num_q_heads, seqlen_q, _ = q.shape
-    cut, split_keys = prepared.cut(num_q_heads // v.shape[1] * seqlen_q), prepared.config.split_keys
+    cut = prepared.cut(num_q_heads // v.shape[1] * seqlen_q)
     seqlen_k = v.shape[2] if args.page_table is None else v.shape[2] * args.page_table.shape[1]
     if args.kv_lens is args.kv_starts is args.q_offset is None:
-        first, count = walk(args, seqlen_q, 0, seqlen_k, seqlen_k - seqlen_q, split_keys)
-        _launch(cut, split_keys, (first, count), batch * count, None, q, k, v, out, lse, args)
+        first, count = walk(args, seqlen_q, 0, seqlen_k, seqlen_k - seqlen_q, cut.split_keys)
+        walks = Walks(first, count, batch * count)
     else:
-        walks = _walks(args, range(batch), [seqlen_q] * batch, [seqlen_k] * batch, split_keys)
-        _launch(cut, split_keys, (0, 0), sum(w[2] for w in walks), walks, q, k, v, out, lse, args)
+        walks = _walks(args, range(batch), [seqlen_q] * batch, [seqlen_k] * batch, cut.split_keys)
+    launched(cut, walks, q, k, v, out, lse, args)
     return out, lse
 
 
@@ -153,25 +155,22 @@ def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> 
     return None if prepared is None else decode_repeat.made(prepared, q, k, v, args)
 
 
-def run_members(
-    prepared: Prepared, members: Any, lens_q: Any, lens_k: Any, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, args: Arguments,
-) -> None:  # fmt: skip
-    """The packed members of these numbers (int64 numpy) with so many rows and keys (of all members)."""
-    rows, split_keys = q.shape[1] // v.shape[1] * int(lens_q[members].max()), prepared.config.split_keys
-    walks = _walks(args, members.tolist(), lens_q.tolist(), lens_k.tolist(), split_keys)
-    splits = sum(w[2] for w in walks)
-    _launch(prepared.cut(rows), split_keys, (0, 0), splits, walks, q, k, v, out, lse, args)
+def of_members(
+    prepared: Prepared, members: Any, lens_q: Any, lens_k: Any, group: int, args: Arguments
+) -> tuple[_Cut, Walks]:
+    """What `launched` takes of the packed members of these numbers (int64 numpy), with so many rows and keys
+    (of all members)."""
+    cut = prepared.cut(group * int(lens_q[members].max()))
+    return cut, _walks(args, members.tolist(), lens_q.tolist(), lens_k.tolist(), cut.split_keys)
 
 
-def _launch(
-    cut: _Cut, split_keys: int, walk: tuple[int, int], splits: int, walks: list[tuple[int, int, int]] | None,
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments,
-) -> None:  # fmt: skip
-    """Requests that are alike have `walk`, else each its own of `walks`; `splits` are those of all."""
+def launched(
+    cut: _Cut, walks: Walks, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
+) -> None:
+    """Fill `out` and `lse` of the requests that `walks` are of."""
     kept: list[Any] = []
-    frame = framed(cut, split_keys, q, k, v, out, lse, args, kept)
-    start(frame, frame.words, walk, splits, walks, v.shape[0] * v.shape[2], kept)
+    frame = framed(cut, q, k, v, out, lse, args, kept)
+    start(frame, frame.words, walks, v.shape[0] * v.shape[2], kept)
 
 
 class Frame(NamedTuple):
@@ -179,7 +178,6 @@ class Frame(NamedTuple):
 
     words: array[int]
     cut: _Cut
-    split_keys: int
     num_kv_heads: int
     apart: bool  # whether an item keeps to one kv head, as the keys of each lie together
     side_by_side: bool
@@ -187,9 +185,8 @@ class Frame(NamedTuple):
 
 
 def framed(
-    cut: _Cut, split_keys: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments,
-    kept: list[Any],
-) -> Frame:  # fmt: skip
+    cut: _Cut, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments, kept: list[Any]
+) -> Frame:
     """Small tensors that must be copied first are put into `kept`, to live as long as the call."""
     scale = q.shape[3] ** -0.5 if args.scale is None else args.scale
     does = arguments.passes(args, scale)
@@ -199,44 +196,36 @@ def framed(
     middle = arguments.NO_OPERANDS
     if does or arguments.any_table(args):
         middle = arguments.operands(args, scale, does, kept, 0, 0, k)
-    bounds, (factor, cap) = args.row_bounds, decode_arguments.scaling(args, scale, does)
+    bounds, (factor, cap) = args.row_bounds, arguments.decode_scaling(args, scale, does)
     row_bounds = (0, 0, 0) if bounds is None else (bounds.data_ptr(), *(4 * s for s in bounds.stride()))
-    tail = (split_keys, *(0,) * 5, cut.partial_bytes, 0, factor, cap, *cut.widths, *row_bounds, 0, 0)
+    tail = (cut.split_keys, *(0,) * 5, cut.partial_bytes, 0, factor, cap, *cut.widths, *row_bounds, 0, 0)
     block = array("q", head + middle + cut.words + array("q", tail).tobytes())
     long_runs = args.page_table is None or k.shape[2] >= LONG_PAGE
     apart = not cut.long_items or (long_runs and k.stride(1) >= k.stride(2))
     side_by_side = cut.turns and _side_by_side(args, k, v)
     key_bytes = (q.shape[3] + v.shape[3]) * q.element_size()
-    return Frame(block, cut, split_keys, v.shape[1], apart, side_by_side, key_bytes)
+    return Frame(block, cut, v.shape[1], apart, side_by_side, key_bytes)
 
 
-def start(
-    frame: Frame, block: array[int], walk: tuple[int, int], splits: int,
-    walks: list[tuple[int, int, int]] | None, most_keys: int, kept: list[Any],
-) -> None:  # fmt: skip
+def start(frame: Frame, block: array[int], walks: Walks, most_keys: int, kept: list[Any]) -> None:
     """Runs the kernel on `block`, whose other words are those of the call; `most_keys` are there to read."""
-    cut, num_kv_heads = frame.cut, frame.num_kv_heads
-    keys = min(splits * frame.split_keys, most_keys)  # at most
+    cut, num_kv_heads, splits = frame.cut, frame.num_kv_heads, walks.splits
+    keys = min(splits * cut.split_keys, most_keys)  # at most
     read_us = keys * num_kv_heads * frame.key_bytes // BYTES_PER_US
     threads = 1 if read_us < arguments.LEND_FROM_US else torch.get_num_threads()
     heads = 1 if frame.apart else _heads_per_item(num_kv_heads, splits, threads)
     tiles = -(-num_kv_heads // heads) * cut.chunks
     together = _splits_per_item(splits * tiles, threads) if cut.long_items else 1
-    (block[DECODE.entries], block[DECODE.num_entries]), items = _table(
-        walks, walk[1], splits, tiles, together, kept
-    )
-    block[DECODE.first_split], block[DECODE.num_splits] = walk
+    (block[DECODE.entries], block[DECODE.num_entries]), items = _table(walks, tiles, together, kept)
+    block[DECODE.first_split], block[DECODE.num_splits] = walks.first, walks.length
     memory = None
-    if walks is not None or walk[1] > 1 or heads > 1:
-        memory, block[DECODE.done], block[DECODE.partials] = _partials(
-            splits * tiles, heads * cut.partial_bytes
-        )
+    if walks.each is not None or walks.length > 1 or heads > 1:
+        memory, done, partials = _partials(splits * tiles, heads * cut.partial_bytes)
+        block[DECODE.done], block[DECODE.partials] = done, partials
     block[DECODE.heads], block[DECODE.splits_per_item] = heads, together
     block[DECODE.side_by_side] = frame.side_by_side and heads == MOST_HEADS
-    pool.run(
-        cut.kernel, block.buffer_info()[0], items, threads, cut.scratch_bytes,
-        read_us >= arguments.WAKE_FROM_US,
-    )  # fmt: skip
+    wake = read_us >= arguments.WAKE_FROM_US
+    pool.run(cut.kernel, block.buffer_info()[0], items, threads, cut.scratch_bytes, wake)
     if memory is not None and memory.size <= KEPT_PARTIALS:
         _kept.partials = memory
 
@@ -276,8 +265,8 @@ def walk(args: Arguments, rows: int, start: int, live: int, offset: int, split_k
 
 def _walks(
     args: Arguments, requests: Iterable[int], lens_q: list[int], lens_k: list[int], split_keys: int
-) -> list[tuple[int, int, int]]:
-    """(request, first split, number of splits) of each."""
+) -> Walks:
+    """Finds each request's own."""
     lens, starts, offsets = (
         None if x is None else x.tolist() for x in (args.kv_lens, args.kv_starts, args.q_offset)
     )
@@ -287,23 +276,24 @@ def _walks(
         offset = live - lens_q[b] if offsets is None else offsets[b]
         start = 0 if starts is None else starts[b]
         walks.append((b, *walk(args, lens_q[b], start, live, offset, split_keys)))
-    return walks
+    return unlike(walks)
 
 
-def _table(
-    walks: list[tuple[int, int, int]] | None, count: int, splits: int, tiles: int, together: int,
-    kept: list[Any],
-) -> tuple[tuple[int, int], int]:  # fmt: skip
-    """entries, num_entries and the number of items; requests that are alike have `count` splits each."""
-    if walks is None:
-        return (0, 0), splits // count * -(-count // together) * tiles
+def unlike(walks: list[tuple[int, int, int]]) -> Walks:
+    return Walks(0, 0, sum(w[2] for w in walks), walks)
+
+
+def _table(walks: Walks, tiles: int, together: int, kept: list[Any]) -> tuple[tuple[int, int], int]:
+    """entries, num_entries and the number of items."""
+    if walks.each is None:
+        return (0, 0), walks.splits // walks.length * -(-walks.length // together) * tiles
     words, item, partial = array("q"), 0, 0
-    for request, first, count in walks:
+    for request, first, count in walks.each:
         words.extend(Entry(item, request, first, count, partial))
         item += -(-count // together) * tiles
         partial += count * tiles
     kept.append(words)
-    return (words.buffer_info()[0], len(walks)), item
+    return (words.buffer_info()[0], len(walks.each)), item
 
 
 def _partials(tiles: int, size: int) -> tuple[_Memory, int, int]:

@@ -74,8 +74,8 @@ class OfKeys(Repeat):
         block[DECODE.seqlen_k] = seqlen_k
         block[DECODE.k_batch], block[DECODE.k_head] = k_batch * size, k_head * size
         block[DECODE.v_batch], block[DECODE.v_head] = v_batch * size, v_head * size
-        first, count = decode.walk(self.args, rows, 0, seqlen_k, seqlen_k - rows, frame.split_keys)
-        decode.start(frame, block, (first, count), batch * count, None, batch * seqlen_k, [])
+        first, count = decode.walk(self.args, rows, 0, seqlen_k, seqlen_k - rows, frame.cut.split_keys)
+        decode.start(frame, block, decode.Walks(first, count, batch * count), batch * seqlen_k, [])
         return out, lse
 
 
@@ -112,15 +112,15 @@ class OfPages(Repeat):
         most_keys = block[DECODE.num_pages] * block[DECODE.page_size]
         fewest, most = self.walk(min(live)), self.walk(max(live))
         if fewest == most:  # a walk grows with its keys
-            decode.start(frame, block, most, len(live) * most[1], None, most_keys, [])
+            walks = decode.Walks(*most, len(live) * most[1])
         else:
-            walks = [(b, *self.walk(n)) for b, n in enumerate(live)]
-            decode.start(frame, block, (0, 0), sum(w[2] for w in walks), walks, most_keys, [])
+            walks = decode.unlike([(b, *self.walk(n)) for b, n in enumerate(live)])
+        decode.start(frame, block, walks, most_keys, [])
         return out, lse
 
     def walk(self, live: int) -> tuple[int, int]:
         """First split and number of splits of a request with so many keys."""
-        return decode.walk(self.args, 1, 0, live, live - 1, self.frame.split_keys)
+        return decode.walk(self.args, 1, 0, live, live - 1, self.frame.cut.split_keys)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def made(prepared: decode.Prepared, q: Tensor, k: Tensor, v: Tensor, args: Argum
     num_q_heads, seqlen_q = q.shape[1:3]
     cut = prepared.cut(num_q_heads // v.shape[1] * seqlen_q)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    frame = decode.framed(cut, prepared.config.split_keys, q, k, v, out, NO_LSE, args, kept)
+    frame = decode.framed(cut, q, k, v, out, NO_LSE, args, kept)
     if kept or args.kv_starts is not None or args.q_offset is not None:
         return None
     return (OfKeys if args.page_table is None else OfPages)(frame, q, k, v, args)

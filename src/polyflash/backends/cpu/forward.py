@@ -206,7 +206,9 @@ def _decode_members(
     """Packed members of few rows are done. Rows and keys of every member, no rows of those that are done."""
     lens_q, lens_k = packing.member_lengths(args)
     for few in packing.members_of_few_rows(prepared.launch.spec, lens_q, lens_k):
-        decode.run_members(prepared.decoder(), few, lens_q, lens_k, q, k, v, out, lse, args)
+        group = q.shape[1] // v.shape[1]
+        cut, walks = decode.of_members(prepared.decoder(), few, lens_q, lens_k, group, args)
+        decode.launched(cut, walks, q, k, v, out, lse, args)
         lens_q[few] = 0
     return lens_q, lens_k
 
