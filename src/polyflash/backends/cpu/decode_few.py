@@ -213,10 +213,9 @@ def build(key: DecodeKey) -> Any:
                 next_head(tile, v, V_BATCH, v_rows, first, last, i_h)
                 stage.fill(block, 1, MINUS_INF)
                 vectors = (end - begin) // KEYS
-                stage.scores(
-                    k_rows, q, s, block, vectors, args.head_dim, tile.limits,
-                    begin, args.score_factor, args.score_cap, v_rows, args.page_table == 0,
-                )  # fmt: skip
+                channels, limits = args.head_dim, tile.limits
+                factor, cap, runs = args.score_factor, args.score_cap, args.page_table == 0
+                stage.scores(k_rows, q, s, block, vectors, channels, limits, begin, factor, cap, v_rows, runs)
                 stage.online_softmax(s, vectors, block, stats, args.scale_log2)
                 if i_h + 1 < heads:
                     next_head(tile, k, K_BATCH, k_rows, first, last, i_h + 1)

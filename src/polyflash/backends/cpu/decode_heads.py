@@ -64,10 +64,9 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
         alpha, alpha_tile = block_at(tile, i), VECTOR
         for group in range(0, block_n, GROUP_KEYS):
             if does & 1 != 0:
-                stage.weigh_group(
-                    v_rows + 8 * group, p + group // PACK * ROWS * 4, s_tile, state + 2 * VECTOR,
-                    args.partial_bytes, alpha, alpha_tile, v_later + 8 * group,
-                )  # fmt: skip
+                v, weights = v_rows + 8 * group, p + group // PACK * ROWS * 4
+                o, o_tile, later = state + 2 * VECTOR, args.partial_bytes, v_later + 8 * group
+                stage.weigh_group(v, weights, s_tile, o, o_tile, alpha, alpha_tile, later)
                 alpha, alpha_tile = tile.block + VECTOR, 0  # ones
             if does & 2 != 0:
                 for j in range(group, group + GROUP_KEYS):
@@ -90,11 +89,9 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
             if i >= first:
                 does = 1
                 for i_h in range(HEADS):
-                    stage.online_softmax(
-                        scores_at(tile, i, block_n) + i_h * block_n * ROWS * 4, block_n // KEYS,
-                        block_at(tile, i) + i_h * VECTOR, state + i_h * args.partial_bytes,
-                        args.scale_log2,
-                    )  # fmt: skip
+                    s, vectors = scores_at(tile, i, block_n) + i_h * block_n * ROWS * 4, block_n // KEYS
+                    block, stats = block_at(tile, i) + i_h * VECTOR, state + i_h * args.partial_bytes
+                    stage.online_softmax(s, vectors, block, stats, args.scale_log2)
             if i + 1 < ahead:
                 does |= 2
                 stage.fill(block_at(tile, i + 1), HEADS, MINUS_INF)

@@ -53,10 +53,8 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
             list_rows(tile, v, V_BATCH, v_rows, begin, last)
             stage.fill(block, 1, MINUS_INF)
             if i == first:
-                stage.scores(
-                    k_rows, tile.q, s, block, vectors, channels, tile.limits,
-                    begin, args.score_factor, args.score_cap, v_rows, 1,
-                )  # fmt: skip
+                q, limits, factor, cap = tile.q, tile.limits, args.score_factor, args.score_cap
+                stage.scores(k_rows, q, s, block, vectors, channels, limits, begin, factor, cap, v_rows, 1)
             else:
                 stage.scores_of_dots(tile.p, s, block, vectors, args.score_factor, args.score_cap)
             stage.online_softmax(s, vectors, block, stats, args.scale_log2)

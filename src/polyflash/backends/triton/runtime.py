@@ -114,9 +114,8 @@ class Kernels:
         self.found: dict[Any, Any] = {}
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: Mapping[str, Any],
-        key: tuple[Any, ...], device: torch.device,
-    ) -> None:  # fmt: skip
+        self, kernel: Any, grid: tuple[int, ...], arguments: Any, options: Any, key: Any, device: torch.device
+    ) -> None:
         """`grid` has one or three dimensions; `arguments` are t, n, c (by `compiled_in`) and others; `key`
         tells everything of them that Triton would compile anew for."""
         if 0 in grid:
@@ -135,9 +134,8 @@ class Kernels:
             self._start(kernel, (x, y, z), arguments, options, key, index)
 
     def _start(
-        self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...],
-        options: Mapping[str, Any], key: tuple[Any, ...], index: int,
-    ) -> None:  # fmt: skip
+        self, kernel: Any, grid: tuple[int, int, int], arguments: Any, options: Any, key: Any, index: int
+    ) -> None:
         ready = self.found.get(key)
         if ready is None:
             began = time.time()
