@@ -4,28 +4,26 @@ read in place, each once, in the order they lie in memory.
     S[key][row] = K[key][:] · Q[row][:]           a tree of additions finishes one vector of scores at a time
     O[row][channel] = alpha·O + Σ_key P[key][row]·V[key][channel]
 
-A unit is what one load brings: a vector of float32 or float16 elements, or two of bfloat16; Q and O stand in
-scratch as [unit][row][part][lane]. Without a dot the halves of bfloat16 pairs become float32 by a shift and a
-mask, so a unit is its even channels, then its odd ones, until `store_row`. With it, two keys' V are
-interleaved in registers and meet pairs of weights; a single row needs no dot for V and reads it key by key.
-A vector of scores is [key][row], the row the faster.
+Q and O stand in scratch as [unit][row][part][lane], a unit being what one load brings, see decode_units.py.
+With a dot, two keys' V are interleaved in registers and meet pairs of weights; a single row needs no dot for
+V and reads it key by key. A vector of scores is [key][row], the row the faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from llvmlite import ir
 
-from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
+from polyflash.backends.cpu.address_lists import AddressLists
 from polyflash.backends.cpu.blocks import Tile
-from polyflash.backends.cpu.configs import LINE, STEP, STORAGE_BYTES
-from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, WIDTH, DecodeKey
-from polyflash.backends.cpu.decode_turns import Turns, rolled, sums_of_lanes
+from polyflash.backends.cpu.configs import STEP
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, DecodeKey
+from polyflash.backends.cpu.decode_turns import Turns
+from polyflash.backends.cpu.decode_units import rolled, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
-from polyflash.backends.cpu.simd import F32, I16, I32, I64, BFloatType, Emitter, Value
+from polyflash.backends.cpu.simd import F32, I32, I64, BFloatType, Emitter, Value
 
-TOUCHING = 16  # rows that lie behind each other, for a machine to read on by itself
 UNSEEN = -0.0  # the weight of a key that a row does not see; one too small to keep is +0.0
 
 
@@ -33,14 +31,9 @@ class DecodeTile(AddressLists, Turns):
     """Emissions for one key. Methods named as the stages they emit."""
 
     def __init__(self, key: DecodeKey) -> None:
-        self.key, self.lanes, self.rows = key, key.lanes, key.rows
+        super().__init__(key)
         self.keys = self.lanes // self.rows  # of one vector of scores
-        self.dot = key.compute == "bf16dot"
-        self.pairs = key.pack == 2  # of keys, whose V are interleaved and meet pairs of weights
         self.atom = I32 if self.pairs else F32  # of weights
-        self.size = STORAGE_BYTES[key.storage]
-        self.unit = key.unit  # elements
-        self.parts = self.unit // self.lanes  # vectors of O per unit and row
         self.degree = 5 if key.storage == "float32" else 4
         self.whole = Tile(key.row_key)
 
@@ -51,79 +44,6 @@ class DecodeTile(AddressLists, Turns):
     @stage
     def gather_row(self, e: Emitter, src: Value, stride: Value, count: Value, dst: Value) -> None:
         self.whole.gather_row(e, src, stride, count, dst)
-
-    # units
-    def _units(
-        self,
-        e: Emitter,
-        channels: Value | int,
-        start: Sequence[Value],
-        step: Callable[[Value, list[Value], Value | None, int], list[Value]],
-        at_once: Sequence[int] = (1,),
-    ) -> list[Value]:
-        """`step(byte offset, values, mask, units)` for every unit of a row, as many at once as `at_once`
-        says in turn; the mask of whole ones is None. Where the compiler knows the channels, and they are
-        whole units, no loop is left."""
-        if isinstance(channels, int):
-            values, count = list(start), next(n for n in at_once if n * self.unit <= channels)
-            for first in range(0, channels, count * self.unit):
-                values = step(I64(first * self.size), values, None, count)
-            return values
-        b, values, at, left = e.b, list(start), I64(0), channels
-        for units in at_once:
-            many, width = b.udiv(left, I64(units * self.unit)), units * self.unit * self.size
-
-            def whole(i: Value, x: list[Value], units: int = units, width: int = width) -> list[Value]:
-                return [b.add(x[0], I64(width)), *step(x[0], x[1:], None, units)]
-
-            at, *values = e.loop(many, [at, *values], whole)
-            left = b.sub(left, b.mul(many, I64(units * self.unit)))
-        some = b.zext(b.icmp_signed(">", left, I64(0)), I64)
-        mask = e.first_lanes(left, self.unit)
-        return e.loop(some, values, lambda i, x: step(at, x, mask, 1))
-
-    def _spread(self, e: Emitter, later: Value, channels: Value, runs: Value) -> Value | None:
-        """Whether the rows that are read next lie apart, or None if every line is to be prefetched anyway.
-        Where a single row of queries reads narrow rows that touch, the machine's own prefetchers bring more
-        than a core may ask for, once some lines are asked for; not so across pages."""
-        if self.rows > 1 or self.size == 4:
-            return None
-        first, another = (e.load(e.pointer(later), 8 * row, I64) for row in (0, TOUCHING))
-        apart = e.b.icmp_signed("!=", e.b.sub(another, first), e.b.mul(channels, I64(TOUCHING * self.size)))
-        return e.b.or_(apart, e.b.icmp_signed("==", runs, I64(0)))
-
-    def _prefetch(self, e: Emitter, row: Value, at: Value, units: int, spread: Value | None) -> None:
-        """Lines of `units` units that are read a phase later."""
-        lines = range(0, units * self.unit * self.size, LINE)
-        start = e.at(row, at)
-        some = lines if spread is None else lines[::4]
-        for byte in some:
-            e.prefetch(e.at(start, byte), PREFETCH_LEVEL)
-
-        def others(values: list[Value]) -> list[Value]:
-            for byte in sorted(set(lines) - set(some)):
-                e.prefetch(e.at(start, byte), PREFETCH_LEVEL)
-            return values
-
-        if spread is not None:
-            e.where(spread, [], others)
-
-    def _raw(self, e: Emitter, row: Value, at: Value, mask: Value | None) -> Value:
-        kind = e.vf if self.size == 4 else ir.VectorType(I16, self.unit)
-        p = e.at(row, at)
-        return e.load(p, 0, kind) if mask is None else e.masked_load(p, mask, kind)
-
-    def _split(self, e: Emitter, x: Value) -> list[Value]:
-        """The float32 vectors of a unit."""
-        if self.size == 4:
-            return [x]
-        if self.key.storage == "float16":
-            return [e.from_f16(x)]
-        b, pairs = e.b, e.b.bitcast(x, e.vi)
-        return [
-            b.bitcast(b.shl(pairs, e.ints(16)), e.vf),
-            b.bitcast(b.and_(pairs, e.ints(-0x10000)), e.vf),
-        ]
 
     @stage
     def load_query(self, e: Emitter, src: Value, channels: Value, dst: Value, sign: Value) -> None:
@@ -138,10 +58,6 @@ class DecodeTile(AddressLists, Turns):
             return [e.at(p[0], self.rows * self.query_bytes(e))]
 
         self._units(e, channels, [e.pointer(dst)], step)
-
-    def query_bytes(self, e: Emitter) -> int:
-        """Bytes of one row of one unit of Q."""
-        return e.bytes * (1 if self.dot else self.parts)
 
     # S = K·Q
     @stage
@@ -305,11 +221,7 @@ class DecodeTile(AddressLists, Turns):
 
         e.loop(groups, [e.pointer(v_rows), e.pointer(p), e.pointer(alpha), e.pointer(later)], group)
 
-    def _weigh(
-        self, e: Emitter, places: Sequence[Value],
-        listed: tuple[Value, Value] | Callable[[Value], tuple[Value, Value]], channels: Value | int,
-        spread: Value | None, bounded: bool,
-    ) -> None:  # fmt: skip
+    def _weigh(self, e: Emitter, places, listed, channels, spread, bounded) -> None:
         """One group of keys; `places` are of weights, alpha and O, `listed` the lists of V rows and of rows
         that are read next, or what gives those of a key."""
         pack, unit_bytes, step_bytes = self.key.pack, self.unit * self.size, self.rows * self.parts * e.bytes
@@ -388,31 +300,6 @@ class DecodeTile(AddressLists, Turns):
         """`x`, or zeros if the sign of the weight's bits says UNSEEN."""
         unseen = e.b.icmp_signed("<", e.b.extract_element(weight, I32(0)), I32(0))
         return e.b.select(unseen, ir.Constant(x.type, None), x)
-
-    def _interleave(self, e: Emitter, x: Value, y: Value) -> list[Value]:
-        """Two keys' channels side by side, in two vectors of pairs."""
-        n = self.unit
-        kind = ir.VectorType(I32, n)
-        return [
-            e.b.shuffle_vector(
-                x, y, ir.Constant(kind, [j // 2 + half * n // 2 + (n if j & 1 else 0) for j in range(n)])
-            )
-            for half in (0, 1)
-        ]
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Units of a row that are read at once. A unit of float16 is half as long as one of bfloat16, and
-        where only every fourth line is prefetched four lines have to be in one step; by turns all channels
-        have to be."""
-        eight = self.key.storage == "float16" or (self.key.by_turns and 8 * self.unit == WIDTH)
-        return (8, 4, 2, 1) if eight else (4, 2, 1)
-
-    @property
-    def units_at_once(self) -> list[int]:
-        """Unit counts: as many as have their sums in registers, then fewer."""
-        room = (16 if self.key.registers == 32 else 8) // (self.rows * self.parts)
-        return [units for units in self.steps if units <= max(1, room)]
 
     @stage
     def has_nan(self, e: Emitter, o: Value, vectors: Value) -> Value:
@@ -504,15 +391,3 @@ class DecodeTile(AddressLists, Turns):
             return [e.at(p[0], self.rows * self.parts * e.bytes)]
 
         self._units(e, channels, [e.pointer(o)], step)
-
-    def _narrow(self, e: Emitter, x: list[Value]) -> Value:
-        if self.size == 4:
-            return x[0]
-        if self.key.storage == "float16":
-            return e.to_f16_bits(x[0])
-        if self.pairs:
-            low, high = (e.to_bf16_bits(part) for part in x)
-            return e.b.shuffle_vector(low, high, e.lane_index(self.unit))
-        even, odd = (e.b.zext(e.to_bf16_bits(part), e.vi) for part in x)
-        both = e.b.or_(even, e.b.shl(odd, e.ints(16)))
-        return e.b.bitcast(both, ir.VectorType(I16, self.unit))

@@ -1,28 +1,23 @@
-"""Emissions of the decode kernel of at most 8 rows for MOST_HEADS heads whose keys are read side by side, see
-decode_heads.py, and what they share with those for a head by itself."""
+"""Emissions of the decode kernel of at most 8 rows where keys of MOST_HEADS heads are read side by side, see
+decode_heads.py, or V of a block and K of the next by turns, see decode_row.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from llvmlite import ir
-
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, TURN_WIDTHS, WIDTH
+from polyflash.backends.cpu.decode_units import Units, rolled, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import I64, Emitter, Value
 
 MEMORY_PAGE = 4096  # bytes of the smallest there are
 
 
-class Turns:
+class Turns(Units):
     """Emissions of a tile that has those for a head by itself; every row sees all of the keys."""
 
-    lanes: int
-    rows: int
-    size: int  # bytes of an element
     _change: Any  # (e, factor, cap) -> what scales and caps a vector of scores
     _dots: Any  # (e, row, row read next, q, channels, spread) -> a vector of partial sums per row of Q
     _weigh: Any  # (e, places, rows, channels, spread, bounded): one group of keys of one head
@@ -123,36 +118,3 @@ class Turns:
             return [e.at(p[0], self.lanes * e.bytes), e.at(p[1], e.bytes), e.maximum(x, p[2])]
 
         e.store(e.loop(groups, [e.pointer(sums), e.pointer(s), e.load(p_top)], group)[2], p_top)
-
-
-def rolled(
-    e: Emitter, count: int | Value, start: Sequence[Value], body: Callable[[Value, list[Value]], list[Value]]
-) -> list[Value]:
-    """`e.loop` that the compiler leaves a loop: every key's row is then read by the same instructions, a
-    step apart, one after the other. That is what the machine's prefetchers follow."""
-    ends = []
-
-    def noted(i: Value, x: list[Value]) -> list[Value]:
-        values = body(i, x)
-        ends.append(e.b.block)
-        return values
-
-    out, module = e.loop(I64(count) if isinstance(count, int) else count, start, noted), e.b.module
-    disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
-    loop = ir.values.MDValue(module, (disable,), name=str(len(module.metadata)))
-    loop.operands = (loop, disable)  # a loop's metadata name themselves, so that no two are one
-    ends[0].terminator.set_metadata("llvm.loop", loop)
-    return out
-
-
-def sums_of_lanes(e: Emitter, x: list[Value]) -> Value:
-    """Lane i is the sum of all lanes of x[i]; as many vectors as lanes. Each step folds two vectors into one:
-    of each lane pair `distance` apart, one vector's sum goes to the lower and the other's to the upper."""
-    n = distance = e.lanes
-    while len(x) > 1:
-        distance //= 2
-        own = ir.Constant(e.vi, [lane if lane & distance == 0 else n + lane for lane in range(n)])
-        other = ir.Constant(e.vi, [(lane ^ distance) + (n if lane & distance else 0) for lane in range(n)])
-        pairs = zip(x[:distance], x[distance:], strict=True)
-        x = [e.b.fadd(*(e.b.shuffle_vector(u, v, order) for order in (own, other))) for u, v in pairs]
-    return x[0]

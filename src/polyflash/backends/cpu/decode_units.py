@@ -1,0 +1,177 @@
+"""Units, in which the decode kernel of at most 8 rows reads rows of K, Q and V, and writes those of O.
+
+A unit is what one load brings: a vector of float32 or float16 elements, or two of bfloat16. Without a dot the
+halves of bfloat16 pairs become float32 by a shift and a mask, so a unit is its even channels, then its odd
+ones, until `_narrow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
+from polyflash.backends.cpu.configs import LINE, STORAGE_BYTES
+from polyflash.backends.cpu.decode_configs import WIDTH, DecodeKey
+from polyflash.backends.cpu.simd import I16, I32, I64, Emitter, Value
+
+TOUCHING = 16  # rows that lie behind each other, for a machine to read on by itself
+
+
+class Units:
+    """What emissions of a tile of one key share."""
+
+    def __init__(self, key: DecodeKey) -> None:
+        self.key, self.lanes, self.rows = key, key.lanes, key.rows
+        self.dot = key.compute == "bf16dot"
+        self.pairs = key.pack == 2  # of keys, whose V are interleaved and meet pairs of weights
+        self.size = STORAGE_BYTES[key.storage]  # bytes of an element
+        self.unit = key.unit  # elements
+        self.parts = self.unit // self.lanes  # vectors of O per unit and row
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Units of a row that are read at once. A unit of float16 is half as long as one of bfloat16, and
+        where only every fourth line is prefetched four lines have to be in one step; by turns all channels
+        have to be."""
+        eight = self.key.storage == "float16" or (self.key.by_turns and 8 * self.unit == WIDTH)
+        return (8, 4, 2, 1) if eight else (4, 2, 1)
+
+    @property
+    def units_at_once(self) -> list[int]:
+        """Unit counts: as many as have their sums in registers, then fewer."""
+        room = (16 if self.key.registers == 32 else 8) // (self.rows * self.parts)
+        return [units for units in self.steps if units <= max(1, room)]
+
+    def query_bytes(self, e: Emitter) -> int:
+        """Bytes of one row of one unit of Q."""
+        return e.bytes * (1 if self.dot else self.parts)
+
+    def _units(
+        self,
+        e: Emitter,
+        channels: Value | int,
+        start: Sequence[Value],
+        step: Callable[[Value, list[Value], Value | None, int], list[Value]],
+        at_once: Sequence[int] = (1,),
+    ) -> list[Value]:
+        """`step(byte offset, values, mask, units)` for every unit of a row, as many at once as `at_once`
+        says in turn; the mask of whole ones is None. Where the compiler knows the channels, and they are
+        whole units, no loop is left."""
+        if isinstance(channels, int):
+            values, count = list(start), next(n for n in at_once if n * self.unit <= channels)
+            for first in range(0, channels, count * self.unit):
+                values = step(I64(first * self.size), values, None, count)
+            return values
+        b, values, at, left = e.b, list(start), I64(0), channels
+        for units in at_once:
+            many, width = b.udiv(left, I64(units * self.unit)), units * self.unit * self.size
+
+            def whole(i: Value, x: list[Value], units: int = units, width: int = width) -> list[Value]:
+                return [b.add(x[0], I64(width)), *step(x[0], x[1:], None, units)]
+
+            at, *values = e.loop(many, [at, *values], whole)
+            left = b.sub(left, b.mul(many, I64(units * self.unit)))
+        some = b.zext(b.icmp_signed(">", left, I64(0)), I64)
+        mask = e.first_lanes(left, self.unit)
+        return e.loop(some, values, lambda i, x: step(at, x, mask, 1))
+
+    def _spread(self, e: Emitter, later: Value, channels: Value, runs: Value) -> Value | None:
+        """Whether the rows that are read next lie apart, or None if every line is to be prefetched anyway.
+        Where a single row of queries reads narrow rows that touch, the machine's own prefetchers bring more
+        than a core may ask for, once some lines are asked for; not so across pages."""
+        if self.rows > 1 or self.size == 4:
+            return None
+        first, another = (e.load(e.pointer(later), 8 * row, I64) for row in (0, TOUCHING))
+        apart = e.b.icmp_signed("!=", e.b.sub(another, first), e.b.mul(channels, I64(TOUCHING * self.size)))
+        return e.b.or_(apart, e.b.icmp_signed("==", runs, I64(0)))
+
+    def _prefetch(self, e: Emitter, row: Value, at: Value, units: int, spread: Value | None) -> None:
+        """Lines of `units` units that are read a phase later."""
+        lines = range(0, units * self.unit * self.size, LINE)
+        start = e.at(row, at)
+        some = lines if spread is None else lines[::4]
+        for byte in some:
+            e.prefetch(e.at(start, byte), PREFETCH_LEVEL)
+
+        def others(values: list[Value]) -> list[Value]:
+            for byte in sorted(set(lines) - set(some)):
+                e.prefetch(e.at(start, byte), PREFETCH_LEVEL)
+            return values
+
+        if spread is not None:
+            e.where(spread, [], others)
+
+    def _raw(self, e: Emitter, row: Value, at: Value, mask: Value | None) -> Value:
+        kind = e.vf if self.size == 4 else ir.VectorType(I16, self.unit)
+        p = e.at(row, at)
+        return e.load(p, 0, kind) if mask is None else e.masked_load(p, mask, kind)
+
+    def _split(self, e: Emitter, x: Value) -> list[Value]:
+        """The float32 vectors of a unit."""
+        if self.size == 4:
+            return [x]
+        if self.key.storage == "float16":
+            return [e.from_f16(x)]
+        b, pairs = e.b, e.b.bitcast(x, e.vi)
+        return [
+            b.bitcast(b.shl(pairs, e.ints(16)), e.vf),
+            b.bitcast(b.and_(pairs, e.ints(-0x10000)), e.vf),
+        ]
+
+    def _interleave(self, e: Emitter, x: Value, y: Value) -> list[Value]:
+        """Two keys' channels side by side, in two vectors of pairs."""
+        n = self.unit
+        kind = ir.VectorType(I32, n)
+        return [
+            e.b.shuffle_vector(
+                x, y, ir.Constant(kind, [j // 2 + half * n // 2 + (n if j & 1 else 0) for j in range(n)])
+            )
+            for half in (0, 1)
+        ]
+
+    def _narrow(self, e: Emitter, x: list[Value]) -> Value:
+        if self.size == 4:
+            return x[0]
+        if self.key.storage == "float16":
+            return e.to_f16_bits(x[0])
+        if self.pairs:
+            low, high = (e.to_bf16_bits(part) for part in x)
+            return e.b.shuffle_vector(low, high, e.lane_index(self.unit))
+        even, odd = (e.b.zext(e.to_bf16_bits(part), e.vi) for part in x)
+        both = e.b.or_(even, e.b.shl(odd, e.ints(16)))
+        return e.b.bitcast(both, ir.VectorType(I16, self.unit))
+
+
+def rolled(
+    e: Emitter, count: int | Value, start: Sequence[Value], body: Callable[[Value, list[Value]], list[Value]]
+) -> list[Value]:
+    """`e.loop` that the compiler leaves a loop: every key's row is then read by the same instructions, a
+    step apart, one after the other. That is what the machine's prefetchers follow."""
+    ends = []
+
+    def noted(i: Value, x: list[Value]) -> list[Value]:
+        values = body(i, x)
+        ends.append(e.b.block)
+        return values
+
+    out, module = e.loop(I64(count) if isinstance(count, int) else count, start, noted), e.b.module
+    disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    loop = ir.values.MDValue(module, (disable,), name=str(len(module.metadata)))
+    loop.operands = (loop, disable)  # a loop's metadata name themselves, so that no two are one
+    ends[0].terminator.set_metadata("llvm.loop", loop)
+    return out
+
+
+def sums_of_lanes(e: Emitter, x: list[Value]) -> Value:
+    """Lane i is the sum of all lanes of x[i]; as many vectors as lanes. Each step folds two vectors into one:
+    of each lane pair `distance` apart, one vector's sum goes to the lower and the other's to the upper."""
+    n = distance = e.lanes
+    while len(x) > 1:
+        distance //= 2
+        own = ir.Constant(e.vi, [lane if lane & distance == 0 else n + lane for lane in range(n)])
+        other = ir.Constant(e.vi, [(lane ^ distance) + (n if lane & distance else 0) for lane in range(n)])
+        pairs = zip(x[:distance], x[distance:], strict=True)
+        x = [e.b.fadd(*(e.b.shuffle_vector(u, v, order) for order in (own, other))) for u, v in pairs]
+    return x[0]
