@@ -58,12 +58,20 @@ def occupancy(pages: Pages, num_bytes: int) -> CacheStats:
     used = pages.num_pages - free - idle
     stored = sum(filled.values())
     empty = 1.0 - (stored - idle * pages.page_size) / (used * pages.page_size) if used else 0.0
-    facts: dict[str, int] = {"requests": len(entries), "stored_tokens": stored, "evictions": pages.evictions}
-    facts |= {"pages": pages.num_pages, "used_pages": used, "remembered_pages": idle, "free_pages": free}
-    facts |= {"num_bytes": num_bytes, "used_bytes": num_bytes // max(1, pages.num_pages) * used}
-    facts["shared_pages"] = sum(n > 1 for n in owners.values())
-    tokens = sum(entry.length - entry.start for entry in entries)
-    return CacheStats(tokens=tokens, fragmentation=empty, **facts)
+    return CacheStats(
+        requests=len(entries),
+        tokens=sum(entry.length - entry.start for entry in entries),
+        stored_tokens=stored,
+        pages=pages.num_pages,
+        used_pages=used,
+        shared_pages=sum(n > 1 for n in owners.values()),
+        remembered_pages=idle,
+        free_pages=free,
+        num_bytes=num_bytes,
+        used_bytes=num_bytes // max(1, pages.num_pages) * used,
+        fragmentation=empty,
+        evictions=pages.evictions,
+    )
 
 
 def survivors(keep: Tensor, layers: int, heads: int, first: int, length: int) -> tuple[Tensor, int]:
