@@ -158,7 +158,7 @@ def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> 
 def of_members(
     prepared: Prepared, members: Any, lens_q: Any, lens_k: Any, group: int, args: Arguments
 ) -> tuple[_Cut, Walks]:
-    """What `launched` takes of the packed members of these numbers (int64 numpy), with so many rows and keys
+    """Prepares for `launched` the packed members of these numbers (int64 numpy), with so many rows and keys
     (of all members)."""
     cut = prepared.cut(group * int(lens_q[members].max()))
     return cut, _walks(args, members.tolist(), lens_q.tolist(), lens_k.tolist(), cut.split_keys)

@@ -20,7 +20,7 @@ TOUCHING = 16  # rows that lie behind each other, for a machine to read on by it
 
 
 class Units:
-    """What emissions of a tile of one key share."""
+    """Emissions that the stages of a tile of one key share."""
 
     def __init__(self, key: DecodeKey) -> None:
         self.key, self.lanes, self.rows = key, key.lanes, key.rows
