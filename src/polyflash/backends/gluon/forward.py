@@ -40,6 +40,7 @@ class Ready(NamedTuple):
     kinds: tuple[Any, ...]  # what kernels are compiled for, beside alignment
     marks: tuple[int, ...]  # their shape
     programs: int
+    width: int  # channels of a box
     boxed: tuple[bool, ...]  # can TMA reach q, k, v and out where they are?
 
 
@@ -88,7 +89,8 @@ class Prepared:
             factor=scale_of(q, args) * LOG2E,
         )
         constants = Constants(
-            D=head_dim,
+            D=configs.box_of(head_dim),
+            CHANNELS=head_dim,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             STAGES=config.num_stages,
@@ -113,6 +115,7 @@ class Prepared:
             kinds=(constants, runtime.signature(v_strides), lse is None),
             marks=(batch * num_heads, num_tiles, config.block_m),
             programs=total if config.order == "tiles" else min(total, self.cores),
+            width=constants.D,
             boxed=reached,
         )
 
@@ -140,12 +143,12 @@ def attend_call(
     prepared: Prepared, ready: Ready, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
 ) -> None:
     """Launches the kernel, and the second one that mends rows that the first marked."""
-    config, n = prepared.config, ready.numbers
+    config, n, width = prepared.config, ready.numbers, ready.width
     marks = runtime.scratch(ready.marks, q.device, torch.int8)
     words = runtime.words(q.device)
     boxes = (
-        shim.descriptor(q, configs.ROWS), shim.descriptor(k, config.block_n),
-        shim.descriptor(v, config.block_n), shim.descriptor(out, configs.ROWS),
+        shim.descriptor(q, configs.ROWS, width), shim.descriptor(k, config.block_n, width),
+        shim.descriptor(v, config.block_n, width), shim.descriptor(out, configs.ROWS, width),
     )  # fmt: skip
     kinds = (*ready.kinds, runtime.aligned(lse))
     t = Tensors(lse, marks, words)

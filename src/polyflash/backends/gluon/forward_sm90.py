@@ -103,7 +103,8 @@ class Numbers(NamedTuple):
 class Constants(NamedTuple):
     """`c`: what is compiled in."""
 
-    D: int = 0
+    D: int = 0  # channels of a box, of which CHANNELS are there
+    CHANNELS: int = 0
     BLOCK_M: int = 0  # rows of a tile, 64 per consumer
     BLOCK_N: int = 0
     STAGES: int = 2

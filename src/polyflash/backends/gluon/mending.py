@@ -32,7 +32,10 @@ def find_nonfinite(i_b, i_h, end, x, c):
     for j_0 in range(0, end, 16):
         o_n = (j_0 + gl.arange(0, 16, layout=gl.SliceLayout(1, layout)))[:, None]
         p = p_head + o_n.to(gl.int64) * x.s + o_d[None, :]
-        b_x = gl.load(p, mask=o_n < end, other=0.0).to(gl.float32)
+        m_x = o_n < end
+        if c.CHANNELS < c.D:
+            m_x = m_x & (o_d < c.CHANNELS)[None, :]
+        b_x = gl.load(p, mask=m_x, other=0.0).to(gl.float32)
         nan = gl.minimum(nan, gl.min(gl.where(b_x != b_x, o_n, NEVER), 0))
         above = gl.minimum(above, gl.min(gl.where(b_x == float("inf"), o_n, NEVER), 0))
         below = gl.minimum(below, gl.min(gl.where(b_x == float("-inf"), o_n, NEVER), 0))

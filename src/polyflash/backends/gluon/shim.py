@@ -27,13 +27,13 @@ def box_layout(dtype: torch.dtype, rows: int, channels: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, channels], _DTYPES[dtype])
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Boxes of `rows` rows of (batch, heads, seqlen, channels). `describable` of the Triton engine has
-    checked what their class would check again in every call."""
+def descriptor(x: Tensor, rows: int, channels: int) -> TensorDescriptor:
+    """Boxes of `rows` rows of (batch, heads, seqlen, channels), which may be fewer. `describable` of the
+    Triton engine has checked what their class would check again in every call."""
     made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides = x, list(x.shape), list(x.stride())
-    made.block_shape, made.padding = [1, 1, rows, x.shape[3]], "zero"
-    made.layout = box_layout(x.dtype, rows, x.shape[3])
+    made.block_shape, made.padding = [1, 1, rows, channels], "zero"
+    made.layout = box_layout(x.dtype, rows, channels)
     return made
 
 

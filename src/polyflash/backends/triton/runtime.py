@@ -217,7 +217,7 @@ def described(kernel: Any, arguments: tuple[Any, ...]) -> str:
     first = t[0][0] if isinstance(t[0], tuple) else t[0]
     first = getattr(others[0], "base", first) if others else first
     words = [getattr(kernel, "__name__", "kernel"), str(getattr(first, "dtype", "")).removeprefix("torch.")]
-    words.append(f"d{c.D.value or c.DV.value}")
+    words.append(f"d{getattr(c, 'CHANNELS', c.D).value or c.DV.value}")
     words += [word for flag, word in _WORDS.items() if getattr(getattr(c, flag, None), "value", False)]
     return " ".join(words)
 
