@@ -52,7 +52,7 @@ class Tensors(NamedTuple):
     lse: Any  # with `delta` as `center` wrote them
     delta: Any
     x: Any
-    odd: Any
+    nonfinite: Any
     group: Any
     num_heads: Any  # that the grid runs over
     visits: Any = None
@@ -76,7 +76,7 @@ class Centered(NamedTuple):
     dlse: Any
     row_lse: Any
     delta: Any
-    odd: Any
+    nonfinite: Any
     q_parts: Any
     k_parts: Any
     v_parts: Any
@@ -210,14 +210,14 @@ def centers(
     pad = PAD.value
     room = torch.empty((2, -(-number // pad) * pad + pad), dtype=torch.float32, device=lse.device)
     row_lse, delta = room[:, :number].view(2, batch, num_kv_heads, seqlen_q * group).unbind()
-    odd = torch.zeros(1, dtype=torch.int32, device=lse.device)
+    nonfinite = torch.zeros(1, dtype=torch.int32, device=lse.device)
     row_tiles, key_tiles = -(-seqlen_q // CENTERED_ROWS), -(-k.shape[2] // CENTERED_ROWS)
     programs = (row_tiles * num_heads + key_tiles * num_kv_heads) * batch
     read = q, k, v, dout
     parts = tuple(map(empty_parts, read)) if prepared.product == "bf16x6" else None
     views = *map(view_of, (q, k, v, out, dout)), *map(rows_of, (lse, dlse, row_lse, delta))
     cut = map(view_of, parts or (None,) * 4)
-    t = Centered(*views, odd, *cut, kv_lens, num_heads, group)  # type: ignore[call-arg]
+    t = Centered(*views, nonfinite, *cut, kv_lens, num_heads, group)  # type: ignore[call-arg]
     n = Cut(batch, seqlen_q, k.shape[2], row_tiles, key_tiles)
     aligned = runtime.aligned(q, k, v, out, dout, lse, dlse, kv_lens)
     key = "center", *(x and x[1:] for x in views), num_heads, group, aligned, kv_lens is None
@@ -227,7 +227,7 @@ def centers(
         c = runtime.compiled_in(Constants(**blocks, BLOCK_M=CENTERED_ROWS))
         prepared.constants["center"] = c
     prepared.kernels.launch(center, (programs,), (t, n, c), {"num_warps": 4}, key, out.device)
-    return row_lse, delta, odd, parts or read
+    return row_lse, delta, nonfinite, parts or read
 
 
 def empty_parts(x: Tensor) -> Tensor:
@@ -239,6 +239,7 @@ def empty_parts(x: Tensor) -> Tensor:
 def launch_dkv(
     call: Call, dk: Tensor | None, dv: Tensor | None, dq_sum: Tensor | None = None, visits: Any = None
 ) -> None:
+    """Launches `make_dkv`: once for all results, or once more for dv where it has forms of its own."""
     (k, *_), forms = call.t[1], call.forms
     alone, beside = (dv, None) if forms.dv else (None, dv)
     if not (dk is beside is dq_sum is None):
@@ -255,7 +256,7 @@ def prepare_call(
     prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, centered: tuple[Any, ...], args: Arguments
 ) -> Call:
     """`centered` as `centers` returns it."""
-    row_lse, delta, odd, read = centered
+    row_lse, delta, nonfinite, read = centered
     flags, x = flags_of(q, args), operands_of(args, k)
     n = numbers_of(q, k, args)
     group = q.shape[1] // k.shape[1]
@@ -263,7 +264,7 @@ def prepare_call(
     key = *(w[1:] for w in views), group, runtime.aligned(*read), runtime.signature(x)
     return Call(
         prepared=prepared,
-        t=(*views, x, odd, group),
+        t=(*views, x, nonfinite, group),
         n=n,
         flags=flags,
         forms=prepared.forms(flags, q.shape[3], v.shape[3], group > 1, element_masked(args)),

@@ -38,9 +38,9 @@ from polyflash.backends.triton.products import (
     finite,
     has_nonfinite,
     held,
+    negated,
     nonfinite_only,
     product,
-    turned_sign,
 )
 from polyflash.backends.triton.scores import (
     LN2,
@@ -248,7 +248,7 @@ def load_rows(i_m, i_head, rows, place, t, n, c):
         o_q = head_offsets(t.q, place.i_batch, rows.o_h, place.first_q + rows.o_i)
         b_q0, b_q1 = load_pair(t.q, o_q, rows.m_row, c.D, c.D0, c.D1)
     if c.NEGATIVE:
-        b_q0, b_q1 = turned_sign(b_q0), turned_sign(b_q1)
+        b_q0, b_q1 = negated(b_q0), negated(b_q1)
     if c.HOLD_Q:
         b_q0, b_q1 = held(b_q0, n.seqlen_q), held(b_q1, n.seqlen_q)
     return b_q0, b_q1

@@ -58,12 +58,12 @@ def packed_base(x, i_b, i_hkv, first_q, group):
 
 
 @triton.jit
-def look_over(x, parts, i_b, i_h, o_r, m_r, DIM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+def look_over(x, parts, i_b, i_h, o_r, m_r, DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr):
     """Is something in rows o_r of a head NaN or infinite? Writes their `parts`, if there are such."""
-    odd = look_at(x, parts, i_b, i_h, o_r, m_r, 0, DIM, FIRST)
-    if SECOND > 0:
-        odd = odd | look_at(x, parts, i_b, i_h, o_r, m_r, FIRST, DIM, SECOND)
-    return odd
+    nonfinite = look_at(x, parts, i_b, i_h, o_r, m_r, 0, DIM, WIDTH0)
+    if WIDTH1 > 0:
+        nonfinite |= look_at(x, parts, i_b, i_h, o_r, m_r, WIDTH0, DIM, WIDTH1)
+    return nonfinite
 
 
 @triton.jit
@@ -101,13 +101,13 @@ def load_block(
 
 @triton.jit
 def load_blocks(
-    x, o_r, m_r, DIM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PRODUCT: tl.constexpr
+    x, o_r, m_r, DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, PRODUCT: tl.constexpr
 ):
     """Both channel blocks of rows, the first twice if there is no other."""
-    b_0 = load_block(x, o_r, m_r, 0, DIM, FIRST, PRODUCT)
+    b_0 = load_block(x, o_r, m_r, 0, DIM, WIDTH0, PRODUCT)
     b_1 = b_0
-    if SECOND > 0:
-        b_1 = load_block(x, o_r, m_r, FIRST, DIM, SECOND, PRODUCT)
+    if WIDTH1 > 0:
+        b_1 = load_block(x, o_r, m_r, WIDTH0, DIM, WIDTH1, PRODUCT)
     return b_0, b_1
 
 
@@ -148,10 +148,10 @@ def center(t, n, c):
         o_w = o_w + o_i.to(tl.int64) * t.group + i_h % t.group
         tl.store(t.row_lse.p + o_w, tl.where(m_live, b_lse, float("inf")), mask=m_row)
         tl.store(t.delta.p + o_w, b_delta, mask=m_row)
-        odd = look_over(t.q, t.q_parts, i_b, i_h, o_i, m_row, c.D, c.D0, c.D1)
-        odd = odd | look_over(t.dout, t.dout_parts, i_b, i_h, o_i, m_row, c.DV, c.DV0, c.DV1)
-        odd = odd | (tl.max(tl.where(b_delta - b_delta == 0.0, 0, 1), 0) > 0)  # of scores, out or dlse
-        tl.store(t.odd, 1, mask=odd)
+        nonfinite = look_over(t.q, t.q_parts, i_b, i_h, o_i, m_row, c.D, c.D0, c.D1)
+        nonfinite |= look_over(t.dout, t.dout_parts, i_b, i_h, o_i, m_row, c.DV, c.DV0, c.DV1)
+        nonfinite |= tl.max(tl.where(b_delta - b_delta == 0.0, 0, 1), 0) > 0  # of scores, out or dlse
+        tl.store(t.nonfinite, 1, mask=nonfinite)
         if i_t == 0:  # what blocks read behind the last row
             o_pad = tl.cast(n.batch, tl.int64) * t.row_lse.b + tl.arange(0, PAD)
             tl.store(t.row_lse.p + o_pad, tl.full([PAD], float("inf"), tl.float32))
@@ -163,9 +163,9 @@ def center(t, n, c):
         if t.kv_lens is not None:
             live = tl.minimum(tl.load(t.kv_lens + i_b), n.seqlen_k)
         o_n = i_n * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
-        odd = look_over(t.k, t.k_parts, i_b, i_h, o_n, o_n < live, c.D, c.D0, c.D1)
-        odd = odd | look_over(t.v, t.v_parts, i_b, i_h, o_n, o_n < live, c.DV, c.DV0, c.DV1)
-        tl.store(t.odd, 1, mask=odd)
+        nonfinite = look_over(t.k, t.k_parts, i_b, i_h, o_n, o_n < live, c.D, c.D0, c.D1)
+        nonfinite |= look_over(t.v, t.v_parts, i_b, i_h, o_n, o_n < live, c.DV, c.DV0, c.DV1)
+        tl.store(t.nonfinite, 1, mask=nonfinite)
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
     o_w = packed_base(t.lse, place.i_batch, i_hkv, place.first_q, t.group)
     i_plane = place.i_b * t.num_heads * t.group
     heads = i_hkv * t.group
-    odd = blocks.lo < 0  # False, as a tensor: has dO shown anything that is not finite?
+    nonfinite = blocks.lo < 0  # False, as a tensor: has dO shown anything that is not finite?
     for i_m in tl.range(blocks.lo, blocks.hi, num_stages=c.NUM_STAGES):
         o_i, o_g = packed_rows(i_m, t.group, c.BLOCK_M, c.PACK)
         m_row = o_i < place.rows
@@ -236,13 +236,13 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
             if c.DROPOUT:
                 b_w = tl.where(b_kept, b_pt * n.keep_scale, 0.0)
             if not c.FINITE:
-                odd = odd | has_nonfinite(b_do0)
+                nonfinite |= has_nonfinite(b_do0)
                 dv0 = product(b_w, finite_block(b_do0, c.PRODUCT), dv0, c.PRODUCT)
             else:
                 dv0 = product(b_w, b_do0, dv0, c.PRODUCT)
             if c.DV1 > 0:
                 if not c.FINITE:
-                    odd = odd | has_nonfinite(b_do1)
+                    nonfinite |= has_nonfinite(b_do1)
                     dv1 = product(b_w, finite_block(b_do1, c.PRODUCT), dv1, c.PRODUCT)
                 else:
                     dv1 = product(b_w, b_do1, dv1, c.PRODUCT)
@@ -272,7 +272,7 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
                 if c.D1 > 0:
                     add_atomically(t.dq_sum, o_dq, m_row, tl.trans(b_dst), b_k1, c.D0, c.D, c.D1, c)
     if t.dv is not None and not c.FINITE:
-        if odd:
+        if nonfinite:
             dv0 = add_nonfinite_rows(dv0, blocks, i_hkv, keys, place, band, t, c, 0, c.DV, c.DV0)
             if c.DV1 > 0:
                 dv1 = add_nonfinite_rows(dv1, blocks, i_hkv, keys, place, band, t, c, c.DV0, c.DV, c.DV1)
@@ -337,10 +337,10 @@ def over_tiles(make_tile: tl.constexpr, t, n, c):
     """Makes all tiles or none: two forms are launched, and what `center` found says which works. FINITE has a
     program per tile; of the other, rare and with hidden pairs kept out of every sum, a few walk over all."""
     if c.FINITE:
-        if tl.load(t.odd) == 0:
+        if tl.load(t.nonfinite) == 0:
             make_tile(tl.program_id(0), t, n, c)
     else:
-        if tl.load(t.odd) != 0:
+        if tl.load(t.nonfinite) != 0:
             for i_t in range(tl.program_id(0), n.total, tl.num_programs(0)):
                 make_tile(i_t, t, n, c)
 
@@ -447,7 +447,7 @@ def dq_tile(i_t, t, n, c):
             state = walk_keys(blocks, state, own, rows, place, t, n, c, not c.FINITE)
         elif c.ALWAYS_MASKED:
             state = walk_keys(hiding, state, own, rows, place, t, n, c, True)
-        elif tl.load(t.odd) == 0:
+        elif tl.load(t.nonfinite) == 0:
             state = walk_keys(blocks, state, own, rows, place, t, n, c, False)
         else:
             state = walk_keys(hiding, state, own, rows, place, t, n, c, True)

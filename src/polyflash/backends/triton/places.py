@@ -4,7 +4,7 @@ A tile is BLOCK_M packed rows against BLOCK_N keys. With PACK the query heads of
 of one tile, the head the faster: packed row r is row r // group of head r % group.
 
 Kernels take `t`, tensors and what else is compiled in, `n`, the numbers of a call, and `c`, constants.
-Two blocks of channels are FIRST and SECOND wide (0: none); a block of BLOCK_D begins at channel FIRST.
+Two blocks of channels are WIDTH0 and WIDTH1 wide (0: none); a block of BLOCK_D begins at channel FIRST.
 """
 
 from __future__ import annotations
@@ -289,10 +289,10 @@ def load_tile(
 
 
 @triton.jit
-def load_pair(x, o_r, m_r, DIM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+def load_pair(x, o_r, m_r, DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr):
     """Both channel blocks of rows, the first twice if there is no other."""
-    b_0 = load_tile(x, o_r, m_r, 0, DIM, FIRST, "")
-    b_1 = load_tile(x, o_r, m_r, FIRST, DIM, SECOND, "") if SECOND > 0 else b_0
+    b_0 = load_tile(x, o_r, m_r, 0, DIM, WIDTH0, "")
+    b_1 = load_tile(x, o_r, m_r, WIDTH0, DIM, WIDTH1, "") if WIDTH1 > 0 else b_0
     return b_0, b_1
 
 
@@ -319,8 +319,8 @@ def store_tile(x, o_r, m_r, b_x, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D
 
 
 @triton.jit
-def store_pair(x, o_r, m_r, b_0, b_1, DIM: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+def store_pair(x, o_r, m_r, b_0, b_1, DIM: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr):
     """Both channel blocks of rows."""
-    store_tile(x, o_r, m_r, b_0, 0, DIM, FIRST)
-    if SECOND > 0:
-        store_tile(x, o_r, m_r, b_1, FIRST, DIM, SECOND)
+    store_tile(x, o_r, m_r, b_0, 0, DIM, WIDTH0)
+    if WIDTH1 > 0:
+        store_tile(x, o_r, m_r, b_1, WIDTH0, DIM, WIDTH1)

@@ -61,12 +61,12 @@ def turned(x):
 
 
 @triton.jit
-def cross(a, b, acc, SECOND: tl.constexpr, PRODUCT: tl.constexpr):
+def cross(a, b, acc, WIDTH1: tl.constexpr, PRODUCT: tl.constexpr):
     """acc + a @ bᵀ over both channel blocks of a and b."""
     a0, a1 = a
     b0, b1 = b
     acc = product(a0, turned(b0), acc, PRODUCT)
-    if SECOND > 0:
+    if WIDTH1 > 0:
         acc = product(a1, turned(b1), acc, PRODUCT)
     return acc
 
@@ -104,7 +104,7 @@ def held(b_x, size):
 
 
 @triton.jit
-def turned_sign(b_x):
+def negated(b_x):
     return (-b_x.to(tl.float32)).to(b_x.dtype)
 
 
