@@ -53,7 +53,7 @@ class BiasGradientKey(configs.StageKey):
 BackwardScratch = namedtuple(
     "BackwardScratch",
     """
-    q o k v s p stage stats limits block zero gather bad seen item kinds q_ids k_ids staged
+    q o k v s p stage stats limits block zero gather bad seen item kinds q_ids k_ids pass_stage
     do q_rows do_rows out_stage dp ds ds_pairs k_rows dk dv factor keep total
     """,
 )

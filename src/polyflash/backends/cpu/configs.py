@@ -192,7 +192,7 @@ class Scratch(NamedTuple):
     kinds: int  # one byte per panel: how the key block at hand touches it
     q_ids: int  # segment of every row
     k_ids: int  # segment of every key of a block, or its pages
-    staged: int  # of the pass, for a vector of rows and block_n keys: bias as float32, then mask bytes
+    pass_stage: int  # of the pass, for a vector of rows and block_n keys: bias as float32, then mask bytes
     total: int
 
 
@@ -233,7 +233,7 @@ def tile_bytes(key: KernelKey, heads: int, row_panels: int, block_n: int) -> dic
         "kinds": panels,
         "q_ids": row_panels * rows * 4,
         "k_ids": block_n * 4,
-        "staged": key.lanes * block_n * 5,
+        "pass_stage": key.lanes * block_n * 5,
     }
 
 

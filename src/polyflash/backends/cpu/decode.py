@@ -39,8 +39,7 @@ MOST_SPLITS = 4  # of an item: what is read next is prefetched across their bord
 
 
 class _Cut(NamedTuple):
-    """State shared by calls of one tile size: kernel, splits, tiles per kv head, scratch, words of the
-    block."""
+    """State shared by calls of one tile size: kernel, keys of a split, tiles per kv head, scratch, words."""
 
     kernel: int
     split_keys: int

@@ -177,7 +177,7 @@ def scratch(key: DecodeKey, head_dim: int, head_dim_v: int, block_n: int) -> Scr
         kinds=0,
         q_ids=0,
         k_ids=0,
-        staged=4 * (block_n + key.lanes) * 8,
+        pass_stage=4 * (block_n + key.lanes) * 8,
         total=0,
     )
     offsets, at = [], 0

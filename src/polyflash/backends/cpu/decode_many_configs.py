@@ -75,11 +75,11 @@ def key_for(config: DecodeConfig, dtype: str, widest: int, nv: int) -> ManyKey:
 
 
 def scratch(key: ManyKey, panels: int, block_n: int) -> configs.Scratch:
-    """The forward's layout. In the place of q_ids: the bounds of every panel, four int32. Of staged: the
+    """The forward's layout. In the place of q_ids: the bounds of every panel, four int32. Of pass_stage: the
     addresses of zeros, one line's worth, then of the K rows of a block, then of cache lines to read ahead."""
     tiles = configs.scratch(key, 1, panels, block_n)
     addresses = LINE // 8 + block_n + LINE // 8 + block_n * (key.bucket // STEP + 1) + LINE
-    return tiles._replace(total=(tiles.staged + addresses * 8 + 4095) // 4096 * 4096)
+    return tiles._replace(total=(tiles.pass_stage + addresses * 8 + 4095) // 4096 * 4096)
 
 
 def all_keys(target: Target) -> Iterator[KernelKey | configs.StageKey]:

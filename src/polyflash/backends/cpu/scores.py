@@ -320,7 +320,7 @@ def changes(key: ScoreKey, stage: Any) -> Any:
     def stage_bias(tile, src, row, rows, begin, end):
         """Bias of a column whose keys are no unit stride apart, or float64, as float32 rows in scratch."""
         args = tile.args
-        dst, width = tile.staged, args.block_n * 4
+        dst, width = tile.pass_stage, args.block_n * 4
         for r in range(rows):
             for j in range(end - begin):
                 at = src + (row + r) * args.bias_row + (begin + j) * args.bias_key
@@ -330,7 +330,7 @@ def changes(key: ScoreKey, stage: Any) -> Any:
     def stage_mask(tile, src, row, rows, begin, end):
         args = tile.args
         width = args.block_n
-        dst = tile.staged + LANES * width * 4
+        dst = tile.pass_stage + LANES * width * 4
         for r in range(rows):
             for j in range(end - begin):
                 at = src + (row + r) * args.mask_row + (begin + j) * args.mask_key
@@ -377,7 +377,7 @@ def changes(key: ScoreKey, stage: Any) -> Any:
                 source = bias + (row + at) * args.bias_row + key * args.bias_key
                 if args.bias_key != bias_size:
                     stage_bias(tile, bias, row + at, rows, key, key + readable)
-                    source = tile.staged
+                    source = tile.pass_stage
                     column.bias_row = args.block_n * 4
                     column.bias_kind = 0
                 column.bias = source
@@ -385,7 +385,7 @@ def changes(key: ScoreKey, stage: Any) -> Any:
                 source = mask + (row + at) * args.mask_row + key
                 if args.mask_key != 1:
                     stage_mask(tile, mask, row + at, rows, key, key + readable)
-                    source = tile.staged + LANES * args.block_n * 4
+                    source = tile.pass_stage + LANES * args.block_n * 4
                     column.mask_row = args.block_n
                 column.mask = source
             stage.change_column(args, column)
@@ -397,7 +397,7 @@ def changes(key: ScoreKey, stage: Any) -> Any:
         args = tile.args
         item, does = tile.item, args.pass_does
         i_b, row = item.batch, item.row + i_p * NR
-        seen, staged = tile.seen, tile.staged
+        seen, staged = tile.seen, tile.pass_stage
         bias = args.bias + i_b * args.bias_batch + head * args.bias_head
         mask = args.mask + i_b * args.mask_batch + head * args.mask_head
         q_ids = tile.q_ids + i_p * NR * 4

@@ -154,7 +154,7 @@ BACKWARD = Layout(
 STATISTICS = Layout(Tensors, Softmax, Operands, Cut, Scratch, Statistics, pages="k_ids", column_sums="v")
 DECODE = Layout(
     *(Tensors, Softmax, Operands, Cut, Scratch, Decode),
-    **{"pages": "k_ids", "k_rows": "k", "v_rows": "v", "bounds": "q_ids", "addresses": "staged"},
+    **{"pages": "k_ids", "k_rows": "k", "v_rows": "v", "bounds": "q_ids", "addresses": "pass_stage"},
 )
 ENTRY, ITEM, COLUMN = Layout(Entry), Layout(Item), Layout(Column)
 BACKWARD_ITEM = Layout(Item, 20, BackwardItem)  # the column of the pass lies between
