@@ -72,6 +72,7 @@ PROBLEMS = {
     "long-causal": Problem(_causal(), **_LONG),
     "ragged": Problem(seqlen_q=KEYS - 1, seqlen_k=KEYS - 1),
     "window": Problem(_causal(window_left=512)),
+    "lens": Problem(lambda: {"kv_lens": _meta(BATCH), "kv_starts": _meta(BATCH)}),
     "mask": Problem(lambda: {"mask": _meta(BATCH, 1, KEYS, KEYS, dtype=torch.bool)}),
     "bias": Problem(lambda: {"bias": _meta(BATCH, HEADS, KEYS, KEYS, dtype=torch.bfloat16)}),
     "dropout": Problem(lambda: {"causal": True, "dropout_p": 0.1, "dropout_seed": torch.tensor(1)}),
@@ -238,7 +239,7 @@ def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
 
 GLUON = tuple(
     Case(Phase.FORWARD, "cuda:sm90", "bfloat16", d, problem, "gluon")
-    for problem, d in product(("full", "causal", "ragged"), gluon_configs.HEAD_DIMS)
+    for problem, d in product(("full", "causal", "ragged", "window", "lens"), gluon_configs.HEAD_DIMS)
 )
 # (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits spill nothing, unless that is faster
 CLEAN = (
@@ -269,7 +270,7 @@ def default_cases() -> tuple[Case, ...]:
 
 
 _DEFAULT = {(Phase.FORWARD, "bfloat16", 64, "full"), (Phase.FORWARD, "bfloat16", 128, "causal")}
-_SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal"), GLUON[0], *GLUON[4:6]}
+_SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal"), GLUON[0], *GLUON[4:6], GLUON[10]}
 for _gpu in ONE_OF_EACH:
     _SINGLE |= {
         Case(Phase.FORWARD, _gpu, "bfloat16", 80, "causal"),

@@ -36,8 +36,11 @@ class Case(NamedTuple):
     heads: int = 4
     kv_heads: int = 2
     dtype: torch.dtype = torch.bfloat16
-    offset: int | None = None
+    offset: int | tuple[int, ...] | None = None  # one, or one per request, as those that follow
     layout: str = "bhsd"
+    window: tuple[int | None, int | None] | None = None
+    lens: tuple[int, ...] | None = None
+    starts: tuple[int, ...] | None = None
 
 
 def tensors(case: Case, seed: int = 0) -> list[Tensor]:
@@ -54,18 +57,32 @@ def tensors(case: Case, seed: int = 0) -> list[Tensor]:
 def call(case: Case, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     """out and lse as (batch, heads, rows, ...)."""
     options: dict[str, Any] = {"causal": case.causal, "layout": case.layout, **more}
-    if case.offset is not None:
-        options["q_offset"] = case.offset
+    if case.window is not None:
+        options["window"] = case.window
+    for name, x in (("q_offset", case.offset), ("kv_lens", case.lens), ("kv_starts", case.starts)):
+        if x is not None:
+            options[name] = x if isinstance(x, int) else torch.tensor(x, dtype=torch.int32, device="cuda")
     result = polyflash.attention(q, k, v, return_lse=True, backend="gluon", **options)
     return result.out if case.layout == "bhsd" else result.out.transpose(1, 2), result.lse
 
 
 def seen(case: Case) -> Tensor:
-    """Which key a row sees, bool (rows, keys)."""
-    offset = case.keys - case.rows if case.offset is None else case.offset
-    rows = torch.arange(case.rows, device="cuda")[:, None]
+    """Which key a row sees, bool (batch, 1, rows, keys)."""
+
+    def each(x: Any, default: int) -> Tensor:
+        x = default if x is None else x
+        x = torch.tensor([x] * case.batch if isinstance(x, int) else x, device="cuda")
+        return x[:, None, None, None]
+
+    live = each(case.lens, case.keys)
+    at = torch.arange(case.rows, device="cuda")[:, None]
+    at = at + (live - case.rows if case.offset is None else each(case.offset, 0))
     keys = torch.arange(case.keys, device="cuda")[None, :]
-    return (keys <= rows + offset) if case.causal else (keys >= 0).expand(case.rows, -1)
+    found = (keys < live) & (keys >= each(case.starts, 0)) & (at == at)
+    left, right = case.window or (None, None)
+    right = 0 if case.causal else right
+    found = found if right is None else found & (keys <= at + right)
+    return found if left is None else found & (keys >= at - left)
 
 
 def right(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,6 +134,59 @@ def shapes(dims: int, causal: bool) -> Iterator[Case]:
             yield Case(dims, causal, 300, 400, offset=offset)
 
 
+def bounded(dims: int, causal: bool) -> Iterator[Case]:
+    """Windows, lengths and starts of requests, by themselves and together."""
+    for rows, keys in ((1, 1), (200, 700), (700, 200), (1000, 1000), (130, 3000)):
+        for window in ((0, 0), (63, None), (None, 5), (128, 17), (200, 300), (2000, None), (5000, 5000)):
+            yield Case(dims, causal, rows, keys, window=window)
+        yield Case(dims, causal, rows, keys, batch=4, lens=(0, keys // 3, 1, keys))
+        yield Case(dims, causal, rows, keys, batch=3, starts=(0, keys // 2, keys))
+        yield Case(dims, causal, rows, keys, batch=3, lens=(keys, keys // 2, 0), window=(100, 20))
+        yield Case(dims, causal, rows, keys, batch=2, offset=(0, -50), window=(100, None))
+        yield Case(
+            dims,
+            causal,
+            rows,
+            keys,
+            batch=2,
+            lens=(keys // 2, keys),
+            starts=(min(3, keys), keys // 3),
+            offset=70,
+        )
+    yield Case(dims, causal, 257, 511, window=(90, 30), dtype=torch.float16, heads=3, kv_heads=1)
+    yield Case(dims, causal, 3840, 3840, heads=16, kv_heads=16, window=(777, 0))
+
+
+def odd_bounds(dims: int, causal: bool) -> None:
+    """The same for what windows, lengths and starts hide."""
+    case = Case(dims, causal, 500, 900, 3, window=(250, 60), lens=(900, 500, 0), starts=(0, 130, 5))
+    q, k, v = tensors(case)
+    out, lse = call(case, q, k, v)
+    sees = seen(case)
+    hidden = ~sees.any(2).squeeze(1)  # [batch, keys]
+    for bad in (math.nan, math.inf, -math.inf):
+        unseen = hidden[:, None, :, None]
+        for x, y in ((k.masked_fill(unseen, bad), v), (k, v.masked_fill(unseen, bad))):
+            got, got_lse = call(case, q, x, y)
+            assert torch.equal(got, out) and torch.equal(got_lse, lse), f"{case}: hidden {bad} shows"
+        x = v.clone()
+        at = [5, 300, 310, 640, 899]
+        x[:, :, at, 3] = bad
+        got, _ = call(case, q, k, x)
+        marked = sees[..., at].any(-1).expand(-1, case.heads, -1)
+        column = got[..., 3]
+        there = column.isnan() if math.isnan(bad) else column == bad
+        assert torch.equal(there, marked), f"{case}: visible {bad} does not show, or a hidden one does"
+        got[..., 3] = torch.where(marked, out[..., 3], column)
+        assert torch.equal(got, out), f"{case}: visible {bad} shows elsewhere"
+    far = q * 300.0
+    got, got_lse = call(case, far, k, v)
+    wanted, wanted_lse = right(case, far, k, v)
+    error = float((got.double() - wanted).norm() / wanted.norm())
+    assert error < 2 * ERROR[case.dtype], f"{case}: error {error} of scores times 300"
+    assert torch.equal(got_lse == -math.inf, wanted_lse == -math.inf), f"{case}: rows that see nothing"
+
+
 def odd_values(dims: int, causal: bool) -> None:
     """What is hidden changes no bit, what is not finite shows where it is seen, large scores keep their
     weights."""
@@ -134,7 +204,7 @@ def odd_values(dims: int, causal: bool) -> None:
         x = v.clone()
         x[:, :, 100, 3] = bad
         got, _ = call(case, q, k, x)
-        sees = seen(case)[:, 100]
+        sees = seen(case)[0, 0, :, 100]
         column = got[..., 3]
         there = column.isnan() if math.isnan(bad) else column == bad
         assert bool(there[..., sees].all()), f"{case}: visible {bad} does not show"
@@ -199,11 +269,13 @@ def gradients(dims: int, causal: bool) -> None:
 
 def alone(name: str) -> None:
     dims, causal, what = int(name.split("-")[0]), "causal" in name, name.rpartition("-")[2]
-    if what == "shapes":
-        for case in shapes(dims, causal):
+    if what in ("shapes", "bounded"):
+        for case in (shapes if what == "shapes" else bounded)(dims, causal):
             check(case)
     else:
-        {"odd": odd_values, "graphs": graphs, "gradients": gradients}[what](dims, causal)
+        {"odd": odd_values, "hidden": odd_bounds, "graphs": graphs, "gradients": gradients}[what](
+            dims, causal
+        )
 
 
 def contended(name: str, seconds: float, queued: int = 60) -> None:
@@ -226,7 +298,8 @@ KINDS = [f"{dims}-{kind}" for dims in (64, 128, 256) for kind in ("full", "causa
 PADDED = [
     f"{dims}-{kind}" for dims in (40, 80, 96, 192) for kind in ("full", "causal")
 ]  # narrower than a box
-ALONE = [f"{kind}-{what}" for kind in KINDS for what in ("shapes", "odd", "graphs", "gradients")]
+WHAT = ("shapes", "odd", "bounded", "hidden", "graphs", "gradients")
+ALONE = [f"{kind}-{what}" for kind in KINDS for what in WHAT]
 ALONE += [f"{kind}-{what}" for kind in PADDED for what in ("shapes", "odd")]
 
 

@@ -1,37 +1,58 @@
 """Times the Gluon forward row beside cuDNN and the Triton row, interleaved in one process.
 
 python -m tests.backends.gluon.race [--dims 64,128,256] [--lengths 1024,...] [--variants] [--rounds 7]
+    [--kinds full,causal,window,lens,lens-causal]   windows are causal, of 1024 keys; cuDNN has the first two
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import polyflash
-from polyflash.backends.gluon import configs
 from polyflash.bench.timing import queued
+from polyflash.mask import visible_pairs
 
 TOKENS, CHANNELS = 16384, 2048
 
 
-def arms_of(q, k, v, causal: bool, variants: bool) -> dict[str, Callable[[], torch.Tensor]]:
+def options_of(kind: str, length: int) -> tuple[dict[str, Any], int]:
+    """Options of a call, and how many pairs of its batch see one another."""
+    batch, causal = TOKENS // length, kind in ("causal", "window", "lens-causal")
+    options: dict[str, Any] = {"causal": causal}
+    lens = [length] * batch
+    if kind == "window":
+        options["window"] = (1023, None)
+    elif kind.startswith("lens"):
+        lens = [max(1, length * (i + 1) // batch) for i in range(batch)]
+        options |= {"kv_lens": torch.tensor(lens, dtype=torch.int32, device="cuda"), "checked": True}
+    window = options.get("window", (None, None))
+    pairs = (visible_pairs(length, n, offset=n - length, causal=causal, window=window) for n in lens)
+    return options, sum(pairs)
+
+
+def arms_of(q, k, v, options: dict[str, Any], variants: bool) -> dict[str, Callable[[], torch.Tensor]]:
     def cudnn():
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=options["causal"])
 
     def ours(**more):
-        return lambda: polyflash.attention(q, k, v, causal=causal, **more)
+        return lambda: polyflash.attention(q, k, v, **options, **more)
 
-    arms = {"cudnn": cudnn, "triton": ours(backend="triton"), "gluon": ours(backend="gluon"), "free": ours()}
+    arms = {"triton": ours(backend="triton"), "gluon": ours(backend="gluon"), "free": ours()}
+    if len(options) == 1:
+        arms["cudnn"] = cudnn
     if variants:
-        chosen = configs.FORWARD[configs.box_of(q.shape[3]), causal]
+        asked = {n: x for n, x in options.items() if n != "checked"}
+        chosen = polyflash.explain(q, k, v, **asked, backend="gluon").config
         tried = {
             "zigzag1": {"order": "zigzag", "heads": 1}, "zigzag8": {"order": "zigzag", "heads": 8},
             "tiles4": {"order": "tiles", "heads": 4}, "counter4": {"order": "counter", "heads": 4},
@@ -56,14 +77,15 @@ def main() -> None:
     for dims in map(int, asked.dims.split(",")):
         for kind in asked.kinds.split(","):
             for length in map(int, asked.lengths.split(",")):
-                causal, heads = kind == "causal", CHANNELS // dims
+                heads = CHANNELS // dims
                 shape = (TOKENS // length, heads, length, dims)
                 q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-                arms = arms_of(q, k, v, causal, asked.variants)
+                options, pairs = options_of(kind, length)
+                arms = arms_of(q, k, v, options, asked.variants)
                 results = {name: arm() for name, arm in arms.items() for _ in range(3)}
                 base = results["triton"].float()
                 errors = {n: float((x.float() - base).norm() / base.norm()) for n, x in results.items()}
-                work = 4 * TOKENS * heads * length * dims / (2 if causal else 1)
+                work = 4 * heads * dims * pairs
                 times = max(3, int(0.02 / (work / 5e14)))
                 found: dict[str, list[float]] = {name: [] for name in arms}
                 for _ in range(asked.rounds):
@@ -71,9 +93,8 @@ def main() -> None:
                         found[name].append(queued(arms[name], times))
                 rates = {name: work / statistics.median(x) / 1e12 for name, x in found.items()}
                 told = " ".join(f"{n} {r:.0f}" for n, r in rates.items())
-                over = (
-                    f"{rates['gluon'] / rates['cudnn']:.2f} of cudnn, {rates['gluon'] / rates['triton']:.2f}"
-                )
+                gluon, cudnn = rates["gluon"], rates.get("cudnn", math.nan)
+                over = f"{gluon / cudnn:.2f} of cudnn, {gluon / rates['triton']:.2f}"
                 wrong = max(errors.values())
                 mark = "" if wrong < 1e-2 else f"  WRONG {errors}"
                 print(

@@ -45,18 +45,23 @@ def test_what_it_takes(dims: int, dtype: torch.dtype):
 
 def test_what_it_refuses_in_words():
     assert "has multiples of 8, asked for 100" in why(dims=100)
-    assert "no window" in why(window=(8, 0))
     assert "no softcap" in why(softcap=3.0)
     assert "dtype" in why(dtype=torch.float32)
     assert "needs cuda:sm90" in why(target="cuda:sm100")
-    offsets = torch.zeros(4, dtype=torch.int32, device="meta")
-    assert "as an int" in why(causal=True, q_offset=offsets)
 
 
 def test_what_it_leaves_unless_asked_by_name():
     for few in ({"rows": 32}, {"keys": MANY_KEYS - 1}):
         assert "whole warpgroups" in why(**few)
         assert explained(**few, backend="gluon").backend == "gluon"
+    ints = torch.zeros(4, dtype=torch.int32, device="meta")
+    for untimed in ({"window": (8, 0)}, {"kv_lens": ints}, {"kv_starts": ints}, {"q_offset": ints}):
+        assert f"{next(iter(untimed))}" in why(causal=True, **untimed)
+        assert "not timed" in why(causal=True, **untimed)
+        named = explained(causal=True, **untimed, backend="gluon")
+        assert named.backend == "gluon" and named.config == configs.FORWARD[128, True]
+    assert explained(window=(8, 0), backend="gluon").config == configs.FORWARD[128, True]
+    assert explained(kv_lens=ints, backend="gluon").config.order == "counter"
     assert "Triton row is quicker" in why(dims=64, causal=True)
     assert explained(64, causal=True, backend="gluon").backend == "gluon"
 

@@ -4,17 +4,24 @@ key in a block that is walked, every block that hides keys masked."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
+from polyflash import mask
 from polyflash.backends.gluon import schedule
+from polyflash.backends.gluon.forward import band_of
+from polyflash.backends.gluon.places import Place
+from polyflash.spec import Arguments
 
 CORES = 132
-tile_of, fixed_tile, key_blocks = (f.fn for f in (schedule.tile_of, schedule.fixed_tile, schedule.key_blocks))
+tile_of, fixed_tile = schedule.tile_of.fn, schedule.fixed_tile.fn
+band, key_blocks = schedule.band.fn, schedule.key_blocks.fn
 
 
 def fixed(total: int, programs: int) -> list[list[int]]:
@@ -77,22 +84,97 @@ def test_a_zigzag_ends_together():
     assert {sum(walk) for walk in walks} == {2 * CORES - 1}
 
 
-@pytest.mark.parametrize("offset", [-200, -64, -1, 0, 1, 63, 150, 400])
-@pytest.mark.parametrize("seqlen_k", [1, 64, 65, 128, 200, 384])
+class Case(NamedTuple):
+    """Rows and keys of a request, of which some are live, and what else bounds a row."""
+
+    rows: int
+    keys: int
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    offset: int | None = None
+    lens: int | None = None
+    start: int = 0
+    own: bool = False  # is the offset one of an int per request?
+
+    @property
+    def position(self) -> int:
+        live = self.keys if self.lens is None else self.lens
+        return live - self.rows if self.offset is None else self.offset
+
+    def interval(self, i: int) -> tuple[int, int]:
+        """Keys of row i, by the module that every engine is held to."""
+        live = self.keys if self.lens is None else self.lens
+        bounds = {"causal": self.causal, "window": self.window, "kv_start": self.start}
+        return mask.row_interval(i, seqlen_k=live, offset=self.position, **bounds)
+
+
+def cases() -> Iterator[Case]:
+    draw = random.Random(0)
+    for offset, keys, causal in product((-400, -200, -64, -1, 0, 1, 63, 150, 900), (1, 64, 65, 384), (0, 1)):
+        yield Case(200, keys, bool(causal), offset=offset)
+    for _ in range(3000):
+        keys = draw.choice((1, 63, 64, 65, 128, 200, 384, 700))
+        sides = (None, 0, 1, 20, 63, 64, 130, 300, 2**31 - 1)
+        yield Case(
+            draw.choice((1, 64, 130, 200, 500)), keys, draw.random() < 0.4,
+            (draw.choice(sides), draw.choice(sides)), draw.choice((None, None, 0, -70, 33, 500, -(2**30))),
+            draw.choice((None, 0, keys // 2, keys)), draw.choice((0, 0, 1, 64, keys)), draw.random() < 0.5,
+        )  # fmt: skip
+
+
+def placed(case: Case, block_m: int, block_n: int) -> tuple[Place, SimpleNamespace]:
+    """The place that the kernel finds, as `place_of` does, and its constants."""
+    tensors = {"kv_lens": case.lens, "kv_starts": case.start or None}
+    given = case.offset if not case.own else None
+    args = Arguments(case.causal, None, False, *case.window, given, **tensors)
+    args = args._replace(q_offset=case.offset if case.own else None)
+    how = band_of(case.rows, case.keys, args)
+    left = case.window[0] is not None
+    c = SimpleNamespace(
+        BLOCK_M=block_m, BLOCK_N=block_n, HAS_RIGHT=how.bounded, HAS_LEFT=left, BELOW=left or case.start > 0,
+        SHORT=case.lens is not None,
+    )  # fmt: skip
+    n = SimpleNamespace(seqlen_q=case.rows, seqlen_k=case.keys, offset=how.right, left=how.left)
+    live = case.keys if case.lens is None else case.lens
+    low, high = band(case.position, live, n, c) if how.own else (how.left or 0, how.right)
+    assert max(abs(n.offset), abs(n.left or 0), abs(low), abs(high)) < 2**31
+    return Place(live, min(case.start, live), low, high), c
+
+
 @pytest.mark.parametrize("block_m, block_n", [(128, 128), (192, 128), (128, 64)])
-def test_blocks_hold_what_rows_see(block_m: int, block_n: int, seqlen_k: int, offset: int):
-    seqlen_q = 200
-    offset = min(max(offset, -seqlen_q), seqlen_k)
-    n = SimpleNamespace(seqlen_k=seqlen_k, offset=offset)
-    for causal in (False, True):
-        c = SimpleNamespace(BLOCK_M=block_m, BLOCK_N=block_n, HAS_RIGHT=causal)
-        for i_m in range(-(-seqlen_q // block_m)):
-            count, masked = key_blocks(i_m, n, c)
-            assert 1 <= masked <= count <= -(-seqlen_k // block_n)
+def test_blocks_hold_what_rows_see(block_m: int, block_n: int):
+    """Every visible key in one block that is walked; what a block hides is masked, at that end; and no block
+    is walked or masked for nothing."""
+    for case in cases():
+        place, c = placed(case, block_m, block_n)
+        for i_m in range(-(-case.rows // block_m)):
+            end, count, masked, bare = key_blocks(i_m, place, c)
+            assert 1 <= masked <= bare <= count <= end <= max(-(-case.keys // block_n), 1), case
             rows = range(i_m * block_m, (i_m + 1) * block_m)
-            ends = [min(seqlen_k, max(0, i + offset + 1)) if causal else seqlen_k for i in rows]
-            assert max(ends) <= count * block_n
-            assert count == 1 or max(ends) > (count - 1) * block_n, "a block that nobody sees"
-            whole = count - masked  # the blocks behind the masked ones, walked last
-            assert min(ends) >= whole * block_n
-            assert masked == 1 or min(ends) < (whole + 1) * block_n, "a block that needs no mask"
+            found = [seen_by(i, place, c) for i in rows]
+            there = found[: max(case.rows - i_m * block_m, 0)]
+            for i, (lo, hi) in zip(rows, there, strict=False):
+                wanted = case.interval(i)
+                assert (lo, hi) == wanted or (lo >= hi and wanted[0] >= wanted[1]), (case, i)
+                assert lo >= hi or ((end - count) * block_n <= lo and hi <= end * block_n), (case, i)
+                for place_in_walk in range(masked, count):
+                    j = end - 1 - place_in_walk
+                    assert hi >= (j + 1) * block_n, (case, i, "hides keys at its end")
+                    assert place_in_walk >= bare or lo <= j * block_n, (case, i, "hides keys at its start")
+            some = [(lo, hi) for lo, hi in found if lo < hi]
+            if count > 1:
+                assert max((hi for _, hi in some), default=0) > (end - 1) * block_n, (case, "nobody sees it")
+                assert min(lo for lo, _ in some) < (end - count + 1) * block_n, (case, "nobody sees it")
+            if masked > 1:
+                j = end - masked
+                hidden = any(lo > j * block_n or hi < (j + 1) * block_n for lo, hi in found)
+                assert hidden, (case, "a block that needs no mask")
+            if bare < count:
+                assert any(lo > (end - 1 - bare) * block_n for lo, _ in found), (case, "needs no mask")
+
+
+def seen_by(i: int, place: Place, c: SimpleNamespace) -> tuple[int, int]:
+    """Keys of a row as `rows_seen` has them."""
+    lo = max(place.start if c.BELOW else 0, i + place.low if c.HAS_LEFT else 0, 0)
+    hi = min(place.live, i + place.high + 1) if c.HAS_RIGHT else place.live
+    return lo, max(hi, 0)

@@ -66,14 +66,15 @@ def test_kernels_of_the_default_run(gpu: str):
 @compiles
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_kernels_of_the_gluon_engine(head_dim: int):
-    """As recorded; each consumer has the products of a first block, a loop (two with a mask), a last one."""
+    """As recorded; each consumer has the products of a first block, a loop for every kind of blocks and a
+    last one."""
     for case in GLUON:
         if case.head_dim == head_dim and case in default_cases():
             (entry, found), *others = script.kernels(case)
             for kernel in ((entry, found), *others):
                 assert not script.complaints(RECORDED, triton.__version__, *kernel, case)
             config = case.config()
-            passes = (3 if case.problem == "causal" else 2) * config.consumers
+            passes = {"causal": 3, "lens": 3, "window": 4}.get(case.problem, 2) * config.consumers
             assert found.matrix == {"HGMMA": passes * (head_dim + config.block_n) // 16}
 
 

@@ -7,7 +7,7 @@ bfloat16 at 2k to 16k keys. With it the kernel was measured on an H200 beside th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.gpu.configs import check, flag, option, varied
@@ -22,6 +22,7 @@ CHECKED = ((3, 6),)  # Tritons whose Gluon compiles these kernels as recorded; i
 HEAD_DIMS = (64, 128, 256)  # channels of a box; a head dim between has that of the next, filled with 0
 LEAST_CHANNELS = 8  # 16 bytes, of which TMA takes multiples
 MOST_PADDING = 0.3  # of a box: forecast by the work done, not measured
+UNTIMED = frozenset({Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS})
 ROWS = 64  # of a consumer
 # By channels of a box: below, it is behind the Triton row on an H200, or nobody has measured.
 LEAST_KEYS = {64: 2048, 128: 1024, 256: 1024}
@@ -89,8 +90,12 @@ def box_of(head_dim: int) -> int:
 
 
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
-    """The table's, by the box that holds the head dim."""
-    return FORWARD[box_of(spec.head_dim), spec.causal]
+    """The table's, by the box that holds the head dim; windows and starts are as a causal mask. Tiles of
+    requests that have lengths of their own come from the counter."""
+    hides = spec.causal or not spec.features.isdisjoint({Feature.WINDOW, Feature.KV_STARTS})
+    config = FORWARD[box_of(spec.head_dim), hides]
+    counted = Feature.KV_LENS in spec.features and config.order == "zigzag"
+    return replace(config, order="counter", heads=4) if counted else config
 
 
 def refuses(spec: AttentionSpec, target: Target) -> str:
@@ -101,8 +106,6 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
         return f"packages: Gluon of triton {version} is not checked, that of {known} is"
     if spec.head_dim % LEAST_CHANNELS:
         return f"head_dim: has multiples of {LEAST_CHANNELS}, asked for {spec.head_dim}"
-    if Feature.Q_OFFSET in spec.features and spec.offset is None:
-        return "features: has q_offset as an int, not as a tensor"
     return ""
 
 
@@ -115,6 +118,10 @@ def leaves(spec: AttentionSpec, target: Target) -> str:
     box = box_of(spec.head_dim)
     if spec.head_dim < HEAD_DIMS[0] or 1.0 - spec.head_dim / box > MOST_PADDING:
         return f"head_dim {spec.head_dim} costs as much as {box}: not known to be quicker on an H200"
+    if untimed := sorted(f.value for f in spec.features & UNTIMED):
+        return f"{', '.join(untimed)}: not timed beside the Triton row"
+    if Feature.Q_OFFSET in spec.features and spec.offset is None:
+        return "q_offset as a tensor: not timed beside the Triton row"
     if spec.causal and spec.head_dim <= 64:
         return "head_dim 64 with causal: the Triton row is quicker on an H200, at 1k to 16k keys"
     return ""
@@ -133,8 +140,8 @@ def leaves_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int
 
 
 def has_table(spec: AttentionSpec, target: Target) -> bool:
-    """Is its head dim one that was timed?"""
-    return spec.head_dim in HEAD_DIMS
+    """Was its like timed?"""
+    return spec.head_dim in HEAD_DIMS and spec.features.isdisjoint(UNTIMED)
 
 
 def candidates(spec: AttentionSpec, target: Target) -> tuple[Any, ...]:

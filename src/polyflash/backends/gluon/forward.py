@@ -14,7 +14,7 @@ import torch
 from polyflash.backends.gluon import configs, shim
 from polyflash.backends.gluon.forward_sm90 import Constants, Numbers, Tensors, attend_sm90
 from polyflash.backends.gpu.numbers import LOG2E, scale_of
-from polyflash.backends.gpu.views import View
+from polyflash.backends.gpu.views import FAR, NO_OPERANDS, View, operands_of
 from polyflash.backends.triton import forward as triton_forward
 from polyflash.backends.triton import runtime
 from polyflash.backends.triton.constants import describable
@@ -42,6 +42,7 @@ class Ready(NamedTuple):
     programs: int
     width: int  # channels of a box
     boxed: tuple[bool, ...]  # can TMA reach q, k, v and out where they are?
+    plain: bool  # no operands
 
 
 class Prepared:
@@ -59,8 +60,9 @@ class Prepared:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments
     ) -> Ready:
         key = (
-            q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(), runtime.aligned(q, k, v, out),
-            lse if lse is None else lse.stride(), args.scale, args.offset,
+            q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(),
+            lse if lse is None else lse.stride(), runtime.aligned(q, k, v, out),
+            args.scale, args.offset, args.window_left, args.window_right,
         )  # fmt: skip
         if key not in self.ready:
             if len(self.ready) >= _KEPT_CALLS:
@@ -76,7 +78,9 @@ class Prepared:
         num_kv_heads, seqlen_k = k.shape[1:3]
         num_tiles = -(-seqlen_q // config.block_m)
         total = batch * num_heads * num_tiles
-        offset = seqlen_k - seqlen_q if args.offset is None else args.offset
+        x = operands_of(args, k)
+        band = band_of(seqlen_q, seqlen_k, args)
+        short, below = x.kv_lens is not None, args.window_left is not None or x.kv_starts is not None
         numbers = Numbers(
             num_heads=num_heads,
             group=num_heads // num_kv_heads,
@@ -85,7 +89,8 @@ class Prepared:
             seqlen_k=seqlen_k,
             num_tiles=num_tiles,
             total=total,
-            offset=min(max(offset, -seqlen_q), seqlen_k),
+            offset=band.right,
+            left=band.left,
             factor=scale_of(q, args) * LOG2E,
         )
         constants = Constants(
@@ -95,8 +100,12 @@ class Prepared:
             BLOCK_N=config.block_n,
             STAGES=config.num_stages,
             CONSUMERS=config.consumers,
-            HAS_RIGHT=args.causal,
-            WHOLE=not args.causal and seqlen_k % config.block_n == 0,
+            HAS_RIGHT=band.bounded,
+            HAS_LEFT=args.window_left is not None,
+            BELOW=below,
+            OWN=band.own,
+            SHORT=short,
+            WHOLE=not (band.bounded or below or short) and seqlen_k % config.block_n == 0,
             COUNTED=config.order == "counter",
             HEADS=config.heads,
             TURNS=config.turns,
@@ -117,7 +126,31 @@ class Prepared:
             programs=total if config.order == "tiles" else min(total, self.cores),
             width=constants.D,
             boxed=reached,
+            plain=x == NO_OPERANDS,
         )
+
+
+class Band(NamedTuple):
+    """How far rows see: up to i + right, if that bounds them, and from i + left on, if not None; with `own`
+    from where rows of a request stand, which the kernel finds out."""
+
+    own: bool
+    bounded: bool
+    left: int | None
+    right: int
+
+
+def band_of(seqlen_q: int, seqlen_k: int, args: Arguments) -> Band:
+    """The band of causal order and the window."""
+    left, right = args.window_left, 0 if args.causal else args.window_right
+    moved = args.q_offset is not None or (args.offset is None and args.kv_lens is not None)
+    if moved and not (left is right is None):
+        far = None if left is None else -min(left, FAR)
+        return Band(True, right is not None, far, min(right or 0, FAR))
+    position = seqlen_k - seqlen_q if args.offset is None else args.offset
+    end = min(max(position + (right or 0), -seqlen_q), seqlen_k)
+    first = None if left is None else min(max(position - left, -seqlen_q), seqlen_k)
+    return Band(False, right is not None, first, end)
 
 
 def is_boxed(x: Tensor) -> bool:
@@ -140,8 +173,9 @@ def with_positive_scale(q: Tensor, args: Arguments) -> tuple[Tensor, Arguments]:
 
 
 def attend_call(
-    prepared: Prepared, ready: Ready, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
-) -> None:
+    prepared: Prepared, ready: Ready, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
+    args: Arguments
+) -> None:  # fmt: skip
     """Launches the kernel, and the second one that mends rows that the first marked."""
     config, n, width = prepared.config, ready.numbers, ready.width
     marks = runtime.scratch(ready.marks, q.device, torch.int8)
@@ -150,12 +184,14 @@ def attend_call(
         shim.descriptor(q, configs.ROWS, width), shim.descriptor(k, config.block_n, width),
         shim.descriptor(v, config.block_n, width), shim.descriptor(out, configs.ROWS, width),
     )  # fmt: skip
-    kinds = (*ready.kinds, runtime.aligned(lse))
-    t = Tensors(lse, marks, words)
+    x = NO_OPERANDS if ready.plain else operands_of(args, k)
+    requests = x.kv_lens, x.kv_starts, x.q_offset
+    kinds = (*ready.kinds, runtime.aligned(lse), None if ready.plain else runtime.signature(requests))
+    t = Tensors(lse, marks, words, None, *requests)
     prepared.kernels.launch(
         attend_sm90, (ready.programs,), (t, n, ready.constants, *boxes), _OPTIONS, (*kinds, False), q.device
     )
-    t = Tensors(lse, marks, words, View(v, *v.stride()))
+    t = t._replace(v_view=View(v, *v.stride()))
     grid = (min(n.total, prepared.cores),)
     prepared.kernels.launch(
         attend_sm90, grid, (t, n, ready.mending, *boxes), _OPTIONS, (*kinds, True), q.device
@@ -175,7 +211,7 @@ def run(
     if not all(ready.boxed):
         q, k, v = map(boxed, (q, k, v))
         place = out if ready.boxed[3] else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    attend_call(prepared, ready, q, k, v, place, rows)
+    attend_call(prepared, ready, q, k, v, place, rows, args)
     if place is not out:
         out.copy_(place)
     return out, lse

@@ -50,12 +50,12 @@ from polyflash.backends.gluon.channel import (
     told,
     values_of,
 )
-from polyflash.backends.gluon.mending import add_nonfinite, clean_values, find_nonfinite
+from polyflash.backends.gluon.mending import add_nonfinite, clean_values
+from polyflash.backends.gluon.places import BELOW, BOTH, FAR, NONE, apply_mask, place_of, rows_seen
 from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
 from polyflash.backends.gluon.shim import (
     accumulator,
     folded,
-    keep_less,
     load_box,
     multiply_unless_one,
     packed,
@@ -70,7 +70,7 @@ LOWEST: gl.constexpr = gl.constexpr(-3.4028234663852886e38)  # of finite float32
 TOO_FAR: gl.constexpr = gl.constexpr(2.0**12)  # from here on m is rounded about as much as a float16 weight
 SLACK: gl.constexpr = gl.constexpr(8.0)  # powers of two that a lazy m may lie below its row's maximum
 SUMS: gl.constexpr = gl.constexpr(8)  # columns of a row's sums, as threads hold them
-SPOILED, FAR = gl.constexpr(1), gl.constexpr(2)  # bits of a mark
+SPOILED: gl.constexpr = gl.constexpr(1)  # bit of a mark, beside FAR
 NEXT, LEFT, MARKED, MENDED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # of `words`
 
 
@@ -83,6 +83,9 @@ class Tensors(NamedTuple):
     marks: Any
     words: Any
     v_view: Any = None
+    kv_lens: Any = None  # int32 (B,), as those that follow
+    kv_starts: Any = None
+    q_offset: Any = None
     end: None = None  # see `runtime.compile` of the Triton engine
 
 
@@ -96,7 +99,8 @@ class Numbers(NamedTuple):
     seqlen_k: Any
     num_tiles: Any  # row tiles of a plane
     total: Any  # tiles of all planes
-    offset: Any  # row i stands at key i + offset; from -seqlen_q to seqlen_k
+    offset: Any  # row i sees keys up to i + offset; from -seqlen_q to seqlen_k, but with OWN
+    left: Any  # and from i + left on; None without HAS_LEFT
     factor: Any  # of scores in an exponent of 2
 
 
@@ -109,7 +113,11 @@ class Constants(NamedTuple):
     BLOCK_N: int = 0
     STAGES: int = 2
     CONSUMERS: int = 2
-    HAS_RIGHT: bool = False  # causal
+    HAS_RIGHT: bool = False  # causal, or a window's right side
+    HAS_LEFT: bool = False
+    BELOW: bool = False  # some row may begin behind key 0
+    OWN: bool = False  # rows of a request have a place of their own: `offset` and `left` are distances
+    SHORT: bool = False  # requests have lengths of their own, maybe 0
     WHOLE: bool = False  # rows see every key of every block
     COUNTED: bool = False  # the next tile comes from a counter in global memory
     HEADS: int = 4  # see schedule.py
@@ -120,14 +128,6 @@ class Constants(NamedTuple):
     SHARED_OUT: bool = False  # the output leaves through the memory of Q
     MENDING: bool = False
     LAYOUT: int = 0  # of the tuples: another is another kernel
-
-
-class Seen(NamedTuple):
-    """Keys before `limit` are seen by a row; `col` numbers the keys of a block; `far` rows (MENDING)."""
-
-    col: Any
-    limit: Any
-    far: Any
 
 
 @gluon.jit
@@ -171,10 +171,10 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c):
     i_t = find_tile(gl.program_id(0), t, n, c)
     while i_t < n.total:
         i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
-        count, _ = key_blocks(i_m, n, c)
+        end, count, _, _ = key_blocks(i_m, place_of(i_bh // n.num_heads, t, n, c), c)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
         for j in range(count):
-            slot, at = i_n % c.STAGES, [i_b, i_h // n.group, (count - 1 - j) * c.BLOCK_N, 0]
+            slot, at = i_n % c.STAGES, [i_b, i_h // n.group, (end - 1 - j) * c.BLOCK_N, 0]
             acquire_keys(i_n, c)
             load_box(k, at, ring.k_full.index(slot), ring.k.index(slot))
             if j == 0:
@@ -244,12 +244,6 @@ def rescale(acc, alpha, c):
 
 
 @gluon.jit
-def apply_mask(b_s, seen, j_0):
-    """-inf at keys that a row does not see, whatever was there."""
-    return keep_less(b_s, seen.col[None, :], (seen.limit - j_0)[:, None])
-
-
-@gluon.jit
 def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr):
     """Scores and weights of a tile's first block, the only one that may reach behind the last key; there is
     no output to add to yet."""
@@ -263,7 +257,7 @@ def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr):
     b_s = warpgroup_mma_wait(0, [b_s])
     free_keys(i_n, c)
     if not c.WHOLE:
-        b_s = apply_mask(b_s, seen, j_0)
+        b_s = apply_mask(b_s, seen, j_0, c, BOTH)
     m_i = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, scores))
     if c.LATE_SUM:
         l_i = gl.zeros([64, SUMS], gl.float32, sums)
@@ -289,14 +283,28 @@ def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: 
     acc = warpgroup_mma(b_p, b_v, acc, is_async=True)
     b_s = warpgroup_mma_wait(1, [b_s])
     free_keys(i_n, c)
-    if MASKED:
-        b_s = apply_mask(b_s, seen, j_0)
+    if MASKED != NONE:
+        b_s = apply_mask(b_s, seen, j_0, c, MASKED)
     b_p, m_i, l_i, alpha = online_softmax(b_s, m_i, l_i, seen.far, n.factor, c)
     if c.PINNED:
         l_i = pinned(l_i)
     acc = warpgroup_mma_wait(0, [acc])
     free_values(i_n - 1, c)
     return rescale(acc, alpha, c), packed(b_p, DTYPE), m_i, l_i
+
+
+@gluon.jit
+def attend_blocks(
+    q, ring, sums, seen, i_n, j_0, first, end, n, c, WG: gl.constexpr, MASKED: gl.constexpr
+):  # fmt: skip
+    """The tile's blocks from number `first` up to `end`, downwards from j_0."""
+    for _ in range(first, end):
+        if c.MENDING:
+            clean_values(ring, i_n - 1, c)
+        j_0 -= c.BLOCK_N
+        sums = attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG, MASKED)
+        i_n += 1
+    return sums, i_n, j_0
 
 
 @gluon.jit
@@ -324,24 +332,12 @@ def store_lse(m_i, l_i, at, seen, t, n, c):
 def mark_rows(acc, m_i, l_i, p_marks, seen, t, c):
     """Marks rows that need mending: see the head of this file."""
     b_far = ((gl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)) | (l_i - l_i != 0.0)
-    b_far = b_far | ((l_i == 0.0) & (seen.limit > 0))  # scores below every maximum
+    b_some = seen.limit > gl.maximum(seen.first, 0) if c.BELOW else seen.limit > 0
+    b_far = b_far | ((l_i == 0.0) & b_some)  # scores below every maximum
     b_sum = gl.convert_layout(gl.sum(acc, 1), m_i.type.layout)
     b_mark = gl.where(b_far, FAR, 0) | gl.where(b_sum - b_sum != 0.0, SPOILED, 0)
     gl.store(p_marks, b_mark.to(gl.int8))
     gl.store(t.words + MARKED + b_mark * 0, 1, mask=b_mark != 0)
-
-
-@gluon.jit
-def rows_seen(o_row, p_marks, n, c):
-    """Limits of the rows of a tile, and which of them are far."""
-    col = gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, accumulator(c.BLOCK_N)))
-    limit = o_row * 0 + n.seqlen_k
-    if c.HAS_RIGHT:
-        limit = gl.minimum(limit, o_row + n.offset + 1)
-    far = o_row < 0
-    if c.MENDING:
-        far = (gl.load(p_marks).to(gl.int32) & FAR) != 0
-    return Seen(col, limit, far)
 
 
 @gluon.jit
@@ -355,34 +351,27 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
     i_t = find_tile(gl.program_id(0), t, n, c)
     while i_t < n.total:
         i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
-        count, masked = key_blocks(i_m, n, c)
+        place = place_of(i_bh // n.num_heads, t, n, c)
+        end, count, masked, bare = key_blocks(i_m, place, c)
         i_row = i_m * c.BLOCK_M + WG * 64
         o_row = i_row + gl.arange(0, 64, layout=row)
         p_marks = t.marks + i_bh.to(gl.int64) * n.num_tiles * c.BLOCK_M + o_row
-        seen = rows_seen(o_row, p_marks, n, c)
+        seen = rows_seen(o_row, p_marks, place, c)
         mbarrier.wait(rows.full.index(WG), phase(i_round, 1))
         q = rows.q.index(WG).reshape([64, c.D])
-        j_0 = (count - 1) * c.BLOCK_N
+        j_0 = (end - 1) * c.BLOCK_N
         b_p, m_i, l_i = first_block(q, ring, seen, i_n, j_0, n, c, WG)
-        b_pairs = packed(b_p, DTYPE)
-        acc = gl.zeros([64, c.D], gl.float32, o_l)
+        sums = gl.zeros([64, c.D], gl.float32, o_l), packed(b_p, DTYPE), m_i, l_i
         i_n += 1
         if c.MENDING:
-            masked = count
+            masked, bare = count, count
         if c.HAS_RIGHT or c.MENDING:
-            for _ in range(1, masked):
-                if c.MENDING:
-                    clean_values(ring, i_n - 1, c)
-                j_0 -= c.BLOCK_N
-                sums = acc, b_pairs, m_i, l_i
-                acc, b_pairs, m_i, l_i = attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG, True)
-                i_n += 1
+            sums, i_n, j_0 = attend_blocks(q, ring, sums, seen, i_n, j_0, 1, masked, n, c, WG, BOTH)
         if not c.MENDING:
-            for _ in range(masked, count):
-                j_0 -= c.BLOCK_N
-                sums = acc, b_pairs, m_i, l_i
-                acc, b_pairs, m_i, l_i = attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG, False)
-                i_n += 1
+            sums, i_n, j_0 = attend_blocks(q, ring, sums, seen, i_n, j_0, masked, bare, n, c, WG, NONE)
+            if c.BELOW:
+                sums, i_n, j_0 = attend_blocks(q, ring, sums, seen, i_n, j_0, bare, count, n, c, WG, BELOW)
+        acc, b_pairs, m_i, l_i = sums
         if not c.SHARED_OUT:
             mbarrier.arrive(rows.free.index(WG), count=1)
         if c.MENDING:
@@ -396,9 +385,9 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         free_values(i_n - 1, c)
         b_out = acc * gl.convert_layout(b_share, gl.SliceLayout(1, o_l))[:, None]
         if c.MENDING:
-            i_b, i_h, end = i_bh // n.num_heads, i_bh % n.num_heads, min(count * c.BLOCK_N, n.seqlen_k)
-            nonfinite = find_nonfinite(i_b, i_h // n.group, end, t.v_view, c)
-            b_out = add_nonfinite(b_out, l_i, nonfinite, seen, c)
+            i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
+            keys = j_0, min(end * c.BLOCK_N, place.live)
+            b_out = add_nonfinite(b_out, l_i, i_b, i_h // n.group, keys, seen, t.v_view, c)
         else:
             mark_rows(acc, m_i, l_i, p_marks, seen, t, c)
         rows.out.index(WG).reshape([64, c.D]).store(b_out.to(DTYPE))
@@ -421,7 +410,8 @@ def attend_sm90(t, n, c, q, k, v, out):
     if c.MENDING:
         total = total * gl.load(t.words + MARKED)
     n = Numbers(
-        n.num_heads, n.group, n.planes, n.seqlen_q, n.seqlen_k, n.num_tiles, total, n.offset, n.factor
+        n.num_heads, n.group, n.planes, n.seqlen_q, n.seqlen_k, n.num_tiles, total, n.offset, n.left,
+        n.factor,
     )  # fmt: skip
     b_q = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 1, 1, 64, c.D], q.layout)
     b_out = b_q

@@ -22,20 +22,25 @@ def by_channel() -> Any:
 
 
 @gluon.jit
-def find_nonfinite(i_b, i_h, end, x, c):
-    """The first keys before `end`, of each channel of V, of a NaN, an infinity and one below 0."""
+def load_values(p_head, j_0, end, x, c):
+    """16 keys of V from j_0 on, and their numbers; 0 from `end` on."""
     layout: gl.constexpr = by_channel()
     o_d = gl.arange(0, c.D, layout=gl.SliceLayout(0, layout))
+    o_n = (j_0 + gl.arange(0, 16, layout=gl.SliceLayout(1, layout)))[:, None]
+    m_x = o_n < end
+    if c.CHANNELS < c.D:
+        m_x = m_x & (o_d < c.CHANNELS)[None, :]
+    return gl.load(p_head + o_n.to(gl.int64) * x.s + o_d[None, :], mask=m_x, other=0.0).to(gl.float32), o_n
+
+
+@gluon.jit
+def find_nonfinite(p_head, end, x, c):
+    """The first keys before `end`, of each channel of V, of a NaN, an infinity and one below 0."""
+    layout: gl.constexpr = by_channel()
     nan = gl.full([c.D], NEVER, gl.int32, gl.SliceLayout(0, layout))
     above, below = nan, nan
-    p_head = x.p + i_b.to(gl.int64) * x.b + i_h.to(gl.int64) * x.h
     for j_0 in range(0, end, 16):
-        o_n = (j_0 + gl.arange(0, 16, layout=gl.SliceLayout(1, layout)))[:, None]
-        p = p_head + o_n.to(gl.int64) * x.s + o_d[None, :]
-        m_x = o_n < end
-        if c.CHANNELS < c.D:
-            m_x = m_x & (o_d < c.CHANNELS)[None, :]
-        b_x = gl.load(p, mask=m_x, other=0.0).to(gl.float32)
+        b_x, o_n = load_values(p_head, j_0, end, x, c)
         nan = gl.minimum(nan, gl.min(gl.where(b_x != b_x, o_n, NEVER), 0))
         above = gl.minimum(above, gl.min(gl.where(b_x == float("inf"), o_n, NEVER), 0))
         below = gl.minimum(below, gl.min(gl.where(b_x == float("-inf"), o_n, NEVER), 0))
@@ -54,12 +59,37 @@ def clean_values(ring, i_n, c):
 
 
 @gluon.jit
-def add_nonfinite(b_out, l_i, nonfinite, seen, c):
-    """Adds the NaN and infinities of V to the rows that see them and have weights."""
+def add_nonfinite(b_out, l_i, i_b, i_h, keys, seen, x, c):
+    """Adds the NaN and infinities of V among `keys` to the rows that see them and have weights."""
     row: gl.constexpr = gl.SliceLayout(1, accumulator(c.D))
+    begin, end = keys
+    p_head = x.p + i_b.to(gl.int64) * x.b + i_h.to(gl.int64) * x.h
+    b_end = gl.convert_layout(gl.where(l_i == 0.0, 0, seen.limit), row)[:, None]
+    if c.BELOW:
+        b_first = gl.convert_layout(seen.first, row)[:, None]
+        for j_0 in range(begin, end, 16):
+            b_x, _ = load_values(p_head, j_0, end, x, c)
+            if gl.max(gl.max(gl.where(b_x - b_x == 0.0, 0, 1), 1), 0) > 0:
+                for j in range(j_0, min(j_0 + 16, end)):
+                    b_out = add_key(b_out, j, (b_first <= j) & (j < b_end), p_head, x, c)
+    else:  # the first such key of a channel tells for every row
+        b_out = add_first(b_out, b_end, find_nonfinite(p_head, end, x, c), c)
+    return b_out
+
+
+@gluon.jit
+def add_key(b_out, j, b_seen, p_head, x, c):
+    """Adds what is not finite of key j of V where it is seen."""
+    o_d = gl.arange(0, c.D, layout=gl.SliceLayout(0, accumulator(c.D)))
+    b_x = gl.load(p_head + j.to(gl.int64) * x.s + o_d, mask=o_d < c.CHANNELS, other=0.0).to(gl.float32)
+    return b_out + gl.where(b_seen & (b_x - b_x != 0.0)[None, :], b_x[None, :], 0.0)
+
+
+@gluon.jit
+def add_first(b_out, b_end, nonfinite, c):
+    """Adds what is not finite to rows that end behind the first such keys of each channel."""
     channel: gl.constexpr = gl.SliceLayout(0, accumulator(c.D))
     nan, above, below = nonfinite
-    b_end = gl.convert_layout(gl.where(l_i == 0.0, 0, seen.limit), row)[:, None]
     b_out += gl.where(gl.convert_layout(above, channel)[None, :] < b_end, float("inf"), 0.0)
     b_out += gl.where(gl.convert_layout(below, channel)[None, :] < b_end, float("-inf"), 0.0)
     b_out += gl.where(gl.convert_layout(nan, channel)[None, :] < b_end, float("nan"), 0.0)

@@ -35,15 +35,38 @@ def fixed_tile(i_round, i_p, programs):
 
 
 @gluon.jit
-def key_blocks(i_m, n, c):
-    """Blocks of keys that a row tile walks, from the last one on, and how many of them hide some of their
-    keys from a row. One at least, whose mask shows that there is nothing to see."""
-    count = (n.seqlen_k + c.BLOCK_N - 1) // c.BLOCK_N
+def band(position, live, n, c):
+    """Row i of a request whose row 0 stands at `position` sees keys from i + low on, up to i + high."""
+    low, high = position * 0, position * 0 + live
+    if c.HAS_LEFT:
+        low = min(max(position + n.left, -n.seqlen_q), live)
+    if c.HAS_RIGHT:
+        high = min(max(position + n.offset, -n.seqlen_q), live)
+    return low, high
+
+
+@gluon.jit
+def key_blocks(i_m, place, c):
+    """Blocks of keys that a row tile walks: the end of the last one, from which it walks down, and how many;
+    of them so many at first hide keys from a row, and all behind the last number. One at least, whose mask
+    shows that there is nothing to see."""
+    end = (place.live + c.BLOCK_N - 1) // c.BLOCK_N
     masked = 1
     if c.HAS_RIGHT:
-        seen = i_m * c.BLOCK_M + n.offset + 1  # keys of the tile's first row
-        count = min(count, (max(seen + c.BLOCK_M - 1, 0) + c.BLOCK_N - 1) // c.BLOCK_N)
-        count = max(count, 1)
-        whole = min(max(seen, 0), n.seqlen_k) // c.BLOCK_N
-        masked = max(count - whole, 1)
-    return count, masked
+        seen = i_m * c.BLOCK_M + place.high + 1  # keys of the tile's first row
+        end = min(end, (max(seen + c.BLOCK_M - 1, 0) + c.BLOCK_N - 1) // c.BLOCK_N)
+    if c.HAS_RIGHT or c.SHORT:
+        end = max(end, 1)
+    if c.HAS_RIGHT:
+        whole = min(max(seen, 0), place.live) // c.BLOCK_N
+        masked = max(end - whole, 1)
+    count, bare = end, end
+    if c.BELOW:
+        first, every = place.start, place.start  # keys from which on some row sees, and every row
+        if c.HAS_LEFT:
+            low = i_m * c.BLOCK_M + place.low
+            first, every = max(first, low), max(every, low + c.BLOCK_M - 1)
+        count = end - min(first // c.BLOCK_N, end - 1)
+        masked = min(masked, count)
+        bare = min(max(end - (every + c.BLOCK_N - 1) // c.BLOCK_N, masked), count)
+    return end, count, masked, bare
