@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     not target.detect("cpu").has_package("numba"), reason="the CPU engine needs numba"
 )
 HERE = target.host_arch()
+WITHOUT_AMX = target.replace(target.detect("cpu"), features=target.detect("cpu").features - {"amx_bf16"})
 ROW = next(r for r in backends.TABLE if r.backend == "cpu" and r.phase is Phase.BACKWARD)
 
 
@@ -150,22 +151,31 @@ def direct(config: BackwardConfig, tensors, do, **options):
     args = Arguments(need_lse=True, **{names[n]: x for n, x in options.items()})
     out, lse = polyflash.attention(q, k, v, return_lse=True, backend="cpu", **options)
     spec = replace(spec_of(q, k, v, args), phase=Phase.BACKWARD)
-    launch = Launch(ROW, config, "explicit", target.detect("cpu"), spec)
+    launch = Launch(ROW, config, "explicit", WITHOUT_AMX, spec)
     needs = (True, True, True, args.bias is not None, args.sinks is not None)
     return [x for x in backward.run(launch, do, None, q, k, v, out, lse, args, needs) if x is not None]
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs an x86 CPU")
 @pytest.mark.parametrize("case", ["plain", "mask", "bias"])
-@pytest.mark.parametrize("isa, dtype", [("avx2", "float32"), ("avx2", "bfloat16"), ("generic", "float16")])
-def test_narrower_sets_run_here(isa, dtype, case):
-    if isa not in configs._RUNS[HERE]:
-        pytest.skip(f"{HERE} does not run {isa}")
+@pytest.mark.parametrize(
+    "isa, dtype, compute",
+    [
+        ("avx2", "float32", "f32"),
+        ("avx2", "bfloat16", "f32"),
+        ("generic", "float16", "f32"),
+        ("avx512", "bfloat16", "bf16dot"),
+    ],
+)
+def test_what_a_plan_does_not_choose_here_runs(isa, dtype, compute, case):
+    """Narrower sets; and dots of bfloat16, which a plan for a CPU with AMX leaves out."""
+    if isa not in configs._RUNS[HERE] or (compute != "f32" and "avx512_bf16" not in WITHOUT_AMX.features):
+        pytest.skip(f"{HERE} does not run {isa} with {compute}")
     kind = getattr(torch, dtype)
     shapes = ((2, 6, 77, 59), (2, 2, 131, 59), (2, 2, 131, 41), (2, 6, 77, 41))
     q, k, v, do = (randn(*s, seed=i).to(kind) for i, s in enumerate(shapes))
     options = CASES[case]
-    found = direct(BackwardConfig(32, 2, isa=isa), (q, k, v), do, **options)
+    found = direct(BackwardConfig(32, 2, compute, isa), (q, k, v), do, **options)
     leaves = [x.double().requires_grad_(True) for x in (q, k, v)]
     more = {
         n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x

@@ -22,7 +22,8 @@ from polyflash.errors import SpecError
 from polyflash.plan import Launch
 from polyflash.spec import Arguments, AttentionSpec, Phase
 
-HERE = target.detect("cpu")
+# A plan for a CPU with AMX takes no dots of bfloat16, so nothing else would run them there.
+HERE = target.replace(target.detect("cpu"), features=target.detect("cpu").features - {"amx_bf16"})
 pytestmark = pytest.mark.skipif(HERE.arch != "avx512", reason="the kernel needs AVX-512")
 
 
