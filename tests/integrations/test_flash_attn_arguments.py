@@ -351,17 +351,18 @@ def test_rotary_embedding(interleaved: bool, offsets: Any) -> None:
 def test_rotary_embedding_of_packed_requests(interleaved: bool, dtype: torch.dtype) -> None:
     t = x(13, 3, 10).requires_grad_()
     ends = torch.tensor([0, 4, 4, 9], dtype=dtype)  # the last four belong to nobody
-    offsets = torch.tensor([2, 0, 7], dtype=dtype)
-    got = fa.apply_rotary_emb(t, COS, SIN, interleaved, False, offsets, ends, 5)
-    at = torch.cat((torch.arange(4) + 2, torch.arange(5) + 7))
-    near(got[None, :9].detach(), turned(t[None, :9].detach(), at[None], COS, SIN, interleaved), 1e-6)
+    offsets = torch.tensor([2, 0, 6], dtype=dtype)
+    cos, sin = COS[1:], SIN[1:]  # whose first position turns a token, too
+    got = fa.apply_rotary_emb(t, cos, sin, interleaved, False, offsets, ends, 5)
+    at = torch.cat((torch.arange(4) + 2, torch.arange(5) + 6))
+    near(got[None, :9].detach(), turned(t[None, :9].detach(), at[None], cos, sin, interleaved), 1e-6)
     assert torch.equal(got[9:], t[9:])
     (gradient,) = torch.autograd.grad(got.sum(), t)
     assert torch.equal(gradient[9:], torch.ones(4, 3, 10))
     place = t.detach().clone()
-    assert fa.apply_rotary_emb(place, COS, SIN, interleaved, 1, offsets, cu_seqlens=ends) is place
+    assert fa.apply_rotary_emb(place, cos, sin, interleaved, 1, offsets, cu_seqlens=ends) is place
     assert torch.equal(place, got)
-    nobody = fa.apply_rotary_emb(t, COS, SIN, cu_seqlens=torch.tensor([0], dtype=dtype))
+    nobody = fa.apply_rotary_emb(t, cos, sin, cu_seqlens=torch.tensor([0], dtype=dtype))
     assert torch.equal(nobody, t)
 
 
