@@ -237,9 +237,10 @@ def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
             yield Case(phase, gpu, "bfloat16", d, "long-causal" if hides else "long")
 
 
+_GLUON = "full", "causal", "ragged", "window", "lens", "packed"
 GLUON = tuple(
     Case(Phase.FORWARD, "cuda:sm90", "bfloat16", d, problem, "gluon")
-    for problem, d in product(("full", "causal", "ragged", "window", "lens"), gluon_configs.HEAD_DIMS)
+    for problem, d in product(_GLUON, gluon_configs.HEAD_DIMS)
 )
 # (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits spill nothing, unless that is faster
 CLEAN = (

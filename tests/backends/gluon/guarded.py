@@ -157,6 +157,50 @@ def bounded(dims: int, causal: bool) -> Iterator[Case]:
     yield Case(dims, causal, 3840, 3840, heads=16, kv_heads=16, window=(777, 0))
 
 
+MEMBERS = ((333, 777), (1, 130), (0, 20), (64, 64), (200, 0), (128, 128), (1000, 1000), (5, 3), (192, 300))
+
+
+def packed(dims: int, causal: bool) -> None:
+    """Members of a packed call are as calls of their own; what is hidden in one changes no other."""
+    tail, heads, kv_heads = 7, 4, 2
+    draw = torch.Generator("cuda").manual_seed(0)
+    bounds = [torch.tensor([0, *itertools.accumulate(x)], device="cuda") for x in zip(*MEMBERS, strict=True)]
+    cu_q, cu_k = bounds
+    q = torch.randn(int(cu_q[-1]) + tail, heads, dims, generator=draw, device="cuda").bfloat16()
+    k, v = torch.randn(2, int(cu_k[-1]) + tail, kv_heads, dims, generator=draw, device="cuda").bfloat16()
+    for window in (None, (100, 30)):
+
+        def run(q: Tensor, k: Tensor, v: Tensor, window: Any = window) -> Any:
+            more = {"causal": causal, "window": window, "return_lse": True, "backend": "gluon"}
+            return polyflash.attention_varlen(q, k, v, cu_q.int(), cu_k.int(), **more)
+
+        got = run(q, k, v)
+        assert torch.equal(run(q, k, v).out, got.out), "bits differ from call to call"
+        assert not got.out[-tail:].any() and bool((got.lse[..., -tail:] == -math.inf).all()), "rows of nobody"
+        for i, (rows, keys) in enumerate(MEMBERS):
+            at_q, at_k = slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_k[i]), int(cu_k[i + 1]))
+            if not (rows and keys):
+                assert not got.out[at_q].any(), f"member {i} sees something"
+                continue
+            case = Case(dims, causal, rows, keys, window=window)
+            alone = [x.transpose(0, 1)[None] for x in (q[at_q], k[at_k], v[at_k])]
+            wanted, wanted_lse = right(case, *alone)
+            mine, mine_lse = got.out[at_q].transpose(0, 1)[None], got.lse[..., at_q][None]
+            error = float((mine.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+            empty = wanted_lse == -math.inf
+            assert torch.equal(mine_lse == -math.inf, empty), f"{case}: rows that see nothing"
+            off = float((mine_lse.double() - wanted_lse)[~empty].abs().max()) if bool((~empty).any()) else 0.0
+            print(f"{error:.2e} {off:.1e} member {i} {case}", flush=True)
+            assert error < ERROR[torch.bfloat16] and off < 2e-5, f"{case}: error {error}, lse off by {off}"
+        for bad, i in itertools.product((math.nan, math.inf), (3, 6)):
+            x, y = k.clone(), v.clone()
+            x[cu_k[i] : cu_k[i + 1]] = y[cu_k[i] : cu_k[i + 1]] = bad
+            spoiled = run(q, x, y)
+            same = (spoiled.out == got.out).all(-1).all(-1)
+            same[cu_q[i] : cu_q[i + 1]] = True
+            assert bool(same.all()), f"{bad} of member {i} shows in another"
+
+
 def odd_bounds(dims: int, causal: bool) -> None:
     """The same for what windows, lengths and starts hide."""
     case = Case(dims, causal, 500, 900, 3, window=(250, 60), lens=(900, 500, 0), starts=(0, 130, 5))
@@ -273,9 +317,9 @@ def alone(name: str) -> None:
         for case in (shapes if what == "shapes" else bounded)(dims, causal):
             check(case)
     else:
-        {"odd": odd_values, "hidden": odd_bounds, "graphs": graphs, "gradients": gradients}[what](
-            dims, causal
-        )
+        {"odd": odd_values, "hidden": odd_bounds, "packed": packed, "graphs": graphs, "gradients": gradients}[
+            what
+        ](dims, causal)
 
 
 def contended(name: str, seconds: float, queued: int = 60) -> None:
@@ -298,7 +342,7 @@ KINDS = [f"{dims}-{kind}" for dims in (64, 128, 256) for kind in ("full", "causa
 PADDED = [
     f"{dims}-{kind}" for dims in (40, 80, 96, 192) for kind in ("full", "causal")
 ]  # narrower than a box
-WHAT = ("shapes", "odd", "bounded", "hidden", "graphs", "gradients")
+WHAT = ("shapes", "odd", "bounded", "hidden", "packed", "graphs", "gradients")
 ALONE = [f"{kind}-{what}" for kind in KINDS for what in WHAT]
 ALONE += [f"{kind}-{what}" for kind in PADDED for what in ("shapes", "odd")]
 

@@ -1,12 +1,16 @@
 """Times the Gluon forward row beside cuDNN and the Triton row, interleaved in one process.
 
 python -m tests.backends.gluon.race [--dims 64,128,256] [--lengths 1024,...] [--variants] [--rounds 7]
-    [--kinds full,causal,window,lens,lens-causal]   windows are causal, of 1024 keys; cuDNN has the first two
+    [--kinds full,causal,window,lens,lens-causal,packed,packed-causal]   cuDNN has the first two
+
+A window is causal, of 1024 keys. Of `lens` requests have from few keys to all; packed members half as many
+tokens and half as many more by turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import statistics
@@ -26,7 +30,7 @@ TOKENS, CHANNELS = 16384, 2048
 
 def options_of(kind: str, length: int) -> tuple[dict[str, Any], int]:
     """Options of a call, and how many pairs of its batch see one another."""
-    batch, causal = TOKENS // length, kind in ("causal", "window", "lens-causal")
+    batch, causal = TOKENS // length, kind == "window" or kind.endswith("causal")
     options: dict[str, Any] = {"causal": causal}
     lens = [length] * batch
     if kind == "window":
@@ -34,6 +38,11 @@ def options_of(kind: str, length: int) -> tuple[dict[str, Any], int]:
     elif kind.startswith("lens"):
         lens = [max(1, length * (i + 1) // batch) for i in range(batch)]
         options |= {"kv_lens": torch.tensor(lens, dtype=torch.int32, device="cuda"), "checked": True}
+    elif kind.startswith("packed"):
+        lens = [length // 2 * (1 + 2 * (i % 2)) for i in range(batch)]
+        bounds = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device="cuda")
+        options |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "checked": True}
+        return options, sum(visible_pairs(n, n, offset=0, causal=causal) for n in lens)
     window = options.get("window", (None, None))
     pairs = (visible_pairs(length, n, offset=n - length, causal=causal, window=window) for n in lens)
     return options, sum(pairs)
@@ -45,14 +54,16 @@ def arms_of(q, k, v, options: dict[str, Any], variants: bool) -> dict[str, Calla
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=options["causal"])
 
     def ours(**more):
+        if "cu_seqlens_q" in options:
+            tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+            return lambda: polyflash.attention_varlen(*tokens, **options, **more)
         return lambda: polyflash.attention(q, k, v, **options, **more)
 
     arms = {"triton": ours(backend="triton"), "gluon": ours(backend="gluon"), "free": ours()}
     if len(options) == 1:
         arms["cudnn"] = cudnn
-    if variants:
-        asked = {n: x for n, x in options.items() if n != "checked"}
-        chosen = polyflash.explain(q, k, v, **asked, backend="gluon").config
+    if variants and len(options) == 1:
+        chosen = polyflash.explain(q, k, v, **options, backend="gluon").config
         tried = {
             "zigzag1": {"order": "zigzag", "heads": 1}, "zigzag8": {"order": "zigzag", "heads": 8},
             "tiles4": {"order": "tiles", "heads": 4}, "counter4": {"order": "counter", "heads": 4},

@@ -60,6 +60,10 @@ def test_what_it_leaves_unless_asked_by_name():
         assert "not timed" in why(causal=True, **untimed)
         named = explained(causal=True, **untimed, backend="gluon")
         assert named.backend == "gluon" and named.config == configs.FORWARD[128, True]
+    q = torch.empty(4096, 16, 128, device="meta", dtype=torch.bfloat16)
+    packed = {"cu_seqlens_q": ints, "cu_seqlens_k": ints, "target": "cuda:sm90"}
+    assert polyflash.explain(q, q, q, **packed).backend == "triton"
+    assert polyflash.explain(q, q, q, **packed, backend="gluon").config == configs.FORWARD[128, True]
     assert explained(window=(8, 0), backend="gluon").config == configs.FORWARD[128, True]
     assert explained(kv_lens=ints, backend="gluon").config.order == "counter"
     assert "Triton row is quicker" in why(dims=64, causal=True)

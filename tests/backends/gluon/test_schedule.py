@@ -4,8 +4,8 @@ key in a block that is walked, every block that hides keys masked."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Callable, Iterator
+from itertools import accumulate, product
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,14 +14,15 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 
 from polyflash import mask
-from polyflash.backends.gluon import schedule
+from polyflash.backends.gluon import places, schedule
 from polyflash.backends.gluon.forward import band_of
 from polyflash.backends.gluon.places import Place
+from polyflash.backends.gpu.launch import tile_count
 from polyflash.spec import Arguments
 
 CORES = 132
 tile_of, fixed_tile = schedule.tile_of.fn, schedule.fixed_tile.fn
-band, key_blocks = schedule.band.fn, schedule.key_blocks.fn
+key_blocks = schedule.key_blocks.fn
 
 
 def fixed(total: int, programs: int) -> list[list[int]]:
@@ -122,33 +123,65 @@ def cases() -> Iterator[Case]:
         )  # fmt: skip
 
 
-def placed(case: Case, block_m: int, block_n: int) -> tuple[Place, SimpleNamespace]:
-    """The place that the kernel finds, as `place_of` does, and its constants."""
-    tensors = {"kv_lens": case.lens, "kv_starts": case.start or None}
-    given = case.offset if not case.own else None
-    args = Arguments(case.causal, None, False, *case.window, given, **tensors)
-    args = args._replace(q_offset=case.offset if case.own else None)
+class Memory:
+    """A kernel's pointer to values."""
+
+    def __init__(self, *values: int, at: int = 0):
+        self.values, self.at = values, at
+
+    def __add__(self, steps: int) -> Memory:
+        return Memory(*self.values, at=self.at + steps)
+
+    def load(self) -> int:
+        assert 0 <= self.at < len(self.values), "reads what is not there"
+        return self.values[self.at]
+
+
+@pytest.fixture(scope="module")
+def place_of() -> Iterator[Callable[..., Place]]:
+    """The kernel's own, in Python."""
+    language = SimpleNamespace(load=Memory.load, cast=lambda x, kind: x, int32=None, int64=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "gl", language)
+        for name in ("find_member", "span", "band"):
+            patch.setattr(places, name, getattr(places, name).fn)
+        yield places.place_of.fn
+
+
+def launched(case: Case, block_m: int, block_n: int) -> tuple[SimpleNamespace, ...]:
+    """Tensors, numbers and constants of a call of one request."""
+
+    def given(x: int | None) -> Memory | None:
+        return None if x is None else Memory(x)
+
+    t = SimpleNamespace(kv_lens=given(case.lens), kv_starts=given(case.start or None), q_offset=None)
+    offset = case.offset
+    if case.own:
+        t.q_offset, offset = given(offset), None
+    args = Arguments(case.causal, None, False, *case.window, offset, t.kv_lens, t.kv_starts, t.q_offset)
     how = band_of(case.rows, case.keys, args)
     left = case.window[0] is not None
     c = SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_RIGHT=how.bounded, HAS_LEFT=left, BELOW=left or case.start > 0,
-        SHORT=case.lens is not None,
+        SHORT=case.lens is not None, OWN=how.own, PACKED=False,
     )  # fmt: skip
-    n = SimpleNamespace(seqlen_q=case.rows, seqlen_k=case.keys, offset=how.right, left=how.left)
-    live = case.keys if case.lens is None else case.lens
-    low, high = band(case.position, live, n, c) if how.own else (how.left or 0, how.right)
-    assert max(abs(n.offset), abs(n.left or 0), abs(low), abs(high)) < 2**31
-    return Place(live, min(case.start, live), low, high), c
+    n = SimpleNamespace(
+        num_heads=1, seqlen_q=case.rows, seqlen_k=case.keys, offset=how.right, left=how.left, members=None
+    )
+    return t, n, c
 
 
 @pytest.mark.parametrize("block_m, block_n", [(128, 128), (192, 128), (128, 64)])
-def test_blocks_hold_what_rows_see(block_m: int, block_n: int):
+def test_blocks_hold_what_rows_see(place_of, block_m: int, block_n: int):
     """Every visible key in one block that is walked; what a block hides is masked, at that end; and no block
     is walked or masked for nothing."""
     for case in cases():
-        place, c = placed(case, block_m, block_n)
+        t, n, c = launched(case, block_m, block_n)
         for i_m in range(-(-case.rows // block_m)):
-            end, count, masked, bare = key_blocks(i_m, place, c)
+            place = place_of(0, i_m, t, n, c)
+            assert place.i_m == i_m and place.rows == case.rows and place.first_q == place.first_k == 0
+            assert max(abs(x) for x in (n.offset, n.left or 0, place.low, place.high)) < 2**31
+            end, count, masked, bare = key_blocks(place, c)
             assert 1 <= masked <= bare <= count <= end <= max(-(-case.keys // block_n), 1), case
             rows = range(i_m * block_m, (i_m + 1) * block_m)
             found = [seen_by(i, place, c) for i in rows]
@@ -178,3 +211,44 @@ def seen_by(i: int, place: Place, c: SimpleNamespace) -> tuple[int, int]:
     lo = max(place.start if c.BELOW else 0, i + place.low if c.HAS_LEFT else 0, 0)
     hi = min(place.live, i + place.high + 1) if c.HAS_RIGHT else place.live
     return lo, max(hi, 0)
+
+
+@pytest.mark.parametrize("block_m", [128, 192])
+def test_packed_tiles_hold_every_row_once(place_of, block_m: int):
+    """Of every member and of nobody; the keys are the member's own, none where a tile has no rows."""
+    draw = random.Random(0)
+    for _ in range(200):
+        rows = [draw.choice((0, 1, 63, 64, 128, 192, 384, 500)) for _ in range(draw.randrange(9))]
+        keys = [draw.choice((0, 1, 64, 130, 300)) for _ in rows]
+        at_q, at_k = [0, *accumulate(rows)], [0, *accumulate(keys)]
+        total_q, total_k = at_q[-1] + draw.choice((0, 5, 200)), at_k[-1] + draw.choice((0, 5))
+        lens = [draw.randrange(n + 1) for n in keys]
+        t = SimpleNamespace(
+            cu_seqlens_q=Memory(*at_q), cu_seqlens_k=Memory(*at_k), kv_lens=Memory(*lens), kv_starts=None,
+            q_offset=None,
+        )  # fmt: skip
+        n = SimpleNamespace(
+            num_heads=3, seqlen_q=total_q, seqlen_k=total_k, offset=0, left=None, members=len(rows)
+        )
+        c = SimpleNamespace(
+            BLOCK_M=block_m, BLOCK_N=128, PACKED=True, SHORT=True, OWN=True, HAS_RIGHT=True, HAS_LEFT=False,
+            BELOW=False,
+        )  # fmt: skip
+        if not rows:
+            t.kv_lens = None
+        found: dict[int, tuple[int, int, int]] = {}
+        tiles, _ = tile_count(total_q, block_m, len(rows), True)
+        for i_t in range(tiles):
+            place = place_of(2, i_t, t, n, c)
+            for i in range(place.i_m * block_m, min((place.i_m + 1) * block_m, place.rows)):
+                assert place.first_q + i not in found
+                found[place.first_q + i] = place.first_k, place.live, i + place.high + 1
+            end, count, _, _ = key_blocks(place, c)
+            assert (end, count) == (1, 1) or place.i_m * block_m < place.rows
+        wanted = {}
+        for b, (first, size) in enumerate(zip(at_q, rows, strict=False)):
+            for i in range(size):
+                wanted[first + i] = at_k[b], lens[b], i + lens[b] - size + 1
+        nobody = range(at_q[-1], total_q)
+        assert sorted(found) == list(range(total_q)) and all(found[i][1] == 0 for i in nobody)
+        assert all(found[i] == x for i, x in wanted.items())

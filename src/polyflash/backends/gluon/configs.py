@@ -22,7 +22,7 @@ CHECKED = ((3, 6),)  # Tritons whose Gluon compiles these kernels as recorded; i
 HEAD_DIMS = (64, 128, 256)  # channels of a box; a head dim between has that of the next, filled with 0
 LEAST_CHANNELS = 8  # 16 bytes, of which TMA takes multiples
 MOST_PADDING = 0.3  # of a box: forecast by the work done, not measured
-UNTIMED = frozenset({Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS})
+UNTIMED = frozenset({Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS, Feature.VARLEN})
 ROWS = 64  # of a consumer
 # By channels of a box: below, it is behind the Triton row on an H200, or nobody has measured.
 LEAST_KEYS = {64: 2048, 128: 1024, 256: 1024}
@@ -90,10 +90,10 @@ def box_of(head_dim: int) -> int:
 
 
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
-    """The table's, by the box that holds the head dim; windows and starts are as a causal mask. Tiles of
-    requests that have lengths of their own come from the counter."""
-    hides = spec.causal or not spec.features.isdisjoint({Feature.WINDOW, Feature.KV_STARTS})
-    config = FORWARD[box_of(spec.head_dim), hides]
+    """The table's, by the box that holds the head dim; what needs as many registers is as a causal mask.
+    Tiles of requests that have lengths of their own come from the counter."""
+    like_causal = {Feature.WINDOW, Feature.KV_STARTS, Feature.VARLEN}
+    config = FORWARD[box_of(spec.head_dim), spec.causal or not spec.features.isdisjoint(like_causal)]
     counted = Feature.KV_LENS in spec.features and config.order == "zigzag"
     return replace(config, order="counter", heads=4) if counted else config
 

@@ -13,7 +13,8 @@ import torch
 
 from polyflash.backends.gluon import configs, shim
 from polyflash.backends.gluon.forward_sm90 import Constants, Numbers, Tensors, attend_sm90
-from polyflash.backends.gpu.numbers import LOG2E, scale_of
+from polyflash.backends.gpu.launch import tile_count
+from polyflash.backends.gpu.numbers import LOG2E, scale_of, sizes_of
 from polyflash.backends.gpu.views import FAR, NO_OPERANDS, View, operands_of
 from polyflash.backends.triton import forward as triton_forward
 from polyflash.backends.triton import runtime
@@ -63,6 +64,7 @@ class Prepared:
             q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(),
             lse if lse is None else lse.stride(), runtime.aligned(q, k, v, out),
             args.scale, args.offset, args.window_left, args.window_right,
+            args.cu_seqlens_q if args.cu_seqlens_q is None else args.cu_seqlens_q.shape,
         )  # fmt: skip
         if key not in self.ready:
             if len(self.ready) >= _KEPT_CALLS:
@@ -73,47 +75,25 @@ class Prepared:
     def _make(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments
     ) -> Ready:
-        config = self.config
-        batch, num_heads, seqlen_q, head_dim = q.shape
-        num_kv_heads, seqlen_k = k.shape[1:3]
-        num_tiles = -(-seqlen_q // config.block_m)
+        batch, num_heads, seqlen_q, _ = q.shape
+        members, packed = sizes_of(q, k, args)[0], args.cu_seqlens_q is not None
+        num_tiles, _ = tile_count(seqlen_q, self.config.block_m, members, packed)
         total = batch * num_heads * num_tiles
-        x = operands_of(args, k)
-        band = band_of(seqlen_q, seqlen_k, args)
-        short, below = x.kv_lens is not None, args.window_left is not None or x.kv_starts is not None
+        band = band_of(seqlen_q, k.shape[2], args)
         numbers = Numbers(
             num_heads=num_heads,
-            group=num_heads // num_kv_heads,
+            group=num_heads // k.shape[1],
             planes=batch * num_heads,
             seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
+            seqlen_k=k.shape[2],
             num_tiles=num_tiles,
             total=total,
             offset=band.right,
             left=band.left,
             factor=scale_of(q, args) * LOG2E,
+            members=members if packed else None,
         )
-        constants = Constants(
-            D=configs.box_of(head_dim),
-            CHANNELS=head_dim,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            STAGES=config.num_stages,
-            CONSUMERS=config.consumers,
-            HAS_RIGHT=band.bounded,
-            HAS_LEFT=args.window_left is not None,
-            BELOW=below,
-            OWN=band.own,
-            SHORT=short,
-            WHOLE=not (band.bounded or below or short) and seqlen_k % config.block_n == 0,
-            COUNTED=config.order == "counter",
-            HEADS=config.heads,
-            TURNS=config.turns,
-            PINNED=config.pinned,
-            LATE_SUM=config.late_sum,
-            LAZY=config.lazy_rescale,
-            SHARED_OUT=config.shared_out,
-        )
+        constants = constants_of(self.config, q, k, band, args)
         mending = constants._replace(MENDING=True, COUNTED=False, WHOLE=False)
         reached = tuple(map(is_boxed, (q, k, v, out)))
         v_strides = (v if reached[2] else torch.empty(v.shape, device="meta")).stride()
@@ -122,12 +102,40 @@ class Prepared:
             constants=runtime.compiled_in(constants),
             mending=runtime.compiled_in(mending),
             kinds=(constants, runtime.signature(v_strides), lse is None),
-            marks=(batch * num_heads, num_tiles, config.block_m),
-            programs=total if config.order == "tiles" else min(total, self.cores),
+            marks=(batch * num_heads, num_tiles, self.config.block_m),
+            programs=total if self.config.order == "tiles" else min(total, self.cores),
             width=constants.D,
             boxed=reached,
-            plain=x == NO_OPERANDS,
+            plain=operands_of(args, k) == NO_OPERANDS,
         )
+
+
+def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments) -> Constants:
+    """Constants of a call's kernel."""
+    packed, left = args.cu_seqlens_q is not None, args.window_left is not None
+    short, below = packed or args.kv_lens is not None, left or args.kv_starts is not None
+    return Constants(
+        D=configs.box_of(q.shape[3]),
+        CHANNELS=q.shape[3],
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        STAGES=config.num_stages,
+        CONSUMERS=config.consumers,
+        HAS_RIGHT=band.bounded,
+        HAS_LEFT=left,
+        BELOW=below,
+        OWN=band.own,
+        SHORT=short,
+        PACKED=packed,
+        WHOLE=not (band.bounded or below or short) and k.shape[2] % config.block_n == 0,
+        COUNTED=config.order == "counter",
+        HEADS=config.heads,
+        TURNS=config.turns,
+        PINNED=config.pinned,
+        LATE_SUM=config.late_sum,
+        LAZY=config.lazy_rescale,
+        SHARED_OUT=config.shared_out,
+    )
 
 
 class Band(NamedTuple):
@@ -143,7 +151,8 @@ class Band(NamedTuple):
 def band_of(seqlen_q: int, seqlen_k: int, args: Arguments) -> Band:
     """The band of causal order and the window."""
     left, right = args.window_left, 0 if args.causal else args.window_right
-    moved = args.q_offset is not None or (args.offset is None and args.kv_lens is not None)
+    own_ends = not (args.kv_lens is args.cu_seqlens_q is None)
+    moved = args.q_offset is not None or (args.offset is None and own_ends)
     if moved and not (left is right is None):
         far = None if left is None else -min(left, FAR)
         return Band(True, right is not None, far, min(right or 0, FAR))
@@ -185,7 +194,8 @@ def attend_call(
         shim.descriptor(v, config.block_n, width), shim.descriptor(out, configs.ROWS, width),
     )  # fmt: skip
     x = NO_OPERANDS if ready.plain else operands_of(args, k)
-    requests = x.kv_lens, x.kv_starts, x.q_offset
+    view = None if x.cu_seqlens_q is None else View(out, *out.stride())
+    requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k, view
     kinds = (*ready.kinds, runtime.aligned(lse), None if ready.plain else runtime.signature(requests))
     t = Tensors(lse, marks, words, None, *requests)
     prepared.kernels.launch(

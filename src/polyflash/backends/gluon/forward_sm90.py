@@ -86,6 +86,9 @@ class Tensors(NamedTuple):
     kv_lens: Any = None  # int32 (B,), as those that follow
     kv_starts: Any = None
     q_offset: Any = None
+    cu_seqlens_q: Any = None  # int32 (members + 1,); then B is 1, and what is of a request is of a member
+    cu_seqlens_k: Any = None
+    out_view: Any = None
     end: None = None  # see `runtime.compile` of the Triton engine
 
 
@@ -102,6 +105,7 @@ class Numbers(NamedTuple):
     offset: Any  # row i sees keys up to i + offset; from -seqlen_q to seqlen_k, but with OWN
     left: Any  # and from i + left on; None without HAS_LEFT
     factor: Any  # of scores in an exponent of 2
+    members: Any  # packed; else None
 
 
 class Constants(NamedTuple):
@@ -118,6 +122,7 @@ class Constants(NamedTuple):
     BELOW: bool = False  # some row may begin behind key 0
     OWN: bool = False  # rows of a request have a place of their own: `offset` and `left` are distances
     SHORT: bool = False  # requests have lengths of their own, maybe 0
+    PACKED: bool = False
     WHOLE: bool = False  # rows see every key of every block
     COUNTED: bool = False  # the next tile comes from a counter in global memory
     HEADS: int = 4  # see schedule.py
@@ -171,16 +176,17 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c):
     i_t = find_tile(gl.program_id(0), t, n, c)
     while i_t < n.total:
         i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
-        end, count, _, _ = key_blocks(i_m, place_of(i_bh // n.num_heads, t, n, c), c)
+        place = place_of(i_bh, i_m, t, n, c)
+        end, count, _, _ = key_blocks(place, c)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
         for j in range(count):
-            slot, at = i_n % c.STAGES, [i_b, i_h // n.group, (end - 1 - j) * c.BLOCK_N, 0]
+            slot, at = i_n % c.STAGES, [i_b, i_h // n.group, place.first_k + (end - 1 - j) * c.BLOCK_N, 0]
             acquire_keys(i_n, c)
             load_box(k, at, ring.k_full.index(slot), ring.k.index(slot))
             if j == 0:
                 for i in gl.static_range(c.CONSUMERS):
                     mbarrier.wait(rows.free.index(i), phase(i_round, 1) ^ 1)
-                    at_q = [i_b, i_h, i_m * c.BLOCK_M + i * 64, 0]
+                    at_q = [i_b, i_h, place.first_q + place.i_m * c.BLOCK_M + i * 64, 0]
                     load_box(q, at_q, rows.full.index(i), rows.q.index(i))
             acquire_values(i_n, c)
             load_box(v, at, ring.v_full.index(slot), ring.v.index(slot))
@@ -316,7 +322,7 @@ def weighted(acc, b_pairs, b_v, c):
 
 
 @gluon.jit
-def store_lse(m_i, l_i, at, seen, t, n, c):
+def store_lse(m_i, l_i, at, place, seen, t, n, c):
     """lse, and 1 / l as the output is scaled with it. A row that saw no key is 0 and -inf."""
     i_bh, o_row = at
     b_none = l_i == 0.0
@@ -324,7 +330,10 @@ def store_lse(m_i, l_i, at, seen, t, n, c):
     if t.lse is not None:
         b_m = m_i * gl.where(seen.far, n.factor * LN2, LN2) if c.MENDING else m_i * LN2
         b_lse = gl.where(b_none, float("-inf"), gl.fma(gl.log2(b_l), LN2, b_m))
-        gl.store(t.lse + i_bh.to(gl.int64) * n.seqlen_q + o_row, b_lse, mask=o_row < n.seqlen_q)
+        p_lse = t.lse + i_bh.to(gl.int64) * n.seqlen_q + o_row
+        if c.PACKED:
+            p_lse += place.first_q
+        gl.store(p_lse, b_lse, mask=o_row < place.rows)
     return 1.0 / b_l
 
 
@@ -341,6 +350,22 @@ def mark_rows(acc, m_i, l_i, p_marks, seen, t, c):
 
 
 @gluon.jit
+def store_tile(out, i_bh, i_row, b_out, slot, n, c):
+    slot.reshape([64, c.D]).store(b_out)
+    fence_async_shared()
+    store_box(out, [i_bh // n.num_heads, i_bh % n.num_heads, i_row, 0], slot)
+
+
+@gluon.jit
+def store_rows(x, i_h, i_row, b_out, count, c):
+    """Writes the first `count` rows alone, to packed ones."""
+    o_r = gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(c.D)))[:, None]
+    o_d = gl.arange(0, c.D, layout=gl.SliceLayout(0, accumulator(c.D)))[None, :]
+    p = x.p + i_h.to(gl.int64) * x.h + (i_row + o_r).to(gl.int64) * x.s
+    gl.store(p + o_d, b_out, mask=(o_r < count) & (o_d < c.CHANNELS))
+
+
+@gluon.jit
 def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
     """Consumer: 64 rows of every tile of the program."""
     o_l: gl.constexpr = accumulator(c.D)
@@ -351,11 +376,13 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
     i_t = find_tile(gl.program_id(0), t, n, c)
     while i_t < n.total:
         i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
-        place = place_of(i_bh // n.num_heads, t, n, c)
-        end, count, masked, bare = key_blocks(i_m, place, c)
-        i_row = i_m * c.BLOCK_M + WG * 64
+        place = place_of(i_bh, i_m, t, n, c)
+        end, count, masked, bare = key_blocks(place, c)
+        i_row = place.i_m * c.BLOCK_M + WG * 64
         o_row = i_row + gl.arange(0, 64, layout=row)
         p_marks = t.marks + i_bh.to(gl.int64) * n.num_tiles * c.BLOCK_M + o_row
+        if c.PACKED:
+            p_marks += (i_m - place.i_m) * c.BLOCK_M
         seen = rows_seen(o_row, p_marks, place, c)
         mbarrier.wait(rows.full.index(WG), phase(i_round, 1))
         q = rows.q.index(WG).reshape([64, c.D])
@@ -379,7 +406,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         acc = weighted(acc, b_pairs, values_of(ring, i_n - 1, c), c)
         if c.LATE_SUM:
             l_i = gl.convert_layout(gl.sum(l_i, 1), row)
-        b_share = store_lse(m_i, l_i, (i_bh, o_row), seen, t, n, c)
+        b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c)
         tma.store_wait(0)  # the output of the tile before has left
         acc = warpgroup_mma_wait(0, [acc])
         free_values(i_n - 1, c)
@@ -387,13 +414,17 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         if c.MENDING:
             i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
             keys = j_0, min(end * c.BLOCK_N, place.live)
-            b_out = add_nonfinite(b_out, l_i, i_b, i_h // n.group, keys, seen, t.v_view, c)
+            at = i_b, i_h // n.group, place.first_k
+            b_out = add_nonfinite(b_out, l_i, at, keys, seen, t.v_view, c)
         else:
             mark_rows(acc, m_i, l_i, p_marks, seen, t, c)
-        rows.out.index(WG).reshape([64, c.D]).store(b_out.to(DTYPE))
-        fence_async_shared()
-        at = [i_bh // n.num_heads, i_bh % n.num_heads, i_row, 0]
-        store_box(out, at, rows.out.index(WG))
+        if not c.PACKED:
+            store_tile(out, i_bh, i_row, b_out.to(DTYPE), rows.out.index(WG), n, c)
+        elif i_row + 64 <= place.rows:
+            store_tile(out, i_bh, place.first_q + i_row, b_out.to(DTYPE), rows.out.index(WG), n, c)
+        else:  # the rows behind are another member's
+            i_own = place.first_q + i_row
+            store_rows(t.out_view, i_bh % n.num_heads, i_own, b_out.to(DTYPE), place.rows - i_row, c)
         if c.SHARED_OUT:
             tma.store_wait(0)
             mbarrier.arrive(rows.free.index(WG), count=1)
@@ -411,7 +442,7 @@ def attend_sm90(t, n, c, q, k, v, out):
         total = total * gl.load(t.words + MARKED)
     n = Numbers(
         n.num_heads, n.group, n.planes, n.seqlen_q, n.seqlen_k, n.num_tiles, total, n.offset, n.left,
-        n.factor,
+        n.factor, n.members,
     )  # fmt: skip
     b_q = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 1, 1, 64, c.D], q.layout)
     b_out = b_q

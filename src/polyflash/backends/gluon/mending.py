@@ -59,11 +59,13 @@ def clean_values(ring, i_n, c):
 
 
 @gluon.jit
-def add_nonfinite(b_out, l_i, i_b, i_h, keys, seen, x, c):
-    """Adds the NaN and infinities of V among `keys` to the rows that see them and have weights."""
+def add_nonfinite(b_out, l_i, at, keys, seen, x, c):
+    """Adds the NaN and infinities of V among `keys` to the rows that see them and have weights. `at`: batch,
+    head and row of key 0 in V."""
     row: gl.constexpr = gl.SliceLayout(1, accumulator(c.D))
+    i_b, i_h, i_row = at
     begin, end = keys
-    p_head = x.p + i_b.to(gl.int64) * x.b + i_h.to(gl.int64) * x.h
+    p_head = x.p + i_b.to(gl.int64) * x.b + i_h.to(gl.int64) * x.h + gl.to_tensor(i_row).to(gl.int64) * x.s
     b_end = gl.convert_layout(gl.where(l_i == 0.0, 0, seen.limit), row)[:, None]
     if c.BELOW:
         b_first = gl.convert_layout(seen.first, row)[:, None]

@@ -16,8 +16,14 @@ FAR: gl.constexpr = gl.constexpr(2)  # bit of a mark: see `forward_sm90`
 
 
 class Place(NamedTuple):
-    """Row i of a request sees the keys from i + low and `start` on, up to i + high and before `live`."""
+    """A tile's place: which of its request's it is, where the request's rows and keys begin in the tensors,
+    and how many rows it has. Row i sees the keys from i + low and `start` on, up to i + high and before
+    `live`."""
 
+    i_m: Any
+    first_q: Any
+    first_k: Any
+    rows: Any
     live: Any
     start: Any
     low: Any  # 0 where not compiled in
@@ -35,21 +41,58 @@ class Seen(NamedTuple):
 
 
 @gluon.jit
-def place_of(i_b, t, n, c):
-    """Place of request i_b. With OWN its rows stand at an offset of its own, or end where its keys do."""
+def find_member(i_t, t, n, c):
+    """Finds the packed member of row tile i_t, and which of its tiles that is. Member b has room for its
+    tiles from cu[b] // BLOCK_M + b on; what lies behind the last member counts as one more."""
+    lo, hi = 0, n.members
+    while lo < hi:
+        middle = (lo + hi + 1) // 2
+        first = min(max(gl.load(t.cu_seqlens_q + middle), 0), n.seqlen_q)
+        if first // c.BLOCK_M + middle <= i_t:
+            lo = middle
+        else:
+            hi = middle - 1
+    first = min(max(gl.load(t.cu_seqlens_q + lo), 0), n.seqlen_q)
+    return lo, i_t - (first // c.BLOCK_M + lo)
+
+
+@gluon.jit
+def span(cu_seqlens, i_b, total, n):
+    """First position and length of a member; bounds that fall or leave the tensor make it shorter."""
+    first, end = min(max(gl.load(cu_seqlens + i_b), 0), total), total
+    if i_b < n.members:
+        end = min(max(gl.load(cu_seqlens + i_b + 1), first), total)
+    return first, end - first
+
+
+@gluon.jit
+def place_of(i_bh, i_m, t, n, c):
+    """Place of row tile i_m of a plane. With OWN rows stand at an offset of their request's, or end where its
+    keys do."""
+    i_b, first_q, first_k, rows = i_bh // n.num_heads, 0, 0, n.seqlen_q
     live, start, high = n.seqlen_k, 0, n.offset
     low = n.left if c.HAS_LEFT else 0
+    if c.PACKED:
+        i_b, i_m = find_member(i_m, t, n, c)
+        first_q, rows = span(t.cu_seqlens_q, i_b, n.seqlen_q, n)
+        first_k, live = span(t.cu_seqlens_k, i_b, n.seqlen_k, n)
+        if i_b == n.members:  # of nobody
+            live = 0
+    i_own = min(i_b, n.members - 1) if c.PACKED else i_b
     if t.kv_lens is not None:
-        live = min(max(gl.load(t.kv_lens + i_b), 0), live)
+        live = min(max(gl.load(t.kv_lens + i_own), 0), live)
     if t.kv_starts is not None:
-        start = min(max(gl.load(t.kv_starts + i_b), 0), live)
+        start = min(max(gl.load(t.kv_starts + i_own), 0), live)
     if c.OWN:
-        position = (live - n.seqlen_q).to(gl.int64)
+        position = gl.cast(live - rows, gl.int64)
         if t.q_offset is not None:
-            position = gl.load(t.q_offset + i_b).to(gl.int64)
+            position = gl.cast(gl.load(t.q_offset + i_own), gl.int64)
         low, high = band(position, live, n, c)
-        low, high = low.to(gl.int32), high.to(gl.int32)
-    return Place(live, start, low, high)
+        low, high = gl.cast(low, gl.int32), gl.cast(high, gl.int32)
+    if c.PACKED:  # noqa: SIM102  a branch of the compiler, then one of the kernel
+        if i_m * c.BLOCK_M >= rows:  # a tile without rows
+            live = 0
+    return Place(i_m, first_q, first_k, rows, live, start, low, high)
 
 
 @gluon.jit
@@ -59,6 +102,8 @@ def rows_seen(o_row, p_marks, place, c):
     limit = o_row * 0 + place.live
     if c.HAS_RIGHT:
         limit = gl.minimum(limit, o_row + place.high + 1)
+    if c.PACKED:
+        limit = gl.where(o_row < place.rows, limit, 0)
     first = o_row * 0
     if c.BELOW:
         first += place.start

@@ -46,14 +46,14 @@ def band(position, live, n, c):
 
 
 @gluon.jit
-def key_blocks(i_m, place, c):
+def key_blocks(place, c):
     """Blocks of keys that a row tile walks: the end of the last one, from which it walks down, and how many;
     of them so many at first hide keys from a row, and all behind the last number. One at least, whose mask
     shows that there is nothing to see."""
     end = (place.live + c.BLOCK_N - 1) // c.BLOCK_N
     masked = 1
     if c.HAS_RIGHT:
-        seen = i_m * c.BLOCK_M + place.high + 1  # keys of the tile's first row
+        seen = place.i_m * c.BLOCK_M + place.high + 1  # keys of the tile's first row
         end = min(end, (max(seen + c.BLOCK_M - 1, 0) + c.BLOCK_N - 1) // c.BLOCK_N)
     if c.HAS_RIGHT or c.SHORT:
         end = max(end, 1)
@@ -64,7 +64,7 @@ def key_blocks(i_m, place, c):
     if c.BELOW:
         first, every = place.start, place.start  # keys from which on some row sees, and every row
         if c.HAS_LEFT:
-            low = i_m * c.BLOCK_M + place.low
+            low = place.i_m * c.BLOCK_M + place.low
             first, every = max(first, low), max(every, low + c.BLOCK_M - 1)
         count = end - min(first // c.BLOCK_N, end - 1)
         masked = min(masked, count)
