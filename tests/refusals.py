@@ -8,6 +8,7 @@ that started them. A run of selected tests is not judged.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from functools import wraps
 from pathlib import Path
@@ -45,6 +46,7 @@ class Site(NamedTuple):
         return f"{self.file}:{self.first} {self.function}: {self.text}"
 
 
+@functools.cache
 def sites() -> list[Site]:
     """Every call in the package that makes an error of its own, read off the syntax trees."""
     found = []

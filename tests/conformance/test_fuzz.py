@@ -24,31 +24,20 @@ from tests.conformance.draws import Draw
 FILES = sorted(draws.STORED.glob("*.json"))
 
 
-@given(draws.forward_draws(draws.problems()))
-def test_fuzz_forward(drawn: Draw):
-    draws.check_draw(drawn)
+# Lists: with every other rule a draw may have; 0 for keys that are in no list.
+DRAWN = {
+    "forward": draws.forward_draws(draws.problems()),
+    "lists": draws.forward_draws(draws.listed_problems()),
+    "packed": draws.forward_draws(draws.packed_problems()),
+    "pages": draws.forward_draws(draws.paged_problems()),
+    "gradients": draws.gradient_draws(),
+}
 
 
-@given(draws.forward_draws(draws.listed_problems()))
-def test_fuzz_lists(drawn: Draw):
-    """Interval lists with every other rule a draw may have; 0 for keys that are in no list."""
-    draws.check_draw(drawn)
-
-
-@given(draws.forward_draws(draws.packed_problems()))
-def test_fuzz_packed(drawn: Draw):
-    draws.check_draw(drawn)
-
-
-@given(draws.forward_draws(draws.paged_problems()))
-@settings(max_examples=100)
-def test_fuzz_pages(drawn: Draw):
-    draws.check_draw(drawn)
-
-
-@given(draws.gradient_draws())
-def test_fuzz_gradients(drawn: Draw):
-    draws.check_draw(drawn)
+@pytest.mark.parametrize("most", (40, pytest.param(200, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("kind", DRAWN)
+def test_fuzz(kind: str, most: int):
+    settings(max_examples=most)(given(DRAWN[kind])(draws.check_draw))()
 
 
 @given(calls.calls())

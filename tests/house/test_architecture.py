@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,7 +84,10 @@ def floor_of(module: str) -> int:
 
 
 def tree(module: str) -> ast.Module:
-    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    return parsed(MODULES[module].read_text(encoding="utf-8"))
+
+
+parsed = functools.lru_cache(maxsize=len(MODULES))(ast.parse)  # every law reads every module
 
 
 def imports(module: str, *, top_level: bool = False) -> Iterator[tuple[str, int]]:

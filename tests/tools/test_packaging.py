@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -167,9 +168,11 @@ class TestWheel:
         shutil.copytree(package, folder / "polyflash", ignore=shutil.ignore_patterns("__pycache__"))
         return folder
 
-    def call(self, alone: Path, *words: str) -> tuple[int, str, str]:
+    def call(
+        self, alone: Path, *words: str, start: Sequence[str] = ("-m", "polyflash")
+    ) -> tuple[int, str, str]:
         done = subprocess.run(
-            [sys.executable, "-m", "polyflash", *words],
+            [sys.executable, *start, *words],
             capture_output=True, text=True, timeout=240, cwd=alone,
             env={**os.environ, "PYTHONPATH": str(alone)},
         )  # fmt: skip
@@ -202,14 +205,15 @@ class TestWheel:
         assert (code, err) == (0, "")
         assert {name.split("-")[0] for name in out.split()} == {"full", "causal", "window", "small"}
 
-    @pytest.mark.parametrize(
-        "words",
-        [("--suite", "decode"), ("--peers", "jax"), ("--calls",), ("--plot", "a.png"), ("--from", "a.json")],
-        ids=" ".join,
-    )
-    def test_what_needs_the_laboratory_says_where_it_is(self, alone: Path, words: tuple[str, ...]) -> None:
-        code, out, err = self.call(alone, "bench", *words)
-        assert code == 1 and not out and words[0] in err and "benchmarks/" in err
+    def test_what_needs_the_laboratory_says_where_it_is(self, alone: Path) -> None:
+        asked = ("--suite decode", "--peers jax", "--calls", "--plot a.png", "--from a.json")
+        code = "import sys; from polyflash import cli\n"
+        code += "for words in sys.argv[1:]: print(cli.main(['bench', *words.split()]), file=sys.stderr)"
+        _, out, err = self.call(alone, *asked, start=("-c", code))
+        said = err.split("\n1\n")  # every one ends with exit code 1
+        assert not out and len(said) == len(asked) + 1 and not said[-1], err
+        for words, text in zip(asked, said, strict=False):
+            assert words.split()[0] in text and "benchmarks/" in text
 
     def test_ablate_and_tune(self, alone: Path) -> None:
         words = ("--backend", "cpu", "--device", "cpu", "--seqlen", "40", "--dtype", "fp32")
