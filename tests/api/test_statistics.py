@@ -205,14 +205,14 @@ def test_infinite_scores_are_the_maximum(backend: str):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_a_row_of_the_least_bias_has_numbers(backend: str, dtype: torch.dtype):
     """Its scores are equal: every key weighs exp(S - lse) = 1, with no surprise. Other rows never notice."""
-    least, (q, k, v) = torch.finfo(torch.float32).min, qkv(1, 2, 20, 24, 16, dtype=dtype)
-    bias = torch.zeros(20, 24)
+    least, (q, k, v) = torch.finfo(torch.float32).min, qkv(1, 2, 70, 24, 16, dtype=dtype)
+    bias = torch.zeros(70, 24)
     bias[4:7] = least
     lse = attention(q, k, v, bias=bias, return_lse=True, backend=backend).lse
     assert (lse[..., 4:7] == least).all()
     sums = column_sums(q, k, lse, bias=bias, backend=backend)
     got = row_stats(q, k, lse, bias=bias, backend=backend)
-    rest = [*range(4), *range(7, 20)]
+    rest = [*range(4), *range(7, 70)]
     want = statistics_reference(q[:, :, rest], k)
     close(sums, want[0] + 3.0, 8.0)
     assert (got.entropy[..., 4:7] == 0).all() and (got.max_logit[..., 4:7] == least).all()
@@ -309,7 +309,7 @@ def test_memory_is_linear(backend: str):
 
 
 def test_no_gradient_flows(backend: str):
-    q, k, v = (x.requires_grad_() for x in qkv(1, 2, 8, 9, 8))
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2, 70, 9, 8))
     lse = attention(q, k, v, return_lse=True).lse
     slopes = torch.ones(2, requires_grad=True)
     sums = column_sums(q, k, lse, alibi_slopes=slopes, backend=backend)

@@ -75,13 +75,31 @@ def test_any_rows_and_group(step: Runner, group: int, keys: int):
         step.checked(q, k, v, causal=True, label=f"group {group}, {rows} rows")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_head_dim(step: Runner, dtype: torch.dtype):
-    for head_dim in (1, 2, 3, 8, 16, 17, 40, 59, 64, 80, 96, 111, 128, 160, 192, 255, 256):
+# (head_dim, head_dim_v) of one kernel each.
+HEAD_DIMS = {
+    64: (1, 2, 3, 8, 16, 17, 40, 59, (64, 1)),
+    128: ((40, 96), 80, (96, 40), 111, 128),
+    256: ((3, 256), 160, (192, 128), 255, 256),
+}
+
+
+def check_head_dims(step: Runner, widest: int, dtype: torch.dtype) -> None:
+    for dims in HEAD_DIMS[widest]:
         for rows, heads in ((1, (4, 2)), (4, (4, 1))):
-            head_dim_v = {40: 96, 96: 40, 192: 128, 64: 1, 3: 257 - 1}.get(head_dim, head_dim)
+            head_dim, head_dim_v = dims if isinstance(dims, tuple) else (dims, dims)
             q, k, v = qkv(1, heads, rows, 131, head_dim, head_dim_v, dtype=dtype)
             step.checked(q, k, v, causal=True, label=f"head_dim {head_dim}/{head_dim_v}, {rows} rows")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_head_dim(step: Runner, dtype: torch.dtype):
+    check_head_dims(step, 64, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widest", (128, 256))
+def test_any_wide_head_dim(step: Runner, widest: int, dtype: torch.dtype):
+    check_head_dims(step, widest, dtype)
 
 
 @pytest.mark.parametrize("dtype", NAMES)

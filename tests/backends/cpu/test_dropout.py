@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_forward_of_narrower_sets_drops_the_same(isa: str, dtype: str):
         pytest.skip(f"{HERE} does not run {isa}")
     kind = getattr(torch, dtype)
     q, k = randn(2, 6, 77, 59).to(kind), randn(2, 2, 131, 59, seed=1).to(kind)
-    v = torch.eye(131, dtype=kind).expand(2, 2, 131, 131)
-    config = configs.Config(64, 4, isa=isa)
-    out = attention(q, k, v, backend="cpu", config=config, dropout_p=0.4, dropout_seed=77)
+    columns = torch.eye(131, dtype=kind).expand(2, 2, 131, 131).split(64, -1)
+    how: dict[str, Any] = {"backend": "cpu", "config": configs.Config(64, 4, isa=isa)}
+    out = torch.cat([attention(q, k, v, dropout_p=0.4, dropout_seed=77, **how) for v in columns], -1)
     assert torch.equal(out != 0, torch.from_numpy(dropout_keep((2, 6, 77, 131), 0.4, 77)))

@@ -163,9 +163,9 @@ CASES = {
     [
         ("avx2", "float32"),
         ("avx2", "float16"),
-        ("generic", "float32"),
+        pytest.param("generic", "float32", marks=pytest.mark.slow),
         ("generic", "bfloat16"),
-        ("generic", "float16"),
+        pytest.param("generic", "float16", marks=pytest.mark.slow),
     ],
 )
 def test_narrower_sets_run_here(isa, dtype, case):
