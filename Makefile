@@ -16,10 +16,10 @@ SHARED := -n 2 --dist worksteal
 SETUP := sh scripts/setup.sh
 CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
 CODEGEN_TESTS := tests/backends/triton/test_codegen.py
-TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS) --rows triton
+TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS) --rows triton \
+	tests/api/test_groups.py::test_each_group_is_attention_of_its_own -k triton
 GPU_TESTS := tests/conformance tests/backends/triton tests/api/test_gpu_calls.py --ignore=$(CODEGEN_TESTS) \
 	--rows triton
-GROUP_TESTS := tests/api/test_groups.py -k each_group
 DEFAULT_TESTS := tests/integrations tests/kvcache tests/api/test_groups.py tests/api/test_repeats.py
 HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
@@ -61,8 +61,7 @@ test-cpu: .venv/.test
 
 # The interpreter is chosen when triton is imported, and nothing can be compiled in its process.
 test-triton: .venv/.test
-	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) && \
-		TRITON_INTERPRET=1 $(PYTEST) $(GROUP_TESTS) --rows triton; else echo '$@: $(NO_TRITON)'; fi
+	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS); else echo '$@: $(NO_TRITON)'; fi
 
 test-codegen: .venv/.test
 	@if $(HAS_TRITON); then $(PYTEST) $(SHARED) $(CODEGEN_TESTS); else echo '$@: $(NO_TRITON)'; fi
