@@ -7,7 +7,7 @@ PAGE ?= build/gpu.md
 GPU_ARGS ?=
 DEVICE ?= cuda
 export PYTHON TORCH_ARGS
-unexport PYTHONPATH PYTHONHOME
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest

@@ -1,6 +1,6 @@
 """Pairwise sampling: which cases of a grid run by default. The others are `slow`: `make test-all` runs them.
 
-A grid is a test of capability × dtype × one thing more (a workload, a family of inputs, a head_dim ...). Half
+A grid is a test of capability × dtype × something more (a workload, a family of inputs, a head_dim ...). Half
 of it runs: the squares of one colour on a chess board, so that any two of a case's three values still meet.
 float64 runs whole, since one capability alone takes it. So does a case that a mutant of scripts/mutants.toml
 names: the default run kills them all.
@@ -38,4 +38,4 @@ def left_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
 
 def is_in_grid(params: dict[str, object]) -> bool:
     has_capability = any(name in params for name in FIXTURES)
-    return has_capability and "dtype" in params and len(params) == 3 and "float64" not in str(params["dtype"])
+    return has_capability and "dtype" in params and len(params) >= 3 and "float64" not in str(params["dtype"])

@@ -60,22 +60,25 @@ def test_groups(backend: str, group: int, dtype: torch.dtype):
         checked(q, k, v, backend=backend, causal=True, label=f"{kv_heads}×{group} {rows}x{keys}")
 
 
+FEW_HEADS: tuple[tuple[int, int, dict[str, object]], ...] = (
+    (1, 3001, {}),
+    (5, 2100, {"causal": True}),
+    (70, 2050, {"window": (700, 0)}),
+    (70, 2050, {"kv_lens": ints(1900), "kv_starts": ints(77), "causal": True}),
+    (600, 90, {}),
+    (600, 700, {"causal": True}),
+)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_few_heads_many_keys(backend: str, dtype: torch.dtype):
+@pytest.mark.parametrize("case", range(len(FEW_HEADS)))
+def test_few_heads_many_keys(backend: str, case: int, dtype: torch.dtype):
     """Fewer heads than threads: what is then split along the keys is summed in a fixed order."""
     torch.set_num_threads(2)
-    cases: tuple[tuple[int, int, dict[str, object]], ...] = (
-        (1, 3001, {}),
-        (5, 2100, {"causal": True}),
-        (70, 2050, {"window": (700, 0)}),
-        (70, 2050, {"kv_lens": ints(1900), "kv_starts": ints(77), "causal": True}),
-        (600, 90, {}),
-        (600, 700, {"causal": True}),
-    )
-    for i, (rows, keys, options) in enumerate(cases):
-        heads = (1, 1) if i % 2 else (3, 1)
-        q, k, v = qkv(1, heads, rows, keys, 32, 24, dtype=dtype, seed=keys)
-        checked(q, k, v, backend=backend, label=f"{heads} {rows}x{keys} {list(options)}", **options)
+    rows, keys, options = FEW_HEADS[case]
+    heads = (1, 1) if case % 2 else (3, 1)
+    q, k, v = qkv(1, heads, rows, keys, 32, 24, dtype=dtype, seed=keys)
+    checked(q, k, v, backend=backend, label=f"{heads} {rows}x{keys} {list(options)}", **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
