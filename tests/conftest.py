@@ -3,6 +3,8 @@ row."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -52,6 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     device.skip_elsewhere(items)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the collector need not walk it again for every kernel that is compiled."""
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture(scope="session", autouse=True)

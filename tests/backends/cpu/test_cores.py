@@ -228,7 +228,7 @@ def test_a_real_quota_of_one_core_never_stops_a_call():
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
-    assert min(periods("with") for _ in range(2)) <= 2
+    assert any(periods("with") <= 2 for _ in range(2))
     if all(periods("without") <= 2 for _ in range(3)):
         pytest.skip("this machine is too busy for two threads to use up a quota of one core")
 
