@@ -32,7 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".toml")
 TIMEOUT_S, BASELINE_TIMEOUT_S = 300, 1800
-INTERPRETED = re.compile(r"tests/backends/triton/|.*-triton\]$")  # run with TRITON_INTERPRET set
+INTERPRETED = re.compile(r"tests/backends/triton/|.*(\[triton-.*|-triton)\]$")  # with TRITON_INTERPRET set
 KILLING = ("AssertionError", "assert ", "Failed: ")
 
 
