@@ -41,6 +41,8 @@ class Case(NamedTuple):
     window: tuple[int | None, int | None] | None = None
     lens: tuple[int, ...] | None = None
     starts: tuple[int, ...] | None = None
+    softcap: float = 0.0
+    sinks: bool = False
 
 
 def tensors(case: Case, seed: int = 0) -> list[Tensor]:
@@ -57,6 +59,10 @@ def tensors(case: Case, seed: int = 0) -> list[Tensor]:
 def call(case: Case, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     """out and lse as (batch, heads, rows, ...)."""
     options: dict[str, Any] = {"causal": case.causal, "layout": case.layout, **more}
+    if case.softcap:
+        options["softcap"] = case.softcap
+    if case.sinks:
+        options["sinks"] = sinks_of(case)
     if case.window is not None:
         options["window"] = case.window
     for name, x in (("q_offset", case.offset), ("kv_lens", case.lens), ("kv_starts", case.starts)):
@@ -64,6 +70,10 @@ def call(case: Case, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tens
             options[name] = x if isinstance(x, int) else torch.tensor(x, dtype=torch.int32, device="cuda")
     result = polyflash.attention(q, k, v, return_lse=True, backend="gluon", **options)
     return result.out if case.layout == "bhsd" else result.out.transpose(1, 2), result.lse
+
+
+def sinks_of(case: Case) -> Tensor:
+    return torch.linspace(-3.0, 9.0, case.heads, device="cuda")
 
 
 def seen(case: Case) -> Tensor:
@@ -91,8 +101,12 @@ def right(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     group = case.heads // case.kv_heads
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    scores = (q @ k.mT / math.sqrt(case.dims)).masked_fill(~seen(case), -math.inf)
+    scores = q @ k.mT / math.sqrt(case.dims)
+    scores = case.softcap * (scores / case.softcap).tanh() if case.softcap else scores
+    scores = scores.masked_fill(~seen(case), -math.inf)
     lse = scores.logsumexp(-1)
+    if case.sinks:
+        lse = torch.logaddexp(lse, sinks_of(case).double()[:, None])
     weights = (scores - lse[..., None].nan_to_num(neginf=0.0)).exp()
     return weights @ v, lse
 
@@ -106,7 +120,8 @@ def check(case: Case) -> None:
     assert torch.equal(out, again) and torch.equal(out, third), f"{case}: bits differ from call to call"
     assert bool(out.isfinite().all()), f"{case}: not finite"
     empty = wanted_lse == -math.inf
-    assert torch.equal(lse == -math.inf, empty) and not out[empty].any(), f"{case}: rows that see nothing"
+    blind = ~seen(case).any(-1).expand(empty.shape)
+    assert torch.equal(lse == -math.inf, empty) and not out[blind].any(), f"{case}: rows that see nothing"
     error = float((out.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
     off = float((lse.double() - wanted_lse)[~empty].abs().max()) if not bool(empty.all()) else 0.0
     print(f"{error:.2e} {off:.1e} {case}", flush=True)
@@ -153,6 +168,9 @@ def bounded(dims: int, causal: bool) -> Iterator[Case]:
             starts=(min(3, keys), keys // 3),
             offset=70,
         )
+        yield Case(dims, causal, rows, keys, softcap=3.0)
+        yield Case(dims, causal, rows, keys, softcap=30.0, window=(200, 0), sinks=True)
+        yield Case(dims, causal, rows, keys, batch=3, sinks=True, lens=(0, keys // 2, keys))
     yield Case(dims, causal, 257, 511, window=(90, 30), dtype=torch.float16, heads=3, kv_heads=1)
     yield Case(dims, causal, 3840, 3840, heads=16, kv_heads=16, window=(777, 0))
 

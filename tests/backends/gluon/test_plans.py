@@ -45,7 +45,7 @@ def test_what_it_takes(dims: int, dtype: torch.dtype):
 
 def test_what_it_refuses_in_words():
     assert "has multiples of 8, asked for 100" in why(dims=100)
-    assert "no softcap" in why(softcap=3.0)
+    assert "no bias" in why(bias=torch.empty(4096, 4096, device="meta"))
     assert "dtype" in why(dtype=torch.float32)
     assert "needs cuda:sm90" in why(target="cuda:sm100")
 
@@ -55,7 +55,15 @@ def test_what_it_leaves_unless_asked_by_name():
         assert "whole warpgroups" in why(**few)
         assert explained(**few, backend="gluon").backend == "gluon"
     ints = torch.zeros(4, dtype=torch.int32, device="meta")
-    for untimed in ({"window": (8, 0)}, {"kv_lens": ints}, {"kv_starts": ints}, {"q_offset": ints}):
+    sinks = torch.zeros(16, device="meta")
+    for untimed in (
+        {"softcap": 3.0},
+        {"sinks": sinks},
+        {"window": (8, 0)},
+        {"kv_lens": ints},
+        {"kv_starts": ints},
+        {"q_offset": ints},
+    ):
         assert f"{next(iter(untimed))}" in why(causal=True, **untimed)
         assert "not timed" in why(causal=True, **untimed)
         named = explained(causal=True, **untimed, backend="gluon")

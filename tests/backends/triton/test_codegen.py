@@ -74,10 +74,9 @@ def test_kernels_of_the_gluon_engine(head_dim: int):
             for kernel in ((entry, found), *others):
                 assert not script.complaints(RECORDED, triton.__version__, *kernel, case)
             config = case.config()
-            passes = {"causal": 3, "lens": 3, "packed": 3, "window": 4}.get(
-                case.problem, 2
-            ) * config.consumers
-            assert found.matrix == {"HGMMA": passes * (head_dim + config.block_n) // 16}
+            passes = {"full": 2, "ragged": 2, "window": 4}.get(case.problem, 3)
+            products = passes * config.consumers * (head_dim + config.block_n) // 16
+            assert found.matrix == {"HGMMA": products}
 
 
 @compiles

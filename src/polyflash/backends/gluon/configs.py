@@ -22,7 +22,9 @@ CHECKED = ((3, 6),)  # Tritons whose Gluon compiles these kernels as recorded; i
 HEAD_DIMS = (64, 128, 256)  # channels of a box; a head dim between has that of the next, filled with 0
 LEAST_CHANNELS = 8  # 16 bytes, of which TMA takes multiples
 MOST_PADDING = 0.3  # of a box: forecast by the work done, not measured
-UNTIMED = frozenset({Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS, Feature.VARLEN})
+UNTIMED = frozenset(
+    {Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS, Feature.VARLEN, Feature.SOFTCAP, Feature.SINKS}
+)
 ROWS = 64  # of a consumer
 # By channels of a box: below, it is behind the Triton row on an H200, or nobody has measured.
 LEAST_KEYS = {64: 2048, 128: 1024, 256: 1024}

@@ -14,7 +14,7 @@ import torch
 from polyflash.backends.gluon import configs, shim
 from polyflash.backends.gluon.forward_sm90 import Constants, Numbers, Tensors, attend_sm90
 from polyflash.backends.gpu.launch import tile_count
-from polyflash.backends.gpu.numbers import LOG2E, scale_of, sizes_of
+from polyflash.backends.gpu.numbers import LOG2E, SOFTCAPS, scale_of, sizes_of
 from polyflash.backends.gpu.views import FAR, NO_OPERANDS, View, operands_of
 from polyflash.backends.triton import forward as triton_forward
 from polyflash.backends.triton import runtime
@@ -63,7 +63,7 @@ class Prepared:
         key = (
             q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(),
             lse if lse is None else lse.stride(), runtime.aligned(q, k, v, out),
-            args.scale, args.offset, args.window_left, args.window_right,
+            args.scale, args.softcap, args.offset, args.window_left, args.window_right,
             args.cu_seqlens_q if args.cu_seqlens_q is None else args.cu_seqlens_q.shape,
         )  # fmt: skip
         if key not in self.ready:
@@ -80,6 +80,7 @@ class Prepared:
         num_tiles, _ = tile_count(seqlen_q, self.config.block_m, members, packed)
         total = batch * num_heads * num_tiles
         band = band_of(seqlen_q, k.shape[2], args)
+        softcap = min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1])
         numbers = Numbers(
             num_heads=num_heads,
             group=num_heads // k.shape[1],
@@ -90,8 +91,10 @@ class Prepared:
             total=total,
             offset=band.right,
             left=band.left,
-            factor=scale_of(q, args) * LOG2E,
+            factor=LOG2E if args.softcap else scale_of(q, args) * LOG2E,
             members=members if packed else None,
+            into_cap=scale_of(q, args) / softcap if args.softcap else None,
+            softcap=softcap if args.softcap else None,
         )
         constants = constants_of(self.config, q, k, band, args)
         mending = constants._replace(MENDING=True, COUNTED=False, WHOLE=False)
@@ -127,6 +130,7 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         OWN=band.own,
         SHORT=short,
         PACKED=packed,
+        SOFTCAP=args.softcap != 0.0,
         WHOLE=not (band.bounded or below or short) and k.shape[2] % config.block_n == 0,
         COUNTED=config.order == "counter",
         HEADS=config.heads,
@@ -195,7 +199,7 @@ def attend_call(
     )  # fmt: skip
     x = NO_OPERANDS if ready.plain else operands_of(args, k)
     view = None if x.cu_seqlens_q is None else View(out, *out.stride())
-    requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k, view
+    requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k, view, x.sinks
     kinds = (*ready.kinds, runtime.aligned(lse), None if ready.plain else runtime.signature(requests))
     t = Tensors(lse, marks, words, None, *requests)
     prepared.kernels.launch(

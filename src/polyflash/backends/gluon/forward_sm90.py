@@ -53,6 +53,7 @@ from polyflash.backends.gluon.channel import (
 from polyflash.backends.gluon.mending import add_nonfinite, clean_values
 from polyflash.backends.gluon.places import BELOW, BOTH, FAR, NONE, apply_mask, place_of, rows_seen
 from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
+from polyflash.backends.gluon.scores import change_scores, with_sink
 from polyflash.backends.gluon.shim import (
     accumulator,
     folded,
@@ -89,6 +90,7 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Any = None  # int32 (members + 1,); then B is 1, and what is of a request is of a member
     cu_seqlens_k: Any = None
     out_view: Any = None
+    sinks: Any = None  # float (Hq,)
     end: None = None  # see `runtime.compile` of the Triton engine
 
 
@@ -106,6 +108,8 @@ class Numbers(NamedTuple):
     left: Any  # and from i + left on; None without HAS_LEFT
     factor: Any  # of scores in an exponent of 2
     members: Any  # packed; else None
+    into_cap: Any  # what makes a product of q and k a part of softcap; None without one
+    softcap: Any
 
 
 class Constants(NamedTuple):
@@ -123,6 +127,7 @@ class Constants(NamedTuple):
     OWN: bool = False  # rows of a request have a place of their own: `offset` and `left` are distances
     SHORT: bool = False  # requests have lengths of their own, maybe 0
     PACKED: bool = False
+    SOFTCAP: bool = False  # products are capped first, and natural scores then
     WHOLE: bool = False  # rows see every key of every block
     COUNTED: bool = False  # the next tile comes from a counter in global memory
     HEADS: int = 4  # see schedule.py
@@ -262,6 +267,7 @@ def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr):
     pass_turn(WG, c)
     b_s = warpgroup_mma_wait(0, [b_s])
     free_keys(i_n, c)
+    b_s = change_scores(b_s, n, c)
     if not c.WHOLE:
         b_s = apply_mask(b_s, seen, j_0, c, BOTH)
     m_i = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, scores))
@@ -289,6 +295,7 @@ def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: 
     acc = warpgroup_mma(b_p, b_v, acc, is_async=True)
     b_s = warpgroup_mma_wait(1, [b_s])
     free_keys(i_n, c)
+    b_s = change_scores(b_s, n, c)
     if MASKED != NONE:
         b_s = apply_mask(b_s, seen, j_0, c, MASKED)
     b_p, m_i, l_i, alpha = online_softmax(b_s, m_i, l_i, seen.far, n.factor, c)
@@ -323,18 +330,28 @@ def weighted(acc, b_pairs, b_v, c):
 
 @gluon.jit
 def store_lse(m_i, l_i, at, place, seen, t, n, c):
-    """lse, and 1 / l as the output is scaled with it. A row that saw no key is 0 and -inf."""
+    """lse, and what the output is scaled with, 1 / l. A row that saw no key is 0 and -inf, with a sink 0 and
+    that."""
     i_bh, o_row = at
+    if t.sinks is not None:
+        b_sink = gl.load(t.sinks + i_bh % n.num_heads).to(gl.float32)
+        if c.PACKED:
+            b_sink = gl.where(place.i_b < n.members, b_sink, float("-inf"))
+        b_m = m_i * gl.where(seen.far, n.factor, 1.0) if c.MENDING else m_i
+        b_m, l_i, b_share = with_sink(b_m, l_i, b_sink)
+        b_m = b_m * LN2
+    else:
+        b_m = m_i * gl.where(seen.far, n.factor * LN2, LN2) if c.MENDING else m_i * LN2
+        b_share = 1.0
     b_none = l_i == 0.0
     b_l = gl.where(b_none, 1.0, l_i)
     if t.lse is not None:
-        b_m = m_i * gl.where(seen.far, n.factor * LN2, LN2) if c.MENDING else m_i * LN2
         b_lse = gl.where(b_none, float("-inf"), gl.fma(gl.log2(b_l), LN2, b_m))
         p_lse = t.lse + i_bh.to(gl.int64) * n.seqlen_q + o_row
         if c.PACKED:
             p_lse += place.first_q
         gl.store(p_lse, b_lse, mask=o_row < place.rows)
-    return 1.0 / b_l
+    return b_share / b_l
 
 
 @gluon.jit
@@ -442,7 +459,7 @@ def attend_sm90(t, n, c, q, k, v, out):
         total = total * gl.load(t.words + MARKED)
     n = Numbers(
         n.num_heads, n.group, n.planes, n.seqlen_q, n.seqlen_k, n.num_tiles, total, n.offset, n.left,
-        n.factor, n.members,
+        n.factor, n.members, n.into_cap, n.softcap,
     )  # fmt: skip
     b_q = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 1, 1, 64, c.D], q.layout)
     b_out = b_q

@@ -16,10 +16,11 @@ FAR: gl.constexpr = gl.constexpr(2)  # bit of a mark: see `forward_sm90`
 
 
 class Place(NamedTuple):
-    """A tile's place: which of its request's it is, where the request's rows and keys begin in the tensors,
-    and how many rows it has. Row i sees the keys from i + low and `start` on, up to i + high and before
-    `live`."""
+    """A tile's place: its request, which of its tiles it is, where the request's rows and keys begin in the
+    tensors, and how many rows it has. Row i sees the keys from i + low and `start` on, up to i + high and
+    before `live`."""
 
+    i_b: Any
     i_m: Any
     first_q: Any
     first_k: Any
@@ -92,7 +93,7 @@ def place_of(i_bh, i_m, t, n, c):
     if c.PACKED:  # noqa: SIM102  a branch of the compiler, then one of the kernel
         if i_m * c.BLOCK_M >= rows:  # a tile without rows
             live = 0
-    return Place(i_m, first_q, first_k, rows, live, start, low, high)
+    return Place(i_b, i_m, first_q, first_k, rows, live, start, low, high)
 
 
 @gluon.jit

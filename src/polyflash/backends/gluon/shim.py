@@ -84,6 +84,14 @@ def keep_less(b_x, b_a, b_b):
     )  # fmt: skip
 
 
+@gluon.jit
+def reciprocal(b_x):
+    """1 / x of what is 1 or more, in one instruction."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
 @gluon.constexpr_function
 def _multiply(count: int) -> str:
     """`count` float32 $0.. times a factor each, of two rows by turns, unless those of a whole warp are 1."""
