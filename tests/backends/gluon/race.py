@@ -1,10 +1,10 @@
 """Times the Gluon forward row beside cuDNN and the Triton row, interleaved in one process.
 
 python -m tests.backends.gluon.race [--dims 64,128,256] [--lengths 1024,...] [--variants] [--rounds 7]
-    [--kinds full,causal,window,lens,lens-causal,packed,packed-causal]   cuDNN has the first two
+    [--kinds full,causal,window,capped-causal,sinks-causal,lens,lens-causal,packed,packed-causal]
 
-A window is causal, of 1024 keys. Of `lens` requests have from few keys to all; packed members half as many
-tokens and half as many more by turns.
+cuDNN has the first two. A window is causal, of 1024 keys, a cap 30. Of `lens` requests have from few keys to
+all; packed members half as many tokens and half as many more by turns.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ from polyflash.mask import visible_pairs
 TOKENS, CHANNELS = 16384, 2048
 
 
-def options_of(kind: str, length: int) -> tuple[dict[str, Any], int]:
+def options_of(kind: str, length: int, heads: int) -> tuple[dict[str, Any], int]:
     """Options of a call, and how many pairs of its batch see one another."""
     batch, causal = TOKENS // length, kind == "window" or kind.endswith("causal")
     options: dict[str, Any] = {"causal": causal}
     lens = [length] * batch
     if kind == "window":
         options["window"] = (1023, None)
+    elif kind.startswith("capped"):
+        options["softcap"] = 30.0
+    elif kind.startswith("sinks"):
+        options["sinks"] = torch.zeros(heads, device="cuda")
     elif kind.startswith("lens"):
         lens = [max(1, length * (i + 1) // batch) for i in range(batch)]
         options |= {"kv_lens": torch.tensor(lens, dtype=torch.int32, device="cuda"), "checked": True}
@@ -91,7 +95,7 @@ def main() -> None:
                 heads = CHANNELS // dims
                 shape = (TOKENS // length, heads, length, dims)
                 q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-                options, pairs = options_of(kind, length)
+                options, pairs = options_of(kind, length, heads)
                 arms = arms_of(q, k, v, options, asked.variants)
                 results = {name: arm() for name, arm in arms.items() for _ in range(3)}
                 base = results["triton"].float()
