@@ -77,6 +77,7 @@ PROBLEMS = {
     "bias": Problem(lambda: {"bias": _meta(BATCH, HEADS, KEYS, KEYS, dtype=torch.bfloat16)}),
     "dropout": Problem(lambda: {"causal": True, "dropout_p": 0.1, "dropout_seed": torch.tensor(1)}),
     "packed": Problem(_packed, batch=1),
+    "alibi": Problem(_causal(alibi_slopes=_meta(HEADS, dtype=torch.float32))),
     "capped": Problem(_causal(softcap=30.0, sinks=_meta(HEADS, dtype=torch.float32))),
     "grouped": Problem(_causal(), kv_heads=4),
     "paged": Problem(lambda: {"kv_lens": _meta(BATCH), "page_table": _meta(BATCH, KEYS // 128)}, **_PAGED),
@@ -238,7 +239,7 @@ def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
             yield Case(phase, gpu, "bfloat16", d, "long-causal" if hides else "long")
 
 
-_GLUON = "full", "causal", "ragged", "window", "lens", "packed", "capped"
+_GLUON = "full", "causal", "ragged", "window", "lens", "packed", "capped", "alibi"
 GLUON = tuple(
     Case(Phase.FORWARD, "cuda:sm90", "bfloat16", d, problem, "gluon")
     for problem, d in product(_GLUON, gluon_configs.HEAD_DIMS)

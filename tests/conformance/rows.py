@@ -32,7 +32,7 @@ ALL_OF = {
     "gluon": frozenset(
         {_F.CAUSAL, _F.WINDOW, _F.Q_OFFSET, _F.KV_LENS, _F.KV_STARTS, _F.VARLEN, _F.SOFTCAP, _F.SINKS}
     )
-    | {_F.GQA, _F.LSE},
+    | {_F.ALIBI, _F.GQA, _F.LSE},
 }
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
 HEAD_DIMS = (1, 3, 8, 16, 40, 59, 63, 64, 80, 96, 111, 128, 160, 192, 256)

@@ -36,11 +36,11 @@ HOST_LINES, DEVICE_LINES, FILE_LINES, KERNEL_FILE_LINES, INIT_LINES, PACKAGE_LIN
     500,
     600,
     40,
-    30_373,
+    30_426,
 )
 LONGER = {("decode_few.py", "build"): 290}  # to be cut like the other builders
 KEYS_PER_ISA = 64
-LABORATORY_LINES = 5_476
+LABORATORY_LINES = 5_477
 
 
 def lines(path: Path) -> int:

@@ -43,6 +43,7 @@ class Case(NamedTuple):
     starts: tuple[int, ...] | None = None
     softcap: float = 0.0
     sinks: bool = False
+    alibi: bool = False
 
 
 def tensors(case: Case, seed: int = 0) -> list[Tensor]:
@@ -63,6 +64,8 @@ def call(case: Case, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> tuple[Tens
         options["softcap"] = case.softcap
     if case.sinks:
         options["sinks"] = sinks_of(case)
+    if case.alibi:
+        options["alibi_slopes"] = slopes_of(case)
     if case.window is not None:
         options["window"] = case.window
     for name, x in (("q_offset", case.offset), ("kv_lens", case.lens), ("kv_starts", case.starts)):
@@ -76,19 +79,29 @@ def sinks_of(case: Case) -> Tensor:
     return torch.linspace(-3.0, 9.0, case.heads, device="cuda")
 
 
+def slopes_of(case: Case) -> Tensor:
+    return torch.linspace(0.01, 0.1, case.heads, device="cuda")
+
+
+def each(case: Case, x: Any, default: int) -> Tensor:
+    """A number per request, (batch, 1, 1, 1)."""
+    x = default if x is None else x
+    x = torch.tensor([x] * case.batch if isinstance(x, int) else x, device="cuda")
+    return x[:, None, None, None]
+
+
+def positions(case: Case) -> Tensor:
+    """Of rows among the keys of their request, (batch, 1, rows, 1)."""
+    live = each(case, case.lens, case.keys)
+    at = torch.arange(case.rows, device="cuda")[:, None]
+    return at + (live - case.rows if case.offset is None else each(case, case.offset, 0))
+
+
 def seen(case: Case) -> Tensor:
     """Which key a row sees, bool (batch, 1, rows, keys)."""
-
-    def each(x: Any, default: int) -> Tensor:
-        x = default if x is None else x
-        x = torch.tensor([x] * case.batch if isinstance(x, int) else x, device="cuda")
-        return x[:, None, None, None]
-
-    live = each(case.lens, case.keys)
-    at = torch.arange(case.rows, device="cuda")[:, None]
-    at = at + (live - case.rows if case.offset is None else each(case.offset, 0))
+    live, at = each(case, case.lens, case.keys), positions(case)
     keys = torch.arange(case.keys, device="cuda")[None, :]
-    found = (keys < live) & (keys >= each(case.starts, 0)) & (at == at)
+    found = (keys < live) & (keys >= each(case, case.starts, 0)) & (at == at)
     left, right = case.window or (None, None)
     right = 0 if case.causal else right
     found = found if right is None else found & (keys <= at + right)
@@ -103,6 +116,9 @@ def right(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     scores = q @ k.mT / math.sqrt(case.dims)
     scores = case.softcap * (scores / case.softcap).tanh() if case.softcap else scores
+    if case.alibi:
+        steps = (positions(case) - torch.arange(case.keys, device="cuda")).abs()
+        scores = scores - slopes_of(case).double()[:, None, None] * steps
     scores = scores.masked_fill(~seen(case), -math.inf)
     lse = scores.logsumexp(-1)
     if case.sinks:
@@ -169,6 +185,8 @@ def bounded(dims: int, causal: bool) -> Iterator[Case]:
             offset=70,
         )
         yield Case(dims, causal, rows, keys, softcap=3.0)
+        yield Case(dims, causal, rows, keys, alibi=True)
+        yield Case(dims, causal, rows, keys, batch=2, alibi=True, softcap=9.0, lens=(keys, keys // 2))
         yield Case(dims, causal, rows, keys, softcap=30.0, window=(200, 0), sinks=True)
         yield Case(dims, causal, rows, keys, batch=3, sinks=True, lens=(0, keys // 2, keys))
     yield Case(dims, causal, 257, 511, window=(90, 30), dtype=torch.float16, heads=3, kv_heads=1)

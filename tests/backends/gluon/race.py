@@ -1,7 +1,7 @@
 """Times the Gluon forward row beside cuDNN and the Triton row, interleaved in one process.
 
 python -m tests.backends.gluon.race [--dims 64,128,256] [--lengths 1024,...] [--variants] [--rounds 7]
-    [--kinds full,causal,window,capped-causal,sinks-causal,lens,lens-causal,packed,packed-causal]
+    [--kinds full,causal,window,alibi-causal,capped-causal,sinks-causal,lens,lens-causal,packed,packed-causal]
 
 cuDNN has the first two. A window is causal, of 1024 keys, a cap 30. Of `lens` requests have from few keys to
 all; packed members half as many tokens and half as many more by turns.
@@ -37,6 +37,8 @@ def options_of(kind: str, length: int, heads: int) -> tuple[dict[str, Any], int]
         options["window"] = (1023, None)
     elif kind.startswith("capped"):
         options["softcap"] = 30.0
+    elif kind.startswith("alibi"):
+        options["alibi_slopes"] = torch.linspace(0.01, 0.5, heads, device="cuda")
     elif kind.startswith("sinks"):
         options["sinks"] = torch.zeros(heads, device="cuda")
     elif kind.startswith("lens"):

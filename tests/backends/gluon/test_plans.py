@@ -59,6 +59,7 @@ def test_what_it_leaves_unless_asked_by_name():
     for untimed in (
         {"softcap": 3.0},
         {"sinks": sinks},
+        {"alibi_slopes": sinks},
         {"window": (8, 0)},
         {"kv_lens": ints},
         {"kv_starts": ints},

@@ -132,7 +132,9 @@ class Memory:
     def __add__(self, steps: int) -> Memory:
         return Memory(*self.values, at=self.at + steps)
 
-    def load(self) -> int:
+    def load(self, mask: bool = True, other: int = 0) -> int:
+        if not mask:
+            return other
         assert 0 <= self.at < len(self.values), "reads what is not there"
         return self.values[self.at]
 
@@ -140,10 +142,10 @@ class Memory:
 @pytest.fixture(scope="module")
 def place_of() -> Iterator[Callable[..., Place]]:
     """The kernel's own, in Python."""
-    language = SimpleNamespace(load=Memory.load, cast=lambda x, kind: x, int32=None, int64=None)
+    language = SimpleNamespace(load=Memory.load, cast=lambda x, kind: x, int32=None, int64=None, float32=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(places, "gl", language)
-        for name in ("find_member", "span", "band"):
+        for name in ("find_member", "span", "load_own", "band"):
             patch.setattr(places, name, getattr(places, name).fn)
         yield places.place_of.fn
 
@@ -163,7 +165,7 @@ def launched(case: Case, block_m: int, block_n: int) -> tuple[SimpleNamespace, .
     left = case.window[0] is not None
     c = SimpleNamespace(
         BLOCK_M=block_m, BLOCK_N=block_n, HAS_RIGHT=how.bounded, HAS_LEFT=left, BELOW=left or case.start > 0,
-        SHORT=case.lens is not None, OWN=how.own, PACKED=False,
+        SHORT=case.lens is not None, OWN=how.own, PACKED=False, ALIBI=False,
     )  # fmt: skip
     n = SimpleNamespace(
         num_heads=1, seqlen_q=case.rows, seqlen_k=case.keys, offset=how.right, left=how.left, members=None
@@ -180,6 +182,7 @@ def test_blocks_hold_what_rows_see(place_of, block_m: int, block_n: int):
         for i_m in range(-(-case.rows // block_m)):
             place = place_of(0, i_m, t, n, c)
             assert place.i_m == i_m and place.rows == case.rows and place.first_q == place.first_k == 0
+            assert not c.OWN or place.position + place.rest == case.position
             assert max(abs(x) for x in (n.offset, n.left or 0, place.low, place.high)) < 2**31
             end, count, masked, bare = key_blocks(place, c)
             assert 1 <= masked <= bare <= count <= end <= max(-(-case.keys // block_n), 1), case
@@ -232,10 +235,8 @@ def test_packed_tiles_hold_every_row_once(place_of, block_m: int):
         )
         c = SimpleNamespace(
             BLOCK_M=block_m, BLOCK_N=128, PACKED=True, SHORT=True, OWN=True, HAS_RIGHT=True, HAS_LEFT=False,
-            BELOW=False,
+            BELOW=False, ALIBI=False,
         )  # fmt: skip
-        if not rows:
-            t.kv_lens = None
         found: dict[int, tuple[int, int, int]] = {}
         tiles, _ = tile_count(total_q, block_m, len(rows), True)
         for i_t in range(tiles):

@@ -11,10 +11,16 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from polyflash.backends.gluon import scores
+from polyflash.backends.gluon import forward, scores
+from polyflash.spec import Arguments
 
 LANGUAGE = SimpleNamespace(
-    abs=torch.abs, exp2=torch.exp2, maximum=torch.maximum, where=torch.where, fma=lambda a, b, c: a * b + c
+    abs=torch.abs,
+    exp2=torch.exp2,
+    maximum=torch.maximum,
+    where=torch.where,
+    fma=lambda a, b, c: a * b + c,
+    float32=torch.float32,
 )
 
 
@@ -42,10 +48,24 @@ def test_tanh():
 def test_softcap(cap: float):
     s, scale = torch.randn(10_000) * 80, 0.125
     n = SimpleNamespace(into_cap=scale / cap, softcap=cap)
-    got = scores.change_scores.fn(s, n, SimpleNamespace(SOFTCAP=True))
+    got = scores.change_scores.fn(s, None, 0, n, SimpleNamespace(SOFTCAP=True, ALIBI=False))
     want = cap * (s.double() * scale / cap).tanh()
     assert float(((got.double() - want).abs() / want.abs().clamp(min=1e-30)).max()) < 1e-6
-    assert scores.change_scores.fn(s, n, SimpleNamespace(SOFTCAP=False)) is s
+    assert scores.change_scores.fn(s, None, 0, n, SimpleNamespace(SOFTCAP=False, ALIBI=False)) is s
+
+
+@pytest.mark.parametrize("position", [-90, 0, 300, 5000, -(2**40)])
+def test_alibi(position: int):
+    """The launch's numbers, in a block from key 128 on."""
+    rows, keys = 200, 512
+    near, rest = forward.position_of(rows, keys, Arguments(offset=position))
+    seen = SimpleNamespace(at=torch.arange(64) + near, rest=rest, slope=0.25, col=torch.arange(128))
+    c, n = SimpleNamespace(SOFTCAP=False, ALIBI=True), SimpleNamespace(scale=0.125)
+    s = torch.randn(64, 128)
+    got = scores.change_scores.fn(s, seen, 128, n, c)
+    far = (torch.arange(64)[:, None] + position - 128 - torch.arange(128)).abs()
+    want = s.double() * 0.125 - 0.25 * far
+    assert float(((got - want) / want.abs().clamp(min=1.0)).abs().max()) < 1e-6
 
 
 def test_with_sink():

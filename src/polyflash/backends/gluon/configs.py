@@ -23,7 +23,10 @@ HEAD_DIMS = (64, 128, 256)  # channels of a box; a head dim between has that of 
 LEAST_CHANNELS = 8  # 16 bytes, of which TMA takes multiples
 MOST_PADDING = 0.3  # of a box: forecast by the work done, not measured
 UNTIMED = frozenset(
-    {Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS, Feature.VARLEN, Feature.SOFTCAP, Feature.SINKS}
+    {
+        *(Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS, Feature.VARLEN),
+        *(Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI),
+    }
 )
 ROWS = 64  # of a consumer
 # By channels of a box: below, it is behind the Triton row on an H200, or nobody has measured.
@@ -94,7 +97,7 @@ def box_of(head_dim: int) -> int:
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     """The table's, by the box that holds the head dim; what needs as many registers is as a causal mask.
     Tiles of requests that have lengths of their own come from the counter."""
-    like_causal = {Feature.WINDOW, Feature.KV_STARTS, Feature.VARLEN}
+    like_causal = {Feature.WINDOW, Feature.KV_STARTS, Feature.VARLEN, Feature.ALIBI}
     config = FORWARD[box_of(spec.head_dim), spec.causal or not spec.features.isdisjoint(like_causal)]
     counted = Feature.KV_LENS in spec.features and config.order == "zigzag"
     return replace(config, order="counter", heads=4) if counted else config

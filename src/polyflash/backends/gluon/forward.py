@@ -80,7 +80,8 @@ class Prepared:
         num_tiles, _ = tile_count(seqlen_q, self.config.block_m, members, packed)
         total = batch * num_heads * num_tiles
         band = band_of(seqlen_q, k.shape[2], args)
-        softcap = min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1])
+        softcap, alibi = min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1]), args.alibi_slopes is not None
+        near, rest = position_of(seqlen_q, k.shape[2], args)
         numbers = Numbers(
             num_heads=num_heads,
             group=num_heads // k.shape[1],
@@ -91,10 +92,13 @@ class Prepared:
             total=total,
             offset=band.right,
             left=band.left,
-            factor=LOG2E if args.softcap else scale_of(q, args) * LOG2E,
+            factor=LOG2E if args.softcap or alibi else scale_of(q, args) * LOG2E,
             members=members if packed else None,
             into_cap=scale_of(q, args) / softcap if args.softcap else None,
             softcap=softcap if args.softcap else None,
+            position=near if alibi else None,
+            rest=rest if alibi else None,
+            scale=scale_of(q, args) if alibi else None,
         )
         constants = constants_of(self.config, q, k, band, args)
         mending = constants._replace(MENDING=True, COUNTED=False, WHOLE=False)
@@ -131,6 +135,7 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         SHORT=short,
         PACKED=packed,
         SOFTCAP=args.softcap != 0.0,
+        ALIBI=args.alibi_slopes is not None,
         WHOLE=not (band.bounded or below or short) and k.shape[2] % config.block_n == 0,
         COUNTED=config.order == "counter",
         HEADS=config.heads,
@@ -140,6 +145,13 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         LAZY=config.lazy_rescale,
         SHARED_OUT=config.shared_out,
     )
+
+
+def position_of(seqlen_q: int, seqlen_k: int, args: Arguments) -> tuple[int, float]:
+    """Position of row 0 among the keys, as far as they reach, and how much further it is."""
+    position = seqlen_k - seqlen_q if args.offset is None else args.offset
+    near = min(max(position, -seqlen_q), seqlen_k)
+    return near, float(position - near)
 
 
 class Band(NamedTuple):
@@ -157,7 +169,7 @@ def band_of(seqlen_q: int, seqlen_k: int, args: Arguments) -> Band:
     left, right = args.window_left, 0 if args.causal else args.window_right
     own_ends = not (args.kv_lens is args.cu_seqlens_q is None)
     moved = args.q_offset is not None or (args.offset is None and own_ends)
-    if moved and not (left is right is None):
+    if moved and not (left is right is args.alibi_slopes is None):
         far = None if left is None else -min(left, FAR)
         return Band(True, right is not None, far, min(right or 0, FAR))
     position = seqlen_k - seqlen_q if args.offset is None else args.offset
@@ -199,7 +211,16 @@ def attend_call(
     )  # fmt: skip
     x = NO_OPERANDS if ready.plain else operands_of(args, k)
     view = None if x.cu_seqlens_q is None else View(out, *out.stride())
-    requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k, view, x.sinks
+    requests = (
+        x.kv_lens,
+        x.kv_starts,
+        x.q_offset,
+        x.cu_seqlens_q,
+        x.cu_seqlens_k,
+        view,
+        x.sinks,
+        x.alibi_slopes,
+    )
     kinds = (*ready.kinds, runtime.aligned(lse), None if ready.plain else runtime.signature(requests))
     t = Tensors(lse, marks, words, None, *requests)
     prepared.kernels.launch(

@@ -91,6 +91,7 @@ class Tensors(NamedTuple):
     cu_seqlens_k: Any = None
     out_view: Any = None
     sinks: Any = None  # float (Hq,)
+    slopes: Any = None  # of ALiBi
     end: None = None  # see `runtime.compile` of the Triton engine
 
 
@@ -110,6 +111,9 @@ class Numbers(NamedTuple):
     members: Any  # packed; else None
     into_cap: Any  # what makes a product of q and k a part of softcap; None without one
     softcap: Any
+    position: Any  # of row 0 among the keys, as far as they reach, and how much further; None without ALIBI
+    rest: Any
+    scale: Any
 
 
 class Constants(NamedTuple):
@@ -128,6 +132,7 @@ class Constants(NamedTuple):
     SHORT: bool = False  # requests have lengths of their own, maybe 0
     PACKED: bool = False
     SOFTCAP: bool = False  # products are capped first, and natural scores then
+    ALIBI: bool = False  # and so they are less what distance costs
     WHOLE: bool = False  # rows see every key of every block
     COUNTED: bool = False  # the next tile comes from a counter in global memory
     HEADS: int = 4  # see schedule.py
@@ -267,7 +272,7 @@ def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr):
     pass_turn(WG, c)
     b_s = warpgroup_mma_wait(0, [b_s])
     free_keys(i_n, c)
-    b_s = change_scores(b_s, n, c)
+    b_s = change_scores(b_s, seen, j_0, n, c)
     if not c.WHOLE:
         b_s = apply_mask(b_s, seen, j_0, c, BOTH)
     m_i = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, scores))
@@ -295,7 +300,7 @@ def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: 
     acc = warpgroup_mma(b_p, b_v, acc, is_async=True)
     b_s = warpgroup_mma_wait(1, [b_s])
     free_keys(i_n, c)
-    b_s = change_scores(b_s, n, c)
+    b_s = change_scores(b_s, seen, j_0, n, c)
     if MASKED != NONE:
         b_s = apply_mask(b_s, seen, j_0, c, MASKED)
     b_p, m_i, l_i, alpha = online_softmax(b_s, m_i, l_i, seen.far, n.factor, c)
@@ -400,7 +405,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         p_marks = t.marks + i_bh.to(gl.int64) * n.num_tiles * c.BLOCK_M + o_row
         if c.PACKED:
             p_marks += (i_m - place.i_m) * c.BLOCK_M
-        seen = rows_seen(o_row, p_marks, place, c)
+        seen = rows_seen(o_row, p_marks, i_bh % n.num_heads, place, t, n, c)
         mbarrier.wait(rows.full.index(WG), phase(i_round, 1))
         q = rows.q.index(WG).reshape([64, c.D])
         j_0 = (end - 1) * c.BLOCK_N
@@ -459,7 +464,7 @@ def attend_sm90(t, n, c, q, k, v, out):
         total = total * gl.load(t.words + MARKED)
     n = Numbers(
         n.num_heads, n.group, n.planes, n.seqlen_q, n.seqlen_k, n.num_tiles, total, n.offset, n.left,
-        n.factor, n.members, n.into_cap, n.softcap,
+        n.factor, n.members, n.into_cap, n.softcap, n.position, n.rest, n.scale,
     )  # fmt: skip
     b_q = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 1, 1, 64, c.D], q.layout)
     b_out = b_q

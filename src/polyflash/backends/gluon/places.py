@@ -29,6 +29,8 @@ class Place(NamedTuple):
     start: Any
     low: Any  # 0 where not compiled in
     high: Any
+    position: Any  # of row 0 among the keys, as far as they reach, and how much further (ALIBI)
+    rest: Any
 
 
 class Seen(NamedTuple):
@@ -39,6 +41,9 @@ class Seen(NamedTuple):
     first: Any
     limit: Any
     far: Any
+    at: Any  # position of a row, and how much further, as `Place` has it, and the head's slope (ALIBI)
+    rest: Any
+    slope: Any
 
 
 @gluon.jit
@@ -67,37 +72,45 @@ def span(cu_seqlens, i_b, total, n):
 
 
 @gluon.jit
+def load_own(p, i_b, n, c):
+    """A value of request i_b; 0 of what belongs to nobody."""
+    return gl.load(p, mask=i_b < n.members, other=0) if c.PACKED else gl.load(p)
+
+
+@gluon.jit
 def place_of(i_bh, i_m, t, n, c):
     """Place of row tile i_m of a plane. With OWN rows stand at an offset of their request's, or end where its
     keys do."""
     i_b, first_q, first_k, rows = i_bh // n.num_heads, 0, 0, n.seqlen_q
     live, start, high = n.seqlen_k, 0, n.offset
     low = n.left if c.HAS_LEFT else 0
+    at, rest = n.position if c.ALIBI else 0, n.rest if c.ALIBI else 0.0
     if c.PACKED:
         i_b, i_m = find_member(i_m, t, n, c)
         first_q, rows = span(t.cu_seqlens_q, i_b, n.seqlen_q, n)
         first_k, live = span(t.cu_seqlens_k, i_b, n.seqlen_k, n)
         if i_b == n.members:  # of nobody
             live = 0
-    i_own = min(i_b, n.members - 1) if c.PACKED else i_b
     if t.kv_lens is not None:
-        live = min(max(gl.load(t.kv_lens + i_own), 0), live)
+        live = min(max(load_own(t.kv_lens + i_b, i_b, n, c), 0), live)
     if t.kv_starts is not None:
-        start = min(max(gl.load(t.kv_starts + i_own), 0), live)
+        start = min(max(load_own(t.kv_starts + i_b, i_b, n, c), 0), live)
     if c.OWN:
         position = gl.cast(live - rows, gl.int64)
         if t.q_offset is not None:
-            position = gl.cast(gl.load(t.q_offset + i_own), gl.int64)
+            position = gl.cast(load_own(t.q_offset + i_b, i_b, n, c), gl.int64)
         low, high = band(position, live, n, c)
         low, high = gl.cast(low, gl.int32), gl.cast(high, gl.int32)
+        near = min(max(position, -n.seqlen_q), n.seqlen_k)
+        at, rest = gl.cast(near, gl.int32), gl.cast(position - near, gl.float32)
     if c.PACKED:  # noqa: SIM102  a branch of the compiler, then one of the kernel
         if i_m * c.BLOCK_M >= rows:  # a tile without rows
             live = 0
-    return Place(i_b, i_m, first_q, first_k, rows, live, start, low, high)
+    return Place(i_b, i_m, first_q, first_k, rows, live, start, low, high, at, rest)
 
 
 @gluon.jit
-def rows_seen(o_row, p_marks, place, c):
+def rows_seen(o_row, p_marks, i_h, place, t, n, c):
     """Limits of what the rows of a tile see, and which of them are far."""
     col = gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, accumulator(c.BLOCK_N)))
     limit = o_row * 0 + place.live
@@ -113,7 +126,11 @@ def rows_seen(o_row, p_marks, place, c):
     far = o_row < 0
     if c.MENDING:
         far = (gl.load(p_marks).to(gl.int32) & FAR) != 0
-    return Seen(col, first, limit, far)
+    at, slope = o_row + place.position, 0.0
+    if c.ALIBI:
+        i_own = place.i_b.to(gl.int64) * t.slopes.b
+        slope = load_own(t.slopes.p + i_h * t.slopes.h + i_own, place.i_b, n, c).to(gl.float32)
+    return Seen(col, first, limit, far, at, place.rest, slope)
 
 
 @gluon.jit

@@ -23,9 +23,16 @@ def tanh(b_x):
 
 
 @gluon.jit
-def change_scores(b_s, n, c):
-    """Caps products, which become natural scores: softcap·tanh(scale·s / softcap)."""
-    return tanh(b_s * n.into_cap) * n.softcap if c.SOFTCAP else b_s
+def change_scores(b_s, seen, j_0, n, c):
+    """Natural scores of products, softcap·tanh(scale·s / softcap) less slope·distance, where calls ask for
+    either."""
+    if c.SOFTCAP:
+        b_s = tanh(b_s * n.into_cap) * n.softcap
+    if c.ALIBI:
+        b_steps = (seen.at - j_0)[:, None] - seen.col[None, :]
+        b_s = b_s if c.SOFTCAP else b_s * n.scale
+        b_s = gl.fma(gl.abs(b_steps.to(gl.float32) + seen.rest), -seen.slope, b_s)
+    return b_s
 
 
 @gluon.jit
