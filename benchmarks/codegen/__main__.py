@@ -30,7 +30,7 @@ EXACT = ("spill_bytes", "spilled_registers", "stack_bytes", "shared_bytes")
 AT_MOST = ("registers", "spilled_scalars")
 TILE = ("block_m", "block_n", "num_warps", "num_stages")
 SLACK = 1.1  # instructions: code may grow by a tenth
-WITHOUT_PRODUCTS = frozenset(("center", "merge_splits"))
+WITHOUT_PRODUCTS = frozenset(("center", "finish_dq", "merge_splits"))
 ONCE = WITHOUT_PRODUCTS | {"make_dkv-2", "attend_sm90-2"}  # at head dim 128 alone: it says enough of them
 
 

@@ -132,8 +132,9 @@ class Case:
         return replace(spec_of(q, k, k, self.arguments(), phase=self.phase), device=self.target_name)
 
     def config(self) -> Any:
-        choose = gluon_configs.choose_forward if self.backend == "gluon" else configs.choose
-        return choose(self.spec(), self.target)
+        if self.backend == "gluon":
+            return gluon_configs.CHOOSE[self.phase](self.spec(), self.target)
+        return configs.choose(self.spec(), self.target)
 
     def launches(self, config: Any = None) -> list[Launched]:
         """What the call launches with its own config or another."""
@@ -239,10 +240,14 @@ def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
             yield Case(phase, gpu, "bfloat16", d, "long-causal" if hides else "long")
 
 
-_GLUON = "full", "causal", "ragged", "window", "lens", "packed", "capped", "alibi"
+_BACKWARD = product(("full", "causal", "ragged"), (64, 128))
+_FORWARD = product(
+    ("full", "causal", "ragged", "window", "lens", "packed", "capped", "alibi"), gluon_configs.HEAD_DIMS
+)
 GLUON = tuple(
-    Case(Phase.FORWARD, "cuda:sm90", "bfloat16", d, problem, "gluon")
-    for problem, d in product(_GLUON, gluon_configs.HEAD_DIMS)
+    Case(phase, "cuda:sm90", "bfloat16", d, problem, "gluon")
+    for phase, grid in ((Phase.FORWARD, _FORWARD), (Phase.BACKWARD, _BACKWARD))
+    for problem, d in grid
 )
 # (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits spill nothing, unless that is faster
 CLEAN = (
@@ -274,6 +279,7 @@ def default_cases() -> tuple[Case, ...]:
 
 _DEFAULT = {(Phase.FORWARD, "bfloat16", 64, "full"), (Phase.FORWARD, "bfloat16", 128, "causal")}
 _SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal"), GLUON[0], *GLUON[4:6], GLUON[10]}
+_SINGLE |= {c for c in GLUON if c.phase is Phase.BACKWARD and c.problem != "ragged"}
 for _gpu in ONE_OF_EACH:
     _SINGLE |= {
         Case(Phase.FORWARD, _gpu, "bfloat16", 80, "causal"),

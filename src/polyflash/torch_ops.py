@@ -115,7 +115,10 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
     if launch.backward is None:
         launch.backward = _plan(Phase.BACKWARD, q, k, v, args._replace(config=""), backend)
     plain = len(rest) == _N_PLAIN
-    results = _apply(q, k, v, args.bias, args.sinks, args, launch, launch.backward, plain, wanted)
+    backward = launch.backward
+    if backward.instead is not None:
+        backward = backward.of_sizes(q.shape[0], q.shape[2], k.shape[2])
+    results = _apply(q, k, v, args.bias, args.sinks, args, launch, backward, plain, wanted)
     return results if wanted else (results, NO_LSE)
 
 

@@ -36,11 +36,11 @@ HOST_LINES, DEVICE_LINES, FILE_LINES, KERNEL_FILE_LINES, INIT_LINES, PACKAGE_LIN
     500,
     600,
     40,
-    30_426,
+    31_392,
 )
 LONGER = {("decode_few.py", "build"): 290}  # to be cut like the other builders
 KEYS_PER_ISA = 64
-LABORATORY_LINES = 5_477
+LABORATORY_LINES = 5_484
 
 
 def lines(path: Path) -> int:

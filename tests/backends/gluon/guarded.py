@@ -15,13 +15,14 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import polyflash
+from polyflash.backends.gluon import configs
 
 SECONDS = 60
 ERROR = {torch.bfloat16: 6e-3, torch.float16: 8e-4}  # relative L2, of results of that dtype
@@ -327,24 +328,100 @@ def graphs(dims: int, causal: bool) -> None:
         captured.zero_()
 
 
+def right_gradients(case: Case, operands: list[Tensor], dout: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+    """Those of q, k and v in float64."""
+    exact = [x.detach().double().requires_grad_() for x in operands]
+    out, lse = right(case, *exact)
+    lse = lse.masked_fill(lse == -math.inf, 0.0)
+    return torch.autograd.grad((out, lse), exact, (dout.double(), dlse.double()))
+
+
+def our_gradients(
+    case: Case, operands: list[Tensor], dout: Tensor, dlse: Tensor, **more: Any
+) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in operands]
+    return torch.autograd.grad(call(case, *leaves, **more), leaves, (dout, dlse))
+
+
+def cotangents(case: Case, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Of out (batch, heads, rows, dims) and of lse."""
+    draw = torch.Generator("cuda").manual_seed(seed)
+    shape = (case.batch, case.heads, case.rows)
+    dout = torch.randn(*shape, case.dims, generator=draw, device="cuda").to(case.dtype)
+    return dout, torch.randn(shape, generator=draw, device="cuda")
+
+
+def check_gradients(case: Case) -> None:
+    """By name: near float64, and the same bits three times."""
+    operands, (dout, dlse) = tensors(case), cotangents(case)
+    found, *again = (our_gradients(case, operands, dout, dlse) for _ in range(3))
+    assert all(torch.equal(x, y) for other in again for x, y in zip(found, other, strict=True)), (
+        f"{case}: bits of gradients differ from call to call"
+    )
+    hold_gradients(case, found, right_gradients(case, operands, dout, dlse))
+
+
+def hold_gradients(case: Case, found: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
+    for name, x, y in zip("qkv", found, wanted, strict=False):
+        assert bool(x.isfinite().all()), f"{case}: d{name} is not finite"
+        size = max(float(y.norm()), 1e-3)  # of an only key nothing is left but rounding
+        error = float((x.double() - y).norm()) / size
+        print(f"{error:.2e} d{name} of {case}", flush=True)
+        assert error < 2 * ERROR[case.dtype], f"{case}: error {error} of d{name}"
+
+
 def gradients(dims: int, causal: bool) -> None:
-    """A free call that needs them: this forward, but for what it leaves, and by its lse the Triton row's
-    gradients."""
+    """By name for shapes like those of the forward pass, and of a free call, by the rows that it is for."""
     case = Case(dims, causal, 2100, 2100, heads=16, kv_heads=8)
+    if dims <= configs.MOST_BACKWARD:
+        for shape in shapes(dims, causal):
+            check_gradients(shape)
+        check_gradients(case._replace(batch=2, kv_heads=2))
     operands = [x.requires_grad_() for x in tensors(case)]
-    dout = torch.randn_like(operands[0])
+    dout, dlse = cotangents(case)
     with polyflash.watch(quiet=True) as watched:
         out = polyflash.attention(*operands, causal=causal)
         found = torch.autograd.grad(out, operands, dout)
-    engine = "triton" if causal and dims == 64 else "gluon"
+    forward = "triton" if causal and dims == 64 else "gluon"
+    backward = "gluon" if dims <= configs.MOST_BACKWARD else "triton"
     calls = set(watched.counters()["calls"])
-    assert {f"{engine}/forward", "triton/backward"} == calls - {"triton/statistics"}, f"{case}: {watched}"
-    exact = [x.detach().double().requires_grad_() for x in operands]
-    wanted = torch.autograd.grad(right(case, *exact)[0], exact, dout.double())
-    for name, x, y in zip("qkv", found, wanted, strict=True):
-        error = float((x.double() - y).norm() / y.norm())
-        print(f"{error:.2e} d{name} of {case}", flush=True)
-        assert error < 2 * ERROR[case.dtype], f"{case}: error {error} of d{name}"
+    assert {f"{forward}/forward", f"{backward}/backward"} == calls - {"triton/statistics"}, (
+        f"{case}: {watched}"
+    )
+    hold_gradients(case, found, right_gradients(case, operands, dout, torch.zeros_like(dlse)))
+
+
+def odd_gradients(dims: int, causal: bool) -> None:
+    """What is hidden does not show, what is not finite shows where it is seen, and huge scores are right."""
+    if dims > configs.MOST_BACKWARD:
+        return
+    case = Case(dims, causal, 384, 384, heads=4)
+    operands, (dout, dlse) = tensors(case), cotangents(case)
+    clean = our_gradients(case, operands, dout, dlse)
+    for bad, which in itertools.product((math.nan, math.inf, -math.inf), (1, 2)):
+        spoiled = [x.clone() for x in operands]
+        spoiled[which][:, :, 300] = bad
+        dq = our_gradients(case, spoiled, dout, dlse)[0]
+        sees = seen(case)[0, 0, :, 300]
+        assert not dq[:, :, sees].isfinite().all(-1).any(), f"{case}: visible {bad} does not show"
+        hold_gradients(case, [dq[:, :, ~sees]], [clean[0][:, :, ~sees].double()])
+    if causal:  # rows 300 and on see no more than keys up to 299
+        hidden = case._replace(offset=-84)
+        clean = our_gradients(hidden, operands, dout, dlse)
+        spoiled = [x.clone() for x in operands]
+        for x in spoiled[1:]:
+            x[:, :, 300:] = math.nan
+        found = our_gradients(hidden, spoiled, dout, dlse)
+        hold_gradients(hidden, found, [x.double() for x in clean])
+        for x in spoiled[1:]:
+            x[:, :, 300:] = 65504.0
+        found = our_gradients(hidden, spoiled, dout, dlse)
+        assert all(map(torch.equal, found, clean)), f"{case}: hidden numbers show in bits"
+    far = [operands[0] * 300, *operands[1:]]
+    hold_gradients(case, our_gradients(case, far, dout, dlse), right_gradients(case, far, dout, dlse))
+    again = our_gradients(case, operands, dout, dlse)
+    clean = our_gradients(case, operands, dout, dlse)
+    assert all(map(torch.equal, again, clean)), f"{case}: a call leaves something behind"
 
 
 def alone(name: str) -> None:
@@ -353,22 +430,34 @@ def alone(name: str) -> None:
         for case in (shapes if what == "shapes" else bounded)(dims, causal):
             check(case)
     else:
-        {"odd": odd_values, "hidden": odd_bounds, "packed": packed, "graphs": graphs, "gradients": gradients}[
-            what
-        ](dims, causal)
+        {
+            "odd": odd_values,
+            "hidden": odd_bounds,
+            "packed": packed,
+            "graphs": graphs,
+            "gradients": gradients,
+            "spoiled": odd_gradients,
+        }[what](dims, causal)
 
 
 def contended(name: str, seconds: float, queued: int = 60) -> None:
     """Calls queued ahead, each held to the first."""
     case = Case(int(name.split("-")[0]), "causal" in name, 3840, 3840, batch=2, heads=16, kv_heads=16)
     q, k, v = tensors(case, seed=5)
-    first, _ = call(case, q, k, v)
+    dout, dlse = cotangents(case)
+
+    def results() -> Tensor:
+        if case.dims > configs.MOST_BACKWARD:
+            return call(case, q, k, v)[0]
+        return torch.stack((call(case, q, k, v)[0], *our_gradients(case, [q, k, v], dout, dlse)))
+
+    first = results()
     torch.cuda.synchronize()
     began, runs, bad = time.monotonic(), 0, 0
     while time.monotonic() - began < seconds:
         differs = torch.zeros(queued, dtype=torch.int64, device="cuda")
         for i in range(queued):
-            differs[i] = (call(case, q, k, v)[0] != first).sum()
+            differs[i] = (results() != first).sum()
         runs, bad = runs + queued, bad + int((differs > 0).sum())
     print(f"{name}: {runs} runs, {bad} bad", flush=True)
     assert not bad, f"{name}: {bad} of {runs} runs differ"
@@ -378,7 +467,7 @@ KINDS = [f"{dims}-{kind}" for dims in (64, 128, 256) for kind in ("full", "causa
 PADDED = [
     f"{dims}-{kind}" for dims in (40, 80, 96, 192) for kind in ("full", "causal")
 ]  # narrower than a box
-WHAT = ("shapes", "odd", "bounded", "hidden", "packed", "graphs", "gradients")
+WHAT = ("shapes", "odd", "bounded", "hidden", "packed", "graphs", "gradients", "spoiled")
 ALONE = [f"{kind}-{what}" for kind in KINDS for what in WHAT]
 ALONE += [f"{kind}-{what}" for kind in PADDED for what in ("shapes", "odd")]
 

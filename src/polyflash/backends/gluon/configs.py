@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.gpu.configs import check, flag, option, varied
-from polyflash.spec import MANY_KEYS, SMALL_ROWS, Feature
+from polyflash.spec import MANY_KEYS, SMALL_ROWS, Feature, Phase
 from polyflash.target import release
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CHECKED = ((3, 6),)  # Tritons whose Gluon compiles these kernels as recorded; it is no stable language
 HEAD_DIMS = (64, 128, 256)  # channels of a box; a head dim between has that of the next, filled with 0
 LEAST_CHANNELS = 8  # 16 bytes, of which TMA takes multiples
-MOST_PADDING = 0.3  # of a box: forecast by the work done, not measured
+MOST_PADDING = 0.4  # of a box: at 80 of 128 channels still ahead of the Triton row, which takes two blocks
 UNTIMED = frozenset(
     {
         *(Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS, Feature.VARLEN),
@@ -120,15 +120,21 @@ def leaves(spec: AttentionSpec, target: Target) -> str:
     if spec.seqlen_q <= 2 * SMALL_ROWS or spec.seqlen_k < MANY_KEYS:
         few = f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys"
         return f"{few}, are no work for whole warpgroups"
-    box = box_of(spec.head_dim)
-    if spec.head_dim < HEAD_DIMS[0] or 1.0 - spec.head_dim / box > MOST_PADDING:
-        return f"head_dim {spec.head_dim} costs as much as {box}: not known to be quicker on an H200"
+    if padded := _too_padded(spec):
+        return padded
     if untimed := sorted(f.value for f in spec.features & UNTIMED):
         return f"{', '.join(untimed)}: not timed beside the Triton row"
     if Feature.Q_OFFSET in spec.features and spec.offset is None:
         return "q_offset as a tensor: not timed beside the Triton row"
     if spec.causal and spec.head_dim <= 64:
         return "head_dim 64 with causal: the Triton row is quicker on an H200, at 1k to 16k keys"
+    return ""
+
+
+def _too_padded(spec: AttentionSpec) -> str:
+    box = box_of(spec.head_dim)
+    if spec.head_dim < HEAD_DIMS[0] or 1.0 - spec.head_dim / box > MOST_PADDING:
+        return f"head_dim {spec.head_dim} costs as much as {box}: not known to be quicker on an H200"
     return ""
 
 
@@ -151,10 +157,84 @@ def has_table(spec: AttentionSpec, target: Target) -> bool:
 
 def candidates(spec: AttentionSpec, target: Target) -> tuple[Any, ...]:
     """Configs worth timing for `spec`, the chosen one first."""
-    chosen = choose_forward(spec, target)
+    chosen = CHOOSE[spec.phase](spec, target)
     return (chosen, *varied(chosen, spec, target, "tuned"))
 
 
 def switches(spec: AttentionSpec, target: Target) -> tuple[Any, ...]:
     """The chosen config with one named technique changed at a time: what `ablate` measures."""
-    return tuple(varied(choose_forward(spec, target), spec, target, "switched"))
+    return tuple(varied(CHOOSE[spec.phase](spec, target), spec, target, "switched"))
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardConfig:
+    """num_stages: slots of Q and of dO. ahead: scores and dp of the next block of rows are made beside dk and
+    dv of this one. ordered: programs add to dq in the order of their keys; else as they come, and its bits
+    vary. turns: MiB of rows whose heads take turns in starting programs."""
+
+    num_stages: int = option(2, 3, default=2, switched=())
+    ahead: bool = flag(False, tuned=(True, False))
+    ordered: bool = flag(True)
+    turns: int = option(0, 8, 16, 32, 64, default=32, switched=(), tuned=(0, 8, 16, 32, 64))
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    block_m = ROWS  # rows of a block, keys of a program, and its warps
+    block_n = 2 * ROWS
+    num_warps = 11
+
+    def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Notes of a plan about this choice, beside its numbers."""
+        if self.ordered:
+            return ("programs add to dq in the order of their keys: its bits repeat",)
+        return ("programs add to dq as they come: its bits vary from call to call",)
+
+
+# (head dim, causal) -> config
+BACKWARD = {
+    (64, False): BackwardConfig(ahead=True, turns=16),
+    (64, True): BackwardConfig(num_stages=3, ahead=True, turns=64),
+    (128, False): BackwardConfig(turns=32),
+    (128, True): BackwardConfig(turns=64),
+}
+MOST_BACKWARD = 128  # head dim
+
+
+def choose_backward(spec: AttentionSpec, target: Target) -> BackwardConfig:
+    """The table's, by the box that holds the head dim."""
+    return BACKWARD[min(box_of(spec.head_dim), MOST_BACKWARD), spec.causal]
+
+
+def turns(rows: int, channels: int, config: BackwardConfig) -> int:
+    """Key/value heads that take turns in starting programs, as many as the L2 cache holds the Q, dO and
+    float32 dq of, each of so many rows."""
+    return max(1, (config.turns << 20) // (rows * channels * 8))
+
+
+def refuses_backward(spec: AttentionSpec, target: Target) -> str:
+    """Why gradients of a call of listed features are not for these kernels; "" if they are."""
+    if Feature.Q_OFFSET in spec.features and spec.offset is None:
+        return "features: has q_offset as an int, not as a tensor"
+    return refuses(spec, target)
+
+
+def leaves_backward(spec: AttentionSpec, target: Target) -> str:
+    """Why gradients are left to other rows unless gluon is asked for by name; "" if they are not."""
+    if spec.seqlen_q <= 2 * SMALL_ROWS or spec.seqlen_k < MANY_KEYS:
+        few = f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys"
+        return f"{few}, are no work for whole warpgroups"
+    return _too_padded(spec)
+
+
+def leaves_backward_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int]) -> str:
+    """Why gradients of this batch, seqlen_q and seqlen_k are left; "" if they fill the device."""
+    batch, _, seqlen_k = sizes
+    keys = BackwardConfig.block_n
+    tiles = batch * spec.num_kv_heads * -(-seqlen_k // keys)
+    if tiles < target.cores:
+        return f"{tiles} tiles of {keys} keys leave some of {target.cores} cores idle"
+    return ""
+
+
+CHOOSE = {Phase.FORWARD: choose_forward, Phase.BACKWARD: choose_backward}

@@ -1,7 +1,7 @@
 """The tiles of a program and the keys of a tile: arithmetic of scalars alone, so that Python runs it too
 (`function.fn`), and a test visits every tile of a grid of shapes.
 
-Tiles stand in an order: groups of HEADS heads, whose keys stay in the L2 cache; in a group the rows of one
+Tiles stand in an order: groups of `heads` heads, whose keys stay in the L2 cache; in a group the rows of one
 place of all heads side by side, with a causal mask those with the most keys first.
 """
 
@@ -10,13 +10,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+KEYS: gl.constexpr = gl.constexpr(128)  # of a program that makes gradients, 64 per consumer
+ROWS: gl.constexpr = gl.constexpr(64)  # of a block that it walks over
+
 
 @gluon.jit
-def tile_of(i_t, num_tiles, planes, HEADS: gl.constexpr, CAUSAL: gl.constexpr):
-    """Plane (batch and head) and row tile of tile i_t; a last group may have fewer heads."""
-    per_group = num_tiles * HEADS
-    first = (i_t // per_group) * HEADS
-    width = min(planes - first, HEADS)
+def tile_of(i_t, num_tiles, planes, heads, CAUSAL: gl.constexpr):
+    """Plane (batch and head) and tile of tile i_t; a last group may have fewer heads."""
+    per_group = num_tiles * heads
+    first = (i_t // per_group) * heads
+    width = min(planes - first, heads)
     i_r = i_t % per_group
     i_m = i_r // width
     if CAUSAL:
@@ -70,3 +73,17 @@ def key_blocks(place, c):
         masked = min(masked, count)
         bare = min(max(end - (every + c.BLOCK_N - 1) // c.BLOCK_N, masked), count)
     return end, count, masked, bare
+
+
+@gluon.jit
+def row_blocks(j_0, n, c):
+    """Row blocks that see some of KEYS keys from j_0 on: the first, the first from which on every row sees
+    all, the end."""
+    end = (n.seqlen_q + ROWS - 1) // ROWS
+    start, whole = 0, 0
+    if c.HAS_RIGHT:
+        start = min(max(j_0 - n.offset, 0) // ROWS, end)
+        whole = min(max((max(j_0 + KEYS - 1 - n.offset, 0) + ROWS - 1) // ROWS, start), end)
+    if j_0 + KEYS > n.seqlen_k:
+        whole = end
+    return start, whole, end

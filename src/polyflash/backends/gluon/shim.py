@@ -7,15 +7,17 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 # Triton 3.9 names the copies after loads and stores.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -37,6 +39,21 @@ def descriptor(x: Tensor, rows: int, channels: int) -> TensorDescriptor:
     return made
 
 
+def flat_descriptor(x: Tensor, *box: int) -> TensorDescriptor:
+    """Boxes of a dense tensor of one or two dimensions."""
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides = x, list(x.shape), list(x.stride())
+    made.block_shape, made.padding, made.layout = list(box), "zero", flat_layout(x.dtype, box)
+    return made
+
+
+@cache
+def flat_layout(dtype: torch.dtype, box: tuple[int, ...]) -> Any:
+    if len(box) == 1:
+        return gl.NVMMASharedLayout(0, 32, rank=1)
+    return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
+
+
 @gluon.constexpr_function
 def _bytes(block: Any) -> int:
     return getattr(block, "nbytes_per_cta", None) or block.nbytes
@@ -48,6 +65,62 @@ def load_box(box, at, full, slot):
     SIZE: gl.constexpr = _bytes(box.block_type)
     mbarrier.expect(full, SIZE)
     _load(box, at, full, slot)
+
+
+@gluon.jit
+def fill_box(box, at, full, slot, COUNT: gl.constexpr, MORE: gl.constexpr = 0):
+    """Asks for a box as `load_box`, where `full` waits for COUNT such and MORE bytes; 0: an earlier call has
+    said so."""
+    SIZE: gl.constexpr = _bytes(box.block_type)
+    if COUNT > 0:
+        mbarrier.expect(full, COUNT * SIZE + MORE)
+    _load(box, at, full, slot)
+
+
+@builtin
+def add_box(box: Any, at: Any, slot: Any, _semantic: Any = None) -> None:
+    """Adds what lies in `slot` to the descriptor's box, in any order with others that do."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, box.handle, at, slot.handle)
+
+
+@gluon.jit
+def stored():
+    """Waits until what this warp has stored and added is in memory, not only read."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r",
+        [gl.arange(0, 32, layout=layout)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_number(p, least):
+    """A warp waits until the int32 at p is `least` or more, and sees what was in memory before it was."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    o = gl.arange(0, 32, layout=layout)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred q; .reg .b32 r; AGAIN: ld.acquire.gpu.global.b32 r, [$1];"
+        " setp.lt.s32 q, r, $2; @q bra AGAIN; bar.warp.sync 0xffffffff; mov.b32 $0, r; }",
+        "=r,l,r", [p + o * 0, o * 0 + least], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def release_number(p, number):
+    """A warp writes an int32 that `await_number` waits for, behind what it has stored."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    o = gl.arange(0, 32, layout=layout)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred q; setp.eq.s32 q, $3, 0; @q st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2; }",
+        "=r,l,r,r", [p + o * 0, o * 0 + number, o], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def tile_layout(dtype: Any) -> Any:
+    """Shared layout of a 64 x 64 operand."""
+    return gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
 
 
 @gluon.constexpr_function

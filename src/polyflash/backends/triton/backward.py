@@ -115,14 +115,16 @@ class Forms(NamedTuple):
 
 
 class Prepared:
-    """A route's memory between calls: its kernels, and for each set of flags the constants they have."""
+    """A route's memory between calls: its kernels, and for each set of flags the constants they have. With
+    `rare`, the config of another engine's launch, of the forms alone for operands that are not finite."""
 
-    __slots__ = ("config", "constants", "cores", "kernels", "least", "product")
+    __slots__ = ("config", "constants", "cores", "kernels", "least", "product", "rare")
 
-    def __init__(self, launch: Launch) -> None:
-        self.config: BackwardConfig = launch.config
+    def __init__(self, launch: Launch, rare: BackwardConfig | None = None) -> None:
+        self.config: BackwardConfig = rare or launch.config
+        self.rare = rare is not None
         self.cores = max(1, launch.target.cores)
-        self.product = product_of(launch.config, launch.spec, launch.target)
+        self.product = product_of(self.config, launch.spec, launch.target)
         self.least = least_channels(launch.target, max(self.config.block_n, self.config.dq_block_m))
         check_stages(launch.target, self.config.num_stages, self.config.dq_num_stages)
         self.kernels = runtime.Kernels()
@@ -142,11 +144,15 @@ class Prepared:
             # in parts, sums over other blocks would have other bits
             rare = {"BLOCK_M": 16, "BLOCK_N": 32} if self.product == "ieee" else {}
             wide = dkv._replace(BLOCK_N=c.apart * c.block_n)
-            found = self.constants[key] = Forms(
+            apart = self.rare or self.product == "bf16x6"
+            found = Forms(
                 _forms("BLOCK_N", dkv, c.num_warps, rare),
                 _forms("BLOCK_N", wide, c.apart * c.num_warps, rare) if c.apart else (),
-                _forms("BLOCK_M", dq, c.dq_num_warps, rare if self.product == "bf16x6" else None),
+                _forms("BLOCK_M", dq, c.dq_num_warps, rare if apart else None),
             )
+            if self.rare:
+                found = Forms(*(forms[1:] for forms in found))
+            self.constants[key] = found
         return found
 
 

@@ -445,7 +445,7 @@ def dq_tile(i_t, t, n, c):
             if c.ALWAYS_MASKED or not c.FINITE:
                 blocks = hiding
             state = walk_keys(blocks, state, own, rows, place, t, n, c, not c.FINITE)
-        elif c.ALWAYS_MASKED:
+        elif c.ALWAYS_MASKED or not c.FINITE:
             state = walk_keys(hiding, state, own, rows, place, t, n, c, True)
         elif tl.load(t.nonfinite) == 0:
             state = walk_keys(blocks, state, own, rows, place, t, n, c, False)
@@ -460,7 +460,7 @@ def dq_tile(i_t, t, n, c):
 def make_dq(t, n, c):
     """One program per tile of rows, with both loops; in "bf16x6" such a kernel would spill, and each loop is
     a form of its own, as of `make_dkv`."""
-    if c.PRODUCT == "bf16x6":
+    if c.PRODUCT == "bf16x6" or not c.FINITE:
         over_tiles(dq_tile, t, n, c)
     else:
         dq_tile(tl.program_id(0), t, n, c)

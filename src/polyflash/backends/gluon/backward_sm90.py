@@ -1,0 +1,472 @@
+"""Attention gradients for Hopper in Gluon, one pass: a program owns 128 keys and walks over rows.
+
+    producer, one warp                  consumer, a warpgroup of 64 keys; in block j of rows
+        K, V once                           dq(j-1) = ds(j-1) @ k       issued, all keys, half of the channels
+        for row block of each head:         sᵀ = k @ qᵀ                  issued
+            Q, dO, lse, delta               dq(j-1) into shared memory
+            into free slots                 dpᵀ = v @ doᵀ                issued
+    adder, one warp                         pᵀ = exp2(factor·sᵀ - lse)
+        for row block of each head:         dv += pᵀ @ do                issued
+            waits for its turn              dsᵀ = pᵀ·(dpᵀ - delta)       into shared memory, for both
+            dq(j) added in memory           dk += dsᵀ @ q
+
+q, dout (B, Hq, Sq, D), k, v, dk, dv (B, Hkv, Sk, D) by tensor descriptors: what lies outside is read as 0 and
+not written. The query heads of a group follow one another, so dk and dv are summed in float32 where they are
+made. dq is one block late: nobody waits for the ds of the other consumer in the same block.
+
+Bits repeat: programs add to the dq of a row block in the order of their keys, the first of them stores, and a
+number per row block says how many have. Rows are walked from the last one back, so a program is one block
+behind the one before it, and with a causal mask, where those of later keys are shorter, the next head's find
+the cores free in that very order. Programs are numbered as they start: who waits, waits for one that runs.
+Heads take turns in starting one, so nobody waits long.
+
+`center` of gradient_passes.py comes before, and `finish_dq` behind. Where a result is not finite, as of a
+weight of 0 times a hidden NaN, or a score too large, all is made anew by the Triton engine: `odd` says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from polyflash.backends.gluon.channel import RESERVED, barriers, phase
+from polyflash.backends.gluon.schedule import KEYS, ROWS, row_blocks, tile_of
+from polyflash.backends.gluon.shim import (
+    accumulator,
+    add_box,
+    await_number,
+    fill_box,
+    keep_less,
+    named_barrier,
+    release_number,
+    store_box,
+    stored,
+    tile_layout,
+)
+
+STATS: gl.constexpr = gl.constexpr(128)  # floats of a block: lse·log2 e, delta
+# Named barriers: ds of each consumer, even and odd blocks; slots of rows; dq is there, for each
+# adder; K and V are read.
+READY: gl.constexpr = gl.constexpr(RESERVED.value + 2)
+SLOT: gl.constexpr = gl.constexpr(RESERVED.value + 6)
+FULL: gl.constexpr = gl.constexpr(RESERVED.value + 9)
+READ: gl.constexpr = gl.constexpr(RESERVED.value + 11)
+
+
+class Tensors(NamedTuple):
+    """`t` of `differentiate_sm90`, int32: not 0 if all has to be made anew; how many programs have started;
+    how many have added to each row block (B·Hq, row blocks)."""
+
+    odd: Any
+    started: Any
+    added: Any
+    end: None = None  # see `runtime.compile` of the Triton engine
+
+
+class Numbers(NamedTuple):
+    """`n`: none is compiled in."""
+
+    num_kv_heads: Any
+    group: Any  # query heads per key/value head
+    planes: Any  # batch times key/value heads
+    heads: Any  # planes that start their programs by turns
+    seqlen_q: Any
+    seqlen_k: Any
+    row_blocks: Any  # of a head
+    key_tiles: Any
+    offset: Any  # row i stands at key i + offset; from -seqlen_q to seqlen_k
+    factor: Any  # of scores in an exponent of 2
+    scale: Any
+
+
+class Constants(NamedTuple):
+    """`c`: what is compiled in."""
+
+    D: int = 0
+    STAGES: int = 2
+    HAS_RIGHT: bool = False  # causal
+    WHOLE: bool = False  # rows see every key of every program
+    AHEAD: bool = False  # see `differentiate_ahead`
+    ORDERED: bool = True  # else dq, 0 at first, is added to in whatever order
+    LAYOUT: int = 0  # of the tuples: another is another kernel
+
+
+class Ring(NamedTuple):
+    """Slots of Q and dO (STAGES, 1, 1, 64, D), of their statistics, and when they are there."""
+
+    q: Any
+    dout: Any
+    stats: Any
+    q_full: Any
+    dout_full: Any
+
+
+class Held(NamedTuple):
+    """K and V (2, 1, 1, 64, D) of the program; ds (4, 64, 64) of two blocks and both consumers; dq of each
+    consumer (2, D, 32), in the order of `in_fragments`, and when it has left."""
+
+    k: Any
+    v: Any
+    ds: Any
+    dq: Any
+    full: Any
+    dq_free: Any
+
+
+class Place(NamedTuple):
+    """Place of a program: its key tile, first key, batch entry and key/value head, and the row blocks
+    that see its keys: from start on, from whole on every row every key."""
+
+    i_n: Any
+    j_0: Any
+    i_b: Any
+    i_h: Any
+    start: Any
+    whole: Any
+    end: Any
+
+
+class Step(NamedTuple):
+    """A block of rows: how many the consumer has had before, and its number."""
+
+    i: Any
+    i_m: Any
+
+
+@gluon.jit
+def find_place(i_t, n, c):
+    """The place of the i_t-th program to start."""
+    i_bh, i_n = tile_of(i_t, n.key_tiles, n.planes, n.heads, False)
+    j_0 = i_n * KEYS
+    start, whole, end = row_blocks(j_0, n, c)
+    return Place(i_n, j_0, i_bh // n.num_kv_heads, i_bh % n.num_kv_heads, start, whole, end)
+
+
+@gluon.jit
+def load_rows(q, dout, k, v, stats, ring, held, place, n, c):
+    """Producer: K and V, then Q, dO and their statistics of every row block of every head of the group."""
+    for i_k in gl.static_range(2):
+        at = [place.i_b, place.i_h, place.j_0 + 64 * i_k, 0]
+        fill_box(k, at, held.full, held.k.index(i_k), 4 if i_k == 0 else 0)
+        fill_box(v, at, held.full, held.v.index(i_k), 0)
+    i = 0
+    for i_g in range(n.group):
+        i_h = place.i_h * n.group + i_g
+        i_w = (place.i_b * n.num_kv_heads * n.group + i_h) * n.row_blocks
+        for j in range(place.end - place.start):
+            slot, i_m = i % c.STAGES, place.end - 1 - j
+            if i >= c.STAGES:
+                named_barrier("bar.sync", SLOT + slot, 288)
+            at = [place.i_b, i_h, i_m * ROWS, 0]
+            fill_box(q, at, ring.q_full.index(slot), ring.q.index(slot), 1, STATS * 4)
+            fill_box(stats, [(i_w + i_m) * STATS], ring.q_full.index(slot), ring.stats.index(slot), 0)
+            fill_box(dout, at, ring.dout_full.index(slot), ring.dout.index(slot), 1)
+            i += 1
+
+
+@gluon.jit
+def add_rows(dq, held, place, t, n, c, WHICH: gl.constexpr):
+    """Adder: dq of every other row block, once those of earlier keys are there. Two take turns, as waiting
+    for memory takes longer than a block."""
+    count = place.end - place.start
+    skipped = 0
+    if c.AHEAD:
+        skipped = 1  # zeros, of no block
+        if WHICH == 0 and count > 0:
+            take_rows(WHICH)
+            free_rows(held)
+    for i in range((WHICH + skipped) % 2, n.group * count, 2):
+        i_h = (place.i_b * n.num_kv_heads + place.i_h) * n.group + i // count
+        i_row = i_h * n.row_blocks + place.end - 1 - i % count
+        if c.ORDERED:
+            await_number(t.added + i_row, place.i_n)
+        take_rows(WHICH)
+        for WG in gl.static_range(2):
+            at = [(i_row * 2 + WG) * c.D, 0]
+            if c.ORDERED and place.i_n == 0:
+                store_box(dq, at, held.dq.index(WG))
+            else:
+                add_box(dq, at, held.dq.index(WG))
+        tma.store_wait(0)
+        free_rows(held)
+        if c.ORDERED:
+            stored()
+            release_number(t.added + i_row, place.i_n + 1)
+
+
+@gluon.jit
+def take_rows(WHICH: gl.constexpr):
+    """Adder: waits for dq of a block, of both consumers."""
+    named_barrier("bar.sync", FULL + WHICH, 288)
+
+
+@gluon.jit
+def free_rows(held):
+    """Adder: the memory of dq is no longer read."""
+    for WG in gl.static_range(2):
+        mbarrier.arrive(held.dq_free.index(WG), count=1)
+
+
+@gluon.jit
+def issue_dq(held, i, c, WG: gl.constexpr):
+    """dq of the rows of block i, this consumer's half of the channels, over all keys."""
+    HALF: gl.constexpr = c.D // 2
+    named_barrier("bar.sync", READY + 2 * (1 - WG) + i % 2, 256)
+    b_dq = gl.zeros([64, HALF], gl.float32, accumulator(HALF))
+    for j in gl.static_range(2):
+        b_k = held.k.index(j).reshape([64, c.D]).slice(WG * HALF, HALF, dim=1)
+        b_ds = held.ds.index(i % 2 * 2 + j).permute((1, 0))
+        b_dq = warpgroup_mma(b_ds, b_k, b_dq, use_acc=j > 0, is_async=True)
+    return b_dq
+
+
+@gluon.jit
+def in_fragments(b_x, c):
+    """[64, D / 2] with the values of a thread side by side: a store without conflicts."""
+    HALF: gl.constexpr = c.D // 2
+    return b_x.reshape([4, 2, 8, HALF // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([c.D, 32])
+
+
+@gluon.jit
+def hand_over(b_dq, i, held, c, WG: gl.constexpr):
+    """dq of block i, for the adder."""
+    mbarrier.wait(held.dq_free.index(WG), phase(i, 1) ^ 1)
+    held.dq.index(WG).store(in_fragments(b_dq, c))
+    fence_async_shared()
+    named_barrier("bar.arrive", FULL + i % 2, 288)
+
+
+@gluon.jit
+def scores(b_x, b_y):
+    """Issues a product of 64 keys and 64 rows in shared memory, [keys, rows]."""
+    b_none = gl.zeros([64, 64], gl.float32, accumulator(64))
+    return warpgroup_mma(b_x, b_y.permute((1, 0)), b_none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def apply_mask(b_x, i_m, j_0, n, c):
+    """-inf at pairs that do not see each other; [keys, rows]."""
+    tile: gl.constexpr = accumulator(64)
+    o_n = j_0 + gl.arange(0, 64, layout=gl.SliceLayout(1, tile))
+    o_m = i_m * ROWS + gl.arange(0, 64, layout=gl.SliceLayout(0, tile))
+    b_end = o_m * 0 + n.seqlen_k
+    if c.HAS_RIGHT:
+        b_end = gl.minimum(b_end, o_m + n.offset + 1)
+    return keep_less(b_x, o_n[:, None], b_end[None, :])
+
+
+@gluon.jit
+def part(stats, WHICH: gl.constexpr):
+    """One of the statistics of the 64 rows of a block."""
+    return stats.slice(WHICH * ROWS, ROWS).load(gl.SliceLayout(0, accumulator(64)))
+
+
+@gluon.jit
+def announce(b_ds, i, held, WG: gl.constexpr):
+    """ds of this consumer's keys in block i, for both."""
+    held.ds.index(i % 2 * 2 + WG).store(b_ds)
+    fence_async_shared()
+    named_barrier("bar.arrive", READY + 2 * WG + i % 2, 256)
+
+
+@gluon.jit
+def differentiate_block(
+    ring, held, sums, step, place, n, c, WG: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr
+):
+    """One more row block, and the dq of the one before; the FIRST makes what later ones add to. Nothing
+    between issue and wait may branch; products in flight at the end of a loop would be serialised."""
+    b_dk, b_dv = sums
+    operand: gl.constexpr = gl.DotOperandLayout(0, accumulator(c.D), 2)
+    slot, arrived = step.i % c.STAGES, phase(step.i, c.STAGES)
+    q, dout = ring.q.index(slot).reshape([64, c.D]), ring.dout.index(slot).reshape([64, c.D])
+    stats = ring.stats.index(slot)
+    if not FIRST:
+        b_dq = issue_dq(held, step.i - 1, c, WG)
+    mbarrier.wait(ring.q_full.index(slot), arrived)
+    b_s = scores(held.k.index(WG).reshape([64, c.D]), q)
+    b_lse = part(stats, 0)
+    if not FIRST:
+        b_dq = warpgroup_mma_wait(1, [b_dq])
+        hand_over(b_dq, step.i - 1, held, c, WG)
+    mbarrier.wait(ring.dout_full.index(slot), arrived)
+    b_dp = scores(held.v.index(WG).reshape([64, c.D]), dout)
+    b_s = warpgroup_mma_wait(1, [b_s])
+    b_x = b_s * n.factor - b_lse[None, :]
+    if MASKED:
+        b_x = apply_mask(b_x, step.i_m, place.j_0 + WG * 64, n, c)
+    b_p = gl.exp2(b_x)
+    b_w = gl.convert_layout(b_p.to(q.dtype), operand)
+    b_dv = warpgroup_mma(b_w, dout, b_dv, use_acc=not FIRST, is_async=True)
+    b_dp = warpgroup_mma_wait(1, [b_dp])
+    b_ds = (b_p * (b_dp - part(stats, 1)[None, :])).to(q.dtype)
+    announce(b_ds, step.i, held, WG)
+    b_dk = warpgroup_mma(gl.convert_layout(b_ds, operand), q, b_dk, use_acc=not FIRST, is_async=True)
+    b_dk, b_dv = warpgroup_mma_wait(0, [b_dk, b_dv])
+    named_barrier("bar.arrive", SLOT + slot, 288)
+    return b_dk, b_dv
+
+
+@gluon.jit
+def first_products(ring, held, c, WG: gl.constexpr):
+    """Scores and dp of the first row block."""
+    mbarrier.wait(ring.q_full.index(0), 0)
+    b_s = scores(held.k.index(WG).reshape([64, c.D]), ring.q.index(0).reshape([64, c.D]))
+    mbarrier.wait(ring.dout_full.index(0), 0)
+    b_dp = scores(held.v.index(WG).reshape([64, c.D]), ring.dout.index(0).reshape([64, c.D]))
+    return warpgroup_mma_wait(0, [b_s, b_dp])
+
+
+@gluon.jit
+def differentiate_ahead(
+    ring, held, sums, step, place, n, c, WG: gl.constexpr, MASKED: gl.constexpr, LAST: gl.constexpr
+):
+    """Adds a block as `differentiate_block` does, but makes scores and dp of the next beside dk and dv of
+    this one: takes registers, and lets products run while dq is handed over."""
+    b_dk, b_dv, b_s, b_dp = sums
+    operand: gl.constexpr = gl.DotOperandLayout(0, accumulator(c.D), 2)
+    slot, later = step.i % c.STAGES, (step.i + 1) % c.STAGES
+    q, dout = ring.q.index(slot).reshape([64, c.D]), ring.dout.index(slot).reshape([64, c.D])
+    stats = ring.stats.index(slot)
+    b_dq = issue_dq(held, step.i + 1, c, WG)  # of the block before, by parity
+    b_x = b_s * n.factor - part(stats, 0)[None, :]
+    if MASKED:
+        b_x = apply_mask(b_x, step.i_m, place.j_0 + WG * 64, n, c)
+    b_p = gl.exp2(b_x)
+    b_w = gl.convert_layout(b_p.to(q.dtype), operand)
+    b_ds = (b_p * (b_dp - part(stats, 1)[None, :])).to(q.dtype)
+    b_dv = warpgroup_mma(b_w, dout, b_dv, is_async=True)
+    b_dq = warpgroup_mma_wait(
+        1, [b_dq]
+    )  # the other consumer may write where it was read once it sees this ds
+    announce(b_ds, step.i, held, WG)
+    b_dk = warpgroup_mma(gl.convert_layout(b_ds, operand), q, b_dk, is_async=True)
+    if LAST:
+        hand_over(b_dq, step.i, held, c, WG)
+        b_dk, b_dv = warpgroup_mma_wait(0, [b_dk, b_dv])
+    else:
+        arrived = phase(step.i + 1, c.STAGES)
+        mbarrier.wait(ring.q_full.index(later), arrived)
+        b_s = scores(held.k.index(WG).reshape([64, c.D]), ring.q.index(later).reshape([64, c.D]))
+        mbarrier.wait(ring.dout_full.index(later), arrived)
+        b_dp = scores(held.v.index(WG).reshape([64, c.D]), ring.dout.index(later).reshape([64, c.D]))
+        hand_over(b_dq, step.i, held, c, WG)
+        b_dk, b_dv, b_s, b_dp = warpgroup_mma_wait(0, [b_dk, b_dv, b_s, b_dp])
+    named_barrier("bar.arrive", SLOT + slot, 288)
+    return b_dk, b_dv, b_s, b_dp
+
+
+@gluon.jit
+def differentiate_keys(dk, dv, ring, held, place, t, n, c, WG: gl.constexpr):
+    """Consumer: 64 of the program's keys."""
+    b_dk = gl.zeros([64, c.D], gl.float32, accumulator(c.D))
+    b_dv = b_dk
+    mbarrier.wait(held.full, 0)
+    if place.end > place.start:
+        if c.AHEAD:
+            b_dk, b_dv = walk_ahead(ring, held, (b_dk, b_dv), place, n, c, WG)
+        else:
+            b_dk, b_dv = walk_rows(ring, held, (b_dk, b_dv), place, n, c, WG)
+    store_keys(b_dk * n.scale, b_dv, (dk, dv), held, place, t, c, WG)
+
+
+@gluon.jit
+def walk_rows(ring, held, sums, place, n, c, WG: gl.constexpr):
+    """All row blocks, from the last one on, of every head; those that hide keys come last."""
+    HIDES: gl.constexpr = c.HAS_RIGHT or not c.WHOLE
+    sums = differentiate_block(ring, held, sums, Step(0, place.end - 1), place, n, c, WG, HIDES, True)
+    i, whole = 1, place.end - place.whole
+    for i_g in range(n.group):
+        first = gl.where(i_g == 0, 1, 0)  # is done
+        for j in range(first, whole):
+            step = Step(i, place.end - 1 - j)
+            sums = differentiate_block(ring, held, sums, step, place, n, c, WG, False, False)
+            i += 1
+        if HIDES:
+            for j in range(max(first, whole), place.end - place.start):
+                step = Step(i, place.end - 1 - j)
+                sums = differentiate_block(ring, held, sums, step, place, n, c, WG, True, False)
+                i += 1
+    b_dq = warpgroup_mma_wait(0, [issue_dq(held, i - 1, c, WG)])
+    hand_over(b_dq, i - 1, held, c, WG)
+    return sums
+
+
+@gluon.jit
+def walk_ahead(ring, held, sums, place, n, c, WG: gl.constexpr):
+    """`walk_rows` by `differentiate_ahead`. The first dq that is handed over is of a block of zeros."""
+    HIDES: gl.constexpr = c.HAS_RIGHT or not c.WHOLE
+    announce(gl.zeros([64, 64], gl.float32, accumulator(64)).to(held.k.dtype), 1, held, WG)
+    b_s, b_dp = first_products(ring, held, c, WG)
+    sums = sums[0], sums[1], b_s, b_dp
+    i, whole, count = 0, place.end - place.whole, place.end - place.start
+    for i_g in range(n.group):
+        last = gl.where(i_g == n.group - 1, count - 1, count)  # is peeled
+        for j in range(0, min(whole, last)):
+            step = Step(i, place.end - 1 - j)
+            sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, False, False)
+            i += 1
+        if HIDES:
+            for j in range(whole, last):
+                step = Step(i, place.end - 1 - j)
+                sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, True, False)
+                i += 1
+    step = Step(i, place.start)
+    sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, HIDES, True)
+    b_dq = warpgroup_mma_wait(0, [issue_dq(held, i, c, WG)])
+    hand_over(b_dq, i + 1, held, c, WG)
+    return sums[0], sums[1]
+
+
+@gluon.jit
+def store_keys(b_dk, b_dv, boxes, held, place, t, c, WG: gl.constexpr):
+    """dk and dv leave through the memory of K and V, which both consumers have read. `odd` if one is not
+    finite."""
+    named_barrier("bar.sync", READ, 256)
+    b_sum = gl.sum(b_dk, 1) + gl.sum(b_dv, 1)
+    b_odd = b_sum - b_sum != 0.0
+    gl.store(t.odd + b_odd.to(gl.int32) * 0, 1, mask=b_odd)
+    s_dk, s_dv = held.k.index(WG), held.v.index(WG)
+    s_dk.reshape([64, c.D]).store(b_dk.to(s_dk.dtype))
+    s_dv.reshape([64, c.D]).store(b_dv.to(s_dv.dtype))
+    fence_async_shared()
+    dk, dv = boxes
+    at = [place.i_b, place.i_h, place.j_0 + WG * 64, 0]
+    store_box(dk, at, s_dk)
+    store_box(dv, at, s_dv)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def differentiate_sm90(t, n, c, q, dout, k, v, stats, dq, dk, dv):
+    """A program per 128 keys of a key/value head."""
+    DTYPE: gl.constexpr = q.dtype
+    b_q = gl.allocate_shared_memory(DTYPE, [c.STAGES, 1, 1, 64, c.D], q.layout)
+    b_do = gl.allocate_shared_memory(DTYPE, [c.STAGES, 1, 1, 64, c.D], dout.layout)
+    b_stats = gl.allocate_shared_memory(gl.float32, [c.STAGES, STATS], stats.layout)
+    ring = Ring(b_q, b_do, b_stats, barriers(c.STAGES, 1), barriers(c.STAGES, 1))
+    b_k = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, c.D], k.layout)
+    b_v = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, c.D], v.layout)
+    b_ds = gl.allocate_shared_memory(DTYPE, [4, 64, 64], tile_layout(DTYPE))
+    b_dq = gl.allocate_shared_memory(gl.float32, [2, c.D, 32], dq.layout)
+    held = Held(b_k, b_v, b_ds, b_dq, barriers(1, 1).index(0), barriers(2, 1))
+    i_t = gl.program_id(0)
+    if c.ORDERED:
+        i_t = gl.atomic_add(t.started, 1)
+    place = find_place(i_t, n, c)
+    fence_async_shared()
+    gl.warp_specialize([
+        (differentiate_keys, (dk, dv, ring, held, place, t, n, c, 0)),
+        (differentiate_keys, (dk, dv, ring, held, place, t, n, c, 1)),
+        (load_rows, (q, dout, k, v, stats, ring, held, place, n, c)),
+        (add_rows, (dq, held, place, t, n, c, 0)),
+        (add_rows, (dq, held, place, t, n, c, 1)),
+    ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
