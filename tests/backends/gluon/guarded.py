@@ -1,5 +1,5 @@
-"""Kernels of the Gluon engine on a device, each group in a child process that is killed after 60 s: a wrong
-barrier hangs, and a GPU that hangs takes its process with it.
+"""Kernels of the Gluon engine on a device, each group in a child process that is killed once it is silent for
+60 s: a wrong barrier hangs, and a GPU that hangs takes its process with it.
 
     python -m tests.backends.gluon.guarded               right, alone: against float64, and odd values
     python -m tests.backends.gluon.guarded --contend 8   the same bits in processes that preempt one another
@@ -14,8 +14,10 @@ import itertools
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -473,21 +475,23 @@ ALONE += [f"{kind}-{what}" for kind in PADDED for what in ("shapes", "odd")]
 
 
 def in_child(names: list[str], seconds: float, width: int, more: list[str]) -> int:
-    """Each name in a process of its own, `width` at a time. How many failed."""
-    waiting, running, failed = list(names), {}, 0
+    """Each name in a process of its own, `width` at a time. How many failed or fell silent."""
+    waiting, running, failed, folder = list(names), {}, 0, tempfile.mkdtemp()
     while waiting or running:
         while waiting and len(running) < width:
             name = waiting.pop(0)
             command = [sys.executable, "-m", "tests.backends.gluon.guarded", "--child", name, *more]
-            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            running[name] = child, time.monotonic()
-        for name, (child, began) in list(running.items()):
-            late = time.monotonic() - began > seconds
+            told = Path(folder, name)
+            child = subprocess.Popen(command, stdout=told.open("w"), stderr=subprocess.STDOUT)
+            running[name] = child, told, time.monotonic()
+        for name, (child, told, began) in list(running.items()):
+            late = time.time() - told.stat().st_mtime > seconds
             if child.poll() is None and not late:
                 continue
             if late:
                 child.kill()
-            said = child.communicate()[0]
+            child.wait()
+            said = told.read_text()
             wrong = "HANG" if late else "FAILED" if child.returncode else ""
             failed += bool(wrong)
             tail = said[-1500:] if wrong else said.strip().rpartition("\n")[2]
@@ -500,6 +504,7 @@ def in_child(names: list[str], seconds: float, width: int, more: list[str]) -> i
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(ALONE[:3])} ...")
+    parser.add_argument("--width", type=int, default=4, help="processes at once")
     parser.add_argument("--contend", type=int, default=0, metavar="N", help="N processes at once")
     parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -514,7 +519,7 @@ def main() -> int:
         names = [f"{KINDS[i % len(KINDS)]}-{i}" for i in range(asked.contend)]
         more = ["--contend", "1", "--seconds", str(asked.seconds)]
         return int(in_child(names, SECONDS + asked.seconds, asked.contend, more) > 0)
-    return int(in_child(asked.names or ALONE, SECONDS, 4, []) > 0)
+    return int(in_child(asked.names or ALONE, SECONDS, asked.width, []) > 0)
 
 
 if __name__ == "__main__":
