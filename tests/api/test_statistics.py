@@ -23,6 +23,8 @@ from tests.rows_here import HERE
 ROWS = [row.backend for row in TABLE if row.phase is Phase.STATISTICS and row.backend in HERE]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = {"rows": 77, "keys": 150}
+# Rows of the widest panel of a CPU; by `make test-all` those of the narrower ones too, kernels of their own.
+PANELS = pytest.mark.parametrize("rows", (70, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 8))))
 
 
 @pytest.fixture(params=ROWS)
@@ -202,17 +204,18 @@ def test_infinite_scores_are_the_maximum(backend: str):
     assert got.entropy[0, 0, 1].isnan() and torch.isfinite(got.entropy[0, 0, [0, 2, 3]]).all()
 
 
+@PANELS
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_a_row_of_the_least_bias_has_numbers(backend: str, dtype: torch.dtype):
+def test_a_row_of_the_least_bias_has_numbers(backend: str, dtype: torch.dtype, rows: int):
     """Its scores are equal: every key weighs exp(S - lse) = 1, with no surprise. Other rows never notice."""
-    least, (q, k, v) = torch.finfo(torch.float32).min, qkv(1, 2, 70, 24, 16, dtype=dtype)
-    bias = torch.zeros(70, 24)
+    least, (q, k, v) = torch.finfo(torch.float32).min, qkv(1, 2, rows, 24, 16, dtype=dtype)
+    bias = torch.zeros(rows, 24)
     bias[4:7] = least
     lse = attention(q, k, v, bias=bias, return_lse=True, backend=backend).lse
     assert (lse[..., 4:7] == least).all()
     sums = column_sums(q, k, lse, bias=bias, backend=backend)
     got = row_stats(q, k, lse, bias=bias, backend=backend)
-    rest = [*range(4), *range(7, 70)]
+    rest = [*range(4), *range(7, rows)]
     want = statistics_reference(q[:, :, rest], k)
     close(sums, want[0] + 3.0, 8.0)
     assert (got.entropy[..., 4:7] == 0).all() and (got.max_logit[..., 4:7] == least).all()
@@ -308,8 +311,9 @@ def test_memory_is_linear(backend: str):
         assert peak() - before < 2**26
 
 
-def test_no_gradient_flows(backend: str):
-    q, k, v = (x.requires_grad_() for x in qkv(1, 2, 70, 9, 8))
+@PANELS
+def test_no_gradient_flows(backend: str, rows: int):
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2, rows, 9, 8))
     lse = attention(q, k, v, return_lse=True).lse
     slopes = torch.ones(2, requires_grad=True)
     sums = column_sums(q, k, lse, alibi_slopes=slopes, backend=backend)

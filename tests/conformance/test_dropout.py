@@ -67,10 +67,21 @@ def test_dropout_of_packed_members(run: Runner, dtype: torch.dtype):
 @pytest.mark.parametrize("rows", (1, 16, 17, 65, 200))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_mask_is_the_rule_s(run: Runner, dtype: torch.dtype, rows: int):
-    """With V the identity, 64 columns at a time, a row's output shows which of its weights were kept."""
+    check_mask(run, dtype, rows, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", (1, 16, 17, 65, 200))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_mask_of_a_wide_kernel_is_the_rule_s(run: Runner, dtype: torch.dtype, rows: int):
+    check_mask(run, dtype, rows, 130)
+
+
+def check_mask(run: Runner, dtype: torch.dtype, rows: int, width: int) -> None:
+    """With V the identity, `width` columns at a time, an output row shows which of its weights were kept."""
     keys = 130
     q, k, _ = qkv(2, (3, 1), rows, keys, 16, dtype=dtype)
-    columns = torch.eye(keys, dtype=dtype).expand(2, 1, keys, keys).split(64, -1)
+    columns = torch.eye(keys, dtype=dtype).expand(2, 1, keys, keys).split(width, -1)
     for p, seed in ((0.1, 0), (0.5, SEED), (0.875, (1 << 63) - 1)):
         outs = [run(q, k, v.contiguous(), dropout_p=p, dropout_seed=seed).out for v in columns]
         kept = dropout_keep((2, 3, rows, keys), p, seed)

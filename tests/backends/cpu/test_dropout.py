@@ -152,12 +152,13 @@ def test_words_of_a_call():
 
 @needs_cpu_engine
 @pytest.mark.parametrize("isa, dtype", [("avx2", "float32"), ("generic", "bfloat16")])
-def test_forward_of_narrower_sets_drops_the_same(isa: str, dtype: str):
+@pytest.mark.parametrize("width", (64, pytest.param(131, marks=pytest.mark.slow)))
+def test_forward_of_narrower_sets_drops_the_same(isa: str, dtype: str, width: int):
     if isa not in configs._RUNS[HERE]:
         pytest.skip(f"{HERE} does not run {isa}")
     kind = getattr(torch, dtype)
     q, k = randn(2, 6, 77, 59).to(kind), randn(2, 2, 131, 59, seed=1).to(kind)
-    columns = torch.eye(131, dtype=kind).expand(2, 2, 131, 131).split(64, -1)
+    columns = torch.eye(131, dtype=kind).expand(2, 2, 131, 131).split(width, -1)
     how: dict[str, Any] = {"backend": "cpu", "config": configs.Config(64, 4, isa=isa)}
     out = torch.cat([attention(q, k, v, dropout_p=0.4, dropout_seed=77, **how) for v in columns], -1)
     assert torch.equal(out != 0, torch.from_numpy(dropout_keep((2, 6, 77, 131), 0.4, 77)))
