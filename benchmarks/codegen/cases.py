@@ -160,7 +160,7 @@ def _backward(run: Any, launch: Any, q: Tensor, k: Tensor, lse: Tensor, args: Ar
 
 def _statistics(run: Any, launch: Any, q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> None:
     sums = _meta(*q.shape[:2], k.shape[2], dtype=torch.float32)
-    run(launch, q, k, lse, sums, torch.empty_like(lse), torch.empty_like(lse), args)
+    run(launch, q, k, lse, (sums, torch.empty_like(lse), torch.empty_like(lse)), args)
 
 
 _CALLS: dict[Phase, Callable[..., None]] = {

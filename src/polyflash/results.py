@@ -12,6 +12,9 @@ from polyflash.operands import DIFFERENTIABLE
 from polyflash.spec import Arguments
 from polyflash.storages import span
 
+# Room for the statistics of a call, None for what was not asked for: column_sums, entropy, max_logit.
+Room = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 
 def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
     """An empty (batch, heads, seqlen, head_dim) in the dense stride order of `like`, if it has one."""

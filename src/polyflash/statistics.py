@@ -14,6 +14,7 @@ from polyflash.arguments import Causal, Layout, Options, WindowSides
 from polyflash.entry import Form, autocast, bind, form_of
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.mask import Mask, is_strided
+from polyflash.results import Room
 from polyflash.spec import Arguments, Phase
 from polyflash.storages import check_storages
 
@@ -149,15 +150,16 @@ def _check_lse(q: Tensor, lse: Tensor) -> None:
         )
 
 
-def _room(name: str, k: Tensor, lse: Tensor) -> list[Any]:
+def _room(name: str, k: Tensor, lse: Tensor) -> Room:
     shapes = (*lse.shape[:2], k.shape[2]), lse.shape, lse.shape
     pairs = zip(shapes, _EMPTY[name], strict=True)
-    return [None if empty is None else lse.new_empty(shape) for shape, empty in pairs]
+    sums, entropy, top = (None if empty is None else lse.new_empty(shape) for shape, empty in pairs)
+    return sums, entropy, top
 
 
-def _asked(results: list[Any]) -> Any:
+def _asked(room: Room) -> Any:
     """Sums, (batch, num_q_heads, seqlen_k), or entropy and largest score, both shaped as lse."""
-    sums, *of_rows = results
+    sums, *of_rows = room
     return tuple(of_rows) if sums is None else sums
 
 
@@ -169,14 +171,14 @@ def _kernel(name: str) -> Callable[..., Any]:
         _check_lse(q, lse)
         check_storages({"lse": lse})
         args = validate.checked_contents(args, q, k) if launch.contents else args
-        results = _room(name, k, lse)
+        room = _room(name, k, lse)
         if lse.numel() and k.shape[2]:
-            torch_ops.launched(launch, q, k, lse, *results, args)
+            torch_ops.launched(launch, q, k, lse, room, args)
         else:
-            for x, empty in zip(results, _EMPTY[name], strict=True):
-                if x is not None:
+            for x, empty in zip(room, _EMPTY[name], strict=True):
+                if x is not None and empty is not None:
                     x.fill_(empty)
-        return _asked(results)
+        return _asked(room)
 
     return kernel
 

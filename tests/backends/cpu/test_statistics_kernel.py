@@ -63,8 +63,8 @@ def test_nothing_is_written_beyond_the_results():
         places = [torch.full((x.numel() + 2 * margin,), 7.25) for x in wanted]
         views = [p[margin:-margin].view(x.shape) for p, x in zip(places, wanted, strict=True)]
         launch = _launch(q, k)
-        statistics.run(launch, q, k, lse, views[0], None, None, Arguments())
-        statistics.run(launch, q, k, lse, None, views[1], views[2], Arguments())
+        statistics.run(launch, q, k, lse, (views[0], None, None), Arguments())
+        statistics.run(launch, q, k, lse, (None, views[1], views[2]), Arguments())
         for place, view, want in zip(places, views, wanted, strict=True):
             assert torch.equal(view, want)
             assert (place[:margin] == 7.25).all() and (place[-margin:] == 7.25).all()

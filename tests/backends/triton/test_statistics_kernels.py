@@ -33,8 +33,8 @@ def measured(run: Any, launch: Any, q: Tensor, k: Tensor, lse: Tensor, args: Arg
     """column sums, entropy and largest score; canaries show what was not written."""
     sums = torch.full((*q.shape[:2], k.shape[2]), math.nan, device=q.device)
     entropy, top = (torch.full(lse.shape, math.nan, device=q.device) for _ in range(2))
-    run(launch, q, k, lse, sums, None, None, args)
-    run(launch, q, k, lse, None, entropy, top, args)
+    run(launch, q, k, lse, (sums, None, None), args)
+    run(launch, q, k, lse, (None, entropy, top), args)
     return [x.cpu() for x in (sums, entropy, top)]
 
 

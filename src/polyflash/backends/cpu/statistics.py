@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from polyflash.backends.cpu.configs import Config, Scratch
     from polyflash.plan import Launch
+    from polyflash.results import Room
     from polyflash.spec import Arguments
 
 
@@ -34,20 +35,12 @@ def _kernel(config: Config, dtype: str, head_dim: int, nv: int, row_panels: int)
     return runtime.load(key), statistics_configs.scratch(key, row_panels, config.block_n)
 
 
-def run(
-    launch: Launch,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    column_sums: Tensor | None,
-    entropy: Tensor | None,
-    max_logit: Tensor | None,
-    args: Arguments,
-) -> None:
+def run(launch: Launch, q: Tensor, k: Tensor, lse: Tensor, room: Room, args: Arguments) -> None:
     """Fills column_sums (B, Hq, Sk), or entropy and max_logit (B, Hq, Sq), all contiguous, from
     q (B, Hq, Sq, D), k (B, Hkv, Sk, D) and lse (B, Hq, Sq). What belongs to no packed member is 0, and
     -inf."""
-    config, (batch, num_q_heads, seqlen_q, head_dim) = launch.config, q.shape
+    config, (column_sums, entropy, max_logit) = launch.config, room
+    batch, num_q_heads, seqlen_q, head_dim = q.shape
     if launch.prepared is None:
         configs.check_fits(config, launch.spec, launch.target)
         launch.prepared = True

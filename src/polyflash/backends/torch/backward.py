@@ -10,8 +10,9 @@ One pass over tiles in a fixed order, no atomics: bitwise repeatable. Accumulato
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,18 @@ _INF = float("inf")
 Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
 
 
+class Given(NamedTuple):
+    """What the forward made of each row, and the gradients of that."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+    def of(self, rows: Callable[[Tensor], Tensor]) -> Given:
+        return Given(*(None if x is None else rows(x) for x in self))  # type: ignore[arg-type]
+
+
 @dataclass(slots=True)
 class Gradients:
     """Sums in progress, None where one was not asked for. dq is finished tile by tile."""
@@ -63,10 +76,9 @@ class Rows:
     delta: Tensor
 
 
-def load_rows(
-    part: Part, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, i0: int, rows: int
-) -> Rows:
+def load_rows(part: Part, given: Given, i0: int, rows: int) -> Rows:
     """Tiles of a query block with its delta; zero gradients for rows that saw no key."""
+    dout, dlse, out, lse = given
     b_lse = load_tile(part.of(lse.unsqueeze(-1)), i0, rows, part.kind)
     empty = b_lse == -_INF
     if i0 < 0 or i0 + rows > part.q.shape[3]:
@@ -150,13 +162,11 @@ def add_sinks(part: Part, r: Rows, dsinks: Tensor) -> None:
         dsinks -= share.sum((0, 3, 4))
 
 
-def accumulate(
-    part: Part, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, totals: Gradients, config: Config
-) -> None:
+def accumulate(part: Part, given: Given, totals: Gradients, config: Config) -> None:
     """All tiles of one part."""
     key_work = any(x is not None for x in (totals.dq, totals.dk, totals.dv, totals.dbias))
     for i0, rows in row_tiles(part, config):
-        r = load_rows(part, dout, dlse, out, lse, i0, rows)
+        r = load_rows(part, given, i0, rows)
         if totals.dsinks is not None:
             add_sinks(part, r, totals.dsinks)
         if not key_work:
@@ -170,38 +180,16 @@ def accumulate(
         totals.dk *= part.scale
 
 
-def accumulate_all(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    args: Arguments,
-    totals: Gradients,
-    config: Config,
-    *,
-    first_batch: int = 0,
-) -> None:
+def accumulate_all(batch: Iterable[Part], given: Given, totals: Gradients, config: Config) -> None:
     """All parts of a batch."""
-    for part in parts(q, k, v, args, config, first_batch=first_batch):
+    for part in batch:
         own = slice(part.first, part.first + part.entries)
         dk, dv = (None if x is None else x[own] for x in (totals.dk, totals.dv))
-        accumulate(part, dout, dlse, out, lse, replace(totals, dk=dk, dv=dv), config)
+        accumulate(part, given, replace(totals, dk=dk, dv=dv), config)
 
 
 def accumulate_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    args: Arguments,
-    totals: Gradients,
-    config: Config,
+    q: Tensor, k: Tensor, v: Tensor, given: Given, args: Arguments, totals: Gradients, config: Config
 ) -> None:
     """Each run of packed members as a batch; what belongs to no member keeps its zeros."""
     for members in runs(args, q.shape[2], k.shape[2]):
@@ -212,9 +200,9 @@ def accumulate_packed(
             dk=None if totals.dk is None else keys(totals.dk),
             dv=None if totals.dv is None else keys(totals.dv),
         )
-        given = rows(dout), None if dlse is None else rows(dlse), rows(out), rows(lse)
-        operands = rows(q), keys(k), keys(v), *given, members.arguments(args)
-        accumulate_all(*operands, own, config, first_batch=members.first)
+        operands = rows(q), keys(k), keys(v), members.arguments(args)
+        batch = parts(*operands, config, first_batch=members.first)
+        accumulate_all(batch, given.of(rows), own, config)
 
 
 def run(
@@ -240,11 +228,11 @@ def run(
             torch.zeros(x.shape, dtype=kind, device=q.device) if need and x is not None else None
             for x, need in zip((k, v, args.bias), needs[1:4], strict=True)
         )
-        totals = Gradients(dq, dk, dv, dbias, dsinks)
+        given, totals = Given(dout, dlse, out, lse), Gradients(dq, dk, dv, dbias, dsinks)
         if packed:
-            accumulate_packed(q, k, v, dout, dlse, out, lse, args, totals, launch.config)
+            accumulate_packed(q, k, v, given, args, totals, launch.config)
         else:
-            accumulate_all(q, k, v, dout, dlse, out, lse, args, totals, launch.config)
+            accumulate_all(parts(q, k, v, args, launch.config), given, totals, launch.config)
     results = []
     for total, like in ((dq, q), (dk, k), (dv, v), (dbias, args.bias), (dsinks, args.sinks)):
         results.append(None if total is None or like is None else total.to(like.dtype).reshape(like.shape))

@@ -30,6 +30,7 @@ from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
     from polyflash.plan import Launch
+    from polyflash.results import Room
 
 _INF = math.inf
 
@@ -55,16 +56,9 @@ def add_columns(sums: Tensor, b_p: Tensor, j0: int) -> None:
     sums[..., j0 : j0 + keys] += b_p.sum(-2)[..., :keys]
 
 
-def measure(
-    part: Part,
-    lse: Tensor,
-    column_sums: Tensor | None,
-    entropy: Tensor | None,
-    max_logit: Tensor | None,
-    config: Config,
-) -> None:
+def measure(part: Part, lse: Tensor, room: Room, config: Config) -> None:
     """The statistics of one part, written in place: column_sums (B, Hq, Sk) is added to."""
-    entries, num_kv_heads = part.k.shape[:2]
+    (column_sums, entropy, max_logit), (entries, num_kv_heads) = room, part.k.shape[:2]
     for i0, rows in row_tiles(part, config):
         state = (entries, num_kv_heads, part.group, rows, 1)
         b_q = load_tile(part.q, i0, rows, part.kind).flatten(2, 3)
@@ -87,32 +81,23 @@ def measure(
             store_rows(part.of(max_logit.unsqueeze(-1)), top, i0)
 
 
-def run(
-    launch: Launch,
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    column_sums: Tensor | None,
-    entropy: Tensor | None,
-    max_logit: Tensor | None,
-    args: Arguments,
-) -> None:
+def run(launch: Launch, q: Tensor, k: Tensor, lse: Tensor, room: Room, args: Arguments) -> None:
     """Fills column_sums (B, Hq, Sk), or entropy and max_logit (B, Hq, Sq), from q (B, Hq, Sq, D),
     k (B, Hkv, Sk, D) and lse (B, Hq, Sq); any strides. What belongs to no packed member is 0, and -inf."""
     config: Config = launch.config
-    results = (column_sums, entropy, max_logit)
-    for x, value in zip(results, (0.0, 0.0, -_INF), strict=True):
+    for x, value in zip(room, (0.0, 0.0, -_INF), strict=True):
         if x is not None:
             x.fill_(value)
     with torch.no_grad():
         if args.cu_seqlens_q is None:
             for part in parts(q, k, k, args, config):
-                measure(part, lse, *results, config)
+                measure(part, lse, room, config)
             return
         for members in runs(args, q.shape[2], k.shape[2]):
-            keys = members.keys_of(k)
-            own_entropy, own_max = (None if x is None else members.rows_of(x) for x in (entropy, max_logit))
-            sums = None if column_sums is None else members.keys_of(column_sums)
-            own = members.arguments(args)
-            for part in parts(members.rows_of(q), keys, keys, own, config, first_batch=members.first):
-                measure(part, members.rows_of(lse), sums, own_entropy, own_max, config)
+            rows, keys = members.rows_of, members.keys_of
+            sums, entropy, top = (
+                None if x is None else own(x) for own, x in zip((keys, rows, rows), room, strict=True)
+            )
+            operands = rows(q), keys(k), keys(k), members.arguments(args)
+            for part in parts(*operands, config, first_batch=members.first):
+                measure(part, rows(lse), (sums, entropy, top), config)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyflash.plan import Launch
+    from polyflash.results import Room
     from polyflash.spec import Arguments
 
 
@@ -198,16 +199,14 @@ class Prepared:
         return found
 
 
-def run(
-    launch: Launch, q: Tensor, k: Tensor, lse: Tensor, column_sums: Tensor | None, entropy: Tensor | None,
-    max_logit: Tensor | None, args: Arguments,
-) -> None:  # fmt: skip
+def run(launch: Launch, q: Tensor, k: Tensor, lse: Tensor, room: Room, args: Arguments) -> None:
     """Fills column_sums (B, Hq, Sk), or entropy and max_logit (B, Hq, Sq), from q (B, Hq, Sq, D),
     k (B, Hkv, Sk, D) and lse (B, Hq, Sq); any strides. What belongs to no packed member is 0, and -inf."""
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
     q, k = reachable(q, k)
+    column_sums, entropy, max_logit = room
     if column_sums is not None:
         _start(prepared, args, sum_columns, q, k, lse, column_sums, None, None)
     if entropy is not None and max_logit is not None:
