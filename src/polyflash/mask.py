@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from polyflash.errors import SpecError, described, spec_error
@@ -318,13 +317,10 @@ def row_interval(
     return max(lo, 0), max(hi, 0)
 
 
-def block_range(
-    first_row: int, last_row: int, *, block_n: int, seqlen_k: int, offset: int, causal: bool,
-    window: Window = (None, None), kv_start: int = 0,
-) -> tuple[int, int]:  # fmt: skip
-    """Key blocks [n_lo, n_hi) that rows first_row..last_row (inclusive) visit: bounds rise with the row."""
-    rows = partial(row_interval, seqlen_k=seqlen_k, offset=offset, causal=causal, window=window)
-    lo, hi = rows(first_row, kv_start=kv_start)[0], rows(last_row, kv_start=kv_start)[1]
+def block_range(first_row: int, last_row: int, *, block_n: int, **bounds: Any) -> tuple[int, int]:
+    """Key blocks [n_lo, n_hi) that rows first_row..last_row (inclusive) visit, whose `row_interval` within
+    `bounds` rises with the row."""
+    lo, hi = row_interval(first_row, **bounds)[0], row_interval(last_row, **bounds)[1]
     return (lo // block_n, -(-hi // block_n)) if lo < hi else (0, 0)
 
 

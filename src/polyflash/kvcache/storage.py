@@ -25,6 +25,8 @@ from polyflash.kvcache.occupancy import CacheStats, occupancy, survivors
 from polyflash.kvcache.pages import Pages
 from polyflash.kvcache.shared_prefix import Tables
 
+Pools = Tensor | Sequence[Tensor]  # of every layer
+
 
 class Storage:
     """A `KVCache` without steps and attention."""
@@ -44,10 +46,7 @@ class Storage:
         self._adopt(layers_of("k_pages", k, "NHD"), layers_of("v_pages", v, "NHD"), scrub)
 
     @classmethod
-    def over(
-        cls, k_pages: Tensor | Sequence[Tensor], v_pages: Tensor | Sequence[Tensor], *,
-        layout: PoolLayout = "NHD", scrub: bool = False,
-    ) -> Self:  # fmt: skip
+    def over(cls, k_pages: Pools, v_pages: Pools, *, layout: PoolLayout = "NHD", scrub: bool = False) -> Self:
         """Makes a cache over pools that exist already, all of whose pages it may use; nothing is copied.
 
         A pool is (num_pages, page_size, num_kv_heads, head_dim) as in vLLM and flash-attn, or with

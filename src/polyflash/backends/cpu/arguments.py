@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from polyflash.spec import Arguments
 
+    Views = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and out
+
 FLOPS_PER_US = 100_000  # of one core, low on purpose: what the thread decision assumes
 LEND_FROM_US = 25  # work below this many microseconds stays on the caller
 WAKE_FROM_US = 40  # below this, only threads that already spin share it: waking one takes as long as the work
@@ -55,11 +57,12 @@ def any_table(args: Arguments) -> bool:
 
 
 def head(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: int, seqlen_k: int, args: Arguments,
-    scale: float, does: int, sinks: int, score_pass: int,
-) -> bytes:  # fmt: skip
+    views: Views, lse: int, seqlen_k: int, args: Arguments, scale: float, does: int, *stages: int
+) -> bytes:
     """`Tensors` and `Softmax`, packed as plain numbers: to name them takes microseconds of every call. The
-    last dimension of out has unit stride, lse is contiguous; lse, sinks and score_pass: addresses, or 0."""
+    last dimension of out has unit stride, lse is contiguous. Addresses, or 0: lse; `stages` are sinks and
+    score_pass."""
+    q, k, v, out = views
     (_, num_q_heads, seqlen_q, head_dim), (_, num_kv_heads, _, head_dim_v) = q.shape, v.shape
     size = q.element_size()
     q_batch, q_head, q_row, q_dim = q.stride()
@@ -82,25 +85,24 @@ def head(
         *(out_batch * size, out_head * size, out_row * size, num_q_heads * seqlen_q, seqlen_q),
         *(num_kv_heads, num_q_heads // num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v),
         *(log2, plain, sign, left, right, args.offset is not None, far_offset(args.offset)),
-        *(sinks, score_pass),
+        *stages,
     )
 
 
 def front(
-    isa: str, nv: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: int, seqlen_k: int,
-    args: Arguments, kept: list[Any], members: int = 0,
-) -> bytes:  # fmt: skip
+    isa: str, nv: int, views: Views, lse: int, seqlen_k: int, args: Arguments, kept: list[Any], members: int
+) -> bytes:
     """`Tensors`, `Softmax` and `Operands` of a kernel of panels of `nv` vectors. Small
     tensors that must be copied first are put into `kept`, to live as long as the call."""
-    scale = score_scale(q, args)
+    scale = score_scale(views[0], args)
     does = passes(args, scale)
     score_pass = stage_address(ScoreKey, isa, nv) if does else 0
     sinks = sinks_address(args.sinks, kept)
-    words = head(q, k, v, out, lse, seqlen_k, args, scale, does, sinks, score_pass)
+    words = head(views, lse, seqlen_k, args, scale, does, sinks, score_pass)
     if not (does or any_table(args)):
         return words + NO_OPERANDS
     drop = stage_address(DropoutKey, isa, nv) if args.dropout_p else 0
-    return words + operands(args, scale, does, kept, members, drop, k)
+    return words + operands(args, scale, does, kept, members, drop, views[1])
 
 
 def score_scale(q: Tensor, args: Arguments) -> float:

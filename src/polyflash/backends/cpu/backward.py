@@ -124,7 +124,7 @@ def _differentiate(
     dq = zeros_in_order_of(q, cut.parts) if needs[0] else None
     dk, dv = (zeros_in_order_of(x, 1) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
     plain, isa = args._replace(sinks=None), launch.config.isa  # lse holds their share
-    front = arguments.front(isa, cut.nv, q, k, v, out, lse.data_ptr(), seqlen_k, plain, kept)
+    front = arguments.front(isa, cut.nv, (q, k, v, out), lse.data_ptr(), seqlen_k, plain, kept, 0)
     block = array("q", front + cut.words)
     block.extend(_sums(dout, dlse, dq, dk, dv))
     add_bias = 0 if bias is None else runtime.stage_address(BiasGradientKey, isa, cut.nv)

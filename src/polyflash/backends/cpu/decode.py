@@ -191,7 +191,7 @@ def framed(
     does = arguments.passes(args, scale)
     seqlen_k = v.shape[2] if args.page_table is None else v.shape[2] * args.page_table.shape[1]
     sinks = arguments.sinks_address(args.sinks, kept)
-    head = arguments.head(q, k, v, out, lse.data_ptr(), seqlen_k, args, scale, does, sinks, 0)
+    head = arguments.head((q, k, v, out), lse.data_ptr(), seqlen_k, args, scale, does, sinks, 0)
     middle = arguments.NO_OPERANDS
     if does or arguments.any_table(args):
         middle = arguments.operands(args, scale, does, kept, 0, 0, k)

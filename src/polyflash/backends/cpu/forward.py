@@ -134,7 +134,7 @@ def run(
         cut = prepared.unpacked(batch, seqlen_q, threads, args)
     lse_at = lse.data_ptr() if args.need_lse else 0
     isa = launch.config.isa
-    front = arguments.front(isa, cut.nv, q, k, v, out, lse_at, seqlen_k, args, kept, members)
+    front = arguments.front(isa, cut.nv, (q, k, v, out), lse_at, seqlen_k, args, kept, members)
     _job(cut, front, threads, work_us).run()
     return out, lse
 
@@ -196,7 +196,7 @@ class Repeat:
         threads = arguments.threads_for(work_us)
         cut = prepared.unpacked(batch, seqlen_q, threads, args)
         lse_at = lse.data_ptr() if self.need_lse else 0
-        front = arguments.front(isa, cut.nv, q, k, v, out, lse_at, k.shape[2], args, [])
+        front = arguments.front(isa, cut.nv, (q, k, v, out), lse_at, k.shape[2], args, [], 0)
         return _job(cut, front, threads, work_us)
 
 

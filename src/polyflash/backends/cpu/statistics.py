@@ -62,7 +62,7 @@ def run(launch: Launch, q: Tensor, k: Tensor, lse: Tensor, room: Room, args: Arg
     kept: list[Any] = []
     threads = arguments.threads_for(work_us)
     # There is no V and no out.
-    front = arguments.front(config.isa, nv, q, k, k, q, lse.data_ptr(), k.shape[2], args, kept)
+    front = arguments.front(config.isa, nv, (q, k, k, q), lse.data_ptr(), k.shape[2], args, kept, 0)
     words = array("q", front)
     columns = (0,) * 4 if sums is None else (sums.data_ptr(), *(4 * s for s in sums.stride()[:3]))
     results = (0 if x is None else x.data_ptr() for x in (entropy, max_logit))

@@ -29,24 +29,22 @@ class Option(NamedTuple):
 
 
 def option(
-    *values: Any, default: Any = MISSING, wanted: str = "", switched: tuple[Any, ...] | None = None,
-    tuned: tuple[Any, ...] = (), needs: Callable[..., bool] = lambda *_: True, note: str = "",
-) -> Any:  # fmt: skip
+    *values: Any,
+    default: Any = MISSING,
+    wanted: str = "",
+    switched: tuple[Any, ...] | None = None,
+    tuned: tuple[Any, ...] = (),
+    needs: Callable[..., bool] = lambda *_: True,
+    note: str = "",
+) -> Any:
     """A field of a config that has one of `values`; `ablate` tries all of them, unless told which."""
     wanted = wanted or " or ".join(map(repr, values))
     tried = values if switched is None else switched
     return field(default=default, metadata={"option": Option(values, wanted, tried, tuned, needs, note)})
 
 
-def flag(
-    default: bool,
-    *,
-    tuned: tuple[bool, ...] = (),
-    needs: Callable[..., bool] = lambda *_: True,
-    note: str = "",
-) -> Any:
-    words = "True or False"
-    return option(True, False, default=default, wanted=words, tuned=tuned, needs=needs, note=note)
+def flag(default: bool, **facts: Any) -> Any:
+    return option(True, False, default=default, wanted="True or False", **facts)
 
 
 def power_of_two(low: int, high: int) -> Any:

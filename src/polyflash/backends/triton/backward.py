@@ -184,23 +184,21 @@ class Call(NamedTuple):
         """All forms of a kernel over so many keys or rows: what `center` found decides on the device which
         one does anything."""
         num_heads = self.num_heads // self.group
-        for block, finite, c, options in forms:
+        for block, finite, *how in forms:
             num_tiles, requests = tile_count(positions, block, self.n.batch, self.packed)
             total = num_tiles * num_heads * requests
             programs = total if finite else min(total, self.prepared.cores)
             n = Numbers(*self.n[:3], num_tiles, None, None, total, *self.n[7:])
-            self.launch(kernel, programs, n, c, options, num_heads, visits, **results)
+            self.launch(kernel, programs, n, how, num_heads, visits, **results)
 
     def launch(
-        self, kernel: Any, programs: int, n: Any, c: Any, options: Any, num_heads: int, visits: Any = None,
-        dq: Any = None, dk: Any = None, dv: Any = None, dq_sum: Any = None, dbias: Any = None,
-    ) -> None:  # fmt: skip
-        """The results are four-dimensional and fresh."""
-        results = dq, dk, dv, dq_sum, dbias
-        views = [view_of(r) for r in results]
-        kinds = *(v and v[1:] for v in views), visits is None, runtime.aligned(*results)
-        key = kernel.__name__, id(c), num_heads, *self.key, *kinds
-        t = Tensors(*self.t, num_heads, visits, *views)  # type: ignore[call-arg]
+        self, kernel: Any, programs: int, n: Any, how: Any, num_heads: int, visits: Any = None, **results: Any
+    ) -> None:
+        """`how`: constants and options. The results, of `Tensors`, are four-dimensional and fresh."""
+        views, (c, options) = {name: view_of(x) for name, x in results.items()}, how
+        kinds = *((name, v and v[1:]) for name, v in views.items()), visits is None
+        key = kernel.__name__, id(c), num_heads, *self.key, *kinds, runtime.aligned(*results.values())
+        t = Tensors(*self.t, num_heads, visits, **views)  # type: ignore[call-arg]
         self.prepared.kernels.launch(kernel, (programs,), (t, n, c), options, key, self.device)
 
 

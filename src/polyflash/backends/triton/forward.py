@@ -227,7 +227,7 @@ def run(
     attend_call(prepared, q, k, v, parts, part_m, args, split_keys=size, num_splits=num_splits)
     unit = 1.0 if flags_of(q, args).CHANGED else abs(scale_of(q, args))
     how = merge.FEW_ROWS if isinstance(prepared.config, DecodeConfig) else merge.MANY_ROWS
-    merge.merge(prepared.merges, parts, part_m, out, rows, args, num_splits, unit, how)
+    merge.merge(prepared.merges, merge.Splits(parts, part_m, num_splits, unit, how), out, rows, args)
     return out, lse
 
 

@@ -166,11 +166,12 @@ def attend_block(
 
 
 @triton.jit
-def attend_blocks(
-    blocks, far, sums, b_q, rows, place, t, n, c, STAGES: tl.constexpr, MASKED: tl.constexpr,
-    CLEAN: tl.constexpr
-):  # fmt: skip
-    """The online softmax over key blocks, less those that no interval list touches."""
+def attend_blocks(blocks, far, sums, b_q, rows, place, t, n, c, AGAIN: tl.constexpr):
+    """The online softmax over key blocks, less those that no interval list touches. AGAIN: of V the finite
+    values alone."""
+    CLEAN: tl.constexpr = AGAIN and not c.WHOLE
+    MASKED: tl.constexpr = CLEAN or (c.ALWAYS_MASKED and not AGAIN)
+    STAGES: tl.constexpr = c.AGAIN_STAGES if AGAIN else c.NUM_STAGES
     for i_n in tl.range(blocks.lo, blocks.hi, num_stages=STAGES):
         if t.x.intervals is None or touched(i_n * c.BLOCK_N, t.x, place, rows, c.BLOCK_N):
             sums = attend_block(i_n, blocks, far, sums, b_q, rows, place, t, n, c, MASKED, CLEAN)
@@ -200,18 +201,14 @@ def attend_tile(i_m, i_head, i_b, i_s, t, n, c):
             tl.store(t.visits + i_t, count)
         b_q = load_rows(i_m, i_head, rows, place, t, n, c)
         fresh = no_sums(c)
-        sums = attend_blocks(
-            blocks, None, fresh, b_q, rows, place, t, n, c, c.NUM_STAGES, c.ALWAYS_MASKED, False
-        )
+        sums = attend_blocks(blocks, None, fresh, b_q, rows, place, t, n, c, False)
         units = n.scale
         far = far_rows(sums) if c.FUSED else None
         spoiled = is_spoiled(sums, far, c)
         if c.FUSED or not c.WHOLE:
-            if spoiled:  # once more, of V the finite values alone
+            if spoiled:
                 hiding = Blocks(blocks.lo, blocks.hi, blocks.lo, blocks.lo)
-                sums = attend_blocks(
-                    hiding, far, fresh, b_q, rows, place, t, n, c, c.AGAIN_STAGES, not c.WHOLE, not c.WHOLE
-                )
+                sums = attend_blocks(hiding, far, fresh, b_q, rows, place, t, n, c, True)
         if c.FUSED:
             ONE: tl.constexpr = LN2 if c.BASE2 else 1.0
             units = tl.where(far, n.factor * ONE, ONE)

@@ -52,6 +52,16 @@ class Numbers(NamedTuple):
     factor: float  # and in units of the exponent
 
 
+class Splits(NamedTuple):
+    """The results of splits, as the forward wrote them."""
+
+    out: Tensor
+    m: Tensor
+    number: int
+    unit: float  # of m, a natural number
+    how: tuple[int, int]  # FEW_ROWS or MANY_ROWS, by the config alone, as sums follow it
+
+
 @triton.jit
 def merge_splits(t, n, c):
     """One program per row."""
@@ -107,19 +117,15 @@ def _constants(head_dim: int, at_once: int) -> Any:
     return runtime.compiled_in(Constants(DV=head_dim, DV0=dv0, DV1=dv1, BLOCK_N=at_once))
 
 
-def merge(
-    kernels: runtime.Kernels, parts: Tensor, part_m: Tensor, out: Tensor, lse: Tensor | None, args: Arguments,
-    num_splits: int, unit: float, how: tuple[int, int],
-) -> None:  # fmt: skip
-    """The splits' outputs as one; the sinks join here. Their m in units of `unit`, a natural number. `how`:
-    FEW_ROWS or MANY_ROWS, by the config alone, as sums follow it."""
-    at_once, num_warps = how
+def merge(kernels: runtime.Kernels, of: Splits, out: Tensor, lse: Tensor | None, args: Arguments) -> None:
+    """The splits' outputs as one; the sinks join here."""
+    at_once, num_warps = of.how
     batch, num_heads, seqlen_q, head_dim_v = out.shape
-    sinks = None if args.sinks is None else operands_of(args, parts).sinks
+    sinks = None if args.sinks is None else operands_of(args, of.out).sinks
     rows = rows_of(lse)
-    t = Tensors(View(parts, None, None, None, 1), part_m, view_of(out), rows, sinks)
+    t = Tensors(View(of.out, None, None, None, 1), of.m, view_of(out), rows, sinks)
     num_rows = batch * num_heads * seqlen_q
-    n = Numbers(num_heads, seqlen_q, num_rows, num_splits, unit, unit * LOG2E.value)
+    n = Numbers(num_heads, seqlen_q, num_rows, of.number, of.unit, of.unit * LOG2E.value)
     strides = runtime.signature(t.out[1:]), None if rows is None else runtime.signature(rows[1:])
     key = strides, runtime.aligned(out, lse, sinks)
     c, options = _constants(head_dim_v, at_once), {"num_warps": num_warps}
