@@ -26,8 +26,11 @@ from polyflash.backends.cpu.words import NEEDS_DBIAS, BiasGradient, Cut, Entries
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyflash.backends.cpu.arguments import Views
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
+
+    Given = tuple[Tensor, Tensor | None]
 
 KEPT_CUTS = 256  # per route
 Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
@@ -96,18 +99,15 @@ def _launches(table: Any, heads: int, bias: BiasSums | None) -> Iterator[tuple[A
 
 def _differentiate(
     launch: Launch,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
+    views: Views,
     lse: Tensor,
+    given: Given,
     args: Arguments,
     needs: Needs,
     bias: BiasSums | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """float32 dq, dk and dv where they are asked for; the sums of `bias` are filled."""
+    """float32 dq, dk and dv where they are asked for; the sums of `bias` are filled. `given`: dout, dlse."""
+    q, k, v, _ = views
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = _Prepared(launch)
@@ -124,9 +124,9 @@ def _differentiate(
     dq = zeros_in_order_of(q, cut.parts) if needs[0] else None
     dk, dv = (zeros_in_order_of(x, 1) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
     plain, isa = args._replace(sinks=None), launch.config.isa  # lse holds their share
-    front = arguments.front(isa, cut.nv, (q, k, v, out), lse.data_ptr(), seqlen_k, plain, kept, 0)
+    front = arguments.front(isa, cut.nv, views, lse.data_ptr(), seqlen_k, plain, kept, 0)
     block = array("q", front + cut.words)
-    block.extend(_sums(dout, dlse, dq, dk, dv))
+    block.extend(_sums(*given, dq, dk, dv))
     add_bias = 0 if bias is None else runtime.stage_address(BiasGradientKey, isa, cut.nv)
     block.extend((0,) * 7 if bias is None else BiasGradient._make((*bias.words(), add_bias)))
     wanted = sum(1 << i for i in range(3) if needs[i]) | (0 if bias is None else NEEDS_DBIAS)
@@ -186,7 +186,7 @@ def run(
     if needs[3] and args.bias is not None:
         heads, seqlens = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
         bias = bias_sums(args.bias, q.shape[0], heads, seqlens)
-    sums = _differentiate(launch, dout, dlse, q, k, v, out, lse, args, needs, bias)
+    sums = _differentiate(launch, (q, k, v, out), lse, (dout, dlse), args, needs, bias)
     dq, dk, dv = sums if q.dtype is torch.float32 else (None if x is None else x.to(q.dtype) for x in sums)
     if bias is not None:
         dbias = bias.total(cast("Tensor", args.bias))

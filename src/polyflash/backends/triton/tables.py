@@ -282,15 +282,7 @@ _AMD_BACKWARD = {  # model: one stage, 64 KiB
     256: BackwardPair(Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
     576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-_RDNA_BACKWARD = {  # model
-    32: BackwardPair(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    64: BackwardPair(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    128: BackwardPair(Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
-    192: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    256: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-}
-_FLOAT32_BACKWARD = {  # model
+_LEAST_BACKWARD = {  # model: RDNA, and float32 by multiply-adds
     32: BackwardPair(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     64: BackwardPair(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     128: BackwardPair(Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
@@ -299,7 +291,7 @@ _FLOAT32_BACKWARD = {  # model
     576: BackwardPair(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 _HOPPER_FLOAT32_BACKWARD = {  # in parts, of which shared memory holds six bytes a value
-    **_FLOAT32_BACKWARD,
+    **_LEAST_BACKWARD,
     32: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), heavy_walk=32),  # model
     64: BackwardPair(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), heavy_walk=32),  # compiled [255; dQ 174]
     128: BackwardPair(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2), heavy_warps=4, apart=2),  # [250; dQ 246]
@@ -313,47 +305,24 @@ BACKWARD: dict[tuple[str, int], dict[int, BackwardPair]] = {
     ("geforce", 2): _TIGHT_BACKWARD,
     ("cdna", 2): _AMD_BACKWARD,
     ("cdna4", 2): _AMD_BACKWARD,
-    ("rdna3", 2): _RDNA_BACKWARD,
-    ("rdna4", 2): _RDNA_BACKWARD,
-    **{(arch.family, 4): _FLOAT32_BACKWARD for arch in ARCHS.values()},
+    ("rdna3", 2): _LEAST_BACKWARD,
+    ("rdna4", 2): _LEAST_BACKWARD,
+    **{(arch.family, 4): _LEAST_BACKWARD for arch in ARCHS.values()},
     ("hopper", 4): _HOPPER_FLOAT32_BACKWARD,
 }
+
+
+def _of_classes(*tiles: tuple[int, int, int]) -> dict[int, tuple[int, int, int]]:
+    return dict(zip(CLASSES, tiles, strict=True))
+
 
 # vendor -> head-dim class -> (keys of a block, warps, stages) of the decode kernel: all model. Its rows are
 # few, so blocks are as long as the pipeline has room for: reading at full rate needs bytes in flight.
 DECODE: dict[tuple[str, int], dict[int, tuple[int, int, int]]] = {
-    ("cuda", 2): {
-        32: (128, 4, 3),
-        64: (128, 4, 3),
-        128: (64, 4, 3),
-        192: (64, 4, 2),
-        256: (32, 4, 2),
-        576: (16, 8, 2),
-    },
-    ("hip", 2): {
-        32: (64, 4, 1),
-        64: (64, 4, 1),
-        128: (64, 4, 1),
-        192: (32, 4, 1),
-        256: (32, 4, 1),
-        576: (16, 8, 1),
-    },
-    ("cuda", 4): {
-        32: (64, 4, 2),
-        64: (64, 4, 2),
-        128: (32, 4, 2),
-        192: (32, 4, 2),
-        256: (16, 4, 2),
-        576: (16, 8, 2),
-    },
-    ("hip", 4): {
-        32: (64, 4, 1),
-        64: (32, 4, 1),
-        128: (32, 4, 1),
-        192: (16, 4, 1),
-        256: (16, 4, 1),
-        576: (16, 8, 1),
-    },
+    ("cuda", 2): _of_classes((128, 4, 3), (128, 4, 3), (64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 8, 2)),
+    ("hip", 2): _of_classes((64, 4, 1), (64, 4, 1), (64, 4, 1), (32, 4, 1), (32, 4, 1), (16, 8, 1)),
+    ("cuda", 4): _of_classes((64, 4, 2), (64, 4, 2), (32, 4, 2), (32, 4, 2), (16, 4, 2), (16, 8, 2)),
+    ("hip", 4): _of_classes((64, 4, 1), (32, 4, 1), (32, 4, 1), (16, 4, 1), (16, 4, 1), (16, 8, 1)),
 }
 # head-dim class -> likewise where float32 is EXACT by matrix units. H200: 2525 GB/s, of 32 keys 2022.
 EXACT_DECODE = {128: (64, 4, 2)}
