@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
 
-    Given = tuple[Tensor, Tensor | None]
+    Given = tuple[Tensor, Tensor | None, Tensor]  # dout, dlse and lse
 
 KEPT_CUTS = 256  # per route
 Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
@@ -98,16 +98,10 @@ def _launches(table: Any, heads: int, bias: BiasSums | None) -> Iterator[tuple[A
 
 
 def _differentiate(
-    launch: Launch,
-    views: Views,
-    lse: Tensor,
-    given: Given,
-    args: Arguments,
-    needs: Needs,
-    bias: BiasSums | None,
+    launch: Launch, views: Views, given: Given, args: Arguments, needs: Needs, bias: BiasSums | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """float32 dq, dk and dv where they are asked for; the sums of `bias` are filled. `given`: dout, dlse."""
-    q, k, v, _ = views
+    """float32 dq, dk and dv where they are asked for; the sums of `bias` are filled."""
+    (q, k, v, _), (dout, dlse, lse) = views, given
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = _Prepared(launch)
@@ -126,7 +120,7 @@ def _differentiate(
     plain, isa = args._replace(sinks=None), launch.config.isa  # lse holds their share
     front = arguments.front(isa, cut.nv, views, lse.data_ptr(), seqlen_k, plain, kept, 0)
     block = array("q", front + cut.words)
-    block.extend(_sums(*given, dq, dk, dv))
+    block.extend(_sums(dout, dlse, dq, dk, dv))
     add_bias = 0 if bias is None else runtime.stage_address(BiasGradientKey, isa, cut.nv)
     block.extend((0,) * 7 if bias is None else BiasGradient._make((*bias.words(), add_bias)))
     wanted = sum(1 << i for i in range(3) if needs[i]) | (0 if bias is None else NEEDS_DBIAS)
@@ -186,7 +180,7 @@ def run(
     if needs[3] and args.bias is not None:
         heads, seqlens = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
         bias = bias_sums(args.bias, q.shape[0], heads, seqlens)
-    sums = _differentiate(launch, (q, k, v, out), lse, (dout, dlse), args, needs, bias)
+    sums = _differentiate(launch, (q, k, v, out), (dout, dlse, lse), args, needs, bias)
     dq, dk, dv = sums if q.dtype is torch.float32 else (None if x is None else x.to(q.dtype) for x in sums)
     if bias is not None:
         dbias = bias.total(cast("Tensor", args.bias))
