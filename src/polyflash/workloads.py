@@ -150,9 +150,15 @@ def _made(w: Workload, seed: int, family: Callable[..., Any] | None) -> tuple[An
 
 
 def in_pages(
-    k: Tensor, v: Tensor, lens: Sequence[int], page_size: int, generator: torch.Generator, *,
-    columns: int = 0, spare: int = 2,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    lens: Sequence[int],
+    page_size: int,
+    generator: torch.Generator,
+    *,
+    columns: int = 0,
+    spare: int = 2,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The first lens[b] keys of each request of k, v (batch, kv_heads, seqlen_k, ·) in shuffled pages.
 
     Returns pools (num_pages, page_size, kv_heads, ·) with `spare` pages of nobody, and the table, int32

@@ -108,9 +108,14 @@ def quantile(values: Sequence[float], p: float) -> float:
 
 
 def compare(
-    arms: Sequence[Arm], *, seconds: float = 2.0, fewest: int = 5, speed: Speed | None = None,
-    settle: float = SETTLE, clock: Callable[[], float] = time.perf_counter,
-) -> Comparison:  # fmt: skip
+    arms: Sequence[Arm],
+    *,
+    seconds: float = 2.0,
+    fewest: int = 5,
+    speed: Speed | None = None,
+    settle: float = SETTLE,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Comparison:
     """Times the arms against each other in this process.
 
     Args:

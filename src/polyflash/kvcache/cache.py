@@ -52,9 +52,15 @@ class Step:
         return layer in self._written or not self.slot_mapping.shape[0]
 
     def write(
-        self, k: Tensor, v: Tensor, *, layer: int = 0, rope: Rope | None = None,
-        positions: Tensor | None = None, q: Tensor | None = None,
-    ) -> Tensor | None:  # fmt: skip
+        self,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int = 0,
+        rope: Rope | None = None,
+        positions: Tensor | None = None,
+        q: Tensor | None = None,
+    ) -> Tensor | None:
         """Writes the new tokens of one layer to their slots: k (total, num_kv_heads, head_dim) and v (total,
         num_kv_heads, head_dim_v), of the pool's dtype.
 

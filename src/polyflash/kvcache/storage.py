@@ -32,10 +32,18 @@ class Storage:
     """A `KVCache` without steps and attention."""
 
     def __init__(
-        self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *,
-        head_dim_v: int | None = None, num_layers: int = 1, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None, scrub: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        head_dim_v: int | None = None,
+        num_layers: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        scrub: bool = False,
+    ) -> None:
         width_v = head_dim if head_dim_v is None else head_dim_v
         checked_count("num_pages", num_pages, 0, 2**31 - 1)
         sizes = {"page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

@@ -41,9 +41,14 @@ class Step:
 
 
 def tune(
-    trials: Sequence[Trial], race: Race, *, start: Entry | None = None, keep: Callable[[Entry], object],
-    tell: Callable[[Step], None] = lambda step: None, now: Callable[[], datetime] = lambda: datetime.now(UTC),
-) -> Entry:  # fmt: skip
+    trials: Sequence[Trial],
+    race: Race,
+    *,
+    start: Entry | None = None,
+    keep: Callable[[Entry], object],
+    tell: Callable[[Step], None] = lambda step: None,
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
+) -> Entry:
     """The best config for `trials`, problems of one row, one entry and hence the same candidates: the last
     entry given to `keep`, which is called after every candidate, as `tell` is with what came of it. Its times
     are geometric means over the problems. `start` is the entry of a search that was interrupted.

@@ -164,9 +164,18 @@ class Prepared:
 
 
 def attend_call(
-    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments,
-    *, split_keys: int = 0, num_splits: int = 1, visits: Tensor | None = None,
-) -> None:  # fmt: skip
+    prepared: Prepared,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    args: Arguments,
+    *,
+    split_keys: int = 0,
+    num_splits: int = 1,
+    visits: Tensor | None = None,
+) -> None:
     """Launches `attend`. With `split_keys` out and lse are those of the splits, (splits·batch, ...)."""
     config = prepared.config
     ready = prepared.ready_for(q, k, v, out, lse, args, split_keys > 0)
