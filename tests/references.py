@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from polyflash.mask import Mask
 from polyflash.merging import AttentionOutput
-from polyflash.reference import _softmax, attention_reference, masked_scores
+from polyflash.reference import _masked_scores, _softmax, attention_reference
 
 _INF = float("inf")
 
 
 def statistics_reference(
-    q: Tensor, k: Tensor, *, sinks: Tensor | None = None, layout: str = "bhsd", **rules: Any
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    layout: str = "bhsd",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Float64 (column_sums, entropy, max_logit) of the weights of `attention_reference`: Σ_i p_ij (batch,
     num_q_heads, seqlen_k), -Σ_j p_ij·ln p_ij with the sink's term, and max_j s_ij (batch, num_q_heads,
     seqlen_q). An empty row has entropy 0 and maximum -inf."""
     if layout == "bshd":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    s, visible = masked_scores(q, k, **rules)
+    s, visible = _masked_scores(
+        q, k, causal, window, mask, bias, alibi_slopes, softcap, scale, kv_lens, kv_starts, q_offset
+    )
     p, _, rest = _softmax(s, visible, sinks)
     whole = torch.cat([p, rest], -1)
     entropy = -torch.where(whole == 0.0, 0.0, whole * torch.log(whole)).sum(-1)

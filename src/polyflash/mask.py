@@ -12,6 +12,7 @@ a kernel skips whole blocks by the first and compares lanes by the second."""
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 FAR_SIDE, FAR_OFFSET = 1 << 61, 1 << 60  # as good as infinite, and sums of them stay 64-bit
 
 Window = tuple[int | None, int | None]
+Interval = Callable[[int], tuple[int, int]]  # keys [lo, hi) of a row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -317,10 +319,10 @@ def row_interval(
     return max(lo, 0), max(hi, 0)
 
 
-def block_range(first_row: int, last_row: int, *, block_n: int, **bounds: Any) -> tuple[int, int]:
-    """Key blocks [n_lo, n_hi) that rows first_row..last_row (inclusive) visit, whose `row_interval` within
-    `bounds` rises with the row."""
-    lo, hi = row_interval(first_row, **bounds)[0], row_interval(last_row, **bounds)[1]
+def block_range(first_row: int, last_row: int, block_n: int, interval: Interval) -> tuple[int, int]:
+    """Key blocks [n_lo, n_hi) that rows first_row..last_row (inclusive) visit: bounds rise with the row.
+    `interval` is `row_interval` but for the row."""
+    lo, hi = interval(first_row)[0], interval(last_row)[1]
     return (lo // block_n, -(-hi // block_n)) if lo < hi else (0, 0)
 
 

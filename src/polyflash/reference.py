@@ -24,23 +24,23 @@ _INF = float("inf")
 
 
 def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    layout: str = "bhsd",
-    first_batch: int = 0,
-    **rules: Any,
-) -> AttentionOutput:
-    """The arguments of `polyflash.attention`, those that scores depend on as `masked_scores` has them; q, k,
-    v of any float dtype. Returns float64 out in q's layout and float64 lse (batch, num_q_heads, seqlen_q).
-    `first_batch` is the index of batch entry 0 in dropout's counter."""
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None, mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None, scale: float | None = None, kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None, dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None, layout: str = "bhsd", first_batch: int = 0,
+    row_bounds: Tensor | None = None,
+) -> AttentionOutput:  # fmt: skip
+    """The arguments of `polyflash.attention`; q, k, v of any float dtype. Returns float64 out in q's layout
+    and float64 lse (batch, num_q_heads, seqlen_q). `first_batch` is the index of batch entry 0 in dropout's
+    counter; `row_bounds` int (seqlen_q, 2): row i sees keys [row_bounds[i, 0], row_bounds[i, 1]) only."""
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    s, visible = masked_scores(q, k, **rules)
+    s, visible = _masked_scores(
+        q, k, causal, window, mask, bias, alibi_slopes, softcap, scale, kv_lens, kv_starts, q_offset,
+        row_bounds,
+    )  # fmt: skip
     p, lse, _ = _softmax(s, visible, sinks)
     if dropout_p:
         keep = dropout_keep(p.shape, dropout_p, int(dropout_seed or 0), first_batch)
@@ -78,25 +78,14 @@ def philox(counter: list[np.ndarray], key_lo: int, key_hi: int) -> list[np.ndarr
     return [c0, c1, c2, c3]
 
 
-def masked_scores(
-    q: Tensor,
-    k: Tensor,
-    *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Mask | Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    scale: float | None = None,
-    kv_lens: Tensor | None = None,
-    kv_starts: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
+def _masked_scores(
+    q: Tensor, k: Tensor, causal: bool | str, window: tuple[int | None, int | None] | None,
+    mask: Mask | Tensor | None, bias: Tensor | None, alibi_slopes: Tensor | None, softcap: float,
+    scale: float | None, kv_lens: Tensor | None, kv_starts: Tensor | None, q_offset: int | Tensor | None,
     row_bounds: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Scores (batch, num_q_heads, seqlen_q, seqlen_k) as they enter the softmax, -inf where invisible, and
-    what is visible. `row_bounds`, int (seqlen_q, 2): row i sees keys [row_bounds[i, 0], row_bounds[i, 1])
-    only."""
+    what is visible."""
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     _, num_kv_heads, seqlen_k, _ = k.shape
     group = num_q_heads // max(1, num_kv_heads)

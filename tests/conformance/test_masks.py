@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -237,8 +238,9 @@ def test_block_range_covers_exactly():
         }
         first, block = pick(0, 5, 64), pick(16, 64, 128)
         last = first + pick(0, 3, 63)
-        lo, hi = block_range(first, last, block_n=block, **shape)
-        seen = {j for i in range(first, last + 1) for j in range(*row_interval(i, **shape))}
+        interval = partial(row_interval, **shape)
+        lo, hi = block_range(first, last, block, interval)
+        seen = {j for i in range(first, last + 1) for j in range(*interval(i))}
         assert all(lo <= j // block < hi for j in seen)
         if hi > lo and seen:
             assert min(seen) // block == lo and max(seen) // block == hi - 1

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,18 +63,11 @@ def test_block_range_is_the_hull_of_what_is_seen(
 ) -> None:
     """No block before the first visible key or after the last one; none at all if the rows see nothing."""
     rule = (sk, start, offset, causal, (left, right))
+    bounds: dict[str, Any] = {"seqlen_k": sk, "offset": offset, "causal": causal, "window": (left, right)}
+    interval = partial(row_interval, **bounds, kv_start=start)
     for first in range(0, sq, block_m):
         last = min(first + block_m, sq) - 1
-        lo, hi = block_range(
-            first,
-            last,
-            block_n=block_n,
-            seqlen_k=sk,
-            offset=offset,
-            causal=causal,
-            window=(left, right),
-            kv_start=start,
-        )
+        lo, hi = block_range(first, last, block_n, interval)
         keys = [j for i in range(first, last + 1) for j in range(sk) if seen(i, j, *rule)]
         if keys:
             assert (lo, hi) == (min(keys) // block_n, max(keys) // block_n + 1)

@@ -138,9 +138,19 @@ def measured(
 
 
 def row_of(
-    case: Case, backend: str, found: Comparison, difference: float, ours: Accuracy, theirs: Accuracy,
-    flops: float, peak: Peak | None, threads: int, *, peer: str = SDPA, reads: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    case: Case,
+    backend: str,
+    found: Comparison,
+    difference: float,
+    ours: Accuracy,
+    theirs: Accuracy,
+    flops: float,
+    peak: Peak | None,
+    threads: int,
+    *,
+    peer: str = SDPA,
+    reads: bool = False,
+) -> dict[str, Any]:
     """One case as plain data, every round in it, so that medians can be made again. No ratio is made without
     a peer or from results that differ. `reads`: the call is held against memory, most of whose rate one core
     may use, so that scaling says nothing."""

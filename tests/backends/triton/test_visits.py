@@ -4,6 +4,7 @@ order, and of interval lists those that a list of a row touches."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -92,17 +93,17 @@ class Grid:
         if offset is None:
             offset = 0 if w.causal == "top_left" else live - rows
         bounds: Any = {
-            "block_n": self.config.block_n,
             "seqlen_k": live,
             "offset": offset,
             "causal": bool(w.causal),
             "window": w.window or (None, None),
             "kv_start": w.kv_starts[b] if w.kv_starts else 0,
         }
+        interval, block_n = partial(mask.row_interval, **bounds), self.config.block_n
         tiles: list[Blocks] = []
         for first in range(0, rows * group, m):
             packed = range(first, min(first + m, rows * group))
-            blocks = range(*mask.block_range(packed[0] // group, packed[-1] // group, **bounds))
+            blocks = range(*mask.block_range(packed[0] // group, packed[-1] // group, block_n, interval))
             pairs = {(head * group + r % group, r // group // w.interval_rows) for r in packed}
             tiles.append([n for n in blocks if self.lists is None or self.touched(b, pairs, n)])
         return tiles

@@ -43,8 +43,14 @@ def option(
     return field(default=default, metadata={"option": Option(values, wanted, tried, tuned, needs, note)})
 
 
-def flag(default: bool, **facts: Any) -> Any:
-    return option(True, False, default=default, wanted="True or False", **facts)
+def flag(
+    default: bool,
+    *,
+    tuned: tuple[bool, ...] = (),
+    needs: Callable[..., bool] = lambda *_: True,
+    note: str = "",
+) -> Any:
+    return option(True, False, default=default, tuned=tuned, needs=needs, note=note)
 
 
 def power_of_two(low: int, high: int) -> Any:

@@ -42,7 +42,7 @@ Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
 
 
 class Given(NamedTuple):
-    """What the forward made of each row, and the gradients of that."""
+    """Results of the forward for each row, and their gradients."""
 
     dout: Tensor
     dlse: Tensor | None

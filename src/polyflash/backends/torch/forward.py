@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -209,16 +210,15 @@ def block_range(part: Part, i0: int, rows: int, block_n: int) -> tuple[int, int]
     """Key blocks [n_lo, n_hi) that these rows visit; a bound that lives on a device stays wide."""
     args, seqlen_q, seqlen_k = part.args, part.q.shape[3], part.k.shape[2]
     known = isinstance(part.offset, int)
-    blocks = masks.block_range(
-        max(i0, 0),
-        min(i0 + rows, seqlen_q) - 1,
-        block_n=block_n,
+    interval = partial(
+        masks.row_interval,
         seqlen_k=part.kv_len if isinstance(part.kv_len, int) else seqlen_k,
         offset=part.offset if isinstance(part.offset, int) else 0,
         causal=args.causal and known,
         window=(args.window_left, args.window_right) if known else (None, None),
         kv_start=part.kv_start if isinstance(part.kv_start, int) else 0,
     )
+    blocks = masks.block_range(max(i0, 0), min(i0 + rows, seqlen_q) - 1, block_n, interval)
     if args.row_bounds is None:
         return blocks
     return narrowed(args.row_bounds, i0, rows, blocks, block_n, seqlen_q)

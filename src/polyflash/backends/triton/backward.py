@@ -189,12 +189,12 @@ class Call(NamedTuple):
             total = num_tiles * num_heads * requests
             programs = total if finite else min(total, self.prepared.cores)
             n = Numbers(*self.n[:3], num_tiles, None, None, total, *self.n[7:])
-            self.launch(kernel, programs, n, how, num_heads, visits, **results)
+            self.launch(kernel, programs, n, how, num_heads, results, visits)
 
     def launch(
-        self, kernel: Any, programs: int, n: Any, how: Any, num_heads: int, visits: Any = None, **results: Any
+        self, kernel: Any, programs: int, n: Any, how: Any, num_heads: int, results: Any, visits: Any = None
     ) -> None:
-        """`how`: constants and options. The results, of `Tensors`, are four-dimensional and fresh."""
+        """`how`: constants and options. `results`: fields of `Tensors`, four-dimensional and fresh."""
         views, (c, options) = {name: view_of(x) for name, x in results.items()}, how
         kinds = *((name, v and v[1:]) for name, v in views.items()), visits is None
         key = kernel.__name__, id(c), num_heads, *self.key, *kinds, runtime.aligned(*results.values())

@@ -121,7 +121,7 @@ def run(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         c = call.prepared.constants[key] = _constants(call, q.shape[3], v.shape[3], over_rows, over_keys)
     options = {"num_warps": config.dq_num_warps, "num_stages": config.dq_num_stages}
     programs = row_tiles * key_tiles * kept_heads * kept_batch
-    call.launch(make_dbias, programs, n, (c, options), num_heads, dbias=sums)
+    call.launch(make_dbias, programs, n, (c, options), num_heads, {"dbias": sums})
     over = [d for d in range(4) if shape[d] == 1 and sums.shape[d] != 1]
     total = sums.sum(over, keepdim=True) if over else sums
     return total.to(bias.dtype).reshape(bias.shape)
