@@ -15,9 +15,15 @@ from polyflash.spec import Arguments
 
 @facade({"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"})
 def apply_rotary_emb(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False,
-    seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
     """Turns the first rotary_dim channels of x by the position of each token. Gradients reach x.
 
     Args:

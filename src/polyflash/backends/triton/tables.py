@@ -209,12 +209,10 @@ _HOPPER_FLOAT32 = {  # by matrix units, see EXACT
     128: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),  # H200
 }
 _CDNA_FLOAT32 = {
+    **_CUDA_FLOAT32,
     32: Tiles(Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
     64: Tiles(Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
     128: Tiles(Tile(64, 32, 8, 1), Tile(64, 16, 8, 1)),
-    192: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
-    256: Tiles(Tile(32, 32, 8, 1), Tile(32, 16, 8, 1)),
-    576: Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
 _RDNA_FLOAT32 = {
     32: Tiles(Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
