@@ -56,7 +56,7 @@ def run(launch: Launch, q: Tensor, k: Tensor, lse: Tensor, room: Room, args: Arg
     row_panels = min(config.panels, max(1, -(-int(lens_q.max(initial=1)) // rows)))
     kernel, tiles = _kernel(config, launch.spec.dtype, head_dim, nv, row_panels)
     entries, copies = statistics_configs.ranges(lens_q, rows)
-    sums = None if column_sums is None else column_sums.new_zeros((copies, *column_sums.shape))
+    sums = None if column_sums is None else _zeros(copies, column_sums)
     lse = lse.contiguous()
     work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim, args)
     kept: list[Any] = []
@@ -76,3 +76,7 @@ def run(launch: Launch, q: Tensor, k: Tensor, lse: Tensor, room: Room, args: Arg
         for copy in sums[1:]:
             sums[0] += copy
         column_sums.copy_(sums[0])
+
+
+def _zeros(copies: int, like: Tensor) -> Tensor:
+    return like.new_zeros((copies, *like.shape))
