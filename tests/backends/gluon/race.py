@@ -1,10 +1,12 @@
-"""Times the Gluon forward row beside cuDNN and the Triton row, interleaved in one process.
+"""Times the Gluon rows beside cuDNN and the Triton rows, interleaved in one process.
 
 python -m tests.backends.gluon.race [--dims 64,128,256] [--lengths 1024,...] [--variants] [--rounds 7]
+    [--gradients] [--group 4]
     [--kinds full,causal,window,alibi-causal,capped-causal,sinks-causal,lens,lens-causal,packed,packed-causal]
 
 cuDNN has the first two. A window is causal, of 1024 keys, a cap 30. Of `lens` requests have from few keys to
-all; packed members half as many tokens and half as many more by turns.
+all; packed members half as many tokens and half as many more by turns. With --gradients the backward pass
+alone is timed, of a graph that is kept. --group: query heads per key/value head.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def options_of(kind: str, length: int, heads: int) -> tuple[dict[str, Any], int]
 def arms_of(q, k, v, options: dict[str, Any], variants: bool) -> dict[str, Callable[[], torch.Tensor]]:
     def cudnn():
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=options["causal"])
+            more = {"is_causal": options["causal"], "enable_gqa": q.shape[1] != k.shape[1]}
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **more)
 
     def ours(**more):
         if "cu_seqlens_q" in options:
@@ -83,6 +86,24 @@ def arms_of(q, k, v, options: dict[str, Any], variants: bool) -> dict[str, Calla
     return arms
 
 
+def flat(results: Any) -> torch.Tensor:
+    return results if isinstance(results, torch.Tensor) else torch.cat([x.flatten() for x in results])
+
+
+def of_gradients(
+    arms: dict[str, Callable[[], torch.Tensor]], leaves: tuple[torch.Tensor, ...]
+) -> dict[str, Callable[[], Any]]:
+    """The backward pass of each arm."""
+
+    def backward(arm: Callable[[], torch.Tensor]) -> Callable[[], Any]:
+        out = arm()
+        dout = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        dout = dout.to(out.dtype)
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return {name: backward(arm) for name, arm in arms.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dims", default="64,128,256")
@@ -90,19 +111,28 @@ def main() -> None:
     parser.add_argument("--kinds", default="full,causal")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--gradients", action="store_true")
+    parser.add_argument("--group", type=int, default=1)
     asked = parser.parse_args()
     for dims in map(int, asked.dims.split(",")):
         for kind in asked.kinds.split(","):
             for length in map(int, asked.lengths.split(",")):
                 heads = CHANNELS // dims
-                shape = (TOKENS // length, heads, length, dims)
-                q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+                kv_heads = heads // asked.group
+                q, k, v = (
+                    torch.randn(TOKENS // length, h, length, dims, device="cuda", dtype=torch.bfloat16)
+                    for h in (heads, kv_heads, kv_heads)
+                )
                 options, pairs = options_of(kind, length, heads)
+                if asked.gradients:
+                    q, k, v = (x.requires_grad_() for x in (q, k, v))
                 arms = arms_of(q, k, v, options, asked.variants)
-                results = {name: arm() for name, arm in arms.items() for _ in range(3)}
+                if asked.gradients:
+                    arms = of_gradients(arms, (q, k, v))
+                results = {name: flat(arm()) for name, arm in arms.items() for _ in range(3)}
                 base = results["triton"].float()
                 errors = {n: float((x.float() - base).norm() / base.norm()) for n, x in results.items()}
-                work = 4 * heads * dims * pairs
+                work = (10 if asked.gradients else 4) * heads * dims * pairs
                 times = max(3, int(0.02 / (work / 5e14)))
                 found: dict[str, list[float]] = {name: [] for name in arms}
                 for _ in range(asked.rounds):

@@ -14,10 +14,11 @@ import torch
 
 from polyflash.backends.gluon import configs, gradient_passes, shim
 from polyflash.backends.gluon.backward_sm90 import Constants, Numbers, Tensors, differentiate_sm90
-from polyflash.backends.gluon.forward import boxed
+from polyflash.backends.gluon.forward import Band, band_of, boxed
 from polyflash.backends.gluon.gradient_passes import center, finish_dq
-from polyflash.backends.gpu.numbers import LOG2E, scale_of
-from polyflash.backends.gpu.views import rows_of, view_of
+from polyflash.backends.gpu.launch import tile_count
+from polyflash.backends.gpu.numbers import LOG2E, scale_of, sizes_of
+from polyflash.backends.gpu.views import NO_OPERANDS, operands_of, rows_of, view_of
 from polyflash.backends.triton import backward as triton_backward
 from polyflash.backends.triton import configs as triton_configs
 from polyflash.backends.triton import runtime
@@ -59,9 +60,9 @@ class Scratch(NamedTuple):
     started: Tensor
 
 
-def scratch_for(q: Tensor, k: Tensor, channels: int, ordered: bool) -> Scratch:
+def scratch_for(q: Tensor, k: Tensor, channels: int, row_blocks: int, ordered: bool) -> Scratch:
     (batch, num_heads, seqlen_q, _), num_kv_heads = q.shape, k.shape[1]
-    number, blocks = batch * num_heads * seqlen_q, batch * num_heads * -(-seqlen_q // ROWS)
+    number, blocks = batch * num_heads * seqlen_q, batch * num_heads * row_blocks
     pad = PAD.value
     room = q.new_empty((2, -(-number // pad) * pad + pad), dtype=torch.float32)
     packed = room[:, :number].view(2, batch, num_kv_heads, number // (batch * num_kv_heads))
@@ -82,26 +83,30 @@ def run(
     launch: Launch, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, args: Arguments, needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dq, dk, dv, and None for bias and sinks, which this row does not take. All three are made, whatever
-    `needs` says."""
+    """dq, dk, dv, all three made whatever `needs` says, None for bias, which this row does not take, and
+    dsinks."""
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
     read = boxed(q), boxed(k), boxed(v), boxed(dout)
     made = tuple(empty_in_order_of(x, x.shape[3]) for x in read[:3])
-    launch_all(prepared, read, (out, lse, dlse), made, args)
+    delta = launch_all(prepared, read, (out, lse, dlse), made, args)
     found = (x if need else None for x, need in zip(made, needs[:3], strict=True))
-    return *found, None, None  # type: ignore[return-value]
+    dsinks = None
+    if needs[4] and args.sinks is not None:
+        dsinks = triton_backward.sink_gradient(args.sinks, lse, delta).to(args.sinks.dtype)
+    return *found, None, dsinks  # type: ignore[return-value]
 
 
 def launch_all(
     prepared: Prepared, read: tuple[Tensor, ...], results: tuple[Any, ...], made: tuple[Tensor, ...],
     args: Arguments,
-) -> None:  # fmt: skip
-    """`read` are q, k, v and dout, `results` out, lse and dlse of the forward pass, `made` dq, dk and dv."""
+) -> Tensor:  # fmt: skip
+    """`read` are q, k, v and dout, `results` out, lse and dlse of the forward pass, `made` dq, dk and dv.
+    Returns delta, by packed row."""
     (q, k, v, _), (dq, dk, dv), device = read, made, read[0].device
-    channels = configs.box_of(q.shape[3])
-    space = scratch_for(q, k, channels, prepared.config.ordered)
+    channels, row_blocks = configs.box_of(q.shape[3]), blocks_of(q, k, q.shape[2], ROWS, args)
+    space = scratch_for(q, k, channels, row_blocks, prepared.config.ordered)
     arguments, key = passes(prepared, channels, read, results, dq, space, args)
     row_programs = (space.added.numel(),)
     launch = prepared.kernels.launch
@@ -113,6 +118,12 @@ def launch_all(
     rare = triton_backward.prepare_call(prepared.rare, q, k, v, centered, args)
     triton_backward.launch_dkv(rare, dk, dv)
     triton_backward.launch_dq(rare, dq)
+    return space.delta
+
+
+def blocks_of(q: Tensor, k: Tensor, positions: int, block: int, args: Arguments) -> int:
+    """Blocks of so many positions of one head, rows or keys."""
+    return tile_count(positions, block, sizes_of(q, k, args)[0], args.cu_seqlens_q is not None)[0]
 
 
 def passes(
@@ -122,31 +133,33 @@ def passes(
     """Arguments of `center` and `finish_dq`, and all that tells their kernels from others."""
     (q, k, _, dout), (out, lse, dlse) = read, results
     views = *map(view_of, (out, dout)), *map(rows_of, (lse, dlse, space.row_lse, space.delta)), view_of(dq)
-    t = gradient_passes.Tensors(*views, space.stats, space.sums, space.added, space.odd)  # type: ignore[call-arg]
+    places = space.stats, space.sums, space.added, space.odd
+    t = gradient_passes.Tensors(*views, *places, operands_of(args, k).cu_seqlens_q)  # type: ignore[call-arg]
     batch, num_heads, seqlen_q, head_dim = q.shape
     n = gradient_passes.Numbers(
         batch=batch,
         num_heads=num_heads,
         group=num_heads // k.shape[1],
         seqlen_q=seqlen_q,
-        row_blocks=-(-seqlen_q // ROWS),
-        offset=offset_of(q, k, args),
+        row_blocks=blocks_of(q, k, seqlen_q, ROWS, args),
+        members=sizes_of(q, k, args)[0],
         scale=scale_of(q, args),
     )
-    c = gradient_passes.Constants(DIM=head_dim, D=channels, HAS_RIGHT=args.causal)
-    key = c, *(x and x[1:] for x in views), runtime.aligned(out, dout, lse, dlse, dq)
+    c = gradient_passes.Constants(DIM=head_dim, D=channels, ORDERED=prepared.config.ordered)
+    aligned = runtime.aligned(out, dout, lse, dlse, dq, t.cu_seqlens_q)
+    key = c, *(x and x[1:] for x in views), aligned, t.cu_seqlens_q is None
     return (t, n, compiled_in(prepared, c)), key
 
 
 def fusion(
     prepared: Prepared, channels: int, read: tuple[Tensor, ...], made: tuple[Tensor, ...], space: Scratch,
     args: Arguments,
-) -> tuple[int, tuple[Any, ...], Constants]:  # fmt: skip
+) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """Programs and arguments of `differentiate_sm90`, and all that tells its kernel from others."""
     config, (q, k, v, dout), (_, dk, dv) = prepared.config, read, made
     num_kv_heads, seqlen_k = k.shape[1:3]
-    planes, key_tiles = k.shape[0] * num_kv_heads, -(-seqlen_k // KEYS)
-    scale = scale_of(q, args)
+    planes, key_tiles = k.shape[0] * num_kv_heads, blocks_of(q, k, seqlen_k, KEYS, args)
+    scale, band = scale_of(q, args), band_of(q.shape[2], seqlen_k, args)
     n = Numbers(
         num_kv_heads=num_kv_heads,
         group=q.shape[1] // num_kv_heads,
@@ -154,34 +167,48 @@ def fusion(
         heads=configs.turns(q.shape[2] * q.shape[1] // num_kv_heads, channels, config),
         seqlen_q=q.shape[2],
         seqlen_k=seqlen_k,
-        row_blocks=-(-q.shape[2] // ROWS),
+        row_blocks=blocks_of(q, k, q.shape[2], ROWS, args),
         key_tiles=key_tiles,
-        offset=offset_of(q, k, args),
+        offset=band.right,
+        left=band.left,
+        members=sizes_of(q, k, args)[0] if args.cu_seqlens_q is not None else None,
         factor=scale * LOG2E,
         scale=scale,
     )
-    c = Constants(
-        D=channels,
-        STAGES=config.num_stages,
-        HAS_RIGHT=args.causal,
-        WHOLE=not args.causal and seqlen_k % KEYS == 0,
-        AHEAD=config.ahead,
-        ORDERED=config.ordered,
-    )
+    c = constants_of(config, q, k, band, args)
     boxes = (
         *(shim.descriptor(x, ROWS, channels) for x in (q, dout, k, v)),
         shim.flat_descriptor(space.stats, 2 * ROWS), shim.flat_descriptor(space.sums, channels, 32),
         *(shim.descriptor(x, ROWS, channels) for x in (dk, dv)),
     )  # fmt: skip
-    t = Tensors(space.odd, space.started, space.added)
-    return planes * key_tiles, (t, n, compiled_in(prepared, c), *boxes), c
+    x = operands_of(args, k)
+    requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k
+    views = (view_of(dk), view_of(dv)) if c.PACKED else (None, None)
+    t = Tensors(space.odd, space.started, space.added, *requests, *views)
+    key = c, None if x == NO_OPERANDS else runtime.signature((*requests, *views))
+    return planes * key_tiles, (t, n, compiled_in(prepared, c), *boxes), key
 
 
-def offset_of(q: Tensor, k: Tensor, args: Arguments) -> int:
-    """The key at which row 0 stands; no row or every row may see all keys beyond the limits."""
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    offset = seqlen_k - seqlen_q if args.offset is None else args.offset
-    return min(max(offset, -seqlen_q), seqlen_k)
+def constants_of(
+    config: configs.BackwardConfig, q: Tensor, k: Tensor, band: Band, args: Arguments
+) -> Constants:
+    """Constants of the kernel of a call."""
+    packed, left = args.cu_seqlens_q is not None, args.window_left is not None
+    short, below = packed or args.kv_lens is not None, left or args.kv_starts is not None
+    return Constants(
+        D=configs.box_of(q.shape[3]),
+        CHANNELS=q.shape[3],
+        STAGES=config.num_stages,
+        HAS_RIGHT=band.bounded,
+        HAS_LEFT=left,
+        BELOW=below,
+        OWN=band.own,
+        SHORT=short,
+        PACKED=packed,
+        WHOLE=not (band.bounded or below or short) and k.shape[2] % KEYS == 0,
+        AHEAD=config.ahead,
+        ORDERED=config.ordered,
+    )
 
 
 def compiled_in(prepared: Prepared, c: Any) -> Any:

@@ -39,7 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from polyflash.backends.gluon.channel import RESERVED, barriers, phase
-from polyflash.backends.gluon.schedule import KEYS, ROWS, row_blocks, tile_of
+from polyflash.backends.gluon.places import find_member, span, stand, store_rows
+from polyflash.backends.gluon.schedule import KEYS, ROWS, first_tile, row_blocks, tile_of
 from polyflash.backends.gluon.shim import (
     accumulator,
     add_box,
@@ -64,11 +65,19 @@ READ: gl.constexpr = gl.constexpr(RESERVED.value + 11)
 
 class Tensors(NamedTuple):
     """`t` of `differentiate_sm90`, int32: not 0 if all has to be made anew; how many programs have started;
-    how many have added to each row block (B·Hq, row blocks)."""
+    how many have added to each row block (B·Hq, row blocks). With `cu_seqlens` members are packed, whose
+    keys dk and dv are stored through views."""
 
     odd: Any
     started: Any
     added: Any
+    kv_lens: Any = None  # int32, per request, like what follows
+    kv_starts: Any = None
+    q_offset: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    dk: Any = None
+    dv: Any = None
     end: None = None  # see `runtime.compile` of the Triton engine
 
 
@@ -83,7 +92,9 @@ class Numbers(NamedTuple):
     seqlen_k: Any
     row_blocks: Any  # of a head
     key_tiles: Any
-    offset: Any  # row i stands at key i + offset; from -seqlen_q to seqlen_k
+    offset: Any  # see `forward.band_of`
+    left: Any
+    members: Any  # packed; else None
     factor: Any  # of scores in an exponent of 2
     scale: Any
 
@@ -92,8 +103,15 @@ class Constants(NamedTuple):
     """`c`: what is compiled in."""
 
     D: int = 0
+    CHANNELS: int = 0  # of them there are so many
     STAGES: int = 2
-    HAS_RIGHT: bool = False  # causal
+    HAS_RIGHT: bool = False  # as in `forward_sm90`
+    HAS_LEFT: bool = False
+    BELOW: bool = False
+    OWN: bool = False
+    SHORT: bool = False
+    PACKED: bool = False
+    ALIBI: bool = False  # is not taken
     WHOLE: bool = False  # rows see every key of every program
     AHEAD: bool = False  # see `differentiate_ahead`
     ORDERED: bool = True  # else dq, 0 at first, is added to in whatever order
@@ -123,8 +141,9 @@ class Held(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Place of a program: its key tile, first key, batch entry and key/value head, and the row blocks
-    that see its keys: from start on, from whole on every row every key."""
+    """Place of a program: its key tile, first key, batch entry and key/value head, the row blocks from start
+    to end that see its keys, from whole to bare every row every key; its request's (`places.Place`), which
+    has so many keys, live or not, and whose row blocks begin at i_w."""
 
     i_n: Any
     j_0: Any
@@ -132,7 +151,11 @@ class Place(NamedTuple):
     i_h: Any
     start: Any
     whole: Any
+    bare: Any
     end: Any
+    own: Any
+    keys: Any
+    i_w: Any
 
 
 class Step(NamedTuple):
@@ -143,30 +166,37 @@ class Step(NamedTuple):
 
 
 @gluon.jit
-def find_place(i_t, n, c):
+def find_place(i_t, t, n, c):
     """The place of the i_t-th program to start."""
     i_bh, i_n = tile_of(i_t, n.key_tiles, n.planes, n.heads, False)
-    j_0 = i_n * KEYS
-    start, whole, end = row_blocks(j_0, n, c)
-    return Place(i_n, j_0, i_bh // n.num_kv_heads, i_bh % n.num_kv_heads, start, whole, end)
+    i_b, i_h = i_bh // n.num_kv_heads, i_bh % n.num_kv_heads
+    i_own, keys, i_w = i_b, n.seqlen_k, 0
+    if c.PACKED:
+        i_own, i_n = find_member(i_n, t.cu_seqlens_k, n.seqlen_k, n, KEYS)
+        _, keys = span(t.cu_seqlens_k, i_own, n.seqlen_k, n)
+    own = stand(i_own, 0, 0, t, n, c)
+    if c.PACKED:
+        i_w = own.first_q // ROWS + i_own
+    start, whole, bare, end = row_blocks(i_n * KEYS, own, c)
+    return Place(i_n, i_n * KEYS, i_b, i_h, start, whole, bare, end, own, keys, i_w)
 
 
 @gluon.jit
 def load_rows(q, dout, k, v, stats, ring, held, place, n, c):
     """Producer: K and V, then Q, dO and their statistics of every row block of every head of the group."""
     for i_k in gl.static_range(2):
-        at = [place.i_b, place.i_h, place.j_0 + 64 * i_k, 0]
+        at = [place.i_b, place.i_h, place.own.first_k + place.j_0 + 64 * i_k, 0]
         fill_box(k, at, held.full, held.k.index(i_k), 4 if i_k == 0 else 0)
         fill_box(v, at, held.full, held.v.index(i_k), 0)
     i = 0
     for i_g in range(n.group):
         i_h = place.i_h * n.group + i_g
-        i_w = (place.i_b * n.num_kv_heads * n.group + i_h) * n.row_blocks
+        i_w = (place.i_b * n.num_kv_heads * n.group + i_h) * n.row_blocks + place.i_w
         for j in range(place.end - place.start):
             slot, i_m = i % c.STAGES, place.end - 1 - j
             if i >= c.STAGES:
                 named_barrier("bar.sync", SLOT + slot, 288)
-            at = [place.i_b, i_h, i_m * ROWS, 0]
+            at = [place.i_b, i_h, place.own.first_q + i_m * ROWS, 0]
             fill_box(q, at, ring.q_full.index(slot), ring.q.index(slot), 1, STATS * 4)
             fill_box(stats, [(i_w + i_m) * STATS], ring.q_full.index(slot), ring.stats.index(slot), 0)
             fill_box(dout, at, ring.dout_full.index(slot), ring.dout.index(slot), 1)
@@ -186,13 +216,15 @@ def add_rows(dq, held, place, t, n, c, WHICH: gl.constexpr):
             free_rows(held)
     for i in range((WHICH + skipped) % 2, n.group * count, 2):
         i_h = (place.i_b * n.num_kv_heads + place.i_h) * n.group + i // count
-        i_row = i_h * n.row_blocks + place.end - 1 - i % count
+        i_m = place.end - 1 - i % count
+        i_row = i_h * n.row_blocks + place.i_w + i_m
+        before = place.i_n - first_tile(i_m, place.own, c)
         if c.ORDERED:
-            await_number(t.added + i_row, place.i_n)
+            await_number(t.added + i_row, before)
         take_rows(WHICH)
         for WG in gl.static_range(2):
             at = [(i_row * 2 + WG) * c.D, 0]
-            if c.ORDERED and place.i_n == 0:
+            if c.ORDERED and before == 0:
                 store_box(dq, at, held.dq.index(WG))
             else:
                 add_box(dq, at, held.dq.index(WG))
@@ -200,7 +232,7 @@ def add_rows(dq, held, place, t, n, c, WHICH: gl.constexpr):
         free_rows(held)
         if c.ORDERED:
             stored()
-            release_number(t.added + i_row, place.i_n + 1)
+            release_number(t.added + i_row, before + 1)
 
 
 @gluon.jit
@@ -253,15 +285,21 @@ def scores(b_x, b_y):
 
 
 @gluon.jit
-def apply_mask(b_x, i_m, j_0, n, c):
+def apply_mask(b_x, i_m, j_0, own, c):
     """-inf at pairs that do not see each other; [keys, rows]."""
     tile: gl.constexpr = accumulator(64)
     o_n = j_0 + gl.arange(0, 64, layout=gl.SliceLayout(1, tile))
     o_m = i_m * ROWS + gl.arange(0, 64, layout=gl.SliceLayout(0, tile))
-    b_end = o_m * 0 + n.seqlen_k
+    b_end = o_m * 0 + own.live
     if c.HAS_RIGHT:
-        b_end = gl.minimum(b_end, o_m + n.offset + 1)
-    return keep_less(b_x, o_n[:, None], b_end[None, :])
+        b_end = gl.minimum(b_end, o_m + own.high + 1)
+    b_x = keep_less(b_x, o_n[:, None], b_end[None, :])
+    if c.BELOW:
+        b_first = o_m * 0 + own.start
+        if c.HAS_LEFT:
+            b_first = gl.maximum(b_first, o_m + own.low)
+        b_x = keep_less(b_x, (b_first - 1)[None, :], o_n[:, None])
+    return b_x
 
 
 @gluon.jit
@@ -302,7 +340,7 @@ def differentiate_block(
     b_s = warpgroup_mma_wait(1, [b_s])
     b_x = b_s * n.factor - b_lse[None, :]
     if MASKED:
-        b_x = apply_mask(b_x, step.i_m, place.j_0 + WG * 64, n, c)
+        b_x = apply_mask(b_x, step.i_m, place.j_0 + WG * 64, place.own, c)
     b_p = gl.exp2(b_x)
     b_w = gl.convert_layout(b_p.to(q.dtype), operand)
     b_dv = warpgroup_mma(b_w, dout, b_dv, use_acc=not FIRST, is_async=True)
@@ -339,7 +377,7 @@ def differentiate_ahead(
     b_dq = issue_dq(held, step.i + 1, c, WG)  # of the block before, by parity
     b_x = b_s * n.factor - part(stats, 0)[None, :]
     if MASKED:
-        b_x = apply_mask(b_x, step.i_m, place.j_0 + WG * 64, n, c)
+        b_x = apply_mask(b_x, step.i_m, place.j_0 + WG * 64, place.own, c)
     b_p = gl.exp2(b_x)
     b_w = gl.convert_layout(b_p.to(q.dtype), operand)
     b_ds = (b_p * (b_dp - part(stats, 1)[None, :])).to(q.dtype)
@@ -380,12 +418,19 @@ def differentiate_keys(dk, dv, ring, held, place, t, n, c, WG: gl.constexpr):
 
 @gluon.jit
 def walk_rows(ring, held, sums, place, n, c, WG: gl.constexpr):
-    """All row blocks, from the last one on, of every head; those that hide keys come last."""
+    """All row blocks, from the last one on, of every head; those that hide keys come last, and with a window
+    first."""
     HIDES: gl.constexpr = c.HAS_RIGHT or not c.WHOLE
     sums = differentiate_block(ring, held, sums, Step(0, place.end - 1), place, n, c, WG, HIDES, True)
-    i, whole = 1, place.end - place.whole
+    i, bare, whole = 1, place.end - place.bare, place.end - place.whole
     for i_g in range(n.group):
         first = gl.where(i_g == 0, 1, 0)  # is done
+        if c.HAS_LEFT:
+            for j in range(first, bare):
+                step = Step(i, place.end - 1 - j)
+                sums = differentiate_block(ring, held, sums, step, place, n, c, WG, True, False)
+                i += 1
+            first = max(first, bare)
         for j in range(first, whole):
             step = Step(i, place.end - 1 - j)
             sums = differentiate_block(ring, held, sums, step, place, n, c, WG, False, False)
@@ -407,10 +452,16 @@ def walk_ahead(ring, held, sums, place, n, c, WG: gl.constexpr):
     announce(gl.zeros([64, 64], gl.float32, accumulator(64)).to(held.k.dtype), 1, held, WG)
     b_s, b_dp = first_products(ring, held, c, WG)
     sums = sums[0], sums[1], b_s, b_dp
-    i, whole, count = 0, place.end - place.whole, place.end - place.start
+    i, bare, whole, count = 0, 0, place.end - place.whole, place.end - place.start
     for i_g in range(n.group):
         last = gl.where(i_g == n.group - 1, count - 1, count)  # is peeled
-        for j in range(0, min(whole, last)):
+        if c.HAS_LEFT:
+            bare = place.end - place.bare
+            for j in range(0, min(bare, last)):
+                step = Step(i, place.end - 1 - j)
+                sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, True, False)
+                i += 1
+        for j in range(bare, min(whole, last)):
             step = Step(i, place.end - 1 - j)
             sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, False, False)
             i += 1
@@ -439,9 +490,14 @@ def store_keys(b_dk, b_dv, boxes, held, place, t, c, WG: gl.constexpr):
     s_dv.reshape([64, c.D]).store(b_dv.to(s_dv.dtype))
     fence_async_shared()
     dk, dv = boxes
-    at = [place.i_b, place.i_h, place.j_0 + WG * 64, 0]
-    store_box(dk, at, s_dk)
-    store_box(dv, at, s_dv)
+    i_k = place.j_0 + WG * 64
+    at = [place.i_b, place.i_h, place.own.first_k + i_k, 0]
+    if not c.PACKED or i_k + 64 <= place.keys:
+        store_box(dk, at, s_dk)
+        store_box(dv, at, s_dv)
+    else:  # the keys behind are another member's
+        store_rows(t.dk, place.i_h, place.own.first_k + i_k, b_dk.to(s_dk.dtype), place.keys - i_k, c)
+        store_rows(t.dv, place.i_h, place.own.first_k + i_k, b_dv.to(s_dv.dtype), place.keys - i_k, c)
     tma.store_wait(0)
 
 
@@ -461,7 +517,7 @@ def differentiate_sm90(t, n, c, q, dout, k, v, stats, dq, dk, dv):
     i_t = gl.program_id(0)
     if c.ORDERED:
         i_t = gl.atomic_add(t.started, 1)
-    place = find_place(i_t, n, c)
+    place = find_place(i_t, t, n, c)
     fence_async_shared()
     gl.warp_specialize([
         (differentiate_keys, (dk, dv, ring, held, place, t, n, c, 0)),

@@ -22,15 +22,28 @@ CHECKED = ((3, 6),)  # Tritons whose Gluon compiles these kernels as recorded; i
 HEAD_DIMS = (64, 128, 256)  # channels of a box; a head dim between has that of the next, filled with 0
 LEAST_CHANNELS = 8  # 16 bytes, of which TMA takes multiples
 MOST_PADDING = 0.4  # of a box: at 80 of 128 channels still ahead of the Triton row, which takes two blocks
-UNTIMED = frozenset(
+BOUNDS = frozenset(
     {
-        *(Feature.WINDOW, Feature.KV_LENS, Feature.KV_STARTS, Feature.VARLEN),
-        *(Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI),
+        *(Feature.CAUSAL, Feature.Q_OFFSET, Feature.WINDOW),
+        *(Feature.KV_LENS, Feature.KV_STARTS, Feature.VARLEN),
     }
 )
+CHANGES = frozenset({Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI})
 ROWS = 64  # of a consumer
 # By channels of a box: below, it is behind the Triton row on an H200, or nobody has measured.
 LEAST_KEYS = {64: 2048, 128: 1024, 256: 1024}
+# The same of features, by box; what is not here is behind, or was not timed.
+LEAST_KEYS_OF = {
+    64: {Feature.ALIBI: 1024},
+    128: {
+        Feature.WINDOW: 1024,
+        Feature.ALIBI: 1024,
+        Feature.SINKS: 1024,
+        Feature.VARLEN: 2048,
+        Feature.KV_LENS: 2048,
+        Feature.SOFTCAP: 4096,
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +135,19 @@ def leaves(spec: AttentionSpec, target: Target) -> str:
         return f"{few}, are no work for whole warpgroups"
     if padded := _too_padded(spec):
         return padded
-    if untimed := sorted(f.value for f in spec.features & UNTIMED):
-        return f"{', '.join(untimed)}: not timed beside the Triton row"
-    if Feature.Q_OFFSET in spec.features and spec.offset is None:
-        return "q_offset as a tensor: not timed beside the Triton row"
-    if spec.causal and spec.head_dim <= 64:
+    if behind := sorted(
+        f.value for f in _special(spec) - LEAST_KEYS_OF.get(box_of(spec.head_dim), {}).keys()
+    ):
+        return f"{', '.join(behind)}: not known to be quicker on an H200"
+    if spec.causal and spec.head_dim <= 64 and Feature.ALIBI not in spec.features:
         return "head_dim 64 with causal: the Triton row is quicker on an H200, at 1k to 16k keys"
     return ""
+
+
+def _special(spec: AttentionSpec) -> frozenset[Feature]:
+    """Features, beside causal order, whose calls differ enough to be timed by themselves."""
+    moved = {Feature.Q_OFFSET} if spec.offset is None else set()
+    return spec.features & ((BOUNDS - {Feature.CAUSAL, Feature.Q_OFFSET}) | CHANGES | moved)
 
 
 def _too_padded(spec: AttentionSpec) -> str:
@@ -141,7 +160,9 @@ def _too_padded(spec: AttentionSpec) -> str:
 def leaves_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int]) -> str:
     """Why a call of this batch, seqlen_q and seqlen_k is left; "" if it fills the device with this kernel."""
     batch, seqlen_q, seqlen_k = sizes
-    least, rows = LEAST_KEYS[box_of(spec.head_dim)], choose_forward(spec, target).block_m
+    box, rows = box_of(spec.head_dim), choose_forward(spec, target).block_m
+    special = [LEAST_KEYS_OF.get(box, {}).get(f, 0) for f in _special(spec)]
+    least = max(special) if special else LEAST_KEYS[box]
     if seqlen_k < least:
         return f"under {least} keys of head_dim {spec.head_dim} it is not known to be quicker on an H200"
     tiles = batch * spec.num_q_heads * -(-seqlen_q // rows)
@@ -152,7 +173,7 @@ def leaves_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int
 
 def has_table(spec: AttentionSpec, target: Target) -> bool:
     """Was its like timed?"""
-    return spec.head_dim in HEAD_DIMS and spec.features.isdisjoint(UNTIMED)
+    return spec.head_dim in HEAD_DIMS and not _special(spec)
 
 
 def candidates(spec: AttentionSpec, target: Target) -> tuple[Any, ...]:
@@ -203,20 +224,14 @@ MOST_BACKWARD = 128  # head dim
 
 def choose_backward(spec: AttentionSpec, target: Target) -> BackwardConfig:
     """The table's, by the box that holds the head dim."""
-    return BACKWARD[min(box_of(spec.head_dim), MOST_BACKWARD), spec.causal]
+    bounded = spec.causal or Feature.WINDOW in spec.features
+    return BACKWARD[min(box_of(spec.head_dim), MOST_BACKWARD), bounded]
 
 
 def turns(rows: int, channels: int, config: BackwardConfig) -> int:
     """Key/value heads that take turns in starting programs, as many as the L2 cache holds the Q, dO and
     float32 dq of, each of so many rows."""
     return max(1, (config.turns << 20) // (rows * channels * 8))
-
-
-def refuses_backward(spec: AttentionSpec, target: Target) -> str:
-    """Why gradients of a call of listed features are not for these kernels; "" if they are."""
-    if Feature.Q_OFFSET in spec.features and spec.offset is None:
-        return "features: has q_offset as an int, not as a tensor"
-    return refuses(spec, target)
 
 
 def leaves_backward(spec: AttentionSpec, target: Target) -> str:

@@ -51,7 +51,16 @@ from polyflash.backends.gluon.channel import (
     values_of,
 )
 from polyflash.backends.gluon.mending import add_nonfinite, clean_values
-from polyflash.backends.gluon.places import BELOW, BOTH, FAR, NONE, apply_mask, place_of, rows_seen
+from polyflash.backends.gluon.places import (
+    BELOW,
+    BOTH,
+    FAR,
+    NONE,
+    apply_mask,
+    place_of,
+    rows_seen,
+    store_rows,
+)
 from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
 from polyflash.backends.gluon.scores import change_scores, with_sink
 from polyflash.backends.gluon.shim import (
@@ -376,15 +385,6 @@ def store_tile(out, i_bh, i_row, b_out, slot, n, c):
     slot.reshape([64, c.D]).store(b_out)
     fence_async_shared()
     store_box(out, [i_bh // n.num_heads, i_bh % n.num_heads, i_row, 0], slot)
-
-
-@gluon.jit
-def store_rows(x, i_h, i_row, b_out, count, c):
-    """Writes the first `count` rows alone, to packed ones."""
-    o_r = gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(c.D)))[:, None]
-    o_d = gl.arange(0, c.D, layout=gl.SliceLayout(0, accumulator(c.D)))[None, :]
-    p = x.p + i_h.to(gl.int64) * x.h + (i_row + o_r).to(gl.int64) * x.s
-    gl.store(p + o_d, b_out, mask=(o_r < count) & (o_d < c.CHANNELS))
 
 
 @gluon.jit

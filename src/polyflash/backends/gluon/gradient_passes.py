@@ -10,7 +10,7 @@ import triton.language as tl
 
 from polyflash.backends.gluon.schedule import ROWS
 from polyflash.backends.triton.gradient_kernels import PAD
-from polyflash.backends.triton.places import load_tile, row_offsets, store_tile, unravel
+from polyflash.backends.triton.places import find_member, load_tile, row_offsets, span, store_tile, unravel
 from polyflash.backends.triton.products import has_nonfinite
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -34,6 +34,7 @@ class Tensors(NamedTuple):
     sums: Any
     added: Any
     odd: Any
+    cu_seqlens_q: Any = None  # of packed members
     end: Any = None  # see `runtime.compile`
 
 
@@ -45,26 +46,36 @@ class Numbers(NamedTuple):
     group: Any
     seqlen_q: Any
     row_blocks: Any
-    offset: Any
+    members: Any
     scale: Any
 
 
 class Constants(NamedTuple):
-    """`c`: the head dim, and the channels of a box."""
+    """`c`: the head dim, and the channels of a box; is dq added to in order?"""
 
     DIM: int = 0
     D: int = 0
-    HAS_RIGHT: bool = False
+    ORDERED: bool = True
     LAYOUT: int = 0
+
+
+@triton.jit
+def find_block(i_t, t, n):
+    """Row block i_t's batch entry and head, its first row, and which of its 64 rows are its request's."""
+    i_m, i_h, i_b = unravel(i_t, n.row_blocks, n.num_heads)
+    first, rows = 0, n.seqlen_q
+    if t.cu_seqlens_q is not None:
+        i_own, i_m = find_member(i_m, t.cu_seqlens_q, n.members, n.seqlen_q, 1, ROWS)
+        first, rows = span(t.cu_seqlens_q, i_own, n.members, n.seqlen_q)
+    o_i = i_m * ROWS + tl.arange(0, ROWS)
+    return i_b, i_h, first + o_i, o_i < rows
 
 
 @triton.jit
 def center(t, n, c):
     """delta and lse of a block of rows; `odd` if a score is so large that lse is too coarse for weights."""
     i_t = tl.program_id(0)
-    i_m, i_h, i_b = unravel(i_t, n.row_blocks, n.num_heads)
-    o_i = i_m * ROWS + tl.arange(0, ROWS)
-    m_row = o_i < n.seqlen_q
+    i_b, i_h, o_i, m_row = find_block(i_t, t, n)
     b_lse = tl.load(t.lse.p + row_offsets(t.lse, i_b, i_h, o_i), mask=m_row, other=float("-inf"))
     m_live = b_lse != float("-inf")
     b_out = load_tile(t.out, row_offsets(t.out, i_b, i_h, o_i), m_live, 0, c.DIM, c.D, "").to(tl.float32)
@@ -90,17 +101,16 @@ def center(t, n, c):
 
 @triton.jit
 def finish_dq(t, n, c):
-    """dq (B, Hq, Sq, D) of the sums; 0 where rows see no key. `odd` if one is not finite."""
+    """dq (B, Hq, Sq, D) of the sums; 0 where nobody has added. `odd` if one is not finite."""
     i_t = tl.program_id(0)
-    i_m, i_h, i_b = unravel(i_t, n.row_blocks, n.num_heads)
+    i_b, i_h, o_i, m_row = find_block(i_t, t, n)
     o_r, o_d = tl.arange(0, ROWS)[:, None], tl.arange(0, c.D)[None, :]
     o_c = o_d % (c.D // 2)
     o_x = (((o_c // 8 * 4 + o_r // 16) * 8 + o_r % 8) * 4 + o_c % 8 // 2) * 4 + o_r // 8 % 2 * 2 + o_c % 2
     p = t.sums + i_t.to(tl.int64) * (ROWS * c.D) + o_d // (c.D // 2) * (ROWS * c.D // 2) + o_x
-    o_i = i_m * ROWS + tl.arange(0, ROWS)
-    m_live = o_i < n.seqlen_q
-    if c.HAS_RIGHT:
-        m_live = m_live & (o_i + n.offset >= 0)
+    m_live = m_row
+    if c.ORDERED:
+        m_live = m_row & (tl.load(t.added + i_t) > 0)
     b_dq = tl.load(p, mask=m_live[:, None], other=0.0) * n.scale
     tl.store(t.odd, 1, mask=has_nonfinite(b_dq))
-    store_tile(t.dq, row_offsets(t.dq, i_b, i_h, o_i), o_i < n.seqlen_q, b_dq, 0, c.DIM, c.D)
+    store_tile(t.dq, row_offsets(t.dq, i_b, i_h, o_i), m_row, b_dq, 0, c.DIM, c.D)

@@ -47,19 +47,19 @@ class Seen(NamedTuple):
 
 
 @gluon.jit
-def find_member(i_t, t, n, c):
-    """Finds the packed member of row tile i_t, and which of its tiles that is. Member b has room for its
-    tiles from cu[b] // BLOCK_M + b on; what lies behind the last member counts as one more."""
+def find_member(i_t, cu_seqlens, total, n, BLOCK: gl.constexpr):
+    """Finds the packed member of tile i_t, and which of its tiles that is. Member b has room for its tiles
+    from cu[b] // BLOCK + b on; what lies behind the last member counts as one more."""
     lo, hi = 0, n.members
     while lo < hi:
         middle = (lo + hi + 1) // 2
-        first = min(max(gl.load(t.cu_seqlens_q + middle), 0), n.seqlen_q)
-        if first // c.BLOCK_M + middle <= i_t:
+        first = min(max(gl.load(cu_seqlens + middle), 0), total)
+        if first // BLOCK + middle <= i_t:
             lo = middle
         else:
             hi = middle - 1
-    first = min(max(gl.load(t.cu_seqlens_q + lo), 0), n.seqlen_q)
-    return lo, i_t - (first // c.BLOCK_M + lo)
+    first = min(max(gl.load(cu_seqlens + lo), 0), total)
+    return lo, i_t - (first // BLOCK + lo)
 
 
 @gluon.jit
@@ -79,14 +79,22 @@ def load_own(p, i_b, n, c):
 
 @gluon.jit
 def place_of(i_bh, i_m, t, n, c):
-    """Place of row tile i_m of a plane. With OWN rows stand at an offset of their request's, or end where its
-    keys do."""
-    i_b, first_q, first_k, rows = i_bh // n.num_heads, 0, 0, n.seqlen_q
+    """Place of row tile i_m of a plane."""
+    i_b = i_bh // n.num_heads
+    if c.PACKED:
+        i_b, i_m = find_member(i_m, t.cu_seqlens_q, n.seqlen_q, n, c.BLOCK_M)
+    return stand(i_b, i_m, i_m * c.BLOCK_M, t, n, c)
+
+
+@gluon.jit
+def stand(i_b, i_m, i_row, t, n, c):
+    """Place of request i_b's tile i_m, whose first row is i_row. With OWN rows stand at an offset of their
+    request's, or end where its keys do."""
+    first_q, first_k, rows = 0, 0, n.seqlen_q
     live, start, high = n.seqlen_k, 0, n.offset
     low = n.left if c.HAS_LEFT else 0
     at, rest = n.position if c.ALIBI else 0, n.rest if c.ALIBI else 0.0
     if c.PACKED:
-        i_b, i_m = find_member(i_m, t, n, c)
         first_q, rows = span(t.cu_seqlens_q, i_b, n.seqlen_q, n)
         first_k, live = span(t.cu_seqlens_k, i_b, n.seqlen_k, n)
         if i_b == n.members:  # of nobody
@@ -104,7 +112,7 @@ def place_of(i_bh, i_m, t, n, c):
         near = min(max(position, -n.seqlen_q), n.seqlen_k)
         at, rest = gl.cast(near, gl.int32), gl.cast(position - near, gl.float32)
     if c.PACKED:  # noqa: SIM102  a branch of the compiler, then one of the kernel
-        if i_m * c.BLOCK_M >= rows:  # a tile without rows
+        if i_row >= rows:  # a tile without rows
             live = 0
     return Place(i_b, i_m, first_q, first_k, rows, live, start, low, high, at, rest)
 
@@ -141,3 +149,12 @@ def apply_mask(b_s, seen, j_0, c, ENDS: gl.constexpr):
     if c.BELOW:
         b_s = keep_less(b_s, (seen.first - 1 - j_0)[:, None], seen.col[None, :])
     return b_s
+
+
+@gluon.jit
+def store_rows(x, i_h, i_row, b_out, count, c):
+    """Writes the first `count` of 64 packed rows alone."""
+    o_r = gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(c.D)))[:, None]
+    o_d = gl.arange(0, c.D, layout=gl.SliceLayout(0, accumulator(c.D)))[None, :]
+    p = x.p + i_h.to(gl.int64) * x.h + (i_row + o_r).to(gl.int64) * x.s
+    gl.store(p + o_d, b_out, mask=(o_r < count) & (o_d < c.CHANNELS))

@@ -76,14 +76,31 @@ def key_blocks(place, c):
 
 
 @gluon.jit
-def row_blocks(j_0, n, c):
-    """Row blocks that see some of KEYS keys from j_0 on: the first, the first from which on every row sees
-    all, the end."""
-    end = (n.seqlen_q + ROWS - 1) // ROWS
-    start, whole = 0, 0
+def row_blocks(j_0, place, c):
+    """Row blocks that see some of KEYS keys from j_0 on: the first; from which and up to which every row sees
+    all; the end."""
+    end = (place.rows + ROWS - 1) // ROWS
+    first, last = max(j_0, place.start), min(j_0 + KEYS, place.live) - 1
+    start, whole, bare = 0, 0, end
     if c.HAS_RIGHT:
-        start = min(max(j_0 - n.offset, 0) // ROWS, end)
-        whole = min(max((max(j_0 + KEYS - 1 - n.offset, 0) + ROWS - 1) // ROWS, start), end)
-    if j_0 + KEYS > n.seqlen_k:
-        whole = end
-    return start, whole, end
+        start = min(max(first - place.high, 0) // ROWS, end)
+        whole = min(max((max(j_0 + KEYS - 1 - place.high, 0) + ROWS - 1) // ROWS, start), end)
+    if c.HAS_LEFT:
+        end = min((max(last - place.low + 1, 0) + ROWS - 1) // ROWS, end)
+        bare = min(max(j_0 - place.low + 1, 0) // ROWS, end)
+        start = min(start, end)
+    if c.SHORT or c.BELOW:  # noqa: SIM102  a branch of the compiler, then one of the kernel
+        if last < first:
+            end = start
+    if j_0 + KEYS > place.live or j_0 < place.start or whole > bare:
+        whole, bare = end, end
+    return start, whole, bare, end
+
+
+@gluon.jit
+def first_tile(i_m, place, c):
+    """The first key tile of which row block i_m sees something: each up to its last one does."""
+    first = place.start
+    if c.HAS_LEFT:
+        first = max(first, i_m * ROWS + place.low)
+    return first // KEYS
