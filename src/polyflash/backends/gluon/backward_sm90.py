@@ -76,8 +76,8 @@ class Tensors(NamedTuple):
     q_offset: Any = None
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
-    dk: Any = None
-    dv: Any = None
+    dk_view: Any = None
+    dv_view: Any = None
     end: None = None  # see `runtime.compile` of the Triton engine
 
 
@@ -496,8 +496,8 @@ def store_keys(b_dk, b_dv, boxes, held, place, t, c, WG: gl.constexpr):
         store_box(dk, at, s_dk)
         store_box(dv, at, s_dv)
     else:  # the keys behind are another member's
-        store_rows(t.dk, place.i_h, place.own.first_k + i_k, b_dk.to(s_dk.dtype), place.keys - i_k, c)
-        store_rows(t.dv, place.i_h, place.own.first_k + i_k, b_dv.to(s_dv.dtype), place.keys - i_k, c)
+        store_rows(t.dk_view, place.i_h, place.own.first_k + i_k, b_dk.to(s_dk.dtype), place.keys - i_k, c)
+        store_rows(t.dv_view, place.i_h, place.own.first_k + i_k, b_dv.to(s_dv.dtype), place.keys - i_k, c)
     tma.store_wait(0)
 
 
