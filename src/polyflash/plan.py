@@ -13,7 +13,7 @@ from typing import Any
 
 from polyflash.capability import Capability
 from polyflash.errors import UnsupportedError, spec_error
-from polyflash.spec import AttentionSpec, Feature, Phase
+from polyflash.spec import AttentionSpec, Feature, Phase, mean_sizes
 from polyflash.target import Target
 from polyflash.tuning import store
 from polyflash.work import Work, work_of
@@ -36,12 +36,16 @@ class Launch:
     backward: Launch | None = None  # of the gradients, planned at the first call that needs them
     instead: Launch | None = None  # of calls of its route that its row leaves by their sizes
 
-    def of_sizes(self, batch: int, seqlen_q: int, seqlen_k: int) -> Launch:
-        """The launch that runs a call of these sizes."""
+    def of_sizes(self, batch: int, seqlen_q: int, seqlen_k: int, members: int = 0) -> Launch:
+        """The launch that runs a call of these sizes, totals of so many members if it is packed."""
         leaves = self.row.leaves_sizes
         if self.instead is None or leaves is None:
             return self
-        return self.instead if leaves(self.spec, self.target, (batch, seqlen_q, seqlen_k)) else self
+        return (
+            self.instead
+            if leaves(self.spec, self.target, mean_sizes(batch, members, seqlen_q, seqlen_k))
+            else self
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +192,9 @@ def explain(
         if backend and row.backend != backend:
             reasons = (f"backend: {backend} was asked for by name", *reasons)
         if row.leaves_sizes is not None and not (backend or config or reasons):
-            why = row.leaves_sizes(spec, target, (spec.batch, spec.seqlen_q, spec.seqlen_k))
+            why = row.leaves_sizes(
+                spec, target, mean_sizes(spec.batch, spec.members, spec.seqlen_q, spec.seqlen_k)
+            )
             reasons = (f"yields: {why}",) if why else ()
         verdicts.append(Verdict(row, reasons))
     accepting = [v.row for v in verdicts if not v.reasons]

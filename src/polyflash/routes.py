@@ -58,13 +58,18 @@ def any_requires_grad(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:
     return False
 
 
+def members_of(args: Arguments) -> int:
+    """How many packed members a call has; 0 if they are not packed."""
+    return 0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
+
+
 def spec_of(
     q: Tensor, k: Tensor, v: Tensor, args: Arguments, *, phase: Phase = Phase.FORWARD
 ) -> AttentionSpec:
     """The spec of a call; q, k, v may be meta tensors."""
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     _, num_kv_heads, seqlen_k, head_dim_v = v.shape
-    members = 0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
+    members = members_of(args)
     page_size = 0
     if args.page_table is not None:
         page_size, seqlen_k = seqlen_k, args.page_table.shape[1] * seqlen_k

@@ -53,6 +53,13 @@ class Feature(str, Enum):
     BATCH_INVARIANT = "batch_invariant"
 
 
+def mean_sizes(batch: int, members: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int]:
+    """Requests, and how many rows and keys each has; the mean of packed members, if there are any."""
+    if not members:
+        return batch, seqlen_q, seqlen_k
+    return members, -(-seqlen_q // members), -(-seqlen_k // members)
+
+
 class Arguments(NamedTuple):
     """Everything beyond q, k, v, in the order of the op's schema; the rarer, the later.
 

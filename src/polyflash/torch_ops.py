@@ -33,6 +33,7 @@ from polyflash.routes import (
     class_of,
     is_plain,
     longest_class,
+    members_of,
     requested_backend,
     spec_of,
     takes_tf32,
@@ -117,7 +118,7 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
     plain = len(rest) == _N_PLAIN
     backward = launch.backward
     if backward.instead is not None:
-        backward = backward.of_sizes(q.shape[0], q.shape[2], k.shape[2])
+        backward = backward.of_sizes(q.shape[0], q.shape[2], k.shape[2], members_of(args))
     results = _apply(q, k, v, args.bias, args.sinks, args, launch, backward, plain, wanted)
     return results if wanted else (results, NO_LSE)
 
@@ -227,7 +228,9 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
             _routes.clear()
         _check_inputs(q, k, v, rest, paged)
         launch = _routes[key] = _plan(phase, q, k, v, args, backend, needs_grad=asked is not _DECODE)
-    return launch if launch.instead is None else launch.of_sizes(batch, seqlen_q, seqlen_k)
+    if launch.instead is None:
+        return launch
+    return launch.of_sizes(batch, seqlen_q, seqlen_k, members_of(args))
 
 
 def call_plain(

@@ -28,11 +28,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("float32", "bfloat16", "float16")
 # Of rows that are for less than all calls: what they have, and no more.
 _F = Feature
+_BOUNDED = frozenset(
+    {_F.CAUSAL, _F.WINDOW, _F.Q_OFFSET, _F.KV_LENS, _F.KV_STARTS, _F.VARLEN, _F.SINKS, _F.GQA, _F.LSE}
+)
 ALL_OF = {
-    "gluon": frozenset(
-        {_F.CAUSAL, _F.WINDOW, _F.Q_OFFSET, _F.KV_LENS, _F.KV_STARTS, _F.VARLEN, _F.SOFTCAP, _F.SINKS}
-    )
-    | {_F.ALIBI, _F.GQA, _F.LSE},
+    ("gluon", Phase.FORWARD): _BOUNDED | {_F.SOFTCAP, _F.ALIBI},
+    ("gluon", Phase.BACKWARD): _BOUNDED,
 }
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
 HEAD_DIMS = (1, 3, 8, 16, 40, 59, 63, 64, 80, 96, 111, 128, 160, 192, 256)
@@ -52,7 +53,7 @@ class Runner:
 
     def is_for(self, feature: Feature) -> bool:
         """Is the row meant to have it?"""
-        return feature in ALL_OF.get(self.row.backend, Feature)
+        return feature in ALL_OF.get((self.row.backend, self.row.phase), Feature)
 
     def reasons(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[str, ...]:
         return self.pinned(q, k, v, options)[0]

@@ -86,8 +86,8 @@ def test_fp16_inputs_in_float32(run: Runner):
 
 
 def test_row_has_its_features(run: Runner):
-    if run.row.backend in ALL_OF:
-        assert run.row.features == ALL_OF[run.row.backend]
+    if (kind := (run.row.backend, run.row.phase)) in ALL_OF:
+        assert run.row.features == ALL_OF[kind]
         return
     missing = CPU_FEATURES - run.row.features if run.row.backend == "cpu" else set(Feature) - run.row.features
     assert not missing - {Feature.BATCH_INVARIANT}, f"{run.row.name} lost {missing}"

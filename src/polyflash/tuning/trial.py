@@ -117,7 +117,7 @@ def trial(workload: Workload, phase: Phase, backend: str, *, device: str = "cpu"
             spec = without_gradients(spec)
             spec = replace(spec, features=spec.features - {Feature.LSE})
         made = plan.select(spec, here, backends.TABLE, backend=backend, config="")
-        made = made.of_sizes(spec.batch, spec.seqlen_q, spec.seqlen_k)
+        made = made.of_sizes(spec.batch, spec.seqlen_q, spec.seqlen_k, spec.members)
         made.run = import_module(made.row.module).run
         made.tally = counting.tally_of(made, backend)
         return made

@@ -13,6 +13,7 @@ import argparse
 import itertools
 import math
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -372,6 +373,30 @@ def graphs(dims: int, causal: bool) -> None:
         captured.zero_()
 
 
+def mixed(dims: int, causal: bool, launches: int = 10_000) -> None:
+    """Calls of all shapes and their gradients in no order, nothing awaited: the bits of the first ones."""
+    draw, made = random.Random(0), []
+    for case in shapes(dims, causal):
+        operands, above = tensors(case), cotangents(case)
+        made.append((case, operands, above, call(case, *operands), _gradients_or_none(case, operands, above)))
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(launches):
+        case, operands, above, first, gradients = draw.choice(made)
+        bad += (call(case, *operands)[0] != first[0]).any()
+        if i % 4 == 0 and gradients is not None:
+            again = our_gradients(case, operands, *above)
+            bad += sum((x != y).any() for x, y in zip(again, gradients, strict=True))
+        if i % 1000 == 0:
+            print(f"{i} launches, {int(bad)} differ", flush=True)
+    assert not int(bad), f"{int(bad)} of {launches} calls differ from the first"
+
+
+def _gradients_or_none(
+    case: Case, operands: list[Tensor], above: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...] | None:
+    return our_gradients(case, operands, *above) if case.dims <= configs.MOST_BACKWARD else None
+
+
 def right_gradients(case: Case, operands: list[Tensor], dout: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
     """Those of q, k and v in float64."""
     exact = [x.detach().double().requires_grad_() for x in operands]
@@ -491,6 +516,7 @@ def alone(name: str) -> None:
             "spoiled": odd_gradients,
             "limits": bounded_gradients,
             "members": packed_gradients,
+            "mixed": mixed,
         }[what](dims, causal)
 
 
@@ -521,7 +547,19 @@ KINDS = [f"{dims}-{kind}" for dims in (64, 128, 256) for kind in ("full", "causa
 PADDED = [
     f"{dims}-{kind}" for dims in (40, 80, 96, 192) for kind in ("full", "causal")
 ]  # narrower than a box
-WHAT = ("shapes", "odd", "bounded", "hidden", "packed", "graphs", "gradients", "spoiled", "limits", "members")
+WHAT = (
+    "shapes",
+    "odd",
+    "bounded",
+    "hidden",
+    "packed",
+    "graphs",
+    "gradients",
+    "spoiled",
+    "limits",
+    "members",
+    "mixed",
+)
 ALONE = [f"{kind}-{what}" for kind in KINDS for what in WHAT]
 ALONE += [f"{kind}-{what}" for kind in PADDED for what in ("shapes", "odd")]
 

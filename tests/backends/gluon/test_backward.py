@@ -4,6 +4,9 @@ that the kernel runs."""
 from __future__ import annotations
 
 import heapq
+import random
+from collections.abc import Iterator
+from itertools import accumulate, product
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +15,14 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 import polyflash
-from polyflash.backends.gluon import configs, schedule
+from polyflash.backends.gluon import backward_sm90, configs, places, schedule
 from polyflash.backends.gluon.capabilities import CAPABILITIES
+from polyflash.backends.gpu.launch import tile_count
+from tests.backends.gluon.bounds import Case, Memory, cases, in_python, launched
 
 _, ROW = CAPABILITIES
 KEYS, ROWS, CORES = schedule.KEYS.value, schedule.ROWS.value, 132
-row_blocks, tile_of = schedule.row_blocks.fn, schedule.tile_of.fn
+row_blocks, first_tile, tile_of = schedule.row_blocks.fn, schedule.first_tile.fn, schedule.tile_of.fn
 
 
 def gradients(dims: int = 128, *, batch: int = 4, heads: int = 4, keys: int = 4096, **options):
@@ -46,15 +51,25 @@ def test_what_it_takes(dims: int, dtype: torch.dtype):
 
 def test_what_it_refuses_or_leaves_in_words():
     assert "has 128, asked for 256" in why(dims=256) or "head_dim" in why(dims=256)
-    assert "no window" in why(window=(8, 0))
-    assert "no kv_lens" in why(kv_lens=torch.ones(4, dtype=torch.int32, device="meta"))
+    ints = torch.ones(4, dtype=torch.int32, device="meta")
+    assert "no softcap" in why(softcap=3.0)
+    assert "kv_starts: not known" in why(kv_starts=ints)
+    assert "under 4096 keys" in why(kv_lens=ints, keys=4095)
+    assert gradients(kv_lens=ints).backend == gradients(window=(8, 0), keys=1152).backend == "gluon"
     assert "dtype" in why(dtype=torch.float32)
-    offsets = torch.zeros(4, dtype=torch.int32, device="meta")
-    assert "as an int" in why(causal=True, q_offset=offsets)
+    assert "q_offset: not known" in why(causal=True, q_offset=ints)
     assert "costs as much as 128" in why(dims=72)
     assert "128 tiles of 128 keys leave some of 132 cores idle" in why(batch=1)
     assert gradients(batch=1, keys=4096 + 128).backend == "gluon"  # 4 heads of 33
     assert gradients(batch=1, heads=8).backend == "gluon"
+
+
+@pytest.mark.parametrize("members, backend", [(4, "gluon"), (16, "gluon"), (17, "triton")])
+def test_packed_members_count_by_their_mean(members: int, backend: str):
+    q = torch.empty(16384, 16, 128, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    bounds = torch.zeros(members + 1, dtype=torch.int32, device="meta")
+    found = polyflash.explain(q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds, target="cuda:sm90")
+    assert found.backend == found.backward.backend == backend
 
 
 def test_a_call_follows_its_sizes():
@@ -63,51 +78,97 @@ def test_a_call_follows_its_sizes():
         assert gradients(batch=batch).backend == backend
 
 
-@pytest.mark.parametrize("offset", [0, 1, 63, 64, 100, -1, -64, -100, -300, 500])
-@pytest.mark.parametrize("rows, keys", [(1, 1), (64, 128), (65, 129), (300, 200), (200, 700), (640, 640)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_every_visible_pair_is_in_a_block(rows: int, keys: int, offset: int, causal: bool):
-    """And every pair of a block from `whole` on is visible; a row block has its keys' tiles from the first on
-    without a gap, so each knows how many add to it before."""
-    offset = min(max(offset, -rows), keys)
-    n = SimpleNamespace(seqlen_q=rows, seqlen_k=keys, offset=offset)
-    c = SimpleNamespace(HAS_RIGHT=causal)
-    ends = [min(keys, i + offset + 1) if causal else keys for i in range(rows)]  # of what a row sees
-    adders: dict[int, list[int]] = {}
-    for i_n in range(-(-keys // KEYS)):
-        start, whole, end = row_blocks(i_n * KEYS, n, c)
-        assert 0 <= start <= whole <= end == -(-rows // ROWS)
-        sees = {i // ROWS for i, limit in enumerate(ends) if limit > i_n * KEYS}
-        assert sees <= set(range(start, end))
-        assert all(limit >= (i_n + 1) * KEYS for limit in ends[whole * ROWS :])
-        for i_m in range(start, end):
-            adders.setdefault(i_m, []).append(i_n)
-    assert all(tiles == list(range(len(tiles))) for tiles in adders.values())
-    # `finish_dq` reads what these rows have, and 0 of others
-    assert {i // ROWS for i in range(rows) if not causal or i + offset >= 0} <= set(adders)
+@pytest.fixture(scope="module", autouse=True)
+def kernels_in_python() -> Iterator[None]:
+    with in_python(), pytest.MonkeyPatch.context() as patch:
+        for name in ("tile_of", "find_member", "span", "stand", "row_blocks"):
+            patch.setattr(backward_sm90, name, getattr(backward_sm90, name).fn)
+        yield
 
 
-@pytest.mark.parametrize("causal", [False, True])
+def test_every_visible_pair_is_in_a_block():
+    """And every pair of a block from `whole` to `bare` is visible; a row block has its keys' tiles from
+    `first_tile` on without a gap, so each knows how many add to it before."""
+    for case in cases():
+        t, n, c = launched(case, ROWS, KEYS)
+        own = places.stand(0, 0, 0, t, n, c)
+        sees = [case.interval(i) for i in range(case.rows)]
+        adders: dict[int, list[int]] = {}
+        for i_n in range(-(-case.keys // KEYS)):
+            lo, hi = i_n * KEYS, (i_n + 1) * KEYS
+            start, whole, bare, end = row_blocks(lo, own, c)
+            assert 0 <= start <= end <= -(-case.rows // ROWS), case
+            assert start <= whole <= bare <= end or start == end, case
+            seeing = {i // ROWS for i, (first, last) in enumerate(sees) if max(first, lo) < min(last, hi)}
+            assert seeing <= set(range(start, end)), case
+            assert all(first <= lo and hi <= last for first, last in sees[whole * ROWS : bare * ROWS]), case
+            if whole == bare and end - start > 4:  # all are masked: for a reason
+                few = (
+                    case.window != (None, None) and sum(max(x or 0, 0) for x in case.window) < KEYS + 2 * ROWS
+                )
+                assert few or not own.start <= lo <= hi <= own.live, case
+            for i_m in range(start, end):
+                adders.setdefault(i_m, []).append(i_n)
+        for i_m, tiles in adders.items():
+            first = first_tile(i_m, own, c)
+            assert tiles == list(range(first, first + len(tiles))), (case, i_m)
+
+
+def test_packed_tiles_hold_every_key_once():
+    """Of every member and of nobody, whose blocks of rows are where `center` puts them."""
+    draw = random.Random(0)
+    for _ in range(200):
+        rows = [draw.choice((0, 1, 63, 64, 128, 192, 384, 500)) for _ in range(draw.randrange(9))]
+        keys = [draw.choice((0, 1, 64, 130, 300)) for _ in rows]
+        at_q, at_k = [0, *accumulate(rows)], [0, *accumulate(keys)]
+        total_q, total_k = at_q[-1] + draw.choice((0, 5, 200)), at_k[-1] + draw.choice((0, 5))
+        t = SimpleNamespace(kv_lens=None, kv_starts=None, q_offset=None)
+        t.cu_seqlens_q, t.cu_seqlens_k = Memory(*at_q), Memory(*at_k)
+        n = SimpleNamespace(
+            num_kv_heads=3, planes=3, heads=1, seqlen_q=total_q, seqlen_k=total_k, offset=0, left=None,
+            members=len(rows), key_tiles=tile_count(total_k, KEYS, len(rows), True)[0],
+        )  # fmt: skip
+        c = SimpleNamespace(
+            PACKED=True, SHORT=True, OWN=True, HAS_RIGHT=True, HAS_LEFT=False, BELOW=False, ALIBI=False
+        )
+        found, blocks = set(), {}
+        for i_t in range(n.key_tiles):
+            place = backward_sm90.find_place.fn(i_t, t, n, c)
+            first = place.own.first_k
+            stored = range(first + place.j_0, first + min(place.j_0 + KEYS, place.keys))
+            assert found.isdisjoint(stored)
+            found |= set(stored)
+            for i_m in range(place.start, place.end):
+                row = place.own.first_q + i_m * ROWS
+                assert row < place.own.first_q + place.own.rows
+                assert blocks.setdefault(place.i_w + i_m, row) == row, "two blocks of rows in one place"
+        assert found == set(range(total_k))
+        assert max(blocks, default=0) < tile_count(total_q, ROWS, len(rows), True)[0]
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("kind", ["full", "causal", "window"])
 @pytest.mark.parametrize("heads", [1, 3, 8])
 @pytest.mark.parametrize("length, planes", [(300, 40), (2048, 20), (4096, 9)])
-def test_programs_wait_for_earlier_ones_alone(length: int, planes: int, heads: int, causal: bool):
+def test_programs_wait_for_earlier_ones_alone(length: int, planes: int, heads: int, kind: str, group: int):
     """As many as cores run; each adds to its row blocks, and waits for those of earlier keys. All end, every
     tile is made once, and heads that take turns keep cores from waiting."""
-    n = SimpleNamespace(seqlen_q=length, seqlen_k=length, offset=0)
-    c = SimpleNamespace(HAS_RIGHT=causal)
+    case = Case(length, length, causal=kind != "full", window=(600 if kind == "window" else None, None))
+    t, n, c = launched(case, ROWS, KEYS)
+    own = places.stand(0, 0, 0, t, n, c)
     tiles = -(-length // KEYS)
     cores, added, made, work = [0.0] * CORES, {}, set(), 0
     for i_t in range(planes * tiles):  # the order in which they start
         plane, i_n = tile_of(i_t, tiles, planes, heads, False)
         assert 0 <= plane < planes and (plane, i_n) not in made
         made.add((plane, i_n))
-        start, _, end = row_blocks(i_n * KEYS, n, c)
+        start, _, _, end = row_blocks(i_n * KEYS, own, c)
         now = heapq.heappop(cores)
-        for i_m in reversed(range(start, end)):
-            count, since = added.get((plane, i_m), (0, 0.0))
-            assert count == i_n, "waits for a program that has not started"
+        for i_m, head in product(reversed(range(start, end)), range(group)):
+            count, since = added.get((plane, i_m, head), (0, 0.0))
+            assert count == i_n - first_tile(i_m, own, c), "waits for a program that has not started"
             now = max(now + 1.0, since)
-            added[plane, i_m] = count + 1, now
-        work += end - start
+            added[plane, i_m, head] = count + 1, now
+        work += (end - start) * group
         heapq.heappush(cores, now)
     assert heads == 1 or work / CORES / max(cores) > 0.5

@@ -55,28 +55,30 @@ def test_what_it_leaves_unless_asked_by_name():
         assert "whole warpgroups" in why(**few)
         assert explained(**few, backend="gluon").backend == "gluon"
     ints = torch.zeros(4, dtype=torch.int32, device="meta")
-    sinks = torch.zeros(16, device="meta")
-    for untimed in (
-        {"softcap": 3.0},
-        {"sinks": sinks},
-        {"alibi_slopes": sinks},
-        {"window": (8, 0)},
-        {"kv_lens": ints},
-        {"kv_starts": ints},
-        {"q_offset": ints},
-    ):
-        assert f"{next(iter(untimed))}" in why(causal=True, **untimed)
-        assert "not timed" in why(causal=True, **untimed)
-        named = explained(causal=True, **untimed, backend="gluon")
+    heads = torch.zeros(16, device="meta")
+    features = {"softcap": 3.0, "sinks": heads, "alibi_slopes": heads, "window": (8, 0)}
+    features |= {"kv_lens": ints, "kv_starts": ints, "q_offset": ints}
+    for name, value in features.items():
+        named = explained(causal=True, **{name: value}, backend="gluon")
         assert named.backend == "gluon" and named.config == configs.FORWARD[128, True]
+        assert f"{name}: not known to be quicker" in why(dims=256, causal=True, **{name: value})
+        least = configs.LEAST_KEYS_OF[Phase.FORWARD, 128].get(Feature(name), 0)
+        if least:
+            assert explained(causal=True, keys=least, **{name: value}).backend == "gluon"
+            assert f"under {least} keys" in why(causal=True, keys=least - 1, **{name: value})
+        else:
+            assert f"{name}: not known" in why(causal=True, **{name: value})
     q = torch.empty(4096, 16, 128, device="meta", dtype=torch.bfloat16)
-    packed = {"cu_seqlens_q": ints, "cu_seqlens_k": ints, "target": "cuda:sm90"}
-    assert polyflash.explain(q, q, q, **packed).backend == "triton"
-    assert polyflash.explain(q, q, q, **packed, backend="gluon").config == configs.FORWARD[128, True]
+    for members, backend in ((4, "gluon"), (5, "triton")):
+        bounds = torch.zeros(members + 1, dtype=torch.int32, device="meta")
+        packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "target": "cuda:sm90"}
+        assert polyflash.explain(q, q, q, **packed).backend == backend
+        assert polyflash.explain(q, q, q, **packed, backend="gluon").config == configs.FORWARD[128, True]
     assert explained(window=(8, 0), backend="gluon").config == configs.FORWARD[128, True]
     assert explained(kv_lens=ints, backend="gluon").config.order == "counter"
     assert "Triton row is quicker" in why(dims=64, causal=True)
     assert explained(64, causal=True, backend="gluon").backend == "gluon"
+    assert explained(64, causal=True, alibi_slopes=heads).backend == "gluon"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
     producer, one warp                  consumer, a warpgroup of 64 keys; in block j of rows
         K, V once                           dq(j-1) = ds(j-1) @ k       issued, all keys, half of the channels
-        for row block of each head:         sᵀ = k @ qᵀ                  issued
+        for each head of each row block:    sᵀ = k @ qᵀ                  issued
             Q, dO, lse, delta               dq(j-1) into shared memory
             into free slots                 dpᵀ = v @ doᵀ                issued
     adder, one warp                         pᵀ = exp2(factor·sᵀ - lse)
@@ -11,8 +11,9 @@
             dq(j) added in memory           dk += dsᵀ @ q
 
 q, dout (B, Hq, Sq, D), k, v, dk, dv (B, Hkv, Sk, D) by tensor descriptors: what lies outside is read as 0 and
-not written. The query heads of a group follow one another, so dk and dv are summed in float32 where they are
-made. dq is one block late: nobody waits for the ds of the other consumer in the same block.
+not written. The rows of a block of all query heads of a group follow one another, so dk and dv are summed in
+float32 where they are made. dq is one block late: nobody waits for the ds of the other consumer in the same
+block.
 
 Bits repeat: programs add to the dq of a row block in the order of their keys, the first of them stores, and a
 number per row block says how many have. Rows are walked from the last one back, so a program is one block
@@ -188,36 +189,31 @@ def load_rows(q, dout, k, v, stats, ring, held, place, n, c):
         at = [place.i_b, place.i_h, place.own.first_k + place.j_0 + 64 * i_k, 0]
         fill_box(k, at, held.full, held.k.index(i_k), 4 if i_k == 0 else 0)
         fill_box(v, at, held.full, held.v.index(i_k), 0)
-    i = 0
-    for i_g in range(n.group):
-        i_h = place.i_h * n.group + i_g
-        i_w = (place.i_b * n.num_kv_heads * n.group + i_h) * n.row_blocks + place.i_w
-        for j in range(place.end - place.start):
-            slot, i_m = i % c.STAGES, place.end - 1 - j
-            if i >= c.STAGES:
-                named_barrier("bar.sync", SLOT + slot, 288)
-            at = [place.i_b, i_h, place.own.first_q + i_m * ROWS, 0]
-            fill_box(q, at, ring.q_full.index(slot), ring.q.index(slot), 1, STATS * 4)
-            fill_box(stats, [(i_w + i_m) * STATS], ring.q_full.index(slot), ring.stats.index(slot), 0)
-            fill_box(dout, at, ring.dout_full.index(slot), ring.dout.index(slot), 1)
-            i += 1
+    for i in range((place.end - place.start) * n.group):
+        slot, i_h, i_m = i % c.STAGES, place.i_h * n.group + i % n.group, place.end - 1 - i // n.group
+        i_w = (place.i_b * n.num_kv_heads * n.group + i_h) * n.row_blocks + place.i_w + i_m
+        if i >= c.STAGES:
+            named_barrier("bar.sync", SLOT + slot, 288)
+        at = [place.i_b, i_h, place.own.first_q + i_m * ROWS, 0]
+        fill_box(q, at, ring.q_full.index(slot), ring.q.index(slot), 1, STATS * 4)
+        fill_box(stats, [i_w * STATS], ring.q_full.index(slot), ring.stats.index(slot), 0)
+        fill_box(dout, at, ring.dout_full.index(slot), ring.dout.index(slot), 1)
 
 
 @gluon.jit
 def add_rows(dq, held, place, t, n, c, WHICH: gl.constexpr):
     """Adder: dq of every other row block, once those of earlier keys are there. Two take turns, as waiting
     for memory takes longer than a block."""
-    count = place.end - place.start
+    count = (place.end - place.start) * n.group
     skipped = 0
     if c.AHEAD:
         skipped = 1  # zeros, of no block
         if WHICH == 0 and count > 0:
             take_rows(WHICH)
             free_rows(held)
-    for i in range((WHICH + skipped) % 2, n.group * count, 2):
-        i_h = (place.i_b * n.num_kv_heads + place.i_h) * n.group + i // count
-        i_m = place.end - 1 - i % count
-        i_row = i_h * n.row_blocks + place.i_w + i_m
+    for i in range((WHICH + skipped) % 2, count, 2):
+        i_h, i_m = place.i_h * n.group + i % n.group, place.end - 1 - i // n.group
+        i_row = (place.i_b * n.num_kv_heads * n.group + i_h) * n.row_blocks + place.i_w + i_m
         before = place.i_n - first_tile(i_m, place.own, c)
         if c.ORDERED:
             await_number(t.added + i_row, before)
@@ -418,30 +414,27 @@ def differentiate_keys(dk, dv, ring, held, place, t, n, c, WG: gl.constexpr):
 
 @gluon.jit
 def walk_rows(ring, held, sums, place, n, c, WG: gl.constexpr):
-    """All row blocks, from the last one on, of every head; those that hide keys come last, and with a window
-    first."""
+    """All row blocks, from the last one on, each of every head; those that hide keys come last, and with a
+    window first."""
     HIDES: gl.constexpr = c.HAS_RIGHT or not c.WHOLE
     sums = differentiate_block(ring, held, sums, Step(0, place.end - 1), place, n, c, WG, HIDES, True)
-    i, bare, whole = 1, place.end - place.bare, place.end - place.whole
-    for i_g in range(n.group):
-        first = gl.where(i_g == 0, 1, 0)  # is done
-        if c.HAS_LEFT:
-            for j in range(first, bare):
-                step = Step(i, place.end - 1 - j)
-                sums = differentiate_block(ring, held, sums, step, place, n, c, WG, True, False)
-                i += 1
-            first = max(first, bare)
-        for j in range(first, whole):
-            step = Step(i, place.end - 1 - j)
-            sums = differentiate_block(ring, held, sums, step, place, n, c, WG, False, False)
-            i += 1
-        if HIDES:
-            for j in range(max(first, whole), place.end - place.start):
-                step = Step(i, place.end - 1 - j)
-                sums = differentiate_block(ring, held, sums, step, place, n, c, WG, True, False)
-                i += 1
-    b_dq = warpgroup_mma_wait(0, [issue_dq(held, i - 1, c, WG)])
-    hand_over(b_dq, i - 1, held, c, WG)
+    first = 1  # is done
+    if c.HAS_LEFT:
+        bare = (place.end - place.bare) * n.group
+        for i in range(first, bare):
+            step = Step(i, place.end - 1 - i // n.group)
+            sums = differentiate_block(ring, held, sums, step, place, n, c, WG, True, False)
+        first = max(first, bare)
+    whole, end = (place.end - place.whole) * n.group, (place.end - place.start) * n.group
+    for i in range(first, whole):
+        step = Step(i, place.end - 1 - i // n.group)
+        sums = differentiate_block(ring, held, sums, step, place, n, c, WG, False, False)
+    if HIDES:
+        for i in range(max(first, whole), end):
+            step = Step(i, place.end - 1 - i // n.group)
+            sums = differentiate_block(ring, held, sums, step, place, n, c, WG, True, False)
+    b_dq = warpgroup_mma_wait(0, [issue_dq(held, end - 1, c, WG)])
+    hand_over(b_dq, end - 1, held, c, WG)
     return sums
 
 
@@ -452,28 +445,24 @@ def walk_ahead(ring, held, sums, place, n, c, WG: gl.constexpr):
     announce(gl.zeros([64, 64], gl.float32, accumulator(64)).to(held.k.dtype), 1, held, WG)
     b_s, b_dp = first_products(ring, held, c, WG)
     sums = sums[0], sums[1], b_s, b_dp
-    i, bare, whole, count = 0, 0, place.end - place.whole, place.end - place.start
-    for i_g in range(n.group):
-        last = gl.where(i_g == n.group - 1, count - 1, count)  # is peeled
-        if c.HAS_LEFT:
-            bare = place.end - place.bare
-            for j in range(0, min(bare, last)):
-                step = Step(i, place.end - 1 - j)
-                sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, True, False)
-                i += 1
-        for j in range(bare, min(whole, last)):
-            step = Step(i, place.end - 1 - j)
-            sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, False, False)
-            i += 1
-        if HIDES:
-            for j in range(whole, last):
-                step = Step(i, place.end - 1 - j)
-                sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, True, False)
-                i += 1
-    step = Step(i, place.start)
-    sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, HIDES, True)
-    b_dq = warpgroup_mma_wait(0, [issue_dq(held, i, c, WG)])
-    hand_over(b_dq, i + 1, held, c, WG)
+    first, last = 0, (place.end - place.start) * n.group - 1
+    if c.HAS_LEFT:
+        bare = min((place.end - place.bare) * n.group, last)
+        for i in range(first, bare):
+            step = Step(i, place.end - 1 - i // n.group)
+            sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, True, False)
+        first = bare
+    whole = min((place.end - place.whole) * n.group, last)
+    for i in range(first, whole):
+        step = Step(i, place.end - 1 - i // n.group)
+        sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, False, False)
+    if HIDES:
+        for i in range(whole, last):
+            step = Step(i, place.end - 1 - i // n.group)
+            sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, True, False)
+    sums = differentiate_ahead(ring, held, sums, Step(last, place.start), place, n, c, WG, HIDES, True)
+    b_dq = warpgroup_mma_wait(0, [issue_dq(held, last, c, WG)])
+    hand_over(b_dq, last + 1, held, c, WG)
     return sums[0], sums[1]
 
 

@@ -32,17 +32,15 @@ CHANGES = frozenset({Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI})
 ROWS = 64  # of a consumer
 # By channels of a box: below, it is behind the Triton row on an H200, or nobody has measured.
 LEAST_KEYS = {64: 2048, 128: 1024, 256: 1024}
-# The same of features, by box; what is not here is behind, or was not timed.
-LEAST_KEYS_OF = {
-    64: {Feature.ALIBI: 1024},
-    128: {
-        Feature.WINDOW: 1024,
-        Feature.ALIBI: 1024,
-        Feature.SINKS: 1024,
-        Feature.VARLEN: 2048,
-        Feature.KV_LENS: 2048,
-        Feature.SOFTCAP: 4096,
-    },
+# The same of features, for packed members by their mean; what is not here is behind, or was not timed.
+_F = Feature
+LEAST_KEYS_OF: dict[tuple[Phase, int], dict[Feature, int]] = {
+    (Phase.FORWARD, 64): {_F.ALIBI: 1024},
+    (Phase.FORWARD, 128): {_F.WINDOW: 1024, _F.ALIBI: 1024, _F.SINKS: 1024, _F.VARLEN: 1024}
+    | {_F.KV_LENS: 2048, _F.SOFTCAP: 4096},
+    # sinks change nothing but lse
+    (Phase.BACKWARD, 64): {_F.WINDOW: 1024, _F.SINKS: 0, _F.VARLEN: 2048, _F.KV_LENS: 4096},
+    (Phase.BACKWARD, 128): {_F.WINDOW: 1024, _F.SINKS: 0, _F.VARLEN: 1024, _F.KV_LENS: 4096},
 }
 
 
@@ -133,12 +131,8 @@ def leaves(spec: AttentionSpec, target: Target) -> str:
     if spec.seqlen_q <= 2 * SMALL_ROWS or spec.seqlen_k < MANY_KEYS:
         few = f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys"
         return f"{few}, are no work for whole warpgroups"
-    if padded := _too_padded(spec):
-        return padded
-    if behind := sorted(
-        f.value for f in _special(spec) - LEAST_KEYS_OF.get(box_of(spec.head_dim), {}).keys()
-    ):
-        return f"{', '.join(behind)}: not known to be quicker on an H200"
+    if left := _too_padded(spec) or _behind(spec):
+        return left
     if spec.causal and spec.head_dim <= 64 and Feature.ALIBI not in spec.features:
         return "head_dim 64 with causal: the Triton row is quicker on an H200, at 1k to 16k keys"
     return ""
@@ -148,6 +142,20 @@ def _special(spec: AttentionSpec) -> frozenset[Feature]:
     """Features, beside causal order, whose calls differ enough to be timed by themselves."""
     moved = {Feature.Q_OFFSET} if spec.offset is None else set()
     return spec.features & ((BOUNDS - {Feature.CAUSAL, Feature.Q_OFFSET}) | CHANGES | moved)
+
+
+def _behind(spec: AttentionSpec) -> str:
+    ahead = LEAST_KEYS_OF.get((spec.phase, box_of(spec.head_dim)), {}).keys()
+    behind = sorted(f.value for f in _special(spec) - ahead)
+    return f"{', '.join(behind)}: not known to be quicker on an H200" if behind else ""
+
+
+def _too_few_keys(spec: AttentionSpec, seqlen_k: int, otherwise: int) -> str:
+    ahead = LEAST_KEYS_OF.get((spec.phase, box_of(spec.head_dim)), {})
+    least = max((ahead.get(f, 0) for f in _special(spec)), default=otherwise)
+    if seqlen_k >= least:
+        return ""
+    return f"under {least} keys of head_dim {spec.head_dim} it is not known to be quicker on an H200"
 
 
 def _too_padded(spec: AttentionSpec) -> str:
@@ -160,11 +168,9 @@ def _too_padded(spec: AttentionSpec) -> str:
 def leaves_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int]) -> str:
     """Why a call of this batch, seqlen_q and seqlen_k is left; "" if it fills the device with this kernel."""
     batch, seqlen_q, seqlen_k = sizes
-    box, rows = box_of(spec.head_dim), choose_forward(spec, target).block_m
-    special = [LEAST_KEYS_OF.get(box, {}).get(f, 0) for f in _special(spec)]
-    least = max(special) if special else LEAST_KEYS[box]
-    if seqlen_k < least:
-        return f"under {least} keys of head_dim {spec.head_dim} it is not known to be quicker on an H200"
+    if few := _too_few_keys(spec, seqlen_k, LEAST_KEYS[box_of(spec.head_dim)]):
+        return few
+    rows = choose_forward(spec, target).block_m
     tiles = batch * spec.num_q_heads * -(-seqlen_q // rows)
     if tiles < target.cores:
         return f"{tiles} tiles of {rows} rows leave some of {target.cores} cores idle"
@@ -239,12 +245,14 @@ def leaves_backward(spec: AttentionSpec, target: Target) -> str:
     if spec.seqlen_q <= 2 * SMALL_ROWS or spec.seqlen_k < MANY_KEYS:
         few = f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys"
         return f"{few}, are no work for whole warpgroups"
-    return _too_padded(spec)
+    return _too_padded(spec) or _behind(spec)
 
 
 def leaves_backward_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int]) -> str:
     """Why gradients of this batch, seqlen_q and seqlen_k are left; "" if they fill the device."""
     batch, _, seqlen_k = sizes
+    if few := _too_few_keys(spec, seqlen_k, 0):
+        return few
     keys = BackwardConfig.block_n
     tiles = batch * spec.num_kv_heads * -(-seqlen_k // keys)
     if tiles < target.cores:
