@@ -28,6 +28,7 @@ KERNEL_FILES = {
     "scores.py",
     "blocks.py",
     "pool_kernel.py",
+    "backward_sm90.py",
 }
 DEVICE_DECORATORS = {"njit", "cfunc", "intrinsic", "device", "kernel", "jit", "vectorize"}
 HOST_LINES, DEVICE_LINES, FILE_LINES, KERNEL_FILE_LINES, INIT_LINES, PACKAGE_LINES = (

@@ -206,6 +206,7 @@ def constants_of(
         SHORT=short,
         PACKED=packed,
         WHOLE=not (band.bounded or below or short) and k.shape[2] % KEYS == 0,
+        GROUPED=q.shape[1] != k.shape[1],
         AHEAD=config.ahead,
         ORDERED=config.ordered,
     )

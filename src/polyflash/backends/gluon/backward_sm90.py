@@ -55,7 +55,7 @@ from polyflash.backends.gluon.shim import (
     tile_layout,
 )
 
-STATS: gl.constexpr = gl.constexpr(128)  # floats of a block: lse·log2 e, delta
+STATS: gl.constexpr = gl.constexpr(128)  # floats of a block: -lse·log2 e, delta
 # Named barriers: ds of each consumer, even and odd blocks; slots of rows; dq is there, for each
 # adder; K and V are read.
 READY: gl.constexpr = gl.constexpr(RESERVED.value + 2)
@@ -114,6 +114,7 @@ class Constants(NamedTuple):
     PACKED: bool = False
     ALIBI: bool = False  # is not taken
     WHOLE: bool = False  # rows see every key of every program
+    GROUPED: bool = False  # a key/value head has more query heads than one
     AHEAD: bool = False  # see `differentiate_ahead`
     ORDERED: bool = True  # else dq, 0 at first, is added to in whatever order
     LAYOUT: int = 0  # of the tuples: another is another kernel
@@ -183,6 +184,16 @@ def find_place(i_t, t, n, c):
 
 
 @gluon.jit
+def find_rows(i, place, n, c):
+    """Query head and number of the i-th block of rows of a program. Divisions take the single warps longer
+    than they have where products are small."""
+    i_h, i_m = place.i_h, place.end - 1 - i
+    if c.GROUPED:
+        i_h, i_m = place.i_h * n.group + i % n.group, place.end - 1 - i // n.group
+    return i_h, i_m
+
+
+@gluon.jit
 def load_rows(q, dout, k, v, stats, ring, held, place, n, c):
     """Producer: K and V, then Q, dO and their statistics of every row block of every head of the group."""
     for i_k in gl.static_range(2):
@@ -190,7 +201,8 @@ def load_rows(q, dout, k, v, stats, ring, held, place, n, c):
         fill_box(k, at, held.full, held.k.index(i_k), 4 if i_k == 0 else 0)
         fill_box(v, at, held.full, held.v.index(i_k), 0)
     for i in range((place.end - place.start) * n.group):
-        slot, i_h, i_m = i % c.STAGES, place.i_h * n.group + i % n.group, place.end - 1 - i // n.group
+        slot = i % c.STAGES
+        i_h, i_m = find_rows(i, place, n, c)
         i_w = (place.i_b * n.num_kv_heads * n.group + i_h) * n.row_blocks + place.i_w + i_m
         if i >= c.STAGES:
             named_barrier("bar.sync", SLOT + slot, 288)
@@ -212,7 +224,7 @@ def add_rows(dq, held, place, t, n, c, WHICH: gl.constexpr):
             take_rows(WHICH)
             free_rows(held)
     for i in range((WHICH + skipped) % 2, count, 2):
-        i_h, i_m = place.i_h * n.group + i % n.group, place.end - 1 - i // n.group
+        i_h, i_m = find_rows(i, place, n, c)
         i_row = (place.i_b * n.num_kv_heads * n.group + i_h) * n.row_blocks + place.i_w + i_m
         before = place.i_n - first_tile(i_m, place.own, c)
         if c.ORDERED:
@@ -327,14 +339,14 @@ def differentiate_block(
         b_dq = issue_dq(held, step.i - 1, c, WG)
     mbarrier.wait(ring.q_full.index(slot), arrived)
     b_s = scores(held.k.index(WG).reshape([64, c.D]), q)
-    b_lse = part(stats, 0)
+    b_less = part(stats, 0)
     if not FIRST:
         b_dq = warpgroup_mma_wait(1, [b_dq])
         hand_over(b_dq, step.i - 1, held, c, WG)
     mbarrier.wait(ring.dout_full.index(slot), arrived)
     b_dp = scores(held.v.index(WG).reshape([64, c.D]), dout)
     b_s = warpgroup_mma_wait(1, [b_s])
-    b_x = b_s * n.factor - b_lse[None, :]
+    b_x = gl.fma(b_s, n.factor, b_less[None, :])
     if MASKED:
         b_x = apply_mask(b_x, step.i_m, place.j_0 + WG * 64, place.own, c)
     b_p = gl.exp2(b_x)
@@ -371,7 +383,7 @@ def differentiate_ahead(
     q, dout = ring.q.index(slot).reshape([64, c.D]), ring.dout.index(slot).reshape([64, c.D])
     stats = ring.stats.index(slot)
     b_dq = issue_dq(held, step.i + 1, c, WG)  # of the block before, by parity
-    b_x = b_s * n.factor - part(stats, 0)[None, :]
+    b_x = gl.fma(b_s, n.factor, part(stats, 0)[None, :])
     if MASKED:
         b_x = apply_mask(b_x, step.i_m, place.j_0 + WG * 64, place.own, c)
     b_p = gl.exp2(b_x)
@@ -422,16 +434,16 @@ def walk_rows(ring, held, sums, place, n, c, WG: gl.constexpr):
     if c.HAS_LEFT:
         bare = (place.end - place.bare) * n.group
         for i in range(first, bare):
-            step = Step(i, place.end - 1 - i // n.group)
+            step = Step(i, find_rows(i, place, n, c)[1])
             sums = differentiate_block(ring, held, sums, step, place, n, c, WG, True, False)
         first = max(first, bare)
     whole, end = (place.end - place.whole) * n.group, (place.end - place.start) * n.group
     for i in range(first, whole):
-        step = Step(i, place.end - 1 - i // n.group)
+        step = Step(i, find_rows(i, place, n, c)[1])
         sums = differentiate_block(ring, held, sums, step, place, n, c, WG, False, False)
     if HIDES:
         for i in range(max(first, whole), end):
-            step = Step(i, place.end - 1 - i // n.group)
+            step = Step(i, find_rows(i, place, n, c)[1])
             sums = differentiate_block(ring, held, sums, step, place, n, c, WG, True, False)
     b_dq = warpgroup_mma_wait(0, [issue_dq(held, end - 1, c, WG)])
     hand_over(b_dq, end - 1, held, c, WG)
@@ -449,16 +461,16 @@ def walk_ahead(ring, held, sums, place, n, c, WG: gl.constexpr):
     if c.HAS_LEFT:
         bare = min((place.end - place.bare) * n.group, last)
         for i in range(first, bare):
-            step = Step(i, place.end - 1 - i // n.group)
+            step = Step(i, find_rows(i, place, n, c)[1])
             sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, True, False)
         first = bare
     whole = min((place.end - place.whole) * n.group, last)
     for i in range(first, whole):
-        step = Step(i, place.end - 1 - i // n.group)
+        step = Step(i, find_rows(i, place, n, c)[1])
         sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, False, False)
     if HIDES:
         for i in range(whole, last):
-            step = Step(i, place.end - 1 - i // n.group)
+            step = Step(i, find_rows(i, place, n, c)[1])
             sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, True, False)
     sums = differentiate_ahead(ring, held, sums, Step(last, place.start), place, n, c, WG, HIDES, True)
     b_dq = warpgroup_mma_wait(0, [issue_dq(held, last, c, WG)])

@@ -21,7 +21,7 @@ TOO_FAR: tl.constexpr = tl.constexpr(
 
 class Tensors(NamedTuple):
     """`t` of both kernels. row_lse, delta (B, Hkv, Sq·G) and PAD more: as `center` of the Triton engine
-    writes them. stats (B·Hq, row blocks, 2, 64): lse·log2 e and delta. added (B·Hq, row blocks). odd: 0."""
+    writes them. stats (B·Hq, row blocks, 2, 64): -lse·log2 e and delta. added (B·Hq, row blocks). odd: 0."""
 
     out: Any
     dout: Any
@@ -87,7 +87,7 @@ def center(t, n, c):
     m_odd = m_live & ~(tl.abs(b_far) < TOO_FAR)
     tl.store(t.odd, 1, mask=tl.max(m_odd.to(tl.int32), 0) > 0)
     p_stats = t.stats + i_t.to(tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
-    tl.store(p_stats, tl.where(m_live, b_far, float("inf")))
+    tl.store(p_stats, tl.where(m_live, -b_far, float("-inf")))
     tl.store(p_stats + ROWS, b_delta)
     tl.store(t.added + i_t, 0)
     o_w = row_offsets(t.row_lse, i_b, i_h // n.group, o_i * n.group + i_h % n.group)

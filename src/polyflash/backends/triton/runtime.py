@@ -198,7 +198,6 @@ def _spread(signature: dict[str, Any], t: Any, n: Any) -> None:
         signature.update(zip(n._fields, kinds.pop("n"), strict=True))
         del kinds["c"]
         signature.update(kinds)
-        assert len(signature) == len(t) + len(n) + len(kinds), "two of a name"
 
 
 def note(kernel: Any, compiled: Any, arguments: tuple[Any, ...], index: int, began: float) -> None:
