@@ -41,11 +41,8 @@ class Launch:
         leaves = self.row.leaves_sizes
         if self.instead is None or leaves is None:
             return self
-        return (
-            self.instead
-            if leaves(self.spec, self.target, mean_sizes(batch, members, seqlen_q, seqlen_k))
-            else self
-        )
+        sizes = mean_sizes(batch, members, seqlen_q, seqlen_k)
+        return self.instead if leaves(self.spec, self.target, sizes) else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +189,8 @@ def explain(
         if backend and row.backend != backend:
             reasons = (f"backend: {backend} was asked for by name", *reasons)
         if row.leaves_sizes is not None and not (backend or config or reasons):
-            why = row.leaves_sizes(
-                spec, target, mean_sizes(spec.batch, spec.members, spec.seqlen_q, spec.seqlen_k)
-            )
+            sizes = mean_sizes(spec.batch, spec.members, spec.seqlen_q, spec.seqlen_k)
+            why = row.leaves_sizes(spec, target, sizes)
             reasons = (f"yields: {why}",) if why else ()
         verdicts.append(Verdict(row, reasons))
     accepting = [v.row for v in verdicts if not v.reasons]

@@ -51,7 +51,8 @@ def cases() -> Iterator[Case]:
         yield Case(
             draw.choice((1, 64, 130, 200, 500)), keys, draw.random() < 0.4,
             (draw.choice(sides), draw.choice(sides)), draw.choice((None, None, 0, -70, 33, 500, -(2**30))),
-            draw.choice((None, 0, keys // 2, keys)), draw.choice((0, 0, 1, 64, keys)), draw.random() < 0.5,
+            draw.choice((None, 0, keys // 2, keys)), draw.choice((0, 0, 1, 64, keys // 2, keys)),
+            draw.random() < 0.5,
         )  # fmt: skip
 
 

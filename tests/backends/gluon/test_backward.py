@@ -81,7 +81,7 @@ def test_a_call_follows_its_sizes():
 @pytest.fixture(scope="module", autouse=True)
 def kernels_in_python() -> Iterator[None]:
     with in_python(), pytest.MonkeyPatch.context() as patch:
-        for name in ("tile_of", "find_member", "span", "stand", "row_blocks"):
+        for name in ("tile_of", "find_member", "find_rows", "span", "stand", "row_blocks"):
             patch.setattr(backward_sm90, name, getattr(backward_sm90, name).fn)
         yield
 
@@ -112,6 +112,17 @@ def test_every_visible_pair_is_in_a_block():
         for i_m, tiles in adders.items():
             first = first_tile(i_m, own, c)
             assert tiles == list(range(first, first + len(tiles))), (case, i_m)
+
+
+def test_heads_of_a_group_are_walked_side_by_side():
+    """Every head of every row block once, from the last block on: a head that ended for one program and not
+    for the next would have it wait."""
+    place, n = SimpleNamespace(i_h=2, start=3, end=8), SimpleNamespace(group=4)
+    for group in (1, 4):
+        n.group, c = group, SimpleNamespace(GROUPED=group > 1)
+        walked = [backward_sm90.find_rows(i, place, n, c) for i in range(5 * group)]
+        heads = range(2 * group, 3 * group)
+        assert walked == [(i_h, i_m) for i_m in reversed(range(3, 8)) for i_h in heads]
 
 
 def test_packed_tiles_hold_every_key_once():
