@@ -64,7 +64,8 @@ def test_what_it_leaves_unless_asked_by_name():
         assert f"{name}: not known to be quicker" in why(dims=256, causal=True, **{name: value})
         least = configs.LEAST_KEYS_OF[Phase.FORWARD, 128].get(Feature(name), 0)
         if least:
-            assert explained(causal=True, keys=least, **{name: value}).backend == "gluon"
+            taken = explained(causal=True, keys=least, **{name: value})
+            assert taken.backend == "gluon" and taken.rung == "table"
             assert f"under {least} keys" in why(causal=True, keys=least - 1, **{name: value})
         else:
             assert f"{name}: not known" in why(causal=True, **{name: value})

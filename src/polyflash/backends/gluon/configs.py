@@ -1,8 +1,9 @@
 """How the Gluon engine is cut up, and which calls it is for. Pure arithmetic, no DSL.
 
 Provenance of `FORWARD`: the quickest of the schedules that a prototype of this kernel had on an H200, in
-bfloat16 at 2k to 16k keys. With it the kernel was measured on an H200 beside the Triton row, from which
-`leaves` and `LEAST_KEYS` are: docs/results/2026-11-23-h200-gluon.md.
+bfloat16 at 2k to 16k keys; of `BACKWARD`: of those that were tried of this kernel. With them the kernels were
+measured on an H200 beside the Triton rows, from which `leaves`, `LEAST_KEYS` and `LEAST_KEYS_OF` are:
+docs/results/2026-11-23-h200-gluon.md, docs/results/2026-11-24-h200-gluon.md.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def leaves_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int
 
 def has_table(spec: AttentionSpec, target: Target) -> bool:
     """Was its like timed?"""
-    return spec.head_dim in HEAD_DIMS and not _special(spec)
+    return spec.head_dim in HEAD_DIMS and not _behind(spec)
 
 
 def candidates(spec: AttentionSpec, target: Target) -> tuple[Any, ...]:
