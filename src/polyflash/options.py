@@ -196,7 +196,7 @@ class _Options:
         told = "causal; alone, it is bottom_right"
         self("--causal", told, choices=ALIGNMENTS, metavar="top_left")
         self.dtype(dtype)
-        self("--backend", "the kernels of cpu, triton or torch", type=_backend, metavar="NAME")
+        self("--backend", "the kernels of cpu, triton, gluon or torch", type=_backend, metavar="NAME")
         self.device(device)
 
     def window(self) -> None:
