@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 
 import pytest
@@ -371,6 +372,29 @@ def test_a_call_within_a_call_has_memory_of_its_own(monkeypatch):
 
     monkeypatch.setattr(decode, "_partials", interrupted)
     same_bits(attention(q, k, v), want)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="threads of the CPU")
+def test_a_known_call_follows_the_number_of_threads(monkeypatch):
+    """Down and up again; a small one stays on its caller."""
+    pool = importlib.import_module("polyflash.backends.cpu.pool")
+    seen, run, before = [], pool.run, torch.get_num_threads()
+
+    def watched(kernel, block, items, threads, *rest):
+        seen.append(threads)
+        run(kernel, block, items, threads, *rest)
+
+    monkeypatch.setattr(pool, "run", watched)
+    try:
+        for rows, wanted in ((256, [1, 1, 3, 3, 1, 2]), (33, [1] * 6)):
+            q, k, v = (torch.randn(1, 1, rows, 32) for _ in range(3))
+            seen.clear()
+            for threads in (1, 1, 3, 3, 1, 2):
+                torch.set_num_threads(threads)
+                attention(q, k, v)
+            assert seen == wanted, f"{rows} rows"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_another_default_device_changes_nothing():
