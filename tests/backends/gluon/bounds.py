@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
+from itertools import accumulate, product
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -104,3 +104,25 @@ def launched(case: Case, block_m: int, block_n: int) -> tuple[SimpleNamespace, .
         num_heads=1, seqlen_q=case.rows, seqlen_k=case.keys, offset=how.right, left=how.left, members=None
     )
     return t, n, c
+
+
+class Packed(NamedTuple):
+    """Members' rows and keys, where each begins, and how many tokens there are, those of nobody too."""
+
+    rows: list[int]
+    keys: list[int]
+    at_q: list[int]
+    at_k: list[int]
+    total_q: int
+    total_k: int
+
+
+def packed_calls(count: int = 200) -> Iterator[tuple[Packed, random.Random]]:
+    """Beside each a source for what else is drawn."""
+    draw = random.Random(0)
+    for _ in range(count):
+        rows = [draw.choice((0, 1, 63, 64, 128, 192, 384, 500)) for _ in range(draw.randrange(9))]
+        keys = [draw.choice((0, 1, 64, 130, 300)) for _ in rows]
+        at_q, at_k = [0, *accumulate(rows)], [0, *accumulate(keys)]
+        total_q, total_k = at_q[-1] + draw.choice((0, 5, 200)), at_k[-1] + draw.choice((0, 5))
+        yield Packed(rows, keys, at_q, at_k, total_q, total_k), draw

@@ -1,12 +1,13 @@
 """Times the Gluon rows beside cuDNN and the Triton rows, interleaved in one process.
 
 python -m tests.backends.gluon.race [--dims 64,128,256] [--lengths 1024,...] [--variants] [--rounds 7]
-    [--gradients] [--group 4]
+    [--gradients] [--group 4] [--kernels]
     [--kinds full,causal,window,alibi-causal,capped-causal,sinks-causal,lens,lens-causal,packed,packed-causal]
 
 cuDNN has the first two. A window is causal, of 1024 keys, a cap 30. Of `lens` requests have from few keys to
 all; packed members half as many tokens and half as many more by turns. With --gradients the backward pass
-alone is timed, of a graph that is kept. --group: query heads per key/value head.
+alone is timed, of a graph that is kept. --group: query heads per key/value head. --kernels: also prints the
+microseconds of each kernel of a call of the Gluon row, by torch's profiler.
 """
 
 from __future__ import annotations
@@ -104,6 +105,16 @@ def of_gradients(
     return {name: backward(arm) for name, arm in arms.items()}
 
 
+def of_kernels(arm: Callable[[], Any], times: int = 20) -> str:
+    """Microseconds of each kernel of a call, from the longest on."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(times):
+            arm()
+        torch.cuda.synchronize()
+    found = {x.key: x.device_time_total / times for x in profile.key_averages()}
+    return ", ".join(f"{n[:40]} {us:.1f}" for n, us in sorted(found.items(), key=lambda x: -x[1]) if us)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dims", default="64,128,256")
@@ -113,6 +124,7 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--gradients", action="store_true")
     parser.add_argument("--group", type=int, default=1)
+    parser.add_argument("--kernels", action="store_true")
     asked = parser.parse_args()
     for dims in map(int, asked.dims.split(",")):
         for kind in asked.kinds.split(","):
@@ -148,6 +160,8 @@ def main() -> None:
                     f"D{dims} {kind} {length}: {told} | {over} of triton | differ by {wrong:.1e}{mark}",
                     flush=True,
                 )
+                if asked.kernels:
+                    print(f"    {of_kernels(arms['gluon'])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@ that the kernel runs."""
 from __future__ import annotations
 
 import heapq
-import random
 from collections.abc import Iterator
-from itertools import accumulate, product
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ import polyflash
 from polyflash.backends.gluon import backward_sm90, configs, places, schedule
 from polyflash.backends.gluon.capabilities import CAPABILITIES
 from polyflash.backends.gpu.launch import tile_count
-from tests.backends.gluon.bounds import Case, Memory, cases, in_python, launched
+from tests.backends.gluon.bounds import Case, Memory, cases, in_python, launched, packed_calls
 
 _, ROW = CAPABILITIES
 KEYS, ROWS, CORES = schedule.KEYS.value, schedule.ROWS.value, 132
@@ -127,12 +126,7 @@ def test_heads_of_a_group_are_walked_side_by_side():
 
 def test_packed_tiles_hold_every_key_once():
     """Of every member and of nobody, whose blocks of rows are where `center` puts them."""
-    draw = random.Random(0)
-    for _ in range(200):
-        rows = [draw.choice((0, 1, 63, 64, 128, 192, 384, 500)) for _ in range(draw.randrange(9))]
-        keys = [draw.choice((0, 1, 64, 130, 300)) for _ in rows]
-        at_q, at_k = [0, *accumulate(rows)], [0, *accumulate(keys)]
-        total_q, total_k = at_q[-1] + draw.choice((0, 5, 200)), at_k[-1] + draw.choice((0, 5))
+    for (rows, _, at_q, at_k, total_q, total_k), _ in packed_calls():
         t = SimpleNamespace(kv_lens=None, kv_starts=None, q_offset=None)
         t.cu_seqlens_q, t.cu_seqlens_k = Memory(*at_q), Memory(*at_k)
         n = SimpleNamespace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import accumulate, product
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,7 @@ pytest.importorskip("triton.experimental.gluon")
 from polyflash.backends.gluon import places, schedule
 from polyflash.backends.gluon.places import Place
 from polyflash.backends.gpu.launch import tile_count
-from tests.backends.gluon.bounds import Memory, cases, in_python, launched
+from tests.backends.gluon.bounds import Memory, cases, in_python, launched, packed_calls
 
 CORES = 132
 tile_of, fixed_tile = schedule.tile_of.fn, schedule.fixed_tile.fn
@@ -135,12 +135,7 @@ def seen_by(i: int, place: Place, c: SimpleNamespace) -> tuple[int, int]:
 @pytest.mark.parametrize("block_m", [128, 192])
 def test_packed_tiles_hold_every_row_once(place_of, block_m: int):
     """Of every member and of nobody; the keys are the member's own, none where a tile has no rows."""
-    draw = random.Random(0)
-    for _ in range(200):
-        rows = [draw.choice((0, 1, 63, 64, 128, 192, 384, 500)) for _ in range(draw.randrange(9))]
-        keys = [draw.choice((0, 1, 64, 130, 300)) for _ in rows]
-        at_q, at_k = [0, *accumulate(rows)], [0, *accumulate(keys)]
-        total_q, total_k = at_q[-1] + draw.choice((0, 5, 200)), at_k[-1] + draw.choice((0, 5))
+    for (rows, keys, at_q, at_k, total_q, total_k), draw in packed_calls():
         lens = [draw.randrange(n + 1) for n in keys]
         t = SimpleNamespace(
             cu_seqlens_q=Memory(*at_q), cu_seqlens_k=Memory(*at_k), kv_lens=Memory(*lens), kv_starts=None,

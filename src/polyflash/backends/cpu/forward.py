@@ -174,12 +174,12 @@ class Repeat:
     def __init__(self, launch: Launch, args: Arguments) -> None:
         self.launch, self.args, self.need_lse = launch, args, args.need_lse
         self.job: _Job | None = None
-        self.shared = True  # among torch's threads, however many those are at the time
+        self.work_us = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = outputs(q, v, self.need_lse)
         job = self.job
-        if job is None or (self.shared and job.threads != torch.get_num_threads()):
+        if job is None or job.threads != arguments.threads_for(self.work_us):
             job = self.job = self._first(near(q), near(k), near(v), near(out), lse)
         words = job.words[:]
         words[FORWARD.q], words[FORWARD.k], words[FORWARD.v] = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -193,8 +193,8 @@ class Repeat:
         """The job of the first such call, or for another number of threads: as `run` makes it."""
         isa, prepared, args = self.launch.config.isa, self.launch.prepared, self.args
         batch, _, seqlen_q, head_dim = q.shape
-        work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], args)
-        threads, self.shared = arguments.threads_for(work_us), work_us >= arguments.LEND_FROM_US
+        work_us = self.work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], args)
+        threads = arguments.threads_for(work_us)
         cut = prepared.unpacked(batch, seqlen_q, threads, args)
         lse_at = lse.data_ptr() if self.need_lse else 0
         front = arguments.front(isa, cut.nv, (q, k, v, out), lse_at, k.shape[2], args, [], 0)

@@ -14,7 +14,7 @@ import torch
 
 from polyflash.backends.gluon import configs, gradient_passes, shim
 from polyflash.backends.gluon.backward_sm90 import Constants, Numbers, Tensors, differentiate_sm90
-from polyflash.backends.gluon.forward import Band, band_of, boxed
+from polyflash.backends.gluon.forward import band_of, bounds_of, boxed
 from polyflash.backends.gluon.gradient_passes import center, finish_dq
 from polyflash.backends.gpu.launch import tile_count
 from polyflash.backends.gpu.numbers import LOG2E, scale_of, sizes_of
@@ -58,10 +58,12 @@ class Scratch(NamedTuple):
     added: Tensor
     odd: Tensor
     started: Tensor
+    row_blocks: int  # of a head
 
 
-def scratch_for(q: Tensor, k: Tensor, channels: int, row_blocks: int, ordered: bool) -> Scratch:
+def scratch_for(q: Tensor, k: Tensor, channels: int, ordered: bool, args: Arguments) -> Scratch:
     (batch, num_heads, seqlen_q, _), num_kv_heads = q.shape, k.shape[1]
+    row_blocks = blocks_of(q, k, seqlen_q, ROWS, args)
     number, blocks = batch * num_heads * seqlen_q, batch * num_heads * row_blocks
     pad = PAD.value
     room = q.new_empty((2, -(-number // pad) * pad + pad), dtype=torch.float32)
@@ -76,6 +78,7 @@ def scratch_for(q: Tensor, k: Tensor, channels: int, row_blocks: int, ordered: b
         added=q.new_empty(blocks, dtype=torch.int32),
         odd=words[:1],
         started=words[1:],
+        row_blocks=row_blocks,
     )
 
 
@@ -105,8 +108,8 @@ def launch_all(
     """`read` are q, k, v and dout, `results` out, lse and dlse of the forward pass, `made` dq, dk and dv.
     Returns delta, by packed row."""
     (q, k, v, _), (dq, dk, dv), device = read, made, read[0].device
-    channels, row_blocks = configs.box_of(q.shape[3]), blocks_of(q, k, q.shape[2], ROWS, args)
-    space = scratch_for(q, k, channels, row_blocks, prepared.config.ordered)
+    channels = configs.box_of(q.shape[3])
+    space = scratch_for(q, k, channels, prepared.config.ordered, args)
     arguments, key = passes(prepared, channels, read, results, dq, space, args)
     row_programs = (space.added.numel(),)
     launch = prepared.kernels.launch
@@ -141,7 +144,7 @@ def passes(
         num_heads=num_heads,
         group=num_heads // k.shape[1],
         seqlen_q=seqlen_q,
-        row_blocks=blocks_of(q, k, seqlen_q, ROWS, args),
+        row_blocks=space.row_blocks,
         members=sizes_of(q, k, args)[0],
         scale=scale_of(q, args),
     )
@@ -167,7 +170,7 @@ def fusion(
         heads=configs.turns(q.shape[2] * q.shape[1] // num_kv_heads, channels, config),
         seqlen_q=q.shape[2],
         seqlen_k=seqlen_k,
-        row_blocks=blocks_of(q, k, q.shape[2], ROWS, args),
+        row_blocks=space.row_blocks,
         key_tiles=key_tiles,
         offset=band.right,
         left=band.left,
@@ -175,7 +178,15 @@ def fusion(
         factor=scale * LOG2E,
         scale=scale,
     )
-    c = constants_of(config, q, k, band, args)
+    c = Constants(
+        D=channels,
+        CHANNELS=q.shape[3],
+        STAGES=config.num_stages,
+        **bounds_of(band, k, KEYS, args),
+        GROUPED=q.shape[1] != num_kv_heads,
+        AHEAD=config.ahead,
+        ORDERED=config.ordered,
+    )
     boxes = (
         *(shim.descriptor(x, ROWS, channels) for x in (q, dout, k, v)),
         shim.flat_descriptor(space.stats, 2 * ROWS), shim.flat_descriptor(space.sums, channels, 32),
@@ -187,29 +198,6 @@ def fusion(
     t = Tensors(space.odd, space.started, space.added, *requests, *views)
     key = c, None if x == NO_OPERANDS else runtime.signature((*requests, *views))
     return planes * key_tiles, (t, n, compiled_in(prepared, c), *boxes), key
-
-
-def constants_of(
-    config: configs.BackwardConfig, q: Tensor, k: Tensor, band: Band, args: Arguments
-) -> Constants:
-    """Constants of the kernel of a call."""
-    packed, left = args.cu_seqlens_q is not None, args.window_left is not None
-    short, below = packed or args.kv_lens is not None, left or args.kv_starts is not None
-    return Constants(
-        D=configs.box_of(q.shape[3]),
-        CHANNELS=q.shape[3],
-        STAGES=config.num_stages,
-        HAS_RIGHT=band.bounded,
-        HAS_LEFT=left,
-        BELOW=below,
-        OWN=band.own,
-        SHORT=short,
-        PACKED=packed,
-        WHOLE=not (band.bounded or below or short) and k.shape[2] % KEYS == 0,
-        GROUPED=q.shape[1] != k.shape[1],
-        AHEAD=config.ahead,
-        ORDERED=config.ordered,
-    )
 
 
 def compiled_in(prepared: Prepared, c: Any) -> Any:

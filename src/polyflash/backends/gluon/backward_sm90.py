@@ -39,29 +39,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from polyflash.backends.gluon.channel import RESERVED, barriers, phase
+from polyflash.backends.gluon.backward_channel import (
+    READ,
+    READY,
+    SLOT,
+    STATS,
+    Held,
+    Ring,
+    announce,
+    free_rows,
+    hand_over,
+    part,
+    take_rows,
+)
+from polyflash.backends.gluon.channel import barriers, phase
 from polyflash.backends.gluon.places import find_member, span, stand, store_rows
 from polyflash.backends.gluon.schedule import KEYS, ROWS, first_tile, row_blocks, tile_of
 from polyflash.backends.gluon.shim import (
     accumulator,
     add_box,
     await_number,
-    fill_box,
     keep_less,
+    load_box,
     named_barrier,
     release_number,
     store_box,
     stored,
     tile_layout,
 )
-
-STATS: gl.constexpr = gl.constexpr(128)  # floats of a block: -lse·log2 e, delta
-# Named barriers: ds of each consumer, even and odd blocks; slots of rows; dq is there, for each
-# adder; K and V are read.
-READY: gl.constexpr = gl.constexpr(RESERVED.value + 2)
-SLOT: gl.constexpr = gl.constexpr(RESERVED.value + 6)
-FULL: gl.constexpr = gl.constexpr(RESERVED.value + 9)
-READ: gl.constexpr = gl.constexpr(RESERVED.value + 11)
 
 
 class Tensors(NamedTuple):
@@ -120,28 +125,6 @@ class Constants(NamedTuple):
     LAYOUT: int = 0  # of the tuples: another is another kernel
 
 
-class Ring(NamedTuple):
-    """Slots of Q and dO (STAGES, 1, 1, 64, D), of their statistics, and when they are there."""
-
-    q: Any
-    dout: Any
-    stats: Any
-    q_full: Any
-    dout_full: Any
-
-
-class Held(NamedTuple):
-    """K and V (2, 1, 1, 64, D) of the program; ds (4, 64, 64) of two blocks and both consumers; dq of each
-    consumer (2, D, 32), in the order of `in_fragments`, and when it has left."""
-
-    k: Any
-    v: Any
-    ds: Any
-    dq: Any
-    full: Any
-    dq_free: Any
-
-
 class Place(NamedTuple):
     """Place of a program: its key tile, first key, batch entry and key/value head, the row blocks from start
     to end that see its keys, from whole to bare every row every key; its request's (`places.Place`), which
@@ -198,8 +181,8 @@ def load_rows(q, dout, k, v, stats, ring, held, place, n, c):
     """Producer: K and V, then Q, dO and their statistics of every row block of every head of the group."""
     for i_k in gl.static_range(2):
         at = [place.i_b, place.i_h, place.own.first_k + place.j_0 + 64 * i_k, 0]
-        fill_box(k, at, held.full, held.k.index(i_k), 4 if i_k == 0 else 0)
-        fill_box(v, at, held.full, held.v.index(i_k), 0)
+        load_box(k, at, held.full, held.k.index(i_k), 4 if i_k == 0 else 0)
+        load_box(v, at, held.full, held.v.index(i_k), 0)
     for i in range((place.end - place.start) * n.group):
         slot = i % c.STAGES
         i_h, i_m = find_rows(i, place, n, c)
@@ -207,9 +190,9 @@ def load_rows(q, dout, k, v, stats, ring, held, place, n, c):
         if i >= c.STAGES:
             named_barrier("bar.sync", SLOT + slot, 288)
         at = [place.i_b, i_h, place.own.first_q + i_m * ROWS, 0]
-        fill_box(q, at, ring.q_full.index(slot), ring.q.index(slot), 1, STATS * 4)
-        fill_box(stats, [i_w * STATS], ring.q_full.index(slot), ring.stats.index(slot), 0)
-        fill_box(dout, at, ring.dout_full.index(slot), ring.dout.index(slot), 1)
+        load_box(q, at, ring.q_full.index(slot), ring.q.index(slot), 1, STATS * 4)
+        load_box(stats, [i_w * STATS], ring.q_full.index(slot), ring.stats.index(slot), 0)
+        load_box(dout, at, ring.dout_full.index(slot), ring.dout.index(slot))
 
 
 @gluon.jit
@@ -244,19 +227,6 @@ def add_rows(dq, held, place, t, n, c, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def take_rows(WHICH: gl.constexpr):
-    """Adder: waits for dq of a block, of both consumers."""
-    named_barrier("bar.sync", FULL + WHICH, 288)
-
-
-@gluon.jit
-def free_rows(held):
-    """Adder: the memory of dq is no longer read."""
-    for WG in gl.static_range(2):
-        mbarrier.arrive(held.dq_free.index(WG), count=1)
-
-
-@gluon.jit
 def issue_dq(held, i, c, WG: gl.constexpr):
     """dq of the rows of block i, this consumer's half of the channels, over all keys."""
     HALF: gl.constexpr = c.D // 2
@@ -267,22 +237,6 @@ def issue_dq(held, i, c, WG: gl.constexpr):
         b_ds = held.ds.index(i % 2 * 2 + j).permute((1, 0))
         b_dq = warpgroup_mma(b_ds, b_k, b_dq, use_acc=j > 0, is_async=True)
     return b_dq
-
-
-@gluon.jit
-def in_fragments(b_x, c):
-    """[64, D / 2] with the values of a thread side by side: a store without conflicts."""
-    HALF: gl.constexpr = c.D // 2
-    return b_x.reshape([4, 2, 8, HALF // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([c.D, 32])
-
-
-@gluon.jit
-def hand_over(b_dq, i, held, c, WG: gl.constexpr):
-    """dq of block i, for the adder."""
-    mbarrier.wait(held.dq_free.index(WG), phase(i, 1) ^ 1)
-    held.dq.index(WG).store(in_fragments(b_dq, c))
-    fence_async_shared()
-    named_barrier("bar.arrive", FULL + i % 2, 288)
 
 
 @gluon.jit
@@ -308,20 +262,6 @@ def apply_mask(b_x, i_m, j_0, own, c):
             b_first = gl.maximum(b_first, o_m + own.low)
         b_x = keep_less(b_x, (b_first - 1)[None, :], o_n[:, None])
     return b_x
-
-
-@gluon.jit
-def part(stats, WHICH: gl.constexpr):
-    """One of the statistics of the 64 rows of a block."""
-    return stats.slice(WHICH * ROWS, ROWS).load(gl.SliceLayout(0, accumulator(64)))
-
-
-@gluon.jit
-def announce(b_ds, i, held, WG: gl.constexpr):
-    """ds of this consumer's keys in block i, for both."""
-    held.ds.index(i % 2 * 2 + WG).store(b_ds)
-    fence_async_shared()
-    named_barrier("bar.arrive", READY + 2 * WG + i % 2, 256)
 
 
 @gluon.jit

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from polyflash.backends.gluon import configs
 from polyflash.capability import Capability
 from polyflash.spec import MOST_POSITIONS, Feature, Phase
 
+_row = partial(
+    Capability,
+    backend="gluon",
+    targets=("cuda:sm90",),
+    dtypes=frozenset({"bfloat16", "float16"}),
+    priority=60,
+    tabled=configs.has_table,
+    needs=("triton",),
+    max_positions=MOST_POSITIONS,
+    refuses=configs.refuses,
+)
+
 CAPABILITIES = (
-    Capability(
-        backend="gluon",
+    _row(
         phase=Phase.FORWARD,
         module="polyflash.backends.gluon.forward",
-        targets=("cuda:sm90",),
-        dtypes=frozenset({"bfloat16", "float16"}),
         max_head_dim=max(configs.HEAD_DIMS),
         features=configs.BOUNDS | configs.CHANGES | {Feature.GQA, Feature.LSE},
-        priority=60,
         choose=configs.choose_forward,
-        tabled=configs.has_table,
-        needs=("triton",),
-        max_positions=MOST_POSITIONS,
-        refuses=configs.refuses,
         leaves=configs.leaves,
         leaves_sizes=configs.leaves_sizes,
     ),
-    Capability(
-        backend="gluon",
+    _row(
         phase=Phase.BACKWARD,
         module="polyflash.backends.gluon.backward",
-        targets=("cuda:sm90",),
-        dtypes=frozenset({"bfloat16", "float16"}),
         max_head_dim=configs.MOST_BACKWARD,
         features=configs.BOUNDS | {Feature.SINKS, Feature.GQA, Feature.LSE},
-        priority=60,
         choose=configs.choose_backward,
-        tabled=configs.has_table,
-        needs=("triton",),
-        max_positions=MOST_POSITIONS,
-        refuses=configs.refuses,
         leaves=configs.leaves_backward,
         leaves_sizes=configs.leaves_backward_sizes,
     ),

@@ -23,18 +23,13 @@ CHECKED = ((3, 6),)  # Tritons whose Gluon compiles these kernels as recorded; i
 HEAD_DIMS = (64, 128, 256)  # channels of a box; a head dim between has that of the next, filled with 0
 LEAST_CHANNELS = 8  # 16 bytes, of which TMA takes multiples
 MOST_PADDING = 0.4  # of a box: at 80 of 128 channels still ahead of the Triton row, which takes two blocks
-BOUNDS = frozenset(
-    {
-        *(Feature.CAUSAL, Feature.Q_OFFSET, Feature.WINDOW),
-        *(Feature.KV_LENS, Feature.KV_STARTS, Feature.VARLEN),
-    }
-)
-CHANGES = frozenset({Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI})
+_F = Feature
+BOUNDS = frozenset({_F.CAUSAL, _F.Q_OFFSET, _F.WINDOW, _F.KV_LENS, _F.KV_STARTS, _F.VARLEN})
+CHANGES = frozenset({_F.SOFTCAP, _F.SINKS, _F.ALIBI})
 ROWS = 64  # of a consumer
 # By channels of a box: below, it is behind the Triton row on an H200, or nobody has measured.
 LEAST_KEYS = {64: 2048, 128: 1024, 256: 1024}
 # The same of features, for packed members by their mean; what is not here is behind, or was not timed.
-_F = Feature
 LEAST_KEYS_OF: dict[tuple[Phase, int], dict[Feature, int]] = {
     (Phase.FORWARD, 64): {_F.ALIBI: 1024},
     (Phase.FORWARD, 128): {_F.WINDOW: 1024, _F.ALIBI: 1024, _F.SINKS: 1024, _F.VARLEN: 1024}
@@ -129,14 +124,18 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
 def leaves(spec: AttentionSpec, target: Target) -> str:
     """Why a call is left to other rows unless gluon is asked for by name; "" if it is not. Of lengths it
     knows what a route knows."""
-    if spec.seqlen_q <= 2 * SMALL_ROWS or spec.seqlen_k < MANY_KEYS:
-        few = f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys"
-        return f"{few}, are no work for whole warpgroups"
-    if left := _too_padded(spec) or _behind(spec):
+    if left := _no_work(spec) or _too_padded(spec) or _behind(spec):
         return left
     if spec.causal and spec.head_dim <= 64 and Feature.ALIBI not in spec.features:
         return "head_dim 64 with causal: the Triton row is quicker on an H200, at 1k to 16k keys"
     return ""
+
+
+def _no_work(spec: AttentionSpec) -> str:
+    if spec.seqlen_q > 2 * SMALL_ROWS and spec.seqlen_k >= MANY_KEYS:
+        return ""
+    few = f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys"
+    return f"{few}, are no work for whole warpgroups"
 
 
 def _special(spec: AttentionSpec) -> frozenset[Feature]:
@@ -243,10 +242,7 @@ def turns(rows: int, channels: int, config: BackwardConfig) -> int:
 
 def leaves_backward(spec: AttentionSpec, target: Target) -> str:
     """Why gradients are left to other rows unless gluon is asked for by name; "" if they are not."""
-    if spec.seqlen_q <= 2 * SMALL_ROWS or spec.seqlen_k < MANY_KEYS:
-        few = f"up to {2 * SMALL_ROWS} rows, or fewer than {MANY_KEYS} keys"
-        return f"{few}, are no work for whole warpgroups"
-    return _too_padded(spec) or _behind(spec)
+    return _no_work(spec) or _too_padded(spec) or _behind(spec)
 
 
 def leaves_backward_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int]) -> str:

@@ -119,8 +119,6 @@ class Prepared:
 
 def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments) -> Constants:
     """Constants of a call's kernel."""
-    packed, left = args.cu_seqlens_q is not None, args.window_left is not None
-    short, below = packed or args.kv_lens is not None, left or args.kv_starts is not None
     return Constants(
         D=configs.box_of(q.shape[3]),
         CHANNELS=q.shape[3],
@@ -128,15 +126,9 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         BLOCK_N=config.block_n,
         STAGES=config.num_stages,
         CONSUMERS=config.consumers,
-        HAS_RIGHT=band.bounded,
-        HAS_LEFT=left,
-        BELOW=below,
-        OWN=band.own,
-        SHORT=short,
-        PACKED=packed,
+        **bounds_of(band, k, config.block_n, args),
         SOFTCAP=args.softcap != 0.0,
         ALIBI=args.alibi_slopes is not None,
-        WHOLE=not (band.bounded or below or short) and k.shape[2] % config.block_n == 0,
         COUNTED=config.order == "counter",
         HEADS=config.heads,
         TURNS=config.turns,
@@ -145,6 +137,15 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         LAZY=config.lazy_rescale,
         SHARED_OUT=config.shared_out,
     )
+
+
+def bounds_of(band: Band, k: Tensor, block_n: int, args: Arguments) -> dict[str, bool]:
+    """Constants that say what bounds the keys of a row; WHOLE: nothing, and blocks of block_n hold them."""
+    packed, left = args.cu_seqlens_q is not None, args.window_left is not None
+    short, below = packed or args.kv_lens is not None, left or args.kv_starts is not None
+    whole = not (band.bounded or below or short) and k.shape[2] % block_n == 0
+    found = {"HAS_RIGHT": band.bounded, "HAS_LEFT": left, "BELOW": below, "OWN": band.own}
+    return found | {"SHORT": short, "PACKED": packed, "WHOLE": whole}
 
 
 def position_of(seqlen_q: int, seqlen_k: int, args: Arguments) -> tuple[int, float]:

@@ -12,11 +12,9 @@ from polyflash.backends.gluon.schedule import ROWS
 from polyflash.backends.triton.gradient_kernels import PAD
 from polyflash.backends.triton.places import find_member, load_tile, row_offsets, span, store_tile, unravel
 from polyflash.backends.triton.products import has_nonfinite
+from polyflash.backends.triton.scores import LOG2E
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-TOO_FAR: tl.constexpr = tl.constexpr(
-    2.0**12
-)  # lse·log2 e from here on is rounded as much as a float16 weight
+TOO_FAR: tl.constexpr = tl.constexpr(2.0**12)  # lse·log2 e, from here on rounded as a float16 weight is
 
 
 class Tensors(NamedTuple):

@@ -60,17 +60,9 @@ def _bytes(block: Any) -> int:
 
 
 @gluon.jit
-def load_box(box, at, full, slot):
-    """Asks for the descriptor's box at `at`; `full` is the barrier of its arrival."""
-    SIZE: gl.constexpr = _bytes(box.block_type)
-    mbarrier.expect(full, SIZE)
-    _load(box, at, full, slot)
-
-
-@gluon.jit
-def fill_box(box, at, full, slot, COUNT: gl.constexpr, MORE: gl.constexpr = 0):
-    """Asks for a box as `load_box`, where `full` waits for COUNT such and MORE bytes; 0: an earlier call has
-    said so."""
+def load_box(box, at, full, slot, COUNT: gl.constexpr = 1, MORE: gl.constexpr = 0):
+    """Asks for the descriptor's box at `at`; `full` is the barrier of its arrival, with that of COUNT - 1 such
+    and MORE bytes. COUNT 0: an earlier call has said so."""
     SIZE: gl.constexpr = _bytes(box.block_type)
     if COUNT > 0:
         mbarrier.expect(full, COUNT * SIZE + MORE)
