@@ -61,7 +61,7 @@ def _bytes(block: Any) -> int:
 
 @gluon.jit
 def load_box(box, at, full, slot, COUNT: gl.constexpr = 1, MORE: gl.constexpr = 0):
-    """Asks for the descriptor's box at `at`; `full` is the barrier of its arrival, with that of COUNT - 1 such
+    """Asks for the descriptor's box at `at`; `full` is the barrier of its arrival, and of COUNT - 1 more such
     and MORE bytes. COUNT 0: an earlier call has said so."""
     SIZE: gl.constexpr = _bytes(box.block_type)
     if COUNT > 0:
