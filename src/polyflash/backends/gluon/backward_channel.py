@@ -33,8 +33,8 @@ class Ring(NamedTuple):
 
 
 class Held(NamedTuple):
-    """K and V (2, 1, 1, 64, D) of the program; ds (4, 64, 64) of two blocks and both consumers; dq of each
-    consumer (2, D, 32), in the order of `in_fragments`, and when it has left."""
+    """K and V (2, 1, 1, 64, D) of the program; ds (4 or 8, 64, 64) of two or four blocks and both consumers;
+    dq of each consumer (2, D, 32), in the order of `in_fragments`, and when it has left."""
 
     k: Any
     v: Any
@@ -51,11 +51,23 @@ def part(stats, WHICH: gl.constexpr):
 
 
 @gluon.jit
+def slot_of_ds(i, held):
+    """First slot of ds of block i."""
+    return i % (held.ds.shape[0] // 2) * 2
+
+
+@gluon.jit
 def announce(b_ds, i, held, WG: gl.constexpr):
     """ds of this consumer's keys in block i, for both."""
-    held.ds.index(i % 2 * 2 + WG).store(b_ds)
+    held.ds.index(slot_of_ds(i, held) + WG).store(b_ds)
     fence_async_shared()
     named_barrier("bar.arrive", READY + 2 * WG + i % 2, 256)
+
+
+@gluon.jit
+def await_ds(i, WG: gl.constexpr):
+    """Waits for ds of the other consumer in block i."""
+    named_barrier("bar.sync", READY + 2 * (1 - WG) + i % 2, 256)
 
 
 @gluon.jit

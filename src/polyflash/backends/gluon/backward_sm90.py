@@ -41,15 +41,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from polyflash.backends.gluon.backward_channel import (
     READ,
-    READY,
     SLOT,
     STATS,
     Held,
     Ring,
     announce,
+    await_ds,
     free_rows,
     hand_over,
     part,
+    slot_of_ds,
     take_rows,
 )
 from polyflash.backends.gluon.channel import barriers, phase
@@ -230,11 +231,10 @@ def add_rows(dq, held, place, t, n, c, WHICH: gl.constexpr):
 def issue_dq(held, i, c, WG: gl.constexpr):
     """dq of the rows of block i, this consumer's half of the channels, over all keys."""
     HALF: gl.constexpr = c.D // 2
-    named_barrier("bar.sync", READY + 2 * (1 - WG) + i % 2, 256)
     b_dq = gl.zeros([64, HALF], gl.float32, accumulator(HALF))
     for j in gl.static_range(2):
         b_k = held.k.index(j).reshape([64, c.D]).slice(WG * HALF, HALF, dim=1)
-        b_ds = held.ds.index(i % 2 * 2 + j).permute((1, 0))
+        b_ds = held.ds.index(slot_of_ds(i, held) + j).permute((1, 0))
         b_dq = warpgroup_mma(b_ds, b_k, b_dq, use_acc=j > 0, is_async=True)
     return b_dq
 
@@ -276,6 +276,7 @@ def differentiate_block(
     q, dout = ring.q.index(slot).reshape([64, c.D]), ring.dout.index(slot).reshape([64, c.D])
     stats = ring.stats.index(slot)
     if not FIRST:
+        await_ds(step.i - 1, WG)
         b_dq = issue_dq(held, step.i - 1, c, WG)
     mbarrier.wait(ring.q_full.index(slot), arrived)
     b_s = scores(held.k.index(WG).reshape([64, c.D]), q)
@@ -315,28 +316,28 @@ def first_products(ring, held, c, WG: gl.constexpr):
 def differentiate_ahead(
     ring, held, sums, step, place, n, c, WG: gl.constexpr, MASKED: gl.constexpr, LAST: gl.constexpr
 ):
-    """Adds a block as `differentiate_block` does, but makes scores and dp of the next beside dk and dv of
-    this one: takes registers, and lets products run while dq is handed over."""
+    """Adds a block as `differentiate_block` does, in two parts: first weights and ds, of scores and dp that
+    are there, then all products at once, those of the next block too. Consumers take turns in the first part,
+    so one has the tensor cores while the other computes; a product issued there would wait in their queue."""
     b_dk, b_dv, b_s, b_dp = sums
     operand: gl.constexpr = gl.DotOperandLayout(0, accumulator(c.D), 2)
     slot, later = step.i % c.STAGES, (step.i + 1) % c.STAGES
     q, dout = ring.q.index(slot).reshape([64, c.D]), ring.dout.index(slot).reshape([64, c.D])
     stats = ring.stats.index(slot)
-    b_dq = issue_dq(held, step.i + 1, c, WG)  # of the block before, by parity
+    await_ds(step.i + 1 + WG, WG)  # of the block before, by parity; consumer 1: of this block
     b_x = gl.fma(b_s, n.factor, part(stats, 0)[None, :])
     if MASKED:
         b_x = apply_mask(b_x, step.i_m, place.j_0 + WG * 64, place.own, c)
     b_p = gl.exp2(b_x)
     b_w = gl.convert_layout(b_p.to(q.dtype), operand)
     b_ds = (b_p * (b_dp - part(stats, 1)[None, :])).to(q.dtype)
-    b_dv = warpgroup_mma(b_w, dout, b_dv, is_async=True)
-    b_dq = warpgroup_mma_wait(
-        1, [b_dq]
-    )  # the other consumer may write where it was read once it sees this ds
     announce(b_ds, step.i, held, WG)
+    b_dq = issue_dq(held, step.i + 3, c, WG)  # of the block before, by slot
+    b_dv = warpgroup_mma(b_w, dout, b_dv, is_async=True)
     b_dk = warpgroup_mma(gl.convert_layout(b_ds, operand), q, b_dk, is_async=True)
+    b_dq = warpgroup_mma_wait(2, [b_dq])
+    hand_over(b_dq, step.i, held, c, WG)
     if LAST:
-        hand_over(b_dq, step.i, held, c, WG)
         b_dk, b_dv = warpgroup_mma_wait(0, [b_dk, b_dv])
     else:
         arrived = phase(step.i + 1, c.STAGES)
@@ -344,7 +345,6 @@ def differentiate_ahead(
         b_s = scores(held.k.index(WG).reshape([64, c.D]), ring.q.index(later).reshape([64, c.D]))
         mbarrier.wait(ring.dout_full.index(later), arrived)
         b_dp = scores(held.v.index(WG).reshape([64, c.D]), ring.dout.index(later).reshape([64, c.D]))
-        hand_over(b_dq, step.i, held, c, WG)
         b_dk, b_dv, b_s, b_dp = warpgroup_mma_wait(0, [b_dk, b_dv, b_s, b_dp])
     named_barrier("bar.arrive", SLOT + slot, 288)
     return b_dk, b_dv, b_s, b_dp
@@ -385,6 +385,7 @@ def walk_rows(ring, held, sums, place, n, c, WG: gl.constexpr):
         for i in range(max(first, whole), end):
             step = Step(i, find_rows(i, place, n, c)[1])
             sums = differentiate_block(ring, held, sums, step, place, n, c, WG, True, False)
+    await_ds(end - 1, WG)
     b_dq = warpgroup_mma_wait(0, [issue_dq(held, end - 1, c, WG)])
     hand_over(b_dq, end - 1, held, c, WG)
     return sums
@@ -394,7 +395,9 @@ def walk_rows(ring, held, sums, place, n, c, WG: gl.constexpr):
 def walk_ahead(ring, held, sums, place, n, c, WG: gl.constexpr):
     """`walk_rows` by `differentiate_ahead`. The first dq that is handed over is of a block of zeros."""
     HIDES: gl.constexpr = c.HAS_RIGHT or not c.WHOLE
-    announce(gl.zeros([64, 64], gl.float32, accumulator(64)).to(held.k.dtype), 1, held, WG)
+    announce(gl.zeros([64, 64], gl.float32, accumulator(64)).to(held.k.dtype), 3, held, WG)
+    if WG == 1:
+        await_ds(3, WG)
     b_s, b_dp = first_products(ring, held, c, WG)
     sums = sums[0], sums[1], b_s, b_dp
     first, last = 0, (place.end - place.start) * n.group - 1
@@ -413,6 +416,8 @@ def walk_ahead(ring, held, sums, place, n, c, WG: gl.constexpr):
             step = Step(i, find_rows(i, place, n, c)[1])
             sums = differentiate_ahead(ring, held, sums, step, place, n, c, WG, True, False)
     sums = differentiate_ahead(ring, held, sums, Step(last, place.start), place, n, c, WG, HIDES, True)
+    if WG == 0:
+        await_ds(last, WG)
     b_dq = warpgroup_mma_wait(0, [issue_dq(held, last, c, WG)])
     hand_over(b_dq, last + 1, held, c, WG)
     return sums[0], sums[1]
@@ -452,7 +457,7 @@ def differentiate_sm90(t, n, c, q, dout, k, v, stats, dq, dk, dv):
     ring = Ring(b_q, b_do, b_stats, barriers(c.STAGES, 1), barriers(c.STAGES, 1))
     b_k = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, c.D], k.layout)
     b_v = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, c.D], v.layout)
-    b_ds = gl.allocate_shared_memory(DTYPE, [4, 64, 64], tile_layout(DTYPE))
+    b_ds = gl.allocate_shared_memory(DTYPE, [8 if c.AHEAD else 4, 64, 64], tile_layout(DTYPE))
     b_dq = gl.allocate_shared_memory(gl.float32, [2, c.D, 32], dq.layout)
     held = Held(b_k, b_v, b_ds, b_dq, barriers(1, 1).index(0), barriers(2, 1))
     i_t = gl.program_id(0)
