@@ -256,3 +256,70 @@ def test_an_encoder_of_another_triton_leaves_calls_to_the_whole_way(driver, monk
 
     repeat = replay.Repeat(SimpleNamespace(run=run), Arguments())
     assert repeat(*tensors()) is not None and repeat(*tensors()) is None and driver.seen == []
+
+
+BACKWARD = {"q": VIEW, "dout": VIEW, "dq": VIEW, "delta": "*fp32", "odd": "*i32"}
+
+
+@pytest.fixture
+def gradients(driver, monkeypatch):
+    """Gradients of a row that makes dq of q and dout, with memory between; counts calls the whole way."""
+    driver.kinds = [*["*", "i32", "i64", "i32"] * 3, "*", "*"]
+    driver.filled = []
+    monkeypatch.setattr(replay, "_is_current", lambda device: True)
+    monkeypatch.setattr(replay, "_fill", lambda *filled: driver.filled.append(filled) and 0)
+    known = replay.Gradients()
+
+    def call(q, dout, *args):
+        def make():
+            call.whole += 1
+            dq = torch.empty_like(q)
+            delta = runtime.scratch((300,), q.device)[:256].view(2, 128)
+            odd = runtime.scratch((2,), q.device, torch.int32, zero=True)
+            if runtime._recorder.log is not None:
+                given = view_of(q), view_of(dout), view_of(dq), delta, odd
+                runtime._recorder.log.started.append(runtime.Started(compiled(BACKWARD), (3, 2, 1), given))
+            return dq, None
+
+        return known((q, dout, None), args, make)
+
+    call.whole, call.driver = 0, driver
+    return call
+
+
+def test_gradients_are_replayed_from_the_third_call_on(gradients):
+    """At their own addresses, with memory that is 0 where it was."""
+    for whole in (1, 2, 2, 2):
+        q, dout, _ = tensors()
+        dq, other = gradients(q, dout, 0.5)
+        assert (gradients.whole, other, dq.shape, dq.stride()) == (whole, None, q.shape, q.stride())
+    (room,) = replay._rooms.values()
+    assert len(gradients.driver.seen) == 2 and len(room) == 1280 + 256
+    values = gradients.driver.seen[-1][1]
+    assert [values[0], values[4], values[8]] == [q.data_ptr(), dout.data_ptr(), dq.data_ptr()]
+    assert values[12:14] == [room.data_ptr(), room.data_ptr() + 1280]
+    assert gradients.driver.filled[-1] == (room.data_ptr() + 1280, 0, 8, STREAM)
+
+
+def test_gradients_of_other_calls_are_recorded_anew(gradients):
+    """Of other strides, numbers or operands; where one tensor came twice none are, as another call may bring
+    two; what is not at 16 bytes, or what the driver refuses, takes the whole way."""
+    q, dout, lens = tensors()
+    for _ in range(3):
+        gradients(q, dout, 0.5)
+    calls = (q, dout, 0.25), (q, dout, lens), (q.mT.contiguous().mT, dout, 0.5)
+    for n, other in enumerate(calls, 3):
+        gradients(*other)
+        assert gradients.whole == n, other
+    before = gradients.whole
+    for _ in range(4):
+        gradients(q, q, 0.5)
+    assert gradients.whole == before, "of a known kind"
+    for _ in range(4):
+        gradients(q, q, 0.125)
+    assert gradients.whole == before + 4, "of a new kind"
+    gradients(tensors(offset=1)[0], dout, 0.5)
+    assert gradients.whole == before + 5
+    gradients.driver.answer = 201
+    gradients(q, dout, 0.5)
+    assert gradients.whole == before + 6

@@ -1,8 +1,8 @@
 """Attention gradients on Hopper: the launches of `center`, `differentiate_sm90` and `finish_dq`, and of the
 Triton engine's kernels for values that are not finite, which do nothing where all are.
 
-q, dout (B, Hq, Sq, D), k, v (B, Hkv, Sk, D). What calls of the same sizes and strides share is worked out
-once. Operands that TMA does not take are copied first.
+q, dout (B, Hq, Sq, D), k, v (B, Hkv, Sk, D). Calls that differ in addresses alone are replayed. Operands that
+TMA does not take are copied first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from polyflash.backends.gpu.numbers import LOG2E, scale_of, sizes_of
 from polyflash.backends.gpu.views import NO_OPERANDS, operands_of, rows_of, view_of
 from polyflash.backends.triton import backward as triton_backward
 from polyflash.backends.triton import configs as triton_configs
-from polyflash.backends.triton import runtime
-from polyflash.backends.triton.gradient_kernels import PAD
+from polyflash.backends.triton import replay, runtime
 from polyflash.results import empty_in_order_of
 
 if TYPE_CHECKING:
@@ -38,12 +37,13 @@ _PASS = {"num_warps": 4, "enable_fp_fusion": False}
 class Prepared:
     """A route's memory between calls."""
 
-    __slots__ = ("config", "constants", "kernels", "passes", "rare")
+    __slots__ = ("config", "constants", "gradients", "kernels", "rare")
 
     def __init__(self, launch: Launch) -> None:
         self.config: configs.BackwardConfig = launch.config
         self.kernels = runtime.Kernels()
         self.constants: dict[Any, Any] = {}
+        self.gradients = replay.Gradients()
         rare = triton_configs.choose_backward(launch.spec, launch.target)
         self.rare = triton_backward.Prepared(launch, rare)
 
@@ -56,28 +56,22 @@ class Scratch(NamedTuple):
     stats: Tensor
     sums: Tensor
     added: Tensor
-    odd: Tensor
-    started: Tensor
+    words: Tensor
     row_blocks: int  # of a head
 
 
 def scratch_for(q: Tensor, k: Tensor, channels: int, ordered: bool, args: Arguments) -> Scratch:
     (batch, num_heads, seqlen_q, _), num_kv_heads = q.shape, k.shape[1]
     row_blocks = blocks_of(q, k, seqlen_q, ROWS, args)
-    number, blocks = batch * num_heads * seqlen_q, batch * num_heads * row_blocks
-    pad = PAD.value
-    room = q.new_empty((2, -(-number // pad) * pad + pad), dtype=torch.float32)
-    packed = room[:, :number].view(2, batch, num_kv_heads, number // (batch * num_kv_heads))
-    words = q.new_zeros(2, dtype=torch.int32)
-    sums = q.new_empty((blocks * 2 * channels, 32), dtype=torch.float32)
+    blocks, rows = batch * num_heads * row_blocks, (batch, num_kv_heads, seqlen_q * num_heads // num_kv_heads)
+    sums = runtime.scratch((blocks * 2 * channels, 32), q.device, zero=not ordered)
     return Scratch(
-        row_lse=packed[0],
-        delta=packed[1],
-        stats=q.new_empty(blocks * 2 * ROWS, dtype=torch.float32),
-        sums=sums if ordered else sums.zero_(),
-        added=q.new_empty(blocks, dtype=torch.int32),
-        odd=words[:1],
-        started=words[1:],
+        row_lse=triton_backward.padded_rows(rows, q.device),
+        delta=triton_backward.padded_rows(rows, q.device),
+        stats=runtime.scratch((blocks * 2 * ROWS,), q.device),
+        sums=sums,
+        added=runtime.scratch((blocks,), q.device, torch.int32),
+        words=runtime.scratch((2,), q.device, torch.int32, zero=True),
         row_blocks=row_blocks,
     )
 
@@ -91,23 +85,24 @@ def run(
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
-    read = boxed(q), boxed(k), boxed(v), boxed(dout)
-    made = tuple(empty_in_order_of(x, x.shape[3]) for x in read[:3])
-    delta = launch_all(prepared, read, (out, lse, dlse), made, args)
-    found = (x if need else None for x, need in zip(made, needs[:3], strict=True))
-    dsinks = None
+    given = q, k, v, dout, out, lse, dlse
     if needs[4] and args.sinks is not None:
+        made, delta = differentiate(prepared, given, args)
         dsinks = triton_backward.sink_gradient(args.sinks, lse, delta).to(args.sinks.dtype)
+    else:
+        made, dsinks = prepared.gradients(given, args, lambda: differentiate(prepared, given, args)[0]), None
+    found = (x if need else None for x, need in zip(made, needs[:3], strict=True))
     return *found, None, dsinks  # type: ignore[return-value]
 
 
-def launch_all(
-    prepared: Prepared, read: tuple[Tensor, ...], results: tuple[Any, ...], made: tuple[Tensor, ...],
-    args: Arguments,
-) -> Tensor:  # fmt: skip
-    """`read` are q, k, v and dout, `results` out, lse and dlse of the forward pass, `made` dq, dk and dv.
-    Returns delta, by packed row."""
-    (q, k, v, _), (dq, dk, dv), device = read, made, read[0].device
+def differentiate(
+    prepared: Prepared, given: tuple[Any, ...], args: Arguments
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """dq, dk and dv of q, k, v, dout, and of out, lse and dlse of the forward pass; delta by packed row."""
+    read, results = tuple(map(boxed, given[:4])), given[4:]
+    q, k, v, _ = read
+    dq, dk, dv = made = tuple(empty_in_order_of(x, x.shape[3]) for x in (q, k, v))
+    device = q.device
     channels = configs.box_of(q.shape[3])
     space = scratch_for(q, k, channels, prepared.config.ordered, args)
     arguments, key = passes(prepared, channels, read, results, dq, space, args)
@@ -117,11 +112,11 @@ def launch_all(
     programs, fused, c = fusion(prepared, channels, read, made, space, args)
     launch(differentiate_sm90, (programs,), fused, _PASS, c, device)
     launch(finish_dq, row_programs, arguments, _PASS, ("finish_dq", *key), device)
-    centered = space.row_lse, space.delta, space.odd, read
+    centered = space.row_lse, space.delta, space.words, read
     rare = triton_backward.prepare_call(prepared.rare, q, k, v, centered, args)
     triton_backward.launch_dkv(rare, dk, dv)
     triton_backward.launch_dq(rare, dq)
-    return space.delta
+    return made, space.delta
 
 
 def blocks_of(q: Tensor, k: Tensor, positions: int, block: int, args: Arguments) -> int:
@@ -136,7 +131,7 @@ def passes(
     """Arguments of `center` and `finish_dq`, and all that tells their kernels from others."""
     (q, k, _, dout), (out, lse, dlse) = read, results
     views = *map(view_of, (out, dout)), *map(rows_of, (lse, dlse, space.row_lse, space.delta)), view_of(dq)
-    places = space.stats, space.sums, space.added, space.odd
+    places = space.stats, space.sums, space.added, space.words
     t = gradient_passes.Tensors(*views, *places, operands_of(args, k).cu_seqlens_q)  # type: ignore[call-arg]
     batch, num_heads, seqlen_q, head_dim = q.shape
     n = gradient_passes.Numbers(
@@ -195,7 +190,7 @@ def fusion(
     x = operands_of(args, k)
     requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k
     views = (view_of(dk), view_of(dv)) if c.PACKED else (None, None)
-    t = Tensors(space.odd, space.started, space.added, *requests, *views)
+    t = Tensors(space.words, space.added, *requests, *views)
     key = c, None if x == NO_OPERANDS else runtime.signature((*requests, *views))
     return planes * key_tiles, (t, n, compiled_in(prepared, c), *boxes), key
 

@@ -71,12 +71,11 @@ from polyflash.backends.gluon.shim import (
 
 
 class Tensors(NamedTuple):
-    """`t` of `differentiate_sm90`, int32: not 0 if all has to be made anew; how many programs have started;
-    how many have added to each row block (B·Hq, row blocks). With `cu_seqlens` members are packed, whose
-    keys dk and dv are stored through views."""
+    """`t` of `differentiate_sm90`, int32: not 0 if all has to be made anew, and how many programs have
+    started; how many have added to each row block (B·Hq, row blocks). With `cu_seqlens` members are packed,
+    whose keys dk and dv are stored through views."""
 
     odd: Any
-    started: Any
     added: Any
     kv_lens: Any = None  # int32, per request, like what follows
     kv_starts: Any = None
@@ -462,7 +461,7 @@ def differentiate_sm90(t, n, c, q, dout, k, v, stats, dq, dk, dv):
     held = Held(b_k, b_v, b_ds, b_dq, barriers(1, 1).index(0), barriers(2, 1))
     i_t = gl.program_id(0)
     if c.ORDERED:
-        i_t = gl.atomic_add(t.started, 1)
+        i_t = gl.atomic_add(t.odd + 1, 1)
     place = find_place(i_t, t, n, c)
     fence_async_shared()
     gl.warp_specialize([

@@ -17,6 +17,7 @@ order: bits repeat. `fused` is one pass, dQ by atomic sums, for comparison only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,7 @@ import torch
 from polyflash.backends.gpu.launch import tile_count
 from polyflash.backends.gpu.numbers import Flags, Numbers, flags_of, numbers_of
 from polyflash.backends.gpu.views import element_masked, operands_of, reachable, rows_of, view_of
-from polyflash.backends.triton import bias_gradient, runtime
+from polyflash.backends.triton import bias_gradient, replay, runtime
 from polyflash.backends.triton.config_types import product_of
 from polyflash.backends.triton.constants import Constants
 from polyflash.backends.triton.gradient_kernels import PAD, center, make_dkv, make_dq, part_width
@@ -118,7 +119,7 @@ class Prepared:
     """A route's memory between calls: its kernels, and for each set of flags the constants they have. With
     `rare`, the config of another engine's launch, of the forms alone for operands that are not finite."""
 
-    __slots__ = ("config", "constants", "cores", "kernels", "least", "product", "rare")
+    __slots__ = ("config", "constants", "cores", "gradients", "kernels", "least", "product", "rare")
 
     def __init__(self, launch: Launch, rare: BackwardConfig | None = None) -> None:
         self.config: BackwardConfig = rare or launch.config
@@ -128,6 +129,7 @@ class Prepared:
         self.least = least_channels(launch.target, max(self.config.block_n, self.config.dq_block_m))
         check_stages(launch.target, self.config.num_stages, self.config.dq_num_stages)
         self.kernels = runtime.Kernels()
+        self.gradients = replay.Gradients()
         self.constants: dict[Any, Any] = {}
 
     def forms(self, flags: Flags, head_dim: int, head_dim_v: int, pack: bool, masked: bool) -> Forms:
@@ -210,11 +212,10 @@ def centers(
     `inputs` are q, k and v, `results` out, dout, lse and dlse."""
     (q, k, v), (out, dout, lse, dlse) = inputs, results
     (batch, num_heads, seqlen_q), num_kv_heads = lse.shape, k.shape[1]
-    group, number = num_heads // num_kv_heads, lse.numel()
-    pad = PAD.value
-    room = torch.empty((2, -(-number // pad) * pad + pad), dtype=torch.float32, device=lse.device)
-    row_lse, delta = room[:, :number].view(2, batch, num_kv_heads, seqlen_q * group).unbind()
-    nonfinite = torch.zeros(1, dtype=torch.int32, device=lse.device)
+    group = num_heads // num_kv_heads
+    rows = batch, num_kv_heads, seqlen_q * group
+    row_lse, delta = padded_rows(rows, lse.device), padded_rows(rows, lse.device)
+    nonfinite = runtime.scratch((1,), lse.device, torch.int32, zero=True)
     row_tiles, key_tiles = -(-seqlen_q // CENTERED_ROWS), -(-k.shape[2] // CENTERED_ROWS)
     programs = (row_tiles * num_heads + key_tiles * num_kv_heads) * batch
     read = q, k, v, dout
@@ -232,6 +233,12 @@ def centers(
         prepared.constants["center"] = c
     prepared.kernels.launch(center, (programs,), (t, n, c), {"num_warps": 4}, key, out.device)
     return row_lse, delta, nonfinite, parts or read
+
+
+def padded_rows(shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    """Memory for a float32 of each packed row, and behind the last one for those that a block may read."""
+    number = math.prod(shape)
+    return runtime.scratch((number + PAD.value,), device)[:number].view(shape)
 
 
 def empty_parts(x: Tensor) -> Tensor:
@@ -305,9 +312,27 @@ def run(
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
     q, k, v, out, dout = reachable(q, k, v, out, dout)
+    given = q, k, v, out, dout, lse, dlse
     need_bias, need_sinks = needs[3] and args.bias is not None, needs[4] and args.sinks is not None
+    if not (need_bias or need_sinks or prepared.config.fused or args.dropout_p):  # kernels alone, no torch
+        make = lambda: differentiate(prepared, given, args, needs)[0]  # noqa: E731
+        return *prepared.gradients(given, (*args, *needs), make), None, None
+    made, delta, call = differentiate(prepared, given, args, needs)
+    dbias = dsinks = None
+    if need_bias and args.bias is not None:
+        dbias = bias_gradient.run(call, q, k, v, args.bias)
+    if need_sinks and args.sinks is not None:
+        dsinks = sink_gradient(args.sinks, lse, delta).to(args.sinks.dtype)
+    return *made, dbias, dsinks
+
+
+def differentiate(
+    prepared: Prepared, given: tuple[Any, ...], args: Arguments, needs: Sequence[bool]
+) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], Tensor, Call]:
+    """dq, dk and dv of q, k, v, out, dout, lse and dlse, as `needs` says, delta by packed row, the call."""
+    (q, k, v), results = given[:3], given[3:]
     kv_lens = None if args.cu_seqlens_q is not None else operands_of(args, k).kv_lens
-    centered = centers(prepared, (q, k, v), (out, dout, lse, dlse), kv_lens)
+    centered = centers(prepared, (q, k, v), results, kv_lens)
     call = prepare_call(prepared, q, k, v, centered, args)
     dq, dk, dv = (
         empty_in_order_of(x, x.shape[3]) if need else None
@@ -321,9 +346,4 @@ def run(
         dq.copy_(dq_sum.mul_(call.n.scale))
     elif dq is not None:
         launch_dq(call, dq)
-    dbias = dsinks = None
-    if need_bias and args.bias is not None:
-        dbias = bias_gradient.run(call, q, k, v, args.bias)
-    if need_sinks and args.sinks is not None:
-        dsinks = sink_gradient(args.sinks, lse, centered[1]).to(args.sinks.dtype)
-    return dq, dk, dv, dbias, dsinks
+    return (dq, dk, dv), centered[1], call

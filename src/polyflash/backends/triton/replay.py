@@ -1,4 +1,5 @@
-"""Replay of a call on NVIDIA: the launches of an earlier call like it, at the addresses of this one.
+"""Replay of a call on NVIDIA, forward or backward: the launches of an earlier call like it, at the addresses
+of this one.
 
 Triton's launcher reads some seventy Python objects per kernel, and what they say is the same again: only
 addresses change. So the parameters of a launch are laid out once, as Triton's ahead-of-time compiler passes
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
 
-# which tensor an address is of; scratch ones come last
-Q, K, V, OUT, LSE, TABLE, LENS, WORDS, SCRATCH = range(9)
+# which tensor of a forward call an address is of; words of the stream and scratch come behind
+Q, K, V, OUT, LSE, TABLE, LENS, OPERANDS = range(8)
 _NAMES = {
     **dict.fromkeys(("q", "q0", "q1"), Q),
     **dict.fromkeys(("k", "k0", "k1"), K),
@@ -40,6 +41,7 @@ _KEPT_MAPS = 64
 _SCRATCH_UNIT = 256  # bytes
 _MOST_ROOM = 32 << 20  # bytes that a stream keeps for calls to come
 _KEPT_ROOMS = 16
+_KEPT_CALLS = 256  # backward, of a route
 _ALIGNED = 15  # bits of an address for which the kernel was compiled
 
 
@@ -142,6 +144,14 @@ def _driver(*launch: Any) -> int:
     return _driver(*launch)
 
 
+def _fill(address: int, byte: int, size: int, stream: int) -> int:
+    """cuMemsetD8Async, found likewise."""
+    global _fill
+    _fill = ctypes.CDLL("libcuda.so.1").cuMemsetD8Async
+    _fill.argtypes = ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p
+    return _fill(address, byte, size, stream)
+
+
 def _leaves(made: runtime.Started, sources: dict[int, int], tensors: Sequence[Any]) -> Iterator[_Leaf]:
     """The parameters of a launch in order, as the compiled kernel takes them."""
     maps = iter(getattr(made.compiled.metadata, "tensordesc_meta", None) or ())
@@ -178,8 +188,9 @@ def _flat(
 
 
 def _source(name: str, x: Tensor, sources: dict[int, int], tensors: Sequence[Any]) -> int:
-    """The tensor of the call that `x` is: one that it allocated for itself, or the operand of that name."""
-    source = sources.get(id(x))
+    """The tensor of the call that `x` is: a known one, memory that it allocated for itself, or the operand of
+    that name."""
+    source = sources.get(id(x), sources.get(x.data_ptr()))
     if source is not None:
         return source
     source = _NAMES.get(name)
@@ -210,16 +221,49 @@ _rooms: dict[tuple[int, int], Tensor] = {}  # by device and stream, whose calls 
 _launching = threading.Lock()  # the launches of a call that share a room stand together
 
 
-class Replay(NamedTuple):
-    """All launches of a call of one size, and room for its results."""
+class Launches(NamedTuple):
+    """All launches of a call of one size, and the memory that it needs between them."""
 
-    launches: tuple[Packed, ...]
-    place: tuple[Any, Any] | None  # shape and strides of out; None: those of q
-    size: int  # bytes that a call needs for itself
+    packed: tuple[Packed, ...]
+    size: int  # bytes
     offsets: tuple[int, ...]  # of scratch tensors in them
-    words: bool = False  # does it take the words of its stream?
+    zeros: tuple[tuple[int, int], ...]  # offset and bytes of what is 0 at first
+    words: bool  # does it take the words of its stream?
 
-    def __call__(self, tensors: tuple[Tensor, ...], need_lse: bool, index: int) -> Any:
+    def start(self, addresses: list[int], device: torch.device) -> bool:
+        """Are they on their way? `addresses` are those of the call's operands and results."""
+        index: int = device.index  # type: ignore[assignment]
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        addresses.append(runtime.words(device).data_ptr() if self.words else 0)
+        if not self.size:
+            return self._start(addresses, 0, stream)
+        if self.size > _MOST_ROOM or torch._C._cuda_isCurrentStreamCapturing():
+            own = torch.empty(self.size, dtype=torch.uint8, device=device)
+            return self._start(addresses, own.data_ptr(), stream)
+        with _launching:
+            room = _rooms.get((index, stream))
+            if room is None or len(room) < self.size:
+                if len(_rooms) >= _KEPT_ROOMS:
+                    _rooms.clear()  # goes to later allocations of its stream alone
+                room = _rooms[index, stream] = torch.empty(self.size, dtype=torch.uint8, device=device)
+            return self._start(addresses, room.data_ptr(), stream)
+
+    def _start(self, addresses: list[int], first: int, stream: int) -> bool:
+        """`first`: where the call's own memory begins."""
+        addresses += [first + offset for offset in self.offsets]
+        for offset, size in self.zeros:
+            if _fill(first + offset, 0, size, stream):
+                return False
+        return not any(launch.start(addresses, stream) for launch in self.packed)
+
+
+class Replay(NamedTuple):
+    """The launches of a forward call, and room for its results."""
+
+    launches: Launches
+    place: tuple[Any, Any] | None  # shape and strides of out; None: those of q
+
+    def __call__(self, tensors: tuple[Tensor, ...], need_lse: bool) -> Any:
         """(out, lse), or None where the driver does not start a kernel."""
         q = tensors[Q]
         if self.place is None:
@@ -237,33 +281,9 @@ class Replay(NamedTuple):
         if need_lse:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
             addresses[LSE] = lse.data_ptr()
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        if not self.size:
-            failed = self.launches[0].start(addresses, stream)
-            return None if failed else (out, lse)
         if len(tensors) == OUT:
             addresses += 0, 0  # no table, no lengths
-        addresses.append(runtime.words(q.device).data_ptr() if self.words else 0)
-        if self.size > _MOST_ROOM or torch._C._cuda_isCurrentStreamCapturing():
-            own = torch.empty(self.size, dtype=torch.uint8, device=q.device)
-            return None if self._start(addresses, own.data_ptr(), stream) else (out, lse)
-        with _launching:
-            room = _rooms.get((index, stream))
-            if room is None or len(room) < self.size:
-                if len(_rooms) >= _KEPT_ROOMS:
-                    _rooms.clear()  # goes to later allocations of its stream alone
-                room = _rooms[index, stream] = torch.empty(self.size, dtype=torch.uint8, device=q.device)
-            failed = self._start(addresses, room.data_ptr(), stream)
-        return None if failed else (out, lse)
-
-    def _start(self, addresses: list[int], first: int, stream: int) -> int:
-        """The driver's answer. `first`: where the call's own memory begins."""
-        addresses += [first + offset for offset in self.offsets]
-        for launch in self.launches:
-            failed = launch.start(addresses, stream)
-            if failed:
-                return failed
-        return 0
+        return (out, lse) if self.launches.start(addresses, q.device) else None
 
 
 class Repeat:
@@ -283,7 +303,7 @@ class Repeat:
             return None
         if not self.recorded:
             return self.record(tensors)
-        return None if self.replay is None else self.replay(tensors, self.args.need_lse, index)
+        return None if self.replay is None else self.replay(tensors, self.args.need_lse)
 
     def record(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Makes the call as its row does, and keeps what it launched."""
@@ -304,19 +324,85 @@ class Repeat:
 
 def _replay(log: runtime.Log, tensors: tuple[Any, ...]) -> Replay | None:
     q, _, _, out, *_ = tensors
-    aligned = all(x is None or x.data_ptr() & _ALIGNED == 0 for x in tensors)
-    if not (log.started and log.complete and aligned):
-        return None
-    tensors = (*tensors, *(None,) * (SCRATCH - len(tensors)))
-    sources, offsets, size = {id(log.words): WORDS}, [], 0
-    for i, x in enumerate(log.scratch):
-        sources[id(x)] = SCRATCH + i
-        offsets.append(size)
-        size += -(-x.nbytes // _SCRATCH_UNIT) * _SCRATCH_UNIT
-    try:
-        launches = tuple(Packed(made, sources, tensors) for made in log.started)
-    except NotReplayable:
+    launches = _launches(log, (*tensors, *(None,) * (OPERANDS - len(tensors))), {})
+    if launches is None:
         return None
     alike = q.shape == out.shape and q.is_contiguous()
-    place = None if alike else (tuple(out.shape), out.stride())
-    return Replay(launches, place, size, tuple(offsets), log.words is not None)
+    return Replay(launches, None if alike else (tuple(out.shape), out.stride()))
+
+
+def _launches(log: runtime.Log, tensors: tuple[Any, ...], sources: dict[int, int]) -> Launches | None:
+    """Launches in `log` of a call with these operands and results; None if another call cannot take them
+    over. `sources`: places of tensors, by identity or address; none is another's."""
+    aligned = all(x is None or x.data_ptr() & _ALIGNED == 0 for x in tensors)
+    if torch.version.hip or not (log.started and log.complete and aligned):
+        return None
+    words, offsets, zeros, size = len(tensors), [], [], 0
+    sources[id(log.words)] = words
+    for i, x in enumerate(log.scratch):
+        sources[id(x)] = sources[x.data_ptr()] = words + 1 + i
+        offsets.append(size)
+        if i in log.zeros:
+            zeros.append((size, x.nbytes))
+        size += -(-x.nbytes // _SCRATCH_UNIT) * _SCRATCH_UNIT
+    tensors = (*tensors, log.words, *log.scratch)
+    try:
+        packed = tuple(Packed(made, sources, tensors) for made in log.started)
+    except NotReplayable:
+        return None
+    return Launches(packed, size, tuple(offsets), tuple(zeros), log.words is not None)
+
+
+def _is_current(device: torch.device) -> bool:
+    return device.type == "cuda" and device.index == torch._C._cuda_getDevice()
+
+
+class Gradients:
+    """Backward calls of a route that differ in addresses alone. The first of its kind takes the whole way,
+    the second is recorded, the others are replayed."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[Launches, tuple[Any, ...]] | None] = {}
+        self.met: set[Any] = set()
+
+    def __call__(
+        self, given: tuple[Tensor | None, ...], args: tuple[Any, ...], make: Callable[[], Any]
+    ) -> Any:
+        """Tensors, or None, in a tuple: what `make` returns, all of it made of `given` and `args`."""
+        device = given[0].device  # type: ignore[union-attr]
+        if not _is_current(device) or runtime.hooked():
+            return make()
+        given += tuple(x for x in args if isinstance(x, torch.Tensor))
+        numbers = (type(x) if isinstance(x, torch.Tensor) else x for x in args)
+        key = *numbers, *(x if x is None else (x.dtype, x.shape, x.stride()) for x in given)
+        if key not in self.known:
+            return self._meet(key, given, make)
+        found = self.known[key]
+        if found is None:
+            return make()
+        launches, places = found
+        made = tuple(x and torch.empty_strided(x[0], x[1], dtype=x[2], device=device) for x in places)
+        addresses = [0 if x is None else x.data_ptr() for x in (*given, *made)]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        return make() if bits & _ALIGNED or not launches.start(addresses, device) else made
+
+    def _meet(self, key: Any, given: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if key not in self.met:
+            if len(self.met) >= _KEPT_CALLS:
+                self.met.clear()
+                self.known.clear()
+            self.met.add(key)
+            return make()
+        operands = [id(x) for x in given if x is not None]
+        if len(set(operands)) < len(operands):
+            return make()  # one tensor twice, which another call may have as two
+        with runtime.recorded() as log:
+            made = make()
+        tensors = (*given, *made)
+        sources = {id(x): i for i, x in enumerate(tensors) if x is not None}
+        launches = _launches(log, tensors, sources)
+        places = tuple(x if x is None else (x.shape, x.stride(), x.dtype) for x in made)
+        self.known[key] = None if launches is None else (launches, places)
+        return made

@@ -50,11 +50,12 @@ class Started(NamedTuple):
 class Log:
     """Launches and allocations of a call while it is recorded."""
 
-    __slots__ = ("complete", "scratch", "started", "words")
+    __slots__ = ("complete", "scratch", "started", "words", "zeros")
 
     def __init__(self) -> None:
         self.started: list[Started] = []
         self.scratch: list[Tensor] = []
+        self.zeros: set[int] = set()  # places among them of what is 0 at first
         self.words: Tensor | None = None
         self.complete = True  # no launch went another way
 
@@ -77,11 +78,16 @@ def recorded() -> Iterator[Log]:
         _recorder.log = None
 
 
-def scratch(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory for one call's own use, not initialised."""
-    made = torch.empty(shape, dtype=dtype, device=device)
-    if _recorder.log is not None:
-        _recorder.log.scratch.append(made)
+def scratch(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32, zero: bool = False
+) -> Tensor:
+    """Memory for one call's own use, not initialised unless it is to be `zero`."""
+    made = (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)
+    log = _recorder.log
+    if log is not None:
+        if zero:
+            log.zeros.add(len(log.scratch))
+        log.scratch.append(made)
     return made
 
 
