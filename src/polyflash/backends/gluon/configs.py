@@ -220,7 +220,7 @@ class BackwardConfig:
 
 # (head dim, causal) -> config
 BACKWARD = {
-    (64, False): BackwardConfig(ahead=True, turns=16),
+    (64, False): BackwardConfig(num_stages=3, ahead=True, turns=16),
     (64, True): BackwardConfig(num_stages=3, ahead=True, turns=64),
     (128, False): BackwardConfig(turns=32),
     (128, True): BackwardConfig(turns=64),

@@ -347,16 +347,13 @@ def store_lse(m_i, l_i, at, place, seen, t, n, c):
     """lse, and what the output is scaled with, 1 / l. A row that saw no key is 0 and -inf, with a sink 0 and
     that."""
     i_bh, o_row = at
+    b_m = m_i * gl.where(seen.far, n.factor * LN2, LN2) if c.MENDING else m_i * LN2
+    b_share = 1.0
     if t.sinks is not None:
         b_sink = gl.load(t.sinks + i_bh % n.num_heads).to(gl.float32)
         if c.PACKED:
             b_sink = gl.where(place.i_b < n.members, b_sink, float("-inf"))
-        b_m = m_i * gl.where(seen.far, n.factor, 1.0) if c.MENDING else m_i
         b_m, l_i, b_share = with_sink(b_m, l_i, b_sink)
-        b_m = b_m * LN2
-    else:
-        b_m = m_i * gl.where(seen.far, n.factor * LN2, LN2) if c.MENDING else m_i * LN2
-        b_share = 1.0
     b_none = l_i == 0.0
     b_l = gl.where(b_none, 1.0, l_i)
     if t.lse is not None:

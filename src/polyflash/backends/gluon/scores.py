@@ -37,11 +37,10 @@ def change_scores(b_s, seen, j_0, n, c):
 
 @gluon.jit
 def with_sink(b_m, l_i, b_sink):
-    """Adds the weight of a sink to a row's: the maximum, in powers of two, the sum, and by what the weights
-    of keys shrink. A row without keys has the sink alone."""
-    b_sink = b_sink * LOG2E
+    """Adds the weight of a sink to a row's: the maximum, the sum, and by what the weights of keys shrink. A
+    row without keys has the sink alone, as it is."""
     b_m = gl.where(l_i == 0.0, float("-inf"), b_m)
     b_top = gl.maximum(b_m, b_sink)
     b_top = gl.where(b_top == float("-inf"), 0.0, b_top)
-    b_share = gl.exp2(b_m - b_top)
-    return b_top, gl.fma(l_i, b_share, gl.exp2(b_sink - b_top)), b_share
+    b_share = gl.exp2((b_m - b_top) * LOG2E)
+    return b_top, gl.fma(l_i, b_share, gl.exp2((b_sink - b_top) * LOG2E)), b_share
