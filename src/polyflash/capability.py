@@ -24,12 +24,14 @@ USUAL_FEATURES = frozenset(
 @dataclass(frozen=True, slots=True)
 class Yield:
     """A case a row can run but leaves to a lower row when nobody asked for it by name, and the reason: on a
-    target with this feature ("" is any), for these dtypes, if the call needs no other features than these."""
+    target with this feature ("" is any), for these dtypes, if the call needs no other features than these.
+    `least_keys`: a number by which routes differ."""
 
     target_feature: str
     dtypes: frozenset[str]
     features: frozenset[Feature]
     why: str
+    least_keys: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,5 +100,6 @@ class Capability:
             yield f"yields: {why}"
         for case in self.yields if not by_name else ():
             on_target = not case.target_feature or case.target_feature in target.features
-            if on_target and spec.dtype in case.dtypes and spec.features <= case.features:
+            fits = spec.features <= case.features and spec.seqlen_k >= case.least_keys
+            if on_target and spec.dtype in case.dtypes and fits:
                 yield f"yields: {case.why}"

@@ -12,7 +12,7 @@ import pytest
 from polyflash.backends.cpu import capabilities, configs, packing
 from polyflash.backends.cpu.configs import BUCKETS, Config, KernelKey
 from polyflash.errors import SpecError
-from polyflash.spec import AttentionSpec, Feature, Phase
+from polyflash.spec import MANY_KEYS, AttentionSpec, Feature, Phase
 from polyflash.target import parse
 
 WITH_DOT, WITHOUT_DOT = parse("cpu:avx512+avx512_bf16"), parse("cpu:avx512")
@@ -113,6 +113,8 @@ def test_the_row_yields_bfloat16_to_amx():
     assert not row.accepts(spec_of("bfloat16"), amx, by_name=False)
     assert row.accepts(spec_of("bfloat16"), amx, by_name=True)
     assert row.accepts(spec_of("bfloat16"), WITH_DOT, by_name=False)
+    few, enough = (replace(spec_of("bfloat16"), seqlen_k=n) for n in (MANY_KEYS - 1, MANY_KEYS))
+    assert row.accepts(few, amx, by_name=False) and not row.accepts(enough, amx, by_name=False)
     masked = replace(spec_of("bfloat16"), features=frozenset({Feature.MASK}))
     assert row.accepts(masked, amx, by_name=False)  # torch's AMX kernel would not get it either
 

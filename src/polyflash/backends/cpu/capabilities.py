@@ -7,7 +7,7 @@ from functools import partial
 from polyflash.backends.cpu import backward_configs, decode_configs
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, STORAGE_BYTES, choose
 from polyflash.capability import USUAL_FEATURES, Capability, Yield
-from polyflash.spec import MOST_POSITIONS, Feature, Phase
+from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Feature, Phase
 
 _row = partial(
     Capability,
@@ -38,7 +38,8 @@ CAPABILITIES = (
                 target_feature="amx_bf16",
                 dtypes=frozenset({"bfloat16"}),
                 features=frozenset({Feature.GQA}),  # all that the torch row hands over
-                why="torch's AMX kernels are faster at dense bf16 prefill than AVX-512 bf16 dot",
+                why="torch's AMX kernels are faster at dense bf16 prefill of 512 keys or more",
+                least_keys=MANY_KEYS,  # below, the look at finite values takes longer than our kernel
             ),
         ),
     ),
