@@ -27,6 +27,7 @@ import torch
 from gpu_harness import (
     BACKWARD,
     FORWARD,
+    GLUON,
     Expected,
     Skip,
     Where,
@@ -342,13 +343,86 @@ def door_graphs(w: Where) -> str:
     return "SDPA, dropout, a paged step with writes; KVCache steps without a wait"
 
 
+def functions(w: Where) -> dict[str, Callable[[torch.dtype], list[Tensor]]]:
+    """Calls of every function, on copies of the same values."""
+    n, long = w.rows, 2048 if w.is_cuda else 48
+    q, k, v = (w.normal(2, h, n, 64) for h in (4, 2, 2))
+    far, *others = (w.normal(3, h, long, 128) for h in (8, 4, 4))  # enough tiles for Gluon
+    bounds = torch.tensor([0, n // 3, n], dtype=torch.int32, device=w.device)
+    table = torch.arange(n // 4, dtype=torch.int32, device=w.device).view(2, -1)
+    lens = torch.tensor([n, n - 5], dtype=torch.int32, device=w.device)
+
+    def trained(call: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
+        inputs = [x.requires_grad_() for x in given]
+        out = call(*inputs)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+
+    def sums(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        _, lse = polyflash.attention(q, k, v, causal=True, return_lse=True)
+        return [lse, polyflash.column_sums(q, k, lse, causal=True)]
+
+    def varlen(*rows: Tensor) -> Tensor:
+        return polyflash.attention_varlen(*rows, bounds, bounds, causal=True)
+
+    def paged(q: Tensor, *pools: Tensor) -> list[Tensor]:
+        pages = (x.transpose(1, 2).reshape(-1, 8, 2, 64) for x in pools)
+        return [polyflash.attention_paged(q[:, :, -1], *pages, table, lens)]
+
+    def groups(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        parts = q.split([n // 3, n - n // 3], 2)
+        return polyflash.attention_groups(parts, k, v, q_offsets=[0, n // 3], fused=True)
+
+    causal = functools.partial(polyflash.attention, causal=True)
+    near, packed = (q, k, v), [x[0].transpose(0, 1) for x in (q, k, v)]
+    calls: dict[str, tuple[Callable[..., list[Tensor]], Sequence[Tensor]]] = {
+        "attention": (lambda *x: [causal(*x)], near),
+        "gradients": (functools.partial(trained, causal), near),
+        "long": (lambda *x: [causal(*x)], (far, *others)),
+        "long gradients": (functools.partial(trained, causal), (far, *others)),
+        "step": (lambda q, k, v: [causal(q[:, :, -1:], k, v)], (far, *others)),
+        "varlen": (functools.partial(trained, varlen), packed),
+        **{name: (call, near) for name, call in (("paged", paged), ("groups", groups), ("sums", sums))},
+    }
+    copied = functools.partial(torch.Tensor.to, copy=True)
+    return {
+        name: lambda dtype, call=call, given=given: call(*(copied(x.detach(), dtype) for x in given))
+        for name, (call, given) in calls.items()
+    }
+
+
+def door_functions(w: Where) -> str:
+    """Every function by its own name, four times each, so that a replayed call is met: the same bits, those
+    of torch operations in float64 within the rule."""
+    gluon = w.is_cuda and torch.cuda.get_device_capability(w.device) == (9, 0)
+    wanted = {"gradients": BACKWARD} | ({"long": GLUON[:1], "long gradients": GLUON} if gluon else {})
+    for name, call in functions(w).items():
+        with polyflash.use_backend("torch"):
+            expected = Expected(call(torch.float64), [call(torch.bfloat16)])
+        with w.runs(wanted.get(name, FORWARD)):
+            found = [call(torch.bfloat16) for _ in range(4)]
+        expected.hold(name, found[0])
+        for again in found[1:]:
+            if not all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True)):
+                raise AssertionError(f"{name}: other bits in a later call")
+        if any(x.device != w.device for x in found[-1]):
+            raise AssertionError(f"{name}: a result left {w.device}")
+    return ", ".join(functions(w))
+
+
 def door_second_device(w: Where) -> str:
-    """Tensors of another GPU than the current one, through SDPA, a cache and the flash-attn façade."""
+    """Tensors of another GPU than the current one, through SDPA, a cache, the flash-attn façade and every
+    function; the functions again on both GPUs by turns, with the other as torch's default, or current."""
     if not w.is_cuda or torch.cuda.device_count() < 2:
         raise Skip(f"{torch.cuda.device_count()} GPUs")
     other = Where(f"cuda:{torch.cuda.device_count() - 1}", w.backend)
     torch.cuda.set_device(0)
-    done = [door(other) for door in (door_sdpa, door_kvcache, door_flash_attn)]
+    done = [door(other) for door in (door_sdpa, door_kvcache, door_flash_attn, door_functions)]
+    for place in (other.device, torch.cuda.device(other.device)):
+        door_functions(w)
+        with place:
+            door_functions(other)
+    with other.device:
+        door_kvcache(other)
     if torch.cuda.current_device() != 0:
         raise AssertionError("another device is current now")
     w.seen |= other.seen

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 FORWARD, BACKWARD = ("attend",), ("attend", "make_dkv")
+GLUON = ("attend_sm90", "differentiate_sm90")
 THEIRS = ("flash_fwd", "flash_bwd", "fmha", "cudnn_generated")  # in the names of kernels behind torch's SDPA
 OPS = {"attend": "polyflash::attention", "make_dkv": "polyflash::attention_backward"}
 FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
