@@ -159,6 +159,7 @@ def _small() -> Iterator[GpuCase]:
     yield GpuCase(HOST, "host time of a call", 1, "bfloat16", 1, 8, 8, 128, 128, 64)
     yield GpuCase(HOST, "host time of a call", 2, "bfloat16", 1, 32, 8, 1, 128, 128)
     yield GpuCase(HOST, "host time of a call", 2, "bfloat16", 1, 32, 8, 1, 4096, 128)  # two launches
+    yield GpuCase(HOST, "host time of a call", 2, "bfloat16", 1, 8, 8, 128, 4096, 128)  # two launches too
 
 
 def _float32() -> Iterator[GpuCase]:

@@ -123,10 +123,12 @@ def attention(
     if not isinstance(layout, str) or layout != "bhsd":
         q, k, v, out = views_of(form_of(layout), q, k, v, out)
     key = results = None
-    plain = window is mask is bias is alibi_slopes is sinks is kv_lens is kv_starts is q_offset is None
-    plain = plain and batch_invariant is config is None and type(causal) is type(return_lse) is bool
-    plain = plain and type(softcap) is type(dropout_p) is float and dropout_p == 0.0 and checked is False
-    plain = plain and type(q) is type(k) is type(v) is Tensor
+    plain = (  # each comparison with None by itself is the quickest, and on a GPU the device waits for Python
+        window is None and mask is None and bias is None and alibi_slopes is None and sinks is None
+        and kv_lens is None and kv_starts is None and q_offset is None and batch_invariant is None
+        and config is None and checked is False and type(dropout_p) is float and dropout_p == 0.0
+        and type(softcap) is float and type(causal) is type(return_lse) is bool and type(q) is Tensor
+    )  # fmt: skip
     if (
         plain
         and out is None
@@ -136,7 +138,7 @@ def attention(
         key = repeats.key_of(q, k, v, (causal, return_lse, softcap, scale, backend))
         results = repeats.call(key, q, k, v)
     if results is None:
-        if plain and scale is backend is None and softcap == 0.0:
+        if plain and type(k) is type(v) is Tensor and scale is backend is None and softcap == 0.0:
             bound = Bound(q, k, v, out, Arguments(causal is True, None, return_lse))
         else:
             options = Options(

@@ -46,7 +46,10 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
     kinds = quiet(q, k, v)
     if kinds is None:
         return None
-    q_shape, k_shape, v_shape, k_stride, v_stride = q.shape, k.shape, v.shape, k.stride(), v.stride()
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if q.is_cuda and q.is_contiguous() and k.is_contiguous() and v.is_contiguous():
+        return kinds, options, q_shape, k_shape, v_shape  # other strides of size-1 dimensions lead nowhere
+    k_stride, v_stride = k.stride(), v.stride()
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         return None
     batch, num_kv_heads, seqlen_k, head_dim = k_shape
@@ -94,7 +97,8 @@ def call(key: Key | None, *tensors: Any) -> Results | None:
     if repeat is None:
         return None
     for x, size in zip(tensors, repeat.reaches, strict=False):
-        if x.storage_offset() * x.itemsize + size > x.untyped_storage().nbytes():
+        first = x.storage_offset()
+        if (first and first * x.itemsize) + size > x.untyped_storage().nbytes():
             return None  # see storages.py
     results = repeat(*tensors)
     if results is not None:

@@ -132,9 +132,9 @@ def quiet(q: Tensor, *others: Any) -> tuple[Any, ...] | None:
     if profiler._is_profiler_enabled or forward_ad._current_level >= 0 or q.requires_grad:
         return None
     device = q.device
-    if _autocasting("cpu") if q.is_cpu else not q.is_cuda or _autocasting("cuda"):
+    if _autocasting("cpu") if q.is_cpu else not q.is_cuda or _autocasting():  # CUDA's without a name
         return None
-    kinds: list[Any] = [device, backend_in_use.get(), takes_tf32(q)]
+    kinds: list[Any] = [device, backend_in_use.get(), q.dtype is torch.float32 and takes_tf32(q)]
     for x in (q, *others):
         if type(x) is not Tensor or x.requires_grad or x.layout is not _strided or x.device != device:
             return None

@@ -138,3 +138,25 @@ def test_calls_on_a_gpu_skip_the_dispatcher(monkeypatch):
     polyflash.attention(q, q, q).sum().backward()
     with torch.inference_mode():
         polyflash.attention(q, q, q)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 128])
+def test_known_calls_in_two_launches(rows):
+    """Keys in splits, merged by a second kernel: the same bits in every call, whatever the stride of a
+    dimension of size 1 and the stream are."""
+    q, k, v = (
+        torch.randn(1, h, n, 64, device="cuda").bfloat16() for h, n in ((8, rows), (2, 4096), (2, 4096))
+    )
+    out, (first, lse) = polyflash.attention(q, k, v), polyflash.attention(q, k, v, return_lse=True)
+    for x in (q, q, q.clone(), q.as_strided(q.shape, (7, *q.stride()[1:]))):
+        assert torch.equal(polyflash.attention(x, k, v), out)
+        again = polyflash.attention(x, k, v, return_lse=True)
+        assert torch.equal(again.out, first) and torch.equal(again.lse, lse)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = [polyflash.attention(q, k, v) for _ in range(3)]
+    side.synchronize()
+    assert all(torch.equal(x, out) for x in found)

@@ -162,8 +162,33 @@ def test_scratch_is_the_streams_and_of_a_graph_its_own(place_of, monkeypatch):
     assert one != place_of(capturing=True)
     assert one not in (place_of(stream=5), place_of(stream=6)) and one == place_of()
     assert {stream for _, stream in replay._rooms} == {STREAM, 5, 6}
+    assert place_of(stream=0, capturing=True) == place_of(stream=0), "the default stream is none of a graph"
     monkeypatch.setattr(replay, "_MOST_ROOM", 4)
-    assert one != place_of(), "what is large is not kept"
+    replay._rooms.clear()
+    assert place_of() != one and not replay._rooms, "what is large is not kept"
+
+
+def test_launches_of_a_call_share_its_addresses(driver):
+    """The second reads what the first wrote, on whichever stream the call is."""
+    driver.kinds = NO_LENS_KINDS
+
+    def run(launch, q, k, v, out, lse, args):
+        between = runtime.scratch(q.shape, q.device), runtime.scratch(lse.shape, q.device)
+        for given in ((q, k, v, *between), (between[0], k, v, out, lse)):
+            started = runtime.Started(compiled(NO_LENS), (3, 2, 1), arguments_of(*given, None))
+            runtime._recorder.log.started.append(started)
+
+    repeat = replay.Repeat(SimpleNamespace(run=run), Arguments(need_lse=True))
+    repeat(*tensors())
+    for driver.stream in (STREAM, 5, STREAM):
+        q, k, v = tensors()
+        out, lse = repeat(q, k, v)
+        room = replay._rooms[None, driver.stream][: 4 * (256 + 16)].view(torch.float32)
+        parts, part_lse = room[:256].view(q.shape), room[256:].view(lse.shape)
+        assert [values for _, values in driver.seen] == [
+            numbers(q, k, v, parts, part_lse), numbers(parts, k, v, out, lse)
+        ]  # fmt: skip
+        driver.seen.clear()
 
 
 def test_rooms_grow_and_few_are_kept(place_of):

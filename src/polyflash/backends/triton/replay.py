@@ -13,6 +13,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from polyflash.spec import Arguments
 
 # which tensor of a forward call an address is of; words of the stream and scratch come behind
-Q, K, V, OUT, LSE, TABLE, LENS, OPERANDS = range(8)
+Q, K, V, TABLE, LENS, OUT, LSE = range(7)
 _NAMES = {
     **dict.fromkeys(("q", "q0", "q1"), Q),
     **dict.fromkeys(("k", "k0", "k1"), K),
@@ -60,70 +61,15 @@ class _Map(NamedTuple):
     encoding: tuple[Any, ...]  # behind the address
     encoded: dict[int, bytes]  # by address
 
-    def at(self, address: int) -> bytes:
-        found = self.encoded.get(address)
-        if found is None:
-            if len(self.encoded) >= _KEPT_MAPS:
-                self.encoded.clear()
-            found = self.encoded[address] = _encoded(address, *self.encoding)
-        return found
+    def encode(self, address: int) -> bytes:
+        if len(self.encoded) >= _KEPT_MAPS:
+            self.encoded.clear()
+        made = self.encoded[address] = _encoded(address, *self.encoding)
+        return made
 
 
 class NotReplayable(Exception):
     """A launch has something that another call cannot take over."""
-
-
-class Packed:
-    """The parameters of one launch in memory, and how this call's addresses get there."""
-
-    def __init__(self, made: runtime.Started, sources: dict[int, int], tensors: Sequence[Any]) -> None:
-        metadata = made.compiled.metadata
-        if (
-            metadata.num_ctas != 1
-            or metadata.global_scratch_size
-            or metadata.profile_scratch_size
-            or metadata.launch_pdl
-            or metadata.launch_cooperative_grid
-        ):
-            raise NotReplayable
-        self._compiled = made.compiled  # keeps the kernel loaded
-        self._function = ctypes.c_void_p(made.compiled.function)
-        self._config = _Config(*made.grid, 32 * metadata.num_warps, 1, 1, metadata.shared)
-        self._config_at = ctypes.byref(self._config)
-        leaves = list(_leaves(made, sources, tensors))
-        self._lay_out([*leaves, *[_Leaf("i64", 0, None)] * 2])
-        for x in self._maps:  # a Triton whose encoder is another one shows itself here, not in a call
-            x.at(tensors[x.source].data_ptr())
-        self._writing = threading.Lock()
-
-    def _lay_out(self, leaves: list[_Leaf]) -> None:
-        """Tensor maps first, then addresses, then numbers, so that one write reaches all that changes."""
-        maps = [i for i, x in enumerate(leaves) if x.kind == "map"]
-        moving = [i for i, x in enumerate(leaves) if x.kind != "map" and x.source is not None]
-        still = [i for i, x in enumerate(leaves) if x.kind != "map" and x.source is None]
-        end = _MAP_BYTES * len(maps) + 8 * (len(moving) + len(still))
-        self._memory = ctypes.create_string_buffer(end + _MAP_ALIGNMENT)
-        self._first = at = -ctypes.addressof(self._memory) % _MAP_ALIGNMENT
-        offsets = {}
-        for i in (*maps, *moving, *still):
-            offsets[i] = at
-            at += _MAP_BYTES if leaves[i].kind == "map" else 8
-        for i in still:
-            struct.pack_into(f"={_FORMATS[leaves[i].kind]}", self._memory, offsets[i], leaves[i].value)
-        base = ctypes.addressof(self._memory)
-        self._places = (ctypes.c_void_p * len(leaves))(*(base + offsets[i] for i in range(len(leaves))))
-        self._maps = tuple(_Map(leaves[i].source or 0, leaves[i].value, {}) for i in maps)
-        self._write = struct.Struct(f"={f'{_MAP_BYTES}s' * len(maps)}{len(moving)}Q").pack_into
-        self._moving = [leaves[i].source or 0 for i in moving]
-
-    def start(self, addresses: Sequence[int], stream: int) -> int:
-        """The driver's answer, 0 if the kernel is on its way."""
-        changing: list[Any] = [x.at(addresses[x.source]) for x in self._maps]
-        changing += [addresses[i] for i in self._moving]
-        with self._writing:
-            self._write(self._memory, self._first, *changing)
-            self._config.stream = stream
-            return _driver(self._config_at, self._function, self._places, None)
 
 
 class _Config(ctypes.Structure):
@@ -135,6 +81,14 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
     )
+
+
+def _config(made: runtime.Started) -> _Config:
+    m = made.compiled.metadata
+    odd = m.global_scratch_size or m.profile_scratch_size or m.launch_pdl or m.launch_cooperative_grid
+    if odd or m.num_ctas != 1:
+        raise NotReplayable
+    return _Config(*made.grid, 32 * m.num_warps, 1, 1, m.shared)
 
 
 def _driver(*launch: Any) -> int:
@@ -221,40 +175,90 @@ _rooms: dict[tuple[int, int], Tensor] = {}  # by device and stream, whose calls 
 _launching = threading.Lock()  # the launches of a call that share a room stand together
 
 
-class Launches(NamedTuple):
-    """All launches of a call of one size, and the memory that it needs between them."""
+class Launches:
+    """All launches of a call of one size: their parameters in memory, and what the call needs between them.
+    Launches share tensor maps and addresses, which come first, so that one write reaches all that changes."""
 
-    packed: tuple[Packed, ...]
-    size: int  # bytes
-    offsets: tuple[int, ...]  # of scratch tensors in them
-    zeros: tuple[tuple[int, int], ...]  # offset and bytes of what is 0 at first
-    words: bool  # does it take the words of its stream?
+    def __init__(self, log: runtime.Log, sources: dict[int, int], tensors: Sequence[Any]) -> None:
+        """`sources`: places among `tensors`, of which the words and scratch of `log` are the last."""
+        self._compiled = [x.compiled for x in log.started]  # keeps the kernels loaded
+        self._words = log.words is not None  # does it take the words of its stream?
+        zeros, self._size, self._offsets = [], 0, []  # bytes, and where scratch tensors are in them
+        for i, x in enumerate(log.scratch):
+            zeros += [(self._size, x.nbytes)] if i in log.zeros else []
+            self._offsets.append(self._size)
+            self._size += -(-x.nbytes // _SCRATCH_UNIT) * _SCRATCH_UNIT
+        self._zeros = tuple(zeros)  # offset and bytes of what is 0 at first
+        self._writing = _launching if 0 < self._size <= _MOST_ROOM else threading.Lock()
+        self._configs = tuple(map(_config, log.started))
+        self._stream = 0
+        leaves = [[*_leaves(x, sources, tensors), *[_Leaf("i64", 0, None)] * 2] for x in log.started]
+        functions = (ctypes.c_void_p(x.function) for x in self._compiled)
+        places = self._lay_out(leaves, tensors)
+        self._launches = tuple(zip(map(ctypes.byref, self._configs), functions, places, strict=True))
+
+    def _lay_out(self, launches: list[list[_Leaf]], tensors: Sequence[Any]) -> list[Any]:
+        """Lays all parameters out: the places of those of each launch."""
+        leaves = list(chain(*launches))
+        maps = [x for i, x in enumerate(leaves) if x.kind == "map" and x not in leaves[:i]]
+        numbers = sum(x.source is None for x in leaves)
+        end = _MAP_BYTES * len(maps) + 8 * (len(tensors) + numbers)
+        self._memory = ctypes.create_string_buffer(end + _MAP_ALIGNMENT)
+        base = ctypes.addressof(self._memory)
+        self._first = -base % _MAP_ALIGNMENT
+        addresses = self._first + _MAP_BYTES * len(maps)
+        number, places = addresses + 8 * len(tensors), []
+        for x in leaves:
+            if x.source is None:
+                struct.pack_into(f"={_FORMATS[x.kind]}", self._memory, number, x.value)
+                places.append(base + number)
+                number += 8
+            else:
+                at = self._first + _MAP_BYTES * maps.index(x) if x.kind == "map" else addresses + 8 * x.source
+                places.append(base + at)
+        self._write = struct.Struct(f"={f'{_MAP_BYTES}s' * len(maps)}{len(tensors)}Q").pack_into
+        kept = [_Map(x.source or 0, x.value, {}) for x in maps]
+        for m in kept:  # a Triton whose encoder is another one shows itself here, not in a call
+            m.encode(tensors[m.source].data_ptr())
+        self._maps = tuple((m.source, m.encoded.get, m.encode) for m in kept)
+        left = iter(places)
+        return [(ctypes.c_void_p * len(x))(*islice(left, len(x))) for x in launches]
 
     def start(self, addresses: list[int], device: torch.device) -> bool:
         """Are they on their way? `addresses` are those of the call's operands and results."""
         index: int = device.index  # type: ignore[assignment]
         stream = torch._C._cuda_getCurrentRawStream(index)
-        addresses.append(runtime.words(device).data_ptr() if self.words else 0)
-        if not self.size:
-            return self._start(addresses, 0, stream)
-        if self.size > _MOST_ROOM or torch._C._cuda_isCurrentStreamCapturing():
-            own = torch.empty(self.size, dtype=torch.uint8, device=device)
-            return self._start(addresses, own.data_ptr(), stream)
-        with _launching:
-            room = _rooms.get((index, stream))
-            if room is None or len(room) < self.size:
-                if len(_rooms) >= _KEPT_ROOMS:
-                    _rooms.clear()  # goes to later allocations of its stream alone
-                room = _rooms[index, stream] = torch.empty(self.size, dtype=torch.uint8, device=device)
-            return self._start(addresses, room.data_ptr(), stream)
-
-    def _start(self, addresses: list[int], first: int, stream: int) -> bool:
-        """`first`: where the call's own memory begins."""
-        addresses += [first + offset for offset in self.offsets]
-        for offset, size in self.zeros:
-            if _fill(first + offset, 0, size, stream):
-                return False
-        return not any(launch.start(addresses, stream) for launch in self.packed)
+        # the default stream (0), which is never captured, is not asked: that takes as long as ten lines
+        capturing = stream != 0 and torch._C._cuda_isCurrentStreamCapturing()
+        if self._words:
+            words = None if capturing else runtime.words_of.get((index, stream))
+            addresses.append((runtime.words(device) if words is None else words).data_ptr())
+        else:
+            addresses.append(0)
+        with self._writing:
+            if self._size:
+                room = None if capturing else _rooms.get((index, stream))
+                if room is None or room.nbytes < self._size:
+                    room = torch.empty(self._size, dtype=torch.uint8, device=device)
+                    if not (capturing or self._size > _MOST_ROOM):
+                        if len(_rooms) >= _KEPT_ROOMS:
+                            _rooms.clear()  # goes to later allocations of its stream alone
+                        _rooms[index, stream] = room
+                first = room.data_ptr()
+                addresses += [first + offset for offset in self._offsets]
+            maps = [known(addresses[i]) or encode(addresses[i]) for i, known, encode in self._maps]
+            self._write(self._memory, self._first, *maps, *addresses)
+            if stream != self._stream:
+                self._stream = stream
+                for config in self._configs:
+                    config.stream = stream
+            for offset, size in self._zeros:
+                if _fill(first + offset, 0, size, stream):
+                    return False
+            for config_at, function, places in self._launches:
+                if _driver(config_at, function, places, None):
+                    return False
+        return True
 
 
 class Replay(NamedTuple):
@@ -262,28 +266,24 @@ class Replay(NamedTuple):
 
     launches: Launches
     place: tuple[Any, Any] | None  # shape and strides of out; None: those of q
+    rows: tuple[Any, Any] | None  # of lse, if that is wanted
 
-    def __call__(self, tensors: tuple[Tensor, ...], need_lse: bool) -> Any:
+    def __call__(self, tensors: tuple[Tensor, ...], device: torch.device) -> Any:
         """(out, lse), or None where the driver does not start a kernel."""
-        q = tensors[Q]
+        q, k, v, *pages = tensors
+        table, lens = (x.data_ptr() for x in pages) if pages else (0, 0)
+        addresses = [q.data_ptr(), k.data_ptr(), v.data_ptr(), table, lens]
+        if (addresses[Q] | addresses[K] | addresses[V] | table | lens) & _ALIGNED:
+            return None
         if self.place is None:
             out = torch.empty_like(q)
         else:
-            out = torch.empty_strided(*self.place, dtype=q.dtype, device=q.device)
+            out = torch.empty_strided(*self.place, dtype=q.dtype, device=device)
         lse = NO_LSE
-        addresses = [x.data_ptr() for x in tensors]
-        bits = 0
-        for address in addresses:
-            bits |= address
-        if bits & _ALIGNED:
-            return None
-        addresses[OUT:OUT] = out.data_ptr(), 0
-        if need_lse:
-            lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-            addresses[LSE] = lse.data_ptr()
-        if len(tensors) == OUT:
-            addresses += 0, 0  # no table, no lengths
-        return (out, lse) if self.launches.start(addresses, q.device) else None
+        if self.rows is not None:
+            lse = torch.empty_strided(*self.rows, dtype=torch.float32, device=device)
+        addresses += out.data_ptr(), lse.data_ptr()
+        return (out, lse) if self.launches.start(addresses, device) else None
 
 
 class Repeat:
@@ -298,12 +298,12 @@ class Repeat:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
         """(out, lse) of q, k, v, and of a page table and lengths if k and v are pools; None if the call needs
         the whole way."""
-        index = tensors[Q].device.index
-        if index != torch._C._cuda_getDevice() or runtime.hooked():
+        device = tensors[Q].device
+        if device.index != torch._C._cuda_getDevice() or runtime.hooked():
             return None
-        if not self.recorded:
-            return self.record(tensors)
-        return None if self.replay is None else self.replay(tensors, self.args.need_lse)
+        if self.replay is not None:
+            return self.replay(tensors, device)
+        return None if self.recorded else self.record(tensors)
 
     def record(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Makes the call as its row does, and keeps what it launched."""
@@ -317,18 +317,14 @@ class Repeat:
             self.launch.run(self.launch, q, k, v, out, lse, args)  # type: ignore[misc]
         if others:
             out, lse = out.squeeze(2), lse.squeeze(2) if args.need_lse else lse
-        self.replay = _replay(log, (*tensors[:3], out, lse if args.need_lse else None, *others))
+        rows = lse if args.need_lse else None
+        launches = _launches(log, (*tensors[:TABLE], *(others or (None, None)), out, rows), {})
+        if launches is not None:
+            alike = tensors[Q].shape == out.shape and tensors[Q].is_contiguous()
+            place = None if alike else (out.shape, out.stride())
+            self.replay = Replay(launches, place, None if rows is None else (rows.shape, rows.stride()))
         self.recorded = True
         return out, lse
-
-
-def _replay(log: runtime.Log, tensors: tuple[Any, ...]) -> Replay | None:
-    q, _, _, out, *_ = tensors
-    launches = _launches(log, (*tensors, *(None,) * (OPERANDS - len(tensors))), {})
-    if launches is None:
-        return None
-    alike = q.shape == out.shape and q.is_contiguous()
-    return Replay(launches, None if alike else (tuple(out.shape), out.stride()))
 
 
 def _launches(log: runtime.Log, tensors: tuple[Any, ...], sources: dict[int, int]) -> Launches | None:
@@ -337,20 +333,13 @@ def _launches(log: runtime.Log, tensors: tuple[Any, ...], sources: dict[int, int
     aligned = all(x is None or x.data_ptr() & _ALIGNED == 0 for x in tensors)
     if torch.version.hip or not (log.started and log.complete and aligned):
         return None
-    words, offsets, zeros, size = len(tensors), [], [], 0
-    sources[id(log.words)] = words
-    for i, x in enumerate(log.scratch):
-        sources[id(x)] = sources[x.data_ptr()] = words + 1 + i
-        offsets.append(size)
-        if i in log.zeros:
-            zeros.append((size, x.nbytes))
-        size += -(-x.nbytes // _SCRATCH_UNIT) * _SCRATCH_UNIT
-    tensors = (*tensors, log.words, *log.scratch)
+    sources[id(log.words)] = len(tensors)
+    for i, x in enumerate(log.scratch, len(tensors) + 1):
+        sources[id(x)] = sources[x.data_ptr()] = i
     try:
-        packed = tuple(Packed(made, sources, tensors) for made in log.started)
+        return Launches(log, sources, (*tensors, log.words, *log.scratch))
     except NotReplayable:
         return None
-    return Launches(packed, size, tuple(offsets), tuple(zeros), log.words is not None)
 
 
 def _is_current(device: torch.device) -> bool:

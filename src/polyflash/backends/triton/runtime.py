@@ -65,7 +65,7 @@ class _Recorder(threading.local):
 
 
 _recorder = _Recorder()
-_words: dict[tuple[int, int], Tensor] = {}  # by device and stream
+words_of: dict[tuple[int, int], Tensor] = {}  # by device and stream
 
 
 @contextlib.contextmanager
@@ -99,13 +99,13 @@ def words(device: torch.device) -> Tensor:
     else:
         index = device.index or 0
         key = index, torch._C._cuda_getCurrentRawStream(index)
-        made = _words.get(key)  # type: ignore[assignment]
+        made = words_of.get(key)  # type: ignore[assignment]
         if torch._C._cuda_isCurrentStreamCapturing():
             made = torch.zeros(4, dtype=torch.int32, device=device)
         elif made is None:
-            if len(_words) >= _KEPT_STREAMS:
-                _words.clear()  # goes to later allocations of its stream alone
-            made = _words[key] = torch.zeros(4, dtype=torch.int32, device=device)
+            if len(words_of) >= _KEPT_STREAMS:
+                words_of.clear()  # goes to later allocations of its stream alone
+            made = words_of[key] = torch.zeros(4, dtype=torch.int32, device=device)
     if _recorder.log is not None:
         _recorder.log.words = made
     return made
