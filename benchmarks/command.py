@@ -63,10 +63,6 @@ def is_gpu(options: argparse.Namespace) -> bool:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses before a long measurement what would lose it, and what a GPU does not measure."""
-    for name in ("json", "page"):
-        file = getattr(options, name)
-        if file and not Path(file).absolute().parent.is_dir():
-            raise SpecError(f"{name}: got {file}, wanted a file in a folder that is there")
     if is_gpu(options) and not options.sources:
         device_here(options.device)
         if options.calls or options.plot:

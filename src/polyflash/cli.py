@@ -29,12 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _make_printable(stream)
     try:
         code = _run(options.with_alignment(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        print(end="", flush=True)  # where there is an output to flush
         return code
     except BrokenPipeError:  # `polyflash bench --list | head`
         with contextlib.suppress(OSError, ValueError):  # or the interpreter would complain as it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        named = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"error {named}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt as stop:
         print(f"interrupted{stop}", file=sys.stderr)
         return 130
@@ -72,16 +76,13 @@ def _command(chosen: argparse.Namespace) -> int:
         return int(getattr(module, name)(chosen, out, err))
     except options.UsageError as error:
         code, text = 2, str(error)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        code, text = 1, f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except Exception as error:
-        import torch  # whose error of a GPU's memory is its own
+        import torch  # whose error of a GPU's memory is its own, and has no class for a CPU's
 
-        if not isinstance(error, (SpecError, UnsupportedError, MemoryError, torch.cuda.OutOfMemoryError)):
+        ours = (SpecError, UnsupportedError, MemoryError, torch.cuda.OutOfMemoryError)
+        if not isinstance(error, ours) and "can't allocate memory" not in str(error):
             raise
-        code, text = 1, str(error) or "out of memory"
+        code, text = 1, str(error).rpartition("CPUAllocator: ")[2] or "out of memory"
     err.print(f"[bold red]error[/] {escape(text)}", soft_wrap=True)
     return code
 
@@ -93,7 +94,10 @@ def _console(*, stderr: bool = False) -> Console:
         def on_broken_pipe(self) -> None:  # rich ends the process here; commands have files to write
             raise BrokenPipeError
 
-    return Plain(no_color=env.NO_COLOR.read() != "", highlight=False, stderr=stderr)
+    made = Plain(no_color=env.NO_COLOR.read() != "", highlight=False, stderr=stderr)
+    if not made.width:  # COLUMNS=0
+        made.width = 80
+    return made
 
 
 def _make_printable(stream: object) -> None:

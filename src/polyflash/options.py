@@ -21,6 +21,7 @@ _SAID = {"causal", "window", "paged", "row_bounds", "gqa", "head_dim_v"}
 FEATURES = tuple(sorted({f.name.lower() for f in Feature} - _SAID))
 PHASES = ("forward", "backward", "statistics")
 FILES = (".safetensors", ".npz", ".npy")
+_PAIR = "a number, or two as in 8/2"
 _SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
@@ -103,18 +104,17 @@ def _dtype(text: str) -> str:
     return name
 
 
-def _size(text: str) -> int:
-    if not text.isdecimal():
-        raise _refusal(text, "a whole number")
+def _size(text: str, wanted: str = "a whole number") -> int:
+    if not text.isdecimal() or len(text) > 18:  # 64 bits hold what has 18 digits
+        raise _refusal(text, f"{wanted}, of 18 digits at most")
     return int(text)
 
 
 def _pair(text: str) -> tuple[int, int]:
     """'8/2' -> (8, 2); '8' -> (8, 8)."""
-    first, _, second = text.partition("/")
-    if not first.isdecimal() or not (second or "0").isdecimal():
-        raise _refusal(text, "a number, or two as in 8/2")
-    return int(first), int(second or first)
+    first, slash, second = text.partition("/")
+    words = (first, second) if slash else (first, first)
+    return _size(words[0], _PAIR), _size(words[1], _PAIR)
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
@@ -136,26 +136,25 @@ def seconds(text: str) -> float:
     return number
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
-def _phases(text: str) -> list[str]:
-    if not _names(text):
-        raise _refusal(text, f"some of {', '.join(PHASES)}")
-    return _some_of(PHASES)(text)
-
-
 def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """The type of an option that takes names of `known`."""
+    """The type of an option that takes names of `known`, any names if there are none."""
 
     def names(text: str) -> list[str]:
-        unknown = [name for name in _names(text) if name not in known]
-        if unknown:
+        found = [name for name in text.split(",") if name]
+        if unknown := [name for name in found if known and name not in known]:
             raise argparse.ArgumentTypeError(f"got {', '.join(unknown)}, wanted some of {', '.join(known)}")
-        return _names(text)
+        if not found:
+            raise _refusal(text, f"some of {', '.join(known)}" if known else "names, with commas between")
+        return found
 
     return names
+
+
+def _file(text: str) -> str:
+    """A file that may be written, as far as folders tell: what a long measurement found would be lost."""
+    if Path(text).is_dir() or not Path(text).absolute().parent.is_dir():
+        raise _refusal(text, "a file in a folder that is there")
+    return text
 
 
 def _command(commands: Any, name: str, place: str, about: str, description: str) -> _Options:
@@ -178,8 +177,10 @@ class _Options:
         self(name, told, action="store_true")
 
     def names(self, name: str, told: str, known: Sequence[str] = ()) -> None:
-        kind, metavar = (_some_of(known), "A,B") if known else (_names, "NAME,NAME")
-        self(name, told, type=kind, default=[], metavar=metavar)
+        self(name, told, type=_some_of(known), default=[], metavar="A,B" if known else "NAME,NAME")
+
+    def file(self, name: str, told: str) -> None:
+        self(name, told, type=_file, metavar="FILE")
 
     def words(self, name: str, told: str, metavar: str = "WORD", *, kind: Any = str, to: str = "") -> None:
         to = to or name.removeprefix("--")
@@ -193,8 +194,7 @@ class _Options:
         self("--dtype", told, type=_dtype, default=default, metavar="NAME")
 
     def problem(self, *, device: str, dtype: str | None) -> None:
-        told = "causal; alone, it is bottom_right"
-        self("--causal", told, choices=ALIGNMENTS, metavar="top_left")
+        self("--causal", "causal; alone, it is bottom_right", choices=ALIGNMENTS, metavar="top_left")
         self.dtype(dtype)
         self("--backend", "the kernels of cpu, triton, gluon or torch", type=_backend, metavar="NAME")
         self.device(device)
@@ -218,7 +218,7 @@ class _Options:
         """Adds what `tune` and `ablate` share: which problems, of which kernels, and for how long."""
         self.problem(device="cuda if there is one, else cpu; cuda:1", dtype="bfloat16")
         told = f"{', '.join(PHASES)}; forward is decode too, where rows are few"
-        self("--phase", told, type=_phases, default=["forward"], metavar="A,B")
+        self("--phase", told, type=_some_of(PHASES), default=["forward"], metavar="A,B")
         self.words("--filter", "tuning problems whose name has every word")
         self.sizes(None)
         self.flag("--list", "print the names of the problems and stop")
@@ -234,10 +234,9 @@ def _add_run(commands: Any) -> None:
     add("files", "one .safetensors or .npz, or three .npy: q, k, v", nargs="+", metavar="FILE")
     for role in ("q", "k", "v"):
         add(f"--{role}", f"tensor to take for {role}", metavar="NAME")
-    told = "axis order; the batch may be missing"
-    add("--layout", told, choices=("bhsd", "bshd"), default="bhsd")
+    add("--layout", "axis order; the batch may be missing", choices=("bhsd", "bshd"), default="bhsd")
     add("--scale", "multiplies q·k; 1/sqrt(head_dim) unless given", type=float)
-    add("-o", "write output and lse here", "--output", metavar="OUT")
+    add("-o", "write output and lse here", "--output", type=_file, metavar="OUT")
 
 
 def _add_explain(commands: Any) -> None:
@@ -249,8 +248,7 @@ def _add_explain(commands: Any) -> None:
     add.sizes((2048, 2048))
     add.names("--features", ", ".join(FEATURES), FEATURES)
     add.flag("--grad", "plan the gradients too")
-    told = "a device that need not be here: cuda:sm90, cpu:avx512+amx_bf16"
-    add("--target", told, metavar="NAME")
+    add("--target", "a device that need not be here: cuda:sm90, cpu:avx512+amx_bf16", metavar="NAME")
 
 
 def _add_bench(commands: Any) -> None:
@@ -267,13 +265,12 @@ def _add_bench(commands: Any) -> None:
     add.flag("--list", "print the names of the rows and stop; with --from, of marked ones")
     size = _Options(add.parser.add_mutually_exclusive_group())
     size("--quick", "short rows, short times", dest="size", action="store_const", const="quick")
-    told = "8192 keys too, backward 4096"
-    size("--long", told, dest="size", action="store_const", const="long")
+    size("--long", "8192 keys too, backward 4096", dest="size", action="store_const", const="long")
     add.flag("--calls", "where the time of one tiny call goes")
     add("--seconds", "per row; 2, or 0.5 with --quick", type=seconds)
-    add("--json", "write every round to FILE; Ctrl-C leaves what ran", metavar="FILE")
-    add("--page", "write the tables to FILE as a Markdown page", metavar="FILE")
-    add("--plot", "draw the steps of the suite decode", metavar="FILE")
+    add.file("--json", "write every round to FILE; Ctrl-C leaves what ran")
+    add.file("--page", "write the tables to FILE as a Markdown page")
+    add.file("--plot", "draw the steps of the suite decode")
     told = "measure nothing: take the rows of these JSON files, a later file's first"
     add.words("--from", told, "FILE", to="sources")
 
@@ -299,8 +296,8 @@ def _add_ablate(commands: Any) -> None:
     add.words("--switch", "these fields alone: base2, num_stages=3 ...", "NAME")
     told = "instead: the rows in N groups of one K/V set, walked together and one by one"
     add.words("--groups", told, "N", kind=int)
-    add("--json", "write every figure to FILE; Ctrl-C leaves what ran", metavar="FILE")
-    add("--page", "write the tables to FILE as Markdown", metavar="FILE")
+    add.file("--json", "write every figure to FILE; Ctrl-C leaves what ran")
+    add.file("--page", "write the tables to FILE as Markdown")
 
 
 def _add_warmup(commands: Any) -> None:
@@ -315,8 +312,7 @@ def _add_warmup(commands: Any) -> None:
     add.names("--features", ", ".join(warmup.FEATURES), tuple(warmup.FEATURES))
     add.flag("--grad", "gradients too")
     add.device("cpu unless given; cuda, cuda:1")
-    told = "processes at once; one per core unless given"
-    add("--jobs", told, type=_size, metavar="N")
+    add("--jobs", "processes at once; one per core unless given", type=_size, metavar="N")
 
 
 def _add_reports(commands: Any) -> None:

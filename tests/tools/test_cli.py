@@ -201,7 +201,14 @@ BAD = {
     "two dimensions": (1, ("run", "{}/flat.npz"), ("wanted ([batch,] heads, seqlen, head_dim) each",)),
     "head ratio": (1, ("run", "{}/ratio.npz"), ("3 query heads over 2", "a whole number")),
     "over an input": (1, ("run", "{}/qkv.npz", "-o", "{}/qkv.npz"), ("another file than the inputs",)),
-    "no folder": (1, ("run", "{}/qkv.npz", "-o", "{}/none/out.npz"), ("No such file",)),
+    "no folder": (
+        2,
+        ("run", "{}/qkv.npz", "-o", "{}/none/out.npz"),
+        ("none/out.npz'", "folder that is there"),
+    ),
+    "a folder": (2, ("ablate", "--seqlen", "40", "--json", "{}"), ("--json", "a folder that is there")),
+    "sizes of no problem": (1, ("tune", "--heads", "32/8"), ("--heads", "without --seqlen")),
+    "more than memory": (1, ("ablate", "--seqlen", "1000000000000"), ("can't allocate memory",)),
     "negative window": (1, ("run", "{}/qkv.npz", "--window=-1,0"), ("window", "None for unbounded")),
     "nan scale": (1, ("run", "{}/qkv.npz", "--scale", "nan"), ("scale", "a finite number")),
     "refused backend": (1, ("run", "{}/qkv.npz", "--dtype", "float64", "--backend", "cpu"), ("float64",)),
@@ -217,6 +224,9 @@ BAD = {
     "negative length": (2, ("explain", "--seqlen=-3"), ("8/2",)),
     "negative batch": (2, ("explain", "--batch=-1"), ("a whole number",)),
     "endless length": (2, ("explain", "--seqlen", "9" * 18), ("sizes", "smaller")),
+    "more than 64 bits": (2, ("explain", "--batch", "9" * 23), ("'9999", "18 digits")),
+    "no suite": (2, ("bench", "--suite", ","), ("','", "names, with commas between")),
+    "no features": (2, ("explain", "--features", ""), ("''", "softcap")),
     "no time": (2, ("bench", "--seconds", "0"), ("a positive number",)),
     "unknown feature": (2, ("explain", "--features", "bias,magic"), ("magic", "softcap")),
     "two masks": (2, ("explain", "--features", "mask,segments"), ("got mask and segments", "the others")),
@@ -405,7 +415,7 @@ def test_an_interrupted_bench_leaves_what_ran(polyflash_main, tmp_path, monkeypa
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(polyflash_main, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_command, "measure", None)
     code, _, err = polyflash_main("bench", "--quick", "--json", tmp_path / "none" / "bench.json")
-    assert code == 1 and err.startswith("error json: got ") and "a folder that is there" in err
+    assert code == 2 and "argument --json: got " in err and "a folder that is there" in err
 
 
 class FakeGpu:
@@ -623,6 +633,11 @@ def test_colour_only_where_it_is_wanted(polyflash_main, monkeypatch, no_color):
     assert coloured is not no_color
 
 
+def test_a_terminal_of_no_width_is_printed_on(polyflash_main, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "chosen" in polyflash_main("explain")[1]
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_output_fits_the_terminal(polyflash_main, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -702,6 +717,28 @@ def test_a_reader_that_leaves_ends_it_quietly(words):
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0 if "--help" in words else 141, b"")  # argparse looks away
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")
+@pytest.mark.parametrize(
+    "words", (("explain",), ("env",), ("cache", "path"), ("bench", "--list")), ids=" ".join
+)
+def test_an_output_that_takes_nothing_is_one_line(words):
+    """A full disk, and no output at all."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "polyflash", *words]
+    for where, code, said in (
+        (">/dev/full", 1, "error [Errno 28] No space left on device\n"),
+        (">&-", 0, ""),
+    ):
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$@" {where}', "sh", *command],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=env,
+        )
+        assert (done.returncode, done.stderr) == (code, said), where
 
 
 SIGNS = """

@@ -155,6 +155,10 @@ def problems(options: argparse.Namespace) -> tuple[Workload, ...]:
         causal = "top_left" if options.causal == "top_left" else bool(options.causal)
         sizes = (options.batch, heads, kv_heads, rows, keys, dim, dim_v)
         return (Workload(name, frozenset(), *sizes, options.dtype, causal),)
+    asked = options.batch, options.heads, options.head_dim, options.dtype, options.causal
+    if asked != (1, (8, 8), (64, 64), "bfloat16", None):
+        told = "got one without --seqlen, wanted both: they are of one problem. See --filter for listed ones"
+        raise SpecError(f"--batch, --heads, --head-dim, --dtype, --causal: {told}")
     words = " ".join(options.filter).lower().replace(",", " ").split()
     found = tuple(w for w in workloads("tune") if all(word in w.name.split("-") for word in words))
     if not found:
