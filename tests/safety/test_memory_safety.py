@@ -13,6 +13,7 @@ from torch import Tensor
 
 import polyflash
 from polyflash import SpecError, attention, attention_paged, attention_varlen, repeats, validate
+from polyflash.integrations import flash_attn, flash_attn_cache
 from tests.rows_here import HERE
 from tests.tolerance import near, same_bits
 
@@ -215,6 +216,25 @@ def test_known_calls_read_lengths_once(monkeypatch):
     monkeypatch.setattr(decode_repeat, "_names_pages", lambda: names_pages)
     same_bits(attention_paged(**made), want)
     assert seen == [1]
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+def test_new_keys_go_where_was_checked(monkeypatch, batch: int):
+    """flash-attn's cache writes by the lengths that it looked at."""
+    given = {name: x[:batch].transpose(1, 2).contiguous() for name, x in qkv(1).items()}
+    caches = {"k_cache": given["k"], "v_cache": given["v"]}
+    new = {"k": torch.ones(batch, 1, 2, 16), "v": torch.ones(batch, 1, 2, 16)}
+
+    def call(lens: Tensor) -> Tensor:
+        cleared = {name: x.clone() for name, x in caches.items()}
+        return flash_attn.flash_attn_with_kvcache(given["q"], **cleared, **new, cache_seqlens=lens)
+
+    lens = ints(30, 9)[:batch]
+    want = call(lens.clone())
+    flipped(monkeypatch, flash_attn_cache, "_check_room", lambda: lens.fill_(2**31 - 1))
+    same_bits(call(lens), want)
+    with pytest.raises(SpecError, match="cache_seqlens: got 2147483647"):
+        call(lens)
 
 
 @pytest.mark.parametrize("door", ("a few rows", "rows", "packed", "paged"))

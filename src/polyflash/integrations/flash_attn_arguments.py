@@ -133,7 +133,7 @@ def per_request(name: str, given: Any, batch: int, device: torch.device) -> Tens
     """Makes int32 (batch,) on `device` of one number for all requests, never read, or of one for each."""
     if isinstance(given, Tensor):
         given = given.to(device).expand(batch).contiguous() if given.ndim == 0 else given
-    elif hasattr(given, "__index__") and not isinstance(given, bool):
+    elif hasattr(given, "__index__") and not isinstance(given, bool) and not getattr(given, "ndim", 0):
         given = torch.full((batch,), given, dtype=torch.int64, device=device)
     if is_ints(given, (batch,), device):
         return cast(Tensor, lengths(given))
@@ -145,7 +145,7 @@ def window_sides(window_size: Any) -> tuple[int | None, int | None]:
     """Converts flash-attn's (left, right) to polyflash's: a negative side, or None, is unbounded."""
     sides = window_size.tolist() if getattr(window_size, "ndim", 0) == 1 else window_size
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
-        change = "(-1, -1) is no window; the token itself is not counted."
+        change = "(-1, -1) is unbounded; the token itself is not counted."
         raise spec_error("window_size", described(window_size), "(left, right)", change)
     return _side(sides[0]), _side(sides[1])
 

@@ -94,6 +94,7 @@ def flash_attn_with_kvcache(
                 raise spec_error("cache_seqlens", "None", "an int, or int32 or int64 (batch,) with k", change)
             _check_new("k", k, k_cache, q.shape[0], k.shape[1])
             _check_new("v", v, v_cache, q.shape[0], k.shape[1])
+            lens = lens.clone() if lens.device.type == "cpu" else lens  # another thread may write to it
             _check_room(lens, room, k.shape[1])
             new = torch.arange(k.shape[1], device=k.device)
             if rotary_cos is not None and rotary_sin is not None:
@@ -105,11 +106,9 @@ def flash_attn_with_kvcache(
                 k = _rotated(k, stand + new, rotary_cos, rotary_sin, interleaved)
             at, lens = lens.long()[:, None] + new, lens + k.shape[1]
             if table is None:
-                requests = (
-                    torch.arange(q.shape[0], device=k.device) if cache_batch_idx is None else cache_batch_idx
-                )
-                k_cache[requests.long()[:, None], at] = k
-                v_cache[requests.long()[:, None], at] = v
+                row = torch.arange(len(q), device=k.device) if cache_batch_idx is None else cache_batch_idx
+                k_cache[row.long()[:, None], at] = k
+                v_cache[row.long()[:, None], at] = v
             else:
                 _check_seen(q, k_cache, table, lens, given)
                 append(k_cache, v_cache, k, v, at, table)
@@ -268,18 +267,12 @@ def _attend_pages(
 
 
 def attend_packed(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor,
-    lens: Any,
-    bounds: Any,
-    options: dict[str, Any],
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Any, bounds: Any, given: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Attends packed rows to pages: out (total_q, num_heads, head_dim_v), lse (num_heads, total_q). `lens`,
     the caller's seqused_k, or `bounds`, his cu_seqlens_k, both int32, say how many keys each member has, and
     the table where they stand. No gradients, as with a cache."""
-    if options.pop("dropout_p"):
+    if given.pop("dropout_p"):
         raise UnsupportedError("dropout_p: not with block_table, which is for inference. Set it to 0")
     name = "seqused_k"
     if lens is None:
@@ -289,4 +282,4 @@ def attend_packed(
             raise spec_error(name, described(bounds), "int32 (batch + 1,)", change)
         lens = bounds.diff()
     with torch.no_grad():
-        return _PACKED[name](q, k_cache, v_cache, table, lens, return_lse=True, **options)
+        return _PACKED[name](q, k_cache, v_cache, table, lens, return_lse=True, **given)
