@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,3 +90,14 @@ def test_the_engine_by_name_says_what_to_install():
     with polyflash.watch(quiet=True) as w:
         attention(q, k, v)
     assert all(REMEDY in why for why in w.counters()["left_to_torch"]["polyflash"])
+
+
+def test_a_numba_that_does_not_import_is_one_answer(tmp_path):
+    """As beside a numpy that is newer than it knows: it is there, and that it is no use shows late."""
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.2 or less')")
+    code = "import torch, polyflash; x = torch.ones(1, 1, 40, 8); polyflash.attention(x, x, x)"
+    path = os.pathsep.join((str(tmp_path), str(Path(polyflash.__file__).parents[1])))
+    env = {**os.environ, "PYTHONPATH": path, "POLYFLASH_NO_CACHE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    said = "UnsupportedError: numba: got Numba needs NumPy 2.2 or less, wanted a compiler that imports. pip "
+    assert said in done.stderr.splitlines()[-1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,7 +31,7 @@ from polyflash import (
     target,
     torch_ops,
 )
-from polyflash.backends.cpu import backward_configs, configs, decode_configs
+from polyflash.backends.cpu import backward_configs, configs, decode_configs, runtime
 from polyflash.backends.torch import configs as torch_configs
 from polyflash.backends.triton import config_types, tiles
 from polyflash.backends.triton import configs as triton_configs
@@ -269,6 +270,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "tangent of a gradient": tangent_of_backward, "results of another call": results_of_another_call,
     # torch's own registry
     "no registry": no_registry,
+    "a compiler that does not import": lambda: runtime._compile(SimpleNamespace(name="x", builder="nowhere")),
     "dropout of the registry": lambda: flash_registry._flash_arguments(0.5, False, None, None),
     # statistics
     "lse of another type": statistics(lse=None), "lse shape": statistics(lse=x(2, 2, 6)),

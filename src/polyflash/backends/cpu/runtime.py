@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from polyflash import compilation, env, target
 from polyflash.backends.cpu import store
+from polyflash.errors import UnsupportedError
 
 FORK_PATIENCE_S = 10.0  # a fork waits this long for a compilation, so that the child gets a compiler at rest
 
@@ -125,7 +126,11 @@ def _sources_digest(folder: str) -> str:
 def _compile(key: Key) -> store.Object:
     """Builds the object of `key`, and says so: this is the one slow step a user can meet."""
     with compilation.timed(key.name, f"cpu:{getattr(key, 'isa', '') or target.host_arch()}"):
-        kernel = importlib.import_module(key.builder).build(key)
+        try:
+            kernel = importlib.import_module(key.builder).build(key)
+        except ImportError as error:  # as numba's beside a numpy that is newer than it knows
+            told = "wanted a compiler that imports. pip install --upgrade numba, or take backend='torch'"
+            raise UnsupportedError(f"numba: got {error}, {told}") from error
         made = store.Object(kernel.native_name, _object_code(kernel, getattr(key, "isa", "")))
     missing = undefined_symbols(made.code) - _C_LIBRARY
     if missing:
