@@ -164,7 +164,7 @@ class DecodeConfig:
         """Notes of a plan about this choice, beside its numbers."""
         rows = spec.group * spec.seqlen_q if self.pack_gqa else spec.seqlen_q
         sizes = f"splits of {self.split_keys} keys wherever they lie, merged in order"
-        if not (self.fixed_splits or Feature.BATCH_INVARIANT in spec.features):
+        if not self.fixed_splits:
             sizes += "; larger or smaller where batch and length ask for it"
         return _told(self, spec, f"{rows} rows of a kv head share one walk over its keys", sizes)
 
