@@ -226,9 +226,8 @@ class _Options:
 
 
 def _add_run(commands: Any) -> None:
-    about = "attention on Q, K, V from files"
     told = "Attention on Q, K, V from files: output and lse, with plan, time and error."
-    add = _command(commands, "run", "polyflash.commands:run", about, told)
+    add = _command(commands, "run", "polyflash.commands:run", "attention on Q, K, V from files", told)
     add.problem(device="cpu unless given; cuda, cuda:1", dtype=None)
     add.window()
     add("files", "one .safetensors or .npz, or three .npy: q, k, v", nargs="+", metavar="FILE")
@@ -304,8 +303,7 @@ def _add_warmup(commands: Any) -> None:
     told = """Compiles ahead what calls of this shape need: prefill, a few rows, decode steps, with --grad
         their gradients. Prints each kernel with its seconds, and nothing for one that a cache has. Run it
         where the calls will run: in a container's build, or before a server starts."""
-    about = "compile ahead what calls will need"
-    add = _command(commands, "warmup", "polyflash.warmup:run", about, told)
+    add = _command(commands, "warmup", "polyflash.warmup:run", "compile ahead what calls will need", told)
     add.dtype("bfloat16")
     add("--head-dim", type=_pair, default=(128, 128), metavar="QK/V")
     add.heads("32/8: grouped heads")
