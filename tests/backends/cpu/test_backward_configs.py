@@ -97,14 +97,25 @@ def test_items_cover_every_key_once(heads, threads):
         assert all(x[3] < parts for x in own)
 
 
-def test_heads_share_their_keys_only_if_items_are_few():
+def test_heads_share_their_keys_only_if_threads_would_be_idle():
     lens = np.array([4096])
-    assert bc.entry_table(lens, lens, 8, 2)[1] == 1
-    assert bc.entry_table(lens, lens, 2, 2)[1] == bc.MOST_CHUNKS
+    assert [bc.entry_table(lens, lens, heads, 2)[1] for heads in (1, 2, 3, 5, 6, 8, 9)] == [
+        8,
+        1,
+        8,
+        8,
+        1,
+        1,
+        1,
+    ]
+    assert [bc.entry_table(lens, lens, heads, 8)[1] for heads in (2, 8, 12, 16)] == [8, 1, 8, 1]
     assert bc.entry_table(lens, lens, 1, 1)[1] == 1
     many = np.full(8, 4096)
     assert bc.entry_table(many, many, 1, 2)[1] == 1
     assert bc.entry_table(many, many, 1, 2, 1)[1] == bc.MOST_CHUNKS
+    uneven = np.array([4096, 1024])
+    assert bc.entry_table(uneven, uneven, 1, 2)[1] == bc.MOST_CHUNKS
+    assert bc.entry_table(uneven, uneven, 2, 2)[1] == 1
 
 
 @pytest.mark.parametrize(

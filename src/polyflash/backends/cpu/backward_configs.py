@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 ITEM_WORDS = 48
 CHUNK_KEYS = 256  # least keys of a chunk of dQ
 MOST_CHUNKS = 8  # as many partial sums of dQ are held at once when a head's keys are shared out
-ENOUGH_ITEMS = 4  # per thread: with fewer, the keys of a head are shared out
+ENOUGH_ITEMS = 4  # per thread: with fewer, the keys of a head are shared out if threads would be idle
+MOST_IDLE = 0.1  # share of their time, about what zeroing and adding partial sums of dQ takes
 
 
 class BackwardKey(KernelKey):
@@ -147,17 +148,27 @@ def chunk_keys(seqlen_k: int) -> int:
     return max(CHUNK_KEYS, -(-seqlen_k // (MOST_CHUNKS * 128)) * 128)
 
 
+def _idle_share(work: Any, threads: int) -> float:
+    """The share of their time that threads wait for the last item, if each takes the longest that is left."""
+    busy = [0] * threads
+    for item in sorted(map(int, work), reverse=True):
+        busy[busy.index(min(busy))] += item
+    return 1.0 - sum(busy) / (threads * max(*busy, 1))
+
+
 def entry_table(
     lens_q: Any, lens_k: Any, heads: int, threads: int, at_once: int | None = None
 ) -> tuple[Any, int]:
     """int32 (entries, 5): batch entry, first and end key, number of the partial dQ it writes and keys per
-    chunk; the most work first. And how many partials there are: 1, or one per chunk where the threads would
-    run short of items. `heads` items per entry; `at_once` entries run together (None: all)."""
+    chunk; the most work first. And how many partials there are: 1, or one per chunk where threads would be
+    idle. `heads` items per entry; `at_once` entries run together (None: all)."""
     chunk = np.maximum(CHUNK_KEYS, -(-lens_k // (MOST_CHUNKS * 128)) * 128)
     pieces = ((lens_q > 0) & (lens_k > 0)).astype(np.int64)
     together = int(pieces.sum()) if at_once is None else at_once
     if threads > 1 and together * heads < ENOUGH_ITEMS * threads:
-        pieces *= -(-lens_k // chunk)
+        work = np.repeat((lens_q * lens_k)[pieces > 0][:together], heads)
+        if _idle_share(work, threads) > MOST_IDLE:
+            pieces *= -(-lens_k // chunk)
     entry, number = numbered(pieces)
     split = pieces[entry] > 1
     begin = np.where(split, number * chunk[entry], 0)
