@@ -7,18 +7,21 @@ total.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
+from benchmarks import tables
 from polyflash import torch_ops
-from polyflash.bench.timing import Arm, Comparison, compare
+from polyflash.bench.suite import MARKS
+from polyflash.bench.timing import Arm, Comparison, Speed, compare
 from polyflash.spec import Arguments, Phase
 
+SCHEMA = "polyflash.calls/1"
 SEQLEN, HEAD_DIM = 16, 64
 TOTAL, PEER = "total", "torch SDPA"
 ALLOWANCE = 15.0  # microseconds a tiny call may take beyond torch's own
@@ -32,17 +35,9 @@ BUDGET = {  # microseconds, on a 3.65 GHz Zen 4 core
 }
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One line of the table, in microseconds; `budget` is None where there is none."""
-
-    name: str
-    microseconds: float
-    budget: float | None = None
-
-
-def stages(*, seconds: float, speed: Callable[[], float] | None = None) -> tuple[list[Stage], Comparison]:
-    """The stages of a call, then `TOTAL` and `PEER`; and the rounds they come from."""
+def document(console: Console, seconds: float, speed: Speed | None) -> dict[str, Any]:
+    """Measures and prints the stages of a call, then `TOTAL` and `PEER`, in microseconds; the same as plain
+    data."""
     q, k, v = (torch.randn(1, 1, SEQLEN, HEAD_DIM) for _ in range(3))
     args = Arguments()
     with torch.no_grad():
@@ -53,33 +48,40 @@ def stages(*, seconds: float, speed: Callable[[], float] | None = None) -> tuple
         def run() -> object:
             return launch.run(launch, q, k, v, out, lse, args)  # type: ignore[misc]
 
-        arms = [
-            Arm(TOTAL, lambda: polyflash.attention(q, k, v)),
-            Arm("op", lambda: torch_ops.call(q, k, v, args)),
-            Arm("route", lambda: torch_ops._route(Phase.FORWARD, q, k, v, args, ())),
-            Arm("outputs", lambda: torch_ops._outputs(q, v, False)),
-            Arm("run", run),
-            Arm(PEER, lambda: scaled_dot_product_attention(q, k, v)),
-        ]
-        rounds = _with_kernel(launch, arms, run, seconds, speed)
+        calls: dict[str, Callable[[], object]] = {
+            TOTAL: lambda: polyflash.attention(q, k, v),
+            "op": lambda: torch_ops.call(q, k, v, args),
+            "route": lambda: torch_ops._route(Phase.FORWARD, q, k, v, args, ()),
+            "outputs": lambda: torch_ops._outputs(q, v, False),
+            "run": run,
+            PEER: lambda: scaled_dot_product_attention(q, k, v),
+        }
+        rounds = _with_kernel(launch, calls, seconds, speed)
     at = {arm: rounds.summary(arm).median * 1e6 for arm in rounds.rounds[0].seconds}
-    kernel = at.get("kernel", at["run"])
-    op = at["op"] - at["route"] - at["outputs"] - at["run"]
+    kernel, op = at.get("kernel", at["run"]), at["op"] - at["route"] - at["outputs"] - at["run"]
     taken = (at[TOTAL] - at["op"], op, at["route"], at["outputs"], at["run"] - kernel, kernel)
-    made = [Stage(name, us, budget) for (name, budget), us in zip(BUDGET.items(), taken, strict=True)]
-    return [*made, Stage(TOTAL, at[TOTAL], at[PEER] + ALLOWANCE), Stage(PEER, at[PEER])], rounds
+    lines: list[tuple[str, float, float | None]] = []  # stage, time, budget
+    lines += [(name, us, budget) for (name, budget), us in zip(BUDGET.items(), taken, strict=True)]
+    lines += [(TOTAL, at[TOTAL], at[PEER] + ALLOWANCE), (PEER, at[PEER], None)]
+    shown = tables.plain_table("S = 16, one head, no gradient", "stage", "µs", "budget")
+    for name, us, budget in lines:
+        over = budget is not None and us > budget
+        told = f"[yellow]{us:.1f}[/]" if over else f"{us:.1f}", "" if budget is None else f"{budget:.0f}"
+        shown.add_row(name, *told, style="bold" if name == TOTAL else None)
+    console.print(shown, "")
+    if rounds.contended:
+        console.print(MARKS["contended"], style="dim")
+    stages = [dict(zip(("name", "microseconds", "budget"), line, strict=True)) for line in lines]
+    about = {"schema": SCHEMA, "contended": rounds.contended, "rounds": len(rounds.rounds)}
+    return {**about, "stages": stages}
 
 
 def _with_kernel(
-    launch: Any,
-    arms: list[Arm],
-    call: Callable[[], object],
-    seconds: float,
-    speed: Callable[[], float] | None,
+    launch: Any, calls: dict[str, Callable[[], object]], seconds: float, speed: Speed | None
 ) -> Comparison:
     """The rounds, with an arm for the native call alone if the backend makes it through a pool: it is timed
     from inside one `run`, while that call's argument block is alive."""
-    pool = getattr(import_module(launch.row.module), "pool", None)
+    arms, pool = [Arm(*x) for x in calls.items()], getattr(import_module(launch.row.module), "pool", None)
     if pool is None:
         return compare(arms, seconds=seconds, speed=speed)
     native, measured = pool.run, []
@@ -91,7 +93,7 @@ def _with_kernel(
 
     pool.run = measuring
     try:
-        call()
+        calls["run"]()
     finally:
         pool.run = native
     return measured[0]

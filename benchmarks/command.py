@@ -1,42 +1,54 @@
 """`polyflash bench`: runs the chosen rows and prints them, as tables for people, as one JSON document for
-programs."""
+programs. A row is interleaved after its results were compared; here, or beside a peer in the peer's own
+process."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
-from benchmarks import cases, child, page, plot, tables
-from benchmarks.calls import TOTAL, stages
-from benchmarks.cases import Case
-from benchmarks.suite import Row, measure
-from polyflash.bench.command import SCHEMA, calibrated
-from polyflash.bench.peak import Calibration
-from polyflash.bench.suite import MARKS, selected
-from polyflash.bench.timing import QUIET
+from benchmarks import calls, cases, plot, tables
+from benchmarks.cases import DECODE, FORWARD, STEPS, Case
+from benchmarks.decode import problems as decode
+from benchmarks.decode import stream
+from benchmarks.peers import PEERS, Answer, Child, Peer, why
+from benchmarks.problem import AFTER, PLAIN, Problem, Row, build, differentiated
+from polyflash.bench import suite as plain
+from polyflash.bench.command import SCHEMA, calibrated, target_of
+from polyflash.bench.peak import Calibration, GpuCalibration, calibrate, kind_of, usable_cpus
+from polyflash.bench.suite import ALONE, OURS, selected
+from polyflash.bench.timing import QUIET, Arm, Comparison, compared
 from polyflash.errors import SpecError
 from polyflash.options import device_here
 
-CALLS_SCHEMA = "polyflash.calls/1"
+_START, _PER_ROW = 120.0, 60.0  # seconds a peer may take to start, and for a row beyond its timing
 
 
 def run(options: argparse.Namespace, out: Console, err: Console) -> int:
     """This machine against torch SDPA and the other attention implementations found on it."""
     _check(options)
     if options.sources:
-        content = page.merged([page.read(file) for file in options.sources])
+        content = tables.merged([tables.read(file) for file in options.sources])
         if options.list:
             print("\n".join(r["name"] for r in content["rows"] if r["marks"]))
             return 0
         if not options.quiet:
-            page.print_tables(out, content)
+            for title, some in tables.by_section(content["rows"]).items():
+                out.print(tables.table(some, title), "")
+            for line in (*tables.absences(content["absent"]), *tables.notes(content["rows"])):
+                out.print(escape(line), style="dim")
     elif options.list:
         print("\n".join(case.name for case in _chosen(options)))
         return 0
@@ -50,20 +62,19 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
         raise stopped(f": {len(content['rows'])} rows were measured and are in {kept}")
     if options.page:
         file = Path(options.page)
-        before = file.read_text(encoding="utf-8") if file.exists() else ""
-        file.write_text(page.markdown(content, before), encoding="utf-8")
+        file.write_text(tables.page_of(content, tables.written(file)), encoding="utf-8")
     if options.plot:
         plot.draw(content, options.plot)
     return 1 if any("mismatch" in r["marks"] for r in content.get("rows", ())) else 0
 
 
-def is_gpu(options: argparse.Namespace) -> bool:
+def _is_gpu(options: argparse.Namespace) -> bool:
     return bool(options.device) and options.device != "cpu"
 
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses before a long measurement what would lose it, and what a GPU does not measure."""
-    if is_gpu(options) and not options.sources:
+    if _is_gpu(options) and not options.sources:
         device_here(options.device)
         if options.calls or options.plot:
             name = "calls" if options.calls else "plot"
@@ -76,9 +87,9 @@ def _check(options: argparse.Namespace) -> None:
 
 def _chosen(options: argparse.Namespace) -> Sequence[Case]:
     suites = options.suite or ([cases.PEER_SUITE] if options.peers else [])
-    here = [s for s in cases.SUITES if not is_gpu(options) or s not in cases.OF_CPUS]
+    here = [s for s in cases.SUITES if not _is_gpu(options) or s not in cases.OF_CPUS]
     suites = here if "all" in suites else list(dict.fromkeys(suites))
-    if absent := [s for s in suites if s in cases.OF_CPUS and is_gpu(options)]:
+    if absent := [s for s in suites if s in cases.SUITES and s not in here]:
         wanted = f"some of {', '.join(here)}. `make bench-gpu` has decode and peers of GPUs"
         raise SpecError(f"suite: got {', '.join(absent)} on a GPU, wanted {wanted}")
     if options.peers and cases.PEER_SUITE not in suites:
@@ -90,7 +101,7 @@ def _chosen(options: argparse.Namespace) -> Sequence[Case]:
 def _command(options: argparse.Namespace) -> str:
     """The command that measures this again; files, which say nothing about the figures, left out."""
     words = {
-        f"--device {options.device}": is_gpu(options),
+        f"--device {options.device}": _is_gpu(options),
         f"--suite {','.join(options.suite)}": options.suite,
         f"--peers {','.join(options.peers)}": options.peers,
         f"--rows {options.rows}": options.rows,
@@ -103,15 +114,15 @@ def _command(options: argparse.Namespace) -> str:
 
 def _measured(options: argparse.Namespace, out: Console) -> dict[str, Any]:
     """The document of a measurement made now."""
-    chosen = _chosen(options)
+    chosen, device = _chosen(options), device_here(options.device)
     seconds = options.seconds or (0.5 if options.size == "quick" else 2.0)
-    device = device_here(options.device)
     about, calibration = calibrated(device, [] if options.calls else [c.workload.dtype for c in chosen])
     if not options.quiet:
         _print_machine(out, about)
     if options.calls:
-        return {**calls(out, seconds, calibration), "machine": about}
-    content = _rows(out, chosen, seconds, calibration, device, options.quiet)
+        speed = calibration.speed if calibration else None
+        return {**calls.document(out, seconds, speed), "machine": about}
+    content = _rows(out, chosen, options.quiet, seconds=seconds, calibration=calibration, device=device)
     return {**content, "commands": [_command(options)], "machine": about}
 
 
@@ -129,44 +140,40 @@ def _print_machine(console: Console, about: dict[str, Any]) -> None:
     console.print(f"{head} {about['cpu']} ({features}), {about['threads']} threads")
     for p in about["peaks"]:
         away = p["gflops_together"] < QUIET * p["gflops_per_thread"] * p["cores"]
-        console.print(
-            f"  {p['kind']} peak: {p['gflops_per_thread']:.0f} GFLOP/s per thread,"
-            f" {p['gflops_together']:.0f} measured on {p['threads']} (×{p['scaling']:.2f}"
-            f"{': cores are away' if away else ''})"
-        )
+        measured = f"{p['gflops_together']:.0f} measured on {p['threads']} (×{p['scaling']:.2f}"
+        rate = f"{p['kind']} peak: {p['gflops_per_thread']:.0f} GFLOP/s per thread"
+        console.print(f"  {rate}, {measured}{': cores are away' if away else ''})")
     if not about["peaks"]:
         console.print("  peak: not measured, as llvmlite is not installed; contended windows go unmarked")
     console.print()
 
 
-def _rows(
-    console: Console, chosen: Sequence[Case], seconds: float, calibration: Any, device: str, quiet: bool
-) -> dict[str, Any]:
+def _rows(console: Console, chosen: Sequence[Case], quiet: bool, **how: Any) -> dict[str, Any]:
     """Measures the rows and prints each table as soon as it is whole; progress on a terminal only. Returns
     every row, and every row that a peer has not, with its reason; "stopped" is what ended it early: Ctrl-C,
     or a reader that left."""
     rows: list[Row] = []
     absent: list[Row] = []
     made: dict[str, Any] = {"schema": SCHEMA, "rows": rows, "absent": absent}
-    bars = (
-        TextColumn("{task.completed}/{task.total}"), BarColumn(20), TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )  # fmt: skip
-    hidden = quiet or not console.is_terminal
-    printed = 0
+    count, what = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.description}")
+    hidden, printed = quiet or not console.is_terminal, 0
     # No refresh by a thread of its own: drawing during a sample would be measured.
-    progress = Progress(*bars, console=console, transient=True, disable=hidden, auto_refresh=False)
+    progress = Progress(
+        *(count, BarColumn(20), TimeRemainingColumn(), what),
+        console=console, transient=True, disable=hidden, auto_refresh=False,
+    )  # fmt: skip
     try:
         progress.start()
         task = progress.add_task("", total=len(chosen))
-        for title, some in sections(chosen).items():
-            had = len(absent)
+        for title, some in tables.grouped(chosen, lambda case: case.section).items():
+            had, peer = len(absent), some[0].peer
             progress.update(task, description=title, refresh=True)
-            for answer in _answers(some, seconds, calibration, device):
-                if "row" in answer:
-                    rows.append({"section": title, **answer["row"]})
-                else:
-                    absent.append({"section": title, **answer})
+            if some[0].suite == cases.PEER_SUITE:  # in the peer's own process
+                told = answers(peer, some, seconds=how["seconds"])
+            else:
+                told = ({"row": measure(case, **how)} for case in some)
+            for answer in told:
+                (rows if "row" in answer else absent).append({"section": title, **answer.get("row", answer)})
                 progress.update(task, advance=1, refresh=True)
             new, printed = rows[printed:], len(rows)
             if new:
@@ -185,39 +192,105 @@ def _rows(
     return made
 
 
-def _answers(some: Sequence[Case], seconds: float, calibration: Any, device: str) -> Iterator[dict[str, Any]]:
-    """Of one section, whose rows have one peer: in this process, or in the peer's own."""
-    if some[0].suite == cases.PEER_SUITE:
-        yield from child.answers(some[0].peer, some, seconds=seconds)
+def measure(
+    case: Case,
+    *,
+    seconds: float,
+    calibration: Calibration | GpuCalibration | None,
+    peer: Callable[[Problem], Callable[[], Tensor]] | None = None,
+    device: str = "cpu",
+) -> Row:
+    """Times one row and checks it: every row of the results against the peer's (against our torch row where
+    there is no peer), a sample against float64. `peer` makes the call that torch SDPA's stands for else, of a
+    row that is timed forward. On a GPU `calibration` is its own, and threads do not count."""
+    with torch.set_grad_enabled(case.timed != FORWARD):
+        problem = build(case, device) if case.suite != DECODE else None
+        if problem is None:
+            timed: Any = decode.build(case)
+        elif case.timed != FORWARD:
+            timed = differentiated(problem, case.timed, case.peer)
+        else:
+            timed = problem.timed(case.peer, peer(problem) if peer else None)
+        difference, error, other = timed.check()
+        threads = torch.get_num_threads() if device == "cpu" else 1
+        arms = [Arm(name, call) for name, call in timed.arms.items()]
+        ours = arms[0].call
+        if device == "cpu" and (case.suite != DECODE or case.part == STEPS):
+            arms.append(Arm(AFTER, ours, before=_operators()))
+            read = [a for a in arms if a.name in decode.READERS]
+            arms += [Arm(decode.between(a.name), a.call, before=_operators()) for a in read]
+        if threads > 1:
+            arms.append(Arm(ALONE, ours, threads=1))
+        speed, peak = calibration.speed if calibration else None, None
+        if calibration and not timed.bytes:
+            peak = calibration.peak(kind_of(case.workload.dtype, target_of(device)))
+        elif isinstance(calibration, Calibration):
+            speed = stream.MemorySpeed(calibration) if stream.available() else None
+        found = compared(arms, device, seconds, speed)
+    checked, work = (difference, error, other), (timed.flops, timed.plain_flops)
+    return row(
+        case, timed.backend, found, *checked, *work, peak, threads, bytes=timed.bytes, chosen=timed.chosen
+    )
+
+
+@lru_cache(maxsize=1)
+def _operators() -> Callable[[], object]:
+    """What torch does between the steps of a model: a matrix product and elementwise work, on its threads."""
+    x, w, y = torch.randn(256, 1024), torch.randn(1024, 1024), torch.randn(256, 1024)
+    return lambda: torch.nn.functional.silu(x @ w) * y
+
+
+def row(
+    case: Case, backend: str, found: Comparison, difference: float, ours: Any, theirs: Any, flops: float,
+    plain_flops: float, peak: Any, threads: int, *, bytes: int = 0, chosen: dict[str, Any] | None = None,
+) -> Row:  # fmt: skip
+    """The whole measurement as plain data; `ours` and `theirs` are errors against float64."""
+    checked = difference, ours, theirs, flops, peak, threads
+    made = plain.row_of(case, backend, found, *checked, peer=case.peer, reads=bytes > 0)
+    over = found.ratio(OURS, PLAIN) if case.plain and "mismatch" not in made["marks"] else None
+    made |= {"timed": case.timed, "part": case.part, "over_plain": over}
+    made["rate_of_plain"] = over and flops / plain_flops / over
+    made["after_torch"] = found.ratio(AFTER, OURS) if AFTER in found.rounds[0].seconds else None
+    if case.suite != DECODE:
+        return made
+    names = ("laid", "page_size", "private", "ranks", "rank")
+    return made | {name: getattr(case, name) for name in names} | {"bytes": bytes, **(chosen or {})}
+
+
+def answers(name: str, some: Sequence[Case], *, seconds: float, peer: Peer | None = None) -> Iterator[dict]:
+    """What the peer's process says of each case, in order: {"row": …}, or {"name": …, "reason": …}. Never
+    raises: a peer that is absent, refuses, crashes or hangs gives reasons."""
+    peer = peer or PEERS[name]
+    if peer.absent:
+        yield from ({"name": case.name, "reason": peer.absent} for case in some)
         return
-    for case in some:
-        yield {"row": measure(case, seconds=seconds, calibration=calibration, device=device)}
+    child = Child(_measuring, (peer.prepare, seconds, torch.get_num_threads()), _START)
+    try:
+        for case in some:
+            yield {"name": case.name, **child.ask(case, _PER_ROW + 2 * seconds)}
+    finally:
+        child.end()
 
 
-def sections(chosen: Sequence[Case]) -> dict[str, list[Case]]:
-    """The rows by the table they stand in."""
-    parts: dict[str, list[Case]] = {}
-    for case in chosen:
-        parts.setdefault(cases.section(case), []).append(case)
-    return parts
+def _measuring(adapter: str, seconds: float, threads: int) -> Answer:
+    """The child: what measures a case, on as many CPUs as threads: some peers take their thread count from
+    nothing else."""
+    cpus = usable_cpus()
+    torch.set_num_threads(threads)
+    if threads < len(cpus) and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus[:threads])
+    module, _, function = adapter.partition(":")
+    prepare = getattr(import_module(module), function)
+    calibration = calibrate(target_of("cpu"))
 
+    def peer(problem: Any) -> Any:
+        q, k, v, options = problem.ours.q, problem.ours.k, problem.ours.v, problem.ours.options
+        return prepare(q, k, v, bool(options.get("causal")), threads)
 
-def calls(console: Console, seconds: float, calibration: Calibration | None) -> dict[str, Any]:
-    """Measures and prints the stages of one tiny call; the same as plain data."""
-    made, rounds = stages(seconds=seconds, speed=calibration.speed if calibration else None)
-    shown = tables.plain_table("S = 16, one head, no gradient")
-    shown.add_column("stage", no_wrap=True)
-    for name in ("µs", "budget"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for stage in made:
-        us, budget = f"{stage.microseconds:.1f}", stage.budget
-        us = f"[yellow]{us}[/]" if budget is not None and stage.microseconds > budget else us
-        style = "bold" if stage.name == TOTAL else None
-        shown.add_row(stage.name, us, "" if budget is None else f"{budget:.0f}", style=style)
-    console.print(shown, "")
-    if rounds.contended:
-        console.print(MARKS["contended"], style="dim")
-    return {
-        "schema": CALLS_SCHEMA, "contended": rounds.contended, "rounds": len(rounds.rounds),
-        "stages": [vars(stage) for stage in made],
-    }  # fmt: skip
+    def answer(case: Case) -> dict[str, Any]:
+        try:
+            return {"row": measure(case, seconds=seconds, calibration=calibration, peer=peer)}
+        except Exception as error:  # whatever a peer raises is why it has no row
+            return {"reason": why(error)}
+
+    return answer

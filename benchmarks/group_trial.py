@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from polyflash import target
+from polyflash.bench.command import target_of
 from polyflash.compare import TOLERANCE, worst_row
 from polyflash.errors import spec_error
 from polyflash.groups import attention_groups, explain_groups
@@ -60,17 +60,15 @@ def group_trial(workload: Workload, groups: int, backend: str, *, device: str = 
     if options or type(causal) is not bool:
         change = "Name a plain one by --seqlen."
         raise spec_error("problem", got=workload.name, wanted="one that is full or causal", change=change)
-    rows = workload.seqlen_q // groups
-    parts = q.split(rows, 2)
-    ends = [(g + 1) * workload.seqlen_k // groups for g in range(groups)]
+    rows, keys = workload.seqlen_q // groups, workload.seqlen_k
+    parts, ends = q.split(rows, 2), [(g + 1) * keys // groups for g in range(groups)]
     given: dict[str, Any] = {"q_offsets": [n - rows for n in ends], "kv_lens": ends, "causal": causal}
 
     def walk(fused: bool, where: str = backend) -> Results:
         return tuple(attention_groups(parts, k, v, **given, fused=fused, backend=where or None))
 
     plan = explain_groups(parts, k, v, **given, backend=backend or None)
-    chosen = plan.plans[0].chosen
+    chosen, here = plan.plans[0].chosen, target_of(str(q.device))
     named = replace(workload, name=f"{groups} groups of {rows} rows, {workload.name}")
-    here = target.detect(q.device.type, q.device.index or 0)
     name, reference = chosen.name if chosen else "", walk(False, "torch")
     return GroupTrial(named, name, here, Fusion(plan.fused), walk, reference)

@@ -1,26 +1,37 @@
-"""Other attention implementations that this machine may have, each with the call it wants.
+"""Other attention implementations that this machine may have, each with the call it wants, and processes that
+may hang or crash.
 
-Nothing here is imported before it is asked for: a peer lives in a process of its own, because two pools of
-spinning threads in one process starve each other. Every adapter takes q, k, v (batch, heads, seqlen,
-head_dim), causal or not, and a thread count, brings the tensors into the peer's own layout once, and returns
-a call whose output is (batch, heads, seqlen, head_dim) again.
+No peer is imported before it is asked for: it lives in a process of its own, because two pools of spinning
+threads in one process starve each other. Every adapter takes q, k, v (batch, heads, seqlen, head_dim), causal
+or not, and a thread count, brings the tensors into the peer's own layout once, and returns a call whose
+output is (batch, heads, seqlen, head_dim) again.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Call = Callable[[], Tensor]
+Answer = Callable[[Any], dict[str, Any]]
+_SPAWN, _GRACE = get_context("spawn"), 5.0  # seconds
 _ONNX_ELEMENT = {"float32": 1, "float16": 10, "bfloat16": 16}  # TensorProto's numbers
 _ONNX_IR = 11  # the oldest that knows opset 23
+# Threads of onnxruntime spin while a call runs, and no longer: by default they take another 37 ms of CPU time
+# from whoever comes next.
+_ONNX_SETTING = ("session.force_spinning_stop", "1")
 
 
 @dataclass(frozen=True)
@@ -47,16 +58,12 @@ class Peer:
         return importlib.metadata.version(self.packages[0])
 
 
-_ONNX = ("onnxruntime", "onnx")
+_ONNX, _HERE = ("onnxruntime", "onnx"), "benchmarks.peers:"
 PEERS = {
-    "onnxruntime-mha": Peer("onnxruntime MultiHeadAttention", _ONNX, "benchmarks.peers:onnxruntime_mha"),
-    "onnxruntime-attention": Peer(
-        "onnxruntime Attention-23", _ONNX, "benchmarks.peers:onnxruntime_attention"
-    ),
-    "flexattention": Peer(
-        "compiled FlexAttention", ("torch",), "benchmarks.peers:flexattention", ("g++", "clang++")
-    ),
-    "jax": Peer("jax.nn.dot_product_attention", ("jax",), "benchmarks.peers:jax_attention"),
+    "onnxruntime-mha": Peer("onnxruntime MultiHeadAttention", _ONNX, _HERE + "onnxruntime_mha"),
+    "onnxruntime-attention": Peer("onnxruntime Attention-23", _ONNX, _HERE + "onnxruntime_attention"),
+    "flexattention": Peer("compiled FlexAttention", ("torch",), _HERE + "flexattention", ("g++", "clang++")),
+    "jax": Peer("jax.nn.dot_product_attention", ("jax",), _HERE + "jax_attention"),
 }
 
 
@@ -88,16 +95,12 @@ def _onnx_node(name: str, options: dict[str, Any], operands: list[Tensor], threa
     node = helper.make_node(name, ["q", "k", "v"], ["out"], **options)
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
     graph = helper.make_graph([node], "attention", infos[:3], infos[3:])
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=_ONNX_IR)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=_ONNX_IR).SerializeToString()
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads, settings.inter_op_num_threads = threads, 1
     settings.log_severity_level = 4
-    # Its threads spin while a call runs, and no longer: by default they take another 37 ms of CPU time from
-    # whoever comes next.
-    settings.add_session_config_entry("session.force_spinning_stop", "1")
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), settings, providers=["CPUExecutionProvider"]
-    )
+    settings.add_session_config_entry(*_ONNX_SETTING)
+    session = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
     binding = session.io_binding()
     kind = element if dtype == "bfloat16" else getattr(numpy, dtype)
     for at, x in places.items():
@@ -116,10 +119,9 @@ def flexattention(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int = 
     torch has."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    mask = None
+    mask, sizes = None, (None, None, q.shape[2], k.shape[2])
     if causal:
-        lengths, device = (q.shape[2], k.shape[2]), str(q.device)
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, *lengths, device=device)
+        mask = create_block_mask(lambda b, h, i, j: i >= j, *sizes, device=str(q.device))
     compiled, grouped = torch.compile(flex_attention, dynamic=False), q.shape[1] != k.shape[1]
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
 
@@ -132,3 +134,72 @@ def jax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int) -
     operands = [jax.numpy.from_dlpack(x.transpose(1, 2).contiguous()) for x in (q, k, v)]
     compiled = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal))
     return lambda: torch.from_dlpack(compiled(*operands).block_until_ready()).transpose(1, 2)
+
+
+class Child:
+    """A process in which what `prepare(*settings)` returns answers every request; whatever libraries print
+    goes to a file, whose last line is the reason if the process dies. `alive` is False once it was killed or
+    died; it then has no more answers."""
+
+    def __init__(self, prepare: Callable[..., Answer], settings: Sequence[Any], patience: float) -> None:
+        self._printed = tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._pipe, theirs = _SPAWN.Pipe()
+        given = theirs, self._printed.name, prepare, settings
+        self._process = _SPAWN.Process(target=_serve, args=given, daemon=True)
+        self._process.start()
+        theirs.close()
+        self.alive, self._refusal = True, ""
+        self._answer(patience)  # that it is ready
+
+    def ask(self, request: Any, patience: float) -> dict[str, Any]:
+        """Its answer; if none comes in so many seconds, or it dies, {"reason": …}, and it is not alive."""
+        if self.alive:
+            with suppress(OSError):  # dead before it read: its last words say why
+                self._pipe.send(request)
+        return self._answer(patience)
+
+    def _answer(self, patience: float) -> dict[str, Any]:
+        if not self.alive:
+            return {"reason": self._refusal}
+        try:
+            if self._pipe.poll(patience):
+                answer: dict[str, Any] = self._pipe.recv()
+                if answer.pop("fatal", False):  # the last one
+                    self.alive = False
+                    self.end()
+                return answer
+            self._refusal = f"hung: no answer in {patience:.0f} s"
+        except (EOFError, OSError):
+            self._process.join()
+            lines = [line.strip() for line in self._printed if line.strip()]
+            said = f": {lines[-1][:200]}" if lines else ""
+            self._refusal = f"its process ended with code {self._process.exitcode}{said}"
+        self.alive = False
+        self.end()
+        return {"reason": self._refusal}
+
+    def end(self) -> None:
+        """One that answers is given time to leave nothing behind."""
+        self._pipe.close()
+        self._process.join(_GRACE if self.alive else 0.0)
+        self.alive = False
+        self._process.kill()
+        self._process.join()
+        self._printed.close()
+
+
+def _serve(pipe: Connection, printed: str, prepare: Callable[..., Answer], settings: Sequence[Any]) -> None:
+    file = os.open(printed, os.O_WRONLY | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(file, standard)
+    answer = prepare(*settings)
+    pipe.send({})
+    with suppress(EOFError):  # nobody asks any more
+        while True:
+            pipe.send(answer(pipe.recv()))
+
+
+def why(error: BaseException) -> str:
+    """The reason for a table: the kind of an error and its first line."""
+    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line.strip()[:160]}"

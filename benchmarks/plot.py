@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import DECODE, FEW_ROWS, STEPS, Case
-from benchmarks.decode import problems as decode
-from benchmarks.decode.keys import AMAX, IN_ORDER, PLACES
-from benchmarks.suite import Row
-from benchmarks.tables import thousands
+from benchmarks.decode.problems import AMAX, FOLDED, IN_ORDER, PLACES
+from benchmarks.problem import Row
+from benchmarks.tables import grouped, thousands
 from polyflash.bench.suite import OURS, SDPA
 from polyflash.errors import SpecError
 
@@ -74,40 +73,35 @@ def figure_of(
 
 def steps(content: dict[str, Any]) -> list[Row]:
     """The decode steps of a document, or its few rows, of the largest head_dim among them."""
-    rows = [r for r in content.get("rows", ()) if r["suite"] == DECODE]
-    found = [some for part in (STEPS, FEW_ROWS) if (some := [r for r in rows if r["part"] == part])]
-    if not found:
+    parts = grouped((r for r in content.get("rows", ()) if r["suite"] == DECODE), lambda r: r["part"])
+    rows = parts.get(STEPS) or parts.get(FEW_ROWS)
+    if not rows:
         raise SpecError(_NO_STEPS)
-    widest = max(r["head_dim"] for r in found[0])
-    return [r for r in found[0] if r["head_dim"] == widest and "mismatch" not in r["marks"]]
+    widest = max(r["head_dim"] for r in rows)
+    return [r for r in rows if r["head_dim"] == widest and "mismatch" not in r["marks"]]
 
 
-def rate(r: Row, arm: str) -> float:
-    """GB/s at which an arm went through the row's keys and values."""
-    return r["bytes"] / r["arms"][arm]["median_s"] / 1e9
-
-
-def torch_rate(r: Row) -> float:
-    """Of the better of both ways to ask SDPA."""
-    return max(rate(r, arm) for arm in (SDPA, decode.FOLDED) if arm in r["arms"])
+def rate(r: Row, *arms: str) -> float:
+    """GB/s at which the quickest of these arms went through the row's keys and values."""
+    return r["bytes"] / min(r["arms"][arm]["median_s"] for arm in arms if arm in r["arms"]) / 1e9
 
 
 def draw(content: dict[str, Any], file: str) -> None:
     """Writes the picture: one panel per dtype and head counts."""
-    rows = steps(content)
+    rows, machine = steps(content), content["machine"]
     few = rows[0]["part"] == FEW_ROWS
-    dtypes = list(dict.fromkeys(r["dtype"] for r in rows))
-    heads = list(dict.fromkeys((r["num_q_heads"], r["num_kv_heads"]) for r in rows))
-    machine = content["machine"]
+    dtypes = dict.fromkeys(r["dtype"] for r in rows)
+    heads = dict.fromkeys((r["num_q_heads"], r["num_kv_heads"]) for r in rows)
     title = (
         f"{'Few rows' if few else 'One decode step'}, head_dim {rows[0]['head_dim']}: {machine['cpu']},"
         f" {machine['threads']} threads. Hollow marks: contended"
     )
+    of = grouped(rows, lambda r: (r["num_q_heads"], r["num_kv_heads"], r["dtype"]))
 
-    def panel(axis: Any, of: tuple[Any, ...]) -> str:
-        here = [r for r in rows if (r["num_q_heads"], r["num_kv_heads"], r["dtype"]) == of]
-        (_panel_of_rows if few else _panel)(axis, here)
-        return f"{of[2]}, {of[0]} heads over {of[1]}"
+    def panel(axis: Any, key: tuple[Any, ...]) -> str:
+        if key in of:
+            (_panel_of_rows if few else _panel)(axis, of[key])
+        return f"{key[2]}, {key[0]} heads over {key[1]}"
 
     labels = ("rows per key/value head", "ms") if few else ("keys", "GB/s of keys and values")
     panels = [(*pair, dtype) for pair in heads for dtype in dtypes]
@@ -115,15 +109,11 @@ def draw(content: dict[str, Any], file: str) -> None:
 
 
 def _panel(axis: Any, rows: Sequence[Row]) -> None:
-    counts = sorted({r["seqlen_q"] for r in rows})
-    if not counts:
-        return
-    for i, count in enumerate(counts):
-        color, marker = _OURS[min(i, len(_OURS) - 1)]
-        counted = [r for r in rows if r["seqlen_q"] == count]
-        _line(axis, counted, lambda r: rate(r, OURS), color, f"ours, q{count}", marker=marker)
-    fewest = [r for r in rows if r["seqlen_q"] == counts[0]]
-    _line(axis, fewest, torch_rate, _TORCH, f"torch SDPA, q{counts[0]}", marker="X")
+    counted = sorted(grouped(rows, lambda r: r["seqlen_q"]).items())
+    for (count, some), (color, marker) in zip(counted, (*_OURS, *_OURS[-1:] * len(counted)), strict=False):
+        _line(axis, some, lambda r: rate(r, OURS), color, f"ours, q{count}", marker=marker)
+    count, fewest = counted[0]
+    _line(axis, fewest, lambda r: rate(r, SDPA, FOLDED), _TORCH, f"torch SDPA, q{count}", marker="X")
     for arm, style in ((IN_ORDER, "-"), (PLACES, ":"), (AMAX, "--")):
         if all(arm in r["arms"] for r in fewest):
             _line(axis, fewest, lambda r, arm=arm: rate(r, arm), _MEMORY, arm, style, "P")
@@ -134,10 +124,11 @@ def _panel(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _panel_of_rows(axis: Any, rows: Sequence[Row]) -> None:
-    for n, color in zip(sorted({r["seqlen_k"] for r in rows}), _KEYS, strict=False):
-        per_head = [r["seqlen_q"] * r["num_q_heads"] // r["num_kv_heads"] for r in rows]
-        count = [{**r, "seqlen_k": x} for r, x in zip(rows, per_head, strict=True) if r["seqlen_k"] == n]
-        _line(axis, count, lambda r: 1e3 * r["arms"][OURS]["median_s"], color, f"{thousands(n)} keys")
+    per_head = [{**r, "at": r["seqlen_q"] * r["num_q_heads"] // r["num_kv_heads"]} for r in rows]
+    for (n, some), color in zip(
+        sorted(grouped(per_head, lambda r: r["seqlen_k"]).items()), _KEYS, strict=False
+    ):
+        _line(axis, some, lambda r: 1e3 * r["arms"][OURS]["median_s"], color, f"{thousands(n)} keys", at="at")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     ticks = [1 << n for n in range(8)]
@@ -145,10 +136,11 @@ def _panel_of_rows(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _line(
-    axis: Any, rows: Sequence[Row], height: Any, color: str, label: str, style: str = "-", marker: str = "o"
-) -> None:
-    ordered = sorted(rows, key=lambda r: r["seqlen_k"])
-    x, y = [r["seqlen_k"] for r in ordered], [height(r) for r in ordered]
+    axis: Any, rows: Sequence[Row], height: Any, color: str, label: str, style: str = "-", marker: str = "o",
+    at: str = "seqlen_k",
+) -> None:  # fmt: skip
+    ordered = sorted(rows, key=lambda r: r[at])
+    x, y = [r[at] for r in ordered], [height(r) for r in ordered]
     axis.plot(x, y, style, color=color, label=label, linewidth=1.6, marker=marker, markersize=5)
     fill = ["white" if "contended" in r["marks"] else color for r in ordered]
     axis.scatter(x, y, s=28, c=fill, edgecolors=color, marker=marker, zorder=3)

@@ -1,11 +1,15 @@
 """Tables of measured rows: how values are written, and which columns a table has, said once for the terminal
-and the page. Bytes of decode rows are those of the keys and values that a call reads at least, once each;
+and the page; and measurements made earlier: JSON documents joined, printed again, and written as a Markdown
+page. Bytes of decode rows are those of the keys and values that a call reads at least, once each;
 GB/s is 10⁹ of them per second."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import datetime
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from rich import box
 from rich.table import Table
@@ -13,12 +17,19 @@ from rich.table import Table
 from benchmarks import cases
 from benchmarks.cases import DECODE, PEER_SUITE, SHARES
 from benchmarks.decode import problems as decode
-from benchmarks.decode.keys import AMAX, IN_ORDER, PAGES, PLACES, between
-from benchmarks.problem import PLAIN
-from benchmarks.suite import AFTER, Row
+from benchmarks.decode.problems import AMAX, IN_ORDER, PAGES, PLACES, between
+from benchmarks.problem import AFTER, PLAIN, Row
+from polyflash.bench.command import SCHEMA
 from polyflash.bench.suite import MARKS, OURS, SDPA
 from polyflash.bench.timing import median
+from polyflash.errors import SpecError
 
+T = TypeVar("T")
+TAIL = "## What the tables do not show"  # from here on a page is written by hand and kept
+_INTRO = """\
+Ratio is the peer's median over ours: torch SDPA's, unless the table is named after another peer, which then
+ran in a process of its own, alternating with ours. Rows marked "contended" ran while cores were away: do
+not quote them. "on" is the kernel row that ran our call."""
 Cells = dict[str, Callable[[Row], str]]
 _READERS = {IN_ORDER: "order", PLACES: "places", AMAX: "amax"}  # what only reads, and its word in a table
 _NOTICED = 1e-3  # seconds: shorter calls stay on the caller, whom no spinning thread disturbs
@@ -26,6 +37,14 @@ COLUMNS = {
     "×plain": "×plain: our time over that of our own plain call, without mask, bias or window",
     "rate": "rate: our rate per visible pair over that of our own dense call of about the same work",
 }
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """The items by their key, in the order in which keys are met first."""
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def short(x: float) -> str:
@@ -41,12 +60,11 @@ def thousands(n: Any) -> str:
 def heads(r: Row) -> str:
     """8 heads: "h8"; over 2 key/value heads: "h8/2"; in a batch of 4: "h4×8"."""
     batch = f"{r['batch']}×" if r["batch"] > 1 else ""
-    grouped = "" if r["num_q_heads"] == r["num_kv_heads"] else f"/{r['num_kv_heads']}"
-    return f"h{batch}{r['num_q_heads']}{grouped}"
+    over = "" if r["num_q_heads"] == r["num_kv_heads"] else f"/{r['num_kv_heads']}"
+    return f"h{batch}{r['num_q_heads']}{over}"
 
 
-def _percent(x: float) -> str:
-    return f"{x:.0%}"
+_percent = "{:.0%}".format
 
 
 def _marked(r: Row, text: str) -> str:
@@ -56,21 +74,32 @@ def _marked(r: Row, text: str) -> str:
     return ("~" if "contended" in r["marks"] else "?" if r["marks"] else "") + text
 
 
+def _median(r: Row, arm: str | None) -> Any:
+    """Seconds; None of an arm that the row has not."""
+    return r["arms"].get(arm, {}).get("median_s")
+
+
 def _ms(arm: str | None, r: Row) -> str:
     """The median of an arm."""
-    if arm not in r["arms"]:
-        return ""
-    ms = r["arms"][arm]["median_s"] * 1e3
-    return f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}" if ms >= 0.1 else f"{ms:.4f}"
+    ms = 1e3 * (_median(r, arm) or 0.0)
+    return (
+        ""
+        if arm not in r["arms"]
+        else f"{ms:.0f}"
+        if ms >= 1000
+        else f"{ms:.3g}"
+        if ms >= 0.1
+        else f"{ms:.4f}"
+    )
 
 
 def _spread(arm: str | None, r: Row) -> str:
     """The interquartile range in percent of the median."""
-    if arm not in r["arms"]:
+    middle = _median(r, arm)
+    if middle is None:
         return ""
-    of = r["arms"][arm]
-    spread = of["iqr_s"] / of["median_s"] if of["median_s"] else 0.0
-    return f"{spread:.0%}" if spread < 10 else ">9×"
+    spread = r["arms"][arm]["iqr_s"] / middle if middle else 0.0
+    return _percent(spread) if spread < 10 else ">9×"
 
 
 def _value(name: str, text: Callable[[float], str] = short) -> Callable[[Row], str]:
@@ -83,40 +112,31 @@ def _ratio(r: Row) -> str:
 
 def _times(arm: str, text: Callable[[float], str] = short) -> Callable[[Row], str]:
     """The time of another arm over ours; none is made from a wrong output."""
-
-    def cell(r: Row) -> str:
-        if arm not in r["arms"]:
-            return ""
-        return _marked(r, text(r["arms"][arm]["median_s"] / r["arms"][OURS]["median_s"]))
-
-    return cell
+    return lambda r: _marked(r, text(_median(r, arm) / _median(r, OURS))) if arm in r["arms"] else ""
 
 
 def _over(arm: str) -> Callable[[Row], str]:
     return _times(arm, lambda x: short(1 / x))
 
 
-def _of_fastest(r: Row, ours: str, named: Callable[[str], str]) -> str:
+def _of_fastest(r: Row, ours: str = OURS, named: Callable[[str], str] = str) -> str:
     """Our rate in percent of that of the fastest reader, of the arms that `named` makes of their names."""
-    times = [r["arms"][named(x)]["median_s"] for x in _READERS if named(x) in r["arms"]]
+    times = [x for reader in _READERS if (x := _median(r, named(reader))) is not None]
     if not times or ours not in r["arms"] or "mismatch" in r["marks"]:
         return ""
-    return _marked(r, _percent(min(times) / r["arms"][ours]["median_s"]))
+    return _marked(r, _percent(min(times) / _median(r, ours)))
 
 
 def _fastest(r: Row) -> str:
-    times = {word: r["arms"][x]["median_s"] for x, word in _READERS.items() if x in r["arms"]}
-    return min(times, key=lambda word: times[word]) if times else ""
+    times = {x: word for arm, word in _READERS.items() if (x := _median(r, arm)) is not None}
+    return times[min(times)] if times else ""
 
 
 _HEADS: Cells = {"heads": lambda r: f"{r['num_q_heads']}/{r['num_kv_heads']}"}
 _ROWS: Cells = {"rows": lambda r: f"q{r['seqlen_q']}"}
 _KEYS: Cells = {"keys": lambda r: thousands(r["seqlen_k"])}
 _REQUESTS: Cells = {"requests": lambda r: f"{r['batch']}×"}
-_RATE: Cells = {
-    "GB/s": lambda r: short(r["bytes"] / r["arms"][OURS]["median_s"] / 1e9),
-    "stream": lambda r: _of_fastest(r, OURS, str),
-}
+_RATE: Cells = {"GB/s": lambda r: short(r["bytes"] / _median(r, OURS) / 1e9), "stream": _of_fastest}
 _TORCH: Cells = {"torch ms": lambda r: _ms(SDPA, r), "ratio": _times(SDPA)}
 _EACH: Cells = {"each ms": lambda r: _ms(PLAIN, r), "ratio": _times(PLAIN)}
 
@@ -162,10 +182,8 @@ PARTS = {
     cases.CASCADE: Part(
         _HEADS
         | _REQUESTS
-        | {
-            "prefix": lambda r: thousands(r["seqlen_k"] - r["private"]),
-            "private": lambda r: f"+{r['private']}",
-        },
+        | {"prefix": lambda r: thousands(r["seqlen_k"] - r["private"])}
+        | {"private": lambda r: f"+{r['private']}"},
         _EACH | {"copies": _times(decode.OWN_COPIES)},
         (
             "ratio: time of one table walk per request over ours; copies: the same, if each request has"
@@ -223,30 +241,31 @@ def problem(r: Row, width: int) -> str:
 def table(rows: Sequence[Row], title: str) -> Table:
     """One line per row: times in ms with their interquartile range, and everything needed to doubt the
     ratio."""
-    made = plain_table(title)
+    made, cells = plain_table(title, "problem"), columns(rows)
     made.title_style, made.header_style = "italic", "bold"
-    made.add_column("problem", no_wrap=True)
-    cells = columns(rows)
     for name in cells:
         made.add_column(name.strip(), justify="left" if name == "on" else "right", no_wrap=True)
     width = max(len(r["kind"]) for r in rows)
     for r in rows:
         texts = {name: cell(r) for name, cell in cells.items()}
-        if "mismatch" in r["marks"] and "ratio" in texts:
-            texts["ratio"] = f"[bold red]{texts['ratio']}[/]"
-        elif r["ratio"] is not None and "ratio" in texts:
-            texts["ratio"] = f"[{'green' if r['ratio'] >= 1 else 'yellow'}]{texts['ratio']}[/]"
+        if "ratio" in texts and ("mismatch" in r["marks"] or r["ratio"] is not None):
+            wrong, ahead = "mismatch" in r["marks"], (r["ratio"] or 0.0) >= 1
+            style = "bold red" if wrong else "green" if ahead else "yellow"
+            texts["ratio"] = f"[{style}]{texts['ratio']}[/]"
         if "torch" in r["backend"]:
             texts["on"] = f"[yellow]{texts['on']}[/]"
         made.add_row(problem(r, width), *texts.values(), style="dim" if "contended" in r["marks"] else None)
     return made
 
 
-def plain_table(title: str) -> Table:
-    return Table(
-        title=title, title_justify="left", title_style="bold", header_style="", box=box.SIMPLE_HEAD,
-        padding=0, pad_edge=False, show_edge=False,
-    )  # fmt: skip
+def plain_table(title: str, first: str, *others: str) -> Table:
+    """A table without lines; its other columns are numbers."""
+    looks: dict[str, Any] = {"padding": 0, "pad_edge": False, "show_edge": False, "box": box.SIMPLE_HEAD}
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="", **looks)
+    made.add_column(first, no_wrap=True)
+    for name in others:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made
 
 
 def legend(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
@@ -261,37 +280,25 @@ def notes(rows: Sequence[Row]) -> list[str]:
     lines = [text for mark, text in MARKS.items() if any(mark in r["marks"] for r in rows)]
     plain = [r for r in rows if r["plain"] and r["suite"] != DECODE]
     lines += legend(rows, ["rate" if by_rate(r) else "×plain" for r in plain])
-    slowed = [
-        r["after_torch"]
-        for r in rows
-        if r["after_torch"] and r["threads"] > 1 and r["arms"][OURS]["median_s"] >= _NOTICED
-    ]
-    if slowed:
+    split = [r for r in rows if r["after_torch"] and r["threads"] > 1 and _median(r, OURS) >= _NOTICED]
+    if slowed := [r["after_torch"] for r in split]:
         typical, worst = median(slowed), max(slowed)
         lines.append(f"right after a torch operation: {typical:.2f} of our time here, {worst:.2f} at worst")
-    for r in rows:
-        if "mismatch" in r["marks"]:
-            other = {SDPA: "torch's", None: "our torch row's"}.get(r["peer"], f"{r['peer']}'s")
-            found = ["inf" if x is None else f"{x:.1e}" for x in (r["difference"], r["error"]["ours"])]
-            lines.append(
-                f"{r['name']}: worst row differs by {found[0]} from {other}, by {found[1]} from float64"
-            )
+    for r in (r for r in rows if "mismatch" in r["marks"]):
+        other = {SDPA: "torch's", None: "our torch row's"}.get(r["peer"], f"{r['peer']}'s")
+        one, exact = ("inf" if x is None else f"{x:.1e}" for x in (r["difference"], r["error"]["ours"]))
+        lines.append(f"{r['name']}: worst row differs by {one} from {other}, by {exact} from float64")
     return lines
 
 
 def absences(absent: Sequence[Row]) -> list[str]:
     """Which peers have no row, and why: one line per section and reason."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for a in absent:
-        reasons.setdefault((a["section"], a["reason"]), []).append(a["name"])
-    return [f"{title}: {', '.join(names)}: {reason}" for (title, reason), names in reasons.items()]
+    reasons = grouped(absent, lambda a: (a["section"], a["reason"])).items()
+    return [f"{title}: {', '.join(a['name'] for a in some)}: {reason}" for (title, reason), some in reasons]
 
 
 def by_section(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    parts: dict[str, list[Row]] = {}
-    for r in rows:
-        parts.setdefault(r["section"], []).append(r)
-    return parts
+    return grouped(rows, lambda r: r["section"])
 
 
 def cell(text: str) -> str:
@@ -303,3 +310,110 @@ def markdown(lines: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table of a heading and lines of cells."""
     head, *rest = ("| " + " | ".join(map(cell, line)) + " |" for line in lines)
     return [head, "|" + "---|" * len(lines[0]), *rest]
+
+
+def facts(about: dict[str, str]) -> list[str]:
+    """A table without a heading: what is said of what."""
+    return ["| | |", "|---|---|", *markdown([("", ""), *about.items()])[2:]]
+
+
+def read(file: str) -> dict[str, Any]:
+    """A document that `polyflash bench --json` wrote."""
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA or not content.get("rows"):
+        raise SpecError(f"from: got {file}, wanted a file with rows from `polyflash bench --json`")
+    return content
+
+
+def merged(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One document of several: a row measured again replaces the older one in its place, and the machine must
+    be the same."""
+    first, *others = ({**c["machine"], "peaks": None, "ceilings": None} for c in contents)
+    for other in others:
+        if differing := [key for key in first if first[key] != other.get(key)]:
+            got = f"files whose machines differ in {', '.join(differing)}"
+            raise SpecError(f"from: got {got}, wanted one machine")
+    rows = {r["name"]: r for c in contents for r in c["rows"]}
+    absent = {a["name"]: a for c in contents for a in c["absent"] if a["name"] not in rows}
+    commands = dict.fromkeys(command for c in contents for command in c["commands"])
+    plain = {"rows": list(rows.values()), "absent": list(absent.values()), "commands": list(commands)}
+    return {"schema": SCHEMA, **plain, "machine": contents[-1]["machine"]}
+
+
+def written(file: Path) -> str:
+    """The page that is there; empty if there is none."""
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def kept(before: str) -> str:
+    """What of an older page stays: all that follows `TAIL`, which is written by hand."""
+    mark, after = before.partition(TAIL)[1:]
+    return f"\n{mark}{after}" if mark else ""
+
+
+def page_of(content: dict[str, Any], before: str = "") -> str:
+    """A page of results. `before` is the page it replaces: its title, and what follows `TAIL`, are kept."""
+    machine, rows = content["machine"], content["rows"]
+    first = before.partition("\n")[0]
+    title = f"# {datetime.date.today().isoformat()}, {machine.get('gpu') or machine['cpu']}"
+    lines = [first if first.startswith("# ") else title, "", *_about(content), "", _INTRO]
+    if after := [r["after_torch"] for r in rows if r["after_torch"] and r["threads"] > 1]:
+        lines += [
+            f"Right after a torch matrix product our calls take {median(after):.2f} times as long"
+            f" (median over rows; {max(after):.2f} at worst)."
+        ]
+    has_plain = any(r["plain"] and r["suite"] != DECODE for r in rows)
+    if told := legend(rows, tuple(COLUMNS) if has_plain else ()):
+        lines += ["", *(f"- {text}" for text in told)]
+    for name, part in by_section(rows).items():
+        lines += ["", f"### {name}", "", *_page_table(part)]
+    if content["absent"]:
+        lines += ["", "### Not run", ""]
+        lines += [f"- {cell(line)}" for line in absences(content["absent"])]
+    return "\n".join(lines) + "\n" + kept(before)
+
+
+def _about(content: dict[str, Any]) -> list[str]:
+    m = content["machine"]
+    target = "+".join((m["target"], *m["features"]))
+    versions = [f"polyflash {m['polyflash']}", m["system"], f"Python {m['python']}", f"torch {m['torch']}"]
+    packages = [f"{name} {version}" for name, version in m["packages"].items() if version]
+    about = {
+        "machine": f"{m['cpu']}, {m['cores']} cores, {target}",
+        "software": "",
+        "threads": str(m["threads"]),
+    }
+    if "gpu" in m:
+        about = {"machine": f"{m['gpu']}, {m['cores']} multiprocessors, {target}, launched by {m['cpu']}"}
+        versions += [f"driver {m['driver']}", f"CUDA {m['cuda']}"]
+        product, copy = (m.get("ceilings", {})[name] for name in ("matmul_tflops", "copy_gbs"))
+        peak = f"product of bfloat16 {product:.0f} TFLOP/s, copy {copy:.0f} GB/s"
+    else:
+        peaks = [f"{p['kind']} {p['gflops_per_thread']:.0f} GF/s per thread" for p in m["peaks"]]
+        peaks += [f"{p['kind']} {p['gflops_together']:.0f} on {p['threads']}" for p in m["peaks"]]
+        peak = ", ".join(peaks) or "none: llvmlite is not installed"
+    about["software"] = ", ".join((*versions, *packages))
+    about |= {"huge pages": m["huge_pages"]} if m.get("huge_pages") else {}
+    about |= {"measured peak": peak, "commands": "; ".join(f"`{text}`" for text in content["commands"])}
+    about["protocol"] = "[measuring](../measuring.md): interleaved in one process, medians of quiet rounds,"
+    about["protocol"] += " outputs checked"
+    return facts(about)
+
+
+def _page_table(rows: Sequence[Row]) -> list[str]:
+    of: Cells = {
+        "dtype": lambda r: r["dtype"],
+        "problem": lambda r: r["kind"],
+        "seqlen": lambda r: str(r["seqlen_q"]),
+        "head_dim": lambda r: str(r["head_dim"]),
+        "heads": lambda r: heads(r).removeprefix("h"),
+    }
+    if rows[0]["suite"] == DECODE:
+        of = PARTS[rows[0].get("part", "")].problem
+    elif len({r["dtype"] for r in rows}) == 1:
+        del of["dtype"]
+    cells = {**of, **columns(rows), "marks": lambda r: ", ".join(r["marks"])}
+    return markdown([[name.strip() for name in cells], *([f(r) for f in cells.values()] for r in rows)])

@@ -6,14 +6,14 @@ kernel is compiled with the constants, strides and optional operands that a call
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Launched(NamedTuple):
 class Problem(NamedTuple):
     """What is asked of a call, and its shapes beside its head dim."""
 
-    options: Callable[[], dict[str, Any]] = dict
+    options: Mapping[str, Any] = MappingProxyType({})
     query_heads: int = HEADS
     kv_heads: int = HEADS
     seqlen_q: int = KEYS
@@ -53,43 +53,32 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _packed() -> dict[str, Any]:
-    bounds, lengths = _meta(5), {"max_seqlen_q": KEYS, "max_seqlen_k": KEYS}
-    return {"causal": True, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds, **lengths}
-
-
-def _causal(**more: Any) -> Callable[[], dict[str, Any]]:
-    return lambda: {"causal": True, **more}
-
-
-_LONG = {"seqlen_q": LONGEST_ROWS, "seqlen_k": LONGEST_ROWS}
-_TOKEN = {"query_heads": 32, "kv_heads": 8, "seqlen_q": 1}
-_PAGED = {**_TOKEN, "page_size": 128}
+_LONG: dict[str, Any] = {"seqlen_q": LONGEST_ROWS, "seqlen_k": LONGEST_ROWS}
+_TOKEN: dict[str, Any] = {"query_heads": 32, "kv_heads": 8, "seqlen_q": 1}
+_CAUSAL, _WINDOW, _LENS = {"causal": True}, {"causal": True, "window_left": 512}, {"kv_lens": _meta(BATCH)}
+_STARTS = {**_LENS, "kv_starts": _meta(BATCH)}
+_CAPPED = {"causal": True, "softcap": 30.0, "sinks": _meta(HEADS, dtype=torch.float32)}
+_ALIBI = {"causal": True, "alibi_slopes": _meta(HEADS, dtype=torch.float32)}
+_MEMBERS = {"cu_seqlens_q": _meta(5), "cu_seqlens_k": _meta(5), "max_seqlen_q": KEYS, "max_seqlen_k": KEYS}
+_EVERY = {**_CAPPED, **_ALIBI, **_WINDOW, **_STARTS, "softcap": 2.0, "row_bounds": _meta(KEYS, 2)}
 PROBLEMS = {
     "full": Problem(),
-    "causal": Problem(_causal()),
-    "long": Problem(dict, **_LONG),
-    "long-causal": Problem(_causal(), **_LONG),
+    "causal": Problem(_CAUSAL),
+    "long": Problem(**_LONG),
+    "long-causal": Problem(_CAUSAL, **_LONG),
     "ragged": Problem(seqlen_q=KEYS - 1, seqlen_k=KEYS - 1),
-    "window": Problem(_causal(window_left=512)),
-    "lens": Problem(lambda: {"kv_lens": _meta(BATCH), "kv_starts": _meta(BATCH)}),
-    "mask": Problem(lambda: {"mask": _meta(BATCH, 1, KEYS, KEYS, dtype=torch.bool)}),
-    "bias": Problem(lambda: {"bias": _meta(BATCH, HEADS, KEYS, KEYS, dtype=torch.bfloat16)}),
-    "dropout": Problem(lambda: {"causal": True, "dropout_p": 0.1, "dropout_seed": torch.tensor(1)}),
-    "packed": Problem(_packed, batch=1),
-    "alibi": Problem(_causal(alibi_slopes=_meta(HEADS, dtype=torch.float32))),
-    "capped": Problem(_causal(softcap=30.0, sinks=_meta(HEADS, dtype=torch.float32))),
-    "grouped": Problem(_causal(), kv_heads=4),
-    "paged": Problem(lambda: {"kv_lens": _meta(BATCH), "page_table": _meta(BATCH, KEYS // 128)}, **_PAGED),
-    "everything": Problem(  # in no record: does it compile?
-        lambda: {
-            **{"causal": True, "window_left": 512, "kv_lens": _meta(BATCH), "kv_starts": _meta(BATCH)},
-            **{"sinks": _meta(HEADS, dtype=torch.float32), "softcap": 2.0, "row_bounds": _meta(KEYS, 2)},
-            "alibi_slopes": _meta(HEADS, dtype=torch.float32),
-        },
-        kv_heads=4,
-    ),
-    "token": Problem(lambda: {"kv_lens": _meta(BATCH)}, **_TOKEN),
+    "window": Problem(_WINDOW),
+    "lens": Problem(_STARTS),
+    "mask": Problem({"mask": _meta(BATCH, 1, KEYS, KEYS, dtype=torch.bool)}),
+    "bias": Problem({"bias": _meta(BATCH, HEADS, KEYS, KEYS, dtype=torch.bfloat16)}),
+    "dropout": Problem({"causal": True, "dropout_p": 0.1, "dropout_seed": torch.tensor(1)}),
+    "packed": Problem({"causal": True, **_MEMBERS}, batch=1),
+    "alibi": Problem(_ALIBI),
+    "capped": Problem(_CAPPED),
+    "grouped": Problem(_CAUSAL, kv_heads=4),
+    "everything": Problem(_EVERY, kv_heads=4),  # in no record: does it compile?
+    "token": Problem(_LENS, **_TOKEN),
+    "paged": Problem({**_LENS, "page_table": _meta(BATCH, KEYS // 128)}, **_TOKEN, page_size=128),
 }
 
 
@@ -115,83 +104,49 @@ class Case:
         """With the Triton at hand, on which a choice may depend."""
         return replace(targets.parse(self.target_name), packages=targets.detect("cpu").packages)
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """q, and k as v is."""
+    def call(self) -> tuple[Tensor, Tensor, Arguments]:
+        """q, k as v is, and the arguments."""
         p, dtype = PROBLEMS[self.problem], getattr(torch, self.dtype)
-        pool = (PAGES, p.page_size) if p.page_size else (p.batch, p.seqlen_k)
-        return (
-            _meta(p.batch, p.query_heads, p.seqlen_q, self.head_dim, dtype=dtype),
-            _meta(pool[0], p.kv_heads, pool[1], self.head_dim, dtype=dtype),
-        )
-
-    def arguments(self) -> Arguments:
-        return Arguments(need_lse=True, **PROBLEMS[self.problem].options())
+        first, rows = (PAGES, p.page_size) if p.page_size else (p.batch, p.seqlen_k)
+        q = _meta(p.batch, p.query_heads, p.seqlen_q, self.head_dim, dtype=dtype)
+        k = _meta(first, p.kv_heads, rows, self.head_dim, dtype=dtype)
+        return q, k, Arguments(need_lse=True, **p.options)
 
     def spec(self) -> AttentionSpec:
-        q, k = self.tensors()
-        return replace(spec_of(q, k, k, self.arguments(), phase=self.phase), device=self.target_name)
+        q, k, args = self.call()
+        return replace(spec_of(q, k, k, args, phase=self.phase), device=self.target_name)
 
     def config(self) -> Any:
-        if self.backend == "gluon":
-            return gluon_configs.CHOOSE[self.phase](self.spec(), self.target)
-        return configs.choose(self.spec(), self.target)
+        choose = gluon_configs.CHOOSE[self.phase] if self.backend == "gluon" else configs.choose
+        return choose(self.spec(), self.target)
 
     def launches(self, config: Any = None) -> list[Launched]:
-        """What the call launches with its own config or another."""
-        module = importlib.import_module(f"polyflash.backends.{self.backend}.{self.phase.value}")
+        """What the call launches with its own config or another; kept instead of made, for one thread."""
+        from polyflash.backends.triton.runtime import Kernels, unknown
+
+        found: list[Launched] = []
+
+        def keep(
+            self: Any, kernel: Any, grid: Any, given: Sequence[Any], options: Any, key: Any, device: Any
+        ) -> None:
+            named = dict(zip(kernel.arg_names, given, strict=True))
+            found.append(Launched(kernel, named | {"n": unknown(named["n"])}, options))
+
+        run = importlib.import_module(f"polyflash.backends.{self.backend}.{self.phase.value}").run
         none = dict.fromkeys(("row", "run", "prepared"), None)
-        spec, config = self.spec(), config or self.config()
-        launch = SimpleNamespace(config=config, rung="", target=self.target, spec=spec, **none)
-        q, k = self.tensors()
-        with _recorded() as found:
-            lse = _meta(*q.shape[:3], dtype=torch.float32)
-            _CALLS[self.phase](module.run, launch, q, k, lse, self.arguments())
+        about = {"config": config or self.config(), "rung": "", "target": self.target, "spec": self.spec()}
+        launch, (q, k, args) = SimpleNamespace(**about, **none), self.call()
+        v, lse, out = k.clone(), _meta(*q.shape[:3], dtype=torch.float32), torch.empty_like(q)
+        with mock.patch.object(Kernels, "launch", keep):
+            if self.phase is Phase.BACKWARD:
+                wanted = (True, True, True, args.bias is not None, False)
+                run(launch, out.clone(), None, q, k, v, out, lse, args, wanted)
+            elif self.phase is Phase.STATISTICS:
+                sums = _meta(*q.shape[:2], k.shape[2], dtype=torch.float32)
+                run(launch, q, k, lse, (sums, lse.clone(), lse.clone()), args)
+            else:
+                run(launch, q, k, v, out, lse, args)
         return found
-
-
-def _forward(run: Any, launch: Any, q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> None:
-    run(launch, q, k, k.clone(), torch.empty_like(q), lse, args)
-
-
-def _backward(run: Any, launch: Any, q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> None:
-    every = (True, True, True, args.bias is not None, False)
-    run(launch, torch.empty_like(q), None, q, k, k.clone(), torch.empty_like(q), lse, args, every)
-
-
-def _statistics(run: Any, launch: Any, q: Tensor, k: Tensor, lse: Tensor, args: Arguments) -> None:
-    sums = _meta(*q.shape[:2], k.shape[2], dtype=torch.float32)
-    run(launch, q, k, lse, (sums, torch.empty_like(lse), torch.empty_like(lse)), args)
-
-
-_CALLS: dict[Phase, Callable[..., None]] = {
-    Phase.FORWARD: _forward,
-    Phase.DECODE: _forward,
-    Phase.BACKWARD: _backward,
-    Phase.STATISTICS: _statistics,
-}
-
-
-@contextlib.contextmanager
-def _recorded() -> Iterator[list[Launched]]:
-    """Inside, launches are kept instead of made; for one thread."""
-    from polyflash.backends.triton.runtime import Kernels, unknown
-
-    found: list[Launched] = []
-
-    def keep(
-        self: Any, kernel: Any, grid: Any, arguments: tuple[Any, ...], options: Mapping[str, Any], key: Any,
-        device: Any,
-    ) -> None:  # fmt: skip
-        given = dict(zip(kernel.arg_names, arguments, strict=True))
-        given["n"] = unknown(given["n"])
-        found.append(Launched(kernel, given, options))
-
-    original = Kernels.launch
-    Kernels.launch = keep  # type: ignore[method-assign,assignment]
-    try:
-        yield found
-    finally:
-        Kernels.launch = original  # type: ignore[method-assign]
 
 
 HEAD_DIMS = tuple(sorted((*tables.CLASSES, 80)))  # 80 takes two blocks of channels
@@ -221,23 +176,21 @@ SHIPPED = {
 @cache
 def every_case() -> tuple[Case, ...]:
     """All of them, by phase and target."""
-    return (*(case for of, gpu in product(SHIPPED.items(), GPUS) for case in _cases(*of, gpu)), *GLUON)
-
-
-def _cases(phase: Phase, shipped: Shipped, gpu: str) -> Iterator[Case]:
-    for dtype, dims in (("bfloat16", shipped.narrow), ("float32", shipped.wide)):
-        yield from (Case(phase, gpu, dtype, d, shipped.everywhere) for d in dims)
-    for d in (64, 128):
-        for problem in shipped.more:
-            yield Case(phase, gpu, "bfloat16", d, problem)
-        if phase is Phase.FORWARD or gpu in ONE_OF_EACH:
-            yield Case(phase, gpu, "float16", d, shipped.everywhere)
-    for problem in shipped.rare if gpu in ONE_OF_EACH else ():
-        yield Case(phase, gpu, "bfloat16", 128, problem)
-    if phase is Phase.FORWARD:
-        arch = tables.ARCHS[targets.parse(gpu).arch]
-        for d, hides in tables.LONG.get((arch.family, 2), {}):
-            yield Case(phase, gpu, "bfloat16", d, "long-causal" if hides else "long")
+    made = []
+    for (phase, shipped), gpu in product(SHIPPED.items(), GPUS):
+        case = partial(Case, phase, gpu)
+        for dtype, dims in (("bfloat16", shipped.narrow), ("float32", shipped.wide)):
+            made += [case(dtype, d, shipped.everywhere) for d in dims]
+        for d in (64, 128):
+            made += [case("bfloat16", d, problem) for problem in shipped.more]
+            if phase is Phase.FORWARD or gpu in ONE_OF_EACH:
+                made.append(case("float16", d, shipped.everywhere))
+        made += [case("bfloat16", 128, problem) for problem in shipped.rare if gpu in ONE_OF_EACH]
+        if phase is Phase.FORWARD:
+            arch = tables.ARCHS[targets.parse(gpu).arch]
+            for d, hides in tables.LONG.get((arch.family, 2), {}):
+                made.append(case("bfloat16", d, "long-causal" if hides else "long"))
+    return (*made, *GLUON)
 
 
 _BACKWARD = "full", "causal", "ragged", "window", "lens", "packed"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import polyflash
-from benchmarks.decode.keys import Turn, key_sets, readers
+from benchmarks.decode.problems import Turn, key_sets, queries, readers
 from polyflash import target
 from polyflash.bench import Arm, calibrate, compare
 from polyflash.bench.check import sampled_error
@@ -44,9 +44,9 @@ class Plan(ctypes.Structure):
     """`struct ggml_cplan`"""
 
     _fields_ = (
-        ("work_size", _SIZE), ("work_data", _POINTER), ("n_threads", _INT), ("threadpool", _POINTER),
-        ("abort_callback", _POINTER), ("abort_callback_data", _POINTER), ("use_ref", ctypes.c_bool),
-    )  # fmt: skip
+        *(("work_size", _SIZE), ("work_data", _POINTER), ("n_threads", _INT), ("threadpool", _POINTER)),
+        *(("abort_callback", _POINTER), ("abort_callback_data", _POINTER), ("use_ref", ctypes.c_bool)),
+    )
 
 
 _BASE = {  # function: what it returns, what it takes
@@ -119,20 +119,16 @@ class Step:
 def measure(ggml: Ggml, heads: int, kv_heads: int, keys: int, head_dim: int, seconds: float) -> str:
     """A line: the median of every arm, our ratio and rate, and how far both are from float64."""
     w = Workload("ggml", frozenset(), 1, heads, kv_heads, 1, keys, head_dim, dtype="float16")
-    turn, threads = Turn(key_sets(w)), torch.get_num_threads()
-    q = torch.randn(1, heads, 1, head_dim, generator=torch.Generator().manual_seed(2)).half()
-    steps = Turn([Step(ggml, q, s.k, s.v, threads) for s in turn.things])
+    turn, q = Turn(key_sets(w)), queries(w)
+    steps = Turn([Step(ggml, q, s.k, s.v, torch.get_num_threads()) for s in turn.things])
     first, step = turn.things[0], steps.things[0]
     step()
     mine, theirs = polyflash.attention(q, first.k, first.v), step.output()
     errors = [sampled_error(q, first.k, first.v, out, None).relative for out in (mine, theirs)]
     if not (difference := worst_row(mine, theirs)) <= TOLERANCE:
         raise SystemExit(f"outputs differ by {difference:.1e}, wanted at most {TOLERANCE:.0e}")
-    calls = {
-        OURS: turn.each(lambda s: polyflash.attention(q, s.k, s.v)),
-        THEIRS: steps.each(lambda step: step()),
-        **readers(turn),
-    }
+    calls = {OURS: turn.each(lambda s: polyflash.attention(q, s.k, s.v)), THEIRS: steps.each(Step.__call__)}
+    calls |= readers(turn)
     calibration = calibrate(target.detect("cpu"))
     arms = [Arm(name, call) for name, call in calls.items()]
     found = compare(arms, seconds=seconds, speed=calibration.speed if calibration else None)

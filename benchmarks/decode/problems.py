@@ -1,11 +1,16 @@
-"""What a row of the suite "decode" times: the arms of each of its tables, on keys that no cache holds."""
+"""What a row of the suite "decode" times: the arms of each of its tables, on keys that no cache holds.
+
+A decode step reads memory that the rest of the model has long driven out of every cache. So each call takes
+the next of several sets of keys and values, which together are `SPILL` times as large as the last cache (tiny
+ones: `MOST` sets).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,46 +20,143 @@ import polyflash
 from benchmarks import cases
 from benchmarks.cases import Case
 from benchmarks.decode import stream
-from benchmarks.decode.keys import (
-    KeySet,
-    Pool,
-    Turn,
-    gathered,
-    key_set,
-    key_sets,
-    page_reads,
-    pool,
-    random_pool,
-    readers,
-)  # fmt: skip
 from benchmarks.problem import PLAIN, Sample, Timed
 from polyflash.bench.suite import OURS, SDPA
 from polyflash.bench.timing import Arm, compare
 from polyflash.groups import explain_groups
-from polyflash.kvcache import KVCache, Request
+from polyflash.kvcache import KVCache
+from polyflash.kvcache.layout import empty_pool
 from polyflash.spec import Phase
 from polyflash.work import flops_per_pair
 from polyflash.workloads import Workload
 
+SPILL, MOST = 4, 64
+IN_ORDER, PLACES = "read, in order", f"read, {stream.PLACES} places at once"
+AMAX = "torch.amax of keys and values"
+READERS = (IN_ORDER, PLACES, AMAX)  # each reads every byte of a key set once
+PAGES = "read, page by page"
 FOLDED = "torch SDPA, query heads as rows"
 OWN_COPIES = "polyflash, a prefix of each request's own"
 ONE_PAGE = "polyflash, one page for all keys"
 BEST_SPLIT, INVARIANT = "polyflash, the best split", "polyflash, batch_invariant=True"
 SPLITS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+T = TypeVar("T")
+
+
+def between(reader: str) -> str:
+    """The arm of a reader that runs where `AFTER` does."""
+    return f"{reader}, right after a torch operation"
+
+
+class Turn(Generic[T]):
+    """Each call gives the next of the things, shared by all arms: whoever comes next finds it in no cache."""
+
+    def __init__(self, things: Sequence[T]) -> None:
+        self.things, self._at = things, 0
+
+    def __call__(self) -> T:
+        self._at = (self._at + 1) % len(self.things)
+        return self.things[self._at]
+
+    def each(self, call: Callable[[T], object]) -> Callable[[], object]:
+        """An arm: the call on the next thing."""
+        return lambda: call(self())
+
+
+@dataclass(frozen=True)
+class KeySet:
+    """k, v (batch, num_kv_heads, seqlen_k, head_dim), contiguous."""
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+
+def readers(turn: Turn[KeySet]) -> dict[str, Callable[[], object]]:
+    """What only reads the next set, by the names of its arms: our loops, where there is a compiler, and
+    torch's."""
+    made = {AMAX: turn.each(lambda s: (torch.amax(s.k), torch.amax(s.v)))}
+    if stream.available():
+        for name, places in ((IN_ORDER, 1), (PLACES, stream.PLACES)):
+            reads = {id(s): stream.Read([s.k, s.v], places) for s in turn.things}
+            made[name] = turn.each(lambda s, reads=reads: reads[id(s)]())  # type: ignore[misc]
+    return {name: made[name] for name in READERS if name in made}
+
+
+def key_sets(w: Workload) -> list[KeySet]:
+    """Enough of them; all hold the same values, so that any output can be checked. The last ones made are
+    kept, as neighbouring rows share them."""
+    return _key_sets(w.dtype, w.batch, w.kv_heads, w.seqlen_k, w.head_dim)
+
+
+@lru_cache(maxsize=1)
+def _key_sets(dtype: str, *shape: int) -> list[KeySet]:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for _ in "kv")
+    return [KeySet(k, v), *(KeySet(k.clone(), v.clone()) for _ in range(copies(k.nbytes + v.nbytes) - 1))]
+
+
+def copies(size: int) -> int:
+    """How many sets of `size` bytes no cache holds."""
+    return min(MOST, -(-SPILL * stream.last_level_bytes() // size))
+
+
+@dataclass(frozen=True)
+class Pool:
+    """k, v (num_pages, page_size, num_kv_heads, head_dim), and a table (batch, pages of the longest)."""
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+
+    def reader(self) -> stream.Read:
+        """What reads the pages of one request in the order of its table, K and V by turns, each at several
+        places at once."""
+        dense = [x if x.is_contiguous() else x.transpose(1, 2) for x in (self.k, self.v)]
+        return stream.Read([x[page] for page in self.table[0].tolist() for x in dense], stream.PLACES)
+
+
+def pool(k: Tensor, v: Tensor, page_size: int, *, heads_outer: bool = False, in_order: bool = False) -> Pool:
+    """One request's keys, k and v (1, num_kv_heads, seqlen_k, head_dim), in pages that are shuffled unless
+    `in_order`. With `heads_outer` the tokens of one head lie together inside a page."""
+    pages, dims = k.shape[2] // page_size, (1, 0, 2, 3) if heads_outer else (1, 2, 0, 3)
+    order = torch.arange(pages) if in_order else _shuffled(pages, 1)
+
+    def paged(x: Tensor) -> Tensor:
+        whole = x[0].unflatten(1, (pages, page_size))  # heads, pages, tokens, channels
+        placed = empty_pool([whole.shape[d] for d in dims], x.dtype, "cpu")
+        placed[order] = whole.permute(dims)
+        return placed.transpose(1, 2) if heads_outer else placed
+
+    return Pool(paged(k), paged(v), order.int()[None])
+
+
+def _shuffled(count: int, seed: int) -> Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def gathered(x: Tensor, table: Tensor, length: int) -> Tensor:
+    """What a request sees of the pages, (1, num_kv_heads, length, head_dim)."""
+    pages = table[: -(-length // x.shape[1])].long()
+    return x[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
 
 
 def build(case: Case) -> Timed:
     return _BUILDERS[case.part](case)
 
 
-def _queries(w: Workload, *shape: int) -> Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    return drawn.to(getattr(torch, w.dtype))
+def queries(w: Workload, *shape: int) -> Tensor:
+    """In the shape of the workload, or another."""
+    shape = shape or (w.batch, w.heads, w.seqlen_q, w.head_dim)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(getattr(torch, w.dtype))
 
 
 def _timed(
-    case: Case, arms: dict[str, Any], outputs: Sequence[Callable[[], Tensor]],
-    samples: Sequence[Sample], size: int, keys: int, plan: Any, **chosen: Any,
+    case: Case, arms: dict[str, Any], outputs: Sequence[Any], samples: Sequence[Sample], size: int, keys: int,
+    plan: Any, **chosen: Any,
 ) -> Timed:  # fmt: skip
     """`keys` are seen by every row of one request; what causal hides of the last few is not worth
     it. `size`: bytes that our call reads at least; `plan`: of our call."""
@@ -64,56 +166,48 @@ def _timed(
     return Timed(arms, tuple(outputs), tuple(samples), flops, flops, name, size, chosen)
 
 
-def _whole(
-    case: Case, q: Tensor, turn: Turn[KeySet], calls: dict[str, Callable[[KeySet], Tensor]], **chosen: Any
-) -> Timed:
+def _whole(case: Case, q: Tensor, turn: Turn[KeySet], calls: dict[str, Any], **chosen: Any) -> Timed:
     """Calls on whole key sets, beside what only reads those."""
     w, first, causal = case.workload, turn.things[0], q.shape[2] > 1
-    return _timed(
-        case, {**{name: turn.each(call) for name, call in calls.items()}, **readers(turn)},
+    arms = {name: turn.each(call) for name, call in calls.items()} | readers(turn)
+    outputs, sample = (
         [partial(call, first) for call in calls.values()],
-        [Sample(q, first.k, first.v, {"causal": causal})], first.bytes, w.batch * w.seqlen_k,
-        polyflash.explain(q, first.k, first.v, causal=causal), **chosen,
-    )  # fmt: skip
+        Sample(q, first.k, first.v, {"causal": causal}),
+    )
+    plan = polyflash.explain(q, first.k, first.v, causal=causal)
+    return _timed(case, arms, outputs, [sample], first.bytes, w.batch * w.seqlen_k, plan, **chosen)
 
 
 def _step(case: Case) -> Timed:
     """Against torch SDPA, and against SDPA that gets the query heads of a kv head as rows, which spares its
-    keys the repetition."""
-    w = case.workload
-    q = _queries(w, w.batch, w.heads, w.seqlen_q, w.head_dim)
+    keys the repetition; few rows have nothing beside them but torch."""
+    w, q = case.workload, queries(case.workload)
     group, causal = w.heads // w.kv_heads, w.seqlen_q > 1
     seen = torch.ones(w.seqlen_q, w.seqlen_k, dtype=torch.bool).tril(w.seqlen_k - w.seqlen_q)
     mask, repeated = (seen, seen.repeat(group, 1)) if causal else (None, None)
-    folded = q.view(w.batch, w.kv_heads, group * w.seqlen_q, w.head_dim)
+    rows = q.view(w.batch, w.kv_heads, group * w.seqlen_q, w.head_dim)
     calls: dict[str, Callable[[KeySet], Tensor]] = {
         OURS: lambda s: polyflash.attention(q, s.k, s.v, causal=causal),
         SDPA: lambda s: scaled_dot_product_attention(q, s.k, s.v, attn_mask=mask, enable_gqa=group > 1),
+        FOLDED: lambda s: scaled_dot_product_attention(rows, s.k, s.v, attn_mask=repeated).view_as(q),
     }
-    if group > 1:
-        calls[FOLDED] = lambda s: scaled_dot_product_attention(folded, s.k, s.v, attn_mask=repeated).view_as(
-            q
-        )
-    return _whole(case, q, Turn(key_sets(w)), calls)
-
-
-def _few_rows(case: Case) -> Timed:
-    """A step with nothing beside it but torch."""
-    made = _step(case)
-    return replace(made, arms={name: made.arms[name] for name in (OURS, SDPA)})
+    if group == 1:
+        del calls[FOLDED]
+    made = _whole(case, q, Turn(key_sets(w)), calls)
+    few = case.part == cases.FEW_ROWS
+    return replace(made, arms={name: made.arms[name] for name in (OURS, SDPA)}) if few else made
 
 
 def _paged(case: Case) -> Timed:
     """Pages, shuffled unless said otherwise, against the same keys in one piece."""
-    w, sets = case.workload, key_sets(case.workload)
-    turn, causal = Turn(sets), w.seqlen_q > 1
-    outer, ordered = case.laid.startswith(cases.HEADS_OUTER), case.laid.endswith(cases.IN_ORDER)
-    pools, large = (
-        [pool(s.k, s.v, size, heads_outer=outer, in_order=ordered) for s in sets]
-        for size in (case.page_size, w.seqlen_k)
-    )
-    pages = Turn([page_reads(p) for p in pools])
-    q = _queries(w, 1, w.heads, w.seqlen_q, w.head_dim)
+    w, sets, causal = case.workload, key_sets(case.workload), case.workload.seqlen_q > 1
+    turn, first = Turn(sets), sets[0]
+    lie = {
+        "heads_outer": case.laid.startswith(cases.HEADS_OUTER),
+        "in_order": case.laid.endswith(cases.IN_ORDER),
+    }
+    pools, large = ([pool(s.k, s.v, n, **lie) for s in sets] for n in (case.page_size, w.seqlen_k))
+    q = queries(w)
     packed = q[0].transpose(0, 1).contiguous()  # rows, heads, channels
     options: dict[str, Any] = {"kv_lens": torch.tensor([w.seqlen_k], dtype=torch.int32)}
     if causal:
@@ -129,38 +223,30 @@ def _paged(case: Case) -> Timed:
     def dense(p: Pool) -> Tensor:
         return paged(p).transpose(0, 1)[None]
 
-    first = sets[0]
     arms = {OURS: Turn(pools).each(paged), PLAIN: turn.each(plain), ONE_PAGE: Turn(large).each(paged)}
-    arms |= readers(turn) | {n: pages.each(partial(_read, n)) for n in pages.things[0]}
+    arms |= readers(turn)
+    if stream.available():
+        arms[PAGES] = Turn([p.reader() for p in pools]).each(lambda read: read())
     plan = polyflash.explain(packed, pools[0].k, pools[0].v, page_table=pools[0].table, **options)
     outputs = (partial(dense, pools[0]), partial(plain, first), partial(dense, large[0]))
-    return _timed(
-        case, arms, outputs, [Sample(q, first.k, first.v, {"causal": causal})], first.bytes, w.seqlen_k, plan
-    )
-
-
-def _read(name: str, reads: dict[str, stream.Read]) -> None:
-    reads[name]()
+    sample = Sample(q, first.k, first.v, {"causal": causal})
+    return _timed(case, arms, outputs, [sample], first.bytes, w.seqlen_k, plan)
 
 
 def lengths(case: Case) -> list[int]:
     """Of a ragged batch, 1 to the longest, in no order."""
-    w = case.workload
-    if case.laid == cases.EVEN:
-        spaced = torch.linspace(1, w.seqlen_k, w.batch)
-    else:
-        spaced = torch.logspace(0, torch.tensor(float(w.seqlen_k)).log2(), w.batch, base=2.0)
-    order = torch.randperm(w.batch, generator=torch.Generator().manual_seed(3))
-    return spaced.round().int()[order].tolist()
+    n, count = case.workload.seqlen_k, case.workload.batch
+    equal_factors = torch.logspace(0, torch.tensor(float(n)).log2(), count, base=2.0)
+    spaced = torch.linspace(1, n, count) if case.laid == cases.EVEN else equal_factors
+    return spaced.round().int()[_shuffled(count, 3)].tolist()
 
 
 def page_tables(sizes: Sequence[int], page_size: int) -> tuple[Tensor, int]:
     """Shuffled pages for requests of these lengths, (requests, pages of the longest), and how many there are
     in all."""
     counts = [-(-n // page_size) for n in sizes]
-    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(4)).int()
     table = torch.zeros(len(sizes), max(counts), dtype=torch.int32)
-    for row, ids in zip(table, order.split(counts), strict=True):
+    for row, ids in zip(table, _shuffled(sum(counts), 4).int().split(counts), strict=True):
         row[: len(ids)] = ids
     return table, sum(counts)
 
@@ -171,13 +257,25 @@ def _one(q: Tensor, b: int, pages: Sequence[Tensor], table: Tensor, length: int)
     return Sample(q[b : b + 1, :, None], k, v, {}, lambda out: out[b : b + 1, :, None])
 
 
+def _random_pool(w: Workload, pages: int, page_size: int) -> list[Tensor]:
+    """k and v pages of random values; a block of them is drawn and repeated, as drawing is slow."""
+    generator, made = torch.Generator().manual_seed(0), []
+    drawn = min(pages, max(1, (1 << 23) // (page_size * w.kv_heads * w.head_dim)))
+    for _ in "kv":
+        block = torch.randn(drawn, page_size, w.kv_heads, w.head_dim, generator=generator)
+        whole = empty_pool((pages, *block.shape[1:]), getattr(torch, w.dtype), "cpu")
+        for start in range(0, pages, drawn):
+            whole[start : start + drawn] = block[: pages - start]
+        made.append(whole)
+    return made
+
+
 def _ragged(case: Case) -> Timed:
     """Many requests of very different lengths, against one that has the tokens of all."""
     w, sizes = case.workload, lengths(case)
     table, pages = page_tables(sizes, case.page_size)
-    k, v = random_pool(w, pages, case.page_size)
-    whole = torch.randperm(pages, generator=torch.Generator().manual_seed(5)).int()[None]
-    q = _queries(w, w.batch, w.heads, w.head_dim)
+    k, v = _random_pool(w, pages, case.page_size)
+    whole, q = _shuffled(pages, 5).int()[None], queries(w, w.batch, w.heads, w.head_dim)
     kv_lens, total = (torch.tensor(n, dtype=torch.int32) for n in (sizes, [sum(sizes)]))
     order = sorted(range(w.batch), key=sizes.__getitem__)
 
@@ -188,7 +286,7 @@ def _ragged(case: Case) -> Timed:
 
     ragged = partial(polyflash.attention_paged, q, k, v, table, kv_lens)
     one_request = partial(polyflash.attention_paged, q[:1], k, v, whole, total)
-    arms = {OURS: ragged, PLAIN: one_request, **readers(Turn([key_set(k, v)]))}
+    arms = {OURS: ragged, PLAIN: one_request, **readers(Turn([KeySet(k, v)]))}
     used = sum(sizes) * w.kv_heads * (w.head_dim + w.dim_v) * k.element_size()
     samples = [_one(q, b, (k, v), table, sizes[b]) for b in (order[at] for at in (0, w.batch // 2, -1))]
     plan = polyflash.explain(q, k, v, page_table=table, kv_lens=kv_lens)
@@ -197,83 +295,74 @@ def _ragged(case: Case) -> Timed:
 
 def _cascade(case: Case) -> Timed:
     """Requests that share a prefix, walked once for all, against each of them walking its own table: one that
-    names the shared pages, or pages of its own with the same tokens."""
-    w = case.workload
-    cache, requests = _forked(case)
-    (k, v), table, kv_lens = cache.pools(0), cache.page_table(requests), cache.kv_lens(requests)
-    q = _queries(w, w.batch, w.heads, w.head_dim)
-    copied_k, copied_v = (x[table.long().flatten()] for x in (k, v))
-    copied = torch.arange(table.numel(), dtype=torch.int32).view_as(table)
-    together, each = (partial(cache.attend, q, requests, cascade=cascade) for cascade in (True, False))
-    copies = partial(polyflash.attention_paged, q, copied_k, copied_v, copied, kv_lens)
-    samples = [_one(q, b, (k, v), table, w.seqlen_k) for b in (0, w.batch - 1)]
-    plan = polyflash.explain(q, k, v, page_table=table, kv_lens=kv_lens)
-    return _timed(
-        case, {OURS: together, PLAIN: each, OWN_COPIES: copies}, (together, copies, each), samples,
-        k.nbytes + v.nbytes, w.batch * w.seqlen_k, plan,
-    )  # fmt: skip
-
-
-def _forked(case: Case) -> tuple[KVCache, tuple[Request, ...]]:
-    """Requests that share their first pages, in a cache that has no page more than they need."""
-    w, prefix = case.workload, case.workload.seqlen_k - case.private
-    dtype, size = getattr(torch, w.dtype), case.page_size
-    pages = (prefix + w.batch * case.private) // size
-    cache = KVCache(pages, size, w.kv_heads, w.head_dim, dtype=dtype)
+    names the shared pages, or pages of its own with the same tokens. The cache has no page more than they
+    need."""
+    w, prefix, dtype = (
+        case.workload,
+        case.workload.seqlen_k - case.private,
+        getattr(torch, case.workload.dtype),
+    )
+    pages = (prefix + w.batch * case.private) // case.page_size
+    cache = KVCache(pages, case.page_size, w.kv_heads, w.head_dim, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(tokens: int) -> Tensor:
-        return torch.randn(tokens, w.kv_heads, w.head_dim, generator=generator).to(dtype)
+    def append(request: Any, tokens: int) -> None:
+        k, v = (torch.randn(tokens, w.kv_heads, w.head_dim, generator=generator).to(dtype) for _ in "kv")
+        cache.append(request, k, v, counts=tokens)
 
     (first,) = cache.add()
-    cache.append(first, drawn(prefix), drawn(prefix), counts=prefix)
+    append(first, prefix)
     requests = (first, *cache.fork(first, w.batch - 1))
     for request in requests:
-        cache.append(request, drawn(case.private), drawn(case.private), counts=case.private)
-    return cache, requests
+        append(request, case.private)
+    (k, v), table, kv_lens = cache.pools(0), cache.page_table(requests), cache.kv_lens(requests)
+    q, own = queries(w, w.batch, w.heads, w.head_dim), [x[table.long().flatten()] for x in cache.pools(0)]
+    copied = torch.arange(table.numel(), dtype=torch.int32).view_as(table)
+    together, each = (partial(cache.attend, q, requests, cascade=cascade) for cascade in (True, False))
+    copies = partial(polyflash.attention_paged, q, *own, copied, kv_lens)
+    arms = {OURS: together, PLAIN: each, OWN_COPIES: copies}
+    samples = [_one(q, b, (k, v), table, w.seqlen_k) for b in (0, w.batch - 1)]
+    plan, size = polyflash.explain(q, k, v, page_table=table, kv_lens=kv_lens), k.nbytes + v.nbytes
+    return _timed(case, arms, (together, copies, each), samples, size, w.batch * w.seqlen_k, plan)
 
 
 def group_ends(case: Case) -> list[int]:
     """Where the chunk of each query group ends: of rank `rank` of `ranks` in the zigzag layout, or of all."""
     keys, chunks = case.workload.seqlen_k, 2 * case.ranks
-    if case.laid == cases.ZIGZAG:
-        return [(case.rank + 1) * keys // chunks, (chunks - case.rank) * keys // chunks]
-    return [(i + 1) * keys // chunks for i in range(chunks)]
+    mine = (case.rank, chunks - 1 - case.rank) if case.laid == cases.ZIGZAG else range(chunks)
+    return [(i + 1) * keys // chunks for i in mine]
 
 
 def _groups(case: Case) -> Timed:
     """Query groups that see prefixes of one key/value set: one walk over it, against a call per group."""
-    w, n = case.workload, case.workload.seqlen_q
-    turn, ends = Turn(key_sets(w)), group_ends(case)
+    w, n, ends = case.workload, case.workload.seqlen_q, group_ends(case)
+    turn = Turn(key_sets(w))
     first = turn.things[0]
-    queries = [_queries(w, 1, w.heads, n, w.head_dim) * (1 - i / 64) for i in range(len(ends))]
+    parts = [queries(w) * (1 - i / 64) for i in range(len(ends))]
     options: dict[str, Any] = {"q_offsets": [end - n for end in ends], "kv_lens": ends}
 
     def groups(fused: bool, s: KeySet) -> list[Tensor]:
-        return polyflash.attention_groups(queries, s.k, s.v, fused=fused, **options)
+        return polyflash.attention_groups(parts, s.k, s.v, fused=fused, **options)
 
     def joined(fused: bool) -> Tensor:
         return torch.cat(groups(fused, first), 2)
 
     def sample(i: int) -> Sample:
         k, v = (x[:, :, : ends[i]] for x in (first.k, first.v))
-        return Sample(queries[i], k, v, {"causal": True}, lambda out: out.narrow(2, i * n, n))
+        return Sample(parts[i], k, v, {"causal": True}, lambda out: out.narrow(2, i * n, n))
 
-    explained = partial(explain_groups, queries, first.k, first.v, **options)
-    return _timed(
-        case, {OURS: turn.each(partial(groups, True)), PLAIN: turn.each(partial(groups, False))},
-        [partial(joined, True), partial(joined, False)],
-        [sample(i) for i in sorted({0, len(ends) - 1})], first.bytes * max(ends) // w.seqlen_k, sum(ends),
-        explained(fused=True).plans[0], fuses=explained().fused,
-    )  # fmt: skip
+    arms = {OURS: turn.each(partial(groups, True)), PLAIN: turn.each(partial(groups, False))}
+    samples, size = [sample(i) for i in sorted({0, len(ends) - 1})], first.bytes * max(ends) // w.seqlen_k
+    explained = partial(explain_groups, parts, first.k, first.v, **options)
+    outputs, plan = (partial(joined, True), partial(joined, False)), explained(fused=True).plans[0]
+    return _timed(case, arms, outputs, samples, size, sum(ends), plan, fuses=explained().fused)
 
 
 def _invariance(case: Case) -> Timed:
     """Splits of one size whatever the call, against the split size that is best for this very call, and
     against the prefill kernel, whose bits do not depend on chunking either."""
-    w = case.workload
-    turn, causal = Turn(key_sets(w)), w.seqlen_q > 1
-    q, first = _queries(w, w.batch, w.heads, w.seqlen_q, w.head_dim), turn.things[0]
+    w, q, turn = case.workload, queries(case.workload), Turn(key_sets(case.workload))
+    first, causal = turn.things[0], w.seqlen_q > 1
 
     def call(**options: Any) -> Callable[[KeySet], Tensor]:
         return lambda s: polyflash.attention(q, s.k, s.v, causal=causal, **options)
@@ -289,11 +378,6 @@ def _invariance(case: Case) -> Timed:
 
 
 _BUILDERS: dict[str, Callable[[Case], Timed]] = {
-    cases.STEPS: _step,
-    cases.FEW_ROWS: _few_rows,
-    cases.PAGED: _paged,
-    cases.RAGGED: _ragged,
-    cases.CASCADE: _cascade,
-    cases.GROUPS: _groups,
-    cases.INVARIANCE: _invariance,
+    **{cases.STEPS: _step, cases.FEW_ROWS: _step, cases.PAGED: _paged, cases.RAGGED: _ragged},
+    **{cases.CASCADE: _cascade, cases.GROUPS: _groups, cases.INVARIANCE: _invariance},
 }

@@ -1,4 +1,5 @@
-"""Who is timed on a GPU: polyflash and its peers, each as a function of one set of tensors.
+"""What is timed on a GPU, the most telling first (a run that is cut short has measured what matters), and
+who: polyflash and its peers, each as a function of one set of tensors.
 
 `prepare(case, tensors)` of an arm returns the call to be timed; whatever it raises is the reason why the arm
 has no figure. Calls of the parts forward, decode, graph and host return the output, those of backward the
@@ -7,13 +8,14 @@ gradients (dq, dk, dv).
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,12 +24,149 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
 from benchmarks import peers
-from benchmarks.gpu.cases import BACKWARD, DECODE, FORWARD, GRAPH, HOST, PARTS, GpuCase
 from polyflash.bench.suite import OURS
+from polyflash.spec import AttentionSpec, Phase
+from polyflash.work import Work, work_of
 
+FORWARD, BACKWARD, DECODE, GRAPH, HOST = "forward", "backward", "decode", "graph", "host"
+PARTS = (FORWARD, BACKWARD, DECODE, GRAPH, HOST)
+TOKENS, WIDTH = 16384, 2048  # batch·seqlen and heads·head_dim of the table of the FlashAttention-3 paper
+_KEYS = 1 << 21  # most keys of a decode batch: 8.6 GiB of keys and values at 8 heads of 128 in 16 bits
+_PHASES = {BACKWARD: Phase.BACKWARD, DECODE: Phase.DECODE, GRAPH: Phase.DECODE}
+_EITHER = (False, True)
+_PAPER = (  # part, tier, head_dim, lengths of that table
+    (FORWARD, 0, 128, (8192, 4096, 1024, 16384, 2048)),
+    (FORWARD, 1, 64, (8192, 1024, 16384, 4096, 2048)),
+    (FORWARD, 3, 256, (8192, 1024, 4096, 16384, 2048)),
+    *((BACKWARD, tier, d, (8192, 2048)) for tier, d in ((0, 128), (1, 64))),
+    *((BACKWARD, tier, d, (1024, 4096, 16384)) for tier, d in ((2, 128), (3, 64))),
+)
+_STEPS = (  # tier, requests, keys of decode steps
+    (1, (8, 64), (8192, 32768)),
+    (2, (1, 16, 128), (1024, 8192)),
+    (3, (1, 8), (65536, 262144)),
+    (4, (1, 4, 16, 64), (1024, 4096, 16384, 131072)),
+)
 KERNELS = "benchmarks.gpu.kernels"
+DEFAULT = ("polyflash", "cudnn", "flash", "efficient", "folded", "flex", "tutorial", "flag", "sage")
 Call = Callable[[], Any]
-Scope = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """One problem and what is timed of it. `tier`: 0 is measured first. `table`: where its row is printed."""
+
+    part: str
+    table: str
+    tier: int
+    dtype: str
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    causal: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of a row in files, tables and `--filter`."""
+        kind = f"{self.part}-{'causal' if self.causal else 'full'}-{self.dtype}-d{self.head_dim}"
+        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}.{self.kv_heads}"
+        return f"{kind}-b{self.batch}-h{heads}-q{self.seqlen_q}-k{self.seqlen_k}"
+
+    @property
+    def work(self) -> Work:
+        """FLOPs of visible pairs; bytes of inputs and outputs."""
+        phase, d = _PHASES.get(self.part, Phase.FORWARD), self.head_dim
+        sizes = self.batch, self.heads, self.kv_heads, self.seqlen_q, self.seqlen_k, d, d
+        return work_of(AttentionSpec(phase, self.dtype, "cuda", *sizes, frozenset(), causal=self.causal))
+
+    @property
+    def key_bytes(self) -> int:
+        """Of keys and values, read once: what a decode step has to fetch."""
+        size = 4 if self.dtype == "float32" else 2
+        return 2 * self.batch * self.kv_heads * self.seqlen_k * self.head_dim * size
+
+
+def rows() -> list[GpuCase]:
+    """Every row once, by tier; within a tier as listed here."""
+    first: dict[str, GpuCase] = {}
+    for case in sorted((*_squares(), *_steps()), key=lambda case: case.tier):
+        first.setdefault(case.name, case)
+    return list(first.values())
+
+
+def tiny() -> list[GpuCase]:
+    """One small row of every part: the whole program on any machine, with figures that mean nothing."""
+    squares = ((FORWARD, 0, 64, False), (FORWARD, 0, 64, True), (BACKWARD, 0, 64, True), (HOST, 1, 32, False))
+    forward, causal, backward, host = (
+        _square(part, f"tiny {part}", tier, "float32", 1, 2, n, 16, causal)
+        for part, tier, n, causal in squares
+    )
+    step = GpuCase(DECODE, "tiny decode", 1, "float32", 2, 4, 2, 1, 96, 16)
+    graph = GpuCase(GRAPH, "tiny graph", 1, "float32", 1, 2, 2, 1, 64, 16)
+    return [forward, causal, backward, step, graph, host]
+
+
+def selected(
+    every: Sequence[GpuCase], *, words: Sequence[str] = (), parts: Sequence[str] = ()
+) -> list[GpuCase]:
+    """Rows whose name has every word as one of its dash-separated pieces, of the given parts (none: all)."""
+    chosen = [c for c in every if not parts or c.part in parts]
+    return [c for c in chosen if set(words) <= set(c.name.split("-"))]
+
+
+def _square(
+    part: str, table: str, tier: int, dtype: str, batch: int, heads: int, seqlen: int, dim: int, causal: bool
+) -> GpuCase:
+    return GpuCase(part, table, tier, dtype, batch, heads, heads, seqlen, seqlen, dim, causal)
+
+
+def _paper(part: str, tier: int, dim: int, seqlen: int, causal: bool, dtype: str = "bfloat16") -> GpuCase:
+    """A cell of the paper's table: as many requests as make its tokens, as many heads as make its width."""
+    table = f"{part}, {dtype}, {TOKENS // 1024}k tokens, {WIDTH} channels"
+    return _square(part, table, tier, dtype, max(1, TOKENS // seqlen), WIDTH // dim, seqlen, dim, causal)
+
+
+def _squares() -> Iterator[GpuCase]:
+    """Prefills and gradients; those of float32 have products that keep 24 bits."""
+    for part, tier, dim, lengths in _PAPER:
+        yield from (_paper(part, tier, dim, *x) for x in product(lengths, _EITHER))
+    for part, tier, lengths in ((FORWARD, 4, (4096, 8192, 1024, 2048)), (BACKWARD, 5, (4096, 1024))):
+        for n, causal in product(lengths, _EITHER):
+            yield _square(part, f"{part}, batch 4, 48 heads", tier, "bfloat16", 4, 48, n, 128, causal)
+    table = "forward, float16, the shapes of the Triton tutorial"
+    for n, dim, causal in product((1024, 4096, 16384, 2048, 8192), (128, 64), _EITHER):
+        yield _square(FORWARD, table, 3 if n in (1024, 4096) else 5, "float16", 4, 32, n, dim, causal)
+    for x in product((2048, 8192), _EITHER):  # 8 query heads share a key/value head
+        yield replace(_paper(FORWARD, 4, 128, *x), kv_heads=2, table="forward, bfloat16, 16 heads over 2")
+    yield _paper(BACKWARD, 5, 128, 4096, True, "float16")
+    for (heads, n), dim, causal, part in product(((8, 2048), (16, 8192)), (64, 128), _EITHER, PARTS[:2]):
+        yield _square(part, f"{part}, float32", 2, "float32", 1, heads, n, dim, causal)
+
+
+def _steps() -> Iterator[GpuCase]:
+    """Decode steps, and calls whose time is the host's."""
+
+    def step(tier: int, heads: int, batch: int, keys: int, **fields: Any) -> GpuCase:
+        case = GpuCase(
+            DECODE, f"decode, {heads} heads over 8", tier, "bfloat16", batch, heads, 8, 1, keys, 128
+        )
+        return replace(case, **fields)
+
+    for tier, batches, lengths in _STEPS:
+        for batch, n, heads in product(batches, lengths, (32, 8)):
+            if batch * n <= _KEYS:
+                yield step(tier, heads, batch, n)
+    for batch, heads in product((1, 4), (32, 8)):
+        yield step(1, heads, batch, 1024, part=GRAPH, table="small decode steps in a CUDA graph")
+    yield GpuCase(HOST, "host time of a call", 1, "bfloat16", 1, 8, 8, 128, 128, 64)
+    for n in (128, 4096):  # one launch, and two
+        yield step(2, 32, 1, n, part=HOST, table="host time of a call")
+    yield GpuCase(HOST, "host time of a call", 2, "bfloat16", 1, 8, 8, 128, 4096, 128)  # two launches too
+    for heads, (batch, n) in product((32, 8), ((8, 8192), (1, 8192), (64, 1024))):
+        yield step(2, heads, batch, n, dtype="float32", table="decode, float32")
 
 
 @dataclass(frozen=True)
@@ -56,22 +195,26 @@ class GpuArm:
     tried: str = ""
     patience: float = 60.0
     loosened: float = 1.0
-    scope: Scope = contextlib.nullcontext
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     last_tier: int = 9
+
+    def prepared(self, case: GpuCase, sets: Sequence[Tensors]) -> list[Call]:
+        """One call per set of tensors."""
+        with self.scope():
+            return [self.prepare(case, t) for t in sets]
 
 
 def make_tensors(case: GpuCase, device: str, seed: int) -> Tensors:
     """Normal values from a seed, contiguous; they take gradients in the part backward alone."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator, backward = torch.Generator(device).manual_seed(seed), case.part == BACKWARD
 
-    def drawn(heads: int, seqlen: int, **options: Any) -> Tensor:
+    def drawn(heads: int, seqlen: int, graph: bool = backward) -> Tensor:
         shape, dtype = (case.batch, heads, seqlen, case.head_dim), getattr(torch, case.dtype)
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype, **options)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype, requires_grad=graph)
 
-    graph = {"requires_grad": case.part == BACKWARD}
-    q = drawn(case.heads, case.seqlen_q, **graph)
-    k, v = (drawn(case.kv_heads, case.seqlen_k, **graph) for _ in range(2))
-    return Tensors(q, k, v, drawn(case.heads, case.seqlen_q) if case.part == BACKWARD else None)
+    q = drawn(case.heads, case.seqlen_q)
+    k, v = (drawn(case.kv_heads, case.seqlen_k) for _ in range(2))
+    return Tensors(q, k, v, drawn(case.heads, case.seqlen_q, False) if backward else None)
 
 
 def _timed(case: GpuCase, t: Tensors, forward: Callable[[], Tensor]) -> Call:
@@ -100,8 +243,6 @@ def sdpa(case: GpuCase, t: Tensors) -> Call:
 
 def folded(case: GpuCase, t: Tensors) -> Call:
     """torch SDPA given the query heads of a key/value head as rows, which a decode step may do."""
-    if case.seqlen_q != 1 or case.heads == case.kv_heads:
-        raise ValueError("only for one query row and grouped heads")
     rows = t.q.view(case.batch, case.kv_heads, -1, case.head_dim)
     return lambda: scaled_dot_product_attention(rows, t.k, t.v).view(t.q.shape)
 
@@ -118,38 +259,40 @@ def flex(case: GpuCase, t: Tensors) -> Call:
 
 def sage(case: GpuCase, t: Tensors) -> Call:
     """SageAttention with its own choice of kernel: Q and K in 8 bits."""
-    module = import_module("sageattention")
-    return lambda: module.sageattn(t.q, t.k, t.v, is_causal=case.causal)
+    return partial(import_module("sageattention").sageattn, t.q, t.k, t.v, is_causal=case.causal)
 
 
 def beside(function: str, case: GpuCase, t: Tensors) -> Call:
     """A peer kernel of `KERNELS`, imported in the process that runs it."""
-    return getattr(import_module(KERNELS), function)(t.q, t.k, t.v, case.causal)
+    call: Call = getattr(import_module(KERNELS), function)(t.q, t.k, t.v, case.causal)
+    return call
 
 
-def _only(kernel: str) -> Scope:
-    def scope() -> contextlib.AbstractContextManager[Any]:
+def _only(kernel: str) -> Callable[[], AbstractContextManager[Any]]:
+    def scope() -> AbstractContextManager[Any]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        return sdpa_kernel(getattr(SDPBackend, f"{kernel}_ATTENTION" if kernel != "MATH" else kernel))
+        return sdpa_kernel(getattr(SDPBackend, kernel))
 
     return scope
 
 
 def arms(backend: str, variants: Sequence[str] = ()) -> list[GpuArm]:
     """polyflash first. `variants`: more arms of ours such as "num_stages=4,block_n=64", forward only."""
-    made = [GpuArm(OURS, f"polyflash {backend}", PARTS, partial(ours, backend=backend), "shape")]
-    for text in variants:
-        call = partial(ours, backend=backend, fields=fields(text))
-        made.append(GpuArm(f"{OURS}[{text}]", text, (FORWARD, DECODE), call, "shape"))
+    varied = [
+        GpuArm(f"{OURS}[{text}]", text, (FORWARD, DECODE), call, "shape")
+        for text in variants
+        for call in (partial(ours, backend=backend, fields=fields(text)),)
+    ]
     tutorial, flag = partial(beside, "tutorial"), partial(beside, "single_loop")
-    steps, flash = (DECODE, GRAPH), _only("FLASH")
+    flash = _only("FLASH_ATTENTION")
     return [
-        *made,
-        GpuArm("cudnn", "SDPA cuDNN", PARTS, sdpa, scope=_only("CUDNN")),
+        GpuArm(OURS, f"polyflash {backend}", PARTS, partial(ours, backend=backend), "shape"),
+        *varied,
+        GpuArm("cudnn", "SDPA cuDNN", PARTS, sdpa, scope=_only("CUDNN_ATTENTION")),
         GpuArm("flash", "SDPA flash", PARTS, sdpa, scope=flash),
-        GpuArm("efficient", "SDPA efficient", PARTS, sdpa, scope=_only("EFFICIENT")),
-        GpuArm("folded", "SDPA folded", steps, folded, scope=flash),
+        GpuArm("efficient", "SDPA efficient", PARTS, sdpa, scope=_only("EFFICIENT_ATTENTION")),
+        GpuArm("folded", "SDPA folded", (DECODE, GRAPH), folded, scope=flash),
         GpuArm("flex", "FlexAttention", (FORWARD, BACKWARD, DECODE), flex, "shape", 120.0, last_tier=2),
         GpuArm("tutorial", "Triton tutorial's algorithm", (FORWARD, HOST), tutorial, "kernel", 120.0),
         GpuArm("flag", "FlagAttention's algorithm", (FORWARD,), flag, "kernel"),
@@ -158,25 +301,11 @@ def arms(backend: str, variants: Sequence[str] = ()) -> list[GpuArm]:
     ]
 
 
-DEFAULT = ("polyflash", "cudnn", "flash", "efficient", "folded", "flex", "tutorial", "flag", "sage")
-
-
 def fields(text: str) -> tuple[tuple[str, Any], ...]:
     """ "a=1,b=true,c=descriptor" as names and values."""
     plain = {"true": True, "false": False}
-    pairs = (part.partition("=")[::2] for part in text.split(","))
-    return tuple(
-        (name.strip(), plain.get(value.lower(), int(value) if value.isdigit() else value))
-        for name, value in pairs
-    )
-
-
-def prepared(arm: GpuArm, case: GpuCase, sets: Sequence[Tensors]) -> list[Call]:
-    """One call per set of tensors."""
-    if case.part not in arm.parts:
-        raise ValueError(f"not for {case.part}")
-    with arm.scope():
-        return [arm.prepare(case, t) for t in sets]
+    pairs = ((name.strip(), value) for name, _, value in (part.partition("=") for part in text.split(",")))
+    return tuple((name, plain.get(x.lower(), int(x) if x.isdigit() else x)) for name, x in pairs)
 
 
 def applicable(every: Sequence[GpuArm], case: GpuCase) -> list[GpuArm]:

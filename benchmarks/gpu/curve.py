@@ -7,6 +7,7 @@ python -m benchmarks.gpu.curve splits    decode with splits that follow the call
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 import polyflash
-from benchmarks.gpu.rows import Device
+from benchmarks.gpu.device import Device
 from polyflash.backends.triton.configs import DecodeConfig
 
 KV_HEADS, HEAD_DIM = 8, 128
@@ -47,7 +48,8 @@ def drawn(batch: int, heads: int, rows: int) -> Tensor:
 
 def rows_table() -> None:
     """bfloat16, causal, one request; D behind a time: the decode row ran, else the forward row."""
-    heading("group", "keys", *map(str, ROWS))
+    line("group", "keys", *map(str, ROWS))
+    line(*["---"] * (len(ROWS) + 2))
     for group, keys in product(GROUPS, KEYS):
         cells = []
         for rows in ROWS:
@@ -60,7 +62,8 @@ def rows_table() -> None:
 
 def splits_table() -> None:
     """bfloat16, one token per request: the time of the default, and how many times as long others take."""
-    heading("requests", "keys", "heads", "default, µs", *(f"{n} keys" for n in SIZES))
+    line("requests", "keys", "heads", "default, µs", *(f"{n} keys" for n in SIZES))
+    line(*["---"] * (len(SIZES) + 4))
     for (batch, keys), heads in product(STEPS, (32, 8)):
         copies = max(1, min(16, int(_COLD_BYTES / (4 * batch * keys * KV_HEADS * HEAD_DIM)) + 1))
         shapes = ((heads, 1), (KV_HEADS, keys), (KV_HEADS, keys))
@@ -77,11 +80,6 @@ def splits_table() -> None:
         line(str(batch), str(keys), f"{heads}/{KV_HEADS}", f"{first:.1f}", *ratios)
 
 
-def heading(*names: str) -> None:
-    line(*names)
-    line(*("---" for _ in names))
-
-
 def line(*cells: str) -> None:
     print("| " + " | ".join(cells) + " |", flush=True)
 
@@ -90,5 +88,8 @@ if __name__ == "__main__":
     tables = {"rows": rows_table, "splits": splits_table}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("table", choices=tables)
+    table = tables[parser.parse_args().table]
+    if not torch.cuda.is_available():
+        sys.exit(f"no CUDA device that torch {torch.__version__} can use")
     with torch.no_grad():
-        tables[parser.parse_args().table]()
+        table()

@@ -14,9 +14,9 @@ block sizes, in the interpreter), and raise ValueError for what they have no for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -160,14 +160,9 @@ def _single_loop_kernel(
 
 def tutorial_grid(head_dim: int, causal: bool) -> list[Launch]:
     """The launches that the tutorial publishes for Hopper and keeps for such a problem."""
-    every = (Launch(*x) for x in product((64, 128), (32, 64, 128), (2, 3, 4), (4, 8)))
-    return [
-        x
-        for x in every
-        if x.block_n <= head_dim
-        and not (causal and x.block_m < x.block_n)
-        and (x.warps == 4 or x.block_m * x.block_n >= 128 * 128)
-    ]
+    every = [Launch(*x) for x in product((64, 128), (32, 64, 128), (2, 3, 4), (4, 8))]
+    fitting = [x for x in every if x.block_n <= head_dim and not (causal and x.block_m < x.block_n)]
+    return [x for x in fitting if x.warps == 4 or x.block_m * x.block_n >= 128 * 128]
 
 
 def flag_launch(seqlen: int, head_dim: int, causal: bool) -> Launch:
@@ -192,36 +187,36 @@ def tutorial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tens
 def single_loop(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
     """The call, launched as FlagAttention's table for the A100 says."""
     _check(q, k, v)
-    batch, heads, seqlen, head_dim = q.shape
-    x = flag_launch(seqlen, head_dim, causal) if q.is_cuda else INTERPRETED
-
-    def call() -> Tensor:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        _single_loop_kernel[(seqlen // x.block_m, batch * heads)](
-            q, k, v, out, lse, head_dim**-0.5, seqlen, head_dim, x.block_m, x.block_n, causal,
-            num_warps=x.warps, num_stages=x.stages,
-        )  # fmt: skip
-        return out
-
-    return call
+    x = flag_launch(q.shape[2], q.shape[3], causal) if q.is_cuda else INTERPRETED
+    return _call(_single_loop_kernel, q, q.shape[3] ** -0.5, x, (causal,), lambda out: (q, k, v, out))
 
 
 def _tutorial_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, x: Launch) -> Callable[[], Tensor]:
-    descriptors = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
+    descriptors, head_dim = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9, q.shape[3]
+    blocks = (x.block_m, x.block_n, x.block_n, x.block_m)
+
+    def operands(out: Tensor) -> Sequence[Any]:
+        given = (q, k, v, out)
+        if not descriptors:
+            return given
+        shape, strides = [q.numel() // head_dim, head_dim], [head_dim, 1]
+        return [
+            TensorDescriptor(t, shape, strides, [n, head_dim]) for t, n in zip(given, blocks, strict=True)
+        ]
+
+    return _call(_tutorial_kernel, q, head_dim**-0.5 / math.log(2), x, (causal, descriptors), operands)
+
+
+def _call(
+    kernel: Any, q: Tensor, scale: float, x: Launch, flags: Sequence[bool],
+    operands: Callable[[Tensor], Sequence[Any]],
+) -> Callable[[], Tensor]:  # fmt: skip
     batch, heads, seqlen, head_dim = q.shape
-    scale2 = head_dim**-0.5 / math.log(2)
 
     def call() -> Tensor:
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        operands = [q, k, v, out]
-        if descriptors:
-            blocks = (x.block_m, x.block_n, x.block_n, x.block_m)
-            operands = [
-                TensorDescriptor(t, [batch * heads * seqlen, head_dim], [head_dim, 1], [rows, head_dim])
-                for t, rows in zip(operands, blocks, strict=True)
-            ]
-        _tutorial_kernel[(seqlen // x.block_m, batch * heads)](
-            *operands, lse, scale2, seqlen, head_dim, x.block_m, x.block_n, causal, descriptors,
+        kernel[(seqlen // x.block_m, batch * heads)](
+            *operands(out), lse, scale, seqlen, head_dim, x.block_m, x.block_n, *flags,
             num_warps=x.warps, num_stages=x.stages,
         )  # fmt: skip
         return out
@@ -247,8 +242,7 @@ def _quickest(q: Tensor, k: Tensor, v: Tensor, causal: bool, grid: list[Launch])
         call = _tutorial_call(q, k, v, causal, x)
         try:
             call()
-            once = queued(call, 1)
-            if once < 1.5 * min(found.values(), default=math.inf):
+            if queued(call, 1) < 1.5 * min(found.values(), default=math.inf):
                 found[x] = min(queued(call, 3) for _ in range(2))
         except (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError) as error:
             refused = f"{type(error).__name__}: {error}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import page, plot, tables
-from benchmarks.gpu.arms import OURS
-from benchmarks.gpu.cases import BACKWARD, DECODE, FORWARD, GRAPH, HOST
-from benchmarks.tables import short
+from benchmarks import plot, tables
+from benchmarks.gpu.arms import BACKWARD, DECODE, FORWARD, GRAPH, HOST, OURS
+from benchmarks.tables import grouped, short
 from polyflash.bench.timing import median
 
 Row = dict[str, Any]
@@ -21,6 +20,7 @@ _LEGEND = (
     " our slice. *MHz*, *W*: SM clock and power during the row."
 )
 _UNITS = {FORWARD: "TFLOP/s", BACKWARD: "TFLOP/s", DECODE: "GB/s of keys and values"}
+_CEILINGS = {FORWARD: "matmul_tflops", BACKWARD: "matmul_tflops", DECODE: "copy_gbs"}
 
 
 def rate(row: Row, arm: str) -> float | None:
@@ -29,8 +29,8 @@ def rate(row: Row, arm: str) -> float | None:
         return None
     part, s = row["case"]["part"], row["arms"][arm]["median_s"]
     if part in (FORWARD, BACKWARD):
-        return row["flops"] / s / 1e12
-    return row["key_bytes"] / s / 1e9 if part == DECODE else s * 1e6
+        return float(row["flops"] / s / 1e12)
+    return float(row["key_bytes"] / s / 1e9 if part == DECODE else s * 1e6)
 
 
 def ratio(row: Row, peer: str | None) -> float | None:
@@ -48,44 +48,39 @@ def best_peer(row: Row) -> str | None:
 def line(row: Row) -> str:
     """One row as it is measured."""
     cells = [f"{name} {_cell(rate(row, name))}" for name in row["arms"]]
-    cells += [f"{name} -" for name in row["absent"]]
-    return f"{row['name']}: " + ", ".join(cells)
+    return f"{row['name']}: " + ", ".join((*cells, *(f"{name} -" for name in row["absent"])))
+
+
+def _middle(found: dict[str, float], form: str, of: str = "") -> str:
+    """The median, and the lowest with its row."""
+    where = min(found, key=found.__getitem__)
+    return f"median {median(list(found.values())):{form}}{of}, lowest {found[where]:{form}} ({where})"
 
 
 def summary(content: dict[str, Any]) -> list[str]:
     """How the rows stand to what is asked of this engine, and which of ours have no figure."""
-    rows = content["rows"]
+    rows, copy, full = content["rows"], _ceiling(content, "copy_gbs"), {}
     lines = [f"{len(rows)} rows"]
     for part in (FORWARD, BACKWARD):
         for peer in ("flash", "cudnn", "tutorial", "flag", "flex"):
             found = {r["name"]: x for r in rows if r["case"]["part"] == part and (x := ratio(r, peer))}
             if found:
-                ahead, where = sum(x >= 1 for x in found.values()), min(found, key=found.__getitem__)
-                lines.append(
-                    f"{part}: {ahead} of {len(found)} rows at least as quick as {peer};"
-                    f" median {median(list(found.values())):.2f}, lowest {found[where]:.2f} ({where})"
+                ahead = (
+                    f"{part}: {sum(x >= 1 for x in found.values())} of {len(found)} rows at least as quick"
                 )
-    lines += _decode_summary(content)
-    lines += [f"{r['name']}: ours: {r['absent'][OURS]}" for r in rows if OURS in r["absent"]]
-    lines += [f"{x['name']}: device lost by {x['arm'] or 'whom?'}: {x['reason']}" for x in content["losts"]]
-    return lines
-
-
-def _decode_summary(content: dict[str, Any]) -> Iterator[str]:
-    copy, full = _ceiling(content, "copy_gbs"), {}
-    for r in content["rows"]:
+                lines.append(f"{ahead} as {peer}; {_middle(found, '.2f')}")
+    for r in rows:
         c, x = r["case"], rate(r, OURS)
         if c["part"] == DECODE and c["batch"] * c["kv_heads"] >= 64 and c["seqlen_k"] >= 8192 and x and copy:
             full[r["name"]] = x / copy
     if full:
-        where = min(full, key=full.__getitem__)
-        yield (
-            f"decode, 64 heads and 8k keys or more: median {median(list(full.values())):.0%} of the copy's"
-            f" {copy:.0f} GB/s, lowest {full[where]:.0%} ({where})"
-        )
-    for r in content["rows"]:
-        if r["case"]["part"] in (GRAPH, HOST) and (x := rate(r, OURS)):
-            yield f"{r['name']}: {x:.1f} µs"
+        of = f" of the copy's {copy:.0f} GB/s"
+        lines.append(f"decode, 64 heads and 8k keys or more: {_middle(full, '.0%', of)}")
+    small = [(r["name"], rate(r, OURS)) for r in rows if r["case"]["part"] in (GRAPH, HOST)]
+    lines += [f"{name}: {us:.1f} µs" for name, us in small if us]
+    lines += [f"{r['name']}: ours: {r['absent'][OURS]}" for r in rows if OURS in r["absent"]]
+    lost = "{name}: device lost by {arm}: {reason}".format
+    return lines + [lost(**{**x, "arm": x["arm"] or "whom?"}) for x in content["losts"]]
 
 
 def _ceiling(content: dict[str, Any], name: str) -> float:
@@ -98,9 +93,12 @@ def write(content: dict[str, Any], file: Path) -> None:
     """The page, and beside it the pictures, if matplotlib is here. What stands in the page from its heading
     "What the tables do not show" on stays."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    before = file.read_text(encoding="utf-8") if file.exists() else ""
-    text = "\n".join(markdown(content, file.stem, _pictures(content, file)))
-    file.write_text(text + "\n" + page.kept(before), encoding="utf-8")
+    by_part = grouped((r for r in content["rows"] if r["arms"]), lambda r: r["case"]["part"])
+    drawn = {part: f"{file.stem}-{part}.png" for part in _UNITS if plot.possible() and part in by_part}
+    for part, name in drawn.items():
+        _draw(by_part[part], part, _UNITS[part], file.with_name(name))
+    text = "\n".join(markdown(content, file.stem, [*drawn.values()]))
+    file.write_text(text + "\n" + tables.kept(tables.written(file)), encoding="utf-8")
 
 
 def markdown(content: dict[str, Any], title: str, pictures: Sequence[str] = ()) -> list[str]:
@@ -119,26 +117,26 @@ def markdown(content: dict[str, Any], title: str, pictures: Sequence[str] = ()) 
         "protocol": "interleaved in one process, CUDA events, median of the rounds, inputs rotated, outputs"
         " checked against float64 on a slice",
     }
-    lines = [f"# {title}", "", "| | |", "|---|---|", *tables.markdown([("", ""), *facts.items()])[2:], ""]
-    lines += [_LEGEND, "", *(f"- {x}" for x in summary(content)), ""]
-    lines += [f"![{name}]({name})" for name in pictures]
-    by_table: dict[str, list[Row]] = {}
-    for r in content["rows"]:
-        by_table.setdefault(r["case"]["table"], []).append(r)
-    for name, rows in by_table.items():
+    lines = [f"# {title}", "", *tables.facts(facts), "", _LEGEND, ""]
+    lines += [*(f"- {x}" for x in summary(content)), "", *(f"![{name}]({name})" for name in pictures)]
+    for name, rows in grouped(content["rows"], lambda r: r["case"]["table"]).items():
         lines += ["", f"### {name}", "", *_table(rows, content, run["titles"])]
-    return [*lines, *_absences(content["rows"])]
+    absent = [(*pair, r["name"]) for r in content["rows"] for pair in r["absent"].items()]
+    lines += ["", "### Without a figure", ""] if absent else []
+    for (name, reason), some in grouped(absent, lambda x: x[:2]).items():  # one line per arm and reason
+        where = [x[2] for x in some]
+        shown = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
+        lines.append(f"- {name}: {reason} ({shown})".replace("|", "/"))
+    return lines
 
 
 def _table(rows: Sequence[Row], content: dict[str, Any], titles: dict[str, str]) -> list[str]:
     part = rows[0]["case"]["part"]
-    names = list(dict.fromkeys(name for r in rows for name in (*r["arms"], *r["absent"])))
+    names = dict.fromkeys(name for r in rows for name in (*r["arms"], *r["absent"]))
     peers = [n for n in names if n != OURS and any(n in r["arms"] for r in rows)]
-    ceiling = {FORWARD: "matmul_tflops", BACKWARD: "matmul_tflops", DECODE: "copy_gbs"}.get(part, "")
-    peak = _ceiling(content, ceiling) if ceiling else 0.0
-    heads = ["problem", "ours", "±", *(["peak"] if peak else [])]
-    heads += [titles.get(n, n) for n in peers] + ["×best", *(f"×{n}" for n in peers[:4]), "error", "MHz", "W"]
-    lines = [heads]
+    peak = _ceiling(content, _CEILINGS[part]) if part in _CEILINGS else 0.0
+    heads = ["problem", "ours", "±", *(["peak"] if peak else []), *(titles.get(n, n) for n in peers)]
+    lines = [[*heads, "×best", *(f"×{n}" for n in peers[:4]), "error", "MHz", "W"]]
     for r in sorted(rows, key=lambda r: [r["case"][n] for n in ("head_dim", "causal", "seqlen_k", "batch")]):
         x, arm = rate(r, OURS), r["arms"].get(OURS)
         cells = [problem(r["case"]), _cell(x), f"{arm['iqr_s'] / arm['median_s']:.0%}" if arm else ""]
@@ -158,50 +156,25 @@ def problem(c: dict[str, Any]) -> str:
     return f"{kind}{rows}{c['seqlen_k']} keys, {c['batch']}×{heads} heads, d{c['head_dim']}"
 
 
-def _absences(rows: Sequence[Row]) -> Iterator[str]:
-    """Who has no figure where, and why: one line per arm and reason."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for r in rows:
-        for pair in r["absent"].items():
-            reasons.setdefault(pair, []).append(r["name"])
-    if reasons:
-        yield from ("", "### Without a figure", "")
-    for (name, reason), where in reasons.items():
-        shown = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
-        yield f"- {name}: {reason} ({shown})".replace("|", "/")
-
-
 def _cell(x: float | None) -> str:
     return "" if x is None else short(x)
-
-
-def _pictures(content: dict[str, Any], file: Path) -> list[str]:
-    """Names of the files written."""
-    drawn = []
-    for part, unit in _UNITS.items() if plot.possible() else ():
-        rows = [r for r in content["rows"] if r["case"]["part"] == part and r["arms"]]
-        if rows:
-            drawn.append(f"{file.stem}-{part}.png")
-            _draw(rows, part, unit, file.parent / drawn[-1])
-    return drawn
 
 
 def _draw(rows: Sequence[Row], part: str, unit: str, file: Path) -> None:
     """One panel per table, head_dim and mask (decode: heads and batch); a line per arm over the keys."""
     fields = ("heads", "batch") if part == DECODE else ("table", "head_dim", "causal")
-    keys = [tuple(r["case"][name] for name in fields) for r in rows]
-    panels = sorted({key for key in keys if keys.count(key) > 1}) or keys[:1]
+    of = grouped(rows, lambda r: tuple(r["case"][name] for name in fields))
+    panels = sorted(key for key, some in of.items() if len(some) > 1) or [*of][:1]
     names = list(dict.fromkeys(name for r in rows for name in r["arms"]))
 
-    def panel(axis: Any, of: tuple[Any, ...]) -> str:
-        here = [r for r, key in zip(rows, keys, strict=True) if key == of]
+    def panel(axis: Any, key: tuple[Any, ...]) -> str:
         for name, color in zip(names, _COLORS, strict=False):
-            points = sorted((r["case"]["seqlen_k"], x) for r in here if (x := rate(r, name)) is not None)
+            points = sorted((r["case"]["seqlen_k"], x) for r in of[key] if (x := rate(r, name)) is not None)
             axis.plot(*zip(*points, strict=True) if points else ((), ()), "o-", label=name, color=color, ms=3)
         axis.set_xscale("log", base=2)
         axis.set_ylim(0, None)
         if part == DECODE:
-            return f"heads {of[0]}, batch {of[1]}"
-        return f"{of[0]}\nd{of[1]}, {'causal' if of[2] else 'full'}"
+            return f"heads {key[0]}, batch {key[1]}"
+        return f"{key[0]}\nd{key[1]}, {'causal' if key[2] else 'full'}"
 
     plot.figure_of(panels, min(4, len(panels)), panel, file, ("keys", unit), size=8)

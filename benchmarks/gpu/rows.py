@@ -1,26 +1,45 @@
-"""One row of the GPU suite: its arms prepared, their outputs checked, then timed by turns on rotated inputs,
-by events of the device, or by the host's clock on a CPU. Times are seconds per call.
+"""One row of the GPU suite: its kernels tried, its arms prepared, their outputs checked, then timed by turns
+on rotated inputs.
 
 Outputs and gradients are held to plain torch in float64 (float32 where that is too large) on a slice.
+
+Kernels that may hang or crash are tried before anything is timed, in processes that can be killed. Several
+work at once, which also fills the caches of compiled kernels; nothing is timed meanwhile. Between the waves
+of a run they wait. An answer is {"error": …}, the relative error of the slice, or {"reason": …}.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import queue
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.child import why
 from benchmarks.gpu import arms as gpu_arms
-from benchmarks.gpu.arms import OURS, Call, GpuArm, Tensors, applicable, is_fatal
-from benchmarks.gpu.cases import BACKWARD, DECODE, GRAPH, HOST, GpuCase
+from benchmarks.gpu.arms import (
+    BACKWARD,
+    GRAPH,
+    HOST,
+    OURS,
+    Call,
+    GpuArm,
+    GpuCase,
+    Tensors,
+    applicable,
+    is_fatal,
+)
+from benchmarks.gpu.device import Clock, Device, Sensors
+from benchmarks.peers import Answer, Child, why
+from polyflash.bench.peak import ceilings
 from polyflash.bench.timing import iqr, median
 
 SLICE_TOLERANCE = {"bfloat16": 1.2e-2, "float16": 3e-3, "float32": 2e-5}  # relative L2 of a slice
@@ -30,19 +49,18 @@ ROUNDS, CALLS, FEWEST_CALLS = 5, 20, 3
 SETS, _GRAPH_SETS = 3, 20  # of inputs, rotated; those of a graph, which reads memory, are beyond the L2
 _SHARE = 0.4  # of the device's memory, for all sets of inputs
 _SAMPLE = 0.05  # seconds: calls of more than a twentieth of it are fewer than `CALLS`
-_FLUSHED = 512 << 20  # bytes written between decode steps: ten times an H200's L2, and 0.1 ms in which the
-# host gets ahead, so that no launch is on the clock
-_GRAPH_CALLS, _HOST_CALLS = 20, 100
+_HOST_CALLS = 100
 _ORDER = random.Random(0)
-Clock = Callable[[Sequence[Call], int], float]
+START = 120.0  # seconds in which a child has imported everything
+_OVERTIME = 10.0  # seconds that a task may go on after the end of its wave
 
 
 class DeviceLost(Exception):
     """The device answers this process no more; a new one may go on. `arm`: by whom, "" if that is unknown."""
 
-    def __init__(self, arm: str, reason: str) -> None:
-        super().__init__(f"{arm or 'unknown'}: {reason}")
-        self.arm, self.reason = arm, reason
+    def __init__(self, arm: str, problem: Exception) -> None:
+        self.arm, self.reason = arm, why(problem)
+        super().__init__(f"{arm or 'unknown'}: {self.reason}")
 
 
 @dataclass
@@ -59,101 +77,13 @@ class Timed:
         return {"median_s": middle, "iqr_s": spread, "calls": self.repeats, "samples": self.samples}
 
 
-class Device:
-    """The device under the suite: "cuda", "cuda:1", ..., or "cpu" to try the suite itself."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.while_busy: Callable[[], None] = lambda: None  # runs once work is queued, off the clock
-        self.is_cuda = torch.device(name).type == "cuda"
-        self._flush: Tensor | None = None
-
-    def synchronize(self) -> None:
-        if self.is_cuda:
-            torch.cuda.synchronize()
-
-    def flush(self) -> None:
-        """Drives everything out of the L2."""
-        if self.is_cuda:
-            if self._flush is None:
-                self._flush = torch.empty(_FLUSHED // 4, dtype=torch.int32, device=self.name)
-            self._flush.zero_()
-
-    def seconds(self, calls: Sequence[Call], repeats: int) -> float:
-        """Per call, of `repeats` calls one after the other, taking the next of `calls` each time."""
-        if not self.is_cuda:
-            return self.host_seconds(calls, repeats)
-        ends = _events(lambda: _run(calls, repeats))
-        self.while_busy()
-        self.synchronize()
-        return ends[0].elapsed_time(ends[1]) / repeats / 1e3
-
-    def cold_seconds(self, calls: Sequence[Call], repeats: int) -> float:
-        """The median of calls that find nothing in the L2."""
-        if not self.is_cuda:
-            return self.host_seconds(calls, repeats)
-        pairs = []
-        for i in range(repeats):
-            self.flush()
-            pairs.append(_events(calls[i % len(calls)]))
-        self.while_busy()
-        self.synchronize()
-        return median([begin.elapsed_time(end) / 1e3 for begin, end in pairs])
-
-    def host_seconds(self, calls: Sequence[Call], repeats: int) -> float:
-        """Until a call returns, its work queued. Take fewer calls than a queue holds; the wait is untimed."""
-        self.synchronize()
-        began = time.perf_counter()
-        _run(calls, repeats)
-        taken = time.perf_counter() - began
-        self.synchronize()
-        return taken / repeats
-
-    def replayed_seconds(self, graphs: Sequence[Call], repeats: int) -> float:
-        """Per call inside a graph."""
-        return self.seconds(graphs, repeats) / _GRAPH_CALLS
-
-    def graphed(self, calls: Sequence[Call], count: int = _GRAPH_CALLS) -> Call:
-        """A CUDA graph of so many calls; on a CPU, as many calls."""
-        if not self.is_cuda:
-            return lambda: _run(calls, count)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            _run(calls, len(calls))
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            _run(calls, count)
-        return graph.replay
-
-    def clock(self, part: str) -> Clock:
-        clocks = {DECODE: self.cold_seconds, GRAPH: self.replayed_seconds, HOST: self.host_seconds}
-        return clocks.get(part, self.seconds)
-
-
-def _run(calls: Sequence[Call], repeats: int) -> None:
-    for i in range(repeats):
-        calls[i % len(calls)]()
-
-
-def _events(call: Call) -> tuple[Any, Any]:
-    """Recorded before and behind a call."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    return begin, end
-
-
 def interleaved(timed: Sequence[Timed], clock: Clock, *, rounds: int, repeats: int = 0) -> None:
     """Adds `rounds` samples to every arm, once each per round, in a random order: a device at its power limit
     is as quick as what ran before lets it be. Half a sample goes by unmeasured for the same reason.
     `repeats`: calls of a sample; 0: as many as fit `_SAMPLE`, at most `CALLS`."""
     for t in timed:
         with t.arm.scope():
-            clock(t.calls, max(2, len(t.calls)))
-            once = clock(t.calls, max(2, len(t.calls)))
+            _, once = (clock(t.calls, max(2, len(t.calls))) for _ in range(2))
         t.repeats = repeats or min(CALLS, max(FEWEST_CALLS, round(_SAMPLE / max(once, 1e-9))))
     for _ in range(rounds):
         for t in _ORDER.sample(list(timed), len(timed)):
@@ -177,9 +107,13 @@ def verdict(case: GpuCase, arm: GpuArm, found: dict[str, Any]) -> str:
 
 
 def measure(
-    case: GpuCase, every: Sequence[GpuArm], device: Device, *, rounds: int, sensors: Any,
+    case: GpuCase,
+    every: Sequence[GpuArm],
+    device: Device,
+    sensors: Sensors,
+    rounds: int,
     excused: dict[str, str],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The row as plain data. `excused`: arms that are not to be started, with the reason.
 
     Raises:
@@ -190,8 +124,12 @@ def measure(
     errors: dict[str, float] = {}
     timed: list[Timed] = []
     sets: list[Tensors] = []
+    wanted = _GRAPH_SETS if case.part == GRAPH else SETS
+    if device.is_cuda:  # fewer if they are large
+        memory = torch.cuda.get_device_properties(device.name).total_memory * _SHARE
+        wanted = min(wanted, max(1, int(memory / max(1.0, case.work.bytes))))
     try:
-        sets = _sets(case, device)
+        sets = [gpu_arms.make_tensors(case, device.name, seed) for seed in range(wanted)]
         for arm in here:
             if arm.name not in absent:
                 reason, calls = _checked(case, arm, sets, device, errors)
@@ -205,13 +143,11 @@ def measure(
         absent |= {arm.name: why(problem) for arm in here if arm.name not in absent}
         timed = []
     except Exception as problem:
-        if is_fatal(problem):
-            raise DeviceLost("", why(problem)) from problem
+        if is_fatal(problem) and not isinstance(problem, DeviceLost):
+            raise DeviceLost("", problem) from problem
         raise
-    row = left_out(case, "") | {
-        "sets": len(sets), "arms": {t.arm.name: t.plain() for t in timed if t.samples}, "errors": errors,
-        "absent": absent, "sensors": sensors.taken(),
-    }  # fmt: skip
+    row = left_out(case, "") | {"sets": len(sets), "errors": errors, "absent": absent}
+    row |= {"arms": {t.arm.name: t.plain() for t in timed if t.samples}, "sensors": sensors.taken()}
     timed, sets = [], []
     gc.collect()
     if device.is_cuda:
@@ -222,17 +158,8 @@ def measure(
 def left_out(case: GpuCase, reason: str) -> dict[str, Any]:
     """The row of a case that is not measured."""
     work = {"flops": case.work.flops, "bytes": case.work.bytes, "key_bytes": case.key_bytes}
-    about = {"kind": "row", "name": case.name, "case": case.plain(), **work}
+    about = {"kind": "row", "name": case.name, "case": vars(case), **work}
     return about | {"sets": 0, "arms": {}, "errors": {}, "absent": {OURS: reason}, "sensors": {}}
-
-
-def _sets(case: GpuCase, device: Device) -> list[Tensors]:
-    """As many sets of inputs as rotate, fewer if they are large."""
-    wanted = _GRAPH_SETS if case.part == GRAPH else SETS
-    if device.is_cuda:
-        memory = torch.cuda.get_device_properties(device.name).total_memory * _SHARE
-        wanted = min(wanted, max(1, int(memory / max(1.0, case.work.bytes))))
-    return [gpu_arms.make_tensors(case, device.name, seed) for seed in range(wanted)]
 
 
 def _checked(
@@ -248,17 +175,29 @@ def _checked(
             with arm.scope():
                 calls = [device.graphed(calls)]
         return reason, calls
-    except torch.cuda.OutOfMemoryError as problem:
-        return why(problem), []
     except Exception as problem:  # whatever a peer raises is why it has no figure
-        if is_fatal(problem):
-            raise DeviceLost(arm.name, why(problem)) from problem
+        if not isinstance(problem, torch.cuda.OutOfMemoryError) and is_fatal(problem):
+            raise DeviceLost(arm.name, problem) from problem
         return why(problem), []
+
+
+def tried(arm: GpuArm, case: GpuCase, device: str) -> dict[str, Any]:
+    """One call of an arm, in a process of its own: its error, or why there is none; `fatal` if the device is
+    lost to it."""
+    try:
+        answer: dict[str, Any] = {"error": first_call(case, arm, [gpu_arms.make_tensors(case, device, 0)])[1]}
+    except Exception as problem:  # whatever a kernel raises is why it has no figure
+        answer = {"reason": why(problem), **({"fatal": True} if is_fatal(problem) else {})}
+    gpu_arms.forget_compiled()
+    gc.collect()
+    if device != "cpu" and "fatal" not in answer:
+        torch.cuda.empty_cache()
+    return answer
 
 
 def first_call(case: GpuCase, arm: GpuArm, sets: Sequence[Tensors]) -> tuple[list[Call], float]:
     """An arm's calls, and the error of the first one's result, in memory that held NaN."""
-    calls = gpu_arms.prepared(arm, case, sets)
+    calls = arm.prepared(case, sets)
     with arm.scope():
         gpu_arms.poison(sets[0])
         return calls, error(case, sets[0], calls[0]())
@@ -296,10 +235,8 @@ def _gradients(case: GpuCase, t: Tensors) -> Sequence[Tensor]:
     """dq, dk, dv of the last key/value head of the last request, with its query heads, by autograd."""
     kind = torch.float64 if case.seqlen_k <= _WIDE else torch.float32
     q, k, v, dout = (x.detach().to(kind) for x in _of_one_head(case, t.q, t.k, t.v, t.dout))
-    for x in (q, k, v):
-        x.requires_grad_()
-    every = torch.arange(case.seqlen_q, device=q.device)
-    return torch.autograd.grad(_attention(case, q, k, v, every), (q, k, v), dout)
+    every, inputs = torch.arange(case.seqlen_q, device=q.device), [x.requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(_attention(case, q, k, v, every), inputs, dout)
 
 
 def _attention(case: GpuCase, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
@@ -316,3 +253,89 @@ def _of_one_head(case: GpuCase, q: Any, k: Any, v: Any, *more: Any) -> list[Tens
     (1, seqlen_k, head_dim)."""
     group = case.heads // case.kv_heads
     return [q[-1, -group:], k[-1, -1:], v[-1, -1:], *(x[-1, -group:] for x in more)]
+
+
+class Task(NamedTuple):
+    """One arm on one case."""
+
+    arm: GpuArm
+    case: GpuCase
+
+    @property
+    def kernel(self) -> tuple[Any, ...]:
+        """What tasks of an arm share where each kernel is tried once."""
+        c = self.case
+        if self.arm.tried == "shape":
+            return self.arm.name, c.name
+        return self.arm.name, c.part, c.dtype, c.head_dim, c.causal, c.kv_heads < c.heads
+
+
+class Children:
+    """Up to `workers` processes. `settings`: device, backend, variants, and the module of peer kernels.
+    `patience`: seconds for any answer, if not 0; else the arm's own."""
+
+    def __init__(self, workers: int, settings: Sequence[Any], patience: float = 0.0) -> None:
+        self.workers, self.settings, self.patience = workers, settings, patience
+        self._idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
+        self._one_at_a_time = threading.Lock()
+
+    def tried(
+        self, tasks: Sequence[Task], heard: Callable[[Task, dict[str, Any]], None], *, until: float
+    ) -> None:
+        """Tells every answer to `heard`, one at a time; tasks not begun `until` then (time.monotonic()) have
+        none."""
+
+        def ask(task: Task) -> None:
+            if time.monotonic() >= until:
+                return
+            try:
+                child = self._idle.get_nowait()
+            except queue.Empty:
+                child = Child(_trying, self.settings, START)
+            patience = min(self.patience or task.arm.patience, until - time.monotonic() + _OVERTIME)
+            answer = child.ask((task.arm.name, task.case), patience)
+            if child.alive:
+                self._idle.put(child)
+            with self._one_at_a_time:
+                heard(task, answer)
+
+        with ThreadPoolExecutor(max(1, min(self.workers, len(tasks)))) as pool:
+            list(pool.map(ask, tasks))
+
+    def close(self) -> None:
+        while not self._idle.empty():
+            self._idle.get().end()
+
+
+def _trying(device: str, backend: str, variants: Sequence[str], kernels: str) -> Answer:
+    """The child: what tries an arm, by its name, on a case."""
+    gpu_arms.KERNELS = kernels
+    torch.set_num_threads(1)
+    known = {arm.name: arm for arm in gpu_arms.arms(backend, variants)}
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    return lambda task: tried(known[task[0]], task[1], device)
+
+
+def measuring(
+    device: str, backend: str, variants: Sequence[str], kernels: str, names: Sequence[str], rounds: int
+) -> Answer:
+    """The process that measures the arms of these names: what answers a case and who is excused from it, or
+    None, with the machine and its ceilings."""
+    gpu_arms.KERNELS = kernels
+    here, chosen = Device(device), [arm for arm in gpu_arms.arms(backend, variants) if arm.name in names]
+    sensors = Sensors(torch.device(device) if here.is_cuda else None)
+    here.while_busy = sensors.read
+    if here.is_cuda:
+        torch.cuda.set_device(device)
+
+    def answer(request: tuple[GpuCase, dict[str, str]] | None) -> dict[str, Any]:
+        if request is None:
+            found = ceilings(device, lambda call, repeats: here.seconds([call], repeats))
+            return {"machine": here.facts(), "ceilings": found, "sensors": sensors.taken()}
+        try:
+            return {"row": measure(request[0], chosen, here, sensors, rounds, request[1])}
+        except DeviceLost as lost:
+            return {"arm": lost.arm, "reason": lost.reason, "fatal": True}
+
+    return answer

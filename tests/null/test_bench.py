@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import cases, problem, suite, tables
+from benchmarks import cases, command, problem, tables
 from benchmarks.cases import SDPA, Case
 from polyflash import compare as comparing
 from polyflash import target
@@ -28,7 +28,7 @@ def rounds(*values: tuple[float, float, float, float]) -> Comparison:
     """From (ours, torch, ours on 1 thread, speed) per round."""
     return Comparison(
         tuple(
-            Round({plain.OURS: a, SDPA: b, plain.ALONE: c, suite.AFTER: 1.5 * a}, speed)
+            Round({plain.OURS: a, SDPA: b, plain.ALONE: c, command.AFTER: 1.5 * a}, speed)
             for a, b, c, speed in values
         )
     )
@@ -43,7 +43,7 @@ def result(
     backend: str = "cpu",
 ) -> dict:
     best = peak.Peak("fp32", per_thread=100.0, together=190.0, threads=2, cores=2)
-    return suite.row(case, backend, comparison, difference, ours, SOUND, 1e9, 4e9, best, 2)
+    return command.row(case, backend, comparison, difference, ours, SOUND, 1e9, 4e9, best, 2)
 
 
 class Clock:

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import polyflash
-from benchmarks import cases, command, page, plot, suite, tables
+from benchmarks import cases, command, plot, tables
 from benchmarks.cases import SDPA, Case
-from benchmarks.decode import keys as decode_keys
 from benchmarks.decode import problems as decode
 from benchmarks.decode import stream
 from benchmarks.problem import PLAIN, error_of
@@ -37,9 +36,9 @@ compiled = pytest.mark.skipif(not stream.available(), reason="numba is not insta
 def small_cache(monkeypatch):
     """Of 64 KiB, so that a few small sets spill it."""
     monkeypatch.setattr(stream, "last_level_bytes", lambda: 1 << 16)
-    decode_keys._key_sets.cache_clear()
+    decode._key_sets.cache_clear()
     yield
-    decode_keys._key_sets.cache_clear()
+    decode._key_sets.cache_clear()
 
 
 def first(part: str, **wanted) -> Case:
@@ -55,10 +54,10 @@ def first(part: str, **wanted) -> Case:
 def row(case: Case, seconds: dict[str, float], **chosen) -> dict:
     """A measured row of three quiet rounds, all alike, whose call reads 40 MB."""
     rounds = Comparison(tuple(Round({plain.OURS: 1e-3, **seconds}, 1.0) for _ in range(3)))
-    made = suite.row(
+    made = command.row(
         case, "cpu/decode", rounds, 0.0, SOUND, SOUND, 1e9, 1e9, None, 1, bytes=40_000_000, chosen=chosen
     )
-    return {"section": cases.section(case), **made}
+    return {"section": case.section, **made}
 
 
 def figures(r: dict) -> dict[str, str]:
@@ -89,14 +88,14 @@ def test_what_a_read_cannot_read_is_refused():
 
 
 def test_sets_spill_the_last_cache_and_come_by_turns():
-    assert decode_keys.copies(1 << 15) * (1 << 15) == decode_keys.SPILL << 16
-    assert decode_keys.copies(1 << 30) == 1
-    assert decode_keys.copies(1) == decode_keys.MOST
-    sets = decode_keys.key_sets(first(cases.STEPS).workload)
-    assert sum(s.bytes for s in sets) >= decode_keys.SPILL << 16
+    assert decode.copies(1 << 15) * (1 << 15) == decode.SPILL << 16
+    assert decode.copies(1 << 30) == 1
+    assert decode.copies(1) == decode.MOST
+    sets = decode.key_sets(first(cases.STEPS).workload)
+    assert sum(s.bytes for s in sets) >= decode.SPILL << 16
     assert len({s.k.data_ptr() for s in sets}) == len(sets) > 1
     assert all(torch.equal(s.k, sets[0].k) and torch.equal(s.v, sets[0].v) for s in sets)
-    turn = decode_keys.Turn(sets)
+    turn = decode.Turn(sets)
     assert {id(turn()) for _ in sets} == set(map(id, sets))
     assert turn() is not turn()
 
@@ -109,19 +108,19 @@ def test_the_system_tells_its_cache_and_pages():
 @pytest.mark.parametrize("heads_outer", [False, True])
 def test_pages_hold_what_the_whole_holds(heads_outer):
     k, v = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
-    made = decode_keys.pool(k, v, 16, heads_outer=heads_outer)
+    made = decode.pool(k, v, 16, heads_outer=heads_outer)
     assert made.k.shape == (4, 16, 2, 8)
     assert made.k.is_contiguous() is not heads_outer
     assert made.table.tolist() != [[0, 1, 2, 3]]
-    assert torch.equal(decode_keys.gathered(made.k, made.table[0], 64), k)
-    assert torch.equal(decode_keys.gathered(made.v, made.table[0], 50), v[:, :, :50])
+    assert torch.equal(decode.gathered(made.k, made.table[0], 64), k)
+    assert torch.equal(decode.gathered(made.v, made.table[0], 50), v[:, :, :50])
 
 
 @pytest.mark.skipif(not stream.available(), reason="the loop is compiled")
 @pytest.mark.parametrize("heads_outer", [False, True])
 def test_every_byte_of_the_pages_is_read(heads_outer):
     k, v = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
-    (read,) = decode_keys.page_reads(decode_keys.pool(k, v, 16, heads_outer=heads_outer)).values()
+    read = decode.pool(k, v, 16, heads_outer=heads_outer).reader()
     read()
     want = sum(int(x.contiguous().view(torch.int32).sum(dtype=torch.int64)) for x in (k, v))
     assert read.bytes == k.nbytes + v.nbytes and read.total == want % (1 << 32)
@@ -219,7 +218,7 @@ def test_a_wrong_table_is_a_mismatch(monkeypatch):
         "attention_paged",
         lambda q, k, v, table, *rest, **o: right(q, k, v, 0 * table, *rest, **o),
     )
-    found = suite.measure(BUILT[2], seconds=0.001, calibration=None)
+    found = command.measure(BUILT[2], seconds=0.001, calibration=None)
     assert "mismatch" in found["marks"]
     assert figures(found)["×whole"] == "! —"
 
@@ -235,18 +234,16 @@ def test_every_other_output_is_compared_with_ours():
 
 def test_figures_are_rates_and_ratios_of_medians():
     step = first(cases.STEPS, kind="gqa")
-    arms = {decode_keys.IN_ORDER: 0.9e-3, decode_keys.PLACES: 0.8e-3, SDPA: 5e-3, decode.FOLDED: 2e-3}
-    found = figures(row(step, {**arms, suite.AFTER: 2e-3}))
+    arms = {decode.IN_ORDER: 0.9e-3, decode.PLACES: 0.8e-3, SDPA: 5e-3, decode.FOLDED: 2e-3}
+    found = figures(row(step, {**arms, command.AFTER: 2e-3}))
     assert found["GB/s"] == "40.0" and (found["stream"], found["by"], found["after"]) == ("80%", "places", "")
-    between = {
-        decode_keys.between(name): s for name, s in zip(decode_keys.READERS, (1e-3, 3e-3, 2e-3), strict=True)
-    }
-    found = figures(row(step, {**arms, decode_keys.AMAX: 0.7e-3, suite.AFTER: 2e-3, **between}))
+    between = {decode.between(name): s for name, s in zip(decode.READERS, (1e-3, 3e-3, 2e-3), strict=True)}
+    found = figures(row(step, {**arms, decode.AMAX: 0.7e-3, command.AFTER: 2e-3, **between}))
     assert (found["stream"], found["by"], found["after"]) == ("70%", "amax", "50%")
     assert found["ratio"] == "5.00" and found["folded"] == "2.00" and found["on"] == "cpu/decode"
     alone = Comparison((Round({plain.OURS: 1.0, SDPA: 1.0}, 1.0),))
-    assert suite.row(step, "", alone, 0.0, SOUND, SOUND, 1.0, 1.0, None, 1)["after_torch"] is None
-    found = figures(row(first(cases.PAGED), {PLAIN: 0.8e-3, decode_keys.PAGES: 0.7e-3}))
+    assert command.row(step, "", alone, 0.0, SOUND, SOUND, 1.0, 1.0, None, 1)["after_torch"] is None
+    found = figures(row(first(cases.PAGED), {PLAIN: 0.8e-3, decode.PAGES: 0.7e-3}))
     assert found["×whole"] == "1.25" and found["stream"] == "" and found["of pages"] == "70%"
     assert figures(row(first(cases.RAGGED), {PLAIN: 0.9e-3}))["of one"] == "90%"
     found = figures(row(first(cases.CASCADE), {PLAIN: 6e-3, decode.OWN_COPIES: 9e-3}))
@@ -277,7 +274,7 @@ def test_memory_bound_rows_are_not_blamed_for_scaling():
     case = first(cases.STEPS)
     rounds = Comparison(tuple(Round({plain.OURS: 1.0, SDPA: 1.0, plain.ALONE: 1.2}, 1.0) for _ in range(3)))
     for size, marks in ((0, ["low scaling"]), (1, [])):
-        made = suite.row(case, "cpu", rounds, 0.0, SOUND, SOUND, 1.0, 1.0, None, 2, bytes=size)
+        made = command.row(case, "cpu", rounds, 0.0, SOUND, SOUND, 1.0, 1.0, None, 2, bytes=size)
         assert made["marks"] == marks
 
 
@@ -288,8 +285,8 @@ def test_the_page_names_each_row_and_its_columns():
         "system": "Linux", "polyflash": "0.1.0", "torch": "2.13.0", "packages": {}, "peaks": [],
         "huge_pages": "madvise",
     }  # fmt: skip
-    content = {"schema": page.SCHEMA, "rows": rows, "absent": [], "commands": ["c"], "machine": machine}
-    text = page.markdown(json.loads(json.dumps(content)))
+    content = {"schema": tables.SCHEMA, "rows": rows, "absent": [], "commands": ["c"], "machine": machine}
+    text = tables.page_of(json.loads(json.dumps(content)))
     assert "| huge pages | madvise |" in text and "×plain:" not in text
     for part in PARTS[1:]:
         assert f"### decode, {part}, float32" in text
@@ -308,14 +305,14 @@ def test_the_page_names_each_row_and_its_columns():
 
 def test_the_picture_has_every_step_of_the_widest_heads(tmp_path):
     pytest.importorskip("matplotlib")
-    arms = {SDPA: 4e-3, decode.FOLDED: 2e-3, decode_keys.IN_ORDER: 0.9e-3, decode_keys.PLACES: 0.8e-3}
+    arms = {SDPA: 4e-3, decode.FOLDED: 2e-3, decode.IN_ORDER: 0.9e-3, decode.PLACES: 0.8e-3}
     rows = [row(c, arms) for c in QUICK if c.part == cases.STEPS]
     content = {"rows": rows, "machine": {"cpu": "A CPU", "threads": 2}}
     assert {r["head_dim"] for r in rows} == {64, 128}
     drawn = plot.steps(content)
     assert {r["head_dim"] for r in drawn} == {128} and 2 * len(drawn) == len(rows)
     assert plot.rate(rows[0], plain.OURS) == pytest.approx(40.0)
-    assert plot.torch_rate(rows[0]) == pytest.approx(20.0)
+    assert plot.rate(rows[0], SDPA, decode.FOLDED) == pytest.approx(20.0)
     plot.draw(content, str(tmp_path / "steps.png"))
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     wrong = plot.steps({**content, "rows": [{**r, "marks": ["mismatch"]} for r in rows]})
@@ -327,7 +324,7 @@ def test_titles_are_inside_the_picture_and_lines_apart(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     kept = []
     monkeypatch.setattr(pyplot, "close", kept.append)
-    arms = {SDPA: 4e-3, decode.FOLDED: 2e-3, decode_keys.IN_ORDER: 0.9e-3, decode_keys.PLACES: 0.8e-3}
+    arms = {SDPA: 4e-3, decode.FOLDED: 2e-3, decode.IN_ORDER: 0.9e-3, decode.PLACES: 0.8e-3}
     rows = [row(c, arms) for c in QUICK if c.part == cases.STEPS and c.workload.dtype == "float32"]
     rows = [r for r in rows if r["num_q_heads"] == rows[0]["num_q_heads"]]
     machine = {"cpu": "A processor with a name as long as " + "some makers give them " * 4, "threads": 128}
@@ -384,7 +381,7 @@ def test_one_row_of_each_part_through_the_command(tmp_path):
     found = json.loads(file.read_text())["rows"]
     assert [r["name"] for r in found] == names
     assert all(r["bytes"] > 0 and "mismatch" not in r["marks"] for r in found)
-    assert found[0]["arms"].keys() >= {plain.OURS, SDPA, suite.AFTER, *decode_keys.READERS}
-    assert found[0]["arms"].keys() >= {decode_keys.between(name) for name in decode_keys.READERS}
+    assert found[0]["arms"].keys() >= {plain.OURS, SDPA, command.AFTER, *decode.READERS}
+    assert found[0]["arms"].keys() >= {decode.between(name) for name in decode.READERS}
     assert "### decode, groups, float32" in drawn.read_text()
     assert cases.DECODE in cases.SUITES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import polyflash
-from benchmarks import cases, gradients, problem, suite, tables
+from benchmarks import cases, command, problem, tables
 from benchmarks.cases import BACKWARD, FORWARD, OPERANDS, SDPA, SHARES, STEP, Case
 from polyflash import cli
 from polyflash.compare import TOLERANCE
@@ -31,8 +31,8 @@ def small(kind: str, dtype: str = "float64") -> Case:
     return replace(case, workload=made, dense=case.dense and replace(made, kv_heads=4))
 
 
-def built(case: Case) -> gradients.GradientProblem:
-    return gradients.differentiated(problem.build(case), case.timed)
+def built(case: Case) -> problem.GradientProblem:
+    return problem.differentiated(problem.build(case), case.timed)
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> None:
@@ -161,7 +161,7 @@ def test_the_backward_pass_is_timed_without_the_forward(monkeypatch):
 
 def test_nothing_is_added_to_the_given_tensors():
     made = problem.build(small("bias"))
-    differentiated = gradients.differentiated(made, BACKWARD)
+    differentiated = problem.differentiated(made, BACKWARD)
     differentiated.ours()
     assert not made.ours.q.requires_grad and made.ours.q.grad is None
     assert differentiated.ours.call.q.data_ptr() == made.ours.q.data_ptr()
@@ -170,8 +170,8 @@ def test_nothing_is_added_to_the_given_tensors():
 
 def test_work_is_that_of_what_is_timed():
     forward = problem.build(small("causal"))
-    assert gradients.differentiated(forward, BACKWARD).flops == 2.5 * forward.flops
-    assert gradients.differentiated(forward, STEP).flops == 3.5 * forward.flops
+    assert problem.differentiated(forward, BACKWARD).flops == 2.5 * forward.flops
+    assert problem.differentiated(forward, STEP).flops == 3.5 * forward.flops
     for case in QUICK:
         if case.part == SHARES and case.workload.dtype == "float32" and case.laid != "packed":
             made = problem.build(case)
@@ -182,19 +182,19 @@ def test_work_is_that_of_what_is_timed():
 def test_who_runs_it():
     rows = {row.backend for row in polyflash.backends.TABLE if row.phase.value == "backward"}
     assert built(small("causal", "float32")).ours.backend in rows
-    assert gradients.Gradient.of(
+    assert problem.Gradient.of(
         problem.build(small("causal")).ours.on("torch"), torch.ones(1), STEP
     ).backend == ("torch")
 
 
 def test_tables_by_what_is_timed():
-    titles = {cases.section(c) for c in QUICK}
+    titles = {c.section for c in QUICK}
     assert titles >= {
         "backward, float32", "backward, heads and members, bfloat16", "backward, operands, float32",
         "forward + backward, float32", "backward, float16",
     }  # fmt: skip
     for title in titles:
-        rows = [c for c in QUICK if cases.section(c) == title]
+        rows = [c for c in QUICK if c.section == title]
         assert len({(c.plain, c.part, c.timed) for c in rows}) == 1
 
 
@@ -202,7 +202,7 @@ def test_a_row_says_what_was_timed():
     case = replace(
         small("full-gqa", "float32"), workload=replace(small("full-gqa").workload, dtype="float32")
     )
-    made = suite.measure(case, seconds=0.01, calibration=None)
+    made = command.measure(case, seconds=0.01, calibration=None)
     assert (made["timed"], made["part"], made["plain"]) == (BACKWARD, SHARES, True)
     assert made["rate_of_plain"] > 0 and made["ratio"] > 0 and problem.PLAIN in made["arms"]
     assert "rate" in tables.columns([made]) and "×plain" not in tables.columns([made])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import cases, child, peers
+from benchmarks import cases, command, peers
 from benchmarks.peers import PEERS, Peer
 from polyflash import cli
 
@@ -48,7 +48,7 @@ def chosen(*kinds: str) -> list[cases.Case]:
 def fake(tmp_path, monkeypatch):
     """A peer of this module's, by the name of its function."""
     (tmp_path / "fake_peer.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    monkeypatch.syspath_prepend(tmp_path)
     return lambda function: Peer("fake", ("torch",), f"fake_peer:{function}")
 
 
@@ -62,9 +62,9 @@ def test_absent_peers_are_named_with_the_reason():
 
 
 def test_an_absent_peer_starts_no_process(monkeypatch):
-    monkeypatch.setattr(child.subprocess, "Popen", None)
+    monkeypatch.setattr(command, "Child", None)
     answers = list(
-        child.answers("jax", chosen("full-float32"), seconds=1, peer=Peer("x", ("no_such_one",), ""))
+        command.answers("jax", chosen("full-float32"), seconds=1, peer=Peer("x", ("no_such_one",), ""))
     )
     assert answers == [{"name": "jax-full-float32-512-d128", "reason": "no_such_one not installed"}]
 
@@ -77,7 +77,7 @@ def test_every_adapter_is_where_its_peer_says():
 
 def test_a_peer_in_its_own_process_answers_case_by_case(fake):
     kinds = ("full-float32", "causal-float32", "full-bfloat16")
-    right, refused, wrong = child.answers("jax", chosen(*kinds), seconds=0.01, peer=fake("sdpa"))
+    right, refused, wrong = command.answers("jax", chosen(*kinds), seconds=0.01, peer=fake("sdpa"))
     row = right["row"]
     assert row["ratio"] > 0 and "mismatch" not in row["marks"] and row["difference"] < 1e-5
     assert row["threads"] == 1 and set(row["arms"]) == {
@@ -88,16 +88,18 @@ def test_a_peer_in_its_own_process_answers_case_by_case(fake):
 
 
 def test_a_peer_that_dies_or_hangs_is_absent(fake, monkeypatch):
-    (died,) = child.answers("jax", chosen("full-float32"), seconds=0.01, peer=fake("dies"))
+    (died,) = command.answers("jax", chosen("full-float32"), seconds=0.01, peer=fake("dies"))
     assert died["reason"] == "its process ended with code 3: last words"
-    monkeypatch.setattr(child, "_PER_ROW", 0.0)
-    hung = list(child.answers("jax", chosen("full-float32", "full-float16"), seconds=0.5, peer=fake("hangs")))
+    monkeypatch.setattr(command, "_PER_ROW", 0.0)
+    hung = list(
+        command.answers("jax", chosen("full-float32", "full-float16"), seconds=0.5, peer=fake("hangs"))
+    )
     assert [a["reason"] for a in hung] == ["hung: no answer in 1 s"] * 2
 
 
 def test_cases_survive_the_way_to_the_child():
     for case in cases.rows(cases.SUITES, size="quick"):
-        assert child.case_of(json.loads(json.dumps(child.plain(case)))) == case
+        assert pickle.loads(pickle.dumps(case)) == case
 
 
 def test_peers_are_chosen_by_name(fake, tmp_path, monkeypatch, capsys):
@@ -123,6 +125,6 @@ SLOW = {"flexattention"}  # compiles for seconds
 def test_the_peers_found_here_compute_attention(name):
     if PEERS[name].absent:
         pytest.skip(PEERS[name].absent)
-    answers = child.answers(name, chosen("full-float32", "causal-float32"), seconds=0.01)
+    answers = command.answers(name, chosen("full-float32", "causal-float32"), seconds=0.01)
     for answer in answers:
         assert "reason" not in answer and "mismatch" not in answer["row"]["marks"]

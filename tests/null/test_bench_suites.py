@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import polyflash
-from benchmarks import cases, page, problem, suite, tables
+from benchmarks import cases, command, problem, tables
 from benchmarks.cases import SDPA, Case
 from polyflash import cli
 from polyflash import compare as comparing
@@ -38,11 +38,11 @@ def small(kind: str, dtype: str = "float64") -> Case:
 
 def row(case: Case, seconds: dict[str, float], *, backend: str = "cpu", difference: float = 0.0) -> dict:
     """A measured row of three quiet rounds, all alike; 1 GFLOP, the plain call 4."""
-    arms = {plain.OURS: 1e-3, suite.AFTER: 1e-3, plain.ALONE: 2e-3, problem.PLAIN: 1e-3, **seconds}
+    arms = {plain.OURS: 1e-3, command.AFTER: 1e-3, plain.ALONE: 2e-3, problem.PLAIN: 1e-3, **seconds}
     best = peak.Peak("fp32", per_thread=100.0, together=190.0, threads=2, cores=2)
     rounds = Comparison(tuple(Round(arms, 1.0) for _ in range(3)))
-    made = suite.row(case, backend, rounds, difference, SOUND, SOUND, 1e9, 4e9, best, 2)
-    return {"section": cases.section(case), **made}
+    made = command.row(case, backend, rounds, difference, SOUND, SOUND, 1e9, 4e9, best, 2)
+    return {"section": case.section, **made}
 
 
 def text_of(rows: list[dict], width: int = 80) -> str:
@@ -112,12 +112,12 @@ def test_ours_and_torch_get_the_same_problem(kind):
 def test_the_sample_sees_what_lies_over_the_problem(kind):
     made = problem.build(small(kind))
     out = made.ours()
-    assert made.error(out).weighted < 1e-12
-    assert made.plain is not None and made.error(out + 1e-3).weighted > 1e-6
+    assert problem.error_of(made.samples, out).weighted < 1e-12
+    assert made.plain is not None and problem.error_of(made.samples, out + 1e-3).weighted > 1e-6
     if made.ours.options.keys() != made.plain.options.keys():
         unlaid = replace(made.ours, options=made.plain.options)
         if "cu_seqlens_q" not in made.ours.options:
-            assert made.error(unlaid()).weighted > 1e-6
+            assert problem.error_of(made.samples, unlaid()).weighted > 1e-6
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_packed_work_is_that_of_the_members():
     out[-1] += 1.0
     longest = sizes.index(32)
     out[int(made.ours.options["cu_seqlens_q"][longest])] += 1.0
-    assert made.error(out).relative > 0.1
+    assert problem.error_of(made.samples, out).relative > 0.1
 
 
 def test_ratios_against_the_peer_and_against_our_plain_call():
@@ -172,7 +172,7 @@ def test_tables_say_who_ran():
 @pytest.mark.parametrize("name", cases.SUITES)
 def test_every_table_fits_80_columns(name):
     every = cases.rows([name], size="long")
-    titles = {cases.section(c): [d for d in every if cases.section(d) == cases.section(c)] for c in every}
+    titles = {c.section: [d for d in every if d.section == c.section] for c in every}
     for titled in titles.values():
         slow = {plain.OURS: 1.30689, plain.ALONE: 99.0, problem.PLAIN: 0.01}
         rows = [row(c, {**slow, c.peer or SDPA: 16.1234}, backend="torch") for c in titled]
@@ -223,7 +223,7 @@ def document(rows: list[dict], *, cpu: str = "A CPU", command: str = "polyflash 
     }  # fmt: skip
     absent = [{"section": "a|b peer", "name": "x-full", "reason": "not installed"}]
     content = {
-        "schema": page.SCHEMA,
+        "schema": tables.SCHEMA,
         "rows": rows,
         "absent": absent,
         "commands": [command],
@@ -238,7 +238,7 @@ def test_the_page_has_every_row_the_machine_and_the_command():
         row(BY_KIND["softcap"], {}),
         row(BY_KIND["varlen"], {SDPA: 5e-3}),
     ]
-    text = page.markdown(document(rows))
+    text = tables.page_of(document(rows))
     for part in (
         "A CPU",
         "torch 2.13.0",
@@ -259,23 +259,23 @@ def test_the_page_has_every_row_the_machine_and_the_command():
 
 def test_the_page_keeps_its_title_and_what_was_written_by_hand():
     rows = [row(BY_KIND["blocks"], {SDPA: 5e-3})]
-    before = f"# my machine\n\n| old | table |\n\n{page.TAIL}\n\n- **Losses.** Some.\n"
-    after = page.markdown(document(rows), before)
-    assert after.startswith("# my machine\n") and after.endswith(f"\n{page.TAIL}\n\n- **Losses.** Some.\n")
+    before = f"# my machine\n\n| old | table |\n\n{tables.TAIL}\n\n- **Losses.** Some.\n"
+    after = tables.page_of(document(rows), before)
+    assert after.startswith("# my machine\n") and after.endswith(f"\n{tables.TAIL}\n\n- **Losses.** Some.\n")
     assert "old" not in after
-    assert page.markdown(document(rows), after) == after
+    assert tables.page_of(document(rows), after) == after
 
 
 def test_a_row_measured_again_replaces_the_older_one():
     first, other = BY_KIND["blocks"], BY_KIND["softcap"]
     older = document([row(first, {SDPA: 5e-3}), row(other, {})])
     newer = document([row(first, {SDPA: 9e-3})], command="polyflash bench --suite masks")
-    whole = page.merged([older, newer])
+    whole = tables.merged([older, newer])
     assert [r["name"] for r in whole["rows"]] == [first.name, other.name]
     assert whole["rows"][0]["ratio"] == pytest.approx(9.0)
     assert whole["commands"] == ["polyflash bench", "polyflash bench --suite masks"]
     with pytest.raises(SpecError, match="cpu"):
-        page.merged([older, document([], cpu="another")])
+        tables.merged([older, document([], cpu="another")])
 
 
 def test_files_become_a_page(tmp_path, capsys):

@@ -195,9 +195,9 @@ class TestWheel:
             ","
         )
         assert all(r["ratio"] > 0 and set(r["rounds"][0]["seconds"]) == set(r["arms"]) for r in found["rows"])
-        from benchmarks import page
+        from benchmarks import tables
 
-        text = page.markdown(page.merged([page.read(str(alone / "bench.json"))]))
+        text = tables.page_of(tables.merged([tables.read(str(alone / "bench.json"))]))
         assert "small, float32" in text and "small, bfloat16" in text
 
     def test_bench_lists_the_cases_of_its_suites(self, alone: Path) -> None:

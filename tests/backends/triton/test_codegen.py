@@ -22,7 +22,6 @@ from polyflash.target import parse
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from benchmarks.codegen import __main__ as script  # noqa: E402
-from benchmarks.codegen import compiled as codegen  # noqa: E402
 from benchmarks.codegen.cases import (  # noqa: E402
     CLEAN,
     GLUON,
@@ -43,7 +42,7 @@ compiles = pytest.mark.skipif(
 
 
 RECORDED = script.load()
-CLEAN_REPORT = codegen.Report(registers=100, shared_bytes=1024, instructions=1000, matrix={"HGMMA": 8})
+CLEAN_REPORT = script.Report(registers=100, shared_bytes=1024, instructions=1000, matrix={"HGMMA": 8})
 HOPPER = Case(Phase.FORWARD, "cuda:sm90", "bfloat16", 128, "causal")
 
 
@@ -91,7 +90,7 @@ def test_kernels_of_the_gluon_engine(head_dim: int):
 def test_named_barriers_of_the_gluon_engine(case: Case):
     """Those of the compiler are none that the kernel takes."""
     kernel, arguments, options = next(x for x in case.launches() if x.kernel.__name__.endswith("_sm90"))
-    text = codegen.compile_for(kernel, arguments, options, case.target).kernel.asm["ptx"]
+    text = script.compile_for(kernel, arguments, options, case.target).kernel.asm["ptx"]
     taken = {int(n) for n in re.findall(r"\bbar(?:rier)?\.(?:sync|arrive)\s+(\d+)", text)}
     consumers = getattr(case.config(), "consumers", 2)
     assert taken and max(taken) < channel.RESERVED.value + consumers
@@ -104,7 +103,7 @@ def test_calls_with_many_operands_compile(phase: str):
     case = Case(Phase(phase), "cuda:sm90", "bfloat16", 64, "everything")
     launches = case.launches()
     for kernel, arguments, options in launches:
-        codegen.compile_for(kernel, arguments, options, case.target)
+        script.compile_for(kernel, arguments, options, case.target)
     assert launches
 
 
@@ -166,7 +165,7 @@ def test_what_must_be_clean_spills_only_where_that_is_measured_to_be_faster():
 
 
 SPOILED = {
-    "spill_bytes": {"spill_bytes": 8, "local_loads": 1},
+    "spill_bytes": {"spill_bytes": 8, "local_accesses": 1},
     "spilled_registers": {"spilled_registers": 1},
     "stack_bytes": {"stack_bytes": 8},
     "registers": {"registers": 101},
@@ -207,8 +206,8 @@ def test_a_tile_too_large_for_its_registers_spills():
     case = Case(Phase.FORWARD, "hip:gfx1100", "float32", 64, "causal")
     config = replace(case.config(), block_m=64, block_n=16, num_warps=4)
     ((kernel, arguments, options),) = case.launches(config)
-    found = codegen.report(codegen.compile_for(kernel, arguments, options, case.target))
-    assert "spills" in codegen.faults(found, parse(case.target_name))
+    found = script.report(script.compile_for(kernel, arguments, options, case.target))
+    assert "spills" in script.faults(found, parse(case.target_name))
 
 
 @compiles
@@ -227,7 +226,7 @@ def test_the_newest_triton():
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SpecError, match="a GPU"):
-        codegen.gpu_target(parse("cpu:avx512"))
+        script.gpu_target(parse("cpu:avx512"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(SpecError, match="a compiler"):
-        codegen.compile_for(None, {}, {}, parse("cuda:sm90"))
+        script.compile_for(None, {}, {}, parse("cuda:sm90"))
