@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Literal, Never, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -22,30 +22,21 @@ from polyflash.routes import backend_in_use
 from polyflash.spec import Arguments
 from polyflash.target import Target
 
+if TYPE_CHECKING:
+    from polyflash.keywords import OfAttention, OfPaged, OfVarlen
+
 # Exported programs that return one can be saved.
 _pytree._register_namedtuple(AttentionOutput, serialized_type_name="polyflash.AttentionOutput")
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = ..., window: WindowSides | None = ...,
-    mask: Tensor | Mask | None = ..., bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
-    softcap: float = ..., sinks: Tensor | None = ..., scale: float | None = ..., kv_lens: Tensor | None = ...,
-    kv_starts: Tensor | None = ..., q_offset: int | Tensor | None = ..., dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ..., layout: Layout = ..., return_lse: Literal[False] = ...,
-    out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
-    config: Any = ..., checked: bool = ...,
-) -> Tensor: ...  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[OfAttention]
+) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = ..., window: WindowSides | None = ...,
-    mask: Tensor | Mask | None = ..., bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
-    softcap: float = ..., sinks: Tensor | None = ..., scale: float | None = ..., kv_lens: Tensor | None = ...,
-    kv_starts: Tensor | None = ..., q_offset: int | Tensor | None = ..., dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ..., layout: Layout = ..., return_lse: Literal[True],
-    out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
-    config: Any = ..., checked: bool = ...,
-) -> AttentionOutput: ...  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[OfAttention]
+) -> AttentionOutput: ...
 @answering
 def attention(
     q: Tensor,
@@ -160,24 +151,12 @@ def attention(
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., causal: Causal = ...,
-    window: WindowSides | None = ..., alibi_slopes: Tensor | None = ..., softcap: float = ...,
-    sinks: Tensor | None = ..., scale: float | None = ..., kv_lens: Tensor | None = ...,
-    kv_starts: Tensor | None = ..., q_offset: int | Tensor | None = ..., dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ..., return_lse: Literal[False] = ...,
-    out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
-    config: Any = ..., checked: bool = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[OfVarlen],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., causal: Causal = ...,
-    window: WindowSides | None = ..., alibi_slopes: Tensor | None = ..., softcap: float = ...,
-    sinks: Tensor | None = ..., scale: float | None = ..., kv_lens: Tensor | None = ...,
-    kv_starts: Tensor | None = ..., q_offset: int | Tensor | None = ..., dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ..., return_lse: Literal[True],
-    out: Tensor | None = ..., batch_invariant: bool | None = ..., backend: str | None = ...,
-    config: Any = ..., checked: bool = ...,
+    return_lse: Literal[True], **options: Unpack[OfVarlen],
 ) -> AttentionOutput: ...  # fmt: skip
 @answering
 def attention_varlen(
@@ -220,13 +199,12 @@ def attention_varlen(
             a device under checked=True."""
     if unknown:
         raise unexpected(attention_varlen, unknown)
-    options = Options(
-        causal=causal, window=window, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, scale=scale,
-        kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, dropout_p=dropout_p,
-        dropout_seed=dropout_seed, return_lse=return_lse, batch_invariant=batch_invariant, backend=backend,
-        config=config, checked=checked, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
+    scores: Any = {"window": window, "alibi_slopes": alibi_slopes, "softcap": softcap, "sinks": sinks}
+    places: Any = {"causal": causal, "kv_lens": kv_lens, "kv_starts": kv_starts, "q_offset": q_offset}
+    bounds: Any = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q}
+    rest: Any = {"scale": scale, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "backend": backend}
+    rest |= {"return_lse": return_lse, "batch_invariant": batch_invariant, "config": config}
+    options = Options(**scores, **places, **bounds, **rest, max_seqlen_k=max_seqlen_k, checked=checked)
     bound = bind(q, k, v, options, Form.PACKED, out)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise spec_error("cu_seqlens", "None", "two int32 tensors", "attention() takes unpacked batches.")
@@ -236,20 +214,12 @@ def attention_varlen(
 @overload
 def attention_paged(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, kv_lens: Tensor, *,
-    cu_seqlens_q: Tensor | None = ..., max_seqlen_q: int | None = ..., causal: Causal = ...,
-    window: WindowSides | None = ..., alibi_slopes: Tensor | None = ..., softcap: float = ...,
-    sinks: Tensor | None = ..., scale: float | None = ..., kv_starts: Tensor | None = ...,
-    q_offset: int | Tensor | None = ..., return_lse: Literal[False] = ..., out: Tensor | None = ...,
-    batch_invariant: bool | None = ..., backend: str | None = ..., config: Any = ..., checked: bool = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[OfPaged],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_paged(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, kv_lens: Tensor, *,
-    cu_seqlens_q: Tensor | None = ..., max_seqlen_q: int | None = ..., causal: Causal = ...,
-    window: WindowSides | None = ..., alibi_slopes: Tensor | None = ..., softcap: float = ...,
-    sinks: Tensor | None = ..., scale: float | None = ..., kv_starts: Tensor | None = ...,
-    q_offset: int | Tensor | None = ..., return_lse: Literal[True], out: Tensor | None = ...,
-    batch_invariant: bool | None = ..., backend: str | None = ..., config: Any = ..., checked: bool = ...,
+    return_lse: Literal[True], **options: Unpack[OfPaged],
 ) -> AttentionOutput: ...  # fmt: skip
 @answering
 def attention_paged(
@@ -343,14 +313,13 @@ def explain(
     the plan of the backward pass is its `.backward`. The result prints itself."""
     if unknown:
         raise unexpected(explain, unknown)
-    options = Options(
-        causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap,
-        sinks=sinks, scale=scale, kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset,
-        dropout_p=dropout_p, dropout_seed=0 if dropout_seed is None else dropout_seed, return_lse=return_lse,
-        batch_invariant=batch_invariant, backend=backend, config=config, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        page_table=page_table,
-    )  # fmt: skip
+    seed = 0 if dropout_seed is None else dropout_seed
+    given: dict[str, Any] = {"causal": causal, "window": window, "mask": mask, "bias": bias, "scale": scale}
+    given |= {"alibi_slopes": alibi_slopes, "softcap": softcap, "sinks": sinks, "return_lse": return_lse}
+    given |= {"kv_lens": kv_lens, "kv_starts": kv_starts, "q_offset": q_offset, "page_table": page_table}
+    given |= {"dropout_p": dropout_p, "dropout_seed": seed, "backend": backend, "config": config}
+    given |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "batch_invariant": batch_invariant}
+    options = Options(**given, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     form = form_of(layout)
     if form is Form.BHSD and page_table is not None:
         form = Form.PAGED if cu_seqlens_q is None else Form.PAGED_ROWS

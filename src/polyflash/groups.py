@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Any, Literal, NamedTuple, Never, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
 from polyflash.target import Target
 from polyflash.transforms import INFERENCE_ONLY
+
+if TYPE_CHECKING:
+    from polyflash.keywords import OfGroups
 
 # Rows per key/value head: of all groups together, and of the average group where there are several.
 FEW_ROWS, MANY_ROWS, SEVERAL_GROUPS = 4, 128, 4
@@ -116,18 +119,17 @@ class _Groups(NamedTuple):
 
 @overload
 def attention_groups(
-    q_groups: Sequence[Tensor], k: Tensor, v: Tensor, *, q_offsets: Sequence[int],
-    kv_lens: Sequence[int] | None = ..., causal: bool = ..., window: WindowSides | None = ...,
-    softcap: float = ..., sinks: Tensor | None = ..., scale: float | None = ..., layout: Layout = ...,
-    return_lse: Literal[False] = ..., fused: bool | None = ..., backend: str | None = ..., config: Any = ...,
-) -> list[Tensor]: ...  # fmt: skip
+    q_groups: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **x: Unpack[OfGroups],
+) -> list[Tensor]: ...
 @overload
 def attention_groups(
-    q_groups: Sequence[Tensor], k: Tensor, v: Tensor, *, q_offsets: Sequence[int],
-    kv_lens: Sequence[int] | None = ..., causal: bool = ..., window: WindowSides | None = ...,
-    softcap: float = ..., sinks: Tensor | None = ..., scale: float | None = ..., layout: Layout = ...,
-    return_lse: Literal[True], fused: bool | None = ..., backend: str | None = ..., config: Any = ...,
-) -> list[AttentionOutput]: ...  # fmt: skip
+    q_groups: Sequence[Tensor], k: Tensor, v: Tensor, *, return_lse: Literal[True], **x: Unpack[OfGroups]
+) -> list[AttentionOutput]: ...
 @answering
 def attention_groups(
     q_groups: Sequence[Tensor], k: Tensor, v: Tensor, *, q_offsets: Sequence[int],

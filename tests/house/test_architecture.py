@@ -215,13 +215,39 @@ def test_public_functions_name_their_arguments(module: str):
     """None takes names it does not know, but to refuse every one of them in words (see hints.py)."""
     for node in ast.walk(tree(module)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
-            if (kwarg := node.args.kwarg) is None:
+            if (kwarg := node.args.kwarg) is None or is_overload(node):
                 continue
             first = ast.unparse(node.body[ast.get_docstring(node) is not None])
             refused = first == f"if unknown:\n    raise unexpected({node.name}, unknown)"
             refused = refused and ast.unparse(kwarg) == "unknown: Never"
             refused = refused and [ast.unparse(d) for d in node.decorator_list] == ["answering"]
             assert refused, f"{module}:{node.lineno}: {node.name} takes **{kwarg.arg}"
+
+
+def is_overload(node: ast.AST) -> bool:
+    """A signature for type checkers alone, which never runs."""
+    return [ast.unparse(d) for d in getattr(node, "decorator_list", ())] == ["overload"]
+
+
+def keywords_of(name: str) -> set[str]:
+    """The keys of a TypedDict of keywords.pyi, those of its bases among them."""
+    stub = ast.parse((ROOT / "keywords.pyi").read_text(encoding="utf-8"))
+    (found,) = (x for x in stub.body if isinstance(x, ast.ClassDef) and x.name == name)
+    bases = [ast.unparse(base) for base in found.bases if ast.unparse(base) != "TypedDict"]
+    fields = {ast.unparse(x.target) for x in found.body if isinstance(x, ast.AnnAssign)}
+    return fields.union(*map(keywords_of, bases))
+
+
+@pytest.mark.parametrize("module", ["polyflash.api", "polyflash.groups", "polyflash.kvcache.cache"])
+def test_overloads_name_what_their_function_takes(module: str):
+    nodes = [n for n in ast.walk(tree(module)) if isinstance(n, ast.FunctionDef)]
+    taken = {n.name: {a.arg for a in n.args.kwonlyargs} for n in nodes if not is_overload(n)}
+    overloads = [n for n in nodes if is_overload(n)]
+    for node in overloads:
+        assert node.args.kwarg, f"{node.name} has no keywords"
+        name = ast.unparse(node.args.kwarg.annotation).removeprefix("Unpack[").removesuffix("]")
+        assert keywords_of(name) | {"return_lse"} == taken[node.name], f"{node.name}, {name}"
+    assert overloads
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -40,6 +40,7 @@ HOST_LINES, DEVICE_LINES, FILE_LINES, KERNEL_FILE_LINES, INIT_LINES, PACKAGE_LIN
 )
 LONGER = {("decode_few.py", "build"): 290}  # to be cut like the other builders
 KEYS_PER_ISA = 64
+SKIPPED = 40  # signatures and calls that no formatter lays out
 LABORATORY_LINES = 4_815
 
 
@@ -96,6 +97,10 @@ def test_signatures_of_device_functions(path: Path):
 def test_package_size():
     total = sum(lines(p) for p in ROOT.rglob("*") if p.suffix in (".py", ".wgsl", ".metal"))
     assert total <= PACKAGE_LINES, f"{total} lines; raise the ceiling only in a commit that says why"
+
+
+def test_formatting_by_hand_is_rare():
+    assert sum(p.read_text(encoding="utf-8").count("# fmt: skip") for p in FILES) < SKIPPED
 
 
 def test_laboratory_size():

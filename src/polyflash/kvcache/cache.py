@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from polyflash.kvcache.rope import Rope
 from polyflash.kvcache.shared_prefix import AttendPlan, Tables
 from polyflash.kvcache.storage import Storage
 from polyflash.merging import AttentionOutput
+
+if TYPE_CHECKING:
+    from polyflash.keywords import OfCache
 
 
 class Step:
@@ -210,22 +213,12 @@ class KVCache(Storage):
 
     @overload
     def attend(
-        self, q: Tensor, requests: Requests | Step, *, layer: int = ..., counts: Counts | None = ...,
-        causal: Causal = ..., cascade: bool = ..., window: tuple[int | None, int | None] | None = ...,
-        alibi_slopes: Tensor | None = ..., softcap: float = ..., sinks: Tensor | None = ...,
-        scale: float | None = ..., kv_starts: Tensor | None = ..., kv_lens: Tensor | None = ...,
-        q_offset: int | Tensor | None = ..., return_lse: Literal[False] = ..., out: Tensor | None = ...,
-        batch_invariant: bool | None = ..., backend: str | None = ..., checked: bool = ...,
-    ) -> Tensor: ...  # fmt: skip
+        self, q: Tensor, requests: Requests | Step, *, return_lse: Literal[False] = ..., **x: Unpack[OfCache]
+    ) -> Tensor: ...
     @overload
     def attend(
-        self, q: Tensor, requests: Requests | Step, *, layer: int = ..., counts: Counts | None = ...,
-        causal: Causal = ..., cascade: bool = ..., window: tuple[int | None, int | None] | None = ...,
-        alibi_slopes: Tensor | None = ..., softcap: float = ..., sinks: Tensor | None = ...,
-        scale: float | None = ..., kv_starts: Tensor | None = ..., kv_lens: Tensor | None = ...,
-        q_offset: int | Tensor | None = ..., return_lse: Literal[True], out: Tensor | None = ...,
-        batch_invariant: bool | None = ..., backend: str | None = ..., checked: bool = ...,
-    ) -> AttentionOutput: ...  # fmt: skip
+        self, q: Tensor, requests: Requests | Step, *, return_lse: Literal[True], **x: Unpack[OfCache]
+    ) -> AttentionOutput: ...
     def attend(
         self, q: Tensor, requests: Requests | Step, *, layer: int = 0, counts: Counts | None = None,
         causal: Causal = True, cascade: bool = False, window: tuple[int | None, int | None] | None = None,

@@ -105,11 +105,11 @@ def differentiate(
     device = q.device
     channels = configs.box_of(q.shape[3])
     space = scratch_for(q, k, channels, prepared.config.ordered, args)
-    arguments, key = passes(prepared, channels, read, results, dq, space, args)
+    arguments, key = passes(prepared, read, (*results, dq), space, args)
     row_programs = (space.added.numel(),)
     launch = prepared.kernels.launch
     launch(center, row_programs, arguments, _PASS, ("center", *key), device)
-    programs, fused, c = fusion(prepared, channels, read, made, space, args)
+    programs, fused, c = fusion(prepared, read, made, space, args)
     launch(differentiate_sm90, (programs,), fused, _PASS, c, device)
     launch(finish_dq, row_programs, arguments, _PASS, ("finish_dq", *key), device)
     centered = space.row_lse, space.delta, space.words, read
@@ -125,11 +125,10 @@ def blocks_of(q: Tensor, k: Tensor, positions: int, block: int, args: Arguments)
 
 
 def passes(
-    prepared: Prepared, channels: int, read: tuple[Tensor, ...], results: tuple[Any, ...], dq: Tensor,
-    space: Scratch, args: Arguments,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    prepared: Prepared, read: tuple[Tensor, ...], results: tuple[Any, ...], space: Scratch, args: Arguments
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of `center` and `finish_dq`, and all that tells their kernels from others."""
-    (q, k, _, dout), (out, lse, dlse) = read, results
+    (q, k, _, dout), (out, lse, dlse, dq) = read, results
     views = *map(view_of, (out, dout)), *map(rows_of, (lse, dlse, space.row_lse, space.delta)), view_of(dq)
     places = space.stats, space.sums, space.added, space.words
     t = gradient_passes.Tensors(*views, *places, operands_of(args, k).cu_seqlens_q)  # type: ignore[call-arg]
@@ -143,19 +142,18 @@ def passes(
         members=sizes_of(q, k, args)[0],
         scale=scale_of(q, args),
     )
-    c = gradient_passes.Constants(DIM=head_dim, D=channels, ORDERED=prepared.config.ordered)
+    c = gradient_passes.Constants(DIM=head_dim, D=configs.box_of(head_dim), ORDERED=prepared.config.ordered)
     aligned = runtime.aligned(out, dout, lse, dlse, dq, t.cu_seqlens_q)
     key = c, *(x and x[1:] for x in views), aligned, t.cu_seqlens_q is None
     return (t, n, compiled_in(prepared, c)), key
 
 
 def fusion(
-    prepared: Prepared, channels: int, read: tuple[Tensor, ...], made: tuple[Tensor, ...], space: Scratch,
-    args: Arguments,
-) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    prepared: Prepared, read: tuple[Tensor, ...], made: tuple[Tensor, ...], space: Scratch, args: Arguments
+) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
     """Programs and arguments of `differentiate_sm90`, and all that tells its kernel from others."""
     config, (q, k, v, dout), (_, dk, dv) = prepared.config, read, made
-    num_kv_heads, seqlen_k = k.shape[1:3]
+    num_kv_heads, seqlen_k, channels = *k.shape[1:3], configs.box_of(q.shape[3])
     planes, key_tiles = k.shape[0] * num_kv_heads, blocks_of(q, k, seqlen_k, KEYS, args)
     scale, band = scale_of(q, args), band_of(q.shape[2], seqlen_k, args)
     n = Numbers(
@@ -182,11 +180,9 @@ def fusion(
         AHEAD=config.ahead,
         ORDERED=config.ordered,
     )
-    boxes = (
-        *(shim.descriptor(x, ROWS, channels) for x in (q, dout, k, v)),
-        shim.flat_descriptor(space.stats, 2 * ROWS), shim.flat_descriptor(space.sums, channels, 32),
-        *(shim.descriptor(x, ROWS, channels) for x in (dk, dv)),
-    )  # fmt: skip
+    read_boxes = [shim.descriptor(x, ROWS, channels) for x in (q, dout, k, v)]
+    flat_boxes = shim.flat_descriptor(space.stats, 2 * ROWS), shim.flat_descriptor(space.sums, channels, 32)
+    boxes = *read_boxes, *flat_boxes, *(shim.descriptor(x, ROWS, channels) for x in (dk, dv))
     x = operands_of(args, k)
     requests = x.kv_lens, x.kv_starts, x.q_offset, x.cu_seqlens_q, x.cu_seqlens_k
     views = (view_of(dk), view_of(dv)) if c.PACKED else (None, None)

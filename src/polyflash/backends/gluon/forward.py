@@ -21,6 +21,8 @@ from polyflash.backends.triton import runtime
 from polyflash.backends.triton.constants import describable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from polyflash.plan import Launch
@@ -60,12 +62,10 @@ class Prepared:
     def ready_for(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments
     ) -> Ready:
-        key = (
-            q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(),
-            lse if lse is None else lse.stride(), runtime.aligned(q, k, v, out),
-            args.scale, args.softcap, args.offset, args.window_left, args.window_right,
-            args.cu_seqlens_q if args.cu_seqlens_q is None else args.cu_seqlens_q.shape,
-        )  # fmt: skip
+        strides = q.stride(), k.stride(), v.stride(), out.stride(), lse if lse is None else lse.stride()
+        numbers = args.scale, args.softcap, args.offset, args.window_left, args.window_right
+        bounds = args.cu_seqlens_q if args.cu_seqlens_q is None else args.cu_seqlens_q.shape
+        key = q.shape, k.shape, strides, runtime.aligned(q, k, v, out), numbers, bounds
         if key not in self.ready:
             if len(self.ready) >= _KEPT_CALLS:
                 self.ready.clear()
@@ -199,17 +199,15 @@ def with_positive_scale(q: Tensor, args: Arguments) -> tuple[Tensor, Arguments]:
 
 
 def attend_call(
-    prepared: Prepared, ready: Ready, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
-    args: Arguments
-) -> None:  # fmt: skip
+    prepared: Prepared, ready: Ready, qkv: Sequence[Tensor], out: Tensor, lse: Tensor | None, args: Arguments
+) -> None:
     """Launches the kernel, and the second one that mends rows that the first marked."""
-    config, n, width = prepared.config, ready.numbers, ready.width
+    (q, k, v), config, n, width = qkv, prepared.config, ready.numbers, ready.width
     marks = runtime.scratch(ready.marks, q.device, torch.int8)
     words = runtime.words(q.device)
-    boxes = (
-        shim.descriptor(q, configs.ROWS, width), shim.descriptor(k, config.block_n, width),
-        shim.descriptor(v, config.block_n, width), shim.descriptor(out, configs.ROWS, width),
-    )  # fmt: skip
+    of_rows, of_keys = configs.ROWS, config.block_n
+    sides = (q, of_rows), (k, of_keys), (v, of_keys), (out, of_rows)
+    boxes = [shim.descriptor(x, side, width) for x, side in sides]
     x = NO_OPERANDS if ready.plain else operands_of(args, k)
     view = None if x.cu_seqlens_q is None else View(out, *out.stride())
     requests = (
@@ -247,7 +245,7 @@ def run(
     if not all(ready.boxed):
         q, k, v = map(boxed, (q, k, v))
         place = out if ready.boxed[3] else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    attend_call(prepared, ready, q, k, v, place, rows, args)
+    attend_call(prepared, ready, (q, k, v), place, rows, args)
     if place is not out:
         out.copy_(place)
     return out, lse

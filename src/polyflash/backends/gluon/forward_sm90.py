@@ -321,9 +321,7 @@ def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: 
 
 
 @gluon.jit
-def attend_blocks(
-    q, ring, sums, seen, i_n, j_0, first, end, n, c, WG: gl.constexpr, MASKED: gl.constexpr
-):  # fmt: skip
+def attend_blocks(q, ring, sums, seen, i_n, j_0, first, end, n, c, WG: gl.constexpr, MASKED: gl.constexpr):
     """The tile's blocks from number `first` up to `end`, downwards from j_0."""
     for _ in range(first, end):
         if c.MENDING:

@@ -80,10 +80,9 @@ def add_box(box: Any, at: Any, slot: Any, _semantic: Any = None) -> None:
 def stored():
     """Waits until what this warp has stored and added is in memory, not only read."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r",
-        [gl.arange(0, 32, layout=layout)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    ASM: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;"
+    o = gl.arange(0, 32, layout=layout)
+    gl.inline_asm_elementwise(ASM, "=r,r", [o], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -91,11 +90,12 @@ def await_number(p, least):
     """A warp waits until the int32 at p is `least` or more, and sees what was in memory before it was."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     o = gl.arange(0, 32, layout=layout)
-    gl.inline_asm_elementwise(
+    ASM: gl.constexpr = (
         "{ .reg .pred q; .reg .b32 r; AGAIN: ld.acquire.gpu.global.b32 r, [$1];"
-        " setp.lt.s32 q, r, $2; @q bra AGAIN; bar.warp.sync 0xffffffff; mov.b32 $0, r; }",
-        "=r,l,r", [p + o * 0, o * 0 + least], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        " setp.lt.s32 q, r, $2; @q bra AGAIN; bar.warp.sync 0xffffffff; mov.b32 $0, r; }"
+    )
+    given = [p + o * 0, o * 0 + least]
+    gl.inline_asm_elementwise(ASM, "=r,l,r", given, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -103,10 +103,11 @@ def release_number(p, number):
     """A warp writes an int32 that `await_number` waits for, behind what it has stored."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     o = gl.arange(0, 32, layout=layout)
-    gl.inline_asm_elementwise(
-        "{ .reg .pred q; setp.eq.s32 q, $3, 0; @q st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2; }",
-        "=r,l,r,r", [p + o * 0, o * 0 + number, o], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    ASM: gl.constexpr = (
+        "{ .reg .pred q; setp.eq.s32 q, $3, 0; @q st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2; }"
+    )
+    given = [p + o * 0, o * 0 + number, o]
+    gl.inline_asm_elementwise(ASM, "=r,l,r,r", given, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -133,20 +134,19 @@ def named_barrier(KIND: gl.constexpr, number, THREADS: gl.constexpr):
 def pinned(b_x):
     """x (>= 0), and what makes it is computed before whatever follows: ptxas moves a wait for a product above
     the exponentials otherwise. The store never executes."""
-    return gl.inline_asm_elementwise(
+    ASM: gl.constexpr = (
         "{ .reg .pred q; .reg .u32 a; mov.u32 a, 0; setp.lt.f32 q, $1, 0fFF7FFFFF;"
-        " @q st.volatile.shared.u32 [a], a; mov.f32 $0, $1; }",
-        "=f,f", [b_x], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
+        " @q st.volatile.shared.u32 [a], a; mov.f32 $0, $1; }"
+    )
+    return gl.inline_asm_elementwise(ASM, "=f,f", [b_x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def keep_less(b_x, b_a, b_b):
     """x where a < b, else -inf; int32 a and b broadcast. Two instructions each, a mask of bools five."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred q; setp.lt.s32 q, $2, $3; selp.f32 $0, $1, 0fFF800000, q; }",
-        "=f,f,r,r", [b_x, b_a, b_b], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+    ASM: gl.constexpr = "{ .reg .pred q; setp.lt.s32 q, $2, $3; selp.f32 $0, $1, 0fFF800000, q; }"
+    given = [b_x, b_a, b_b]
+    return gl.inline_asm_elementwise(ASM, "=f,f,r,r", given, dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
