@@ -379,6 +379,7 @@ def mixed(dims: int, causal: bool, launches: int = 10_000) -> None:
     for case in shapes(dims, causal):
         operands, above = tensors(case), cotangents(case)
         made.append((case, operands, above, call(case, *operands), _gradients_or_none(case, operands, above)))
+        print(f"ready: {case}", flush=True)  # compiling is no silence
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(launches):
         case, operands, above, first, gradients = draw.choice(made)

@@ -78,8 +78,8 @@ def arms_of(q, k, v, options: dict[str, Any], variants: bool) -> dict[str, Calla
             "zigzag1": {"order": "zigzag", "heads": 1}, "zigzag8": {"order": "zigzag", "heads": 8},
             "tiles4": {"order": "tiles", "heads": 4}, "counter4": {"order": "counter", "heads": 4},
             "counter8": {"order": "counter", "heads": 8}, "turns": {"turns": not chosen.turns},
-            "pinned": {"pinned": not chosen.pinned}, "late": {"late_sum": not chosen.late_sum},
-            "lazy": {"lazy_rescale": not chosen.lazy_rescale},
+            "maxima": {"pinned": "maxima"}, "softmax": {"pinned": "softmax"}, "unpinned": {"pinned": ""},
+            "late": {"late_sum": not chosen.late_sum}, "lazy": {"lazy_rescale": not chosen.lazy_rescale},
         }  # fmt: skip
         for name, change in tried.items():
             if (config := replace(chosen, **change)) != chosen:

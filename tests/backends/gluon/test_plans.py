@@ -77,9 +77,10 @@ def test_what_it_leaves_unless_asked_by_name():
         assert polyflash.explain(q, q, q, **packed, backend="gluon").config == configs.FORWARD[128, True]
     assert explained(window=(8, 0), backend="gluon").config == configs.FORWARD[128, True]
     assert explained(kv_lens=ints, backend="gluon").config.order == "counter"
-    assert "Triton row is quicker" in why(dims=64, causal=True)
     assert explained(64, causal=True, backend="gluon").backend == "gluon"
     assert explained(64, causal=True, alibi_slopes=heads).backend == "gluon"
+    for more in ({"window": (8, 0)}, {"alibi_slopes": heads}, {"softcap": 3.0}):
+        assert explained(64, causal=True, **more, backend="gluon").config == configs.BOUNDED_64
 
 
 @pytest.mark.parametrize(
@@ -97,31 +98,34 @@ def test_head_dims_between_boxes(dims: int, box: int, taken: bool):
 
 
 @pytest.mark.parametrize(
-    "dims, rows, keys, batch, words",
+    "dims, causal, rows, keys, batch, words",
     [
-        (64, 4096, 2047, 4, "under 2048 keys of head_dim 64"),
-        (64, 4096, 2048, 4, ""),
-        (128, 4096, 1023, 4, "under 1024 keys of head_dim 128"),
-        (128, 1024, 1024, 4, ""),
-        (256, 4096, 1024, 4, ""),
-        (96, 4096, 1023, 4, "under 1024 keys of head_dim 96"),
-        (192, 4096, 1024, 4, ""),
-        (128, 1024, 1024, 1, "128 tiles of 128 rows leave some of 132 cores idle"),
-        (128, 1025, 1025, 1, ""),
+        (64, 0, 4096, 1023, 4, "under 1024 keys of head_dim 64"),
+        (64, 0, 4096, 1024, 4, ""),
+        (64, 1, 4096, 4095, 4, "under 4096 keys of head_dim 64"),
+        (64, 1, 4096, 4096, 4, ""),
+        (128, 0, 4096, 1023, 4, "under 1024 keys of head_dim 128"),
+        (128, 1, 1024, 1024, 4, ""),
+        (256, 0, 4096, 1024, 4, ""),
+        (96, 0, 4096, 1023, 4, "under 1024 keys of head_dim 96"),
+        (192, 0, 4096, 1024, 4, ""),
+        (128, 0, 1024, 1024, 1, "128 tiles of 128 rows leave some of 132 cores idle"),
+        (128, 0, 1025, 1025, 1, ""),
     ],
 )
-def test_what_it_leaves_by_exact_sizes(dims: int, rows: int, keys: int, batch: int, words: str):
+def test_what_it_leaves_by_exact_sizes(dims: int, causal: int, rows: int, keys: int, batch: int, words: str):
     """What `explain` says is what a call does, whichever sizes its route was made with."""
     q = torch.empty(batch, 16, rows, dims, device="meta", dtype=torch.bfloat16)
     k = torch.empty(batch, 16, keys, dims, device="meta", dtype=torch.bfloat16)
-    found = polyflash.explain(q, k, k, target="cuda:sm90")
+    found = polyflash.explain(q, k, k, target="cuda:sm90", causal=bool(causal))
     assert found.backend == ("triton" if words else "gluon")
     told = next(v.reasons for v in found.verdicts if v.row is ROW)
     assert told == ((f"yields: {told[0].removeprefix('yields: ')}",) if words else ()) and words in str(told)
-    named = polyflash.explain(q, k, k, target="cuda:sm90", backend="gluon")
+    named = polyflash.explain(q, k, k, target="cuda:sm90", causal=bool(causal), backend="gluon")
     assert named.backend == "gluon"
     for length in (600, 8192):
         spec = replace(SPEC, seqlen_q=length, seqlen_k=length, head_dim=dims, head_dim_v=dims)
+        spec = replace(spec, causal=bool(causal))
         launch = plan.select(spec, HOPPER, TABLE, backend="", config="")
         assert launch.row is ROW and launch.of_sizes(batch, rows, keys).row.backend == found.backend
         launch = plan.select(spec, HOPPER, TABLE, backend="gluon", config="")

@@ -100,29 +100,40 @@ def test_blocks_hold_what_rows_see(place_of, block_m: int, block_n: int):
             assert place.i_m == i_m and place.rows == case.rows and place.first_q == place.first_k == 0
             assert not c.OWN or place.position + place.rest == case.position
             assert max(abs(x) for x in (n.offset, n.left or 0, place.low, place.high)) < 2**31
-            end, count, masked, bare = key_blocks(place, c)
-            assert 1 <= masked <= bare <= count <= end <= max(-(-case.keys // block_n), 1), case
-            rows = range(i_m * block_m, (i_m + 1) * block_m)
-            found = [seen_by(i, place, c) for i in rows]
-            there = found[: max(case.rows - i_m * block_m, 0)]
-            for i, (lo, hi) in zip(rows, there, strict=False):
-                wanted = case.interval(i)
-                assert (lo, hi) == wanted or (lo >= hi and wanted[0] >= wanted[1]), (case, i)
-                assert lo >= hi or ((end - count) * block_n <= lo and hi <= end * block_n), (case, i)
-                for place_in_walk in range(masked, count):
-                    j = end - 1 - place_in_walk
-                    assert hi >= (j + 1) * block_n, (case, i, "hides keys at its end")
-                    assert place_in_walk >= bare or lo <= j * block_n, (case, i, "hides keys at its start")
-            some = [(lo, hi) for lo, hi in found if lo < hi]
-            if count > 1:
-                assert max((hi for _, hi in some), default=0) > (end - 1) * block_n, (case, "nobody sees it")
-                assert min(lo for lo, _ in some) < (end - count + 1) * block_n, (case, "nobody sees it")
-            if masked > 1:
-                j = end - masked
-                hidden = any(lo > j * block_n or hi < (j + 1) * block_n for lo, hi in found)
-                assert hidden, (case, "a block that needs no mask")
-            if bare < count:
-                assert any(lo > (end - 1 - bare) * block_n for lo, _ in found), (case, "needs no mask")
+            tile = key_blocks(i_m * block_m, 0, place, c, block_m)
+            hold_blocks(case, place, c, range(i_m * block_m, (i_m + 1) * block_m), tile)
+            least = tile[0] - tile[1]
+            for first in range(i_m * block_m, (i_m + 1) * block_m, 64):  # rows of a consumer
+                own = key_blocks(first, least, place, c, 64)
+                assert own[0] <= tile[0] and own[0] - own[1] >= least, (case, "a block that nobody loads")
+                hold_blocks(case, place, c, range(first, first + 64), own)
+
+
+def hold_blocks(case, place, c, rows: range, blocks: tuple[int, int, int, int]) -> None:
+    """Blocks that these rows walk hold what they see."""
+    end, count, masked, bare = blocks
+    block_n = c.BLOCK_N
+    assert 1 <= masked <= bare <= count <= end <= max(-(-case.keys // block_n), 1), case
+    found = [seen_by(i, place, c) for i in rows]
+    there = found[: max(case.rows - rows.start, 0)]
+    for i, (lo, hi) in zip(rows, there, strict=False):
+        wanted = case.interval(i)
+        assert (lo, hi) == wanted or (lo >= hi and wanted[0] >= wanted[1]), (case, i)
+        assert lo >= hi or ((end - count) * block_n <= lo and hi <= end * block_n), (case, i)
+        for place_in_walk in range(masked, count):
+            j = end - 1 - place_in_walk
+            assert hi >= (j + 1) * block_n, (case, i, "hides keys at its end")
+            assert place_in_walk >= bare or lo <= j * block_n, (case, i, "hides keys at its start")
+    some = [(lo, hi) for lo, hi in found if lo < hi]
+    if count > 1:
+        assert max((hi for _, hi in some), default=0) > (end - 1) * block_n, (case, "nobody sees it")
+        assert min(lo for lo, _ in some) < (end - count + 1) * block_n, (case, "nobody sees it")
+    if masked > 1:
+        j = end - masked
+        hidden = any(lo > j * block_n or hi < (j + 1) * block_n for lo, hi in found)
+        assert hidden, (case, "a block that needs no mask")
+    if bare < count:
+        assert any(lo > (end - 1 - bare) * block_n for lo, _ in found), (case, "needs no mask")
 
 
 def seen_by(i: int, place: Place, c: SimpleNamespace) -> tuple[int, int]:
@@ -155,7 +166,7 @@ def test_packed_tiles_hold_every_row_once(place_of, block_m: int):
             for i in range(place.i_m * block_m, min((place.i_m + 1) * block_m, place.rows)):
                 assert place.first_q + i not in found
                 found[place.first_q + i] = place.first_k, place.live, i + place.high + 1
-            end, count, _, _ = key_blocks(place, c)
+            end, count, _, _ = key_blocks(place.i_m * block_m, 0, place, c, block_m)
             assert (end, count) == (1, 1) or place.i_m * block_m < place.rows
         wanted = {}
         for b, (first, size) in enumerate(zip(at_q, rows, strict=False)):

@@ -116,6 +116,20 @@ def pass_turn(WG: gl.constexpr, c):
 
 
 @gluon.jit
+def pass_blocks(ring, i_n, count, c, WG: gl.constexpr):
+    """Lets blocks go by that other rows of the tile see, and none of these. Gives the number of the next."""
+    for _ in range(count):
+        keys_of(ring, i_n, c)
+        take_turn(WG, c)
+        pass_turn(WG, c)
+        free_keys(i_n, c)
+        values_of(ring, i_n, c)
+        free_values(i_n, c)
+        i_n += 1
+    return i_n
+
+
+@gluon.jit
 def first_turn(WG: gl.constexpr, c):
     """The last consumer gives the first one its first turn."""
     if WG == c.CONSUMERS - 1:

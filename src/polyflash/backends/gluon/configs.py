@@ -1,9 +1,9 @@
 """How the Gluon engine is cut up, and which calls it is for. Pure arithmetic, no DSL.
 
-Provenance of `FORWARD`: the quickest of the schedules that a prototype of this kernel had on an H200, in
-bfloat16 at 2k to 16k keys; of `BACKWARD`: of those that were tried of this kernel. With them the kernels were
-measured on an H200 beside the Triton rows, from which `leaves`, `LEAST_KEYS` and `LEAST_KEYS_OF` are:
-docs/results/2026-11-23-h200-gluon.md, docs/results/2026-11-24-h200-gluon.md.
+Provenance of `FORWARD`: at 64 and 128 channels what was quickest of this kernel on an H100, at 256 of a
+prototype on an H200, in bfloat16 at 1k to 16k keys; of `BACKWARD` and `BOUNDED_64`: of those that were tried
+on an H200. `LEAST_KEYS`, `LEAST_CAUSAL` and `LEAST_KEYS_OF` are from races with the Triton rows:
+docs/results/2026-11-25-h100-gluon.md, docs/results/2026-11-24-h200-gluon.md.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _F = Feature
 BOUNDS = frozenset({_F.CAUSAL, _F.Q_OFFSET, _F.WINDOW, _F.KV_LENS, _F.KV_STARTS, _F.VARLEN})
 CHANGES = frozenset({_F.SOFTCAP, _F.SINKS, _F.ALIBI})
 ROWS = 64  # of a consumer
-# By channels of a box: below, it is behind the Triton row on an H200, or nobody has measured.
-LEAST_KEYS = {64: 2048, 128: 1024, 256: 1024}
+# By channels of a box, and with a causal mask: below, it is behind the Triton row, or nobody has measured.
+LEAST_KEYS = {64: 1024, 128: 1024, 256: 1024}
+LEAST_CAUSAL = LEAST_KEYS | {64: 4096}
 # The same of features, for packed members by their mean; what is not here is behind, or was not timed.
 LEAST_KEYS_OF: dict[tuple[Phase, int], dict[Feature, int]] = {
     (Phase.FORWARD, 64): {_F.ALIBI: 1024},
@@ -46,8 +47,9 @@ class ForwardConfig:
     block. num_stages: slots of K and of V. order: "counter" gives a program that has none left the next tile
     from a counter in memory, "zigzag" walks a fixed list from alternate ends, "tiles" starts a program for
     each. heads: so many heads' tiles are started side by side. turns: consumers take turns to issue products.
-    pinned: the softmax is complete before the product that runs beside it is waited for. late_sum and
-    lazy_rescale as the Triton engine's. shared_out: the output leaves through the memory of Q."""
+    pinned: the rows' maxima, or all of the softmax, are complete before the product that runs beside it is
+    waited for. late_sum and lazy_rescale as the Triton engine's. shared_out: the output leaves through the
+    memory of Q."""
 
     consumers: int = option(2, 3, switched=())
     block_n: int = option(64, 128, switched=())
@@ -55,7 +57,7 @@ class ForwardConfig:
     order: str = option("counter", "zigzag", "tiles", default="counter", tuned=("counter", "zigzag", "tiles"))
     heads: int = option(1, 2, 4, 8, default=4, tuned=(1, 4, 8))
     turns: bool = flag(True, tuned=(True, False))
-    pinned: bool = flag(False, tuned=(True, False))
+    pinned: str = option("", "maxima", "softmax", default="", tuned=("", "maxima", "softmax"))
     late_sum: bool = flag(True, tuned=(True, False))
     lazy_rescale: bool = flag(False, tuned=(True, False))
     shared_out: bool = flag(False)
@@ -86,14 +88,17 @@ class ForwardConfig:
 
 
 # (channels of a box, causal) -> config
-FORWARD = {
-    (64, False): ForwardConfig(3, 128, lazy_rescale=True),
-    (64, True): ForwardConfig(2, 128),
-    (128, False): ForwardConfig(2, 128, order="zigzag", heads=8),
+FORWARD: dict[tuple[int, bool], ForwardConfig] = {
+    (64, False): ForwardConfig(3, 128, 3, pinned="maxima", lazy_rescale=True),
+    (64, True): ForwardConfig(3, 128, 3, turns=False, pinned="maxima", lazy_rescale=True),
+    (128, False): ForwardConfig(2, 128, order="zigzag", heads=8, pinned="maxima"),
     (128, True): ForwardConfig(2, 128, late_sum=False),
-    (256, False): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned=True, shared_out=True),
-    (256, True): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned=True, shared_out=True),
+    (256, False): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
+    (256, True): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
 }
+
+
+BOUNDED_64 = ForwardConfig(2, 128)  # where registers of three consumers do not suffice
 
 
 def box_of(head_dim: int) -> int:
@@ -104,8 +109,10 @@ def box_of(head_dim: int) -> int:
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     """The table's, by the box that holds the head dim; what needs as many registers is as a causal mask.
     Tiles of requests that have lengths of their own come from the counter."""
-    like_causal = {Feature.WINDOW, Feature.KV_STARTS, Feature.VARLEN, Feature.ALIBI}
-    config = FORWARD[box_of(spec.head_dim), spec.causal or not spec.features.isdisjoint(like_causal)]
+    box, like_causal = box_of(spec.head_dim), {_F.WINDOW, _F.KV_STARTS, _F.VARLEN, _F.ALIBI}
+    config = FORWARD[box, spec.causal or not spec.features.isdisjoint(like_causal)]
+    if box == 64 and not spec.features.isdisjoint(like_causal | {_F.SOFTCAP}):
+        config = BOUNDED_64
     counted = Feature.KV_LENS in spec.features and config.order == "zigzag"
     return replace(config, order="counter", heads=4) if counted else config
 
@@ -124,11 +131,7 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
 def leaves(spec: AttentionSpec, target: Target) -> str:
     """Why a call is left to other rows unless gluon is asked for by name; "" if it is not. Of lengths it
     knows what a route knows."""
-    if left := _no_work(spec) or _too_padded(spec) or _behind(spec):
-        return left
-    if spec.causal and spec.head_dim <= 64 and Feature.ALIBI not in spec.features:
-        return "head_dim 64 with causal: the Triton row is quicker on an H200, at 1k to 16k keys"
-    return ""
+    return _no_work(spec) or _too_padded(spec) or _behind(spec)
 
 
 def _no_work(spec: AttentionSpec) -> str:
@@ -168,7 +171,8 @@ def _too_padded(spec: AttentionSpec) -> str:
 def leaves_sizes(spec: AttentionSpec, target: Target, sizes: tuple[int, int, int]) -> str:
     """Why a call of this batch, seqlen_q and seqlen_k is left; "" if it fills the device with this kernel."""
     batch, seqlen_q, seqlen_k = sizes
-    if few := _too_few_keys(spec, seqlen_k, LEAST_KEYS[box_of(spec.head_dim)]):
+    least = LEAST_CAUSAL if spec.causal else LEAST_KEYS
+    if few := _too_few_keys(spec, seqlen_k, least[box_of(spec.head_dim)]):
         return few
     rows = choose_forward(spec, target).block_m
     tiles = batch * spec.num_q_heads * -(-seqlen_q // rows)

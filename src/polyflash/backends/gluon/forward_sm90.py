@@ -43,6 +43,7 @@ from polyflash.backends.gluon.channel import (
     free_keys,
     free_values,
     keys_of,
+    pass_blocks,
     pass_turn,
     phase,
     take_turn,
@@ -50,7 +51,7 @@ from polyflash.backends.gluon.channel import (
     told,
     values_of,
 )
-from polyflash.backends.gluon.mending import add_nonfinite, clean_values
+from polyflash.backends.gluon.mending import add_nonfinite, clean_values, is_marked
 from polyflash.backends.gluon.places import (
     BELOW,
     BOTH,
@@ -146,24 +147,12 @@ class Constants(NamedTuple):
     COUNTED: bool = False  # the next tile comes from a counter in global memory
     HEADS: int = 4  # see schedule.py
     TURNS: bool = True
-    PINNED: bool = False  # the softmax is complete before its product is waited for
+    PINNED: str = ""  # what is complete before the product beside it is waited for
     LATE_SUM: bool = False  # weights of a row are added up across threads behind the last block
     LAZY: bool = False  # older sums are scaled once the maximum has grown by 2^SLACK
     SHARED_OUT: bool = False  # the output leaves through the memory of Q
     MENDING: bool = False
     LAYOUT: int = 0  # of the tuples: another is another kernel
-
-
-@gluon.jit
-def is_marked(i_t, t, n, c):
-    """Has a row of the tile a mark?"""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
-    p = t.marks + (i_bh.to(gl.int64) * n.num_tiles + i_m) * c.BLOCK_M
-    found = 0
-    for i in gl.static_range(c.CONSUMERS):
-        found += gl.max(gl.load(p + 64 * i + gl.arange(0, 64, layout=layout)).to(gl.int32), 0)
-    return found > 0
 
 
 @gluon.jit
@@ -196,7 +185,7 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c):
     while i_t < n.total:
         i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
-        end, count, _, _ = key_blocks(place, c)
+        end, count, _, _ = key_blocks(place.i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
         for j in range(count):
             slot, at = i_n % c.STAGES, [i_b, i_h // n.group, place.first_k + (end - 1 - j) * c.BLOCK_N, 0]
@@ -218,9 +207,8 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c):
         i_round += 1
     if c.COUNTED:
         leave(t.words + LEFT, t.words + NEXT)
-    if c.MENDING:  # noqa: SIM102  a branch of the compiler, then one of the kernel
-        if n.total > 0:
-            leave(t.words + MENDED, t.words + MARKED)
+    if c.MENDING:
+        leave(t.words + MENDED, t.words + MARKED)
 
 
 @gluon.jit
@@ -232,12 +220,9 @@ def leave(p_left, p_word):
 
 
 @gluon.jit
-def online_softmax(b_s, m_i, l_i, far, factor, c):
-    """Weights of a block, exp2(factor·s - m), its m and l, and the factor for older sums. One multiply-add
-    each: m is factor·s rounded, so all weights of a row have the same factor next to 1, which l has too. In
-    `far` rows m is in units of s and leaves it first. m begins at LOWEST, so hidden scores weigh 0 and no
-    weight is inf - inf."""
-    sums: gl.constexpr = accumulator(SUMS)
+def new_maxima(b_s, m_i, far, factor, c):
+    """m of a block and those before: of factor·s, rounded. It begins at LOWEST, so that hidden scores weigh 0
+    and no weight is inf - inf."""
     b_top = row_max(b_s)
     b_top = b_top * gl.where(far, 1.0, factor) if c.MENDING else b_top * factor
     if c.LAZY:
@@ -247,6 +232,15 @@ def online_softmax(b_s, m_i, l_i, far, factor, c):
         m_new = gl.where(b_top > m_i + slack, b_top, m_i)
     else:
         m_new = gl.maximum(m_i, b_top)
+    return m_new if c.PINNED != "maxima" else pinned(m_new)
+
+
+@gluon.jit
+def online_softmax(b_s, m_new, m_i, l_i, far, factor, c):
+    """Weights of a block, exp2(factor·s - m), its l, and the factor for older sums. One multiply-add each, so
+    all weights of a row have the same factor next to 1, which l has too. In `far` rows m is in units of s
+    and leaves it first."""
+    sums: gl.constexpr = accumulator(SUMS)
     b_less, b_older = m_new, m_i - m_new
     if c.MENDING:
         b_s = b_s - gl.where(far, m_new, 0.0)[:, None]
@@ -259,7 +253,7 @@ def online_softmax(b_s, m_i, l_i, far, factor, c):
         l_i = gl.fma(l_i, b_alpha, b_sums)
     else:
         l_i = gl.fma(l_i, alpha, gl.convert_layout(gl.sum(b_sums, 1), m_i.type.layout))
-    return b_p, m_new, l_i, alpha
+    return b_p, l_i, alpha
 
 
 @gluon.jit
@@ -289,8 +283,9 @@ def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr):
         l_i = gl.zeros([64, SUMS], gl.float32, sums)
     else:
         l_i = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
-    b_p, m_i, l_i, _ = online_softmax(b_s, m_i, l_i, seen.far, n.factor, c)
-    return b_p, m_i, l_i
+    m_new = new_maxima(b_s, m_i, seen.far, n.factor, c)
+    b_p, l_i, _ = online_softmax(b_s, m_new, m_i, l_i, seen.far, n.factor, c)
+    return b_p, m_new, l_i
 
 
 @gluon.jit
@@ -312,12 +307,15 @@ def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: 
     b_s = change_scores(b_s, seen, j_0, n, c)
     if MASKED != NONE:
         b_s = apply_mask(b_s, seen, j_0, c, MASKED)
-    b_p, m_i, l_i, alpha = online_softmax(b_s, m_i, l_i, seen.far, n.factor, c)
-    if c.PINNED:
+    m_new = new_maxima(b_s, m_i, seen.far, n.factor, c)
+    if c.PINNED == "softmax":
+        b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, n.factor, c)
         l_i = pinned(l_i)
     acc = warpgroup_mma_wait(0, [acc])
     free_values(i_n - 1, c)
-    return rescale(acc, alpha, c), packed(b_p, DTYPE), m_i, l_i
+    if c.PINNED != "softmax":
+        b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, n.factor, c)
+    return rescale(acc, alpha, c), packed(b_p, DTYPE), m_new, l_i
 
 
 @gluon.jit
@@ -394,8 +392,10 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
     while i_t < n.total:
         i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
-        end, count, masked, bare = key_blocks(place, c)
-        i_row = place.i_m * c.BLOCK_M + WG * 64
+        first = place.i_m * c.BLOCK_M
+        i_row = first + WG * 64
+        tile_end, tile_count, _, _ = key_blocks(first, 0, place, c, c.BLOCK_M)
+        end, count, masked, bare = key_blocks(i_row, tile_end - tile_count, place, c, 64)
         o_row = i_row + gl.arange(0, 64, layout=row)
         p_marks = t.marks + i_bh.to(gl.int64) * n.num_tiles * c.BLOCK_M + o_row
         if c.PACKED:
@@ -403,6 +403,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         seen = rows_seen(o_row, p_marks, i_bh % n.num_heads, place, t, n, c)
         mbarrier.wait(rows.full.index(WG), phase(i_round, 1))
         q = rows.q.index(WG).reshape([64, c.D])
+        i_n = pass_blocks(ring, i_n, tile_end - end, c, WG)
         j_0 = (end - 1) * c.BLOCK_N
         b_p, m_i, l_i = first_block(q, ring, seen, i_n, j_0, n, c, WG)
         sums = gl.zeros([64, c.D], gl.float32, o_l), packed(b_p, DTYPE), m_i, l_i
@@ -427,6 +428,8 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         tma.store_wait(0)  # the output of the tile before has left
         acc = warpgroup_mma_wait(0, [acc])
         free_values(i_n - 1, c)
+        if c.BELOW:
+            i_n = pass_blocks(ring, i_n, tile_count - (tile_end - end) - count, c, WG)
         b_out = acc * gl.convert_layout(b_share, gl.SliceLayout(1, o_l))[:, None]
         if c.MENDING:
             i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
@@ -453,14 +456,16 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
 @gluon.jit
 def attend_sm90(t, n, c, q, k, v, out):
     """A program per core that walks over tiles, or one per tile."""
+    if not c.MENDING:  # noqa: SIM114  a branch of the compiler, then one of the kernel
+        walk(q, k, v, out, t, n, c)
+    elif gl.load(t.words + MARKED) != 0:  # nothing is set up for nothing
+        walk(q, k, v, out, t, n, c)
+
+
+@gluon.jit
+def walk(q, k, v, out, t, n, c):
+    """Starts the roles."""
     DTYPE: gl.constexpr = q.dtype
-    total = n.total
-    if c.MENDING:
-        total = total * gl.load(t.words + MARKED)
-    n = Numbers(
-        n.num_heads, n.group, n.planes, n.seqlen_q, n.seqlen_k, n.num_tiles, total, n.offset, n.left,
-        n.factor, n.members, n.into_cap, n.softcap, n.position, n.rest, n.scale,
-    )  # fmt: skip
     b_q = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 1, 1, 64, c.D], q.layout)
     b_out = b_q
     if not c.SHARED_OUT:

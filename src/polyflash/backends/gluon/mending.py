@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from polyflash.backends.gluon.channel import values_of
+from polyflash.backends.gluon.schedule import tile_of
 from polyflash.backends.gluon.shim import accumulator
 
 NEVER: gl.constexpr = gl.constexpr(2**31 - 1)  # a key behind all others
@@ -19,6 +20,18 @@ NEVER: gl.constexpr = gl.constexpr(2**31 - 1)  # a key behind all others
 def by_channel() -> Any:
     """Layout of 16 rows of V, a channel or two in a thread."""
     return gl.BlockedLayout([16, 1], [1, 32], [1, 4], [1, 0])
+
+
+@gluon.jit
+def is_marked(i_t, t, n, c):
+    """Has a row of the tile a mark?"""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+    p = t.marks + (i_bh.to(gl.int64) * n.num_tiles + i_m) * c.BLOCK_M
+    found = 0
+    for i in gl.static_range(c.CONSUMERS):
+        found += gl.max(gl.load(p + 64 * i + gl.arange(0, 64, layout=layout)).to(gl.int32), 0)
+    return found > 0
 
 
 @gluon.jit

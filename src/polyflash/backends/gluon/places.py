@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from polyflash.backends.gluon.schedule import band
-from polyflash.backends.gluon.shim import accumulator, keep_less
+from polyflash.backends.gluon.shim import accumulator, keep_where
 
 NONE, BELOW, BOTH = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # ends that a block may hide
 FAR: gl.constexpr = gl.constexpr(2)  # bit of a mark: see `forward_sm90`
@@ -145,9 +145,9 @@ def rows_seen(o_row, p_marks, i_h, place, t, n, c):
 def apply_mask(b_s, seen, j_0, c, ENDS: gl.constexpr):
     """-inf at keys that a row does not see, whatever was there, at these ends of what it sees."""
     if ENDS == BOTH:
-        b_s = keep_less(b_s, seen.col[None, :], (seen.limit - j_0)[:, None])
+        b_s = keep_where(b_s, seen.limit - j_0, "gt")
     if c.BELOW:
-        b_s = keep_less(b_s, (seen.first - 1 - j_0)[:, None], seen.col[None, :])
+        b_s = keep_where(b_s, seen.first - 1 - j_0, "lt")
     return b_s
 
 

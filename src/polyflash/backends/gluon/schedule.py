@@ -49,17 +49,18 @@ def band(position, live, n, c):
 
 
 @gluon.jit
-def key_blocks(place, c):
-    """Blocks of keys that a row tile walks: the end of the last one, from which it walks down, and how many;
-    of them so many at first hide keys from a row, and all behind the last number. One at least, whose mask
-    shows that there is nothing to see."""
-    end = (place.live + c.BLOCK_N - 1) // c.BLOCK_N
-    masked = 1
+def key_blocks(i_row, least, place, c, ROWS: gl.constexpr):
+    """Blocks of keys that ROWS rows from i_row on walk: the end of the last one, from which they walk down,
+    and how many; of them so many at first hide keys from a row, and all behind the last number. One at
+    least, not below number `least`, whose mask shows that there is nothing to see."""
+    live, masked = place.live, 1
+    if i_row >= place.rows:
+        live = 0
+    end = (live + c.BLOCK_N - 1) // c.BLOCK_N
     if c.HAS_RIGHT:
-        seen = place.i_m * c.BLOCK_M + place.high + 1  # keys of the tile's first row
-        end = min(end, (max(seen + c.BLOCK_M - 1, 0) + c.BLOCK_N - 1) // c.BLOCK_N)
-    if c.HAS_RIGHT or c.SHORT:
-        end = max(end, 1)
+        seen = i_row + place.high + 1  # keys of the first row
+        end = min(end, (max(seen + ROWS - 1, 0) + c.BLOCK_N - 1) // c.BLOCK_N)
+    end = max(end, least + 1)
     if c.HAS_RIGHT:
         whole = min(max(seen, 0), place.live) // c.BLOCK_N
         masked = max(end - whole, 1)
@@ -67,8 +68,8 @@ def key_blocks(place, c):
     if c.BELOW:
         first, every = place.start, place.start  # keys from which on some row sees, and every row
         if c.HAS_LEFT:
-            low = place.i_m * c.BLOCK_M + place.low
-            first, every = max(first, low), max(every, low + c.BLOCK_M - 1)
+            low = i_row + place.low
+            first, every = max(first, low), max(every, low + ROWS - 1)
         count = end - min(first // c.BLOCK_N, end - 1)
         masked = min(masked, count)
         bare = min(max(end - (every + c.BLOCK_N - 1) // c.BLOCK_N, masked), count)

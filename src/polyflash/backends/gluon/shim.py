@@ -141,12 +141,45 @@ def pinned(b_x):
     return gl.inline_asm_elementwise(ASM, "=f,f", [b_x], dtype=gl.float32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _keep(test: str, count: int) -> str:
+    """Keeps of `count` scores $0.. of a thread, two rows by turns, those whose key passes the test."""
+    keys = ((f"${i}", 2 * count + i // 2 % 2 * 2, i // 4 * 8 + i % 2) for i in range(count))
+    lines = (f" setp.{test}.s32 q, ${b}, {j}; selp.f32 {s}, {s}, 0fFF800000, q;" for s, b, j in keys)
+    return f"{{ .reg .pred q;{''.join(lines)} }}"
+
+
 @gluon.jit
 def keep_less(b_x, b_a, b_b):
     """x where a < b, else -inf; int32 a and b broadcast. Two instructions each, a mask of bools five."""
     ASM: gl.constexpr = "{ .reg .pred q; setp.lt.s32 q, $2, $3; selp.f32 $0, $1, 0fFF800000, q; }"
     given = [b_x, b_a, b_b]
     return gl.inline_asm_elementwise(ASM, "=f,f,r,r", given, dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def keep_64(b_s, bounds, TEST: gl.constexpr):
+    ASM: gl.constexpr = _keep(TEST, 32)
+    CONSTRAINTS: gl.constexpr = _in_place(32, "r")
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [b_s, bounds], dtype=gl.float32, is_pure=True, pack=32)
+
+
+@gluon.jit
+def keep_where(b_s, bound, TEST: gl.constexpr):
+    """Keeps scores of 64 or 128 keys where `bound` of their row is "gt" or "lt", TEST, than the key's number;
+    others are -inf. Numbers stand in the code, so they take no registers."""
+    of_thread = gl.arange(0, b_s.shape[1], layout=gl.SliceLayout(0, b_s.type.layout)) & 6
+    bounds = bound[:, None] - of_thread[None, :]
+    if b_s.shape[1] == 64:
+        found = keep_64(b_s, bounds, TEST)
+    else:
+        left, right = halves(b_s)
+        near, far = halves(bounds)
+        right = gl.convert_layout(keep_64(right, far - 64, TEST), left.type.layout, assert_trivial=True)
+        found = gl.convert_layout(
+            joined(keep_64(left, near, TEST), right), b_s.type.layout, assert_trivial=True
+        )
+    return found
 
 
 @gluon.jit
@@ -169,8 +202,9 @@ def _multiply(count: int) -> str:
 
 
 @gluon.constexpr_function
-def _in_place(count: int) -> str:
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+def _in_place(count: int, kind: str) -> str:
+    """Constraints of `count` values that are changed, and so many of another kind."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + [kind] * count)
 
 
 @gluon.jit
@@ -178,7 +212,7 @@ def multiply_unless_one(acc, alpha, COUNT: gl.constexpr):
     """acc·alpha[:, None]; a warp whose alpha are all 1 skips it, COUNT values of a thread at a time. A
     branch, so only while no product is in flight."""
     ASM: gl.constexpr = _multiply(COUNT)
-    CONSTRAINTS: gl.constexpr = _in_place(COUNT)
+    CONSTRAINTS: gl.constexpr = _in_place(COUNT, "f")
     return gl.inline_asm_elementwise(
         ASM, CONSTRAINTS, [acc, alpha[:, None]], dtype=gl.float32, is_pure=True, pack=COUNT
     )
@@ -217,6 +251,12 @@ def accumulator(columns: int) -> Any:
 def halves(b_x):
     """Left and right columns, within each thread."""
     return b_x.reshape([b_x.shape[0], 2, b_x.shape[1] // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def joined(a, b):
+    """The inverse of `halves`."""
+    return gl.join(a, b).permute(0, 2, 1).reshape([a.shape[0], 2 * a.shape[1]])
 
 
 @gluon.jit
