@@ -11,6 +11,7 @@ file of JSON lines before anything else is asked of them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import sys
@@ -75,9 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             suite = _Suite(options, shlex.join(["python", "-m", "benchmarks.gpu", *words]))
             try:
-                suite.run()
-            except KeyboardInterrupt:
-                pass  # what is measured is in the file
+                with contextlib.suppress(KeyboardInterrupt):  # what is measured is in the file
+                    suite.run()
             finally:
                 suite.close()
     content = read(options.json)
