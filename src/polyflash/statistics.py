@@ -56,11 +56,12 @@ def column_sums(
 
     Raises:
         SpecError, UnsupportedError: as `attention`."""
-    scores: Any = {"mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "softcap": softcap}
-    places: Any = {"window": window, "kv_lens": kv_lens, "kv_starts": kv_starts, "q_offset": q_offset}
-    bounds: Any = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q}
-    rest: Any = {"causal": causal, "scale": scale, "backend": backend, "config": config, "checked": checked}
-    options = Options(**scores, **places, **bounds, **rest, max_seqlen_k=max_seqlen_k)
+    options = Options(
+        causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap,
+        scale=scale, kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, backend=backend,
+        config=config, checked=checked, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
     return _results("column_sums", q, k, lse, layout, options)[0]
 
 
@@ -89,17 +90,12 @@ def row_stats(
 
     Raises:
         SpecError, UnsupportedError: as `attention`."""
-    scores: Any = {
-        "mask": mask,
-        "bias": bias,
-        "alibi_slopes": alibi_slopes,
-        "softcap": softcap,
-        "sinks": sinks,
-    }
-    places: Any = {"window": window, "kv_lens": kv_lens, "kv_starts": kv_starts, "q_offset": q_offset}
-    bounds: Any = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q}
-    rest: Any = {"causal": causal, "scale": scale, "backend": backend, "config": config, "checked": checked}
-    options = Options(**scores, **places, **bounds, **rest, max_seqlen_k=max_seqlen_k)
+    options = Options(
+        causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap,
+        sinks=sinks, scale=scale, kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, backend=backend,
+        config=config, checked=checked, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
     return RowStats(*_results("row_stats", q, k, lse, layout, options))
 
 
