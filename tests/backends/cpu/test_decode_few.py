@@ -74,19 +74,23 @@ def test_splits_per_item_of_rows_that_see_different_keys(monkeypatch, dtype):
         same_bits(x, y, name)
 
 
-@pytest.mark.parametrize("channels", (64, 128))
+@pytest.mark.parametrize(("rows", "channels"), ((1, 64), (1, 128), (2, 128), (4, 128)))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_row_by_turns_changes_no_bit(dtype, channels):
-    """Of whole tensors K and V are read by turns, of pages block after block."""
-    q = randn(2, 3, 1, channels, dtype=dtype)
+def test_reading_by_turns_changes_no_bit(monkeypatch, dtype, rows, channels):
+    """Of whole tensors K and V are read by turns, across splits too, of pages block after block."""
+    q = randn(2, 3, rows, channels, dtype=dtype)
     k, v = (randn(2, 3, KEYS, channels, dtype=dtype, seed=n) for n in (1, 2))
     v[0, 2, 777, 3], v[1, 1, 130] = math.nan, math.inf
-    pools = paged(k, 16)[0], *paged(v, 16)
-    for more in ({}, {"window_left": 700, "window_right": 0}, {"kv_lens": ints(1090, 513), "softcap": 3.0}):
+    k_pool, v_pool, table = paged(k, 16)[0], *paged(v, 16)
+    for more in (
+        {},
+        {"window_left": 700, "window_right": 0},
+        {"kv_lens": ints(1090, 513), "softcap": 3.0},
+        {"kv_starts": ints(45, 300), "scale": -0.2},
+    ):
         more = {"kv_lens": ints(KEYS, KEYS), **more}
-        want = decode(q, k, v, split=SPLIT, **more)
-        k_pool, v_pool, table = pools
-        got = decode(q, k_pool, v_pool, split=SPLIT, page_table=table, **more)
+        want = decode(q, k_pool, v_pool, split=SPLIT, page_table=table, **more)
+        got = same_for_any_splits(monkeypatch, q, k, v, f"whole tensors, {more}", **more)
         for x, y, name in zip(got, want, ("out", "lse"), strict=True):
             same_bits(x, y, name)
 

@@ -35,7 +35,7 @@ BYTES_PER_US = 16_000  # that one core reads: what the thread decision assumes
 KEPT_PARTIALS = 64 << 20  # bytes a thread keeps between its calls
 ITEMS_PER_THREAD = 8  # at least, before an item takes several kv heads or splits
 LONG_PAGE = 128  # tokens, from which on the heads of a page are walked one by one where each lies together
-MOST_SPLITS = 4  # of an item: what is read next is prefetched across their borders
+MOST_SPLITS = 8  # of an item: what is read next is prefetched across their borders
 
 
 class _Cut(NamedTuple):

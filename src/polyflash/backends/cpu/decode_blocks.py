@@ -115,7 +115,13 @@ class DecodeTile(AddressLists, Turns):
         return changed
 
     def _dots(
-        self, e: Emitter, row: Value, later: Value, q: Value, channels: Value | int, spread: Value | None
+        self,
+        e: Emitter,
+        row: Value,
+        later: Value | None,
+        q: Value,
+        channels: Value | int,
+        spread: Value | None,
     ) -> list[Value]:
         """A vector of partial sums of one key for every row of Q."""
         width, unit_bytes = self.query_bytes(e), self.unit * self.size
@@ -221,13 +227,19 @@ class DecodeTile(AddressLists, Turns):
 
         e.loop(groups, [e.pointer(v_rows), e.pointer(p), e.pointer(alpha), e.pointer(later)], group)
 
-    def _weigh(self, e: Emitter, places, listed, channels, spread, bounded) -> None:
+    def _weigh(self, e: Emitter, places, listed, channels, spread, bounded, at_once: int = 0) -> None:
         """One group of keys; `places` are of weights, alpha and O, `listed` the lists of V rows and of rows
-        that are read next, or what gives those of a key."""
+        that are read next, or what gives those of a key. `at_once` query rows share a walk over the keys of
+        the group, all of them if it is 0."""
         pack, unit_bytes, step_bytes = self.key.pack, self.unit * self.size, self.rows * self.parts * e.bytes
-        (p_p, p_alpha, p_o), trips = places, KEYS_PER_GROUP // pack
+        (p_p, p_alpha, p_o), trips, at_once = places, KEYS_PER_GROUP // pack, at_once or self.rows
 
         def units(at: Value, p: list[Value], mask: Value | None, count: int) -> list[Value]:
+            for first in range(0, self.rows, at_once):
+                some_rows(at, p, mask, count, first)
+            return [e.at(p[0], count * step_bytes)]
+
+        def some_rows(at: Value, p: list[Value], mask: Value | None, count: int, first: int) -> None:
             def weighed(pairs: list[tuple[Value, Value]], p_weights: Value, sums: list[Value]) -> None:
                 for _, row in pairs:
                     self._prefetch(e, row, at, count, spread)
@@ -236,8 +248,8 @@ class DecodeTile(AddressLists, Turns):
                     for row, _ in pairs
                 ]
                 raw = [list(unit) for unit in zip(*whole_rows, strict=True)]
-                for r in range(self.rows):
-                    weight = e.splat(e.load(p_weights, r * 4, self.atom))
+                for r in range(at_once):
+                    weight = e.splat(e.load(p_weights, (first + r) * 4, self.atom))
                     self._add_keys(e, sums, r, weight, raw, bounded)
 
             def some_keys(k: Value, x: list[Value]) -> list[Value]:
@@ -245,27 +257,26 @@ class DecodeTile(AddressLists, Turns):
                 weighed(list(zip(*lists, strict=True)), x[2], sums := x[3:])
                 return [e.at(x[0], 8 * pack), e.at(x[1], 8 * pack), e.at(x[2], 4 * self.rows), *sums]
 
-            sums: list[Value] = [e.floats(0)] * (self.rows * count * self.parts)
+            sums: list[Value] = [e.floats(0)] * (at_once * count * self.parts)
             if callable(listed):
 
                 def keys_at(k: Value, x: list[Value]) -> list[Value]:
-                    first = e.b.mul(k, I64(pack))
-                    weighed([listed(e.b.add(first, I64(j))) for j in range(pack)], x[0], sums := x[1:])
+                    n = e.b.mul(k, I64(pack))
+                    weighed([listed(e.b.add(n, I64(j))) for j in range(pack)], x[0], sums := x[1:])
                     return [e.at(x[0], 4 * self.rows), *sums]
 
                 sums = rolled(e, trips, [p_p, *sums], keys_at)[1:]
             else:
                 sums = rolled(e, trips, [*listed, p_p, *sums], some_keys)[3:]
-            for r in range(self.rows):
-                shrink = e.splat(e.load(p_alpha, r * 4, F32))
+            for r in range(at_once):
+                shrink = e.splat(e.load(p_alpha, (first + r) * 4, F32))
                 for c in range(count * self.parts):
                     u, part = divmod(c, self.parts)
-                    place = u * step_bytes + (r * self.parts + part) * e.bytes
+                    place = u * step_bytes + ((first + r) * self.parts + part) * e.bytes
                     total = e.fma(shrink, e.load(p[0], place), sums[r * count * self.parts + c])
                     e.store(total, p[0], place)
-            return [e.at(p[0], count * step_bytes)]
 
-        self._units(e, channels, [p_o], units, (1,) if bounded else self.units_at_once)
+        self._units(e, channels, [p_o], units, (1,) if bounded else self.units_at_once(at_once))
 
     def _add_keys(
         self, e: Emitter, sums: list[Value], r: int, weight: Value, raw: list[list[Value]], bounded: bool

@@ -25,8 +25,10 @@ KEYS_PER_GROUP = 8  # keys whose weighted V are added in registers
 BLOCK_BYTES = 8192  # of K in a block, if it has 32 keys: with as much V, half of a first-level cache
 MOST_HEADS = 8  # kv heads that an item walks side by side
 WIDTH, MOST_TURN_ROWS = 128, 4  # channels, and rows of a tile, of heads whose keys are read side by side
-TURN_WIDTHS = 64, 128  # channels, of a head whose single row is read by turns
-BYTES_AHEAD = 2048  # that are prefetched by turns: of float32 1024 was as quick, 4096 lost
+NARROW = 64  # channels, of a head whose keys are read by turns too, by one row
+ROWS_AT_ONCE = 2  # that share a walk over a group of V by turns, which then reads whole rows in order
+LISTED, SCORED = 1, 2  # what the keys are that a kernel walks next
+BYTES_AHEAD = 2048  # that are prefetched by turns, of one row: of float32 1024 was as quick, 4096 lost
 MOST_ROWS = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}  # of one tile: what fills the registers
 
 
@@ -80,10 +82,11 @@ class DecodeKey:
 
     @property
     def by_turns(self) -> bool:
-        """Whether V of a block and K of the next are read by turns, see decode_row.py: on Zen 4 float32 gains
-        and bfloat16 loses nothing, four rows lose; on Zen 5 16-bit rows gain half as much again and more
-        (docs/results/2026-11-23-epyc-zen5-2core-decode.md)."""
-        return self.isa == "avx512" and self.rows == 1
+        """Whether V of a block and K of the next are read by turns, see decode_row.py. On Zen 4 float32 gains
+        (several rows: docs/results/2026-11-26-epyc-zen4-2core-decode.md) and a row of bfloat16 loses nothing;
+        on Zen 5 16-bit rows gain half as much again (docs/results/2026-11-23-epyc-zen5-2core-decode.md)."""
+        several = self.storage != "bfloat16" and self.rows <= MOST_TURN_ROWS
+        return self.isa == "avx512" and (self.rows == 1 or several)
 
     def units(self, channels: int) -> int:
         return -(-channels // self.unit)

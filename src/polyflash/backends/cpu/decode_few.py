@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.cpu import configs, decode_heads, decode_items, decode_row, loading
-from polyflash.backends.cpu.decode_configs import BLOCK_BYTES, KEYS_PER_GROUP, MOST_HEADS
+from polyflash.backends.cpu.decode_configs import BLOCK_BYTES, KEYS_PER_GROUP, LISTED, MOST_HEADS, SCORED
 from polyflash.backends.cpu.words import DECODE
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ def build(key: DecodeKey) -> Any:
     PAIRS, BY_TURNS = key.compute == "bf16dot", key.by_turns
     QUERY_BYTES = VECTOR if PAIRS else VECTOR * PARTS
     MINUS_INF, ONE = 0xFF800000, 0x3F800000
-    LISTED, SCORED = 1, 2  # of the keys that are walked next
 
     @device
     def table_at(tile, j):
@@ -188,9 +187,10 @@ def build(key: DecodeKey) -> Any:
             together_end = ahead = least(key_hi, all_hi) // block_n
             if key_hi % block_n == 0 and (together_end + 1) * block_n <= least(beyond, all_hi):
                 ahead += 1  # to the next split
-        turns = turns_end = 0
+        turns = turns_end = turns_ahead = 0
         if BY_TURNS and heads == 1:
-            turns, turns_end = find_blocks(args, greatest(key_lo, all_lo), least(key_hi, all_hi), block_n)
+            lo, hi, seen = greatest(key_lo, all_lo), least(key_hi, all_hi), least(beyond, all_hi)
+            turns, turns_end, turns_ahead = find_blocks(args, lo, hi, seen, block_n)
         i_n, end_n = key_lo // block_n, (key_hi + block_n - 1) // block_n
         while i_n < end_n:
             if together <= i_n and i_n < together_end:
@@ -198,8 +198,8 @@ def build(key: DecodeKey) -> Any:
                 i_n, ready = together_end, SCORED if ahead > together_end else 0
                 continue
             if BY_TURNS and turns <= i_n and i_n < turns_end:
-                attend_row(tile, k, v, block_n, i_n, turns_end, state, ready, beyond)
-                i_n, ready = turns_end, LISTED
+                attend_row(tile, k, v, block_n, i_n, turns_end, state, ready, turns_ahead, beyond)
+                i_n, ready = turns_end, SCORED if turns_ahead > turns_end else LISTED
                 continue
             first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
             begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP

@@ -1,52 +1,66 @@
-"""A single row over one kv head of whole tensors: device functions of the decode kernel of at most 8 rows.
+"""The rows of one kv head of whole tensors by turns: device functions of the decode kernel of at most 8 rows.
 
-V of a block and K of the next are read key by key by turns, and each line is prefetched a little before its
-turn. So memory has two places to read ahead from, and the machine's own prefetchers follow both; a phase of K
-and then one of V have one. The sums are those of the walk in phases, in their order.
+V of a block and K of the next are read by turns: for a single row key by key, each line prefetched a little
+before its turn; for several a group of keys at a time, and nothing is prefetched. So memory has two places to
+read ahead from, and the machine's own prefetchers follow both; a phase of K and then one of V have one. The
+sums are those of the walk in phases, in their order.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from polyflash.backends.cpu import decode_configs as configs
 from polyflash.backends.cpu.configs import STORAGE_BYTES
-from polyflash.backends.cpu.decode_configs import BYTES_AHEAD, KEYS_PER_GROUP, TURN_WIDTHS
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, LISTED, SCORED, WIDTH
 from polyflash.backends.cpu.words import DECODE
 
 if TYPE_CHECKING:
     from polyflash.backends.cpu.decode_configs import DecodeKey
 
+K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further
+MINUS_INF = 0xFF800000
+
 
 def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
-    """Two device functions of 4 and 9 arguments: see `find_blocks` and `attend_row`."""
-    from polyflash.backends.cpu.intrinsics import least, word
+    """Two device functions of 5 and 10 arguments: see `find_blocks`, and `attend_row` or `attend_rows`."""
+    from polyflash.backends.cpu.intrinsics import word
     from polyflash.backends.cpu.structs import Blocks
 
     device = Blocks(DECODE).device
-    K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch
-    NARROW, WIDE = TURN_WIDTHS
-    KEYS, VECTOR, SIZE, MINUS_INF = key.lanes, key.lanes * 4, STORAGE_BYTES[key.storage], 0xFF800000
+    ROWS, SIZE, NARROW = key.rows, STORAGE_BYTES[key.storage], configs.NARROW if key.rows == 1 else WIDTH
 
     @device
-    def find_blocks(args, lo, hi, block_n):
-        """First and end of the blocks of keys [lo, hi) that can be read by turns; none of pages, of other
-        widths than TURN_WIDTHS or of channels with a stride."""
+    def find_blocks(args, lo, hi, beyond, block_n):
+        """First and end of the blocks of keys [lo, hi) that can be read by turns, and the end of those whose
+        K can be, before `beyond`; none of pages, of other widths or of channels with a stride."""
         steps = word(args, K_BATCH + 3) == SIZE and word(args, V_BATCH + 3) == SIZE
         width, same = args.head_dim, args.head_dim == args.head_dim_v
-        if args.page_table != 0 or not steps or not same or (width != NARROW and width != WIDE):
-            return 0, 0
-        return (lo + block_n - 1) // block_n, hi // block_n
+        if args.page_table != 0 or not steps or not same or (width != WIDTH and width != NARROW):
+            return 0, 0, 0
+        end, more = hi // block_n, 0
+        if ROWS > 1 and hi % block_n == 0 and hi + block_n <= beyond:
+            more = 1  # of the next split
+        return (lo + block_n - 1) // block_n, end, end + more
+
+    return find_blocks, (_one if key.rows == 1 else _several)(key, stage, list_rows, device)
+
+
+def _one(key: DecodeKey, stage: Any, list_rows: Any, device: Any) -> Any:
+    from polyflash.backends.cpu.intrinsics import least, word
+
+    KEYS, VECTOR, SIZE, AHEAD = key.lanes, key.lanes * 4, STORAGE_BYTES[key.storage], configs.BYTES_AHEAD
 
     @device
-    def attend_row(tile, k, v, block_n, first, end, stats, listed, beyond):
-        """The blocks [first, end) of keys, all of which the row sees. `listed` is 1 if K of the first is, as
-        that of block `end` is afterwards, as far as there are keys before `beyond`."""
+    def attend_row(tile, k, v, block_n, first, end, stats, ready, ahead, beyond):
+        """The blocks [first, end) of keys, all of which the row sees. `ready` is LISTED if K of the first is,
+        as that of block `end` is afterwards, as far as there are keys before `beyond`; `ahead` is `end`."""
         args, s, block, k_rows, v_rows = tile.args, tile.s, tile.block, tile.k_rows, tile.v_rows
         vectors, groups, o = block_n // KEYS, block_n // KEYS_PER_GROUP, stats + 2 * VECTOR
-        channels, ahead = args.head_dim, BYTES_AHEAD // (args.head_dim * SIZE)
-        k_ahead, v_ahead = ahead * word(args, K_BATCH + 2), ahead * word(args, V_BATCH + 2)
+        channels, further = args.head_dim, AHEAD // (args.head_dim * SIZE)
+        k_ahead, v_ahead = further * word(args, K_BATCH + 2), further * word(args, V_BATCH + 2)
         alpha, ones = block, block + VECTOR
-        if listed == 0:
+        if ready != LISTED:
             list_rows(tile, k, K_BATCH, k_rows, first * block_n, (first + 1) * block_n)
         for i in range(first, end):
             begin, last = i * block_n, (i + 1) * block_n
@@ -67,4 +81,44 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
             else:
                 stage.accumulate(v_rows, s, o, alpha, ones, groups, channels, k_rows, 1)
 
-    return find_blocks, attend_row
+    return attend_row
+
+
+def _several(key: DecodeKey, stage: Any, list_rows: Any, device: Any) -> Any:
+    from polyflash.backends.cpu.intrinsics import least, word
+
+    ROWS, KEYS, VECTOR = key.rows, key.lanes // key.rows, key.lanes * 4
+
+    @device
+    def attend_rows(tile, k, v, block_n, first, end, stats, ready, ahead, beyond):
+        """The blocks [first, end) of keys, all of which every row sees; of block `end` the scores too if
+        `ahead` is larger. `ready` is what of the first is, as LISTED or SCORED of block `end` is afterwards,
+        as far as there are keys before `beyond`."""
+        args, k_rows, v_rows = tile.args, tile.k_rows, tile.v_rows
+        vectors, groups, o = block_n // KEYS, block_n // KEYS_PER_GROUP, stats + 2 * VECTOR
+        channels, factor, cap = args.head_dim, args.score_factor, args.score_cap
+        q, limits, ones = tile.q, tile.limits, tile.block + VECTOR
+        k_step, v_step = word(args, K_BATCH + 2), word(args, V_BATCH + 2)
+        for i in range(first, end):
+            begin, last, odd = i * block_n, (i + 1) * block_n, i % 2
+            s, s_next = tile.s + odd * block_n * ROWS * 4, tile.s + (1 - odd) * block_n * ROWS * 4
+            block, block_next = tile.block + 2 * odd * VECTOR, tile.block + 2 * (1 - odd) * VECTOR
+            if i == first and ready != SCORED:
+                if ready != LISTED:
+                    list_rows(tile, k, K_BATCH, k_rows, begin, last)
+                list_rows(tile, v, V_BATCH, v_rows, begin, last)
+                stage.fill(block, 1, MINUS_INF)
+                stage.scores(k_rows, q, s, block, vectors, channels, limits, begin, factor, cap, v_rows, 1)
+            stage.online_softmax(s, vectors, block, stats, args.scale_log2)
+            if i + 1 < ahead:
+                stage.fill(block_next, 1, MINUS_INF)
+                v_at, k_at = v + begin * v_step, k + last * k_step
+                values, keys = (v_at, v_step, s, o, block, ones), (k_at, k_step, q, s_next, block_next)
+                stage.weigh_and_score(*values, *keys, groups, factor, cap)
+            else:
+                list_rows(tile, v, V_BATCH, v_rows, begin, last)
+                if last < beyond:
+                    list_rows(tile, k, K_BATCH, k_rows, last, least(last + block_n, beyond))
+                stage.accumulate(v_rows, s, o, block, ones, groups, channels, k_rows, 1)
+
+    return attend_rows

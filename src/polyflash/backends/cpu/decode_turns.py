@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
-from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, TURN_WIDTHS, WIDTH
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, NARROW, ROWS_AT_ONCE, WIDTH
 from polyflash.backends.cpu.decode_units import Units, rolled, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import I64, Emitter, Value
@@ -20,7 +20,8 @@ class Turns(Units):
 
     _change: Any  # (e, factor, cap) -> what scales and caps a vector of scores
     _dots: Any  # (e, row, row read next, q, channels, spread) -> a vector of partial sums per row of Q
-    _weigh: Any  # (e, places, rows, channels, spread, bounded): one group of keys of one head
+    _weigh: Any  # (e, places, rows, channels, spread, bounded, at_once): one group of keys of one head
+    keys: int  # of a vector of scores
 
     @stage
     def dots(self, e: Emitter, row, q, q_tile, sums, later) -> None:
@@ -103,7 +104,7 @@ class Turns(Units):
             )
             return [p_v, p_k, p_p, p_ones, p_sums]
 
-        for width in TURN_WIDTHS:
+        for width in (NARROW, WIDTH):
             turns = e.b.select(e.b.icmp_signed("==", channels, I64(width)), groups, I64(0))
             e.loop(turns, start, partial(group, width))
 
@@ -118,3 +119,61 @@ class Turns(Units):
             return [e.at(p[0], self.lanes * e.bytes), e.at(p[1], e.bytes), e.maximum(x, p[2])]
 
         e.store(e.loop(groups, [e.pointer(sums), e.pointer(s), e.load(p_top)], group)[2], p_top)
+
+    @stage
+    def weigh_and_score(
+        self, e: Emitter, v, v_step, p, o, alpha, ones, k, k_step, q, s, top, groups, factor, cap
+    ) -> None:
+        """Accumulates like `accumulate`, and after V of each group scores like `scores` as many keys of K,
+        which every row sees; all are of WIDTH channels, `v_step` or `k_step` bytes apart. Every instruction
+        reads on by a row at a time, through no list of addresses, and nothing is prefetched: the machine's
+        own prefetchers follow both places, and do so better undisturbed."""
+        change, p_top = self._change(e, factor, cap), e.pointer(top)
+        p_ones, p_o, p_q = (e.pointer(x) for x in (ones, o, q))
+        p_sums = e.b.alloca(e.vf, size=KEYS_PER_GROUP * self.rows)
+
+        def group(i: Value, x: list[Value]) -> list[Value]:
+            p_v, p_k, p_p, p_alpha, p_s, largest = x
+
+            def v_row(n: Value) -> tuple[Value, None]:
+                return e.at(p_v, e.b.mul(n, v_step)), None
+
+            held = self._held(e, p_q)
+
+            def k_row(n: Value, y: list[Value]) -> list[Value]:
+                for r, dots in enumerate(self._dots_of(e, y[0], held)):
+                    e.store(dots, y[1], r * e.bytes)
+                return [e.at(y[0], k_step), e.at(y[1], self.rows * e.bytes)]
+
+            p_k = rolled(e, KEYS_PER_GROUP, [p_k, p_sums], k_row)[0]
+            for n in range(KEYS_PER_GROUP // self.keys):
+                parts = [e.load(p_sums, (n * self.lanes + m) * e.bytes) for m in range(self.lanes)]
+                score = change(sums_of_lanes(e, parts))
+                e.store(score, p_s, n * e.bytes)
+                largest = e.maximum(score, largest)
+            self._weigh(e, [p_p, p_alpha, p_o], v_row, WIDTH, None, False, ROWS_AT_ONCE)
+            p_v = e.at(p_v, e.b.mul(v_step, I64(KEYS_PER_GROUP)))
+            p_p = e.at(p_p, KEYS_PER_GROUP // self.key.pack * self.rows * 4)
+            return [p_v, p_k, p_p, p_ones, e.at(p_s, KEYS_PER_GROUP * self.rows * 4), largest]
+
+        start = [*(e.pointer(x) for x in (v, k, p, alpha, s)), e.load(p_top)]
+        e.store(e.loop(groups, start, group)[-1], p_top)
+
+    def _held(self, e: Emitter, p_q: Value) -> list[list[list[Value]]]:
+        """Q in registers, as far as there are: by unit, part and row. Each load of Q beside K would take the
+        place of a line of K that could be under way."""
+
+        def vector(u: int, part: int, r: int) -> Value:
+            return e.load(p_q, (u * self.rows + r) * self.query_bytes(e) + part * e.bytes)
+
+        units, parts, rows = (range(n) for n in (WIDTH // self.unit, self.parts, self.rows))
+        return [[[vector(u, part, r) for r in rows] for part in parts] for u in units]
+
+    def _dots_of(self, e: Emitter, row: Value, held: list[list[list[Value]]]) -> list[Value]:
+        """A vector of partial sums of one key for every row of Q, summed as `_dots` does without a dot."""
+        sums = [e.floats(0)] * self.rows
+        for u, unit in enumerate(held):
+            x = self._split(e, self._raw(e, row, I64(u * self.unit * self.size), None))
+            for part, ys in zip(x, unit, strict=True):
+                sums = [e.fma(part, y, total) for y, total in zip(ys, sums, strict=True)]
+        return sums

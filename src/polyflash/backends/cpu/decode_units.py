@@ -38,10 +38,9 @@ class Units:
         eight = self.key.storage == "float16" or (self.key.by_turns and 8 * self.unit == WIDTH)
         return (8, 4, 2, 1) if eight else (4, 2, 1)
 
-    @property
-    def units_at_once(self) -> list[int]:
-        """Unit counts: as many as have their sums in registers, then fewer."""
-        room = (16 if self.key.registers == 32 else 8) // (self.rows * self.parts)
+    def units_at_once(self, rows: int) -> list[int]:
+        """Unit counts: as many as have the sums of so many rows in registers, then fewer."""
+        room = (16 if self.key.registers == 32 else 8) // (rows * self.parts)
         return [units for units in self.steps if units <= max(1, room)]
 
     def query_bytes(self, e: Emitter) -> int:
@@ -87,8 +86,10 @@ class Units:
         apart = e.b.icmp_signed("!=", e.b.sub(another, first), e.b.mul(channels, I64(TOUCHING * self.size)))
         return e.b.or_(apart, e.b.icmp_signed("==", runs, I64(0)))
 
-    def _prefetch(self, e: Emitter, row: Value, at: Value, units: int, spread: Value | None) -> None:
-        """Lines of `units` units that are read a phase later."""
+    def _prefetch(self, e: Emitter, row: Value | None, at: Value, units: int, spread: Value | None) -> None:
+        """Lines of `units` units that are read a phase later; none of no row."""
+        if row is None:
+            return
         lines = range(0, units * self.unit * self.size, LINE)
         start = e.at(row, at)
         some = lines if spread is None else lines[::4]
