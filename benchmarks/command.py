@@ -24,7 +24,7 @@ from benchmarks.cases import DECODE, FORWARD, STEPS, Case
 from benchmarks.decode import problems as decode
 from benchmarks.decode import stream
 from benchmarks.peers import PEERS, Answer, Child, Peer, why
-from benchmarks.problem import AFTER, PLAIN, Problem, Row, build, differentiated
+from benchmarks.problem import AFTER, PLAIN, Problem, Row, build
 from polyflash.bench import suite as plain
 from polyflash.bench.command import SCHEMA, calibrated, target_of
 from polyflash.bench.peak import Calibration, GpuCalibration, calibrate, kind_of, usable_cpus
@@ -128,23 +128,13 @@ def _measured(options: argparse.Namespace, out: Console) -> dict[str, Any]:
 
 def _print_machine(console: Console, about: dict[str, Any]) -> None:
     """The head of a measurement: what runs against what, and the scale of its figures."""
-    head = f"polyflash {about['polyflash']} against torch SDPA {about['torch']} on"
-    if "gpu" in about:
-        product, copy = (about["ceilings"][name] for name in ("matmul_tflops", "copy_gbs"))
-        console.print(
-            f"{head} {about['gpu']} ({about['target']}), driver {about['driver']}, CUDA {about['cuda']}\n"
-            f"  product of bfloat16: {product:.0f} TFLOP/s; copy: {copy:.0f} GB/s\n"
-        )
-        return
-    features = "+".join((about["target"], *about["features"]))
-    console.print(f"{head} {about['cpu']} ({features}), {about['threads']} threads")
-    for p in about["peaks"]:
-        away = p["gflops_together"] < QUIET * p["gflops_per_thread"] * p["cores"]
-        measured = f"{p['gflops_together']:.0f} measured on {p['threads']} (×{p['scaling']:.2f}"
-        rate = f"{p['kind']} peak: {p['gflops_per_thread']:.0f} GFLOP/s per thread"
-        console.print(f"  {rate}, {measured}{': cores are away' if away else ''})")
-    if not about["peaks"]:
-        console.print("  peak: not measured, as llvmlite is not installed; contended windows go unmarked")
+    console.print(f"polyflash {about['polyflash']} against torch SDPA {about['torch']}")
+    for name, text in tables.conditions(about).items():
+        console.print(f"  {name}: {text}", markup=False, soft_wrap=True)
+    if any(p["gflops_together"] < QUIET * p["gflops_per_thread"] * p["cores"] for p in about["peaks"]):
+        console.print("  cores are away: fewer threads' worth of work was done than there are")
+    elif not about["peaks"] and "gpu" not in about:
+        console.print("  contended windows go unmarked")
     console.print()
 
 
@@ -204,18 +194,15 @@ def measure(
     there is no peer), a sample against float64. `peer` makes the call that torch SDPA's stands for else, of a
     row that is timed forward. On a GPU `calibration` is its own, and threads do not count."""
     with torch.set_grad_enabled(case.timed != FORWARD):
-        problem = build(case, device) if case.suite != DECODE else None
-        if problem is None:
-            timed: Any = decode.build(case)
-        elif case.timed != FORWARD:
-            timed = differentiated(problem, case.timed, case.peer)
-        else:
-            timed = problem.timed(case.peer, peer(problem) if peer else None)
+        is_decode = case.suite == DECODE
+        problem = None if is_decode else build(case, device)
+        theirs = peer(problem) if peer and problem else None
+        timed = problem.timed(case.timed, case.peer, theirs) if problem else decode.build(case)
         difference, error, other = timed.check()
         threads = torch.get_num_threads() if device == "cpu" else 1
         arms = [Arm(name, call) for name, call in timed.arms.items()]
         ours = arms[0].call
-        if device == "cpu" and (case.suite != DECODE or case.part == STEPS):
+        if device == "cpu" and (not is_decode or case.part == STEPS):
             arms.append(Arm(AFTER, ours, before=_operators()))
             read = [a for a in arms if a.name in decode.READERS]
             arms += [Arm(decode.between(a.name), a.call, before=_operators()) for a in read]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 import polyflash
-from benchmarks.cases import BACKWARD, STEP, Case
+from benchmarks.cases import BACKWARD, FORWARD, STEP, Case
 from polyflash.bench.check import Accuracy, part_of, sampled_error
 from polyflash.bench.suite import OURS, band
 from polyflash.compare import TOLERANCE, largest, worst_row
@@ -123,9 +123,11 @@ class Problem:
     packed: Callable[[Tensor], Tensor] = lambda x: x
     padded: Callable[[Tensor], Tensor] = lambda x: x
 
-    def timed(self, peer: str, theirs: Callable[[], Tensor] | None = None) -> Timed:
-        """Against `theirs`, the peer's call if it is not torch SDPA's; checked against our torch row if there
-        is no peer."""
+    def timed(self, what: str, peer: str, theirs: Callable[[], Tensor] | None = None) -> Timed:
+        """The forward pass or, of `what`, gradients, against `theirs`, the peer's call if it is not torch
+        SDPA's; checked against our torch row if there is no peer."""
+        if what != FORWARD:
+            return differentiated(self, what, peer)
         call = theirs or self.torch
         other = (lambda: self.packed(call())) if call else self.ours.on("torch")
         arms = arms_of(self.ours, peer, call, self.plain)
@@ -310,27 +312,13 @@ class Gradient:
         return "/".join(dict.fromkeys(name or "" for name in both))
 
 
-@dataclass(frozen=True)
-class GradientProblem:
-    """What `Problem.timed` is to the forward pass; FLOPs are those of what is timed."""
+@dataclass(frozen=True, kw_only=True)
+class Gradients(Timed):
+    """Timed gradients. `torch` is None where torch SDPA has no such operand."""
 
     problem: Problem
-    peer: str
     ours: Gradient
-    plain: Gradient | None
-    torch: Gradient | None  # None where torch SDPA has no such operand
-    flops: float
-    plain_flops: float
-    bytes: int = 0
-    chosen: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def arms(self) -> dict[str, Any]:
-        return arms_of(self.ours, self.peer, self.torch, self.plain)
-
-    @property
-    def backend(self) -> str:
-        return self.ours.backend
+    torch: Gradient | None
 
     def check(self) -> tuple[float, Accuracy, Accuracy]:
         """The worst row's relative difference between any of our gradients and the peer's (those of our torch
@@ -380,24 +368,22 @@ class GradientProblem:
         return {n: rooms.get(n, torch.zeros_like(x)) for n, x in self.ours.leaves.items()}
 
 
-def differentiated(problem: Problem, timed: str, peer: str = "") -> GradientProblem:
+def differentiated(problem: Problem, timed: str, peer: str = "") -> Gradients:
     """The problem's gradients, `timed` BACKWARD or STEP."""
     dims = problem.ours.q.shape[-1], problem.ours.v.shape[-1]
     forward, backward = (flops_per_pair(phase, *dims) for phase in (Phase.FORWARD, Phase.BACKWARD))
     factor = (backward if timed == BACKWARD else forward + backward) / forward
 
-    def arm(call: Call | None, padded: Any = lambda x: x) -> Any:
-        if call is None:
-            return None
+    def arm(call: Call) -> Gradient:
         shape, generator = (*call.q.shape[:-1], call.v.shape[-1]), torch.Generator().manual_seed(_SEED)
-        return Gradient.of(
-            call, torch.randn(shape, generator=generator, dtype=torch.float64).to(call.q), timed
-        )
+        dout = torch.randn(shape, generator=generator, dtype=torch.float64).to(call.q)
+        return Gradient.of(call, dout, timed)
 
-    ours, theirs = arm(problem.ours), problem.torch
-    other = Gradient.of(theirs, problem.padded(ours.dout), timed) if theirs else None
-    flops = factor * problem.flops, factor * problem.plain_flops
-    return GradientProblem(problem, peer, ours, arm(problem.plain), other, *flops)
+    ours, plain = arm(problem.ours), problem.plain and arm(problem.plain)
+    other = problem.torch and Gradient.of(problem.torch, problem.padded(ours.dout), timed)
+    arms, flops = arms_of(ours, peer, other, plain), (factor * problem.flops, factor * problem.plain_flops)
+    about: dict[str, Any] = {"problem": problem, "ours": ours, "torch": other}
+    return Gradients(arms, (), problem.samples, *flops, ours.backend, **about)
 
 
 def sampled_gradients(s: Sample, dout: Tensor, room: Found, found: Sequence[Found]) -> list[Accuracy]:

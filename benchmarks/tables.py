@@ -359,7 +359,10 @@ def page_of(content: dict[str, Any], before: str = "") -> str:
     machine, rows = content["machine"], content["rows"]
     first = before.partition("\n")[0]
     title = f"# {datetime.date.today().isoformat()}, {machine.get('gpu') or machine['cpu']}"
-    lines = [first if first.startswith("# ") else title, "", *_about(content), "", _INTRO]
+    about = conditions(machine) | {"commands": "; ".join(f"`{text}`" for text in content["commands"])}
+    about["protocol"] = "[measuring](../measuring.md): interleaved in one process, medians of quiet rounds,"
+    about["protocol"] += " outputs checked"
+    lines = [first if first.startswith("# ") else title, "", *facts(about), "", _INTRO]
     if after := [r["after_torch"] for r in rows if r["after_torch"] and r["threads"] > 1]:
         lines += [
             f"Right after a torch matrix product our calls take {median(after):.2f} times as long"
@@ -376,31 +379,24 @@ def page_of(content: dict[str, Any], before: str = "") -> str:
     return "\n".join(lines) + "\n" + kept(before)
 
 
-def _about(content: dict[str, Any]) -> list[str]:
-    m = content["machine"]
+def conditions(m: dict[str, Any]) -> dict[str, str]:
+    """What a figure is quoted with, of the machine that made it."""
     target = "+".join((m["target"], *m["features"]))
     versions = [f"polyflash {m['polyflash']}", m["system"], f"Python {m['python']}", f"torch {m['torch']}"]
-    packages = [f"{name} {version}" for name, version in m["packages"].items() if version]
-    about = {
-        "machine": f"{m['cpu']}, {m['cores']} cores, {target}",
-        "software": "",
-        "threads": str(m["threads"]),
-    }
     if "gpu" in m:
-        about = {"machine": f"{m['gpu']}, {m['cores']} multiprocessors, {target}, launched by {m['cpu']}"}
+        machine = f"{m['gpu']}, {m['cores']} multiprocessors, {target}, launched by {m['cpu']}"
         versions += [f"driver {m['driver']}", f"CUDA {m['cuda']}"]
-        product, copy = (m.get("ceilings", {})[name] for name in ("matmul_tflops", "copy_gbs"))
-        peak = f"product of bfloat16 {product:.0f} TFLOP/s, copy {copy:.0f} GB/s"
+        product, copy = (m["ceilings"][name] for name in ("matmul_tflops", "copy_gbs"))
+        peaks = [f"product of bfloat16 {product:.0f} TFLOP/s", f"copy {copy:.0f} GB/s"]
     else:
+        machine = f"{m['cpu']}, {m['cores']} cores, {target}"
         peaks = [f"{p['kind']} {p['gflops_per_thread']:.0f} GF/s per thread" for p in m["peaks"]]
         peaks += [f"{p['kind']} {p['gflops_together']:.0f} on {p['threads']}" for p in m["peaks"]]
-        peak = ", ".join(peaks) or "none: llvmlite is not installed"
-    about["software"] = ", ".join((*versions, *packages))
+    versions += [f"{name} {version}" for name, version in m["packages"].items() if version]
+    about = {"machine": machine, "software": ", ".join(versions)}
+    about |= {} if "gpu" in m else {"threads": str(m["threads"])}
     about |= {"huge pages": m["huge_pages"]} if m.get("huge_pages") else {}
-    about |= {"measured peak": peak, "commands": "; ".join(f"`{text}`" for text in content["commands"])}
-    about["protocol"] = "[measuring](../measuring.md): interleaved in one process, medians of quiet rounds,"
-    about["protocol"] += " outputs checked"
-    return facts(about)
+    return about | {"measured peak": ", ".join(peaks) or "none: llvmlite is not installed"}
 
 
 def _page_table(rows: Sequence[Row]) -> list[str]:

@@ -52,7 +52,7 @@ class Read:
         self._items = len(table) // _WORDS
         self._tensors = tuple(tensors)  # kept alive: the table holds their addresses
         self._table = torch.tensor(table, dtype=torch.int64)
-        self._sums = torch.zeros(self._items, bits // 32, dtype=torch.int32)
+        self._sums = torch.zeros(self._items, LOADS * bits // 32, dtype=torch.int32)
         self._arguments = torch.tensor([self._table.data_ptr(), self._sums.data_ptr()], dtype=torch.int64)
         self._address = _engine(bits, places).get_function_address("read")
 
@@ -112,18 +112,17 @@ def _engine(bits: int, places: int) -> Any:
 
 
 def _text(bits: int, places: int) -> str:
-    """`read(arguments, item, scratch)`: `LOADS` loads per turn, `LOADS // places` at each place."""
-    vector, size, loads, side = f"<{bits // 32} x i32>", bits // 8, range(LOADS), LOADS // places
-    spread = "".join(f"  %place{n} = mul i64 %turns, {n * side * size}\n" for n in range(places))
-    sums = "".join(f"  %s{n} = phi {vector} [zeroinitializer, %entry], [%t{n}, %loop]\n" for n in loads)
-    reads = "".join(
-        f"  %o{n} = add i64 %place{n // side}, {n % side * size}\n"
-        f"  %p{n} = getelementptr i8, ptr %p, i64 %o{n}\n"
-        f"  %x{n} = load {vector}, ptr %p{n}, align 4\n"
-        f"  %t{n} = add {vector} %s{n}, %x{n}\n"
-        for n in loads
-    )
-    total = "".join(f"  %u{n} = add {vector} %u{n - 1}, %t{n}\n" for n in loads[1:])
+    """`read(arguments, item, scratch)`: `LOADS` loads per turn, `LOADS // places` at each place, as one wide
+    vector that the compiler takes apart."""
+    vector, side = f"<{LOADS // places * bits // 32} x i32>", LOADS // places * bits // 8
+    spread = sums = reads = stores = ""
+    for n in range(places):
+        spread += f"  %place{n} = mul i64 %turns, {n * side}\n"
+        sums += f"  %s{n} = phi {vector} [zeroinitializer, %entry], [%t{n}, %loop]\n"
+        reads += f"  %p{n} = getelementptr i8, ptr %p, i64 %place{n}\n"
+        reads += f"  %x{n} = load {vector}, ptr %p{n}, align 4\n  %t{n} = add {vector} %s{n}, %x{n}\n"
+        stores += f"  %q{n} = getelementptr i8, ptr %sum, i64 {n * side}\n"
+        stores += f"  store {vector} %t{n}, ptr %q{n}, align 4\n"
     return f"""\
 define void @read(i64 %arguments, i64 %item, i64 %scratch) {{
 entry:
@@ -136,18 +135,16 @@ entry:
   %start = load ptr, ptr %first, align 8
   %length = getelementptr i64, ptr %first, i64 1
   %turns = load i64, ptr %length, align 8
+  %offset = mul i64 %item, {LOADS * bits // 8}
+  %sum = getelementptr i8, ptr %sums, i64 %offset
 {spread}  br label %loop
 loop:
   %i = phi i64 [0, %entry], [%j, %loop]
   %p = phi ptr [%start, %entry], [%q, %loop]
-{sums}{reads}  %q = getelementptr i8, ptr %p, i64 {side * size}
+{sums}{reads}  %q = getelementptr i8, ptr %p, i64 {side}
   %j = add i64 %i, 1
   %more = icmp ult i64 %j, %turns
   br i1 %more, label %loop, label %done
 done:
-  %u0 = add {vector} %t0, zeroinitializer
-{total}  %offset = mul i64 %item, {size}
-  %sum = getelementptr i8, ptr %sums, i64 %offset
-  store {vector} %u{LOADS - 1}, ptr %sum, align 4
-  ret void
+{stores}  ret void
 }}"""

@@ -8,6 +8,7 @@ gradients (dq, dk, dv).
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
@@ -33,20 +35,7 @@ PARTS = (FORWARD, BACKWARD, DECODE, GRAPH, HOST)
 TOKENS, WIDTH = 16384, 2048  # batch·seqlen and heads·head_dim of the table of the FlashAttention-3 paper
 _KEYS = 1 << 21  # most keys of a decode batch: 8.6 GiB of keys and values at 8 heads of 128 in 16 bits
 _PHASES = {BACKWARD: Phase.BACKWARD, DECODE: Phase.DECODE, GRAPH: Phase.DECODE}
-_EITHER = (False, True)
-_PAPER = (  # part, tier, head_dim, lengths of that table
-    (FORWARD, 0, 128, (8192, 4096, 1024, 16384, 2048)),
-    (FORWARD, 1, 64, (8192, 1024, 16384, 4096, 2048)),
-    (FORWARD, 3, 256, (8192, 1024, 4096, 16384, 2048)),
-    *((BACKWARD, tier, d, (8192, 2048)) for tier, d in ((0, 128), (1, 64))),
-    *((BACKWARD, tier, d, (1024, 4096, 16384)) for tier, d in ((2, 128), (3, 64))),
-)
-_STEPS = (  # tier, requests, keys of decode steps
-    (1, (8, 64), (8192, 32768)),
-    (2, (1, 16, 128), (1024, 8192)),
-    (3, (1, 8), (65536, 262144)),
-    (4, (1, 4, 16, 64), (1024, 4096, 16384, 131072)),
-)
+_EITHER, _GROUPED = (False, True), (32, 8)  # causal or not; query heads over 8 of keys and values
 KERNELS = "benchmarks.gpu.kernels"
 DEFAULT = ("polyflash", "cudnn", "flash", "efficient", "folded", "flex", "tutorial", "flag", "sage")
 Call = Callable[[], Any]
@@ -99,14 +88,12 @@ def rows() -> list[GpuCase]:
 
 def tiny() -> list[GpuCase]:
     """One small row of every part: the whole program on any machine, with figures that mean nothing."""
-    squares = ((FORWARD, 0, 64, False), (FORWARD, 0, 64, True), (BACKWARD, 0, 64, True), (HOST, 1, 32, False))
-    forward, causal, backward, host = (
-        _square(part, f"tiny {part}", tier, "float32", 1, 2, n, 16, causal)
-        for part, tier, n, causal in squares
+    sizes = (  # part, tier, batch, heads, kv_heads, seqlen_q, seqlen_k, causal
+        *((FORWARD, 0, 1, 2, 2, 64, 64, False), (FORWARD, 0, 1, 2, 2, 64, 64, True)),
+        *((BACKWARD, 0, 1, 2, 2, 64, 64, True), (DECODE, 1, 2, 4, 2, 1, 96, False)),
+        *((GRAPH, 1, 1, 2, 2, 1, 64, False), (HOST, 1, 1, 2, 2, 32, 32, False)),
     )
-    step = GpuCase(DECODE, "tiny decode", 1, "float32", 2, 4, 2, 1, 96, 16)
-    graph = GpuCase(GRAPH, "tiny graph", 1, "float32", 1, 2, 2, 1, 64, 16)
-    return [forward, causal, backward, step, graph, host]
+    return [GpuCase(x[0], f"tiny {x[0]}", x[1], "float32", *x[2:7], 16, x[7]) for x in sizes]
 
 
 def selected(
@@ -118,55 +105,65 @@ def selected(
 
 
 def _square(
-    part: str, table: str, tier: int, dtype: str, batch: int, heads: int, seqlen: int, dim: int, causal: bool
-) -> GpuCase:
-    return GpuCase(part, table, tier, dtype, batch, heads, heads, seqlen, seqlen, dim, causal)
-
-
-def _paper(part: str, tier: int, dim: int, seqlen: int, causal: bool, dtype: str = "bfloat16") -> GpuCase:
-    """A cell of the paper's table: as many requests as make its tokens, as many heads as make its width."""
-    table = f"{part}, {dtype}, {TOKENS // 1024}k tokens, {WIDTH} channels"
-    return _square(part, table, tier, dtype, max(1, TOKENS // seqlen), WIDTH // dim, seqlen, dim, causal)
+    part: str, tier: int, dtype: str, dim: int, n: int, causal: bool, *, batch: int = 0, heads: int = 0,
+    kv_heads: int = 0, table: str = "",
+) -> GpuCase:  # fmt: skip
+    """A prefill or its gradients: a cell of the paper's table, as many requests as make its tokens, as many
+    heads as make its width, unless it is given others."""
+    batch, heads = batch or max(1, TOKENS // n), heads or WIDTH // dim
+    table = f"{part}, {table or f'{dtype}, {TOKENS // 1024}k tokens, {WIDTH} channels'}"
+    return GpuCase(part, table, tier, dtype, batch, heads, kv_heads or heads, n, n, dim, causal)
 
 
 def _squares() -> Iterator[GpuCase]:
-    """Prefills and gradients; those of float32 have products that keep 24 bits."""
-    for part, tier, dim, lengths in _PAPER:
-        yield from (_paper(part, tier, dim, *x) for x in product(lengths, _EITHER))
-    for part, tier, lengths in ((FORWARD, 4, (4096, 8192, 1024, 2048)), (BACKWARD, 5, (4096, 1024))):
-        for n, causal in product(lengths, _EITHER):
-            yield _square(part, f"{part}, batch 4, 48 heads", tier, "bfloat16", 4, 48, n, 128, causal)
-    table = "forward, float16, the shapes of the Triton tutorial"
-    for n, dim, causal in product((1024, 4096, 16384, 2048, 8192), (128, 64), _EITHER):
-        yield _square(FORWARD, table, 3 if n in (1024, 4096) else 5, "float16", 4, 32, n, dim, causal)
-    for x in product((2048, 8192), _EITHER):  # 8 query heads share a key/value head
-        yield replace(_paper(FORWARD, 4, 128, *x), kv_heads=2, table="forward, bfloat16, 16 heads over 2")
-    yield _paper(BACKWARD, 5, 128, 4096, True, "float16")
+    """Those of float32 have products that keep 24 bits."""
+    half, grouped = "bfloat16", {"kv_heads": 2, "table": "bfloat16, 16 heads over 2"}
+    wide: dict[str, Any] = {"batch": 4, "heads": 48, "table": "batch 4, 48 heads"}
+    tutorial: dict[str, Any] = {
+        "batch": 4,
+        "heads": 32,
+        "table": "float16, the shapes of the Triton tutorial",
+    }
+    for part, tier, dtype, dims, lengths, masks, given in (
+        (FORWARD, 0, half, (128,), (8192, 4096, 1024, 16384, 2048), _EITHER, {}),
+        (FORWARD, 1, half, (64,), (8192, 1024, 16384, 4096, 2048), _EITHER, {}),
+        (FORWARD, 3, half, (256,), (8192, 1024, 4096, 16384, 2048), _EITHER, {}),
+        (BACKWARD, 0, half, (128,), (8192, 2048), _EITHER, {}),
+        (BACKWARD, 1, half, (64,), (8192, 2048), _EITHER, {}),
+        (BACKWARD, 2, half, (128,), (1024, 4096, 16384), _EITHER, {}),
+        (BACKWARD, 3, half, (64,), (1024, 4096, 16384), _EITHER, {}),
+        (FORWARD, 4, half, (128,), (4096, 8192, 1024, 2048), _EITHER, wide),
+        (BACKWARD, 5, half, (128,), (4096, 1024), _EITHER, wide),
+        (FORWARD, 3, "float16", (128, 64), (1024, 4096), _EITHER, tutorial),
+        (FORWARD, 5, "float16", (128, 64), (16384, 2048, 8192), _EITHER, tutorial),
+        (FORWARD, 4, half, (128,), (2048, 8192), _EITHER, grouped),
+        (BACKWARD, 5, "float16", (128,), (4096,), (True,), {}),
+    ):
+        for n, dim, causal in product(lengths, dims, masks):
+            yield _square(part, tier, dtype, dim, n, causal, **given)
     for (heads, n), dim, causal, part in product(((8, 2048), (16, 8192)), (64, 128), _EITHER, PARTS[:2]):
-        yield _square(part, f"{part}, float32", 2, "float32", 1, heads, n, dim, causal)
+        yield _square(part, 2, "float32", dim, n, causal, batch=1, heads=heads, table="float32")
 
 
 def _steps() -> Iterator[GpuCase]:
-    """Decode steps, and calls whose time is the host's."""
-
-    def step(tier: int, heads: int, batch: int, keys: int, **fields: Any) -> GpuCase:
-        case = GpuCase(
-            DECODE, f"decode, {heads} heads over 8", tier, "bfloat16", batch, heads, 8, 1, keys, 128
-        )
-        return replace(case, **fields)
-
-    for tier, batches, lengths in _STEPS:
-        for batch, n, heads in product(batches, lengths, (32, 8)):
+    """Decode steps, and calls whose time is the host's: one launch, or two."""
+    small, host = "small decode steps in a CUDA graph", "host time of a call"
+    for part, tier, table, batches, lengths, heads, dtype in (
+        (DECODE, 1, "", (8, 64), (8192, 32768), _GROUPED, "bfloat16"),
+        (DECODE, 2, "", (1, 16, 128), (1024, 8192), _GROUPED, "bfloat16"),
+        (DECODE, 3, "", (1, 8), (65536, 262144), _GROUPED, "bfloat16"),
+        (DECODE, 4, "", (1, 4, 16, 64), (1024, 4096, 16384, 131072), _GROUPED, "bfloat16"),
+        (GRAPH, 1, small, (1, 4), (1024,), _GROUPED, "bfloat16"),
+        (HOST, 2, host, (1,), (128, 4096), (32,), "bfloat16"),
+        (DECODE, 2, "decode, float32", (1, 8), (8192,), _GROUPED, "float32"),
+        (DECODE, 2, "decode, float32", (64,), (1024,), _GROUPED, "float32"),
+    ):
+        for batch, n, h in product(batches, lengths, heads):
             if batch * n <= _KEYS:
-                yield step(tier, heads, batch, n)
-    for batch, heads in product((1, 4), (32, 8)):
-        yield step(1, heads, batch, 1024, part=GRAPH, table="small decode steps in a CUDA graph")
-    yield GpuCase(HOST, "host time of a call", 1, "bfloat16", 1, 8, 8, 128, 128, 64)
-    for n in (128, 4096):  # one launch, and two
-        yield step(2, 32, 1, n, part=HOST, table="host time of a call")
-    yield GpuCase(HOST, "host time of a call", 2, "bfloat16", 1, 8, 8, 128, 4096, 128)  # two launches too
-    for heads, (batch, n) in product((32, 8), ((8, 8192), (1, 8192), (64, 1024))):
-        yield step(2, heads, batch, n, dtype="float32", table="decode, float32")
+                named = table or f"decode, {h} heads over 8"
+                yield GpuCase(part, named, tier, dtype, batch, h, 8, 1, n, 128)
+    yield GpuCase(HOST, host, 1, "bfloat16", 1, 8, 8, 128, 128, 64)
+    yield GpuCase(HOST, host, 2, "bfloat16", 1, 8, 8, 128, 4096, 128)
 
 
 @dataclass(frozen=True)
@@ -269,25 +266,19 @@ def beside(function: str, case: GpuCase, t: Tensors) -> Call:
 
 
 def _only(kernel: str) -> Callable[[], AbstractContextManager[Any]]:
-    def scope() -> AbstractContextManager[Any]:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        return sdpa_kernel(getattr(SDPBackend, kernel))
-
-    return scope
+    return partial(sdpa_kernel, getattr(SDPBackend, kernel))
 
 
 def arms(backend: str, variants: Sequence[str] = ()) -> list[GpuArm]:
     """polyflash first. `variants`: more arms of ours such as "num_stages=4,block_n=64", forward only."""
+    mine, flash = partial(ours, backend=backend), _only("FLASH_ATTENTION")
     varied = [
-        GpuArm(f"{OURS}[{text}]", text, (FORWARD, DECODE), call, "shape")
+        GpuArm(f"{OURS}[{text}]", text, (FORWARD, DECODE), partial(mine, fields=fields(text)), "shape")
         for text in variants
-        for call in (partial(ours, backend=backend, fields=fields(text)),)
     ]
     tutorial, flag = partial(beside, "tutorial"), partial(beside, "single_loop")
-    flash = _only("FLASH_ATTENTION")
     return [
-        GpuArm(OURS, f"polyflash {backend}", PARTS, partial(ours, backend=backend), "shape"),
+        GpuArm(OURS, f"polyflash {backend}", PARTS, mine, "shape"),
         *varied,
         GpuArm("cudnn", "SDPA cuDNN", PARTS, sdpa, scope=_only("CUDNN_ATTENTION")),
         GpuArm("flash", "SDPA flash", PARTS, sdpa, scope=flash),
@@ -332,8 +323,11 @@ def is_fatal(error: BaseException) -> bool:
         return True
 
 
-def forget_compiled() -> None:
-    """Every shape is compiled anew, so that torch's limit on recompilations never sends a call to its slow
-    path; the files in its cache stay."""
+def forget() -> None:
+    """Frees what a row held. Every shape is compiled anew, so that torch's limit on recompilations sends no
+    call to its slow path; the files in its cache stay."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

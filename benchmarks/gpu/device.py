@@ -166,17 +166,17 @@ class Sensors:
     def read(self) -> None:
         if self.device is None or (self._smi_alone and self.readings):
             return  # a program of its own takes a tenth of a second: once a row
-        try:
-            if not self._smi_alone:
+        if not self._smi_alone:
+            try:
                 cuda, at = torch.cuda, self.device
                 found = cuda.clock_rate(at), cuda.power_draw(at) / 1e3, cuda.temperature(at)
                 self.readings.append(tuple(map(float, found)))
-        except Exception:  # NVML may be absent, broken or forbidden
-            self._smi_alone = True
+            except Exception:  # NVML may be absent, broken or forbidden
+                self._smi_alone = True
         if self._smi_alone:
             with suppress(ValueError):
-                clock, watts, degrees = map(float, _smi("clocks.sm,power.draw,temperature.gpu").split(","))
-                self.readings.append((clock, watts, degrees))
+                told = _smi("clocks.sm,power.draw,temperature.gpu").split(",")
+                self.readings.append(tuple(map(float, told)))
 
     def taken(self) -> dict[str, float]:
         """Medians since the last call of this; {} without readings."""

@@ -10,7 +10,6 @@ of a run they wait. An answer is {"error": …}, the relative error of the slice
 
 from __future__ import annotations
 
-import gc
 import math
 import queue
 import random
@@ -25,18 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import arms as gpu_arms
-from benchmarks.gpu.arms import (
-    BACKWARD,
-    GRAPH,
-    HOST,
-    OURS,
-    Call,
-    GpuArm,
-    GpuCase,
-    Tensors,
-    applicable,
-    is_fatal,
-)
+from benchmarks.gpu.arms import BACKWARD, GRAPH, HOST, OURS, Call, GpuArm, GpuCase, Tensors, applicable
 from benchmarks.gpu.device import Clock, Device, Sensors
 from benchmarks.peers import Answer, Child, why
 from polyflash.bench.peak import ceilings
@@ -58,9 +46,9 @@ _OVERTIME = 10.0  # seconds that a task may go on after the end of its wave
 class DeviceLost(Exception):
     """The device answers this process no more; a new one may go on. `arm`: by whom, "" if that is unknown."""
 
-    def __init__(self, arm: str, problem: Exception) -> None:
-        self.arm, self.reason = arm, why(problem)
-        super().__init__(f"{arm or 'unknown'}: {self.reason}")
+    def __init__(self, arm: str, reason: str) -> None:
+        self.arm, self.reason = arm, reason
+        super().__init__(f"{arm or 'unknown'}: {reason}")
 
 
 @dataclass
@@ -107,18 +95,13 @@ def verdict(case: GpuCase, arm: GpuArm, found: dict[str, Any]) -> str:
 
 
 def measure(
-    case: GpuCase,
-    every: Sequence[GpuArm],
-    device: Device,
-    sensors: Sensors,
-    rounds: int,
+    case: GpuCase, every: Sequence[GpuArm], device: Device, sensors: Sensors, rounds: int,
     excused: dict[str, str],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The row as plain data. `excused`: arms that are not to be started, with the reason.
 
     Raises:
         DeviceLost: by a kernel that was caught in an illegal access, or the like."""
-    gpu_arms.forget_compiled()
     here = applicable(every, case)
     absent = {arm.name: excused[arm.name] for arm in here if arm.name in excused}
     errors: dict[str, float] = {}
@@ -130,28 +113,29 @@ def measure(
         wanted = min(wanted, max(1, int(memory / max(1.0, case.work.bytes))))
     try:
         sets = [gpu_arms.make_tensors(case, device.name, seed) for seed in range(wanted)]
-        for arm in here:
-            if arm.name not in absent:
-                reason, calls = _checked(case, arm, sets, device, errors)
-                if reason:
-                    absent[arm.name] = reason
-                else:
-                    timed.append(Timed(arm, calls))
+        for arm in (arm for arm in here if arm.name not in absent):
+            calls, answer = first_call(case, arm, sets, device.graphed if case.part == GRAPH else None)
+            if "fatal" in answer:
+                raise DeviceLost(arm.name, answer["reason"])
+            if "error" in answer:
+                errors[arm.name] = answer["error"] if math.isfinite(answer["error"]) else -1.0
+            if reason := verdict(case, arm, answer):
+                absent[arm.name] = reason
+            else:
+                timed.append(Timed(arm, calls))
         repeats = _HOST_CALLS if case.part == HOST else 0
         interleaved(timed, device.clock(case.part), rounds=rounds, repeats=repeats)
     except torch.cuda.OutOfMemoryError as problem:
         absent |= {arm.name: why(problem) for arm in here if arm.name not in absent}
         timed = []
     except Exception as problem:
-        if is_fatal(problem) and not isinstance(problem, DeviceLost):
-            raise DeviceLost("", problem) from problem
+        if gpu_arms.is_fatal(problem) and not isinstance(problem, DeviceLost):
+            raise DeviceLost("", why(problem)) from problem
         raise
     row = left_out(case, "") | {"sets": len(sets), "errors": errors, "absent": absent}
     row |= {"arms": {t.arm.name: t.plain() for t in timed if t.samples}, "sensors": sensors.taken()}
-    timed, sets = [], []
-    gc.collect()
-    if device.is_cuda:
-        torch.cuda.empty_cache()
+    timed, sets, calls = [], [], []
+    gpu_arms.forget()
     return row
 
 
@@ -162,45 +146,27 @@ def left_out(case: GpuCase, reason: str) -> dict[str, Any]:
     return about | {"sets": 0, "arms": {}, "errors": {}, "absent": {OURS: reason}, "sensors": {}}
 
 
-def _checked(
-    case: GpuCase, arm: GpuArm, sets: Sequence[Tensors], device: Device, errors: dict[str, float]
-) -> tuple[str, list[Call]]:
-    """(why it is not timed or "", its calls). The output of its first call is checked here, in the process
-    that times it."""
+def first_call(
+    case: GpuCase,
+    arm: GpuArm,
+    sets: Sequence[Tensors],
+    graphed: Callable[[Sequence[Call]], Call] | None = None,
+) -> tuple[list[Call], dict[str, Any]]:
+    """An arm's calls, as a graph by `graphed` if its output is right, and the answer: the error of the first
+    call's result, in memory that held NaN, or why there is none; `fatal` if the device is lost to it."""
+    answer: dict[str, Any] = {}
     try:
-        calls, found = first_call(case, arm, sets)
-        errors[arm.name] = found if math.isfinite(found) else -1.0
-        reason = verdict(case, arm, {"error": found})
-        if case.part == GRAPH and not reason:
-            with arm.scope():
-                calls = [device.graphed(calls)]
-        return reason, calls
+        calls = arm.prepared(case, sets)
+        with arm.scope():
+            gpu_arms.poison(sets[0])
+            answer["error"] = error(case, sets[0], calls[0]())
+            if graphed and not verdict(case, arm, answer):
+                calls = [graphed(calls)]
+        return calls, answer
     except Exception as problem:  # whatever a peer raises is why it has no figure
-        if not isinstance(problem, torch.cuda.OutOfMemoryError) and is_fatal(problem):
-            raise DeviceLost(arm.name, problem) from problem
-        return why(problem), []
-
-
-def tried(arm: GpuArm, case: GpuCase, device: str) -> dict[str, Any]:
-    """One call of an arm, in a process of its own: its error, or why there is none; `fatal` if the device is
-    lost to it."""
-    try:
-        answer: dict[str, Any] = {"error": first_call(case, arm, [gpu_arms.make_tensors(case, device, 0)])[1]}
-    except Exception as problem:  # whatever a kernel raises is why it has no figure
-        answer = {"reason": why(problem), **({"fatal": True} if is_fatal(problem) else {})}
-    gpu_arms.forget_compiled()
-    gc.collect()
-    if device != "cpu" and "fatal" not in answer:
-        torch.cuda.empty_cache()
-    return answer
-
-
-def first_call(case: GpuCase, arm: GpuArm, sets: Sequence[Tensors]) -> tuple[list[Call], float]:
-    """An arm's calls, and the error of the first one's result, in memory that held NaN."""
-    calls = arm.prepared(case, sets)
-    with arm.scope():
-        gpu_arms.poison(sets[0])
-        return calls, error(case, sets[0], calls[0]())
+        crowded = isinstance(problem, torch.cuda.OutOfMemoryError)
+        lost = {"fatal": True} if not crowded and gpu_arms.is_fatal(problem) else {}
+        return [], {**answer, "reason": why(problem), **lost}
 
 
 def is_mismatch(row: dict[str, Any]) -> bool:
@@ -265,9 +231,8 @@ class Task(NamedTuple):
     def kernel(self) -> tuple[Any, ...]:
         """What tasks of an arm share where each kernel is tried once."""
         c = self.case
-        if self.arm.tried == "shape":
-            return self.arm.name, c.name
-        return self.arm.name, c.part, c.dtype, c.head_dim, c.causal, c.kv_heads < c.heads
+        once = c.part, c.dtype, c.head_dim, c.causal, c.kv_heads < c.heads
+        return (self.arm.name, c.name) if self.arm.tried == "shape" else (self.arm.name, *once)
 
 
 class Children:
@@ -307,27 +272,37 @@ class Children:
             self._idle.get().end()
 
 
-def _trying(device: str, backend: str, variants: Sequence[str], kernels: str) -> Answer:
-    """The child: what tries an arm, by its name, on a case."""
+def _arms(device: str, backend: str, variants: Sequence[str], kernels: str) -> dict[str, GpuArm]:
+    """Every arm by its name, in a process that is to run them."""
     gpu_arms.KERNELS = kernels
-    torch.set_num_threads(1)
-    known = {arm.name: arm for arm in gpu_arms.arms(backend, variants)}
     if device != "cpu":
         torch.cuda.set_device(device)
-    return lambda task: tried(known[task[0]], task[1], device)
+    return {arm.name: arm for arm in gpu_arms.arms(backend, variants)}
 
 
-def measuring(
-    device: str, backend: str, variants: Sequence[str], kernels: str, names: Sequence[str], rounds: int
-) -> Answer:
-    """The process that measures the arms of these names: what answers a case and who is excused from it, or
-    None, with the machine and its ceilings."""
-    gpu_arms.KERNELS = kernels
-    here, chosen = Device(device), [arm for arm in gpu_arms.arms(backend, variants) if arm.name in names]
+def _trying(*settings: Any) -> Answer:
+    """The child: what tries an arm, by its name, on a case."""
+    torch.set_num_threads(1)
+    known, device = _arms(*settings), settings[0]
+
+    def answer(task: tuple[str, GpuCase]) -> dict[str, Any]:
+        name, case = task
+        told = first_call(case, known[name], [gpu_arms.make_tensors(case, device, 0)])[1]
+        if "fatal" not in told:
+            gpu_arms.forget()
+        return told
+
+    return answer
+
+
+def measuring(*settings: Any) -> Answer:
+    """The process that measures arms: what answers a case and who is excused from it, or None, with the
+    machine and its ceilings. The last settings are the names of the arms, and how many rounds."""
+    *given, names, rounds = settings
+    chosen = [arm for name, arm in _arms(*given).items() if name in names]
+    here, device = Device(given[0]), given[0]
     sensors = Sensors(torch.device(device) if here.is_cuda else None)
     here.while_busy = sensors.read
-    if here.is_cuda:
-        torch.cuda.set_device(device)
 
     def answer(request: tuple[GpuCase, dict[str, str]] | None) -> dict[str, Any]:
         if request is None:
