@@ -82,15 +82,8 @@ def _median(r: Row, arm: str | None) -> Any:
 def _ms(arm: str | None, r: Row) -> str:
     """The median of an arm."""
     ms = 1e3 * (_median(r, arm) or 0.0)
-    return (
-        ""
-        if arm not in r["arms"]
-        else f"{ms:.0f}"
-        if ms >= 1000
-        else f"{ms:.3g}"
-        if ms >= 0.1
-        else f"{ms:.4f}"
-    )
+    text = f"{ms:.0f}" if ms >= 1000 else f"{ms:.3g}" if ms >= 0.1 else f"{ms:.4f}"
+    return text if arm in r["arms"] else ""
 
 
 def _spread(arm: str | None, r: Row) -> str:

@@ -126,41 +126,32 @@ def report(compiled: Compiled) -> Report:
     if target.kind == "hip":
         text = kernel.asm["amdgcn"]
         numbers = {name: int(n) for name, n in re.findall(r"^\s*\.(\w+):\s+(\d+)", text, re.M)[::-1]}
-        counts = Counter(_AMD.findall(text))
-        scratch, spilled = (numbers.get(n, 0) for n in ("private_segment_fixed_size", "vgpr_spill_count"))
-        return Report(
-            registers=numbers.get("vgpr_count", 0),
-            spill_bytes=scratch if spilled else 0,
-            spilled_registers=spilled,
-            spilled_scalars=numbers.get("sgpr_spill_count", 0),
-            stack_bytes=scratch,
-            shared_bytes=shared,
-            instructions=counts.total(),
-            matrix={n: k for n, k in sorted(counts.items()) if n.startswith(("v_mfma", "v_wmma"))},
-        )
-    with tempfile.TemporaryDirectory() as folder:  # disassembled by the tool in Triton's wheel
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(kernel.asm["cubin"])
-        command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    counts = Counter(_SASS.findall(sass))
-    used, limits = re.search(r"Used (\d+) registers", log), _LIMITS.search(log)
-    if used is None or limits is None or not counts:
-        raise RuntimeError(f"ptxas or cuobjdump said nothing that is known here:\n{log}\n{sass[:400]}")
-    return Report(
-        registers=int(used[1]),
-        spill_bytes=int(limits[2]) + int(limits[3]),
-        stack_bytes=int(limits[1]),
-        local_accesses=counts["LDL"] + counts["STL"],
-        shared_bytes=shared,
-        instructions=counts.total(),
-        matrix={name: n for name, n in sorted(counts.items()) if "MMA" in name},
-        warnings=tuple(sorted(set(re.findall(r"C75\d\d", log)))),
-    )
+        names = "vgpr_spill_count", "sgpr_spill_count", "vgpr_count", "private_segment_fixed_size"
+        vectors, scalars, used, scratch = (numbers.get(name, 0) for name in names)
+        counts, matrix = Counter(_AMD.findall(text)), ("v_mfma", "v_wmma")
+        spilled = {"spill_bytes": scratch if vectors else 0, "spilled_registers": vectors}
+        rest: dict[str, Any] = {**spilled, "spilled_scalars": scalars, "stack_bytes": scratch}
+    else:
+        with tempfile.TemporaryDirectory() as folder:  # disassembled by the tool in Triton's wheel
+            path = Path(folder, "kernel.cubin")
+            path.write_bytes(kernel.asm["cubin"])
+            command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+            sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        counts, matrix = Counter(_SASS.findall(sass)), ("MMA",)
+        said, limits = re.search(r"Used (\d+) registers", log), _LIMITS.search(log)
+        if said is None or limits is None or not counts:
+            raise RuntimeError(f"ptxas or cuobjdump said nothing that is known here:\n{log}\n{sass[:400]}")
+        used, stack, *spilled_bytes = int(said[1]), *map(int, limits.groups())
+        rest = {"spill_bytes": sum(spilled_bytes), "stack_bytes": stack}
+        rest |= {"local_accesses": counts["LDL"] + counts["STL"]}
+        rest |= {"warnings": tuple(sorted(set(re.findall(r"C75\d\d", log))))}
+    found = {name: n for name, n in sorted(counts.items()) if any(m in name for m in matrix)}
+    return Report(used, shared_bytes=shared, instructions=counts.total(), matrix=found, **rest)
 
 
-def faults(found: Report, target: Target) -> dict[str, str]:
-    """What is not as it should be, by name: "spills", "stack", "matrix", "serial", "shared"."""
+def faults(found: Report, target: Target, *, entry: str = "") -> dict[str, str]:
+    """What is not as it should be, by name: "spills", "stack", "matrix", "serial", "shared". Of entries of
+    kernels without products no matrix instructions are wanted."""
     fault, wanted = {}, {"sm90": ("HGMMA",), "sm100": ("UTCHMMA",)}.get(target.arch, ("HMMA",))
     if target.kind == "hip":
         wanted = ("v_mfma",) if target.arch.startswith("gfx9") else ("v_wmma",)
@@ -168,7 +159,8 @@ def faults(found: Report, target: Target) -> dict[str, str]:
         fault["spills"] = f"{found.spill_bytes} B, {found.spilled_registers} vector registers"
     elif found.stack_bytes:
         fault["stack"] = f"{found.stack_bytes} B of stack"
-    if not any(name.startswith(wanted) for name in found.matrix):
+    has_products = entry.rpartition("/")[2] not in WITHOUT_PRODUCTS
+    if has_products and not any(name.startswith(wanted) for name in found.matrix):
         names = ", ".join(found.matrix) or "no matrix instruction"
         fault["matrix"] = f"no {wanted[0]}, but {names}"
     if found.warnings:
@@ -192,14 +184,6 @@ def kernels(case: Case) -> Iterator[tuple[str, Report]]:
         name += f"-{times[name]}" if times[name] > 1 else ""
         if name not in ONCE or case.head_dim == 128:
             yield f"{case.id}/{name}", report(compile_for(kernel, arguments, options, case.target))
-
-
-def faults_of(entry: str, found: Report, case: Case) -> dict[str, str]:
-    """`faults`, less the matrix instructions of kernels that have no products."""
-    fault = faults(found, case.target)
-    if entry.rpartition("/")[2] in WITHOUT_PRODUCTS:
-        fault.pop("matrix", None)
-    return fault
 
 
 def as_recorded(found: Report, case: Case, fault: Mapping[str, str]) -> dict[str, Any]:
@@ -226,7 +210,7 @@ def exceptions(
 def complaints(recorded: Mapping[str, Any], version: str, entry: str, found: Report, case: Case) -> list[str]:
     """How a kernel differs from what is recorded for this Triton; of one without a record, what has no
     exception."""
-    fault, clean = faults_of(entry, found, case), version == PINNED and must_be_clean(case)
+    fault, clean = faults(found, case.target, entry=entry), version == PINNED and must_be_clean(case)
     told = []
     for name, text in fault.items():
         measured = clean and name in ("spills", "serial")
@@ -248,7 +232,7 @@ def record(
     before, missing = recorded["versions"].get(version, {}), []
     entries = dict(before)
     for case, entry, found in compiled:
-        fault = faults_of(entry, found, case)
+        fault = faults(found, case.target, entry=entry)
         entries[entry] = as_recorded(found, case, fault)
         missing += [f"{entry}: {fault[n]}" for n in fault if not exceptions(recorded, version, entry, n)]
     known = {case.id for case in every_case()}

@@ -15,6 +15,8 @@ import argparse
 import ctypes
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,82 +33,72 @@ from polyflash.workloads import Workload
 OURS, THEIRS = "polyflash", "ggml"
 F32, F16 = 0, 1  # ggml_type
 TOLERANCE = 3e-2  # of a row, relative L2: ggml sums float16 values in float16
-_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_float
 
 
-class InitParams(ctypes.Structure):
-    """`struct ggml_init_params`"""
-
-    _fields_ = (("mem_size", _SIZE), ("mem_buffer", _POINTER), ("no_alloc", ctypes.c_bool))
+def _struct(name: str, **fields: Any) -> Any:
+    return type(name, (ctypes.Structure,), {"_fields_": [*fields.items()]})
 
 
-class Plan(ctypes.Structure):
-    """`struct ggml_cplan`"""
-
-    _fields_ = (
-        *(("work_size", _SIZE), ("work_data", _POINTER), ("n_threads", _INT), ("threadpool", _POINTER)),
-        *(("abort_callback", _POINTER), ("abort_callback_data", _POINTER), ("use_ref", ctypes.c_bool)),
-    )
-
-
-_BASE = {  # function: what it returns, what it takes
-    "ggml_init": (_POINTER, [InitParams]),
-    "ggml_new_tensor_4d": (_POINTER, [_POINTER, _INT, *[ctypes.c_int64] * 4]),
-    "ggml_get_data": (_POINTER, [_POINTER]),
-    "ggml_flash_attn_ext": (_POINTER, [*[_POINTER] * 5, *[ctypes.c_float] * 3]),
-    "ggml_new_graph": (_POINTER, [_POINTER]),
-    "ggml_build_forward_expand": (None, [_POINTER, _POINTER]),
-    "ggml_version": (ctypes.c_char_p, []),
-}
-_CPU = {
-    "ggml_cpu_init": (None, []),
-    "ggml_graph_plan": (Plan, [_POINTER, _INT, _POINTER]),
-    "ggml_graph_compute": (_INT, [_POINTER, _POINTER]),
-    "ggml_cpu_has_avx512": (_INT, []),
+InitParams = _struct("ggml_init_params", mem_size=_SIZE, mem_buffer=_POINTER, no_alloc=ctypes.c_bool)
+Plan = _struct(
+    "ggml_cplan", work_size=_SIZE, work_data=_POINTER, n_threads=_INT, threadpool=_POINTER,
+    abort_callback=_POINTER, abort_callback_data=_POINTER, use_ref=ctypes.c_bool,
+)  # fmt: skip
+_FUNCTIONS = {  # library: function: what it returns, what it takes
+    "base": {
+        "ggml_init": (_POINTER, [InitParams]),
+        "ggml_new_tensor_4d": (_POINTER, [_POINTER, _INT, *[ctypes.c_int64] * 4]),
+        "ggml_get_data": (_POINTER, [_POINTER]),
+        "ggml_flash_attn_ext": (_POINTER, [*[_POINTER] * 5, *[_FLOAT] * 3]),
+        "ggml_new_graph": (_POINTER, [_POINTER]),
+        "ggml_build_forward_expand": (None, [_POINTER, _POINTER]),
+        "ggml_version": (ctypes.c_char_p, []),
+    },
+    "cpu": {
+        "ggml_cpu_init": (None, []),
+        "ggml_graph_plan": (Plan, [_POINTER, _INT, _POINTER]),
+        "ggml_graph_compute": (_INT, [_POINTER, _POINTER]),
+        "ggml_cpu_has_avx512": (_INT, []),
+    },
 }
 
 
-class Ggml:
-    """The two libraries, with the types of the few functions used."""
-
-    def __init__(self, folder: Path) -> None:
-        self.base = ctypes.CDLL(str(folder / "libggml-base.so"), mode=ctypes.RTLD_GLOBAL)
-        self.cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
-        for library, functions in ((self.base, _BASE), (self.cpu, _CPU)):
-            for name, (result, arguments) in functions.items():
-                function = getattr(library, name)
-                function.restype, function.argtypes = result, arguments
-        self.cpu.ggml_cpu_init()
-
-    @property
-    def about(self) -> str:
-        wide = "with" if self.cpu.ggml_cpu_has_avx512() else "without"
-        return f"ggml {self.base.ggml_version().decode()} ({wide} AVX-512)"
+def load(folder: Path) -> Any:
+    """The few functions used, of both libraries, with their types."""
+    found = SimpleNamespace()
+    for library, functions in _FUNCTIONS.items():
+        loaded = ctypes.CDLL(str(folder / f"libggml-{library}.so"), mode=ctypes.RTLD_GLOBAL)
+        for name, (result, arguments) in functions.items():
+            function = getattr(loaded, name)
+            function.restype, function.argtypes = result, arguments
+            setattr(found, name.removeprefix("ggml_"), function)
+    found.cpu_init()
+    return found
 
 
 class Step:
     """ggml's call on one set: q (1, heads, 1, head_dim), k, v (1, num_kv_heads, seqlen_k, head_dim)."""
 
-    def __init__(self, ggml: Ggml, q: Tensor, k: Tensor, v: Tensor, threads: int) -> None:
-        base, self._cpu = ggml.base, ggml.cpu
+    def __init__(self, ggml: Any, q: Tensor, k: Tensor, v: Tensor, threads: int) -> None:
+        self._ggml, self._shape = ggml, q.shape
         size = q.numel() * 8 + k.nbytes + v.nbytes + (16 << 20)
-        self._context = base.ggml_init(InitParams(size, None, False))
+        self._context = ggml.init(InitParams(size, None, False))
         tensors = []
         for x, kind in ((q.float(), F32), (k, F16), (v, F16)):
             # Dimensions from the innermost: channels, rows, heads, batch.
-            tensor = base.ggml_new_tensor_4d(self._context, kind, *reversed(x.shape))
-            ctypes.memmove(base.ggml_get_data(tensor), x.contiguous().data_ptr(), x.nbytes)
+            tensor = ggml.new_tensor_4d(self._context, kind, *reversed(x.shape))
+            ctypes.memmove(ggml.get_data(tensor), x.contiguous().data_ptr(), x.nbytes)
             tensors.append(tensor)
-        result = base.ggml_flash_attn_ext(self._context, *tensors, None, q.shape[-1] ** -0.5, 0.0, 0.0)
-        self._graph = base.ggml_new_graph(self._context)
-        base.ggml_build_forward_expand(self._graph, result)
-        self._plan = self._cpu.ggml_graph_plan(self._graph, threads, None)
+        result = ggml.flash_attn_ext(self._context, *tensors, None, q.shape[-1] ** -0.5, 0.0, 0.0)
+        self._graph, self._result = ggml.new_graph(self._context), ggml.get_data(result)
+        ggml.build_forward_expand(self._graph, result)
+        self._plan = ggml.graph_plan(self._graph, threads, None)
         self._work = ctypes.create_string_buffer(max(1, self._plan.work_size))
         self._plan.work_data = ctypes.addressof(self._work)
-        self._result, self._shape = base.ggml_get_data(result), q.shape
 
     def __call__(self) -> None:
-        if self._cpu.ggml_graph_compute(self._graph, ctypes.byref(self._plan)):
+        if self._ggml.graph_compute(self._graph, ctypes.byref(self._plan)):
             raise RuntimeError("ggml_graph_compute failed")
 
     def output(self) -> Tensor:
@@ -116,7 +108,7 @@ class Step:
         return out
 
 
-def measure(ggml: Ggml, heads: int, kv_heads: int, keys: int, head_dim: int, seconds: float) -> str:
+def measure(ggml: Any, heads: int, kv_heads: int, keys: int, head_dim: int, seconds: float) -> str:
     """A line: the median of every arm, our ratio and rate, and how far both are from float64."""
     w = Workload("ggml", frozenset(), 1, heads, kv_heads, 1, keys, head_dim, dtype="float16")
     turn, q = Turn(key_sets(w)), queries(w)
@@ -152,10 +144,11 @@ def main() -> int:
     add("--head-dim", type=int, default=128)
     add("--seconds", type=float, default=3.0, help="per row")
     options = parser.parse_args()
-    ggml = Ggml(options.library)
+    ggml = load(options.library)
+    about = f"ggml {ggml.version().decode()} ({'with' if ggml.cpu_has_avx512() else 'without'} AVX-512)"
     print(
         f"{target.cpu_name()}, {torch.get_num_threads()} threads, huge pages: {huge_pages() or 'unknown'};"
-        f" polyflash {polyflash.__version__}, torch {torch.__version__}, {ggml.about}"
+        f" polyflash {polyflash.__version__}, torch {torch.__version__}, {about}"
     )
     print(f"float16, 1 query row, {options.keys} keys, head_dim {options.head_dim}")
     for pair in options.heads.split(","):

@@ -170,10 +170,8 @@ def _whole(case: Case, q: Tensor, turn: Turn[KeySet], calls: dict[str, Any], **c
     """Calls on whole key sets, beside what only reads those."""
     w, first, causal = case.workload, turn.things[0], q.shape[2] > 1
     arms = {name: turn.each(call) for name, call in calls.items()} | readers(turn)
-    outputs, sample = (
-        [partial(call, first) for call in calls.values()],
-        Sample(q, first.k, first.v, {"causal": causal}),
-    )
+    outputs = [partial(call, first) for call in calls.values()]
+    sample = Sample(q, first.k, first.v, {"causal": causal})
     plan = polyflash.explain(q, first.k, first.v, causal=causal)
     return _timed(case, arms, outputs, [sample], first.bytes, w.batch * w.seqlen_k, plan, **chosen)
 
@@ -202,11 +200,9 @@ def _paged(case: Case) -> Timed:
     """Pages, shuffled unless said otherwise, against the same keys in one piece."""
     w, sets, causal = case.workload, key_sets(case.workload), case.workload.seqlen_q > 1
     turn, first = Turn(sets), sets[0]
-    lie = {
-        "heads_outer": case.laid.startswith(cases.HEADS_OUTER),
-        "in_order": case.laid.endswith(cases.IN_ORDER),
-    }
-    pools, large = ([pool(s.k, s.v, n, **lie) for s in sets] for n in (case.page_size, w.seqlen_k))
+    heads_outer, in_order = case.laid.startswith(cases.HEADS_OUTER), case.laid.endswith(cases.IN_ORDER)
+    paging = partial(pool, heads_outer=heads_outer, in_order=in_order)
+    pools, large = ([paging(s.k, s.v, n) for s in sets] for n in (case.page_size, w.seqlen_k))
     q = queries(w)
     packed = q[0].transpose(0, 1).contiguous()  # rows, heads, channels
     options: dict[str, Any] = {"kv_lens": torch.tensor([w.seqlen_k], dtype=torch.int32)}
@@ -297,11 +293,8 @@ def _cascade(case: Case) -> Timed:
     """Requests that share a prefix, walked once for all, against each of them walking its own table: one that
     names the shared pages, or pages of its own with the same tokens. The cache has no page more than they
     need."""
-    w, prefix, dtype = (
-        case.workload,
-        case.workload.seqlen_k - case.private,
-        getattr(torch, case.workload.dtype),
-    )
+    w, dtype = case.workload, getattr(torch, case.workload.dtype)
+    prefix = w.seqlen_k - case.private
     pages = (prefix + w.batch * case.private) // case.page_size
     cache = KVCache(pages, case.page_size, w.kv_heads, w.head_dim, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
