@@ -128,7 +128,7 @@ def report(compiled: Compiled) -> Report:
         numbers = {name: int(n) for name, n in re.findall(r"^\s*\.(\w+):\s+(\d+)", text, re.M)[::-1]}
         names = "vgpr_spill_count", "sgpr_spill_count", "vgpr_count", "private_segment_fixed_size"
         vectors, scalars, used, scratch = (numbers.get(name, 0) for name in names)
-        counts, matrix = Counter(_AMD.findall(text)), ("v_mfma", "v_wmma")
+        counts, matrix = Counter(_AMD.findall(text)), r"v_(mfma|wmma)"
         spilled = {"spill_bytes": scratch if vectors else 0, "spilled_registers": vectors}
         rest: dict[str, Any] = {**spilled, "spilled_scalars": scalars, "stack_bytes": scratch}
     else:
@@ -137,7 +137,7 @@ def report(compiled: Compiled) -> Report:
             path.write_bytes(kernel.asm["cubin"])
             command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
             sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        counts, matrix = Counter(_SASS.findall(sass)), ("MMA",)
+        counts, matrix = Counter(_SASS.findall(sass)), "MMA"
         said, limits = re.search(r"Used (\d+) registers", log), _LIMITS.search(log)
         if said is None or limits is None or not counts:
             raise RuntimeError(f"ptxas or cuobjdump said nothing that is known here:\n{log}\n{sass[:400]}")
@@ -145,7 +145,7 @@ def report(compiled: Compiled) -> Report:
         rest = {"spill_bytes": sum(spilled_bytes), "stack_bytes": stack}
         rest |= {"local_accesses": counts["LDL"] + counts["STL"]}
         rest |= {"warnings": tuple(sorted(set(re.findall(r"C75\d\d", log))))}
-    found = {name: n for name, n in sorted(counts.items()) if any(m in name for m in matrix)}
+    found = {name: n for name, n in sorted(counts.items()) if re.search(matrix, name)}
     return Report(used, shared_bytes=shared, instructions=counts.total(), matrix=found, **rest)
 
 

@@ -45,7 +45,9 @@ Plan = _struct(
     "ggml_cplan", work_size=_SIZE, work_data=_POINTER, n_threads=_INT, threadpool=_POINTER,
     abort_callback=_POINTER, abort_callback_data=_POINTER, use_ref=ctypes.c_bool,
 )  # fmt: skip
-_FUNCTIONS = {  # library: function: what it returns, what it takes
+_FUNCTIONS: dict[
+    str, dict[str, tuple[Any, list[Any]]]
+] = {  # library: function: what it returns, what it takes
     "base": {
         "ggml_init": (_POINTER, [InitParams]),
         "ggml_new_tensor_4d": (_POINTER, [_POINTER, _INT, *[ctypes.c_int64] * 4]),
