@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +16,19 @@ class Advice:
     fatal: bool = False
 
 
-class Report(Protocol):
-    """The module `report` of a backend's folder; `backends.report_of` imports it."""
+class Report:
+    """A backend's answers: those of a backend with nothing to say, or the module `report` of its folder with
+    functions of these names; `backends.report_of` imports it."""
 
     def facts(self) -> Mapping[str, Callable[[], dict[str, Any]]]:
         """Sections of `polyflash env` by name, each found when it is printed, so that one may fail alone."""
+        return {}
 
     def advice(self, probed: Mapping[str, Any]) -> Iterable[Advice]:
         """Obstacles for this backend; `probed` is torch's own report from a fresh process."""
+        return ()
 
     def kernel_cache(self) -> tuple[Any, bytes] | None:
         """The module of its folder of compiled kernels, as `backends/cpu/store.py`, and the digest of what
         would make one now, empty without a compiler; None if it has no such folder."""
+        return None
