@@ -112,10 +112,7 @@ class DecodeConfig:
     isa: str = "avx512"
 
     def __post_init__(self) -> None:
-        for name in ("split_keys", "block_n"):
-            value = getattr(self, name)
-            if type(value) is not int:
-                raise spec_error(name, got=repr(value), wanted="an int", change="Take 1024 and 128.")
+        configs.check_ints(self, "split_keys", "block_n", change="Take 1024 and 128.")
         if self.block_n % STEP or not STEP <= self.block_n <= 256:
             change = "Take 128."
             raise spec_error("block_n", got=self.block_n, wanted="a multiple of 16 up to 256", change=change)
@@ -161,38 +158,26 @@ def scratch(key: DecodeKey, head_dim: int, head_dim_v: int, block_n: int) -> Scr
     the rows themselves where their channels have a stride."""
     width = STORAGE_BYTES[key.storage]
     row = (max(head_dim, head_dim_v) * width + LINE - 1) // LINE * LINE + LINE
-    sizes = Scratch(
-        q=MOST_HEADS * (key.units(head_dim) * key.unit * key.rows * 4),
-        o=key.partial_bytes(head_dim_v),
-        k=(block_n + key.lanes) * 8,
-        v=(block_n + key.lanes) * 8,
-        s=(1 + 2 * MOST_HEADS) * block_n * key.rows * 4,
-        p=MOST_HEADS * key.lanes * key.lanes * 4,
-        stage=2 * block_n * row,
-        stats=2 * key.lanes * 4,
-        limits=2 * key.lanes * 4,
-        block=(2 + 2 * MOST_HEADS) * key.lanes * 4,
-        zero=MOST_HEADS * row,
-        gather=row,
-        bad=0,
-        seen=0,
-        item=ITEM_WORDS * 8,
-        kinds=0,
-        q_ids=0,
-        k_ids=0,
-        pass_stage=4 * (block_n + key.lanes) * 8,
-        total=0,
-    )
-    offsets, at = [], 0
-    for size in sizes[:-1]:
-        offsets.append(at)
-        at += (size + LINE - 1) // LINE * LINE
-    return Scratch._make((*offsets, (at + 4095) // 4096 * 4096))
+    sizes = dict.fromkeys(Scratch._fields[:-1], 0) | {
+        "q": MOST_HEADS * (key.units(head_dim) * key.unit * key.rows * 4),
+        "o": key.partial_bytes(head_dim_v),
+        "k": (block_n + key.lanes) * 8,
+        "v": (block_n + key.lanes) * 8,
+        "s": (1 + 2 * MOST_HEADS) * block_n * key.rows * 4,
+        "p": MOST_HEADS * key.lanes * key.lanes * 4,
+        "stage": 2 * block_n * row,
+        "stats": 2 * key.lanes * 4,
+        "limits": 2 * key.lanes * 4,
+        "block": (2 + 2 * MOST_HEADS) * key.lanes * 4,
+        "zero": MOST_HEADS * row,
+        "gather": row,
+        "item": ITEM_WORDS * 8,
+        "pass_stage": 4 * (block_n + key.lanes) * 8,
+    }
+    return Scratch._make(configs.placed(sizes.values()))
 
 
 def choose(spec: AttentionSpec, target: Target) -> DecodeConfig:
     """Splits of 1024 keys, whatever the call: the size decides bits."""
-    isa = target.arch if target.arch in ISAS else "generic"
-    dtype = spec.dtype if spec.dtype in STORAGE_BYTES else "float32"
-    compute = configs.compute_for(dtype, target) if isa == "avx512" else "f32"
+    isa, compute, _ = configs.native(spec, target)
     return DecodeConfig(1024, 128, compute, isa)
