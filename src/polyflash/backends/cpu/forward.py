@@ -111,6 +111,34 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Fill `out` and, if asked for, `lse`. Sizes are positive; the argument block is this call's own. With a
     page table k and v are pools: (num_pages, num_kv_heads, page_size, D) and (..., Dv)."""
+    job = _job(launch, q, k, v, out, lse, args)
+    if job is not None:
+        job.run(job.words)
+    return out, lse
+
+
+class _Job(NamedTuple):
+    """Work for the pool: a kernel on the argument block `words`, and how it is shared out."""
+
+    kernel: int
+    words: array[int]
+    items: int
+    threads: int
+    scratch_bytes: int
+    wake: bool
+    work_us: int
+    kept: list[Any]  # tensors whose addresses are in the block
+
+    def run(self, words: array[int]) -> None:
+        """On a block laid out like the job's own."""
+        address, _ = words.buffer_info()
+        pool.run(self.kernel, address, *self[2:6])
+
+
+def _job(
+    launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments
+) -> _Job | None:
+    """The job of a call; None if the decode kernels have done all its members."""
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = _Prepared(launch)
@@ -128,36 +156,15 @@ def run(
         _hide_rows_beyond(out, lse, args)
         lens_q, lens_k = _decode_members(prepared, q, k, v, out, lse, args)
         if not lens_q.any():
-            return out, lse
+            return None
         cut, members = prepared.packed(args, lens_q, lens_k, threads, kept)
     else:
         cut = prepared.unpacked(batch, seqlen_q, threads, args)
     lse_at = lse.data_ptr() if args.need_lse else 0
     isa = launch.config.isa
     front = arguments.front(isa, cut.nv, (q, k, v, out), lse_at, seqlen_k, args, kept, members)
-    _job(cut, front, threads, work_us).run()
-    return out, lse
-
-
-class _Job(NamedTuple):
-    """Work for the pool: a kernel on the argument block `words`, and how it is shared out."""
-
-    kernel: int
-    words: array[int]
-    items: int
-    threads: int
-    scratch_bytes: int
-    wake: bool
-
-    def run(self, words: array[int] | None = None) -> None:
-        """On the block `words`, if it is not the job's own."""
-        address, _ = (words or self.words).buffer_info()
-        pool.run(self.kernel, address, *self[2:])
-
-
-def _job(cut: _Cut, front: bytes, threads: int, work_us: float) -> _Job:
     words, wake = array("q", front + cut.tail), work_us >= arguments.WAKE_FROM_US
-    return _Job(cut.kernel, words, cut.items, threads, cut.scratch_bytes, wake)
+    return _Job(cut.kernel, words, cut.items, threads, cut.scratch_bytes, wake, work_us, kept)
 
 
 def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
@@ -174,13 +181,13 @@ class Repeat:
     def __init__(self, launch: Launch, args: Arguments) -> None:
         self.launch, self.args, self.need_lse = launch, args, args.need_lse
         self.job: _Job | None = None
-        self.work_us = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = outputs(q, v, self.need_lse)
         job = self.job
-        if job is None or job.threads != arguments.threads_for(self.work_us):
-            job = self.job = self._first(near(q), near(k), near(v), near(out), lse)
+        if job is None or job.threads != arguments.threads_for(job.work_us):
+            operands = near(q), near(k), near(v), near(out)
+            job = self.job = cast(_Job, _job(self.launch, *operands, lse, self.args))
         words = job.words[:]
         words[FORWARD.q], words[FORWARD.k], words[FORWARD.v] = q.data_ptr(), k.data_ptr(), v.data_ptr()
         words[FORWARD.out] = out.data_ptr()
@@ -188,17 +195,6 @@ class Repeat:
             words[FORWARD.lse] = lse.data_ptr()
         job.run(words)
         return out, lse
-
-    def _first(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> _Job:
-        """The job of the first such call, or for another number of threads: as `run` makes it."""
-        isa, prepared, args = self.launch.config.isa, self.launch.prepared, self.args
-        batch, _, seqlen_q, head_dim = q.shape
-        work_us = self.work_us = arguments.estimated_us(q.shape, k.shape[2], head_dim + v.shape[3], args)
-        threads = arguments.threads_for(work_us)
-        cut = prepared.unpacked(batch, seqlen_q, threads, args)
-        lse_at = lse.data_ptr() if self.need_lse else 0
-        front = arguments.front(isa, cut.nv, (q, k, v, out), lse_at, k.shape[2], args, [], 0)
-        return _job(cut, front, threads, work_us)
 
 
 def _decode_members(
