@@ -380,7 +380,7 @@ def conditions(m: dict[str, Any]) -> dict[str, str]:
         machine = f"{m['gpu']}, {m['cores']} multiprocessors, {target}, launched by {m['cpu']}"
         versions += [f"driver {m['driver']}", f"CUDA {m['cuda']}"]
         product, copy = (m["ceilings"][name] for name in ("matmul_tflops", "copy_gbs"))
-        peaks = [f"product of bfloat16 {product:.0f} TFLOP/s", f"copy {copy:.0f} GB/s"]
+        peaks = [f"product of bfloat16: {product:.0f} TFLOP/s", f"copy {copy:.0f} GB/s"]
     else:
         machine = f"{m['cpu']}, {m['cores']} cores, {target}"
         peaks = [f"{p['kind']} {p['gflops_per_thread']:.0f} GF/s per thread" for p in m["peaks"]]
