@@ -13,7 +13,6 @@ once, and only then is the team's join harmless. `_Team` knows the team's thread
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -196,7 +195,7 @@ class _Caller(threading.local):
 
 
 _caller = _Caller()
-_lock = threading.RLock()
+_lock = runtime.lock_across_forks()
 _workers: _Workers | None = None
 _participate: Any = None
 _participate_at: Any = None
@@ -312,25 +311,15 @@ def _before_fork() -> None:
     team, _caller.team = _caller.team, None
     if team is not None and team.parallel:
         _torch_library().omp_pause_resource_all(_PAUSE_SOFT)
-    _lock.acquire(timeout=runtime.FORK_PATIENCE_S)
-
-
-def _after_fork_in_parent() -> None:
-    with contextlib.suppress(RuntimeError):  # not ours: the patience ran out
-        _lock.release()
 
 
 def _after_fork_in_child() -> None:
     """Threads do not survive a fork: the child starts its own when it needs them, on memory of its own.
     Where torch alone has used OpenMP before, libgomp does not know that its team is gone, so the child never
     calls it."""
-    global _lock, _workers, _forked
-    _lock = threading.RLock()
-    _workers = None
-    _forked = True
+    global _workers, _forked
+    _workers, _forked = None, True
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-    )
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

@@ -45,7 +45,24 @@ class Key(Protocol):
 
 _addresses: dict[Any, int] = {}
 _engines: list[Any] = []  # an engine owns its code, so it lives as long as the process
-_lock = threading.RLock()
+
+
+def lock_across_forks() -> Any:
+    """A re-entrant lock for which a fork waits, so that the child gets what it guards at rest; in the child
+    it is free, even if the patience of the fork ran out."""
+    lock: Any = threading.RLock()
+
+    def release() -> None:
+        with contextlib.suppress(RuntimeError):  # not ours: the patience ran out
+            lock.release()
+
+    if hasattr(os, "register_at_fork"):
+        before, after = lambda: lock.acquire(timeout=FORK_PATIENCE_S), lock._at_fork_reinit
+        os.register_at_fork(before=before, after_in_parent=release, after_in_child=after)
+    return lock
+
+
+_lock = lock_across_forks()
 
 
 def load(key: Key) -> int:
@@ -197,23 +214,3 @@ def _link(made: store.Object) -> int:
         )
     _engines.append(engine)
     return address
-
-
-def _before_fork() -> None:
-    _lock.acquire(timeout=FORK_PATIENCE_S)
-
-
-def _after_fork_in_parent() -> None:
-    with contextlib.suppress(RuntimeError):  # not ours: the patience ran out
-        _lock.release()
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-    )
