@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.gpu.configs import CHANGE, check, flag, notes, option, power_of_two
@@ -25,14 +26,10 @@ if TYPE_CHECKING:
 PRECISIONS = ("ieee", "tf32x3", "bf16x6")
 _LAZY = "sums are scaled only when the maximum has grown by 2^8"
 THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
-
-
-def _block() -> Any:
-    return power_of_two(LEAST, 256)
-
-
-def _warps() -> Any:
-    return power_of_two(1, 16)
+# Each use of these makes a field.
+_block, _warps = partial(power_of_two, LEAST, 256), partial(power_of_two, 1, 16)
+_loads = partial(option, "pointer", "descriptor", default="pointer")
+_cache = partial(option, "", ".ca", ".cg", default="")
 
 
 def _stages(most: int) -> Any:
@@ -63,14 +60,6 @@ def _max_registers() -> Any:
 
     tried = 0, THREE_PROGRAMS
     return option(0, *range(64, 256, 8), default=0, switched=tried, tuned=tried, needs=can_have)
-
-
-def _loads() -> Any:
-    return option("pointer", "descriptor", default="pointer")
-
-
-def _cache() -> Any:
-    return option("", ".ca", ".cg", default="")
 
 
 @dataclass(frozen=True, slots=True)
