@@ -2,8 +2,9 @@
 
 A step of generation makes the same few calls again and again, each behind megabytes of keys that drove
 Python itself out of every cache; there a line of Python costs ten times what it costs in a loop. On a GPU the
-device waits for Python. Plain calls are known: no gradient, no mode, no operand but pages and lengths. Of
-steps over a growing cache the length is no part of what is known, so they add nothing."""
+device waits for Python. Plain calls are known: no mode, no operand but pages and lengths. Of steps over a
+growing cache the length is no part of what is known, so they add nothing. A call with gradients gets its node
+in the graph behind a known forward pass."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ _known: dict[Key, Repeat | None] = {}
 def key_of(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
     """The key of a call of `attention` whose other arguments are defaults but for `options`, or None if
     it is not to be known. Tensors are (batch, heads, seqlen, head_dim)."""
-    kinds = quiet(q, k, v)
+    kinds = quiet(q, k, v, trained=True)
     if kinds is None:
         return None
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
@@ -56,6 +57,7 @@ def key_of(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
     batch_v, num_v_heads, seqlen_v, head_dim_v = v_shape
     if (
         q.is_cuda
+        or kinds[-1] is True
         or q_shape[2] > DECODE_ROWS
         or not q.is_contiguous()
         or not is_decode(q_shape[1], num_v_heads, q_shape[2], seqlen_k, device="cpu")
@@ -124,8 +126,10 @@ def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
     if len(_known) >= _KEPT:
         _known.pop(next(iter(_known)), None)
     maker = getattr(import_module(launch.row.module), "repeat", None)
-    repeat = None if maker is None else maker(launch, q, k, v, args)
+    trained = key[0][-1] is True
+    repeat = maker and maker(launch, q, k, v, args._replace(need_lse=True) if trained else args)
     if repeat is not None:
+        repeat = torch_ops.Training(repeat, launch, q, k, v, args) if trained else repeat
         repeat = _narrowing(repeat) if lens is not None and lens.dtype is torch.int64 else repeat
         repeat.tally = launch.tally
         if not hasattr(repeat, "reaches"):

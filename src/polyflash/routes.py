@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _dispatch_keys
+from torch._C._autograd import _top_saved_tensors_default_hooks as saved_hooks
 from torch.autograd import forward_ad, profiler
 
 from polyflash import backends, env
@@ -123,24 +124,32 @@ def unobserved() -> bool:
     return not (_modes() or profiler._is_profiler_enabled) and _tracing() is None
 
 
-def quiet(q: Tensor, *others: Any) -> tuple[Any, ...] | None:
-    """dtypes, device and backend in use of a call that is neither seen, compiled, transformed, cast nor
-    differentiated, and whose tensors are ordinary ones of one CPU or GPU, as far as their attributes tell;
-    else None. Whoever runs a kernel for the first time asks `is_plain` too, which takes longer."""
+def quiet(q: Tensor, *others: Any, trained: bool = False) -> tuple[Any, ...] | None:
+    """dtypes, device and backend in use of a call that is neither seen, compiled, transformed, cast nor, but
+    with `trained`, differentiated, and whose tensors are ordinary ones of one CPU or GPU, as far as their
+    attributes tell; else None. At its end is True if the call is differentiated. Whoever runs a kernel for
+    the first time asks `is_plain` too, which takes longer."""
     if _compiling() or _tracing() is not None or _transform() is not None or _modes():
         return None
-    if profiler._is_profiler_enabled or forward_ad._current_level >= 0 or q.requires_grad:
+    if profiler._is_profiler_enabled or forward_ad._current_level >= 0:
         return None
     device = q.device
     if _autocasting("cpu") if q.is_cpu else not q.is_cuda or _autocasting():  # CUDA's without a name
         return None
     kinds: list[Any] = [device, backend_in_use.get(), q.dtype is torch.float32 and takes_tf32(q)]
+    differentiated = False
     for x in (q, *others):
-        if type(x) is not Tensor or x.requires_grad or x.layout is not _strided or x.device != device:
+        if type(x) is not Tensor or x.layout is not _strided or x.device != device:
             return None
         if x.is_nested or x.is_neg() or x._is_zerotensor():
             return None
+        if x.requires_grad:
+            differentiated = True
         kinds.append(x.dtype)
+    if differentiated:
+        if not (trained and torch.is_grad_enabled()) or saved_hooks(False) is not None:
+            return None
+        kinds.append(True)
     return tuple(kinds)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _dispatch_keys
-from torch._C._autograd import _top_saved_tensors_default_hooks as _top_saved_tensors_hooks
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -35,6 +34,7 @@ from polyflash.routes import (
     longest_class,
     members_of,
     requested_backend,
+    saved_hooks,
     spec_of,
     takes_tf32,
     unobserved,
@@ -98,29 +98,60 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """The op with its node in the graph. Without `need_lse` the lse is kept for the gradients alone."""
     transforms.refuse_inference_only(args)
-    wanted = args.need_lse
-    backend = requested_backend(args)  # the gradients follow the choice made here
-    if backend != args.backend:
-        args = args._replace(backend=backend)
+    args = _chosen_here(args)
     rest = _without_defaults(args)
-    if not _skips_dispatcher(q, k, v, rest) or _top_saved_tensors_hooks(False) is not None:
+    if not _skips_dispatcher(q, k, v, rest) or saved_hooks(False) is not None:
         validate.check_layouts(q, k, v, args)
-        if backend:
+        if args.backend:
             check(q, k, v, args)
             _refuse_statically(Phase.BACKWARD, q, k, v, args)
-        return _attention(q, k, v, *args._replace(backend=backend or ANY))
+        return _attention(q, k, v, *args._replace(backend=args.backend or ANY))
+    return _with_node(q, k, v, args, rest)[1]
+
+
+def _chosen_here(args: Arguments) -> Arguments:
+    """`args` with the backend that is asked for now, which the gradients follow."""
+    backend = requested_backend(args)
+    return args if backend == args.backend else args._replace(backend=backend)
+
+
+def _with_node(
+    q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]
+) -> tuple[Launch, tuple[Tensor, Tensor]]:
+    """Launch and results of a call below the dispatcher, its node in the graph."""
+    wanted = args.need_lse
     if not wanted:
         args = Arguments(rest[0], rest[1], True, *rest[_N_PLAIN:])
         rest = args[:_N_PLAIN] if len(rest) == _N_PLAIN else args
     launch = _route(_FORWARD, q, k, v, args, rest)
-    if launch.backward is None:
-        launch.backward = _plan(Phase.BACKWARD, q, k, v, args._replace(config=""), backend)
-    plain = len(rest) == _N_PLAIN
-    backward = launch.backward
-    if backward.instead is not None:
-        backward = backward.of_sizes(q.shape[0], q.shape[2], k.shape[2], members_of(args))
+    plain, backward = len(rest) == _N_PLAIN, _backward_of(launch, q, k, v, args)
     results = _apply(q, k, v, args.bias, args.sinks, args, launch, backward, plain, wanted)
-    return results if wanted else (results, NO_LSE)
+    return launch, results if wanted else (results, NO_LSE)
+
+
+def _backward_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Launch:
+    """The launch of the gradients of a call."""
+    if launch.backward is None:
+        launch.backward = _plan(Phase.BACKWARD, q, k, v, args._replace(config=""), args.backend)
+    if launch.backward.instead is None:
+        return launch.backward
+    return launch.backward.of_sizes(q.shape[0], q.shape[2], k.shape[2], members_of(args))
+
+
+class Training:
+    """Repeats a call that is differentiated: the forward pass as `repeat` does it, then its node."""
+
+    def __init__(self, repeat: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
+        self.repeat, self.wanted = repeat, args.need_lse
+        self.args = _chosen_here(args)._replace(need_lse=True)
+        self.backward = _backward_of(launch, q, k, v, self.args)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        made = self.repeat(q, k, v)
+        if made is None:
+            return None
+        results = _apply(q, k, v, None, None, self.args, made, self.backward, True, self.wanted)
+        return results if self.wanted else (results, NO_LSE)
 
 
 def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
@@ -237,8 +268,12 @@ def call_plain(
     q: Tensor, k: Tensor, v: Tensor, args: Arguments
 ) -> tuple[Launch, tuple[Tensor, Tensor]] | None:
     """Launch and results of a quiet call of any number of rows, or None if it needs the dispatcher."""
+    needs_grad = any_requires_grad(q, k, v, args)
+    args = _chosen_here(args) if needs_grad else args
     rest = _without_defaults(args)
-    return _attend(q, k, v, args, rest, _DECODE) if _skips_dispatcher(q, k, v, rest) else None
+    if not _skips_dispatcher(q, k, v, rest):
+        return None
+    return _with_node(q, k, v, args, rest) if needs_grad else _attend(q, k, v, args, rest, _DECODE)
 
 
 def _plan(
@@ -364,8 +399,9 @@ def _fake_backward(
 
 class _Attention(_SingleLevelFunction):
     """The op's node in the graph of one level of torch.func, or of plain autograd. The inputs are the
-    differentiable operands, the `Arguments`, the launches of both phases (or the op below autograd, and
-    None), whether there are no operands beside q, k, v, and whether the lse is a result."""
+    differentiable operands, the `Arguments`, the launches of both phases (or results that are there, or the
+    op below autograd, and None), whether there are no operands beside q, k, v, and whether the lse is a
+    result."""
 
     @staticmethod
     def forward(
@@ -374,6 +410,8 @@ class _Attention(_SingleLevelFunction):
         launch, ctx.launch, plain, wanted = how
         if isinstance(launch, Launch):
             out, lse = _run(launch, q, k, v, *_outputs(q, v, True), args)
+        elif type(launch) is tuple:
+            out, lse = launch
         else:
             with torch.enable_grad():  # the level below has a graph of its own
                 out, lse = launch(q, k, v, *args)

@@ -286,6 +286,41 @@ def test_gradients_are_not_lost():
             attention(dual, k, v)
 
 
+@pytest.mark.parametrize("options", ({}, {"scale": -0.3, "softcap": 4.0}, {"backend": "cpu"}))
+@pytest.mark.parametrize("rows", (1, 60))
+@pytest.mark.parametrize("wanted", ("q", "kv", "qkv"))
+def test_known_calls_with_gradients_give_the_same(planned, options, rows, wanted):
+    def step(seed, lse):
+        leaves = [x.requires_grad_(n in wanted) for n, x in zip("qkv", keys(rows=rows, seed=seed), strict=True)]
+        results = attention(*leaves, causal=True, return_lse=lse, **options)
+        results = results if lse else (results,)
+        above = [torch.randn(x.shape, generator=generator(9)) for x in results]
+        asked = [x for x in leaves if x.requires_grad]
+        return *(x.detach() for x in results), *torch.autograd.grad(results, asked, above)
+
+    for lse in (False, True):
+        step(0, lse)
+        for seed in (1, 2):
+            planned.clear()
+            got = step(seed, lse)
+            assert not planned
+            same(got, whole_way(lambda: step(seed, lse)))  # noqa: B023
+            assert planned
+
+
+def test_hooks_of_saved_tensors_see_known_calls(planned):
+    q, k, v = keys(rows=60)
+    q.requires_grad_()
+    for _ in range(2):
+        attention(q, k, v)
+    planned.clear()
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: seen.append(x) or x, lambda x: x):
+        out = attention(q, k, v)
+    assert seen and planned
+    out.sum().backward()
+
+
 def test_a_named_backend_is_obeyed(planned):
     q, k, v = keys()
     attention(q, k, v)

@@ -389,3 +389,22 @@ def test_float32_in_parts(apart: int):
     got = differentiate(dout, dlse, q, k, v, out, lse, Arguments(mask=mask), config=config)
     for name, right in want.items():
         torch.testing.assert_close(got[name].double(), right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", ((2, 2), (4, 2)), ids=("alone", "grouped"))
+@pytest.mark.parametrize("options", ({}, {"causal": True}, {"window": (9, 3)}, {"kv_lens": ints(33)}), ids=str)
+def test_all_is_made_again_in_one_launch_or_nothing(heads: tuple[int, int], options: dict[str, Any]):
+    """As behind another engine's gradients, whatever those are."""
+    q, k, v = qkv(heads, rows=50, keys=70)
+    want, (dout, dlse, out, lse) = oracle(q, k, v, options)
+    q, k, v, dout, dlse, out, lse = map(there, (q, k, v, dout, dlse, out, lse))
+    args = Arguments(*map(there, arguments_of(options)))
+    prepared = backward.Prepared(launched(), CONFIG)
+    for odd in (0, 1):
+        made = [torch.full_like(x, 7.0) for x in (q, k, v)]
+        centered = backward.centers(prepared, (q, k, v), (out, dout, lse, dlse), args.kv_lens)
+        centered[2].fill_(odd)
+        backward.launch_again(backward.prepare_call(prepared, q, k, v, centered, args), *made)
+        for x, right in zip(made, want.values(), strict=True):
+            error = float((x.cpu().double() - right).norm() / right.norm())
+            assert error < BOUND[torch.float32] if odd else bool((x == 7.0).all())

@@ -71,7 +71,7 @@ def scratch_for(q: Tensor, k: Tensor, channels: int, ordered: bool, args: Argume
         stats=runtime.scratch((blocks * 2 * ROWS,), q.device),
         sums=sums,
         added=runtime.scratch((blocks,), q.device, torch.int32),
-        words=runtime.scratch((2,), q.device, torch.int32, zero=True),
+        words=runtime.scratch((2,), q.device, torch.int32),
         row_blocks=row_blocks,
     )
 
@@ -114,8 +114,7 @@ def differentiate(
     launch(finish_dq, row_programs, arguments, _PASS, ("finish_dq", *key), device)
     centered = space.row_lse, space.delta, space.words, read
     rare = triton_backward.prepare_call(prepared.rare, q, k, v, centered, args)
-    triton_backward.launch_dkv(rare, dk, dv)
-    triton_backward.launch_dq(rare, dq)
+    triton_backward.launch_again(rare, dq, dk, dv)
     return made, space.delta
 
 

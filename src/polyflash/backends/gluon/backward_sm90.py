@@ -426,7 +426,7 @@ def walk_ahead(ring, held, sums, place, n, c, WG: gl.constexpr):
 def store_keys(b_dk, b_dv, boxes, held, place, t, c, WG: gl.constexpr):
     """dk and dv leave through the memory of K and V, which both consumers have read. `odd` if one is not
     finite."""
-    named_barrier("bar.sync", READ, 256)
+    named_barrier("barrier.sync", READ, 256)  # from two places in the code, which bar.sync may not
     b_sum = gl.sum(b_dk, 1) + gl.sum(b_dv, 1)
     b_odd = b_sum - b_sum != 0.0
     gl.store(t.odd + b_odd.to(gl.int32) * 0, 1, mask=b_odd)

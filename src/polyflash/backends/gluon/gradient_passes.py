@@ -19,7 +19,8 @@ TOO_FAR: tl.constexpr = tl.constexpr(2.0**12)  # lse·log2 e, from here on round
 
 class Tensors(NamedTuple):
     """`t` of both kernels. row_lse, delta (B, Hkv, Sq·G) and PAD more: as `center` of the Triton engine
-    writes them. stats (B·Hq, row blocks, 2, 64): -lse·log2 e and delta. added (B·Hq, row blocks). odd: 0."""
+    writes them. stats (B·Hq, row blocks, 2, 64): -lse·log2 e and delta. added (B·Hq, row blocks). odd (2): see
+    `backward_sm90.Tensors`."""
 
     out: Any
     dout: Any
@@ -71,7 +72,8 @@ def find_block(i_t, t, n):
 
 @triton.jit
 def center(t, n, c):
-    """delta and lse of a block of rows; `odd` if a score is so large that lse is too coarse for weights."""
+    """delta and lse of a block of rows. A row with a score so large that lse is too coarse for weights has
+    no number as delta for the next kernel, so all is made anew. Before it `odd` and what follows are 0."""
     i_t = tl.program_id(0)
     i_b, i_h, o_i, m_row = find_block(i_t, t, n)
     b_lse = tl.load(t.lse.p + row_offsets(t.lse, i_b, i_h, o_i), mask=m_row, other=float("-inf"))
@@ -83,15 +85,15 @@ def center(t, n, c):
         b_delta -= tl.load(t.dlse.p + row_offsets(t.dlse, i_b, i_h, o_i), mask=m_live, other=0.0)
     b_far = b_lse * LOG2E
     m_odd = m_live & ~(tl.abs(b_far) < TOO_FAR)
-    tl.store(t.odd, 1, mask=tl.max(m_odd.to(tl.int32), 0) > 0)
     p_stats = t.stats + i_t.to(tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
     tl.store(p_stats, tl.where(m_live, -b_far, float("-inf")))
-    tl.store(p_stats + ROWS, b_delta)
+    tl.store(p_stats + ROWS, tl.where(m_odd, float("nan"), b_delta))
     tl.store(t.added + i_t, 0)
     o_w = row_offsets(t.row_lse, i_b, i_h // n.group, o_i * n.group + i_h % n.group)
     tl.store(t.row_lse.p + o_w, tl.where(m_live, b_lse, float("inf")), mask=m_row)
     tl.store(t.delta.p + o_w, b_delta, mask=m_row)
     if i_t == 0:
+        tl.store(t.odd + tl.arange(0, 2), 0)
         o_pad = tl.cast(n.batch, tl.int64) * t.row_lse.b + tl.arange(0, PAD)
         tl.store(t.row_lse.p + o_pad, tl.full([PAD], float("inf"), tl.float32))
         tl.store(t.delta.p + o_pad, tl.zeros([PAD], tl.float32))

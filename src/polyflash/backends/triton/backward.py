@@ -29,7 +29,7 @@ from polyflash.backends.gpu.views import element_masked, operands_of, reachable,
 from polyflash.backends.triton import bias_gradient, replay, runtime
 from polyflash.backends.triton.config_types import product_of
 from polyflash.backends.triton.constants import Constants
-from polyflash.backends.triton.gradient_kernels import PAD, center, make_dkv, make_dq, part_width
+from polyflash.backends.triton.gradient_kernels import PAD, center, make_again, make_dkv, make_dq, part_width
 from polyflash.backends.triton.tiles import channel_blocks, check_stages, least_channels
 from polyflash.results import empty_in_order_of
 
@@ -263,6 +263,20 @@ def launch_dq(call: Call, dq: Tensor, visits: Tensor | None = None) -> None:
     call._launch_all(make_dq, call.forms.dq, dq.shape[2] * call.group, visits, dq=dq)
 
 
+def launch_again(call: Call, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Launches `make_again`, of the rare forms."""
+    (block, _, *how), (k, *_) = call.forms.dkv[0], call.t[1]
+    num_heads, per_row, block_m = call.num_heads // call.group, call.group, how[0].BLOCK_M.value
+    (keys, requests), (rows, _) = (
+        tile_count(number, size, call.n.batch, call.packed)
+        for number, size in ((k.shape[2], block), (dq.shape[2] * per_row, block_m))
+    )
+    of_keys, of_rows = (tiles * num_heads * requests for tiles in (keys, rows))
+    n = Numbers(*call.n[:3], keys, rows, of_rows, of_keys, *call.n[7:])
+    programs = min(max(of_keys, of_rows), call.prepared.cores)
+    call.launch(make_again, programs, n, how, num_heads, {"dq": dq, "dk": dk, "dv": dv})
+
+
 def prepare_call(
     prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, centered: tuple[Any, ...], args: Arguments
 ) -> Call:
@@ -316,7 +330,7 @@ def run(
     need_bias, need_sinks = needs[3] and args.bias is not None, needs[4] and args.sinks is not None
     if not (need_bias or need_sinks or prepared.config.fused or args.dropout_p):  # kernels alone, no torch
         make = lambda: differentiate(prepared, given, args, needs)[0]  # noqa: E731
-        return *prepared.gradients(given, (*args, *needs), make), None, None
+        return *prepared.gradients(given, args, make, needs), None, None
     made, delta, call = differentiate(prepared, given, args, needs)
     dbias = dsinks = None
     if need_bias and args.bias is not None:

@@ -353,17 +353,23 @@ class Gradients:
     def __init__(self) -> None:
         self.known: dict[Any, tuple[Launches, tuple[Any, ...]] | None] = {}
         self.met: set[Any] = set()
+        self.last: tuple[Any, tuple[Any, ...]] = None, ()  # arguments without tensors, and what a key has of them
 
     def __call__(
-        self, given: tuple[Tensor | None, ...], args: tuple[Any, ...], make: Callable[[], Any]
+        self, given: tuple[Tensor | None, ...], args: Any, make: Callable[[], Any], needs: Any = None
     ) -> Any:
-        """Tensors, or None, in a tuple: what `make` returns, all of it made of `given` and `args`."""
+        """Tensors, or None, in a tuple: what `make` returns, all of it made of `given`, `args`, `needs`."""
         device = given[0].device  # type: ignore[union-attr]
         if not _is_current(device) or runtime.hooked():
             return make()
-        given += tuple(x for x in args if isinstance(x, torch.Tensor))
-        numbers = (type(x) if isinstance(x, torch.Tensor) else x for x in args)
-        key = *numbers, *(x if x is None else (x.dtype, x.shape, x.stride()) for x in given)
+        last, numbers = self.last
+        if args is not last:
+            numbers = tuple(type(x) if isinstance(x, torch.Tensor) else x for x in args)
+            tensors = tuple(x for x in args if isinstance(x, torch.Tensor))
+            given += tensors
+            if not tensors:
+                self.last = args, numbers
+        key = numbers, needs, *[x if x is None else (x.dtype, x.shape, x.stride()) for x in given]
         if key not in self.known:
             return self._meet(key, given, make)
         found = self.known[key]
