@@ -146,11 +146,10 @@ class Prepared:
             # in parts, sums over other blocks would have other bits
             rare = {"BLOCK_M": 16, "BLOCK_N": 32} if self.product == "ieee" else {}
             wide = dkv._replace(BLOCK_N=c.apart * c.block_n)
-            apart = self.rare or self.product == "bf16x6"
             found = Forms(
                 _forms("BLOCK_N", dkv, c.num_warps, rare),
                 _forms("BLOCK_N", wide, c.apart * c.num_warps, rare) if c.apart else (),
-                _forms("BLOCK_M", dq, c.dq_num_warps, rare if apart else None),
+                _forms("BLOCK_M", dq, c.dq_num_warps, rare if self.product == "bf16x6" else None),
             )
             if self.rare:
                 found = Forms(*(forms[1:] for forms in found))

@@ -461,7 +461,7 @@ def dq_tile(i_t, t, n, c):
 def make_dq(t, n, c):
     """One program per tile of rows, with both loops; in "bf16x6" such a kernel would spill, and each loop is
     a form of its own, as of `make_dkv`."""
-    if c.PRODUCT == "bf16x6" or not c.FINITE:
+    if c.PRODUCT == "bf16x6":
         over_tiles(dq_tile, t, n, c)
     else:
         dq_tile(tl.program_id(0), t, n, c)
