@@ -14,12 +14,11 @@ from polyflash.backends.gluon.schedule import ROWS
 from polyflash.backends.gluon.shim import accumulator, named_barrier
 
 STATS: gl.constexpr = gl.constexpr(128)  # floats of a block: -lse·log2 e, delta
-# Named barriers: ds of each consumer, even and odd blocks; slots of rows; dq is there, for each
-# adder; K and V are read.
+# Named barriers: ds of each consumer, even and odd blocks; slots of rows; dq is there, for each adder.
+# At each one warp or warpgroup waits, as bar.sync promises that all who do stand at one place of the code.
 READY: gl.constexpr = gl.constexpr(RESERVED.value + 2)
 SLOT: gl.constexpr = gl.constexpr(RESERVED.value + 6)
 FULL: gl.constexpr = gl.constexpr(RESERVED.value + 9)
-READ: gl.constexpr = gl.constexpr(RESERVED.value + 11)
 
 
 class Ring(NamedTuple):
@@ -68,6 +67,13 @@ def announce(b_ds, i, held, WG: gl.constexpr):
 def await_ds(i, WG: gl.constexpr):
     """Waits for ds of the other consumer in block i."""
     named_barrier("bar.sync", READY + 2 * (1 - WG) + i % 2, 256)
+
+
+@gluon.jit
+def meet(i, WG: gl.constexpr):
+    """Waits for the other consumer behind the last of i blocks, as if for another one."""
+    named_barrier("bar.arrive", READY + 2 * WG + i % 2, 256)
+    await_ds(i, WG)
 
 
 @gluon.jit

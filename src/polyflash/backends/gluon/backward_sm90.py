@@ -40,7 +40,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from polyflash.backends.gluon.backward_channel import (
-    READ,
     SLOT,
     STATS,
     Held,
@@ -49,6 +48,7 @@ from polyflash.backends.gluon.backward_channel import (
     await_ds,
     free_rows,
     hand_over,
+    meet,
     part,
     slot_of_ds,
     take_rows,
@@ -360,7 +360,7 @@ def differentiate_keys(dk, dv, ring, held, place, t, n, c, WG: gl.constexpr):
             b_dk, b_dv = walk_ahead(ring, held, (b_dk, b_dv), place, n, c, WG)
         else:
             b_dk, b_dv = walk_rows(ring, held, (b_dk, b_dv), place, n, c, WG)
-    store_keys(b_dk * n.scale, b_dv, (dk, dv), held, place, t, c, WG)
+    store_keys(b_dk * n.scale, b_dv, (dk, dv), held, place, t, n, c, WG)
 
 
 @gluon.jit
@@ -423,10 +423,10 @@ def walk_ahead(ring, held, sums, place, n, c, WG: gl.constexpr):
 
 
 @gluon.jit
-def store_keys(b_dk, b_dv, boxes, held, place, t, c, WG: gl.constexpr):
+def store_keys(b_dk, b_dv, boxes, held, place, t, n, c, WG: gl.constexpr):
     """dk and dv leave through the memory of K and V, which both consumers have read. `odd` if one is not
     finite."""
-    named_barrier("barrier.sync", READ, 256)  # from two places in the code, which bar.sync may not
+    meet(max(place.end - place.start, 0) * n.group, WG)
     b_sum = gl.sum(b_dk, 1) + gl.sum(b_dv, 1)
     b_odd = b_sum - b_sum != 0.0
     gl.store(t.odd + b_odd.to(gl.int32) * 0, 1, mask=b_odd)

@@ -123,8 +123,7 @@ def _barrier(kind: str, threads: int) -> str:
 
 @gluon.jit
 def named_barrier(KIND: gl.constexpr, number, THREADS: gl.constexpr):
-    """bar.sync, barrier.sync or bar.arrive, once by every thread of the partition. `number` may be a run-time
-    value."""
+    """bar.sync or bar.arrive, once by every thread of the partition. `number` may be a run-time value."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     numbers = gl.full([32 * gl.num_warps()], number, gl.int32, layout)
     ASM: gl.constexpr = _barrier(KIND, THREADS)
