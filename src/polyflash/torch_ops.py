@@ -125,7 +125,7 @@ def _with_node(
         rest = args[:_N_PLAIN] if len(rest) == _N_PLAIN else args
     launch = _route(_FORWARD, q, k, v, args, rest)
     plain, backward = len(rest) == _N_PLAIN, _backward_of(launch, q, k, v, args)
-    results = _apply(q, k, v, args.bias, args.sinks, args, launch, backward, plain, wanted)
+    results = _apply(q, k, v, args.bias, args.sinks, (args, launch, backward, plain, wanted))
     return launch, results if wanted else (results, NO_LSE)
 
 
@@ -150,7 +150,7 @@ class Training:
         made = self.repeat(q, k, v)
         if made is None:
             return None
-        results = _apply(q, k, v, None, None, self.args, made, self.backward, True, self.wanted)
+        results = _apply(q, k, v, None, None, (self.args, made, self.backward, True, self.wanted))
         return results if self.wanted else (results, NO_LSE)
 
 
@@ -399,15 +399,15 @@ def _fake_backward(
 
 class _Attention(_SingleLevelFunction):
     """The op's node in the graph of one level of torch.func, or of plain autograd. The inputs are the
-    differentiable operands, the `Arguments`, the launches of both phases (or results that are there, or the
-    op below autograd, and None), whether there are no operands beside q, k, v, and whether the lse is a
-    result."""
+    differentiable operands, and `how`: the `Arguments`, the launches of both phases (or results that are
+    there, or the op below autograd, and None), whether there are no operands beside q, k, v, and whether the
+    lse is a result."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, args: Arguments, *how: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, how: tuple[Any, ...]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        launch, ctx.launch, plain, wanted = how
+        args, launch, ctx.launch, plain, wanted = how
         if isinstance(launch, Launch):
             out, lse = _run(launch, q, k, v, *_outputs(q, v, True), args)
         elif type(launch) is tuple:
@@ -444,7 +444,7 @@ class _Attention(_SingleLevelFunction):
                 args = args._replace(backend=args.backend or ANY)
             results = _attention_backward(dout, dlse, q, k, v, out, lse, needs, *args)
             results = tuple(x if need else None for x, need in zip(results, needs, strict=True))
-        return (*results, None, None, None, None, None)
+        return (*results, None)
 
 
 _SAVED = object()  # stands for a tensor that autograd keeps

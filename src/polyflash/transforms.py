@@ -82,7 +82,7 @@ def node_of_forward(op: Any, node: Any) -> Callable[..., Any]:
         if args.alibi_slopes is not None and args.alibi_slopes.requires_grad:  # shows only here if mapped
             raise validate.constant_slopes()
         with_lse = args._replace(need_lse=True)
-        out, lse = _enter(node, q, k, v, args.bias, args.sinks, with_lse, below, None, False, True)
+        out, lse = _enter(node, q, k, v, args.bias, args.sinks, (with_lse, below, None, False, True))
         return out, lse if args.need_lse else q.new_empty(0)
 
     return kernel

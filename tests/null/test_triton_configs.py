@@ -367,13 +367,16 @@ class TestSplits:
             spec = replace(PLAIN, phase=Phase.DECODE, seqlen_q=1, num_q_heads=kv_heads, num_kv_heads=kv_heads)
             config = configs.choose(spec, H200)
             size = config.split_size(kv_heads, 1 << 16, H200.cores)
-            assert kv_heads * -(-(1 << 16) // size) >= H200.cores
+            assert 0.9 * H200.cores < kv_heads * -(-(1 << 16) // size) <= H200.cores
 
     def test_launches_shrink_grow_or_keep_splits(self):
         config = DecodeConfig(16, 64, 4, 3, 256)
-        assert config.split_size(8, 8192, 132) == 256  # 256 programs
-        assert config.split_size(8, 2048, 132) == 128  # 64 programs would leave half idle
-        assert config.split_size(1, 2048, 132) == 128  # never below two blocks
+        assert config.split_size(8, 1 << 16, 132) == 4096  # 128 programs of equal walks
+        assert config.split_size(8, 1 << 16, 132, True) == 512  # 4 a core and more, of walks of any length
+        assert config.split_size(8, 8192, 132, True) == 256  # 256 programs
+        assert config.split_size(8, 2048, 132, True) == 128  # 64 programs would leave half idle
+        assert config.split_size(1, 2048, 132, True) == 128  # never below two blocks
+        assert config.split_size(1, 2048, 132) == 64  # never below one
         assert config.split_size(512, 8192, 132) == 8192 // 2  # 4 programs a core are plenty
         assert config.split_size(4096, 8192, 132) == 8192
         for heads, keys in ((1, 2048), (8, 8192), (4096, 8192), (1, 1 << 20)):

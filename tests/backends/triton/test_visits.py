@@ -212,3 +212,36 @@ def test_splits_are_of_the_size_that_the_config_names(seen: Seen):
     (w,) = [w for w in STEPS if w.name == "step-group-8"]
     check(seen, w, DECODE["splits"], batch_invariant=True)
     assert seen.split_keys == 128 and (seen.counts[0] != NOBODY).sum() == -(-1100 // 128)
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    (({"kv_lens": torch.tensor([330], dtype=torch.int32)}, [4, 4, 3]), ({"window": (500, 0)}, [6, 6, 5])),
+    ids=("lens", "window"),
+)
+def test_parts_of_one_request_are_equal_whatever_its_length(
+    options: dict[str, Any], counts: list[int], seen: Seen
+):
+    """The host knows how long it may be, and no more."""
+    q, k, v = torch.randn(1, 2, 1, 16), torch.randn(1, 1, 1100, 16), torch.randn(1, 1, 1100, 16)
+    call(DECODE["splits"], q, k, v, cores=CORES, **options)
+    (counter,) = seen.counts
+    assert counter[:4].tolist() == [*counts, NOBODY]
+
+
+@pytest.mark.parametrize("page_size", (16, 32, 64, 96))
+@pytest.mark.parametrize("lens", ((330,), (7,), (0,), (330, 64, 1)), ids=str)
+def test_blocks_lie_in_one_page_or_in_several(page_size: int, lens: tuple[int, ...]):
+    """An entry that names no page hides its keys either way."""
+    columns, pages = -(-400 // page_size), 40
+    table = torch.randint(0, pages, (len(lens), columns), dtype=torch.int32)
+    table[0, 1] = -1
+    pools = torch.randn(2, pages, page_size, 1, 16)
+    q, kv_lens = torch.randn(len(lens), 2, 16), torch.tensor(lens, dtype=torch.int32)
+    got = call(DECODE["splits"], q, *pools, cores=CORES, page_table=table, kv_lens=kv_lens)
+    for b, n in enumerate(lens):
+        at = torch.arange(n)
+        page = table[b, at // page_size]
+        k, v = (x[page, at % page_size, 0][page >= 0] for x in pools)
+        want = (q[b] @ k.T / 4).softmax(-1) @ v
+        assert torch.allclose(got[0][b], want, atol=1e-5), (b, n)

@@ -19,11 +19,15 @@ def tile_count(rows: int, block: int, batch: int, packed: bool) -> tuple[int, in
     return (rows // block + batch + 1, 1) if packed else (-(-rows // block), batch)
 
 
-def streaming_size(config: Any, walks: int, keys: int, cores: int) -> int:
+def streaming_size(config: Any, walks: int, keys: int, cores: int, ragged: bool = False) -> int:
     """Keys per split of a call that waits for memory, for `walks` = batch * heads * row tiles, over `keys`
-    keys each: half as many while the device has idle cores, down to two blocks; twice as many while there are
-    four programs per core, as each costs a start and a merge."""
+    keys each. Where walks are few and equal one program per core, as each costs a start and a merge. Else
+    half of split_keys while the device has idle cores, down to two blocks; twice as many while there are four
+    programs per core: long walks take more of them than short ones."""
     size: int = config.split_keys
+    parts = cores // max(1, walks)
+    if parts > 1 and not ragged:
+        return max(1, -(-keys // (parts * config.block_n))) * int(config.block_n)
     least = max(2 * config.block_n, LEAST_SPLIT // 2)
     while size // 2 >= least and walks * -(-keys // size) < cores:
         size //= 2
@@ -42,7 +46,8 @@ def filling_size(config: Any, walks: int, keys: int, cores: int) -> int:
 
 def splits(config: Any, q: Tensor, k: Tensor, args: Arguments, cores: int) -> tuple[int, int]:
     """Keys of a split, and how many splits a call has. Of batch_invariant they are split_keys, whatever the
-    batch."""
+    batch. A negative size is that of the longest request there may be: of a shorter one they are equal parts,
+    which kernels find out."""
     if not config.split_keys or args.cu_seqlens_q is not None:
         return 0, 1
     batch, num_heads, rows, _ = q.shape
@@ -50,5 +55,9 @@ def splits(config: Any, q: Tensor, k: Tensor, args: Arguments, cores: int) -> tu
     if config.pack_gqa:
         num_heads, rows = k.shape[1], rows * (num_heads // k.shape[1])
     walks = batch * num_heads * -(-rows // config.block_m)
-    size = config.split_keys if args.batch_invariant else config.split_size(walks, keys, cores)
-    return size, -(-keys // size)
+    if args.batch_invariant:
+        return config.split_keys, -(-keys // config.split_keys)
+    bounded = not (args.page_table is args.kv_lens is args.kv_starts is args.window_left is None)
+    size = config.split_size(walks, keys, cores, bounded and batch > 1)
+    even = bounded and batch == 1 and not getattr(config, "fixed_splits", True)
+    return -size if even else size, -(-keys // size)

@@ -49,6 +49,7 @@ class Constants(NamedTuple):
     HEAVY_FIRST: bool = False
     DESCRIPTOR: bool = False
     CACHE: str = ""
+    IN_PAGES: bool = False  # a block of keys is one page's
     SPLIT: bool = False
     PERSISTENT: bool = False
     LINEAR: bool = False  # a grid of one dimension

@@ -88,7 +88,8 @@ class Prepared:
     ) -> Ready:
         strides = q.stride(), k.stride(), v.stride(), out.stride(), lse if lse is None else lse.stride()
         changes = args.scale, args.softcap, args.dropout_p
-        key = strides, split, changes, args.window_left, args.window_right, args.offset
+        in_pages = args.page_table is not None and k.shape[2] % self.config.block_n == 0
+        key = strides, split, changes, args.window_left, args.window_right, args.offset, in_pages
         found = self.ready.get(key)
         if found is None:
             if len(self.ready) >= _KEPT_CALLS:
@@ -100,7 +101,8 @@ class Prepared:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
     ) -> Ready:
         config, x, flags = self.config, operands_of(args, k), flags_of(q, args)
-        constants = self._constants(q, v, args, flags, split)
+        in_pages = args.page_table is not None and k.shape[2] % config.block_n == 0
+        constants = self._constants(q, v, args, flags, split)._replace(IN_PAGES=in_pages)
         described = config.loads == "descriptor" and args.page_table is None
         described = described and describable(k) and describable(v)
         strides = q.stride(), k.stride(), v.stride(), out.stride()
@@ -178,7 +180,7 @@ def attend_call(
 ) -> None:
     """Launches `attend`. With `split_keys` out and lse are those of the splits, (splits·batch, ...)."""
     config = prepared.config
-    ready = prepared.ready_for(q, k, v, out, lse, args, split_keys > 0)
+    ready = prepared.ready_for(q, k, v, out, lse, args, split_keys != 0)
     numbers, x = ready.numbers, NO_OPERANDS
     batch, seqlen_q, seqlen_k = sizes_of(q, k, args)
     if not ready.plain:
@@ -190,7 +192,7 @@ def attend_call(
     total = num_tiles * ready.num_heads * requests * num_splits
     aligned = runtime.aligned(q, k, v, out, lse)
     described = ready.described and aligned & _KEYS_AND_VALUES == _KEYS_AND_VALUES
-    linear = split_keys > 0 or ready.constants.PERSISTENT
+    linear = split_keys != 0 or ready.constants.PERSISTENT
     linear = linear or max(ready.num_heads, requests) > _MOST_OF_A_GRID
     whole = ready.plain and ready.sees_all and seqlen_k % config.block_n == 0
     s_q, s_k, s_v, s_out = ready.strides

@@ -23,6 +23,7 @@ import triton.language as tl
 from polyflash.backends.triton.places import (
     Blocks,
     Keys,
+    block_offsets,
     find_rows,
     head_offsets,
     key_offsets,
@@ -117,7 +118,7 @@ def attend_block(
     o_n = j_0 + tl.arange(0, c.BLOCK_N)
     o_k, m_n = o_n, o_n < place.live
     if not c.DESCRIPTOR:
-        o_k, m_n = key_offsets(o_n, t.k, t.x, rows.i_hkv, place)
+        o_k, m_n = block_offsets(j_0, o_n, t.k, t.x, rows.i_hkv, place, c.IN_PAGES)
     keys, at = Keys(j_0, o_n, m_n), (place.i_batch, rows.i_hkv, place.first_k + j_0)
     # [BLOCK_M, BLOCK_N]
     b_s = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
@@ -147,7 +148,7 @@ def attend_block(
         acc1 = rescale(acc1, alpha, c.LAZY, c.THREADS)
     o_v = o_k
     if not c.DESCRIPTOR:
-        o_v, m_n = key_offsets(o_n, t.v, t.x, rows.i_hkv, place)
+        o_v, m_n = block_offsets(j_0, o_n, t.v, t.x, rows.i_hkv, place, c.IN_PAGES)
     # Both blocks are loaded before either product: Triton 3.6 let the second take the place of the first
     # while an asynchronous product was still reading it.
     b_v0 = load_block(t.boxes.v0 if c.DESCRIPTOR else t.v, o_v, m_n, at, c, 0, c.DV, c.DV0, False)
@@ -224,8 +225,11 @@ def attend_tile(i_m, i_head, i_b, i_s, t, n, c):
 
 @triton.jit
 def of_split(i_s, blocks, n, c):
-    """The blocks that lie in one split."""
-    s_lo, s_hi = i_s * (n.split_keys // c.BLOCK_N), (i_s + 1) * (n.split_keys // c.BLOCK_N)
+    """The blocks that lie in one split; those of a negative size are equal parts of what is visited."""
+    part = (blocks.hi - blocks.lo + n.num_splits - 1) // n.num_splits
+    size = tl.where(n.split_keys < 0, part, n.split_keys // c.BLOCK_N)
+    s_lo = tl.where(n.split_keys < 0, blocks.lo, 0) + i_s * size
+    s_hi = s_lo + size
     lo = tl.minimum(tl.maximum(blocks.lo, s_lo), s_hi)
     hi = tl.minimum(tl.maximum(blocks.hi, s_lo), s_hi)
     full_lo = tl.minimum(tl.maximum(blocks.full_lo, lo), hi)

@@ -276,6 +276,21 @@ def key_offsets(o_n, k, x, i_hkv, place):
 
 
 @triton.jit
+def block_offsets(j_0, o_n, k, x, i_hkv, place, IN_PAGES: tl.constexpr):
+    """`key_offsets` of the keys o_n of a block from key j_0 on; with IN_PAGES each block lies in one page."""
+    if IN_PAGES:
+        table = x.page_table
+        i_page = tl.load(table.p + tl.cast(place.i_b, tl.int64) * table.b + (j_0 // table.size) * table.c)
+        is_page = (i_page >= 0) & (i_page < table.pages)
+        i_page = tl.where(is_page, i_page, 0).to(tl.int64)
+        o_slot = j_0 % table.size + o_n - j_0
+        o_k = i_page * k.b + tl.cast(i_hkv, tl.int64) * k.h + o_slot.to(tl.int64) * k.s
+        return o_k, (o_n < place.live) & is_page
+    else:
+        return key_offsets(o_n, k, x, i_hkv, place)
+
+
+@triton.jit
 def load_tile(
     x, o_r, m_r, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, CACHE: tl.constexpr
 ):

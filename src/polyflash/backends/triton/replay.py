@@ -346,6 +346,12 @@ def _is_current(device: torch.device) -> bool:
     return device.type == "cuda" and device.index == torch._C._cuda_getDevice()
 
 
+def _like(x: Tensor, given: Sequence[Any]) -> int:
+    """Which of `given` says by itself what room for `x` is like; -1: none does."""
+    alike = (i for i, y in enumerate(given) if y is not None and y.shape == x.shape and y.dtype is x.dtype)
+    return next((i for i in alike if torch.empty_like(given[i]).stride() == x.stride()), -1)
+
+
 class Gradients:
     """Backward calls of a route that differ in addresses alone. The first of its kind takes the whole way,
     the second is recorded, the others are replayed."""
@@ -353,30 +359,32 @@ class Gradients:
     def __init__(self) -> None:
         self.known: dict[Any, tuple[Launches, tuple[Any, ...]] | None] = {}
         self.met: set[Any] = set()
-        self.last: tuple[Any, tuple[Any, ...]] = None, ()  # arguments without tensors, and what a key has of them
+        self.last: tuple[Any, tuple[Any, ...]] = None, ()  # arguments, none of them a tensor, and their part of keys
 
     def __call__(
         self, given: tuple[Tensor | None, ...], args: Any, make: Callable[[], Any], needs: Any = None
     ) -> Any:
-        """Tensors, or None, in a tuple: what `make` returns, all of it made of `given`, `args`, `needs`."""
+        """Tensors, or None, in a tuple: what `make` returns, all of it made of `given`, `args`, `needs`. Of
+        `given`, of which q and k are the first, all dtypes are the route's, and shapes follow from those two."""
         device = given[0].device  # type: ignore[union-attr]
         if not _is_current(device) or runtime.hooked():
             return make()
         last, numbers = self.last
         if args is not last:
-            numbers = tuple(type(x) if isinstance(x, torch.Tensor) else x for x in args)
             tensors = tuple(x for x in args if isinstance(x, torch.Tensor))
+            numbers = tuple(x.shape if isinstance(x, torch.Tensor) else x for x in args)
             given += tensors
             if not tensors:
                 self.last = args, numbers
-        key = numbers, needs, *[x if x is None else (x.dtype, x.shape, x.stride()) for x in given]
+        shapes = given[0].shape, given[1].shape  # type: ignore[union-attr]
+        key = numbers, needs, shapes, *[x if x is None else x.stride() for x in given]
         if key not in self.known:
             return self._meet(key, given, make)
         found = self.known[key]
         if found is None:
             return make()
         launches, places = found
-        made = tuple(x and torch.empty_strided(x[0], x[1], dtype=x[2], device=device) for x in places)
+        made = tuple([x if x is None else torch.empty_like(given[x]) for x in places])
         addresses = [0 if x is None else x.data_ptr() for x in (*given, *made)]
         bits = 0
         for address in addresses:
@@ -398,6 +406,6 @@ class Gradients:
         tensors = (*given, *made)
         sources = {id(x): i for i, x in enumerate(tensors) if x is not None}
         launches = _launches(log, tensors, sources)
-        places = tuple(x if x is None else (x.shape, x.stride(), x.dtype) for x in made)
-        self.known[key] = None if launches is None else (launches, places)
+        places = tuple(x if x is None else _like(x, given) for x in made)
+        self.known[key] = None if launches is None or -1 in places else (launches, places)
         return made
