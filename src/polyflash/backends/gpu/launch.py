@@ -19,14 +19,14 @@ def tile_count(rows: int, block: int, batch: int, packed: bool) -> tuple[int, in
     return (rows // block + batch + 1, 1) if packed else (-(-rows // block), batch)
 
 
-def streaming_size(config: Any, walks: int, keys: int, cores: int, ragged: bool = False) -> int:
+def streaming_size(config: Any, walks: int, keys: int, cores: int, uneven: bool = False) -> int:
     """Keys per split of a call that waits for memory, for `walks` = batch * heads * row tiles, over `keys`
-    keys each. Where walks are few and equal one program per core, as each costs a start and a merge. Else
-    half of split_keys while the device has idle cores, down to two blocks; twice as many while there are four
-    programs per core: long walks take more of them than short ones."""
+    keys each. Where walks are few one program per core, as each costs a start and a merge. Where they are
+    many, or uneven, half of split_keys while the device has idle cores, down to two blocks, and twice as many
+    while there are four programs per core: so long walks have more than short ones."""
     size: int = config.split_keys
     parts = cores // max(1, walks)
-    if parts > 1 and not ragged:
+    if parts > 1 and not uneven:
         return max(1, -(-keys // (parts * config.block_n))) * int(config.block_n)
     least = max(2 * config.block_n, LEAST_SPLIT // 2)
     while size // 2 >= least and walks * -(-keys // size) < cores:
@@ -58,6 +58,7 @@ def splits(config: Any, q: Tensor, k: Tensor, args: Arguments, cores: int) -> tu
     if args.batch_invariant:
         return config.split_keys, -(-keys // config.split_keys)
     bounded = not (args.page_table is args.kv_lens is args.kv_starts is args.window_left is None)
-    size = config.split_size(walks, keys, cores, bounded and batch > 1)
+    scattered = args.page_table is not None and k.shape[2] % config.block_n != 0  # waits for tables too
+    size = config.split_size(walks, keys, cores, scattered or (bounded and batch > 1))
     even = bounded and batch == 1 and not getattr(config, "fixed_splits", True)
     return -size if even else size, -(-keys // size)

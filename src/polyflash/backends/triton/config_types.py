@@ -110,7 +110,7 @@ class ForwardConfig:
         if self.split_keys != 0 or type(self.split_keys) is not int:
             _check_splits(self)
 
-    def split_size(self, walks: int, keys: int, cores: int, ragged: bool = False) -> int:
+    def split_size(self, walks: int, keys: int, cores: int, uneven: bool = False) -> int:
         """Keys per split at launch."""
         return filling_size(self, walks, keys, cores)
 
@@ -143,11 +143,11 @@ class DecodeConfig:
         check(self)
         _check_splits(self)
 
-    def split_size(self, walks: int, keys: int, cores: int, ragged: bool = False) -> int:
+    def split_size(self, walks: int, keys: int, cores: int, uneven: bool = False) -> int:
         """Keys per split at launch."""
         if self.fixed_splits or self.split_keys == UNSPLIT:
             return self.split_keys
-        return streaming_size(self, walks, keys, cores, ragged)
+        return streaming_size(self, walks, keys, cores, uneven)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Notes of a plan about this choice, beside its numbers."""

@@ -49,7 +49,7 @@ class Constants(NamedTuple):
     HEAVY_FIRST: bool = False
     DESCRIPTOR: bool = False
     CACHE: str = ""
-    IN_PAGES: bool = False  # a block of keys is one page's
+    PAGE: int = 0  # keys of a page, a power of two; 0: any number
     SPLIT: bool = False
     PERSISTENT: bool = False
     LINEAR: bool = False  # a grid of one dimension

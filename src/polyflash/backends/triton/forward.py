@@ -88,8 +88,7 @@ class Prepared:
     ) -> Ready:
         strides = q.stride(), k.stride(), v.stride(), out.stride(), lse if lse is None else lse.stride()
         changes = args.scale, args.softcap, args.dropout_p
-        in_pages = args.page_table is not None and k.shape[2] % self.config.block_n == 0
-        key = strides, split, changes, args.window_left, args.window_right, args.offset, in_pages
+        key = strides, split, changes, args.window_left, args.window_right, args.offset, _page_of(k, args)
         found = self.ready.get(key)
         if found is None:
             if len(self.ready) >= _KEPT_CALLS:
@@ -101,8 +100,7 @@ class Prepared:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
     ) -> Ready:
         config, x, flags = self.config, operands_of(args, k), flags_of(q, args)
-        in_pages = args.page_table is not None and k.shape[2] % config.block_n == 0
-        constants = self._constants(q, v, args, flags, split)._replace(IN_PAGES=in_pages)
+        constants = self._constants(q, v, args, flags, split)._replace(PAGE=_page_of(k, args))
         described = config.loads == "descriptor" and args.page_table is None
         described = described and describable(k) and describable(v)
         strides = q.stride(), k.stride(), v.stride(), out.stride()
@@ -163,6 +161,12 @@ class Prepared:
             SPLIT=split,
             PERSISTENT=getattr(config, "persistent", False),
         )
+
+
+def _page_of(k: Tensor, args: Arguments) -> int:
+    """See `Constants.PAGE`."""
+    size: int = 0 if args.page_table is None else k.shape[2]
+    return size if size & (size - 1) == 0 else 0
 
 
 def attend_call(

@@ -118,7 +118,7 @@ def attend_block(
     o_n = j_0 + tl.arange(0, c.BLOCK_N)
     o_k, m_n = o_n, o_n < place.live
     if not c.DESCRIPTOR:
-        o_k, m_n = block_offsets(j_0, o_n, t.k, t.x, rows.i_hkv, place, c.IN_PAGES)
+        o_k, m_n = block_offsets(j_0, t.k, t.x, rows.i_hkv, place, c)
     keys, at = Keys(j_0, o_n, m_n), (place.i_batch, rows.i_hkv, place.first_k + j_0)
     # [BLOCK_M, BLOCK_N]
     b_s = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
@@ -148,7 +148,7 @@ def attend_block(
         acc1 = rescale(acc1, alpha, c.LAZY, c.THREADS)
     o_v = o_k
     if not c.DESCRIPTOR:
-        o_v, m_n = block_offsets(j_0, o_n, t.v, t.x, rows.i_hkv, place, c.IN_PAGES)
+        o_v, m_n = block_offsets(j_0, t.v, t.x, rows.i_hkv, place, c)
     # Both blocks are loaded before either product: Triton 3.6 let the second take the place of the first
     # while an asynchronous product was still reading it.
     b_v0 = load_block(t.boxes.v0 if c.DESCRIPTOR else t.v, o_v, m_n, at, c, 0, c.DV, c.DV0, False)

@@ -260,34 +260,35 @@ def head_offsets(x, i_b, o_h, o_row):
 
 
 @triton.jit
-def key_offsets(o_n, k, x, i_hkv, place):
-    """Element offsets of keys o_n of one key/value head, int64, and which of them are there."""
+def key_offsets(o_n, k, x, i_hkv, place, PAGE: tl.constexpr = 0):
+    """Element offsets of keys o_n of one key/value head, int64, and which of them are there. PAGE: keys of a
+    page, if that is compiled in."""
     m_n = o_n < place.live
     if x.page_table is None:
         o_k = row_offsets(k, place.i_batch, i_hkv, place.first_k + o_n)
     else:
-        table = x.page_table
-        p = table.p + tl.cast(place.i_b, tl.int64) * table.b + (o_n // table.size) * table.c
+        table, size = x.page_table, PAGE if PAGE > 0 else x.page_table.size
+        p = table.p + tl.cast(place.i_b, tl.int64) * table.b + (o_n // size) * table.c
         o_page = tl.load(p, mask=m_n, other=0)
         m_n = m_n & (o_page >= 0) & (o_page < table.pages)
         o_page = tl.where(m_n, o_page, 0).to(tl.int64)
-        o_k = o_page * k.b + tl.cast(i_hkv, tl.int64) * k.h + (o_n % table.size).to(tl.int64) * k.s
+        o_k = o_page * k.b + tl.cast(i_hkv, tl.int64) * k.h + (o_n % size).to(tl.int64) * k.s
     return o_k, m_n
 
 
 @triton.jit
-def block_offsets(j_0, o_n, k, x, i_hkv, place, IN_PAGES: tl.constexpr):
-    """`key_offsets` of the keys o_n of a block from key j_0 on; with IN_PAGES each block lies in one page."""
-    if IN_PAGES:
+def block_offsets(j_0, k, x, i_hkv, place, c):
+    """`key_offsets` of the block from key j_0 on. One that lies in a page asks the table once."""
+    o_n = j_0 + tl.arange(0, c.BLOCK_N)
+    if c.PAGE > 0 and c.PAGE % c.BLOCK_N == 0:
         table = x.page_table
-        i_page = tl.load(table.p + tl.cast(place.i_b, tl.int64) * table.b + (j_0 // table.size) * table.c)
+        i_page = tl.load(table.p + tl.cast(place.i_b, tl.int64) * table.b + (j_0 // c.PAGE) * table.c)
         is_page = (i_page >= 0) & (i_page < table.pages)
         i_page = tl.where(is_page, i_page, 0).to(tl.int64)
-        o_slot = j_0 % table.size + o_n - j_0
-        o_k = i_page * k.b + tl.cast(i_hkv, tl.int64) * k.h + o_slot.to(tl.int64) * k.s
+        o_k = i_page * k.b + tl.cast(i_hkv, tl.int64) * k.h + (o_n % c.PAGE).to(tl.int64) * k.s
         return o_k, (o_n < place.live) & is_page
     else:
-        return key_offsets(o_n, k, x, i_hkv, place)
+        return key_offsets(o_n, k, x, i_hkv, place, c.PAGE)
 
 
 @triton.jit
