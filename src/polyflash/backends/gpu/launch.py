@@ -58,7 +58,9 @@ def splits(config: Any, q: Tensor, k: Tensor, args: Arguments, cores: int) -> tu
     if args.batch_invariant:
         return config.split_keys, -(-keys // config.split_keys)
     bounded = not (args.page_table is args.kv_lens is args.kv_starts is args.window_left is None)
-    scattered = args.page_table is not None and k.shape[2] % config.block_n != 0  # waits for tables too
-    size = config.split_size(walks, keys, cores, scattered or (bounded and batch > 1))
+    uneven = bounded and batch > 1
+    if args.page_table is not None and k.shape[2] % config.block_n and not uneven:
+        cores *= 2  # the other program of a core reads while one waits for its table
+    size = config.split_size(walks, keys, cores, uneven)
     even = bounded and batch == 1 and not getattr(config, "fixed_splits", True)
     return -size if even else size, -(-keys // size)
