@@ -129,7 +129,7 @@ def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
     trained = key[0][-1] is True
     repeat = maker and maker(launch, q, k, v, args._replace(need_lse=True) if trained else args)
     if repeat is not None:
-        repeat = torch_ops.Training(repeat, launch, q, k, v, args) if trained else repeat
+        repeat = torch_ops.trained(repeat, launch, q, k, v, args) if trained else repeat
         repeat = _narrowing(repeat) if lens is not None and lens.dtype is torch.int64 else repeat
         repeat.tally = launch.tally
         if not hasattr(repeat, "reaches"):

@@ -138,20 +138,19 @@ def _backward_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Argument
     return launch.backward.of_sizes(q.shape[0], q.shape[2], k.shape[2], members_of(args))
 
 
-class Training:
+def trained(repeat: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
     """Repeats a call that is differentiated: the forward pass as `repeat` does it, then its node."""
+    wanted, args = args.need_lse, _chosen_here(args)._replace(need_lse=True)
+    backward = _backward_of(launch, q, k, v, args)
 
-    def __init__(self, repeat: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
-        self.repeat, self.wanted = repeat, args.need_lse
-        self.args = _chosen_here(args)._replace(need_lse=True)
-        self.backward = _backward_of(launch, q, k, v, self.args)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        made = self.repeat(q, k, v)
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        made = repeat(q, k, v)
         if made is None:
             return None
-        results = _apply(q, k, v, None, None, (self.args, made, self.backward, True, self.wanted))
-        return results if self.wanted else (results, NO_LSE)
+        results = _apply(q, k, v, None, None, (args, made, backward, True, wanted))
+        return results if wanted else (results, NO_LSE)
+
+    return call
 
 
 def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:

@@ -291,7 +291,9 @@ def test_gradients_are_not_lost():
 @pytest.mark.parametrize("wanted", ("q", "kv", "qkv"))
 def test_known_calls_with_gradients_give_the_same(planned, options, rows, wanted):
     def step(seed, lse):
-        leaves = [x.requires_grad_(n in wanted) for n, x in zip("qkv", keys(rows=rows, seed=seed), strict=True)]
+        leaves = [
+            x.requires_grad_(n in wanted) for n, x in zip("qkv", keys(rows=rows, seed=seed), strict=True)
+        ]
         results = attention(*leaves, causal=True, return_lse=lse, **options)
         results = results if lse else (results,)
         above = [torch.randn(x.shape, generator=generator(9)) for x in results]

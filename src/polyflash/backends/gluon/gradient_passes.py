@@ -19,8 +19,8 @@ TOO_FAR: tl.constexpr = tl.constexpr(2.0**12)  # lse·log2 e, from here on round
 
 class Tensors(NamedTuple):
     """`t` of both kernels. row_lse, delta (B, Hkv, Sq·G) and PAD more: as `center` of the Triton engine
-    writes them. stats (B·Hq, row blocks, 2, 64): -lse·log2 e and delta. added (B·Hq, row blocks). odd (2): see
-    `backward_sm90.Tensors`."""
+    writes them. stats (B·Hq, row blocks, 2, 64): -lse·log2 e and delta. added (B·Hq, row blocks). odd (2):
+    see `backward_sm90.Tensors`."""
 
     out: Any
     dout: Any

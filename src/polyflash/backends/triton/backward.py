@@ -263,17 +263,10 @@ def launch_dq(call: Call, dq: Tensor, visits: Tensor | None = None) -> None:
 
 
 def launch_again(call: Call, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Launches `make_again`, of the rare forms."""
-    (block, _, *how), (k, *_) = call.forms.dkv[0], call.t[1]
-    num_heads, per_row, block_m = call.num_heads // call.group, call.group, how[0].BLOCK_M.value
-    (keys, requests), (rows, _) = (
-        tile_count(number, size, call.n.batch, call.packed)
-        for number, size in ((k.shape[2], block), (dq.shape[2] * per_row, block_m))
-    )
-    of_keys, of_rows = (tiles * num_heads * requests for tiles in (keys, rows))
-    n = Numbers(*call.n[:3], keys, rows, of_rows, of_keys, *call.n[7:])
-    programs = min(max(of_keys, of_rows), call.prepared.cores)
-    call.launch(make_again, programs, n, how, num_heads, {"dq": dq, "dk": dk, "dv": dv})
+    """Launches `make_again`, of the rare form, over as many tiles as keys or rows have."""
+    block, c = call.forms.dkv[0].block, call.forms.dkv[0].c
+    rows = -(-dq.shape[2] * call.group // getattr(c.BLOCK_M, "value", c.BLOCK_M))
+    call._launch_all(make_again, call.forms.dkv, max(dk.shape[2], rows * block), dq=dq, dk=dk, dv=dv)
 
 
 def prepare_call(

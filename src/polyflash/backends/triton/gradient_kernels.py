@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from polyflash.backends.gpu.numbers import Numbers
 from polyflash.backends.triton.places import (
     Blocks,
     Keys,
@@ -469,11 +468,7 @@ def make_dq(t, n, c):
 
 @triton.jit
 def make_again(t, n, c):
-    """dk, dv and dq in one launch, for an engine whose own may not be finite. The numbers of splits, of which
-    there are none, are those of tiles of rows."""
+    """dk, dv and dq in one launch, for an engine whose own may not be finite. Tiles that there are not do
+    nothing."""
     over_tiles(dkv_tile, t, n, c)
-    of_rows = Numbers(
-        n.batch, n.seqlen_q, n.seqlen_k, n.num_splits, None, None, n.split_keys, n.offset, n.left, n.right,
-        n.scale, n.softcap, n.factor, n.seed_lo, n.seed_hi, n.drop_below, n.keep_scale,
-    )  # fmt: skip
-    over_tiles(dq_tile, t, of_rows, c)
+    over_tiles(dq_tile, t, n, c)

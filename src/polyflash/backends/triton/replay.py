@@ -359,13 +359,16 @@ class Gradients:
     def __init__(self) -> None:
         self.known: dict[Any, tuple[Launches, tuple[Any, ...]] | None] = {}
         self.met: set[Any] = set()
-        self.last: tuple[Any, tuple[Any, ...]] = None, ()  # arguments, none of them a tensor, and their part of keys
+        self.last: tuple[Any, tuple[Any, ...]] = (
+            None,
+            (),
+        )  # arguments, none of them a tensor, and their part of keys
 
     def __call__(
         self, given: tuple[Tensor | None, ...], args: Any, make: Callable[[], Any], needs: Any = None
     ) -> Any:
         """Tensors, or None, in a tuple: what `make` returns, all of it made of `given`, `args`, `needs`. Of
-        `given`, of which q and k are the first, all dtypes are the route's, and shapes follow from those two."""
+        `given`, whose first are q and k, dtypes are the route's and shapes follow from those two."""
         device = given[0].device  # type: ignore[union-attr]
         if not _is_current(device) or runtime.hooked():
             return make()
