@@ -250,8 +250,9 @@ def run_everything() -> None:
     forward.attend_call(forward.Prepared(launch_of(TILE)), q, k, v, q, lse, args, visits=counts)
     for members in (packed(((3, 20), (0, 4), (2, 0)), tail=2), paged((20, 3), 8, rows=(2, 1))):
         call(TILE, *members[:3], **members[3], causal=True, sinks=torch.randn(members[0].shape[1]))
-    q, k, v, options = paged((20, 3), 8)
-    call(HEAVY, q, k, v, **options)
+    for page_size in (8, 64):  # the second holds whole blocks
+        q, k, v, options = paged((20, 3), page_size)
+        call(HEAVY, q, k, v, **options)
     call(SPLITS, *qkv(1, 2, 1, 70, 24), sinks=torch.randn(2), batch_invariant=True)
     call(SPLITS, *qkv(1, 2, 1, 70, 24), batch_invariant=True)
     q, k, v, args = operands(*qkv(1, 1, 4, 20, 16), {})
