@@ -359,23 +359,21 @@ class Gradients:
     def __init__(self) -> None:
         self.known: dict[Any, tuple[Launches, tuple[Any, ...]] | None] = {}
         self.met: set[Any] = set()
-        self.last: tuple[Any, tuple[Any, ...]] = (
-            None,
-            (),
-        )  # arguments, none of them a tensor, and their part of keys
+        # arguments, none of them a tensor, and their part of keys
+        self.last: tuple[Any, tuple[Any, ...]] = (None, ())
 
     def __call__(
         self, given: tuple[Tensor | None, ...], args: Any, make: Callable[[], Any], needs: Any = None
     ) -> Any:
         """Tensors, or None, in a tuple: what `make` returns, all of it made of `given`, `args`, `needs`. Of
-        `given`, whose first are q and k, dtypes are the route's and shapes follow from those two."""
+        `given`, whose first are q and k, the dtypes are the route's and shapes follow from those two."""
         device = given[0].device  # type: ignore[union-attr]
         if not _is_current(device) or runtime.hooked():
             return make()
         last, numbers = self.last
         if args is not last:
             tensors = tuple(x for x in args if isinstance(x, torch.Tensor))
-            numbers = tuple(x.shape if isinstance(x, torch.Tensor) else x for x in args)
+            numbers = tuple((x.dtype, x.shape) if isinstance(x, torch.Tensor) else x for x in args)
             given += tensors
             if not tensors:
                 self.last = args, numbers
