@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add("--page", type=Path, metavar="FILE", help="write the tables as Markdown, and pictures beside them")
     add("--budget", type=float, default=540.0, metavar="SECONDS", help="of wall time; 540")
     add("--device", default="cuda", help="cuda, cuda:1, or cpu to try the suite itself")
-    add("--backend", default="triton", help="which backend of ours; triton")
+    add("--backend", default="triton", help="of ours, or free; triton")
     add("--arms", default=",".join(gpu_arms.DEFAULT), help="who is timed", metavar=names)
     add("--variant", action="append", default=[], metavar="FIELD=VALUE,...", help=variant)
     add("--parts", default="", help=f"of {', '.join(PARTS)}; all", metavar=names)

@@ -223,8 +223,8 @@ def _timed(case: GpuCase, t: Tensors, forward: Callable[[], Tensor]) -> Call:
 
 
 def ours(case: GpuCase, t: Tensors, *, backend: str, fields: Sequence[tuple[str, Any]] = ()) -> Call:
-    """polyflash on one backend by name, with fields of its configuration replaced."""
-    options: dict[str, Any] = {"backend": backend, "causal": case.causal}
+    """polyflash on one backend by name or, "free", the chosen one, with fields of its config replaced."""
+    options: dict[str, Any] = {"backend": None if backend == "free" else backend, "causal": case.causal}
     if fields:
         chosen = polyflash.explain(t.q, t.k, t.v, **options).config
         options["config"] = replace(chosen, **dict(fields))

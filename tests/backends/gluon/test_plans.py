@@ -74,7 +74,8 @@ def test_what_it_leaves_unless_asked_by_name():
         bounds = torch.zeros(members + 1, dtype=torch.int32, device="meta")
         packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "target": "cuda:sm90"}
         assert polyflash.explain(q, q, q, **packed).backend == backend
-        assert polyflash.explain(q, q, q, **packed, backend="gluon").config == configs.FORWARD[128, True]
+        named = polyflash.explain(q, q, q, **packed, backend="gluon")
+        assert named.config == replace(configs.FORWARD[128, False], order="counter")
     assert explained(window=(8, 0), backend="gluon").config == configs.FORWARD[128, True]
     assert explained(kv_lens=ints, backend="gluon").config.order == "counter"
     assert explained(64, causal=True, backend="gluon").backend == "gluon"
@@ -85,7 +86,7 @@ def test_what_it_leaves_unless_asked_by_name():
 
 @pytest.mark.parametrize(
     "dims, box, taken", [(8, 64, False), (56, 64, False), (72, 128, False), (80, 128, True), (96, 128, True),
-    (112, 128, True), (136, 256, False), (192, 256, True), (248, 256, True)],
+    (112, 128, True), (136, 192, True), (184, 192, True), (200, 256, True), (248, 256, True)],
 )  # fmt: skip
 def test_head_dims_between_boxes(dims: int, box: int, taken: bool):
     """By name any; by itself where not too much of a box is filled with 0."""
@@ -95,6 +96,12 @@ def test_head_dims_between_boxes(dims: int, box: int, taken: bool):
     assert explained(dims).backend == ("gluon" if taken else "triton")
     if not taken:
         assert f"head_dim {dims} costs as much as {box}" in why(dims=dims)
+
+
+@pytest.mark.parametrize("dims", [*range(8, 257, 8)])
+def test_boxes_hold_the_head_dim(dims: int):
+    parts = configs.parts_of(dims)
+    assert dims <= sum(parts) == configs.box_of(dims) and all(x & (x - 1) == 0 for x in parts)
 
 
 @pytest.mark.parametrize(

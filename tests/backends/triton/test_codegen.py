@@ -33,6 +33,7 @@ from benchmarks.codegen.cases import (  # noqa: E402
     must_be_clean,
 )
 from polyflash.backends.gluon import channel  # noqa: E402
+from polyflash.backends.gluon import configs as gluon_configs  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 NEWEST = "POLYFLASH_NEWEST_TRITON"  # a folder that holds a triton newer than the installed one
@@ -63,7 +64,7 @@ def test_kernels_of_the_default_run(gpu: str):
 
 
 @compiles
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_kernels_of_the_gluon_engine(head_dim: int):
     """As recorded; each consumer has the products of a first block, a loop for every kind of blocks and a
     last one."""
@@ -81,7 +82,8 @@ def test_kernels_of_the_gluon_engine(head_dim: int):
                 continue
             _, found = kernels[0]
             passes = {"full": 2, "ragged": 2, "window": 4}.get(case.problem, 3)
-            products = passes * config.consumers * (head_dim + config.block_n) // 16
+            parts = len(gluon_configs.parts_of(head_dim))
+            products = passes * config.consumers * (head_dim + config.block_n * parts) // 16
             assert found.matrix == {"HGMMA": products}
 
 

@@ -5,6 +5,9 @@ bytes arrive; a named barrier of the hardware, on which consumers arrive and the
 free. Blocks are numbered over all tiles of a program, so slots and phases follow from the number. The board
 carries the next tile from the producer to the consumers.
 
+What has the channels of a head, boxes, slots or sums, is a tuple: of the first D, and with REST of so many
+more, as boxes and products have powers of two.
+
 Every barrier in memory that is initialised is waited for: the memory of others counts as free, and what the
 compiler puts there loses tiles where programs are preempted.
 """
@@ -17,14 +20,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from polyflash.backends.gluon.shim import named_barrier
+from polyflash.backends.gluon.shim import bytes_of, load_box, named_barrier
 
 # Named barriers of hardware: 0 up to this one, and one more per consumer, are the compiler's.
 RESERVED: gl.constexpr = gl.constexpr(4)
 
 
 class Ring(NamedTuple):
-    """Slots (STAGES, 1, 1, BLOCK_N, D) of K and V, and their barriers."""
+    """Slots (STAGES, 1, 1, BLOCK_N, channels) of K and V, and their barriers."""
 
     k: Any
     v: Any
@@ -33,7 +36,8 @@ class Ring(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Q and the output of each consumer, (CONSUMERS, 1, 1, 64, D), and when Q is there and no longer read."""
+    """Q and the output of each consumer, (CONSUMERS, 1, 1, 64, channels), and when Q is there and
+    no longer read."""
 
     q: Any
     out: Any
@@ -55,6 +59,34 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
     return bars
+
+
+@gluon.jit
+def slots(box, COUNT: gl.constexpr, ROWS: gl.constexpr, c):
+    """Memory for COUNT boxes."""
+    first = gl.allocate_shared_memory(box[0].dtype, [COUNT, 1, 1, ROWS, c.D], box[0].layout)
+    return (
+        (first, gl.allocate_shared_memory(box[1].dtype, [COUNT, 1, 1, ROWS, c.REST], box[1].layout))
+        if c.REST > 0
+        else (first,)
+    )
+
+
+@gluon.jit
+def slot_of(x, i, ROWS: gl.constexpr, c):
+    """Slot i as [ROWS, channels]."""
+    first = x[0].index(i).reshape([ROWS, c.D])
+    return (first, x[1].index(i).reshape([ROWS, c.REST])) if c.REST > 0 else (first,)
+
+
+@gluon.jit
+def load_slot(box, at, full, x, i, c):
+    """Asks for the box at (batch, head, row) into slot i, of whose arrival `full` is the barrier."""
+    if c.REST > 0:
+        load_box(box[0], [at[0], at[1], at[2], 0], full, x[0].index(i), 1, bytes_of(box[1].block_type))
+        load_box(box[1], [at[0], at[1], at[2], c.D], full, x[1].index(i), 0)
+    else:
+        load_box(box[0], [at[0], at[1], at[2], 0], full, x[0].index(i))
 
 
 @gluon.jit
@@ -89,16 +121,20 @@ def acquire_values(i_n, c):
 
 @gluon.jit
 def keys_of(ring, i_n, c):
-    """Block i_n of K, [D, BLOCK_N], once it is there."""
+    """Block i_n of K, [channels, BLOCK_N], once it is there."""
     mbarrier.wait(ring.k_full.index(i_n % c.STAGES), phase(i_n, c.STAGES))
-    return ring.k.index(i_n % c.STAGES).reshape([c.BLOCK_N, c.D]).permute((1, 0))
+    b_k = slot_of(ring.k, i_n % c.STAGES, c.BLOCK_N, c)
+    found = (b_k[0].permute((1, 0)),)
+    if c.REST > 0:
+        found = found[0], b_k[1].permute((1, 0))
+    return found
 
 
 @gluon.jit
 def values_of(ring, i_n, c):
-    """Block i_n of V, [BLOCK_N, D], once it is there."""
+    """Block i_n of V, [BLOCK_N, channels], once it is there."""
     mbarrier.wait(ring.v_full.index(i_n % c.STAGES), phase(i_n, c.STAGES))
-    return ring.v.index(i_n % c.STAGES).reshape([c.BLOCK_N, c.D])
+    return slot_of(ring.v, i_n % c.STAGES, c.BLOCK_N, c)
 
 
 @gluon.jit

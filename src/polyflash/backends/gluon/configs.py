@@ -1,9 +1,10 @@
 """How the Gluon engine is cut up, and which calls it is for. Pure arithmetic, no DSL.
 
-Provenance of `FORWARD`: at 64 and 128 channels what was quickest of this kernel on an H100, at 256 of a
+Provenance of `FORWARD`: up to 192 channels what was quickest of this kernel on an H100, at 256 of a
 prototype on an H200, in bfloat16 at 1k to 16k keys; of `BACKWARD` and `BOUNDED_64`: of those that were tried
 on an H200. `LEAST_KEYS`, `LEAST_CAUSAL` and `LEAST_KEYS_OF` are from races with the Triton rows:
-docs/results/2026-11-25-h100-gluon.md, docs/results/2026-11-24-h200-gluon.md.
+docs/results/2026-11-26-h100-gluon.md, docs/results/2026-11-25-h100-gluon.md,
+docs/results/2026-11-24-h200-gluon.md.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from polyflash.target import Target
 
 CHECKED = ((3, 6),)  # Tritons whose Gluon compiles these kernels as recorded; it is no stable language
-HEAD_DIMS = (64, 128, 256)  # channels of a box; a head dim between has that of the next, filled with 0
+HEAD_DIMS = (64, 128, 192, 256)  # what is multiplied; a head dim between has the next, filled with 0
+PARTS = {192: (128, 64)}  # boxes and products have powers of two
 LEAST_CHANNELS = 8  # 16 bytes, of which TMA takes multiples
 MOST_PADDING = 0.4  # of a box: at 80 of 128 channels still ahead of the Triton row, which takes two blocks
 _F = Feature
@@ -28,7 +30,7 @@ BOUNDS = frozenset({_F.CAUSAL, _F.Q_OFFSET, _F.WINDOW, _F.KV_LENS, _F.KV_STARTS,
 CHANGES = frozenset({_F.SOFTCAP, _F.SINKS, _F.ALIBI})
 ROWS = 64  # of a consumer
 # By channels of a box, and with a causal mask: below, it is behind the Triton row, or nobody has measured.
-LEAST_KEYS = {64: 1024, 128: 1024, 256: 1024}
+LEAST_KEYS = {64: 1024, 128: 1024, 192: 1024, 256: 1024}
 LEAST_CAUSAL = LEAST_KEYS | {64: 4096}
 # The same of features, for packed members by their mean; what is not here is behind, or was not timed.
 LEAST_KEYS_OF: dict[tuple[Phase, int], dict[Feature, int]] = {
@@ -92,7 +94,9 @@ FORWARD: dict[tuple[int, bool], ForwardConfig] = {
     (64, False): ForwardConfig(3, 128, 3, pinned="maxima", lazy_rescale=True),
     (64, True): ForwardConfig(3, 128, 3, turns=False, pinned="maxima", lazy_rescale=True),
     (128, False): ForwardConfig(2, 128, order="zigzag", heads=8, pinned="maxima"),
-    (128, True): ForwardConfig(2, 128, late_sum=False),
+    (128, True): ForwardConfig(2, 128, heads=8, late_sum=False, lazy_rescale=True),
+    (192, False): ForwardConfig(2, 64, 3, heads=4, lazy_rescale=True, shared_out=True),
+    (192, True): ForwardConfig(2, 64, 3, heads=4, lazy_rescale=True, shared_out=True),
     (256, False): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
     (256, True): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
 }
@@ -106,15 +110,22 @@ def box_of(head_dim: int) -> int:
     return next((d for d in HEAD_DIMS if head_dim <= d), HEAD_DIMS[-1])
 
 
+def parts_of(head_dim: int) -> tuple[int, ...]:
+    """The box, or the two boxes that it is made of."""
+    box = box_of(head_dim)
+    return PARTS.get(box, (box,))
+
+
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     """The table's, by the box that holds the head dim; what needs as many registers is as a causal mask.
     Tiles of requests that have lengths of their own come from the counter."""
-    box, like_causal = box_of(spec.head_dim), {_F.WINDOW, _F.KV_STARTS, _F.VARLEN, _F.ALIBI}
+    box, like_causal = box_of(spec.head_dim), {_F.WINDOW, _F.KV_STARTS, _F.ALIBI}
+    like_causal |= {_F.VARLEN} if box == 64 else set()
     config = FORWARD[box, spec.causal or not spec.features.isdisjoint(like_causal)]
     if box == 64 and not spec.features.isdisjoint(like_causal | {_F.SOFTCAP}):
         config = BOUNDED_64
-    counted = Feature.KV_LENS in spec.features and config.order == "zigzag"
-    return replace(config, order="counter", heads=4) if counted else config
+    counted = not spec.features.isdisjoint({_F.KV_LENS, _F.VARLEN}) and config.order == "zigzag"
+    return replace(config, order="counter") if counted else config
 
 
 def refuses(spec: AttentionSpec, target: Target) -> str:

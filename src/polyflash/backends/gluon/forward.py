@@ -43,7 +43,7 @@ class Ready(NamedTuple):
     kinds: tuple[Any, ...]  # what kernels are compiled for, beside alignment
     marks: tuple[int, ...]  # their shape
     programs: int
-    width: int  # channels of a box
+    widths: tuple[int, ...]  # channels of a box, or of two
     boxed: tuple[bool, ...]  # can TMA reach q, k, v and out where they are?
     plain: bool  # no operands
 
@@ -111,7 +111,7 @@ class Prepared:
             kinds=(constants, runtime.signature(v_strides), lse is None),
             marks=(batch * num_heads, num_tiles, self.config.block_m),
             programs=total if self.config.order == "tiles" else min(total, self.cores),
-            width=constants.D,
+            widths=configs.parts_of(q.shape[3]),
             boxed=reached,
             plain=operands_of(args, k) == NO_OPERANDS,
         )
@@ -119,8 +119,10 @@ class Prepared:
 
 def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments) -> Constants:
     """Constants of a call's kernel."""
+    first, *rest = configs.parts_of(q.shape[3])
     return Constants(
-        D=configs.box_of(q.shape[3]),
+        D=first,
+        REST=sum(rest),
         CHANNELS=q.shape[3],
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -202,12 +204,13 @@ def attend_call(
     prepared: Prepared, ready: Ready, qkv: Sequence[Tensor], out: Tensor, lse: Tensor | None, args: Arguments
 ) -> None:
     """Launches the kernel, and the second one that mends rows that the first marked."""
-    (q, k, v), config, n, width = qkv, prepared.config, ready.numbers, ready.width
+    (q, k, v), config, n = qkv, prepared.config, ready.numbers
     marks = runtime.scratch(ready.marks, q.device, torch.int8)
     words = runtime.words(q.device)
     of_rows, of_keys = configs.ROWS, config.block_n
     sides = (q, of_rows), (k, of_keys), (v, of_keys), (out, of_rows)
-    boxes = [shim.descriptor(x, side, width) for x, side in sides]
+    boxes = [shim.descriptor(x, side, width) for width in ready.widths for x, side in sides]
+    boxes += [None] * (8 - len(boxes))
     x = NO_OPERANDS if ready.plain else operands_of(args, k)
     view = None if x.cu_seqlens_q is None else View(out, *out.stride())
     requests = (

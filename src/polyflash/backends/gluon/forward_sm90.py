@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -43,15 +42,19 @@ from polyflash.backends.gluon.channel import (
     free_keys,
     free_values,
     keys_of,
+    load_slot,
     pass_blocks,
     pass_turn,
     phase,
+    slot_of,
+    slots,
     take_turn,
     tell,
     told,
     values_of,
 )
-from polyflash.backends.gluon.mending import add_nonfinite, clean_values, is_marked
+from polyflash.backends.gluon.mending import clean_values, is_marked
+from polyflash.backends.gluon.parts import awaited, finish, no_sums, rescale, scores_of, weighted
 from polyflash.backends.gluon.places import (
     BELOW,
     BOTH,
@@ -60,20 +63,15 @@ from polyflash.backends.gluon.places import (
     apply_mask,
     place_of,
     rows_seen,
-    store_rows,
 )
 from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
 from polyflash.backends.gluon.scores import change_scores, with_sink
 from polyflash.backends.gluon.shim import (
     accumulator,
     folded,
-    load_box,
-    multiply_unless_one,
     packed,
     pinned,
     row_max,
-    store_box,
-    unpacked,
 )
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -129,8 +127,9 @@ class Numbers(NamedTuple):
 class Constants(NamedTuple):
     """`c`: what is compiled in."""
 
-    D: int = 0  # channels of a box, of which CHANNELS are there
-    CHANNELS: int = 0
+    D: int = 0  # channels of a box
+    REST: int = 0  # of a second one beside it, if there is one
+    CHANNELS: int = 0  # so many are there
     BLOCK_M: int = 0  # rows of a tile, 64 per consumer
     BLOCK_N: int = 0
     STAGES: int = 2
@@ -188,16 +187,16 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c):
         end, count, _, _ = key_blocks(place.i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
         for j in range(count):
-            slot, at = i_n % c.STAGES, [i_b, i_h // n.group, place.first_k + (end - 1 - j) * c.BLOCK_N, 0]
+            slot, at = i_n % c.STAGES, (i_b, i_h // n.group, place.first_k + (end - 1 - j) * c.BLOCK_N)
             acquire_keys(i_n, c)
-            load_box(k, at, ring.k_full.index(slot), ring.k.index(slot))
+            load_slot(k, at, ring.k_full.index(slot), ring.k, slot, c)
             if j == 0:
                 for i in gl.static_range(c.CONSUMERS):
                     mbarrier.wait(rows.free.index(i), phase(i_round, 1) ^ 1)
-                    at_q = [i_b, i_h, place.first_q + place.i_m * c.BLOCK_M + i * 64, 0]
-                    load_box(q, at_q, rows.full.index(i), rows.q.index(i))
+                    at_q = i_b, i_h, place.first_q + place.i_m * c.BLOCK_M + i * 64
+                    load_slot(q, at_q, rows.full.index(i), rows.q, i, c)
             acquire_values(i_n, c)
-            load_box(v, at, ring.v_full.index(slot), ring.v.index(slot))
+            load_slot(v, at, ring.v_full.index(slot), ring.v, slot, c)
             i_n += 1
         if c.COUNTED:
             i_t = gl.atomic_add(t.words + NEXT, 1) + gl.num_programs(0)
@@ -257,12 +256,6 @@ def online_softmax(b_s, m_new, m_i, l_i, far, factor, c):
 
 
 @gluon.jit
-def rescale(acc, alpha, c):
-    b_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, accumulator(c.D)))
-    return multiply_unless_one(acc, b_alpha, 32) if c.LAZY else acc * b_alpha[:, None]
-
-
-@gluon.jit
 def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr):
     """Scores and weights of a tile's first block, the only one that may reach behind the last key; there is
     no output to add to yet."""
@@ -270,8 +263,7 @@ def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr):
     sums: gl.constexpr = accumulator(SUMS)
     b_k = keys_of(ring, i_n, c)
     take_turn(WG, c)
-    b_s = gl.zeros([64, c.BLOCK_N], gl.float32, scores)
-    b_s = warpgroup_mma(q, b_k, b_s, use_acc=False, is_async=True)
+    b_s = scores_of(q, b_k, c)
     pass_turn(WG, c)
     b_s = warpgroup_mma_wait(0, [b_s])
     free_keys(i_n, c)
@@ -293,16 +285,12 @@ def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: 
     """One more key block: its scores and weights, and the share in the output of the block before, whose
     product runs during the softmax. Nothing between issue and wait may branch."""
     acc, b_pairs, m_i, l_i = sums
-    DTYPE: gl.constexpr = q.dtype
     b_k = keys_of(ring, i_n, c)
     take_turn(WG, c)
-    b_s = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(c.BLOCK_N))
-    b_s = warpgroup_mma(q, b_k, b_s, use_acc=False, is_async=True)
+    b_s = scores_of(q, b_k, c)
     pass_turn(WG, c)
-    b_v = values_of(ring, i_n - 1, c)
-    b_p = unpacked(b_pairs, DTYPE, gl.DotOperandLayout(0, accumulator(c.D), 2))
-    acc = warpgroup_mma(b_p, b_v, acc, is_async=True)
-    b_s = warpgroup_mma_wait(1, [b_s])
+    acc = weighted(acc, b_pairs, values_of(ring, i_n - 1, c), c)
+    b_s = warpgroup_mma_wait(1 if c.REST == 0 else 2, [b_s])
     free_keys(i_n, c)
     b_s = change_scores(b_s, seen, j_0, n, c)
     if MASKED != NONE:
@@ -311,11 +299,11 @@ def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: 
     if c.PINNED == "softmax":
         b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, n.factor, c)
         l_i = pinned(l_i)
-    acc = warpgroup_mma_wait(0, [acc])
+    acc = awaited(acc, c)
     free_values(i_n - 1, c)
     if c.PINNED != "softmax":
         b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, n.factor, c)
-    return rescale(acc, alpha, c), packed(b_p, DTYPE), m_new, l_i
+    return rescale(acc, alpha, c), packed(b_p, q[0].dtype), m_new, l_i
 
 
 @gluon.jit
@@ -328,14 +316,6 @@ def attend_blocks(q, ring, sums, seen, i_n, j_0, first, end, n, c, WG: gl.conste
         sums = attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG, MASKED)
         i_n += 1
     return sums, i_n, j_0
-
-
-@gluon.jit
-def weighted(acc, b_pairs, b_v, c):
-    """Issues the product of the last block's weights."""
-    DTYPE: gl.constexpr = b_v.dtype
-    b_p = unpacked(b_pairs, DTYPE, gl.DotOperandLayout(0, accumulator(c.D), 2))
-    return warpgroup_mma(b_p, b_v, acc, is_async=True)
 
 
 @gluon.jit
@@ -367,25 +347,19 @@ def mark_rows(acc, m_i, l_i, p_marks, seen, t, c):
     b_far = ((gl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)) | (l_i - l_i != 0.0)
     b_some = seen.limit > gl.maximum(seen.first, 0) if c.BELOW else seen.limit > 0
     b_far = b_far | ((l_i == 0.0) & b_some)  # scores below every maximum
-    b_sum = gl.convert_layout(gl.sum(acc, 1), m_i.type.layout)
+    b_sum = gl.convert_layout(gl.sum(acc[0], 1), m_i.type.layout)
+    if c.REST > 0:
+        b_sum += gl.convert_layout(gl.sum(acc[1], 1), m_i.type.layout)
     b_mark = gl.where(b_far, FAR, 0) | gl.where(b_sum - b_sum != 0.0, SPOILED, 0)
     gl.store(p_marks, b_mark.to(gl.int8))
     gl.store(t.words + MARKED + b_mark * 0, 1, mask=b_mark != 0)
 
 
 @gluon.jit
-def store_tile(out, i_bh, i_row, b_out, slot, n, c):
-    slot.reshape([64, c.D]).store(b_out)
-    fence_async_shared()
-    store_box(out, [i_bh // n.num_heads, i_bh % n.num_heads, i_row, 0], slot)
-
-
-@gluon.jit
 def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
     """Consumer: 64 rows of every tile of the program."""
-    o_l: gl.constexpr = accumulator(c.D)
     row: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
-    DTYPE: gl.constexpr = out.dtype
+    DTYPE: gl.constexpr = out[0].dtype
     first_turn(WG, c)
     i_n, i_round = 0, 0
     i_t = find_tile(gl.program_id(0), t, n, c)
@@ -402,11 +376,11 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
             p_marks += (i_m - place.i_m) * c.BLOCK_M
         seen = rows_seen(o_row, p_marks, i_bh % n.num_heads, place, t, n, c)
         mbarrier.wait(rows.full.index(WG), phase(i_round, 1))
-        q = rows.q.index(WG).reshape([64, c.D])
+        q = slot_of(rows.q, WG, 64, c)
         i_n = pass_blocks(ring, i_n, tile_end - end, c, WG)
         j_0 = (end - 1) * c.BLOCK_N
         b_p, m_i, l_i = first_block(q, ring, seen, i_n, j_0, n, c, WG)
-        sums = gl.zeros([64, c.D], gl.float32, o_l), packed(b_p, DTYPE), m_i, l_i
+        sums = no_sums(c), packed(b_p, DTYPE), m_i, l_i
         i_n += 1
         if c.MENDING:
             masked, bare = count, count
@@ -426,25 +400,18 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
             l_i = gl.convert_layout(gl.sum(l_i, 1), row)
         b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c)
         tma.store_wait(0)  # the output of the tile before has left
-        acc = warpgroup_mma_wait(0, [acc])
+        acc = awaited(acc, c)
         free_values(i_n - 1, c)
         if c.BELOW:
             i_n = pass_blocks(ring, i_n, tile_count - (tile_end - end) - count, c, WG)
-        b_out = acc * gl.convert_layout(b_share, gl.SliceLayout(1, o_l))[:, None]
-        if c.MENDING:
-            i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
-            keys = j_0, min(end * c.BLOCK_N, place.live)
-            at = i_b, i_h // n.group, place.first_k
-            b_out = add_nonfinite(b_out, l_i, at, keys, seen, t.v_view, c)
-        else:
+        if not c.MENDING:
             mark_rows(acc, m_i, l_i, p_marks, seen, t, c)
-        if not c.PACKED:
-            store_tile(out, i_bh, i_row, b_out.to(DTYPE), rows.out.index(WG), n, c)
-        elif i_row + 64 <= place.rows:
-            store_tile(out, i_bh, place.first_q + i_row, b_out.to(DTYPE), rows.out.index(WG), n, c)
-        else:  # the rows behind are another member's
-            i_own = place.first_q + i_row
-            store_rows(t.out_view, i_bh % n.num_heads, i_own, b_out.to(DTYPE), place.rows - i_row, c)
+        tile = b_share, l_i, i_bh, i_row, (j_0, min(end * c.BLOCK_N, place.live))
+        slot = rows.out[0].index(WG)
+        finish(acc[0], out[0], slot, tile, place, seen, t, n, c, 0)
+        if c.REST > 0:
+            slot = rows.out[1].index(WG)
+            finish(acc[1], out[1], slot, tile, place, seen, t, n, c, c.D)
         if c.SHARED_OUT:
             tma.store_wait(0)
             mbarrier.arrive(rows.free.index(WG), count=1)
@@ -454,8 +421,11 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
 
 
 @gluon.jit
-def attend_sm90(t, n, c, q, k, v, out):
+def attend_sm90(t, n, c, q, k, v, out, q_rest, k_rest, v_rest, out_rest):
     """A program per core that walks over tiles, or one per tile."""
+    q, k, v, out = (q,), (k,), (v,), (out,)
+    if c.REST > 0:
+        q, k, v, out = (q[0], q_rest), (k[0], k_rest), (v[0], v_rest), (out[0], out_rest)
     if not c.MENDING:  # noqa: SIM114  a branch of the compiler, then one of the kernel
         walk(q, k, v, out, t, n, c)
     elif gl.load(t.words + MARKED) != 0:  # nothing is set up for nothing
@@ -465,14 +435,12 @@ def attend_sm90(t, n, c, q, k, v, out):
 @gluon.jit
 def walk(q, k, v, out, t, n, c):
     """Starts the roles."""
-    DTYPE: gl.constexpr = q.dtype
-    b_q = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 1, 1, 64, c.D], q.layout)
+    b_q = slots(q, c.CONSUMERS, 64, c)
     b_out = b_q
     if not c.SHARED_OUT:
-        b_out = gl.allocate_shared_memory(DTYPE, [c.CONSUMERS, 1, 1, 64, c.D], q.layout)
+        b_out = slots(q, c.CONSUMERS, 64, c)
     rows = Rows(b_q, b_out, barriers(c.CONSUMERS, 1), barriers(c.CONSUMERS, 1))
-    b_k = gl.allocate_shared_memory(DTYPE, [c.STAGES, 1, 1, c.BLOCK_N, c.D], k.layout)
-    b_v = gl.allocate_shared_memory(DTYPE, [c.STAGES, 1, 1, c.BLOCK_N, c.D], v.layout)
+    b_k, b_v = slots(k, c.STAGES, c.BLOCK_N, c), slots(v, c.STAGES, c.BLOCK_N, c)
     ring = Ring(b_k, b_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1))
     if c.COUNTED:
         tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -35,25 +35,25 @@ def is_marked(i_t, t, n, c):
 
 
 @gluon.jit
-def load_values(p_head, j_0, end, x, c):
-    """16 keys of V from j_0 on, and their numbers; 0 from `end` on."""
+def load_values(p_head, j_0, end, x, c, FROM: gl.constexpr, WIDTH: gl.constexpr):
+    """16 keys of V from j_0 on, of WIDTH channels behind FROM, and their numbers; 0 from `end` on."""
     layout: gl.constexpr = by_channel()
-    o_d = gl.arange(0, c.D, layout=gl.SliceLayout(0, layout))
+    o_d = FROM + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     o_n = (j_0 + gl.arange(0, 16, layout=gl.SliceLayout(1, layout)))[:, None]
     m_x = o_n < end
-    if c.CHANNELS < c.D:
+    if c.CHANNELS < FROM + WIDTH:
         m_x = m_x & (o_d < c.CHANNELS)[None, :]
     return gl.load(p_head + o_n.to(gl.int64) * x.s + o_d[None, :], mask=m_x, other=0.0).to(gl.float32), o_n
 
 
 @gluon.jit
-def find_nonfinite(p_head, end, x, c):
+def find_nonfinite(p_head, end, x, c, FROM: gl.constexpr, WIDTH: gl.constexpr):
     """The first keys before `end`, of each channel of V, of a NaN, an infinity and one below 0."""
     layout: gl.constexpr = by_channel()
-    nan = gl.full([c.D], NEVER, gl.int32, gl.SliceLayout(0, layout))
+    nan = gl.full([WIDTH], NEVER, gl.int32, gl.SliceLayout(0, layout))
     above, below = nan, nan
     for j_0 in range(0, end, 16):
-        b_x, o_n = load_values(p_head, j_0, end, x, c)
+        b_x, o_n = load_values(p_head, j_0, end, x, c, FROM, WIDTH)
         nan = gl.minimum(nan, gl.min(gl.where(b_x != b_x, o_n, NEVER), 0))
         above = gl.minimum(above, gl.min(gl.where(b_x == float("inf"), o_n, NEVER), 0))
         below = gl.minimum(below, gl.min(gl.where(b_x == float("-inf"), o_n, NEVER), 0))
@@ -65,17 +65,25 @@ def clean_values(ring, i_n, c):
     """Puts 0 for what is not finite in block i_n of V, in its slot. Every consumer does, and writes the
     same."""
     b_v = values_of(ring, i_n, c)
-    for i in gl.static_range(0, c.BLOCK_N, 16):
-        b_x = b_v.slice(i, 16).load(by_channel()).to(gl.float32)
-        b_v.slice(i, 16).store(gl.where(b_x - b_x == 0.0, b_x, 0.0).to(b_v.dtype))
+    clean(b_v[0], c)
+    if c.REST > 0:
+        clean(b_v[1], c)
     fence_async_shared()
 
 
 @gluon.jit
-def add_nonfinite(b_out, l_i, at, keys, seen, x, c):
-    """Adds the NaN and infinities of V among `keys` to the rows that see them and have weights. `at`: batch,
-    head and row of key 0 in V."""
-    row: gl.constexpr = gl.SliceLayout(1, accumulator(c.D))
+def clean(b_v, c):
+    for i in gl.static_range(0, c.BLOCK_N, 16):
+        b_x = b_v.slice(i, 16).load(by_channel()).to(gl.float32)
+        b_v.slice(i, 16).store(gl.where(b_x - b_x == 0.0, b_x, 0.0).to(b_v.dtype))
+
+
+@gluon.jit
+def add_nonfinite(b_out, l_i, at, keys, seen, x, c, FROM: gl.constexpr):
+    """Adds the NaN and infinities of V among `keys` to the rows that see them and have weights, in b_out's
+    channels, those behind FROM. `at`: batch, head and row of key 0 in V."""
+    WIDTH: gl.constexpr = b_out.shape[1]
+    row: gl.constexpr = gl.SliceLayout(1, accumulator(WIDTH))
     i_b, i_h, i_row = at
     begin, end = keys
     p_head = x.p + i_b.to(gl.int64) * x.b + i_h.to(gl.int64) * x.h + gl.to_tensor(i_row).to(gl.int64) * x.s
@@ -83,27 +91,27 @@ def add_nonfinite(b_out, l_i, at, keys, seen, x, c):
     if c.BELOW:
         b_first = gl.convert_layout(seen.first, row)[:, None]
         for j_0 in range(begin, end, 16):
-            b_x, _ = load_values(p_head, j_0, end, x, c)
+            b_x, _ = load_values(p_head, j_0, end, x, c, FROM, WIDTH)
             if gl.max(gl.max(gl.where(b_x - b_x == 0.0, 0, 1), 1), 0) > 0:
                 for j in range(j_0, min(j_0 + 16, end)):
-                    b_out = add_key(b_out, j, (b_first <= j) & (j < b_end), p_head, x, c)
+                    b_out = add_key(b_out, j, (b_first <= j) & (j < b_end), p_head, x, c, FROM)
     else:  # the first such key of a channel tells for every row
-        b_out = add_first(b_out, b_end, find_nonfinite(p_head, end, x, c), c)
+        b_out = add_first(b_out, b_end, find_nonfinite(p_head, end, x, c, FROM, WIDTH))
     return b_out
 
 
 @gluon.jit
-def add_key(b_out, j, b_seen, p_head, x, c):
+def add_key(b_out, j, b_seen, p_head, x, c, FROM: gl.constexpr):
     """Adds what is not finite of key j of V where it is seen."""
-    o_d = gl.arange(0, c.D, layout=gl.SliceLayout(0, accumulator(c.D)))
+    o_d = FROM + gl.arange(0, b_out.shape[1], layout=gl.SliceLayout(0, b_out.type.layout))
     b_x = gl.load(p_head + j.to(gl.int64) * x.s + o_d, mask=o_d < c.CHANNELS, other=0.0).to(gl.float32)
     return b_out + gl.where(b_seen & (b_x - b_x != 0.0)[None, :], b_x[None, :], 0.0)
 
 
 @gluon.jit
-def add_first(b_out, b_end, nonfinite, c):
+def add_first(b_out, b_end, nonfinite):
     """Adds what is not finite to rows that end behind the first such keys of each channel."""
-    channel: gl.constexpr = gl.SliceLayout(0, accumulator(c.D))
+    channel: gl.constexpr = gl.SliceLayout(0, b_out.type.layout)
     nan, above, below = nonfinite
     b_out += gl.where(gl.convert_layout(above, channel)[None, :] < b_end, float("inf"), 0.0)
     b_out += gl.where(gl.convert_layout(below, channel)[None, :] < b_end, float("-inf"), 0.0)

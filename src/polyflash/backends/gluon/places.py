@@ -152,9 +152,9 @@ def apply_mask(b_s, seen, j_0, c, ENDS: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(x, i_h, i_row, b_out, count, c):
-    """Writes the first `count` of 64 packed rows alone."""
-    o_r = gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(c.D)))[:, None]
-    o_d = gl.arange(0, c.D, layout=gl.SliceLayout(0, accumulator(c.D)))[None, :]
+def store_rows(x, i_h, i_row, b_out, count, c, FROM: gl.constexpr):
+    """Writes the first `count` of 64 packed rows alone, channels behind FROM."""
+    o_r = gl.arange(0, 64, layout=gl.SliceLayout(1, b_out.type.layout))[:, None]
+    o_d = FROM + gl.arange(0, b_out.shape[1], layout=gl.SliceLayout(0, b_out.type.layout))[None, :]
     p = x.p + i_h.to(gl.int64) * x.h + (i_row + o_r).to(gl.int64) * x.s
     gl.store(p + o_d, b_out, mask=(o_r < count) & (o_d < c.CHANNELS))

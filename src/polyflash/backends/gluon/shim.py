@@ -55,7 +55,7 @@ def flat_layout(dtype: torch.dtype, box: tuple[int, ...]) -> Any:
 
 
 @gluon.constexpr_function
-def _bytes(block: Any) -> int:
+def bytes_of(block: Any) -> int:
     return getattr(block, "nbytes_per_cta", None) or block.nbytes
 
 
@@ -63,7 +63,7 @@ def _bytes(block: Any) -> int:
 def load_box(box, at, full, slot, COUNT: gl.constexpr = 1, MORE: gl.constexpr = 0):
     """Asks for the descriptor's box at `at`; `full` is the barrier of its arrival, and of COUNT - 1 more such
     and MORE bytes. COUNT 0: an earlier call has said so."""
-    SIZE: gl.constexpr = _bytes(box.block_type)
+    SIZE: gl.constexpr = bytes_of(box.block_type)
     if COUNT > 0:
         mbarrier.expect(full, COUNT * SIZE + MORE)
     _load(box, at, full, slot)
