@@ -231,6 +231,7 @@ def default_cases() -> tuple[Case, ...]:
 _DEFAULT = {(Phase.FORWARD, "bfloat16", 64, "full"), (Phase.FORWARD, "bfloat16", 128, "causal")}
 _SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal"), GLUON[0], *GLUON[5:8], GLUON[13]}
 _SINGLE |= {c for c in GLUON if c.phase is Phase.BACKWARD and c.problem in ("full", "causal")}
+_SINGLE |= {c for c in GLUON if c.phase is Phase.BACKWARD and c.problem == "packed" and c.head_dim == 64}
 for _gpu in ONE_OF_EACH:
     _SINGLE |= {
         Case(Phase.FORWARD, _gpu, "bfloat16", 80, "causal"),

@@ -441,8 +441,8 @@ def store_keys(b_dk, b_dv, boxes, held, place, t, n, c, WG: gl.constexpr):
         store_box(dk, at, s_dk)
         store_box(dv, at, s_dv)
     else:  # the keys behind are another member's
-        store_rows(t.dk_view, place.i_h, place.own.first_k + i_k, b_dk.to(s_dk.dtype), place.keys - i_k, c)
-        store_rows(t.dv_view, place.i_h, place.own.first_k + i_k, b_dv.to(s_dv.dtype), place.keys - i_k, c)
+        store_rows(t.dk_view, place.i_h, place.own.first_k + i_k, b_dk.to(s_dk.dtype), place.keys - i_k, c, 0)
+        store_rows(t.dv_view, place.i_h, place.own.first_k + i_k, b_dv.to(s_dv.dtype), place.keys - i_k, c, 0)
     tma.store_wait(0)
 
 
