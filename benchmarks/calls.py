@@ -43,7 +43,7 @@ def document(console: Console, seconds: float, speed: Speed | None) -> dict[str,
     with torch.no_grad():
         polyflash.attention(q, k, v)
         launch = torch_ops._route(Phase.FORWARD, q, k, v, args, ())
-        out, lse = torch_ops._outputs(q, v, False)
+        out, lse = torch_ops._outputs(q, v.shape[3], False)
 
         def run() -> object:
             return launch.run(launch, q, k, v, out, lse, args)  # type: ignore[misc]
@@ -52,7 +52,7 @@ def document(console: Console, seconds: float, speed: Speed | None) -> dict[str,
             TOTAL: lambda: polyflash.attention(q, k, v),
             "op": lambda: torch_ops.call(q, k, v, args),
             "route": lambda: torch_ops._route(Phase.FORWARD, q, k, v, args, ()),
-            "outputs": lambda: torch_ops._outputs(q, v, False),
+            "outputs": lambda: torch_ops._outputs(q, v.shape[3], False),
             "run": run,
             PEER: lambda: scaled_dot_product_attention(q, k, v),
         }

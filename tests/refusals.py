@@ -27,6 +27,7 @@ BESIDE = {
     "integrations/": "tests/integrations",
     "bench/": "tests/null/test_bench*.py",
     "kvcache/": "tests/kvcache",
+    "quant/": "tests/quant",
     "tuning/": "tests/null/test_tuning.py",
     "cli.py": "tests/tools/test_cli.py",
     "tensor_files.py": "tests/tools/test_cli.py",

@@ -17,6 +17,7 @@ _HOMES = {
     "mask": ("Mask",),
     "merging": ("AttentionOutput", "merge"),
     "plan": ("Plan",),
+    "quant.tensor": ("QuantizedTensor", "dequantize", "quantize"),
     "statistics": ("RowStats", "column_sums", "row_stats"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

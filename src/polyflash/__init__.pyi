@@ -14,6 +14,9 @@ from polyflash.mask import Mask as Mask
 from polyflash.merging import AttentionOutput as AttentionOutput
 from polyflash.merging import merge as merge
 from polyflash.plan import Plan as Plan
+from polyflash.quant.tensor import QuantizedTensor as QuantizedTensor
+from polyflash.quant.tensor import dequantize as dequantize
+from polyflash.quant.tensor import quantize as quantize
 from polyflash.statistics import RowStats as RowStats
 from polyflash.statistics import column_sums as column_sums
 from polyflash.statistics import row_stats as row_stats

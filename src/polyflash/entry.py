@@ -16,6 +16,9 @@ from polyflash.arguments import Options, normalise
 from polyflash.errors import SpecError, described, spec_error
 from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
+from polyflash.quant import codec
+from polyflash.quant.calls import opened
+from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import any_requires_grad, requested_backend, spec_of, without_gradients
 from polyflash.spec import Arguments, Phase
 from polyflash.storages import check_storages
@@ -69,13 +72,17 @@ def bind(
         if form in _OVER_PAGES:
             _check_table(form, q, options.page_table)
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        validate.check_shapes(q, k, v)
+        if not isinstance(q, Tensor) or any(type(x) not in (Tensor, QuantizedTensor) for x in (k, v)):
+            validate.check_shapes(q, k, v)
+        k, v = (_coded(Form.BHSD, n, x) if type(x) is QuantizedTensor else x for n, x in (("k", k), ("v", v)))
     return Bound(q, k, v, out, normalise(options), form)
 
 
 def attend(bound: Bound) -> tuple[Tensor, Tensor]:
     """The op on (batch, heads, seqlen, head_dim), into `out` if there is one."""
     q, k, v, out, args, _ = bound
+    if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return _attend_coded(bound)
     q, k, v = autocast(q, k, v, args)
     if out is None:
         return torch_ops.call(q, k, v, args)
@@ -88,16 +95,27 @@ def attend(bound: Bound) -> tuple[Tensor, Tensor]:
     return out, torch_ops.call_out(q, k, v, out, args)
 
 
+def _attend_coded(bound: Bound) -> tuple[Tensor, Tensor]:
+    """`attend` where k or v are codes."""
+    call = opened(autocast(bound.q, bound.q, bound.q)[0], bound.k, bound.v, bound.args)
+    out = None if call.rotated else bound.out
+    result, lse = attend(Bound(call.q, call.k, call.v, out, call.args))
+    if call.rotated:
+        result = codec.rotate(result)
+        result = result if bound.out is None else bound.out.copy_(result)
+    return result, lse
+
+
 def explained(bound: Bound, target: str | Target | None) -> Plan:
     """The plan of a call that `attend` would make, on `target` or on the device of q."""
     q, k, v, _, args, _ = bound
+    if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
+        call = opened(autocast(q, q, q)[0], k, v, args, target)
+        found = explained(Bound(call.q, call.k, call.v, None, call.args), target)
+        return replace(found, notes=(*found.notes, call.note))
     q, k, v = autocast(q, k, v, args)
     torch_ops.check(q, k, v, args)
-    if target is None:
-        kind = "cpu" if q.device.type == "meta" else q.device.type
-        target = targets.detect(kind, q.device.index or 0)
-    elif not isinstance(target, Target):
-        target = targets.parse(target)
+    target = targets.of(q, target)
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
     args = args._replace(need_lse=args.need_lse or needs_grad)
     backend = requested_backend(args)
@@ -120,8 +138,11 @@ def views_of(form: Form, q: Any, k: Any, v: Any, out: Any = None) -> list[Any]:
     batch of a pool is its pages."""
     paged = form in _OVER_PAGES
     names = ("q", "k_pages", "v_pages", "out") if paged else ("q", "k", "v", "out")
-    views = []
+    views: list[Any] = []
     for name, x in zip(names, (q, k, v, out), strict=True):
+        if isinstance(x, QuantizedTensor):
+            views.append(_coded(form, name, x))
+            continue
         if not isinstance(x, Tensor):
             if paged and name != "out":
                 raise spec_error(name, described(x), "a torch.Tensor", "Use torch.as_tensor().")
@@ -134,6 +155,16 @@ def views_of(form: Form, q: Any, k: Any, v: Any, out: Any = None) -> list[Any]:
             raise _wrong_rank(form, name, x)
         views.append(_view(shape, name, x))
     return views
+
+
+def _coded(form: Form, name: str, x: QuantizedTensor) -> QuantizedTensor:
+    """Codes as (batch, heads, seqlen, ...): made in the layout of the call, of pages "bshd", of packed members
+    "thd"."""
+    wanted = {Form.BHSD: "bhsd", Form.PACKED: "thd"}.get(form, "bshd")
+    if x.layout != wanted:
+        change = f"Quantise it with layout={wanted!r}: scales follow the axes."
+        raise spec_error(f"{name} layout", x.layout, wanted, change)
+    return replace(x, layout="bhsd")
 
 
 def _view(form: Form, name: str, x: Tensor) -> Tensor:

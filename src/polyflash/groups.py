@@ -22,6 +22,7 @@ from polyflash.hints import answering, unexpected
 from polyflash.mask import FAR_OFFSET, checked_window
 from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
+from polyflash.quant.tensor import values_of
 from polyflash.target import Target
 from polyflash.transforms import INFERENCE_ONLY
 
@@ -204,6 +205,7 @@ def _checked(
     if isinstance(q_groups, Tensor) or not isinstance(q_groups, Sequence):
         change = "Use list(q.split(sizes, 2)) to cut a tensor into groups."
         raise spec_error("q_groups", described(q_groups), "a list of tensors", change)
+    k, v = values_of(k), values_of(v)
     first = q_groups[0] if q_groups else k
     if layout != "bhsd":
         first, k, v, _ = views_of(form_of(layout), first, k, v)

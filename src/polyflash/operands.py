@@ -65,6 +65,7 @@ def _tensor(
 
 _F, _LISTS = Feature, (BATCH, HEADS, "row_blocks", "intervals", 2)
 _COUNTS: dict[str, Any] = {"contents": True, "more_words": ("INTERVAL_COUNT", "INTERVAL_ROWS")}
+_TABLE = ("batch or pages", "num_kv_heads", "token blocks", "channel blocks")
 _BOUNDS: dict[str, Any] = {"vmap": "loop", "contents": True}
 OPERANDS = (
     Operand("causal", "bool", False, Feature.CAUSAL),
@@ -97,6 +98,19 @@ OPERANDS = (
     Operand("max_seqlen_k", "SymInt?", beside_pages=False),
     _tensor("page_table", _F.PAGED, (BATCH, "max_pages"), "int32", "PAGE_TABLE BATCH ENTRY", **_BOUNDS),
     _tensor("row_bounds", _F.ROW_BOUNDS, (ROWS, 2), "int32", "ROW_BOUNDS ROW SIDE", True, vmap="loop"),
+    Operand("codes", "str", "", Feature.CODES, vmap="loop"),
+    *(
+        _tensor(
+            f"{x}_{table}",
+            _F.CODES,
+            _TABLE,
+            "float32",
+            f"{x}_{table} BATCH HEAD TOKEN CHANNEL".upper(),
+            vmap="loop",
+        )
+        for x in "kv"
+        for table in ("scale", "shift")
+    ),
 )
 BY_NAME = {operand.name: operand for operand in OPERANDS}
 # Those that kernels read: the seed of dropout is a number to them.

@@ -32,10 +32,10 @@ def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
 NO_LSE = torch.empty(0, device="cpu")  # of any device's calls; whatever the default device is now
 
 
-def outputs(q: Tensor, v: Tensor, need_lse: bool) -> tuple[Tensor, Tensor]:
+def outputs(q: Tensor, head_dim_v: int, need_lse: bool) -> tuple[Tensor, Tensor]:
     """Room for out (batch, num_q_heads, seqlen_q, head_dim_v) and its lse; `NO_LSE` if unwanted."""
-    same = q.shape[3] == v.shape[3] and q.is_contiguous()
-    out = torch.empty_like(q) if same else empty_in_order_of(q, v.shape[3])
+    same = q.shape[3] == head_dim_v and q.is_contiguous()
+    out = torch.empty_like(q) if same else empty_in_order_of(q, head_dim_v)
     if not need_lse:
         return out, NO_LSE
     if q.dtype is torch.float32 or q.dtype is torch.float64:

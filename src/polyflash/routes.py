@@ -18,6 +18,7 @@ from torch.autograd import forward_ad, profiler
 from polyflash import backends, env
 from polyflash.errors import spec_error
 from polyflash.operands import DIFFERENTIABLE, features_of
+from polyflash.quant.scheme import codes_of
 from polyflash.spec import MANY_KEYS, Arguments, AttentionSpec, Feature, Phase, is_decode, length_class
 
 # Read inside the op, so that a compiled graph obeys it at run time and has nothing to trace.
@@ -59,6 +60,12 @@ def any_requires_grad(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:
     return False
 
 
+def head_dim_v_of(v: Tensor, args: Arguments) -> int:
+    """Channels of the result: those of v, which codes may hold two to an element."""
+    codes = codes_of(args.codes)[1] if args.codes else None
+    return v.shape[3] if codes is None else v.shape[3] * codes.packed
+
+
 def members_of(args: Arguments) -> int:
     """How many packed members a call has; 0 if they are not packed."""
     return 0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
@@ -69,18 +76,18 @@ def spec_of(
 ) -> AttentionSpec:
     """The spec of a call; q, k, v may be meta tensors."""
     batch, num_q_heads, seqlen_q, head_dim = q.shape
-    _, num_kv_heads, seqlen_k, head_dim_v = v.shape
+    _, num_kv_heads, seqlen_k, _ = v.shape
     members = members_of(args)
     page_size = 0
     if args.page_table is not None:
         page_size, seqlen_k = seqlen_k, args.page_table.shape[1] * seqlen_k
     sizes = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    sizes["head_dim_v"] = head_dim_v
+    sizes["head_dim_v"] = head_dim_v_of(v, args)
     known: dict[str, Any] = {"dtype": str(q.dtype).removeprefix("torch."), "device": q.device.type}
     known |= {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **sizes}
     known |= {"causal": args.causal, "window": (args.window_left, args.window_right), "offset": args.offset}
     known |= {"scale": args.scale, "tf32": takes_tf32(q), "members": members, "page_size": page_size}
-    known |= {"max_seqlen_q": args.max_seqlen_q, "max_seqlen_k": args.max_seqlen_k}
+    known |= {"codes": args.codes, "max_seqlen_q": args.max_seqlen_q, "max_seqlen_k": args.max_seqlen_k}
     needs_grad = any_requires_grad(q, k, v, args)
     return AttentionSpec(phase, features=features_of(args, **sizes), needs_grad=needs_grad, **known)
 

@@ -46,6 +46,7 @@ class Feature(str, Enum):
     VARLEN = "varlen"
     PAGED = "paged keys"
     ROW_BOUNDS = "row bounds"
+    CODES = "quantised keys"
     DROPOUT = "dropout"
     GQA = "grouped heads"
     HEAD_DIM_V = "head_dim_v != head_dim"
@@ -108,6 +109,13 @@ class Arguments(NamedTuple):
     # Row i sees keys [row_bounds[i, 0], row_bounds[i, 1]) only, in every batch entry and head; clamped to
     # [0, seqlen_k].
     row_bounds: Tensor | None = None  # int32 (seqlen_q, 2)
+    # k or v, or both, are codes: `Codes` of quant/scheme.py, of K and of V, as text. Scales and shifts are
+    # float32 (batch or pages of k or v, num_kv_heads, blocks of tokens, blocks of channels).
+    codes: str = ""
+    k_scale: Tensor | None = None
+    k_shift: Tensor | None = None
+    v_scale: Tensor | None = None
+    v_shift: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +144,7 @@ class AttentionSpec:
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     page_size: int = 0  # keys per page; 0: contiguous ones. seqlen_k is then that of the longest table row
+    codes: str = ""  # as in Arguments
 
     @property
     def group(self) -> int:

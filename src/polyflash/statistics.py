@@ -14,6 +14,7 @@ from polyflash.arguments import Causal, Layout, Options, WindowSides
 from polyflash.entry import Form, autocast, bind, form_of
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.mask import Mask, is_strided
+from polyflash.quant.tensor import values_of
 from polyflash.results import Room
 from polyflash.spec import Arguments, Phase
 from polyflash.storages import check_storages
@@ -117,6 +118,7 @@ def _results(
     elif lse.ndim != 2:
         change = "Pass the lse of attention_varlen()."
         raise spec_error("lse", f"{lse.ndim} dimensions", "2: (num_q_heads, total_q)", change)
+    k = values_of(k)
     q, k, _, _, args, _ = bind(q, k, k, options, form)
     q, k, _ = autocast(q, k, k)
     op = getattr(torch.ops.polyflash, name).default

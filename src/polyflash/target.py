@@ -11,6 +11,7 @@ import platform
 import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from polyflash import env
 from polyflash.errors import described, spec_error
@@ -130,6 +131,13 @@ def detect(device_type: str, index: int = 0) -> Target:
 
         return _gpu(torch.cuda.get_device_properties(index), bool(torch.version.hip), packages)
     return Target(f"{device_type}:generic", packages=packages)
+
+
+def of(x: Any, asked: str | Target | None = None) -> Target:
+    """The target `asked` for, or that of a tensor's device; a CPU for tensors without data."""
+    if asked is None:
+        return detect("cpu" if x.device.type == "meta" else x.device.type, x.device.index or 0)
+    return asked if isinstance(asked, Target) else parse(asked)
 
 
 def _gpu(properties: object, is_hip: bool, packages: tuple[tuple[str, str], ...]) -> Target:

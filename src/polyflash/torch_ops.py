@@ -30,6 +30,7 @@ from polyflash.routes import (
     PLAIN_KEYS,
     any_requires_grad,
     class_of,
+    head_dim_v_of,
     is_plain,
     longest_class,
     members_of,
@@ -179,15 +180,17 @@ def _without_defaults(args: Arguments) -> tuple[Any, ...]:
     """The arguments of a plain call alone, if it is one: each more costs the dispatcher time."""
     places = args.kv_lens is args.kv_starts is args.q_offset is args.cu_seqlens_q is args.page_table is None
     scores = args.mask is args.bias is args.alibi_slopes is args.sinks is args.intervals is None
-    if not (places and scores and args.dropout_seed is None):
+    if not (places and scores and args.dropout_seed is None and args.codes == ""):
         return args  # to compare a tensor with None takes as long as a small kernel
     return args[:_N_PLAIN] if args[_N_PLAIN:] == _DEFAULT_OPERANDS else args
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
     """The refusals of the op itself, without the op; q, k, v may be meta tensors."""
-    _check_inputs(q, k, v, args, args.page_table is not None)
+    _check_inputs(q, k, v, args, args.page_table is not None, args.codes)
     validate.check_operands(q, k, args)
+    if args.codes:
+        validate.check_tables(k, v, args)
 
 
 def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> Tensor:
@@ -212,8 +215,10 @@ def autocasting(device_type: str) -> bool:
 _AUTOCAST = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], paged: bool) -> None:
-    validate.check_shapes(q, k, v, paged)
+def _check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], paged: bool, codes: str = ""
+) -> None:
+    validate.check_shapes(q, k, v, paged, codes)
     validate.check_layouts(q, k, v, rest)
 
 
@@ -231,12 +236,14 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     strided = q.layout is k.layout is v.layout is torch.strided
     paged = args.page_table is not None
     if not (strided and (batch == batch_k or paged) and batch_k == batch_v and seqlen_k == seqlen_v):
-        validate.check_shapes(q, k, v, paged)
+        validate.check_shapes(q, k, v, paged, args.codes)
     if not (stored(q, k, v) and (len(rest) == _N_PLAIN or stored(*rest))):
         pools = {"k_pages": k, "v_pages": v} if paged else {"k": k, "v": v}
         check_storages({"q": q, **pools, **args._asdict()})
     if len(rest) > _N_PLAIN or args.scale is not None:
         seqlen_k = validate.check_operands(q, k, args)
+        if args.codes:
+            validate.check_tables(k, v, args)
     asked = phase  # decides whether the spec needs gradients: tensors may require some where none are made
     if phase is _DECODE and not (
         args.cu_seqlens_q is None
@@ -256,7 +263,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     if launch is None:
         if len(_routes) >= _KEPT_ROUTES:
             _routes.clear()
-        _check_inputs(q, k, v, rest, paged)
+        _check_inputs(q, k, v, rest, paged, args.codes)
         launch = _routes[key] = _plan(phase, q, k, v, args, backend, needs_grad=asked is not _DECODE)
     if launch.instead is None:
         return launch
@@ -310,15 +317,15 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...], phase: Phase
 ) -> tuple[Launch, tuple[Tensor, Tensor]]:
     launch = _route(phase, q, k, v, args, rest)
-    return launch, _run(launch, q, k, v, *_outputs(q, v, args.need_lse), args)
+    return launch, _run(launch, q, k, v, *_outputs(q, head_dim_v_of(v, args), args.need_lse), args)
 
 
 def _forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
     args = Arguments(*rest)
     launch = _route(_DECODE, q, k, v, args, rest)
-    validate.check_out(out, q, v.shape[3])
+    validate.check_out(out, q, head_dim_v_of(v, args))
     check_storages({"out": out})
-    fresh, lse = _outputs(q, v, args.need_lse)
+    fresh, lse = _outputs(q, head_dim_v_of(v, args), args.need_lse)
     place = near(out) if out.stride(3) == 1 and apart(out, (q, k, v, *rest)) else fresh
     result, lse = _run(launch, q, k, v, place, lse, args)
     if place is fresh or result is not place:
@@ -377,12 +384,12 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     args = Arguments(*rest)
     check(q, k, v, args)
     _refuse_statically(_FORWARD if args.row_bounds is None else _DECODE, q, k, v, args)
-    out, lse = _outputs(q, v, args.need_lse)
+    out, lse = _outputs(q, head_dim_v_of(v, args), args.need_lse)
     return out, lse if args.need_lse else q.new_empty(0)
 
 
 def _fake_forward_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
-    validate.check_out(out, q, v.shape[3])
+    validate.check_out(out, q, head_dim_v_of(v, Arguments(*rest)))
     return _fake_forward(q, k, v, *rest)[1]
 
 
@@ -408,7 +415,7 @@ class _Attention(_SingleLevelFunction):
     ) -> Tensor | tuple[Tensor, Tensor]:
         args, launch, ctx.launch, plain, wanted = how
         if isinstance(launch, Launch):
-            out, lse = _run(launch, q, k, v, *_outputs(q, v, True), args)
+            out, lse = _run(launch, q, k, v, *_outputs(q, head_dim_v_of(v, args), True), args)
         elif type(launch) is tuple:
             out, lse = launch
         else:

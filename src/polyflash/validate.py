@@ -16,6 +16,7 @@ from polyflash.dtypes import BY_NAME
 from polyflash.errors import SpecError, spec_error
 from polyflash.mask import FAR_SIDE, checked_window, is_strided
 from polyflash.operands import BATCH, HEADS, KEYS, OPERANDS, ROWS, SCORES, TENSORS, Operand
+from polyflash.quant.scheme import KINDS, codes_of
 from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 _DTYPES = frozenset(getattr(torch, name) for name in BY_NAME)
 
 
-def check_shapes(q: Any, k: Any, v: Any, paged: bool = False) -> None:
+def check_shapes(q: Any, k: Any, v: Any, paged: bool = False, codes: str = "") -> None:
     """Layouts, ranks, dtypes, devices of q, k, v, and how their sizes fit. If `paged`, k and v are pools
-    (num_pages, heads, page_size, head_dim)."""
+    (num_pages, heads, page_size, head_dim); `codes` say which of them are codes."""
+    of_k, of_v = codes_of(codes) if codes else (None, None)
+    kinds = {"q": None, "k": of_k, "v": of_v}
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise spec_error(name, type(x).__name__, "a torch.Tensor", "Use torch.as_tensor().")
@@ -35,10 +38,15 @@ def check_shapes(q: Any, k: Any, v: Any, paged: bool = False) -> None:
             wanted = "4: (batch, heads, seqlen, head_dim), or (batch, seqlen, heads, head_dim) under bshd"
             change = "Use unsqueeze() or view()."
             raise spec_error(name, f"{x.ndim} dimensions {tuple(x.shape)}", wanted, change)
-        if x.dtype not in _DTYPES:
+        if kinds[name] is None and x.dtype not in _DTYPES:
             raise spec_error(f"{name} dtype", x.dtype, ", ".join(BY_NAME), "Use .to() before the call.")
     for name, x in (("k", k), ("v", v)):
-        if x.dtype is not q.dtype:
+        coded = kinds[name]
+        if coded is not None:
+            stored = getattr(torch, KINDS[coded.dtype].storage)
+            if x.dtype is not stored:
+                raise spec_error(f"{name} dtype", x.dtype, f"{stored} for {coded}", "quantize() makes codes.")
+        elif x.dtype is not q.dtype:
             change = "Cast all three to one dtype, or run under torch.autocast."
             raise spec_error(f"{name} dtype", x.dtype, f"{q.dtype}, as q", change)
         if x.device != q.device:
@@ -53,9 +61,10 @@ def check_shapes(q: Any, k: Any, v: Any, paged: bool = False) -> None:
     for at, (name, change) in enumerate((pages, ("v heads", "K and V need the same heads."), length)):
         if k.shape[at] != v.shape[at]:
             raise spec_error(name, v.shape[at], f"{k.shape[at]}, as k", change)
-    if q.shape[3] != k.shape[3]:
+    head_dim_k = k.shape[3] * (of_k.packed if of_k else 1)
+    if q.shape[3] != head_dim_k:
         change = "Only v may have another head_dim."
-        raise spec_error("k head_dim", k.shape[3], f"{q.shape[3]}, as q", change)
+        raise spec_error("k head_dim", head_dim_k, f"{q.shape[3]}, as q", change)
     for name, x in (("q", q), ("v", v)):
         if x.shape[3] == 0:
             raise spec_error(f"{name} head_dim", 0, "1 or more", "Drop the call: it has no channels.")
@@ -219,6 +228,26 @@ def _check_int32(
         raise spec_error(name, got, f"int32 tensor {axes}", change)
     if x.device != device:
         raise spec_error(f"{name} device", x.device, f"{device}, as q", move)
+
+
+def check_tables(k: Tensor, v: Tensor, args: Arguments) -> None:
+    """Scales and shifts of codes: float32, one entry for each block of them."""
+    for name, like, codes in zip("kv", (k, v), codes_of(args.codes), strict=True):
+        for table in ("scale", "shift"):
+            x: Any = getattr(args, f"{name}_{table}")
+            block = None if codes is None else getattr(codes, table)
+            if (x is None) is not (block is None):
+                wanted = "none" if block is None else f"one for {args.codes!r}"
+                raise spec_error(f"{name}_{table}", "none" if x is None else "one", wanted, _TABLES)
+            if x is None or block is None or codes is None:
+                continue
+            shape = (*like.shape[:2], *block.counts(like.shape[2], like.shape[3] * codes.packed))
+            if tuple(x.shape) != shape or x.dtype is not torch.float32 or x.device != k.device:
+                got = f"{tuple(x.shape)} {x.dtype} on {x.device}"
+                raise spec_error(f"{name}_{table}", got, f"{shape} torch.float32 on {k.device}", _TABLES)
+
+
+_TABLES = "A QuantizedTensor has the tables that belong to its codes."
 
 
 def has_contents(args: Arguments) -> bool:

@@ -29,6 +29,7 @@ FLOORS = {
         "storages",
         "compare",
         "quant.codec",
+        "quant.tensor",
         "kvcache.handles",
         "kvcache.layout",
         "kvcache.occupancy",
@@ -48,8 +49,9 @@ FLOORS = {
         "entry",
         "repeats",
         "counting",
+        "quant.calls",
     ),
-    6: ("api", "groups", "statistics", "kvcache", "parallel.ring", "tuning"),
+    6: ("api", "groups", "statistics", "quant", "kvcache", "parallel.ring", "tuning"),
     7: (
         "integrations",
         "bench",

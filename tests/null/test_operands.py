@@ -67,8 +67,8 @@ BY_NAME =""",
     ("spec.py", '= "row bounds"\n', '= "row bounds"\n    KEY_SCALE = "key scales"\n'),
     (
         "spec.py",
-        "    row_bounds: Tensor | None = None  # int32 (seqlen_q, 2)\n",
-        "    row_bounds: Tensor | None = None\n    key_scale: Tensor | None = None\n",
+        "    v_shift: Tensor | None = None\n",
+        "    v_shift: Tensor | None = None\n    key_scale: Tensor | None = None\n",
     ),
 )
 EXERCISE = """

@@ -36,6 +36,7 @@ from polyflash.backends.torch import configs as torch_configs
 from polyflash.backends.triton import config_types, tiles
 from polyflash.backends.triton import configs as triton_configs
 from polyflash.integrations import flash_registry
+from polyflash.quant import Scheme, quantize
 from polyflash.spec import Arguments
 from tests.refusals import BESIDE, Refusals, Site, advice, missing, sites
 
@@ -63,6 +64,12 @@ def packed(**options: Any) -> Callable[[], Any]:
 def op(**options: Any) -> Callable[[], Any]:
     """The op's own checks, of primitives that no public function lets through."""
     return lambda: torch_ops.check(x(), x(), x(), Arguments(**options))
+
+
+def coded(k: Tensor | None = None, **options: Any) -> None:
+    """The op's own checks of codes."""
+    k = torch.ones(2, 2, 5, 8, dtype=torch.int8) if k is None else k
+    torch_ops.check(x(), k, x(), Arguments(**options))
 
 
 def raw_lists(shape: tuple[int, ...], rows: int = 5, **kinds: Any) -> Callable[[], Any]:
@@ -309,6 +316,10 @@ CASES: dict[str, Callable[[], Any]] = {
         explain(x(), x(), x(), target="hip:gfx942").spec, target.parse("hip:gfx942"),
     ),
     "triton split_keys": lambda: triton_configs.DecodeConfig(16, 64, 4, 2, 100),
+    "codes in another layout": call(k=quantize(x(), Scheme(), layout="bshd")),
+    "codes of another dtype": lambda: coded(codes="int4/1x0,-", k=x(2, 2, 5, 4)),
+    "codes without a table": lambda: coded(codes="int8/1x0,-"),
+    "codes with a wrong table": lambda: coded(codes="int8/1x0,-", k_scale=x(2, 2, 5, 2)),
     "triton head_dim": lambda: tiles.split_dim(0),
     "triton stages of sm_90": lambda: tiles.check_stages(target.parse("cuda:sm90"), 1),
 }  # fmt: skip

@@ -200,7 +200,7 @@ def attend(
     merged, lse = merge_rows(prefix, rest, need_lse=return_lse)
     if out is None:
         like = q.to(pools[1].dtype).transpose(0, 1)[None]
-        out = outputs(like, pools[1], False)[0][0].transpose(0, 1)
+        out = outputs(like, pools[1].shape[3], False)[0][0].transpose(0, 1)
     result = out.copy_(merged)
     return AttentionOutput(result, cast("Tensor", lse)) if return_lse else result
 

@@ -143,7 +143,7 @@ def _run(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments, saved
             sums = saved[2].new_empty((*saved[2].shape[:2], k.shape[2]))
             torch_ops.launched(launch, q, k, saved[2], (sums, None, None), args)
             return (sums,)
-        return tuple(torch_ops.launched(launch, q, k, v, *outputs(q, v, True), wanted)[:2])
+        return tuple(torch_ops.launched(launch, q, k, v, *outputs(q, v.shape[3], True), wanted)[:2])
 
     return run
 

@@ -183,7 +183,7 @@ class Repeat:
         self.job: _Job | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = outputs(q, v, self.need_lse)
+        out, lse = outputs(q, v.shape[3], self.need_lse)
         job = self.job
         if job is None or job.threads != arguments.threads_for(job.work_us):
             operands = near(q), near(k), near(v), near(out)

@@ -312,7 +312,7 @@ class Repeat:
         if others:
             q, k, v = q.unsqueeze(2), k.transpose(1, 2), v.transpose(1, 2)
             args = args._replace(page_table=others[0], kv_lens=others[1])
-        out, lse = outputs(q, v, args.need_lse)
+        out, lse = outputs(q, v.shape[3], args.need_lse)
         with runtime.recorded() as log:
             self.launch.run(self.launch, q, k, v, out, lse, args)  # type: ignore[misc]
         if others:

@@ -1,0 +1,112 @@
+"""Calls over codes. Where a kernel reads codes in its walk, they are operands of the op; any other call has
+them decoded once, into q's dtype, and is then one like all others: every feature, backend and gradient."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyflash import backends, plan
+from polyflash import target as targets
+from polyflash.errors import spec_error
+from polyflash.quant import codec
+from polyflash.quant.scheme import Codes
+from polyflash.quant.tensor import QuantizedTensor
+from polyflash.routes import any_requires_grad, requested_backend, spec_of, without_gradients
+from polyflash.spec import Arguments, Feature
+from polyflash.target import Target
+
+Operand = Tensor | QuantizedTensor
+
+
+class Opened(NamedTuple):
+    """A call over codes as one of tensors. `rotated`: its result must be rotated back; `note`: for people."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    args: Arguments
+    rotated: bool
+    note: str
+
+
+def opened(q: Tensor, k: Operand, v: Operand, args: Arguments, device: str | Target | None = None) -> Opened:
+    """The call of tensors that a call with codes (batch or pages, heads, seqlen, ...) as k or v becomes, on
+    `device` or on that of q."""
+    _check(q, k, v)
+    if _rotates(k):
+        q = codec.rotate(q)
+    coded = _with_codes(k, v, args)
+    codes_k, codes_v = (x.codes if isinstance(x, QuantizedTensor) else x for x in (k, v))
+    if _in_walk(q, codes_k, codes_v, coded, k, v, device):
+        return Opened(q, codes_k, codes_v, coded, _rotates(v), f"codes: {coded.codes}, decoded in the walk")
+    table = args.page_table
+    if table is not None:
+        table, k, v = _gathered(table, args.kv_lens, k, v)
+    k_values, v_values = (x.values(q.dtype) if isinstance(x, QuantizedTensor) else x for x in (k, v))
+    decoded = (x for x, y in ((k_values, k), (v_values, v)) if x is not y)
+    size = sum(x.numel() * x.element_size() for x in decoded)
+    kind = str(q.dtype).removeprefix("torch.")
+    note = f"codes: {coded.codes}, decoded to {kind} before the kernel: {size / 1e6:.3g} MB"
+    return Opened(q, k_values, v_values, args._replace(page_table=table), _rotates(v), note)
+
+
+def _rotates(x: Operand) -> bool:
+    return isinstance(x, QuantizedTensor) and x.scheme.rotation != "none"
+
+
+def _with_codes(k: Operand, v: Operand, args: Arguments) -> Arguments:
+    """`args` of a call whose kernel reads the codes."""
+    given: dict[str, Any] = {}
+    forms: list[Codes | str] = []
+    for name, x in (("k", k), ("v", v)):
+        forms.append(x.form if isinstance(x, QuantizedTensor) else "-")
+        if isinstance(x, QuantizedTensor):
+            given |= {f"{name}_scale": x.scale, f"{name}_shift": x.shift}
+    return args._replace(codes=",".join(map(str, forms)), **given)
+
+
+def _in_walk(
+    q: Tensor, codes_k: Tensor, codes_v: Tensor, args: Arguments, k: Operand, v: Operand, device: Any
+) -> bool:
+    """Does a kernel read these codes while it walks over the keys? None does in a graph or for gradients."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    differentiated = k.requires_grad or v.requires_grad or any_requires_grad(q, codes_k, codes_v, args)
+    if differentiated and torch.is_grad_enabled():
+        return False
+    spec = without_gradients(spec_of(q, codes_k, codes_v, args))
+    rows = plan.candidates(backends.TABLE, spec, backend := requested_backend(args))
+    here = targets.of(q, device)
+    return any(
+        Feature.CODES in row.features and row.accepts(spec, here, by_name=bool(backend)) for row in rows
+    )
+
+
+def _gathered(table: Tensor, lens: Tensor | None, *pools: Operand) -> tuple[Any, ...]:
+    """A table that names the pages of each request one after the other, and pools of these pages alone: a
+    call decodes what its requests hold, and not the pool."""
+    size = pools[0].codes.shape[2] if isinstance(pools[0], QuantizedTensor) else pools[0].shape[2]
+    if lens is not None and lens.device.type == "cpu" and lens.numel():
+        table = table[:, : max(1, -(-int(lens.max()) // max(1, size)))]
+    num_pages = pools[0].codes.shape[0] if isinstance(pools[0], QuantizedTensor) else pools[0].shape[0]
+    known = (table >= 0) & (table < num_pages)
+    at = torch.where(known, table, 0).flatten().long()
+    order = torch.arange(at.numel(), dtype=torch.int32, device=table.device).view_as(table)
+    taken = (x.pages(at) if isinstance(x, QuantizedTensor) else x[at] for x in pools)
+    return torch.where(known, order, -1), *taken
+
+
+def _check(q: Tensor, k: Operand, v: Operand) -> None:
+    """Refuses what the op could not say in the words of a `QuantizedTensor`'s user."""
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, QuantizedTensor):
+            continue
+        if x.device != q.device:
+            raise spec_error(f"{name} device", x.device, f"{q.device}, as q", "Move it with .to().")
+        channels = x.codes.shape[3] * x.form.packed
+        if name == "k" and q.ndim == 4 and channels != q.shape[3]:
+            change = "Only v may have another head_dim."
+            raise spec_error("k head_dim", channels, f"{q.shape[3]}, as q", change)

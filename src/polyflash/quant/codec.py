@@ -1,0 +1,180 @@
+"""The codec of every scheme in torch operations, on any device: codes of a kernel equal these bit for bit.
+
+    symmetric    scale = max|x| / most                  code = round(x / scale)
+    affine       scale = (max - min) / levels           code = round((x - min) / scale) - ⌈levels / 2⌉
+                 shift = min + ⌈levels / 2⌉·scale
+    float        scale = max|x| / most                  code = x / scale in the small dtype, saturated
+    nf4          scale = max|x|                         code = the nearest of 16 values, of two the lower
+    mxfp4        scale = 2^(⌊log₂ max|x|⌋ - 2)          code = the nearest of 15 values, ties to even codes
+
+All arithmetic is float32, divisions are divisions, rounding is to nearest even. A block of zeros, or of one
+value, has scale 0 and loses nothing. What is not finite makes its block NaN.
+
+Sources: Liu et al., KIVI (2024): K per channel, V per token; Zhang et al., SageAttention (2024): smoothing;
+Ashkboos et al., QuaRot (2024): rotation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyflash.errors import spec_error
+from polyflash.quant.scheme import KINDS, SMOOTHED_TOKENS, TABLES, Block, Codes, Scheme
+
+_CHUNK = 1 << 22  # elements that are decoded at a time
+_INF = float("inf")
+
+
+def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scale and shift of x (batch, heads, seqlen, head_dim), float.
+
+    Codes have x's shape, those of 4 bits half its head_dim; scale and shift are float32 (batch, heads,
+    blocks of tokens, blocks of channels). `lens` (batch,) are the live tokens: what lies beyond enters no
+    scale and no mean, and gets code 0 of int8 or its like."""
+    kind, codes = KINDS[scheme.dtype], scheme.codes
+    x = x.detach().float()
+    if x.shape[3] % codes.packed:
+        change = "Codes of 4 bits lie in pairs of channels: pad to an even head_dim, or use 8 bits."
+        raise spec_error("head_dim", x.shape[3], "an even number", change)
+    if scheme.rotation == "hadamard":
+        x = rotate(x)
+    dead = None
+    if lens is not None:
+        alive = torch.arange(x.shape[2], device=x.device) < lens.to(x.device).view(-1, 1)
+        dead = ~alive[:, None, :, None]
+        x = x.masked_fill(dead, 0.0)
+    mean = _mean(x, scheme, dead)
+    if mean is not None:
+        x = x - spread(mean, codes.shift, x.shape)
+        if dead is not None:
+            x = x.masked_fill(dead, 0.0)
+    if not scheme.symmetric:
+        lo, hi = _extremes(x, codes.scale, dead)
+        middle = (kind.levels + 1) // 2
+        scale = (hi - lo) / kind.levels
+        shift = lo + middle * scale
+        steps = torch.nan_to_num((x - spread(lo, codes.scale, x.shape)) / spread(scale, codes.scale, x.shape))
+        code = steps.round().clamp(0, kind.levels) - middle
+        return _stored(code, scheme.dtype, dead), scale, shift
+    lo, hi = _extremes(x, codes.scale, dead)
+    most = torch.maximum(hi, -lo)
+    if scheme.granularity == "tensor":
+        most = most.amax().expand_as(most) if most.numel() else most
+    if scheme.dtype == "mxfp4":
+        scale = torch.where(most > 0, torch.exp2(torch.floor(torch.log2(most)) - 2), most)
+    else:
+        scale = most / kind.most
+    units = torch.nan_to_num(x / spread(scale, codes.scale, x.shape))
+    return _stored(units, scheme.dtype, dead), scale, mean
+
+
+def decode(
+    code: Tensor, scale: Tensor, shift: Tensor | None, codes: Codes, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The values (batch, heads, seqlen, head_dim) that codes stand for, in `dtype`; decoded head by head
+    where that saves memory. float64 is decoded in float64."""
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    batch, heads, tokens, stored = code.shape
+    channels = stored * codes.packed
+    out = torch.empty((batch, heads, tokens, channels), dtype=dtype, device=code.device)
+    step = max(1, _CHUNK // max(1, heads * tokens * channels))
+    for b in range(0, batch, step):
+        part = slice(b, b + step)
+        values = _values(code[part], codes.dtype, wide)
+        values = values * spread(scale[part].to(wide), codes.scale, values.shape)
+        if shift is not None and codes.shift is not None:
+            values += spread(shift[part].to(wide), codes.shift, values.shape)
+        out[part] = values
+    return out
+
+
+def spread(table: Tensor, block: Block | None, shape: Any) -> Tensor:
+    """One entry of `table` per block, as one per element of `shape`; broadcastable."""
+    for dim, step in ((2, block.tokens), (3, block.channels)) if block is not None else ():
+        if step > 1:
+            table = table.repeat_interleave(step, dim).narrow(dim, 0, shape[dim])
+    return table
+
+
+def _extremes(x: Tensor, block: Block, dead: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Least and greatest live value of every block; 0 of a block without one."""
+    lo = hi = x
+    if dead is not None:
+        lo, hi = x.masked_fill(dead, _INF), x.masked_fill(dead, -_INF)
+    lo, hi = _reduced(lo, block, _INF, "amin"), _reduced(hi, block, -_INF, "amax")
+    if dead is None:
+        return lo, hi
+    empty = lo > hi
+    return lo.masked_fill(empty, 0.0), hi.masked_fill(empty, 0.0)
+
+
+def _reduced(x: Tensor, block: Block, pad: float, how: str) -> Tensor:
+    """`how` ("amin", "amax" or "sum") over every block of x."""
+    for dim, step in ((2, block.tokens), (3, block.channels)):
+        size = x.shape[dim]
+        if step == 1 or size == 0:
+            continue
+        step = step or size
+        if size % step:
+            room = (0, 0) * (3 - dim) + (0, step - size % step)
+            x = torch.nn.functional.pad(x, room, value=pad)
+        x = getattr(x.unflatten(dim, (-1, step)), how)(dim + 1)
+    return x
+
+
+def _mean(x: Tensor, scheme: Scheme, dead: Tensor | None) -> Tensor | None:
+    """The mean of the live tokens of every channel, or of every 64 tokens of it; None without smoothing."""
+    if scheme.smoothing == "none":
+        return None
+    block = Block(0 if scheme.smoothing == "mean" else SMOOTHED_TOKENS, 1)
+    live = torch.ones_like(x[..., :1]) if dead is None else (~dead).expand(*x.shape[:3], 1).float()
+    return _reduced(x, block, 0.0, "sum") / _reduced(live, block, 0.0, "sum").clamp(min=1)
+
+
+def _stored(units: Tensor, dtype: str, dead: Tensor | None) -> Tensor:
+    """Values in units of their scale as codes."""
+    kind = KINDS[dtype]
+    if dead is not None:
+        units = units.masked_fill(dead, 0.0)
+    if dtype == "int8":
+        return units.round().clamp(-128, 127).to(torch.int8)
+    if dtype == "int4":
+        return _packed(units.round().clamp(-8, 7).to(torch.int16) + 8)
+    if kind.bits == 8:
+        return units.clamp(-kind.most, kind.most).to(getattr(torch, kind.storage))
+    if dtype == "nf4":
+        values = torch.tensor(TABLES["nf4"], device=units.device)
+        return _packed(torch.bucketize(units, (values[1:] + values[:-1]) / 2))
+    top = torch.tensor(TABLES["mxfp4"][:8], device=units.device)
+    borders, size = (top[1:] + top[:-1]) / 2, units.abs().contiguous()
+    near = torch.bucketize(size, borders)  # of two as near the lower
+    tie = (near < 7) & (size == borders[near.clamp(max=6)]) & (near % 2 == 1)
+    return _packed(near + tie + 8 * (units < 0))
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Codes 0 to 15 in pairs, the even channel in the low half."""
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
+
+
+def _values(code: Tensor, dtype: str, wide: torch.dtype) -> Tensor:
+    """The values of codes in units of their scale."""
+    if KINDS[dtype].bits == 8:
+        return code.to(wide)
+    halves = torch.stack((code & 15, code >> 4), -1).flatten(-2)
+    if dtype == "int4":
+        return halves.to(wide) - 8
+    return torch.tensor(TABLES[dtype], dtype=wide, device=code.device)[halves.int()]
+
+
+def rotate(x: Tensor) -> Tensor:
+    """x (..., channels) times a normalised Hadamard matrix, block by block of the largest power of two that
+    divides the channels. It is its own inverse; products of rotated rows are those of the rows."""
+    n, width = x.shape[-1] & -x.shape[-1], 1
+    y = x.to(torch.float64 if x.dtype is torch.float64 else torch.float32).unflatten(-1, (-1, n))
+    while width < n:
+        a, b = y.unflatten(-1, (-1, 2, width)).unbind(-2)
+        y, width = torch.stack((a + b, a - b), -2).flatten(-3), 2 * width
+    return (y / n**0.5).flatten(-2).to(x.dtype)

@@ -1,0 +1,189 @@
+"""Quantised tensors: codes with their tables, made by `quantize` and read by `dequantize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from polyflash.dtypes import BY_NAME
+from polyflash.errors import described, spec_error
+from polyflash.mask import is_strided
+from polyflash.quant import codec
+from polyflash.quant.scheme import NAMED, Codes, Scheme
+
+QuantizedLayout = Literal["bhsd", "bshd", "thd"]
+_AXES = {
+    "bhsd": "(batch, heads, seqlen, head_dim)",
+    "bshd": "(batch, seqlen, heads, head_dim)",
+    "thd": "(total, heads, head_dim)",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedTensor:
+    """A tensor as codes, which goes wherever k or v goes.
+
+    `codes`, `scale` and `shift` are views (batch, heads, seqlen, ...) whatever the layout; `scheme` says what
+    they mean, `dtype` what they were made of. `shape` is that of the values in `layout`."""
+
+    codes: Tensor
+    scale: Tensor
+    shift: Tensor | None
+    scheme: Scheme
+    dtype: torch.dtype
+    layout: QuantizedLayout = "bhsd"
+    source: Tensor | None = None  # in the graph of autograd: values without storage, which take the gradient
+
+    @property
+    def shape(self) -> torch.Size:
+        batch, heads, tokens, stored = self.codes.shape
+        channels = stored * self.form.packed
+        sizes = {"bhsd": (batch, heads, tokens), "bshd": (batch, tokens, heads), "thd": (tokens, heads)}
+        return torch.Size((*sizes[self.layout], channels))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.source is not None and self.source.requires_grad
+
+    @property
+    def form(self) -> Codes:
+        """The form of the codes, as kernels read them."""
+        return self.scheme.codes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and shifts; an expanded scale counts once."""
+        tensors = (x for x in (self.codes, self.scale, self.shift) if x is not None)
+        return sum(
+            x.element_size()
+            * int(torch.Size(n for n, s in zip(x.shape, x.stride(), strict=True) if s).numel())
+            for x in tensors
+        )
+
+    def to(self, device: str | torch.device) -> QuantizedTensor:
+        """The same codes on another device, without the gradient's way back."""
+        return self._with(lambda x: x.to(device))
+
+    def pages(self, at: Tensor) -> QuantizedTensor:
+        """Those of these numbers, of a pool of pages."""
+        return self._with(lambda x: x[at])
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        shift = None if self.shift is None else change(self.shift)
+        return replace(self, codes=change(self.codes), scale=change(self.scale), shift=shift, source=None)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The values (batch, heads, seqlen, head_dim) in `dtype`, of a rotated scheme still rotated."""
+        made = codec.decode(self.codes, self.scale, self.shift, self.form, dtype)
+        return made if self.source is None else _Through.apply(self.source, made)  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        s = self.scheme
+        size = f"{self.nbytes / 2**20:.3g} MiB"
+        return f"QuantizedTensor({s.dtype} per {s.granularity}, {tuple(self.shape)}, {size} on {self.device})"
+
+
+class _Source(torch.autograd.Function):
+    """Values of x's shape without storage: what a gradient of the codes goes through on its way to x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Through(torch.autograd.Function):
+    """The decoded values, whose gradient goes to their source as it is: straight through the rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, values: Tensor) -> Tensor:
+        ctx.dtype = source.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def quantize(
+    x: Tensor, scheme: Scheme, *, layout: QuantizedLayout = "bhsd", lens: Tensor | None = None
+) -> QuantizedTensor:
+    """Quantises k or v.
+
+    The gradient of what is computed from the codes goes to x straight through the rounding, of a rotated
+    scheme rotated back.
+
+    Args:
+        x: float (batch, heads, seqlen, head_dim), with layout="bshd" (batch, seqlen, heads, head_dim) or
+            pages (num_pages, page_size, heads, head_dim), with "thd" packed members (total, heads, head_dim).
+            Groups of tokens count from token 0 of a head, of pages from slot 0.
+        scheme: `polyflash.quant.Scheme`; or for both k and v one of `quant.NAMED`'s.
+        lens: int (batch,): live tokens. Padding beyond changes no scale and no mean.
+
+    Returns:
+        A `QuantizedTensor`, to be passed as k or v to `attention`, `attention_varlen`, `attention_paged` and
+        `attention_groups` in the same layout.
+
+    Raises:
+        SpecError: x is no float tensor of this layout; 4 bits and an odd head_dim; something else than a
+            scheme."""
+    if not isinstance(scheme, Scheme):
+        change = f'Use polyflash.quant.Scheme(dtype="int8"), or one of quant.NAMED[{next(iter(NAMED))!r}].'
+        raise spec_error("scheme", described(scheme), "a polyflash.quant.Scheme", change)
+    if not isinstance(layout, str) or layout not in _AXES:
+        raise spec_error("layout", described(layout), ", ".join(_AXES), "Name the axes of x.")
+    if not isinstance(x, Tensor) or not is_strided(x) or str(x.dtype).removeprefix("torch.") not in BY_NAME:
+        raise spec_error("x", described(x), "a float tensor", f"Pass {_AXES[layout]}.")
+    if x.ndim != (3 if layout == "thd" else 4):
+        got = f"{x.ndim} dimensions {tuple(x.shape)}"
+        raise spec_error("x", got, _AXES[layout], "Name another layout with layout=.")
+    if lens is not None and (not isinstance(lens, Tensor) or lens.shape != x.shape[:1] or layout == "thd"):
+        change = "Give the live tokens of each batch entry."
+        raise spec_error("lens", described(lens), f"int tensor ({x.shape[0]},)", change)
+    made = QuantizedTensor(*codec.encode(canonical(x, layout), scheme, lens), scheme, x.dtype, layout)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return made
+    source = canonical(x, layout)
+    if scheme.rotation != "none":
+        source = codec.rotate(source)
+    return replace(made, source=_Source.apply(source))  # type: ignore[no-untyped-call]
+
+
+def canonical(x: Tensor, layout: QuantizedLayout) -> Tensor:
+    """A view (batch, heads, seqlen, head_dim) of a tensor in `layout`."""
+    if layout == "thd":
+        return x.transpose(0, 1).unsqueeze(0)
+    return x if layout == "bhsd" else x.transpose(1, 2)
+
+
+def values_of(x: Any) -> Any:
+    """The values of a `QuantizedTensor`; anything else as it is."""
+    return dequantize(x) if isinstance(x, QuantizedTensor) else x
+
+
+def dequantize(x: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The values that the codes of `x` stand for, in its layout, rotated back; in `dtype`, or x's own.
+    Differentiable like attention over x."""
+    if not isinstance(x, QuantizedTensor):
+        raise spec_error("x", described(x), "a QuantizedTensor", "quantize() makes one.")
+    values = x.values(x.dtype if dtype is None else dtype)
+    if x.scheme.rotation != "none":
+        values = codec.rotate(values)
+    if x.layout == "thd":
+        return values[0].transpose(0, 1)
+    return values if x.layout == "bhsd" else values.transpose(1, 2)
