@@ -158,8 +158,8 @@ def views_of(form: Form, q: Any, k: Any, v: Any, out: Any = None) -> list[Any]:
 
 
 def _coded(form: Form, name: str, x: QuantizedTensor) -> QuantizedTensor:
-    """Codes as (batch, heads, seqlen, ...): made in the layout of the call, of pages "bshd", of packed members
-    "thd"."""
+    """Codes as (batch, heads, seqlen, ...). They were made in the layout of the call: pages in "bshd", packed
+    members in "thd"."""
     wanted = {Form.BHSD: "bhsd", Form.PACKED: "thd"}.get(form, "bshd")
     if x.layout != wanted:
         change = f"Quantise it with layout={wanted!r}: scales follow the axes."

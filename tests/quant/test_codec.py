@@ -23,6 +23,7 @@ SCHEMES = {
     "int8-block-mean": Scheme(smoothing="block_mean"),
     "fp8-e5m2": Scheme(dtype="fp8_e5m2", granularity="channel"),
     "int8-rotated": Scheme(rotation="hadamard"),
+    "int8-compute": Scheme(compute="int8", smoothing="mean"),
 }
 # Relative L2 of the round trip on normal values, 64 channels: at most.
 BOUNDS = {"int8": 0.013, "int4": 0.17, "fp8_e4m3": 0.03, "fp8_e5m2": 0.06, "nf4": 0.11, "mxfp4": 0.13}
@@ -156,6 +157,7 @@ def test_text_and_back():
         ({"symmetric": False, "dtype": "fp8_e4m3"}, "zero point"),
         ({"symmetric": False, "smoothing": "mean"}, "zero point"),
         ({"dtype": "mxfp4"}, "32 channels"),
+        ({"dtype": "int4", "compute": "int8"}, "symmetric int8"),
     ],
 )
 def test_a_scheme_without_a_meaning(change: dict, words: str):

@@ -43,6 +43,7 @@ KINDS = {
 GRANULARITIES = ("tensor", "head", "token", "channel", "block")
 SMOOTHINGS = ("none", "mean", "block_mean")
 ROTATIONS = ("none", "hadamard")
+COMPUTES = ("float", "int8")
 MX_CHANNELS = 32
 _ALL = 0  # of a block's sizes: every token, every channel
 
@@ -67,6 +68,7 @@ class Codes(NamedTuple):
     dtype: str
     scale: Block
     shift: Block | None = None
+    compute: str = "float"
 
     @property
     def packed(self) -> int:
@@ -75,7 +77,8 @@ class Codes(NamedTuple):
 
     def __str__(self) -> str:
         shift = "" if self.shift is None else f"+{self.shift.tokens}x{self.shift.channels}"
-        return f"{self.dtype}/{self.scale.tokens}x{self.scale.channels}{shift}"
+        compute = "" if self.compute == "float" else f"*{self.compute}"
+        return f"{self.dtype}/{self.scale.tokens}x{self.scale.channels}{shift}{compute}"
 
 
 @lru_cache(maxsize=256)
@@ -93,10 +96,11 @@ def codes_of(text: str) -> tuple[Codes | None, Codes | None]:
 
 
 def _parsed(text: str) -> Codes:
+    text, _, compute = text.partition("*")
     dtype, _, blocks = text.partition("/")
     KINDS[dtype]
     scale, *shift = (Block(*map(int, part.split("x"))) for part in blocks.split("+"))
-    return Codes(dtype, scale, *shift)
+    return Codes(dtype, scale, *(shift or [None]), compute or "float")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +121,8 @@ class Scheme:
             values; "block_mean" that of every 64 tokens.
         rotation: "hadamard" codes an orthogonal rotation of the channels, which spreads outliers. Attention
             rotates q for a rotated k, and rotates the result of a rotated v back.
+        compute: "float": the products are those of the decoded values. "int8" (int8, symmetric): a kernel may
+            multiply codes, with q and the weights in int8 for it: faster, at an error of theirs.
 
     Raises:
         SpecError: an unknown word, or a combination without a meaning."""
@@ -128,9 +134,11 @@ class Scheme:
     symmetric: bool = True
     smoothing: str = "none"
     rotation: str = "none"
+    compute: str = "float"
 
     def __post_init__(self) -> None:
         words = {"dtype": KINDS, "granularity": GRANULARITIES, "smoothing": SMOOTHINGS, "rotation": ROTATIONS}
+        words["compute"] = COMPUTES
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 got, change = described(getattr(self, name)), "See the docstring of Scheme."
@@ -151,6 +159,11 @@ class Scheme:
             if self.smoothing != "none":
                 change = "A zero point already moves the range to the values."
                 raise spec_error("Scheme.smoothing", f"{self.smoothing!r}, asymmetric", "'none'", change)
+        if self.compute == "int8" and (self.dtype != "int8" or not self.symmetric):
+            got = f"'int8' with {'' if self.symmetric else 'asymmetric '}{self.dtype}"
+            raise spec_error(
+                "Scheme.compute", got, "'float'", "Integer products are of symmetric int8 codes."
+            )
         if self.dtype == "mxfp4" and (self.granularity, self.channels) != ("token", MX_CHANNELS):
             change = f'Use granularity="token", channels={MX_CHANNELS}.'
             raise spec_error("Scheme.granularity", self.granularity, "blocks of 32 channels", change)
@@ -167,7 +180,7 @@ class Scheme:
         }
         scale = blocks[self.granularity]
         means = {"none": None, "mean": Block(_ALL, 1), "block_mean": Block(SMOOTHED_TOKENS, 1)}
-        return Codes(self.dtype, scale, means[self.smoothing] if self.symmetric else scale)
+        return Codes(self.dtype, scale, means[self.smoothing] if self.symmetric else scale, self.compute)
 
     def bits_per_value(self, tokens: int, channels: int) -> float:
         """Bits of storage per element of a head of these sizes: codes, scales and shifts."""
