@@ -100,7 +100,7 @@ def _parsed(text: str) -> Codes:
     dtype, _, blocks = text.partition("/")
     KINDS[dtype]
     scale, *shift = (Block(*map(int, part.split("x"))) for part in blocks.split("+"))
-    return Codes(dtype, scale, *(shift or [None]), compute or "float")
+    return Codes(dtype, scale, shift[0] if shift else None, compute or "float")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
