@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import polyflash
-from polyflash import Mask, target
+from polyflash import Mask, QuantizedTensor, target
 
 VARIABLE, BY_DEFAULT = "POLYFLASH_TEST_DEVICE", "POLYFLASH_TEST_DEFAULT_DEVICE"
 CALLS = (
@@ -139,7 +139,7 @@ class Trip:
         self.given: list[tuple[Tensor, Tensor]] = []
 
     def there(self, x: Any) -> Any:
-        if isinstance(x, Mask):
+        if isinstance(x, (Mask, QuantizedTensor)):
             return x.to(DEVICE)
         if isinstance(x, (list, tuple)) and any(isinstance(y, Tensor) for y in x):
             return type(x)(self.there(y) for y in x)

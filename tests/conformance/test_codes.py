@@ -1,0 +1,211 @@
+"""Level A of quantised keys and values: given the codes, the output is attention over their values in
+float64, within the rule of the dtype of q. Of every row that reads codes in its walk, and of calls that
+decode them before the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyflash
+from polyflash.capability import Capability
+from polyflash.quant import NAMED, QuantizedTensor, Scheme, codec, quantize
+from polyflash.reference import attention_reference
+from polyflash.spec import Feature
+from tests.conformance.rows import DTYPES, HERE, NAMES, ints, qkv
+from tests.tolerance import Expected, check, expect, same_bits
+
+READERS = (*(row for row in HERE if Feature.CODES in row.features), None)
+# What a row that reads codes promises: one that loses a feature must fail here.
+PROMISED = {
+    *(Feature.CAUSAL, Feature.WINDOW, Feature.Q_OFFSET, Feature.KV_LENS, Feature.KV_STARTS, Feature.SOFTCAP),
+    *(Feature.SINKS, Feature.GQA, Feature.LSE, Feature.PAGED, Feature.CODES, Feature.HEAD_DIM_V),
+}
+SCHEMES = {
+    **NAMED,
+    "int8-block": (Scheme(granularity="block", tokens=16, channels=32), Scheme(smoothing="mean")),
+    "int8-head": (Scheme(granularity="head"), Scheme(granularity="channel")),
+    "int8-affine": (Scheme(symmetric=False), Scheme(symmetric=False)),
+    "int8-means": (Scheme(smoothing="block_mean"), Scheme(granularity="tensor", smoothing="mean")),
+    "int8-k": (Scheme(), None),
+    "int4-v": (None, Scheme(dtype="int4", symmetric=False)),
+    "fp8-e5m2": (Scheme(dtype="fp8_e5m2"), Scheme(dtype="fp8_e5m2", granularity="head")),
+    "rotated": (Scheme(dtype="int4", rotation="hadamard"), Scheme(rotation="hadamard")),
+}
+EVERY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (40, None)},
+    "lens": {"kv_lens": ints(290, 33), "kv_starts": ints(3, 30)},
+    "offset": {"causal": True, "q_offset": 200, "scale": -0.3},
+    "cap": {"softcap": 4.0, "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+}
+Coded = Tensor | QuantizedTensor
+
+
+@pytest.fixture(params=READERS, ids=lambda row: "decoded" if row is None else row.name.replace("/", "-"))
+def reader(request: pytest.FixtureRequest) -> Capability | None:
+    return request.param
+
+
+def coded(x: Tensor, scheme: Scheme | None, layout: Any = "bhsd") -> Coded:
+    return x if scheme is None else quantize(x, scheme, layout=layout)
+
+
+def run(reader: Capability | None, q: Tensor, k: Coded, v: Coded, **options: Any) -> Any:
+    """The call on the row under test, which reads the codes itself; a refusal skips the test."""
+    if reader is None:
+        options["backend"] = "torch"
+    else:
+        options["backend"] = reader.backend
+        plan = polyflash.explain(q, k, v, return_lse=True, **options)
+        if plan.chosen is not reader or Feature.CODES not in plan.spec.features:
+            words = [verdict.reasons for verdict in plan.verdicts if verdict.row is reader]
+            pytest.skip(f"{reader.name}: {'; '.join(words[0]) if words else ''} {plan.notes[-1]}")
+    function = polyflash.attention_paged if "page_table" in options else polyflash.attention
+    with torch.no_grad():
+        return function(q, k, v, return_lse=True, **options)
+
+
+def expected(reader: Capability | None, q: Tensor, k: Coded, v: Coded, **options: Any) -> Expected:
+    """R over the values of the codes, T over those in q's dtype; in which R reads them too where they are
+    decoded before the kernel. Rotated operands meet a rotated q of its dtype."""
+    if _rotated(k):
+        q = codec.rotate(q)
+    kind = q.dtype if reader is None else torch.float64
+    right = attention_reference(q.double(), values(k, kind).double(), values(v, kind).double(), **options)
+    others = expect(q, values(k, q.dtype), values(v, q.dtype), **options).eager
+    turned = codec.rotate if _rotated(v) else lambda x: x
+    return Expected(turned(right.out), right.lse, tuple((turned(a), b) for a, b in others), q.dtype)
+
+
+def _rotated(x: Coded) -> bool:
+    return isinstance(x, QuantizedTensor) and x.scheme.rotation != "none"
+
+
+def values(x: Coded, kind: torch.dtype) -> Tensor:
+    return x.to(kind) if isinstance(x, Tensor) else x.values(kind)
+
+
+def check_call(reader: Capability | None, q: Tensor, k: Coded, v: Coded, label: str, **options: Any) -> Any:
+    found = run(reader, q, k, v, **options)
+    check(found.out, found.lse, expected(reader, q, k, v, **options), label=label, options=options)
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_scheme(reader: Capability | None, name: str, dtype: torch.dtype):
+    for rows, heads, keys, dim in ((1, (4, 4), 300, 64), (1, (4, 1), 1030, 128), (2, (4, 2), 77, 64)):
+        q, k, v = qkv(2, heads, rows, keys, dim, dtype=dtype, seed=rows + keys)
+        k, v = (coded(x, s) for x, s in zip((k, v), SCHEMES[name], strict=True))
+        check_call(reader, q, k, v, f"{name} {dtype} {heads} {keys}x{dim}", causal=True)
+
+
+@pytest.mark.parametrize("features", EVERY)
+@pytest.mark.parametrize("name", ["int8", "int8-channel", "int4", "int4-token", "fp8"])
+def test_features(reader: Capability | None, name: str, features: str):
+    for dtype, rows in ((torch.float32, 1), (torch.bfloat16, 2)):
+        q, k, v = qkv(2, (4, 2), rows, 300, 64, 64, dtype=dtype, seed=rows)
+        k, v = (coded(x, s) for x, s in zip((k, v), NAMED[name], strict=True))
+        check_call(reader, q, k, v, f"{name} {features} {dtype}", **EVERY[features])
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_any_number_of_keys(reader: Capability | None, name: str):
+    for keys in (1, 2, 15, 17, 63, 64, 65, 127, 129, 255, 257, 1023, 1025, 3001):
+        q, k, v = qkv(1, (4, 1), 1, keys, 64, dtype=torch.bfloat16, seed=keys)
+        k, v = (coded(x, s) for x, s in zip((k, v), NAMED[name], strict=True))
+        check_call(reader, q, k, v, f"{name} {keys} keys")
+
+
+@pytest.mark.parametrize("dims", [(40, 40), (80, 96), (96, 80), (48, 128), (192, 128)])
+def test_any_head_dim(reader: Capability | None, dims: tuple[int, int]):
+    """No lane of padding enters a range, and none a sum."""
+    for name in ("int8", "int4-token"):
+        q, k, v = qkv(1, (4, 2), 1, 150, *dims, dtype=torch.bfloat16, seed=dims[0])
+        k, v = (coded(x, s) for x, s in zip((k, v), NAMED[name], strict=True))
+        check_call(reader, q, k, v, f"{name} {dims}")
+
+
+@pytest.mark.parametrize("family", ["kbias", "sharp", "sparse", "kscale", "zero", "constant", "huge", "tiny"])
+def test_families(reader: Capability | None, family: str):
+    q, k, v = qkv(1, (4, 2), 1, 260, 64, dtype=torch.bfloat16, seed=3)
+    k[..., ::11] += 10 if family == "kbias" else 0
+    k[..., 3] *= 8 if family == "kscale" else 1
+    q = q * (3 if family == "sharp" else 1)
+    if family == "sparse":
+        k[..., 7, :] *= 30
+        v[..., 9, :] *= 30
+    if family in ("zero", "constant", "huge", "tiny"):
+        k, v = (
+            torch.full_like(x, {"zero": 0, "constant": 3, "huge": 6e4, "tiny": 1e-30}[family]) for x in (k, v)
+        )
+    for name in ("int8", "int8-smooth", "int4", "fp8"):
+        coded_k, coded_v = (coded(x, s) for x, s in zip((k, v), NAMED[name], strict=True))
+        found = check_call(reader, q, coded_k, coded_v, f"{name} {family}")
+        assert bool(found.out.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-token", "fp8"])
+def test_hidden_codes_change_no_bit(reader: Capability | None, name: str):
+    """P5: keys beyond a length hold any code, and scales and shifts that are NaN."""
+    q, k, v = qkv(2, (4, 2), 1, 200, 64, dtype=torch.bfloat16)
+    lens = ints(130, 77)
+    pair = [replace(s, granularity="token", tokens=None) for s in NAMED[name]]
+    k, v = (quantize(x, s) for x, s in zip((k, v), pair, strict=True))
+    want = run(reader, q, k, v, kv_lens=lens)
+    for b, n in enumerate(lens.tolist()):
+        for x in (k, v):
+            x.codes.view(torch.uint8)[b, :, n:] = 0xFF
+            for table in (x.scale, x.shift):
+                if table is not None and table.shape[2] > 1:
+                    table[b, :, n:] = torch.nan
+    found = run(reader, q, k, v, kv_lens=lens)
+    same_bits(found.out, want.out)
+    same_bits(found.lse, want.lse)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-channel", "int4", "fp8"])
+def test_pages(reader: Capability | None, name: str):
+    """A page table changes where codes are read from and nothing else."""
+    q, k, v = qkv(2, (4, 2), 1, 256, 64, dtype=torch.bfloat16)
+    lens, order = ints(250, 70), torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    dense = [coded(x, s) for x, s in zip((k, v), NAMED[name], strict=True)]
+    table = order.view(2, 4).int()
+    pools = []
+    for x, scheme in zip((k, v), NAMED[name], strict=True):
+        pool = torch.empty(8, 64, 2, 64, dtype=x.dtype)
+        pool[order] = x.unflatten(2, (4, 64)).transpose(1, 2).flatten(0, 1).transpose(1, 2)
+        pools.append(quantize(pool, scheme, layout="bshd"))
+    found = run(reader, q[:, :, 0], *pools, page_table=table, kv_lens=lens)
+    want = expected(reader, q, *dense, kv_lens=lens)
+    check(found.out[:, :, None], found.lse.transpose(0, 1)[..., None].contiguous(), want, label=name)
+
+
+def test_a_row_has_what_it_promises():
+    for row in READERS[:-1]:
+        assert row is not None and row.features >= PROMISED, row.name
+
+
+@pytest.mark.parametrize("mutant", ["scales", "shift", "nibbles", "group"])
+def test_level_a_is_not_vacuous(mutant: str):
+    """The rule fails if scales are their mean, a shift is lost, halves of a byte are exchanged, or scales are
+    those of the neighbouring group."""
+    q, k, v = qkv(1, (4, 2), 1, 256, 64, dtype=torch.bfloat16)
+    k = quantize(k, NAMED["int4"][0])
+    v = quantize(v, NAMED["int4"][1])
+    want = expected(None, q, k, v)
+    wrong = {
+        "scales": lambda: replace(k, scale=k.scale.mean().expand_as(k.scale)),
+        "shift": lambda: replace(k, shift=torch.zeros_like(k.shift)),
+        "nibbles": lambda: replace(k, codes=(k.codes >> 4) | (k.codes << 4)),
+        "group": lambda: replace(k, scale=k.scale.roll(1, 2), shift=k.shift.roll(1, 2)),
+    }[mutant]()
+    found = run(None, q, wrong, v)
+    with pytest.raises(AssertionError):
+        check(found.out, None, want)
