@@ -30,6 +30,8 @@ API = (
     ("Masks", "mask", ("Mask",)),
     ("Partial results", "merging", ("AttentionOutput", "merge")),
     ("Statistics of weights", "statistics", ("column_sums", "row_stats", "RowStats")),
+    ("Quantised keys and values", "quant.tensor", ("quantize", "dequantize", "QuantizedTensor")),
+    ("Schemes", "quant.scheme", ("Scheme",)),
     ("Choice of a kernel", "api", ("explain", "use_backend")),
     ("Plans", "plan", ("Plan",)),
     ("What ran", "counting", ("counters", "watch")),

@@ -25,6 +25,7 @@ from polyflash.merging import AttentionOutput
 from polyflash.operands import BATCH, HEADS, KEYS, OPERANDS, ROWS
 from polyflash.options import UsageError, device_here
 from polyflash.plan import Plan
+from polyflash.quant import NAMED, quantize
 from polyflash.spec import Feature
 from polyflash.tensor_files import output_paths, read_qkv, write_output
 
@@ -160,7 +161,7 @@ def _print_plan(out: Console, plan: Plan) -> None:
         _print_plan(out, plan.backward)
 
 
-def _imagined(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+def _imagined(options: argparse.Namespace) -> tuple[Tensor, Any, Any, dict[str, Any]]:
     """Meta tensors of a problem, and the arguments of `explain` that its features stand for."""
     batch, (heads, kv_heads) = options.batch, options.heads
     (rows, keys), (dim, dim_v) = options.seqlen, options.head_dim
@@ -171,9 +172,13 @@ def _imagined(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, dict
 
     sizes = ((heads, rows, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
     packed = "varlen" in options.features
-    q, k, v = (meta(batch * n, h, d) if packed else meta(batch, h, n, d) for h, n, d in sizes)
+    tensors: Any = (meta(batch * n, h, d) if packed else meta(batch, h, n, d) for h, n, d in sizes)
+    q, k, v = tensors
     for x in (q, k, v) if options.grad else ():
         x.requires_grad_()
+    layout: Any = "thd" if packed else "bhsd"
+    if options.quant:
+        k, v = (quantize(x, s, layout=layout) for x, s in zip((k, v), NAMED[options.quant], strict=True))
     axes = {BATCH: batch, HEADS: heads, ROWS: rows, KEYS: keys, "members + 1": batch + 1, 2: 2}
     axes |= {"row_blocks": -(-rows // _ROWS), "intervals": 1}
     kinds = {"bool": torch.bool, "int32": torch.int32}

@@ -13,11 +13,12 @@ from typing import Any
 
 from polyflash import doctor, reports, warmup
 from polyflash.dtypes import BY_NAME
+from polyflash.quant.scheme import NAMED
 from polyflash.spec import Feature
 
 ALIGNMENTS = ("bottom_right", "top_left")
 # Features that `explain` imagines; others are said by options of their own, or by sizes.
-_SAID = {"causal", "window", "paged", "row_bounds", "gqa", "head_dim_v"}
+_SAID = {"causal", "window", "paged", "row_bounds", "gqa", "head_dim_v", "codes"}
 FEATURES = tuple(sorted({f.name.lower() for f in Feature} - _SAID))
 PHASES = ("forward", "backward", "statistics")
 FILES = (".safetensors", ".npz", ".npy")
@@ -247,6 +248,7 @@ def _add_explain(commands: Any) -> None:
     add.sizes((2048, 2048))
     add.names("--features", ", ".join(FEATURES), FEATURES)
     add.flag("--grad", "plan the gradients too")
+    add("--quant", f"k and v as codes: {', '.join(NAMED)}", choices=tuple(NAMED), metavar="NAME")
     add("--target", "a device that need not be here: cuda:sm90, cpu:avx512+amx_bf16", metavar="NAME")
 
 

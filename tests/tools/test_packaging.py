@@ -152,7 +152,7 @@ class TestNames:
 
     def test_types_and_names_agree(self) -> None:
         stub = Path(polyflash.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-        found = re.findall(r"from polyflash\.(\w+) import (\w+) as (\w+)", stub)
+        found = re.findall(r"from polyflash\.([\w.]+) import (\w+) as (\w+)", stub)
         assert [name for _, name, _ in found] == [name for _, _, name in found]
         assert {name: home for home, name, _ in found} == polyflash._HOME
         assert polyflash.__all__ == sorted(polyflash._HOME)

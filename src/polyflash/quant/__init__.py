@@ -1,6 +1,19 @@
 """Quantised keys and values: schemes, codecs, and the tensors that attention reads as codes."""
 
+from typing import TYPE_CHECKING, Any
+
 from polyflash.quant.scheme import NAMED, Scheme
-from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
+
+if TYPE_CHECKING:
+    from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
 
 __all__ = ["NAMED", "QuantizedTensor", "Scheme", "dequantize", "quantize"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch, imported when it is asked for: `polyflash --help` does without."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from polyflash.quant import tensor
+
+    return getattr(tensor, name)
