@@ -11,7 +11,7 @@ __all__ = ["NAMED", "QuantizedTensor", "Scheme", "dequantize", "quantize"]
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch, imported when it is asked for: `polyflash --help` does without."""
+    """Imports what needs torch when it is asked for: `polyflash --help` does without."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from polyflash.quant import tensor
