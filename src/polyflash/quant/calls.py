@@ -3,6 +3,7 @@ them decoded once, into q's dtype, and is then one like all others: every featur
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from polyflash.errors import spec_error
 from polyflash.quant import codec
 from polyflash.quant.scheme import Codes
 from polyflash.quant.tensor import QuantizedTensor
-from polyflash.routes import any_requires_grad, requested_backend, spec_of, without_gradients
-from polyflash.spec import Arguments, Feature
+from polyflash.routes import any_requires_grad, class_of, requested_backend, spec_of, without_gradients
+from polyflash.spec import MANY_KEYS, Arguments, Feature, length_class
 from polyflash.target import Target
 
 Operand = Tensor | QuantizedTensor
@@ -59,13 +60,20 @@ def _rotates(x: Operand) -> bool:
 
 def _with_codes(k: Operand, v: Operand, args: Arguments) -> Arguments:
     """`args` of a call whose kernel reads the codes."""
-    given: dict[str, Any] = {}
-    forms: list[Codes | str] = []
-    for name, x in (("k", k), ("v", v)):
-        forms.append(x.form if isinstance(x, QuantizedTensor) else "-")
-        if isinstance(x, QuantizedTensor):
-            given |= {f"{name}_scale": x.scale, f"{name}_shift": x.shift}
-    return args._replace(codes=",".join(map(str, forms)), **given)
+    k_form, k_scale, k_shift = _tables(k)
+    v_form, v_scale, v_shift = _tables(v)
+    tables = {"k_scale": k_scale, "k_shift": k_shift, "v_scale": v_scale, "v_shift": v_shift}
+    return args._replace(codes=_text(k_form, v_form), **tables)
+
+
+def _tables(x: Operand) -> tuple[Codes | None, Tensor | None, Tensor | None]:
+    return (x.form, x.scale, x.shift) if isinstance(x, QuantizedTensor) else (None, None, None)
+
+
+@lru_cache(maxsize=256)
+def _text(k: Codes | None, v: Codes | None) -> str:
+    """The op's text argument, as `codes_of` reads it."""
+    return ",".join("-" if x is None else str(x) for x in (k, v))
 
 
 def _in_walk(
@@ -77,12 +85,24 @@ def _in_walk(
     differentiated = k.requires_grad or v.requires_grad or any_requires_grad(q, codes_k, codes_v, args)
     if differentiated and torch.is_grad_enabled():
         return False
-    spec = without_gradients(spec_of(q, codes_k, codes_v, args))
-    rows = plan.candidates(backends.TABLE, spec, backend := requested_backend(args))
-    here = targets.of(q, device)
-    return any(
-        Feature.CODES in row.features and row.accepts(spec, here, by_name=bool(backend)) for row in rows
-    )
+    backend = requested_backend(args)
+    lengths = *(length_class(n) for n in (q.shape[0], q.shape[2])), codes_k.shape[2] >= MANY_KEYS
+    sizes = q.shape[1], q.shape[3], codes_v.shape[1], codes_v.shape[3], lengths
+    key = (q.dtype, q.device, device, backend, sizes, *map(class_of, args))
+    if key not in _readers:
+        if len(_readers) >= _KEPT:
+            _readers.clear()
+        spec = without_gradients(spec_of(q, codes_k, codes_v, args))
+        rows = plan.candidates(backends.TABLE, spec, backend)
+        here, named = targets.of(q, device), bool(backend)
+        _readers[key] = any(
+            Feature.CODES in row.features and row.accepts(spec, here, by_name=named) for row in rows
+        )
+    return _readers[key]
+
+
+_KEPT = 1024
+_readers: dict[tuple[Any, ...], bool] = {}  # by class of problem, as routes are
 
 
 def _gathered(table: Tensor, lens: Tensor | None, *pools: Operand) -> tuple[Any, ...]:

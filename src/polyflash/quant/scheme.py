@@ -6,7 +6,7 @@ are written in an op's text argument. Data alone, without tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -135,6 +135,7 @@ class Scheme:
     smoothing: str = "none"
     rotation: str = "none"
     compute: str = "float"
+    codes: Codes = field(init=False, repr=False, compare=False)  # their form, as kernels read them
 
     def __post_init__(self) -> None:
         words = {"dtype": KINDS, "granularity": GRANULARITIES, "smoothing": SMOOTHINGS, "rotation": ROTATIONS}
@@ -168,9 +169,9 @@ class Scheme:
             change = f'Use granularity="token", channels={MX_CHANNELS}.'
             raise spec_error("Scheme.granularity", self.granularity, "blocks of 32 channels", change)
 
-    @property
-    def codes(self) -> Codes:
-        """The form of its codes, as kernels read them."""
+        object.__setattr__(self, "codes", self._codes())
+
+    def _codes(self) -> Codes:
         blocks = {
             "tensor": Block(),
             "head": Block(),
