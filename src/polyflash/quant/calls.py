@@ -16,7 +16,7 @@ from polyflash.quant import codec
 from polyflash.quant.scheme import Codes
 from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import any_requires_grad, class_of, requested_backend, spec_of, without_gradients
-from polyflash.spec import MANY_KEYS, Arguments, Feature, length_class
+from polyflash.spec import MANY_KEYS, MOST_SHARED_ROWS, Arguments, Feature
 from polyflash.target import Target
 
 Operand = Tensor | QuantizedTensor
@@ -62,7 +62,7 @@ def _with_codes(k: Operand, v: Operand, args: Arguments) -> Arguments:
     """`args` of a call whose kernel reads the codes."""
     k_form, k_scale, k_shift = _tables(k)
     v_form, v_scale, v_shift = _tables(v)
-    tables = {"k_scale": k_scale, "k_shift": k_shift, "v_scale": v_scale, "v_shift": v_shift}
+    tables: dict[str, Any] = {"k_scale": k_scale, "k_shift": k_shift, "v_scale": v_scale, "v_shift": v_shift}
     return args._replace(codes=_text(k_form, v_form), **tables)
 
 
@@ -86,7 +86,7 @@ def _in_walk(
     if differentiated and torch.is_grad_enabled():
         return False
     backend = requested_backend(args)
-    lengths = *(length_class(n) for n in (q.shape[0], q.shape[2])), codes_k.shape[2] >= MANY_KEYS
+    lengths = min(q.shape[2], MOST_SHARED_ROWS + 1), min(codes_k.shape[2], MANY_KEYS)
     sizes = q.shape[1], q.shape[3], codes_v.shape[1], codes_v.shape[3], lengths
     key = (q.dtype, q.device, device, backend, sizes, *map(class_of, args))
     if key not in _readers:
