@@ -15,6 +15,7 @@ Ashkboos et al., QuaRot (2024): rotation."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from polyflash.errors import spec_error
 from polyflash.quant.scheme import KINDS, SMOOTHED_TOKENS, TABLES, Block, Codes, Scheme
 
+_KERNELS = {"cuda": "polyflash.backends.triton.quantize"}  # the same in one pass, by device type
 _CHUNK = 1 << 22  # elements that are decoded at a time
 _INF = float("inf")
 
@@ -34,18 +36,22 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
     blocks of tokens, blocks of channels). `lens` (batch,) are the live tokens: what lies beyond enters no
     scale and no mean, and gets code 0 of int8 or its like."""
     kind, codes = KINDS[scheme.dtype], scheme.codes
-    x = x.detach().float()
+    given, x = x.detach(), x.detach().float()
     if x.shape[3] % codes.packed:
         change = "Codes of 4 bits lie in pairs of channels: pad to an even head_dim, or use 8 bits."
         raise spec_error("head_dim", x.shape[3], "an even number", change)
     if scheme.rotation == "hadamard":
-        x = rotate(x)
+        given = x = rotate(x)
     dead = None
     if lens is not None:
         alive = torch.arange(x.shape[2], device=x.device) < lens.to(x.device).view(-1, 1)
         dead = ~alive[:, None, :, None]
         x = x.masked_fill(dead, 0.0)
     mean = _mean(x, scheme, dead)
+    if given.device.type in _KERNELS and not torch.compiler.is_compiling():
+        made = import_module(_KERNELS[given.device.type]).encode(given, mean, scheme, lens)
+        if made is not None:
+            return made  # type: ignore[no-any-return]
     if mean is not None:
         x = x - spread(mean, codes.shift, x.shape)
         if dead is not None:

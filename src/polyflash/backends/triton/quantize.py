@@ -1,0 +1,196 @@
+"""The codec's common schemes as one kernel: a block of tokens of one head is read once, and leaves as codes,
+scale and shift. Bits are the codec's (quant/codec.py), whose divisions and roundings these are.
+
+A scale is one token's (or that of a block of its channels), or one channel's over a group of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from polyflash.backends.gpu.views import View, view_of
+from polyflash.backends.triton import runtime
+from polyflash.quant.scheme import KINDS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyflash.quant.scheme import Scheme
+
+_TOKENS, _MOST_TOKENS, _MOST_CHANNELS = 16, 256, 1024  # of a tile; its channels
+_MAGIC = tl.constexpr(12582912.0)  # 1.5·2^23: a sum with it has no fraction, rounded to nearest even
+
+
+class Tensors(NamedTuple):
+    """`t` of `encode_block`."""
+
+    x: View
+    codes: View
+    scale: View  # (batch, heads, blocks of tokens, blocks of channels), and so is shift
+    shift: View | None
+    mean: View | None
+    lens: Any
+    end: Any = None  # see `runtime.compile`
+
+
+class Numbers(NamedTuple):
+    """`n` of `encode_block`."""
+
+    num_heads: int
+    seqlen: int
+    blocks: int
+
+
+class Constants(NamedTuple):
+    """`c` of `encode_block`."""
+
+    DTYPE: Any = "int8"
+    MOST: Any = 127.0  # or, of steps, how many there are
+    STEPS: Any = False  # from the least value to the greatest
+    TOKENS: Any = _TOKENS  # of a program
+    TILE: Any = _TOKENS  # as many, or the power of two above
+    GROUPED: Any = False  # a scale per channel
+    D: Any = 0
+    WIDE: Any = 0  # channels, or the power of two above
+    CHANNELS: Any = 0  # per scale
+    LAYOUT: Any = 0
+
+
+@triton.jit
+def spread(x, c):
+    """One number per scale, as one per element of the tile."""
+    if c.GROUPED:
+        return tl.broadcast_to(x[None, :], c.TILE, c.WIDE)
+    wide = tl.broadcast_to(x[:, :, None], c.TILE, c.WIDE // c.CHANNELS, c.CHANNELS)
+    return tl.reshape(wide, c.TILE, c.WIDE)
+
+
+@triton.jit
+def greatest(b_x, c):
+    """The greatest value under each scale."""
+    if c.GROUPED:
+        return tl.max(b_x, 0)
+    return tl.max(tl.reshape(b_x, c.TILE, c.WIDE // c.CHANNELS, c.CHANNELS), 2)
+
+
+@triton.jit
+def store_table(table, b_x, i_b, i_h, i_t, o_t, n, c):
+    """Stores one number per scale."""
+    p = table.p + i_b * table.b + i_h * table.h
+    if c.GROUPED:
+        o_d = tl.arange(0, c.WIDE)
+        tl.store(p + i_t * table.s + o_d * table.d, b_x, mask=o_d < c.D)
+    else:
+        o_c = tl.arange(0, c.WIDE // c.CHANNELS)
+        m = (o_t < n.seqlen)[:, None] & (o_c * c.CHANNELS < c.D)[None, :]
+        tl.store(p + o_t[:, None].to(tl.int64) * table.s + o_c[None, :] * table.d, b_x, mask=m)
+
+
+@triton.jit
+def rounded(b_y, c):
+    """Values as a float of 8 bits holds them, to nearest even, zeros with their sign."""
+    MANTISSA: tl.constexpr = 3 if c.DTYPE == "fp8_e4m3" else 2
+    LEAST: tl.constexpr = (127 - 6 if c.DTYPE == "fp8_e4m3" else 127 - 14) << 23
+    exponent = tl.maximum(b_y.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)
+    magic = (exponent + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True) * 1.5
+    sign = b_y.to(tl.int32, bitcast=True) & -0x80000000
+    return (((b_y + magic) - magic).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_block(t, n, c):
+    """One program per block of tokens of a head."""
+    i_t, i_bh = tl.program_id(0) % n.blocks, tl.program_id(0) // n.blocks
+    i_h, i_b = tl.cast(i_bh % n.num_heads, tl.int64), tl.cast(i_bh // n.num_heads, tl.int64)
+    o_n = tl.arange(0, c.TILE)
+    o_t, o_d = i_t * c.TOKENS + o_n, tl.arange(0, c.WIDE)
+    m_t = (o_n < c.TOKENS) & (o_t < n.seqlen)
+    m_d = o_d < c.D
+    x, codes = t.x, t.codes
+    p = x.p + i_b * x.b + i_h * x.h + o_t[:, None].to(tl.int64) * x.s + o_d[None, :] * x.d
+    b_x = tl.load(p, mask=m_t[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+    m_live = m_t
+    if t.lens is not None:
+        m_live = m_live & (o_t < tl.load(t.lens + i_b))
+    m_x = m_live[:, None] & m_d[None, :]
+    b_x = tl.where(m_x, b_x, 0.0)
+    if t.mean is not None:
+        b_mean = tl.load(t.mean.p + i_b * t.mean.b + i_h * t.mean.h + o_d * t.mean.d, mask=m_d, other=0.0)
+        b_x = tl.where(m_x, b_x - b_mean[None, :], 0.0)
+    odd = greatest((b_x != b_x).to(tl.int32), c) > 0  # a NaN, which maxima pass over
+    if c.STEPS:
+        hi = greatest(tl.where(m_x, b_x, float("-inf")), c)
+        lo = -greatest(tl.where(m_x, -b_x, float("-inf")), c)
+        empty = lo > hi
+        hi, lo = tl.where(empty, 0.0, hi), tl.where(empty, 0.0, lo)
+        hi, lo = tl.where(odd, float("nan"), hi), tl.where(odd, float("nan"), lo)
+        scale = tl.math.div_rn(hi - lo, tl.full(hi.shape, c.MOST, tl.float32))
+        MIDDLE: tl.constexpr = (c.MOST + 1) // 2
+        # Product and sum are rounded one by one, as the codec's are.
+        product = scale * MIDDLE
+        store_table(t.shift, lo + product, i_b, i_h, i_t, o_t, n, c)
+        b_y = tl.math.div_rn(b_x - spread(lo, c), spread(scale, c))
+        b_y = tl.minimum(tl.maximum(tl.where(b_y == b_y, b_y, 0.0), 0.0), c.MOST * 1.0)
+        b_y = (b_y + _MAGIC) - _MAGIC - MIDDLE
+    else:
+        scale = tl.where(odd, float("nan"), greatest(tl.abs(b_x), c))
+        scale = tl.math.div_rn(scale, tl.full(scale.shape, c.MOST, tl.float32))
+        b_y = tl.math.div_rn(b_x, spread(scale, c))
+        b_y = tl.where(b_y == b_y, b_y, 0.0)
+        if c.DTYPE == "int8":
+            b_y = (tl.minimum(tl.maximum(b_y, -128.0), 127.0) + _MAGIC) - _MAGIC
+        elif c.DTYPE == "int4":
+            b_y = (tl.minimum(tl.maximum(b_y, -8.0), 7.0) + _MAGIC) - _MAGIC
+        else:
+            b_y = rounded(tl.minimum(tl.maximum(b_y, -c.MOST), c.MOST), c)
+    store_table(t.scale, scale, i_b, i_h, i_t, o_t, n, c)
+    b_y = tl.where(m_x, b_y, 0.0)
+    p = codes.p + i_b * codes.b + i_h * codes.h + o_t[:, None].to(tl.int64) * codes.s
+    if c.DTYPE == "int4":
+        even, uneven = tl.split(tl.reshape(b_y.to(tl.int32) + 8, c.TILE, c.WIDE // 2, 2))
+        o_d = tl.arange(0, c.WIDE // 2)
+        b_codes = (even | (uneven << 4)).to(tl.uint8)
+        tl.store(p + o_d[None, :] * codes.d, b_codes, mask=m_t[:, None] & (o_d * 2 < c.D)[None, :])
+    else:
+        b_codes = b_y.to(codes.p.dtype.element_ty)
+        tl.store(p + o_d[None, :] * codes.d, b_codes, mask=m_t[:, None] & m_d[None, :])
+
+
+_kernels = runtime.Kernels()
+
+
+def encode(
+    x: Tensor, mean: Tensor | None, scheme: Scheme, lens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Codes, scale and shift of x (batch, heads, seqlen, head_dim) as `codec.encode` gives them, which took
+    the mean of a smoothed scheme; None of a scheme that has no kernel."""
+    kind, form = KINDS[scheme.dtype], scheme.codes
+    batch, heads, seqlen, head_dim = x.shape
+    grouped, wide = form.scale.channels == 1, triton.next_power_of_2(max(head_dim, 2))
+    tokens = form.scale.tokens if grouped else _TOKENS
+    channels = form.scale.channels or wide
+    fits = scheme.dtype in ("int8", "int4", "fp8_e4m3", "fp8_e5m2") and scheme.smoothing != "block_mean"
+    fits = fits and (1 < tokens <= _MOST_TOKENS if grouped else form.scale.tokens == 1)
+    fits = fits and channels & (channels - 1) == 0 and channels <= wide <= _MOST_CHANNELS
+    if not fits or x.dtype is torch.float64 or not x.numel():
+        return None
+    tables = (batch, heads, *form.scale.counts(seqlen, head_dim))
+    codes = x.new_empty((*x.shape[:3], head_dim // form.packed), dtype=getattr(torch, kind.storage))
+    scale = x.new_empty(tables, dtype=torch.float32)
+    shift = None if scheme.symmetric else torch.empty_like(scale)
+    blocks = -(-seqlen // tokens)
+    if lens is not None:
+        lens = lens.to(x.device, torch.int32).contiguous()
+    t = Tensors(view_of(x), view_of(codes), view_of(scale), view_of(shift), view_of(mean), lens)
+    most = kind.levels if shift is not None else kind.most
+    tile = triton.next_power_of_2(tokens)
+    c = Constants(scheme.dtype, most, shift is not None, tokens, tile, grouped, head_dim, wide, channels)
+    key = (c, runtime.signature(tuple(t)))
+    n = Numbers(heads, seqlen, blocks)
+    grid = (batch * heads * blocks,)
+    _kernels.launch(encode_block, grid, (t, n, runtime.compiled_in(c)), {"num_warps": 4}, key, x.device)
+    return codes, scale, mean if shift is None else shift
