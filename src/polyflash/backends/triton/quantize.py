@@ -64,8 +64,9 @@ class Constants(NamedTuple):
 def spread(x, c):
     """One number per scale, as one per element of the tile."""
     if c.GROUPED:
-        return tl.broadcast_to(x[None, :], c.TILE, c.WIDE)
-    wide = tl.broadcast_to(x[:, :, None], c.TILE, c.WIDE // c.CHANNELS, c.CHANNELS)
+        wide = tl.broadcast_to(x[None, :], c.TILE, c.WIDE)
+    else:
+        wide = tl.broadcast_to(x[:, :, None], c.TILE, c.WIDE // c.CHANNELS, c.CHANNELS)
     return tl.reshape(wide, c.TILE, c.WIDE)
 
 
@@ -73,8 +74,10 @@ def spread(x, c):
 def greatest(b_x, c):
     """The greatest value under each scale."""
     if c.GROUPED:
-        return tl.max(b_x, 0)
-    return tl.max(tl.reshape(b_x, c.TILE, c.WIDE // c.CHANNELS, c.CHANNELS), 2)
+        top = tl.max(b_x, 0)
+    else:
+        top = tl.max(tl.reshape(b_x, c.TILE, c.WIDE // c.CHANNELS, c.CHANNELS), 2)
+    return top
 
 
 @triton.jit
