@@ -36,22 +36,22 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
     blocks of tokens, blocks of channels). `lens` (batch,) are the live tokens: what lies beyond enters no
     scale and no mean, and gets code 0 of int8 or its like."""
     kind, codes = KINDS[scheme.dtype], scheme.codes
-    given, x = x.detach(), x.detach().float()
+    x = x.detach()
     if x.shape[3] % codes.packed:
         change = "Codes of 4 bits lie in pairs of channels: pad to an even head_dim, or use 8 bits."
         raise spec_error("head_dim", x.shape[3], "an even number", change)
     if scheme.rotation == "hadamard":
-        given = x = rotate(x)
+        x = rotate(x.float())
     dead = None
     if lens is not None:
         alive = torch.arange(x.shape[2], device=x.device) < lens.to(x.device).view(-1, 1)
         dead = ~alive[:, None, :, None]
-        x = x.masked_fill(dead, 0.0)
-    mean = _mean(x, scheme, dead)
-    if given.device.type in _KERNELS and not torch.compiler.is_compiling():
-        made = import_module(_KERNELS[given.device.type]).encode(given, mean, scheme, lens)
+    mean = None if scheme.smoothing == "none" else _mean(x.float(), scheme.smoothing, dead)
+    if x.device.type in _KERNELS and not torch.compiler.is_compiling():
+        made = import_module(_KERNELS[x.device.type]).encode(x, mean, scheme, lens)
         if made is not None:
             return made  # type: ignore[no-any-return]
+    x = x.float() if dead is None else x.float().masked_fill(dead, 0.0)
     if mean is not None:
         x = x - spread(mean, codes.shift, x.shape)
         if dead is not None:
@@ -130,11 +130,11 @@ def _reduced(x: Tensor, block: Block, pad: float, how: str) -> Tensor:
     return x
 
 
-def _mean(x: Tensor, scheme: Scheme, dead: Tensor | None) -> Tensor | None:
-    """The mean of the live tokens of every channel, or of every 64 tokens of it; None without smoothing."""
-    if scheme.smoothing == "none":
-        return None
-    block = Block(0 if scheme.smoothing == "mean" else SMOOTHED_TOKENS, 1)
+def _mean(x: Tensor, smoothing: str, dead: Tensor | None) -> Tensor:
+    """The mean of the live tokens of every channel, or of every 64 tokens of it."""
+    block = Block(0 if smoothing == "mean" else SMOOTHED_TOKENS, 1)
+    if dead is not None:
+        x = x.masked_fill(dead, 0.0)
     live = torch.ones_like(x[..., :1]) if dead is None else (~dead).expand(*x.shape[:3], 1).float()
     return _reduced(x, block, 0.0, "sum") / _reduced(live, block, 0.0, "sum").clamp(min=1)
 
