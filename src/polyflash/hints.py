@@ -17,6 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ADDED = "A bool mask (True = attend) is mask=, floats that are added to scores are bias=."
 _TOP_LEFT = "True aligns the last row with the last key; is_causal of torch SDPA is causal='top_left'."
 _PADDING = "Or mask=~key_padding_mask[:, None, None]: True means attend. Padding at the left is kv_starts=."
+_SCALES = "Codes bring their scales: pass quantize(k, Scheme(...)), or a QuantizedTensor of codes you have."
 # name elsewhere -> (name here, what else there is to know)
 _NAMES: dict[str, tuple[str, str]] = {
     "is_causal": ("causal", _TOP_LEFT),
@@ -46,6 +47,8 @@ _NAMES: dict[str, tuple[str, str]] = {
     "block_table": ("page_table", ""),
     "block_tables": ("page_table", ""),
     "tensor_layout": ("layout", "It is 'bhsd' or 'bshd'."),
+    **dict.fromkeys(("k_scale", "v_scale", "k_descale", "v_descale"), ("", _SCALES)),
+    "kv_cache_dtype": ("", _SCALES),
     "return_softmax_lse": ("return_lse", ""),
 }
 _TAKEN_BY = {

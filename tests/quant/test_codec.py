@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -176,6 +177,12 @@ def test_wrong_calls_of_quantize():
         (lambda: quantize(x[..., :7], Scheme(dtype="int4")), "even"),
         (lambda: dequantize(x), "QuantizedTensor"),
         (lambda: codes_of("int9/1x0,-"), "codes"),
+        (lambda: replace(quantize(x, Scheme()), codes=x.to(torch.uint8)), "codes"),
+        (lambda: replace(quantize(x, Scheme()), codes=x[0].to(torch.int8)), "codes"),
+        (lambda: replace(quantize(x, Scheme()), shift=x[..., :1]), "shift"),
+        (lambda: replace(quantize(x, Scheme(symmetric=False)), shift=None), "shift"),
+        (lambda: replace(quantize(x, Scheme()), scale=x[..., :2]), "scale"),
+        (lambda: replace(quantize(x, Scheme()), scale=x[..., :1].double()), "scale"),
     ):
         with pytest.raises(SpecError, match=words):
             wrong()

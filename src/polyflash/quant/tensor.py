@@ -13,7 +13,7 @@ from polyflash.dtypes import BY_NAME
 from polyflash.errors import described, spec_error
 from polyflash.mask import is_strided
 from polyflash.quant import codec
-from polyflash.quant.scheme import NAMED, Codes, Scheme
+from polyflash.quant.scheme import KINDS, NAMED, Codes, Scheme
 
 QuantizedLayout = Literal["bhsd", "bshd", "thd"]
 _AXES = {
@@ -25,10 +25,20 @@ _AXES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
-    """A tensor as codes, which goes wherever k or v goes.
+    """A tensor as codes, which goes wherever k or v goes. `quantize` makes one; codes from elsewhere are
+    checked here.
 
-    `codes`, `scale` and `shift` are views (batch, heads, seqlen, ...) whatever the layout; `scheme` says what
-    they mean, `dtype` what they were made of. `shape` is that of the values in `layout`."""
+    Args:
+        codes: (batch or pages, heads, seqlen, head_dim), whatever the layout: a view is enough. int8,
+            float8_e4m3fn or float8_e5m2; codes of 4 bits uint8, half as wide.
+        scale: float32 (batch or pages, heads, blocks of tokens, blocks of channels), 1 where all share one.
+        shift: likewise, -zero·scale of an asymmetric scheme, the mean of a smoothed one; else None.
+        scheme: what the codes mean.
+        dtype: of the values; calls decode into that of q.
+        layout: of `shape`, and of the calls that take it.
+
+    Raises:
+        SpecError: a dtype, shape or device that does not belong to the scheme."""
 
     codes: Tensor
     scale: Tensor
@@ -37,6 +47,29 @@ class QuantizedTensor:
     dtype: torch.dtype
     layout: QuantizedLayout = "bhsd"
     source: Tensor | None = None  # in the graph of autograd: values without storage, which take the gradient
+
+    def __post_init__(self) -> None:
+        stored = getattr(torch, KINDS[self.form.dtype].storage)
+        if self.codes.ndim != 4 or self.codes.dtype is not stored:
+            change = "Fnuz floats, unpacked nibbles and unsigned bytes are other codes: convert them first."
+            wanted = f"{stored} with 4 dimensions for {self.scheme.dtype}"
+            raise spec_error("codes", described(self.codes), wanted, change)
+        batch, heads, tokens, width = self.codes.shape
+        for name, table, block in (
+            ("scale", self.scale, self.form.scale),
+            ("shift", self.shift, self.form.shift),
+        ):
+            if (table is None) is not (block is None):
+                got, wanted = described(table), "None" if block is None else "a table"
+                raise spec_error(name, got, f"{wanted} for this scheme", "A zero point is -zero·scale here.")
+            if table is None or block is None:
+                continue
+            shape = (batch, heads, *block.counts(tokens, width * self.form.packed))
+            kind = (tuple(table.shape), table.dtype, table.device)
+            if kind != (shape, torch.float32, self.codes.device):
+                got = f"{kind[0]} {kind[1]} on {kind[2]}"
+                wanted = f"{shape} torch.float32 on {self.codes.device}"
+                raise spec_error(name, got, wanted, "It has an entry for each block of the codes.")
 
     @property
     def shape(self) -> torch.Size:
