@@ -159,6 +159,7 @@ def test_text_and_back():
         ({"symmetric": False, "smoothing": "mean"}, "zero point"),
         ({"dtype": "mxfp4"}, "32 channels"),
         ({"dtype": "int4", "compute": "int8"}, "symmetric int8"),
+        ({"compute": "fp8"}, "fp8_e4m3"),
     ],
 )
 def test_a_scheme_without_a_meaning(change: dict, words: str):
