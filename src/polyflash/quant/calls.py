@@ -16,7 +16,7 @@ from polyflash.quant import codec
 from polyflash.quant.scheme import Codes
 from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import any_requires_grad, class_of, requested_backend, spec_of, without_gradients
-from polyflash.spec import MANY_KEYS, MOST_SHARED_ROWS, Arguments, Feature
+from polyflash.spec import MANY_KEYS, MOST_SHARED_ROWS, Arguments, Feature, length_class
 from polyflash.target import Target
 
 Operand = Tensor | QuantizedTensor
@@ -86,17 +86,18 @@ def _in_walk(
     if differentiated and torch.is_grad_enabled():
         return False
     backend = requested_backend(args)
-    lengths = min(q.shape[2], MOST_SHARED_ROWS + 1), min(codes_k.shape[2], MANY_KEYS)
+    rows, keys = q.shape[2], codes_k.shape[2]
+    lengths = min(rows, MOST_SHARED_ROWS + 1), length_class(rows), min(keys, MANY_KEYS)
     sizes = q.shape[1], q.shape[3], codes_v.shape[1], codes_v.shape[3], lengths
     key = (q.dtype, q.device, device, backend, sizes, *map(class_of, args))
     if key not in _readers:
         if len(_readers) >= _KEPT:
             _readers.clear()
         spec = without_gradients(spec_of(q, codes_k, codes_v, args))
-        rows = plan.candidates(backends.TABLE, spec, backend)
+        candidates = plan.candidates(backends.TABLE, spec, backend)
         here, named = targets.of(q, device), bool(backend)
         _readers[key] = any(
-            Feature.CODES in row.features and row.accepts(spec, here, by_name=named) for row in rows
+            Feature.CODES in row.features and row.accepts(spec, here, by_name=named) for row in candidates
         )
     return _readers[key]
 
