@@ -18,6 +18,7 @@ from polyflash.hints import answering, unexpected
 from polyflash.mask import Mask
 from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
+from polyflash.quant.tensor import KV
 from polyflash.routes import backend_in_use
 from polyflash.spec import Arguments
 from polyflash.target import Target
@@ -31,17 +32,17 @@ _pytree._register_namedtuple(AttentionOutput, serialized_type_name="polyflash.At
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[OfAttention]
+    q: Tensor, k: KV, v: KV, *, return_lse: Literal[False] = ..., **options: Unpack[OfAttention]
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[OfAttention]
+    q: Tensor, k: KV, v: KV, *, return_lse: Literal[True], **options: Unpack[OfAttention]
 ) -> AttentionOutput: ...
 @answering
 def attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: KV,
+    v: KV,
     *,
     causal: Causal = False,
     window: WindowSides | None = None,
@@ -70,9 +71,10 @@ def attention(
     Args:
         q: (batch, num_q_heads, seqlen_q, head_dim), or (batch, seqlen_q, num_q_heads, head_dim) with
             layout="bshd"; float32, bfloat16, float16 or float64; any strides.
-        k: (batch, num_kv_heads, seqlen_k, head_dim), dtype of q; num_q_heads is a multiple of num_kv_heads,
-            and query head h reads kv head h // (num_q_heads / num_kv_heads).
-        v: (batch, num_kv_heads, seqlen_k, head_dim_v), dtype of q.
+        k: (batch, num_kv_heads, seqlen_k, head_dim), dtype of q, or a `QuantizedTensor` of that shape;
+            num_q_heads is a multiple of num_kv_heads, and query head h reads kv head
+            h // (num_q_heads / num_kv_heads).
+        v: (batch, num_kv_heads, seqlen_k, head_dim_v), likewise.
         causal: True or "bottom_right": key j is visible to row i iff j <= i + (seqlen_k - seqlen_q).
             "top_left": iff j <= i. With `q_offset`: iff j <= i + q_offset.
         window: (left, right) neighbours of a row's position, itself not counted; None is unbounded.
@@ -150,17 +152,17 @@ def attention(
 
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    q: Tensor, k: KV, v: KV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     return_lse: Literal[False] = ..., **options: Unpack[OfVarlen],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    q: Tensor, k: KV, v: KV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     return_lse: Literal[True], **options: Unpack[OfVarlen],
 ) -> AttentionOutput: ...  # fmt: skip
 @answering
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    q: Tensor, k: KV, v: KV, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: Causal = False,
     window: WindowSides | None = None, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
     sinks: Tensor | None = None, scale: float | None = None, kv_lens: Tensor | None = None,
@@ -177,8 +179,8 @@ def attention_varlen(
 
     Args:
         q: (total_q, num_q_heads, head_dim), any strides.
-        k: (total_k, num_kv_heads, head_dim), dtype of q.
-        v: (total_k, num_kv_heads, head_dim_v), dtype of q.
+        k: (total_k, num_kv_heads, head_dim), dtype of q, or a `QuantizedTensor` with layout "thd".
+        v: (total_k, num_kv_heads, head_dim_v), likewise.
         cu_seqlens_q: int32 or int64 (members + 1,): 0, then never falling, at most total_q. Rows beyond its
             last bound get out 0 and lse -inf, keys beyond belong to nobody, and gradients of both are 0.
         cu_seqlens_k: int32 or int64 (members + 1,), likewise for k and v.
@@ -213,17 +215,17 @@ def attention_varlen(
 
 @overload
 def attention_paged(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, kv_lens: Tensor, *,
+    q: Tensor, k_pages: KV, v_pages: KV, page_table: Tensor, kv_lens: Tensor, *,
     return_lse: Literal[False] = ..., **options: Unpack[OfPaged],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_paged(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, kv_lens: Tensor, *,
+    q: Tensor, k_pages: KV, v_pages: KV, page_table: Tensor, kv_lens: Tensor, *,
     return_lse: Literal[True], **options: Unpack[OfPaged],
 ) -> AttentionOutput: ...  # fmt: skip
 @answering
 def attention_paged(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, kv_lens: Tensor, *,
+    q: Tensor, k_pages: KV, v_pages: KV, page_table: Tensor, kv_lens: Tensor, *,
     cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None, causal: Causal = False,
     window: WindowSides | None = None, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
     sinks: Tensor | None = None, scale: float | None = None, kv_starts: Tensor | None = None,
@@ -243,8 +245,9 @@ def attention_paged(
         q: (batch, num_q_heads, head_dim), one token per request; or with cu_seqlens_q (total_q, num_q_heads,
             head_dim), any number of rows per request. Any strides.
         k_pages: (num_pages, page_size, num_kv_heads, head_dim), dtype of q, page_size >= 1. Any strides: a
-            view of a tensor that holds both pools, or has heads before slots, is read where it is.
-        v_pages: (num_pages, page_size, num_kv_heads, head_dim_v), dtype of q.
+            view of a tensor that holds both pools, or has heads before slots, is read where it is. Or a
+            `QuantizedTensor` with layout "bshd".
+        v_pages: (num_pages, page_size, num_kv_heads, head_dim_v), likewise.
         page_table: int32 (batch, max_pages). Entries of pages without a key that a row sees (beyond the
             live length, before the window) are not looked at.
         kv_lens: int32 or int64 (batch,), live keys of each request, 0 to max_pages·page_size.
@@ -293,7 +296,7 @@ def attention_paged(
 
 @answering
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = False, window: WindowSides | None = None,
+    q: Tensor, k: KV, v: KV, *, causal: Causal = False, window: WindowSides | None = None,
     mask: Tensor | Mask | None = None, bias: Tensor | None = None, alibi_slopes: Tensor | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None,
     kv_lens: Tensor | None = None, kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None,

@@ -63,7 +63,7 @@ class Bound(NamedTuple):
 
 
 def bind(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, form: Form = Form.BHSD, out: Tensor | None = None
+    q: Tensor, k: Any, v: Any, options: Options, form: Form = Form.BHSD, out: Tensor | None = None
 ) -> Bound:
     """One call, checked as far as it can be without the sizes of its tensors; `form` says what their
     dimensions are."""

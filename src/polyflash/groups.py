@@ -22,7 +22,7 @@ from polyflash.hints import answering, unexpected
 from polyflash.mask import FAR_OFFSET, checked_window
 from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
-from polyflash.quant.tensor import values_of
+from polyflash.quant.tensor import KV, values_of
 from polyflash.target import Target
 from polyflash.transforms import INFERENCE_ONLY
 
@@ -121,19 +121,19 @@ class _Groups(NamedTuple):
 @overload
 def attention_groups(
     q_groups: Sequence[Tensor],
-    k: Tensor,
-    v: Tensor,
+    k: KV,
+    v: KV,
     *,
     return_lse: Literal[False] = ...,
     **x: Unpack[OfGroups],
 ) -> list[Tensor]: ...
 @overload
 def attention_groups(
-    q_groups: Sequence[Tensor], k: Tensor, v: Tensor, *, return_lse: Literal[True], **x: Unpack[OfGroups]
+    q_groups: Sequence[Tensor], k: KV, v: KV, *, return_lse: Literal[True], **x: Unpack[OfGroups]
 ) -> list[AttentionOutput]: ...
 @answering
 def attention_groups(
-    q_groups: Sequence[Tensor], k: Tensor, v: Tensor, *, q_offsets: Sequence[int],
+    q_groups: Sequence[Tensor], k: KV, v: KV, *, q_offsets: Sequence[int],
     kv_lens: Sequence[int] | None = None, causal: bool = True, window: WindowSides | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None, layout: Layout = "bhsd",
     return_lse: bool = False, fused: bool | None = None, backend: str | None = None, config: Any = None,
@@ -148,8 +148,9 @@ def attention_groups(
     Args:
         q_groups: any number of tensors (batch, num_q_heads, S_g, head_dim), or (batch, S_g, num_q_heads,
             head_dim) with layout="bshd"; S_g may differ and be 0.
-        k: (batch, num_kv_heads, seqlen_k, head_dim) in `layout`, dtype of the groups.
-        v: (batch, num_kv_heads, seqlen_k, head_dim_v) in `layout`, dtype of the groups.
+        k: (batch, num_kv_heads, seqlen_k, head_dim) in `layout`, dtype of the groups; or a `QuantizedTensor`,
+            which is decoded first.
+        v: (batch, num_kv_heads, seqlen_k, head_dim_v) in `layout`, likewise.
         q_offsets: one int per group, the position of its row 0 among the keys.
         kv_lens: one int per group, 0 to seqlen_k: it sees none of the keys beyond. None: all keys.
         causal: key j is visible to a row at position p iff j <= p.
@@ -182,7 +183,7 @@ def attention_groups(
 
 
 def explain_groups(
-    q_groups: Sequence[Tensor], k: Tensor, v: Tensor, *, q_offsets: Sequence[int],
+    q_groups: Sequence[Tensor], k: KV, v: KV, *, q_offsets: Sequence[int],
     kv_lens: Sequence[int] | None = None, causal: bool = True, window: WindowSides | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None, layout: Layout = "bhsd",
     return_lse: bool = False, fused: bool | None = None, backend: str | None = None, config: Any = None,
@@ -199,7 +200,7 @@ def explain_groups(
 
 
 def _checked(
-    q_groups: Any, k: Tensor, v: Tensor, q_offsets: Any, kv_lens: Any, layout: str, **given: Any
+    q_groups: Any, k: Any, v: Any, q_offsets: Any, kv_lens: Any, layout: str, **given: Any
 ) -> _Groups:
     """The groups as views (batch, heads, seqlen, head_dim), with an offset and a length for each."""
     if isinstance(q_groups, Tensor) or not isinstance(q_groups, Sequence):

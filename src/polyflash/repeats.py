@@ -41,7 +41,7 @@ _MOST_KEYS = MOST_POSITIONS - DECODE_ROWS
 _known: dict[Key, Repeat | None] = {}
 
 
-def key_of(q: Tensor, k: Tensor, v: Tensor, options: Key) -> Key | None:
+def key_of(q: Tensor, k: Any, v: Any, options: Key) -> Key | None:
     """The key of a call of `attention` whose other arguments are defaults but for `options`, or None if
     it is not to be known. Tensors are (batch, heads, seqlen, head_dim)."""
     kinds = quiet(q, k, v, trained=True)

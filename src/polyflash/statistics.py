@@ -14,7 +14,7 @@ from polyflash.arguments import Causal, Layout, Options, WindowSides
 from polyflash.entry import Form, autocast, bind, form_of
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.mask import Mask, is_strided
-from polyflash.quant.tensor import values_of
+from polyflash.quant.tensor import KV, values_of
 from polyflash.results import Room
 from polyflash.spec import Arguments, Phase
 from polyflash.storages import check_storages
@@ -31,7 +31,7 @@ class RowStats(NamedTuple):
 
 
 def column_sums(
-    q: Tensor, k: Tensor, lse: Tensor, *, causal: Causal = False, window: WindowSides | None = None,
+    q: Tensor, k: KV, lse: Tensor, *, causal: Causal = False, window: WindowSides | None = None,
     mask: Tensor | Mask | None = None, bias: Tensor | None = None, alibi_slopes: Tensor | None = None,
     softcap: float = 0.0, scale: float | None = None, kv_lens: Tensor | None = None,
     kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None, layout: Layout = "bhsd",
@@ -67,7 +67,7 @@ def column_sums(
 
 
 def row_stats(
-    q: Tensor, k: Tensor, lse: Tensor, *, causal: Causal = False, window: WindowSides | None = None,
+    q: Tensor, k: KV, lse: Tensor, *, causal: Causal = False, window: WindowSides | None = None,
     mask: Tensor | Mask | None = None, bias: Tensor | None = None, alibi_slopes: Tensor | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None,
     kv_lens: Tensor | None = None, kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None,
@@ -101,7 +101,7 @@ def row_stats(
 
 
 def _results(
-    name: str, q: Tensor, k: Tensor, lse: Tensor, layout: Layout, options: Options
+    name: str, q: Tensor, k: Any, lse: Tensor, layout: Layout, options: Options
 ) -> tuple[Tensor, ...]:
     """The results of the op `name`; q and k are cast as `attention` casts them under torch.autocast."""
     if not isinstance(lse, Tensor):

@@ -14,12 +14,10 @@ from polyflash import target as targets
 from polyflash.errors import spec_error
 from polyflash.quant import codec
 from polyflash.quant.scheme import Codes
-from polyflash.quant.tensor import QuantizedTensor
+from polyflash.quant.tensor import KV, QuantizedTensor
 from polyflash.routes import any_requires_grad, class_of, requested_backend, spec_of, without_gradients
 from polyflash.spec import MANY_KEYS, MOST_SHARED_ROWS, Arguments, Feature, length_class
 from polyflash.target import Target
-
-Operand = Tensor | QuantizedTensor
 
 
 class Opened(NamedTuple):
@@ -33,7 +31,7 @@ class Opened(NamedTuple):
     note: str
 
 
-def opened(q: Tensor, k: Operand, v: Operand, args: Arguments, device: str | Target | None = None) -> Opened:
+def opened(q: Tensor, k: KV, v: KV, args: Arguments, device: str | Target | None = None) -> Opened:
     """The call of tensors that a call with codes (batch or pages, heads, seqlen, ...) as k or v becomes, on
     `device` or on that of q."""
     _check(q, k, v)
@@ -54,11 +52,11 @@ def opened(q: Tensor, k: Operand, v: Operand, args: Arguments, device: str | Tar
     return Opened(q, k_values, v_values, args._replace(page_table=table), _rotates(v), note)
 
 
-def _rotates(x: Operand) -> bool:
+def _rotates(x: KV) -> bool:
     return isinstance(x, QuantizedTensor) and x.scheme.rotation != "none"
 
 
-def _with_codes(k: Operand, v: Operand, args: Arguments) -> Arguments:
+def _with_codes(k: KV, v: KV, args: Arguments) -> Arguments:
     """`args` of a call whose kernel reads the codes."""
     k_form, k_scale, k_shift = _tables(k)
     v_form, v_scale, v_shift = _tables(v)
@@ -66,7 +64,7 @@ def _with_codes(k: Operand, v: Operand, args: Arguments) -> Arguments:
     return args._replace(codes=_text(k_form, v_form), **tables)
 
 
-def _tables(x: Operand) -> tuple[Codes | None, Tensor | None, Tensor | None]:
+def _tables(x: KV) -> tuple[Codes | None, Tensor | None, Tensor | None]:
     return (x.form, x.scale, x.shift) if isinstance(x, QuantizedTensor) else (None, None, None)
 
 
@@ -76,9 +74,7 @@ def _text(k: Codes | None, v: Codes | None) -> str:
     return ",".join("-" if x is None else str(x) for x in (k, v))
 
 
-def _in_walk(
-    q: Tensor, codes_k: Tensor, codes_v: Tensor, args: Arguments, k: Operand, v: Operand, device: Any
-) -> bool:
+def _in_walk(q: Tensor, codes_k: Tensor, codes_v: Tensor, args: Arguments, k: KV, v: KV, device: Any) -> bool:
     """Does a kernel read these codes while it walks over the keys? None does in a graph or for gradients."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
@@ -106,7 +102,7 @@ _KEPT = 1024
 _readers: dict[tuple[Any, ...], bool] = {}  # by class of problem, as routes are
 
 
-def _gathered(table: Tensor, lens: Tensor | None, *pools: Operand) -> tuple[Any, ...]:
+def _gathered(table: Tensor, lens: Tensor | None, *pools: KV) -> tuple[Any, ...]:
     """A table that names the pages of each request one after the other, and pools of these pages alone: a
     call decodes what its requests hold, and not the pool."""
     size = pools[0].codes.shape[2] if isinstance(pools[0], QuantizedTensor) else pools[0].shape[2]
@@ -120,7 +116,7 @@ def _gathered(table: Tensor, lens: Tensor | None, *pools: Operand) -> tuple[Any,
     return torch.where(known, order, -1), *taken
 
 
-def _check(q: Tensor, k: Operand, v: Operand) -> None:
+def _check(q: Tensor, k: KV, v: KV) -> None:
     """Refuses what the op could not say in the words of a `QuantizedTensor`'s user."""
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, QuantizedTensor):

@@ -128,6 +128,9 @@ class QuantizedTensor:
         return f"QuantizedTensor({s.dtype} per {s.granularity}, {tuple(self.shape)}, {size} on {self.device})"
 
 
+KV = Tensor | QuantizedTensor  # k or v of the public functions
+
+
 class _Source(torch.autograd.Function):
     """Values of x's shape without storage: what a gradient of the codes goes through on its way to x."""
 
