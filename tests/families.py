@@ -1,6 +1,7 @@
 """Input families: (q, k, v, storage dtype, generator) -> (q, k, v), in the dtype they are drawn in.
 
-They matter as much as shapes: several published defects are invisible on normal inputs.
+They matter as much as shapes: several published defects are invisible on normal inputs. Six of them are
+the package's own, for the errors of quantised keys and values.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyflash import workloads
+from polyflash.quant import families
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,47 +22,12 @@ if TYPE_CHECKING:
     Family = Callable[[Tensor, Tensor, Tensor, torch.dtype, torch.Generator], Triple]
 
 
-def _normal(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Triple:
-    return q, k, v
+def _of(six: families.Family) -> Family:
+    return lambda q, k, v, dtype, generator: six(q, k, v, generator)
 
 
 def _scaled(factor: float) -> Family:
     return lambda q, k, v, dtype, generator: (q * factor, k * factor, v * factor)
-
-
-def _channels(k: Tensor, count: int) -> Tensor:
-    """`count` channels spread over the head dim, the same in every head."""
-    return torch.arange(min(count, k.shape[-1])) * max(1, k.shape[-1] // count) % k.shape[-1]
-
-
-def _kbias(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Triple:
-    at = _channels(k, 6)
-    shift = torch.linspace(8, 12, len(at)) * (1 - 2 * (torch.arange(len(at)) % 2))
-    k[..., at] += shift.to(k.dtype)
-    return q, k, v
-
-
-def _qkbias(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Triple:
-    at = _channels(q, 6)
-    q[..., at] += (torch.linspace(2, 5, len(at)) * (1 - 2 * (torch.arange(len(at)) % 2))).to(q.dtype)
-    return _kbias(q, k, v, dtype, generator)
-
-
-def _kscale(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Triple:
-    k[..., _channels(k, 4)] *= 8
-    return q, k, v
-
-
-def _sparse(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Triple:
-    def spikes(x: Tensor) -> Tensor:
-        hit = torch.rand(x.shape, generator=generator) < 0.001
-        return x + 10 * torch.randn(x.shape, generator=generator).to(x.dtype) * hit
-
-    return spikes(q), spikes(k), spikes(v)
-
-
-def _sharp(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Triple:
-    return 3 * q, k, v
 
 
 def _vbias(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Triple:
@@ -132,15 +99,12 @@ def _nanrow(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, generator: torc
     return q, k, v
 
 
+SIX = {name: _of(family) for name, family in families.FAMILIES.items()}
 FAMILIES: dict[str, Family] = {
-    "normal": _normal,
+    "normal": SIX["normal"],
     "x4": _scaled(4),
     "x10": _scaled(10),
-    "kbias": _kbias,
-    "qkbias": _qkbias,
-    "kscale": _kscale,
-    "sparse": _sparse,
-    "sharp": _sharp,
+    **SIX,
     "vbias": _vbias,
     "sink": _sink,
     "rising": _slope(1),

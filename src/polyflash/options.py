@@ -41,6 +41,7 @@ def parser(version: str) -> argparse.ArgumentParser:
     _add_tune(commands)
     _add_ablate(commands)
     _add_warmup(commands)
+    _add_quant(commands)
     _add_reports(commands)
     return made
 
@@ -313,6 +314,24 @@ def _add_warmup(commands: Any) -> None:
     add.flag("--grad", "gradients too")
     add.device("cpu unless given; cuda, cuda:1")
     add("--jobs", "processes at once; one per core unless given", type=_size, metavar="N")
+
+
+def _add_quant(commands: Any) -> None:
+    told = """What codes for k and v cost: errors of the output of attention, by scheme, on six families of
+        inputs and on tensors of a file."""
+    add = _command(commands, "quant", "polyflash.quant.command:report", "what quantised k and v cost", told)
+    add("action", choices=("report",))
+    add("--data", "a .safetensors or .npz with q, k, v (batch, heads, seqlen, head_dim) too", metavar="FILE")
+    for role in ("q", "k", "v"):
+        add(f"--{role}", f"tensor to take for {role}", metavar="NAME")
+    add("--causal", "causal; alone, it is bottom_right", choices=ALIGNMENTS, metavar="top_left")
+    add("--seed", "of the families", type=_size, default=0)
+    told = "relative (L2) unless given; centred, worst_row, cosine, largest"
+    measures = ("relative", "centred", "worst_row", "cosine", "largest")
+    add("--measure", told, choices=measures, default="relative", metavar="NAME")
+    add("--error", "recommend schemes for this relative L2 too", type=seconds, metavar="E")
+    add.flag("--json", "print JSON instead")
+    add("-o", "draw errors against bits per value", "--output", type=_file, metavar="PLOT")
 
 
 def _add_reports(commands: Any) -> None:

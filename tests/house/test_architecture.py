@@ -56,6 +56,7 @@ FLOORS = {
         "integrations",
         "bench",
         "tuning.command",
+        "quant.command",
         "tuning.ablation",
         "cli",
         "commands",
