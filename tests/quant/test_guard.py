@@ -30,7 +30,7 @@ def test_within_the_budget_it_only_counts():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(9):
-            assert torch.equal(guard.attention(q, k, v, causal=True), wanted)
+            assert torch.equal(guard(q, k, v, causal=True), wanted)
     assert (guard.calls, guard.compared, guard.breaches, guard.unknown, guard.exact) == (9, 3, 0, 0, 0)
     assert 0 < guard.error <= guard.allowed and guard.worst_row >= guard.error
     assert str(guard).startswith("Guard: 9 calls, 3 compared, 0 unknown, 0 exact, 0 breaches; error ")
@@ -44,7 +44,7 @@ def test_calls_between_samples_attend_once():
         api, "attention", lambda q, *a, **b: sizes.append(q.shape[2]) or attention(q, *a, **b)
     ):
         for _ in range(5):
-            guard.attention(q, k, v)
+            guard(q, k, v)
     assert sizes == [40, 8, 40, 40, 40, 8, 40]
 
 
@@ -73,7 +73,7 @@ def test_rows_are_compared_with_the_same_rows(options: dict, dtype: torch.dtype)
         guard = Guard(error=2e-2 if dtype is torch.bfloat16 else 1e-5, every=1, rows=rows)
         with mock.patch("polyflash.quant.guard.quantize", lambda x, *a, **b: x):
             for _ in range(4):
-                guard.attention(q, k, v, **options)
+                guard(q, k, v, **options)
         assert guard.compared == 4 and guard.breaches == 0, guard
         # The rows of another request would be as far off as they are large.
         assert guard.worst_row < 0.1
@@ -85,8 +85,8 @@ def test_it_sees_what_only_some_rows_lose():
     k[1, :, :, ::9] += 40
     guard = Guard("int8", error=2e-2, every=1)
     with pytest.warns(UserWarning, match="more than the 2.0e-02 allowed; calls go on"):
-        guard.attention(q, k, v)
-        guard.attention(q, k, v)
+        guard(q, k, v)
+        guard(q, k, v)
     assert guard.breaches == 1
 
 
@@ -95,7 +95,7 @@ def test_warns_once():
     q, k, v = tensors()
     with pytest.warns(UserWarning, match=r"Guard: quantised k and v cost \d") as caught:
         for _ in range(6):
-            guard.attention(q, k, v)
+            guard(q, k, v)
     assert len(caught) == 1 and caught[0].filename == __file__
     assert guard.breaches == guard.compared == 3
 
@@ -103,7 +103,7 @@ def test_warns_once():
 def test_raises():
     guard = Guard(HARSH, error=1e-2, on_breach="raise")
     with pytest.raises(ErrorBudgetExceeded, match="Guard: 1 calls, 1 compared"):
-        guard.attention(*tensors())
+        guard(*tensors())
 
 
 def test_falls_back_openly():
@@ -111,11 +111,11 @@ def test_falls_back_openly():
     q, k, v = tensors()
     exact = attention(q, k, v)
     with pytest.warns(UserWarning, match="read as they are from now on") as caught:
-        results = [guard.attention(q, k, v) for _ in range(5)]
+        results = [guard(q, k, v) for _ in range(5)]
     assert len(caught) == 1 and all(torch.equal(x, exact) for x in results)
     assert (guard.exact, guard.compared, guard.breaches) == (5, 1, 1)
     with pytest.raises(ErrorBudgetExceeded, match="exact: got None, wanted k and v as they are"):
-        guard.attention(q, *(quantize(x, s) for x, s in zip((k, v), HARSH, strict=True)))
+        guard(q, *(quantize(x, s) for x, s in zip((k, v), HARSH, strict=True)))
 
 
 def test_codes_alone_do_not_tell():
@@ -123,11 +123,11 @@ def test_codes_alone_do_not_tell():
     coded = [quantize(x, Scheme()) for x in (k, v)]
     guard = Guard(every=1)
     with pytest.warns(UserWarning, match="cannot be compared") as caught:
-        guard.attention(q, *coded)
-        guard.attention(q, k, v, dropout_p=0.1, dropout_seed=1)
+        guard(q, *coded)
+        guard(q, k, v, dropout_p=0.1, dropout_seed=1)
     assert len(caught) == 1 and caught[0].filename == __file__
     assert (guard.unknown, guard.compared) == (2, 0)
-    guard.attention(q, *coded, exact=(k, v))
+    guard(q, *coded, exact=(k, v))
     assert guard.compared == 1 and 0 < guard.error < 1e-2
 
 
@@ -156,7 +156,7 @@ def test_the_latest_samples_weigh_most():
 
 def test_gradients_pass_through():
     q, k, v = (x.requires_grad_() for x in tensors())
-    Guard(every=1).attention(q, k, v).sum().backward()
+    Guard(every=1)(q, k, v).sum().backward()
     assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in (q, k, v))
 
 

@@ -1,4 +1,4 @@
-"""Quantised keys and values: schemes, codecs, the tensors that attention reads as codes; choosing, guarding."""
+"""Quantised keys and values: schemes, codecs, tensors that attention reads as codes, choosing, guarding."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

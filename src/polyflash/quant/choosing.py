@@ -82,13 +82,13 @@ class Sample(NamedTuple):
         return scores.softmax(-1) @ values
 
     def predicted_of_k(self, scheme: Scheme) -> float:
-        """What the formula of this module says that codes for k cost."""
+        """Error by the formula of this module, of codes for k."""
         off = (_through(self.k, scheme) - self.k.float()).var(2, correction=0)  # (heads, 1, head_dim)
         weight = (self.q.float() * self.scale).square().mean(2)  # (heads, group, head_dim)
         return float((weight * off).sum(-1).mean().sqrt())
 
     def predicted_of_v(self, scheme: Scheme) -> float:
-        """The same of v."""
+        """Error by the formula of this module, of codes for v."""
         values = self.v.float()
         return float((_through(self.v, scheme) - values).norm() / values.norm().clamp_min(1e-30))
 
@@ -148,7 +148,7 @@ def _outliers(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What `recommend_scheme` found.
+    """Result of `recommend_scheme`.
 
     `scheme` is a pair, for k and for v; None if none holds the bound. `error` is the relative L2 of the
     sampled rows, `predicted` what the formula says, `bits` those per value of k and v together: of this pair,
@@ -163,9 +163,14 @@ class Recommendation:
 
 
 def recommend_scheme(
-    q: Tensor, k: Tensor, v: Tensor, error: float = 1e-2, *, causal: bool | str = False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    error: float = 1e-2,
+    *,
+    causal: bool | str = False,
     scale: float | None = None,
-) -> Recommendation:  # fmt: skip
+) -> Recommendation:
     """Recommends, for k and v, the schemes of fewest bits whose error holds a bound on these tensors.
 
     It looks at all tokens of up to six key/value heads, those with the worst outliers among them, and at up

@@ -24,7 +24,7 @@ _SIZES = (2, 256, 2048, 128)  # heads, rows, keys, head_dim of the families
 
 
 class Line(NamedTuple):
-    """What one scheme costs on one kind of inputs, and the bits it takes per value of k and v there."""
+    """Error of one scheme on one kind of inputs, and its bits per value of k and v there."""
 
     inputs: str
     scheme: str
@@ -98,10 +98,8 @@ def _draw(lines: list[Line], inputs: list[str], file: str) -> None:
     from matplotlib import pyplot
 
     high, wide = -(-len(inputs) // 4), min(4, len(inputs))
-    figure, axes = pyplot.subplots(
-        high, wide, sharex=True, sharey=True, squeeze=False, layout="constrained",
-        figsize=(2 + 2.4 * wide, 1 + 2.4 * high),
-    )  # fmt: skip
+    figure = pyplot.figure(figsize=(2 + 2.4 * wide, 1 + 2.4 * high), layout="constrained")
+    axes = figure.subplots(high, wide, sharex=True, sharey=True, squeeze=False)
     for axis, name in zip(axes.flat, inputs, strict=False):
         axis.set_title(name, loc="left", fontsize=9)
         axis.set_yscale("log")

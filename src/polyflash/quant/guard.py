@@ -19,6 +19,7 @@ from polyflash.quant.tensor import QuantizedTensor, quantize
 
 OnBreach = Literal["warn", "raise", "exact"]
 Exact = tuple[Tensor, Tensor]
+Operand = Tensor | QuantizedTensor
 _BY_ROWS = {"causal", "window", "softcap", "sinks", "scale", "layout"}  # rows of such calls stand alone
 _KEPT = 0.8  # of the books at each sample: what the data is now counts more than what it was
 
@@ -31,7 +32,7 @@ class Guard:
     """A budget for the error of quantised keys and values, and what happens when it is spent.
 
         guard = quant.Guard("int8", error=1e-2)
-        out = guard.attention(q, k, v, causal=True)
+        out = guard(q, k, v, causal=True)       # attention over codes
         print(guard)
 
     Of the first call and of every `every`-th after it, some rows are computed again from k and v as they
@@ -39,7 +40,7 @@ class Guard:
     their relative L2 is above `error`. Calls between are counted, nothing more. A guard is for one thread.
 
     Args:
-        scheme: how `attention` quantises k and v: a name of `quant.NAMED`, or a pair of schemes.
+        scheme: how calls quantise k and v: a name of `quant.NAMED`, or a pair of schemes.
         error: relative L2 allowed.
         every: calls from one comparison to the next.
         rows: neighbouring query rows of one request to compare, others each time. Calls with operands per row
@@ -57,9 +58,14 @@ class Guard:
         SpecError: an unknown scheme or word, or a number that is not positive."""
 
     def __init__(
-        self, scheme: str | Pair = "int8", *, error: float = 1e-2, every: int = 64, rows: int = 16,
+        self,
+        scheme: str | Pair = "int8",
+        *,
+        error: float = 1e-2,
+        every: int = 64,
+        rows: int = 16,
         on_breach: OnBreach = "warn",
-    ) -> None:  # fmt: skip
+    ) -> None:
         pair = NAMED.get(scheme) if isinstance(scheme, str) else scheme
         if not isinstance(pair, tuple) or [type(x) for x in pair] != [Scheme, Scheme]:
             got, change = described(scheme), "One scheme is for k, one for v."
@@ -74,16 +80,11 @@ class Guard:
         self.error = self.worst_row = self._off = self._size = 0.0
         self._warned: set[str] = set()
 
-    def attention(
-        self, q: Tensor, k: Tensor | QuantizedTensor, v: Tensor | QuantizedTensor, *,
-        exact: Exact | None = None, **options: Any,
-    ) -> Tensor | AttentionOutput:  # fmt: skip
-        """`polyflash.attention` over the codes of k and v, watched.
-
-        Args:
-            k, v: float, quantised here; or codes, which alone do not tell what they lost.
-            exact: k and v as they are, beside codes.
-            options: as of `attention`."""
+    def __call__(
+        self, q: Tensor, k: Operand, v: Operand, *, exact: Exact | None = None, **options: Any
+    ) -> Any:
+        """`attention(q, k, v, **options)` over the codes of k and v, watched. k and v are float, quantised
+        here, or codes, which alone do not tell what they lost: `exact` are k and v as they were."""
         if exact is None and isinstance(k, Tensor) and isinstance(v, Tensor):
             exact = k, v
         due = self.due()
@@ -94,7 +95,7 @@ class Guard:
             quantize(x, scheme, layout=layout) if isinstance(x, Tensor) else x
             for x, scheme in zip((k, v), self.scheme, strict=True)
         ]
-        result: Tensor | AttentionOutput = api.attention(q, *coded, **options)
+        result = api.attention(q, *coded, **options)
         if due and (exact is None or options.get("dropout_p")):
             self.unknown += 1
             self._warn("this call cannot be compared: give it exact=(k, v) beside codes, and no dropout", 3)
@@ -147,12 +148,12 @@ class Guard:
         wide = torch.promote_types(q.dtype, torch.float32)
         return out, api.attention(*(x.to(wide) for x in (q, k, v)), **given)
 
-    def _run_exact(self, q: Tensor, exact: Exact | None, options: dict[str, Any]) -> Tensor | AttentionOutput:
+    def _run_exact(self, q: Tensor, exact: Exact | None, options: dict[str, Any]) -> Any:
         if exact is None:
             wanted = "exact: got None, wanted k and v as they are, which calls fall back on beyond the budget"
             raise ErrorBudgetExceeded(f"{wanted}. {self}")
         self.exact += 1
-        return api.attention(q, *exact, **options)  # type: ignore[no-any-return]
+        return api.attention(q, *exact, **options)
 
     def _warn(self, text: str, depth: int = 4) -> None:
         """Warns of each kind of trouble once."""
