@@ -40,7 +40,7 @@ def test_calls_of_other_libraries_equal_ours(monkeypatch: pytest.MonkeyPatch) ->
     assert pairs == 18
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/statistics.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/statistics.md", "docs/quantisation.md"])
 def test_examples_run(page: str) -> None:
     names: dict[str, Any] = {}
     for block in blocks(page):
