@@ -1,7 +1,8 @@
 """A small Llama and a small diffusion transformer over quantised keys and values: what changes, and the time.
 
 Weights are random and fixed by --seed, nothing is downloaded. Every attention of both models runs polyflash:
-exact, or over codes of its keys and values that are made in that very call. Tables say how far logits and
+exact, or over codes of its keys and values that are made in that very call; or torch's own, which says what
+another order of rounding does to such a model. Tables say how far logits and
 images drift, how often the next token is the same, how many tokens of a text are, and how quick the whole
 model is beside the exact one: the median of --seeds models, the least and the most.
 """
@@ -12,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from polyflash.bench import Arm, compare
 from polyflash.quant import NAMED, Scheme
 
 INTEGERS = Scheme(compute="int8", smoothing="mean"), Scheme(compute="int8")
-ARMS = {"exact": None, "int8": NAMED["int8-smooth"], "int8 products": INTEGERS}
+ARMS = {"exact": None, "torch": None, "int8": NAMED["int8-smooth"], "int8 products": INTEGERS}
 ARMS |= {name: NAMED[name] for name in ("fp8", "int4")}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VOCABULARY = 1000
@@ -161,7 +163,9 @@ MODELS = {"Llama": Llama, "diffusion transformer": Diffusion}
 def measured(kind: str, settings: Settings, seed: int) -> list[dict[str, Any]]:
     """Every arm of one model: its figures beside the exact arm's, and the exact arm's time over its time."""
     model = MODELS[kind](settings, seed)
-    modes = {arm: Attention(pair) for arm, pair in ARMS.items()}
+    modes: dict[str, Any] = {
+        arm: nullcontext() if arm == "torch" else Attention(pair) for arm, pair in ARMS.items()
+    }
     results = {}
     for arm, mode in modes.items():
         with mode:
@@ -175,7 +179,13 @@ def measured(kind: str, settings: Settings, seed: int) -> list[dict[str, Any]]:
     arms = [Arm(arm, lambda arm=arm: call(arm)) for arm in ARMS]
     times = compare(arms, seconds=settings.seconds)
     return [
-        {"model": kind, "arm": arm, "seed": seed, "ran": modes[arm].ran, "seconds": times.summary(arm).median}
+        {
+            "model": kind,
+            "arm": arm,
+            "seed": seed,
+            "ran": getattr(modes[arm], "ran", "its own"),
+            "seconds": times.summary(arm).median,
+        }
         | {"speed": times.ratio("exact", arm), "contended": times.contended}
         | model.figures(results[arm], results["exact"])
         for arm in ARMS
@@ -227,6 +237,7 @@ def main(words: list[str]) -> int:
     settings = Settings(**{name: getattr(chosen, name) for name in asdict(Settings())})
     console = Console(highlight=False)
     transformers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.set_verbosity_error()
     turns = [(kind, settings.seed + n) for kind in MODELS for n in range(settings.seeds)]
     rows = []
     for kind, seed in track(turns, "measuring", console=console, transient=True):
