@@ -98,7 +98,8 @@ class Guard:
         result = api.attention(q, *coded, **options)
         if due and (exact is None or options.get("dropout_p")):
             self.unknown += 1
-            self._warn("this call cannot be compared: give it exact=(k, v) beside codes, and no dropout", 3)
+            told = "this call cannot be compared: give it exact=(k, v) beside codes, and no dropout"
+            self._warn("unknown", told, 3)
         elif due and exact is not None:
             with torch.no_grad():
                 within = self.check(*self._again(q, exact, result, options))
@@ -129,7 +130,7 @@ class Guard:
         if self.on_breach == "raise":
             raise ErrorBudgetExceeded(f"{text}. {self}")
         then = "k and v are read as they are from now on" if self.on_breach == "exact" else "calls go on"
-        self._warn(f"{text}; {then}")
+        self._warn("breach", f"{text}; {then}")
         return False
 
     def _again(self, q: Tensor, exact: Exact, result: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -155,10 +156,10 @@ class Guard:
         self.exact += 1
         return api.attention(q, *exact, **options)
 
-    def _warn(self, text: str, depth: int = 4) -> None:
+    def _warn(self, kind: str, text: str, depth: int = 4) -> None:
         """Warns of each kind of trouble once."""
-        if text[:4] not in self._warned:
-            self._warned.add(text[:4])
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(f"polyflash.quant.Guard: {text}", UserWarning, stacklevel=depth)
 
     def __repr__(self) -> str:
