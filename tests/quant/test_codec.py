@@ -64,10 +64,10 @@ def test_affine_int4_by_hand():
     made = quantize(x, NAMED["int4"][0])
     groups = x.unflatten(2, (2, 64))
     lo, hi = groups.amin(3), groups.amax(3)
-    scale = (hi - lo) / 15.5
+    scale = (hi - lo) / 15.25
     assert torch.equal(made.scale, scale)
-    assert made.shift is not None and torch.equal(made.shift, lo + 8 * scale + scale / 4)
-    steps = ((groups - lo[..., None, :]) / scale[..., None, :] - 0.25).round().clamp(0, 15).flatten(2, 3)
+    assert made.shift is not None and torch.equal(made.shift, lo + 8 * scale + scale / 8)
+    steps = ((groups - lo[..., None, :]) / scale[..., None, :] - 0.125).round().clamp(0, 15).flatten(2, 3)
     assert torch.equal(halves(made.codes), steps.long())
     assert (dequantize(made) - x).abs().max() <= scale.max() * 0.51
 

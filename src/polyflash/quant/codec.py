@@ -1,13 +1,13 @@
 """The codec of every scheme in torch operations, on any device: codes of a kernel equal these bit for bit.
 
     symmetric    scale = max|x| / most                  code = round(x / scale)
-    affine       scale = (max - min) / (levels + 1/2)   code = round((x - min) / scale - 1/4) - ⌈levels / 2⌉
-                 shift = min + ⌈levels / 2⌉·scale + scale / 4
+    affine       scale = (max - min) / (levels + 1/4)   code = round((x - min) / scale - 1/8) - ⌈levels / 2⌉
+                 shift = min + ⌈levels / 2⌉·scale + scale / 8
     float        scale = max|x| / most                  code = x / scale in the small dtype, saturated
     nf4          scale = max|x|                         code = the nearest of 16 values, of two the lower
     mxfp4        scale = 2^(⌊log₂ max|x|⌋ - 2)          code = the nearest of 15 values, ties to even codes
 
-The ends of an affine range lie a quarter of a step beyond the outermost codes: no error grows beyond half a
+The ends of an affine range lie an eighth of a step beyond the outermost codes: no error grows beyond half a
 step, and steps are smaller. All arithmetic is float32, divisions are divisions, rounding is to nearest even.
 A block of zeros, or of one value, has scale 0 and loses nothing. What is not finite makes its block NaN.
 
@@ -60,9 +60,9 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
     if not scheme.symmetric:
         lo, hi = _extremes(x, codes.scale, dead)
         middle = (kind.levels + 1) // 2
-        scale = (hi - lo) / (kind.levels + 0.5)
-        shift = lo + middle * scale + scale / 4
-        steps = (x - spread(lo, codes.scale, x.shape)) / spread(scale, codes.scale, x.shape) - 0.25
+        scale = (hi - lo) / (kind.levels + 0.25)
+        shift = lo + middle * scale + scale / 8
+        steps = (x - spread(lo, codes.scale, x.shape)) / spread(scale, codes.scale, x.shape) - 0.125
         code = torch.nan_to_num(steps).round().clamp(0, kind.levels) - middle
         return _stored(code, scheme.dtype, dead), scale, shift
     lo, hi = _extremes(x, codes.scale, dead)

@@ -131,11 +131,11 @@ def encode_block(t, n, c):
         empty = lo > hi
         hi, lo = tl.where(empty, 0.0, hi), tl.where(empty, 0.0, lo)
         hi, lo = tl.where(odd, float("nan"), hi), tl.where(odd, float("nan"), lo)
-        scale = tl.math.div_rn(hi - lo, tl.full(hi.shape, c.MOST + 0.5, tl.float32))
+        scale = tl.math.div_rn(hi - lo, tl.full(hi.shape, c.MOST + 0.25, tl.float32))
         MIDDLE: tl.constexpr = (c.MOST + 1) // 2
         # By powers of two: whether a product is rounded before its sum makes no difference.
-        store_table(t.shift, lo + scale * MIDDLE + scale * 0.25, i_b, i_h, i_t, o_t, n, c)
-        b_y = tl.math.div_rn(b_x - spread(lo, c), spread(scale, c)) - 0.25
+        store_table(t.shift, lo + scale * MIDDLE + scale * 0.125, i_b, i_h, i_t, o_t, n, c)
+        b_y = tl.math.div_rn(b_x - spread(lo, c), spread(scale, c)) - 0.125
         b_y = tl.minimum(tl.maximum(tl.where(b_y == b_y, b_y, 0.0), 0.0), c.MOST * 1.0)
         b_y = (b_y + _MAGIC) - _MAGIC - MIDDLE
     else:
