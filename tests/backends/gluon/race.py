@@ -46,11 +46,11 @@ def options_of(kind: str, length: int, heads: int) -> tuple[dict[str, Any], int]
         options["sinks"] = torch.zeros(heads, device="cuda")
     elif kind.startswith("lens"):
         lens = [max(1, length * (i + 1) // batch) for i in range(batch)]
-        options |= {"kv_lens": torch.tensor(lens, dtype=torch.int32, device="cuda"), "checked": True}
+        options |= {"kv_lens": torch.tensor(lens, dtype=torch.int32, device="cuda")}
     elif kind.startswith("packed"):
         lens = [length // 2 * (1 + 2 * (i % 2)) for i in range(batch)]
         bounds = torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device="cuda")
-        options |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "checked": True}
+        options |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
         return options, sum(visible_pairs(n, n, offset=0, causal=causal) for n in lens)
     window = options.get("window", (None, None))
     pairs = (visible_pairs(length, n, offset=n - length, causal=causal, window=window) for n in lens)

@@ -36,8 +36,8 @@ class Ring(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Q and the output of each consumer, (CONSUMERS, 1, 1, 64, channels), and when Q is there and
-    no longer read."""
+    """Slots (ROW_SLOTS, 1, 1, 64, channels) of Q, those of the output, and when Q is there and no longer
+    read."""
 
     q: Any
     out: Any
@@ -104,6 +104,12 @@ def free_keys(i_n, c):
 @gluon.jit
 def free_values(i_n, c):
     named_barrier("bar.arrive", RESERVED + c.CONSUMERS + c.STAGES + i_n % c.STAGES, c.CONSUMERS * 128 + 32)
+
+
+@gluon.jit
+def rows_number(i_round, WG: gl.constexpr, c):
+    """The rows of a consumer in a round, counted over all that the program has."""
+    return i_round * c.CONSUMERS + WG
 
 
 @gluon.jit

@@ -101,7 +101,7 @@ class Prepared:
             scale=scale_of(q, args) if alibi else None,
         )
         constants = constants_of(self.config, q, k, band, args)
-        mending = constants._replace(MENDING=True, COUNTED=False, WHOLE=False)
+        mending = constants._replace(MENDING=True, COUNTED=False, EARLY=False, WHOLE=False)
         reached = tuple(map(is_boxed, (q, k, v, out)))
         v_strides = (v if reached[2] else torch.empty(v.shape, device="meta")).stride()
         return Ready(
@@ -120,6 +120,8 @@ class Prepared:
 def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments) -> Constants:
     """Constants of a call's kernel."""
     first, *rest = configs.parts_of(q.shape[3])
+    bounds = bounds_of(band, k, config.block_n, args)
+    counted = config.order == "counter"
     return Constants(
         D=first,
         REST=sum(rest),
@@ -128,16 +130,18 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         BLOCK_N=config.block_n,
         STAGES=config.num_stages,
         CONSUMERS=config.consumers,
-        **bounds_of(band, k, config.block_n, args),
+        **bounds,
         SOFTCAP=args.softcap != 0.0,
         ALIBI=args.alibi_slopes is not None,
-        COUNTED=config.order == "counter",
+        COUNTED=counted,
+        EARLY=config.shared_out or (bounds["SHORT"] and counted and config.consumers == 2),
         HEADS=config.heads,
         TURNS=config.turns,
         PINNED=config.pinned,
         LATE_SUM=config.late_sum,
         LAZY=config.lazy_rescale,
         SHARED_OUT=config.shared_out,
+        ROW_SLOTS=config.consumers + config.shared_out,
     )
 
 

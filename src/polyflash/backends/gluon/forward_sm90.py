@@ -46,6 +46,7 @@ from polyflash.backends.gluon.channel import (
     pass_blocks,
     pass_turn,
     phase,
+    rows_number,
     slot_of,
     slots,
     take_turn,
@@ -144,12 +145,14 @@ class Constants(NamedTuple):
     ALIBI: bool = False  # and so they are less what distance costs
     WHOLE: bool = False  # rows see every key of every block
     COUNTED: bool = False  # the next tile comes from a counter in global memory
+    EARLY: bool = False  # consumers find the next tile beside the last product of this one
     HEADS: int = 4  # see schedule.py
     TURNS: bool = True
     PINNED: str = ""  # what is complete before the product beside it is waited for
     LATE_SUM: bool = False  # weights of a row are added up across threads behind the last block
     LAZY: bool = False  # older sums are scaled once the maximum has grown by 2^SLACK
     SHARED_OUT: bool = False  # the output leaves through the memory of Q
+    ROW_SLOTS: int = 2  # of 64 rows of Q: one per consumer, and one ahead where the output takes them
     MENDING: bool = False
     LAYOUT: int = 0  # of the tuples: another is another kernel
 
@@ -164,8 +167,19 @@ def find_tile(i_t, t, n, c):
 
 
 @gluon.jit
+def take_tile(i_round, board, t, n, c):
+    """Producer: the tile of the round after this one."""
+    if c.COUNTED:
+        i_t = gl.atomic_add(t.words + NEXT, 1) + gl.num_programs(0)
+        tell(board, i_round, i_t)
+    else:
+        i_t = fixed_tile(i_round + 1, gl.program_id(0), gl.num_programs(0))
+    return i_t
+
+
+@gluon.jit
 def next_tile(i_t, i_round, board, t, n, c):
-    """The tile of the round after this one, for a consumer; without a counter for the producer too."""
+    """The same for a consumer; with MENDING for the producer too."""
     if c.MENDING:
         i_t = find_tile(i_t + gl.num_programs(0), t, n, c)
     elif c.COUNTED:
@@ -192,17 +206,21 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c):
             load_slot(k, at, ring.k_full.index(slot), ring.k, slot, c)
             if j == 0:
                 for i in gl.static_range(c.CONSUMERS):
-                    mbarrier.wait(rows.free.index(i), phase(i_round, 1) ^ 1)
+                    i_q = rows_number(i_round, i, c)
+                    i_slot = i_q % c.ROW_SLOTS
+                    mbarrier.wait(rows.free.index(i_slot), phase(i_q, c.ROW_SLOTS) ^ 1)
                     at_q = i_b, i_h, place.first_q + place.i_m * c.BLOCK_M + i * 64
-                    load_slot(q, at_q, rows.full.index(i), rows.q, i, c)
+                    load_slot(q, at_q, rows.full.index(i_slot), rows.q, i_slot, c)
+            if c.EARLY:  # noqa: SIM102  a branch of the compiler, then one of the kernel
+                if j == count - 1:
+                    i_t = take_tile(i_round, board, t, n, c)
             acquire_values(i_n, c)
             load_slot(v, at, ring.v_full.index(slot), ring.v, slot, c)
             i_n += 1
-        if c.COUNTED:
-            i_t = gl.atomic_add(t.words + NEXT, 1) + gl.num_programs(0)
-            tell(board, i_round, i_t)
-        else:
+        if c.MENDING:
             i_t = next_tile(i_t, i_round, board, t, n, c)
+        elif not c.EARLY:
+            i_t = take_tile(i_round, board, t, n, c)
         i_round += 1
     if c.COUNTED:
         leave(t.words + LEFT, t.words + NEXT)
@@ -363,8 +381,10 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
     first_turn(WG, c)
     i_n, i_round = 0, 0
     i_t = find_tile(gl.program_id(0), t, n, c)
+    i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
     while i_t < n.total:
-        i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+        if not c.EARLY:
+            i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
         first = place.i_m * c.BLOCK_M
         i_row = first + WG * 64
@@ -375,8 +395,10 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         if c.PACKED:
             p_marks += (i_m - place.i_m) * c.BLOCK_M
         seen = rows_seen(o_row, p_marks, i_bh % n.num_heads, place, t, n, c)
-        mbarrier.wait(rows.full.index(WG), phase(i_round, 1))
-        q = slot_of(rows.q, WG, 64, c)
+        i_q = rows_number(i_round, WG, c)
+        i_slot = i_q % c.ROW_SLOTS
+        mbarrier.wait(rows.full.index(i_slot), phase(i_q, c.ROW_SLOTS))
+        q = slot_of(rows.q, i_slot, 64, c)
         i_n = pass_blocks(ring, i_n, tile_end - end, c, WG)
         j_0 = (end - 1) * c.BLOCK_N
         b_p, m_i, l_i = first_block(q, ring, seen, i_n, j_0, n, c, WG)
@@ -392,10 +414,13 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
                 sums, i_n, j_0 = attend_blocks(q, ring, sums, seen, i_n, j_0, bare, count, n, c, WG, BELOW)
         acc, b_pairs, m_i, l_i = sums
         if not c.SHARED_OUT:
-            mbarrier.arrive(rows.free.index(WG), count=1)
+            mbarrier.arrive(rows.free.index(i_slot), count=1)
         if c.MENDING:
             clean_values(ring, i_n - 1, c)
         acc = weighted(acc, b_pairs, values_of(ring, i_n - 1, c), c)
+        if c.EARLY:  # no branch, so beside a product
+            i_t = next_tile(i_t, i_round, board, t, n, c)
+            i_next = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
         if c.LATE_SUM:
             l_i = gl.convert_layout(gl.sum(l_i, 1), row)
         b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c)
@@ -407,15 +432,19 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         if not c.MENDING:
             mark_rows(acc, m_i, l_i, p_marks, seen, t, c)
         tile = b_share, l_i, i_bh, i_row, (j_0, min(end * c.BLOCK_N, place.live))
-        slot = rows.out[0].index(WG)
+        i_out = i_slot if c.SHARED_OUT else WG
+        slot = rows.out[0].index(i_out)
         finish(acc[0], out[0], slot, tile, place, seen, t, n, c, 0)
         if c.REST > 0:
-            slot = rows.out[1].index(WG)
+            slot = rows.out[1].index(i_out)
             finish(acc[1], out[1], slot, tile, place, seen, t, n, c, c.D)
         if c.SHARED_OUT:
             tma.store_wait(0)
-            mbarrier.arrive(rows.free.index(WG), count=1)
-        i_t = next_tile(i_t, i_round, board, t, n, c)
+            mbarrier.arrive(rows.free.index(i_slot), count=1)
+        if c.EARLY:
+            i_bh, i_m = i_next
+        else:
+            i_t = next_tile(i_t, i_round, board, t, n, c)
         i_round += 1
     tma.store_wait(0)
 
@@ -435,11 +464,11 @@ def attend_sm90(t, n, c, q, k, v, out, q_rest, k_rest, v_rest, out_rest):
 @gluon.jit
 def walk(q, k, v, out, t, n, c):
     """Starts the roles."""
-    b_q = slots(q, c.CONSUMERS, 64, c)
+    b_q = slots(q, c.ROW_SLOTS, 64, c)
     b_out = b_q
     if not c.SHARED_OUT:
         b_out = slots(q, c.CONSUMERS, 64, c)
-    rows = Rows(b_q, b_out, barriers(c.CONSUMERS, 1), barriers(c.CONSUMERS, 1))
+    rows = Rows(b_q, b_out, barriers(c.ROW_SLOTS, 1), barriers(c.ROW_SLOTS, 1))
     b_k, b_v = slots(k, c.STAGES, c.BLOCK_N, c), slots(v, c.STAGES, c.BLOCK_N, c)
     ring = Ring(b_k, b_v, barriers(c.STAGES, 1), barriers(c.STAGES, 1))
     if c.COUNTED:
