@@ -6,6 +6,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from llvmlite import ir
+
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, NARROW, ROWS_AT_ONCE, WIDTH
 from polyflash.backends.cpu.decode_units import Units, rolled, sums_of_lanes
@@ -130,7 +132,8 @@ class Turns(Units):
         own prefetchers follow both places, and do so better undisturbed."""
         change, p_top = self._change(e, factor, cap), e.pointer(top)
         p_ones, p_o, p_q = (e.pointer(x) for x in (ones, o, q))
-        p_sums = e.b.alloca(e.vf, size=KEYS_PER_GROUP * self.rows)
+        p_sums = e.b.alloca(e.vf, size=KEYS_PER_GROUP)
+        by_key = ir.Constant(e.vi, [i % self.rows * self.keys + i // self.rows for i in range(e.lanes)])
 
         def group(i: Value, x: list[Value]) -> list[Value]:
             p_v, p_k, p_p, p_alpha, p_s, largest = x
@@ -140,15 +143,16 @@ class Turns(Units):
 
             held = self._held(e, p_q)
 
+            # The rows of a key are folded while lines of the next are under way: later it would cost time.
             def k_row(n: Value, y: list[Value]) -> list[Value]:
-                for r, dots in enumerate(self._dots_of(e, y[0], held)):
-                    e.store(dots, y[1], r * e.bytes)
-                return [e.at(y[0], k_step), e.at(y[1], self.rows * e.bytes)]
+                e.store(sums_of_lanes(e, self._dots_of(e, y[0], held)), y[1])
+                return [e.at(y[0], k_step), e.at(y[1], e.bytes)]
 
             p_k = rolled(e, KEYS_PER_GROUP, [p_k, p_sums], k_row)[0]
             for n in range(KEYS_PER_GROUP // self.keys):
-                parts = [e.load(p_sums, (n * self.lanes + m) * e.bytes) for m in range(self.lanes)]
-                score = change(sums_of_lanes(e, parts))
+                parts = [e.load(p_sums, (n * self.keys + m) * e.bytes) for m in range(self.keys)]
+                by_row = sums_of_lanes(e, parts, self.keys)
+                score = change(e.b.shuffle_vector(by_row, by_row, by_key))
                 e.store(score, p_s, n * e.bytes)
                 largest = e.maximum(score, largest)
             self._weigh(e, [p_p, p_alpha, p_o], v_row, WIDTH, None, False, ROWS_AT_ONCE)
