@@ -57,6 +57,24 @@ def in_pages(name: str, page_size: int = 4, cascade: bool = False) -> PagedCache
     return PagedCache.of(build(name, NAME), 700, page_size=page_size, cascade=cascade)
 
 
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_models_generate_from_pages_of_codes(quant: str, name: str, how: Any, gathered: list[int]):
+    """The tokens that the values of the same codes give: gathered, through transformers' own attention."""
+    model = build(name, NAME)
+    caches = [PagedCache.of(model, 1400, page_size=64, quant=quant) for _ in range(2)]
+    got = generate(name, NAME, past_key_values=caches[0], **how)
+    assert not gathered and caches[0].cache.bytes_per_token < caches[0].cache.dtype.itemsize * sum(
+        x.shape[2] * x.shape[3] * 2 for x in caches[0].cache.k_pages
+    )
+    assert torch.equal(got, generate(name, RECIPES[name].peers[0], past_key_values=caches[1], **how))
+    assert gathered
+    for cache in caches:
+        cache.reset()
+        assert cache.cache.stats().tail_bytes == 0
+
+
 @pytest.mark.parametrize("pads", ["none", "left"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "GptOss"])
 def test_models_generate_the_same_tokens_from_pages(name: str, pads: str, gathered: list[int]):

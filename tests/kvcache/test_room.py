@@ -29,7 +29,7 @@ def test_what_prints_is_short():
     (request,) = filled(cache, Tokens(2), 6)
     assert repr(cache) == (
         "KVCache(8 pages of 4 tokens, 2 layers, 2 kv heads, head_dim 8 and 6, torch.float32, "
-        f"{cache.device}; 1 requests, 6 pages free)"
+        f"{cache.device}, 224 bytes per token; 1 requests, 6 pages free)"
     )
     snapshot = cache.snapshot()
     assert repr(snapshot) == "Snapshot(1 requests, 2 pages, held)"

@@ -16,6 +16,7 @@ from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, options, per_request
 from polyflash.integrations.flash_attn_rotary import rotated
 from polyflash.kvcache.handles import is_ints
+from polyflash.quant.tensor import KV, QuantizedTensor
 from polyflash.spec import Arguments
 
 # Errors about k and v concern a cache, not the new k and v.
@@ -30,7 +31,7 @@ _PACKED: dict[str, Any] = {n: facade({"kv_lens": n})(attention_paged) for n in (
 
 @facade({})
 def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    q: Tensor, k_cache: KV, v_cache: KV, k: Tensor | None = None, v: Tensor | None = None,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
     cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
@@ -44,7 +45,8 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, num_heads, head_dim).
         k_cache: (batch_cache, seqlen_cache, num_kv_heads, head_dim), or with block_table (num_blocks,
-            page_size, num_kv_heads, head_dim), any page_size; written in place if k is given.
+            page_size, num_kv_heads, head_dim), any page_size; written in place if k is given. Or a
+            `QuantizedTensor` with layout "bshd", which is read only: a `KVCache` writes codes.
         v_cache: likewise, with head_dim_v.
         k: (batch, seqlen_new, num_kv_heads, head_dim) to be written at [cache_seqlens, ...) of each request.
         v: (batch, seqlen_new, num_kv_heads, head_dim_v), given if k is.
@@ -89,6 +91,9 @@ def flash_attn_with_kvcache(
         asked = room if cache_seqlens is None else cache_seqlens
         lens = per_request("cache_seqlens", asked, q.shape[0], q.device)
         if k is not None and v is not None:
+            if isinstance(k_cache, QuantizedTensor) or isinstance(v_cache, QuantizedTensor):
+                change = "A polyflash.kvcache.KVCache writes codes: append there."
+                raise spec_error("k", "new keys beside a cache of codes", "none", change)
             if cache_seqlens is None:
                 change = "Say how many keys the cache holds; 0 for none."
                 raise spec_error("cache_seqlens", "None", "an int, or int32 or int64 (batch,) with k", change)
@@ -117,7 +122,10 @@ def flash_attn_with_kvcache(
         else:
             keys, values = k_cache, v_cache
             if cache_batch_idx is not None:
-                keys, values = keys[cache_batch_idx.long()], values[cache_batch_idx.long()]
+                at = cache_batch_idx.long()
+                keys, values = (
+                    x.pages(at) if isinstance(x, QuantizedTensor) else x[at] for x in (keys, values)
+                )
             out, lse = _attention(q, keys, values, layout="bshd", kv_lens=lens, return_lse=True, **given)
     return (out, lse) if wants_lse else out
 
@@ -132,6 +140,8 @@ def one_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor |
 
 def _check_tensors(**given: Any) -> None:
     for name, x in given.items():
+        if isinstance(x, QuantizedTensor) and x.layout == "bshd" and name.endswith("_cache"):
+            continue
         if x is not None and (not isinstance(x, Tensor) or x.ndim != 4):
             change = "Use unsqueeze() for a single token; caches may have a page where others have a request."
             raise spec_error(name, described(x), "a tensor (batch, seqlen, heads, head_dim)", change)
@@ -161,7 +171,7 @@ def _check_new(name: str, new: Tensor, cache: Tensor, batch: int, seqlen: int) -
 
 
 def _check_caches(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor | None, batch_idx: Tensor | None
+    q: Tensor, k_cache: KV, v_cache: KV, table: Tensor | None, batch_idx: Tensor | None
 ) -> None:
     """Checks that the caches differ in head_dim at most, and have a row or pages for every request."""
     batch, rows = q.shape[0], k_cache.shape[0]
@@ -252,7 +262,7 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, t
 
 
 def _attend_pages(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, options: dict[str, Any]
+    q: Tensor, k_cache: KV, v_cache: KV, table: Tensor, lens: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Returns out (batch, seqlen_q, num_heads, head_dim_v) and lse (batch, num_heads, seqlen_q); `options`
     are arguments of `attention_paged`."""

@@ -28,6 +28,7 @@ from polyflash.errors import described, spec_error
 from polyflash.integrations.transformers import register
 from polyflash.integrations.transformers.layer import PagedStates
 from polyflash.kvcache import KVCache, Request, Step
+from polyflash.kvcache.code_pools import Quant
 from polyflash.kvcache.handles import checked_count
 
 __all__ = ("PagedCache", "PagedStates", "register")
@@ -93,10 +94,16 @@ class PagedCache(Cache):
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, tokens: int, *, page_size: int = 16, cascade: bool = False
+        cls,
+        model: PreTrainedModel,
+        tokens: int,
+        *,
+        page_size: int = 16,
+        cascade: bool = False,
+        quant: Quant | None = None,
     ) -> PagedCache:
         """Makes a cache with room for `tokens` tokens in all, in whole pages, with the sizes, dtype and
-        device of `model`.
+        device of `model`; of codes with `quant`, as in `KVCache`.
 
         Raises:
             SpecError: no such number of tokens or page size; or the config of the model has no
@@ -112,6 +119,7 @@ class PagedCache(Cache):
             change = "Pass a KVCache with the sizes of the keys and values."
             raise spec_error("model", type(config).__name__, "num_key_value_heads and head_dim", change)
         kind = {"num_layers": config.num_hidden_layers, "dtype": model.dtype, "device": model.device}
+        kind["quant"] = quant
         return cls(KVCache(-(-tokens // page_size), page_size, heads, width, **kind), cascade=cascade)
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -13,12 +14,14 @@ from torch import Tensor
 from polyflash.arguments import Causal
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.kvcache import shared_prefix
+from polyflash.kvcache.code_pools import Writer, stacked
 from polyflash.kvcache.handles import Counts, Request, Requests, Reservation, checked_count, listed, numbers
 from polyflash.kvcache.layout import check_tokens, copy_pages, ints, moved, slots_of, write_slots
 from polyflash.kvcache.rope import Rope
 from polyflash.kvcache.shared_prefix import AttendPlan, Tables
 from polyflash.kvcache.storage import Storage
 from polyflash.merging import AttentionOutput
+from polyflash.quant.tensor import KV
 
 if TYPE_CHECKING:
     from polyflash.keywords import OfCache
@@ -45,6 +48,8 @@ class Step:
             positions = positions + ahead.repeat_interleave(each)
         self.slot_mapping = moved(slots, tables.device)
         self.positions = moved(positions, tables.device)
+        where = tables.host_table, tables.page_size, reservation.starts, self.counts
+        self.writers = tuple(Writer(pools, *where) for pools in cache.codes)
 
     @property
     def open(self) -> bool:
@@ -89,10 +94,18 @@ class Step:
                 at = self.positions if positions is None else positions
                 q = None if q is None else rope.rotate(q, at)
                 k = rope.rotate(k, at)
-            write_slots(k_pool, k, self.slot_mapping)
-            write_slots(v_pool, v, self.slot_mapping)
+            for writer, x in zip(self.writers, (k, v), strict=False):
+                writer.write(layer, x)
+            for pool, x in ((k_pool, k), (v_pool, v)) if not self.writers else ():
+                write_slots(pool, x, self.slot_mapping)
         self._written.add(layer)
         return q
+
+    def load(self, swapped: Sequence[SwappedRequest]) -> None:
+        """Writes the codes of requests that were swapped out, in every layer."""
+        for writer, name, tail in zip(self.writers, "kv", (0, 1), strict=True):
+            writer.load([getattr(x, name) for x in swapped], [x.tails[tail] for x in swapped])
+        self._written.update(range(self.cache.num_layers))
 
     def commit(self) -> None:
         """Makes the tokens part of their requests.
@@ -104,12 +117,12 @@ class Step:
         if missing:
             change = "Call write() once for every layer."
             raise spec_error("commit", f"nothing from layer {missing[0]}", "tokens of every layer", change)
-        self.cache.end_step(self._reservation, self.tables)
+        self.cache.end_step(self._reservation, self.tables, self.writers)
 
     def rollback(self) -> None:
         """Takes the step back and frees its pages. A step that has ended stays as it is."""
         if self.open:
-            self.cache.end_step(self._reservation, None)
+            self.cache.end_step(self._reservation, None, self.writers)
 
     def __enter__(self) -> Step:
         self._check_open()
@@ -133,13 +146,15 @@ class Step:
 @dataclass(frozen=True, eq=False)
 class SwappedRequest:
     """Tokens of a request that left the pool for the CPU, from the token `start` on: k (num_layers, tokens,
-    num_kv_heads, head_dim) and v likewise; `evicted` and `kept` are what `KVCache.evict` left behind."""
+    num_kv_heads, head_dim) and v likewise; `evicted` and `kept` are what `KVCache.evict` left behind. Codes
+    come with the values of their last group, if it is not full."""
 
-    k: Tensor
-    v: Tensor
+    k: KV
+    v: KV
     start: int = 0
     evicted: int = 0
     kept: int = 0
+    tails: tuple[Tensor | None, ...] = ()
 
     @property
     def length(self) -> int:
@@ -149,6 +164,10 @@ class SwappedRequest:
         layers, tokens, heads, width = self.k.shape
         sizes = f"{tokens} tokens, {layers} layers, {heads} kv heads, head_dim {width}"
         return f"SwappedRequest({sizes}, {self.k.dtype})"
+
+
+def _kind(x: KV) -> tuple[object, ...]:
+    return (*x.shape[2:], x.dtype, getattr(x, "scheme", "values"))
 
 
 class KVCache(Storage):
@@ -167,7 +186,11 @@ class KVCache(Storage):
     requests. On a device, the current stream orders the work, as for any torch op; order several by events.
 
     `scrub=True` fills pages that nobody owns any more with zeros. Without it their bits stay until they are
-    written again; no attention can see them."""
+    written again; no attention can see them.
+
+    `quant="int8"`, another name of `polyflash.quant.NAMED`, or `(scheme of K, scheme of V)` keeps codes of
+    what is written, in `dtype`; attention reads the codes. Where tokens share scales, a request whose step is
+    open can be read through the step alone, and neither forked nor recorded by `snapshot`."""
 
     def reserve(self, requests: Requests, counts: Counts = 1) -> Step:
         """Reserves room for `counts[b]` more tokens of each request (one number: of every one), or for none.
@@ -186,8 +209,10 @@ class KVCache(Storage):
                     pairs = zip(*((copy.source, copy.target) for copy in made.copies), strict=True)
                     sources, targets = (ints(x, self.device, torch.int64) for x in pairs)
                     for layer in range(self.num_layers):
-                        for pool in self.pools(layer):
+                        for pool in self.stores(layer):
                             copy_pages(pool, sources, targets)
+                    for pools, copy in itertools.product(self.codes, made.copies):
+                        pools.copied(*copy)
                 return Step(self, made, tables)
             except BaseException:
                 self.end_step(made, None)
@@ -280,39 +305,57 @@ class KVCache(Storage):
         with self._pages.lock:
             found = []
             for request, entry in zip(who, self._pages.entries(who), strict=True):
-                layers = [self.read(request, layer=n, start=entry.start) for n in range(self.num_layers)]
-                k, v = (torch.stack(parts).cpu() for parts in zip(*layers, strict=True))
-                found.append(SwappedRequest(k, v, entry.start, entry.evicted, entry.kept))
+                read = self.read_codes if self.codes else self.read
+                layers = [read(request, layer=n, start=entry.start) for n in range(self.num_layers)]
+                k, v = (
+                    (stacked if self.codes else torch.stack)(x).to("cpu") for x in zip(*layers, strict=True)
+                )
+                last = entry.pages[-1] if entry.pages else -1
+                tails = tuple(x.held(last, entry.length % self.page_size) for x in self.codes)
+                found.append(SwappedRequest(k, v, entry.start, entry.evicted, entry.kept, tails))
             self.free(who)
             return found
 
     def swap_in(self, swapped: Sequence[SwappedRequest]) -> tuple[Request, ...]:
         """Makes requests of the tokens that `swap_out` gave, in whatever pages are free: all or none."""
         for one in swapped:
+            change = "Swap it into a cache like the one it came from."
             if one.k.shape[0] != self.num_layers:
-                change = "Swap it into a cache like the one it came from."
                 raise spec_error("swapped", f"{one.k.shape[0]} layers", f"{self.num_layers}", change)
+            kinds = [_kind(x) for x in (one.k, one.v, *self.pools(0))]
+            if kinds[:2] != kinds[2:]:
+                raise spec_error(
+                    "swapped", f"{kinds[0]} and {kinds[1]}", f"{kinds[2]} and {kinds[3]}", change
+                )
         made = self.add(len(swapped))
         try:
             for request, one in zip(made, swapped, strict=True):
                 self._pages.place(request, one.start, one.evicted, one.kept)
             with self.reserve(made, [x.length - x.start for x in swapped]) as step:
-                for layer in range(self.num_layers if swapped else 0):
-                    k = torch.cat([one.k[layer] for one in swapped]).to(self.device)
-                    v = torch.cat([one.v[layer] for one in swapped]).to(self.device)
+                if self.codes:
+                    step.load(swapped)
+                for layer in range(self.num_layers if swapped and not self.codes else 0):
+                    pairs: Any = zip(*((one.k, one.v) for one in swapped), strict=True)
+                    k, v = (torch.cat([x[layer] for x in given]).to(self.device) for given in pairs)
                     step.write(k, v, layer=layer)
         except BaseException:
             self.free(made)
             raise
         return made
 
-    def end_step(self, reservation: Reservation, committed: Tables | None) -> None:
+    def end_step(
+        self, reservation: Reservation, committed: Tables | None, writers: Sequence[Writer] = ()
+    ) -> None:
         """Ends a step: `Step.commit` gives the tables that hold from now on, `Step.rollback` None."""
         with self._pages.lock:
             if committed is None:
+                for writer in writers:
+                    writer.rollback()
                 self._zero(self._pages.rollback(reservation))
                 return
             self._zero(self._pages.commit(reservation))
+            for writer in writers:
+                writer.commit()
             self._last = (reservation.requests, self._pages.version, committed)
 
     def _call(self, requests: Requests | Step, counts: Counts | None) -> tuple[Tables, list[int]]:
@@ -322,6 +365,7 @@ class KVCache(Storage):
                 raise spec_error("requests", got, "an open step of this cache", "Pass the requests instead.")
             tables, usual = requests.tables, requests.counts
         else:
+            self._settled(requests)
             tables = self._tables(requests)
             usual = (1,) * len(tables.lengths)
         if counts is None:

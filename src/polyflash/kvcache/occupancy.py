@@ -28,6 +28,7 @@ class CacheStats:
         free_pages: nobody's.
         num_bytes: of the pools of all layers.
         used_bytes: of the used pages.
+        tail_bytes: of the values that unfinished groups of codes keep beside the pools.
         fragmentation: share of slots in used pages that hold no token.
         evictions: remembered pages that were taken, ever."""
 
@@ -41,11 +42,12 @@ class CacheStats:
     free_pages: int
     num_bytes: int
     used_bytes: int
+    tail_bytes: int
     fragmentation: float
     evictions: int
 
 
-def occupancy(pages: Pages, num_bytes: int) -> CacheStats:
+def occupancy(pages: Pages, num_bytes: int, tail_bytes: int) -> CacheStats:
     """Counts what an allocator holds, whose pages take `num_bytes` in all."""
     entries, snapshots, remembered, free, idle = pages.contents()
     filled: dict[int, int] = dict.fromkeys(remembered, pages.page_size)
@@ -69,6 +71,7 @@ def occupancy(pages: Pages, num_bytes: int) -> CacheStats:
         free_pages=free,
         num_bytes=num_bytes,
         used_bytes=num_bytes // max(1, pages.num_pages) * used,
+        tail_bytes=tail_bytes,
         fragmentation=empty,
         evictions=pages.evictions,
     )

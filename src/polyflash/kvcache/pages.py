@@ -355,6 +355,11 @@ class Pages:
             if wrong:
                 raise RuntimeError("; ".join(wrong))
 
+    def check_settled(self, requests: Sequence[Request]) -> None:
+        """Checks that none of the requests has a step open."""
+        with self.lock:
+            self._distinct(tuple(dict.fromkeys(requests)))
+
     def _handle(self) -> Request:
         return Request(next(self._generation), self._id)
 

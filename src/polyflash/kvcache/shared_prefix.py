@@ -23,6 +23,7 @@ from polyflash.kvcache.handles import Entry
 from polyflash.kvcache.layout import ints, moved
 from polyflash.mask import checked_window
 from polyflash.merging import AttentionOutput, merge_rows
+from polyflash.quant.tensor import KV
 from polyflash.results import outputs
 from polyflash.spec import PACKED_ROWS
 from polyflash.validate import check_out
@@ -167,7 +168,7 @@ def _shared(
     return pages, f"All of them share their first {pages} pages."
 
 
-Pools = tuple[Tensor, Tensor]  # of keys and of values
+Pools = tuple[KV, KV]  # of keys and of values
 _OF_BOTH_PARTS = ("softcap", "scale", "batch_invariant", "backend", "checked")
 
 

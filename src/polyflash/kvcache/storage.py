@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
+from polyflash.kvcache.code_pools import CodePools, Quant, schemes_of
 from polyflash.kvcache.handles import Counts, Request, Requests, Snapshot, checked_count, listed, numbers
 from polyflash.kvcache.layout import (
     PoolLayout,
@@ -24,6 +25,7 @@ from polyflash.kvcache.layout import (
 from polyflash.kvcache.occupancy import CacheStats, occupancy, survivors
 from polyflash.kvcache.pages import Pages
 from polyflash.kvcache.shared_prefix import Tables
+from polyflash.quant.tensor import KV, QuantizedTensor, dequantize
 
 Pools = Tensor | Sequence[Tensor]  # of every layer
 
@@ -43,6 +45,7 @@ class Storage:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         scrub: bool = False,
+        quant: Quant | None = None,
     ) -> None:
         width_v = head_dim if head_dim_v is None else head_dim_v
         checked_count("num_pages", num_pages, 0, 2**31 - 1)
@@ -50,6 +53,11 @@ class Storage:
         for name, size in (sizes | {"num_layers": num_layers, "head_dim_v": width_v}).items():
             checked_count(name, size, 1, 2**31 - 1)
         shape = (num_layers, num_pages, page_size, num_kv_heads)
+        if quant is not None:
+            parts = zip("KV", schemes_of(quant), (head_dim, width_v), strict=True)
+            codes = tuple(CodePools(name, x, (*shape, width), dtype, device) for name, x, width in parts)
+            self._adopt(codes[0].layers, codes[1].layers, scrub, codes)
+            return
         k, v = (empty_pool((*shape, width), dtype, device) for width in (head_dim, width_v))
         self._adopt(layers_of("k_pages", k, "NHD"), layers_of("v_pages", v, "NHD"), scrub)
 
@@ -69,8 +77,12 @@ class Storage:
         cache._adopt(k, v, scrub)
         return cache
 
-    def _adopt(self, k: tuple[Tensor, ...], v: tuple[Tensor, ...], scrub: bool) -> None:
-        check_pools(k, v)
+    def _adopt(
+        self, k: tuple[KV, ...], v: tuple[KV, ...], scrub: bool, codes: tuple[CodePools, ...] = ()
+    ) -> None:
+        if not codes:
+            check_pools(k, v)  # type: ignore[arg-type]
+        self.codes, self._grouped = codes, any(x.group > 1 for x in codes)
         self._k, self._v, self.num_layers, self._scrub = k, v, len(k), scrub
         self.num_pages, self.page_size = k[0].shape[:2]
         self._pages = Pages(self.num_pages, self.page_size)
@@ -83,19 +95,28 @@ class Storage:
         k, v = self.k_pages[0], self.v_pages[0]
         widths = " and ".join(dict.fromkeys(str(x.shape[3]) for x in (k, v)))
         pools = f"{self.num_pages} pages of {self.page_size} tokens, {self.num_layers} layers"
-        heads = f"{k.shape[2]} kv heads, head_dim {widths}, {self.dtype}, {self.device}"
+        schemes = dict.fromkeys(f"{x.scheme.dtype} per {x.scheme.granularity}" for x in self.codes)
+        kind = f"{self.dtype}{' as ' * bool(schemes)}{' and '.join(schemes)}"
+        heads = f"{k.shape[2]} kv heads, head_dim {widths}, {kind}, {self.device}"
+        heads += f", {self.bytes_per_token:.10g} bytes per token"
         state = f"{len(self.requests())} requests, {self.num_free_pages} pages free"
         return f"{type(self).__name__}({pools}, {heads}; {state})"
 
     @property
-    def k_pages(self) -> tuple[Tensor, ...]:
-        """Per layer (num_pages, page_size, num_kv_heads, head_dim)."""
+    def k_pages(self) -> tuple[Any, ...]:
+        """Per layer (num_pages, page_size, num_kv_heads, head_dim): tensors, of codes `QuantizedTensor`s."""
         return self._k
 
     @property
-    def v_pages(self) -> tuple[Tensor, ...]:
+    def v_pages(self) -> tuple[Any, ...]:
         """Per layer (num_pages, page_size, num_kv_heads, head_dim_v)."""
         return self._v
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of a token in all layers: keys and values, or their codes and its part of the scales."""
+        stores = (x for layer in range(self.num_layers) for x in self.stores(layer))
+        return sum(x.element_size() * x.shape[1:].numel() for x in stores) / self.page_size
 
     @property
     def num_free_pages(self) -> int:
@@ -112,15 +133,24 @@ class Storage:
 
     def fork(self, request: Request, count: int = 1) -> tuple[Request, ...]:
         """Makes requests that begin with all tokens of `request` and share its pages."""
-        return self._pages.fork(request, count)
+        with self._pages.lock:
+            self._settled(request)
+            return self._pages.fork(request, count)
 
     def length(self, request: Request) -> int:
         return self._pages.length(request)
 
     def truncate(self, requests: Requests, lengths: Counts) -> None:
-        """Keeps only the first `lengths[b]` tokens of each request, as after a rejected speculation."""
+        """Keeps only the first `lengths[b]` tokens of each request, as after a rejected speculation.
+
+        In a cache of codes, those of a group that was full keep their codes; the next append to it codes them
+        anew, from what the codes stand for."""
         with self._pages.lock:
             self._zero(self._pages.truncate(requests, lengths))
+            for entry in self._pages.entries(listed(requests)) if self._grouped else ():
+                if entry.length and self._pages.owners(entry.pages[-1]) == 1:
+                    for pools in self.codes:
+                        pools.shortened(entry.pages[-1], entry.length % self.page_size)
 
     def start(self, request: Request) -> int:
         """The first token that `free_left` has not given back."""
@@ -133,7 +163,8 @@ class Storage:
 
     def stats(self) -> CacheStats:
         """Pages, tokens and bytes in use, and how full the pages are."""
-        return occupancy(self._pages, sum(pool.nbytes for pool in (*self.k_pages, *self.v_pages)))
+        pools, tails = (*self.k_pages, *self.v_pages), sum(x.tail_bytes for x in self.codes)
+        return occupancy(self._pages, sum(pool.nbytes for pool in pools), tails)
 
     def pages_needed(self, requests: Requests = (), counts: Counts = 1, *, new: Sequence[int] = ()) -> int:
         """Pages that `reserve(requests, counts)` would take now, copies of shared ones included; with
@@ -166,7 +197,10 @@ class Storage:
 
         Raises:
             OutOfPages: others own pages that would be written, and too few are free; nothing was changed.
-            SpecError: a step is open, or no such places."""
+            SpecError: a step is open, or no such places; or tokens share scales, which would change."""
+        if self._grouped:
+            change = "Use schemes per token."
+            raise spec_error("evict", "tokens that share scales", "a scale for each, to move it", change)
         with self._pages.lock:
             first, length = self.start(request), self.length(request)
             places, same = survivors(keep, self.num_layers, self.k_pages[0].shape[2], first, length)
@@ -176,12 +210,12 @@ class Storage:
             for layer, of_layer in enumerate(places.to(self.device)):
                 at = slots[of_layer.transpose(0, 1) - first]
                 page, slot = at // self.page_size, at % self.page_size
-                rows.append([pool[page, slot, heads] for pool in self.pools(layer)])
+                rows.append([pool[page, slot, heads] for pool in self.stores(layer)])
             begin, left = self._pages.compact(request, places.shape[2], same)
             self._zero(left)
             slots = self.slot_mapping(request, begin)
             for layer, values in enumerate(rows):
-                for pool, kept in zip(self.pools(layer), values, strict=True):
+                for pool, kept in zip(self.stores(layer), values, strict=True):
                     write_slots(pool, kept[begin:], slots)
 
     def remember(self, request: Request, tokens: Sequence[int] | Tensor, *, key: Hashable = None) -> int:
@@ -244,18 +278,37 @@ class Storage:
 
     def read(self, request: Request, *, layer: int = 0, start: int = 0) -> tuple[Tensor, Tensor]:
         """Copies a request's keys and values from the token `start` on, (tokens, num_kv_heads, head_dim)
-        and (..., head_dim_v).
+        and (..., head_dim_v); of codes what they stand for.
 
         Raises:
             SpecError: `free_left` has given some of them back."""
         slots = self.slot_mapping(request, start)
-        k_pool, v_pool = self.pools(layer)
-        return read_slots(k_pool, slots), read_slots(v_pool, slots)
+        k, v = self.pools(layer)
+        if self.codes:
+            first = start // self.page_size * self.page_size
+            k, v = (dequantize(x)[0, start - first :] for x in self.read_codes(request, layer, first))
+            return k, v
+        return read_slots(k, slots), read_slots(v, slots)
+
+    def read_codes(self, request: Request, layer: int = 0, start: int = 0) -> tuple[QuantizedTensor, ...]:
+        """Copies a request's codes of keys and values from the token `start`, the first of a page, on:
+        `QuantizedTensor`s (1, tokens, num_kv_heads, channels) of a cache made with `quant=`."""
+        self._settled(request)
+        checked_count("layer", layer, 0, self.num_layers - 1)
+        tables, found = self._tables(request), []
+        tokens = tables.lengths[0] - checked_count("start", start, tables.starts[0], tables.lengths[0])
+        for pools in self.codes:
+            size, number = pools.group, -(-tokens // pools.group)
+            at, _ = slots_of(tables.host_table, self.page_size // size, [start // size], [number])
+            found.append(pools.sequence(pools.take(layer, moved(at, self.device)), tokens))
+        return tuple(found)
 
     def snapshot(self) -> Snapshot:
         """Records every request as it is now. Holds its pages until `release`: the next append to each
         request copies its last page first, so that `restore` gives back the same bits."""
-        return self._pages.snapshot()
+        with self._pages.lock:
+            self._settled(self.requests())
+            return self._pages.snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
         """Makes every request what it was at the snapshot, which stays; those made since are gone."""
@@ -274,7 +327,7 @@ class Storage:
             RuntimeError: an invariant is broken, which no sequence of calls may bring about."""
         self._pages.check()
 
-    def pools(self, layer: int) -> tuple[Tensor, Tensor]:
+    def pools(self, layer: int) -> tuple[Any, Any]:
         """Returns the pools of one layer, which must be what they were when the cache was made.
 
         Raises:
@@ -286,6 +339,18 @@ class Storage:
             change = "Make a new cache instead."
             raise spec_error("k_pages, v_pages", f"{described(k)} and {described(v)}", wanted, change)
         return k, v
+
+    def stores(self, layer: int) -> tuple[Tensor, ...]:
+        """The tensors that hold one layer, (num_pages, slots, num_kv_heads, width) each: of codes also those
+        of scales and shifts."""
+        if self.codes:
+            return tuple(x for pools in self.codes for x in pools.stores[layer])
+        return self.pools(layer)
+
+    def _settled(self, requests: Requests) -> None:
+        """Checks that no step is writing codes of these requests' tokens anew."""
+        if self._grouped:
+            self._pages.check_settled(listed(requests))
 
     def _tables(self, requests: Requests) -> Tables:
         """Tables of the committed state; those of the last call if nothing has moved since."""
@@ -300,8 +365,10 @@ class Storage:
 
     def _zero(self, pages: list[int]) -> None:
         """Scrubs pages that are free; under the allocator's lock, before anyone can take them."""
+        for pools in self.codes:
+            pools.forget(pages)
         if not self._scrub or not pages:
             return
         ids = ints(pages, self.device, torch.int64)
-        for pool in (*self.k_pages, *self.v_pages):
+        for pool in (x for layer in range(self.num_layers) for x in self.stores(layer)):
             pool.index_fill_(0, ids, 0)

@@ -153,7 +153,7 @@ def _stored(units: Tensor, dtype: str, dead: Tensor | None) -> Tensor:
         return units.clamp(-kind.most, kind.most).to(getattr(torch, kind.storage))
     if dtype == "nf4":
         values = torch.tensor(TABLES["nf4"], device=units.device)
-        return _packed(torch.bucketize(units, (values[1:] + values[:-1]) / 2))
+        return _packed(torch.bucketize(units.contiguous(), (values[1:] + values[:-1]) / 2))
     top = torch.tensor(TABLES["mxfp4"][:8], device=units.device)
     borders, size = (top[1:] + top[:-1]) / 2, units.abs().contiguous()
     near = torch.bucketize(size, borders)  # of two as near the lower

@@ -11,6 +11,7 @@ from torch.utils import _pytree
 from polyflash.api import attention, attention_varlen
 from polyflash.errors import UnsupportedError, spec_error
 from polyflash.integrations.transformers.batch_mask import BatchMask
+from polyflash.quant.tensor import QuantizedTensor, dequantize
 
 if TYPE_CHECKING:
     from polyflash.integrations.transformers_cache import PagedCache
@@ -43,7 +44,11 @@ class PagedStates(Tensor):
         """(batch, num_kv_heads, tokens, head_dim), gathered."""
         pool = self.pages.cache.pools(self.layer)[self.kind]
         table = self.pages.page_table().long()
-        return pool[table].flatten(1, 2)[:, : self.shape[2]].transpose(1, 2)
+        if isinstance(pool, QuantizedTensor):
+            at = dequantize(pool.pages(table.flatten())).unflatten(0, table.shape)
+        else:
+            at = pool[table]
+        return at.flatten(1, 2)[:, : self.shape[2]].transpose(1, 2)
 
     def attend(self, query: Tensor, options: dict[str, Any]) -> Tensor:
         """`KVCache.attend` of q over the pages of the layer: (batch, seqlen_q, num_q_heads, head_dim_v)."""

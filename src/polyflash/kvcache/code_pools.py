@@ -1,0 +1,279 @@
+"""Pools of codes: K or V of every layer, quantised as it is written.
+
+A group is the tokens that share scales: one, or those of a scheme per channel. Values of a group that is not
+full stay beside its page in a tail, and every step writes its codes anew from them: so codes are those of
+`quantize` over the whole sequence, in whatever pieces it came."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyflash.errors import described, spec_error
+from polyflash.kvcache.layout import empty_pool, ints, moved, read_slots, slots_of, write_slots
+from polyflash.quant.scheme import KINDS, NAMED, Scheme
+from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
+
+Quant = str | tuple[Scheme, Scheme]  # a name of `quant.NAMED`, or schemes for K and V
+
+
+class Tail(NamedTuple):
+    """Values of a page's unfinished group, (num_layers, group size, num_kv_heads, channels)."""
+
+    group: int  # of the page
+    values: Tensor
+
+
+class CodePools:
+    """K or V of every layer. Groups are addressed by slots of their own: page · groups of a page + group.
+
+    Parts of n groups are their codes, uint8 (n, group size, num_kv_heads, bytes), scales and maybe shifts,
+    float32 (n, num_kv_heads, blocks of channels)."""
+
+    def __init__(
+        self, name: str, scheme: Scheme, shape: Sequence[int], dtype: torch.dtype | None, device: Any
+    ) -> None:
+        layers, pages, page_size, heads, width = shape
+        form, self.scheme, self.dtype = scheme.codes, scheme, dtype or torch.get_default_dtype()
+        _check(name, scheme, self.dtype, page_size, width)
+        self.group = form.scale.tokens
+        self._storage = getattr(torch, KINDS[scheme.dtype].storage)
+        codes = empty_pool((layers, pages, page_size, heads, width // form.packed), torch.uint8, device)
+        sizes = [(layers, pages, heads, *x.counts(page_size, width)) for x in (form.scale, form.shift) if x]
+        tables = [empty_pool(size, torch.float32, device) for size in sizes]
+        # by layer, (num_pages, tokens or groups of a page, num_kv_heads, width) each
+        self.stores = [(codes[n], *(x[n].transpose(1, 2) for x in tables)) for n in range(layers)]
+        views = [(c.view(self._storage).transpose(1, 2), *x) for c, *x in zip(codes, *tables, strict=True)]
+        self.layers = tuple(self._tensor(*view) for view in views)
+        self.tails: dict[int, Tail] = {}  # by page
+
+    def _tensor(self, codes: Tensor, scale: Tensor, shift: Tensor | None = None) -> QuantizedTensor:
+        return QuantizedTensor(codes, scale, shift, self.scheme, self.dtype, "bshd")
+
+    def _grouped(self, layer: int) -> tuple[Tensor, ...]:
+        codes, *tables = self.stores[layer]
+        return codes.unflatten(1, (-1, self.group)), *tables
+
+    def take(self, layer: int, groups: Tensor) -> list[Tensor]:
+        """Copies the parts of some groups."""
+        return [read_slots(x, groups) for x in self._grouped(layer)]
+
+    def put(self, layer: int, groups: Tensor, parts: Sequence[Tensor]) -> None:
+        for store, part in zip(self._grouped(layer), parts, strict=True):
+            write_slots(store, part, groups)
+
+    def encode(self, x: Tensor, lens: Tensor | None = None) -> list[Tensor]:
+        """The parts of groups of values (n, group size, num_kv_heads, channels), of which `lens` live."""
+        x = x.transpose(0, 1) if self.group == 1 else x
+        made = quantize(x, self.scheme, layout="bshd", lens=lens)
+        codes = made.codes.transpose(1, 2).view(torch.uint8).flatten(0, 1).unflatten(0, (-1, self.group))
+        return [codes, *(t.transpose(1, 2).flatten(0, 1) for t in (made.scale, made.shift) if t is not None)]
+
+    def sequence(self, parts: Sequence[Tensor], tokens: int) -> QuantizedTensor:
+        """The first `tokens` tokens of groups, as (1, tokens, num_kv_heads, channels)."""
+        codes, *tables = parts
+        codes = codes.flatten(0, 1)[:tokens].view(self._storage).transpose(0, 1)[None]
+        return self._tensor(codes, *(x.transpose(0, 1)[None] for x in tables))
+
+    def parts(self, x: QuantizedTensor) -> list[Tensor]:
+        """The parts of such tokens, the rest of their last group zeros."""
+        codes = x.codes[0].transpose(0, 1).view(torch.uint8)
+        room = (0, 0, 0, 0, 0, -len(codes) % self.group)
+        codes = torch.nn.functional.pad(codes, room).unflatten(0, (-1, self.group))
+        return [codes, *(t[0].transpose(0, 1) for t in (x.scale, x.shift) if t is not None)]
+
+    def tail(self, page: int, tokens: int) -> Tail | None:
+        """The values of the unfinished group of a page's first `tokens` tokens, where they are known."""
+        found = self.tails.get(page) if tokens % self.group else None
+        return found if found is not None and found.group == tokens // self.group else None
+
+    def held(self, page: int, tokens: int) -> Tensor | None:
+        """A copy of these values on the CPU."""
+        tail = self.tail(page, tokens)
+        return None if tail is None else tail.values[:, : tokens % self.group].to("cpu", copy=True)
+
+    def copied(self, source: int, target: int, tokens: int) -> None:
+        """Has the copy of a page go on as the page does."""
+        tail = self.tail(source, tokens)
+        if tail is not None:
+            self.tails[target] = tail._replace(values=tail.values.clone())
+
+    def shortened(self, page: int, tokens: int) -> None:
+        """Codes the unfinished group of a page anew, of which only these tokens are left. Of a group that had
+        been full the values are gone, and its codes stay."""
+        tail = self.tail(page, tokens)
+        if tail is None:
+            self.tails.pop(page, None)
+            return
+        layers, groups_of_page = tail.values.shape[0], self.stores[0][0].shape[1] // self.group
+        at = ints([page * groups_of_page + tail.group], tail.values.device, torch.int64)
+        made = self.encode(tail.values, ints([tokens % self.group] * layers, tail.values.device))
+        for layer in range(layers):
+            self.put(layer, at, [part[layer : layer + 1] for part in made])
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Drops the tails of pages that are free."""
+        for page in pages:
+            self.tails.pop(page, None)
+
+    @property
+    def tail_bytes(self) -> int:
+        return sum(tail.values.nbytes for tail in [*self.tails.values()])
+
+
+class Begun(NamedTuple):
+    """A group with tokens from before the step."""
+
+    at: int  # among the groups of the step
+    tokens: int
+    values: Tensor | None  # its tail's; None if they are known by their codes alone
+
+
+class Left(NamedTuple):
+    """A group that the step leaves unfinished: `tail` gets its tokens [first, end)."""
+
+    at: int
+    page: int
+    tail: Tail
+    first: int
+    end: int
+
+
+class Writer:
+    """One step's writes to one `CodePools`. Made while the allocator is locked."""
+
+    def __init__(
+        self, pools: CodePools, table: Tensor, page_size: int, starts: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        self.pools, size = pools, pools.group
+        device = pools.layers[0].device
+        ends = [s + n for s, n in zip(starts, counts, strict=True)]
+        spans = [-(-e // size) - s // size if e > s else 0 for s, e in zip(starts, ends, strict=True)]
+        groups, number = slots_of(table, page_size // size, [s // size for s in starts], spans)
+        self.groups = moved(groups, device)
+        self.begun: list[Begun] = []
+        self.left: list[Left] = []
+        self.pages: list[int] = []  # whose tails the step replaces
+        self._saved: dict[int, list[Tensor]] = {}
+        if size == 1:
+            return
+        bases = [*itertools.accumulate(spans, initial=0)]
+        rows = [np.arange(n) + b * size + s % size for n, b, s in zip(counts, bases, starts, strict=False)]
+        self._rows = moved(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *rows])), device)
+        live = np.repeat(np.asarray(ends, np.int64), spans) - number.numpy() * size
+        self._lens = moved(torch.from_numpy(live.clip(max=size)), device)
+        for row, base, span, start, end in zip(table.tolist(), bases, spans, starts, ends, strict=False):
+            if start < end:
+                self._add(row, page_size, base, span, start, end)
+        self._first = moved(groups[[x.at for x in self.begun]], device)
+
+    def _add(self, row: list[int], page_size: int, base: int, span: int, start: int, end: int) -> None:
+        pools, size = self.pools, self.pools.group
+        tail = pools.tail(row[start // page_size], start % page_size)
+        self.pages.append(row[start // page_size])
+        if start % size:
+            self.begun.append(Begun(base, start % size, None if tail is None else tail.values))
+        if end % size:
+            first = start % size
+            if tail is None or span > 1:
+                like, first = pools.layers[0], 0
+                shape = (len(pools.layers), size, *like.shape[2:])
+                made = torch.empty(shape, dtype=pools.dtype, device=like.device)
+                tail = Tail(end % page_size // size, made)
+            self.left.append(Left(base + span - 1, row[end // page_size], tail, first, end % size))
+
+    def write(self, layer: int, values: Tensor) -> None:
+        """Codes the new tokens of a layer, (total, num_kv_heads, channels)."""
+        pools, size = self.pools, self.pools.group
+        if not len(values):
+            return
+        if size == 1:
+            pools.put(layer, self.groups, pools.encode(values[:, None]))
+            return
+        x = values.new_zeros((len(self.groups) * size, *values.shape[1:]))
+        x = x.index_copy_(0, self._rows, values).unflatten(0, (-1, size))
+        if self.begun:
+            saved = self._saved.setdefault(layer, pools.take(layer, self._first))
+            places = [x[at, :n] for at, n, _ in self.begun]
+            torch._foreach_copy_(places, [self._old(layer, i, saved) for i in range(len(places))])
+        pools.put(layer, self.groups, pools.encode(x, self._lens))
+        if self.left:
+            tails = [tail.values[layer, first:end] for _, _, tail, first, end in self.left]
+            torch._foreach_copy_(tails, [x[at, first:end] for at, _, _, first, end in self.left])
+
+    def _old(self, layer: int, i: int, saved: list[Tensor]) -> Tensor:
+        """The values that a group had before the step, (tokens, num_kv_heads, channels)."""
+        _, tokens, values = self.begun[i]
+        if values is not None:
+            return values[layer, :tokens]
+        return dequantize(self.pools.sequence([part[i : i + 1] for part in saved], tokens))[0]
+
+    def load(self, given: Sequence[QuantizedTensor], tails: Sequence[Tensor | None]) -> None:
+        """Writes requests that begin with this step, of every layer (num_layers, tokens, num_kv_heads,
+        channels) each, and the values of their unfinished groups."""
+        device = self.groups.device
+        for layer in range(len(self.pools.layers) if given else 0):
+            at = torch.tensor([layer], device="cpu")
+            parts = zip(*(self.pools.parts(x.pages(at)) for x in given), strict=True)
+            self.pools.put(layer, self.groups, [torch.cat(x).to(device) for x in parts])
+        unfinished = [t for x, t in zip(given, tails, strict=True) if x.shape[1] % self.pools.group]
+        found = [(left, t) for left, t in zip(self.left, unfinished, strict=True) if t is not None]
+        for left, values in found:
+            left.tail.values[:, : left.end] = values.to(device)
+        self.left = [left for left, _ in found]
+
+    def commit(self) -> None:
+        self.pools.forget(self.pages)
+        self.pools.tails |= {left.page: left.tail for left in self.left}
+
+    def rollback(self) -> None:
+        """Brings back the codes of groups that were there."""
+        for layer, saved in self._saved.items():
+            self.pools.put(layer, self._first, saved)
+
+
+def schemes_of(quant: object) -> tuple[Scheme, Scheme]:
+    """K's scheme and V's."""
+    pair = NAMED.get(quant) if isinstance(quant, str) else quant
+    if isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(x, Scheme) for x in pair):
+        return pair
+    change = "polyflash.quant.Scheme makes one."
+    raise spec_error("quant", described(quant), f"one of {', '.join(NAMED)}, or schemes of K and V", change)
+
+
+def _check(name: str, scheme: Scheme, dtype: torch.dtype, page_size: int, width: int) -> None:
+    group, size = scheme.codes.scale.tokens, scheme.codes.packed
+    if not dtype.is_floating_point:
+        change = "It is that of the keys and values that are written."
+        raise spec_error("dtype", dtype, "a float", change)
+    if scheme.smoothing != "none":
+        change = "A mean is known when all tokens are. Per channel with symmetric=False a shift does as much."
+        raise spec_error(f"quant of {name}", f"smoothing={scheme.smoothing!r}", "'none'", change)
+    if not group:
+        change = "Tokens that come later would change the codes of earlier ones: set tokens=, or use 'token'."
+        raise spec_error(
+            f"quant of {name}", f"scales over all tokens ({scheme.granularity})", "groups", change
+        )
+    if page_size % group:
+        wanted, change = (
+            f"a multiple of {group}, the tokens that share a scale",
+            "A group stands in one page.",
+        )
+        raise spec_error("page_size", page_size, wanted, change)
+    if width % size:
+        change = "Codes of 4 bits lie in pairs of channels."
+        raise spec_error("head_dim", width, "an even number", change)
+
+
+def stacked(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Those of several layers as one, with the layer first."""
+    first = tensors[0]
+    shift = None if first.shift is None else torch.cat([x.shift for x in tensors if x.shift is not None])
+    codes, scale = torch.cat([x.codes for x in tensors]), torch.cat([x.scale for x in tensors])
+    return replace(first, codes=codes, scale=scale, shift=shift)
