@@ -268,6 +268,22 @@ def test_rejected_tokens_leave_no_trace() -> None:
     assert_whole(cache, request, kept)
 
 
+def test_forks_have_values_of_their_own() -> None:
+    """One after the other goes on in the group that they shared, one token at a time."""
+    cache, tokens = coded("int8-channel"), Tokens(LAYERS)
+    (parent,) = cache.add()
+    held = {parent: tokens.make(2)}
+    append(cache, held)
+    held |= {child: [*held[parent]] for child in cache.fork(parent, 2)}
+    for _ in range(7):
+        for request in held:
+            new = tokens.make(1)
+            append(cache, {request: new})
+            held[request] = [*held[request], *new]
+        for request, known in held.items():
+            assert_whole(cache, request, known)
+
+
 def test_bytes_are_those_that_are_held() -> None:
     for name in SCHEMES:
         cache = coded(name, pages=5)
