@@ -63,8 +63,8 @@ def head(
     last dimension of out has unit stride, lse is contiguous. Addresses, or 0: lse; `stages` are sinks and
     score_pass."""
     q, k, v, out = views
-    (_, num_q_heads, seqlen_q, head_dim), (_, num_kv_heads, _, head_dim_v) = q.shape, v.shape
-    size = q.element_size()
+    (_, num_q_heads, seqlen_q, head_dim), num_kv_heads, head_dim_v = q.shape, v.shape[1], out.shape[3]
+    size, k_size, v_size = q.element_size(), k.element_size(), v.element_size()
     q_batch, q_head, q_row, q_dim = q.stride()
     k_batch, k_head, k_row, k_dim = k.stride()
     v_batch, v_head, v_row, v_dim = v.stride()
@@ -80,8 +80,8 @@ def head(
     return _pack_head(
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse),
         *(q_batch * size, q_head * size, q_row * size, q_dim * size),
-        *(k_batch * size, k_head * size, k_row * size, k_dim * size),
-        *(v_batch * size, v_head * size, v_row * size, v_dim * size),
+        *(k_batch * k_size, k_head * k_size, k_row * k_size, k_dim * k_size),
+        *(v_batch * v_size, v_head * v_size, v_row * v_size, v_dim * v_size),
         *(out_batch * size, out_head * size, out_row * size, num_q_heads * seqlen_q, seqlen_q),
         *(num_kv_heads, num_q_heads // num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v),
         *(log2, plain, sign, left, right, args.offset is not None, far_offset(args.offset)),
@@ -219,6 +219,17 @@ def _dropout(args: Arguments, address: int) -> tuple[int, int, int, int]:
 
 def _pages(table: Tensor, k: Tensor) -> tuple[int, ...]:
     return *_placed(table, 2), k.shape[2], k.shape[0]
+
+
+def tables(args: Arguments, kept: list[Tensor]) -> tuple[int, ...]:
+    """Address and strides over (batch, head, block of tokens) of each table of codes."""
+    words: tuple[int, ...] = ()
+    for x in (args.k_scale, args.k_shift, args.v_scale, args.v_shift):
+        if x is not None and x.shape[3] > 1 and x.stride(3) != 1:
+            x = x.contiguous()
+            kept.append(x)
+        words += (0,) * 4 if x is None else (x.data_ptr(), *row_strides(x))
+    return words
 
 
 def far_offset(offset: int | None) -> int:

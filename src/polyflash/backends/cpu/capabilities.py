@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from polyflash.backends.cpu import backward_configs, decode_configs
+from polyflash.backends.cpu import backward_configs, decode_codes_configs, decode_configs
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, STORAGE_BYTES, choose
 from polyflash.capability import USUAL_FEATURES, Capability, Yield
 from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Feature, Phase
@@ -46,7 +46,8 @@ CAPABILITIES = (
     _row(
         phase=Phase.DECODE,
         module="polyflash.backends.cpu.decode",
-        features=USUAL_FEATURES - NOT_DECODED,
+        features=(USUAL_FEATURES - NOT_DECODED) | {Feature.CODES},
+        refuses=decode_codes_configs.refuses,
         choose=decode_configs.choose,
     ),
     _row(

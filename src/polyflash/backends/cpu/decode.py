@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from polyflash.backends.cpu import arguments, configs, decode_configs, decode_many_configs, pool, runtime
+from polyflash.backends.cpu import (
+    arguments,
+    configs,
+    decode_codes_configs,
+    decode_configs,
+    decode_many_configs,
+    pool,
+    runtime,
+)
 from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH
 from polyflash.backends.cpu.words import DECODE, Cut, Entry
@@ -99,14 +107,19 @@ class Prepared:
 
     def _few(self, rows: int) -> _Cut:
         spec, config = self.spec, self.config
-        key = decode_configs.key_for(config, spec.dtype, rows)
-        tiles = decode_configs.scratch(key, spec.head_dim, spec.head_dim_v, config.block_n)
+        key: decode_configs.DecodeKey
+        if spec.codes:
+            key = decode_codes_configs.key_for(config, spec, rows)
+            tiles = decode_codes_configs.scratch(key, config.block_n)
+        else:
+            key = decode_configs.key_for(config, spec.dtype, rows)
+            tiles = decode_configs.scratch(key, spec.head_dim, spec.head_dim_v, config.block_n)
         chunks = -(-rows // key.rows)
         words = _tile_words(config, chunks, 0, tiles)
         partial_bytes = key.partial_bytes(spec.head_dim_v)
         zero_vectors = (tiles.gather - tiles.zero) // (4 * key.lanes)
         widths = (tiles.o - tiles.q) // MOST_HEADS, tiles.bad - tiles.gather, zero_vectors
-        turns = key.rows <= decode_configs.MOST_TURN_ROWS
+        turns = key.rows <= decode_configs.MOST_TURN_ROWS and not spec.codes
         sizes = config.split_keys, chunks, tiles.total, partial_bytes
         return _Cut(runtime.load(key), *sizes, words, widths, True, turns)
 
@@ -197,12 +210,13 @@ def framed(
         middle = arguments.operands(args, scale, does, kept, 0, 0, k)
     bounds, (factor, cap) = args.row_bounds, arguments.decode_scaling(args, scale, does)
     row_bounds = (0, 0, 0) if bounds is None else (bounds.data_ptr(), *(4 * s for s in bounds.stride()))
+    tables = arguments.tables(args, kept) if args.codes else (0,) * 16
     tail = (cut.split_keys, *(0,) * 5, cut.partial_bytes, 0, factor, cap, *cut.widths, *row_bounds, 0, 0)
-    block = array("q", head + middle + cut.words + array("q", tail).tobytes())
+    block = array("q", head + middle + cut.words + array("q", (*tail, *tables)).tobytes())
     long_runs = args.page_table is None or k.shape[2] >= LONG_PAGE
     apart = not cut.long_items or (long_runs and k.stride(1) >= k.stride(2))
     side_by_side = cut.turns and _side_by_side(args, k, v)
-    key_bytes = (q.shape[3] + v.shape[3]) * q.element_size()
+    key_bytes = k.shape[3] * k.element_size() + v.shape[3] * v.element_size()
     return Frame(block, cut, v.shape[1], apart, side_by_side, key_bytes)
 
 

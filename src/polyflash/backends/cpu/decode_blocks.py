@@ -193,10 +193,12 @@ class DecodeTile(AddressLists, Turns):
         )
         return e.b.shuffle_vector(bits, bits, ir.Constant(e.vi, order))
 
-    def _across_keys(self, e: Emitter, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """Every lane of a row gets what `combine` makes of all of them."""
+    def _across_keys(
+        self, e: Emitter, x: Value, combine: Callable[[Value, Value], Value], rows: int = 0
+    ) -> Value:
+        """Every lane of a row gets what `combine` makes of all of them; of `rows` rows, if it is not 0."""
         distance = self.lanes // 2
-        while distance >= self.rows:
+        while distance >= (rows or self.rows):
             order = ir.Constant(e.vi, [(lane + distance) % self.lanes for lane in range(self.lanes)])
             x = combine(x, e.b.shuffle_vector(x, x, order))
             distance //= 2

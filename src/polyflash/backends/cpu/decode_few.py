@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyflash.backends.cpu import configs, decode_heads, decode_items, decode_row, loading
+from polyflash.backends.cpu import configs, decode_codes, decode_heads, decode_items, decode_row, loading
+from polyflash.backends.cpu.decode_codes_configs import CodesKey
 from polyflash.backends.cpu.decode_configs import BLOCK_BYTES, KEYS_PER_GROUP, LISTED, MOST_HEADS, SCORED
 from polyflash.backends.cpu.words import DECODE
 
@@ -19,23 +20,24 @@ if TYPE_CHECKING:
 
 def build(key: DecodeKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import blocks, decode_blocks, intrinsics
+    from polyflash.backends.cpu import blocks, decode_blocks, decode_codes_blocks, intrinsics
     from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, store_i32, word
     from polyflash.backends.cpu.pool_kernel import add as arrive
     from polyflash.backends.cpu.structs import Blocks
 
-    stage, block = intrinsics.stages(key, decode_blocks.DecodeTile(key)), Blocks(DECODE)
+    CODES = isinstance(key, CodesKey)
+    tile_of: Any = decode_codes_blocks.CodesTile if CODES else decode_blocks.DecodeTile
+    stage, block = intrinsics.stages(key, tile_of(key)), Blocks(DECODE)
     items = decode_items.items()
     shared = loading.loaders(key.row_key, intrinsics.stages(key.row_key, blocks.Tile(key.row_key)))
     device, tiles_at = block.device, block.tiles()
 
-    K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further
+    V_BATCH = DECODE.v_batch  # strides over rows and channels follow two further
     ROWS, KEYS, STEP = key.rows, key.lanes // key.rows, configs.STEP
     VECTOR, UNIT, SIZE = key.lanes * 4, key.unit, configs.STORAGE_BYTES[key.storage]
-    PARTS, PACK, GROUP_KEYS = key.unit // key.lanes, key.pack, KEYS_PER_GROUP
-    PAIRS, BY_TURNS = key.compute == "bf16dot", key.by_turns
-    QUERY_BYTES = VECTOR if PAIRS else VECTOR * PARTS
-    MINUS_INF, ONE = 0xFF800000, 0x3F800000
+    PARTS, PAIRS = key.unit // key.lanes, key.compute == "bf16dot"
+    QUERY_BYTES = key.query_row if isinstance(key, CodesKey) else VECTOR if PAIRS else VECTOR * PARTS
+    MINUS_INF = 0xFF800000
 
     @device
     def table_at(tile, j):
@@ -67,7 +69,7 @@ def build(key: DecodeKey) -> Any:
         j = first
         stage.fill_addresses(dst, zero, 0, first % STEP)
         dst += (first % STEP - first) * 8
-        if dim_stride != SIZE:
+        if dim_stride != SIZE and not CODES:
             width, channels = args.gathered_row, args.head_dim
             rows = tile.stage
             if tensor == V_BATCH:
@@ -107,7 +109,7 @@ def build(key: DecodeKey) -> Any:
         for rows of zeros."""
         args = tile.args
         stride, zero = word(args, tensor + 1), tile.zero
-        if i_h == 0 or word(args, tensor + 3) != SIZE:
+        if i_h == 0 or (word(args, tensor + 3) != SIZE and not CODES):
             list_rows(tile, src + i_h * stride, tensor, dst, first, last)
         else:
             dst += first % STEP * 8
@@ -144,6 +146,106 @@ def build(key: DecodeKey) -> Any:
                 row = q + head * args.q_head + (row_0 + r) % seqlen_q * args.q_row
                 row = shared.gathered(tile.gather, row, args.q_dim, channels)
             stage.load_query(row, channels, dst + r * QUERY_BYTES, flip)
+
+    if isinstance(key, CodesKey):
+        attend_split = decode_codes.walk(key, stage, list_rows)
+    else:
+        attend_split = _walk(key, stage, list_rows, next_head, device)
+
+    @device
+    def finish_tile(tile, stats, out, lse, i_hkv, row_0, rows, seqlen_q):
+        """Rows and lse of a tile whose m, l and O stand at `stats`."""
+        args = tile.args
+        o, row_stat = stats + 2 * VECTOR, tile.stats
+        for r in range(rows):
+            head, i = i_hkv * args.group + (row_0 + r) // seqlen_q, (row_0 + r) % seqlen_q
+            sink = MINUS_INF
+            if args.sinks != 0:
+                sink = load_i32(args.sinks + 4 * head)
+            stage.row_stats(stats, r, row_stat, args.scale, sink)
+            dst = out + head * args.out_head + i * args.out_row
+            stage.store_row(o + r * PARTS * VECTOR, row_stat, dst, args.head_dim_v)
+            if lse != 0:
+                store_i32(lse + 4 * (head * args.lse_head + i), load_i32(row_stat))
+
+    @block.kernel
+    def kernel(args, number, scratch):
+        tile = tiles_at(args, scratch)
+        chunks, hkv, heads = args.chunks, args.num_kv_heads, args.heads
+        tiles = (hkv + heads - 1) // heads * chunks
+        i_e, i_b, i_tile, i_s, splits, first_split, partial = items.find(args, number, tiles)
+        splits_here = least(args.splits_per_item, splits - i_s)
+        i_hkv, row_0 = i_tile // chunks * heads, i_tile % chunks * ROWS
+        heads_here = least(heads, hkv - i_hkv)
+        i_t, first_q, first_k, seqlen_q, start, live = shared.stand(tile, i_b)
+        rows = least(args.group * seqlen_q - row_0, ROWS)
+        if rows <= 0:
+            return
+        tile.item.live = live
+        tile.item.head = i_hkv
+        some_lo, some_hi, all_lo, all_hi = limit_rows(tile, rows, row_0, seqlen_q, start)
+        stage.fill(tile.zero, args.zero_vectors, args.zero)
+
+        width, units = args.partial_bytes, (args.head_dim_v + UNIT - 1) // UNIT
+        stride, state = tiles * heads * width, args.partials + partial * heads * width
+        if args.partials == 0:
+            state = tile.o
+        q = args.q + i_t * args.q_batch + first_q * args.q_row
+        for i_h in range(heads_here):
+            q_tile = tile.q + i_h * args.q_tile
+            start_tile(tile, q, q_tile, i_hkv + i_h, row_0, rows, seqlen_q)
+        k, v = shared.key_rows(args, i_t, i_hkv, first_k)
+        split_lo, ready = (first_split + i_s) * args.split_keys, 0
+        beyond = least(split_lo + splits_here * args.split_keys, some_hi)
+        for i in range(splits_here):
+            key_lo, key_hi = greatest(split_lo, some_lo), least(split_lo + args.split_keys, beyond)
+            seen_lo, seen_hi, at = all_lo, all_hi, state + i * stride
+            for careful in range(2):
+                if careful != 0:
+                    seen_lo, seen_hi, ready = key_lo, key_lo, 0  # look at every weight
+                bad = 0
+                for i_h in range(heads_here):
+                    stage.fill(at + i_h * width, 1, MINUS_INF)
+                    stage.fill(at + i_h * width + VECTOR, width // VECTOR - 1, args.zero)
+                if key_lo < key_hi:
+                    ready = attend_split(
+                        tile, k, v, key_lo, key_hi, seen_lo, seen_hi, at, heads_here, ready, beyond
+                    )
+                for i_h in range(heads_here):
+                    bad |= stage.has_nan(at + i_h * width + 2 * VECTOR, units * ROWS * PARTS)
+                if bad == 0 or CODES:
+                    break
+            split_lo += args.split_keys
+
+        # The last to arrive sees what all the others have written.
+        if splits > splits_here:
+            before = arrive(args.done + 8 * (i_e * tiles + i_tile), splits_here)
+            if before != splits - splits_here:
+                return
+        out = args.out + i_t * args.out_batch + first_q * args.out_row
+        lse = args.lse
+        if lse != 0:
+            lse += 4 * (i_t * args.lse_batch + first_q)
+        for i_h in range(heads_here):
+            stats = state + i_h * width
+            if splits > 1:
+                partials, stats = stats - i_s * stride, tile.o
+                stage.merge_stats(partials, stride, splits, stats, args.scale_log2)
+                stage.merge_outputs(partials, stride, splits, 2 * VECTOR, stats + 2 * VECTOR, units)
+            finish_tile(tile, stats, out, lse, i_hkv + i_h, row_0, rows, seqlen_q)
+
+    return kernel
+
+
+def _walk(key: DecodeKey, stage: Any, list_rows: Any, next_head: Any, device: Any) -> Any:
+    """A device function of 11 arguments, see `attend_split`."""
+    from polyflash.backends.cpu.intrinsics import greatest, least
+
+    K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch
+    ROWS, KEYS, STEP = key.rows, key.lanes // key.rows, configs.STEP
+    VECTOR, SIZE, PACK = key.lanes * 4, configs.STORAGE_BYTES[key.storage], key.pack
+    GROUP_KEYS, BY_TURNS = KEYS_PER_GROUP, key.by_turns
+    MINUS_INF, ONE = 0xFF800000, 0x3F800000
 
     @device
     def weigh_values(tile, o, begin, end, whole, rest):
@@ -226,85 +328,4 @@ def build(key: DecodeKey) -> Any:
             i_n, ready = i_n + 1, LISTED
         return ready
 
-    @device
-    def finish_tile(tile, stats, out, lse, i_hkv, row_0, rows, seqlen_q):
-        """Rows and lse of a tile whose m, l and O stand at `stats`."""
-        args = tile.args
-        o, row_stat = stats + 2 * VECTOR, tile.stats
-        for r in range(rows):
-            head, i = i_hkv * args.group + (row_0 + r) // seqlen_q, (row_0 + r) % seqlen_q
-            sink = MINUS_INF
-            if args.sinks != 0:
-                sink = load_i32(args.sinks + 4 * head)
-            stage.row_stats(stats, r, row_stat, args.scale, sink)
-            dst = out + head * args.out_head + i * args.out_row
-            stage.store_row(o + r * PARTS * VECTOR, row_stat, dst, args.head_dim_v)
-            if lse != 0:
-                store_i32(lse + 4 * (head * args.lse_head + i), load_i32(row_stat))
-
-    @block.kernel
-    def kernel(args, number, scratch):
-        tile = tiles_at(args, scratch)
-        chunks, hkv, heads = args.chunks, args.num_kv_heads, args.heads
-        tiles = (hkv + heads - 1) // heads * chunks
-        i_e, i_b, i_tile, i_s, splits, first_split, partial = items.find(args, number, tiles)
-        splits_here = least(args.splits_per_item, splits - i_s)
-        i_hkv, row_0 = i_tile // chunks * heads, i_tile % chunks * ROWS
-        heads_here = least(heads, hkv - i_hkv)
-        i_t, first_q, first_k, seqlen_q, start, live = shared.stand(tile, i_b)
-        rows = least(args.group * seqlen_q - row_0, ROWS)
-        if rows <= 0:
-            return
-        tile.item.live = live
-        some_lo, some_hi, all_lo, all_hi = limit_rows(tile, rows, row_0, seqlen_q, start)
-        stage.fill(tile.zero, args.zero_vectors, args.zero)
-
-        width, units = args.partial_bytes, (args.head_dim_v + UNIT - 1) // UNIT
-        stride, state = tiles * heads * width, args.partials + partial * heads * width
-        if args.partials == 0:
-            state = tile.o
-        q = args.q + i_t * args.q_batch + first_q * args.q_row
-        for i_h in range(heads_here):
-            q_tile = tile.q + i_h * args.q_tile
-            start_tile(tile, q, q_tile, i_hkv + i_h, row_0, rows, seqlen_q)
-        k, v = shared.key_rows(args, i_t, i_hkv, first_k)
-        split_lo, ready = (first_split + i_s) * args.split_keys, 0
-        beyond = least(split_lo + splits_here * args.split_keys, some_hi)
-        for i in range(splits_here):
-            key_lo, key_hi = greatest(split_lo, some_lo), least(split_lo + args.split_keys, beyond)
-            seen_lo, seen_hi, at = all_lo, all_hi, state + i * stride
-            for careful in range(2):
-                if careful != 0:
-                    seen_lo, seen_hi, ready = key_lo, key_lo, 0  # look at every weight
-                bad = 0
-                for i_h in range(heads_here):
-                    stage.fill(at + i_h * width, 1, MINUS_INF)
-                    stage.fill(at + i_h * width + VECTOR, width // VECTOR - 1, args.zero)
-                if key_lo < key_hi:
-                    ready = attend_split(
-                        tile, k, v, key_lo, key_hi, seen_lo, seen_hi, at, heads_here, ready, beyond
-                    )
-                for i_h in range(heads_here):
-                    bad |= stage.has_nan(at + i_h * width + 2 * VECTOR, units * ROWS * PARTS)
-                if bad == 0:
-                    break
-            split_lo += args.split_keys
-
-        # The last to arrive sees what all the others have written.
-        if splits > splits_here:
-            before = arrive(args.done + 8 * (i_e * tiles + i_tile), splits_here)
-            if before != splits - splits_here:
-                return
-        out = args.out + i_t * args.out_batch + first_q * args.out_row
-        lse = args.lse
-        if lse != 0:
-            lse += 4 * (i_t * args.lse_batch + first_q)
-        for i_h in range(heads_here):
-            stats = state + i_h * width
-            if splits > 1:
-                partials, stats = stats - i_s * stride, tile.o
-                stage.merge_stats(partials, stride, splits, stats, args.scale_log2)
-                stage.merge_outputs(partials, stride, splits, 2 * VECTOR, stats + 2 * VECTOR, units)
-            finish_tile(tile, stats, out, lse, i_hkv + i_h, row_0, rows, seqlen_q)
-
-    return kernel
+    return attend_split

@@ -170,11 +170,12 @@ def sums_of_lanes(e: Emitter, x: list[Value], within: int = 0) -> Value:
     of each lane pair `distance` apart, one vector's sum goes to the lower and the other's to the upper. With
     fewer vectors a lane is a sum of some of theirs, which a second call `within` so many lanes completes."""
     n, distance = e.lanes, within or e.lanes
+    add = e.b.fadd if x[0].type == e.vf else e.b.add
     while len(x) > 1:
         distance //= 2
         own = ir.Constant(e.vi, [lane if lane & distance == 0 else n + lane for lane in range(n)])
         other = ir.Constant(e.vi, [(lane ^ distance) + (n if lane & distance else 0) for lane in range(n)])
         half = len(x) // 2
         pairs = zip(x[:half], x[half:], strict=True)
-        x = [e.b.fadd(*(e.b.shuffle_vector(u, v, order) for order in (own, other))) for u, v in pairs]
+        x = [add(*(e.b.shuffle_vector(u, v, order) for order in (own, other))) for u, v in pairs]
     return x[0]

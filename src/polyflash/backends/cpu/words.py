@@ -135,7 +135,8 @@ Statistics = namedtuple(
 # scores before the softmax (bit 32 set, float32 bits below), score_cap: what caps them (float32 bits); or
 # 0. q_tile: bytes of the Q of one kv head; gathered_row: of a gathered row; zero_vectors: vectors of a
 # row of zeros. row_bounds: int32 (start, end) of a query row. splits_per_item: consecutive ones, at most.
-# side_by_side: whether keys are read with all heads of an item, see decode_heads.py.
+# side_by_side: whether keys are read with all heads of an item, see decode_heads.py. Scales and shifts of
+# codes lie like K and V, a batch entry or page first; their channels touch.
 Decode = namedtuple(
     "Decode",
     """
@@ -143,6 +144,8 @@ Decode = namedtuple(
     partials partial_bytes done score_factor score_cap
     q_tile gathered_row zero_vectors row_bounds row_bounds_row row_bounds_side
     splits_per_item side_by_side
+    k_scale k_scale_batch k_scale_head k_scale_token k_shift k_shift_batch k_shift_head k_shift_token
+    v_scale v_scale_batch v_scale_head v_scale_token v_shift v_shift_batch v_shift_head v_shift_token
     """,
 )
 Entry = namedtuple("Entry", "first_item request first_split num_splits first_partial")

@@ -1,0 +1,163 @@
+"""Keys and values as codes, of at most 8 rows: device functions of the decode kernel.
+
+A block of keys is walked in a phase of K and one of V, and in each the rows of the next block are prefetched.
+Scales of channels of K are folded into Q, anew for every run of keys that share them; those of
+keys are copied, through pages too, and join scores and weights a vector at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from polyflash.backends.cpu import configs
+from polyflash.backends.cpu.words import DECODE
+
+if TYPE_CHECKING:
+    from polyflash.backends.cpu.decode_codes_configs import CodesKey
+
+BEYOND = 1 << 40  # more keys than there are
+BYTES_AHEAD = (
+    8192  # of K or V behind the next block: of 4 to 32 KiB the best or near it, and of 0 a tenth slower
+)
+
+
+def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
+    """A device function of 11 arguments, see `attend_split`."""
+    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, word
+    from polyflash.backends.cpu.structs import Blocks
+
+    device = Blocks(DECODE).device
+    K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch
+    K_SCALE, K_SHIFT, V_SCALE, V_SHIFT = DECODE.k_scale, DECODE.k_shift, DECODE.v_scale, DECODE.v_shift
+    ROWS, KEYS, STEP, VECTOR = key.rows, key.lanes // key.rows, configs.STEP, key.lanes * 4
+    LANES, MINUS_INF = key.lanes, 0xFF800000
+    KEY_SCALES = key.k.scale.channels == 0
+    K_TOKENS, V_TOKENS = key.k.scale.tokens, key.v.scale.tokens
+    SHIFT_TOKENS = 0 if key.k.shift is None else key.k.shift.tokens
+    CHANNEL_SCALES, SHIFTED, V_SHIFTED = not KEY_SCALES, key.k.shift is not None, key.v.shift is not None
+    # Keys that share what is folded into Q; 0: those of a page, or all.
+    RUN = min((n for n in (CHANNEL_SCALES * K_TOKENS, SHIFT_TOKENS) if n), default=0)
+    K_AHEAD, V_AHEAD = (BYTES_AHEAD // max(1, n) for n in key.row_bytes)  # keys
+    WIDTH = key.live_groups  # of V, scales of a key
+
+    @device
+    def entry_at(tile, table, tokens, j, i_h):
+        """Address of what a table has for key j of head i_h of the item, and bytes to that of the next key if
+        each has its own; of a page that is none, zeros."""
+        args, head = tile.args, tile.item.head + i_h
+        at = word(args, table) + head * word(args, table + 2)
+        if args.page_table == 0:
+            at += tile.item.batch * word(args, table + 1)
+        else:
+            row = args.page_table + tile.item.batch * args.page_table_batch
+            page = load_i32(row + j // args.page_size * args.page_table_entry)
+            if page < 0 or page >= args.num_pages:
+                return tile.zero
+            at += page * word(args, table + 1)
+            j = j % args.page_size
+        return at if tokens == 0 else at + j // tokens * word(args, table + 3)
+
+    @device
+    def copy_entries(tile, table, tokens, dst, first, last, i_h, width):
+        """`width` floats of each of the keys [first, last)."""
+        args, j = tile.args, first
+        while j < last:
+            end = last
+            if args.page_table != 0:
+                end = least(last, (j // args.page_size + 1) * args.page_size)
+            src = entry_at(tile, table, tokens, j, i_h)
+            step = word(args, table + 3)
+            if tokens == 0 or src == tile.zero:
+                step = 0
+            stage.copy_entries(src, step, end - j, dst + (j - first) * width * 4, width)
+            j = end
+
+    @device
+    def list_both(tile, k, v, slot, first, last, i_h):
+        """The rows of K and V of a block and head; in two slots, that at hand and the next."""
+        args, place = tile.args, slot * (tile.args.block_n + LANES) * 8
+        list_rows(tile, k + i_h * word(args, K_BATCH + 1), K_BATCH, tile.k_rows + place, first, last)
+        list_rows(tile, v + i_h * word(args, V_BATCH + 1), V_BATCH, tile.v_rows + place, first, last)
+
+    @device
+    def further(args, tensor, keys):
+        """Bytes between the next block of whole tensors and what is prefetched."""
+        return keys * word(args, tensor + 2) if args.page_table == 0 else 0
+
+    @device
+    def score_block(tile, q, first, last, begin, i_h, k_rows, later):
+        """Scores of a block and head, run by run of keys that share what is folded into Q."""
+        args, s, j, run = tile.args, tile.s, first, BEYOND
+        if RUN > 0:
+            run = RUN
+        elif args.page_table != 0:
+            run = args.page_size
+        if KEY_SCALES:
+            copy_entries(tile, K_SCALE, K_TOKENS, tile.stage + (first - begin) * 4, first, last, i_h, 1)
+        while j < last:
+            end = least(last, (j // run + 1) * run)
+            if CHANNEL_SCALES or SHIFTED:
+                scale = shift = tile.zero
+                if CHANNEL_SCALES:
+                    scale = entry_at(tile, K_SCALE, K_TOKENS, j, i_h)
+                if SHIFTED:
+                    shift = entry_at(tile, K_SHIFT, SHIFT_TOKENS, j, i_h)
+                stage.fold_query(q, scale, shift)
+            at = j // STEP * STEP
+            vectors, far = ((end + STEP - 1) // STEP * STEP - at) // KEYS, (at - begin) * 8
+            s_at, scales = s + (at - begin) * ROWS * 4, tile.stage + (at - begin) * 4
+            rows, ahead, factor, cap = k_rows + far, later + far, args.score_factor, args.score_cap
+            more, limits = further(args, K_BATCH, K_AHEAD), tile.limits
+            stage.scores_of_codes(
+                rows, q, s_at, tile.block, vectors, limits, at, factor, cap, ahead, more, scales
+            )
+            j = end
+
+    @device
+    def weigh_block(tile, first, last, begin, vectors, i_h):
+        """The weights of a block as integers, and what is added to its values."""
+        scales, size = tile.stage + tile.args.block_n * 4, tile.args.block_n * WIDTH * 4
+        at = scales + (first - begin) * WIDTH * 4
+        copy_entries(tile, V_SCALE, V_TOKENS, at, first, last, i_h, WIDTH)
+        if V_SHIFTED:
+            copy_entries(tile, V_SHIFT, V_TOKENS, at + size, first, last, i_h, WIDTH)
+        sums, floats = tile.block + 2 * VECTOR, tile.addresses
+        stage.weigh_codes(tile.s, floats, tile.p, sums, vectors, scales, scales + size)
+
+    @device
+    def attend_split(tile, k, v, key_lo, key_hi, all_lo, all_hi, state, heads, ready, beyond):
+        """The keys [key_lo, key_hi) of `heads` kv heads, block by block; while one is read, the next rows of
+        K and V are prefetched. `ready` is 1 or 2 if the rows of the first are listed, in slot 0 or 1, as
+        those after key_hi are afterwards, as far as there are keys before `beyond`."""
+        args = tile.args
+        s, block, block_n, slot_bytes = tile.s, tile.block, args.block_n, (args.block_n + LANES) * 8
+        if not (CHANNEL_SCALES or SHIFTED):
+            for i_h in range(heads):
+                stage.fold_query(tile.q + i_h * args.q_tile, tile.zero, tile.zero)
+        for i_n in range(key_lo // block_n, (key_hi + block_n - 1) // block_n):
+            first, last = greatest(i_n * block_n, key_lo), least((i_n + 1) * block_n, key_hi)
+            begin, end = first // STEP * STEP, (last + STEP - 1) // STEP * STEP
+            vectors = (end - begin) // KEYS
+            if ready == 0:
+                list_both(tile, k, v, 0, first, last, 0)
+                ready = 1
+            for i_h in range(heads):
+                slot, stats = ready - 1, state + i_h * args.partial_bytes
+                if i_h + 1 < heads:
+                    list_both(tile, k, v, 1 - slot, first, last, i_h + 1)
+                elif last < beyond:
+                    list_both(tile, k, v, 1 - slot, last, least((last // block_n + 1) * block_n, beyond), 0)
+                own, later = slot * slot_bytes, (1 - slot) * slot_bytes
+                k_rows, v_rows = tile.k_rows, tile.v_rows
+                stage.fill(block, 1, MINUS_INF)
+                q = tile.q + i_h * args.q_tile
+                score_block(tile, q, first, last, begin, i_h, k_rows + own, k_rows + later)
+                stage.online_softmax(s, vectors, block, stats, args.scale_log2)
+                weigh_block(tile, first, last, begin, vectors, i_h)
+                o, sums, pairs = stats + 2 * VECTOR, block + 2 * VECTOR, (end - begin) // 2
+                more, p = further(args, V_BATCH, V_AHEAD), tile.p
+                stage.accumulate_codes(v_rows + own, p, o, block, sums, pairs, v_rows + later, more)
+                ready = 2 - slot
+        return ready
+
+    return attend_split

@@ -1,0 +1,523 @@
+"""The stages of a tile of at most 8 query rows whose K and V are codes: integer products, exact but for the
+rounding of one side to 16 bits.
+
+    S[key][row] = scale·Σ code·q16 + Σ q·shift        q16: q times the scales of channels, in steps of `scale`
+    O[row][channel] += scale·Σ p16·code + Σ p·shift   p16: p times the scale of its key, likewise
+
+A vector of codes is looked at as 16-bit words. A word holds two codes of 8 bits, or four of 4; shifts make of
+it as many vectors of integers, `parts`, without moving a channel from its word. Products of pairs of 16-bit
+integers, summed to 32 bits, are one instruction: of K the pairs are neighbouring words of Q and K, of V two
+keys, whose words are interleaved. A scale belongs to a row and as many keys as share scales of K's channels,
+or to a row, block and scale of V's channels. The denominator sums the weights before they are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
+from polyflash.backends.cpu.configs import LINE
+from polyflash.backends.cpu.decode_blocks import DecodeTile
+from polyflash.backends.cpu.decode_codes_configs import CodesKey, per_word
+from polyflash.backends.cpu.decode_units import rolled, sums_of_lanes
+from polyflash.backends.cpu.intrinsics import stage
+from polyflash.backends.cpu.simd import F32, I8, I16, I32, I64, Emitter, Value
+from polyflash.quant.scheme import KINDS, Codes
+
+MOST = 32767.0  # in steps of a scale
+MIDDLES = {"int8": (128, 0), "int4": (8,)}  # of parts by turns: the integer that stands for 0
+RUNS_AHEAD = 3  # of keys that share scales of channels: whose are prefetched
+ROWS_AT_ONCE, SUMS = 4, 16  # rows that share a walk over V, and their sums in registers
+ROUNDED = 0x4B400000  # the bits of 1.5·2²³, beyond which a float32 counts in ones
+LEAST = 1e-30  # of a largest value, below which all are 0: the inverse of its scale is finite
+
+
+class CodesTile(DecodeTile):
+    """Emissions for one key. Methods named as the stages they emit."""
+
+    key: CodesKey
+
+    def __init__(self, key: CodesKey) -> None:
+        super().__init__(key)
+        self.words = ir.VectorType(I16, 2 * self.lanes)
+        self.parts = key.unit // self.lanes
+
+    # codes
+    def _units_of(self, codes: Codes, channels: int) -> range:
+        return range(-(-channels // self.key.unit_of(codes)))
+
+    def _words(self, e: Emitter, row: Value, codes: Codes, channels: int, unit: int) -> Value:
+        """A vector of codes of the row at `row`; what lies past the row is 0."""
+        size = channels * KINDS[codes.dtype].bits // 8 - unit * e.bytes
+        if size >= e.bytes:
+            return e.load(e.at(row, unit * e.bytes), 0, self.words)
+        kind = ir.VectorType(I8, e.bytes)
+        mask = ir.Constant(ir.VectorType(ir.IntType(1), e.bytes), [n < size for n in range(e.bytes)])
+        return e.b.bitcast(e.masked_load(e.at(row, unit * e.bytes), mask, kind), self.words)
+
+    def _part(self, e: Emitter, x: Value, codes: Codes, n: int) -> Value:
+        """The n-th code of every word as a 16-bit integer, more than its value by its middle."""
+        b, bits = e.b, KINDS[codes.dtype].bits
+        by, low, middle = (
+            ir.Constant(self.words, [w] * self.words.count) for w in (n * bits, 2**bits - 1, 0x80)
+        )
+        if codes.dtype == "int8":
+            return b.ashr(x, by) if n else b.and_(b.xor(x, middle), low)
+        moved = b.lshr(x, by) if n else x
+        return b.and_(moved, low) if (n + 1) * bits < 16 else moved
+
+    def _dot(self, e: Emitter, acc: Value, x: Value, y: Value) -> Value:
+        """acc + x[2i]·y[2i] + x[2i+1]·y[2i+1] per lane, of 16-bit integers into 32 bits."""
+        b, n = e.b, self.lanes
+        names = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}
+        if n in names:
+            return b.add(acc, e.call(names[n], e.vi, [x, y]))
+        wide = ir.VectorType(I32, 2 * n)
+        z = b.mul(b.sext(x, wide), b.sext(y, wide))
+        for half in (0, 1):
+            acc = b.add(acc, b.shuffle_vector(z, z, ir.Constant(e.vi, list(range(half, 2 * n, 2)))))
+        return acc
+
+    def _interleaved(self, e: Emitter, x: Value, y: Value, half: int) -> Value:
+        """Words of two vectors by turns, of the low or high half of every 128 bits."""
+        n = self.words.count
+        order = [8 * (j // 8) + 4 * half + j % 8 // 2 + (n if j & 1 else 0) for j in range(n)]
+        return e.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, n), order))
+
+    # rounding
+    def _bits_of_size(self, e: Emitter, x: Value) -> Value:
+        """|x| as an integer, by which a NaN is the largest of all."""
+        return e.b.and_(e.b.bitcast(x, e.vi), e.ints(0x7FFFFFFF))
+
+    def _steps(self, e: Emitter, top: Value) -> tuple[Value, Value]:
+        """A scale of which |x| with these bits is MOST steps, and its inverse; NaN and 0 of what is none."""
+        b, top = e.b, e.b.bitcast(top, e.vf)
+        inverse = b.select(
+            b.fcmp_ordered(">", top, e.floats(LEAST)), b.fdiv(e.floats(MOST), top), e.floats(0)
+        )
+        finite = e.fma(top, e.floats(0), b.fmul(top, e.floats(1 / MOST)))
+        return finite, inverse
+
+    def _rounded(self, e: Emitter, x: Value, inverse: Value) -> Value:
+        """Steps of a scale: 32-bit integers that are those of ROUNDED more, 16-bit ones in their low halves.
+        What is not a number becomes any."""
+        return e.b.bitcast(e.fma(x, inverse, e.floats(1.5 * 2**23)), e.vi)
+
+    @stage
+    def load_query(self, e: Emitter, src: Value, channels: Value, dst: Value, sign: Value) -> None:
+        """One row as float32, zeros up to a whole unit; `sign` flips the bits of a negative scale."""
+        b, flip, n = e.b, e.splat(e.b.trunc(sign, I32)), self.lanes
+        row, place = e.pointer(src), e.pointer(dst)
+        widen = e.from_bf16 if self.key.storage == "bfloat16" else e.from_f16
+        for first in range(0, self.key.query_row // 4, n):
+            there = ir.Constant(e.vbits, [first + m < self.key.head_dim for m in range(n)])
+            x = widen(e.masked_load(e.at(row, first * self.size), there, e.vh))
+            e.store(b.bitcast(b.xor(b.bitcast(x, e.vi), flip), e.vf), place, first * 4)
+
+    @stage
+    def fold_query(self, e: Emitter, q: Value, scale: Value, shift: Value) -> None:
+        """Q of every row as integers, times the scales of channels at `scale`, and its product with the
+        shifts; tables that K has not are not read."""
+        b, key, rows = e.b, self.key, range(self.rows)
+        tile, channels = e.pointer(q), range(0, key.query_row // 4, self.lanes)
+        own = [ir.Constant(e.vbits, [m % self.rows == r for m in range(self.lanes)]) for r in rows]
+
+        def entries(table: Value, first: int, ahead: bool = False) -> Value:
+            if ahead and first * 4 % LINE == 0:
+                e.prefetch(e.at(e.pointer(table), first * 4 + RUNS_AHEAD * key.head_dim * 4))
+            there = ir.Constant(e.vbits, [first + m < key.head_dim for m in range(self.lanes)])
+            return e.masked_load(e.at(e.pointer(table), first * 4), there, e.vf)
+
+        def scaled(r: int, first: int, factor: Value | None) -> Value:
+            x = e.load(tile, r * key.query_row + first * 4)
+            return x if factor is None else b.fmul(x, factor)
+
+        tops, totals = [e.ints(0)] * self.rows, [e.floats(0)] * self.rows
+        for first in channels:
+            factor = entries(scale, first, True) if key.k.scale.channels else None
+            moved = entries(shift, first, True) if key.k.shift is not None else None
+            for r in rows:
+                tops[r] = e.smax(tops[r], self._bits_of_size(e, scaled(r, first, factor)))
+                if moved is not None:
+                    totals[r] = e.fma(scaled(r, first, None), moved, totals[r])
+        known = [self._steps(e, self._across_keys(e, top, e.smax, 1)) for top in tops]
+        sums = [e.ints(0)] * self.rows
+        for u in range(0, len(channels), 2 * per_word(key.k)):
+            for r in rows:
+                whole = []
+                for first in channels[u : u + 2 * per_word(key.k)]:
+                    factor = entries(scale, first) if key.k.scale.channels else None
+                    whole.append(self._rounded(e, scaled(r, first, factor), known[r][1]))
+                    sums[r] = b.add(sums[r], b.sub(whole[-1], e.ints(ROUNDED)))
+                self._store_planes(e, e.at(tile, key.planes), u // (2 * per_word(key.k)), r, whole)
+        middles = MIDDLES[key.k.dtype]
+        middle = ir.Constant(e.vi, [middles[m % len(middles)] for m in range(self.lanes)])
+        stats: list[Value] = [e.floats(0), e.floats(0), e.ints(0)]
+        for r in rows:
+            total = self._across_keys(e, totals[r], b.fadd, 1)
+            more = self._across_keys(e, b.mul(sums[r], middle), b.add, 1)
+            for i, x in enumerate((known[r][0], total, more)):
+                stats[i] = b.select(own[r], x, stats[i])
+        for i, x in enumerate(stats):
+            e.store(x, tile, key.query_stats + i * e.bytes)
+
+    def _store_planes(self, e: Emitter, planes: Value, unit: int, row: int, whole: list[Value]) -> None:
+        """As [unit][part][row][word], so that a part of K meets its channels. For four keys at once as
+        [unit][part][column][row], of which every 128 bits repeat one of the four columns of theirs."""
+        step = per_word(self.key.k)
+        x = self._joined(e, [e.b.trunc(y, e.vh) for y in whole])
+        for n in range(step):
+            order = [n + step * word for word in range(2 * self.lanes)]
+            part = e.b.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, len(order)), order))
+            if not self.key.by_fours:
+                e.store(part, planes, ((unit * step + n) * self.rows + row) * e.bytes)
+                continue
+            part = e.b.bitcast(part, e.vi)
+            for j in range(4):
+                column = [lane // 4 * 4 + j for lane in range(self.lanes)]
+                y = e.b.shuffle_vector(part, part, ir.Constant(e.vi, column))
+                e.store(y, planes, (((unit * step + n) * 4 + j) * self.rows + row) * e.bytes)
+
+    def _joined(self, e: Emitter, x: list[Value]) -> Value:
+        """One vector of all lanes of a power of two of vectors, one behind the other."""
+        while len(x) > 1:
+            both = e.lane_index(2 * x[0].type.count)
+            x = [e.b.shuffle_vector(u, v, both) for u, v in zip(x[::2], x[1::2], strict=True)]
+        return x[0]
+
+    # S = K·Q
+    @stage
+    def scores_of_codes(
+        self, e: Emitter, k_rows, q, s, top, groups, limits, key, factor, cap, later, further, scales
+    ) -> None:
+        """`scores` of the integers of Q at `q`; `scales` are those of keys, if K has any. Meanwhile what
+        lies `further` bytes behind the `later` rows is prefetched."""
+        b, p_limits, tile = e.b, e.pointer(limits), e.pointer(q)
+        planes = e.at(tile, self.key.planes)
+        unit, shift = (e.load(tile, self.key.query_stats + i * e.bytes) for i in range(2))
+        more = e.load(tile, self.key.query_stats + 2 * e.bytes, e.vi)
+        lo, width = e.load(p_limits, 0, e.vi), e.load(p_limits, e.bytes, e.vi)
+        in_group = ir.Constant(e.vi, [lane // self.rows for lane in range(self.lanes)])
+        first = b.add(e.splat(b.trunc(key, I32)), in_group)
+        change = self._change(e, factor, cap)
+        together = 4 // self.keys if self.key.by_fours else 1  # vectors of scores
+        sums_of = self._sums_by_fours if self.key.by_fours else self._sums_by_key(e)
+
+        def group(i: Value, values: list[Value]) -> list[Value]:
+            p_rows, p_s, largest, at, p_later, p_scales = values
+            for j, sums in enumerate(sums_of(e, p_rows, (p_later, further), planes)):
+                x = b.fmul(b.sitofp(b.sub(sums, more), e.vf), unit)
+                if self.key.k.scale.channels == 0:
+                    x = b.fmul(x, self._of_keys(e, e.at(p_scales, j * self.keys * 4), 0, 1))
+                if self.key.k.shift is not None:
+                    x = b.fadd(x, shift)
+                seen = b.icmp_unsigned("<", b.sub(at, lo), width)
+                x = b.select(seen, change(x), e.floats(float("-inf")))
+                e.store(x, p_s, j * e.bytes)
+                largest, at = e.maximum(x, largest), b.add(at, e.ints(self.keys))
+            keys = together * self.keys
+            p_rows, p_later, p_scales = (
+                e.at(p, keys * n) for p, n in ((p_rows, 8), (p_later, 8), (p_scales, 4))
+            )
+            return [p_rows, e.at(p_s, together * e.bytes), largest, at, p_later, p_scales]
+
+        p_top = e.pointer(top)
+        start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, e.pointer(later), e.pointer(scales)]
+        e.store(e.loop(b.udiv(groups, I64(together)), start, group)[2], p_top)
+
+    def _sums_by_key(self, e: Emitter) -> Callable[..., list[Value]]:
+        """What gives the integers of a vector of scores, key by key."""
+        p_sums = e.b.alloca(e.vi, size=self.lanes) if self.rows == 1 else None
+
+        def sums_of(e: Emitter, p_rows: Value, listed: Any, planes: Value) -> list[Value]:
+            p_later, further = listed
+
+            def key_sums(j: Value, p: list[Value]) -> list[Value]:
+                row, next_row = (e.pointer(e.load(x, 0, I64)) for x in p[:2])
+                e.store(self._products(e, row, e.at(next_row, further), planes)[0], p[2])
+                return [e.at(p[0], 8), e.at(p[1], 8), e.at(p[2], e.bytes)]
+
+            sums: list[Value] = []
+            if self.rows == 1:
+                rolled(e, self.keys, [p_rows, p_later, p_sums], key_sums)
+                sums = [e.load(p_sums, n * e.bytes, e.vi) for n in range(self.lanes)]
+            for j in range(self.keys if self.rows > 1 else 0):
+                row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
+                sums += self._products(e, row, e.at(next_row, further), planes)
+            return [sums_of_lanes(e, sums)]
+
+        return sums_of
+
+    def _sums_by_fours(self, e: Emitter, p_rows: Value, listed: Any, planes: Value) -> list[Value]:
+        """The integers of the scores of four keys. The 32-bit columns of every 128 bits of theirs are
+        transposed, so that a lane sums products of one key: only lanes of a key 128 bits apart are left to
+        be added, of each row once for the four."""
+        codes, step = self.key.k, per_word(self.key.k)
+        sums: list[Value] = [e.ints(0)] * self.rows
+        rows, later = ([e.pointer(e.load(p, 8 * j, I64)) for j in range(4)] for p in (p_rows, listed[0]))
+        for row in later:
+            self._ask(e, e.at(row, listed[1]), codes, self.key.head_dim)
+        for u in self._units_of(codes, self.key.head_dim):
+            x = [self._words(e, row, codes, self.key.head_dim, u) for row in rows]
+            for j, column in enumerate(self._transposed(e, [e.b.bitcast(y, e.vi) for y in x])):
+                for n in range(step):
+                    part = self._part(e, e.b.bitcast(column, self.words), codes, n)
+                    for r in range(self.rows):
+                        place = (((u * step + n) * 4 + j) * self.rows + r) * e.bytes
+                        sums[r] = self._dot(e, sums[r], part, e.load(planes, place, self.words))
+        return self._by_key_and_row(e, sums)
+
+    def _transposed(self, e: Emitter, x: list[Value]) -> list[Value]:
+        """Four vectors, every 4x4 lanes of theirs transposed."""
+        v, blocks = self.lanes, range(0, self.lanes, 4)  # v: where the second vector's lanes begin
+        for orders in (((0, v, 1, v + 1), (2, v + 2, 3, v + 3)), ((0, 1, v, v + 1), (2, 3, v + 2, v + 3))):
+            pairs = (x[0], x[1]), (x[2], x[3])
+            if orders[0][1] == 1:
+                pairs = (x[0], x[2]), (x[1], x[3])
+            x = [
+                self._picked(e, *pair, [lane + at for at in blocks for lane in order])
+                for pair in pairs
+                for order in orders
+            ]
+        return x
+
+    def _by_key_and_row(self, e: Emitter, x: list[Value]) -> list[Value]:
+        """Vectors of scores [key][row] of four keys; x[row] has parts of their sums as [128 bits][key]."""
+        n, blocks, made = self.lanes, self.lanes // 4, []
+        for first in range(0, self.rows, blocks):
+            some, distance = x[first : first + blocks], n // 2
+            while len(some) > 1:
+                own = [lane + (n if lane & distance else 0) for lane in range(n)]
+                other = [(lane ^ distance) + (n if lane & distance else 0) for lane in range(n)]
+                pairs = zip(some[: len(some) // 2], some[len(some) // 2 :], strict=True)
+                some = [e.b.add(*(self._picked(e, u, v, order) for order in (own, other))) for u, v in pairs]
+                distance //= 2
+            made += some
+        both, places = self._joined(e, made), [(key, row) for key in range(4) for row in range(self.rows)]
+        order = [row // blocks * n + row % blocks * 4 + key for key, row in places]
+        return [self._picked(e, both, both, order[i : i + n]) for i in range(0, len(order), n)]
+
+    def _picked(self, e: Emitter, x: Value, y: Value, order: Sequence[int]) -> Value:
+        return e.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(order)), list(order)))
+
+    def _of_keys(self, e: Emitter, p: Value, group: int = 0, groups: int = 1) -> Value:
+        """The floats of as many keys as a vector of scores has, each in the lanes of its key; of the `groups`
+        of each key, one."""
+        x = e.load(p, 0, ir.VectorType(F32, self.keys * groups))
+        return self._picked(e, x, x, [lane // self.rows * groups + group for lane in range(self.lanes)])
+
+    def _products(self, e: Emitter, row: Value, later: Value, planes: Value) -> list[Value]:
+        """A vector of partial sums of one key for every row of Q."""
+        codes, step = self.key.k, per_word(self.key.k)
+        self._ask(e, later, codes, self.key.head_dim)
+        sums: list[Value] = [e.ints(0)] * self.rows
+        for u in self._units_of(codes, self.key.head_dim):
+            x = self._words(e, row, codes, self.key.head_dim, u)
+            for n in range(step):
+                part = self._part(e, x, codes, n)
+                for r in range(self.rows):
+                    y = e.load(planes, ((u * step + n) * self.rows + r) * e.bytes, self.words)
+                    sums[r] = self._dot(e, sums[r], part, y)
+        return sums
+
+    def _ask(self, e: Emitter, row: Value, codes: Codes, channels: int) -> None:
+        """Prefetches a row of the next block."""
+        for byte in self._lines(codes, channels):
+            e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
+
+    def _lines(self, codes: Codes, channels: int) -> range:
+        return range(0, channels * KINDS[codes.dtype].bits // 8, LINE)
+
+    # weights
+    @stage
+    def copy_entries(self, e: Emitter, src, step, count, dst, width) -> None:
+        """`width` floats of each of `count` keys, `step` bytes apart, one behind the other; what lies as far
+        behind them is prefetched."""
+        b, bytes_each, ahead = e.b, e.b.mul(width, I64(4)), e.b.mul(count, step)
+        touch = b.icmp_signed("==", step, bytes_each)
+
+        def floats(p: list[Value], inside: Value | None) -> list[Value]:
+            e.prefetch(e.at(p[0], ahead))
+            x = e.load(p[0]) if inside is None else e.masked_load(p[0], inside, e.vf)
+            e.store(x, p[1]) if inside is None else e.masked_store(x, p[1], inside)
+            return [e.at(p[0], e.bytes), e.at(p[1], e.bytes)]
+
+        together = b.select(touch, b.mul(count, width), I64(0))
+        e.each_vector(together, self.lanes, [e.pointer(src), e.pointer(dst)], floats)
+        apart = b.select(touch, I64(0), count)
+        with (
+            e.walk(apart, (src, step), (dst, bytes_each)) as (p, place),
+            e.walk(width, (p, 4), (place, 4)) as (entry, to),
+        ):
+            e.store(e.load(entry, 0, F32), to)
+
+    @stage
+    def weigh_codes(self, e: Emitter, weights, floats, pairs, sums, vectors, scales, shifts) -> None:
+        """Weights of V's codes: of every group of channels, those of the keys times their scales, as pairs of
+        integers [two keys][row][group]; and at `sums` vectors of their steps, of what is added to all channels,
+        and of what the middles of codes add to sums."""
+        b, groups, live = e.b, self.key.value_groups, self.key.live_groups
+        step, shifted, middles = 4 * self.keys * live, self.key.v.shift is not None, MIDDLES[self.key.v.dtype]
+        zeros: list[Value] = [e.ints(0)] * live
+
+        def scaled(i: Value, x: list[Value]) -> list[Value]:
+            p_w, p_held, p_scale, p_shift, *tops = x
+            w = e.load(p_w)
+            unseen, totals = b.icmp_signed("<", b.bitcast(w, e.vi), e.ints(0)), tops[live:]
+            for g in range(live):
+                y = b.select(unseen, e.floats(0), b.fmul(w, self._of_keys(e, p_scale, g, live)))
+                e.store(y, p_held, g * e.bytes)
+                tops[g] = e.smax(tops[g], self._bits_of_size(e, y))
+                if shifted:
+                    moved = b.select(unseen, e.floats(0), self._of_keys(e, p_shift, g, live))
+                    totals[g] = e.fma(w, moved, totals[g])
+            p_shift = e.at(p_shift, step) if shifted else p_shift
+            return [
+                e.at(p_w, e.bytes),
+                e.at(p_held, live * e.bytes),
+                e.at(p_scale, step),
+                p_shift,
+                *tops[:live],
+                *totals,
+            ]
+
+        start = [*(e.pointer(x) for x in (weights, floats, scales, shifts)), *zeros, *[e.floats(0)] * live]
+        out = e.loop(vectors, start, scaled)[4:]
+        known = [self._steps(e, self._across_keys(e, top, e.smax)) for top in out[:live]]
+        known += known[-1:] * (groups - live)
+
+        def rounded(i: Value, x: list[Value]) -> list[Value]:
+            whole = [self._rounded(e, e.load(x[0], g * e.bytes), known[g][1]) for g in range(live)]
+            e.store(self._in_pairs(e, whole + whole[-1:] * (groups - live)), x[1])
+            counts = [b.add(n, b.sub(y, e.ints(ROUNDED))) for n, y in zip(x[2:], whole, strict=True)]
+            return [e.at(x[0], live * e.bytes), e.at(x[1], groups * e.bytes // 2), *counts]
+
+        counts = e.loop(vectors, [e.pointer(floats), e.pointer(pairs), *zeros], rounded)[2:]
+        for g in range(live):
+            count = self._across_keys(e, counts[g], b.add)
+            added = [b.mul(count, e.ints(middle)) for middle in middles]
+            for i, x in enumerate((known[g][0], self._across_keys(e, out[live + g], b.fadd), *added)):
+                e.store(x, e.pointer(sums), (g * self.key.value_stats + i) * e.bytes)
+
+    def _in_pairs(self, e: Emitter, x: list[Value]) -> Value:
+        """Vectors of integers, one of each group of channels, as 16-bit ones [two keys][row][group][key]."""
+        groups, all_rows = len(x), range(self.rows)
+        while len(x) & (len(x) - 1):
+            x = [*x, x[-1]]
+        y = self._joined(e, [e.b.trunc(z, e.vh) for z in x])
+        order = [
+            g * self.lanes + (2 * pair + half) * self.rows + row
+            for pair in range(self.keys // 2)
+            for row in all_rows
+            for g in range(groups)
+            for half in (0, 1)
+        ]
+        return e.b.shuffle_vector(y, y, ir.Constant(ir.VectorType(I32, len(order)), order))
+
+    # O = alpha·O + P·V
+    @stage
+    def accumulate_codes(self, e: Emitter, v_rows, pairs, o, alpha, sums, count, later, further) -> None:
+        """`count` pairs of keys, whose sums are made apart and then added."""
+        columns = [
+            (u, n)
+            for u in self._units_of(self.key.v, self.key.head_dim_v)
+            for n in range(per_word(self.key.v))
+        ]
+        rows = min(self.rows, ROWS_AT_ONCE)
+        many = min(len(columns), max(1, SUMS // (2 * rows)))
+        walks = [(row, at) for row in range(0, self.rows, rows) for at in range(0, len(columns), many)]
+        lines = [(j, byte) for j in (0, 1) for byte in self._lines(self.key.v, self.key.head_dim_v)]
+        for n, (row, at) in enumerate(walks):
+            own, some = range(row, row + rows), columns[at : at + many]
+            self._some_columns(
+                e, own, some, (v_rows, pairs, o, alpha, sums, count, later, further), lines[n :: len(walks)]
+            )
+
+    def _some_columns(
+        self, e: Emitter, rows: range, columns: Sequence[tuple[int, int]], args: Any, lines: Any
+    ) -> None:
+        """One walk over the keys, for some rows and parts of units; it prefetches `lines` of each next pair."""
+        v_rows, pairs, o, alpha, sums, count, later, further = args
+        key, groups = self.key, self.key.value_groups
+        units = sorted({u for u, _ in columns})
+
+        def pair(i: Value, x: list[Value]) -> list[Value]:
+            p_rows, p_weights, p_later, acc = x[0], x[1], x[2], x[3:]
+            words = []
+            for j in (0, 1):
+                row = e.pointer(e.load(p_rows, 8 * j, I64))
+                words.append({u: self._words(e, row, key.v, key.head_dim_v, u) for u in units})
+            for j, byte in lines:
+                row = e.at(e.pointer(e.load(p_later, 8 * j, I64)), further)
+                e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
+            weights = {}
+            for c, (u, n) in enumerate(columns):
+                parts = [self._part(e, words[j][u], key.v, n) for j in (0, 1)]
+                for half in (0, 1):
+                    y = self._interleaved(e, *parts, half)
+                    for m, r in enumerate(rows):
+                        if (u, r) not in weights:
+                            weights[u, r] = self._weight(e, p_weights, u, r)
+                        at = (c * 2 + half) * len(rows) + m
+                        acc[at] = self._dot(e, acc[at], y, weights[u, r])
+            step = groups * self.rows * 4
+            return [e.at(p_rows, 16), e.at(p_weights, step), e.at(p_later, 16), *acc]
+
+        start = [e.pointer(v_rows), e.pointer(pairs), e.pointer(later)]
+        start += [e.ints(0)] * (2 * len(columns) * len(rows))
+        acc, p_o = rolled(e, count, start, pair)[3:], e.pointer(o)
+        for m, r in enumerate(rows):
+            shrink = e.splat(e.load(e.pointer(alpha), r * 4, F32))
+            for c, (u, n) in enumerate(columns):
+                unit, added = (self._of_channels(e, sums, u, r, i) for i in (0, 1))
+                more = self._of_channels(e, sums, u, r, 2 + n % len(MIDDLES[key.v.dtype]))
+                for half in (0, 1):
+                    x = e.b.sub(acc[(c * 2 + half) * len(rows) + m], e.b.bitcast(more, e.vi))
+                    x = e.fma(e.b.sitofp(x, e.vf), unit, added)
+                    place = (u * self.rows + r) * self.parts * e.bytes + (2 * n + half) * e.bytes
+                    e.store(e.fma(shrink, e.load(p_o, place), x), p_o, place)
+
+    def _lane_groups(self, unit: int) -> list[int]:
+        """The group of channels of every lane of a sum of a unit."""
+        channels = self.key.v.scale.channels
+        if not channels:
+            return [0] * self.lanes
+        per_lane = 8 * per_word(self.key.v)  # channels of 128 bits
+        return [(unit * self.key.unit + lane // 4 * per_lane) // channels for lane in range(self.lanes)]
+
+    def _weight(self, e: Emitter, weights: Value, unit: int, row: int) -> Value:
+        """The pair of weights of a row for every lane of a sum, as 16-bit integers."""
+        groups = self._lane_groups(unit)
+        if self.key.value_groups == 1:
+            return e.b.bitcast(e.splat(e.load(weights, row * 4, I32)), self.words)
+        first = min(groups)
+        count = 1 << max(groups[-1] - first, 0).bit_length()
+        x = e.load(weights, (row * self.key.value_groups + first) * 4, ir.VectorType(I32, count))
+        order = ir.Constant(e.vi, [g - first for g in groups])
+        return e.b.bitcast(e.b.shuffle_vector(x, x, order), self.words)
+
+    def _of_channels(self, e: Emitter, sums: Value, unit: int, row: int, which: int) -> Value:
+        """A word at `sums`, of a row, for every lane of a sum."""
+        groups = self._lane_groups(unit)
+        p, x = e.pointer(sums), None
+        groups = [min(g, self.key.live_groups - 1) for g in groups]
+        for g in sorted(set(groups)):
+            own = e.splat(e.load(p, ((g * self.key.value_stats + which) * self.lanes + row) * 4, F32))
+            mine = ir.Constant(e.vbits, [other == g for other in groups])
+            x = own if x is None else e.b.select(mine, own, x)
+        return x
+
+    def _narrow(self, e: Emitter, x: list[Value]) -> Value:
+        """A unit of O, [part of a word][half of 128 bits][lane], as channels in their order."""
+        step, n = self.parts // 2, self.lanes
+        narrow = e.to_bf16_bits if self.key.storage == "bfloat16" else e.to_f16_bits
+        y = self._joined(e, [narrow(part) for part in x])
+        order = []
+        for channel in range(step * 2 * n):
+            word, part = divmod(channel, step)
+            block, place = divmod(word, 8)
+            order.append((2 * part + place // 4) * n + 4 * block + place % 4)
+        return e.b.shuffle_vector(y, y, ir.Constant(ir.VectorType(I32, len(order)), order))
