@@ -19,174 +19,17 @@ from typing import Any
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
-from polyflash.backends.cpu.configs import LINE
-from polyflash.backends.cpu.decode_blocks import DecodeTile
-from polyflash.backends.cpu.decode_codes_configs import CodesKey, per_word
+from polyflash.backends.cpu.decode_codes_configs import per_word
+from polyflash.backends.cpu.decode_codes_integers import MIDDLES, ROUNDED, Integers
 from polyflash.backends.cpu.decode_units import rolled, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
-from polyflash.backends.cpu.simd import F32, I8, I16, I32, I64, Emitter, Value
-from polyflash.quant.scheme import KINDS, Codes
+from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
 
-MOST = 32767.0  # in steps of a scale
-MIDDLES = {"int8": (128, 0), "int4": (8,)}  # of parts by turns: the integer that stands for 0
-RUNS_AHEAD = 3  # of keys that share scales of channels: whose are prefetched
 ROWS_AT_ONCE, SUMS = 4, 16  # rows that share a walk over V, and their sums in registers
-ROUNDED = 0x4B400000  # the bits of 1.5·2²³, beyond which a float32 counts in ones
-LEAST = 1e-30  # of a largest value, below which all are 0: the inverse of its scale is finite
 
 
-class CodesTile(DecodeTile):
+class CodesTile(Integers):
     """Emissions for one key. Methods named as the stages they emit."""
-
-    key: CodesKey
-
-    def __init__(self, key: CodesKey) -> None:
-        super().__init__(key)
-        self.words = ir.VectorType(I16, 2 * self.lanes)
-        self.parts = key.unit // self.lanes
-
-    # codes
-    def _units_of(self, codes: Codes, channels: int) -> range:
-        return range(-(-channels // self.key.unit_of(codes)))
-
-    def _words(self, e: Emitter, row: Value, codes: Codes, channels: int, unit: int) -> Value:
-        """A vector of codes of the row at `row`; what lies past the row is 0."""
-        size = channels * KINDS[codes.dtype].bits // 8 - unit * e.bytes
-        if size >= e.bytes:
-            return e.load(e.at(row, unit * e.bytes), 0, self.words)
-        kind = ir.VectorType(I8, e.bytes)
-        mask = ir.Constant(ir.VectorType(ir.IntType(1), e.bytes), [n < size for n in range(e.bytes)])
-        return e.b.bitcast(e.masked_load(e.at(row, unit * e.bytes), mask, kind), self.words)
-
-    def _part(self, e: Emitter, x: Value, codes: Codes, n: int) -> Value:
-        """The n-th code of every word as a 16-bit integer, more than its value by its middle."""
-        b, bits = e.b, KINDS[codes.dtype].bits
-        by, low, middle = (
-            ir.Constant(self.words, [w] * self.words.count) for w in (n * bits, 2**bits - 1, 0x80)
-        )
-        if codes.dtype == "int8":
-            return b.ashr(x, by) if n else b.and_(b.xor(x, middle), low)
-        moved = b.lshr(x, by) if n else x
-        return b.and_(moved, low) if (n + 1) * bits < 16 else moved
-
-    def _dot(self, e: Emitter, acc: Value, x: Value, y: Value) -> Value:
-        """acc + x[2i]·y[2i] + x[2i+1]·y[2i+1] per lane, of 16-bit integers into 32 bits."""
-        b, n = e.b, self.lanes
-        names = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}
-        if n in names:
-            return b.add(acc, e.call(names[n], e.vi, [x, y]))
-        wide = ir.VectorType(I32, 2 * n)
-        z = b.mul(b.sext(x, wide), b.sext(y, wide))
-        for half in (0, 1):
-            acc = b.add(acc, b.shuffle_vector(z, z, ir.Constant(e.vi, list(range(half, 2 * n, 2)))))
-        return acc
-
-    def _interleaved(self, e: Emitter, x: Value, y: Value, half: int) -> Value:
-        """Words of two vectors by turns, of the low or high half of every 128 bits."""
-        n = self.words.count
-        order = [8 * (j // 8) + 4 * half + j % 8 // 2 + (n if j & 1 else 0) for j in range(n)]
-        return e.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, n), order))
-
-    # rounding
-    def _bits_of_size(self, e: Emitter, x: Value) -> Value:
-        """|x| as an integer, by which a NaN is the largest of all."""
-        return e.b.and_(e.b.bitcast(x, e.vi), e.ints(0x7FFFFFFF))
-
-    def _steps(self, e: Emitter, top: Value) -> tuple[Value, Value]:
-        """A scale of which |x| with these bits is MOST steps, and its inverse; NaN and 0 of what is none."""
-        b, top = e.b, e.b.bitcast(top, e.vf)
-        inverse = b.select(
-            b.fcmp_ordered(">", top, e.floats(LEAST)), b.fdiv(e.floats(MOST), top), e.floats(0)
-        )
-        finite = e.fma(top, e.floats(0), b.fmul(top, e.floats(1 / MOST)))
-        return finite, inverse
-
-    def _rounded(self, e: Emitter, x: Value, inverse: Value) -> Value:
-        """Steps of a scale: 32-bit integers that are those of ROUNDED more, 16-bit ones in their low halves.
-        What is not a number becomes any."""
-        return e.b.bitcast(e.fma(x, inverse, e.floats(1.5 * 2**23)), e.vi)
-
-    @stage
-    def load_query(self, e: Emitter, src: Value, channels: Value, dst: Value, sign: Value) -> None:
-        """One row as float32, zeros up to a whole unit; `sign` flips the bits of a negative scale."""
-        b, flip, n = e.b, e.splat(e.b.trunc(sign, I32)), self.lanes
-        row, place = e.pointer(src), e.pointer(dst)
-        widen = e.from_bf16 if self.key.storage == "bfloat16" else e.from_f16
-        for first in range(0, self.key.query_row // 4, n):
-            there = ir.Constant(e.vbits, [first + m < self.key.head_dim for m in range(n)])
-            x = widen(e.masked_load(e.at(row, first * self.size), there, e.vh))
-            e.store(b.bitcast(b.xor(b.bitcast(x, e.vi), flip), e.vf), place, first * 4)
-
-    @stage
-    def fold_query(self, e: Emitter, q: Value, scale: Value, shift: Value) -> None:
-        """Q of every row as integers, times the scales of channels at `scale`, and its product with the
-        shifts; tables that K has not are not read."""
-        b, key, rows = e.b, self.key, range(self.rows)
-        tile, channels = e.pointer(q), range(0, key.query_row // 4, self.lanes)
-        own = [ir.Constant(e.vbits, [m % self.rows == r for m in range(self.lanes)]) for r in rows]
-
-        def entries(table: Value, first: int, ahead: bool = False) -> Value:
-            if ahead and first * 4 % LINE == 0:
-                e.prefetch(e.at(e.pointer(table), first * 4 + RUNS_AHEAD * key.head_dim * 4))
-            there = ir.Constant(e.vbits, [first + m < key.head_dim for m in range(self.lanes)])
-            return e.masked_load(e.at(e.pointer(table), first * 4), there, e.vf)
-
-        def scaled(r: int, first: int, factor: Value | None) -> Value:
-            x = e.load(tile, r * key.query_row + first * 4)
-            return x if factor is None else b.fmul(x, factor)
-
-        tops, totals = [e.ints(0)] * self.rows, [e.floats(0)] * self.rows
-        for first in channels:
-            factor = entries(scale, first, True) if key.k.scale.channels else None
-            moved = entries(shift, first, True) if key.k.shift is not None else None
-            for r in rows:
-                tops[r] = e.smax(tops[r], self._bits_of_size(e, scaled(r, first, factor)))
-                if moved is not None:
-                    totals[r] = e.fma(scaled(r, first, None), moved, totals[r])
-        known = [self._steps(e, self._across_keys(e, top, e.smax, 1)) for top in tops]
-        sums = [e.ints(0)] * self.rows
-        for u in range(0, len(channels), 2 * per_word(key.k)):
-            for r in rows:
-                whole = []
-                for first in channels[u : u + 2 * per_word(key.k)]:
-                    factor = entries(scale, first) if key.k.scale.channels else None
-                    whole.append(self._rounded(e, scaled(r, first, factor), known[r][1]))
-                    sums[r] = b.add(sums[r], b.sub(whole[-1], e.ints(ROUNDED)))
-                self._store_planes(e, e.at(tile, key.planes), u // (2 * per_word(key.k)), r, whole)
-        middles = MIDDLES[key.k.dtype]
-        middle = ir.Constant(e.vi, [middles[m % len(middles)] for m in range(self.lanes)])
-        stats: list[Value] = [e.floats(0), e.floats(0), e.ints(0)]
-        for r in rows:
-            total = self._across_keys(e, totals[r], b.fadd, 1)
-            more = self._across_keys(e, b.mul(sums[r], middle), b.add, 1)
-            for i, x in enumerate((known[r][0], total, more)):
-                stats[i] = b.select(own[r], x, stats[i])
-        for i, x in enumerate(stats):
-            e.store(x, tile, key.query_stats + i * e.bytes)
-
-    def _store_planes(self, e: Emitter, planes: Value, unit: int, row: int, whole: list[Value]) -> None:
-        """As [unit][part][row][word], so that a part of K meets its channels. For four keys at once as
-        [unit][part][column][row], of which every 128 bits repeat one of the four columns of theirs."""
-        step = per_word(self.key.k)
-        x = self._joined(e, [e.b.trunc(y, e.vh) for y in whole])
-        for n in range(step):
-            order = [n + step * word for word in range(2 * self.lanes)]
-            part = e.b.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, len(order)), order))
-            if not self.key.by_fours:
-                e.store(part, planes, ((unit * step + n) * self.rows + row) * e.bytes)
-                continue
-            part = e.b.bitcast(part, e.vi)
-            for j in range(4):
-                column = [lane // 4 * 4 + j for lane in range(self.lanes)]
-                y = e.b.shuffle_vector(part, part, ir.Constant(e.vi, column))
-                e.store(y, planes, (((unit * step + n) * 4 + j) * self.rows + row) * e.bytes)
-
-    def _joined(self, e: Emitter, x: list[Value]) -> Value:
-        """One vector of all lanes of a power of two of vectors, one behind the other."""
-        while len(x) > 1:
-            both = e.lane_index(2 * x[0].type.count)
-            x = [e.b.shuffle_vector(u, v, both) for u, v in zip(x[::2], x[1::2], strict=True)]
-        return x[0]
 
     # S = K·Q
     @stage
@@ -300,9 +143,6 @@ class CodesTile(DecodeTile):
         order = [row // blocks * n + row % blocks * 4 + key for key, row in places]
         return [self._picked(e, both, both, order[i : i + n]) for i in range(0, len(order), n)]
 
-    def _picked(self, e: Emitter, x: Value, y: Value, order: Sequence[int]) -> Value:
-        return e.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(order)), list(order)))
-
     def _of_keys(self, e: Emitter, p: Value, group: int = 0, groups: int = 1) -> Value:
         """The floats of as many keys as a vector of scores has, each in the lanes of its key; of the `groups`
         of each key, one."""
@@ -322,14 +162,6 @@ class CodesTile(DecodeTile):
                     y = e.load(planes, ((u * step + n) * self.rows + r) * e.bytes, self.words)
                     sums[r] = self._dot(e, sums[r], part, y)
         return sums
-
-    def _ask(self, e: Emitter, row: Value, codes: Codes, channels: int) -> None:
-        """Prefetches a row of the next block."""
-        for byte in self._lines(codes, channels):
-            e.prefetch(e.at(row, byte), PREFETCH_LEVEL)
-
-    def _lines(self, codes: Codes, channels: int) -> range:
-        return range(0, channels * KINDS[codes.dtype].bits // 8, LINE)
 
     # weights
     @stage
@@ -357,8 +189,8 @@ class CodesTile(DecodeTile):
     @stage
     def weigh_codes(self, e: Emitter, weights, floats, pairs, sums, vectors, scales, shifts) -> None:
         """Weights of V's codes: of every group of channels, those of the keys times their scales, as pairs of
-        integers [two keys][row][group]; and at `sums` vectors of their steps, of what is added to all channels,
-        and of what the middles of codes add to sums."""
+        integers [two keys][row][group]; and at `sums` vectors of their steps, of what is added to all
+        channels, and of what the middles of codes add to sums."""
         b, groups, live = e.b, self.key.value_groups, self.key.live_groups
         step, shifted, middles = 4 * self.keys * live, self.key.v.shift is not None, MIDDLES[self.key.v.dtype]
         zeros: list[Value] = [e.ints(0)] * live
@@ -439,7 +271,7 @@ class CodesTile(DecodeTile):
     def _some_columns(
         self, e: Emitter, rows: range, columns: Sequence[tuple[int, int]], args: Any, lines: Any
     ) -> None:
-        """One walk over the keys, for some rows and parts of units; it prefetches `lines` of each next pair."""
+        """One walk over the keys, for some rows and parts of units; of later pairs it prefetches `lines`."""
         v_rows, pairs, o, alpha, sums, count, later, further = args
         key, groups = self.key, self.key.value_groups
         units = sorted({u for u, _ in columns})
@@ -457,7 +289,7 @@ class CodesTile(DecodeTile):
             for c, (u, n) in enumerate(columns):
                 parts = [self._part(e, words[j][u], key.v, n) for j in (0, 1)]
                 for half in (0, 1):
-                    y = self._interleaved(e, *parts, half)
+                    y = self._interleaved(e, parts[0], parts[1], half)
                     for m, r in enumerate(rows):
                         if (u, r) not in weights:
                             weights[u, r] = self._weight(e, p_weights, u, r)

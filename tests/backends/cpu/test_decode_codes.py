@@ -1,0 +1,214 @@
+"""Decode over codes: the kernel is the scheme, and what a row does not see changes no bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import polyflash
+from polyflash.backends.cpu import capabilities, decode_codes_configs, decode_configs
+from polyflash.plan import Launch
+from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
+from polyflash.reference import attention_reference
+from polyflash.spec import Arguments, AttentionSpec, Phase
+from tests.backends.cpu.test_forward_kernel import HERE, randn
+from tests.backends.cpu.test_paged_kernel import ints, paged
+from tests.tolerance import Expected, check, eager, same_bits
+
+pytestmark = pytest.mark.skipif(HERE.arch != "avx512", reason="the kernels are tested with AVX-512")
+ROW = next(row for row in capabilities.CAPABILITIES if row.phase is Phase.DECODE)
+SCHEMES = {
+    **{name: NAMED[name] for name in ("int8", "int8-smooth", "int8-channel", "int4", "int4-token")},
+    "int8-affine": (Scheme(granularity="channel", symmetric=False), Scheme(symmetric=False)),
+    "mixed": (Scheme(dtype="int4", granularity="channel", tokens=32), Scheme(granularity="tensor")),
+    "int8-blocks": (Scheme(smoothing="block_mean"), Scheme(channels=32)),
+}
+
+
+def spec_of(q, k: QuantizedTensor, v: QuantizedTensor, page_size=0, keys=0) -> AttentionSpec:
+    keys = keys or k.codes.shape[2]
+    sizes = (q.shape[0], q.shape[1], k.codes.shape[1], q.shape[2], keys, q.shape[3])
+    dtype, codes = str(q.dtype).removeprefix("torch."), f"{k.form},{v.form}"
+    head_dim_v = v.codes.shape[3] * v.form.packed
+    spec = AttentionSpec(Phase.DECODE, dtype, "cpu", *sizes, head_dim_v, frozenset(), codes=codes)
+    return replace(spec, page_size=page_size)
+
+
+def decode(q, k: QuantizedTensor, v: QuantizedTensor, *, split=None, isa=None, **options):
+    """(out, lse) of the kernel itself."""
+    from polyflash.backends.cpu import decode
+
+    table = options.get("page_table")
+    spec = spec_of(q, k, v, 0 if table is None else k.codes.shape[2])
+    assert not decode_codes_configs.refuses(spec, HERE)
+    tables = {"k_scale": k.scale, "k_shift": k.shift, "v_scale": v.scale, "v_shift": v.shift}
+    args = Arguments(need_lse=True, codes=spec.codes, **tables, **options)
+    config = decode_configs.choose(spec, HERE)
+    config = replace(config, split_keys=split or config.split_keys)
+    if isa is not None:
+        config = replace(config, isa=isa, compute="f32")
+    out = torch.full((*q.shape[:3], spec.head_dim_v), math.nan, dtype=q.dtype)
+    lse = torch.full(q.shape[:3], math.nan)
+    launch = Launch(ROW, config, "heuristic", HERE, spec)
+    return decode.run(launch, q, k.codes, v.codes, out, lse, args)
+
+
+def coded(name, *shape, dims_v=None, bias=True, lens=None):
+    *more, dims = shape
+    k, v = randn(*shape, seed=1), randn(*more, dims_v or dims, seed=2)
+    k = k + torch.linspace(-1.0, 3.0, dims) if bias else k
+    return tuple(quantize(x, s, lens=lens) for x, s in zip((k, v), SCHEMES[name], strict=True))
+
+
+def level_a(got, q, k, v, label, **options):
+    """By testing.md §3.1: against float64 of the values that the codes stand for."""
+    values = [x.values(torch.float64) for x in (k, v)]
+    oracle = attention_reference(q, *values, **options)
+    theirs = eager(q, *(x.to(q.dtype) for x in values), **options)
+    sample = tuple(x.double() for x in theirs)
+    check(*got, Expected(oracle.out, oracle.lse, (sample,), q.dtype), label=label, options=options)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, rows, dims, dims_v",
+    ((4, 4, 1, 128, 128), (4, 2, 1, 64, 96), (8, 2, 1, 128, 128), (2, 1, 4, 80, 48), (3, 1, 1, 192, 256)),
+)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_kernel_is_the_scheme(name, heads, kv_heads, rows, dims, dims_v):
+    k, v = coded(name, 2, kv_heads, 333, dims, dims_v=dims_v)
+    for dtype, sharp in ((torch.bfloat16, 1), (torch.bfloat16, 6)):
+        q = (randn(2, heads, rows, dims) * sharp).to(dtype)
+        for options in ({}, {"causal": True, "kv_lens": ints(333, 140)}, {"softcap": 4.0, "scale": -0.2}):
+            got = decode(q, k, v, split=128, **options)
+            level_a(got, q, k, v, f"{name} {dtype} x{sharp} {options}", **options)
+
+
+@pytest.mark.parametrize("name", ("int8", "int4"))
+def test_float16(name):
+    k, v = coded(name, 1, 2, 700, 128)
+    q = randn(1, 8, 1, 128, dtype=torch.float16)
+    level_a(decode(q, k, v), q, k, v, name)
+
+
+@pytest.mark.parametrize("name", ("int8-smooth", "int8-channel", "int4", "int4-token"))
+def test_pages_splits_and_heads_change_no_bit(monkeypatch, name):
+    """Tables lie by pages, as the codes; what no key stands in is garbage, its scales NaN."""
+    from polyflash.backends.cpu import decode as host
+
+    keys, size, lens = 700, 64, ints(700, 391)
+    plain = tuple(s if s.smoothing != "mean" else replace(s, smoothing="block_mean") for s in SCHEMES[name])
+    k, v = (quantize(randn(2, 2, keys, 128, seed=n), s) for n, s in enumerate(plain))
+    q = randn(2, 8, 1, 128, dtype=torch.bfloat16)
+    want = decode(q, k, v, split=128, kv_lens=lens)
+    made = []
+    for x in (k, v):
+        codes, table = paged(x.codes, size, unused=77)
+        tables = []
+        for entries in (x.scale, x.shift):
+            if entries is None:
+                tables.append(None)
+                continue
+            tokens = size // -(-keys // entries.shape[2])  # entries of a page
+            tables.append(paged(entries, tokens)[0] if tokens > 1 else _by_page(entries, table))
+        made.append(replace(x, codes=codes, scale=tables[0], shift=tables[1]))
+    monkeypatch.setattr(host, "_heads_per_item", lambda num_kv_heads, splits, threads: 2)
+    for most in (1, 4):
+        monkeypatch.setattr(host, "MOST_SPLITS", most)
+        monkeypatch.setattr(host, "ITEMS_PER_THREAD", 0.01)
+        for got in (
+            decode(q, *made, split=128, kv_lens=lens, page_table=table),
+            decode(q, k, v, split=128, kv_lens=lens),
+        ):
+            for x, y, part in zip(got, want, ("out", "lse"), strict=True):
+                same_bits(x, y, f"{part} of {name}, {most} splits")
+
+
+def _by_page(entries, table):
+    pool = torch.full((int(table.max()) + 1, entries.shape[1], 1, entries.shape[3]), math.nan)
+    for b in range(table.shape[0]):
+        pool[table[b].long(), :, 0] = entries[b].transpose(0, 1)[: table.shape[1]]
+    return pool
+
+
+@pytest.mark.parametrize("name", ("int8", "int4"))
+@pytest.mark.parametrize("rows", (1, 4))
+def test_what_no_row_sees_changes_no_bit(name, rows):
+    q = randn(1, 2, rows, 128, dtype=torch.bfloat16)
+    k, v = coded(name, 1, 2, 640, 128)
+    starts, lens = ints(192), ints(448)  # whole groups of 64 tokens
+    want = decode(q, k, v, kv_lens=lens, kv_starts=starts)
+    for x in (k, v):
+        for at in (slice(0, 192), slice(448, 640)):
+            x.codes[:, :, at] = 99
+            tokens = -(-640 // x.scale.shape[2])
+            own = slice(at.start // tokens, at.stop // tokens)
+            for table in (x.scale, x.shift):
+                if table is not None:
+                    table[:, :, own] = math.nan
+    got = decode(q, k, v, kv_lens=lens, kv_starts=starts)
+    for x, y, part in zip(got, want, ("out", "lse"), strict=True):
+        same_bits(x, y, part)
+
+
+@pytest.mark.parametrize(
+    "which, value", (("k_scale", math.nan), ("v_scale", math.nan), ("v_scale", math.inf))
+)
+def test_scales_that_are_not_finite_reach_the_rows_that_see_them(which, value):
+    q = randn(1, 2, 4, 128, dtype=torch.bfloat16)
+    k, v = coded("int8", 1, 2, 300, 128)
+    (k if which == "k_scale" else v).scale[0, 1, 298] = value  # of rows 2 and 3 of the second head
+    out, _ = decode(q, k, v, causal=True)
+    assert out[:, 0].isfinite().all() and out[:, 1, :2].isfinite().all()
+    assert out[:, 1, 2:].isnan().all()
+
+
+def test_extreme_scales():
+    """Zeros, tiny and large tensors keep their digits: integers are relative to the largest of a row."""
+    q = randn(1, 8, 1, 64, dtype=torch.bfloat16)
+    for k_size, v_size in ((0.0, 1.0), (1e-30, 1e-30), (1e3, 6e4), (1.0, 0.0)):
+        k = quantize(randn(1, 2, 200, 64, seed=1) * k_size, SCHEMES["int8-channel"][0])
+        v = quantize(randn(1, 2, 200, 64, seed=2) * v_size, SCHEMES["int8"][1])
+        got, _ = decode(q, k, v)
+        want = attention_reference(q, *(x.values(torch.float64) for x in (k, v))).out
+        assert torch.allclose(got.double(), want, rtol=2e-2, atol=2e-2 * max(v_size, 1e-38)), (k_size, v_size)
+
+
+@pytest.mark.parametrize("isa", ("avx2", "generic"))
+@pytest.mark.parametrize("name", ("int8", "int4"))
+def test_narrow_vectors(isa, name):
+    k, v = coded(name, 1, 2, 300, 64)
+    q = randn(1, 8, 1, 64, dtype=torch.bfloat16)
+    level_a(decode(q, k, v, isa=isa), q, k, v, f"{isa} {name}")
+
+
+def test_public_calls_say_that_codes_are_read_in_the_walk():
+    q, (k, v) = randn(1, 8, 1, 128, dtype=torch.bfloat16), coded("int4", 1, 2, 300, 128)
+    assert "decoded in the walk" in str(polyflash.explain(q, k, v))
+    level_a((polyflash.attention(q, k, v), None), q, k, v, "attention")
+    many = randn(1, 2, 9, 128, dtype=torch.bfloat16)
+    assert "decoded to bfloat16" in str(polyflash.explain(many, k, v))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    (
+        ({"dtype": "float32"}, "16 bits"),
+        ({"seqlen_q": 9}, "up to 8 rows"),
+        ({"head_dim": 320}, "up to 256"),
+        ({"codes": "int8/1x0,-"}, "both"),
+        ({"codes": "fp8_e4m3/1x0,int8/1x0"}, "both of int8 or int4"),
+        ({"codes": "int8/1x32,int8/1x0"}, "scales of K"),
+        ({"codes": "int8/8x1,int8/1x0"}, "16 tokens"),
+        ({"codes": "int8/0x1,int8/1x0", "page_size": 8}, "16 tokens"),
+        ({"codes": "int8/1x0,int8/64x1"}, "scales of V"),
+        ({"codes": "int8/1x0,int8/1x0+0x1"}, "scales of V"),
+    ),
+)
+def test_words_of_what_is_left_to_be_decoded_first(change, words):
+    sizes = (1, 1, 1, 1, 512, 128, 128)
+    spec = AttentionSpec(Phase.DECODE, "bfloat16", "cpu", *sizes, frozenset(), codes="int8/1x0,int8/1x0")
+    assert decode_codes_configs.refuses(spec, HERE) == ""
+    assert words in decode_codes_configs.refuses(replace(spec, **change), HERE)
