@@ -72,7 +72,7 @@ class CodesTile(Integers):
         e.store(e.loop(b.udiv(groups, I64(together)), start, group)[2], p_top)
 
     def _sums_by_key(self, e: Emitter) -> Callable[..., list[Value]]:
-        """What gives the integers of a vector of scores, key by key."""
+        """Make what gives the integers of a vector of scores, key by key."""
         p_sums = e.b.alloca(e.vi, size=self.lanes) if self.rows == 1 else None
 
         def sums_of(e: Emitter, p_rows: Value, listed: Any, planes: Value) -> list[Value]:

@@ -62,7 +62,7 @@ class CodesKey(DecodeKey):
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Of the codes of a key of K, and of V."""
+        """Bytes of the codes of a key of K, and of V."""
         pairs = (self.k, self.head_dim), (self.v, self.head_dim_v)
         return tuple(dim * KINDS[codes.dtype].bits // 8 for codes, dim in pairs)  # type: ignore[return-value]
 
@@ -111,9 +111,8 @@ def per_word(codes: Codes) -> int:
 
 
 def _both(codes: str) -> tuple[Codes, Codes]:
-    k, v = codes_of(codes)
-    assert k is not None and v is not None  # refused otherwise
-    return k, v
+    """Parse K's and V's; a call in which one is none is refused."""
+    return codes_of(codes)  # type: ignore[return-value]
 
 
 def key_for(config: DecodeConfig, spec: AttentionSpec, rows: int) -> CodesKey:
