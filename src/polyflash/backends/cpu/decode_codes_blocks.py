@@ -131,14 +131,7 @@ class CodesTile(Integers):
         """Vectors of scores [key][row] of four keys; x[row] has parts of their sums as [128 bits][key]."""
         n, blocks, made = self.lanes, self.lanes // 4, []
         for first in range(0, self.rows, blocks):
-            some, distance = x[first : first + blocks], n // 2
-            while len(some) > 1:
-                own = [lane + (n if lane & distance else 0) for lane in range(n)]
-                other = [(lane ^ distance) + (n if lane & distance else 0) for lane in range(n)]
-                pairs = zip(some[: len(some) // 2], some[len(some) // 2 :], strict=True)
-                some = [e.b.add(*(self._picked(e, u, v, order) for order in (own, other))) for u, v in pairs]
-                distance //= 2
-            made += some
+            made.append(sums_of_lanes(e, x[first : first + blocks]))
         both, places = self._joined(e, made), [(key, row) for key in range(4) for row in range(self.rows)]
         order = [row // blocks * n + row % blocks * 4 + key for key, row in places]
         return [self._picked(e, both, both, order[i : i + n]) for i in range(0, len(order), n)]
