@@ -156,8 +156,8 @@ class Integers(DecodeTile):
             e.store(x, tile, key.query_stats + i * e.bytes)
 
     def _store_planes(self, e: Emitter, planes: Value, unit: int, row: int, whole: list[Value]) -> None:
-        """Store them as [unit][part][row][word], so that a part of K meets its channels; for four keys
-        at once as [unit][column][part][row], of which every 128 bits repeat one of the four columns of theirs."""
+        """Store them as [unit][part][row][word], so that a part of K meets its channels; for four keys at
+        once as [unit][column][part][row], of which every 128 bits repeat one of their four columns."""
         step = per_word(self.key.k)
         x = self._joined(e, [e.b.trunc(y, e.vh) for y in whole])
         for n in range(step):
