@@ -565,13 +565,19 @@ ALONE = [f"{kind}-{what}" for kind in KINDS for what in WHAT]
 ALONE += [f"{kind}-{what}" for kind in PADDED for what in ("shapes", "odd")]
 
 
-def in_child(names: list[str], seconds: float, width: int, more: list[str]) -> int:
+def in_child(
+    names: list[str],
+    seconds: float,
+    width: int,
+    more: list[str],
+    module: str = "tests.backends.gluon.guarded",
+) -> int:
     """Each name in a process of its own, `width` at a time. How many failed or fell silent."""
     waiting, running, failed, folder = list(names), {}, 0, tempfile.mkdtemp()
     while waiting or running:
         while waiting and len(running) < width:
             name = waiting.pop(0)
-            command = [sys.executable, "-m", "tests.backends.gluon.guarded", "--child", name, *more]
+            command = [sys.executable, "-m", module, "--child", name, *more]
             told = Path(folder, name)
             child = subprocess.Popen(command, stdout=told.open("w"), stderr=subprocess.STDOUT)
             running[name] = child, told, time.monotonic()

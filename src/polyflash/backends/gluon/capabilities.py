@@ -31,6 +31,15 @@ CAPABILITIES = (
         leaves_sizes=configs.leaves_sizes,
     ),
     _row(
+        phase=Phase.FORWARD,
+        module="polyflash.backends.gluon.fp8",
+        max_head_dim=max(configs.FP8),
+        features=configs.BOUNDS - {Feature.VARLEN} | {Feature.CODES, Feature.SINKS, Feature.GQA, Feature.LSE},
+        choose=configs.choose_fp8,
+        tabled=lambda spec, target: spec.head_dim in configs.FP8,
+        refuses=configs.refuses_fp8,
+    ),
+    _row(
         phase=Phase.BACKWARD,
         module="polyflash.backends.gluon.backward",
         max_head_dim=configs.MOST_BACKWARD,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from polyflash.backends.gpu.configs import check, flag, option, varied
+from polyflash.quant.scheme import Block, Codes, codes_of
 from polyflash.spec import MANY_KEYS, SMALL_ROWS, Feature, Phase
 from polyflash.target import release
 
@@ -103,6 +104,45 @@ FORWARD: dict[tuple[int, bool], ForwardConfig] = {
 
 
 BOUNDED_64 = ForwardConfig(2, 128)  # where registers of three consumers do not suffice
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Config(ForwardConfig):
+    """level: so many blocks are added up in tensor cores, before their sums are in float32; 0: all."""
+
+    level: int = option(0, 2, 4, 8, 16, default=8, tuned=(4, 8, 16))
+
+    def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Notes of a plan about this choice, beside its numbers."""
+        keys = self.level * self.block_n
+        sums = f"of {keys} keys in tensor cores, then in float32" if keys else "in tensor cores"
+        return "q, a scale per row, and the weights are rounded to e4m3", f"sums {sums}"
+
+
+FP8 = {
+    128: Fp8Config(2, 128, order="zigzag", heads=8, pinned="maxima", level=8),
+    256: Fp8Config(2, 64, order="zigzag", heads=8, pinned="maxima", level=16),
+}
+
+
+def choose_fp8(spec: AttentionSpec, target: Target) -> Fp8Config:
+    """The table's; tiles that differ in length come from the counter."""
+    config = FP8[max(box_of(spec.head_dim), 128)]
+    differ = spec.causal or not spec.features.isdisjoint({_F.WINDOW, _F.KV_LENS, _F.KV_STARTS})
+    return replace(config, order="counter") if differ else config
+
+
+def refuses_fp8(spec: AttentionSpec, target: Target) -> str:
+    """Why products of 8 bits are not for a call of listed features; "" if they are."""
+    form = Codes("fp8_e4m3", Block(), None, "fp8")
+    if not spec.codes or codes_of(spec.codes) != (form, form):
+        return f"codes: has {form} of both k and v, asked for {spec.codes or 'none'}"
+    if spec.phase is not Phase.FORWARD:
+        return "few rows leave a tile of 128 empty"
+    if box_of(spec.head_dim) not in FP8 or spec.head_dim % (2 * LEAST_CHANNELS):
+        known = ", ".join(map(str, FP8))
+        return f"head_dim: has multiples of 16 of blocks of {known}, asked for {spec.head_dim}"
+    return refuses(spec, target)
 
 
 def box_of(head_dim: int) -> int:

@@ -154,6 +154,7 @@ class Constants(NamedTuple):
     SHARED_OUT: bool = False  # the output leaves through the memory of Q
     ROW_SLOTS: int = 2  # of 64 rows of Q: one per consumer, and one ahead where the output takes them
     MENDING: bool = False
+    LEVEL: int = 0  # blocks whose sums stay in tensor cores, of products of 8 bits
     LAYOUT: int = 0  # of the tuples: another is another kernel
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+_DTYPES[torch.float8_e4m3fn] = gl.float8e4nv
 # Triton 3.9 names the copies after loads and stores.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -245,6 +246,26 @@ def unpacked(b_pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 def accumulator(columns: int) -> Any:
     """Layout of 64 rows in a warpgroup, as products leave them."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def products(columns: int) -> Any:
+    """The same of products of 8 bits."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
+
+
+@gluon.jit
+def narrowed(b_p, LAYOUT: gl.constexpr):
+    """Weights as e4m3 operands of a product. Its registers hold other keys of each 32 than those of scores,
+    and V has its keys in that order, so nothing moves from thread to thread."""
+    KEYS: gl.constexpr = b_p.shape[1]
+    b_p = b_p.reshape([64, KEYS // 32, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)).reshape([64, KEYS])
+    ASM: gl.constexpr = (
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
+        " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
+    )
+    b_p = gl.convert_layout(b_p, LAYOUT, assert_trivial=True)
+    return gl.inline_asm_elementwise(ASM, "=r,f,f,f,f", [b_p], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
 @gluon.jit
