@@ -58,10 +58,11 @@ class Capability:
     leaves: Callable[[AttentionSpec, Target], str] | None = None
     # Why it leaves one of this (batch, seqlen_q, seqlen_k), which may differ within a route; "" if not.
     leaves_sizes: Callable[[AttentionSpec, Target, tuple[int, int, int]], str] | None = None
+    label: str = ""  # instead of the phase, of a second row of a backend in it
 
     @property
     def name(self) -> str:
-        return f"{self.backend}/{self.phase.value}"
+        return f"{self.backend}/{self.label or self.phase.value}"
 
     def serves(self, phase: Phase) -> bool:
         """Forward rows run decode problems too."""

@@ -30,8 +30,10 @@ from tests.backends.gluon.codes import SCHEME
 from tests.backends.gluon.race import CHANNELS, TOKENS, of_kernels
 
 VARIANTS = (
-    {"pinned": ""}, {"pinned": "softmax"}, {"turns": False}, {"late_sum": False}, {"level": 0}, {"level": 4},
-    {"level": 16}, {"num_stages": 3}, {"order": "counter"}, {"heads": 4},
+    {"pinned": "maxima"}, {"pinned": "softmax"}, {"turns": False}, {"late_sum": False},
+    {"lazy_rescale": True}, {"lazy_rescale": False}, {"level": 0}, {"level": 2}, {"level": 4}, {"level": 8},
+    {"level": 16},
+    {"block_n": 64, "level": 1}, {"order": "counter"}, {"order": "tiles"},
 )  # fmt: skip
 Arms = dict[str, Callable[[], Tensor]]
 
@@ -59,7 +61,7 @@ def arms_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, variants: bool) -> Ar
     chosen = polyflash.explain(q, *codes, causal=causal, backend="gluon").config
     for change in VARIANTS if variants else ():
         config = replace(chosen, **change)
-        if config != chosen and not (config.num_stages == 3 and q.shape[3] > 128):
+        if config != chosen and not (config.level == 1 and q.shape[3] > 128):
             arms[str(change)] = ours(*codes, config=config)
     return arms
 

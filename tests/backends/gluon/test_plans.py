@@ -17,7 +17,7 @@ from polyflash.spec import MANY_KEYS, AttentionSpec, Feature, Phase
 from polyflash.target import parse
 
 HOPPER = parse("cuda:sm90")
-ROW, _ = CAPABILITIES
+ROW = CAPABILITIES[0]
 SPEC = AttentionSpec(Phase.FORWARD, "bfloat16", "cuda", 4, 16, 16, 4096, 4096, 128, 128, frozenset())
 
 

@@ -32,6 +32,7 @@ CAPABILITIES = (
     ),
     _row(
         phase=Phase.FORWARD,
+        label="fp8",
         module="polyflash.backends.gluon.fp8",
         max_head_dim=max(configs.FP8),
         features=configs.BOUNDS - {Feature.VARLEN} | {Feature.CODES, Feature.SINKS, Feature.GQA, Feature.LSE},

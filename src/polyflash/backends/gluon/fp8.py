@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from polyflash.backends.gluon import configs, fp8_operands, shim
-from polyflash.backends.gluon.forward import band_of, bounds_of, boxed, is_boxed
+from polyflash.backends.gluon.forward import band_of, boxed, constants_of, is_boxed
 from polyflash.backends.gluon.forward_sm90 import Constants, Numbers
 from polyflash.backends.gluon.fp8_sm90 import Tensors, attend_fp8
 from polyflash.backends.gpu.numbers import LOG2E, scale_of
@@ -66,20 +66,13 @@ class Prepared:
         config, band = self.config, band_of(seqlen_q, seqlen_k, args)
         num_tiles, group = -(-seqlen_q // config.block_m), num_heads // k.shape[1]
         total = batch * num_heads * num_tiles
-        none: dict[str, Any] = dict.fromkeys(Numbers._fields)
-        numbers = Numbers(
-            **none
-            | {"num_heads": num_heads, "group": group, "planes": batch * num_heads, "seqlen_q": seqlen_q}
-            | {"seqlen_k": seqlen_k, "num_tiles": num_tiles, "total": total, "offset": band.right}
-            | {"left": band.left}
-        )
-        constants = Constants(
-            D=configs.box_of(channels), CHANNELS=channels, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            STAGES=config.num_stages, CONSUMERS=config.consumers, **bounds_of(band, k, config.block_n, args),
-            COUNTED=config.order == "counter", HEADS=config.heads, TURNS=config.turns, PINNED=config.pinned,
-            LATE_SUM=config.late_sum, LAZY=False, LEVEL=config.level,
-        )  # fmt: skip
-        side = fp8_operands.Constants(constants.D, channels)
+        sizes: dict[str, Any] = {"num_heads": num_heads, "group": group, "planes": batch * num_heads}
+        sizes |= {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "num_tiles": num_tiles, "total": total}
+        sizes |= {"offset": band.right, "left": band.left}
+        numbers = Numbers(**dict.fromkeys(Numbers._fields) | sizes)
+        box = 128 if channels <= 128 else 256
+        constants = constants_of(config, q, k, band, args)._replace(D=box, REST=0, LEVEL=config.level)
+        side = fp8_operands.Constants(box, channels)
         rows, words = fp8_operands.ROWS.value, fp8_operands.WORDS.value
         stride = -(-seqlen_k // _KEYS) * _KEYS // 4
         of_q = fp8_operands.Numbers(

@@ -51,6 +51,7 @@ from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
 from polyflash.backends.gluon.shim import accumulator, load_box, narrowed, pinned, products, row_max
 
 SUMS: gl.constexpr = gl.constexpr(8)  # columns of a row's sums, as threads hold them
+SLACK: gl.constexpr = gl.constexpr(2.0)  # powers of two that a lazy m may lie below its row's maximum
 TOP: gl.constexpr = gl.constexpr(8.807354922057604)  # log2 of 448, the largest e4m3
 
 
@@ -131,16 +132,22 @@ def scores_of(q, ring, i_n, c, WG: gl.constexpr):
 
 
 @gluon.jit
-def weighted(acc, b_p, b_v):
-    """Issues the product of weights and their block of V."""
-    b_p = narrowed(b_p, gl.DotOperandLayout(0, acc.type.layout, 4))
-    return warpgroup_mma(b_p, b_v, acc, is_async=True)
+def weighted(acc, b_w, b_v, c):
+    """Issues the product of weights and their block of V: a sum of its own, or added to what is there."""
+    ALONE: gl.constexpr = c.LEVEL == 1
+    if ALONE:
+        acc = gl.zeros([64, c.D], gl.float32, products(c.D))
+    return warpgroup_mma(b_w, b_v, acc, use_acc=not ALONE, is_async=True)
 
 
 @gluon.jit
 def new_maxima(b_s, m_i, factor, c):
     """m such that no weight, exp2(factor·s - m), is above 448."""
-    m_new = gl.maximum(m_i, gl.fma(row_max(b_s), factor, -TOP))
+    if c.LAZY:
+        b_top = gl.fma(row_max(b_s), factor, SLACK - TOP)
+        m_new = gl.where(b_top > m_i + SLACK, b_top, m_i)
+    else:
+        m_new = gl.maximum(m_i, gl.fma(row_max(b_s), factor, -TOP))
     return m_new if c.PINNED != "maxima" else pinned(m_new)
 
 
@@ -160,40 +167,63 @@ def weigh(b_s, m_i, l_i, seen, factor, i_n, j_0, c, MASKED: gl.constexpr):
 def attend_blocks(
     q, ring, sums, total, rows, i_n, j_0, first, end, c, WG: gl.constexpr, MASKED: gl.constexpr
 ):
-    """The tile's blocks from number `first` up to `end`: scores and weights of each, and the share in the
-    output of the block before, whose product runs during the softmax. Nothing between issue and wait may
-    branch."""
-    acc, b_p, m_i, l_i, m_total = sums
+    """The tile's blocks from number `first` up to `end`, by LEVEL; the sums of as many go to `total`."""
+    if c.LEVEL < 2:
+        sums, i_n, j_0 = attend_level(q, ring, sums, rows, i_n, j_0, first, end, c, WG, MASKED)
+    else:
+        i = gl.to_tensor(first)
+        while i < end:
+            stop = min(end, (i // c.LEVEL + 1) * c.LEVEL)
+            sums, i_n, j_0 = attend_level(q, ring, sums, rows, i_n, j_0, i, stop, c, WG, MASKED)
+            if stop % c.LEVEL == 0:
+                sums = move_sums(sums, total, stop, c)
+            i = stop
+    return sums, i_n, j_0
+
+
+@gluon.jit
+def attend_level(q, ring, sums, rows, i_n, j_0, first, end, c, WG: gl.constexpr, MASKED: gl.constexpr):
+    """Scores and weights of each block, and the share in the output of the block before, whose product runs
+    during the softmax. Nothing between issue and wait may branch. `b_last`: see `move_sums`; with a LEVEL of
+    1 what older sums are multiplied with first."""
+    acc, b_p, m_i, l_i, b_last = sums
     seen, factor = rows
-    for i in range(first, end):
+    for _ in range(first, end):
         j_0 -= c.BLOCK_N
+        b_w = narrowed(b_p, gl.DotOperandLayout(0, products(c.D), 4))
         b_s = scores_of(q, ring, i_n, c, WG)
-        acc = weighted(acc, b_p, values_of(ring, i_n - 1, c))
+        b_o = weighted(acc, b_w, values_of(ring, i_n - 1, c), c)
         b_s = warpgroup_mma_wait(1, [b_s])
         b_p, m_i, l_i, alpha = weigh(b_s, m_i, l_i, seen, factor, i_n, j_0, c, MASKED)
         if c.PINNED == "softmax":
             l_i = pinned(l_i)
-        acc = warpgroup_mma_wait(0, [acc])
+        b_o = warpgroup_mma_wait(0, [b_o])
         free_values(i_n - 1, c)
-        acc = scaled(acc, alpha, c)
-        if c.LEVEL > 0:  # noqa: SIM102  a branch of the compiler, then one of the kernel
-            if i % c.LEVEL == 0:
-                b_total = acc
-                tma.store_wait(0)  # the memory was the output's
-                if i > c.LEVEL:
-                    b_total = added(acc, total, m_total, m_i)
-                total.store(b_total)
-                m_total = m_i
-                acc = gl.zeros([64, c.D], gl.float32, products(c.D))
+        if c.LEVEL == 1:
+            acc = added(b_o, acc, b_last)
+            b_last = alpha
+        else:
+            acc = scaled(b_o, alpha, c)
         i_n += 1
-    return (acc, b_p, m_i, l_i, m_total), i_n, j_0
+    return (acc, b_p, m_i, l_i, b_last), i_n, j_0
 
 
 @gluon.jit
-def added(acc, total, m_total, m_i):
-    """What tensor cores hold, and what was taken from them at m_total."""
-    b_beta = gl.convert_layout(gl.exp2(m_total - m_i), gl.SliceLayout(1, acc.type.layout))
-    return gl.fma(total.load(acc.type.layout), b_beta[:, None], acc)
+def added(acc, b_total, beta):
+    """Sums of tensor cores, and older ones, times beta of their row."""
+    b_beta = gl.convert_layout(beta, gl.SliceLayout(1, acc.type.layout))
+    return gl.fma(b_total, b_beta[:, None], acc)
+
+
+@gluon.jit
+def move_sums(sums, total, count, c):
+    """Adds what tensor cores hold to `total`, whose maximum was b_last; `count`: blocks so far."""
+    acc, b_p, m_i, l_i, b_last = sums
+    tma.store_wait(0)  # the memory was the output's
+    if count > c.LEVEL:
+        acc = added(acc, total.load(acc.type.layout), gl.exp2(b_last - m_i))
+    total.store(acc)
+    return gl.zeros([64, c.D], gl.float32, products(c.D)), b_p, m_i, l_i, m_i
 
 
 @gluon.jit
@@ -237,30 +267,33 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         l_i = gl.zeros([64, SUMS], gl.float32, sums_of) if c.LATE_SUM else gl.zeros([64], gl.float32, row)
         b_p, m_i, l_i, _ = weigh(b_s, m_i, l_i, seen, factor, i_n, j_0, c, NONE if c.WHOLE else BOTH)
         acc = gl.zeros([64, c.D], gl.float32, products(c.D))
-        sums, of_rows = (acc, b_p, m_i, l_i, m_i), (seen, factor)
+        b_last = gl.full([64], 1.0, gl.float32, row) if c.LEVEL == 1 else m_i
+        sums, of_rows = (acc, b_p, m_i, l_i, b_last), (seen, factor)
         i_n += 1
         if c.HAS_RIGHT:
             sums, i_n, j_0 = attend_blocks(q, ring, sums, total, of_rows, i_n, j_0, 1, masked, c, WG, BOTH)
         sums, i_n, j_0 = attend_blocks(q, ring, sums, total, of_rows, i_n, j_0, masked, bare, c, WG, NONE)
         if c.BELOW:
             sums, i_n, j_0 = attend_blocks(q, ring, sums, total, of_rows, i_n, j_0, bare, count, c, WG, BELOW)
-        acc, b_p, m_i, l_i, m_total = sums
+        acc, b_p, m_i, l_i, b_last = sums
         mbarrier.arrive(rows.free.index(WG), count=1)
-        acc = weighted(acc, b_p, values_of(ring, i_n - 1, c))
+        b_w = narrowed(b_p, gl.DotOperandLayout(0, products(c.D), 4))
+        b_o = weighted(acc, b_w, values_of(ring, i_n - 1, c), c)
         if c.LATE_SUM:
             l_i = gl.convert_layout(gl.sum(l_i, 1), row)
         b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c)
         tma.store_wait(0)  # the output of the tile before has left
-        acc = warpgroup_mma_wait(0, [acc])
+        b_o = warpgroup_mma_wait(0, [b_o])
         free_values(i_n - 1, c)
         if c.BELOW:
             i_n = pass_blocks(ring, i_n, tile_count - (tile_end - end) - count, c, WG)
-        if c.LEVEL > 0:  # noqa: SIM102  a branch of the compiler, then one of the kernel
-            if count > c.LEVEL:
-                acc = added(acc, total, m_total, m_i)
-        finish(
-            acc, out, (b_share, l_i, i_bh, i_row, j_0, min(end * c.BLOCK_N, place.live)), total, seen, t, n, c
-        )
+        if c.LEVEL == 1:
+            b_o = added(b_o, acc, b_last)
+        elif c.LEVEL > 1:  # noqa: SIM102  a branch of the compiler, then one of the kernel
+            if count >= c.LEVEL:
+                b_o = added(b_o, total.load(b_o.type.layout), gl.exp2(b_last - m_i))
+        tile = b_share, l_i, i_bh, i_row, j_0, min(end * c.BLOCK_N, place.live)
+        finish(b_o, out, tile, total, seen, t, n, c)
         i_t = next_tile(i_round, board, c)
         i_round += 1
     tma.store_wait(0)
