@@ -48,7 +48,7 @@ EXACT = ("spill_bytes", "spilled_registers", "stack_bytes", "shared_bytes")
 AT_MOST = ("registers", "spilled_scalars")
 TILE = ("block_m", "block_n", "num_warps", "num_stages")
 SLACK = 1.1  # instructions: code may grow by a tenth
-WITHOUT_PRODUCTS = frozenset(("center", "finish_dq", "merge_splits"))
+WITHOUT_PRODUCTS = frozenset(("center", "finish_dq", "merge_splits", "round_rows", "turn_values"))
 ONCE = WITHOUT_PRODUCTS | {"make_dkv-2", "attend_sm90-2"}  # at head dim 128 alone: it says enough of them
 _SASS = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.M)
 _AMD = re.compile(r"^\t([a-z]\w+)", re.M)  # labels and directives begin otherwise
@@ -152,7 +152,7 @@ def report(compiled: Compiled) -> Report:
 def faults(found: Report, target: Target, *, entry: str = "") -> dict[str, str]:
     """What is not as it should be, by name: "spills", "stack", "matrix", "serial", "shared". Of entries of
     kernels without products no matrix instructions are wanted."""
-    fault, wanted = {}, {"sm90": ("HGMMA",), "sm100": ("UTCHMMA",)}.get(target.arch, ("HMMA",))
+    fault, wanted = {}, {"sm90": ("HGMMA", "QGMMA"), "sm100": ("UTCHMMA",)}.get(target.arch, ("HMMA",))
     if target.kind == "hip":
         wanted = ("v_mfma",) if target.arch.startswith("gfx9") else ("v_wmma",)
     if found.spills:

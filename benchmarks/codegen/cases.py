@@ -61,7 +61,11 @@ _CAPPED = {"causal": True, "softcap": 30.0, "sinks": _meta(HEADS, dtype=torch.fl
 _ALIBI = {"causal": True, "alibi_slopes": _meta(HEADS, dtype=torch.float32)}
 _MEMBERS = {"cu_seqlens_q": _meta(5), "cu_seqlens_k": _meta(5), "max_seqlen_q": KEYS, "max_seqlen_k": KEYS}
 _EVERY = {**_CAPPED, **_ALIBI, **_WINDOW, **_STARTS, "softcap": 2.0, "row_bounds": _meta(KEYS, 2)}
+_HEADS = _meta(BATCH, HEADS, 1, 1, dtype=torch.float32)
+_CODES = {"codes": ",".join(["fp8_e4m3/0x0*fp8"] * 2), "k_scale": _HEADS, "v_scale": _HEADS}
 PROBLEMS = {
+    "codes": Problem(_CODES),
+    "codes-causal": Problem({**_CODES, **_CAUSAL}),
     "full": Problem(),
     "causal": Problem(_CAUSAL),
     "long": Problem(**_LONG),
@@ -109,15 +113,21 @@ class Case:
         p, dtype = PROBLEMS[self.problem], getattr(torch, self.dtype)
         first, rows = (PAGES, p.page_size) if p.page_size else (p.batch, p.seqlen_k)
         q = _meta(p.batch, p.query_heads, p.seqlen_q, self.head_dim, dtype=dtype)
-        k = _meta(first, p.kv_heads, rows, self.head_dim, dtype=dtype)
+        k_dtype = torch.float8_e4m3fn if self.has_codes else dtype
+        k = _meta(first, p.kv_heads, rows, self.head_dim, dtype=k_dtype)
         return q, k, Arguments(need_lse=True, **p.options)
 
     def spec(self) -> AttentionSpec:
         q, k, args = self.call()
         return replace(spec_of(q, k, k, args, phase=self.phase), device=self.target_name)
 
+    @property
+    def has_codes(self) -> bool:
+        return "codes" in PROBLEMS[self.problem].options
+
     def config(self) -> Any:
         choose = gluon_configs.CHOOSE[self.phase] if self.backend == "gluon" else configs.choose
+        choose = gluon_configs.choose_fp8 if self.has_codes else choose
         return choose(self.spec(), self.target)
 
     def launches(self, config: Any = None) -> list[Launched]:
@@ -132,7 +142,8 @@ class Case:
             named = dict(zip(kernel.arg_names, given, strict=True))
             found.append(Launched(kernel, named | {"n": unknown(named["n"])}, options))
 
-        run = importlib.import_module(f"polyflash.backends.{self.backend}.{self.phase.value}").run
+        name = "fp8" if self.has_codes else self.phase.value
+        run = importlib.import_module(f"polyflash.backends.{self.backend}.{name}").run
         none = dict.fromkeys(("row", "run", "prepared"), None)
         about = {"config": config or self.config(), "rung": "", "target": self.target, "spec": self.spec()}
         launch, (q, k, args) = SimpleNamespace(**about, **none), self.call()
@@ -190,7 +201,7 @@ def every_case() -> tuple[Case, ...]:
             arch = tables.ARCHS[targets.parse(gpu).arch]
             for d, hides in tables.LONG.get((arch.family, 2), {}):
                 made.append(case("bfloat16", d, "long-causal" if hides else "long"))
-    return (*made, *GLUON)
+    return (*made, *GLUON, *CODES)
 
 
 _BACKWARD = "full", "causal", "ragged", "window", "lens", "packed"
@@ -199,6 +210,10 @@ GLUON = tuple(
     Case(phase, "cuda:sm90", "bfloat16", d, problem, "gluon")
     for phase, problems in ((Phase.FORWARD, _FORWARD), (Phase.BACKWARD, _BACKWARD))
     for problem, d in product(problems, gluon_configs.HEAD_DIMS[: 4 if phase is Phase.FORWARD else 2])
+)
+CODES = tuple(
+    Case(Phase.FORWARD, "cuda:sm90", "bfloat16", d, problem, "gluon")
+    for problem, d in product(("codes", "codes-causal"), (128, 256))
 )
 # (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits spill nothing, unless that is faster
 CLEAN = (
@@ -230,7 +245,9 @@ def default_cases() -> tuple[Case, ...]:
 
 _DEFAULT = {(Phase.FORWARD, "bfloat16", 64, "full"), (Phase.FORWARD, "bfloat16", 128, "causal")}
 _SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal"), GLUON[0], *GLUON[5:8], GLUON[13]}
+_SINGLE |= {*CODES}
 _SINGLE |= {c for c in GLUON if c.phase is Phase.BACKWARD and c.problem in ("full", "causal")}
+_SINGLE |= {*CODES}
 _SINGLE |= {c for c in GLUON if c.phase is Phase.BACKWARD and c.problem == "packed" and c.head_dim == 64}
 for _gpu in ONE_OF_EACH:
     _SINGLE |= {

@@ -24,6 +24,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from benchmarks.codegen import __main__ as script  # noqa: E402
 from benchmarks.codegen.cases import (  # noqa: E402
     CLEAN,
+    CODES,
     GLUON,
     GPUS,
     SHIPPED,
@@ -85,6 +86,18 @@ def test_kernels_of_the_gluon_engine(head_dim: int):
             parts = len(gluon_configs.parts_of(head_dim))
             products = passes * config.consumers * (head_dim + config.block_n * parts) // 16
             assert found.matrix == {"HGMMA": products}
+
+
+@compiles
+@pytest.mark.parametrize("case", CODES, ids=lambda case: case.id)
+def test_products_of_codes(case: Case):
+    """As recorded; the products of both, at twice the depth of those of 16 bits, and in 32 keys each."""
+    kernels = dict(script.kernels(case))
+    for entry, found in kernels.items():
+        assert not script.complaints(RECORDED, triton.__version__, entry, found, case)
+    config, passes = case.config(), 2 + (case.problem != "codes")
+    products = passes * config.consumers * (case.head_dim + config.block_n) // 32
+    assert kernels[f"{case.id}/attend_fp8"].matrix == {"QGMMA": products}
 
 
 @compiles

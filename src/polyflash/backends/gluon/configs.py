@@ -110,7 +110,7 @@ BOUNDED_64 = ForwardConfig(2, 128)  # where registers of three consumers do not 
 class Fp8Config(ForwardConfig):
     """level: so many blocks are added up in tensor cores, before their sums are in float32; 0: all."""
 
-    level: int = option(0, 1, 2, 4, 8, 16, default=8, tuned=(4, 8, 16))
+    level: int = option(0, 1, 4, 8, 16, default=8, tuned=(4, 8, 16))
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Notes of a plan about this choice, beside its numbers."""
@@ -120,7 +120,7 @@ class Fp8Config(ForwardConfig):
 
 
 FP8 = {
-    128: Fp8Config(2, 128, order="zigzag", heads=8, level=4),
+    128: Fp8Config(2, 64, order="zigzag", heads=8, level=1),
     192: Fp8Config(2, 64, order="zigzag", heads=8, lazy_rescale=True, level=8),
     256: Fp8Config(2, 64, order="zigzag", heads=8, lazy_rescale=True, level=8),
 }
@@ -130,7 +130,8 @@ def choose_fp8(spec: AttentionSpec, target: Target) -> Fp8Config:
     """The table's; tiles that differ in length come from the counter."""
     config = FP8[box_of(spec.head_dim)]
     differ = spec.causal or not spec.features.isdisjoint({_F.WINDOW, _F.KV_LENS, _F.KV_STARTS})
-    return replace(config, order="counter") if differ else config
+    stages = 3 if config.level == 1 else 2  # as many as fit
+    return replace(config, order="counter", num_stages=stages) if differ else config
 
 
 def refuses_fp8(spec: AttentionSpec, target: Target) -> str:
