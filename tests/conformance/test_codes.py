@@ -15,12 +15,12 @@ import polyflash
 from polyflash.capability import Capability
 from polyflash.quant import NAMED, QuantizedTensor, Scheme, codec, quantize
 from polyflash.reference import attention_reference
-from polyflash.spec import Feature
+from polyflash.spec import Feature, Phase
 from tests.conformance.rows import DTYPES, HERE, NAMES, ints, qkv
 from tests.tolerance import Expected, check, expect, same_bits
 
 READERS = (*(row for row in HERE if Feature.CODES in row.features), None)
-# What a row that reads codes promises: one that loses a feature must fail here.
+# What a row for few query rows that reads codes promises: one that loses a feature must fail here.
 PROMISED = {
     *(Feature.CAUSAL, Feature.WINDOW, Feature.Q_OFFSET, Feature.KV_LENS, Feature.KV_STARTS, Feature.SOFTCAP),
     *(Feature.SINKS, Feature.GQA, Feature.LSE, Feature.PAGED, Feature.CODES, Feature.HEAD_DIM_V),
@@ -197,7 +197,8 @@ def test_pages(reader: Capability | None, name: str):
 
 def test_a_row_has_what_it_promises():
     for row in READERS[:-1]:
-        assert row is not None and row.features >= PROMISED, row.name
+        assert row is not None
+        assert row.features >= PROMISED or row.phase is not Phase.DECODE, row.name
 
 
 @pytest.mark.parametrize("mutant", ["scales", "shift", "nibbles", "group"])

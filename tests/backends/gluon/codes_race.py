@@ -6,9 +6,9 @@ python -m tests.backends.gluon.codes_race [--dims 128,256] [--lengths 2048,...] 
 python -m tests.backends.gluon.codes_race --keys 2048,...,262144
 
 The call of codes has its launches for q and V in its time. Calls are captured as graphs, so that the GPU's
-time is told; `host` is that of a call of codes, in microseconds, behind others that the GPU still runs. --variants: other configs too. --kernels: prints
-the microseconds of each kernel. --once: runs everything once, which compiles it. --keys: errors alone, with
-sums of all keys in tensor cores and with sums of blocks, for values around 0 and around 1.
+time is told. --variants: other configs too. --kernels: prints the microseconds of each kernel, and those
+that a call of codes takes of the host. --once: runs everything once, which compiles it. --keys: errors
+alone, with sums of all keys in tensor cores and with sums of blocks, for values around 0 and around 1.
 """
 
 from __future__ import annotations
