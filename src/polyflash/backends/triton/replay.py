@@ -232,7 +232,8 @@ class Launches:
         capturing = stream != 0 and torch._C._cuda_isCurrentStreamCapturing()
         if self._words:
             words = None if capturing else runtime.words_of.get((index, stream))
-            addresses.append((runtime.words(device) if words is None else words).data_ptr())
+            words = runtime.words(device) if words is None else words  # kept: what follows must not take them
+            addresses.append(words.data_ptr())
         else:
             addresses.append(0)
         with self._writing:
