@@ -6,7 +6,7 @@ q (B, Hq, Sq, D) in 16 bits, k, v (B, Hkv, Sk, D) codes, out as q.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -31,7 +31,7 @@ _OF_ROWS, _OF_VALUES = {"num_warps": 4}, {"num_warps": 4}
 
 
 class Ready(NamedTuple):
-    """What calls of the same sizes, strides and numbers share."""
+    """State shared by calls of the same sizes, strides and numbers."""
 
     numbers: Numbers
     constants: Constants  # as constexprs
@@ -91,8 +91,7 @@ def operands(prepared: Prepared, ready: Ready, q: Tensor, v: Tensor, args: Argum
     of_q, of_v, c = ready.sides
     codes = runtime.scratch(tuple(q.shape), q.device, torch.float8_e4m3fn)
     factors = runtime.scratch((batch, num_heads, seqlen_q), q.device)
-    k_scale = args.k_scale
-    assert k_scale is not None
+    k_scale: Any = args.k_scale
     x = View(q, *q.stride())
     t = fp8_operands.Tensors(x, codes, View(k_scale, *k_scale.stride()), factors)
     grid, kinds = (batch * num_heads * of_q.tiles,), (*ready.kinds, runtime.aligned(q, k_scale))
@@ -127,8 +126,7 @@ def run(
         shim.descriptor(turned, c.D.value, c.BLOCK_N.value),
         shim.descriptor(place, configs.ROWS, c.D.value),
     )
-    x, v_scale = operands_of(args, k), args.v_scale
-    assert v_scale is not None
+    x, v_scale = operands_of(args, k), cast("Tensor", args.v_scale)
     requests = x.kv_lens, x.kv_starts, x.q_offset, x.sinks
     views = View(v_scale, *v_scale.stride()), odd, View(v, *v.stride())
     t = Tensors(rows, runtime.words(q.device), factors, *views, *requests)

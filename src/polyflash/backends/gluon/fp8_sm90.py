@@ -329,8 +329,12 @@ def attend_fp8(t, n, c, q, k, v, out):
     else:
         board = Board(ring.k_full, ring.k_full, ring.k_full)
     fence_async_shared()
-    gl.warp_specialize([
-        (attend_tiles, (out, ring, rows, board, t, n, c, 0)),
-        (attend_tiles, (out, ring, rows, board, t, n, c, 1)),
-        (load_tiles, ((q,), (k,), v, ring, rows, board, t, n, c)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (attend_tiles, (out, ring, rows, board, t, n, c, 0)),
+            (attend_tiles, (out, ring, rows, board, t, n, c, 1)),
+            (load_tiles, ((q,), (k,), v, ring, rows, board, t, n, c)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
