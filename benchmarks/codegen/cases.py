@@ -21,6 +21,7 @@ from torch import Tensor
 from polyflash import target as targets
 from polyflash.backends.gluon import configs as gluon_configs
 from polyflash.backends.triton import configs, tables, tiles
+from polyflash.quant.scheme import KINDS, codes_of
 from polyflash.routes import spec_of
 from polyflash.spec import LONGEST_ROWS, Arguments, AttentionSpec, Phase
 from polyflash.target import Target
@@ -47,6 +48,7 @@ class Problem(NamedTuple):
     seqlen_k: int = KEYS
     batch: int = BATCH
     page_size: int = 0  # keys per page, of PAGES in the pool
+    codes: str = ""
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -82,6 +84,10 @@ PROBLEMS = {
     "grouped": Problem(_CAUSAL, kv_heads=4),
     "everything": Problem(_EVERY, kv_heads=4),  # in no record: does it compile?
     "token": Problem(_LENS, **_TOKEN),
+    "int8": Problem(_LENS, **_TOKEN, codes="int8/1x0,int8/1x0"),
+    "int4": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1,int4/1x0+1x0"),
+    "int4-blocks": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1,int4/1x32+1x32"),
+    "fp8": Problem(_LENS, **_TOKEN, codes="fp8_e4m3/1x0,fp8_e4m3/1x0"),
     "paged": Problem({**_LENS, "page_table": _meta(BATCH, KEYS // 128)}, **_TOKEN, page_size=128),
 }
 
@@ -114,8 +120,16 @@ class Case:
         first, rows = (PAGES, p.page_size) if p.page_size else (p.batch, p.seqlen_k)
         q = _meta(p.batch, p.query_heads, p.seqlen_q, self.head_dim, dtype=dtype)
         k_dtype = torch.float8_e4m3fn if self.has_codes else dtype
+        tables: dict[str, Any] = {}
         k = _meta(first, p.kv_heads, rows, self.head_dim, dtype=k_dtype)
-        return q, k, Arguments(need_lse=True, **p.options)
+        for name, form in zip("kv", codes_of(p.codes) if p.codes else (), strict=False):
+            assert form is not None
+            k = k[..., : self.head_dim // form.packed].to(getattr(torch, KINDS[form.dtype].storage))
+            for table, block in (("scale", form.scale), ("shift", form.shift)):
+                if block is not None:
+                    shape = first, p.kv_heads, *block.counts(rows, self.head_dim)
+                    tables[f"{name}_{table}"] = _meta(*shape, dtype=torch.float32)
+        return q, k, Arguments(need_lse=True, codes=p.codes, **tables, **p.options)
 
     def spec(self) -> AttentionSpec:
         q, k, args = self.call()
@@ -175,10 +189,11 @@ class Shipped(NamedTuple):
     wide: tuple[int, ...] = (64, 128)
 
 
+CODED = ("int8", "int4", "int4-blocks", "fp8")
 _FEATURES = ("window", "bias", "dropout", "packed", "grouped")
 SHIPPED = {
     Phase.FORWARD: Shipped("causal", ("full", "mask"), _FEATURES, wide=HEAD_DIMS),
-    Phase.DECODE: Shipped("token", rare=("paged",)),
+    Phase.DECODE: Shipped("token", rare=("paged", *CODED)),
     Phase.BACKWARD: Shipped("causal", ("full", "mask"), _FEATURES),
     Phase.STATISTICS: Shipped("causal", narrow=(64, 128), wide=()),
 }
@@ -255,3 +270,5 @@ for _gpu in ONE_OF_EACH:
         Case(Phase.FORWARD, _gpu, "float32", 64, "causal"),
         Case(Phase.DECODE, _gpu, "bfloat16", 128, "token"),
     }
+_SINGLE |= {Case(Phase.DECODE, "cuda:sm90", "bfloat16", 128, codes) for codes in ("int8", "int4", "fp8")}
+_SINGLE |= {Case(Phase.DECODE, "hip:gfx942", "bfloat16", 128, "int8")}

@@ -16,7 +16,7 @@ _ROWS = (
     # With batch_invariant a step has the bits of the prefill: both are of the forward row, as packed calls.
     (
         Phase.DECODE,
-        USUAL_FEATURES - {Feature.DROPOUT, Feature.BATCH_INVARIANT, Feature.VARLEN},
+        (USUAL_FEATURES - {Feature.DROPOUT, Feature.BATCH_INVARIANT, Feature.VARLEN}) | {Feature.CODES},
         configs.choose_decode,
     ),
     (Phase.BACKWARD, USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS}, configs.choose_backward),
@@ -41,6 +41,7 @@ CAPABILITIES = tuple(
         tabled=tiles.has_table,
         needs=("triton",),
         max_positions=MOST_POSITIONS,
+        refuses=configs.refuses if phase is Phase.DECODE else None,
         yields=(
             Yield(
                 "", DTYPES, USUAL_FEATURES, f"{env.TRITON_INTERPRET.name} is set, and interpreting is slow"

@@ -42,6 +42,7 @@ from polyflash.backends.triton.tiles import (
     shared_limit,
 )
 from polyflash.backends.triton.tiles import split_dim as split_dim
+from polyflash.quant.scheme import KINDS, Codes, codes_of
 from polyflash.spec import MANY_KEYS, PACKED_ROWS, SMALL_ROWS, Feature, Phase
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 PACKED_GAIN = 0.9  # pack query heads where a tile of one head is filled worse than this share of a packed one
 MOST_SPLIT = 4096  # keys of a split
 SPLIT_LENGTH = 8192  # one request of so many keys fills the device twice
+MOST_CODED_ROWS = 32  # whose products take their operands from registers, where codes are unpacked
+MOST_CODED_DIM = 256
 SPLIT_BYTES = 1 << 17  # of K and V in a split of the forward: what pays for its partial outputs
 
 
@@ -140,8 +143,12 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
     rows = min(PACKED_ROWS, power(max(1, most_rows(spec)) * spec.group))
     if Feature.BATCH_INVARIANT in spec.features or spec.seqlen_q > 2 * SMALL_ROWS:
         rows = PACKED_ROWS  # rows of any number are walked by tiles of this many
+    if spec.codes:
+        rows = min(rows, MOST_CODED_ROWS)
     if target.kind == "cpu":
         return DecodeConfig(rows, LEAST, 4, 1, 4 * LEAST)  # few keys make several splits
+    if spec.codes:
+        return _choose_coded(spec, target, rows)
     size, widest = ELEMENT_BYTES.get(spec.dtype, 4), max(spec.head_dim, spec.head_dim_v)
     head = next((c for c in tables.CLASSES if widest <= c), tables.CLASSES[-1])
     kind = "hip" if target.kind == "hip" else "cuda"
@@ -153,14 +160,51 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
     return DecodeConfig(*tile, split_keys=keys, precision=exact)
 
 
-def _split_keys(spec: AttentionSpec, target: Target, rows: int) -> int:
+def refuses(spec: AttentionSpec, target: Target) -> str:
+    """Why decode does not read these codes; "" if it does."""
+    if not spec.codes:
+        return ""
+    k, v = codes_of(spec.codes)
+    if k is None or v is None:
+        return "codes: reads K and V as codes, not one of them alone"
+    if "nf4" in (k.dtype, v.dtype):
+        return "codes: nf4 is decoded apart"
+    if max(spec.head_dim, spec.head_dim_v) > MOST_CODED_DIM:
+        return f"codes: head_dim up to {MOST_CODED_DIM}"
+    for codes, dim in ((k, spec.head_dim), (v, spec.head_dim_v)):
+        if dim % per_word(codes):
+            return f"codes: reads words of {per_word(codes)} channels, head_dim is {dim}"
+    return ""
+
+
+def per_word(codes: Codes) -> int:
+    """Channels of 16 bits."""
+    return 16 // KINDS[codes.dtype].bits
+
+
+def _choose_coded(spec: AttentionSpec, target: Target, rows: int) -> DecodeConfig:
+    """Blocks of keys that share the scales of channels, as far as such blocks go."""
+    codes = [x for x in codes_of(spec.codes) if x is not None]
+    blocks = [b for x in codes for b in (x.scale, x.shift) if b is not None and b.channels == 1 and b.tokens]
+    vendor = "hip" if target.kind == "hip" else "cuda"
+    block_n, warps, stages = tables.CODED[vendor, any(x.scale.channels for x in codes)]
+    block_n = max(LEAST, min(block_n, *(b.tokens & -b.tokens for b in blocks), block_n))
+    bits = sum(
+        KINDS[x.dtype].bits * dim for x, dim in zip(codes, (spec.head_dim, spec.head_dim_v), strict=False)
+    )
+    return DecodeConfig(
+        rows, block_n, warps, stages, max(block_n, _split_keys(spec, target, rows, bits // 8))
+    )
+
+
+def _split_keys(spec: AttentionSpec, target: Target, rows: int, bytes_per_key: int = 0) -> int:
     """Keys of a split, of heads, dims and target alone: small enough that one request of SPLIT_LENGTH keys
     fills the device twice, large enough that writing and reading its partial outputs is an eighth of reading
     its keys at most."""
     wanted = SPLIT_LENGTH * max(1, spec.num_kv_heads) // (2 * max(1, target.cores))
     size = ELEMENT_BYTES.get(spec.dtype, 4)
     partial = 2 * rows * spec.head_dim_v * 4  # bytes, written and read
-    least = 8 * partial // ((spec.head_dim + spec.head_dim_v) * size)
+    least = 8 * partial // (bytes_per_key or (spec.head_dim + spec.head_dim_v) * size)
     # the power of two below: rather too many splits than too few
     floor = 1 << max(0, wanted.bit_length() - 1)
     return min(MOST_SPLIT, max(LEAST_SPLIT, floor, power(least)))

@@ -55,6 +55,27 @@ class Constants(NamedTuple):
     LINEAR: bool = False  # a grid of one dimension
     OVER_ROWS: bool = False  # sums of a bias
     OVER_KEYS: bool = False
+    PARTS: int = 1  # of codes: `Side` of K and of V, and what their products are made of
+    PTX: bool = False
+    ALONE: bool = False  # all rows of a tile see the same keys, from the first to the last
+    K_CODES: str = ""
+    K_PER: int = 0
+    K_WORDS: int = 0
+    K_SCALE: str = ""
+    K_TOKENS: int = 0
+    K_CHANNELS: int = 0
+    K_SHIFT: str = ""
+    K_SHIFT_TOKENS: int = 0
+    K_SHIFT_CHANNELS: int = 0
+    V_CODES: str = ""
+    V_PER: int = 0
+    V_WORDS: int = 0
+    V_SCALE: str = ""
+    V_TOKENS: int = 0
+    V_CHANNELS: int = 0
+    V_SHIFT: str = ""
+    V_SHIFT_TOKENS: int = 0
+    V_SHIFT_CHANNELS: int = 0
     LAYOUT: int = 0  # of the tuples: another is another kernel
 
 

@@ -35,3 +35,35 @@ def multiply_unless_one(b_x, b_factor, COUNT: tl.constexpr):
     return tl.inline_asm_elementwise(
         _multiply(COUNT), _in_place(COUNT), [b_x, b_factor], tl.float32, True, COUNT
     )
+
+
+@triton.constexpr_function
+def _unpack(number: int, codes: str) -> str:
+    """Class `number` of two words of codes as two bfloat16. Integers are put below the bits of 128, which is
+    then taken off again; small floats become those of bfloat16 by way of float16, or by a product."""
+    bits = 8 if codes in ("int8", "fp8_e4m3", "fp8_e5m2") else 4
+    lines = [".reg .b32 x, a, b, c; .reg .b16 lo, hi; .reg .f32 f, g;", f"shr.u32 x, $1, {bits * number};"]
+    if codes == "int8":
+        lines += ["lop3.b32 a, x, 0x007F007F, 0x43004300, 0xEA;", "mov.b32 c, 0x3F803F80;"]
+        lines += ["lop3.b32 b, x, 0x00800080, 0xC300C300, 0xEA;"]
+    elif codes == "int4+136":
+        lines += ["lop3.b32 $0, x, 0x000F000F, 0x43004300, 0xEA;"]
+        return "{ " + " ".join(lines) + " }"
+    elif codes == "int4":
+        lines += ["lop3.b32 a, x, 0x000F000F, 0x43004300, 0xEA;", "mov.b32 c, 0x3F803F80;"]
+        lines += ["mov.b32 b, 0xC308C308;"]
+    elif codes == "mxfp4":
+        lines += ["and.b32 a, x, 0x00080008; shl.b32 a, a, 12;", "and.b32 b, x, 0x00070007; shl.b32 b, b, 6;"]
+        lines += ["or.b32 a, a, b;", "mov.b32 c, 0x7E807E80;", "mov.b32 b, 0x80008000;"]
+    else:
+        kind = codes.removeprefix("fp8_")
+        lines += ["prmt.b32 a, x, 0, 0x4420; mov.b32 {lo, hi}, a;", f"cvt.rn.f16x2.{kind}x2 a, lo;"]
+        lines += ["mov.b32 {lo, hi}, a; cvt.f32.f16 f, lo; cvt.f32.f16 g, hi;", "cvt.rn.bf16x2.f32 $0, g, f;"]
+        return "{ " + " ".join(lines) + " }"
+    return "{ " + " ".join((*lines, "fma.rn.bf16x2 $0, a, c, b;")) + " }"
+
+
+@triton.jit
+def unpacked(b_w, CLASS: tl.constexpr, CODES: tl.constexpr):
+    """The codes of a class of channels of 16-bit words, bfloat16."""
+    return tl.inline_asm_elementwise(_unpack(CLASS, CODES), "=r,r", [b_w], tl.bfloat16, True, 2)

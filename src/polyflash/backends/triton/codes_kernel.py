@@ -1,0 +1,498 @@
+"""Decode over quantised keys and values: the forward's walk, with K and V loaded as codes.
+
+    value[j, d] = decode(code[j, d])·scale[j // T, d // C] + shift[j // Ts, d // Cs]
+
+Codes are loaded as words of 16 bits, each of PER channels of a key, so that matrix instructions read them as
+they read 16-bit operands; class r of a tile is channel PER·w + r of every word w, and Q and the output are
+held by classes likewise. Products are of bfloat16, which holds every code exactly, and of one, two or three
+bfloat16 parts of q and of the weights, as their dtype needs. Scales leave the tiles where they can: of keys
+they go to scores and weights, of channels to q and to the sums of a block. Others are applied to the tile
+("element"); one of V is then rounded as a decoded tensor is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from polyflash.backends.triton.forward_kernel import finalize, of_split
+from polyflash.backends.triton.places import (
+    Blocks,
+    Keys,
+    Place,
+    block_offsets,
+    find_rows,
+    head_offsets,
+    load_tile,
+    load_turned,
+    tile_rows,
+    unravel,
+)
+from polyflash.backends.triton.products import finite, negated, product
+from polyflash.backends.triton.ptx import unpacked
+from polyflash.backends.triton.scores import (
+    LOWEST,
+    Sums,
+    apply_mask,
+    change_scores,
+    online_softmax,
+    touched,
+    visible_pairs,
+)
+
+
+class CodedTensors(NamedTuple):
+    """`t` of `attend_codes`: K and V as words, and views (batch or pages, heads, blocks of tokens, blocks of
+    channels) of their tables."""
+
+    q: Any
+    k: Any
+    v: Any
+    k_scale: Any
+    k_shift: Any
+    v_scale: Any
+    v_shift: Any
+    out: Any
+    lse: Any
+    x: Any
+    num_heads: Any
+    group: Any
+    end: Any = None  # see `runtime.compile`
+
+
+class Side(NamedTuple):
+    """How K or V is coded: constants."""
+
+    CODES: Any  # dtype
+    PER: Any  # channels of a word
+    WORDS: Any  # of a tile
+    DIM: Any  # channels
+    SCALE: Any  # what has one: "key", "channel" or "element"
+    TOKENS: Any  # that share it, and channels; 0: all
+    CHANNELS: Any
+    SHIFT: Any  # likewise; "": there is none
+    SHIFT_TOKENS: Any
+    SHIFT_CHANNELS: Any
+
+
+class CodedSums(NamedTuple):
+    """`Sums` by classes of channels, and of the weights times the shifts of keys."""
+
+    m_i: Any
+    l_i: Any
+    l_lost: Any
+    shifts: Any
+    acc0: Any
+    acc1: Any
+    acc2: Any
+    acc3: Any
+
+
+class Weights(NamedTuple):
+    """The weights of a block, times the scales of keys: whole and in parts; which pairs see each other, what
+    each row's weights sum to without scales, and the factor of older sums."""
+
+    b_p: Any
+    b_parts: Any
+    b_seen: Any
+    b_some: Any
+    alpha: Any
+
+
+@triton.jit
+def decoded(b_w, CLASS: tl.constexpr, CODES: tl.constexpr, PTX: tl.constexpr):
+    """The codes of a class of channels, bfloat16."""
+    if PTX:
+        b_x = unpacked(b_w, CLASS, CODES)
+    else:
+        b_i = b_w.to(tl.int32)
+        if CODES == "int8":
+            b_x = ((b_i << (24 - 8 * CLASS)) >> 24).to(tl.float32)
+        elif CODES == "int4" or CODES == "int4+136":
+            b_x = (((b_i >> (4 * CLASS)) & 15) + (-8 if CODES == "int4" else 128)).to(tl.float32)
+        elif CODES == "mxfp4":
+            b_i = b_i >> (4 * CLASS)
+            b_x = (((b_i & 8) << 28) | ((b_i & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
+        elif CODES == "fp8_e4m3":
+            b_i = b_i >> (8 * CLASS)
+            b_x = (((b_i & 128) << 24) | ((b_i & 127) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+            b_x = tl.where((b_i & 127) == 127, float("nan"), b_x)
+        else:
+            b_i = b_i >> (8 * CLASS)
+            b_x = (((b_i & 128) << 24) | ((b_i & 127) << 21)).to(tl.float32, bitcast=True) * 2.0**112
+            b_x = tl.where((b_i & 127) == 124, tl.where((b_i & 128) == 0, float("inf"), float("-inf")), b_x)
+            b_x = tl.where((b_i & 127) > 124, float("nan"), b_x)
+    return b_x.to(tl.bfloat16)
+
+
+@triton.jit
+def parts_of(b_x, PARTS: tl.constexpr, INFINITE: tl.constexpr = True):
+    """x as a sum of bfloat16 parts; if it may be INFINITE, the first says all of it."""
+    b_x = b_x.to(tl.float32)
+    b_0 = b_x.to(tl.bfloat16)
+    b_1, b_2 = b_0, b_0
+    if PARTS > 1:
+        b_x = b_x - b_0.to(tl.float32)
+        if INFINITE:
+            b_x = tl.where(b_x == b_x, b_x, 0.0)
+        b_1 = b_x.to(tl.bfloat16)
+    if PARTS > 2:
+        b_2 = (b_x - b_1.to(tl.float32)).to(tl.bfloat16)
+    return b_0, b_1, b_2
+
+
+@triton.jit
+def times(b_parts, b_y, acc, PARTS: tl.constexpr):
+    """acc + x @ y, small terms first."""
+    b_0, b_1, b_2 = b_parts
+    if PARTS > 2:
+        acc = tl.dot(b_2, b_y, acc)
+    if PARTS > 1:
+        acc = tl.dot(b_1, b_y, acc)
+    return tl.dot(b_0, b_y, acc)
+
+
+@triton.jit
+def table_rows(o_n, table, TOKENS: tl.constexpr, rows, place, t, c):
+    """Element offsets of the entries of keys o_n, int64; of TOKENS = 0 all have the same."""
+    if t.x.page_table is None:
+        i_b, o_t = tl.cast(place.i_batch, tl.int64) + o_n * 0, o_n
+    else:
+        pages, size = t.x.page_table, c.PAGE if c.PAGE > 0 else t.x.page_table.size
+        p = pages.p + tl.cast(place.i_b, tl.int64) * pages.b + (o_n // size) * pages.c
+        i_b, o_t = tl.load(p, mask=o_n < place.live, other=0), o_n % size
+        i_b = tl.where((i_b >= 0) & (i_b < pages.pages), i_b, 0).to(tl.int64)
+    o_table = i_b * table.b + tl.cast(rows.i_hkv, tl.int64) * table.h
+    if TOKENS > 0:
+        o_table += (o_t // TOKENS).to(tl.int64) * table.s
+    return o_table
+
+
+@triton.jit
+def of_keys(keys, table, TOKENS: tl.constexpr, rows, place, t, c):
+    """The entry of each key of a block."""
+    o_table = table_rows(keys.o_n, table, TOKENS, rows, place, t, c)
+    return tl.load(table.p + o_table, mask=keys.m_n, other=0.0)
+
+
+@triton.jit
+def of_channels(j_0, table, TOKENS: tl.constexpr, WIDTH: tl.constexpr, side, rows, place, t, c):
+    """The entries of channels for the block from key j_0 on, all of whose keys have the same."""
+    o_d = tl.arange(0, WIDTH)
+    o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
+    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0)
+
+
+@triton.jit
+def of_class(j_0, table, TOKENS: tl.constexpr, CLASS: tl.constexpr, side, rows, place, t, c):
+    """Those of a class."""
+    o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
+    o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
+    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0)
+
+
+@triton.jit
+def of_elements(
+    keys, table, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, CLASS: tl.constexpr, side, rows, place, t, c
+):
+    """The entry of every key and channel of a class, [BLOCK_N, WORDS]."""
+    o_table = table_rows(keys.o_n, table, TOKENS, rows, place, t, c)
+    GROUPS: tl.constexpr = groups_of(side.PER, side.WORDS, CHANNELS)
+    if GROUPS > 0:  # of whole words, which all classes share
+        o_c = tl.arange(0, GROUPS)
+        m = keys.m_n[:, None] & (o_c * CHANNELS < side.DIM)[None, :]
+        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0)
+        b_x = tl.broadcast_to(b_x[:, :, None], [c.BLOCK_N, GROUPS, side.WORDS // GROUPS])
+        b_x = b_x.reshape(c.BLOCK_N, side.WORDS)
+    else:
+        o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
+        o_c = o_d // CHANNELS if CHANNELS > 0 else o_d * 0
+        m = keys.m_n[:, None] & (o_d < side.DIM)[None, :]
+        b_x = tl.load(table.p + o_table[:, None] + o_c[None, :] * table.d, mask=m, other=0.0)
+    return b_x
+
+
+@triton.constexpr_function
+def groups_of(per: int, words: int, channels: int) -> int:
+    """Into how many groups that share a scale whole words fall; 0: they do not."""
+    whole = channels >= per and channels & (channels - 1) == 0 and channels <= per * words
+    return per * words // channels if whole else 0
+
+
+@triton.jit
+def values(b_x, keys, scale, shift, CLASS: tl.constexpr, side, TURNED: tl.constexpr, rows, place, t, c):
+    """A tile of codes times its scales and with its shifts, one by one."""
+    b_t = of_elements(keys, scale, side.TOKENS, side.CHANNELS, CLASS, side, rows, place, t, c)
+    b_scale = tl.trans(b_t) if TURNED else b_t
+    b_x = b_x.to(tl.float32)
+    if shift is not None:
+        b_t = of_elements(keys, shift, side.SHIFT_TOKENS, side.SHIFT_CHANNELS, CLASS, side, rows, place, t, c)
+        b_x = tl.fma(b_x, b_scale, tl.trans(b_t) if TURNED else b_t)
+    else:
+        b_x = b_x * b_scale
+    return b_x
+
+
+@triton.jit
+def classes(b_x, PER: tl.constexpr):
+    """The classes of channels of a tile [rows, PER·words]; two of them twice if there are no four."""
+    WORDS: tl.constexpr = b_x.shape[1] // PER
+    if PER > 2:
+        b_even, b_odd = b_x.reshape(b_x.shape[0], WORDS, 2, 2).split()
+        b_0, b_2 = b_even.split()
+        b_1, b_3 = b_odd.split()
+    else:
+        b_0, b_1 = b_x.reshape(b_x.shape[0], WORDS, 2).split()
+        b_2, b_3 = b_0, b_1
+    return b_0, b_1, b_2, b_3
+
+
+@triton.jit
+def score_class(
+    CLASS: tl.constexpr,
+    CODES: tl.constexpr,
+    PARTS: tl.constexpr,
+    b_s,
+    b_q,
+    b_w,
+    keys,
+    side,
+    rows,
+    place,
+    t,
+    c,
+):
+    """Adds what a class of channels says of the scores of a block, but for scales and shifts of others."""
+    b_0, b_1, b_2 = b_q
+    b_k = decoded(b_w, CLASS, CODES, c.PTX)
+    if side.SCALE == "element":
+        b_k = values(b_k, keys, t.k_scale, t.k_shift, CLASS, side, True, rows, place, t, c)
+        if c.PARTS == 1:  # two parts, as of a scaled q
+            b_high, b_low, _ = parts_of(b_k, 2, False)
+            b_s = tl.dot(b_0[CLASS], b_high, tl.dot(b_0[CLASS], b_low, b_s))
+        else:
+            b_s = product(b_0[CLASS].to(tl.float32), b_k, b_s, c.PRODUCT)
+    else:
+        b_s = times((b_0[CLASS], b_1[CLASS], b_2[CLASS]), b_k, b_s, PARTS)
+    return b_s
+
+
+@triton.jit
+def score_block(b_q, o_k, keys, side, rows, place, t, c):
+    """q·k of a block, [BLOCK_M, BLOCK_N]."""
+    b_w = load_turned(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+    WIDTH: tl.constexpr = side.PER * side.WORDS
+    # Two parts of a scaled q: what is rounded of it is the same for all keys, and would show in their sum.
+    PARTS: tl.constexpr = 2 if side.SCALE == "channel" and c.PARTS == 1 else c.PARTS
+    # Integers lie below the bits of 128 as they are loaded: of channels this leaves with the shifts.
+    HIGH: tl.constexpr = side.CODES == "int4" and side.SCALE == "channel" and c.PARTS == 1
+    CODES: tl.constexpr = "int4+136" if HIGH else side.CODES
+    b_x, b_wide, b_shift = b_q, b_q.to(tl.float32), None
+    if side.SHIFT == "channel":
+        b_shift = of_channels(keys.j_0, t.k_shift, side.SHIFT_TOKENS, WIDTH, side, rows, place, t, c)
+    if side.SCALE == "channel":
+        b_scale = of_channels(keys.j_0, t.k_scale, side.TOKENS, WIDTH, side, rows, place, t, c)
+        b_x = b_wide * b_scale[None, :]
+        if HIGH:
+            b_shift = b_scale * -136.0 if b_shift is None else tl.fma(b_scale, -136.0, b_shift)
+    b_0, b_1, b_2 = (b_q, b_q, b_q) if side.SCALE == "element" else parts_of(b_x, PARTS, side.SCALE == "key")
+    b_0 = classes(b_0, side.PER)
+    b_1 = classes(b_1, side.PER) if PARTS > 1 else b_0
+    b_2 = classes(b_2, side.PER) if PARTS > 2 else b_0
+    b_x = (b_0, b_1, b_2)
+    b_s = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
+    b_s = score_class(0, CODES, PARTS, b_s, b_x, b_w, keys, side, rows, place, t, c)
+    b_s = score_class(1, CODES, PARTS, b_s, b_x, b_w, keys, side, rows, place, t, c)
+    if side.PER > 2:
+        b_s = score_class(2, CODES, PARTS, b_s, b_x, b_w, keys, side, rows, place, t, c)
+        b_s = score_class(3, CODES, PARTS, b_s, b_x, b_w, keys, side, rows, place, t, c)
+    if side.SCALE == "key":
+        b_s = b_s * of_keys(keys, t.k_scale, side.TOKENS, rows, place, t, c)[None, :]
+    if b_shift is not None:
+        b_s += tl.sum(b_wide * b_shift[None, :], 1)[:, None]
+    if side.SHIFT == "key":
+        b_t = of_keys(keys, t.k_shift, side.SHIFT_TOKENS, rows, place, t, c)
+        b_s += tl.sum(b_wide, 1)[:, None] * b_t[None, :]
+    return b_s
+
+
+@triton.jit
+def ones(b_x):
+    return tl.where(b_x, 1.0, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t, c, AGAIN: tl.constexpr):
+    """acc·alpha + weights · V of a class of channels; AGAIN: of the finite values, and then the others to the
+    rows that see them."""
+    b_p, b_parts, b_seen, b_some, alpha = weights
+    b_v = decoded(b_w, CLASS, side.CODES, c.PTX)
+    if side.SCALE == "element":
+        b_v = values(b_v, keys, t.v_scale, t.v_shift, CLASS, side, False, rows, place, t, c)
+        if c.PARTS == 1:
+            b_v = b_v.to(tl.bfloat16)
+    b_all = b_v.to(tl.float32)
+    if AGAIN:
+        b_v = finite(b_v)
+    acc = acc * alpha[:, None]
+    if side.SCALE == "channel":
+        b_o = times(b_parts, b_v, tl.zeros(acc.shape, tl.float32), c.PARTS)
+        b_o *= of_class(keys.j_0, t.v_scale, side.TOKENS, CLASS, side, rows, place, t, c)[None, :]
+        acc += tl.where((b_some == 0.0)[:, None], 0.0, b_o)
+    elif b_v.dtype == tl.float32:
+        acc += product(b_p, b_v, tl.zeros(acc.shape, tl.float32), c.PRODUCT)
+    else:
+        acc = times(b_parts, b_v, acc, c.PARTS)
+    if side.SHIFT == "channel":
+        b_t = of_class(keys.j_0, t.v_shift, side.SHIFT_TOKENS, CLASS, side, rows, place, t, c)
+        acc += tl.where((b_some == 0.0)[:, None], 0.0, b_some[:, None] * b_t[None, :])
+    if AGAIN:
+        b_one, b_none = ones(b_seen), tl.zeros(acc.shape, tl.float32)
+        b_up = tl.dot(b_one, ones(b_all == float("inf")), b_none)
+        b_down = tl.dot(b_one, ones(b_all == float("-inf")), b_none)
+        b_odd = tl.dot(b_one, ones(b_all != b_all), b_none)
+        acc += tl.where(b_up > 0.0, float("inf"), 0.0) + tl.where(b_down > 0.0, float("-inf"), 0.0)
+        acc += tl.where(b_odd > 0.0, float("nan"), 0.0)
+    return acc
+
+
+@triton.jit
+def add_block(b_s, b_p, alpha, sums, keys, side, rows, place, t, c, AGAIN: tl.constexpr):
+    """The sums with a block's share of the output."""
+    o_v, _ = block_offsets(keys.j_0, t.v, t.x, rows.i_hkv, place, c)
+    b_w = load_tile(t.v, o_v, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
+    b_seen, b_some, shifts = b_s != float("-inf"), tl.sum(b_p, 1), sums.shifts
+    if side.SHIFT == "key":
+        b_t = of_keys(keys, t.v_shift, side.SHIFT_TOKENS, rows, place, t, c)
+        shifts = shifts * alpha + tl.sum(tl.where(b_seen, b_p * b_t[None, :], 0.0), 1)
+    if side.SCALE == "key":
+        b_t = of_keys(keys, t.v_scale, side.TOKENS, rows, place, t, c)
+        b_p = tl.where(b_seen, b_p * b_t[None, :], 0.0)
+    weights = Weights(b_p, parts_of(b_p, c.PARTS), b_seen, b_some, alpha)
+    acc2, acc3 = sums.acc2, sums.acc3
+    acc0 = add_class(0, sums.acc0, weights, b_w, keys, side, rows, place, t, c, AGAIN)
+    acc1 = add_class(1, sums.acc1, weights, b_w, keys, side, rows, place, t, c, AGAIN)
+    if side.PER > 2:
+        acc2 = add_class(2, acc2, weights, b_w, keys, side, rows, place, t, c, AGAIN)
+        acc3 = add_class(3, acc3, weights, b_w, keys, side, rows, place, t, c, AGAIN)
+    return CodedSums(sums.m_i, sums.l_i, sums.l_lost, shifts, acc0, acc1, acc2, acc3)
+
+
+@triton.jit
+def attend_coded_block(i_n, blocks, sums, b_q, k_side, v_side, rows, place, t, n, c, AGAIN: tl.constexpr):
+    """One key block: its scores, their weights, their share of the output."""
+    j_0 = i_n * c.BLOCK_N
+    o_k, m_n = block_offsets(j_0, t.k, t.x, rows.i_hkv, place, c)
+    o_n = j_0 + tl.arange(0, c.BLOCK_N)
+    keys = Keys(j_0, o_n, m_n & (o_n >= place.start) if c.ALONE else m_n)
+    b_s = score_block(b_q, o_k, keys, k_side, rows, place, t, c)
+    if c.CHANGED:
+        b_s, _ = change_scores(b_s, t.x, place, rows, keys, n, c.SOFTCAP)
+    if t.x.page_table is not None:  # an entry that names no page hides its keys
+        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+    if c.ALWAYS_MASKED:
+        b_s = apply_mask(b_s, visible_pairs(t.x, place, rows, keys, c.BELOW), float("-inf"), False)
+    elif i_n < blocks.full_lo or i_n >= blocks.full_hi:
+        b_s = apply_mask(b_s, visible_pairs(t.x, place, rows, keys, c.BELOW), float("-inf"), False)
+    b_p, m_i, l_i, l_lost, alpha = online_softmax(b_s, sums, n.factor, None, c)
+    older = CodedSums(m_i, l_i, l_lost, sums.shifts, sums.acc0, sums.acc1, sums.acc2, sums.acc3)
+    return add_block(b_s, b_p, alpha, older, keys, v_side, rows, place, t, c, AGAIN)
+
+
+@triton.jit
+def attend_coded_blocks(blocks, sums, b_q, rows, place, t, n, c, AGAIN: tl.constexpr):
+    """The online softmax over key blocks, less those that no interval list touches."""
+    STAGES: tl.constexpr = c.AGAIN_STAGES if AGAIN else c.NUM_STAGES
+    for i_n in tl.range(blocks.lo, blocks.hi, num_stages=STAGES):
+        if t.x.intervals is None or touched(i_n * c.BLOCK_N, t.x, place, rows, c.BLOCK_N):
+            sums = attend_coded_block(
+                i_n,
+                blocks,
+                sums,
+                b_q,
+                Side(
+                    c.K_CODES,
+                    c.K_PER,
+                    c.K_WORDS,
+                    c.D,
+                    c.K_SCALE,
+                    c.K_TOKENS,
+                    c.K_CHANNELS,
+                    c.K_SHIFT,
+                    c.K_SHIFT_TOKENS,
+                    c.K_SHIFT_CHANNELS,
+                ),
+                Side(
+                    c.V_CODES,
+                    c.V_PER,
+                    c.V_WORDS,
+                    c.DV,
+                    c.V_SCALE,
+                    c.V_TOKENS,
+                    c.V_CHANNELS,
+                    c.V_SHIFT,
+                    c.V_SHIFT_TOKENS,
+                    c.V_SHIFT_CHANNELS,
+                ),
+                rows,
+                place,
+                t,
+                n,
+                c,
+                AGAIN,
+            )
+    return sums
+
+
+@triton.jit
+def interleaved(sums, c):
+    """The output's classes as one tile."""
+    if c.V_PER > 2:
+        b_even, b_odd = tl.join(sums.acc0, sums.acc2), tl.join(sums.acc1, sums.acc3)
+    else:
+        b_even, b_odd = sums.acc0, sums.acc1
+    return tl.join(b_even, b_odd).reshape(c.BLOCK_M, c.V_PER * c.V_WORDS) + sums.shifts[:, None]
+
+
+@triton.jit
+def attend_codes(t, n, c):
+    """One program per tile of rows and split of keys, splits the fastest."""
+    i_t, i_s = tl.program_id(0) // n.num_splits, tl.program_id(0) % n.num_splits
+    i_m, i_head, i_b = unravel(i_t, n.num_tiles, t.num_heads)
+    i_m, place = find_rows(i_m, i_b, t, n, c)
+    rows, blocks = tile_rows(i_m, i_head, place, t, n, c)
+    if c.SPLIT:
+        blocks = of_split(i_s, blocks, n, c)
+    if c.ALONE:  # what no row sees is not loaded
+        start = tl.min(tl.where(rows.m_row, rows.o_lo, place.live), 0)
+        place = Place(
+            place.i_b,
+            place.i_batch,
+            place.first_q,
+            place.first_k,
+            place.rows,
+            start,
+            tl.max(rows.o_hi, 0),
+            place.position,
+        )
+    o_q = head_offsets(t.q, place.i_batch, rows.o_h, place.first_q + rows.o_i)
+    b_q = load_tile(t.q, o_q, rows.m_row, 0, c.D, c.K_PER * c.K_WORDS, "")
+    if c.NEGATIVE:
+        b_q = negated(b_q)
+    m_i, l_i = tl.full([c.BLOCK_M], LOWEST, tl.float32), tl.zeros([c.BLOCK_M], tl.float32)
+    acc = tl.zeros([c.BLOCK_M, c.V_WORDS], tl.float32)
+    rest = acc if c.V_PER > 2 else l_i
+    fresh = CodedSums(m_i, l_i, l_i, l_i, acc, acc, rest, rest)
+    sums = attend_coded_blocks(blocks, fresh, b_q, rows, place, t, n, c, False)
+    if not c.FINITE:  # a weight of 0 times a hidden NaN is NaN
+        total = tl.sum(tl.ravel(interleaved(sums, c), can_reorder=True), 0)
+        if total - total != 0.0:
+            hiding = Blocks(blocks.lo, blocks.hi, blocks.lo, blocks.lo)
+            sums = attend_coded_blocks(hiding, fresh, b_q, rows, place, t, n, c, True)
+    units = -n.scale if c.NEGATIVE else n.scale
+    if c.CHANGED:
+        units = 1.0
+    acc, l_i = interleaved(sums, c), sums.l_i
+    finalize(i_s, Sums(sums.m_i, l_i, acc, acc, sums.l_lost, l_i, l_i), units, rows, place, t, n, c)

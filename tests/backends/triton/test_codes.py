@@ -1,0 +1,104 @@
+"""Decode over codes in Triton, small enough for its interpreter; tests/conformance/test_codes.py is whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyflash
+from polyflash.backends.triton import configs
+from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
+from polyflash.reference import attention_reference
+from polyflash.spec import Phase
+from polyflash.target import parse
+from tests.tolerance import check, expect
+
+SCHEMES = {
+    **{name: NAMED[name] for name in ("int8", "int8-smooth", "int4", "int4-token", "fp8", "mxfp4")},
+    "int8-channel": (Scheme(granularity="channel", tokens=64), Scheme(granularity="channel", tokens=16)),
+    "int4-blocks": (Scheme(dtype="int4", granularity="block", tokens=8, channels=16), Scheme(dtype="int4")),
+    "fp8-e5m2": (Scheme(dtype="fp8_e5m2"), Scheme(dtype="fp8_e5m2", granularity="channel")),
+    "affine": (Scheme(symmetric=False), Scheme(symmetric=False)),
+    "means": (Scheme(smoothing="block_mean"), Scheme(smoothing="mean")),
+}
+
+
+def qkv(rows: int, keys: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + keys + dim)
+    shapes = (2, 4, rows, dim), (2, 2, keys, dim), (2, 2, keys, dim)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return q, k + 2 * torch.randn(dim, generator=generator).to(dtype), v
+
+
+def run(q: Tensor, k: QuantizedTensor, v: QuantizedTensor, **options: Any) -> Any:
+    plan = polyflash.explain(q, k, v, backend="triton", **options)
+    assert plan.chosen.phase is Phase.DECODE and "in the walk" in plan.notes[-1], plan.notes[-1]
+    return polyflash.attention(q, k, v, return_lse=True, backend="triton", **options)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_scheme(name: str):
+    for dtype, rows, dim in ((torch.bfloat16, 1, 40), (torch.float16, 2, 32), (torch.float32, 1, 32)):
+        if "mxfp4" in name and dim % 32:
+            dim = 64
+        q, k, v = qkv(rows, 75, dim, dtype)
+        k, v = (quantize(x, scheme) for x, scheme in zip((k, v), SCHEMES[name], strict=True))
+        found = run(q, k, v, causal=True)
+        values = [x.values(torch.float64) for x in (k, v)]
+        right = attention_reference(q.double(), *values, causal=True)
+        want = expect(q, *(x.values(dtype) for x in (k, v)), causal=True)
+        check(found.out, found.lse, replace(want, out=right.out, lse=right.lse), label=f"{name} {dtype}")
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-token", "fp8"])
+def test_what_no_row_sees_changes_no_bit(name: str):
+    """Keys behind each row's window have NaN scales, codes of NaN, or both; of one that only the first of
+    two rows sees, the second row's bits stay."""
+    for rows in (1, 2):
+        q, k, v = qkv(rows, 60, 32, torch.bfloat16)
+        k, v = (
+            quantize(x, replace(s, tokens=None, granularity="token"))
+            for x, s in zip((k, v), NAMED[name], strict=True)
+        )
+        options: dict[str, Any] = {"causal": True, "window": (20, None)}
+        want = run(q, k, v, **options)
+        last = 60 - rows - 20 + 1  # the first key that the first row sees
+        for x in (k, v):
+            x.codes.view(torch.uint8)[:, :, : last - 1] = 0xFF
+            x.scale[:, :, : last - 1] = torch.nan
+        found = run(q, k, v, **options)
+        assert torch.equal(found.out, want.out) and torch.equal(found.lse, want.lse)
+        v.codes.view(torch.uint8)[:, :, last - 1 : last] = 0x7F
+        v.scale[:, :, last - 1 : last] = torch.nan
+        found = run(q, k, v, **options)
+        assert found.out[:, :, 0].isnan().all()
+        if rows == 2:
+            assert torch.equal(found.out[:, :, 1], want.out[:, :, 1])
+
+
+def test_codes_of_nan_reach_their_channel():
+    q, k, v = qkv(2, 40, 32, torch.bfloat16)
+    k, v = (quantize(x, scheme) for x, scheme in zip((k, v), NAMED["fp8"], strict=True))
+    v.codes.view(torch.uint8)[:, :, 39, 5] = 0x7F  # the last key, which the last row alone sees
+    found = run(q, k, v, causal=True).out.isnan()
+    assert found[:, :, 1, 5].all() and int(found.sum()) == 2 * 4
+
+
+def test_what_is_decoded_apart_is_said():
+    q, k, v = qkv(1, 20, 32, torch.bfloat16)
+    for pair in (NAMED["nf4"], (Scheme(), None)):
+        coded = [x if s is None else quantize(x, s) for x, s in zip((k, v), pair, strict=True)]
+        plan = polyflash.explain(q, *coded, backend="triton")
+        assert "before the kernel" in plan.notes[-1]
+
+
+def test_blocks_share_the_scales_of_channels():
+    q, k, v = qkv(1, 64, 32, torch.bfloat16)
+    k, v = (quantize(x, Scheme(granularity="channel", tokens=n)) for x, n in ((k, 32), (v, 96)))
+    spec = polyflash.explain(q, k, v, backend="triton").spec
+    spec = replace(spec, codes=f"{k.form},{v.form}")
+    assert configs.choose_decode(spec, parse("cuda:sm90")).block_n == 32
