@@ -11,6 +11,7 @@ Tiles live in scratch: Q^T and O^T as [atom][lane], K as rows, V as rows (bf16do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from llvmlite import ir
 
@@ -32,6 +33,7 @@ class Tile:
         self.nv, self.nr, self.mr, self.lanes = key.nv, key.panel_rows, key.group_keys, key.lanes
         self.dot = key.compute == "bf16dot"
         self.size = STORAGE_BYTES[key.storage]
+        self.atom = I32 if self.dot else F32
         self.raw = self.dot or key.storage == "float32"  # q and k rows are copied as they are
         self.degree = 5 if key.storage == "float32" else 4
 
@@ -90,7 +92,7 @@ class Tile:
     @stage
     def load_rows(self, e: Emitter, src, stride, rows, count, dst) -> None:
         ahead = e.b.mul(stride, I64(ROWS_AHEAD))
-        with e.walk(rows, (src, stride), (dst, self.key.k_row_bytes)) as (row, place):
+        with e.walk(rows, (src, stride), (dst, self.key.loaded_row_bytes)) as (row, place):
             self._row(e, row, place, count, None, self.raw, ahead)
 
     @stage
@@ -143,11 +145,23 @@ class Tile:
 
     # the two products
     def _product(
-        self, e: Emitter, a, row: int, step: int, b, trips, unroll: int, *, stride=0, nv=0, each=None
+        self,
+        e: Emitter,
+        a,
+        row: int,
+        step: int,
+        b,
+        trips,
+        unroll: int,
+        *,
+        stride=0,
+        nv=0,
+        each=None,
+        first=(),
     ) -> list[list[Value]]:
         """acc[r][v] = Σ_k broadcast(a + r·row + k·step) · b[k][v] over trips·unroll atoms; b's rows are
         `stride` bytes apart (0: a panel's) and `nv` vectors wide (0: a panel's). `each` is emitted in every
-        trip, with its number."""
+        trip, with its number; `first` are the sums of the rows before, if they are not 0."""
         nv, mr, stride = nv or self.nv, self.mr, stride or self.nr * 4
 
         def body(i: Value, vals: list[Value]) -> list[Value]:
@@ -157,16 +171,17 @@ class Tile:
             for u in range(unroll):
                 b_row = [e.load(p_b, u * stride + v * e.bytes) for v in range(nv)]
                 for r in range(mr):
-                    atom = e.splat(e.load(p_a, r * row + u * step, I32 if self.dot else F32))
+                    atom = e.splat(e.load(p_a, r * row + u * step, self.atom))
                     for v in range(nv):
-                        old = acc[r * nv + v]
-                        acc[r * nv + v] = (
-                            e.dot_bf16(old, b_row[v], atom) if self.dot else e.fma(b_row[v], atom, old)
-                        )
+                        acc[r * nv + v] = self._multiply_add(e, acc[r * nv + v], b_row[v], atom)
             return [e.at(p_a, unroll * step), e.at(p_b, unroll * stride), *acc]
 
-        out = e.loop(trips, [a, b, *[e.floats(0)] * (mr * nv)], body)[2:]
+        start = [x for x in first or [e.floats(0)] * mr for _ in range(nv)]
+        out = e.loop(trips, [a, b, *start], body)[2:]
         return [out[r * nv : r * nv + nv] for r in range(mr)]
+
+    def _multiply_add(self, e: Emitter, acc: Value, vector: Value, atom: Value) -> Value:
+        return e.dot_bf16(acc, vector, atom) if self.dot else e.fma(vector, atom, acc)
 
     def _scores(self, e: Emitter, k, q, s, bmax, trips, groups, bounds: tuple[Value, Value] | None) -> None:
         b, nv, mr = e.b, self.nv, self.mr
@@ -224,9 +239,7 @@ class Tile:
         p_p, p_alpha = e.pointer(p), e.pointer(alpha)
 
         def group(i: Value, vals: list[Value]) -> list[Value]:
-            acc = self._product(
-                e, vals[0], 4, self.key.v_row_bytes, p_p, trips, self.unroll_keys, each=meanwhile(i)
-            )
+            acc = self._value_products(e, vals[0], p_p, trips, p_alpha, meanwhile(i))
             scale = [e.load(p_alpha, c * e.bytes) for c in range(nv)]
             for r in range(mr):
                 for c in range(nv):
@@ -235,6 +248,12 @@ class Tile:
             return [e.at(vals[0], mr * 4), e.at(vals[1], mr * self.nr * 4)]
 
         e.loop(groups, [e.pointer(v), e.pointer(o)], group)
+
+    def _value_products(
+        self, e: Emitter, p_v: Value, p_p: Value, trips: Value, p_alpha: Value, each: Any
+    ) -> list[list[Value]]:
+        """[channel][vector] of the products of a group of channels with the weights."""
+        return self._product(e, p_v, 4, self.key.v_row_bytes, p_p, trips, self.unroll_keys, each=each)
 
     @property
     def unroll_keys(self) -> int:
@@ -320,6 +339,21 @@ class Tile:
     @stage
     def add_seen(self, e: Emitter, p, odd, row, count, o, limits, key, seen) -> None:
         """O^T += P·V for one key whose V is not finite, in lanes that see it: 0·NaN must not reach others."""
+        b = e.b
+
+        def weight(p_p: Value, v: int) -> Value:
+            if not self.dot:
+                return e.load(p_p, v * e.bytes)
+            shift = e.splat(b.shl(b.sub(I32(1), b.trunc(odd, I32)), I32(4)))
+            bits = b.and_(b.shl(e.load(p_p, v * e.bytes, e.vi), shift), e.ints(-0x10000))
+            return b.bitcast(bits, e.vf)
+
+        self._add_weighed(e, weight, p, row, count, o, limits, key, seen)
+
+    def _add_weighed(
+        self, e: Emitter, weight: Callable[[Value, int], Value], p, row, count, o, limits, key, seen
+    ) -> None:
+        """`add_seen`; `weight(p, v)` are the weights of vector v."""
         b, nv = e.b, self.nv
         p_limits, p_p, p_seen = e.pointer(limits), e.pointer(p), e.pointer(seen)
         at, zero = e.splat(b.trunc(key, I32)), ir.Constant(e.vb, None)
@@ -329,12 +363,7 @@ class Tile:
             inside = b.icmp_unsigned("<", b.sub(at, lo), width)
             allowed = b.icmp_unsigned("!=", e.load(p_seen, v * self.lanes, e.vb), zero)
             adding.append(b.and_(inside, allowed))
-            if self.dot:
-                shift = e.splat(b.shl(b.sub(I32(1), b.trunc(odd, I32)), I32(4)))
-                bits = b.and_(b.shl(e.load(p_p, v * e.bytes, e.vi), shift), e.ints(-0x10000))
-                weights.append(b.bitcast(bits, e.vf))
-            else:
-                weights.append(e.load(p_p, v * e.bytes))
+            weights.append(weight(p_p, v))
             # A weight too small to keep is not 0, which would turn an infinity into NaN.
             least = b.bitcast(e.ints(1), e.vf)
             weights[v] = b.select(b.fcmp_ordered("==", weights[v], e.floats(0)), least, weights[v])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from polyflash.backends.cpu import backward_configs, decode_codes_configs, decode_configs
+from polyflash.backends.cpu import backward_configs, decode_codes_configs, decode_configs, integer_configs
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, STORAGE_BYTES, choose
 from polyflash.capability import USUAL_FEATURES, Capability, Yield
 from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Feature, Phase
@@ -31,8 +31,9 @@ CAPABILITIES = (
     _row(
         phase=Phase.FORWARD,
         module="polyflash.backends.cpu.forward",
-        features=USUAL_FEATURES - {Feature.ROW_BOUNDS},
+        features=(USUAL_FEATURES - {Feature.ROW_BOUNDS}) | {Feature.CODES},
         choose=choose,
+        refuses=integer_configs.refuses,
         yields=(
             Yield(
                 target_feature="amx_bf16",

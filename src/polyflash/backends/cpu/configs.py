@@ -23,6 +23,7 @@ LINE = 64  # bytes of a cache line
 STEP = 16  # keys and channels are padded to it: a multiple of every vector and of every group of keys
 BUCKETS = (64, 128, 256, 512, 576)
 STORAGE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PACKS = {"f32": 1, "bf16dot": 2, "int8dot": 4}  # elements of an atom by compute
 _RUNS = {
     "avx512": ("avx512", "avx2", "generic"),
     "avx2": ("avx2", "generic"),
@@ -91,9 +92,10 @@ class Panels:
 class KernelKey(Panels):
     """The key of one compiled forward kernel.
 
-    isa: instruction set. compute: "f32" (fused multiply-add) or "bf16dot" (pairs of bfloat16 into fp32).
-    storage: dtype of q, k, v and out. nv: vectors of query lanes per panel. bucket: row stride of the scratch
-    tiles in elements, at least max(head_dim, head_dim_v). What changes scores is another kernel: scores.py.
+    isa: instruction set. compute: "f32" (fused multiply-add), "bf16dot" (pairs of bfloat16 into fp32) or
+    "int8dot" (fours of int8 into int32: k and v are codes). storage: dtype of q, k, v and out. nv: vectors of
+    query lanes per panel. bucket: row stride of the scratch tiles in elements, at least max(head_dim,
+    head_dim_v). What changes scores is another kernel: scores.py.
     """
 
     kind = "forward"
@@ -110,10 +112,11 @@ class KernelKey(Panels):
             raise spec_error(
                 "storage", got=self.storage, wanted=" or ".join(STORAGE_BYTES), change="Convert the tensors."
             )
-        dot = self.storage == "bfloat16" and self.isa == "avx512"
-        allowed = ("f32", "bf16dot") if dot else ("f32",)
+        allowed = ["f32"]
+        if self.isa == "avx512":
+            allowed += ["bf16dot", "int8dot"] if self.storage == "bfloat16" else ["int8dot"]
         if self.compute not in allowed:
-            change = "Only bfloat16 on AVX-512 has a dot."
+            change = "Only bfloat16 and codes on AVX-512 have a dot."
             raise spec_error("compute", got=self.compute, wanted=" or ".join(allowed), change=change)
         if self.bucket not in BUCKETS:
             raise spec_error("bucket", got=self.bucket, wanted=f"one of {BUCKETS}", change="Round up.")
@@ -125,11 +128,17 @@ class KernelKey(Panels):
     @property
     def pack(self) -> int:
         """Elements per 32-bit atom of a product."""
-        return 2 if self.compute == "bf16dot" else 1
+        return _PACKS[self.compute]
+
+    @property
+    def integer(self) -> bool:
+        """Whether k and v are codes that are multiplied as such."""
+        return self.compute == "int8dot"
 
     @property
     def q_panel_bytes(self) -> int:
-        return self.bucket // self.pack * self.panel_rows * 4
+        """Bytes of Q^T of a panel; with int8dot, whose Q^T are codes, rows of four numbers lie behind."""
+        return (self.bucket // self.pack + (4 if self.integer else 0)) * self.panel_rows * 4
 
     @property
     def o_panel_bytes(self) -> int:
@@ -141,8 +150,13 @@ class KernelKey(Panels):
         return self.bucket * 4 // self.pack + LINE
 
     @property
+    def loaded_row_bytes(self) -> int:
+        """Bytes of one row as `load_rows` leaves it: K, or with int8dot Q, which is no codes yet."""
+        return self.v_row_bytes if self.integer else self.k_row_bytes
+
+    @property
     def v_row_bytes(self) -> int:
-        """Bytes of one row of V atoms: a key, or with bf16dot a pair of keys."""
+        """Bytes of one row of V atoms: as many keys as stand in an atom."""
         return self.bucket * 4 + LINE
 
 
@@ -186,7 +200,7 @@ class Scratch(NamedTuple):
     block: int  # of the key block at hand: alpha of every row, then the maximum of every row
     zero: int  # a row of zeros
     gather: int  # two rows gathered from a last dimension with a stride
-    bad: int  # one byte per key: V is not finite there
+    bad: int  # one byte per key: V is not finite there; with int8dot the scale of every key's V behind
     seen: int  # one byte per row of a panel: it sees the bad key at hand
     item: int  # what the pass over scores must know of an item
     kinds: int  # one byte per panel: how the key block at hand touches it
@@ -215,19 +229,20 @@ def tile_bytes(key: KernelKey, heads: int, row_panels: int, block_n: int) -> dic
     scores = block_n * rows * 4
     wide_row = key.bucket * 4 + LINE
     return {
-        "q": panels * key.q_panel_bytes,
+        "q": panels
+        * (key.q_panel_bytes + (key.o_panel_bytes if key.integer else 0)),  # Q^T as float32 behind
         "o": panels * key.o_panel_bytes,
         "k": block_n * key.k_row_bytes,
         "v": block_n // key.pack * key.v_row_bytes,
         "s": scores,
         "p": scores // key.pack if key.pack > 1 else 0,
-        "stage": max(key.lanes * key.k_row_bytes, wide_row),
+        "stage": max(key.lanes * key.loaded_row_bytes, wide_row),
         "stats": panels * rows * 8,
         "limits": row_panels * rows * 8,
         "block": rows * 8,
         "zero": wide_row,
         "gather": 2 * wide_row,
-        "bad": block_n,
+        "bad": block_n * (5 if key.integer else 1),
         "seen": rows,
         "item": ITEM_WORDS * 8,
         "kinds": panels,
@@ -247,7 +262,8 @@ def scratch(key: KernelKey, heads: int, row_panels: int, block_n: int) -> Scratc
 @dataclass(frozen=True, slots=True)
 class Config:
     """block_n: keys per block. panels: most query panels per work item, all sharing one copy of each block.
-    compute: "f32", or "bf16dot" where the target has it and the tensors are bfloat16. isa: of the kernel."""
+    compute: "f32", or "bf16dot" where the target has it and the tensors are bfloat16, or "int8dot" where k
+    and v are codes. isa: of the kernel."""
 
     block_n: int
     panels: int
@@ -279,7 +295,9 @@ class Config:
         if spec.members and decodes_members(spec):
             limits = f"at most {DECODE_ROWS} rows per kv head, or {MOST_SHARED_ROWS} of many more keys"
             notes.append(f"packed members of {limits}: the decode kernels")
-        if self.compute == "bf16dot":
+        if self.compute == "int8dot":
+            notes.append("products of codes: q and the weights are made int8, sums are int32 (avx512_vnni)")
+        elif self.compute == "bf16dot":
             notes.append("bfloat16 pairs are multiplied as they are, sums are float32 (avx512_bf16)")
         elif spec.dtype != "float32":
             notes.append(f"{spec.dtype} is converted to float32 as each key block is copied")
@@ -297,13 +315,13 @@ def check_ints(config: Any, *names: str, change: str) -> None:
 def check_compute(compute: str, isa: str) -> None:
     """SpecError unless a config may name them."""
     change = "Take explain(...).config."
-    if compute not in ("f32", "bf16dot"):
-        raise spec_error("compute", got=compute, wanted="f32 or bf16dot", change=change)
+    if compute not in _PACKS:
+        raise spec_error("compute", got=compute, wanted=" or ".join(_PACKS), change=change)
     if isa not in ISAS:
         raise spec_error("isa", got=isa, wanted=" or ".join(ISAS), change=change)
 
 
-NOT_DECODED = frozenset((Feature.ALIBI, Feature.DROPOUT, Feature.BATCH_INVARIANT))
+NOT_DECODED = frozenset((Feature.ALIBI, Feature.DROPOUT, Feature.BATCH_INVARIANT, Feature.CODES))
 
 
 def decodes_members(spec: AttentionSpec) -> bool:
@@ -351,7 +369,11 @@ def native(spec: AttentionSpec, target: Target) -> tuple[str, str, str]:
     """isa, compute and dtype of the kernels for `spec`, or of those nearest to it."""
     isa = target.arch if target.arch in ISAS else "generic"
     dtype = spec.dtype if spec.dtype in STORAGE_BYTES else "float32"
-    return isa, compute_for(dtype, target) if isa == "avx512" else "f32", dtype
+    return isa, _compute_of(spec, dtype, target) if isa == "avx512" else "f32", dtype
+
+
+def _compute_of(spec: AttentionSpec, dtype: str, target: Target) -> str:
+    return "int8dot" if spec.codes else compute_for(dtype, target)
 
 
 def check_fits(config: Config | DecodeConfig, spec: AttentionSpec, target: Target) -> None:
@@ -360,7 +382,7 @@ def check_fits(config: Config | DecodeConfig, spec: AttentionSpec, target: Targe
     isas = _RUNS.get(target.arch, ())
     if config.isa not in isas:
         raise spec_error("config.isa", got=config.isa, wanted=" or ".join(isas), change=change)
-    compute = compute_for(spec.dtype, target) if config.isa == "avx512" else "f32"
+    compute = _compute_of(spec, spec.dtype, target) if config.isa == "avx512" else "f32"
     if config.compute != compute:
         raise spec_error("config.compute", got=config.compute, wanted=compute, change=change)
 

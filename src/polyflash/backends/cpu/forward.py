@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from polyflash.backends.cpu import arguments, configs, decode, decode_configs, packing, pool, runtime
+from polyflash.backends.cpu import (
+    arguments,
+    configs,
+    decode,
+    decode_configs,
+    integer_configs,
+    packing,
+    pool,
+    runtime,
+)
 from polyflash.backends.cpu.words import FORWARD, Cut
 from polyflash.results import outputs
 from polyflash.storages import near
@@ -162,8 +171,12 @@ def _job(
         cut = prepared.unpacked(batch, seqlen_q, threads, args)
     lse_at = lse.data_ptr() if args.need_lse else 0
     isa = launch.config.isa
+    if args.codes:  # which the kernel reads in order
+        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+        kept += k, v
     front = arguments.front(isa, cut.nv, (q, k, v, out), lse_at, seqlen_k, args, kept, members)
-    words, wake = array("q", front + cut.tail), work_us >= arguments.WAKE_FROM_US
+    tables = integer_configs.words(args, kept) if args.codes else b""
+    words, wake = array("q", front + cut.tail + tables), work_us >= arguments.WAKE_FROM_US
     return _Job(cut.kernel, words, cut.items, threads, cut.scratch_bytes, wake, work_us, kept)
 
 

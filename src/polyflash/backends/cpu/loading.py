@@ -18,7 +18,7 @@ def loaders(key: KernelKey, stage: Any) -> Any:
     from polyflash.backends.cpu.structs import Blocks
 
     device = Blocks(FORWARD).device
-    SIZE, K_BYTES = configs.STORAGE_BYTES[key.storage], key.k_row_bytes
+    SIZE, K_BYTES = configs.STORAGE_BYTES[key.storage], key.loaded_row_bytes
     KV_LENS, KV_STARTS, Q_OFFSET = FORWARD.kv_lens, FORWARD.kv_starts, FORWARD.q_offset
 
     @device

@@ -26,6 +26,13 @@ EXP2 = {
 }
 
 
+# exp2 on [0, 1), of least maximum relative error: 7.5e-5 and 7.5e-8.
+FLOOR_EXP2 = {
+    3: (0.99992519, 0.69583363, 0.22606727, 0.07802428),
+    5: (0.99999993, 0.69315307, 0.24015362, 0.05582631, 0.00898934, 0.00187758),
+}
+
+
 class BFloatType(ir.Type):
     """llvmlite has no bfloat."""
 
@@ -159,6 +166,43 @@ class Emitter:
         pairs = ir.VectorType(BFloatType(), 2 * self.lanes)
         operands = [acc, self.b.bitcast(a, pairs), self.b.bitcast(b, pairs)]
         return self.call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", self.vf, operands)
+
+    # AVX-512 alone: products of bytes and what they need
+    def dot_bytes(self, acc: Value, a: Value, b: Value) -> Value:
+        """acc + Σ a[4i + j]·b[4i + j] over j < 4 per lane: `a` of unsigned bytes, `b` of signed ones."""
+        return self.call("llvm.x86.avx512.vpdpbusd.512", self.vi, [acc, a, b])
+
+    def nearest_ints(self, x: Value) -> Value:
+        """Rounded to even; what no int32 holds, NaN too, becomes the least of them."""
+        undefined = ir.Constant(self.vi, ir.Undefined)
+        args = [x, undefined, ir.Constant(I16, -1), I32(4)]
+        return self.call("llvm.x86.avx512.mask.cvtps2dq.512", self.vi, args)
+
+    def power_of_two(self, x: Value, degree: int) -> Value:
+        """2**x, of any sign and of -inf; below 2**-126 it is subnormal. NaN stays NaN."""
+        undefined, all_lanes = ir.Constant(self.vf, ir.Undefined), ir.Constant(I16, -1)
+        floor = I32(9)  # x minus the integer below it, 0 of an infinity; no exceptions
+        args = [x, floor, undefined, all_lanes, I32(4)]
+        f = self.call("llvm.x86.avx512.mask.reduce.ps.512", self.vf, args)
+        p = self.floats(FLOOR_EXP2[degree][-1])
+        for c in FLOOR_EXP2[degree][-2::-1]:
+            p = self.fma(p, f, self.floats(c))
+        return self.call("llvm.x86.avx512.mask.scalef.ps.512", self.vf, [p, x, undefined, all_lanes, I32(4)])
+
+    def as_bytes(self, x: Sequence[Value], *, signed: bool) -> Value:
+        """Four vectors of int32 as one of bytes, a lane's four side by side; held to what a byte holds."""
+        b, n = self.b, 4 * self.lanes
+        words = ir.VectorType(I16, n // 2)
+        pairs = [self.call("llvm.x86.avx512.packssdw.512", words, x[i : i + 2]) for i in (0, 2)]
+        kind = "packsswb" if signed else "packuswb"
+        packed = self.call(f"llvm.x86.avx512.{kind}.512", ir.VectorType(I8, n), pairs)
+        order = [i // 16 * 16 + i % 4 * 4 + i % 16 // 4 for i in range(n)]
+        found = b.shuffle_vector(packed, packed, ir.Constant(ir.VectorType(I32, n), order))
+        return b.bitcast(found, self.vi)
+
+    def greatest_lane(self, x: Value) -> Value:
+        """The largest int32 of a vector."""
+        return self.call(f"llvm.vector.reduce.smax.v{self.lanes}i32", I32, [x])
 
     def rounded(self, x: Value) -> Value:
         """To the nearest integer, as a float; without an instruction for it, right below 2**22 and close

@@ -150,6 +150,19 @@ Decode = namedtuple(
 )
 Entry = namedtuple("Entry", "first_item request first_split num_splits first_partial")
 
+# Tables of codes: scales and shifts lie like K and V, a batch entry or page first, strides in bytes; a stride
+# is 0 where all tokens share one. shift_tokens: that share a shift of K. v_channels: scales of V's channels,
+# or 0.
+Tables = namedtuple(
+    "Tables",
+    """
+    k_scale k_scale_batch k_scale_head k_scale_token k_shift k_shift_batch k_shift_head k_shift_token
+    v_scale v_scale_batch v_scale_head v_scale_token v_channels v_channels_batch v_channels_head shift_tokens
+    """,
+)
+# Where the tables of an item's kv head begin.
+TablesItem = namedtuple("TablesItem", "k_scales v_scales k_shifts v_channel_scales")
+
 FORWARD = Layout(Tensors, Softmax, Operands, Cut, Scratch, pages="k_ids")
 BACKWARD = Layout(
     Tensors, Softmax, Operands, Cut, BackwardScratch, Sums, BiasGradient, Gradients, Entries, pages="k_ids"
@@ -161,6 +174,8 @@ DECODE = Layout(
 )
 ENTRY, ITEM, COLUMN = Layout(Entry), Layout(Item), Layout(Column)
 BACKWARD_ITEM = Layout(Item, 20, BackwardItem)  # the column of the pass lies between
+CODED = Layout(Tensors, Softmax, Operands, Cut, Scratch, Tables, pages="k_ids")
+CODED_ITEM = Layout(Item, 20, TablesItem)
 
 # What the pass over scores does.
 DOES_MASK, DOES_BIAS, DOES_ALIBI, DOES_SOFTCAP, DOES_SEGMENTS, DOES_TINY_SCALE = 1, 2, 4, 8, 16, 32

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyflash.backends.cpu import blocks, configs, intrinsics, tiles
+from polyflash.backends.cpu import blocks, configs, integer_blocks, intrinsics, tiles
 from polyflash.backends.cpu.configs import KernelKey
 from polyflash.backends.cpu.intrinsics import call_native, greatest, least, load_i32, namespace
-from polyflash.backends.cpu.kernels import walk
+from polyflash.backends.cpu.kernels import integer, walk
 from polyflash.backends.cpu.kernels.walk import MINUS_INF
-from polyflash.backends.cpu.structs import Blocks
-from polyflash.backends.cpu.words import FORWARD
-
-BLOCK = Blocks(FORWARD)
-device = BLOCK.device
 
 
 def ends(key: KernelKey, stage: Any, shared: Any) -> Any:
     """Make the functions at the two ends of an item: start_item, finalize."""
+    device = walk.words_of(key).device
     LANES, NR, NV, STEP, O_PANEL = key.lanes, key.panel_rows, key.nv, configs.STEP, key.o_panel_bytes
     WIDE_BYTES = key.bucket * 4 + configs.LINE
 
@@ -66,15 +62,23 @@ def ends(key: KernelKey, stage: Any, shared: Any) -> Any:
                 lse = lse_row + head * args.lse_head * 4 if args.lse != 0 else 0
                 finalize_panel(tile, out + head * args.out_head, lse, head, item.row + i_p * NR, panel)
 
-    return namespace(start_item, finalize)
+    made = namespace(start_item, finalize)
+    return integer.ends(key, stage, made) if key.integer else made
 
 
 def blocks_of(key: KernelKey, stage: Any, shared: Any) -> Any:
     """Make what attends to the key blocks of an interval: attend_interval."""
-    call_dropout = call_native(7)
+    call_dropout, device = call_native(7), walk.words_of(key).device
     loads = tiles.tiles(key, stage, shared)
+    if key.integer:
+        loads = integer.tiles(key, stage, loads)
     NR, MR, PACK = key.panel_rows, key.group_keys, key.pack
-    O_PANEL, V_BYTES, KEYS_PER_TRIP = key.o_panel_bytes, key.v_row_bytes, min(4, MR // PACK) * PACK
+    INTEGER, O_PANEL, V_BYTES, KEYS_PER_TRIP = (
+        key.integer,
+        key.o_panel_bytes,
+        key.v_row_bytes,
+        min(4, MR // PACK) * PACK,
+    )
 
     @device
     def attend_tile(tile, v, i_h, i_p, bad):
@@ -88,7 +92,10 @@ def blocks_of(key: KernelKey, stage: Any, shared: Any) -> Any:
         shared.make_scores(tile, panel, head, i_p, kind, begin, end, inner_begin, inner_end)
         p, stats = tile.p + begin // PACK * NR * 4, tile.stats + panel * NR * 8
         keys, block = end - begin, tile.block
-        stage.online_softmax(tile.s + begin * NR * 4, p, keys // 4, block, stats, args.scale_log2)
+        if INTEGER:
+            shared.weigh(tile, panel, p, begin, keys, stats)
+        else:
+            stage.online_softmax(tile.s + begin * NR * 4, p, keys // 4, block, stats, args.scale_log2)
         if args.drop != 0:
             plane = item.batch * args.num_kv_heads * args.group + head
             call_dropout(args.drop, args, p, plane, item.row + i_p * NR, n + begin, keys, PACK)
@@ -129,8 +136,9 @@ def blocks_of(key: KernelKey, stage: Any, shared: Any) -> Any:
 
 def build(key: KernelKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(args, number, scratch)` that runs one item."""
-    stage, NR = intrinsics.stages(key, blocks.Tile(key)), key.panel_rows
-    shared, tiles_at = walk.tools(key, stage), BLOCK.tiles()
+    tile = integer_blocks.IntegerTile(key) if key.integer else blocks.Tile(key)
+    stage, NR, INTEGER, words = intrinsics.stages(key, tile), key.panel_rows, key.integer, walk.words_of(key)
+    shared, tiles_at, device = walk.tools(key, stage), words.tiles(), words.device
     item_ends, attend = ends(key, stage, shared), blocks_of(key, stage, shared)
 
     @device
@@ -150,7 +158,7 @@ def build(key: KernelKey) -> Any:
             row_end = least(seqlen_q, (i_r + 1) * args.interval_rows)
         return row_0, least(row_0 + span, row_end), i_r
 
-    @BLOCK.kernel
+    @words.kernel
     def kernel(args, number, scratch):
         tile = tiles_at(args, scratch)
         others, chunks, hkv, group = args.others, args.chunks, args.num_kv_heads, args.group
@@ -174,6 +182,8 @@ def build(key: KernelKey) -> Any:
         item_ends.start_item(tile, args.q + i_t * args.q_batch + first_q * args.q_row)
 
         k, v = shared.key_rows(args, i_t, i_hkv, first_k)
+        if INTEGER:
+            item_ends.find_tables(tile, i_t, i_hkv, first_k)
         pairs = shared.interval_list(args, i_b, head, i_r)
         for t in range(args.interval_count if pairs != 0 else 1):
             begin, end = shared.interval(pairs, t, start, live)

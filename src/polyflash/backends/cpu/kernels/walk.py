@@ -22,6 +22,7 @@ from polyflash.backends.cpu.intrinsics import (
     merged,
     namespace,
 )
+from polyflash.backends.cpu.kernels import integer
 from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import CHANGE_SCORES, FORWARD, PLAIN, START_BLOCK, START_ITEM, UNSEEN
 
@@ -34,7 +35,13 @@ def tools(key: KernelKey, stage: Any) -> Any:
     """All that the kernels of `key`'s tiles share: the walk, its panels and `loading`."""
     shared = loading.loaders(key, stage)
     walk = walks(key, stage)
-    return merged(shared, walk, panels(key, stage, shared, walk))
+    made = panels(key, stage, shared, walk)
+    return merged(shared, walk, integer.panels(key, stage, made) if key.integer else made)
+
+
+def words_of(key: KernelKey) -> Blocks:
+    """The words of a forward call of `key`."""
+    return integer.BLOCK if key.integer else Blocks(FORWARD)
 
 
 def walks(key: KernelKey, stage: Any) -> Any:
@@ -143,7 +150,10 @@ def walks(key: KernelKey, stage: Any) -> Any:
 def panels(key: KernelKey, stage: Any, shared: Any, walk: Any) -> Any:
     """Make those that bring Q in and multiply it: of the forward and statistics kernels."""
     LANES, NR, NV, MR, PACK = key.lanes, key.panel_rows, key.nv, key.group_keys, key.pack
-    Q_PANEL, K_BYTES = key.q_panel_bytes, key.k_row_bytes
+    INTEGER, Q_PANEL, K_BYTES = key.integer, key.q_panel_bytes, key.k_row_bytes
+    PER_VECTOR = LANES if key.integer else PACK * LANES  # elements of a staged row
+    device = words_of(key).device
+    floats_at = integer.places(key) if key.integer else None
 
     @device
     def pack_panel(tile, src, row, row_end, panel):
@@ -152,12 +162,16 @@ def panels(key: KernelKey, stage: Any, shared: Any, walk: Any) -> Any:
         flip = args.sign | (args.sign >> 16 if PACK == 2 else 0)
         staged, q_panel = tile.stage, tile.q + panel * Q_PANEL
         stride, count = args.q_row, args.head_dim
-        vectors = (count + PACK * LANES - 1) // (PACK * LANES)
+        vectors = (count + PER_VECTOR - 1) // PER_VECTOR
         for lane in range(0, NR, LANES):
             rows = least(LANES, row_end - row - lane)
             if rows > 0:
                 shared.load_tile(tile, src + (row + lane) * stride, stride, args.q_dim, rows, count, staged)
-                stage.pack_query(staged, vectors, q_panel + lane * 4, flip)
+                if INTEGER:
+                    floats = floats_at(tile, panel) + lane * 4
+                    stage.quantize_query(staged, vectors, q_panel + lane * 4, floats, flip)
+                else:
+                    stage.pack_query(staged, vectors, q_panel + lane * 4, flip)
 
     @device
     def key_products(tile, panel, limits, begin, end):
@@ -173,6 +187,8 @@ def panels(key: KernelKey, stage: Any, shared: Any, walk: Any) -> Any:
             else:
                 stage.scores(k, q, s, top, trips, (end - begin) // MR)
 
+    multiply = integer.products(key, stage) if key.integer else key_products
+
     @device
     def make_scores(tile, panel, head, i_p, kind, begin, end, inner_begin, inner_end):
         """The scores of one tile, as softmax takes them, and their maximum per row."""
@@ -180,11 +196,13 @@ def panels(key: KernelKey, stage: Any, shared: Any, walk: Any) -> Any:
         stage.fill(top, NV, MINUS_INF)
         if kind == PLAIN:
             limits = tile.limits + i_p * NR * 8
-            key_products(tile, panel, limits, begin, inner_begin)
-            key_products(tile, panel, 0, inner_begin, inner_end)
-            key_products(tile, panel, limits, inner_end, end)
+            multiply(tile, panel, limits, begin, inner_begin)
+            multiply(tile, panel, 0, inner_begin, inner_end)
+            multiply(tile, panel, limits, inner_end, end)
         else:
-            key_products(tile, panel, 0, begin, end)
+            multiply(tile, panel, 0, begin, end)
+            if INTEGER:
+                stage.scale_scores(tile.s + begin * NR * 4, end - begin, tile.q + panel * Q_PANEL)
             stage.fill(top, NV, MINUS_INF)  # that of raw scores; the pass takes that of changed, bounded ones
             walk.change_scores(tile, head, i_p, begin, end, inner_begin, inner_end)
 

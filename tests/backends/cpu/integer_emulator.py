@@ -1,0 +1,81 @@
+"""Attention as integer products compute it, in torch: the codes of q and of the weights, block by block."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyflash.backends.cpu.simd import FLOOR_EXP2
+from polyflash.quant import QuantizedTensor
+from polyflash.quant.codec import spread
+from tests.tolerance import Expected, expect, masked_scores
+
+LOG2E = math.log2(math.e)
+
+
+def query_codes(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of every row of q, and what they are multiples of."""
+    top = q.float().abs().amax(-1, keepdim=True).clamp(min=1e-35)
+    inverse = torch.full_like(top, 127.0) / top  # 127 / top would round twice
+    return (q.float() * inverse).round(), top / 127
+
+
+def emulated(
+    q: Tensor, k: QuantizedTensor, v: QuantizedTensor, block_n: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """out and lse in float64 of the codes; `options` as `masked_scores` takes them, and sinks."""
+    group = q.shape[1] // k.codes.shape[1]
+    codes, scale = query_codes(q)
+    plain = spread(k.scale.double(), k.form.scale, k.codes.shape) * k.codes.double()
+    left, right = [codes.double() * scale.double()], [plain]
+    if k.shift is not None:
+        left.append(q.double())
+        right.append(spread(k.shift.double(), k.form.shift, k.codes.shape).expand_as(plain))
+    options = {"scale": q.shape[3] ** -0.5, **options}
+    s = masked_scores(torch.cat(left, -1), torch.cat(right, -1), "", options) * LOG2E
+    channels = v.form.scale == (0, 1)
+    of_key = torch.ones_like(v.scale[..., :1, :1]) if channels else v.scale
+    of_key = of_key.expand(*v.codes.shape[:3], 1).double().repeat_interleave(group, 1).mT
+    v_codes = v.codes.double().repeat_interleave(group, 1)
+    m = s.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    total, out = torch.zeros_like(m), torch.zeros(*s.shape[:3], v.codes.shape[3], dtype=torch.float64)
+    for n in range(0, s.shape[3], block_n):
+        here = slice(n, n + block_n)
+        part, by = s[..., here], of_key[..., here]
+        top = part.amax(-1, keepdim=True)
+        most = torch.where(part > -torch.inf, by, 0).amax(-1, keepdim=True).clamp(min=2.0**-112)
+        lift = torch.log2(255 / most)
+        x = power_of_two(part - top.nan_to_num(neginf=0.0) + lift)
+        beta = torch.exp2(top - m - lift)
+        total += beta * x.sum(-1, keepdim=True)
+        out += beta * ((x * by).round() @ v_codes[:, :, here])
+    if options.get("sinks") is not None:
+        sinks = options["sinks"].double().view(1, -1, 1, 1) * LOG2E
+        total = torch.where(total > 0, total + torch.exp2(sinks - m), total)
+    out = torch.where(total > 0, out / total, 0)
+    if channels:
+        out = out * v.scale.double().repeat_interleave(group, 1)
+    return out, ((m + torch.log2(total)) / LOG2E)[..., 0]
+
+
+def power_of_two(t: Tensor) -> Tensor:
+    """2**t by the kernel's polynomial."""
+    floor = t.nan_to_num(neginf=0.0).floor()
+    f, p = t.nan_to_num(neginf=0.0) - floor, torch.zeros_like(t)
+    for c in reversed(FLOOR_EXP2[3]):
+        p = p * f + c
+    return torch.where(t > -torch.inf, p * torch.exp2(floor), 0)
+
+
+def expected(
+    q: Tensor, k: QuantizedTensor, v: QuantizedTensor, block_n: int, **options: Any
+) -> tuple[Expected, Expected]:
+    """What is emulated with the errors that eager operations in q's dtype make over the values of the codes;
+    and those values' own."""
+    exact = expect(q, k.values(q.dtype), v.values(q.dtype), **options)
+    out, lse = emulated(q, k, v, block_n, **options)
+    eager = tuple((out + a - exact.out, lse + b - exact.lse) for a, b in exact.eager)
+    return Expected(out, lse, eager, q.dtype), exact
