@@ -222,6 +222,9 @@ class TestReachability:
             cramped = gpu("sm90", shared_bytes=24 << 10)
             for phase in Phase:  # an entry cut in every way there is
                 configs.choose(replace(PLAIN, phase=phase, dtype="float32"), cramped)
+            coded = replace(PLAIN, phase=Phase.DECODE, seqlen_q=1, codes="int8/1x0,int8/1x0")
+            for target in (cramped, gpu("sm90")):
+                configs.choose(coded, target)
         finally:
             sys.settrace(None)
         functions = [

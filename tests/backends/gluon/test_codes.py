@@ -42,7 +42,6 @@ def test_what_it_leaves_is_decoded_and_says_so():
         "asked for fp8_e4m3/0x0,": {"scheme": replace(SCHEME, compute="float")},
         "asked for fp8_e4m3/1x0": {"scheme": replace(SCHEME, granularity="token")},
         "no softcap": {"softcap": 3.0},
-        "few rows": {"rows": 1},
         "multiples of 16": {"dims": 88},
         "blocks of 128, 192, 256, asked for 64": {"dims": 64},
         "needs cuda:sm90": {"target": "cuda:sm100"},

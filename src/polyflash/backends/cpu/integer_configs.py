@@ -5,9 +5,6 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, cast
 
-import torch
-
-from polyflash.backends.cpu import arguments
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, STEP, STORAGE_BYTES, KernelKey
 from polyflash.quant.scheme import Block, Codes, codes_of
 from polyflash.spec import Feature, Phase
@@ -54,6 +51,10 @@ def _fits(spec: AttentionSpec, k: Codes, v: Codes) -> bool:
 
 def words(args: Arguments, kept: list[Tensor]) -> bytes:
     """`Tables` of a call. Small tensors that must be copied first are put into `kept`."""
+    import torch
+
+    from polyflash.backends.cpu import arguments  # needs torch, which a table of rows does without
+
     k, v = codes_of(args.codes)
     of_k_scale, of_k_shift, of_v, _ = (x for x in _quads(arguments.tables(args, kept)))
     if k is None or k.scale != TOKEN:

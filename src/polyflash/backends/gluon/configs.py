@@ -138,7 +138,7 @@ def refuses_fp8(spec: AttentionSpec, target: Target) -> str:
     """Why products of 8 bits are not for a call of listed features; "" if they are."""
     form = Codes("fp8_e4m3", Block(), None, "fp8")
     if not spec.codes or codes_of(spec.codes) != (form, form):
-        return f"codes: has {form} of both k and v, asked for {spec.codes or 'none'}"
+        return f"codes: has {form}, asked for {spec.codes or 'none'}"
     if spec.phase is not Phase.FORWARD:
         return "few rows leave a tile of 128 empty"
     if box_of(spec.head_dim) not in FP8 or spec.head_dim % (2 * LEAST_CHANNELS):
