@@ -129,7 +129,8 @@ class Case:
                 if block is not None:
                     shape = first, p.kv_heads, *block.counts(rows, self.head_dim)
                     tables[f"{name}_{table}"] = _meta(*shape, dtype=torch.float32)
-        return q, k, Arguments(need_lse=True, codes=p.codes, **tables, **p.options)
+        given: dict[str, Any] = {"codes": p.codes, **tables, **p.options}
+        return q, k, Arguments(need_lse=True, **given)
 
     def spec(self) -> AttentionSpec:
         q, k, args = self.call()
