@@ -231,7 +231,7 @@ def run(
     lse: Tensor,
     args: Arguments,
     kind: Any = Prepared,
-    call: Any = attend_call,
+    call: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Fills out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq); q (B, Hq, Sq, D), k (B, Hkv, Sk, D),
     v (B, Hkv, Sk, Dv), any strides. With a page table k and v are pools (num_pages, Hkv, page_size, ·).
@@ -243,12 +243,12 @@ def run(
     size, num_splits = splits(prepared.config, q, k, args, prepared.cores)
     rows = lse if args.need_lse else None
     if num_splits == 1:
-        call(prepared, q, k, v, out, rows, args)
+        (call or attend_call)(prepared, q, k, v, out, rows, args)
         return out, lse
     batch, num_heads, seqlen_q, head_dim_v = out.shape
     parts = runtime.scratch((num_splits * batch, num_heads, seqlen_q, head_dim_v), q.device)
     part_m = runtime.scratch((2 * num_splits * batch, num_heads, seqlen_q), q.device)
-    call(prepared, q, k, v, parts, part_m, args, split_keys=size, num_splits=num_splits)
+    (call or attend_call)(prepared, q, k, v, parts, part_m, args, split_keys=size, num_splits=num_splits)
     unit = 1.0 if flags_of(q, args).CHANGED else abs(scale_of(q, args))
     how = merge.FEW_ROWS if isinstance(prepared.config, DecodeConfig) else merge.MANY_ROWS
     merge.merge(prepared.merges, merge.Splits(parts, part_m, num_splits, unit, how), out, rows, args)
