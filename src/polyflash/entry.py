@@ -17,7 +17,7 @@ from polyflash.errors import SpecError, described, spec_error
 from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
 from polyflash.quant import codec
-from polyflash.quant.calls import opened
+from polyflash.quant.calls import Opened, opened
 from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import any_requires_grad, requested_backend, spec_of, without_gradients
 from polyflash.spec import Arguments, Phase
@@ -95,9 +95,15 @@ def attend(bound: Bound) -> tuple[Tensor, Tensor]:
     return out, torch_ops.call_out(q, k, v, out, args)
 
 
+def _opened(bound: Bound, target: str | Target | None = None) -> Opened:
+    """A call over codes as one of tensors. Under autocast q is cast first, as codes become its dtype."""
+    q = _cast(bound.q) if torch_ops.autocasting(bound.q.device.type) else bound.q
+    return opened(q, bound.k, bound.v, bound.args, target)
+
+
 def _attend_coded(bound: Bound) -> tuple[Tensor, Tensor]:
     """`attend` where k or v are codes."""
-    call = opened(autocast(bound.q, bound.q, bound.q)[0], bound.k, bound.v, bound.args)
+    call = _opened(bound)
     out = None if call.rotated else bound.out
     result, lse = attend(Bound(call.q, call.k, call.v, out, call.args))
     if call.rotated:
@@ -110,7 +116,7 @@ def explained(bound: Bound, target: str | Target | None) -> Plan:
     """The plan of a call that `attend` would make, on `target` or on the device of q."""
     q, k, v, _, args, _ = bound
     if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
-        call = opened(autocast(q, q, q)[0], k, v, args, target)
+        call = _opened(bound, target)
         found = explained(Bound(call.q, call.k, call.v, None, call.args), target)
         return replace(found, notes=(*found.notes, call.note))
     q, k, v = autocast(q, k, v, args)
@@ -164,7 +170,7 @@ def _coded(form: Form, name: str, x: QuantizedTensor) -> QuantizedTensor:
     if x.layout != wanted:
         change = f"Quantise it with layout={wanted!r}: scales follow the axes."
         raise spec_error(f"{name} layout", x.layout, wanted, change)
-    return replace(x, layout="bhsd")
+    return x if x.layout == "bhsd" else replace(x, layout="bhsd")
 
 
 def _view(form: Form, name: str, x: Tensor) -> Tensor:
@@ -211,6 +217,10 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, args: Arguments | None = None) -> 
         return q, k, v
     if args is not None and args.page_table is not None:
         return q.to(k.dtype) if q.is_floating_point() and k.is_floating_point() else q, k, v
-    kind = torch.get_autocast_dtype(q.device.type)
-    wide = torch.float64
-    return tuple(x.to(kind) if x.is_floating_point() and x.dtype is not wide else x for x in (q, k, v))
+    return tuple(map(_cast, (q, k, v)))
+
+
+def _cast(x: Tensor) -> Tensor:
+    """A tensor in the dtype of an autocast that is on."""
+    casts = x.is_floating_point() and x.dtype is not torch.float64
+    return x.to(torch.get_autocast_dtype(x.device.type)) if casts else x

@@ -17,6 +17,7 @@ from polyflash.errors import SpecError, spec_error
 from polyflash.mask import FAR_SIDE, checked_window, is_strided
 from polyflash.operands import BATCH, HEADS, KEYS, OPERANDS, ROWS, SCORES, TENSORS, Operand
 from polyflash.quant.scheme import KINDS, codes_of
+from polyflash.quant.tensor import check_table
 from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
@@ -234,20 +235,9 @@ def check_tables(k: Tensor, v: Tensor, args: Arguments) -> None:
     """Scales and shifts of codes: float32, one entry for each block of them."""
     for name, like, codes in zip("kv", (k, v), codes_of(args.codes), strict=True):
         for table in ("scale", "shift"):
-            x: Any = getattr(args, f"{name}_{table}")
             block = None if codes is None else getattr(codes, table)
-            if (x is None) is not (block is None):
-                wanted = "none" if block is None else f"one for {args.codes!r}"
-                raise spec_error(f"{name}_{table}", "none" if x is None else "one", wanted, _TABLES)
-            if x is None or block is None or codes is None:
-                continue
-            shape = (*like.shape[:2], *block.counts(like.shape[2], like.shape[3] * codes.packed))
-            if tuple(x.shape) != shape or x.dtype is not torch.float32 or x.device != k.device:
-                got = f"{tuple(x.shape)} {x.dtype} on {x.device}"
-                raise spec_error(f"{name}_{table}", got, f"{shape} torch.float32 on {k.device}", _TABLES)
-
-
-_TABLES = "A QuantizedTensor has the tables that belong to its codes."
+            given, packed = getattr(args, f"{name}_{table}"), 1 if codes is None else codes.packed
+            check_table(f"{name}_{table}", given, block, like, packed)
 
 
 def has_contents(args: Arguments) -> bool:

@@ -40,7 +40,7 @@ def opened(q: Tensor, k: KV, v: KV, args: Arguments, device: str | Target | None
     coded = _with_codes(k, v, args)
     codes_k, codes_v = (x.codes if isinstance(x, QuantizedTensor) else x for x in (k, v))
     if _in_walk(q, codes_k, codes_v, coded, k, v, device):
-        return Opened(q, codes_k, codes_v, coded, _rotates(v), f"codes: {coded.codes}, decoded in the walk")
+        return Opened(q, codes_k, codes_v, coded, _rotates(v), f"codes: {coded.codes}, read in the walk")
     table = args.page_table
     if table is not None:
         table, k, v = _gathered(table, args.kv_lens, k, v)
@@ -105,10 +105,10 @@ _readers: dict[tuple[Any, ...], bool] = {}  # by class of problem, as routes are
 def _gathered(table: Tensor, lens: Tensor | None, *pools: KV) -> tuple[Any, ...]:
     """A table that names the pages of each request one after the other, and pools of these pages alone: a
     call decodes what its requests hold, and not the pool."""
-    size = pools[0].codes.shape[2] if isinstance(pools[0], QuantizedTensor) else pools[0].shape[2]
+    pool = pools[0].codes if isinstance(pools[0], QuantizedTensor) else pools[0]
+    num_pages, _, size, _ = pool.shape
     if lens is not None and lens.device.type == "cpu" and lens.numel():
         table = table[:, : max(1, -(-int(lens.max()) // max(1, size)))]
-    num_pages = pools[0].codes.shape[0] if isinstance(pools[0], QuantizedTensor) else pools[0].shape[0]
     known = (table >= 0) & (table < num_pages)
     at = torch.where(known, table, 0).flatten().long()
     order = torch.arange(at.numel(), dtype=torch.int32, device=table.device).view_as(table)

@@ -17,6 +17,7 @@ Ashkboos et al., QuaRot (2024): rotation."""
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
@@ -86,9 +87,10 @@ def decode(
     batch, heads, tokens, stored = code.shape
     channels = stored * codes.packed
     out = torch.empty((batch, heads, tokens, channels), dtype=dtype, device=code.device)
-    step = max(1, _CHUNK // max(1, heads * tokens * channels))
-    for b in range(0, batch, step):
-        part = slice(b, b + step)
+    step = max(1, _CHUNK // max(1, tokens * channels))  # heads at a time, of one entry or of several
+    entries = max(1, step // max(1, heads))
+    for b, h in product(range(0, batch, entries), range(0, heads, step)):
+        part = slice(b, b + entries), slice(h, h + step)
         values = _values(code[part], codes.dtype, wide)
         values = values * spread(scale[part].to(wide), codes.scale, values.shape)
         if shift is not None and codes.shift is not None:

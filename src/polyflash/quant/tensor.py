@@ -13,7 +13,7 @@ from polyflash.dtypes import BY_NAME
 from polyflash.errors import described, spec_error
 from polyflash.mask import is_strided
 from polyflash.quant import codec
-from polyflash.quant.scheme import KINDS, NAMED, Codes, Scheme
+from polyflash.quant.scheme import KINDS, NAMED, Block, Codes, Scheme
 
 QuantizedLayout = Literal["bhsd", "bshd", "thd"]
 _AXES = {
@@ -54,22 +54,8 @@ class QuantizedTensor:
             change = "Fnuz floats, unpacked nibbles and unsigned bytes are other codes: convert them first."
             wanted = f"{stored} with 4 dimensions for {self.scheme.dtype}"
             raise spec_error("codes", described(self.codes), wanted, change)
-        batch, heads, tokens, width = self.codes.shape
-        for name, table, block in (
-            ("scale", self.scale, self.form.scale),
-            ("shift", self.shift, self.form.shift),
-        ):
-            if (table is None) is not (block is None):
-                got, wanted = described(table), "None" if block is None else "a table"
-                raise spec_error(name, got, f"{wanted} for this scheme", "A zero point is -zero·scale here.")
-            if table is None or block is None:
-                continue
-            shape = (batch, heads, *block.counts(tokens, width * self.form.packed))
-            kind = (tuple(table.shape), table.dtype, table.device)
-            if kind != (shape, torch.float32, self.codes.device):
-                got = f"{kind[0]} {kind[1]} on {kind[2]}"
-                wanted = f"{shape} torch.float32 on {self.codes.device}"
-                raise spec_error(name, got, wanted, "It has an entry for each block of the codes.")
+        check_table("scale", self.scale, self.form.scale, self.codes, self.form.packed)
+        check_table("shift", self.shift, self.form.shift, self.codes, self.form.packed)
 
     @property
     def shape(self) -> torch.Size:
@@ -126,6 +112,22 @@ class QuantizedTensor:
         s = self.scheme
         size = f"{self.nbytes / 2**20:.3g} MiB"
         return f"QuantizedTensor({s.dtype} per {s.granularity}, {tuple(self.shape)}, {size} on {self.device})"
+
+
+def check_table(name: str, table: Any, block: Block | None, codes: Tensor, packed: int) -> None:
+    """Refuses a scale or a shift without one float32 for each block of codes, or one that nobody reads."""
+    if (table is None) is not (block is None):
+        wanted = "None" if block is None else "a table"
+        change = "A QuantizedTensor has those of its scheme; a zero point is a shift of -zero·scale."
+        raise spec_error(name, described(table), wanted, change)
+    if table is None or block is None:
+        return
+    batch, heads, tokens, width = codes.shape
+    shape = (batch, heads, *block.counts(tokens, width * packed))
+    if (tuple(table.shape), table.dtype, table.device) != (shape, torch.float32, codes.device):
+        got = f"{tuple(table.shape)} {table.dtype} on {table.device}"
+        wanted = f"{shape} torch.float32 on {codes.device}"
+        raise spec_error(name, got, wanted, "It has an entry for each block of the codes.")
 
 
 KV = Tensor | QuantizedTensor  # k or v of the public functions

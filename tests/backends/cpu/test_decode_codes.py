@@ -186,7 +186,7 @@ def test_narrow_vectors(isa, name):
 
 def test_public_calls_say_that_codes_are_read_in_the_walk():
     q, (k, v) = randn(1, 8, 1, 128, dtype=torch.bfloat16), coded("int4", 1, 2, 300, 128)
-    assert "decoded in the walk" in str(polyflash.explain(q, k, v))
+    assert "read in the walk" in str(polyflash.explain(q, k, v))
     level_a((polyflash.attention(q, k, v), None), q, k, v, "attention")
     many = randn(1, 2, 9, 128, dtype=torch.bfloat16)
     assert "decoded to bfloat16" in str(polyflash.explain(many, k, v))
