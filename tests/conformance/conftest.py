@@ -14,7 +14,7 @@ from tests.conformance import interpreted, sampled
 from tests.conformance.gradients import BACKWARD
 from tests.conformance.rows import FORWARD, STEPS, Runner
 
-OF_ROWS = ("run", "step", "backend")
+OF_ROWS = ("run", "step", "backend", "reader")
 HERE = Path(__file__).parent
 ON_A_GPU = {
     "test_out_may_overlap_an_input_of_another_storage": "numpy's memory is a CPU's",

@@ -81,6 +81,11 @@ class Codes(NamedTuple):
         return f"{self.dtype}/{self.scale.tokens}x{self.scale.channels}{shift}{compute}"
 
 
+def per_word(codes: Codes) -> int:
+    """Codes in 16 bits."""
+    return 16 // KINDS[codes.dtype].bits
+
+
 @lru_cache(maxsize=256)
 def codes_of(text: str) -> tuple[Codes | None, Codes | None]:
     """K's codes and V's by the op's text argument: "int4/64x1+64x1,int8/1x0"; None is a float tensor ("-").

@@ -19,11 +19,11 @@ from typing import Any
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
-from polyflash.backends.cpu.decode_codes_configs import per_word
 from polyflash.backends.cpu.decode_codes_integers import MIDDLES, ROUNDED, Integers
 from polyflash.backends.cpu.decode_units import rolled, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
+from polyflash.quant.scheme import per_word
 
 ROWS_AT_ONCE, SUMS = 4, 16  # rows that share a walk over V, and their sums in registers
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import ISAS, LINE, STEP, STORAGE_BYTES, Scratch
 from polyflash.backends.cpu.decode_configs import MOST_HEADS, MOST_ROWS, DecodeKey
-from polyflash.quant.scheme import KINDS, Codes, codes_of
+from polyflash.quant.scheme import KINDS, Codes, codes_of, per_word
 from polyflash.spec import DECODE_ROWS
 
 if TYPE_CHECKING:
@@ -103,11 +103,6 @@ class CodesKey(DecodeKey):
     def value_stats(self) -> int:
         """Vectors that a block leaves of a scale of V's channels: steps of its weights, and what is added."""
         return 3 if KINDS[self.v.dtype].bits == 4 else 4
-
-
-def per_word(codes: Codes) -> int:
-    """Codes in 16 bits."""
-    return 16 // KINDS[codes.dtype].bits
 
 
 def _both(codes: str) -> tuple[Codes, Codes]:

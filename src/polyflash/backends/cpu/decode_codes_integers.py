@@ -9,10 +9,10 @@ from llvmlite import ir
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.configs import LINE
 from polyflash.backends.cpu.decode_blocks import DecodeTile
-from polyflash.backends.cpu.decode_codes_configs import CodesKey, per_word
+from polyflash.backends.cpu.decode_codes_configs import CodesKey
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import I8, I16, I32, Emitter, Value
-from polyflash.quant.scheme import KINDS, Codes
+from polyflash.quant.scheme import KINDS, Codes, per_word
 
 MOST = 32767.0  # in steps of a scale
 MIDDLES = {"int8": (128, 0), "int4": (8,)}  # of parts by turns: the integer that stands for 0

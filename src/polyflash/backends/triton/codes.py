@@ -12,9 +12,8 @@ from polyflash.backends.gpu.numbers import Numbers, flags_of, sizes_of
 from polyflash.backends.gpu.views import element_masked, operands_of, rows_of, view_of
 from polyflash.backends.triton import forward, runtime, tables, tiles
 from polyflash.backends.triton.codes_kernel import CodedTensors, attend_codes
-from polyflash.backends.triton.configs import per_word
 from polyflash.backends.triton.constants import Constants
-from polyflash.quant.scheme import Block, Codes, codes_of
+from polyflash.quant.scheme import Block, Codes, codes_of, per_word
 
 if TYPE_CHECKING:
     from torch import Tensor

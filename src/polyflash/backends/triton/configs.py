@@ -42,7 +42,7 @@ from polyflash.backends.triton.tiles import (
     shared_limit,
 )
 from polyflash.backends.triton.tiles import split_dim as split_dim
-from polyflash.quant.scheme import KINDS, Codes, codes_of
+from polyflash.quant.scheme import KINDS, codes_of, per_word
 from polyflash.spec import MANY_KEYS, PACKED_ROWS, SMALL_ROWS, Feature, Phase
 
 if TYPE_CHECKING:
@@ -175,11 +175,6 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
         if dim % per_word(codes):
             return f"codes: reads words of {per_word(codes)} channels, head_dim is {dim}"
     return ""
-
-
-def per_word(codes: Codes) -> int:
-    """Channels of 16 bits."""
-    return 16 // KINDS[codes.dtype].bits
 
 
 def _choose_coded(spec: AttentionSpec, target: Target, rows: int) -> DecodeConfig:
