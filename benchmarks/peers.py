@@ -14,7 +14,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -27,7 +27,15 @@ from torch import Tensor
 Call = Callable[[], Tensor]
 Answer = Callable[[Any], dict[str, Any]]
 _SPAWN, _GRACE = get_context("spawn"), 5.0  # seconds
-_ONNX_ELEMENT = {"float32": 1, "float16": 10, "bfloat16": 16}  # TensorProto's numbers
+_ONNX_ELEMENT = {
+    "float32": 1,
+    "uint8": 2,
+    "int8": 3,
+    "int32": 6,
+    "float16": 10,
+    "bfloat16": 16,
+}  # TensorProto's numbers
+MICROSOFT = "com.microsoft"  # the domain of onnxruntime's own operators
 _ONNX_IR = 11  # the oldest that knows opset 23
 # Threads of onnxruntime spin while a call runs, and no longer: by default they take another 37 ms of CPU time
 # from whoever comes next.
@@ -70,31 +78,40 @@ PEERS = {
 def onnxruntime_mha(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int) -> Call:
     """com.microsoft.MultiHeadAttention; its layout is (batch, seqlen, heads·head_dim)."""
     batch, heads, seqlen, head_dim = q.shape
-    operands = [x.transpose(1, 2).reshape(batch, x.shape[2], -1).contiguous() for x in (q, k, v)]
-    options = {"domain": "com.microsoft", "num_heads": heads, "unidirectional": int(causal)}
-    run = _onnx_node("MultiHeadAttention", options, operands, threads)
+    q, k, v = (x.transpose(1, 2).reshape(batch, x.shape[2], -1).contiguous() for x in (q, k, v))
+    options = {"domain": MICROSOFT, "num_heads": heads, "unidirectional": int(causal)}
+    out = torch.empty_like(q)
+    run = onnx_node("MultiHeadAttention", options, {"q": q, "k": k, "v": v}, {"out": out}, threads)
     return lambda: run().view(batch, seqlen, heads, head_dim).transpose(1, 2)
 
 
 def onnxruntime_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int) -> Call:
     """ai.onnx Attention, opset 23."""
-    operands = [x.contiguous() for x in (q, k, v)]
-    return _onnx_node("Attention", {"is_causal": int(causal)}, operands, threads)
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out, options = torch.empty_like(q), {"is_causal": int(causal)}
+    return onnx_node("Attention", options, {"q": q, "k": k, "v": v}, {"out": out}, threads)
 
 
-def _onnx_node(name: str, options: dict[str, Any], operands: list[Tensor], threads: int) -> Call:
-    """A model of one node on bound tensors, as the call that returns its output."""
+def onnx_node(
+    name: str, options: dict[str, Any], inputs: Mapping[str, Tensor | None], outputs: Mapping[str, Tensor],
+    threads: int,
+) -> Call:  # fmt: skip
+    """A model of one node on bound tensors (None: an input left out), as the call that gives its first
+    output."""
     import numpy
     import onnxruntime
     from onnx import helper
 
-    dtype = str(operands[0].dtype).removeprefix("torch.")
-    element, out = _ONNX_ELEMENT[dtype], torch.empty_like(operands[0])
-    places = dict(zip(("q", "k", "v", "out"), (*operands, out), strict=True))
-    infos = [helper.make_tensor_value_info(at, element, list(x.shape)) for at, x in places.items()]
-    node = helper.make_node(name, ["q", "k", "v"], ["out"], **options)
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
-    graph = helper.make_graph([node], "attention", infos[:3], infos[3:])
+    def element(x: Tensor) -> int:
+        return _ONNX_ELEMENT[str(x.dtype).removeprefix("torch.")]
+
+    def infos(places: Mapping[str, Tensor]) -> list[Any]:
+        return [helper.make_tensor_value_info(at, element(x), [*x.shape]) for at, x in places.items()]
+
+    given = {at: x for at, x in inputs.items() if x is not None}
+    node = helper.make_node(name, [at if at in given else "" for at in inputs], [*outputs], **options)
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(MICROSOFT, 1)]
+    graph = helper.make_graph([node], "attention", infos(given), infos(outputs))
     model = helper.make_model(graph, opset_imports=opsets, ir_version=_ONNX_IR).SerializeToString()
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads, settings.inter_op_num_threads = threads, 1
@@ -102,14 +119,15 @@ def _onnx_node(name: str, options: dict[str, Any], operands: list[Tensor], threa
     settings.add_session_config_entry(*_ONNX_SETTING)
     session = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
     binding = session.io_binding()
-    kind = element if dtype == "bfloat16" else getattr(numpy, dtype)
-    for at, x in places.items():
-        bind = binding.bind_output if at == "out" else binding.bind_input
-        bind(at, "cpu", 0, kind, tuple(x.shape), x.data_ptr())
+    for bind, places in ((binding.bind_input, given), (binding.bind_output, outputs)):
+        for at, x in places.items():
+            kind = element(x) if x.dtype is torch.bfloat16 else getattr(numpy, str(x.dtype)[6:])
+            bind(at, "cpu", 0, kind, tuple(x.shape), x.data_ptr())
+    kept = (given, outputs)  # as their addresses are bound
 
     def run() -> Tensor:
         session.run_with_iobinding(binding)
-        return places["out"]  # all of `places` is kept alive, as they are bound
+        return next(iter(kept[1].values()))
 
     return run
 

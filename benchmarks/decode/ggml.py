@@ -1,19 +1,13 @@
-"""One decode step on float16 keys and values: polyflash beside ggml's flash attention on this CPU.
+"""One decode step by ggml's flash attention on this CPU, through ctypes: an arm of `benchmarks.decode.codes`.
 
-    python -m benchmarks.decode.ggml --library FOLDER
-
-FOLDER holds libggml-base.so and libggml-cpu.so, built as llama.cpp builds them (CMake, Release, GGML_NATIVE).
-Nothing of ggml is a dependency of polyflash: the two libraries are called through ctypes. Both sides run in
-this process by turns, on the same numbers, with as many threads as torch has; ggml takes q in float32, as it
-always does, and one graph of one node per set of keys. The sets are larger than the last cache. Outputs are
-compared before any time is taken, and both are held to float64.
+Nothing of ggml is a dependency of polyflash. ggml takes q in float32, as it always does, and one graph of one
+node per set of keys; K and V as float16, or in its own codes: blocks of 32 channels of a token with one
+float16 scale each.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,19 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import polyflash
-from benchmarks.decode.problems import Turn, key_sets, queries, readers
-from polyflash import target
-from polyflash.bench import Arm, calibrate, compare
-from polyflash.bench.check import sampled_error
-from polyflash.bench.command import huge_pages
-from polyflash.compare import worst_row
-from polyflash.workloads import Workload
-
-OURS, THEIRS = "polyflash", "ggml"
-F32, F16 = 0, 1  # ggml_type
-TOLERANCE = 3e-2  # of a row, relative L2: ggml sums float16 values in float16
+KINDS = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}  # ggml_type
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_float
+_LONG = ctypes.c_int64
 
 
 def _struct(name: str, **fields: Any) -> Any:
@@ -50,7 +34,9 @@ _FUNCTIONS: dict[
 ] = {  # library: function: what it returns, what it takes
     "base": {
         "ggml_init": (_POINTER, [InitParams]),
-        "ggml_new_tensor_4d": (_POINTER, [_POINTER, _INT, *[ctypes.c_int64] * 4]),
+        "ggml_new_tensor_4d": (_POINTER, [_POINTER, _INT, *[_LONG] * 4]),
+        "ggml_nbytes": (_SIZE, [_POINTER]),
+        "ggml_quantize_chunk": (_SIZE, [_INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER]),
         "ggml_get_data": (_POINTER, [_POINTER]),
         "ggml_flash_attn_ext": (_POINTER, [*[_POINTER] * 5, *[_FLOAT] * 3]),
         "ggml_new_graph": (_POINTER, [_POINTER]),
@@ -80,17 +66,24 @@ def load(folder: Path) -> Any:
 
 
 class Step:
-    """ggml's call on one set: q (1, heads, 1, head_dim), k, v (1, num_kv_heads, seqlen_k, head_dim)."""
+    """ggml's call on one set: q (1, heads, 1, head_dim), k, v (1, num_kv_heads, seqlen_k, head_dim), all
+    float32; `kind`, of KINDS, is what K and V are kept as. `bytes` are theirs."""
 
-    def __init__(self, ggml: Any, q: Tensor, k: Tensor, v: Tensor, threads: int) -> None:
+    def __init__(self, ggml: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, threads: int) -> None:
         self._ggml, self._shape = ggml, q.shape
         size = q.numel() * 8 + k.nbytes + v.nbytes + (16 << 20)
         self._context = ggml.init(InitParams(size, None, False))
-        tensors = []
-        for x, kind in ((q.float(), F32), (k, F16), (v, F16)):
+        tensors, self.bytes = [], 0
+        for x, name in ((q, "f32"), (k, kind), (v, kind)):
             # Dimensions from the innermost: channels, rows, heads, batch.
-            tensor = ggml.new_tensor_4d(self._context, kind, *reversed(x.shape))
-            ctypes.memmove(ggml.get_data(tensor), x.contiguous().data_ptr(), x.nbytes)
+            tensor = ggml.new_tensor_4d(self._context, KINDS[name], *reversed(x.shape))
+            place, x = ggml.get_data(tensor), x.contiguous()
+            if name == "f32":
+                ctypes.memmove(place, x.data_ptr(), x.nbytes)
+            else:
+                rows, width = x.numel() // x.shape[-1], x.shape[-1]
+                ggml.quantize_chunk(KINDS[name], x.data_ptr(), place, 0, rows, width, None)
+                self.bytes += ggml.nbytes(tensor)
             tensors.append(tensor)
         result = ggml.flash_attn_ext(self._context, *tensors, None, q.shape[-1] ** -0.5, 0.0, 0.0)
         self._graph, self._result = ggml.new_graph(self._context), ggml.get_data(result)
@@ -108,58 +101,3 @@ class Step:
         out = torch.empty(self._shape, dtype=torch.float32)
         ctypes.memmove(out.data_ptr(), self._result, out.nbytes)
         return out
-
-
-def measure(ggml: Any, heads: int, kv_heads: int, keys: int, head_dim: int, seconds: float) -> str:
-    """A line: the median of every arm, our ratio and rate, and how far both are from float64."""
-    w = Workload("ggml", frozenset(), 1, heads, kv_heads, 1, keys, head_dim, dtype="float16")
-    turn, q = Turn(key_sets(w)), queries(w)
-    steps = Turn([Step(ggml, q, s.k, s.v, torch.get_num_threads()) for s in turn.things])
-    first, step = turn.things[0], steps.things[0]
-    step()
-    mine, theirs = polyflash.attention(q, first.k, first.v), step.output()
-    errors = [sampled_error(q, first.k, first.v, out, None).relative for out in (mine, theirs)]
-    if not (difference := worst_row(mine, theirs)) <= TOLERANCE:
-        raise SystemExit(f"outputs differ by {difference:.1e}, wanted at most {TOLERANCE:.0e}")
-    calls = {OURS: turn.each(lambda s: polyflash.attention(q, s.k, s.v)), THEIRS: steps.each(Step.__call__)}
-    calls |= readers(turn)
-    calibration = calibrate(target.detect("cpu"))
-    arms = [Arm(name, call) for name, call in calls.items()]
-    found = compare(arms, seconds=seconds, speed=calibration.speed if calibration else None)
-    times = {name: found.summary(name) for name in calls}
-    shown = "; ".join(f"{n} {s.median * 1e3:.2f} ms ±{s.spread:.0%}" for n, s in times.items())
-    return (
-        f"{heads}/{kv_heads}: {shown}; ratio {found.ratio(THEIRS, OURS):.2f}, ours"
-        f" {first.bytes / times[OURS].median / 1e9:.1f} GB/s; from float64 {errors[0]:.1e}, ggml"
-        f" {errors[1]:.1e} ({times[OURS].rounds} rounds{', contended' if found.contended else ''})"
-    )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--library", type=Path, required=True, help="folder of libggml-base.so, libggml-cpu.so")
-    add("--heads", default="8/8,32/8", help="query heads/kv heads, several with commas")
-    add("--keys", type=int, default=16384)
-    add("--head-dim", type=int, default=128)
-    add("--seconds", type=float, default=3.0, help="per row")
-    options = parser.parse_args()
-    ggml = load(options.library)
-    about = f"ggml {ggml.version().decode()} ({'with' if ggml.cpu_has_avx512() else 'without'} AVX-512)"
-    print(
-        f"{target.cpu_name()}, {torch.get_num_threads()} threads, huge pages: {huge_pages() or 'unknown'};"
-        f" polyflash {polyflash.__version__}, torch {torch.__version__}, {about}"
-    )
-    print(f"float16, 1 query row, {options.keys} keys, head_dim {options.head_dim}")
-    for pair in options.heads.split(","):
-        with torch.no_grad():
-            heads, kv_heads = map(int, pair.split("/"))
-            line = measure(ggml, heads, kv_heads, options.keys, options.head_dim, options.seconds)
-            print(line, flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
