@@ -1,0 +1,163 @@
+"""Gradients in WGSL: `delta`, then `backward_dq` with a query row per thread and `backward_dkv` with a key per
+thread. Every sum has one owner and one order: bits repeat, without atomics.
+
+    p = exp(s - lse)     delta = Σ_d do·out - dlse     dp = do·vᵀ     ds = p·(dp - delta), ·(1 - tanh²) if capped
+    dq = scale·Σ_j ds·k      dk = scale·Σ_i dsᵀ·q      dv = Σ_i pᵀ·do      dsinks = -Σ_i exp(sink - lse)·delta"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from polyflash.backends.webgpu import configs, device
+from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_of
+from polyflash.backends.webgpu.chunks import Chunk, chunks
+from polyflash.backends.webgpu.configs import fours
+from polyflash.backends.webgpu.device import Block
+from polyflash.backends.webgpu.forward import dispatches, flat_grid, stored
+from polyflash.backends.webgpu.render import Buffer, Kernel
+from polyflash.backends.webgpu.tensor import GpuTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyflash.plan import Launch
+    from polyflash.spec import Arguments
+
+Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
+
+
+def kernels_of(
+    sizes: Sizes, flags: dict[str, int], kind: str, limits: configs.Limits
+) -> tuple[Kernel, Kernel, Kernel]:
+    """delta, dq and dkv: no length is in them."""
+    d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
+    variant = configs.gradient_variant((d4, dv4), limits)
+    sized = {"D4": d4, "DV4": dv4, "NT": variant.threads, "BN": variant.keys, "FOUR": 4}
+    constants, unrolled = tuple({**flags, **sized}.items()), configs.UNROLLED[limits.kind]
+    q, k, v, dout = (Buffer(name, kind) for name in ("q", "k", "v", "dout"))
+    rows, walk = Buffer("rows", "vec2<f32>"), ("stages.wgsl", "gradient.wgsl")
+    delta = Kernel(
+        "delta",
+        ("stages.wgsl", "backward_delta.wgsl"),
+        (Buffer("result", kind), dout, rows._replace(written=True)),
+        (("DV4", dv4), ("BN", 4)),
+        PARAMS,
+    )
+    dq = Kernel(
+        "backward_dq",
+        (*walk, "load_tile.wgsl", "backward_dq.wgsl"),
+        (q, k, v, dout, rows, Buffer("dq", kind, True)),
+        constants,
+        PARAMS,
+        unrolled,
+    )
+    dkv = Kernel(
+        "backward_dkv",
+        (*walk, "backward_dkv.wgsl"),
+        (q, k, v, dout, rows, Buffer("dk", kind, True), Buffer("dv", kind, True)),
+        constants,
+        PARAMS,
+        unrolled,
+    )
+    return delta, dq, dkv
+
+
+def run(
+    launch: Launch,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    args: Arguments,
+    needs: Needs,
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, None, dsinks, each with its operand's shape and dtype; None where `needs` is False. Rows and
+    keys of no packed member get zeros."""
+    with torch.no_grad():
+        wanted = zip((q, k, v), needs, strict=False)
+        results = [torch.zeros_like(x, memory_format=torch.contiguous_format) if n else None for x, n in wanted]
+        dsinks = None
+        if needs[4] and args.sinks is not None:
+            dsinks = torch.zeros(args.sinks.shape, dtype=torch.float32)
+        limits = device.current().limits
+        for part in chunks(q, k, v, args, limits):
+            own = tuple(map(part.of_q, (dout, q, out, lse)))
+            rows = _differentiate(part, own, dlse, k, v, args, results, needs)
+            if dsinks is not None:
+                _add_sinks(part, rows, args, dsinks)
+        if dsinks is not None and args.sinks is not None:
+            dsinks = dsinks.to(args.sinks.dtype)
+    return (*results, None, dsinks)
+
+
+def _differentiate(
+    part: Chunk,
+    own: tuple[Tensor, ...],
+    dlse: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    args: Arguments,
+    results: list[Tensor | None],
+    needs: Needs,
+) -> Tensor:
+    """Fills a chunk's dq, dk and dv; returns its (lse, delta) per row, (batch, query heads, rows, 2)."""
+    dout, q, out, lse = own
+    held = [GpuTensor.of(x) for x in (q, part.of_k(k), part.of_k(v), dout)]
+    on, sizes = held[0].device, sizes_of(*held[:3])
+    call = call_of(sizes, part.arguments(args))
+    delta, dq, dkv = kernels_of(sizes, call.flags, stored(q.dtype, on), on.limits)
+    zero = torch.zeros_like(lse) if dlse is None else part.of_q(dlse)
+    rows = on.upload(np.ascontiguousarray(torch.stack((lse, zero), -1).float().numpy()))
+    words = on.upload(call.words)
+    blocks = [words, *(x.block for x in held), rows]
+    with on.batch():
+        grid, stride = flat_grid(on, call.numbers["rows_total"])
+        given = [words, GpuTensor.of(out).block, held[3].block, rows]
+        on.launch(delta, call.params(stride_y=stride), given, grid)
+        made: list[GpuTensor | None] = [None, None, None]
+        if needs[0]:
+            made[0] = GpuTensor.of(torch.zeros(q.shape, dtype=q.dtype))
+            _walk(dq, call.rows, sizes.num_q_heads, [*blocks, made[0].block], sizes, call)
+        if needs[1] or needs[2]:
+            made[1:] = (GpuTensor.of(torch.zeros(x.shape, dtype=x.dtype)) for x in (held[1], held[2]))
+            outputs = [x.block for x in made[1:] if x is not None]
+            _walk(dkv, _most_keys(sizes, args), sizes.num_kv_heads, [*blocks, *outputs], sizes, call)
+    for result, x, of in zip(results, made, (part.of_q, part.of_k, part.of_k), strict=True):
+        if result is not None and x is not None:
+            x.copy_to(of(result))
+    return torch.from_numpy(on.read(rows).view(np.float32)).view(*lse.shape, 2)
+
+
+def _most_keys(sizes: Sizes, args: Arguments) -> int:
+    """Keys of the longest entry."""
+    if args.cu_seqlens_k is None:
+        return sizes.seqlen_k
+    return int(args.cu_seqlens_k.diff().max()) if len(args.cu_seqlens_k) > 1 else 0
+
+
+def _walk(kernel: Kernel, items: int, heads: int, blocks: list[Block], sizes: Sizes, call: Call) -> None:
+    """Launches a kernel with a row, or a key, per thread."""
+    on, threads = blocks[0].device, dict(kernel.constants)["NT"]
+    others = max(sizes.seqlen_q, sizes.seqlen_k) * sizes.num_q_heads * call.entries
+    work = 10.0 * threads * others * max(sizes.head_dim, sizes.head_dim_v)
+    for first, count in dispatches(on, -(-items // threads), work):
+        on.launch(kernel, call.params(tile0=first), blocks, (count, heads, call.entries))
+
+
+def _add_sinks(part: Chunk, rows: Tensor, args: Arguments, dsinks: Tensor) -> None:
+    """The sink's own weight times -delta, summed over entries and rows."""
+    heads = slice(part.h0 * part.group, part.h1 * part.group)
+    lse, delta = rows.unbind(-1)
+    if args.cu_seqlens_q is not None:
+        end = int(args.cu_seqlens_q[-1])
+        lse, delta = lse[:, :, :end], delta[:, :, :end]
+    sinks = args.sinks
+    if sinks is not None:
+        weight = torch.exp(sinks[heads].float()[None, :, None] - lse)
+        dsinks[heads] -= (weight * delta).sum((0, 2))
