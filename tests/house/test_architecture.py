@@ -53,6 +53,7 @@ FLOORS = {
     ),
     6: ("api", "groups", "statistics", "quant", "kvcache", "parallel.ring", "tuning"),
     7: (
+        "webgpu",
         "integrations",
         "bench",
         "tuning.command",

@@ -146,8 +146,8 @@ def _walk(kernel: Kernel, items: int, heads: int, blocks: list[Block], sizes: Si
     on, threads = blocks[0].device, dict(kernel.constants)["NT"]
     others = max(sizes.seqlen_q, sizes.seqlen_k) * sizes.num_q_heads * call.entries
     work = 10.0 * threads * others * max(sizes.head_dim, sizes.head_dim_v)
-    for first, count in dispatches(on, -(-items // threads), work):
-        on.launch(kernel, call.params(tile0=first), blocks, (count, heads, call.entries))
+    for start, grid in dispatches(on, (-(-items // threads), heads, call.entries), work):
+        on.launch(kernel, call.params(**start), blocks, grid)
 
 
 def _add_sinks(part: Chunk, rows: Tensor, args: Arguments, dsinks: Tensor) -> None:

@@ -23,7 +23,7 @@ _PLANES = tuple(f"{x}{end}" for x in ("mask", "bias") for end in ("", "_b", "_h"
 PARAMS = tuple(
     (name, "u32")
     for name in (
-        *("batch", "group", "q_rows", "k_rows", "rows_total", "stride_y", "tile0", "num_splits", "split_keys"),
+        *("batch", "group", "q_rows", "k_rows", "rows_total", "stride_y", "tile0", "z0", "num_splits", "split_keys"),
         *_PLANES,
         *("slopes", "slopes_b", "sinks", "q_ids", "k_ids", "minus_infinity"),
     )

@@ -7,6 +7,7 @@ as wgpu's `read_buffer` makes a new one per call."""
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from polyflash.backends.webgpu.render import Buffer, Kernel
 _ORDER = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "cpu"}
 _WANTED = ("subgroup", "shader-f16")
 _LEAST_BYTES = 256  # of a pooled buffer
-_KEPT_STAGING = 4
+_KEPT_STAGING, _KEPT_UNIFORMS = 4, 1024
 ALIGNMENT = 256  # of an offset into a buffer, on any device
 _PROBE = """
 @group(0) @binding(0) var<storage, read_write> found: array<vec2<u32>>;
@@ -99,13 +100,14 @@ class Device:
         self.name: str = adapter.summary
         self.lock = threading.RLock()
         self.free: dict[int, list[Any]] = defaultdict(list)
-        self.free_params: list[Any] = []
+        self.uniforms: dict[bytes, Any] = {}  # by content, so that none is ever written again
+        self.calls: dict[Any, Any] = {}  # what launchers keep of calls without tensors beside q, k, v
         self.pipelines: dict[Kernel, tuple[Any, Any]] = {}
         self.trusted: dict[Any, bool] = {}  # variants, by what the self-test found
         self.staging: list[Any] = []
         self.encoder: Any = None  # of a batch
         self.depth = 0
-        self.held: list[Any] = []  # what the commands of a batch use
+        self.held: list[Block] = []  # what the commands of a batch use
         self.unread: list[str] = []  # kernels that were launched since somebody waited
         self.waits = self.launches = 0
         features = [f for f in _WANTED if f in adapter.features]
@@ -164,11 +166,9 @@ class Device:
     def _buffer(self, size: int) -> Any:
         from wgpu import BufferUsage as Usage
 
-        try:
+        with self._named(f"room for {size} bytes"):
             usage = Usage.STORAGE | Usage.COPY_SRC | Usage.COPY_DST
             return self.wgpu.create_buffer(size=size, usage=usage)
-        except Exception as error:
-            raise DeviceError(f"{self.name}: no room for {size} bytes: {error}") from error
 
     def upload(self, array: np.ndarray) -> Block:
         """A copy of a contiguous array on the device."""
@@ -177,13 +177,16 @@ class Device:
         return block
 
     def write(self, block: Block, array: np.ndarray) -> None:
-        """Writes go to the queue before the commands of a batch that is open, so a batch is sent first."""
+        """Writes a block that no command of an open batch uses: those would see it, sent as they are later."""
         data = array.reshape(-1).view(np.uint8)
         if data.nbytes % 4:
             data = np.concatenate((data, np.zeros(-data.nbytes % 4, np.uint8)))
-        with self.lock:
-            if data.nbytes:
-                self.queue.write_buffer(block.buffer, block.offset, data)
+        if data.nbytes:
+            self.put(block.buffer, block.offset, data)
+
+    def put(self, buffer: Any, offset: int, data: Any) -> None:
+        with self.lock, self._named("a copy to the device"):
+            self.queue.write_buffer(buffer, offset, data)
 
     def launch(
         self, kernel: Kernel, params: bytes, blocks: Sequence[Block], grid: tuple[int, int, int]
@@ -191,7 +194,7 @@ class Device:
         """Records a kernel over `blocks`: `words`, then its buffers in order."""
         with self.lock:
             pipeline, layout = self._pipeline(kernel)
-            uniform = self._params(params)
+            uniform = self._uniform(params)
             entries = [{"binding": 0, "resource": {"buffer": uniform, "offset": 0, "size": len(params)}}]
             for place, block in enumerate(blocks, 1):
                 size = -(-max(4, block.nbytes) // 4) * 4
@@ -200,16 +203,19 @@ class Device:
             group = self._checked(
                 kernel.name, self.wgpu.create_bind_group, layout=layout, entries=entries, label=kernel.name
             )
-            self.held += [uniform, *blocks]
+            self.held += blocks
             self._record(kernel.name, pipeline, group, grid)
 
-    def _params(self, params: bytes) -> Any:
+    def _uniform(self, params: bytes) -> Any:
         from wgpu import BufferUsage as Usage
 
-        uniform = self.free_params.pop() if self.free_params else None
+        uniform = self.uniforms.get(params)
         if uniform is None:
+            if len(self.uniforms) >= _KEPT_UNIFORMS:
+                self.uniforms.clear()
             uniform = self.wgpu.create_buffer(size=_LEAST_BYTES, usage=Usage.UNIFORM | Usage.COPY_DST)
-        self.queue.write_buffer(uniform, 0, params)
+            self.put(uniform, 0, params)
+            self.uniforms[params] = uniform
         return uniform
 
     def _record(self, name: str, pipeline: Any, group: Any, grid: tuple[int, int, int]) -> None:
@@ -228,8 +234,6 @@ class Device:
     def _submit(self, encoder: Any) -> None:
         with self._named(""):
             self.queue.submit([encoder.finish()])
-        uniforms = [x for x in self.held if not isinstance(x, Block)]
-        self.free_params += uniforms
         self.held.clear()
 
     @contextlib.contextmanager
@@ -327,7 +331,7 @@ def _access(buffer: Buffer) -> str:
     return "storage" if buffer.written else "read-only-storage"
 
 
-_opened: list[Device] = []
+_opened: list[tuple[int, Device]] = []  # with the process it was opened in
 _opening = threading.Lock()
 
 
@@ -338,8 +342,12 @@ def current() -> Device:
             found = usable()
             if not found:
                 raise DeviceError(why_none())
-            _opened.append(Device(found[0]))
-        return _opened[0]
+            _opened.append((os.getpid(), Device(found[0])))
+        pid, opened = _opened[0]
+        if pid != os.getpid():
+            what = "a process that forks takes no GPU along: use multiprocessing's spawn"
+            raise DeviceError(f"{opened.name}: {what}")
+        return opened
 
 
 def close() -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Floating-point operations of one dispatch on a graphics card: under 0.3 s at 1 TFLOP/s, as systems reset a
 # device that is silent for longer (2 s on Windows).
 _MOST_WORK = 3e11
+_KEPT_CALLS = 256
 _TESTED = Sizes(1, 2, 1, 40, 72, 16, 16)  # by a device's first call, on every template
 
 
@@ -40,6 +41,14 @@ class Plan(NamedTuple):
     packed: bool = False
     split_keys: int = 0
     num_splits: int = 1
+
+
+class Prepared(NamedTuple):
+    """A call but for its q, k and v: its numbers, its words on the device, its plan."""
+
+    call: Call
+    words: Block
+    plan: Plan
 
 
 def stored(dtype: torch.dtype, on: Device) -> str:
@@ -53,25 +62,36 @@ def attend(
 ) -> tuple[GpuTensor, GpuTensor | None]:
     """out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq), on the device; nothing waits."""
     on, sizes = q.device, sizes_of(q, k, v)
+    key = None if any(type(x) is torch.Tensor for x in args) else (sizes, args, config, few_rows)
+    prepared = None if key is None else on.calls.get(key)
+    if prepared is None:
+        prepared = _prepare(on, sizes, args, config, few_rows)
+        if key is not None:
+            if len(on.calls) >= _KEPT_CALLS:
+                on.calls.clear()
+            on.calls[key] = prepared
+    return launch_forward(q, k, v, prepared, args.need_lse)
+
+
+def _prepare(on: Device, sizes: Sizes, args: Arguments, config: Config, few_rows: bool) -> Prepared:
     dims = fours(sizes.head_dim), fours(sizes.head_dim_v)
     variant = trusted(on, config, dims, few_rows)
-    call = call_of(sizes, args)
     plan = Plan(variant)
     if few_rows:
         cores = 4 if on.limits.kind == "cpu" else 64
         tiles = sizes.batch * sizes.num_kv_heads * -(-sizes.seqlen_q * sizes.group // variant.rows)
         plan = Plan(variant, True, *configs.splits(tiles, sizes.seqlen_k, variant.keys, cores))
-    return launch_forward(q, k, v, call, plan, args.need_lse)
+    call = call_of(sizes, args)
+    return Prepared(call, on.upload(call.words), plan)
 
 
 def launch_forward(
-    q: GpuTensor, k: GpuTensor, v: GpuTensor, call: Call, plan: Plan, need_lse: bool
+    q: GpuTensor, k: GpuTensor, v: GpuTensor, prepared: Prepared, need_lse: bool
 ) -> tuple[GpuTensor, GpuTensor | None]:
-    on, sizes = q.device, sizes_of(q, k, v)
+    on, sizes, (call, words, plan) = q.device, sizes_of(q, k, v), prepared
     shape = (*q.shape[:3], sizes.head_dim_v)
     out = GpuTensor.empty(shape, q.dtype)
     lse = GpuTensor.empty(shape[:3]) if need_lse else None
-    words = on.upload(call.words)
     if plan.num_splits == 1:
         rows = lse.block if lse is not None else words
         _walk(on, (words, q.block, k.block, v.block, out.block, rows), sizes, call, plan, q.dtype, need_lse)
@@ -126,18 +146,21 @@ def _walk(
     given = {"num_splits": plan.num_splits, "split_keys": plan.split_keys}
     width = 4.0 * (sizes.head_dim + sizes.head_dim_v) / 2
     work = width * plan.variant.rows * sizes.seqlen_k * heads * call.entries
-    for first, count in dispatches(on, tiles, work):
-        grid = (count, heads, call.entries * plan.num_splits)
-        on.launch(kernel, call.params(tile0=first, **given), blocks[: len(kernel.buffers) + 1], grid)
+    own = blocks[: len(kernel.buffers) + 1]
+    for start, grid in dispatches(on, (tiles, heads, call.entries * plan.num_splits), work):
+        on.launch(kernel, call.params(**start, **given), own, grid)
 
 
-def dispatches(on: Device, tiles: int, work: float) -> Iterator[tuple[int, int]]:
-    """First tile and number of tiles of each dispatch; `work` is that of a tile in all heads and entries."""
+def dispatches(
+    on: Device, grid: tuple[int, int, int], work: float
+) -> Iterator[tuple[dict[str, int], tuple[int, int, int]]]:
+    """Where each dispatch of a grid begins, and its own grid; `work` is that of a tile in all of the rest."""
+    tiles, heads, depth = grid
     most = on.limits.workgroups
-    if on.limits.kind != "cpu":
-        most = min(most, max(1, int(_MOST_WORK / max(1.0, work))))
-    for first in range(0, tiles, most):
-        yield first, min(most, tiles - first)
+    wide = most if on.limits.kind == "cpu" else min(most, max(1, int(_MOST_WORK / max(1.0, work))))
+    for z in range(0, depth, most):
+        for first in range(0, tiles, wide):
+            yield {"tile0": first, "z0": z}, (min(wide, tiles - first), heads, min(most, depth - z))
 
 
 def flat_grid(on: Device, items: int) -> tuple[tuple[int, int, int], int]:
@@ -199,7 +222,8 @@ def _passes(on: Device, variant: Variant) -> bool:
     args = Arguments(causal=True)
     try:
         held = (GpuTensor.of(q), GpuTensor.of(k), GpuTensor.of(v))
-        out, _ = launch_forward(*held, call_of(s, args), Plan(fitted), False)
+        call = call_of(s, args)
+        out, _ = launch_forward(held[0], held[1], held[2], Prepared(call, on.upload(call.words), Plan(fitted)), False)
         got = out.numpy()
     except DeviceError:
         return False

@@ -109,7 +109,7 @@ class GpuTensor:
             device.flush()
             for i, part in enumerate(data):
                 at = self.block.offset + (i * seqlen + start) * per_row
-                device.queue.write_buffer(self.block.buffer, at, part)
+                device.put(self.block.buffer, at, part)
 
 
 def padded(shape: tuple[int, ...]) -> tuple[int, ...]:

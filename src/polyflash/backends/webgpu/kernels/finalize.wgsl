@@ -4,7 +4,7 @@ fn finalize(at: Place, r: u32, c: u32, acc: vec4<f32>, l_i: f32) {
 //: if SPLIT
   out[(at.split * n.rows_total + row_of(at, r)) * DV4 + c] = acc;
 //: else
-  out[row_of(at, r) * DV4 + c] = store_out(acc * reciprocal(l_i));
+  out[row_of(at, r) * DV4 + c] = store_out(over(acc, l_i));
 //: end
 }
 

@@ -13,11 +13,12 @@ struct Place {
 }
 
 fn stand(group_id: vec3<u32>) -> Place {
-  let b = group_id.z % n.batch;
+  let z = n.z0 + group_id.z;
+  let b = z % n.batch;
   let w = b * ENTRY_WORDS;
   var at: Place;
   at.b = b;
-  at.split = group_id.z / n.batch;
+  at.split = z / n.batch;
 //: if PACK
   at.hk = group_id.y;
   at.h = group_id.y * n.group;
@@ -198,6 +199,6 @@ fn lse_of(m_i: f32, l_i: f32) -> f32 {
   return select(m_i + log(l_i), bitcast<f32>(n.minus_infinity), l_i == 0.0);
 }
 
-fn reciprocal(l_i: f32) -> f32 {
-  return select(1.0 / l_i, 0.0, l_i == 0.0);
+fn over(acc: vec4<f32>, l_i: f32) -> vec4<f32> {
+  return select(acc / l_i, vec4<f32>(0.0), vec4<bool>(l_i == 0.0));
 }
