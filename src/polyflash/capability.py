@@ -58,7 +58,7 @@ class Capability:
     leaves: Callable[[AttentionSpec, Target], str] | None = None
     # Why it leaves one of this (batch, seqlen_q, seqlen_k), which may differ within a route; "" if not.
     leaves_sizes: Callable[[AttentionSpec, Target, tuple[int, int, int]], str] | None = None
-    # Why no device of this machine runs it; looked at where it is asked for by name, as that may take a while.
+    # Why no device of this machine runs it; looked at where it is asked for by name, as that takes a while.
     absent: Callable[[Target], str] | None = None
     label: str = ""  # instead of the phase, of a second row of a backend in it
 

@@ -102,8 +102,8 @@ def attention(
     head_dim) and v (batch, num_kv_heads, seqlen_k, head_dim_v) on the device. No gradients.
 
     Everything else is a CPU tensor, or a number, and means what it means there. Raises SpecError and
-    UnsupportedError before anything is launched; what a device refuses later is a DeviceError of the next read,
-    with the names of the kernels."""
+    UnsupportedError before anything is launched; what a device refuses later is a DeviceError of the next
+    read, with the names of the kernels."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, GpuTensor):
             change = "Use GpuTensor.of(x), or polyflash.attention(..., backend='webgpu')."

@@ -1,8 +1,10 @@
-"""Gradients in WGSL: `delta`, then `backward_dq` with a query row per thread and `backward_dkv` with a key per
-thread. Every sum has one owner and one order: bits repeat, without atomics.
+"""Gradients in WGSL: `delta`, then `backward_dq` with a query row per thread and `backward_dkv` with a key
+per thread. Every sum has one owner and one order: bits repeat, without atomics.
 
-    p = exp(s - lse)     delta = Σ_d do·out - dlse     dp = do·vᵀ     ds = p·(dp - delta), ·(1 - tanh²) if capped
-    dq = scale·Σ_j ds·k      dk = scale·Σ_i dsᵀ·q      dv = Σ_i pᵀ·do      dsinks = -Σ_i exp(sink - lse)·delta"""
+    p = exp(s - lse)     delta = Σ_d do·out - dlse     dp = do·vᵀ     ds = p·(dp - delta)
+    ds' = ds·(1 - tanh²) if soft-capped     dsinks = -Σ_i exp(sink - lse)·delta
+    dq = scale·Σ_j ds'·k        dk = scale·Σ_i ds'ᵀ·q        dv = Σ_i pᵀ·do
+"""
 
 from __future__ import annotations
 
@@ -77,11 +79,13 @@ def run(
     args: Arguments,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, None, dsinks, each with its operand's shape and dtype; None where `needs` is False. Rows and
-    keys of no packed member get zeros."""
+    """dq, dk, dv, None, dsinks, each with its operand's shape and dtype; None where `needs` is False. Rows
+    and keys of no packed member get zeros."""
     with torch.no_grad():
         wanted = zip((q, k, v), needs, strict=False)
-        results = [torch.zeros_like(x, memory_format=torch.contiguous_format) if n else None for x, n in wanted]
+        results = [
+            torch.zeros_like(x, memory_format=torch.contiguous_format) if n else None for x, n in wanted
+        ]
         dsinks = None
         if needs[4] and args.sinks is not None:
             dsinks = torch.zeros(args.sinks.shape, dtype=torch.float32)
@@ -120,16 +124,18 @@ def _differentiate(
         grid, stride = flat_grid(on, call.numbers["rows_total"])
         given = [words, GpuTensor.of(out).block, held[3].block, rows]
         on.launch(delta, call.params(stride_y=stride), given, grid)
-        made: list[GpuTensor | None] = [None, None, None]
+        made: list[GpuTensor] = []
+        for x in held[:3]:  # those of no packed member are written by nobody
+            packed = args.cu_seqlens_q is not None
+            room = GpuTensor.of(torch.zeros(x.shape, dtype=x.dtype)) if packed else None
+            made.append(room or GpuTensor.empty(x.shape, x.dtype))
         if needs[0]:
-            made[0] = GpuTensor.of(torch.zeros(q.shape, dtype=q.dtype))
             _walk(dq, call.rows, sizes.num_q_heads, [*blocks, made[0].block], sizes, call)
         if needs[1] or needs[2]:
-            made[1:] = (GpuTensor.of(torch.zeros(x.shape, dtype=x.dtype)) for x in (held[1], held[2]))
-            outputs = [x.block for x in made[1:] if x is not None]
+            outputs = [made[1].block, made[2].block]
             _walk(dkv, _most_keys(sizes, args), sizes.num_kv_heads, [*blocks, *outputs], sizes, call)
     for result, x, of in zip(results, made, (part.of_q, part.of_k, part.of_k), strict=True):
-        if result is not None and x is not None:
+        if result is not None:
             x.copy_to(of(result))
     return torch.from_numpy(on.read(rows).view(np.float32)).view(*lse.shape, 2)
 

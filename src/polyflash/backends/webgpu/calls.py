@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 
 _FAR = 1 << 30  # beyond any position: a sum with one stays within 32 bits
 _PLANES = tuple(f"{x}{end}" for x in ("mask", "bias") for end in ("", "_b", "_h", "_q", "_k"))
-PARAMS = tuple(
-    (name, "u32")
-    for name in (
-        *("batch", "group", "q_rows", "k_rows", "rows_total", "stride_y", "tile0", "z0", "num_splits", "split_keys"),
-        *_PLANES,
-        *("slopes", "slopes_b", "sinks", "q_ids", "k_ids", "minus_infinity"),
-    )
-) + (("scale", "f32"), ("softcap", "f32"))
+_COUNTS = ("batch", "group", "q_rows", "k_rows", "rows_total", "stride_y", "tile0", "z0", "num_splits")
+_PLACES = ("slopes", "slopes_b", "sinks", "q_ids", "k_ids", "minus_infinity")
+_INTEGERS = (*_COUNTS, "split_keys", *_PLANES, *_PLACES)
+PARAMS = (*((name, "u32") for name in _INTEGERS), ("scale", "f32"), ("softcap", "f32"))
 _FORMAT = "".join("I" if kind == "u32" else "f" for _, kind in PARAMS)
 PARAM_BYTES = -(-struct.calcsize(_FORMAT) // 16) * 16
 
@@ -98,7 +94,9 @@ def call_of(sizes: Sizes, args: Arguments) -> Call:
         if ids is not None:
             numbers[name] = buffer.add(ids.contiguous().numpy())
     flags = _flags(args)
-    return Call(buffer.joined(), numbers, flags, len(entries), int(entries[:, 2].max()) if len(entries) else 0)
+    return Call(
+        buffer.joined(), numbers, flags, len(entries), int(entries[:, 2].max()) if len(entries) else 0
+    )
 
 
 def _flags(args: Arguments) -> dict[str, int]:

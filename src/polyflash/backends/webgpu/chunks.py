@@ -1,4 +1,4 @@
-"""Calls in chunks of batch entries and kv heads, where a tensor is larger than a device lets a kernel bind."""
+"""Calls in chunks of batch entries and kv heads, where a tensor is larger than a binding may be."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ class Chunk(NamedTuple):
         }
         own |= {"mask": self._plane(args.mask), "bias": self._plane(args.bias)}
         own |= {"sinks": self._heads(args.sinks)}
-        own |= {"alibi_slopes": self._heads(slopes if slopes is None or slopes.ndim == 1 else self._entries(slopes))}
+        own |= {
+            "alibi_slopes": self._heads(
+                slopes if slopes is None or slopes.ndim == 1 else self._entries(slopes)
+            )
+        }
         return args._replace(**own)
 
 
@@ -66,9 +70,7 @@ def chunks(q: Tensor, k: Tensor, v: Tensor, args: Arguments, limits: Limits) -> 
     yield from _halved(Chunk(0, q.shape[0], 0, k.shape[1], group, packed), q, k, v, args, limits)
 
 
-def _halved(
-    part: Chunk, q: Tensor, k: Tensor, v: Tensor, args: Arguments, limits: Limits
-) -> Iterator[Chunk]:
+def _halved(part: Chunk, q: Tensor, k: Tensor, v: Tensor, args: Arguments, limits: Limits) -> Iterator[Chunk]:
     if _fits(part, q, k, v, args, limits):
         yield part
         return

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from polyflash.target import Target
 
 AUTO, TILE, ROW = "auto", "tile", "row"
-MAX_HEAD_DIM = 576
+MAX_HEAD_DIM, MAX_GRADIENT_DIM = 512, 480  # of four keys in the least workgroup memory
 LEAST_SPLIT = 256  # keys
 MOST_SPLITS = 64
 
@@ -50,7 +50,9 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.template}-{'subgroup' if self.subgroups else 'shared'}".removeprefix("row-shared") or ROW
+        return (
+            f"{self.template}-{'subgroup' if self.subgroups else 'shared'}".removeprefix("row-shared") or ROW
+        )
 
     @property
     def threads(self) -> int:
@@ -103,7 +105,9 @@ class Config:
         check(self)
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
-        copied = "CPU tensors are copied to the device and the result back; polyflash.webgpu.GpuTensor stays there"
+        copied = (
+            "CPU tensors are copied to the device and the result back; polyflash.webgpu.GpuTensor stays there"
+        )
         how = "the template is chosen by the device's limits" if self.template == AUTO else self.template
         return (copied, how) if spec.device == "cpu" else (how,)
 

@@ -177,7 +177,7 @@ class Device:
         return block
 
     def write(self, block: Block, array: np.ndarray) -> None:
-        """Writes a block that no command of an open batch uses: those would see it, sent as they are later."""
+        """Writes a block that no command of an open batch uses: those are sent later, and would see it."""
         data = array.reshape(-1).view(np.uint8)
         if data.nbytes % 4:
             data = np.concatenate((data, np.zeros(-data.nbytes % 4, np.uint8)))

@@ -99,7 +99,14 @@ def launch_forward(
     total = plan.num_splits * math.prod(shape[:3])
     parts, rows = on.empty(total * fours(shape[3]) * 16), on.empty(total * 8)
     _walk(on, (words, q.block, k.block, v.block, parts, rows), sizes, call, plan, q.dtype, True)
-    _merge(on, (words, parts, rows, out.block, lse.block if lse is not None else None), sizes, call, plan, q.dtype)
+    _merge(
+        on,
+        (words, parts, rows, out.block, lse.block if lse is not None else None),
+        sizes,
+        call,
+        plan,
+        q.dtype,
+    )
     return out, lse
 
 
@@ -223,7 +230,9 @@ def _passes(on: Device, variant: Variant) -> bool:
     try:
         held = (GpuTensor.of(q), GpuTensor.of(k), GpuTensor.of(v))
         call = call_of(s, args)
-        out, _ = launch_forward(held[0], held[1], held[2], Prepared(call, on.upload(call.words), Plan(fitted)), False)
+        out, _ = launch_forward(
+            held[0], held[1], held[2], Prepared(call, on.upload(call.words), Plan(fitted)), False
+        )
         got = out.numpy()
     except DeviceError:
         return False
@@ -235,7 +244,14 @@ def _passes(on: Device, variant: Variant) -> bool:
 
 
 def run(
-    launch: Launch, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments, few: bool = False
+    launch: Launch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    args: Arguments,
+    few: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Fills out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq) from CPU tensors, a chunk at a time where
     one would be larger than a binding may be."""

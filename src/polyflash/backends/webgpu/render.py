@@ -63,11 +63,15 @@ class Kernel(NamedTuple):
     dialect: str = "naga"  # which compiler reads it: wgpu's naga, or Dawn's tint
 
     def text(self) -> str:
-        return _text(self)
+        return text_of(self)
+
+
+def source(file: str) -> str:
+    return (FOLDER / file).read_text(encoding="utf-8")
 
 
 @lru_cache(maxsize=512)
-def _text(kernel: Kernel) -> str:
+def text_of(kernel: Kernel) -> str:
     constants = dict(kernel.constants)
     parts = [*_enabled(kernel, constants), f"// {kernel.name}, generated from {', '.join(kernel.files)}"]
     parts += [f"const {name}: u32 = {value}u;" for name, value in constants.items()]
@@ -80,7 +84,7 @@ def _text(kernel: Kernel) -> str:
     if any(buffer.kind == "bfloat16" for buffer in kernel.buffers):
         parts.append(_PACK_BF16)
     for file in kernel.files:
-        lines = iter((FOLDER / file).read_text(encoding="utf-8").splitlines())
+        lines = iter(source(file).splitlines())
         parts += expand(lines, constants, kernel.unrolled)
     return "\n".join(parts) + "\n"
 
@@ -112,9 +116,7 @@ def expand(lines: Iterator[str], constants: Mapping[str, int], unrolled: int) ->
     return _block(lines, constants, unrolled)[0]
 
 
-def _block(
-    lines: Iterator[str], constants: Mapping[str, int], unrolled: int
-) -> tuple[list[str], str]:
+def _block(lines: Iterator[str], constants: Mapping[str, int], unrolled: int) -> tuple[list[str], str]:
     """Lines up to the `end` or `else` of the block they are in, and which it was; "" at the end of a file."""
     kept: list[str] = []
     for line in lines:
@@ -135,9 +137,7 @@ def _block(
     return kept, ""
 
 
-def _repeated(
-    rest: str, inner: list[str], constants: Mapping[str, int], unrolled: int
-) -> Iterator[str]:
+def _repeated(rest: str, inner: list[str], constants: Mapping[str, int], unrolled: int) -> Iterator[str]:
     name, _, bound = rest.partition(" < ")
     count, hole = constants[bound], re.compile(rf"\{{{name}\}}")
     if count > unrolled:

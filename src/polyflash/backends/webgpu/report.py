@@ -10,7 +10,9 @@ from polyflash import env, target
 from polyflash.advice import Advice
 from polyflash.backends.webgpu import device
 
-_LAVAPIPE = "apt install mesa-vulkan-drivers libvulkan1 (Fedora: dnf install mesa-vulkan-drivers vulkan-loader)"
+_LAVAPIPE = (
+    "apt install mesa-vulkan-drivers libvulkan1 (Fedora: dnf install mesa-vulkan-drivers vulkan-loader)"
+)
 
 
 def facts() -> dict[str, Callable[[], dict[str, Any]]]:
@@ -37,7 +39,9 @@ def advice(probed: Mapping[str, Any]) -> Iterator[Advice]:
     if not version:
         return
     if target.release(version) < target.MINIMUM_PACKAGES["wgpu"]:
-        yield Advice(f"wgpu {version} is older than 0.32, so the webgpu rows do not run", target.remedy("wgpu"))
+        yield Advice(
+            f"wgpu {version} is older than 0.32, so the webgpu rows do not run", target.remedy("wgpu")
+        )
         return
     why = device.why_none()
     if not why:
@@ -45,7 +49,9 @@ def advice(probed: Mapping[str, Any]) -> Iterator[Advice]:
     if env.WEBGPU_ADAPTER.read():
         yield Advice(f"webgpu: {why}", f"unset {env.WEBGPU_ADAPTER.name}, or name another adapter")
     elif "a CPU that executes shaders" in why:
-        yield Advice(f"webgpu: {why}", f"install the driver of a GPU, or set {env.WEBGPU_CPU.name}=1 for tests")
+        yield Advice(
+            f"webgpu: {why}", f"install the driver of a GPU, or set {env.WEBGPU_CPU.name}=1 for tests"
+        )
     elif platform.system() == "Linux":
         remedy = f"install the driver of your GPU; for tests without one, Mesa's lavapipe: {_LAVAPIPE}"
         yield Advice(f"webgpu: {why.replace(' `polyflash doctor` says how to get one', '')}", remedy)
