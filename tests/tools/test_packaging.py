@@ -20,7 +20,7 @@ import polyflash
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = (
-    "demo", "test", "test-cpu", "test-triton", "test-codegen", "test-gpu", "test-all", "lint", "bench",
+    "demo", "test", "test-cpu", "test-triton", "test-codegen", "test-webgpu", "test-gpu", "test-all", "lint", "bench",
     "clean",
 )  # fmt: skip
 

@@ -72,6 +72,25 @@ def test_writes_every_element_and_no_other(on: Device, name: str, call: str, mon
     assert float((lse - attention_reference(*tensors, **options).lse).abs().max()) < 2e-6
 
 
+@pytest.mark.parametrize("name", ("tile", "row"))
+def test_hidden_values_may_be_anything(on: Device, name: str):
+    q, k, v = qkv(77, 131, dims=(16, 16))
+    clean = attend(on, TEMPLATES[name], (q, k, v), Arguments(causal=True))
+    k[:, :, -1], v[:, :, -1] = float("nan"), float("inf")
+    out, lse = attend(on, TEMPLATES[name], (q, k, v), Arguments(causal=True))
+    assert torch.equal(out[:, :, :-1], clean[0][:, :, :-1])
+    assert torch.equal(lse[:, :, :-1], clean[1][:, :, :-1]) and out[:, :, -1].isnan().all()
+
+
+def test_gradients_of_the_lse(on: Device):
+    ours = [x.requires_grad_() for x in qkv(9, 14, dims=(8, 8))]
+    polyflash.attention(*ours, causal=True, return_lse=True, backend="webgpu").lse.sum().backward()
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    attention_reference(*exact, causal=True).lse.sum().backward()
+    for x, y in zip(ours[:2], exact[:2], strict=True):
+        assert float((x.grad - y.grad).abs().max()) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 def test_splits_and_gradients_between_guards(on: Device, dtype: Any, monkeypatch: pytest.MonkeyPatch):
     guards = Guarded(on, monkeypatch)

@@ -122,7 +122,7 @@ def kernel_of(
         **{"PACK": int(plan.packed), "SPLIT": int(split), "LSE": int(need_lse)},
     }
     if variant.template != ROW:
-        constants |= {"TX": variant.tx, "RM": variant.rm, "RN4": variant.rn4, "BM": variant.rows}
+        constants |= {"TX": variant.tx, "RM": variant.rm, "RN4": variant.rn4, "BM": variant.rows, "FOUR": 4}
         constants |= {"BN4": variant.keys // 4, "DC": -(-dv4 // variant.tx), "WIDEST4": max(d4, dv4)}
         constants |= {"SHARED": int(not variant.subgroups), "SUBGROUPS": int(variant.subgroups)}
     out = "sums" if split else kind

@@ -130,41 +130,38 @@ fn forward_tile(
 //: end
     load_values(at, j0, t);
     workgroupBarrier();
-    if (whole) {
-      for (var x = 0u; x < BN4; x++) {
+    // Sums of 16 keys are added up first: few roundings, however many keys there are.
+    for (var x = 0u; x < BN4; x += FOUR) {
 //: for c < DC
+      {
+        let column = min(tx + {c} * TX, DV4 - 1u);
+        var part = array<vec4<f32>, RM>();
+//: for y < FOUR
         {
-          let column = min(tx + {c} * TX, DV4 - 1u);
-          let v0 = b_kv[(x * 4u) * DV4 + column];
-          let v1 = b_kv[(x * 4u + 1u) * DV4 + column];
-          let v2 = b_kv[(x * 4u + 2u) * DV4 + column];
-          let v3 = b_kv[(x * 4u + 3u) * DV4 + column];
+          let v0 = b_kv[((x + {y}) * 4u) * DV4 + column];
+          let v1 = b_kv[((x + {y}) * 4u + 1u) * DV4 + column];
+          let v2 = b_kv[((x + {y}) * 4u + 2u) * DV4 + column];
+          let v3 = b_kv[((x + {y}) * 4u + 3u) * DV4 + column];
 //: for i < RM
           {
-            let p = b_p[(own + {i}) * BN4 + x];
-            acc[{i}][{c}] += p.x * v0 + p.y * v1 + p.z * v2 + p.w * v3;
+            let p = b_p[(own + {i}) * BN4 + x + {y}];
+            if (whole) {
+              part[{i}] += p.x * v0 + p.y * v1 + p.z * v2 + p.w * v3;
+            } else {
+              part[{i}] = add_seen(part[{i}], p.x, v0);
+              part[{i}] = add_seen(part[{i}], p.y, v1);
+              part[{i}] = add_seen(part[{i}], p.z, v2);
+              part[{i}] = add_seen(part[{i}], p.w, v3);
+            }
           }
 //: end
         }
 //: end
-      }
-    } else {
-      for (var x = 0u; x < BN4; x++) {
 //: for i < RM
-        {
-          let p = b_p[(own + {i}) * BN4 + x];
-//: for c < DC
-          {
-            let column = min(tx + {c} * TX, DV4 - 1u);
-            acc[{i}][{c}] = add_seen(acc[{i}][{c}], p.x, b_kv[(x * 4u) * DV4 + column]);
-            acc[{i}][{c}] = add_seen(acc[{i}][{c}], p.y, b_kv[(x * 4u + 1u) * DV4 + column]);
-            acc[{i}][{c}] = add_seen(acc[{i}][{c}], p.z, b_kv[(x * 4u + 2u) * DV4 + column]);
-            acc[{i}][{c}] = add_seen(acc[{i}][{c}], p.w, b_kv[(x * 4u + 3u) * DV4 + column]);
-          }
-//: end
-        }
+        acc[{i}][{c}] += part[{i}];
 //: end
       }
+//: end
     }
   }
 
