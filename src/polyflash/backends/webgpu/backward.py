@@ -123,7 +123,7 @@ def _differentiate(
     with on.batch():
         grid, stride = flat_grid(on, call.numbers["rows_total"])
         given = [words, GpuTensor.of(out).block, held[3].block, rows]
-        on.launch(delta, call.params(stride_y=stride), given, grid)
+        on.launch(delta, call.params({"stride_y": stride}), given, grid)
         made: list[GpuTensor] = []
         for x in held[:3]:  # those of no packed member are written by nobody
             packed = args.cu_seqlens_q is not None
@@ -153,7 +153,7 @@ def _walk(kernel: Kernel, items: int, heads: int, blocks: list[Block], sizes: Si
     others = max(sizes.seqlen_q, sizes.seqlen_k) * sizes.num_q_heads * call.entries
     work = 10.0 * threads * others * max(sizes.head_dim, sizes.head_dim_v)
     for start, grid in dispatches(on, (-(-items // threads), heads, call.entries), work):
-        on.launch(kernel, call.params(**start), blocks, grid)
+        on.launch(kernel, call.params(start), blocks, grid)
 
 
 def _add_sinks(part: Chunk, rows: Tensor, args: Arguments, dsinks: Tensor) -> None:

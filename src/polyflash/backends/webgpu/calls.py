@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a kernel needs to know of a call beside q, k, v."""
+    """Everything a kernel needs to know of a call beside q, k, v."""
 
     words: np.ndarray  # uint32
     numbers: dict[str, Any]  # fields of PARAMS; those left out are 0
@@ -53,7 +53,8 @@ class Call(NamedTuple):
     entries: int  # batch entries or members
     rows: int  # of the longest entry
 
-    def params(self, **more: Any) -> bytes:
+    def params(self, more: dict[str, int]) -> bytes:
+        """The uniform of a launch; `more` are numbers of its own."""
         values = self.numbers | more
         data = struct.pack(_FORMAT, *(values.get(name, 0) for name, _ in PARAMS))
         return data.ljust(PARAM_BYTES, b"\0")
@@ -114,7 +115,7 @@ def _flags(args: Arguments) -> dict[str, int]:
 
 
 class _Shape:
-    """As much of q as its scale hangs on."""
+    """The part of q that its scale hangs on."""
 
     def __init__(self, head_dim: int) -> None:
         self.shape = (0, 0, 0, head_dim)

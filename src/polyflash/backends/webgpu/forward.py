@@ -155,13 +155,14 @@ def _walk(
     work = width * plan.variant.rows * sizes.seqlen_k * heads * call.entries
     own = blocks[: len(kernel.buffers) + 1]
     for start, grid in dispatches(on, (tiles, heads, call.entries * plan.num_splits), work):
-        on.launch(kernel, call.params(**start, **given), own, grid)
+        on.launch(kernel, call.params(start | given), own, grid)
 
 
 def dispatches(
     on: Device, grid: tuple[int, int, int], work: float
 ) -> Iterator[tuple[dict[str, int], tuple[int, int, int]]]:
-    """Where each dispatch of a grid begins, and its own grid; `work` is that of a tile in all of the rest."""
+    """First tile and entry of each dispatch of a grid, and its own grid; `work` is that of a tile in all of
+    the rest."""
     tiles, heads, depth = grid
     most = on.limits.workgroups
     wide = most if on.limits.kind == "cpu" else min(most, max(1, int(_MOST_WORK / max(1.0, work))))
@@ -193,7 +194,7 @@ def _merge(
     constants = (("DV4", dv4), ("BN", 4), ("LSE", int(len(given) == 5)))
     kernel = Kernel("merge", ("stages.wgsl", "merge.wgsl"), tuple(buffers), constants, PARAMS)
     grid, stride = flat_grid(on, call.numbers["rows_total"] * dv4)
-    on.launch(kernel, call.params(num_splits=plan.num_splits, stride_y=stride), given, grid)
+    on.launch(kernel, call.params({"num_splits": plan.num_splits, "stride_y": stride}), given, grid)
 
 
 def trusted(on: Device, config: Config, dims: tuple[int, int], few_rows: bool) -> Variant:

@@ -52,7 +52,7 @@ class Buffer(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a pipeline is made of; two calls of equal kernels share one. No length is in it."""
+    """Everything a pipeline is made of; calls of equal kernels share one. No length is in it."""
 
     name: str  # its entry point
     files: tuple[str, ...]  # of kernels/, in order

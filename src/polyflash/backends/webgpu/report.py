@@ -34,7 +34,7 @@ def _webgpu() -> dict[str, Any]:
 
 
 def advice(probed: Mapping[str, Any]) -> Iterator[Advice]:
-    """What a user who has installed wgpu would miss; of those who have not, nothing is in the way."""
+    """Obstacles for those who have installed wgpu; in the way of others is nothing."""
     version = target.installed_version("wgpu")
     if not version:
         return

@@ -15,7 +15,8 @@ fn differentiate(
   dot_product: vec4<f32>, s: vec4<f32>, dp: vec4<f32>, lse: vec4<f32>, delta: vec4<f32>, seen: vec4<bool>,
 ) -> Pairs {
   var pairs: Pairs;
-  pairs.on = seen & (lse < vec4<f32>(EMPTY));
+  // by its bits: a comparison of floats would take a NaN for a row without keys
+  pairs.on = seen & (bitcast<vec4<u32>>(lse) != vec4<u32>(bitcast<u32>(EMPTY)));
   pairs.p = apply_mask(exp2((s - lse) * LOG2E), pairs.on, 0.0);
   var slope = vec4<f32>(1.0);
 //: if SOFTCAP
