@@ -37,7 +37,7 @@ ALL_OF = {
     ("gluon", Phase.BACKWARD): _BOUNDED,
     ("webgpu", Phase.FORWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT},
     ("webgpu", Phase.DECODE): (_BOUNDED | _SCORED | {_F.BIAS}) - {_F.VARLEN},
-    ("webgpu", Phase.BACKWARD): _BOUNDED | _SCORED | {_F.BATCH_INVARIANT},
+    ("webgpu", Phase.BACKWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT},
 }
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
 HEAD_DIMS = (1, 3, 8, 16, 40, 59, 63, 64, 80, 96, 111, 128, 160, 192, 256)

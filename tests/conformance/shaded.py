@@ -39,7 +39,7 @@ CASES: dict[tuple[str, str], tuple[str, ...]] = {
     ("test_varlen", "test_gradients"): ("packed-causal-float32",),
     ("test_gradients", "test_gradients"): (
         *("causal-float32", "mask-dense-float32", "window-offset-float16", "softcap-float32"),
-        *("sinks-float32", "lens-causal-float32", "dim-v-larger-bfloat16"),
+        *("sinks-float32", "lens-causal-float32", "dim-v-larger-bfloat16", "bias-shared-float32"),
     ),
     ("test_saturated", "test_saturated_rows"): ("torch.float32-20",),
 }

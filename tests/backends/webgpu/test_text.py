@@ -32,7 +32,7 @@ KERNELS = {
         for flags in (EVERYTHING, NOTHING)
         for kind in ("float32", "bfloat16", "float16 of the device")
     },
-    **{kernel.name: kernel for kernel in kernels_of(SIZES, NOTHING | {"SOFTCAP": 1}, "float16", FLOOR)},
+    **{kernel.name: kernel for kernel in kernels_of(SIZES, EVERYTHING, "float16", FLOOR)},
 }
 
 

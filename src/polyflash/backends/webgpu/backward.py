@@ -2,13 +2,13 @@
 per thread. Every sum has one owner and one order: bits repeat, without atomics.
 
     p = exp(s - lse)     delta = Σ_d do·out - dlse     dp = do·vᵀ     ds = p·(dp - delta)
-    ds' = ds·(1 - tanh²) if soft-capped     dsinks = -Σ_i exp(sink - lse)·delta
+    ds' = ds·(1 - tanh²) if soft-capped     dbias = Σ ds     dsinks = -Σ_i exp(sink - lse)·delta
     dq = scale·Σ_j ds'·k        dk = scale·Σ_i ds'ᵀ·q        dv = Σ_i pᵀ·do
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +33,8 @@ Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
 
 def kernels_of(
     sizes: Sizes, flags: dict[str, int], kind: str, limits: configs.Limits
-) -> tuple[Kernel, Kernel, Kernel]:
-    """delta, dq and dkv: no length is in them."""
+) -> tuple[Kernel, Kernel, Kernel, Kernel]:
+    """delta, dq, dkv and dbias: no length is in them."""
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
     variant = configs.gradient_variant((d4, dv4), limits)
     sized = {"D4": d4, "DV4": dv4, "NT": variant.threads, "BN": variant.keys, "FOUR": 4}
@@ -64,7 +64,14 @@ def kernels_of(
         PARAMS,
         unrolled,
     )
-    return delta, dq, dkv
+    dbias = Kernel(
+        "backward_dbias",
+        (*walk, "backward_dbias.wgsl"),
+        (q, k, v, dout, rows, Buffer("dbias", "f32", True)),
+        constants,
+        PARAMS,
+    )
+    return delta, dq, dkv, dbias
 
 
 def run(
@@ -79,65 +86,79 @@ def run(
     args: Arguments,
     needs: Needs,
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dv, None, dsinks, each with its operand's shape and dtype; None where `needs` is False. Rows
+    """dq, dk, dv, dbias, dsinks, each with its operand's shape and dtype; None where `needs` is False. Rows
     and keys of no packed member get zeros."""
     with torch.no_grad():
-        wanted = zip((q, k, v), needs, strict=False)
-        results = [
-            torch.zeros_like(x, memory_format=torch.contiguous_format) if n else None for x, n in wanted
-        ]
-        dsinks = None
-        if needs[4] and args.sinks is not None:
-            dsinks = torch.zeros(args.sinks.shape, dtype=torch.float32)
-        limits = device.current().limits
-        for part in chunks(q, k, v, args, limits):
-            own = tuple(map(part.of_q, (dout, q, out, lse)))
-            rows = _differentiate(part, own, dlse, k, v, args, results, needs)
-            if dsinks is not None:
-                _add_sinks(part, rows, args, dsinks)
-        if dsinks is not None and args.sinks is not None:
-            dsinks = dsinks.to(args.sinks.dtype)
-    return (*results, None, dsinks)
+        likes = zip((q, k, v, args.bias, args.sinks), needs, strict=True)
+        totals = [None if x is None or not need else _zeros(x, i) for i, (x, need) in enumerate(likes)]
+        for part in chunks(q, k, v, args, device.current().limits):
+            given = Given(*map(part.of_q, (q, dout, out, lse)), None if dlse is None else part.of_q(dlse))
+            rows = _differentiate(part, given, part.of_k(k), part.of_k(v), args, totals)
+            if totals[4] is not None:
+                _add_sinks(part, rows, args, totals[4])
+    finished = zip(totals, (q, k, v, args.bias, args.sinks), strict=True)
+    return tuple(x if x is None or like is None else x.to(like.dtype) for x, like in finished)
+
+
+def _zeros(like: Tensor, place: int) -> Tensor:
+    """Room for a gradient; sums over chunks are float32."""
+    return torch.zeros(like.shape, dtype=like.dtype if place < 3 else torch.float32)
+
+
+class Given(NamedTuple):
+    """The rows of a chunk: q, the results of the forward pass, and their gradients."""
+
+    q: Tensor
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
 
 
 def _differentiate(
-    part: Chunk,
-    own: tuple[Tensor, ...],
-    dlse: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    args: Arguments,
-    results: list[Tensor | None],
-    needs: Needs,
+    part: Chunk, given: Given, k: Tensor, v: Tensor, args: Arguments, totals: list[Tensor | None]
 ) -> Tensor:
-    """Fills a chunk's dq, dk and dv; returns its (lse, delta) per row, (batch, query heads, rows, 2)."""
-    dout, q, out, lse = own
-    held = [GpuTensor.of(x) for x in (q, part.of_k(k), part.of_k(v), dout)]
+    """Adds a chunk's dq, dk, dv and dbias to `totals`; returns its (lse, delta) per row, (batch, query heads,
+    rows, 2)."""
+    held = [GpuTensor.of(x) for x in (given.q, k, v, given.dout)]
     on, sizes = held[0].device, sizes_of(*held[:3])
     call = call_of(sizes, part.arguments(args))
-    delta, dq, dkv = kernels_of(sizes, call.flags, stored(q.dtype, on), on.limits)
-    zero = torch.zeros_like(lse) if dlse is None else part.of_q(dlse)
-    rows = on.upload(np.ascontiguousarray(torch.stack((lse, zero), -1).float().numpy()))
+    delta, dq, dkv, dbias = kernels_of(sizes, call.flags, stored(given.q.dtype, on), on.limits)
+    zero = torch.zeros_like(given.lse) if given.dlse is None else given.dlse
+    rows = on.upload(np.ascontiguousarray(torch.stack((given.lse, zero), -1).float().numpy()))
     words = on.upload(call.words)
     blocks = [words, *(x.block for x in held), rows]
+    own_bias = None if totals[3] is None else part.plane(totals[3])
+    made = [_room(x, args.cu_seqlens_q is not None) for x in held[:3]]
+    if own_bias is not None:
+        made.append(GpuTensor.empty((own_bias.numel(),)))
     with on.batch():
         grid, stride = flat_grid(on, call.numbers["rows_total"])
-        given = [words, GpuTensor.of(out).block, held[3].block, rows]
-        on.launch(delta, call.params({"stride_y": stride}), given, grid)
-        made: list[GpuTensor] = []
-        for x in held[:3]:  # those of no packed member are written by nobody
-            packed = args.cu_seqlens_q is not None
-            room = GpuTensor.of(torch.zeros(x.shape, dtype=x.dtype)) if packed else None
-            made.append(room or GpuTensor.empty(x.shape, x.dtype))
-        if needs[0]:
+        before = [words, GpuTensor.of(given.out).block, held[3].block, rows]
+        on.launch(delta, call.params({"stride_y": stride}), before, grid)
+        if totals[0] is not None:
             _walk(dq, call.rows, sizes.num_q_heads, [*blocks, made[0].block], sizes, call)
-        if needs[1] or needs[2]:
+        if totals[1] is not None or totals[2] is not None:
             outputs = [made[1].block, made[2].block]
             _walk(dkv, _most_keys(sizes, args), sizes.num_kv_heads, [*blocks, *outputs], sizes, call)
-    for result, x, of in zip(results, made, (part.of_q, part.of_k, part.of_k), strict=True):
-        if result is not None:
-            x.copy_to(of(result))
-    return torch.from_numpy(on.read(rows).view(np.float32)).view(*lse.shape, 2)
+        if own_bias is not None:
+            grid, stride = flat_grid(on, own_bias.numel())
+            shape = dict(zip(("dbias_b", "dbias_h", "dbias_q", "dbias_k"), own_bias.shape, strict=True))
+            params = call.params(shape | {"stride_y": stride, "kv_heads": sizes.num_kv_heads})
+            on.launch(dbias, params, [*blocks, made[3].block], grid)
+    for total, x, of in zip(totals, made, (part.of_q, part.of_k, part.of_k), strict=False):
+        if total is not None:
+            x.copy_to(of(total))
+    if own_bias is not None:
+        own_bias += made[3].torch().view(own_bias.shape)
+    return torch.from_numpy(on.read(rows).view(np.float32)).view(*given.lse.shape, 2)
+
+
+def _room(like: GpuTensor, packed: bool) -> GpuTensor:
+    """Room for a gradient. Rows and keys of no packed member are written by nobody."""
+    if packed:
+        return GpuTensor.of(torch.zeros(like.shape, dtype=like.dtype))
+    return GpuTensor.empty(like.shape, like.dtype)
 
 
 def _most_keys(sizes: Sizes, args: Arguments) -> int:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 _FAR = 1 << 30  # beyond any position: a sum with one stays within 32 bits
 _PLANES = tuple(f"{x}{end}" for x in ("mask", "bias") for end in ("", "_b", "_h", "_q", "_k"))
 _COUNTS = ("batch", "group", "q_rows", "k_rows", "rows_total", "stride_y", "tile0", "z0", "num_splits")
+_BROADCAST = ("kv_heads", "dbias_b", "dbias_h", "dbias_q", "dbias_k")
 _PLACES = ("slopes", "slopes_b", "sinks", "q_ids", "k_ids", "minus_infinity")
-_INTEGERS = (*_COUNTS, "split_keys", *_PLANES, *_PLACES)
+_INTEGERS = (*_COUNTS, "split_keys", *_PLANES, *_BROADCAST, *_PLACES)
 PARAMS = (*((name, "u32") for name in _INTEGERS), ("scale", "f32"), ("softcap", "f32"))
 _FORMAT = "".join("I" if kind == "u32" else "f" for _, kind in PARAMS)
 PARAM_BYTES = -(-struct.calcsize(_FORMAT) // 16) * 16

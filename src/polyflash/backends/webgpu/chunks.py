@@ -39,10 +39,9 @@ class Chunk(NamedTuple):
     def _heads(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else x[..., self.h0 * self.group : self.h1 * self.group]
 
-    def _plane(self, x: Tensor | None) -> Tensor | None:
-        """This chunk's part of what broadcasts to (batch, query heads, rows, keys)."""
-        if x is None:
-            return None
+    def plane(self, x: Tensor) -> Tensor:
+        """This chunk's part of what broadcasts to (batch, query heads, rows, keys), as a view of four
+        dimensions."""
         x = x[(None,) * (4 - x.ndim)]
         x = x if x.shape[0] == 1 else x[self.b0 : self.b1]
         return x if x.shape[1] == 1 else x[:, self.h0 * self.group : self.h1 * self.group]
@@ -53,7 +52,8 @@ class Chunk(NamedTuple):
             name: self._entries(getattr(args, name))
             for name in ("kv_lens", "kv_starts", "q_offset", "q_segments", "k_segments")
         }
-        own |= {"mask": self._plane(args.mask), "bias": self._plane(args.bias)}
+        planes = (("mask", args.mask), ("bias", args.bias))
+        own |= {name: x if x is None else self.plane(x) for name, x in planes}
         own |= {"sinks": self._heads(args.sinks)}
         own |= {
             "alibi_slopes": self._heads(

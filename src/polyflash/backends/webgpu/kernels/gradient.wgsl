@@ -11,6 +11,12 @@ fn cap_slope(dot_product: f32) -> f32 {
 }
 //: end
 
+// ds of one pair that is seen, before the soft cap has its say.
+fn bias_gradient(s: f32, dp: f32, lse: f32, delta: f32) -> f32 {
+  let ds = exp2((s - lse) * LOG2E) * (dp - delta);
+  return select(ds, 0.0, bitcast<u32>(lse) == bitcast<u32>(EMPTY));
+}
+
 fn differentiate(
   dot_product: vec4<f32>, s: vec4<f32>, dp: vec4<f32>, lse: vec4<f32>, delta: vec4<f32>, seen: vec4<bool>,
 ) -> Pairs {
