@@ -92,7 +92,8 @@ def run(
         likes = zip((q, k, v, args.bias, args.sinks), needs, strict=True)
         totals = [None if x is None or not need else _zeros(x, i) for i, (x, need) in enumerate(likes)]
         for part in chunks(q, k, v, args, device.current().limits):
-            given = Given(*map(part.of_q, (q, dout, out, lse)), None if dlse is None else part.of_q(dlse))
+            of, own_dlse = part.of_q, None if dlse is None else part.of_q(dlse)
+            given = Given(of(q), of(dout), of(out), of(lse), own_dlse)
             rows = _differentiate(part, given, part.of_k(k), part.of_k(v), args, totals)
             if totals[4] is not None:
                 _add_sinks(part, rows, args, totals[4])
