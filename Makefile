@@ -18,22 +18,25 @@ CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
 CODEGEN_TESTS := tests/backends/triton/test_codegen.py
 TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS) --rows triton \
 	tests/api/test_groups.py::test_each_group_is_attention_of_its_own -k triton
+WEBGPU_TESTS := tests/conformance tests/backends/webgpu --rows webgpu
 GPU_TESTS := tests/conformance tests/backends/triton tests/api/test_gpu_calls.py --ignore=$(CODEGEN_TESTS) \
 	--rows triton
 DEFAULT_TESTS := tests/integrations tests/kvcache tests/api/test_groups.py tests/api/test_repeats.py
 HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null
+HAS_WGPU := $(BIN)/python -c 'import wgpu' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
-.PHONY: help demo test test-here test-cpu test-triton test-codegen test-gpu test-all mutants fuzz lint bench bench-gpu \
-	clean
+.PHONY: help demo test test-here test-cpu test-triton test-codegen test-webgpu test-gpu test-all mutants fuzz lint \
+	bench bench-gpu clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo      a real model with polyflash inside, a comparison with torch SDPA, and why each kernel was chosen'
-	@echo 'make test      lint, then every test that takes seconds, with test-triton and test-codegen'
+	@echo 'make test      lint, then every test that takes seconds, with test-triton, test-codegen and test-webgpu'
 	@echo 'make test-cpu  the tests of the CPU engine alone'
 	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
 	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
+	@echo 'make test-webgpu   the WebGPU kernels on Mesa lavapipe, a driver without a GPU (installed by root on Debian)'
 	@echo 'make test-gpu  the conformance suite, the plug-ins and the cache on a GPU, DEVICE=cuda'
 	@echo 'make test-all  every test, those that take minutes too'
 	@echo 'make mutants   plant known mistakes in copies of the sources: does a test notice each?'
@@ -49,7 +52,7 @@ help:
 demo: .venv/.demo
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
 
-test: lint test-here test-triton test-codegen
+test: lint test-here test-triton test-codegen test-webgpu
 
 test-here: .venv/.test
 	@$(PYTEST) $(SHARED) --ignore=$(CODEGEN_TESTS) -m 'not slow and not alone'
@@ -66,6 +69,13 @@ test-triton: .venv/.test
 test-codegen: .venv/.test
 	@if $(HAS_TRITON); then $(PYTEST) $(SHARED) $(CODEGEN_TESTS); else echo '$@: $(NO_TRITON)'; fi
 
+# SLOW= runs the cases that take minutes too.
+test-webgpu: .venv/.test
+	@if ! $(HAS_WGPU); then echo '$@: wgpu has no build for this machine, so its kernels are not tested here'; \
+	elif driver=$$(sh scripts/drivers.sh); then \
+		POLYFLASH_WEBGPU_CPU=1 VK_ICD_FILENAMES=$$driver $(PYTEST) $(SHARED) $(WEBGPU_TESTS) $(SLOW); \
+	else echo '$@: the WebGPU kernels are not tested here'; fi
+
 # Installs nothing, as bench-gpu below.
 test-gpu:
 	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
@@ -78,6 +88,7 @@ test-all: lint
 	@$(PYTEST) --ignore=$(CODEGEN_TESTS) -m alone
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
 		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
+	@$(MAKE) test-webgpu SLOW="-m ''"
 
 mutants: .venv/.test
 	@$(BIN)/python scripts/mutants.py

@@ -100,6 +100,7 @@ def run_tests(source: Path, cache: Path, nodes: Sequence[str], timeout_s: int, r
         "PYTHONPATH": str(source),
         "POLYFLASH_CACHE_DIR": str(cache),
         "PYTHONDONTWRITEBYTECODE": "1",
+        **({"POLYFLASH_WEBGPU_CPU": "1"} if any("webgpu" in node for node in nodes) else {}),
         **({"TRITON_INTERPRET": "1"} if any(map(INTERPRETED.match, nodes)) else {}),
     }
     command = [

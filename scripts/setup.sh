@@ -75,6 +75,13 @@ install_triton() {
     $venv/bin/python -c 'import triton' 2>/dev/null || pip_install triton --no-deps triton==3.6.0
 }
 
+# wgpu has wheels for these machines; on others its kernels are not tested.
+install_wgpu() {
+    case "$(uname -sm)" in
+    "Linux x86_64" | "Linux aarch64" | "Darwin arm64") pip_install wgpu wgpu ;;
+    esac
+}
+
 case "${1:-}" in
 torch)
     make_venv
@@ -88,6 +95,7 @@ demo)
 test)
     pip_install "test and lint tools" -e '.[bench,dev]'
     install_triton
+    install_wgpu
     ;;
 *)
     die "usage: scripts/setup.sh torch | demo | test"

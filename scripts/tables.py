@@ -45,6 +45,7 @@ API = (
     ("Choice of a kernel", "api", ("explain", "use_backend")),
     ("Plans", "plan", ("Plan",)),
     ("What ran", "counting", ("counters", "watch")),
+    ("Data on a WebGPU device", "webgpu", ("attention", "batch", "DeviceOutput")),
     ("Errors", "errors", ("SpecError", "UnsupportedError")),
     ("The paged cache", "kvcache.cache", ("KVCache", "SwappedRequest")),
     ("The paged cache: requests, room and prefixes", "kvcache.storage", ("Storage",)),

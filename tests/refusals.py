@@ -31,6 +31,8 @@ BESIDE = {
     "tuning/": "tests/null/test_tuning.py",
     "cli.py": "tests/tools/test_cli.py",
     "tensor_files.py": "tests/tools/test_cli.py",
+    "backends/webgpu/": "tests/backends/webgpu",
+    "webgpu.py": "tests/backends/webgpu",
 }
 # Places that no test of the default run can reach in its own process.
 ELSEWHERE: dict[tuple[str, str], str] = {}

@@ -58,6 +58,8 @@ class Capability:
     leaves: Callable[[AttentionSpec, Target], str] | None = None
     # Why it leaves one of this (batch, seqlen_q, seqlen_k), which may differ within a route; "" if not.
     leaves_sizes: Callable[[AttentionSpec, Target, tuple[int, int, int]], str] | None = None
+    # Why no device of this machine runs it; looked at where it is asked for by name, as that takes a while.
+    absent: Callable[[Target], str] | None = None
     label: str = ""  # instead of the phase, of a second row of a backend in it
 
     @property
@@ -96,6 +98,8 @@ class Capability:
             if not target.has_package(name):
                 yield f"packages: {name} ({target.why_no_package(name)}): {remedy(name)}".removesuffix(": ")
         if self.refuses is not None and (why := self.refuses(spec, target)):
+            yield why
+        if self.absent is not None and by_name and target.packages and (why := self.absent(target)):
             yield why
         if self.leaves is not None and not by_name and (why := self.leaves(spec, target)):
             yield f"yields: {why}"

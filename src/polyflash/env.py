@@ -30,6 +30,12 @@ CPU_ISA = Variable(
 TRITON_INTERPRET = Variable(
     "TRITON_INTERPRET", "1: Triton kernels run in its interpreter, on CPU tensors too (Triton's own name)"
 )
+WEBGPU_CPU = Variable(
+    "POLYFLASH_WEBGPU_CPU", "1: the WebGPU engine may run on a CPU that executes shaders (Mesa's lavapipe)"
+)
+WEBGPU_ADAPTER = Variable(
+    "POLYFLASH_WEBGPU_ADAPTER", "part of the name of the GPU that the WebGPU engine takes"
+)
 LOG = Variable(
     "POLYFLASH_LOG", "1: say on stderr which kernel is compiled and how long it took, as on a terminal"
 )
@@ -38,7 +44,8 @@ NO_COLOR = Variable("NO_COLOR", "any value: no colour on the command line (no-co
 XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "folder of this user's caches (default: ~/.cache)")
 LOCALAPPDATA = Variable("LOCALAPPDATA", "the same on Windows (default: the home folder)")
 
-ALL = (BACKEND, CACHE_DIR, NO_CACHE, CPU_ISA, TRITON_INTERPRET, LOG, NO_COLOR, XDG_CACHE_HOME, LOCALAPPDATA)
+_ENGINES = (CPU_ISA, TRITON_INTERPRET, WEBGPU_CPU, WEBGPU_ADAPTER)
+ALL = (BACKEND, CACHE_DIR, NO_CACHE, *_ENGINES, LOG, NO_COLOR, XDG_CACHE_HOME, LOCALAPPDATA)
 
 # Read by `polyflash env` and `polyflash doctor` alone, to say what they do to torch's threads and to Triton.
 OMP_NUM_THREADS = Variable("OMP_NUM_THREADS", "threads of torch, hence of the CPU engine")

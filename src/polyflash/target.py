@@ -16,7 +16,11 @@ from typing import Any
 from polyflash import env
 from polyflash.errors import described, spec_error
 
-MINIMUM_PACKAGES = {"numba": (0, 60), "triton": (3, 6)}  # oldest version whose code generation is tested
+MINIMUM_PACKAGES = {
+    "numba": (0, 60),
+    "triton": (3, 6),
+    "wgpu": (0, 32),
+}  # oldest version whose code generation is tested
 # Builds for other hardware and nightlies: the same import under another name.
 _OTHER_NAMES = {"triton": ("pytorch-triton-rocm", "triton-rocm", "pytorch-triton", "triton-windows")}
 
@@ -102,6 +106,7 @@ KNOWN = (
         for name, cores, l2_kib, shared_kib in _GPUS
     ),
     Target("mps:apple", cores=10),
+    Target("webgpu", cores=32, shared_bytes=16 << 10),  # any GPU with a driver for it: the least there is
 )
 
 
@@ -119,7 +124,7 @@ def parse(text: str) -> Target:
 @lru_cache(maxsize=16)
 def detect(device_type: str, index: int = 0) -> Target:
     """The device of this machine that tensors of `device_type` live on."""
-    packages = tuple((name, _version(name)) for name in ("numba", "triton"))
+    packages = tuple((name, _version(name)) for name in MINIMUM_PACKAGES)
     if device_type == "cpu":
         arch, features = host_arch(), cpu_flags() & CPU_FEATURES
         if forced := env.CPU_ISA.read():

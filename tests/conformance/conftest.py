@@ -3,6 +3,7 @@ name of one that has gradients. And which of their tests run where."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from polyflash import env
 from polyflash.capability import Capability
 from tests import device
-from tests.conformance import interpreted, sampled
+from tests.conformance import interpreted, sampled, shaded
 from tests.conformance.gradients import BACKWARD
 from tests.conformance.rows import FORWARD, STEPS, Runner
 
+ASKED_FOR = {"webgpu"}
 OF_ROWS = ("run", "step", "backend", "reader")
 HERE = Path(__file__).parent
 ON_A_GPU = {
@@ -52,17 +54,22 @@ def row_of(item: pytest.Item) -> Capability | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mine = [item for item in items if item.path.parent == HERE]
     wanted = config.getoption("--rows")
+    # A CPU that executes shaders takes minutes: its rows run where they are asked for.
+    left = {item for item in mine if getattr(row_of(item), "backend", "") in ASKED_FOR - {wanted}}
     if wanted:
-        left = {item for item in mine if getattr(row_of(item), "backend", "") != wanted}
+        left |= {item for item in mine if getattr(row_of(item), "backend", "") != wanted}
+    if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
-    if device.NAME == "cpu" and not env.TRITON_INTERPRET.is_set():
+    if device.NAME == "cpu" and not env.TRITON_INTERPRET.is_set() and wanted not in ASKED_FOR:
         for item in sampled.left_out(mine):
             item.add_marker(pytest.mark.slow)
     for item in mine:
         row = row_of(item)
         if row is not None and row.backend == "triton" and env.TRITON_INTERPRET.is_set():
             _interpret(item, row)
+        elif row is not None and row.backend in ASKED_FOR:
+            _leave_slow(item, row, shaded.by_default)
         if device.NAME != "cpu":
             _skip_on_a_gpu(item, row)
     _rows_side_by_side(items)
@@ -73,8 +80,12 @@ def _interpret(item: pytest.Function, row: Capability) -> None:
     for word, why in INTERPRETED.items():
         if word in item.name:
             item.add_marker(pytest.mark.skip(reason=why))
+    _leave_slow(item, row, interpreted.by_default)
+
+
+def _leave_slow(item: pytest.Function, row: Capability, by_default: Callable[[str, str, str], bool]) -> None:
     case = item.callspec.id.removeprefix(row.name.replace("/", "-")).strip("-")
-    if not interpreted.by_default(item.path.stem, item.originalname, case):
+    if not by_default(item.path.stem, item.originalname, case):
         item.add_marker(pytest.mark.slow)
 
 

@@ -31,9 +31,13 @@ _F = Feature
 _BOUNDED = frozenset(
     {_F.CAUSAL, _F.WINDOW, _F.Q_OFFSET, _F.KV_LENS, _F.KV_STARTS, _F.VARLEN, _F.SINKS, _F.GQA, _F.LSE}
 )
+_SCORED = frozenset({_F.SOFTCAP, _F.ALIBI, _F.MASK, _F.SEGMENTS, _F.HEAD_DIM_V})
 ALL_OF = {
     ("gluon", Phase.FORWARD): _BOUNDED | {_F.SOFTCAP, _F.ALIBI},
     ("gluon", Phase.BACKWARD): _BOUNDED,
+    ("webgpu", Phase.FORWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT},
+    ("webgpu", Phase.DECODE): (_BOUNDED | _SCORED | {_F.BIAS}) - {_F.VARLEN},
+    ("webgpu", Phase.BACKWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT},
 }
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
 HEAD_DIMS = (1, 3, 8, 16, 40, 59, 63, 64, 80, 96, 111, 128, 160, 192, 256)

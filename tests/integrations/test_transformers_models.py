@@ -90,6 +90,7 @@ def promised(spec: AttentionSpec) -> str:
         row.backend
         for row in engines
         if here.name.startswith(row.targets)
+        and row.absent is None  # those copy CPU tensors to another device, for calls that name them
         and spec.features <= row.features
         and spec.dtype in row.dtypes
         and max(spec.head_dim, spec.head_dim_v) <= row.max_head_dim

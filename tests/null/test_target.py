@@ -49,7 +49,7 @@ def test_a_gpu_is_what_torch_says(detected):
     )  # fmt: skip
     assert (here.name, here.kind, here.arch) == ("cuda:sm90", "cuda", "sm90")
     assert (here.cores, here.l2_bytes, here.shared_bytes, here.warp_size) == (114, 7 << 20, 200 << 10, 32)
-    assert [name for name, _ in here.packages] == ["numba", "triton"]
+    assert [name for name, _ in here.packages] == ["numba", "triton", "wgpu"]
 
 
 def test_what_an_older_torch_does_not_say_is_that_of_a_known_device(detected):

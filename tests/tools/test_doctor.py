@@ -24,6 +24,7 @@ from polyflash import backends, cli, doctor, env, reports, target
 from polyflash.advice import Advice, Report
 from polyflash.backends.cpu import cores, runtime, store
 from polyflash.backends.triton import report as triton_report
+from polyflash.backends.webgpu import device as webgpu_device
 from polyflash.spec import Phase
 from tests.rows_here import HERE
 
@@ -37,6 +38,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (*env.ALL, *env.OF_OTHERS):
         if variable is not env.XDG_CACHE_HOME:
             monkeypatch.delenv(variable.name, raising=False)
+    monkeypatch.setattr(webgpu_device, "why_none", lambda: "")  # tests/backends/webgpu has what it says
 
 
 def say(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

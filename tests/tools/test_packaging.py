@@ -20,8 +20,8 @@ import polyflash
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = (
-    "demo", "test", "test-cpu", "test-triton", "test-codegen", "test-gpu", "test-all", "lint", "bench",
-    "clean",
+    "demo", "test", "test-cpu", "test-triton", "test-codegen", "test-webgpu", "test-gpu", "test-all", "lint",
+    "bench", "clean",
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="needs a checkout")
@@ -332,4 +332,4 @@ class TestSetup:
 
 def test_every_extra_is_used(project: dict) -> None:
     """No extra installs what no module imports yet."""
-    assert set(project["optional-dependencies"]) == {"bench", "peers", "hf", "triton", "dev"}
+    assert set(project["optional-dependencies"]) == {"bench", "peers", "hf", "triton", "webgpu", "dev"}

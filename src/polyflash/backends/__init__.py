@@ -12,8 +12,9 @@ from polyflash.backends.cpu.capabilities import CAPABILITIES as CPU
 from polyflash.backends.gluon.capabilities import CAPABILITIES as GLUON
 from polyflash.backends.torch.capabilities import CAPABILITIES as TORCH
 from polyflash.backends.triton.capabilities import CAPABILITIES as TRITON
+from polyflash.backends.webgpu.capabilities import CAPABILITIES as WEBGPU
 
-TABLE = (*CPU, *GLUON, *TRITON, *TORCH)
+TABLE = (*CPU, *GLUON, *TRITON, *WEBGPU, *TORCH)
 BACKENDS = tuple(dict.fromkeys(row.backend for row in TABLE))
 
 

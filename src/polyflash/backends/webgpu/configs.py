@@ -1,0 +1,189 @@
+"""How the WebGPU engine is cut up: which template, with how many threads, and what of it fits a device.
+
+Whether a variant is legal is a function of the device's limits alone. Workgroup memory is counted here, and a
+variant that needs more is refused here: wgpu-native checks nothing. Rankings are a table with provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from polyflash.backends.gpu.configs import check, option
+from polyflash.errors import spec_error
+
+if TYPE_CHECKING:
+    from polyflash.spec import AttentionSpec
+    from polyflash.target import Target
+
+AUTO, TILE, ROW = "auto", "tile", "row"
+MAX_HEAD_DIM, MAX_GRADIENT_DIM = 512, 480  # of four keys in the least workgroup memory
+LEAST_SPLIT = 256  # keys
+MOST_SPLITS = 64
+
+
+class Limits(NamedTuple):
+    """Facts about a device that decide which variants are legal, and what is tried first."""
+
+    workgroup_bytes: int = 16 << 10
+    invocations: int = 256
+    binding_bytes: int = 128 << 20
+    workgroups: int = 65535  # per dimension
+    subgroup: int = 0  # lanes, if a probe found them constant and in order; 0: not used
+    float16: bool = False
+    kind: str = "discrete"  # discrete, integrated or cpu
+
+
+FLOOR = Limits()  # what every WebGPU device has
+
+
+class Variant(NamedTuple):
+    """One way to run a kernel. `tile`: TX x TY threads, each with RM rows and 4 * RN4 keys of a block.
+    `row`: TX threads, a row each, and blocks of at most 4 * RN4 keys."""
+
+    template: str
+    tx: int
+    ty: int = 1
+    rm: int = 1
+    rn4: int = 1
+    subgroups: bool = False
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.template}-{'subgroup' if self.subgroups else 'shared'}".removeprefix("row-shared") or ROW
+        )
+
+    @property
+    def threads(self) -> int:
+        return self.tx * self.ty
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a workgroup."""
+        return self.ty * self.rm if self.template == TILE else self.tx
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block."""
+        return 4 * self.rn4 * (self.tx if self.template == TILE else 1)
+
+
+# First choices by kind of device, each followed by the rest. Measured with 1 x 8 x 512 x 64 fp32 on Mesa 22.3
+# lavapipe (see docs/webgpu.md) for "cpu"; for "discrete" taken from runs of a prototype on an H200 through
+# Vulkan, in which subgroups made 1.0 to 1.1 of shared memory; for "integrated" not measured.
+_TILES = (
+    Variant(TILE, 4, 8, 4, 2),
+    Variant(TILE, 8, 8, 4, 1),
+    Variant(TILE, 4, 8, 4, 1),
+    Variant(TILE, 4, 8, 2, 1),
+    Variant(TILE, 4, 8, 1, 1),
+)
+_ROWS = (Variant(ROW, 64, rn4=4),)
+# A register array that is indexed in a loop is memory. On a CPU that costs nothing, while the long text of an
+# unrolled one takes seconds to compile (lavapipe, head_dim 128: 7 s against 0.2 s, and 0.8 of the speed).
+UNROLLED = {"discrete": 32, "integrated": 32, "cpu": 8}
+RANKING = {"discrete": (*_ROWS, *_TILES), "integrated": (*_TILES, *_ROWS), "cpu": (*_TILES, *_ROWS)}
+# Few rows per kv head: as many keys side by side as fit.
+_FEW_ROWS = (
+    Variant(TILE, 8, 8, 1, 1),
+    Variant(TILE, 8, 4, 1, 1),
+    Variant(TILE, 4, 8, 1, 1),
+    Variant(TILE, 4, 4, 1, 1),
+    *_ROWS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`auto`: the first variant of the device's ranking that is legal, which is known when a device is."""
+
+    template: str = option(AUTO, TILE, ROW, default=AUTO, switched=(TILE, ROW), tuned=(TILE, ROW))
+    subgroups: bool = option(False, True, default=False)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
+        copied = (
+            "CPU tensors are copied to the device and the result back; polyflash.webgpu.GpuTensor stays there"
+        )
+        how = "the template is chosen by the device's limits" if self.template == AUTO else self.template
+        return (copied, how) if spec.device == "cpu" else (how,)
+
+
+def choose(spec: AttentionSpec, target: Target) -> Config:
+    return Config()
+
+
+def candidates(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
+    """Configs worth timing."""
+    return (Config(), Config(TILE), Config(TILE, subgroups=True), Config(ROW))
+
+
+def fours(channels: int) -> int:
+    """Vectors of four channels that hold a row."""
+    return -(-channels // 4)
+
+
+def workgroup_bytes(variant: Variant, d4: int, dv4: int) -> int:
+    """Bytes of workgroup memory of a forward kernel, d4 and dv4 vectors to a row of K and V."""
+    if variant.template == ROW:
+        return variant.keys * (d4 + dv4) * 16
+    rows, keys = variant.rows, variant.keys
+    reduction = 0 if variant.subgroups else rows * variant.tx * 4
+    return rows * d4 * 16 + keys * max(d4, dv4) * 16 + rows * keys * 4 + reduction
+
+
+def why_illegal(variant: Variant, d4: int, dv4: int, limits: Limits) -> str:
+    """Why a device cannot run a variant; "" if it can."""
+    if variant.threads > limits.invocations:
+        return f"{variant.threads} threads, a workgroup has at most {limits.invocations}"
+    if variant.subgroups and variant.tx > limits.subgroup:
+        return f"rows of {variant.tx} lanes, a subgroup has {limits.subgroup or 'none that may be used'}"
+    needed = workgroup_bytes(variant, d4, dv4)
+    if needed > limits.workgroup_bytes:
+        return f"{needed} bytes of workgroup memory, there are {limits.workgroup_bytes}"
+    return ""
+
+
+def fitted_row(variant: Variant, d4: int, dv4: int, limits: Limits) -> Variant:
+    """A `row` variant with as many keys to a block as there is room for."""
+    group = 4 * (d4 + dv4) * 16
+    return variant._replace(rn4=max(1, min(variant.rn4, limits.workgroup_bytes // group)))
+
+
+def variants(spec_dims: tuple[int, int], limits: Limits, few_rows: bool = False) -> Iterator[Variant]:
+    """The legal variants for (d4, dv4), best first. `row` fits every device and is among them."""
+    for variant in _FEW_ROWS if few_rows else RANKING[limits.kind]:
+        fitted = fitted_row(variant, *spec_dims, limits) if variant.template == ROW else variant
+        for each in (fitted._replace(subgroups=True), fitted) if fitted.template == TILE else (fitted,):
+            if not why_illegal(each, *spec_dims, limits):
+                yield each
+
+
+def resolve(config: Config, dims: tuple[int, int], limits: Limits, few_rows: bool = False) -> Variant:
+    """The variant of a config on a device; SpecError if it has none."""
+    legal = list(variants(dims, limits, few_rows))
+    if config.template == AUTO:
+        return legal[0]
+    for variant in legal:
+        if variant.template == config.template and variant.subgroups is config.subgroups:
+            return variant
+    wanted = ", ".join(dict.fromkeys(v.name for v in legal))
+    got = replace(config)
+    raise spec_error("config", f"{got.template}, subgroups={got.subgroups}", wanted, "Drop the config.")
+
+
+def gradient_variant(dims: tuple[int, int], limits: Limits) -> Variant:
+    """Both gradient kernels have a row, or a key, per thread, and two numbers of each row beside the tile."""
+    d4, dv4 = dims
+    room = limits.workgroup_bytes - 4 * 4 * 4 * 8
+    return fitted_row(_ROWS[0], d4, dv4, limits._replace(workgroup_bytes=room))
+
+
+def splits(rows_of_tiles: int, keys: int, block: int, cores: int) -> tuple[int, int]:
+    """Keys of a split, a multiple of `block`, and how many: enough for four workgroups per core."""
+    wanted = max(1, min(MOST_SPLITS, -(-4 * cores // max(1, rows_of_tiles)), keys // LEAST_SPLIT))
+    size = -(-keys // (wanted * block)) * block
+    return size, -(-keys // size)

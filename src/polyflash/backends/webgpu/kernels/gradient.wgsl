@@ -1,0 +1,34 @@
+// Weights and score gradients of four pairs, recomputed from lse:
+//
+//     p = exp(s - lse)     ds = p * (dp - delta), times 1 - tanh^2 if soft-capped; of a pair not seen 0
+
+struct Pairs { p: vec4<f32>, ds: vec4<f32>, on: vec4<bool> }
+
+//: if SOFTCAP
+fn cap_slope(dot_product: f32) -> f32 {
+  let t = tanh_of(dot_product * n.scale / n.softcap);
+  return 1.0 - t * t;
+}
+//: end
+
+// ds of one pair that is seen, before the soft cap has its say.
+fn bias_gradient(s: f32, dp: f32, lse: f32, delta: f32) -> f32 {
+  let ds = exp2((s - lse) * LOG2E) * (dp - delta);
+  return select(ds, 0.0, bitcast<u32>(lse) == bitcast<u32>(EMPTY));
+}
+
+fn differentiate(
+  dot_product: vec4<f32>, s: vec4<f32>, dp: vec4<f32>, lse: vec4<f32>, delta: vec4<f32>, seen: vec4<bool>,
+) -> Pairs {
+  var pairs: Pairs;
+  // by its bits: a comparison of floats would take a NaN for a row without keys
+  pairs.on = seen & (bitcast<vec4<u32>>(lse) != vec4<u32>(bitcast<u32>(EMPTY)));
+  pairs.p = apply_mask(exp2((s - lse) * LOG2E), pairs.on, 0.0);
+  var slope = vec4<f32>(1.0);
+//: if SOFTCAP
+  slope = vec4<f32>(
+    cap_slope(dot_product.x), cap_slope(dot_product.y), cap_slope(dot_product.z), cap_slope(dot_product.w));
+//: end
+  pairs.ds = apply_mask(pairs.p * (dp - delta) * slope, pairs.on, 0.0);
+  return pairs;
+}

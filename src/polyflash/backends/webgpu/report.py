@@ -1,0 +1,59 @@
+"""Report of the WebGPU engine: which adapters are here, and what is missing where none is."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from polyflash import env, target
+from polyflash.advice import Advice
+from polyflash.backends.webgpu import device
+
+_LAVAPIPE = (
+    "apt install mesa-vulkan-drivers libvulkan1 (Fedora: dnf install mesa-vulkan-drivers vulkan-loader)"
+)
+
+
+def facts() -> dict[str, Callable[[], dict[str, Any]]]:
+    return {"webgpu": _webgpu}
+
+
+def kernel_cache() -> None:
+    """Drivers keep compiled shaders in caches of their own."""
+
+
+def _webgpu() -> dict[str, Any]:
+    if not target.installed_version("wgpu"):
+        return {"version": "", "adapters": []}
+    return {
+        "version": target.installed_version("wgpu"),
+        "adapters": [f"{adapter.summary};" for adapter in device.adapters()],
+        "chosen": device.why_none() or device.usable()[0].summary,
+    }
+
+
+def advice(probed: Mapping[str, Any]) -> Iterator[Advice]:
+    """Obstacles for those who have installed wgpu; in the way of others is nothing."""
+    version = target.installed_version("wgpu")
+    if not version:
+        return
+    if target.release(version) < target.MINIMUM_PACKAGES["wgpu"]:
+        yield Advice(
+            f"wgpu {version} is older than 0.32, so the webgpu rows do not run", target.remedy("wgpu")
+        )
+        return
+    why = device.why_none()
+    if not why:
+        return
+    if env.WEBGPU_ADAPTER.read():
+        yield Advice(f"webgpu: {why}", f"unset {env.WEBGPU_ADAPTER.name}, or name another adapter")
+    elif "a CPU that executes shaders" in why:
+        yield Advice(
+            f"webgpu: {why}", f"install the driver of a GPU, or set {env.WEBGPU_CPU.name}=1 for tests"
+        )
+    elif platform.system() == "Linux":
+        remedy = f"install the driver of your GPU; for tests without one, Mesa's lavapipe: {_LAVAPIPE}"
+        yield Advice(f"webgpu: {why.replace(' `polyflash doctor` says how to get one', '')}", remedy)
+    else:
+        yield Advice(f"webgpu: {why}", "update the driver of the graphics card")

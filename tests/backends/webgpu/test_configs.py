@@ -1,0 +1,104 @@
+"""Which variant is legal where, and what the planner says of the rows: no device is asked."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import polyflash
+from polyflash import SpecError, target
+from polyflash.backends.webgpu import configs, render
+from polyflash.backends.webgpu.backward import kernels_of
+from polyflash.backends.webgpu.calls import Sizes
+from polyflash.backends.webgpu.configs import AUTO, FLOOR, ROW, TILE, Config, Limits, Variant
+from polyflash.backends.webgpu.forward import Plan, kernel_of
+
+WIDE = Limits(32 << 10, 1024, subgroup=32)
+DIMS = ((1, 1), (4, 4), (16, 16), (16, 12), (32, 32), (64, 16), (128, 128))
+_FLAGS = {"ELEMENTS": 0, "CHANGED": 0, "MASK": 0, "BIAS": 0}
+
+
+def workgroup_bytes_of(text: str) -> int:
+    """Bytes of all `var<workgroup>` of a kernel's text."""
+    constants = {name: int(x) for name, x in re.findall(r"const (\w+): u32 = (\d+)u;", text)}
+    total = 0
+    for kind, count in re.findall(r"var<workgroup> \w+: array<([\w<>]+), ([^>;]+)>;", text):
+        product = 1
+        for name in count.split(" * "):
+            product *= constants[name]
+        total += product * {"f32": 4, "vec2<f32>": 8, "vec4<f32>": 16}[kind]
+    return total
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("limits", (FLOOR, WIDE), ids=("floor", "wide"))
+def test_memory_is_counted_as_the_text_declares_it(dims: tuple[int, int], limits: Limits):
+    for few in (False, True):
+        legal = list(configs.variants(dims, limits, few))
+        assert legal[-1].template == ROW or any(v.template == ROW for v in legal), "row fits every device"
+        for variant in legal:
+            sizes = Sizes(1, 1, 1, 1, 1, 4 * dims[0], 4 * dims[1])
+            text = kernel_of(sizes, _FLAGS, Plan(variant), "float32", True, 8).text()
+            declared = workgroup_bytes_of(text)
+            assert declared == configs.workgroup_bytes(variant, *dims) <= limits.workgroup_bytes, variant
+
+
+def test_what_a_device_cannot_run_is_refused():
+    tile = Variant(TILE, 8, 8, 4, 1)
+    assert "16384" in configs.why_illegal(tile, 16, 16, FLOOR)
+    assert not configs.why_illegal(tile, 16, 16, WIDE)
+    assert "workgroup has at most 32" in configs.why_illegal(tile, 16, 16, WIDE._replace(invocations=32))
+    lanes = tile._replace(subgroups=True)
+    assert "none that may be used" in configs.why_illegal(lanes, 16, 16, WIDE._replace(subgroup=0))
+    assert "a subgroup has 4" in configs.why_illegal(lanes, 16, 16, WIDE._replace(subgroup=4))
+    with pytest.raises(SpecError, match="subgroups=True"):
+        configs.resolve(Config(TILE, subgroups=True), (16, 16), FLOOR)
+    assert configs.resolve(Config(AUTO), (128, 128), FLOOR).template == ROW
+    with pytest.raises(SpecError, match="template"):
+        Config("coop")
+
+
+def test_gradients_fit_the_least_device():
+    d4 = configs.MAX_GRADIENT_DIM // 4
+    kernels = kernels_of(Sizes(1, 1, 1, 1, 1, 4 * d4, 4 * d4), _FLAGS, "float32", FLOOR)
+    assert max(workgroup_bytes_of(kernel.text()) for kernel in kernels) <= FLOOR.workgroup_bytes
+
+
+def test_a_plan_needs_no_device_and_no_wgpu():
+    q = torch.empty(1, 8, 128, 64, device="meta")
+    plan = polyflash.explain(q, q, q, causal=True, target="webgpu")
+    assert plan.backend == "webgpu" and "webgpu/forward" in str(plan)
+    paged = polyflash.explain(q, q, q, dropout_p=0.1, dropout_seed=0, target="webgpu")
+    assert paged.backend == "torch" and "dropout" in str(paged)
+    step = polyflash.explain(q[:, :, :1], q, q, target="webgpu")
+    assert step.chosen is not None and step.chosen.name == "webgpu/decode"
+
+
+def test_cpu_tensors_go_there_by_name_alone():
+    q = torch.randn(1, 1, 4, 8)
+    plan = polyflash.explain(q, q, q)
+    assert plan.backend != "webgpu"
+    words = [v.reasons for v in plan.verdicts if v.row.backend == "webgpu"]
+    assert all(any("copies CPU tensors" in reason for reason in reasons) for reasons in words)
+
+
+def test_no_length_is_in_a_kernel():
+    """So that a sentence compiles nothing as it grows."""
+    kernels = {
+        kernel_of(Sizes(b, 2, 1, m, n, 64, 64), _FLAGS, Plan(Variant(TILE, 4, 8, 4, 2)), "float32", True, 8)
+        for b, m, n in ((1, 1, 1), (2, 100, 7), (3, 5, 100_000))
+    }
+    assert len(kernels) == 1
+
+
+def test_the_target_is_the_least_there_is():
+    assert target.parse("webgpu").shared_bytes == FLOOR.workgroup_bytes
+
+
+def test_directives_of_kernel_files():
+    lines = ["a", "//: for x < N", "b {x}", "//: end", "//: if ON", "c", "//: else", "d", "//: end"]
+    assert render.expand(iter(lines), {"N": 2, "ON": 0}, 8) == ["a", "b 0u", "b 1u", "d"]
+    loop = render.expand(iter(lines), {"N": 9, "ON": 1}, 8)
+    assert loop == ["a", "for (var x = 0u; x < N; x++) {", "b x", "}", "c"]
