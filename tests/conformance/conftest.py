@@ -61,17 +61,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
     for item in mine:
         row = row_of(item)
-        if row is not None and row.backend == "triton" and env.TRITON_INTERPRET.is_set():
+        if row is not None and row.backend in _emulated():
             _interpret(item, row)
         if device.NAME != "cpu":
             _skip_on_a_gpu(item, row)
     _rows_side_by_side(items)
 
 
+def _emulated() -> tuple[str, ...]:
+    """Backends whose kernels something slow runs here, in the place of a GPU."""
+    return ("triton",) * env.TRITON_INTERPRET.is_set() + ("metal",) * device.ON_A_CPU
+
+
 def _interpret(item: pytest.Function, row: Capability) -> None:
-    """Marks what takes long in Triton's interpreter, and what it cannot run."""
+    """Marks what takes long in Triton's interpreter or in fibers, and what the former cannot run."""
     for word, why in INTERPRETED.items():
-        if word in item.name:
+        if word in item.name and row.backend == "triton":
             item.add_marker(pytest.mark.skip(reason=why))
     case = item.callspec.id.removeprefix(row.name.replace("/", "-")).strip("-")
     if not interpreted.by_default(item.path.stem, item.originalname, case):

@@ -103,7 +103,7 @@ kernel void differentiate(OPERANDS, device const T* q [[buffer(9)]], device cons
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int s = 0; s < OWN / 8; ++s) odd = odd || flags[s] != 0;
 
-    multiply_turned<DIM, WALK>(strip, own_a, walked_a);
+    multiply_turned<DIM, WALK>(strip, own_a + i_sg * 8 * (DIM + PAD), walked_a);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     const long head_rows = (i_b * n.num_heads + call.i_h) * n.seqlen_q;
     float b_p[OWN_COLUMNS], b_slope[OWN_COLUMNS];
@@ -122,7 +122,7 @@ kernel void differentiate(OPERANDS, device const T* q [[buffer(9)]], device cons
       b_slope[c] = 1.0f - cap * cap;
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    multiply_turned<DIM_V, WALK>(strip, own_b, walked_b);
+    multiply_turned<DIM_V, WALK>(strip, own_b + i_sg * 8 * (DIM_V + PAD), walked_b);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     float b_ds[OWN_COLUMNS];
     UNROLL for (int c = 0; c < OWN_COLUMNS; ++c) {
