@@ -174,22 +174,20 @@ def fits(config: Config, spec: AttentionSpec) -> bool:
     return config.shared_bytes(spec) <= THREADGROUP_BYTES
 
 
-def _keys_of(spec: AttentionSpec) -> int:
-    """Keys of a block, as MLX has them, fewer where memory asks for it."""
-    wide = max(spec.head_dim, spec.head_dim_v)
-    return 32 if wide < 128 else 16 if wide <= 192 else 8
+_KEYS = 32, 16, 8  # of a block: MLX has 32 below 128 channels, else 16
 
 
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
-    """32 rows, fewer where a call has fewer, by 32 keys or fewer."""
+    """32 rows, fewer where a call has fewer, by as many keys as memory holds."""
     rows = 32 if spec.seqlen_q > 16 else 16 if spec.seqlen_q > 8 else 8
-    return ForwardConfig(rows, _keys_of(spec))
+    return next(config for n in _KEYS if fits(config := ForwardConfig(rows, n), spec))
 
 
 def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
     """As many rows as a kv head has, up to 32, and splits of 256 keys."""
-    rows = spec.group * max(1, spec.seqlen_q)
-    return DecodeConfig(8 if rows <= DECODE_ROWS else 16 if rows <= 16 else 32, _keys_of(spec), 256)
+    heads = spec.group * max(1, spec.seqlen_q)
+    rows = 8 if heads <= DECODE_ROWS else 16 if heads <= 16 else 32
+    return next(config for n in _KEYS if fits(config := DecodeConfig(rows, n, 256), spec))
 
 
 def choose_backward(spec: AttentionSpec, target: Target) -> BackwardConfig:

@@ -47,6 +47,7 @@ class Constants(NamedTuple):
     WALK: int = 8
     STAGES: int = 1
     SPLIT_EXP: int = 1
+    EXACT: bool = False  # float32: sums of a block are made by themselves
     BASE2: bool = True
     SKIP: bool = True
     SPLIT: bool = False

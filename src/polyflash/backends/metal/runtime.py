@@ -62,6 +62,7 @@ class Call:
             BIAS="float" if x.bias is None else _type(x.bias.p),
             DIM=padded(q.shape[3]),
             DIM_V=padded(v.shape[3]),
+            EXACT=q.dtype is torch.float32,
             BASE2=self.config.base2,
             SKIP=self.config.skip,
             **{name: getattr(flags, name) for name in _FLAGS},

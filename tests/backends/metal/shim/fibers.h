@@ -79,9 +79,9 @@ inline void threadgroup_barrier(int number) {
   release(0, threads);
 }
 
-// Threadgroup memory holds NaN at first: nothing may rely on zeros.
+// Threadgroup memory holds NaN at first, or in the reversed order zeros: nothing may rely on either.
 inline void poison(void* memory, size_t bytes, long& poisoned) {
-  if (poisoned != group) memset(memory, 0xff, bytes);
+  if (poisoned != group) memset(memory, reversed ? 0 : 0xff, bytes);
   poisoned = group;
 }
 

@@ -81,6 +81,7 @@ kernel void differentiate(OPERANDS, device const T* q [[buffer(9)]], device cons
   simdgroup_float8x8 acc_a[DIM / 8], acc_v[DIM_V / 8];
   UNROLL for (int d = 0; d < DIM / 8; ++d) acc_a[d] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   UNROLL for (int d = 0; d < DIM_V / 8; ++d) acc_v[d] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  const simdgroup_float8x8 one = simdgroup_float8x8(1.0f);
   bool ever_odd = false;
 
   for (int i_w = blocks.lo; i_w < blocks.lo + (blocks.hi - blocks.lo) * heads; ++i_w) {
@@ -141,12 +142,12 @@ kernel void differentiate(OPERANDS, device const T* q [[buffer(9)]], device cons
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     if (OWNS_KEYS) {
-      multiply_add<DIM_V, WALK>(acc_v, strip, walked_b, 0, WALK);
+      multiply_add<DIM_V, WALK>(acc_v, strip, walked_b, 0, WALK, false, one);
       simdgroup_barrier(mem_flags::mem_threadgroup);
       UNROLL for (int c = 0; c < OWN_COLUMNS; ++c) own[4 * c] = b_ds[c];
       simdgroup_barrier(mem_flags::mem_threadgroup);
     }
-    multiply_add<DIM, WALK>(acc_a, strip, walked_a, 0, WALK);
+    multiply_add<DIM, WALK>(acc_a, strip, walked_a, 0, WALK, false, one);
   }
 
   const bool there = mine < (OWNS_KEYS ? n.seqlen_k : n.seqlen_q);

@@ -69,7 +69,8 @@ kernel void attend(OPERANDS, device const T* q [[buffer(9)]], device const T* k 
   }
   simdgroup_float8x8 acc[DIM_V / 8];
   UNROLL for (int d = 0; d < DIM_V / 8; ++d) acc[d] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  float m_i = LOWEST, l_i = 0.0f;  // of l, this lane's columns
+  const simdgroup_float8x8 one = simdgroup_float8x8(1.0f);
+  float m_i = LOWEST, l_i = 0.0f, l_lost = 0.0f;  // of l, this lane's columns, and what float32 lost of them
   bool odd = false;
 
   for (int i_n = STAGES > 1 ? blocks.lo - 1 : blocks.lo; i_n < blocks.hi; ++i_n) {
@@ -99,17 +100,23 @@ kernel void attend(OPERANDS, device const T* q [[buffer(9)]], device const T* k 
 
     // One maximum of the whole block, however many parts its exponential has.
     const float alpha = online_softmax(row_max(top), m_i, l_i, f.factor);
+    l_lost *= alpha;
     if (simd_any(alpha != 1.0f)) rescale<DIM_V, BLOCK_N>(acc, alpha, strip, lane);
+    float sum = l_lost;
     UNROLL for (int part = 0; part < SPLIT_EXP; ++part) {
       constexpr int size = BLOCK_N / SPLIT_EXP;
       UNROLL for (int c = part * size / 4; c < (part + 1) * size / 4; ++c) {
         const float p = weight(b_s[c], m_i, f.factor);
-        l_i += p;
-        own[4 * c] = p;
+        sum += p;
+        own[4 * c] = EXACT && is_odd(p) ? 0.0f : p;  // l has the NaN, and a product with `one` would spread it
       }
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      multiply_add<DIM_V, BLOCK_N>(acc, strip, values + slot * BLOCK_N * (DIM_V + PAD), part * size, (part + 1) * size);
+      multiply_add<DIM_V, BLOCK_N>(acc, strip, values + slot * BLOCK_N * (DIM_V + PAD), part * size,
+                                          (part + 1) * size, EXACT, one);
     }
+    const float l_new = l_i + sum;
+    l_lost = EXACT ? sum - (l_new - l_i) : 0.0f;
+    l_i = l_new;
     if (STAGES > 1) threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 

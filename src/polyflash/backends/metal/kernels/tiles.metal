@@ -88,16 +88,23 @@ void multiply_turned(threadgroup float* strip, threadgroup const float* a, threa
   }
 }
 
-// acc += strip @ b over columns [first, end) of the strip, which are rows of the tile b.
+// acc += strip @ b over columns [first, end) of the strip, which are rows of the tile b. If `alone` they are
+// summed by themselves, and added as a product with `one`: thousands of keys have the error of few sums then.
 template <int WIDTH, int COLUMNS>
-void multiply_add(thread simdgroup_float8x8* acc, threadgroup const float* strip, threadgroup const float* b, int first, int end) {
-  for (int c = first / 8; c < end / 8; ++c) {
-    simdgroup_float8x8 left;
-    simdgroup_load(left, strip + 8 * c, COLUMNS + PAD);
-    UNROLL for (int d = 0; d < WIDTH / 8; ++d) {
-      simdgroup_float8x8 right;
+void multiply_add(thread simdgroup_float8x8* acc, threadgroup const float* strip, threadgroup const float* b, int first,
+                  int end, bool alone, thread const simdgroup_float8x8& one) {
+  UNROLL for (int d = 0; d < WIDTH / 8; ++d) {
+    simdgroup_float8x8 sum = alone ? make_filled_simdgroup_matrix<float, 8, 8>(0.0f) : acc[d];
+    for (int c = first / 8; c < end / 8; ++c) {
+      simdgroup_float8x8 left, right;
+      simdgroup_load(left, strip + 8 * c, COLUMNS + PAD);
       simdgroup_load(right, b + 8 * c * (WIDTH + PAD) + 8 * d, WIDTH + PAD);
-      simdgroup_multiply_accumulate(acc[d], left, right, acc[d]);
+      simdgroup_multiply_accumulate(sum, left, right, sum);
+    }
+    if (alone) {
+      simdgroup_multiply_accumulate(acc[d], one, sum, acc[d]);
+    } else {
+      acc[d] = sum;
     }
   }
 }
