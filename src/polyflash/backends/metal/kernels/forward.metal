@@ -115,7 +115,8 @@ kernel void attend(OPERANDS, device const T* q [[buffer(9)]], device const T* k 
                                           (part + 1) * size, EXACT, one);
     }
     const float l_new = l_i + sum;
-    l_lost = EXACT ? sum - (l_new - l_i) : 0.0f;
+    const float added = l_new - l_i;
+    l_lost = EXACT ? l_i - (l_new - added) + (sum - added) : 0.0f;  // exact, whichever is larger
     l_i = l_new;
     if (STAGES > 1) threadgroup_barrier(mem_flags::mem_threadgroup);
   }
