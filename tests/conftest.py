@@ -11,8 +11,12 @@ from hypothesis import HealthCheck, settings
 
 from polyflash.tuning import store
 from tests import device
+from tests.backends.metal import shim
 from tests.memory import poisoned
 from tests.refusals import Refusals
+
+if device.ROWS == "metal" and device.ON_A_CPU:
+    shim.install()  # before test modules list rows
 
 settings.register_profile(
     "ci",

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import re
+import subprocess
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -94,6 +95,8 @@ _GPUS = (
     ("hip:gfx1100", 48, 6 << 10, 64),  # RX 7900 XTX
     ("hip:gfx1201", 32, 8 << 10, 64),  # RX 9070 XT
 )
+# Cores of the GPU of the plain chip, which a Pro, Max or Ultra has more of.
+_APPLE_GPUS = (("m1", 8), ("m2", 10), ("m3", 10), ("m4", 10), ("m5", 10))
 _LEAST_SHARED_BYTES = 48 << 10  # every GPU has that much
 
 KNOWN = (
@@ -105,8 +108,8 @@ KNOWN = (
         Target(name, cores=cores, l2_bytes=l2_kib << 10, shared_bytes=shared_kib << 10)
         for name, cores, l2_kib, shared_kib in _GPUS
     ),
-    Target("mps:apple", cores=10),
     Target("webgpu", cores=32, shared_bytes=16 << 10),  # any GPU with a driver for it: the least there is
+    *(Target(f"metal:{chip}", cores=n, shared_bytes=32 << 10) for chip, n in _APPLE_GPUS),
 )
 
 
@@ -135,7 +138,26 @@ def detect(device_type: str, index: int = 0) -> Target:
         import torch
 
         return _gpu(torch.cuda.get_device_properties(index), bool(torch.version.hip), packages)
+    if device_type == "mps":
+        return _apple_gpu(packages)
     return Target(f"{device_type}:generic", packages=packages)
+
+
+def _apple_gpu(packages: tuple[tuple[str, str], ...]) -> Target:
+    """The GPU of this Mac, by its CPU's name: both are one chip. An unknown one is taken for the first."""
+    found = re.search(r"apple (m\d+)", _sysctl("machdep.cpu.brand_string").lower())
+    name = f"metal:{found[1] if found else 'generic'}"
+    like = next((known for known in KNOWN if known.name == name), parse("metal:m1"))
+    return replace(like, name=name, packages=packages)
+
+
+def _sysctl(name: str) -> str:
+    """What a Mac says of itself; "" elsewhere."""
+    try:
+        asked = subprocess.run(("/usr/sbin/sysctl", "-n", name), capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return asked.stdout.strip()
 
 
 def of(x: Any, asked: str | Target | None = None) -> Target:

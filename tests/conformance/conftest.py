@@ -28,6 +28,8 @@ INTERPRETED = {
     "test_two_python_threads": "Triton's interpreter takes one thread at a time",
 }
 
+IN_FIBERS = {"test_fork_after_use": "its process knows nothing of the shim"}
+
 
 @pytest.fixture(params=FORWARD, ids=lambda row: row.name.replace("/", "-"))
 def run(request: pytest.FixtureRequest) -> Runner:
@@ -66,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
     for item in mine:
         row = row_of(item)
-        if row is not None and row.backend == "triton" and env.TRITON_INTERPRET.is_set():
+        if row is not None and row.backend in _emulated():
             _interpret(item, row)
         elif row is not None and row.backend in ASKED_FOR:
             _leave_slow(item, row, shaded.by_default)
@@ -75,9 +77,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _rows_side_by_side(items)
 
 
+def _emulated() -> tuple[str, ...]:
+    """Backends whose kernels something slow runs here, in the place of a GPU."""
+    return ("triton",) * env.TRITON_INTERPRET.is_set() + ("metal",) * device.ON_A_CPU
+
+
 def _interpret(item: pytest.Function, row: Capability) -> None:
-    """Marks what takes long in Triton's interpreter, and what it cannot run."""
-    for word, why in INTERPRETED.items():
+    """Marks what takes long in Triton's interpreter or in fibers, and what the former cannot run."""
+    for word, why in (INTERPRETED if row.backend == "triton" else IN_FIBERS).items():
         if word in item.name:
             item.add_marker(pytest.mark.skip(reason=why))
     _leave_slow(item, row, interpreted.by_default)

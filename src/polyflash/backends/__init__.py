@@ -10,11 +10,12 @@ from typing import cast
 from polyflash.advice import Report
 from polyflash.backends.cpu.capabilities import CAPABILITIES as CPU
 from polyflash.backends.gluon.capabilities import CAPABILITIES as GLUON
+from polyflash.backends.metal.capabilities import CAPABILITIES as METAL
 from polyflash.backends.torch.capabilities import CAPABILITIES as TORCH
 from polyflash.backends.triton.capabilities import CAPABILITIES as TRITON
 from polyflash.backends.webgpu.capabilities import CAPABILITIES as WEBGPU
 
-TABLE = (*CPU, *GLUON, *TRITON, *WEBGPU, *TORCH)
+TABLE = (*CPU, *GLUON, *TRITON, *WEBGPU, *METAL, *TORCH)
 BACKENDS = tuple(dict.fromkeys(row.backend for row in TABLE))
 
 

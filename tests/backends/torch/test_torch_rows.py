@@ -629,7 +629,7 @@ def test_sdpa_only_on_devices_where_it_was_checked() -> None:
         ("cpu:avx2", True),
         ("cuda:sm90", False),
         ("hip:gfx942", False),
-        ("mps:apple", False),
+        ("metal:m3", False),
     ):
         assert choose(spec, parse(name)).sdpa is wanted
     assert not choose(replace(spec, needs_grad=True), CPU).sdpa

@@ -1,0 +1,1 @@
+"""The Metal engine: hand-written Metal Shading Language for MPS tensors, compiled by torch at run time."""

@@ -1,0 +1,36 @@
+"""Rows of the Metal engine, for tensors on Apple GPUs (torch's device type mps)."""
+
+from __future__ import annotations
+
+from polyflash.backends.metal import configs
+from polyflash.capability import Capability
+from polyflash.spec import MOST_POSITIONS, Feature, Phase
+
+_F = Feature
+FEATURES = frozenset(
+    {
+        *(_F.CAUSAL, _F.WINDOW, _F.Q_OFFSET, _F.KV_LENS, _F.KV_STARTS, _F.MASK, _F.BIAS, _F.ALIBI),
+        *(_F.SOFTCAP, _F.SINKS, _F.GQA, _F.HEAD_DIM_V, _F.LSE, _F.BATCH_INVARIANT),
+    }
+)
+_ROWS = (
+    (Phase.FORWARD, FEATURES, configs.MOST_CHANNELS, configs.choose_forward),
+    (Phase.DECODE, FEATURES - {_F.BATCH_INVARIANT}, configs.MOST_CHANNELS, configs.choose_decode),
+    (Phase.BACKWARD, FEATURES - {_F.BIAS}, configs.MOST_BACKWARD_CHANNELS, configs.choose_backward),
+)
+
+CAPABILITIES = tuple(
+    Capability(
+        backend="metal",
+        phase=phase,
+        module=f"polyflash.backends.metal.{phase.value}",
+        targets=("metal:",),
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        max_head_dim=most,
+        features=features,
+        priority=50,
+        choose=choose,
+        max_positions=MOST_POSITIONS,
+    )
+    for phase, features, most, choose in _ROWS
+)

@@ -1,0 +1,37 @@
+// The splits of a call whose keys were cut up, as one; a simdgroup per row.
+//
+//   m = max_s m_s      l = Σ_s exp(scale·(m_s - m))·l_s      out = Σ_s exp(scale·(m_s - m))·l_s·out_s / l
+//
+// A split hands over m and l and not its lse, whose rounding is that of the scores.
+
+kernel void merge(OPERANDS, device const float* parts [[buffer(9)]], device const float* part_m [[buffer(10)]],
+                  device T* out [[buffer(11)]], device float* lse [[buffer(12)]],
+                  uint3 i_group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]]) {
+  const long rows = n.batch * n.num_heads * n.seqlen_q, row = i_group.x;
+  const int i = row % n.seqlen_q, i_h = row / n.seqlen_q % n.num_heads, i_b = row / n.seqlen_q / n.num_heads;
+  device const float* part_l = part_m + n.num_splits * rows;
+  float m_i = minus_infinity();
+  for (long s = lane; s < n.num_splits; s += 32) m_i = max(m_i, part_m[s * rows + row]);
+  m_i = simd_max(m_i);
+  m_i = m_i == minus_infinity() ? 0.0f : m_i;
+  float l_i = 0.0f;
+  for (long s = 0; s < n.num_splits; ++s) {
+    const float l_s = part_l[s * rows + row];
+    l_i += l_s == 0.0f ? 0.0f : exp2((part_m[s * rows + row] - m_i) * f.unit * LOG2E) * l_s;
+  }
+  float sum = l_i, m_out = m_i * f.unit, older = 1.0f;
+  if (HAS_SINKS) join_sink(OPERANDS_HERE.sinks[i_h], m_out, sum, older);
+  const float divisor = sum == 0.0f ? 1.0f : sum;
+  device T* to = out + i_b * n.out.b + i_h * n.out.h + i * n.out.s;
+  for (int c = lane; c < n.head_dim_v; c += 32) {
+    float acc = 0.0f;
+    for (long s = 0; s < n.num_splits; ++s) {
+      const float l_s = part_l[s * rows + row];
+      const float share = l_s == 0.0f ? 0.0f : exp2((part_m[s * rows + row] - m_i) * f.unit * LOG2E) * l_s;
+      acc += share * parts[(s * rows + row) * n.head_dim_v + c];
+    }
+    to[c] = T(acc * older / divisor);
+  }
+  if (NEED_LSE && lane == 0)
+    lse[i_b * n.lse.b + i_h * n.lse.h + i * n.lse.s] = sum == 0.0f ? minus_infinity() : m_out + log(divisor);
+}
