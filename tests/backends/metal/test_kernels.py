@@ -96,7 +96,12 @@ def gradient_off(got: tuple[Tensor, ...], inputs: Inputs, dout: Tensor, **option
     return float(torch.stack(tuple(errors)).max().nan_to_num(math.inf))
 
 
-PLACES: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window_left": 9}, {"window_right": 3})
+PLACES: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"causal": True, "window_left": 9},
+    {"window_right": 3},
+)
 VARIANTS = {
     "plain": TILE,
     "two stages": ForwardConfig(16, 16, stages=2),
@@ -189,8 +194,8 @@ FAULTS: dict[str, tuple[Callable[[], float], ...]] = {
     "attend": tuple(map(forward_fault, TILES.values())),
     "differentiate": (gradient_fault,),
 }
-# Barriers that the memory model asks for between what lanes of a simdgroup read and what they write next, where
-# a product or a reduction of the simdgroup stands too: there lanes meet without a barrier.
+# Barriers that the memory model asks for between what lanes of a simdgroup read and what they write next,
+# where a product or a reduction of the simdgroup stands too: there lanes meet without a barrier.
 BESIDE_A_MEETING = {"attend": {10}, "differentiate": {8, 13}}
 NOT_CALLED = {"attend": set[int](), "differentiate": {0, 1, 2}}  # of rescale
 
@@ -238,7 +243,7 @@ def test_lanes_that_part_are_found(monkeypatch: pytest.MonkeyPatch):
     text_of = render.kernel_text
     old, new = "row_max(top), m_i", "(lane < 7 ? row_max(top) : simd_max(top)), m_i"
     monkeypatch.setattr(render, "kernel_text", lambda n: text_of(n).replace(old, new))
-    with pytest.raises(RuntimeError, match="meet for different things|wait for each other"):
+    with pytest.raises(RuntimeError, match=r"meet for different things|wait for each other"):
         attend(TILE, *drawn())
 
 

@@ -105,7 +105,9 @@ def _folder() -> Path:
 
 @cache
 def _headers() -> bytes:
-    return b"".join((HERE / name).read_bytes() for name in ("fibers.h", "metal_stdlib", "metal_simdgroup_matrix"))
+    return b"".join(
+        (HERE / name).read_bytes() for name in ("fibers.h", "metal_stdlib", "metal_simdgroup_matrix")
+    )
 
 
 @cache
