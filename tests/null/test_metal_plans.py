@@ -13,7 +13,7 @@ import polyflash
 from polyflash import env, target
 from polyflash.advice import Advice
 from polyflash.backends.metal import configs, render, report, uniforms
-from polyflash.backends.metal.capabilities import CAPABILITIES
+from polyflash.backends.metal.capabilities import CAPABILITIES, UNPROVEN
 from polyflash.spec import AttentionSpec, Phase
 from polyflash.target import parse
 
@@ -125,9 +125,9 @@ def test_refusals_of_configs(make: Any, words: str):
 class TestPlans:
     def test_on_any_machine(self):
         q, k = torch.empty(1, 8, 64, 64), torch.empty(1, 2, 64, 64)
-        plan = polyflash.explain(q, k, k, causal=True, target="metal:m3")
+        plan = polyflash.explain(q, k, k, causal=True, target="metal:m3", backend="metal")
         assert plan.backend == "metal" and "of threadgroup memory" in str(plan)
-        step = polyflash.explain(q[:, :, :1], k, k, target="metal:m1")
+        step = polyflash.explain(q[:, :, :1], k, k, target="metal:m1", backend="metal")
         assert step.chosen.name == "metal/decode" and step.config.pack_gqa
 
     def test_what_it_lacks_is_the_torch_rows(self):
@@ -135,7 +135,12 @@ class TestPlans:
         plan = polyflash.explain(q, q, q, target="metal:m3")
         assert plan.backend == "torch"
         reasons = next(v.reasons for v in plan.verdicts if v.row.name == "metal/forward")
-        assert reasons == ("head_dim: up to 256, asked for 300",)
+        assert reasons == ("head_dim: up to 256, asked for 300", f"yields: {UNPROVEN}")
+
+    def test_nobody_gets_it_unasked(self):
+        """Until a Mac has run it."""
+        q = torch.empty(1, 2, 64, 64)
+        assert polyflash.explain(q, q, q, target="metal:m3").backend == "torch"
 
     @pytest.mark.parametrize(
         ("said", "name", "cores"),

@@ -252,6 +252,30 @@ def test_a_config_that_does_not_fit_is_refused_before_a_launch():
         attend(ForwardConfig(64, 64, stages=2), *drawn(dims=(128, 128)))
 
 
+LENS, STARTS = torch.tensor((43, 17), dtype=torch.int32), torch.tensor((0, 5), dtype=torch.int32)
+OPERANDS: dict[str, dict[str, Any]] = {
+    "lens": {"kv_lens": LENS, "kv_starts": STARTS, "causal": True},
+    "offset": {"q_offset": torch.tensor((3, 30), dtype=torch.int32), "causal": True, "softcap": 2.0},
+    "alibi": {"alibi_slopes": torch.tensor((0.1, 0.2, -0.3, 0.4))},
+    "mask": {"mask": torch.rand(2, 1, 21, 43, generator=torch.Generator().manual_seed(2)) < 0.7},
+    "bias": {"bias": torch.randn(4, 21, 43, generator=torch.Generator().manual_seed(3))},
+}
+
+
+@pytest.mark.parametrize("reversed", (False, True), ids=("forward", "reverse"))
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands(name: str, reversed: bool):
+    """Of a forward, a decode and, but for a bias, a backward call."""
+    inputs, options = drawn(), OPERANDS[name]
+    dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    with shim.running(reversed=reversed):
+        for config in (TILE, DecodeConfig(8, 16, 16)):
+            assert off(attend(config, *inputs, **options), inputs, **options) <= 3e-6
+        if name != "bias":
+            got = differentiate(GRADIENTS, inputs, dout, **options)
+            assert gradient_off(got, inputs, dout, **options) <= 1e-5
+
+
 def test_sinks_join_after_splits():
     inputs, sinks = drawn(), torch.tensor((0.5, -1.0, 2.0, 9.0))
     for config in (TILE, DecodeConfig(8, 16, 16)):
