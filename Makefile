@@ -16,18 +16,20 @@ SHARED := -n 2 --dist worksteal
 SETUP := sh scripts/setup.sh
 CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
 CODEGEN_TESTS := tests/backends/triton/test_codegen.py
+ELSEWHERE := --ignore=$(CODEGEN_TESTS) --ignore=tests/backends/metal
 TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS) --rows triton \
 	tests/api/test_groups.py::test_each_group_is_attention_of_its_own -k triton
 WEBGPU_TESTS := tests/conformance tests/backends/webgpu --rows webgpu
 GPU_TESTS := tests/conformance tests/backends/triton tests/api/test_gpu_calls.py --ignore=$(CODEGEN_TESTS) \
 	--rows triton
+METAL_TESTS := tests/backends/metal tests/conformance --rows metal
 DEFAULT_TESTS := tests/integrations tests/kvcache tests/api/test_groups.py tests/api/test_repeats.py
 HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null
 HAS_WGPU := $(BIN)/python -c 'import wgpu' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
-.PHONY: help demo test test-here test-cpu test-triton test-codegen test-webgpu test-gpu test-all mutants fuzz lint \
-	bench bench-gpu clean
+.PHONY: help demo test test-here test-cpu test-triton test-codegen test-webgpu test-gpu test-all mutants fuzz \
+	lint bench bench-gpu clean test-metal bench-metal
 .NOTPARALLEL:
 
 help:
@@ -37,6 +39,11 @@ help:
 	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
 	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
 	@echo 'make test-webgpu   the WebGPU kernels on Mesa lavapipe, a driver without a GPU (installed by root on Debian)'
+	@echo 'make test      lint, then every test that takes seconds, with test-triton, test-codegen and test-metal'
+	@echo 'make test-cpu  the tests of the CPU engine alone'
+	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
+	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
+	@echo 'make test-metal    the Metal kernels as C++, threads as fibers: needs a C++ compiler, no Mac'
 	@echo 'make test-gpu  the conformance suite, the plug-ins and the cache on a GPU, DEVICE=cuda'
 	@echo 'make test-all  every test, those that take minutes too'
 	@echo 'make mutants   plant known mistakes in copies of the sources: does a test notice each?'
@@ -44,6 +51,7 @@ help:
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     this machine against torch SDPA, into build/bench.json'
 	@echo 'make bench-gpu a CUDA device against its peers in BUDGET=540 seconds, into build/gpu.jsonl and PAGE=build/gpu.md'
+	@echo 'make bench-metal   on a Mac: checks the Metal kernels, then measures them, into build/metal.md'
 	@echo 'make clean     remove .venv and everything built'
 	@echo ''
 	@echo 'PYTHON=/path/to/python3.11   another interpreter than the first of python3, python3.13, 3.12, 3.11'
@@ -53,10 +61,11 @@ demo: .venv/.demo
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
 
 test: lint test-here test-triton test-codegen test-webgpu
+test: lint test-here test-triton test-codegen test-metal
 
 test-here: .venv/.test
-	@$(PYTEST) $(SHARED) --ignore=$(CODEGEN_TESTS) -m 'not slow and not alone'
-	@$(PYTEST) --ignore=$(CODEGEN_TESTS) -m 'alone and not slow'
+	@$(PYTEST) $(SHARED) $(ELSEWHERE) -m 'not slow and not alone'
+	@$(PYTEST) $(ELSEWHERE) -m 'alone and not slow'
 
 test-cpu: .venv/.test
 	@$(PYTEST) $(SHARED) $(CPU_TESTS) -k 'not torch-forward and not torch-backward' -m 'not slow and not alone'
@@ -75,6 +84,8 @@ test-webgpu: .venv/.test
 	elif driver=$$(sh scripts/drivers.sh); then \
 		POLYFLASH_WEBGPU_CPU=1 VK_ICD_FILENAMES=$$driver $(PYTEST) $(SHARED) $(WEBGPU_TESTS) $(SLOW); \
 	else echo '$@: the WebGPU kernels are not tested here'; fi
+test-metal: .venv/.test
+	@$(PYTEST) $(SHARED) $(METAL_TESTS)
 
 # Installs nothing, as bench-gpu below.
 test-gpu:
@@ -84,11 +95,12 @@ test-gpu:
 		PYTHONPATH=src $$python scripts/gpu_doors.py --device $(DEVICE)
 
 test-all: lint
-	@$(PYTEST) $(SHARED) --ignore=$(CODEGEN_TESTS) -m 'not alone'
-	@$(PYTEST) --ignore=$(CODEGEN_TESTS) -m alone
+	@$(PYTEST) $(SHARED) $(ELSEWHERE) -m 'not alone'
+	@$(PYTEST) $(ELSEWHERE) -m alone
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
 		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
 	@$(MAKE) test-webgpu SLOW="-m ''"
+	@$(PYTEST) $(SHARED) $(METAL_TESTS) -m ''
 
 mutants: .venv/.test
 	@$(BIN)/python scripts/mutants.py
@@ -109,6 +121,9 @@ bench: .venv/.demo
 bench-gpu:
 	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
 		PYTHONPATH=src $$python -m benchmarks.gpu --budget $(BUDGET) --json build/gpu.jsonl --page $(PAGE) $(GPU_ARGS)
+
+bench-metal: .venv/.demo
+	@$(BIN)/python scripts/metal_check.py $(GPU_ARGS)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

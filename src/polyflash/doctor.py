@@ -143,7 +143,8 @@ def _place(row: Capability) -> str:
     import torch
 
     on_cpu = target.detect("cpu").name.startswith(row.targets)
-    return "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
+    kind, there = ("mps", torch.backends.mps) if "metal:" in row.targets else ("cuda", torch.cuda)
+    return "cpu" if on_cpu or not there.is_available() else kind
 
 
 def cases() -> tuple[Workload, ...]:

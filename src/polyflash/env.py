@@ -54,8 +54,9 @@ OMP_PROC_BIND = Variable("OMP_PROC_BIND", "true, close, spread: threads of torch
 GOMP_CPU_AFFINITY = Variable("GOMP_CPU_AFFINITY", "cores that threads of torch are tied to")
 CC = Variable("CC", "C compiler with which Triton builds its launchers (default: gcc, else clang)")
 TRITON_LIBCUDA_PATH = Variable("TRITON_LIBCUDA_PATH", "folder in which Triton finds libcuda.so.1")
+PYTORCH_MPS_FAST_MATH = Variable("PYTORCH_MPS_FAST_MATH", "1: torch compiles Metal in fast math")
 _OF_TORCH = (OMP_NUM_THREADS, OMP_WAIT_POLICY, OMP_PROC_BIND, GOMP_CPU_AFFINITY)
-OF_OTHERS = (*_OF_TORCH, CC, TRITON_LIBCUDA_PATH)
+OF_OTHERS = (*_OF_TORCH, CC, TRITON_LIBCUDA_PATH, PYTORCH_MPS_FAST_MATH)
 
 
 def user_cache_home() -> str:

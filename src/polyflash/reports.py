@@ -38,7 +38,8 @@ PROBE_SECONDS = 60.0
 _PROBE = (
     "import json, torch; print(json.dumps({'version': torch.__version__, 'threads': torch.get_num_threads(),"
     " 'cuda': torch.version.cuda or torch.version.hip or '', 'hip': bool(torch.version.hip),"
-    " 'gpus': torch.cuda.device_count()}))"
+    " 'gpus': torch.cuda.device_count(), 'mps_built': torch.backends.mps.is_built(),"
+    " 'mps': torch.backends.mps.is_available()}))"
 )
 
 

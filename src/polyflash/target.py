@@ -152,7 +152,7 @@ def _apple_gpu(packages: tuple[tuple[str, str], ...]) -> Target:
 
 
 def _sysctl(name: str) -> str:
-    """What a Mac says of itself; "" elsewhere."""
+    """A Mac's answer about itself; "" elsewhere."""
     try:
         asked = subprocess.run(("/usr/sbin/sysctl", "-n", name), capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.SubprocessError):

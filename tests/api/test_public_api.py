@@ -839,11 +839,12 @@ class TestExplain:
             reasons = next(v.reasons for v in plan.verdicts if v.row.name == "cpu/forward")
             assert plan.backend == "torch" and any(word in reason for reason in reasons)
 
-    def test_unknown_cpus_get_the_portable_kernel_and_other_devices_the_torch_row(self):
+    def test_unknown_cpus_get_the_portable_kernel_and_gpus_their_engine(self):
         q = torch.empty(1, 2, 64, 64)
         assert explain(q, q, q, target="cpu:generic").backend == "cpu"
         assert explain(q, q, q, target="cuda:sm90").backend == "triton"
-        assert explain(q, q, q, target="mps:apple").backend == "torch"
+        assert explain(q, q, q, target="metal:m3").backend == "torch"  # until a Mac has run its engine
+        assert explain(q, q, q, target="metal:m3", backend="metal").backend == "metal"
 
     def test_gradients_have_their_own_plan(self):
         q = torch.randn(1, 2, 64, 64, requires_grad=True)

@@ -73,6 +73,7 @@ FLOOR = {f"polyflash.{name}": floor for floor, names in FLOORS.items() for name 
 FLOOR["polyflash"] = 7
 # On what an engine stands beside its own folder.
 BELOW = {"triton": {"gpu"}, "gluon": {"gpu", "triton"}, "webgpu": {"gpu"}}
+BELOW = {"triton": {"gpu"}, "gluon": {"gpu", "triton"}, "metal": {"gpu"}}
 DSL = {"numba", "llvmlite", "triton", "wgpu", "gluon"}
 TORCH_BELOW_2 = {"polyflash.merging"}  # floors 0 and 1 are plain data; target asks torch inside a function
 BARE = frozenset(("Of", "That", "As", "With", "Who", "What", "Where", "Which"))  # no opening of a docstring

@@ -96,7 +96,12 @@ def gradient_off(got: tuple[Tensor, ...], inputs: Inputs, dout: Tensor, **option
     return float(torch.stack(tuple(errors)).max().nan_to_num(math.inf))
 
 
-PLACES: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window_left": 9}, {"window_right": 3})
+PLACES: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"causal": True, "window_left": 9},
+    {"window_right": 3},
+)
 VARIANTS = {
     "plain": TILE,
     "two stages": ForwardConfig(16, 16, stages=2),
@@ -189,8 +194,8 @@ FAULTS: dict[str, tuple[Callable[[], float], ...]] = {
     "attend": tuple(map(forward_fault, TILES.values())),
     "differentiate": (gradient_fault,),
 }
-# Barriers that the memory model asks for between what lanes of a simdgroup read and what they write next, where
-# a product or a reduction of the simdgroup stands too: there lanes meet without a barrier.
+# Barriers that the memory model asks for between what lanes of a simdgroup read and what they write next,
+# where a product or a reduction of the simdgroup stands too: there lanes meet without a barrier.
 BESIDE_A_MEETING = {"attend": {10}, "differentiate": {8, 13}}
 NOT_CALLED = {"attend": set[int](), "differentiate": {0, 1, 2}}  # of rescale
 
@@ -238,13 +243,37 @@ def test_lanes_that_part_are_found(monkeypatch: pytest.MonkeyPatch):
     text_of = render.kernel_text
     old, new = "row_max(top), m_i", "(lane < 7 ? row_max(top) : simd_max(top)), m_i"
     monkeypatch.setattr(render, "kernel_text", lambda n: text_of(n).replace(old, new))
-    with pytest.raises(RuntimeError, match="meet for different things|wait for each other"):
+    with pytest.raises(RuntimeError, match=r"meet for different things|wait for each other"):
         attend(TILE, *drawn())
 
 
 def test_a_config_that_does_not_fit_is_refused_before_a_launch():
     with pytest.raises(SpecError, match=r"config: got .* of \d+ bytes, wanted tiles that fit 32768 bytes"):
         attend(ForwardConfig(64, 64, stages=2), *drawn(dims=(128, 128)))
+
+
+LENS, STARTS = torch.tensor((43, 17), dtype=torch.int32), torch.tensor((0, 5), dtype=torch.int32)
+OPERANDS: dict[str, dict[str, Any]] = {
+    "lens": {"kv_lens": LENS, "kv_starts": STARTS, "causal": True},
+    "offset": {"q_offset": torch.tensor((3, 30), dtype=torch.int32), "causal": True, "softcap": 2.0},
+    "alibi": {"alibi_slopes": torch.tensor((0.1, 0.2, -0.3, 0.4))},
+    "mask": {"mask": torch.rand(2, 1, 21, 43, generator=torch.Generator().manual_seed(2)) < 0.7},
+    "bias": {"bias": torch.randn(4, 21, 43, generator=torch.Generator().manual_seed(3))},
+}
+
+
+@pytest.mark.parametrize("reversed", (False, True), ids=("forward", "reverse"))
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands(name: str, reversed: bool):
+    """Of a forward, a decode and, but for a bias, a backward call."""
+    inputs, options = drawn(), OPERANDS[name]
+    dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    with shim.running(reversed=reversed):
+        for config in (TILE, DecodeConfig(8, 16, 16)):
+            assert off(attend(config, *inputs, **options), inputs, **options) <= 3e-6
+        if name != "bias":
+            got = differentiate(GRADIENTS, inputs, dout, **options)
+            assert gradient_off(got, inputs, dout, **options) <= 1e-5
 
 
 def test_sinks_join_after_splits():

@@ -29,7 +29,9 @@ def center(
     """lse, +inf where a row saw nothing, and delta; float32 (B, Hq, Sq), dense."""
     q, k, v, dout = given
     row_lse, delta = (torch.empty(lse.shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    n = numbers_for(q, k, v, call.args, call.x, call.config, {"out": out, "dout": dout, "lse": lse, "dlse": dlse})
+    n = numbers_for(
+        q, k, v, call.args, call.x, call.config, {"out": out, "dout": dout, "lse": lse, "dlse": dlse}
+    )
     c = call.constants._replace(HAS_DLSE=dlse is not None)
     groups = n.seqlen_q, n.num_heads, n.batch
     call.launch("center", c, n, (out, dout, lse, dlse, row_lse, delta), groups, 1)

@@ -1,12 +1,15 @@
-"""Rows of the Metal engine, for tensors on Apple GPUs (torch's device type mps)."""
+"""Rows of the Metal engine, for tensors on Apple GPUs (torch's device type mps). They run calls that name
+them: no Mac has run them yet, and the torch rows keep the free choice until one has."""
 
 from __future__ import annotations
 
 from polyflash.backends.metal import configs
-from polyflash.capability import Capability
+from polyflash.capability import Capability, Yield
 from polyflash.spec import MOST_POSITIONS, Feature, Phase
 
 _F = Feature
+DTYPES = frozenset({"float32", "bfloat16", "float16"})
+UNPROVEN = "no Mac has run it yet (`make bench-metal` does); backend='metal' takes it"
 FEATURES = frozenset(
     {
         *(_F.CAUSAL, _F.WINDOW, _F.Q_OFFSET, _F.KV_LENS, _F.KV_STARTS, _F.MASK, _F.BIAS, _F.ALIBI),
@@ -25,11 +28,12 @@ CAPABILITIES = tuple(
         phase=phase,
         module=f"polyflash.backends.metal.{phase.value}",
         targets=("metal:",),
-        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        dtypes=DTYPES,
         max_head_dim=most,
         features=features,
         priority=50,
         choose=choose,
+        yields=(Yield("", DTYPES, FEATURES, UNPROVEN),),
         max_positions=MOST_POSITIONS,
     )
     for phase, features, most, choose in _ROWS

@@ -74,8 +74,8 @@ class ForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """As the forward's. block_m: rows of a tile, of all query heads of a kv head. split_keys: keys of a split;
-    a launch takes more or fewer where its batch asks for it."""
+    """Fields are those of the forward. block_m: rows of a tile, of all query heads of a kv head.
+    split_keys: keys of a split; a launch takes more or fewer where its batch asks for it."""
 
     block_m: int = _block()
     block_n: int = _block()
@@ -110,8 +110,8 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class BackwardConfig:
-    """The dK/dV kernel: a threadgroup owns block_n keys and walks the rows by block_m. The dQ kernel: one owns
-    dq_block_m rows and walks the keys by dq_block_n. The rest as the forward's."""
+    """The dK/dV kernel: a threadgroup owns block_n keys and walks the rows by block_m. The dQ kernel: one
+    owns dq_block_m rows and walks the keys by dq_block_n. The rest as the forward's."""
 
     block_m: int = _block()
     block_n: int = _block()
@@ -202,6 +202,7 @@ def choose_backward(spec: AttentionSpec, target: Target) -> BackwardConfig:
 def candidates(spec: AttentionSpec, target: Target) -> Iterator[Config]:
     """Configs to try for a problem, the chosen one first."""
     chosen: Config
+    sizes: list[Config]
     if spec.phase is Phase.BACKWARD:
         chosen = choose_backward(spec, target)
         sizes = [BackwardConfig(m, n, n, m) for n in (8, 16, 32) for m in (8, 16, 32)]

@@ -83,7 +83,9 @@ def merge(
 ) -> None:
     """The outputs, maxima and sums of so many splits as one; the sinks join here."""
     parts, part_m, num_splits = of
-    n = numbers_for(q, k, v, call.args, call.x, call.config, {"out": out, "lse": lse})._replace(num_splits=num_splits)
+    n = numbers_for(q, k, v, call.args, call.x, call.config, {"out": out, "lse": lse})._replace(
+        num_splits=num_splits
+    )
     c = call.constants._replace(NEED_LSE=lse is not None)
     rows = n.batch * n.num_heads * n.seqlen_q
     call.launch("merge", c, n, (parts, part_m, out, lse), (rows, 1, 1), 1)

@@ -27,14 +27,17 @@ using namespace metal;
 """
 # Slots 0 to 8 of every kernel; those of tensors that a call lacks hold any tensor, and nothing reads them.
 _OPERANDS = (
-    ("kv_lens", "device const int*"), ("kv_starts", "device const int*"), ("q_offset", "device const int*"),
-    ("mask", "device const char*"), ("bias", "device const BIAS*"), ("slopes", "device const float*"),
-    ("sinks", "device const float*"), ("n", "constant Numbers&"), ("f", "constant Factors&"),
-)  # fmt: skip
+    *((name, "device const int*") for name in ("kv_lens", "kv_starts", "q_offset")),
+    ("mask", "device const char*"),
+    ("bias", "device const BIAS*"),
+    *((name, "device const float*") for name in ("slopes", "sinks")),
+    ("n", "constant Numbers&"),
+    ("f", "constant Factors&"),
+)
 
 
 class Constants(NamedTuple):
-    """What is compiled in."""
+    """Everything that is compiled in."""
 
     T: str  # of q, k, v and gradients
     OUT: str  # of what `attend` writes: parts of a split call are floats

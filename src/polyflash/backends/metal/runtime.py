@@ -49,8 +49,8 @@ class Call:
             check_memory(launch.config, launch.spec)
             launch.prepared = True
         self.config: Any = launch.config
-        small = {name: _narrow(getattr(args, name)) for name in ("alibi_slopes", "sinks")}
-        self.args = args._replace(**small)
+        slopes, sinks = _narrow(args.alibi_slopes), _narrow(args.sinks)
+        self.args = args._replace(alibi_slopes=slopes, sinks=sinks)
         self.x: Operands = operands_of(self.args, k)
         self.flags: Flags = flags_of(q, args)
         self.factors: Factors = factors_for(q, k, args, self.flags, self.config.base2)
@@ -92,9 +92,7 @@ class Call:
         rest = (self.any if t is None else t for t in tensors)
         arguments = (*slots, words(n), list(self.factors), *rest)
         size, (across, *others) = (threads, 1, 1), groups
-        getattr(library(kernel, c), kernel)(
-            *arguments, threads=(across * threads, *others), group_size=size
-        )
+        getattr(library(kernel, c), kernel)(*arguments, threads=(across * threads, *others), group_size=size)
 
 
 _FLAGS = ("HAS_LEFT", "HAS_RIGHT", "HAS_OFFSET", "NEGATIVE", "CHANGED", "SOFTCAP")

@@ -42,6 +42,9 @@ class Numbers(NamedTuple):
     num_splits: int
 
 
+_ABSENT = {f: t(*(0,) * len(t._fields)) for f, t in get_type_hints(Numbers).items() if t in _STRUCTS}
+
+
 class Factors(NamedTuple):
     """Floats of a call."""
 
@@ -78,13 +81,13 @@ def numbers_for(
 ) -> Numbers:
     """The numbers of a call; `tensors` are four- or three-dimensional and go to the fields of their names."""
     n, group = numbers_of(q, k, args), q.shape[1] // k.shape[1]
-    strides = {name: (view_of(t) if t.ndim == 4 else rows_of(t)) for name, t in tensors.items() if t is not None}
+    strides = {
+        name: (view_of(t) if t.ndim == 4 else rows_of(t)) for name, t in tensors.items() if t is not None
+    }
     given = {"mask": x.mask, "bias": x.bias, "slopes": x.alibi_slopes}
     strides |= {name: t for name, t in given.items() if t is not None}
-    hints = get_type_hints(Numbers)
-    absent = {f: t(*(0,) * len(t._fields)) for f, t in hints.items() if t in _STRUCTS and f not in strides}
     return Numbers(
-        **{**absent, **strides, "q": view_of(q), "k": view_of(k), "v": view_of(v)},
+        **{**_ABSENT, **strides, "q": view_of(q), "k": view_of(k), "v": view_of(v)},
         batch=n.batch,
         num_heads=q.shape[1],
         seqlen_q=n.seqlen_q,

@@ -105,7 +105,9 @@ def _folder() -> Path:
 
 @cache
 def _headers() -> bytes:
-    return b"".join((HERE / name).read_bytes() for name in ("fibers.h", "metal_stdlib", "metal_simdgroup_matrix"))
+    return b"".join(
+        (HERE / name).read_bytes() for name in ("fibers.h", "metal_stdlib", "metal_simdgroup_matrix")
+    )
 
 
 @cache
@@ -185,13 +187,9 @@ def running(*, reversed: bool = False, deleted: int = -1) -> Any:
         order.reversed, order.deleted = before
 
 
-def _last(spec: Any, target: Any) -> str:
-    return "a compiler's fibers stand for a GPU, and are slow"
-
-
 def on_the_cpu(row: Any) -> Any:
     """The row for CPU tensors, for those who name it."""
-    return replace(row, targets=(*row.targets, "cpu:"), leaves=_last) if row.backend == "metal" else row
+    return replace(row, targets=(*row.targets, "cpu:")) if row.backend == "metal" else row
 
 
 def install() -> None:
