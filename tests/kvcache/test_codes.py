@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from polyflash import QuantizedTensor, SpecError, dequantize, quantize
 from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache
-from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, heavy_hitters
+from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, code_pools, heavy_hitters
 from polyflash.quant import NAMED, Scheme
 from tests.kvcache.plain import DIM, GROUP, HEADS, Token, Tokens, append, cache_of, expected, hold, layer_of
 
@@ -236,6 +237,30 @@ def test_codes_are_those_of_the_whole_whatever_befalls_a_request(name: str) -> N
     assert done > 120
 
 
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_values_made_ready_first_are_coded_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step writes where no quantiser reads values as they lie, as on a GPU."""
+    monkeypatch.setattr(code_pools, "quantiser_of", lambda scheme, values: 0)
+    test_pieces_are_coded_like_the_whole(name, torch.bfloat16)
+    test_rejected_tokens_leave_no_trace()
+
+
+def test_strided_values_are_coded_like_dense_ones() -> None:
+    """As views of a projection's result are."""
+    for name in ("int4", "int8"):
+        cache, tokens = coded(name, layers=1), Tokens(1)
+        (request,) = cache.add()
+        held: list[Token] = []
+        for n in (3, 6, 1):
+            new = tokens.make(n)
+            wide = [torch.stack([x, x], 1) for x in layer_of(new, 0, cache.dtype)]
+            cache.append(
+                request, wide[0][:, 1], wide[1].transpose(2, 3).contiguous().transpose(2, 3)[:, 0], counts=n
+            )
+            held += new
+            assert_whole(cache, request, held)
+
+
 def test_a_group_that_was_full_keeps_its_codes_when_cut() -> None:
     """Later tokens are coded with what the codes stand for; under a scale that is wide enough none moves."""
     cache, tokens = coded("int8-channel", layers=1), Tokens()
@@ -266,6 +291,25 @@ def test_rejected_tokens_leave_no_trace() -> None:
     append(cache, {request: [Token(x.k * 1000, x.v) for x in tokens.make(2)]})
     cache.truncate(request, 3)
     assert_whole(cache, request, kept)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-channel", "int4", "blocks"])
+def test_a_step_taken_back_leaves_the_codes_there_were(name: str) -> None:
+    """Of groups whose values are known, and of one that was full and cut."""
+    cache, tokens = coded(name), Tokens(LAYERS)
+    whole_group, cut = cache.add(2)
+    append(cache, {whole_group: tokens.make(3), cut: tokens.make(PAGE)})
+    cache.truncate(cut, 5)
+    before = [cache.read_codes(r, layer) for r in (whole_group, cut) for layer in range(LAYERS)]
+    for requests in ([whole_group], [cut], [whole_group, cut]):
+        step = cache.reserve(requests, 2)
+        for layer in range(LAYERS):
+            shapes = (x[layer].shape[2:] for x in (cache.k_pages, cache.v_pages))
+            step.write(*(torch.full((2 * len(requests), *shape), 1e3) for shape in shapes), layer=layer)
+        step.rollback()
+    after = [cache.read_codes(r, layer) for r in (whole_group, cut) for layer in range(LAYERS)]
+    for x, y in zip(itertools.chain(*before), itertools.chain(*after), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(bits(x), bits(y), strict=True))
 
 
 def test_forks_have_values_of_their_own() -> None:

@@ -5,7 +5,7 @@
                  shift = min + ⌈levels / 2⌉·scale + scale / 8
     float        scale = max|x| / most                  code = x / scale in the small dtype, saturated
     nf4          scale = max|x|                         code = the nearest of 16 values, of two the lower
-    mxfp4        scale = 2^(⌊log₂ max|x|⌋ - 2)          code = the nearest of 15 values, ties to even codes
+    mxfp4        scale = 2^(⌊log₂ max|x|⌋ - 2), normal  code = the nearest of 15 values, ties to even codes
 
 The ends of an affine range lie an eighth of a step beyond the outermost codes: no error grows beyond half a
 step, and steps are smaller. All arithmetic is float32, divisions are divisions, rounding is to nearest even.
@@ -26,7 +26,8 @@ from torch import Tensor
 from polyflash.errors import spec_error
 from polyflash.quant.scheme import KINDS, SMOOTHED_TOKENS, TABLES, Block, Codes, Scheme
 
-_KERNELS = {"cuda": "polyflash.backends.triton.quantize"}  # the same in one pass, by device type
+# The same in one pass, by device type.
+_KERNELS = {"cuda": "polyflash.backends.triton.quantize", "cpu": "polyflash.backends.cpu.quantize"}
 _CHUNK = 1 << 22  # elements that are decoded at a time
 _INF = float("inf")
 
@@ -49,8 +50,9 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
         alive = torch.arange(x.shape[2], device=x.device) < lens.to(x.device).view(-1, 1)
         dead = ~alive[:, None, :, None]
     mean = None if scheme.smoothing == "none" else _mean(x.float(), scheme.smoothing, dead)
-    if x.device.type in _KERNELS and not torch.compiler.is_compiling():
-        made = import_module(_KERNELS[x.device.type]).encode(x, mean, scheme, lens)
+    kernels = None if torch.compiler.is_compiling() else one_pass(x.device.type)
+    if kernels is not None:
+        made = kernels.encode(x, mean, scheme, lens)
         if made is not None:
             return made  # type: ignore[no-any-return]
     x = x.float() if dead is None else x.float().masked_fill(dead, 0.0)
@@ -71,11 +73,17 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
     if scheme.granularity == "tensor":
         most = most.amax().expand_as(most) if most.numel() else most
     if scheme.dtype == "mxfp4":
-        scale = torch.where(most > 0, torch.exp2(torch.floor(torch.log2(most)) - 2), most)
+        power = (most.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)  # without a mantissa
+        scale = torch.where(most.isnan(), most, power / 4)
     else:
         scale = most / kind.most
     units = torch.nan_to_num(x / spread(scale, codes.scale, x.shape))
     return _stored(units, scheme.dtype, dead), scale, mean
+
+
+def one_pass(device: str) -> Any:
+    """The module that quantises in one pass on devices of this type, or None."""
+    return import_module(_KERNELS[device]) if device in _KERNELS else None
 
 
 def decode(

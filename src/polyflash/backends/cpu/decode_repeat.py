@@ -12,12 +12,14 @@ import torch
 
 from polyflash.backends.cpu import decode, runtime
 from polyflash.backends.cpu.words import DECODE
+from polyflash.quant.scheme import codes_of
 from polyflash.results import NO_LSE
 from polyflash.storages import holds, near, span, stored
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyflash.quant.scheme import Block
     from polyflash.spec import Arguments
 
 
@@ -28,10 +30,20 @@ class Repeat:
     reaches = ()  # that of keys grows
 
     def __init__(self, frame: decode.Frame, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
-        self.frame, self.head_dim_v = frame, v.shape[3]
+        forms = codes_of(args.codes) if args.codes else (None, None)
+        self.frame, self.head_dim_v = frame, v.shape[3] * (forms[1].packed if forms[1] else 1)
         self.q_bytes = q.nbytes
         self.need_lse = args.need_lse
-        self.args = args._replace(page_table=None, kv_lens=None)  # keeps no caller's tensor alive
+        self.tables: list[tuple[int, Block, int]] = []  # of codes: first word, what shares an entry, channels
+        for x, form, name in zip((k, v), forms, "kv", strict=True):
+            for table in ("scale", "shift"):
+                shared = getattr(form, table, None)
+                if form is not None and shared is not None:
+                    word = getattr(DECODE, f"{name}_{table}")
+                    self.tables.append((word, shared, x.shape[3] * form.packed))
+        # Keeps no caller's tensor alive.
+        args = args._replace(page_table=None, kv_lens=None, k_scale=None, k_shift=None)
+        self.args = args._replace(v_scale=None, v_shift=None)
 
     def outputs(self, q: Tensor, block: array[int]) -> tuple[Tensor, Tensor]:
         """Room for the results of q, and its address and those of q and lse in the block."""
@@ -53,8 +65,8 @@ class OfKeys(Repeat):
         super().__init__(frame, q, k, v, args)
         self.k_bytes, self.v_bytes = (span(x[:1, :1, :1]) for x in (k, v))  # of a key
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        frame, size = self.frame, q.element_size()
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor] | None:
+        frame, size = self.frame, k.element_size()
         block = frame.words[:]
         batch, _, rows, _ = q.shape
         _, heads, seqlen_k, _ = k.shape
@@ -69,6 +81,13 @@ class OfKeys(Repeat):
             holds(q, self.q_bytes) and holds(k, k_reach + self.k_bytes) and holds(v, v_reach + self.v_bytes)
         ):
             return None
+        for (word, shared, channels), x in zip(self.tables, tables, strict=True):
+            if x.shape != (batch, heads, *shared.counts(seqlen_k, channels)) or not stored(x):
+                return None
+            if x.shape[3] > 1 and x.stride(3) != 1:
+                return None
+            steps = (0 if n == 1 else 4 * s for n, s in zip(x.shape[:3], x.stride(), strict=False))
+            block[word], block[word + 1], block[word + 2], block[word + 3] = x.data_ptr(), *steps
         out, lse = self.outputs(q, block)
         block[DECODE.k], block[DECODE.v] = k.data_ptr(), v.data_ptr()
         block[DECODE.seqlen_k] = seqlen_k
@@ -88,17 +107,19 @@ class OfPages(Repeat):
         self.k_bytes, self.v_bytes = span(k), span(v)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, *tables: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         frame = self.frame
         if not (
             holds(q, self.q_bytes)
             and holds(k, self.k_bytes)
             and holds(v, self.v_bytes)
-            and stored(table, lens)
+            and stored(table, lens, *tables)
         ):
             return None
         block = frame.words[:]
+        for (word, _, _), x in zip(self.tables, tables, strict=True):  # whose strides are known
+            block[word] = x.data_ptr()
         block[DECODE.k], block[DECODE.v] = k.data_ptr(), v.data_ptr()
         block[DECODE.seqlen_k] = block[DECODE.page_size] * table.shape[1]
         live = array("i", lens.tolist())  # read once: another thread may write the caller's
@@ -170,7 +191,7 @@ def made(prepared: decode.Prepared, q: Tensor, k: Tensor, v: Tensor, args: Argum
     q, k, v, args = map(near, (q, k, v, args))
     num_q_heads, seqlen_q = q.shape[1:3]
     cut = prepared.cut(num_q_heads // v.shape[1] * seqlen_q)
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    out = q.new_empty((*q.shape[:3], prepared.spec.head_dim_v))
     frame = decode.framed(cut, q, k, v, out, NO_LSE, args, kept)
     if kept or args.kv_starts is not None or args.q_offset is not None:
         return None
