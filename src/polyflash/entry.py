@@ -133,13 +133,20 @@ def explained(bound: Bound, target: str | Target | None) -> Plan:
     backend = requested_backend(args)
     backward = None
     if needs_grad:
-        spec = spec_of(q, k, v, args, phase=Phase.BACKWARD)
-        backward = plan.explain(spec, target, backends.TABLE, backend=backend)
+        backward = explained_backward(bound._replace(q=q, k=k, v=v), target)
     spec = spec_of(q, k, v, args)
     if not needs_grad:
         spec = without_gradients(spec)
     forward = plan.explain(spec, target, backends.TABLE, backend=backend, config=args.config)
     return replace(forward, backward=backward)
+
+
+def explained_backward(bound: Bound, target: str | Target | None) -> Plan:
+    """The plan of the gradients of a call whose q, k and v are tensors in one dtype."""
+    q, k, v, _, args, _ = bound
+    torch_ops.check(q, k, v, args)
+    spec = spec_of(q, k, v, args, phase=Phase.BACKWARD)
+    return plan.explain(spec, targets.of(q, target), backends.TABLE, backend=requested_backend(args))
 
 
 _OVER_PAGES = (Form.PAGED, Form.PAGED_ROWS)

@@ -7,24 +7,25 @@ skip whole blocks."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from polyflash import validate
-from polyflash.arguments import Layout, Options, WindowSides, checked_int
-from polyflash.entry import Bound, attend, bind, explained, form_of, views_of
-from polyflash.errors import UnsupportedError, described, spec_error
+from polyflash import torch_ops, validate
+from polyflash.arguments import Layout, Options, WindowSides, checked_int, normalise
+from polyflash.entry import Bound, autocast, explained, explained_backward, form_of, views_of
+from polyflash.errors import SpecError, UnsupportedError, described, spec_error
+from polyflash.group_calls import OWN, attend_groups, one_walk
 from polyflash.hints import answering, unexpected
-from polyflash.mask import FAR_OFFSET, checked_window
+from polyflash.mask import FAR_OFFSET, Mask, checked_window
 from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
 from polyflash.quant.tensor import KV, values_of
+from polyflash.routes import any_requires_grad
 from polyflash.target import Target
-from polyflash.transforms import INFERENCE_ONLY
 
 if TYPE_CHECKING:
     from polyflash.keywords import OfGroups
@@ -51,71 +52,50 @@ def fuses(rows: Sequence[int], kv_lens: Sequence[int], *, num_q_heads: int, num_
 @dataclass(frozen=True)
 class GroupsPlan:
     """The result of `explain_groups()`: whether the groups are fused, why, and the plan of every call: of one
-    if they are, else of one per group."""
+    if they are, else of one per group. `backward` has one per group, if an input needs a gradient."""
 
     fused: bool
     why: str
     plans: tuple[Plan, ...]
+    backward: tuple[Plan, ...] = ()
 
     def __str__(self) -> str:
         how = "one walk over the keys" if self.fused else f"{len(self.plans)} calls"
-        return "\n".join((f"groups: {how}: {self.why}", *map(str, self.plans)))
+        lines = [f"groups: {how}: {self.why}", *map(str, self.plans)]
+        if self.backward:
+            lines += ["gradients: a call per group, whose sums for k, v and sinks are added in float32"]
+        return "\n".join((*lines, *map(str, self.backward)))
 
 
 class _Groups(NamedTuple):
-    """A checked call. Layout is (batch, heads, seqlen, head_dim)."""
+    """A checked call of groups: each as a call of its own, to the first keys of k and v. Layout is (batch,
+    heads, seqlen, head_dim)."""
 
-    q: list[Tensor]
+    calls: list[Bound]
     k: Tensor
     v: Tensor
-    offsets: list[int]
-    kv_lens: list[int]
-    options: Options
-
-    @property
-    def rows(self) -> list[int]:
-        return [q.shape[2] for q in self.q]
 
     def fused(self, fused: bool | None) -> tuple[bool, str]:
-        """Whether all groups are one call, and why."""
-        if not self.q:
+        """Whether all groups are one walk, and why."""
+        if not self.calls:
             return False, "there are none"
-        heads, kv_heads = self.q[0].shape[1], self.k.shape[1]
-        chosen = fuses(self.rows, self.kv_lens, num_q_heads=heads, num_kv_heads=kv_heads)
-        if fused is None:
-            packed = sum(self.rows) * (heads // max(1, kv_heads))
-            several = f"{FEW_ROWS} a group in {SEVERAL_GROUPS} groups or more"
-            long = f"{MANY_ROWS} on if there are {KEYS_PER_ROW} keys for each"
-            rule = f"fused up to {FEW_ROWS}, up to {several}, and from {long}"
-            return chosen, f"{packed} rows per key/value head in {len(self.q)} groups, {rule}"
-        return fused, f"asked for by fused={fused}"
-
-    def calls(self, fused: bool) -> list[Bound]:
-        """The calls of the op: one, or one per group."""
-        options = self.options
-        if fused:
-            end = max(self.kv_lens)
-            one = options._replace(causal=False, window=None)  # causal and window are bounds of rows here
-            bound = bind(torch.cat(self.q, 2), self.k[:, :, :end], self.v[:, :, :end], one)
-            return [bound._replace(args=bound.args._replace(row_bounds=self._row_bounds()))]
-        placed = options.causal or options.window is not None
-        calls = []
-        for q, offset, end in zip(self.q, self.offsets, self.kv_lens, strict=True):
-            own = options._replace(q_offset=offset if placed else None)
-            calls.append(bind(q, self.k[:, :, :end], self.v[:, :, :end], own))
-        return calls
-
-    def _row_bounds(self) -> Tensor:
-        """Keys [lo, hi) that each row of all groups sees, int32 (rows, 2)."""
-        device = self.q[0].device
-        left, right = self.options.window or (None, None)
-        right = 0 if self.options.causal else right
-        groups = list(zip(self.rows, self.offsets, self.kv_lens, strict=True))
-        at = torch.cat([torch.arange(n, device=device) + offset for n, offset, _ in groups])
-        ends = torch.cat([torch.full((n,), end, dtype=torch.int64, device=device) for n, _, end in groups])
-        lo = torch.zeros_like(at) if left is None else torch.minimum((at - left).clamp(min=0), ends)
-        hi = ends if right is None else torch.minimum((at + right + 1).clamp(min=0), ends)
-        return torch.stack((lo, hi), 1).to(torch.int32)
+        own = [(i, x) for i, call in enumerate(self.calls) for x in OWN if getattr(call.args, x) is not None]
+        if own and fused is not False:
+            why = f"group {own[0][0]} has {own[0][1]}, and one walk tells rows by their bounds alone"
+            if fused:
+                change = "Use fused=None, or say the same with causal=, window=, kv_lens="
+                raise UnsupportedError(f"fused=True: {why}. {change}")
+            return False, why
+        if fused is not None:
+            return fused, f"asked for by fused={fused}"
+        rows, heads = [call.q.shape[2] for call in self.calls], self.calls[0].q.shape[1]
+        kv_lens, kv_heads = [call.k.shape[2] for call in self.calls], self.k.shape[1]
+        packed = sum(rows) * (heads // max(1, kv_heads))
+        several = f"{FEW_ROWS} a group in {SEVERAL_GROUPS} groups or more"
+        long = f"{MANY_ROWS} on if there are {KEYS_PER_ROW} keys for each"
+        rule = f"fused up to {FEW_ROWS}, up to {several}, and from {long}"
+        chosen = fuses(rows, kv_lens, num_q_heads=heads, num_kv_heads=kv_heads)
+        return chosen, f"{packed} rows per key/value head in {len(rows)} groups, {rule}"
 
 
 @overload
@@ -134,7 +114,10 @@ def attention_groups(
 @answering
 def attention_groups(
     q_groups: Sequence[Tensor], k: KV, v: KV, *, q_offsets: Sequence[int],
-    kv_lens: Sequence[int] | None = None, causal: bool = True, window: WindowSides | None = None,
+    kv_lens: Sequence[int] | None = None, causal: bool = True,
+    window: WindowSides | Sequence[WindowSides | None] | None = None,
+    mask: Tensor | Mask | Sequence[Tensor | Mask | None] | None = None,
+    bias: Tensor | Sequence[Tensor | None] | None = None, alibi_slopes: Tensor | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None, layout: Layout = "bhsd",
     return_lse: bool = False, fused: bool | None = None, backend: str | None = None, config: Any = None,
     **unknown: Never,
@@ -142,8 +125,10 @@ def attention_groups(
     """`attention` of several groups of query rows to the first keys of one k and v, each group with its own
     place and length among them: the chunks of a rank in context parallelism, drafts that share a prefix.
 
-    Row i of group g stands at position q_offsets[g] + i, and sees keys below kv_lens[g] only. For inference:
-    no gradients. Arguments not listed are those of `attention`.
+    Row i of group g stands at position q_offsets[g] + i, and sees keys below kv_lens[g] only. Outputs and
+    LSEs are differentiable; gradients of k, v and sinks are summed over groups in float32 and rounded once.
+    Arguments not listed are those of `attention`; `window`, `mask` and `bias` are one for all groups, or a
+    list with one per group.
 
     Args:
         q_groups: any number of tensors (batch, num_q_heads, S_g, head_dim), or (batch, S_g, num_q_heads,
@@ -155,6 +140,9 @@ def attention_groups(
         kv_lens: one int per group, 0 to seqlen_k: it sees none of the keys beyond. None: all keys.
         causal: key j is visible to a row at position p iff j <= p.
         window: (left, right) neighbours of a row's position, itself not counted; None is unbounded.
+        mask: bool, True = attend, broadcastable to (batch, num_q_heads, S_g, seqlen_k); or a `Mask`, whose
+            segment ids are (batch, S_g) and (batch, seqlen_k).
+        bias: any float dtype, broadcastable likewise; has a gradient.
         fused: True walks the keys once for all groups, False makes one call per group, None takes what is
             faster for groups of these sizes (`fuses`). The results agree within rounding.
 
@@ -165,18 +153,15 @@ def attention_groups(
 
     Raises:
         SpecError: as `attention`; groups that differ in more than S_g; a length that is no int per group.
-        UnsupportedError: as `attention`; an input needs a gradient."""
+        UnsupportedError: as `attention`; fused=True beside a mask, bias or ALiBi."""
     if unknown:
         raise unexpected(attention_groups, unknown)
-    scores = {"causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale}
-    how = {"return_lse": return_lse, "backend": backend, "config": config}
-    groups = _checked(q_groups, k, v, q_offsets, kv_lens, layout, **scores, **how)
+    each: dict[str, Any] = {"window": window, "mask": mask, "bias": bias}
+    given: dict[str, Any] = {"causal": causal, "alibi_slopes": alibi_slopes, "softcap": softcap}
+    given |= {"sinks": sinks, "scale": scale, "return_lse": return_lse, "backend": backend, "config": config}
+    groups = _checked(q_groups, k, v, q_offsets, kv_lens, layout, each, given)
     together = groups.fused(_flag("fused", fused))[0]
-    results = [attend(bound) for bound in groups.calls(together)]
-    if together:
-        out, lse = results[0]
-        lses = lse.split(groups.rows, 2) if return_lse else [lse] * len(groups.q)
-        results = list(zip(out.split(groups.rows, 2), lses, strict=True))
+    results = attend_groups(*groups, together)
     if layout == "bshd":
         results = [(out.transpose(1, 2), lse) for out, lse in results]
     return list(starmap(AttentionOutput, results)) if return_lse else [out for out, _ in results]
@@ -184,25 +169,66 @@ def attention_groups(
 
 def explain_groups(
     q_groups: Sequence[Tensor], k: KV, v: KV, *, q_offsets: Sequence[int],
-    kv_lens: Sequence[int] | None = None, causal: bool = True, window: WindowSides | None = None,
+    kv_lens: Sequence[int] | None = None, causal: bool = True,
+    window: WindowSides | Sequence[WindowSides | None] | None = None,
+    mask: Tensor | Mask | Sequence[Tensor | Mask | None] | None = None,
+    bias: Tensor | Sequence[Tensor | None] | None = None, alibi_slopes: Tensor | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None, layout: Layout = "bhsd",
     return_lse: bool = False, fused: bool | None = None, backend: str | None = None, config: Any = None,
     target: str | Target | None = None,
 ) -> GroupsPlan:  # fmt: skip
     """Whether `attention_groups(...)` with these arguments would fuse its groups, why, and who would run each
-    call. Launches nothing and reads no tensor contents: all may be meta tensors; `target` as in `explain`."""
-    scores = {"causal": causal, "window": window, "softcap": softcap, "sinks": sinks, "scale": scale}
-    how = {"return_lse": return_lse, "backend": backend, "config": config}
-    groups = _checked(q_groups, k, v, q_offsets, kv_lens, layout, **scores, **how)
+    call, and each group's gradients if an input needs one. Launches nothing and reads no tensor contents: all
+    may be meta tensors; `target` as in `explain`."""
+    each: dict[str, Any] = {"window": window, "mask": mask, "bias": bias}
+    given: dict[str, Any] = {"causal": causal, "alibi_slopes": alibi_slopes, "softcap": softcap}
+    given |= {"sinks": sinks, "scale": scale, "return_lse": return_lse, "backend": backend, "config": config}
+    groups = _checked(q_groups, k, v, q_offsets, kv_lens, layout, each, given)
     together, why = groups.fused(_flag("fused", fused))
-    plans = tuple(explained(bound, target) for bound in groups.calls(together))
-    return GroupsPlan(together, why, plans)
+    calls, backward = groups.calls, []
+    if torch.is_grad_enabled() and any(any_requires_grad(x.q, x.k, x.v, x.args) for x in calls):
+        calls = [x._replace(args=x.args._replace(need_lse=True)) for x in calls]
+        wide = [x._replace(args=x.args._replace(wide_gradients=True)) for x in calls]
+        backward = [explained_backward(x, target) for x in wide]
+    with torch.no_grad():  # as their gradients are made, they run
+        plans = [explained(x, target) for x in ([one_walk(calls)] if together else calls)]
+    return GroupsPlan(together, why, tuple(plans), tuple(backward))
 
 
 def _checked(
-    q_groups: Any, k: Any, v: Any, q_offsets: Any, kv_lens: Any, layout: str, **given: Any
-) -> _Groups:
-    """The groups as views (batch, heads, seqlen, head_dim), with an offset and a length for each."""
+    q_groups: Any, k: Any, v: Any, q_offsets: Any, kv_lens: Any, layout: str, each: dict[str, Any],
+    given: dict[str, Any],
+) -> _Groups:  # fmt: skip
+    """Every group as a call of its own over views (batch, heads, seqlen, head_dim). Of options, `each` are
+    one for all groups or one per group, `given` are of all."""
+    groups, k, v = _views(q_groups, k, v, layout)
+    count, seqlen_k = len(groups), k.shape[2]
+    offsets = [max(-FAR_OFFSET, min(n, FAR_OFFSET)) for n in _ints("q_offsets", q_offsets, count)]
+    lens = [seqlen_k] * count if kv_lens is None else _ints("kv_lens", kv_lens, count)
+    for index, n in enumerate(lens):
+        if not 0 <= n <= seqlen_k:
+            change = "It counts the keys that the group may see, from the first on."
+            raise spec_error(f"kv_lens[{index}]", n, f"0 to {seqlen_k}, the keys of k", change)
+    given["causal"] = bool(_flag("causal", given["causal"]))
+    lists = {name: _per_group(name, x, count) for name, x in each.items()}
+    if not groups:  # what is said is checked all the same
+        normalise(Options(**given))
+    autocasts = groups and torch_ops.autocasting(groups[0].device.type)
+    if autocasts:
+        _, k, v = autocast(groups[0], k, v)
+        groups = [autocast(q, k, v)[0] for q in groups]
+    calls = []
+    for index, (q, offset, end) in enumerate(zip(groups, offsets, lens, strict=True)):
+        own = {name: x[index] for name, x in lists.items()}
+        try:
+            calls.append(_call(q, k, v, offset, end, own, given))
+        except SpecError as error:
+            raise _named(error, index, lists, each) from None
+    return _Groups(calls, k, v)
+
+
+def _views(q_groups: Any, k: Any, v: Any, layout: str) -> tuple[list[Tensor], Tensor, Tensor]:
+    """All tensors as (batch, heads, seqlen, head_dim), and groups that belong together."""
     if isinstance(q_groups, Tensor) or not isinstance(q_groups, Sequence):
         change = "Use list(q.split(sizes, 2)) to cut a tensor into groups."
         raise spec_error("q_groups", described(q_groups), "a list of tensors", change)
@@ -220,21 +246,74 @@ def _checked(
             change = "Groups share keys, so all but the number of their rows must agree."
             raise spec_error(f"q_groups[{index}]", f"{described(q)}{where}", wanted, change)
         groups.append(q)
-    inputs = (*groups, k, v, given["sinks"])
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-        raise UnsupportedError(f"attention_groups {INFERENCE_ONLY}")
-    seqlen_k = k.shape[2]
-    offsets = [max(-FAR_OFFSET, min(n, FAR_OFFSET)) for n in _ints("q_offsets", q_offsets, len(groups))]
-    lens = [seqlen_k] * len(groups) if kv_lens is None else _ints("kv_lens", kv_lens, len(groups))
-    for index, n in enumerate(lens):
-        if not 0 <= n <= seqlen_k:
-            change = "It counts the keys that the group may see, from the first on."
-            raise spec_error(f"kv_lens[{index}]", n, f"0 to {seqlen_k}, the keys of k", change)
-    if given["window"] is not None:
-        sides = checked_window(given["window"])
-        given["window"] = None if sides == (None, None) else sides
-    given["causal"] = bool(_flag("causal", given["causal"]))
-    return _Groups(groups, k, v, offsets, lens, Options(**given))
+    return groups, k, v
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, offset: int, end: int, own: dict[str, Any], given: dict[str, Any]
+) -> Bound:
+    """One group as a call over the first `end` keys."""
+    seqlen_k, mask, sides = k.shape[2], own["mask"], own["window"]
+    sides = (None, None) if sides is None else checked_window(sides)
+    own = own | {"bias": _first_keys("bias", own["bias"], seqlen_k, end)}
+    placed = given["causal"] or sides != (None, None) or given["alibi_slopes"] is not None
+    if isinstance(mask, Mask):
+        placed = placed or mask.alignment is not None or mask.window_sides != (None, None)
+        lens, starts = (_up_to(x, seqlen_k, end) for x in (mask.kv_lens, mask.kv_starts))
+        k_ids = _first_keys("segments k_ids", mask.k_ids, seqlen_k, end, 2)
+        own["mask"] = replace(mask, kv_lens=lens, kv_starts=starts, k_ids=k_ids)
+    else:
+        own["mask"] = _first_keys("mask", mask, seqlen_k, end)
+    own["window"] = None if sides == (None, None) else sides
+    args = normalise(Options(**given, **own, q_offset=offset if placed else None))
+    bound = Bound(q, k[:, :, :end], v[:, :, :end], None, args)
+    if not torch.compiler.is_compiling() and any(getattr(args, name) is not None for name in OWN):
+        validate.check_operands(q, bound.k, args)
+    return bound
+
+
+def _first_keys(name: str, x: Any, seqlen_k: int, end: int, dims: int = 1) -> Any:
+    """Of an operand with keys in its last dimension, those of the first `end` ones."""
+    if not isinstance(x, Tensor) or x.ndim < dims or (dims == 1 and x.shape[-1] == 1):
+        return x
+    if x.shape[-1] != seqlen_k:
+        wanted = f"{seqlen_k}, one for each key of k{', or 1' if dims == 1 else ''}"
+        change = "It tells of all keys; kv_lens= says how many of them the group sees."
+        raise spec_error(f"{name} keys", x.shape[-1], wanted, change)
+    return x if end == seqlen_k else x[..., :end]
+
+
+def _up_to(x: Any, seqlen_k: int, end: int) -> Any:
+    """Lengths among all keys as those among the first ones; what is no length stays, to be refused."""
+    if not isinstance(x, Tensor) or end == seqlen_k:
+        return x
+    return torch.where(x > seqlen_k, x, x.clamp(max=end))
+
+
+def _per_group(name: str, x: Any, count: int) -> list[Any]:
+    """One of each group, from a list of them or from one for all."""
+    one = not isinstance(x, (list, tuple))
+    if name == "window" and not one:
+        one = len(x) == 2 and all(side is None or not isinstance(side, (list, tuple)) for side in x)
+    if one:
+        return [x] * count
+    if len(x) != count:
+        wanted = f"one for all groups, or a list of {count}, one per group"
+        raise spec_error(name, described(x), wanted, "None stands for a group without.")
+    return list(x)
+
+
+def _named(error: SpecError, index: int, lists: dict[str, Any], each: dict[str, Any]) -> SpecError:
+    """A refusal of one group, by the name of its argument."""
+    text = str(error)
+    name = text.partition(":")[0].partition(" ")[0]
+    if name in each:
+        listed = lists[name] is not None and isinstance(each[name], (list, tuple))
+        if listed and not (name == "window" and each[name] is lists[name][index]):
+            return SpecError(f"{name}[{index}]{text[len(name) :]}")
+        return error
+    known = ("segments", "intervals", "q_segments", "k_segments", "kv_starts", "kv_lens")
+    return SpecError(f"mask of group {index}: {text}") if name in known else error
 
 
 def _kind(q: Tensor) -> tuple[Any, ...]:

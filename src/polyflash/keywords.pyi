@@ -9,15 +9,15 @@ from polyflash.arguments import Causal, Layout, WindowSides
 from polyflash.mask import Mask
 
 class _Scores(TypedDict, total=False):
-    window: WindowSides | None
+    alibi_slopes: Tensor | None
     softcap: float
     sinks: Tensor | None
     scale: float | None
     backend: str | None
 
 class _Rows(_Scores, total=False):
+    window: WindowSides | None
     causal: Causal
-    alibi_slopes: Tensor | None
     kv_starts: Tensor | None
     q_offset: int | Tensor | None
     out: Tensor | None
@@ -54,6 +54,9 @@ class OfGroups(_Scores, total=False):
     q_offsets: Required[Sequence[int]]
     kv_lens: Sequence[int] | None
     causal: bool
+    window: WindowSides | Sequence[WindowSides | None] | None
+    mask: Tensor | Mask | Sequence[Tensor | Mask | None] | None
+    bias: Tensor | Sequence[Tensor | None] | None
     layout: Layout
     fused: bool | None
     config: Any

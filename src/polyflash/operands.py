@@ -111,6 +111,7 @@ OPERANDS = (
         for x in "kv"
         for table in ("scale", "shift")
     ),
+    Operand("wide_gradients", "bool", False, Feature.WIDE_GRADIENTS),
 )
 BY_NAME = {operand.name: operand for operand in OPERANDS}
 # Those that kernels read: the seed of dropout is a number to them.

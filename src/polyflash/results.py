@@ -16,16 +16,18 @@ from polyflash.storages import span
 Room = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def empty_in_order_of(like: Tensor, head_dim: int) -> Tensor:
-    """An empty (batch, heads, seqlen, head_dim) in the dense stride order of `like`, if it has one."""
+def empty_in_order_of(like: Tensor, head_dim: int, kind: torch.dtype | None = None) -> Tensor:
+    """An empty (batch, heads, seqlen, head_dim) in the dense stride order of `like`, if it has one, and in
+    its dtype or in `kind`."""
     batch, heads, seqlen, _ = like.shape
+    kind = kind or like.dtype
     if like.is_contiguous():
-        return like.new_empty((batch, heads, seqlen, head_dim))
+        return like.new_empty((batch, heads, seqlen, head_dim), dtype=kind)
     strides = like.stride()
     if strides[3] != 1 or 0 in strides:
-        return like.new_empty((batch, heads, seqlen, head_dim))
+        return like.new_empty((batch, heads, seqlen, head_dim), dtype=kind)
     order = sorted(range(3), key=lambda d: strides[d], reverse=True)
-    dense = like.new_empty((*(like.shape[d] for d in order), head_dim))
+    dense = like.new_empty((*(like.shape[d] for d in order), head_dim), dtype=kind)
     return dense.permute(*(order.index(d) for d in range(3)), 3)
 
 
@@ -89,16 +91,32 @@ def owned(args: Arguments, rows: int, device: torch.device) -> Tensor:
     return torch.arange(rows, device=device) < args.cu_seqlens_q[-1]
 
 
-def empty_gradients(likes: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+_SUMMED = (1, 2, 3 + DIFFERENTIABLE.index("sinks"))  # operands that several calls may share
+
+
+def gradient_kinds(likes: tuple[Any, ...], args: Arguments) -> tuple[torch.dtype | None, ...]:
+    """The dtype of the gradient of each differentiable operand: its own; with `wide_gradients` that of k, v
+    and sinks is no narrower than their sums."""
+    sums = torch.float64 if likes[0].dtype is torch.float64 else torch.float32
+    return tuple(
+        None if x is None
+        else torch.promote_types(x.dtype, sums) if args.wide_gradients and i in _SUMMED
+        else x.dtype
+        for i, x in enumerate(likes)
+    )  # fmt: skip
+
+
+def empty_gradients(likes: tuple[Any, ...], args: Arguments, needs: Sequence[bool]) -> tuple[Tensor, ...]:
     """One fresh tensor per differentiable operand; those not asked for have no elements."""
     fresh = []
-    for i, (like, need) in enumerate(zip(likes, needs, strict=True)):
+    kinds = gradient_kinds(likes, args)
+    for i, (like, kind, need) in enumerate(zip(likes, kinds, needs, strict=True)):
         if like is None or not need:
             fresh.append(torch.empty(0, device=likes[0].device))
         elif i < 3:
-            fresh.append(empty_in_order_of(like, like.shape[3]))
+            fresh.append(empty_in_order_of(like, like.shape[3], kind))
         else:
-            fresh.append(like.new_empty(like.shape))
+            fresh.append(like.new_empty(like.shape, dtype=kind))
     return tuple(fresh)
 
 
@@ -106,10 +124,10 @@ def no_gradients(
     likes: tuple[Any, ...], dlse: Tensor | None, args: Arguments, needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """The gradients of zero sizes: those of the lse reach the sinks, which are the whole denominator."""
-    results = empty_gradients(likes, needs)
+    results = empty_gradients(likes, args, needs)
     for result in results:
         result.zero_()
-    at = 3 + DIFFERENTIABLE.index("sinks")
+    at = _SUMMED[-1]
     if needs[at] and args.sinks is not None and dlse is not None:
         dlse = dlse.masked_fill(~owned(args, dlse.shape[2], dlse.device), 0.0)
         results[at].copy_(dlse.sum(dim=(0, 2)))
@@ -117,10 +135,10 @@ def no_gradients(
 
 
 def settled(
-    gradients: tuple[Tensor | None, ...], likes: tuple[Any, ...], needs: Sequence[bool]
+    gradients: tuple[Tensor | None, ...], likes: tuple[Any, ...], args: Arguments, needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """A row's gradients with the strides the op promises, copied where it chose others."""
-    promised = empty_gradients(tuple(x.to("meta") if x is not None else x for x in likes), needs)
+    promised = empty_gradients(tuple(x.to("meta") if x is not None else x for x in likes), args, needs)
     results = []
     for gradient, need, like, x in zip(gradients, needs, likes, promised, strict=True):
         if not need or like is None or gradient is None:

@@ -47,6 +47,7 @@ class Feature(str, Enum):
     PAGED = "paged keys"
     ROW_BOUNDS = "row bounds"
     CODES = "quantised keys"
+    WIDE_GRADIENTS = "wide gradients"
     DROPOUT = "dropout"
     GQA = "grouped heads"
     HEAD_DIM_V = "head_dim_v != head_dim"
@@ -116,6 +117,9 @@ class Arguments(NamedTuple):
     k_shift: Tensor | None = None
     v_scale: Tensor | None = None
     v_shift: Tensor | None = None
+    # Of the backward op: dk, dv and dsinks come in the dtype of their sums, float32 (float64 of float64), for
+    # whoever adds those of several calls, and not rounded to that of their operands.
+    wide_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,8 +79,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
     """The op, entered the cheapest way the moment allows. q, k, v are (batch, heads, seqlen, head_dim)."""
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
     if torch.compiler.is_compiling():
-        backend = args.backend or ("" if in_graph.backend is None else in_graph.backend or ANY)
-        args = args._replace(need_lse=args.need_lse or needs_grad, backend=backend)
+        args = as_asked(args)._replace(need_lse=args.need_lse or needs_grad)
         if needs_grad and args.cu_seqlens_q is not None:  # the op will not know what it is called for
             args = args._replace(batch_invariant=True)
         return _attention(q, k, v, *args)
@@ -88,12 +87,27 @@ def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tens
         check(q, k, v, args)
         if needs_grad and args.cu_seqlens_q is not None:  # nor does it know under a transform
             args = args._replace(batch_invariant=True)
-        return _attention(q, k, v, *args._replace(backend=requested_backend(args) or ANY))
+        return _attention(q, k, v, *as_asked(args))
     if forward_ad._current_level >= 0:
         transforms.refuse_tangents(differentiable(q, k, v, args))
     if needs_grad:
         return _differentiable(q, k, v, args)
     return _below_autograd(q, k, v, args)
+
+
+def as_asked(args: Arguments) -> Arguments:
+    """`args` with the backend that is asked for here, for the op where it will know of no context."""
+    if torch.compiler.is_compiling():
+        backend = args.backend or ("" if in_graph.backend is None else in_graph.backend or ANY)
+    else:
+        backend = requested_backend(args) or ANY
+    return args._replace(backend=backend)
+
+
+def refuse_gradients(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
+    """Raises what the backward op would raise of a call, as far as its sizes do not matter."""
+    check(q, k, v, args)
+    _refuse_statically(Phase.BACKWARD, q, k, v, args)
 
 
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
@@ -104,8 +118,7 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[T
     if not _skips_dispatcher(q, k, v, rest) or saved_hooks(False) is not None:
         validate.check_layouts(q, k, v, args)
         if args.backend:
-            check(q, k, v, args)
-            _refuse_statically(Phase.BACKWARD, q, k, v, args)
+            refuse_gradients(q, k, v, args)
         return _attention(q, k, v, *args._replace(backend=args.backend or ANY))
     return _with_node(q, k, v, args, rest)[1]
 
@@ -371,7 +384,8 @@ def _backward(
     likes = differentiable(q, k, v, args)
     if out.numel() == 0 or k.shape[2] == 0:
         return no_gradients(likes, dlse, args, needs)
-    return settled(_differentiate(launch, dout, dlse, q, k, v, out, lse, args, tuple(needs)), likes, needs)
+    made = _differentiate(launch, dout, dlse, q, k, v, out, lse, args, tuple(needs))
+    return settled(made, likes, args, needs)
 
 
 def _differentiate(
@@ -397,10 +411,9 @@ def _fake_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     needs, args = rest[0], Arguments(*rest[1:])
-    check(q, k, v, args)
-    _refuse_statically(Phase.BACKWARD, q, k, v, args)
+    refuse_gradients(q, k, v, args)
     validate.check_results(q, v, {"dout": dout, "dlse": dlse, "out": out, "lse": lse})
-    return empty_gradients(differentiable(q, k, v, args), needs)
+    return empty_gradients(differentiable(q, k, v, args), args, needs)
 
 
 class _Attention(_SingleLevelFunction):

@@ -64,7 +64,7 @@ def refuse_inference_only(args: Arguments) -> None:
     if args.page_table is not None:
         raise UnsupportedError(f"paged attention {INFERENCE_ONLY}")
     if args.row_bounds is not None:
-        raise UnsupportedError(f"attention_groups {INFERENCE_ONLY}")
+        raise UnsupportedError(f"a call with row_bounds {INFERENCE_ONLY}")
 
 
 def node_of_forward(op: Any, node: Any) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import polyflash
-from polyflash import SpecError, UnsupportedError, attention, attention_groups, explain_groups
+from polyflash import SpecError, attention, attention_groups, explain_groups
 from polyflash.groups import FEW_ROWS, KEYS_PER_ROW, MANY_ROWS, SEVERAL_GROUPS, fuses
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
@@ -231,18 +231,6 @@ class TestExplain:
         groups, k, v = tensors()
         plan = explain_groups(groups, k, v, q_offsets=[0] * 4, kv_lens=[3, 8, 0, 17], fused=True)
         assert plan.plans[0].spec.seqlen_k == 17
-
-
-@pytest.mark.parametrize("fused", MODES)
-def test_gradients_are_refused_in_words(fused):
-    groups, k, v = tensors()
-    for place in range(6):
-        given = [*groups, k, v]
-        given[place] = given[place].clone().requires_grad_()
-        with pytest.raises(UnsupportedError, match=r"attention_groups has no gradients.*no_grad"):
-            attention_groups(given[:-2], *given[-2:], fused=fused, **PLACES)
-        with torch.no_grad():
-            attention_groups(given[:-2], *given[-2:], fused=fused, **PLACES)
 
 
 @pytest.mark.parametrize(

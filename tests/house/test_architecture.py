@@ -51,7 +51,7 @@ FLOORS = {
         "counting",
         "quant.calls",
     ),
-    6: ("api", "groups", "statistics", "quant", "kvcache", "parallel.ring", "tuning"),
+    6: ("api", "groups", "group_calls", "statistics", "quant", "kvcache", "parallel.ring", "tuning"),
     7: (
         "webgpu",
         "integrations",

@@ -16,12 +16,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
-import torch
 
 from polyflash.backends.cpu import arguments, backward_configs, configs, packing, pool, runtime
 from polyflash.backends.cpu.backward_configs import BiasGradientKey
 from polyflash.backends.cpu.backward_sums import BiasSums, bias_sums, sink_gradient, zeros_in_order_of
 from polyflash.backends.cpu.words import NEEDS_DBIAS, BiasGradient, Cut, Entries, Gradients, Sums
+from polyflash.results import gradient_kinds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,20 +168,22 @@ def run(
     args: Arguments,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """dq, dk, dv, dbias, dsinks, each with its operand's shape and dtype; None where `needs` is False."""
+    """dq, dk, dv, dbias, dsinks, each with its operand's shape and the dtype of `gradient_kinds`; None where
+    `needs` is False."""
+    kinds = gradient_kinds((q, k, v, args.bias, args.sinks), args)
     dbias = dsinks = None
     bias: BiasSums | None = None
     dout, out = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (dout, out))
     dlse, lse = None if dlse is None else dlse.contiguous(), lse.contiguous()
     if needs[4] and args.sinks is not None:
-        dsinks = sink_gradient(dout, dlse, out, lse, args.sinks.detach())
+        dsinks = sink_gradient(dout, dlse, out, lse, args.sinks.detach()).to(kinds[4])
     if not any(needs[:4]):
         return None, None, None, None, dsinks
     if needs[3] and args.bias is not None:
         heads, seqlens = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
         bias = bias_sums(args.bias, q.shape[0], heads, seqlens)
     sums = _differentiate(launch, (q, k, v, out), (dout, dlse, lse), args, needs, bias)
-    dq, dk, dv = sums if q.dtype is torch.float32 else (None if x is None else x.to(q.dtype) for x in sums)
+    dq, dk, dv = (None if x is None else x.to(kind) for x, kind in zip(sums, kinds[:3], strict=True))
     if bias is not None:
         dbias = bias.total(cast("Tensor", args.bias))
     return dq, dk, dv, dbias, dsinks

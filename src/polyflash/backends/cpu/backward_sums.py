@@ -80,10 +80,11 @@ def _sum(x: Tensor, dim: int) -> Tensor:
 
 
 def sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """-Σ exp(sink - lse)·delta over batch entries and rows; a row of no member has lse = -inf and no part."""
+    """float32 -Σ exp(sink - lse)·delta over batch entries and rows; a row of no member has lse = -inf and no
+    part."""
     delta = (dout.float() * out.float()).sum(-1)
     if dlse is not None:
         delta = delta - dlse
     share = torch.exp(sinks.float()[:, None] - lse)
     lost = (share * delta).masked_fill_(lse == -torch.inf, 0.0)
-    return -_sum(_sum(lost, 2), 0).to(sinks.dtype)
+    return -_sum(_sum(lost, 2), 0)

@@ -54,7 +54,7 @@ CAPABILITIES = (
     _row(
         phase=Phase.BACKWARD,
         module="polyflash.backends.cpu.backward",
-        features=USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS},
+        features=(USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS}) | {Feature.WIDE_GRADIENTS},
         choose=backward_configs.choose,
     ),
     _row(

@@ -32,6 +32,7 @@ from polyflash.backends.torch.forward import (
     store_rows,
 )
 from polyflash.backends.torch.packed import runs
+from polyflash.results import gradient_kinds
 from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
@@ -217,7 +218,8 @@ def run(
     args: Arguments,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """dq, dk, dv, dbias, dsinks, each with its operand's shape and dtype; None where `needs` is False."""
+    """dq, dk, dv, dbias, dsinks, each with its operand's shape and the dtype of `gradient_kinds`; None where
+    `needs` is False."""
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
     with torch.no_grad():
         packed = args.cu_seqlens_q is not None
@@ -233,7 +235,6 @@ def run(
             accumulate_packed(q, k, v, given, args, totals, launch.config)
         else:
             accumulate_all(parts(q, k, v, args, launch.config), given, totals, launch.config)
-    results = []
-    for total, like in ((dq, q), (dk, k), (dv, v), (dbias, args.bias), (dsinks, args.sinks)):
-        results.append(None if total is None or like is None else total.to(like.dtype).reshape(like.shape))
-    return tuple(results)  # type: ignore[return-value]
+    likes = (q, k, v, args.bias, args.sinks)
+    made = zip((dq, dk, dv, dbias, dsinks), likes, gradient_kinds(likes, args), strict=True)
+    return tuple(None if x is None else x.to(kind).reshape(like.shape) for x, like, kind in made)  # type: ignore

@@ -7,10 +7,10 @@ from polyflash.capability import USUAL_FEATURES, Capability
 from polyflash.dtypes import BY_NAME
 from polyflash.spec import Feature, Phase
 
-_WITHOUT = {
-    Phase.FORWARD: frozenset[Feature](),
-    Phase.BACKWARD: frozenset({Feature.PAGED, Feature.ROW_BOUNDS}),
-    Phase.STATISTICS: frozenset({Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT}),
+_FEATURES = {
+    Phase.FORWARD: USUAL_FEATURES,
+    Phase.BACKWARD: (USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS}) | {Feature.WIDE_GRADIENTS},
+    Phase.STATISTICS: USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT},
 }
 
 CAPABILITIES = tuple(
@@ -21,10 +21,10 @@ CAPABILITIES = tuple(
         targets=("",),
         dtypes=frozenset(BY_NAME),
         max_head_dim=1 << 20,
-        features=USUAL_FEATURES - without,
+        features=features,
         host_features=frozenset({Feature.BATCH_INVARIANT}),  # a GPU's matrix products follow the batch
         priority=0,
         choose=choose,
     )
-    for phase, without in _WITHOUT.items()
+    for phase, features in _FEATURES.items()
 )

@@ -31,7 +31,7 @@ from polyflash.backends.triton.config_types import product_of
 from polyflash.backends.triton.constants import Constants
 from polyflash.backends.triton.gradient_kernels import PAD, center, make_again, make_dkv, make_dq, part_width
 from polyflash.backends.triton.tiles import channel_blocks, check_stages, least_channels
-from polyflash.results import empty_in_order_of
+from polyflash.results import empty_in_order_of, gradient_kinds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -313,7 +313,8 @@ def run(
     args: Arguments,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """dq, dk, dv, dbias, dsinks, each with its operand's shape and dtype; None where `needs` is False."""
+    """dq, dk, dv, dbias, dsinks, each with its operand's shape and the dtype of `gradient_kinds`; None where
+    `needs` is False."""
     prepared = launch.prepared
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
@@ -328,7 +329,9 @@ def run(
     if need_bias and args.bias is not None:
         dbias = bias_gradient.run(call, q, k, v, args.bias)
     if need_sinks and args.sinks is not None:
-        dsinks = sink_gradient(args.sinks, lse, delta).to(args.sinks.dtype)
+        dsinks = sink_gradient(args.sinks, lse, delta).to(
+            gradient_kinds((q, k, v, None, args.sinks), args)[4]
+        )
     return *made, dbias, dsinks
 
 
@@ -341,8 +344,8 @@ def differentiate(
     centered = centers(prepared, (q, k, v), results, kv_lens)
     call = prepare_call(prepared, q, k, v, centered, args)
     dq, dk, dv = (
-        empty_in_order_of(x, x.shape[3]) if need else None
-        for x, need in zip((q, k, v), needs[:3], strict=True)
+        empty_in_order_of(x, x.shape[3], kind) if need else None
+        for x, kind, need in zip((q, k, v), gradient_kinds((q, k, v), args), needs[:3], strict=True)
     )
     fused = prepared.config.fused and dq is not None
     dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else None

@@ -19,7 +19,11 @@ _ROWS = (
         (USUAL_FEATURES - {Feature.DROPOUT, Feature.BATCH_INVARIANT, Feature.VARLEN}) | {Feature.CODES},
         configs.choose_decode,
     ),
-    (Phase.BACKWARD, USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS}, configs.choose_backward),
+    (
+        Phase.BACKWARD,
+        (USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS}) | {Feature.WIDE_GRADIENTS},
+        configs.choose_backward,
+    ),
     (
         Phase.STATISTICS,
         USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT},
