@@ -20,7 +20,7 @@ from polyflash.parallel import calls, ulysses
 from polyflash.parallel.calls import Ranks, Where
 from polyflash.parallel.comm import Team, teams_of
 from polyflash.parallel.cost import Explanation, explained
-from polyflash.parallel.handshake import KINDS, agree
+from polyflash.parallel.handshake import KINDS
 from polyflash.parallel.ring import sums_of
 from polyflash.parallel.schedule import ORDERS, Shards, lengths_of
 
@@ -131,7 +131,8 @@ def attention_varlen(
     options = Options(
         causal=causal, window=window, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, scale=scale,
         kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, dropout_p=dropout_p, return_lse=return_lse,
-        batch_invariant=batch_invariant, backend=backend, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        batch_invariant=batch_invariant, backend=backend, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
     )  # fmt: skip
     ranks, where = Ranks(*teams_of(group, mesh)), Where(method, order, None, handshake)
     bound, out, lse = _run(q, k, v, options, Form.PACKED, ranks, where)
@@ -155,8 +156,8 @@ def explain(
     window: WindowSides | None = None, mask: Tensor | Mask | None = None, q_offset: int | None = None,
     layout: Layout = "bhsd", cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
 ) -> Explanation:  # fmt: skip
-    """Which exchange `polyflash.parallel.attention(...)` would take on `ranks` ranks, and why; what every rank
-    sends and computes. Sends nothing and needs no process group.
+    """The exchange that `polyflash.parallel.attention(...)` would take on `ranks` ranks, and why; what every
+    rank sends and computes. Sends nothing and needs no process group.
 
     Args:
         q: the rows of rank 0, or those of any rank if all hold as many; k and v likewise. All may be meta
@@ -164,7 +165,7 @@ def explain(
         ranks: how many there are, or (ranks of the ring, ranks that share heads).
         seqlens: rows of q and of k on all ranks together; None: as many on every rank as here.
 
-    The result prints itself. Its times come from nominal rates of links and devices, which nobody measured."""
+    The result prints itself. Its times come from nominal rates of links and devices, none of them measured."""
     sizes = (ranks, 1) if isinstance(ranks, int) else tuple(ranks)
     if len(sizes) != 2 or any(type(n) is not int or n < 1 for n in sizes):
         raise spec_error("ranks", described(ranks), "an int, or two ints, 1 or more", "A mesh has two.")
@@ -186,7 +187,9 @@ def explain(
         copies = ulysses.deal(bound.q.shape[1], bound.k.shape[1], sharing)[1]
         count = sum(map(len, copies))
         if count > bound.k.shape[1]:
-            notes.append(f"{bound.k.shape[1]} key heads go to {sharing} ranks as {count}: some are sent twice")
+            notes.append(
+                f"{bound.k.shape[1]} key heads go to {sharing} ranks as {count}: some are sent twice"
+            )
     if q.element_size() < 4 and q.device.type != "cpu" and "ring" in chosen:
         notes.append(f"kernels round the result of each step to {q.dtype} before it is merged in float32")
     if call.sight.offsets is None:

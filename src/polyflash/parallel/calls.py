@@ -1,4 +1,4 @@
-"""One call of one rank, from its user's arguments to its rows: checks, handshake, shards, and the exchange."""
+"""One call of one rank, from its user's arguments to its rows: checks, handshake, shards, exchange."""
 
 from __future__ import annotations
 
@@ -74,9 +74,13 @@ def checked(where: Where, ranks: Ranks) -> None:
         raise spec_error("method", described(where.method), wanted, change)
     check_order(where.order)
     if where.handshake is not True and where.handshake is not False:
-        raise spec_error("handshake", described(where.handshake), "True or False", "It is one message a call.")
+        raise spec_error(
+            "handshake", described(where.handshake), "True or False", "It is one message a call."
+        )
     given = where.seqlens
-    pair = isinstance(given, (tuple, list)) and len(given) == 2 and all(type(n) is int and n >= 0 for n in given)
+    pair = (
+        isinstance(given, (tuple, list)) and len(given) == 2 and all(type(n) is int and n >= 0 for n in given)
+    )
     if given is not None and not pair:
         change = "They are the rows of q and of k on all ranks together."
         raise spec_error("seqlens", described(given), "two ints, or None", change)
@@ -84,14 +88,18 @@ def checked(where: Where, ranks: Ranks) -> None:
 
 def check_order(order: Any) -> None:
     if not isinstance(order, str) or order not in ORDERS:
-        raise spec_error("order", described(order), "'zigzag' or 'contiguous'", "split() cuts by the same one.")
+        raise spec_error(
+            "order", described(order), "'zigzag' or 'contiguous'", "split() cuts by the same one."
+        )
 
 
 def bound_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Bound:
     """This rank's part of a call, checked as far as it can be without the others."""
     bound = bind(q, k, v, options, form)
     if not (isinstance(bound.k, Tensor) and isinstance(bound.v, Tensor)):
-        raise UnsupportedError("parallel: codes are not sent between ranks. Pass dequantize(k) and dequantize(v)")
+        raise UnsupportedError(
+            "parallel: codes are not sent between ranks. Pass dequantize(k) and dequantize(v)"
+        )
     args = bound.args
     if args.intervals is not None:
         text = "parallel: the lists of Mask.intervals() and Mask.blocks() are not cut into shards"
@@ -113,8 +121,8 @@ def run(
     try:
         checked(where, ranks)
         bound = bound_of(q, k, v, options, form)
-        method, order = METHODS.index(where.method or METHODS[0]), ORDERS.index(where.order)
-        said = said_of(bound.q, bound.k, bound.v, bound.args) | {"method": method, "order": order}
+        said = said_of(bound.q, bound.k, bound.v, bound.args) | {"order": ORDERS.index(where.order)}
+        said["method"] = METHODS.index(where.method or METHODS[0])
         said["function"] = KINDS.index("attention_varlen" if form is Form.PACKED else "attention")
         if where.seqlens is None and where.handshake is False and form is not Form.PACKED:
             change = "Give the rows of q and of k on all ranks together: the handshake would count them."
@@ -146,8 +154,10 @@ def whole_call(bound: Bound, ranks: Ranks, where: Where, seqlens: Any) -> Call:
     rank = ranks.rank
     for name, x, held in zip("qk", (q, k), shards, strict=True):
         if x.shape[2] != held.held(rank):
-            wanted = f"{held.held(rank)}, what split() gives rank {rank} of {held.rows} rows in {where.order} order"
-            raise spec_error(f"{name} rows", x.shape[2], wanted, "Shards are made by polyflash.parallel.split().")
+            wanted = f"{held.held(rank)}, as split() gives rank {rank} of {held.rows} in {where.order} order"
+            raise spec_error(
+                f"{name} rows", x.shape[2], wanted, "Shards are made by polyflash.parallel.split()."
+            )
     whole = [
         x.new_empty(()).expand(*x.shape[:2], n.rows, x.shape[3])
         for x, n in zip((q, k, v), (shards[0], shards[1], shards[1]), strict=True)

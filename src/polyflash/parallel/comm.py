@@ -60,7 +60,7 @@ class Team:
         whole = torch.empty(self.size * own.numel(), dtype=torch.uint8, device=x.device)
         self.sent += own.numel() * (self.size - 1)
         with self._named(what):
-            work = dist.all_gather_into_tensor(whole, own, self.group, async_op=True)
+            work = _all_gather(whole, own, self.group, async_op=True)
 
         def wait() -> Tensor:
             with self._named(what):
@@ -90,6 +90,10 @@ class Team:
                 f"rank ended, hangs or made another call, and this group is of no more use. It said: {why}"
             )
             raise RuntimeError(text) from error
+
+
+# The newer name, where torch has it: the older one warns there.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -130,5 +134,3 @@ def teams_of(group: Any, mesh: Any) -> tuple[Team, Team | None]:
         if x not in _teams:
             _teams[x] = Team(x)
     return _teams[groups[0]], _teams[groups[1]] if len(groups) == 2 else None
-
-

@@ -134,7 +134,8 @@ def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     working = [[flops / link.flops for _, flops in own] for own in steps]
     # The exchange of step t + 1 runs while step t is computed.
     seconds = [
-        sum(max(a, b) for a, b in zip([*m[1:], 0.0], w, strict=True)) for m, w in zip(moving, working, strict=True)
+        sum(max(a, b) for a, b in zip([*m[1:], 0.0], w, strict=True))
+        for m, w in zip(moving, working, strict=True)
     ]
     behind = sum(
         min(a, b) for m, w in zip(moving, working, strict=True) for a, b in zip(m[1:], w[:-1], strict=True)
@@ -143,7 +144,9 @@ def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     most = max((sent for own in steps for sent, _ in own), default=0)
     sent = tuple(sum(x for x, _ in own) for own in steps)
     flops = tuple(sum(x for _, x in own) for own in steps)
-    return Explanation("ring", why, sent, flops, max(seconds), behind / total if total else 1.0, 2 * most, notes)
+    return Explanation(
+        "ring", why, sent, flops, max(seconds), behind / total if total else 1.0, 2 * most, notes
+    )
 
 
 def _work_of_rows(problem: Problem) -> tuple[float, ...]:
@@ -177,7 +180,9 @@ def _ulysses(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     if ranks == shards:
         flops = (sum(_work_of_rows(problem)) / ranks,) * ranks
         seconds += flops[0] / link.flops
-        return Explanation("ulysses", why, sent, flops, seconds, 0.0, problem.k.rows * per_key // ranks, notes)
+        return Explanation(
+            "ulysses", why, sent, flops, seconds, 0.0, problem.k.rows * per_key // ranks, notes
+        )
     heads = problem.num_q_heads // ranks
     own = replace(problem, num_q_heads=heads, num_kv_heads=max(1, copies // ranks))
     ring = _ring(own, why, notes)

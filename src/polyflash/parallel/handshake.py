@@ -48,10 +48,10 @@ def agree(team: Team, said: Mapping[str, int]) -> dict[str, list[int]]:
         raise SpecError(f"parallel: rank {ranks} refused its arguments, for the reason in its own error")
     for name, column in columns.items():
         if name not in _OWN and len(set(column)) > 1:
-            got = "; ".join(
-                f"{_worded(name, value)} on rank {', '.join(str(r) for r, x in enumerate(column) if x == value)}"
-                for value in dict.fromkeys(column)
-            )
+            said_by: dict[int, list[str]] = {}
+            for rank, value in enumerate(column):
+                said_by.setdefault(value, []).append(str(rank))
+            got = "; ".join(f"{_worded(name, x)} on rank {', '.join(who)}" for x, who in said_by.items())
             change = "Ranks of a group make the same calls in the same order."
             raise spec_error(f"parallel {name}", got, "the same on every rank", change)
     return {name: list(columns[name]) for name in _OWN}
@@ -73,7 +73,7 @@ def said_of(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> dict[str, int]:
     for x in tensors:
         contents = zlib.crc32(repr((x.dtype, tuple(x.shape))).encode(), contents)
         if x.device.type == "cpu" and not x.is_floating_point():
-            contents = zlib.crc32(x.contiguous().view(-1).view(torch.uint8).numpy(), contents)
+            contents = zlib.crc32(bytes(x.contiguous().view(-1).view(torch.uint8).numpy()), contents)
     bits = {name: _bits(getattr(args, name)) for name in _FLOATS}
     inputs = [x for x in (q, k, v, args.bias, args.sinks) if x is not None]
     return {

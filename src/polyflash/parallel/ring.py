@@ -78,7 +78,10 @@ class Call:
             positional = positional or not (args.causal is args.window_left is args.window_right is None)
         if args.cu_seqlens_q is not None:
             device = args.cu_seqlens_q.device
-            own |= {"cu_seqlens_q": _bounds(block.q.lens, device), "cu_seqlens_k": _bounds(block.k.lens, device)}
+            own |= {
+                "cu_seqlens_q": _bounds(block.q.lens, device),
+                "cu_seqlens_k": _bounds(block.k.lens, device),
+            }
             own |= {"max_seqlen_q": int(block.q.lens.max()), "max_seqlen_k": int(block.k.lens.max())}
             first, keys = (torch.from_numpy(x).to(device) for x in (block.k.starts, block.k.lens))
             shift: Any = torch.from_numpy(block.q.starts - block.k.starts).to(device)
@@ -134,7 +137,9 @@ class Call:
         groups = self.head_groups(k, v)
 
         def start(heads: Span) -> list[Callable[[], Tensor]]:
-            room = [torch.nn.functional.pad(x[:, slice(*heads)], (0, 0, 0, most - x.shape[2])) for x in (k, v)]
+            room = [
+                torch.nn.functional.pad(x[:, slice(*heads)], (0, 0, 0, most - x.shape[2])) for x in (k, v)
+            ]
             return [self.team.gather(x, what) for x in room]
 
         arriving = start(groups[0])
@@ -149,7 +154,9 @@ class Call:
     ) -> Callable[[], None] | None:
         """Adds gradients of keys to the totals of their owners; call the result, if there is one, for those
         that other ranks have for the keys of this one."""
-        pairs = [(x, total) for x, total in zip(grads, totals, strict=True) if x is not None and total is not None]
+        pairs = [
+            (x, total) for x, total in zip(grads, totals, strict=True) if x is not None and total is not None
+        ]
         what, step = "returned gradients of keys", source.step
         if step is None:
             ranks, heads = range(self.team.size), slice(*source.heads)
@@ -164,7 +171,7 @@ class Call:
                 total[:, :, slice(*step.keys)] += x
             return None
         lent = slice(*step.lent)
-        into = [total[:, :, lent].contiguous() for _, total in pairs]
+        into = [torch.empty_like(x[:, :, lent], memory_format=torch.contiguous_format) for _, x in pairs]
         sends, receives = [(step.owner, x) for x, _ in pairs], [(step.reader, x) for x in into]
         wait = self.team.exchange(sends, receives, what)
 
@@ -196,8 +203,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         for block in source.blocks:
             rows, keys = slice(*block.q.span), source.within(block)
             operands = [q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys]]
-            args = call.placed(block, heads)
-            one = torch_ops.call(*(operands if call.gathers else map(_widened, operands)), args)
+            operands = operands if call.gathers else [_widened(x) for x in operands]
+            one = torch_ops.call(operands[0], operands[1], operands[2], call.placed(block, heads))
             place = out[:, heads, rows], lse[:, heads, rows]
             if not call.gathers:  # else each row is in one block
                 if any(start < rows.stop and rows.start < end for start, end in begun):
@@ -209,7 +216,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 def backward(
-    call: Call, given: tuple[Tensor | None, ...], q: Tensor, k: Tensor, v: Tensor, needs: tuple[bool, ...]
+    call: Call, given: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """dq, dk, dv, dbias, dsinks; `given` are dout, dlse, out and lse of this rank's rows. dbias and dsinks
     are the shares of these rows: their sum over ranks is the gradient."""
@@ -223,7 +230,9 @@ def backward(
         for block in source.blocks:
             rows, keys = slice(*block.q.span), source.within(block)
             dout, dlse, out, lse = (None if x is None else x[:, heads, rows] for x in given)
-            operands = map(_widened, (q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out))
+            operands: Any = map(
+                _widened, (q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out)
+            )
             args = call.placed(block, heads)._replace(sinks=None)
             parts = _backward_op(_widened(dout), dlse, *operands, lse, asked, *args)
             places = [_at(totals[0], heads, rows), _at(dk, keys), _at(dv, keys)]
@@ -238,8 +247,11 @@ def backward(
     if arriving is not None:
         arriving()
     likes = (q, k, v, bias)
-    results = [None if x is None else x.to(like.dtype) for x, like in zip(totals, likes, strict=True)]
-    return [*results, _sink_gradient(call.args.sinks, *given) if needs[4] else None]
+    results = [
+        x if x is None or like is None else x.to(like.dtype) for x, like in zip(totals, likes, strict=True)
+    ]
+    sinks = call.args.sinks
+    return [*results, _sink_gradient(sinks, *given) if sinks is not None and needs[4] else None]
 
 
 class Attention(torch.autograd.Function):
@@ -273,7 +285,7 @@ def sums_of(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
-def _widened(x: Tensor) -> Tensor:
+def _widened(x: Any) -> Any:
     """An operand of a block whose result is one of several to be added up."""
     return x.float() if x.device.type == "cpu" and x.element_size() < 4 else x
 
@@ -308,7 +320,9 @@ def tile(x: Any, rows: slice, keys: slice) -> Any:
 
 def of_heads(args: Arguments, heads: slice) -> Arguments:
     """The arguments of a call of some query heads."""
-    own: dict[str, Any] = {n: _heads_of(x, heads) for n in ("mask", "bias") if (x := getattr(args, n)) is not None}
+    own: dict[str, Any] = {
+        n: _heads_of(x, heads) for n in ("mask", "bias") if (x := getattr(args, n)) is not None
+    }
     own |= {n: x[..., heads] for n in ("alibi_slopes", "sinks") if (x := getattr(args, n)) is not None}
     return args._replace(**own) if own else args
 

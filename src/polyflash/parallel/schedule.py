@@ -59,9 +59,9 @@ class Shards:
 
     def chunks(self, shard: int) -> list[Chunk]:
         """The chunks of a shard in the order in which its rows stand."""
-        held, n = (shard, 2 * self.count - 1 - shard), 2 * self.count
+        held, n = [shard, 2 * self.count - 1 - shard], 2 * self.count
         if self.order == "contiguous" or self.count == 1:
-            held, n = (shard,), self.count
+            held, n = [shard], self.count
         chunks, first, lengths = [], 0, np.array(self.lengths, np.int64)
         for i in held:
             chunks.append(Chunk(i * lengths // n, (i + 1) * lengths // n, first))
@@ -127,7 +127,9 @@ class Block(NamedTuple):
     @property
     def places(self) -> tuple[slice, slice]:
         """Positions of the rows and of the keys of the one member."""
-        return slice(int(self.q.starts[0]), int(self.q.ends[0])), slice(int(self.k.starts[0]), int(self.k.ends[0]))
+        return slice(int(self.q.starts[0]), int(self.q.ends[0])), slice(
+            int(self.k.starts[0]), int(self.k.ends[0])
+        )
 
     @property
     def pairs(self) -> int:
@@ -168,7 +170,9 @@ def blocks(q: Shards, k: Shards, q_shard: int, k_shard: int, sight: Sight) -> tu
     pairs = product(q.chunks(q_shard), k.chunks(k_shard))
     joined: list[Block] = []
     for block in (_block(a, b, sight) for a, b in pairs):
-        while sight.joins and block is not None and joined and (one := _joined(joined[-1], block)) is not None:
+        while (
+            sight.joins and block is not None and joined and (one := _joined(joined[-1], block)) is not None
+        ):
             joined.pop()
             block = one
         if block is not None:
