@@ -88,6 +88,7 @@ def simulate(size: int | tuple[int, int], body: Callable[[Any], Any]) -> tuple[l
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
+        torch.set_num_threads(1)  # OpenMP's own threads would be as many per rank as there are cores
         try:
             results[rank] = body(groups[rank])
         except BaseException as error:

@@ -165,7 +165,7 @@ def explain(
         ranks: how many there are, or (ranks of the ring, ranks that share heads).
         seqlens: rows of q and of k on all ranks together; None: as many on every rank as here.
 
-    The result prints itself. Its times come from nominal rates of links and devices, none of them measured."""
+    The result prints itself. Its times are by nominal rates of links and devices, none of them measured."""
     sizes = (ranks, 1) if isinstance(ranks, int) else tuple(ranks)
     if len(sizes) != 2 or any(type(n) is not int or n < 1 for n in sizes):
         raise spec_error("ranks", described(ranks), "an int, or two ints, 1 or more", "A mesh has two.")
@@ -179,7 +179,7 @@ def explain(
     bound = calls.bound_of(q, k, v, options, form_of(layout) if cu_seqlens_q is None else Form.PACKED)
     everyone = sizes[0] * sizes[1]
     rows = seqlens or (bound.q.shape[2] * everyone, bound.k.shape[2] * everyone)
-    call = calls.whole_call(bound, there, where, rows)
+    call = calls.whole_call(bound, there, where._replace(seqlens=rows), None)
     chosen, why = (method, "asked for by method=") if method else calls.method_of(bound, call)
     notes = []
     if chosen.startswith("ulysses"):
@@ -231,7 +231,7 @@ def restore(
     rows, tracked = x.shape[dim], torch.is_grad_enabled() and x.requires_grad
     said = {"function": KINDS.index("restore"), "order": ORDERS.index(order), "rows of q": rows}
     said |= {"head_dim": math.prod(x.shape[:dim] + x.shape[dim + 1 :]), "gradients": int(tracked)}
-    shards = _shards(ranks, order, ranks.met(said, None)[0], cu_seqlens)
+    shards = _shards(ranks, order, sum(ranks.met(said, None)[0]), cu_seqlens)
     if rows != shards.held(ranks.rank):
         wanted = f"{shards.held(ranks.rank)}, what split() gives rank {ranks.rank} of {shards.rows}"
         raise spec_error("x rows", rows, wanted, "Pass the order= and cu_seqlens= of split().")

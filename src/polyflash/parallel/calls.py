@@ -49,8 +49,9 @@ class Ranks(NamedTuple):
         """The number of this rank among all."""
         return self.ring.rank * self.pieces + (0 if self.heads is None else self.heads.rank)
 
-    def met(self, said: dict[str, int], refusal: Exception | None) -> tuple[int, int]:
-        """The handshake; returns the rows of q and of k of all ranks."""
+    def met(self, said: dict[str, int], refusal: Exception | None) -> list[list[int]]:
+        """The handshake; returns the rows of q, and of k, that each shard has."""
+        rows: dict[str, list[int]] = {}
         for team in (self.heads, self.ring):
             if team is None:
                 continue
@@ -62,7 +63,7 @@ class Ranks(NamedTuple):
                     raise refusal from None
                 raise
             said = said | {name: sum(counts) for name, counts in rows.items()}
-        return said["rows of q"], said["rows of k"]
+        return list(rows.values())
 
 
 def checked(where: Where, ranks: Ranks) -> None:
@@ -129,42 +130,40 @@ def run(
             raise spec_error("seqlens", "None", "two ints beside handshake=False", change)
     except (SpecError, UnsupportedError) as error:
         refusal = error
-    seqlens = where.seqlens
-    if where.handshake is not False:
-        met = ranks.met(said, refusal)
-        seqlens = seqlens or met
+    rows = ranks.met(said, refusal) if where.handshake is not False else None
     if refusal is not None or bound is None:
         raise refusal or SpecError("parallel: no call")
-    call = whole_call(bound, ranks, where, seqlens)
+    call = whole_call(bound, ranks, where, rows)
     if where.handshake:
         call = replace(call, said={"number of the call": ranks.ring.calls})
     method = where.method or method_of(bound, call)[0]
     return bound, *_exchanged(bound, replace(call, gathers=method == "all_gather"), ranks, method)
 
 
-def whole_call(bound: Bound, ranks: Ranks, where: Where, seqlens: Any) -> Call:
-    """The whole call that `bound` is a part of, checked."""
+def whole_call(bound: Bound, ranks: Ranks, where: Where, rows: list[list[int]] | None) -> Call:
+    """The whole call that `bound` is a part of, checked. `rows` of q and of k are those of each shard, as far
+    as a handshake told them."""
     q, k, v, _, args, _ = bound
     if args.cu_seqlens_q is not None and args.cu_seqlens_k is not None:
         lengths = [lengths_of(x.tolist()) for x in (args.cu_seqlens_q, args.cu_seqlens_k)]
     else:
-        lengths = [(n,) for n in seqlens]
-    sizes = ranks.ring.size, where.order, ranks.pieces
-    shards = [Shards(each, *sizes) for each in lengths]
-    rank = ranks.rank
-    for name, x, held in zip("qk", (q, k), shards, strict=True):
-        if x.shape[2] != held.held(rank):
-            wanted = f"{held.held(rank)}, as split() gives rank {rank} of {held.rows} in {where.order} order"
-            raise spec_error(
-                f"{name} rows", x.shape[2], wanted, "Shards are made by polyflash.parallel.split()."
-            )
-    whole = [
+        lengths = [(n,) for n in where.seqlens or map(sum, rows or ())]
+    shards = [Shards(each, ranks.ring.size, where.order, ranks.pieces) for each in lengths]
+    for i, (name, x, whole) in enumerate(zip("qk", (q, k), shards, strict=True)):
+        wanted = [replace(whole, pieces=1).held(shard) for shard in range(whole.count)]
+        got = wanted if rows is None else rows[i]
+        if got == wanted:  # else every rank knows
+            got, wanted = [x.shape[2]], [whole.held(ranks.rank)]
+        if got != wanted:
+            change = "Shards are made by polyflash.parallel.split()."
+            raise spec_error(f"{name} rows", got, f"{wanted}, of {whole.rows} in {where.order} order", change)
+    full = [
         x.new_empty(()).expand(*x.shape[:2], n.rows, x.shape[3])
         for x, n in zip((q, k, v), (shards[0], shards[1], shards[1]), strict=True)
     ]
-    torch_ops.check(whole[0], whole[1], whole[2], args)
+    torch_ops.check(full[0], full[1], full[2], args)
     if validate.has_contents(args):
-        args = validate.checked_contents(args, whole[0], whole[1])
+        args = validate.checked_contents(args, full[0], full[1])
     base = _base(args, shards[0], shards[1])
     return Call(ranks.ring, args, shards[0], shards[1], _sight(args, base, len(lengths[0])), base)
 
