@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ class Wires:
 
     def __init__(self, size: int, failed: threading.Event) -> None:
         self.failed = failed
-        self.queues = {(a, b): queue.SimpleQueue() for a in range(size) for b in range(size)}
+        pairs = itertools.product(range(size), range(size), ("pair", "gather", "swap"))
+        self.queues: dict[Any, queue.SimpleQueue[Tensor]] = {pair: queue.SimpleQueue() for pair in pairs}
         self.log: list[tuple[int, int, str, int]] = []
 
 
@@ -32,19 +34,19 @@ class Simulated(Team):
         self.wires, self.rank, self.size, self.sent, self.calls = wires, rank, size, 0, 0
         self.device, self.host = torch.device("cpu"), True
 
-    def _send(self, peer: int, x: Tensor, what: str) -> None:
+    def _send(self, kind: str, peer: int, x: Tensor, what: str) -> None:
         x = x.detach().clone()
         if peer != self.rank:
             self.sent += x.numel() * x.element_size()
             self.wires.log.append((self.rank, peer, what, x.numel() * x.element_size()))
-        self.wires.queues[self.rank, peer].put(x)
+        self.wires.queues[self.rank, peer, kind].put(x)
 
-    def _receive(self, peer: int) -> Tensor:
+    def _receive(self, kind: str, peer: int) -> Tensor:
         for _ in range(int(TIMEOUT_S / POLL_S)):
             if self.wires.failed.is_set():
                 break
             with contextlib.suppress(queue.Empty):
-                return self.wires.queues[peer, self.rank].get(timeout=POLL_S)
+                return self.wires.queues[peer, self.rank, kind].get(timeout=POLL_S)
         raise queue.Empty
 
     def exchange(
@@ -52,24 +54,24 @@ class Simulated(Team):
     ) -> Callable[[], None]:
         for peer, x in sends:
             if x.numel():
-                self._send(peer, x, what)
+                self._send("pair", peer, x, what)
 
         def wait() -> None:
             for peer, into in receives:
                 if into.numel():
-                    into.copy_(self._receive(peer))
+                    into.copy_(self._receive("pair", peer))
 
         return wait
 
     def gather(self, x: Tensor, what: str) -> Callable[[], Tensor]:
         for peer in range(self.size):
-            self._send(peer, x, what)
-        return lambda: torch.stack([self._receive(peer) for peer in range(self.size)])
+            self._send("gather", peer, x, what)
+        return lambda: torch.stack([self._receive("gather", peer) for peer in range(self.size)])
 
     def swap(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], what: str) -> list[Tensor]:
         for peer, part in enumerate(parts):
-            self._send(peer, part, what)
-        return [self._receive(peer).reshape(shape) for peer, shape in enumerate(shapes)]
+            self._send("swap", peer, part, what)
+        return [self._receive("swap", peer).reshape(shape) for peer, shape in enumerate(shapes)]
 
 
 def simulate(size: int | tuple[int, int], body: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, Never
 
@@ -275,12 +276,17 @@ class _Restore(torch.autograd.Function):
         ranks, shards = ctx.how
         own = replace(shards, pieces=1)
         parts = [grad[torch.from_numpy(own.positions(i)).to(grad.device)] for i in range(own.count)]
-        for team in (ranks.ring, ranks.heads):
-            if team is not None:
-                shape = parts[team.rank].shape
-                total = torch.zeros(shape, dtype=sums_of(grad), device=grad.device)
-                for part in team.swap(parts, [shape] * team.size, "returned gradients of restored rows"):
-                    total += part
-                rest = [shards.held(ranks.ring.rank * shards.pieces + i) for i in range(shards.pieces)]
-                parts = list(total.to(grad.dtype).split(rest))
-        return parts[ranks.heads.rank if ranks.heads else 0], None, None
+        total = _summed(ranks.ring, parts)
+        if ranks.heads is not None:
+            first = ranks.ring.rank * shards.pieces
+            total = _summed(ranks.heads, total.split([shards.held(first + i) for i in range(shards.pieces)]))
+        return total.to(grad.dtype), None, None
+
+
+def _summed(team: Team, parts: Sequence[Tensor]) -> Tensor:
+    """The sum of what all ranks have for this one, in the order of ranks."""
+    own = parts[team.rank]
+    total = torch.zeros_like(own, dtype=sums_of(own))
+    for part in team.swap(parts, [tuple(own.shape)] * team.size, "returned gradients of restored rows"):
+        total += part
+    return total

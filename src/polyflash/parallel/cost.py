@@ -177,7 +177,7 @@ def _ulysses(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     sizes = [problem.q.held(rank) * per_row + problem.k.held(rank) * per_key for rank in everyone]
     sent = tuple(size * (ranks - 1) // ranks for size in sizes)
     seconds = 4 * link.latency + max(sent) / link.bandwidth
-    if ranks == shards:
+    if problem.q.pieces == 1:
         flops = (sum(_work_of_rows(problem)) / ranks,) * ranks
         seconds += flops[0] / link.flops
         return Explanation(
