@@ -24,7 +24,7 @@ DEFAULT_TESTS := tests/integrations tests/kvcache tests/api/test_groups.py tests
 HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
-.PHONY: help demo test test-here test-cpu test-triton test-codegen test-gpu test-all mutants fuzz lint bench bench-gpu \
+.PHONY: help demo test test-here test-cpu test-distributed test-triton test-codegen test-gpu test-all mutants fuzz lint bench bench-gpu \
 	clean
 .NOTPARALLEL:
 
@@ -32,6 +32,7 @@ help:
 	@echo 'make demo      a real model with polyflash inside, a comparison with torch SDPA, and why each kernel was chosen'
 	@echo 'make test      lint, then every test that takes seconds, with test-triton and test-codegen'
 	@echo 'make test-cpu  the tests of the CPU engine alone'
+	@echo 'make test-distributed  one sequence over ranks: simulated ones, and processes of gloo'
 	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
 	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
 	@echo 'make test-gpu  the conformance suite, the plug-ins and the cache on a GPU, DEVICE=cuda'
@@ -58,6 +59,9 @@ test-here: .venv/.test
 test-cpu: .venv/.test
 	@$(PYTEST) $(SHARED) $(CPU_TESTS) -k 'not torch-forward and not torch-backward' -m 'not slow and not alone'
 	@$(PYTEST) $(CPU_TESTS) -m 'alone and not slow'
+
+test-distributed: .venv/.test
+	@$(PYTEST) $(SHARED) tests/distributed
 
 # The interpreter is chosen when triton is imported, and nothing can be compiled in its process.
 test-triton: .venv/.test

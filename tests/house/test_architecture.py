@@ -37,6 +37,7 @@ FLOORS = {
         "kvcache.prefixes",
         "kvcache.rope",
         "kvcache.tables",
+        "parallel.cost",
         "parallel.schedule",
     ),
     3: ("plan", "tuning.store"),
@@ -51,7 +52,7 @@ FLOORS = {
         "counting",
         "quant.calls",
     ),
-    6: ("api", "groups", "statistics", "quant", "kvcache", "parallel.ring", "tuning"),
+    6: ("api", "groups", "statistics", "quant", "kvcache", "parallel", "tuning"),
     7: (
         "integrations",
         "bench",

@@ -173,10 +173,8 @@ def explain(
     there = Ranks(_Elsewhere(sizes[0]), None if isinstance(ranks, int) else _Elsewhere(sizes[1]))
     where = Where(method, order, seqlens, False)
     calls.checked(where, there)
-    options = Options(
-        causal=causal, window=window, mask=mask, q_offset=q_offset, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-    )  # fmt: skip
+    given: dict[str, Any] = {"causal": causal, "window": window, "mask": mask, "q_offset": q_offset}
+    options = Options(**given, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     bound = calls.bound_of(q, k, v, options, form_of(layout) if cu_seqlens_q is None else Form.PACKED)
     everyone = sizes[0] * sizes[1]
     rows = seqlens or (bound.q.shape[2] * everyone, bound.k.shape[2] * everyone)
@@ -199,9 +197,14 @@ def explain(
 
 
 def split(
-    x: Tensor, *, group: Any = None, mesh: Any = None, dim: int = 2, order: Order = "zigzag",
+    x: Tensor,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    dim: int = 2,
+    order: Order = "zigzag",
     cu_seqlens: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """This rank's rows of a whole tensor, along `dim`: q, k, v, ids, positions, labels alike.
 
     Any number of rows: ranks differ by two rows at most, and of few rows some get none. With `cu_seqlens`,
@@ -216,9 +219,14 @@ def split(
 
 
 def restore(
-    x: Tensor, *, group: Any = None, mesh: Any = None, dim: int = 2, order: Order = "zigzag",
+    x: Tensor,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    dim: int = 2,
+    order: Order = "zigzag",
     cu_seqlens: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The rows of all ranks in their order, on every rank: the way back from `split`.
 
     Differentiable: a rank's gradient is the sum, in the order of ranks, of what all ranks did with its rows.

@@ -183,7 +183,7 @@ def _base(args: Arguments, q: Shards, k: Shards) -> int | Tensor:
 
 
 def _sight(args: Arguments, base: int | Tensor, members: int) -> Sight:
-    """What the host knows of who sees whom."""
+    """The host's knowledge of who sees whom."""
     offsets: tuple[int, ...] | None = None
     if isinstance(base, int):
         offsets = (base,) * members
@@ -258,6 +258,6 @@ def _in_order(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
 
 
 def _natural(shards: Shards, device: torch.device) -> Tensor:
-    """Where each row stands when shards follow one another."""
+    """Places of all rows when shards follow one another."""
     order = np.concatenate([shards.positions(rank) for rank in range(shards.count)])
     return torch.from_numpy(np.argsort(order)).to(device)

@@ -1,4 +1,4 @@
-"""What a call costs its ranks, and which exchange suits it: arithmetic on shards, without a process group.
+"""Costs of a call for its ranks, and which exchange suits it: arithmetic on shards, without a group.
 
     all_gather:  the first heads arrive before anything is computed, all others while it is
     ring:        each step takes as long as the longer of its exchange and its computation

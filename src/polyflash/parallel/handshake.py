@@ -5,6 +5,7 @@ Every rank learns what all others said, so all of them end with the same error, 
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash import __version__
 from polyflash.dtypes import BY_NAME
 from polyflash.errors import SpecError, spec_error
 from polyflash.operands import OPERANDS
@@ -66,7 +66,7 @@ def _worded(name: str, value: int) -> Any:
 
 
 def said_of(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> dict[str, int]:
-    """What a rank says of its call; q, k, v are (batch, heads, rows, head_dim)."""
+    """A rank's words about its call; q, k, v are (batch, heads, rows, head_dim)."""
     given = sum(1 << i for i, x in enumerate(OPERANDS) if x.given(getattr(args, x.name)))
     tensors = [x for x in args if isinstance(x, Tensor)]
     contents = 0
@@ -78,7 +78,7 @@ def said_of(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> dict[str, int]:
     inputs = [x for x in (q, k, v, args.bias, args.sinks) if x is not None]
     return {
         **bits,
-        "version": zlib.crc32(__version__.encode()),
+        "version": zlib.crc32(sys.modules["polyflash"].__version__.encode()),
         "dtype": list(BY_NAME).index(str(q.dtype).removeprefix("torch.")),
         **dict(zip(("batch", "num_q_heads"), q.shape[:2], strict=True)),
         **{"num_kv_heads": k.shape[1], "head_dim": q.shape[3], "head_dim_v": v.shape[3]},

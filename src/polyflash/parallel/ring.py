@@ -183,7 +183,7 @@ class Call:
         return arrived
 
     def head_groups(self, k: Tensor, v: Tensor) -> list[Span]:
-        """As many heads of k at a time as `GATHERED_BYTES` has room for."""
+        """Heads of k to gather at a time: as many as `GATHERED_BYTES` has room for."""
         each = k.shape[0] * self.k.rows * (k.shape[3] + v.shape[3]) * k.element_size()
         n = max(1, GATHERED_BYTES // max(1, each))
         return [(h, min(h + n, k.shape[1])) for h in range(0, k.shape[1], n)]

@@ -106,7 +106,7 @@ class Segments:
 
 
 class Sight(NamedTuple):
-    """What the host knows about who sees whom: a row at position p sees keys [p - left, p + right] of its
+    """Knowledge of the host about who sees whom: a row at position p sees keys [p - left, p + right] of its
     member, None being all. Row i of member m stands at i + offsets[m]; None if only the device knows."""
 
     left: int | None = None
@@ -137,7 +137,7 @@ class Block(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank does at one time: the keys [start, end) of `owner` that it reads, and for which rows; and
+    """Work of a rank at one time: the keys [start, end) of `owner` that it reads, and for which rows; and
     which of its own keys `reader` reads of it in the same step."""
 
     owner: int
@@ -166,7 +166,7 @@ def _hull(found: tuple[Block, ...]) -> Span:
 
 
 def blocks(q: Shards, k: Shards, q_shard: int, k_shard: int, sight: Sight) -> tuple[Block, ...]:
-    """What the rows of a shard see of the keys of another."""
+    """Blocks of keys that the rows of a shard see of the keys of another."""
     pairs = product(q.chunks(q_shard), k.chunks(k_shard))
     joined: list[Block] = []
     for block in (_block(a, b, sight) for a, b in pairs):
