@@ -1,4 +1,4 @@
-"""Models whose sequences, and with FSDP2 whose parameters too, are spread over ranks: steps like one rank's."""
+"""Models whose sequences, and with FSDP2 whose parameters too, are spread over ranks: steps like one's."""
 
 from __future__ import annotations
 
