@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polyflash
 from polyflash import parallel
+from polyflash.integrations.context_parallel import context_parallel
 
 ROWS, WIDTH, HEADS = 37, 32, 4
 
@@ -82,12 +83,51 @@ def compare(rank: int, ranks: int) -> list[str]:
     steps(both, rows, scale * ranks)  # FSDP takes the mean of gradients over all ranks
     wrong += _apart("FSDP2 x context parallel", whole, both)
 
+    wrong += _region(everyone, data[0])
     compiled = build(everyone)
     x = parallel.split(data[0], mesh=everyone, dim=1)
     expected, got = compiled(x), torch.compile(compiled, backend="aot_eager")(x)
     if not torch.allclose(expected, got, atol=1e-6):
         wrong.append("compiled: another result")
     return wrong
+
+
+class Causal(nn.Module):
+    """A block that knows torch's function alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
+            1, 2
+        ).flatten(2)
+
+
+def _region(mesh: DeviceMesh, x: Tensor) -> list[str]:
+    """torch's region: buffers are shards inside, attention that of the whole, refusals in words."""
+    torch.manual_seed(0)
+    whole, own, before = nn.Sequential(Causal(), Causal()), nn.Sequential(Causal(), Causal()), x.clone()
+    own.load_state_dict(whole.state_dict())
+    whole(x).square().sum().backward()
+    wrong = []
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        if x.shape[1] > ROWS // mesh.size() + 2:
+            wrong.append(f"region: a buffer of {x.shape[1]} rows")
+        checkpoint(own, x, use_reentrant=False).square().sum().backward()
+        for bad in ({"attn_mask": torch.ones(4, 4)}, {"dropout_p": 0.5}):
+            try:
+                nn.functional.scaled_dot_product_attention(*(torch.randn(1, 2, 4, 8),) * 3, **bad)
+                wrong.append(f"region: {bad} taken")
+            except NotImplementedError:
+                pass
+    for a, b in zip(whole.parameters(), own.parameters(), strict=True):
+        dist.all_reduce(b.grad)
+        if not torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-4):
+            wrong.append(f"region: a gradient is off by {(a.grad - b.grad).abs().max():.3g}")
+    return wrong if torch.equal(x, before) else [*wrong, "region: a buffer was not restored"]
 
 
 def _apart(name: str, whole: nn.Module, own: nn.Module) -> list[str]:

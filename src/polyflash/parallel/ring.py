@@ -230,11 +230,10 @@ def backward(
         for block in source.blocks:
             rows, keys = slice(*block.q.span), source.within(block)
             dout, dlse, out, lse = (None if x is None else x[:, heads, rows] for x in given)
-            operands: Any = map(
-                _widened, (q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out)
-            )
+            operands = [dout, q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out]
+            dout, *operands, out = map(_widened, operands)
             args = call.placed(block, heads)._replace(sinks=None)
-            parts = _backward_op(_widened(dout), dlse, *operands, lse, asked, *args)
+            parts = _backward_op(dout, dlse, *operands, out, lse, asked, *args)
             places = [_at(totals[0], heads, rows), _at(dk, keys), _at(dv, keys)]
             if (total := totals[3]) is not None:
                 places.append(tile(_heads_of(total, heads), *block.places))
