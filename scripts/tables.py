@@ -38,7 +38,7 @@ API = (
     (
         "A sequence over many devices: `polyflash.parallel`",
         "parallel.api",
-        ("attention", "attention_varlen", "split", "restore", "explain"),
+        ("attention", "attention_varlen", "split", "restore", "explain", "merge"),
     ),
     ("Masks", "mask", ("Mask",)),
     ("Partial results", "merging", ("AttentionOutput", "merge")),

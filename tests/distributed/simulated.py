@@ -32,7 +32,7 @@ class Simulated(Team):
 
     def __init__(self, wires: Wires, rank: int, size: int) -> None:
         self.wires, self.rank, self.size, self.sent, self.calls = wires, rank, size, 0, 0
-        self.device, self.host = torch.device("cpu"), True
+        self.device = torch.device("cpu")
 
     def _send(self, kind: str, peer: int, x: Tensor, what: str) -> None:
         x = x.detach().clone()

@@ -172,6 +172,33 @@ def test_restore_is_differentiable_and_split_its_inverse():
             assert torch.equal(grad, (ranks * torch.arange(11.0)[:, None]).expand_as(grad))
 
 
+@pytest.mark.parametrize("size", [1, 3, (2, 2)])
+def test_a_cache_spread_over_ranks_is_read_as_one(size: Any):
+    """Decode: each rank has some keys of each request, of one request maybe none."""
+    q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
+    ranks = size if isinstance(size, int) else size[0] * size[1]
+    sinks = torch.linspace(-1, 1, 4)
+    lens = torch.tensor([40, 40 // ranks - 1 if ranks > 1 else 40])
+
+    def body(group: Any) -> Any:
+        rank = group.rank if isinstance(size, int) else group[0].rank * size[1] + group[1].rank
+        own = slice(40 * rank // ranks, 40 * (rank + 1) // ranks)
+        live = (lens - own.start).clamp(0, own.stop - own.start)
+        one = polyflash.attention(
+            q, k[:, :, own], v[:, :, own], kv_lens=live, sinks=None if rank else sinks, return_lse=True
+        )
+        return parallel.merge(*one, group=group)
+
+    results, _ = simulate(size, body)
+    right = attention_reference(q, k, v, kv_lens=lens, sinks=sinks)
+    for out, lse in results:
+        torch.testing.assert_close(out.double(), right.out, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(lse.double(), right.lse, atol=2e-6, rtol=1e-5)
+        assert torch.equal(out, results[0].out)
+    with pytest.raises(UnsupportedError, match="inference"):
+        simulate(1, lambda g: parallel.merge(q.requires_grad_(), q[..., 0], group=g))
+
+
 def refusal(expected: type[Exception], **how: Any) -> str:
     whole = whole_of(16)
     with pytest.raises(expected) as error:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from polyflash import merging
 from polyflash.arguments import Causal, Layout, Options, WindowSides
+from polyflash.dtypes import BY_NAME
 from polyflash.entry import Form, form_of
-from polyflash.errors import described, spec_error
+from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.hints import answering, unexpected
 from polyflash.mask import Mask
 from polyflash.merging import AttentionOutput
@@ -245,6 +247,39 @@ def restore(
         wanted = f"{shards.held(ranks.rank)}, what split() gives rank {ranks.rank} of {shards.rows}"
         raise spec_error("x rows", rows, wanted, "Pass the order= and cu_seqlens= of split().")
     return _Restore.apply(x.movedim(dim, 0), ranks, shards).movedim(0, dim)  # type: ignore[no-any-return]
+
+
+def merge(
+    out: Tensor, lse: Tensor, *, group: Any = None, mesh: Any = None, layout: str = "bhsd"
+) -> AttentionOutput:
+    """`polyflash.merge` of what every rank has for the same rows over its own keys: decode over a cache whose
+    keys are spread over ranks, dense, in pages or as codes. For inference.
+
+        parallel.merge(*polyflash.attention_paged(q, *own_pages, return_lse=True), layout="thd")
+
+    Args:
+        out: as a call with return_lse=True gave it; the rows are the same on every rank, the keys are not.
+        lse: likewise. Sinks are given to the call of one rank.
+        layout: that of `polyflash.merge`.
+
+    Returns:
+        An `AttentionOutput` in float32 (float64 of float64), bitwise the same on every rank.
+
+    Raises:
+        SpecError: as `polyflash.merge`; ranks that disagree. UnsupportedError: an input needs a gradient."""
+    ranks = Ranks(*teams_of(group, mesh))
+    if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
+        text = "parallel.merge has no gradients: it is for inference"
+        raise UnsupportedError(f"{text}. Use torch.no_grad(), or parallel.attention() to train")
+    sizes = dict(zip(("batch", "num_q_heads", "head_dim", "head_dim_v"), (*out.shape, 1)[:4], strict=True))
+    kind = list(BY_NAME).index(str(out.dtype).removeprefix("torch."))
+    ranks.met({"function": KINDS.index("merge"), "dtype": kind, **sizes}, None)
+    parts = [(out, lse)]
+    for team in (ranks.heads, ranks.ring):
+        if team is not None:
+            waits = [team.gather(x, "merged results") for x in parts[0]]
+            parts = [merging.merge(list(zip(*(wait() for wait in waits), strict=True)), layout=layout)]
+    return AttentionOutput(*parts[0])
 
 
 def _dim(x: Tensor, dim: int) -> int:

@@ -29,12 +29,17 @@ class Team:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.sent = self.calls = 0
         kinds = {x.type for x in getattr(group, "_device_types", ())}
-        self.host = "cpu" in kinds or not torch.cuda.is_available()
-        self.device = torch.device("cpu") if self.host else torch.device("cuda", torch.cuda.current_device())
+        self.device = torch.device("cpu")  # of what the host reads
+        if "cpu" not in kinds and torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.meets = "nccl" in str(dist.get_backend_config(group))
 
     def exchange(self, sends: Sent, receives: Sequence[tuple[int, Tensor]], what: str) -> Callable[[], None]:
         """Starts sending, and receiving into given contiguous tensors; call the result to wait for all of
         it. Every pair of ranks names its tensors in the same order."""
+        if self.meets:  # NCCL wants every rank in the first call of a group, and not all may send
+            self.meets = False
+            self.gather(torch.zeros(1, device="cuda"), what)()
         ops, kept = [], []
         for verb, pairs in ((dist.isend, sends), (dist.irecv, receives)):
             for peer, x in pairs:

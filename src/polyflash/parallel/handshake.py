@@ -20,7 +20,7 @@ from polyflash.parallel.comm import Team
 from polyflash.parallel.schedule import ORDERS
 from polyflash.spec import Arguments
 
-KINDS = ("attention", "attention_varlen", "backward", "restore")
+KINDS = ("attention", "attention_varlen", "backward", "restore", "merge")
 METHODS = ("by size", "all_gather", "ring", "ulysses", "ulysses+ring")
 _WORDS = {"function": KINDS, "method": METHODS, "order": ORDERS, "dtype": tuple(BY_NAME)}
 _FLOATS = ("scale", "softcap", "dropout_p")
