@@ -199,6 +199,46 @@ def test_a_cache_spread_over_ranks_is_read_as_one(size: Any):
         simulate(1, lambda g: parallel.merge(q.requires_grad_(), q[..., 0], group=g))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_of_some_inputs_alone(method: str):
+    whole, how = whole_of(21), {"causal": True, "method": method}
+    full = simulate(2, lambda g: trained(g, whole, **how))[0]
+    for wanted in ((0,), (2,), (0, 1)):
+
+        def body(group: Any, wanted: tuple[int, ...] = wanted) -> list[Any]:
+            q, k, v, dout = (parallel.split(x, group=group) for x in whole)
+            leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
+            parallel.attention(*leaves, group=group, **how).backward(dout)
+            return [x.grad for x in leaves]
+
+        for got, all_of in zip(simulate(2, body)[0], full, strict=True):
+            for i, grad in enumerate(got):
+                assert grad is None if i not in wanted else torch.equal(grad, all_of[1 + i])
+
+
+def test_autocast_casts_what_is_sent():
+    whole = whole_of(32)
+
+    def body(group: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(group, whole, causal=True, method="ring")
+
+    results, groups = simulate(2, body)
+    cast = [x.bfloat16() for x in whole]
+    expected = simulate(2, lambda g: forward(g, cast, causal=True, method="ring"))[0]
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert results[0].dtype is torch.bfloat16 and groups[0].sent < 32 * 2 * 16 * 2 * 4
+
+
+def test_a_backend_by_name_runs_every_block():
+    whole = whole_of(20)
+    before = polyflash.counters()["calls"]
+    simulate(2, lambda g: trained(g, whole, method="ring", backend="torch"))
+    after = polyflash.counters()["calls"]
+    ran = {row: n - before.get(row, 0) for row, n in after.items() if n != before.get(row, 0)}
+    assert ran == {"torch/forward": 4, "torch/backward": 4}
+
+
 def refusal(expected: type[Exception], **how: Any) -> str:
     whole = whole_of(16)
     with pytest.raises(expected) as error:
