@@ -142,3 +142,11 @@ def test_the_planner_follows_links_windows_and_memory():
         chosen(Problem(Shards((64,), 1), Shards((64,), 1), Sight(), 1, 1, 1, 8, 8, 4))[1]
         == "there is one rank"
     )
+
+
+def test_a_thousand_ranks_are_planned_at_once():
+    shards = Shards((1 << 24,), 1024)
+    problem = Problem(shards, shards, Sight(4095, 0), 1, 32, 8, 128, 128, 2)
+    plan = explained(problem, *chosen(problem))
+    assert plan.method == "ring" and len(plan.flops) == 4
+    assert max(plan.bytes_sent) == 2 * 4095 * problem.bytes_per_key

@@ -18,6 +18,7 @@ from polyflash.spec import Phase
 from polyflash.work import flops_per_pair
 
 MOST_GATHERED = 1 << 32  # bytes of K and V of one head and all ranks that a rank has room for
+MOST_SHARDS = 64  # of which costs are looked at one by one
 FEW_SENT = 0.5  # a ring that sends less than this share of all keys beats every gathering
 
 
@@ -50,6 +51,12 @@ class Problem:
     link: Link = NOMINAL["cuda"]
 
     @property
+    def shards(self) -> list[int]:
+        """The shards to look at: all, or of very many the first, the last and two between."""
+        n = self.q.count
+        return list(range(n)) if n <= MOST_SHARDS else [i * (n - 1) // 3 for i in range(4)]
+
+    @property
     def bytes_per_key(self) -> int:
         """K and V of one position, all heads."""
         return self.batch * self.num_kv_heads * (self.head_dim + self.head_dim_v) * self.itemsize
@@ -73,8 +80,8 @@ class Problem:
 @dataclass(frozen=True)
 class Explanation:
     """The result of `polyflash.parallel.explain()`: the exchange, why, and what each rank sends and computes
-    in the forward pass. A backward pass sends K and V again and their gradients in float32, and computes 2.5
-    times as much where head_dim_v = head_dim."""
+    in the forward pass; of more than 64 shards, 4 stand for all. A backward pass sends K and V again and
+    their gradients in float32, and computes 2.5 times as much where head_dim_v = head_dim."""
 
     method: str
     why: str
@@ -95,7 +102,7 @@ class Explanation:
         sent = f"{min(self.bytes_sent):,} to {max(self.bytes_sent):,}"
         return "\n".join(
             (
-                f"exchange: {self.method} over {len(self.flops)} ranks: {self.why}",
+                f"exchange: {self.method}: {self.why}",
                 f"  bytes sent per rank, forward: {sent}; K and V of others held: {self.peak_bytes:,}",
                 f"  FLOPs per rank, forward: up to {max(self.flops):.3g}, imbalance {self.imbalance:.2f}",
                 f"  nominal: {self.seconds:.3g} s, {self.hidden:.0%} of the exchange behind computation",
@@ -128,8 +135,7 @@ def chosen(problem: Problem) -> tuple[str, str]:
 
 
 def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
-    link, ranks = problem.link, range(problem.q.count)
-    steps = [problem.steps_of(rank) for rank in ranks]
+    link, steps = problem.link, [problem.steps_of(rank) for rank in problem.shards]
     moving = [[link.latency + sent / link.bandwidth if sent else 0.0 for sent, _ in own] for own in steps]
     working = [[flops / link.flops for _, flops in own] for own in steps]
     # The exchange of step t + 1 runs while step t is computed.
@@ -151,19 +157,19 @@ def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
 
 def _work_of_rows(problem: Problem) -> tuple[float, ...]:
     """FLOPs of each rank, whose rows see their keys wherever these are."""
-    return tuple(sum(flops for _, flops in problem.steps_of(rank)) for rank in range(problem.q.count))
+    return tuple(sum(flops for _, flops in problem.steps_of(rank)) for rank in problem.shards)
 
 
 def _all_gather(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     link, ranks = problem.link, problem.k.count
-    most = max(problem.k.held(rank) for rank in range(ranks))
+    most = max(problem.k.held(rank) for rank in problem.shards)
     sent = (ranks - 1) * most * problem.bytes_per_key
     moving, flops = link.latency + sent / link.bandwidth, _work_of_rows(problem)
     working, first = max(flops) / link.flops, moving / max(1, problem.num_kv_heads)
     seconds = first + max(moving - first, working)
     hidden = min(moving - first, working) / moving
     held = problem.k.rows * problem.bytes_per_key
-    return Explanation("all_gather", why, (sent,) * ranks, flops, seconds, hidden, held, notes)
+    return Explanation("all_gather", why, (sent,) * len(flops), flops, seconds, hidden, held, notes)
 
 
 def _ulysses(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
@@ -173,12 +179,14 @@ def _ulysses(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     width, copies = problem.head_dim + problem.head_dim_v, max(problem.num_kv_heads, ranks)
     per_row = problem.batch * problem.num_q_heads * (width * problem.itemsize + 4)
     per_key = problem.batch * copies * width * problem.itemsize
-    everyone = range(shards * problem.q.pieces)
+    pieces = problem.q.pieces
+    everyone = [shard * pieces + i for shard in problem.shards for i in range(pieces)]
     sizes = [problem.q.held(rank) * per_row + problem.k.held(rank) * per_key for rank in everyone]
     sent = tuple(size * (ranks - 1) // ranks for size in sizes)
     seconds = 4 * link.latency + max(sent) / link.bandwidth
-    if problem.q.pieces == 1:
-        flops = (sum(_work_of_rows(problem)) / ranks,) * ranks
+    if pieces == 1:
+        work = _work_of_rows(problem)
+        flops = (sum(work) / len(work),) * len(work)
         seconds += flops[0] / link.flops
         return Explanation(
             "ulysses", why, sent, flops, seconds, 0.0, problem.k.rows * per_key // ranks, notes
@@ -186,8 +194,8 @@ def _ulysses(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     heads = problem.num_q_heads // ranks
     own = replace(problem, num_q_heads=heads, num_kv_heads=max(1, copies // ranks))
     ring = _ring(own, why, notes)
-    sent = tuple(x + ring.bytes_sent[rank // ranks] for rank, x in enumerate(sent))
-    flops = tuple(ring.flops[rank // ranks] for rank in everyone)
+    sent = tuple(x + ring.bytes_sent[i // pieces] for i, x in enumerate(sent))
+    flops = tuple(ring.flops[i // pieces] for i in range(len(sent)))
     held = ring.peak_bytes + problem.k.rows * per_key // (ranks * shards)
     return Explanation("ulysses+ring", why, sent, flops, seconds + ring.seconds, ring.hidden, held, notes)
 
