@@ -18,6 +18,7 @@ from polyflash.reference import attention_reference
 from tests.distributed import cases
 from tests.distributed.cases import Case
 from tests.distributed.simulated import simulate
+from tests.references import varlen_reference
 
 METHODS = ("ring", "all_gather", "ulysses")
 MANY = [
@@ -237,6 +238,35 @@ def test_a_backend_by_name_runs_every_block():
     after = polyflash.counters()["calls"]
     ran = {row: n - before.get(row, 0) for row, n in after.items() if n != before.get(row, 0)}
     assert ran == {"torch/forward": 4, "torch/backward": 4}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lengths_and_offsets_of_packed_members(method: str):
+    """They count within whole members, whose rows and keys may differ in number."""
+    rows, keys = torch.tensor([3, 17, 0, 9]), torch.tensor([8, 17, 4, 5])
+    q, k, v = torch.randn(29, 4, 16), torch.randn(34, 2, 16), torch.randn(34, 2, 16)
+    cu = [torch.cat((torch.zeros(1), n.cumsum(0))).int() for n in (rows, keys)]
+    lens = {"kv_lens": torch.tensor([8, 11, 2, 0]), "kv_starts": torch.tensor([2, 0, 0, 0])}
+    places = {"q_offset": torch.tensor([0, 3, 1, 2]), "causal": True, "window": (6, 2)}
+    for options in (lens, places, {**lens, "causal": True}, {**lens, **places}):
+
+        def body(group: Any, options: dict[str, Any] = options) -> list[Tensor]:
+            own = [
+                parallel.split(x, group=group, dim=0, cu_seqlens=c)
+                for x, c in zip((q, k, v), (cu[0], cu[1], cu[1]), strict=True)
+            ]
+            leaves = [x.clone().requires_grad_() for x in own]
+            out = parallel.attention_varlen(*leaves, *cu, group=group, method=method, **options)
+            (out * out).sum().backward()
+            got = [out.detach(), *(x.grad for x in leaves)]
+            return [parallel.restore(x, group=group, dim=0, cu_seqlens=cu[i > 1]) for i, x in enumerate(got)]
+
+        results = simulate(2, body)[0]
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        out = varlen_reference(*leaves, *cu, **options).out
+        (out * out).sum().backward()
+        for got, right in zip(results[0], (out, *(x.grad for x in leaves)), strict=True):
+            torch.testing.assert_close(got.double(), right, atol=1e-5, rtol=1e-4)
 
 
 def refusal(expected: type[Exception], **how: Any) -> str:

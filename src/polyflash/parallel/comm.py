@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,17 @@ class Team:
     """The ranks of one process group. `sent` counts the bytes that this rank has sent to others."""
 
     def __init__(self, group: Any) -> None:
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._group, self.rank, self.size = ref(group), dist.get_rank(group), dist.get_world_size(group)
         self.sent = self.calls = 0
         kinds = {x.type for x in getattr(group, "_device_types", ())}
         self.device = torch.device("cpu")  # of what the host reads
         if "cpu" not in kinds and torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.meets = "nccl" in str(dist.get_backend_config(group))
+
+    @property
+    def group(self) -> Any:
+        return self._group()
 
     def exchange(self, sends: Sent, receives: Sequence[tuple[int, Tensor]], what: str) -> Callable[[], None]:
         """Starts sending, and receiving into given contiguous tensors; call the result to wait for all of
