@@ -57,6 +57,12 @@ def test_a_lost_rank_ends_the_others(suite: str, tmp_path: Path):
     assert not [text for said in launched(suite, 3, tmp_path) for text in said]
 
 
+def test_models_of_transformers(tmp_path: Path):
+    """Mistral and Gemma 3 with windows, gpt-oss with sinks: outputs and gradients of one process."""
+    pytest.importorskip("transformers")
+    assert not [text for said in launched("models", 3, tmp_path) for text in said]
+
+
 def test_models_train_alike(tmp_path: Path):
     """FSDP2 beside context parallelism, checkpoints and torch.compile."""
     assert not [text for said in launched("training", 4, tmp_path) for text in said]

@@ -24,9 +24,11 @@ TIMEOUT_S, SHORT_S = 100, 3
 
 
 def every_case(rank: int, ranks: int) -> list[str]:
-    """All cases on the default group; on four ranks also two rings at once, and a mesh of two dimensions."""
+    """All cases on the default group, three ranks and four taking turns; on four also two rings at once, and
+    a mesh of two dimensions."""
     torch.manual_seed(rank)
-    wrong = _judged(cases.cases(ranks, ("ring", "all_gather", "ulysses")), rank, ranks, None)
+    every = list(cases.cases(ranks, ("ring", "all_gather", "ulysses")))
+    wrong = _judged(every if ranks < 3 else every[ranks % 2 :: 2], rank, ranks, None)
     if ranks == 4:
         pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         own, mesh = pairs[rank % 2], init_device_mesh("cpu", (2, 2))
@@ -38,12 +40,12 @@ def every_case(rank: int, ranks: int) -> list[str]:
     return wrong
 
 
-def _judged(some: Any, rank: int, ranks: int, group: Any, **where: Any) -> list[str]:
+def _judged(some: Any, rank: int, ranks: int, sums: Any, **where: Any) -> list[str]:
     wrong = []
     for i, case in enumerate(some):
         results = cases.run(case, ranks, **where)
         for x in results[5:]:
-            dist.all_reduce(x, group=group)
+            dist.all_reduce(x, group=sums)
         if i % ranks == rank:
             wrong.append(cases.judge(case, ranks, results))
     return [text for text in wrong if text]
@@ -142,12 +144,20 @@ def examples(rank: int, ranks: int) -> list[str]:
     return training.compare(rank, ranks)
 
 
+def models(rank: int, ranks: int) -> list[str]:
+    """Models of transformers with windows and sinks."""
+    from tests.distributed import language
+
+    return language.compare(ranks)
+
+
 SUITES: dict[str, tuple[Callable[[int, int], list[str]], int]] = {
     "cases": (every_case, TIMEOUT_S),
     "disagreements": (disagreements, TIMEOUT_S),
     "dies in a ring": (lost("dies", "ring", False), SHORT_S),
     "hangs in a ring": (lost("hangs", "ring", True), SHORT_S),
     "dies in a gather": (lost("dies", "all_gather", True), SHORT_S),
+    "models": (models, TIMEOUT_S),
     "training": (examples, TIMEOUT_S),
 }
 
