@@ -29,13 +29,14 @@ HAS_WGPU := $(BIN)/python -c 'import wgpu' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
 .PHONY: help demo test test-here test-cpu test-triton test-codegen test-webgpu test-gpu test-all mutants fuzz \
-	lint bench bench-gpu clean test-metal bench-metal
+	lint bench bench-gpu clean test-metal bench-metal test-distributed
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo      a real model with polyflash inside, a comparison with torch SDPA, and why each kernel was chosen'
 	@echo 'make test      lint, then every test that takes seconds, with test-triton, test-codegen and test-webgpu'
 	@echo 'make test-cpu  the tests of the CPU engine alone'
+	@echo 'make test-distributed  one sequence over ranks: simulated ones, and processes of gloo'
 	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
 	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
 	@echo 'make test-webgpu   the WebGPU kernels on Mesa lavapipe, a driver without a GPU (installed by root on Debian)'
@@ -70,6 +71,9 @@ test-here: .venv/.test
 test-cpu: .venv/.test
 	@$(PYTEST) $(SHARED) $(CPU_TESTS) -k 'not torch-forward and not torch-backward' -m 'not slow and not alone'
 	@$(PYTEST) $(CPU_TESTS) -m 'alone and not slow'
+
+test-distributed: .venv/.test
+	@$(PYTEST) $(SHARED) tests/distributed
 
 # The interpreter is chosen when triton is imported, and nothing can be compiled in its process.
 test-triton: .venv/.test

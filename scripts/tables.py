@@ -35,6 +35,11 @@ API = (
     ("Attention", "api", ("attention", "attention_varlen")),
     ("Keys in pages", "api", ("attention_paged",)),
     ("Groups that share keys", "groups", ("attention_groups", "explain_groups", "GroupsPlan")),
+    (
+        "A sequence over many devices: `polyflash.parallel`",
+        "parallel.api",
+        ("attention", "attention_varlen", "split", "restore", "explain", "merge"),
+    ),
     ("Masks", "mask", ("Mask",)),
     ("Partial results", "merging", ("AttentionOutput", "merge")),
     ("Statistics of weights", "statistics", ("column_sums", "row_stats", "RowStats")),

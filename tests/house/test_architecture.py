@@ -37,6 +37,7 @@ FLOORS = {
         "kvcache.prefixes",
         "kvcache.rope",
         "kvcache.tables",
+        "parallel.cost",
         "parallel.schedule",
     ),
     3: ("plan", "tuning.store"),
@@ -52,6 +53,7 @@ FLOORS = {
         "quant.calls",
     ),
     6: ("api", "groups", "group_calls", "statistics", "quant", "kvcache", "parallel.ring", "tuning"),
+    6: ("api", "groups", "statistics", "quant", "kvcache", "parallel", "tuning"),
     7: (
         "webgpu",
         "integrations",

@@ -14,6 +14,7 @@ run goes to torch's own function, arguments that torch refuses included, so the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -76,27 +77,29 @@ def enabled(*, strict: bool = False) -> TorchFunctionMode:
     Args:
         strict: raise `UnsupportedError`, with the reason, for a legal call that goes to torch's own function.
     """
-    return _Override(strict)
+    return Override(partial(_replaced, strict))
 
 
-class _Override(TorchFunctionMode):
-    def __init__(self, strict: bool = False) -> None:
+class Override(TorchFunctionMode):
+    """Calls of `scaled_dot_product_attention` go to `attend`, those within `nn.MultiheadAttention` too."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.strict = strict
+        self.attend = attend
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is _TORCHS_OWN:
-            return _replaced(self.strict, *args, **kwargs)
+            return self.attend(*args, **kwargs)
         if func is Tensor.unflatten:
             return torch.unflatten(*args, **kwargs)  # torch.compile cannot trace the method from here
         if func in _ENGINE and not torch.compiler.is_compiling():
             with self:
                 return _ENGINE[func](*args, **kwargs)
         if func is functional.multi_head_attention_forward:
-            out = multi_head.forward(partial(_replaced, self.strict), *args, **kwargs)
+            out = multi_head.forward(self.attend, *args, **kwargs)
             if isinstance(out, Tensor):
                 return out, None
             result = func(*args, **kwargs)

@@ -1,0 +1,263 @@
+"""One call of one rank, from its user's arguments to its rows: checks, handshake, shards, exchange."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyflash import torch_ops, validate
+from polyflash.arguments import Options
+from polyflash.entry import Bound, Form, autocast, bind
+from polyflash.errors import SpecError, UnsupportedError, described, spec_error
+from polyflash.parallel import ulysses
+from polyflash.parallel.comm import Team
+from polyflash.parallel.cost import NOMINAL, Problem, chosen
+from polyflash.parallel.handshake import KINDS, METHODS, agree, said_of
+from polyflash.parallel.ring import Attention, Call, of_heads
+from polyflash.parallel.schedule import ORDERS, Segments, Shards, Sight, lengths_of
+from polyflash.routes import ANY, requested_backend
+from polyflash.spec import Arguments
+
+_LATEST: list[tuple[Any, Segments]] = []  # every layer of a step has the same ids
+
+
+class Where(NamedTuple):
+    """How a call is shared, as its user wrote it."""
+
+    method: Any = None
+    order: Any = "zigzag"
+    seqlens: Any = None
+    handshake: Any = True
+
+
+class Ranks(NamedTuple):
+    """Ranks that share the sequence, and ranks that share the heads of each shard of it."""
+
+    ring: Team
+    heads: Team | None = None
+
+    @property
+    def pieces(self) -> int:
+        return 1 if self.heads is None else self.heads.size
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among all."""
+        return self.ring.rank * self.pieces + (0 if self.heads is None else self.heads.rank)
+
+    def met(self, said: dict[str, int], refusal: Exception | None) -> list[list[int]]:
+        """The handshake; returns the rows of q, and of k, that each shard has."""
+        rows: dict[str, list[int]] = {}
+        for team in (self.heads, self.ring):
+            if team is None:
+                continue
+            team.calls += 1
+            try:
+                rows = agree(team, said | {"number of the call": team.calls})
+            except SpecError:
+                if refusal is not None:
+                    raise refusal from None
+                raise
+            said = said | {name: sum(counts) for name, counts in rows.items()}
+        return list(rows.values())
+
+
+def checked(where: Where, ranks: Ranks) -> None:
+    """Refuses options that are none."""
+    methods = METHODS[4:] if ranks.heads else METHODS[1:4]
+    if where.method is not None and (not isinstance(where.method, str) or where.method not in methods):
+        wanted = f"None or {', '.join(map(repr, methods))}"
+        change = "'ulysses+ring' needs a mesh of two dimensions, and is what such a mesh is for."
+        raise spec_error("method", described(where.method), wanted, change)
+    check_order(where.order)
+    if where.handshake is not True and where.handshake is not False:
+        raise spec_error(
+            "handshake", described(where.handshake), "True or False", "It is one message a call."
+        )
+    given = where.seqlens
+    pair = (
+        isinstance(given, (tuple, list)) and len(given) == 2 and all(type(n) is int and n >= 0 for n in given)
+    )
+    if given is not None and not pair:
+        change = "They are the rows of q and of k on all ranks together."
+        raise spec_error("seqlens", described(given), "two ints, or None", change)
+
+
+def check_order(order: Any) -> None:
+    if not isinstance(order, str) or order not in ORDERS:
+        raise spec_error(
+            "order", described(order), "'zigzag' or 'contiguous'", "split() cuts by the same one."
+        )
+
+
+def bound_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Bound:
+    """This rank's part of a call, checked as far as it can be without the others."""
+    bound = bind(q, k, v, options, form)
+    if not (isinstance(bound.k, Tensor) and isinstance(bound.v, Tensor)):
+        raise UnsupportedError(
+            "parallel: codes are not sent between ranks. Pass dequantize(k) and dequantize(v)"
+        )
+    args = bound.args
+    if args.intervals is not None:
+        text = "parallel: the lists of Mask.intervals() and Mask.blocks() are not cut into shards"
+        raise UnsupportedError(f"{text}. Use window=, Mask.segments(), or a bool mask= that broadcasts")
+    if args.dropout_p:
+        text = "parallel: dropout_p counts from row 0 and head 0 of a call, and no kernel can start elsewhere"
+        raise UnsupportedError(f"{text}. Drop activations outside of attention, or run this call on one rank")
+    q, k, v = autocast(bound.q, bound.k, bound.v)
+    validate.check_shapes(q, k, v)
+    return bound._replace(q=q, k=k, v=v, args=args._replace(backend=requested_backend(args) or ANY))
+
+
+def run(
+    q: Any, k: Any, v: Any, options: Options, form: Form, ranks: Ranks, where: Where
+) -> tuple[Bound, Tensor, Tensor]:
+    """One call of this rank: what it was, out and lse, both (batch, heads, rows, ...)."""
+    refusal: Exception | None = None
+    said, bound = {"refused": 1}, None
+    try:
+        checked(where, ranks)
+        bound = bound_of(q, k, v, options, form)
+        said = said_of(bound.q, bound.k, bound.v, bound.args) | {"order": ORDERS.index(where.order)}
+        said["method"] = METHODS.index(where.method or METHODS[0])
+        said["function"] = KINDS.index("attention_varlen" if form is Form.PACKED else "attention")
+        if where.seqlens is None and where.handshake is False and form is not Form.PACKED:
+            change = "Give the rows of q and of k on all ranks together: the handshake would count them."
+            raise spec_error("seqlens", "None", "two ints beside handshake=False", change)
+    except (SpecError, UnsupportedError) as error:
+        refusal = error
+    rows = ranks.met(said, refusal) if where.handshake is not False else None
+    if refusal is not None or bound is None:
+        raise refusal or SpecError("parallel: no call")
+    call = whole_call(bound, ranks, where, rows)
+    if where.handshake:
+        call = replace(call, said={"number of the call": ranks.ring.calls})
+    method = where.method or method_of(bound, call)[0]
+    return bound, *_exchanged(bound, replace(call, gathers=method == "all_gather"), ranks, method)
+
+
+def whole_call(bound: Bound, ranks: Ranks, where: Where, rows: list[list[int]] | None) -> Call:
+    """The whole call that `bound` is a part of, checked. `rows` of q and of k are those of each shard, as far
+    as a handshake told them."""
+    q, k, v, _, args, _ = bound
+    if args.cu_seqlens_q is not None and args.cu_seqlens_k is not None:
+        lengths = [lengths_of(x.tolist()) for x in (args.cu_seqlens_q, args.cu_seqlens_k)]
+    else:
+        lengths = [(n,) for n in where.seqlens or map(sum, rows or ())]
+    shards = [Shards(each, ranks.ring.size, where.order, ranks.pieces) for each in lengths]
+    for i, (name, x, whole) in enumerate(zip("qk", (q, k), shards, strict=True)):
+        wanted = [replace(whole, pieces=1).held(shard) for shard in range(whole.count)]
+        got = wanted if rows is None else rows[i]
+        if got == wanted:  # else every rank knows
+            got, wanted = [x.shape[2]], [whole.held(ranks.rank)]
+        if got != wanted:
+            change = "Shards are made by polyflash.parallel.split()."
+            raise spec_error(f"{name} rows", got, f"{wanted}, of {whole.rows} in {where.order} order", change)
+    full = [
+        x.new_empty(()).expand(*x.shape[:2], n.rows, x.shape[3])
+        for x, n in zip((q, k, v), (shards[0], shards[1], shards[1]), strict=True)
+    ]
+    torch_ops.check(full[0], full[1], full[2], args)
+    if validate.has_contents(args):
+        args = validate.checked_contents(args, full[0], full[1])
+    base = _base(args, shards[0], shards[1])
+    return Call(ranks.ring, args, shards[0], shards[1], _sight(args, base, len(lengths[0])), base)
+
+
+def _base(args: Arguments, q: Shards, k: Shards) -> int | Tensor:
+    """The position of row 0: one int, or int64 per request or member."""
+    if args.q_offset is not None:
+        return args.q_offset.long()
+    if args.offset is not None:
+        return args.offset
+    if args.kv_lens is None and args.cu_seqlens_q is None:
+        return k.rows - q.rows
+    rows = torch.tensor(q.lengths)
+    if args.kv_lens is not None:
+        return args.kv_lens.long() - rows.to(args.kv_lens.device)
+    return torch.tensor(k.lengths) - rows
+
+
+def _sight(args: Arguments, base: int | Tensor, members: int) -> Sight:
+    """The host's knowledge of who sees whom."""
+    offsets: tuple[int, ...] | None = None
+    if isinstance(base, int):
+        offsets = (base,) * members
+    elif base.device.type == "cpu":
+        known = base.tolist()
+        alike = args.cu_seqlens_q is not None or len(set(known)) == 1
+        offsets = tuple(known[:members]) if alike else None
+    right = 0 if args.causal else args.window_right
+    segments = None
+    if args.q_segments is not None and args.k_segments is not None:
+        segments = _segments(args.q_segments, args.k_segments)
+    moved = args.mask, args.bias, args.alibi_slopes, args.kv_lens, args.kv_starts, segments
+    return Sight(args.window_left, right, offsets, segments, all(x is None for x in moved))
+
+
+def _segments(q_ids: Tensor, k_ids: Tensor) -> Segments:
+    """Ids on the host; the latest ones are kept."""
+    key = (q_ids, q_ids._version, k_ids, k_ids._version)
+    for kept, segments in _LATEST:
+        if all(a is b or (type(a) is int and a == b) for a, b in zip(kept, key, strict=True)):
+            return segments
+    _LATEST[:] = [(key, Segments(q_ids.numpy(force=True).copy(), k_ids.numpy(force=True).copy()))]
+    return _LATEST[0][1]
+
+
+def method_of(bound: Bound, call: Call) -> tuple[str, str]:
+    """The exchange of a call that names none, and why."""
+    if call.q.pieces > 1:
+        return "ulysses+ring", "the mesh has two dimensions"
+    return chosen(problem_of(bound, call))
+
+
+def problem_of(bound: Bound, call: Call) -> Problem:
+    q, k, v = bound.q, bound.k, bound.v
+    sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size()
+    return Problem(call.q, call.k, call.sight, *sizes, NOMINAL["cpu" if q.device.type == "cpu" else "cuda"])
+
+
+def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Tensor, Tensor]:
+    """The results of this rank's rows."""
+    q, k, v = bound.q, bound.k, bound.v
+    if not method.startswith("ulysses"):
+        return Attention.apply(q, k, v, call.args.bias, call.args.sinks, call)  # type: ignore[no-any-return]
+    team = ranks.heads or ranks.ring
+    of_q, of_k = ulysses.deal(q.shape[1], k.shape[1], team.size)
+    first = ranks.ring.rank * team.size if ranks.heads else 0
+    rows, keys = ([x.held(first + i) for i in range(team.size)] for x in (call.q, call.k))
+    q = ulysses.to_heads(team, q, of_q, rows)
+    k, v = (ulysses.to_heads(team, x, of_k, keys) for x in (k, v))
+    own = of_q[team.rank]
+    call = replace(call, args=of_heads(call.args, slice(own[0], own[-1] + 1) if own else slice(0, 0)))
+    if ranks.heads:
+        shards = replace(call.q, pieces=1), replace(call.k, pieces=1)
+        call = replace(call, q=shards[0], k=shards[1])
+        out, lse = Attention.apply(q, k, v, call.args.bias, call.args.sinks, call)
+    else:
+        out, lse = _in_order(q, k, v, call)
+    lse = ulysses.to_rows(team, lse.unsqueeze(-1), of_q, rows).squeeze(-1)
+    return ulysses.to_rows(team, out, of_q, rows), lse
+
+
+def _in_order(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """A whole call of rows in the order of ranks."""
+    args = call.args._replace(need_lse=True)
+    if call.q.order == "contiguous" and args.cu_seqlens_q is None:
+        return torch_ops.call(q, k, v, args)
+    to = [_natural(x, q.device) for x in (call.q, call.k)]
+    back = torch.argsort(to[0])
+    q, k, v = q.index_select(2, to[0]), k.index_select(2, to[1]), v.index_select(2, to[1])
+    out, lse = torch_ops.call(q, k, v, args)
+    return out.index_select(2, back), lse.index_select(2, back)
+
+
+def _natural(shards: Shards, device: torch.device) -> Tensor:
+    """Places of all rows when shards follow one another."""
+    order = np.concatenate([shards.positions(rank) for rank in range(shards.count)])
+    return torch.from_numpy(np.argsort(order)).to(device)

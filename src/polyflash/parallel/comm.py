@@ -1,0 +1,145 @@
+"""Bytes between the ranks of a group: torch.distributed's collectives, and one clear error when they fail.
+
+Tensors travel as bytes, so that every dtype does on every backend; sums are made by whoever receives, in
+float32 and in the order of ranks, so that bits repeat. On NCCL waiting holds the current stream, not the
+host; there a watchdog of torch ends processes whose peers are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyflash.errors import SpecError, described, spec_error
+
+Sent = Sequence[tuple[int, Tensor]]  # peers, and what goes there
+Shape = tuple[int, ...]
+
+
+class Team:
+    """The ranks of one process group. `sent` counts the bytes that this rank has sent to others."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self.rank, self.size = ref(group), dist.get_rank(group), dist.get_world_size(group)
+        self.sent = self.calls = 0
+        kinds = {x.type for x in getattr(group, "_device_types", ())}
+        self.device = torch.device("cpu")  # of what the host reads
+        if "cpu" not in kinds and torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.meets = "nccl" in str(dist.get_backend_config(group))
+
+    @property
+    def group(self) -> Any:
+        return self._group()
+
+    def exchange(self, sends: Sent, receives: Sequence[tuple[int, Tensor]], what: str) -> Callable[[], None]:
+        """Starts sending, and receiving into given contiguous tensors; call the result to wait for all of
+        it. Every pair of ranks names its tensors in the same order."""
+        if self.meets:  # NCCL wants every rank in the first call of a group, and not all may send
+            self.meets = False
+            self.gather(torch.zeros(1, device="cuda"), what)()
+        ops, kept = [], []
+        for verb, pairs in ((dist.isend, sends), (dist.irecv, receives)):
+            for peer, x in pairs:
+                if not x.numel():
+                    continue
+                kept.append(_bytes(x))
+                ops.append(dist.P2POp(verb, kept[-1], dist.get_global_rank(self.group, peer), self.group))
+                self.sent += kept[-1].numel() if verb is dist.isend else 0
+        with self._named(what):
+            works = dist.batch_isend_irecv(ops) if ops else []
+
+        def wait() -> None:
+            with self._named(what):
+                for work in works:
+                    work.wait()
+            kept.clear()  # what is under way keeps its memory till here
+
+        return wait
+
+    def gather(self, x: Tensor, what: str) -> Callable[[], Tensor]:
+        """Starts collecting tensors of one shape; call the result for (ranks, *x.shape)."""
+        own = _bytes(x)
+        whole = torch.empty(self.size * own.numel(), dtype=torch.uint8, device=x.device)
+        self.sent += own.numel() * (self.size - 1)
+        with self._named(what):
+            work = _all_gather(whole, own, self.group, async_op=True)
+
+        def wait() -> Tensor:
+            with self._named(what):
+                work.wait()
+            return _shaped(whole, (self.size, *x.shape), x.dtype)
+
+        return wait
+
+    def swap(self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str) -> list[Tensor]:
+        """Sends part s to rank s; returns what each rank sent here, of the given shapes."""
+        out, kind = [_bytes(x) for x in parts], parts[0].dtype
+        counts = [math.prod(shape) * kind.itemsize for shape in shapes]
+        into = torch.empty(sum(counts), dtype=torch.uint8, device=parts[0].device)
+        self.sent += sum(x.numel() for x in out) - out[self.rank].numel()
+        with self._named(what):
+            dist.all_to_all_single(into, torch.cat(out), counts, [x.numel() for x in out], self.group)
+        return [_shaped(x, shape, kind) for x, shape in zip(into.split(counts), shapes, strict=True)]
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            why = str(error).strip().partition("\n")[0]
+            text = (
+                f"polyflash.parallel: rank {self.rank} of {self.size} got no answer while it {what}. Another "
+                f"rank ended, hangs or made another call, and this group is of no more use. It said: {why}"
+            )
+            raise RuntimeError(text) from error
+
+
+# The newer name, where torch has it: the older one warns there.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _shaped(x: Tensor, shape: Shape, kind: torch.dtype) -> Tensor:
+    if x.storage_offset() % kind.itemsize:  # a view of wider elements starts at a multiple of their size
+        x = x.clone()
+    return x.view(kind).view(shape)
+
+
+_teams: WeakKeyDictionary[Any, Team] = WeakKeyDictionary()
+
+
+def teams_of(group: Any, mesh: Any) -> tuple[Team, Team | None]:
+    """The ranks that share the sequence, and those that share the heads of each of its shards, if `mesh` has
+    two dimensions."""
+    if group is not None and mesh is not None:
+        raise spec_error("mesh", "a mesh and a group", "one of both", "Drop group=.")
+    if isinstance(group, Team):
+        return group, None
+    if isinstance(group, tuple) and all(isinstance(x, Team) for x in group):
+        return group  # type: ignore[return-value]
+    if not (dist.is_available() and dist.is_initialized()):
+        raise SpecError("group: torch.distributed is not initialised. Call init_process_group() first")
+    if mesh is not None:
+        if getattr(mesh, "ndim", 0) not in (1, 2):
+            wanted = "a DeviceMesh of 1 dimension, or of 2: (ranks of the ring, ranks that share heads)"
+            raise spec_error("mesh", described(mesh), wanted, "Use mesh['cp'].")
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    else:
+        groups = [dist.group.WORLD if group is None else group]
+    if not all(isinstance(x, dist.ProcessGroup) for x in groups):
+        change = "Every rank that calls belongs to it."
+        raise spec_error("group", described(group), "a ProcessGroup that this rank is in", change)
+    for x in groups:
+        if x not in _teams:
+            _teams[x] = Team(x)
+    return _teams[groups[0]], _teams[groups[1]] if len(groups) == 2 else None

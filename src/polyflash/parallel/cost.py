@@ -1,0 +1,208 @@
+"""Costs of a call for its ranks, and which exchange suits it: arithmetic on shards, without a group.
+
+    all_gather:  the first heads arrive before anything is computed, all others while it is
+    ring:        each step takes as long as the longer of its exchange and its computation
+    ulysses:     two exchanges, nothing behind which they hide
+
+Rates are nominal and say so: no link or device was measured for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from polyflash.parallel import schedule
+from polyflash.parallel.schedule import Shards, Sight
+from polyflash.spec import Phase
+from polyflash.work import flops_per_pair
+
+MOST_GATHERED = 1 << 32  # bytes of K and V of one head and all ranks that a rank has room for
+MOST_SHARDS = 64  # of which costs are looked at one by one
+FEW_SENT = 0.5  # a ring that sends less than this share of all keys beats every gathering
+
+
+@dataclass(frozen=True)
+class Link:
+    """A rank's way to the others, and how fast it computes: bytes/s, seconds, FLOP/s."""
+
+    bandwidth: float
+    latency: float
+    flops: float
+
+
+# NVLink of Hopper as one direction of its data sheet has it, at 70 %; gloo over a host's own memory.
+NOMINAL = {"cuda": Link(0.7 * 450e9, 10e-6, 450e12), "cpu": Link(1e9, 100e-6, 50e9)}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call, as all of its ranks see it. Sizes in elements, `itemsize` in bytes."""
+
+    q: Shards
+    k: Shards
+    sight: Sight
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    itemsize: int
+    link: Link = NOMINAL["cuda"]
+
+    @property
+    def shards(self) -> list[int]:
+        """The shards to look at: all, or of very many the first, the last and two between."""
+        n = self.q.count
+        return list(range(n)) if n <= MOST_SHARDS else [i * (n - 1) // 3 for i in range(4)]
+
+    @property
+    def bytes_per_key(self) -> int:
+        """K and V of one position, all heads."""
+        return self.batch * self.num_kv_heads * (self.head_dim + self.head_dim_v) * self.itemsize
+
+    @property
+    def flops_per_pair(self) -> float:
+        per_head = flops_per_pair(Phase.FORWARD, self.head_dim, self.head_dim_v)
+        return per_head * self.batch * self.num_q_heads
+
+    def steps_of(self, rank: int) -> list[tuple[int, float]]:
+        """Bytes that a rank of the ring sends in each step, and FLOPs that it computes, forward."""
+        return [
+            (
+                0 if t == 0 else (step.lent[1] - step.lent[0]) * self.bytes_per_key,
+                schedule.pairs_of(step.blocks, self.sight) * self.flops_per_pair,
+            )
+            for t, step in enumerate(schedule.steps(self.q, self.k, rank, self.sight))
+        ]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result of `polyflash.parallel.explain()`: the exchange, why, and what each rank sends and computes
+    in the forward pass; of more than 64 shards, 4 stand for all. A backward pass sends K and V again and
+    their gradients in float32, and computes 2.5 times as much where head_dim_v = head_dim."""
+
+    method: str
+    why: str
+    bytes_sent: tuple[int, ...]
+    flops: tuple[float, ...]
+    seconds: float  # of the slowest rank, by nominal rates
+    hidden: float  # share of the exchange's time behind computation
+    peak_bytes: int  # K and V of other ranks that a rank holds at a time
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def imbalance(self) -> float:
+        """FLOPs of the busiest rank over those of the mean one; 1 is balanced."""
+        mean = sum(self.flops) / len(self.flops)
+        return max(self.flops) / mean if mean else 1.0
+
+    def __str__(self) -> str:
+        sent = f"{min(self.bytes_sent):,} to {max(self.bytes_sent):,}"
+        return "\n".join(
+            (
+                f"exchange: {self.method}: {self.why}",
+                f"  bytes sent per rank, forward: {sent}; K and V of others held: {self.peak_bytes:,}",
+                f"  FLOPs per rank, forward: up to {max(self.flops):.3g}, imbalance {self.imbalance:.2f}",
+                f"  nominal: {self.seconds:.3g} s, {self.hidden:.0%} of the exchange behind computation",
+                *(f"  note: {note}" for note in self.notes),
+            )
+        )
+
+
+def explained(problem: Problem, method: str, why: str, notes: tuple[str, ...] = ()) -> Explanation:
+    """The cost of a call by one exchange."""
+    return _COSTS[method](problem, why, notes)
+
+
+@lru_cache(maxsize=16)
+def chosen(problem: Problem) -> tuple[str, str]:
+    """The exchange for a call, and why."""
+    ranks = problem.q.count
+    if ranks == 1:
+        return "ring", "there is one rank"
+    ring = explained(problem, "ring", "")
+    gather = explained(problem, "all_gather", "")
+    share = max(ring.bytes_sent) / max(1, max(gather.bytes_sent))
+    if share < FEW_SENT:
+        return "ring", f"it sends {share:.0%} of the keys, as no row sees the others"
+    head = problem.k.rows * problem.bytes_per_key // max(1, problem.num_kv_heads)
+    if head > MOST_GATHERED:
+        return "ring", f"one head's keys of all ranks are {head:,} bytes, more than {MOST_GATHERED:,}"
+    times = f"{ring.seconds:.3g} s, all_gather {gather.seconds:.3g} s by nominal rates"
+    return ("ring" if ring.seconds < gather.seconds else "all_gather"), f"ring {times}"
+
+
+def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
+    link, steps = problem.link, [problem.steps_of(rank) for rank in problem.shards]
+    moving = [[link.latency + sent / link.bandwidth if sent else 0.0 for sent, _ in own] for own in steps]
+    working = [[flops / link.flops for _, flops in own] for own in steps]
+    # The exchange of step t + 1 runs while step t is computed.
+    seconds = [
+        sum(max(a, b) for a, b in zip([*m[1:], 0.0], w, strict=True))
+        for m, w in zip(moving, working, strict=True)
+    ]
+    behind = sum(
+        min(a, b) for m, w in zip(moving, working, strict=True) for a, b in zip(m[1:], w[:-1], strict=True)
+    )
+    total = sum(map(sum, moving))
+    most = max((sent for own in steps for sent, _ in own), default=0)
+    sent = tuple(sum(x for x, _ in own) for own in steps)
+    flops = tuple(sum(x for _, x in own) for own in steps)
+    return Explanation(
+        "ring", why, sent, flops, max(seconds), behind / total if total else 1.0, 2 * most, notes
+    )
+
+
+def _work_of_rows(problem: Problem) -> tuple[float, ...]:
+    """FLOPs of each rank, whose rows see their keys wherever these are."""
+    return tuple(sum(flops for _, flops in problem.steps_of(rank)) for rank in problem.shards)
+
+
+def _all_gather(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
+    link, ranks = problem.link, problem.k.count
+    most = max(problem.k.held(rank) for rank in problem.shards)
+    sent = (ranks - 1) * most * problem.bytes_per_key
+    moving, flops = link.latency + sent / link.bandwidth, _work_of_rows(problem)
+    working, first = max(flops) / link.flops, moving / max(1, problem.num_kv_heads)
+    seconds = first + max(moving - first, working)
+    hidden = min(moving - first, working) / moving
+    held = problem.k.rows * problem.bytes_per_key
+    return Explanation("all_gather", why, (sent,) * len(flops), flops, seconds, hidden, held, notes)
+
+
+def _ulysses(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
+    """Alone, or in front of a ring of as many shards as `problem` has, each held in pieces."""
+    link, shards = problem.link, problem.q.count
+    ranks = problem.q.pieces if problem.q.pieces > 1 else shards
+    width, copies = problem.head_dim + problem.head_dim_v, max(problem.num_kv_heads, ranks)
+    per_row = problem.batch * problem.num_q_heads * (width * problem.itemsize + 4)
+    per_key = problem.batch * copies * width * problem.itemsize
+    pieces = problem.q.pieces
+    everyone = [shard * pieces + i for shard in problem.shards for i in range(pieces)]
+    sizes = [problem.q.held(rank) * per_row + problem.k.held(rank) * per_key for rank in everyone]
+    sent = tuple(size * (ranks - 1) // ranks for size in sizes)
+    seconds = 4 * link.latency + max(sent) / link.bandwidth
+    if pieces == 1:
+        work = _work_of_rows(problem)
+        flops = (sum(work) / len(work),) * len(work)
+        seconds += flops[0] / link.flops
+        return Explanation(
+            "ulysses", why, sent, flops, seconds, 0.0, problem.k.rows * per_key // ranks, notes
+        )
+    heads = problem.num_q_heads // ranks
+    own = replace(problem, num_q_heads=heads, num_kv_heads=max(1, copies // ranks))
+    ring = _ring(own, why, notes)
+    sent = tuple(x + ring.bytes_sent[i // pieces] for i, x in enumerate(sent))
+    flops = tuple(ring.flops[i // pieces] for i in range(len(sent)))
+    held = ring.peak_bytes + problem.k.rows * per_key // (ranks * shards)
+    return Explanation("ulysses+ring", why, sent, flops, seconds + ring.seconds, ring.hidden, held, notes)
+
+
+_COSTS: dict[str, Callable[[Problem, str, tuple[str, ...]], Explanation]] = {
+    "ring": _ring,
+    "all_gather": _all_gather,
+    "ulysses": _ulysses,
+    "ulysses+ring": _ulysses,
+}

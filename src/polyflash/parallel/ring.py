@@ -1,0 +1,335 @@
+"""The exchange loops, forward and backward: keys of all ranks step by step, or gathered heads by heads.
+
+    ring:        in step t rank r reads keys of rank r - t, sent while it computed step t - 1; partial
+                 results of the steps are merged by their lse. Gradients of keys return to their owner.
+    all_gather:  whole K and V of some heads at a time, one call per chunk of rows; gradients of keys go to
+                 their owners, who add them in the order of ranks.
+
+Both passes compute a block of rows and keys as one call of the op, whose masks are moved to where the block
+stands. The backward pass asks for the keys again, and gives every block the final out and lse of its rows, so
+that weights are those of the whole softmax. All sums are float32 (float64 for float64 inputs), in an order
+that no timing changes. A kernel rounds a block's result to its operands' dtype: on a CPU operands of 16 bits
+are widened wherever results of blocks are added up, so that this rounding happens once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from polyflash import torch_ops
+from polyflash.arguments import int32_of
+from polyflash.mask import FAR_OFFSET
+from polyflash.merging import merge
+from polyflash.parallel import schedule
+from polyflash.parallel.comm import Team
+from polyflash.parallel.handshake import KINDS, agree
+from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
+from polyflash.spec import Arguments
+
+GATHERED_BYTES = 1 << 28  # of K and V of all ranks at a time, for as many heads as fit
+_backward_op = torch.ops.polyflash.attention_backward.default
+
+
+class Source(NamedTuple):
+    """Keys that are there: of `heads`, from key `first` of their shard on, and the blocks that read them."""
+
+    k: Tensor
+    v: Tensor
+    first: int
+    blocks: tuple[Block, ...]
+    heads: Span
+    step: Step | None = None
+
+    def within(self, block: Block) -> slice:
+        """The keys of a block."""
+        start, end = block.k.span
+        return slice(start - self.first, end - self.first)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's part of a call: `args` are those of the whole of it, for the heads that this rank has.
+    `base` is the position of row 0, an int or int64 (batch or members,)."""
+
+    team: Team
+    args: Arguments
+    q: Shards
+    k: Shards
+    sight: Sight
+    base: int | Tensor
+    gathers: bool = False
+    said: dict[str, int] | None = None  # in the handshake of the forward pass; None: there was none
+
+    def placed(self, block: Block, heads: slice) -> Arguments:
+        """The arguments of a block: the masks as its rows, of these query heads, and its keys see them."""
+        args = of_heads(self.args, heads)
+        positional = args.alibi_slopes is not None
+        own: dict[str, Any] = {"need_lse": True, "offset": None, "q_offset": None}
+        own["sinks"] = args.sinks if self.gathers else None
+        if block.full:
+            own |= {"causal": False, "window_left": None, "window_right": None}
+        else:
+            positional = positional or not (args.causal is args.window_left is args.window_right is None)
+        if args.cu_seqlens_q is not None:
+            device = args.cu_seqlens_q.device
+            own |= {
+                "cu_seqlens_q": _bounds(block.q.lens, device),
+                "cu_seqlens_k": _bounds(block.k.lens, device),
+            }
+            own |= {"max_seqlen_q": int(block.q.lens.max()), "max_seqlen_k": int(block.k.lens.max())}
+            first, keys = (torch.from_numpy(x).to(device) for x in (block.k.starts, block.k.lens))
+            shift: Any = torch.from_numpy(block.q.starts - block.k.starts).to(device)
+        else:
+            rows, seen = block.places
+            first, keys, shift = seen.start, seen.stop - seen.start, rows.start - seen.start
+            own |= {name: tile(getattr(args, name), rows, seen) for name in ("mask", "bias")}
+            if args.q_segments is not None and args.k_segments is not None:
+                own |= {"q_segments": args.q_segments[:, rows], "k_segments": args.k_segments[:, seen]}
+        for name in ("kv_lens", "kv_starts"):
+            if (x := getattr(args, name)) is not None:
+                x = (x.long() - first).clamp(min=0)
+                own[name] = torch.minimum(x, torch.as_tensor(keys, device=x.device)).int()
+        if positional:
+            place = self.base + shift
+            if isinstance(place, int):
+                own["offset"] = max(-FAR_OFFSET, min(place, FAR_OFFSET))
+            else:
+                own["q_offset"] = int32_of("q_offset", place, False)
+        return args._replace(**own)
+
+    def sources(self, k: Tensor, v: Tensor, what: str) -> Iterator[Source]:
+        """The keys that rows of this rank see, the next ones on their way while one is used."""
+        return self._gathered(k, v, what) if self.gathers else self._stepwise(k, v, what)
+
+    def _stepwise(self, k: Tensor, v: Tensor, what: str) -> Iterator[Source]:
+        steps, heads = schedule.steps(self.q, self.k, self.team.rank, self.sight), (0, k.shape[1])
+        (lo, hi), arrived = steps[0].keys, None
+        for t, step in enumerate(steps):
+            own = arrived() if arrived is not None else [k[:, :, lo:hi], v[:, :, lo:hi]]
+            if t + 1 < len(steps):
+                arrived = self._fetch(k, v, steps[t + 1], f"{what}, step {t + 1}")
+            yield Source(own[0], own[1], step.keys[0], step.blocks, heads, step)
+
+    def _fetch(self, k: Tensor, v: Tensor, step: Step, what: str) -> Callable[[], list[Tensor]]:
+        """Starts the exchange of a step."""
+        lent, (lo, hi) = slice(*step.lent), step.keys
+        into = [x.new_empty((*x.shape[:2], hi - lo, x.shape[3])) for x in (k, v)]
+        sends = [(step.reader, x[:, :, lent]) for x in (k, v)]
+        wait = self.team.exchange(sends, [(step.owner, x) for x in into], what)
+
+        def arrived() -> list[Tensor]:
+            wait()
+            return into
+
+        return arrived
+
+    def _gathered(self, k: Tensor, v: Tensor, what: str) -> Iterator[Source]:
+        whole = Shards(self.k.lengths, 1)
+        found = schedule.blocks(self.q, whole, self.team.rank, 0, self.sight)
+        device, most = k.device, max(self.k.held(rank) for rank in range(self.team.size))
+        who, at = (torch.from_numpy(x).to(device) for x in self.k.natural())
+        groups = self.head_groups(k, v)
+
+        def start(heads: Span) -> list[Callable[[], Tensor]]:
+            room = [
+                torch.nn.functional.pad(x[:, slice(*heads)], (0, 0, 0, most - x.shape[2])) for x in (k, v)
+            ]
+            return [self.team.gather(x, what) for x in room]
+
+        arriving = start(groups[0])
+        for i, heads in enumerate(groups):
+            both = [wait()[who, :, :, at].permute(1, 2, 0, 3) for wait in arriving]  # padding ends here
+            if i + 1 < len(groups):
+                arriving = start(groups[i + 1])
+            yield Source(both[0], both[1], 0, found, heads)
+
+    def give_back(
+        self, source: Source, grads: tuple[Tensor | None, ...], totals: tuple[Tensor | None, ...]
+    ) -> Callable[[], None] | None:
+        """Adds gradients of keys to the totals of their owners; call the result, if there is one, for those
+        that other ranks have for the keys of this one."""
+        pairs = [
+            (x, total) for x, total in zip(grads, totals, strict=True) if x is not None and total is not None
+        ]
+        what, step = "returned gradients of keys", source.step
+        if step is None:
+            ranks, heads = range(self.team.size), slice(*source.heads)
+            own = [torch.from_numpy(self.k.positions(rank)).to(source.k.device) for rank in ranks]
+            for x, total in pairs:
+                place = total[:, heads]
+                for part in self.team.swap([x[:, :, at] for at in own], [place.shape] * len(ranks), what):
+                    place += part
+            return None
+        if step.owner == self.team.rank:
+            for x, total in pairs:
+                total[:, :, slice(*step.keys)] += x
+            return None
+        lent = slice(*step.lent)
+        into = [torch.empty_like(x[:, :, lent], memory_format=torch.contiguous_format) for _, x in pairs]
+        sends, receives = [(step.owner, x) for x, _ in pairs], [(step.reader, x) for x in into]
+        wait = self.team.exchange(sends, receives, what)
+
+        def arrived() -> None:
+            wait()
+            for x, (_, total) in zip(into, pairs, strict=True):
+                total[:, :, lent] += x
+
+        return arrived
+
+    def head_groups(self, k: Tensor, v: Tensor) -> list[Span]:
+        """Heads of k to gather at a time: as many as `GATHERED_BYTES` has room for."""
+        each = k.shape[0] * self.k.rows * (k.shape[3] + v.shape[3]) * k.element_size()
+        n = max(1, GATHERED_BYTES // max(1, each))
+        return [(h, min(h + n, k.shape[1])) for h in range(0, k.shape[1], n)]
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out in the dtype of q, and lse, of this rank's rows."""
+    group, sums, sinks = q.shape[1] // max(1, k.shape[1]), sums_of(q), call.args.sinks
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype if call.gathers else sums)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=sums)
+    begun: list[Span] = []  # rows that have results
+    if sinks is not None:  # a part of its own: one logit without a value
+        lse.copy_(sinks[None, :, None].expand_as(lse))
+        begun = [(0, q.shape[2])]
+    for source in call.sources(k, v, "ran the forward pass"):
+        heads = slice(source.heads[0] * group, source.heads[1] * group)
+        for block in source.blocks:
+            rows, keys = slice(*block.q.span), source.within(block)
+            operands = [q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys]]
+            operands = operands if call.gathers else [_widened(x) for x in operands]
+            one = torch_ops.call(operands[0], operands[1], operands[2], call.placed(block, heads))
+            place = out[:, heads, rows], lse[:, heads, rows]
+            if not call.gathers:  # else each row is in one block
+                if any(start < rows.stop and rows.start < end for start, end in begun):
+                    one = merge(*place, *one)
+                begun.append(block.q.span)
+            for x, result in zip(place, one, strict=True):
+                x.copy_(result)
+    return out.to(q.dtype), lse
+
+
+def backward(
+    call: Call, given: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, needs: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """dq, dk, dv, dbias, dsinks; `given` are dout, dlse, out and lse of this rank's rows. dbias and dsinks
+    are the shares of these rows: their sum over ranks is the gradient."""
+    group, bias = q.shape[1] // max(1, k.shape[1]), call.args.bias
+    totals = [_zeros(q, needs[0]), _zeros(k, needs[1]), _zeros(v, needs[2]), _zeros(bias, needs[3])]
+    asked = (*needs[:4], False)
+    arriving: Callable[[], None] | None = None
+    for source in call.sources(k, v, "ran the backward pass"):
+        heads = slice(source.heads[0] * group, source.heads[1] * group)
+        dk, dv = _zeros(source.k, needs[1]), _zeros(source.v, needs[2])
+        for block in source.blocks:
+            rows, keys = slice(*block.q.span), source.within(block)
+            dout, dlse, out, lse = (None if x is None else x[:, heads, rows] for x in given)
+            operands = [dout, q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out]
+            dout, *operands, out = map(_widened, operands)
+            args = call.placed(block, heads)._replace(sinks=None)
+            parts = _backward_op(dout, dlse, *operands, out, lse, asked, *args)
+            places = [_at(totals[0], heads, rows), _at(dk, keys), _at(dv, keys)]
+            if (total := totals[3]) is not None:
+                places.append(tile(_heads_of(total, heads), *block.places))
+            for place, part in zip(places, parts, strict=False):
+                if place is not None:
+                    place += part
+        if arriving is not None:
+            arriving()
+        arriving = call.give_back(source, (dk, dv), (totals[1], totals[2]))
+    if arriving is not None:
+        arriving()
+    likes = (q, k, v, bias)
+    results = [
+        x if x is None or like is None else x.to(like.dtype) for x, like in zip(totals, likes, strict=True)
+    ]
+    sinks = call.args.sinks
+    return [*results, _sink_gradient(sinks, *given) if sinks is not None and needs[4] else None]
+
+
+class Attention(torch.autograd.Function):
+    """The call in the graph of autograd: one node, whose backward pass is a call of all ranks too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: Call
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = forward(call, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse, bias, sinks)
+        ctx.set_materialize_grads(False)
+        ctx.call = replace(call, args=call.args._replace(bias=None, sinks=None))
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, bias, sinks = ctx.saved_tensors
+        call, needs = ctx.call, ctx.needs_input_grad[:5]
+        if call.said is not None:
+            asked = sum(1 << i for i, need in enumerate(needs) if need)
+            agree(call.team, call.said | {"function": KINDS.index("backward"), "gradients": asked})
+        call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))
+        dout = torch.zeros_like(out) if dout is None else dout
+        return (*backward(call, (dout, dlse, out, lse), q, k, v, needs), None)
+
+
+def sums_of(q: Tensor) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
+def _widened(x: Any) -> Any:
+    """An operand of a block whose result is one of several to be added up."""
+    return x.float() if x.device.type == "cpu" and x.element_size() < 4 else x
+
+
+def _zeros(like: Tensor | None, need: bool) -> Tensor | None:
+    """Room for a sum."""
+    if like is None or not need:
+        return None
+    return torch.zeros_like(like, dtype=sums_of(like), memory_format=torch.contiguous_format)
+
+
+def _at(x: Tensor | None, *where: slice) -> Tensor | None:
+    """Rows of a sum, of all heads or of some."""
+    return x if x is None else x[:, where[0], where[1]] if len(where) == 2 else x[:, :, where[0]]
+
+
+def _bounds(lens: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.cumsum((0, *lens))).to(device, torch.int32)
+
+
+def _heads_of(x: Tensor, heads: slice) -> Tensor:
+    """A mask or a bias of some heads."""
+    return x if x.ndim < 3 or x.shape[-3] == 1 else x[..., heads, :, :]
+
+
+def tile(x: Any, rows: slice, keys: slice) -> Any:
+    """A mask or a bias of some rows and keys, where it does not broadcast."""
+    if x is not None and x.ndim and x.shape[-1] > 1:
+        x = x[..., keys]
+    return x[..., rows, :] if x is not None and x.ndim > 1 and x.shape[-2] > 1 else x
+
+
+def of_heads(args: Arguments, heads: slice) -> Arguments:
+    """The arguments of a call of some query heads."""
+    own: dict[str, Any] = {
+        n: _heads_of(x, heads) for n in ("mask", "bias") if (x := getattr(args, n)) is not None
+    }
+    own |= {n: x[..., heads] for n in ("alibi_slopes", "sinks") if (x := getattr(args, n)) is not None}
+    return args._replace(**own) if own else args
+
+
+def _sink_gradient(sinks: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+    """-Σ exp(sink - lse)·delta over batch entries and rows, delta = Σ dout·out - dlse."""
+    kind = lse.dtype
+    delta = (dout.to(kind) * out.to(kind)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    weight = torch.exp(sinks.to(kind)[None, :, None] - lse)
+    return -torch.where(lse == -torch.inf, 0.0, weight * delta).sum((0, 2)).to(sinks.dtype)

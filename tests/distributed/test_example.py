@@ -1,0 +1,23 @@
+"""The example that trains over processes, for a few steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel.py"
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available() and EXAMPLE.exists()),
+    reason="needs a checkout, and torch with gloo",
+)
+
+
+def test_two_processes_have_the_losses_of_one():
+    command = [sys.executable, str(EXAMPLE), "--steps", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "in one process" in done.stdout and "exchange: " in done.stdout

@@ -1,0 +1,310 @@
+"""Ranks as threads of this process: results for up to 64 of them, bytes, bits, and errors beside one
+device's."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyflash
+from polyflash import Mask, SpecError, UnsupportedError, parallel
+from polyflash.parallel import ring
+from polyflash.reference import attention_reference
+from tests.distributed import cases
+from tests.distributed.cases import Case
+from tests.distributed.simulated import simulate
+from tests.references import varlen_reference
+
+METHODS = ("ring", "all_gather", "ulysses")
+MANY = [
+    Case(mask, method, order, (4, 2), torch.float32, rows, rows)
+    for mask, order, rows in (
+        ("causal", "zigzag", 131),
+        ("sinks-window", "contiguous", 131),
+        ("segments", "zigzag", 70),
+        ("none", "zigzag", 3),
+    )
+    for method in ("ring", "all_gather")
+]
+
+
+def checked(case: Case, size: int | tuple[int, int]) -> None:
+    ranks = size if isinstance(size, int) else size[0] * size[1]
+    results, _ = simulate(size, lambda group: cases.run(case, ranks, group=group))
+    assert cases.ranks_agree([one[:5] for one in results])
+    shared = [sum(one[i] for one in results) for i in range(5, len(results[0]))]
+    assert not (wrong := cases.judge(case, ranks, [*results[0][:5], *shared])), wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_case(method: str, ranks: int):
+    """Of five ranks every fourth: processes run all of one to four."""
+    for case in itertools.islice(cases.cases(ranks, (method,)), 0, None, 1 if ranks == 2 else 4):
+        checked(case, ranks)
+
+
+@pytest.mark.parametrize("size", [(2, 2), (1, 3), (3, 2)])
+def test_heads_shared_within_a_ring(size: tuple[int, int]):
+    for case in cases.cases(size[0] * size[1], ("ulysses+ring",)):
+        if case.mask in ("causal", "sinks-window", "dense", "segments"):
+            checked(case, size)
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_many_ranks(ranks: int):
+    for case in MANY[:2] if ranks == 64 else MANY:
+        checked(case, ranks)
+
+
+def whole_of(rows: int, dtype: torch.dtype = torch.float32, heads: int = 2, seed: int = 0) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, heads, rows, 16, generator=draw).to(dtype) for _ in range(4)]
+
+
+def trained(group: Any, whole: list[Tensor], **how: Any) -> list[Tensor]:
+    """out, dq, dk, dv of this rank."""
+    cut: Any = {"group": group, "order": how.get("order", "zigzag")}
+    q, k, v, dout = (parallel.split(x, **cut) for x in whole)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = parallel.attention(*leaves, group=group, **how)
+    out.backward(dout)
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bits_repeat(method: str):
+    whole = whole_of(67, heads=4)
+    runs = [simulate(4, lambda g: trained(g, whole, method=method, causal=True))[0] for _ in range(3)]
+    for one in runs[1:]:
+        assert all(
+            torch.equal(a, b) for x, y in zip(one, runs[0], strict=True) for a, b in zip(x, y, strict=True)
+        )
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_errors_are_those_of_one_device(ranks: int, method: str):
+    """Mean errors of out and gradients in bfloat16 do not grow with the ranks: parts are float32."""
+    whole = whole_of(512, torch.bfloat16, heads=4)
+    results, _ = simulate(
+        ranks, lambda g: [parallel.restore(x, group=g) for x in trained(g, whole, method=method)]
+    )
+    exact, one = (
+        [x.double().requires_grad_() for x in whole[:3]],
+        [x.clone().requires_grad_() for x in whole[:3]],
+    )
+    right, near = attention_reference(*exact).out, polyflash.attention(*one)
+    right.backward(whole[3].double())
+    near.backward(whole[3])
+    for got, a, b in zip(
+        results[0],
+        (near.detach(), *(x.grad for x in one)),
+        (right.detach(), *(x.grad for x in exact)),
+        strict=True,
+    ):
+        assert float((got.double() - b).abs().mean()) <= 1.02 * float((a.double() - b).abs().mean())
+
+
+def test_bytes_are_those_of_the_plan():
+    """A causal ring of 4, and a window, whose ranks talk to neighbours alone."""
+    whole = whole_of(256)
+    masks: list[dict[str, Any]] = [{"causal": True}, {"causal": True, "window": (9, 0)}, {}]
+    for mask, method in itertools.product(masks, ("ring", "all_gather")):
+        call: Any = {"method": method, "handshake": False, "seqlens": (256, 256), **mask}
+        _, groups = simulate(4, functools.partial(forward, whole=whole, **call))
+        plan = parallel.explain(*(x[:, :, :64] for x in whole[:3]), ranks=4, method=method, **mask)
+        assert tuple(g.sent for g in groups) == plan.bytes_sent, (mask, method)
+
+
+def forward(group: Any, whole: list[Tensor], **how: Any) -> Tensor:
+    return parallel.attention(*(parallel.split(x, group=group) for x in whole[:3]), group=group, **how)
+
+
+def test_a_window_is_sent_to_neighbours_alone():
+    whole = whole_of(64 * 16)
+    how: Any = {
+        "causal": True,
+        "window": (15, 0),
+        "method": "ring",
+        "handshake": False,
+        "seqlens": (1024, 1024),
+    }
+    _, groups = simulate(32, lambda g: trained(g, whole, **how))
+    talked = {(a, b) for g in groups[:1] for a, b, _, _ in g.wires.log}
+    assert talked and all(abs(a - b) == 1 for a, b in talked)
+
+
+def test_rows_that_see_nan_are_nan_and_no_others():
+    whole = whole_of(24)
+    whole[1][:, :, 13] = torch.nan
+    results, _ = simulate(
+        3, lambda g: parallel.restore(forward(g, whole, causal=True, method="ring"), group=g)
+    )
+    bad = results[0].isnan().any(-1).any(1)[0]
+    assert bad.tolist() == [row >= 13 for row in range(24)]
+
+
+def test_heads_are_gathered_in_turn(monkeypatch: pytest.MonkeyPatch):
+    """With room for the keys of one head at a time, results are the same."""
+    monkeypatch.setattr(ring, "GATHERED_BYTES", 1)
+    for mask in ("sinks", "dense", "alibi"):
+        checked(Case(mask, "all_gather", "zigzag", (6, 3), torch.float32, 23, 23), 3)
+
+
+def test_restore_is_differentiable_and_split_its_inverse():
+    x = torch.randn(2, 3, 11, 5)
+
+    def body(group: Any) -> tuple[Tensor, Tensor]:
+        own = parallel.split(x, group=group).requires_grad_()
+        whole = parallel.restore(own, group=group)
+        (whole * torch.arange(11.0)[:, None]).sum().backward()
+        return whole.detach(), parallel.restore(own.grad, group=group)
+
+    for size in (4, (2, 3)):
+        for whole, grad in simulate(size, body)[0]:
+            assert torch.equal(whole, x)
+            ranks = size if isinstance(size, int) else 6
+            assert torch.equal(grad, (ranks * torch.arange(11.0)[:, None]).expand_as(grad))
+
+
+@pytest.mark.parametrize("size", [1, 3, (2, 2)])
+def test_a_cache_spread_over_ranks_is_read_as_one(size: Any):
+    """Decode: each rank has some keys of each request, of one request maybe none."""
+    q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
+    ranks = size if isinstance(size, int) else size[0] * size[1]
+    sinks = torch.linspace(-1, 1, 4)
+    lens = torch.tensor([40, 40 // ranks - 1 if ranks > 1 else 40])
+
+    def body(group: Any) -> Any:
+        rank = group.rank if isinstance(size, int) else group[0].rank * size[1] + group[1].rank
+        own = slice(40 * rank // ranks, 40 * (rank + 1) // ranks)
+        live = (lens - own.start).clamp(0, own.stop - own.start)
+        one = polyflash.attention(
+            q, k[:, :, own], v[:, :, own], kv_lens=live, sinks=None if rank else sinks, return_lse=True
+        )
+        return parallel.merge(*one, group=group)
+
+    results, _ = simulate(size, body)
+    right = attention_reference(q, k, v, kv_lens=lens, sinks=sinks)
+    for out, lse in results:
+        torch.testing.assert_close(out.double(), right.out, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(lse.double(), right.lse, atol=2e-6, rtol=1e-5)
+        assert torch.equal(out, results[0].out)
+    with pytest.raises(UnsupportedError, match="inference"):
+        simulate(1, lambda g: parallel.merge(q.requires_grad_(), q[..., 0], group=g))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_of_some_inputs_alone(method: str):
+    whole, how = whole_of(21), {"causal": True, "method": method}
+    full = simulate(2, lambda g: trained(g, whole, **how))[0]
+    for wanted in ((0,), (2,), (0, 1)):
+
+        def body(group: Any, wanted: tuple[int, ...] = wanted) -> list[Any]:
+            q, k, v, dout = (parallel.split(x, group=group) for x in whole)
+            leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
+            parallel.attention(*leaves, group=group, **how).backward(dout)
+            return [x.grad for x in leaves]
+
+        for got, all_of in zip(simulate(2, body)[0], full, strict=True):
+            for i, grad in enumerate(got):
+                assert grad is None if i not in wanted else torch.equal(grad, all_of[1 + i])
+
+
+def test_autocast_casts_what_is_sent():
+    whole = whole_of(32)
+
+    def body(group: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(group, whole, causal=True, method="ring")
+
+    results, groups = simulate(2, body)
+    cast = [x.bfloat16() for x in whole]
+    expected = simulate(2, lambda g: forward(g, cast, causal=True, method="ring"))[0]
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert results[0].dtype is torch.bfloat16 and groups[0].sent < 32 * 2 * 16 * 2 * 4
+
+
+def test_a_backend_by_name_runs_every_block():
+    whole = whole_of(20)
+    before = polyflash.counters()["calls"]
+    simulate(2, lambda g: trained(g, whole, method="ring", backend="torch"))
+    after = polyflash.counters()["calls"]
+    ran = {row: n - before.get(row, 0) for row, n in after.items() if n != before.get(row, 0)}
+    assert ran == {"torch/forward": 4, "torch/backward": 4}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lengths_and_offsets_of_packed_members(method: str):
+    """They count within whole members, whose rows and keys may differ in number."""
+    rows, keys = torch.tensor([3, 17, 0, 9]), torch.tensor([8, 17, 4, 5])
+    q, k, v = torch.randn(29, 4, 16), torch.randn(34, 2, 16), torch.randn(34, 2, 16)
+    cu = [torch.cat((torch.zeros(1), n.cumsum(0))).int() for n in (rows, keys)]
+    lens = {"kv_lens": torch.tensor([8, 11, 2, 0]), "kv_starts": torch.tensor([2, 0, 0, 0])}
+    places = {"q_offset": torch.tensor([0, 3, 1, 2]), "causal": True, "window": (6, 2)}
+    for options in (lens, places, {**lens, "causal": True}, {**lens, **places}):
+
+        def body(group: Any, options: dict[str, Any] = options) -> list[Tensor]:
+            own = [
+                parallel.split(x, group=group, dim=0, cu_seqlens=c)
+                for x, c in zip((q, k, v), (cu[0], cu[1], cu[1]), strict=True)
+            ]
+            leaves = [x.clone().requires_grad_() for x in own]
+            out = parallel.attention_varlen(*leaves, *cu, group=group, method=method, **options)
+            (out * out).sum().backward()
+            got = [out.detach(), *(x.grad for x in leaves)]
+            return [parallel.restore(x, group=group, dim=0, cu_seqlens=cu[i > 1]) for i, x in enumerate(got)]
+
+        results = simulate(2, body)[0]
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        out = varlen_reference(*leaves, *cu, **options).out
+        (out * out).sum().backward()
+        for got, right in zip(results[0], (out, *(x.grad for x in leaves)), strict=True):
+            torch.testing.assert_close(got.double(), right, atol=1e-5, rtol=1e-4)
+
+
+def refusal(expected: type[Exception], **how: Any) -> str:
+    whole = whole_of(16)
+    with pytest.raises(expected) as error:
+        simulate(2, lambda g: forward(g, whole, **how))
+    return str(error.value)
+
+
+def test_refusals_name_arguments_and_a_way_out():
+    lists = Mask.intervals(torch.tensor([[0]]).int(), torch.tensor([[4]]).int(), rows=16)
+    assert "window=" in refusal(UnsupportedError, mask=lists)
+    assert "dropout_p" in refusal(UnsupportedError, dropout_p=0.5)
+    assert "method: got 'tree'" in refusal(SpecError, method="tree")
+    assert "mesh of two" in refusal(SpecError, method="ulysses+ring")
+    assert "order" in refusal(SpecError, order="striped")
+    assert "seqlens" in refusal(SpecError, handshake=False)
+    assert "split()" in refusal(SpecError, handshake=False, seqlens=(17, 17))
+    assert "mask shape" in refusal(SpecError, mask=torch.ones(3, 5, dtype=torch.bool))
+    with pytest.raises(SpecError, match="q heads"):
+        simulate(3, lambda g: forward(g, whole_of(16), method="ulysses"))
+    with pytest.raises(SpecError, match="init_process_group"):
+        parallel.attention(*whole_of(16)[:3])
+    with pytest.raises(TypeError, match="causal"):
+        parallel.attention(*whole_of(16)[:3], is_causal=True)
+
+
+def test_explanations_print_themselves_and_say_what_is_sent_twice():
+    q, k = torch.empty(1, 8, 128, 64, device="meta"), torch.empty(1, 2, 128, 64, device="meta")
+    plan = parallel.explain(q, k, k, ranks=4, method="ulysses", causal=True)
+    assert "some are sent twice" in str(plan) and plan.imbalance == 1.0
+    assert parallel.explain(q, k, k, ranks=(2, 2)).method == "ulysses+ring"
+    chosen = parallel.explain(q, k, k, ranks=8, causal=True, window=(31, 0))
+    assert chosen.method == "ring" and "%" in chosen.why
+
+
+def test_codes_are_refused():
+    q, k, v, _ = whole_of(16)
+    codes = polyflash.quantize(k, polyflash.quant.Scheme(dtype="int8"))
+    with pytest.raises(UnsupportedError, match="dequantize"):
+        simulate(1, lambda g: parallel.attention(q, codes, v, group=g))

@@ -1,0 +1,178 @@
+"""One rank of a gloo group: `python -m tests.distributed.worker RANK RANKS RENDEZVOUS SUITE`. Prints what
+went wrong as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from polyflash import SpecError, parallel
+from polyflash.parallel.comm import Team
+from tests.distributed import cases
+
+TIMEOUT_S, SHORT_S = 100, 3
+
+
+def every_case(rank: int, ranks: int) -> list[str]:
+    """All cases on the default group, three ranks and four taking turns; on four also two rings at once, and
+    a mesh of two dimensions."""
+    torch.manual_seed(rank)
+    every = list(cases.cases(ranks, ("ring", "all_gather", "ulysses")))
+    wrong = _judged(every if ranks < 3 else every[ranks % 2 :: 2], rank, ranks, None)
+    if ranks == 4:
+        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        own, mesh = pairs[rank % 2], init_device_mesh("cpu", (2, 2))
+        some = [
+            case for case in cases.cases(2, ("ring", "all_gather")) if case.mask in ("causal", "sinks-window")
+        ]
+        wrong += _judged(some, rank // 2, 2, own, group=own)
+        wrong += _judged(cases.cases(4, ("ulysses+ring",)), rank, ranks, None, mesh=mesh)
+    return wrong
+
+
+def _judged(some: Any, rank: int, ranks: int, sums: Any, **where: Any) -> list[str]:
+    wrong = []
+    for i, case in enumerate(some):
+        results = cases.run(case, ranks, **where)
+        for x in results[5:]:
+            dist.all_reduce(x, group=sums)
+        if i % ranks == rank:
+            wrong.append(cases.judge(case, ranks, results))
+    return [text for text in wrong if text]
+
+
+def disagreements(rank: int, ranks: int) -> list[str]:
+    """One rank says something else: every rank ends with the same words, and the group lives on."""
+    odd, wrong = rank == 1, []
+    whole = [
+        torch.randn(2, 4, 5 * ranks + 1, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)
+    ]
+    q, k, v = (parallel.split(x) for x in whole)
+    lens = torch.tensor([3, 9 if odd else 8])
+    called: dict[str, tuple[Callable[[], Any], str, str]] = {
+        "dtype": (lambda: _attend(q, k, v, odd, torch.Tensor.double), "dtype", ""),
+        "shape": (lambda: _attend(q, k, v, odd, lambda x: x[..., :4]), "head_dim", ""),
+        "batch": (lambda: _attend(q, k, v, odd, lambda x: x[:1]), "batch", ""),
+        "rows": (lambda: _attend(q, k, v, odd, lambda x: x[:, :, :1]), "rows", ""),
+        "causal": (lambda: parallel.attention(q, k, v, causal=odd), "causal", ""),
+        "window": (lambda: parallel.attention(q, k, v, window=(3 + odd, 0)), "window left", ""),
+        "scale": (lambda: parallel.attention(q, k, v, scale=0.5 + odd), "scale", ""),
+        "lengths": (lambda: parallel.attention(q, k, v, kv_lens=lens), "contents", ""),
+        "order": (lambda: parallel.attention(q, k, v, order="contiguous" if odd else "zigzag"), "order", ""),
+        "method": (lambda: parallel.attention(q, k, v, method="ring" if odd else "all_gather"), "method", ""),
+        "gradients": (lambda: _attend(q, k, v, odd, lambda x: x.clone().requires_grad_()), "gradients", ""),
+        "function": (lambda: parallel.restore(q) if odd else parallel.attention(q, k, v), "function", ""),
+        "refusal": (lambda: parallel.attention(q, k, v, dropout_p=0.5 * odd), "rank 1 refused", "dropout_p"),
+        "option": (
+            lambda: parallel.attention(q, k, v, method="tree" if odd else None),
+            "rank 1 refused",
+            "'tree'",
+        ),
+    }
+    for name, (call, expected, of_odd) in called.items():
+        try:
+            call()
+            wrong.append(f"{name}: no error")
+        except (SpecError, NotImplementedError) as error:
+            if (of_odd if odd and of_odd else expected) not in str(error):
+                wrong.append(f"{name}: {error}")
+    out = parallel.restore(parallel.attention(q, k, v, causal=True))
+    if not torch.allclose(
+        out, torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True), atol=1e-5
+    ):
+        wrong.append("the group is of no use any more")
+    return wrong
+
+
+def _attend(q: Any, k: Any, v: Any, odd: bool, change: Callable[[Any], Any]) -> Any:
+    return parallel.attention(*(change(x) if odd else x for x in (q, k, v)))
+
+
+def lost(how: str, method: str, backward: bool) -> Callable[[int, int], list[str]]:
+    """The last rank dies or hangs in the middle of a pass: every other ends with one clear error, in time."""
+
+    def suite(rank: int, ranks: int) -> list[str]:
+        q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
+        parallel.attention(q, k, v, causal=True, method=method).sum().backward()
+        if not backward and rank == ranks - 1:
+            _lose(how)
+        started = time.monotonic()
+        try:
+            out = parallel.attention(q, k, v, causal=True, method=method)
+            if rank == ranks - 1:
+                _lose(how)
+            started = time.monotonic()
+            out.sum().backward()
+        except RuntimeError as error:
+            took, text = time.monotonic() - started, str(error)
+            if took > 4 * SHORT_S or "polyflash.parallel: rank" not in text or "got no answer" not in text:
+                return [f"after {took:.1f} s: {text}"]
+            return []
+        return ["no error"]
+
+    return suite
+
+
+def _lose(how: str) -> None:
+    """From now on this rank dies, or hangs, at the next thing that it sends after a handshake."""
+
+    def stop(*given: Any) -> Any:
+        if how == "hangs":
+            time.sleep(6 * SHORT_S)
+        print("[]", flush=True)
+        os._exit(0)
+
+    Team.exchange = stop  # type: ignore[method-assign]
+    gather = Team.gather
+    Team.gather = lambda self, x, what: gather(self, x, what) if "compared" in what else stop()  # type: ignore
+
+
+def examples(rank: int, ranks: int) -> list[str]:
+    """FSDP2 beside context parallelism, activation checkpoints and torch.compile."""
+    from tests.distributed import training
+
+    return training.compare(rank, ranks)
+
+
+def models(rank: int, ranks: int) -> list[str]:
+    """Models of transformers with windows and sinks."""
+    from tests.distributed import language
+
+    return language.compare(ranks)
+
+
+SUITES: dict[str, tuple[Callable[[int, int], list[str]], int]] = {
+    "cases": (every_case, TIMEOUT_S),
+    "disagreements": (disagreements, TIMEOUT_S),
+    "dies in a ring": (lost("dies", "ring", False), SHORT_S),
+    "hangs in a ring": (lost("hangs", "ring", True), SHORT_S),
+    "dies in a gather": (lost("dies", "all_gather", True), SHORT_S),
+    "models": (models, TIMEOUT_S),
+    "training": (examples, TIMEOUT_S),
+}
+
+
+def main() -> None:
+    rank, ranks, place, suite = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    body, timeout = SUITES[suite]
+    started = timedelta(seconds=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}", rank=rank, world_size=ranks, timeout=started
+    )
+    print(json.dumps(body(rank, ranks)), flush=True)
+    os._exit(0)  # threads of gloo may let go of tensors while the interpreter ends, which aborts the process
+
+
+if __name__ == "__main__":
+    main()
