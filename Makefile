@@ -28,23 +28,19 @@ HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null
 HAS_WGPU := $(BIN)/python -c 'import wgpu' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
-.PHONY: help demo test test-here test-cpu test-triton test-codegen test-webgpu test-gpu test-all mutants fuzz \
-	lint bench bench-gpu clean test-metal bench-metal test-distributed
+.PHONY: help demo test test-here test-cpu test-distributed test-triton test-codegen test-webgpu test-metal test-gpu \
+	test-all mutants fuzz lint bench bench-gpu bench-metal clean
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo      a real model with polyflash inside, a comparison with torch SDPA, and why each kernel was chosen'
-	@echo 'make test      lint, then every test that takes seconds, with test-triton, test-codegen and test-webgpu'
-	@echo 'make test-cpu  the tests of the CPU engine alone'
-	@echo 'make test-distributed  one sequence over ranks: simulated ones, and processes of gloo'
+	@echo 'make test      lint, then every test that takes seconds, with the next four'
 	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
 	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
 	@echo 'make test-webgpu   the WebGPU kernels on Mesa lavapipe, a driver without a GPU (installed by root on Debian)'
-	@echo 'make test      lint, then every test that takes seconds, with test-triton, test-codegen and test-metal'
-	@echo 'make test-cpu  the tests of the CPU engine alone'
-	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
-	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
 	@echo 'make test-metal    the Metal kernels as C++, threads as fibers: needs a C++ compiler, no Mac'
+	@echo 'make test-cpu  the tests of the CPU engine alone'
+	@echo 'make test-distributed  one sequence over ranks: simulated ones, and processes of gloo'
 	@echo 'make test-gpu  the conformance suite, the plug-ins and the cache on a GPU, DEVICE=cuda'
 	@echo 'make test-all  every test, those that take minutes too'
 	@echo 'make mutants   plant known mistakes in copies of the sources: does a test notice each?'
@@ -61,8 +57,7 @@ help:
 demo: .venv/.demo
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
 
-test: lint test-here test-triton test-codegen test-webgpu
-test: lint test-here test-triton test-codegen test-metal
+test: lint test-here test-triton test-codegen test-webgpu test-metal
 
 test-here: .venv/.test
 	@$(PYTEST) $(SHARED) $(ELSEWHERE) -m 'not slow and not alone'
@@ -88,6 +83,7 @@ test-webgpu: .venv/.test
 	elif driver=$$(sh scripts/drivers.sh); then \
 		POLYFLASH_WEBGPU_CPU=1 VK_ICD_FILENAMES=$$driver $(PYTEST) $(SHARED) $(WEBGPU_TESTS) $(SLOW); \
 	else echo '$@: the WebGPU kernels are not tested here'; fi
+
 test-metal: .venv/.test
 	@$(PYTEST) $(SHARED) $(METAL_TESTS)
 

@@ -52,8 +52,7 @@ FLOORS = {
         "counting",
         "quant.calls",
     ),
-    6: ("api", "groups", "group_calls", "statistics", "quant", "kvcache", "parallel.ring", "tuning"),
-    6: ("api", "groups", "statistics", "quant", "kvcache", "parallel", "tuning"),
+    6: ("api", "groups", "group_calls", "statistics", "quant", "kvcache", "parallel", "tuning"),
     7: (
         "webgpu",
         "integrations",
@@ -74,8 +73,7 @@ FLOORS = {
 FLOOR = {f"polyflash.{name}": floor for floor, names in FLOORS.items() for name in names}
 FLOOR["polyflash"] = 7
 # On what an engine stands beside its own folder.
-BELOW = {"triton": {"gpu"}, "gluon": {"gpu", "triton"}, "webgpu": {"gpu"}}
-BELOW = {"triton": {"gpu"}, "gluon": {"gpu", "triton"}, "metal": {"gpu"}}
+BELOW = {"triton": {"gpu"}, "gluon": {"gpu", "triton"}, "webgpu": {"gpu"}, "metal": {"gpu"}}
 DSL = {"numba", "llvmlite", "triton", "wgpu", "gluon"}
 TORCH_BELOW_2 = {"polyflash.merging"}  # floors 0 and 1 are plain data; target asks torch inside a function
 BARE = frozenset(("Of", "That", "As", "With", "Who", "What", "Where", "Which"))  # no opening of a docstring

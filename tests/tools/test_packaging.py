@@ -20,8 +20,8 @@ import polyflash
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = (
-    "demo", "test", "test-cpu", "test-triton", "test-codegen", "test-webgpu", "test-gpu", "test-all", "lint",
-    "demo", "test", "test-cpu", "test-triton", "test-codegen", "test-metal", "test-gpu", "test-all", "lint",
+    "demo", "test", "test-cpu", "test-distributed", "test-triton", "test-codegen", "test-webgpu", "test-metal",
+    "test-gpu", "test-all", "lint",
     "bench", "clean",
 )  # fmt: skip
 
