@@ -168,15 +168,27 @@ def attention_groups(
 
 
 def explain_groups(
-    q_groups: Sequence[Tensor], k: KV, v: KV, *, q_offsets: Sequence[int],
-    kv_lens: Sequence[int] | None = None, causal: bool = True,
+    q_groups: Sequence[Tensor],
+    k: KV,
+    v: KV,
+    *,
+    q_offsets: Sequence[int],
+    kv_lens: Sequence[int] | None = None,
+    causal: bool = True,
     window: WindowSides | Sequence[WindowSides | None] | None = None,
     mask: Tensor | Mask | Sequence[Tensor | Mask | None] | None = None,
-    bias: Tensor | Sequence[Tensor | None] | None = None, alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None, layout: Layout = "bhsd",
-    return_lse: bool = False, fused: bool | None = None, backend: str | None = None, config: Any = None,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    layout: Layout = "bhsd",
+    return_lse: bool = False,
+    fused: bool | None = None,
+    backend: str | None = None,
+    config: Any = None,
     target: str | Target | None = None,
-) -> GroupsPlan:  # fmt: skip
+) -> GroupsPlan:
     """Whether `attention_groups(...)` with these arguments would fuse its groups, why, and who would run each
     call, and each group's gradients if an input needs one. Launches nothing and reads no tensor contents: all
     may be meta tensors; `target` as in `explain`."""
@@ -196,9 +208,15 @@ def explain_groups(
 
 
 def _checked(
-    q_groups: Any, k: Any, v: Any, q_offsets: Any, kv_lens: Any, layout: str, each: dict[str, Any],
+    q_groups: Any,
+    k: Any,
+    v: Any,
+    q_offsets: Any,
+    kv_lens: Any,
+    layout: str,
+    each: dict[str, Any],
     given: dict[str, Any],
-) -> _Groups:  # fmt: skip
+) -> _Groups:
     """Every group as a call of its own over views (batch, heads, seqlen, head_dim). Of options, `each` are
     one for all groups or one per group, `given` are of all."""
     groups, k, v = _views(q_groups, k, v, layout)

@@ -99,11 +99,13 @@ def gradient_kinds(likes: tuple[Any, ...], args: Arguments) -> tuple[torch.dtype
     and sinks is no narrower than their sums."""
     sums = torch.float64 if likes[0].dtype is torch.float64 else torch.float32
     return tuple(
-        None if x is None
-        else torch.promote_types(x.dtype, sums) if args.wide_gradients and i in _SUMMED
+        None
+        if x is None
+        else torch.promote_types(x.dtype, sums)
+        if args.wide_gradients and i in _SUMMED
         else x.dtype
         for i, x in enumerate(likes)
-    )  # fmt: skip
+    )
 
 
 def empty_gradients(likes: tuple[Any, ...], args: Arguments, needs: Sequence[bool]) -> tuple[Tensor, ...]:

@@ -27,9 +27,14 @@ from polyflash.parallel.api import Method, Order
 
 @contextlib.contextmanager
 def context_parallel(
-    mesh: Any, *, buffers: Sequence[Tensor] = (), buffer_seq_dims: Sequence[int] = (),
-    no_restore_buffers: Collection[Tensor] = (), order: Order = "zigzag", method: Method | None = None,
-) -> Iterator[None]:  # fmt: skip
+    mesh: Any,
+    *,
+    buffers: Sequence[Tensor] = (),
+    buffer_seq_dims: Sequence[int] = (),
+    no_restore_buffers: Collection[Tensor] = (),
+    order: Order = "zigzag",
+    method: Method | None = None,
+) -> Iterator[None]:
     """A region in which buffers hold this rank's rows and attention is that of the whole sequence.
 
     Every `torch.nn.functional.scaled_dot_product_attention` of this thread becomes a call of
@@ -78,19 +83,34 @@ class _Region(Override):
 
 
 def _attend(
-    mesh: Any, order: Order, method: Method | None, query: Tensor, key: Tensor, value: Tensor,
-    attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    mesh: Any,
+    order: Order,
+    method: Method | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     if attn_mask is not None:
         text = "context_parallel: attn_mask belongs to the rows of one device"
         raise UnsupportedError(f"{text}. Call polyflash.parallel.attention() with window= or a Mask")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise spec_error("key heads", key.shape[1], query.shape[1], "enable_gqa=True groups query heads.")
     out = parallel.attention(
-        query, key, value, mesh=mesh, order=order, method=method, scale=scale, dropout_p=dropout_p,
+        query,
+        key,
+        value,
+        mesh=mesh,
+        order=order,
+        method=method,
+        scale=scale,
+        dropout_p=dropout_p,
         causal="top_left" if is_causal else False,
-    )  # fmt: skip
+    )
     return out if isinstance(out, Tensor) else out.out
 
 

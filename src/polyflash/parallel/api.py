@@ -84,10 +84,22 @@ def attention(
     if unknown:
         raise unexpected(attention, unknown)
     options = Options(
-        causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes, softcap=softcap,
-        sinks=sinks, scale=scale, kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset,
-        dropout_p=dropout_p, return_lse=return_lse, batch_invariant=batch_invariant, backend=backend,
-    )  # fmt: skip
+        causal=causal,
+        window=window,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        kv_lens=kv_lens,
+        kv_starts=kv_starts,
+        q_offset=q_offset,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+        batch_invariant=batch_invariant,
+        backend=backend,
+    )
     ranks, where = Ranks(*teams_of(group, mesh)), Where(method, order, seqlens, handshake)
     form = form_of(layout)
     _, out, lse = _run(q, k, v, options, form, ranks, where)
@@ -97,14 +109,32 @@ def attention(
 
 @answering
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, group: Any = None,
-    mesh: Any = None, method: Method | None = None, order: Order = "zigzag", handshake: bool = True,
-    causal: Causal = False, window: WindowSides | None = None, alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0, sinks: Tensor | None = None, scale: float | None = None,
-    kv_lens: Tensor | None = None, kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None,
-    dropout_p: float = 0.0, return_lse: bool = False, batch_invariant: bool | None = None,
-    backend: str | None = None, **unknown: Never,
-) -> Tensor | AttentionOutput:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    method: Method | None = None,
+    order: Order = "zigzag",
+    handshake: bool = True,
+    causal: Causal = False,
+    window: WindowSides | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    kv_lens: Tensor | None = None,
+    kv_starts: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    batch_invariant: bool | None = None,
+    backend: str | None = None,
+    **unknown: Never,
+) -> Tensor | AttentionOutput:
     """`polyflash.attention_varlen` of packed members that are spread over the ranks of a process group, each
     member over all of them: a long one is nobody's alone, and short ones are everybody's.
 
@@ -132,11 +162,22 @@ def attention_varlen(
         change = "polyflash.parallel.attention() takes unpacked batches."
         raise spec_error("cu_seqlens", "None", "two int32 tensors", change)
     options = Options(
-        causal=causal, window=window, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, scale=scale,
-        kv_lens=kv_lens, kv_starts=kv_starts, q_offset=q_offset, dropout_p=dropout_p, return_lse=return_lse,
-        batch_invariant=batch_invariant, backend=backend, cu_seqlens_q=cu_seqlens_q,
+        causal=causal,
+        window=window,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        kv_lens=kv_lens,
+        kv_starts=kv_starts,
+        q_offset=q_offset,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-    )  # fmt: skip
+    )
     ranks, where = Ranks(*teams_of(group, mesh)), Where(method, order, None, handshake)
     bound, out, lse = _run(q, k, v, options, Form.PACKED, ranks, where)
     return bound.returned(out, lse)
@@ -154,11 +195,22 @@ class _Elsewhere(Team):
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, *, ranks: int | tuple[int, int], method: Method | None = None,
-    order: Order = "zigzag", seqlens: tuple[int, int] | None = None, causal: Causal = False,
-    window: WindowSides | None = None, mask: Tensor | Mask | None = None, q_offset: int | None = None,
-    layout: Layout = "bhsd", cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-) -> Explanation:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranks: int | tuple[int, int],
+    method: Method | None = None,
+    order: Order = "zigzag",
+    seqlens: tuple[int, int] | None = None,
+    causal: Causal = False,
+    window: WindowSides | None = None,
+    mask: Tensor | Mask | None = None,
+    q_offset: int | None = None,
+    layout: Layout = "bhsd",
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Explanation:
     """The exchange that `polyflash.parallel.attention(...)` would take on `ranks` ranks, and why; what every
     rank sends and computes. Sends nothing and needs no process group.
 

@@ -20,10 +20,16 @@ from polyflash.integrations.transformers.pattern import read
 
 
 def mask_of_shard(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu", **kwargs: Any,
-) -> BatchMask:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> BatchMask:
     """A `BatchMask` with the order and the window of a layer, whatever rows are here.
 
     Raises:
@@ -45,11 +51,20 @@ def attention_of_shard(how: dict[str, Any]) -> Callable[..., tuple[Tensor, None]
     """The attention function of `register(mesh=...)`; `how` goes to `polyflash.parallel.attention`."""
 
     def forward(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
-        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-        sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-        position_ids: Tensor | None = None, **kwargs: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
         """As `_attention_forward`, of rows that `polyflash.parallel.split` gave this rank."""
         _refuse_unknown(kwargs)
         if query.shape[2] != key.shape[2]:
