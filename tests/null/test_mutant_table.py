@@ -32,8 +32,7 @@ TABLE = mutants.table()
 
 @pytest.mark.parametrize("mutant", TABLE, ids=lambda m: m.id)
 def test_a_mutant_has_its_place(mutant):
-    """Exactly one, and what it becomes is Python, or WGSL; a stale entry fails here and not in the long
-    sweep."""
+    """Exactly one, and a module it becomes is Python; a stale entry fails here and not in the long sweep."""
     text = (Path(polyflash.__file__).parent / mutant.file).read_text(encoding="utf-8")
     changed = mutant.applied(text)
     assert changed != text and mutant.stands_for

@@ -32,15 +32,17 @@ from polyflash import (
     torch_ops,
 )
 from polyflash.backends.cpu import backward_configs, configs, decode_configs, runtime
+from polyflash.backends.metal import configs as metal_configs
 from polyflash.backends.torch import configs as torch_configs
 from polyflash.backends.triton import config_types, tiles
 from polyflash.backends.triton import configs as triton_configs
 from polyflash.integrations import flash_registry
 from polyflash.quant import Scheme, quantize
-from polyflash.spec import Arguments
+from polyflash.spec import Arguments, AttentionSpec, Phase
 from tests.refusals import BESIDE, Refusals, Site, advice, missing, sites
 
 META = torch.device("meta")
+WIDE = AttentionSpec(Phase.FORWARD, "float32", "mps", 1, 1, 1, 64, 64, 128, 128, frozenset())
 
 
 def x(*shape: int, **kinds: Any) -> Tensor:
@@ -306,6 +308,12 @@ CASES: dict[str, Callable[[], Any]] = {
     "backward int": lambda: backward_configs.BackwardConfig(64.0, 4),
     "backward block_n": lambda: backward_configs.BackwardConfig(17, 4),
     "backward panels": lambda: backward_configs.BackwardConfig(64, 0),
+    "metal chunks": lambda: metal_configs.ForwardConfig(16, 16, split_exp=4),
+    "metal forward's splits": lambda: metal_configs.ForwardConfig(16, 16, split_keys=64),
+    "metal split_keys": lambda: metal_configs.DecodeConfig(8, 16, 100),
+    "metal memory": lambda: metal_configs.check_memory(
+        metal_configs.ForwardConfig(64, 64, stages=2), WIDE
+    ),
     "triton tile": lambda: triton_configs.ForwardConfig(48, 64, 4, 2),
     "triton stages": lambda: triton_configs.ForwardConfig(64, 64, 4, 0),
     "triton flag": lambda: triton_configs.ForwardConfig(64, 64, 4, 2, base2=1),

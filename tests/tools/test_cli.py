@@ -248,7 +248,7 @@ BAD = {
     "endless seconds": (2, ("tune", "--seconds", "inf"), ("'inf'", "a positive number")),
     "no device": (2, ("run", "{}/qkv.npz", "--device", "gpu"), ("'gpu'", "cpu, cuda or cuda:N")),
     "no index": (2, ("bench", "--device", "cuda:x"), ("'cuda:x'", "cpu, cuda or cuda:N")),
-    "no backend": (2, ("explain", "--backend", "gpu"), ("'gpu'", "cpu, gluon, triton, webgpu, torch")),
+    "no backend": (2, ("explain", "--backend", "gpu"), ("'gpu'", "cpu, gluon, triton, webgpu, metal, torch")),
     "two devices": (
         2,
         ("explain", "--device", "cpu", "--target", "cuda:sm90"),

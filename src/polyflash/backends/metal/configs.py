@@ -184,7 +184,7 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
 
 
 def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
-    """As many rows as a kv head has, up to 32, and splits of 256 keys."""
+    """The rows of a kv head in one tile, up to 32, and splits of 256 keys."""
     heads = spec.group * max(1, spec.seqlen_q)
     rows = 8 if heads <= DECODE_ROWS else 16 if heads <= 16 else 32
     return next(config for n in _KEYS if fits(config := DecodeConfig(rows, n, 256), spec))

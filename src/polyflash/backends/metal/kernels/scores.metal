@@ -44,7 +44,7 @@ static Place find_place(thread const Operands& x, constant Numbers& n, int i_b) 
 }
 
 static int within(long x, thread const Place& place) {
-  return int(clamp(x, -long(place.rows), long(place.live)));
+  return x < -place.rows ? -place.rows : x > place.live ? place.live : int(x);
 }
 
 static Band find_band(thread const Place& place, constant Numbers& n) {
