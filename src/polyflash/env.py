@@ -33,9 +33,7 @@ TRITON_INTERPRET = Variable(
 WEBGPU_CPU = Variable(
     "POLYFLASH_WEBGPU_CPU", "1: the WebGPU engine may run on a CPU that executes shaders (Mesa's lavapipe)"
 )
-WEBGPU_ADAPTER = Variable(
-    "POLYFLASH_WEBGPU_ADAPTER", "part of the name of the GPU that the WebGPU engine takes"
-)
+WEBGPU_ADAPTER = Variable("POLYFLASH_ADAPTER", "part of the name of the GPU that the WebGPU engine takes")
 LOG = Variable(
     "POLYFLASH_LOG", "1: say on stderr which kernel is compiled and how long it took, as on a terminal"
 )

@@ -116,6 +116,34 @@ def test_float16_with_and_without_the_device_s_own(on: Device, monkeypatch: pyte
     assert torch.equal(*results)
 
 
+def test_without_the_compilers_bounds_checks(on: Device, monkeypatch: pytest.MonkeyPatch):
+    """The same bits from modules for which naga writes no checks of indices and loops."""
+    native = pytest.importorskip("wgpu.backends.wgpu_native")
+    api = pytest.importorskip("wgpu.backends.wgpu_native._api")
+    if not hasattr(native.lib, "wgpuDeviceCreateShaderModuleTrusted"):
+        pytest.skip("this wgpu does not say how")
+
+    def trusted(code: str, label: str) -> Any:
+        made = api.new_struct_p("WGPUShaderSourceWGSL *", code=api.to_c_string_view(code))
+        made[0].chain.next, made[0].chain.sType = native.ffi.NULL, native.lib.WGPUSType_ShaderSourceWGSL
+        chain = native.ffi.cast("WGPUChainedStruct *", made)
+        text = api.to_c_string_view(label)
+        described = api.new_struct_p("WGPUShaderModuleDescriptor *", nextInChain=chain, label=text)
+        create = native.lib.wgpuDeviceCreateShaderModuleTrusted
+        return api.GPUShaderModule(label, create(on.wgpu._internal, described, 0), on.wgpu)
+
+    tensors, args = qkv(), Arguments(causal=True)
+    for name in ("tile", "row"):
+        checked = attend(on, TEMPLATES[name], tensors, args)
+        with monkeypatch.context() as patch:
+            patch.setattr(on, "pipelines", {})
+            patch.setattr(on.wgpu, "create_shader_module", trusted)
+            guards = Guarded(on, patch)
+            bare = attend(on, TEMPLATES[name], tensors, args)
+            guards.check()
+        assert torch.equal(bare[0], checked[0]) and torch.equal(bare[1], checked[1])
+
+
 # file, what stands there, what a mistake makes of it, the template that has it
 MISTAKES = {
     "a mask off by one": ("stages.wgsl", "j <= i + at.upper;", "j < i + at.upper;", "tile"),

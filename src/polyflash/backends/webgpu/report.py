@@ -25,11 +25,12 @@ def kernel_cache() -> None:
 
 def _webgpu() -> dict[str, Any]:
     if not target.installed_version("wgpu"):
-        return {"version": "", "adapters": []}
+        return {"version": "", "adapters": [], "chosen": ""}
+    usable = [adapter.summary for adapter in device.usable()]
     return {
         "version": target.installed_version("wgpu"),
         "adapters": [f"{adapter.summary};" for adapter in device.adapters()],
-        "chosen": device.why_none() or device.usable()[0].summary,
+        "chosen": usable[0] if usable else device.why_none(),
     }
 
 
