@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
+from polyflash.kvcache.code_writes import InPlace, quantiser_of
 from polyflash.kvcache.layout import empty_pool, ints, moved, read_slots, slots_of, write_slots
 from polyflash.quant.scheme import KINDS, NAMED, Scheme
 from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
@@ -161,13 +162,16 @@ class Writer:
         self.left: list[Left] = []
         self.pages: list[int] = []  # whose tails the step replaces
         self._saved: dict[int, list[Tensor]] = {}
+        self._in_place: InPlace | None = None
         if size == 1:
+            self._live = np.ones(len(groups), np.int64)
             return
         bases = [*itertools.accumulate(spans, initial=0)]
         rows = [np.arange(n) + b * size + s % size for n, b, s in zip(counts, bases, starts, strict=False)]
         self._rows = moved(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *rows])), device)
         live = np.repeat(np.asarray(ends, np.int64), spans) - number.numpy() * size
-        self._lens = moved(torch.from_numpy(live.clip(max=size)), device)
+        self._live = live.clip(max=size)
+        self._lens = moved(torch.from_numpy(self._live), device)
         for row, base, span, start, end in zip(table.tolist(), bases, spans, starts, ends, strict=False):
             if start < end:
                 self._add(row, page_size, base, span, start, end)
@@ -193,6 +197,10 @@ class Writer:
         pools, size = self.pools, self.pools.group
         if not len(values):
             return
+        kernel = quantiser_of(pools.scheme, values)
+        if kernel:
+            self._write_in_place(kernel, layer, values)
+            return
         if size == 1:
             pools.put(layer, self.groups, pools.encode(values[:, None]))
             return
@@ -206,6 +214,21 @@ class Writer:
         if self.left:
             tails = [tail.values[layer, first:end] for _, _, tail, first, end in self.left]
             torch._foreach_copy_(tails, [x[at, first:end] for at, _, _, first, end in self.left])
+
+    def _write_in_place(self, kernel: int, layer: int, values: Tensor) -> None:
+        """The same by the CPU's quantiser, which reads and writes all where it lies."""
+        pools = self.pools
+        if self._in_place is None:
+            begun = {x.at: (x.tokens, x.values) for x in self.begun}
+            begun |= {x.at: (begun.get(x.at, (0, None))[0], x.tail.values) for x in self.left}
+            self._in_place = InPlace(pools, self.groups.numpy(), self._live, begun)
+        unknown = [i for i, x in enumerate(self.begun) if x.values is None]
+        if unknown:
+            saved = self._saved.setdefault(layer, pools.take(layer, self._first))
+            for i in unknown:
+                at, tokens, _ = self.begun[i]
+                self._in_place.buffers[at][layer, :tokens] = self._old(layer, i, saved)
+        self._in_place.write(kernel, layer, values)
 
     def _old(self, layer: int, i: int, saved: list[Tensor]) -> Tensor:
         """The values that a group had before the step, (tokens, num_kv_heads, channels)."""
@@ -234,6 +257,8 @@ class Writer:
 
     def rollback(self) -> None:
         """Brings back the codes of groups that were there."""
+        if self._in_place is not None:
+            self._in_place.rollback()
         for layer, saved in self._saved.items():
             self.pools.put(layer, self._first, saved)
 

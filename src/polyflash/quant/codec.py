@@ -5,7 +5,7 @@
                  shift = min + ⌈levels / 2⌉·scale + scale / 8
     float        scale = max|x| / most                  code = x / scale in the small dtype, saturated
     nf4          scale = max|x|                         code = the nearest of 16 values, of two the lower
-    mxfp4        scale = 2^(⌊log₂ max|x|⌋ - 2)          code = the nearest of 15 values, ties to even codes
+    mxfp4        scale = 2^(⌊log₂ max|x|⌋ - 2), normal  code = the nearest of 15 values, ties to even codes
 
 The ends of an affine range lie an eighth of a step beyond the outermost codes: no error grows beyond half a
 step, and steps are smaller. All arithmetic is float32, divisions are divisions, rounding is to nearest even.
@@ -26,7 +26,8 @@ from torch import Tensor
 from polyflash.errors import spec_error
 from polyflash.quant.scheme import KINDS, SMOOTHED_TOKENS, TABLES, Block, Codes, Scheme
 
-_KERNELS = {"cuda": "polyflash.backends.triton.quantize"}  # the same in one pass, by device type
+# The same in one pass, by device type.
+_KERNELS = {"cuda": "polyflash.backends.triton.quantize", "cpu": "polyflash.backends.cpu.quantize"}
 _CHUNK = 1 << 22  # elements that are decoded at a time
 _INF = float("inf")
 
@@ -71,7 +72,8 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
     if scheme.granularity == "tensor":
         most = most.amax().expand_as(most) if most.numel() else most
     if scheme.dtype == "mxfp4":
-        scale = torch.where(most > 0, torch.exp2(torch.floor(torch.log2(most)) - 2), most)
+        power = (most.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)  # without a mantissa
+        scale = torch.where(most.isnan(), most, power / 4)
     else:
         scale = most / kind.most
     units = torch.nan_to_num(x / spread(scale, codes.scale, x.shape))

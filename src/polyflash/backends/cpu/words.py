@@ -163,6 +163,21 @@ Tables = namedtuple(
 # Where the tables of an item's kv head begin.
 TablesItem = namedtuple("TablesItem", "k_scales v_scales k_shifts v_channel_scales")
 
+# Values that are quantised: strides in bytes, bases of codes, scales and shifts, which each group finds by its
+# own distances. A group is `tokens` tokens (of the last maybe fewer), blocks of which share scales; a unit is
+# a head of one, or of a part of `part` blocks; an item is `units` of them. channels: of values; shared: that
+# share a scale. mean: of every entry and head.
+Quantize = namedtuple(
+    "Quantize",
+    """
+    groups num_groups heads tokens block part parts units x_head x_token channels shared mean
+    codes codes_head codes_token scale shift table_head table_block zero
+    """,
+)
+# source: its first value; live: tokens that are there. `new`: where those from `first` on are copied from
+# before, or 0. Distances from the bases of codes and of scales.
+Group = namedtuple("Group", "source live new first codes table")
+
 FORWARD = Layout(Tensors, Softmax, Operands, Cut, Scratch, pages="k_ids")
 BACKWARD = Layout(
     Tensors, Softmax, Operands, Cut, BackwardScratch, Sums, BiasGradient, Gradients, Entries, pages="k_ids"
@@ -176,6 +191,7 @@ ENTRY, ITEM, COLUMN = Layout(Entry), Layout(Item), Layout(Column)
 BACKWARD_ITEM = Layout(Item, 20, BackwardItem)  # the column of the pass lies between
 CODED = Layout(Tensors, Softmax, Operands, Cut, Scratch, Tables, pages="k_ids")
 CODED_ITEM = Layout(Item, 20, TablesItem)
+QUANTIZE, GROUP = Layout(Quantize), Layout(Group)
 
 # What the pass over scores does.
 DOES_MASK, DOES_BIAS, DOES_ALIBI, DOES_SOFTCAP, DOES_SEGMENTS, DOES_TINY_SCALE = 1, 2, 4, 8, 16, 32

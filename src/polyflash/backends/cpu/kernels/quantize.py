@@ -1,0 +1,66 @@
+"""The quantiser: values become codes, scales and shifts where they lie, group by group.
+
+One work item is some heads of groups of tokens. What is new in a group is first copied behind what it had.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyflash.backends.cpu import intrinsics
+from polyflash.backends.cpu.intrinsics import greatest, least
+from polyflash.backends.cpu.quantize_blocks import QuantizeTile
+from polyflash.backends.cpu.quantize_configs import QuantizeKey
+from polyflash.backends.cpu.structs import Blocks
+from polyflash.backends.cpu.words import GROUP, QUANTIZE
+
+BLOCK = Blocks(QUANTIZE)
+device = BLOCK.device
+GROUP_BYTES = 8 * len(GROUP.words)
+
+
+def build(key: QuantizeKey) -> Any:
+    """Compile the quantiser of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
+    tile, group_at = QuantizeTile(key), BLOCK.words(GROUP)
+    stage, SIZE, PACKED, BY_CHANNEL = intrinsics.stages(key, tile), tile.size, key.packed, key.by_channel
+
+    @device
+    def encode_unit(args, number, head, part):
+        """The blocks of a part of one group's tokens, of one head."""
+        group = group_at(args.groups + number * GROUP_BYTES)
+        x, live, block = group.source + head * args.x_head, group.live, args.block
+        if group.new != 0:
+            src, dst = group.new + head * args.x_head, x + group.first * args.x_token
+            stage.copy_rows(src, dst, args.x_token, live - group.first, args.channels)
+        codes = args.codes + group.codes + head * args.codes_head
+        table, mean = group.table + head * args.table_head, args.mean
+        if mean != 0:
+            mean += (number * args.heads + head) * args.channels * 4
+        first, last = part * args.part, least((part + 1) * args.part, (args.tokens + block - 1) // block)
+        wide = args.channels if BY_CHANNEL else args.shared
+        for i in range(first, last):
+            row = i * block
+            rows = least(block, args.tokens - row)
+            there = least(greatest(live - row, 0), rows)
+            at, place = x + row * args.x_token, codes + row * args.codes_token
+            scale = args.scale + table + i * args.table_block
+            shift = args.shift + table + i * args.table_block
+            for i_c in range((args.channels + wide - 1) // wide):
+                c = i_c * wide
+                n = least(wide, args.channels - c)
+                m = mean + 4 * c if mean != 0 else 0
+                stage.encode_block(
+                    at + c * SIZE, args.x_token, there, rows - there, n, m, place + c // PACKED,
+                    args.codes_token, scale, shift, args.zero,
+                )  # fmt: skip
+                scale += 4
+                shift += 4
+
+    @BLOCK.kernel
+    def kernel(args, item, scratch):
+        total = args.num_groups * args.heads * args.parts
+        for unit in range(item * args.units, least((item + 1) * args.units, total)):
+            rest = unit // args.parts
+            encode_unit(args, rest // args.heads, rest % args.heads, unit % args.parts)
+
+    return kernel

@@ -1,0 +1,120 @@
+"""The codec's schemes on the CPU in one pass: values are read where they lie and leave as codes, scales and
+shifts, bit for bit those of quant/codec.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from polyflash import target
+from polyflash.backends.cpu import arguments, pool, quantize_configs, runtime
+from polyflash.backends.cpu.words import Group, Quantize
+from polyflash.quant.scheme import KINDS
+from polyflash.storages import stored
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from polyflash.quant.scheme import Scheme
+
+VALUES_PER_US = 1500  # that one core makes codes of: what the thread decision assumes
+PART_VALUES = 1 << 13  # of a unit, about
+UNITS_PER_THREAD = 8  # at least, before an item takes several
+# Bytes of codes that stand for 0.
+_ZERO = {"int4": 0x88, "nf4": 0x77}
+
+
+class Places(NamedTuple):
+    """Where groups of tokens leave their codes (num_heads, tokens, bytes) and tables (num_heads, blocks of
+    tokens, blocks of channels): bases, and bytes between heads, tokens and blocks."""
+
+    codes: int
+    codes_head: int
+    codes_token: int
+    scale: int
+    shift: int
+    table_head: int
+    table_block: int
+
+
+@lru_cache(maxsize=256)
+def kernel_for(scheme: Scheme, dtype: torch.dtype) -> int:
+    """Address of the quantiser of values of `dtype`; 0 if the codec alone has the scheme."""
+    key = quantize_configs.key_for(scheme, str(dtype).removeprefix("torch."), target.detect("cpu"))
+    return 0 if key is None else runtime.load(key)
+
+
+def is_readable(x: Any) -> bool:
+    """Is x a tensor of memory that a kernel may read, in a call that nobody sees?"""
+    if type(x) is not torch.Tensor or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+        return False
+    return x.device.type == "cpu" and not (x.is_neg() or x._is_zerotensor()) and stored(x)
+
+
+def encode(
+    x: Tensor, mean: Tensor | None, scheme: Scheme, lens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Codes, scale and shift of x (batch, heads, seqlen, head_dim) as `codec.encode` gives them, which took
+    the mean of a smoothed scheme; None of what has no kernel."""
+    x = x.float() if x.dtype is torch.float64 else x
+    kernel = kernel_for(scheme, x.dtype) if x.numel() and is_readable(x) else 0
+    if not kernel:
+        return None
+    form = scheme.codes
+    batch, heads, seqlen, head_dim = x.shape
+    x = x if x.stride(3) == 1 or head_dim == 1 else x.contiguous()
+    codes = x.new_empty((*x.shape[:3], head_dim // form.packed), dtype=torch.uint8)
+    scale = x.new_empty((batch, heads, *form.scale.counts(seqlen, head_dim)), dtype=torch.float32)
+    shift = None if scheme.symmetric else torch.empty_like(scale)
+    number = np.arange(batch, dtype=np.int64)
+    groups = np.zeros((batch, len(Group._fields)), dtype=np.int64)
+    groups[:, 0] = x.data_ptr() + number * x.stride(0) * x.itemsize
+    groups[:, 1] = seqlen if lens is None else lens.cpu().numpy().clip(0, seqlen)
+    groups[:, 4], groups[:, 5] = number * codes.stride(0), number * scale.stride(0) * 4
+    means = None if mean is None else mean.contiguous()
+    places = Places(
+        *(codes.data_ptr(), *codes.stride()[1:3], scale.data_ptr(), 0 if shift is None else shift.data_ptr()),
+        *(4 * s for s in scale.stride()[1:3]),
+    )
+    strides = x.stride(1) * x.itemsize, x.stride(2) * x.itemsize
+    launch(kernel, scheme, groups, x.shape[1:], strides, places, 0 if means is None else means.data_ptr())
+    stored_as = getattr(torch, KINDS[scheme.dtype].storage)
+    return codes.view(stored_as), scale, mean if shift is None else shift
+
+
+def launch(
+    kernel: int, scheme: Scheme, groups: Any, sizes: Sequence[int], strides: tuple[int, int], places: Places,
+    mean: int = 0,
+) -> None:  # fmt: skip
+    """Quantises `groups`, rows of `Group` (int64 numpy), of `sizes` = (heads, tokens, channels) each, whose
+    values lie `strides` bytes apart by head and by token, channels side by side. `mean` is the address of
+    float32 (groups, heads, channels)."""
+    heads, tokens, channels = sizes
+    shared, count = scheme.codes.scale, len(groups)
+    block = shared.tokens or tokens
+    part = max(1, PART_VALUES // (block * channels))
+    parts = -(-tokens // (block * part))
+    total = count * heads * parts
+    work_us = int(groups[:, 1].sum()) * heads * channels // VALUES_PER_US
+    threads = arguments.threads_for(work_us)
+    units = max(1, total // (UNITS_PER_THREAD * threads))
+    words = Quantize(
+        groups=groups.ctypes.data, num_groups=count, heads=heads, tokens=tokens, block=block, part=part,
+        parts=parts, units=units, x_head=strides[0], x_token=strides[1], channels=channels,
+        shared=shared.channels or channels, mean=mean, codes=places.codes, codes_head=places.codes_head,
+        codes_token=places.codes_token, scale=places.scale, shift=places.shift, table_head=places.table_head,
+        table_block=places.table_block, zero=_ZERO.get(scheme.dtype, 0),
+    )  # fmt: skip
+    address = array("q", words)
+    pool.run(
+        kernel, address.buffer_info()[0], -(-total // units), threads, 0, work_us >= arguments.WAKE_FROM_US
+    )

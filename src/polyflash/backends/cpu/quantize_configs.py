@@ -1,0 +1,67 @@
+"""Keys of the CPU's quantisers, and which schemes have one. Pure arithmetic, no DSL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from polyflash.backends.cpu.configs import ISAS, STORAGE_BYTES
+from polyflash.quant.scheme import KINDS, Scheme
+
+if TYPE_CHECKING:
+    from polyflash.target import Target
+
+_FLOATS = {"fp8_e4m3": (3, 7), "fp8_e5m2": (2, 15)}  # bits of the mantissa, bias of the exponent
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeKey:
+    """The key of one quantiser. storage: dtype of the values; dtype: of the codes; by_channel: each channel
+    has scales of its own, of however many tokens."""
+
+    isa: str
+    storage: str
+    dtype: str
+    affine: bool
+    by_channel: bool
+    builder: str = "polyflash.backends.cpu.kernels.quantize"
+
+    @property
+    def name(self) -> str:
+        steps = "affine" if self.affine else "symmetric"
+        shared = "channel" if self.by_channel else "tokens"
+        return f"quantize_{self.isa}_{self.storage}_{self.dtype}_{steps}_{shared}"
+
+    @property
+    def lanes(self) -> int:
+        return ISAS[self.isa].lanes
+
+    @property
+    def packed(self) -> int:
+        """Codes in a byte."""
+        return 8 // KINDS[self.dtype].bits
+
+    @property
+    def float_form(self) -> tuple[int, int]:
+        return _FLOATS[self.dtype]
+
+
+def key_for(scheme: Scheme, storage: str, target: Target) -> QuantizeKey | None:
+    """The quantiser of a scheme, or None if the codec alone has it."""
+    shared = scheme.codes.scale.channels
+    halved = shared > 1 and shared % scheme.codes.packed  # a byte of two blocks
+    if scheme.granularity == "tensor" or scheme.smoothing == "block_mean" or halved:
+        return None
+    if target.arch not in ISAS or storage not in STORAGE_BYTES or not target.has_package("numba"):
+        return None
+    return QuantizeKey(target.arch, storage, scheme.dtype, not scheme.symmetric, shared == 1)
+
+
+def all_keys(target: Target) -> Iterator[QuantizeKey]:
+    """Every quantiser that can run on `target`."""
+    for storage in STORAGE_BYTES if target.arch in ISAS else ():
+        for dtype, kind in KINDS.items():
+            for affine in (False, True) if kind.levels else (False,):
+                for by_channel in (False, True) if dtype != "mxfp4" else (False,):
+                    yield QuantizeKey(target.arch, storage, dtype, affine, by_channel)

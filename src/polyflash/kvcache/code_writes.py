@@ -1,0 +1,91 @@
+"""Codes written in place by the CPU's quantiser: new values are read where the caller has them, those of
+unfinished groups where their tails are, and codes, scales and shifts go to their slots in the pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyflash.backends.cpu import quantize
+from polyflash.backends.cpu.quantize import Places
+
+if TYPE_CHECKING:
+    from polyflash.kvcache.code_pools import CodePools
+    from polyflash.quant.scheme import Scheme
+
+
+def quantiser_of(scheme: Scheme, values: Tensor) -> int:
+    """Address of what quantises such values as they lie; 0 if they have to be made ready first."""
+    if scheme.rotation != "none" or not quantize.is_readable(values):
+        return 0
+    return quantize.kernel_for(scheme, values.dtype)
+
+
+class InPlace:
+    """The groups of a step: their slots and live tokens (int64 numpy), and by number what is there of some
+    before (tokens, values (num_layers, group size, num_kv_heads, channels)): all new values of those are kept
+    beside these."""
+
+    def __init__(
+        self, pools: CodePools, groups: Any, live: Any, begun: dict[int, tuple[int, Tensor | None]]
+    ) -> None:
+        self.pools, self._layers = pools, dict[int, int]()
+        codes, table = pools.stores[0][:2]
+        per_page = codes.shape[1] // pools.group
+        self._begun = sorted(begun)
+        first = np.zeros_like(groups)
+        first[self._begun] = [begun[at][0] for at in self._begun]
+        self.buffers = {at: self._buffer(begun[at][1]) for at in self._begun}
+        self._bases = np.array([self.buffers[at].data_ptr() for at in self._begun], np.int64)
+        new = live - first
+        self._rows = new.cumsum() - new
+        at_table = groups // per_page * table.stride(0) + groups % per_page * table.stride(1)
+        of_codes, zeros = groups * pools.group * codes.stride(1), np.zeros_like(groups)
+        self._table = np.stack([zeros, live, zeros, first, of_codes, 4 * at_table], 1)
+
+    def _buffer(self, values: Tensor | None) -> Tensor:
+        """Room for a group whose values are known by their codes alone and which this step fills."""
+        if values is not None:
+            return values
+        like = self.pools.layers[0]
+        shape = (len(self.pools.layers), self.pools.group, *like.shape[2:])
+        return torch.empty(shape, dtype=self.pools.dtype, device=like.device)
+
+    def write(self, kernel: int, layer: int, values: Tensor) -> None:
+        """Quantises the new tokens of a layer, (total, num_kv_heads, channels)."""
+        if values.stride(2) != 1 or self._begun:  # tails are dense
+            values = values.contiguous()
+        size, table = values.element_size(), self._table.copy()
+        table[:, 0] = values.data_ptr() + self._rows * (values.stride(0) * size)
+        if self._begun:
+            table[self._begun, 2] = table[self._begun, 0]
+            table[self._begun, 0] = self._of_layer(layer)
+        self._launch(kernel, layer, table, (values.stride(1) * size, values.stride(0) * size))
+        self._layers[layer] = kernel
+
+    def rollback(self) -> None:
+        """Makes the codes of groups that were there what they were, of the values that are known."""
+        table = self._table[self._begun]
+        were = table[:, 3] > 0
+        table[:, 1] = table[:, 3]
+        for layer, kernel in self._layers.items() if were.any() else ():
+            _, _, heads, channels = self.buffers[self._begun[0]].shape
+            size = self.pools.dtype.itemsize * channels
+            table[:, 0] = self._of_layer(layer)
+            self._launch(kernel, layer, table[were], (size, size * heads))
+
+    def _of_layer(self, layer: int) -> Any:
+        buffer = self.buffers[self._begun[0]]
+        return self._bases + layer * buffer.stride(0) * buffer.element_size()
+
+    def _launch(self, kernel: int, layer: int, table: Any, strides: tuple[int, int]) -> None:
+        pools = self.pools
+        codes, scale, *shifts = pools.stores[layer]
+        shift = shifts[0].data_ptr() if shifts else 0
+        heads = codes.stride(2), codes.stride(1), scale.data_ptr(), shift, 4 * scale.stride(2)
+        places = Places(codes.data_ptr(), *heads, 4 * scale.stride(1))
+        sizes = codes.shape[2], pools.group, pools.layers[0].shape[3]
+        quantize.launch(kernel, pools.scheme, table, sizes, strides, places)
