@@ -18,7 +18,7 @@ from polyflash.hints import answering, unexpected
 from polyflash.mask import Mask
 from polyflash.merging import AttentionOutput
 from polyflash.plan import Plan
-from polyflash.quant.tensor import KV
+from polyflash.quant.tensor import KV, QuantizedTensor
 from polyflash.routes import backend_in_use
 from polyflash.spec import Arguments
 from polyflash.target import Target
@@ -128,8 +128,12 @@ def attention(
         and (scale is None or type(scale) is float)
         and (backend is None or type(backend) is str)
     ):
-        key = repeats.key_of(q, k, v, (causal, return_lse, softcap, scale, backend))
-        results = repeats.call(key, q, k, v)
+        fixed = causal, return_lse, softcap, scale, backend
+        if type(k) is type(v) is QuantizedTensor:
+            key, tensors = repeats.of_codes(q, k, v, fixed)
+        else:
+            key, tensors = repeats.key_of(q, k, v, fixed), (q, k, v)
+        results = repeats.call(key, *tensors)
     if results is None:
         if plain and type(k) is type(v) is Tensor and scale is backend is None and softcap == 0.0:
             bound = Bound(q, k, v, out, Arguments(causal is True, None, return_lse))
@@ -277,10 +281,14 @@ def attention_paged(
     plain = plain and batch_invariant is out is config is None and type(softcap) is float
     plain = plain and type(causal) is type(return_lse) is type(checked) is bool
     plain = plain and (scale is None or type(scale) is float) and (backend is None or type(backend) is str)
-    if plain and type(q) is type(k_pages) is type(v_pages) is Tensor:
+    if plain and type(q) is Tensor and type(k_pages) is type(v_pages) in (Tensor, QuantizedTensor):
         fixed = causal, return_lse, softcap, scale, backend, checked
-        key = repeats.key_of_paged(q, k_pages, v_pages, page_table, kv_lens, fixed)
-        found = repeats.call(key, q, k_pages, v_pages, page_table, kv_lens)
+        if type(k_pages) is QuantizedTensor:
+            key, tensors = repeats.of_codes(q, k_pages, v_pages, fixed, page_table, kv_lens)
+        else:
+            key = repeats.key_of_paged(q, k_pages, v_pages, page_table, kv_lens, fixed)
+            tensors = q, k_pages, v_pages, page_table, kv_lens
+        found = repeats.call(key, *tensors)
         if found is not None:
             return AttentionOutput(found[0], found[1].transpose(0, 1)) if return_lse else found[0]
     options = Options(

@@ -82,7 +82,7 @@ def attend(bound: Bound) -> tuple[Tensor, Tensor]:
     """The op on (batch, heads, seqlen, head_dim), into `out` if there is one."""
     q, k, v, out, args, _ = bound
     if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
-        return _attend_coded(bound)
+        return attend_coded(bound, opened_of(bound))
     q, k, v = autocast(q, k, v, args)
     if out is None:
         return torch_ops.call(q, k, v, args)
@@ -95,15 +95,21 @@ def attend(bound: Bound) -> tuple[Tensor, Tensor]:
     return out, torch_ops.call_out(q, k, v, out, args)
 
 
-def _opened(bound: Bound, target: str | Target | None = None) -> Opened:
+def opened_of(bound: Bound, target: str | Target | None = None) -> Opened:
     """A call over codes as one of tensors. Under autocast q is cast first, as codes become its dtype."""
     q = _cast(bound.q) if torch_ops.autocasting(bound.q.device.type) else bound.q
     return opened(q, bound.k, bound.v, bound.args, target)
 
 
-def _attend_coded(bound: Bound) -> tuple[Tensor, Tensor]:
+def read_in_walk(bound: Bound, call: Opened) -> Bound | None:
+    """A call over codes as one of tensors, if a kernel reads them in its walk and that is all."""
+    if call.rotated or call.q is not bound.q or not call.args.codes:
+        return None
+    return bound._replace(q=call.q, k=call.k, v=call.v, args=call.args)
+
+
+def attend_coded(bound: Bound, call: Opened) -> tuple[Tensor, Tensor]:
     """`attend` where k or v are codes."""
-    call = _opened(bound)
     out = None if call.rotated else bound.out
     result, lse = attend(Bound(call.q, call.k, call.v, out, call.args))
     if call.rotated:
@@ -116,7 +122,7 @@ def explained(bound: Bound, target: str | Target | None) -> Plan:
     """The plan of a call that `attend` would make, on `target` or on the device of q."""
     q, k, v, _, args, _ = bound
     if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
-        call = _opened(bound, target)
+        call = opened_of(bound, target)
         found = explained(Bound(call.q, call.k, call.v, None, call.args), target)
         return replace(found, notes=(*found.notes, call.note))
     q, k, v = autocast(q, k, v, args)

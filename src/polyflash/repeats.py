@@ -19,6 +19,7 @@ from polyflash.arguments import int32_of
 from polyflash.counting import Tally
 from polyflash.entry import Bound
 from polyflash.plan import Launch
+from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import quiet
 from polyflash.spec import DECODE_ROWS, MANY_KEYS, MOST_POSITIONS, is_decode
 from polyflash.storages import span
@@ -88,6 +89,26 @@ def key_of_paged(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, options
     return kinds, options, fixed, _keys_class(most)
 
 
+def of_codes(
+    q: Tensor, k: Any, v: Any, options: Key, table: Any = None, lens: Any = None
+) -> tuple[Key | None, tuple[Any, ...]]:
+    """The key of such a call of few rows whose k and v are `QuantizedTensor`s, over pages if there is a
+    table, and its tensors. Only kernels of the CPU read codes by a short way."""
+    if not (type(k) is type(v) is QuantizedTensor and q.is_cpu and k.source is v.source is None):
+        return None, ()
+    forms: Key = k.scheme, v.scheme, k.layout, v.layout
+    tables = [x for x in (k.scale, k.shift, v.scale, v.shift) if x is not None]
+    if table is None:
+        paged, key = (), key_of(q, k.codes, v.codes, options)
+    else:
+        pools = k.codes.transpose(1, 2), v.codes.transpose(1, 2)
+        paged, key = (table, lens), key_of_paged(q, *pools, table, lens, options)
+        forms += tuple((x.shape, x.stride()) for x in tables)
+    if key is None or type(key[-1]) is not bool or quiet(q, *tables) is None:
+        return None, ()
+    return (key[0], forms, key), (q, k.codes, v.codes, *paged, *tables)
+
+
 def _keys_class(seqlen_k: int) -> bool:
     """The remaining class of a route of few rows: see `torch_ops._route`."""
     return seqlen_k >= MANY_KEYS
@@ -111,6 +132,12 @@ def call(key: Key | None, *tensors: Any) -> Results | None:
 def attend(key: Key | None, bound: Bound, lens: Tensor | None = None) -> Results:
     """The results of a call that is not known. What was decided for it is kept under its key, for calls like
     it; `lens` are the lengths as given."""
+    if key is not None and type(bound.k) is QuantizedTensor:
+        opened = entry.opened_of(bound)
+        ready = entry.read_in_walk(bound, opened)
+        if ready is None:
+            return entry.attend_coded(bound, opened)
+        bound = ready
     plain = None if key is None else torch_ops.call_plain(bound.q, bound.k, bound.v, bound.args)
     if key is None or plain is None:
         return entry.attend(bound)
@@ -140,4 +167,4 @@ def learn(key: Key, launch: Launch, bound: Bound, lens: Tensor | None) -> None:
 
 def _narrowing(repeat: Repeat) -> Any:
     """`repeat` reads int32 lengths, and its calls come with int64 ones."""
-    return lambda q, k, v, table, lens: repeat(q, k, v, table, int32_of("kv_lens", lens, False))
+    return lambda q, k, v, table, lens, *rest: repeat(q, k, v, table, int32_of("kv_lens", lens, False), *rest)

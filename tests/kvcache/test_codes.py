@@ -11,7 +11,7 @@ import torch
 
 from polyflash import QuantizedTensor, SpecError, dequantize, quantize
 from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache
-from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, heavy_hitters
+from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, code_pools, heavy_hitters
 from polyflash.quant import NAMED, Scheme
 from tests.kvcache.plain import DIM, GROUP, HEADS, Token, Tokens, append, cache_of, expected, hold, layer_of
 
@@ -234,6 +234,30 @@ def test_codes_are_those_of_the_whole_whatever_befalls_a_request(name: str) -> N
         fuzz.cache.forget()
         assert fuzz.cache.stats().tail_bytes == 0 and fuzz.cache.num_free_pages == 16
     assert done > 120
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_values_made_ready_first_are_coded_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step writes where no quantiser reads values as they lie, as on a GPU."""
+    monkeypatch.setattr(code_pools, "quantiser_of", lambda scheme, values: 0)
+    test_pieces_are_coded_like_the_whole(name, torch.bfloat16)
+    test_rejected_tokens_leave_no_trace()
+
+
+def test_strided_values_are_coded_like_dense_ones() -> None:
+    """As views of a projection's result are."""
+    for name in ("int4", "int8"):
+        cache, tokens = coded(name, layers=1), Tokens(1)
+        (request,) = cache.add()
+        held: list[Token] = []
+        for n in (3, 6, 1):
+            new = tokens.make(n)
+            wide = [torch.stack([x, x], 1) for x in layer_of(new, 0, cache.dtype)]
+            cache.append(
+                request, wide[0][:, 1], wide[1].transpose(2, 3).contiguous().transpose(2, 3)[:, 0], counts=n
+            )
+            held += new
+            assert_whole(cache, request, held)
 
 
 def test_a_group_that_was_full_keeps_its_codes_when_cut() -> None:

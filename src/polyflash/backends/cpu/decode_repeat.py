@@ -12,6 +12,7 @@ import torch
 
 from polyflash.backends.cpu import decode, runtime
 from polyflash.backends.cpu.words import DECODE
+from polyflash.quant.scheme import codes_of
 from polyflash.results import NO_LSE
 from polyflash.storages import holds, near, span, stored
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyflash.spec import Arguments
+
+_TABLE_NAMES = ("k_scale", "k_shift", "v_scale", "v_shift")
+_TABLES = tuple(getattr(DECODE, name) for name in _TABLE_NAMES)
 
 
 class Repeat:
@@ -28,10 +32,23 @@ class Repeat:
     reaches = ()  # that of keys grows
 
     def __init__(self, frame: decode.Frame, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
-        self.frame, self.head_dim_v = frame, v.shape[3]
+        forms = codes_of(args.codes) if args.codes else (None, None)
+        widths = [
+            x.shape[3] * (1 if form is None else form.packed) for x, form in zip((k, v), forms, strict=True)
+        ]
+        self.frame, self.head_dim_v = frame, widths[1]
         self.q_bytes = q.nbytes
         self.need_lse = args.need_lse
-        self.args = args._replace(page_table=None, kv_lens=None)  # keeps no caller's tensor alive
+        blocks = [
+            (block, width)
+            for form, width in zip(forms, widths, strict=True)
+            if form is not None
+            for block in (form.scale, form.shift)
+        ]
+        # Of each table of codes: its first word, the block that shares an entry, channels.
+        self.tables = [(word, *x) for word, x in zip(_TABLES, blocks, strict=False) if x[0] is not None]
+        # Keeps no caller's tensor alive.
+        self.args = args._replace(**dict.fromkeys(("page_table", "kv_lens", *_TABLE_NAMES)))
 
     def outputs(self, q: Tensor, block: array[int]) -> tuple[Tensor, Tensor]:
         """Room for the results of q, and its address and those of q and lse in the block."""
@@ -53,8 +70,8 @@ class OfKeys(Repeat):
         super().__init__(frame, q, k, v, args)
         self.k_bytes, self.v_bytes = (span(x[:1, :1, :1]) for x in (k, v))  # of a key
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        frame, size = self.frame, q.element_size()
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor] | None:
+        frame, size = self.frame, k.element_size()
         block = frame.words[:]
         batch, _, rows, _ = q.shape
         _, heads, seqlen_k, _ = k.shape
@@ -69,6 +86,13 @@ class OfKeys(Repeat):
             holds(q, self.q_bytes) and holds(k, k_reach + self.k_bytes) and holds(v, v_reach + self.v_bytes)
         ):
             return None
+        for (word, shared, channels), x in zip(self.tables, tables, strict=True):
+            if x.shape != (batch, heads, *shared.counts(seqlen_k, channels)) or not stored(x):
+                return None
+            if x.shape[3] > 1 and x.stride(3) != 1:
+                return None
+            steps = (0 if n == 1 else 4 * s for n, s in zip(x.shape[:3], x.stride(), strict=False))
+            block[word], block[word + 1], block[word + 2], block[word + 3] = x.data_ptr(), *steps
         out, lse = self.outputs(q, block)
         block[DECODE.k], block[DECODE.v] = k.data_ptr(), v.data_ptr()
         block[DECODE.seqlen_k] = seqlen_k
@@ -88,17 +112,19 @@ class OfPages(Repeat):
         self.k_bytes, self.v_bytes = span(k), span(v)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, *tables: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         frame = self.frame
         if not (
             holds(q, self.q_bytes)
             and holds(k, self.k_bytes)
             and holds(v, self.v_bytes)
-            and stored(table, lens)
+            and stored(table, lens, *tables)
         ):
             return None
         block = frame.words[:]
+        for (word, _, _), x in zip(self.tables, tables, strict=True):  # whose strides are known
+            block[word] = x.data_ptr()
         block[DECODE.k], block[DECODE.v] = k.data_ptr(), v.data_ptr()
         block[DECODE.seqlen_k] = block[DECODE.page_size] * table.shape[1]
         live = array("i", lens.tolist())  # read once: another thread may write the caller's
@@ -170,7 +196,7 @@ def made(prepared: decode.Prepared, q: Tensor, k: Tensor, v: Tensor, args: Argum
     q, k, v, args = map(near, (q, k, v, args))
     num_q_heads, seqlen_q = q.shape[1:3]
     cut = prepared.cut(num_q_heads // v.shape[1] * seqlen_q)
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    out = q.new_empty((*q.shape[:3], prepared.spec.head_dim_v))
     frame = decode.framed(cut, q, k, v, out, NO_LSE, args, kept)
     if kept or args.kv_starts is not None or args.q_offset is not None:
         return None

@@ -1,4 +1,4 @@
-"""The stages of a block of values that become codes: extremes, scale, codes. Bits are those of quant/codec.py,
+"""The stages of a block of values that becomes codes: extremes, scale, codes. Bits are those of the codec,
 whose divisions and roundings these are.
 
 Extremes are those of integers that are in order as the floats are: a NaN lies beyond the infinities, and
@@ -58,7 +58,7 @@ class QuantizeTile:
     ) -> None:
         """`live` tokens and `channels` channels, all under one scale or each channel under its own; then
         `rest` tokens that are none, which get the code of zero."""
-        self.zero, self.centred = e.b.trunc(zero, I8), e.splat(e.b.icmp_signed("!=", mean, I64(0)))
+        self.zero, self.centred = e.b.trunc(zero, I8), e.b.icmp_signed("!=", mean, I64(0))
         rows = (live, rest, e.pointer(x), x_step, e.pointer(codes), codes_step)
         if self.key.by_channel:
             self._by_channel(e, rows, channels, mean, scale, shift)
@@ -140,8 +140,12 @@ class QuantizeTile:
             value = e.from_bf16(value) if self.key.storage == "bfloat16" else e.from_f16(value)
         if self.key.affine:
             return value
-        mask = self.centred if inside is None else e.b.and_(self.centred, inside)
-        return e.b.fsub(value, e.masked_load(mean, mask, e.vf))
+
+        def centre(values: list[Value]) -> list[Value]:  # a load of no lane, where nothing is, takes long
+            means = e.load(mean) if inside is None else e.masked_load(mean, inside, e.vf)
+            return [e.b.fsub(values[0], means)]
+
+        return e.where(self.centred, [value], centre)[0]
 
     def _none(self, e: Emitter) -> list[Value]:
         """Extremes of no value: of sizes, or of values and of those upside down."""
@@ -187,10 +191,9 @@ class QuantizeTile:
     def _codes(self, e: Emitter, x: Value, low: Value | None, factor: Value) -> Value:
         """Codes of a vector, int32, of which the lowest bits count."""
         b, kind, dtype = e.b, self.kind, self.key.dtype
+        x = b.fdiv(x if low is None else b.fsub(x, low), factor)
         if low is not None:
-            x = b.fsub(b.fdiv(b.fsub(x, low), factor), e.floats(0.125))
-        else:
-            x = b.fdiv(x, factor)
+            x = b.fsub(x, e.floats(0.125))
         x = b.select(b.fcmp_unordered("uno", x, x), e.floats(0), x)
         if dtype in ("int8", "int4"):
             ends = (-(1 << kind.bits - 1), (1 << kind.bits - 1) - 1)
@@ -229,9 +232,7 @@ class QuantizeTile:
         magic = e.ints((127 - bias + cut + 1) << 23)
         tiny = b.bitcast(b.fadd(b.bitcast(size, e.vf), b.bitcast(magic, e.vf)), e.vi)
         least = e.ints((128 - bias) << 23)
-        code = b.select(
-            b.icmp_signed("<", size, least), b.sub(tiny, magic), b.lshr(normal, e.ints(cut))
-        )
+        code = b.select(b.icmp_signed("<", size, least), b.sub(tiny, magic), b.lshr(normal, e.ints(cut)))
         return b.or_(code, b.and_(b.lshr(bits, e.ints(24)), e.ints(0x80)))
 
     def _stored(self, e: Emitter, code: Value, place: Value, inside: Value | None) -> None:

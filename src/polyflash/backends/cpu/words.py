@@ -163,10 +163,10 @@ Tables = namedtuple(
 # Where the tables of an item's kv head begin.
 TablesItem = namedtuple("TablesItem", "k_scales v_scales k_shifts v_channel_scales")
 
-# Values that are quantised: strides in bytes, bases of codes, scales and shifts, which each group finds by its
-# own distances. A group is `tokens` tokens (of the last maybe fewer), blocks of which share scales; a unit is
-# a head of one, or of a part of `part` blocks; an item is `units` of them. channels: of values; shared: that
-# share a scale. mean: of every entry and head.
+# Values that are quantised: strides in bytes; bases of codes, scales and shifts, from which each group has
+# distances of its own. A group is `tokens` tokens in blocks that share scales; a unit is one head of `part`
+# of its blocks, an item `units` of these. shared: channels that share a scale; mean: of each group and head,
+# or 0; zero: the byte of codes that stand for 0.
 Quantize = namedtuple(
     "Quantize",
     """

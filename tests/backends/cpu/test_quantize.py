@@ -1,0 +1,121 @@
+"""The CPU's quantiser: the bits of the codec, for every scheme, dtype and shape that it takes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyflash import target
+from polyflash.backends.cpu import quantize, quantize_configs
+from polyflash.quant import NAMED, Scheme, codec
+from polyflash.quant import quantize as public
+
+pytest.importorskip("numba")
+SCHEMES = {
+    **{f"{name}-{side}": s for name, pair in NAMED.items() for side, s in zip("kv", pair, strict=True)},
+    "int8-affine": Scheme(symmetric=False),
+    "int8-groups-affine": Scheme(granularity="channel", tokens=16, symmetric=False),
+    "int4-symmetric": Scheme(dtype="int4"),
+    "int4-blocks": Scheme(dtype="int4", granularity="block", tokens=16, channels=8),
+    "int8-head": Scheme(granularity="head"),
+    "e5m2-channel": Scheme(dtype="fp8_e5m2", granularity="channel"),
+}
+LEFT = (
+    Scheme(granularity="tensor"),
+    Scheme(smoothing="block_mean"),
+    Scheme(dtype="int4", granularity="token", channels=3),
+)
+
+
+def by_torch(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The codec's own operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "_KERNELS", {})
+        return codec.encode(x, scheme, lens)
+
+
+def bits(x: Tensor | None) -> Tensor | None:
+    """Of codes; of a table the values, -0 for 0 and one NaN like another."""
+    if x is None or x.dtype is not torch.float32:
+        return None if x is None else x.contiguous().view(torch.uint8)
+    return torch.nan_to_num(x, nan=7e7)
+
+
+def assert_same(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "_extremes", None)  # what only the codec's own operations call
+        found = codec.encode(x, scheme, lens)
+    for a, b in zip(found, by_torch(x, scheme, lens), strict=True):
+        a, b = bits(a), bits(b)
+        assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+
+
+def families(tokens: int, dim: int) -> Tensor:
+    """(2, 3, tokens, dim): normal, and every value that a codec could stumble over."""
+    x = torch.randn(2, 3, tokens, dim, generator=torch.Generator().manual_seed(dim)) * 3 + 1
+    x[0, 0, 5], x[1, 0, 6], x[1, 2], x[0, 2, :64] = 0, 1e-30, 3.0, 0
+    x[0, 0, 20:24], x[0, 0, 30], x[0, 0, 31] = 6e4, torch.linspace(-8, 8, dim), 1e-40
+    x[0, 1, 9, min(2, dim - 1)], x[1, 1, 7, min(3, dim - 1)] = torch.inf, torch.nan
+    x[1, 1, 50], x[1, 1, 60] = -x[1, 1, 50].abs(), torch.tensor(2.0**-20) * (1 - 2.0**-24)
+    return x
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_bits_of_the_codec(name: str):
+    scheme = SCHEMES[name]
+    for dim in (128, 80, 40, 6):
+        x = families(100, dim).to(torch.bfloat16)
+        for lens in (None, torch.tensor([60, 100]), torch.tensor([0, 1])):
+            assert_same(x, scheme, lens)
+        assert_same(x.transpose(1, 2).contiguous().transpose(1, 2), scheme)
+    assert_same(families(100, 96)[:, :, 7:8].to(torch.bfloat16), scheme)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["int8-k", "int4-k", "fp8-v", "mxfp4-k"])
+def test_bits_of_every_dtype(name: str, dtype: torch.dtype):
+    for dim in (128, 48):
+        assert_same(families(100, dim).to(dtype), SCHEMES[name])
+
+
+def test_values_are_read_where_they_lie():
+    x = families(100, 64).to(torch.bfloat16)
+    wide = torch.empty(2, 3, 100, 64, 3, dtype=x.dtype)
+    wide[..., 1] = x
+    for y in (x[:, :, ::2], x.expand(2, 3, 100, 64)[:, 1:], wide[..., 1], x[:1].expand(2, 3, 100, 64)):
+        assert_same(y, SCHEMES["int4-v"])
+
+
+def test_parts_of_a_long_tensor_are_those_of_the_whole():
+    """Many units and items, on several threads; the last part is short."""
+    x = torch.randn(1, 3, 4111, 64).to(torch.bfloat16)
+    for name in ("int8-k", "int4-k"):
+        assert_same(x, SCHEMES[name])
+
+
+def test_what_no_kernel_reads_goes_to_the_codec():
+    x = families(100, 48)
+    for scheme in LEFT:
+        assert quantize.encode(x, None, scheme, None) is None
+        public(x, scheme)
+    scheme = Scheme()
+    negated = torch._neg_view(x)
+    assert quantize.encode(negated, None, scheme, None) is None
+    assert torch.equal(public(negated, scheme).codes, by_torch(-x, scheme)[0])
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = public(mode.from_tensor(x), scheme)
+    assert fake.codes.shape == x.shape and fake.scale.shape == (2, 3, 100, 1)
+    mapped = torch.func.vmap(lambda y: public(y, scheme).scale)(x[:, None])
+    assert torch.equal(bits(mapped[:, 0]), bits(by_torch(x, scheme)[1]))
+
+
+def test_keys_are_listed():
+    for known in target.KNOWN:
+        keys = list(quantize_configs.all_keys(known))
+        assert len(set(keys)) == len({key.name for key in keys}) == len(keys) <= 48
+        assert all(re.fullmatch("[a-z0-9_]+", key.name) for key in keys)
+        for scheme in SCHEMES.values() if keys else ():
+            assert quantize_configs.key_for(scheme, "bfloat16", known) in keys
