@@ -71,14 +71,16 @@ def key_of(q: Tensor, k: Any, v: Any, options: Key) -> Key | None:
     return kinds, options, sizes, order, _keys_class(seqlen_k)
 
 
-def key_of_paged(q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, options: Key) -> Key | None:
+def key_of_paged(
+    q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, options: Key, slots: int = 1
+) -> Key | None:
     """A key like `key_of`, for one token per request over pages: q (batch, heads, head_dim), pools
-    (num_pages, page_size, heads, head_dim)."""
+    (num_pages, page_size, heads, head_dim), or with another axis for the slots of a page."""
     kinds = quiet(q, k, v, table, lens)
     if kinds is None or q.ndim != 3 or k.ndim != 4 or table.ndim != 2:
         return None
     requests, columns = table.shape
-    most = k.shape[1] * columns
+    most = k.shape[slots] * columns
     if not (requests and 0 < most <= _MOST_KEYS):
         return None
     fixed = q.shape, k.shape, k.stride(), v.shape, v.stride(), requests, lens.shape
@@ -99,10 +101,11 @@ def of_codes(
     forms: Key = k.scheme, v.scheme, k.layout, v.layout
     tables = [x for x in (k.scale, k.shift, v.scale, v.shift) if x is not None]
     if table is None:
-        paged, key = (), key_of(q, k.codes, v.codes, options)
+        paged: tuple[Any, ...] = ()
+        key = key_of(q, k.codes, v.codes, options)
     else:
-        pools = k.codes.transpose(1, 2), v.codes.transpose(1, 2)
-        paged, key = (table, lens), key_of_paged(q, *pools, table, lens, options)
+        paged = table, lens
+        key = key_of_paged(q, k.codes, v.codes, table, lens, options, slots=2)
         forms += tuple((x.shape, x.stride()) for x in tables)
     if key is None or type(key[-1]) is not bool or quiet(q, *tables) is None:
         return None, ()

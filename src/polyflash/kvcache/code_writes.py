@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyflash.backends.cpu import quantize
-from polyflash.backends.cpu.quantize import Places
+from polyflash.quant import codec
 
 if TYPE_CHECKING:
     from polyflash.kvcache.code_pools import CodePools
@@ -19,9 +18,10 @@ if TYPE_CHECKING:
 
 def quantiser_of(scheme: Scheme, values: Tensor) -> int:
     """Address of what quantises such values as they lie; 0 if they have to be made ready first."""
-    if scheme.rotation != "none" or not quantize.is_readable(values):
+    kernels = codec.one_pass("cpu") if values.is_cpu and scheme.rotation == "none" else None
+    if kernels is None or not kernels.is_readable(values):
         return 0
-    return quantize.kernel_for(scheme, values.dtype)
+    return kernels.kernel_for(scheme, values.dtype)  # type: ignore[no-any-return]
 
 
 class InPlace:
@@ -86,6 +86,7 @@ class InPlace:
         codes, scale, *shifts = pools.stores[layer]
         shift = shifts[0].data_ptr() if shifts else 0
         heads = codes.stride(2), codes.stride(1), scale.data_ptr(), shift, 4 * scale.stride(2)
-        places = Places(codes.data_ptr(), *heads, 4 * scale.stride(1))
+        kernels = codec.one_pass("cpu")
+        places = kernels.Places(codes.data_ptr(), *heads, 4 * scale.stride(1))
         sizes = codes.shape[2], pools.group, pools.layers[0].shape[3]
-        quantize.launch(kernel, pools.scheme, table, sizes, strides, places)
+        kernels.launch(kernel, pools.scheme, table, sizes, strides, places)

@@ -50,8 +50,9 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
         alive = torch.arange(x.shape[2], device=x.device) < lens.to(x.device).view(-1, 1)
         dead = ~alive[:, None, :, None]
     mean = None if scheme.smoothing == "none" else _mean(x.float(), scheme.smoothing, dead)
-    if x.device.type in _KERNELS and not torch.compiler.is_compiling():
-        made = import_module(_KERNELS[x.device.type]).encode(x, mean, scheme, lens)
+    kernels = None if torch.compiler.is_compiling() else one_pass(x.device.type)
+    if kernels is not None:
+        made = kernels.encode(x, mean, scheme, lens)
         if made is not None:
             return made  # type: ignore[no-any-return]
     x = x.float() if dead is None else x.float().masked_fill(dead, 0.0)
@@ -78,6 +79,11 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
         scale = most / kind.most
     units = torch.nan_to_num(x / spread(scale, codes.scale, x.shape))
     return _stored(units, scheme.dtype, dead), scale, mean
+
+
+def one_pass(device: str) -> Any:
+    """The module that quantises in one pass on devices of this type, or None."""
+    return import_module(_KERNELS[device]) if device in _KERNELS else None
 
 
 def decode(

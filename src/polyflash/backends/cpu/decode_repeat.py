@@ -19,10 +19,8 @@ from polyflash.storages import holds, near, span, stored
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from polyflash.quant.scheme import Block
     from polyflash.spec import Arguments
-
-_TABLE_NAMES = ("k_scale", "k_shift", "v_scale", "v_shift")
-_TABLES = tuple(getattr(DECODE, name) for name in _TABLE_NAMES)
 
 
 class Repeat:
@@ -33,22 +31,19 @@ class Repeat:
 
     def __init__(self, frame: decode.Frame, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
         forms = codes_of(args.codes) if args.codes else (None, None)
-        widths = [
-            x.shape[3] * (1 if form is None else form.packed) for x, form in zip((k, v), forms, strict=True)
-        ]
-        self.frame, self.head_dim_v = frame, widths[1]
+        self.frame, self.head_dim_v = frame, v.shape[3] * (forms[1].packed if forms[1] else 1)
         self.q_bytes = q.nbytes
         self.need_lse = args.need_lse
-        blocks = [
-            (block, width)
-            for form, width in zip(forms, widths, strict=True)
-            if form is not None
-            for block in (form.scale, form.shift)
-        ]
-        # Of each table of codes: its first word, the block that shares an entry, channels.
-        self.tables = [(word, *x) for word, x in zip(_TABLES, blocks, strict=False) if x[0] is not None]
+        self.tables: list[tuple[int, Block, int]] = []  # of codes: first word, what shares an entry, channels
+        for x, form, name in zip((k, v), forms, "kv", strict=True):
+            for table in ("scale", "shift"):
+                shared = getattr(form, table, None)
+                if form is not None and shared is not None:
+                    word = getattr(DECODE, f"{name}_{table}")
+                    self.tables.append((word, shared, x.shape[3] * form.packed))
         # Keeps no caller's tensor alive.
-        self.args = args._replace(**dict.fromkeys(("page_table", "kv_lens", *_TABLE_NAMES)))
+        args = args._replace(page_table=None, kv_lens=None, k_scale=None, k_shift=None)
+        self.args = args._replace(v_scale=None, v_shift=None)
 
     def outputs(self, q: Tensor, block: array[int]) -> tuple[Tensor, Tensor]:
         """Room for the results of q, and its address and those of q and lse in the block."""

@@ -32,8 +32,8 @@ _ZERO = {"int4": 0x88, "nf4": 0x77}
 
 
 class Places(NamedTuple):
-    """Where groups of tokens leave their codes (num_heads, tokens, bytes) and tables (num_heads, blocks of
-    tokens, blocks of channels): bases, and bytes between heads, tokens and blocks."""
+    """Bases of the codes (groups, heads, tokens, bytes) and of the tables (groups, heads, blocks of tokens,
+    blocks of channels) that are written, and bytes between heads, tokens and blocks."""
 
     codes: int
     codes_head: int
