@@ -95,6 +95,13 @@ def test_nf4_and_mxfp4_take_the_nearest_value():
     assert dequantize(quantize(x, NAMED["mxfp4"][0])).flatten().tolist() == rounded * 4
 
 
+def test_scales_of_mxfp4_are_powers_of_two_from_below():
+    for power in range(-20, 20):
+        below = torch.full((1, 1, 1, 32), 2.0**power * (1 - 2.0**-24))
+        assert quantize(below, NAMED["mxfp4"][0]).scale.item() == 2.0 ** (power - 3)
+        assert quantize(below.nextafter(2 * below), NAMED["mxfp4"][0]).scale.item() == 2.0 ** (power - 2)
+
+
 def test_padding_enters_no_scale_and_no_mean():
     x, lens = values(2, 2, 100, 16), torch.tensor([70, 100])
     spoilt = x.clone()

@@ -92,9 +92,14 @@ def encode(
 
 
 def launch(
-    kernel: int, scheme: Scheme, groups: Any, sizes: Sequence[int], strides: tuple[int, int], places: Places,
+    kernel: int,
+    scheme: Scheme,
+    groups: Any,
+    sizes: Sequence[int],
+    strides: tuple[int, int],
+    places: Places,
     mean: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Quantises `groups`, rows of `Group` (int64 numpy), of `sizes` = (heads, tokens, channels) each, whose
     values lie `strides` bytes apart by head and by token, channels side by side. `mean` is the address of
     float32 (groups, heads, channels)."""
@@ -108,12 +113,28 @@ def launch(
     threads = arguments.threads_for(work_us)
     units = max(1, total // (UNITS_PER_THREAD * threads))
     words = Quantize(
-        groups=groups.ctypes.data, num_groups=count, heads=heads, tokens=tokens, block=block, part=part,
-        parts=parts, units=units, x_head=strides[0], x_token=strides[1], channels=channels,
-        shared=shared.channels or channels, mean=mean, codes=places.codes, codes_head=places.codes_head,
-        codes_token=places.codes_token, scale=places.scale, shift=places.shift, table_head=places.table_head,
-        table_block=places.table_block, zero=_ZERO.get(scheme.dtype, 0),
-    )  # fmt: skip
+        groups=groups.ctypes.data,
+        num_groups=count,
+        heads=heads,
+        tokens=tokens,
+        block=block,
+        part=part,
+        parts=parts,
+        units=units,
+        x_head=strides[0],
+        x_token=strides[1],
+        channels=channels,
+        shared=shared.channels or channels,
+        mean=mean,
+        codes=places.codes,
+        codes_head=places.codes_head,
+        codes_token=places.codes_token,
+        scale=places.scale,
+        shift=places.shift,
+        table_head=places.table_head,
+        table_block=places.table_block,
+        zero=_ZERO.get(scheme.dtype, 0),
+    )
     address = array("q", words)
     pool.run(
         kernel, address.buffer_info()[0], -(-total // units), threads, 0, work_us >= arguments.WAKE_FROM_US

@@ -50,9 +50,18 @@ def build(key: QuantizeKey) -> Any:
                 n = least(wide, args.channels - c)
                 m = mean + 4 * c if mean != 0 else 0
                 stage.encode_block(
-                    at + c * SIZE, args.x_token, there, rows - there, n, m, place + c // PACKED,
-                    args.codes_token, scale, shift, args.zero,
-                )  # fmt: skip
+                    at + c * SIZE,
+                    args.x_token,
+                    there,
+                    rows - there,
+                    n,
+                    m,
+                    place + c // PACKED,
+                    args.codes_token,
+                    scale,
+                    shift,
+                    args.zero,
+                )
                 scale += 4
                 shift += 4
 
