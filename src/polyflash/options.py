@@ -331,7 +331,9 @@ def _add_quant(commands: Any) -> None:
     add("--measure", told, choices=measures, default="relative", metavar="NAME")
     add("--error", "recommend schemes for this relative L2 too", type=seconds, metavar="E")
     add.flag("--json", "print JSON instead")
-    add("-o", "draw errors against bits per value", "--output", type=_file, metavar="PLOT")
+    add("--speed", "time decode of a token over so many keys on this CPU too", type=_size, metavar="KEYS")
+    told = "draw errors against bits per value; with --speed, against the speed of decode"
+    add("-o", told, "--output", type=_file, metavar="PLOT")
 
 
 def _add_reports(commands: Any) -> None:

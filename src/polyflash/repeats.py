@@ -72,7 +72,7 @@ def key_of(q: Tensor, k: Any, v: Any, options: Key) -> Key | None:
 
 
 def key_of_paged(
-    q: Tensor, k: Tensor, v: Tensor, table: Any, lens: Any, options: Key, slots: int = 1
+    q: Tensor, k: Any, v: Any, table: Any, lens: Any, options: Key, slots: int = 1
 ) -> Key | None:
     """A key like `key_of`, for one token per request over pages: q (batch, heads, head_dim), pools
     (num_pages, page_size, heads, head_dim), or with another axis for the slots of a page."""

@@ -72,6 +72,22 @@ def test_picture(report, tmp_path, monkeypatch):
     assert code == 1 and "pip install 'polyflash[bench]'" in err and not (tmp_path / "other.png").exists()
 
 
+def test_speed_is_measured_when_asked_for(report, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(command, "REPORTED", {name: REPORTED[name] for name in ("nf4", "fp8")})
+    monkeypatch.setattr(command, "_STEP_SECONDS", 0.0)
+    plots = [tmp_path / "bits.png", tmp_path / "speed.png"]
+    report("-o", plots[0])
+    code, out, _ = report("--speed", 64, "-o", plots[1])
+    assert code == 0 and "speed: a step over bfloat16" in " ".join(out.split())
+    assert plots[0].read_bytes() != plots[1].read_bytes()
+    row = next(line.split() for line in out.splitlines() if line.startswith("fp8"))
+    assert len(row) == 3 + len(FAMILIES) and float(row[2]) > 0
+    found = json.loads(report("--speed", 64, "--json")[1])["speed"]
+    assert found["keys"] == 64 and set(found["microseconds"]) == {"bfloat16", "nf4", "fp8"}
+    assert min(found["microseconds"].values()) > 0
+
+
 def test_wrong_words(report, tmp_path):
     assert report("--data", tmp_path / "none.npz")[0] == 1
     assert report("--error", "-1")[0] == 2 and report("--measure", "mean")[0] == 2
