@@ -114,6 +114,10 @@ def test_a_known_call_refuses_what_a_first_one_does():
 
 
 def test_schemes_are_part_of_what_is_known():
+    x = torch.randn(2, KV_HEADS, 640, DIM)
+    k, q = quantize(x, Scheme(dtype="int4")), x[:, :, :1].to(torch.bfloat16)
+    twin = replace(k, scheme=Scheme(dtype="nf4"))  # codes and tables of the same form
+    assert repeats.of_codes(q, k, k, ())[0] != repeats.of_codes(q, twin, k, ())[0]
     q, k, v = coded("int4", 640)
     want = attention(q, k, v)
     halves = Scheme(dtype="nf4", granularity="channel", tokens=64)

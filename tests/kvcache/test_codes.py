@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -290,6 +291,25 @@ def test_rejected_tokens_leave_no_trace() -> None:
     append(cache, {request: [Token(x.k * 1000, x.v) for x in tokens.make(2)]})
     cache.truncate(request, 3)
     assert_whole(cache, request, kept)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-channel", "int4", "blocks"])
+def test_a_step_taken_back_leaves_the_codes_there_were(name: str) -> None:
+    """Of groups whose values are known, and of one that was full and cut."""
+    cache, tokens = coded(name), Tokens(LAYERS)
+    whole_group, cut = cache.add(2)
+    append(cache, {whole_group: tokens.make(3), cut: tokens.make(PAGE)})
+    cache.truncate(cut, 5)
+    before = [cache.read_codes(r, layer) for r in (whole_group, cut) for layer in range(LAYERS)]
+    for requests in ([whole_group], [cut], [whole_group, cut]):
+        step = cache.reserve(requests, 2)
+        for layer in range(LAYERS):
+            shapes = (x[layer].shape[2:] for x in (cache.k_pages, cache.v_pages))
+            step.write(*(torch.full((2 * len(requests), *shape), 1e3) for shape in shapes), layer=layer)
+        step.rollback()
+    after = [cache.read_codes(r, layer) for r in (whole_group, cut) for layer in range(LAYERS)]
+    for x, y in zip(itertools.chain(*before), itertools.chain(*after), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(bits(x), bits(y), strict=True))
 
 
 def test_forks_have_values_of_their_own() -> None:
