@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polyflash import target
 from polyflash.backends.cpu import quantize, quantize_configs
+from polyflash.errors import UnsupportedError
 from polyflash.quant import NAMED, Scheme, codec
 from polyflash.quant import quantize as public
 
@@ -85,7 +86,8 @@ def test_values_are_read_where_they_lie():
     x = families(100, 64).to(torch.bfloat16)
     wide = torch.empty(2, 3, 100, 64, 3, dtype=x.dtype)
     wide[..., 1] = x
-    for y in (x[:, :, ::2], x.expand(2, 3, 100, 64)[:, 1:], wide[..., 1], x[:1].expand(2, 3, 100, 64)):
+    far = x[:1].as_strided((1, 3, 100, 64), (1 << 62, *x.stride()[1:]))
+    for y in (far, x[:, :, ::2], x.expand(2, 3, 100, 64)[:, 1:], wide[..., 1], x[:1].expand(2, 3, 100, 64)):
         assert_same(y, SCHEMES["int4-v"])
 
 
@@ -110,6 +112,18 @@ def test_what_no_kernel_reads_goes_to_the_codec():
     assert fake.codes.shape == x.shape and fake.scale.shape == (2, 3, 100, 1)
     mapped = torch.func.vmap(lambda y: public(y, scheme).scale)(x[:, None])
     assert torch.equal(bits(mapped[:, 0]), bits(by_torch(x, scheme)[1]))
+
+
+def test_without_a_compiler_that_imports_the_codec_does_it(monkeypatch):
+    def refuses(key: object) -> int:
+        raise UnsupportedError("numba")
+
+    quantize.kernel_for.cache_clear()
+    monkeypatch.setattr(quantize.runtime, "load", refuses)
+    x = families(100, 48)
+    assert quantize.encode(x, None, Scheme(), None) is None
+    assert torch.equal(public(x, Scheme()).codes, by_torch(x, Scheme())[0])
+    quantize.kernel_for.cache_clear()
 
 
 def test_keys_are_listed():

@@ -41,9 +41,9 @@ class Repeat:
                 if form is not None and shared is not None:
                     word = getattr(DECODE, f"{name}_{table}")
                     self.tables.append((word, shared, x.shape[3] * form.packed))
-        # Keeps no caller's tensor alive.
-        args = args._replace(page_table=None, kv_lens=None, k_scale=None, k_shift=None)
-        self.args = args._replace(v_scale=None, v_shift=None)
+        self.args = args._replace(  # keeps no caller's tensor alive
+            page_table=None, kv_lens=None, k_scale=None, k_shift=None, v_scale=None, v_shift=None
+        )
 
     def outputs(self, q: Tensor, block: array[int]) -> tuple[Tensor, Tensor]:
         """Room for the results of q, and its address and those of q and lse in the block."""

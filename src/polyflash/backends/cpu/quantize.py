@@ -14,8 +14,9 @@ import torch
 from polyflash import target
 from polyflash.backends.cpu import arguments, pool, quantize_configs, runtime
 from polyflash.backends.cpu.words import Group, Quantize
+from polyflash.errors import UnsupportedError
 from polyflash.quant.scheme import KINDS
-from polyflash.storages import stored
+from polyflash.storages import near, stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,9 +47,13 @@ class Places(NamedTuple):
 
 @lru_cache(maxsize=256)
 def kernel_for(scheme: Scheme, dtype: torch.dtype) -> int:
-    """Address of the quantiser of values of `dtype`; 0 if the codec alone has the scheme."""
+    """Address of the quantiser of values of `dtype`; 0 if the codec alone has the scheme, or no compiler of
+    this machine imports: bits are the same."""
     key = quantize_configs.key_for(scheme, str(dtype).removeprefix("torch."), target.detect("cpu"))
-    return 0 if key is None else runtime.load(key)
+    try:
+        return 0 if key is None else runtime.load(key)
+    except UnsupportedError:
+        return 0
 
 
 def is_readable(x: Any) -> bool:
@@ -71,7 +76,7 @@ def encode(
         return None
     form = scheme.codes
     batch, heads, seqlen, head_dim = x.shape
-    x = x if x.stride(3) == 1 or head_dim == 1 else x.contiguous()
+    x = near(x if x.stride(3) == 1 or head_dim == 1 else x.contiguous())
     codes = x.new_empty((*x.shape[:3], head_dim // form.packed), dtype=torch.uint8)
     scale = x.new_empty((batch, heads, *form.scale.counts(seqlen, head_dim)), dtype=torch.float32)
     shift = None if scheme.symmetric else torch.empty_like(scale)
