@@ -196,9 +196,15 @@ def explain_groups(
 
 
 def _checked(
-    q_groups: Any, k: Any, v: Any, q_offsets: Any, kv_lens: Any, layout: str, each: dict[str, Any],
+    q_groups: Any,
+    k: Any,
+    v: Any,
+    q_offsets: Any,
+    kv_lens: Any,
+    layout: str,
+    each: dict[str, Any],
     given: dict[str, Any],
-) -> _Groups:  # fmt: skip
+) -> _Groups:
     """Every group as a call of its own over views (batch, heads, seqlen, head_dim). Of options, `each` are
     one for all groups or one per group, `given` are of all."""
     groups, k, v = _views(q_groups, k, v, layout)
