@@ -144,7 +144,7 @@ class _Groups(torch.autograd.Function):
 
 
 def _place(name: str, i: int) -> int:
-    """Where an operand of group i is among the tensors of `_Groups`."""
+    """The place of an operand of group i among the tensors of `_Groups`."""
     return 2 if name == "sinks" else 3 + i * _SLOTS + 1 + OWN.index(name)
 
 

@@ -291,7 +291,7 @@ def _call(
 
 
 def _first_keys(name: str, x: Any, seqlen_k: int, end: int, dims: int = 1) -> Any:
-    """Of an operand with keys in its last dimension, those of the first `end` ones."""
+    """The part of an operand, with keys in its last dimension, that is of the first `end` ones."""
     if not isinstance(x, Tensor) or x.ndim < dims or (dims == 1 and x.shape[-1] == 1):
         return x
     if x.shape[-1] != seqlen_k:

@@ -98,14 +98,11 @@ def gradient_kinds(likes: tuple[Any, ...], args: Arguments) -> tuple[torch.dtype
     """The dtype of the gradient of each differentiable operand: its own; with `wide_gradients` that of k, v
     and sinks is no narrower than their sums."""
     sums = torch.float64 if likes[0].dtype is torch.float64 else torch.float32
-    return tuple(
-        None
-        if x is None
-        else torch.promote_types(x.dtype, sums)
-        if args.wide_gradients and i in _SUMMED
-        else x.dtype
-        for i, x in enumerate(likes)
-    )
+    kinds = [None if x is None else x.dtype for x in likes]
+    for i in _SUMMED if args.wide_gradients else ():
+        if (kind := kinds[i]) is not None:
+            kinds[i] = torch.promote_types(kind, sums)
+    return tuple(kinds)
 
 
 def empty_gradients(likes: tuple[Any, ...], args: Arguments, needs: Sequence[bool]) -> tuple[Tensor, ...]:

@@ -151,16 +151,16 @@ def test_bias_of_16_bits_and_free_choice():
 
 @pytest.mark.parametrize("backend", HERE)
 def test_sums_over_groups_are_rounded_once(backend):
-    """Ten groups of the same rows: their dk and dv in bfloat16 would lose what ten roundings lose."""
+    """Ten groups: their dk and dv rounded to bfloat16 each would be 2.6 times as wrong as one rounding is."""
     problem = Problem(rows=(3,) * 10, dtype=torch.bfloat16, heads=2)
     options = {"offsets": [35 + i % 3 for i in range(10)], "lens": [40] * 10, "sinks": True}
     for fused in MODES:
         got = problem.ran(fused=fused, backend=backend, **options)[1]
         wide = Problem(rows=(3,) * 10, dtype=torch.bfloat16, heads=2)
         want = wide.wanted(**options)[1]
-        for x, y in zip(got[-3:], want[-3:], strict=True):
+        for x, y, rounding in zip(got[-3:], want[-3:], (2.0, 2.0, 4.0), strict=True):
             error = (x.double() - y).norm() / y.norm()
-            assert error < 2.5e-3 + 1.5 * (y.bfloat16().double() - y).norm() / y.norm()
+            assert error < rounding * (y.bfloat16().double() - y).norm() / y.norm()
 
 
 @pytest.mark.parametrize("backend", HERE)

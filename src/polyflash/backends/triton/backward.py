@@ -31,6 +31,7 @@ from polyflash.backends.triton.config_types import product_of
 from polyflash.backends.triton.constants import Constants
 from polyflash.backends.triton.gradient_kernels import PAD, center, make_again, make_dkv, make_dq, part_width
 from polyflash.backends.triton.tiles import channel_blocks, check_stages, least_channels
+from polyflash.operands import differentiable
 from polyflash.results import empty_in_order_of, gradient_kinds
 
 if TYPE_CHECKING:
@@ -329,9 +330,8 @@ def run(
     if need_bias and args.bias is not None:
         dbias = bias_gradient.run(call, q, k, v, args.bias)
     if need_sinks and args.sinks is not None:
-        dsinks = sink_gradient(args.sinks, lse, delta).to(
-            gradient_kinds((q, k, v, None, args.sinks), args)[4]
-        )
+        kinds = gradient_kinds(differentiable(q, k, v, args), args)
+        dsinks = sink_gradient(args.sinks, lse, delta).to(kinds[-1])
     return *made, dbias, dsinks
 
 
@@ -343,9 +343,10 @@ def differentiate(
     kv_lens = None if args.cu_seqlens_q is not None else operands_of(args, k).kv_lens
     centered = centers(prepared, (q, k, v), results, kv_lens)
     call = prepare_call(prepared, q, k, v, centered, args)
+    kinds = gradient_kinds(differentiable(q, k, v, args), args)
     dq, dk, dv = (
         empty_in_order_of(x, x.shape[3], kind) if need else None
-        for x, kind, need in zip((q, k, v), gradient_kinds((q, k, v), args), needs[:3], strict=True)
+        for x, kind, need in zip((q, k, v), kinds[:3], needs[:3], strict=True)
     )
     fused = prepared.config.fused and dq is not None
     dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if fused else None
