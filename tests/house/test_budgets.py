@@ -36,11 +36,11 @@ HOST_LINES, DEVICE_LINES, FILE_LINES, KERNEL_FILE_LINES, INIT_LINES, PACKAGE_LIN
     500,
     600,
     40,
-    39_230,
+    39_238,
 )
 LONGER = {("decode_few.py", "build"): 290}  # to be cut like the other builders
 KEYS_PER_ISA = 64
-SKIPPED = 48  # signatures and calls that no formatter lays out
+SKIPPED = 52  # signatures and calls that no formatter lays out
 LABORATORY_LINES = 4_820
 
 

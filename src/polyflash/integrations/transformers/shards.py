@@ -19,7 +19,7 @@ from polyflash.integrations.transformers.layer import _refuse_unknown
 from polyflash.integrations.transformers.pattern import read
 
 
-def mask_of_shard(
+def _mask_of_shard(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu", **kwargs: Any,
@@ -41,16 +41,16 @@ def mask_of_shard(
     return BatchMask(shape, torch.device(device), pattern.causal, 0, **sides)
 
 
-def attention_of_shard(how: dict[str, Any]) -> Callable[..., tuple[Tensor, None]]:
+def _attention_of_shard(how: dict[str, Any]) -> Callable[..., tuple[Tensor, None]]:
     """The attention function of `register(mesh=...)`; `how` goes to `polyflash.parallel.attention`."""
 
-    def forward(
+    def _forward(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
         sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
         position_ids: Tensor | None = None, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """As `_attention_forward`, of rows that `polyflash.parallel.split` gave this rank."""
+        """Runs `_attention_forward` of rows that `polyflash.parallel.split` gave this rank."""
         _refuse_unknown(kwargs)
         if query.shape[2] != key.shape[2]:
             text = f"past_key_values: {query.shape[2]} rows over {key.shape[2]} keys"
@@ -76,7 +76,7 @@ def attention_of_shard(how: dict[str, Any]) -> Callable[..., tuple[Tensor, None]
         )
         return out.transpose(1, 2).contiguous(), None  # type: ignore[union-attr]
 
-    return forward
+    return _forward
 
 
 def _refuse_documents(mask: BatchMask, position_ids: Tensor | None, order: str) -> None:
