@@ -10,7 +10,7 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 from polyflash import parallel
-from polyflash.integrations.transformers import register
+from polyflash.integrations.transformers.shards import register
 
 ROWS, WINDOW = 41, 9
 SIZES: dict[str, Any] = {

@@ -10,8 +10,6 @@ transformers parses the name ("flash" in it starts an import of flash-attn), so 
 
 from __future__ import annotations
 
-from typing import Any
-
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
@@ -20,30 +18,21 @@ except ImportError as error:
 from polyflash.errors import spec_error
 from polyflash.integrations.transformers.batch_mask import BatchMask, _mask_of_batch
 from polyflash.integrations.transformers.layer import _attention_forward
-from polyflash.integrations.transformers.shards import attention_of_shard, mask_of_shard
-from polyflash.parallel.api import Method, Order
 
 __all__ = ("BatchMask", "register")
 
 _PARSED = ("flash", "sdpa", "flex_attention", "paged", "eager", "/", "|", "@", ":")
 
 
-def register(
-    name: str = "poly", *, mesh: Any = None, order: Order = "zigzag", method: Method | None = None
-) -> str:
+def register(name: str = "poly") -> str:
     """Make `attn_implementation=name` run polyflash in every model loaded from now on; returns the name.
     Calls with a `PagedCache` read its pages.
-
-    With `mesh`, models of this name train and prefill with their sequence spread over it, as
-    `polyflash.parallel.attention` does with `order` and `method`: give them rows of `parallel.split`, and
-    `position_ids` too, (1, rows), which split the same way.
 
     Raises:
         SpecError: transformers gives the name, or a part of it, a meaning of its own."""
     if not name or any(part in name for part in _PARSED):
         change = "Choose a plain one, such as 'poly'."
         raise spec_error("name", repr(name), f"a word with none of {' '.join(_PARSED)} in it", change)
-    of_shards = {"mesh": mesh, "order": order, "method": method}
-    AttentionInterface.register(name, _attention_forward if mesh is None else attention_of_shard(of_shards))
-    AttentionMaskInterface.register(name, _mask_of_batch if mesh is None else mask_of_shard)
+    AttentionInterface.register(name, _attention_forward)
+    AttentionMaskInterface.register(name, _mask_of_batch)
     return name

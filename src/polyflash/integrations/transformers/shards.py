@@ -1,4 +1,8 @@
-"""The attention and mask functions of models whose sequence is spread over ranks (`register(mesh=...)`).
+"""transformers models whose sequence is spread over ranks.
+
+    from polyflash.integrations.transformers.shards import register
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=register(mesh=mesh))
 
 A rank's model sees its rows alone, so lengths that transformers counts are those of a shard. Only what a
 pattern says of order and distance is taken from its masks; positions come from the order of the shards."""
@@ -10,16 +14,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from polyflash import parallel
 from polyflash.errors import UnsupportedError
+from polyflash.integrations import transformers as whole
 from polyflash.integrations.transformers.batch_mask import BatchMask
 from polyflash.integrations.transformers.layer import _refuse_unknown
 from polyflash.integrations.transformers.pattern import read
+from polyflash.parallel.api import Method, Order
+
+__all__ = ("register",)
 
 
-def mask_of_shard(
+def register(
+    name: str = "poly_cp", *, mesh: Any, order: Order = "zigzag", method: Method | None = None
+) -> str:
+    """Make `attn_implementation=name` spread sequences over a DeviceMesh in every model loaded from now on;
+    returns the name. Models train and prefill with rows of `polyflash.parallel.split(..., order=order)`:
+    tokens, labels, and `position_ids` (1, rows), which are to be given. `order` and `method` are those of
+    `polyflash.parallel.attention`.
+
+    Raises:
+        SpecError: transformers gives the name, or a part of it, a meaning of its own."""
+    whole.register(name)
+    how = {"mesh": mesh, "order": order, "method": method}
+    AttentionInterface.register(name, _attention_of_shard(how))
+    AttentionMaskInterface.register(name, _mask_of_shard)
+    return name
+
+
+def _mask_of_shard(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -47,10 +73,10 @@ def mask_of_shard(
     return BatchMask(shape, torch.device(device), pattern.causal, 0, **sides)
 
 
-def attention_of_shard(how: dict[str, Any]) -> Callable[..., tuple[Tensor, None]]:
-    """The attention function of `register(mesh=...)`; `how` goes to `polyflash.parallel.attention`."""
+def _attention_of_shard(how: dict[str, Any]) -> Callable[..., tuple[Tensor, None]]:
+    """The attention function; `how` goes to `polyflash.parallel.attention`."""
 
-    def forward(
+    def _forward(
         module: torch.nn.Module,
         query: Tensor,
         key: Tensor,
@@ -65,7 +91,7 @@ def attention_of_shard(how: dict[str, Any]) -> Callable[..., tuple[Tensor, None]
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As `_attention_forward`, of rows that `polyflash.parallel.split` gave this rank."""
+        """Runs `_attention_forward` of rows that `polyflash.parallel.split` gave this rank."""
         _refuse_unknown(kwargs)
         if query.shape[2] != key.shape[2]:
             text = f"past_key_values: {query.shape[2]} rows over {key.shape[2]} keys"
@@ -91,7 +117,7 @@ def attention_of_shard(how: dict[str, Any]) -> Callable[..., tuple[Tensor, None]
         )
         return out.transpose(1, 2).contiguous(), None  # type: ignore[union-attr]
 
-    return forward
+    return _forward
 
 
 def _refuse_documents(mask: BatchMask, position_ids: Tensor | None, order: str) -> None:
