@@ -20,9 +20,8 @@ import polyflash
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = (
-    "demo", "test", "test-cpu", "test-distributed", "test-triton", "test-codegen", "test-webgpu", "test-metal",
-    "test-gpu", "test-all", "lint",
-    "bench", "clean",
+    "demo", "test", "test-cpu", "test-distributed", "test-triton", "test-codegen", "test-webgpu",
+    "test-metal", "test-gpu", "test-all", "lint", "bench", "clean",
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="needs a checkout")
