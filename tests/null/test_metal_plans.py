@@ -172,8 +172,9 @@ def test_advice_on_a_mac(
     found = list(report.advice(probed))
     assert len(found) == len(words) and all(isinstance(a, Advice) for a in found)
     assert all(word in a.what for word, a in zip(words, found, strict=True))
+    assert report.facts()["metal"]()["target"].startswith("metal:")
     monkeypatch.setattr(report.platform, "system", lambda: "Linux")
-    assert not list(report.advice(probed))
+    assert not list(report.advice(probed)) and not report.facts()
 
 
 def test_other_sizes_for_other_dtypes_are_not_needed():

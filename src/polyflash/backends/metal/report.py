@@ -11,7 +11,7 @@ from polyflash.advice import Advice
 
 
 def facts() -> dict[str, Callable[[], dict[str, Any]]]:
-    return {"metal": _metal}
+    return {"metal": _metal} if platform.system() == "Darwin" else {}
 
 
 def kernel_cache() -> None:
@@ -19,11 +19,7 @@ def kernel_cache() -> None:
 
 
 def _metal() -> dict[str, Any]:
-    import torch
-
-    here = torch.backends.mps
-    target_name = target.detect("mps").name if here.is_available() else ""
-    return {"built": here.is_built(), "available": here.is_available(), "target": target_name}
+    return {"macos": platform.mac_ver()[0], "target": target.detect("mps").name}
 
 
 def advice(probed: Mapping[str, Any]) -> Iterator[Advice]:
