@@ -33,6 +33,7 @@ PACKAGES = {
     "safetensors": "",
     "transformers": "",
     "triton": "3.6",
+    "wgpu": "0.32",
 }
 PROBE_SECONDS = 60.0
 _PROBE = (

@@ -549,7 +549,8 @@ def test_env_survives_what_it_reports(monkeypatch):
 
 def test_wanted_versions_are_the_declared_ones():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    listed = (*project["dependencies"], *project["optional-dependencies"]["triton"])
+    extras = project["optional-dependencies"]
+    listed = (*project["dependencies"], *extras["triton"], *extras["webgpu"])
     declared = {r.name: str(r.specifier) for r in map(Requirement, listed)}
     wanted = {name: f">={version}" for name, version in reports.PACKAGES.items() if version}
     assert wanted == declared
