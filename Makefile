@@ -71,7 +71,7 @@ test-codegen: .venv/.test
 	@if $(HAS_TRITON); then $(PYTEST) $(SHARED) $(CODEGEN_TESTS); else echo '$@: $(NO_TRITON)'; fi
 
 test-metal: .venv/.test
-	@$(PYTEST) $(SHARED) $(METAL_TESTS)
+	@$(PYTEST) $(METAL_TESTS)
 
 # Installs nothing, as bench-gpu below.
 test-gpu:
@@ -85,7 +85,7 @@ test-all: lint
 	@$(PYTEST) $(ELSEWHERE) -m alone
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
 		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
-	@$(PYTEST) $(SHARED) $(METAL_TESTS) -m ''
+	@$(PYTEST) $(METAL_TESTS) -m ''
 
 mutants: .venv/.test
 	@$(BIN)/python scripts/mutants.py
