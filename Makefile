@@ -85,7 +85,7 @@ test-webgpu: .venv/.test
 	else echo '$@: the WebGPU kernels are not tested here'; fi
 
 test-metal: .venv/.test
-	@$(PYTEST) $(SHARED) $(METAL_TESTS)
+	@$(PYTEST) $(METAL_TESTS)
 
 # Installs nothing, as bench-gpu below.
 test-gpu:
@@ -100,7 +100,7 @@ test-all: lint
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
 		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
 	@$(MAKE) test-webgpu SLOW="-m ''"
-	@$(PYTEST) $(SHARED) $(METAL_TESTS) -m ''
+	@$(PYTEST) $(METAL_TESTS) -m ''
 
 mutants: .venv/.test
 	@$(BIN)/python scripts/mutants.py

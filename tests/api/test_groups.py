@@ -246,7 +246,7 @@ class TestExplain:
         ({"window": (-1, 0)}, "Use None for unbounded"),
         ({"layout": "sbhd"}, "layout: got 'sbhd'"),
         ({"softcap": -1.0}, "softcap: got -1.0"),
-        ({"backend": "gpu"}, "one of cpu, gluon, triton, metal, torch"),
+        ({"backend": "gpu"}, "one of cpu, gluon, triton, webgpu, metal, torch"),
     ],
 )
 def test_wrong_arguments_are_refused_alike(change, words):

@@ -213,7 +213,7 @@ REFUSED = [
     ("members as int16", {"cu_seqlens_q": CU.short()}, "cu_seqlens_q: got torch.int16"),
     ("max_seqlen_q too low", {"cu_seqlens_q": ints(0, 0, 0, 3), "max_seqlen_q": 2}, "max_seqlen_q: got 2"),
     ("a window below 0", {"window": (-1, 0)}, "Use None for unbounded"),
-    ("backend", {"backend": "gpu"}, "one of cpu, gluon, triton, metal, torch"),
+    ("backend", {"backend": "gpu"}, "one of cpu, gluon, triton, webgpu, metal, torch"),
 ]  # fmt: skip
 
 

@@ -781,7 +781,7 @@ def test_a_backend_named_inside_a_compiled_function_refuses_while_tracing():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="has bfloat16, float16, float32, asked for float64"):
         torch.compile(call, fullgraph=True, backend="eager")(q, k, v)
-    with pytest.raises(Exception, match="one of cpu, gluon, triton, metal, torch"):
+    with pytest.raises(Exception, match="one of cpu, gluon, triton, webgpu, metal, torch"):
         torch.compile(lambda q: use_backend("gpu").__enter__(), backend="eager")(q)
     assert torch_ops.in_graph.backend is None and torch_ops.backend_in_use.get() == ""
 
