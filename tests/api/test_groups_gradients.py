@@ -118,7 +118,10 @@ OWN_WALK: dict[str, dict[str, Any]] = {
     "segments": {"mask": ids(ROWS), "sinks": True},
     "bool masks": {"mask": masks(ROWS)},
     "one mask": {"mask": torch.arange(KEYS) % 3 > 0},
-    "lists": {"mask": Mask.lengths(torch.tensor([30, 11]).int(), torch.tensor([2, 0]).int())},
+    "lists": {
+        "causal": False,
+        "mask": Mask.lengths(torch.tensor([30, 11]).int(), torch.tensor([2, 0]).int()),
+    },
     "bias": {"bias": biases()},
     "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3, 0.0, 0.7])},
 }

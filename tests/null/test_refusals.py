@@ -247,7 +247,11 @@ CASES: dict[str, Callable[[], Any]] = {
     # groups
     "groups of another type": groups(q_groups=x()),
     "group of other heads": groups(q_groups=[x(), x(2, 4, 5, 8)]),
-    "keys of another shape": groups(k=x(1)), "trained groups": groups(v=x(requires_grad=True)),
+    "keys of another shape": groups(k=x(1)), "masks of fewer groups": groups(mask=[None]),
+    "mask of other keys": groups(mask=torch.ones(9, dtype=torch.bool)),
+    "mask of one group": groups(mask=[None, torch.ones(2)]),
+    "fused beside bias": groups(bias=torch.ones(1), fused=True),
+    "ids of one group": groups(mask=Mask.segments(ints(1), ints(1))),
     "length beyond the keys": groups(kv_lens=[5, 6]), "causal by name": groups(causal="top_left"),
     "fused by name": groups(fused="yes"), "offsets of fewer groups": groups(q_offsets=[0]),
     "lengths by tensor": groups(kv_lens=ints(1, 2)), "offset of another type": groups(q_offsets=[0, 1.5]),
