@@ -31,6 +31,7 @@ BESIDE = {
     "tuning/": "tests/null/test_tuning.py",
     "cli.py": "tests/tools/test_cli.py",
     "tensor_files.py": "tests/tools/test_cli.py",
+    "parallel/": "tests/distributed",
     "backends/webgpu/": "tests/backends/webgpu",
     "webgpu.py": "tests/backends/webgpu",
 }

@@ -98,7 +98,6 @@ OPERANDS = (
     Operand("max_seqlen_k", "SymInt?", beside_pages=False),
     _tensor("page_table", _F.PAGED, (BATCH, "max_pages"), "int32", "PAGE_TABLE BATCH ENTRY", **_BOUNDS),
     _tensor("row_bounds", _F.ROW_BOUNDS, (ROWS, 2), "int32", "ROW_BOUNDS ROW SIDE", True, vmap="loop"),
-    Operand("wide_gradients", "bool", False, Feature.WIDE_GRADIENTS),
     Operand("codes", "str", "", Feature.CODES, vmap="loop"),
     *(
         _tensor(
@@ -112,6 +111,7 @@ OPERANDS = (
         for x in "kv"
         for table in ("scale", "shift")
     ),
+    Operand("wide_gradients", "bool", False, Feature.WIDE_GRADIENTS),
 )
 BY_NAME = {operand.name: operand for operand in OPERANDS}
 # Those that kernels read: the seed of dropout is a number to them.

@@ -110,9 +110,6 @@ class Arguments(NamedTuple):
     # Row i sees keys [row_bounds[i, 0], row_bounds[i, 1]) only, in every batch entry and head; clamped to
     # [0, seqlen_k].
     row_bounds: Tensor | None = None  # int32 (seqlen_q, 2)
-    # Of the backward op: dk, dv and dsinks come in the dtype of their sums, float32 (float64 of float64), for
-    # whoever adds those of several calls, and not rounded to that of their operands.
-    wide_gradients: bool = False
     # k or v, or both, are codes: `Codes` of quant/scheme.py, of K and of V, as text. Scales and shifts are
     # float32 (batch or pages of k or v, num_kv_heads, blocks of tokens, blocks of channels).
     codes: str = ""
@@ -120,6 +117,9 @@ class Arguments(NamedTuple):
     k_shift: Tensor | None = None
     v_scale: Tensor | None = None
     v_shift: Tensor | None = None
+    # Of the backward op: dk, dv and dsinks come in the dtype of their sums, float32 (float64 of float64), for
+    # whoever adds those of several calls, and not rounded to that of their operands.
+    wide_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ ALL_OF = {
     ("webgpu", Phase.DECODE): (_BOUNDED | _SCORED | {_F.BIAS}) - {_F.VARLEN},
     ("webgpu", Phase.BACKWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT},
 }
+USUAL = tuple(row for row in STEPS if (row.backend, row.phase) not in ALL_OF)  # for all calls, or nearly
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
 HEAD_DIMS = (1, 3, 8, 16, 40, 59, 63, 64, 80, 96, 111, 128, 160, 192, 256)
 # Rounding alone, as relative L2: what two exact algorithms may differ by (M3).

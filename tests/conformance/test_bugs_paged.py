@@ -16,7 +16,7 @@ from polyflash.spec import Feature
 from polyflash.workloads import make
 from tests.catalogue import named, with_dtype
 from tests.conformance.pages import live_pages, padded, repaged
-from tests.conformance.rows import DTYPES, STEPS, Runner, ints, qkv
+from tests.conformance.rows import DTYPES, USUAL, Runner, ints, qkv
 from tests.conformance.test_bugs_shapes import reserved
 from tests.memory import check_guarded
 from tests.tolerance import near, same_bits
@@ -210,7 +210,7 @@ def test_a_thousand_steps(monkeypatch: pytest.MonkeyPatch):
     pools = [x.transpose(1, 2).reshape(3 * 2100 // 15, 15, 2, 32) for x in (k, v)]
     table = torch.arange(420, dtype=torch.int32).view(3, 140)
     rows = torch.randn(4, 4, 32, generator=generator)
-    backends = [row.backend for row in STEPS]
+    backends = [row.backend for row in USUAL]
 
     def step(n: int, backend: str) -> None:
         how: dict[str, Any] = {"causal": True, "backend": backend}

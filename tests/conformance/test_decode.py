@@ -16,7 +16,7 @@ from polyflash.spec import MOST_SHARED_ROWS, PACKED_ROWS, Feature, Phase
 from tests import device
 from tests.catalogue import named, with_dtype, workloads
 from tests.conformance.draws import LAYOUTS, laid_out
-from tests.conformance.rows import DTYPES, NAMES, ROUNDING, STEPS, Runner, expected, ints, qkv
+from tests.conformance.rows import DTYPES, NAMES, ROUNDING, USUAL, Runner, expected, ints, qkv
 from tests.families import FAMILIES, make
 from tests.memory import check_guarded, check_hidden
 from tests.tolerance import check_backstop, near, same_bits
@@ -305,7 +305,7 @@ def test_M24_step_by_step_is_prefill(step: Runner, name: str, dtype: torch.dtype
 
 
 def test_a_decode_row_has_what_it_promises():
-    rows = [row for row in STEPS if row.phase is Phase.DECODE]
+    rows = [row for row in USUAL if row.phase is Phase.DECODE]
     for row in rows:
         assert row.features >= PROMISED, f"{row.name} lost {PROMISED - row.features}"
         assert Feature.BATCH_INVARIANT not in row.features and Feature.DROPOUT not in row.features
@@ -315,7 +315,7 @@ def test_a_decode_row_has_what_it_promises():
 def test_few_rows_take_the_decode_row():
     """By themselves, and no others; batch_invariant=True and gradients leave them to the forward row."""
     q, k, v, _ = make(named("step-group-2"))
-    for row in STEPS:
+    for row in USUAL:
         if row.phase is not Phase.DECODE:
             continue
 

@@ -208,8 +208,8 @@ def test_a_row_is_printed_as_it_ends(planted, tmp_path):
     """While the last row hangs, what the others found can be read already."""
     planted("import time\ndef run(*_): time.sleep(100)")
     rows = tmp_path / "polyflash/backends/torch/capabilities.py"
-    first = "in sorted(_WITHOUT.items(), key=lambda item: item[0] is not Phase.BACKWARD)"
-    rows.write_text(rows.read_text(encoding="utf-8").replace("in _WITHOUT.items()", first), encoding="utf-8")
+    first = "in sorted(_FEATURES.items(), key=lambda item: item[0] is not Phase.BACKWARD)"
+    rows.write_text(rows.read_text(encoding="utf-8").replace("in _FEATURES.items()", first), encoding="utf-8")
     (tmp_path / "polyflash/backends/torch/backward.py").write_text(
         "raise ImportError('planted')\n", encoding="utf-8"
     )

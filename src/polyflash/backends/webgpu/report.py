@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,10 +25,28 @@ def kernel_cache() -> None:
     """Drivers keep compiled shaders in caches of their own."""
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps what drivers write to stderr, while they are looked for, out of a report."""
+    try:
+        kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # there is no stderr
+        yield
+        return
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _webgpu() -> dict[str, Any]:
     if not target.installed_version("wgpu"):
         return {"version": "", "adapters": [], "chosen": ""}
-    usable = [adapter.summary for adapter in device.usable()]
+    with _quiet():
+        usable = [adapter.summary for adapter in device.usable()]
     return {
         "version": target.installed_version("wgpu"),
         "adapters": [f"{adapter.summary};" for adapter in device.adapters()],
@@ -44,7 +64,8 @@ def advice(probed: Mapping[str, Any]) -> Iterator[Advice]:
             f"wgpu {version} is older than 0.32, so the webgpu rows do not run", target.remedy("wgpu")
         )
         return
-    why = device.why_none()
+    with _quiet():
+        why = device.why_none()
     if not why:
         return
     if env.WEBGPU_ADAPTER.read():
