@@ -35,7 +35,7 @@ from polyflash.quant import NAMED, quantize
 
 BASE, READ = "bfloat16", "read"
 SCHEMES = ("int8", "int8-smooth", "int8-channel", "int4-token", "int4")
-ALLOWED = {16: 2e-2, 8: 4e-2, 4: 0.3}  # relative L2 of the output, by bits of a value
+ALLOWED = {16: 3e-2, 8: 4e-2, 4: 0.3}  # relative L2 of the output, by bits; ggml sums float16 in float16
 
 
 @dataclass(frozen=True)
