@@ -8,12 +8,24 @@ from torch import Tensor
 from polyflash.arguments import Causal, Layout, WindowSides
 from polyflash.mask import Mask
 
-class _Scores(TypedDict, total=False):
+class _Numbers(TypedDict, total=False):
     alibi_slopes: Tensor | None
     softcap: float
     sinks: Tensor | None
     scale: float | None
+
+class _Scores(_Numbers, total=False):
     backend: str | None
+
+class OnDevice(_Numbers, total=False):
+    causal: Causal
+    window: WindowSides | None
+    mask: Tensor | Mask | None
+    bias: Tensor | None
+    kv_lens: Tensor | None
+    kv_starts: Tensor | None
+    q_offset: int | Tensor | None
+    config: Any
 
 class _Rows(_Scores, total=False):
     window: WindowSides | None

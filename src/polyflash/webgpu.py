@@ -13,7 +13,7 @@ nothing waits until a result is read:
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from polyflash.mask import Mask
 from polyflash.routes import spec_of, without_gradients
 from polyflash.spec import Arguments, Phase
 
+if TYPE_CHECKING:
+    from polyflash.keywords import OnDevice
+
 __all__ = ("DeviceError", "DeviceOutput", "GpuTensor", "attention", "batch")
 
 
@@ -41,43 +44,11 @@ class DeviceOutput(NamedTuple):
 
 @overload
 def attention(
-    q: GpuTensor,
-    k: GpuTensor,
-    v: GpuTensor,
-    *,
-    causal: Causal = ...,
-    window: WindowSides | None = ...,
-    mask: Tensor | Mask | None = ...,
-    bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    scale: float | None = ...,
-    kv_lens: Tensor | None = ...,
-    kv_starts: Tensor | None = ...,
-    q_offset: int | Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    config: Any = ...,
+    q: GpuTensor, k: GpuTensor, v: GpuTensor, *, return_lse: Literal[False] = ..., **options: Unpack[OnDevice]
 ) -> GpuTensor: ...
 @overload
 def attention(
-    q: GpuTensor,
-    k: GpuTensor,
-    v: GpuTensor,
-    *,
-    causal: Causal = ...,
-    window: WindowSides | None = ...,
-    mask: Tensor | Mask | None = ...,
-    bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    scale: float | None = ...,
-    kv_lens: Tensor | None = ...,
-    kv_starts: Tensor | None = ...,
-    q_offset: int | Tensor | None = ...,
-    return_lse: Literal[True],
-    config: Any = ...,
+    q: GpuTensor, k: GpuTensor, v: GpuTensor, *, return_lse: Literal[True], **options: Unpack[OnDevice]
 ) -> DeviceOutput: ...
 def attention(
     q: GpuTensor,

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from polyflash import merging
 from polyflash.arguments import Causal, Layout, Options, WindowSides
 from polyflash.dtypes import BY_NAME
-from polyflash.entry import Form, form_of
+from polyflash.entry import Bound, Form, form_of
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.hints import answering, unexpected
 from polyflash.mask import Mask
@@ -183,8 +183,12 @@ def attention_varlen(
     return bound.returned(out, lse)
 
 
-# Dynamo cannot trace collectives that are chosen by lengths: a compiled model breaks its graph here.
-_run = torch.compiler.disable(calls.run)
+def _run(*given: Any) -> tuple[Bound, Tensor, Tensor]:
+    """`calls.run`. Dynamo cannot trace collectives that are chosen by lengths: a compiled model breaks its
+    graph here. Others do not wait for Dynamo's import."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.disable(calls.run)(*given)  # type: ignore[no-any-return]
+    return calls.run(*given)
 
 
 class _Elsewhere(Team):

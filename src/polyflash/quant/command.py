@@ -27,8 +27,6 @@ from polyflash.tensor_files import read_qkv
 
 _SIZES = (2, 256, 2048, 128)  # heads, rows, keys, head_dim of the families
 _STEP_HEADS, _STEP_SECONDS = 8, 5.0  # of a decode step that is timed
-
-
 _EXACT = "bfloat16"
 
 

@@ -139,7 +139,7 @@ def passes(
         seqlen_q=seqlen_q,
         row_blocks=space.row_blocks,
         members=sizes_of(q, k, args)[0],
-        scale=scale_of(q, args),
+        scale=scale_of(q.shape[3], args),
     )
     c = gradient_passes.Constants(DIM=head_dim, D=configs.box_of(head_dim), ORDERED=prepared.config.ordered)
     aligned = runtime.aligned(out, dout, lse, dlse, dq, t.cu_seqlens_q)
@@ -154,7 +154,7 @@ def fusion(
     config, (q, k, v, dout), (_, dk, dv) = prepared.config, read, made
     num_kv_heads, seqlen_k, channels = *k.shape[1:3], configs.box_of(q.shape[3])
     planes, key_tiles = k.shape[0] * num_kv_heads, blocks_of(q, k, seqlen_k, KEYS, args)
-    scale, band = scale_of(q, args), band_of(q.shape[2], seqlen_k, args)
+    scale, band = scale_of(q.shape[3], args), band_of(q.shape[2], seqlen_k, args)
     n = Numbers(
         num_kv_heads=num_kv_heads,
         group=q.shape[1] // num_kv_heads,

@@ -92,13 +92,13 @@ class Prepared:
             total=total,
             offset=band.right,
             left=band.left,
-            factor=LOG2E if args.softcap or alibi else scale_of(q, args) * LOG2E,
+            factor=LOG2E if args.softcap or alibi else scale_of(q.shape[3], args) * LOG2E,
             members=members if packed else None,
-            into_cap=scale_of(q, args) / softcap if args.softcap else None,
+            into_cap=scale_of(q.shape[3], args) / softcap if args.softcap else None,
             softcap=softcap if args.softcap else None,
             position=near if alibi else None,
             rest=rest if alibi else None,
-            scale=scale_of(q, args) if alibi else None,
+            scale=scale_of(q.shape[3], args) if alibi else None,
         )
         constants = constants_of(self.config, q, k, band, args)
         mending = constants._replace(MENDING=True, COUNTED=False, EARLY=False, WHOLE=False)
@@ -198,7 +198,7 @@ def boxed(x: Tensor) -> Tensor:
 def with_positive_scale(q: Tensor, args: Arguments) -> tuple[Tensor, Arguments]:
     """q and arguments of the same scores whose scale is positive. With none, q times 0: scores are 0, or NaN
     where they are not finite."""
-    scale = scale_of(q, args)
+    scale = scale_of(q.shape[3], args)
     if abs(scale) < _LEAST_SCALE:
         return q * 0.0, args._replace(scale=1.0)
     return (q, args) if scale > 0.0 else (q.neg(), args._replace(scale=-scale))

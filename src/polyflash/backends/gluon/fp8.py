@@ -76,7 +76,7 @@ class Prepared:
         rows, words = fp8_operands.ROWS.value, fp8_operands.WORDS.value
         stride = -(-seqlen_k // _KEYS) * _KEYS // 4
         of_q = fp8_operands.Numbers(
-            num_heads, group, seqlen_q, -(-seqlen_q // rows), None, scale_of(q, args) * LOG2E
+            num_heads, group, seqlen_q, -(-seqlen_q // rows), None, scale_of(q.shape[3], args) * LOG2E
         )
         of_v = fp8_operands.Numbers(k.shape[1], None, seqlen_k, -(-stride // words), stride, None)
         kinds = constants, tuple(map(runtime.signature, strides))

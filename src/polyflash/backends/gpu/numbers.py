@@ -68,7 +68,7 @@ def numbers_of(q: Tensor, k: Tensor, args: Arguments) -> Numbers:
         offset=_near(args.offset),
         left=_near(args.window_left),
         right=0 if args.causal else _near(args.window_right),
-        scale=scale_of(q, args),
+        scale=scale_of(q.shape[3], args),
         softcap=min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1]) if args.softcap else 0.0,
         seed_lo=_signed(seed),
         seed_hi=_signed(seed >> 32),
@@ -86,12 +86,12 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def scale_of(q: Tensor, args: Arguments) -> float:
-    return 1.0 / math.sqrt(q.shape[3]) if args.scale is None else args.scale
+def scale_of(head_dim: int, args: Arguments) -> float:
+    return 1.0 / math.sqrt(head_dim) if args.scale is None else args.scale
 
 
 def flags_of(q: Tensor, args: Arguments) -> Flags:
-    scale = scale_of(q, args)
+    scale = scale_of(q.shape[3], args)
     changed = args.softcap != 0.0 or args.bias is not None or args.alibi_slopes is not None
     return Flags(
         HAS_OFFSET=args.offset is not None,

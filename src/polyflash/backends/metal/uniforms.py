@@ -107,5 +107,5 @@ def numbers_for(
 def factors_for(q: Any, k: Any, args: Any, flags: Flags, base2: bool) -> Factors:
     """Scores that nothing changes stay in units of q·k until the exponential."""
     n = numbers_of(q, k, args)
-    unit = 1.0 if flags.CHANGED else abs(scale_of(q, args))
+    unit = 1.0 if flags.CHANGED else abs(scale_of(q.shape[3], args))
     return Factors(n.scale, n.softcap or 1.0, unit * (LOG2E if base2 else 1.0), unit)

@@ -125,7 +125,7 @@ class Prepared:
     def numbers(self, q: Tensor, k: Tensor, args: Arguments, flags: Flags) -> tuple[Any, ...]:
         """Those that the grid has no say in."""
         n, base = numbers_of(q, k, args), LOG2E if self.config.base2 else 1.0
-        scale = 1.0 if flags.CHANGED else abs(scale_of(q, args))
+        scale = 1.0 if flags.CHANGED else abs(scale_of(q.shape[3], args))
         return n._replace(factor=scale * base)[_OF_A_GRID:]
 
     def _constants(self, q: Tensor, v: Tensor, args: Arguments, flags: Flags, split: bool) -> Constants:
@@ -249,7 +249,7 @@ def run(
     parts = runtime.scratch((num_splits * batch, num_heads, seqlen_q, head_dim_v), q.device)
     part_m = runtime.scratch((2 * num_splits * batch, num_heads, seqlen_q), q.device)
     (call or attend_call)(prepared, q, k, v, parts, part_m, args, split_keys=size, num_splits=num_splits)
-    unit = 1.0 if flags_of(q, args).CHANGED else abs(scale_of(q, args))
+    unit = 1.0 if flags_of(q, args).CHANGED else abs(scale_of(q.shape[3], args))
     how = merge.FEW_ROWS if isinstance(prepared.config, DecodeConfig) else merge.MANY_ROWS
     merge.merge(prepared.merges, merge.Splits(parts, part_m, num_splits, unit, how), out, rows, args)
     return out, lse

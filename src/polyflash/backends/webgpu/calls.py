@@ -77,7 +77,7 @@ def call_of(sizes: Sizes, args: Arguments) -> Call:
         "k_rows": sizes.seqlen_k,
         "rows_total": sizes.batch * sizes.num_q_heads * sizes.seqlen_q,
         "minus_infinity": 0xFF800000,
-        "scale": scale_of(_Shape(sizes.head_dim), args),  # type: ignore[arg-type]
+        "scale": scale_of(sizes.head_dim, args),
         "softcap": min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1]) if args.softcap else 0.0,
     }
     for name, x in (("mask", args.mask), ("bias", _float(args.bias))):
@@ -113,13 +113,6 @@ def _flags(args: Arguments) -> dict[str, int]:
     has["ELEMENTS"] = has["MASK"] or has["BIAS"] or has["SEGMENTS"]
     has["CHANGED"] = has["BIAS"] or has["SOFTCAP"] or has["ALIBI"]
     return {name: int(on) for name, on in has.items()}
-
-
-class _Shape:
-    """The part of q that its scale hangs on."""
-
-    def __init__(self, head_dim: int) -> None:
-        self.shape = (0, 0, 0, head_dim)
 
 
 class _Words:
