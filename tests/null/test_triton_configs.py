@@ -222,9 +222,10 @@ class TestReachability:
             cramped = gpu("sm90", shared_bytes=24 << 10)
             for phase in Phase:  # an entry cut in every way there is
                 configs.choose(replace(PLAIN, phase=phase, dtype="float32"), cramped)
-            coded = replace(PLAIN, phase=Phase.DECODE, seqlen_q=1, codes="int8/1x0,int8/1x0")
-            for target in (cramped, gpu("sm90")):
-                configs.choose(coded, target)
+            for codes in ("int8/1x0,int8/1x0", "int4/64x1+64x1,int4/1x0+1x0"):
+                coded = replace(PLAIN, phase=Phase.DECODE, seqlen_q=1, codes=codes)
+                for target in (cramped, gpu("sm90")):
+                    configs.choose(coded, target)
         finally:
             sys.settrace(None)
         functions = [
@@ -443,8 +444,8 @@ class TestConfigs:
         assert set(names) <= set(BAD)
         for name in names:
             for value in BAD[name]:
-                if kind is ForwardConfig and (name, value) == ("split_keys", 0):
-                    continue  # never splits
+                if (kind, name, value) in ((ForwardConfig, "split_keys", 0), (DecodeConfig, "block_m", 8)):
+                    continue  # never splits; over codes
                 with pytest.raises(SpecError, match=f"^{name}: got "):
                     replace(GOOD[kind], **{name: value})
 
@@ -526,7 +527,10 @@ SWITCHED = {
         ),
         "pack_gqa",
     },
-    Phase.DECODE: {"base2", "num_stages", "loads", "cache_kv", "fixed_splits", "split_keys", "pack_gqa"},
+    Phase.DECODE: {
+        *("base2", "num_stages", "max_registers", "loads", "cache_kv", "fixed_splits", "split_keys"),
+        "pack_gqa",
+    },
     Phase.BACKWARD: {"base2", "fused", "apart", "num_stages", "dq_num_stages"},
     Phase.STATISTICS: {"num_stages"},
 }

@@ -12,6 +12,7 @@ from polyflash.backends.gpu.numbers import Numbers, flags_of, sizes_of
 from polyflash.backends.gpu.views import element_masked, operands_of, rows_of, view_of
 from polyflash.backends.triton import forward, runtime, tables, tiles
 from polyflash.backends.triton.codes_kernel import CodedTensors, attend_codes
+from polyflash.backends.triton.configs import scales_channels
 from polyflash.backends.triton.constants import Constants
 from polyflash.quant.scheme import Block, Codes, codes_of, per_word
 
@@ -78,8 +79,7 @@ class Prepared(forward.Prepared):
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
-        codes = codes_of(launch.spec.codes)
-        self.cores *= tables.CODED_PROGRAMS[any(x is not None and x.scale.channels > 0 for x in codes)]
+        self.cores *= tables.CODED_PROGRAMS[scales_channels(launch.spec.codes)]
 
     def coded(self, q: Tensor, k: Tensor, out: Tensor, args: Arguments, split: bool) -> Ready:
         page_size = 0 if args.page_table is None else k.shape[2]
@@ -117,6 +117,7 @@ class Prepared(forward.Prepared):
             FINITE=alone or ("fp8" not in sides["V_CODES"] and sides["V_SCALE"] != "element"),
             PARTS=PARTS[q.dtype],
             PTX=ptx,
+            TURNED=self.config.block_m < tiles.LEAST,
         )
 
 

@@ -131,6 +131,11 @@ def decoded(b_w, CLASS: tl.constexpr, CODES: tl.constexpr, PTX: tl.constexpr):
 def parts_of(b_x, PARTS: tl.constexpr, INFINITE: tl.constexpr = True):
     """x as a sum of bfloat16 parts; if it may be INFINITE, the first says all of it."""
     b_x = b_x.to(tl.float32)
+    if PARTS == 2 and not INFINITE:  # rounded by its bits, which costs less than there and back
+        b_high = (b_x.to(tl.int32, bitcast=True) + 0x8000) & -65536
+        b_0 = (b_high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        b_1 = (b_x - b_high.to(tl.float32, bitcast=True)).to(tl.bfloat16)
+        return b_0, b_1, b_1
     b_0 = b_x.to(tl.bfloat16)
     b_1, b_2 = b_0, b_0
     if PARTS > 1:
@@ -144,14 +149,27 @@ def parts_of(b_x, PARTS: tl.constexpr, INFINITE: tl.constexpr = True):
 
 
 @triton.jit
-def times(b_parts, b_y, acc, PARTS: tl.constexpr):
-    """acc + x @ y, small terms first."""
+def turned(b_x, c):
+    return tl.trans(b_x) if c.TURNED else b_x
+
+
+@triton.jit
+def dot(b_x, b_y, acc, c):
+    """acc + x @ y, both TURNED where rows are few: instructions have 16 rows or more, but 8 columns."""
+    if c.TURNED:
+        b_x, b_y = tl.trans(b_y), tl.trans(b_x)
+    return product(b_x, b_y, acc, c.PRODUCT) if b_x.dtype == tl.float32 else tl.dot(b_x, b_y, acc)
+
+
+@triton.jit
+def times(b_parts, b_y, acc, PARTS: tl.constexpr, c):
+    """acc + x @ y of an x in parts, small terms first."""
     b_0, b_1, b_2 = b_parts
     if PARTS > 2:
-        acc = tl.dot(b_2, b_y, acc)
+        acc = dot(b_2, b_y, acc, c)
     if PARTS > 1:
-        acc = tl.dot(b_1, b_y, acc)
-    return tl.dot(b_0, b_y, acc)
+        acc = dot(b_1, b_y, acc, c)
+    return dot(b_0, b_y, acc, c)
 
 
 @triton.jit
@@ -178,16 +196,8 @@ def of_keys(keys, table, TOKENS: tl.constexpr, rows, place, t, c):
 
 
 @triton.jit
-def of_channels(j_0, table, TOKENS: tl.constexpr, WIDTH: tl.constexpr, side, rows, place, t, c):
-    """The entries of channels for the block from key j_0 on, all of whose keys have the same."""
-    o_d = tl.arange(0, WIDTH)
-    o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
-    return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0)
-
-
-@triton.jit
 def of_class(j_0, table, TOKENS: tl.constexpr, CLASS: tl.constexpr, side, rows, place, t, c):
-    """Those of a class."""
+    """The entries of a class of channels for the block from key j_0 on, all of whose keys have the same."""
     o_d = side.PER * tl.arange(0, side.WORDS) + CLASS
     o_table = table_rows(j_0, table, TOKENS, rows, place, t, c)
     return tl.load(table.p + o_table + o_d * table.d, mask=o_d < side.DIM, other=0.0)
@@ -222,14 +232,14 @@ def groups_of(per: int, words: int, channels: int) -> int:
 
 
 @triton.jit
-def values(b_x, keys, scale, shift, CLASS: tl.constexpr, side, TURNED: tl.constexpr, rows, place, t, c):
-    """A tile of codes times its scales and with its shifts, one by one."""
+def values(b_x, keys, scale, shift, CLASS: tl.constexpr, side, LAID: tl.constexpr, rows, place, t, c):
+    """A tile of codes times its scales and with its shifts, one by one; LAID: of words by keys."""
     b_t = of_elements(keys, scale, side.TOKENS, side.CHANNELS, CLASS, side, rows, place, t, c)
-    b_scale = tl.trans(b_t) if TURNED else b_t
+    b_scale = tl.trans(b_t) if LAID else b_t
     b_x = b_x.to(tl.float32)
     if shift is not None:
         b_t = of_elements(keys, shift, side.SHIFT_TOKENS, side.SHIFT_CHANNELS, CLASS, side, rows, place, t, c)
-        b_x = tl.fma(b_x, b_scale, tl.trans(b_t) if TURNED else b_t)
+        b_x = tl.fma(b_x, b_scale, tl.trans(b_t) if LAID else b_t)
     else:
         b_x = b_x * b_scale
     return b_x
@@ -250,71 +260,63 @@ def classes(b_x, PER: tl.constexpr):
 
 
 @triton.jit
-def score_class(
-    CLASS: tl.constexpr,
-    CODES: tl.constexpr,
-    PARTS: tl.constexpr,
-    b_s,
-    b_q,
-    b_w,
-    keys,
-    side,
-    rows,
-    place,
-    t,
-    c,
-):
-    """Adds what a class of channels says of the scores of a block, but for scales and shifts of others."""
-    b_0, b_1, b_2 = b_q
-    b_k = decoded(b_w, CLASS, CODES, c.PTX)
+def score_class(CLASS: tl.constexpr, PARTS: tl.constexpr, scores, b_q, b_w, keys, side, rows, place, t, c):
+    """Adds what a class of channels says of the scores of a block: products, and what its shifts add to all
+    keys."""
+    b_s, shifts = scores
+    # Integers lie below the bits of 128 as they are loaded: of channels this leaves with the shifts.
+    HIGH: tl.constexpr = side.CODES == "int4" and side.SCALE == "channel" and c.PARTS == 1
+    b_k = decoded(b_w, CLASS, "int4+136" if HIGH else side.CODES, c.PTX)
+    b_x = b_q[CLASS]
+    b_wide = b_x.to(tl.float32)
     if side.SCALE == "element":
         b_k = values(b_k, keys, t.k_scale, t.k_shift, CLASS, side, True, rows, place, t, c)
         if c.PARTS == 1:  # two parts, as of a scaled q
             b_high, b_low, _ = parts_of(b_k, 2, False)
-            b_s = tl.dot(b_0[CLASS], b_high, tl.dot(b_0[CLASS], b_low, b_s))
+            b_s = dot(b_x, b_high, dot(b_x, b_low, b_s, c), c)
         else:
-            b_s = product(b_0[CLASS].to(tl.float32), b_k, b_s, c.PRODUCT)
+            b_s = dot(b_wide, b_k, b_s, c)
+    elif side.SCALE == "channel":
+        b_scale = of_class(keys.j_0, t.k_scale, side.TOKENS, CLASS, side, rows, place, t, c)
+        b_s = times(parts_of(b_wide * b_scale[None, :], PARTS, False), b_k, b_s, PARTS, c)
     else:
-        b_s = times((b_0[CLASS], b_1[CLASS], b_2[CLASS]), b_k, b_s, PARTS)
-    return b_s
+        b_s = times(parts_of(b_x, PARTS), b_k, b_s, PARTS, c)
+    if side.SHIFT == "channel":
+        b_shift = of_class(keys.j_0, t.k_shift, side.SHIFT_TOKENS, CLASS, side, rows, place, t, c)
+        if HIGH:
+            b_shift = tl.fma(b_scale, -136.0, b_shift)
+        shifts = tl.fma(b_wide, tl.broadcast_to(b_shift[None, :], b_wide.shape), shifts)
+    elif HIGH:
+        shifts = tl.fma(b_wide, tl.broadcast_to((b_scale * -136.0)[None, :], b_wide.shape), shifts)
+    return b_s, shifts
 
 
 @triton.jit
 def score_block(b_q, o_k, keys, side, rows, place, t, c):
     """q·k of a block, [BLOCK_M, BLOCK_N]."""
     b_w = load_turned(t.k, o_k, keys.m_n, 0, side.DIM // side.PER, side.WORDS, c.CACHE)
-    WIDTH: tl.constexpr = side.PER * side.WORDS
     # Two parts of a scaled q: what is rounded of it is the same for all keys, and would show in their sum.
     PARTS: tl.constexpr = 2 if side.SCALE == "channel" and c.PARTS == 1 else c.PARTS
-    # Integers lie below the bits of 128 as they are loaded: of channels this leaves with the shifts.
-    HIGH: tl.constexpr = side.CODES == "int4" and side.SCALE == "channel" and c.PARTS == 1
-    CODES: tl.constexpr = "int4+136" if HIGH else side.CODES
-    b_x, b_wide, b_shift = b_q, b_q.to(tl.float32), None
-    if side.SHIFT == "channel":
-        b_shift = of_channels(keys.j_0, t.k_shift, side.SHIFT_TOKENS, WIDTH, side, rows, place, t, c)
-    if side.SCALE == "channel":
-        b_scale = of_channels(keys.j_0, t.k_scale, side.TOKENS, WIDTH, side, rows, place, t, c)
-        b_x = b_wide * b_scale[None, :]
-        if HIGH:
-            b_shift = b_scale * -136.0 if b_shift is None else tl.fma(b_scale, -136.0, b_shift)
-    b_0, b_1, b_2 = (b_q, b_q, b_q) if side.SCALE == "element" else parts_of(b_x, PARTS, side.SCALE == "key")
-    b_0 = classes(b_0, side.PER)
-    b_1 = classes(b_1, side.PER) if PARTS > 1 else b_0
-    b_2 = classes(b_2, side.PER) if PARTS > 2 else b_0
-    b_x = (b_0, b_1, b_2)
-    b_s = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
-    b_s = score_class(0, CODES, PARTS, b_s, b_x, b_w, keys, side, rows, place, t, c)
-    b_s = score_class(1, CODES, PARTS, b_s, b_x, b_w, keys, side, rows, place, t, c)
+    scores = (
+        turned(tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32), c),
+        tl.zeros([c.BLOCK_M, side.WORDS], tl.float32),
+    )
+    scores = score_class(0, PARTS, scores, b_q, b_w, keys, side, rows, place, t, c)
+    scores = score_class(1, PARTS, scores, b_q, b_w, keys, side, rows, place, t, c)
     if side.PER > 2:
-        b_s = score_class(2, CODES, PARTS, b_s, b_x, b_w, keys, side, rows, place, t, c)
-        b_s = score_class(3, CODES, PARTS, b_s, b_x, b_w, keys, side, rows, place, t, c)
+        scores = score_class(2, PARTS, scores, b_q, b_w, keys, side, rows, place, t, c)
+        scores = score_class(3, PARTS, scores, b_q, b_w, keys, side, rows, place, t, c)
+    b_s = turned(scores[0], c)
     if side.SCALE == "key":
         b_s = b_s * of_keys(keys, t.k_scale, side.TOKENS, rows, place, t, c)[None, :]
-    if b_shift is not None:
-        b_s += tl.sum(b_wide * b_shift[None, :], 1)[:, None]
+    if side.SCALE == "channel" or side.SHIFT == "channel":
+        b_s += tl.sum(scores[1], 1)[:, None]
     if side.SHIFT == "key":
         b_t = of_keys(keys, t.k_shift, side.SHIFT_TOKENS, rows, place, t, c)
-        b_s += tl.sum(b_wide, 1)[:, None] * b_t[None, :]
+        b_sum = tl.sum(b_q[0].to(tl.float32) + b_q[1].to(tl.float32), 1)
+        if side.PER > 2:
+            b_sum += tl.sum(b_q[2].to(tl.float32) + b_q[3].to(tl.float32), 1)
+        b_s += b_sum[:, None] * b_t[None, :]
     return b_s
 
 
@@ -336,23 +338,23 @@ def add_class(CLASS: tl.constexpr, acc, weights, b_w, keys, side, rows, place, t
     b_all = b_v.to(tl.float32)
     if AGAIN:
         b_v = finite(b_v)
-    acc = acc * alpha[:, None]
+    acc = acc * turned(alpha[:, None], c)
     if side.SCALE == "channel":
-        b_o = times(b_parts, b_v, tl.zeros(acc.shape, tl.float32), c.PARTS)
-        b_o *= of_class(keys.j_0, t.v_scale, side.TOKENS, CLASS, side, rows, place, t, c)[None, :]
-        acc += tl.where((b_some == 0.0)[:, None], 0.0, b_o)
+        b_o = times(b_parts, b_v, tl.zeros(acc.shape, tl.float32), c.PARTS, c)
+        b_t = of_class(keys.j_0, t.v_scale, side.TOKENS, CLASS, side, rows, place, t, c)
+        acc += tl.where(turned((b_some == 0.0)[:, None], c), 0.0, b_o * turned(b_t[None, :], c))
     elif b_v.dtype == tl.float32:
-        acc += product(b_p, b_v, tl.zeros(acc.shape, tl.float32), c.PRODUCT)
+        acc += dot(b_p, b_v, tl.zeros(acc.shape, tl.float32), c)
     else:
-        acc = times(b_parts, b_v, acc, c.PARTS)
+        acc = times(b_parts, b_v, acc, c.PARTS, c)
     if side.SHIFT == "channel":
         b_t = of_class(keys.j_0, t.v_shift, side.SHIFT_TOKENS, CLASS, side, rows, place, t, c)
-        acc += tl.where((b_some == 0.0)[:, None], 0.0, b_some[:, None] * b_t[None, :])
+        acc += turned(tl.where((b_some == 0.0)[:, None], 0.0, b_some[:, None] * b_t[None, :]), c)
     if AGAIN:
         b_one, b_none = ones(b_seen), tl.zeros(acc.shape, tl.float32)
-        b_up = tl.dot(b_one, ones(b_all == float("inf")), b_none)
-        b_down = tl.dot(b_one, ones(b_all == float("-inf")), b_none)
-        b_odd = tl.dot(b_one, ones(b_all != b_all), b_none)
+        b_up = dot(b_one, ones(b_all == float("inf")), b_none, c)
+        b_down = dot(b_one, ones(b_all == float("-inf")), b_none, c)
+        b_odd = dot(b_one, ones(b_all != b_all), b_none, c)
         acc += tl.where(b_up > 0.0, float("inf"), 0.0) + tl.where(b_down > 0.0, float("-inf"), 0.0)
         acc += tl.where(b_odd > 0.0, float("nan"), 0.0)
     return acc
@@ -449,10 +451,9 @@ def attend_coded_blocks(blocks, sums, b_q, rows, place, t, n, c, AGAIN: tl.const
 @triton.jit
 def interleaved(sums, c):
     """The output's classes as one tile."""
+    b_even, b_odd = turned(sums.acc0, c), turned(sums.acc1, c)
     if c.V_PER > 2:
-        b_even, b_odd = tl.join(sums.acc0, sums.acc2), tl.join(sums.acc1, sums.acc3)
-    else:
-        b_even, b_odd = sums.acc0, sums.acc1
+        b_even, b_odd = tl.join(b_even, turned(sums.acc2, c)), tl.join(b_odd, turned(sums.acc3, c))
     return tl.join(b_even, b_odd).reshape(c.BLOCK_M, c.V_PER * c.V_WORDS) + sums.shifts[:, None]
 
 
@@ -481,8 +482,9 @@ def attend_codes(t, n, c):
     b_q = load_tile(t.q, o_q, rows.m_row, 0, c.D, c.K_PER * c.K_WORDS, "")
     if c.NEGATIVE:
         b_q = negated(b_q)
+    b_q = classes(b_q, c.K_PER)
     m_i, l_i = tl.full([c.BLOCK_M], LOWEST, tl.float32), tl.zeros([c.BLOCK_M], tl.float32)
-    acc = tl.zeros([c.BLOCK_M, c.V_WORDS], tl.float32)
+    acc = turned(tl.zeros([c.BLOCK_M, c.V_WORDS], tl.float32), c)
     rest = acc if c.V_PER > 2 else l_i
     fresh = CodedSums(m_i, l_i, l_i, l_i, acc, acc, rest, rest)
     sums = attend_coded_blocks(blocks, fresh, b_q, rows, place, t, n, c, False)

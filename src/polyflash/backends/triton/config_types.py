@@ -123,11 +123,11 @@ class ForwardConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """block_m: rows of a tile, of all query heads of a kv head. block_n: keys of a block. split_keys: keys of
-    a split, wherever it lies; unless fixed_splits, `streaming_size` says when a launch takes another. The
-    rest as the forward's."""
+    """block_m: rows of a tile, of all query heads of a kv head; below 16 only over codes, whose products are
+    then turned. block_n: keys of a block. split_keys: keys of a split, wherever it lies; unless fixed_splits,
+    `streaming_size` says when a launch takes another. The rest as the forward's."""
 
-    block_m: int = _block()
+    block_m: int = power_of_two(8, 256)
     block_n: int = _block()
     num_warps: int = _warps()
     num_stages: int = _stages(4)
@@ -138,6 +138,7 @@ class DecodeConfig:
     pack_gqa: bool = flag(True)
     precision: str = _precision()
     fixed_splits: bool = flag(False)
+    max_registers: int = _max_registers()
 
     def __post_init__(self) -> None:
         check(self)

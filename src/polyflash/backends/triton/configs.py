@@ -53,6 +53,7 @@ PACKED_GAIN = 0.9  # pack query heads where a tile of one head is filled worse t
 MOST_SPLIT = 4096  # keys of a split
 SPLIT_LENGTH = 8192  # one request of so many keys fills the device twice
 MOST_CODED_ROWS = 32  # whose products take their operands from registers, where codes are unpacked
+TURNED_ROWS = 8  # columns of the right operand of NVIDIA's matrix instructions
 MOST_CODED_DIM = 256
 SPLIT_BYTES = 1 << 17  # of K and V in a split of the forward: what pays for its partial outputs
 
@@ -145,6 +146,9 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
         rows = PACKED_ROWS  # rows of any number are walked by tiles of this many
     if spec.codes:
         rows = min(rows, MOST_CODED_ROWS)
+        few = most_rows(spec) * spec.group <= TURNED_ROWS
+        if few and target.kind != "hip" and scales_channels(spec.codes):
+            rows = TURNED_ROWS
     if target.kind == "cpu":
         return DecodeConfig(rows, LEAST, 4, 1, 4 * LEAST)  # few keys make several splits
     if spec.codes:
@@ -177,19 +181,23 @@ def refuses(spec: AttentionSpec, target: Target) -> str:
     return ""
 
 
+def scales_channels(codes: str) -> bool:
+    """Do channels of K or V have scales?"""
+    return any(x is not None and x.scale.channels > 0 for x in codes_of(codes))
+
+
 def _choose_coded(spec: AttentionSpec, target: Target, rows: int) -> DecodeConfig:
     """Blocks of keys that share the scales of channels, as far as such blocks go."""
     codes = [x for x in codes_of(spec.codes) if x is not None]
     blocks = [b for x in codes for b in (x.scale, x.shift) if b is not None and b.channels == 1 and b.tokens]
     vendor = "hip" if target.kind == "hip" else "cuda"
-    block_n, warps, stages = tables.CODED[vendor, any(x.scale.channels for x in codes)]
+    block_n, warps, stages, registers = tables.CODED[vendor, scales_channels(spec.codes)]
     block_n = max(LEAST, min(block_n, *(b.tokens & -b.tokens for b in blocks), block_n))
     bits = sum(
         KINDS[x.dtype].bits * dim for x, dim in zip(codes, (spec.head_dim, spec.head_dim_v), strict=False)
     )
-    return DecodeConfig(
-        rows, block_n, warps, stages, max(block_n, _split_keys(spec, target, rows, bits // 8))
-    )
+    keys = max(block_n, _split_keys(spec, target, rows, bits // 8))
+    return DecodeConfig(rows, block_n, warps, stages, keys, max_registers=registers)
 
 
 def _split_keys(spec: AttentionSpec, target: Target, rows: int, bytes_per_key: int = 0) -> int:

@@ -57,6 +57,7 @@ class Constants(NamedTuple):
     OVER_KEYS: bool = False
     PARTS: int = 1  # of codes: `Side` of K and of V, and what their products are made of
     PTX: bool = False
+    TURNED: bool = False  # products and sums, of few rows
     ALONE: bool = False  # all rows of a tile see the same keys, from the first to the last
     K_CODES: str = ""
     K_PER: int = 0

@@ -324,17 +324,18 @@ DECODE: dict[tuple[str, int], dict[int, tuple[int, int, int]]] = {
 }
 # head-dim class -> likewise where float32 is EXACT by matrix units. H200: 2525 GB/s, of 32 keys 2022.
 EXACT_DECODE = {128: (64, 4, 2)}
-# (vendor, do channels have scales?) -> likewise over codes, of every head dim up to 256. H100, head_dim 128:
-# int4 with scales of channels had 0.83 of the time with 2 warps that it had with 4
-CODED: dict[tuple[str, bool], tuple[int, int, int]] = {
-    ("cuda", False): (128, 4, 3),
-    ("cuda", True): (64, 2, 4),
-    ("hip", False): (64, 4, 1),
-    ("hip", True): (64, 4, 1),
+# (vendor, do channels have scales?) -> likewise over codes, of every head dim up to 256, and registers. H100,
+# head_dim 128: int4 with scales of channels had 0.57 of the time with 2 warps that it had with 4, and 0.83
+# with registers for six programs per core of what it had with those for four
+CODED: dict[tuple[str, bool], tuple[int, int, int, int]] = {
+    ("cuda", False): (128, 4, 3, 0),
+    ("cuda", True): (64, 2, 2, 168),
+    ("hip", False): (64, 4, 1, 0),
+    ("hip", True): (64, 4, 1, 0),
 }
 # Likewise: programs per core that few walks are cut into, as unpacking takes turns with waiting. H100: int8
-# against 64k keys had 0.81 of the time with 1 that it had with 3, int4 0.66 with 3 of what it had with 1
-CODED_PROGRAMS = {False: 1, True: 3}
+# against 64k keys had 0.81 of the time with 1 that it had with 3, int4 0.81 with 6 of what it had with 3
+CODED_PROGRAMS = {False: 1, True: 6}
 # What fits anything, largest first, where an architecture has no table: (tile, head dims up to).
 SAFE = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 SAFE_SHARED_BYTES = 48 * KIB  # what every GPU of the last ten years gives a program

@@ -192,6 +192,13 @@ def check_stages(target: Target, *stages: int) -> None:
         raise spec_error("num_stages", got=min(stages), wanted=f"2 or more on {target.name}", change=change)
 
 
+def check_rows(target: Target, rows: int, coded: bool) -> None:
+    """Fewer rows than LEAST are columns of turned products, which NVIDIA's kernels over codes have alone."""
+    if rows < LEAST and not (coded and target.kind != "hip"):
+        wanted = f"{LEAST} or more here"
+        raise spec_error("block_m", got=rows, wanted=wanted, change="Take explain(...).config.")
+
+
 def again_stages(target: Target, num_stages: int, size: int, widest: int) -> int:
     """Stages of the forward's rare second pass, whose registers count for the first. `size` is bytes of an
     element, `widest` channels of a head. At 16 bits and up to 128 channels it spills least without a
