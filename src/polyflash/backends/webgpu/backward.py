@@ -38,7 +38,7 @@ def kernels_of(
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
     variant = configs.gradient_variant((d4, dv4), limits)
     sized = {"D4": d4, "DV4": dv4, "NT": variant.threads, "BN": variant.keys, "FOUR": 4}
-    constants, unrolled = tuple({**flags, **sized}.items()), configs.UNROLLED[limits.kind]
+    constants, unrolled = tuple({**flags, **sized}.items()), limits.unrolled
     q, k, v, dout = (Buffer(name, kind) for name in ("q", "k", "v", "dout"))
     rows, walk = Buffer("rows", "vec2<f32>"), ("stages.wgsl", "gradient.wgsl")
     delta = Kernel(

@@ -32,6 +32,7 @@ class Limits(NamedTuple):
     subgroup: int = 0  # lanes, if a probe found them constant and in order; 0: not used
     float16: bool = False
     kind: str = "discrete"  # discrete, integrated or cpu
+    unrolled: int = 32  # repetitions that are written out; of more a loop is made
 
 
 FLOOR = Limits()  # what every WebGPU device has
@@ -82,7 +83,9 @@ _TILES = (
 _ROWS = (Variant(ROW, 64, rn4=4),)
 # A register array that is indexed in a loop is memory. On a CPU that costs nothing, while the long text of an
 # unrolled one takes seconds to compile (lavapipe, head_dim 128: 7 s against 0.2 s, and 0.8 of the speed).
+# SwiftShader is at an unrolled tile of head_dim 64 for minutes, at loops for half a second.
 UNROLLED = {"discrete": 32, "integrated": 32, "cpu": 8}
+UNROLLED_BY_NAME = {"SwiftShader": 1}
 RANKING = {"discrete": (*_ROWS, *_TILES), "integrated": (*_TILES, *_ROWS), "cpu": (*_TILES, *_ROWS)}
 # Few rows per kv head: as many keys side by side as fit.
 _FEW_ROWS = (

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from polyflash import env
-from polyflash.backends.webgpu.configs import Limits
+from polyflash.backends.webgpu.configs import UNROLLED, UNROLLED_BY_NAME, Limits
 from polyflash.backends.webgpu.render import Buffer, Kernel
 
 _ORDER = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "cpu"}
@@ -119,7 +119,8 @@ class Device:
         self.limits = self._limits(adapter, features)
 
     def _limits(self, adapter: Any, features: Sequence[str]) -> Limits:
-        told = self.wgpu.limits
+        told, kind = self.wgpu.limits, _ORDER.get(adapter.info["adapter_type"], "integrated")
+        named = [most for name, most in UNROLLED_BY_NAME.items() if name in self.name]
         return Limits(
             workgroup_bytes=told["max-compute-workgroup-storage-size"],
             invocations=told["max-compute-invocations-per-workgroup"],
@@ -127,7 +128,8 @@ class Device:
             workgroups=told["max-compute-workgroups-per-dimension"],
             subgroup=self._subgroup() if "subgroup" in features else 0,
             float16="shader-f16" in features,
-            kind=_ORDER.get(adapter.info["adapter_type"], "integrated"),
+            kind=kind,
+            unrolled=min(named, default=UNROLLED[kind]),
         )
 
     def _subgroup(self) -> int:

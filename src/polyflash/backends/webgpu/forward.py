@@ -145,8 +145,7 @@ def _walk(
     dtype: torch.dtype,
     need_lse: bool,
 ) -> None:
-    unrolled = configs.UNROLLED[on.limits.kind]
-    kernel = kernel_of(sizes, call.flags, plan, stored(dtype, on), need_lse, unrolled)
+    kernel = kernel_of(sizes, call.flags, plan, stored(dtype, on), need_lse, on.limits.unrolled)
     heads = sizes.num_kv_heads if plan.packed else sizes.num_q_heads
     rows = call.rows * (sizes.group if plan.packed else 1)
     tiles = -(-rows // plan.variant.rows)

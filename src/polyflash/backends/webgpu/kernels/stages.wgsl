@@ -195,8 +195,11 @@ fn start_row(at: Place, h: u32) -> vec2<f32> {
   return vec2<f32>(LOWEST, 0.0);
 }
 
+// A weight that is not finite comes of a NaN: SwiftShader's exp2 of one is infinite, its log of one a number.
 fn lse_of(m_i: f32, l_i: f32) -> f32 {
-  return select(m_i + log(l_i), bitcast<f32>(n.minus_infinity), l_i == 0.0);
+  let finite = (bitcast<u32>(l_i) & 0x7f800000u) != 0x7f800000u;
+  let lse = select(bitcast<f32>(n.minus_infinity | 0x400000u), m_i + log(l_i), finite);  // or NaN
+  return select(lse, bitcast<f32>(n.minus_infinity), l_i == 0.0);
 }
 
 fn over(acc: vec4<f32>, l_i: f32) -> vec4<f32> {
