@@ -20,6 +20,7 @@ ELSEWHERE := --ignore=$(CODEGEN_TESTS) --ignore=tests/backends/metal
 TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS) --rows triton \
 	tests/api/test_groups.py::test_each_group_is_attention_of_its_own -k triton
 WEBGPU_TESTS := tests/conformance tests/backends/webgpu --rows webgpu
+ON_LAVAPIPE_ALONE := not B_big_10 and not fork_after_use and not chain_never_waits
 GPU_TESTS := tests/conformance tests/backends/triton tests/api/test_gpu_calls.py --ignore=$(CODEGEN_TESTS) \
 	--rows triton
 METAL_TESTS := tests/backends/metal tests/conformance --rows metal
@@ -37,7 +38,7 @@ help:
 	@echo 'make test      lint, then every test that takes seconds, with the next four'
 	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
 	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
-	@echo 'make test-webgpu   the WebGPU kernels on Mesa lavapipe, a driver without a GPU (installed by root on Debian)'
+	@echo 'make test-webgpu   the WebGPU kernels on lavapipe and SwiftShader, drivers without a GPU (installed by root on Debian)'
 	@echo 'make test-metal    the Metal kernels as C++, threads as fibers: needs a C++ compiler, no Mac'
 	@echo 'make test-cpu  the tests of the CPU engine alone'
 	@echo 'make test-distributed  one sequence over ranks: simulated ones, and processes of gloo'
@@ -77,12 +78,15 @@ test-triton: .venv/.test
 test-codegen: .venv/.test
 	@if $(HAS_TRITON); then $(PYTEST) $(SHARED) $(CODEGEN_TESTS); else echo '$@: $(NO_TRITON)'; fi
 
-# SLOW= runs the cases that take minutes too.
+# SLOW= runs the cases that take minutes too. What makes thousands of dispatches is left to the faster driver.
 test-webgpu: .venv/.test
-	@if ! $(HAS_WGPU); then echo '$@: wgpu has no build for this machine, so its kernels are not tested here'; \
-	elif driver=$$(sh scripts/drivers.sh); then \
-		POLYFLASH_WEBGPU_CPU=1 VK_ICD_FILENAMES=$$driver $(PYTEST) $(SHARED) $(WEBGPU_TESTS) $(SLOW); \
-	else echo '$@: the WebGPU kernels are not tested here'; fi
+	@if ! $(HAS_WGPU); then echo '$@: wgpu has no build for this machine, so its kernels are not tested here'; exit; fi; \
+	for name in lavapipe swiftshader; do \
+		only=; if [ $$name = swiftshader ]; then only="$(ON_LAVAPIPE_ALONE)"; fi; \
+		if driver=$$(sh scripts/drivers.sh $$name); then \
+			POLYFLASH_WEBGPU_CPU=1 VK_ICD_FILENAMES=$$driver $(PYTEST) $(SHARED) $(WEBGPU_TESTS) -k "$$only" -rs $(SLOW) || exit; \
+		else echo "$@: the WebGPU kernels are not tested on $$name"; fi; \
+	done
 
 test-metal: .venv/.test
 	@$(PYTEST) $(METAL_TESTS)

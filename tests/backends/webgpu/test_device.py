@@ -66,7 +66,7 @@ def test_long_grids_are_cut(on: Device, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_broken_kernel_names_itself(on: Device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(on, "pipelines", {})
-    monkeypatch.setattr(render, "text_of", lambda kernel: "fn forward_tile( {")
+    monkeypatch.setattr(render, "text_of", lambda kernel, dialect: "fn forward_tile( {")
     with pytest.raises(DeviceError, match=r"refused \(.*forward_"):
         call(qkv(), config=Config(TILE))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from polyflash import env
 from polyflash.backends.webgpu.configs import UNROLLED, UNROLLED_BY_NAME, Limits
-from polyflash.backends.webgpu.render import Buffer, Kernel
+from polyflash.backends.webgpu.render import DAWN, NAGA, Buffer, Kernel
 
 _ORDER = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "cpu"}
 _WANTED = ("subgroup", "shader-f16")
@@ -98,6 +98,7 @@ class Device:
 
     def __init__(self, adapter: Any) -> None:
         self.name: str = adapter.summary
+        self.dialect = DAWN if adapter.info["backend_type"] == "WebGPU" else NAGA  # a browser's, or wgpu-native
         self.lock = threading.RLock()
         self.free: dict[int, list[Any]] = defaultdict(list)
         self.uniforms: dict[bytes, Any] = {}  # by content, so that none is ever written again
@@ -271,7 +272,7 @@ class Device:
             layout = self._checked(kernel.name, self.wgpu.create_bind_group_layout, entries=entries)
             over = self.wgpu.create_pipeline_layout(bind_group_layouts=[layout])
             module = self._checked(
-                kernel.name, self.wgpu.create_shader_module, code=kernel.text(), label=kernel.name
+                kernel.name, self.wgpu.create_shader_module, code=kernel.text(self.dialect), label=kernel.name
             )
             compute = {"module": module, "entry_point": kernel.name}
             pipeline = self._checked(

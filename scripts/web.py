@@ -1,0 +1,210 @@
+"""Writes examples/web/kernels.json: WGSL texts and launches of the WebGPU engine for a page that has no Python.
+
+    python scripts/web.py [--check]
+
+The engine runs on an adapter that computes nothing and keeps what it is asked for. So a page has the kernels,
+numbers and grids that `polyflash.attention(..., backend="webgpu")` would use, and states none of them again.
+Buffers have the names of the kernel's text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+import polyflash
+from polyflash.backends.webgpu import device, forward
+from polyflash.backends.webgpu.configs import FLOOR, ROW, TILE, UNROLLED_BY_NAME, Config, Limits
+
+PAGE = Path(__file__).resolve().parent.parent / "examples" / "web" / "kernels.json"
+LIMITS = {  # as WebGPU names them
+    "max-compute-workgroup-storage-size": FLOOR.workgroup_bytes,
+    "max-compute-invocations-per-workgroup": FLOOR.invocations,
+    "max-storage-buffer-binding-size": FLOOR.binding_bytes,
+    "max-buffer-size": 256 << 20,
+    "max-compute-workgroups-per-dimension": FLOOR.workgroups,
+}
+LANES = 4  # of the smallest subgroup that a kernel here is for
+
+
+class Problem(NamedTuple):
+    """Causal attention of (batch, heads, rows, head_dim), float32."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+    keys: int
+    head_dim: int
+
+
+PROBLEMS = {
+    "check": Problem(2, 4, 2, 77, 131, 16),
+    "check 64": Problem(1, 2, 1, 96, 160, 64),
+    "speed": Problem(1, 8, 8, 512, 512, 64),
+    "large": Problem(1, 8, 8, 2048, 2048, 64),
+    "train": Problem(4, 2, 2, 32, 32, 16),
+}
+TEMPLATES = {
+    "row": Config(ROW),
+    "tile": Config(TILE),
+    "tile by subgroups": Config(TILE, subgroups=True),
+}
+# Loops are written out for a graphics card, and left as loops for a CPU that executes shaders.
+MACHINES = {"gpu": FLOOR.unrolled, "cpu": min(UNROLLED_BY_NAME.values())}
+
+
+class Recorded:
+    """A WebGPU adapter, device, queue, encoder, pass and pipeline at once: it keeps buffers and dispatches."""
+
+    def __init__(self, subgroups: bool) -> None:
+        self.features = {"subgroup"} if subgroups else set()
+        self.info, self.limits = {"adapter_type": "DiscreteGPU", "backend_type": "WebGPU"}, LIMITS
+        self.summary, self.queue = "a browser", self
+        self.launches: list[dict[str, Any]] = []
+        self.pipeline: Any = None
+        self.group: Any = None
+
+    def request_device_sync(self, **_: Any) -> Recorded:
+        return self
+
+    def create_buffer(self, size: int, **_: Any) -> Memory:
+        return Memory(size)
+
+    def write_buffer(self, buffer: Memory, offset: int, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        buffer.data[offset : offset + len(view)] = view
+
+    def create_shader_module(self, code: str, **_: Any) -> str:
+        return code
+
+    def create_compute_pipeline(self, compute: dict[str, Any], **_: Any) -> dict[str, Any]:
+        return compute
+
+    def create_bind_group(self, entries: Sequence[dict[str, Any]], **_: Any) -> Sequence[dict[str, Any]]:
+        return entries
+
+    def set_pipeline(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+
+    def set_bind_group(self, _: int, group: Any) -> None:
+        self.group = group
+
+    def dispatch_workgroups(self, *grid: int) -> None:
+        code = self.pipeline["module"]
+        names = dict(re.findall(r"@binding\((\d+)\) var<\w+(?:, \w+)?> (\w+):", code))
+        bound = {names[str(x["binding"])]: x["resource"] for x in self.group}
+        words = {name: bound[name]["buffer"].words(bound[name]) for name in ("n", "words")}
+        sizes = {name: x["size"] for name, x in bound.items() if name not in words}
+        self.launches.append(
+            {"code": code, "entry": self.pipeline["entry_point"], "grid": grid, "bytes": sizes, **words}
+        )
+
+    def _ignored(self, *_: Any, **__: Any) -> Recorded:
+        return self
+
+    create_bind_group_layout = create_pipeline_layout = create_command_encoder = _ignored
+    begin_compute_pass = end = finish = submit = copy_buffer_to_buffer = _ignored
+
+
+class Memory:
+    """A buffer; what a kernel would write stays zero."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.data = size, bytearray(size)
+
+    def words(self, at: dict[str, Any]) -> list[int]:
+        return memoryview(self.data)[at["offset"] : at["offset"] + at["size"]].cast("I").tolist()
+
+    def map_sync(self, *_: Any) -> None: ...
+
+    def unmap(self) -> None: ...
+
+    def read_mapped(self, offset: int, size: int, **_: Any) -> memoryview:
+        return memoryview(self.data)[offset : offset + size]
+
+
+def record(problem: Problem, config: Config, unrolled: int) -> list[dict[str, Any]]:
+    """The launches of a call and of its gradients."""
+    adapter = Recorded(config.subgroups)
+    limits = device.Device._limits
+
+    def with_loops(self: device.Device, *given: Any) -> Limits:
+        return limits(self, *given)._replace(unrolled=unrolled)
+
+    p = problem
+    shapes = (p.heads, p.rows), (p.kv_heads, p.keys), (p.kv_heads, p.keys)
+    tensors = [torch.zeros(p.batch, *shape, p.head_dim, requires_grad=True) for shape in shapes]
+    with ExitStack() as stack:
+        for what in (
+            patch.object(device, "usable", lambda: (adapter,)),
+            patch.object(device, "why_none", lambda: ""),
+            patch.object(device, "_opened", []),
+            patch.object(device.Device, "_subgroup", lambda _: LANES),
+            patch.object(device.Device, "_limits", with_loops),
+            patch.object(forward, "_passes", lambda *_: True),
+        ):
+            stack.enter_context(what)
+        out = polyflash.attention(*tensors, causal=True, return_lse=True, backend="webgpu", config=config).out
+        ahead = len(adapter.launches)
+        out.sum().backward()
+    for i, launch in enumerate(adapter.launches):
+        launch["pass"] = "forward" if i < ahead else "backward"
+    return adapter.launches
+
+
+def page() -> str:
+    """The contents of kernels.json."""
+    kernels: dict[str, int] = {}
+    calls = list(_calls(kernels))
+    lines = [json.dumps({"entry": entry_of(code), "code": code}) for code in kernels]
+    body = ",\n".join(json.dumps(call, separators=(",", ":")) for call in calls)
+    return '{"kernels": [\n' + ",\n".join(lines) + '\n],\n"calls": [\n' + body + "\n]}\n"
+
+
+def entry_of(code: str) -> str:
+    return re.search(r"@compute[^{]*?fn (\w+)", code).group(1)  # type: ignore[union-attr]
+
+
+def _calls(kernels: dict[str, int]) -> Iterator[dict[str, Any]]:
+    for name, problem in PROBLEMS.items():
+        for machine, unrolled in MACHINES.items():
+            for template, config in TEMPLATES.items():
+                if name == "train" and config.template != ROW or name == "large" and machine == "cpu":
+                    continue
+                launches = record(problem, config, unrolled)
+                call: dict[str, Any] = {"problem": name, "machine": machine, "template": template}
+                call |= problem._asdict() | {"subgroup": LANES if config.subgroups else 0}
+                call |= {"words": launches[0]["words"], "bytes": {}, "forward": [], "backward": []}
+                for launch in launches:
+                    if launch["words"] != call["words"]:
+                        raise SystemExit(f"{name}: kernels of a call do not share their words")
+                    number = kernels.setdefault(launch["code"], len(kernels))
+                    call["bytes"] |= launch["bytes"]
+                    call[launch["pass"]].append(
+                        {"kernel": number, "grid": launch["grid"], "numbers": launch["n"]}
+                    )
+                yield call
+
+
+def main(words: list[str]) -> int:
+    text = page()
+    if words == ["--check"]:
+        stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
+        print(f"{PAGE.name} is {'stale: run python scripts/web.py' if stale else 'current'}")
+        return int(stale)
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
