@@ -24,7 +24,8 @@ import polyflash
 from polyflash.backends.webgpu import device, forward
 from polyflash.backends.webgpu.configs import FLOOR, ROW, TILE, UNROLLED_BY_NAME, Config, Limits
 
-PAGE = Path(__file__).resolve().parent.parent / "examples" / "web" / "kernels.json"
+FOLDER = Path(__file__).resolve().parent.parent / "examples" / "web"
+PAGE = FOLDER / "kernels.json"
 LIMITS = {  # as WebGPU names them
     "max-compute-workgroup-storage-size": FLOOR.workgroup_bytes,
     "max-compute-invocations-per-workgroup": FLOOR.invocations,
@@ -46,12 +47,18 @@ class Problem(NamedTuple):
     head_dim: int
 
 
+def trained() -> Problem:
+    """Attention of the model in training.json."""
+    x = json.loads((FOLDER / "training.json").read_text(encoding="utf-8"))
+    return Problem(x["batch"], x["heads"], x["heads"], x["rows"], x["rows"], x["width"] // x["heads"])
+
+
 PROBLEMS = {
     "check": Problem(2, 4, 2, 77, 131, 16),
     "check 64": Problem(1, 2, 1, 96, 160, 64),
     "speed": Problem(1, 8, 8, 512, 512, 64),
     "large": Problem(1, 8, 8, 2048, 2048, 64),
-    "train": Problem(4, 2, 2, 32, 32, 16),
+    "train": trained(),
 }
 TEMPLATES = {
     "row": Config(ROW),

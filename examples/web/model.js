@@ -3,18 +3,6 @@
 
 import { uniform } from "./reference.js";
 
-export const TEXT =
-  "Attention asks of every row which keys it should look at. A row has a query, and every key has a value. " +
-  "The score of a pair is the product of its query and its key. The largest score wins most of the weight, and " +
-  "the weights of a row add up to one. What comes out is the sum of the values, each times its weight. Nobody " +
-  "needs the whole table of scores at once. A tile of keys is loaded, its scores are made, and the sums go on. " +
-  "When a larger score comes, the sums so far are made smaller, so that all stand on the same scale. At the end " +
-  "a row is divided by its sum of weights. The gradients walk over the same tiles once more and make the scores again.";
-
-export const SETTINGS = {
-  batch: 4, rows: 32, width: 32, heads: 2, layers: 2, steps: 200, seed: 7, rate: 0.01, decay: [0.9, 0.99], epsilon: 1e-6,
-};
-
 const matrix = (rows, columns) => new Float32Array(rows * columns);
 
 // c += a @ b; a is (m, k) and b (k, n).
@@ -59,12 +47,13 @@ function normalise_backward({ y, scales }, dy, width, dx) {
 }
 
 export class Model {
-  // `layers`: per layer, forward(q, k, v) -> {out, lse} and backward(out, lse, dout) -> {dq, dk, dv}.
-  constructor(layers, text = TEXT, settings = SETTINGS) {
+  // `settings`: training.json. `layers`: per layer, forward(q, k, v) -> {out, lse} and
+  // backward(out, lse, dout) -> {dq, dk, dv}.
+  constructor(settings, layers) {
     Object.assign(this, settings, { layers, moment: 0 });
-    this.alphabet = [...new Set(text)].sort();
-    this.ids = Int32Array.from(text, (c) => this.alphabet.indexOf(c));
-    this.random = uniform(settings.seed);
+    this.alphabet = [...new Set(this.text)].sort();
+    this.ids = Int32Array.from(this.text, (c) => this.alphabet.indexOf(c));
+    this.random = uniform(this.seed);
     this.parameters = {};
     const w = this.width, wide = 1 / Math.sqrt(w);
     this.#add("characters", this.alphabet.length, w, 0.5);

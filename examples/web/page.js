@@ -2,12 +2,13 @@
 // sends what it found to the server it came from.
 
 import { open } from "./gpu.js";
-import { Model, SETTINGS } from "./model.js";
+import { Model } from "./model.js";
 import { attention, error, flops, normal, uniform } from "./reference.js";
 
 const BOUND = 1e-5; // of an error, in float32: some hundred roundings
 const at = (id) => document.getElementById(id);
 const say = (text) => (at("status").textContent = text);
+const load = async (file) => (await fetch(file)).json();
 const seconds = () => performance.now() / 1e3;
 
 function table(head, rows) {
@@ -120,13 +121,13 @@ async function measure(gpu) {
 }
 
 async function train(gpu) {
-  const [facts] = gpu.calls("train"), layers = [];
-  for (let i = 0; i < SETTINGS.layers; i++) layers.push(await gpu.ready(facts));
-  const model = new Model(layers), losses = [], start = seconds();
-  for (let i = 0; i < SETTINGS.steps; i++) {
+  const settings = await load("training.json"), layers = [], losses = [];
+  for (let i = 0; i < settings.layers; i++) layers.push(await gpu.ready(gpu.calls("train")[0]));
+  const model = new Model(settings, layers), start = seconds();
+  for (let i = 0; i < settings.steps; i++) {
     losses.push(await model.step());
     if (i % 5 === 4) {
-      at("losses").replaceChildren(curve(losses, SETTINGS.steps));
+      at("losses").replaceChildren(curve(losses, settings.steps));
       say(`${i + 1} steps, ${((1e3 * (seconds() - start)) / (i + 1)).toFixed(0)} ms each`);
       await new Promise(requestAnimationFrame);
     }
@@ -136,7 +137,7 @@ async function train(gpu) {
 }
 
 async function main() {
-  const gpu = await open(await (await fetch("kernels.json")).json());
+  const gpu = await open(await load("kernels.json"));
   const lanes = gpu.subgroup ? `subgroups of ${gpu.subgroup} or more` : "no subgroups";
   at("device").textContent = `${gpu.name}: ${lanes}${gpu.machine === "cpu" ? "; a CPU that executes shaders" : ""}.`;
   const found = { device: gpu.name, machine: gpu.machine, subgroup: gpu.subgroup, checks: await check(gpu) };
