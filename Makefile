@@ -20,7 +20,8 @@ ELSEWHERE := --ignore=$(CODEGEN_TESTS) --ignore=tests/backends/metal
 TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS) --rows triton \
 	tests/api/test_groups.py::test_each_group_is_attention_of_its_own -k triton
 WEBGPU_TESTS := tests/conformance tests/backends/webgpu --rows webgpu
-ON_LAVAPIPE_ALONE := not B_big_10 and not fork_after_use and not chain_never_waits
+# For SwiftShader: without the test of 70,000 packed members, and that of a forked child, which launches nothing.
+WITHOUT_LONG := -k 'not B_big_10 and not fork_after_use'
 GPU_TESTS := tests/conformance tests/backends/triton tests/api/test_gpu_calls.py --ignore=$(CODEGEN_TESTS) \
 	--rows triton
 METAL_TESTS := tests/backends/metal tests/conformance --rows metal
@@ -29,8 +30,8 @@ HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null
 HAS_WGPU := $(BIN)/python -c 'import wgpu' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
-.PHONY: help demo test test-here test-cpu test-distributed test-triton test-codegen test-webgpu test-metal test-gpu \
-	test-all mutants fuzz lint bench bench-gpu bench-metal clean
+.PHONY: help demo test test-here test-cpu test-distributed test-triton test-codegen test-webgpu test-browser test-metal \
+	test-gpu test-all mutants fuzz lint bench bench-gpu bench-metal clean
 .NOTPARALLEL:
 
 help:
@@ -39,6 +40,7 @@ help:
 	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
 	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
 	@echo 'make test-webgpu   the WebGPU kernels on lavapipe and SwiftShader, drivers without a GPU (installed by root on Debian)'
+	@echo 'make test-browser   the same kernels and the page of examples/web in a headless Chromium: minutes'
 	@echo 'make test-metal    the Metal kernels as C++, threads as fibers: needs a C++ compiler, no Mac'
 	@echo 'make test-cpu  the tests of the CPU engine alone'
 	@echo 'make test-distributed  one sequence over ranks: simulated ones, and processes of gloo'
@@ -78,15 +80,21 @@ test-triton: .venv/.test
 test-codegen: .venv/.test
 	@if $(HAS_TRITON); then $(PYTEST) $(SHARED) $(CODEGEN_TESTS); else echo '$@: $(NO_TRITON)'; fi
 
-# SLOW= runs the cases that take minutes too. What makes thousands of dispatches is left to the faster driver.
+# SLOW= runs on lavapipe, the faster driver, the cases that take minutes too.
 test-webgpu: .venv/.test
 	@if ! $(HAS_WGPU); then echo '$@: wgpu has no build for this machine, so its kernels are not tested here'; exit; fi; \
 	for name in lavapipe swiftshader; do \
-		only=; if [ $$name = swiftshader ]; then only="$(ON_LAVAPIPE_ALONE)"; fi; \
+		if [ $$name = lavapipe ]; then set -- $(SLOW); else set -- $(WITHOUT_LONG); fi; \
 		if driver=$$(sh scripts/drivers.sh $$name); then \
-			POLYFLASH_WEBGPU_CPU=1 VK_ICD_FILENAMES=$$driver $(PYTEST) $(SHARED) $(WEBGPU_TESTS) -k "$$only" -rs $(SLOW) || exit; \
+			POLYFLASH_WEBGPU_CPU=1 VK_ICD_FILENAMES=$$driver $(PYTEST) $(SHARED) $(WEBGPU_TESTS) -rs "$$@" || exit; \
 		else echo "$@: the WebGPU kernels are not tested on $$name"; fi; \
 	done
+
+# The kernels as Chromium compiles them, and the page of examples/web.
+test-browser: .venv/.test
+	@if ! sh scripts/drivers.sh swiftshader >/dev/null; then echo '$@: nothing is tested in a browser'; exit; fi; \
+	$(PYTEST) tests/browser -m '' && \
+	POLYFLASH_WEBGPU_CPU=1 $(PYTEST) $(SHARED) $(WEBGPU_TESTS) --adapter chromium -rs $(WITHOUT_LONG)
 
 test-metal: .venv/.test
 	@$(PYTEST) $(METAL_TESTS)
@@ -104,6 +112,7 @@ test-all: lint
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
 		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
 	@$(MAKE) test-webgpu SLOW="-m ''"
+	@$(MAKE) test-browser
 	@$(PYTEST) $(METAL_TESTS) -m ''
 
 mutants: .venv/.test

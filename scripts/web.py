@@ -1,4 +1,4 @@
-"""Writes examples/web/kernels.json: WGSL texts and launches of the WebGPU engine for a page that has no Python.
+"""Writes examples/web/kernels.json: WGSL texts and launches of the WebGPU engine, for a page without Python.
 
     python scripts/web.py [--check]
 
@@ -70,7 +70,7 @@ MACHINES = {"gpu": FLOOR.unrolled, "cpu": min(UNROLLED_BY_NAME.values())}
 
 
 class Recorded:
-    """A WebGPU adapter, device, queue, encoder, pass and pipeline at once: it keeps buffers and dispatches."""
+    """A WebGPU adapter, device, queue, encoder and pass at once: it keeps buffers and dispatches."""
 
     def __init__(self, subgroups: bool) -> None:
         self.features = {"subgroup"} if subgroups else set()
@@ -185,7 +185,7 @@ def _calls(kernels: dict[str, int]) -> Iterator[dict[str, Any]]:
     for name, problem in PROBLEMS.items():
         for machine, unrolled in MACHINES.items():
             for template, config in TEMPLATES.items():
-                if name == "train" and config.template != ROW or name == "large" and machine == "cpu":
+                if (name == "train" and config.template != ROW) or (name == "large" and machine == "cpu"):
                     continue
                 launches = record(problem, config, unrolled)
                 call: dict[str, Any] = {"problem": name, "machine": machine, "template": template}

@@ -9,6 +9,7 @@ const BOUND = 1e-5; // of an error, in float32: some hundred roundings
 const at = (id) => document.getElementById(id);
 const say = (text) => (at("status").textContent = text);
 const load = async (file) => (await fetch(file)).json();
+const short = (x) => (x < 100 ? x.toPrecision(3) : x.toFixed(0));
 const seconds = () => performance.now() / 1e3;
 
 function table(head, rows) {
@@ -36,7 +37,7 @@ function svg(width, height, body) {
 function bars(items) {
   const most = Math.max(...items.map((x) => x.value));
   const one = ({ label, value, color }, i) =>
-    `<text x="0" y="${i * 40 + 14}">${label}: ${value.toPrecision(3)} GFLOP/s</text>` +
+    `<text x="0" y="${i * 40 + 14}">${label}: ${short(value)} GFLOP/s</text>` +
     `<rect x="0" y="${i * 40 + 19}" width="${(360 * value) / most}" height="12" rx="2" fill="var(--${color})"/>`;
   return svg(360, 40 * items.length, items.map(one).join(""));
 }
@@ -115,7 +116,7 @@ async function measure(gpu) {
   const drawn = results.filter((x) => x.rows === largest).map((x) => ({
     label: x.label, value: x.gflops, color: x.label === "backward" ? "orange" : "blue",
   }));
-  const row = (x) => [x.label, x.rows, x.ms.toPrecision(3), x.gflops.toPrecision(3)];
+  const row = (x) => [x.label, x.rows, ...[x.ms, x.gflops].map(short)];
   at("speeds").replaceChildren(bars(drawn), table(["pass", "rows", "ms", "GFLOP/s"], results.map(row)));
   return results;
 }

@@ -1,4 +1,4 @@
-"""A headless Chromium whose WebGPU is Dawn on SwiftShader, spoken to through a pipe (Chrome DevTools Protocol)."""
+"""A headless Chromium, whose WebGPU is Dawn on SwiftShader. Chrome's DevTools Protocol through a pipe."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ class Browser:
         self.writer, self.reader = os.fdopen(ours[0], "wb", 0), os.fdopen(ours[1], "rb")
         self.sent, self.rest = 0, b""
         self.session = ""
-        (target,) = (
-            x for x in self.send("Target.getTargets")["targetInfos"] if x["type"] == "page"
-        )
+        (target,) = (x for x in self.send("Target.getTargets")["targetInfos"] if x["type"] == "page")
         attached = self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self.session = attached["sessionId"]
 

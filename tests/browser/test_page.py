@@ -1,4 +1,4 @@
-"""examples/web in a headless Chromium: its kernels against float64, and its training against the CPU engine."""
+"""examples/web in a headless Chromium: its kernels against float64, its training against the CPU engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def script() -> Any:
     return module
 
 
-def test_the_page_has_the_engines_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path):
+def test_the_page_has_the_engines_kernels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path
+):
     """`python scripts/web.py` mends it."""
     pytest.importorskip("wgpu")
     web = script()
@@ -45,7 +47,10 @@ def test_the_page_reaches_no_network():
     for path in PAGE.iterdir():
         text = path.read_text(encoding="utf-8")
         assert "//cdn" not in text and 'src="http' not in text and 'from "http' not in text, path.name
-    assert sum((PAGE / name).stat().st_size for name in ("gpu.js", "model.js", "page.js", "reference.js")) < 40_000
+    assert (
+        sum((PAGE / name).stat().st_size for name in ("gpu.js", "model.js", "page.js", "reference.js"))
+        < 40_000
+    )
 
 
 def uniform(x: int) -> Iterator[float]:

@@ -10,6 +10,7 @@ from polyflash.backends.webgpu import render
 from polyflash.backends.webgpu.backward import kernels_of
 from polyflash.backends.webgpu.calls import Sizes
 from polyflash.backends.webgpu.configs import FLOOR, ROW, TILE, Variant
+from polyflash.backends.webgpu.device import Device
 from polyflash.backends.webgpu.forward import Plan, kernel_of
 
 SIZES = Sizes(1, 4, 2, 7, 9, 64, 48)
@@ -72,6 +73,19 @@ def test_dialects():
     shared = KERNELS["tile, plain, float32"]
     assert "subgroup" not in shared.text() and shared.text(render.DAWN) == shared.text()
     assert KERNELS["row, plain, float16 of the device"].text().startswith("enable f16;\n")
+
+
+def test_the_compiler_here_accepts_every_kernel(on: Device):
+    """naga, or with `--adapter chromium` Dawn's tint, which looks for barriers that some threads miss."""
+    for kernel in KERNELS.values():
+        if on.limits.float16 or "enable f16;" not in kernel.text():
+            on.wgpu.create_shader_module(code=kernel.text(on.dialect), label=kernel.name)
+    if on.dialect == render.DAWN:
+        text = KERNELS["row, plain, float32"].text(render.DAWN)
+        divergent = text.replace("    workgroupBarrier();", "    if (live) { workgroupBarrier(); }", 1)
+        assert divergent != text
+        with pytest.raises(RuntimeError, match="uniform control flow"):
+            on.wgpu.create_shader_module(code=divergent)
 
 
 def test_every_kernel_file_is_used():

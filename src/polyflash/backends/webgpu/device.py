@@ -18,7 +18,7 @@ import numpy as np
 
 from polyflash import env
 from polyflash.backends.webgpu.configs import UNROLLED, UNROLLED_BY_NAME, Limits
-from polyflash.backends.webgpu.render import DAWN, NAGA, Buffer, Kernel
+from polyflash.backends.webgpu.render import DAWN, NAGA, WITH_SUBGROUPS, Buffer, Kernel
 
 _ORDER = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "cpu"}
 _WANTED = ("subgroup", "shader-f16")
@@ -98,7 +98,9 @@ class Device:
 
     def __init__(self, adapter: Any) -> None:
         self.name: str = adapter.summary
-        self.dialect = DAWN if adapter.info["backend_type"] == "WebGPU" else NAGA  # a browser's, or wgpu-native
+        self.dialect = (
+            DAWN if adapter.info["backend_type"] == "WebGPU" else NAGA
+        )  # a browser's, or wgpu-native
         self.lock = threading.RLock()
         self.free: dict[int, list[Any]] = defaultdict(list)
         self.uniforms: dict[bytes, Any] = {}  # by content, so that none is ever written again
@@ -139,7 +141,7 @@ class Device:
         import wgpu
 
         found = self.empty(64 * 8)
-        module = self.wgpu.create_shader_module(code=_PROBE, label="probe")
+        module = self.wgpu.create_shader_module(code=WITH_SUBGROUPS[self.dialect] + _PROBE, label="probe")
         pipeline = self.wgpu.create_compute_pipeline(
             layout="auto", compute={"module": module, "entry_point": "probe"}
         )
