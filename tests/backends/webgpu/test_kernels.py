@@ -82,6 +82,16 @@ def test_hidden_values_may_be_anything(on: Device, name: str):
     assert torch.equal(lse[:, :, :-1], clean[1][:, :, :-1]) and out[:, :, -1].isnan().all()
 
 
+@pytest.mark.parametrize("name", ("tile", "row"))
+def test_the_lse_of_a_nan(on: Device, name: str):
+    """Drivers make an infinite weight of it, or a number of its logarithm."""
+    q, k, v = qkv(9, 14, dims=(16, 16))
+    q[0, 1, 3, 5] = float("nan")
+    out, lse = attend(on, TEMPLATES[name], (q, k, v), Arguments(causal=True))
+    assert lse.isnan().nonzero().tolist() == [[0, 1, 3]]
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 1, 3]]
+
+
 def test_gradients_of_the_lse(on: Device):
     ours = [x.requires_grad_() for x in qkv(9, 14, dims=(8, 8))]
     polyflash.attention(*ours, causal=True, return_lse=True, backend="webgpu").lse.sum().backward()
