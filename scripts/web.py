@@ -22,7 +22,7 @@ import torch
 
 import polyflash
 from polyflash.backends.webgpu import device, forward
-from polyflash.backends.webgpu.configs import FLOOR, ROW, TILE, UNROLLED_BY_NAME, Config, Limits
+from polyflash.backends.webgpu.configs import FLOOR, ROW, TILE, Config
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "web"
 PAGE = FOLDER / "kernels.json"
@@ -65,17 +65,18 @@ TEMPLATES = {
     "tile": Config(TILE),
     "tile by subgroups": Config(TILE, subgroups=True),
 }
-# Loops are written out for a graphics card, and left as loops for a CPU that executes shaders.
-MACHINES = {"gpu": FLOOR.unrolled, "cpu": min(UNROLLED_BY_NAME.values())}
+# Adapter types and names. A CPU that executes shaders has loops where others have text.
+MACHINES = {"gpu": ("DiscreteGPU", "a browser"), "cpu": ("CPU", "SwiftShader")}
 
 
 class Recorded:
     """A WebGPU adapter, device, queue, encoder and pass at once: it keeps buffers and dispatches."""
 
-    def __init__(self, subgroups: bool) -> None:
+    def __init__(self, machine: str, subgroups: bool) -> None:
+        kind, self.summary = MACHINES[machine]
         self.features = {"subgroup"} if subgroups else set()
-        self.info, self.limits = {"adapter_type": "DiscreteGPU", "backend_type": "WebGPU"}, LIMITS
-        self.summary, self.queue = "a browser", self
+        self.info = {"adapter_type": kind, "backend_type": "WebGPU", "description": ""}
+        self.limits, self.queue = LIMITS, self
         self.launches: list[dict[str, Any]] = []
         self.pipeline: Any = None
         self.group: Any = None
@@ -109,10 +110,10 @@ class Recorded:
         code = self.pipeline["module"]
         names = dict(re.findall(r"@binding\((\d+)\) var<\w+(?:, \w+)?> (\w+):", code))
         bound = {names[str(x["binding"])]: x["resource"] for x in self.group}
-        words = {name: bound[name]["buffer"].words(bound[name]) for name in ("n", "words")}
-        sizes = {name: x["size"] for name, x in bound.items() if name not in words}
+        numbers, words = (bound.pop(name) for name in ("n", "words"))
+        launch = {"code": code, "grid": grid, "bound": bound}
         self.launches.append(
-            {"code": code, "entry": self.pipeline["entry_point"], "grid": grid, "bytes": sizes, **words}
+            launch | {name: x["buffer"].words(x) for name, x in (("numbers", numbers), ("words", words))}
         )
 
     def _ignored(self, *_: Any, **__: Any) -> Recorded:
@@ -139,33 +140,41 @@ class Memory:
         return memoryview(self.data)[offset : offset + size]
 
 
-def record(problem: Problem, config: Config, unrolled: int) -> list[dict[str, Any]]:
-    """The launches of a call and of its gradients."""
-    adapter = Recorded(config.subgroups)
-    limits = device.Device._limits
-
-    def with_loops(self: device.Device, *given: Any) -> Limits:
-        return limits(self, *given)._replace(unrolled=unrolled)
-
-    p = problem
+def record(problem: Problem, config: Config, machine: str) -> dict[str, list[dict[str, Any]]]:
+    """The launches of a call, and of its gradients."""
+    adapter, p = Recorded(machine, config.subgroups), problem
     shapes = (p.heads, p.rows), (p.kv_heads, p.keys), (p.kv_heads, p.keys)
     tensors = [torch.zeros(p.batch, *shape, p.head_dim, requires_grad=True) for shape in shapes]
     with ExitStack() as stack:
         for what in (
-            patch.object(device, "usable", lambda: (adapter,)),
-            patch.object(device, "why_none", lambda: ""),
+            patch.object(device, "adapters", lambda: (adapter,)),
+            patch.object(device, "allows_cpu", lambda: True),
             patch.object(device, "_opened", []),
             patch.object(device.Device, "_subgroup", lambda _: LANES),
-            patch.object(device.Device, "_limits", with_loops),
             patch.object(forward, "_passes", lambda *_: True),
         ):
             stack.enter_context(what)
         out = polyflash.attention(*tensors, causal=True, return_lse=True, backend="webgpu", config=config).out
         ahead = len(adapter.launches)
         out.sum().backward()
-    for i, launch in enumerate(adapter.launches):
-        launch["pass"] = "forward" if i < ahead else "backward"
-    return adapter.launches
+    return {"forward": adapter.launches[:ahead], "backward": adapter.launches[ahead:]}
+
+
+def named(launches: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Names every buffer of a pass, so that launches share those they share; returns their sizes. The last
+    launch has the first choice: results are called as its text calls them."""
+    names: dict[int, str] = {}
+    sizes: dict[str, int] = {}
+    for launch in reversed(launches):
+        launch["buffers"] = []
+        for name, x in launch["bound"].items():
+            own = names.get(id(x["buffer"]))
+            while own is None:
+                own, name = (None, f"{name}_") if name in names.values() else (name, name)
+            names[id(x["buffer"])] = own
+            sizes[own] = max(sizes.get(own, 0), x["size"])
+            launch["buffers"].append(own)
+    return sizes
 
 
 def page() -> str:
@@ -183,22 +192,22 @@ def entry_of(code: str) -> str:
 
 def _calls(kernels: dict[str, int]) -> Iterator[dict[str, Any]]:
     for name, problem in PROBLEMS.items():
-        for machine, unrolled in MACHINES.items():
+        for machine in MACHINES:
             for template, config in TEMPLATES.items():
-                if (name == "train" and config.template != ROW) or (name == "large" and machine == "cpu"):
+                if name == "train" and config != Config(ROW) or name == "large" and machine == "cpu":
                     continue
-                launches = record(problem, config, unrolled)
                 call: dict[str, Any] = {"problem": name, "machine": machine, "template": template}
-                call |= problem._asdict() | {"subgroup": LANES if config.subgroups else 0}
-                call |= {"words": launches[0]["words"], "bytes": {}, "forward": [], "backward": []}
-                for launch in launches:
-                    if launch["words"] != call["words"]:
+                call |= problem._asdict() | {"subgroup": LANES if config.subgroups else 0, "bytes": {}}
+                for which, launches in record(problem, config, machine).items():
+                    call["bytes"] |= named(launches)
+                    call["words"] = launches[0]["words"]
+                    if any(launch["words"] != call["words"] for launch in launches):
                         raise SystemExit(f"{name}: kernels of a call do not share their words")
-                    number = kernels.setdefault(launch["code"], len(kernels))
-                    call["bytes"] |= launch["bytes"]
-                    call[launch["pass"]].append(
-                        {"kernel": number, "grid": launch["grid"], "numbers": launch["n"]}
-                    )
+                    numbers = [kernels.setdefault(launch["code"], len(kernels)) for launch in launches]
+                    kept = [
+                        {key: launch[key] for key in ("grid", "numbers", "buffers")} for launch in launches
+                    ]
+                    call[which] = [{"kernel": n} | x for n, x in zip(numbers, kept, strict=True)]
                 yield call
 
 

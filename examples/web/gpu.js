@@ -1,5 +1,5 @@
 // Plays kernels.json on WebGPU: the pipelines, buffers and dispatches that polyflash's WebGPU engine would make.
-// A buffer has the name that it has in the kernel's text: q, k, v, out, lse, dout, rows, dq, dk, dv.
+// A buffer has the name that it has in a kernel's text: q, k, v, out, lse, dout, rows, dq, dk, dv.
 
 const WHY_NONE =
   "This browser offers no WebGPU adapter. Chrome and Edge 113, Safari 26 and Firefox 141 have one; the page must " +
@@ -51,7 +51,7 @@ export class Gpu {
     const group = this.device.createBindGroupLayout({ entries });
     const layout = this.device.createPipelineLayout({ bindGroupLayouts: [group] });
     const pipeline = await this.device.createComputePipelineAsync({ layout, compute: { module, entryPoint: entry } });
-    return { pipeline, group, names: bound.map(([, , , name]) => name) };
+    return { pipeline, group };
   }
 
   async ready(call) {
@@ -77,12 +77,13 @@ class Call {
   async prepare() {
     const { device } = this.gpu;
     for (const pass of ["forward", "backward"]) {
-      for (const { kernel, numbers, grid } of this.facts[pass]) {
-        const { pipeline, group, names } = await this.gpu.pipeline(kernel);
+      for (const { kernel, numbers, grid, buffers } of this.facts[pass]) {
+        const { pipeline, group } = await this.gpu.pipeline(kernel);
         const usage = GPUBufferUsage.UNIFORM | GPUBufferUsage.COPY_DST;
         const n = device.createBuffer({ size: 4 * numbers.length, usage });
         device.queue.writeBuffer(n, 0, new Uint32Array(numbers));
-        const entries = names.map((name, binding) => ({ binding, resource: { buffer: this.buffers[name] ?? n } }));
+        const bound = [n, this.buffers.words, ...buffers.map((name) => this.buffers[name])];
+        const entries = bound.map((buffer, binding) => ({ binding, resource: { buffer } }));
         this.passes[pass].push({ pipeline, grid, bound: device.createBindGroup({ layout: group, entries }) });
       }
     }

@@ -40,7 +40,7 @@ class Remote:
         found = self._open()
         self.features = {_FEATURES.get(name, name) for name in found["features"]}
         self.limits = {_kebab(name): value for name, value in found["limits"].items()}
-        self.info = {"adapter_type": "CPU", "backend_type": "WebGPU"}
+        self.info = {"adapter_type": "CPU", "backend_type": "WebGPU", "description": "Chromium"}
         self.summary = "SwiftShader (CPU) via Dawn"
         assert "swiftshader" in found["name"], found["name"]
 
