@@ -168,10 +168,8 @@ def named(launches: Sequence[dict[str, Any]]) -> dict[str, int]:
     for launch in reversed(launches):
         launch["buffers"] = []
         for name, x in launch["bound"].items():
-            own = names.get(id(x["buffer"]))
-            while own is None:
-                own, name = (None, f"{name}_") if name in names.values() else (name, name)
-            names[id(x["buffer"])] = own
+            free = f"{name}_" if name in sizes else name
+            own = names.setdefault(id(x["buffer"]), free)
             sizes[own] = max(sizes.get(own, 0), x["size"])
             launch["buffers"].append(own)
     return sizes
@@ -194,7 +192,7 @@ def _calls(kernels: dict[str, int]) -> Iterator[dict[str, Any]]:
     for name, problem in PROBLEMS.items():
         for machine in MACHINES:
             for template, config in TEMPLATES.items():
-                if name == "train" and config != Config(ROW) or name == "large" and machine == "cpu":
+                if (name == "train" and config != Config(ROW)) or (name == "large" and machine == "cpu"):
                     continue
                 call: dict[str, Any] = {"problem": name, "machine": machine, "template": template}
                 call |= problem._asdict() | {"subgroup": LANES if config.subgroups else 0, "bytes": {}}
@@ -204,10 +202,10 @@ def _calls(kernels: dict[str, int]) -> Iterator[dict[str, Any]]:
                     if any(launch["words"] != call["words"] for launch in launches):
                         raise SystemExit(f"{name}: kernels of a call do not share their words")
                     numbers = [kernels.setdefault(launch["code"], len(kernels)) for launch in launches]
-                    kept = [
-                        {key: launch[key] for key in ("grid", "numbers", "buffers")} for launch in launches
+                    call[which] = [
+                        {"kernel": kernel, **{key: launch[key] for key in ("grid", "numbers", "buffers")}}
+                        for kernel, launch in zip(numbers, launches, strict=True)
                     ]
-                    call[which] = [{"kernel": n} | x for n, x in zip(numbers, kept, strict=True)]
                 yield call
 
 
