@@ -53,6 +53,20 @@ def test_the_page_reaches_no_network():
     )
 
 
+@pytest.fixture
+def server() -> Iterator[chromium.Server]:
+    with chromium.served(PAGE) as opened:
+        yield opened
+
+
+@pytest.fixture
+def browser() -> Iterator[chromium.Browser]:
+    if chromium.executable() is None:
+        pytest.skip("no Chromium here: `sh scripts/drivers.sh swiftshader` installs one on Debian")
+    with chromium.browser() as opened:
+        yield opened
+
+
 def uniform(x: int) -> Iterator[float]:
     """xorshift of 32 bits, as reference.js has it."""
     while True:
@@ -124,23 +138,20 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_the_page_checks_measures_and_trains():
-    if chromium.executable() is None:
-        pytest.skip("no Chromium here: `sh scripts/drivers.sh swiftshader` installs one on Debian")
-    with chromium.served(PAGE) as server, chromium.browser() as browser:
-        browser.size(390, 844, "light")
-        browser.open(f"{server.url}?report")
-        assert server.has_posted.wait(400), browser.evaluate("document.body.innerText")
-        (found,) = server.posted
-        assert "failed" not in found, found["failed"]
-        for scheme in ("light", "dark"):
-            browser.size(390, 844, scheme)
-            browser.screenshot(ROOT / "build" / "web" / f"page-{scheme}.png")
-        width = browser.evaluate("document.documentElement.scrollWidth")
+def test_the_page_checks_measures_and_trains(server: chromium.Server, browser: chromium.Browser):
+    browser.size(390, 844, "light")
+    browser.open(f"{server.url}?report")
+    assert server.has_posted.wait(400), browser.evaluate("document.body.innerText")
+    (found,) = server.posted
+    assert "failed" not in found, found["failed"]
+    for scheme in ("light", "dark"):
+        browser.size(390, 844, scheme)
+        browser.screenshot(ROOT / "build" / "web" / f"page-{scheme}.png")
+    width = browser.evaluate("document.documentElement.scrollWidth")
     assert width <= 390, "a phone scrolls sideways"
     assert found["machine"] == "cpu" and found["subgroup"] == 4
-    templates = {(x["template"], x["head_dim"]) for x in found["checks"]}
-    assert templates == {(t, d) for t in ("row", "tile", "tile by subgroups") for d in (16, 64)}
+    checked = {(x["template"], x["head_dim"]) for x in found["checks"]}
+    assert checked == {(template, d) for template in script().TEMPLATES for d in (16, 64)}
     for check in found["checks"]:
         assert set(check["errors"]) == {"out", "lse", "dq", "dk", "dv"}
         assert check["right"] and max(check["errors"].values()) < 2e-6, check
@@ -154,15 +165,42 @@ def test_the_page_checks_measures_and_trains():
     assert float((page - ours).abs().max()) < 1e-3
 
 
+# Every text as Dawn reads it. Those for graphics cards run, at a head_dim that SwiftShader compiles quickly.
+_FOR_CARDS = """(async () => {
+  const { open } = await import("./gpu.js");
+  const { attention, error, normal, uniform } = await import("./reference.js");
+  const gpu = await open(await (await fetch("kernels.json")).json());
+  gpu.machine = "gpu";
+  for (const { code } of gpu.facts.kernels) {
+    const { messages } = await gpu.device.createShaderModule({ code }).getCompilationInfo();
+    if (messages.length) throw new Error(messages[0].message);
+  }
+  const errors = {};
+  for (const facts of gpu.calls("check")) {
+    const call = await gpu.ready(facts), random = uniform(2);
+    const [q, k, v, dout] = ["q", "k", "v", "q"].map((name) => normal(random, facts.bytes[name] / 4));
+    const got = await call.forward(q, k, v), want = attention(facts, q, k, v, dout);
+    Object.assign(got, await call.backward(got.out, got.lse, dout));
+    errors[facts.template] = Object.keys(want).map((name) => error(got[name], want[name]));
+  }
+  return errors;
+})()"""
+
+
 @pytest.mark.slow
-def test_without_webgpu_the_page_says_so():
-    if chromium.executable() is None:
-        pytest.skip("no Chromium here: `sh scripts/drivers.sh swiftshader` installs one on Debian")
-    with chromium.served(PAGE) as server, chromium.browser() as browser:
-        hide = "Object.defineProperty(Navigator.prototype, 'gpu', { get: () => undefined })"
-        browser.send("Page.enable")
-        browser.send("Page.addScriptToEvaluateOnNewDocument", source=hide)
-        browser.open(f"{server.url}?report")
-        assert server.has_posted.wait(30)
-        assert "offers no WebGPU adapter" in browser.evaluate("document.getElementById('status').textContent")
-        assert browser.evaluate("document.getElementById('train').disabled")
+def test_texts_for_graphics_cards(server: chromium.Server, browser: chromium.Browser):
+    browser.open(f"{server.url}training.json")
+    errors = browser.evaluate(_FOR_CARDS)
+    assert set(errors) == set(script().TEMPLATES)
+    assert all(len(each) == 5 and max(each) < 2e-6 for each in errors.values()), errors
+
+
+@pytest.mark.slow
+def test_without_webgpu_the_page_says_so(server: chromium.Server, browser: chromium.Browser):
+    hide = "Object.defineProperty(Navigator.prototype, 'gpu', { get: () => undefined })"
+    browser.send("Page.enable")
+    browser.send("Page.addScriptToEvaluateOnNewDocument", source=hide)
+    browser.open(f"{server.url}?report")
+    assert server.has_posted.wait(30)
+    assert "offers no WebGPU adapter" in browser.evaluate("document.getElementById('status').textContent")
+    assert browser.evaluate("document.getElementById('train').disabled")
