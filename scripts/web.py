@@ -147,8 +147,7 @@ def record(problem: Problem, config: Config, machine: str) -> dict[str, list[dic
     tensors = [torch.zeros(p.batch, *shape, p.head_dim, requires_grad=True) for shape in shapes]
     with ExitStack() as stack:
         for what in (
-            patch.object(device, "adapters", lambda: (adapter,)),
-            patch.object(device, "allows_cpu", lambda: True),
+            patch.object(device, "usable", lambda: (adapter,)),
             patch.object(device, "_opened", []),
             patch.object(device.Device, "_subgroup", lambda _: LANES),
             patch.object(forward, "_passes", lambda *_: True),
