@@ -39,7 +39,7 @@ FLOOR = Limits()  # what every WebGPU device has
 
 class Variant(NamedTuple):
     """One way to run a kernel. `tile`: TX x TY threads, each with RM rows and 4 * RN4 keys of a block.
-    `row`: TX threads, a row each, and blocks of at most 4 * RN4 keys."""
+    `row`: TX threads, of which each `lanes` share RM rows, and blocks of at most 4 * RN4 keys."""
 
     template: str
     tx: int
@@ -47,6 +47,8 @@ class Variant(NamedTuple):
     rm: int = 1
     rn4: int = 1
     subgroups: bool = False
+    lanes: int = 1
+    early: bool = False
 
     @property
     def name(self) -> str:
@@ -61,7 +63,7 @@ class Variant(NamedTuple):
     @property
     def rows(self) -> int:
         """Query rows of a workgroup."""
-        return self.ty * self.rm if self.template == TILE else self.tx
+        return self.ty * self.rm if self.template == TILE else self.tx // self.lanes * self.rm
 
     @property
     def keys(self) -> int:
@@ -139,8 +141,11 @@ def why_illegal(variant: Variant, d4: int, dv4: int, limits: Limits) -> str:
     """Why a device cannot run a variant; "" if it can."""
     if variant.threads > limits.invocations:
         return f"{variant.threads} threads, a workgroup has at most {limits.invocations}"
-    if variant.subgroups and variant.tx > limits.subgroup:
-        return f"rows of {variant.tx} lanes, a subgroup has {limits.subgroup or 'none that may be used'}"
+    lanes = variant.tx if variant.template == TILE else variant.lanes
+    if variant.subgroups and lanes > limits.subgroup:
+        return f"rows of {lanes} lanes, a subgroup has {limits.subgroup or 'none that may be used'}"
+    if variant.template == ROW and (d4 % lanes or dv4 % lanes):
+        return f"{lanes} lanes share no row of {d4} and {dv4} vectors"
     needed = workgroup_bytes(variant, d4, dv4)
     if needed > limits.workgroup_bytes:
         return f"{needed} bytes of workgroup memory, there are {limits.workgroup_bytes}"
@@ -149,8 +154,23 @@ def why_illegal(variant: Variant, d4: int, dv4: int, limits: Limits) -> str:
 
 def fitted_row(variant: Variant, d4: int, dv4: int, limits: Limits) -> Variant:
     """A `row` variant with as many keys to a block as there is room for."""
-    group = 4 * (d4 + dv4) * 16
+    group = 4 * (d4 + dv4) * 16  # bytes
     return variant._replace(rn4=max(1, min(variant.rn4, limits.workgroup_bytes // group)))
+
+
+def row_constants(variant: Variant, d4: int, dv4: int) -> dict[str, int]:
+    """Constants of kernels that keep rows in registers."""
+    lanes, rm, threads = variant.lanes, variant.rm, variant.threads
+    steps = [x for x in (1, 2, 3) if (1 << x) <= min(lanes, rm)]
+    halves = {f"HALF{x}": rm >> x if x in steps else 0 for x in (1, 2, 3)}
+    halves |= {f"FAR{x}": lanes >> x for x in steps}
+    own = rm >> len(steps)
+    return {
+        **{"LANES": lanes, "RM": rm, "BM": variant.rows, "OWN": own, "OWNERS": max(1, lanes // rm)},
+        **{"WIDTH": d4 // lanes, "WIDTH_V": dv4 // lanes, "ALIKE": lanes >> len(steps) + 1, "FOUR": 4},
+        **{"K_TURNS": -(-variant.keys * d4 // threads), "V_TURNS": -(-variant.keys * dv4 // threads)},
+        **{"SUBGROUPS": int(lanes > 1), "EARLY": int(variant.early), **halves},
+    }
 
 
 def variants(spec_dims: tuple[int, int], limits: Limits, few_rows: bool = False) -> Iterator[Variant]:

@@ -121,7 +121,9 @@ def kernel_of(
         **{"D4": d4, "DV4": dv4, "NT": variant.threads, "BN": variant.keys},
         **{"PACK": int(plan.packed), "SPLIT": int(split), "LSE": int(need_lse)},
     }
-    if variant.template != ROW:
+    if variant.template == ROW:
+        constants |= configs.row_constants(variant, d4, dv4)
+    else:
         constants |= {"TX": variant.tx, "RM": variant.rm, "RN4": variant.rn4, "BM": variant.rows, "FOUR": 4}
         constants |= {"BN4": variant.keys // 4, "DC": -(-dv4 // variant.tx), "WIDEST4": max(d4, dv4)}
         constants |= {"SHARED": int(not variant.subgroups), "SUBGROUPS": int(variant.subgroups)}

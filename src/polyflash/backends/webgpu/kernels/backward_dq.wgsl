@@ -23,9 +23,11 @@ fn backward_dq(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invoca
   }
 
   let keys = block_range(at, r0, NT);
+  var next: Fetched;
   for (var j0 = keys.x; j0 < keys.y; j0 += BN) {
+    fetch_tile(at, j0, t, &next);
     workgroupBarrier();
-    load_tile(at, j0, t);
+    store_tile(t, &next);
     workgroupBarrier();
     let whole = sees_all(at, r0, NT, j0);
     for (var x = 0u; x < BN; x += 4u) {
