@@ -21,7 +21,7 @@ from polyflash.backends.webgpu.configs import Limits
 from polyflash.backends.webgpu.render import Buffer, Kernel
 
 _ORDER = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "cpu"}
-_WANTED = ("subgroup", "shader-f16")
+_WANTED = ("subgroup", "shader-f16", "timestamp-query")
 _LEAST_BYTES = 256  # of a pooled buffer
 _KEPT_STAGING, _KEPT_UNIFORMS = 4, 1024
 ALIGNMENT = 256  # of an offset into a buffer, on any device
@@ -102,11 +102,12 @@ class Device:
         self.free: dict[int, list[Any]] = defaultdict(list)
         self.uniforms: dict[bytes, Any] = {}  # by content, so that none is ever written again
         self.calls: dict[Any, Any] = {}  # what launchers keep of calls without tensors beside q, k, v
-        self.pipelines: dict[Kernel, tuple[Any, Any]] = {}
+        self.pipelines: dict[tuple[Kernel, bool], tuple[Any, Any]] = {}
         self.trusted: dict[Any, bool] = {}  # variants, by what the self-test found
         self.staging: list[Any] = []
         self.encoder: Any = None  # of a batch
         self.depth = 0
+        self.unchecked = True  # modules, see `_module`
         self.held: list[Block] = []  # what the commands of a batch use
         self.unread: list[str] = []  # kernels that were launched since somebody waited
         self.waits = self.launches = 0
@@ -256,8 +257,25 @@ class Device:
         with self._named(name):
             return make(**given)
 
+    def _module(self, code: str, label: str) -> Any:
+        """A shader module. wgpu-native can leave out naga's checks of indices and loops, which kernels do not
+        need: between wgpu-py and that there is no public way yet, so that a wgpu that has another gets them."""
+        if self.unchecked:
+            try:
+                from wgpu.backends.wgpu_native import _api, ffi, lib
+
+                given = _api.new_struct_p("WGPUShaderSourceWGSL *", code=_api.to_c_string_view(code))
+                given[0].chain.next, given[0].chain.sType = ffi.NULL, lib.WGPUSType_ShaderSourceWGSL
+                chain, name = ffi.cast("WGPUChainedStruct *", given), _api.to_c_string_view(label)
+                said = _api.new_struct_p("WGPUShaderModuleDescriptor *", nextInChain=chain, label=name)
+                create = lib.wgpuDeviceCreateShaderModuleTrusted
+                return _api.GPUShaderModule(label, create(self.wgpu._internal, said, 0), self.wgpu)
+            except (ImportError, AttributeError):
+                self.unchecked = False
+        return self.wgpu.create_shader_module(code=code, label=label)
+
     def _pipeline(self, kernel: Kernel) -> tuple[Any, Any]:
-        made = self.pipelines.get(kernel)
+        made = self.pipelines.get((kernel, self.unchecked))
         if made is None:
             import wgpu
 
@@ -268,14 +286,12 @@ class Device:
             ]
             layout = self._checked(kernel.name, self.wgpu.create_bind_group_layout, entries=entries)
             over = self.wgpu.create_pipeline_layout(bind_group_layouts=[layout])
-            module = self._checked(
-                kernel.name, self.wgpu.create_shader_module, code=kernel.text(), label=kernel.name
-            )
+            module = self._checked(kernel.name, self._module, code=kernel.text(), label=kernel.name)
             compute = {"module": module, "entry_point": kernel.name}
             pipeline = self._checked(
                 kernel.name, self.wgpu.create_compute_pipeline, layout=over, compute=compute
             )
-            made = self.pipelines[kernel] = pipeline, layout
+            made = self.pipelines[kernel, self.unchecked] = pipeline, layout
         return made
 
     @contextlib.contextmanager

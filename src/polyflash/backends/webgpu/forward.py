@@ -94,11 +94,11 @@ def launch_forward(
     lse = GpuTensor.empty(shape[:3]) if need_lse else None
     if plan.num_splits == 1:
         rows = lse.block if lse is not None else words
-        _walk(on, (words, q.block, k.block, v.block, out.block, rows), sizes, call, plan, q.dtype, need_lse)
+        walk(on, (words, q.block, k.block, v.block, out.block, rows), sizes, call, plan, q.dtype, need_lse)
         return out, lse
     total = plan.num_splits * math.prod(shape[:3])
     parts, rows = on.empty(total * fours(shape[3]) * 16), on.empty(total * 8)
-    _walk(on, (words, q.block, k.block, v.block, parts, rows), sizes, call, plan, q.dtype, True)
+    walk(on, (words, q.block, k.block, v.block, parts, rows), sizes, call, plan, q.dtype, True)
     _merge(
         on,
         (words, parts, rows, out.block, lse.block if lse is not None else None),
@@ -138,7 +138,7 @@ def kernel_of(
     return Kernel(name, files, tuple(buffers), tuple(constants.items()), PARAMS, unrolled)
 
 
-def _walk(
+def walk(
     on: Device,
     blocks: tuple[Block, ...],
     sizes: Sizes,

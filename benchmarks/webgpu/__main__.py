@@ -1,0 +1,123 @@
+"""Kernels of the WebGPU engine on this machine's adapter: rates by timestamp queries, results checked.
+
+    python -m benchmarks.webgpu --json build/webgpu.json
+
+Each variant is compiled and timed by a child process, which is killed if a driver's compiler takes longer than
+PATIENCE seconds, as one did with a tile of 16 x 16 threads. Where torch has CUDA, its fp32 attention and our
+Triton kernel are timed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.peers import Child
+from benchmarks.webgpu.worker import BACKWARD, FORWARD, STEPS, Shape, measuring
+
+PATIENCE, START = 45.0, 60.0  # seconds
+SIZES = {  # batch, heads, kv heads, keys, head_dim
+    "512": [Shape(1, 8, 8, 512, d) for d in (64, 128)],
+    "2k": [Shape(1, 8, 8, 2048, d) for d in (64, 128)],
+    "2k wide": [Shape(2, 32, 32, 2048, d) for d in (64, 128)],
+    "8k": [Shape(1, 16, 16, 8192, d) for d in (64, 128)],
+    "tiny": [Shape(1, 2, 2, 128, d) for d in (64, 128)],
+}
+
+
+class Request(NamedTuple):
+    """One line of the table."""
+
+    what: str  # forward, backward, decode, copy, host or torch
+    shape: Shape = Shape(1, 1, 1, 1, 64)
+    causal: bool = False
+    variant: str = ""
+    trusted: bool = True
+
+    @property
+    def name(self) -> str:
+        s = self.shape
+        where = f"{s.batch}x{s.heads}x{s.seqlen}x{s.head_dim}"
+        kind = "causal" if self.causal else "full"
+        return f"{self.what:9s}{where:16s}{kind:7s}{self.variant}{'' if self.trusted else ' (checked)'}"
+
+
+def requests(options: argparse.Namespace) -> Iterator[Request]:
+    sizes = options.sizes.split(",")
+    wanted = options.what.split(",")
+    if "copy" in wanted:
+        yield Request("copy")
+    if "host" in wanted:
+        yield Request("host")
+    for size in sizes:
+        for shape in SIZES[size.strip()]:
+            for causal in (False, True):
+                if "torch" in wanted:
+                    yield Request("torch", shape, causal)
+                for what, table in (("forward", FORWARD), ("backward", BACKWARD)):
+                    if what in wanted:
+                        for name in table:
+                            yield Request(what, shape, causal, name)
+    if "decode" in wanted:
+        for shape in STEPS["tiny" if "tiny" in sizes else "large"]:
+            for name in ("", *FORWARD):
+                yield Request("decode", shape, False, name)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    add = made.add_argument
+    add("--json", type=Path, default=Path("build/webgpu.json"), metavar="FILE")
+    add("--sizes", default="2k,2k wide,8k,512", help=f"of {', '.join(SIZES)}")
+    add("--what", default="copy,host,torch,forward,backward,decode", metavar="NAME,NAME")
+    add("--filter", default="", help="variants with this in their name")
+    add("--checked", action="store_true", help="again with the compiler's bounds checks, full rows of 2k")
+    add("--budget", type=float, default=540.0, metavar="SECONDS")
+    options = made.parse_args(argv)
+    until = time.monotonic() + options.budget
+    lines = [r for r in requests(options) if options.filter in r.variant]
+    if options.checked:
+        few = [r for r in lines if r.shape in SIZES["2k"] and not r.causal and r.variant]
+        lines += [r._replace(trusted=False) for r in few]
+    child, rows, about = None, [], {}
+    slow: set[str] = set()  # variants that a compiler did not finish
+    for request in lines:
+        if time.monotonic() > until:
+            print("out of time", flush=True)
+            break
+        compiled = f"{request.what} {request.variant} {request.shape.head_dim} {request.trusted}"
+        if compiled in slow:
+            continue
+        if child is None or not child.alive:
+            child = Child(measuring, (), START)
+            about = child.ask({"what": "about"}, START)
+            print(about, flush=True)
+        answer = child.ask({**request._asdict(), "shape": tuple(request.shape)}, PATIENCE)
+        if not child.alive:
+            slow.add(compiled)
+        rows.append({**request._asdict(), "shape": tuple(request.shape), **answer})
+        print(f"{request.name:60s}{said(answer)}", flush=True)
+    if child:
+        child.end()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1), encoding="utf-8")
+    return int(not rows or any(row.get("error", 0) > 1e-4 for row in rows))
+
+
+def said(answer: dict[str, Any]) -> str:
+    if "reason" in answer:
+        return f"- {answer['reason'][:150]}"
+    words = [f"{answer['ms']:10.3f} ms"]
+    words += [f"{answer[unit]:9.2f} {unit}" for unit in ("TFLOP/s", "GB/s") if unit in answer]
+    words += [f"error {answer['error']:.1e}"] if "error" in answer else []
+    words += [f"built in {answer['built']:.1f} s"] if answer.get("built", 0) > 1 else []
+    return "  ".join([*words, *([answer["note"]] if "note" in answer else [])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""The measuring process: one request, one answer. It is killed if a compiler does not come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.webgpu.timing import Clock, forward_error
+from polyflash import webgpu
+from polyflash.backends.webgpu import configs, device, forward
+from polyflash.backends.webgpu.calls import PARAMS, Sizes, call_of
+from polyflash.backends.webgpu.configs import ROW, TILE, Config, Variant, fours
+from polyflash.backends.webgpu.device import Block, Device
+from polyflash.backends.webgpu.render import Buffer, Kernel
+from polyflash.backends.webgpu.tensor import GpuTensor
+from polyflash.spec import Arguments
+
+COPY_BYTES = 1 << 28
+
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen: int
+    head_dim: int
+
+
+STEPS = {
+    "large": [Shape(4, 32, 8, 32768, 128), Shape(4, 32, 8, 32768, 64), Shape(1, 32, 8, 8192, 128)],
+    "tiny": [Shape(1, 8, 2, 1024, 64)],
+}
+
+
+def lanes(count: int, rows: int, threads: int = 64, rn4: int = 4, early: bool = False) -> Variant:
+    return Variant(ROW, threads, rm=rows, rn4=rn4, subgroups=count > 1, lanes=count, early=early)
+
+
+def _named() -> dict[str, Variant]:
+    """What is tried: by lanes, rows of a thread, threads, keys of a block."""
+    made: dict[str, Variant] = {"row": Variant(ROW, 64, rn4=4)}
+    tried = [
+        *((2, 1, 64, 4), (2, 2, 64, 4), (4, 2, 64, 4), (4, 4, 64, 4), (4, 4, 64, 8), (4, 4, 128, 8)),
+        *((8, 2, 64, 4), (8, 4, 64, 4), (8, 4, 128, 8), (8, 8, 64, 4), (8, 8, 128, 8)),
+        *((16, 4, 64, 4), (16, 4, 128, 4), (16, 8, 128, 4)),
+    ]
+    for count, rows, threads, rn4 in tried:
+        for early in (False, True):
+            name = f"row {count}x{rows} {threads}t {4 * rn4}k{' early' if early else ''}"
+            made[name] = lanes(count, rows, threads, rn4, early)
+    tiles = [
+        *((4, 8, 4, 2), (8, 8, 4, 1), (8, 8, 4, 2), (8, 8, 8, 1), (8, 8, 8, 2), (8, 16, 4, 1), (8, 16, 4, 2)),
+        *((16, 8, 8, 1), (8, 16, 8, 1), (16, 16, 4, 1), (8, 8, 2, 1), (16, 8, 4, 1), (16, 8, 2, 1)),
+    ]
+    for tx, ty, rm, rn4 in tiles:
+        for shuffled in (False, True):
+            name = f"tile {tx}x{ty} {rm}x{4 * rn4}{' subgroup' if shuffled else ''}"
+            made[name] = Variant(TILE, tx, ty, rm, rn4, shuffled)
+    return made
+
+
+FORWARD = _named()
+BACKWARD: dict[str, Variant] = {"": Variant(ROW, 64, rn4=4)}
+_COPY = """
+@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read_write> y: array<vec4<f32>>;
+@group(0) @binding(0) var<uniform> n: vec4<u32>;
+@compute @workgroup_size(256)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) t: u32) {
+  let first = group.x * 1024u + t;
+  let a = x[first]; let b = x[first + 256u]; let c = x[first + 512u]; let d = x[first + 768u];
+  y[first] = a; y[first + 256u] = b; y[first + 512u] = c; y[first + 768u] = d;
+}
+"""
+
+
+class Refused(Exception):
+    """Why a request has no figure."""
+
+
+def measuring() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return Worker().answer
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.on = device.current()
+        self.clock = Clock(self.on)
+        self.held: tuple[Any, ...] = ()
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["what"] == "about":
+            import wgpu
+
+            return {"adapter": self.on.name, "wgpu": wgpu.__version__, "limits": str(self.on.limits)}
+        try:
+            shape = Shape(*request["shape"])
+            self.on.unchecked = request["trusted"]
+            return getattr(self, request["what"])(shape, request["causal"], request["variant"])
+        except Refused as why:
+            return {"reason": str(why)}
+        except Exception as error:  # one that failed leaves the others
+            return {"reason": f"{type(error).__name__}: {error}"}
+
+    def tensors(self, shape: Shape, rows: int) -> tuple[tuple[np.ndarray, ...], tuple[GpuTensor, ...]]:
+        if not self.held or self.held[0] != (shape, rows):
+            self.held = ()
+            random = np.random.default_rng(0)
+            sizes = ((shape.heads, rows), (shape.kv_heads, shape.seqlen), (shape.kv_heads, shape.seqlen))
+            arrays = tuple(
+                random.standard_normal((shape.batch, *size, shape.head_dim), np.float32) for size in sizes
+            )
+            self.held = (shape, rows), arrays, tuple(map(GpuTensor.of, arrays))
+        return self.held[1], self.held[2]
+
+    def legal(self, variant: Variant, shape: Shape) -> Variant:
+        d4 = fours(shape.head_dim)
+        why = configs.why_illegal(variant, d4, d4, self.on.limits)
+        if why:
+            raise Refused(why)
+        return variant
+
+    def forward(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
+        on, variant = self.on, self.legal(FORWARD[name], shape)
+        arrays, (q, k, v) = self.tensors(shape, shape.seqlen)
+        sizes = Sizes(shape.batch, shape.heads, shape.kv_heads, shape.seqlen, shape.seqlen, *2 * shape[4:])
+        call = call_of(sizes, Arguments(causal=causal))
+        words, out, lse = on.upload(call.words), GpuTensor.empty(q.shape), GpuTensor.empty(q.shape[:3])
+        blocks: tuple[Block, ...] = (words, q.block, k.block, v.block, out.block, lse.block)
+        work = partial(forward.walk, on, blocks, sizes, call, forward.Plan(variant), q.dtype, True)
+        began = time.perf_counter()
+        work()
+        got = out.numpy()
+        built = time.perf_counter() - began
+        error = forward_error(*arrays, got, lse.numpy(), causal)
+        seconds = self.clock.median(work)
+        pairs = shape.seqlen * (shape.seqlen + 1) / 2 if causal else shape.seqlen**2
+        rate = 4 * shape.batch * shape.heads * pairs * shape.head_dim / seconds / 1e12
+        return {"ms": seconds * 1e3, "TFLOP/s": rate, "error": error, "built": built}
+
+    def decode(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
+        arrays, (q, k, v) = self.tensors(shape, 1)
+        on, d4, sizes = self.on, fours(shape.head_dim), forward.sizes_of(q, k, v)
+        prepared = forward._prepare(on, sizes, Arguments(), Config(), True)
+        if name:
+            variant = self.legal(FORWARD[name], shape)
+            if variant.rows > 8 * max(1, shape.heads // shape.kv_heads):
+                raise Refused(f"{variant.rows} rows to a workgroup, {shape.heads // shape.kv_heads} are there")
+            tiles = shape.batch * shape.kv_heads * -(-(shape.heads // shape.kv_heads) // variant.rows)
+            plan = forward.Plan(variant, True, *configs.splits(tiles, shape.seqlen, variant.keys, 132))
+            prepared = prepared._replace(plan=plan)
+        assert d4
+
+        def work() -> GpuTensor:
+            return forward.launch_forward(q, k, v, prepared, False)[0]
+
+        error = forward_error(*arrays, work().numpy(), None, False)
+        seconds = self.clock.median(work)
+        rate = (k.nbytes + v.nbytes) / seconds / 1e9
+        note = f"{prepared.plan.variant.name} {prepared.plan.num_splits} splits"
+        return {"ms": seconds * 1e3, "GB/s": rate, "error": error, "note": note}
+
+    def copy(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
+        on = self.on
+        size = COPY_BYTES if on.limits.kind != "cpu" else COPY_BYTES >> 4
+        size = min(size, on.limits.binding_bytes)
+        x, y = on.upload(np.ones(size // 4, np.float32)), on.empty(size)
+        kernel = _Text("main", (), (Buffer("y", "vec4<f32>", True),), (), PARAMS)
+        seconds = self.clock.median(
+            lambda: on.launch(kernel, b"\0" * 16, (x, y), (size // 16384, 1, 1))
+        )
+        same = bool((on.read(y).view(np.float32) == 1).all())
+        return {"ms": seconds * 1e3, "GB/s": 2 * size / seconds / 1e9, "error": 0.0 if same else 1.0}
+
+    def host(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
+        """Seconds of this process per batched call, waits left out; and reading 64 MiB back."""
+        small = Shape(1, 1, 1, 16, 16)
+        _, (q, k, v) = self.tensors(small, 16)
+        webgpu.attention(q, k, v, causal=True).numpy()
+        best = 1e9
+        for _ in range(5):
+            began = time.perf_counter()
+            with webgpu.batch():
+                x = q
+                for _ in range(100):
+                    x = webgpu.attention(x, k, v, causal=True)
+                spent = time.perf_counter() - began
+            x.numpy()
+            best = min(best, spent)
+        big = self.on.upload(np.ones(1 << 24, np.float32))
+        into, ours, theirs = np.empty(1 << 26, np.uint8), 1e9, 1e9
+        for _ in range(4):
+            began = time.perf_counter()
+            self.on.read(big, into)
+            ours = min(ours, time.perf_counter() - began)
+            began = time.perf_counter()
+            self.on.queue.read_buffer(big.buffer, 0, 1 << 26)
+            theirs = min(theirs, time.perf_counter() - began)
+        note = f"per batched call {best * 1e4:.1f} us; 64 MiB back {ours * 1e3:.1f} ms, read_buffer {theirs * 1e3:.1f}"
+        return {"ms": best * 10, "note": note}
+
+    def torch(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
+        import torch
+        import torch.nn.functional as F
+
+        if not torch.cuda.is_available():
+            raise Refused("torch has no CUDA device")
+        import polyflash
+
+        torch.backends.cuda.matmul.allow_tf32 = False
+        size = (shape.batch, shape.heads, shape.seqlen, shape.head_dim)
+        q, k, v = (torch.randn(size, device="cuda", requires_grad=True) for _ in range(3))
+        do = torch.randn_like(q)
+        pairs = shape.seqlen * (shape.seqlen + 1) / 2 if causal else shape.seqlen**2
+        flops, notes, rate = 4 * shape.batch * shape.heads * pairs * shape.head_dim, [], 0.0
+        for who, call in (
+            ("torch", partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal)),
+            ("triton", partial(polyflash.attention, q, k, v, causal=causal)),
+        ):
+            with torch.no_grad():
+                one = _cuda_seconds(call)
+            out = call()
+            back = _cuda_seconds(partial(torch.autograd.grad, out, (q, k, v), do, retain_graph=True))
+            rate = rate or flops / one / 1e12
+            notes.append(f"{who} {flops / one / 1e12:.1f}, backward {2.5 * flops / back / 1e12:.1f}")
+        return {"ms": flops / rate / 1e9, "TFLOP/s": rate, "note": "; ".join(notes)}
+
+
+def _cuda_seconds(work: Callable[[], Any]) -> float:
+    import torch
+
+    times = []
+    work()
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.2:
+        work()
+        torch.cuda.synchronize()
+    for _ in range(5):
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a.record()
+        for _ in range(3):
+            work()
+        b.record()
+        torch.cuda.synchronize()
+        times.append(a.elapsed_time(b) / 3e3)
+    return sorted(times)[2]
+
+
+class _Text(Kernel):
+    """A kernel of its own text."""
+
+    def text(self) -> str:
+        return _COPY
