@@ -128,13 +128,19 @@ def fours(channels: int) -> int:
     return -(-channels // 4)
 
 
+def key_vectors(d4: int) -> int:
+    """Vectors that a key of `tile` takes in workgroup memory: a multiple of eight is permuted, others are made
+    odd, so that keys side by side begin in different banks."""
+    return d4 if d4 % 8 == 0 else d4 | 1
+
+
 def workgroup_bytes(variant: Variant, d4: int, dv4: int) -> int:
     """Bytes of workgroup memory of a forward kernel, d4 and dv4 vectors to a row of K and V."""
     if variant.template == ROW:
         return variant.keys * (d4 + dv4) * 16
     rows, keys = variant.rows, variant.keys
     reduction = 0 if variant.subgroups else rows * variant.tx * 4
-    return rows * d4 * 16 + keys * max(d4, dv4) * 16 + rows * keys * 4 + reduction
+    return rows * d4 * 16 + keys * max(key_vectors(d4), dv4) * 16 + rows * keys * 4 + reduction
 
 
 def why_illegal(variant: Variant, d4: int, dv4: int, limits: Limits) -> str:
@@ -160,16 +166,34 @@ def fitted_row(variant: Variant, d4: int, dv4: int, limits: Limits) -> Variant:
 
 def row_constants(variant: Variant, d4: int, dv4: int) -> dict[str, int]:
     """Constants of kernels that keep rows in registers."""
-    lanes, rm, threads = variant.lanes, variant.rm, variant.threads
+    lanes, rm = variant.lanes, variant.rm
     steps = [x for x in (1, 2, 3) if (1 << x) <= min(lanes, rm)]
     halves = {f"HALF{x}": rm >> x if x in steps else 0 for x in (1, 2, 3)}
     halves |= {f"FAR{x}": lanes >> x for x in steps}
     own = rm >> len(steps)
     return {
-        **{"LANES": lanes, "RM": rm, "BM": variant.rows, "OWN": own, "OWNERS": max(1, lanes // rm)},
-        **{"WIDTH": d4 // lanes, "WIDTH_V": dv4 // lanes, "ALIKE": lanes >> len(steps) + 1, "FOUR": 4},
-        **{"K_TURNS": -(-variant.keys * d4 // threads), "V_TURNS": -(-variant.keys * dv4 // threads)},
-        **{"SUBGROUPS": int(lanes > 1), "EARLY": int(variant.early), **halves},
+        **{"LANES": lanes, "OWN": own, "OWNERS": max(1, lanes // rm), "EARLY": int(variant.early)},
+        **{"WIDTH": d4 // lanes, "WIDTH_V": dv4 // lanes, "ALIKE": lanes >> len(steps) + 1, **halves},
+    }
+
+
+def tile_constants(variant: Variant, d4: int, dv4: int) -> dict[str, int]:
+    """Constants of kernels with tiles of rows and keys."""
+    return {
+        **{"TX": variant.tx, "TY": variant.ty, "RN4": variant.rn4, "BN4": variant.keys // 4},
+        **{"DC": -(-dv4 // variant.tx), "WIDEST4": max(key_vectors(d4), dv4), "KEY4": key_vectors(d4)},
+        **{"SWIRL": 0 if d4 % 8 else 7, "SHARED": int(not variant.subgroups)},
+    }
+
+
+def constants(variant: Variant, d4: int, dv4: int) -> dict[str, int]:
+    """Constants of a kernel's text that follow from its variant and its dims."""
+    threads, keys = variant.threads, variant.keys
+    own = (row_constants if variant.template == ROW else tile_constants)(variant, d4, dv4)
+    return {
+        **{"D4": d4, "DV4": dv4, "NT": threads, "BM": variant.rows, "BN": keys, "RM": variant.rm, "FOUR": 4},
+        **{"K_TURNS": -(-keys * d4 // threads), "V_TURNS": -(-keys * dv4 // threads)},
+        **{"SUBGROUPS": int(variant.subgroups), **own},
     }
 
 

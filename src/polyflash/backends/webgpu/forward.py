@@ -116,17 +116,8 @@ def kernel_of(
     """The kernel of a walk over keys: no length is in it."""
     variant, split = plan.variant, plan.num_splits > 1
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
-    constants = {
-        **flags,
-        **{"D4": d4, "DV4": dv4, "NT": variant.threads, "BN": variant.keys},
-        **{"PACK": int(plan.packed), "SPLIT": int(split), "LSE": int(need_lse)},
-    }
-    if variant.template == ROW:
-        constants |= configs.row_constants(variant, d4, dv4)
-    else:
-        constants |= {"TX": variant.tx, "RM": variant.rm, "RN4": variant.rn4, "BM": variant.rows, "FOUR": 4}
-        constants |= {"BN4": variant.keys // 4, "DC": -(-dv4 // variant.tx), "WIDEST4": max(d4, dv4)}
-        constants |= {"SHARED": int(not variant.subgroups), "SUBGROUPS": int(variant.subgroups)}
+    flags = {"PACK": int(plan.packed), "SPLIT": int(split), "LSE": int(need_lse), **flags}
+    constants = flags | configs.constants(variant, d4, dv4)
     out = "sums" if split else kind
     rows = "vec2<f32>" if split else "f32"
     buffers = [Buffer("q", kind), Buffer("k", kind), Buffer("v", kind), Buffer("out", out, True)]

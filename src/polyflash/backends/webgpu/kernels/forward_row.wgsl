@@ -47,7 +47,7 @@ fn forward_row(
   let keys = block_range(at, r0, BM);
   var next: Fetched;
 //: if EARLY
-  fetch_tile(at, keys.x, t, &next);
+  if (keys.x < keys.y) { fetch_tile(at, keys.x, t, &next); }
 //: end
   for (var j0 = keys.x; j0 < keys.y; j0 += BN) {
 //: if EARLY

@@ -1,5 +1,6 @@
 // Keys and values of a block, for kernels in which every thread reads all of them. `fetch_tile` asks for all
-// that a thread brings before it waits for any of it, so that a kernel may ask early; `store_tile` follows.
+// that a thread brings before it waits for any of it, so that a kernel may ask early; `store_tile` follows. There
+// must be a key; those beyond the last are zeros.
 
 var<workgroup> b_k: array<vec4<f32>, BN * D4>;
 var<workgroup> b_v: array<vec4<f32>, BN * DV4>;
@@ -10,26 +11,26 @@ fn fetch_tile(at: Place, j0: u32, t: u32, part: ptr<function, Fetched>) {
 //: for y < K_TURNS
   {
     let x = t + {y} * NT;
-    let j = j0 + x / D4;
-    (*part).k[{y}] = vec4<f32>(0.0);
-    if (i32(j) < at.kv_end) { (*part).k[{y}] = load_k(key_of(at, j) * D4 + x % D4); }
+    let j = i32(j0 + x / D4);
+    let w = load_k(key_of(at, u32(min(j, at.kv_end - 1))) * D4 + x % D4);
+    (*part).k[{y}] = select(vec4<f32>(0.0), w, j < at.kv_end);
   }
 //: end
 //: for y < V_TURNS
   {
     let x = t + {y} * NT;
-    let j = j0 + x / DV4;
-    (*part).v[{y}] = vec4<f32>(0.0);
-    if (i32(j) < at.kv_end) { (*part).v[{y}] = load_v(key_of(at, j) * DV4 + x % DV4); }
+    let j = i32(j0 + x / DV4);
+    let w = load_v(key_of(at, u32(min(j, at.kv_end - 1))) * DV4 + x % DV4);
+    (*part).v[{y}] = select(vec4<f32>(0.0), w, j < at.kv_end);
   }
 //: end
 }
 
 fn store_tile(t: u32, part: ptr<function, Fetched>) {
 //: for y < K_TURNS
-  if (t + {y} * NT < BN * D4) { b_k[t + {y} * NT] = (*part).k[{y}]; }
+  if (K_TURNS * NT == BN * D4 || t + {y} * NT < BN * D4) { b_k[t + {y} * NT] = (*part).k[{y}]; }
 //: end
 //: for y < V_TURNS
-  if (t + {y} * NT < BN * DV4) { b_v[t + {y} * NT] = (*part).v[{y}]; }
+  if (V_TURNS * NT == BN * DV4 || t + {y} * NT < BN * DV4) { b_v[t + {y} * NT] = (*part).v[{y}]; }
 //: end
 }
