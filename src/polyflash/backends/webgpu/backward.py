@@ -32,15 +32,20 @@ Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
 
 
 def kernels_of(
-    sizes: Sizes, flags: dict[str, int], kind: str, limits: configs.Limits
+    sizes: Sizes,
+    flags: dict[str, int],
+    kind: str,
+    limits: configs.Limits,
+    pinned: tuple[configs.Variant, configs.Variant] | None = None,
 ) -> tuple[Kernel, Kernel, Kernel, Kernel]:
     """delta, dq, dkv and dbias: no length is in them."""
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
-    variant = configs.gradient_variant((d4, dv4), limits)
-    sized = configs.constants(variant, d4, dv4)
-    constants, unrolled = tuple({**flags, **sized}.items()), configs.UNROLLED[limits.kind]
+    of_dq, of_dkv = pinned or 2 * (configs.gradient_variant((d4, dv4), limits),)
+    constants, of_keys = (tuple({**flags, **configs.constants(x, d4, dv4)}.items()) for x in (of_dq, of_dkv))
+    unrolled = configs.UNROLLED[limits.kind]
     q, k, v, dout = (Buffer(name, kind) for name in ("q", "k", "v", "dout"))
     rows, walk = Buffer("rows", "vec2<f32>"), ("stages.wgsl", "gradient.wgsl")
+    lanes = (*walk, "lanes.wgsl")
     delta = Kernel(
         "delta",
         ("stages.wgsl", "backward_delta.wgsl"),
@@ -50,7 +55,7 @@ def kernels_of(
     )
     dq = Kernel(
         "backward_dq",
-        (*walk, "load_tile.wgsl", "backward_dq.wgsl"),
+        (*lanes, "load_tile.wgsl", "backward_dq.wgsl"),
         (q, k, v, dout, rows, Buffer("dq", kind, True)),
         constants,
         PARAMS,
@@ -58,9 +63,9 @@ def kernels_of(
     )
     dkv = Kernel(
         "backward_dkv",
-        (*walk, "backward_dkv.wgsl"),
+        (*lanes, "backward_dkv.wgsl"),
         (q, k, v, dout, rows, Buffer("dk", kind, True), Buffer("dv", kind, True)),
-        constants,
+        of_keys,
         PARAMS,
         unrolled,
     )
@@ -138,10 +143,10 @@ def _differentiate(
         before = [words, GpuTensor.of(given.out).block, held[3].block, rows]
         on.launch(delta, call.params({"stride_y": stride}), before, grid)
         if totals[0] is not None:
-            _walk(dq, call.rows, sizes.num_q_heads, [*blocks, made[0].block], sizes, call)
+            walk(dq, call.rows, sizes.num_q_heads, [*blocks, made[0].block], sizes, call)
         if totals[1] is not None or totals[2] is not None:
             outputs = [made[1].block, made[2].block]
-            _walk(dkv, _most_keys(sizes, args), sizes.num_kv_heads, [*blocks, *outputs], sizes, call)
+            walk(dkv, _most_keys(sizes, args), sizes.num_kv_heads, [*blocks, *outputs], sizes, call)
         if own_bias is not None:
             grid, stride = flat_grid(on, own_bias.numel())
             shape = dict(zip(("dbias_b", "dbias_h", "dbias_q", "dbias_k"), own_bias.shape, strict=True))
@@ -169,9 +174,9 @@ def _most_keys(sizes: Sizes, args: Arguments) -> int:
     return int(args.cu_seqlens_k.diff().max()) if len(args.cu_seqlens_k) > 1 else 0
 
 
-def _walk(kernel: Kernel, items: int, heads: int, blocks: list[Block], sizes: Sizes, call: Call) -> None:
+def walk(kernel: Kernel, items: int, heads: int, blocks: list[Block], sizes: Sizes, call: Call) -> None:
     """Launches a kernel with a row, or a key, per thread."""
-    on, threads = blocks[0].device, dict(kernel.constants)["NT"]
+    on, threads = blocks[0].device, dict(kernel.constants)["BM"]
     others = max(sizes.seqlen_q, sizes.seqlen_k) * sizes.num_q_heads * call.entries
     work = 10.0 * threads * others * max(sizes.head_dim, sizes.head_dim_v)
     for start, grid in dispatches(on, (-(-items // threads), heads, call.entries), work):

@@ -124,7 +124,7 @@ def kernel_of(
     if split or need_lse:
         buffers.append(Buffer("lse", rows, True))
     name = f"forward_{variant.template}"
-    tile = ("load_tile.wgsl",) if variant.template == ROW else ()
+    tile = ("lanes.wgsl", "load_tile.wgsl") if variant.template == ROW else ()
     files = ("stages.wgsl", "finalize.wgsl", *tile, f"{name}.wgsl")
     return Kernel(name, files, tuple(buffers), tuple(constants.items()), PARAMS, unrolled)
 

@@ -1,11 +1,6 @@
-// Forward, rows in registers: LANES threads share RM rows, and each has the channels 4 * (lane + c * LANES) ..
-// + 3 of q and of out. Every thread of a workgroup reads the same keys at the same time; what is read once from
-// workgroup memory serves RM rows. With one lane no thread waits for another's number, and it fits any device:
-// a block has as many keys as workgroup memory has room for, down to one group of four.
-//
-// Scores of four keys are sums over the lanes. They are halved: with each exchange a lane gives half of its rows
-// away and adds what it gets to the others, until a row is left whose scores it has alone. So nothing of the
-// softmax is done twice; weights come back by shuffles.
+// Forward, rows in registers, which threads share as in lanes.wgsl; keys and values come through workgroup memory,
+// where every thread reads the same ones at the same time. With one lane no thread waits for another's number, and
+// it fits any device: a block has as many keys as there is room for, down to one group of four.
 
 @compute @workgroup_size(NT)
 fn forward_row(
@@ -22,6 +17,8 @@ fn forward_row(
   let own = first + lane * RM / LANES;  // those whose scores it has: OWN
 //: if SUBGROUPS
   let lane0 = place - lane;
+//: else
+  let lane0 = 0u;
 //: end
 
   var q: array<array<vec4<f32>, WIDTH>, RM>;
@@ -76,41 +73,14 @@ fn forward_row(
       }
 //: end
 //: end
-//: if HALF1
-      {
-        let upper = (lane & FAR1) != 0u;
 //: for i < HALF1
-        {
-          let given = select(s[{i} + HALF1], s[{i}], upper);
-          s[{i}] = select(s[{i}], s[{i} + HALF1], upper) + subgroupShuffleXor(given, FAR1);
-        }
+      s[{i}] = fold(s[{i}], s[{i} + HALF1], lane, FAR1);
 //: end
-      }
-//: end
-//: if HALF2
-      {
-        let upper = (lane & FAR2) != 0u;
 //: for i < HALF2
-        {
-          let given = select(s[{i} + HALF2], s[{i}], upper);
-          s[{i}] = select(s[{i}], s[{i} + HALF2], upper) + subgroupShuffleXor(given, FAR2);
-        }
+      s[{i}] = fold(s[{i}], s[{i} + HALF2], lane, FAR2);
 //: end
-      }
-//: end
-//: if HALF3
-      {
-        let upper = (lane & FAR3) != 0u;
-        let given = select(s[1], s[0], upper);
-        s[0] = select(s[0], s[1], upper) + subgroupShuffleXor(given, FAR3);
-      }
-//: end
-//: if ALIKE
-      for (var far = ALIKE; far > 0u; far /= 2u) {  // lanes that have the same row
-//: for o < OWN
-        s[{o}] += subgroupShuffleXor(s[{o}], far);
-//: end
-      }
+//: for i < HALF3
+      s[{i}] = fold(s[{i}], s[{i} + HALF3], lane, FAR3);
 //: end
       var alpha: array<f32, OWN>;
 //: for o < OWN
@@ -119,7 +89,7 @@ fn forward_row(
         let i = position_of(at, own + {o});
         var on = vec4<bool>(true);
         if (!whole) { on = visible_four(at, h, i, i32(j0 + x)); }
-        let w = change_four(at, h, i, i32(j0 + x), s[{o}], on);
+        let w = change_four(at, h, i, i32(j0 + x), of_alike(s[{o}]), on);
         // online_softmax
         let m_new = max(m_i[{o}], largest(apply_mask(w, on, LOWEST)));
         alpha[{o}] = exp2((m_i[{o}] - m_new) * LOG2E);
@@ -131,13 +101,8 @@ fn forward_row(
       var p: array<vec4<f32>, RM>;
 //: for i < RM
       {
-//: if SUBGROUPS
-        p[{i}] = subgroupShuffle(s[{i} % OWN], lane0 + {i} * LANES / RM);
-        let factor = subgroupShuffle(alpha[{i} % OWN], lane0 + {i} * LANES / RM);
-//: else
-        p[{i}] = s[{i}];
-        let factor = alpha[{i}];
-//: end
+        p[{i}] = from_owner(s[{i} % OWN], lane0, {i});
+        let factor = number_from_owner(alpha[{i} % OWN], lane0, {i});
         if (factor != 1.0) {  // rescale: the maximum of a row is soon found
 //: for c < WIDTH_V
           acc[{i}][{c}] *= factor;
@@ -172,11 +137,7 @@ fn forward_row(
   }
 //: for i < RM
   {
-//: if SUBGROUPS
-    let l = subgroupShuffle(l_i[{i} % OWN], lane0 + {i} * LANES / RM);
-//: else
-    let l = l_i[{i}];
-//: end
+    let l = number_from_owner(l_i[{i} % OWN], lane0, {i});
     if (first + {i} < count) {
 //: for c < WIDTH_V
       finalize(at, first + {i}, lane + {c} * LANES, acc[{i}][{c}], l);
