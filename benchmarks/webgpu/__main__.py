@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.peers import Child
-from benchmarks.webgpu.worker import BACKWARD, FORWARD, STEPS, Shape, measuring
+from benchmarks.webgpu.worker import BACKWARD, DECODE, FORWARD, STEPS, Shape, measuring
 
 PATIENCE, START = 45.0, 60.0  # seconds
+KEPT = 6
 SIZES = {  # batch, heads, kv heads, keys, head_dim
     "512": [Shape(1, 8, 8, 512, d) for d in (64, 128)],
     "2k": [Shape(1, 8, 8, 2048, d) for d in (64, 128)],
@@ -47,26 +48,44 @@ class Request(NamedTuple):
         return f"{self.what:9s}{where:16s}{kind:7s}{self.variant}{'' if self.trusted else ' (checked)'}"
 
 
-def requests(options: argparse.Namespace) -> Iterator[Request]:
-    sizes = options.sizes.split(",")
+def requests(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[Request]:
+    """What to measure, the most telling first: every variant at the first size, of causal rows and other sizes
+    those that were fastest there."""
+    sizes = [size.strip() for size in options.sizes.split(",")]
     wanted = options.what.split(",")
-    if "copy" in wanted:
-        yield Request("copy")
-    if "host" in wanted:
-        yield Request("host")
+    for what in ("copy", "host"):
+        if what in wanted:
+            yield Request(what)
     for size in sizes:
-        for shape in SIZES[size.strip()]:
+        for shape in SIZES[size]:
             for causal in (False, True):
                 if "torch" in wanted:
                     yield Request("torch", shape, causal)
                 for what, table in (("forward", FORWARD), ("backward", BACKWARD)):
-                    if what in wanted:
-                        for name in table:
-                            yield Request(what, shape, causal, name)
-    if "decode" in wanted:
-        for shape in STEPS["tiny" if "tiny" in sizes else "large"]:
-            for name in ("", *FORWARD):
-                yield Request("decode", shape, False, name)
+                    tried = [name for name in table if options.filter in name]
+                    if causal or size != sizes[0]:
+                        tried = fastest(rows, what, SIZES[sizes[0]], shape.head_dim)
+                    for name in tried if what in wanted else ():
+                        yield Request(what, shape, causal, name)
+        if size == sizes[0] and "decode" in wanted:
+            for shape in STEPS["tiny" if size == "tiny" else "large"]:
+                for name in DECODE:
+                    yield Request("decode", shape, False, name)
+    for shape in SIZES[sizes[0]] if options.checked else ():
+        for what in {"forward", "backward"} & set(wanted):
+            for name in fastest(rows, what, SIZES[sizes[0]], shape.head_dim)[:3]:
+                yield Request(what, shape, False, name, trusted=False)
+
+
+def fastest(rows: list[dict[str, Any]], what: str, shapes: list[Shape], head_dim: int) -> list[str]:
+    """Variants by their rate with full rows of the first size, the best `KEPT`."""
+    timed = [
+        row
+        for row in rows
+        if row["what"] == what and row["shape"] in [*map(tuple, shapes)] and row["shape"][4] == head_dim
+        if "TFLOP/s" in row and not row["causal"] and row["trusted"]
+    ]
+    return [row["variant"] for row in sorted(timed, key=lambda row: -row["TFLOP/s"])[:KEPT]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,17 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--sizes", default="2k,2k wide,8k,512", help=f"of {', '.join(SIZES)}")
     add("--what", default="copy,host,torch,forward,backward,decode", metavar="NAME,NAME")
     add("--filter", default="", help="variants with this in their name")
-    add("--checked", action="store_true", help="again with the compiler's bounds checks, full rows of 2k")
+    add("--checked", action="store_true", help="the fastest again, with the compiler's bounds checks")
     add("--budget", type=float, default=540.0, metavar="SECONDS")
     options = made.parse_args(argv)
     until = time.monotonic() + options.budget
-    lines = [r for r in requests(options) if options.filter in r.variant]
-    if options.checked:
-        few = [r for r in lines if r.shape in SIZES["2k"] and not r.causal and r.variant]
-        lines += [r._replace(trusted=False) for r in few]
-    child, rows, about = None, [], {}
+    rows: list[dict[str, Any]] = []
+    child, about = None, {}
     slow: set[str] = set()  # variants that a compiler did not finish
-    for request in lines:
+    for request in requests(options, rows):
         if time.monotonic() > until:
             print("out of time", flush=True)
             break

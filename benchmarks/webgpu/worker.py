@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.webgpu.timing import Clock, forward_error
+from benchmarks.webgpu.timing import Clock, forward_error, gradient_errors
 from polyflash import webgpu
 from polyflash.backends.webgpu import configs, device, forward
+from polyflash.backends.webgpu.backward import kernels_of, walk
 from polyflash.backends.webgpu.calls import PARAMS, Sizes, call_of
 from polyflash.backends.webgpu.configs import ROW, TILE, Config, Variant, fours
 from polyflash.backends.webgpu.device import Block, Device
@@ -49,7 +50,7 @@ def _named() -> dict[str, Variant]:
         *((16, 4, 64, 4), (16, 4, 128, 4), (16, 8, 128, 4)),
     ]
     for count, rows, threads, rn4 in tried:
-        for early in (False, True):
+        for early in (False, True) if threads == 64 else (False,):
             name = f"row {count}x{rows} {threads}t {4 * rn4}k{' early' if early else ''}"
             made[name] = lanes(count, rows, threads, rn4, early)
     tiles = [
@@ -64,7 +65,28 @@ def _named() -> dict[str, Variant]:
 
 
 FORWARD = _named()
-BACKWARD: dict[str, Variant] = {"": Variant(ROW, 64, rn4=4)}
+BACKWARD = {
+    "row": Variant(ROW, 64, rn4=4),
+    **{
+        f"row {count}x{rows} {threads}t {4 * rn4}k": lanes(count, rows, threads, rn4)
+        for count, rows, threads, rn4 in (
+            *((2, 1, 64, 4), (4, 1, 64, 4), (4, 2, 64, 4), (4, 2, 128, 8), (4, 4, 64, 4), (8, 2, 64, 4)),
+            *((8, 4, 64, 4), (8, 4, 128, 8), (8, 8, 64, 4), (16, 4, 128, 4), (16, 8, 128, 4)),
+        )
+    },
+}
+DECODE: dict[str, tuple[Variant | None, int]] = {"": (None, 0)}  # and how many workgroups for each of 132 cores
+for _count, _rows, _threads, _rn4 in (
+    *((32, 4, 32, 4), (32, 4, 32, 2), (16, 2, 32, 4), (16, 2, 32, 2), (16, 4, 16, 4), (8, 1, 32, 4)),
+    *((8, 1, 32, 8), (16, 4, 32, 4), (16, 1, 64, 4), (8, 4, 32, 4)),
+):
+    for _early in (False, True):
+        for _per in (4, 16):
+            _name = f"row {_count}x{_rows} {_threads}t {4 * _rn4}k x{_per}{' early' if _early else ''}"
+            DECODE[_name] = lanes(_count, _rows, _threads, _rn4, _early), _per
+for _name, _tile in (("8x4 1x4", (8, 4, 1, 1)), ("8x8 1x4", (8, 8, 1, 1)), ("4x4 1x4", (4, 4, 1, 1))):
+    for _per in (4, 16):
+        DECODE[f"tile {_name} subgroup x{_per}"] = Variant(TILE, *_tile, True), _per
 _COPY = """
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(2) var<storage, read_write> y: array<vec4<f32>>;
@@ -142,18 +164,57 @@ class Worker:
         rate = 4 * shape.batch * shape.heads * pairs * shape.head_dim / seconds / 1e12
         return {"ms": seconds * 1e3, "TFLOP/s": rate, "error": error, "built": built}
 
+    def backward(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
+        on, variant = self.on, self.legal(BACKWARD[name], shape)
+        arrays, (q, k, v) = self.tensors(shape, shape.seqlen)
+        dout = np.random.default_rng(1).standard_normal(q.shape, np.float32)
+        args, like = Arguments(causal=causal, need_lse=True), GpuTensor.of(dout)
+        out, lse = forward.attend(q, k, v, args, Config())
+        sizes, sums = forward.sizes_of(q, k, v), lse.numpy() if lse else arrays[0]
+        call = call_of(sizes, args)
+        kernels = kernels_of(sizes, call.flags, "float32", on.limits, (variant, variant))
+        words, rows = on.upload(call.words), on.upload(np.stack((sums, np.zeros_like(sums)), -1))
+        made = [GpuTensor.empty(x.shape) for x in (q, k, v)]
+        blocks = [words, q.block, k.block, v.block, like.block, rows]
+        grid, stride = forward.flat_grid(on, call.numbers["rows_total"])
+        own = [words, out.block, like.block, rows]
+        parts: list[Callable[[], None]] = [
+            lambda: on.launch(kernels[0], call.params({"stride_y": stride}), own, grid),
+            lambda: walk(kernels[1], shape.seqlen, shape.heads, [*blocks, made[0].block], sizes, call),
+            lambda: walk(
+                kernels[2], shape.seqlen, shape.kv_heads, [*blocks, made[1].block, made[2].block], sizes, call
+            ),
+        ]
+
+        def work() -> None:
+            for part in parts:
+                part()
+
+        began = time.perf_counter()
+        work()
+        got = dict(zip(("dq", "dk", "dv"), (x.numpy() for x in made), strict=True))
+        built = time.perf_counter() - began
+        error = gradient_errors(*arrays, dout, out.numpy(), sums, causal, got)
+        seconds = self.clock.median(work)
+        pairs = shape.seqlen * (shape.seqlen + 1) / 2 if causal else shape.seqlen**2
+        flops = 10 * shape.batch * shape.heads * pairs * shape.head_dim
+        note = f"dq {self.clock.median(parts[1]) * 1e3:.3f}, dkv {self.clock.median(parts[2]) * 1e3:.3f} ms"
+        return {
+            **{"ms": seconds * 1e3, "TFLOP/s": flops / seconds / 1e12, "error": error, "built": built},
+            "note": note,
+        }
+
     def decode(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
         arrays, (q, k, v) = self.tensors(shape, 1)
-        on, d4, sizes = self.on, fours(shape.head_dim), forward.sizes_of(q, k, v)
+        on, sizes = self.on, forward.sizes_of(q, k, v)
         prepared = forward._prepare(on, sizes, Arguments(), Config(), True)
-        if name:
-            variant = self.legal(FORWARD[name], shape)
-            if variant.rows > 8 * max(1, shape.heads // shape.kv_heads):
-                raise Refused(f"{variant.rows} rows to a workgroup, {shape.heads // shape.kv_heads} are there")
-            tiles = shape.batch * shape.kv_heads * -(-(shape.heads // shape.kv_heads) // variant.rows)
-            plan = forward.Plan(variant, True, *configs.splits(tiles, shape.seqlen, variant.keys, 132))
+        variant, per = DECODE[name]
+        if variant is not None:
+            self.legal(variant, shape)
+            group = max(1, shape.heads // shape.kv_heads)
+            tiles = shape.batch * shape.kv_heads * -(-group // variant.rows)
+            plan = forward.Plan(variant, True, *configs.splits(tiles, shape.seqlen, variant.keys, per * 33))
             prepared = prepared._replace(plan=plan)
-        assert d4
 
         def work() -> GpuTensor:
             return forward.launch_forward(q, k, v, prepared, False)[0]
