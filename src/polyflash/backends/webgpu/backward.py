@@ -50,7 +50,7 @@ def kernels_of(
         "delta",
         ("stages.wgsl", "backward_delta.wgsl"),
         (Buffer("result", kind), dout, rows._replace(written=True)),
-        (("DV4", dv4), ("BN", 4)),
+        (("DV4", dv4), ("BN", 4), ("BM", 4)),
         PARAMS,
     )
     dq = Kernel(

@@ -184,7 +184,7 @@ def _merge(
     if len(given) == 5:
         buffers.append(Buffer("lse", "f32", True))
     dv4 = fours(sizes.head_dim_v)
-    constants = (("DV4", dv4), ("BN", 4), ("LSE", int(len(given) == 5)))
+    constants = (("DV4", dv4), ("BN", 4), ("BM", 4), ("LSE", int(len(given) == 5)))
     kernel = Kernel("merge", ("stages.wgsl", "merge.wgsl"), tuple(buffers), constants, PARAMS)
     grid, stride = flat_grid(on, call.numbers["rows_total"] * dv4)
     on.launch(kernel, call.params({"num_splits": plan.num_splits, "stride_y": stride}), given, grid)

@@ -10,7 +10,7 @@ fn forward_row(
 //: end
 ) {
   let at = stand(group_id);
-  let r0 = (n.tile0 + group_id.x) * BM;
+  let r0 = first_row(at, group_id.x);
   let count = row_count(at);
   let lane = t % LANES;
   let first = r0 + t / LANES * RM;  // the thread's rows

@@ -50,7 +50,7 @@ fn forward_tile(
   @builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) t: u32,
 ) {
   let at = stand(group_id);
-  let r0 = (n.tile0 + group_id.x) * BM;
+  let r0 = first_row(at, group_id.x);
   let tx = t % TX;
   let ty = t / TX;
   let own = ty * RM;  // the thread's first row in the tile

@@ -63,6 +63,12 @@ fn head_of(at: Place, r: u32) -> u32 {
 //: end
 }
 
+// First row of tile x. The last rows come first: of causal ones they see most keys, and what takes longest should not
+// be left for the end.
+fn first_row(at: Place, x: u32) -> u32 {
+  return ((row_count(at) + BM - 1u) / BM - 1u - n.tile0 - x) * BM;
+}
+
 // Where row r stands in q, out and lse, in rows; it must be one of the call.
 fn row_of(at: Place, r: u32) -> u32 {
   return at.q_base + head_of(at, r) * n.q_rows + u32(position_of(at, r));
