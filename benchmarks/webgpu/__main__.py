@@ -2,8 +2,8 @@
 
     python -m benchmarks.webgpu --json build/webgpu.json
 
-Each variant is compiled and timed by a child process, which is killed if a driver's compiler takes longer than
-PATIENCE seconds, as one did with a tile of 16 x 16 threads. Where torch has CUDA, its fp32 attention and our
+Each variant is compiled and timed by a child process, which is killed if a driver's compiler takes longer
+than PATIENCE seconds, as one did with a tile of 16 x 16 threads. Where torch has CUDA, its fp32 attention and our
 Triton kernel are timed beside them.
 """
 
@@ -49,8 +49,8 @@ class Request(NamedTuple):
 
 
 def requests(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[Request]:
-    """What to measure, the most telling first: every variant at the first size, of causal rows and other sizes
-    those that were fastest there."""
+    """What to measure, the most telling first: every variant at the first size; of causal rows and of other
+    sizes those that were fastest there."""
     sizes = [size.strip() for size in options.sizes.split(",")]
     wanted = options.what.split(",")
     for what in ("copy", "host"):

@@ -30,6 +30,7 @@ class Clock:
 
     def _mark(self, index: int) -> None:
         writes = {"query_set": self.queries, "beginning_of_pass_write_index": index}
+        self.on.end_pass()
         self.on.encoder.begin_compute_pass(timestamp_writes=writes).end()
 
     def of(self, work: Callable[[], Any], count: int = 1) -> float:
@@ -89,7 +90,7 @@ def gradient_errors(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, out: np.ndarray, lse: np.ndarray,
     causal: bool, got: dict[str, np.ndarray],
 ) -> float:  # fmt: skip
-    """The largest of dq, dk and dv, at some rows and keys of the last head; `out` and `lse` are taken as given."""
+    """The largest of dq, dk and dv, at some rows and keys of the last head; `out` and `lse` are given."""
     b, h, scale = q.shape[0] - 1, q.shape[1] - 1, 1 / math.sqrt(q.shape[3])
     rows, keys = _rows(q.shape[2]), _rows(k.shape[2])
     one = {n: x[b, h].astype(np.float64) for n, x in {"q": q, "k": k, "v": v, "do": dout, "o": out}.items()}

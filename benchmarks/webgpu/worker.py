@@ -15,7 +15,7 @@ from polyflash.backends.webgpu import configs, device, forward
 from polyflash.backends.webgpu.backward import kernels_of, walk
 from polyflash.backends.webgpu.calls import PARAMS, Sizes, call_of
 from polyflash.backends.webgpu.configs import ROW, TILE, Config, Variant, fours
-from polyflash.backends.webgpu.device import Block, Device
+from polyflash.backends.webgpu.device import Block
 from polyflash.backends.webgpu.render import Buffer, Kernel
 from polyflash.backends.webgpu.tensor import GpuTensor
 from polyflash.spec import Arguments
@@ -75,7 +75,7 @@ BACKWARD = {
         )
     },
 }
-DECODE: dict[str, tuple[Variant | None, int]] = {"": (None, 0)}  # and how many workgroups for each of 132 cores
+DECODE: dict[str, tuple[Variant | None, int]] = {"": (None, 0)}  # and workgroups per core of 132
 for _count, _rows, _threads, _rn4 in (
     *((32, 4, 32, 4), (32, 4, 32, 2), (16, 2, 32, 4), (16, 2, 32, 2), (16, 4, 16, 4), (8, 1, 32, 4)),
     *((8, 1, 32, 8), (16, 4, 32, 4), (16, 1, 64, 4), (8, 4, 32, 4)),
@@ -128,7 +128,7 @@ class Worker:
         except Exception as error:  # one that failed leaves the others
             return {"reason": f"{type(error).__name__}: {error}"}
 
-    def tensors(self, shape: Shape, rows: int) -> tuple[tuple[np.ndarray, ...], tuple[GpuTensor, ...]]:
+    def tensors(self, shape: Shape, rows: int) -> tuple[Any, Any]:
         if not self.held or self.held[0] != (shape, rows):
             self.held = ()
             random = np.random.default_rng(0)
@@ -153,8 +153,13 @@ class Worker:
         call = call_of(sizes, Arguments(causal=causal))
         words, out, lse = on.upload(call.words), GpuTensor.empty(q.shape), GpuTensor.empty(q.shape[:3])
         blocks: tuple[Block, ...] = (words, q.block, k.block, v.block, out.block, lse.block)
-        work = partial(forward.walk, on, blocks, sizes, call, forward.Plan(variant), q.dtype, True)
         began = time.perf_counter()
+        commands = tuple(forward.walk(on, sizes, call, forward.Plan(variant), q.dtype, True))
+
+        def work() -> None:
+            for command in commands:
+                on.record(command, blocks)
+
         work()
         got = out.numpy()
         built = time.perf_counter() - began
@@ -207,22 +212,22 @@ class Worker:
     def decode(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
         arrays, (q, k, v) = self.tensors(shape, 1)
         on, sizes = self.on, forward.sizes_of(q, k, v)
-        prepared = forward._prepare(on, sizes, Arguments(), Config(), True)
         variant, per = DECODE[name]
+        plan = forward.plan_of(on, sizes, Config(), True)
         if variant is not None:
             self.legal(variant, shape)
             group = max(1, shape.heads // shape.kv_heads)
             tiles = shape.batch * shape.kv_heads * -(-group // variant.rows)
             plan = forward.Plan(variant, True, *configs.splits(tiles, shape.seqlen, variant.keys, per * 33))
-            prepared = prepared._replace(plan=plan)
+        prepared = forward.prepare(on, sizes, q.dtype, Arguments(), plan)
 
         def work() -> GpuTensor:
-            return forward.launch_forward(q, k, v, prepared, False)[0]
+            return forward.launch_forward(q, k, v, prepared)[0]
 
         error = forward_error(*arrays, work().numpy(), None, False)
         seconds = self.clock.median(work)
         rate = (k.nbytes + v.nbytes) / seconds / 1e9
-        note = f"{prepared.plan.variant.name} {prepared.plan.num_splits} splits"
+        note = f"{plan.variant.name} {plan.num_splits} splits"
         return {"ms": seconds * 1e3, "GB/s": rate, "error": error, "note": note}
 
     def copy(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
@@ -231,9 +236,7 @@ class Worker:
         size = min(size, on.limits.binding_bytes)
         x, y = on.upload(np.ones(size // 4, np.float32)), on.empty(size)
         kernel = _Text("main", (), (Buffer("y", "vec4<f32>", True),), (), PARAMS)
-        seconds = self.clock.median(
-            lambda: on.launch(kernel, b"\0" * 16, (x, y), (size // 16384, 1, 1))
-        )
+        seconds = self.clock.median(lambda: on.launch(kernel, b"\0" * 16, (x, y), (size // 16384, 1, 1)))
         same = bool((on.read(y).view(np.float32) == 1).all())
         return {"ms": seconds * 1e3, "GB/s": 2 * size / seconds / 1e9, "error": 0.0 if same else 1.0}
 
@@ -249,7 +252,7 @@ class Worker:
                 x = q
                 for _ in range(100):
                     x = webgpu.attention(x, k, v, causal=True)
-                spent = time.perf_counter() - began
+            spent = time.perf_counter() - began
             x.numpy()
             best = min(best, spent)
         big = self.on.upload(np.ones(1 << 24, np.float32))
@@ -261,7 +264,8 @@ class Worker:
             began = time.perf_counter()
             self.on.queue.read_buffer(big.buffer, 0, 1 << 26)
             theirs = min(theirs, time.perf_counter() - began)
-        note = f"per batched call {best * 1e4:.1f} us; 64 MiB back {ours * 1e3:.1f} ms, read_buffer {theirs * 1e3:.1f}"
+        back = f"64 MiB back {ours * 1e3:.1f} ms, read_buffer {theirs * 1e3:.1f}"
+        note = f"per batched call {best * 1e4:.1f} us; {back}"
         return {"ms": best * 10, "note": note}
 
     def torch(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash.backends.webgpu.calls import call_of, sizes_of
+from polyflash.backends.webgpu.calls import sizes_of
 from polyflash.backends.webgpu.configs import ROW, TILE, Variant
 from polyflash.backends.webgpu.device import Device
-from polyflash.backends.webgpu.forward import Plan, Prepared, launch_forward
+from polyflash.backends.webgpu.forward import Plan, launch_forward, prepare
 from polyflash.backends.webgpu.tensor import GpuTensor
 from polyflash.reference import attention_reference
 from polyflash.spec import Arguments
@@ -45,8 +45,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of one variant, with nothing between."""
     q, k, v = (GpuTensor.of(x) for x in tensors)
-    call = call_of(sizes_of(q, k, v), args)
-    out, lse = launch_forward(q, k, v, Prepared(call, on.upload(call.words), plan or Plan(variant)), True)
+    args = args._replace(need_lse=True)
+    out, lse = launch_forward(q, k, v, prepare(on, sizes_of(q, k, v), q.dtype, args, plan or Plan(variant)))
+    assert lse is not None
     return out.torch(), lse.torch()
 
 

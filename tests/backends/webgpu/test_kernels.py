@@ -33,12 +33,12 @@ class Guarded:
 
     def __init__(self, on: Device, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on, self.blocks = on, list[Block]()
-        self.empty, self.launch = on.empty, on.launch
+        self.empty, self.record = on.empty, on.record
         monkeypatch.setattr(on, "empty", self.guarded)
-        monkeypatch.setattr(on, "launch", self.launched)
+        monkeypatch.setattr(on, "record", self.recorded)
         monkeypatch.setattr(on, "calls", {})
 
-    def guarded(self, nbytes: int) -> Block:
+    def guarded(self, nbytes: int, kernels_alone: bool = False) -> Block:
         held = -(-nbytes // 4) * 4
         block = self.empty(held + 2 * GUARD)
         self.on.write(block, np.full(held + 2 * GUARD, FILL, np.uint8))
@@ -46,9 +46,9 @@ class Guarded:
         self.blocks.append(block)
         return block
 
-    def launched(self, kernel: Any, params: bytes, blocks: Any, grid: Any) -> None:
+    def recorded(self, command: Any, blocks: Any) -> None:
         wide = [SimpleNamespace(buffer=b.buffer, offset=b.offset, nbytes=b.nbytes + GUARD) for b in blocks]
-        self.launch(kernel, params, wide, grid)
+        self.record(command, wide)
 
     def check(self) -> None:
         for block in self.blocks:
@@ -152,7 +152,7 @@ MISTAKES = {
     ),
     "no rescale": ("forward_tile.wgsl", "acc[{i}][{c}] *= alpha;", "", "tile"),
     "no rescale of a row": (
-        "forward_row.wgsl", "acc[{c}] = acc[{c}] * alpha + p.x", "acc[{c}] = acc[{c}] + p.x", "row"
+        "forward_row.wgsl", "acc[{i}][{c}] *= factor;", "", "row"
     ),
     "no wait for keys": (
         "forward_tile.wgsl", "load_keys(at, j0, t);\n    workgroupBarrier();", "load_keys(at, j0, t);", "tile"

@@ -129,8 +129,8 @@ def fours(channels: int) -> int:
 
 
 def key_vectors(d4: int) -> int:
-    """Vectors that a key of `tile` takes in workgroup memory: a multiple of eight is permuted, others are made
-    odd, so that keys side by side begin in different banks."""
+    """Vectors that a key of `tile` takes in workgroup memory, so that keys side by side begin in different
+    banks: a multiple of eight is permuted, others are made odd."""
     return d4 if d4 % 8 == 0 else d4 | 1
 
 
