@@ -47,13 +47,14 @@ class Clock:
 
     def median(self, work: Callable[[], Any]) -> float:
         """Seconds of one `work`: the median of batches, once the device is warm."""
-        count, spent, began = 1, self.of(work), time.perf_counter()
+        count, began = 1, time.perf_counter()
+        spent = self.of(work)
         while spent < LEAST and count < 512:
             count = min(512, max(2 * count, int(1.2 * count * LEAST / max(spent, 1e-6))))
             spent = self.of(work, count)
         while time.perf_counter() - began < WARM:
             self.of(work, count)
-        return statistics.median(self.of(work, count) for _ in range(ROUNDS)) / count
+        return statistics.median([self.of(work, count) for _ in range(ROUNDS)]) / count
 
 
 def _rows(length: int) -> np.ndarray:
@@ -66,10 +67,12 @@ def wrong(got: np.ndarray, want: np.ndarray) -> float:
     return float(error) if math.isfinite(error) else math.inf
 
 
-def forward_error(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None, causal: bool
-) -> float:
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # q, k, v
+
+
+def forward_error(given: Arrays, out: np.ndarray, lse: np.ndarray | None, causal: bool) -> float:
     """Of some rows of the first and the last head, against float64."""
+    q, k, v = given
     worst, group, rows = 0.0, q.shape[1] // k.shape[1], _rows(q.shape[2])
     for b, h in ((0, 0), (q.shape[0] - 1, q.shape[1] - 1)):
         scores = q[b, h, rows].astype(np.float64) @ k[b, h // group].T.astype(np.float64)
@@ -87,10 +90,15 @@ def forward_error(
 
 
 def gradient_errors(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, out: np.ndarray, lse: np.ndarray,
-    causal: bool, got: dict[str, np.ndarray],
-) -> float:  # fmt: skip
+    given: Arrays,
+    dout: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    causal: bool,
+    got: dict[str, np.ndarray],
+) -> float:
     """The largest of dq, dk and dv, at some rows and keys of the last head; `out` and `lse` are given."""
+    q, k, v = given
     b, h, scale = q.shape[0] - 1, q.shape[1] - 1, 1 / math.sqrt(q.shape[3])
     rows, keys = _rows(q.shape[2]), _rows(k.shape[2])
     one = {n: x[b, h].astype(np.float64) for n, x in {"q": q, "k": k, "v": v, "do": dout, "o": out}.items()}

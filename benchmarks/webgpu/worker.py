@@ -163,7 +163,7 @@ class Worker:
         work()
         got = out.numpy()
         built = time.perf_counter() - began
-        error = forward_error(*arrays, got, lse.numpy(), causal)
+        error = forward_error(arrays, got, lse.numpy(), causal)
         seconds = self.clock.median(work)
         pairs = shape.seqlen * (shape.seqlen + 1) / 2 if causal else shape.seqlen**2
         rate = 4 * shape.batch * shape.heads * pairs * shape.head_dim / seconds / 1e12
@@ -199,7 +199,7 @@ class Worker:
         work()
         got = dict(zip(("dq", "dk", "dv"), (x.numpy() for x in made), strict=True))
         built = time.perf_counter() - began
-        error = gradient_errors(*arrays, dout, out.numpy(), sums, causal, got)
+        error = gradient_errors(arrays, dout, out.numpy(), sums, causal, got)
         seconds = self.clock.median(work)
         pairs = shape.seqlen * (shape.seqlen + 1) / 2 if causal else shape.seqlen**2
         flops = 10 * shape.batch * shape.heads * pairs * shape.head_dim
@@ -224,7 +224,7 @@ class Worker:
         def work() -> GpuTensor:
             return forward.launch_forward(q, k, v, prepared)[0]
 
-        error = forward_error(*arrays, work().numpy(), None, False)
+        error = forward_error(arrays, work().numpy(), None, False)
         seconds = self.clock.median(work)
         rate = (k.nbytes + v.nbytes) / seconds / 1e9
         note = f"{plan.variant.name} {plan.num_splits} splits"

@@ -71,6 +71,14 @@ class Variant(NamedTuple):
         return 4 * self.rn4 * (self.tx if self.template == TILE else 1)
 
 
+def title(v: Variant) -> str:
+    """A variant in words, as tables name it."""
+    how = " subgroup" if v.subgroups else ""
+    if v.template == TILE:
+        return f"tile {v.tx}x{v.ty} {v.rm}x{4 * v.rn4}{how}"
+    return f"row {v.lanes}x{v.rm} {v.tx}t {v.keys}k{' early' if v.early else ''}"
+
+
 # First choices by kind of device, each followed by the rest. Measured with 1 x 8 x 512 x 64 fp32 on Mesa 22.3
 # lavapipe (see docs/webgpu.md) for "cpu"; for "discrete" taken from runs of a prototype on an H200 through
 # Vulkan, in which subgroups made 1.0 to 1.1 of shared memory; for "integrated" not measured.
