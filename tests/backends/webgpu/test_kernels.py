@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import polyflash
-from polyflash.backends.webgpu import render
+from polyflash.backends.webgpu import configs, render
 from polyflash.backends.webgpu.configs import TILE, Variant
 from polyflash.backends.webgpu.device import Block, Device
 from polyflash.backends.webgpu.forward import Plan
 from polyflash.reference import attention_reference
 from polyflash.spec import Arguments
-from tests.backends.webgpu.call import TEMPLATES, attend, off, qkv
+from tests.backends.webgpu.call import GRADIENTS, TEMPLATES, attend, off, qkv
 
 CALLS: dict[str, tuple[Arguments, dict[str, Any]]] = {
     "full": (Arguments(), {}),
@@ -62,8 +62,8 @@ class Guarded:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("call", CALLS)
 def test_writes_every_element_and_no_other(on: Device, name: str, call: str, monkeypatch: pytest.MonkeyPatch):
-    if TEMPLATES[name].subgroups and not on.limits.subgroup:
-        pytest.skip("no subgroups here")
+    if TEMPLATES[name].subgroups and on.limits.subgroup < 4:
+        pytest.skip(f"subgroups of {on.limits.subgroup} lanes")
     args, options = CALLS[call]
     guards, tensors = Guarded(on, monkeypatch), qkv()
     out, lse = attend(on, TEMPLATES[name], tensors, args)
@@ -104,6 +104,23 @@ def test_splits_and_gradients_between_guards(on: Device, dtype: Any, monkeypatch
     attention_reference(*exact, causal=True).out.square().sum().backward()
     for x, y in zip(ours, exact, strict=True):
         assert float((x.grad.double() - y.grad).norm() / y.grad.norm()) < 5 * bound
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_every_template(on: Device, name: str, monkeypatch: pytest.MonkeyPatch):
+    variant = GRADIENTS[name]
+    if variant.lanes > max(1, on.limits.subgroup):
+        pytest.skip(f"subgroups of {on.limits.subgroup} lanes")
+    monkeypatch.setattr(configs, "gradient_variants", lambda dims, limits: (variant, variant))
+    guards = Guarded(on, monkeypatch)
+    for options in ({}, {"causal": True}, {"window": (9, 30), "softcap": 2.0}):
+        ours = [x.requires_grad_() for x in qkv(50, 50, dims=(32, 32))]
+        polyflash.attention(*ours, backend="webgpu", **options).square().sum().backward()
+        exact = [x.detach().double().requires_grad_() for x in ours]
+        attention_reference(*exact, **options).out.square().sum().backward()
+        for x, y in zip(ours, exact, strict=True):
+            assert float((x.grad.double() - y.grad).norm() / y.grad.norm()) < 2e-6
+    guards.check()
 
 
 def test_float16_with_and_without_the_device_s_own(on: Device, monkeypatch: pytest.MonkeyPatch):
@@ -166,6 +183,31 @@ MISTAKES = {
     "no wait for values": (
         "forward_tile.wgsl", "load_values(at, j0, t);\n    workgroupBarrier();", "load_values(at, j0, t);",
         "tile",
+    ),
+    "no wait for a block": (
+        "forward_row.wgsl", "store_tile(t, &next);\n    workgroupBarrier();", "store_tile(t, &next);", "row"
+    ),
+    "a lane keeps the half it gave": (
+        "lanes.wgsl", "return select(lower, upper, is_upper) +", "return select(upper, lower, is_upper) +",
+        "4 lanes, 4 rows",
+    ),
+    "another row's weights": (
+        "lanes.wgsl", "{ return subgroupShuffle(x, lane0 + i * LANES / RM); }\nfn number",
+        "{ return subgroupShuffle(x, lane0); }\nfn number", "4 lanes, 2 rows",
+    ),
+    "half of a score": (
+        "lanes.wgsl", "sum += subgroupShuffleXor(sum, far);", "", "4 lanes, 2 rows"
+    ),
+    "keys beyond the last": (
+        "load_tile.wgsl", "select(vec4<f32>(0.0), w, j < at.kv_end);\n  }\n//: end\n//: for y < V_TURNS",
+        "vec4<f32>(0.0);\n  }\n//: end\n//: for y < V_TURNS", "2 lanes, 4 rows, early",
+    ),
+    "a block is read twice": (
+        "forward_row.wgsl", "fetch_tile(at, j0 + BN, t, &next);", "fetch_tile(at, j0, t, &next);",
+        "2 lanes, 4 rows, early",
+    ),
+    "keys of a vector mixed up": (
+        "forward_tile.wgsl", "key_at(j % 4u * BN4 + j / 4u,", "key_at(j,", "tile of 8 rows and keys"
     ),
 }  # fmt: skip
 

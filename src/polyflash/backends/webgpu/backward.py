@@ -18,7 +18,7 @@ from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_
 from polyflash.backends.webgpu.chunks import Chunk, chunks
 from polyflash.backends.webgpu.configs import fours
 from polyflash.backends.webgpu.device import Block
-from polyflash.backends.webgpu.forward import dispatches, flat_grid, stored
+from polyflash.backends.webgpu.forward import dispatches, flat_grid, stored, trusted_limits
 from polyflash.backends.webgpu.render import Buffer, Kernel
 from polyflash.backends.webgpu.tensor import GpuTensor
 
@@ -36,12 +36,11 @@ def kernels_of(
     flags: dict[str, int],
     kind: str,
     limits: configs.Limits,
-    pinned: tuple[configs.Variant, configs.Variant] | None = None,
+    variants: tuple[configs.Variant, configs.Variant],
 ) -> tuple[Kernel, Kernel, Kernel, Kernel]:
     """delta, dq, dkv and dbias: no length is in them."""
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
-    of_dq, of_dkv = pinned or 2 * (configs.gradient_variant((d4, dv4), limits),)
-    constants, of_keys = (tuple({**flags, **configs.constants(x, d4, dv4)}.items()) for x in (of_dq, of_dkv))
+    constants, of_keys = (tuple({**flags, **configs.constants(x, d4, dv4)}.items()) for x in variants)
     unrolled = configs.UNROLLED[limits.kind]
     q, k, v, dout = (Buffer(name, kind) for name in ("q", "k", "v", "dout"))
     rows, walk = Buffer("rows", "vec2<f32>"), ("stages.wgsl", "gradient.wgsl")
@@ -129,7 +128,9 @@ def _differentiate(
     held = [GpuTensor.of(x) for x in (given.q, k, v, given.dout)]
     on, sizes = held[0].device, sizes_of(*held[:3])
     call = call_of(sizes, part.arguments(args))
-    delta, dq, dkv, dbias = kernels_of(sizes, call.flags, stored(given.q.dtype, on), on.limits)
+    variants = configs.gradient_variants((fours(sizes.head_dim), fours(sizes.head_dim_v)), trusted_limits(on))
+    made_of = sizes, call.flags, stored(given.q.dtype, on), on.limits, variants
+    delta, dq, dkv, dbias = kernels_of(*made_of)
     zero = torch.zeros_like(given.lse) if given.dlse is None else given.dlse
     rows = on.upload(np.ascontiguousarray(torch.stack((given.lse, zero), -1).float().numpy()))
     words = on.upload(call.words)

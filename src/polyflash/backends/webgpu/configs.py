@@ -94,6 +94,8 @@ _ROWS = (Variant(ROW, 64, rn4=4),)
 # unrolled one takes seconds to compile (lavapipe, head_dim 128: 7 s against 0.2 s, and 0.8 of the speed).
 UNROLLED = {"discrete": 32, "integrated": 32, "cpu": 8}
 RANKING = {"discrete": (*_ROWS, *_TILES), "integrated": (*_TILES, *_ROWS), "cpu": (*_TILES, *_ROWS)}
+# Of dq, and of dk and dv.
+GRADIENTS = {kind: (_ROWS, _ROWS) for kind in RANKING}
 # Few rows per kv head: as many keys side by side as fit.
 _FEW_ROWS = (
     Variant(TILE, 8, 8, 1, 1),
@@ -227,11 +229,19 @@ def resolve(config: Config, dims: tuple[int, int], limits: Limits, few_rows: boo
     raise spec_error("config", f"{got.template}, subgroups={got.subgroups}", wanted, "Drop the config.")
 
 
-def gradient_variant(dims: tuple[int, int], limits: Limits) -> Variant:
-    """Both gradient kernels have a row, or a key, per thread, and two numbers of each row beside the tile."""
-    d4, dv4 = dims
-    room = limits.workgroup_bytes - 4 * 4 * 4 * 8
-    return fitted_row(_ROWS[0], d4, dv4, limits._replace(workgroup_bytes=room))
+def gradient_variants(dims: tuple[int, int], limits: Limits) -> tuple[Variant, Variant]:
+    """The variants of dq, which keeps rows, and of dk and dv, which keep keys: the first legal ones."""
+    of_dq, of_dkv = (next(_legal_gradients(table, dims, limits)) for table in GRADIENTS[limits.kind])
+    return of_dq, of_dkv
+
+
+def _legal_gradients(table: tuple[Variant, ...], dims: tuple[int, int], limits: Limits) -> Iterator[Variant]:
+    """Two numbers of each row are beside a tile."""
+    for variant in table:
+        room = limits._replace(workgroup_bytes=limits.workgroup_bytes - 8 * variant.keys)
+        fitted = fitted_row(variant, *dims, room)
+        if not why_illegal(fitted, *dims, room):
+            yield fitted
 
 
 def splits(rows_of_tiles: int, keys: int, block: int, cores: int) -> tuple[int, int]:
