@@ -3,8 +3,8 @@
     python -m benchmarks.webgpu --json build/webgpu.json
 
 Each variant is compiled and timed by a child process, which is killed if a driver's compiler takes longer
-than PATIENCE seconds, as one did with a tile of 16 x 16 threads. Where torch has CUDA, its fp32 attention and our
-Triton kernel are timed beside them.
+than PATIENCE seconds, as one did with a tile of 16 x 16 threads. Where torch has CUDA, its fp32 attention and
+our Triton kernel are timed beside them.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m benchmarks.webgpu.ladder --json build/ladder.json
 
 The mappings of an earlier WGSL system, written anew: a thread per element; 256 threads for four outputs, 64
-threads of which share the keys of one, where an output is an element or a row; a workgroup per row. And what it
-claimed of each of its steps, one at a time. float32, full rows; rates count 4 * rows * keys * head_dim
-operations per head, however many a mapping repeats. Outputs are compared with float64.
+threads of which share the keys of one, where an output is an element or a row; a workgroup per row. And its
+later steps, one at a time. float32, full rows; rates count 4 * rows * keys * head_dim operations per head,
+however many a mapping repeats. Outputs are compared with float64.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ class Mapping(NamedTuple):
     row_per_workgroup: bool = False
 
     def kernel(self) -> Kernel:
-        numbers = self._replace(unit=self.unit == "row")._asdict()
+        numbers = {**self._asdict(), "unit": self.unit == "row"}
         return _Text("main", (), _BUFFERS, tuple((name, int(x)) for name, x in numbers.items()), ())
+
+    def lacks(self, limits: configs.Limits) -> bool:
+        return (self.half and not limits.float16) or (self.subgroup and not limits.subgroup)
 
     def text(self) -> str:
         return (_row_text if self.row_per_workgroup else _split_text)(self)
@@ -162,7 +165,8 @@ def _split_text(m: Mapping) -> str:
     names = [f"d0 + {i}u" for i in range(step)]
     if m.threads > 1:
         given = ", ".join(f"acc[{name}] * factor" for name in names)
-        text += f"    let sums = total_{step}(t, lane, {f'array<{wide}, 4>({given})' if step > 1 else given} SG);\n"
+        given = f"array<{wide}, 4>({given})" if step > 1 else given
+        text += f"    let sums = total_{step}(t, lane, {given} SG);\n"
     else:
         text += "    let sums = acc[d0];\n"
     text += "    if (lane == 0u && row < n.rows) {\n"
@@ -174,7 +178,7 @@ def _split_text(m: Mapping) -> str:
 
 
 def _trees(m: Mapping, nt: int, wide: str) -> str:
-    """Reductions over the threads of an output: by subgroups and then workgroup memory, or by a tree in it."""
+    """Reductions over the threads of an output: by subgroups and then workgroup memory, or a tree in it."""
     step = 4 if m.fused and m.unit == "row" else 1
     kind = f"array<{wide}, 4>" if step > 1 else wide
     text = f"var<workgroup> numbers: array<f32, {nt}>;\nvar<workgroup> parts: array<{kind}, {nt}>;\n"
@@ -204,13 +208,14 @@ def _trees(m: Mapping, nt: int, wide: str) -> str:
 
 def _reduction(m: Mapping, name: str, kind: str, array: str, join: str, subgroup: str, least: str) -> str:
     if m.subgroup:
+        joined, end = join.format("all", f"{array}[i]"), f"t - lane + {m.threads}u"
         return f"""fn {name}(t: u32, lane: u32, x: {kind}, size: u32, place: u32) -> {kind} {{
   let own = {subgroup}(x);
   workgroupBarrier();
   if (place == 0u) {{ {array}[t] = own; }}
   workgroupBarrier();
   var all = {least};
-  for (var i = t - lane; i < t - lane + {m.threads}u; i += size) {{ all = {join.format("all", f"{array}[i]")}; }}
+  for (var i = t - lane; i < {end}; i += size) {{ all = {joined}; }}
   return all;
 }}
 """
@@ -321,9 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         d4 = DIM // 4
         arms |= {f"ours: {configs.title(v)}": v for v in configs.variants((d4, d4), on.limits)}
         for name, arm in arms.items():
-            if isinstance(arm, Mapping) and (
-                arm.half > on.limits.float16 or arm.subgroup > on.limits.subgroup
-            ):
+            if isinstance(arm, Mapping) and arm.lacks(on.limits):
                 continue
             if before.get(name, 0.0) > SLOW:
                 print(f"{length:5d}  {name:42s} left out: too slow here", flush=True)

@@ -63,8 +63,8 @@ def _rows(length: int) -> np.ndarray:
 
 def wrong(got: np.ndarray, want: np.ndarray) -> float:
     """Error relative to the size of a result; infinite for a NaN."""
-    error = np.linalg.norm(got.astype(np.float64) - want) / max(1e-30, np.linalg.norm(want))
-    return float(error) if math.isfinite(error) else math.inf
+    error = float(np.linalg.norm(got.astype(np.float64) - want)) / max(1e-30, float(np.linalg.norm(want)))
+    return error if math.isfinite(error) else math.inf
 
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]  # q, k, v

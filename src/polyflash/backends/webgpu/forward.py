@@ -198,7 +198,7 @@ def trusted(on: Device, config: Config, dims: tuple[int, int], few_rows: bool) -
     compiled right kernels wrong."""
     if config.template != configs.AUTO:
         return configs.resolve(config, dims, on.limits, few_rows)
-    failed = []
+    failed: list[str] = []
     for variant in configs.variants(dims, on.limits, few_rows):
         known = variant.name in on.trusted
         if _is_right(on, variant):
