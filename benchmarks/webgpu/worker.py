@@ -14,7 +14,7 @@ from polyflash import webgpu
 from polyflash.backends.webgpu import configs, device, forward
 from polyflash.backends.webgpu.backward import kernels_of, walk
 from polyflash.backends.webgpu.calls import PARAMS, Sizes, call_of
-from polyflash.backends.webgpu.configs import ROW, TILE, Config, Variant, fours
+from polyflash.backends.webgpu.configs import ROW, TILE, Config, Variant, fours, lanes
 from polyflash.backends.webgpu.device import Block
 from polyflash.backends.webgpu.render import Buffer, Kernel
 from polyflash.backends.webgpu.tensor import GpuTensor
@@ -35,10 +35,6 @@ STEPS = {
     "large": [Shape(4, 32, 8, 32768, 128), Shape(4, 32, 8, 32768, 64), Shape(1, 32, 8, 8192, 128)],
     "tiny": [Shape(1, 8, 2, 1024, 64)],
 }
-
-
-def lanes(count: int, rows: int, threads: int = 64, rn4: int = 4, early: bool = False) -> Variant:
-    return Variant(ROW, threads, rm=rows, rn4=rn4, subgroups=count > 1, lanes=count, early=early)
 
 
 def _named() -> dict[str, Variant]:
@@ -178,11 +174,12 @@ class Worker:
         sizes, sums = forward.sizes_of(q, k, v), lse.numpy() if lse else arrays[0]
         call = call_of(sizes, args)
         kernels = kernels_of(sizes, call.flags, "float32", on.limits, (variant, variant))
-        words, rows = on.upload(call.words), on.upload(np.stack((sums, np.zeros_like(sums)), -1))
+        words, before = on.upload(call.words), on.upload(np.stack((sums, np.zeros_like(sums)), -1))
+        rows = on.empty(before.nbytes)
         made = [GpuTensor.empty(x.shape) for x in (q, k, v)]
         blocks = [words, q.block, k.block, v.block, like.block, rows]
         grid, stride = forward.flat_grid(on, call.numbers["rows_total"])
-        own = [words, out.block, like.block, rows]
+        own = [words, out.block, like.block, before, rows]
         parts: list[Callable[[], None]] = [
             lambda: on.launch(kernels[0], call.params({"stride_y": stride}), own, grid),
             lambda: walk(kernels[1], shape.seqlen, shape.heads, [*blocks, made[0].block], sizes, call),

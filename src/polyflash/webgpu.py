@@ -115,8 +115,7 @@ def _prepared(q: GpuTensor, k: GpuTensor, v: GpuTensor, options: Options) -> for
     like = [torch.empty((1,), dtype=x.dtype, device="cpu").expand(x.shape) for x in (q, k, v)]
     torch_ops.check(like[0], like[1], like[2], args)
     spec = without_gradients(spec_of(like[0], like[1], like[2], args))
-    known = target.parse("webgpu")
-    launch = plan.select(spec, known, backends.TABLE, backend="webgpu", config=args.config)
+    launch = plan.select(spec, target.detect("cpu"), backends.TABLE, backend="webgpu", config=args.config)
     return forward.prepared_of(q, k, v, args, launch.config, launch.row.phase is Phase.DECODE)
 
 

@@ -62,7 +62,7 @@ def test_what_a_device_cannot_run_is_refused():
 
 def test_gradients_fit_the_least_device():
     d4 = configs.MAX_GRADIENT_DIM // 4
-    variants = configs.gradient_variants((d4, d4), FLOOR)
+    variants = configs.gradient_variants((d4, d4), FLOOR, Config())
     kernels = kernels_of(Sizes(1, 1, 1, 1, 1, 4 * d4, 4 * d4), _FLAGS, "float32", FLOOR, variants)
     assert max(workgroup_bytes_of(kernel.text()) for kernel in kernels) <= FLOOR.workgroup_bytes
 

@@ -111,7 +111,7 @@ def test_gradients_of_every_template(on: Device, name: str, monkeypatch: pytest.
     variant = GRADIENTS[name]
     if variant.lanes > max(1, on.limits.subgroup):
         pytest.skip(f"subgroups of {on.limits.subgroup} lanes")
-    monkeypatch.setattr(configs, "gradient_variants", lambda dims, limits: (variant, variant))
+    monkeypatch.setattr(configs, "gradient_variants", lambda *_: (variant, variant))
     guards = Guarded(on, monkeypatch)
     for options in ({}, {"causal": True}, {"window": (9, 30), "softcap": 2.0}):
         ours = [x.requires_grad_() for x in qkv(50, 50, dims=(32, 32))]

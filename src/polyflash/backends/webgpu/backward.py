@@ -16,9 +16,9 @@ import torch
 from polyflash.backends.webgpu import configs, device
 from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_of
 from polyflash.backends.webgpu.chunks import Chunk, chunks
-from polyflash.backends.webgpu.configs import fours
+from polyflash.backends.webgpu.configs import Config, fours
 from polyflash.backends.webgpu.device import Block
-from polyflash.backends.webgpu.forward import dispatches, flat_grid, stored, trusted_limits
+from polyflash.backends.webgpu.forward import dispatches, flat_grid, stored, tried, trusted_limits
 from polyflash.backends.webgpu.render import Buffer, Kernel
 from polyflash.backends.webgpu.tensor import GpuTensor
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
 
+__all__ = ("Needs", "kernels_of", "run", "tried", "walk")
 Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
 
 
@@ -48,7 +49,7 @@ def kernels_of(
     delta = Kernel(
         "delta",
         ("stages.wgsl", "backward_delta.wgsl"),
-        (Buffer("result", kind), dout, rows._replace(written=True)),
+        (Buffer("result", kind), dout, rows._replace(name="given"), rows._replace(written=True)),
         (("DV4", dv4), ("BN", 4), ("BM", 4)),
         PARAMS,
     )
@@ -98,7 +99,7 @@ def run(
         for part in chunks(q, k, v, args, device.current().limits):
             of, own_dlse = part.of_q, None if dlse is None else part.of_q(dlse)
             given = Given(of(q), of(dout), of(out), of(lse), own_dlse)
-            rows = _differentiate(part, given, part.of_k(k), part.of_k(v), args, totals)
+            rows = _differentiate(part, given, part.of_k(k), part.of_k(v), args, launch.config, totals)
             if totals[4] is not None:
                 _add_sinks(part, rows, args, totals[4])
     finished = zip(totals, (q, k, v, args.bias, args.sinks), strict=True)
@@ -121,18 +122,26 @@ class Given(NamedTuple):
 
 
 def _differentiate(
-    part: Chunk, given: Given, k: Tensor, v: Tensor, args: Arguments, totals: list[Tensor | None]
+    part: Chunk,
+    given: Given,
+    k: Tensor,
+    v: Tensor,
+    args: Arguments,
+    config: Config,
+    totals: list[Tensor | None],
 ) -> Tensor:
     """Adds a chunk's dq, dk, dv and dbias to `totals`; returns its (lse, delta) per row, (batch, query heads,
     rows, 2)."""
     held = [GpuTensor.of(x) for x in (given.q, k, v, given.dout)]
     on, sizes = held[0].device, sizes_of(*held[:3])
     call = call_of(sizes, part.arguments(args))
-    variants = configs.gradient_variants((fours(sizes.head_dim), fours(sizes.head_dim_v)), trusted_limits(on))
+    dims = fours(sizes.head_dim), fours(sizes.head_dim_v)
+    variants = configs.gradient_variants(dims, trusted_limits(on), config)
     made_of = sizes, call.flags, stored(given.q.dtype, on), on.limits, variants
     delta, dq, dkv, dbias = kernels_of(*made_of)
     zero = torch.zeros_like(given.lse) if given.dlse is None else given.dlse
-    rows = on.upload(np.ascontiguousarray(torch.stack((given.lse, zero), -1).float().numpy()))
+    before = on.upload(np.ascontiguousarray(torch.stack((given.lse, zero), -1).float().numpy()))
+    rows = on.empty(before.nbytes)
     words = on.upload(call.words)
     blocks = [words, *(x.block for x in held), rows]
     own_bias = None if totals[3] is None else part.plane(totals[3])
@@ -141,8 +150,8 @@ def _differentiate(
         made.append(GpuTensor.empty((own_bias.numel(),)))
     with on.batch():
         grid, stride = flat_grid(on, call.numbers["rows_total"])
-        before = [words, GpuTensor.of(given.out).block, held[3].block, rows]
-        on.launch(delta, call.params({"stride_y": stride}), before, grid)
+        own = [words, GpuTensor.of(given.out).block, held[3].block, before, rows]
+        on.launch(delta, call.params({"stride_y": stride}), own, grid)
         if totals[0] is not None:
             walk(dq, call.rows, sizes.num_q_heads, [*blocks, made[0].block], sizes, call)
         if totals[1] is not None or totals[2] is not None:

@@ -5,12 +5,14 @@ variant that needs more is refused here: wgpu-native checks nothing. Rankings ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyflash.backends.gpu.configs import check, option
 from polyflash.errors import spec_error
+from polyflash.spec import Phase
 
 if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
@@ -20,6 +22,7 @@ AUTO, TILE, ROW = "auto", "tile", "row"
 MAX_HEAD_DIM, MAX_GRADIENT_DIM = 512, 480  # of four keys in the least workgroup memory
 LEAST_SPLIT = 256  # keys
 MOST_SPLITS = 64
+MOST_KEYS = 32  # of a block of `row`
 
 
 class Limits(NamedTuple):
@@ -79,9 +82,13 @@ def title(v: Variant) -> str:
     return f"row {v.lanes}x{v.rm} {v.tx}t {v.keys}k{' early' if v.early else ''}"
 
 
-# First choices by kind of device, each followed by the rest. Measured with 1 x 8 x 512 x 64 fp32 on Mesa 22.3
-# lavapipe (see docs/webgpu.md) for "cpu"; for "discrete" taken from runs of a prototype on an H200 through
-# Vulkan, in which subgroups made 1.0 to 1.1 of shared memory; for "integrated" not measured.
+def lanes(count: int, rows: int, threads: int, rn4: int, early: bool = False) -> Variant:
+    """A `row` variant whose rows `count` threads share."""
+    return Variant(ROW, threads, rm=rows, rn4=rn4, subgroups=count > 1, lanes=count, early=early)
+
+
+# First choices by kind of device, each followed by the rest. "cpu": measured with 1 x 8 x 512 x {64, 128} fp32
+# on Mesa 22.3 lavapipe, whose subgroups have 8 lanes (docs/webgpu.md). "integrated": not measured.
 _TILES = (
     Variant(TILE, 4, 8, 4, 2),
     Variant(TILE, 8, 8, 4, 1),
@@ -89,29 +96,51 @@ _TILES = (
     Variant(TILE, 4, 8, 2, 1),
     Variant(TILE, 4, 8, 1, 1),
 )
-_ROWS = (Variant(ROW, 64, rn4=4),)
+_ROWS = (lanes(1, 1, 64, 4),)
+_SHARED_ROWS = (lanes(8, 8, 64, 4), lanes(4, 4, 64, 4), lanes(2, 2, 64, 4))
 # A register array that is indexed in a loop is memory. On a CPU that costs nothing, while the long text of an
 # unrolled one takes seconds to compile (lavapipe, head_dim 128: 7 s against 0.2 s, and 0.8 of the speed).
 UNROLLED = {"discrete": 32, "integrated": 32, "cpu": 8}
-RANKING = {"discrete": (*_ROWS, *_TILES), "integrated": (*_TILES, *_ROWS), "cpu": (*_TILES, *_ROWS)}
+RANKING = {
+    "discrete": (*_SHARED_ROWS, *_ROWS, *_TILES),
+    "integrated": (*_TILES, *_ROWS),
+    "cpu": (*_SHARED_ROWS, *_TILES, *_ROWS),
+}
 # Of dq, and of dk and dv.
-GRADIENTS = {kind: (_ROWS, _ROWS) for kind in RANKING}
+GRADIENTS = {kind: ((*_SHARED_ROWS, *_ROWS), (*_SHARED_ROWS, *_ROWS)) for kind in RANKING}
 # Few rows per kv head: as many keys side by side as fit.
-_FEW_ROWS = (
-    Variant(TILE, 8, 8, 1, 1),
+_FEW = (
     Variant(TILE, 8, 4, 1, 1),
+    Variant(TILE, 8, 8, 1, 1),
     Variant(TILE, 4, 8, 1, 1),
     Variant(TILE, 4, 4, 1, 1),
     *_ROWS,
 )
+FEW_ROWS = {kind: _FEW for kind in RANKING}
+
+
+def _both(variant: Variant) -> tuple[Variant, ...]:
+    """A tile by subgroups and without; others as they are."""
+    return (variant._replace(subgroups=True), variant) if variant.template == TILE else (variant,)
+
+
+NAMED = {
+    title(each): each
+    for table in (*RANKING.values(), *FEW_ROWS.values(), *itertools.chain(*GRADIENTS.values()))
+    for variant in table
+    for each in _both(variant)
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`auto`: the first variant of the device's ranking that is legal, which is known when a device is."""
+    """`auto`: the first variant of the device's ranking that is legal, which is known when a device is.
+    `variant` names one instead, of gradients that of dq, and `of_keys` that of dk and dv."""
 
     template: str = option(AUTO, TILE, ROW, default=AUTO, switched=(TILE, ROW), tuned=(TILE, ROW))
     subgroups: bool = option(False, True, default=False)
+    variant: str = option("", *NAMED, default="", wanted="a variant's name", switched=())
+    of_keys: str = option("", *NAMED, default="", wanted="a variant's name", switched=())
 
     def __post_init__(self) -> None:
         check(self)
@@ -120,7 +149,8 @@ class Config:
         copied = (
             "CPU tensors are copied to the device and the result back; polyflash.webgpu.GpuTensor stays there"
         )
-        how = "the template is chosen by the device's limits" if self.template == AUTO else self.template
+        chosen = "the template is chosen by the device's limits" if self.template == AUTO else self.template
+        how = self.variant or chosen
         return (copied, how) if spec.device == "cpu" else (how,)
 
 
@@ -129,8 +159,14 @@ def choose(spec: AttentionSpec, target: Target) -> Config:
 
 
 def candidates(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
-    """Configs worth timing."""
-    return (Config(), Config(TILE), Config(TILE, subgroups=True), Config(ROW))
+    """Configs worth timing; those that a device cannot run say so when they are tried."""
+    if spec.phase is Phase.BACKWARD:
+        tables = [dict.fromkeys(itertools.chain(*(pair[i] for pair in GRADIENTS.values()))) for i in (0, 1)]
+        pairs = itertools.product(*(map(title, table) for table in tables))
+        return tuple(Config(variant=rows, of_keys=keys) for rows, keys in pairs)
+    ranked = (FEW_ROWS if spec.phase is Phase.DECODE else RANKING).values()
+    each = itertools.chain(*map(_both, dict.fromkeys(itertools.chain(*ranked))))
+    return tuple(Config(variant=title(variant)) for variant in each)
 
 
 def fours(channels: int) -> int:
@@ -169,7 +205,9 @@ def why_illegal(variant: Variant, d4: int, dv4: int, limits: Limits) -> str:
 
 
 def fitted_row(variant: Variant, d4: int, dv4: int, limits: Limits) -> Variant:
-    """A `row` variant with as many keys to a block as there is room for."""
+    """A `row` variant with as many keys to a block as there is room for; others as they are."""
+    if variant.template != ROW:
+        return variant
     group = 4 * (d4 + dv4) * 16  # bytes
     return variant._replace(rn4=max(1, min(variant.rn4, limits.workgroup_bytes // group)))
 
@@ -207,17 +245,18 @@ def constants(variant: Variant, d4: int, dv4: int) -> dict[str, int]:
     }
 
 
-def variants(spec_dims: tuple[int, int], limits: Limits, few_rows: bool = False) -> Iterator[Variant]:
+def variants(dims: tuple[int, int], limits: Limits, few_rows: bool = False) -> Iterator[Variant]:
     """The legal variants for (d4, dv4), best first. `row` fits every device and is among them."""
-    for variant in _FEW_ROWS if few_rows else RANKING[limits.kind]:
-        fitted = fitted_row(variant, *spec_dims, limits) if variant.template == ROW else variant
-        for each in (fitted._replace(subgroups=True), fitted) if fitted.template == TILE else (fitted,):
-            if not why_illegal(each, *spec_dims, limits):
+    for variant in (FEW_ROWS if few_rows else RANKING)[limits.kind]:
+        for each in _both(fitted_row(variant, *dims, limits)):
+            if not why_illegal(each, *dims, limits):
                 yield each
 
 
 def resolve(config: Config, dims: tuple[int, int], limits: Limits, few_rows: bool = False) -> Variant:
     """The variant of a config on a device; SpecError if it has none."""
+    if config.variant:
+        return _named(config.variant, dims, limits)
     legal = list(variants(dims, limits, few_rows))
     if config.template == AUTO:
         return legal[0]
@@ -229,18 +268,28 @@ def resolve(config: Config, dims: tuple[int, int], limits: Limits, few_rows: boo
     raise spec_error("config", f"{got.template}, subgroups={got.subgroups}", wanted, "Drop the config.")
 
 
-def gradient_variants(dims: tuple[int, int], limits: Limits) -> tuple[Variant, Variant]:
+def _named(name: str, dims: tuple[int, int], limits: Limits) -> Variant:
+    variant = fitted_row(NAMED[name], *dims, limits)
+    if why := why_illegal(variant, *dims, limits):
+        raise spec_error("config", f"{name} ({why})", "a variant for this device", "Drop the config.")
+    return variant
+
+
+def gradient_variants(dims: tuple[int, int], limits: Limits, config: Config) -> tuple[Variant, Variant]:
     """The variants of dq, which keeps rows, and of dk and dv, which keep keys: the first legal ones."""
-    of_dq, of_dkv = (next(_legal_gradients(table, dims, limits)) for table in GRADIENTS[limits.kind])
+    # two numbers of each row are beside a tile
+    room = limits._replace(workgroup_bytes=limits.workgroup_bytes - 8 * MOST_KEYS)
+    asked = zip(GRADIENTS[limits.kind], (config.variant, config.of_keys), strict=True)
+    of_dq, of_dkv = (
+        _named(name, dims, room) if name else next(_legal(table, dims, room)) for table, name in asked
+    )
     return of_dq, of_dkv
 
 
-def _legal_gradients(table: tuple[Variant, ...], dims: tuple[int, int], limits: Limits) -> Iterator[Variant]:
-    """Two numbers of each row are beside a tile."""
+def _legal(table: tuple[Variant, ...], dims: tuple[int, int], limits: Limits) -> Iterator[Variant]:
     for variant in table:
-        room = limits._replace(workgroup_bytes=limits.workgroup_bytes - 8 * variant.keys)
-        fitted = fitted_row(variant, *dims, room)
-        if not why_illegal(fitted, *dims, room):
+        fitted = fitted_row(variant, *dims, limits)
+        if not why_illegal(fitted, *dims, limits):
             yield fitted
 
 

@@ -66,6 +66,15 @@ def usable() -> tuple[Any, ...]:
     )
 
 
+def described() -> str:
+    """The adapter that is chosen, its driver, and the version that compiles for it; "none" without one."""
+    import wgpu
+
+    for adapter in usable()[:1]:
+        return f"{adapter.summary}, {adapter.info['description']}, wgpu {wgpu.__version__}"
+    return "none"
+
+
 def why_none() -> str:
     """Why no device can be opened here; "" if one can."""
     try:
@@ -138,6 +147,7 @@ class Device:
         self.unchecked = True  # modules, see `_module`
         self.unread: list[str] = []  # kernels that were launched since somebody waited
         self.waits = self.launches = 0
+        self.repeats = 1  # of a command, where a search is to see kernels and not the copies around them
         features = [f for f in _WANTED if f in adapter.features]
         try:
             self.wgpu = adapter.request_device_sync(required_features=features)
@@ -280,7 +290,8 @@ class Device:
                 self.compute.set_pipeline(compiled)
                 self.current = compiled
             self.compute.set_bind_group(0, group)
-            self.compute.dispatch_workgroups(*grid)
+            for _ in range(self.repeats):
+                self.compute.dispatch_workgroups(*grid)
             if self.encoder is None:
                 self.end_pass()
         except Exception as error:

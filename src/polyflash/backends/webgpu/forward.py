@@ -5,6 +5,7 @@ q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); CPU tensors of any stri
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # Floating-point operations of one dispatch on a graphics card: under 0.3 s at 1 TFLOP/s, as systems reset a
 # device that is silent for longer (2 s on Windows).
 _MOST_WORK = 3e11
+_REPEATS = 32
 _TESTED = Sizes(1, 2, 1, 40, 72, 16, 16)  # by a device's first call, on every template
 
 
@@ -196,7 +198,7 @@ def _merge(on: Device, sizes: Sizes, call: Call, plan: Plan, dtype: torch.dtype,
 def trusted(on: Device, config: Config, dims: tuple[int, int], few_rows: bool) -> Variant:
     """The variant of a config. Without one, the first of the ranking that passed the self-test: drivers have
     compiled right kernels wrong."""
-    if config.template != configs.AUTO:
+    if config.template != configs.AUTO or config.variant:
         return configs.resolve(config, dims, on.limits, few_rows)
     failed: list[str] = []
     for variant in configs.variants(dims, on.limits, few_rows):
@@ -208,6 +210,17 @@ def trusted(on: Device, config: Config, dims: tuple[int, int], few_rows: bool) -
             return variant
         failed += [] if known else [variant.name]
     raise DeviceError(f"{on.name}: no kernel passed its self-test ({', '.join(on.trusted)})")
+
+
+@contextlib.contextmanager
+def tried() -> Iterator[None]:
+    """While configs are compared on a graphics card, a kernel runs often enough to outweigh copies."""
+    on = device.current()
+    on.repeats = 1 if on.limits.kind == "cpu" else _REPEATS
+    try:
+        yield
+    finally:
+        on.repeats = 1
 
 
 def _is_right(on: Device, variant: Variant) -> bool:
