@@ -10,6 +10,7 @@ our Triton kernel are timed beside them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.peers import Child
-from benchmarks.webgpu.worker import BACKWARD, DECODE, FORWARD, STEPS, Shape, measuring
+from benchmarks.webgpu.worker import BACKWARD, DECODE, FORWARD, GROUPS, SPLITS, STEPS, Shape, measuring
 
 PATIENCE, START = 45.0, 60.0  # seconds
-KEPT = 6
+KEPT = 5
+MANY_ROWS = 1 << 15  # of all heads: fewer leave cores of a large card idle
 SIZES = {  # batch, heads, kv heads, keys, head_dim
     "512": [Shape(1, 8, 8, 512, d) for d in (64, 128)],
     "2k": [Shape(1, 8, 8, 2048, d) for d in (64, 128)],
@@ -65,12 +67,17 @@ def requests(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterato
                     tried = [name for name in table if options.filter in name]
                     if causal or size != sizes[0]:
                         tried = fastest(rows, what, SIZES[sizes[0]], shape.head_dim)
-                    for name in tried if what in wanted else ():
+                    for name in ("", *tried) if what in wanted else ():
                         yield Request(what, shape, causal, name)
+                    if what == "forward" in wanted and shape.batch * shape.heads * shape.seqlen < MANY_ROWS:
+                        best = fastest(rows, what, [shape], shape.head_dim)[:3]
+                        for name, parts in itertools.product(best, SPLITS):
+                            yield Request(what, shape, causal, f"{name} / {parts}")
         if size == sizes[0] and "decode" in wanted:
             for shape in STEPS["tiny" if size == "tiny" else "large"]:
-                for name in DECODE:
-                    yield Request("decode", shape, False, name)
+                for name in ("", *DECODE) if not options.filter else ("",):
+                    for groups in GROUPS if name else ("",):
+                        yield Request("decode", shape, False, f"{name} / {groups}" if name else "")
     for shape in SIZES[sizes[0]] if options.checked else ():
         for what in {"forward", "backward"} & set(wanted):
             for name in fastest(rows, what, SIZES[sizes[0]], shape.head_dim)[:3]:
@@ -84,6 +91,7 @@ def fastest(rows: list[dict[str, Any]], what: str, shapes: list[Shape], head_dim
         for row in rows
         if row["what"] == what and row["shape"] in [*map(tuple, shapes)] and row["shape"][4] == head_dim
         if "TFLOP/s" in row and not row["causal"] and row["trusted"]
+        if row["variant"] and " / " not in row["variant"]
     ]
     return [row["variant"] for row in sorted(timed, key=lambda row: -row["TFLOP/s"])[:KEPT]]
 

@@ -14,8 +14,7 @@ from polyflash import webgpu
 from polyflash.backends.webgpu import configs, device, forward
 from polyflash.backends.webgpu.backward import kernels_of, walk
 from polyflash.backends.webgpu.calls import PARAMS, Sizes, call_of
-from polyflash.backends.webgpu.configs import ROW, TILE, Config, Variant, fours, lanes
-from polyflash.backends.webgpu.device import Block
+from polyflash.backends.webgpu.configs import TILE, Config, Variant, fours, lanes
 from polyflash.backends.webgpu.render import Buffer, Kernel
 from polyflash.backends.webgpu.tensor import GpuTensor
 from polyflash.spec import Arguments
@@ -37,52 +36,35 @@ STEPS = {
 }
 
 
-def _named() -> dict[str, Variant]:
-    """What is tried: by lanes, rows of a thread, threads, keys of a block."""
-    made: dict[str, Variant] = {"row": Variant(ROW, 64, rn4=4)}
-    tried = [
-        *((2, 1, 64, 4), (2, 2, 64, 4), (4, 2, 64, 4), (4, 4, 64, 4), (4, 4, 64, 8), (4, 4, 128, 8)),
-        *((8, 2, 64, 4), (8, 4, 64, 4), (8, 4, 128, 8), (8, 8, 64, 4), (8, 8, 128, 8)),
-        *((16, 4, 64, 4), (16, 4, 128, 4), (16, 8, 128, 4)),
-    ]
-    for count, rows, threads, rn4 in tried:
-        for early in (False, True) if threads == 64 else (False,):
-            name = f"row {count}x{rows} {threads}t {4 * rn4}k{' early' if early else ''}"
-            made[name] = lanes(count, rows, threads, rn4, early)
-    tiles = [
-        *((4, 8, 4, 2), (8, 8, 4, 1), (8, 8, 4, 2), (8, 8, 8, 1), (8, 8, 8, 2), (8, 16, 4, 1), (8, 16, 4, 2)),
-        *((16, 8, 8, 1), (8, 16, 8, 1), (16, 16, 4, 1), (8, 8, 2, 1), (16, 8, 4, 1), (16, 8, 2, 1)),
-    ]
-    for tx, ty, rm, rn4 in tiles:
-        for shuffled in (False, True):
-            name = f"tile {tx}x{ty} {rm}x{4 * rn4}{' subgroup' if shuffled else ''}"
-            made[name] = Variant(TILE, tx, ty, rm, rn4, shuffled)
-    return made
+def _by_lanes(*tried: tuple[int, int, int, int]) -> dict[str, Variant]:
+    """`row` variants by lanes, rows of a thread, threads, keys of a block / 4."""
+    return {configs.title(v): v for v in (lanes(*each) for each in tried)}
 
 
-FORWARD = _named()
-BACKWARD = {
-    "row": Variant(ROW, 64, rn4=4),
-    **{
-        f"row {count}x{rows} {threads}t {4 * rn4}k": lanes(count, rows, threads, rn4)
-        for count, rows, threads, rn4 in (
-            *((2, 1, 64, 4), (4, 1, 64, 4), (4, 2, 64, 4), (4, 2, 128, 8), (4, 4, 64, 4), (8, 2, 64, 4)),
-            *((8, 4, 64, 4), (8, 4, 128, 8), (8, 8, 64, 4), (16, 4, 128, 4), (16, 8, 128, 4)),
-        )
-    },
+def _tiles() -> dict[str, Variant]:
+    sizes = ((8, 8, 4, 1), (8, 8, 8, 2), (8, 16, 4, 2), (16, 8, 8, 1), (16, 16, 4, 1), (16, 8, 2, 1))
+    each = (Variant(TILE, *size, shuffled) for size in sizes for shuffled in (True, False))
+    return {configs.title(v): v for v in each}
+
+
+FORWARD = {
+    **_by_lanes((1, 1, 64, 4), (2, 1, 64, 4), (2, 2, 128, 8), (4, 2, 128, 8), (4, 4, 64, 8), (4, 4, 128, 8)),
+    **_by_lanes((4, 4, 128, 16), (4, 4, 256, 8), (8, 4, 128, 8), (8, 8, 128, 8), (8, 8, 256, 8)),
+    **_by_lanes((16, 4, 128, 4), (16, 8, 64, 4), (16, 8, 128, 4), (16, 8, 128, 8), (16, 8, 256, 4)),
+    **_by_lanes((16, 8, 256, 8), (32, 8, 128, 4), (32, 8, 256, 4), (8, 4, 256, 8)),
+    **_tiles(),
 }
-DECODE: dict[str, tuple[Variant | None, int]] = {"": (None, 0)}  # and workgroups per core of 132
-for _count, _rows, _threads, _rn4 in (
-    *((32, 4, 32, 4), (32, 4, 32, 2), (16, 2, 32, 4), (16, 2, 32, 2), (16, 4, 16, 4), (8, 1, 32, 4)),
-    *((8, 1, 32, 8), (16, 4, 32, 4), (16, 1, 64, 4), (8, 4, 32, 4)),
-):
-    for _early in (False, True):
-        for _per in (4, 16):
-            _name = f"row {_count}x{_rows} {_threads}t {4 * _rn4}k x{_per}{' early' if _early else ''}"
-            DECODE[_name] = lanes(_count, _rows, _threads, _rn4, _early), _per
-for _name, _tile in (("8x4 1x4", (8, 4, 1, 1)), ("8x8 1x4", (8, 8, 1, 1)), ("4x4 1x4", (4, 4, 1, 1))):
-    for _per in (4, 16):
-        DECODE[f"tile {_name} subgroup x{_per}"] = Variant(TILE, *_tile, True), _per
+SPLITS = (2, 4)  # of calls with few tiles, beside none
+BACKWARD = _by_lanes(
+    *((1, 1, 64, 4), (2, 1, 128, 8), (4, 2, 256, 8), (8, 2, 128, 8), (8, 4, 64, 8), (8, 4, 128, 4)),
+    *((8, 4, 128, 8), (8, 4, 256, 8), (16, 4, 128, 4), (16, 4, 128, 8), (16, 4, 256, 4), (16, 4, 256, 8)),
+    *((16, 8, 128, 8), (32, 4, 128, 4), (32, 8, 128, 4), (32, 8, 256, 4)),
+)
+DECODE = _by_lanes(
+    *((32, 4, 32, 2), (32, 2, 64, 2), (32, 1, 128, 2), (16, 2, 32, 1), (16, 2, 32, 2), (16, 2, 32, 4)),
+    *((16, 1, 64, 2), (16, 1, 64, 4), (8, 1, 32, 2), (8, 1, 32, 4)),
+)
+GROUPS = (1024, 2048, 4096)  # workgroups that few rows are cut into
 _COPY = """
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
 @group(0) @binding(2) var<storage, read_write> y: array<vec4<f32>>;
@@ -142,38 +124,51 @@ class Worker:
             raise Refused(why)
         return variant
 
+    def planned(self, shape: Shape, sizes: Sizes, table: Any, name: str, few: bool) -> forward.Plan:
+        """The plan of "variant / splits", or "variant / workgroups" of few rows; "" is the engine's own."""
+        if not name:
+            return forward.plan_of(self.on, sizes, Arguments(), Config(), few)
+        called, _, parts = name.partition(" / ")
+        variant = self.legal(table[called], shape)
+        if few:
+            group = shape.heads // shape.kv_heads
+            tiles = shape.batch * shape.kv_heads * -(-group // variant.rows)
+            return forward.Plan(variant, True, *configs.splits(tiles, shape.seqlen, variant.keys, int(parts)))
+        size = -(-shape.seqlen // (int(parts or 1) * variant.keys)) * variant.keys
+        return forward.Plan(variant, False, size, -(-shape.seqlen // size))
+
     def forward(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
-        on, variant = self.on, self.legal(FORWARD[name], shape)
         arrays, (q, k, v) = self.tensors(shape, shape.seqlen)
-        sizes = Sizes(shape.batch, shape.heads, shape.kv_heads, shape.seqlen, shape.seqlen, *2 * shape[4:])
-        call = call_of(sizes, Arguments(causal=causal))
-        words, out, lse = on.upload(call.words), GpuTensor.empty(q.shape), GpuTensor.empty(q.shape[:3])
-        blocks: tuple[Block, ...] = (words, q.block, k.block, v.block, out.block, lse.block)
+        sizes, args = forward.sizes_of(q, k, v), Arguments(causal=causal, need_lse=True)
+        plan = self.planned(shape, sizes, FORWARD, name, False)
         began = time.perf_counter()
-        commands = tuple(forward.walk(on, sizes, call, forward.Plan(variant), q.dtype, True))
+        prepared = forward.prepare(self.on, sizes, q.dtype, args, plan)
 
-        def work() -> None:
-            for command in commands:
-                on.record(command, blocks)
+        def work() -> tuple[GpuTensor, Any]:
+            return forward.launch_forward(q, k, v, prepared)
 
-        work()
+        out, lse = work()
         got = out.numpy()
         built = time.perf_counter() - began
         error = forward_error(arrays, got, lse.numpy(), causal)
         seconds = self.clock.median(work)
         pairs = shape.seqlen * (shape.seqlen + 1) / 2 if causal else shape.seqlen**2
         rate = 4 * shape.batch * shape.heads * pairs * shape.head_dim / seconds / 1e12
-        return {"ms": seconds * 1e3, "TFLOP/s": rate, "error": error, "built": built}
+        note = "" if name else f"{configs.title(plan.variant)} / {plan.num_splits}"
+        return {"ms": seconds * 1e3, "TFLOP/s": rate, "error": error, "built": built, "note": note}
 
     def backward(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
-        on, variant = self.on, self.legal(BACKWARD[name], shape)
+        on, dims = self.on, (fours(shape.head_dim), fours(shape.head_dim))
+        variants = configs.gradient_variants(dims, on.limits, Config())
+        if name:
+            variants = 2 * (self.legal(BACKWARD[name], shape),)
         arrays, (q, k, v) = self.tensors(shape, shape.seqlen)
         dout = np.random.default_rng(1).standard_normal(q.shape, np.float32)
         args, like = Arguments(causal=causal, need_lse=True), GpuTensor.of(dout)
         out, lse = forward.attend(q, k, v, args, Config())
         sizes, sums = forward.sizes_of(q, k, v), lse.numpy() if lse else arrays[0]
         call = call_of(sizes, args)
-        kernels = kernels_of(sizes, call.flags, "float32", on.limits, (variant, variant))
+        kernels = kernels_of(sizes, call.flags, "float32", on.limits, variants)
         words, before = on.upload(call.words), on.upload(np.stack((sums, np.zeros_like(sums)), -1))
         rows = on.empty(before.nbytes)
         made = [GpuTensor.empty(x.shape) for x in (q, k, v)]
@@ -209,13 +204,7 @@ class Worker:
     def decode(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
         arrays, (q, k, v) = self.tensors(shape, 1)
         on, sizes = self.on, forward.sizes_of(q, k, v)
-        variant, per = DECODE[name]
-        plan = forward.plan_of(on, sizes, Config(), True)
-        if variant is not None:
-            self.legal(variant, shape)
-            group = max(1, shape.heads // shape.kv_heads)
-            tiles = shape.batch * shape.kv_heads * -(-group // variant.rows)
-            plan = forward.Plan(variant, True, *configs.splits(tiles, shape.seqlen, variant.keys, per * 33))
+        plan = self.planned(shape, sizes, DECODE, name, True)
         prepared = forward.prepare(on, sizes, q.dtype, Arguments(), plan)
 
         def work() -> GpuTensor:
@@ -224,7 +213,7 @@ class Worker:
         error = forward_error(arrays, work().numpy(), None, False)
         seconds = self.clock.median(work)
         rate = (k.nbytes + v.nbytes) / seconds / 1e9
-        note = f"{plan.variant.name} {plan.num_splits} splits"
+        note = f"{configs.title(plan.variant)}, {plan.num_splits} splits"
         return {"ms": seconds * 1e3, "GB/s": rate, "error": error, "note": note}
 
     def copy(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:

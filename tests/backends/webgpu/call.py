@@ -21,7 +21,7 @@ TEMPLATES = {
     "tile of subgroups": Variant(TILE, 4, 8, 4, 1, subgroups=True),
     "row": Variant(ROW, 64, rn4=4),
     "4 lanes, 4 rows": Variant(ROW, 64, rm=4, rn4=2, subgroups=True, lanes=4),
-    "2 lanes, 4 rows, early": Variant(ROW, 32, rm=4, rn4=2, subgroups=True, lanes=2, early=True),
+    "2 lanes, 4 rows": Variant(ROW, 32, rm=4, rn4=2, subgroups=True, lanes=2),
     "4 lanes, 2 rows": Variant(ROW, 32, rm=2, rn4=4, subgroups=True, lanes=4),
     "tile of 8 rows and keys": Variant(TILE, 4, 4, 8, 2, subgroups=True),
 }

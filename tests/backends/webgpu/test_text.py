@@ -22,7 +22,7 @@ VARIANTS = {
     "tile of subgroups": Plan(Variant(TILE, 8, 8, 4, 1, subgroups=True)),
     "packed splits": Plan(Variant(TILE, 8, 4, 1, 1), True, 128, 4),
     "row": Plan(Variant(ROW, 64, rn4=4)),
-    "rows of 4 lanes": Plan(Variant(ROW, 64, rm=4, rn4=4, subgroups=True, lanes=4, early=True)),
+    "rows of 4 lanes": Plan(Variant(ROW, 64, rm=4, rn4=4, subgroups=True, lanes=4)),
 }
 GRADIENTS = {
     "row": Variant(ROW, 64, rn4=4),

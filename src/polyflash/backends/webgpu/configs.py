@@ -6,7 +6,6 @@ variant that needs more is refused here: wgpu-native checks nothing. Rankings ar
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 AUTO, TILE, ROW = "auto", "tile", "row"
 MAX_HEAD_DIM, MAX_GRADIENT_DIM = 512, 480  # of four keys in the least workgroup memory
 LEAST_SPLIT = 256  # keys
-MOST_SPLITS = 64
+MOST_SPLITS, MOST_FILLING = 64, 4
 MOST_KEYS = 32  # of a block of `row`
 
 
@@ -51,7 +50,6 @@ class Variant(NamedTuple):
     rn4: int = 1
     subgroups: bool = False
     lanes: int = 1
-    early: bool = False
 
     @property
     def name(self) -> str:
@@ -79,16 +77,17 @@ def title(v: Variant) -> str:
     how = " subgroup" if v.subgroups else ""
     if v.template == TILE:
         return f"tile {v.tx}x{v.ty} {v.rm}x{4 * v.rn4}{how}"
-    return f"row {v.lanes}x{v.rm} {v.tx}t {v.keys}k{' early' if v.early else ''}"
+    return f"row {v.lanes}x{v.rm} {v.tx}t {v.keys}k"
 
 
-def lanes(count: int, rows: int, threads: int, rn4: int, early: bool = False) -> Variant:
+def lanes(count: int, rows: int, threads: int, rn4: int) -> Variant:
     """A `row` variant whose rows `count` threads share."""
-    return Variant(ROW, threads, rm=rows, rn4=rn4, subgroups=count > 1, lanes=count, early=early)
+    return Variant(ROW, threads, rm=rows, rn4=rn4, subgroups=count > 1, lanes=count)
 
 
-# First choices by kind of device, each followed by the rest. "cpu": measured with 1 x 8 x 512 x {64, 128} fp32
-# on Mesa 22.3 lavapipe, whose subgroups have 8 lanes (docs/webgpu.md). "integrated": not measured.
+# What is tried first by kind of device; those that need more registers than there are come last. "discrete":
+# measured on an H100 through Vulkan, "cpu" on Mesa 22.3 lavapipe, whose subgroups have 8 lanes, both with float32
+# (docs/webgpu.md); "integrated" is not measured.
 _TILES = (
     Variant(TILE, 4, 8, 4, 2),
     Variant(TILE, 8, 8, 4, 1),
@@ -97,26 +96,51 @@ _TILES = (
     Variant(TILE, 4, 8, 1, 1),
 )
 _ROWS = (lanes(1, 1, 64, 4),)
-_SHARED_ROWS = (lanes(8, 8, 64, 4), lanes(4, 4, 64, 4), lanes(2, 2, 64, 4))
+_CPU_ROWS = (lanes(8, 8, 64, 4), lanes(4, 4, 64, 4))
+_GPU_ROWS = (
+    *(lanes(4, 4, 128, 8), lanes(16, 8, 128, 4), lanes(32, 8, 128, 4), lanes(8, 4, 128, 8)),
+    *(lanes(4, 2, 128, 8), lanes(2, 2, 64, 4), lanes(2, 1, 64, 4)),
+)
+RANKING = {
+    "discrete": (*_GPU_ROWS, *_ROWS, Variant(TILE, 16, 8, 2, 1), *_TILES),
+    "integrated": (*_TILES, *_ROWS),
+    "cpu": (*_CPU_ROWS, *_TILES, *_ROWS),
+}
+# Of dq, and of dk and dv.
+_GPU_GRADIENTS = (
+    *(lanes(8, 4, 128, 8), lanes(16, 4, 128, 4), lanes(32, 4, 128, 4), lanes(8, 2, 64, 4)),
+    *(lanes(4, 2, 64, 4), lanes(4, 1, 64, 4), lanes(2, 1, 64, 4), *_ROWS),
+)
+GRADIENTS = {
+    "discrete": (_GPU_GRADIENTS, _GPU_GRADIENTS),
+    "integrated": (_ROWS, _ROWS),
+    "cpu": ((*_CPU_ROWS, *_ROWS), (*_CPU_ROWS, *_ROWS)),
+}
+# Few rows per kv head: the first with the fewest rows to a workgroup that has them all.
+_FEW_TILES = (Variant(TILE, 8, 4, 1, 1), Variant(TILE, 8, 8, 1, 1), Variant(TILE, 4, 4, 1, 1))
+_GPU_FEW = (
+    *(
+        lanes(32, 1, 32, 4),
+        lanes(16, 1, 32, 4),
+        lanes(16, 2, 32, 2),
+        lanes(16, 4, 32, 2),
+        lanes(16, 8, 32, 2),
+    ),
+    *(lanes(8, 1, 32, 4), lanes(4, 1, 32, 4)),
+)
+FEW_ROWS = {
+    "discrete": (*_GPU_FEW, *_FEW_TILES, *_ROWS),
+    "integrated": (*_FEW_TILES, *_ROWS),
+    "cpu": (*_FEW_TILES, *_ROWS),
+}
+# Numbers that a thread keeps of its rows: beside them it needs up to 100 registers, and there are 255.
+REGISTERS = {"discrete": 128, "integrated": 128, "cpu": 1 << 20}
 # A register array that is indexed in a loop is memory. On a CPU that costs nothing, while the long text of an
 # unrolled one takes seconds to compile (lavapipe, head_dim 128: 7 s against 0.2 s, and 0.8 of the speed).
 UNROLLED = {"discrete": 32, "integrated": 32, "cpu": 8}
-RANKING = {
-    "discrete": (*_SHARED_ROWS, *_ROWS, *_TILES),
-    "integrated": (*_TILES, *_ROWS),
-    "cpu": (*_SHARED_ROWS, *_TILES, *_ROWS),
-}
-# Of dq, and of dk and dv.
-GRADIENTS = {kind: ((*_SHARED_ROWS, *_ROWS), (*_SHARED_ROWS, *_ROWS)) for kind in RANKING}
-# Few rows per kv head: as many keys side by side as fit.
-_FEW = (
-    Variant(TILE, 8, 4, 1, 1),
-    Variant(TILE, 8, 8, 1, 1),
-    Variant(TILE, 4, 8, 1, 1),
-    Variant(TILE, 4, 4, 1, 1),
-    *_ROWS,
-)
-FEW_ROWS = {kind: _FEW for kind in RANKING}
+# Workgroups of a call that leave no core idle: few rows are cut into so many splits, others into a few splits.
+FEW_GROUPS = {"discrete": 2048, "integrated": 256, "cpu": 16}
+GROUPS = {"discrete": 512, "integrated": 0, "cpu": 0}
 
 
 def _both(variant: Variant) -> tuple[Variant, ...]:
@@ -220,7 +244,7 @@ def row_constants(variant: Variant, d4: int, dv4: int) -> dict[str, int]:
     halves |= {f"FAR{x}": lanes >> x for x in steps}
     own = rm >> len(steps)
     return {
-        **{"LANES": lanes, "OWN": own, "OWNERS": max(1, lanes // rm), "EARLY": int(variant.early)},
+        **{"LANES": lanes, "OWN": own, "OWNERS": max(1, lanes // rm)},
         **{"WIDTH": d4 // lanes, "WIDTH_V": dv4 // lanes, "ALIKE": lanes >> len(steps) + 1, **halves},
     }
 
@@ -245,19 +269,33 @@ def constants(variant: Variant, d4: int, dv4: int) -> dict[str, int]:
     }
 
 
-def variants(dims: tuple[int, int], limits: Limits, few_rows: bool = False) -> Iterator[Variant]:
-    """The legal variants for (d4, dv4), best first. `row` fits every device and is among them."""
-    for variant in (FEW_ROWS if few_rows else RANKING)[limits.kind]:
-        for each in _both(fitted_row(variant, *dims, limits)):
-            if not why_illegal(each, *dims, limits):
-                yield each
+def kept(variant: Variant, d4: int, dv4: int, of: str = "forward") -> int:
+    """Numbers that a thread of `row` keeps: q and out, of dq dout too, of dk and dv both and what they are of."""
+    vectors = {"forward": d4 + dv4, "dq": 2 * d4 + dv4, "dkv": 2 * (d4 + dv4)}[of]
+    return 4 * variant.rm * vectors // variant.lanes if variant.template == ROW else 0
 
 
-def resolve(config: Config, dims: tuple[int, int], limits: Limits, few_rows: bool = False) -> Variant:
+def _legal(
+    table: tuple[Variant, ...], dims: tuple[int, int], limits: Limits, of: str = "forward"
+) -> list[Variant]:
+    """The legal variants of a table, in its order, but for those that would spill registers: they are last."""
+    fitted = [each for v in table for each in _both(fitted_row(v, *dims, limits))]
+    legal = [v for v in fitted if not why_illegal(v, *dims, limits)]
+    return sorted(legal, key=lambda v: kept(v, *dims, of) > REGISTERS[limits.kind])
+
+
+def variants(dims: tuple[int, int], limits: Limits, few_rows: int = 0) -> list[Variant]:
+    """The legal variants for (d4, dv4), best first, of calls with so few rows per kv head if that is not 0.
+    `row` with one lane fits every device and is among them."""
+    legal = _legal((FEW_ROWS if few_rows else RANKING)[limits.kind], dims, limits)
+    return sorted(legal, key=lambda v: (v.rows < few_rows, v.rows)) if few_rows else legal
+
+
+def resolve(config: Config, dims: tuple[int, int], limits: Limits, few_rows: int = 0) -> Variant:
     """The variant of a config on a device; SpecError if it has none."""
     if config.variant:
         return _named(config.variant, dims, limits)
-    legal = list(variants(dims, limits, few_rows))
+    legal = variants(dims, limits, few_rows)
     if config.template == AUTO:
         return legal[0]
     for variant in legal:
@@ -279,22 +317,19 @@ def gradient_variants(dims: tuple[int, int], limits: Limits, config: Config) -> 
     """The variants of dq, which keeps rows, and of dk and dv, which keep keys: the first legal ones."""
     # two numbers of each row are beside a tile
     room = limits._replace(workgroup_bytes=limits.workgroup_bytes - 8 * MOST_KEYS)
-    asked = zip(GRADIENTS[limits.kind], (config.variant, config.of_keys), strict=True)
-    of_dq, of_dkv = (
-        _named(name, dims, room) if name else next(_legal(table, dims, room)) for table, name in asked
-    )
-    return of_dq, of_dkv
+    (rows, keys), asked = GRADIENTS[limits.kind], (config.variant, config.of_keys)
+    of_dq = _named(asked[0], dims, room) if asked[0] else _legal(rows, dims, room, "dq")[0]
+    return of_dq, _named(asked[1], dims, room) if asked[1] else _legal(keys, dims, room, "dkv")[0]
 
 
-def _legal(table: tuple[Variant, ...], dims: tuple[int, int], limits: Limits) -> Iterator[Variant]:
-    for variant in table:
-        fitted = fitted_row(variant, *dims, limits)
-        if not why_illegal(fitted, *dims, limits):
-            yield fitted
-
-
-def splits(rows_of_tiles: int, keys: int, block: int, cores: int) -> tuple[int, int]:
-    """Keys of a split, a multiple of `block`, and how many: enough for four workgroups per core."""
-    wanted = max(1, min(MOST_SPLITS, -(-4 * cores // max(1, rows_of_tiles)), keys // LEAST_SPLIT))
+def splits(tiles: int, keys: int, block: int, groups: int) -> tuple[int, int]:
+    """Keys of a split, a multiple of `block`, and how many: about `groups` workgroups of so many tiles."""
+    wanted = max(1, min(MOST_SPLITS, -(-groups // max(1, tiles)), keys // LEAST_SPLIT))
     size = -(-keys // (wanted * block)) * block
     return size, -(-keys // size)
+
+
+def filling(tiles: int, keys: int, block: int, kind: str) -> tuple[int, int]:
+    """The same of a call of many rows: few splits, as each costs a pass over partial outputs."""
+    wanted = min(MOST_FILLING, GROUPS[kind] // max(1, tiles), keys // (4 * LEAST_SPLIT))
+    return splits(tiles, keys, block, wanted * tiles) if wanted > 1 else (0, 1)

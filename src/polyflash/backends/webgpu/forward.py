@@ -77,20 +77,25 @@ def prepared_of(
     key = None if any(type(x) is torch.Tensor for x in args) else (sizes, q.dtype, args, config, few_rows)
     prepared = None if key is None else on.calls.get(key)
     if prepared is None:
-        prepared = prepare(on, sizes, q.dtype, args, plan_of(on, sizes, config, few_rows))
+        prepared = prepare(on, sizes, q.dtype, args, plan_of(on, sizes, args, config, few_rows))
         if key is not None:
             on.keep(key, prepared)
     return prepared
 
 
-def plan_of(on: Device, sizes: Sizes, config: Config, few_rows: bool) -> Plan:
+def plan_of(on: Device, sizes: Sizes, args: Arguments, config: Config, few_rows: bool) -> Plan:
     dims = fours(sizes.head_dim), fours(sizes.head_dim_v)
-    variant = trusted(on, config, dims, few_rows)
-    if not few_rows:
+    rows = sizes.seqlen_q * sizes.group if few_rows else 0
+    variant, keys = trusted(on, config, dims, rows), sizes.seqlen_k
+    if few_rows:
+        tiles = sizes.batch * sizes.num_kv_heads * -(-rows // variant.rows)
+        return Plan(
+            variant, True, *configs.splits(tiles, keys, variant.keys, configs.FEW_GROUPS[on.limits.kind])
+        )
+    if args.batch_invariant or args.cu_seqlens_q is not None:
         return Plan(variant)
-    cores = 4 if on.limits.kind == "cpu" else 64
-    tiles = sizes.batch * sizes.num_kv_heads * -(-sizes.seqlen_q * sizes.group // variant.rows)
-    return Plan(variant, True, *configs.splits(tiles, sizes.seqlen_k, variant.keys, cores))
+    tiles = sizes.batch * sizes.num_q_heads * -(-sizes.seqlen_q // variant.rows)
+    return Plan(variant, False, *configs.filling(tiles, keys, variant.keys, on.limits.kind))
 
 
 def prepare(on: Device, sizes: Sizes, dtype: torch.dtype, args: Arguments, plan: Plan) -> Prepared:
@@ -195,7 +200,7 @@ def _merge(on: Device, sizes: Sizes, call: Call, plan: Plan, dtype: torch.dtype,
     return on.command(kernel, call.params({"num_splits": plan.num_splits, "stride_y": stride}), grid)
 
 
-def trusted(on: Device, config: Config, dims: tuple[int, int], few_rows: bool) -> Variant:
+def trusted(on: Device, config: Config, dims: tuple[int, int], few_rows: int) -> Variant:
     """The variant of a config. Without one, the first of the ranking that passed the self-test: drivers have
     compiled right kernels wrong."""
     if config.template != configs.AUTO or config.variant:

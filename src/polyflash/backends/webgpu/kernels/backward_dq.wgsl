@@ -40,11 +40,11 @@ fn backward_dq(
 //: end
 
   let keys = block_range(at, r0, BM);
-  var next: Fetched;
+  var part: Fetched;
   for (var j0 = keys.x; j0 < keys.y; j0 += BN) {
-    fetch_tile(at, j0, t, &next);
+    fetch_tile(at, j0, t, &part);
     workgroupBarrier();
-    store_tile(t, &next);
+    store_tile(t, &part);
     workgroupBarrier();
     let whole = sees_all(at, r0, BM, j0);
     for (var x = 0u; x < BN; x += 4u) {

@@ -42,21 +42,12 @@ fn forward_row(
 //: end
 
   let keys = block_range(at, r0, BM);
-  var next: Fetched;
-//: if EARLY
-  if (keys.x < keys.y) { fetch_tile(at, keys.x, t, &next); }
-//: end
+  var part: Fetched;
   for (var j0 = keys.x; j0 < keys.y; j0 += BN) {
-//: if EARLY
-//: else
-    fetch_tile(at, j0, t, &next);
-//: end
+    fetch_tile(at, j0, t, &part);
     workgroupBarrier();
-    store_tile(t, &next);
+    store_tile(t, &part);
     workgroupBarrier();
-//: if EARLY
-    fetch_tile(at, j0 + BN, t, &next);
-//: end
     let whole = sees_all(at, r0, BM, j0);
     for (var x = 0u; x < BN; x += 4u) {
       var s: array<vec4<f32>, RM>;
@@ -95,7 +86,7 @@ fn forward_row(
         alpha[{o}] = exp2((m_i[{o}] - m_new) * LOG2E);
         s[{o}] = apply_mask(exp2((w - vec4<f32>(m_new)) * LOG2E), on, HIDDEN);
         m_i[{o}] = m_new;
-        l_i[{o}] = l_i[{o}] * alpha[{o}] + sum_seen(s[{o}]);
+        l_i[{o}] = add_weights(l_i[{o}] * alpha[{o}], s[{o}]);
       }
 //: end
       var p: array<vec4<f32>, RM>;

@@ -136,7 +136,7 @@ fn forward_tile(
       {
         let p = apply_mask(exp2((s[{i}][{x}] - vec4<f32>(m_new)) * LOG2E), on[{i}][{x}], HIDDEN);
         b_p[({i} * TY + ty) * BN4 + tx + {x} * TX] = p;
-        sum += sum_seen(p);
+        sum = add_weights(sum, p);
       }
 //: end
       l_i[{i}] = l_i[{i}] * alpha + sum;

@@ -1,6 +1,6 @@
-// Keys and values of a block, for kernels in which every thread reads all of them. `fetch_tile` asks for all
-// that a thread brings before it waits for any of it, so that a kernel may ask early; `store_tile` follows. There
-// must be a key; those beyond the last are zeros.
+// Keys and values of a block, for kernels in which every thread reads all of them. `fetch_tile` asks for all that
+// a thread brings before it waits for any of it, and while others still read the block before; `store_tile`
+// follows. There must be a key; those beyond the last are zeros.
 
 var<workgroup> b_k: array<vec4<f32>, BN * D4>;
 var<workgroup> b_v: array<vec4<f32>, BN * DV4>;

@@ -186,10 +186,10 @@ fn largest(s: vec4<f32>) -> f32 {
   return max(max(s.x, s.y), max(s.z, s.w));
 }
 
-// Sum of the weights that are seen; a NaN is.
-fn sum_seen(p: vec4<f32>) -> f32 {
+// x and the weights that are seen, a NaN too; added up as `add_seen` adds outputs, so that roundings are alike.
+fn add_weights(x: f32, p: vec4<f32>) -> f32 {
   let seen = select(p, vec4<f32>(0.0), p < vec4<f32>(0.0));
-  return seen.x + seen.y + seen.z + seen.w;
+  return (((x + seen.x) + seen.y) + seen.z) + seen.w;
 }
 
 // x + p * v of a pair, x alone if it is not seen.
