@@ -86,8 +86,8 @@ def lanes(count: int, rows: int, threads: int, rn4: int) -> Variant:
 
 
 # What is tried first by kind of device; those that need more registers than there are come last. "discrete":
-# measured on an H100 through Vulkan, "cpu" on Mesa 22.3 lavapipe, whose subgroups have 8 lanes, both with float32
-# (docs/webgpu.md); "integrated" is not measured.
+# measured on an H100 through Vulkan, "cpu" on Mesa 22.3 lavapipe, whose subgroups have 8 lanes, both with
+# float32 (docs/webgpu.md); "integrated" is not measured.
 _TILES = (
     Variant(TILE, 4, 8, 4, 2),
     Variant(TILE, 8, 8, 4, 1),
@@ -138,7 +138,7 @@ REGISTERS = {"discrete": 128, "integrated": 128, "cpu": 1 << 20}
 # A register array that is indexed in a loop is memory. On a CPU that costs nothing, while the long text of an
 # unrolled one takes seconds to compile (lavapipe, head_dim 128: 7 s against 0.2 s, and 0.8 of the speed).
 UNROLLED = {"discrete": 32, "integrated": 32, "cpu": 8}
-# Workgroups of a call that leave no core idle: few rows are cut into so many splits, others into a few splits.
+# Workgroups of a call that leave no core idle: keys are cut into splits until there are so many.
 FEW_GROUPS = {"discrete": 2048, "integrated": 256, "cpu": 16}
 GROUPS = {"discrete": 512, "integrated": 0, "cpu": 0}
 
@@ -270,7 +270,7 @@ def constants(variant: Variant, d4: int, dv4: int) -> dict[str, int]:
 
 
 def kept(variant: Variant, d4: int, dv4: int, of: str = "forward") -> int:
-    """Numbers that a thread of `row` keeps: q and out, of dq dout too, of dk and dv both and what they are of."""
+    """Numbers that a thread of `row` keeps: q and out; of dq dout too; k, v, dk and dv of dkv."""
     vectors = {"forward": d4 + dv4, "dq": 2 * d4 + dv4, "dkv": 2 * (d4 + dv4)}[of]
     return 4 * variant.rm * vectors // variant.lanes if variant.template == ROW else 0
 
@@ -278,7 +278,7 @@ def kept(variant: Variant, d4: int, dv4: int, of: str = "forward") -> int:
 def _legal(
     table: tuple[Variant, ...], dims: tuple[int, int], limits: Limits, of: str = "forward"
 ) -> list[Variant]:
-    """The legal variants of a table, in its order, but for those that would spill registers: they are last."""
+    """The legal variants of a table, in its order, those last that would spill registers."""
     fitted = [each for v in table for each in _both(fitted_row(v, *dims, limits))]
     legal = [v for v in fitted if not why_illegal(v, *dims, limits)]
     return sorted(legal, key=lambda v: kept(v, *dims, of) > REGISTERS[limits.kind])
@@ -331,5 +331,5 @@ def splits(tiles: int, keys: int, block: int, groups: int) -> tuple[int, int]:
 
 def filling(tiles: int, keys: int, block: int, kind: str) -> tuple[int, int]:
     """The same of a call of many rows: few splits, as each costs a pass over partial outputs."""
-    wanted = min(MOST_FILLING, GROUPS[kind] // max(1, tiles), keys // (4 * LEAST_SPLIT))
+    wanted = min(MOST_FILLING, GROUPS[kind] // max(1, tiles), keys // (2 * LEAST_SPLIT))
     return splits(tiles, keys, block, wanted * tiles) if wanted > 1 else (0, 1)

@@ -89,9 +89,8 @@ def plan_of(on: Device, sizes: Sizes, args: Arguments, config: Config, few_rows:
     variant, keys = trusted(on, config, dims, rows), sizes.seqlen_k
     if few_rows:
         tiles = sizes.batch * sizes.num_kv_heads * -(-rows // variant.rows)
-        return Plan(
-            variant, True, *configs.splits(tiles, keys, variant.keys, configs.FEW_GROUPS[on.limits.kind])
-        )
+        groups = configs.FEW_GROUPS[on.limits.kind]
+        return Plan(variant, True, *configs.splits(tiles, keys, variant.keys, groups))
     if args.batch_invariant or args.cu_seqlens_q is not None:
         return Plan(variant)
     tiles = sizes.batch * sizes.num_q_heads * -(-sizes.seqlen_q // variant.rows)
