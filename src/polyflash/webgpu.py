@@ -92,8 +92,8 @@ def attention(
 
 
 def _key(q: GpuTensor, k: GpuTensor, v: GpuTensor, options: tuple[Any, ...]) -> Any:
-    """What a call without tensors beside q, k, v depends on; types too, as 1 and True are equal. None if it
-    cannot be looked up."""
+    """Key of a call without tensors beside q, k, v; types too, as 1 and True are equal. None if it cannot be
+    looked up."""
     if any(isinstance(x, Tensor) for x in options):  # equal to itself, whatever it holds
         return None
     try:

@@ -63,13 +63,13 @@ fn forward_tile(
     b_q[(x / D4 % RM * TY + x / D4 / RM) * D4 + x % D4] = w;
   }
   var m_i: array<f32, RM>;
-  var l_i: array<f32, RM>;  // of the thread's own keys; summed over the row at the end
+  var l_i: array<f32, RM>;
   var acc: array<array<vec4<f32>, DC>, RM>;
 //: for i < RM
   {
     let start = start_row(at, head_of(at, r0 + own + {i}));
     m_i[{i}] = start.x;
-    l_i[{i}] = select(0.0, start.y, tx == 0u);
+    l_i[{i}] = start.y;
   }
 //: end
 
@@ -131,15 +131,13 @@ fn forward_tile(
       let m_new = max(m_i[{i}], top[{i}]);
       let alpha = exp2((m_i[{i}] - m_new) * LOG2E);
       m_i[{i}] = m_new;
-      var sum = 0.0;
 //: for x < RN4
       {
         let p = apply_mask(exp2((s[{i}][{x}] - vec4<f32>(m_new)) * LOG2E), on[{i}][{x}], HIDDEN);
         b_p[({i} * TY + ty) * BN4 + tx + {x} * TX] = p;
-        sum = add_weights(sum, p);
       }
 //: end
-      l_i[{i}] = l_i[{i}] * alpha + sum;
+      l_i[{i}] *= alpha;
       if (alpha != 1.0) {  // rescale: the maximum of a row is soon found
 //: for c < DC
         acc[{i}][{c}] *= alpha;
@@ -153,6 +151,7 @@ fn forward_tile(
       var p: array<vec4<f32>, RM>;
 //: for i < RM
       p[{i}] = b_p[({i} * TY + ty) * BN4 + x];
+      l_i[{i}] = add_weights(l_i[{i}], p[{i}]);  // by every thread of the row, as it adds up outputs
 //: end
 //: for c < DC
       {
@@ -176,28 +175,14 @@ fn forward_tile(
     }
   }
 
-//: if SHARED
-  workgroupBarrier();
-//: for i < RM
-  b_rows[(own + {i}) * TX + tx] = l_i[{i}];
-//: end
-  workgroupBarrier();
-//: end
 //: for i < RM
   {  // finalize
-    var l = 0.0;
-//: if SHARED
-    for (var x = 0u; x < TX; x++) { l += b_rows[(own + {i}) * TX + x]; }
-//: else
-    l = l_i[{i}];
-    for (var lane = 1u; lane < TX; lane *= 2u) { l += subgroupShuffleXor(l, lane); }
-//: end
     let r = r0 + own + {i};
     if (r < count) {
 //: for c < DC
-      if (tx + {c} * TX < DV4) { finalize(at, r, tx + {c} * TX, acc[{i}][{c}], l); }
+      if (tx + {c} * TX < DV4) { finalize(at, r, tx + {c} * TX, acc[{i}][{c}], l_i[{i}]); }
 //: end
-      if (tx == 0u) { finalize_row(at, r, m_i[{i}], l); }
+      if (tx == 0u) { finalize_row(at, r, m_i[{i}], l_i[{i}]); }
     }
   }
 //: end
