@@ -181,20 +181,23 @@ MISTAKES = {
         "forward_row.wgsl", "acc[{i}][{c}] *= factor;", "", "row"
     ),
     "no wait for keys": (
-        "forward_tile.wgsl", "load_keys(at, j0, t);\n    workgroupBarrier();", "load_keys(at, j0, t);", "tile"
+        "forward_tile.wgsl", "load_keys(at, j0, t);\n      workgroupBarrier();", "load_keys(at, j0, t);", "tile"
     ),
     "no wait before keys": (
-        "forward_tile.wgsl", "workgroupBarrier();\n    load_keys", "load_keys", "tile"
+        "forward_tile.wgsl", "workgroupBarrier();\n      load_keys", "load_keys", "tile"
     ),
     "no wait for maxima": (
         "forward_tile.wgsl", "workgroupBarrier();  // row maxima", "// row maxima", "tile"
     ),
     "no wait for values": (
-        "forward_tile.wgsl", "load_values(at, j0, t);\n    workgroupBarrier();", "load_values(at, j0, t);",
+        "forward_tile.wgsl", "load_values(at, j0, t);\n      workgroupBarrier();", "load_values(at, j0, t);",
         "tile",
     ),
     "no wait for a block": (
-        "forward_row.wgsl", "store_tile(t, &part);\n    workgroupBarrier();", "store_tile(t, &part);", "row"
+        "forward_row.wgsl", "store_tile(t, &part);\n      workgroupBarrier();", "store_tile(t, &part);", "row"
+    ),
+    "stretches of keys under different maxima": (
+        "forward_row.wgsl", "whole_acc[{i}][{c}] * factor + acc", "whole_acc[{i}][{c}] + acc", "4 lanes, 2 rows"
     ),
     "a lane keeps the half it gave": (
         "lanes.wgsl", "return select(lower, upper, is_upper) +", "return select(upper, lower, is_upper) +",

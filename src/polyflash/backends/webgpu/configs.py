@@ -22,6 +22,7 @@ MAX_HEAD_DIM, MAX_GRADIENT_DIM = 512, 480  # of four keys in the least workgroup
 LEAST_SPLIT = 256  # keys
 MOST_SPLITS, MOST_FILLING = 64, 4
 MOST_KEYS = 32  # of a block of `row`
+STRETCH = 128  # keys of one sum
 
 
 class Limits(NamedTuple):
@@ -265,7 +266,7 @@ def constants(variant: Variant, d4: int, dv4: int) -> dict[str, int]:
     return {
         **{"D4": d4, "DV4": dv4, "NT": threads, "BM": variant.rows, "BN": keys, "RM": variant.rm, "FOUR": 4},
         **{"K_TURNS": -(-keys * d4 // threads), "V_TURNS": -(-keys * dv4 // threads)},
-        **{"SUBGROUPS": int(variant.subgroups), **own},
+        **{"SUBGROUPS": int(variant.subgroups), "STRETCH": max(1, STRETCH // keys) * keys, **own},
     }
 
 

@@ -65,124 +65,144 @@ fn forward_tile(
   var m_i: array<f32, RM>;
   var l_i: array<f32, RM>;
   var acc: array<array<vec4<f32>, DC>, RM>;
+  var whole_acc: array<array<vec4<f32>, DC>, RM>;  // of the stretches of keys before, under the maximum whole_m
+  var whole_m: array<f32, RM>;
+  var whole_l: array<f32, RM>;
 //: for i < RM
   {
     let start = start_row(at, head_of(at, r0 + own + {i}));
     m_i[{i}] = start.x;
     l_i[{i}] = start.y;
+    whole_m[{i}] = start.x;
+    whole_l[{i}] = 0.0;
   }
 //: end
 
   let keys = block_range(at, r0, BM);
-  for (var j0 = keys.x; j0 < keys.y; j0 += BN) {
-    workgroupBarrier();
-    load_keys(at, j0, t);
-    workgroupBarrier();
-    var s = array<array<vec4<f32>, RN4>, RM>();
-    for (var d = 0u; d < D4; d++) {
-      var w: array<vec4<f32>, RM>;
+  for (var from_key = keys.x; from_key < keys.y; from_key += STRETCH) {
+    for (var j0 = from_key; j0 < min(from_key + STRETCH, keys.y); j0 += BN) {
+      workgroupBarrier();
+      load_keys(at, j0, t);
+      workgroupBarrier();
+      var s = array<array<vec4<f32>, RN4>, RM>();
+      for (var d = 0u; d < D4; d++) {
+        var w: array<vec4<f32>, RM>;
 //: for i < RM
-      w[{i}] = b_q[({i} * TY + ty) * D4 + d];
+        w[{i}] = b_q[({i} * TY + ty) * D4 + d];
 //: end
 //: for x < RN4
-//: for y < FOUR
-      {
-        let k = b_kv[key_at({y} * BN4 + tx + {x} * TX, d)];
-//: for i < RM
-        s[{i}][{x}][{y}] = add_dot(s[{i}][{x}][{y}], w[{i}], k);
-//: end
-      }
-//: end
-//: end
-    }
-
-    let whole = sees_all(at, r0, BM, j0);
-    var on: array<array<vec4<bool>, RN4>, RM>;
-    var top: array<f32, RM>;
-//: for i < RM
-    {
-      let h = head_of(at, r0 + own + {i});
-      let i_q = position_of(at, r0 + own + {i});
-      top[{i}] = LOWEST;
-//: for x < RN4
-      {
-        let j = i32(j0 + (tx + {x} * TX) * 4u);
-        on[{i}][{x}] = vec4<bool>(true);
-        if (!whole) { on[{i}][{x}] = visible_four(at, h, i_q, j); }
-        s[{i}][{x}] = change_four(at, h, i_q, j, s[{i}][{x}], on[{i}][{x}]);
-        top[{i}] = max(top[{i}], largest(apply_mask(s[{i}][{x}], on[{i}][{x}], LOWEST)));
-      }
-//: end
-//: if SHARED
-      b_rows[(own + {i}) * TX + tx] = top[{i}];
-//: end
-    }
-//: end
-    workgroupBarrier();  // row maxima are there, and nobody reads keys any more
-//: for i < RM
-    {  // online_softmax
-//: if SHARED
-      for (var x = 0u; x < TX; x++) { top[{i}] = max(top[{i}], b_rows[(own + {i}) * TX + x]); }
-//: else
-      for (var lane = 1u; lane < TX; lane *= 2u) {
-        top[{i}] = max(top[{i}], subgroupShuffleXor(top[{i}], lane));
-      }
-//: end
-      let m_new = max(m_i[{i}], top[{i}]);
-      let alpha = exp2((m_i[{i}] - m_new) * LOG2E);
-      m_i[{i}] = m_new;
-//: for x < RN4
-      {
-        let p = apply_mask(exp2((s[{i}][{x}] - vec4<f32>(m_new)) * LOG2E), on[{i}][{x}], HIDDEN);
-        b_p[({i} * TY + ty) * BN4 + tx + {x} * TX] = p;
-      }
-//: end
-      l_i[{i}] *= alpha;
-      if (alpha != 1.0) {  // rescale: the maximum of a row is soon found
-//: for c < DC
-        acc[{i}][{c}] *= alpha;
-//: end
-      }
-    }
-//: end
-    load_values(at, j0, t);
-    workgroupBarrier();
-    for (var x = 0u; x < BN4; x++) {
-      var p: array<vec4<f32>, RM>;
-//: for i < RM
-      p[{i}] = b_p[({i} * TY + ty) * BN4 + x];
-      l_i[{i}] = add_weights(l_i[{i}], p[{i}]);  // by every thread of the row, as it adds up outputs
-//: end
-//: for c < DC
-      {
-        let column = min(tx + {c} * TX, DV4 - 1u);
 //: for y < FOUR
         {
-          let v = b_kv[(x * 4u + {y}) * DV4 + column];
-          if (whole) {
+          let k = b_kv[key_at({y} * BN4 + tx + {x} * TX, d)];
 //: for i < RM
-            acc[{i}][{c}] = fma(vec4<f32>(p[{i}][{y}]), v, acc[{i}][{c}]);
+          s[{i}][{x}][{y}] = add_dot(s[{i}][{x}][{y}], w[{i}], k);
 //: end
-          } else {
+        }
+//: end
+//: end
+      }
+
+      let whole = sees_all(at, r0, BM, j0);
+      var on: array<array<vec4<bool>, RN4>, RM>;
+      var top: array<f32, RM>;
 //: for i < RM
-            acc[{i}][{c}] = add_seen(acc[{i}][{c}], p[{i}][{y}], v);
+      {
+        let h = head_of(at, r0 + own + {i});
+        let i_q = position_of(at, r0 + own + {i});
+        top[{i}] = LOWEST;
+//: for x < RN4
+        {
+          let j = i32(j0 + (tx + {x} * TX) * 4u);
+          on[{i}][{x}] = vec4<bool>(true);
+          if (!whole) { on[{i}][{x}] = visible_four(at, h, i_q, j); }
+          s[{i}][{x}] = change_four(at, h, i_q, j, s[{i}][{x}], on[{i}][{x}]);
+          top[{i}] = max(top[{i}], largest(apply_mask(s[{i}][{x}], on[{i}][{x}], LOWEST)));
+        }
 //: end
+//: if SHARED
+        b_rows[(own + {i}) * TX + tx] = top[{i}];
+//: end
+      }
+//: end
+      workgroupBarrier();  // row maxima are there, and nobody reads keys any more
+//: for i < RM
+      {  // online_softmax
+//: if SHARED
+        for (var x = 0u; x < TX; x++) { top[{i}] = max(top[{i}], b_rows[(own + {i}) * TX + x]); }
+//: else
+        for (var lane = 1u; lane < TX; lane *= 2u) {
+          top[{i}] = max(top[{i}], subgroupShuffleXor(top[{i}], lane));
+        }
+//: end
+        let m_new = max(m_i[{i}], top[{i}]);
+        let alpha = exp2((m_i[{i}] - m_new) * LOG2E);
+        m_i[{i}] = m_new;
+//: for x < RN4
+        {
+          let p = apply_mask(exp2((s[{i}][{x}] - vec4<f32>(m_new)) * LOG2E), on[{i}][{x}], HIDDEN);
+          b_p[({i} * TY + ty) * BN4 + tx + {x} * TX] = p;
+        }
+//: end
+        l_i[{i}] *= alpha;
+        if (alpha != 1.0) {  // rescale: the maximum of a row is soon found
+//: for c < DC
+          acc[{i}][{c}] *= alpha;
+//: end
+        }
+      }
+//: end
+      load_values(at, j0, t);
+      workgroupBarrier();
+      for (var x = 0u; x < BN4; x++) {
+        var p: array<vec4<f32>, RM>;
+//: for i < RM
+        p[{i}] = b_p[({i} * TY + ty) * BN4 + x];
+        l_i[{i}] = add_weights(l_i[{i}], p[{i}]);  // by every thread of the row, as it adds up outputs
+//: end
+//: for c < DC
+        {
+          let column = min(tx + {c} * TX, DV4 - 1u);
+//: for y < FOUR
+          {
+            let v = b_kv[(x * 4u + {y}) * DV4 + column];
+            if (whole) {
+//: for i < RM
+              acc[{i}][{c}] = fma(vec4<f32>(p[{i}][{y}]), v, acc[{i}][{c}]);
+//: end
+            } else {
+//: for i < RM
+              acc[{i}][{c}] = add_seen(acc[{i}][{c}], p[{i}][{y}], v);
+//: end
+            }
           }
+//: end
         }
 //: end
       }
+    }
+//: for i < RM
+    {  // merge
+      let factor = exp2((whole_m[{i}] - m_i[{i}]) * LOG2E);
+      whole_m[{i}] = m_i[{i}];
+      whole_l[{i}] = whole_l[{i}] * factor + l_i[{i}];
+      l_i[{i}] = 0.0;
+//: for c < DC
+      whole_acc[{i}][{c}] = whole_acc[{i}][{c}] * factor + acc[{i}][{c}];
+      acc[{i}][{c}] = vec4<f32>(0.0);
 //: end
     }
+//: end
   }
 
 //: for i < RM
   {  // finalize
+    let l = whole_l[{i}] + l_i[{i}];  // l_i is 0, or the sink of a row without keys
     let r = r0 + own + {i};
     if (r < count) {
 //: for c < DC
-      if (tx + {c} * TX < DV4) { finalize(at, r, tx + {c} * TX, acc[{i}][{c}], l_i[{i}]); }
+      if (tx + {c} * TX < DV4) { finalize(at, r, tx + {c} * TX, whole_acc[{i}][{c}], l); }
 //: end
-      if (tx == 0u) { finalize_row(at, r, m_i[{i}], l_i[{i}]); }
+      if (tx == 0u) { finalize_row(at, r, m_i[{i}], l); }
     }
   }
 //: end
