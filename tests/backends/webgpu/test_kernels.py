@@ -24,6 +24,7 @@ CALLS: dict[str, tuple[Arguments, dict[str, Any]]] = {
     "window": (Arguments(window_left=9, window_right=4), {"window": (9, 4)}),
     "softcap": (Arguments(softcap=2.0), {"softcap": 2.0}),
 }
+_TRUSTED = "wgpuDeviceCreateShaderModuleTrusted"
 GUARD, FILL = 256, 0xFF  # bytes on either side; as a float of any width FILL is a NaN
 
 
@@ -143,31 +144,29 @@ def test_float16_with_and_without_the_device_s_own(on: Device, monkeypatch: pyte
 
 
 def test_without_the_compilers_bounds_checks(on: Device, monkeypatch: pytest.MonkeyPatch):
-    """The same bits from modules for which naga writes no checks of indices and loops."""
-    native = pytest.importorskip("wgpu.backends.wgpu_native")
-    api = pytest.importorskip("wgpu.backends.wgpu_native._api")
-    if not hasattr(native.lib, "wgpuDeviceCreateShaderModuleTrusted"):
-        pytest.skip("this wgpu does not say how")
-
-    def trusted(code: str, label: str) -> Any:
-        made = api.new_struct_p("WGPUShaderSourceWGSL *", code=api.to_c_string_view(code))
-        made[0].chain.next, made[0].chain.sType = native.ffi.NULL, native.lib.WGPUSType_ShaderSourceWGSL
-        chain = native.ffi.cast("WGPUChainedStruct *", made)
-        text = api.to_c_string_view(label)
-        described = api.new_struct_p("WGPUShaderModuleDescriptor *", nextInChain=chain, label=text)
-        create = native.lib.wgpuDeviceCreateShaderModuleTrusted
-        return api.GPUShaderModule(label, create(on.wgpu._internal, described, 0), on.wgpu)
-
+    """The same bits from modules with and without naga's checks of indices and loops."""
     tensors, args = qkv(), Arguments(causal=True)
-    for name in ("tile", "row"):
-        checked = attend(on, TEMPLATES[name], tensors, args)
-        with monkeypatch.context() as patch:
-            patch.setattr(on, "pipelines", {})
-            patch.setattr(on.wgpu, "create_shader_module", trusted)
-            guards = Guarded(on, patch)
-            bare = attend(on, TEMPLATES[name], tensors, args)
-            guards.check()
+    for name in ("tile", "row", "4 lanes, 4 rows"):
+        results = []
+        for unchecked in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(on, "unchecked", unchecked)
+                guards = Guarded(on, patch)
+                results.append(attend(on, TEMPLATES[name], tensors, args))
+                guards.check()
+        bare, checked = results
         assert torch.equal(bare[0], checked[0]) and torch.equal(bare[1], checked[1])
+    assert on.unchecked or not hasattr(pytest.importorskip("wgpu.backends.wgpu_native._api").libf, _TRUSTED)
+
+
+def test_a_wgpu_without_unchecked_modules(on: Device, monkeypatch: pytest.MonkeyPatch):
+    api = pytest.importorskip("wgpu.backends.wgpu_native._api")
+    monkeypatch.delattr(api.libf, _TRUSTED, raising=False)
+    monkeypatch.setattr(on, "pipelines", {})
+    monkeypatch.setattr(on, "unchecked", True)
+    tensors = qkv(20, 30, dims=(16, 16))
+    assert off(attend(on, TEMPLATES["tile"], tensors, Arguments())[0], tensors) < 2e-6
+    assert not on.unchecked
 
 
 # file, what stands there, what a mistake makes of it, the template that has it
@@ -181,7 +180,8 @@ MISTAKES = {
         "forward_row.wgsl", "acc[{i}][{c}] *= factor;", "", "row"
     ),
     "no wait for keys": (
-        "forward_tile.wgsl", "load_keys(at, j0, t);\n      workgroupBarrier();", "load_keys(at, j0, t);", "tile"
+        "forward_tile.wgsl", "load_keys(at, j0, t);\n      workgroupBarrier();", "load_keys(at, j0, t);",
+        "tile",
     ),
     "no wait before keys": (
         "forward_tile.wgsl", "workgroupBarrier();\n      load_keys", "load_keys", "tile"
@@ -197,7 +197,8 @@ MISTAKES = {
         "forward_row.wgsl", "store_tile(t, &part);\n      workgroupBarrier();", "store_tile(t, &part);", "row"
     ),
     "stretches of keys under different maxima": (
-        "forward_row.wgsl", "whole_acc[{i}][{c}] * factor + acc", "whole_acc[{i}][{c}] + acc", "4 lanes, 2 rows"
+        "forward_row.wgsl", "whole_acc[{i}][{c}] * factor + acc", "whole_acc[{i}][{c}] + acc",
+        "4 lanes, 2 rows",
     ),
     "a lane keeps the half it gave": (
         "lanes.wgsl", "return select(lower, upper, is_upper) +", "return select(upper, lower, is_upper) +",

@@ -346,11 +346,12 @@ class Device:
             try:
                 from wgpu.backends.wgpu_native import _api, ffi, lib
 
+                create = _api.libf.wgpuDeviceCreateShaderModuleTrusted
+
                 given = _api.new_struct_p("WGPUShaderSourceWGSL *", code=_api.to_c_string_view(code))
                 given[0].chain.next, given[0].chain.sType = ffi.NULL, lib.WGPUSType_ShaderSourceWGSL
                 chain, name = ffi.cast("WGPUChainedStruct *", given), _api.to_c_string_view(label)
                 said = _api.new_struct_p("WGPUShaderModuleDescriptor *", nextInChain=chain, label=name)
-                create = lib.wgpuDeviceCreateShaderModuleTrusted
                 return _api.GPUShaderModule(label, create(self.wgpu._internal, said, 0), self.wgpu)
             except (ImportError, AttributeError):
                 self.unchecked = False
