@@ -113,6 +113,49 @@ def test_a_chain_never_waits(on: Device):
     assert torch.allclose(got, want, atol=1e-5)
 
 
+def test_a_batch_uses_its_memory_again(on: Device, monkeypatch: pytest.MonkeyPatch):
+    """A chain needs a few buffers, however long it is; a copy to the device gets none that unsent commands
+    read or write."""
+    tensors = qkv(16, 16, heads=2, dims=(16, 16))
+    q, k, v = (GpuTensor.of(x) for x in tensors)
+    on, made = device.current(), []
+    want = webgpu.attention(webgpu.attention(q, k, v), k, v).torch()
+    monkeypatch.setattr(on, "free", type(on.free)(list))
+    allocate = on._buffer
+    monkeypatch.setattr(on, "_buffer", lambda size: made.append(size) or allocate(size))
+    nan = torch.full(q.shape, float("nan"))
+    with webgpu.batch():
+        x = q
+        for _ in range(50):
+            x = webgpu.attention(x, k, v)
+        assert len(made) <= 3
+        other = GpuTensor.of(tensors[0])
+        x = webgpu.attention(other, k, v)
+        del other
+        copies = [GpuTensor.of(nan) for _ in range(4)]
+        y = webgpu.attention(x, k, v)
+        del x
+        copies += [GpuTensor.of(nan) for _ in range(4)]
+    assert torch.equal(y.torch(), want)
+    assert all(copy.torch().isnan().all() for copy in copies)
+
+
+def test_equal_calls_are_bound_once(on: Device):
+    """By types too: 1 is no flag. Tensors beside q, k, v are looked at each time."""
+    q, k, v = (GpuTensor.of(x) for x in qkv(16, 16, dims=(16, 16)))
+    on = device.current()
+    webgpu.attention(q, k, v, causal=True)
+    kept = len(on.calls)
+    webgpu.attention(q, k, v, causal=True)
+    assert len(on.calls) == kept
+    with pytest.raises(SpecError, match="causal"):
+        webgpu.attention(q, k, v, causal=1)
+    offset = torch.tensor([0, 0], dtype=torch.int32)
+    first = webgpu.attention(q, k, v, causal=True, q_offset=offset).torch()
+    offset += 5
+    assert not torch.equal(webgpu.attention(q, k, v, causal=True, q_offset=offset).torch(), first)
+
+
 def test_tensors_there_and_back(on: Device):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for shape in ((2, 3, 5, 7), (1, 1, 1, 64), (0, 2, 3, 4), (3, 5)):
