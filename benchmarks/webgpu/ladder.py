@@ -102,14 +102,17 @@ struct Params {{ rows: u32, keys: u32, scale: f32, unused: u32 }}
 const W = {width}u;  // loads of a row
 fn score(row: u32, key: u32) -> f32 {{
   var s = 0.0;
-  for (var d = 0u; d < W; d++) {{
-    let q = {wide}(b_q[row * W + d]);
-    let k = {wide}(b_k[key * W + d]);
-    s += {product};
-  }}
+  {_unrolled(width, f"let q = {wide}(b_q[row * W + d]); let k = {wide}(b_k[key * W + d]); s += {product};")}
   return s * n.scale;
 }}
 """
+
+
+def _unrolled(count: int, line: str) -> str:
+    """A loop over d, eight turns in one: Mesa's lavapipe stops a kernel's loops after 65,535 turns of all."""
+    step = min(8, count)
+    lines = " ".join(f"{{ let d = d0 + {i}u; {line} }}" for i in range(step))
+    return f"for (var d0 = 0u; d0 < {count}u; d0 += {step}u) {{ {lines} }}"
 
 
 def _signature(threads: int, subgroup: bool) -> str:
@@ -145,7 +148,7 @@ def _split_text(m: Mapping) -> str:
     let p = exp2(s - m_new);
     m = m_new;
     l = l * alpha + p;
-    for (var d = 0u; d < {count}u; d++) {{ acc[d] = acc[d] * alpha + p * {wide}({value}); }}
+    {_unrolled(count, f"acc[d] = acc[d] * alpha + p * {wide}({value});")}
   }}
 """
     place = "row_q * W + d" if by_row else f"group.y * n.rows * {DIM}u + unit"
