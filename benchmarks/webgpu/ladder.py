@@ -339,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     on = device.current()
     clock, rows, wrong = Clock(on), [], 0
     before: dict[str, float] = {}
-    print(on.name)
+    print(device.described())
     for length in map(int, options.lengths.split(",")):
         random = np.random.default_rng(0)
         arrays = [random.standard_normal((1, HEADS, length, DIM), np.float32) for _ in range(3)]
@@ -361,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = f"{row['wall_ms']:10.3f} ms wall {row['ms']:10.3f} ms {row['GFLOP/s']:10.2f} GFLOP/s"
             print(f"{length:5d}  {name:42s}{words}  error {row['error']:.1e}", flush=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"adapter": on.name, "rows": rows}, indent=1), encoding="utf-8")
+    options.json.write_text(json.dumps({"adapter": device.described(), "rows": rows}, indent=1), encoding="utf-8")
     return int(wrong > 0)
 
 

@@ -94,9 +94,7 @@ class Worker:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["what"] == "about":
-            import wgpu
-
-            return {"adapter": self.on.name, "wgpu": wgpu.__version__, "limits": str(self.on.limits)}
+            return {"adapter": device.described(), "limits": str(self.on.limits)}
         try:
             shape = Shape(*request["shape"])
             self.on.unchecked = request["trusted"]
