@@ -361,7 +361,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = f"{row['wall_ms']:10.3f} ms wall {row['ms']:10.3f} ms {row['GFLOP/s']:10.2f} GFLOP/s"
             print(f"{length:5d}  {name:42s}{words}  error {row['error']:.1e}", flush=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"adapter": device.described(), "rows": rows}, indent=1), encoding="utf-8")
+    content = {"adapter": device.described(), "rows": rows}
+    options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return int(wrong > 0)
 
 
