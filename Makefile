@@ -31,7 +31,7 @@ HAS_WGPU := $(BIN)/python -c 'import wgpu' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
 .PHONY: help demo test test-here test-cpu test-distributed test-triton test-codegen test-webgpu test-browser test-metal \
-	test-gpu test-all mutants fuzz lint bench bench-gpu bench-metal clean
+	test-gpu test-all mutants fuzz lint bench bench-gpu bench-webgpu bench-metal clean
 .NOTPARALLEL:
 
 help:
@@ -51,6 +51,7 @@ help:
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     this machine against torch SDPA, into build/bench.json'
 	@echo 'make bench-gpu a CUDA device against its peers in BUDGET=540 seconds, into build/gpu.jsonl and PAGE=build/gpu.md'
+	@echo 'make bench-webgpu  the WebGPU kernels, variant by variant, on the adapter that is here, into build/webgpu.json'
 	@echo 'make bench-metal   on a Mac: checks the Metal kernels, then measures them, into build/metal.md'
 	@echo 'make clean     remove .venv and everything built'
 	@echo ''
@@ -134,6 +135,11 @@ bench: .venv/.demo
 bench-gpu:
 	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
 		PYTHONPATH=src $$python -m benchmarks.gpu --budget $(BUDGET) --json build/gpu.jsonl --page $(PAGE) $(GPU_ARGS)
+
+bench-webgpu:
+	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
+		PYTHONPATH=src $$python -m benchmarks.webgpu --budget $(BUDGET) --json build/webgpu.json $(GPU_ARGS) && \
+		PYTHONPATH=src $$python -m benchmarks.webgpu.ladder --json build/ladder.json
 
 bench-metal: .venv/.demo
 	@$(BIN)/python scripts/metal_check.py $(GPU_ARGS)

@@ -62,6 +62,7 @@ PROBLEMS = {
 }
 TEMPLATES = {
     "row": Config(ROW),
+    "row by subgroups": Config(ROW, subgroups=True),
     "tile": Config(TILE),
     "tile by subgroups": Config(TILE, subgroups=True),
 }

@@ -1,5 +1,5 @@
 // Plays kernels.json on WebGPU: the pipelines, buffers and dispatches that polyflash's WebGPU engine would make.
-// A buffer has the name that it has in a kernel's text: q, k, v, out, lse, dout, rows, dq, dk, dv.
+// A buffer has the name that it has in a kernel's text: q, k, v, out, lse, dout, dq, dk, dv.
 
 const WHY_NONE =
   "This browser offers no WebGPU adapter. Chrome and Edge 113, Safari 26 and Firefox 141 have one; the page must " +
@@ -137,9 +137,9 @@ class Call {
 
   // dq, dk and dv of the call before.
   async backward(out, lse, dout) {
-    const rows = new Float32Array(2 * lse.length); // lse and its gradient, which is none
-    lse.forEach((x, i) => (rows[2 * i] = x));
-    this.write({ result: out, dout, rows });
+    const given = new Float32Array(2 * lse.length); // lse and its gradient, which is none
+    lse.forEach((x, i) => (given[2 * i] = x));
+    this.write({ result: out, dout, given });
     this.run("backward");
     return this.read("dq", "dk", "dv");
   }

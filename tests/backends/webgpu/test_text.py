@@ -23,6 +23,11 @@ VARIANTS = {
     "tile of subgroups": Plan(Variant(TILE, 8, 8, 4, 1, subgroups=True)),
     "packed splits": Plan(Variant(TILE, 8, 4, 1, 1), True, 128, 4),
     "row": Plan(Variant(ROW, 64, rn4=4)),
+    "rows of 4 lanes": Plan(Variant(ROW, 64, rm=4, rn4=4, subgroups=True, lanes=4)),
+}
+GRADIENTS = {
+    "row": Variant(ROW, 64, rn4=4),
+    "rows of 4 lanes": Variant(ROW, 64, rm=2, rn4=2, subgroups=True, lanes=4),
 }
 KERNELS = {
     **{
@@ -33,7 +38,11 @@ KERNELS = {
         for flags in (EVERYTHING, NOTHING)
         for kind in ("float32", "bfloat16", "float16 of the device")
     },
-    **{kernel.name: kernel for kernel in kernels_of(SIZES, EVERYTHING, "float16", FLOOR)},
+    **{
+        f"{kernel.name}, {name}": kernel
+        for name, variant in GRADIENTS.items()
+        for kernel in kernels_of(SIZES, EVERYTHING, "float16", FLOOR, (variant, variant))
+    },
 }
 
 
