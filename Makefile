@@ -20,6 +20,8 @@ ELSEWHERE := --ignore=$(CODEGEN_TESTS) --ignore=tests/backends/metal
 TRITON_TESTS := tests/conformance tests/backends/triton --ignore=$(CODEGEN_TESTS) --rows triton \
 	tests/api/test_groups.py::test_each_group_is_attention_of_its_own -k triton
 WEBGPU_TESTS := tests/conformance tests/backends/webgpu --rows webgpu
+# For SwiftShader: without the test of 70,000 packed members, and that of a forked child, which launches nothing.
+WITHOUT_LONG := -k 'not B_big_10 and not fork_after_use'
 GPU_TESTS := tests/conformance tests/backends/triton tests/api/test_gpu_calls.py --ignore=$(CODEGEN_TESTS) \
 	--rows triton
 METAL_TESTS := tests/backends/metal tests/conformance --rows metal
@@ -28,8 +30,8 @@ HAS_TRITON := $(BIN)/python -c 'import triton' 2>/dev/null
 HAS_WGPU := $(BIN)/python -c 'import wgpu' 2>/dev/null
 NO_TRITON := Triton has no build for this machine, so its kernels are not tested here
 
-.PHONY: help demo test test-here test-cpu test-distributed test-triton test-codegen test-webgpu test-metal test-gpu \
-	test-all mutants fuzz lint bench bench-gpu bench-metal clean
+.PHONY: help demo test test-here test-cpu test-distributed test-triton test-codegen test-webgpu test-browser test-metal \
+	test-gpu test-all mutants fuzz lint bench bench-gpu bench-webgpu bench-metal clean
 .NOTPARALLEL:
 
 help:
@@ -37,7 +39,8 @@ help:
 	@echo 'make test      lint, then every test that takes seconds, with the next four'
 	@echo 'make test-triton   the Triton kernels in the interpreter, which needs no GPU'
 	@echo 'make test-codegen  what the compiler makes of them for GPUs that need not be here: spills, registers'
-	@echo 'make test-webgpu   the WebGPU kernels on Mesa lavapipe, a driver without a GPU (installed by root on Debian)'
+	@echo 'make test-webgpu   the WebGPU kernels on lavapipe and SwiftShader, drivers without a GPU (installed by root on Debian)'
+	@echo 'make test-browser   the same kernels and the page of examples/web in a headless Chromium: minutes'
 	@echo 'make test-metal    the Metal kernels as C++, threads as fibers: needs a C++ compiler, no Mac'
 	@echo 'make test-cpu  the tests of the CPU engine alone'
 	@echo 'make test-distributed  one sequence over ranks: simulated ones, and processes of gloo'
@@ -48,6 +51,7 @@ help:
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     this machine against torch SDPA, into build/bench.json'
 	@echo 'make bench-gpu a CUDA device against its peers in BUDGET=540 seconds, into build/gpu.jsonl and PAGE=build/gpu.md'
+	@echo 'make bench-webgpu  the WebGPU kernels, variant by variant, on the adapter that is here, into build/webgpu.json'
 	@echo 'make bench-metal   on a Mac: checks the Metal kernels, then measures them, into build/metal.md'
 	@echo 'make clean     remove .venv and everything built'
 	@echo ''
@@ -77,12 +81,21 @@ test-triton: .venv/.test
 test-codegen: .venv/.test
 	@if $(HAS_TRITON); then $(PYTEST) $(SHARED) $(CODEGEN_TESTS); else echo '$@: $(NO_TRITON)'; fi
 
-# SLOW= runs the cases that take minutes too.
+# SLOW= runs on lavapipe, the faster driver, the cases that take minutes too.
 test-webgpu: .venv/.test
-	@if ! $(HAS_WGPU); then echo '$@: wgpu has no build for this machine, so its kernels are not tested here'; \
-	elif driver=$$(sh scripts/drivers.sh); then \
-		POLYFLASH_WEBGPU_CPU=1 VK_ICD_FILENAMES=$$driver $(PYTEST) $(SHARED) $(WEBGPU_TESTS) $(SLOW); \
-	else echo '$@: the WebGPU kernels are not tested here'; fi
+	@if ! $(HAS_WGPU); then echo '$@: wgpu has no build for this machine, so its kernels are not tested here'; exit; fi; \
+	for name in lavapipe swiftshader; do \
+		if [ $$name = lavapipe ]; then set -- $(SLOW); else set -- $(WITHOUT_LONG); fi; \
+		if driver=$$(sh scripts/drivers.sh $$name); then \
+			POLYFLASH_WEBGPU_CPU=1 VK_ICD_FILENAMES=$$driver $(PYTEST) $(SHARED) $(WEBGPU_TESTS) -rs "$$@" || exit; \
+		else echo "$@: the WebGPU kernels are not tested on $$name"; fi; \
+	done
+
+# The kernels as Chromium compiles them, and the page of examples/web.
+test-browser: .venv/.test
+	@if ! sh scripts/drivers.sh swiftshader >/dev/null; then echo '$@: nothing is tested in a browser'; exit; fi; \
+	$(PYTEST) tests/browser -m '' && \
+	POLYFLASH_WEBGPU_CPU=1 $(PYTEST) $(SHARED) $(WEBGPU_TESTS) --adapter chromium -rs $(WITHOUT_LONG)
 
 test-metal: .venv/.test
 	@$(PYTEST) $(METAL_TESTS)
@@ -100,6 +113,7 @@ test-all: lint
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
 		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
 	@$(MAKE) test-webgpu SLOW="-m ''"
+	@$(MAKE) test-browser
 	@$(PYTEST) $(METAL_TESTS) -m ''
 
 mutants: .venv/.test
@@ -121,6 +135,11 @@ bench: .venv/.demo
 bench-gpu:
 	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
 		PYTHONPATH=src $$python -m benchmarks.gpu --budget $(BUDGET) --json build/gpu.jsonl --page $(PAGE) $(GPU_ARGS)
+
+bench-webgpu:
+	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
+		PYTHONPATH=src $$python -m benchmarks.webgpu --budget $(BUDGET) --json build/webgpu.json $(GPU_ARGS) && \
+		PYTHONPATH=src $$python -m benchmarks.webgpu.ladder --json build/ladder.json
 
 bench-metal: .venv/.demo
 	@$(BIN)/python scripts/metal_check.py $(GPU_ARGS)

@@ -1,16 +1,31 @@
 #!/bin/sh
-# Makes sure that a Vulkan driver is here that executes shaders on the CPU: Mesa's lavapipe. Tests of the WebGPU
-# engine run on it. Prints the file that VK_ICD_FILENAMES is to name; says in one line what is missing if it cannot.
+# Makes sure that a Vulkan driver is here that executes shaders on the CPU; tests of the WebGPU engine run on two.
+#
+#   drivers.sh lavapipe      Mesa's
+#   drivers.sh swiftshader   Google's, a part of Chromium and Chrome
+#
+# Prints the file that VK_ICD_FILENAMES is to name; says in one line what is missing if it cannot.
 set -eu
 
+case ${1:-lavapipe} in
+lavapipe)
+    files='/usr/share/vulkan/icd.d/lvp_icd*.json /usr/local/share/vulkan/icd.d/lvp_icd*.json'
+    packages='mesa-vulkan-drivers libvulkan1' ;;
+swiftshader)
+    files='/usr/lib/chromium*/vk_swiftshader_icd.json /usr/lib64/chromium*/vk_swiftshader_icd.json
+        /opt/google/chrome*/vk_swiftshader_icd.json'
+    packages='chromium libvulkan1' ;;
+*)
+    echo "no driver is called $1: lavapipe or swiftshader" >&2
+    exit 1 ;;
+esac
+
 found() {
-    for folder in /usr/share/vulkan/icd.d /usr/local/share/vulkan/icd.d; do
-        for file in "$folder"/lvp_icd*.json; do
-            if [ -e "$file" ]; then
-                echo "$file"
-                return 0
-            fi
-        done
+    for file in $files; do
+        if [ -e "$file" ]; then
+            echo "$file"
+            return 0
+        fi
     done
     return 1
 }
@@ -18,10 +33,11 @@ found() {
 found && exit 0
 if [ "$(uname -s)" = Linux ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     {
-        apt-get install -y --no-install-recommends mesa-vulkan-drivers libvulkan1 ||
-            { apt-get update && apt-get install -y --no-install-recommends mesa-vulkan-drivers libvulkan1; }
+        # shellcheck disable=SC2086
+        apt-get install -y --no-install-recommends $packages ||
+            { apt-get update && apt-get install -y --no-install-recommends $packages; }
     } >/dev/null 2>&1 || true
     found && exit 0
 fi
-echo "no lavapipe here (as root on Debian or Ubuntu: apt install mesa-vulkan-drivers libvulkan1)" >&2
+echo "no ${1:-lavapipe} here (as root on Debian: apt install $packages)" >&2
 exit 1

@@ -12,11 +12,14 @@ from hypothesis import HealthCheck, settings
 from polyflash.tuning import store
 from tests import device
 from tests.backends.metal import shim
+from tests.browser import adapter
 from tests.memory import poisoned
 from tests.refusals import Refusals
 
 if device.ROWS == "metal" and device.ON_A_CPU:
     shim.install()  # before test modules list rows
+if device.ADAPTER == "chromium":
+    adapter.install()
 
 settings.register_profile(
     "ci",
@@ -45,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rows", metavar="BACKEND", help="of the conformance suite, the rows of this backend alone"
     )
+    parser.addoption("--adapter", choices=["chromium"], help="run the WebGPU rows in a headless browser")
 
 
 def pytest_configure(config: pytest.Config) -> None:

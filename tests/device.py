@@ -24,7 +24,7 @@ import polyflash
 from polyflash import Mask, QuantizedTensor, target
 
 VARIABLE, BY_DEFAULT = "POLYFLASH_TEST_DEVICE", "POLYFLASH_TEST_DEFAULT_DEVICE"
-ONE_BACKEND = "POLYFLASH_TEST_ROWS"
+ONE_BACKEND, ONE_ADAPTER = "POLYFLASH_TEST_ROWS", "POLYFLASH_TEST_ADAPTER"
 CALLS = (
     "attention", "attention_varlen", "attention_paged", "attention_groups", "explain", "explain_groups",
     "column_sums", "row_stats",
@@ -43,6 +43,7 @@ def _asked(option: str, variable: str) -> str:
 DEFAULT = os.environ[BY_DEFAULT] = _asked("--default-device", BY_DEFAULT)
 NAME = os.environ[VARIABLE] = DEFAULT or _asked("--device", VARIABLE) or "cpu"
 ROWS = os.environ[ONE_BACKEND] = _asked("--rows", ONE_BACKEND)  # "": those of every backend
+ADAPTER = os.environ[ONE_ADAPTER] = _asked("--adapter", ONE_ADAPTER)  # "": those of wgpu
 DEVICE = torch.device("cpu" if NAME == "copies" else NAME)
 ON_A_CPU = DEVICE.type == "cpu"
 if DEFAULT:

@@ -26,7 +26,7 @@ from polyflash.backends.webgpu.tensor import GpuTensor
 from polyflash.errors import described, spec_error
 from polyflash.mask import Mask
 from polyflash.routes import spec_of, without_gradients
-from polyflash.spec import Arguments, Phase
+from polyflash.spec import Phase
 
 if TYPE_CHECKING:
     from polyflash.keywords import OnDevice
@@ -75,42 +75,48 @@ def attention(
     Everything else is a CPU tensor, or a number, and means what it means there. Raises SpecError and
     UnsupportedError before anything is launched; what a device refuses later is a DeviceError of the next
     read, with the names of the kernels."""
+    options = (causal, window, softcap, scale, q_offset, return_lse, config)
+    key = None
+    if mask is bias is alibi_slopes is sinks is kv_lens is kv_starts is None and type(q) is GpuTensor:
+        key = _key(q, k, v, options)
+    prepared = None if key is None else q.block.device.calls.get(key)
+    if prepared is None:
+        masks: dict[str, Any] = {"causal": causal, "window": window, "mask": mask, "kv_lens": kv_lens}
+        scores: dict[str, Any] = {"bias": bias, "alibi_slopes": alibi_slopes, "softcap": softcap}
+        scores |= {"sinks": sinks, "scale": scale, "return_lse": return_lse, "config": config}
+        prepared = _prepared(q, k, v, Options(**masks, **scores, kv_starts=kv_starts, q_offset=q_offset))
+        if key is not None:
+            q.block.device.keep(key, prepared)
+    out, lse = forward.launch_forward(q, k, v, prepared)
+    return DeviceOutput(out, lse) if lse is not None else out
+
+
+def _key(q: GpuTensor, k: GpuTensor, v: GpuTensor, options: tuple[Any, ...]) -> Any:
+    """Key of a call without tensors beside q, k, v; types too, as 1 and True are equal. None if it cannot be
+    looked up."""
+    if any(isinstance(x, Tensor) for x in options):  # equal to itself, whatever it holds
+        return None
+    try:
+        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, options, tuple(map(type, options)))
+        hash(key)
+    except (AttributeError, TypeError):
+        return None
+    return key
+
+
+def _prepared(q: GpuTensor, k: GpuTensor, v: GpuTensor, options: Options) -> forward.Prepared:
+    """Checks a call, plans it and binds it."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, GpuTensor):
             change = "Use GpuTensor.of(x), or polyflash.attention(..., backend='webgpu')."
             raise spec_error(name, described(x), "a GpuTensor", change)
-    masks: dict[str, Any] = {"causal": causal, "window": window, "mask": mask, "kv_lens": kv_lens}
-    scores: dict[str, Any] = {"bias": bias, "alibi_slopes": alibi_slopes, "softcap": softcap, "sinks": sinks}
-    masks |= {"kv_starts": kv_starts, "q_offset": q_offset}
-    asked = {"scale": scale, "return_lse": return_lse, "backend": "webgpu", "config": config}
-    args = normalise(Options(**masks, **scores, **asked))
-    launch = _planned(q, k, v, args)
-    few = launch.row.phase is Phase.DECODE
-    out, lse = forward.attend(q, k, v, args, launch.config, few)
-    return DeviceOutput(out, lse) if lse is not None else out
-
-
-def _planned(q: GpuTensor, k: GpuTensor, v: GpuTensor, args: Arguments) -> plan.Launch:
-    """The launch of a call, kept for equal ones that have no tensors beside q, k, v."""
-    plain = not any(type(x) is Tensor for x in args)
-    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, args) if plain else None
-    launch = _planned_calls.get(key)
-    if launch is None:
-        # without memory: shapes, dtypes and operands are all that is looked at
-        like = [torch.empty((1,), dtype=x.dtype, device="cpu").expand(x.shape) for x in (q, k, v)]
-        torch_ops.check(like[0], like[1], like[2], args)
-        spec = without_gradients(spec_of(like[0], like[1], like[2], args))
-        known = target.parse("webgpu")
-        launch = plan.select(spec, known, backends.TABLE, backend="webgpu", config=args.config)
-        if plain:
-            if len(_planned_calls) >= _KEPT_CALLS:
-                _planned_calls.clear()
-            _planned_calls[key] = launch
-    return launch
-
-
-_KEPT_CALLS = 256
-_planned_calls: dict[Any, plan.Launch] = {}
+    args = normalise(options._replace(backend="webgpu"))
+    # without memory: shapes, dtypes and operands are all that is looked at
+    like = [torch.empty((1,), dtype=x.dtype, device="cpu").expand(x.shape) for x in (q, k, v)]
+    torch_ops.check(like[0], like[1], like[2], args)
+    spec = without_gradients(spec_of(like[0], like[1], like[2], args))
+    launch = plan.select(spec, target.detect("cpu"), backends.TABLE, backend="webgpu", config=args.config)
+    return forward.prepared_of(q, k, v, args, launch.config, launch.row.phase is Phase.DECODE)
 
 
 def batch() -> AbstractContextManager[None]:

@@ -111,7 +111,9 @@ def key_of(row: Capability, spec: AttentionSpec) -> str:
     heads = f"h{spec.num_q_heads}/{spec.num_kv_heads}" if row.phase is Phase.DECODE else f"g{spec.group}"
     keys = "many" if spec.seqlen_k >= MANY_KEYS else "few"
     dims = f"d{spec.head_dim}/{spec.head_dim_v}"
-    return f"{row.name} {spec.dtype} {heads} {dims} r{length_class(spec.seqlen_q)} {keys} {features}".strip()
+    on = f" on {row.runs_on()}" if row.runs_on is not None else ""
+    lengths = f"r{length_class(spec.seqlen_q)} {keys}"
+    return f"{row.name} {spec.dtype} {heads} {dims} {lengths} {features}".strip() + on
 
 
 def find(row: Capability, spec: AttentionSpec, target: Target, kind: type) -> tuple[Any, str]:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyflash.backends.webgpu.calls import call_of, sizes_of
+from polyflash.backends.webgpu.calls import sizes_of
 from polyflash.backends.webgpu.configs import ROW, TILE, Variant
 from polyflash.backends.webgpu.device import Device
-from polyflash.backends.webgpu.forward import Plan, Prepared, launch_forward
+from polyflash.backends.webgpu.forward import Plan, launch_forward, prepare
 from polyflash.backends.webgpu.tensor import GpuTensor
 from polyflash.reference import attention_reference
 from polyflash.spec import Arguments
@@ -20,6 +20,16 @@ TEMPLATES = {
     "tile of 8 lanes": Variant(TILE, 8, 8, 4, 1),
     "tile of subgroups": Variant(TILE, 4, 8, 4, 1, subgroups=True),
     "row": Variant(ROW, 64, rn4=4),
+    "4 lanes, 4 rows": Variant(ROW, 64, rm=4, rn4=2, subgroups=True, lanes=4),
+    "2 lanes, 4 rows": Variant(ROW, 32, rm=4, rn4=2, subgroups=True, lanes=2),
+    "4 lanes, 2 rows": Variant(ROW, 32, rm=2, rn4=4, subgroups=True, lanes=4),
+    "tile of 8 rows and keys": Variant(TILE, 4, 4, 8, 2, subgroups=True),
+}
+GRADIENTS = {
+    "row": Variant(ROW, 64, rn4=4),
+    "4 lanes, 2 rows": Variant(ROW, 64, rm=2, rn4=2, subgroups=True, lanes=4),
+    "2 lanes, 4 rows": Variant(ROW, 32, rm=4, rn4=3, subgroups=True, lanes=2),
+    "8 lanes, 8 rows": Variant(ROW, 64, rm=8, rn4=2, subgroups=True, lanes=8),
 }
 
 
@@ -42,8 +52,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of one variant, with nothing between."""
     q, k, v = (GpuTensor.of(x) for x in tensors)
-    call = call_of(sizes_of(q, k, v), args)
-    out, lse = launch_forward(q, k, v, Prepared(call, on.upload(call.words), plan or Plan(variant)), True)
+    args = args._replace(need_lse=True)
+    out, lse = launch_forward(q, k, v, prepare(on, sizes_of(q, k, v), q.dtype, args, plan or Plan(variant)))
+    assert lse is not None
     return out.torch(), lse.torch()
 
 

@@ -35,7 +35,7 @@ def workgroup_bytes_of(text: str) -> int:
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("limits", (FLOOR, WIDE), ids=("floor", "wide"))
 def test_memory_is_counted_as_the_text_declares_it(dims: tuple[int, int], limits: Limits):
-    for few in (False, True):
+    for few in (0, 1, 8):
         legal = list(configs.variants(dims, limits, few))
         assert legal[-1].template == ROW or any(v.template == ROW for v in legal), "row fits every device"
         for variant in legal:
@@ -62,8 +62,30 @@ def test_what_a_device_cannot_run_is_refused():
 
 def test_gradients_fit_the_least_device():
     d4 = configs.MAX_GRADIENT_DIM // 4
-    kernels = kernels_of(Sizes(1, 1, 1, 1, 1, 4 * d4, 4 * d4), _FLAGS, "float32", FLOOR)
+    variants = configs.gradient_variants((d4, d4), FLOOR, Config())
+    kernels = kernels_of(Sizes(1, 1, 1, 1, 1, 4 * d4, 4 * d4), _FLAGS, "float32", FLOOR, variants)
     assert max(workgroup_bytes_of(kernel.text()) for kernel in kernels) <= FLOOR.workgroup_bytes
+
+
+def test_a_graphics_card_gets_rows_that_fit_its_registers():
+    """As measured on an H100: channels of a lane times rows of a thread stay the same."""
+    card = Limits(48 << 10, 1024, subgroup=32, kind="discrete")
+    names = {d: configs.title(configs.resolve(Config(), (d // 4, d // 4), card)) for d in (64, 96, 128, 256)}
+    assert names[64] == "row 4x4 128t 32k" and names[128] == "row 16x8 128t 16k"
+    for d, name in names.items():
+        assert configs.kept(configs.NAMED[name], d // 4, d // 4) <= configs.REGISTERS["discrete"], name
+    without = card._replace(subgroup=0)
+    assert configs.resolve(Config(), (16, 16), without).lanes == 1
+    of_dq, of_dkv = configs.gradient_variants((16, 16), card, Config())
+    assert configs.kept(of_dkv, 16, 16, "dkv") == 128 and of_dq.lanes == 8
+
+
+def test_few_rows_share_a_workgroup():
+    card = Limits(48 << 10, 1024, subgroup=32, kind="discrete")
+    for rows, most in ((1, 1), (3, 4), (4, 4), (8, 8), (9, 16)):
+        assert configs.variants((32, 32), card, rows)[0].rows == most
+    assert configs.filling(128, 2048, 32, "discrete") == (512, 4)  # 1 x 8 heads, 2,048 rows
+    assert configs.filling(2048, 8192, 32, "discrete") == configs.filling(1, 2048, 32, "cpu") == (0, 1)
 
 
 def test_a_plan_needs_no_device_and_no_wgpu():

@@ -16,9 +16,9 @@ import torch
 from polyflash.backends.webgpu import configs, device
 from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_of
 from polyflash.backends.webgpu.chunks import Chunk, chunks
-from polyflash.backends.webgpu.configs import fours
+from polyflash.backends.webgpu.configs import Config, fours
 from polyflash.backends.webgpu.device import Block
-from polyflash.backends.webgpu.forward import dispatches, flat_grid, stored
+from polyflash.backends.webgpu.forward import dispatches, flat_grid, stored, tried, trusted_limits
 from polyflash.backends.webgpu.render import Buffer, Kernel
 from polyflash.backends.webgpu.tensor import GpuTensor
 
@@ -28,29 +28,34 @@ if TYPE_CHECKING:
     from polyflash.plan import Launch
     from polyflash.spec import Arguments
 
+__all__ = ("Needs", "kernels_of", "run", "tried", "walk")
 Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
 
 
 def kernels_of(
-    sizes: Sizes, flags: dict[str, int], kind: str, limits: configs.Limits
+    sizes: Sizes,
+    flags: dict[str, int],
+    kind: str,
+    limits: configs.Limits,
+    variants: tuple[configs.Variant, configs.Variant],
 ) -> tuple[Kernel, Kernel, Kernel, Kernel]:
     """delta, dq, dkv and dbias: no length is in them."""
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
-    variant = configs.gradient_variant((d4, dv4), limits)
-    sized = {"D4": d4, "DV4": dv4, "NT": variant.threads, "BN": variant.keys, "FOUR": 4}
-    constants, unrolled = tuple({**flags, **sized}.items()), configs.UNROLLED[limits.kind]
+    constants, of_keys = (tuple({**flags, **configs.constants(x, d4, dv4)}.items()) for x in variants)
+    unrolled = limits.unrolled
     q, k, v, dout = (Buffer(name, kind) for name in ("q", "k", "v", "dout"))
     rows, walk = Buffer("rows", "vec2<f32>"), ("stages.wgsl", "gradient.wgsl")
+    lanes = (*walk, "lanes.wgsl")
     delta = Kernel(
         "delta",
         ("stages.wgsl", "backward_delta.wgsl"),
-        (Buffer("result", kind), dout, rows._replace(written=True)),
-        (("DV4", dv4), ("BN", 4)),
+        (Buffer("result", kind), dout, rows._replace(name="given"), rows._replace(written=True)),
+        (("DV4", dv4), ("BN", 4), ("BM", 4)),
         PARAMS,
     )
     dq = Kernel(
         "backward_dq",
-        (*walk, "load_tile.wgsl", "backward_dq.wgsl"),
+        (*lanes, "load_tile.wgsl", "backward_dq.wgsl"),
         (q, k, v, dout, rows, Buffer("dq", kind, True)),
         constants,
         PARAMS,
@@ -58,9 +63,9 @@ def kernels_of(
     )
     dkv = Kernel(
         "backward_dkv",
-        (*walk, "backward_dkv.wgsl"),
+        (*lanes, "backward_dkv.wgsl"),
         (q, k, v, dout, rows, Buffer("dk", kind, True), Buffer("dv", kind, True)),
-        constants,
+        of_keys,
         PARAMS,
         unrolled,
     )
@@ -94,7 +99,7 @@ def run(
         for part in chunks(q, k, v, args, device.current().limits):
             of, own_dlse = part.of_q, None if dlse is None else part.of_q(dlse)
             given = Given(of(q), of(dout), of(out), of(lse), own_dlse)
-            rows = _differentiate(part, given, part.of_k(k), part.of_k(v), args, totals)
+            rows = _differentiate(part, given, part.of_k(k), part.of_k(v), args, launch.config, totals)
             if totals[4] is not None:
                 _add_sinks(part, rows, args, totals[4])
     finished = zip(totals, (q, k, v, args.bias, args.sinks), strict=True)
@@ -117,16 +122,26 @@ class Given(NamedTuple):
 
 
 def _differentiate(
-    part: Chunk, given: Given, k: Tensor, v: Tensor, args: Arguments, totals: list[Tensor | None]
+    part: Chunk,
+    given: Given,
+    k: Tensor,
+    v: Tensor,
+    args: Arguments,
+    config: Config,
+    totals: list[Tensor | None],
 ) -> Tensor:
     """Adds a chunk's dq, dk, dv and dbias to `totals`; returns its (lse, delta) per row, (batch, query heads,
     rows, 2)."""
     held = [GpuTensor.of(x) for x in (given.q, k, v, given.dout)]
     on, sizes = held[0].device, sizes_of(*held[:3])
     call = call_of(sizes, part.arguments(args))
-    delta, dq, dkv, dbias = kernels_of(sizes, call.flags, stored(given.q.dtype, on), on.limits)
+    dims = fours(sizes.head_dim), fours(sizes.head_dim_v)
+    variants = configs.gradient_variants(dims, trusted_limits(on), config)
+    made_of = sizes, call.flags, stored(given.q.dtype, on), on.limits, variants
+    delta, dq, dkv, dbias = kernels_of(*made_of)
     zero = torch.zeros_like(given.lse) if given.dlse is None else given.dlse
-    rows = on.upload(np.ascontiguousarray(torch.stack((given.lse, zero), -1).float().numpy()))
+    before = on.upload(np.ascontiguousarray(torch.stack((given.lse, zero), -1).float().numpy()))
+    rows = on.empty(before.nbytes)
     words = on.upload(call.words)
     blocks = [words, *(x.block for x in held), rows]
     own_bias = None if totals[3] is None else part.plane(totals[3])
@@ -135,13 +150,13 @@ def _differentiate(
         made.append(GpuTensor.empty((own_bias.numel(),)))
     with on.batch():
         grid, stride = flat_grid(on, call.numbers["rows_total"])
-        before = [words, GpuTensor.of(given.out).block, held[3].block, rows]
-        on.launch(delta, call.params({"stride_y": stride}), before, grid)
+        own = [words, GpuTensor.of(given.out).block, held[3].block, before, rows]
+        on.launch(delta, call.params({"stride_y": stride}), own, grid)
         if totals[0] is not None:
-            _walk(dq, call.rows, sizes.num_q_heads, [*blocks, made[0].block], sizes, call)
+            walk(dq, call.rows, sizes.num_q_heads, [*blocks, made[0].block], sizes, call)
         if totals[1] is not None or totals[2] is not None:
             outputs = [made[1].block, made[2].block]
-            _walk(dkv, _most_keys(sizes, args), sizes.num_kv_heads, [*blocks, *outputs], sizes, call)
+            walk(dkv, _most_keys(sizes, args), sizes.num_kv_heads, [*blocks, *outputs], sizes, call)
         if own_bias is not None:
             grid, stride = flat_grid(on, own_bias.numel())
             shape = dict(zip(("dbias_b", "dbias_h", "dbias_q", "dbias_k"), own_bias.shape, strict=True))
@@ -169,9 +184,9 @@ def _most_keys(sizes: Sizes, args: Arguments) -> int:
     return int(args.cu_seqlens_k.diff().max()) if len(args.cu_seqlens_k) > 1 else 0
 
 
-def _walk(kernel: Kernel, items: int, heads: int, blocks: list[Block], sizes: Sizes, call: Call) -> None:
+def walk(kernel: Kernel, items: int, heads: int, blocks: list[Block], sizes: Sizes, call: Call) -> None:
     """Launches a kernel with a row, or a key, per thread."""
-    on, threads = blocks[0].device, dict(kernel.constants)["NT"]
+    on, threads = blocks[0].device, dict(kernel.constants)["BM"]
     others = max(sizes.seqlen_q, sizes.seqlen_k) * sizes.num_q_heads * call.entries
     work = 10.0 * threads * others * max(sizes.head_dim, sizes.head_dim_v)
     for start, grid in dispatches(on, (-(-items // threads), heads, call.entries), work):

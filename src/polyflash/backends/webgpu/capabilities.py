@@ -32,6 +32,13 @@ def absent(target: Target) -> str:
     return device.why_none()
 
 
+def adapter() -> str:
+    """The adapter, its driver and the version of wgpu, as words."""
+    from polyflash.backends.webgpu import device
+
+    return device.described()
+
+
 CAPABILITIES = tuple(
     Capability(
         backend="webgpu",
@@ -47,6 +54,7 @@ CAPABILITIES = tuple(
         max_positions=MOST_POSITIONS,
         leaves=leaves,
         absent=absent,
+        runs_on=adapter,
     )
     for phase, features in _ROWS.items()
 )

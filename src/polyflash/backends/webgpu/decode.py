@@ -6,6 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from polyflash.backends.webgpu import forward
+from polyflash.backends.webgpu.forward import tried
+
+__all__ = ("run", "tried")
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,8 +1,9 @@
 """The device: which adapter, what it can do, its pipelines, memory and queue.
 
 One device per process, opened at the first call. A launch is recorded and sent at once, or, within `batch()`,
-at the batch's end; nothing waits until somebody reads. Results come back through staging buffers of its own,
-as wgpu's `read_buffer` makes a new one per call."""
+at the batch's end; nothing waits until somebody reads. What a launch needs beside its tensors is bound once,
+as a `Command`, and so are groups of buffers: little is left to do of a call like one before it. Results come
+back through staging buffers of its own, as wgpu's `read_buffer` makes a new one per call."""
 
 from __future__ import annotations
 
@@ -12,18 +13,19 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from polyflash import env
-from polyflash.backends.webgpu.configs import Limits
-from polyflash.backends.webgpu.render import Buffer, Kernel
+from polyflash.backends.webgpu.configs import UNROLLED, UNROLLED_BY_NAME, Limits
+from polyflash.backends.webgpu.render import DAWN, NAGA, WITH_SUBGROUPS, Buffer, Kernel
 
 _ORDER = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "cpu"}
-_WANTED = ("subgroup", "shader-f16")
+_WANTED = ("subgroup", "shader-f16", "timestamp-query")
+_KEPT_CALLS = 512
 _LEAST_BYTES = 256  # of a pooled buffer
-_KEPT_STAGING, _KEPT_UNIFORMS = 4, 1024
+_KEPT_STAGING, _KEPT_UNIFORMS, _KEPT_GROUPS = 4, 1024, 1024
 ALIGNMENT = 256  # of an offset into a buffer, on any device
 _PROBE = """
 @group(0) @binding(0) var<storage, read_write> found: array<vec2<u32>>;
@@ -64,6 +66,15 @@ def usable() -> tuple[Any, ...]:
     )
 
 
+def described() -> str:
+    """The adapter that is chosen, its driver, and the version that compiles for it; "none" without one."""
+    import wgpu
+
+    for adapter in usable()[:1]:
+        return f"{adapter.summary}, {adapter.info['description']}, wgpu {wgpu.__version__}"
+    return "none"
+
+
 def why_none() -> str:
     """Why no device can be opened here; "" if one can."""
     try:
@@ -81,16 +92,37 @@ def why_none() -> str:
 
 class Block:
     """Room on the device. It goes back to the pool when nobody holds it any more: the queue runs in order, so
-    what uses it next comes later."""
+    what uses it next comes later. A copy to the device does not wait for the commands of an open batch: what
+    those use goes to kernels alone until they are sent."""
 
-    __slots__ = ("buffer", "device", "nbytes", "offset", "size")
+    __slots__ = ("batch", "buffer", "device", "nbytes", "offset", "size")
 
     def __init__(self, device: Device, buffer: Any, size: int, nbytes: int, offset: int = 0) -> None:
         self.device, self.buffer, self.size = device, buffer, size
         self.nbytes, self.offset = nbytes, offset
+        self.batch = 0  # the last one that used it
 
     def __del__(self) -> None:
-        self.device.free[self.size].append(self.buffer)
+        device = self.device
+        pool = device.unsent if self.batch == device.batches else device.free
+        pool[self.size].append(self.buffer)
+
+
+class Pipeline(NamedTuple):
+    """A compiled kernel."""
+
+    name: str
+    compiled: Any
+    layout: Any
+
+
+class Command(NamedTuple):
+    """A launch without its tensors."""
+
+    pipeline: Pipeline
+    uniform: Any
+    nbytes: int  # of the uniform
+    grid: tuple[int, int, int]
 
 
 class Device:
@@ -98,18 +130,27 @@ class Device:
 
     def __init__(self, adapter: Any) -> None:
         self.name: str = adapter.summary
+        self.dialect = (
+            DAWN if adapter.info["backend_type"] == "WebGPU" else NAGA
+        )  # a browser's, or wgpu-native
         self.lock = threading.RLock()
         self.free: dict[int, list[Any]] = defaultdict(list)
+        self.unsent: dict[int, list[Any]] = defaultdict(list)  # free for kernels of the open batch alone
+        self.groups: dict[Any, Any] = {}  # bind groups
         self.uniforms: dict[bytes, Any] = {}  # by content, so that none is ever written again
         self.calls: dict[Any, Any] = {}  # what launchers keep of calls without tensors beside q, k, v
-        self.pipelines: dict[Kernel, tuple[Any, Any]] = {}
+        self.pipelines: dict[tuple[Kernel, bool], Pipeline] = {}
         self.trusted: dict[Any, bool] = {}  # variants, by what the self-test found
         self.staging: list[Any] = []
         self.encoder: Any = None  # of a batch
+        self.compute: Any = None  # its open pass, and the pipeline that is set there
+        self.current: Any = None
         self.depth = 0
-        self.held: list[Block] = []  # what the commands of a batch use
+        self.batches = 1  # this one's number
+        self.unchecked = True  # modules, see `_module`
         self.unread: list[str] = []  # kernels that were launched since somebody waited
         self.waits = self.launches = 0
+        self.repeats = 1  # of a command, where a search is to see kernels and not the copies around them
         features = [f for f in _WANTED if f in adapter.features]
         try:
             self.wgpu = adapter.request_device_sync(required_features=features)
@@ -119,7 +160,8 @@ class Device:
         self.limits = self._limits(adapter, features)
 
     def _limits(self, adapter: Any, features: Sequence[str]) -> Limits:
-        told = self.wgpu.limits
+        told, kind = self.wgpu.limits, _ORDER.get(adapter.info["adapter_type"], "integrated")
+        named = [most for name, most in UNROLLED_BY_NAME.items() if name in self.name]
         return Limits(
             workgroup_bytes=told["max-compute-workgroup-storage-size"],
             invocations=told["max-compute-invocations-per-workgroup"],
@@ -127,7 +169,8 @@ class Device:
             workgroups=told["max-compute-workgroups-per-dimension"],
             subgroup=self._subgroup() if "subgroup" in features else 0,
             float16="shader-f16" in features,
-            kind=_ORDER.get(adapter.info["adapter_type"], "integrated"),
+            kind=kind,
+            unrolled=min(named, default=UNROLLED[kind]),
         )
 
     def _subgroup(self) -> int:
@@ -136,7 +179,7 @@ class Device:
         import wgpu
 
         found = self.empty(64 * 8)
-        module = self.wgpu.create_shader_module(code=_PROBE, label="probe")
+        module = self.wgpu.create_shader_module(code=WITH_SUBGROUPS[self.dialect] + _PROBE, label="probe")
         pipeline = self.wgpu.create_compute_pipeline(
             layout="auto", compute={"module": module, "entry_point": "probe"}
         )
@@ -145,7 +188,7 @@ class Device:
             entries=[{"binding": 0, "resource": {"buffer": found.buffer, "offset": 0, "size": 64 * 8}}],
         )
         try:
-            self._record("probe", pipeline, group, (1, 1, 1))
+            self._dispatch("probe", pipeline, group, (1, 1, 1))
             sizes, lanes = self.read(found).view(np.uint32).reshape(64, 2).T
         except (DeviceError, wgpu.GPUError):
             return 0
@@ -153,14 +196,15 @@ class Device:
         ordered = (sizes == size).all() and size > 0 and (lanes == np.arange(64) % size).all()
         return size if ordered and size & (size - 1) == 0 else 0
 
-    def empty(self, nbytes: int) -> Block:
-        """Room for so many bytes, of any content."""
+    def empty(self, nbytes: int, kernels_alone: bool = False) -> Block:
+        """Room for so many bytes, of any content; `kernels_alone` will write it."""
         size = _LEAST_BYTES
         while size < nbytes:
             size *= 2
         size = min(size, -(-nbytes // ALIGNMENT) * ALIGNMENT) if size > 1 << 26 else size
         with self.lock:
-            buffer = self.free[size].pop() if self.free[size] else self._buffer(size)
+            pool = self.unsent if kernels_alone and self.unsent[size] else self.free
+            buffer = pool[size].pop() if pool[size] else self._buffer(size)
         return Block(self, buffer, size, nbytes)
 
     def _buffer(self, size: int) -> Any:
@@ -192,19 +236,43 @@ class Device:
         self, kernel: Kernel, params: bytes, blocks: Sequence[Block], grid: tuple[int, int, int]
     ) -> None:
         """Records a kernel over `blocks`: `words`, then its buffers in order."""
+        self.record(self.command(kernel, params, grid), blocks)
+
+    def command(self, kernel: Kernel, params: bytes, grid: tuple[int, int, int]) -> Command:
         with self.lock:
-            pipeline, layout = self._pipeline(kernel)
-            uniform = self._uniform(params)
-            entries = [{"binding": 0, "resource": {"buffer": uniform, "offset": 0, "size": len(params)}}]
-            for place, block in enumerate(blocks, 1):
-                size = -(-max(4, block.nbytes) // 4) * 4
-                resource = {"buffer": block.buffer, "offset": block.offset, "size": size}
-                entries.append({"binding": place, "resource": resource})
-            group = self._checked(
-                kernel.name, self.wgpu.create_bind_group, layout=layout, entries=entries, label=kernel.name
-            )
-            self.held += blocks
-            self._record(kernel.name, pipeline, group, grid)
+            return Command(self._pipeline(kernel), self._uniform(params), len(params), grid)
+
+    def record(self, command: Command, blocks: Sequence[Block]) -> None:
+        """Records a command over `blocks`, as `launch` does."""
+        with self.lock:
+            pipeline, uniform, nbytes, grid = command
+            key = (id(pipeline), id(uniform), *[(id(x.buffer), x.offset, x.nbytes) for x in blocks])
+            group = self.groups.get(key)
+            if group is None:
+                group = self._group(pipeline, uniform, nbytes, blocks)
+                if len(self.groups) >= _KEPT_GROUPS:
+                    self.groups.clear()
+                self.groups[key] = group
+            for block in blocks:
+                block.batch = self.batches
+            self._dispatch(pipeline.name, pipeline.compiled, group[0], grid)
+
+    def _group(self, pipeline: Pipeline, uniform: Any, nbytes: int, blocks: Sequence[Block]) -> Any:
+        """A bind group, and what must live as long as its key."""
+        entries = [{"binding": 0, "resource": {"buffer": uniform, "offset": 0, "size": nbytes}}]
+        for place, block in enumerate(blocks, 1):
+            size = -(-max(4, block.nbytes) // 4) * 4
+            resource = {"buffer": block.buffer, "offset": block.offset, "size": size}
+            entries.append({"binding": place, "resource": resource})
+        given: dict[str, Any] = {"layout": pipeline.layout, "entries": entries, "label": pipeline.name}
+        made = self._checked(pipeline.name, self.wgpu.create_bind_group, **given)
+        return made, pipeline, uniform, [block.buffer for block in blocks]
+
+    def keep(self, key: Any, bound: Any) -> None:
+        """Keeps what was bound for calls of a key."""
+        if len(self.calls) >= _KEPT_CALLS:
+            self.calls.clear()
+        self.calls[key] = bound
 
     def _uniform(self, params: bytes) -> Any:
         from wgpu import BufferUsage as Usage
@@ -218,46 +286,84 @@ class Device:
             self.uniforms[params] = uniform
         return uniform
 
-    def _record(self, name: str, pipeline: Any, group: Any, grid: tuple[int, int, int]) -> None:
-        encoder = self.encoder or self.wgpu.create_command_encoder(label=name)
-        with self._named(name):
-            compute = encoder.begin_compute_pass(label=name)
-            compute.set_pipeline(pipeline)
-            compute.set_bind_group(0, group)
-            compute.dispatch_workgroups(*grid)
-            compute.end()
+    def _dispatch(self, name: str, compiled: Any, group: Any, grid: tuple[int, int, int]) -> None:
+        try:
+            encoder = self.encoder or self.wgpu.create_command_encoder(label=name)
+            if self.compute is None:
+                self.compute, self.current = encoder.begin_compute_pass(label=name), None
+            if self.current is not compiled:
+                self.compute.set_pipeline(compiled)
+                self.current = compiled
+            self.compute.set_bind_group(0, group)
+            for _ in range(self.repeats):
+                self.compute.dispatch_workgroups(*grid)
+            if self.encoder is None:
+                self.end_pass()
+        except Exception as error:
+            raise self._failure(name, error) from error
         self.launches += 1
         self.unread.append(name)
         if self.encoder is None:
             self._submit(encoder)
 
+    def end_pass(self) -> None:
+        """Ends the open pass; commands of other kinds follow."""
+        if self.compute is not None:
+            compute, self.compute = self.compute, None
+            compute.end()
+
     def _submit(self, encoder: Any) -> None:
         with self._named(""):
             self.queue.submit([encoder.finish()])
-        self.held.clear()
+        self.batches += 1
+        for size, buffers in self.unsent.items():
+            self.free[size] += buffers
+        self.unsent.clear()
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        """Errors of the queue come when they come: they say which kernels are on their way."""
         try:
             yield
         except DeviceError:
             raise
         except Exception as error:
-            running = ", ".join(dict.fromkeys(filter(None, (*self.unread, name)))) or "no kernel"
-            self.unread.clear()
-            lost = "lost" in str(error).lower()
-            if lost:
-                close()
-            what = "the device was lost, the next call opens another" if lost else "refused"
-            raise DeviceError(f"{self.name}: {what} ({running}): {error}") from error
+            raise self._failure(name, error) from error
+
+    def _failure(self, name: str, error: Exception) -> DeviceError:
+        """Errors of the queue come when they come: they say which kernels are on their way."""
+        running = ", ".join(dict.fromkeys(filter(None, (*self.unread, name)))) or "no kernel"
+        self.unread.clear()
+        self.compute = None
+        lost = "lost" in str(error).lower()
+        if lost:
+            close()
+        what = "the device was lost, the next call opens another" if lost else "refused"
+        return DeviceError(f"{self.name}: {what} ({running}): {error}")
 
     def _checked(self, name: str, make: Any, **given: Any) -> Any:
         with self._named(name):
             return make(**given)
 
-    def _pipeline(self, kernel: Kernel) -> tuple[Any, Any]:
-        made = self.pipelines.get(kernel)
+    def _module(self, code: str, label: str) -> Any:
+        """A shader module, without naga's checks of indices and loops where wgpu-native can leave them out:
+        kernels do not need them. wgpu-py has no public way to say so, and a later one may have another."""
+        if self.unchecked:
+            try:
+                from wgpu.backends.wgpu_native import _api, ffi, lib
+
+                create = _api.libf.wgpuDeviceCreateShaderModuleTrusted
+
+                given = _api.new_struct_p("WGPUShaderSourceWGSL *", code=_api.to_c_string_view(code))
+                given[0].chain.next, given[0].chain.sType = ffi.NULL, lib.WGPUSType_ShaderSourceWGSL
+                chain, name = ffi.cast("WGPUChainedStruct *", given), _api.to_c_string_view(label)
+                said = _api.new_struct_p("WGPUShaderModuleDescriptor *", nextInChain=chain, label=name)
+                return _api.GPUShaderModule(label, create(self.wgpu._internal, said, 0), self.wgpu)
+            except (ImportError, AttributeError):
+                self.unchecked = False
+        return self.wgpu.create_shader_module(code=code, label=label)
+
+    def _pipeline(self, kernel: Kernel) -> Pipeline:
+        made = self.pipelines.get((kernel, self.unchecked))
         if made is None:
             import wgpu
 
@@ -268,14 +374,13 @@ class Device:
             ]
             layout = self._checked(kernel.name, self.wgpu.create_bind_group_layout, entries=entries)
             over = self.wgpu.create_pipeline_layout(bind_group_layouts=[layout])
-            module = self._checked(
-                kernel.name, self.wgpu.create_shader_module, code=kernel.text(), label=kernel.name
-            )
+            code = kernel.text(self.dialect)
+            module = self._checked(kernel.name, self._module, code=code, label=kernel.name)
             compute = {"module": module, "entry_point": kernel.name}
             pipeline = self._checked(
                 kernel.name, self.wgpu.create_compute_pipeline, layout=over, compute=compute
             )
-            made = self.pipelines[kernel] = pipeline, layout
+            made = self.pipelines[kernel, self.unchecked] = Pipeline(kernel.name, pipeline, layout)
         return made
 
     @contextlib.contextmanager
@@ -297,6 +402,8 @@ class Device:
         """Sends the commands of an open batch, which goes on with a fresh encoder."""
         if self.encoder is not None:
             encoder, self.encoder = self.encoder, None
+            with self._named(""):
+                self.end_pass()
             self._submit(encoder)
             self.encoder = self.wgpu.create_command_encoder(label="batch")
 

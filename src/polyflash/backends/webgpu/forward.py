@@ -5,6 +5,7 @@ q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); CPU tensors of any stri
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ from polyflash.backends.webgpu import configs, device
 from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_of
 from polyflash.backends.webgpu.chunks import chunks
 from polyflash.backends.webgpu.configs import ROW, Config, Variant, fours
-from polyflash.backends.webgpu.device import Block, Device, DeviceError
+from polyflash.backends.webgpu.device import Block, Command, Device, DeviceError
 from polyflash.backends.webgpu.render import Buffer, Kernel
-from polyflash.backends.webgpu.tensor import GpuTensor
+from polyflash.backends.webgpu.tensor import GpuTensor, nbytes_of
 from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 # Floating-point operations of one dispatch on a graphics card: under 0.3 s at 1 TFLOP/s, as systems reset a
 # device that is silent for longer (2 s on Windows).
 _MOST_WORK = 3e11
-_KEPT_CALLS = 256
+_REPEATS = 32
 _TESTED = Sizes(1, 2, 1, 40, 72, 16, 16)  # by a device's first call, on every template
 
 
@@ -44,11 +45,15 @@ class Plan(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A call but for its q, k and v: its numbers, its words on the device, its plan."""
+    """A call but for its q, k and v: its words on the device, its commands, the shapes of its results."""
 
-    call: Call
     words: Block
-    plan: Plan
+    walks: tuple[Command, ...]
+    merge: Command | None  # of splits
+    shape: tuple[int, ...]
+    out_bytes: int
+    rows: int  # of lse, 0 if it is not asked for
+    parts_bytes: tuple[int, int]  # of splits: sums, and (m_i, l_i) of rows
 
 
 def stored(dtype: torch.dtype, on: Device) -> str:
@@ -61,52 +66,69 @@ def attend(
     q: GpuTensor, k: GpuTensor, v: GpuTensor, args: Arguments, config: Config, few_rows: bool = False
 ) -> tuple[GpuTensor, GpuTensor | None]:
     """out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq), on the device; nothing waits."""
+    return launch_forward(q, k, v, prepared_of(q, k, v, args, config, few_rows))
+
+
+def prepared_of(
+    q: GpuTensor, k: GpuTensor, v: GpuTensor, args: Arguments, config: Config, few_rows: bool
+) -> Prepared:
+    """A call that is bound once; equal ones get the same, if they have no tensors beside q, k, v."""
     on, sizes = q.device, sizes_of(q, k, v)
-    key = None if any(type(x) is torch.Tensor for x in args) else (sizes, args, config, few_rows)
+    key = None if any(type(x) is torch.Tensor for x in args) else (sizes, q.dtype, args, config, few_rows)
     prepared = None if key is None else on.calls.get(key)
     if prepared is None:
-        prepared = _prepare(on, sizes, args, config, few_rows)
+        prepared = prepare(on, sizes, q.dtype, args, plan_of(on, sizes, args, config, few_rows))
         if key is not None:
-            if len(on.calls) >= _KEPT_CALLS:
-                on.calls.clear()
-            on.calls[key] = prepared
-    return launch_forward(q, k, v, prepared, args.need_lse)
+            on.keep(key, prepared)
+    return prepared
 
 
-def _prepare(on: Device, sizes: Sizes, args: Arguments, config: Config, few_rows: bool) -> Prepared:
+def plan_of(on: Device, sizes: Sizes, args: Arguments, config: Config, few_rows: bool) -> Plan:
     dims = fours(sizes.head_dim), fours(sizes.head_dim_v)
-    variant = trusted(on, config, dims, few_rows)
-    plan = Plan(variant)
+    rows = sizes.seqlen_q * sizes.group if few_rows else 0
+    variant, keys = trusted(on, config, dims, rows), sizes.seqlen_k
     if few_rows:
-        cores = 4 if on.limits.kind == "cpu" else 64
-        tiles = sizes.batch * sizes.num_kv_heads * -(-sizes.seqlen_q * sizes.group // variant.rows)
-        plan = Plan(variant, True, *configs.splits(tiles, sizes.seqlen_k, variant.keys, cores))
+        tiles = sizes.batch * sizes.num_kv_heads * -(-rows // variant.rows)
+        groups = configs.FEW_GROUPS[on.limits.kind]
+        return Plan(variant, True, *configs.splits(tiles, keys, variant.keys, groups))
+    if args.batch_invariant or args.cu_seqlens_q is not None:
+        return Plan(variant)
+    tiles = sizes.batch * sizes.num_q_heads * -(-sizes.seqlen_q // variant.rows)
+    return Plan(variant, False, *configs.filling(tiles, keys, variant.keys, on.limits.kind))
+
+
+def prepare(on: Device, sizes: Sizes, dtype: torch.dtype, args: Arguments, plan: Plan) -> Prepared:
+    """Binds a call to a plan."""
     call = call_of(sizes, args)
-    return Prepared(call, on.upload(call.words), plan)
+    shape = (sizes.batch, sizes.num_q_heads, sizes.seqlen_q, sizes.head_dim_v)
+    rows, split = math.prod(shape[:3]), plan.num_splits > 1
+    walks = tuple(walk(on, sizes, call, plan, dtype, args.need_lse or split))
+    merge = _merge(on, sizes, call, plan, dtype, args.need_lse) if split else None
+    total = plan.num_splits * rows
+    parts = total * fours(shape[3]) * 16, total * 8
+    out_bytes, kept = nbytes_of(shape, dtype), rows if args.need_lse else 0
+    return Prepared(on.upload(call.words), walks, merge, shape, out_bytes, kept, parts)
 
 
 def launch_forward(
-    q: GpuTensor, k: GpuTensor, v: GpuTensor, prepared: Prepared, need_lse: bool
+    q: GpuTensor, k: GpuTensor, v: GpuTensor, prepared: Prepared
 ) -> tuple[GpuTensor, GpuTensor | None]:
-    on, sizes, (call, words, plan) = q.device, sizes_of(q, k, v), prepared
-    shape = (*q.shape[:3], sizes.head_dim_v)
-    out = GpuTensor.empty(shape, q.dtype)
-    lse = GpuTensor.empty(shape[:3]) if need_lse else None
-    if plan.num_splits == 1:
-        rows = lse.block if lse is not None else words
-        _walk(on, (words, q.block, k.block, v.block, out.block, rows), sizes, call, plan, q.dtype, need_lse)
+    words, walks, merge, shape, out_bytes, kept, parts_bytes = prepared
+    on = words.device
+    out, lse = GpuTensor(on.empty(out_bytes, True), shape, q.dtype), None
+    given = (words, q.block, k.block, v.block)
+    results: tuple[Block, ...] = (out.block,)
+    if kept:
+        lse = GpuTensor(on.empty(4 * kept, True), shape[:3], torch.float32)
+        results += (lse.block,)
+    if merge is None:
+        for command in walks:
+            on.record(command, given + results)
         return out, lse
-    total = plan.num_splits * math.prod(shape[:3])
-    parts, rows = on.empty(total * fours(shape[3]) * 16), on.empty(total * 8)
-    _walk(on, (words, q.block, k.block, v.block, parts, rows), sizes, call, plan, q.dtype, True)
-    _merge(
-        on,
-        (words, parts, rows, out.block, lse.block if lse is not None else None),
-        sizes,
-        call,
-        plan,
-        q.dtype,
-    )
+    parts = tuple(on.empty(x, True) for x in parts_bytes)
+    for command in walks:
+        on.record(command, given + parts)
+    on.record(merge, (words, *parts, *results))
     return out, lse
 
 
@@ -116,46 +138,32 @@ def kernel_of(
     """The kernel of a walk over keys: no length is in it."""
     variant, split = plan.variant, plan.num_splits > 1
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
-    constants = {
-        **flags,
-        **{"D4": d4, "DV4": dv4, "NT": variant.threads, "BN": variant.keys},
-        **{"PACK": int(plan.packed), "SPLIT": int(split), "LSE": int(need_lse)},
-    }
-    if variant.template != ROW:
-        constants |= {"TX": variant.tx, "RM": variant.rm, "RN4": variant.rn4, "BM": variant.rows, "FOUR": 4}
-        constants |= {"BN4": variant.keys // 4, "DC": -(-dv4 // variant.tx), "WIDEST4": max(d4, dv4)}
-        constants |= {"SHARED": int(not variant.subgroups), "SUBGROUPS": int(variant.subgroups)}
+    flags = {"PACK": int(plan.packed), "SPLIT": int(split), "LSE": int(need_lse), **flags}
+    constants = flags | configs.constants(variant, d4, dv4)
     out = "sums" if split else kind
     rows = "vec2<f32>" if split else "f32"
     buffers = [Buffer("q", kind), Buffer("k", kind), Buffer("v", kind), Buffer("out", out, True)]
     if split or need_lse:
         buffers.append(Buffer("lse", rows, True))
     name = f"forward_{variant.template}"
-    tile = ("load_tile.wgsl",) if variant.template == ROW else ()
+    tile = ("lanes.wgsl", "load_tile.wgsl") if variant.template == ROW else ()
     files = ("stages.wgsl", "finalize.wgsl", *tile, f"{name}.wgsl")
     return Kernel(name, files, tuple(buffers), tuple(constants.items()), PARAMS, unrolled)
 
 
-def _walk(
-    on: Device,
-    blocks: tuple[Block, ...],
-    sizes: Sizes,
-    call: Call,
-    plan: Plan,
-    dtype: torch.dtype,
-    need_lse: bool,
-) -> None:
-    unrolled = configs.UNROLLED[on.limits.kind]
-    kernel = kernel_of(sizes, call.flags, plan, stored(dtype, on), need_lse, unrolled)
+def walk(
+    on: Device, sizes: Sizes, call: Call, plan: Plan, dtype: torch.dtype, need_lse: bool
+) -> Iterator[Command]:
+    """The dispatches of a walk over keys."""
+    kernel = kernel_of(sizes, call.flags, plan, stored(dtype, on), need_lse, on.limits.unrolled)
     heads = sizes.num_kv_heads if plan.packed else sizes.num_q_heads
     rows = call.rows * (sizes.group if plan.packed else 1)
     tiles = -(-rows // plan.variant.rows)
     given = {"num_splits": plan.num_splits, "split_keys": plan.split_keys}
     width = 4.0 * (sizes.head_dim + sizes.head_dim_v) / 2
     work = width * plan.variant.rows * sizes.seqlen_k * heads * call.entries
-    own = blocks[: len(kernel.buffers) + 1]
     for start, grid in dispatches(on, (tiles, heads, call.entries * plan.num_splits), work):
-        on.launch(kernel, call.params(start | given), own, grid)
+        yield on.command(kernel, call.params(start | given), grid)
 
 
 def dispatches(
@@ -178,51 +186,63 @@ def flat_grid(on: Device, items: int) -> tuple[tuple[int, int, int], int]:
     return (wide, -(-groups // wide), 1), wide * 64
 
 
-def _merge(
-    on: Device,
-    blocks: tuple[Block | None, ...],
-    sizes: Sizes,
-    call: Call,
-    plan: Plan,
-    dtype: torch.dtype,
-) -> None:
-    kind, given = stored(dtype, on), [block for block in blocks if block is not None]
-    buffers = [Buffer("parts", "vec4<f32>"), Buffer("parts_lse", "vec2<f32>"), Buffer("out", kind, True)]
-    if len(given) == 5:
+def _merge(on: Device, sizes: Sizes, call: Call, plan: Plan, dtype: torch.dtype, need_lse: bool) -> Command:
+    buffers = [Buffer("parts", "vec4<f32>"), Buffer("parts_lse", "vec2<f32>")]
+    buffers.append(Buffer("out", stored(dtype, on), True))
+    if need_lse:
         buffers.append(Buffer("lse", "f32", True))
     dv4 = fours(sizes.head_dim_v)
-    constants = (("DV4", dv4), ("BN", 4), ("LSE", int(len(given) == 5)))
+    constants = (("DV4", dv4), ("BN", 4), ("BM", 4), ("LSE", int(need_lse)))
     kernel = Kernel("merge", ("stages.wgsl", "merge.wgsl"), tuple(buffers), constants, PARAMS)
     grid, stride = flat_grid(on, call.numbers["rows_total"] * dv4)
-    on.launch(kernel, call.params({"num_splits": plan.num_splits, "stride_y": stride}), given, grid)
+    return on.command(kernel, call.params({"num_splits": plan.num_splits, "stride_y": stride}), grid)
 
 
-def trusted(on: Device, config: Config, dims: tuple[int, int], few_rows: bool) -> Variant:
+def trusted(on: Device, config: Config, dims: tuple[int, int], few_rows: int) -> Variant:
     """The variant of a config. Without one, the first of the ranking that passed the self-test: drivers have
     compiled right kernels wrong."""
-    if config.template != configs.AUTO:
+    if config.template != configs.AUTO or config.variant:
         return configs.resolve(config, dims, on.limits, few_rows)
-    failed = []
+    failed: list[str] = []
     for variant in configs.variants(dims, on.limits, few_rows):
-        if variant.name not in on.trusted:
-            on.trusted[variant.name] = _passes(on, variant)
-            if not on.trusted[variant.name]:
-                failed.append(variant.name)
-        if on.trusted[variant.name]:
+        known = variant.name in on.trusted
+        if _is_right(on, variant):
             if failed:
                 what = f"kernels {', '.join(failed)} are wrong on {on.name} and are not used"
                 warnings.warn(f"polyflash: {what}; {variant.name} is right", RuntimeWarning, stacklevel=2)
             return variant
+        failed += [] if known else [variant.name]
     raise DeviceError(f"{on.name}: no kernel passed its self-test ({', '.join(on.trusted)})")
+
+
+@contextlib.contextmanager
+def tried() -> Iterator[None]:
+    """While configs are compared on a graphics card, a kernel runs often enough to outweigh copies."""
+    on = device.current()
+    on.repeats = 1 if on.limits.kind == "cpu" else _REPEATS
+    try:
+        yield
+    finally:
+        on.repeats = 1
+
+
+def _is_right(on: Device, variant: Variant) -> bool:
+    if variant.name not in on.trusted:
+        on.trusted[variant.name] = _passes(on, variant)
+    return on.trusted[variant.name]
+
+
+def trusted_limits(on: Device) -> configs.Limits:
+    """Limits for kernels that share rows among lanes: without subgroups if those give wrong rows."""
+    probe = Variant(ROW, 32, rm=4, rn4=1, subgroups=True, lanes=4)
+    fits = on.limits.subgroup >= probe.lanes and _is_right(on, probe)
+    return on.limits if fits else on.limits._replace(subgroup=0)
 
 
 def _passes(on: Device, variant: Variant) -> bool:
     """A small causal problem of grouped heads against float64."""
-    fitted = variant
-    if variant.template == ROW:
-        fitted = configs.fitted_row(variant, 4, 4, on.limits)
     generator = np.random.default_rng(0)
-    s = _TESTED
+    s = _TESTED._replace(head_dim=max(16, 4 * variant.lanes), head_dim_v=max(16, 4 * variant.lanes))
     q, k, v = (
         generator.standard_normal((s.batch, heads, rows, s.head_dim)).astype(np.float32)
         for heads, rows in ((s.num_q_heads, s.seqlen_q), (1, s.seqlen_k), (1, s.seqlen_k))
@@ -230,10 +250,7 @@ def _passes(on: Device, variant: Variant) -> bool:
     args = Arguments(causal=True)
     try:
         held = (GpuTensor.of(q), GpuTensor.of(k), GpuTensor.of(v))
-        call = call_of(s, args)
-        out, _ = launch_forward(
-            held[0], held[1], held[2], Prepared(call, on.upload(call.words), Plan(fitted)), False
-        )
+        out, _ = launch_forward(*held, prepare(on, s, torch.float32, args, Plan(variant)))
         got = out.numpy()
     except DeviceError:
         return False

@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent / "kernels"
 ENTRY_WORDS = 9  # of a batch entry or packed member in `words`; see `Place`
+NAGA, DAWN = "naga", "dawn"  # compilers: that of wgpu, and that of Chromium
+# naga offers subgroup operations without a directive, and refuses the line that Dawn demands.
+WITH_SUBGROUPS = {NAGA: "", DAWN: "enable subgroups;"}
 EMPTY = 3.0e38  # as lse, a row that saw no key
 
 # What a vector of four channels is in a buffer, how it is read as vec4<f32>, and how it is written.
@@ -60,10 +63,9 @@ class Kernel(NamedTuple):
     constants: tuple[tuple[str, int], ...]
     params: tuple[tuple[str, str], ...]  # fields of the uniform `n`, with their types
     unrolled: int = 32  # repetitions of `//: for` at most; of more a loop is made
-    dialect: str = "naga"  # which compiler reads it: wgpu's naga, or Dawn's tint
 
-    def text(self) -> str:
-        return text_of(self)
+    def text(self, dialect: str = NAGA) -> str:
+        return text_of(self, dialect)
 
 
 def source(file: str) -> str:
@@ -71,9 +73,12 @@ def source(file: str) -> str:
 
 
 @lru_cache(maxsize=512)
-def text_of(kernel: Kernel) -> str:
+def text_of(kernel: Kernel, dialect: str) -> str:
     constants = dict(kernel.constants)
-    parts = [*_enabled(kernel, constants), f"// {kernel.name}, generated from {', '.join(kernel.files)}"]
+    parts = [
+        *_enabled(kernel, constants, dialect),
+        f"// {kernel.name}, generated from {', '.join(kernel.files)}",
+    ]
     parts += [f"const {name}: u32 = {value}u;" for name, value in constants.items()]
     parts += [f"const ENTRY_WORDS: u32 = {ENTRY_WORDS}u;", f"const EMPTY: f32 = {EMPTY};"]
     fields = "".join(f"  {name}: {kind},\n" for name, kind in kernel.params)
@@ -89,12 +94,12 @@ def text_of(kernel: Kernel) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _enabled(kernel: Kernel, constants: Mapping[str, int]) -> Iterator[str]:
-    """Directives. naga offers subgroup operations without one and refuses the line that Dawn demands."""
+def _enabled(kernel: Kernel, constants: Mapping[str, int], dialect: str) -> Iterator[str]:
+    """Directives."""
     if any(buffer.kind == "float16 of the device" for buffer in kernel.buffers):
         yield "enable f16;"
-    if kernel.dialect == "dawn" and constants.get("SUBGROUPS"):
-        yield "enable subgroups;"
+    if constants.get("SUBGROUPS") and WITH_SUBGROUPS[dialect]:
+        yield WITH_SUBGROUPS[dialect]
 
 
 def _declared(place: int, buffer: Buffer) -> str:

@@ -1,37 +1,54 @@
 // dv_j = sum_i p_ij * dout_i     dk_j = scale * sum_i ds_ij * q_i
 //
-// A key per thread, and the rows of all query heads of its kv head one block after the other: every sum has
-// one owner and one order, so bits repeat without atomics.
+// Keys in registers, as forward_row has rows, and the rows of all query heads of their kv head one block after the
+// other: every sum has one owner and one order, so bits repeat without atomics.
 
 var<workgroup> b_q: array<vec4<f32>, BN * D4>;
 var<workgroup> b_dout: array<vec4<f32>, BN * DV4>;
 var<workgroup> b_rows: array<vec2<f32>, BN>;  // lse, delta
 
 fn load_tile(at: Place, h: u32, i0: u32, t: u32) {
-  let first = at.q_base + h * n.q_rows + i0;
-  for (var x = t; x < BN * D4; x += NT) {
-    var w = vec4<f32>(0.0);
-    if (i32(i0 + x / D4) < at.rows) { w = load_q(first * D4 + x); }
-    b_q[x] = w;
+  let first = at.q_base + h * n.q_rows;
+//: for y < K_TURNS
+  {
+    let x = t + {y} * NT;
+    let i = i32(i0 + x / D4);
+    let w = load_q((first + u32(min(i, at.rows - 1))) * D4 + x % D4);
+    if (K_TURNS * NT == BN * D4 || x < BN * D4) { b_q[x] = select(vec4<f32>(0.0), w, i < at.rows); }
   }
-  for (var x = t; x < BN * DV4; x += NT) {
-    var w = vec4<f32>(0.0);
-    if (i32(i0 + x / DV4) < at.rows) { w = load_dout(first * DV4 + x); }
-    b_dout[x] = w;
+//: end
+//: for y < V_TURNS
+  {
+    let x = t + {y} * NT;
+    let i = i32(i0 + x / DV4);
+    let w = load_dout((first + u32(min(i, at.rows - 1))) * DV4 + x % DV4);
+    if (V_TURNS * NT == BN * DV4 || x < BN * DV4) { b_dout[x] = select(vec4<f32>(0.0), w, i < at.rows); }
   }
+//: end
   for (var x = t; x < BN; x += NT) {
     var w = vec2<f32>(EMPTY, 0.0);
-    if (i32(i0 + x) < at.rows) { w = rows[first + x]; }
+    if (i32(i0 + x) < at.rows) { w = rows[first + i0 + x]; }
     b_rows[x] = w;
   }
 }
 
-// Rows [x, y) that may see a key of j0 .. j0 + NT - 1; x is a multiple of BN.
+// Rows [x, y) that may see a key of j0 .. j0 + BM - 1; x is a multiple of BN.
 fn row_range(at: Place, j0: u32) -> vec2<u32> {
   let lo = max(0, i32(j0) - at.upper);
-  let hi = min(at.rows, i32(j0 + NT) - at.lower);
+  let hi = min(at.rows, i32(j0 + BM) - at.lower);
   if (hi <= lo || i32(j0) >= at.kv_end) { return vec2<u32>(0u, 0u); }
   return vec2<u32>(u32(lo) / BN * BN, u32(hi));
+}
+
+// Does every key of j0 .. j0 + BM - 1 see every row of i0 .. i0 + BN - 1?
+fn seen_by_all(at: Place, j0: u32, i0: u32) -> bool {
+//: if ELEMENTS
+  return false;
+//: else
+  let last = min(i32(j0 + BM), at.keys) - 1;  // keys beyond the last are stored nowhere
+  return i32(i0 + BN) <= at.rows && i32(j0) >= at.kv_start && last < at.kv_end
+    && i32(j0) >= i32(i0 + BN) - 1 + at.lower && last <= i32(i0) + at.upper;
+//: end
 }
 
 // visible and change_score of four rows and one key.
@@ -47,25 +64,38 @@ fn change_rows(at: Place, h: u32, i: i32, j: i32, s: vec4<f32>, on: vec4<bool>) 
 }
 
 @compute @workgroup_size(NT)
-fn backward_dkv(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) t: u32) {
-  var at = stand(vec3<u32>(group_id.x, group_id.y * n.group, group_id.z));
-  let j0 = (n.tile0 + group_id.x) * NT;
-  let j = j0 + t;
-  let live = i32(j) < at.keys;
-
-  var k: array<vec4<f32>, D4>;
-  var v: array<vec4<f32>, DV4>;
-  var acc_k: array<vec4<f32>, D4>;
-  var acc_v: array<vec4<f32>, DV4>;
-  if (live) {
-    let key = key_of(at, j);
-//: for d < D4
-    k[{d}] = load_k(key * D4 + {d});
+fn backward_dkv(
+  @builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) t: u32,
+//: if SUBGROUPS
+  @builtin(subgroup_invocation_id) place: u32,
 //: end
-//: for c < DV4
-    v[{c}] = load_v(key * DV4 + {c});
+) {
+  var at = stand(vec3<u32>(group_id.x, group_id.y * n.group, group_id.z));
+  let j0 = (n.tile0 + group_id.x) * BM;
+  let lane = t % LANES;
+  let first = j0 + t / LANES * RM;  // the thread's keys
+  let own = first + lane * RM / LANES;  // those whose scores it has: OWN
+//: if SUBGROUPS
+  let lane0 = place - lane;
+//: else
+  let lane0 = 0u;
+//: end
+
+  var k: array<array<vec4<f32>, WIDTH>, RM>;
+  var v: array<array<vec4<f32>, WIDTH_V>, RM>;
+  var acc_k: array<array<vec4<f32>, WIDTH>, RM>;
+  var acc_v: array<array<vec4<f32>, WIDTH_V>, RM>;
+//: for i < RM
+  if (i32(first + {i}) < at.keys) {
+    let key = key_of(at, first + {i});
+//: for d < WIDTH
+    k[{i}][{d}] = load_k(key * D4 + lane + {d} * LANES);
+//: end
+//: for c < WIDTH_V
+    v[{i}][{c}] = load_v(key * DV4 + lane + {c} * LANES);
 //: end
   }
+//: end
 
   let range = row_range(at, j0);
   for (var g = 0u; g < n.group; g++) {
@@ -74,47 +104,125 @@ fn backward_dkv(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invoc
       workgroupBarrier();
       load_tile(at, h, i0, t);
       workgroupBarrier();
+      let whole = seen_by_all(at, j0, i0);
       for (var x = 0u; x < BN; x += 4u) {
-        var s = vec4<f32>(0.0);
-//: for d < D4
-        s += vec4<f32>(
-          dot(k[{d}], b_q[x * D4 + {d}]), dot(k[{d}], b_q[(x + 1u) * D4 + {d}]),
-          dot(k[{d}], b_q[(x + 2u) * D4 + {d}]), dot(k[{d}], b_q[(x + 3u) * D4 + {d}]));
+        var s: array<vec4<f32>, RM>;
+        var dp: array<vec4<f32>, RM>;
+//: for i < RM
+        s[{i}] = vec4<f32>(0.0);
+        dp[{i}] = vec4<f32>(0.0);
 //: end
-        var dp = vec4<f32>(0.0);
-//: for c < DV4
-        dp += vec4<f32>(
-          dot(v[{c}], b_dout[x * DV4 + {c}]), dot(v[{c}], b_dout[(x + 1u) * DV4 + {c}]),
-          dot(v[{c}], b_dout[(x + 2u) * DV4 + {c}]), dot(v[{c}], b_dout[(x + 3u) * DV4 + {c}]));
+//: for d < WIDTH
+//: for y < FOUR
+        {
+          let w = b_q[(x + {y}) * D4 + lane + {d} * LANES];
+//: for i < RM
+          s[{i}][{y}] = add_dot(s[{i}][{y}], k[{i}][{d}], w);
 //: end
-        let on = visible_rows(at, h, i32(i0 + x), i32(j));
-        let changed = change_rows(at, h, i32(i0 + x), i32(j), s, on);
+        }
+//: end
+//: end
+//: for c < WIDTH_V
+//: for y < FOUR
+        {
+          let w = b_dout[(x + {y}) * DV4 + lane + {c} * LANES];
+//: for i < RM
+          dp[{i}][{y}] = add_dot(dp[{i}][{y}], v[{i}][{c}], w);
+//: end
+        }
+//: end
+//: end
+//: for i < HALF1
+        s[{i}] = fold(s[{i}], s[{i} + HALF1], lane, FAR1);
+//: end
+//: for i < HALF2
+        s[{i}] = fold(s[{i}], s[{i} + HALF2], lane, FAR2);
+//: end
+//: for i < HALF3
+        s[{i}] = fold(s[{i}], s[{i} + HALF3], lane, FAR3);
+//: end
+//: for i < HALF1
+        dp[{i}] = fold(dp[{i}], dp[{i} + HALF1], lane, FAR1);
+//: end
+//: for i < HALF2
+        dp[{i}] = fold(dp[{i}], dp[{i} + HALF2], lane, FAR2);
+//: end
+//: for i < HALF3
+        dp[{i}] = fold(dp[{i}], dp[{i} + HALF3], lane, FAR3);
+//: end
         let r0 = b_rows[x];
         let r1 = b_rows[x + 1u];
         let r2 = b_rows[x + 2u];
         let r3 = b_rows[x + 3u];
-        let pairs = differentiate(
-          s, changed, dp, vec4<f32>(r0.x, r1.x, r2.x, r3.x), vec4<f32>(r0.y, r1.y, r2.y, r3.y), on);
-//: for y < FOUR
-        if (pairs.on[{y}]) {
-//: for c < DV4
-          acc_v[{c}] += pairs.p[{y}] * b_dout[(x + {y}) * DV4 + {c}];
-//: end
-//: for d < D4
-          acc_k[{d}] += pairs.ds[{y}] * b_q[(x + {y}) * D4 + {d}];
-//: end
+        var seen: array<f32, OWN>;
+//: for o < OWN
+        {
+          let j = i32(own + {o});
+          var on = vec4<bool>(true);
+          if (!whole) { on = visible_rows(at, h, i32(i0 + x), j); }
+          let w = of_alike(s[{o}]);
+          let pairs = differentiate(
+            w, change_rows(at, h, i32(i0 + x), j, w, on), of_alike(dp[{o}]),
+            vec4<f32>(r0.x, r1.x, r2.x, r3.x), vec4<f32>(r0.y, r1.y, r2.y, r3.y), on);
+          s[{o}] = pairs.p;
+          dp[{o}] = pairs.ds;
+          seen[{o}] = packed(pairs.on);
         }
 //: end
+        var p: array<vec4<f32>, RM>;
+        var ds: array<vec4<f32>, RM>;
+//: for i < RM
+        p[{i}] = from_owner(s[{i} % OWN], lane0, {i});
+        ds[{i}] = from_owner(dp[{i} % OWN], lane0, {i});
+//: end
+        if (whole) {
+//: for y < FOUR
+//: for c < WIDTH_V
+          {
+            let w = b_dout[(x + {y}) * DV4 + lane + {c} * LANES];
+//: for i < RM
+            acc_v[{i}][{c}] = fma(vec4<f32>(p[{i}][{y}]), w, acc_v[{i}][{c}]);
+//: end
+          }
+//: end
+//: for d < WIDTH
+          {
+            let w = b_q[(x + {y}) * D4 + lane + {d} * LANES];
+//: for i < RM
+            acc_k[{i}][{d}] = fma(vec4<f32>(ds[{i}][{y}]), w, acc_k[{i}][{d}]);
+//: end
+          }
+//: end
+//: end
+        } else {
+//: for i < RM
+          {
+            let on = unpacked(number_from_owner(seen[{i} % OWN], lane0, {i}));
+//: for y < FOUR
+            if (on[{y}]) {
+//: for c < WIDTH_V
+              acc_v[{i}][{c}] += p[{i}][{y}] * b_dout[(x + {y}) * DV4 + lane + {c} * LANES];
+//: end
+//: for d < WIDTH
+              acc_k[{i}][{d}] += ds[{i}][{y}] * b_q[(x + {y}) * D4 + lane + {d} * LANES];
+//: end
+            }
+//: end
+          }
+//: end
+        }
       }
     }
   }
-  if (live) {
-    let key = key_of(at, j);
-//: for d < D4
-    dk[key * D4 + {d}] = store_dk(acc_k[{d}] * n.scale);
+//: for i < RM
+  if (i32(first + {i}) < at.keys) {
+    let key = key_of(at, first + {i});
+//: for d < WIDTH
+    dk[key * D4 + lane + {d} * LANES] = store_dk(acc_k[{i}][{d}] * n.scale);
 //: end
-//: for c < DV4
-    dv[key * DV4 + {c}] = store_dv(acc_v[{c}]);
+//: for c < WIDTH_V
+    dv[key * DV4 + lane + {c} * LANES] = store_dv(acc_v[{i}][{c}]);
 //: end
   }
+//: end
 }

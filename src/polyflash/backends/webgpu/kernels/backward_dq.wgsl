@@ -1,63 +1,148 @@
-// dq = scale * sum_j ds_ij * k_j, a row per thread, as forward_row walks keys.
+// dq = scale * sum_j ds_ij * k_j, with rows in registers as forward_row has them.
 
 @compute @workgroup_size(NT)
-fn backward_dq(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) t: u32) {
+fn backward_dq(
+  @builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) t: u32,
+//: if SUBGROUPS
+  @builtin(subgroup_invocation_id) place: u32,
+//: end
+) {
   let at = stand(group_id);
-  let r0 = (n.tile0 + group_id.x) * NT;
-  let live = r0 + t < row_count(at);
-  let i = i32(r0 + t);
+  let r0 = first_row(at, group_id.x);
+  let count = row_count(at);
+  let lane = t % LANES;
+  let first = r0 + t / LANES * RM;  // the thread's rows
+  let own = first + lane * RM / LANES;  // those whose scores it has: OWN
+//: if SUBGROUPS
+  let lane0 = place - lane;
+//: else
+  let lane0 = 0u;
+//: end
 
-  var q: array<vec4<f32>, D4>;
-  var dout: array<vec4<f32>, DV4>;
-  var acc: array<vec4<f32>, D4>;
-  var given = vec2<f32>(EMPTY, 0.0);
-  if (live) {
-    let row = row_of(at, r0 + t);
-//: for d < D4
-    q[{d}] = load_q(row * D4 + {d});
+  var q: array<array<vec4<f32>, WIDTH>, RM>;
+  var dout: array<array<vec4<f32>, WIDTH_V>, RM>;
+  var acc: array<array<vec4<f32>, WIDTH>, RM>;
+//: for i < RM
+  if (first + {i} < count) {
+    let row = row_of(at, first + {i});
+//: for d < WIDTH
+    q[{i}][{d}] = load_q(row * D4 + lane + {d} * LANES);
 //: end
-//: for c < DV4
-    dout[{c}] = load_dout(row * DV4 + {c});
+//: for c < WIDTH_V
+    dout[{i}][{c}] = load_dout(row * DV4 + lane + {c} * LANES);
 //: end
-    given = rows[row];
   }
+//: end
+  var given: array<vec2<f32>, OWN>;
+//: for o < OWN
+  given[{o}] = vec2<f32>(EMPTY, 0.0);
+  if (own + {o} < count) { given[{o}] = rows[row_of(at, own + {o})]; }
+//: end
 
-  let keys = block_range(at, r0, NT);
+  let keys = block_range(at, r0, BM);
+  var part: Fetched;
   for (var j0 = keys.x; j0 < keys.y; j0 += BN) {
+    fetch_tile(at, j0, t, &part);
     workgroupBarrier();
-    load_tile(at, j0, t);
+    store_tile(t, &part);
     workgroupBarrier();
-    let whole = sees_all(at, r0, NT, j0);
+    let whole = sees_all(at, r0, BM, j0);
     for (var x = 0u; x < BN; x += 4u) {
-      var s = vec4<f32>(0.0);
-//: for d < D4
-      s += vec4<f32>(
-        dot(q[{d}], b_k[x * D4 + {d}]), dot(q[{d}], b_k[(x + 1u) * D4 + {d}]),
-        dot(q[{d}], b_k[(x + 2u) * D4 + {d}]), dot(q[{d}], b_k[(x + 3u) * D4 + {d}]));
+      var s: array<vec4<f32>, RM>;
+      var dp: array<vec4<f32>, RM>;
+//: for i < RM
+      s[{i}] = vec4<f32>(0.0);
+      dp[{i}] = vec4<f32>(0.0);
 //: end
-      var dp = vec4<f32>(0.0);
-//: for c < DV4
-      dp += vec4<f32>(
-        dot(dout[{c}], b_v[x * DV4 + {c}]), dot(dout[{c}], b_v[(x + 1u) * DV4 + {c}]),
-        dot(dout[{c}], b_v[(x + 2u) * DV4 + {c}]), dot(dout[{c}], b_v[(x + 3u) * DV4 + {c}]));
-//: end
-      var on = vec4<bool>(true);
-      if (!whole) { on = visible_four(at, at.h, i, i32(j0 + x)); }
-      let changed = change_four(at, at.h, i, i32(j0 + x), s, on);
-      let pairs = differentiate(s, changed, dp, vec4<f32>(given.x), vec4<f32>(given.y), on);
+//: for d < WIDTH
 //: for y < FOUR
-      if (pairs.on[{y}]) {
-//: for d < D4
-        acc[{d}] += pairs.ds[{y}] * b_k[(x + {y}) * D4 + {d}];
+      {
+        let k = b_k[(x + {y}) * D4 + lane + {d} * LANES];
+//: for i < RM
+        s[{i}][{y}] = add_dot(s[{i}][{y}], q[{i}][{d}], k);
 //: end
       }
 //: end
+//: end
+//: for c < WIDTH_V
+//: for y < FOUR
+      {
+        let v = b_v[(x + {y}) * DV4 + lane + {c} * LANES];
+//: for i < RM
+        dp[{i}][{y}] = add_dot(dp[{i}][{y}], dout[{i}][{c}], v);
+//: end
+      }
+//: end
+//: end
+//: for i < HALF1
+      s[{i}] = fold(s[{i}], s[{i} + HALF1], lane, FAR1);
+//: end
+//: for i < HALF2
+      s[{i}] = fold(s[{i}], s[{i} + HALF2], lane, FAR2);
+//: end
+//: for i < HALF3
+      s[{i}] = fold(s[{i}], s[{i} + HALF3], lane, FAR3);
+//: end
+//: for i < HALF1
+      dp[{i}] = fold(dp[{i}], dp[{i} + HALF1], lane, FAR1);
+//: end
+//: for i < HALF2
+      dp[{i}] = fold(dp[{i}], dp[{i} + HALF2], lane, FAR2);
+//: end
+//: for i < HALF3
+      dp[{i}] = fold(dp[{i}], dp[{i} + HALF3], lane, FAR3);
+//: end
+      var seen: array<f32, OWN>;
+//: for o < OWN
+      {
+        let i = position_of(at, own + {o});
+        var on = vec4<bool>(true);
+        if (!whole) { on = visible_four(at, at.h, i, i32(j0 + x)); }
+        let w = of_alike(s[{o}]);
+        let changed = change_four(at, at.h, i, i32(j0 + x), w, on);
+        let pairs = differentiate(
+          w, changed, of_alike(dp[{o}]), vec4<f32>(given[{o}].x), vec4<f32>(given[{o}].y), on);
+        s[{o}] = pairs.ds;
+        seen[{o}] = packed(pairs.on);
+      }
+//: end
+      var ds: array<vec4<f32>, RM>;
+//: for i < RM
+      ds[{i}] = from_owner(s[{i} % OWN], lane0, {i});
+//: end
+      if (whole) {
+//: for d < WIDTH
+//: for y < FOUR
+        {
+          let k = b_k[(x + {y}) * D4 + lane + {d} * LANES];
+//: for i < RM
+          acc[{i}][{d}] = fma(vec4<f32>(ds[{i}][{y}]), k, acc[{i}][{d}]);
+//: end
+        }
+//: end
+//: end
+      } else {
+//: for i < RM
+        {
+          let on = unpacked(number_from_owner(seen[{i} % OWN], lane0, {i}));
+//: for y < FOUR
+          if (on[{y}]) {
+//: for d < WIDTH
+            acc[{i}][{d}] += ds[{i}][{y}] * b_k[(x + {y}) * D4 + lane + {d} * LANES];
+//: end
+          }
+//: end
+        }
+//: end
+      }
     }
   }
-  if (live) {
-    let row = row_of(at, r0 + t);
-//: for d < D4
-    dq[row * D4 + {d}] = store_dq(acc[{d}] * n.scale);
+//: for i < RM
+  if (first + {i} < count) {
+    let row = row_of(at, first + {i}) * D4 + lane;
+//: for d < WIDTH
+    dq[row + {d} * LANES] = store_dq(acc[{i}][{d}] * n.scale);
 //: end
   }
+//: end
 }

@@ -1,70 +1,171 @@
-// Forward, a row per thread: q and out stay in registers, and every thread of a workgroup of NT rows reads
-// the same key at the same time. No thread waits for another's number. Fits any device: a block has as many
-// keys as workgroup memory has room for, down to one group of four.
+// Forward, rows in registers, which threads share as in lanes.wgsl; keys and values come through workgroup memory,
+// where every thread reads the same ones at the same time. With one lane no thread waits for another's number, and
+// it fits any device: a block has as many keys as there is room for, down to one group of four.
+//
+// Sums of a stretch of keys are merged into `whole`: a sum of all keys would have a rounding for each of them.
 
 @compute @workgroup_size(NT)
-fn forward_row(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) t: u32) {
+fn forward_row(
+  @builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) t: u32,
+//: if SUBGROUPS
+  @builtin(subgroup_invocation_id) place: u32,
+//: end
+) {
   let at = stand(group_id);
-  let r0 = (n.tile0 + group_id.x) * NT;
-  let r = r0 + t;
-  let live = r < row_count(at);
-  let h = head_of(at, r);
-  let i = position_of(at, r);
+  let r0 = first_row(at, group_id.x);
+  let count = row_count(at);
+  let lane = t % LANES;
+  let first = r0 + t / LANES * RM;  // the thread's rows
+  let own = first + lane * RM / LANES;  // those whose scores it has: OWN
+//: if SUBGROUPS
+  let lane0 = place - lane;
+//: else
+  let lane0 = 0u;
+//: end
 
-  var q: array<vec4<f32>, D4>;
-  var acc: array<vec4<f32>, DV4>;
-  if (live) {
-    let from_row = row_of(at, r) * D4;
-//: for d < D4
-    q[{d}] = load_q(from_row + {d});
+  var q: array<array<vec4<f32>, WIDTH>, RM>;
+  var acc: array<array<vec4<f32>, WIDTH_V>, RM>;
+//: for i < RM
+  if (first + {i} < count) {
+    let from_row = row_of(at, first + {i}) * D4 + lane;
+//: for d < WIDTH
+    q[{i}][{d}] = load_q(from_row + {d} * LANES);
 //: end
   }
-  let start = start_row(at, h);
-  var m_i = start.x;
-  var l_i = start.y;
+//: end
+  var whole_acc: array<array<vec4<f32>, WIDTH_V>, RM>;  // of the stretches before, under the maximum whole_m
+  var whole_m: array<f32, OWN>;
+  var whole_l: array<f32, OWN>;
+  var m_i: array<f32, OWN>;
+  var l_i: array<f32, OWN>;
+//: for o < OWN
+  {
+    let start = start_row(at, head_of(at, own + {o}));
+    m_i[{o}] = start.x;
+    l_i[{o}] = start.y;
+    whole_m[{o}] = start.x;
+    whole_l[{o}] = 0.0;
+  }
+//: end
 
-  let keys = block_range(at, r0, NT);
-  for (var j0 = keys.x; j0 < keys.y; j0 += BN) {
-    workgroupBarrier();
-    load_tile(at, j0, t);
-    workgroupBarrier();
-    let whole = sees_all(at, r0, NT, j0);
-    for (var x = 0u; x < BN; x += 4u) {
-      var s = vec4<f32>(0.0);
-//: for d < D4
-      s += vec4<f32>(
-        dot(q[{d}], b_k[x * D4 + {d}]), dot(q[{d}], b_k[(x + 1u) * D4 + {d}]),
-        dot(q[{d}], b_k[(x + 2u) * D4 + {d}]), dot(q[{d}], b_k[(x + 3u) * D4 + {d}]));
+  let keys = block_range(at, r0, BM);
+  var part: Fetched;
+  for (var from_key = keys.x; from_key < keys.y; from_key += STRETCH) {
+    for (var j0 = from_key; j0 < min(from_key + STRETCH, keys.y); j0 += BN) {
+      fetch_tile(at, j0, t, &part);
+      workgroupBarrier();
+      store_tile(t, &part);
+      workgroupBarrier();
+      let whole = sees_all(at, r0, BM, j0);
+      for (var x = 0u; x < BN; x += 4u) {
+        var s: array<vec4<f32>, RM>;
+//: for i < RM
+        s[{i}] = vec4<f32>(0.0);
 //: end
-      var on = vec4<bool>(true);
-      if (!whole) { on = visible_four(at, h, i, i32(j0 + x)); }
-      s = change_four(at, h, i, i32(j0 + x), s, on);
-      // online_softmax
-      let m_new = max(m_i, largest(apply_mask(s, on, LOWEST)));
-      let alpha = exp2((m_i - m_new) * LOG2E);
-      let p = apply_mask(exp2((s - vec4<f32>(m_new)) * LOG2E), on, HIDDEN);
-      m_i = m_new;
-      l_i = l_i * alpha + sum_seen(p);
-      if (whole) {
-//: for c < DV4
-        acc[{c}] = acc[{c}] * alpha + p.x * b_v[x * DV4 + {c}] + p.y * b_v[(x + 1u) * DV4 + {c}]
-          + p.z * b_v[(x + 2u) * DV4 + {c}] + p.w * b_v[(x + 3u) * DV4 + {c}];
+//: for d < WIDTH
+//: for y < FOUR
+        {
+          let k = b_k[(x + {y}) * D4 + lane + {d} * LANES];
+//: for i < RM
+          s[{i}][{y}] = add_dot(s[{i}][{y}], q[{i}][{d}], k);
 //: end
-      } else {
-//: for c < DV4
-        acc[{c}] *= alpha;  // rescale
-        acc[{c}] = add_seen(acc[{c}], p.x, b_v[x * DV4 + {c}]);
-        acc[{c}] = add_seen(acc[{c}], p.y, b_v[(x + 1u) * DV4 + {c}]);
-        acc[{c}] = add_seen(acc[{c}], p.z, b_v[(x + 2u) * DV4 + {c}]);
-        acc[{c}] = add_seen(acc[{c}], p.w, b_v[(x + 3u) * DV4 + {c}]);
+        }
 //: end
+//: end
+//: for i < HALF1
+        s[{i}] = fold(s[{i}], s[{i} + HALF1], lane, FAR1);
+//: end
+//: for i < HALF2
+        s[{i}] = fold(s[{i}], s[{i} + HALF2], lane, FAR2);
+//: end
+//: for i < HALF3
+        s[{i}] = fold(s[{i}], s[{i} + HALF3], lane, FAR3);
+//: end
+        var alpha: array<f32, OWN>;
+//: for o < OWN
+        {
+          let h = head_of(at, own + {o});
+          let i = position_of(at, own + {o});
+          var on = vec4<bool>(true);
+          if (!whole) { on = visible_four(at, h, i, i32(j0 + x)); }
+          let w = change_four(at, h, i, i32(j0 + x), of_alike(s[{o}]), on);
+          // online_softmax
+          let m_new = max(m_i[{o}], largest(apply_mask(w, on, LOWEST)));
+          alpha[{o}] = exp2((m_i[{o}] - m_new) * LOG2E);
+          s[{o}] = apply_mask(exp2((w - vec4<f32>(m_new)) * LOG2E), on, HIDDEN);
+          m_i[{o}] = m_new;
+          l_i[{o}] = add_weights(l_i[{o}] * alpha[{o}], s[{o}]);
+        }
+//: end
+        var p: array<vec4<f32>, RM>;
+//: for i < RM
+        {
+          p[{i}] = from_owner(s[{i} % OWN], lane0, {i});
+          let factor = number_from_owner(alpha[{i} % OWN], lane0, {i});
+          if (factor != 1.0) {  // rescale: the maximum of a row is soon found
+//: for c < WIDTH_V
+            acc[{i}][{c}] *= factor;
+//: end
+          }
+        }
+//: end
+        if (whole) {
+//: for c < WIDTH_V
+//: for y < FOUR
+          {
+            let v = b_v[(x + {y}) * DV4 + lane + {c} * LANES];
+//: for i < RM
+            acc[{i}][{c}] = fma(vec4<f32>(p[{i}][{y}]), v, acc[{i}][{c}]);
+//: end
+          }
+//: end
+//: end
+        } else {
+//: for c < WIDTH_V
+//: for y < FOUR
+          {
+            let v = b_v[(x + {y}) * DV4 + lane + {c} * LANES];
+//: for i < RM
+            acc[{i}][{c}] = add_seen(acc[{i}][{c}], p[{i}][{y}], v);
+//: end
+          }
+//: end
+//: end
+        }
       }
     }
-  }
-  if (live) {
-//: for c < DV4
-    finalize(at, r, {c}, acc[{c}], l_i);
+    // merge
+    var kept: array<f32, OWN>;
+//: for o < OWN
+    kept[{o}] = exp2((whole_m[{o}] - m_i[{o}]) * LOG2E);
+    whole_m[{o}] = m_i[{o}];
+    whole_l[{o}] = whole_l[{o}] * kept[{o}] + l_i[{o}];
+    l_i[{o}] = 0.0;
 //: end
-    finalize_row(at, r, m_i, l_i);
+//: for i < RM
+    {
+      let factor = number_from_owner(kept[{i} % OWN], lane0, {i});
+//: for c < WIDTH_V
+      whole_acc[{i}][{c}] = whole_acc[{i}][{c}] * factor + acc[{i}][{c}];
+      acc[{i}][{c}] = vec4<f32>(0.0);
+//: end
+    }
+//: end
   }
+//: for o < OWN
+  whole_l[{o}] += l_i[{o}];  // of a row without keys: its sink
+//: end
+//: for i < RM
+  {
+    let l = number_from_owner(whole_l[{i} % OWN], lane0, {i});
+    if (first + {i} < count) {
+//: for c < WIDTH_V
+      finalize(at, first + {i}, lane + {c} * LANES, whole_acc[{i}][{c}], l);
+//: end
+    }
+  }
+//: end
+//: for o < OWN
+  if (lane % OWNERS == 0u && own + {o} < count) { finalize_row(at, own + {o}, m_i[{o}], whole_l[{o}]); }
+//: end
 }

@@ -4,6 +4,10 @@
 //     for block in block_range:  s = scale * q @ k.T;  apply_mask;  online_softmax;  rescale;  acc += p @ v
 //     out = acc / l_i            lse = m_i + ln l_i
 
+// Rows lie in workgroup memory with those of a thread TY apart, keys with the four of a vector BN4 apart, and
+// vectors of a key are permuted by it, or its row is of an odd length: what the threads of a row read at a time is
+// then in different banks.
+
 var<workgroup> b_q: array<vec4<f32>, BM * D4>;
 var<workgroup> b_kv: array<vec4<f32>, BN * WIDEST4>;  // keys of a block, then its values
 var<workgroup> b_p: array<vec4<f32>, BM * BN4>;
@@ -11,22 +15,34 @@ var<workgroup> b_p: array<vec4<f32>, BM * BN4>;
 var<workgroup> b_rows: array<f32, BM * TX>;  // one number of each thread of a row
 //: end
 
+fn key_at(row: u32, d: u32) -> u32 {
+  return row * KEY4 + (d ^ (row & SWIRL));
+}
+
 fn load_keys(at: Place, j0: u32, t: u32) {
-  for (var x = t; x < BN * D4; x += NT) {
-    let j = j0 + x / D4;
-    var w = vec4<f32>(0.0);
-    if (i32(j) < at.kv_end) { w = load_k(key_of(at, j) * D4 + x % D4); }
-    b_kv[x] = w;
+//: for y < K_TURNS
+  {
+    let x = t + {y} * NT;
+    let j = x / D4;
+    let w = load_k(key_of(at, u32(min(i32(j0 + j), at.kv_end - 1))) * D4 + x % D4);
+    if (K_TURNS * NT == BN * D4 || x < BN * D4) {
+      b_kv[key_at(j % 4u * BN4 + j / 4u, x % D4)] = select(vec4<f32>(0.0), w, i32(j0 + j) < at.kv_end);
+    }
   }
+//: end
 }
 
 fn load_values(at: Place, j0: u32, t: u32) {
-  for (var x = t; x < BN * DV4; x += NT) {
-    let j = j0 + x / DV4;
-    var w = vec4<f32>(0.0);
-    if (i32(j) < at.kv_end) { w = load_v(key_of(at, j) * DV4 + x % DV4); }
-    b_kv[x] = w;
+//: for y < V_TURNS
+  {
+    let x = t + {y} * NT;
+    let j = i32(j0 + x / DV4);
+    let w = load_v(key_of(at, u32(min(j, at.kv_end - 1))) * DV4 + x % DV4);
+    if (V_TURNS * NT == BN * DV4 || x < BN * DV4) {
+      b_kv[x] = select(vec4<f32>(0.0), w, j < at.kv_end);
+    }
   }
+//: end
 }
 
 @compute @workgroup_size(NT)
@@ -34,157 +50,157 @@ fn forward_tile(
   @builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) t: u32,
 ) {
   let at = stand(group_id);
-  let r0 = (n.tile0 + group_id.x) * BM;
+  let r0 = first_row(at, group_id.x);
   let tx = t % TX;
-  let own = t / TX * RM;  // the thread's first row in the tile
+  let ty = t / TX;
+  let own = ty * RM;  // the thread's first row in the tile
   let count = row_count(at);
 
   for (var x = t; x < BM * D4; x += NT) {  // load_tile: q
     let r = r0 + x / D4;
     var w = vec4<f32>(0.0);
     if (r < count) { w = load_q(row_of(at, r) * D4 + x % D4); }
-    b_q[x] = w;
+    b_q[(x / D4 % RM * TY + x / D4 / RM) * D4 + x % D4] = w;
   }
   var m_i: array<f32, RM>;
-  var l_i: array<f32, RM>;  // of the thread's own keys; summed over the row at the end
+  var l_i: array<f32, RM>;
   var acc: array<array<vec4<f32>, DC>, RM>;
+  var whole_acc: array<array<vec4<f32>, DC>, RM>;  // of the stretches of keys before, under the maximum whole_m
+  var whole_m: array<f32, RM>;
+  var whole_l: array<f32, RM>;
 //: for i < RM
   {
     let start = start_row(at, head_of(at, r0 + own + {i}));
     m_i[{i}] = start.x;
-    l_i[{i}] = select(0.0, start.y, tx == 0u);
+    l_i[{i}] = start.y;
+    whole_m[{i}] = start.x;
+    whole_l[{i}] = 0.0;
   }
 //: end
 
   let keys = block_range(at, r0, BM);
-  for (var j0 = keys.x; j0 < keys.y; j0 += BN) {
-    workgroupBarrier();
-    load_keys(at, j0, t);
-    workgroupBarrier();
-    var s = array<array<vec4<f32>, RN4>, RM>();
-    for (var d = 0u; d < D4; d++) {
-//: for x < RN4
-      {
-        let k0 = b_kv[((tx + {x} * TX) * 4u) * D4 + d];
-        let k1 = b_kv[((tx + {x} * TX) * 4u + 1u) * D4 + d];
-        let k2 = b_kv[((tx + {x} * TX) * 4u + 2u) * D4 + d];
-        let k3 = b_kv[((tx + {x} * TX) * 4u + 3u) * D4 + d];
+  for (var from_key = keys.x; from_key < keys.y; from_key += STRETCH) {
+    for (var j0 = from_key; j0 < min(from_key + STRETCH, keys.y); j0 += BN) {
+      workgroupBarrier();
+      load_keys(at, j0, t);
+      workgroupBarrier();
+      var s = array<array<vec4<f32>, RN4>, RM>();
+      for (var d = 0u; d < D4; d++) {
+        var w: array<vec4<f32>, RM>;
 //: for i < RM
-        {
-          let w = b_q[(own + {i}) * D4 + d];
-          s[{i}][{x}] += vec4<f32>(dot(w, k0), dot(w, k1), dot(w, k2), dot(w, k3));
-        }
+        w[{i}] = b_q[({i} * TY + ty) * D4 + d];
 //: end
-      }
-//: end
-    }
-
-    let whole = sees_all(at, r0, BM, j0);
-    var on: array<array<vec4<bool>, RN4>, RM>;
-    var top: array<f32, RM>;
-//: for i < RM
-    {
-      let h = head_of(at, r0 + own + {i});
-      let i_q = position_of(at, r0 + own + {i});
-      top[{i}] = LOWEST;
 //: for x < RN4
-      {
-        let j = i32(j0 + (tx + {x} * TX) * 4u);
-        on[{i}][{x}] = vec4<bool>(true);
-        if (!whole) { on[{i}][{x}] = visible_four(at, h, i_q, j); }
-        s[{i}][{x}] = change_four(at, h, i_q, j, s[{i}][{x}], on[{i}][{x}]);
-        top[{i}] = max(top[{i}], largest(apply_mask(s[{i}][{x}], on[{i}][{x}], LOWEST)));
-      }
-//: end
-//: if SHARED
-      b_rows[(own + {i}) * TX + tx] = top[{i}];
-//: end
-    }
-//: end
-    workgroupBarrier();  // row maxima are there, and nobody reads keys any more
-//: for i < RM
-    {  // online_softmax
-//: if SHARED
-      for (var x = 0u; x < TX; x++) { top[{i}] = max(top[{i}], b_rows[(own + {i}) * TX + x]); }
-//: else
-      for (var lane = 1u; lane < TX; lane *= 2u) {
-        top[{i}] = max(top[{i}], subgroupShuffleXor(top[{i}], lane));
-      }
-//: end
-      let m_new = max(m_i[{i}], top[{i}]);
-      let alpha = exp2((m_i[{i}] - m_new) * LOG2E);
-      m_i[{i}] = m_new;
-      var sum = 0.0;
-//: for x < RN4
-      {
-        let p = apply_mask(exp2((s[{i}][{x}] - vec4<f32>(m_new)) * LOG2E), on[{i}][{x}], HIDDEN);
-        b_p[(own + {i}) * BN4 + tx + {x} * TX] = p;
-        sum += sum_seen(p);
-      }
-//: end
-      l_i[{i}] = l_i[{i}] * alpha + sum;
-//: for c < DC
-      acc[{i}][{c}] *= alpha;  // rescale
-//: end
-    }
-//: end
-    load_values(at, j0, t);
-    workgroupBarrier();
-    // Sums of 16 keys are added up first: few roundings, however many keys there are.
-    for (var x = 0u; x < BN4; x += FOUR) {
-//: for c < DC
-      {
-        let column = min(tx + {c} * TX, DV4 - 1u);
-        var part = array<vec4<f32>, RM>();
 //: for y < FOUR
         {
-          let v0 = b_kv[((x + {y}) * 4u) * DV4 + column];
-          let v1 = b_kv[((x + {y}) * 4u + 1u) * DV4 + column];
-          let v2 = b_kv[((x + {y}) * 4u + 2u) * DV4 + column];
-          let v3 = b_kv[((x + {y}) * 4u + 3u) * DV4 + column];
+          let k = b_kv[key_at({y} * BN4 + tx + {x} * TX, d)];
 //: for i < RM
+          s[{i}][{x}][{y}] = add_dot(s[{i}][{x}][{y}], w[{i}], k);
+//: end
+        }
+//: end
+//: end
+      }
+
+      let whole = sees_all(at, r0, BM, j0);
+      var on: array<array<vec4<bool>, RN4>, RM>;
+      var top: array<f32, RM>;
+//: for i < RM
+      {
+        let h = head_of(at, r0 + own + {i});
+        let i_q = position_of(at, r0 + own + {i});
+        top[{i}] = LOWEST;
+//: for x < RN4
+        {
+          let j = i32(j0 + (tx + {x} * TX) * 4u);
+          on[{i}][{x}] = vec4<bool>(true);
+          if (!whole) { on[{i}][{x}] = visible_four(at, h, i_q, j); }
+          s[{i}][{x}] = change_four(at, h, i_q, j, s[{i}][{x}], on[{i}][{x}]);
+          top[{i}] = max(top[{i}], largest(apply_mask(s[{i}][{x}], on[{i}][{x}], LOWEST)));
+        }
+//: end
+//: if SHARED
+        b_rows[(own + {i}) * TX + tx] = top[{i}];
+//: end
+      }
+//: end
+      workgroupBarrier();  // row maxima are there, and nobody reads keys any more
+//: for i < RM
+      {  // online_softmax
+//: if SHARED
+        for (var x = 0u; x < TX; x++) { top[{i}] = max(top[{i}], b_rows[(own + {i}) * TX + x]); }
+//: else
+        for (var lane = 1u; lane < TX; lane *= 2u) {
+          top[{i}] = max(top[{i}], subgroupShuffleXor(top[{i}], lane));
+        }
+//: end
+        let m_new = max(m_i[{i}], top[{i}]);
+        let alpha = exp2((m_i[{i}] - m_new) * LOG2E);
+        m_i[{i}] = m_new;
+//: for x < RN4
+        {
+          let p = apply_mask(exp2((s[{i}][{x}] - vec4<f32>(m_new)) * LOG2E), on[{i}][{x}], HIDDEN);
+          b_p[({i} * TY + ty) * BN4 + tx + {x} * TX] = p;
+        }
+//: end
+        l_i[{i}] *= alpha;
+        if (alpha != 1.0) {  // rescale: the maximum of a row is soon found
+//: for c < DC
+          acc[{i}][{c}] *= alpha;
+//: end
+        }
+      }
+//: end
+      load_values(at, j0, t);
+      workgroupBarrier();
+      for (var x = 0u; x < BN4; x++) {
+        var p: array<vec4<f32>, RM>;
+//: for i < RM
+        p[{i}] = b_p[({i} * TY + ty) * BN4 + x];
+        l_i[{i}] = add_weights(l_i[{i}], p[{i}]);  // by every thread of the row, as it adds up outputs
+//: end
+//: for c < DC
+        {
+          let column = min(tx + {c} * TX, DV4 - 1u);
+//: for y < FOUR
           {
-            let p = b_p[(own + {i}) * BN4 + x + {y}];
+            let v = b_kv[(x * 4u + {y}) * DV4 + column];
             if (whole) {
-              part[{i}] += p.x * v0 + p.y * v1 + p.z * v2 + p.w * v3;
+//: for i < RM
+              acc[{i}][{c}] = fma(vec4<f32>(p[{i}][{y}]), v, acc[{i}][{c}]);
+//: end
             } else {
-              part[{i}] = add_seen(part[{i}], p.x, v0);
-              part[{i}] = add_seen(part[{i}], p.y, v1);
-              part[{i}] = add_seen(part[{i}], p.z, v2);
-              part[{i}] = add_seen(part[{i}], p.w, v3);
+//: for i < RM
+              acc[{i}][{c}] = add_seen(acc[{i}][{c}], p[{i}][{y}], v);
+//: end
             }
           }
 //: end
         }
 //: end
-//: for i < RM
-        acc[{i}][{c}] += part[{i}];
-//: end
       }
+    }
+//: for i < RM
+    {  // merge
+      let factor = exp2((whole_m[{i}] - m_i[{i}]) * LOG2E);
+      whole_m[{i}] = m_i[{i}];
+      whole_l[{i}] = whole_l[{i}] * factor + l_i[{i}];
+      l_i[{i}] = 0.0;
+//: for c < DC
+      whole_acc[{i}][{c}] = whole_acc[{i}][{c}] * factor + acc[{i}][{c}];
+      acc[{i}][{c}] = vec4<f32>(0.0);
 //: end
     }
+//: end
   }
 
-//: if SHARED
-  workgroupBarrier();
-//: for i < RM
-  b_rows[(own + {i}) * TX + tx] = l_i[{i}];
-//: end
-  workgroupBarrier();
-//: end
 //: for i < RM
   {  // finalize
-    var l = 0.0;
-//: if SHARED
-    for (var x = 0u; x < TX; x++) { l += b_rows[(own + {i}) * TX + x]; }
-//: else
-    l = l_i[{i}];
-    for (var lane = 1u; lane < TX; lane *= 2u) { l += subgroupShuffleXor(l, lane); }
-//: end
+    let l = whole_l[{i}] + l_i[{i}];  // l_i is 0, or the sink of a row without keys
     let r = r0 + own + {i};
     if (r < count) {
 //: for c < DC
-      if (tx + {c} * TX < DV4) { finalize(at, r, tx + {c} * TX, acc[{i}][{c}], l); }
+      if (tx + {c} * TX < DV4) { finalize(at, r, tx + {c} * TX, whole_acc[{i}][{c}], l); }
 //: end
       if (tx == 0u) { finalize_row(at, r, m_i[{i}], l); }
     }

@@ -1,19 +1,36 @@
-// Keys and values of a block, for kernels in which every thread reads all of them.
+// Keys and values of a block, for kernels in which every thread reads all of them. `fetch_tile` asks for all that
+// a thread brings before it waits for any of it, and while others still read the block before; `store_tile`
+// follows. There must be a key; those beyond the last are zeros.
 
 var<workgroup> b_k: array<vec4<f32>, BN * D4>;
 var<workgroup> b_v: array<vec4<f32>, BN * DV4>;
 
-fn load_tile(at: Place, j0: u32, t: u32) {
-  for (var x = t; x < BN * D4; x += NT) {
-    let j = j0 + x / D4;
-    var w = vec4<f32>(0.0);
-    if (i32(j) < at.kv_end) { w = load_k(key_of(at, j) * D4 + x % D4); }
-    b_k[x] = w;
+struct Fetched { k: array<vec4<f32>, K_TURNS>, v: array<vec4<f32>, V_TURNS> }
+
+fn fetch_tile(at: Place, j0: u32, t: u32, part: ptr<function, Fetched>) {
+//: for y < K_TURNS
+  {
+    let x = t + {y} * NT;
+    let j = i32(j0 + x / D4);
+    let w = load_k(key_of(at, u32(min(j, at.kv_end - 1))) * D4 + x % D4);
+    (*part).k[{y}] = select(vec4<f32>(0.0), w, j < at.kv_end);
   }
-  for (var x = t; x < BN * DV4; x += NT) {
-    let j = j0 + x / DV4;
-    var w = vec4<f32>(0.0);
-    if (i32(j) < at.kv_end) { w = load_v(key_of(at, j) * DV4 + x % DV4); }
-    b_v[x] = w;
+//: end
+//: for y < V_TURNS
+  {
+    let x = t + {y} * NT;
+    let j = i32(j0 + x / DV4);
+    let w = load_v(key_of(at, u32(min(j, at.kv_end - 1))) * DV4 + x % DV4);
+    (*part).v[{y}] = select(vec4<f32>(0.0), w, j < at.kv_end);
   }
+//: end
+}
+
+fn store_tile(t: u32, part: ptr<function, Fetched>) {
+//: for y < K_TURNS
+  if (K_TURNS * NT == BN * D4 || t + {y} * NT < BN * D4) { b_k[t + {y} * NT] = (*part).k[{y}]; }
+//: end
+//: for y < V_TURNS
+  if (V_TURNS * NT == BN * DV4 || t + {y} * NT < BN * DV4) { b_v[t + {y} * NT] = (*part).v[{y}]; }
+//: end
 }

@@ -63,6 +63,12 @@ fn head_of(at: Place, r: u32) -> u32 {
 //: end
 }
 
+// First row of tile x. The last rows come first: of causal ones they see most keys, and what takes longest should not
+// be left for the end.
+fn first_row(at: Place, x: u32) -> u32 {
+  return ((row_count(at) + BM - 1u) / BM - 1u - n.tile0 - x) * BM;
+}
+
 // Where row r stands in q, out and lse, in rows; it must be one of the call.
 fn row_of(at: Place, r: u32) -> u32 {
   return at.q_base + head_of(at, r) * n.q_rows + u32(position_of(at, r));
@@ -171,14 +177,19 @@ fn apply_mask(s: vec4<f32>, on: vec4<bool>, hidden: f32) -> vec4<f32> {
   return select(vec4<f32>(hidden), s, on);
 }
 
+// x + a . b, in multiplications that add: a compiler makes one more instruction of a dot product and a sum.
+fn add_dot(x: f32, a: vec4<f32>, b: vec4<f32>) -> f32 {
+  return fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, x))));
+}
+
 fn largest(s: vec4<f32>) -> f32 {
   return max(max(s.x, s.y), max(s.z, s.w));
 }
 
-// Sum of the weights that are seen; a NaN is.
-fn sum_seen(p: vec4<f32>) -> f32 {
+// x and the weights that are seen, a NaN too; added up as `add_seen` adds outputs, so that roundings are alike.
+fn add_weights(x: f32, p: vec4<f32>) -> f32 {
   let seen = select(p, vec4<f32>(0.0), p < vec4<f32>(0.0));
-  return seen.x + seen.y + seen.z + seen.w;
+  return (((x + seen.x) + seen.y) + seen.z) + seen.w;
 }
 
 // x + p * v of a pair, x alone if it is not seen.
@@ -195,8 +206,11 @@ fn start_row(at: Place, h: u32) -> vec2<f32> {
   return vec2<f32>(LOWEST, 0.0);
 }
 
+// A weight that is not finite comes of a NaN: SwiftShader's exp2 of one is infinite, its log of one a number.
 fn lse_of(m_i: f32, l_i: f32) -> f32 {
-  return select(m_i + log(l_i), bitcast<f32>(n.minus_infinity), l_i == 0.0);
+  let finite = (bitcast<u32>(l_i) & 0x7f800000u) != 0x7f800000u;
+  let lse = select(bitcast<f32>(n.minus_infinity | 0x400000u), m_i + log(l_i), finite);  // or NaN
+  return select(lse, bitcast<f32>(n.minus_infinity), l_i == 0.0);
 }
 
 fn over(acc: vec4<f32>, l_i: f32) -> vec4<f32> {
