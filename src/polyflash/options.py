@@ -304,7 +304,8 @@ def _add_ablate(commands: Any) -> None:
 
 def _add_warmup(commands: Any) -> None:
     told = """Compiles ahead what calls of this shape need: prefill, a few rows, decode steps, with --grad
-        their gradients. Prints each kernel with its seconds, and nothing for one that a cache has. Run it
+        their gradients. Names of codes among the features (int8, fp8 ...) quantise k and v; with paged, a
+        cache appends them. Prints each kernel with its seconds, and nothing for one that a cache has. Run it
         where the calls will run: in a container's build, or before a server starts."""
     add = _command(commands, "warmup", "polyflash.warmup:run", "compile ahead what calls will need", told)
     add.dtype("bfloat16")

@@ -15,11 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from polyflash import env, target
+from polyflash.quant.scheme import NAMED
 
 FEATURES: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "window": {"window": (255, None)}}
 FEATURES |= {"mask": {"mask": "b1qk"}, "bias": {"bias": "hqk"}, "alibi": {"alibi": "h"}}
 FEATURES |= {"softcap": {"softcap": 30.0}, "sinks": {"sinks": True}, "segments": {"segments": 3}}
 FEATURES |= {"kv_lens": {}, "paged": {"page_size": 16}, "dropout": {}}
+FEATURES |= {name: {} for name in NAMED}  # k and v as such codes
+CODES_PAGE = 64  # tokens, that all schemes' groups fit
 # (rows, keys) of the calls that one process makes. On a GPU, lengths decide which config is taken.
 _ON_CPU = (((300, 300),), ((1, 300), (1, 2048), (16, 300)))
 _ON_GPU = (
@@ -110,16 +113,19 @@ def _make(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _call(job: dict[str, Any], rows: int, keys: int) -> None:
-    import polyflash
     from polyflash.workloads import Workload, make
 
     changes: dict[str, Any] = {}
+    quants = [name for name in job["features"] if name in NAMED]
+    paged = "paged" in job["features"]
     for name in job["features"]:
         changes |= FEATURES[name]
-    if "kv_lens" in job["features"] or "paged" in job["features"]:
+    if "kv_lens" in job["features"] or paged:
         changes["kv_lens"] = (keys,)
-    if "paged" in job["features"] and rows > 1:
+    if paged and rows > 1:
         changes["members"] = ((rows, keys),)
+    if paged and quants:  # a cache makes the pages
+        changes |= {"page_size": 0, "kv_lens": None, "members": ()}
     (heads, kv_heads), (head_dim, head_dim_v) = job["heads"], job["head_dim"]
     workload = Workload(
         "warmup", frozenset(), 1, heads, kv_heads, rows, keys, head_dim, head_dim_v, job["dtype"], **changes
@@ -127,11 +133,45 @@ def _call(job: dict[str, Any], rows: int, keys: int) -> None:
     q, k, v, options = make(workload, device=job["device"])
     if "dropout" in job["features"]:
         options |= {"dropout_p": 0.1, "dropout_seed": 0}
-    function: Any = polyflash.attention_paged if "paged" in job["features"] else polyflash.attention
-    function(q, k, v, **options)
-    if job["grad"] and rows == keys:
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        function(q, k, v, **options).sum().backward()
+    if paged and quants:
+        for name in quants:
+            _attend_cache(name, q, k, v, options)
+        return
+    for name in quants or ("",):
+        _attend(name, q, k, v, options, paged=paged, grad=job["grad"] and rows == keys)
+
+
+def _attend(name: str, q: Any, k: Any, v: Any, options: dict[str, Any], *, paged: bool, grad: bool) -> None:
+    """One call, over codes if a scheme is named; with `grad` one more and its gradients."""
+    import polyflash
+
+    function: Any = polyflash.attention_paged if paged else polyflash.attention
+
+    def call(q: Any, *kv: Any) -> Any:
+        pairs = zip(kv, NAMED[name], strict=True) if name else ()
+        return function(q, *([polyflash.quantize(*pair) for pair in pairs] or kv), **options)
+
+    call(q, k, v)
+    if grad:
+        call(*(x.detach().requires_grad_() for x in (q, k, v))).sum().backward()
+
+
+def _attend_cache(name: str, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
+    """Append keys to a cache of codes, as many as precede the rows, then those of the rows, and attend."""
+    import polyflash
+    from polyflash.kvcache import KVCache
+
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    rows, (keys, heads, width) = len(q), k.shape
+    size = {"head_dim_v": v.shape[2], "dtype": k.dtype, "device": k.device, "quant": name}
+    cache = KVCache(-(-keys // CODES_PAGE), CODES_PAGE, heads, width, **size)
+    request = cache.add()
+    for some in (slice(0, keys - rows), slice(keys - rows, keys)):
+        cache.append(request, k[some], v[some], counts=len(k[some]))
+    options |= {"page_table": cache.page_table(request), "kv_lens": cache.kv_lens(request)}
+    if rows > 1:
+        options["cu_seqlens_q"] = cache.kv_lens(request).new_tensor([0, rows])
+    polyflash.attention_paged(q, *cache.pools(0), **options)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ from polyflash.integrations import transformers as plug_in  # noqa: E402
 from polyflash.integrations.transformers import layer  # noqa: E402
 from polyflash.integrations.transformers_cache import PagedCache, PagedStates, register  # noqa: E402
 from polyflash.kvcache import KVCache, OutOfPages, Rope  # noqa: E402
+from polyflash.quant.families import FAMILIES  # noqa: E402
 from tests.device import DEVICE  # noqa: E402
 from tests.integrations.models import RECIPES, build, padding, tokens  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generate_paged.py"
 NAME = "poly pages"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -73,6 +77,33 @@ def test_models_generate_from_pages_of_codes(quant: str, name: str, how: Any, ga
     for cache in caches:
         cache.reset()
         assert cache.cache.stats().tail_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "quant"),
+    [
+        pytest.param(family, quant, marks=() if "bias" in family else pytest.mark.slow)
+        for family, quant in zip(
+            FAMILIES, ("fp8", "int4", "int8", "int4-token", "int8-channel", "nf4"), strict=True
+        )
+    ],
+)
+def test_long_texts_from_codes_stay_finite(family: str, quant: str):
+    """256 tokens of a bfloat16 Llama, whose q, k and v are made like those of a family of inputs."""
+    model, draw = copy.deepcopy(build("Llama", NAME)).bfloat16(), torch.Generator().manual_seed(0)
+
+    def changed(module: Any, given: Any, out: Tensor, which: int) -> Tensor:
+        heads = out.unflatten(-1, (-1, 16)).cpu()
+        return FAMILIES[family](*(heads.clone() for _ in "qkv"), draw)[which].flatten(-2).to(out)
+
+    for name, module in model.named_modules():
+        if (end := name[-6:]) in PROJECTIONS:
+            module.register_forward_hook(partial(changed, which=PROJECTIONS.index(end)))
+    cache = PagedCache.of(model, 700, page_size=64, quant=quant)
+    how = {"max_new_tokens": 256, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    found = model.generate(tokens(2, 11), past_key_values=cache, disable_compile=True, **how)
+    assert cache.length == 11 + 255 and len(found.logits) == 256
+    assert bool(torch.stack(found.logits).isfinite().all())
 
 
 @pytest.mark.parametrize("pads", ["none", "left"])

@@ -245,6 +245,43 @@ def test_values_made_ready_first_are_coded_alike(name: str, monkeypatch: pytest.
     test_rejected_tokens_leave_no_trace()
 
 
+@pytest.mark.parametrize("name", ["int8-channel", "int4", "nf4", "blocks"])
+def test_codes_stay_where_no_scale_changes(name: str) -> None:
+    """A mark among the codes of an unfinished group outlives tokens within its range and none beyond."""
+    cache = coded(name, layers=1)
+    (request,) = cache.add()
+    shapes = [x[0].shape[2:] for x in (cache.k_pages, cache.v_pages)]
+    for size in (-2.0, 2.0):
+        cache.append(request, *(torch.full((1, *shape), size) for shape in shapes))
+    mark = cache.codes[0].stores[0][0][0, 0]
+    right = mark.clone()
+    mark ^= 0x11
+    for size, stays in ((0.5, True), (5.0, False)):
+        cache.append(request, *(torch.full((1, *shape), size) for shape in shapes))
+        assert torch.equal(mark, right ^ 0x11) is stays
+    held = torch.cat([torch.full((1, *shapes[0]), x) for x in (-2.0, 2.0, 0.5, 5.0)])
+    got, want = cache.read_codes(request)[0], quantize(held[None], SCHEMES[name][0], layout="bshd")
+    assert all(torch.equal(a, b) for a, b in zip(bits(got), bits(want), strict=True))
+
+
+@pytest.mark.parametrize("name", ["int8-channel", "int4", "blocks"])
+def test_a_layer_written_twice_has_the_codes_of_the_last(name: str) -> None:
+    """A first write that widened a range leaves nothing of it behind."""
+    cache, tokens = coded(name, layers=1), Tokens(1)
+    (request,) = cache.add()
+    held = tokens.make(2)
+    append(cache, {request: held})
+    values = layer_of(held, 0, cache.dtype)
+    new = [x.mean(0, keepdim=True) for x in values]  # within every range
+    with cache.reserve(request, 1) as step:
+        step.write(*(50 * x.abs() for x in new))
+        step.write(*new)
+    pairs = zip(values, new, SCHEMES[name], cache.read_codes(request), strict=True)
+    for old, x, scheme, got in pairs:
+        want = quantize(torch.cat([old, x])[None], scheme, layout="bshd")
+        assert all(torch.equal(a, b) for a, b in zip(bits(got), bits(want), strict=True))
+
+
 def test_strided_values_are_coded_like_dense_ones() -> None:
     """As views of a projection's result are."""
     for name in ("int4", "int8"):

@@ -9,6 +9,7 @@ import torch
 
 import polyflash
 from polyflash import cli, compilation, target, warmup
+from polyflash.quant import NAMED
 from tests.rows_here import needs_cpu_engine
 
 JOB = {
@@ -34,6 +35,27 @@ def test_every_feature_is_a_call_that_runs(feature):
         for rows in (1, 5):
             warmup._call({**JOB, "features": [feature]}, rows, 40)
     assert w.counters()["calls"] == {"torch/forward": 2}
+
+
+@pytest.mark.parametrize("features", [["paged"], []], ids=["cache", "tensors"])
+def test_codes_are_what_attention_gets(features, monkeypatch):
+    """Of whole tensors by `quantize`, in pages by a cache that appends them in two pieces."""
+    seen = []
+    for function in ("attention", "attention_paged"):
+        monkeypatch.setattr(polyflash, function, lambda q, k, v, **options: seen.append((k, v, options)))
+    names = [name for name in NAMED if not (features and name == "int8-smooth")]
+    for rows in (1, 5, 70):
+        warmup._call({**JOB, "features": [*features, "causal", *names]}, rows, 70)
+    assert [(k.scheme, v.scheme) for k, v, _ in seen] == [NAMED[name] for name in names] * 3
+    for k, v, options in seen:
+        assert [x.layout for x in (k, v)] == [("bshd" if features else "bhsd")] * 2 and options["causal"]
+        if features:
+            assert options["kv_lens"].tolist() == [70] and options["page_table"].shape == (1, 2)
+
+
+def test_codes_that_no_cache_keeps_are_an_error():
+    said = list(warmup._make({**JOB, "features": ["paged", "int8-smooth"]}))
+    assert len(said) == 1 and "smoothing='mean'" in said[0]["error"]
 
 
 def test_gradients_are_made_where_asked_for():
@@ -87,8 +109,10 @@ def test_without_a_compiler_or_a_cache_nothing_is_tried(capsys, monkeypatch):
 @pytest.mark.slow
 def test_what_was_compiled_is_there_the_next_time(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("POLYFLASH_CACHE_DIR", str(tmp_path / "kernels"))
-    argv = ("--dtype", "fp32", "--head-dim", "16", "--heads", "2", "--features", "causal")
+    argv = ("--dtype", "bf16", "--head-dim", "16", "--heads", "2", "--features", "causal,paged,int8,int4")
     code, out, err = say(capsys, *argv)
-    assert (code, err) == (0, "") and re.search(r"^ +\d+\.\d s  forward_\S+ for cpu:", out, re.M)
+    assert (code, err) == (0, "")
+    for kind in ("forward_", "quantize_", r"decode_\w+_r1_d16_16_int8_", r"decode_\w+_r1_d16_16_int4_"):
+        assert re.search(rf"^ +\d+\.\d s  {kind}\S+ for cpu:", out, re.M), kind
     code, out, err = say(capsys, *argv)
     assert (code, err) == (0, "") and out.startswith("nothing to compile, ")

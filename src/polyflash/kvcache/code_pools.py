@@ -221,7 +221,8 @@ class Writer:
         if self._in_place is None:
             begun = {x.at: (x.tokens, x.values) for x in self.begun}
             begun |= {x.at: (begun.get(x.at, (0, None))[0], x.tail.values) for x in self.left}
-            self._in_place = InPlace(pools, self.groups.numpy(), self._live, begun)
+            known = [x.at for x in self.begun if x.values is not None]
+            self._in_place = InPlace(pools, self.groups.numpy(), self._live, begun, known)
         unknown = [i for i, x in enumerate(self.begun) if x.values is None]
         if unknown:
             saved = self._saved.setdefault(layer, pools.take(layer, self._first))

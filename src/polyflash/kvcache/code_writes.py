@@ -12,6 +12,8 @@ from torch import Tensor
 from polyflash.quant import codec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from polyflash.kvcache.code_pools import CodePools
     from polyflash.quant.scheme import Scheme
 
@@ -27,10 +29,16 @@ def quantiser_of(scheme: Scheme, values: Tensor) -> int:
 class InPlace:
     """The groups of a step: their slots and live tokens (int64 numpy), and by number what is there of some
     before (tokens, values (num_layers, group size, num_kv_heads, channels)): all new values of those are kept
-    beside these."""
+    beside these. The codes of groups that are `known` are those of their values: they stay where no scale
+    changes."""
 
     def __init__(
-        self, pools: CodePools, groups: Any, live: Any, begun: dict[int, tuple[int, Tensor | None]]
+        self,
+        pools: CodePools,
+        groups: Any,
+        live: Any,
+        begun: dict[int, tuple[int, Tensor | None]],
+        known: Sequence[int],
     ) -> None:
         self.pools, self._layers = pools, dict[int, int]()
         codes, table = pools.stores[0][:2]
@@ -44,7 +52,8 @@ class InPlace:
         self._rows = new.cumsum() - new
         at_table = groups // per_page * table.stride(0) + groups % per_page * table.stride(1)
         of_codes, zeros = groups * pools.group * codes.stride(1), np.zeros_like(groups)
-        self._table = np.stack([zeros, live, zeros, first, of_codes, 4 * at_table], 1)
+        self._known = list(known)
+        self._table = np.stack([zeros, live, zeros, first, of_codes, 4 * at_table, zeros], 1)
 
     def _buffer(self, values: Tensor | None) -> Tensor:
         """Room for a group whose values are known by their codes alone and which this step fills."""
@@ -63,6 +72,8 @@ class InPlace:
         if self._begun:
             table[self._begun, 2] = table[self._begun, 0]
             table[self._begun, 0] = self._of_layer(layer)
+        if layer not in self._layers:  # else codes are those of what this step wrote before
+            table[self._known, 6] = table[self._known, 3]
         self._launch(kernel, layer, table, (values.stride(1) * size, values.stride(0) * size))
         self._layers[layer] = kernel
 

@@ -54,46 +54,57 @@ class QuantizeTile:
 
     @stage
     def encode_block(
-        self, e: Emitter, x, x_step, live, rest, channels, mean, codes, codes_step, scale, shift, zero
+        self, e: Emitter, x, x_step, kept, live, rest, channels, mean, codes, codes_step, scale, shift, zero
     ) -> None:
         """`live` tokens and `channels` channels, all under one scale or each channel under its own; then
-        `rest` tokens that are none, which get the code of zero."""
+        `rest` tokens that are none, which get the code of zero. Of the first `kept` tokens the codes are
+        there, made without those that follow: they stay where the extremes do."""
         self.zero, self.centred = e.b.trunc(zero, I8), e.b.icmp_signed("!=", mean, I64(0))
-        rows = (live, rest, e.pointer(x), x_step, e.pointer(codes), codes_step)
+        rest = e.b.select(e.b.icmp_signed(">", kept, I64(0)), I64(0), rest)
+        rows = (kept, live, rest, e.pointer(x), x_step, e.pointer(codes), codes_step)
         if self.key.by_channel:
             self._by_channel(e, rows, channels, mean, scale, shift)
         else:
             self._together(e, rows, channels, mean, scale, shift)
 
     def _by_channel(self, e: Emitter, rows, channels, mean, scale, shift) -> None:
-        live, _, x, x_step, codes, _ = rows
+        kept, live, _, x, x_step, codes, _ = rows
 
         def vector(p: list[Value], inside: Value | None) -> list[Value]:
             def extend(i: Value, values: list[Value]) -> list[Value]:
                 source, *tops = values
                 return [e.at(source, x_step), *self._extended(e, self._loaded(e, source, p[4], inside), tops)]
 
-            _, *tops = e.loop(live, [p[0], *self._none(e)], extend)
+            found = e.loop(kept, [p[0], *self._none(e)], extend)
+            _, *tops = e.loop(e.b.sub(live, kept), found, extend)
             low, factor = self._tables(e, tops, p[2], p[3], inside)
-            self._column(e, rows, p, inside, low, factor)
+            self._column(e, rows, p, inside, low, factor, self._standing(e, kept, found[1:], tops))
             return self._next(e, p)
 
         start = [x, codes, e.pointer(scale), e.pointer(shift), e.pointer(mean)]
         e.each_vector(channels, self.lanes, start, vector)
 
-    def _column(self, e: Emitter, rows, p, inside, low, factor) -> None:
-        """The codes of a vector of channels, token by token."""
-        live, rest, _, x_step, _, codes_step = rows
+    def _standing(self, e: Emitter, kept: Value, before: list[Value], after: list[Value]) -> Value:
+        """How many of the first tokens need no codes: all `kept` if no extreme has moved, else none."""
+        moved = e.ints(0)
+        for x, y in zip(before, after, strict=True):
+            moved = e.b.or_(moved, e.b.xor(x, y))
+        return e.b.select(e.any_lane(e.b.icmp_signed("!=", moved, e.ints(0))), I64(0), kept)
+
+    def _column(self, e: Emitter, rows, p, inside, low, factor, first) -> None:
+        """The codes of a vector of channels, token by token from the `first` on."""
+        _, live, rest, _, x_step, _, codes_step = rows
 
         def code(i: Value, at: list[Value]) -> list[Value]:
             self._stored(e, self._codes(e, self._loaded(e, at[0], p[4], inside), low, factor), at[1], inside)
             return [e.at(at[0], x_step), e.at(at[1], codes_step)]
 
-        _, end = e.loop(live, [p[0], p[1]], code)
+        start = [e.at(p[0], e.b.mul(first, x_step)), e.at(p[1], e.b.mul(first, codes_step))]
+        _, end = e.loop(e.b.sub(live, first), start, code)
         self._fill(e, rest, end, codes_step, inside)
 
     def _together(self, e: Emitter, rows, channels, mean, scale, shift) -> None:
-        live, rest, x, x_step, codes, codes_step = rows
+        kept, live, rest, x, x_step, codes, codes_step = rows
         b, means = e.b, e.pointer(mean)
 
         def extend_row(i: Value, values: list[Value]) -> list[Value]:
@@ -104,7 +115,9 @@ class QuantizeTile:
             _, _, *tops = e.each_vector(channels, self.lanes, [values[0], means, *values[1:]], extend)
             return [e.at(values[0], x_step), *tops]
 
-        _, *tops = e.loop(live, [x, *self._none(e)], extend_row)
+        found = e.loop(kept, [x, *self._none(e)], extend_row)
+        _, *tops = e.loop(b.sub(live, kept), found, extend_row)
+        standing = self._standing(e, kept, found[1:], tops)
         tops = [e.splat(e.greatest_lane(top)) for top in tops]
         first = e.first_lanes(I64(1))
         low, factor = self._tables(e, tops, e.pointer(scale), e.pointer(shift), first)
@@ -119,7 +132,8 @@ class QuantizeTile:
             e.each_vector(channels, self.lanes, [at[0], at[1], means], code)
             return [e.at(at[0], x_step), e.at(at[1], codes_step)]
 
-        _, end = e.loop(live, [x, codes], code_row)
+        start = [e.at(x, b.mul(standing, x_step)), e.at(codes, b.mul(standing, codes_step))]
+        _, end = e.loop(b.sub(live, standing), start, code_row)
 
         def fill(p: list[Value], inside: Value | None) -> list[Value]:
             self._fill(e, rest, p[0], codes_step, inside)

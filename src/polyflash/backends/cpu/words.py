@@ -175,8 +175,9 @@ Quantize = namedtuple(
     """,
 )
 # source: its first value; live: tokens that are there. `new`: where those from `first` on are copied from
-# before, or 0. Distances from the bases of codes and of scales.
-Group = namedtuple("Group", "source live new first codes table")
+# before, or 0. Distances from the bases of codes and of scales. kept: tokens whose codes are there, made
+# without those that follow.
+Group = namedtuple("Group", "source live new first codes table kept")
 
 FORWARD = Layout(Tensors, Softmax, Operands, Cut, Scratch, pages="k_ids")
 BACKWARD = Layout(

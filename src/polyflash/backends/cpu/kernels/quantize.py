@@ -42,6 +42,7 @@ def build(key: QuantizeKey) -> Any:
             row = i * block
             rows = least(block, args.tokens - row)
             there = least(greatest(live - row, 0), rows)
+            kept = least(greatest(group.kept - row, 0), there)
             at, place = x + row * args.x_token, codes + row * args.codes_token
             scale = args.scale + table + i * args.table_block
             shift = args.shift + table + i * args.table_block
@@ -52,6 +53,7 @@ def build(key: QuantizeKey) -> Any:
                 stage.encode_block(
                     at + c * SIZE,
                     args.x_token,
+                    kept,
                     there,
                     rows - there,
                     n,
