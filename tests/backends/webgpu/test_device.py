@@ -76,7 +76,7 @@ def test_a_wrong_template_is_left_with_one_warning(on: Device, monkeypatch: pyte
     limit(on, monkeypatch)
     right, tensors = forward._passes, qkv()
     monkeypatch.setattr(forward, "_passes", lambda on, v: v.name == "row" and right(on, v))
-    with pytest.warns(RuntimeWarning, match=r"tile-shared .*not used; row is right"):
+    with pytest.warns(RuntimeWarning, match=r"row-subgroup.*not used; row is right"):
         assert off(call(tensors), tensors) < 2e-6
     assert off(call(tensors, causal=True), tensors, causal=True) < 2e-6  # and is quiet from then on
     limit(on, monkeypatch)

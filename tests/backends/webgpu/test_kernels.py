@@ -235,6 +235,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_shows(on: Device, name: str, monkeypatch: pytest.MonkeyPatch):
+    if "no wait" in name and on.limits.kind != "cpu":
+        pytest.skip("threads of this device may happen to be in time")
     file, old, new, template = MISTAKES[name]
     tensors, args = qkv(96, 160, dims=(64, 64)), Arguments(causal=True)
     assert off(attend(on, TEMPLATES[template], tensors, args)[0], tensors, causal=True) < 2e-6

@@ -124,7 +124,7 @@ _GPU_FEW = (
     *(
         lanes(32, 1, 32, 4),
         lanes(16, 1, 32, 4),
-        lanes(16, 2, 32, 2),
+        lanes(16, 2, 32, 1),
         lanes(16, 4, 32, 2),
         lanes(16, 8, 32, 2),
     ),
@@ -143,7 +143,7 @@ REGISTERS = {"discrete": 128, "integrated": 128, "cpu": 1 << 20}
 UNROLLED = {"discrete": 32, "integrated": 32, "cpu": 8}
 UNROLLED_BY_NAME = {"SwiftShader": 1}
 # Workgroups of a call that leave no core idle: keys are cut into splits until there are so many.
-FEW_GROUPS = {"discrete": 2048, "integrated": 256, "cpu": 16}
+FEW_GROUPS = {"discrete": 1024, "integrated": 256, "cpu": 16}
 GROUPS = {"discrete": 512, "integrated": 0, "cpu": 0}
 
 
@@ -326,14 +326,15 @@ def gradient_variants(dims: tuple[int, int], limits: Limits, config: Config) -> 
     return of_dq, _named(asked[1], dims, room) if asked[1] else _legal(keys, dims, room, "dkv")[0]
 
 
-def splits(tiles: int, keys: int, block: int, groups: int) -> tuple[int, int]:
+def splits(tiles: int, keys: int, block: int, groups: int, least: int = LEAST_SPLIT) -> tuple[int, int]:
     """Keys of a split, a multiple of `block`, and how many: about `groups` workgroups of so many tiles."""
-    wanted = max(1, min(MOST_SPLITS, -(-groups // max(1, tiles)), keys // LEAST_SPLIT))
+    wanted = max(1, min(MOST_SPLITS, -(-groups // max(1, tiles)), keys // least))
     size = -(-keys // (wanted * block)) * block
     return size, -(-keys // size)
 
 
 def filling(tiles: int, keys: int, block: int, kind: str) -> tuple[int, int]:
     """The same of a call of many rows: few splits, as each costs a pass over partial outputs."""
-    wanted = min(MOST_FILLING, GROUPS[kind] // max(1, tiles), keys // (2 * LEAST_SPLIT))
-    return splits(tiles, keys, block, wanted * tiles) if wanted > 1 else (0, 1)
+    least = LEAST_SPLIT // 2
+    wanted = min(MOST_FILLING, GROUPS[kind] // max(1, tiles), keys // least)
+    return splits(tiles, keys, block, wanted * tiles, least) if wanted > 1 else (0, 1)

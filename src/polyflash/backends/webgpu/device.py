@@ -316,9 +316,9 @@ class Device:
         with self._named(""):
             self.queue.submit([encoder.finish()])
         self.batches += 1
-        for size, buffers in self.unsent.items():
+        sent, self.unsent = self.unsent, defaultdict(list)  # other threads may drop blocks meanwhile
+        for size, buffers in list(sent.items()):
             self.free[size] += buffers
-        self.unsent.clear()
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:

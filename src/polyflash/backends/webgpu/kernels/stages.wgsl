@@ -186,15 +186,16 @@ fn largest(s: vec4<f32>) -> f32 {
   return max(max(s.x, s.y), max(s.z, s.w));
 }
 
-// x and the weights that are seen, a NaN too; added up as `add_seen` adds outputs, so that roundings are alike.
+// x and the weights that are seen, a NaN too, of which a comparison of floats may say anything; added up as `add_seen` adds outputs, so that roundings are alike.
 fn add_weights(x: f32, p: vec4<f32>) -> f32 {
-  let seen = select(p, vec4<f32>(0.0), p < vec4<f32>(0.0));
+  let hidden = bitcast<vec4<u32>>(p) == vec4<u32>(bitcast<u32>(HIDDEN));
+  let seen = select(p, vec4<f32>(0.0), hidden);
   return (((x + seen.x) + seen.y) + seen.z) + seen.w;
 }
 
 // x + p * v of a pair, x alone if it is not seen.
 fn add_seen(x: vec4<f32>, p: f32, v: vec4<f32>) -> vec4<f32> {
-  return select(x + p * v, x, vec4<bool>(p < 0.0));
+  return select(x + p * v, x, vec4<bool>(bitcast<u32>(p) == bitcast<u32>(HIDDEN)));
 }
 
 // A sink starts its row: m_i and l_i.
