@@ -95,6 +95,15 @@ def merge_rows(
     return out, torch.logaddexp(a.lse, b.lse) if need_lse else None
 
 
+def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """`merge` without gradients into the first of two states, layout "bhsd", in few passes over memory. Rows
+    without keys must hold zeros in both, as results of calls do; `other_out` may be of a narrower dtype."""
+    apart = torch.where(other_lse == -torch.inf, -torch.inf, other_lse - lse)  # also of two empty rows
+    torch.logaddexp(lse, other_lse, out=lse)
+    out *= torch.sigmoid(-apart).unsqueeze(-1)
+    out.addcmul_(other_out, torch.sigmoid(apart).unsqueeze(-1))
+
+
 def _beside_out(x: Tensor, layout: str) -> Tensor:
     """A tensor of lse's shape, broadcastable against out."""
     return (x if layout == "bhsd" else x.transpose(-1, -2)).unsqueeze(-1)

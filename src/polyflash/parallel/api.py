@@ -386,6 +386,6 @@ def _summed(team: Team, parts: Sequence[Tensor]) -> Tensor:
     """The sum of what all ranks have for this one, in the order of ranks."""
     own = parts[team.rank]
     total = torch.zeros_like(own, dtype=sums_of(own))
-    for part in team.swap(parts, [tuple(own.shape)] * team.size, "returned gradients of restored rows"):
+    for part in team.swap(parts, [tuple(own.shape)] * team.size, "returned gradients of restored rows")():
         total += part
     return total

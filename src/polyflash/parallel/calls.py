@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from polyflash import torch_ops, validate
 from polyflash.arguments import Options
 from polyflash.entry import Bound, Form, autocast, bind
 from polyflash.errors import SpecError, UnsupportedError, described, spec_error
-from polyflash.parallel import ulysses
+from polyflash.parallel import places, ulysses
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import NOMINAL, Problem, chosen
 from polyflash.parallel.handshake import KINDS, METHODS, agree, said_of
@@ -165,7 +164,8 @@ def whole_call(bound: Bound, ranks: Ranks, where: Where, rows: list[list[int]] |
     if validate.has_contents(args):
         args = validate.checked_contents(args, full[0], full[1])
     base = _base(args, shards[0], shards[1])
-    return Call(ranks.ring, args, shards[0], shards[1], _sight(args, base, len(lengths[0])), base)
+    sight = _sight(args, base, len(lengths[0]))
+    return Call(ranks.ring, args, shards[0], shards[1], sight, None if isinstance(base, int) else base)
 
 
 def _base(args: Arguments, q: Shards, k: Shards) -> int | Tensor:
@@ -250,14 +250,11 @@ def _in_order(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     args = call.args._replace(need_lse=True)
     if call.q.order == "contiguous" and args.cu_seqlens_q is None:
         return torch_ops.call(q, k, v, args)
-    to = [_natural(x, q.device) for x in (call.q, call.k)]
-    back = torch.argsort(to[0])
-    q, k, v = q.index_select(2, to[0]), k.index_select(2, to[1]), v.index_select(2, to[1])
+    q, k, v = (
+        places.in_order(shards, x.split([shards.held(i) for i in range(shards.count)], 2))
+        for shards, x in ((call.q, q), (call.k, k), (call.k, v))
+    )
     out, lse = torch_ops.call(q, k, v, args)
-    return out.index_select(2, back), lse.index_select(2, back)
-
-
-def _natural(shards: Shards, device: torch.device) -> Tensor:
-    """Places of all rows when shards follow one another."""
-    order = np.concatenate([shards.positions(rank) for rank in range(shards.count)])
-    return torch.from_numpy(np.argsort(order)).to(device)
+    everyone = range(call.q.count)
+    out = torch.cat([places.of_shard(call.q, out, i) for i in everyone], 2)
+    return out, torch.cat([places.of_shard(call.q, lse, i) for i in everyone], 2)
