@@ -25,7 +25,7 @@ from polyflash.parallel.comm import Team, teams_of
 from polyflash.parallel.cost import Explanation, explained
 from polyflash.parallel.handshake import KINDS
 from polyflash.parallel.ring import sums_of
-from polyflash.parallel.schedule import ORDERS, Shards, lengths_of
+from polyflash.parallel.schedule import ORDERS, Shards
 
 Order = Literal["zigzag", "contiguous"]
 Method = Literal["all_gather", "ring", "ulysses", "ulysses+ring"]
@@ -347,7 +347,7 @@ def _dim(x: Tensor, dim: int) -> int:
 
 def _shards(ranks: Ranks, order: str, rows: int, cu_seqlens: Tensor | None) -> Shards:
     calls.check_order(order)
-    lengths = (rows,) if cu_seqlens is None else lengths_of(cu_seqlens.tolist())
+    lengths = (rows,) if cu_seqlens is None else calls.read_once(calls.bounded, cu_seqlens)
     if sum(lengths) != rows:
         wanted = f"{rows}, the rows of all ranks"
         raise spec_error("cu_seqlens", f"{sum(lengths)} last", wanted, "Cut x where the last member ends.")

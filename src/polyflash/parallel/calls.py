@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,8 @@ from polyflash.parallel.schedule import ORDERS, Segments, Shards, Sight, lengths
 from polyflash.routes import ANY, requested_backend
 from polyflash.spec import Arguments
 
-_LATEST: list[tuple[Any, Segments]] = []  # every layer of a step has the same ids
+_MOST_READ = 8
+_read: list[tuple[tuple[Any, ...], Any]] = []  # every layer of a step has the same ids and bounds
 
 
 class Where(NamedTuple):
@@ -139,12 +141,17 @@ def run(
     return bound, *_exchanged(bound, replace(call, gathers=method == "all_gather"), ranks, method)
 
 
+def bounded(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Lengths of packed members."""
+    return lengths_of(cu_seqlens.tolist())
+
+
 def whole_call(bound: Bound, ranks: Ranks, where: Where, rows: list[list[int]] | None) -> Call:
     """The whole call that `bound` is a part of, checked. `rows` of q and of k are those of each shard, as far
     as a handshake told them."""
     q, k, v, _, args, _ = bound
     if args.cu_seqlens_q is not None and args.cu_seqlens_k is not None:
-        lengths = [lengths_of(x.tolist()) for x in (args.cu_seqlens_q, args.cu_seqlens_k)]
+        lengths = [read_once(bounded, x) for x in (args.cu_seqlens_q, args.cu_seqlens_k)]
     else:
         lengths = [(n,) for n in where.seqlens or map(sum, rows or ())]
     shards = [Shards(each, ranks.ring.size, where.order, ranks.pieces) for each in lengths]
@@ -200,13 +207,23 @@ def _sight(args: Arguments, base: int | Tensor, members: int) -> Sight:
 
 
 def _segments(q_ids: Tensor, k_ids: Tensor) -> Segments:
-    """Ids on the host; the latest ones are kept."""
-    key = (q_ids, q_ids._version, k_ids, k_ids._version)
-    for kept, segments in _LATEST:
-        if all(a is b or (type(a) is int and a == b) for a, b in zip(kept, key, strict=True)):
-            return segments
-    _LATEST[:] = [(key, Segments(q_ids.numpy(force=True).copy(), k_ids.numpy(force=True).copy()))]
-    return _LATEST[0][1]
+    """Ids on the host."""
+    return read_once(lambda *ids: Segments(*(x.numpy(force=True).copy() for x in ids)), q_ids, k_ids)  # type: ignore[no-any-return]
+
+
+def read_once(read: Callable[..., Any], *tensors: Tensor) -> Any:
+    """read(*tensors), or what it returned for these very tensors lately: reading a device waits for it."""
+    if any(x.is_inference() for x in tensors):
+        return read(*tensors)
+    key = tuple(y for x in tensors for y in (x, x._version))
+    for kept, value in _read:
+        if len(kept) == len(key) and all(
+            a is b or (type(a) is int and a == b) for a, b in zip(kept, key, strict=True)
+        ):
+            return value
+    _read[_MOST_READ - 1 :] = []
+    _read.insert(0, (key, read(*tensors)))
+    return _read[0][1]
 
 
 def method_of(bound: Bound, call: Call) -> tuple[str, str]:
