@@ -80,8 +80,7 @@ class Call:
             own |= {"causal": False, "window_left": None, "window_right": None}
         else:
             positional = positional or not (args.causal is args.window_left is args.window_right is None)
-        packed = args.cu_seqlens_q is not None
-        if packed:
+        if args.cu_seqlens_q is not None:
             own |= places.packed_bounds(block, args.cu_seqlens_q.device)
         else:
             rows, seen = block.places
@@ -94,18 +93,18 @@ class Call:
                 own[name] = torch.minimum((x.long() - first).clamp(min=0), keys).int()
         aligned = args.kv_lens is None and places.is_aligned(block, self.sight)
         if positional and not aligned:
-            own |= self._position(block, packed)
+            own |= self._position(block)
         return args._replace(**own)
 
-    def _position(self, block: Block, packed: bool) -> dict[str, Any]:
+    def _position(self, block: Block) -> dict[str, Any]:
         """Where rows of a block stand among its keys."""
         if self.sight.offsets is None and self.base is not None:
             place = self.base + places.apart(block, self.base.device)
             return {"q_offset": int32_of("q_offset", place, False)}
-        if packed:
+        if self.args.cu_seqlens_q is not None:
             return {"q_offset": places.offsets(block, self.sight, self.args.cu_seqlens_q.device)}
-        place = (self.sight.offsets or (0,))[0] + int(block.q.starts[0] - block.k.starts[0])
-        return {"offset": max(-FAR_OFFSET, min(place, FAR_OFFSET))}
+        at = (self.sight.offsets or (0,))[0] + int(block.q.starts[0] - block.k.starts[0])
+        return {"offset": max(-FAR_OFFSET, min(at, FAR_OFFSET))}
 
     def sources(self, k: Tensor, v: Tensor, what: str, backward: bool = False) -> Iterator[Source]:
         """The keys that rows of this rank see, the next ones on their way while one is used."""
@@ -118,7 +117,7 @@ class Call:
         first = heads if not backward or len(steps) == 1 else (0, k.shape[1] // 2)
         arrived = None
         for t, step in enumerate(steps):
-            own = arrived() if arrived is not None else []
+            own: list[Tensor] = arrived() if arrived is not None else []
             if t + 1 < len(steps):
                 arrived = self._fetch(k, v, steps[t + 1], f"{what}, step {t + 1}")
             if own:
@@ -228,12 +227,12 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         for block in source.blocks:
             rows, keys = slice(*block.q.span), source.within(block)
-            operands = q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys]
+            of_q, of_k, of_v = q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys]
             args, place = call.placed(block, heads), (out[:, heads, rows], lse[:, heads, rows])
             if call.gathers:  # each row is in one block
-                place[1].copy_(torch_ops.call_out(*operands, place[0], args))
+                place[1].copy_(torch_ops.call_out(of_q, of_k, of_v, place[0], args))
                 continue
-            one = torch_ops.call(*map(_widened, operands), args)
+            one = torch_ops.call(_widened(of_q), _widened(of_k), _widened(of_v), args)
             if any(start < rows.stop and rows.start < end for start, end in begun):
                 merge_into(*place, *one)
             else:
@@ -256,30 +255,28 @@ def backward(
     arriving: Callable[[], None] | None = None
     for source in chain((first,), sources):
         heads = slice(source.heads[0] * group, source.heads[1] * group)
-        sums: list[Tensor | None] = [None, None]
+        all_keys = source.first, source.first + source.k.shape[2]
+        alone = [block.k.span for block in source.blocks] == [all_keys]  # its gradients are the sums
+        sums = [None, None] if alone else source.zeros(needs)
         for block in source.blocks:
             rows, keys = slice(*block.q.span), source.within(block)
             dout, dlse, out, lse = (None if x is None else x[:, heads, rows] for x in given)
             operands = [dout, q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out]
-            dout, *operands, out = map(_widened, operands)
+            dout, of_q, of_k, of_v, out = map(_widened, operands)
             args = call.placed(block, heads)._replace(sinks=None)
-            args = args._replace(wide_gradients=torch_ops.has_wide_gradients(*operands, args))
-            parts = _backward_op(dout, dlse, *operands, out, lse, asked, *args)
-            places = [_at(totals[0], heads, rows)]
-            if keys == slice(0, source.k.shape[2]) and len(source.blocks) == 1:
-                sums = [x if need else None for x, need in zip(parts[1:3], needs[1:3], strict=True)]
-                places += [None, None]
-            else:
-                sums = sums if any(x is not None for x in sums) else source.zeros(needs)
-                places += [_at(x, keys) for x in sums]
+            args = args._replace(wide_gradients=torch_ops.has_wide_gradients(of_q, of_k, of_v, args))
+            parts = _backward_op(dout, dlse, of_q, of_k, of_v, out, lse, asked, *args)
+            into = [_at(totals[0], heads, rows), *(_at(x, keys) for x in sums)]
             if (total := totals[3]) is not None:
-                places.append(tile(_heads_of(total, heads), *block.places))
-            for place, part in zip(places, parts, strict=False):
+                into.append(tile(_heads_of(total, heads), *block.places))
+            for place, part in zip(into, parts, strict=False):
                 if place is not None:
                     place += part
+            if alone:
+                sums = [x if need else None for x, need in zip(parts[1:3], needs[1:3], strict=True)]
         if arriving is not None:
             arriving()
-        arriving = call.give_back(source, sums if source.blocks else source.zeros(needs), totals[1:3])
+        arriving = call.give_back(source, sums, totals[1:3])
     if arriving is not None:
         arriving()
     likes = (q, k, v, bias)
