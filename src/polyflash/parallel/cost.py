@@ -19,6 +19,7 @@ from polyflash.work import flops_per_pair
 
 MOST_GATHERED = 1 << 32  # bytes of K and V of one head and all ranks that a rank has room for
 MOST_SHARDS = 64  # of which costs are looked at one by one
+GATHERED_BYTES = 1 << 26  # of K and V of all ranks at a time: the next heads travel meanwhile
 FEW_SENT = 0.5  # a ring that sends less than this share of all keys beats every gathering
 
 
@@ -90,6 +91,7 @@ class Explanation:
     seconds: float  # of the slowest rank, by nominal rates
     hidden: float  # share of the exchange's time behind computation
     peak_bytes: int  # K and V of other ranks that a rank holds at a time
+    working_bytes: int  # all that both passes hold at most beside q, k, v and dout
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -104,6 +106,7 @@ class Explanation:
             (
                 f"exchange: {self.method}: {self.why}",
                 f"  bytes sent per rank, forward: {sent}; K and V of others held: {self.peak_bytes:,}",
+                f"  held beside q, k, v and dout in both passes: up to {self.working_bytes:,} bytes",
                 f"  FLOPs per rank, forward: up to {max(self.flops):.3g}, imbalance {self.imbalance:.2f}",
                 f"  nominal: {self.seconds:.3g} s, {self.hidden:.0%} of the exchange behind computation",
                 *(f"  note: {note}" for note in self.notes),
@@ -134,6 +137,22 @@ def chosen(problem: Problem) -> tuple[str, str]:
     return ("ring" if ring.seconds < gather.seconds else "all_gather"), f"ring {times}"
 
 
+def _of_sums(problem: Problem) -> int:
+    """Bytes of a rank's out, lse, gradients as float32 sums, and of the gradients of one block of its rows:
+    dq as it is made and as its kernel sums it."""
+    rows, keys = (max(x.held(rank * x.pieces) for rank in problem.shards) for x in (problem.q, problem.k))
+    per_row = problem.head_dim_v * problem.itemsize + 4 + problem.head_dim * (4 + problem.itemsize + 4)
+    kept = rows * problem.batch * problem.num_q_heads * per_row
+    return kept + keys * problem.bytes_per_key // problem.itemsize * 4
+
+
+def _of_heads(problem: Problem, held: int) -> int:
+    """Bytes of all rows of a rank's heads: q, k, v and out kept in either order of rows, and their gradients."""
+    rows = max(problem.q.held(rank * problem.q.pieces) for rank in problem.shards)
+    of_q = rows * problem.batch * problem.num_q_heads * problem.itemsize
+    return of_q * (5 * problem.head_dim + 5 * problem.head_dim_v) + 5 * held
+
+
 def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     link, steps = problem.link, [problem.steps_of(rank) for rank in problem.shards]
     moving = [[link.latency + sent / link.bandwidth if sent else 0.0 for sent, _ in own] for own in steps]
@@ -151,7 +170,15 @@ def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     sent = tuple(sum(x for x, _ in own) for own in steps)
     flops = tuple(sum(x for _, x in own) for own in steps)
     return Explanation(
-        "ring", why, sent, flops, max(seconds), behind / total if total else 1.0, 2 * most, notes
+        "ring",
+        why,
+        sent,
+        flops,
+        max(seconds),
+        behind / total if total else 1.0,
+        2 * most,
+        _of_sums(problem) + 2 * most + most // problem.itemsize * (problem.itemsize + 8),
+        notes,
     )
 
 
@@ -169,7 +196,10 @@ def _all_gather(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanati
     seconds = first + max(moving - first, working)
     hidden = min(moving - first, working) / moving
     held = problem.k.rows * problem.bytes_per_key
-    return Explanation("all_gather", why, (sent,) * len(flops), flops, seconds, hidden, held, notes)
+    head = held // max(1, problem.num_kv_heads)
+    at_once = head * max(1, min(problem.num_kv_heads, GATHERED_BYTES // max(1, head)))
+    working = _of_sums(problem) + 3 * at_once + 4 * (at_once // problem.itemsize * 4)
+    return Explanation("all_gather", why, (sent,) * len(flops), flops, seconds, hidden, held, working, notes)
 
 
 def _ulysses(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
@@ -188,16 +218,18 @@ def _ulysses(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
         work = _work_of_rows(problem)
         flops = (sum(work) / len(work),) * len(work)
         seconds += flops[0] / link.flops
-        return Explanation(
-            "ulysses", why, sent, flops, seconds, 0.0, problem.k.rows * per_key // ranks, notes
-        )
+        held = problem.k.rows * per_key // ranks
+        return Explanation("ulysses", why, sent, flops, seconds, 0.0, held, _of_heads(problem, held), notes)
     heads = problem.num_q_heads // ranks
     own = replace(problem, num_q_heads=heads, num_kv_heads=max(1, copies // ranks))
     ring = _ring(own, why, notes)
     sent = tuple(x + ring.bytes_sent[i // pieces] for i, x in enumerate(sent))
     flops = tuple(ring.flops[i // pieces] for i in range(len(sent)))
     held = ring.peak_bytes + problem.k.rows * per_key // (ranks * shards)
-    return Explanation("ulysses+ring", why, sent, flops, seconds + ring.seconds, ring.hidden, held, notes)
+    working = ring.working_bytes + _of_heads(problem, held)
+    return Explanation(
+        "ulysses+ring", why, sent, flops, seconds + ring.seconds, ring.hidden, held, working, notes
+    )
 
 
 _COSTS: dict[str, Callable[[Problem, str, tuple[str, ...]], Explanation]] = {

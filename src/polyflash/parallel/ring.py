@@ -28,11 +28,11 @@ from polyflash.mask import FAR_OFFSET
 from polyflash.merging import merge_into
 from polyflash.parallel import places, schedule
 from polyflash.parallel.comm import Team
+from polyflash.parallel.cost import GATHERED_BYTES
 from polyflash.parallel.handshake import KINDS, agree
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
 from polyflash.spec import Arguments
 
-GATHERED_BYTES = 1 << 26  # of K and V of all ranks at a time: the next heads travel meanwhile
 _backward_op = torch.ops.polyflash.attention_backward.default
 
 
