@@ -15,7 +15,7 @@ import polyflash
 from polyflash import Mask, SpecError, parallel
 from polyflash.reference import attention_reference
 
-MASKS = ("causal", "window", "segments", "packed")
+MASKS = ("causal", "window", "segments", "packed", "dropout")
 METHODS, ORDERS = ("ring", "all_gather", "ulysses"), ("zigzag", "contiguous")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -47,6 +47,8 @@ class Problem:
         self.bounds = None
         if mask == "window":
             self.options["window"] = (sizes.rows // 7, 0)
+        elif mask == "dropout":
+            self.options |= {"dropout_p": 0.3, "dropout_seed": 2**40 + 77}
         elif mask == "segments":
             lens = torch.tensor(sizes.members)
             ids = torch.arange(len(lens)).repeat_interleave(lens)[None].int().to(device)
@@ -75,13 +77,14 @@ class Problem:
         return whole
 
     def on_one(self, exact: bool) -> list[Tensor]:
-        """Results of one device, or of the oracle, a key head at a time."""
+        """Results of one device, or of the oracle, of many rows a key head at a time."""
         whole = [x.double() if exact else x for x in self.whole]
         heads = self.whole[1].shape[1]
-        group = self.whole[0].shape[1] // heads if exact else self.whole[0].shape[1]
+        by_head = exact and self.whole[0].shape[2] > SMALL.rows
+        group = self.whole[0].shape[1] // heads if by_head else self.whole[0].shape[1]
         found = []
-        for h in range(heads if exact else 1):
-            of_q, of_k = slice(h * group, (h + 1) * group), slice(h, h + 1) if exact else slice(None)
+        for h in range(heads if by_head else 1):
+            of_q, of_k = slice(h * group, (h + 1) * group), slice(h, h + 1) if by_head else slice(None)
             q, k, v, dout = (x[:, at] for x, at in zip(whole, (of_q, of_k, of_k, of_q), strict=True))
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
             out, lse = self._attend(leaves, exact)

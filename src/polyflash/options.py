@@ -18,7 +18,17 @@ from polyflash.spec import Feature
 
 ALIGNMENTS = ("bottom_right", "top_left")
 # Features that `explain` imagines; others are said by options of their own, or by sizes.
-_SAID = {"causal", "window", "paged", "row_bounds", "gqa", "head_dim_v", "codes", "wide_gradients"}
+_SAID = {
+    "causal",
+    "window",
+    "paged",
+    "row_bounds",
+    "gqa",
+    "head_dim_v",
+    "codes",
+    "wide_gradients",
+    "dropout_start",
+}
 FEATURES = tuple(sorted({f.name.lower() for f in Feature} - _SAID))
 PHASES = ("forward", "backward", "statistics")
 FILES = (".safetensors", ".npz", ".npy")

@@ -95,7 +95,10 @@ def mean_errors(whole: list[Tensor], results: list[Tensor], **how: Any) -> list[
     right.backward(whole[3].double())
     near.backward(whole[3])
     rows = zip(
-        results, (near.detach(), *(x.grad for x in one)), (right.detach(), *(x.grad for x in exact)), strict=True
+        results,
+        (near.detach(), *(x.grad for x in one)),
+        (right.detach(), *(x.grad for x in exact)),
+        strict=True,
     )
     return [
         float((got.double() - c).abs().mean()) / float((a.double() - c).abs().mean()) for got, a, c in rows
@@ -307,7 +310,10 @@ def refusal(expected: type[Exception], **how: Any) -> str:
 def test_refusals_name_arguments_and_a_way_out():
     lists = Mask.intervals(torch.tensor([[0]]).int(), torch.tensor([[4]]).int(), rows=16)
     assert "window=" in refusal(UnsupportedError, mask=lists)
-    assert "dropout_p" in refusal(UnsupportedError, dropout_p=0.5)
+    with pytest.raises(UnsupportedError, match="dropout_p"):
+        cu = torch.tensor([0, 16])
+        rows = [x[0].transpose(0, 1) for x in whole_of(16)[:3]]
+        simulate(1, lambda g: parallel.attention_varlen(*rows, cu, cu, dropout_p=0.5, group=g))
     assert "method: got 'tree'" in refusal(SpecError, method="tree")
     assert "mesh of two" in refusal(SpecError, method="ulysses+ring")
     assert "order" in refusal(SpecError, order="striped")

@@ -72,7 +72,12 @@ def disagreements(rank: int, ranks: int) -> list[str]:
         "method": (lambda: parallel.attention(q, k, v, method="ring" if odd else "all_gather"), "method", ""),
         "gradients": (lambda: _attend(q, k, v, odd, lambda x: x.clone().requires_grad_()), "gradients", ""),
         "function": (lambda: parallel.restore(q) if odd else parallel.attention(q, k, v), "function", ""),
-        "refusal": (lambda: parallel.attention(q, k, v, dropout_p=0.5 * odd), "rank 1 refused", "dropout_p"),
+        "seed": (
+            lambda: parallel.attention(q, k, v, dropout_p=0.5, dropout_seed=3 + odd),
+            "dropout_seed",
+            "",
+        ),
+        "refusal": (lambda: parallel.attention(q, k, v, window=(3 - 9 * odd, 0)), "rank 1 refused", "window"),
         "option": (
             lambda: parallel.attention(q, k, v, method="tree" if odd else None),
             "rank 1 refused",

@@ -39,8 +39,8 @@ def attention(
     bias: Tensor | None = None, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
     sinks: Tensor | None = None, scale: float | None = None, kv_lens: Tensor | None = None,
     kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None, dropout_p: float = 0.0,
-    layout: Layout = "bhsd", return_lse: bool = False, batch_invariant: bool | None = None,
-    backend: str | None = None, **unknown: Never,
+    dropout_seed: int | Tensor | None = None, layout: Layout = "bhsd", return_lse: bool = False,
+    batch_invariant: bool | None = None, backend: str | None = None, **unknown: Never,
 ) -> Tensor | AttentionOutput:  # fmt: skip
     """`polyflash.attention` of a sequence that is spread over the ranks of a process group.
 
@@ -67,7 +67,8 @@ def attention(
         mask: a `Mask` of causal, window, lengths and segments (ids of the whole sequence), or a bool tensor
             that broadcasts to the scores of the whole call, of which each rank cuts what it needs.
         bias: likewise.
-        dropout_p: refused unless 0.
+        dropout_seed: the same on every rank; None draws one from torch's default generator, which then must
+            stand alike on all. The weights that one device drops are dropped, whatever the method and order.
 
     Returns:
         (batch, num_q_heads, rows, head_dim_v) in `layout`, in q's dtype; with return_lse=True an
@@ -76,7 +77,7 @@ def attention(
     Raises:
         SpecError: as `polyflash.attention`; ranks that disagree, on every rank alike; rows that `split` does
             not give. Where one rank refuses its arguments, the others say so.
-        UnsupportedError: as `polyflash.attention`; dropout, interval lists, codes.
+        UnsupportedError: as `polyflash.attention`; interval lists, codes.
         RuntimeError: another rank ended, hung beyond the group's timeout, or made another call.
 
     Source: Liu et al., Ring Attention with Blockwise Transformers (2023); Dubey et al., The Llama 3 Herd of
@@ -96,6 +97,7 @@ def attention(
         kv_starts=kv_starts,
         q_offset=q_offset,
         dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
         return_lse=return_lse,
         batch_invariant=batch_invariant,
         backend=backend,
@@ -155,7 +157,7 @@ def attention_varlen(
         (num_q_heads, rows).
 
     Raises:
-        SpecError, UnsupportedError, RuntimeError: as `polyflash.parallel.attention`."""
+        SpecError, UnsupportedError, RuntimeError: as `polyflash.parallel.attention`. dropout_p is refused."""
     if unknown:
         raise unexpected(attention_varlen, unknown)
     if cu_seqlens_q is None or cu_seqlens_k is None:

@@ -106,9 +106,12 @@ def bound_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Bound:
     if args.intervals is not None:
         text = "parallel: the lists of Mask.intervals() and Mask.blocks() are not cut into shards"
         raise UnsupportedError(f"{text}. Use window=, Mask.segments(), or a bool mask= that broadcasts")
-    if args.dropout_p:
-        text = "parallel: dropout_p counts from row 0 and head 0 of a call, and no kernel can start elsewhere"
-        raise UnsupportedError(f"{text}. Drop activations outside of attention, or run this call on one rank")
+    if args.dropout_p and form is Form.PACKED:
+        text = (
+            "parallel: dropout_p counts from the first row and key of every packed member, and no kernel can"
+        )
+        text += " start each of them elsewhere"
+        raise UnsupportedError(f"{text}. Use polyflash.parallel.attention() with a Mask of segments")
     q, k, v = autocast(bound.q, bound.k, bound.v)
     validate.check_shapes(q, k, v)
     return bound._replace(q=q, k=k, v=v, args=args._replace(backend=requested_backend(args) or ANY))
@@ -172,7 +175,8 @@ def whole_call(bound: Bound, ranks: Ranks, where: Where, rows: list[list[int]] |
         args = validate.checked_contents(args, full[0], full[1])
     base = _base(args, shards[0], shards[1])
     sight = _sight(args, base, len(lengths[0]))
-    return Call(ranks.ring, args, shards[0], shards[1], sight, None if isinstance(base, int) else base)
+    at = None if isinstance(base, int) else base
+    return Call(ranks.ring, args, shards[0], shards[1], sight, at, num_q_heads=q.shape[1])
 
 
 def _base(args: Arguments, q: Shards, k: Shards) -> int | Tensor:
@@ -202,7 +206,15 @@ def _sight(args: Arguments, base: int | Tensor, members: int) -> Sight:
     segments = None
     if args.q_segments is not None and args.k_segments is not None:
         segments = _segments(args.q_segments, args.k_segments)
-    moved = args.mask, args.bias, args.alibi_slopes, args.kv_lens, args.kv_starts, segments
+    moved = (
+        args.mask,
+        args.bias,
+        args.alibi_slopes,
+        args.kv_lens,
+        args.kv_starts,
+        segments,
+        args.dropout_p or None,
+    )
     return Sight(args.window_left, right, offsets, segments, all(x is None for x in moved))
 
 
@@ -251,7 +263,8 @@ def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Ten
     q = ulysses.to_heads(team, q, of_q, rows)
     k, v = (ulysses.to_heads(team, x, of_k, keys) for x in (k, v))
     own = of_q[team.rank]
-    call = replace(call, args=of_heads(call.args, slice(own[0], own[-1] + 1) if own else slice(0, 0)))
+    own_heads = slice(own[0], own[-1] + 1) if own else slice(0, 0)
+    call = replace(call, args=of_heads(call.args, own_heads), first_head=own_heads.start)
     if ranks.heads:
         shards = replace(call.q, pieces=1), replace(call.k, pieces=1)
         call = replace(call, q=shards[0], k=shards[1])
@@ -265,6 +278,8 @@ def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Ten
 def _in_order(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """A whole call of rows in the order of ranks."""
     args = call.args._replace(need_lse=True)
+    if args.dropout_p:
+        args = args._replace(dropout_head=call.first_head, dropout_heads=call.num_q_heads)
     if call.q.order == "contiguous" and args.cu_seqlens_q is None:
         return torch_ops.call(q, k, v, args)
     q, k, v = (

@@ -147,7 +147,7 @@ def _of_sums(problem: Problem) -> int:
 
 
 def _of_heads(problem: Problem, held: int) -> int:
-    """Bytes of all rows of a rank's heads: q, k, v and out kept in either order of rows, and their gradients."""
+    """Bytes of all rows of a rank's heads: q, k, v, out in either order of rows, and their gradients."""
     rows = max(problem.q.held(rank * problem.q.pieces) for rank in problem.shards)
     of_q = rows * problem.batch * problem.num_q_heads * problem.itemsize
     return of_q * (5 * problem.head_dim + 5 * problem.head_dim_v) + 5 * held

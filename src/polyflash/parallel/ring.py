@@ -67,6 +67,8 @@ class Call:
     k: Shards
     sight: Sight
     base: Tensor | None = None
+    first_head: int = 0  # of the query heads that this rank has, of `num_q_heads`
+    num_q_heads: int = 0
     gathers: bool = False
     said: dict[str, int] | None = None  # in the handshake of the forward pass; None: there was none
 
@@ -94,6 +96,9 @@ class Call:
         aligned = args.kv_lens is None and places.is_aligned(block, self.sight)
         if positional and not aligned:
             own |= self._position(block)
+        if args.dropout_p:
+            own |= {"dropout_row": int(block.q.starts[0]), "dropout_key": int(block.k.starts[0])}
+            own |= {"dropout_head": self.first_head + heads.start, "dropout_heads": self.num_q_heads}
         return args._replace(**own)
 
     def _position(self, block: Block) -> dict[str, Any]:
