@@ -132,12 +132,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if row.get("wrong") or row["kind"] in ("lost", "end"):
                 print({x: row[x] for x in row if x not in ("all",)}, flush=True)
 
-    started: Any = (options.ranks, options.device)
     if options.only != "times":
         limit = min(90.0, options.budget / 2)
-        waiting, width = checks(cpu), 2 if cpu else 12
+        waiting, width = checks(cpu), 2 if cpu else 16
         while waiting:
-            begun = [Stage(name, *started, backend, limit) for name, backend in waiting[:width]]
+            begun = [
+                Stage(name, options.ranks, options.device, backend, limit)
+                for name, backend in waiting[:width]
+            ]
             waiting = waiting[width:]
             for stage in begun:
                 kept(stage.rows())
@@ -146,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for words in ("tiny,2", "varlen-tiny,2") if cpu else _TIMES:
             left = until - time.monotonic()
             if left > 20:
-                kept(Stage(f"times,{words}", *started, backend, min(130.0, left)).rows())
+                name, limit = f"times,{words}", min(130.0, left)
+                kept(Stage(name, options.ranks, options.device, backend, limit).rows())
                 print(table(every), flush=True)
     right = [row for row in every if row["kind"] == "case"]
     wrong = [row for row in every if row.get("wrong") or row["kind"] == "lost"]

@@ -44,7 +44,7 @@ class Problem:
         shapes = [(1, h, sizes.rows, sizes.head_dim) for h in (*sizes.heads, sizes.heads[1], sizes.heads[0])]
         self.whole = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
         self.options: dict[str, Any] = {"causal": True}
-        self.bounds = None
+        self.bounds: Any = None
         if mask == "window":
             self.options["window"] = (sizes.rows // 7, 0)
         elif mask == "dropout":
@@ -65,12 +65,14 @@ class Problem:
         leaves = [x.requires_grad_() for x in (q, k, v)]
         how: Any = {"method": method, "order": order, "return_lse": True, **self.options, **where}
         if packed:
-            out, lse = parallel.attention_varlen(*leaves, self.bounds, self.bounds, **how)
+            how |= {"cu_seqlens_q": self.bounds, "cu_seqlens_k": self.bounds}
+            call: Any = parallel.attention_varlen(leaves[0], leaves[1], leaves[2], **how)
         else:
-            out, lse = parallel.attention(*leaves, **how)
+            call = parallel.attention(*leaves, **how)
+        out, lse = call
         (out.float() * dout.float()).sum().add(lse.sum()).backward()
         lse_cut = cut | {"dim": 1} if packed else cut
-        whole = [parallel.restore(x.detach(), **cut) for x in (out, q.grad, k.grad, v.grad)]
+        whole = [parallel.restore(x.detach(), **cut) for x in (out, *(y.grad for y in leaves))]  # type: ignore[union-attr]
         whole.insert(1, parallel.restore(lse.detach(), **lse_cut))
         if packed:
             return [x[None] if i == 1 else x.transpose(0, 1)[None] for i, x in enumerate(whole)]

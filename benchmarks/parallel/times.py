@@ -16,7 +16,7 @@ from polyflash import parallel
 from polyflash.parallel.comm import Team
 
 METHODS = ("ring", "all_gather", "ulysses")
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Any]
 
 
 class Listening(Team):
@@ -49,7 +49,8 @@ class Listening(Team):
 
     def again(self, device: torch.device) -> Callable[[], None]:
         """What was noted, each exchange waited for: communication alone."""
-        team, made = Team(dist.group.WORLD), []
+        team = Team(dist.group.WORLD)
+        made: list[tuple[Any, Any]] = []
         for kind, given in self.noted:
             if kind == "gather":
                 made.append((team.gather, (_zeros(given, device),)))
@@ -61,7 +62,7 @@ class Listening(Team):
 
         def run() -> None:
             for verb, given in made:
-                verb(*given, "timed")()  # type: ignore[operator]
+                verb(*given, "timed")()
 
         return run
 
@@ -79,7 +80,7 @@ class Call:
 
     def __init__(self, sizes: dict[str, Any], device: torch.device, whole: bool) -> None:
         rows, heads, dim = sizes["rows"], sizes["heads"], sizes["head_dim"]
-        self.bounds = None
+        self.bounds: Any = None
         if sizes.get("members"):
             self.bounds = torch.tensor([0, *sizes["members"]]).cumsum(0).int().to(device)
         self.device, self.rows = device, rows
@@ -173,7 +174,8 @@ def rows(name: str, sizes: dict[str, Any], device: torch.device, rounds: int) ->
         arms[f"{method} computes"] = own.both(own.shared(method, Listening(silent=True), False))
         arms[f"{method} sends"] = listening.again(device)
         cut: Any = {"cu_seqlens_q": own.bounds, "cu_seqlens_k": own.bounds} if own.bounds is not None else {}
-        plan = parallel.explain(own.q, own.k, own.v, ranks=ranks, method=method, causal=True, **cut)  # type: ignore[arg-type]
+        cut["method"] = method
+        plan = parallel.explain(own.q, own.k, own.v, ranks=ranks, causal=True, **cut)
         worst = int(slowest(peak))
         rows[method] = {"peak": worst, "formula": plan.working_bytes, "sent": sent}
         yield {"kind": "memory", "name": f"{name} {method}", **rows[method]}
