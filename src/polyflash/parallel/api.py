@@ -23,6 +23,7 @@ from polyflash.parallel import calls, ulysses
 from polyflash.parallel.calls import Ranks, Where
 from polyflash.parallel.comm import Team, teams_of
 from polyflash.parallel.cost import Explanation, explained
+from polyflash.parallel.dtensors import local_of
 from polyflash.parallel.handshake import KINDS
 from polyflash.parallel.ring import sums_of
 from polyflash.parallel.schedule import ORDERS, Shards
@@ -45,11 +46,14 @@ def attention(
     """`polyflash.attention` of a sequence that is spread over the ranks of a process group.
 
     Every rank calls it with its own rows of q, k and v, as `split` gives them, and gets the results of its
-    rows. All other arguments are those of the whole call, the same on every rank: masks, lengths and
-    positions count rows and keys of the whole sequence. Differentiable: dq, dk and dv are those of this
-    rank's rows and keys; gradients of `bias` and `sinks` are the shares of its rows, whose sum over ranks is
-    the gradient, as for every parameter that ranks share. The backward pass is a call of all ranks too.
-    Arguments not listed are those of `polyflash.attention`.
+    rows. DTensors that are sharded along their rows over one mesh dimension do as well: a rank's rows are its
+    local ones, dealt in `order`, the mesh is theirs, and results are DTensors sharded likewise.
+
+    All other arguments are those of the whole call, the same on every rank: masks, lengths and positions
+    count rows and keys of the whole sequence. Differentiable: dq, dk and dv are those of this rank's rows and
+    keys; gradients of `bias` and `sinks` are the shares of its rows, whose sum over ranks is the gradient, as
+    for every parameter that ranks share. The backward pass is a call of all ranks too. Arguments not listed
+    are those of `polyflash.attention`.
 
     Args:
         q: (batch, num_q_heads, rows, head_dim), or (batch, rows, num_q_heads, head_dim) with layout="bshd".
@@ -102,10 +106,13 @@ def attention(
         batch_invariant=batch_invariant,
         backend=backend,
     )
-    ranks, where = Ranks(*teams_of(group, mesh)), Where(method, order, seqlens, handshake)
     form = form_of(layout)
+    q, k, v, mesh, wrap = local_of(q, k, v, 1 if form is Form.BSHD else 2, mesh, group)
+    ranks, where = Ranks(*teams_of(group, mesh)), Where(method, order, seqlens, handshake)
     _, out, lse = _run(q, k, v, options, form, ranks, where)
     out = out.transpose(1, 2) if form is Form.BSHD else out
+    if wrap is not None:
+        out, lse = wrap(out, 1 if form is Form.BSHD else 2), wrap(lse, 2) if return_lse else lse
     return AttentionOutput(out, lse) if return_lse else out
 
 
@@ -180,9 +187,15 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
+    q, k, v, mesh, wrap = local_of(q, k, v, 0, mesh, group)
     ranks, where = Ranks(*teams_of(group, mesh)), Where(method, order, None, handshake)
     bound, out, lse = _run(q, k, v, options, Form.PACKED, ranks, where)
-    return bound.returned(out, lse)
+    returned = bound.returned(out, lse)
+    if wrap is None:
+        return returned
+    if isinstance(returned, Tensor):
+        return wrap(returned, 0)
+    return AttentionOutput(wrap(returned.out, 0), wrap(returned.lse, 1))
 
 
 def _run(*given: Any) -> tuple[Bound, Tensor, Tensor]:
