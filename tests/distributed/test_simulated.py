@@ -77,14 +77,28 @@ def trained(group: Any, whole: list[Tensor], **how: Any) -> list[Tensor]:
     return [out.detach(), *(x.grad for x in leaves)]
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("method", METHODS)
-def test_bits_repeat(method: str):
-    whole = whole_of(67, heads=4)
-    runs = [simulate(4, lambda g: trained(g, whole, method=method, causal=True))[0] for _ in range(3)]
+def test_bits_repeat(method: str, ranks: int):
+    whole = whole_of(67, heads=8)
+    runs = [simulate(ranks, lambda g: trained(g, whole, method=method, causal=True))[0] for _ in range(2)]
     for one in runs[1:]:
         assert all(
             torch.equal(a, b) for x, y in zip(one, runs[0], strict=True) for a, b in zip(x, y, strict=True)
         )
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_bits_do_not_follow_the_batch(method: str, kind: torch.dtype):
+    """Outputs and gradients of a request are those that it has alone, beside whatever else."""
+    draw = torch.Generator().manual_seed(3)
+    whole = [torch.randn(3, h, 41, 16, generator=draw).to(kind) for h in (4, 2, 2, 4)]
+    how: dict[str, Any] = {"method": method, "causal": True}
+    together = simulate(2, lambda g: trained(g, whole, **how))[0]
+    alone = simulate(2, lambda g: trained(g, [x[1:2] for x in whole], **how))[0]
+    for a, b in zip(together, alone, strict=True):
+        assert all(torch.equal(x[1:2], y) for x, y in zip(a, b, strict=True))
 
 
 def mean_errors(whole: list[Tensor], results: list[Tensor], **how: Any) -> list[float]:
