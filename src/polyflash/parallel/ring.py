@@ -102,7 +102,7 @@ class Call:
         return args._replace(**own)
 
     def _position(self, block: Block) -> dict[str, Any]:
-        """Where rows of a block stand among its keys."""
+        """The place of rows of a block among its keys."""
         if self.sight.offsets is None and self.base is not None:
             place = self.base + places.apart(block, self.base.device)
             return {"q_offset": int32_of("q_offset", place, False)}
