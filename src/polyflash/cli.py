@@ -1,5 +1,5 @@
-"""`polyflash run | explain | bench | tune | ablate | warmup | quant | doctor | env | cache`: the public
-functions on files, on imagined problems and against torch SDPA, and kernels against themselves.
+"""`polyflash run | explain | bench | tune | ablate | warmup | quant | parallel-plan | doctor | env | cache`:
+the public functions on files, on imagined problems and against torch SDPA, and kernels against themselves.
 
 Exit codes: 0 done; 1 an error, a refusal or a mismatch; 2 wrong usage; 130 Ctrl-C; 141 nobody reads on."""
 

@@ -136,7 +136,8 @@ class _Groups(torch.autograd.Function):
                 places, needs, _differentiate(call, results, of_results, needs), strict=True
             ):
                 if need:
-                    found[place] = x if place > 2 else _added(found[place], x, given[place])
+                    like = given[place]
+                    found[place] = x.to(like.dtype) if place > 2 else _added(found[place], x, like)
         for place in range(3):
             total = found[place]
             found[place] = None if total is None else total.to(given[place].dtype)

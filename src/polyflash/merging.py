@@ -95,6 +95,17 @@ def merge_rows(
     return out, torch.logaddexp(a.lse, b.lse) if need_lse else None
 
 
+def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """`merge` without gradients into the first of two states, layout "bhsd", in few passes over memory. Rows
+    without keys must hold zeros in both, as results of calls do; `other_out` may be of a narrower dtype."""
+    # On a CPU torch rounds otherwise in the last elements of a tensor: bits would follow the batch.
+    a, b = (x.double() if x.device.type == "cpu" else x for x in (lse, other_lse))
+    apart = torch.where(b == -torch.inf, -torch.inf, b - a)  # also of two empty rows
+    lse.copy_(torch.logaddexp(a, b))
+    out *= torch.sigmoid(-apart).to(out.dtype).unsqueeze(-1)
+    out.addcmul_(other_out, torch.sigmoid(apart).to(out.dtype).unsqueeze(-1))
+
+
 def _beside_out(x: Tensor, layout: str) -> Tensor:
     """A tensor of lse's shape, broadcastable against out."""
     return (x if layout == "bhsd" else x.transpose(-1, -2)).unsqueeze(-1)

@@ -67,6 +67,7 @@ _F, _LISTS = Feature, (BATCH, HEADS, "row_blocks", "intervals", 2)
 _COUNTS: dict[str, Any] = {"contents": True, "more_words": ("INTERVAL_COUNT", "INTERVAL_ROWS")}
 _TABLE = ("batch or pages", "num_kv_heads", "token blocks", "channel blocks")
 _BOUNDS: dict[str, Any] = {"vmap": "loop", "contents": True}
+_PART: dict[str, Any] = {"vmap": "loop", "beside_packed": False, "beside_pages": False}
 OPERANDS = (
     Operand("causal", "bool", False, Feature.CAUSAL),
     Operand("scale", "float?"),
@@ -112,6 +113,10 @@ OPERANDS = (
         for table in ("scale", "shift")
     ),
     Operand("wide_gradients", "bool", False, Feature.WIDE_GRADIENTS),
+    *(
+        Operand(f"dropout_{x}", "SymInt", 0, Feature.DROPOUT_START, **_PART)
+        for x in ("row", "key", "head", "heads")
+    ),
 )
 BY_NAME = {operand.name: operand for operand in OPERANDS}
 # Those that kernels read: the seed of dropout is a number to them.

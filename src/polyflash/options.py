@@ -18,7 +18,17 @@ from polyflash.spec import Feature
 
 ALIGNMENTS = ("bottom_right", "top_left")
 # Features that `explain` imagines; others are said by options of their own, or by sizes.
-_SAID = {"causal", "window", "paged", "row_bounds", "gqa", "head_dim_v", "codes", "wide_gradients"}
+_SAID = {
+    "causal",
+    "window",
+    "paged",
+    "row_bounds",
+    "gqa",
+    "head_dim_v",
+    "codes",
+    "wide_gradients",
+    "dropout_start",
+}
 FEATURES = tuple(sorted({f.name.lower() for f in Feature} - _SAID))
 PHASES = ("forward", "backward", "statistics")
 FILES = (".safetensors", ".npz", ".npy")
@@ -42,6 +52,7 @@ def parser(version: str) -> argparse.ArgumentParser:
     _add_ablate(commands)
     _add_warmup(commands)
     _add_quant(commands)
+    _add_parallel_plan(commands)
     _add_reports(commands)
     return made
 
@@ -136,6 +147,31 @@ def seconds(text: str) -> float:
     if not 0 < number < math.inf:
         raise _refusal(text, "a positive number")
     return number
+
+
+def _range(text: str) -> tuple[float, float]:
+    """'8..64' -> (8, 64); '8' -> (8, 8)."""
+    first, dots, last = text.partition("..")
+    ends = seconds(first), seconds(last if dots else first)
+    if not 1 <= ends[0] <= ends[1] <= 1e12 or any(x % 1 for x in ends):
+        raise _refusal(text, "a whole number, or two in rising order as 8..64")
+    return ends
+
+
+_RATES = {"GB/s": 1e9, "Gb/s": 1e9 / 8, "TB/s": 1e12, "Tb/s": 1e12 / 8}
+
+
+def _links(text: str) -> list[float]:
+    """'450GB/s,400Gb/s' -> bytes/s."""
+    found = []
+    for word in text.split(","):
+        unit = next((unit for unit in _RATES if word.endswith(unit)), None)
+        if unit is None:
+            raise _refusal(word, f"a rate in {', '.join(_RATES)}")
+        found.append(seconds(word.removesuffix(unit)) * _RATES[unit])
+    if not 1 <= len(found) <= 2:
+        raise _refusal(text, "one rate, or two: within a node and between nodes")
+    return found
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -335,6 +371,34 @@ def _add_quant(commands: Any) -> None:
     add("--speed", "time decode of a token over so many keys on this CPU too", type=_size, metavar="KEYS")
     told = "draw errors against bits per value; with --speed, against the speed of decode"
     add("-o", told, "--output", type=_file, metavar="PLOT")
+
+
+def _add_parallel_plan(commands: Any) -> None:
+    told = """What both passes of one attention layer cost when its tokens are spread over ranks: time, memory
+        and bytes by exchange, from rates that are given, for machines that need not be here."""
+    about = "one sequence over ranks that need not be here"
+    add = _command(commands, "parallel-plan", "polyflash.parallel.command:plan", about, told)
+    few, many = (1e6, 1e8), (8.0, 4096.0)
+    add(
+        "--tokens",
+        "of the sequence: 1e6, or 1e6..1e8 in powers of 10",
+        type=_range,
+        default=few,
+        metavar="A..B",
+    )
+    add("--ranks", "in powers of 8 from the first one on", type=_range, default=many, metavar="A..B")
+    told = "of a rank: within a node, and between nodes; GB/s, or Gb/s for bits"
+    add("--link", told, type=_links, default=_links("450GB/s,400Gb/s"), metavar="FAST,SLOW")
+    add("--node", "ranks of a node", type=_size, default=8, metavar="N")
+    add("--latency", "of an exchange, in seconds", type=seconds, default=2e-5)
+    add("--tflops", "that attention reaches on a rank, forward and backward", type=seconds, default=450.0)
+    add("--memory", "of a rank, in GB", type=seconds, default=80.0, metavar="GB")
+    add("--dtype", ", ".join((*BY_NAME, *_SHORT)), type=_dtype, default="bfloat16", metavar="NAME")
+    add("--heads", "query/key heads", type=_pair, default=(32, 8), metavar="Q/KV")
+    add("--head-dim", type=_pair, default=(128, 128), metavar="QK/V")
+    add("--window", "keys that a row sees before its own; all unless given", type=_size, metavar="LEFT")
+    add.flag("--full", "no causal mask")
+    add.flag("--json", "print JSON instead")
 
 
 def _add_reports(commands: Any) -> None:

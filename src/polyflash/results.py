@@ -91,12 +91,12 @@ def owned(args: Arguments, rows: int, device: torch.device) -> Tensor:
     return torch.arange(rows, device=device) < args.cu_seqlens_q[-1]
 
 
-_SUMMED = (1, 2, 3 + DIFFERENTIABLE.index("sinks"))  # operands that several calls may share
+_SUMMED = (0, 1, 2, 3 + DIFFERENTIABLE.index("sinks"))  # operands that several calls may share
 
 
 def gradient_kinds(likes: tuple[Any, ...], args: Arguments) -> tuple[torch.dtype | None, ...]:
-    """The dtype of the gradient of each differentiable operand: its own; with `wide_gradients` that of k, v
-    and sinks is no narrower than their sums."""
+    """The dtype of the gradient of each differentiable operand: its own; with `wide_gradients` that of q,
+    k, v and sinks is no narrower than their sums."""
     sums = torch.float64 if likes[0].dtype is torch.float64 else torch.float32
     kinds = [None if x is None else x.dtype for x in likes]
     for i in _SUMMED if args.wide_gradients else ():

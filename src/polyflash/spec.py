@@ -49,6 +49,7 @@ class Feature(str, Enum):
     CODES = "quantised keys"
     WIDE_GRADIENTS = "wide gradients"
     DROPOUT = "dropout"
+    DROPOUT_START = "dropout of a part of a call"
     GQA = "grouped heads"
     HEAD_DIM_V = "head_dim_v != head_dim"
     LSE = "return_lse"
@@ -120,6 +121,12 @@ class Arguments(NamedTuple):
     # Of the backward op: dk, dv and dsinks come in the dtype of their sums, float32 (float64 of float64), for
     # whoever adds those of several calls, and not rounded to that of their operands.
     wide_gradients: bool = False
+    # Dropout of a part of a larger call: its first row, key and head there, and how many heads that has, 0
+    # being as many as here.
+    dropout_row: int = 0
+    dropout_key: int = 0
+    dropout_head: int = 0
+    dropout_heads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

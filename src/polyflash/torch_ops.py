@@ -41,7 +41,7 @@ from polyflash.routes import (
     unobserved,
 )
 from polyflash.routes import backend_in_use as backend_in_use
-from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, Phase, is_decode, length_class
+from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, Feature, Phase, is_decode, length_class
 from polyflash.storages import check_storages, near, stored
 
 ARGUMENTS = ", ".join(operand.schema for operand in OPERANDS)
@@ -196,6 +196,13 @@ def _without_defaults(args: Arguments) -> tuple[Any, ...]:
     if not (places and scores and args.dropout_seed is None and args.codes == ""):
         return args  # to compare a tensor with None takes as long as a small kernel
     return args[:_N_PLAIN] if args[_N_PLAIN:] == _DEFAULT_OPERANDS else args
+
+
+def has_wide_gradients(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:
+    """Does the row that would differentiate a call of 16-bit operands hand over sums in float32?"""
+    if q.element_size() > 2:
+        return False
+    return Feature.WIDE_GRADIENTS in _route(Phase.BACKWARD, q, k, v, args, tuple(args)).row.features
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:

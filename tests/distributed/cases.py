@@ -53,6 +53,7 @@ MASKS: dict[str, Options] = {
     "lengths": lambda h, n, m: {"kv_lens": torch.tensor([m, m // 2]), "kv_starts": torch.tensor([m // 3, 0])},
     "lengths-causal": lambda h, n, m: {"kv_lens": torch.tensor([m // 2, m]), "causal": True},
     "segments": _segments,
+    "dropout": lambda h, n, m: {"causal": True, "dropout_p": 0.4, "dropout_seed": 2**40 + 77},
     "dense": _dense,
 }
 PACKED = ("none", "causal", "window", "sinks", "alibi")
@@ -195,7 +196,7 @@ def judge(case: Case, ranks: int, results: list[Tensor]) -> str:
         got, near, right = (torch.where(x.isinf(), 0.0, x.double()) for x in (got, near, right))
         if not right.numel():
             continue
-        unit = 2 * eps * float(right.abs().max()) + (0.0 if eps < 1e-9 else 1e-6)
+        unit = (8 if eps < 1e-9 else 2) * eps * float(right.abs().max()) + (0.0 if eps < 1e-9 else 1e-6)
         few = 1 if ranks <= 8 else 2
         most = few * (2 if name in ("out", "lse") else 3) * float((near - right).abs().max()) + unit
         error = float((got - right).abs().max())

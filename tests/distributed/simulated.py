@@ -68,10 +68,12 @@ class Simulated(Team):
             self._send("gather", peer, x, what)
         return lambda: torch.stack([self._receive("gather", peer) for peer in range(self.size)])
 
-    def swap(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], what: str) -> list[Tensor]:
+    def swap(
+        self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], what: str
+    ) -> Callable[[], list[Tensor]]:
         for peer, part in enumerate(parts):
             self._send("swap", peer, part, what)
-        return [self._receive("swap", peer).reshape(shape) for peer, shape in enumerate(shapes)]
+        return lambda: [self._receive("swap", peer).reshape(shape) for peer, shape in enumerate(shapes)]
 
 
 def simulate(size: int | tuple[int, int], body: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:

@@ -63,6 +63,17 @@ def test_models_of_transformers(tmp_path: Path):
     assert not [text for said in launched("models", 3, tmp_path) for text in said]
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_model_of_diffusers(ranks: int, tmp_path: Path):
+    """Flux under diffusers' context parallelism: rings and Ulysses on 2 ranks, both on 4."""
+    pytest.importorskip("diffusers")
+    assert not [text for said in launched("diffusion", ranks, tmp_path) for text in said]
+
+
+def test_operands_that_are_dtensors(tmp_path: Path):
+    assert not [text for said in launched("dtensors", 2, tmp_path) for text in said]
+
+
 def test_models_train_alike(tmp_path: Path):
     """FSDP2 beside context parallelism, checkpoints and torch.compile."""
     assert not [text for said in launched("training", 4, tmp_path) for text in said]

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import polyflash
 from polyflash import SpecError, parallel
 from polyflash.parallel.comm import Team
 from tests.distributed import cases
@@ -72,7 +74,12 @@ def disagreements(rank: int, ranks: int) -> list[str]:
         "method": (lambda: parallel.attention(q, k, v, method="ring" if odd else "all_gather"), "method", ""),
         "gradients": (lambda: _attend(q, k, v, odd, lambda x: x.clone().requires_grad_()), "gradients", ""),
         "function": (lambda: parallel.restore(q) if odd else parallel.attention(q, k, v), "function", ""),
-        "refusal": (lambda: parallel.attention(q, k, v, dropout_p=0.5 * odd), "rank 1 refused", "dropout_p"),
+        "seed": (
+            lambda: parallel.attention(q, k, v, dropout_p=0.5, dropout_seed=3 + odd),
+            "dropout_seed",
+            "",
+        ),
+        "refusal": (lambda: parallel.attention(q, k, v, window=(3 - 9 * odd, 0)), "rank 1 refused", "window"),
         "option": (
             lambda: parallel.attention(q, k, v, method="tree" if odd else None),
             "rank 1 refused",
@@ -152,6 +159,58 @@ def models(rank: int, ranks: int) -> list[str]:
     return language.compare(ranks)
 
 
+def dtensors(rank: int, ranks: int) -> list[str]:
+    """Results and gradients of DTensors, sharded by torch or dealt by split()."""
+    torch.manual_seed(0)
+    mesh, wrong = init_device_mesh("cpu", (ranks,)), []
+    for layout, dim, order in (("bhsd", 2, "contiguous"), ("bshd", 1, "contiguous"), ("bhsd", 2, "zigzag")):
+        whole = [torch.randn(2, 4, 8 * ranks, 16).transpose(1, 3 - dim) for _ in range(4)]
+        spread = [
+            distribute_tensor(x, mesh, [Shard(dim)])
+            if order == "contiguous"
+            else DTensor.from_local(parallel.split(x, mesh=mesh, dim=dim), mesh, [Shard(dim)])
+            for x in whole
+        ]
+        leaves = [x.detach().requires_grad_() for x in spread[:3]]
+        how: Any = {"layout": layout, "causal": True}
+        out = parallel.attention(*leaves, order=order, **how)
+        out.backward(spread[3])
+        given = [x.clone().requires_grad_() for x in whole[:3]]
+        right = polyflash.attention(*given, **how)
+        right.backward(whole[3])
+        for name, x, y in zip(
+            ("out", "dq", "dk", "dv"), (out, *(x.grad for x in leaves)), (right, *(x.grad for x in given)),
+            strict=True,
+        ):  # fmt: skip
+            if not isinstance(x, DTensor) or x.placements != (Shard(dim),) or x.shape != y.shape:
+                wrong.append(f"{name} is {x}")
+                continue
+            got = parallel.restore(x.to_local().detach(), mesh=mesh, dim=dim, order=order)
+            if not torch.allclose(got, y, atol=1e-5):
+                wrong.append(f"{layout} {order}: {name} is off by {(got - y).abs().max():.3g}")
+    q, k, v = spread[:3]
+    for bad in ((q, k.to_local(), v), (q, k.redistribute(mesh, [Replicate()]), v)):
+        try:
+            parallel.attention(*bad)
+            wrong.append("no error")
+        except SpecError as error:
+            wrong += [] if "placements" in str(error) else [str(error)]
+    packed = [x.to_local()[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    rows = [DTensor.from_local(x, mesh, [Shard(0)]) for x in packed]
+    cu = torch.tensor([0, 8 * ranks])
+    result = parallel.attention_varlen(*rows, cu, cu, causal=True, return_lse=True)
+    direct = parallel.attention_varlen(*packed, cu, cu, mesh=mesh, causal=True, return_lse=True)
+    same = [torch.equal(a.to_local(), b) for a, b in zip(result, direct, strict=True)]
+    return wrong if all(same) else [*wrong, f"packed DTensors differ: {same}"]
+
+
+def diffusion(rank: int, ranks: int) -> list[str]:
+    """A model of diffusers under its own context parallelism."""
+    from tests.distributed import diffusion
+
+    return diffusion.compare(ranks)
+
+
 SUITES: dict[str, tuple[Callable[[int, int], list[str]], int]] = {
     "cases": (every_case, TIMEOUT_S),
     "disagreements": (disagreements, TIMEOUT_S),
@@ -159,6 +218,8 @@ SUITES: dict[str, tuple[Callable[[int, int], list[str]], int]] = {
     "hangs in a ring": (lost("hangs", "ring", True), SHORT_S),
     "dies in a gather": (lost("dies", "all_gather", True), SHORT_S),
     "models": (models, TIMEOUT_S),
+    "dtensors": (dtensors, TIMEOUT_S),
+    "diffusion": (diffusion, TIMEOUT_S),
     "training": (examples, TIMEOUT_S),
 }
 

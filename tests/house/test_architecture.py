@@ -59,6 +59,7 @@ FLOORS = {
         "bench",
         "tuning.command",
         "quant.command",
+        "parallel.command",
         "tuning.ablation",
         "cli",
         "commands",

@@ -49,14 +49,14 @@ def test_incompatible_changes_are_noticed():
         ("bool causal=False", "bool is_causal=False"),
         ("float? scale=None, bool need_lse=False", "bool need_lse=False, float? scale=None"),
         ("Tensor? sinks=None, ", ""),
-        ("bool wide_gradients=False)", "bool wide_gradients=False, *, int more)"),
+        ("SymInt dropout_heads=0)", "SymInt dropout_heads=0, *, int more)"),
         ("float softcap=0.", "int softcap=0"),
         ("-> (Tensor out, Tensor lse)", "-> Tensor out"),
     ):
         assert old in now
         assert not compatible(now, torch._C.parse_schema(now.replace(old, new))), new
     assert compatible(
-        now, torch._C.parse_schema(now.replace("wide_gradients=False)", "wide_gradients=False, int more=0)"))
+        now, torch._C.parse_schema(now.replace("dropout_heads=0)", "dropout_heads=0, int more=0)"))
     )
 
 

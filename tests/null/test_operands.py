@@ -67,8 +67,8 @@ BY_NAME =""",
     ("spec.py", '= "row bounds"\n', '= "row bounds"\n    KEY_SCALE = "key scales"\n'),
     (
         "spec.py",
-        "    wide_gradients: bool = False\n",
-        "    wide_gradients: bool = False\n    key_scale: Tensor | None = None\n",
+        "    dropout_heads: int = 0\n",
+        "    dropout_heads: int = 0\n    key_scale: Tensor | None = None\n",
     ),
 )
 EXERCISE = """

@@ -50,7 +50,8 @@ def context_parallel(
     Raises:
         SpecError: not one dimension per buffer; a buffer that needs a gradient.
         UnsupportedError: in the region, for attn_mask, whose shape would be a square of the whole sequence,
-            dropout, and `nn.MultiheadAttention`, which builds such masks."""
+            and `nn.MultiheadAttention`, which builds such masks. Dropout draws its seed on every rank, whose
+            generators must stand alike."""
     if len(buffers) != len(buffer_seq_dims):
         wanted = f"{len(buffers)}, one per buffer"
         raise spec_error("buffer_seq_dims", len(buffer_seq_dims), wanted, "Give the dimension of the rows.")

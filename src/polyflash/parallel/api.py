@@ -23,9 +23,10 @@ from polyflash.parallel import calls, ulysses
 from polyflash.parallel.calls import Ranks, Where
 from polyflash.parallel.comm import Team, teams_of
 from polyflash.parallel.cost import Explanation, explained
+from polyflash.parallel.dtensors import local_of
 from polyflash.parallel.handshake import KINDS
 from polyflash.parallel.ring import sums_of
-from polyflash.parallel.schedule import ORDERS, Shards, lengths_of
+from polyflash.parallel.schedule import ORDERS, Shards
 
 Order = Literal["zigzag", "contiguous"]
 Method = Literal["all_gather", "ring", "ulysses", "ulysses+ring"]
@@ -39,17 +40,20 @@ def attention(
     bias: Tensor | None = None, alibi_slopes: Tensor | None = None, softcap: float = 0.0,
     sinks: Tensor | None = None, scale: float | None = None, kv_lens: Tensor | None = None,
     kv_starts: Tensor | None = None, q_offset: int | Tensor | None = None, dropout_p: float = 0.0,
-    layout: Layout = "bhsd", return_lse: bool = False, batch_invariant: bool | None = None,
-    backend: str | None = None, **unknown: Never,
+    dropout_seed: int | Tensor | None = None, layout: Layout = "bhsd", return_lse: bool = False,
+    batch_invariant: bool | None = None, backend: str | None = None, **unknown: Never,
 ) -> Tensor | AttentionOutput:  # fmt: skip
     """`polyflash.attention` of a sequence that is spread over the ranks of a process group.
 
     Every rank calls it with its own rows of q, k and v, as `split` gives them, and gets the results of its
-    rows. All other arguments are those of the whole call, the same on every rank: masks, lengths and
-    positions count rows and keys of the whole sequence. Differentiable: dq, dk and dv are those of this
-    rank's rows and keys; gradients of `bias` and `sinks` are the shares of its rows, whose sum over ranks is
-    the gradient, as for every parameter that ranks share. The backward pass is a call of all ranks too.
-    Arguments not listed are those of `polyflash.attention`.
+    rows. DTensors that are sharded along their rows over one mesh dimension do as well: a rank's rows are its
+    local ones, dealt in `order`, the mesh is theirs, and results are DTensors sharded likewise.
+
+    All other arguments are those of the whole call, the same on every rank: masks, lengths and positions
+    count rows and keys of the whole sequence. Differentiable: dq, dk and dv are those of this rank's rows and
+    keys; gradients of `bias` and `sinks` are the shares of its rows, whose sum over ranks is the gradient, as
+    for every parameter that ranks share. The backward pass is a call of all ranks too. Arguments not listed
+    are those of `polyflash.attention`.
 
     Args:
         q: (batch, num_q_heads, rows, head_dim), or (batch, rows, num_q_heads, head_dim) with layout="bshd".
@@ -67,7 +71,8 @@ def attention(
         mask: a `Mask` of causal, window, lengths and segments (ids of the whole sequence), or a bool tensor
             that broadcasts to the scores of the whole call, of which each rank cuts what it needs.
         bias: likewise.
-        dropout_p: refused unless 0.
+        dropout_seed: the same on every rank; None draws one from torch's default generator, which then must
+            stand alike on all. The weights that one device drops are dropped, whatever the method and order.
 
     Returns:
         (batch, num_q_heads, rows, head_dim_v) in `layout`, in q's dtype; with return_lse=True an
@@ -76,7 +81,7 @@ def attention(
     Raises:
         SpecError: as `polyflash.attention`; ranks that disagree, on every rank alike; rows that `split` does
             not give. Where one rank refuses its arguments, the others say so.
-        UnsupportedError: as `polyflash.attention`; dropout, interval lists, codes.
+        UnsupportedError: as `polyflash.attention`; interval lists, codes.
         RuntimeError: another rank ended, hung beyond the group's timeout, or made another call.
 
     Source: Liu et al., Ring Attention with Blockwise Transformers (2023); Dubey et al., The Llama 3 Herd of
@@ -96,14 +101,18 @@ def attention(
         kv_starts=kv_starts,
         q_offset=q_offset,
         dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
         return_lse=return_lse,
         batch_invariant=batch_invariant,
         backend=backend,
     )
-    ranks, where = Ranks(*teams_of(group, mesh)), Where(method, order, seqlens, handshake)
     form = form_of(layout)
+    q, k, v, mesh, wrap = local_of(q, k, v, 1 if form is Form.BSHD else 2, mesh, group)
+    ranks, where = Ranks(*teams_of(group, mesh)), Where(method, order, seqlens, handshake)
     _, out, lse = _run(q, k, v, options, form, ranks, where)
     out = out.transpose(1, 2) if form is Form.BSHD else out
+    if wrap is not None:
+        out, lse = wrap(out, 1 if form is Form.BSHD else 2), wrap(lse, 2) if return_lse else lse
     return AttentionOutput(out, lse) if return_lse else out
 
 
@@ -155,7 +164,7 @@ def attention_varlen(
         (num_q_heads, rows).
 
     Raises:
-        SpecError, UnsupportedError, RuntimeError: as `polyflash.parallel.attention`."""
+        SpecError, UnsupportedError, RuntimeError: as `polyflash.parallel.attention`. dropout_p is refused."""
     if unknown:
         raise unexpected(attention_varlen, unknown)
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -178,9 +187,15 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
+    q, k, v, mesh, wrap = local_of(q, k, v, 0, mesh, group)
     ranks, where = Ranks(*teams_of(group, mesh)), Where(method, order, None, handshake)
     bound, out, lse = _run(q, k, v, options, Form.PACKED, ranks, where)
-    return bound.returned(out, lse)
+    returned = bound.returned(out, lse)
+    if wrap is None:
+        return returned
+    if isinstance(returned, Tensor):
+        return wrap(returned, 0)
+    return AttentionOutput(wrap(returned.out, 0), wrap(returned.lse, 1))
 
 
 def _run(*given: Any) -> tuple[Bound, Tensor, Tensor]:
@@ -347,7 +362,7 @@ def _dim(x: Tensor, dim: int) -> int:
 
 def _shards(ranks: Ranks, order: str, rows: int, cu_seqlens: Tensor | None) -> Shards:
     calls.check_order(order)
-    lengths = (rows,) if cu_seqlens is None else lengths_of(cu_seqlens.tolist())
+    lengths = (rows,) if cu_seqlens is None else calls.read_once(calls.bounded, cu_seqlens)
     if sum(lengths) != rows:
         wanted = f"{rows}, the rows of all ranks"
         raise spec_error("cu_seqlens", f"{sum(lengths)} last", wanted, "Cut x where the last member ends.")
@@ -386,6 +401,6 @@ def _summed(team: Team, parts: Sequence[Tensor]) -> Tensor:
     """The sum of what all ranks have for this one, in the order of ranks."""
     own = parts[team.rank]
     total = torch.zeros_like(own, dtype=sums_of(own))
-    for part in team.swap(parts, [tuple(own.shape)] * team.size, "returned gradients of restored rows"):
+    for part in team.swap(parts, [tuple(own.shape)] * team.size, "returned gradients of restored rows")():
         total += part
     return total

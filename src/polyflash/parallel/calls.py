@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from polyflash import torch_ops, validate
 from polyflash.arguments import Options
 from polyflash.entry import Bound, Form, autocast, bind
 from polyflash.errors import SpecError, UnsupportedError, described, spec_error
-from polyflash.parallel import ulysses
+from polyflash.parallel import places, ulysses
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import NOMINAL, Problem, chosen
 from polyflash.parallel.handshake import KINDS, METHODS, agree, said_of
@@ -22,7 +22,8 @@ from polyflash.parallel.schedule import ORDERS, Segments, Shards, Sight, lengths
 from polyflash.routes import ANY, requested_backend
 from polyflash.spec import Arguments
 
-_LATEST: list[tuple[Any, Segments]] = []  # every layer of a step has the same ids
+_MOST_READ = 8
+_read: list[tuple[tuple[Any, ...], Any]] = []  # every layer of a step has the same ids and bounds
 
 
 class Where(NamedTuple):
@@ -105,9 +106,12 @@ def bound_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Bound:
     if args.intervals is not None:
         text = "parallel: the lists of Mask.intervals() and Mask.blocks() are not cut into shards"
         raise UnsupportedError(f"{text}. Use window=, Mask.segments(), or a bool mask= that broadcasts")
-    if args.dropout_p:
-        text = "parallel: dropout_p counts from row 0 and head 0 of a call, and no kernel can start elsewhere"
-        raise UnsupportedError(f"{text}. Drop activations outside of attention, or run this call on one rank")
+    if args.dropout_p and form is Form.PACKED:
+        text = (
+            "parallel: dropout_p counts from the first row and key of every packed member, and no kernel can"
+        )
+        text += " start each of them elsewhere"
+        raise UnsupportedError(f"{text}. Use polyflash.parallel.attention() with a Mask of segments")
     q, k, v = autocast(bound.q, bound.k, bound.v)
     validate.check_shapes(q, k, v)
     return bound._replace(q=q, k=k, v=v, args=args._replace(backend=requested_backend(args) or ANY))
@@ -140,12 +144,17 @@ def run(
     return bound, *_exchanged(bound, replace(call, gathers=method == "all_gather"), ranks, method)
 
 
+def bounded(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Lengths of packed members."""
+    return lengths_of(cu_seqlens.tolist())
+
+
 def whole_call(bound: Bound, ranks: Ranks, where: Where, rows: list[list[int]] | None) -> Call:
     """The whole call that `bound` is a part of, checked. `rows` of q and of k are those of each shard, as far
     as a handshake told them."""
     q, k, v, _, args, _ = bound
     if args.cu_seqlens_q is not None and args.cu_seqlens_k is not None:
-        lengths = [lengths_of(x.tolist()) for x in (args.cu_seqlens_q, args.cu_seqlens_k)]
+        lengths = [read_once(bounded, x) for x in (args.cu_seqlens_q, args.cu_seqlens_k)]
     else:
         lengths = [(n,) for n in where.seqlens or map(sum, rows or ())]
     shards = [Shards(each, ranks.ring.size, where.order, ranks.pieces) for each in lengths]
@@ -165,7 +174,9 @@ def whole_call(bound: Bound, ranks: Ranks, where: Where, rows: list[list[int]] |
     if validate.has_contents(args):
         args = validate.checked_contents(args, full[0], full[1])
     base = _base(args, shards[0], shards[1])
-    return Call(ranks.ring, args, shards[0], shards[1], _sight(args, base, len(lengths[0])), base)
+    sight = _sight(args, base, len(lengths[0]))
+    at = None if isinstance(base, int) else base
+    return Call(ranks.ring, args, shards[0], shards[1], sight, at, num_q_heads=q.shape[1])
 
 
 def _base(args: Arguments, q: Shards, k: Shards) -> int | Tensor:
@@ -195,18 +206,36 @@ def _sight(args: Arguments, base: int | Tensor, members: int) -> Sight:
     segments = None
     if args.q_segments is not None and args.k_segments is not None:
         segments = _segments(args.q_segments, args.k_segments)
-    moved = args.mask, args.bias, args.alibi_slopes, args.kv_lens, args.kv_starts, segments
+    moved = (
+        args.mask,
+        args.bias,
+        args.alibi_slopes,
+        args.kv_lens,
+        args.kv_starts,
+        segments,
+        args.dropout_p or None,
+    )
     return Sight(args.window_left, right, offsets, segments, all(x is None for x in moved))
 
 
 def _segments(q_ids: Tensor, k_ids: Tensor) -> Segments:
-    """Ids on the host; the latest ones are kept."""
-    key = (q_ids, q_ids._version, k_ids, k_ids._version)
-    for kept, segments in _LATEST:
-        if all(a is b or (type(a) is int and a == b) for a, b in zip(kept, key, strict=True)):
-            return segments
-    _LATEST[:] = [(key, Segments(q_ids.numpy(force=True).copy(), k_ids.numpy(force=True).copy()))]
-    return _LATEST[0][1]
+    """Ids on the host."""
+    return read_once(lambda *ids: Segments(*(x.numpy(force=True).copy() for x in ids)), q_ids, k_ids)  # type: ignore[no-any-return]
+
+
+def read_once(read: Callable[..., Any], *tensors: Tensor) -> Any:
+    """read(*tensors), or what it returned for these very tensors lately: reading a device waits for it."""
+    if any(x.is_inference() for x in tensors):
+        return read(*tensors)
+    key = tuple(y for x in tensors for y in (x, x._version))
+    for kept, value in _read:
+        if len(kept) == len(key) and all(
+            a is b or (type(a) is int and a == b) for a, b in zip(kept, key, strict=True)
+        ):
+            return value
+    _read[_MOST_READ - 1 :] = []
+    _read.insert(0, (key, read(*tensors)))
+    return _read[0][1]
 
 
 def method_of(bound: Bound, call: Call) -> tuple[str, str]:
@@ -234,7 +263,8 @@ def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Ten
     q = ulysses.to_heads(team, q, of_q, rows)
     k, v = (ulysses.to_heads(team, x, of_k, keys) for x in (k, v))
     own = of_q[team.rank]
-    call = replace(call, args=of_heads(call.args, slice(own[0], own[-1] + 1) if own else slice(0, 0)))
+    own_heads = slice(own[0], own[-1] + 1) if own else slice(0, 0)
+    call = replace(call, args=of_heads(call.args, own_heads), first_head=own_heads.start)
     if ranks.heads:
         shards = replace(call.q, pieces=1), replace(call.k, pieces=1)
         call = replace(call, q=shards[0], k=shards[1])
@@ -248,16 +278,15 @@ def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Ten
 def _in_order(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """A whole call of rows in the order of ranks."""
     args = call.args._replace(need_lse=True)
+    if args.dropout_p:
+        args = args._replace(dropout_head=call.first_head, dropout_heads=call.num_q_heads)
     if call.q.order == "contiguous" and args.cu_seqlens_q is None:
         return torch_ops.call(q, k, v, args)
-    to = [_natural(x, q.device) for x in (call.q, call.k)]
-    back = torch.argsort(to[0])
-    q, k, v = q.index_select(2, to[0]), k.index_select(2, to[1]), v.index_select(2, to[1])
+    q, k, v = (
+        places.in_order(shards, x.split([shards.held(i) for i in range(shards.count)], 2))
+        for shards, x in ((call.q, q), (call.k, k), (call.k, v))
+    )
     out, lse = torch_ops.call(q, k, v, args)
-    return out.index_select(2, back), lse.index_select(2, back)
-
-
-def _natural(shards: Shards, device: torch.device) -> Tensor:
-    """Places of all rows when shards follow one another."""
-    order = np.concatenate([shards.positions(rank) for rank in range(shards.count)])
-    return torch.from_numpy(np.argsort(order)).to(device)
+    everyone = range(call.q.count)
+    out = torch.cat([places.of_shard(call.q, out, i) for i in everyone], 2)
+    return out, torch.cat([places.of_shard(call.q, lse, i) for i in everyone], 2)

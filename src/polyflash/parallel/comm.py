@@ -78,15 +78,22 @@ class Team:
 
         return wait
 
-    def swap(self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str) -> list[Tensor]:
-        """Sends part s to rank s; returns what each rank sent here, of the given shapes."""
+    def swap(self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str) -> Callable[[], list[Tensor]]:
+        """Starts sending part s to rank s; call the result for what each rank sent here, of given shapes."""
         out, kind = [_bytes(x) for x in parts], parts[0].dtype
         counts = [math.prod(shape) * kind.itemsize for shape in shapes]
         into = torch.empty(sum(counts), dtype=torch.uint8, device=parts[0].device)
         self.sent += sum(x.numel() for x in out) - out[self.rank].numel()
+        whole, sizes = torch.cat(out), [x.numel() for x in out]
         with self._named(what):
-            dist.all_to_all_single(into, torch.cat(out), counts, [x.numel() for x in out], self.group)
-        return [_shaped(x, shape, kind) for x, shape in zip(into.split(counts), shapes, strict=True)]
+            work = dist.all_to_all_single(into, whole, counts, sizes, self.group, async_op=True)
+
+        def wait() -> list[Tensor]:
+            with self._named(what):
+                work.wait()
+            return [_shaped(x, shape, kind) for x, shape in zip(into.split(counts), shapes, strict=True)]
+
+        return wait
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:

@@ -4,7 +4,10 @@
     ring:        each step takes as long as the longer of its exchange and its computation
     ulysses:     two exchanges, nothing behind which they hide
 
-Rates are nominal and say so: no link or device was measured for them."""
+Between nodes every rank has a link of its own, slower than that within a node: a step of a ring from another
+node takes the slow one, gathered keys come to a node once, over the links of all its ranks, and what goes
+from all to all crosses for itself. A backward pass sends K and V again and their gradients in float32;
+Ulysses sends what it sent. Rates are nominal and say so: no link or device was measured for them."""
 
 from __future__ import annotations
 
@@ -19,16 +22,28 @@ from polyflash.work import flops_per_pair
 
 MOST_GATHERED = 1 << 32  # bytes of K and V of one head and all ranks that a rank has room for
 MOST_SHARDS = 64  # of which costs are looked at one by one
+GATHERED_BYTES = 1 << 26  # of K and V of all ranks at a time: the next heads travel meanwhile
 FEW_SENT = 0.5  # a ring that sends less than this share of all keys beats every gathering
 
 
 @dataclass(frozen=True)
 class Link:
-    """A rank's way to the others, and how fast it computes: bytes/s, seconds, FLOP/s."""
+    """A rank's way to the others, and how fast it computes: bytes/s, seconds, FLOP/s; `far` bytes/s between
+    nodes of `node` ranks each, 0 being one node."""
 
     bandwidth: float
     latency: float
     flops: float
+    far: float = 0.0
+    node: int = 0
+
+    def between(self, rank: int, peer: int) -> float:
+        """Bytes/s from one rank to another."""
+        return self.far if self.node and rank // self.node != peer // self.node else self.bandwidth
+
+    def outside(self, ranks: int) -> float:
+        """The share of what comes from all other ranks that crosses nodes."""
+        return max(0, ranks - self.node) / max(1, ranks - 1) if self.node else 0.0
 
 
 # NVLink of Hopper as one direction of its data sheet has it, at 70 %; gloo over a host's own memory.
@@ -49,6 +64,7 @@ class Problem:
     head_dim_v: int
     itemsize: int
     link: Link = NOMINAL["cuda"]
+    backward: bool = False
 
     @property
     def shards(self) -> list[int]:
@@ -63,14 +79,20 @@ class Problem:
 
     @property
     def flops_per_pair(self) -> float:
-        per_head = flops_per_pair(Phase.FORWARD, self.head_dim, self.head_dim_v)
+        phase = Phase.BACKWARD if self.backward else Phase.FORWARD
+        per_head = flops_per_pair(phase, self.head_dim, self.head_dim_v)
         return per_head * self.batch * self.num_q_heads
+
+    @property
+    def sent_per_key(self) -> int:
+        """Bytes that travel for one position: K and V, and in a backward pass their gradients."""
+        return self.bytes_per_key + self.backward * self.bytes_per_key // self.itemsize * 4
 
     def steps_of(self, rank: int) -> list[tuple[int, float]]:
         """Bytes that a rank of the ring sends in each step, and FLOPs that it computes, forward."""
         return [
             (
-                0 if t == 0 else (step.lent[1] - step.lent[0]) * self.bytes_per_key,
+                0 if t == 0 else (step.lent[1] - step.lent[0]) * self.sent_per_key,
                 schedule.pairs_of(step.blocks, self.sight) * self.flops_per_pair,
             )
             for t, step in enumerate(schedule.steps(self.q, self.k, rank, self.sight))
@@ -90,6 +112,7 @@ class Explanation:
     seconds: float  # of the slowest rank, by nominal rates
     hidden: float  # share of the exchange's time behind computation
     peak_bytes: int  # K and V of other ranks that a rank holds at a time
+    working_bytes: int  # all that both passes hold at most beside q, k, v and dout
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -104,11 +127,17 @@ class Explanation:
             (
                 f"exchange: {self.method}: {self.why}",
                 f"  bytes sent per rank, forward: {sent}; K and V of others held: {self.peak_bytes:,}",
+                f"  held beside q, k, v and dout in both passes: up to {self.working_bytes:,} bytes",
                 f"  FLOPs per rank, forward: up to {max(self.flops):.3g}, imbalance {self.imbalance:.2f}",
                 f"  nominal: {self.seconds:.3g} s, {self.hidden:.0%} of the exchange behind computation",
                 *(f"  note: {note}" for note in self.notes),
             )
         )
+
+
+def both_passes(problem: Problem, method: str) -> tuple[Explanation, Explanation]:
+    """The costs of a forward and of a backward pass."""
+    return explained(problem, method, ""), explained(replace(problem, backward=True), method, "")
 
 
 def explained(problem: Problem, method: str, why: str, notes: tuple[str, ...] = ()) -> Explanation:
@@ -134,9 +163,32 @@ def chosen(problem: Problem) -> tuple[str, str]:
     return ("ring" if ring.seconds < gather.seconds else "all_gather"), f"ring {times}"
 
 
+def _of_sums(problem: Problem) -> int:
+    """Bytes of a rank's out, lse, gradients as float32 sums, and of the gradients of one block of its rows:
+    dq as it is made and as its kernel sums it."""
+    rows, keys = (max(x.held(rank * x.pieces) for rank in problem.shards) for x in (problem.q, problem.k))
+    per_row = problem.head_dim_v * problem.itemsize + 4 + problem.head_dim * (4 + problem.itemsize + 4)
+    kept = rows * problem.batch * problem.num_q_heads * per_row
+    return kept + keys * problem.bytes_per_key // problem.itemsize * 4
+
+
+def _of_heads(problem: Problem, held: int) -> int:
+    """Bytes of all rows of a rank's heads: q, k, v, out in either order of rows, and their gradients."""
+    rows = max(problem.q.held(rank * problem.q.pieces) for rank in problem.shards)
+    of_q = rows * problem.batch * problem.num_q_heads * problem.itemsize
+    return of_q * (5 * problem.head_dim + 5 * problem.head_dim_v) + 5 * held
+
+
 def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     link, steps = problem.link, [problem.steps_of(rank) for rank in problem.shards]
-    moving = [[link.latency + sent / link.bandwidth if sent else 0.0 for sent, _ in own] for own in steps]
+    count = problem.q.count
+    moving = [
+        [
+            link.latency + sent / link.between(rank, (rank + t) % count) if sent else 0.0
+            for t, (sent, _) in enumerate(own)
+        ]
+        for rank, own in zip(problem.shards, steps, strict=True)
+    ]
     working = [[flops / link.flops for _, flops in own] for own in steps]
     # The exchange of step t + 1 runs while step t is computed.
     seconds = [
@@ -151,7 +203,15 @@ def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     sent = tuple(sum(x for x, _ in own) for own in steps)
     flops = tuple(sum(x for _, x in own) for own in steps)
     return Explanation(
-        "ring", why, sent, flops, max(seconds), behind / total if total else 1.0, 2 * most, notes
+        "ring",
+        why,
+        sent,
+        flops,
+        max(seconds),
+        behind / total if total else 1.0,
+        2 * most,
+        _of_sums(problem) + 2 * most + most // problem.itemsize * (problem.itemsize + 8),
+        notes,
     )
 
 
@@ -163,13 +223,17 @@ def _work_of_rows(problem: Problem) -> tuple[float, ...]:
 def _all_gather(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     link, ranks = problem.link, problem.k.count
     most = max(problem.k.held(rank) for rank in problem.shards)
-    sent = (ranks - 1) * most * problem.bytes_per_key
-    moving, flops = link.latency + sent / link.bandwidth, _work_of_rows(problem)
+    sent, flops = (ranks - 1) * most * problem.sent_per_key, _work_of_rows(problem)
+    crossing = sent * link.outside(ranks) / (link.far * link.node) if link.node else 0.0
+    moving = link.latency + max(sent / link.bandwidth, crossing)
     working, first = max(flops) / link.flops, moving / max(1, problem.num_kv_heads)
     seconds = first + max(moving - first, working)
     hidden = min(moving - first, working) / moving
     held = problem.k.rows * problem.bytes_per_key
-    return Explanation("all_gather", why, (sent,) * len(flops), flops, seconds, hidden, held, notes)
+    head = held // max(1, problem.num_kv_heads)
+    at_once = head * max(1, min(problem.num_kv_heads, GATHERED_BYTES // max(1, head)))
+    working = _of_sums(problem) + 3 * at_once + 4 * (at_once // problem.itemsize * 4)
+    return Explanation("all_gather", why, (sent,) * len(flops), flops, seconds, hidden, held, working, notes)
 
 
 def _ulysses(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
@@ -183,21 +247,27 @@ def _ulysses(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
     everyone = [shard * pieces + i for shard in problem.shards for i in range(pieces)]
     sizes = [problem.q.held(rank) * per_row + problem.k.held(rank) * per_key for rank in everyone]
     sent = tuple(size * (ranks - 1) // ranks for size in sizes)
-    seconds = 4 * link.latency + max(sent) / link.bandwidth
+    outside = link.outside(ranks) if pieces == 1 else 0.0
+    crossing = max(sent) * outside / link.far if outside else 0.0
+    seconds = 4 * link.latency + max(max(sent) * (1 - outside) / link.bandwidth, crossing)
     if pieces == 1:
         work = _work_of_rows(problem)
         flops = (sum(work) / len(work),) * len(work)
         seconds += flops[0] / link.flops
-        return Explanation(
-            "ulysses", why, sent, flops, seconds, 0.0, problem.k.rows * per_key // ranks, notes
-        )
+        held = problem.k.rows * per_key // ranks
+        return Explanation("ulysses", why, sent, flops, seconds, 0.0, held, _of_heads(problem, held), notes)
     heads = problem.num_q_heads // ranks
-    own = replace(problem, num_q_heads=heads, num_kv_heads=max(1, copies // ranks))
+    # The ranks of such a ring are one of each node, if there are nodes.
+    ring_link = replace(link, bandwidth=link.far, node=0) if link.node else link
+    own = replace(problem, num_q_heads=heads, num_kv_heads=max(1, copies // ranks), link=ring_link)
     ring = _ring(own, why, notes)
     sent = tuple(x + ring.bytes_sent[i // pieces] for i, x in enumerate(sent))
     flops = tuple(ring.flops[i // pieces] for i in range(len(sent)))
     held = ring.peak_bytes + problem.k.rows * per_key // (ranks * shards)
-    return Explanation("ulysses+ring", why, sent, flops, seconds + ring.seconds, ring.hidden, held, notes)
+    working = ring.working_bytes + _of_heads(problem, held)
+    return Explanation(
+        "ulysses+ring", why, sent, flops, seconds + ring.seconds, ring.hidden, held, working, notes
+    )
 
 
 _COSTS: dict[str, Callable[[Problem, str, tuple[str, ...]], Explanation]] = {

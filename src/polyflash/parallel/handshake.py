@@ -27,7 +27,8 @@ _FLOATS = ("scale", "softcap", "dropout_p")
 _FIELDS = (
     *("refused", "function", "number of the call", "version", "method", "order", "dtype", "batch"),
     *("num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "gradients", "seqlens", "causal"),
-    *("window left", "window right", "offset", *_FLOATS, "operands", "contents of operands"),
+    *("window left", "window right", "offset", *_FLOATS, "dropout_seed", "operands"),
+    "contents of operands",
     *("rows of q", "rows of k"),
 )
 _OWN = ("rows of q", "rows of k")  # each rank's own
@@ -87,6 +88,7 @@ def said_of(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> dict[str, int]:
         "window left": -1 if args.window_left is None else args.window_left,
         "window right": -1 if args.window_right is None else args.window_right,
         "offset": 0 if args.offset is None else args.offset,
+        "dropout_seed": 0 if args.dropout_seed is None else int(args.dropout_seed),
         **{"operands": given, "contents of operands": contents},
         **{"rows of q": q.shape[2], "rows of k": k.shape[2]},
     }

@@ -13,11 +13,11 @@ are widened wherever results of blocks are added up, so that this rounding happe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -25,14 +25,14 @@ from torch.autograd.function import once_differentiable
 from polyflash import torch_ops
 from polyflash.arguments import int32_of
 from polyflash.mask import FAR_OFFSET
-from polyflash.merging import merge
-from polyflash.parallel import schedule
+from polyflash.merging import merge_into
+from polyflash.parallel import places, schedule
 from polyflash.parallel.comm import Team
+from polyflash.parallel.cost import GATHERED_BYTES
 from polyflash.parallel.handshake import KINDS, agree
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
 from polyflash.spec import Arguments
 
-GATHERED_BYTES = 1 << 28  # of K and V of all ranks at a time, for as many heads as fit
 _backward_op = torch.ops.polyflash.attention_backward.default
 
 
@@ -51,18 +51,24 @@ class Source(NamedTuple):
         start, end = block.k.span
         return slice(start - self.first, end - self.first)
 
+    def zeros(self, needs: tuple[bool, ...]) -> list[Tensor | None]:
+        """Room for sums of gradients."""
+        return [_zeros(self.k, needs[1]), _zeros(self.v, needs[2])]
+
 
 @dataclass(frozen=True)
 class Call:
     """One rank's part of a call: `args` are those of the whole of it, for the heads that this rank has.
-    `base` is the position of row 0, an int or int64 (batch or members,)."""
+    `base` is the position of row 0 where only the device knows it, int64 (batch or members,)."""
 
     team: Team
     args: Arguments
     q: Shards
     k: Shards
     sight: Sight
-    base: int | Tensor
+    base: Tensor | None = None
+    first_head: int = 0  # of the query heads that this rank has, of `num_q_heads`
+    num_q_heads: int = 0
     gathers: bool = False
     said: dict[str, int] | None = None  # in the handshake of the forward pass; None: there was none
 
@@ -77,44 +83,59 @@ class Call:
         else:
             positional = positional or not (args.causal is args.window_left is args.window_right is None)
         if args.cu_seqlens_q is not None:
-            device = args.cu_seqlens_q.device
-            own |= {
-                "cu_seqlens_q": _bounds(block.q.lens, device),
-                "cu_seqlens_k": _bounds(block.k.lens, device),
-            }
-            own |= {"max_seqlen_q": int(block.q.lens.max()), "max_seqlen_k": int(block.k.lens.max())}
-            first, keys = (torch.from_numpy(x).to(device) for x in (block.k.starts, block.k.lens))
-            shift: Any = torch.from_numpy(block.q.starts - block.k.starts).to(device)
+            own |= places.packed_bounds(block, args.cu_seqlens_q.device)
         else:
             rows, seen = block.places
-            first, keys, shift = seen.start, seen.stop - seen.start, rows.start - seen.start
             own |= {name: tile(getattr(args, name), rows, seen) for name in ("mask", "bias")}
             if args.q_segments is not None and args.k_segments is not None:
                 own |= {"q_segments": args.q_segments[:, rows], "k_segments": args.k_segments[:, seen]}
         for name in ("kv_lens", "kv_starts"):
             if (x := getattr(args, name)) is not None:
-                x = (x.long() - first).clamp(min=0)
-                own[name] = torch.minimum(x, torch.as_tensor(keys, device=x.device)).int()
-        if positional:
-            place = self.base + shift
-            if isinstance(place, int):
-                own["offset"] = max(-FAR_OFFSET, min(place, FAR_OFFSET))
-            else:
-                own["q_offset"] = int32_of("q_offset", place, False)
+                first, keys = places.keys_of(block, x.device)
+                own[name] = torch.minimum((x.long() - first).clamp(min=0), keys).int()
+        aligned = args.kv_lens is None and places.is_aligned(block, self.sight)
+        if positional and not aligned:
+            own |= self._position(block)
+        if args.dropout_p:
+            own |= {"dropout_row": int(block.q.starts[0]), "dropout_key": int(block.k.starts[0])}
+            own |= {"dropout_head": self.first_head + heads.start, "dropout_heads": self.num_q_heads}
         return args._replace(**own)
 
-    def sources(self, k: Tensor, v: Tensor, what: str) -> Iterator[Source]:
-        """The keys that rows of this rank see, the next ones on their way while one is used."""
-        return self._gathered(k, v, what) if self.gathers else self._stepwise(k, v, what)
+    def _position(self, block: Block) -> dict[str, Any]:
+        """The place of rows of a block among its keys."""
+        if self.sight.offsets is None and self.base is not None:
+            place = self.base + places.apart(block, self.base.device)
+            return {"q_offset": int32_of("q_offset", place, False)}
+        if self.args.cu_seqlens_q is not None:
+            return {"q_offset": places.offsets(block, self.sight, self.args.cu_seqlens_q.device)}
+        at = (self.sight.offsets or (0,))[0] + int(block.q.starts[0] - block.k.starts[0])
+        return {"offset": max(-FAR_OFFSET, min(at, FAR_OFFSET))}
 
-    def _stepwise(self, k: Tensor, v: Tensor, what: str) -> Iterator[Source]:
+    def sources(self, k: Tensor, v: Tensor, what: str, backward: bool = False) -> Iterator[Source]:
+        """The keys that rows of this rank see, the next ones on their way while one is used."""
+        return self._gathered(k, v, what) if self.gathers else self._stepwise(k, v, what, backward)
+
+    def _stepwise(self, k: Tensor, v: Tensor, what: str, backward: bool) -> Iterator[Source]:
+        """The keys of this rank first; in a backward pass those of half its heads last, while gradients of
+        the step before are on their way."""
         steps, heads = schedule.steps(self.q, self.k, self.team.rank, self.sight), (0, k.shape[1])
-        (lo, hi), arrived = steps[0].keys, None
+        first = heads if not backward or len(steps) == 1 else (0, k.shape[1] // 2)
+        arrived = None
         for t, step in enumerate(steps):
-            own = arrived() if arrived is not None else [k[:, :, lo:hi], v[:, :, lo:hi]]
+            own: list[Tensor] = arrived() if arrived is not None else []
             if t + 1 < len(steps):
                 arrived = self._fetch(k, v, steps[t + 1], f"{what}, step {t + 1}")
-            yield Source(own[0], own[1], step.keys[0], step.blocks, heads, step)
+            if own:
+                yield Source(own[0], own[1], step.keys[0], step.blocks, heads, step)
+            elif first[1]:
+                yield self._own(k, v, step, first)
+        if first[1] < heads[1]:
+            yield self._own(k, v, steps[0], (first[1], heads[1]))
+
+    def _own(self, k: Tensor, v: Tensor, step: Step, heads: Span) -> Source:
+        """Keys that this rank holds."""
+        k, v = (x[:, slice(*heads), slice(*step.keys)] for x in (k, v))
+        return Source(k, v, step.keys[0], step.blocks, heads, step)
 
     def _fetch(self, k: Tensor, v: Tensor, step: Step, what: str) -> Callable[[], list[Tensor]]:
         """Starts the exchange of a step."""
@@ -130,27 +151,25 @@ class Call:
         return arrived
 
     def _gathered(self, k: Tensor, v: Tensor, what: str) -> Iterator[Source]:
-        whole = Shards(self.k.lengths, 1)
-        found = schedule.blocks(self.q, whole, self.team.rank, 0, self.sight)
-        device, most = k.device, max(self.k.held(rank) for rank in range(self.team.size))
-        who, at = (torch.from_numpy(x).to(device) for x in self.k.natural())
+        found = schedule.blocks(self.q, Shards(self.k.lengths, 1), self.team.rank, 0, self.sight)
+        missing = max(self.k.held(rank) for rank in range(self.team.size)) - k.shape[2]
         groups = self.head_groups(k, v)
 
         def start(heads: Span) -> list[Callable[[], Tensor]]:
-            room = [
-                torch.nn.functional.pad(x[:, slice(*heads)], (0, 0, 0, most - x.shape[2])) for x in (k, v)
-            ]
+            room = [x[:, slice(*heads)] for x in (k, v)]
+            if missing:
+                room = [torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in room]
             return [self.team.gather(x, what) for x in room]
 
         arriving = start(groups[0])
         for i, heads in enumerate(groups):
-            both = [wait()[who, :, :, at].permute(1, 2, 0, 3) for wait in arriving]  # padding ends here
+            both = [places.in_order(self.k, list(wait())) for wait in arriving]  # padding ends here
             if i + 1 < len(groups):
                 arriving = start(groups[i + 1])
             yield Source(both[0], both[1], 0, found, heads)
 
     def give_back(
-        self, source: Source, grads: tuple[Tensor | None, ...], totals: tuple[Tensor | None, ...]
+        self, source: Source, grads: Sequence[Tensor | None], totals: Sequence[Tensor | None]
     ) -> Callable[[], None] | None:
         """Adds gradients of keys to the totals of their owners; call the result, if there is one, for those
         that other ranks have for the keys of this one."""
@@ -159,20 +178,29 @@ class Call:
         ]
         what, step = "returned gradients of keys", source.step
         if step is None:
-            ranks, heads = range(self.team.size), slice(*source.heads)
-            own = [torch.from_numpy(self.k.positions(rank)).to(source.k.device) for rank in ranks]
+            ranks, heads, waits = range(self.team.size), slice(*source.heads), []
             for x, total in pairs:
-                place = total[:, heads]
-                for part in self.team.swap([x[:, :, at] for at in own], [place.shape] * len(ranks), what):
-                    place += part
-            return None
+                parts, shape = (
+                    [places.of_shard(self.k, x.to(total.dtype), rank) for rank in ranks],
+                    total[:, heads].shape,
+                )
+                waits.append(self.team.swap(parts, [shape] * len(ranks), what))
+
+            def added() -> None:
+                for wait, (_, total) in zip(waits, pairs, strict=True):
+                    place = total[:, heads]
+                    for part in wait():
+                        place += part
+
+            return added
         if step.owner == self.team.rank:
             for x, total in pairs:
-                total[:, :, slice(*step.keys)] += x
+                total[:, slice(*source.heads), slice(*step.keys)] += x
             return None
         lent = slice(*step.lent)
         into = [torch.empty_like(x[:, :, lent], memory_format=torch.contiguous_format) for _, x in pairs]
-        sends, receives = [(step.owner, x) for x, _ in pairs], [(step.reader, x) for x in into]
+        sends = [(step.owner, x.to(total.dtype)) for x, total in pairs]
+        receives = [(step.reader, x) for x in into]
         wait = self.team.exchange(sends, receives, what)
 
         def arrived() -> None:
@@ -192,26 +220,30 @@ class Call:
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out in the dtype of q, and lse, of this rank's rows."""
     group, sums, sinks = q.shape[1] // max(1, k.shape[1]), sums_of(q), call.args.sinks
+    sources = call.sources(k, v, "ran the forward pass")
+    first = next(sources)  # the next keys are on their way before a kernel fills the device
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype if call.gathers else sums)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=sums)
     begun: list[Span] = []  # rows that have results
     if sinks is not None:  # a part of its own: one logit without a value
         lse.copy_(sinks[None, :, None].expand_as(lse))
         begun = [(0, q.shape[2])]
-    for source in call.sources(k, v, "ran the forward pass"):
+    for source in chain((first,), sources):
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         for block in source.blocks:
             rows, keys = slice(*block.q.span), source.within(block)
-            operands = [q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys]]
-            operands = operands if call.gathers else [_widened(x) for x in operands]
-            one = torch_ops.call(operands[0], operands[1], operands[2], call.placed(block, heads))
-            place = out[:, heads, rows], lse[:, heads, rows]
-            if not call.gathers:  # else each row is in one block
-                if any(start < rows.stop and rows.start < end for start, end in begun):
-                    one = merge(*place, *one)
-                begun.append(block.q.span)
-            for x, result in zip(place, one, strict=True):
-                x.copy_(result)
+            of_q, of_k, of_v = q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys]
+            args, place = call.placed(block, heads), (out[:, heads, rows], lse[:, heads, rows])
+            if call.gathers:  # each row is in one block
+                place[1].copy_(torch_ops.call_out(of_q, of_k, of_v, place[0], args))
+                continue
+            one = torch_ops.call(_widened(of_q), _widened(of_k), _widened(of_v), args)
+            if any(start < rows.stop and rows.start < end for start, end in begun):
+                merge_into(*place, *one)
+            else:
+                for x, result in zip(place, one, strict=True):
+                    x.copy_(result)
+            begun.append(block.q.span)
     return out.to(q.dtype), lse
 
 
@@ -221,28 +253,35 @@ def backward(
     """dq, dk, dv, dbias, dsinks; `given` are dout, dlse, out and lse of this rank's rows. dbias and dsinks
     are the shares of these rows: their sum over ranks is the gradient."""
     group, bias = q.shape[1] // max(1, k.shape[1]), call.args.bias
+    sources = call.sources(k, v, "ran the backward pass", backward=True)
+    first = next(sources)  # as in the forward pass
     totals = [_zeros(q, needs[0]), _zeros(k, needs[1]), _zeros(v, needs[2]), _zeros(bias, needs[3])]
     asked = (*needs[:4], False)
     arriving: Callable[[], None] | None = None
-    for source in call.sources(k, v, "ran the backward pass"):
+    for source in chain((first,), sources):
         heads = slice(source.heads[0] * group, source.heads[1] * group)
-        dk, dv = _zeros(source.k, needs[1]), _zeros(source.v, needs[2])
+        all_keys = source.first, source.first + source.k.shape[2]
+        alone = [block.k.span for block in source.blocks] == [all_keys]  # its gradients are the sums
+        sums = [None, None] if alone else source.zeros(needs)
         for block in source.blocks:
             rows, keys = slice(*block.q.span), source.within(block)
             dout, dlse, out, lse = (None if x is None else x[:, heads, rows] for x in given)
             operands = [dout, q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out]
-            dout, *operands, out = map(_widened, operands)
+            dout, of_q, of_k, of_v, out = map(_widened, operands)
             args = call.placed(block, heads)._replace(sinks=None)
-            parts = _backward_op(dout, dlse, *operands, out, lse, asked, *args)
-            places = [_at(totals[0], heads, rows), _at(dk, keys), _at(dv, keys)]
+            args = args._replace(wide_gradients=torch_ops.has_wide_gradients(of_q, of_k, of_v, args))
+            parts = _backward_op(dout, dlse, of_q, of_k, of_v, out, lse, asked, *args)
+            into = [_at(totals[0], heads, rows), *(_at(x, keys) for x in sums)]
             if (total := totals[3]) is not None:
-                places.append(tile(_heads_of(total, heads), *block.places))
-            for place, part in zip(places, parts, strict=False):
+                into.append(tile(_heads_of(total, heads), *block.places))
+            for place, part in zip(into, parts, strict=False):
                 if place is not None:
                     place += part
+            if alone:
+                sums = [x if need else None for x, need in zip(parts[1:3], needs[1:3], strict=True)]
         if arriving is not None:
             arriving()
-        arriving = call.give_back(source, (dk, dv), (totals[1], totals[2]))
+        arriving = call.give_back(source, sums, totals[1:3])
     if arriving is not None:
         arriving()
     likes = (q, k, v, bias)
@@ -299,10 +338,6 @@ def _zeros(like: Tensor | None, need: bool) -> Tensor | None:
 def _at(x: Tensor | None, *where: slice) -> Tensor | None:
     """Rows of a sum, of all heads or of some."""
     return x if x is None else x[:, where[0], where[1]] if len(where) == 2 else x[:, :, where[0]]
-
-
-def _bounds(lens: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.cumsum((0, *lens))).to(device, torch.int32)
 
 
 def _heads_of(x: Tensor, heads: slice) -> Tensor:

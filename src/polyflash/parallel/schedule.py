@@ -165,13 +165,17 @@ def _hull(found: tuple[Block, ...]) -> Span:
     return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else _NONE
 
 
+@lru_cache(maxsize=1024)
 def blocks(q: Shards, k: Shards, q_shard: int, k_shard: int, sight: Sight) -> tuple[Block, ...]:
     """Blocks of keys that the rows of a shard see of the keys of another."""
     pairs = product(q.chunks(q_shard), k.chunks(k_shard))
     joined: list[Block] = []
     for block in (_block(a, b, sight) for a, b in pairs):
         while (
-            sight.joins and block is not None and joined and (one := _joined(joined[-1], block)) is not None
+            sight.joins
+            and block is not None
+            and joined
+            and (one := _joined(joined[-1], block, sight)) is not None
         ):
             joined.pop()
             block = one
@@ -180,16 +184,24 @@ def blocks(q: Shards, k: Shards, q_shard: int, k_shard: int, sight: Sight) -> tu
     return tuple(joined)
 
 
-def _joined(a: Block, b: Block) -> Block | None:
-    """Two full blocks of one member as one, where their rows or keys stand side by side in the shard:
-    positions do not matter in it."""
-    if not (a.full and b.full and len(a.q.starts) == 1):
+def _joined(a: Block, b: Block, sight: Sight) -> Block | None:
+    """Two blocks of one member as one, where their rows or keys stand side by side in the shard. Between
+    rows and keys that all see each other positions do not matter, so the first keys or rows take those in
+    front of the others, which follow them under no other bound than a right one."""
+    if len(a.q.starts) > 1 or not (sight.left is None or (a.full and b.full)):
         return None
-    if a.k.span == b.k.span and a.q.span[1] == b.q.span[0]:
-        return Block(Chunk(a.q.starts, a.q.ends + b.q.lens, a.q.first), a.k, True)
-    if a.q.span == b.q.span and a.k.span[1] == b.k.span[0]:
-        return Block(a.q, Chunk(a.k.starts, a.k.ends + b.k.lens, a.k.first), True)
-    return None
+    if a.q.span == b.q.span and a.k.span[1] == b.k.span[0] and a.full:
+        return Block(b.q, Chunk(b.k.starts - a.k.lens, b.k.ends, a.k.first), b.full)
+    if a.q.span[1] != b.q.span[0] or a.k.first != b.k.first:
+        return None
+    rows = Chunk(b.q.starts - a.q.lens, b.q.ends, a.q.first)
+    if a.full and b.full:
+        return Block(rows, b.k, True) if a.k.span == b.k.span else None
+    if a.full or b.full or sight.right is None or sight.offsets is None:
+        return None
+    beyond = a.q.ends + sight.offsets[0] + sight.right > a.k.ends  # else rows of `a` see none of the others
+    apart = rows.starts - b.k.starts != a.q.starts - a.k.starts
+    return None if (beyond | apart)[0] else Block(rows, b.k, False)
 
 
 def _block(a: Chunk, b: Chunk, sight: Sight) -> Block | None:

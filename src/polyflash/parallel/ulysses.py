@@ -69,16 +69,30 @@ class _Turn(torch.autograd.Function):
 
 def _spread(x: Tensor, team: Team, dealt: Dealt, rows: Sequence[int], heads: int) -> Tensor:
     shapes = [(x.shape[0], len(dealt[team.rank]), n, x.shape[3]) for n in rows]
-    return torch.cat(team.swap([x[:, run] for run in dealt], shapes, "gave rows for heads"), 2)
+    parts = [
+        torch.cat([x[:, h : h + 1] for h in run], 1) if _repeats(run) else x[:, _span(run)] for run in dealt
+    ]
+    return torch.cat(team.swap(parts, shapes, "gave rows for heads")(), 2)
 
 
 def _collect(x: Tensor, team: Team, dealt: Dealt, rows: Sequence[int], heads: int) -> Tensor:
     own = rows[team.rank]
     shapes = [(x.shape[0], len(run), own, x.shape[3]) for run in dealt]
-    parts = team.swap(x.split(list(rows), 2), shapes, "gave heads for rows")
+    parts = team.swap(x.split(list(rows), 2), shapes, "gave heads for rows")()
+    if sum(map(len, dealt)) == heads:  # none went to several ranks
+        return torch.cat(parts, 1)
     sums = torch.float64 if x.dtype is torch.float64 else torch.float32
     total = x.new_zeros((x.shape[0], heads, own, x.shape[3]), dtype=sums)
     for run, part in zip(dealt, parts, strict=True):
         for i, head in enumerate(run):
             total[:, head] += part[:, i]
     return total.to(x.dtype)
+
+
+def _repeats(run: Sequence[int]) -> bool:
+    return len(set(run)) < len(run)
+
+
+def _span(run: Sequence[int]) -> slice:
+    """Heads that stand side by side."""
+    return slice(run[0], run[-1] + 1) if run else slice(0, 0)

@@ -36,6 +36,11 @@ class Numbers(NamedTuple):
     seed_hi: Any = None  # compile anew
     drop_below: Any = None  # words below it drop a weight
     keep_scale: Any = None
+    drop_row: Any = None  # where a part begins in the call whose dropout it has
+    drop_key: Any = None
+    drop_head: Any = None
+    drop_heads: Any = None  # of that call
+    num_q_heads: Any = None  # of this one
 
 
 class Flags(NamedTuple):
@@ -48,6 +53,7 @@ class Flags(NamedTuple):
     CHANGED: bool
     SOFTCAP: bool
     DROPOUT: bool
+    DROPOUT_START: bool
 
 
 def sizes_of(q: Tensor, k: Tensor, args: Arguments) -> tuple[int, int, int]:
@@ -74,6 +80,11 @@ def numbers_of(q: Tensor, k: Tensor, args: Arguments) -> Numbers:
         seed_hi=_signed(seed >> 32),
         drop_below=_signed(math.floor(args.dropout_p * 2.0**32)),  # of p = 1 nothing: what is kept counts 0
         keep_scale=1.0 / (1.0 - args.dropout_p) if args.dropout_p < 1.0 else 0.0,
+        drop_row=args.dropout_row,
+        drop_key=args.dropout_key,
+        drop_head=args.dropout_head,
+        drop_heads=args.dropout_heads or q.shape[1],
+        num_q_heads=q.shape[1],
     )
 
 
@@ -90,6 +101,11 @@ def scale_of(head_dim: int, args: Arguments) -> float:
     return 1.0 / math.sqrt(head_dim) if args.scale is None else args.scale
 
 
+def starts_elsewhere(args: Arguments) -> bool:
+    """Is a call a part of one that has dropout?"""
+    return any((args.dropout_row, args.dropout_key, args.dropout_head, args.dropout_heads))
+
+
 def flags_of(q: Tensor, args: Arguments) -> Flags:
     scale = scale_of(q.shape[3], args)
     changed = args.softcap != 0.0 or args.bias is not None or args.alibi_slopes is not None
@@ -101,4 +117,5 @@ def flags_of(q: Tensor, args: Arguments) -> Flags:
         CHANGED=changed or scale == 0.0,
         SOFTCAP=args.softcap != 0.0,
         DROPOUT=args.dropout_p != 0.0,
+        DROPOUT_START=starts_elsewhere(args),
     )

@@ -58,7 +58,7 @@ class Given(NamedTuple):
 class Gradients:
     """Sums in progress, None where one was not asked for. dq is finished tile by tile."""
 
-    dq: Tensor | None  # q's dtype
+    dq: Tensor | None  # in the dtype that is returned
     dk: Tensor | None  # accumulation dtype, k's shape
     dv: Tensor | None
     dbias: Tensor | None  # the shape of the bias as given
@@ -222,8 +222,9 @@ def run(
     `needs` is False."""
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
     with torch.no_grad():
-        packed = args.cu_seqlens_q is not None
-        dq = None if not needs[0] else torch.zeros_like(q) if packed else torch.empty_like(q)
+        packed, likes = args.cu_seqlens_q is not None, (q, k, v, args.bias, args.sinks)
+        kinds = gradient_kinds(likes, args)
+        dq = (torch.zeros_like if packed else torch.empty_like)(q, dtype=kinds[0]) if needs[0] else None
         heads = (k.shape[1], q.shape[1] // k.shape[1])
         dsinks = q.new_zeros(heads, dtype=kind) if needs[4] and args.sinks is not None else None
         dk, dv, dbias = (
@@ -235,6 +236,5 @@ def run(
             accumulate_packed(q, k, v, given, args, totals, launch.config)
         else:
             accumulate_all(parts(q, k, v, args, launch.config), given, totals, launch.config)
-    likes = (q, k, v, args.bias, args.sinks)
-    made = zip((dq, dk, dv, dbias, dsinks), likes, gradient_kinds(likes, args), strict=True)
+    made = zip((dq, dk, dv, dbias, dsinks), likes, kinds, strict=True)
     return tuple(None if x is None else x.to(kind).reshape(like.shape) for x, like, kind in made)  # type: ignore

@@ -8,8 +8,9 @@ from polyflash.dtypes import BY_NAME
 from polyflash.spec import Feature, Phase
 
 _FEATURES = {
-    Phase.FORWARD: USUAL_FEATURES,
-    Phase.BACKWARD: (USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS}) | {Feature.WIDE_GRADIENTS},
+    Phase.FORWARD: USUAL_FEATURES | {Feature.DROPOUT_START},
+    Phase.BACKWARD: (USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS})
+    | {Feature.WIDE_GRADIENTS, Feature.DROPOUT_START},
     Phase.STATISTICS: USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT},
 }
 

@@ -106,8 +106,10 @@ def parts(
         offset = kv_len - seqlen_q if args.offset is None else args.offset
         planes = None
         if args.dropout_p:
-            planes = torch.arange(entries * num_q_heads, device=q.device) + (first_batch + b) * num_q_heads
-            planes = planes.view(entries, num_kv_heads, group)
+            requests = torch.arange(first_batch + b, first_batch + b + entries, device=q.device)
+            heads = torch.arange(args.dropout_head, args.dropout_head + num_q_heads, device=q.device)
+            planes = requests[:, None] * (args.dropout_heads or num_q_heads) + heads
+            planes = planes.unflatten(1, (num_kv_heads, group))
         yield Part(
             args=args,
             first=b,
@@ -328,6 +330,7 @@ def drop(part: Part, b_p: Tensor, i0: int, j0: int) -> Tensor:
         return b_p
     rows, keys = b_p.shape[-2:]
     seed = 0 if args.dropout_seed is None else int(args.dropout_seed)
+    i0, j0 = i0 + args.dropout_row, j0 + args.dropout_key
     keep = kept(part.planes, i0, rows, j0, keys, p=args.dropout_p, seed=seed)
     return torch.where(keep, b_p / (1.0 - args.dropout_p), 0.0)
 

@@ -35,10 +35,10 @@ def philox(
 
 def kept(planes: Tensor, i0: int, rows: int, j0: int, keys: int, *, p: float, seed: int) -> Tensor:
     """Draws which weights of one tile survive, bool (*planes, rows, keys). `planes` (int64) is head +
-    num_q_heads·batch; rows start at query i0, keys at key j0, a multiple of 4."""
+    num_q_heads·batch; rows start at query i0, keys at key j0."""
     device = planes.device
     quads = torch.arange(j0 // 4, -(-(j0 + keys) // 4), device=device)
     queries = torch.arange(i0, i0 + rows, device=device)[:, None] & _LOW
     words = philox((quads, queries, planes[..., None, None], torch.zeros_like(quads)), seed)
-    bits = torch.stack(words, -1).flatten(-2)[..., :keys]
+    bits = torch.stack(words, -1).flatten(-2)[..., j0 % 4 : j0 % 4 + keys]
     return bits >= math.floor(p * 2.0**32)

@@ -31,6 +31,7 @@ class Constants(NamedTuple):
     CHANGED: bool = False  # scores are changed before the softmax, so they are scaled one by one
     SOFTCAP: bool = False
     DROPOUT: bool = False
+    DROPOUT_START: bool = False
     BELOW: bool = True  # some row may begin behind key 0
     ALWAYS_MASKED: bool = False  # any pair of a block may be hidden, whatever lengths and distances say
     WHOLE: bool = False  # rows see every key of every block

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from polyflash.backends.gpu.launch import splits, tile_count
-from polyflash.backends.gpu.numbers import LOG2E, Flags, Numbers, flags_of, numbers_of, scale_of, sizes_of
+from polyflash.backends.gpu.numbers import (
+    LOG2E,
+    Flags,
+    Numbers,
+    flags_of,
+    numbers_of,
+    scale_of,
+    sizes_of,
+    starts_elsewhere,
+)
 from polyflash.backends.gpu.views import NO_OPERANDS, Rows, View, element_masked, operands_of, reachable
 from polyflash.backends.triton import merge, runtime, tiles
 from polyflash.backends.triton.config_types import DecodeConfig, product_of
@@ -88,7 +97,7 @@ class Prepared:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
     ) -> Ready:
         strides = q.stride(), k.stride(), v.stride(), out.stride(), lse if lse is None else lse.stride()
-        changes = args.scale, args.softcap, args.dropout_p
+        changes = args.scale, args.softcap, args.dropout_p, starts_elsewhere(args)
         key = strides, split, changes, args.window_left, args.window_right, args.offset, _page_of(k, args)
         found = self.ready.get(key)
         if found is None:

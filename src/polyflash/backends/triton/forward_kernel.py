@@ -140,7 +140,7 @@ def attend_block(
         b_s = apply_mask(b_s, visible_pairs(t.x, place, rows, keys, c.BELOW), float("-inf"), c.MASK_ADD)
     b_p, m_i, l_i, l_lost, alpha = online_softmax(b_s, sums, n.factor, far, c)
     if c.DROPOUT:
-        b_p = tl.where(keep(rows, j_0, n, c.BLOCK_N), b_p * n.keep_scale, 0.0)
+        b_p = tl.where(keep(rows, j_0, n, c), b_p * n.keep_scale, 0.0)
     # Before the wait for V, so that all this fills the gaps between the exponentials.
     b_p = b_p.to(b_q0.dtype)
     acc0, acc1, lost0, lost1 = rescale(sums.acc0, alpha, c.LAZY, c.THREADS), sums.acc1, sums.lost0, sums.lost1

@@ -229,7 +229,7 @@ def walk_rows(blocks, state, b_k, b_v, i_hkv, keys, place, band, t, n, c):
             b_pt = tl.where(b_seen_here, b_pt, 0.0)
         b_kept = b_seen
         if c.DROPOUT:
-            b_kept = tl.trans(keep(rows, keys.j_0, n, c.BLOCK_N))
+            b_kept = tl.trans(keep(rows, keys.j_0, n, c))
         b_do0, b_do1 = load_blocks(t.dout, o_do, m_row, c.DV, c.DV0, c.DV1, c.PRODUCT)
         if t.dv is not None:
             b_w = b_pt
@@ -390,7 +390,7 @@ def differentiate_tile(
     b_p = recompute(b_s, own.lse[:, None], n.scale, c)
     b_dp = cross(own.dout, b_v, tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32), c.DV1, c.PRODUCT)
     if c.DROPOUT:
-        b_dp = tl.where(keep(rows, keys.j_0, n, c.BLOCK_N), b_dp * n.keep_scale, 0.0)
+        b_dp = tl.where(keep(rows, keys.j_0, n, c), b_dp * n.keep_scale, 0.0)
     b_ds = b_p * (b_dp - own.delta[:, None])
     if c.SOFTCAP and BELOW_CAP:
         b_ds *= 1.0 - b_cap * b_cap

@@ -220,17 +220,28 @@ def rescale(acc, alpha, LAZY: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
-def keep(rows, j_0, n, BLOCK_N: tl.constexpr):
+def keep(rows, j_0, n, c):
     """Mask of the weights dropout keeps: Philox4x32-10 of (key // 4, row, head + num_q_heads·batch, 0), one
-    word per key; kept iff it is at least `drop_below`. bool [BLOCK_M, BLOCK_N]; j_0 is a multiple of 4."""
-    i_plane = rows.i_plane + rows.o_h
-    o_quad = (j_0 // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)
-    c0 = o_quad[None, :] + (rows.o_i * 0).to(tl.uint32)[:, None]
-    c1 = rows.o_i.to(tl.uint32)[:, None] + (o_quad * 0)[None, :]
+    word per key; kept iff it is at least `drop_below`. bool [BLOCK_M, BLOCK_N]; j_0 is a multiple of 4. A
+    part of a call counts from its first row, key and head there, and draws four words for each key."""
+    i_plane, o_i = rows.i_plane + rows.o_h, rows.o_i
+    if c.DROPOUT_START:
+        i_plane += n.drop_head + rows.i_plane // n.num_q_heads * (n.drop_heads - n.num_q_heads)
+        o_i += n.drop_row
+        o_key = n.drop_key + j_0 + tl.arange(0, c.BLOCK_N)
+        o_quad = (o_key // 4).to(tl.uint32)
+    else:
+        o_quad = (j_0 // 4 + tl.arange(0, c.BLOCK_N // 4)).to(tl.uint32)
+    c0 = o_quad[None, :] + (o_i * 0).to(tl.uint32)[:, None]
+    c1 = o_i.to(tl.uint32)[:, None] + (o_quad * 0)[None, :]
     c2 = i_plane.to(tl.uint32)[:, None] + (o_quad * 0)[None, :]
     k0, k1 = n.seed_lo.to(tl.uint32, bitcast=True), n.seed_hi.to(tl.uint32, bitcast=True)
     w0, w1, w2, w3 = tl.philox_impl(c0, c1, c2, c2 * 0, k0, k1, 10)
-    b_words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(rows.o_i.shape[0], BLOCK_N)
+    if c.DROPOUT_START:
+        o_word = (o_key % 4)[None, :]
+        b_words = tl.where(o_word < 2, tl.where(o_word == 0, w0, w1), tl.where(o_word == 2, w2, w3))
+    else:
+        b_words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(o_i.shape[0], c.BLOCK_N)
     return b_words >= n.drop_below.to(tl.uint32, bitcast=True)
 
 
