@@ -16,8 +16,8 @@ from torch._C._functorch import peek_interpreter_stack
 from polyflash import torch_ops
 from polyflash.entry import Bound
 from polyflash.operands import DIFFERENTIABLE
-from polyflash.routes import any_requires_grad
-from polyflash.spec import Arguments
+from polyflash.routes import any_requires_grad, requested_backend
+from polyflash.spec import Arguments, turn_rows
 
 # Tensors that a group has for itself, beside its rows. A group that has one walks the keys alone.
 OWN = ("kv_lens", "kv_starts", "mask", "bias", "alibi_slopes", "q_segments", "k_segments", "intervals")
@@ -28,25 +28,82 @@ Results = Sequence[tuple[Tensor, Tensor]]
 _backward_op = torch.ops.polyflash.attention_backward.default
 
 
-def one_walk(calls: Sequence[Bound]) -> Bound:
-    """All groups as the rows of one call, each row with bounds of its own."""
+def one_walk(calls: Sequence[Bound], run: int = 0) -> Bound:
+    """All groups as the rows of one call, each row with bounds of its own; groups one behind the other, or
+    with `run` two of them in turns, so many rows at a time."""
     end = max(call.k.shape[2] for call in calls)
     k, v = next((call.k, call.v) for call in calls if call.k.shape[2] == end)
     free: dict[str, Any] = {"causal": False, "window_left": None, "window_right": None, "offset": None}
-    args = calls[0].args._replace(**free, row_bounds=_row_bounds(calls))
-    return Bound(torch.cat([call.q for call in calls], 2), k, v, None, args)
+    q, bounds = [call.q for call in calls], _row_bounds(calls)
+    if run:
+        pairs = _pairs(calls)
+        rows, own = _in_turns(q, pairs, run, 2), _in_turns(bounds, pairs, run, 0)
+    else:
+        rows, own = torch.cat(q, 2), torch.cat(bounds)
+    args = calls[0].args._replace(**free, row_bounds=own, turn_rows=run)
+    return Bound(rows, k, v, None, args)
 
 
-def _row_bounds(calls: Sequence[Bound]) -> Tensor:
-    """Keys [lo, hi) that each row of all groups sees, int32 (rows, 2)."""
+def run_of_turns(calls: Sequence[Bound], on_gpu: bool) -> int:
+    """Rows that a group has at a time where two share tiles of a GPU's kernel; 0: groups stand one behind the
+    other, as no two have so many, or kernels know of no turns."""
+    backend = requested_backend(calls[0].args)
+    if not (backend == "triton" or (on_gpu and not backend)):
+        return 0
+    run = turn_rows(calls[0].q.shape[3], calls[0].v.shape[3])
+    return run if any(len(p) == 2 and _full(calls, p, run) for p in _pairs(calls)) else 0
+
+
+def _full(calls: Sequence[Bound], pair: list[int], run: int) -> int:
+    """Runs that both groups of a pair can fill."""
+    return min(calls[i].q.shape[2] for i in pair) // run
+
+
+def _pairs(calls: Sequence[Bound]) -> list[list[int]]:
+    """Groups by twos, as near by their ends as may be; the one that ends first is the first of a pair."""
+    order = sorted(range(len(calls)), key=lambda i: calls[i].k.shape[2])
+    return [order[i : i + 2] for i in range(0, len(order), 2)]
+
+
+def _in_turns(parts: Sequence[Tensor], pairs: list[list[int]], run: int, dim: int) -> Tensor:
+    """The rows of pairs in turns, as far as both have full runs, then the rest of either."""
+    found = []
+    for pair in pairs:
+        own = [parts[i] for i in pair]
+        full = min(x.shape[dim] for x in own) // run if len(own) == 2 else 0
+        if full:
+            runs = [x.narrow(dim, 0, full * run).unflatten(dim, (full, run)) for x in own]
+            found.append(torch.stack(runs, dim + 1).flatten(dim, dim + 2))
+        rest = [x.narrow(dim, full * run, x.shape[dim] - full * run) for x in own]
+        found += [x for x in rest if x.shape[dim]]
+    return found[0] if len(found) == 1 else torch.cat(found, dim) if found else parts[0]
+
+
+def _apart(x: Tensor, rows: Sequence[int], pairs: list[list[int]], run: int) -> list[Tensor]:
+    """The rows of each group out of what `_in_turns` made of dimension 2."""
+    found, at = [x] * len(rows), 0
+    for pair in pairs:
+        full = min(rows[i] for i in pair) // run if len(pair) == 2 else 0
+        both = x.narrow(2, at, 2 * full * run).unflatten(2, (full, 2, run)) if full else x
+        at += 2 * full * run
+        for side, i in enumerate(pair):
+            rest = x.narrow(2, at, rows[i] - full * run)
+            at += rest.shape[2]
+            runs = [both.select(3, side).flatten(2, 3)] if full else []
+            found[i] = torch.cat([*runs, rest], 2) if runs and rest.shape[2] else (runs or [rest])[0]
+    return found
+
+
+def _row_bounds(calls: Sequence[Bound]) -> list[Tensor]:
+    """Keys [lo, hi) that each row of each group sees, int32 (rows, 2)."""
     bounds = []
     for q, k, _, _, args, _ in calls:
         end, left, right = k.shape[2], args.window_left, 0 if args.causal else args.window_right
         at = torch.arange(q.shape[2], device=q.device) + (args.offset or 0)
         lo = torch.zeros_like(at) if left is None else (at - left).clamp(min=0, max=end)
         hi = torch.full_like(at, end) if right is None else (at + right + 1).clamp(min=0, max=end)
-        bounds.append(torch.stack((lo, hi), 1))
-    return torch.cat(bounds).to(torch.int32)
+        bounds.append(torch.stack((lo, hi), 1).to(torch.int32))
+    return bounds
 
 
 def attend_groups(calls: list[Bound], k: Tensor, v: Tensor, together: bool) -> Results:
@@ -77,8 +134,14 @@ def _with_gradients(call: Bound) -> Bound:
 def _run(calls: Sequence[Bound], together: bool) -> tuple[Tensor, ...]:
     """out and lse of all groups together, or of each, one after the other."""
     made: list[Tensor] = []
-    for q, k, v, _, args, _ in [one_walk(calls)] if together else calls:
+    run = run_of_turns(calls, calls[0].q.device.type == "cuda") if together else 0
+    for q, k, v, _, args, _ in [one_walk(calls, run)] if together else calls:
         made.extend(torch_ops.call(q, k, v, args))
+    if run:
+        pairs, rows = _pairs(calls), [call.q.shape[2] for call in calls]
+        out, lse = made
+        lses = _apart(lse, rows, pairs, run) if lse.ndim == 3 else [lse] * len(rows)
+        made = [x for both in zip(_apart(out, rows, pairs, run), lses, strict=True) for x in both]
     return tuple(made)
 
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, Unpack, overl
 import torch
 from torch import Tensor
 
+from polyflash import target as targets
 from polyflash import torch_ops, validate
 from polyflash.arguments import Layout, Options, WindowSides, checked_int, normalise
 from polyflash.entry import Bound, autocast, explained, explained_backward, form_of, views_of
 from polyflash.errors import SpecError, UnsupportedError, described, spec_error
-from polyflash.group_calls import OWN, attend_groups, one_walk
+from polyflash.group_calls import OWN, attend_groups, one_walk, run_of_turns
 from polyflash.hints import answering, unexpected
 from polyflash.mask import FAR_OFFSET, Mask, checked_window
 from polyflash.merging import AttentionOutput
@@ -203,7 +204,10 @@ def explain_groups(
         wide = [x._replace(args=x.args._replace(wide_gradients=True)) for x in calls]
         backward = [explained_backward(x, target) for x in wide]
     with torch.no_grad():  # as their gradients are made, they run
-        plans = [explained(x, target) for x in ([one_walk(calls)] if together else calls)]
+        if together:
+            on_gpu = targets.of(calls[0].q, target).kind in ("cuda", "hip")
+            calls = [one_walk(calls, run_of_turns(calls, on_gpu))]
+        plans = [explained(x, target) for x in calls]
     return GroupsPlan(together, why, tuple(plans), tuple(backward))
 
 

@@ -48,6 +48,7 @@ class Feature(str, Enum):
     ROW_BOUNDS = "row bounds"
     CODES = "quantised keys"
     WIDE_GRADIENTS = "wide gradients"
+    TURNS = "rows of two groups in turns"
     DROPOUT = "dropout"
     GQA = "grouped heads"
     HEAD_DIM_V = "head_dim_v != head_dim"
@@ -120,6 +121,9 @@ class Arguments(NamedTuple):
     # Of the backward op: dk, dv and dsinks come in the dtype of their sums, float32 (float64 of float64), for
     # whoever adds those of several calls, and not rounded to that of their operands.
     wide_gradients: bool = False
+    # With row_bounds: every other run of so many rows sees keys up to about one end, those between up to
+    # another, so a tile of a run of each shares what both see. 0: rows are in no such order.
+    turn_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,11 @@ def length_class(n: int) -> int:
     if n > 2 * SMALL_ROWS:
         return 6 if n >= LONGEST_ROWS else 5 if n >= LONG_ROWS else 4
     return 3 if n > SMALL_ROWS else 2 if n > 1 else n
+
+
+def turn_rows(head_dim: int, head_dim_v: int) -> int:
+    """Rows of a group in a run, where those of two groups take turns: half a tile of a GPU's kernel."""
+    return 64 if max(head_dim, head_dim_v) <= 128 else 32
 
 
 def is_decode(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from polyflash.target import Target
 
 PRECISIONS = ("ieee", "tf32x3", "bf16x6")
+_HALVES = "a block of keys serves both groups of a tile, up to the end of the one that ends first"
 _LAZY = "sums are scaled only when the maximum has grown by 2^8"
 THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
 # Each use of these makes a field.
@@ -75,7 +76,8 @@ class ForwardConfig:
     softcap or dropout); late_sum adds up the weights of a row across threads behind the last block, not in
     each. In float32 both do nothing. precision is how float32 is multiplied, exactly in every case: by "ieee"
     multiply-adds, or on matrix units as products of parts, "tf32x3" (NVIDIA) or "bf16x6". compensate keeps
-    what float32 loses where a block's output is added to those before. split_keys: the least
+    what float32 loses where a block's output is added to those before. halves: those of a tile, where rows of
+    two groups take turns, have ends of their own. split_keys: the least
     keys of a split, where few tiles would leave cores idle; 0: never split."""
 
     block_m: int = _block()
@@ -98,6 +100,7 @@ class ForwardConfig:
     late_sum: bool = flag(False, needs=lambda config, late, spec, _: can_add_late(spec))
     precision: str = _precision()
     compensate: bool = flag(True, needs=lambda config, lost, spec, _: spec.dtype == "float32")
+    halves: bool = flag(False, needs=lambda config, _, spec, __: Feature.TURNS in spec.features, note=_HALVES)
     split_keys: int = option(
         default=0, switched=(0,), note="keys are split where few tiles would leave cores idle"
     )

@@ -76,6 +76,8 @@ class Constants(NamedTuple):
     V_SHIFT: str = ""
     V_SHIFT_TOKENS: int = 0
     V_SHIFT_CHANNELS: int = 0
+    HALVES: bool = False  # of a tile see keys of their own
+    HALF: Any = None  # then `Constants` of half the rows
     LAYOUT: int = 0  # of the tuples: another is another kernel
 
 

@@ -163,6 +163,15 @@ LONG: dict[tuple[str, int], dict[tuple[int, bool], LongTile]] = {
     },
 }
 
+# (family, bytes of an element) -> head-dim class -> tile of rows of two groups, `turn_rows` of each. What is
+# not here has a tile of `FORWARD`, cut to rows of one group.
+SHARED: dict[tuple[str, int], dict[int, Tile]] = {
+    ("hopper", 2): {
+        64: Tile(128, 64, 4, 3),  # compiled [213]
+        128: Tile(128, 64, 8, 2),  # compiled [208]; 4 warps spill 744 B
+    },
+}
+
 # (family, bytes of an element) -> head-dim classes whose plain problems scale older sums lazily and add up
 # rows late. H200, both against neither: 9 to 17 % ahead at head dim 256 (lazy scaling alone 4 to 11 %), 4 %
 # behind to 10 % ahead at 128 (median 2 %), up to 3 % ahead at 64.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from polyflash.backends.triton import tables
 from polyflash.backends.triton.tables import Tile
 from polyflash.errors import spec_error
-from polyflash.spec import Feature
+from polyflash.spec import Feature, turn_rows
 
 if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
@@ -86,6 +86,14 @@ def long_tile(spec: AttentionSpec, target: Target) -> Tile | None:
         return None
     found = tables.LONG.get(key[0], {}).get((key[1], bool(spec.features & HIDING)))
     return found.tile if found and (rows or 0) >= found.rows else None
+
+
+def shared_tile(spec: AttentionSpec, target: Target) -> Tile | None:
+    """The tile that rows of two groups share, half of it each, if there is one."""
+    key = entry_key(spec, target)
+    if target.kind == "cpu":
+        return Tile(2 * turn_rows(spec.head_dim, spec.head_dim_v), 32, 4, 1)
+    return None if key is None else tables.SHARED.get(key[0], {}).get(key[1])
 
 
 def exact_product(spec: AttentionSpec, target: Target) -> str:
