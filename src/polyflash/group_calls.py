@@ -16,8 +16,8 @@ from torch._C._functorch import peek_interpreter_stack
 from polyflash import torch_ops
 from polyflash.entry import Bound
 from polyflash.operands import DIFFERENTIABLE
-from polyflash.routes import any_requires_grad, requested_backend
-from polyflash.spec import Arguments, turn_rows
+from polyflash.routes import any_requires_grad
+from polyflash.spec import TURN_ROWS, Arguments
 
 # Tensors that a group has for itself, beside its rows. A group that has one walks the keys alone.
 OWN = ("kv_lens", "kv_starts", "mask", "bias", "alibi_slopes", "q_segments", "k_segments", "intervals")
@@ -47,16 +47,14 @@ def one_walk(calls: Sequence[Bound], run: int = 0) -> Bound:
 def run_of_turns(calls: Sequence[Bound], on_gpu: bool) -> int:
     """Rows that a group has at a time where two share tiles of a GPU's kernel; 0: groups stand one behind the
     other, as no two have so many, or kernels know of no turns."""
-    backend = requested_backend(calls[0].args)
-    if not (backend == "triton" or (on_gpu and not backend)):
-        return 0
-    run = turn_rows(calls[0].q.shape[3], calls[0].v.shape[3])
-    return run if any(len(p) == 2 and _full(calls, p, run) for p in _pairs(calls)) else 0
+    backend = calls[0].args.backend
+    some = any(_full([calls[i].q.shape[2] for i in pair], TURN_ROWS) for pair in _pairs(calls))
+    return TURN_ROWS if some and (backend == "triton" or (on_gpu and not backend)) else 0
 
 
-def _full(calls: Sequence[Bound], pair: list[int], run: int) -> int:
-    """Runs that both groups of a pair can fill."""
-    return min(calls[i].q.shape[2] for i in pair) // run
+def _full(rows: Sequence[int], run: int) -> int:
+    """Runs that all groups of a pair can fill."""
+    return min(rows) // run if len(rows) == 2 else 0
 
 
 def _pairs(calls: Sequence[Bound]) -> list[list[int]]:
@@ -70,7 +68,7 @@ def _in_turns(parts: Sequence[Tensor], pairs: list[list[int]], run: int, dim: in
     found = []
     for pair in pairs:
         own = [parts[i] for i in pair]
-        full = min(x.shape[dim] for x in own) // run if len(own) == 2 else 0
+        full = _full([x.shape[dim] for x in own], run)
         if full:
             runs = [x.narrow(dim, 0, full * run).unflatten(dim, (full, run)) for x in own]
             found.append(torch.stack(runs, dim + 1).flatten(dim, dim + 2))
@@ -83,7 +81,7 @@ def _apart(x: Tensor, rows: Sequence[int], pairs: list[list[int]], run: int) -> 
     """The rows of each group out of what `_in_turns` made of dimension 2."""
     found, at = [x] * len(rows), 0
     for pair in pairs:
-        full = min(rows[i] for i in pair) // run if len(pair) == 2 else 0
+        full = _full([rows[i] for i in pair], run)
         both = x.narrow(2, at, 2 * full * run).unflatten(2, (full, 2, run)) if full else x
         at += 2 * full * run
         for side, i in enumerate(pair):

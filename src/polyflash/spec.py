@@ -16,6 +16,7 @@ SMALL_ROWS = 16  # at most this many query rows: one vector of lanes on a 512-bi
 LONG_ROWS, LONGEST_ROWS = 4096, 8192  # from so many query rows on, a call runs a GPU into its power limit
 MANY_KEYS = 512  # from this many keys on, a call is worth splitting or streaming
 DECODE_ROWS = 8  # at most this many rows per key/value head: one pass over the keys at memory speed
+TURN_ROWS = 64  # of a group at a time, where two share tiles of a GPU's kernel
 PACKED_ROWS = 64  # as many rows share a block of keys while it is read, if the keys are many
 MOST_SHARED_ROWS = 128  # on a CPU; see keys_to_share
 MOST_POSITIONS = 2**31 - 2**20  # rows and keys together that 32-bit positions reach, with room for a tile
@@ -165,11 +166,6 @@ def length_class(n: int) -> int:
     if n > 2 * SMALL_ROWS:
         return 6 if n >= LONGEST_ROWS else 5 if n >= LONG_ROWS else 4
     return 3 if n > SMALL_ROWS else 2 if n > 1 else n
-
-
-def turn_rows(head_dim: int, head_dim_v: int) -> int:
-    """Rows of a group in a run, where those of two groups take turns: half a tile of a GPU's kernel."""
-    return 64 if max(head_dim, head_dim_v) <= 128 else 32
 
 
 def is_decode(

@@ -430,6 +430,7 @@ BAD = {
     **{name: (0, 1, None, "yes") for name in ("pack_gqa", "base2", "hold_q", "persistent", "fused")},
     "apart": (3, -1, True, None, "1"),
     **{name: (0, 1, None, "yes") for name in ("lazy_rescale", "late_sum", "compensate", "fixed_splits")},
+    "halves": (0, 1, None, "yes"),
     "precision": ("", "tf32", "fp32", None),
     **{f"dq_{name}": (0, 3, 1000) for name in ("block_m", "block_n", "num_warps")},
     "dq_num_stages": (0, 9),

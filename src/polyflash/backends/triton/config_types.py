@@ -110,6 +110,8 @@ class ForwardConfig:
         if self.block_n // self.split_exp < LEAST:
             wanted = f"chunks of {LEAST} keys or more of block_n {self.block_n}"
             raise spec_error("split_exp", got=self.split_exp, wanted=wanted, change="Take 1.")
+        if self.halves and self.block_m < 2 * LEAST:
+            raise spec_error("halves", got=True, wanted=f"False with block_m {self.block_m}", change=CHANGE)
         if self.split_keys != 0 or type(self.split_keys) is not int:
             _check_splits(self)
 

@@ -44,7 +44,7 @@ from polyflash.backends.triton.tiles import (
 )
 from polyflash.backends.triton.tiles import split_dim as split_dim
 from polyflash.quant.scheme import KINDS, codes_of, per_word
-from polyflash.spec import MANY_KEYS, PACKED_ROWS, SMALL_ROWS, Feature, Phase, turn_rows
+from polyflash.spec import MANY_KEYS, PACKED_ROWS, SMALL_ROWS, TURN_ROWS, Feature, Phase
 
 if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
@@ -114,15 +114,14 @@ def _safe(spec: AttentionSpec, target: Target) -> Tile:
 
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     """The table's tile, narrower for few rows; heads packed where that fills tiles; rows of a causal mask
-    longest first, so that the short ones fill the last wave."""
+    longest first, so that the short ones fill the last wave. Groups in turns have tiles to share, or of one
+    group each."""
     turns = Feature.TURNS in spec.features
     shared = shared_tile(spec, target) if turns else None
     tile = shared or long_tile(spec, target) or _forward_tile(spec, target)
     packed = not turns and packs(spec, tile.block_m)
-    rows = most_rows(spec) * (spec.group if packed else 1)
-    if turns and shared is None:
-        rows = turn_rows(spec.head_dim, spec.head_dim_v)
-    tile = _narrowed(tile, rows)
+    if shared is None:
+        tile = _narrowed(tile, TURN_ROWS if turns else most_rows(spec) * (spec.group if packed else 1))
     order = "heavy_first" if spec.causal or turns else "plain"
     arch = tables.ARCHS.get(target.arch)
     described = arch is not None and (arch.family, ELEMENT_BYTES.get(spec.dtype)) in tables.DESCRIBED

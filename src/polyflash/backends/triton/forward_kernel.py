@@ -190,7 +190,7 @@ def added_late(sums):
 
 @triton.jit
 def attend_halves(i_m, i_head, blocks, sums, b_q, rows, place, t, n, c):
-    """`attend_blocks` of a tile whose halves see keys of their own. Up to the end of the first half each block
+    """`attend_blocks` of a tile whose halves end at keys of their own. Up to the end of the first half each block
     serves all rows; beyond, the second walks on alone, as a tile of half as many rows."""
     _, first = tile_rows(2 * i_m, i_head, place, t, n, c.HALF)
     own, second = tile_rows(2 * i_m + 1, i_head, place, t, n, c.HALF)
@@ -240,7 +240,7 @@ def cut_rows(b_x):
 
 @triton.jit
 def with_rows(b_1, b_2):
-    """What `cut_rows` has cut, in one."""
+    """Puts together again what `cut_rows` has cut."""
     if len(b_1.shape) == 1:
         b_x = tl.join(b_1, b_2).permute(1, 0).reshape(2 * b_1.shape[0])
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from polyflash.backends.triton import tables
 from polyflash.backends.triton.tables import Tile
 from polyflash.errors import spec_error
-from polyflash.spec import Feature, turn_rows
+from polyflash.spec import TURN_ROWS, Feature
 
 if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
@@ -89,10 +89,10 @@ def long_tile(spec: AttentionSpec, target: Target) -> Tile | None:
 
 
 def shared_tile(spec: AttentionSpec, target: Target) -> Tile | None:
-    """The tile that rows of two groups share, half of it each, if there is one."""
+    """The tile of which two groups have half the rows each, if there is one."""
     key = entry_key(spec, target)
     if target.kind == "cpu":
-        return Tile(2 * turn_rows(spec.head_dim, spec.head_dim_v), 32, 4, 1)
+        return Tile(2 * TURN_ROWS, 32, 4, 1)
     return None if key is None else tables.SHARED.get(key[0], {}).get(key[1])
 
 
