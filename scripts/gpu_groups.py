@@ -51,7 +51,7 @@ def arms_of(groups: list[Tensor], k: Tensor, v: Tensor, offsets: list[int], ends
         "causal": True, "alibi_slopes": None, "softcap": 0.0, "sinks": None, "scale": None,
         "return_lse": False, "backend": None, "config": None,
     })  # fmt: skip
-    q, one_k, one_v, _, args, _ = one_walk(plain.calls)
+    _, one_k, one_v, _, args, _ = one_walk(plain.calls)
     sizes = [x.shape[2] for x in groups]
     made["rows behind each other, as decode"] = lambda: [
         *torch_ops.call(torch.cat([x for x in groups], 2), one_k, one_v, args)[0].split(sizes, 2)
@@ -114,11 +114,15 @@ def sampled(
                 parts = (x[:, own : own + 1, :end].cpu() for x in (k, v))
                 one = q[:, head : head + 1, row : row + 1].cpu()
                 want, _ = attention_reference(one, *parts, causal=True, q_offset=offset + row)
-                worst = max(worst, worst_row(out[:, head : head + 1, row : row + 1].cpu(), want, floor=1 / 16))
+                worst = max(
+                    worst, worst_row(out[:, head : head + 1, row : row + 1].cpu(), want, floor=1 / 16)
+                )
     return worst
 
 
-def measured(name: str, rows: list[int], offsets: list[int], ends: list[int], seconds: float) -> dict[str, Any]:
+def measured(
+    name: str, rows: list[int], offsets: list[int], ends: list[int], seconds: float
+) -> dict[str, Any]:
     groups, k, v = drawn(rows, max(ends))
     arms, row = arms_of(groups, k, v, offsets, ends), {"shape": name, "arms": {}}
     want = arms["a call per group"]()
@@ -136,13 +140,18 @@ def measured(name: str, rows: list[int], offsets: list[int], ends: list[int], se
         except Exception as raised:
             row["arms"][arm] = {"mark": f"{type(raised).__name__}: {str(raised).strip()[:120]}"}
     for arm, found in compared(good, "cuda:0", seconds * len(good)).summaries().items():
-        row["arms"][arm] |= {"ms": found.median * 1e3, "iqr": found.spread, "tflops": 4 * HEADS * DIM * seen / found.median / 1e12}
+        row["arms"][arm] |= {
+            "ms": found.median * 1e3,
+            "iqr": found.spread,
+            "tflops": 4 * HEADS * DIM * seen / found.median / 1e12,
+        }
     base = row["arms"]["a call per group"]["ms"]
     for arm, found in row["arms"].items():
-        if "ms" in found:
-            print(f"  {arm:36} {found['ms']:8.4f} ms ±{found['iqr']:.0%} ×{found['ms'] / base:.3f} {found['tflops']:5.0f} TFLOP/s, off by {found['error']:.1e}")
-        else:
+        if "ms" not in found:
             print(f"  {arm:36} {found.get('mark')} {found.get('error', '')}")
+            continue
+        time, rate = f"{found['ms']:8.4f} ms ±{found['iqr']:.0%} ×{found['ms'] / base:.3f}", found["tflops"]
+        print(f"  {arm:36} {time} {rate:5.0f} TFLOP/s, off by {found['error']:.1e}")
     return row
 
 
@@ -156,7 +165,9 @@ def shapes() -> list[tuple[str, list[int], list[int], list[int]]]:
     for count, rows in ((2, 256), (4, 64), (8, 16), (8, 4), (4, 1)):
         keys = 32768
         starts = [keys - rows - 16 * g for g in range(count)]
-        made.append((f"{count} groups of {rows} rows, 32k keys", [rows] * count, starts, [n + rows for n in starts]))
+        made.append(
+            (f"{count} groups of {rows} rows, 32k keys", [rows] * count, starts, [n + rows for n in starts])
+        )
     return made
 
 
@@ -169,7 +180,11 @@ def main() -> None:
 
     def reached(x: Tensor) -> bool:
         """As usual, but the batch may be one entry's memory again and again."""
-        return usual(x[:1].as_strided(x[:1].shape, (x.shape[1] * x.shape[2] * x.shape[3], *x.stride()[1:])) if x.stride(0) == 0 else x)
+        return usual(
+            x[:1].as_strided(x[:1].shape, (x.shape[1] * x.shape[2] * x.shape[3], *x.stride()[1:]))
+            if x.stride(0) == 0
+            else x
+        )
 
     gluon_forward.describable = reached
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)

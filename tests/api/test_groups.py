@@ -7,10 +7,12 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import polyflash
-from polyflash import SpecError, attention, attention_groups, explain_groups
+from polyflash import SpecError, attention, attention_groups, explain_groups, group_calls
+from polyflash.backends.triton import configs
 from polyflash.groups import FEW_ROWS, KEYS_PER_ROW, MANY_ROWS, SEVERAL_GROUPS, fuses
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
+from tests import device
 from tests.device import generator
 from tests.rows_here import HERE
 
@@ -163,6 +165,97 @@ def test_inputs_are_not_changed():
     copies = [x.clone() for x in (*groups, k, v)]
     attention_groups(groups, k, v, fused=True, **PLACES)
     assert all(torch.equal(a, b) for a, b in zip(copies, (*groups, k, v), strict=True))
+
+
+TURNED = [name for name in HERE if name in ("torch", "triton")]  # who runs groups in turns
+OF_KERNELS = ("causal", "two sides", "softcap", "sinks", "scale", "a group sees no key", "behind the keys")
+MANY = (20, 50, 17, 36)  # of PLACES: (0, 2) and (3, 1) are pairs by their ends
+
+
+class TestTurns:
+    """Rows of two groups that share tiles, of small ones."""
+
+    @pytest.fixture
+    def options(self, monkeypatch, backend):
+        for module in (group_calls, polyflash.groups):
+            monkeypatch.setattr(module, "run_of_turns", lambda *_: 16)
+        if backend == "torch":
+            return {"fused": True, "backend": backend}
+        stages = 2 if device.NAME != "cpu" else 1
+        config = configs.ForwardConfig(32, 16, 4, stages, halves=True)
+        return {"fused": True, "backend": backend, "config": config}
+
+    @pytest.mark.parametrize("backend", TURNED)
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_each_group_is_attention_of_its_own(self, name, backend, options):
+        if backend == "triton" and name not in OF_KERNELS and device.NAME == "cpu":
+            pytest.skip("the interpreter is slow, and these are bounds too")
+        groups, k, v = tensors(MANY)
+        asked = {**PLACES, **OPTIONS[name]}
+        got = attention_groups(groups, k, v, return_lse=True, **options, **asked)
+        close(got, oracle(groups, k, v, **asked))
+
+    @pytest.mark.parametrize("backend", TURNED)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_16_bits(self, dtype, backend, options):
+        groups, k, v = tensors(MANY[:3], heads=2, kv_heads=1, dtype=dtype)
+        places = {"q_offsets": [0, 9, 23], "kv_lens": [20, 31, 40]}
+        got = attention_groups(groups, k, v, return_lse=True, **options, **places)
+        close(got, oracle(groups, k, v, **places), 2e-2)
+
+    @pytest.mark.parametrize("backend", TURNED)
+    def test_keys_that_are_not_finite_stay_with_who_sees_them(self, backend, options):
+        groups, k, v = tensors((16, 16), heads=1, kv_heads=1)
+        places = {"q_offsets": [3, 24], "kv_lens": [9, 40]}
+        before = attention_groups(groups, k, v, return_lse=True, **options, **places)
+        v[:, :, 9:12], k[:, :, 9:12] = torch.nan, torch.inf
+        after = attention_groups(groups, k, v, return_lse=True, **options, **places)
+        assert torch.equal(before[0].out, after[0].out) and torch.equal(before[0].lse, after[0].lse)
+        assert after[1].out.isnan().all()
+
+    @pytest.mark.parametrize("backend", TURNED)
+    @pytest.mark.parametrize("rows", [(16, 16), (16, 47), (15, 40), (64,), (33, 33, 33), (0, 32)])
+    def test_any_number_of_rows(self, rows, backend, options):
+        groups, k, v = tensors(rows, heads=1, kv_heads=1)
+        places = {"q_offsets": [3 * i for i in range(len(rows))]}
+        got = attention_groups(groups, k, v, return_lse=True, **options, **places)
+        close(got, oracle(groups, k, v, **places))
+        out = attention_groups(groups, k, v, **options, **places)
+        assert all(torch.equal(a, b.out) for a, b in zip(out, got, strict=True))
+
+    @pytest.mark.parametrize("backend", ["torch"])
+    def test_gradients_are_those_of_separate_groups(self, backend, options):
+        groups, k, v = tensors((20, 33))
+        inputs = [x.requires_grad_() for x in (*groups, k, v)]
+        found = []
+        for asked in (options, {"fused": False, "backend": backend}):
+            outs = attention_groups(groups, k, v, q_offsets=[2, 7], kv_lens=[22, 40], **asked)
+            found.append(torch.autograd.grad(sum((x * x).sum() for x in outs), inputs))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("backend", [name for name in TURNED if name == "triton"])
+    def test_full_runs_of_a_gpu_backend_are_in_turns(self, backend):
+        """Without a fixture: what a GPU's call of many rows does."""
+        groups, k, v = tensors((70, 64), keys=150, heads=1, kv_heads=1)
+        places = {"q_offsets": [0, 80], "kv_lens": [70, 150], "fused": True, "backend": backend}
+        assert "serves both groups of a tile" in str(explain_groups(groups, k, v, **places))
+        got = attention_groups(groups, k, v, return_lse=True, **places)
+        close(got, oracle(groups, k, v, places["q_offsets"], places["kv_lens"]))
+
+
+def test_only_a_gpu_has_groups_in_turns():
+    groups, k, v = tensors((64, 63, 200), keys=300)
+    places = {"q_offsets": [0] * 3, "kv_lens": [64, 100, 300], "fused": True}
+    turned = {"cuda:sm90": True, "hip:gfx942": True, "cpu:generic": False}
+    for count, some in ((3, True), (2, False)):  # the middle one has no full run, and is of the first pair
+        meta = [x.to("meta") for x in (*groups[:1], *groups[2:], k, v)] if some else None
+        meta = meta or [x.to("meta") for x in (*groups[:2], k, v)]
+        own = {n: x if n == "fused" else (x[:1] + x[2:] if some else x[:2]) for n, x in places.items()}
+        for target, gpu in turned.items():
+            spec = explain_groups(meta[:-2], *meta[-2:], target=target, **own).plans[0].spec
+            assert (Feature.TURNS in spec.features) is (gpu and some), (target, count)
+            assert spec.phase is (Phase.FORWARD if gpu and some else Phase.DECODE)
 
 
 class TestRule:

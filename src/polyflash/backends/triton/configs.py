@@ -38,9 +38,9 @@ from polyflash.backends.triton.tiles import (
     long_tile,
     neighbours,
     power,
-    shared_tile,
     shared_bytes,
     shared_limit,
+    shared_tile,
 )
 from polyflash.backends.triton.tiles import split_dim as split_dim
 from polyflash.quant.scheme import KINDS, codes_of, per_word

@@ -190,8 +190,8 @@ def added_late(sums):
 
 @triton.jit
 def attend_halves(i_m, i_head, blocks, sums, b_q, rows, place, t, n, c):
-    """`attend_blocks` of a tile whose halves end at keys of their own. Up to the end of the first half each block
-    serves all rows; beyond, the second walks on alone, as a tile of half as many rows."""
+    """`attend_blocks` of a tile whose halves end at keys of their own. Up to the end of the first half each
+    block serves all rows; beyond, the second walks on alone, as a tile of half as many rows."""
     _, first = tile_rows(2 * i_m, i_head, place, t, n, c.HALF)
     own, second = tile_rows(2 * i_m + 1, i_head, place, t, n, c.HALF)
     end = tl.where(first.hi > first.lo, tl.minimum(tl.maximum(first.hi, blocks.lo), blocks.hi), blocks.lo)

@@ -164,8 +164,8 @@ LONG: dict[tuple[str, int], dict[tuple[int, bool], LongTile]] = {
 }
 
 # (family, bytes of an element) -> head-dim class -> tile that two groups in turns share, TURN_ROWS of each:
-# compiled without a spill. What is not here has a tile of `FORWARD`, cut to rows of one group. On RDNA no such
-# tile compiles (an assertion of Triton 3.6).
+# compiled without a spill. What is not here has a tile of `FORWARD`, cut to rows of one group: on RDNA no
+# such tile compiles (an assertion of Triton 3.6).
 SHARED: dict[tuple[str, int], dict[int, Tile]] = {
     ("ampere", 2): {
         32: Tile(128, 64, 8, 3),  # [225]; 4 warps spill 44 B
