@@ -31,22 +31,46 @@ from polyflash.target import Target
 if TYPE_CHECKING:
     from polyflash.keywords import OfGroups
 
-# Rows per key/value head: of all groups together, and of the average group where there are several.
-FEW_ROWS, MANY_ROWS, SEVERAL_GROUPS = 4, 128, 4
-KEYS_PER_ROW = 32  # at least, for many rows to share a walk
+
+class Rule(NamedTuple):
+    """How many rows share one walk, per key/value head."""
+
+    few: int  # of all groups together up to so many, or of the average one where there are several
+    several: int
+    many: int  # and from so many on, with keys for each
+    keys_per_row: int
+
+    def __str__(self) -> str:
+        several = f"up to {self.few} a group in {self.several} groups or more"
+        long = f"from {self.many} on if there are {self.keys_per_row} keys for each"
+        return f"fused up to {self.few}, {several}, and {long}"
 
 
-def fuses(rows: Sequence[int], kv_lens: Sequence[int], *, num_q_heads: int, num_kv_heads: int) -> bool:
+RULES = {
+    "cpu": Rule(4, 4, 128, 32),  # docs/results/2026-11-20-epyc-zen4-2core-decode.md
+    "gpu": Rule(4, 4, 128, 32),  # as on a CPU: no GPU has timed it
+}
+
+
+def fuses(
+    rows: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    on_gpu: bool = False,
+) -> bool:
     """Is one walk over the keys better than one per group? `rows` and `kv_lens` are those of each group.
 
     Two groups or more must share keys; and their rows must be so few that reading the keys, which is done
     once then, is all that counts, or so many that they share the copy of each block. In between, a walk for
-    each reads at memory speed, and one walk makes products with keys that few rows see. Measured on one CPU:
-    docs/groups.md."""
+    each reads at memory speed, and one walk makes products with keys that few rows see. `RULES` has the
+    numbers, and where they were measured."""
+    rule = RULES["gpu" if on_gpu else "cpu"]
     sharing = sum(1 for n, keys in zip(rows, kv_lens, strict=True) if n and keys)
     packed = sum(rows) * (num_q_heads // max(1, num_kv_heads))
-    few = FEW_ROWS * (sharing if sharing >= SEVERAL_GROUPS else 1)
-    many = packed >= MANY_ROWS and packed * KEYS_PER_ROW <= max(kv_lens, default=0)
+    few = rule.few * (sharing if sharing >= rule.several else 1)
+    many = packed >= rule.many and packed * rule.keys_per_row <= max(kv_lens, default=0)
     return sharing > 1 and (packed <= few or many)
 
 
@@ -76,7 +100,7 @@ class _Groups(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def fused(self, fused: bool | None) -> tuple[bool, str]:
+    def fused(self, fused: bool | None, on_gpu: bool) -> tuple[bool, str]:
         """Whether all groups are one walk, and why."""
         if not self.calls:
             return False, "there are none"
@@ -92,10 +116,8 @@ class _Groups(NamedTuple):
         rows, heads = [call.q.shape[2] for call in self.calls], self.calls[0].q.shape[1]
         kv_lens, kv_heads = [call.k.shape[2] for call in self.calls], self.k.shape[1]
         packed = sum(rows) * (heads // max(1, kv_heads))
-        several = f"{FEW_ROWS} a group in {SEVERAL_GROUPS} groups or more"
-        long = f"{MANY_ROWS} on if there are {KEYS_PER_ROW} keys for each"
-        rule = f"fused up to {FEW_ROWS}, up to {several}, and from {long}"
-        chosen = fuses(rows, kv_lens, num_q_heads=heads, num_kv_heads=kv_heads)
+        chosen = fuses(rows, kv_lens, num_q_heads=heads, num_kv_heads=kv_heads, on_gpu=on_gpu)
+        rule = RULES["gpu" if on_gpu else "cpu"]
         return chosen, f"{packed} rows per key/value head in {len(rows)} groups, {rule}"
 
 
@@ -161,7 +183,7 @@ def attention_groups(
     given: dict[str, Any] = {"causal": causal, "alibi_slopes": alibi_slopes, "softcap": softcap}
     given |= {"sinks": sinks, "scale": scale, "return_lse": return_lse, "backend": backend, "config": config}
     groups = _checked(q_groups, k, v, q_offsets, kv_lens, layout, each, given)
-    together = groups.fused(_flag("fused", fused))[0]
+    together = groups.fused(_flag("fused", fused), groups.k.device.type == "cuda")[0]
     results = attend_groups(*groups, together)
     if layout == "bshd":
         results = [(out.transpose(1, 2), lse) for out, lse in results]
@@ -197,7 +219,8 @@ def explain_groups(
     given: dict[str, Any] = {"causal": causal, "alibi_slopes": alibi_slopes, "softcap": softcap}
     given |= {"sinks": sinks, "scale": scale, "return_lse": return_lse, "backend": backend, "config": config}
     groups = _checked(q_groups, k, v, q_offsets, kv_lens, layout, each, given)
-    together, why = groups.fused(_flag("fused", fused))
+    on_gpu = targets.of(groups.k, target).kind in ("cuda", "hip")
+    together, why = groups.fused(_flag("fused", fused), on_gpu)
     calls, backward = groups.calls, []
     if torch.is_grad_enabled() and any(any_requires_grad(x.q, x.k, x.v, x.args) for x in calls):
         calls = [x._replace(args=x.args._replace(need_lse=True)) for x in calls]
@@ -205,7 +228,6 @@ def explain_groups(
         backward = [explained_backward(x, target) for x in wide]
     with torch.no_grad():  # as their gradients are made, they run
         if together:
-            on_gpu = targets.of(calls[0].q, target).kind in ("cuda", "hip")
             calls = [one_walk(calls, run_of_turns(calls, on_gpu))]
         plans = [explained(x, target) for x in calls]
     return GroupsPlan(together, why, tuple(plans), tuple(backward))

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 import polyflash
 from polyflash import SpecError, attention, attention_groups, explain_groups, group_calls
 from polyflash.backends.triton import configs
-from polyflash.groups import FEW_ROWS, KEYS_PER_ROW, MANY_ROWS, SEVERAL_GROUPS, fuses
+from polyflash.groups import RULES, fuses
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
 from tests import device
@@ -167,6 +167,7 @@ def test_inputs_are_not_changed():
     assert all(torch.equal(a, b) for a, b in zip(copies, (*groups, k, v), strict=True))
 
 
+FEW_ROWS, SEVERAL_GROUPS, MANY_ROWS, KEYS_PER_ROW = RULES["cpu"]
 TURNED = [name for name in HERE if name in ("torch", "triton")]  # who runs groups in turns
 OF_KERNELS = ("causal", "two sides", "softcap", "sinks", "scale", "a group sees no key", "behind the keys")
 MANY = (20, 50, 17, 36)  # of PLACES: (0, 2) and (3, 1) are pairs by their ends
@@ -282,6 +283,13 @@ class TestRule:
         assert not fuses([], [], **heads) and not fuses([4], [9], **heads)
         assert not fuses([4, 0], [9, 9], **heads) and not fuses([2, 2], [9, 0], **heads)
         assert fuses([2, 1], [9, 1], **heads)
+
+    def test_a_gpu_has_numbers_of_its_own(self, monkeypatch):
+        groups, k, v = tensors()
+        monkeypatch.setitem(RULES, "gpu", RULES["cpu"]._replace(few=1000))
+        assert not explain_groups(groups, k, v, **PLACES).fused
+        plan = explain_groups(groups, k, v, target="cuda:sm90", **PLACES)
+        assert plan.fused and "fused up to 1000, " in str(plan)
 
     def test_no_heads(self):
         assert fuses([2, 2], [9, 9], num_q_heads=0, num_kv_heads=0)
