@@ -1,4 +1,4 @@
-"""Query groups on one GPU: two launches, both groups' tiles side by side in one launch, and shared tiles.
+"""Query groups on one GPU: a launch for each, all as rows of one call, and as requests of one batch.
 
     python scripts/gpu_groups.py [--seconds 1.0] [--json build/groups.json]
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from torch import Tensor
 
 import polyflash
 from polyflash import Mask, torch_ops
-from polyflash.backends.gluon import forward as gluon_forward
 from polyflash.bench.timing import compared
 from polyflash.compare import TOLERANCE, worst_row
 from polyflash.group_calls import one_walk
@@ -56,20 +54,6 @@ def arms_of(groups: list[Tensor], k: Tensor, v: Tensor, offsets: list[int], ends
     made["rows behind each other, as decode"] = lambda: [
         *torch_ops.call(torch.cat([x for x in groups], 2), one_k, one_v, args)[0].split(sizes, 2)
     ]
-    if min(sizes) >= 64:
-        plan = polyflash.explain_groups(groups, k, v, **places, fused=True).plans[0]
-        print(plan.chosen.name if plan.chosen else "nobody", plan.config)
-        for name, change in {
-            "shared tiles": {},
-            "shared tiles, 128 keys": {"block_n": 128},
-            "shared tiles, 4 warps, 32 keys": {"block_n": 32, "num_warps": 4, "num_stages": 3},
-            "shared tiles, 3 stages": {"num_stages": 3},
-            "shared tiles, rows held": {"hold_q": True},
-            "side by side": {"block_m": 64, "num_warps": 4, "num_stages": 3, "halves": False},
-            "side by side, rows held": {"block_m": 64, "num_warps": 4, "num_stages": 3, "halves": False,
-                                        "hold_q": True},
-        }.items():  # fmt: skip
-            made[name] = partial(call, fused=True, config=replace(plan.config, **change))
     if len(set(sizes)) == 1:
         made |= as_requests(groups, k, v, offsets, ends)
     return made
@@ -92,7 +76,7 @@ def as_requests(groups: list[Tensor], k: Tensor, v: Tensor, offsets: list[int], 
 
     made: Arms = {"requests, triton": partial(call, *expanded, "triton")}
     if groups[0].shape[2] >= 64:
-        made["requests, gluon"] = partial(call, *expanded, "gluon")  # boxes of stride 0
+        made["requests, gluon"] = partial(call, *expanded, "gluon")
         copies = [x.contiguous() for x in expanded]
         made["requests, gluon, keys of their own"] = partial(call, *copies, "gluon")
     return made
@@ -176,17 +160,6 @@ def main() -> None:
     made.add_argument("--seconds", type=float, default=0.3, help="per arm and shape")
     made.add_argument("--json", type=Path)
     options = made.parse_args()
-    usual = gluon_forward.describable
-
-    def reached(x: Tensor) -> bool:
-        """As usual, but the batch may be one entry's memory again and again."""
-        return usual(
-            x[:1].as_strided(x[:1].shape, (x.shape[1] * x.shape[2] * x.shape[3], *x.stride()[1:]))
-            if x.stride(0) == 0
-            else x
-        )
-
-    gluon_forward.describable = reached
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     rows = [measured(*shape, options.seconds) for shape in shapes()]
     if options.json:

@@ -23,7 +23,7 @@ from polyflash.backends.gluon import configs as gluon_configs
 from polyflash.backends.triton import configs, tables, tiles
 from polyflash.quant.scheme import KINDS, codes_of
 from polyflash.routes import spec_of
-from polyflash.spec import LONGEST_ROWS, TURN_ROWS, Arguments, AttentionSpec, Phase
+from polyflash.spec import LONGEST_ROWS, Arguments, AttentionSpec, Phase
 from polyflash.target import Target
 
 GPUS = tuple(t.name for t in targets.KNOWN if t.kind in ("cuda", "hip"))
@@ -82,7 +82,6 @@ PROBLEMS = {
     "alibi": Problem(_ALIBI),
     "capped": Problem(_CAPPED),
     "grouped": Problem(_CAUSAL, kv_heads=4),
-    "turns": Problem({"row_bounds": _meta(KEYS, 2), "turn_rows": TURN_ROWS}),
     "everything": Problem(_EVERY, kv_heads=4),  # in no record: does it compile?
     "token": Problem(_LENS, **_TOKEN),
     "int8": Problem(_LENS, **_TOKEN, codes="int8/1x0,int8/1x0"),
@@ -218,7 +217,6 @@ def every_case() -> tuple[Case, ...]:
             arch = tables.ARCHS[targets.parse(gpu).arch]
             for d, hides in tables.LONG.get((arch.family, 2), {}):
                 made.append(case("bfloat16", d, "long-causal" if hides else "long"))
-            made += [case("bfloat16", d, "turns") for d in tables.SHARED.get((arch.family, 2), {})]
     return (*made, *GLUON, *CODES)
 
 
@@ -246,7 +244,7 @@ def must_be_clean(case: Case) -> bool:
         case.backend == "triton"
         and case.head_dim in (64, 128)
         and tiles.ELEMENT_BYTES[case.dtype] == 2
-        and case.problem in ("causal", "full", "long", "long-causal", "turns")
+        and case.problem in ("causal", "full", "long", "long-causal")
         and any(case.phase is phase and case.target.arch in archs for phase, archs in CLEAN)
     )
 

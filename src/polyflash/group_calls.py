@@ -17,10 +17,11 @@ from polyflash import torch_ops
 from polyflash.entry import Bound
 from polyflash.operands import DIFFERENTIABLE
 from polyflash.routes import any_requires_grad
-from polyflash.spec import TURN_ROWS, Arguments
+from polyflash.spec import Arguments
 
 # Tensors that a group has for itself, beside its rows. A group that has one walks the keys alone.
 OWN = ("kv_lens", "kv_starts", "mask", "bias", "alibi_slopes", "q_segments", "k_segments", "intervals")
+SEPARATE, ROWS, REQUESTS = "", "rows", "requests"  # how groups are run
 _SLOTS = 1 + len(OWN)
 _N_FIRST = 4  # inputs of `_Groups` before k, v and sinks
 
@@ -28,84 +29,53 @@ Results = Sequence[tuple[Tensor, Tensor]]
 _backward_op = torch.ops.polyflash.attention_backward.default
 
 
-def one_walk(calls: Sequence[Bound], run: int = 0) -> Bound:
-    """All groups as the rows of one call, each row with bounds of its own; groups one behind the other, or
-    with `run` two of them in turns, so many rows at a time."""
+def one_walk(calls: Sequence[Bound]) -> Bound:
+    """All groups as the rows of one call, each row with bounds of its own."""
     end = max(call.k.shape[2] for call in calls)
     k, v = next((call.k, call.v) for call in calls if call.k.shape[2] == end)
     free: dict[str, Any] = {"causal": False, "window_left": None, "window_right": None, "offset": None}
-    q, bounds = [call.q for call in calls], _row_bounds(calls)
-    if run:
-        pairs = _pairs(calls)
-        rows, own = _in_turns(q, pairs, run, 2), _in_turns(bounds, pairs, run, 0)
-    else:
-        rows, own = torch.cat(q, 2), torch.cat(bounds)
-    args = calls[0].args._replace(**free, row_bounds=own, turn_rows=run)
-    return Bound(rows, k, v, None, args)
+    args = calls[0].args._replace(**free, row_bounds=_row_bounds(calls))
+    return Bound(torch.cat([call.q for call in calls], 2), k, v, None, args)
 
 
-def run_of_turns(calls: Sequence[Bound], on_gpu: bool) -> int:
-    """Rows that a group has at a time where two share tiles of a GPU's kernel; 0: groups stand one behind the
-    other, as no two have so many, or kernels know of no turns."""
-    backend = calls[0].args.backend
-    some = any(_full([calls[i].q.shape[2] for i in pair], TURN_ROWS) for pair in _pairs(calls))
-    return TURN_ROWS if some and (backend == "triton" or (on_gpu and not backend)) else 0
+def are_alike(calls: Sequence[Bound]) -> bool:
+    """Could groups be the requests of one batch: do they differ in their places alone, which 32 bits hold,
+    and are no batches?"""
+    first, shape = calls[0].args._replace(offset=None), calls[0].q.shape
+    same = all(x.args._replace(offset=None) == first and x.q.shape == shape for x in calls[1:])
+    return same and shape[0] == 1 and all(abs(x.args.offset or 0) < 1 << 31 for x in calls)
 
 
-def _full(rows: Sequence[int], run: int) -> int:
-    """Runs that all groups of a pair can fill."""
-    return min(rows) // run if len(rows) == 2 else 0
+def as_requests(calls: Sequence[Bound]) -> Bound:
+    """Groups that are alike as the entries of one batch, whose keys are one memory again and again."""
+    ends = [call.k.shape[2] for call in calls]
+    widest = calls[ends.index(max(ends))]
+    k, v = (x.expand(len(calls), -1, -1, -1) for x in (widest.k, widest.v))
+    args = calls[0].args._replace(offset=None, kv_lens=_of_each(ends, k))
+    if calls[0].args.offset is not None:
+        args = args._replace(q_offset=_of_each([call.args.offset or 0 for call in calls], k))
+    return Bound(torch.cat([call.q for call in calls]), k, v, None, args)
 
 
-def _pairs(calls: Sequence[Bound]) -> list[list[int]]:
-    """Groups by twos, as near by their ends as may be; the one that ends first is the first of a pair."""
-    order = sorted(range(len(calls)), key=lambda i: calls[i].k.shape[2])
-    return [order[i : i + 2] for i in range(0, len(order), 2)]
+def _of_each(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """int32 numbers where `like` is, filled in there: a copy from the host could not be captured."""
+    return torch.cat([torch.full((1,), n, dtype=torch.int32, device=like.device) for n in numbers])
 
 
-def _in_turns(parts: Sequence[Tensor], pairs: list[list[int]], run: int, dim: int) -> Tensor:
-    """The rows of pairs in turns, as far as both have full runs, then the rest of either."""
-    found = []
-    for pair in pairs:
-        own = [parts[i] for i in pair]
-        full = _full([x.shape[dim] for x in own], run)
-        if full:
-            runs = [x.narrow(dim, 0, full * run).unflatten(dim, (full, run)) for x in own]
-            found.append(torch.stack(runs, dim + 1).flatten(dim, dim + 2))
-        rest = [x.narrow(dim, full * run, x.shape[dim] - full * run) for x in own]
-        found += [x for x in rest if x.shape[dim]]
-    return found[0] if len(found) == 1 else torch.cat(found, dim) if found else parts[0]
-
-
-def _apart(x: Tensor, rows: Sequence[int], pairs: list[list[int]], run: int) -> list[Tensor]:
-    """The rows of each group out of what `_in_turns` made of dimension 2."""
-    found, at = [x] * len(rows), 0
-    for pair in pairs:
-        full = _full([rows[i] for i in pair], run)
-        both = x.narrow(2, at, 2 * full * run).unflatten(2, (full, 2, run)) if full else x
-        at += 2 * full * run
-        for side, i in enumerate(pair):
-            rest = x.narrow(2, at, rows[i] - full * run)
-            at += rest.shape[2]
-            runs = [both.select(3, side).flatten(2, 3)] if full else []
-            found[i] = torch.cat([*runs, rest], 2) if runs and rest.shape[2] else (runs or [rest])[0]
-    return found
-
-
-def _row_bounds(calls: Sequence[Bound]) -> list[Tensor]:
-    """Keys [lo, hi) that each row of each group sees, int32 (rows, 2)."""
+def _row_bounds(calls: Sequence[Bound]) -> Tensor:
+    """Keys [lo, hi) that each row of all groups sees, int32 (rows, 2)."""
     bounds = []
     for q, k, _, _, args, _ in calls:
         end, left, right = k.shape[2], args.window_left, 0 if args.causal else args.window_right
         at = torch.arange(q.shape[2], device=q.device) + (args.offset or 0)
         lo = torch.zeros_like(at) if left is None else (at - left).clamp(min=0, max=end)
         hi = torch.full_like(at, end) if right is None else (at + right + 1).clamp(min=0, max=end)
-        bounds.append(torch.stack((lo, hi), 1).to(torch.int32))
-    return bounds
+        bounds.append(torch.stack((lo, hi), 1))
+    return torch.cat(bounds).to(torch.int32)
 
 
-def attend_groups(calls: list[Bound], k: Tensor, v: Tensor, together: bool) -> Results:
-    """out and lse of each call; their k and v are the first keys of these."""
+def attend_groups(calls: list[Bound], k: Tensor, v: Tensor, how: str) -> Results:
+    """out and lse of each call; their k and v are the first keys of these. `how`: see `joined`."""
     if not calls:
         return []
     if torch.is_grad_enabled() and any(any_requires_grad(x.q, x.k, x.v, x.args) for x in calls):
@@ -114,9 +84,9 @@ def attend_groups(calls: list[Bound], k: Tensor, v: Tensor, together: bool) -> R
         statics = tuple(call.args._replace(**without) for call in calls)
         slots = [x for call in calls for x in (call.q, *(getattr(call.args, name) for name in OWN))]
         ends = tuple(call.k.shape[2] for call in calls)
-        made = _Groups.apply(together, statics, ends, len(calls), k, v, calls[0].args.sinks, *slots)
+        made = _Groups.apply(how, statics, ends, len(calls), k, v, calls[0].args.sinks, *slots)
     else:
-        made = _run(calls, together)
+        made = _run(calls, how)
     return list(_by_group(made, [call.q.shape[2] for call in calls]))
 
 
@@ -129,17 +99,22 @@ def _with_gradients(call: Bound) -> Bound:
     return call._replace(args=args)
 
 
-def _run(calls: Sequence[Bound], together: bool) -> tuple[Tensor, ...]:
+def joined(calls: Sequence[Bound], how: str) -> list[Bound]:
+    """The calls as they are run: SEPARATE; or one, all groups being its ROWS, or its REQUESTS."""
+    if how == SEPARATE:
+        return [*calls]
+    return [one_walk(calls) if how == ROWS else as_requests(calls)]
+
+
+def _run(calls: Sequence[Bound], how: str) -> tuple[Tensor, ...]:
     """out and lse of all groups together, or of each, one after the other."""
     made: list[Tensor] = []
-    run = run_of_turns(calls, calls[0].q.device.type == "cuda") if together else 0
-    for q, k, v, _, args, _ in [one_walk(calls, run)] if together else calls:
+    for q, k, v, _, args, _ in joined(calls, how):
         made.extend(torch_ops.call(q, k, v, args))
-    if run:
-        pairs, rows = _pairs(calls), [call.q.shape[2] for call in calls]
+    if how == REQUESTS:
         out, lse = made
-        lses = _apart(lse, rows, pairs, run) if lse.ndim == 3 else [lse] * len(rows)
-        made = [x for both in zip(_apart(out, rows, pairs, run), lses, strict=True) for x in both]
+        lses = lse.split(1) if lse.ndim == 3 else [lse] * len(calls)
+        made = [x for both in zip(out.split(1), lses, strict=True) for x in both]
     return tuple(made)
 
 
@@ -170,8 +145,8 @@ class _Groups(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(together: bool, statics: Any, ends: Any, _: int, *given: Any) -> tuple[Tensor, ...]:
-        return _run(_calls(statics, ends, given), together)
+    def forward(how: str, statics: Any, ends: Any, _: int, *given: Any) -> tuple[Tensor, ...]:
+        return _run(_calls(statics, ends, given), how)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

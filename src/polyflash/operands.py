@@ -112,7 +112,6 @@ OPERANDS = (
         for table in ("scale", "shift")
     ),
     Operand("wide_gradients", "bool", False, Feature.WIDE_GRADIENTS),
-    Operand("turn_rows", "SymInt", 0, Feature.TURNS),
 )
 BY_NAME = {operand.name: operand for operand in OPERANDS}
 # Those that kernels read: the seed of dropout is a number to them.

@@ -95,7 +95,7 @@ def spec_of(
 def without_gradients(spec: AttentionSpec) -> AttentionSpec:
     """The forward spec of a call that needs none, in the phase it is planned for."""
     s, bounded = spec, Feature.ROW_BOUNDS in spec.features
-    if s.features & {Feature.VARLEN, Feature.TURNS} or not is_decode(
+    if Feature.VARLEN in s.features or not is_decode(
         s.num_q_heads, s.num_kv_heads, s.seqlen_q, s.seqlen_k, bounded, s.device
     ):
         return spec

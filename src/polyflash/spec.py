@@ -16,7 +16,6 @@ SMALL_ROWS = 16  # at most this many query rows: one vector of lanes on a 512-bi
 LONG_ROWS, LONGEST_ROWS = 4096, 8192  # from so many query rows on, a call runs a GPU into its power limit
 MANY_KEYS = 512  # from this many keys on, a call is worth splitting or streaming
 DECODE_ROWS = 8  # at most this many rows per key/value head: one pass over the keys at memory speed
-TURN_ROWS = 64  # of a group at a time, where two share tiles of a GPU's kernel
 PACKED_ROWS = 64  # as many rows share a block of keys while it is read, if the keys are many
 MOST_SHARED_ROWS = 128  # on a CPU; see keys_to_share
 MOST_POSITIONS = 2**31 - 2**20  # rows and keys together that 32-bit positions reach, with room for a tile
@@ -49,7 +48,6 @@ class Feature(str, Enum):
     ROW_BOUNDS = "row bounds"
     CODES = "quantised keys"
     WIDE_GRADIENTS = "wide gradients"
-    TURNS = "rows of two groups in turns"
     DROPOUT = "dropout"
     GQA = "grouped heads"
     HEAD_DIM_V = "head_dim_v != head_dim"
@@ -122,9 +120,6 @@ class Arguments(NamedTuple):
     # Of the backward op: dk, dv and dsinks come in the dtype of their sums, float32 (float64 of float64), for
     # whoever adds those of several calls, and not rounded to that of their operands.
     wide_gradients: bool = False
-    # With row_bounds: every other run of so many rows sees keys up to about one end, those between up to
-    # another, so a tile of a run of each shares what both see. 0: rows are in no such order.
-    turn_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

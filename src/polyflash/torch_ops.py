@@ -260,7 +260,6 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     asked = phase  # decides whether the spec needs gradients: tensors may require some where none are made
     if phase is _DECODE and not (
         args.cu_seqlens_q is None
-        and not args.turn_rows
         and is_decode(
             num_q_heads, num_kv_heads, seqlen_q, seqlen_k, args.row_bounds is not None, q.device.type
         )
@@ -398,7 +397,7 @@ def _differentiate(
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     args = Arguments(*rest)
     check(q, k, v, args)
-    _refuse_statically(_FORWARD if args.row_bounds is None or args.turn_rows else _DECODE, q, k, v, args)
+    _refuse_statically(_FORWARD if args.row_bounds is None else _DECODE, q, k, v, args)
     out, lse = _outputs(q, head_dim_v_of(v, args), args.need_lse)
     return out, lse if args.need_lse else q.new_empty(0)
 

@@ -22,7 +22,7 @@ from polyflash.backends.triton.configs import (
 )
 from polyflash.backends.triton.tables import Tile
 from polyflash.errors import SpecError
-from polyflash.spec import MANY_KEYS, MOST_POSITIONS, TURN_ROWS, AttentionSpec, Feature, Phase, length_class
+from polyflash.spec import MANY_KEYS, MOST_POSITIONS, AttentionSpec, Feature, Phase, length_class
 from polyflash.target import Target
 
 DIMS = ((32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
@@ -169,26 +169,6 @@ class TestReachability:
                     replace(spec, features=spec.features | {Feature.VARLEN}),  # of unknown lengths
                 ):
                     assert tile_of(configs.choose(changed, gpu(arch))) != tile
-
-    def test_groups_in_turns_have_the_tiles_of_the_table_or_of_one_group(self):
-        for target, head, dtype in itertools.product(GPUS, tables.CLASSES, tiles.ELEMENT_BYTES):
-            spec = replace(PLAIN, dtype=dtype, head_dim=head, head_dim_v=head)
-            spec = replace(spec, features=frozenset({Feature.ROW_BOUNDS, Feature.TURNS}))
-            family, size = tables.ARCHS[target.arch].family, tiles.ELEMENT_BYTES[dtype]
-            config, shared = configs.choose(spec, target), tables.SHARED.get((family, size), {}).get(head)
-            assert (
-                config.order == "heavy_first"
-                and not config.pack_gqa
-                and config.halves is (shared is not None)
-            )
-            if shared is None:
-                assert config.block_m <= TURN_ROWS
-                continue
-            assert tile_of(config) == shared and shared.block_m == 2 * TURN_ROWS and not config.hold_q
-            assert tiles.shared_bytes(shared, spec, target) <= tiles.shared_limit(target)
-            assert "serves both groups of a tile" in str(config.notes(spec))
-        with pytest.raises(SpecError, match=r"^halves: got True, wanted False with block_m 16\."):
-            ForwardConfig(16, 16, 4, 2, halves=True)
 
     def test_every_backward_entry_is_chosen_whole_on_every_architecture_of_its_family(self):
         for spec, target in GRID:
@@ -450,7 +430,6 @@ BAD = {
     **{name: (0, 1, None, "yes") for name in ("pack_gqa", "base2", "hold_q", "persistent", "fused")},
     "apart": (3, -1, True, None, "1"),
     **{name: (0, 1, None, "yes") for name in ("lazy_rescale", "late_sum", "compensate", "fixed_splits")},
-    "halves": (0, 1, None, "yes"),
     "precision": ("", "tf32", "fp32", None),
     **{f"dq_{name}": (0, 3, 1000) for name in ("block_m", "block_n", "num_warps")},
     "dq_num_stages": (0, 9),

@@ -8,7 +8,7 @@ from polyflash.dtypes import BY_NAME
 from polyflash.spec import Feature, Phase
 
 _FEATURES = {
-    Phase.FORWARD: USUAL_FEATURES | {Feature.TURNS},  # of which it makes nothing: bounds say all
+    Phase.FORWARD: USUAL_FEATURES,
     Phase.BACKWARD: (USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS}) | {Feature.WIDE_GRADIENTS},
     Phase.STATISTICS: USUAL_FEATURES - {Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT},
 }

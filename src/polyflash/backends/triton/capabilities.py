@@ -12,7 +12,7 @@ DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _GPUS = ("cuda:", "hip:")
 _INTERPRETED = env.TRITON_INTERPRET.is_set()  # read once, as Triton does where a kernel is decorated
 _ROWS = (
-    (Phase.FORWARD, USUAL_FEATURES | {Feature.TURNS}, configs.choose_forward),
+    (Phase.FORWARD, USUAL_FEATURES, configs.choose_forward),
     # With batch_invariant a step has the bits of the prefill: both are of the forward row, as packed calls.
     (
         Phase.DECODE,

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from polyflash.target import Target
 
 PRECISIONS = ("ieee", "tf32x3", "bf16x6")
-_HALVES = "a block of keys serves both groups of a tile, up to the end of the one that ends first"
 _LAZY = "sums are scaled only when the maximum has grown by 2^8"
 THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
 # Each use of these makes a field.
@@ -76,8 +75,7 @@ class ForwardConfig:
     softcap or dropout); late_sum adds up the weights of a row across threads behind the last block, not in
     each. In float32 both do nothing. precision is how float32 is multiplied, exactly in every case: by "ieee"
     multiply-adds, or on matrix units as products of parts, "tf32x3" (NVIDIA) or "bf16x6". compensate keeps
-    what float32 loses where a block's output is added to those before. halves: those of a tile, where rows of
-    two groups take turns, have ends of their own. split_keys: the least
+    what float32 loses where a block's output is added to those before. split_keys: the least
     keys of a split, where few tiles would leave cores idle; 0: never split."""
 
     block_m: int = _block()
@@ -100,7 +98,6 @@ class ForwardConfig:
     late_sum: bool = flag(False, needs=lambda config, late, spec, _: can_add_late(spec))
     precision: str = _precision()
     compensate: bool = flag(True, needs=lambda config, lost, spec, _: spec.dtype == "float32")
-    halves: bool = flag(False, needs=lambda config, _, spec, __: Feature.TURNS in spec.features, note=_HALVES)
     split_keys: int = option(
         default=0, switched=(0,), note="keys are split where few tiles would leave cores idle"
     )
@@ -110,8 +107,6 @@ class ForwardConfig:
         if self.block_n // self.split_exp < LEAST:
             wanted = f"chunks of {LEAST} keys or more of block_n {self.block_n}"
             raise spec_error("split_exp", got=self.split_exp, wanted=wanted, change="Take 1.")
-        if self.halves and self.block_m < 2 * LEAST:
-            raise spec_error("halves", got=True, wanted=f"False with block_m {self.block_m}", change=CHANGE)
         if self.split_keys != 0 or type(self.split_keys) is not int:
             _check_splits(self)
 

@@ -40,11 +40,10 @@ from polyflash.backends.triton.tiles import (
     power,
     shared_bytes,
     shared_limit,
-    shared_tile,
 )
 from polyflash.backends.triton.tiles import split_dim as split_dim
 from polyflash.quant.scheme import KINDS, codes_of, per_word
-from polyflash.spec import MANY_KEYS, PACKED_ROWS, SMALL_ROWS, TURN_ROWS, Feature, Phase
+from polyflash.spec import MANY_KEYS, PACKED_ROWS, SMALL_ROWS, Feature, Phase
 
 if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
@@ -114,23 +113,19 @@ def _safe(spec: AttentionSpec, target: Target) -> Tile:
 
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     """The table's tile, narrower for few rows; heads packed where that fills tiles; rows of a causal mask
-    longest first, so that the short ones fill the last wave. Groups in turns have tiles to share, or of one
-    group each."""
-    turns = Feature.TURNS in spec.features
-    shared = shared_tile(spec, target) if turns else None
-    tile = shared or long_tile(spec, target) or _forward_tile(spec, target)
-    packed = not turns and packs(spec, tile.block_m)
-    if shared is None:
-        tile = _narrowed(tile, TURN_ROWS if turns else most_rows(spec) * (spec.group if packed else 1))
-    order = "heavy_first" if spec.causal or turns else "plain"
+    longest first, so that the short ones fill the last wave."""
+    tile = long_tile(spec, target) or _forward_tile(spec, target)
+    packed = packs(spec, tile.block_m)
+    tile = _narrowed(tile, most_rows(spec) * (spec.group if packed else 1))
+    order = "heavy_first" if spec.causal else "plain"
     arch = tables.ARCHS.get(target.arch)
     described = arch is not None and (arch.family, ELEMENT_BYTES.get(spec.dtype)) in tables.DESCRIBED
     described = described and Feature.PAGED not in spec.features
     loads = "descriptor" if described else "pointer"
     deferred = defers(spec, target)
-    rest: dict[str, Any] = {"hold_q": shared is None and holds_rows(spec, target, tile.block_m)}
+    rest: dict[str, Any] = {"hold_q": holds_rows(spec, target, tile.block_m)}
     rest |= {"lazy_rescale": deferred, "late_sum": deferred, "precision": exact_product(spec, target)}
-    rest |= {"compensate": compensates(spec, target), "halves": shared is not None}
+    rest |= {"compensate": compensates(spec, target)}
     rest |= {"split_keys": _forward_split(spec, target, tile.block_n)}
     return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order, **rest)
 

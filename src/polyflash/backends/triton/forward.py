@@ -45,7 +45,6 @@ class Ready(NamedTuple):
     sees_all: bool  # every row every key, unless an operand says otherwise
     described: bool  # do strides let keys and values be loaded by descriptor, and rows?
     rows_described: bool
-    halves: bool  # of a tile: do they see keys of their own?
     constants: Constants
     variants: dict[tuple[bool, bool, bool], Constants]  # as constexprs
     kernels: runtime.Kernels
@@ -56,8 +55,6 @@ class Ready(NamedTuple):
         found = self.variants.get(key)
         if found is None:
             c = self.constants._replace(DESCRIPTOR=described, WHOLE=whole, LINEAR=linear)
-            if self.halves:
-                c = c._replace(HALVES=True, HALF=c._replace(BLOCK_M=c.BLOCK_M // 2))
             found = self.variants[key] = runtime.compiled_in(c)
         return found
 
@@ -108,7 +105,6 @@ class Prepared:
         described = described and describable(k) and describable(v)
         strides = q.stride(), k.stride(), v.stride(), out.stride()
         rows = () if lse is None else lse.stride()
-        halves = args.row_bounds is not None and getattr(config, "halves", False)
         compiled = constants, runtime.signature(strides), runtime.signature(rows)
         return Ready(
             group=q.shape[1] // k.shape[1],
@@ -120,8 +116,7 @@ class Prepared:
             plain=x == NO_OPERANDS,
             sees_all=not (constants.HAS_LEFT or constants.HAS_RIGHT),
             described=described,
-            rows_described=described and not (config.pack_gqa or halves) and describable(q),
-            halves=halves,
+            rows_described=described and not config.pack_gqa and describable(q),
             constants=constants,
             variants={},
             kernels=self.kernels.setdefault(compiled, runtime.Kernels()),

@@ -169,83 +169,17 @@ def attend_block(
 @triton.jit
 def attend_blocks(blocks, far, sums, b_q, rows, place, t, n, c, AGAIN: tl.constexpr):
     """The online softmax over key blocks, less those that no interval list touches. AGAIN: of V the finite
-    values alone. Late sums stay apart."""
+    values alone."""
     CLEAN: tl.constexpr = AGAIN and not c.WHOLE
     MASKED: tl.constexpr = CLEAN or (c.ALWAYS_MASKED and not AGAIN)
     STAGES: tl.constexpr = c.AGAIN_STAGES if AGAIN else c.NUM_STAGES
     for i_n in tl.range(blocks.lo, blocks.hi, num_stages=STAGES):
         if t.x.intervals is None or touched(i_n * c.BLOCK_N, t.x, place, rows, c.BLOCK_N):
             sums = attend_block(i_n, blocks, far, sums, b_q, rows, place, t, n, c, MASKED, CLEAN)
-    return sums
-
-
-@triton.jit
-def added_late(sums):
-    """The state at the end, with one sum of the weights of a row."""
     l_i = sums.l_i
-    if len(l_i.shape) == 2:
+    if len(l_i.shape) == 2:  # of late sums
         l_i = tl.sum(l_i, 1)
     return Sums(sums.m_i, l_i, sums.acc0, sums.acc1, sums.l_lost, sums.lost0, sums.lost1)
-
-
-@triton.jit
-def attend_halves(i_m, i_head, blocks, sums, b_q, rows, place, t, n, c):
-    """`attend_blocks` of a tile whose halves end at keys of their own. Up to the end of the first half each
-    block serves all rows; beyond, the second walks on alone, as a tile of half as many rows."""
-    _, first = tile_rows(2 * i_m, i_head, place, t, n, c.HALF)
-    own, second = tile_rows(2 * i_m + 1, i_head, place, t, n, c.HALF)
-    end = tl.where(first.hi > first.lo, tl.minimum(tl.maximum(first.hi, blocks.lo), blocks.hi), blocks.lo)
-    both = Blocks(blocks.lo, end, tl.minimum(blocks.full_lo, end), tl.minimum(blocks.full_hi, end))
-    sums = attend_blocks(both, None, sums, b_q, rows, place, t, n, c, False)
-    b_q = load_rows(2 * i_m + 1, i_head, own, place, t, n, c.HALF)
-    lo, hi = tl.maximum(second.lo, end), tl.minimum(tl.maximum(second.hi, end), blocks.hi)
-    alone = Blocks(lo, hi, second.full_lo, second.full_hi)
-    done, sums = halves(sums)
-    return both_halves(done, attend_blocks(alone, None, sums, b_q, own, place, t, n, c.HALF, False))
-
-
-@triton.jit
-def halves(sums):
-    """The states of the first and the second half of the rows."""
-    m_i, m_2 = cut_rows(sums.m_i)
-    l_i, l_2 = cut_rows(sums.l_i)
-    acc0, acc0_2 = cut_rows(sums.acc0)
-    acc1, acc1_2 = cut_rows(sums.acc1)
-    l_lost, l_lost_2 = cut_rows(sums.l_lost)
-    lost0, lost0_2 = cut_rows(sums.lost0)
-    lost1, lost1_2 = cut_rows(sums.lost1)
-    first = Sums(m_i, l_i, acc0, acc1, l_lost, lost0, lost1)
-    return first, Sums(m_2, l_2, acc0_2, acc1_2, l_lost_2, lost0_2, lost1_2)
-
-
-@triton.jit
-def both_halves(a, b):
-    """The state of all rows again."""
-    acc0, acc1 = with_rows(a.acc0, b.acc0), with_rows(a.acc1, b.acc1)
-    lost0, lost1 = with_rows(a.lost0, b.lost0), with_rows(a.lost1, b.lost1)
-    m_i, l_i, l_lost = with_rows(a.m_i, b.m_i), with_rows(a.l_i, b.l_i), with_rows(a.l_lost, b.l_lost)
-    return Sums(m_i, l_i, acc0, acc1, l_lost, lost0, lost1)
-
-
-@triton.jit
-def cut_rows(b_x):
-    """The first and the second half of the rows of a tile, or of a value per row."""
-    HALF: tl.constexpr = b_x.shape[0] // 2
-    if len(b_x.shape) == 1:
-        b_1, b_2 = b_x.reshape(2, HALF).permute(1, 0).split()
-    else:
-        b_1, b_2 = b_x.reshape(2, HALF, b_x.shape[1]).permute(1, 2, 0).split()
-    return b_1, b_2
-
-
-@triton.jit
-def with_rows(b_1, b_2):
-    """Puts together again what `cut_rows` has cut."""
-    if len(b_1.shape) == 1:
-        b_x = tl.join(b_1, b_2).permute(1, 0).reshape(2 * b_1.shape[0])
-    else:
-        b_x = tl.join(b_1, b_2).permute(2, 0, 1).reshape(2 * b_1.shape[0], b_1.shape[1])
-    return b_x
 
 
 @triton.jit
@@ -268,18 +202,14 @@ def attend_tile(i_m, i_head, i_b, i_s, t, n, c):
             tl.store(t.visits + i_t, count)
         b_q = load_rows(i_m, i_head, rows, place, t, n, c)
         fresh = no_sums(c)
-        if c.HALVES:
-            sums = attend_halves(i_m, i_head, blocks, fresh, b_q, rows, place, t, n, c)
-        else:
-            sums = attend_blocks(blocks, None, fresh, b_q, rows, place, t, n, c, False)
-        sums = added_late(sums)
+        sums = attend_blocks(blocks, None, fresh, b_q, rows, place, t, n, c, False)
         units = n.scale
         far = far_rows(sums) if c.FUSED else None
         spoiled = is_spoiled(sums, far, c)
         if c.FUSED or not c.WHOLE:
             if spoiled:
                 hiding = Blocks(blocks.lo, blocks.hi, blocks.lo, blocks.lo)
-                sums = added_late(attend_blocks(hiding, far, fresh, b_q, rows, place, t, n, c, True))
+                sums = attend_blocks(hiding, far, fresh, b_q, rows, place, t, n, c, True)
         if c.FUSED:
             ONE: tl.constexpr = LN2 if c.BASE2 else 1.0
             units = tl.where(far, n.factor * ONE, ONE)

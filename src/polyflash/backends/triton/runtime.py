@@ -169,7 +169,7 @@ class Kernels:
 
 def compiled_in(c: Any) -> Any:
     """The leaves of a tuple as constants of a kernel."""
-    return type(c)(*(compiled_in(x) if isinstance(x, tuple) else tl.constexpr(x) for x in c))
+    return type(c)(*map(tl.constexpr, c))
 
 
 def unknown(n: Any) -> Any:

@@ -163,48 +163,6 @@ LONG: dict[tuple[str, int], dict[tuple[int, bool], LongTile]] = {
     },
 }
 
-# (family, bytes of an element) -> head-dim class -> tile that two groups in turns share, TURN_ROWS of each:
-# compiled without a spill. What is not here has a tile of `FORWARD`, cut to rows of one group: on RDNA no
-# such tile compiles (an assertion of Triton 3.6).
-SHARED: dict[tuple[str, int], dict[int, Tile]] = {
-    ("ampere", 2): {
-        32: Tile(128, 64, 8, 3),  # [225]; 4 warps spill 44 B
-        64: Tile(128, 32, 8, 3),  # [222]; 64 keys spill 48 B
-        128: Tile(128, 16, 8, 3),  # [224]; 32 keys spill 104 B
-    },
-    ("ada", 2): {
-        32: Tile(128, 64, 4, 3),  # [235]
-        64: Tile(128, 32, 8, 3),  # [222]; 64 keys spill 84 B
-        128: Tile(128, 16, 8, 3),  # [187]; 32 keys spill 280 B
-    },
-    ("hopper", 2): {
-        32: Tile(128, 64, 4, 3),  # [213]
-        64: Tile(128, 64, 4, 3),  # [213]
-        128: Tile(128, 64, 8, 2),  # [208]; 4 warps spill 744 B
-        192: Tile(128, 32, 8, 2),  # [255]; at 256 32 keys spill 372 B
-    },
-    ("blackwell", 2): {
-        32: Tile(128, 64, 4, 3),  # [226]
-        64: Tile(128, 64, 8, 3),  # [223]; 4 warps spill 56 B
-        128: Tile(128, 64, 8, 2),  # [254]; 3 stages spill 84 B
-    },
-    ("geforce", 2): {
-        32: Tile(128, 64, 4, 3),  # [255]
-        64: Tile(128, 32, 8, 3),  # [234]; 64 keys spill 28 B
-        128: Tile(128, 16, 8, 3),  # [180]; 32 keys spill 200 B
-    },
-    ("cdna", 2): {
-        32: Tile(128, 64, 4, 1),  # [212]
-        64: Tile(128, 64, 4, 1),  # [268]
-        128: Tile(128, 64, 8, 1),  # [250]
-    },
-    ("cdna4", 2): {
-        32: Tile(128, 64, 4, 1),  # [206]
-        64: Tile(128, 64, 4, 1),  # [280]
-        128: Tile(128, 64, 8, 1),  # [230]
-    },
-}
-
 # (family, bytes of an element) -> head-dim classes whose plain problems scale older sums lazily and add up
 # rows late. H200, both against neither: 9 to 17 % ahead at head dim 256 (lazy scaling alone 4 to 11 %), 4 %
 # behind to 10 % ahead at 128 (median 2 %), up to 3 % ahead at 64.

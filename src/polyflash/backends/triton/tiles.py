@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from polyflash.backends.triton import tables
 from polyflash.backends.triton.tables import Tile
 from polyflash.errors import spec_error
-from polyflash.spec import TURN_ROWS, Feature
+from polyflash.spec import Feature
 
 if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
@@ -86,14 +86,6 @@ def long_tile(spec: AttentionSpec, target: Target) -> Tile | None:
         return None
     found = tables.LONG.get(key[0], {}).get((key[1], bool(spec.features & HIDING)))
     return found.tile if found and (rows or 0) >= found.rows else None
-
-
-def shared_tile(spec: AttentionSpec, target: Target) -> Tile | None:
-    """The tile of which two groups have half the rows each, if there is one."""
-    key = entry_key(spec, target)
-    if target.kind == "cpu":
-        return Tile(2 * TURN_ROWS, 32, 4, 1)
-    return None if key is None else tables.SHARED.get(key[0], {}).get(key[1])
 
 
 def exact_product(spec: AttentionSpec, target: Target) -> str:
