@@ -21,6 +21,7 @@ from polyflash.spec import Arguments
 
 # Tensors that a group has for itself, beside its rows. A group that has one walks the keys alone.
 OWN = ("kv_lens", "kv_starts", "mask", "bias", "alibi_slopes", "q_segments", "k_segments", "intervals")
+SEPARATE, ROWS, REQUESTS = "", "rows", "requests"  # how groups are run
 _SLOTS = 1 + len(OWN)
 _N_FIRST = 4  # inputs of `_Groups` before k, v and sinks
 
@@ -37,6 +38,30 @@ def one_walk(calls: Sequence[Bound]) -> Bound:
     return Bound(torch.cat([call.q for call in calls], 2), k, v, None, args)
 
 
+def are_alike(calls: Sequence[Bound]) -> bool:
+    """Could groups be the requests of one batch: do they differ in their places alone, which 32 bits hold,
+    and are no batches?"""
+    first, shape = calls[0].args._replace(offset=None), calls[0].q.shape
+    same = all(x.args._replace(offset=None) == first and x.q.shape == shape for x in calls[1:])
+    return same and shape[0] == 1 and all(abs(x.args.offset or 0) < 1 << 31 for x in calls)
+
+
+def as_requests(calls: Sequence[Bound]) -> Bound:
+    """Groups that are alike as the entries of one batch, whose keys are one memory again and again."""
+    ends = [call.k.shape[2] for call in calls]
+    widest = calls[ends.index(max(ends))]
+    k, v = (x.expand(len(calls), -1, -1, -1) for x in (widest.k, widest.v))
+    args = calls[0].args._replace(offset=None, kv_lens=_of_each(ends, k))
+    if calls[0].args.offset is not None:
+        args = args._replace(q_offset=_of_each([call.args.offset or 0 for call in calls], k))
+    return Bound(torch.cat([call.q for call in calls]), k, v, None, args)
+
+
+def _of_each(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """int32 numbers where `like` is, filled in there: a copy from the host could not be captured."""
+    return torch.cat([torch.full((1,), n, dtype=torch.int32, device=like.device) for n in numbers])
+
+
 def _row_bounds(calls: Sequence[Bound]) -> Tensor:
     """Keys [lo, hi) that each row of all groups sees, int32 (rows, 2)."""
     bounds = []
@@ -49,8 +74,8 @@ def _row_bounds(calls: Sequence[Bound]) -> Tensor:
     return torch.cat(bounds).to(torch.int32)
 
 
-def attend_groups(calls: list[Bound], k: Tensor, v: Tensor, together: bool) -> Results:
-    """out and lse of each call; their k and v are the first keys of these."""
+def attend_groups(calls: list[Bound], k: Tensor, v: Tensor, how: str) -> Results:
+    """out and lse of each call; their k and v are the first keys of these. `how`: see `joined`."""
     if not calls:
         return []
     if torch.is_grad_enabled() and any(any_requires_grad(x.q, x.k, x.v, x.args) for x in calls):
@@ -59,9 +84,9 @@ def attend_groups(calls: list[Bound], k: Tensor, v: Tensor, together: bool) -> R
         statics = tuple(call.args._replace(**without) for call in calls)
         slots = [x for call in calls for x in (call.q, *(getattr(call.args, name) for name in OWN))]
         ends = tuple(call.k.shape[2] for call in calls)
-        made = _Groups.apply(together, statics, ends, len(calls), k, v, calls[0].args.sinks, *slots)
+        made = _Groups.apply(how, statics, ends, len(calls), k, v, calls[0].args.sinks, *slots)
     else:
-        made = _run(calls, together)
+        made = _run(calls, how)
     return list(_by_group(made, [call.q.shape[2] for call in calls]))
 
 
@@ -74,11 +99,22 @@ def _with_gradients(call: Bound) -> Bound:
     return call._replace(args=args)
 
 
-def _run(calls: Sequence[Bound], together: bool) -> tuple[Tensor, ...]:
+def joined(calls: Sequence[Bound], how: str) -> list[Bound]:
+    """The calls as they are run: SEPARATE; or one, all groups being its ROWS, or its REQUESTS."""
+    if how == SEPARATE:
+        return [*calls]
+    return [one_walk(calls) if how == ROWS else as_requests(calls)]
+
+
+def _run(calls: Sequence[Bound], how: str) -> tuple[Tensor, ...]:
     """out and lse of all groups together, or of each, one after the other."""
     made: list[Tensor] = []
-    for q, k, v, _, args, _ in [one_walk(calls)] if together else calls:
+    for q, k, v, _, args, _ in joined(calls, how):
         made.extend(torch_ops.call(q, k, v, args))
+    if how == REQUESTS:
+        out, lse = made
+        lses = lse.split(1) if lse.ndim == 3 else [lse] * len(calls)
+        made = [x for both in zip(out.split(1), lses, strict=True) for x in both]
     return tuple(made)
 
 
@@ -109,8 +145,8 @@ class _Groups(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(together: bool, statics: Any, ends: Any, _: int, *given: Any) -> tuple[Tensor, ...]:
-        return _run(_calls(statics, ends, given), together)
+    def forward(how: str, statics: Any, ends: Any, _: int, *given: Any) -> tuple[Tensor, ...]:
+        return _run(_calls(statics, ends, given), how)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -1,8 +1,8 @@
 """Groups of query rows that share one key/value set, each with its own place and length among the keys.
 
 Fused, all groups are the rows of one call: the keys are walked once, and each block of them serves every row
-that sees it. Separate, each group is a call of its own: the keys are read once per group, by kernels that
-skip whole blocks."""
+that sees it; or on a GPU the requests of one batch over the same memory, in one launch. Separate, each group
+is a call of its own: the keys are read once per group, by kernels that skip whole blocks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, Unpack, overl
 import torch
 from torch import Tensor
 
+from polyflash import target as targets
 from polyflash import torch_ops, validate
 from polyflash.arguments import Layout, Options, WindowSides, checked_int, normalise
 from polyflash.entry import Bound, autocast, explained, explained_backward, form_of, views_of
 from polyflash.errors import SpecError, UnsupportedError, described, spec_error
-from polyflash.group_calls import OWN, attend_groups, one_walk
+from polyflash.group_calls import OWN, REQUESTS, ROWS, SEPARATE, are_alike, attend_groups, joined
 from polyflash.hints import answering, unexpected
 from polyflash.mask import FAR_OFFSET, Mask, checked_window
 from polyflash.merging import AttentionOutput
@@ -30,23 +31,57 @@ from polyflash.target import Target
 if TYPE_CHECKING:
     from polyflash.keywords import OfGroups
 
-# Rows per key/value head: of all groups together, and of the average group where there are several.
-FEW_ROWS, MANY_ROWS, SEVERAL_GROUPS = 4, 128, 4
-KEYS_PER_ROW = 32  # at least, for many rows to share a walk
+
+class Rule(NamedTuple):
+    """How many rows are fused, per key/value head."""
+
+    few: int  # of all groups together up to so many, or of the average one where there are several
+    several: int
+    many: int | None  # and from so many on, with keys for each
+    keys_per_row: int
+    alike: int  # and up to so many rows of all query heads of a group, where all have as many
+
+    def __str__(self) -> str:
+        found = [f"up to {self.few}", f"up to {self.few} a group in {self.several} groups or more"]
+        if self.many is not None:
+            found.append(f"from {self.many} on if there are {self.keys_per_row} keys for each")
+        if self.alike:
+            found.append(f"up to {self.alike} of all query heads of each of groups that are alike")
+        return f"fused {', '.join(found)}"
 
 
-def fuses(rows: Sequence[int], kv_lens: Sequence[int], *, num_q_heads: int, num_kv_heads: int) -> bool:
-    """Is one walk over the keys better than one per group? `rows` and `kv_lens` are those of each group.
+RULES = {
+    "cpu": Rule(4, 4, 128, 32, 0),  # docs/results/2026-11-20-epyc-zen4-2core-decode.md
+    "gpu": Rule(256, 2, None, 0, 1 << 14),  # docs/results/2026-11-26-h100-groups.md
+}
+REQUEST_ROWS = 64  # of a group, from which on a GPU takes alike groups for requests of one batch
+
+
+def fuses(
+    rows: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    on_gpu: bool = False,
+    alike: bool = False,
+) -> bool:
+    """Is one call better than one per group? `rows` and `kv_lens` are those of each group; `alike`: could
+    groups be the requests of one batch?
 
     Two groups or more must share keys; and their rows must be so few that reading the keys, which is done
-    once then, is all that counts, or so many that they share the copy of each block. In between, a walk for
-    each reads at memory speed, and one walk makes products with keys that few rows see. Measured on one CPU:
-    docs/groups.md."""
+    once then, is all that counts, or on a CPU so many that they share the copy of each block. In between, a
+    walk for each reads at memory speed, and one walk makes products with keys that few rows see. On a GPU
+    alike groups are fused while one alone leaves cores idle. `RULES` has the numbers, and where they were
+    measured."""
+    rule = RULES["gpu" if on_gpu else "cpu"]
     sharing = sum(1 for n, keys in zip(rows, kv_lens, strict=True) if n and keys)
     packed = sum(rows) * (num_q_heads // max(1, num_kv_heads))
-    few = FEW_ROWS * (sharing if sharing >= SEVERAL_GROUPS else 1)
-    many = packed >= MANY_ROWS and packed * KEYS_PER_ROW <= max(kv_lens, default=0)
-    return sharing > 1 and (packed <= few or many)
+    few = rule.few * (sharing if sharing >= rule.several else 1)
+    many = rule.many is not None and packed >= rule.many
+    many = many and packed * rule.keys_per_row <= max(kv_lens, default=0)
+    idle = alike and max(rows, default=0) * num_q_heads <= rule.alike
+    return sharing > 1 and (packed <= few or many or idle)
 
 
 @dataclass(frozen=True)
@@ -60,7 +95,7 @@ class GroupsPlan:
     backward: tuple[Plan, ...] = ()
 
     def __str__(self) -> str:
-        how = "one walk over the keys" if self.fused else f"{len(self.plans)} calls"
+        how = "one call" if self.fused else f"{len(self.plans)} calls"
         lines = [f"groups: {how}: {self.why}", *map(str, self.plans)]
         if self.backward:
             lines += ["gradients: a call per group, whose sums for k, v and sinks are added in float32"]
@@ -75,27 +110,30 @@ class _Groups(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def fused(self, fused: bool | None) -> tuple[bool, str]:
-        """Whether all groups are one walk, and why."""
+    def how(self, fused: bool | None, on_gpu: bool) -> tuple[str, str]:
+        """How groups are run, as `joined` has it, and why."""
         if not self.calls:
-            return False, "there are none"
+            return SEPARATE, "there are none"
         own = [(i, x) for i, call in enumerate(self.calls) for x in OWN if getattr(call.args, x) is not None]
         if own and fused is not False:
             why = f"group {own[0][0]} has {own[0][1]}, and one walk tells rows by their bounds alone"
             if fused:
                 change = "Use fused=None, or say the same with causal=, window=, kv_lens="
                 raise UnsupportedError(f"fused=True: {why}. {change}")
-            return False, why
-        if fused is not None:
-            return fused, f"asked for by fused={fused}"
+            return SEPARATE, why
+        if fused is False:
+            return SEPARATE, f"asked for by fused={fused}"
+        alike = on_gpu and self.calls[0].q.shape[2] >= REQUEST_ROWS and are_alike(self.calls)
+        how, form = (REQUESTS, "; they are requests of one batch") if alike else (ROWS, "")
+        if fused:
+            return how, f"asked for by fused={fused}{form}"
         rows, heads = [call.q.shape[2] for call in self.calls], self.calls[0].q.shape[1]
         kv_lens, kv_heads = [call.k.shape[2] for call in self.calls], self.k.shape[1]
         packed = sum(rows) * (heads // max(1, kv_heads))
-        several = f"{FEW_ROWS} a group in {SEVERAL_GROUPS} groups or more"
-        long = f"{MANY_ROWS} on if there are {KEYS_PER_ROW} keys for each"
-        rule = f"fused up to {FEW_ROWS}, up to {several}, and from {long}"
-        chosen = fuses(rows, kv_lens, num_q_heads=heads, num_kv_heads=kv_heads)
-        return chosen, f"{packed} rows per key/value head in {len(rows)} groups, {rule}"
+        given: dict[str, Any] = {"num_q_heads": heads, "num_kv_heads": kv_heads}
+        chosen = fuses(rows, kv_lens, **given, on_gpu=on_gpu, alike=alike)
+        why = f"{packed} rows per key/value head in {len(rows)} groups, {RULES['gpu' if on_gpu else 'cpu']}"
+        return (how, f"{why}{form}") if chosen else (SEPARATE, why)
 
 
 @overload
@@ -143,7 +181,7 @@ def attention_groups(
         mask: bool, True = attend, broadcastable to (batch, num_q_heads, S_g, seqlen_k); or a `Mask`, whose
             segment ids are (batch, S_g) and (batch, seqlen_k).
         bias: any float dtype, broadcastable likewise; has a gradient.
-        fused: True walks the keys once for all groups, False makes one call per group, None takes what is
+        fused: True makes one call of all groups, False makes one call per group, None takes what is
             faster for groups of these sizes (`fuses`). The results agree within rounding.
 
     Returns:
@@ -160,8 +198,8 @@ def attention_groups(
     given: dict[str, Any] = {"causal": causal, "alibi_slopes": alibi_slopes, "softcap": softcap}
     given |= {"sinks": sinks, "scale": scale, "return_lse": return_lse, "backend": backend, "config": config}
     groups = _checked(q_groups, k, v, q_offsets, kv_lens, layout, each, given)
-    together = groups.fused(_flag("fused", fused))[0]
-    results = attend_groups(*groups, together)
+    how, _ = groups.how(_flag("fused", fused), _on_gpu(groups.k))
+    results = attend_groups(*groups, how)
     if layout == "bshd":
         results = [(out.transpose(1, 2), lse) for out, lse in results]
     return list(starmap(AttentionOutput, results)) if return_lse else [out for out, _ in results]
@@ -196,15 +234,15 @@ def explain_groups(
     given: dict[str, Any] = {"causal": causal, "alibi_slopes": alibi_slopes, "softcap": softcap}
     given |= {"sinks": sinks, "scale": scale, "return_lse": return_lse, "backend": backend, "config": config}
     groups = _checked(q_groups, k, v, q_offsets, kv_lens, layout, each, given)
-    together, why = groups.fused(_flag("fused", fused))
+    how, why = groups.how(_flag("fused", fused), _on_gpu(groups.k, target))
     calls, backward = groups.calls, []
     if torch.is_grad_enabled() and any(any_requires_grad(x.q, x.k, x.v, x.args) for x in calls):
         calls = [x._replace(args=x.args._replace(need_lse=True)) for x in calls]
         wide = [x._replace(args=x.args._replace(wide_gradients=True)) for x in calls]
         backward = [explained_backward(x, target) for x in wide]
     with torch.no_grad():  # as their gradients are made, they run
-        plans = [explained(x, target) for x in ([one_walk(calls)] if together else calls)]
-    return GroupsPlan(together, why, tuple(plans), tuple(backward))
+        plans = [explained(x, target) for x in joined(calls, how)]
+    return GroupsPlan(bool(how), why, tuple(plans), tuple(backward))
 
 
 def _checked(
@@ -337,6 +375,11 @@ def _named(error: SpecError, index: int, lists: dict[str, Any], each: dict[str, 
 def _kind(q: Tensor) -> tuple[Any, ...]:
     """The properties groups must have in common."""
     return q.shape[0], q.shape[1], q.shape[3], q.dtype, q.device
+
+
+def _on_gpu(k: Tensor, target: str | Target | None = None) -> bool:
+    """Does a GPU with kernels of its own run calls of these keys?"""
+    return k.device.type == "cuda" if target is None else targets.of(k, target).kind in ("cuda", "hip")
 
 
 def _flag(name: str, value: Any) -> bool | None:

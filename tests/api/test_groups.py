@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 
 import polyflash
 from polyflash import SpecError, attention, attention_groups, explain_groups
-from polyflash.groups import FEW_ROWS, KEYS_PER_ROW, MANY_ROWS, SEVERAL_GROUPS, fuses
+from polyflash.groups import RULES, fuses
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
 from tests.device import generator
@@ -165,6 +165,92 @@ def test_inputs_are_not_changed():
     assert all(torch.equal(a, b) for a, b in zip(copies, (*groups, k, v), strict=True))
 
 
+FEW_ROWS, SEVERAL_GROUPS, MANY_ROWS, KEYS_PER_ROW, _ = RULES["cpu"]
+
+
+class TestRequests:
+    """Groups that are alike as requests of one batch, which a GPU takes from 64 rows on."""
+
+    @pytest.fixture(autouse=True)
+    def as_on_a_gpu(self, monkeypatch):
+        monkeypatch.setattr(polyflash.groups, "_on_gpu", lambda *_: True)
+        monkeypatch.setattr(polyflash.groups, "REQUEST_ROWS", 5)
+
+    def alike(self, count=4, **given):
+        groups, k, v = tensors((5,) * count, **given)
+        return [x[:1] for x in groups], k[:1], v[:1]
+
+    @pytest.mark.parametrize("backend", HERE)
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_each_group_is_attention_of_its_own(self, name, backend):
+        groups, k, v = self.alike()
+        options = {**PLACES, **OPTIONS[name]}
+        plan = explain_groups(groups, k, v, fused=True, backend=backend, **options)
+        far = max(options["q_offsets"]) >= 1 << 31
+        assert plan.fused and ("requests of one batch" in plan.why) is not far
+        assert plan.plans[0].spec.batch == (1 if far else 4)
+        got = attention_groups(groups, k, v, fused=True, return_lse=True, backend=backend, **options)
+        close(got, oracle(groups, k, v, **options))
+        out = attention_groups(groups, k, v, fused=True, backend=backend, **options)
+        assert all(torch.equal(a, b.out) for a, b in zip(out, got, strict=True))
+
+    @pytest.mark.parametrize("backend", HERE)
+    def test_keys_a_group_does_not_see_are_absent(self, backend):
+        groups, k, v = self.alike()
+        options = {"fused": True, "return_lse": True, "backend": backend, **PLACES}
+        before = attention_groups(groups, k, v, **options)
+        for x in (k, v):
+            x[:, :, 9:12] = torch.nan
+        after = attention_groups(groups, k, v, **options)
+        assert torch.equal(before[0].out, after[0].out) and torch.equal(before[0].lse, after[0].lse)
+        assert after[1].out.isnan().all() and after[3].out.isnan().all()
+
+    def test_others_are_the_rows_of_one_call(self):
+        groups, k, v = self.alike()
+        several = {"q_offsets": [0] * 4, "fused": True}
+        assert "requests" in explain_groups(groups, k, v, **several).why
+        of_batch = [x.expand(2, -1, -1, -1) for x in (*groups, k, v)]
+        windows = [(3, None), None, (3, None), None]
+        for plan in (
+            explain_groups([*groups[:3], groups[3][:, :, :4]], k, v, **several),
+            explain_groups([x[:, :, :4] for x in groups], k, v, **several),
+            explain_groups(of_batch[:-2], *of_batch[-2:], **several),
+            explain_groups(groups, k, v, window=windows, **several),
+        ):
+            assert plan.fused and "requests" not in plan.why and plan.plans[0].spec.phase is Phase.DECODE
+
+    def test_gradients_and_layouts_are_those_of_separate_groups(self):
+        groups, k, v = self.alike()
+        inputs = [x.clone().requires_grad_() for x in (*groups, k, v)]
+        found = []
+        for fused in MODES:
+            turned = [x.transpose(1, 2) for x in inputs]
+            given = {"fused": fused, "return_lse": True, "layout": "bshd", **PLACES}
+            got = attention_groups(turned[:-2], *turned[-2:], **given)
+            total = sum((x.out**2).sum() + x.lse.sum() for x in got)
+            found.append(torch.autograd.grad(total, inputs))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+    def test_the_rule_of_a_gpu(self):
+        few, several, _, _, most = RULES["gpu"]
+        heads = {"num_q_heads": 8, "num_kv_heads": 2, "on_gpu": True}
+        rows = few // 4
+        assert several == 2 and fuses([rows] * 2, [9] * 2, **heads)
+        assert not fuses([rows + 1] * 2, [9] * 2, **heads) and not fuses([4096] * 2, [1 << 30] * 2, **heads)
+        assert fuses([most // 8] * 2, [9] * 2, alike=True, **heads)
+        assert not fuses([most // 8 + 1] * 2, [9] * 2, alike=True, **heads)
+        assert not fuses([rows] * 2, [9, 0], alike=True, **heads)
+        assert f"up to {most} of all query heads" in str(RULES["gpu"]) and "on if" not in str(RULES["gpu"])
+
+    @pytest.mark.parametrize("rows", [8, 4])
+    def test_by_rule_a_gpu_takes_it(self, rows):
+        groups, k, v = self.alike(2)
+        groups = [x[:, :, :1].expand(-1, -1, rows, -1) for x in groups]
+        plan = explain_groups(groups, k, v, q_offsets=[0, 9])
+        assert plan.fused and ("requests" in plan.why) is (rows >= 5)
+
+
 class TestRule:
     """`fuses`, on both sides of each of its thresholds."""
 
@@ -190,6 +276,13 @@ class TestRule:
         assert not fuses([4, 0], [9, 9], **heads) and not fuses([2, 2], [9, 0], **heads)
         assert fuses([2, 1], [9, 1], **heads)
 
+    def test_a_gpu_has_numbers_of_its_own(self, monkeypatch):
+        groups, k, v = tensors()
+        monkeypatch.setitem(RULES, "gpu", RULES["gpu"]._replace(few=1000))
+        assert not explain_groups(groups, k, v, **PLACES).fused
+        plan = explain_groups(groups, k, v, target="cuda:sm90", **PLACES)
+        assert plan.fused and "fused up to 1000, " in plan.why
+
     def test_no_heads(self):
         assert fuses([2, 2], [9, 9], num_q_heads=0, num_kv_heads=0)
 
@@ -210,7 +303,7 @@ class TestExplain:
         meta = [x.to("meta") for x in (*groups, k, v)]
         assert f"fused up to {FEW_ROWS}, " in str(explain_groups(groups, k, v, **PLACES))
         plan = explain_groups(meta[:-2], *meta[-2:], target="cpu:generic", fused=True, **PLACES)
-        assert plan.fused and "one walk" in str(plan)
+        assert plan.fused and "one call" in str(plan)
         spec = plan.plans[0].spec
         assert spec.phase is Phase.DECODE and spec.seqlen_q == 18 and Feature.ROW_BOUNDS in spec.features
 

@@ -187,7 +187,7 @@ def band_of(seqlen_q: int, seqlen_k: int, args: Arguments) -> Band:
 
 def is_boxed(x: Tensor) -> bool:
     """Can TMA read and write it where it is?"""
-    return describable(x) and x.data_ptr() % _ALIGNED == 0
+    return describable(x, repeated=True) and x.data_ptr() % _ALIGNED == 0
 
 
 def boxed(x: Tensor) -> Tensor:

@@ -81,11 +81,13 @@ class Constants(NamedTuple):
     LAYOUT: int = 0  # of the tuples: another is another kernel
 
 
-def describable(x: Tensor) -> bool:
+def describable(x: Tensor, repeated: bool = False) -> bool:
     """May blocks of rows be loaded by tensor descriptor, if the tensor starts at 16 bytes? Rows must be dense
-    and multiples of that apart, less than the 40 bits that the hardware's have."""
-    size = x.element_size()
-    return x.stride(3) == 1 and all(0 < s * size < 1 << 40 and s * size % 16 == 0 for s in x.stride()[:3])
+    and multiples of that apart, less than the 40 bits that the hardware's have; `repeated`: entries of the
+    batch may be one memory."""
+    size, first = x.element_size(), 1 if repeated and x.stride(0) == 0 else 0
+    strides = x.stride()[first:3]
+    return x.stride(3) == 1 and all(0 < s * size < 1 << 40 and s * size % 16 == 0 for s in strides)
 
 
 def descriptors(x: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]:
