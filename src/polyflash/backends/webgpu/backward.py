@@ -18,7 +18,7 @@ from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_
 from polyflash.backends.webgpu.chunks import Chunk, chunks
 from polyflash.backends.webgpu.configs import fours
 from polyflash.backends.webgpu.device import Block
-from polyflash.backends.webgpu.forward import dispatches, flat_grid, stored
+from polyflash.backends.webgpu.forward import READ, dispatches, flat_grid, stored
 from polyflash.backends.webgpu.render import Buffer, Kernel
 from polyflash.backends.webgpu.tensor import GpuTensor
 
@@ -37,7 +37,7 @@ def kernels_of(
     """delta, dq, dkv and dbias: no length is in them."""
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
     variant = configs.gradient_variant((d4, dv4), limits)
-    sized = {"D4": d4, "DV4": dv4, "NT": variant.threads, "BN": variant.keys, "FOUR": 4}
+    sized = {"D4": d4, "DV4": dv4, "K_FOURS": d4, "V_FOURS": dv4, "NT": variant.threads, "BN": variant.keys, "FOUR": 4}
     constants, unrolled = tuple({**flags, **sized}.items()), configs.UNROLLED[limits.kind]
     q, k, v, dout = (Buffer(name, kind) for name in ("q", "k", "v", "dout"))
     rows, walk = Buffer("rows", "vec2<f32>"), ("stages.wgsl", "gradient.wgsl")
@@ -50,7 +50,7 @@ def kernels_of(
     )
     dq = Kernel(
         "backward_dq",
-        (*walk, "load_tile.wgsl", "backward_dq.wgsl"),
+        (*walk, *READ, "load_tile.wgsl", "backward_dq.wgsl"),
         (q, k, v, dout, rows, Buffer("dq", kind, True)),
         constants,
         PARAMS,

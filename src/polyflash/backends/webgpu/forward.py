@@ -16,6 +16,7 @@ import torch
 from polyflash.backends.webgpu import configs, device
 from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_of
 from polyflash.backends.webgpu.chunks import chunks
+from polyflash.backends.webgpu.codes import GpuCodes, held_on_device, without_tables
 from polyflash.backends.webgpu.configs import ROW, Config, Variant, fours
 from polyflash.backends.webgpu.device import Block, Device, DeviceError
 from polyflash.backends.webgpu.render import Buffer, Kernel
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 # device that is silent for longer (2 s on Windows).
 _MOST_WORK = 3e11
 _KEPT_CALLS = 256
+READ = ("read_table.wgsl", "read.wgsl")
 _TESTED = Sizes(1, 2, 1, 40, 72, 16, 16)  # by a device's first call, on every template
 
 
@@ -58,7 +60,7 @@ def stored(dtype: torch.dtype, on: Device) -> str:
 
 
 def attend(
-    q: GpuTensor, k: GpuTensor, v: GpuTensor, args: Arguments, config: Config, few_rows: bool = False
+    q: GpuTensor, k: GpuTensor | GpuCodes, v: GpuTensor | GpuCodes, args: Arguments, config: Config, few_rows: bool = False
 ) -> tuple[GpuTensor, GpuTensor | None]:
     """out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq), on the device; nothing waits."""
     on, sizes = q.device, sizes_of(q, k, v)
@@ -86,19 +88,20 @@ def _prepare(on: Device, sizes: Sizes, args: Arguments, config: Config, few_rows
 
 
 def launch_forward(
-    q: GpuTensor, k: GpuTensor, v: GpuTensor, prepared: Prepared, need_lse: bool
+    q: GpuTensor, k: GpuTensor | GpuCodes, v: GpuTensor | GpuCodes, prepared: Prepared, need_lse: bool
 ) -> tuple[GpuTensor, GpuTensor | None]:
     on, sizes, (call, words, plan) = q.device, sizes_of(q, k, v), prepared
     shape = (*q.shape[:3], sizes.head_dim_v)
     out = GpuTensor.empty(shape, q.dtype)
     lse = GpuTensor.empty(shape[:3]) if need_lse else None
+    given = (words, q.block, k.block, v.block, *(x.tables for x in (k, v) if isinstance(x, GpuCodes)))
     if plan.num_splits == 1:
         rows = lse.block if lse is not None else words
-        _walk(on, (words, q.block, k.block, v.block, out.block, rows), sizes, call, plan, q.dtype, need_lse)
+        _walk(on, (*given, out.block, rows), sizes, call, plan, q.dtype, need_lse)
         return out, lse
     total = plan.num_splits * math.prod(shape[:3])
     parts, rows = on.empty(total * fours(shape[3]) * 16), on.empty(total * 8)
-    _walk(on, (words, q.block, k.block, v.block, parts, rows), sizes, call, plan, q.dtype, True)
+    _walk(on, (*given, parts, rows), sizes, call, plan, q.dtype, True)
     _merge(
         on,
         (words, parts, rows, out.block, lse.block if lse is not None else None),
@@ -118,7 +121,7 @@ def kernel_of(
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
     constants = {
         **flags,
-        **{"D4": d4, "DV4": dv4, "NT": variant.threads, "BN": variant.keys},
+        **{"D4": d4, "DV4": dv4, "NT": variant.threads, "BN": variant.keys, "K_FOURS": d4, "V_FOURS": dv4},
         **{"PACK": int(plan.packed), "SPLIT": int(split), "LSE": int(need_lse)},
     }
     if variant.template != ROW:
@@ -127,12 +130,15 @@ def kernel_of(
         constants |= {"SHARED": int(not variant.subgroups), "SUBGROUPS": int(variant.subgroups)}
     out = "sums" if split else kind
     rows = "vec2<f32>" if split else "f32"
-    buffers = [Buffer("q", kind), Buffer("k", kind), Buffer("v", kind), Buffer("out", out, True)]
+    buffers = [Buffer("q", kind)]
+    buffers += [Buffer(x, "u32" if flags.get(f"{x.upper()}_CODES") else kind) for x in "kv"]
+    buffers += [Buffer(f"{x}_tables", "f32") for x in "kv" if flags.get(f"{x.upper()}_CODES")]
+    buffers.append(Buffer("out", out, True))
     if split or need_lse:
         buffers.append(Buffer("lse", rows, True))
     name = f"forward_{variant.template}"
     tile = ("load_tile.wgsl",) if variant.template == ROW else ()
-    files = ("stages.wgsl", "finalize.wgsl", *tile, f"{name}.wgsl")
+    files = ("stages.wgsl", *READ, "finalize.wgsl", *tile, f"{name}.wgsl")
     return Kernel(name, files, tuple(buffers), tuple(constants.items()), PARAMS, unrolled)
 
 
@@ -254,13 +260,13 @@ def run(
     args: Arguments,
     few: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Fills out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq) from CPU tensors, a chunk at a time where
-    one would be larger than a binding may be."""
+    """Fills out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq) from CPU tensors, k and v perhaps codes, a
+    chunk at a time where one would be larger than a binding may be."""
     on = device.current()
     for part in chunks(q, k, v, args, on.limits):
         own_q, own_k, own_v, own = part.of_q(q), part.of_k(k), part.of_k(v), part.arguments(args)
-        held = GpuTensor.of(own_q), GpuTensor.of(own_k), GpuTensor.of(own_v)
-        results: tuple[Any, Any] = attend(*held, own, launch.config, few)
+        held = GpuTensor.of(own_q), *held_on_device(own_k, own_v, own)
+        results: tuple[Any, Any] = attend(*held, without_tables(own), launch.config, few)
         results[0].copy_to(part.of_q(out))
         if args.need_lse:
             results[1].copy_to(part.of_q(lse))

@@ -7,13 +7,13 @@ fn load_tile(at: Place, j0: u32, t: u32) {
   for (var x = t; x < BN * D4; x += NT) {
     let j = j0 + x / D4;
     var w = vec4<f32>(0.0);
-    if (i32(j) < at.kv_end) { w = load_k(key_of(at, j) * D4 + x % D4); }
+    if (i32(j) < at.kv_end) { w = read_k(at, j, x % D4); }
     b_k[x] = w;
   }
   for (var x = t; x < BN * DV4; x += NT) {
     let j = j0 + x / DV4;
     var w = vec4<f32>(0.0);
-    if (i32(j) < at.kv_end) { w = load_v(key_of(at, j) * DV4 + x % DV4); }
+    if (i32(j) < at.kv_end) { w = read_v(at, j, x % DV4); }
     b_v[x] = w;
   }
 }
