@@ -37,7 +37,15 @@ def kernels_of(
     """delta, dq, dkv and dbias: no length is in them."""
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
     variant = configs.gradient_variant((d4, dv4), limits)
-    sized = {"D4": d4, "DV4": dv4, "K_FOURS": d4, "V_FOURS": dv4, "NT": variant.threads, "BN": variant.keys, "FOUR": 4}
+    sized = {
+        "D4": d4,
+        "DV4": dv4,
+        "K_FOURS": d4,
+        "V_FOURS": dv4,
+        "NT": variant.threads,
+        "BN": variant.keys,
+        "FOUR": 4,
+    }
     constants, unrolled = tuple({**flags, **sized}.items()), configs.UNROLLED[limits.kind]
     q, k, v, dout = (Buffer(name, kind) for name in ("q", "k", "v", "dout"))
     rows, walk = Buffer("rows", "vec2<f32>"), ("stages.wgsl", "gradient.wgsl")

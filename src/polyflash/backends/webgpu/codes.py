@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from polyflash.backends.webgpu import device as devices
 from polyflash.backends.webgpu.configs import fours
-from polyflash.backends.webgpu.tensor import GpuTensor, array_of, nbytes_of
+from polyflash.backends.webgpu.tensor import GpuTensor, array_of, nbytes_of, unstored
 from polyflash.errors import described, spec_error
 from polyflash.quant import codec
 from polyflash.quant.scheme import KINDS, Block, Codes, codes_of
@@ -72,37 +72,35 @@ class GpuCodes:
     def like(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tensors without memory, of the shapes and dtypes of the codes, the scales and the shifts."""
         batch, heads, tokens, channels = self.shape
-        codes = _unstored((batch, heads, tokens, channels // self.form.packed), self.stored)
-        blocks = (self.form.scale, self.form.shift)
-        scale, shift = (
-            None if x is None else _unstored((batch, heads, *x.counts(tokens, channels)), torch.float32)
-            for x in blocks
-        )
-        assert scale is not None
-        return codes, scale, shift
+
+        def table(block: Block) -> Tensor:
+            return unstored((batch, heads, *block.counts(tokens, channels)), torch.float32)
+
+        codes = unstored((batch, heads, tokens, channels // self.form.packed), self.stored)
+        shift = None if self.form.shift is None else table(self.form.shift)
+        return codes, table(self.form.scale), shift
 
 
-def _unstored(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty((1,), dtype=dtype, device="cpu").expand(shape)
+KV = GpuTensor | GpuCodes
 
 
-def held_on_device(k: Tensor, v: Tensor, args: Arguments) -> tuple[GpuTensor | GpuCodes, ...]:
+def held_on_device(k: Tensor, v: Tensor, args: Arguments) -> tuple[KV, KV]:
     """k and v of a call on CPU tensors, either of which may be codes."""
-    sides = (k, args.k_scale, args.k_shift), (v, args.v_scale, args.v_shift)
-    forms = codes_of(args.codes) if args.codes else (None, None)
-    return tuple(
-        GpuTensor.of(x) if form is None or scale is None else GpuCodes(x, scale, shift, form)
-        for (x, scale, shift), form in zip(sides, forms, strict=True)
-    )
+    of_k, of_v = codes_of(args.codes) if args.codes else (None, None)
+    return _held(k, of_k, args.k_scale, args.k_shift), _held(v, of_v, args.v_scale, args.v_shift)
+
+
+def _held(x: Tensor, form: Codes | None, scale: Tensor | None, shift: Tensor | None) -> KV:
+    return GpuTensor.of(x) if form is None or scale is None else GpuCodes(x, scale, shift, form)
 
 
 def without_tables(args: Arguments) -> Arguments:
     """The arguments of a call whose tables lie beside its codes."""
-    return args._replace(**dict.fromkeys(TABLES)) if args.codes else args
+    return args._replace(k_scale=None, k_shift=None, v_scale=None, v_shift=None) if args.codes else args
 
 
 def constants_of(sizes: Sizes, text: str) -> dict[str, int]:
-    """What of `codes`, the op's text, is in the text of a kernel."""
+    """Constants of a kernel that reads `codes`, the op's text."""
     found: dict[str, int] = {}
     for side, codes, dim in _sides(sizes, text):
         if codes is None:

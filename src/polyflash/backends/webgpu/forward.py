@@ -16,7 +16,7 @@ import torch
 from polyflash.backends.webgpu import configs, device
 from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_of
 from polyflash.backends.webgpu.chunks import chunks
-from polyflash.backends.webgpu.codes import GpuCodes, held_on_device, without_tables
+from polyflash.backends.webgpu.codes import KV, GpuCodes, held_on_device, without_tables
 from polyflash.backends.webgpu.configs import ROW, Config, Variant, fours
 from polyflash.backends.webgpu.device import Block, Device, DeviceError
 from polyflash.backends.webgpu.render import Buffer, Kernel
@@ -60,7 +60,12 @@ def stored(dtype: torch.dtype, on: Device) -> str:
 
 
 def attend(
-    q: GpuTensor, k: GpuTensor | GpuCodes, v: GpuTensor | GpuCodes, args: Arguments, config: Config, few_rows: bool = False
+    q: GpuTensor,
+    k: KV,
+    v: KV,
+    args: Arguments,
+    config: Config,
+    few_rows: bool = False,
 ) -> tuple[GpuTensor, GpuTensor | None]:
     """out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq), on the device; nothing waits."""
     on, sizes = q.device, sizes_of(q, k, v)
@@ -88,7 +93,7 @@ def _prepare(on: Device, sizes: Sizes, args: Arguments, config: Config, few_rows
 
 
 def launch_forward(
-    q: GpuTensor, k: GpuTensor | GpuCodes, v: GpuTensor | GpuCodes, prepared: Prepared, need_lse: bool
+    q: GpuTensor, k: KV, v: KV, prepared: Prepared, need_lse: bool
 ) -> tuple[GpuTensor, GpuTensor | None]:
     on, sizes, (call, words, plan) = q.device, sizes_of(q, k, v), prepared
     shape = (*q.shape[:3], sizes.head_dim_v)
@@ -265,8 +270,9 @@ def run(
     on = device.current()
     for part in chunks(q, k, v, args, on.limits):
         own_q, own_k, own_v, own = part.of_q(q), part.of_k(k), part.of_k(v), part.arguments(args)
-        held = GpuTensor.of(own_q), *held_on_device(own_k, own_v, own)
-        results: tuple[Any, Any] = attend(*held, without_tables(own), launch.config, few)
+        held_k, held_v = held_on_device(own_k, own_v, own)
+        own = without_tables(own)
+        results: tuple[Any, Any] = attend(GpuTensor.of(own_q), held_k, held_v, own, launch.config, few)
         results[0].copy_to(part.of_q(out))
         if args.need_lse:
             results[1].copy_to(part.of_q(lse))

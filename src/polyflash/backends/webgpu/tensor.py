@@ -70,6 +70,10 @@ class GpuTensor:
         tensor.device.write(tensor.block, array_of(x))
         return tensor
 
+    def like(self) -> tuple[Tensor, None, None]:
+        """A tensor without memory, of this shape and dtype, and that it has no scales and no shifts."""
+        return unstored(self.shape, self.dtype), None, None
+
     def torch(self) -> Tensor:
         """A CPU tensor with this one's data. Waits until it is there."""
         result = torch.empty(self.shape, dtype=self.dtype, device="cpu")
@@ -110,6 +114,11 @@ class GpuTensor:
             for i, part in enumerate(data):
                 at = self.block.offset + (i * seqlen + start) * per_row
                 device.put(self.block.buffer, at, part)
+
+
+def unstored(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A CPU tensor of any shape in the memory of one element."""
+    return torch.empty((1,), dtype=dtype, device="cpu").expand(shape)
 
 
 def padded(shape: tuple[int, ...]) -> tuple[int, ...]:
