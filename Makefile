@@ -99,6 +99,7 @@ test-all: lint
 	@$(PYTEST) $(ELSEWHERE) -m alone
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
 		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
+	@sh scripts/naga.sh >/dev/null || true
 	@$(MAKE) test-webgpu SLOW="-m ''"
 	@$(PYTEST) $(METAL_TESTS) -m ''
 

@@ -215,6 +215,19 @@ def test_packed_members(reader: Capability | None, name: str):
     check(found.out, found.lse, of, label=name)
 
 
+@pytest.mark.parametrize("name", ["int8-smooth", "int4", "rotated"])
+def test_gradients_go_straight_through(backend: str, name: str):
+    """They are those of attention over the values, and reach the tensor that was quantised."""
+    q, k, v = (x.requires_grad_() for x in qkv(1, (4, 2), 40, 70, 64, seed=7))
+    pair = [quantize(x, s) for x, s in zip((k, v), SCHEMES[name], strict=True)]
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    polyflash.attention(q, *pair, causal=True, backend=backend).backward(dout)
+    exact = [x.detach().double().requires_grad_() for x in (q, *(dequantize(x) for x in pair))]
+    attention_reference(*exact, causal=True).out.backward(dout.double())
+    for x, y in zip((q, k, v), exact, strict=True):
+        assert float((x.grad.double() - y.grad).norm() / y.grad.norm()) < 1e-5
+
+
 def test_a_row_has_what_it_promises():
     for row in READERS[:-1]:
         assert row is not None

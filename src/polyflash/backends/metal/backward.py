@@ -63,7 +63,7 @@ def bias_gradient(call: Call, given: tuple[Tensor, ...], rows: tuple[Tensor, Ten
     (q, k, v, dout), config = given, call.config
     n = numbers_for(q, k, v, call.args, call.x, config, {"dout": dout})
     kept = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-    sizes, (own, walk) = (n.batch, n.num_heads, n.seqlen_q, n.seqlen_k), (config.dq_block_m, config.dq_block_n)
+    sizes, own, walk = (n.batch, n.num_heads, n.seqlen_q, n.seqlen_k), config.dq_block_m, config.dq_block_n
     shared = [have == 1 and size > 1 for have, size in zip(kept, sizes, strict=True)]
     over_rows, over_keys = shared[2], shared[3] and not shared[2]
     walks = not (over_rows or over_keys)

@@ -1,8 +1,8 @@
 """Attention forward in Metal: the launch of `attend` in kernels/forward.metal, and of `merge` where the keys
 are cut into splits.
 
-q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) of any strides; k and v may be codes, or pools of pages
-(pages, Hkv, page size, ·).
+q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) of any strides; k and v may be codes, or pools of
+pages (pages, Hkv, page size, ·).
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ class Call:
         x, threads = self.x, LANES * simdgroups
         views = (x.mask, x.bias, x.alibi_slopes, x.q_segments, x.k_segments, x.page_table)
         mask, bias, slopes, q_ids, k_ids, table = (view and view.p for view in views)
-        given = (x.kv_lens, x.kv_starts, x.q_offset, mask, bias, slopes, x.sinks)
-        given = (*given, q_ids, k_ids, x.cu_seqlens_q, x.cu_seqlens_k, table)
+        places = (x.kv_lens, x.kv_starts, x.q_offset)
+        given = (*places, mask, bias, slopes, x.sinks, q_ids, k_ids, x.cu_seqlens_q, x.cu_seqlens_k, table)
         slots = (self.any if t is None else t for t in given)
         rest = (self.any if t is None else t for t in tensors)
         arguments = (*slots, words(n), list(self.factors), *rest)
@@ -105,9 +105,9 @@ class Call:
 _FLAGS = ("HAS_LEFT", "HAS_RIGHT", "HAS_OFFSET", "NEGATIVE", "CHANGED", "SOFTCAP")
 
 
-def codes_constants(text: str) -> dict[str, int]:
-    """What is compiled in of `codes`, the op's text."""
-    found: dict[str, int] = {}
+def codes_constants(text: str) -> dict[str, Any]:
+    """Constants of a kernel that reads `codes`, the op's text."""
+    found: dict[str, Any] = {}
     for name, codes in zip("KV", codes_of(text) if text else (None, None), strict=True):
         if codes is None:
             continue

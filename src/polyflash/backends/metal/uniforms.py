@@ -100,7 +100,7 @@ def numbers_for(
     strides = {
         name: (view_of(t) if t.ndim == 4 else rows_of(t)) for name, t in tensors.items() if t is not None
     }
-    given = {"mask": x.mask, "bias": x.bias, "slopes": x.alibi_slopes, "table": x.page_table}
+    given: dict[str, Any] = {"mask": x.mask, "bias": x.bias, "slopes": x.alibi_slopes, "table": x.page_table}
     given |= {"q_ids": x.q_segments, "k_ids": x.k_segments}
     strides |= {name: t for name, t in given.items() if t is not None}
     return Numbers(

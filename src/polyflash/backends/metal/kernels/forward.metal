@@ -54,8 +54,8 @@ kernel void attend(OPERANDS, device const T* q [[buffer(14)]], device const ucha
   const int thread_index = i_sg * 32 + lane;
 
   // This lane's row, and where its tile stands.
-  int i_b = i_group.z % n.batch, i_tile = i_group.x;
-  const int i_s = i_group.z / n.batch;
+  int i_b = VARLEN ? 0 : i_group.z % n.batch, i_tile = i_group.x;
+  const int i_s = VARLEN ? 0 : i_group.z / n.batch;
   if (VARLEN) i_b = find_member<BLOCK_M>(cu_seqlens_q, n.batch, n.seqlen_q, n.pack, i_tile);
   const int first_row = i_tile * BLOCK_M, r = first_row + i_sg * 8 + (lane >> 2);
   const int i = r / n.pack, i_h = i_group.y * n.pack + r % n.pack, i_hkv = i_group.y * n.pack / n.group;
