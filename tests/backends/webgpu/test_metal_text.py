@@ -31,6 +31,9 @@ pytestmark = [
     pytest.mark.slow,  # each text is compiled for seconds
 ]
 ORDERS = pytest.mark.parametrize("reversed", (False, True), ids=("forward", "reverse"))
+NOT_NEEDED = {
+    "tile": {4}
+}  # before the sums of rows: of the last block, values were waited for since the maxima
 BOUNDS = {torch.float32: 4e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -130,10 +133,8 @@ def test_every_shipped_text_is_taken(name: str):
 def test_every_deleted_barrier_shows(on: Device, name: str):
     tensors, args = small(70), Arguments(causal=True)
     attend(on, VARIANTS[name], tensors, args)
-    plain = dict.fromkeys(("MASK",), 0)
     sizes = sizes_of(*(GpuTensor.of(x) for x in tensors))
-    flags = call_of(sizes, args).flags | plain
-    kernel = forward.kernel_of(sizes, flags, VARIANTS[name], "float32", True, 8)
+    kernel = forward.kernel_of(sizes, call_of(sizes, args).flags, VARIANTS[name], "float32", True, 8)
     unseen = set()
     for number in (-1, *range(naga.barriers(naga.library(kernel).text))):
         worst = 0.0
@@ -142,7 +143,7 @@ def test_every_deleted_barrier_shows(on: Device, name: str):
                 worst = max(worst, off(attend(on, VARIANTS[name], tensors, args)[0], tensors, causal=True))
         if worst < 1e-5:
             unseen.add(number)
-    assert unseen == {-1}
+    assert unseen == {-1} | NOT_NEEDED.get(name, set())
 
 
 def test_a_mask_off_by_one_shows(on: Device, monkeypatch: pytest.MonkeyPatch):
