@@ -118,7 +118,7 @@ def constants_of(sizes: Sizes, text: str) -> dict[str, int]:
 
 
 def numbers_of(sizes: Sizes, text: str) -> dict[str, int]:
-    """Where the shifts begin behind the scales."""
+    """Numbers of such a kernel: the places of shifts, which lie behind the scales."""
     found: dict[str, int] = {}
     for side, codes, dim in _sides(sizes, text):
         if codes is not None and codes.shift is not None:
