@@ -32,6 +32,7 @@ BODY = re.compile(r"^void \w+_body\(\n(.*?)\n\) \{$", re.MULTILINE | re.DOTALL)
 BUILT_IN = {
     "workgroup_id": "metal::uint3(x, y, z)",
     "local_invocation_index": "uint(shim::current)",
+    "subgroup_invocation_id": "uint(shim::lane())",
     "global_invocation_id": "metal::uint3(x * threads + shim::current, y, z)",
 }
 
