@@ -46,7 +46,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def small(rows: int = 21, dtype: Any = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    return qkv(rows, 45, dims=(24, 20), dtype=dtype)
+    return qkv(rows, 45, dims=(30, 14), dtype=dtype)
 
 
 def options_of(everything: bool, rows: int = 21) -> tuple[dict[str, Any], dict[str, Any]]:
