@@ -65,7 +65,7 @@ def test_codes_stay_on_the_device(on: Device):
             mixed, lse = webgpu.attention(GpuTensor.of(rows), held[0], GpuTensor.of(v), return_lse=True)
             assert on.waits == waits
             values = rows.double(), k_codes.values(torch.float64), v.double()
-            assert off(mixed.torch(), values) < 2e-6 and lse.shape == rows.shape[:3]
+            assert off(mixed.torch(), values) < 5e-6 and lse.shape == rows.shape[:3]
     assert held[0].shape == k.shape and held[0].nbytes < k.numel() and "GpuCodes(int4/" in repr(held[0])
 
 
