@@ -112,6 +112,7 @@ test-all: lint
 	@$(PYTEST) $(ELSEWHERE) -m alone
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
 		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
+	@sh scripts/naga.sh >/dev/null || true
 	@$(MAKE) test-webgpu SLOW="-m ''"
 	@$(MAKE) test-browser
 	@$(PYTEST) $(METAL_TESTS) -m ''

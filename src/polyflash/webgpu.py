@@ -15,23 +15,24 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from polyflash import backends, plan, target, torch_ops
 from polyflash.arguments import Causal, Options, WindowSides, normalise
 from polyflash.backends.webgpu import device, forward
+from polyflash.backends.webgpu.codes import KV, TABLES, GpuCodes
 from polyflash.backends.webgpu.device import DeviceError
 from polyflash.backends.webgpu.tensor import GpuTensor
 from polyflash.errors import described, spec_error
 from polyflash.mask import Mask
+from polyflash.quant.scheme import text_of
 from polyflash.routes import spec_of, without_gradients
 from polyflash.spec import Phase
 
 if TYPE_CHECKING:
     from polyflash.keywords import OnDevice
 
-__all__ = ("DeviceError", "DeviceOutput", "GpuTensor", "attention", "batch")
+__all__ = ("DeviceError", "DeviceOutput", "GpuCodes", "GpuTensor", "attention", "batch")
 
 
 class DeviceOutput(NamedTuple):
@@ -44,16 +45,16 @@ class DeviceOutput(NamedTuple):
 
 @overload
 def attention(
-    q: GpuTensor, k: GpuTensor, v: GpuTensor, *, return_lse: Literal[False] = ..., **options: Unpack[OnDevice]
+    q: GpuTensor, k: KV, v: KV, *, return_lse: Literal[False] = ..., **options: Unpack[OnDevice]
 ) -> GpuTensor: ...
 @overload
 def attention(
-    q: GpuTensor, k: GpuTensor, v: GpuTensor, *, return_lse: Literal[True], **options: Unpack[OnDevice]
+    q: GpuTensor, k: KV, v: KV, *, return_lse: Literal[True], **options: Unpack[OnDevice]
 ) -> DeviceOutput: ...
 def attention(
     q: GpuTensor,
-    k: GpuTensor,
-    v: GpuTensor,
+    k: KV,
+    v: KV,
     *,
     causal: Causal = False,
     window: WindowSides | None = None,
@@ -70,7 +71,8 @@ def attention(
     config: Any = None,
 ) -> GpuTensor | DeviceOutput:
     """`polyflash.attention` of q (batch, num_q_heads, seqlen_q, head_dim), k (batch, num_kv_heads, seqlen_k,
-    head_dim) and v (batch, num_kv_heads, seqlen_k, head_dim_v) on the device. No gradients.
+    head_dim) and v (batch, num_kv_heads, seqlen_k, head_dim_v) on the device, of which k and v may be
+    quantised: `GpuCodes`. No gradients.
 
     Everything else is a CPU tensor, or a number, and means what it means there. Raises SpecError and
     UnsupportedError before anything is launched; what a device refuses later is a DeviceError of the next
@@ -91,30 +93,36 @@ def attention(
     return DeviceOutput(out, lse) if lse is not None else out
 
 
-def _key(q: GpuTensor, k: GpuTensor, v: GpuTensor, options: tuple[Any, ...]) -> Any:
+def _key(q: GpuTensor, k: KV, v: KV, options: tuple[Any, ...]) -> Any:
     """Key of a call without tensors beside q, k, v; types too, as 1 and True are equal. None if it cannot be
     looked up."""
     if any(isinstance(x, Tensor) for x in options):  # equal to itself, whatever it holds
         return None
     try:
-        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, options, tuple(map(type, options)))
+        kinds = q.dtype, *(x.form if isinstance(x, GpuCodes) else x.dtype for x in (k, v))
+        key = (q.shape, k.shape, v.shape, kinds, options, tuple(map(type, options)))
         hash(key)
     except (AttributeError, TypeError):
         return None
     return key
 
 
-def _prepared(q: GpuTensor, k: GpuTensor, v: GpuTensor, options: Options) -> forward.Prepared:
+def _prepared(q: GpuTensor, k: KV, v: KV, options: Options) -> forward.Prepared:
     """Checks a call, plans it and binds it."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, GpuTensor):
+        if not isinstance(x, GpuTensor if name == "q" else (GpuTensor, GpuCodes)):
             change = "Use GpuTensor.of(x), or polyflash.attention(..., backend='webgpu')."
-            raise spec_error(name, described(x), "a GpuTensor", change)
+            wanted = "a GpuTensor" if name == "q" else "a GpuTensor or GpuCodes"
+            raise spec_error(name, described(x), wanted, change)
+    k_form, v_form = (x.form if isinstance(x, GpuCodes) else None for x in (k, v))
     args = normalise(options._replace(backend="webgpu"))
+    if k_form is not None or v_form is not None:
+        args = args._replace(codes=text_of(k_form, v_form))
     # without memory: shapes, dtypes and operands are all that is looked at
-    like = [torch.empty((1,), dtype=x.dtype, device="cpu").expand(x.shape) for x in (q, k, v)]
-    torch_ops.check(like[0], like[1], like[2], args)
-    spec = without_gradients(spec_of(like[0], like[1], like[2], args))
+    (like_q, *_), (like_k, *of_k), (like_v, *of_v) = (x.like() for x in (q, k, v))
+    told = args._replace(**dict(zip(TABLES, (*of_k, *of_v), strict=True))) if args.codes else args
+    torch_ops.check(like_q, like_k, like_v, told)
+    spec = without_gradients(spec_of(like_q, like_k, like_v, told))
     launch = plan.select(spec, target.detect("cpu"), backends.TABLE, backend="webgpu", config=args.config)
     return forward.prepared_of(q, k, v, args, launch.config, launch.row.phase is Phase.DECODE)
 

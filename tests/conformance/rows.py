@@ -32,17 +32,16 @@ _BOUNDED = frozenset(
     {_F.CAUSAL, _F.WINDOW, _F.Q_OFFSET, _F.KV_LENS, _F.KV_STARTS, _F.VARLEN, _F.SINKS, _F.GQA, _F.LSE}
 )
 _SCORED = frozenset({_F.SOFTCAP, _F.ALIBI, _F.MASK, _F.SEGMENTS, _F.HEAD_DIM_V})
-_METAL = (_BOUNDED - {_F.VARLEN}) | {
-    *(_F.MASK, _F.BIAS, _F.ALIBI, _F.SOFTCAP, _F.HEAD_DIM_V, _F.BATCH_INVARIANT)
-}
+_METAL = _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT}
+_READ = frozenset({_F.CODES, _F.PAGED})
 ALL_OF = {
-    ("metal", Phase.FORWARD): _METAL,
-    ("metal", Phase.DECODE): _METAL - {_F.BATCH_INVARIANT},
-    ("metal", Phase.BACKWARD): _METAL - {_F.BIAS},
+    ("metal", Phase.FORWARD): _METAL | _READ,
+    ("metal", Phase.DECODE): (_METAL | _READ) - {_F.BATCH_INVARIANT, _F.VARLEN},
+    ("metal", Phase.BACKWARD): _METAL,
     ("gluon", Phase.FORWARD): _BOUNDED | {_F.SOFTCAP, _F.ALIBI},
     ("gluon", Phase.BACKWARD): _BOUNDED,
-    ("webgpu", Phase.FORWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT},
-    ("webgpu", Phase.DECODE): (_BOUNDED | _SCORED | {_F.BIAS}) - {_F.VARLEN},
+    ("webgpu", Phase.FORWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT, _F.CODES},
+    ("webgpu", Phase.DECODE): (_BOUNDED | _SCORED | {_F.BIAS, _F.CODES}) - {_F.VARLEN},
     ("webgpu", Phase.BACKWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT},
 }
 USUAL = tuple(row for row in STEPS if (row.backend, row.phase) not in ALL_OF)  # for all calls, or nearly

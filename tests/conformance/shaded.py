@@ -24,6 +24,13 @@ CASES: dict[tuple[str, str], tuple[str, ...]] = {
         *("lens-causal-float32", "everything-float32", "everything-bfloat16"),
         *("offset-per-request-float16",),
     ),
+    ("test_codes", "test_scheme"): ("int8-float32", "int4-bfloat16", "fp8-e5m2-float32", "rotated-float16"),
+    ("test_codes", "test_features"): ("int8-lens", "int4-cap"),
+    ("test_codes", "test_any_head_dim"): ("dims2",),
+    ("test_codes", "test_hidden_codes_change_no_bit"): ("int4-token",),
+    ("test_codes", "test_many_rows"): ("int8-channel",),
+    ("test_codes", "test_packed_members"): ("int8-channel",),
+    ("test_codes", "test_gradients_go_straight_through"): ("int8-smooth",),
     ("test_decode", "test_workload"): (
         *("step-group-3-float32", "step-lens-rows-float16", "step-sinks-rows-bfloat16"),
         *("step-rows-5-float32", "step-mask-float32", "step-everything-float32"),

@@ -3,7 +3,6 @@ them decoded once, into q's dtype, and is then one like all others: every featur
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from polyflash import backends, plan
 from polyflash import target as targets
 from polyflash.errors import spec_error
 from polyflash.quant import codec
-from polyflash.quant.scheme import Codes
+from polyflash.quant.scheme import Codes, text_of
 from polyflash.quant.tensor import KV, QuantizedTensor
 from polyflash.routes import any_requires_grad, class_of, requested_backend, spec_of, without_gradients
 from polyflash.spec import MANY_KEYS, MOST_SHARED_ROWS, Arguments, Feature, length_class
@@ -61,17 +60,11 @@ def _with_codes(k: KV, v: KV, args: Arguments) -> Arguments:
     k_form, k_scale, k_shift = _tables(k)
     v_form, v_scale, v_shift = _tables(v)
     tables: dict[str, Any] = {"k_scale": k_scale, "k_shift": k_shift, "v_scale": v_scale, "v_shift": v_shift}
-    return args._replace(codes=_text(k_form, v_form), **tables)
+    return args._replace(codes=text_of(k_form, v_form), **tables)
 
 
 def _tables(x: KV) -> tuple[Codes | None, Tensor | None, Tensor | None]:
     return (x.form, x.scale, x.shift) if isinstance(x, QuantizedTensor) else (None, None, None)
-
-
-@lru_cache(maxsize=256)
-def _text(k: Codes | None, v: Codes | None) -> str:
-    """The op's text argument, as `codes_of` reads it."""
-    return ",".join("-" if x is None else str(x) for x in (k, v))
 
 
 def _in_walk(q: Tensor, codes_k: Tensor, codes_v: Tensor, args: Arguments, k: KV, v: KV, device: Any) -> bool:

@@ -100,6 +100,12 @@ def codes_of(text: str) -> tuple[Codes | None, Codes | None]:
     return k, v
 
 
+@lru_cache(maxsize=256)
+def text_of(k: Codes | None, v: Codes | None) -> str:
+    """The op's text argument, as `codes_of` reads it."""
+    return ",".join("-" if x is None else str(x) for x in (k, v))
+
+
 def _parsed(text: str) -> Codes:
     text, _, compute = text.partition("*")
     dtype, _, blocks = text.partition("/")

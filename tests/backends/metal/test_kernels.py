@@ -14,8 +14,11 @@ from torch import Tensor
 
 from polyflash.backends.metal import backward, capabilities, forward, render, runtime
 from polyflash.backends.metal.configs import BackwardConfig, DecodeConfig, ForwardConfig
+from polyflash.backends.metal.uniforms import channels_of
 from polyflash.errors import SpecError
 from polyflash.plan import Launch
+from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
+from polyflash.quant.calls import opened
 from polyflash.reference import attention_reference
 from polyflash.spec import Arguments, AttentionSpec, Phase
 from polyflash.target import parse
@@ -45,9 +48,9 @@ def launch_of(config: Any, phase: Phase, q: Tensor, k: Tensor, v: Tensor) -> Lau
 def attend(config: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """out and lse, in memory that holds NaN before."""
     phase = Phase.DECODE if isinstance(config, DecodeConfig) else Phase.FORWARD
-    out = torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype)
-    lse = torch.full(q.shape[:3], math.nan)
     args = Arguments(need_lse=True, **options)
+    out = torch.full((*q.shape[:3], channels_of(v, args)), math.nan, dtype=q.dtype)
+    lse = torch.full(q.shape[:3], math.nan)
     return forward.run(launch_of(config, phase, q, k, v), q, k, v, out, lse, args)
 
 
@@ -94,6 +97,22 @@ def gradient_off(got: tuple[Tensor, ...], inputs: Inputs, dout: Tensor, **option
     want = torch.autograd.grad(out, exact, dout.double())
     errors = ((a.double() - b).abs().max() / b.abs().max() for a, b in zip(got, want, strict=True))
     return float(torch.stack(tuple(errors)).max().nan_to_num(math.inf))
+
+
+def bias_gradient_off(config: Any, inputs: Inputs, dout: Tensor, bias: Tensor, **options: Any) -> float:
+    """The largest error of a bias gradient, of its largest value."""
+    sinks = torch.tensor((0.5, -1.0, 2.0, 1.0))  # what is added to a whole row counts beside them
+    options = {"causal": True, "softcap": 3.0, "sinks": sinks, **options}
+    with shim.running(reversed=shim.order.reversed):
+        out, lse = attend(TILE, *inputs, bias=bias, **options)
+    launch = launch_of(config, Phase.BACKWARD, *inputs)
+    args = Arguments(need_lse=True, bias=bias, **options)
+    got = backward.run(launch, dout, None, *inputs, out, lse, args, (False, False, False, True, False))[3]
+    exact = bias.double().requires_grad_()
+    right = attention_reference(*(x.double() for x in inputs), bias=exact, **options).out
+    (want,) = torch.autograd.grad(right, exact, dout.double())
+    assert got is not None and got.shape == bias.shape and got.dtype is bias.dtype
+    return float(((got.double() - want).abs().max() / want.abs().max()).nan_to_num(math.inf))
 
 
 PLACES: tuple[dict[str, Any], ...] = (
@@ -189,15 +208,32 @@ def gradient_fault() -> float:
     return max(apart, gradient_off(plain, (q, k, v), dout, mask=without[None, None]))
 
 
+def bias_fault() -> float:
+    """The error of a bias gradient, of tiles that are walked over entries and heads, over rows and over keys.
+    What is infinite where no row sees it changes none of them."""
+    inputs = drawn(rows=43)
+    dout = torch.randn(2, 4, 43, 24, generator=torch.Generator().manual_seed(1))
+    generator, worst = torch.Generator().manual_seed(2), 0.0
+    for shape in ((43, 43), (2, 1, 1, 43), (4, 43, 1)):
+        bias = torch.randn(shape, generator=generator)
+        worst = max(worst, bias_gradient_off(GRADIENTS, inputs, dout, bias))
+    return worst
+
+
 TILES = {"one stage": TILE, "two stages": ForwardConfig(16, 16, stages=2)}
 FAULTS: dict[str, tuple[Callable[[], float], ...]] = {
     "attend": tuple(map(forward_fault, TILES.values())),
     "differentiate": (gradient_fault,),
+    "differentiate_bias": (bias_fault,),
 }
 # Barriers that the memory model asks for between what lanes of a simdgroup read and what they write next,
 # where a product or a reduction of the simdgroup stands too: there lanes meet without a barrier.
-BESIDE_A_MEETING = {"attend": {10}, "differentiate": {8, 13}}
-NOT_CALLED = {"attend": set[int](), "differentiate": {0, 1, 2}}  # of rescale
+BESIDE_A_MEETING = {"attend": {10}, "differentiate": {8, 13}, "differentiate_bias": {8}}
+NOT_CALLED = {
+    "attend": set[int](),
+    "differentiate": {0, 1, 2},
+    "differentiate_bias": set(range(5)),
+}  # of rescale, store_tile
 
 
 @pytest.mark.parametrize("kernel", FAULTS)
@@ -265,15 +301,119 @@ OPERANDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("reversed", (False, True), ids=("forward", "reverse"))
 @pytest.mark.parametrize("name", OPERANDS)
 def test_operands(name: str, reversed: bool):
-    """Of a forward, a decode and, but for a bias, a backward call."""
+    """Of a forward, a decode and a backward call."""
     inputs, options = drawn(), OPERANDS[name]
     dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
     with shim.running(reversed=reversed):
         for config in (TILE, DecodeConfig(8, 16, 16)):
             assert off(attend(config, *inputs, **options), inputs, **options) <= 3e-6
-        if name != "bias":
-            got = differentiate(GRADIENTS, inputs, dout, **options)
-            assert gradient_off(got, inputs, dout, **options) <= 1e-5
+        got = differentiate(GRADIENTS, inputs, dout, **options)
+        assert gradient_off(got, inputs, dout, **options) <= 1e-5
+
+
+@pytest.mark.parametrize("reversed", (False, True), ids=("forward", "reverse"))
+def test_bias_gradients(reversed: bool):
+    inputs = drawn(dims=(24, 17))
+    dout = torch.randn(2, 4, 21, 17, generator=torch.Generator().manual_seed(1))
+    with shim.running(reversed=reversed):
+        for shape in ((2, 4, 21, 43), (21, 43), (4, 21, 1), (2, 1, 1, 43), (1, 1)):
+            bias = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+            assert bias_gradient_off(BackwardConfig(8, 16, 16, 8), inputs, dout, bias) <= 2e-5, shape
+
+
+IDS = (
+    torch.tensor(((0,) * 9 + (1,) * 12, (2,) * 21)),
+    torch.tensor(((0,) * 20 + (1,) * 23, (1,) * 7 + (2,) * 36)),
+)
+
+
+@pytest.mark.parametrize("reversed", (False, True), ids=("forward", "reverse"))
+def test_segments_and_packed_members(reversed: bool):
+    inputs = drawn()
+    dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    ids = dict(zip(("q_segments", "k_segments"), (x.int() for x in IDS), strict=True))
+    seen = ids["q_segments"][:, None, :, None] == ids["k_segments"][:, None, None, :]
+    with shim.running(reversed=reversed):
+        for config in (TILE, ForwardConfig(16, 16, pack_gqa=True), DecodeConfig(8, 16, 16)):
+            assert off(attend(config, *inputs, **ids), inputs, mask=seen) <= 3e-6
+        got = differentiate(GRADIENTS, inputs, dout, **ids)
+        assert gradient_off(got, inputs, dout, mask=seen) <= 1e-5
+        check_packed(tuple(x[:1] for x in inputs), dout[:1])
+
+
+def check_packed(inputs: Inputs, dout: Tensor) -> None:
+    """Packed members, one of them without rows and one without keys, and rows and keys behind the last."""
+    cu_q, cu_k = torch.tensor((0, 9, 9, 14, 19)).int(), torch.tensor((0, 17, 30, 30, 41)).int()
+    members = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "causal": True}
+    for config in (TILE, ForwardConfig(8, 16, pack_gqa=True)):
+        out, lse = attend(config, *inputs, **members)
+        for b in range(4):
+            rows, keys = slice(*cu_q[b : b + 2].tolist()), slice(*cu_k[b : b + 2].tolist())
+            if b == 2:
+                assert bool((out[:, :, rows] == 0).all()) and bool((lse[:, :, rows] == -math.inf).all())
+            elif b != 1:
+                own = tuple(x[:, :, s] for x, s in zip(inputs, (rows, keys, keys), strict=True))
+                assert off((out[:, :, rows], lse[:, :, rows]), own, causal=True) <= 3e-6
+        assert bool((out[:, :, 19:] == 0).all()) and bool((lse[:, :, 19:] == -math.inf).all())
+    got = differentiate(GRADIENTS, inputs, dout, **members)
+    for b in (0, 3):
+        rows, keys = slice(*cu_q[b : b + 2].tolist()), slice(*cu_k[b : b + 2].tolist())
+        own = tuple(x[:, :, s] for x, s in zip(inputs, (rows, keys, keys), strict=True))
+        parts = tuple(x[:, :, s] for x, s in zip(got, (rows, keys, keys), strict=True))
+        assert gradient_off(parts, own, dout[:, :, rows], causal=True) <= 1e-5
+    assert all(
+        bool((x[:, :, s] == 0).all()) for x, s in zip(got, (slice(19, 21), *[slice(41, 43)] * 2), strict=True)
+    )
+
+
+PAIRS = {
+    "int8-smooth": NAMED["int8-smooth"],
+    "int4": (NAMED["int4"][0], Scheme(dtype="int4", channels=6, symmetric=False)),
+    "int8-block": (Scheme(granularity="block", tokens=7, channels=9), Scheme(granularity="head")),
+    "int4-k": (Scheme(dtype="int4"), None),
+}
+
+
+@pytest.mark.parametrize("reversed", (False, True), ids=("forward", "reverse"))
+@pytest.mark.parametrize("name", PAIRS)
+def test_codes(name: str, reversed: bool):
+    """Level A: attention over the values of the codes, whether 4 channels are one load or not."""
+    for dims in ((24, 32), (26, 18)):
+        q, *kv = drawn(dims=dims)
+        coded = [x if s is None else quantize(x, s) for x, s in zip(kv, PAIRS[name], strict=True)]
+        call = opened(q, *coded, Arguments(causal=True, backend="metal"), "metal:m3")
+        assert call.args.codes
+        tables = {n: getattr(call.args, n) for n in ("codes", "k_scale", "k_shift", "v_scale", "v_shift")}
+        exact = q, *(x.values(torch.float64).float() if isinstance(x, QuantizedTensor) else x for x in coded)
+        with shim.running(reversed=reversed):
+            for config in (TILE, DecodeConfig(8, 16, 16)):
+                got = attend(config, q, call.k, call.v, causal=True, **tables)
+                assert off(got, exact, causal=True) <= 4e-6
+
+
+@pytest.mark.parametrize("reversed", (False, True), ids=("forward", "reverse"))
+def test_pages(reversed: bool):
+    """Keys in pages of 7 in another order, of values and of codes."""
+    q, k, v = drawn(keys=42)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    table, lens = order.view(2, 6).int(), torch.tensor((40, 13)).int()
+    table[1, 2:] = 1 << 20  # beyond its keys: read by nobody
+    pools = []
+    for x in (k, v):
+        pool = torch.full((12, 2, 7, 24), math.nan)
+        pool[order] = x.unflatten(2, (6, 7)).transpose(1, 2).flatten(0, 1)
+        pools.append(pool)
+    dense = [quantize(x, Scheme()) for x in (k, v)]
+    coded = [quantize(pool, Scheme()) for pool in pools]
+    tables = {"codes": "int8/1x0,int8/1x0", "k_scale": coded[0].scale, "v_scale": coded[1].scale}
+    values = tuple(x.values(torch.float64).float() for x in dense)
+    given: dict[str, Any] = {"page_table": table, "kv_lens": lens, "causal": True}
+    with shim.running(reversed=reversed):
+        for config in (TILE, DecodeConfig(8, 16, 16)):
+            got = attend(config, q, *pools, **given)
+            assert off(got, (q, k, v), kv_lens=lens, causal=True) <= 3e-6
+            got = attend(config, q, coded[0].codes, coded[1].codes, **given, **tables)
+            assert off(got, (q, *values), kv_lens=lens, causal=True) <= 3e-6
 
 
 def test_sinks_join_after_splits():

@@ -1,7 +1,8 @@
 """Attention gradients in Metal: the launches of kernels/backward.metal.
 
-delta once per row; then dK and dV by threadgroups that own keys, dQ by threadgroups that own rows. dK and dV
-of a group of query heads are summed in float32 where they are made. No atomics: bits repeat.
+delta once per row; then dK and dV by threadgroups that own keys, dQ by threadgroups that own rows, dBias by
+threadgroups that own a tile of it. dK and dV of a group of query heads are summed in float32 where they are
+made. No atomics: bits repeat.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from polyflash.backends.gpu.launch import tile_count
+from polyflash.backends.gpu.views import view_of
 from polyflash.backends.metal.configs import ROWS
 from polyflash.backends.metal.runtime import Call, loads_vectors, side_by_side
 from polyflash.backends.metal.uniforms import numbers_for
@@ -33,7 +36,7 @@ def center(
         q, k, v, call.args, call.x, call.config, {"out": out, "dout": dout, "lse": lse, "dlse": dlse}
     )
     c = call.constants._replace(HAS_DLSE=dlse is not None)
-    groups = n.seqlen_q, n.num_heads, n.batch
+    groups = n.seqlen_q, n.num_heads, out.shape[0]
     call.launch("center", c, n, (out, dout, lse, dlse, row_lse, delta), groups, 1)
     return row_lse, delta
 
@@ -50,8 +53,32 @@ def differentiate(
     c = call.constants._replace(
         OWN=own, WALK=walk, OWNS_KEYS=dv is not None, VECTOR=loads_vectors(q, k, v, dout)
     )
-    groups = -(-positions // own), heads, n.batch
+    tiles, requests = tile_count(positions, own, n.batch, call.args.cu_seqlens_q is not None)
+    groups = tiles, heads, requests
     call.launch("differentiate", c, n, (q, k, v, dout, *rows, grad, dv), groups, own // ROWS)
+
+
+def bias_gradient(call: Call, given: tuple[Tensor, ...], rows: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
+    """The gradient of a bias that broadcasts to (B, Hq, Sq, Sk), in its shape and dtype."""
+    (q, k, v, dout), config = given, call.config
+    n = numbers_for(q, k, v, call.args, call.x, config, {"dout": dout})
+    kept = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+    sizes, own, walk = (n.batch, n.num_heads, n.seqlen_q, n.seqlen_k), config.dq_block_m, config.dq_block_n
+    shared = [have == 1 and size > 1 for have, size in zip(kept, sizes, strict=True)]
+    over_rows, over_keys = shared[2], shared[3] and not shared[2]
+    walks = not (over_rows or over_keys)
+    walked = [size if walks and together else 1 for size, together in zip(sizes[:2], shared, strict=False)]
+    batch, heads = (size // many for size, many in zip(sizes[:2], walked, strict=True))
+    shape = batch, heads, own if over_rows else n.seqlen_q, walk if over_keys else n.seqlen_k
+    sums = torch.empty(shape, dtype=torch.float32, device=q.device)
+    n = n._replace(grad=view_of(sums), walked_batch=walked[0], walked_heads=walked[1])
+    c = call.constants._replace(
+        OWN=own, WALK=walk, OVER_ROWS=over_rows, OVER_KEYS=over_keys, VECTOR=loads_vectors(q, k, v, dout)
+    )
+    groups = -(-shape[3] // walk), -(-shape[2] // own), batch * heads
+    call.launch("differentiate_bias", c, n, (q, k, v, dout, *rows, sums), groups, own // ROWS)
+    again = [d for d in range(4) if kept[d] == 1 and shape[d] > 1]
+    return (sums.sum(again) if again else sums).reshape(bias.shape).to(bias.dtype)
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
@@ -84,4 +111,5 @@ def run(
         differentiate(call, given, rows, dk, dv)
     if needs[4] and args.sinks is not None:
         dsinks = sink_gradient(args.sinks, *rows).to(args.sinks.dtype)
-    return dq, dk if needs[1] else None, dv if needs[2] else None, None, dsinks
+    dbias = bias_gradient(call, given, rows, args.bias) if needs[3] and args.bias is not None else None
+    return dq, dk if needs[1] else None, dv if needs[2] else None, dbias, dsinks

@@ -13,13 +13,19 @@ UNPROVEN = "no Mac has run it yet (`make bench-metal` does); backend='metal' tak
 FEATURES = frozenset(
     {
         *(_F.CAUSAL, _F.WINDOW, _F.Q_OFFSET, _F.KV_LENS, _F.KV_STARTS, _F.MASK, _F.BIAS, _F.ALIBI),
-        *(_F.SOFTCAP, _F.SINKS, _F.GQA, _F.HEAD_DIM_V, _F.LSE, _F.BATCH_INVARIANT),
+        *(_F.SOFTCAP, _F.SINKS, _F.GQA, _F.HEAD_DIM_V, _F.LSE, _F.BATCH_INVARIANT, _F.SEGMENTS, _F.VARLEN),
     }
 )
+READ = frozenset({_F.CODES, _F.PAGED})  # by kernels without gradients
 _ROWS = (
-    (Phase.FORWARD, FEATURES, configs.MOST_CHANNELS, configs.choose_forward),
-    (Phase.DECODE, FEATURES - {_F.BATCH_INVARIANT}, configs.MOST_CHANNELS, configs.choose_decode),
-    (Phase.BACKWARD, FEATURES - {_F.BIAS}, configs.MOST_BACKWARD_CHANNELS, configs.choose_backward),
+    (Phase.FORWARD, FEATURES | READ, configs.MOST_CHANNELS, configs.choose_forward),
+    (
+        Phase.DECODE,
+        (FEATURES | READ) - {_F.BATCH_INVARIANT, _F.VARLEN},
+        configs.MOST_CHANNELS,
+        configs.choose_decode,
+    ),
+    (Phase.BACKWARD, FEATURES, configs.MOST_BACKWARD_CHANNELS, configs.choose_backward),
 )
 
 CAPABILITIES = tuple(
@@ -33,7 +39,8 @@ CAPABILITIES = tuple(
         features=features,
         priority=50,
         choose=choose,
-        yields=(Yield("", DTYPES, FEATURES, UNPROVEN),),
+        refuses=configs.refuses,
+        yields=(Yield("", DTYPES, FEATURES | READ, UNPROVEN),),
         max_positions=MOST_POSITIONS,
     )
     for phase, features, most, choose in _ROWS

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from polyflash.backends.gpu.configs import CHANGE, check, flag, notes, option, power_of_two, varied
 from polyflash.backends.gpu.launch import UNSPLIT, streaming_size
 from polyflash.errors import described, spec_error
+from polyflash.quant.scheme import codes_of
 from polyflash.spec import DECODE_ROWS, Phase
 
 if TYPE_CHECKING:
@@ -168,6 +169,14 @@ def check_memory(config: Config, spec: AttentionSpec) -> None:
         wanted = f"tiles that fit {THREADGROUP_BYTES} bytes of threadgroup memory"
         change = "Take smaller blocks, fewer stages, or explain(...).config."
         raise spec_error("config", got=f"{config} of {size} bytes", wanted=wanted, change=change)
+
+
+def refuses(spec: AttentionSpec, target: Target) -> str:
+    """Why no kernel reads the codes of a call; "" if one does, or if there are none."""
+    kinds = {x.dtype for x in codes_of(spec.codes) if x is not None} if spec.codes else set()
+    if kinds - {"int8", "int4"}:
+        return f"codes: int8 and int4, got {spec.codes}"
+    return ""
 
 
 def fits(config: Config, spec: AttentionSpec) -> bool:

@@ -1,7 +1,8 @@
 """Attention forward in Metal: the launch of `attend` in kernels/forward.metal, and of `merge` where the keys
 are cut into splits.
 
-q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) of any strides.
+q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) of any strides; k and v may be codes, or pools of
+pages (pages, Hkv, page size, ·).
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ def attend(
     num_splits: int = 1,
 ) -> None:
     """Launches the walk over the keys. With `split_keys` out and lse are those of the splits."""
-    config, batch = call.config, q.shape[0]
-    n = numbers_for(q, k, v, call.args, call.x, config, {"out": out, "lse": lse})
+    config, args = call.config, call.args
+    tables = {name: getattr(args, name) for name in ("k_scale", "k_shift", "v_scale", "v_shift")}
+    n = numbers_for(q, k, v, args, call.x, config, {"out": out, "lse": lse, **tables})
     n = n._replace(split_keys=split_keys, num_splits=num_splits)
     c = call.constants._replace(
         OUT="float" if split_keys else call.constants.T,
@@ -67,9 +69,10 @@ def attend(
         VECTOR=loads_vectors(k, v),
         NEED_LSE=lse is not None,
     )
-    tiles, _ = tile_count(n.seqlen_q * n.pack, config.block_m, batch, packed=False)
-    groups = tiles, n.num_heads // n.pack, batch * num_splits
-    call.launch("attend", c, n, (q, k, v, out, lse), groups, config.block_m // ROWS)
+    packed = args.cu_seqlens_q is not None
+    tiles, requests = tile_count(n.seqlen_q * n.pack, config.block_m, n.batch, packed)
+    groups = tiles, n.num_heads // n.pack, requests * num_splits
+    call.launch("attend", c, n, (q, k, v, out, lse, *tables.values()), groups, config.block_m // ROWS)
 
 
 def merge(

@@ -13,6 +13,7 @@ FILES = {
     "merge": ("tiles", "scores", "merge"),
     "center": ("tiles", "scores", "center"),
     "differentiate": ("tiles", "scores", "backward"),
+    "differentiate_bias": ("tiles", "scores", "bias_gradient"),
 }
 TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
 # Weights of rows that saw a NaN are NaN, and the weight of an only key is 1: no rule of fast math holds here.
@@ -25,12 +26,14 @@ _PREAMBLE = """#include <metal_stdlib>
 using namespace metal;
 #define UNROLL _Pragma("clang loop unroll(full)")
 """
-# Slots 0 to 8 of every kernel; those of tensors that a call lacks hold any tensor, and nothing reads them.
+# Slots 0 to 13 of every kernel; those of tensors that a call lacks hold any tensor, and nothing reads them.
 _OPERANDS = (
     *((name, "device const int*") for name in ("kv_lens", "kv_starts", "q_offset")),
     ("mask", "device const char*"),
     ("bias", "device const BIAS*"),
     *((name, "device const float*") for name in ("slopes", "sinks")),
+    *((name, "device const int*") for name in ("q_segments", "k_segments", "cu_seqlens_q", "cu_seqlens_k")),
+    ("page_table", "device const int*"),
     ("n", "constant Numbers&"),
     ("f", "constant Factors&"),
 )
@@ -56,6 +59,8 @@ class Constants(NamedTuple):
     SPLIT: bool = False
     VECTOR: bool = False  # are 4 channels of K and V one load?
     OWNS_KEYS: bool = False
+    OVER_ROWS: bool = False  # of a bias without rows of its own; or without keys
+    OVER_KEYS: bool = False
     NEED_LSE: bool = True
     HAS_DLSE: bool = False
     HAS_LEFT: bool = False
@@ -71,6 +76,19 @@ class Constants(NamedTuple):
     HAS_BIAS: bool = False
     HAS_SLOPES: bool = False
     HAS_SINKS: bool = False
+    HAS_SEGMENTS: bool = False
+    VARLEN: bool = False
+    PAGED: bool = False
+    K_BITS: int = 0  # of codes; 0: values of T
+    K_TOKENS: int = 0  # that share a scale, and channels; 0: all
+    K_CHANNELS: int = 0
+    K_SHIFT_TOKENS: int = -1  # likewise; -1: there are no shifts
+    K_SHIFT_CHANNELS: int = 0
+    V_BITS: int = 0
+    V_TOKENS: int = 0
+    V_CHANNELS: int = 0
+    V_SHIFT_TOKENS: int = -1
+    V_SHIFT_CHANNELS: int = 0
 
 
 @cache

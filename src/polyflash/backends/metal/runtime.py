@@ -12,7 +12,8 @@ from polyflash.backends.gpu.views import Operands, operands_of
 from polyflash.backends.metal import render
 from polyflash.backends.metal.configs import check_memory, padded
 from polyflash.backends.metal.render import TYPES, Constants
-from polyflash.backends.metal.uniforms import Factors, Numbers, factors_for, words
+from polyflash.backends.metal.uniforms import Factors, Numbers, channels_of, factors_for, words
+from polyflash.quant.scheme import KINDS, codes_of
 from polyflash.results import converted
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Call:
             OUT=_type(q),
             BIAS="float" if x.bias is None else _type(x.bias.p),
             DIM=padded(q.shape[3]),
-            DIM_V=padded(v.shape[3]),
+            DIM_V=padded(channels_of(v, args)),
             EXACT=q.dtype is torch.float32,
             BASE2=self.config.base2,
             SKIP=self.config.skip,
@@ -73,6 +74,10 @@ class Call:
             HAS_BIAS=x.bias is not None,
             HAS_SLOPES=x.alibi_slopes is not None,
             HAS_SINKS=x.sinks is not None,
+            HAS_SEGMENTS=x.q_segments is not None,
+            VARLEN=x.cu_seqlens_q is not None,
+            PAGED=x.page_table is not None,
+            **codes_constants(args.codes),
         )
 
     def launch(
@@ -86,8 +91,10 @@ class Call:
     ) -> None:
         """Enqueues `groups` threadgroups of so many simdgroups each."""
         x, threads = self.x, LANES * simdgroups
-        planes = (plane and plane.p for plane in (x.mask, x.bias, x.alibi_slopes))
-        given = (x.kv_lens, x.kv_starts, x.q_offset, *planes, x.sinks)
+        views = (x.mask, x.bias, x.alibi_slopes, x.q_segments, x.k_segments, x.page_table)
+        mask, bias, slopes, q_ids, k_ids, table = (view and view.p for view in views)
+        places = (x.kv_lens, x.kv_starts, x.q_offset)
+        given = (*places, mask, bias, slopes, x.sinks, q_ids, k_ids, x.cu_seqlens_q, x.cu_seqlens_k, table)
         slots = (self.any if t is None else t for t in given)
         rest = (self.any if t is None else t for t in tensors)
         arguments = (*slots, words(n), list(self.factors), *rest)
@@ -96,6 +103,19 @@ class Call:
 
 
 _FLAGS = ("HAS_LEFT", "HAS_RIGHT", "HAS_OFFSET", "NEGATIVE", "CHANGED", "SOFTCAP")
+
+
+def codes_constants(text: str) -> dict[str, Any]:
+    """Constants of a kernel that reads `codes`, the op's text."""
+    found: dict[str, Any] = {}
+    for name, codes in zip("KV", codes_of(text) if text else (None, None), strict=True):
+        if codes is None:
+            continue
+        found |= {f"{name}_BITS": KINDS[codes.dtype].bits}
+        for place, block in (("", codes.scale), ("SHIFT_", codes.shift)):
+            if block is not None:
+                found |= {f"{name}_{place}TOKENS": block.tokens, f"{name}_{place}CHANNELS": block.channels}
+    return found
 
 
 def _narrow(x: Tensor | None) -> Tensor | None:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, get_type_hints
 
 from polyflash.backends.gpu.numbers import LOG2E, Flags, numbers_of, scale_of
-from polyflash.backends.gpu.views import Operands, Plane, Rows, Slopes, View, rows_of, view_of
+from polyflash.backends.gpu.views import Ids, Operands, Plane, Rows, Slopes, Table, View, rows_of, view_of
+from polyflash.quant.scheme import codes_of
 
-_STRUCTS: tuple[Any, ...] = (View, Rows, Plane, Slopes)
+_STRUCTS: tuple[Any, ...] = (View, Rows, Plane, Slopes, Ids, Table)
 
 
 class Numbers(NamedTuple):
@@ -27,6 +28,13 @@ class Numbers(NamedTuple):
     mask: Plane
     bias: Plane
     slopes: Slopes
+    q_ids: Ids
+    k_ids: Ids
+    table: Table
+    k_scale: View
+    k_shift: View
+    v_scale: View
+    v_shift: View
     batch: int
     num_heads: int
     seqlen_q: int
@@ -40,6 +48,8 @@ class Numbers(NamedTuple):
     right: int
     split_keys: int
     num_splits: int
+    walked_batch: int  # entries and heads that share a tile of a bias
+    walked_heads: int
 
 
 _ABSENT = {f: t(*(0,) * len(t._fields)) for f, t in get_type_hints(Numbers).items() if t in _STRUCTS}
@@ -76,6 +86,12 @@ def words(numbers: Numbers) -> list[int]:
     return list(flat())
 
 
+def channels_of(v: Any, args: Any) -> int:
+    """Channels of v, which codes may hold two to an element."""
+    codes = codes_of(args.codes)[1] if args.codes else None
+    return int(v.shape[3]) * (1 if codes is None else codes.packed)
+
+
 def numbers_for(
     q: Any, k: Any, v: Any, args: Any, x: Operands, config: Any, tensors: dict[str, Any]
 ) -> Numbers:
@@ -84,7 +100,8 @@ def numbers_for(
     strides = {
         name: (view_of(t) if t.ndim == 4 else rows_of(t)) for name, t in tensors.items() if t is not None
     }
-    given = {"mask": x.mask, "bias": x.bias, "slopes": x.alibi_slopes}
+    given: dict[str, Any] = {"mask": x.mask, "bias": x.bias, "slopes": x.alibi_slopes, "table": x.page_table}
+    given |= {"q_ids": x.q_segments, "k_ids": x.k_segments}
     strides |= {name: t for name, t in given.items() if t is not None}
     return Numbers(
         **{**_ABSENT, **strides, "q": view_of(q), "k": view_of(k), "v": view_of(v)},
@@ -93,7 +110,7 @@ def numbers_for(
         seqlen_q=n.seqlen_q,
         seqlen_k=n.seqlen_k,
         head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
+        head_dim_v=channels_of(v, args),
         group=group,
         pack=group if getattr(config, "pack_gqa", False) else 1,
         offset=n.offset,
@@ -101,6 +118,8 @@ def numbers_for(
         right=n.right,
         split_keys=0,
         num_splits=1,
+        walked_batch=1,
+        walked_heads=1,
     )
 
 

@@ -18,7 +18,7 @@ from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_
 from polyflash.backends.webgpu.chunks import Chunk, chunks
 from polyflash.backends.webgpu.configs import Config, fours
 from polyflash.backends.webgpu.device import Block
-from polyflash.backends.webgpu.forward import dispatches, flat_grid, stored, tried, trusted_limits
+from polyflash.backends.webgpu.forward import READ, dispatches, flat_grid, stored, tried, trusted_limits
 from polyflash.backends.webgpu.render import Buffer, Kernel
 from polyflash.backends.webgpu.tensor import GpuTensor
 
@@ -55,7 +55,7 @@ def kernels_of(
     )
     dq = Kernel(
         "backward_dq",
-        (*lanes, "load_tile.wgsl", "backward_dq.wgsl"),
+        (*lanes, *READ, "load_tile.wgsl", "backward_dq.wgsl"),
         (q, k, v, dout, rows, Buffer("dq", kind, True)),
         constants,
         PARAMS,

@@ -11,6 +11,7 @@ import torch
 
 from polyflash.backends.gpu.numbers import SOFTCAPS, scale_of
 from polyflash.backends.gpu.views import plane_of
+from polyflash.backends.webgpu import codes
 from polyflash.results import converted
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ _PLANES = tuple(f"{x}{end}" for x in ("mask", "bias") for end in ("", "_b", "_h"
 _COUNTS = ("batch", "group", "q_rows", "k_rows", "rows_total", "stride_y", "tile0", "z0", "num_splits")
 _BROADCAST = ("kv_heads", "dbias_b", "dbias_h", "dbias_q", "dbias_k")
 _PLACES = ("slopes", "slopes_b", "sinks", "q_ids", "k_ids", "minus_infinity")
-_INTEGERS = (*_COUNTS, "split_keys", *_PLANES, *_BROADCAST, *_PLACES)
+_CODES = ("k_scale", "v_scale", "k_shift", "v_shift", "k_values", "v_values")
+_INTEGERS = (*_COUNTS, "split_keys", *_PLANES, *_BROADCAST, *_PLACES, *_CODES)
 PARAMS = (*((name, "u32") for name in _INTEGERS), ("scale", "f32"), ("softcap", "f32"))
 _FORMAT = "".join("I" if kind == "u32" else "f" for _, kind in PARAMS)
 PARAM_BYTES = -(-struct.calcsize(_FORMAT) // 16) * 16
@@ -96,6 +98,10 @@ def call_of(sizes: Sizes, args: Arguments) -> Call:
         if ids is not None:
             numbers[name] = buffer.add(ids.contiguous().numpy())
     flags = _flags(args)
+    if args.codes:
+        numbers |= codes.numbers_of(sizes, args.codes)
+        numbers |= {name: buffer.add(x) for name, x in codes.values_of(args.codes).items()}
+        flags |= codes.constants_of(sizes, args.codes)
     return Call(
         buffer.joined(), numbers, flags, len(entries), int(entries[:, 2].max()) if len(entries) else 0
     )

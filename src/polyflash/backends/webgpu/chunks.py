@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from polyflash.backends.webgpu.codes import TABLES
 from polyflash.backends.webgpu.configs import Limits
 from polyflash.backends.webgpu.tensor import nbytes_of
 from polyflash.errors import UnsupportedError
+from polyflash.quant.scheme import codes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +57,8 @@ class Chunk(NamedTuple):
         planes = (("mask", args.mask), ("bias", args.bias))
         own |= {name: x if x is None else self.plane(x) for name, x in planes}
         own |= {"sinks": self._heads(args.sinks)}
+        tables = ((name, getattr(args, name)) for name in TABLES)
+        own |= {name: x if x is None else self.of_k(x) for name, x in tables}
         own |= {
             "alibi_slopes": self._heads(
                 slopes if slopes is None or slopes.ndim == 1 else self._entries(slopes)
@@ -90,9 +94,17 @@ def _halved(part: Chunk, q: Tensor, k: Tensor, v: Tensor, args: Arguments, limit
 def _fits(part: Chunk, q: Tensor, k: Tensor, v: Tensor, args: Arguments, limits: Limits) -> bool:
     own_q, own_k, own_v = part.of_q(q), part.of_k(k), part.of_k(v)
     sizes = [nbytes_of(tuple(x.shape), x.dtype) for x in (own_q, own_k, own_v)]
-    sizes.append(nbytes_of((*own_q.shape[:3], v.shape[3]), q.dtype))
+    coded = codes_of(args.codes)[1] if args.codes else None
+    channels = v.shape[3] * (1 if coded is None else coded.packed)
+    sizes.append(nbytes_of((*own_q.shape[:3], channels), q.dtype))
     operands = part.arguments(args)
     planes = (operands.mask, operands.bias)
     sizes.append(sum(x.numel() * (4 if x.is_floating_point() else 1) for x in planes if x is not None))
+    sizes += [4 * sum(0 if x is None else x.numel() for x in both) for both in _tables_of(operands)]
     most = max(own_q.shape[0], own_q.shape[1])
     return max(sizes) <= limits.binding_bytes and most <= limits.workgroups
+
+
+def _tables_of(args: Arguments) -> tuple[tuple[Tensor | None, Tensor | None], ...]:
+    """The tables of k's codes, and of v's: each pair lies in one buffer."""
+    return (args.k_scale, args.k_shift), (args.v_scale, args.v_shift)

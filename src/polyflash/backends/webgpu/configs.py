@@ -268,6 +268,7 @@ def constants(variant: Variant, d4: int, dv4: int) -> dict[str, int]:
     own = (row_constants if variant.template == ROW else tile_constants)(variant, d4, dv4)
     return {
         **{"D4": d4, "DV4": dv4, "NT": threads, "BM": variant.rows, "BN": keys, "RM": variant.rm, "FOUR": 4},
+        **{"K_FOURS": d4, "V_FOURS": dv4},
         **{"K_TURNS": -(-keys * d4 // threads), "V_TURNS": -(-keys * dv4 // threads)},
         **{"SUBGROUPS": int(variant.subgroups), "STRETCH": max(1, STRETCH // keys) * keys, **own},
     }

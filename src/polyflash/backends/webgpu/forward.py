@@ -17,6 +17,7 @@ import torch
 from polyflash.backends.webgpu import configs, device
 from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_of
 from polyflash.backends.webgpu.chunks import chunks
+from polyflash.backends.webgpu.codes import KV, GpuCodes, held_on_device, without_tables
 from polyflash.backends.webgpu.configs import ROW, Config, Variant, fours
 from polyflash.backends.webgpu.device import Block, Command, Device, DeviceError
 from polyflash.backends.webgpu.render import Buffer, Kernel
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 # device that is silent for longer (2 s on Windows).
 _MOST_WORK = 3e11
 _REPEATS = 32
+READ = ("read_table.wgsl", "read.wgsl")
 _TESTED = Sizes(1, 2, 1, 40, 72, 16, 16)  # by a device's first call, on every template
 
 
@@ -63,15 +65,18 @@ def stored(dtype: torch.dtype, on: Device) -> str:
 
 
 def attend(
-    q: GpuTensor, k: GpuTensor, v: GpuTensor, args: Arguments, config: Config, few_rows: bool = False
+    q: GpuTensor,
+    k: KV,
+    v: KV,
+    args: Arguments,
+    config: Config,
+    few_rows: bool = False,
 ) -> tuple[GpuTensor, GpuTensor | None]:
     """out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq), on the device; nothing waits."""
     return launch_forward(q, k, v, prepared_of(q, k, v, args, config, few_rows))
 
 
-def prepared_of(
-    q: GpuTensor, k: GpuTensor, v: GpuTensor, args: Arguments, config: Config, few_rows: bool
-) -> Prepared:
+def prepared_of(q: GpuTensor, k: KV, v: KV, args: Arguments, config: Config, few_rows: bool) -> Prepared:
     """A call that is bound once; equal ones get the same, if they have no tensors beside q, k, v."""
     on, sizes = q.device, sizes_of(q, k, v)
     key = None if any(type(x) is torch.Tensor for x in args) else (sizes, q.dtype, args, config, few_rows)
@@ -110,13 +115,11 @@ def prepare(on: Device, sizes: Sizes, dtype: torch.dtype, args: Arguments, plan:
     return Prepared(on.upload(call.words), walks, merge, shape, out_bytes, kept, parts)
 
 
-def launch_forward(
-    q: GpuTensor, k: GpuTensor, v: GpuTensor, prepared: Prepared
-) -> tuple[GpuTensor, GpuTensor | None]:
+def launch_forward(q: GpuTensor, k: KV, v: KV, prepared: Prepared) -> tuple[GpuTensor, GpuTensor | None]:
     words, walks, merge, shape, out_bytes, kept, parts_bytes = prepared
     on = words.device
     out, lse = GpuTensor(on.empty(out_bytes, True), shape, q.dtype), None
-    given = (words, q.block, k.block, v.block)
+    given = (words, q.block, k.block, v.block, *(x.tables for x in (k, v) if isinstance(x, GpuCodes)))
     results: tuple[Block, ...] = (out.block,)
     if kept:
         lse = GpuTensor(on.empty(4 * kept, True), shape[:3], torch.float32)
@@ -142,12 +145,15 @@ def kernel_of(
     constants = flags | configs.constants(variant, d4, dv4)
     out = "sums" if split else kind
     rows = "vec2<f32>" if split else "f32"
-    buffers = [Buffer("q", kind), Buffer("k", kind), Buffer("v", kind), Buffer("out", out, True)]
+    buffers = [Buffer("q", kind)]
+    buffers += [Buffer(x, "u32" if flags.get(f"{x.upper()}_CODES") else kind) for x in "kv"]
+    buffers += [Buffer(f"{x}_tables", "f32") for x in "kv" if flags.get(f"{x.upper()}_CODES")]
+    buffers.append(Buffer("out", out, True))
     if split or need_lse:
         buffers.append(Buffer("lse", rows, True))
     name = f"forward_{variant.template}"
     tile = ("lanes.wgsl", "load_tile.wgsl") if variant.template == ROW else ()
-    files = ("stages.wgsl", "finalize.wgsl", *tile, f"{name}.wgsl")
+    files = ("stages.wgsl", *READ, "finalize.wgsl", *tile, f"{name}.wgsl")
     return Kernel(name, files, tuple(buffers), tuple(constants.items()), PARAMS, unrolled)
 
 
@@ -271,13 +277,14 @@ def run(
     args: Arguments,
     few: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Fills out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq) from CPU tensors, a chunk at a time where
-    one would be larger than a binding may be."""
+    """Fills out (B, Hq, Sq, Dv) and, if asked for, lse (B, Hq, Sq) from CPU tensors, k and v perhaps codes, a
+    chunk at a time where one would be larger than a binding may be."""
     on = device.current()
     for part in chunks(q, k, v, args, on.limits):
         own_q, own_k, own_v, own = part.of_q(q), part.of_k(k), part.of_k(v), part.arguments(args)
-        held = GpuTensor.of(own_q), GpuTensor.of(own_k), GpuTensor.of(own_v)
-        results: tuple[Any, Any] = attend(*held, own, launch.config, few)
+        held_k, held_v = held_on_device(own_k, own_v, own)
+        own = without_tables(own)
+        results: tuple[Any, Any] = attend(GpuTensor.of(own_q), held_k, held_v, own, launch.config, few)
         results[0].copy_to(part.of_q(out))
         if args.need_lse:
             results[1].copy_to(part.of_q(lse))

@@ -5,6 +5,8 @@ A line that opens with `//:` is for this module alone:
     //: for x < N    ...    //: end     repeats its lines with `{x}` as 0u, 1u, ...; a loop where N is large
     //: if A         ...    //: else    ...    //: end     keeps one of two; A is the name of a constant
 
+A file with `{side}` in it is written out for k and for v, `{SIDE}` being K and V; likewise with `{table}`.
+
 Registers are arrays, and a compiler keeps an array in registers if it is only indexed by constants."""
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ ENTRY_WORDS = 9  # of a batch entry or packed member in `words`; see `Place`
 NAGA, DAWN = "naga", "dawn"  # compilers: that of wgpu, and that of Chromium
 # naga offers subgroup operations without a directive, and refuses the line that Dawn demands.
 WITH_SUBGROUPS = {NAGA: "", DAWN: "enable subgroups;"}
+_WORDS = {"side": ("k", "v"), "table": ("scale", "shift")}
 EMPTY = 3.0e38  # as lse, a row that saw no key
 
 # What a vector of four channels is in a buffer, how it is read as vec4<f32>, and how it is written.
@@ -89,9 +92,20 @@ def text_of(kernel: Kernel, dialect: str) -> str:
     if any(buffer.kind == "bfloat16" for buffer in kernel.buffers):
         parts.append(_PACK_BF16)
     for file in kernel.files:
-        lines = iter(source(file).splitlines())
-        parts += expand(lines, constants, kernel.unrolled)
+        for text in _written_out(source(file)):
+            parts += expand(iter(text.splitlines()), constants, kernel.unrolled)
     return "\n".join(parts) + "\n"
+
+
+def _written_out(text: str) -> Iterator[str]:
+    """The text of a file, once for each word that stands for a `{side}` or a `{table}`."""
+    for hole, words in _WORDS.items():
+        if f"{{{hole}}}" in text:
+            for word in words:
+                own = text.replace(f"{{{hole}}}", word).replace(f"{{{hole.upper()}}}", word.upper())
+                yield from _written_out(own)
+            return
+    yield text
 
 
 def _enabled(kernel: Kernel, constants: Mapping[str, int], dialect: str) -> Iterator[str]:

@@ -67,8 +67,12 @@ class GpuTensor:
             got = str(x.device) if isinstance(x, torch.Tensor) else described(x)
             raise spec_error("x", got, "a CPU tensor or a numpy array", "Use x.cpu().")
         tensor = cls.empty(tuple(x.shape), x.dtype)
-        tensor.device.write(tensor.block, _array(x))
+        tensor.device.write(tensor.block, array_of(x))
         return tensor
+
+    def like(self) -> tuple[Tensor, None, None]:
+        """A tensor without memory, of this shape and dtype, and that it has no scales and no shifts."""
+        return unstored(self.shape, self.dtype), None, None
 
     def torch(self) -> Tensor:
         """A CPU tensor with this one's data. Waits until it is there."""
@@ -104,7 +108,7 @@ class GpuTensor:
             wanted = f"({batch}, {heads}, n, {channels}) within {seqlen} rows"
             raise spec_error("rows", f"{tuple(rows.shape)} at {start}", wanted, "Make a larger tensor.")
         device, per_row = self.device, fours(channels) * 4 * DTYPES[self.dtype][0]
-        data = _array(rows.to(self.dtype)).reshape(batch * heads, -1)
+        data = array_of(rows.to(self.dtype)).reshape(batch * heads, -1)
         with device.lock:
             device.flush()
             for i, part in enumerate(data):
@@ -112,17 +116,23 @@ class GpuTensor:
                 device.put(self.block.buffer, at, part)
 
 
+def unstored(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A CPU tensor of any shape in the memory of one element."""
+    return torch.empty((1,), dtype=dtype, device="cpu").expand(shape)
+
+
 def padded(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:3], 4 * fours(shape[3])) if len(shape) == 4 else shape
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(padded(shape)) * DTYPES[dtype][0]
+    return math.prod(padded(shape)) * dtype.itemsize
 
 
-def _array(x: Tensor) -> np.ndarray:
+def array_of(x: Tensor) -> np.ndarray:
     """A contiguous array of a tensor's padded rows."""
     x = x.detach()
+    x = x.view(torch.uint8) if x.dtype.itemsize == 1 else x  # codes
     if tuple(x.shape) != padded(tuple(x.shape)):
         x = torch.nn.functional.pad(x, (0, -x.shape[3] % 4))
     x = x.contiguous()

@@ -35,6 +35,7 @@ BUILT_IN = {
     "simdgroup_index_in_threadgroup": "ushort(shim::simdgroup())",
     "thread_index_in_simdgroup": "ushort(shim::lane())",
 }
+LANES = 32
 WRONG = {1: "threads wait for each other for ever", 2: "lanes of a simdgroup meet for different things"}
 
 

@@ -19,7 +19,7 @@ constant constexpr int OWN_COLUMNS = WALK / 4;
 // What the NaN and infinities of dO add to the dV of a key that their rows see, of all heads of its group.
 struct NonFiniteRows {
   bool any;
-  device const T* dout;  // of the request's first head of the group
+  device const T* dout;  // of the request's first row and first head of the group
   int j, first_head, heads;
   thread const Call* call;
   constant Numbers* n;
@@ -38,10 +38,10 @@ struct NonFiniteRows {
   }
 };
 
-kernel void differentiate(OPERANDS, device const T* q [[buffer(9)]], device const T* k [[buffer(10)]],
-                          device const T* v [[buffer(11)]], device const T* dout [[buffer(12)]],
-                          device const float* row_lse [[buffer(13)]], device const float* delta [[buffer(14)]],
-                          device T* grad [[buffer(15)]], device T* dv [[buffer(16)]],
+kernel void differentiate(OPERANDS, device const T* q [[buffer(14)]], device const T* k [[buffer(15)]],
+                          device const T* v [[buffer(16)]], device const T* dout [[buffer(17)]],
+                          device const float* row_lse [[buffer(18)]], device const float* delta [[buffer(19)]],
+                          device T* grad [[buffer(20)]], device T* dv [[buffer(21)]],
                           uint3 i_group [[threadgroup_position_in_grid]],
                           ushort i_sg [[simdgroup_index_in_threadgroup]], ushort lane [[thread_index_in_simdgroup]]) {
   threadgroup float4 own_a_memory[OWN * (DIM + PAD) / 4];
@@ -58,7 +58,10 @@ kernel void differentiate(OPERANDS, device const T* q [[buffer(9)]], device cons
   threadgroup float* own = strip + (lane >> 2) * (WALK + PAD) + (lane & 3);
   const int thread_index = i_sg * 32 + lane;
 
-  const int i_b = i_group.z, first = i_group.x * OWN, mine = first + i_sg * 8 + (lane >> 2);
+  int i_b = i_group.z, i_tile = i_group.x;
+  if (VARLEN && OWNS_KEYS) i_b = find_member<OWN>(cu_seqlens_k, n.batch, n.seqlen_k, 1, i_tile);
+  if (VARLEN && !OWNS_KEYS) i_b = find_member<OWN>(cu_seqlens_q, n.batch, n.seqlen_q, 1, i_tile);
+  const int first = i_tile * OWN, mine = first + i_sg * 8 + (lane >> 2);
   const int i_hkv = OWNS_KEYS ? i_group.y : i_group.y / n.group;
   const int first_head = OWNS_KEYS ? i_group.y * n.group : i_group.y, heads = OWNS_KEYS ? n.group : 1;
   Call call = {OPERANDS_HERE, {}, {}, i_b, first_head};
@@ -66,17 +69,18 @@ kernel void differentiate(OPERANDS, device const T* q [[buffer(9)]], device cons
   call.band = find_band(call.place, n);
   const Blocks blocks = OWNS_KEYS ? row_range<WALK>(first, first + OWN, call.place, call.band)
                                   : block_range<WALK>(first, first + OWN - 1, call.place, call.band);
-  device const T* k_head = k + i_b * n.k.b + i_hkv * n.k.h;
-  device const T* v_head = v + i_b * n.v.b + i_hkv * n.v.h;
-  device const T* q_head = q + i_b * n.q.b + first_head * n.q.h;
-  device const T* do_head = dout + i_b * n.dout.b + first_head * n.dout.h;
-  const int rows = call.place.rows, live = call.place.live;
+  const int i_entry = call.place.i_b, rows = call.place.rows, live = call.place.live;
+  const Layout keys = key_layout(call.x, n, call.place, i_b);
+  const Values b_k = values_of(k, n.k, i_entry, i_hkv, n.head_dim, keys);
+  const Values b_v = values_of(v, n.v, i_entry, i_hkv, n.head_dim_v, keys);
+  Values b_q = values_of(q, n.q, i_entry, first_head, n.head_dim, row_layout(call.place));
+  Values b_do = values_of(dout, n.dout, i_entry, first_head, n.head_dim_v, row_layout(call.place));
   if (OWNS_KEYS) {
-    load_tile<OWN, DIM, THREADS, false>(own_a, k_head, n.k.s, first, live, n.head_dim, thread_index);
-    load_tile<OWN, DIM_V, THREADS, false>(own_b, v_head, n.v.s, first, live, n.head_dim_v, thread_index);
+    load_tile<OWN, DIM, THREADS, false>(own_a, b_k, first, live, thread_index);
+    load_tile<OWN, DIM_V, THREADS, false>(own_b, b_v, first, live, thread_index);
   } else {
-    load_tile<OWN, DIM, THREADS, false>(own_a, q_head, n.q.s, first, rows, n.head_dim, thread_index);
-    load_tile<OWN, DIM_V, THREADS, false>(own_b, do_head, n.dout.s, first, rows, n.head_dim_v, thread_index);
+    load_tile<OWN, DIM, THREADS, false>(own_a, b_q, first, rows, thread_index);
+    load_tile<OWN, DIM_V, THREADS, false>(own_b, b_do, first, rows, thread_index);
   }
   simdgroup_float8x8 acc_a[DIM / 8], acc_v[DIM_V / 8];
   UNROLL for (int d = 0; d < DIM / 8; ++d) acc_a[d] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -87,17 +91,18 @@ kernel void differentiate(OPERANDS, device const T* q [[buffer(9)]], device cons
   for (int i_w = blocks.lo; i_w < blocks.lo + (blocks.hi - blocks.lo) * heads; ++i_w) {
     const int h = (i_w - blocks.lo) / (blocks.hi - blocks.lo), i_block = i_w - h * (blocks.hi - blocks.lo);
     const int at = i_block * WALK;
-    const bool full = i_block >= blocks.full_lo && i_block < blocks.full_hi && !CHANGED && !HAS_MASK;
+    const bool full = i_block >= blocks.full_lo && i_block < blocks.full_hi && !CHANGED && !HIDES;
     call.i_h = first_head + h;
     bool odd;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (OWNS_KEYS) {
-      odd = load_tile<WALK, DIM, THREADS, false>(walked_a, q_head + h * n.q.h, n.q.s, at, rows, n.head_dim, thread_index);
-      odd |= load_tile<WALK, DIM_V, THREADS, false>(walked_b, do_head + h * n.dout.h, n.dout.s, at, rows, n.head_dim_v,
-                                                    thread_index);
+      b_q = values_of(q, n.q, i_entry, call.i_h, n.head_dim, row_layout(call.place));
+      b_do = values_of(dout, n.dout, i_entry, call.i_h, n.head_dim_v, row_layout(call.place));
+      odd = load_tile<WALK, DIM, THREADS, false>(walked_a, b_q, at, rows, thread_index);
+      odd |= load_tile<WALK, DIM_V, THREADS, false>(walked_b, b_do, at, rows, thread_index);
     } else {
-      odd = load_tile<WALK, DIM, THREADS, false>(walked_a, k_head, n.k.s, at, live, n.head_dim, thread_index);
-      load_tile<WALK, DIM_V, THREADS, false>(walked_b, v_head, n.v.s, at, live, n.head_dim_v, thread_index);
+      odd = load_tile<WALK, DIM, THREADS, false>(walked_a, b_k, at, live, thread_index);
+      load_tile<WALK, DIM_V, THREADS, false>(walked_b, b_v, at, live, thread_index);
     }
     odd = simd_any(odd);
     if (lane == 0) flags[i_sg] = odd;
@@ -106,7 +111,7 @@ kernel void differentiate(OPERANDS, device const T* q [[buffer(9)]], device cons
 
     multiply_turned<DIM, WALK>(strip, own_a + i_sg * 8 * (DIM + PAD), walked_a);
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    const long head_rows = (i_b * n.num_heads + call.i_h) * n.seqlen_q;
+    const long head_rows = (i_entry * n.num_heads + call.i_h) * n.seqlen_q + call.place.first_q;
     float b_p[OWN_COLUMNS], b_slope[OWN_COLUMNS];
     uint seen = 0;  // a bit per column: a weight may be NaN
     UNROLL for (int c = 0; c < OWN_COLUMNS; ++c) {
@@ -115,9 +120,7 @@ kernel void differentiate(OPERANDS, device const T* q [[buffer(9)]], device cons
       float cap = 0.0f;
       b_p[c] = 0.0f;
       if (sees) {
-        const float s = CHANGED ? change_score(own[4 * c], i, j, call, n, f, cap) : own[4 * c] * f.scale;
-        const float x = s - row_lse[head_rows + i];
-        b_p[c] = BASE2 ? exp2(x * LOG2E) : exp(x);
+        b_p[c] = weight_again(own[4 * c], row_lse[head_rows + i], i, j, call, n, f, cap);
         seen |= 1u << c;
       }
       b_slope[c] = 1.0f - cap * cap;
@@ -150,13 +153,15 @@ kernel void differentiate(OPERANDS, device const T* q [[buffer(9)]], device cons
     multiply_add<DIM, WALK>(acc_a, strip, walked_a, 0, WALK, false, one);
   }
 
-  const bool there = mine < (OWNS_KEYS ? n.seqlen_k : n.seqlen_q);
-  device T* to = grad + i_b * n.grad.b + i_group.y * n.grad.h + mine * n.grad.s;
+  const bool there = mine < (OWNS_KEYS ? call.place.keys : rows);
+  const long position = mine + (OWNS_KEYS ? call.place.first_k : call.place.first_q);
+  device T* to = grad + i_entry * n.grad.b + i_group.y * n.grad.h + position * n.grad.s;
   const Nothing nothing;
   store_tile<DIM, WALK>(to, acc_a, f.scale, 1.0f, there, n.head_dim, nothing, strip, lane);
   if (OWNS_KEYS) {
+    device const T* do_head = dout + i_entry * n.dout.b + first_head * n.dout.h + call.place.first_q * n.dout.s;
     const NonFiniteRows extra = {ever_odd, do_head, mine, first_head, heads, &call, &n};
-    device T* to_v = dv + i_b * n.dv.b + i_group.y * n.dv.h + mine * n.dv.s;
+    device T* to_v = dv + i_entry * n.dv.b + i_group.y * n.dv.h + position * n.dv.s;
     store_tile<DIM_V, WALK>(to_v, acc_v, 1.0f, 1.0f, there, n.head_dim_v, extra, strip, lane);
   }
 }

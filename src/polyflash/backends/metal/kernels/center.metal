@@ -1,9 +1,9 @@
 // delta = Σ_d do·out - dlse, one value per row, and the lse as gradients need it.
 
 // One simdgroup per row: delta, and the lse with +inf for rows that saw nothing, whose weights are then 0.
-kernel void center(OPERANDS, device const T* out [[buffer(9)]], device const T* dout [[buffer(10)]],
-                   device const float* lse [[buffer(11)]], device const float* dlse [[buffer(12)]],
-                   device float* row_lse [[buffer(13)]], device float* delta [[buffer(14)]],
+kernel void center(OPERANDS, device const T* out [[buffer(14)]], device const T* dout [[buffer(15)]],
+                   device const float* lse [[buffer(16)]], device const float* dlse [[buffer(17)]],
+                   device float* row_lse [[buffer(18)]], device float* delta [[buffer(19)]],
                    uint3 i_group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]]) {
   const int i = i_group.x, i_h = i_group.y, i_b = i_group.z;
   device const T* a = out + i_b * n.out.b + i_h * n.out.h + i * n.out.s;

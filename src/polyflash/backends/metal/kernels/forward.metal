@@ -26,8 +26,21 @@ static float online_softmax(float top, thread float& m_i, thread float& l_i, flo
   return alpha;
 }
 
-kernel void attend(OPERANDS, device const T* q [[buffer(9)]], device const T* k [[buffer(10)]],
-                   device const T* v [[buffer(11)]], device OUT* out [[buffer(12)]], device float* lse [[buffer(13)]],
+typedef Stored<K_BITS, K_TOKENS, K_CHANNELS, K_SHIFT_TOKENS, K_SHIFT_CHANNELS> KRows;
+typedef Stored<V_BITS, V_TOKENS, V_CHANNELS, V_SHIFT_TOKENS, V_SHIFT_CHANNELS> VRows;
+
+// Head i_h of k or v, and of its tables.
+template <typename Rows>
+Rows rows_of_head(int size, device const uchar* x, View stride, device const float* scales, View scale,
+                  device const float* shifts, View shift, int i_b, int i_h, int dim, Layout layout) {
+  return {x + (i_b * stride.b + i_h * stride.h) * size, stride, dim, layout,
+          scales + i_b * scale.b + i_h * scale.h, scale, shifts + i_b * shift.b + i_h * shift.h, shift};
+}
+
+kernel void attend(OPERANDS, device const T* q [[buffer(14)]], device const uchar* k [[buffer(15)]],
+                   device const uchar* v [[buffer(16)]], device OUT* out [[buffer(17)]], device float* lse [[buffer(18)]],
+                   device const float* k_scale [[buffer(19)]], device const float* k_shift [[buffer(20)]],
+                   device const float* v_scale [[buffer(21)]], device const float* v_shift [[buffer(22)]],
                    uint3 i_group [[threadgroup_position_in_grid]], ushort i_sg [[simdgroup_index_in_threadgroup]],
                    ushort lane [[thread_index_in_simdgroup]]) {
   threadgroup float4 keys_memory[STAGES * BLOCK_N * (DIM + PAD) / 4];
@@ -41,8 +54,10 @@ kernel void attend(OPERANDS, device const T* q [[buffer(9)]], device const T* k 
   const int thread_index = i_sg * 32 + lane;
 
   // This lane's row, and where its tile stands.
-  const int i_b = i_group.z % n.batch, i_s = i_group.z / n.batch;
-  const int first_row = i_group.x * BLOCK_M, r = first_row + i_sg * 8 + (lane >> 2);
+  int i_b = VARLEN ? 0 : i_group.z % n.batch, i_tile = i_group.x;
+  const int i_s = VARLEN ? 0 : i_group.z / n.batch;
+  if (VARLEN) i_b = find_member<BLOCK_M>(cu_seqlens_q, n.batch, n.seqlen_q, n.pack, i_tile);
+  const int first_row = i_tile * BLOCK_M, r = first_row + i_sg * 8 + (lane >> 2);
   const int i = r / n.pack, i_h = i_group.y * n.pack + r % n.pack, i_hkv = i_group.y * n.pack / n.group;
   Call call = {OPERANDS_HERE, {}, {}, i_b, i_h};
   call.place = find_place(call.x, n, i_b);
@@ -53,12 +68,16 @@ kernel void attend(OPERANDS, device const T* q [[buffer(9)]], device const T* k 
     blocks.lo = max(blocks.lo, int(i_s * n.split_keys / BLOCK_N));
     blocks.hi = min(blocks.hi, int((i_s + 1) * n.split_keys / BLOCK_N));
   }
-  device const T* k_head = k + i_b * n.k.b + i_hkv * n.k.h;
-  device const T* v_head = v + i_b * n.v.b + i_hkv * n.v.h;
+  const int i_entry = PAGED ? 0 : call.place.i_b;  // of a pool the pages are the batch
+  const Layout layout = key_layout(call.x, n, call.place, i_b);
+  const KRows b_k = rows_of_head<KRows>(K_BITS ? 1 : sizeof(T), k, n.k, k_scale, n.k_scale, k_shift, n.k_shift, i_entry,
+                                      i_hkv, n.head_dim, layout);
+  const VRows b_v = rows_of_head<VRows>(V_BITS ? 1 : sizeof(T), v, n.v, v_scale, n.v_scale, v_shift,
+                                                        n.v_shift, i_entry, i_hkv, n.head_dim_v, layout);
 
   // The rows of q as matrices, by way of the strip.
   simdgroup_float8x8 b_q[DIM / 8];
-  device const T* q_row = q + i_b * n.q.b + i_h * n.q.h + i * n.q.s;
+  device const T* q_row = q + call.place.i_b * n.q.b + i_h * n.q.h + (call.place.first_q + i) * n.q.s;
   UNROLL for (int c = 0; c < DIM; c += BLOCK_N) {
     for (int e = lane & 3; e < BLOCK_N; e += 4)
       strip[(lane >> 2) * (BLOCK_N + PAD) + e] = there && c + e < n.head_dim ? float(q_row[c + e]) : 0.0f;
@@ -81,8 +100,8 @@ kernel void attend(OPERANDS, device const T* q [[buffer(9)]], device const T* k 
       threadgroup float* k_tile = keys + at * BLOCK_N * (DIM + PAD);
       threadgroup float* v_tile = values + at * BLOCK_N * (DIM_V + PAD);
       const int j = next * BLOCK_N, end = call.place.live;
-      load_tile<BLOCK_N, DIM, THREADS, false>(k_tile, k_head, n.k.s, j, end, n.head_dim, thread_index);
-      odd |= load_tile<BLOCK_N, DIM_V, THREADS, true>(v_tile, v_head, n.v.s, j, end, n.head_dim_v, thread_index);
+      load_tile<BLOCK_N, DIM, THREADS, false>(k_tile, b_k, j, end, thread_index);
+      odd |= load_tile<BLOCK_N, DIM_V, THREADS, true>(v_tile, b_v, j, end, thread_index);
     }
     if (STAGES == 1 || i_n < blocks.lo) threadgroup_barrier(mem_flags::mem_threadgroup);
     if (i_n < blocks.lo) continue;
@@ -128,16 +147,16 @@ kernel void attend(OPERANDS, device const T* q [[buffer(9)]], device const T* k 
   for (int s = 0; s < BLOCK_M / 8; ++s) odd = odd || flags[s] != 0;
   l_i = row_sum(l_i);
   float m_out = l_i == 0.0f ? minus_infinity() : m_i * (SPLIT ? 1.0f : f.unit), older = 1.0f;
-  if (HAS_SINKS && !SPLIT) join_sink(call.x.sinks[i_h], m_out, l_i, older);
+  if (HAS_SINKS && !SPLIT && i_b < n.batch) join_sink(call.x.sinks[i_h], m_out, l_i, older);
   const float divisor = l_i == 0.0f ? 1.0f : l_i;
-  const NonFinite extra = {odd && l_i != 0.0f, v_head, n.v.s, i, blocks.lo * BLOCK_N,
-                           min(blocks.hi * BLOCK_N, call.place.live), &call, &n};
-  const long i_out = i_s * n.batch + i_b;
-  store_tile<DIM_V, BLOCK_N>(out + i_out * n.out.b + i_h * n.out.h + i * n.out.s, acc, older, divisor, there,
+  const NonFinite<VRows> extra = {odd && l_i != 0.0f, &b_v, i, blocks.lo * BLOCK_N,
+                                          min(blocks.hi * BLOCK_N, call.place.live), &call, &n};
+  const long i_out = i_s * n.batch + call.place.i_b, row = call.place.first_q + i;
+  store_tile<DIM_V, BLOCK_N>(out + i_out * n.out.b + i_h * n.out.h + row * n.out.s, acc, older, divisor, there,
                              n.head_dim_v, extra, strip, lane);
   if (NEED_LSE && there && (lane & 3) == 0) {
-    device float* row = lse + i_out * n.lse.b + i_h * n.lse.h + i * n.lse.s;
-    *row = SPLIT ? m_out : l_i == 0.0f ? minus_infinity() : m_out + log(divisor);
-    if (SPLIT) row[n.num_splits * n.batch * n.lse.b] = l_i;
+    device float* to = lse + i_out * n.lse.b + i_h * n.lse.h + row * n.lse.s;
+    *to = SPLIT ? m_out : l_i == 0.0f ? minus_infinity() : m_out + log(divisor);
+    if (SPLIT) to[n.num_splits * n.batch * n.lse.b] = l_i;
   }
 }

@@ -4,8 +4,8 @@
 //
 // A split hands over m and l and not its lse, whose rounding is that of the scores.
 
-kernel void merge(OPERANDS, device const float* parts [[buffer(9)]], device const float* part_m [[buffer(10)]],
-                  device T* out [[buffer(11)]], device float* lse [[buffer(12)]],
+kernel void merge(OPERANDS, device const float* parts [[buffer(14)]], device const float* part_m [[buffer(15)]],
+                  device T* out [[buffer(16)]], device float* lse [[buffer(17)]],
                   uint3 i_group [[threadgroup_position_in_grid]], ushort lane [[thread_index_in_simdgroup]]) {
   const long rows = n.batch * n.num_heads * n.seqlen_q, row = i_group.x;
   const int i = row % n.seqlen_q, i_h = row / n.seqlen_q % n.num_heads, i_b = row / n.seqlen_q / n.num_heads;

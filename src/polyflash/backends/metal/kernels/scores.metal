@@ -9,12 +9,19 @@ struct Operands {
   device const BIAS* bias;
   device const float* slopes;
   device const float* sinks;
+  device const int* q_segments;
+  device const int* k_segments;
+  device const int* cu_seqlens_q;
+  device const int* cu_seqlens_k;
+  device const int* page_table;
 };
 
-// A request: its rows, its first live key and the end of them, and the position of its row 0.
+// A request, or a packed member: its rows, its first live key and the end of them, its keys, the position of its
+// row 0; entry i_b of the batch has its rows from first_q on and its keys from first_k on.
 struct Place {
-  int rows, start, live;
+  int rows, start, live, keys;
   long position;
+  int i_b, first_q, first_k;
 };
 
 // Row i sees keys [i + lo, i + hi), as far as order and distance go.
@@ -27,6 +34,9 @@ struct Blocks {
   int lo, hi, full_lo, full_hi;
 };
 
+// Operands that hide pairs, whatever lengths and distances say.
+#define HIDES (HAS_MASK || HAS_SEGMENTS)
+
 // A call as single pairs look at it: which request, and the query head.
 struct Call {
   Operands x;
@@ -35,12 +45,53 @@ struct Call {
   int i_b, i_h;
 };
 
+// The packed member that tile i_t of SIZE positions belongs to, and which of its tiles it is: member b has room
+// for its tiles from first * pack / SIZE + b on, and what lies behind the last member counts as one more.
+template <int SIZE>
+int find_member(device const int* bounds, int members, int total, int pack, thread int& i_t) {
+  int lo = 0, hi = members;
+  while (lo < hi) {
+    const int middle = (lo + hi + 1) / 2;
+    if (clamp(bounds[middle], 0, total) * pack / SIZE + middle <= i_t) {
+      lo = middle;
+    } else {
+      hi = middle - 1;
+    }
+  }
+  i_t -= clamp(bounds[lo], 0, total) * pack / SIZE + lo;
+  return lo;
+}
+
+// First position of a member, and how many it has; bounds that fall or leave the tensor make it shorter.
+static int find_span(device const int* bounds, int i_b, int members, int total, thread int& first) {
+  first = clamp(bounds[i_b], 0, total);
+  return (i_b < members ? clamp(bounds[i_b + 1], first, total) : total) - first;
+}
+
 static Place find_place(thread const Operands& x, constant Numbers& n, int i_b) {
-  Place place = {int(n.seqlen_q), 0, int(n.seqlen_k), 0};
-  if (HAS_KV_LENS) place.live = clamp(x.kv_lens[i_b], 0, place.live);
-  if (HAS_KV_STARTS) place.start = max(x.kv_starts[i_b], 0);
-  place.position = HAS_Q_OFFSET ? long(x.q_offset[i_b]) : HAS_OFFSET ? n.offset : long(place.live - place.rows);
+  Place place = {int(n.seqlen_q), 0, int(n.seqlen_k), int(n.seqlen_k), 0, i_b, 0, 0};
+  const bool owned = i_b < n.batch;
+  if (VARLEN) {
+    place.i_b = 0;
+    place.rows = find_span(x.cu_seqlens_q, i_b, n.batch, n.seqlen_q, place.first_q);
+    if (!PAGED) place.keys = find_span(x.cu_seqlens_k, i_b, n.batch, n.seqlen_k, place.first_k);
+    place.live = owned ? place.keys : 0;
+  }
+  if (HAS_KV_LENS) place.live = owned ? clamp(x.kv_lens[i_b], 0, place.live) : 0;
+  if (HAS_KV_STARTS) place.start = owned ? max(x.kv_starts[i_b], 0) : 0;
+  place.position = place.live - place.rows;
+  if (HAS_OFFSET) place.position = n.offset;
+  if (HAS_Q_OFFSET) place.position = owned ? x.q_offset[i_b] : 0;
   return place;
+}
+
+// Where a request's rows stand in q and all that is like it, and where its keys do.
+static Layout row_layout(thread const Place& place) { return {place.first_q, false, nullptr, 0, 0, 0}; }
+
+static Layout key_layout(thread const Operands& x, constant Numbers& n, thread const Place& place, int i_b) {
+  Layout layout = {place.first_k, false, nullptr, 0, 0, 0};
+  if (PAGED) layout = {0, true, x.page_table + i_b * n.table.b, n.table.c, int(n.table.size), int(n.table.pages)};
+  return layout;
 }
 
 static int within(long x, thread const Place& place) {
@@ -101,6 +152,9 @@ static bool visible(int i, int j, thread const Call& call, constant Numbers& n) 
   const int lo = max(i + call.band.lo, place.start), hi = min(i + call.band.hi, place.live);
   if (i >= place.rows || j < lo || j >= hi) return false;
   if (HAS_MASK && call.x.mask[plane_offset(n.mask, call.i_b, call.i_h, i, j)] == 0) return false;
+  if (HAS_SEGMENTS && call.x.q_segments[call.i_b * n.q_ids.b + i * n.q_ids.s] !=
+                          call.x.k_segments[call.i_b * n.k_ids.b + j * n.k_ids.s])
+    return false;
   if (HAS_BIAS) return float(call.x.bias[plane_offset(n.bias, call.i_b, call.i_h, i, j)]) != minus_infinity();
   return true;
 }
@@ -121,12 +175,19 @@ static float change_score(float s, int i, int j, thread const Call& call, consta
   return s;
 }
 
+// The weight of a pair that is seen, from its product s and the lse of its row.
+static float weight_again(float s, float row_lse, int i, int j, thread const Call& call, constant Numbers& n,
+                          constant Factors& f, thread float& cap) {
+  const float x = (CHANGED ? change_score(s, i, j, call, n, f, cap) : s * f.scale) - row_lse;
+  return BASE2 ? exp2(x * LOG2E) : exp(x);
+}
+
 // The score of a pair as the online softmax takes it: -inf where hidden, whatever was there. Of a block that
 // is full only operands can hide a pair.
 static float apply_mask(float s, int i, int j, bool full, thread const Call& call, constant Numbers& n,
                         constant Factors& f) {
   s = NEGATIVE ? -s : s;
-  if (full && !(CHANGED || HAS_MASK)) return s;
+  if (full && !(CHANGED || HIDES)) return s;
   if (!visible(i, j, call, n)) return minus_infinity();
   float cap = 0.0f;
   return CHANGED ? change_score(s, i, j, call, n, f, cap) : s;
@@ -134,10 +195,10 @@ static float apply_mask(float s, int i, int j, bool full, thread const Call& cal
 
 // What the NaN and infinities among values [first, end) add to a row that sees them: 0, ±inf or NaN. Values
 // were read as 0 in their places: a weight of 0 times a hidden one is NaN.
+template <typename Rows>
 struct NonFinite {
   bool any;
-  device const T* v;
-  long stride;
+  thread const Rows* values;
   int i, first, end;
   thread const Call* call;
   constant Numbers* n;
@@ -145,7 +206,7 @@ struct NonFinite {
   float at(int channel) const {
     float sum = 0.0f;
     for (int j = first; any && j < end; ++j) {
-      const float x = float(v[j * stride + channel]);
+      const float x = values->one(j, channel);
       if (is_odd(x) && visible(i, j, *call, *n)) sum += x;
     }
     return sum;

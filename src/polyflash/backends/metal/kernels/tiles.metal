@@ -24,22 +24,93 @@ static float row_sum(float x) {
   return x + simd_shuffle_xor(x, ushort(2));
 }
 
-// Rows [first, first + ROWS) of one head as floats, 0 behind row `end` and channel `dim`. Tells whether this
+// Where the rows of a request stand: one after the other from `first` on, or in the pages that a table names.
+struct Layout {
+  int first;
+  bool paged;
+  device const int* table;
+  long column;
+  int size, pages;
+};
+
+// A row's page, -1 of none, and its place there; without pages all rows are in page 0.
+struct Slot {
+  int page, row;
+};
+
+static Slot find_slot(thread const Layout& layout, int j) {
+  if (!layout.paged) return {0, layout.first + j};
+  const int page = layout.table[j / layout.size * layout.column];
+  return {page < layout.pages ? page : -1, j % layout.size};
+}
+
+// The rows of one head as they are stored: values of T; or, of BITS, codes of so many bits, where blocks of
+// TOKENS by CHANNELS have one scale and others one shift (0 tokens are all, -1: there are no shifts).
+//
+//     value = code * scale + shift
+template <int BITS, int TOKENS, int CHANNELS, int SHIFT_TOKENS, int SHIFT_CHANNELS>
+struct Stored {
+  device const uchar* x;
+  View stride;
+  int dim;
+  Layout layout;
+  device const float* scales;
+  View scale;
+  device const float* shifts;
+  View shift;
+
+  // Channels c to c + 3 of row j, 0 behind the last; c is a multiple of 4.
+  float4 four(int j, int c) const {
+    const Slot slot = find_slot(layout, j);
+    float4 piece = float4(0.0f);
+    if (slot.page < 0) return piece;
+    const int many = min(4, dim - c);
+    const long row = slot.page * stride.b + slot.row * stride.s;
+    if (BITS == 0) {
+      device const T* p = (device const T*)x + row + c;
+      if (VECTOR) return float4(*(device const vec<T, 4>*)p);
+      for (int i = 0; i < many; ++i) piece[i] = float(p[i]);
+      return piece;
+    }
+    device const uchar* p = x + row + c * BITS / 8;
+    uint word = 0;
+    if (VECTOR) {
+      word = BITS == 8 ? *(device const uint*)p : *(device const ushort*)p;
+    } else {
+      for (int i = 0; i < many * BITS / 8; ++i) word |= uint(p[i]) << 8 * i;
+    }
+    for (int i = 0; i < many; ++i) {
+      const int code = int(word >> BITS * i & ((1u << BITS) - 1u));
+      piece[i] = float(BITS == 8 ? (code ^ 128) - 128 : code - 8) * scales[place<TOKENS, CHANNELS>(scale, slot, c + i)];
+      if (SHIFT_TOKENS >= 0) piece[i] += shifts[place<SHIFT_TOKENS, SHIFT_CHANNELS>(shift, slot, c + i)];
+    }
+    return piece;
+  }
+
+  float one(int j, int c) const { return four(j, c / 4 * 4)[c % 4]; }
+
+  template <int OF_TOKENS, int OF_CHANNELS>
+  static long place(View at, Slot slot, int c) {
+    const int tokens = OF_TOKENS > 0 ? slot.row / max(OF_TOKENS, 1) : 0;
+    return slot.page * at.b + tokens * at.s + (OF_CHANNELS > 0 ? c / max(OF_CHANNELS, 1) : 0) * at.d;
+  }
+};
+typedef Stored<0, 0, 0, -1, 0> Values;
+
+// The rows of head i_h of a tensor of values.
+static Values values_of(device const T* x, View stride, int i_b, int i_h, int dim, Layout layout) {
+  return {(device const uchar*)(x + i_b * stride.b + i_h * stride.h), stride, dim, layout, nullptr, {}, nullptr, {}};
+}
+
+// Rows [first, first + ROWS) of one head as floats, 0 behind row `end` and the last channel. Tells whether this
 // thread read a NaN or an infinity; with CLEAN there is 0 in their places.
-template <int ROWS, int WIDTH, int THREADS, bool CLEAN>
-bool load_tile(threadgroup float* tile, device const T* x, long stride, int first, int end, int dim, int thread_index) {
+template <int ROWS, int WIDTH, int THREADS, bool CLEAN, typename Rows>
+bool load_tile(threadgroup float* tile, thread const Rows& rows, int first, int end, int thread_index) {
   bool odd = false;
   for (int e = thread_index; e < ROWS * (WIDTH / 4); e += THREADS) {
     const int r = e / (WIDTH / 4), c = e % (WIDTH / 4) * 4;
     float4 piece = float4(0.0f);
-    if (first + r < end && c < dim) {
-      device const T* p = x + long(first + r) * stride + c;
-      if (VECTOR) {
-        piece = float4(*(device const vec<T, 4>*)p);
-      } else {
-        for (int i = 0; i < min(4, dim - c); ++i) piece[i] = float(p[i]);
-      }
-    }
+    if (first + r < end && c < rows.dim) piece = rows.four(first + r, c);
     for (int i = 0; i < 4; ++i) {
       const bool bad = is_odd(piece[i]);
       odd = odd || bad;

@@ -24,7 +24,7 @@ fn load_keys(at: Place, j0: u32, t: u32) {
   {
     let x = t + {y} * NT;
     let j = x / D4;
-    let w = load_k(key_of(at, u32(min(i32(j0 + j), at.kv_end - 1))) * D4 + x % D4);
+    let w = read_k(at, u32(min(i32(j0 + j), at.kv_end - 1)), x % D4);
     if (K_TURNS * NT == BN * D4 || x < BN * D4) {
       b_kv[key_at(j % 4u * BN4 + j / 4u, x % D4)] = select(vec4<f32>(0.0), w, i32(j0 + j) < at.kv_end);
     }
@@ -37,7 +37,7 @@ fn load_values(at: Place, j0: u32, t: u32) {
   {
     let x = t + {y} * NT;
     let j = i32(j0 + x / DV4);
-    let w = load_v(key_of(at, u32(min(j, at.kv_end - 1))) * DV4 + x % DV4);
+    let w = read_v(at, u32(min(j, at.kv_end - 1)), x % DV4);
     if (V_TURNS * NT == BN * DV4 || x < BN * DV4) {
       b_kv[x] = select(vec4<f32>(0.0), w, j < at.kv_end);
     }

@@ -12,7 +12,7 @@ fn fetch_tile(at: Place, j0: u32, t: u32, part: ptr<function, Fetched>) {
   {
     let x = t + {y} * NT;
     let j = i32(j0 + x / D4);
-    let w = load_k(key_of(at, u32(min(j, at.kv_end - 1))) * D4 + x % D4);
+    let w = read_k(at, u32(min(j, at.kv_end - 1)), x % D4);
     (*part).k[{y}] = select(vec4<f32>(0.0), w, j < at.kv_end);
   }
 //: end
@@ -20,7 +20,7 @@ fn fetch_tile(at: Place, j0: u32, t: u32, part: ptr<function, Fetched>) {
   {
     let x = t + {y} * NT;
     let j = i32(j0 + x / DV4);
-    let w = load_v(key_of(at, u32(min(j, at.kv_end - 1))) * DV4 + x % DV4);
+    let w = read_v(at, u32(min(j, at.kv_end - 1)), x % DV4);
     (*part).v[{y}] = select(vec4<f32>(0.0), w, j < at.kv_end);
   }
 //: end
