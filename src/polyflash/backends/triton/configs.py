@@ -146,7 +146,7 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
         rows = PACKED_ROWS  # rows of any number are walked by tiles of this many
     if spec.codes:
         rows = min(rows, MOST_CODED_ROWS)
-        few = most_rows(spec) * spec.group <= TURNED_ROWS
+        few = most_rows(spec) * spec.group <= TURNED_ROWS and spec.dtype != "float32"
         if few and target.kind != "hip" and scales_channels(spec.codes):
             rows = TURNED_ROWS
     if target.kind == "cpu":

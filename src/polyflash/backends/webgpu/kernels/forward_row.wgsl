@@ -2,7 +2,8 @@
 // where every thread reads the same ones at the same time. With one lane no thread waits for another's number, and
 // it fits any device: a block has as many keys as there is room for, down to one group of four.
 //
-// Sums of a stretch of keys are merged into `whole`: a sum of all keys would have a rounding for each of them.
+// Sums of a stretch of keys are merged into `whole`: a sum of all keys would have a rounding for each of them. Splits
+// are short, so they do without, and with its registers read at more than twice the rate (H100).
 
 @compute @workgroup_size(NT)
 fn forward_row(
@@ -33,9 +34,12 @@ fn forward_row(
 //: end
   }
 //: end
+//: if SPLIT
+//: else
   var whole_acc: array<array<vec4<f32>, WIDTH_V>, RM>;  // of the stretches before, under the maximum whole_m
   var whole_m: array<f32, OWN>;
   var whole_l: array<f32, OWN>;
+//: end
   var m_i: array<f32, OWN>;
   var l_i: array<f32, OWN>;
 //: for o < OWN
@@ -43,15 +47,23 @@ fn forward_row(
     let start = start_row(at, head_of(at, own + {o}));
     m_i[{o}] = start.x;
     l_i[{o}] = start.y;
+//: if SPLIT
+//: else
     whole_m[{o}] = start.x;
     whole_l[{o}] = 0.0;
+//: end
   }
 //: end
 
   let keys = block_range(at, r0, BM);
   var part: Fetched;
+//: if SPLIT
+  {
+    for (var j0 = keys.x; j0 < keys.y; j0 += BN) {
+//: else
   for (var from_key = keys.x; from_key < keys.y; from_key += STRETCH) {
     for (var j0 = from_key; j0 < min(from_key + STRETCH, keys.y); j0 += BN) {
+//: end
       fetch_tile(at, j0, t, &part);
       workgroupBarrier();
       store_tile(t, &part);
@@ -134,6 +146,8 @@ fn forward_row(
         }
       }
     }
+//: if SPLIT
+//: else
     // merge
     var kept: array<f32, OWN>;
 //: for o < OWN
@@ -151,9 +165,15 @@ fn forward_row(
 //: end
     }
 //: end
+//: end
   }
+//: if SPLIT
+  var whole_acc = acc;
+  var whole_l = l_i;
+//: else
 //: for o < OWN
   whole_l[{o}] += l_i[{o}];  // of a row without keys: its sink
+//: end
 //: end
 //: for i < RM
   {
