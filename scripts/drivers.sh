@@ -34,8 +34,8 @@ found && exit 0
 if [ "$(uname -s)" = Linux ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     {
         # shellcheck disable=SC2086
-        apt-get install -y --no-install-recommends $packages ||
-            { apt-get update && apt-get install -y --no-install-recommends $packages; }
+        timeout 180 apt-get install -y --no-install-recommends $packages ||
+            { timeout 60 apt-get update && timeout 180 apt-get install -y --no-install-recommends $packages; }
     } >/dev/null 2>&1 || true
     found && exit 0
 fi
