@@ -56,7 +56,7 @@ def test_heads_shared_within_a_ring(size: tuple[int, int]):
             checked(case, size)
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_many_ranks(ranks: int):
     for case in MANY[:2] if ranks == 64 else MANY:
         checked(case, ranks)
