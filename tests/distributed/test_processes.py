@@ -74,6 +74,7 @@ def test_operands_that_are_dtensors(tmp_path: Path):
     assert not [text for said in launched("dtensors", 2, tmp_path) for text in said]
 
 
+@pytest.mark.slow
 def test_models_train_alike(tmp_path: Path):
     """FSDP2 beside context parallelism, checkpoints and torch.compile."""
     assert not [text for said in launched("training", 4, tmp_path) for text in said]
