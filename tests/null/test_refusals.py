@@ -333,7 +333,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "codes without a table": lambda: coded(codes="int8/1x0,-"),
     "codes with a wrong table": lambda: coded(codes="int8/1x0,-", k_scale=x(2, 2, 5, 2)),
     "triton head_dim": lambda: tiles.split_dim(0),
-    "triton rows of a tile": lambda: tiles.check_rows(target.parse("cuda:sm90"), 8, False),
+    "triton rows of a tile": lambda: tiles.check_rows(
+        target.parse("cuda:sm90"), 8, explain(x(), x(), x(), target="cuda:sm90").spec
+    ),
     "triton stages of sm_90": lambda: tiles.check_stages(target.parse("cuda:sm90"), 1),
 }  # fmt: skip
 

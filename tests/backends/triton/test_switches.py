@@ -41,7 +41,13 @@ ROUNDED: tuple[dict[str, Any], ...] = (
     {"split_keys": 64, "pack_gqa": True, "hold_q": True, "loads": "descriptor", "persistent": True},
 )
 DECODE_SAME_BITS: tuple[dict[str, Any], ...] = (
-    *({"num_stages": 3}, {"loads": "descriptor"}, {"cache_kv": ".ca"}, {"cache_kv": ".cg"}),
+    *(
+        {"num_stages": 3},
+        {"loads": "descriptor"},
+        {"cache_kv": ".ca"},
+        {"cache_kv": ".cg"},
+        {"max_registers": 168},
+    ),
 )
 DECODE_ROUNDED: tuple[dict[str, Any], ...] = (
     *({"base2": False}, {"pack_gqa": False}, {"block_m": 32}, {"block_n": 16}, {"num_warps": 1}),

@@ -91,7 +91,7 @@ class Prepared:
         if most := getattr(self.config, "max_registers", 0):
             self.options["maxnreg"] = most
         tiles.check_stages(launch.target, self.config.num_stages)
-        tiles.check_rows(launch.target, self.config.block_m, bool(launch.spec.codes))
+        tiles.check_rows(launch.target, self.config.block_m, launch.spec)
 
     def ready_for(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool

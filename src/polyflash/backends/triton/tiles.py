@@ -192,9 +192,9 @@ def check_stages(target: Target, *stages: int) -> None:
         raise spec_error("num_stages", got=min(stages), wanted=f"2 or more on {target.name}", change=change)
 
 
-def check_rows(target: Target, rows: int, coded: bool) -> None:
+def check_rows(target: Target, rows: int, spec: AttentionSpec) -> None:
     """Fewer rows than LEAST are columns of turned products, which NVIDIA's kernels over codes have alone."""
-    if rows < LEAST and not (coded and target.kind != "hip"):
+    if rows < LEAST and not (spec.codes and target.kind != "hip"):
         wanted = f"{LEAST} or more here"
         raise spec_error("block_m", got=rows, wanted=wanted, change="Take explain(...).config.")
 
