@@ -203,7 +203,7 @@ def _special(spec: AttentionSpec) -> frozenset[Feature]:
 def _behind(spec: AttentionSpec) -> str:
     ahead = LEAST_KEYS_OF.get((spec.phase, box_of(spec.head_dim)), {}).keys()
     behind = sorted(f.value for f in _special(spec) - ahead)
-    return f"{', '.join(behind)}: not known to be quicker on an H200" if behind else ""
+    return f"{', '.join(behind)}: not known to be quicker on Hopper" if behind else ""
 
 
 def _too_few_keys(spec: AttentionSpec, seqlen_k: int, otherwise: int) -> str:
@@ -211,13 +211,13 @@ def _too_few_keys(spec: AttentionSpec, seqlen_k: int, otherwise: int) -> str:
     least = max((ahead.get(f, 0) for f in _special(spec)), default=otherwise)
     if seqlen_k >= least:
         return ""
-    return f"under {least} keys of head_dim {spec.head_dim} it is not known to be quicker on an H200"
+    return f"under {least} keys of head_dim {spec.head_dim} it is not known to be quicker on Hopper"
 
 
 def _too_padded(spec: AttentionSpec) -> str:
     box = box_of(spec.head_dim)
     if spec.head_dim < HEAD_DIMS[0] or 1.0 - spec.head_dim / box > MOST_PADDING:
-        return f"head_dim {spec.head_dim} costs as much as {box}: not known to be quicker on an H200"
+        return f"head_dim {spec.head_dim} costs as much as {box}: not known to be quicker on Hopper"
     return ""
 
 
