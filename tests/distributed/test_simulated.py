@@ -44,7 +44,7 @@ def checked(case: Case, size: int | tuple[int, int]) -> None:
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_case(method: str, ranks: int):
-    """Of five ranks every fourth: processes run all of one to four."""
+    """Of five ranks every fourth: processes run those of one to four."""
     for case in itertools.islice(cases.cases(ranks, (method,)), 0, None, 1 if ranks == 2 else 4):
         checked(case, ranks)
 
