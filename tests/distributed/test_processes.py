@@ -32,7 +32,12 @@ class Host:
         command = [sys.executable, "-m", "tests.distributed.worker"]
         pipe: Any = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, env=os.environ | {"PYTHONPATH": path}, process_group=0
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+            process_group=0,
         )
 
     def wrong(self, suite: str, ranks: int, place: Path) -> list[str]:

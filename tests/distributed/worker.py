@@ -243,7 +243,12 @@ SUITES: dict[str, tuple[Callable[[int, int], list[str]], int]] = {
 }
 
 
-MODULES = {"models": "language", "diffusion": "diffusion", "shards": "sharded", "training": "training"}  # beside the suites here
+MODULES = {
+    "models": "language",
+    "diffusion": "diffusion",
+    "shards": "sharded",
+    "training": "training",
+}  # beside the suites here
 
 
 def main() -> None:

@@ -721,7 +721,9 @@ def test_a_reader_that_leaves_ends_it_quietly(command):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")
-@pytest.mark.parametrize("words", chosen(("explain", "env", "cache path", "bench --list"), "env", "bench --list"))
+@pytest.mark.parametrize(
+    "words", chosen(("explain", "env", "cache path", "bench --list"), "env", "bench --list")
+)
 def test_an_output_that_takes_nothing_is_one_line(words):
     """A full disk, and no output at all."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -218,11 +218,16 @@ class TestWheel:
     def test_ablate_and_tune(self, alone: Path) -> None:
         words = ("--backend", "cpu", "--device", "cpu", "--seqlen", "40", "--dtype", "fp32")
         switched = ("--switch", "panels", "--seconds", "0.02", "--json", "a.json")
-        code, _, err = self.call(alone, "ablate", *words, *switched)
-        assert (code, err) == (0, "") and json.loads((alone / "a.json").read_text(encoding="utf-8"))["rows"]
-        code, _, err = self.call(alone, "ablate", *words, "--groups", "2")
-        assert code == 1 and "--groups" in err and "benchmarks/" in err
-        assert self.call(alone, "tune", "--list")[:1] == (0,)
+        ends, _, err = self.call(alone, "ablate", *words, *switched)
+        assert (ends, err) == (0, "") and json.loads((alone / "a.json").read_text(encoding="utf-8"))["rows"]
+        code = (
+            "import sys; from polyflash import cli\nfor words in sys.argv[1:]: print(cli.main(words.split()))"
+        )
+        ends, out, err = self.call(
+            alone, " ".join(("ablate", *words, "--groups", "2")), "tune --list", start=("-c", code)
+        )
+        assert ends == 0 and out.startswith("1\n") and out.endswith("\n0\n")
+        assert "--groups" in err and "benchmarks/" in err
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

@@ -15,6 +15,7 @@ from polyflash import backends
 from polyflash.spec import Phase
 from polyflash.workloads import Workload, make
 from tests.catalogue import named, with_dtype, workloads
+from tests.chosen import chosen
 from tests.conformance.gradients import attend, checked
 from tests.conformance.rows import Runner
 from tests.memory import check_guarded, check_hidden
@@ -66,14 +67,14 @@ def small(workload: Workload) -> Workload:
     )
 
 
-def cases(*tags: str, half: bool = True) -> list[Any]:
+def cases(*tags: str, half: bool = True, least: int = 2) -> list[Any]:
     """Each problem in float32, some in a half precision too. By default those run that need a feature which
-    fewer than two before them needed."""
+    fewer than `least` before them needed."""
     found = []
     for tag in tags:
         seen: Counter[Any] = Counter()
         for turn, w in enumerate(workloads(tag)):
-            fresh = any(seen[feature] < 2 for feature in w.features) or not turn
+            fresh = any(seen[feature] < least for feature in w.features) or not turn
             seen.update(w.features)
             dtypes = ("float32", HALF[turn // EVERY % 2]) if half and turn % EVERY == 0 else ("float32",)
             marks = () if fresh else (pytest.mark.slow,)
@@ -104,7 +105,7 @@ def test_decode_of_pages(name: str, dtype: str):
     run(Phase.DECODE, name, dtype)
 
 
-@pytest.mark.parametrize(("name", "dtype"), cases("ci", "varlen"))
+@pytest.mark.parametrize(("name", "dtype"), cases("ci", "varlen", least=1))
 def test_gradients(name: str, dtype: str):
     q, k, v, options = make(with_dtype(small(named(name)), dtype), seed=len(name))
     checked(q, k, v, backend="triton", label=f"{name} {dtype}", **options)
@@ -126,7 +127,8 @@ def test_statistics(name: str, dtype: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["everything", "packed-everything", "intervals-heads", "mask-dense", "starts"]
+    "name",
+    chosen(["everything", "packed-everything", "intervals-heads", "mask-dense", "starts"], "intervals-heads"),
 )
 def test_invisible_bits(name: str):
     q, k, v, options = make(small(named(name)), seed=1)
