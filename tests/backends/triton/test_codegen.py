@@ -79,7 +79,8 @@ def test_kernels_of_the_gluon_engine(case: Case):
     config, head_dim = case.config(), case.head_dim
     found = next(found for entry, found in kernels if entry.endswith("_sm90"))
     if case.phase is Phase.BACKWARD:  # a block has dq, of all keys, and four of 64 keys and rows
-        loops, block = 1 if case.problem == "full" else 2, 8 + 2 * (4 + head_dim // 16)
+        loops = {"full": 1, "window": 3}.get(case.problem, 2)
+        block = 8 + 2 * (4 + head_dim // 16)
         products = 2 * (block * (loops + 1) + 8 * config.ahead)
     else:
         passes = {"full": 2, "ragged": 2, "window": 4}.get(case.problem, 3)

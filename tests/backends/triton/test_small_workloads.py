@@ -3,7 +3,6 @@ interpreter takes milliseconds per tile. The whole sizes are the conformance sui
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 import polyflash
 from polyflash import backends
-from polyflash.spec import Phase
+from polyflash.spec import Feature, Phase
 from polyflash.workloads import Workload, make
 from tests.catalogue import named, with_dtype, workloads
 from tests.chosen import chosen
@@ -67,14 +66,14 @@ def small(workload: Workload) -> Workload:
     )
 
 
-def cases(*tags: str, half: bool = True, least: int = 2) -> list[Any]:
+def cases(*tags: str, half: bool = True) -> list[Any]:
     """Each problem in float32, some in a half precision too. By default those run that need a feature which
-    fewer than `least` before them needed."""
+    none before them needed."""
     found = []
     for tag in tags:
-        seen: Counter[Any] = Counter()
+        seen: set[Feature] = set()
         for turn, w in enumerate(workloads(tag)):
-            fresh = any(seen[feature] < least for feature in w.features) or not turn
+            fresh = not w.features <= seen or not turn
             seen.update(w.features)
             dtypes = ("float32", HALF[turn // EVERY % 2]) if half and turn % EVERY == 0 else ("float32",)
             marks = () if fresh else (pytest.mark.slow,)
@@ -105,7 +104,7 @@ def test_decode_of_pages(name: str, dtype: str):
     run(Phase.DECODE, name, dtype)
 
 
-@pytest.mark.parametrize(("name", "dtype"), cases("ci", "varlen", least=1))
+@pytest.mark.parametrize(("name", "dtype"), cases("ci", "varlen"))
 def test_gradients(name: str, dtype: str):
     q, k, v, options = make(with_dtype(small(named(name)), dtype), seed=len(name))
     checked(q, k, v, backend="triton", label=f"{name} {dtype}", **options)
