@@ -49,7 +49,7 @@ def test_every_case(method: str, ranks: int):
         checked(case, ranks)
 
 
-@pytest.mark.parametrize("size", [(2, 2), (1, 3), (3, 2)])
+@pytest.mark.parametrize("size", [(2, 2), (1, 3), pytest.param((3, 2), marks=pytest.mark.slow)])
 def test_heads_shared_within_a_ring(size: tuple[int, int]):
     for case in cases.cases(size[0] * size[1], ("ulysses+ring",)):
         if case.mask in ("causal", "sinks-window", "dense", "segments"):

@@ -334,7 +334,8 @@ def tutorial(q, k, v, causal):
 @pytest.mark.parametrize(
     ("deaths", "end", "starts", "reason"),
     [pytest.param(0, "", 1, "", marks=pytest.mark.slow), (1, "os._exit(3)", 2, "code 3"),
-     (9, "os._exit(3)", 2, "code 3"), (1, "time.sleep(100)", 2, "hung: no answer in 6 s"),
+     (9, "os._exit(3)", 2, "code 3"),
+     pytest.param(1, "time.sleep(100)", 2, "hung: no answer in 6 s", marks=pytest.mark.slow),
      (1, "raise RuntimeError('CUDA error: lost')", 2, "RuntimeError: CUDA error: lost")],
 )  # fmt: skip
 def test_the_suite_goes_on_behind_a_process_that_ended(tmp_path, monkeypatch, deaths, end, starts, reason):
