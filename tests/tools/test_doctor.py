@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.requirements import Requirement
+from scripts import tables
 
 import polyflash
 from polyflash import backends, cli, doctor, env, reports, target
@@ -570,15 +570,7 @@ def test_every_variable_of_env_is_listed():
     assert made == {*env.ALL, *env.OF_OTHERS} and all(v.doc for v in made)
 
 
-@pytest.fixture(scope="module")
-def tables():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "scripts" / "tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_pages_say_what_the_code_says(tables, tmp_path, monkeypatch, capsys):
+def test_pages_say_what_the_code_says(tmp_path, monkeypatch, capsys):
     """docs/capabilities.md, env.md, api.md and quantisation.md, but for the one page that is spoiled here;
     `python scripts/tables.py` mends it."""
     pytest.importorskip("safetensors")
@@ -596,7 +588,7 @@ def test_pages_say_what_the_code_says(tables, tmp_path, monkeypatch, capsys):
     assert page.read_text(encoding="utf-8") == (ROOT / "docs" / "env.md").read_text(encoding="utf-8")
 
 
-def test_tables_name_every_row_and_feature(tables):
+def test_tables_name_every_row_and_feature():
     table = tables.capability_table()
     for r in backends.TABLE:
         assert table.count(f"| {r.name}") >= 2
