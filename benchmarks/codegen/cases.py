@@ -267,8 +267,8 @@ _SINGLE |= {c for c in GLUON if _DIMS[c.phase].get(c.problem) == c.head_dim}
 for _gpu in ONE_OF_EACH:
     _SINGLE |= {
         Case(Phase.FORWARD, _gpu, "bfloat16", 80, "causal"),
-        Case(Phase.FORWARD, _gpu, "float32", 64, "causal"),
         Case(Phase.DECODE, _gpu, "bfloat16", 128, "token"),
     }
 _SINGLE |= {Case(Phase.DECODE, "cuda:sm90", "bfloat16", 128, codes) for codes in ("int8", "int4", "fp8")}
 _SINGLE |= {Case(Phase.DECODE, "hip:gfx942", "bfloat16", 128, "int8")}
+_SINGLE |= {Case(Phase.FORWARD, "hip:gfx942", "float32", 64, "causal")}
