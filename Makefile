@@ -13,6 +13,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # Two processes share the tests; those that need the cores for themselves come after.
 SHARED := -n 2 --dist worksteal
+ALONE := $(shell grep -rlE --include='*.py' 'mark\.alone' tests 2>/dev/null)
 SETUP := sh scripts/setup.sh
 CPU_TESTS := $(wildcard tests/null tests/conformance tests/backends/cpu)
 CODEGEN_TESTS := tests/backends/triton/test_codegen.py
@@ -65,11 +66,11 @@ test: lint test-here test-triton test-codegen test-webgpu test-metal
 
 test-here: .venv/.test
 	@$(PYTEST) $(SHARED) $(ELSEWHERE) -m 'not slow and not alone'
-	@$(PYTEST) $(ELSEWHERE) -m 'alone and not slow'
+	@$(PYTEST) $(ALONE) -m 'alone and not slow'
 
 test-cpu: .venv/.test
 	@$(PYTEST) $(SHARED) $(CPU_TESTS) -k 'not torch-forward and not torch-backward' -m 'not slow and not alone'
-	@$(PYTEST) $(CPU_TESTS) -m 'alone and not slow'
+	@$(PYTEST) $(ALONE) -m 'alone and not slow'
 
 test-distributed: .venv/.test
 	@$(PYTEST) $(SHARED) tests/distributed
@@ -98,7 +99,7 @@ test-browser: .venv/.test
 	POLYFLASH_WEBGPU_CPU=1 $(PYTEST) $(SHARED) $(WEBGPU_TESTS) --adapter chromium -rs $(WITHOUT_LONG)
 
 test-metal: .venv/.test
-	@$(PYTEST) $(METAL_TESTS)
+	@$(PYTEST) $(SHARED) $(METAL_TESTS)
 
 # Installs nothing, as bench-gpu below.
 test-gpu:
@@ -109,13 +110,13 @@ test-gpu:
 
 test-all: lint
 	@$(PYTEST) $(SHARED) $(ELSEWHERE) -m 'not alone'
-	@$(PYTEST) $(ELSEWHERE) -m alone
+	@$(PYTEST) $(ALONE) -m alone
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
 		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
 	@sh scripts/naga.sh >/dev/null || true
 	@$(MAKE) test-webgpu SLOW="-m ''"
 	@$(MAKE) test-browser
-	@$(PYTEST) $(METAL_TESTS) -m ''
+	@$(PYTEST) $(SHARED) $(METAL_TESTS) -m ''
 
 mutants: .venv/.test
 	@$(BIN)/python scripts/mutants.py

@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from scripts import mutants
 
 from polyflash.tuning import store
 from tests import device
@@ -62,6 +63,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     device.skip_elsewhere(items)
+    named = {node for mutant in mutants.table() for node in mutant.selection()}
+    late = [item.nodeid for item in items if item.nodeid in named and item.get_closest_marker("slow")]
+    if late and device.NAME == "cpu":
+        raise pytest.UsageError(f"named by scripts/mutants.toml, so not to be slow: {late}")
 
 
 def pytest_collection_finish() -> None:

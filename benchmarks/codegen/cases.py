@@ -260,16 +260,15 @@ def default_cases() -> tuple[Case, ...]:
 
 
 _DEFAULT = {(Phase.FORWARD, "bfloat16", 64, "full"), (Phase.FORWARD, "bfloat16", 128, "causal")}
-_SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal"), GLUON[0], *GLUON[5:8], GLUON[13]}
-_SINGLE |= {*CODES}
-_SINGLE |= {c for c in GLUON if c.phase is Phase.BACKWARD and c.problem in ("full", "causal")}
-_SINGLE |= {*CODES}
-_SINGLE |= {c for c in GLUON if c.phase is Phase.BACKWARD and c.problem == "packed" and c.head_dim == 64}
+_SINGLE = {Case(Phase.BACKWARD, "hip:gfx942", "bfloat16", 128, "causal"), CODES[0], CODES[3], GLUON[7]}
+_DIMS = {Phase.FORWARD: {"full": 64, "causal": 128, "window": 64}}
+_DIMS[Phase.BACKWARD] = {"causal": 128, "packed": 64}
+_SINGLE |= {c for c in GLUON if _DIMS[c.phase].get(c.problem) == c.head_dim}
 for _gpu in ONE_OF_EACH:
     _SINGLE |= {
         Case(Phase.FORWARD, _gpu, "bfloat16", 80, "causal"),
-        Case(Phase.FORWARD, _gpu, "float32", 64, "causal"),
         Case(Phase.DECODE, _gpu, "bfloat16", 128, "token"),
     }
 _SINGLE |= {Case(Phase.DECODE, "cuda:sm90", "bfloat16", 128, codes) for codes in ("int8", "int4", "fp8")}
 _SINGLE |= {Case(Phase.DECODE, "hip:gfx942", "bfloat16", 128, "int8")}
+_SINGLE |= {Case(Phase.FORWARD, "hip:gfx942", "float32", 64, "causal")}

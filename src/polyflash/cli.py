@@ -32,16 +32,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)  # where there is an output to flush
         return code
     except BrokenPipeError:  # `polyflash bench --list | head`
-        with contextlib.suppress(OSError, ValueError):  # or the interpreter would complain as it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _let_go()
         return 141
     except OSError as error:
         named = f"{error.filename}: {error.strerror}" if error.filename else error
         print(f"error {named}", file=sys.stderr)
+        _let_go()
         return 1
     except KeyboardInterrupt as stop:
         print(f"interrupted{stop}", file=sys.stderr)
         return 130
+
+
+def _let_go() -> None:
+    """Drops what the output does not take, or the interpreter would complain as it ends, with a code of its
+    own."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str]) -> int:

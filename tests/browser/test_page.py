@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import web
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,20 +22,11 @@ PAGE = ROOT / "examples" / "web"
 SETTINGS = json.loads((PAGE / "training.json").read_text(encoding="utf-8"))
 
 
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("web", ROOT / "scripts" / "web.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_has_the_engines_kernels(
     capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path
 ):
     """`python scripts/web.py` mends it."""
     pytest.importorskip("wgpu")
-    web = script()
     assert web.main(["--check"]) == 0, capsys.readouterr().out
     stale = tmp_path / "kernels.json"
     stale.write_text(web.PAGE.read_text(encoding="utf-8").replace("let ", "var ", 1), encoding="utf-8")
@@ -151,7 +142,7 @@ def test_the_page_checks_measures_and_trains(server: chromium.Server, browser: c
     assert width <= 390, "a phone scrolls sideways"
     assert found["machine"] == "cpu" and found["subgroup"] == 4
     checked = {(x["template"], x["head_dim"]) for x in found["checks"]}
-    assert checked == {(template, d) for template in script().TEMPLATES for d in (16, 64)}
+    assert checked == {(template, d) for template in web.TEMPLATES for d in (16, 64)}
     for check in found["checks"]:
         assert set(check["errors"]) == {"out", "lse", "dq", "dk", "dv"}
         assert check["right"] and max(check["errors"].values()) < 2e-6, check
@@ -191,7 +182,7 @@ _FOR_CARDS = """(async () => {
 def test_texts_for_graphics_cards(server: chromium.Server, browser: chromium.Browser):
     browser.open(f"{server.url}training.json")
     errors = browser.evaluate(_FOR_CARDS)
-    assert set(errors) == set(script().TEMPLATES)
+    assert set(errors) == set(web.TEMPLATES)
     assert all(len(each) == 5 and max(each) < 2e-6 for each in errors.values()), errors
 
 

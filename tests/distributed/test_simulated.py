@@ -44,12 +44,12 @@ def checked(case: Case, size: int | tuple[int, int]) -> None:
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_case(method: str, ranks: int):
-    """Of five ranks every fourth: processes run all of one to four."""
+    """Of five ranks every fourth: processes run those of one to four."""
     for case in itertools.islice(cases.cases(ranks, (method,)), 0, None, 1 if ranks == 2 else 4):
         checked(case, ranks)
 
 
-@pytest.mark.parametrize("size", [(2, 2), (1, 3), (3, 2)])
+@pytest.mark.parametrize("size", [(2, 2), (1, 3), pytest.param((3, 2), marks=pytest.mark.slow)])
 def test_heads_shared_within_a_ring(size: tuple[int, int]):
     for case in cases.cases(size[0] * size[1], ("ulysses+ring",)):
         if case.mask in ("causal", "sinks-window", "dense", "segments"):

@@ -1,12 +1,15 @@
-"""One rank of a gloo group: `python -m tests.distributed.worker RANK RANKS RENDEZVOUS SUITE`. Prints what
-went wrong as JSON."""
+"""Ranks of a gloo group: `python -m tests.distributed.worker`. Each line of its input is a JSON list: suite,
+number of ranks, and a folder, in which every rank writes what went wrong as JSON, behind all else that it
+says. Its answer is how they ended. Ranks are forked, so that what they import is imported once."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -25,20 +28,27 @@ from tests.distributed import cases
 TIMEOUT_S, SHORT_S = 100, 4
 
 
+def some_cases(rank: int, ranks: int) -> list[str]:
+    """A fourth of the cases, on each number of ranks up to four another one."""
+    return _checked(rank, ranks, slice(ranks % 4, None, 4))
+
+
 def every_case(rank: int, ranks: int) -> list[str]:
-    """All cases on the default group, three ranks and four taking turns; on four also two rings at once, and
-    a mesh of two dimensions."""
+    return _checked(rank, ranks, slice(None))
+
+
+def _checked(rank: int, ranks: int, some: slice) -> list[str]:
+    """On the default group; on four ranks also two rings at once, and a mesh of two dimensions."""
     torch.manual_seed(rank)
-    every = list(cases.cases(ranks, ("ring", "all_gather", "ulysses")))
-    wrong = _judged(every if ranks < 3 else every[ranks % 2 :: 2], rank, ranks, None)
+    wrong = _judged(list(cases.cases(ranks, ("ring", "all_gather", "ulysses")))[some], rank, ranks, None)
     if ranks == 4:
         pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         own, mesh = pairs[rank % 2], init_device_mesh("cpu", (2, 2))
-        some = [
+        few = [
             case for case in cases.cases(2, ("ring", "all_gather")) if case.mask in ("causal", "sinks-window")
         ]
-        wrong += _judged(some, rank // 2, 2, own, group=own)
-        wrong += _judged(cases.cases(4, ("ulysses+ring",)), rank, ranks, None, mesh=mesh)
+        wrong += _judged(few, rank // 2, 2, own, group=own)
+        wrong += _judged(list(cases.cases(4, ("ulysses+ring",)))[some], rank, ranks, None, mesh=mesh)
     return wrong
 
 
@@ -110,13 +120,13 @@ def lost(how: str, method: str, backward: bool) -> Callable[[int, int], list[str
 
     def suite(rank: int, ranks: int) -> list[str]:
         q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
-        how: Any = {"causal": True, "method": method, "backend": "torch"}  # to compile may take longer
-        parallel.attention(q, k, v, **how).sum().backward()
+        call: Any = {"causal": True, "method": method, "backend": "torch"}  # to compile may take longer
+        parallel.attention(q, k, v, **call).sum().backward()
         if not backward and rank == ranks - 1:
             _lose(how)
         started = time.monotonic()
         try:
-            out = parallel.attention(q, k, v, **how)
+            out = parallel.attention(q, k, v, **call)
             if rank == ranks - 1:
                 _lose(how)
             started = time.monotonic()
@@ -136,7 +146,7 @@ def _lose(how: str) -> None:
 
     def stop(*given: Any) -> Any:
         if how == "hangs":
-            time.sleep(4 * SHORT_S)
+            time.sleep(SHORT_S + 2)
         print("[]", flush=True)
         os._exit(0)
 
@@ -150,6 +160,13 @@ def examples(rank: int, ranks: int) -> list[str]:
     from tests.distributed import training
 
     return training.compare(rank, ranks)
+
+
+def shards(rank: int, ranks: int) -> list[str]:
+    """FSDP2 alone."""
+    from tests.distributed import sharded
+
+    return sharded.compare(rank, ranks)
 
 
 def models(rank: int, ranks: int) -> list[str]:
@@ -212,7 +229,8 @@ def diffusion(rank: int, ranks: int) -> list[str]:
 
 
 SUITES: dict[str, tuple[Callable[[int, int], list[str]], int]] = {
-    "cases": (every_case, TIMEOUT_S),
+    "some cases": (some_cases, TIMEOUT_S),
+    "every case": (every_case, TIMEOUT_S),
     "disagreements": (disagreements, TIMEOUT_S),
     "dies in a ring": (lost("dies", "ring", False), SHORT_S),
     "hangs in a ring": (lost("hangs", "ring", True), SHORT_S),
@@ -220,19 +238,48 @@ SUITES: dict[str, tuple[Callable[[int, int], list[str]], int]] = {
     "models": (models, TIMEOUT_S),
     "dtensors": (dtensors, TIMEOUT_S),
     "diffusion": (diffusion, TIMEOUT_S),
+    "shards": (shards, TIMEOUT_S),
     "training": (examples, TIMEOUT_S),
 }
 
 
+MODULES = {
+    "models": "language",
+    "diffusion": "diffusion",
+    "shards": "sharded",
+    "training": "training",
+}  # beside the suites here
+
+
 def main() -> None:
-    rank, ranks, place, suite = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
-    body, timeout = SUITES[suite]
-    started = timedelta(seconds=timeout)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{place}", rank=rank, world_size=ranks, timeout=started
-    )
-    print(json.dumps(body(rank, ranks)), flush=True)
+    torch.set_num_threads(1)  # a process with other threads cannot fork
+    for line in sys.stdin:
+        suite, ranks, place = json.loads(line)
+        if suite in MODULES:
+            importlib.import_module(f"tests.distributed.{MODULES[suite]}")
+        children = []
+        for rank in range(ranks):
+            children.append(os.fork())
+            if not children[-1]:
+                _be(rank, ranks, Path(place), suite)
+        print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], flush=True)
+
+
+def _be(rank: int, ranks: int, place: Path, suite: str) -> None:
+    """This process is a rank from now on; it ends here."""
+    said = os.open(place / f"said-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    try:
+        body, timeout = SUITES[suite]
+        dist.init_process_group(
+            "gloo", init_method=f"file://{place / 'rendezvous'}", rank=rank, world_size=ranks,
+            timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
+        print(json.dumps(body(rank, ranks)), flush=True)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # threads of gloo may let go of tensors while the interpreter ends, which aborts the process
 
 

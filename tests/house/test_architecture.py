@@ -93,7 +93,12 @@ def tree(module: str) -> ast.Module:
     return parsed(MODULES[module].read_text(encoding="utf-8"))
 
 
+walked = functools.lru_cache(maxsize=len(MODULES))(lambda tree: tuple(ast.walk(tree)))
 parsed = functools.lru_cache(maxsize=len(MODULES))(ast.parse)  # every law reads every module
+
+
+def all_of(module: str) -> tuple[ast.AST, ...]:
+    return walked(tree(module))
 
 
 def imports(module: str, *, top_level: bool = False) -> Iterator[tuple[str, int]]:
@@ -186,7 +191,7 @@ def test_low_floors_are_plain_data(module: str):
 def test_only_env_reads_the_environment(module: str):
     if module == "polyflash.env":
         return
-    for node in ast.walk(tree(module)):
+    for node in all_of(module):
         text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
         assert text not in ("os.environ", "os.getenv", "os.putenv", "os.environb"), f"{module}:{node.lineno}"
         if isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -196,7 +201,7 @@ def test_only_env_reads_the_environment(module: str):
 @pytest.mark.parametrize("module", MODULES)
 def test_banned_constructs(module: str):
     """No bare except, no assert, nothing that unpickles or evaluates text, no shell."""
-    for node in ast.walk(tree(module)):
+    for node in all_of(module):
         where = f"{module}:{getattr(node, 'lineno', 0)}"
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{where}: bare except"
         assert not isinstance(node, ast.Assert), f"{where}: assert is not validation (python -O drops it)"
@@ -219,7 +224,7 @@ def test_banned_constructs(module: str):
 @pytest.mark.parametrize("module", MODULES)
 def test_public_functions_name_their_arguments(module: str):
     """None takes names it does not know, but to refuse every one of them in words (see hints.py)."""
-    for node in ast.walk(tree(module)):
+    for node in all_of(module):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
             if (kwarg := node.args.kwarg) is None or is_overload(node):
                 continue
@@ -246,7 +251,7 @@ def keywords_of(name: str) -> set[str]:
 
 @pytest.mark.parametrize("module", ["polyflash.api", "polyflash.groups", "polyflash.kvcache.cache"])
 def test_overloads_name_what_their_function_takes(module: str):
-    nodes = [n for n in ast.walk(tree(module)) if isinstance(n, ast.FunctionDef)]
+    nodes = [n for n in all_of(module) if isinstance(n, ast.FunctionDef)]
     taken = {n.name: {a.arg for a in n.args.kwonlyargs} for n in nodes if not is_overload(n)}
     overloads = [n for n in nodes if is_overload(n)]
     for node in overloads:
@@ -258,7 +263,7 @@ def test_overloads_name_what_their_function_takes(module: str):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_options_are_given_by_name(module: str):
-    for node in ast.walk(tree(module)):
+    for node in all_of(module):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Options":
             assert not node.args, f"{module}:{node.lineno}"
 
@@ -266,7 +271,7 @@ def test_options_are_given_by_name(module: str):
 @pytest.mark.parametrize("module", MODULES)
 def test_names_say_something(module: str):
     assert not BANNED_NAMES & set(module.split(".")), module
-    for node in ast.walk(tree(module)):
+    for node in all_of(module):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             assert node.name.lower().strip("_") not in BANNED_NAMES, f"{module}:{node.lineno}: {node.name}"
 
@@ -282,7 +287,7 @@ def test_every_module_says_what_it_is(module: str):
 @pytest.mark.parametrize("module", MODULES)
 def test_docstrings_open_with_a_verb_or_a_noun(module: str):
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    for node in ast.walk(tree(module)):
+    for node in all_of(module):
         opening = (ast.get_docstring(node) or " ").split(" ")[0] if isinstance(node, documented) else ""
         assert opening not in BARE, f"{module}:{getattr(node, 'lineno', 1)}: {opening} ..."
 

@@ -1,4 +1,5 @@
-"""The op under the API: schema, fake tensors, autograd, compile counts, and the route cache."""
+"""The op under the API: fake tensors, autograd, compile counts, and the route cache. What torch checks of an
+op itself is in test_opcheck.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import math
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.library import opcheck
 
 from polyflash import (
     Mask,
@@ -37,50 +37,6 @@ def qkv(seqlen_q=9, seqlen_k=9, head_dim=8, head_dim_v=8, heads=2, kv_heads=2, d
 
 
 LENS = torch.tensor([9, 4], dtype=torch.int32)
-SHORT = torch.tensor([5, 0, 5, 1], dtype=torch.int32)
-CASES = {
-    "plain": {},
-    "lse": {"need_lse": True},
-    "causal scaled": {"causal": True, "scale": 0.3, "need_lse": True},
-    "window and lengths": {"window_left": 3, "kv_lens": LENS, "need_lse": True},
-    "mask": {"mask": torch.ones(9, 9, dtype=torch.bool).tril(), "need_lse": True},
-    "bias and sinks": {"bias": torch.randn(1, 2, 1, 9), "sinks": torch.randn(2), "need_lse": True},
-    "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor(7), "need_lse": True},
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("case", CASES)
-def test_opcheck(case, dtype):
-    opcheck(OP, (*qkv(dtype=dtype), *Arguments(**CASES[case])))
-
-
-@pytest.mark.parametrize("view", ["transposed", "sliced", "expanded", "last dim strided"])
-def test_opcheck_layouts(view):
-    q, k, v = qkv(head_dim_v=5, heads=4)
-    change = {
-        "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-        "sliced": lambda x: torch.cat([x, x], 3)[..., : x.shape[3]],
-        "expanded": lambda x: x[:1].expand(2, -1, -1, -1),
-        "last dim strided": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-    }[view]
-    opcheck(OP, (*map(change, (q, k, v)), True, None, True))
-
-
-@pytest.mark.parametrize("case", ["causal scaled", "mask", "bias and sinks"])
-def test_opcheck_with_gradients(case):
-    q, k, v = (x.requires_grad_() for x in qkv())
-    opcheck(OP, (q, k, v, *Arguments(**CASES[case])))
-
-
-def test_opcheck_out_and_backward():
-    q, k, v = qkv()
-    opcheck(torch.ops.polyflash.attention_out.default, (q, k, v, torch.empty_like(q), True, None, True))
-    out, lse = OP(q, k, v, True, None, True)
-    needs = [True, False, True, False, False]
-    opcheck(
-        torch.ops.polyflash.attention_backward.default, (q, lse, q, k, v, out, lse, needs, True, None, True)
-    )
 
 
 def packed(rows=(3, 0, 9, 6), keys=(7, 2, 0, 9), heads=4, head_dim_v=6, tail=2):
@@ -95,30 +51,6 @@ def views(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     """The op's arguments of a packed call."""
     args = Arguments(need_lse=True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     return (*(x.transpose(0, 1)[None] for x in (q, k, v)), *args)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("options", [{}, {"causal": True, "max_seqlen_q": 9}, {"kv_lens": SHORT}])
-def test_opcheck_packed(grad, options):
-    q, k, v, *bounds = packed(keys=(7, 2, 5, 9))
-    opcheck(OP, views(*(x.requires_grad_(grad) for x in (q, k, v)), *bounds, **options))
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_opcheck_intervals(grad):
-    q, k, v = (x.requires_grad_(grad) for x in qkv())
-    mask = Mask.blocks(torch.rand(2, 2, 3, 5) < 0.5, rows=4, keys=2)
-    args = Arguments(need_lse=True, intervals=mask.bounds, interval_rows=mask.rows)
-    opcheck(OP, (q, k, v, *args))
-
-
-def test_opcheck_out_and_backward_packed():
-    arguments = views(*packed(head_dim_v=8), causal=True)
-    q, k, v, *rest = arguments
-    opcheck(torch.ops.polyflash.attention_out.default, (q, k, v, torch.empty_like(q), *rest))
-    out, lse = OP(*arguments)
-    needs = [True, True, True, False, False]
-    opcheck(torch.ops.polyflash.attention_backward.default, (out, lse, q, k, v, out, lse, needs, *rest))
 
 
 @pytest.mark.parametrize("grad", [False, True])

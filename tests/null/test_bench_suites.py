@@ -21,6 +21,7 @@ from polyflash.bench import suite as plain
 from polyflash.bench.timing import Comparison, Round
 from polyflash.errors import SpecError
 from polyflash.reference import attention_reference
+from tests.chosen import chosen
 from tests.references import varlen_reference
 
 SOUND = check.Accuracy(1e-7, 1e-7, 1e-7, 0.0, 2, 16)
@@ -180,7 +181,9 @@ def test_every_table_fits_80_columns(name):
         assert "…" not in text and max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", [n for n in cases.SUITES if n != cases.PEER_SUITE])
+@pytest.mark.parametrize(
+    "name", chosen([n for n in cases.SUITES if n != cases.PEER_SUITE], "bias", "windows", "dense")
+)
 def test_a_tiny_run_of_each_suite(name, tmp_path, capsys):
     words = {
         "windows": ["float32"],

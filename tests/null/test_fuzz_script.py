@@ -3,29 +3,17 @@ is replayed."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from scripts import fuzz
 
 from tests.conformance import calls, draws
 from tests.conformance.draws import Draw
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzz", ROOT / "scripts" / "fuzz.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fuzz"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-fuzz = _load()
 
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:

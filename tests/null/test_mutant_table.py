@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from scripts import mutants
 
 import polyflash
 from tests.catalogue import CATALOGUE, DTYPES
@@ -18,15 +16,6 @@ from tests.catalogue import CATALOGUE, DTYPES
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutants"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-mutants = _load()
 TABLE = mutants.table()
 
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
+
+from scripts import pictures
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def script():
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "scripts" / "pictures.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_picture_is_drawn_from_its_mask_and_shown():
-    pictures = script()
     shown = set(re.findall(r"\(masks/([\w-]+)\.svg\)", (ROOT / "docs" / "masks.md").read_text("utf-8")))
     assert shown == set(pictures.MASKS)
     for name, mask in pictures.MASKS.items():
@@ -25,7 +18,6 @@ def test_every_picture_is_drawn_from_its_mask_and_shown():
 
 
 def test_a_picture_shows_skipped_whole_and_cut_tiles():
-    pictures = script()
     text = pictures.picture(pictures.MASKS["causal"])
     tiles = [
         text.count(f'width="48" height="48" fill="{c}"')

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from scripts import tables
 from torch import Tensor
 
 import polyflash
@@ -29,16 +28,8 @@ def relative(q: Tensor, k: Tensor, v: Tensor, pair: choosing.Pair, **options) ->
     return float((found - exact).norm() / exact.norm())
 
 
-@pytest.fixture(scope="module")
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "scripts" / "tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_regret_is_small(family: str, tables: ModuleType):
+def test_regret_is_small(family: str):
     """Against exhaustive search over everything: half a bit at most, and never 10 % above the bound, though
     inputs are other ones than those of the page."""
     q, k, v = drawn(family, *SIZES, seed=7)

@@ -131,20 +131,15 @@ class TestNames:
         assert said == "False set()"
 
     def test_every_way_to_a_name_gives_the_same_function(self) -> None:
+        """Beside torch the ops are there at once: a saved program is loaded with nothing but the import."""
         said = in_a_new_process(
-            "import polyflash; from polyflash import merge, attention; import polyflash.merging, pickle\n"
+            "import torch, polyflash\n"
+            "print([hasattr(torch.ops.polyflash, n) for n in ('attention', 'column_sums')])\n"
+            "from polyflash import merge, attention; import polyflash.merging, pickle\n"
             "print(polyflash.merge is merge is polyflash.merging.merge, polyflash.attention is attention,"
             " pickle.loads(pickle.dumps(attention)) is attention, hasattr(polyflash, 'magic'))"
         )
-        assert said == "True True True False"
-
-    def test_beside_torch_the_ops_are_there_at_once(self) -> None:
-        """A saved program is loaded with nothing but the import."""
-        names = "attention", "column_sums"
-        said = in_a_new_process(
-            f"import torch, polyflash; print([hasattr(torch.ops.polyflash, n) for n in {names}])"
-        )
-        assert said == "[True, True]"
+        assert said == "[True, True]\nTrue True True False"
 
     def test_no_submodule_takes_a_name_over(self) -> None:
         modules = {path.stem for path in Path(polyflash.__file__).parent.iterdir()}
@@ -218,11 +213,16 @@ class TestWheel:
     def test_ablate_and_tune(self, alone: Path) -> None:
         words = ("--backend", "cpu", "--device", "cpu", "--seqlen", "40", "--dtype", "fp32")
         switched = ("--switch", "panels", "--seconds", "0.02", "--json", "a.json")
-        code, _, err = self.call(alone, "ablate", *words, *switched)
-        assert (code, err) == (0, "") and json.loads((alone / "a.json").read_text(encoding="utf-8"))["rows"]
-        code, _, err = self.call(alone, "ablate", *words, "--groups", "2")
-        assert code == 1 and "--groups" in err and "benchmarks/" in err
-        assert self.call(alone, "tune", "--list")[:1] == (0,)
+        ends, _, err = self.call(alone, "ablate", *words, *switched)
+        assert (ends, err) == (0, "") and json.loads((alone / "a.json").read_text(encoding="utf-8"))["rows"]
+        code = (
+            "import sys; from polyflash import cli\nfor words in sys.argv[1:]: print(cli.main(words.split()))"
+        )
+        ends, out, err = self.call(
+            alone, " ".join(("ablate", *words, "--groups", "2")), "tune --list", start=("-c", code)
+        )
+        assert ends == 0 and out.startswith("1\n") and out.endswith("\n0\n")
+        assert "--groups" in err and "benchmarks/" in err
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

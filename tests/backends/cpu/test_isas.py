@@ -80,8 +80,14 @@ def hottest(stage: list[list[str]], multiply: str) -> list[str]:
 
 
 @pytest.mark.parametrize("triple, cpu", ARM)
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("nv", configs.ISAS["neon"].group_keys)
+@pytest.mark.parametrize(
+    "storage, nv",
+    [
+        pytest.param(storage, nv, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, storage in enumerate(("float32", "bfloat16", "float16"))
+        for j, nv in enumerate(configs.ISAS["neon"].group_keys)
+    ],
+)
 def test_neon_products_stay_in_registers(triple, cpu, storage, nv):
     stages = assembly(KernelKey("neon", "f32", storage, nv, 128), triple, cpu)
     accumulators = nv * configs.ISAS["neon"].group_keys[nv]

@@ -16,6 +16,7 @@ from polyflash.backends.gluon import places, schedule
 from polyflash.backends.gluon.places import Place
 from polyflash.backends.gpu.launch import tile_count
 from tests.backends.gluon.bounds import Memory, cases, in_python, launched, packed_calls
+from tests.chosen import chosen
 
 CORES = 132
 tile_of, fixed_tile = schedule.tile_of.fn, schedule.fixed_tile.fn
@@ -89,7 +90,7 @@ def place_of() -> Iterator[Callable[..., Place]]:
         yield places.place_of.fn
 
 
-@pytest.mark.parametrize("block_m, block_n", [(128, 128), (192, 128), (128, 64)])
+@pytest.mark.parametrize("block_m, block_n", chosen([(128, 128), (192, 128), (128, 64)], (128, 128)))
 def test_blocks_hold_what_rows_see(place_of, block_m: int, block_n: int):
     """Every visible key in one block that is walked; what a block hides is masked, at that end; and no block
     is walked or masked for nothing."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from polyflash.reference import attention_reference
 from polyflash.spec import Arguments
 from polyflash.target import Target
 from tests import device
+from tests.chosen import chosen
 
 if not env.TRITON_INTERPRET.is_set() and device.DEVICE.type == "cpu":
     pytest.skip("needs Triton's interpreter or a GPU", allow_module_level=True)
@@ -375,7 +377,7 @@ def test_a_launch_is_found_again(monkeypatch: pytest.MonkeyPatch):
     assert half == 5 and keys[:half] == keys[half:] and len({hash(key) for key in keys}) == half
 
 
-@pytest.mark.parametrize("apart", (0, 1, 2))
+@pytest.mark.parametrize("apart", chosen((0, 1, 2), 2))
 def test_float32_in_parts(apart: int):
     """Parts that `center` wrote, of any strides and head dims; what is not finite takes other kernels."""
     config = replace(CONFIG, precision="bf16x6", apart=apart)
@@ -393,13 +395,16 @@ def test_float32_in_parts(apart: int):
 
 PACKED = {"cu_seqlens_q": ints(0, 7, 7, 50), "cu_seqlens_k": ints(0, 12, 20, 33)}
 SOME = {"full": {}, "window": {"window_left": 9, "window_right": 3}, "lens": {"kv_lens": ints(33)}}
+MADE_AGAIN = SOME | {"packed": PACKED}
 
 
-@pytest.mark.parametrize("keys", (40, 200))
-@pytest.mark.parametrize("options", (*SOME.values(), PACKED), ids=(*SOME, "packed"))
-def test_all_is_made_again_in_one_launch_or_nothing(keys: int, options: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    chosen(product(MADE_AGAIN, (40, 200)), ("window", 200), ("lens", 200)),
+)
+def test_all_is_made_again_in_one_launch_or_nothing(name: str, keys: int):
     """As behind another engine's gradients, whatever those are."""
-    (q, k, v), args = qkv((4, 2), 57, keys), Arguments(causal=True, need_lse=True, **options)
+    (q, k, v), args = qkv((4, 2), 57, keys), Arguments(causal=True, need_lse=True, **MADE_AGAIN[name])
     out, lse, dout = torch.empty(q.shape), torch.empty(q.shape[:3]), torch.randn(q.shape)
     rows = SimpleNamespace(config=Config(16, 16), rung="")
     torch_forward.run(rows, q, k, v, out, lse, args)  # type: ignore[arg-type]
