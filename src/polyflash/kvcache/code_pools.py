@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
-from polyflash.kvcache.code_writes import InPlace, quantiser_of
+from polyflash.kvcache.code_writes import InPlace, Turn, quantiser_of
 from polyflash.kvcache.layout import empty_pool, ints, moved, read_slots, slots_of, write_slots
 from polyflash.quant.scheme import KINDS, NAMED, Scheme
 from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
@@ -192,15 +192,16 @@ class Writer:
                 tail = Tail(end % page_size // size, made)
             self.left.append(Left(base + span - 1, row[end // page_size], tail, first, end % size))
 
-    def write(self, layer: int, values: Tensor) -> None:
-        """Codes the new tokens of a layer, (total, num_kv_heads, channels)."""
+    def write(self, layer: int, values: Tensor, turn: Turn | None = None) -> None:
+        """Codes the new tokens of a layer, (total, num_kv_heads, channels), turned by their positions."""
         pools, size = self.pools, self.pools.group
         if not len(values):
             return
         kernel = quantiser_of(pools.scheme, values)
         if kernel:
-            self._write_in_place(kernel, layer, values)
+            self._write_in_place(kernel, layer, values, turn)
             return
+        values = values if turn is None else turn.of(values)
         if size == 1:
             pools.put(layer, self.groups, pools.encode(values[:, None]))
             return
@@ -215,7 +216,7 @@ class Writer:
             tails = [tail.values[layer, first:end] for _, _, tail, first, end in self.left]
             torch._foreach_copy_(tails, [x[at, first:end] for at, _, _, first, end in self.left])
 
-    def _write_in_place(self, kernel: int, layer: int, values: Tensor) -> None:
+    def _write_in_place(self, kernel: int, layer: int, values: Tensor, turn: Turn | None) -> None:
         """The same by the CPU's quantiser, which reads and writes all where it lies."""
         pools = self.pools
         if self._in_place is None:
@@ -229,7 +230,7 @@ class Writer:
             for i in unknown:
                 at, tokens, _ = self.begun[i]
                 self._in_place.buffers[at][layer, :tokens] = self._old(layer, i, saved)
-        self._in_place.write(kernel, layer, values)
+        self._in_place.write(kernel, layer, values, turn)
 
     def _old(self, layer: int, i: int, saved: list[Tensor]) -> Tensor:
         """The values that a group had before the step, (tokens, num_kv_heads, channels)."""

@@ -43,7 +43,7 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
     if x.shape[3] % codes.packed:
         change = "Codes of 4 bits lie in pairs of channels: pad to an even head_dim, or use 8 bits."
         raise spec_error("head_dim", x.shape[3], "an even number", change)
-    if scheme.rotation == "hadamard":
+    if scheme.rotation != "none" and not scheme.rotated_in_pass:
         x = rotate(x.float())
     dead = None
     if lens is not None:
@@ -55,6 +55,8 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
         made = kernels.encode(x, mean, scheme, lens)
         if made is not None:
             return made  # type: ignore[no-any-return]
+    if scheme.rotated_in_pass:
+        x = rotate(x.float())
     x = x.float() if dead is None else x.float().masked_fill(dead, 0.0)
     if mean is not None:
         x = x - spread(mean, codes.shift, x.shape)
@@ -194,4 +196,4 @@ def rotate(x: Tensor) -> Tensor:
     while width < n:
         a, b = y.unflatten(-1, (-1, 2, width)).unbind(-2)
         y, width = torch.stack((a + b, a - b), -2).flatten(-3), 2 * width
-    return (y / n**0.5).flatten(-2).to(x.dtype)
+    return (y * n**-0.5).flatten(-2).to(x.dtype)  # a product: some devices divide by one more rounding

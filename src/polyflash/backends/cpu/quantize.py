@@ -104,10 +104,12 @@ def launch(
     strides: tuple[int, int],
     places: Places,
     mean: int = 0,
+    turn: tuple[int, int, int, bool] = (0, 0, 0, False),
 ) -> None:
     """Quantises `groups`, rows of `Group` (int64 numpy), of `sizes` = (heads, tokens, channels) each, whose
     values lie `strides` bytes apart by head and by token, channels side by side. `mean` is the address of
-    float32 (groups, heads, channels)."""
+    float32 (groups, heads, channels); `turn` are those of cosines and sines, their columns, and whether pairs
+    are neighbours: rotary positions of new values (`Rope.factors`)."""
     heads, tokens, channels = sizes
     shared, count = scheme.codes.scale, len(groups)
     block = shared.tokens or tokens
@@ -117,6 +119,7 @@ def launch(
     work_us = int(groups[:, 1].sum()) * heads * channels // VALUES_PER_US
     threads = arguments.threads_for(work_us)
     units = max(1, total // (UNITS_PER_THREAD * threads))
+    hadamard = channels & -channels
     words = Quantize(
         groups=groups.ctypes.data,
         num_groups=count,
@@ -139,8 +142,15 @@ def launch(
         table_head=places.table_head,
         table_block=places.table_block,
         zero=_ZERO.get(scheme.dtype, 0),
+        hadamard=hadamard,
+        factor=int(np.float32(hadamard**-0.5).view(np.int32)),
+        cos=turn[0],
+        sin=turn[1],
+        half=turn[2],
+        neighbours=turn[3],
+        turned=block * channels * 4,
     )
+    scratch = block * channels * 8 if scheme.rotated_in_pass or turn[0] else 0
     address = array("q", words)
-    pool.run(
-        kernel, address.buffer_info()[0], -(-total // units), threads, 0, work_us >= arguments.WAKE_FROM_US
-    )
+    items, wake = -(-total // units), work_us >= arguments.WAKE_FROM_US
+    pool.run(kernel, address.buffer_info()[0], items, threads, scratch, wake)
