@@ -7,7 +7,7 @@ full stay beside its page in a tail, and every step writes its codes anew from t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -54,6 +54,16 @@ class CodePools:
         self.layers = tuple(self._tensor(*view) for view in views)
         self.tails: dict[int, Tail] = {}  # by page
 
+    @classmethod
+    def over(cls, cache: QuantizedTensor) -> CodePools:
+        """One layer whose codes exist already, of a scheme per token: pages or batch entries first."""
+        pools = cls.__new__(cls)
+        pools.scheme, pools.dtype, pools.group = cache.scheme, cache.dtype, 1
+        pools._storage, pools.layers, pools.tails = cache.codes.dtype, (cache,), {}
+        tables = [x for x in (cache.scale, cache.shift) if x is not None]
+        pools.stores = [tuple(x.transpose(1, 2) for x in (cache.codes.view(torch.uint8), *tables))]
+        return pools
+
     def _tensor(self, codes: Tensor, scale: Tensor, shift: Tensor | None = None) -> QuantizedTensor:
         return QuantizedTensor(codes, scale, shift, self.scheme, self.dtype, "bshd")
 
@@ -68,6 +78,23 @@ class CodePools:
     def put(self, layer: int, groups: Tensor, parts: Sequence[Tensor]) -> None:
         for store, part in zip(self._grouped(layer), parts, strict=True):
             write_slots(store, part, groups)
+
+    def write_tokens(self, pages: Tensor, slots: Tensor, values: Tensor) -> None:
+        """Codes tokens (total, num_kv_heads, channels) in slots of pages of one layer, by a scheme per token."""
+        codes, *tables = self.stores[0]
+        plain = all(x.stride(3) == 1 or x.shape[3] == 1 for x in self.stores[0])
+        plain = plain and len({x.stride() for x in tables}) == 1
+        kernel = quantiser_of(self.scheme, values) if plain else 0
+        if not kernel:
+            for store, part in self.placed(values):
+                store[pages, slots] = part
+        elif len(slots):
+            places = (pages * codes.shape[1] + slots).numpy()
+            InPlace(self, places, np.ones_like(places), {}, ()).write(kernel, 0, values, None)
+
+    def placed(self, values: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """The tensors that hold one layer, by page and slot, and what becomes of such tokens in each."""
+        return zip(self._grouped(0), self.encode(values[:, None]), strict=True)
 
     def encode(self, x: Tensor, lens: Tensor | None = None) -> list[Tensor]:
         """The parts of groups of values (n, group size, num_kv_heads, channels), of which `lens` live."""

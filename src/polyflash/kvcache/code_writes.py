@@ -75,8 +75,10 @@ class InPlace:
         self._bases = np.array([self.buffers[at].data_ptr() for at in self._begun], np.int64)
         new = live - first
         self._rows = new.cumsum() - new
-        at_table = groups // per_page * table.stride(0) + groups % per_page * table.stride(1)
-        of_codes, zeros = groups * pools.group * codes.stride(1), np.zeros_like(groups)
+        page, place = divmod(groups, per_page)
+        at_table = page * table.stride(0) + place * table.stride(1)
+        of_codes = page * codes.stride(0) + place * pools.group * codes.stride(1)
+        zeros = np.zeros_like(groups)
         self._known = list(known)
         columns = zeros, live, zeros, first, of_codes, 4 * at_table, zeros, self._rows
         self._table = np.stack(columns, 1)
