@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,9 @@ SCHEMES = {
     "int4-symmetric": Scheme(dtype="int4"),
     "e5m2-groups": Scheme(dtype="fp8_e5m2", granularity="channel", tokens=48),
     "int8-groups-affine": Scheme(granularity="channel", tokens=16, symmetric=False),
+    "int8-rotated": Scheme(rotation="hadamard"),
+    "int4-rotated": replace(NAMED["int4"][0], rotation="hadamard"),
+    "e4m3-rotated-blocks": Scheme(dtype="fp8_e4m3", channels=16, rotation="hadamard"),
 }
 LEFT = ("nf4-k", "nf4-v", "mxfp4-k", "mxfp4-v")  # to the codec
 

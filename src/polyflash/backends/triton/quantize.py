@@ -57,6 +57,8 @@ class Constants(NamedTuple):
     D: Any = 0
     WIDE: Any = 0  # channels, or the power of two above
     CHANNELS: Any = 0  # per scale
+    TURNS: Any = 0  # 2 to the power of it channels are rotated together, times FACTOR
+    FACTOR: Any = 1.0
     LAYOUT: Any = 0
 
 
@@ -105,6 +107,16 @@ def rounded(b_y, c):
 
 
 @triton.jit
+def rotated(b_x, c):
+    """Blocks of 2^TURNS channels times a Hadamard matrix: the sums and differences of `codec.rotate`."""
+    for i in tl.static_range(c.TURNS):
+        pairs = tl.reshape(b_x, c.TILE, c.WIDE >> (i + 1), 2, 1 << i)
+        a, b = tl.split(tl.permute(pairs, 0, 1, 3, 2))
+        b_x = tl.reshape(tl.permute(tl.join(a + b, a - b), 0, 1, 3, 2), c.TILE, c.WIDE)
+    return b_x * c.FACTOR
+
+
+@triton.jit
 def encode_block(t, n, c):
     """One program per block of tokens of a head."""
     i_t, i_bh = tl.program_id(0) % n.blocks, tl.program_id(0) // n.blocks
@@ -121,6 +133,8 @@ def encode_block(t, n, c):
         m_live = m_live & (o_t < tl.load(t.lens + i_b))
     m_x = m_live[:, None] & m_d[None, :]
     b_x = tl.where(m_x, b_x, 0.0)
+    if c.TURNS > 0:
+        b_x = rotated(b_x, c)
     if t.mean is not None:
         b_mean = tl.load(t.mean.p + i_b * t.mean.b + i_h * t.mean.h + o_d * t.mean.d, mask=m_d, other=0.0)
         b_x = tl.where(m_x, b_x - b_mean[None, :], 0.0)
@@ -169,7 +183,7 @@ def encode(
     x: Tensor, mean: Tensor | None, scheme: Scheme, lens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Codes, scale and shift of x (batch, heads, seqlen, head_dim) as `codec.encode` gives them, which took
-    the mean of a smoothed scheme; None of a scheme that has no kernel."""
+    the mean of a smoothed scheme, of rotated values; None of a scheme that has no kernel."""
     kind, form = KINDS[scheme.dtype], scheme.codes
     batch, heads, seqlen, head_dim = x.shape
     grouped, wide = form.scale.channels == 1, triton.next_power_of_2(max(head_dim, 2))
@@ -191,8 +205,13 @@ def encode(
     most = kind.levels if shift is not None else kind.most
     tile = triton.next_power_of_2(tokens)
     c = Constants(scheme.dtype, most, shift is not None, tokens, tile, grouped, head_dim, wide, channels)
+    options: dict[str, Any] = {"num_warps": 4}
+    if scheme.rotated_in_pass:
+        size = head_dim & -head_dim
+        c = c._replace(TURNS=size.bit_length() - 1, FACTOR=size**-0.5)
+        options["enable_fp_fusion"] = False  # its last product is rounded before differences are taken
     key = (c, runtime.signature(tuple(t)))
     n = Numbers(heads, seqlen, blocks)
     grid = (batch * heads * blocks,)
-    _kernels.launch(encode_block, grid, (t, n, runtime.compiled_in(c)), {"num_warps": 4}, key, x.device)
+    _kernels.launch(encode_block, grid, (t, n, runtime.compiled_in(c)), options, key, x.device)
     return codes, scale, mean if shift is None else shift
