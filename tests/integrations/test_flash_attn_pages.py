@@ -189,7 +189,7 @@ def _refused(k_cache: Any, v_cache: Any, change: dict[str, Any], words: str) -> 
 def test_new_keys_become_the_codes_that_a_kvcache_makes(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, in pages, rows that lie head by head, and chosen rows, and so is the output; by the codec's
+    """Bit for bit, in pages and in chosen rows that lie head by head, and so is the output; by the codec's
     own operations too."""
     schemes, (cos, sin) = CODED[name], torch.randn(2, 40, 4)
     empty = [torch.zeros(3, 40, 2, width, dtype=dtype) for width in (16, 32)]
@@ -208,7 +208,8 @@ def test_new_keys_become_the_codes_that_a_kvcache_makes(
         pools = pages.pools(0)
         in_pages = fa.flash_attn_with_kvcache(q, *pools, k, v, block_table=table, **options)
         if count:
-            turned = cache.append(requests, *(y.flatten(0, 1) for y in (k, v)), counts=count, rope=rope, q=q.flatten(0, 1))
+            new = [y.flatten(0, 1) for y in (k, v, q)]
+            turned = cache.append(requests, *new[:2], counts=count, rope=rope, q=new[2])
             want = cache.attend(turned, requests, counts=count).view_as(in_rows)
             assert torch.equal(in_pages, want)
             near(in_rows, want.double(), BACKSTOP[dtype], name)

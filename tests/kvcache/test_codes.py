@@ -14,7 +14,7 @@ from polyflash import QuantizedTensor, SpecError, dequantize, quantize
 from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache
 from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, code_pools, heavy_hitters
 from polyflash.quant import NAMED, Scheme, codec
-from tests.kvcache.plain import DIM, GROUP, HEADS, Token, Tokens, append, cache_of, expected, hold, layer_of
+from tests.kvcache.plain import DIM, HEADS, Token, Tokens, append, cache_of, expected, hold, layer_of
 
 LAYERS, PAGE = 2, 8
 INT4 = Scheme(dtype="int4", granularity="channel", tokens=4, symmetric=False)
@@ -379,10 +379,12 @@ def test_bytes_are_those_that_are_held() -> None:
     assert cache.stats().tail_bytes == 2 * LAYERS * 4 * HEADS * DIM * 4  # two groups of K are not full
 
 
-@pytest.mark.parametrize("dim, dtype", [(12, torch.float32), (96, torch.bfloat16), (80, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    "dim, dtype", [(12, torch.float32), (96, torch.bfloat16), (80, torch.float16)], ids=str
+)
 @pytest.mark.parametrize("name", ["rotated", "int4", "int8"])
 def test_keys_are_turned_by_position_before_they_are_coded(name: str, dim: int, dtype: torch.dtype) -> None:
-    """In pieces, from groups that others begun, by every kind of `Rope`; bits of the codec's own operations."""
+    """In pieces, behind those of a group, by every kind of `Rope`; bits of the codec's own operations."""
     tables = [torch.randn(40, 2).to(dtype) for _ in range(2)]
     ropes = Rope(), Rope(500.0, interleaved=True), Rope(rotary_dim=6), Rope(cos=tables[0], sin=tables[1])
     for rope in (*ropes, Rope(interleaved=True, cos=tables[0], sin=tables[1])):

@@ -16,6 +16,7 @@ from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, options, per_request
 from polyflash.integrations.flash_attn_rotary import rotated
 from polyflash.kvcache.code_pools import CodePools
+from polyflash.kvcache.code_writes import written_at_once
 from polyflash.kvcache.handles import is_ints
 from polyflash.quant.tensor import KV, QuantizedTensor
 from polyflash.spec import Arguments
@@ -47,8 +48,8 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, num_heads, head_dim).
         k_cache: (batch_cache, seqlen_cache, num_kv_heads, head_dim), or with block_table (num_blocks,
             page_size, num_kv_heads, head_dim), any page_size; written in place if k is given. Or a
-            `QuantizedTensor` with layout "bshd" of any scheme; one that is written has a scale for each token,
-            and gets the codes that `polyflash.quantize` and a `KVCache` make of k.
+            `QuantizedTensor` with layout "bshd": any to be read; one that is written has scales for each
+            token, and gets the codes that `polyflash.quantize` and a `KVCache` make of k.
         v_cache: likewise, with head_dim_v.
         k: (batch, seqlen_new, num_kv_heads, head_dim) to be written at [cache_seqlens, ...) of each request.
         v: (batch, seqlen_new, num_kv_heads, head_dim_v), given if k is.
@@ -169,7 +170,7 @@ def _check_new(name: str, new: Tensor, cache: KV, batch: int, seqlen: int) -> No
         form = cache.form
         if form.scale.tokens != 1 or (form.shift is not None and form.shift.tokens != 1):
             got = f"codes of {form}, whose tokens share scales or means, to write {name} to"
-            change = "Append to a polyflash.kvcache.KVCache, which keeps the values of a group until it is full."
+            change = "Append to a polyflash.kvcache.KVCache: it keeps the values of a group until it is full."
             raise spec_error(f"{name}_cache", got, "scales of its own for each token", change)
     shape = (batch, seqlen, *cache.shape[2:])
     if (*new.shape,) != shape or new.dtype is not cache.dtype or new.device != cache.device:
@@ -266,16 +267,19 @@ def append(k_cache: KV, v_cache: KV, k: Tensor, v: Tensor, at: Tensor, table: Te
     place, live, any_live = place.flatten(), mapped.flatten(), mapped.any()
     blocks, slots = place // page_size, place % page_size
     for cache, new in ((k_cache, k), (v_cache, v)):
-        new = new.flatten(0, 1)
-        coded = isinstance(cache, QuantizedTensor)
-        for store, part in CodePools.over(cache).placed(new) if coded else [(cache, new)]:
+        new, stores = new.flatten(0, 1), list[tuple[Tensor, Tensor]]()
+        if isinstance(cache, Tensor):
+            stores.append((cache, new))
+        elif not written_at_once(CodePools.over(cache), 0, torch.where(live, place, -1), new):
+            stores += CodePools.over(cache).placed(new)
+        for store, part in stores:
             held = torch.where(any_live, part[some], store[blocks, slots])
             store[blocks, slots] = torch.where(live.view(-1, *[1] * (part.ndim - 1)), part, held)
 
 
 def _put(cache: KV, new: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """Writes `new` (batch, seqlen_new, num_kv_heads, channels) to `slots` of pages or of entries of the batch,
-    int64 (batch, seqlen_new) each."""
+    """Writes `new` (batch, seqlen_new, num_kv_heads, channels) to `slots` of pages or of entries of the
+    batch, int64 (batch, seqlen_new) each."""
     if isinstance(cache, QuantizedTensor):
         CodePools.over(cache).write_tokens(rows.flatten(), slots.flatten(), new.flatten(0, 1))
     else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
-from polyflash.kvcache.code_writes import InPlace, Turn, quantiser_of
+from polyflash.kvcache.code_writes import InPlace, Turn, quantiser_of, written_at_once
 from polyflash.kvcache.layout import empty_pool, ints, moved, read_slots, slots_of, write_slots
 from polyflash.quant.scheme import KINDS, NAMED, Scheme
 from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
@@ -80,17 +80,23 @@ class CodePools:
             write_slots(store, part, groups)
 
     def write_tokens(self, pages: Tensor, slots: Tensor, values: Tensor) -> None:
-        """Codes tokens (total, num_kv_heads, channels) in slots of pages of one layer, by a scheme per token."""
+        """Codes tokens (total, num_kv_heads, channels), by a scheme per token, in slots of one layer's pages.
+        On a device what is outside is an error of it, or written nowhere: no contents are read."""
         codes, *tables = self.stores[0]
+        if not len(values):
+            return
         plain = all(x.stride(3) == 1 or x.shape[3] == 1 for x in self.stores[0])
         plain = plain and len({x.stride() for x in tables}) == 1
         kernel = quantiser_of(self.scheme, values) if plain else 0
-        if not kernel:
+        size, places = codes.shape[1], pages * codes.shape[1] + slots
+        if kernel:
+            each = np.ones(len(slots), np.int64)
+            InPlace(self, places.numpy(), each, {}, ()).write(kernel, 0, values, None)
+            return
+        inside = (pages.clamp(0, len(codes) - 1) == pages) & (slots.clamp(0, size - 1) == slots)
+        if not written_at_once(self, 0, torch.where(inside, places, -1), values):
             for store, part in self.placed(values):
                 store[pages, slots] = part
-        elif len(slots):
-            places = (pages * codes.shape[1] + slots).numpy()
-            InPlace(self, places, np.ones_like(places), {}, ()).write(kernel, 0, values, None)
 
     def placed(self, values: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """The tensors that hold one layer, by page and slot, and what becomes of such tokens in each."""
@@ -227,6 +233,8 @@ class Writer:
         kernel = quantiser_of(pools.scheme, values)
         if kernel:
             self._write_in_place(kernel, layer, values, turn)
+            return
+        if size == 1 and written_at_once(pools, layer, self.groups, values, turn):
             return
         values = values if turn is None else turn.of(values)
         if size == 1:

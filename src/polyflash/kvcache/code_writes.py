@@ -35,12 +35,13 @@ class Turn:
         """The values turned, (total, num_kv_heads, channels)."""
         return self.rope.rotate(values, self.positions)
 
-    def addresses(self, values: Tensor) -> tuple[int, int, int, bool]:
-        """The factors of float32 values or narrower ones for the CPU's quantiser."""
+    def factors(self, values: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Cosines and sines that turn float32 values or narrower ones, float32 (total, rotary_dim / 2); are
+        pairs neighbours?"""
         if not self._factors:
             self._factors = [x.contiguous() for x in self.rope.factors(values, self.positions)]
         cos, sin = self._factors
-        return cos.data_ptr(), sin.data_ptr(), cos.shape[1], self.rope.interleaved
+        return cos, sin, self.rope.interleaved
 
 
 def quantiser_of(scheme: Scheme, values: Tensor) -> int:
@@ -49,6 +50,18 @@ def quantiser_of(scheme: Scheme, values: Tensor) -> int:
     if kernels is None or not kernels.is_readable(values):
         return 0
     return kernels.kernel_for(scheme, values.dtype)  # type: ignore[no-any-return]
+
+
+def written_at_once(
+    pools: CodePools, layer: int, slots: Tensor, values: Tensor, turn: Turn | None = None
+) -> bool:
+    """Codes new tokens of a scheme per token, (total, num_kv_heads, channels), in `slots` (total,) by a GPU's
+    quantiser, turned on their way; -1 is nowhere. False if it has none of them: nothing was done then."""
+    kernels = codec.one_pass("cuda") if values.is_cuda and not torch.compiler.is_compiling() else None
+    if kernels is None or values.dtype is torch.float64:
+        return False
+    factors = None if turn is None else turn.factors(values)
+    return kernels.write(values, pools.layers[layer], slots, factors)  # type: ignore[no-any-return]
 
 
 class InPlace:
@@ -93,7 +106,10 @@ class InPlace:
 
     def write(self, kernel: int, layer: int, values: Tensor, turn: Turn | None) -> None:
         """Quantises the new tokens of a layer, (total, num_kv_heads, channels), turned on their way."""
-        angles = (0, 0, 0, False) if turn is None else turn.addresses(values)
+        angles = (0, 0, 0, False)
+        if turn is not None:
+            cos, sin, neighbours = turn.factors(values)
+            angles = cos.data_ptr(), sin.data_ptr(), cos.shape[1], neighbours
         if values.stride(2) != 1 or self._begun:  # tails are dense
             values = values.contiguous()
         size, table = values.element_size(), self._table.copy()
@@ -121,9 +137,7 @@ class InPlace:
         buffer = self.buffers[self._begun[0]]
         return self._bases + layer * buffer.stride(0) * buffer.element_size()
 
-    def _launch(
-        self, kernel: int, layer: int, table: Any, strides: tuple[int, int], *angles: tuple[int, int, int, bool]
-    ) -> None:
+    def _launch(self, kernel: int, layer: int, table: Any, strides: tuple[int, int], *angles: Any) -> None:
         pools = self.pools
         codes, scale, *shifts = pools.stores[layer]
         shift = shifts[0].data_ptr() if shifts else 0

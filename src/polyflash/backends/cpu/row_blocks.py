@@ -1,5 +1,5 @@
-"""The stages of rows of values on their way to a quantiser: copied, turned by their positions (kvcache/rope.py),
-rotated by a Hadamard matrix (quant/codec.py). Bits are those of these modules."""
+"""The stages of rows of values on their way to a quantiser: copied, turned by their positions
+(kvcache/rope.py), rotated by a Hadamard matrix (quant/codec.py). Bits are those of these modules."""
 
 from __future__ import annotations
 
@@ -54,9 +54,11 @@ class RowTile:
         far, table = e.b.mul(half, I64(self.row_size)), e.b.mul(half, I64(4))
 
         def pairs(p: list[Value], inside: Value | None) -> list[Value]:
-            first, second = (self.values(e, x, inside, self.storage) for x in (p[0], e.at(p[0], far)))
-            for x, place in zip(self._turned(e, first, second, p, inside), (p[1], e.at(p[1], far)), strict=True):
-                self._put_values(e, x, place, inside)
+            first = self.values(e, p[0], inside, self.storage)
+            second = self.values(e, e.at(p[0], far), inside, self.storage)
+            first, second = self._turned(e, first, second, p, inside)
+            self._put_values(e, first, p[1], inside)
+            self._put_values(e, second, e.at(p[1], far), inside)
             return self._next_pairs(e, p, 1)
 
         places = (src, src_step), (dst, dst_step), (cos, table), (sin, table)
@@ -76,8 +78,8 @@ class RowTile:
             masks = [None, None] if inside is None else e.interleave(inside, inside)
             both = [self.values(e, e.at(p[0], i * width), masks[i], self.storage) for i in (0, 1)]
             kind = ir.VectorType(I32, self.lanes)
-            parts = (b.shuffle_vector(*both, ir.Constant(kind, order)) for order in orders)
-            turned = self._turned(e, *parts, p, inside)
+            first, second = (b.shuffle_vector(*both, ir.Constant(kind, order)) for order in orders)
+            turned = self._turned(e, first, second, p, inside)
             for i, x in enumerate(e.interleave(*turned)):
                 self._put_values(e, x, e.at(p[1], i * width), masks[i])
             return self._next_pairs(e, p, 2)
@@ -110,8 +112,8 @@ class RowTile:
 
     @stage
     def rotate_rows(self, e: Emitter, src, src_step, dst, rows, channels, size, factor) -> None:
-        """Blocks of `size` channels, a power of two, times a Hadamard matrix and `factor` (bits of a float32),
-        as float32 without gaps."""
+        """Blocks of `size` channels, a power of two, times a Hadamard matrix and `factor` (bits of a
+        float32), as float32 without gaps."""
         b, lanes = e.b, self.lanes
         narrow = b.icmp_signed("<=", size, I64(lanes))
         whole, one = e.splat(e.float_bits(factor)), e.floats(1)

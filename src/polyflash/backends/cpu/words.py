@@ -167,8 +167,8 @@ TablesItem = namedtuple("TablesItem", "k_scales v_scales k_shifts v_channel_scal
 # distances of its own. A group is `tokens` tokens in blocks that share scales; a unit is one head of `part`
 # of its blocks, an item `units` of these. shared: channels that share a scale; mean: of each group and head,
 # or 0; zero: the byte of codes that stand for 0. hadamard: channels that are rotated together, times `factor`
-# (a float32). cos, sin: float32 (new tokens, half) of rotary positions, or 0; neighbours: of pairs (2i, 2i + 1).
-# The scratch has a block of rotated float32, and from `turned` on one of values as they came.
+# (a float32). cos, sin: float32 (new tokens, half) of rotary positions, or 0; neighbours: pairs are channels
+# 2i and 2i + 1. The scratch has a block of rotated float32, and from `turned` on one of values as they came.
 Quantize = namedtuple(
     "Quantize",
     """
