@@ -50,65 +50,58 @@ class RowTile:
 
     @stage
     def turn_halves(self, e: Emitter, src, src_step, dst, dst_step, rows, channels, cos, sin, half) -> None:
-        """Pairs are channels i and i + `half`; `cos` and `sin` have a row of `half` float32 for each row."""
-        far, table = e.b.mul(half, I64(self.row_size)), e.b.mul(half, I64(4))
+        """Pairs are channels i and i + `half`; `cos` and `sin` have `half` float32 for each row."""
+        far = e.b.mul(half, I64(self.row_size))
 
         def pairs(p: list[Value], inside: Value | None) -> list[Value]:
-            first = self.values(e, p[0], inside, self.storage)
-            second = self.values(e, e.at(p[0], far), inside, self.storage)
-            first, second = self._turned(e, first, second, p, inside)
-            self._put_values(e, first, p[1], inside)
-            self._put_values(e, second, e.at(p[1], far), inside)
-            return self._next_pairs(e, p, 1)
+            both = [self.values(e, e.at(p[0], x), inside, self.storage) for x in (0, far)]
+            for x, at in zip(self._turned(e, both, p, inside), (0, far), strict=True):
+                self._put_values(e, x, e.at(p[1], at), inside)
+            return self._beyond(e, p, self.lanes)
 
-        places = (src, src_step), (dst, dst_step), (cos, table), (sin, table)
-        with e.walk(rows, *places) as row:
-            e.each_vector(half, self.lanes, row, pairs)
-            self._rest(e, row, half, channels)
+        self._turn(e, (src, src_step), (dst, dst_step), (rows, channels), (cos, sin, half), pairs)
 
     @stage
     def turn_neighbours(
         self, e: Emitter, src, src_step, dst, dst_step, rows, channels, cos, sin, half
     ) -> None:
         """Pairs are channels 2i and 2i + 1."""
-        b, table, width = e.b, e.b.mul(half, I64(4)), self.lanes * self.row_size
-        orders = [[2 * i + k for i in range(self.lanes)] for k in (0, 1)]
+        n = self.lanes
+        orders = [ir.Constant(ir.VectorType(I32, n), [2 * i + k for i in range(n)]) for k in (0, 1)]
 
         def pairs(p: list[Value], inside: Value | None) -> list[Value]:
             masks = [None, None] if inside is None else e.interleave(inside, inside)
-            both = [self.values(e, e.at(p[0], i * width), masks[i], self.storage) for i in (0, 1)]
-            kind = ir.VectorType(I32, self.lanes)
-            first, second = (b.shuffle_vector(*both, ir.Constant(kind, order)) for order in orders)
-            turned = self._turned(e, first, second, p, inside)
-            for i, x in enumerate(e.interleave(*turned)):
-                self._put_values(e, x, e.at(p[1], i * width), masks[i])
-            return self._next_pairs(e, p, 2)
+            steps = 0, n * self.row_size
+            mixed = [
+                self.values(e, e.at(p[0], x), m, self.storage) for x, m in zip(steps, masks, strict=True)
+            ]
+            both = [e.b.shuffle_vector(*mixed, order) for order in orders]
+            turned = e.interleave(*self._turned(e, both, p, inside))
+            for x, at, mask in zip(turned, steps, masks, strict=True):
+                self._put_values(e, x, e.at(p[1], at), mask)
+            return self._beyond(e, p, 2 * n)
 
-        places = (src, src_step), (dst, dst_step), (cos, table), (sin, table)
-        with e.walk(rows, *places) as row:
+        self._turn(e, (src, src_step), (dst, dst_step), (rows, channels), (cos, sin, half), pairs)
+
+    def _turn(self, e: Emitter, src, dst, sizes, angles, pairs) -> None:
+        """Turns `pairs` of every row, and copies the channels beyond them."""
+        (rows, channels), (cos, sin, half) = sizes, angles
+        table, width = e.b.mul(half, I64(4)), e.b.mul(half, I64(2))
+        with e.walk(rows, src, dst, (cos, table), (sin, table)) as row:
             e.each_vector(half, self.lanes, row, pairs)
-            self._rest(e, row, half, channels)
+            rest = [e.at(x, e.b.mul(width, I64(self.row_size))) for x in row[:2]]
+            self._copy(e, rest, e.b.sub(channels, width))
 
-    def _turned(
-        self, e: Emitter, first: Value, second: Value, p: list[Value], inside: Value | None
-    ) -> tuple[Value, Value]:
-        """Every product is rounded before its sum."""
-        b = e.b
+    def _turned(self, e: Emitter, both: list[Value], p: list[Value], inside: Value | None) -> list[Value]:
+        """A pair of vectors; every product is rounded before its sum."""
+        b, (first, second) = e.b, both
         cos, sin = (self.values(e, x, inside, "float32") for x in p[2:])
-        return (
-            b.fsub(b.fmul(first, cos), b.fmul(second, sin)),
-            b.fadd(b.fmul(second, cos), b.fmul(first, sin)),
-        )
+        x = b.fsub(b.fmul(first, cos), b.fmul(second, sin))
+        return [x, b.fadd(b.fmul(second, cos), b.fmul(first, sin))]
 
-    def _next_pairs(self, e: Emitter, p: list[Value], vectors: int) -> list[Value]:
-        step = vectors * self.lanes * self.row_size
+    def _beyond(self, e: Emitter, p: list[Value], channels: int) -> list[Value]:
+        step = channels * self.row_size
         return [e.at(x, n) for x, n in zip(p, (step, step, e.bytes, e.bytes), strict=True)]
-
-    def _rest(self, e: Emitter, row: list[Value], half: Value, channels: Value) -> None:
-        """The channels that do not turn."""
-        width = e.b.mul(half, I64(2))
-        begin = e.b.mul(width, I64(self.row_size))
-        self._copy(e, [e.at(x, begin) for x in row[:2]], e.b.sub(channels, width))
 
     @stage
     def rotate_rows(self, e: Emitter, src, src_step, dst, rows, channels, size, factor) -> None:
