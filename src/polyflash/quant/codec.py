@@ -16,6 +16,7 @@ Ashkboos et al., QuaRot (2024): rotation."""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -28,6 +29,7 @@ from polyflash.quant.scheme import KINDS, SMOOTHED_TOKENS, TABLES, Block, Codes,
 
 # The same in one pass, by device type.
 _KERNELS = {"cuda": "polyflash.backends.triton.quantize", "cpu": "polyflash.backends.cpu.quantize"}
+_loaded = cache(import_module)  # which looks up slowly
 _CHUNK = 1 << 22  # elements that are decoded at a time
 _INF = float("inf")
 
@@ -85,7 +87,7 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
 
 def one_pass(device: str) -> Any:
     """The module that quantises in one pass on devices of this type, or None."""
-    return import_module(_KERNELS[device]) if device in _KERNELS else None
+    return _loaded(_KERNELS[device]) if device in _KERNELS else None
 
 
 def decode(

@@ -96,6 +96,13 @@ def encode(
     return codes.view(stored_as), scale, mean if shift is None else shift
 
 
+@lru_cache(maxsize=64)
+def _hadamard(channels: int) -> tuple[int, int]:
+    """How many channels are rotated together, and the factor of their sums: bits of a float32."""
+    size = channels & -channels
+    return size, int(np.float32(size**-0.5).view(np.int32))
+
+
 def launch(
     kernel: int,
     scheme: Scheme,
@@ -119,7 +126,7 @@ def launch(
     work_us = int(groups[:, 1].sum()) * heads * channels // VALUES_PER_US
     threads = arguments.threads_for(work_us)
     units = max(1, total // (UNITS_PER_THREAD * threads))
-    hadamard = channels & -channels
+    hadamard, factor = _hadamard(channels)
     words = Quantize(
         groups=groups.ctypes.data,
         num_groups=count,
@@ -143,7 +150,7 @@ def launch(
         table_block=places.table_block,
         zero=_ZERO.get(scheme.dtype, 0),
         hadamard=hadamard,
-        factor=int(np.float32(hadamard**-0.5).view(np.int32)),
+        factor=factor,
         cos=turn[0],
         sin=turn[1],
         half=turn[2],
