@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from polyflash.quant import NAMED, Scheme, codec
 from tests.kvcache.plain import DIM, HEADS, Token, Tokens, append, cache_of, expected, hold, layer_of
 
 LAYERS, PAGE = 2, 8
+PAGE_OF_CACHES = Path(__file__).parents[2] / "docs" / "kvcache.md"
 INT4 = Scheme(dtype="int4", granularity="channel", tokens=4, symmetric=False)
 SCHEMES = {
     "int8": NAMED["int8"],
@@ -371,6 +374,12 @@ def test_bytes_are_those_that_are_held() -> None:
         held = [x for k in range(LAYERS) for x in cache.stores(k)]
         assert sum(x.nbytes for x in held) == cache.stats().num_bytes == cache.bytes_per_token * 5 * PAGE
         assert f"{cache.bytes_per_token:.10g} bytes per token" in repr(cache)
+    told = dict(
+        re.findall(r"^\| `([a-z0-9-]+)` \| (\d+) \|", PAGE_OF_CACHES.read_text("utf-8"), re.MULTILINE)
+    )
+    assert told.keys() == NAMED.keys() - {"int8-smooth"}
+    for name, size in told.items():
+        assert KVCache(4, 64, 1, 128, quant=name).bytes_per_token == int(size)
     assert KVCache(4, 64, 8, 128, quant="int8").bytes_per_token == 2 * 8 * (128 + 4)
     assert KVCache(4, 64, 8, 128, quant="int4").bytes_per_token == 8 * (64 + 128 * 8 / 64 + 64 + 4 * 8)
     assert KVCache(4, 64, 8, 128, dtype=torch.bfloat16).bytes_per_token == 2 * 8 * 128 * 2
@@ -407,7 +416,8 @@ def test_keys_are_turned_by_position_before_they_are_coded(name: str, dim: int, 
             assert all(map(torch.equal, bits(got), bits(want.pages(at))))
 
 
-def test_positions_of_a_step_are_those_of_each_write() -> None:
+@pytest.mark.parametrize("changed", ["positions", "tables"])
+def test_positions_of_a_step_are_those_of_each_write(changed: str) -> None:
     """A tensor of them may change between layers, and so may the tables."""
     cache, at = coded("rotated"), torch.arange(3)
     cos, sin = torch.randn(2, 9, 4).unbind()
@@ -415,10 +425,12 @@ def test_positions_of_a_step_are_those_of_each_write() -> None:
     (k, v), want = layer_of(Tokens().make(3), 0), list[Any]()
     with cache.reserve(request, 3) as step:
         for layer in range(LAYERS):
-            step.write(k, v, layer=layer, rope=rope, positions=at if layer else None)
+            step.write(k, v, layer=layer, rope=rope, positions=at if changed == "positions" else None)
             want.append(quantize(rope.rotate(k, at)[None], SCHEMES["rotated"][0], layout="bshd"))
-            at += 2
-            cos *= 2
+            if changed == "positions":
+                at += 2
+            else:
+                cos *= 2
     for layer in range(LAYERS):
         assert all(map(torch.equal, bits(cache.read_codes(request, layer)[0]), bits(want[layer])))
 
