@@ -127,6 +127,7 @@ def launch(
     threads = arguments.threads_for(work_us)
     units = max(1, total // (UNITS_PER_THREAD * threads))
     hadamard, factor = _hadamard(channels)
+    turned = block * channels * 4 if scheme.rotated_in_pass else 0
     words = Quantize(
         groups=groups.ctypes.data,
         num_groups=count,
@@ -155,9 +156,9 @@ def launch(
         sin=turn[1],
         half=turn[2],
         neighbours=turn[3],
-        turned=block * channels * 4,
+        turned=turned,
     )
-    scratch = block * channels * 8 if scheme.rotated_in_pass or turn[0] else 0
+    scratch = turned + (block * channels * 4 if turn[0] else 0)
     address = array("q", words)
     items, wake = -(-total // units), work_us >= arguments.WAKE_FROM_US
     pool.run(kernel, address.buffer_info()[0], items, threads, scratch, wake)
