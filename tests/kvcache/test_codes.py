@@ -389,9 +389,16 @@ def test_bytes_are_those_that_are_held() -> None:
 
 
 @pytest.mark.parametrize(
-    "dim, dtype", [(12, torch.float32), (96, torch.bfloat16), (80, torch.float16)], ids=str
+    "name, dim, dtype",
+    [
+        ("rotated", 12, torch.float32),
+        ("rotated", 96, torch.bfloat16),
+        ("rotated", 80, torch.float16),
+        ("int4", 96, torch.bfloat16),
+        ("int8", 12, torch.float32),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("name", ["rotated", "int4", "int8"])
 def test_keys_are_turned_by_position_before_they_are_coded(name: str, dim: int, dtype: torch.dtype) -> None:
     """In pieces, behind those of a group, by every kind of `Rope`; bits of the codec's own operations."""
     tables = [torch.randn(40, 2).to(dtype) for _ in range(2)]
