@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyflash import SpecError
+from polyflash import SpecError, quantize
 from polyflash.integrations import flash_attn as fa
 from polyflash.integrations import flash_attn_cache
+from polyflash.kvcache import KVCache, Rope
+from polyflash.quant import NAMED, Scheme, codec
+from polyflash.quant.tensor import values_of
 from tests.integrations.test_flash_attn import CALLS, ENDS_K, ENDS_Q, LENGTHS_K, SLOPES, turned, x
 from tests.rows_here import HERE
 from tests.tolerance import BACKSTOP, near
@@ -115,6 +118,13 @@ def test_a_shared_prefix_is_read_by_all() -> None:
         near(got, want.double(), BACKSTOP[torch.float32])
 
 
+PER_TOKEN = Scheme()
+CODED = {
+    "int8": NAMED["int8"],
+    "rotated": (Scheme(rotation="hadamard"), Scheme(dtype="fp8_e4m3", rotation="hadamard")),
+    "int4": (Scheme(dtype="int4", symmetric=False), Scheme(dtype="int4", channels=16, symmetric=False)),
+    "mxfp4": (Scheme(), NAMED["mxfp4"][1]),
+}
 TABLE = torch.tensor([[3, 1, 0], [4, 2, 5]], dtype=torch.int32)  # pages of 4
 
 
@@ -151,8 +161,17 @@ def mapped(request: int, column: int, page: int) -> Tensor:
 def test_a_refused_call_leaves_the_pages_alone(change: dict[str, Any], words: str) -> None:
     """B-pag-01, B-pag-10, B-pag-12, B-pag-13: lengths beyond the table, entries outside the pool, tokens
     without a slot of their own: before a write."""
-    k_cache, v_cache = x(6, 4, 2, 8), x(6, 4, 2, 6)
-    before = k_cache.clone(), v_cache.clone()
+    for coded in (False, True):
+        k_cache, v_cache = x(6, 4, 2, 8), x(6, 4, 2, 6)
+        if coded:
+            k_cache, v_cache = (quantize(pool, PER_TOKEN, layout="bshd") for pool in (k_cache, v_cache))
+        before = [values_of(pool).clone() for pool in (k_cache, v_cache)]
+        _refused(k_cache, v_cache, change, words)
+        for pool, then in zip((k_cache, v_cache), before, strict=True):
+            assert torch.equal(values_of(pool), then)
+
+
+def _refused(k_cache: Any, v_cache: Any, change: dict[str, Any], words: str) -> None:
     call = {
         "k_cache": k_cache,
         "v_cache": v_cache,
@@ -163,7 +182,63 @@ def test_a_refused_call_leaves_the_pages_alone(change: dict[str, Any], words: st
     }
     with pytest.raises(SpecError, match=words):
         fa.flash_attn_with_kvcache(x(2, 1, 4, 8), **call | change)
-    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CODED)
+def test_new_keys_become_the_codes_that_a_kvcache_makes(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, in pages and in chosen rows that lie head by head, and so is the output; by the codec's
+    own operations too."""
+    schemes, (cos, sin) = CODED[name], torch.randn(2, 40, 4)
+    empty = [torch.zeros(3, 40, 2, width, dtype=dtype) for width in (16, 32)]
+    k_rows, v_rows = (quantize(e, s, layout="bshd") for e, s in zip(empty, schemes, strict=True))
+    cache, pages = (KVCache(10, 8, 2, 16, head_dim_v=32, dtype=dtype, quant=schemes) for _ in range(2))
+    requests, rope = cache.add(2), Rope(interleaved=True, cos=cos, sin=sin)
+    table = torch.tensor([[3, 1, 4, 0, 5], [9, 7, 2, 6, 8]], dtype=torch.int32)
+    rows, lens = torch.tensor([2, 0]), torch.tensor([0, 0])
+    for count in (5, 1, 9, 0):
+        q, k, v = (x(2, count or 1, h, d).to(dtype) for h, d in ((4, 16), (2, 16), (2, 32)))
+        k, v = k[:, :count], v[:, :count]
+        if count == 9:
+            monkeypatch.setattr(codec, "_KERNELS", {})
+        options = {"rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": lens, "causal": True}
+        in_rows = fa.flash_attn_with_kvcache(q, k_rows, v_rows, k, v, cache_batch_idx=rows, **options)
+        pools = pages.pools(0)
+        in_pages = fa.flash_attn_with_kvcache(q, *pools, k, v, block_table=table, **options)
+        if count:
+            new = [y.flatten(0, 1) for y in (k, v, q)]
+            turned = cache.append(requests, *new[:2], counts=count, rope=rope, q=new[2])
+            want = cache.attend(turned, requests, counts=count).view_as(in_rows)
+            assert torch.equal(in_pages, want)
+            near(in_rows, want.double(), BACKSTOP[dtype], name)
+        lens = lens + count
+        for b, request in enumerate(requests):
+            n = int(lens[b])
+            for row, pool, held in zip((k_rows, v_rows), pools, cache.read_codes(request), strict=True):
+                of_pages = pool.pages(table[b].long())
+                for part in ("codes", "scale", "shift")[: 2 + (held.shift is not None)]:
+                    kept = getattr(held, part)[0]
+                    assert torch.equal(getattr(row, part)[rows[b], :, :n], kept)
+                    assert torch.equal(getattr(of_pages, part).transpose(0, 1).flatten(1, 2)[:, :n], kept)
+
+
+def test_codes_that_tokens_share_are_not_written() -> None:
+    """In the caller's names, before anything is; and codes in another layout are not a cache."""
+    q, k = x(2, 1, 4, 8), x(2, 1, 2, 8)
+    rows = x(2, 64, 2, 8)
+    good = quantize(rows, PER_TOKEN, layout="bshd")
+    for name in ("int4", "int8-smooth"):
+        shared = quantize(rows, NAMED[name][0], layout="bshd")
+        assert fa.flash_attn_with_kvcache(q, shared, good, cache_seqlens=9).shape == q.shape
+        for caches, word in (((shared, good), "k_cache"), ((good, shared), "v_cache")):
+            with pytest.raises(SpecError, match=f"{word}: got codes of int.*Append to a .*KVCache"):
+                fa.flash_attn_with_kvcache(q, *caches, k, k, cache_seqlens=3)
+    other = quantize(rows.transpose(1, 2), PER_TOKEN)
+    with pytest.raises(SpecError, match="v_cache: got codes of layout 'bhsd', wanted 'bshd'"):
+        fa.flash_attn_with_kvcache(q, good, other)
+    assert torch.equal(good.codes, quantize(rows, PER_TOKEN, layout="bshd").codes)
 
 
 def test_pages_at_capacity_and_those_that_nobody_needs() -> None:
@@ -216,10 +291,15 @@ def test_a_token_without_a_page_is_not_written_on_a_device() -> None:
     k_cache, v_cache = x(6, 4, 2, 8), x(6, 4, 2, 6)
     k_before, v_before = k_cache.clone(), v_cache.clone()
     k, v = x(2, 3, 2, 8), x(2, 3, 2, 6)
+    coded = [quantize(pool, PER_TOKEN, layout="bshd") for pool in (k_cache, v_cache)]
     at = torch.tensor([[2, 3, 4], [10, 11, 12]])
     with Waiting() as waiting:
         flash_attn_cache.append(k_cache, v_cache, k, v, at, mapped(0, 1, -1).as_subclass(Elsewhere))
+        flash_attn_cache.append(*coded, k, v, at, mapped(0, 1, -1).as_subclass(Elsewhere))
     assert not waiting.ops
+    for pool, now in zip(coded, (k_cache, v_cache), strict=True):
+        want = quantize(now, PER_TOKEN, layout="bshd")
+        assert torch.equal(pool.codes, want.codes) and torch.equal(pool.scale, want.scale)
     assert torch.equal(k_cache[3, 2:], k[0, :2]) and torch.equal(v_cache[5, 2:], v[1, :2])
     others = torch.ones(6, 4, dtype=torch.bool)
     others[3, 2:], others[5, 2:] = False, False

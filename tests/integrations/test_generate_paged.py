@@ -76,7 +76,9 @@ def test_models_generate_from_pages_of_codes(quant: str, name: str, how: Any, ga
     assert gathered
     for cache in caches:
         cache.reset()
-        assert cache.cache.stats().tail_bytes == 0
+        kv = cache.cache
+        held = sum(x.nbytes for layer in range(kv.num_layers) for x in kv.stores(layer))
+        assert kv.stats().tail_bytes == 0 and held == kv.bytes_per_token * kv.num_pages * kv.page_size
 
 
 @pytest.mark.parametrize(

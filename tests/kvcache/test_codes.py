@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ import torch
 from polyflash import QuantizedTensor, SpecError, dequantize, quantize
 from polyflash.integrations.flash_attn_cache import flash_attn_with_kvcache
 from polyflash.kvcache import KVCache, OutOfPages, Request, Rope, code_pools, heavy_hitters
-from polyflash.quant import NAMED, Scheme
-from tests.kvcache.plain import DIM, GROUP, HEADS, Token, Tokens, append, cache_of, expected, hold, layer_of
+from polyflash.quant import NAMED, Scheme, codec
+from tests.kvcache.plain import DIM, HEADS, Token, Tokens, append, cache_of, expected, hold, layer_of
 
 LAYERS, PAGE = 2, 8
+PAGE_OF_CACHES = Path(__file__).parents[2] / "docs" / "kvcache.md"
 INT4 = Scheme(dtype="int4", granularity="channel", tokens=4, symmetric=False)
 SCHEMES = {
     "int8": NAMED["int8"],
@@ -371,6 +374,12 @@ def test_bytes_are_those_that_are_held() -> None:
         held = [x for k in range(LAYERS) for x in cache.stores(k)]
         assert sum(x.nbytes for x in held) == cache.stats().num_bytes == cache.bytes_per_token * 5 * PAGE
         assert f"{cache.bytes_per_token:.10g} bytes per token" in repr(cache)
+    told = dict(
+        re.findall(r"^\| `([a-z0-9-]+)` \| (\d+) \|", PAGE_OF_CACHES.read_text("utf-8"), re.MULTILINE)
+    )
+    assert told.keys() == NAMED.keys() - {"int8-smooth"}
+    for name, size in told.items():
+        assert KVCache(4, 64, 1, 128, quant=name).bytes_per_token == int(size)
     assert KVCache(4, 64, 8, 128, quant="int8").bytes_per_token == 2 * 8 * (128 + 4)
     assert KVCache(4, 64, 8, 128, quant="int4").bytes_per_token == 8 * (64 + 128 * 8 / 64 + 64 + 4 * 8)
     assert KVCache(4, 64, 8, 128, dtype=torch.bfloat16).bytes_per_token == 2 * 8 * 128 * 2
@@ -379,17 +388,58 @@ def test_bytes_are_those_that_are_held() -> None:
     assert cache.stats().tail_bytes == 2 * LAYERS * 4 * HEADS * DIM * 4  # two groups of K are not full
 
 
-def test_keys_are_rotated_by_position_before_they_are_coded() -> None:
-    cache, tokens, rope = coded("rotated", layers=1), Tokens(), Rope()
-    (request,) = cache.add()
-    new = tokens.make(11)
-    k, v = layer_of(new, 0)
-    q = tokens.normal(11, HEADS * GROUP, DIM)
-    turned = cache.append(request, k, v, counts=11, rope=rope, q=q)
-    at = torch.arange(11)
-    assert turned is not None and torch.equal(turned, rope.rotate(q, at))
-    want = quantize(rope.rotate(k, at)[None], SCHEMES["rotated"][0], layout="bshd")
-    assert all(map(torch.equal, bits(cache.read_codes(request)[0]), bits(want)))
+@pytest.mark.parametrize(
+    "name, dim, dtype",
+    [
+        ("rotated", 12, torch.float32),
+        ("rotated", 96, torch.bfloat16),
+        ("rotated", 80, torch.float16),
+        ("int4", 96, torch.bfloat16),
+        ("int8", 12, torch.float32),
+    ],
+    ids=str,
+)
+def test_keys_are_turned_by_position_before_they_are_coded(name: str, dim: int, dtype: torch.dtype) -> None:
+    """In pieces, behind those of a group, by every kind of `Rope`; bits of the codec's own operations."""
+    tables = [torch.randn(40, 2).to(dtype) for _ in range(2)]
+    ropes = Rope(), Rope(500.0, interleaved=True), Rope(rotary_dim=6), Rope(cos=tables[0], sin=tables[1])
+    for rope in (*ropes, Rope(interleaved=True, cos=tables[0], sin=tables[1])):
+        cache, keys = KVCache(9, PAGE, HEADS, dim, dtype=dtype, num_layers=2, quant=SCHEMES[name]), []
+        (request,) = cache.add()
+        for count in (3, 1, 9, 1, 8):
+            k, v = (torch.randn(2, count, HEADS, dim).to(dtype) for _ in "kv")
+            q, at = torch.randn(count, 4, dim).to(dtype), torch.arange(count) + cache.length(request)
+            with cache.reserve(request, count) as step:
+                for layer in range(2):
+                    turned = step.write(k[layer], v[layer], layer=layer, rope=replace(rope), q=q)
+                    assert turned is not None and torch.equal(turned, rope.rotate(q, at))
+            keys.append(torch.stack([rope.rotate(x, at) for x in k]))
+        whole = torch.cat(keys, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(codec, "_KERNELS", {})
+            want = quantize(whole, SCHEMES[name][0], layout="bshd")
+        for layer in range(2):
+            got, at = cache.read_codes(request, layer)[0], torch.tensor([layer])
+            assert all(map(torch.equal, bits(got), bits(want.pages(at))))
+
+
+@pytest.mark.parametrize("changed", ["positions", "tables"])
+def test_positions_of_a_step_are_those_of_each_write(changed: str) -> None:
+    """A tensor of them may change between layers, and so may the tables."""
+    cache, at = coded("rotated"), torch.arange(3)
+    cos, sin = torch.randn(2, 9, 4).unbind()
+    (request,), rope = cache.add(), Rope(cos=cos, sin=sin)
+    (k, v), want = layer_of(Tokens().make(3), 0), list[Any]()
+    with cache.reserve(request, 3) as step:
+        for layer in range(LAYERS):
+            step.write(k, v, layer=layer, rope=rope, positions=at if changed == "positions" else None)
+            want.append(quantize(rope.rotate(k, at)[None], SCHEMES["rotated"][0], layout="bshd"))
+            if changed == "positions":
+                at += 2
+            else:
+                cos *= 2
+    for layer in range(LAYERS):
+        assert all(map(torch.equal, bits(cache.read_codes(request, layer)[0]), bits(want[layer])))
 
 
 def test_shared_prefixes_and_windows_read_codes() -> None:
@@ -456,7 +506,7 @@ def test_what_a_cache_of_codes_refuses() -> None:
             other.swap_in([out])
 
 
-def test_flash_attns_cache_reads_codes_and_writes_none() -> None:
+def test_flash_attns_cache_reads_codes() -> None:
     cache, tokens = coded("int8", layers=1), Tokens()
     (request,) = cache.add()
     append(cache, {request: tokens.make(11)})
@@ -470,6 +520,3 @@ def test_flash_attns_cache_reads_codes_and_writes_none() -> None:
     got = flash_attn_with_kvcache(q[None].expand(2, -1, -1, -1), *whole, cache_batch_idx=at)
     want = flash_attn_with_kvcache(q[None].expand(2, -1, -1, -1), *map(dequantize, whole), cache_batch_idx=at)
     assert torch.allclose(got, want, atol=2e-5) and rows
-    k, v = (x[None] for x in layer_of(tokens.make(1), 0))
-    with pytest.raises(SpecError, match="KVCache writes codes"):
-        flash_attn_with_kvcache(q[None], *cache.pools(0), k, v, **given)

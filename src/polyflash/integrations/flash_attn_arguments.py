@@ -20,10 +20,10 @@ R = TypeVar("R")
 
 # flash-attn 3's keywords: hints how to run, which change no result; and what no kernel has, with advice.
 _HINTS = frozenset({"num_splits", "pack_gqa", "sm_margin"})
-_DESCALE = "Multiply the tensor by it: no kernel here reads float8"
+_DESCALE = "Multiply the tensor by it; or pass a polyflash.QuantizedTensor, which has its scales with it"
 _ABSENT = {
     "qv": "Pass torch.cat((q, qv), -1) as q and torch.cat((k, v), -1) as k",
-    "q_descale": _DESCALE,
+    "q_descale": "Multiply q by it: no kernel here reads float8",
     "k_descale": _DESCALE,
     "v_descale": _DESCALE,
     "attention_chunk": "Make each chunk a sequence of flash_attn_varlen_func",

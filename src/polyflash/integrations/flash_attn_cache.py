@@ -15,6 +15,8 @@ from polyflash.api import attention, attention_paged
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, options, per_request
 from polyflash.integrations.flash_attn_rotary import rotated
+from polyflash.kvcache.code_pools import CodePools
+from polyflash.kvcache.code_writes import written_at_once
 from polyflash.kvcache.handles import is_ints
 from polyflash.quant.tensor import KV, QuantizedTensor
 from polyflash.spec import Arguments
@@ -46,7 +48,8 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, num_heads, head_dim).
         k_cache: (batch_cache, seqlen_cache, num_kv_heads, head_dim), or with block_table (num_blocks,
             page_size, num_kv_heads, head_dim), any page_size; written in place if k is given. Or a
-            `QuantizedTensor` with layout "bshd", which is read only: a `KVCache` writes codes.
+            `QuantizedTensor` with layout "bshd": any to be read; one that is written has scales for each
+            token, and gets the codes that `polyflash.quantize` and a `KVCache` make of k.
         v_cache: likewise, with head_dim_v.
         k: (batch, seqlen_new, num_kv_heads, head_dim) to be written at [cache_seqlens, ...) of each request.
         v: (batch, seqlen_new, num_kv_heads, head_dim_v), given if k is.
@@ -91,9 +94,6 @@ def flash_attn_with_kvcache(
         asked = room if cache_seqlens is None else cache_seqlens
         lens = per_request("cache_seqlens", asked, q.shape[0], q.device)
         if k is not None and v is not None:
-            if isinstance(k_cache, QuantizedTensor) or isinstance(v_cache, QuantizedTensor):
-                change = "A polyflash.kvcache.KVCache writes codes: append there."
-                raise spec_error("k", "new keys beside a cache of codes", "none", change)
             if cache_seqlens is None:
                 change = "Say how many keys the cache holds; 0 for none."
                 raise spec_error("cache_seqlens", "None", "an int, or int32 or int64 (batch,) with k", change)
@@ -112,8 +112,8 @@ def flash_attn_with_kvcache(
             at, lens = lens.long()[:, None] + new, lens + k.shape[1]
             if table is None:
                 row = torch.arange(len(q), device=k.device) if cache_batch_idx is None else cache_batch_idx
-                k_cache[row.long()[:, None], at] = k
-                v_cache[row.long()[:, None], at] = v
+                for cache, new in ((k_cache, k), (v_cache, v)):
+                    _put(cache, new, row.long()[:, None].expand_as(at), at)
             else:
                 _check_seen(q, k_cache, table, lens, given)
                 append(k_cache, v_cache, k, v, at, table)
@@ -140,7 +140,10 @@ def one_table(block_table: Tensor | None, page_table: Tensor | None) -> Tensor |
 
 def _check_tensors(**given: Any) -> None:
     for name, x in given.items():
-        if isinstance(x, QuantizedTensor) and x.layout == "bshd" and name.endswith("_cache"):
+        if isinstance(x, QuantizedTensor) and name.endswith("_cache"):
+            if x.layout != "bshd":
+                change = 'Quantise (batch, seqlen, heads, head_dim) by quantize(x, scheme, layout="bshd").'
+                raise spec_error(name, f"codes of layout {x.layout!r}", "'bshd'", change)
             continue
         if x is not None and (not isinstance(x, Tensor) or x.ndim != 4):
             change = "Use unsqueeze() for a single token; caches may have a page where others have a request."
@@ -161,8 +164,14 @@ def _check_halves(k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: T
         raise spec_error("k, v", "neither, with rotary_cos", "both", change)
 
 
-def _check_new(name: str, new: Tensor, cache: Tensor, batch: int, seqlen: int) -> None:
+def _check_new(name: str, new: Tensor, cache: KV, batch: int, seqlen: int) -> None:
     """Checks that `new` can be written to `cache` as it is: assignment would broadcast and cast."""
+    if isinstance(cache, QuantizedTensor):
+        form = cache.form
+        if form.scale.tokens != 1 or (form.shift is not None and form.shift.tokens != 1):
+            got = f"codes of {form}, whose tokens share scales or means, to write {name} to"
+            change = "Append to a polyflash.kvcache.KVCache: it keeps the values of a group until it is full."
+            raise spec_error(f"{name}_cache", got, "scales of its own for each token", change)
     shape = (batch, seqlen, *cache.shape[2:])
     if (*new.shape,) != shape or new.dtype is not cache.dtype or new.device != cache.device:
         wanted = f"{cache.dtype} {shape} on {cache.device}: (batch, seqlen_new, num_kv_heads, channels)"
@@ -215,17 +224,18 @@ def _check_room(lens: Tensor, room: int, new: int) -> None:
         raise spec_error("cache_seqlens", got, f"at most {room} together", "Make the caches longer.")
 
 
-def _check_seen(q: Tensor, k_cache: Tensor, table: Tensor, lens: Tensor, options: dict[str, Any]) -> None:
+def _check_seen(q: Tensor, k_cache: KV, table: Tensor, lens: Tensor, options: dict[str, Any]) -> None:
     """Makes `attention_paged`'s checks of lengths and table entries before anything is written."""
     if lens.device.type != "cpu":
         return
     left, right = options["window"]
     args = Arguments(options["causal"], window_left=left, window_right=right, page_table=table)
     args = args._replace(kv_lens=lens, kv_starts=options["kv_starts"])
-    _check_contents(args, q.shape[1], k_cache.transpose(1, 2))
+    keys = k_cache.codes if isinstance(k_cache, QuantizedTensor) else k_cache.transpose(1, 2)
+    _check_contents(args, q.shape[1], keys)
 
 
-def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, table: Tensor) -> None:
+def append(k_cache: KV, v_cache: KV, k: Tensor, v: Tensor, at: Tensor, table: Tensor) -> None:
     """Writes k and v to the pages, at the positions `at`, int64 (batch, seqlen_new), of each request. On a
     device a token without a page is skipped."""
     page_size, num_blocks = k_cache.shape[1], k_cache.shape[0]
@@ -244,8 +254,8 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, t
         if places.unique().numel() != places.numel():
             got, change = "two tokens for one slot", "Copy a shared page before its requests write to it."
             raise spec_error("block_table", got, "a slot of its own for every new key", change)
-        k_cache[blocks, slots] = k
-        v_cache[blocks, slots] = v
+        _put(k_cache, k, blocks, slots)
+        _put(v_cache, v, blocks, slots)
         return
     if not (mapped.numel() and num_blocks):
         return
@@ -254,11 +264,26 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, t
     some = mapped.flatten().int().argmax(0, keepdim=True)
     place = (blocks * page_size + slots).clamp(0, num_blocks * page_size - 1)
     place = torch.where(mapped, place, place.flatten()[some])
+    place, live, any_live = place.flatten(), mapped.flatten(), mapped.any()
     blocks, slots = place // page_size, place % page_size
-    live, any_live = mapped[..., None, None], mapped.any()
     for cache, new in ((k_cache, k), (v_cache, v)):
-        held = torch.where(any_live, new.flatten(0, 1)[some], cache[blocks, slots])
-        cache[blocks, slots] = torch.where(live, new, held)
+        new, stores = new.flatten(0, 1), list[tuple[Tensor, Tensor]]()
+        if isinstance(cache, Tensor):
+            stores.append((cache, new))
+        elif not written_at_once(CodePools.over(cache), 0, torch.where(live, place, -1), new):
+            stores += CodePools.over(cache).placed(new)
+        for store, part in stores:
+            held = torch.where(any_live, part[some], store[blocks, slots])
+            store[blocks, slots] = torch.where(live.view(-1, *[1] * (part.ndim - 1)), part, held)
+
+
+def _put(cache: KV, new: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Writes `new` (batch, seqlen_new, num_kv_heads, channels) to `slots` of pages or of entries of the
+    batch, int64 (batch, seqlen_new) each."""
+    if isinstance(cache, QuantizedTensor):
+        CodePools.over(cache).write_tokens(rows.flatten(), slots.flatten(), new.flatten(0, 1))
+    else:
+        cache[rows, slots] = new
 
 
 def _attend_pages(

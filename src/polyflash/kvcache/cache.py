@@ -15,6 +15,7 @@ from polyflash.arguments import Causal
 from polyflash.errors import UnsupportedError, described, spec_error
 from polyflash.kvcache import shared_prefix
 from polyflash.kvcache.code_pools import Writer, stacked
+from polyflash.kvcache.code_writes import Turn
 from polyflash.kvcache.handles import Counts, Request, Requests, Reservation, checked_count, listed, numbers
 from polyflash.kvcache.layout import check_tokens, copy_pages, ints, moved, slots_of, write_slots
 from polyflash.kvcache.rope import Rope
@@ -39,6 +40,7 @@ class Step:
         self.cache = cache
         self._reservation = reservation
         self._written: set[int] = set()
+        self._turn: Turn | None = None
         self.tables = tables  # those of the requests with the new tokens
         self.requests, self.counts = reservation.requests, reservation.counts
         slots, positions = slots_of(tables.host_table, tables.page_size, reservation.starts, self.counts)
@@ -88,18 +90,26 @@ class Step:
             told = "a cache is for inference, and one needs a gradient. Use no_grad()"
             raise UnsupportedError(f"k, v, q: {told}")
         with torch.no_grad():
-            if rope is not None:
-                if not isinstance(rope, Rope):
-                    raise spec_error("rope", described(rope), "a Rope", "Make one of base or tables.")
-                at = self.positions if positions is None else positions
-                q = None if q is None else rope.rotate(q, at)
-                k = rope.rotate(k, at)
-            for writer, x in zip(self.writers, (k, v), strict=False):
-                writer.write(layer, x)
-            for pool, x in ((k_pool, k), (v_pool, v)) if not self.writers else ():
-                write_slots(pool, x, self.slot_mapping)
+            turn = None if rope is None else self._turn_by(rope, positions)
+            q = q if q is None or turn is None else turn.of(q)
+            if self.writers:
+                for writer, x, way in zip(self.writers, (k, v), (turn, None), strict=True):
+                    writer.write(layer, x, way)
+            else:
+                write_slots(k_pool, k if turn is None else turn.of(k), self.slot_mapping)
+                write_slots(v_pool, v, self.slot_mapping)
         self._written.add(layer)
         return q
+
+    def _turn_by(self, rope: Rope, positions: Tensor | None) -> Turn:
+        """The turn of this write; that of an earlier one, if it has the same factors."""
+        if not isinstance(rope, Rope):
+            raise spec_error("rope", described(rope), "a Rope", "Make one of base or tables.")
+        if positions is not None:
+            return Turn(rope, positions)
+        if self._turn is None or not self._turn.serves(rope):
+            self._turn = Turn(rope, self.positions)
+        return self._turn
 
     def load(self, swapped: Sequence[SwappedRequest]) -> None:
         """Writes the codes of requests that were swapped out, in every layer."""

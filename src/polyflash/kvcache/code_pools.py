@@ -7,7 +7,7 @@ full stay beside its page in a tail, and every step writes its codes anew from t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyflash.errors import described, spec_error
-from polyflash.kvcache.code_writes import InPlace, quantiser_of
+from polyflash.kvcache.code_writes import InPlace, Turn, quantiser_of, written_at_once
 from polyflash.kvcache.layout import empty_pool, ints, moved, read_slots, slots_of, write_slots
 from polyflash.quant.scheme import KINDS, NAMED, Scheme
 from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
@@ -54,6 +54,16 @@ class CodePools:
         self.layers = tuple(self._tensor(*view) for view in views)
         self.tails: dict[int, Tail] = {}  # by page
 
+    @classmethod
+    def over(cls, cache: QuantizedTensor) -> CodePools:
+        """One layer whose codes exist already, of a scheme per token: pages or batch entries first."""
+        pools = cls.__new__(cls)
+        pools.scheme, pools.dtype, pools.group = cache.scheme, cache.dtype, 1
+        pools._storage, pools.layers, pools.tails = cache.codes.dtype, (cache,), {}
+        tables = [x for x in (cache.scale, cache.shift) if x is not None]
+        pools.stores = [tuple(x.transpose(1, 2) for x in (cache.codes.view(torch.uint8), *tables))]
+        return pools
+
     def _tensor(self, codes: Tensor, scale: Tensor, shift: Tensor | None = None) -> QuantizedTensor:
         return QuantizedTensor(codes, scale, shift, self.scheme, self.dtype, "bshd")
 
@@ -68,6 +78,29 @@ class CodePools:
     def put(self, layer: int, groups: Tensor, parts: Sequence[Tensor]) -> None:
         for store, part in zip(self._grouped(layer), parts, strict=True):
             write_slots(store, part, groups)
+
+    def write_tokens(self, pages: Tensor, slots: Tensor, values: Tensor) -> None:
+        """Codes tokens (total, num_kv_heads, channels), by a scheme per token, in slots of one layer's pages.
+        On a device what is outside is an error of it, or written nowhere: no contents are read."""
+        codes, *tables = self.stores[0]
+        if not len(values):
+            return
+        plain = all(x.stride(3) == 1 or x.shape[3] == 1 for x in self.stores[0])
+        plain = plain and len({x.stride() for x in tables}) == 1
+        kernel = quantiser_of(self.scheme, values) if plain else 0
+        size, places = codes.shape[1], pages * codes.shape[1] + slots
+        if kernel:
+            each = np.ones(len(slots), np.int64)
+            InPlace(self, places.numpy(), each, {}, ()).write(kernel, 0, values, None)
+            return
+        inside = (pages.clamp(0, len(codes) - 1) == pages) & (slots.clamp(0, size - 1) == slots)
+        if not written_at_once(self, 0, torch.where(inside, places, -1), values):
+            for store, part in self.placed(values):
+                store[pages, slots] = part
+
+    def placed(self, values: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """The tensors that hold one layer, by page and slot, and what becomes of such tokens in each."""
+        return zip(self._grouped(0), self.encode(values[:, None]), strict=True)
 
     def encode(self, x: Tensor, lens: Tensor | None = None) -> list[Tensor]:
         """The parts of groups of values (n, group size, num_kv_heads, channels), of which `lens` live."""
@@ -192,15 +225,18 @@ class Writer:
                 tail = Tail(end % page_size // size, made)
             self.left.append(Left(base + span - 1, row[end // page_size], tail, first, end % size))
 
-    def write(self, layer: int, values: Tensor) -> None:
-        """Codes the new tokens of a layer, (total, num_kv_heads, channels)."""
+    def write(self, layer: int, values: Tensor, turn: Turn | None = None) -> None:
+        """Codes the new tokens of a layer, (total, num_kv_heads, channels), turned by their positions."""
         pools, size = self.pools, self.pools.group
         if not len(values):
             return
         kernel = quantiser_of(pools.scheme, values)
         if kernel:
-            self._write_in_place(kernel, layer, values)
+            self._write_in_place(kernel, layer, values, turn)
             return
+        if size == 1 and written_at_once(pools, layer, self.groups, values, turn):
+            return
+        values = values if turn is None else turn.of(values)
         if size == 1:
             pools.put(layer, self.groups, pools.encode(values[:, None]))
             return
@@ -215,7 +251,7 @@ class Writer:
             tails = [tail.values[layer, first:end] for _, _, tail, first, end in self.left]
             torch._foreach_copy_(tails, [x[at, first:end] for at, _, _, first, end in self.left])
 
-    def _write_in_place(self, kernel: int, layer: int, values: Tensor) -> None:
+    def _write_in_place(self, kernel: int, layer: int, values: Tensor, turn: Turn | None) -> None:
         """The same by the CPU's quantiser, which reads and writes all where it lies."""
         pools = self.pools
         if self._in_place is None:
@@ -229,7 +265,7 @@ class Writer:
             for i in unknown:
                 at, tokens, _ = self.begun[i]
                 self._in_place.buffers[at][layer, :tokens] = self._old(layer, i, saved)
-        self._in_place.write(kernel, layer, values)
+        self._in_place.write(kernel, layer, values, turn)
 
     def _old(self, layer: int, i: int, saved: list[Tensor]) -> Tensor:
         """The values that a group had before the step, (tokens, num_kv_heads, channels)."""

@@ -15,15 +15,53 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from polyflash.kvcache.code_pools import CodePools
+    from polyflash.kvcache.rope import Rope
     from polyflash.quant.scheme import Scheme
+
+
+class Turn:
+    """Rotary positions of a step's new tokens, of which a kernel takes the cosines and sines."""
+
+    def __init__(self, rope: Rope, positions: Tensor) -> None:
+        self.rope, self.positions = rope, positions
+        self._factors: list[Tensor] = []
+
+    def serves(self, rope: Rope) -> bool:
+        """Does another layer turn its keys by the same factors? Tables may have changed meanwhile."""
+        mine, other = ((x.base, x.rotary_dim, x.interleaved) for x in (self.rope, rope))
+        return rope.cos is None and self.rope.cos is None and mine == other
+
+    def of(self, values: Tensor) -> Tensor:
+        """The values turned, (total, num_kv_heads, channels)."""
+        return self.rope.rotate(values, self.positions)
+
+    def factors(self, values: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Cosines and sines that turn float32 values or narrower ones, float32 (total, rotary_dim / 2); are
+        pairs neighbours?"""
+        if not self._factors:
+            self._factors = [x.contiguous() for x in self.rope.factors(values, self.positions)]
+        cos, sin = self._factors
+        return cos, sin, self.rope.interleaved
 
 
 def quantiser_of(scheme: Scheme, values: Tensor) -> int:
     """Address of what quantises such values as they lie; 0 if they have to be made ready first."""
-    kernels = codec.one_pass("cpu") if values.is_cpu and scheme.rotation == "none" else None
+    kernels = codec.one_pass("cpu") if values.is_cpu else None
     if kernels is None or not kernels.is_readable(values):
         return 0
     return kernels.kernel_for(scheme, values.dtype)  # type: ignore[no-any-return]
+
+
+def written_at_once(
+    pools: CodePools, layer: int, slots: Tensor, values: Tensor, turn: Turn | None = None
+) -> bool:
+    """Codes new tokens of a scheme per token, (total, num_kv_heads, channels), in `slots` (total,) by a GPU's
+    quantiser, turned on their way; -1 is nowhere. False if it has none of them: nothing was done then."""
+    kernels = codec.one_pass("cuda") if values.is_cuda and not torch.compiler.is_compiling() else None
+    if kernels is None or values.dtype is torch.float64:
+        return False
+    factors = None if turn is None else turn.factors(values)
+    return kernels.write(values, pools.layers[layer], slots, factors)  # type: ignore[no-any-return]
 
 
 class InPlace:
@@ -50,10 +88,13 @@ class InPlace:
         self._bases = np.array([self.buffers[at].data_ptr() for at in self._begun], np.int64)
         new = live - first
         self._rows = new.cumsum() - new
-        at_table = groups // per_page * table.stride(0) + groups % per_page * table.stride(1)
-        of_codes, zeros = groups * pools.group * codes.stride(1), np.zeros_like(groups)
+        page, place = divmod(groups, per_page)
+        at_table = page * table.stride(0) + place * table.stride(1)
+        of_codes = page * codes.stride(0) + place * pools.group * codes.stride(1)
+        zeros = np.zeros_like(groups)
         self._known = list(known)
-        self._table = np.stack([zeros, live, zeros, first, of_codes, 4 * at_table, zeros], 1)
+        columns = zeros, live, zeros, first, of_codes, 4 * at_table, zeros, self._rows
+        self._table = np.stack(columns, 1)
 
     def _buffer(self, values: Tensor | None) -> Tensor:
         """Room for a group whose values are known by their codes alone and which this step fills."""
@@ -63,8 +104,12 @@ class InPlace:
         shape = (len(self.pools.layers), self.pools.group, *like.shape[2:])
         return torch.empty(shape, dtype=self.pools.dtype, device=like.device)
 
-    def write(self, kernel: int, layer: int, values: Tensor) -> None:
-        """Quantises the new tokens of a layer, (total, num_kv_heads, channels)."""
+    def write(self, kernel: int, layer: int, values: Tensor, turn: Turn | None) -> None:
+        """Quantises the new tokens of a layer, (total, num_kv_heads, channels), turned on their way."""
+        angles = (0, 0, 0, False)
+        if turn is not None:
+            cos, sin, neighbours = turn.factors(values)
+            angles = cos.data_ptr(), sin.data_ptr(), cos.shape[1], neighbours
         if values.stride(2) != 1 or self._begun:  # tails are dense
             values = values.contiguous()
         size, table = values.element_size(), self._table.copy()
@@ -74,7 +119,7 @@ class InPlace:
             table[self._begun, 0] = self._of_layer(layer)
         if layer not in self._layers:  # else codes are those of what this step wrote before
             table[self._known, 6] = table[self._known, 3]
-        self._launch(kernel, layer, table, (values.stride(1) * size, values.stride(0) * size))
+        self._launch(kernel, layer, table, (values.stride(1) * size, values.stride(0) * size), angles)
         self._layers[layer] = kernel
 
     def rollback(self) -> None:
@@ -92,7 +137,7 @@ class InPlace:
         buffer = self.buffers[self._begun[0]]
         return self._bases + layer * buffer.stride(0) * buffer.element_size()
 
-    def _launch(self, kernel: int, layer: int, table: Any, strides: tuple[int, int]) -> None:
+    def _launch(self, kernel: int, layer: int, table: Any, strides: tuple[int, int], *angles: Any) -> None:
         pools = self.pools
         codes, scale, *shifts = pools.stores[layer]
         shift = shifts[0].data_ptr() if shifts else 0
@@ -100,4 +145,4 @@ class InPlace:
         kernels = codec.one_pass("cpu")
         places = kernels.Places(codes.data_ptr(), *heads, 4 * scale.stride(1))
         sizes = codes.shape[2], pools.group, pools.layers[0].shape[3]
-        kernels.launch(kernel, pools.scheme, table, sizes, strides, places)
+        kernels.launch(kernel, pools.scheme, table, sizes, strides, places, 0, *angles)

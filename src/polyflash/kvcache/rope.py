@@ -63,11 +63,9 @@ class Rope:
         Raises:
             SpecError: shapes, dtypes or devices do not fit, head_dim is too small, or (looked at on a CPU
                 only) a position is negative or beyond the tables."""
-        self._check(x, positions)
-        exact = torch.float64 if x.dtype is torch.float64 else torch.float32
-        cos, sin = (part[:, None].to(exact) for part in self._factors(positions, x.shape[-1], exact))
+        cos, sin = (part[:, None] for part in self.factors(x, positions))
         width = 2 * cos.shape[-1]
-        turned, rest = x[..., :width].to(exact), x[..., width:]
+        turned, rest = x[..., :width].to(cos.dtype), x[..., width:]
         if self.interleaved:
             first, second = turned[..., ::2], turned[..., 1::2]
         else:
@@ -76,12 +74,15 @@ class Rope:
         whole = torch.stack(parts, -1).flatten(-2) if self.interleaved else torch.cat(parts, -1)
         return torch.cat((whole.to(x.dtype), rest), -1)
 
-    def _factors(self, positions: Tensor, head_dim: int, exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, (tokens, rotary_dim / 2)."""
+    def factors(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, (tokens, rotary_dim / 2), that turn x: fp32, or fp64 for fp64 tensors. Raises what
+        `rotate` does."""
+        self._check(x, positions)
+        exact = torch.float64 if x.dtype is torch.float64 else torch.float32
         if self.cos is not None and self.sin is not None:
             at = positions.long()
-            return self.cos[at], self.sin[at]
-        width = self._width(head_dim)
+            return self.cos[at].to(exact), self.sin[at].to(exact)
+        width = self._width(x.shape[-1])
         steps = torch.arange(0, width, 2, dtype=exact, device=positions.device)
         angles = positions.to(exact)[:, None] * (1.0 / self.base ** (steps / max(1, width)))
         return angles.cos(), angles.sin()

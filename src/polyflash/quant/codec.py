@@ -16,6 +16,7 @@ Ashkboos et al., QuaRot (2024): rotation."""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -28,6 +29,7 @@ from polyflash.quant.scheme import KINDS, SMOOTHED_TOKENS, TABLES, Block, Codes,
 
 # The same in one pass, by device type.
 _KERNELS = {"cuda": "polyflash.backends.triton.quantize", "cpu": "polyflash.backends.cpu.quantize"}
+_loaded = cache(import_module)  # which looks up slowly
 _CHUNK = 1 << 22  # elements that are decoded at a time
 _INF = float("inf")
 
@@ -43,7 +45,7 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
     if x.shape[3] % codes.packed:
         change = "Codes of 4 bits lie in pairs of channels: pad to an even head_dim, or use 8 bits."
         raise spec_error("head_dim", x.shape[3], "an even number", change)
-    if scheme.rotation == "hadamard":
+    if scheme.rotation != "none" and not scheme.rotated_in_pass:
         x = rotate(x.float())
     dead = None
     if lens is not None:
@@ -55,6 +57,8 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
         made = kernels.encode(x, mean, scheme, lens)
         if made is not None:
             return made  # type: ignore[no-any-return]
+    if scheme.rotated_in_pass:
+        x = rotate(x.float())
     x = x.float() if dead is None else x.float().masked_fill(dead, 0.0)
     if mean is not None:
         x = x - spread(mean, codes.shift, x.shape)
@@ -83,7 +87,7 @@ def encode(x: Tensor, scheme: Scheme, lens: Tensor | None = None) -> tuple[Tenso
 
 def one_pass(device: str) -> Any:
     """The module that quantises in one pass on devices of this type, or None."""
-    return import_module(_KERNELS[device]) if device in _KERNELS else None
+    return _loaded(_KERNELS[device]) if device in _KERNELS else None
 
 
 def decode(
@@ -194,4 +198,4 @@ def rotate(x: Tensor) -> Tensor:
     while width < n:
         a, b = y.unflatten(-1, (-1, 2, width)).unbind(-2)
         y, width = torch.stack((a + b, a - b), -2).flatten(-3), 2 * width
-    return (y / n**0.5).flatten(-2).to(x.dtype)
+    return (y * n**-0.5).flatten(-2).to(x.dtype)  # a product: some devices divide by one more rounding

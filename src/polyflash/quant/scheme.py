@@ -196,6 +196,11 @@ class Scheme:
         means = {"none": None, "mean": Block(_ALL, 1), "block_mean": Block(SMOOTHED_TOKENS, 1)}
         return Codes(self.dtype, scale, means[self.smoothing] if self.symmetric else scale, self.compute)
 
+    @property
+    def rotated_in_pass(self) -> bool:
+        """Is the rotation a part of the pass that makes codes? A mean is one of rotated values."""
+        return self.rotation != "none" and self.smoothing == "none"
+
     def bits_per_value(self, tokens: int, channels: int) -> float:
         """Bits of storage per element of a head of these sizes: codes, scales and shifts."""
         codes, size = self.codes, tokens * channels

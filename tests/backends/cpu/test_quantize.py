@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ SCHEMES = {
     "int4-blocks": Scheme(dtype="int4", granularity="block", tokens=16, channels=8),
     "int8-head": Scheme(granularity="head"),
     "e5m2-channel": Scheme(dtype="fp8_e5m2", granularity="channel"),
+    "int8-rotated": Scheme(rotation="hadamard"),
+    "int4-rotated": replace(NAMED["int4"][0], rotation="hadamard"),
+    "int8-smooth-rotated": Scheme(smoothing="mean", rotation="hadamard"),
 }
 LEFT = (
     Scheme(granularity="tensor"),
@@ -129,7 +133,7 @@ def test_without_a_compiler_that_imports_the_codec_does_it(monkeypatch):
 def test_keys_are_listed():
     for known in target.KNOWN:
         keys = list(quantize_configs.all_keys(known))
-        assert len(set(keys)) == len({key.name for key in keys}) == len(keys) <= 48
+        assert len(set(keys)) == len({key.name for key in keys}) == len(keys) <= 90
         assert all(re.fullmatch("[a-z0-9_]+", key.name) for key in keys)
         for scheme in SCHEMES.values() if keys else ():
             assert quantize_configs.key_for(scheme, "bfloat16", known) in keys

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from polyflash.backends.triton import quantize
+from polyflash.kvcache import Rope
 from polyflash.quant import NAMED, Scheme, codec
+from polyflash.quant import quantize as codec_quantize
 from tests import device
 
 SCHEMES = {
@@ -16,6 +20,9 @@ SCHEMES = {
     "int4-symmetric": Scheme(dtype="int4"),
     "e5m2-groups": Scheme(dtype="fp8_e5m2", granularity="channel", tokens=48),
     "int8-groups-affine": Scheme(granularity="channel", tokens=16, symmetric=False),
+    "int8-rotated": Scheme(rotation="hadamard"),
+    "int4-rotated": replace(NAMED["int4"][0], rotation="hadamard"),
+    "e4m3-rotated-blocks": Scheme(dtype="fp8_e4m3", channels=16, rotation="hadamard"),
 }
 LEFT = ("nf4-k", "nf4-v", "mxfp4-k", "mxfp4-v")  # to the codec
 
@@ -52,3 +59,38 @@ def test_another_layout_is_read_where_it_is():
     x = torch.randn(2, 33, 3, 64).transpose(1, 2).to(device.DEVICE)
     found, wanted = quantize.encode(x, None, Scheme(), None), codec.encode(x.cpu(), Scheme())
     assert found is not None and same(found[0], wanted[0]) and same(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["int8-k", "int4-v", "int8-rotated", "e4m3-rotated-blocks"])
+def test_keys_are_turned_rotated_coded_and_stored_at_once(name: str, dtype: torch.dtype):
+    """In slots of pages, those of no slot nowhere; bits of `Rope.rotate` and of the codec."""
+    scheme, dim = SCHEMES[name], 96 if name == "int4-v" else 80
+    x = (torch.randn(21, 3, dim) * 3 + 1).to(dtype)
+    slots = torch.randperm(40)[:21]
+    slots[[4, 20]] = -1
+    at, live = torch.arange(5, 26), slots >= 0
+    tables = torch.randn(2, 40, 10)
+    ropes = None, Rope(), Rope(500.0, interleaved=True), Rope(rotary_dim=12)
+    for rope in (*ropes, Rope(cos=tables[0], sin=tables[1])):
+        pages = torch.zeros(5, 8, 3, dim, dtype=dtype)
+        cache = codec_quantize(pages, scheme, layout="bshd")
+        there = cache.to(device.DEVICE)
+        turn = None
+        if rope is not None:
+            cos, sin = (y.to(device.DEVICE) for y in rope.factors(x, at))
+            turn = cos, sin, rope.interleaved
+        wide = torch.cat((x, x), -1).to(device.DEVICE)[..., :dim]
+        assert quantize.write(wide, there, slots.to(device.DEVICE), turn)
+        y = x if rope is None else rope.rotate(x, at)
+        pages[slots[live] // 8, slots[live] % 8] = y[live]
+        want = codec_quantize(pages, scheme, layout="bshd")
+        for part in ("codes", "scale", "shift"):
+            assert same(getattr(there, part), getattr(want, part))
+
+
+def test_schemes_of_groups_are_not_written():
+    x, slots = torch.randn(3, 2, 64, device=device.DEVICE), torch.arange(3, device=device.DEVICE)
+    for name in ("int8-channel-k", "nf4-v", "int8-smooth-k"):
+        cache = codec_quantize(torch.zeros(2, 64, 2, 64, device=device.DEVICE), SCHEMES[name], layout="bshd")
+        assert not quantize.write(x, cache, slots, None)

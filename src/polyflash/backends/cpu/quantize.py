@@ -96,6 +96,13 @@ def encode(
     return codes.view(stored_as), scale, mean if shift is None else shift
 
 
+@lru_cache(maxsize=64)
+def _hadamard(channels: int) -> tuple[int, int]:
+    """How many channels are rotated together, and the factor of their sums: bits of a float32."""
+    size = channels & -channels
+    return size, int(np.float32(size**-0.5).view(np.int32))
+
+
 def launch(
     kernel: int,
     scheme: Scheme,
@@ -104,10 +111,12 @@ def launch(
     strides: tuple[int, int],
     places: Places,
     mean: int = 0,
+    turn: tuple[int, int, int, bool] = (0, 0, 0, False),
 ) -> None:
     """Quantises `groups`, rows of `Group` (int64 numpy), of `sizes` = (heads, tokens, channels) each, whose
     values lie `strides` bytes apart by head and by token, channels side by side. `mean` is the address of
-    float32 (groups, heads, channels)."""
+    float32 (groups, heads, channels); `turn` are those of cosines and sines, their columns, and whether pairs
+    are neighbours: rotary positions of new values (`Rope.factors`)."""
     heads, tokens, channels = sizes
     shared, count = scheme.codes.scale, len(groups)
     block = shared.tokens or tokens
@@ -117,6 +126,8 @@ def launch(
     work_us = int(groups[:, 1].sum()) * heads * channels // VALUES_PER_US
     threads = arguments.threads_for(work_us)
     units = max(1, total // (UNITS_PER_THREAD * threads))
+    hadamard, factor = _hadamard(channels)
+    turned = block * channels * 4 if scheme.rotated_in_pass else 0
     words = Quantize(
         groups=groups.ctypes.data,
         num_groups=count,
@@ -139,8 +150,15 @@ def launch(
         table_head=places.table_head,
         table_block=places.table_block,
         zero=_ZERO.get(scheme.dtype, 0),
+        hadamard=hadamard,
+        factor=factor,
+        cos=turn[0],
+        sin=turn[1],
+        half=turn[2],
+        neighbours=turn[3],
+        turned=turned,
     )
+    scratch = turned + (block * channels * 4 if turn[0] else 0)
     address = array("q", words)
-    pool.run(
-        kernel, address.buffer_info()[0], -(-total // units), threads, 0, work_us >= arguments.WAKE_FROM_US
-    )
+    items, wake = -(-total // units), work_us >= arguments.WAKE_FROM_US
+    pool.run(kernel, address.buffer_info()[0], items, threads, scratch, wake)

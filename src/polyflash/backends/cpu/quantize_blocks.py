@@ -15,6 +15,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu.configs import STORAGE_BYTES
 from polyflash.backends.cpu.intrinsics import stage
+from polyflash.backends.cpu.row_blocks import RowTile
 from polyflash.backends.cpu.simd import I8, I32, I64, Emitter, Value
 from polyflash.quant.scheme import KINDS, TABLES
 
@@ -31,26 +32,12 @@ def _borders(dtype: str) -> list[float]:
     return [float((a + b) / np.float32(2)) for a, b in pairwise(values)]
 
 
-class QuantizeTile:
+class QuantizeTile(RowTile):
     """Emissions for one key."""
 
     def __init__(self, key: QuantizeKey) -> None:
-        self.key, self.lanes, self.size = key, key.lanes, STORAGE_BYTES[key.storage]
-        self.kind = KINDS[key.dtype]
-
-    @stage
-    def copy_rows(self, e: Emitter, src, dst, step, rows, channels) -> None:
-        kind = e.vf if self.size == 4 else e.vh
-
-        def vector(p: list[Value], inside: Value | None) -> list[Value]:
-            if inside is None:
-                e.store(e.load(p[0], 0, kind), p[1])
-            else:
-                e.masked_store(e.masked_load(p[0], inside, kind), p[1], inside)
-            return [e.at(x, self.lanes * self.size) for x in p]
-
-        with e.walk(rows, (src, step), (dst, step)) as row:
-            e.each_vector(channels, self.lanes, row, vector)
+        super().__init__(key.storage, key.lanes)
+        self.key, self.kind, self.size = key, KINDS[key.dtype], STORAGE_BYTES[key.coded]
 
     @stage
     def encode_block(
@@ -148,10 +135,7 @@ class QuantizeTile:
 
     def _loaded(self, e: Emitter, x: Value, mean: Value, inside: Value | None) -> Value:
         """A vector of values as float32, less their means if there are any; 0 outside."""
-        kind = e.vf if self.size == 4 else e.vh
-        value = e.load(x, 0, kind) if inside is None else e.masked_load(x, inside, kind)
-        if self.size == 2:
-            value = e.from_bf16(value) if self.key.storage == "bfloat16" else e.from_f16(value)
+        value = self.values(e, x, inside, self.key.coded)
         if self.key.affine:
             return value
 
@@ -189,18 +173,15 @@ class QuantizeTile:
             hi, low = (b.select(none, e.floats(0), x) for x in (hi, low))
             factor = b.fdiv(b.fsub(hi, low), e.floats(kind.levels + 0.25))
             middle = b.fmul(factor, e.floats((kind.levels + 1) // 2))
-            self._put(e, b.fadd(b.fadd(low, middle), b.fmul(factor, e.floats(0.125))), shift, inside)
+            self.put(e, b.fadd(b.fadd(low, middle), b.fmul(factor, e.floats(0.125))), shift, inside)
         elif self.key.dtype == "mxfp4":
             power = b.bitcast(b.and_(tops[0], e.ints(INFINITE)), e.vf)
             nan = b.icmp_signed(">", tops[0], e.ints(INFINITE))
             factor = b.select(nan, b.bitcast(tops[0], e.vf), b.fmul(power, e.floats(0.25)))
         else:
             factor = b.fdiv(b.bitcast(tops[0], e.vf), e.floats(kind.most))
-        self._put(e, factor, scale, inside)
+        self.put(e, factor, scale, inside)
         return low, factor
-
-    def _put(self, e: Emitter, x: Value, place: Value, inside: Value | None) -> None:
-        e.store(x, place) if inside is None else e.masked_store(x, place, inside)
 
     def _codes(self, e: Emitter, x: Value, low: Value | None, factor: Value) -> Value:
         """Codes of a vector, int32, of which the lowest bits count."""
@@ -255,9 +236,9 @@ class QuantizeTile:
             n = self.lanes // 2
             pairs = b.bitcast(code, ir.VectorType(I64, n))
             pairs = b.or_(pairs, b.lshr(pairs, ir.Constant(pairs.type, [28] * n)))
-            self._put(e, b.trunc(pairs, ir.VectorType(I8, n)), place, self._of_bytes(e, inside))
+            self.put(e, b.trunc(pairs, ir.VectorType(I8, n)), place, self._of_bytes(e, inside))
         else:
-            self._put(e, b.trunc(code, e.vb), place, inside)
+            self.put(e, b.trunc(code, e.vb), place, inside)
 
     def _of_bytes(self, e: Emitter, inside: Value | None) -> Value | None:
         """Those bytes that codes of a mask lie in."""
@@ -271,4 +252,4 @@ class QuantizeTile:
         n = self.lanes // self.key.packed
         value, mask = e.splat(self.zero, n), self._of_bytes(e, inside)
         with e.walk(rows, (place, step)) as (p,):
-            self._put(e, value, p, mask)
+            self.put(e, value, p, mask)

@@ -18,24 +18,30 @@ _FLOATS = {"fp8_e4m3": (3, 7), "fp8_e5m2": (2, 15)}  # bits of the mantissa, bia
 @dataclass(frozen=True, slots=True)
 class QuantizeKey:
     """The key of one quantiser. storage: dtype of the values; dtype: of the codes; by_channel: each channel
-    has scales of its own, of however many tokens."""
+    has scales of its own, of however many tokens; rotated: by a Hadamard matrix first, in float32."""
 
     isa: str
     storage: str
     dtype: str
     affine: bool
     by_channel: bool
+    rotated: bool = False
     builder: str = "polyflash.backends.cpu.kernels.quantize"
 
     @property
     def name(self) -> str:
         steps = "affine" if self.affine else "symmetric"
         shared = "channel" if self.by_channel else "tokens"
-        return f"quantize_{self.isa}_{self.storage}_{self.dtype}_{steps}_{shared}"
+        return f"quantize_{self.isa}_{self.storage}_{self.dtype}_{steps}_{shared}{'_rotated' * self.rotated}"
 
     @property
     def lanes(self) -> int:
         return ISAS[self.isa].lanes
+
+    @property
+    def coded(self) -> str:
+        """The dtype of the values that codes are made of."""
+        return "float32" if self.rotated else self.storage
 
     @property
     def packed(self) -> int:
@@ -55,7 +61,8 @@ def key_for(scheme: Scheme, storage: str, target: Target) -> QuantizeKey | None:
         return None
     if target.arch not in ISAS or storage not in STORAGE_BYTES or not target.has_package("numba"):
         return None
-    return QuantizeKey(target.arch, storage, scheme.dtype, not scheme.symmetric, shared == 1)
+    kinds = scheme.dtype, not scheme.symmetric, shared == 1, scheme.rotated_in_pass
+    return QuantizeKey(target.arch, storage, *kinds)
 
 
 def all_keys(target: Target) -> Iterator[QuantizeKey]:
@@ -64,4 +71,5 @@ def all_keys(target: Target) -> Iterator[QuantizeKey]:
         for dtype, kind in KINDS.items():
             for affine in (False, True) if kind.levels else (False,):
                 for by_channel in (False, True) if dtype != "mxfp4" else (False,):
-                    yield QuantizeKey(target.arch, storage, dtype, affine, by_channel)
+                    for rotated in (False, True):
+                        yield QuantizeKey(target.arch, storage, dtype, affine, by_channel, rotated)

@@ -166,18 +166,21 @@ TablesItem = namedtuple("TablesItem", "k_scales v_scales k_shifts v_channel_scal
 # Values that are quantised: strides in bytes; bases of codes, scales and shifts, from which each group has
 # distances of its own. A group is `tokens` tokens in blocks that share scales; a unit is one head of `part`
 # of its blocks, an item `units` of these. shared: channels that share a scale; mean: of each group and head,
-# or 0; zero: the byte of codes that stand for 0.
+# or 0; zero: the byte of codes that stand for 0. hadamard: channels that are rotated together, times `factor`
+# (a float32). cos, sin: float32 (new tokens, half) of rotary positions, or 0; neighbours: pairs are channels
+# 2i and 2i + 1. The scratch has a block of rotated float32, and from `turned` on one of values as they came.
 Quantize = namedtuple(
     "Quantize",
     """
     groups num_groups heads tokens block part parts units x_head x_token channels shared mean
     codes codes_head codes_token scale shift table_head table_block zero
+    hadamard factor cos sin half neighbours turned
     """,
 )
 # source: its first value; live: tokens that are there. `new`: where those from `first` on are copied from
 # before, or 0. Distances from the bases of codes and of scales. kept: tokens whose codes are there, made
-# without those that follow.
-Group = namedtuple("Group", "source live new first codes table kept")
+# without those that follow. turn: number of its first new token, for `cos`.
+Group = namedtuple("Group", "source live new first codes table kept turn")
 
 FORWARD = Layout(Tensors, Softmax, Operands, Cut, Scratch, pages="k_ids")
 BACKWARD = Layout(

@@ -1,6 +1,7 @@
 """The quantiser: values become codes, scales and shifts where they lie, group by group.
 
-One work item is some heads of groups of tokens. What is new in a group is first copied behind what it had.
+One work item is some heads of groups of tokens. What is new in a group is first copied behind what it had;
+what is turned or rotated on its way goes through the scratch, a block at a time.
 """
 
 from __future__ import annotations
@@ -22,16 +23,30 @@ GROUP_BYTES = 8 * len(GROUP.words)
 def build(key: QuantizeKey) -> Any:
     """Compile the quantiser of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
     tile, group_at = QuantizeTile(key), BLOCK.words(GROUP)
-    stage, SIZE, PACKED, BY_CHANNEL = intrinsics.stages(key, tile), tile.size, key.packed, key.by_channel
+    stage, SIZE, ROW_SIZE = intrinsics.stages(key, tile), tile.size, tile.row_size
+    PACKED, BY_CHANNEL, ROTATED = key.packed, key.by_channel, key.rotated
 
     @device
-    def encode_unit(args, number, head, part):
+    def place_rows(args, src, dst, dst_step, rows, turn):
+        """Copies values, turned by their positions if the call says so."""
+        step, n = args.x_token, args.channels
+        if args.cos == 0:
+            stage.copy_rows(src, step, dst, dst_step, rows, n)
+            return
+        half, at = args.half, turn * args.half * 4
+        if args.neighbours != 0:
+            stage.turn_neighbours(src, step, dst, dst_step, rows, n, args.cos + at, args.sin + at, half)
+        else:
+            stage.turn_halves(src, step, dst, dst_step, rows, n, args.cos + at, args.sin + at, half)
+
+    @device
+    def encode_unit(args, number, head, part, scratch):
         """The blocks of a part of one group's tokens, of one head."""
         group = group_at(args.groups + number * GROUP_BYTES)
         x, live, block = group.source + head * args.x_head, group.live, args.block
         if group.new != 0:
             src, dst = group.new + head * args.x_head, x + group.first * args.x_token
-            stage.copy_rows(src, dst, args.x_token, live - group.first, args.channels)
+            place_rows(args, src, dst, args.x_token, live - group.first, group.turn)
         codes = args.codes + group.codes + head * args.codes_head
         table, mean = group.table + head * args.table_head, args.mean
         if mean != 0:
@@ -43,7 +58,13 @@ def build(key: QuantizeKey) -> Any:
             rows = least(block, args.tokens - row)
             there = least(greatest(live - row, 0), rows)
             kept = least(greatest(group.kept - row, 0), there)
-            at, place = x + row * args.x_token, codes + row * args.codes_token
+            at, step, place = x + row * args.x_token, args.x_token, codes + row * args.codes_token
+            if args.cos != 0 and group.new == 0:
+                place_rows(args, at, scratch + args.turned, args.channels * ROW_SIZE, there, group.turn + row)
+                at, step = scratch + args.turned, args.channels * ROW_SIZE
+            if ROTATED:
+                stage.rotate_rows(at, step, scratch, there, args.channels, args.hadamard, args.factor)
+                at, step = scratch, args.channels * SIZE
             scale = args.scale + table + i * args.table_block
             shift = args.shift + table + i * args.table_block
             for i_c in range((args.channels + wide - 1) // wide):
@@ -52,7 +73,7 @@ def build(key: QuantizeKey) -> Any:
                 m = mean + 4 * c if mean != 0 else 0
                 stage.encode_block(
                     at + c * SIZE,
-                    args.x_token,
+                    step,
                     kept,
                     there,
                     rows - there,
@@ -72,6 +93,6 @@ def build(key: QuantizeKey) -> Any:
         total = args.num_groups * args.heads * args.parts
         for unit in range(item * args.units, least((item + 1) * args.units, total)):
             rest = unit // args.parts
-            encode_unit(args, rest // args.heads, rest % args.heads, unit % args.parts)
+            encode_unit(args, rest // args.heads, rest % args.heads, unit % args.parts, scratch)
 
     return kernel
