@@ -166,7 +166,7 @@ fn backward_dkv(
             vec4<f32>(r0.x, r1.x, r2.x, r3.x), vec4<f32>(r0.y, r1.y, r2.y, r3.y), on);
           s[{o}] = pairs.p;
           dp[{o}] = pairs.ds;
-          seen[{o}] = packed(pairs.on);
+          seen[{o}] = pairs.seen;
         }
 //: end
         var p: array<vec4<f32>, RM>;

@@ -103,7 +103,7 @@ fn backward_dq(
         let pairs = differentiate(
           w, changed, of_alike(dp[{o}]), vec4<f32>(given[{o}].x), vec4<f32>(given[{o}].y), on);
         s[{o}] = pairs.ds;
-        seen[{o}] = packed(pairs.on);
+        seen[{o}] = pairs.seen;
       }
 //: end
       var ds: array<vec4<f32>, RM>;

@@ -177,7 +177,7 @@ fn forward_row(
 //: end
 //: for i < RM
   {
-    let l = number_from_owner(whole_l[{i} % OWN], lane0, {i});
+    var l = number_from_owner(whole_l[{i} % OWN], lane0, {i});  // spirv-cross would move a `let` into the branch
     if (first + {i} < count) {
 //: for c < WIDTH_V
       finalize(at, first + {i}, lane + {c} * LANES, whole_acc[{i}][{c}], l);

@@ -25,12 +25,3 @@ fn of_alike(x: vec4<f32>) -> vec4<f32> { return x; }
 fn from_owner(x: vec4<f32>, lane0: u32, i: u32) -> vec4<f32> { return x; }
 fn number_from_owner(x: f32, lane0: u32, i: u32) -> f32 { return x; }
 //: end
-
-// Which of four pairs are seen, as bits of a float that is a number.
-fn packed(on: vec4<bool>) -> f32 {
-  return dot(select(vec4<f32>(0.0), vec4<f32>(1.0, 2.0, 4.0, 8.0), on), vec4<f32>(1.0));
-}
-
-fn unpacked(x: f32) -> vec4<bool> {
-  return (vec4<u32>(u32(x)) & vec4<u32>(1u, 2u, 4u, 8u)) != vec4<u32>(0u);
-}
