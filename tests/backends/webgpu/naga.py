@@ -1,6 +1,6 @@
-"""The engine without a driver: its WGSL is translated into Metal's language, and the Metal engine's shim compiles
-that and runs it, threads as fibers. There are two routes: naga, as wgpu does it on a Mac, and naga to SPIR-V
-and spirv-cross from there, which shares no line with the first but the reading of WGSL.
+"""The engine without a driver: its WGSL is translated into Metal's language, and the Metal engine's shim
+compiles that and runs it, threads as fibers. There are two routes: naga, as wgpu does it on a Mac, and naga
+to SPIR-V and spirv-cross from there, as Vulkan does it on a Mac.
 
 naga leaves out the entry point of a kernel whose bindings it is not told. So the kernel's body becomes a
 function of its own, which naga gives every buffer and every variable of workgroup memory as an argument."""
@@ -28,6 +28,7 @@ from polyflash.backends.webgpu.render import Kernel
 from tests.backends.metal import shim
 
 FOLDER = Path("build/naga/node_modules/wgsl-wasm-transpiler-bundler")  # scripts/naga.sh fills it
+SPIRV_CROSS = "spirv-cross"
 ENTRY = re.compile(r"@compute @workgroup_size\((\w+)\)\s*fn (\w+)\(\s*(@builtin.*?),?\s*\) \{", re.DOTALL)
 PARAMETER = re.compile(r"@builtin\((\w+)\) (\w+): ([\w<>]+)")
 BODY = re.compile(r"^void \w+_body\(\n(.*?)\n\) \{$", re.MULTILINE | re.DOTALL)
@@ -40,23 +41,14 @@ BUILT_IN = {
 FLOAT = re.compile(r"(?<![\w.])(\d+\.\d*(?:e[+-]?\d+)?)(?![\w.])")
 # The first word of naga's SPIR-V after its mark says 1.0; operations of subgroups came with 1.3.
 SPIRV_1_3 = bytes((0, 3, 1, 0))
-# spirv-cross's array has an operator for each address space, of which C++ has one.
-OWN_ARRAY = re.compile(r"^template<typename T, size_t Num>\nstruct spvUnsafeArray\n.*?^\};$", re.MULTILINE | re.DOTALL)
-ARRAY = """template<typename T, size_t Num>
-struct spvUnsafeArray
-{
-    T elements[Num];
-    T& operator [] (size_t pos) { return elements[pos]; }
-    const T& operator [] (size_t pos) const { return elements[pos]; }
-};"""
 
 
 def why_not(route: str) -> str:
     """Why nothing can be translated or run here; "" if it can."""
     if not (FOLDER / "package.json").exists() or not shutil.which("node"):
-        return "no naga: `sh scripts/translators.sh naga` installs it"
-    if not shutil.which(route) and route != "naga":
-        return f"no {route}: `sh scripts/translators.sh {route}` installs it on Debian"
+        return "no naga: `sh scripts/naga.sh` installs it"
+    if route == SPIRV_CROSS and not shutil.which(SPIRV_CROSS):
+        return "no spirv-cross: `sh scripts/drivers.sh spirv-cross` installs it on Debian"
     return "" if shim.compiler() else f"no C++ compiler: {', '.join(shim.COMPILERS)}"
 
 
@@ -98,7 +90,7 @@ class Library:
 
 
 def _in_cpp(msl: str) -> str:
-    """The text, whose numbers are floats where C++ has doubles, and whose vectors have parts that are calls."""
+    """The text with what C++ has otherwise: numbers are floats, and parts of vectors are calls."""
     text = FLOAT.sub(r"\1f", msl.replace("#include <simd/simd.h>\n", ""))
     return re.sub(r"\.(xy|zw)\b", r".\1()", text)
 
@@ -107,8 +99,10 @@ def _by_spirv_cross(kernel: Kernel, _: re.Match[str]) -> str:
     """What spirv-cross makes of naga's SPIR-V, in C++."""
     spirv = bytearray(base64.b64decode(translated(kernel.text(), "spirv")))
     spirv[4:8] = SPIRV_1_3
-    command = ("spirv-cross", "-", "--msl", "--msl-version", "20400", "--msl-decoration-binding")
-    return shim.translated(_in_cpp(OWN_ARRAY.sub(ARRAY, _said(command, spirv))))[0]
+    # an array of its own has an operator for each address space, of which C++ has one
+    options = ("--msl-version", "20400", "--msl-decoration-binding", "--msl-force-native-arrays")
+    command = (SPIRV_CROSS, "-", "--msl", *options)
+    return shim.translated(_in_cpp(_said(command, spirv)))[0]
 
 
 def _by_naga(kernel: Kernel, entry: re.Match[str]) -> str:
@@ -140,7 +134,7 @@ def _by_naga(kernel: Kernel, entry: re.Match[str]) -> str:
     return text + shim.over_a_grid(name, f"{sizes} {' '.join(shared)} {name}_body({', '.join(arguments)});")
 
 
-ROUTES = {"naga": _by_naga, "spirv-cross": _by_spirv_cross}
+ROUTES = {"naga": _by_naga, SPIRV_CROSS: _by_spirv_cross}
 library = cache(Library)
 
 
