@@ -81,8 +81,7 @@ class Library:
         ctypes.c_int.in_dll(self.built, "reversed").value = shim.order.reversed
         ctypes.c_int.in_dll(self.built, "deleted").value = shim.order.deleted
         wrong = getattr(self.built, f"run_{self.name}")(buffers, *grid, self.threads)
-        if wrong:
-            raise RuntimeError(f"{self.name}: {shim.WRONG[wrong]}")
+        assert not wrong, f"{self.name}: {shim.WRONG[wrong]}"
 
     @property
     def barriers(self) -> int:
