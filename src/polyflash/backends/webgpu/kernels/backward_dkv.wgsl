@@ -132,24 +132,8 @@ fn backward_dkv(
         }
 //: end
 //: end
-//: for i < HALF1
-        s[{i}] = fold(s[{i}], s[{i} + HALF1], lane, FAR1);
-//: end
-//: for i < HALF2
-        s[{i}] = fold(s[{i}], s[{i} + HALF2], lane, FAR2);
-//: end
-//: for i < HALF3
-        s[{i}] = fold(s[{i}], s[{i} + HALF3], lane, FAR3);
-//: end
-//: for i < HALF1
-        dp[{i}] = fold(dp[{i}], dp[{i} + HALF1], lane, FAR1);
-//: end
-//: for i < HALF2
-        dp[{i}] = fold(dp[{i}], dp[{i} + HALF2], lane, FAR2);
-//: end
-//: for i < HALF3
-        dp[{i}] = fold(dp[{i}], dp[{i} + HALF3], lane, FAR3);
-//: end
+        fold_rows(&s, lane);
+        fold_rows(&dp, lane);
         let r0 = b_rows[x];
         let r1 = b_rows[x + 1u];
         let r2 = b_rows[x + 2u];

@@ -84,15 +84,7 @@ fn forward_row(
         }
 //: end
 //: end
-//: for i < HALF1
-        s[{i}] = fold(s[{i}], s[{i} + HALF1], lane, FAR1);
-//: end
-//: for i < HALF2
-        s[{i}] = fold(s[{i}], s[{i} + HALF2], lane, FAR2);
-//: end
-//: for i < HALF3
-        s[{i}] = fold(s[{i}], s[{i} + HALF3], lane, FAR3);
-//: end
+        fold_rows(&s, lane);
         var alpha: array<f32, OWN>;
 //: for o < OWN
         {
