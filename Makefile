@@ -114,6 +114,7 @@ test-all: lint
 	@if $(HAS_TRITON); then TRITON_INTERPRET=1 $(PYTEST) $(SHARED) $(TRITON_TESTS) -m '' && \
 		$(PYTEST) $(SHARED) $(CODEGEN_TESTS) -m ''; else echo '$@: $(NO_TRITON)'; fi
 	@sh scripts/naga.sh >/dev/null || true
+	@sh scripts/drivers.sh spirv-cross >/dev/null || true
 	@$(MAKE) test-webgpu SLOW="-m ''"
 	@$(MAKE) test-browser
 	@$(PYTEST) $(SHARED) $(METAL_TESTS) -m ''

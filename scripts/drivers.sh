@@ -3,8 +3,9 @@
 #
 #   drivers.sh lavapipe      Mesa's
 #   drivers.sh swiftshader   Google's, a part of Chromium and Chrome
+#   drivers.sh spirv-cross   no driver, but what translates SPIR-V into Metal's language
 #
-# Prints the file that VK_ICD_FILENAMES is to name; says in one line what is missing if it cannot.
+# Prints the file that VK_ICD_FILENAMES is to name, or the program; says in one line what is missing if it cannot.
 set -eu
 
 case ${1:-lavapipe} in
@@ -15,8 +16,11 @@ swiftshader)
     files='/usr/lib/chromium*/vk_swiftshader_icd.json /usr/lib64/chromium*/vk_swiftshader_icd.json
         /opt/google/chrome*/vk_swiftshader_icd.json'
     packages='chromium libvulkan1' ;;
+spirv-cross)
+    files=$(command -v spirv-cross || echo /usr/bin/spirv-cross)
+    packages=spirv-cross ;;
 *)
-    echo "no driver is called $1: lavapipe or swiftshader" >&2
+    echo "nothing is called $1 here: lavapipe, swiftshader or spirv-cross" >&2
     exit 1 ;;
 esac
 

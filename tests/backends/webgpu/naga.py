@@ -1,11 +1,13 @@
-"""The engine without a driver: naga translates its WGSL into Metal's language, as wgpu does on a Mac, and the
-Metal engine's shim compiles that and runs it, threads as fibers.
+"""The engine without a driver: its WGSL is translated into Metal's language, and the Metal engine's shim
+compiles that and runs it, threads as fibers. There are two routes: naga, as wgpu does it on a Mac, and naga
+to SPIR-V and spirv-cross from there, as Vulkan does it on a Mac.
 
 naga leaves out the entry point of a kernel whose bindings it is not told. So the kernel's body becomes a
 function of its own, which naga gives every buffer and every variable of workgroup memory as an argument."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import re
@@ -20,85 +22,103 @@ from typing import Any
 
 import numpy as np
 
-from polyflash.backends.webgpu.configs import UNROLLED, Limits
+from polyflash.backends.webgpu.configs import NAMED, UNROLLED, Limits
 from polyflash.backends.webgpu.device import Block, Device
 from polyflash.backends.webgpu.render import Kernel
 from tests.backends.metal import shim
 
 FOLDER = Path("build/naga/node_modules/wgsl-wasm-transpiler-bundler")  # scripts/naga.sh fills it
+SPIRV_CROSS = "spirv-cross"
 ENTRY = re.compile(r"@compute @workgroup_size\((\w+)\)\s*fn (\w+)\(\s*(@builtin.*?),?\s*\) \{", re.DOTALL)
 PARAMETER = re.compile(r"@builtin\((\w+)\) (\w+): ([\w<>]+)")
 BODY = re.compile(r"^void \w+_body\(\n(.*?)\n\) \{$", re.MULTILINE | re.DOTALL)
 BUILT_IN = {
-    "workgroup_id": "metal::uint3(x, y, z)",
-    "local_invocation_index": "uint(shim::current)",
-    "subgroup_invocation_id": "uint(shim::lane())",
-    "global_invocation_id": "metal::uint3(x * threads + shim::current, y, z)",
+    "workgroup_id": "threadgroup_position_in_grid",
+    "local_invocation_index": "thread_index_in_threadgroup",
+    "subgroup_invocation_id": "thread_index_in_simdgroup",
+    "global_invocation_id": "thread_position_in_grid",
 }
+FLOAT = re.compile(r"(?<![\w.])(\d+\.\d*(?:e[+-]?\d+)?)(?![\w.])")
+# The first word of naga's SPIR-V after its mark says 1.0; operations of subgroups came with 1.3.
+SPIRV_1_3 = bytes((0, 3, 1, 0))
 
 
-def why_not() -> str:
+def why_not(route: str) -> str:
     """Why nothing can be translated or run here; "" if it can."""
     if not (FOLDER / "package.json").exists() or not shutil.which("node"):
         return "no naga: `sh scripts/naga.sh` installs it"
+    if route == SPIRV_CROSS and not shutil.which(SPIRV_CROSS):
+        return "no spirv-cross: `sh scripts/drivers.sh spirv-cross` installs it on Debian"
     return "" if shim.compiler() else f"no C++ compiler: {', '.join(shim.COMPILERS)}"
 
 
-@cache
-def translated(wgsl: str) -> str:
-    """Metal's language by naga."""
-    command = ("node", "tests/backends/webgpu/naga.mjs", str(FOLDER.resolve()))
-    made = subprocess.run(command, input=wgsl, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr[:2000]
-    return made.stdout
+def translated(wgsl: str, language: str) -> str:
+    """Metal's language, or SPIR-V in base64, by naga."""
+    command = ("node", "tests/backends/webgpu/naga.mjs", str(FOLDER.resolve()), language)
+    return _said(command, wgsl.encode())
+
+
+def _said(command: Sequence[str], given: bytes) -> str:
+    made = subprocess.run(command, input=given, capture_output=True, check=False)
+    assert made.returncode == 0, made.stderr.decode()[:2000]
+    return made.stdout.decode()
 
 
 class Library:
     """One kernel, compiled."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        wgsl, self.name = kernel.text(), kernel.name
-        entry = ENTRY.search(wgsl)
+    def __init__(self, kernel: Kernel, route: str) -> None:
+        self.name = kernel.name
+        entry = ENTRY.search(kernel.text())
         assert entry and entry[2] == kernel.name, kernel.name
-        given = PARAMETER.findall(entry[3])
-        parameters = ", ".join(f"{name}: {kind}" for _, name, kind in given)
-        names = ", ".join(name for _, name, _ in given)
-        body = f"fn {kernel.name}_body({parameters}) {{"
-        wgsl = wgsl[: entry.start()] + body + wgsl[entry.end() :]
-        wgsl += f"{entry[0]} {kernel.name}_body({names}); }}\n"
         sizes = dict(kernel.constants)
         self.threads = sizes[entry[1]] if entry[1] in sizes else int(entry[1])
-        slots = ["n", "words", *(buffer.name for buffer in kernel.buffers)]
-        self.text = _in_cpp(translated(wgsl), kernel.name, [BUILT_IN[what] for what, *_ in given], slots)
+        self.text = ROUTES[route](kernel, entry)
         self.built = shim.built(self.text)
 
     def __call__(self, addresses: Sequence[int], grid: tuple[int, int, int]) -> None:
         buffers = (ctypes.c_void_p * len(addresses))(*addresses)
         ctypes.c_int.in_dll(self.built, "reversed").value = shim.order.reversed
         ctypes.c_int.in_dll(self.built, "deleted").value = shim.order.deleted
-        wrong = self.built.run(buffers, *grid, self.threads)
-        if wrong:
-            raise RuntimeError(f"{self.name}: {shim.WRONG[wrong]}")
+        wrong = getattr(self.built, f"run_{self.name}")(buffers, *grid, self.threads)
+        assert not wrong, f"{self.name}: {shim.WRONG[wrong]}"
+
+    @property
+    def barriers(self) -> int:
+        return self.text.count("shim::threadgroup_barrier(")
 
 
-def barriers(text: str) -> int:
-    """How many barriers a translated text has."""
-    return text.count("shim::threadgroup_barrier(")
+def _in_cpp(msl: str) -> str:
+    """The text with what C++ has otherwise: numbers are floats, and parts of vectors are calls."""
+    text = FLOAT.sub(r"\1f", msl.replace("#include <simd/simd.h>\n", ""))
+    return re.sub(r"\.(xy|zw)\b", r".\1()", text)
 
 
-def _in_cpp(msl: str, name: str, built_in: list[str], slots: list[str]) -> str:
+def _by_spirv_cross(kernel: Kernel, _: re.Match[str]) -> str:
+    """What spirv-cross makes of naga's SPIR-V, in C++."""
+    spirv = bytearray(base64.b64decode(translated(kernel.text(), "spirv")))
+    spirv[4:8] = SPIRV_1_3
+    # an array of its own has an operator for each address space, of which C++ has one
+    options = ("--msl-version", "20400", "--msl-decoration-binding", "--msl-force-native-arrays")
+    command = (SPIRV_CROSS, "-", "--msl", *options)
+    return shim.translated(_in_cpp(_said(command, spirv)))[0]
+
+
+def _by_naga(kernel: Kernel, entry: re.Match[str]) -> str:
     """naga's text as the shim takes it, and a function that runs it over a grid."""
-    text = msl.replace("#include <simd/simd.h>", '#include "metal_vectors"')
+    wgsl, name, given = kernel.text(), kernel.name, PARAMETER.findall(entry[3])
+    parameters = ", ".join(f"{own}: {kind}" for _, own, kind in given)
+    names = ", ".join(own for _, own, _ in given)
+    wgsl = f"{wgsl[: entry.start()]}fn {name}_body({parameters}) {{{wgsl[entry.end() :]}"
+    text = _in_cpp(translated(f"{wgsl}{entry[0]} {name}_body({names}); }}\n", "metal"))
     text = re.sub(r"^(typedef .*)\[1\];$", r"\1[1 << 20];", text, flags=re.MULTILINE)  # of no known length
-    text = re.sub(r"\.(xy|zw)\b", r".\1()", text)
-    numbers = iter(range(text.count("threadgroup_barrier(")))
-    barrier = r"metal::threadgroup_barrier\(metal::mem_flags::mem_threadgroup\)"
-    text = re.sub(barrier, lambda _: f"shim::threadgroup_barrier({next(numbers)})", text)
+    text = shim.numbered(text.replace("metal::threadgroup_barrier(metal::", "threadgroup_barrier("))
     found = BODY.search(text)
     assert found, name
-    parameters = [line.strip().rstrip(",").rpartition(" ") for line in found[1].splitlines()]
-    arguments, shared = list(built_in), []
-    for kind, _, own in parameters[len(built_in) :]:
+    lines = [line.strip().rstrip(",").rpartition(" ") for line in found[1].splitlines()]
+    arguments, shared = [shim.BUILT_IN[BUILT_IN[what]] for what, *_ in given], []
+    slots = ["n", "words", *(buffer.name for buffer in kernel.buffers)]
+    for kind, _, own in lines[len(given) :]:
         plain = kind.replace("const&", "").rstrip("&").split()
         if plain[0] == "threadgroup":
             shared.append(f"static {plain[1]} {own}; static long {own}_born;")
@@ -110,32 +130,22 @@ def _in_cpp(msl: str, name: str, built_in: list[str], slots: list[str]) -> str:
             (slot,) = (i for i, s in enumerate(slots) if re.fullmatch(rf"{s}(_\d*)?", own))
             arguments.append(f"*({plain[1]}*)buffers[{slot}]")
     sizes = "static _mslBufferSizes sizes;" if "_mslBufferSizes" in text else ""
-    return f"""{text}
-extern "C" int run(void** buffers, uint across, uint down, uint deep, int threads) {{
-  {sizes}
-  for (uint z = 0; z < deep; ++z) for (uint y = 0; y < down; ++y) for (uint x = 0; x < across; ++x) {{
-    const int wrong = shim::run(threads, [&](int) {{
-      {" ".join(shared)}
-      {name}_body({", ".join(arguments)});
-    }});
-    if (wrong) return wrong;
-  }}
-  return 0;
-}}
-"""
+    return text + shim.over_a_grid(name, f"{sizes} {' '.join(shared)} {name}_body({', '.join(arguments)});")
 
 
+ROUTES = {"naga": _by_naga, SPIRV_CROSS: _by_spirv_cross}
 library = cache(Library)
 
 
 class FiberDevice(Device):
     """A device whose memory is numpy's, full of NaN at first; its subgroups are the shim's simdgroups."""
 
-    def __init__(self) -> None:
+    def __init__(self, route: str) -> None:
+        self.route = route
         self.name, self.lock = "fibers", threading.RLock()
         self.free, self.unsent = defaultdict(list), defaultdict(list)
         self.batches = self.repeats = 1
-        self.calls, self.trusted = {}, {}
+        self.calls, self.trusted = {}, {variant.name: True for variant in NAMED.values()}
         self.waits = self.launches = 0
         self.limits = Limits(
             32 << 10, subgroup=shim.LANES, float16=True, kind="cpu", unrolled=UNROLLED["cpu"]
@@ -154,7 +164,7 @@ class FiberDevice(Device):
     def record(self, command: Any, blocks: Sequence[Block]) -> None:
         kernel, held, grid = command
         addresses = [block.buffer.ctypes.data + block.offset for block in blocks]
-        library(kernel)([held.ctypes.data, *addresses], grid)
+        library(kernel, self.route)([held.ctypes.data, *addresses], grid)
         self.launches += 1
 
     @contextlib.contextmanager

@@ -17,23 +17,26 @@ import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 HERE = Path(__file__).parent
-COMPILERS = ("clang++", "g++")
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off")
+# With their warnings: a function that the shim has for integers alone must take no float.
+COMPILERS = {"clang++": ("-Wno-everything", "-Werror=float-conversion"), "g++": ("-w",)}
 ATTRIBUTE = re.compile(r"\s*\[\[(\w+)(?:\((\d+)\))?\]\]")
-KERNEL = re.compile(r"^kernel void (\w+)\((.*?)\) \{$", re.MULTILINE | re.DOTALL)
-SHARED = re.compile(r"^  threadgroup (\w+) (\w+)\[", re.MULTILINE)
+KERNEL = re.compile(r"^kernel void (\w+)\((.*?)\)\s\{$", re.MULTILINE | re.DOTALL)
 SWITCH = re.compile(r"^constant constexpr bool (\w+) = (true|false);$", re.MULTILINE)
 BARRIER = re.compile(r"\b(simdgroup|threadgroup)_barrier\(mem_flags::mem_threadgroup\)")
 BUILT_IN = {
     "threadgroup_position_in_grid": "uint3{x, y, z}",
     "simdgroup_index_in_threadgroup": "ushort(shim::simdgroup())",
     "thread_index_in_simdgroup": "ushort(shim::lane())",
+    "thread_index_in_threadgroup": "uint(shim::current)",
+    "thread_position_in_grid": "uint3{x * threads + shim::current, y, z}",
 }
 LANES = 32
 WRONG = {1: "threads wait for each other for ever", 2: "lanes of a simdgroup meet for different things"}
@@ -61,10 +64,14 @@ def translated(source: str) -> tuple[str, dict[str, bool]]:
     text = re.sub(r"^#define UNROLL .*$", "#define UNROLL", text, flags=re.MULTILINE)
     entries = "\n".join(_entry(name, parameters) for name, parameters in KERNEL.findall(text))
     text = ATTRIBUTE.sub("", text).replace("\nkernel void ", "\nstatic void ")
-    text = re.sub(r"^(  threadgroup (\w+) (\w+)\[.*\];)$", _shared, text, flags=re.MULTILINE)
-    numbers = iter(range(text.count("_barrier(")))
-    text = BARRIER.sub(lambda found: f"shim::{found[1]}_barrier({next(numbers)})", text)
-    return text + entries, switches
+    text = re.sub(r"^( +threadgroup (\w+) (\w+)\[.*\];)$", _shared, text, flags=re.MULTILINE)
+    return numbered(text) + entries, switches
+
+
+def numbered(text: str) -> str:
+    """The text with a number for each barrier, by which it can be deleted."""
+    numbers = count()
+    return BARRIER.sub(lambda found: f"shim::{found[1]}_barrier({next(numbers)})", text)
 
 
 def _shared(found: re.Match[str]) -> str:
@@ -85,10 +92,15 @@ def _entry(name: str, parameters: str) -> str:
             arguments.append(f"*{pointer}" if kind.endswith("&") else f"({kind})buffers[{attribute[2]}]")
         else:
             arguments.append(BUILT_IN[attribute[1]])
+    return over_a_grid(name, f"{name}({', '.join(arguments)});")
+
+
+def over_a_grid(name: str, call: str) -> str:
+    """A function that does what `call` says for every thread of a grid of threadgroups."""
     return f"""
 extern "C" int run_{name}(void** buffers, uint across, uint down, uint deep, int threads) {{
   for (uint z = 0; z < deep; ++z) for (uint y = 0; y < down; ++y) for (uint x = 0; x < across; ++x) {{
-    const int wrong = shim::run(threads, [&](int) {{ {name}({", ".join(arguments)}); }});
+    const int wrong = shim::run(threads, [&](int) {{ {call} }});
     if (wrong) return wrong;
   }}
   return 0;
@@ -106,15 +118,13 @@ def _folder() -> Path:
 
 @cache
 def _headers() -> bytes:
-    return b"".join(
-        (HERE / name).read_bytes() for name in ("fibers.h", "metal_stdlib", "metal_simdgroup_matrix")
-    )
+    return b"".join(path.read_bytes() for path in sorted(HERE.iterdir()) if path.suffix in ("", ".h"))
 
 
 @cache
 def built(text: str) -> Any:
     """The shared library of a C++ text, compiled unless this user has it."""
-    command = (compiler(), *FLAGS)
+    command = (compiler(), *FLAGS, *COMPILERS[Path(compiler()).name])
     key = hashlib.sha256("\0".join((*command, text)).encode() + _headers()).hexdigest()[:24]
     path = _folder() / f"{key}.so"
     if not path.exists():

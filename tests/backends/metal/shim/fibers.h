@@ -45,6 +45,7 @@ inline std::function<void(int)> body;
 
 inline int lane() { return current % LANES; }
 inline int simdgroup() { return current / LANES; }
+inline int end(int first) { return first + LANES < threads ? first + LANES : threads; }  // the last may be short
 
 inline void wait(Wait what) {
   Fiber& me = fibers[current];
@@ -61,11 +62,11 @@ inline void release(int from, int to) {
 inline void meet(int kind) {
   const int first = simdgroup() * LANES;
   fibers[current].meeting = kind;
-  for (int i = first; i < first + LANES; ++i)
+  for (int i = first; i < end(first); ++i)
     if (fibers[i].wait == SIMDGROUP && fibers[i].meeting != kind) diverged = true;
-  if (++arrived[simdgroup()] < LANES) return wait(SIMDGROUP);
+  if (++arrived[simdgroup()] < end(first) - first) return wait(SIMDGROUP);
   arrived[simdgroup()] = 0;
-  release(first, first + LANES);
+  release(first, end(first));
 }
 
 inline void simdgroup_barrier(int number) {
@@ -111,11 +112,11 @@ inline int run(int count, std::function<void(int)> what) {
   threads = count;
   body = what;
   fibers.resize(count);
-  arrived.assign(count / LANES, 0);
+  const int simdgroups = (count + LANES - 1) / LANES;
+  arrived.assign(simdgroups, 0);
   arrived_in_all = 0;
   ++group;
   for (Fiber& fiber : fibers) fiber.started = false, fiber.wait = RUNS, fiber.parity = 0;
-  const int simdgroups = count / LANES;
   for (bool left = true, moved = true; left; ) {
     if (!moved || diverged) return diverged ? 2 : 1;
     left = moved = false;
@@ -123,8 +124,8 @@ inline int run(int count, std::function<void(int)> what) {
       const int first = (reversed ? simdgroups - 1 - s : s) * LANES;
       for (bool any = true; any && !diverged; ) {
         any = false;
-        for (int l = 0; l < LANES; ++l) {
-          const int i = first + (reversed ? LANES - 1 - l : l);
+        for (int l = first; l < end(first); ++l) {
+          const int i = reversed ? first + end(first) - 1 - l : l;
           if (fibers[i].wait == RUNS) any = moved = true, resume(i);
         }
       }

@@ -132,24 +132,8 @@ fn backward_dkv(
         }
 //: end
 //: end
-//: for i < HALF1
-        s[{i}] = fold(s[{i}], s[{i} + HALF1], lane, FAR1);
-//: end
-//: for i < HALF2
-        s[{i}] = fold(s[{i}], s[{i} + HALF2], lane, FAR2);
-//: end
-//: for i < HALF3
-        s[{i}] = fold(s[{i}], s[{i} + HALF3], lane, FAR3);
-//: end
-//: for i < HALF1
-        dp[{i}] = fold(dp[{i}], dp[{i} + HALF1], lane, FAR1);
-//: end
-//: for i < HALF2
-        dp[{i}] = fold(dp[{i}], dp[{i} + HALF2], lane, FAR2);
-//: end
-//: for i < HALF3
-        dp[{i}] = fold(dp[{i}], dp[{i} + HALF3], lane, FAR3);
-//: end
+        fold_rows(&s, lane);
+        fold_rows(&dp, lane);
         let r0 = b_rows[x];
         let r1 = b_rows[x + 1u];
         let r2 = b_rows[x + 2u];
@@ -166,7 +150,7 @@ fn backward_dkv(
             vec4<f32>(r0.x, r1.x, r2.x, r3.x), vec4<f32>(r0.y, r1.y, r2.y, r3.y), on);
           s[{o}] = pairs.p;
           dp[{o}] = pairs.ds;
-          seen[{o}] = packed(pairs.on);
+          seen[{o}] = pairs.seen;
         }
 //: end
         var p: array<vec4<f32>, RM>;

@@ -74,24 +74,8 @@ fn backward_dq(
       }
 //: end
 //: end
-//: for i < HALF1
-      s[{i}] = fold(s[{i}], s[{i} + HALF1], lane, FAR1);
-//: end
-//: for i < HALF2
-      s[{i}] = fold(s[{i}], s[{i} + HALF2], lane, FAR2);
-//: end
-//: for i < HALF3
-      s[{i}] = fold(s[{i}], s[{i} + HALF3], lane, FAR3);
-//: end
-//: for i < HALF1
-      dp[{i}] = fold(dp[{i}], dp[{i} + HALF1], lane, FAR1);
-//: end
-//: for i < HALF2
-      dp[{i}] = fold(dp[{i}], dp[{i} + HALF2], lane, FAR2);
-//: end
-//: for i < HALF3
-      dp[{i}] = fold(dp[{i}], dp[{i} + HALF3], lane, FAR3);
-//: end
+      fold_rows(&s, lane);
+      fold_rows(&dp, lane);
       var seen: array<f32, OWN>;
 //: for o < OWN
       {
@@ -103,7 +87,7 @@ fn backward_dq(
         let pairs = differentiate(
           w, changed, of_alike(dp[{o}]), vec4<f32>(given[{o}].x), vec4<f32>(given[{o}].y), on);
         s[{o}] = pairs.ds;
-        seen[{o}] = packed(pairs.on);
+        seen[{o}] = pairs.seen;
       }
 //: end
       var ds: array<vec4<f32>, RM>;

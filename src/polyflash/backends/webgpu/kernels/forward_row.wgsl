@@ -84,15 +84,7 @@ fn forward_row(
         }
 //: end
 //: end
-//: for i < HALF1
-        s[{i}] = fold(s[{i}], s[{i} + HALF1], lane, FAR1);
-//: end
-//: for i < HALF2
-        s[{i}] = fold(s[{i}], s[{i} + HALF2], lane, FAR2);
-//: end
-//: for i < HALF3
-        s[{i}] = fold(s[{i}], s[{i} + HALF3], lane, FAR3);
-//: end
+        fold_rows(&s, lane);
         var alpha: array<f32, OWN>;
 //: for o < OWN
         {
@@ -177,7 +169,7 @@ fn forward_row(
 //: end
 //: for i < RM
   {
-    let l = number_from_owner(whole_l[{i} % OWN], lane0, {i});
+    var l = number_from_owner(whole_l[{i} % OWN], lane0, {i});  // spirv-cross would move a `let` into the branch
     if (first + {i} < count) {
 //: for c < WIDTH_V
       finalize(at, first + {i}, lane + {c} * LANES, whole_acc[{i}][{c}], l);

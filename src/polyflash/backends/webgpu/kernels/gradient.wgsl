@@ -2,7 +2,16 @@
 //
 //     p = exp(s - lse)     ds = p * (dp - delta), times 1 - tanh^2 if soft-capped; of a pair not seen 0
 
-struct Pairs { p: vec4<f32>, ds: vec4<f32>, on: vec4<bool> }
+struct Pairs { p: vec4<f32>, ds: vec4<f32>, seen: f32 }  // as `packed`
+
+// Which of four pairs are seen, as bits of a float that is a number.
+fn packed(on: vec4<bool>) -> f32 {
+  return dot(select(vec4<f32>(0.0), vec4<f32>(1.0, 2.0, 4.0, 8.0), on), vec4<f32>(1.0));
+}
+
+fn unpacked(x: f32) -> vec4<bool> {
+  return (vec4<u32>(u32(x)) & vec4<u32>(1u, 2u, 4u, 8u)) != vec4<u32>(0u);
+}
 
 //: if SOFTCAP
 fn cap_slope(dot_product: f32) -> f32 {
@@ -22,13 +31,14 @@ fn differentiate(
 ) -> Pairs {
   var pairs: Pairs;
   // by its bits: a comparison of floats would take a NaN for a row without keys
-  pairs.on = seen & (bitcast<vec4<u32>>(lse) != vec4<u32>(bitcast<u32>(EMPTY)));
-  pairs.p = apply_mask(exp2((s - lse) * LOG2E), pairs.on, 0.0);
+  let on = seen & (bitcast<vec4<u32>>(lse) != vec4<u32>(bitcast<u32>(EMPTY)));
+  pairs.p = apply_mask(exp2((s - lse) * LOG2E), on, 0.0);
   var slope = vec4<f32>(1.0);
 //: if SOFTCAP
   slope = vec4<f32>(
     cap_slope(dot_product.x), cap_slope(dot_product.y), cap_slope(dot_product.z), cap_slope(dot_product.w));
 //: end
-  pairs.ds = apply_mask(pairs.p * (dp - delta) * slope, pairs.on, 0.0);
+  pairs.seen = packed(on);
+  pairs.ds = apply_mask(pairs.p * (dp - delta) * slope, on, 0.0);
   return pairs;
 }

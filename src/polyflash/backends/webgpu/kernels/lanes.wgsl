@@ -11,6 +11,18 @@ fn fold(lower: vec4<f32>, upper: vec4<f32>, lane: u32, far: u32) -> vec4<f32> {
   return select(lower, upper, is_upper) + subgroupShuffleXor(select(upper, lower, is_upper), far);
 }
 
+fn fold_rows(s: ptr<function, array<vec4<f32>, RM>>, lane: u32) {
+//: for i < HALF1
+  (*s)[{i}] = fold((*s)[{i}], (*s)[{i} + HALF1], lane, FAR1);
+//: end
+//: for i < HALF2
+  (*s)[{i}] = fold((*s)[{i}], (*s)[{i} + HALF2], lane, FAR2);
+//: end
+//: for i < HALF3
+  (*s)[{i}] = fold((*s)[{i}], (*s)[{i} + HALF3], lane, FAR3);
+//: end
+}
+
 fn of_alike(x: vec4<f32>) -> vec4<f32> {
   var sum = x;
   for (var far = ALIKE; far > 0u; far /= 2u) { sum += subgroupShuffleXor(sum, far); }
@@ -21,16 +33,8 @@ fn of_alike(x: vec4<f32>) -> vec4<f32> {
 fn from_owner(x: vec4<f32>, lane0: u32, i: u32) -> vec4<f32> { return subgroupShuffle(x, lane0 + i * LANES / RM); }
 fn number_from_owner(x: f32, lane0: u32, i: u32) -> f32 { return subgroupShuffle(x, lane0 + i * LANES / RM); }
 //: else
+fn fold_rows(s: ptr<function, array<vec4<f32>, RM>>, lane: u32) {}
 fn of_alike(x: vec4<f32>) -> vec4<f32> { return x; }
 fn from_owner(x: vec4<f32>, lane0: u32, i: u32) -> vec4<f32> { return x; }
 fn number_from_owner(x: f32, lane0: u32, i: u32) -> f32 { return x; }
 //: end
-
-// Which of four pairs are seen, as bits of a float that is a number.
-fn packed(on: vec4<bool>) -> f32 {
-  return dot(select(vec4<f32>(0.0), vec4<f32>(1.0, 2.0, 4.0, 8.0), on), vec4<f32>(1.0));
-}
-
-fn unpacked(x: f32) -> vec4<bool> {
-  return (vec4<u32>(u32(x)) & vec4<u32>(1u, 2u, 4u, 8u)) != vec4<u32>(0u);
-}
