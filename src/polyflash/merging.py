@@ -97,13 +97,16 @@ def merge_rows(
 
 def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """`merge` without gradients into the first of two states, layout "bhsd", in few passes over memory. Rows
-    without keys must hold zeros in both, as results of calls do; `other_out` may be of a narrower dtype."""
+    without keys must hold zeros in both, as results of calls do; `other_out` may be of a narrower dtype. A
+    first state of 16 bits is rounded where it is written."""
     # On a CPU torch rounds otherwise in the last elements of a tensor: bits would follow the batch.
     a, b = (x.double() if x.device.type == "cpu" else x for x in (lse, other_lse))
     apart = torch.where(b == -torch.inf, -torch.inf, b - a)  # also of two empty rows
     lse.copy_(torch.logaddexp(a, b))
-    out *= torch.sigmoid(-apart).to(out.dtype).unsqueeze(-1)
-    out.addcmul_(other_out, torch.sigmoid(apart).to(out.dtype).unsqueeze(-1))
+    kind = torch.promote_types(out.dtype, torch.float32)
+    one, other = (torch.sigmoid(x).to(kind).unsqueeze(-1) for x in (-apart, apart))
+    scaled = out * one if out.element_size() < 4 else out.mul_(one)
+    torch.addcmul(scaled, other_out, other, out=out)
 
 
 def _beside_out(x: Tensor, layout: str) -> Tensor:

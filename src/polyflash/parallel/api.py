@@ -25,8 +25,8 @@ from polyflash.parallel.comm import Team, teams_of
 from polyflash.parallel.cost import Explanation, explained
 from polyflash.parallel.dtensors import local_of
 from polyflash.parallel.handshake import KINDS
-from polyflash.parallel.ring import sums_of
 from polyflash.parallel.schedule import ORDERS, Shards
+from polyflash.parallel.sums import sums_of
 
 Order = Literal["zigzag", "contiguous"]
 Method = Literal["all_gather", "ring", "ulysses", "ulysses+ring"]

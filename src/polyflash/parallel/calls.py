@@ -13,7 +13,7 @@ from polyflash import torch_ops, validate
 from polyflash.arguments import Options
 from polyflash.entry import Bound, Form, autocast, bind
 from polyflash.errors import SpecError, UnsupportedError, described, spec_error
-from polyflash.parallel import places, ulysses
+from polyflash.parallel import ulysses
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import NOMINAL, Problem, chosen
 from polyflash.parallel.handshake import KINDS, METHODS, agree, said_of
@@ -260,8 +260,12 @@ def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Ten
     of_q, of_k = ulysses.deal(q.shape[1], k.shape[1], team.size)
     first = ranks.ring.rank * team.size if ranks.heads else 0
     rows, keys = ([x.held(first + i) for i in range(team.size)] for x in (call.q, call.k))
-    q = ulysses.to_heads(team, q, of_q, rows)
-    k, v = (ulysses.to_heads(team, x, of_k, keys) for x in (k, v))
+    order = (None, None) if ranks.heads else (call.q, call.k)
+    turns = [
+        ulysses.Turn(team, dealt, held, shards, call.packed)
+        for dealt, held, shards in ((of_q, rows, order[0]), (of_k, keys, order[1]))
+    ]
+    q, k, v = (ulysses.to_heads(x, turns[i > 0]) for i, x in enumerate((q, k, v)))
     own = of_q[team.rank]
     own_heads = slice(own[0], own[-1] + 1) if own else slice(0, 0)
     call = replace(call, args=of_heads(call.args, own_heads), first_head=own_heads.start)
@@ -270,23 +274,8 @@ def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Ten
         call = replace(call, q=shards[0], k=shards[1])
         out, lse = Attention.apply(q, k, v, call.args.bias, call.args.sinks, call)
     else:
-        out, lse = _in_order(q, k, v, call)
-    lse = ulysses.to_rows(team, lse.unsqueeze(-1), of_q, rows).squeeze(-1)
-    return ulysses.to_rows(team, out, of_q, rows), lse
-
-
-def _in_order(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """A whole call of rows in the order of ranks."""
-    args = call.args._replace(need_lse=True)
-    if args.dropout_p:
-        args = args._replace(dropout_head=call.first_head, dropout_heads=call.num_q_heads)
-    if call.q.order == "contiguous" and args.cu_seqlens_q is None:
-        return torch_ops.call(q, k, v, args)
-    q, k, v = (
-        places.in_order(shards, x.split([shards.held(i) for i in range(shards.count)], 2))
-        for shards, x in ((call.q, q), (call.k, k), (call.k, v))
-    )
-    out, lse = torch_ops.call(q, k, v, args)
-    everyone = range(call.q.count)
-    out = torch.cat([places.of_shard(call.q, out, i) for i in everyone], 2)
-    return out, torch.cat([places.of_shard(call.q, lse, i) for i in everyone], 2)
+        args = call.args._replace(need_lse=True)
+        if args.dropout_p:
+            args = args._replace(dropout_head=call.first_head, dropout_heads=call.num_q_heads)
+        out, lse = torch_ops.call(q, k, v, args)
+    return ulysses.to_rows(out, turns[0]), ulysses.to_rows(lse.unsqueeze(-1), turns[0]).squeeze(-1)

@@ -80,11 +80,11 @@ class Team:
 
     def swap(self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str) -> Callable[[], list[Tensor]]:
         """Starts sending part s to rank s; call the result for what each rank sent here, of given shapes."""
-        out, kind = [_bytes(x) for x in parts], parts[0].dtype
+        kind, sizes = parts[0].dtype, [x.numel() * x.element_size() for x in parts]
         counts = [math.prod(shape) * kind.itemsize for shape in shapes]
         into = torch.empty(sum(counts), dtype=torch.uint8, device=parts[0].device)
-        self.sent += sum(x.numel() for x in out) - out[self.rank].numel()
-        whole, sizes = torch.cat(out), [x.numel() for x in out]
+        self.sent += sum(sizes) - sizes[self.rank]
+        whole = flat(parts).view(torch.uint8)
         with self._named(what):
             work = dist.all_to_all_single(into, whole, counts, sizes, self.group, async_op=True)
 
@@ -114,6 +114,22 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "al
 
 def _bytes(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def flat(parts: Sequence[Tensor]) -> Tensor:
+    """The elements of tensors one behind the other, copied unless they lie so."""
+    first, end = parts[0], parts[0].storage_offset()
+    lies = all(x.is_contiguous() for x in parts)
+    for x in parts if lies else ():
+        lies = lies and x.storage_offset() == end
+        lies = lies and x.untyped_storage()._cdata == first.untyped_storage()._cdata
+        end += x.numel()
+    if lies:
+        return first.detach().as_strided((end - first.storage_offset(),), (1,))
+    whole = first.new_empty(sum(x.numel() for x in parts))
+    for x, place in zip(parts, whole.split([x.numel() for x in parts]), strict=True):
+        place.view(x.shape).copy_(x.detach())
+    return whole
 
 
 def _shaped(x: Tensor, shape: Shape, kind: torch.dtype) -> Tensor:

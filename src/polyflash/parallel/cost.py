@@ -92,7 +92,7 @@ class Problem:
         """Bytes that a rank of the ring sends in each step, and FLOPs that it computes, forward."""
         return [
             (
-                0 if t == 0 else (step.lent[1] - step.lent[0]) * self.sent_per_key,
+                0 if t == 0 else step.lent.rows * self.sent_per_key,
                 schedule.pairs_of(step.blocks, self.sight) * self.flops_per_pair,
             )
             for t, step in enumerate(schedule.steps(self.q, self.k, rank, self.sight))
