@@ -313,7 +313,7 @@ def restore(
     rows, tracked = x.shape[dim], torch.is_grad_enabled() and x.requires_grad
     said = {"function": KINDS.index("restore"), "order": ORDERS.index(order), "rows of q": rows}
     said |= {"head_dim": math.prod(x.shape[:dim] + x.shape[dim + 1 :]), "gradients": int(tracked)}
-    shards = _shards(ranks, order, sum(ranks.met(said, None)[0]), cu_seqlens)
+    shards = _shards(ranks, order, sum(ranks.meet(said)()[0]), cu_seqlens)
     if rows != shards.held(ranks.rank):
         wanted = f"{shards.held(ranks.rank)}, what split() gives rank {ranks.rank} of {shards.rows}"
         raise spec_error("x rows", rows, wanted, "Pass the order= and cu_seqlens= of split().")
@@ -344,7 +344,7 @@ def merge(
         raise UnsupportedError(f"{text}. Use torch.no_grad(), or parallel.attention() to train")
     sizes = dict(zip(("batch", "num_q_heads", "head_dim", "head_dim_v"), (*out.shape, 1)[:4], strict=True))
     kind = list(BY_NAME).index(str(out.dtype).removeprefix("torch."))
-    ranks.met({"function": KINDS.index("merge"), "dtype": kind, **sizes}, None)
+    ranks.meet({"function": KINDS.index("merge"), "dtype": kind, **sizes})()
     parts = [(out, lse)]
     for team in (ranks.heads, ranks.ring):
         if team is not None:

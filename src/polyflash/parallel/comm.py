@@ -38,6 +38,14 @@ class Team:
     def group(self) -> Any:
         return self._group()
 
+    def aside(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, what goes to `device` or comes from it does not wait for what is computed there."""
+        if self.device.type == "cpu":
+            return contextlib.nullcontext()
+        if self not in _aside:
+            _aside[self] = torch.cuda.Stream(self.device)
+        return torch.cuda.stream(_aside[self])
+
     def exchange(self, sends: Sent, receives: Sequence[tuple[int, Tensor]], what: str) -> Callable[[], None]:
         """Starts sending, and receiving into given contiguous tensors; call the result to wait for all of
         it. Every pair of ranks names its tensors in the same order."""
@@ -138,6 +146,7 @@ def _shaped(x: Tensor, shape: Shape, kind: torch.dtype) -> Tensor:
     return x.view(kind).view(shape)
 
 
+_aside: WeakKeyDictionary[Team, torch.cuda.Stream] = WeakKeyDictionary()
 _teams: WeakKeyDictionary[Any, Team] = WeakKeyDictionary()
 
 

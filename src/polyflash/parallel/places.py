@@ -5,6 +5,7 @@ would hold the host until all that was launched before is done."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -36,6 +37,13 @@ def in_order(shards: Shards, parts: Sequence[Tensor], packed: bool) -> Tensor:
     chunks = [(chunk, part) for i, part in enumerate(parts) for chunk in shards.chunks(i)]
     chunks.sort(key=lambda pair: int(pair[0].starts[0]))
     return torch.cat([part[:, :, slice(*chunk.span)] for chunk, part in chunks], 2)
+
+
+def along(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Contiguous tensors one behind the other along `dim`, where they are if they lie so."""
+    if math.prod(parts[0].shape[:dim]) != 1:
+        return torch.cat(list(parts), dim)
+    return flat(parts).view(*parts[0].shape[:dim], -1, *parts[0].shape[dim + 1 :])
 
 
 def of_shards(shards: Shards, x: Tensor, packed: bool) -> list[Tensor]:

@@ -29,7 +29,7 @@ from polyflash.merging import merge_into
 from polyflash.parallel import places, schedule
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import GATHERED_BYTES
-from polyflash.parallel.handshake import KINDS, agree
+from polyflash.parallel.handshake import KINDS, begin
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
 from polyflash.parallel.sums import Sum, sums_of
 from polyflash.results import empty_in_order_of
@@ -261,7 +261,9 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
             again = any(start < rows.stop and rows.start < end for start, end in begun)
             begun.append(block.q.span)
             if call.gathers and not again:
-                state = state or _empty(q, v, kind)
+                spans = [x.q.span for x in source.blocks]  # of packed members they may overlap
+                whole = schedule.covers(spans[:1] if call.packed else spans, q.shape[2])
+                state = state or _empty(q, v, kind, whole)
                 place = state[0][:, heads, rows]
                 state[1][:, heads, rows].copy_(torch_ops.call_out(*of, place, args))
                 continue
@@ -275,10 +277,10 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return out.to(q.dtype), lse
 
 
-def _empty(q: Tensor, v: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The results of rows without keys."""
-    out = empty_in_order_of(q, v.shape[3], kind).zero_()
-    return out, q.new_full(q.shape[:3], -torch.inf, dtype=sums_of(q))
+def _empty(q: Tensor, v: Tensor, kind: torch.dtype, written: bool = False) -> tuple[Tensor, Tensor]:
+    """The results of rows without keys, or room for those of all rows if each will be written."""
+    out, lse = empty_in_order_of(q, v.shape[3], kind), q.new_empty(q.shape[:3], dtype=sums_of(q))
+    return (out, lse) if written else (out.zero_(), lse.fill_(-torch.inf))
 
 
 def _joined(state: tuple[Tensor, ...], one: tuple[Tensor, Tensor], again: bool, apart: bool) -> None:
@@ -371,7 +373,7 @@ class Attention(torch.autograd.Function):
         call, needs = ctx.call, ctx.needs_input_grad[:5]
         if call.said is not None:
             asked = sum(1 << i for i, need in enumerate(needs) if need)
-            agree(call.team, call.said | {"function": KINDS.index("backward"), "gradients": asked})
+            begin(call.team, call.said | {"function": KINDS.index("backward"), "gradients": asked})()
         call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))
         dout = torch.zeros_like(out) if dout is None else dout
         return (*backward(call, (dout, dlse, out, lse), q, k, v, needs), None)

@@ -314,6 +314,16 @@ def _cut(chunk: Chunk, start: np.ndarray, end: np.ndarray) -> Chunk:
     return Chunk(start, end, chunk.first + start - chunk.starts)
 
 
+def covers(spans: list[Span], rows: int) -> bool:
+    """Are all of so many rows in a span?"""
+    end = 0
+    for start, until in sorted(spans):
+        if start > end:
+            return False
+        end = max(end, until)
+    return end >= rows
+
+
 def pairs_of(found: tuple[Block, ...], sight: Sight) -> int:
     """Counts the visible pairs of blocks, by order and distance; those of segments as if ids were equal."""
     total = 0

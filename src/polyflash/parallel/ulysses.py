@@ -90,7 +90,7 @@ def _spread(x: Tensor, turn: Turn, heads: int) -> Tensor:
     got = team.swap([places.wire(part, packed) for part in parts], shapes, "gave rows for heads")()
     if turn.shards is not None:
         return places.in_order(turn.shards, got, packed)
-    return places.wire(torch.cat(got, 1 + (not packed)), packed)
+    return places.wire(places.along(got, 1 + (not packed)), packed)
 
 
 def _collect(x: Tensor, turn: Turn, heads: int) -> Tensor:
@@ -102,7 +102,7 @@ def _collect(x: Tensor, turn: Turn, heads: int) -> Tensor:
     own = turn.rows[team.rank]
     parts = team.swap(given, [_shape(x, len(run), own, packed) for run in dealt], "gave heads for rows")()
     if sum(map(len, dealt)) == heads:  # none went to several ranks
-        return places.wire(torch.cat(parts, 2 if packed else 1), packed)
+        return places.wire(places.along(parts, 1 + packed), packed)
     total = x.new_zeros((x.shape[0], heads, own, x.shape[3]), dtype=sums_of(x))
     for run, part in zip(dealt, parts, strict=True):
         for i, head in enumerate(run):
