@@ -59,9 +59,9 @@ class Feature(str, Enum):
 def mean_sizes(
     batch: int, members: int, seqlen_q: int, seqlen_k: int, longest: int | None = None
 ) -> tuple[int, int, int]:
-    """Requests, and how many rows and keys each has; the mean of packed members, if there are any. A member of
-    `longest` keys, if that is known, has most of the work beside short ones: their mean over keys, Σn²/Σn, is
-    its share of them at least, and the members as few."""
+    """Requests, and how many rows and keys each has: of packed members, if there are any, the mean. Where the
+    `longest` is known, the mean over keys, Σn²/Σn, is no less than its square over all keys: a long member
+    has most of the work beside short ones."""
     if not members:
         return batch, seqlen_q, seqlen_k
     if longest:

@@ -46,7 +46,14 @@ def test_every_row_has_one_place(ranks: int, order: str):
 def test_zigzag_holds_an_early_and_a_late_chunk():
     assert Shards((16,), 2).positions(0).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
     assert Shards((16,), 2).positions(1).tolist() == list(range(4, 12))
-    assert Shards((4, 8), 2).positions(1).tolist() == [1, 2, 6, 7, 8, 9]  # both chunks of a member, then the next
+    assert Shards((4, 8), 2).positions(1).tolist() == [
+        1,
+        2,
+        6,
+        7,
+        8,
+        9,
+    ]  # both chunks of a member, then the next
 
 
 def seen(sight: Sight, rows: int, keys: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import polyflash
 from polyflash import Mask, SpecError, UnsupportedError, parallel
-from polyflash.parallel import ring
+from polyflash.parallel import calls, handshake, ring
 from polyflash.reference import attention_reference
 from tests.distributed import cases
 from tests.distributed.cases import Case
@@ -276,13 +276,84 @@ def test_autocast_casts_what_is_sent():
     assert results[0].dtype is torch.bfloat16 and groups[0].sent < 32 * 2 * 16 * 2 * 4
 
 
-def test_a_backend_by_name_runs_every_block():
-    whole = whole_of(20)
+def packed_and_trained(group: Any, whole: list[Tensor], cu: Tensor, **how: Any) -> list[Tensor]:
+    """out, dq, dk, dv of this rank, rows and keys packed alike."""
+    q, k, v, dout = (
+        parallel.split(x[0].transpose(0, 1), group=group, dim=0, cu_seqlens=cu).requires_grad_()
+        for x in whole
+    )
+    out = parallel.attention_varlen(q, k, v, cu, cu, group=group, **how)
+    out.backward(dout.detach())
+    return [out.detach(), q.grad, k.grad, v.grad]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "method, mask, expected",
+    [
+        (
+            "ring",
+            {"causal": True},
+            (16, 20),
+        ),  # a call a step; own keys of the backward pass twice where others come
+        ("ring", {}, (16, 20)),
+        ("all_gather", {"causal": True}, (7, 7)),  # the chunks of the last rank are neighbours
+        ("ulysses", {"causal": True}, (4, 4)),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_backend_by_name_runs_every_block(method: str, mask: Any, expected: Any, packed: bool):
+    """In a call a step of a ring, packed members together, however many there are."""
+    whole, cu = whole_of(67, heads=4), torch.tensor([0, 30, 30, 31, 50, 67])
+    how: dict[str, Any] = {"method": method, "backend": "torch", **mask}
     before = polyflash.counters()["calls"]
-    simulate(2, lambda g: trained(g, whole, method="ring", backend="torch"))
+    simulate(4, lambda g: packed_and_trained(g, whole, cu, **how) if packed else trained(g, whole, **how))
     after = polyflash.counters()["calls"]
     ran = {row: n - before.get(row, 0) for row, n in after.items() if n != before.get(row, 0)}
-    assert ran == {"torch/forward": 4, "torch/backward": 6}
+    assert ran == dict(zip(("torch/forward", "torch/backward"), expected, strict=True))
+
+
+def test_early_chunks_of_packed_members_are_sent_alone():
+    """To ranks behind; those before get both chunks, as the plan says."""
+    whole, cu = whole_of(256), torch.tensor([0, 64, 64, 256])
+    q, k, v = (x[0].transpose(0, 1) for x in whole[:3])
+    how: dict[str, Any] = {"method": "ring", "causal": True}
+
+    def body(group: Any) -> Tensor:
+        own = [parallel.split(x, group=group, dim=0, cu_seqlens=cu) for x in (q, k, v)]
+        return parallel.attention_varlen(*own, cu, cu, group=group, handshake=False, **how)
+
+    _, groups = simulate(4, body)
+    plan = parallel.explain(q[:64], k[:64], v[:64], ranks=4, cu_seqlens_q=cu, cu_seqlens_k=cu, **how)
+    both = 64 * 2 * 2 * 16 * 4  # bytes of all keys of a rank
+    sent = [rank * both + (3 - rank) * both // 2 for rank in range(4)]
+    assert [group.sent for group in groups] == sent == list(plan.bytes_sent)
+
+
+def test_a_call_like_an_earlier_one_is_planned_beside_its_handshake(monkeypatch: pytest.MonkeyPatch):
+    """And ends as all others do where one rank makes another call."""
+    whole, said = whole_of(16), []
+    planned, agreed = calls.whole_call, handshake._compared
+
+    def told(what: str, body: Any) -> Any:
+        return lambda *given: (said.append(what), body(*given))[1]
+
+    monkeypatch.setattr(calls, "whole_call", told("planned", planned))
+    monkeypatch.setattr(handshake, "_compared", told("compared", agreed))
+    how: dict[str, Any] = {"causal": True, "method": "ring"}
+
+    def body(group: Any) -> str:
+        for _ in range(2):
+            forward(group, whole, **how)
+        try:
+            forward(group, whole, **(how | {"window": (3, 0)} if group.rank else how))
+        except SpecError as error:
+            return str(error)
+        return "no error"
+
+    simulate(1, body)
+    assert said[:4] == ["compared", "planned", "planned", "compared"]
+    results, _ = simulate(2, body)
+    assert results[0] == results[1] and "window left" in results[0]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -67,7 +67,7 @@ class Ranks(NamedTuple):
 
 
 def _met(wait: Callable[[], dict[str, list[int]]], refusal: Exception | None) -> dict[str, list[int]]:
-    """What a handshake found; this rank's own refusal says more than that there was one."""
+    """Rows of each shard, as a handshake found them; this rank's own refusal says more than that there was one."""
     try:
         return wait()
     except SpecError:
@@ -143,13 +143,18 @@ def run(
             raise spec_error("seqlens", "None", "two ints beside handshake=False", change)
     except (SpecError, UnsupportedError) as error:
         refusal = error
-    met, known = None if where.handshake is False else ranks.meet(said, refusal), _known.setdefault(ranks.ring, {})
+    met, known = (
+        None if where.handshake is False else ranks.meet(said, refusal),
+        _known.setdefault(ranks.ring, {}),
+    )
     rows, key = known.get(tuple(said.items())), tuple(said.items())
     if met is None or rows is None or refusal is not None:
         rows, met = met and met(), None
     if refusal is not None or bound is None:
         raise refusal or SpecError("parallel: no call")
-    call = whole_call(bound, ranks, where, rows)  # beside the handshake, if it is that of a call known already
+    call = whole_call(
+        bound, ranks, where, rows
+    )  # beside the handshake, if it is that of a call known already
     method = where.method or method_of(bound, call)[0]
     if met is not None and (now := met()) != rows:
         rows, call = now, whole_call(bound, ranks, where, now)

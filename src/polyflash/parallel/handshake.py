@@ -39,7 +39,7 @@ def begin(team: Team, said: Mapping[str, int]) -> Callable[[], dict[str, list[in
     each. On a device's own backend this waits for earlier exchanges, not for what is computed beside them.
 
     Raises:
-        SpecError: from that call, on every rank alike, with the first field that differs and who said what."""
+        SpecError: from that call, on every rank alike, with the first field that differs and who said it."""
     values = [said.get(name, 0) for name in _FIELDS]
     with team.aside():
         words = torch.tensor(values, dtype=torch.int64, device=team.device)

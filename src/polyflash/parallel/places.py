@@ -29,7 +29,7 @@ def wire(x: Tensor, packed: bool) -> Tensor:
 
 
 def in_order(shards: Shards, parts: Sequence[Tensor], packed: bool) -> Tensor:
-    """All rows in their order, along dimension 2, of the rows that each shard has, or more; as they travel."""
+    """All rows in their order, along dimension 2, of those of each shard, and more, as they travel."""
     if packed:
         rows = flat(parts).view(-1, *parts[0].shape[2:])
         order = _order(shards, tuple(x.shape[1] for x in parts), rows.device)
@@ -106,14 +106,14 @@ def rows_of(runs: Runs, device: torch.device) -> Tensor:
 
 class Entries(NamedTuple):
     """A block as members of a packed call: its rows and keys of each member, and between them rows without
-    keys and keys without rows, which are others' of the same shards. int64 (entries,); `member` is -1 there."""
+    keys and keys without rows, which are others' of the same shards; `member` is -1 there. int64."""
 
     member: np.ndarray
     q_lens: np.ndarray
     k_lens: np.ndarray
 
     def of_members(self, x: np.ndarray) -> np.ndarray:
-        """What each entry has of a value per member; 0 where it is none's."""
+        """A value per member as one per entry; 0 where it is none's."""
         return np.where(self.member < 0, 0, x[self.member])
 
 
@@ -154,7 +154,7 @@ def apart(block: Block, device: torch.device, packed: bool) -> Tensor:
 
 
 def offsets(block: Block, sight: Sight, device: torch.device) -> Tensor:
-    """The position of the first row of each entry among its keys, int32 (entries,), where the host knows it."""
+    """The position of the first row of each entry among its keys, int32, where the host knows it."""
     table = _table_of(block, device)
     if sight.offsets not in table:
         near = entries_of(block).of_members(_apart(block) + np.array(sight.offsets, np.int64))
@@ -190,7 +190,10 @@ def _table(block: Block, device: torch.device, packed: bool) -> dict[Any, Any]:
     entries = entries_of(block)
     bounds: dict[str, Any] = {}
     for x, n in (("q", entries.q_lens), ("k", entries.k_lens)):
-        bounds |= {f"cu_seqlens_{x}": _sent(np.cumsum((0, *n)), device).int(), f"max_seqlen_{x}": int(n.max())}
+        bounds |= {
+            f"cu_seqlens_{x}": _sent(np.cumsum((0, *n)), device).int(),
+            f"max_seqlen_{x}": int(n.max()),
+        }
     keys = _sent(entries.of_members(block.k.starts), device), _sent(entries.k_lens, device)
     member = _sent(entries.member.clip(0), device)
     return {

@@ -207,7 +207,7 @@ class Call:
             return added
         if step.owner == self.team.rank:
             for sent, total, _ in pairs:
-                sent.pour(total, source.heads[0], step.keys.slice)
+                sent.pour(total, source.heads[0], step.keys.first)
             return None
         sends, into = [], [self._room(like, step.lent.rows, sums_of(like)) for _, _, like in pairs]
         for sent, _, like in pairs:
@@ -257,7 +257,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         begun = [] if call.gathers else begun
         for block in source.blocks:
             rows, keys = slice(*block.q.span), slice(*block.k.span)
-            args, of = call.placed(block, heads), (q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys])
+            of_q, of_k, of_v = q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys]
+            args = call.placed(block, heads)
             again = any(start < rows.stop and rows.start < end for start, end in begun)
             begun.append(block.q.span)
             if call.gathers and not again:
@@ -265,14 +266,16 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
                 whole = schedule.covers(spans[:1] if call.packed else spans, q.shape[2])
                 state = state or _empty(q, v, kind, whole)
                 place = state[0][:, heads, rows]
-                state[1][:, heads, rows].copy_(torch_ops.call_out(*of, place, args))
+                state[1][:, heads, rows].copy_(torch_ops.call_out(of_q, of_k, of_v, place, args))
                 continue
-            one = torch_ops.call(*of, args) if call.gathers else torch_ops.call(*map(_widened, of), args)
+            if not call.gathers:
+                of_q, of_k, of_v = map(_widened, (of_q, of_k, of_v))
+            one = torch_ops.call(of_q, of_k, of_v, args)
             if state is None and one[0].dtype is kind and one[0].shape[:3] == q.shape[:3]:
                 state = one
                 continue
             state = state or _empty(q, v, kind)
-            _joined(tuple(x[:, heads, rows] for x in state), one, again, call.gathers)
+            _join(state[0][:, heads, rows], state[1][:, heads, rows], one, again, call.gathers)
     out, lse = state or _empty(q, v, kind)
     return out.to(q.dtype), lse
 
@@ -283,16 +286,16 @@ def _empty(q: Tensor, v: Tensor, kind: torch.dtype, written: bool = False) -> tu
     return (out, lse) if written else (out.zero_(), lse.fill_(-torch.inf))
 
 
-def _joined(state: tuple[Tensor, ...], one: tuple[Tensor, Tensor], again: bool, apart: bool) -> None:
+def _join(out: Tensor, lse: Tensor, one: tuple[Tensor, Tensor], again: bool, apart: bool) -> None:
     """Takes the results of a block into those of its rows; `apart`: no row has keys in two of them."""
     if not again:
-        for x, result in zip(state, one, strict=True):
-            x.copy_(result)
+        out.copy_(one[0])
+        lse.copy_(one[1])
     elif apart:
-        state[0].add_(one[0])
-        state[1].copy_(torch.maximum(state[1], one[1]))
+        out += one[0]
+        lse.copy_(torch.maximum(lse, one[1]))
     else:
-        merge_into(*state, *one)
+        merge_into(out, lse, *one)
 
 
 def backward(
@@ -339,9 +342,14 @@ def backward(
 
 
 def _of_block(
-    call: Call, block: Block, heads: slice, source: Source, given: tuple[Any, ...], q: Tensor,
+    call: Call,
+    block: Block,
+    heads: slice,
+    source: Source,
+    given: tuple[Any, ...],
+    q: Tensor,
     needs: tuple[bool, ...],
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """Gradients of one block, of which q has the rows and `source` the keys."""
     rows, keys = slice(*block.q.span), slice(*block.k.span)
     dout, dlse, out, lse = (None if x is None else x[:, heads, rows] for x in given)
@@ -349,7 +357,9 @@ def _of_block(
     dout, of_q, of_k, of_v, out = map(_widened, operands)
     args = call.placed(block, heads)._replace(sinks=None)
     args = args._replace(wide_gradients=torch_ops.has_wide_gradients(of_q, of_k, of_v, args))
-    found: tuple[Tensor, ...] = _backward_op(dout, dlse, of_q, of_k, of_v, out, lse, (*needs[:4], False), *args)
+    found: tuple[Tensor, ...] = _backward_op(
+        dout, dlse, of_q, of_k, of_v, out, lse, (*needs[:4], False), *args
+    )
     return found
 
 

@@ -2,7 +2,7 @@
 
 A sequence of N rows is cut into n chunks, chunk i being rows [i·N // n, (i + 1)·N // n). "contiguous" gives
 rank r of W chunk r of W; "zigzag" gives it chunks r and 2W - 1 - r of 2W, so that every rank has the same
-work under a causal mask. Packed members are cut each for itself; a rank holds both chunks of the first member,
+work under a causal mask. Packed members are cut each for itself; a rank holds both chunks of one member and
 then those of the next. A call is W steps: in step t rank r reads keys of rank r - t, which it asked for
 one step earlier. Keys that no row sees are in no step: they are neither sent nor computed with.
 
@@ -26,8 +26,8 @@ _NONE: Span = (0, 0)
 
 
 class Chunk(NamedTuple):
-    """Neighbouring rows of every member: `starts` and `ends` are positions in the member, `first` is where they
-    begin in the shard, or in what is sent of it; int64 (members,)."""
+    """Neighbouring rows of every member: `starts` and `ends` are positions in the member, `first` is where
+    they begin in the shard, or in what is sent of it; int64 (members,)."""
 
     starts: np.ndarray
     ends: np.ndarray
@@ -58,11 +58,16 @@ class Runs(NamedTuple):
         return int((self.ends - self.starts).sum())
 
     @property
+    def first(self) -> int:
+        """The first of them."""
+        return int(self.starts[0]) if len(self.starts) else 0
+
+    @property
     def slice(self) -> slice | None:
         """The rows, if they are one run or none."""
         if len(self.starts) > 1:
             return None
-        return slice(int(self.starts.sum()), int(self.ends.sum()))
+        return slice(self.first, self.first + self.rows)
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,11 @@ def _joined(a: Block, b: Block, sight: Sight) -> Block | None:
     the others, which follow them under no other bound than a right one."""
     if not (sight.left is None or (a.full and b.full)):
         return None
-    alone, fits, full = (a.q.lens == 0) | (b.q.lens == 0), _follows(a.q, b.q) & (a.k.first == b.k.first), b.full
+    alone, fits, full = (
+        (a.q.lens == 0) | (b.q.lens == 0),
+        _follows(a.q, b.q) & (a.k.first == b.k.first),
+        b.full,
+    )
     rows, keys = Chunk(b.q.starts - a.q.lens, b.q.ends, a.q.first), b.k
     if a.full and (alone | (a.q.first == b.q.first) & (a.q.lens == b.q.lens) & _follows(a.k, b.k)).all():
         rows, keys = b.q, Chunk(b.k.starts - a.k.lens, b.k.ends, a.k.first)

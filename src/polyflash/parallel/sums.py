@@ -1,4 +1,4 @@
-"""Sums of what several calls have for the same rows: made in float32, rounded once, in few passes over memory.
+"""Sums of what several calls have for the same rows: made in float32, rounded once, few passes over memory.
 
 Parts are kept as they come, in 16 bits where a kernel hands over such, and added up where the sum is read: of
 two ranks most elements have one part or two, and then no float32 copy of them is ever made."""
@@ -60,10 +60,10 @@ class Sum:
         """Writes the whole sum into what it is like."""
         self.read(self._like)
 
-    def pour(self, into: Sum, head: int, rows: slice) -> None:
+    def pour(self, into: Sum, head: int, row: int) -> None:
         """Adds all parts to a sum of more heads and rows."""
         for part, (h, _), (r, _) in self._parts:
-            into.add(part, head + h, rows.start + r)
+            into.add(part, head + h, row + r)
 
 
 def _cuts(span: Span, others: Sequence[Span]) -> list[int]:

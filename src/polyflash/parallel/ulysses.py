@@ -4,7 +4,7 @@
 
 Query heads are dealt in equal runs. Key heads follow the query heads that read them; where they are fewer
 than ranks, or their number does not divide, one goes to several ranks, and its gradients are added up in
-float32 in the order of ranks. Rows come in their order, or in that of ranks where these are pieces of a shard.
+float32 in the order of ranks. Rows come in their order, or in that of ranks with pieces of a shard.
 
 Source: Jacobs et al., DeepSpeed Ulysses (2023)."""
 
@@ -46,8 +46,8 @@ def deal(num_q_heads: int, num_kv_heads: int, ranks: int) -> tuple[list[list[int
 
 
 class Turn(NamedTuple):
-    """How heads and rows change hands: the heads dealt to each rank of a team, the rows that each holds, their
-    order where all rows are wanted in it, else they follow one another, and how they travel."""
+    """How heads and rows change hands: the heads dealt to each rank of a team, the rows that each holds,
+    their order where all rows are wanted in it, else they follow one another, and how they travel."""
 
     team: Team
     dealt: Dealt

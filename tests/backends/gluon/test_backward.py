@@ -65,7 +65,13 @@ def test_what_it_refuses_or_leaves_in_words():
 
 @pytest.mark.parametrize(
     "members, longest, backend",
-    [(4, None, "gluon"), (16, None, "gluon"), (17, None, "triton"), (17, 4095, "triton"), (17, 4096, "gluon")],
+    [
+        (4, None, "gluon"),
+        (16, None, "gluon"),
+        (17, None, "triton"),
+        (17, 4095, "triton"),
+        (17, 4096, "gluon"),
+    ],
 )
 def test_packed_members_count_by_their_mean(members: int, longest: int | None, backend: str):
     """Over members, or over keys as far as the longest tells: 4,096 of 16,384 make it 1,024."""
