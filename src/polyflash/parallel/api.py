@@ -239,7 +239,7 @@ def explain(
         ranks: how many there are, or (ranks of the ring, ranks that share heads).
         seqlens: rows of q and of k on all ranks together; None: as many on every rank as here.
 
-    The result prints itself. Its times are by nominal rates of links and devices, none of them measured."""
+    The result prints itself. Its times are of a model, by rates of two H100, whatever the GPU."""
     sizes = (ranks, 1) if isinstance(ranks, int) else tuple(ranks)
     if len(sizes) != 2 or any(type(n) is not int or n < 1 for n in sizes):
         raise spec_error("ranks", described(ranks), "an int, or two ints, 1 or more", "A mesh has two.")

@@ -16,7 +16,7 @@ from polyflash.entry import Bound, Form, autocast, bind
 from polyflash.errors import SpecError, UnsupportedError, described, spec_error
 from polyflash.parallel import ulysses
 from polyflash.parallel.comm import Team
-from polyflash.parallel.cost import NOMINAL, Problem, chosen
+from polyflash.parallel.cost import RATES, Problem, chosen
 from polyflash.parallel.handshake import KINDS, METHODS, begin, said_of
 from polyflash.parallel.ring import Attention, Call, of_heads
 from polyflash.parallel.schedule import ORDERS, Segments, Shards, Sight, lengths_of
@@ -67,7 +67,7 @@ class Ranks(NamedTuple):
 
 
 def _met(wait: Callable[[], dict[str, list[int]]], refusal: Exception | None) -> dict[str, list[int]]:
-    """Rows of each shard, as a handshake found them; this rank's own refusal says more than that there was one."""
+    """Rows of each shard, as a handshake found them; a refusal of this rank's own says more."""
     try:
         return wait()
     except SpecError:
@@ -270,7 +270,7 @@ def method_of(bound: Bound, call: Call) -> tuple[str, str]:
 def problem_of(bound: Bound, call: Call) -> Problem:
     q, k, v = bound.q, bound.k, bound.v
     sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size()
-    return Problem(call.q, call.k, call.sight, *sizes, NOMINAL["cpu" if q.device.type == "cpu" else "cuda"])
+    return Problem(call.q, call.k, call.sight, *sizes, RATES["cpu" if q.device.type == "cpu" else "cuda"])
 
 
 def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@
 Between nodes every rank has a link of its own, slower than that within a node: a step of a ring from another
 node takes the slow one, gathered keys come to a node once, over the links of all its ranks, and what goes
 from all to all crosses for itself. A backward pass sends K and V again and their gradients in float32;
-Ulysses sends what it sent. Rates are nominal and say so: no link or device was measured for them."""
+Ulysses sends what it sent. Rates of GPUs are those of two H100 of one host (`RATES`)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ class Link:
         return max(0, ranks - self.node) / max(1, ranks - 1) if self.node else 0.0
 
 
-# NVLink of Hopper as one direction of its data sheet has it, at 70 %; gloo over a host's own memory.
-NOMINAL = {"cuda": Link(0.7 * 450e9, 10e-6, 450e12), "cpu": Link(1e9, 100e-6, 50e9)}
+# Of two H100 over NCCL (docs/results/2026-11-26-h100-x2-parallel.md): exchanges of 0.27 to 1.3 GB of both
+# passes one by one, 158 to 199 GB/s, and what is left for no bytes; both passes of 32k and 128k causal tokens
+# on one of them, 593 and 590 TFLOP/s. Gloo over a host's own memory: guessed.
+RATES = {"cuda": Link(190e9, 25e-6, 590e12), "cpu": Link(1e9, 100e-6, 50e9)}
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Problem:
     head_dim: int
     head_dim_v: int
     itemsize: int
-    link: Link = NOMINAL["cuda"]
+    link: Link = RATES["cuda"]
     backward: bool = False
 
     @property
@@ -109,7 +111,7 @@ class Explanation:
     why: str
     bytes_sent: tuple[int, ...]
     flops: tuple[float, ...]
-    seconds: float  # of the slowest rank, by nominal rates
+    seconds: float  # of the slowest rank, by the rates of `problem.link`
     hidden: float  # share of the exchange's time behind computation
     peak_bytes: int  # K and V of other ranks that a rank holds at a time
     working_bytes: int  # all that both passes hold at most beside q, k, v and dout
@@ -129,7 +131,7 @@ class Explanation:
                 f"  bytes sent per rank, forward: {sent}; K and V of others held: {self.peak_bytes:,}",
                 f"  held beside q, k, v and dout in both passes: up to {self.working_bytes:,} bytes",
                 f"  FLOPs per rank, forward: up to {max(self.flops):.3g}, imbalance {self.imbalance:.2f}",
-                f"  nominal: {self.seconds:.3g} s, {self.hidden:.0%} of the exchange behind computation",
+                f"  modelled: {self.seconds:.3g} s, {self.hidden:.0%} of the exchange behind computation",
                 *(f"  note: {note}" for note in self.notes),
             )
         )
@@ -159,7 +161,7 @@ def chosen(problem: Problem) -> tuple[str, str]:
     head = problem.k.rows * problem.bytes_per_key // max(1, problem.num_kv_heads)
     if head > MOST_GATHERED:
         return "ring", f"one head's keys of all ranks are {head:,} bytes, more than {MOST_GATHERED:,}"
-    times = f"{ring.seconds:.3g} s, all_gather {gather.seconds:.3g} s by nominal rates"
+    times = f"{ring.seconds:.3g} s, all_gather {gather.seconds:.3g} s by the model"
     return ("ring" if ring.seconds < gather.seconds else "all_gather"), f"ring {times}"
 
 
