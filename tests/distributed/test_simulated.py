@@ -422,8 +422,46 @@ def test_explanations_print_themselves_and_say_what_is_sent_twice():
     assert chosen.method == "ring" and "%" in chosen.why
 
 
-def test_codes_are_refused():
-    q, k, v, _ = whole_of(16)
-    codes = polyflash.quantize(k, polyflash.quant.Scheme(dtype="int8"))
-    with pytest.raises(UnsupportedError, match="dequantize"):
-        simulate(1, lambda g: parallel.attention(q, codes, v, group=g))
+SCHEMES = {
+    "int8": polyflash.quant.Scheme(dtype="int8"),
+    "int8 of a head": polyflash.quant.Scheme(dtype="int8", granularity="head", smoothing="mean"),
+    "int4": polyflash.quant.Scheme(dtype="int4", channels=8, symmetric=False),
+    "rotated": polyflash.quant.Scheme(dtype="int8", rotation="hadamard"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_codes_travel_as_they_are(name: str, method: str, packed: bool):
+    """Results are those of the values, bit for bit; bytes are those of the plan, fewer than half."""
+    cu, scheme, mask = torch.tensor([0, 9, 9, 24]), SCHEMES[name], {"causal": True, "window": (9, 0)}
+    whole = [x[0].transpose(0, 1) if packed else x for x in whole_of(24, heads=6)[:3]]
+    cut: dict[str, Any] = {"dim": 0, "cu_seqlens": cu} if packed else {}
+    how: dict[str, Any] = {"method": method, "handshake": False, "return_lse": True, **mask}
+    how |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu} if packed else {"seqlens": (24, 24)}
+    attend: Any = parallel.attention_varlen if packed else parallel.attention
+    layout: Any = "thd" if packed else "bhsd"
+
+    def body(group: Any) -> tuple[Any, ...]:
+        q, k, v = (parallel.split(x, group=group, **cut) for x in whole)
+        k, v = (polyflash.quantize(x, scheme, layout=layout) for x in (k, v))
+        before = group.sent
+        one = attend(q, k, v, group=group, **how)
+        sent = group.sent - before
+        values = [polyflash.dequantize(x).to(q.dtype) for x in (k, v)]
+        with pytest.raises(UnsupportedError, match="inference"):
+            attend(q.clone().requires_grad_(), k, v, group=group, **how)
+        return one, attend(q, *values, group=group, **how), sent, group.sent - before - sent, (q, k, v)
+
+    for one, other, sent, of_values, given in simulate(3, body)[0]:
+        close = {"atol": 2e-6, "rtol": 1e-5} if name == "rotated" else {"atol": 0.0, "rtol": 0.0}
+        for x, y in zip(one, other, strict=True):
+            torch.testing.assert_close(x, y, **close)
+        if method != "ulysses":
+            assert sent < of_values / 2 or (name == "int8 of a head" and sent == of_values)
+            bounds = {x: how[x] for x in how if x.startswith("cu")}
+            plan = parallel.explain(
+                *given, ranks=3, method=method, seqlens=how.get("seqlens"), **mask, **bounds
+            )
+            assert sent in plan.bytes_sent

@@ -81,7 +81,7 @@ def attention(
     Raises:
         SpecError: as `polyflash.attention`; ranks that disagree, on every rank alike; rows that `split` does
             not give. Where one rank refuses its arguments, the others say so.
-        UnsupportedError: as `polyflash.attention`; interval lists, codes.
+        UnsupportedError: as `polyflash.attention`; interval lists; gradients beside codes.
         RuntimeError: another rank ended, hung beyond the group's timeout, or made another call.
 
     Source: Liu et al., Ring Attention with Blockwise Transformers (2023); Dubey et al., The Llama 3 Herd of
@@ -248,10 +248,11 @@ def explain(
     calls.checked(where, there)
     given: dict[str, Any] = {"causal": causal, "window": window, "mask": mask, "q_offset": q_offset}
     options = Options(**given, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    bound = calls.bound_of(q, k, v, options, form_of(layout) if cu_seqlens_q is None else Form.PACKED)
+    part = calls.part_of(q, k, v, options, form_of(layout) if cu_seqlens_q is None else Form.PACKED)
+    bound = part.bound
     everyone = sizes[0] * sizes[1]
     rows = seqlens or (bound.q.shape[2] * everyone, bound.k.shape[2] * everyone)
-    call = calls.whole_call(bound, there, where._replace(seqlens=rows), None)
+    call = calls.whole_call(part, there, where._replace(seqlens=rows), None)
     chosen, why = (method, "asked for by method=") if method else calls.method_of(bound, call)
     notes = []
     if chosen.startswith("ulysses"):

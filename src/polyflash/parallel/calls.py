@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,11 +16,14 @@ from polyflash.arguments import Options
 from polyflash.entry import Bound, Form, autocast, bind
 from polyflash.errors import SpecError, UnsupportedError, described, spec_error
 from polyflash.parallel import ulysses
+from polyflash.parallel.coded import Rows, as_rows, values_of
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import RATES, Problem, chosen
 from polyflash.parallel.handshake import KINDS, METHODS, begin, said_of
 from polyflash.parallel.ring import Attention, Call, of_heads
 from polyflash.parallel.schedule import ORDERS, Segments, Shards, Sight, lengths_of
+from polyflash.quant import codec
+from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import ANY, requested_backend
 from polyflash.spec import Arguments
 
@@ -27,8 +31,8 @@ _MOST_READ, _MOST_KNOWN = 8, 64
 _read: list[tuple[tuple[Any, ...], Any]] = []  # every layer of a step has the same ids and bounds
 
 
-Rows = list[list[int]]  # of q, and of k, that each shard has
-_known: WeakKeyDictionary[Team, dict[Any, Rows]] = WeakKeyDictionary()  # by what was said
+Held = list[list[int]]  # of q, and of k, that each shard has
+_known: WeakKeyDictionary[Team, dict[Any, Held]] = WeakKeyDictionary()  # by what was said
 
 
 class Where(NamedTuple):
@@ -55,7 +59,7 @@ class Ranks(NamedTuple):
         """The number of this rank among all."""
         return self.ring.rank * self.pieces + (0 if self.heads is None else self.heads.rank)
 
-    def meet(self, said: dict[str, int], refusal: Exception | None = None) -> Callable[[], Rows]:
+    def meet(self, said: dict[str, int], refusal: Exception | None = None) -> Callable[[], Held]:
         """Starts the handshake; call the result for the rows of q, and of k, that each shard has."""
         if self.heads is not None:
             self.heads.calls += 1
@@ -104,13 +108,19 @@ def check_order(order: Any) -> None:
         )
 
 
-def bound_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Bound:
+class Part(NamedTuple):
+    """One rank's part of a call: what it is, K and V being what codes stand for, without storage; K and V as
+    they travel, and how to read them; whether results are to be rotated back."""
+
+    bound: Bound
+    travel: tuple[Tensor, Tensor]
+    forms: tuple[Rows | None, Rows | None]
+    rotated: bool
+
+
+def part_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Part:
     """This rank's part of a call, checked as far as it can be without the others."""
     bound = bind(q, k, v, options, form)
-    if not (isinstance(bound.k, Tensor) and isinstance(bound.v, Tensor)):
-        raise UnsupportedError(
-            "parallel: codes are not sent between ranks. Pass dequantize(k) and dequantize(v)"
-        )
     args = bound.args
     if args.intervals is not None:
         text = "parallel: the lists of Mask.intervals() and Mask.blocks() are not cut into shards"
@@ -121,9 +131,26 @@ def bound_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Bound:
         )
         text += " start each of them elsewhere"
         raise UnsupportedError(f"{text}. Use polyflash.parallel.attention() with a Mask of segments")
-    q, k, v = autocast(bound.q, bound.k, bound.v)
+    coded = [x for x in (bound.k, bound.v) if isinstance(x, QuantizedTensor)]
+    if coded and torch.is_grad_enabled() and any(x.requires_grad for x in (bound.q, bound.k, bound.v)):
+        text = "parallel: there are no gradients beside codes, which are for inference"
+        raise UnsupportedError(f"{text}. Use torch.no_grad(), or pass dequantize(k) and dequantize(v)")
+    if coded:
+        q, *_ = autocast(bound.q, bound.q, bound.q)
+        k_rows, v_rows = (
+            as_rows(autocast(x, x, x)[0] if isinstance(x, Tensor) else x, q.dtype) for x in bound[1:3]
+        )
+        k, v = (
+            q.new_empty(()).expand(*x.shape[:3], rows.width) if rows else x for x, rows in (k_rows, v_rows)
+        )
+    else:
+        q, k, v = autocast(bound.q, bound.k, bound.v)
+        k_rows, v_rows = (k, None), (v, None)
     validate.check_shapes(q, k, v)
-    return bound._replace(q=q, k=k, v=v, args=args._replace(backend=requested_backend(args) or ANY))
+    turned = [isinstance(x, QuantizedTensor) and x.scheme.rotation != "none" for x in bound[1:3]]
+    q = codec.rotate(q) if turned[0] else q
+    bound = bound._replace(q=q, k=k, v=v, args=args._replace(backend=requested_backend(args) or ANY))
+    return Part(bound, (k_rows[0], v_rows[0]), (k_rows[1], v_rows[1]), turned[1])
 
 
 def run(
@@ -131,11 +158,13 @@ def run(
 ) -> tuple[Bound, Tensor, Tensor]:
     """One call of this rank: what it was, out and lse, both (batch, heads, rows, ...)."""
     refusal: Exception | None = None
-    said, bound = {"refused": 1}, None
+    said, part = {"refused": 1}, None
     try:
         checked(where, ranks)
-        bound = bound_of(q, k, v, options, form)
+        part = part_of(q, k, v, options, form)
+        bound = part.bound
         said = said_of(bound.q, bound.k, bound.v, bound.args) | {"order": ORDERS.index(where.order)}
+        said["codes"] = zlib.crc32(repr(part.forms).encode()) if any(part.forms) else 0
         said["method"] = METHODS.index(where.method or METHODS[0])
         said["function"] = KINDS.index("attention_varlen" if form is Form.PACKED else "attention")
         if where.seqlens is None and where.handshake is False and form is not Form.PACKED:
@@ -150,20 +179,19 @@ def run(
     rows, key = known.get(tuple(said.items())), tuple(said.items())
     if met is None or rows is None or refusal is not None:
         rows, met = met and met(), None
-    if refusal is not None or bound is None:
+    if refusal is not None or part is None:
         raise refusal or SpecError("parallel: no call")
-    call = whole_call(
-        bound, ranks, where, rows
-    )  # beside the handshake, if it is that of a call known already
-    method = where.method or method_of(bound, call)[0]
+    call = whole_call(part, ranks, where, rows)  # beside the handshake, if it is that of a known call
+    method = where.method or method_of(part.bound, call)[0]
     if met is not None and (now := met()) != rows:
-        rows, call = now, whole_call(bound, ranks, where, now)
+        rows, call = now, whole_call(part, ranks, where, now)
     if rows is not None:
         if len(known) >= _MOST_KNOWN:
             known.clear()
         known[key] = rows
         call = replace(call, said={"number of the call": ranks.ring.calls})
-    return bound, *_exchanged(bound, replace(call, gathers=method == "all_gather"), ranks, method)
+    out, lse = _exchanged(part, replace(call, gathers=method == "all_gather"), ranks, method)
+    return part.bound, codec.rotate(out) if part.rotated else out, lse
 
 
 def bounded(cu_seqlens: Tensor) -> tuple[int, ...]:
@@ -171,10 +199,10 @@ def bounded(cu_seqlens: Tensor) -> tuple[int, ...]:
     return lengths_of(cu_seqlens.tolist())
 
 
-def whole_call(bound: Bound, ranks: Ranks, where: Where, rows: list[list[int]] | None) -> Call:
-    """The whole call that `bound` is a part of, checked. `rows` of q and of k are those of each shard, as far
+def whole_call(part: Part, ranks: Ranks, where: Where, rows: list[list[int]] | None) -> Call:
+    """The whole call that this is a part of, checked. `rows` of q and of k are those of each shard, as far
     as a handshake told them."""
-    q, k, v, _, args, _ = bound
+    q, k, v, _, args, _ = part.bound
     if args.cu_seqlens_q is not None and args.cu_seqlens_k is not None:
         lengths = [read_once(bounded, x) for x in (args.cu_seqlens_q, args.cu_seqlens_k)]
     else:
@@ -198,7 +226,7 @@ def whole_call(bound: Bound, ranks: Ranks, where: Where, rows: list[list[int]] |
     base = _base(args, shards[0], shards[1])
     sight = _sight(args, base, len(lengths[0]))
     at = None if isinstance(base, int) else base
-    return Call(ranks.ring, args, shards[0], shards[1], sight, at, num_q_heads=q.shape[1])
+    return Call(ranks.ring, args, shards[0], shards[1], sight, at, num_q_heads=q.shape[1], forms=part.forms)
 
 
 def _base(args: Arguments, q: Shards, k: Shards) -> int | Tensor:
@@ -270,12 +298,15 @@ def method_of(bound: Bound, call: Call) -> tuple[str, str]:
 def problem_of(bound: Bound, call: Call) -> Problem:
     q, k, v = bound.q, bound.k, bound.v
     sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size()
-    return Problem(call.q, call.k, call.sight, *sizes, RATES["cpu" if q.device.type == "cpu" else "cuda"])
+    widths = zip((k, v), call.forms, strict=True)
+    sent = sum(x.shape[3] * x.element_size() if rows is None else rows.bytes for x, rows in widths)
+    rates = RATES["cpu" if q.device.type == "cpu" else "cuda"]
+    return Problem(call.q, call.k, call.sight, *sizes, rates, bytes_per_head=sent)
 
 
-def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Tensor, Tensor]:
+def _exchanged(part: Part, call: Call, ranks: Ranks, method: str) -> tuple[Tensor, Tensor]:
     """The results of this rank's rows."""
-    q, k, v = bound.q, bound.k, bound.v
+    q, (k, v) = part.bound.q, part.travel
     if not method.startswith("ulysses"):
         return Attention.apply(q, k, v, call.args.bias, call.args.sinks, call)  # type: ignore[no-any-return]
     team = ranks.heads or ranks.ring
@@ -302,5 +333,6 @@ def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Ten
             args = args._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
         if args.dropout_p:
             args = args._replace(dropout_head=call.first_head, dropout_heads=call.num_q_heads)
+        k, v = values_of(k, call.forms[0]), values_of(v, call.forms[1])
         out, lse = torch_ops.call(q, k, v, args)
     return ulysses.to_rows(out, turns[0]), ulysses.to_rows(lse.unsqueeze(-1), turns[0]).squeeze(-1)

@@ -67,6 +67,7 @@ class Problem:
     itemsize: int
     link: Link = RATES["cuda"]
     backward: bool = False
+    bytes_per_head: int = 0  # of K and V of a position, as they travel; 0: values
 
     @property
     def shards(self) -> list[int]:
@@ -77,7 +78,8 @@ class Problem:
     @property
     def bytes_per_key(self) -> int:
         """K and V of one position, all heads."""
-        return self.batch * self.num_kv_heads * (self.head_dim + self.head_dim_v) * self.itemsize
+        each = self.bytes_per_head or (self.head_dim + self.head_dim_v) * self.itemsize
+        return self.batch * self.num_kv_heads * each
 
     @property
     def flops_per_pair(self) -> float:

@@ -28,7 +28,7 @@ _FIELDS = (
     *("refused", "function", "number of the call", "version", "method", "order", "dtype", "batch"),
     *("num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "gradients", "seqlens", "causal"),
     *("window left", "window right", "offset", *_FLOATS, "dropout_seed", "operands"),
-    "contents of operands",
+    *("contents of operands", "codes"),
     *("rows of q", "rows of k"),
 )
 _OWN = ("rows of q", "rows of k")  # each rank's own

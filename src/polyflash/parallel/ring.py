@@ -27,6 +27,7 @@ from polyflash.arguments import int32_of
 from polyflash.mask import FAR_OFFSET
 from polyflash.merging import merge_into
 from polyflash.parallel import places, schedule
+from polyflash.parallel.coded import Rows, values_of
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import GATHERED_BYTES
 from polyflash.parallel.handshake import KINDS, begin
@@ -62,6 +63,7 @@ class Call:
     first_head: int = 0  # of the query heads that this rank has, of `num_q_heads`
     num_q_heads: int = 0
     gathers: bool = False
+    forms: tuple[Rows | None, Rows | None] = (None, None)  # of codes that travel
     said: dict[str, int] | None = None  # in the handshake of the forward pass; None: there was none
 
     @property
@@ -121,7 +123,9 @@ class Call:
 
     def sources(self, k: Tensor, v: Tensor, what: str, backward: bool = False) -> Iterator[Source]:
         """The keys that rows of this rank see, the next ones on their way while one is used."""
-        return self._gathered(k, v, what) if self.gathers else self._stepwise(k, v, what, backward)
+        found = self._gathered(k, v, what) if self.gathers else self._stepwise(k, v, what, backward)
+        for source in found:
+            yield source._replace(k=values_of(source.k, self.forms[0]), v=values_of(source.v, self.forms[1]))
 
     def _stepwise(self, k: Tensor, v: Tensor, what: str, backward: bool) -> Iterator[Source]:
         """The keys of this rank first; in a backward pass those of half its heads last, while gradients of
@@ -244,12 +248,13 @@ class Call:
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out in the dtype of q, and lse, of this rank's rows."""
     group, kind, sinks = q.shape[1] // max(1, k.shape[1]), call.kept(q), call.args.sinks
+    width = v.shape[3] if call.forms[1] is None else call.forms[1].width
     sources = call.sources(k, v, "ran the forward pass")
     first = next(sources)  # the next keys are on their way before a kernel fills the device
     state: tuple[Tensor, Tensor] | None = None
     begun: list[Span] = []  # rows that have results
     if sinks is not None:  # a part of its own: one logit without a value
-        state = _empty(q, v, kind)
+        state = _empty(q, width, kind)
         state[1].copy_(sinks[None, :, None].expand_as(state[1]))
         begun = [(0, q.shape[2])]
     for source in chain((first,), sources):
@@ -264,7 +269,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
             if call.gathers and not again:
                 spans = [x.q.span for x in source.blocks]  # of packed members they may overlap
                 whole = schedule.covers(spans[:1] if call.packed else spans, q.shape[2])
-                state = state or _empty(q, v, kind, whole)
+                state = state or _empty(q, width, kind, whole)
                 place = state[0][:, heads, rows]
                 state[1][:, heads, rows].copy_(torch_ops.call_out(of_q, of_k, of_v, place, args))
                 continue
@@ -274,15 +279,15 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
             if state is None and one[0].dtype is kind and one[0].shape[:3] == q.shape[:3]:
                 state = one
                 continue
-            state = state or _empty(q, v, kind)
+            state = state or _empty(q, width, kind)
             _join(state[0][:, heads, rows], state[1][:, heads, rows], one, again, call.gathers)
-    out, lse = state or _empty(q, v, kind)
+    out, lse = state or _empty(q, width, kind)
     return out.to(q.dtype), lse
 
 
-def _empty(q: Tensor, v: Tensor, kind: torch.dtype, written: bool = False) -> tuple[Tensor, Tensor]:
+def _empty(q: Tensor, width: int, kind: torch.dtype, written: bool = False) -> tuple[Tensor, Tensor]:
     """The results of rows without keys, or room for those of all rows if each will be written."""
-    out, lse = empty_in_order_of(q, v.shape[3], kind), q.new_empty(q.shape[:3], dtype=sums_of(q))
+    out, lse = empty_in_order_of(q, width, kind), q.new_empty(q.shape[:3], dtype=sums_of(q))
     return (out, lse) if written else (out.zero_(), lse.fill_(-torch.inf))
 
 
