@@ -185,6 +185,17 @@ def test_a_window_is_sent_to_neighbours_alone():
     assert talked and all(abs(a - b) == 1 for a, b in talked)
 
 
+def test_lists_send_nothing_beyond_what_they_name():
+    """Every 32 rows see 32 keys of their own rank, but the last ones, which see the first 5 keys."""
+    starts = torch.arange(0, 256, 32)[:, None].int()
+    ends = starts + 32
+    starts[-1], ends[-1] = 0, 5
+    how: Any = {"mask": Mask.intervals(starts, ends, rows=32), "method": "ring", "order": "contiguous"}
+    _, groups = simulate(4, lambda g: trained(g, whole_of(256), handshake=False, seqlens=(256, 256), **how))
+    values, gradients = 5 * 2 * 2 * 16 * 4, 5 * 2 * 2 * 16 * 4
+    assert [group.sent for group in groups] == [2 * values, 0, 0, gradients]
+
+
 def test_rows_that_see_nan_are_nan_and_no_others():
     whole = whole_of(24)
     whole[1][:, :, 13] = torch.nan
@@ -393,8 +404,6 @@ def refusal(expected: type[Exception], **how: Any) -> str:
 
 
 def test_refusals_name_arguments_and_a_way_out():
-    lists = Mask.intervals(torch.tensor([[0]]).int(), torch.tensor([[4]]).int(), rows=16)
-    assert "window=" in refusal(UnsupportedError, mask=lists)
     with pytest.raises(UnsupportedError, match="dropout_p"):
         cu = torch.tensor([0, 16])
         rows = [x[0].transpose(0, 1) for x in whole_of(16)[:3]]

@@ -68,7 +68,7 @@ def attention(
         seqlens: rows of q and of k on all ranks together; None asks the other ranks in the handshake.
         handshake: compare the call with those of the other ranks by one small message before anything is
             sent, forward and backward. On a group without a CPU backend this synchronises with the device.
-        mask: a `Mask` of causal, window, lengths and segments (ids of the whole sequence), or a bool tensor
+        mask: a `Mask`, whose ids or lists are those of the whole sequence, or a bool tensor
             that broadcasts to the scores of the whole call, of which each rank cuts what it needs.
         bias: likewise.
         dropout_seed: the same on every rank; None draws one from torch's default generator, which then must
@@ -81,7 +81,7 @@ def attention(
     Raises:
         SpecError: as `polyflash.attention`; ranks that disagree, on every rank alike; rows that `split` does
             not give. Where one rank refuses its arguments, the others say so.
-        UnsupportedError: as `polyflash.attention`; interval lists; gradients beside codes.
+        UnsupportedError: as `polyflash.attention`; gradients beside codes.
         RuntimeError: another rank ended, hung beyond the group's timeout, or made another call.
 
     Source: Liu et al., Ring Attention with Blockwise Transformers (2023); Dubey et al., The Llama 3 Herd of

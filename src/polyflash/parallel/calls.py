@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import RATES, Problem, chosen
 from polyflash.parallel.handshake import KINDS, METHODS, begin, said_of
 from polyflash.parallel.ring import Attention, Call, of_heads
-from polyflash.parallel.schedule import ORDERS, Segments, Shards, Sight, lengths_of
+from polyflash.parallel.schedule import ORDERS, Lists, Segments, Shards, Sight, lengths_of
 from polyflash.quant import codec
 from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import ANY, requested_backend
@@ -122,9 +123,6 @@ def part_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Part:
     """This rank's part of a call, checked as far as it can be without the others."""
     bound = bind(q, k, v, options, form)
     args = bound.args
-    if args.intervals is not None:
-        text = "parallel: the lists of Mask.intervals() and Mask.blocks() are not cut into shards"
-        raise UnsupportedError(f"{text}. Use window=, Mask.segments(), or a bool mask= that broadcasts")
     if args.dropout_p and form is Form.PACKED:
         text = (
             "parallel: dropout_p counts from the first row and key of every packed member, and no kernel can"
@@ -256,7 +254,9 @@ def _sight(args: Arguments, base: int | Tensor, members: int) -> Sight:
     segments = None
     if args.q_segments is not None and args.k_segments is not None:
         segments = _segments(args.q_segments, args.k_segments)
+    lists = None if args.intervals is None else read_once(lists_of, args.intervals)
     moved = (
+        lists,
         args.mask,
         args.bias,
         args.alibi_slopes,
@@ -265,12 +265,22 @@ def _sight(args: Arguments, base: int | Tensor, members: int) -> Sight:
         segments,
         args.dropout_p or None,
     )
-    return Sight(args.window_left, right, offsets, segments, all(x is None for x in moved))
+    return Sight(
+        args.window_left, right, offsets, segments, all(x is None for x in moved), lists, args.interval_rows
+    )
 
 
 def _segments(q_ids: Tensor, k_ids: Tensor) -> Segments:
     """Ids on the host."""
     return read_once(lambda *ids: Segments(*(x.numpy(force=True).copy() for x in ids)), q_ids, k_ids)  # type: ignore[no-any-return]
+
+
+def lists_of(intervals: Tensor) -> Lists:
+    """From which key on, up to which one, row blocks see some, of any entry and head; on the host."""
+    blocks = intervals.numpy(force=True).astype(np.int64).transpose(4, 2, 0, 1, 3)
+    starts, ends = blocks.reshape(2, intervals.shape[2], -1)
+    some, far = starts < ends, np.iinfo(np.int64).max
+    return Lists(np.where(some, starts, far).min(1, initial=far), np.where(some, ends, 0).max(1, initial=0))
 
 
 def read_once(read: Callable[..., Any], *tensors: Tensor) -> Any:

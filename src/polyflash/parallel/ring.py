@@ -13,6 +13,7 @@ are widened wherever results of blocks are added up, so that this rounding happe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -97,6 +98,8 @@ class Call:
             own |= {name: tile(getattr(args, name), rows, seen) for name in ("mask", "bias")}
             if args.q_segments is not None and args.k_segments is not None:
                 own |= {"q_segments": args.q_segments[:, rows], "k_segments": args.k_segments[:, seen]}
+            if args.intervals is not None:
+                own |= _lists_of(args.intervals, args.interval_rows, rows, seen)
         for name in ("kv_lens", "kv_starts"):
             if (x := getattr(args, name)) is not None:
                 first, keys = places.keys_of(block, x.device, self.packed)
@@ -411,12 +414,25 @@ def tile(x: Any, rows: slice, keys: slice) -> Any:
     return x[..., rows, :] if x is not None and x.ndim > 1 and x.shape[-2] > 1 else x
 
 
+def _lists_of(x: Tensor, each: int, rows: slice, keys: slice) -> dict[str, Any]:
+    """Interval lists of some rows and keys; where a list is of rows before these too, all become shorter."""
+    few = math.gcd(each, rows.start)
+    count = -(-(rows.stop - rows.start) // few)
+    own = x[:, :, rows.start // each :][:, :, :count]
+    if few < each:
+        at = (torch.arange(count, device=x.device) * few + rows.start) // each
+        own = x.index_select(2, at)
+    return {"intervals": (own - keys.start).clamp(0, keys.stop - keys.start), "interval_rows": few}
+
+
 def of_heads(args: Arguments, heads: slice) -> Arguments:
     """The arguments of a call of some query heads."""
     own: dict[str, Any] = {
         n: _heads_of(x, heads) for n in ("mask", "bias") if (x := getattr(args, n)) is not None
     }
     own |= {n: x[..., heads] for n in ("alibi_slopes", "sinks") if (x := getattr(args, n)) is not None}
+    if args.intervals is not None and args.intervals.shape[1] > 1:
+        own["intervals"] = args.intervals[:, heads]
     return args._replace(**own) if own else args
 
 

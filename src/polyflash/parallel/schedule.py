@@ -134,6 +134,14 @@ class Segments:
     k_ids: np.ndarray
 
 
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """From which key on, up to which one, the rows of each block of rows see some, int64 (row blocks,)."""
+
+    first: np.ndarray
+    end: np.ndarray
+
+
 class Sight(NamedTuple):
     """Knowledge of the host about who sees whom: a row at position p sees keys [p - left, p + right] of its
     member, None being all. Row i of member m stands at i + offsets[m]; None if only the device knows."""
@@ -143,6 +151,8 @@ class Sight(NamedTuple):
     offsets: tuple[int, ...] | None = (0,)
     segments: Segments | None = None
     joins: bool = True  # may blocks that are seen entirely be joined: does nothing else follow positions?
+    lists: Lists | None = None
+    list_rows: int = 0  # of a row block
 
 
 class Block(NamedTuple):
@@ -284,7 +294,7 @@ def _either(both: Chunk, a: Chunk, b: Chunk) -> Chunk:
 
 def _block(a: Chunk, b: Chunk, sight: Sight) -> Block | None:
     """Rows `a` and keys `b` cut down to those that may see each other."""
-    left, right, offsets, segments, _ = sight
+    left, right, offsets = sight[:3]
     seen, full = (a.lens > 0) & (b.lens > 0), left is None and right is None
     if not seen.any():
         return None
@@ -302,7 +312,12 @@ def _block(a: Chunk, b: Chunk, sight: Sight) -> Block | None:
         if not full:
             a, b = _cut(a, q0, q1), _cut(b, k0, k1)
     a, b = (_cut(x, x.starts, np.where(seen, x.ends, x.starts)) for x in (a, b))
-    return Block(a, b, full) if segments is None else _of_segments(a, b, segments)
+    block: Block | None = Block(a, b, full)
+    if sight.segments is not None:
+        block = _of_segments(a, b, sight.segments)
+    if block is not None and sight.lists is not None:
+        block = _of_lists(block.q, block.k, sight.lists, sight.list_rows)
+    return block
 
 
 def _of_segments(a: Chunk, b: Chunk, segments: Segments) -> Block | None:
@@ -315,6 +330,19 @@ def _of_segments(a: Chunk, b: Chunk, segments: Segments) -> Block | None:
         return None
     (q_at,), (k_at,) = np.nonzero(seeing), np.nonzero(seen)
     a, b = (_cut(x, x.starts + at[0], x.starts + at[-1] + 1) for x, at in ((a, q_at), (b, k_at)))
+    return Block(a, b, False)
+
+
+def _of_lists(a: Chunk, b: Chunk, lists: Lists, rows: int) -> Block | None:
+    """A block cut down to the keys from the first to the last that its rows' lists name, and to these."""
+    begin = int(a.starts[0]) // rows
+    first, end = (x[begin : -(-int(a.ends[0]) // rows)] for x in (lists.first, lists.end))
+    (at,) = np.nonzero((first < b.ends[0]) & (end > b.starts[0]))
+    if not len(at):
+        return None
+    q0, q1 = (begin + at[:1]) * rows, (begin + at[-1:] + 1) * rows
+    a = _cut(a, np.maximum(a.starts, q0), np.minimum(a.ends, q1))
+    b = _cut(b, np.maximum(b.starts, first[at].min()), np.minimum(b.ends, end[at].max()))
     return Block(a, b, False)
 
 
