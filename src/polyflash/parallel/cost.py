@@ -167,20 +167,30 @@ def chosen(problem: Problem) -> tuple[str, str]:
     return ("ring" if ring.seconds < gather.seconds else "all_gather"), f"ring {times}"
 
 
-def _of_sums(problem: Problem) -> int:
-    """Bytes of a rank's out, lse, gradients as float32 sums, and of the gradients of one block of its rows:
-    dq as it is made and as its kernel sums it."""
+def _of_sums(problem: Problem, per_channel: float) -> int:
+    """Bytes of a rank's out, lse, and gradients of its rows, so many a channel, and of its keys."""
     rows, keys = (max(x.held(rank * x.pieces) for rank in problem.shards) for x in (problem.q, problem.k))
-    per_row = problem.head_dim_v * problem.itemsize + 4 + problem.head_dim * (4 + problem.itemsize + 4)
-    kept = rows * problem.batch * problem.num_q_heads * per_row
-    return kept + keys * problem.bytes_per_key // problem.itemsize * 4
+    per_row = problem.head_dim_v * problem.itemsize + 4 + problem.head_dim * per_channel
+    return int(rows * problem.batch * problem.num_q_heads * per_row) + keys * problem.bytes_per_key
+
+
+def _of_steps(problem: Problem, most: int) -> int:
+    """Bytes of both passes of a ring whose steps have so many of K and V at most. Of two ranks, parts of dq
+    are kept as kernels give them, half the heads first and last, and a kernel sums the dq of a call in
+    float32; of more ranks they are summed in float32 as they come."""
+    wide, size = most // problem.itemsize * 4, problem.itemsize
+    if problem.q.count > 2:
+        own = problem.k.held(0) * problem.bytes_per_key // size * (4 - size)
+        return _of_sums(problem, 8 + size) + own + 2 * most + wide * 2 + most
+    return max(_of_sums(problem, 2 * size + 2) + 2 * wide, _of_sums(problem, 1.5 * size + 4) + 2 * most)
 
 
 def _of_heads(problem: Problem, held: int) -> int:
-    """Bytes of all rows of a rank's heads: q, k, v, out in either order of rows, and their gradients."""
+    """Bytes of all rows of a rank's heads: q, k, v, out in either order of rows, their gradients, and dq as
+    its kernel sums it."""
     rows = max(problem.q.held(rank * problem.q.pieces) for rank in problem.shards)
-    of_q = rows * problem.batch * problem.num_q_heads * problem.itemsize
-    return of_q * (5 * problem.head_dim + 5 * problem.head_dim_v) + 5 * held
+    each = problem.head_dim * (2 * problem.itemsize + 4) + 3 * problem.head_dim_v * problem.itemsize
+    return rows * problem.batch * problem.num_q_heads * each + 2 * held
 
 
 def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
@@ -214,7 +224,7 @@ def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
         max(seconds),
         behind / total if total else 1.0,
         2 * most,
-        _of_sums(problem) + 2 * most + most // problem.itemsize * (problem.itemsize + 8),
+        _of_steps(problem, most),
         notes,
     )
 
@@ -236,7 +246,11 @@ def _all_gather(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanati
     held = problem.k.rows * problem.bytes_per_key
     head = held // max(1, problem.num_kv_heads)
     at_once = head * max(1, min(problem.num_kv_heads, GATHERED_BYTES // max(1, head)))
-    working = _of_sums(problem) + 3 * at_once + 4 * (at_once // problem.itemsize * 4)
+    # Of the heads at a time: K and V, the next ones, two parts of their gradients, and sums that are sent and
+    # come; dq of a chunk of rows as its kernel sums it, and what became of both.
+    shared = at_once / held if held else 0.0
+    working = _of_sums(problem, problem.itemsize + shared * (problem.itemsize + 2))
+    working += 4 * at_once + 2 * (at_once // problem.itemsize * 4)
     return Explanation("all_gather", why, (sent,) * len(flops), flops, seconds, hidden, held, working, notes)
 
 

@@ -314,10 +314,11 @@ def backward(
     group, bias, sinks = q.shape[1] // max(1, k.shape[1]), call.args.bias, call.args.sinks
     sources = call.sources(k, v, "ran the backward pass", backward=True)
     first = next(sources)  # as in the forward pass
-    made = [torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs[:3], strict=True)]
+    likes = [x if need else None for x, need in zip((q, k, v), needs[:3], strict=True)]
+    made = [None if x is None or not call.gathers else torch.empty_like(x) for x in likes]
     dbias = torch.zeros_like(bias, dtype=sums_of(bias)) if bias is not None and needs[3] else None
     arriving: Callable[[], None] | None = None
-    totals = [None if x is None else Sum(x) for x in made]
+    totals = [None if x is None else Sum(x) for x in likes]
     for source in chain((first,), sources):
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         if call.gathers:  # these heads are done with this source
@@ -342,9 +343,8 @@ def backward(
         arriving = call.give_back(source, of_keys, totals[1:])
     if arriving is not None:
         arriving()
-    for total in totals if not call.gathers else ():
-        if total is not None:
-            total.finish()
+    if not call.gathers:
+        made = [None if total is None else total.whole() for total in totals]
     dbias = dbias if dbias is None else dbias.to(bias.dtype)  # type: ignore[union-attr]
     return [*made, dbias, _sink_gradient(sinks, *given) if sinks is not None and needs[4] else None]
 

@@ -60,6 +60,12 @@ class Sum:
         """Writes the whole sum into what it is like."""
         self.read(self._like)
 
+    def whole(self) -> Tensor:
+        """The sum, of the dtype and strides of what it is like."""
+        into = torch.empty_like(self._like)
+        self.read(into)
+        return into
+
     def pour(self, into: Sum, head: int, row: int) -> None:
         """Adds all parts to a sum of more heads and rows."""
         for part, (h, _), (r, _) in self._parts:
