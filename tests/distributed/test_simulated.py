@@ -93,7 +93,7 @@ def test_bits_repeat(method: str, ranks: int):
 def test_bits_do_not_follow_the_batch(method: str, kind: torch.dtype):
     """Outputs and gradients of a request are those that it has alone, beside whatever else."""
     draw = torch.Generator().manual_seed(3)
-    whole = [torch.randn(3, h, 41, 16, generator=draw).to(kind) for h in (4, 2, 2, 4)]
+    whole = [torch.randn(3, h, 43, 16, generator=draw).to(kind) for h in (4, 2, 2, 4)]
     how: dict[str, Any] = {"method": method, "causal": True}
     together = simulate(2, lambda g: trained(g, whole, **how))[0]
     alone = simulate(2, lambda g: trained(g, [x[1:2] for x in whole], **how))[0]
