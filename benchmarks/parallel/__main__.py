@@ -90,7 +90,7 @@ def checks(cpu: bool) -> list[tuple[str, str]]:
     every += [("handshakes", _BOTH), ("handshakes", _ALONE), ("correct,causal,float32,small", _ALONE)]
     if cpu:
         return [(name, "gloo") for name, backend in every if backend == _BOTH]
-    return [*every, ("correct,causal,bfloat16,large", _BOTH)]
+    return [*every, *((f"correct,{mask},bfloat16,large", _BOTH) for mask in ("causal", "packed"))]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -116,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--budget", type=float, default=400.0, metavar="SECONDS", help="of wall time; 400")
     parser.add_argument("--only", choices=("checks", "times"), help="one half alone")
+    names = [words.partition(",")[0] for words in _TIMES]
+    parser.add_argument("--problems", nargs="+", choices=names, default=names, help="of the times; all")
     options = parser.parse_args(argv)
     until, cpu = time.monotonic() + options.budget, options.device == "cpu"
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 kept(stage.rows())
     if options.only != "checks":
         backend = "gloo" if cpu else _BOTH
-        for words in ("tiny,2", "varlen-tiny,2") if cpu else _TIMES:
+        wanted = [words for words in _TIMES if words.partition(",")[0] in options.problems]
+        for words in ("tiny,2", "varlen-tiny,2") if cpu else wanted:
             left = until - time.monotonic()
             if left > 20:
                 name, limit = f"times,{words}", min(130.0, left)

@@ -56,7 +56,7 @@ class Bound(NamedTuple):
         """The results of `attend` on packed or paged rows as their caller gets them."""
         one_token = self.form is Form.PAGED
         if out is None:
-            out = result.squeeze(2) if one_token else result[0].transpose(0, 1)
+            out = result.squeeze(2) if one_token else result.squeeze(0).transpose(0, 1)
         if not self.args.need_lse:
             return out
         return AttentionOutput(out, lse[:, :, 0].transpose(0, 1) if one_token else lse[0])

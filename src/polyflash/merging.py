@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import reduce
+from functools import cache, reduce
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from polyflash.errors import described, spec_error
 from polyflash.mask import is_strided
 
+_ONE_PASS = "polyflash.backends.triton.merge"
 _DIMS = {"bhsd": 4, "bshd": 4, "thd": 3}
 
 
@@ -97,13 +100,24 @@ def merge_rows(
 
 def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """`merge` without gradients into the first of two states, layout "bhsd", in few passes over memory. Rows
-    without keys must hold zeros in both, as results of calls do; `other_out` may be of a narrower dtype."""
+    without keys must hold zeros in both, as results of calls do; `other_out` may be of a narrower dtype. A
+    first state of 16 bits is rounded where it is written."""
+    if out.device.type == "cuda" and out.dtype is not torch.float64 and _has_triton():
+        import_module(_ONE_PASS).merge_into(out, lse, other_out, other_lse)
+        return
     # On a CPU torch rounds otherwise in the last elements of a tensor: bits would follow the batch.
     a, b = (x.double() if x.device.type == "cpu" else x for x in (lse, other_lse))
     apart = torch.where(b == -torch.inf, -torch.inf, b - a)  # also of two empty rows
     lse.copy_(torch.logaddexp(a, b))
-    out *= torch.sigmoid(-apart).to(out.dtype).unsqueeze(-1)
-    out.addcmul_(other_out, torch.sigmoid(apart).to(out.dtype).unsqueeze(-1))
+    kind = torch.promote_types(out.dtype, torch.float32)
+    one, other = (torch.sigmoid(x).to(kind).unsqueeze(-1) for x in (-apart, apart))
+    scaled = out * one if out.element_size() < 4 else out.mul_(one)
+    torch.addcmul(scaled, other_out, other, out=out)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _beside_out(x: Tensor, layout: str) -> Tensor:

@@ -36,12 +36,14 @@ class Launch:
     backward: Launch | None = None  # of the gradients, planned at the first call that needs them
     instead: Launch | None = None  # of calls of its route that its row leaves by their sizes
 
-    def of_sizes(self, batch: int, seqlen_q: int, seqlen_k: int, members: int = 0) -> Launch:
+    def of_sizes(
+        self, batch: int, seqlen_q: int, seqlen_k: int, members: int = 0, longest: int | None = None
+    ) -> Launch:
         """The launch that runs a call of these sizes, totals of so many members if it is packed."""
         leaves = self.row.leaves_sizes
         if self.instead is None or leaves is None:
             return self
-        sizes = mean_sizes(batch, members, seqlen_q, seqlen_k)
+        sizes = mean_sizes(batch, members, seqlen_q, seqlen_k, longest)
         return self.instead if leaves(self.spec, self.target, sizes) else self
 
 
@@ -189,7 +191,7 @@ def explain(
         if backend and row.backend != backend:
             reasons = (f"backend: {backend} was asked for by name", *reasons)
         if row.leaves_sizes is not None and not (backend or config or reasons):
-            sizes = mean_sizes(spec.batch, spec.members, spec.seqlen_q, spec.seqlen_k)
+            sizes = mean_sizes(spec.batch, spec.members, spec.seqlen_q, spec.seqlen_k, spec.max_seqlen_k)
             why = row.leaves_sizes(spec, target, sizes)
             reasons = (f"yields: {why}",) if why else ()
         verdicts.append(Verdict(row, reasons))

@@ -66,9 +66,9 @@ def head_dim_v_of(v: Tensor, args: Arguments) -> int:
     return v.shape[3] if codes is None else v.shape[3] * codes.packed
 
 
-def members_of(args: Arguments) -> int:
-    """How many packed members a call has; 0 if they are not packed."""
-    return 0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1
+def members_of(args: Arguments) -> tuple[int, int | None]:
+    """How many packed members a call has, 0 if they are not packed, and the keys of the longest, if known."""
+    return 0 if args.cu_seqlens_q is None else args.cu_seqlens_q.shape[0] - 1, args.max_seqlen_k
 
 
 def spec_of(
@@ -77,7 +77,7 @@ def spec_of(
     """The spec of a call; q, k, v may be meta tensors."""
     batch, num_q_heads, seqlen_q, head_dim = q.shape
     _, num_kv_heads, seqlen_k, _ = v.shape
-    members = members_of(args)
+    members = members_of(args)[0]
     page_size = 0
     if args.page_table is not None:
         page_size, seqlen_k = seqlen_k, args.page_table.shape[1] * seqlen_k

@@ -56,10 +56,16 @@ class Feature(str, Enum):
     BATCH_INVARIANT = "batch_invariant"
 
 
-def mean_sizes(batch: int, members: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int]:
-    """Requests, and how many rows and keys each has; the mean of packed members, if there are any."""
+def mean_sizes(
+    batch: int, members: int, seqlen_q: int, seqlen_k: int, longest: int | None = None
+) -> tuple[int, int, int]:
+    """Requests, and how many rows and keys each has: of packed members, if there are any, the mean. Where the
+    `longest` is known, the mean over keys, Σn²/Σn, is no less than its square over all keys: a long member
+    has most of the work beside short ones."""
     if not members:
         return batch, seqlen_q, seqlen_k
+    if longest:
+        members = min(members, max(1, -(-(seqlen_k**2) // longest**2)))
     return members, -(-seqlen_q // members), -(-seqlen_k // members)
 
 

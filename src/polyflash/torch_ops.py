@@ -149,7 +149,7 @@ def _backward_of(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Argument
         launch.backward = _plan(Phase.BACKWARD, q, k, v, args._replace(config=""), args.backend)
     if launch.backward.instead is None:
         return launch.backward
-    return launch.backward.of_sizes(q.shape[0], q.shape[2], k.shape[2], members_of(args))
+    return launch.backward.of_sizes(q.shape[0], q.shape[2], k.shape[2], *members_of(args))
 
 
 def trained(repeat: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:
@@ -287,7 +287,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
         launch = _routes[key] = _plan(phase, q, k, v, args, backend, needs_grad=asked is not _DECODE)
     if launch.instead is None:
         return launch
-    return launch.of_sizes(batch, seqlen_q, seqlen_k, members_of(args))
+    return launch.of_sizes(batch, seqlen_q, seqlen_k, *members_of(args))
 
 
 def call_plain(

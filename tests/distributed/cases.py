@@ -36,6 +36,15 @@ def _segments(heads: int, rows: int, keys: int) -> dict[str, Any]:
     return {"mask": mask, "causal": True}
 
 
+def _lists(heads: int, rows: int, keys: int) -> dict[str, Any]:
+    """Two intervals per 3 rows, of one head other ones than of the others."""
+    first = torch.arange(-(-rows // 3))[None, :] + torch.arange(heads)[:, None] % 2
+    starts = torch.stack((first // 3, first + 4), -1)[None]
+    ends = torch.stack((first // 3 + 2, first + 9), -1)[None]
+    made = [x.clamp(max=keys).int() for x in (starts, ends)]
+    return {"mask": Mask.intervals(made[0], made[1], rows=3), "window": (None, 5)}
+
+
 def _dense(heads: int, rows: int, keys: int) -> dict[str, Any]:
     mask = torch.arange(rows * keys).reshape(1, 1, rows, keys) * 7919 % 11 > 2
     return {"mask": mask, "bias": torch.linspace(-1, 1, heads * keys).reshape(heads, 1, keys)}
@@ -53,6 +62,7 @@ MASKS: dict[str, Options] = {
     "lengths": lambda h, n, m: {"kv_lens": torch.tensor([m, m // 2]), "kv_starts": torch.tensor([m // 3, 0])},
     "lengths-causal": lambda h, n, m: {"kv_lens": torch.tensor([m // 2, m]), "causal": True},
     "segments": _segments,
+    "lists": _lists,
     "dropout": lambda h, n, m: {"causal": True, "dropout_p": 0.4, "dropout_seed": 2**40 + 77},
     "dense": _dense,
 }

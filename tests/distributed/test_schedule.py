@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from polyflash.parallel import schedule
+from polyflash.parallel import places, schedule
 from polyflash.parallel.cost import Link, Problem, chosen, explained
 from polyflash.parallel.schedule import Segments, Shards, Sight
 
@@ -48,12 +48,12 @@ def test_zigzag_holds_an_early_and_a_late_chunk():
     assert Shards((16,), 2).positions(1).tolist() == list(range(4, 12))
     assert Shards((4, 8), 2).positions(1).tolist() == [
         1,
+        2,
         6,
         7,
-        2,
         8,
         9,
-    ]  # early chunks of both, then late ones
+    ]  # both chunks of a member, then the next
 
 
 def seen(sight: Sight, rows: int, keys: int) -> np.ndarray:
@@ -82,15 +82,15 @@ def test_every_visible_pair_is_in_one_block(name: str, ranks: int, order: str):
         for rank in range(ranks):
             for step in schedule.steps(q, k, rank, sight):
                 theirs = schedule.steps(q, k, step.reader, sight)[(step.reader - rank) % ranks]
-                assert theirs.owner == rank and theirs.keys == step.lent
-                assert bool(step.blocks) == (step.keys[0] < step.keys[1])
+                assert theirs.owner == rank and all(map(np.array_equal, theirs.keys, step.lent))
+                assert bool(step.blocks) == bool(step.keys.rows) and step.keys.slice is not None
                 for block in step.blocks:
                     own, of = (
                         q.positions(rank)[slice(*block.q.span)],
-                        k.positions(step.owner)[slice(*block.k.span)],
+                        k.positions(step.owner)[step.keys.slice][slice(*block.k.span)],
                     )
                     counted[np.ix_(own, of)] += 1
-                    assert step.keys[0] <= block.k.span[0] and block.k.span[1] <= step.keys[1]
+                    assert block.k.span[1] <= step.keys.rows
                     assert visible[np.ix_(own, of)].any()
                     if block.full:
                         assert visible[np.ix_(own, of)].all()
@@ -98,6 +98,50 @@ def test_every_visible_pair_is_in_one_block(name: str, ranks: int, order: str):
         assert counted.max() <= 1 and (counted >= visible).all()
         if name != "segments":
             assert pairs == visible.sum()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", SIGHTS)
+def test_every_visible_pair_of_packed_members_is_in_one_block(name: str, ranks: int):
+    """Blocks are packed calls whose entries are rows and keys of one member, or rows or keys alone."""
+    sight = SIGHTS[name]
+    members = (ranks - 1, 0, 1, 5 * ranks + 2, 2 * ranks + 1)
+    bases = np.cumsum((0, *members))
+    sight = sight._replace(offsets=sight.offsets * len(members))
+    shards = Shards(members, ranks)
+    counted = np.zeros((bases[-1], bases[-1]), int)
+    for rank in range(ranks):
+        for step in schedule.steps(shards, shards, rank, sight):
+            theirs = schedule.rows_of(step.keys.starts, step.keys.ends - step.keys.starts)
+            sent = shards.positions(step.owner)[theirs]
+            for block in step.blocks:
+                rows = np.split(
+                    shards.positions(rank)[slice(*block.q.span)],
+                    np.cumsum(places.entries_of(block).q_lens)[:-1],
+                )
+                keys = np.split(sent[slice(*block.k.span)], np.cumsum(places.entries_of(block).k_lens)[:-1])
+                for member, own, of in zip(places.entries_of(block).member, rows, keys, strict=True):
+                    counted[np.ix_(own, of)] += 1
+                    assert member >= 0 or not (len(own) and len(of))
+                    assert all(bases[member] <= x < bases[member + 1] for x in (*own, *of) if member >= 0)
+    for start, end in itertools.pairwise(bases):
+        visible = seen(sight, end - start, end - start)
+        assert (counted[start:end, start:end] >= visible).all()
+        counted[start:end, start:end] *= -1
+    assert counted.max() <= 0 and counted.min() >= -1
+
+
+def test_packed_members_of_a_causal_ring_are_one_call_a_step_without_places():
+    """Own keys under causal order, others' entirely seen: what every row of a call sees is aligned, and of an
+    earlier rank the early chunks alone are sent."""
+    members = (64, 16, 0, 1, 43)
+    shards, sight = Shards(members, 4), Sight(None, 0, (0,) * 5)
+    for rank in range(4):
+        for t, step in enumerate(schedule.steps(shards, shards, rank, sight)):
+            (block,) = step.blocks
+            assert block.full == (t > 0) and (block.full or places.is_aligned(block, sight))
+            early = sum(int(x) for x in shards.chunks(step.owner)[0].lens)
+            assert step.keys.rows == (early if step.owner < rank else shards.held(step.owner))
 
 
 def test_a_causal_zigzag_gives_every_rank_the_same_work():
@@ -115,7 +159,7 @@ def test_a_window_talks_to_its_neighbours_alone():
         steps = schedule.steps(shards, shards, rank, Sight(4095, 0))
         partners = {step.owner for step in steps if step.blocks} - {rank}
         assert partners <= {rank - 1, rank + 1}
-        sent = sum(step.lent[1] - step.lent[0] for step in steps[1:])
+        sent = sum(step.lent.rows for step in steps[1:])
         assert sent <= 2 * 4095
 
 
@@ -124,7 +168,7 @@ def test_documents_send_nothing_beyond_themselves():
     shards = Shards((512,), 4, "contiguous")
     for rank in range(4):
         steps = schedule.steps(shards, shards, rank, Sight(None, 0, (0,), Segments(ids, ids)))
-        assert all(step.lent == step.keys == (0, 0) for step in steps[1:])
+        assert all(step.lent.rows == step.keys.rows == 0 for step in steps[1:])
 
 
 def test_the_planner_follows_links_windows_and_memory():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import polyflash
 from polyflash import Mask, SpecError, UnsupportedError, parallel
-from polyflash.parallel import ring
+from polyflash.parallel import calls, handshake, ring
 from polyflash.reference import attention_reference
 from tests.distributed import cases
 from tests.distributed.cases import Case
@@ -93,7 +93,7 @@ def test_bits_repeat(method: str, ranks: int):
 def test_bits_do_not_follow_the_batch(method: str, kind: torch.dtype):
     """Outputs and gradients of a request are those that it has alone, beside whatever else."""
     draw = torch.Generator().manual_seed(3)
-    whole = [torch.randn(3, h, 41, 16, generator=draw).to(kind) for h in (4, 2, 2, 4)]
+    whole = [torch.randn(3, h, 43, 16, generator=draw).to(kind) for h in (4, 2, 2, 4)]
     how: dict[str, Any] = {"method": method, "causal": True}
     together = simulate(2, lambda g: trained(g, whole, **how))[0]
     alone = simulate(2, lambda g: trained(g, [x[1:2] for x in whole], **how))[0]
@@ -183,6 +183,17 @@ def test_a_window_is_sent_to_neighbours_alone():
     _, groups = simulate(32, lambda g: trained(g, whole, **how))
     talked = {(a, b) for g in groups[:1] for a, b, _, _ in g.wires.log}
     assert talked and all(abs(a - b) == 1 for a, b in talked)
+
+
+def test_lists_send_nothing_beyond_what_they_name():
+    """Every 32 rows see 32 keys of their own rank, but the last ones, which see the first 5 keys."""
+    starts = torch.arange(0, 256, 32)[:, None].int()
+    ends = starts + 32
+    starts[-1], ends[-1] = 0, 5
+    how: Any = {"mask": Mask.intervals(starts, ends, rows=32), "method": "ring", "order": "contiguous"}
+    _, groups = simulate(4, lambda g: trained(g, whole_of(256), handshake=False, seqlens=(256, 256), **how))
+    values, gradients = 5 * 2 * 2 * 16 * 4, 5 * 2 * 2 * 16 * 4
+    assert [group.sent for group in groups] == [2 * values, 0, 0, gradients]
 
 
 def test_rows_that_see_nan_are_nan_and_no_others():
@@ -276,13 +287,84 @@ def test_autocast_casts_what_is_sent():
     assert results[0].dtype is torch.bfloat16 and groups[0].sent < 32 * 2 * 16 * 2 * 4
 
 
-def test_a_backend_by_name_runs_every_block():
-    whole = whole_of(20)
+def packed_and_trained(group: Any, whole: list[Tensor], cu: Tensor, **how: Any) -> list[Tensor]:
+    """out, dq, dk, dv of this rank, rows and keys packed alike."""
+    q, k, v, dout = (
+        parallel.split(x[0].transpose(0, 1), group=group, dim=0, cu_seqlens=cu).requires_grad_()
+        for x in whole
+    )
+    out = parallel.attention_varlen(q, k, v, cu, cu, group=group, **how)
+    out.backward(dout.detach())
+    return [out.detach(), q.grad, k.grad, v.grad]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "method, mask, expected",
+    [
+        (
+            "ring",
+            {"causal": True},
+            (16, 20),
+        ),  # a call a step; own keys of the backward pass twice where others come
+        ("ring", {}, (16, 20)),
+        ("all_gather", {"causal": True}, (7, 7)),  # the chunks of the last rank are neighbours
+        ("ulysses", {"causal": True}, (4, 4)),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_backend_by_name_runs_every_block(method: str, mask: Any, expected: Any, packed: bool):
+    """In a call a step of a ring, packed members together, however many there are."""
+    whole, cu = whole_of(67, heads=4), torch.tensor([0, 30, 30, 31, 50, 67])
+    how: dict[str, Any] = {"method": method, "backend": "torch", **mask}
     before = polyflash.counters()["calls"]
-    simulate(2, lambda g: trained(g, whole, method="ring", backend="torch"))
+    simulate(4, lambda g: packed_and_trained(g, whole, cu, **how) if packed else trained(g, whole, **how))
     after = polyflash.counters()["calls"]
     ran = {row: n - before.get(row, 0) for row, n in after.items() if n != before.get(row, 0)}
-    assert ran == {"torch/forward": 4, "torch/backward": 6}
+    assert ran == dict(zip(("torch/forward", "torch/backward"), expected, strict=True))
+
+
+def test_early_chunks_of_packed_members_are_sent_alone():
+    """To ranks behind; those before get both chunks, as the plan says."""
+    whole, cu = whole_of(256), torch.tensor([0, 64, 64, 256])
+    q, k, v = (x[0].transpose(0, 1) for x in whole[:3])
+    how: dict[str, Any] = {"method": "ring", "causal": True}
+
+    def body(group: Any) -> Tensor:
+        own = [parallel.split(x, group=group, dim=0, cu_seqlens=cu) for x in (q, k, v)]
+        return parallel.attention_varlen(*own, cu, cu, group=group, handshake=False, **how)
+
+    _, groups = simulate(4, body)
+    plan = parallel.explain(q[:64], k[:64], v[:64], ranks=4, cu_seqlens_q=cu, cu_seqlens_k=cu, **how)
+    both = 64 * 2 * 2 * 16 * 4  # bytes of all keys of a rank
+    sent = [rank * both + (3 - rank) * both // 2 for rank in range(4)]
+    assert [group.sent for group in groups] == sent == list(plan.bytes_sent)
+
+
+def test_a_call_like_an_earlier_one_is_planned_beside_its_handshake(monkeypatch: pytest.MonkeyPatch):
+    """And ends as all others do where one rank makes another call."""
+    whole, said = whole_of(16), []
+    planned, agreed = calls.whole_call, handshake._compared
+
+    def told(what: str, body: Any) -> Any:
+        return lambda *given: (said.append(what), body(*given))[1]
+
+    monkeypatch.setattr(calls, "whole_call", told("planned", planned))
+    monkeypatch.setattr(handshake, "_compared", told("compared", agreed))
+    how: dict[str, Any] = {"causal": True, "method": "ring"}
+
+    def body(group: Any) -> str:
+        for _ in range(2):
+            forward(group, whole, **how)
+        try:
+            forward(group, whole, **(how | {"window": (3, 0)} if group.rank else how))
+        except SpecError as error:
+            return str(error)
+        return "no error"
+
+    simulate(1, body)
+    assert said[:4] == ["compared", "planned", "planned", "compared"]
+    results, _ = simulate(2, body)
+    assert results[0] == results[1] and "window left" in results[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -322,8 +404,6 @@ def refusal(expected: type[Exception], **how: Any) -> str:
 
 
 def test_refusals_name_arguments_and_a_way_out():
-    lists = Mask.intervals(torch.tensor([[0]]).int(), torch.tensor([[4]]).int(), rows=16)
-    assert "window=" in refusal(UnsupportedError, mask=lists)
     with pytest.raises(UnsupportedError, match="dropout_p"):
         cu = torch.tensor([0, 16])
         rows = [x[0].transpose(0, 1) for x in whole_of(16)[:3]]
@@ -351,8 +431,46 @@ def test_explanations_print_themselves_and_say_what_is_sent_twice():
     assert chosen.method == "ring" and "%" in chosen.why
 
 
-def test_codes_are_refused():
-    q, k, v, _ = whole_of(16)
-    codes = polyflash.quantize(k, polyflash.quant.Scheme(dtype="int8"))
-    with pytest.raises(UnsupportedError, match="dequantize"):
-        simulate(1, lambda g: parallel.attention(q, codes, v, group=g))
+SCHEMES = {
+    "int8": polyflash.quant.Scheme(dtype="int8"),
+    "int8 of a head": polyflash.quant.Scheme(dtype="int8", granularity="head", smoothing="mean"),
+    "int4": polyflash.quant.Scheme(dtype="int4", channels=8, symmetric=False),
+    "rotated": polyflash.quant.Scheme(dtype="int8", rotation="hadamard"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_codes_travel_as_they_are(name: str, method: str, packed: bool):
+    """Results are those of the values, bit for bit; bytes are those of the plan, fewer than half."""
+    cu, scheme, mask = torch.tensor([0, 9, 9, 24]), SCHEMES[name], {"causal": True, "window": (9, 0)}
+    whole = [x[0].transpose(0, 1) if packed else x for x in whole_of(24, heads=6)[:3]]
+    cut: dict[str, Any] = {"dim": 0, "cu_seqlens": cu} if packed else {}
+    how: dict[str, Any] = {"method": method, "handshake": False, "return_lse": True, **mask}
+    how |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu} if packed else {"seqlens": (24, 24)}
+    attend: Any = parallel.attention_varlen if packed else parallel.attention
+    layout: Any = "thd" if packed else "bhsd"
+
+    def body(group: Any) -> tuple[Any, ...]:
+        q, k, v = (parallel.split(x, group=group, **cut) for x in whole)
+        k, v = (polyflash.quantize(x, scheme, layout=layout) for x in (k, v))
+        before = group.sent
+        one = attend(q, k, v, group=group, **how)
+        sent = group.sent - before
+        values = [polyflash.dequantize(x).to(q.dtype) for x in (k, v)]
+        with pytest.raises(UnsupportedError, match="inference"):
+            attend(q.clone().requires_grad_(), k, v, group=group, **how)
+        return one, attend(q, *values, group=group, **how), sent, group.sent - before - sent, (q, k, v)
+
+    for one, other, sent, of_values, given in simulate(3, body)[0]:
+        close = {"atol": 2e-6, "rtol": 1e-5} if name == "rotated" else {"atol": 0.0, "rtol": 0.0}
+        for x, y in zip(one, other, strict=True):
+            torch.testing.assert_close(x, y, **close)
+        if method != "ulysses":
+            assert sent < of_values / 2 or (name == "int8 of a head" and sent == of_values)
+            bounds = {x: how[x] for x in how if x.startswith("cu")}
+            plan = parallel.explain(
+                *given, ranks=3, method=method, seqlens=how.get("seqlens"), **mask, **bounds
+            )
+            assert sent in plan.bytes_sent

@@ -25,8 +25,8 @@ from polyflash.parallel.comm import Team, teams_of
 from polyflash.parallel.cost import Explanation, explained
 from polyflash.parallel.dtensors import local_of
 from polyflash.parallel.handshake import KINDS
-from polyflash.parallel.ring import sums_of
 from polyflash.parallel.schedule import ORDERS, Shards
+from polyflash.parallel.sums import sums_of
 
 Order = Literal["zigzag", "contiguous"]
 Method = Literal["all_gather", "ring", "ulysses", "ulysses+ring"]
@@ -68,7 +68,7 @@ def attention(
         seqlens: rows of q and of k on all ranks together; None asks the other ranks in the handshake.
         handshake: compare the call with those of the other ranks by one small message before anything is
             sent, forward and backward. On a group without a CPU backend this synchronises with the device.
-        mask: a `Mask` of causal, window, lengths and segments (ids of the whole sequence), or a bool tensor
+        mask: a `Mask`, whose ids or lists are those of the whole sequence, or a bool tensor
             that broadcasts to the scores of the whole call, of which each rank cuts what it needs.
         bias: likewise.
         dropout_seed: the same on every rank; None draws one from torch's default generator, which then must
@@ -81,7 +81,7 @@ def attention(
     Raises:
         SpecError: as `polyflash.attention`; ranks that disagree, on every rank alike; rows that `split` does
             not give. Where one rank refuses its arguments, the others say so.
-        UnsupportedError: as `polyflash.attention`; interval lists, codes.
+        UnsupportedError: as `polyflash.attention`; gradients beside codes.
         RuntimeError: another rank ended, hung beyond the group's timeout, or made another call.
 
     Source: Liu et al., Ring Attention with Blockwise Transformers (2023); Dubey et al., The Llama 3 Herd of
@@ -239,7 +239,7 @@ def explain(
         ranks: how many there are, or (ranks of the ring, ranks that share heads).
         seqlens: rows of q and of k on all ranks together; None: as many on every rank as here.
 
-    The result prints itself. Its times are by nominal rates of links and devices, none of them measured."""
+    The result prints itself. Its times are of a model, by rates of two H100, whatever the GPU."""
     sizes = (ranks, 1) if isinstance(ranks, int) else tuple(ranks)
     if len(sizes) != 2 or any(type(n) is not int or n < 1 for n in sizes):
         raise spec_error("ranks", described(ranks), "an int, or two ints, 1 or more", "A mesh has two.")
@@ -248,10 +248,11 @@ def explain(
     calls.checked(where, there)
     given: dict[str, Any] = {"causal": causal, "window": window, "mask": mask, "q_offset": q_offset}
     options = Options(**given, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    bound = calls.bound_of(q, k, v, options, form_of(layout) if cu_seqlens_q is None else Form.PACKED)
+    part = calls.part_of(q, k, v, options, form_of(layout) if cu_seqlens_q is None else Form.PACKED)
+    bound = part.bound
     everyone = sizes[0] * sizes[1]
     rows = seqlens or (bound.q.shape[2] * everyone, bound.k.shape[2] * everyone)
-    call = calls.whole_call(bound, there, where._replace(seqlens=rows), None)
+    call = calls.whole_call(part, there, where._replace(seqlens=rows), None)
     chosen, why = (method, "asked for by method=") if method else calls.method_of(bound, call)
     notes = []
     if chosen.startswith("ulysses"):
@@ -313,7 +314,7 @@ def restore(
     rows, tracked = x.shape[dim], torch.is_grad_enabled() and x.requires_grad
     said = {"function": KINDS.index("restore"), "order": ORDERS.index(order), "rows of q": rows}
     said |= {"head_dim": math.prod(x.shape[:dim] + x.shape[dim + 1 :]), "gradients": int(tracked)}
-    shards = _shards(ranks, order, sum(ranks.met(said, None)[0]), cu_seqlens)
+    shards = _shards(ranks, order, sum(ranks.meet(said)()[0]), cu_seqlens)
     if rows != shards.held(ranks.rank):
         wanted = f"{shards.held(ranks.rank)}, what split() gives rank {ranks.rank} of {shards.rows}"
         raise spec_error("x rows", rows, wanted, "Pass the order= and cu_seqlens= of split().")
@@ -344,7 +345,7 @@ def merge(
         raise UnsupportedError(f"{text}. Use torch.no_grad(), or parallel.attention() to train")
     sizes = dict(zip(("batch", "num_q_heads", "head_dim", "head_dim_v"), (*out.shape, 1)[:4], strict=True))
     kind = list(BY_NAME).index(str(out.dtype).removeprefix("torch."))
-    ranks.met({"function": KINDS.index("merge"), "dtype": kind, **sizes}, None)
+    ranks.meet({"function": KINDS.index("merge"), "dtype": kind, **sizes})()
     parts = [(out, lse)]
     for team in (ranks.heads, ranks.ring):
         if team is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,17 +16,24 @@ from polyflash import torch_ops, validate
 from polyflash.arguments import Options
 from polyflash.entry import Bound, Form, autocast, bind
 from polyflash.errors import SpecError, UnsupportedError, described, spec_error
-from polyflash.parallel import places, ulysses
+from polyflash.parallel import ulysses
+from polyflash.parallel.coded import Rows, as_rows, values_of
 from polyflash.parallel.comm import Team
-from polyflash.parallel.cost import NOMINAL, Problem, chosen
-from polyflash.parallel.handshake import KINDS, METHODS, agree, said_of
+from polyflash.parallel.cost import RATES, Problem, chosen
+from polyflash.parallel.handshake import KINDS, METHODS, begin, said_of
 from polyflash.parallel.ring import Attention, Call, of_heads
-from polyflash.parallel.schedule import ORDERS, Segments, Shards, Sight, lengths_of
+from polyflash.parallel.schedule import ORDERS, Lists, Segments, Shards, Sight, lengths_of
+from polyflash.quant import codec
+from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import ANY, requested_backend
 from polyflash.spec import Arguments
 
-_MOST_READ = 8
+_MOST_READ, _MOST_KNOWN = 8, 64
 _read: list[tuple[tuple[Any, ...], Any]] = []  # every layer of a step has the same ids and bounds
+
+
+Held = list[list[int]]  # of q, and of k, that each shard has
+_known: WeakKeyDictionary[Team, dict[Any, Held]] = WeakKeyDictionary()  # by what was said
 
 
 class Where(NamedTuple):
@@ -50,21 +60,25 @@ class Ranks(NamedTuple):
         """The number of this rank among all."""
         return self.ring.rank * self.pieces + (0 if self.heads is None else self.heads.rank)
 
-    def met(self, said: dict[str, int], refusal: Exception | None) -> list[list[int]]:
-        """The handshake; returns the rows of q, and of k, that each shard has."""
-        rows: dict[str, list[int]] = {}
-        for team in (self.heads, self.ring):
-            if team is None:
-                continue
-            team.calls += 1
-            try:
-                rows = agree(team, said | {"number of the call": team.calls})
-            except SpecError:
-                if refusal is not None:
-                    raise refusal from None
-                raise
-            said = said | {name: sum(counts) for name, counts in rows.items()}
-        return list(rows.values())
+    def meet(self, said: dict[str, int], refusal: Exception | None = None) -> Callable[[], Held]:
+        """Starts the handshake; call the result for the rows of q, and of k, that each shard has."""
+        if self.heads is not None:
+            self.heads.calls += 1
+            within = _met(begin(self.heads, said | {"number of the call": self.heads.calls}), refusal)
+            said = said | {name: sum(counts) for name, counts in within.items()}
+        self.ring.calls += 1
+        wait = begin(self.ring, said | {"number of the call": self.ring.calls})
+        return lambda: list(_met(wait, refusal).values())
+
+
+def _met(wait: Callable[[], dict[str, list[int]]], refusal: Exception | None) -> dict[str, list[int]]:
+    """Rows of each shard, as a handshake found them; a refusal of this rank's own says more."""
+    try:
+        return wait()
+    except SpecError:
+        if refusal is not None:
+            raise refusal from None
+        raise
 
 
 def checked(where: Where, ranks: Ranks) -> None:
@@ -95,26 +109,46 @@ def check_order(order: Any) -> None:
         )
 
 
-def bound_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Bound:
+class Part(NamedTuple):
+    """One rank's part of a call: what it is, K and V being what codes stand for, without storage; K and V as
+    they travel, and how to read them; whether results are to be rotated back."""
+
+    bound: Bound
+    travel: tuple[Tensor, Tensor]
+    forms: tuple[Rows | None, Rows | None]
+    rotated: bool
+
+
+def part_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Part:
     """This rank's part of a call, checked as far as it can be without the others."""
     bound = bind(q, k, v, options, form)
-    if not (isinstance(bound.k, Tensor) and isinstance(bound.v, Tensor)):
-        raise UnsupportedError(
-            "parallel: codes are not sent between ranks. Pass dequantize(k) and dequantize(v)"
-        )
     args = bound.args
-    if args.intervals is not None:
-        text = "parallel: the lists of Mask.intervals() and Mask.blocks() are not cut into shards"
-        raise UnsupportedError(f"{text}. Use window=, Mask.segments(), or a bool mask= that broadcasts")
     if args.dropout_p and form is Form.PACKED:
         text = (
             "parallel: dropout_p counts from the first row and key of every packed member, and no kernel can"
         )
         text += " start each of them elsewhere"
         raise UnsupportedError(f"{text}. Use polyflash.parallel.attention() with a Mask of segments")
-    q, k, v = autocast(bound.q, bound.k, bound.v)
+    coded = [x for x in (bound.k, bound.v) if isinstance(x, QuantizedTensor)]
+    if coded and torch.is_grad_enabled() and any(x.requires_grad for x in (bound.q, bound.k, bound.v)):
+        text = "parallel: there are no gradients beside codes, which are for inference"
+        raise UnsupportedError(f"{text}. Use torch.no_grad(), or pass dequantize(k) and dequantize(v)")
+    if coded:
+        q, *_ = autocast(bound.q, bound.q, bound.q)
+        k_rows, v_rows = (
+            as_rows(autocast(x, x, x)[0] if isinstance(x, Tensor) else x, q.dtype) for x in bound[1:3]
+        )
+        k, v = (
+            q.new_empty(()).expand(*x.shape[:3], rows.width) if rows else x for x, rows in (k_rows, v_rows)
+        )
+    else:
+        q, k, v = autocast(bound.q, bound.k, bound.v)
+        k_rows, v_rows = (k, None), (v, None)
     validate.check_shapes(q, k, v)
-    return bound._replace(q=q, k=k, v=v, args=args._replace(backend=requested_backend(args) or ANY))
+    turned = [isinstance(x, QuantizedTensor) and x.scheme.rotation != "none" for x in bound[1:3]]
+    q = codec.rotate(q) if turned[0] else q
+    bound = bound._replace(q=q, k=k, v=v, args=args._replace(backend=requested_backend(args) or ANY))
+    return Part(bound, (k_rows[0], v_rows[0]), (k_rows[1], v_rows[1]), turned[1])
 
 
 def run(
@@ -122,11 +156,13 @@ def run(
 ) -> tuple[Bound, Tensor, Tensor]:
     """One call of this rank: what it was, out and lse, both (batch, heads, rows, ...)."""
     refusal: Exception | None = None
-    said, bound = {"refused": 1}, None
+    said, part = {"refused": 1}, None
     try:
         checked(where, ranks)
-        bound = bound_of(q, k, v, options, form)
+        part = part_of(q, k, v, options, form)
+        bound = part.bound
         said = said_of(bound.q, bound.k, bound.v, bound.args) | {"order": ORDERS.index(where.order)}
+        said["codes"] = zlib.crc32(repr(part.forms).encode()) if any(part.forms) else 0
         said["method"] = METHODS.index(where.method or METHODS[0])
         said["function"] = KINDS.index("attention_varlen" if form is Form.PACKED else "attention")
         if where.seqlens is None and where.handshake is False and form is not Form.PACKED:
@@ -134,14 +170,26 @@ def run(
             raise spec_error("seqlens", "None", "two ints beside handshake=False", change)
     except (SpecError, UnsupportedError) as error:
         refusal = error
-    rows = ranks.met(said, refusal) if where.handshake is not False else None
-    if refusal is not None or bound is None:
+    met, known = (
+        None if where.handshake is False else ranks.meet(said, refusal),
+        _known.setdefault(ranks.ring, {}),
+    )
+    rows, key = known.get(tuple(said.items())), tuple(said.items())
+    if met is None or rows is None or refusal is not None:
+        rows, met = met and met(), None
+    if refusal is not None or part is None:
         raise refusal or SpecError("parallel: no call")
-    call = whole_call(bound, ranks, where, rows)
-    if where.handshake:
+    call = whole_call(part, ranks, where, rows)  # beside the handshake, if it is that of a known call
+    method = where.method or method_of(part.bound, call)[0]
+    if met is not None and (now := met()) != rows:
+        rows, call = now, whole_call(part, ranks, where, now)
+    if rows is not None:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[key] = rows
         call = replace(call, said={"number of the call": ranks.ring.calls})
-    method = where.method or method_of(bound, call)[0]
-    return bound, *_exchanged(bound, replace(call, gathers=method == "all_gather"), ranks, method)
+    out, lse = _exchanged(part, replace(call, gathers=method == "all_gather"), ranks, method)
+    return part.bound, codec.rotate(out) if part.rotated else out, lse
 
 
 def bounded(cu_seqlens: Tensor) -> tuple[int, ...]:
@@ -149,10 +197,10 @@ def bounded(cu_seqlens: Tensor) -> tuple[int, ...]:
     return lengths_of(cu_seqlens.tolist())
 
 
-def whole_call(bound: Bound, ranks: Ranks, where: Where, rows: list[list[int]] | None) -> Call:
-    """The whole call that `bound` is a part of, checked. `rows` of q and of k are those of each shard, as far
+def whole_call(part: Part, ranks: Ranks, where: Where, rows: list[list[int]] | None) -> Call:
+    """The whole call that this is a part of, checked. `rows` of q and of k are those of each shard, as far
     as a handshake told them."""
-    q, k, v, _, args, _ = bound
+    q, k, v, _, args, _ = part.bound
     if args.cu_seqlens_q is not None and args.cu_seqlens_k is not None:
         lengths = [read_once(bounded, x) for x in (args.cu_seqlens_q, args.cu_seqlens_k)]
     else:
@@ -176,7 +224,7 @@ def whole_call(bound: Bound, ranks: Ranks, where: Where, rows: list[list[int]] |
     base = _base(args, shards[0], shards[1])
     sight = _sight(args, base, len(lengths[0]))
     at = None if isinstance(base, int) else base
-    return Call(ranks.ring, args, shards[0], shards[1], sight, at, num_q_heads=q.shape[1])
+    return Call(ranks.ring, args, shards[0], shards[1], sight, at, num_q_heads=q.shape[1], forms=part.forms)
 
 
 def _base(args: Arguments, q: Shards, k: Shards) -> int | Tensor:
@@ -206,7 +254,9 @@ def _sight(args: Arguments, base: int | Tensor, members: int) -> Sight:
     segments = None
     if args.q_segments is not None and args.k_segments is not None:
         segments = _segments(args.q_segments, args.k_segments)
+    lists = None if args.intervals is None else read_once(lists_of, args.intervals)
     moved = (
+        lists,
         args.mask,
         args.bias,
         args.alibi_slopes,
@@ -215,12 +265,22 @@ def _sight(args: Arguments, base: int | Tensor, members: int) -> Sight:
         segments,
         args.dropout_p or None,
     )
-    return Sight(args.window_left, right, offsets, segments, all(x is None for x in moved))
+    return Sight(
+        args.window_left, right, offsets, segments, all(x is None for x in moved), lists, args.interval_rows
+    )
 
 
 def _segments(q_ids: Tensor, k_ids: Tensor) -> Segments:
     """Ids on the host."""
     return read_once(lambda *ids: Segments(*(x.numpy(force=True).copy() for x in ids)), q_ids, k_ids)  # type: ignore[no-any-return]
+
+
+def lists_of(intervals: Tensor) -> Lists:
+    """From which key on, up to which one, row blocks see some, of any entry and head; on the host."""
+    blocks = intervals.numpy(force=True).astype(np.int64).transpose(4, 2, 0, 1, 3)
+    starts, ends = blocks.reshape(2, intervals.shape[2], -1)
+    some, far = starts < ends, np.iinfo(np.int64).max
+    return Lists(np.where(some, starts, far).min(1, initial=far), np.where(some, ends, 0).max(1, initial=0))
 
 
 def read_once(read: Callable[..., Any], *tensors: Tensor) -> Any:
@@ -248,20 +308,27 @@ def method_of(bound: Bound, call: Call) -> tuple[str, str]:
 def problem_of(bound: Bound, call: Call) -> Problem:
     q, k, v = bound.q, bound.k, bound.v
     sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size()
-    return Problem(call.q, call.k, call.sight, *sizes, NOMINAL["cpu" if q.device.type == "cpu" else "cuda"])
+    widths = zip((k, v), call.forms, strict=True)
+    sent = sum(x.shape[3] * x.element_size() if rows is None else rows.bytes for x, rows in widths)
+    rates = RATES["cpu" if q.device.type == "cpu" else "cuda"]
+    return Problem(call.q, call.k, call.sight, *sizes, rates, bytes_per_head=sent)
 
 
-def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Tensor, Tensor]:
+def _exchanged(part: Part, call: Call, ranks: Ranks, method: str) -> tuple[Tensor, Tensor]:
     """The results of this rank's rows."""
-    q, k, v = bound.q, bound.k, bound.v
+    q, (k, v) = part.bound.q, part.travel
     if not method.startswith("ulysses"):
         return Attention.apply(q, k, v, call.args.bias, call.args.sinks, call)  # type: ignore[no-any-return]
     team = ranks.heads or ranks.ring
     of_q, of_k = ulysses.deal(q.shape[1], k.shape[1], team.size)
     first = ranks.ring.rank * team.size if ranks.heads else 0
     rows, keys = ([x.held(first + i) for i in range(team.size)] for x in (call.q, call.k))
-    q = ulysses.to_heads(team, q, of_q, rows)
-    k, v = (ulysses.to_heads(team, x, of_k, keys) for x in (k, v))
+    order = (None, None) if ranks.heads else (call.q, call.k)
+    turns = [
+        ulysses.Turn(team, dealt, held, shards, call.packed)
+        for dealt, held, shards in ((of_q, rows, order[0]), (of_k, keys, order[1]))
+    ]
+    q, k, v = (ulysses.to_heads(x, turns[i > 0]) for i, x in enumerate((q, k, v)))
     own = of_q[team.rank]
     own_heads = slice(own[0], own[-1] + 1) if own else slice(0, 0)
     call = replace(call, args=of_heads(call.args, own_heads), first_head=own_heads.start)
@@ -270,23 +337,12 @@ def _exchanged(bound: Bound, call: Call, ranks: Ranks, method: str) -> tuple[Ten
         call = replace(call, q=shards[0], k=shards[1])
         out, lse = Attention.apply(q, k, v, call.args.bias, call.args.sinks, call)
     else:
-        out, lse = _in_order(q, k, v, call)
-    lse = ulysses.to_rows(team, lse.unsqueeze(-1), of_q, rows).squeeze(-1)
-    return ulysses.to_rows(team, out, of_q, rows), lse
-
-
-def _in_order(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """A whole call of rows in the order of ranks."""
-    args = call.args._replace(need_lse=True)
-    if args.dropout_p:
-        args = args._replace(dropout_head=call.first_head, dropout_heads=call.num_q_heads)
-    if call.q.order == "contiguous" and args.cu_seqlens_q is None:
-        return torch_ops.call(q, k, v, args)
-    q, k, v = (
-        places.in_order(shards, x.split([shards.held(i) for i in range(shards.count)], 2))
-        for shards, x in ((call.q, q), (call.k, k), (call.k, v))
-    )
-    out, lse = torch_ops.call(q, k, v, args)
-    everyone = range(call.q.count)
-    out = torch.cat([places.of_shard(call.q, out, i) for i in everyone], 2)
-    return out, torch.cat([places.of_shard(call.q, lse, i) for i in everyone], 2)
+        args = call.args._replace(need_lse=True)
+        if call.packed:
+            longest = [max(x.lengths, default=0) for x in (call.q, call.k)]
+            args = args._replace(max_seqlen_q=longest[0], max_seqlen_k=longest[1])
+        if args.dropout_p:
+            args = args._replace(dropout_head=call.first_head, dropout_heads=call.num_q_heads)
+        k, v = values_of(k, call.forms[0]), values_of(v, call.forms[1])
+        out, lse = torch_ops.call(q, k, v, args)
+    return ulysses.to_rows(out, turns[0]), ulysses.to_rows(lse.unsqueeze(-1), turns[0]).squeeze(-1)

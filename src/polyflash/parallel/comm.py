@@ -38,6 +38,14 @@ class Team:
     def group(self) -> Any:
         return self._group()
 
+    def aside(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, what goes to `device` or comes from it does not wait for what is computed there."""
+        if self.device.type == "cpu":
+            return contextlib.nullcontext()
+        if self not in _aside:
+            _aside[self] = torch.cuda.Stream(self.device)
+        return torch.cuda.stream(_aside[self])
+
     def exchange(self, sends: Sent, receives: Sequence[tuple[int, Tensor]], what: str) -> Callable[[], None]:
         """Starts sending, and receiving into given contiguous tensors; call the result to wait for all of
         it. Every pair of ranks names its tensors in the same order."""
@@ -80,11 +88,11 @@ class Team:
 
     def swap(self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str) -> Callable[[], list[Tensor]]:
         """Starts sending part s to rank s; call the result for what each rank sent here, of given shapes."""
-        out, kind = [_bytes(x) for x in parts], parts[0].dtype
+        kind, sizes = parts[0].dtype, [x.numel() * x.element_size() for x in parts]
         counts = [math.prod(shape) * kind.itemsize for shape in shapes]
         into = torch.empty(sum(counts), dtype=torch.uint8, device=parts[0].device)
-        self.sent += sum(x.numel() for x in out) - out[self.rank].numel()
-        whole, sizes = torch.cat(out), [x.numel() for x in out]
+        self.sent += sum(sizes) - sizes[self.rank]
+        whole = flat(parts).view(torch.uint8)
         with self._named(what):
             work = dist.all_to_all_single(into, whole, counts, sizes, self.group, async_op=True)
 
@@ -116,12 +124,29 @@ def _bytes(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(-1).view(torch.uint8)
 
 
+def flat(parts: Sequence[Tensor]) -> Tensor:
+    """The elements of tensors one behind the other, copied unless they lie so."""
+    first, end = parts[0], parts[0].storage_offset()
+    lies = all(x.is_contiguous() for x in parts)
+    for x in parts if lies else ():
+        lies = lies and x.storage_offset() == end
+        lies = lies and x.untyped_storage()._cdata == first.untyped_storage()._cdata
+        end += x.numel()
+    if lies:
+        return first.detach().as_strided((end - first.storage_offset(),), (1,))
+    whole = first.new_empty(sum(x.numel() for x in parts))
+    for x, place in zip(parts, whole.split([x.numel() for x in parts]), strict=True):
+        place.view(x.shape).copy_(x.detach())
+    return whole
+
+
 def _shaped(x: Tensor, shape: Shape, kind: torch.dtype) -> Tensor:
     if x.storage_offset() % kind.itemsize:  # a view of wider elements starts at a multiple of their size
         x = x.clone()
     return x.view(kind).view(shape)
 
 
+_aside: WeakKeyDictionary[Team, torch.cuda.Stream] = WeakKeyDictionary()
 _teams: WeakKeyDictionary[Any, Team] = WeakKeyDictionary()
 
 

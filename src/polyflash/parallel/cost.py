@@ -7,7 +7,7 @@
 Between nodes every rank has a link of its own, slower than that within a node: a step of a ring from another
 node takes the slow one, gathered keys come to a node once, over the links of all its ranks, and what goes
 from all to all crosses for itself. A backward pass sends K and V again and their gradients in float32;
-Ulysses sends what it sent. Rates are nominal and say so: no link or device was measured for them."""
+Ulysses sends what it sent. Rates of GPUs are those of two H100 of one host (`RATES`)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ class Link:
         return max(0, ranks - self.node) / max(1, ranks - 1) if self.node else 0.0
 
 
-# NVLink of Hopper as one direction of its data sheet has it, at 70 %; gloo over a host's own memory.
-NOMINAL = {"cuda": Link(0.7 * 450e9, 10e-6, 450e12), "cpu": Link(1e9, 100e-6, 50e9)}
+# Of two H100 over NCCL (docs/results/2026-11-26-h100-x2-parallel.md): exchanges of 0.27 to 1.3 GB of both
+# passes one by one, 158 to 199 GB/s, and what is left for no bytes; both passes of 32k and 128k causal tokens
+# on one of them, 593 and 590 TFLOP/s. Gloo over a host's own memory: guessed.
+RATES = {"cuda": Link(190e9, 25e-6, 590e12), "cpu": Link(1e9, 100e-6, 50e9)}
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ class Problem:
     head_dim: int
     head_dim_v: int
     itemsize: int
-    link: Link = NOMINAL["cuda"]
+    link: Link = RATES["cuda"]
     backward: bool = False
+    bytes_per_head: int = 0  # of K and V of a position, as they travel; 0: values
 
     @property
     def shards(self) -> list[int]:
@@ -75,7 +78,8 @@ class Problem:
     @property
     def bytes_per_key(self) -> int:
         """K and V of one position, all heads."""
-        return self.batch * self.num_kv_heads * (self.head_dim + self.head_dim_v) * self.itemsize
+        each = self.bytes_per_head or (self.head_dim + self.head_dim_v) * self.itemsize
+        return self.batch * self.num_kv_heads * each
 
     @property
     def flops_per_pair(self) -> float:
@@ -92,7 +96,7 @@ class Problem:
         """Bytes that a rank of the ring sends in each step, and FLOPs that it computes, forward."""
         return [
             (
-                0 if t == 0 else (step.lent[1] - step.lent[0]) * self.sent_per_key,
+                0 if t == 0 else step.lent.rows * self.sent_per_key,
                 schedule.pairs_of(step.blocks, self.sight) * self.flops_per_pair,
             )
             for t, step in enumerate(schedule.steps(self.q, self.k, rank, self.sight))
@@ -109,7 +113,7 @@ class Explanation:
     why: str
     bytes_sent: tuple[int, ...]
     flops: tuple[float, ...]
-    seconds: float  # of the slowest rank, by nominal rates
+    seconds: float  # of the slowest rank, by the rates of `problem.link`
     hidden: float  # share of the exchange's time behind computation
     peak_bytes: int  # K and V of other ranks that a rank holds at a time
     working_bytes: int  # all that both passes hold at most beside q, k, v and dout
@@ -129,7 +133,7 @@ class Explanation:
                 f"  bytes sent per rank, forward: {sent}; K and V of others held: {self.peak_bytes:,}",
                 f"  held beside q, k, v and dout in both passes: up to {self.working_bytes:,} bytes",
                 f"  FLOPs per rank, forward: up to {max(self.flops):.3g}, imbalance {self.imbalance:.2f}",
-                f"  nominal: {self.seconds:.3g} s, {self.hidden:.0%} of the exchange behind computation",
+                f"  modelled: {self.seconds:.3g} s, {self.hidden:.0%} of the exchange behind computation",
                 *(f"  note: {note}" for note in self.notes),
             )
         )
@@ -159,24 +163,34 @@ def chosen(problem: Problem) -> tuple[str, str]:
     head = problem.k.rows * problem.bytes_per_key // max(1, problem.num_kv_heads)
     if head > MOST_GATHERED:
         return "ring", f"one head's keys of all ranks are {head:,} bytes, more than {MOST_GATHERED:,}"
-    times = f"{ring.seconds:.3g} s, all_gather {gather.seconds:.3g} s by nominal rates"
+    times = f"{ring.seconds:.3g} s, all_gather {gather.seconds:.3g} s by the model"
     return ("ring" if ring.seconds < gather.seconds else "all_gather"), f"ring {times}"
 
 
-def _of_sums(problem: Problem) -> int:
-    """Bytes of a rank's out, lse, gradients as float32 sums, and of the gradients of one block of its rows:
-    dq as it is made and as its kernel sums it."""
+def _of_sums(problem: Problem, per_channel: float) -> int:
+    """Bytes of a rank's out, lse, and gradients of its rows, so many a channel, and of its keys."""
     rows, keys = (max(x.held(rank * x.pieces) for rank in problem.shards) for x in (problem.q, problem.k))
-    per_row = problem.head_dim_v * problem.itemsize + 4 + problem.head_dim * (4 + problem.itemsize + 4)
-    kept = rows * problem.batch * problem.num_q_heads * per_row
-    return kept + keys * problem.bytes_per_key // problem.itemsize * 4
+    per_row = problem.head_dim_v * problem.itemsize + 4 + problem.head_dim * per_channel
+    return int(rows * problem.batch * problem.num_q_heads * per_row) + keys * problem.bytes_per_key
+
+
+def _of_steps(problem: Problem, most: int) -> int:
+    """Bytes of both passes of a ring whose steps have so many of K and V at most. Of two ranks, parts of dq
+    are kept as kernels give them, half the heads first and last, and a kernel sums the dq of a call in
+    float32; of more ranks they are summed in float32 as they come."""
+    wide, size = most // problem.itemsize * 4, problem.itemsize
+    if problem.q.count > 2:
+        own = problem.k.held(0) * problem.bytes_per_key // size * (4 - size)
+        return _of_sums(problem, 8 + size) + own + 2 * most + wide * 2 + most
+    return max(_of_sums(problem, 2 * size + 2) + 2 * wide, _of_sums(problem, 1.5 * size + 4) + 2 * most)
 
 
 def _of_heads(problem: Problem, held: int) -> int:
-    """Bytes of all rows of a rank's heads: q, k, v, out in either order of rows, and their gradients."""
+    """Bytes of all rows of a rank's heads: q, k, v, out in either order of rows, their gradients, and dq as
+    its kernel sums it."""
     rows = max(problem.q.held(rank * problem.q.pieces) for rank in problem.shards)
-    of_q = rows * problem.batch * problem.num_q_heads * problem.itemsize
-    return of_q * (5 * problem.head_dim + 5 * problem.head_dim_v) + 5 * held
+    each = problem.head_dim * (2 * problem.itemsize + 4) + 3 * problem.head_dim_v * problem.itemsize
+    return rows * problem.batch * problem.num_q_heads * each + 2 * held
 
 
 def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
@@ -210,7 +224,7 @@ def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
         max(seconds),
         behind / total if total else 1.0,
         2 * most,
-        _of_sums(problem) + 2 * most + most // problem.itemsize * (problem.itemsize + 8),
+        _of_steps(problem, most),
         notes,
     )
 
@@ -232,7 +246,11 @@ def _all_gather(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanati
     held = problem.k.rows * problem.bytes_per_key
     head = held // max(1, problem.num_kv_heads)
     at_once = head * max(1, min(problem.num_kv_heads, GATHERED_BYTES // max(1, head)))
-    working = _of_sums(problem) + 3 * at_once + 4 * (at_once // problem.itemsize * 4)
+    # Of the heads at a time: K and V, the next ones, two parts of their gradients, and sums that are sent and
+    # come; dq of a chunk of rows as its kernel sums it, and what became of both.
+    shared = at_once / held if held else 0.0
+    working = _of_sums(problem, problem.itemsize + shared * (problem.itemsize + 2))
+    working += 4 * at_once + 2 * (at_once // problem.itemsize * 4)
     return Explanation("all_gather", why, (sent,) * len(flops), flops, seconds, hidden, held, working, notes)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,20 +28,31 @@ _FIELDS = (
     *("refused", "function", "number of the call", "version", "method", "order", "dtype", "batch"),
     *("num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "gradients", "seqlens", "causal"),
     *("window left", "window right", "offset", *_FLOATS, "dropout_seed", "operands"),
-    "contents of operands",
+    *("contents of operands", "codes"),
     *("rows of q", "rows of k"),
 )
 _OWN = ("rows of q", "rows of k")  # each rank's own
 
 
-def agree(team: Team, said: Mapping[str, int]) -> dict[str, list[int]]:
-    """Compares what the ranks say, fields that are missing being 0; returns the rows of each.
+def begin(team: Team, said: Mapping[str, int]) -> Callable[[], dict[str, list[int]]]:
+    """Starts to compare what the ranks say, fields that are missing being 0; call the result for the rows of
+    each. On a device's own backend this waits for earlier exchanges, not for what is computed beside them.
 
     Raises:
-        SpecError: on every rank alike, with the first field that differs and who said what."""
+        SpecError: from that call, on every rank alike, with the first field that differs and who said it."""
     values = [said.get(name, 0) for name in _FIELDS]
-    words = torch.tensor(values, dtype=torch.int64, device=team.device)
-    table = team.gather(words, "compared its call with those of the others")().tolist()
+    with team.aside():
+        words = torch.tensor(values, dtype=torch.int64, device=team.device)
+        wait = team.gather(words, "compared its call with those of the others")
+
+    def compared() -> dict[str, list[int]]:
+        with team.aside():
+            return _compared(wait().tolist())
+
+    return compared
+
+
+def _compared(table: list[list[int]]) -> dict[str, list[int]]:
     columns = dict(zip(_FIELDS, zip(*table, strict=True), strict=True))
     refused = [rank for rank, flag in enumerate(columns["refused"]) if flag]
     if refused:

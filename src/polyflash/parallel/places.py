@@ -5,49 +5,131 @@ would hold the host until all that was launched before is done."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polyflash.mask import FAR_OFFSET
-from polyflash.parallel.schedule import Block, Shards, Sight
+from polyflash.parallel import schedule
+from polyflash.parallel.comm import flat
+from polyflash.parallel.schedule import Block, Runs, Shards, Sight
 
 _KEPT = 1024
-_tables: dict[tuple[int, torch.device], tuple[Block, dict[str, Any]]] = {}  # a block that is kept has one id
+_tables: dict[tuple[int, torch.device], tuple[Any, dict[Any, Any]]] = {}  # what is kept has one id
 
 
-def in_order(shards: Shards, parts: Sequence[Tensor]) -> Tensor:
-    """All rows in their order, along dimension 2, of the rows that each shard has, or more."""
-    if len(shards.lengths) > 1:
-        rows = torch.cat([x[:, :, : shards.held(i)] for i, x in enumerate(parts)], 2)
-        return rows.index_select(2, _order(shards, rows.device))
-    pairs = [(chunk, part) for i, part in enumerate(parts) for chunk in shards.chunks(i)]
-    pairs.sort(key=lambda pair: int(pair[0].starts[0]))
-    return torch.cat([part[:, :, slice(*chunk.span)] for chunk, part in pairs], 2)
+def wire(x: Tensor, packed: bool) -> Tensor:
+    """(batch, heads, rows, head_dim) as it travels, and the way back: rows of packed members stay whole."""
+    return x.transpose(1, 2) if packed else x
 
 
-def of_shard(shards: Shards, x: Tensor, shard: int) -> Tensor:
-    """The way back: the rows of one shard, along dimension 2, of all rows in their order."""
-    if len(shards.lengths) > 1:
-        return x.index_select(2, _positions(shards, shard, x.device))
-    chunks = shards.chunks(shard)
-    return torch.cat([x[:, :, int(chunk.starts[0]) : int(chunk.ends[0])] for chunk in chunks], 2)
+def in_order(shards: Shards, parts: Sequence[Tensor], packed: bool) -> Tensor:
+    """All rows in their order, along dimension 2, of those of each shard, and more, as they travel."""
+    if packed:
+        rows = flat(parts).view(-1, *parts[0].shape[2:])
+        order = _order(shards, tuple(x.shape[1] for x in parts), rows.device)
+        return wire(rows.index_select(0, order)[None], packed)
+    chunks = [(chunk, part) for i, part in enumerate(parts) for chunk in shards.chunks(i)]
+    chunks.sort(key=lambda pair: int(pair[0].starts[0]))
+    return torch.cat([part[:, :, slice(*chunk.span)] for chunk, part in chunks], 2)
+
+
+def along(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Contiguous tensors one behind the other along `dim`, where they are if they lie so."""
+    if math.prod(parts[0].shape[:dim]) != 1:
+        return torch.cat(list(parts), dim)
+    return flat(parts).view(*parts[0].shape[:dim], -1, *parts[0].shape[dim + 1 :])
+
+
+def of_shards(shards: Shards, x: Tensor, packed: bool) -> list[Tensor]:
+    """The way back: the rows of each shard, as they travel, side by side in memory."""
+    if packed:
+        rows = wire(x, packed).index_select(1, _positions(shards, x.device))
+        return list(rows.split([shards.held(i) for i in range(shards.count)], 1))
+    parts = room_for(shards, x, x.dtype)
+    for i, part in enumerate(parts):
+        spans = [slice(int(chunk.starts[0]), int(chunk.ends[0])) for chunk in shards.chunks(i)]
+        torch.cat([x[:, :, span] for span in spans], 2, out=part)
+    return parts
+
+
+def room_for(shards: Shards, like: Tensor, kind: torch.dtype) -> list[Tensor]:
+    """Room for the rows of each shard, as dense rows travel, side by side in memory."""
+    batch, heads, _, dim = like.shape
+    held = [shards.held(i) for i in range(shards.count)]
+    room = like.new_empty(batch * heads * sum(held) * dim, dtype=kind)
+    parts = room.split([batch * heads * rows * dim for rows in held])
+    return [part.view(batch, heads, rows, dim) for part, rows in zip(parts, held, strict=True)]
+
+
+def lent(x: Tensor, runs: Runs, packed: bool) -> Tensor:
+    """The rows of some runs, as they travel."""
+    if (rows := runs.slice) is not None:
+        return wire(x[:, :, rows], packed)
+    return wire(x, packed).index_select(1 + (not packed), rows_of(runs, x.device))
+
+
+def returned(x: Tensor, runs: Runs, rows: int, packed: bool) -> tuple[Tensor, int, int]:
+    """The way back of `lent`, into a shard of so many rows: a tensor, and its first head and row there."""
+    if (place := runs.slice) is not None:
+        return wire(x, packed), 0, place.start
+    dim = 1 + (not packed)
+    whole = x.new_zeros((*x.shape[:dim], rows, *x.shape[dim + 1 :]))
+    return wire(whole.index_copy_(dim, rows_of(runs, x.device), x), packed), 0, 0
 
 
 @lru_cache(maxsize=64)
-def _order(shards: Shards, device: torch.device) -> Tensor:
-    """Places of all rows when shards follow one another."""
+def _order(shards: Shards, rooms: tuple[int, ...], device: torch.device) -> Tensor:
+    """Places of all rows when shards follow one another, each in a room for so many rows."""
+    who, at = shards.natural()
+    return torch.from_numpy((np.cumsum(rooms) - rooms)[who] + at).to(device)
+
+
+@lru_cache(maxsize=64)
+def _positions(shards: Shards, device: torch.device) -> Tensor:
     order = np.concatenate([shards.positions(shard) for shard in range(shards.count)])
-    return torch.from_numpy(np.argsort(order)).to(device)
+    return torch.from_numpy(order).to(device)
 
 
-@lru_cache(maxsize=64)
-def _positions(shards: Shards, shard: int, device: torch.device) -> Tensor:
-    return torch.from_numpy(shards.positions(shard)).to(device)
+def rows_of(runs: Runs, device: torch.device) -> Tensor:
+    """The place in its shard of every row of some runs, int64."""
+    table = _table_of(runs, device)
+    if "rows" not in table:
+        table["rows"] = _sent(schedule.rows_of(runs.starts, runs.ends - runs.starts), device)
+    return table["rows"]  # type: ignore[no-any-return]
+
+
+class Entries(NamedTuple):
+    """A block as members of a packed call: its rows and keys of each member, and between them rows without
+    keys and keys without rows, which are others' of the same shards; `member` is -1 there. int64."""
+
+    member: np.ndarray
+    q_lens: np.ndarray
+    k_lens: np.ndarray
+
+    def of_members(self, x: np.ndarray) -> np.ndarray:
+        """A value per member as one per entry; 0 where it is none's."""
+        return np.where(self.member < 0, 0, x[self.member])
+
+
+def entries_of(block: Block) -> Entries:
+    """The entries of a block of packed members, in their order from its first row and key on."""
+    (held,) = np.nonzero((block.q.lens > 0) & (block.k.lens > 0))
+    lens, gaps = [], []
+    for chunk in (block.q, block.k):
+        first, own = chunk.first[held], chunk.lens[held]
+        lens.append(own)
+        gaps.append(np.concatenate(([0], first[1:] - first[:-1] - own[:-1])))
+    none = np.zeros(len(held), np.int64)
+    columns = [(none - 1, none - 1, held), (gaps[0], none, lens[0]), (none, gaps[1], lens[1])]
+    member, q_lens, k_lens = (np.stack(x, 1).reshape(-1) for x in columns)
+    some = (q_lens > 0) | (k_lens > 0)
+    return Entries(member[some], q_lens[some], k_lens[some])
 
 
 def packed_bounds(block: Block, device: torch.device) -> dict[str, Any]:
@@ -55,21 +137,27 @@ def packed_bounds(block: Block, device: torch.device) -> dict[str, Any]:
     return _table_of(block, device)["bounds"]  # type: ignore[no-any-return]
 
 
-def keys_of(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first key of a block in its member, and how many there are, int64 (members,)."""
-    return _table_of(block, device)["keys"]  # type: ignore[no-any-return]
+def of_entries(block: Block, x: Tensor) -> Tensor:
+    """A value per member as one per entry of a block."""
+    return x.index_select(0, _table_of(block, x.device)["member"])
 
 
-def apart(block: Block, device: torch.device) -> Tensor:
-    """How far rows of a block stand behind its keys, int64 (members,), without what offsets add."""
-    return _table_of(block, device)["apart"]  # type: ignore[no-any-return]
+def keys_of(block: Block, device: torch.device, packed: bool) -> tuple[Tensor, Tensor]:
+    """The first key of a block in its member, and how many there are, int64 (members,), or (entries,)."""
+    return _table_of(block, device, packed)["keys"]  # type: ignore[no-any-return]
+
+
+def apart(block: Block, device: torch.device, packed: bool) -> Tensor:
+    """How far rows of a block stand behind its keys, int64 (members,) or (entries,), without what offsets
+    add."""
+    return _table_of(block, device, packed)["apart"]  # type: ignore[no-any-return]
 
 
 def offsets(block: Block, sight: Sight, device: torch.device) -> Tensor:
-    """The position of the first row of a block among its keys, int32 (members,), where the host knows it."""
+    """The position of the first row of each entry among its keys, int32, where the host knows it."""
     table = _table_of(block, device)
     if sight.offsets not in table:
-        near = _apart(block) + np.array(sight.offsets, np.int64)
+        near = entries_of(block).of_members(_apart(block) + np.array(sight.offsets, np.int64))
         table[sight.offsets] = _sent(near.clip(-FAR_OFFSET, FAR_OFFSET), device).int()
     return table[sight.offsets]  # type: ignore[no-any-return]
 
@@ -86,25 +174,35 @@ def _apart(block: Block) -> np.ndarray:
     return block.q.starts - block.k.starts
 
 
-def _table_of(block: Block, device: torch.device) -> dict[Any, Any]:
-    key = id(block), device
+def _table_of(of: Block | Runs, device: torch.device, packed: bool = True) -> dict[Any, Any]:
+    key = id(of), device
     if key not in _tables:
         if len(_tables) >= _KEPT:
             _tables.clear()
-        q, k = block.q.lens, block.k.lens
-        bounds = {f"cu_seqlens_{x}": _bounds(n, device) for x, n in (("q", q), ("k", k))}
-        longest = {f"max_seqlen_{x}": int(n.max()) for x, n in (("q", q), ("k", k))}
-        keys = _sent(block.k.starts, device), _sent(k, device)
-        _tables[key] = (
-            block,
-            {"bounds": bounds | longest, "keys": keys, "apart": _sent(_apart(block), device)},
-        )
+        _tables[key] = of, _table(of, device, packed) if isinstance(of, Block) else {}
     return _tables[key][1]
+
+
+def _table(block: Block, device: torch.device, packed: bool) -> dict[Any, Any]:
+    if not packed:
+        keys = _sent(block.k.starts, device), _sent(block.k.lens, device)
+        return {"keys": keys, "apart": _sent(_apart(block), device)}
+    entries = entries_of(block)
+    bounds: dict[str, Any] = {}
+    for x, n in (("q", entries.q_lens), ("k", entries.k_lens)):
+        bounds |= {
+            f"cu_seqlens_{x}": _sent(np.cumsum((0, *n)), device).int(),
+            f"max_seqlen_{x}": int(n.max()),
+        }
+    keys = _sent(entries.of_members(block.k.starts), device), _sent(entries.k_lens, device)
+    member = _sent(entries.member.clip(0), device)
+    return {
+        "bounds": bounds,
+        "keys": keys,
+        "apart": _sent(entries.of_members(_apart(block)), device),
+        "member": member,
+    }
 
 
 def _sent(x: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(x.copy()).to(device)
-
-
-def _bounds(lens: np.ndarray, device: torch.device) -> Tensor:
-    return _sent(np.cumsum((0, *lens)), device).int()

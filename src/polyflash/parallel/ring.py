@@ -13,6 +13,7 @@ are widened wherever results of blocks are added up, so that this rounding happe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -27,33 +28,26 @@ from polyflash.arguments import int32_of
 from polyflash.mask import FAR_OFFSET
 from polyflash.merging import merge_into
 from polyflash.parallel import places, schedule
+from polyflash.parallel.coded import Rows, values_of
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import GATHERED_BYTES
-from polyflash.parallel.handshake import KINDS, agree
+from polyflash.parallel.handshake import KINDS, begin
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
+from polyflash.parallel.sums import Sum, sums_of
+from polyflash.results import empty_in_order_of
 from polyflash.spec import Arguments
 
 _backward_op = torch.ops.polyflash.attention_backward.default
 
 
 class Source(NamedTuple):
-    """Keys that are there: of `heads`, from key `first` of their shard on, and the blocks that read them."""
+    """Keys that are there, of `heads`, and the blocks that read them."""
 
     k: Tensor
     v: Tensor
-    first: int
     blocks: tuple[Block, ...]
     heads: Span
     step: Step | None = None
-
-    def within(self, block: Block) -> slice:
-        """The keys of a block."""
-        start, end = block.k.span
-        return slice(start - self.first, end - self.first)
-
-    def zeros(self, needs: tuple[bool, ...]) -> list[Tensor | None]:
-        """Room for sums of gradients."""
-        return [_zeros(self.k, needs[1]), _zeros(self.v, needs[2])]
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,22 @@ class Call:
     first_head: int = 0  # of the query heads that this rank has, of `num_q_heads`
     num_q_heads: int = 0
     gathers: bool = False
+    forms: tuple[Rows | None, Rows | None] = (None, None)  # of codes that travel
     said: dict[str, int] | None = None  # in the handshake of the forward pass; None: there was none
+
+    @property
+    def packed(self) -> bool:
+        """Are there packed members?"""
+        return self.args.cu_seqlens_q is not None
+
+    def kept(self, q: Tensor) -> torch.dtype:
+        """The dtype in which results are kept until they are whole: that of sums where any may be merged more
+        than once."""
+        if self.gathers:
+            return q.dtype
+        steps = schedule.steps(self.q, self.k, self.team.rank, self.sight)
+        once = self.args.sinks is None and sum(len(step.blocks) for step in steps) <= 2
+        return _widened(q).dtype if once else sums_of(q)  # type: ignore[no-any-return]
 
     def placed(self, block: Block, heads: slice) -> Arguments:
         """The arguments of a block: the masks as its rows, of these query heads, and its keys see them."""
@@ -89,9 +98,12 @@ class Call:
             own |= {name: tile(getattr(args, name), rows, seen) for name in ("mask", "bias")}
             if args.q_segments is not None and args.k_segments is not None:
                 own |= {"q_segments": args.q_segments[:, rows], "k_segments": args.k_segments[:, seen]}
+            if args.intervals is not None:
+                own |= _lists_of(args.intervals, args.interval_rows, rows, seen)
         for name in ("kv_lens", "kv_starts"):
             if (x := getattr(args, name)) is not None:
-                first, keys = places.keys_of(block, x.device)
+                first, keys = places.keys_of(block, x.device, self.packed)
+                x = places.of_entries(block, x) if self.packed else x
                 own[name] = torch.minimum((x.long() - first).clamp(min=0), keys).int()
         aligned = args.kv_lens is None and places.is_aligned(block, self.sight)
         if positional and not aligned:
@@ -104,7 +116,8 @@ class Call:
     def _position(self, block: Block) -> dict[str, Any]:
         """The place of rows of a block among its keys."""
         if self.sight.offsets is None and self.base is not None:
-            place = self.base + places.apart(block, self.base.device)
+            base = places.of_entries(block, self.base) if self.packed else self.base
+            place = base + places.apart(block, base.device, self.packed)
             return {"q_offset": int32_of("q_offset", place, False)}
         if self.args.cu_seqlens_q is not None:
             return {"q_offset": places.offsets(block, self.sight, self.args.cu_seqlens_q.device)}
@@ -113,7 +126,9 @@ class Call:
 
     def sources(self, k: Tensor, v: Tensor, what: str, backward: bool = False) -> Iterator[Source]:
         """The keys that rows of this rank see, the next ones on their way while one is used."""
-        return self._gathered(k, v, what) if self.gathers else self._stepwise(k, v, what, backward)
+        found = self._gathered(k, v, what) if self.gathers else self._stepwise(k, v, what, backward)
+        for source in found:
+            yield source._replace(k=values_of(source.k, self.forms[0]), v=values_of(source.v, self.forms[1]))
 
     def _stepwise(self, k: Tensor, v: Tensor, what: str, backward: bool) -> Iterator[Source]:
         """The keys of this rank first; in a backward pass those of half its heads last, while gradients of
@@ -126,7 +141,7 @@ class Call:
             if t + 1 < len(steps):
                 arrived = self._fetch(k, v, steps[t + 1], f"{what}, step {t + 1}")
             if own:
-                yield Source(own[0], own[1], step.keys[0], step.blocks, heads, step)
+                yield Source(own[0], own[1], step.blocks, heads, step)
             elif first[1]:
                 yield self._own(k, v, step, first)
         if first[1] < heads[1]:
@@ -134,21 +149,26 @@ class Call:
 
     def _own(self, k: Tensor, v: Tensor, step: Step, heads: Span) -> Source:
         """Keys that this rank holds."""
-        k, v = (x[:, slice(*heads), slice(*step.keys)] for x in (k, v))
-        return Source(k, v, step.keys[0], step.blocks, heads, step)
+        k, v = (x[:, slice(*heads), step.keys.slice] for x in (k, v))
+        return Source(k, v, step.blocks, heads, step)
 
     def _fetch(self, k: Tensor, v: Tensor, step: Step, what: str) -> Callable[[], list[Tensor]]:
         """Starts the exchange of a step."""
-        lent, (lo, hi) = slice(*step.lent), step.keys
-        into = [x.new_empty((*x.shape[:2], hi - lo, x.shape[3])) for x in (k, v)]
-        sends = [(step.reader, x[:, :, lent]) for x in (k, v)]
+        into = [self._room(x, step.keys.rows, x.dtype) for x in (k, v)]
+        sends = [(step.reader, places.lent(x, step.lent, self.packed)) for x in (k, v)]
         wait = self.team.exchange(sends, [(step.owner, x) for x in into], what)
 
         def arrived() -> list[Tensor]:
             wait()
-            return into
+            return [places.wire(x, self.packed) for x in into]
 
         return arrived
+
+    def _room(self, like: Tensor, rows: int, kind: torch.dtype) -> Tensor:
+        """Room for so many rows as they travel."""
+        batch, heads, _, dim = like.shape
+        shape = (batch, rows, heads, dim) if self.packed else (batch, heads, rows, dim)
+        return like.new_empty(shape, dtype=kind)
 
     def _gathered(self, k: Tensor, v: Tensor, what: str) -> Iterator[Source]:
         found = schedule.blocks(self.q, Shards(self.k.lengths, 1), self.team.rank, 0, self.sight)
@@ -156,59 +176,70 @@ class Call:
         groups = self.head_groups(k, v)
 
         def start(heads: Span) -> list[Callable[[], Tensor]]:
-            room = [x[:, slice(*heads)] for x in (k, v)]
+            own = [x[:, slice(*heads)] for x in (k, v)]
             if missing:
-                room = [torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in room]
-            return [self.team.gather(x, what) for x in room]
+                own = [torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in own]
+            return [self.team.gather(places.wire(x, self.packed), what) for x in own]
 
         arriving = start(groups[0])
         for i, heads in enumerate(groups):
-            both = [places.in_order(self.k, list(wait())) for wait in arriving]  # padding ends here
+            both = [places.in_order(self.k, wait().unbind(0), self.packed) for wait in arriving]
             if i + 1 < len(groups):
                 arriving = start(groups[i + 1])
-            yield Source(both[0], both[1], 0, found, heads)
+            yield Source(both[0], both[1], found, heads)  # without padding
 
     def give_back(
-        self, source: Source, grads: Sequence[Tensor | None], totals: Sequence[Tensor | None]
+        self, source: Source, grads: Sequence[Sum | None], totals: Sequence[Sum | None]
     ) -> Callable[[], None] | None:
-        """Adds gradients of keys to the totals of their owners; call the result, if there is one, for those
-        that other ranks have for the keys of this one."""
+        """Hands gradients of keys to their owners; call the result, if there is one, for those that other
+        ranks have for the keys of this one, which it adds to the totals."""
         pairs = [
-            (x, total) for x, total in zip(grads, totals, strict=True) if x is not None and total is not None
+            (sent, total, like)
+            for sent, total, like in zip(grads, totals, (source.k, source.v), strict=True)
+            if sent is not None and total is not None
         ]
         what, step = "returned gradients of keys", source.step
         if step is None:
-            ranks, heads, waits = range(self.team.size), slice(*source.heads), []
-            for x, total in pairs:
-                parts, shape = (
-                    [places.of_shard(self.k, x.to(total.dtype), rank) for rank in ranks],
-                    total[:, heads].shape,
-                )
-                waits.append(self.team.swap(parts, [shape] * len(ranks), what))
+            waits = []
+            for sent, _, like in pairs:
+                parts = self._for_owners(sent, like)
+                waits.append(self.team.swap(parts, [tuple(parts[self.team.rank].shape)] * len(parts), what))
 
             def added() -> None:
-                for wait, (_, total) in zip(waits, pairs, strict=True):
-                    place = total[:, heads]
+                for wait, (_, total, _) in zip(waits, pairs, strict=True):
                     for part in wait():
-                        place += part
+                        total.add(places.wire(part, self.packed))
+                    total.finish()
 
             return added
         if step.owner == self.team.rank:
-            for x, total in pairs:
-                total[:, slice(*source.heads), slice(*step.keys)] += x
+            for sent, total, _ in pairs:
+                sent.pour(total, source.heads[0], step.keys.first)
             return None
-        lent = slice(*step.lent)
-        into = [torch.empty_like(x[:, :, lent], memory_format=torch.contiguous_format) for _, x in pairs]
-        sends = [(step.owner, x.to(total.dtype)) for x, total in pairs]
-        receives = [(step.reader, x) for x in into]
-        wait = self.team.exchange(sends, receives, what)
+        sends, into = [], [self._room(like, step.lent.rows, sums_of(like)) for _, _, like in pairs]
+        for sent, _, like in pairs:
+            sends.append((step.owner, self._room(like, step.keys.rows, sums_of(like))))
+            sent.read(places.wire(sends[-1][1], self.packed))
+        wait = self.team.exchange(sends, [(step.reader, x) for x in into], what)
 
         def arrived() -> None:
             wait()
-            for x, (_, total) in zip(into, pairs, strict=True):
-                total[:, :, lent] += x
+            for x, (_, total, _) in zip(into, pairs, strict=True):
+                total.add(*places.returned(x, step.lent, self.k.held(self.team.rank), self.packed))
 
         return arrived
+
+    def _for_owners(self, sent: Sum, like: Tensor) -> list[Tensor]:
+        """A sum of all keys in their order, cut for those who hold them."""
+        if self.packed:
+            whole = places.wire(self._room(like, like.shape[2], sums_of(like)), True)
+            sent.read(whole)
+            return places.of_shards(self.k, whole, True)
+        parts = places.room_for(self.k, like, sums_of(like))
+        for shard, part in enumerate(parts):
+            for chunk in self.k.chunks(shard):
+                sent.read(part[:, :, slice(*chunk.span)], 0, int(chunk.starts[0]))
+        return parts
 
     def head_groups(self, k: Tensor, v: Tensor) -> list[Span]:
         """Heads of k to gather at a time: as many as `GATHERED_BYTES` has room for."""
@@ -219,32 +250,60 @@ class Call:
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out in the dtype of q, and lse, of this rank's rows."""
-    group, sums, sinks = q.shape[1] // max(1, k.shape[1]), sums_of(q), call.args.sinks
+    group, kind, sinks = q.shape[1] // max(1, k.shape[1]), call.kept(q), call.args.sinks
+    width = v.shape[3] if call.forms[1] is None else call.forms[1].width
     sources = call.sources(k, v, "ran the forward pass")
     first = next(sources)  # the next keys are on their way before a kernel fills the device
-    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype if call.gathers else sums)
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=sums)
+    state: tuple[Tensor, Tensor] | None = None
     begun: list[Span] = []  # rows that have results
     if sinks is not None:  # a part of its own: one logit without a value
-        lse.copy_(sinks[None, :, None].expand_as(lse))
+        state = _empty(q, width, kind)
+        state[1].copy_(sinks[None, :, None].expand_as(state[1]))
         begun = [(0, q.shape[2])]
     for source in chain((first,), sources):
         heads = slice(source.heads[0] * group, source.heads[1] * group)
+        begun = [] if call.gathers else begun
         for block in source.blocks:
-            rows, keys = slice(*block.q.span), source.within(block)
+            rows, keys = slice(*block.q.span), slice(*block.k.span)
             of_q, of_k, of_v = q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys]
-            args, place = call.placed(block, heads), (out[:, heads, rows], lse[:, heads, rows])
-            if call.gathers:  # each row is in one block
-                place[1].copy_(torch_ops.call_out(of_q, of_k, of_v, place[0], args))
-                continue
-            one = torch_ops.call(_widened(of_q), _widened(of_k), _widened(of_v), args)
-            if any(start < rows.stop and rows.start < end for start, end in begun):
-                merge_into(*place, *one)
-            else:
-                for x, result in zip(place, one, strict=True):
-                    x.copy_(result)
+            args = call.placed(block, heads)
+            again = any(start < rows.stop and rows.start < end for start, end in begun)
             begun.append(block.q.span)
+            if call.gathers and not again:
+                spans = [x.q.span for x in source.blocks]  # of packed members they may overlap
+                whole = schedule.covers(spans[:1] if call.packed else spans, q.shape[2])
+                state = state or _empty(q, width, kind, whole)
+                place = state[0][:, heads, rows]
+                state[1][:, heads, rows].copy_(torch_ops.call_out(of_q, of_k, of_v, place, args))
+                continue
+            if not call.gathers:
+                of_q, of_k, of_v = map(_widened, (of_q, of_k, of_v))
+            one = torch_ops.call(of_q, of_k, of_v, args)
+            if state is None and one[0].dtype is kind and one[0].shape[:3] == q.shape[:3]:
+                state = one
+                continue
+            state = state or _empty(q, width, kind)
+            _join(state[0][:, heads, rows], state[1][:, heads, rows], one, again, call.gathers)
+    out, lse = state or _empty(q, width, kind)
     return out.to(q.dtype), lse
+
+
+def _empty(q: Tensor, width: int, kind: torch.dtype, written: bool = False) -> tuple[Tensor, Tensor]:
+    """The results of rows without keys, or room for those of all rows if each will be written."""
+    out, lse = empty_in_order_of(q, width, kind), q.new_empty(q.shape[:3], dtype=sums_of(q))
+    return (out, lse) if written else (out.zero_(), lse.fill_(-torch.inf))
+
+
+def _join(out: Tensor, lse: Tensor, one: tuple[Tensor, Tensor], again: bool, apart: bool) -> None:
+    """Takes the results of a block into those of its rows; `apart`: no row has keys in two of them."""
+    if not again:
+        out.copy_(one[0])
+        lse.copy_(one[1])
+    elif apart:
+        out += one[0]
+        lse.copy_(torch.maximum(lse, one[1]))
+    else:
+        merge_into(out, lse, *one)
 
 
 def backward(
@@ -252,44 +311,64 @@ def backward(
 ) -> list[Tensor | None]:
     """dq, dk, dv, dbias, dsinks; `given` are dout, dlse, out and lse of this rank's rows. dbias and dsinks
     are the shares of these rows: their sum over ranks is the gradient."""
-    group, bias = q.shape[1] // max(1, k.shape[1]), call.args.bias
+    group, bias, sinks = q.shape[1] // max(1, k.shape[1]), call.args.bias, call.args.sinks
     sources = call.sources(k, v, "ran the backward pass", backward=True)
     first = next(sources)  # as in the forward pass
-    totals = [_zeros(q, needs[0]), _zeros(k, needs[1]), _zeros(v, needs[2]), _zeros(bias, needs[3])]
-    asked = (*needs[:4], False)
+    likes = [x if need else None for x, need in zip((q, k, v), needs[:3], strict=True)]
+    made = [None if x is None or not call.gathers else torch.empty_like(x) for x in likes]
+    dbias = torch.zeros_like(bias, dtype=sums_of(bias)) if bias is not None and needs[3] else None
     arriving: Callable[[], None] | None = None
+    totals = [None if x is None else Sum(x) for x in likes]
     for source in chain((first,), sources):
         heads = slice(source.heads[0] * group, source.heads[1] * group)
-        all_keys = source.first, source.first + source.k.shape[2]
-        alone = [block.k.span for block in source.blocks] == [all_keys]  # its gradients are the sums
-        sums = [None, None] if alone else source.zeros(needs)
+        if call.gathers:  # these heads are done with this source
+            own = zip(made, (heads, slice(*source.heads), slice(*source.heads)), strict=True)
+            totals = [None if x is None else Sum(x[:, of]) for x, of in own]
+        of_keys = [Sum(x) if need else None for x, need in zip((source.k, source.v), needs[1:3], strict=True)]
         for block in source.blocks:
-            rows, keys = slice(*block.q.span), source.within(block)
-            dout, dlse, out, lse = (None if x is None else x[:, heads, rows] for x in given)
-            operands = [dout, q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out]
-            dout, of_q, of_k, of_v, out = map(_widened, operands)
-            args = call.placed(block, heads)._replace(sinks=None)
-            args = args._replace(wide_gradients=torch_ops.has_wide_gradients(of_q, of_k, of_v, args))
-            parts = _backward_op(dout, dlse, of_q, of_k, of_v, out, lse, asked, *args)
-            into = [_at(totals[0], heads, rows), *(_at(x, keys) for x in sums)]
-            if (total := totals[3]) is not None:
-                into.append(tile(_heads_of(total, heads), *block.places))
-            for place, part in zip(into, parts, strict=False):
-                if place is not None:
-                    place += part
-            if alone:
-                sums = [x if need else None for x, need in zip(parts[1:3], needs[1:3], strict=True)]
+            parts = _of_block(call, block, heads, source, given, q, needs)
+            first_head = 0 if call.gathers else heads.start
+            if totals[0] is not None:
+                totals[0].add(parts[0], first_head, block.q.span[0])
+            for total, part in zip(of_keys, parts[1:3], strict=True):
+                if total is not None:
+                    total.add(part, 0, block.k.span[0])
+            if dbias is not None:
+                place = tile(_heads_of(dbias, heads), *block.places)
+                place += parts[3]
+        if call.gathers and totals[0] is not None:
+            totals[0].finish()
         if arriving is not None:
             arriving()
-        arriving = call.give_back(source, sums, totals[1:3])
+        arriving = call.give_back(source, of_keys, totals[1:])
     if arriving is not None:
         arriving()
-    likes = (q, k, v, bias)
-    results = [
-        x if x is None or like is None else x.to(like.dtype) for x, like in zip(totals, likes, strict=True)
-    ]
-    sinks = call.args.sinks
-    return [*results, _sink_gradient(sinks, *given) if sinks is not None and needs[4] else None]
+    if not call.gathers:
+        made = [None if total is None else total.whole() for total in totals]
+    dbias = dbias if dbias is None else dbias.to(bias.dtype)  # type: ignore[union-attr]
+    return [*made, dbias, _sink_gradient(sinks, *given) if sinks is not None and needs[4] else None]
+
+
+def _of_block(
+    call: Call,
+    block: Block,
+    heads: slice,
+    source: Source,
+    given: tuple[Any, ...],
+    q: Tensor,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    """Gradients of one block, of which q has the rows and `source` the keys."""
+    rows, keys = slice(*block.q.span), slice(*block.k.span)
+    dout, dlse, out, lse = (None if x is None else x[:, heads, rows] for x in given)
+    operands = [dout, q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out]
+    dout, of_q, of_k, of_v, out = map(_widened, operands)
+    args = call.placed(block, heads)._replace(sinks=None)
+    args = args._replace(wide_gradients=torch_ops.has_wide_gradients(of_q, of_k, of_v, args))
+    found: tuple[Tensor, ...] = _backward_op(
+        dout, dlse, of_q, of_k, of_v, out, lse, (*needs[:4], False), *args
+    )
+    return found
 
 
 class Attention(torch.autograd.Function):
@@ -312,32 +391,15 @@ class Attention(torch.autograd.Function):
         call, needs = ctx.call, ctx.needs_input_grad[:5]
         if call.said is not None:
             asked = sum(1 << i for i, need in enumerate(needs) if need)
-            agree(call.team, call.said | {"function": KINDS.index("backward"), "gradients": asked})
+            begin(call.team, call.said | {"function": KINDS.index("backward"), "gradients": asked})()
         call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))
         dout = torch.zeros_like(out) if dout is None else dout
         return (*backward(call, (dout, dlse, out, lse), q, k, v, needs), None)
 
 
-def sums_of(q: Tensor) -> torch.dtype:
-    """The dtype of sums."""
-    return torch.float64 if q.dtype is torch.float64 else torch.float32
-
-
 def _widened(x: Any) -> Any:
     """An operand of a block whose result is one of several to be added up."""
     return x.float() if x.device.type == "cpu" and x.element_size() < 4 else x
-
-
-def _zeros(like: Tensor | None, need: bool) -> Tensor | None:
-    """Room for a sum."""
-    if like is None or not need:
-        return None
-    return torch.zeros_like(like, dtype=sums_of(like), memory_format=torch.contiguous_format)
-
-
-def _at(x: Tensor | None, *where: slice) -> Tensor | None:
-    """Rows of a sum, of all heads or of some."""
-    return x if x is None else x[:, where[0], where[1]] if len(where) == 2 else x[:, :, where[0]]
 
 
 def _heads_of(x: Tensor, heads: slice) -> Tensor:
@@ -352,12 +414,25 @@ def tile(x: Any, rows: slice, keys: slice) -> Any:
     return x[..., rows, :] if x is not None and x.ndim > 1 and x.shape[-2] > 1 else x
 
 
+def _lists_of(x: Tensor, each: int, rows: slice, keys: slice) -> dict[str, Any]:
+    """Interval lists of some rows and keys; where a list is of rows before these too, all become shorter."""
+    few = math.gcd(each, rows.start)
+    count = -(-(rows.stop - rows.start) // few)
+    own = x[:, :, rows.start // each :][:, :, :count]
+    if few < each:
+        at = (torch.arange(count, device=x.device) * few + rows.start) // each
+        own = x.index_select(2, at)
+    return {"intervals": (own - keys.start).clamp(0, keys.stop - keys.start), "interval_rows": few}
+
+
 def of_heads(args: Arguments, heads: slice) -> Arguments:
     """The arguments of a call of some query heads."""
     own: dict[str, Any] = {
         n: _heads_of(x, heads) for n in ("mask", "bias") if (x := getattr(args, n)) is not None
     }
     own |= {n: x[..., heads] for n in ("alibi_slopes", "sinks") if (x := getattr(args, n)) is not None}
+    if args.intervals is not None and args.intervals.shape[1] > 1:
+        own["intervals"] = args.intervals[:, heads]
     return args._replace(**own) if own else args
 
 

@@ -2,8 +2,8 @@
 
 A sequence of N rows is cut into n chunks, chunk i being rows [i·N // n, (i + 1)·N // n). "contiguous" gives
 rank r of W chunk r of W; "zigzag" gives it chunks r and 2W - 1 - r of 2W, so that every rank has the same
-work under a causal mask. Packed members are cut each for itself; a rank holds the first chunks of all members
-and then their second ones. A call is W steps: in step t rank r reads keys of rank r - t, which it asked for
+work under a causal mask. Packed members are cut each for itself; a rank holds both chunks of one member and
+then those of the next. A call is W steps: in step t rank r reads keys of rank r - t, which it asked for
 one step earlier. Keys that no row sees are in no step: they are neither sent nor computed with.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (2023); Brandon et al., Striped Attention
@@ -26,12 +26,12 @@ _NONE: Span = (0, 0)
 
 
 class Chunk(NamedTuple):
-    """Neighbouring rows of every member: `starts` and `ends` are positions in the member, int64 (members,);
-    `first` is where they begin in the shard."""
+    """Neighbouring rows of every member: `starts` and `ends` are positions in the member, `first` is where
+    they begin in the shard, or in what is sent of it; int64 (members,)."""
 
     starts: np.ndarray
     ends: np.ndarray
-    first: int
+    first: np.ndarray
 
     @property
     def lens(self) -> np.ndarray:
@@ -39,7 +39,35 @@ class Chunk(NamedTuple):
 
     @property
     def span(self) -> Span:
-        return self.first, self.first + int(self.lens.sum())
+        """From the first row to the last; of packed members those of others may lie between."""
+        held = self.lens > 0
+        if not held.any():
+            return _NONE
+        return int(self.first[held].min()), int((self.first + self.lens)[held].max())
+
+
+class Runs(NamedTuple):
+    """Rows [start, end) of a shard, run for run as they are sent, int64; neighbours are one run."""
+
+    starts: np.ndarray
+    ends: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return int((self.ends - self.starts).sum())
+
+    @property
+    def first(self) -> int:
+        """The first of them."""
+        return int(self.starts[0]) if len(self.starts) else 0
+
+    @property
+    def slice(self) -> slice | None:
+        """The rows, if they are one run or none."""
+        if len(self.starts) > 1:
+            return None
+        return slice(self.first, self.first + self.rows)
 
 
 @dataclass(frozen=True)
@@ -62,15 +90,18 @@ class Shards:
         held, n = [shard, 2 * self.count - 1 - shard], 2 * self.count
         if self.order == "contiguous" or self.count == 1:
             held, n = [shard], self.count
-        chunks, first, lengths = [], 0, np.array(self.lengths, np.int64)
-        for i in held:
-            chunks.append(Chunk(i * lengths // n, (i + 1) * lengths // n, first))
-            first = chunks[-1].span[1]
+        lengths = np.array(self.lengths, np.int64)
+        cuts = [(i * lengths // n, (i + 1) * lengths // n) for i in held]
+        own = sum(end - start for start, end in cuts)
+        chunks, first = [], np.cumsum(own) - own
+        for start, end in cuts:
+            chunks.append(Chunk(start, end, first))
+            first = first + end - start
         return chunks
 
     def held(self, rank: int) -> int:
         """How many rows a rank holds."""
-        whole = self.chunks(rank // self.pieces)[-1].span[1]
+        whole = sum(int(chunk.lens.sum()) for chunk in self.chunks(rank // self.pieces))
         start, end = self._piece(rank, whole)
         return end - start
 
@@ -80,12 +111,10 @@ class Shards:
 
     def positions(self, rank: int) -> np.ndarray:
         """The number of each row of a rank among all rows, int64."""
-        bases = np.cumsum((0, *self.lengths))[:-1]
-        runs = []
-        for chunk in self.chunks(rank // self.pieces):
-            before = np.cumsum(chunk.lens) - chunk.lens
-            runs.append(np.repeat(bases + chunk.starts - before, chunk.lens) + np.arange(chunk.lens.sum()))
-        rows = np.concatenate(runs)
+        bases, chunks = np.cumsum((0, *self.lengths))[:-1], self.chunks(rank // self.pieces)
+        rows = np.empty(sum(int(chunk.lens.sum()) for chunk in chunks), np.int64)
+        for chunk in chunks:
+            rows[rows_of(chunk.first, chunk.lens)] = rows_of(bases + chunk.starts, chunk.lens)
         return rows[slice(*self._piece(rank, len(rows)))]
 
     def natural(self) -> tuple[np.ndarray, np.ndarray]:
@@ -105,6 +134,14 @@ class Segments:
     k_ids: np.ndarray
 
 
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """From which key on, up to which one, the rows of each block of rows see some, int64 (row blocks,)."""
+
+    first: np.ndarray
+    end: np.ndarray
+
+
 class Sight(NamedTuple):
     """Knowledge of the host about who sees whom: a row at position p sees keys [p - left, p + right] of its
     member, None being all. Row i of member m stands at i + offsets[m]; None if only the device knows."""
@@ -114,6 +151,8 @@ class Sight(NamedTuple):
     offsets: tuple[int, ...] | None = (0,)
     segments: Segments | None = None
     joins: bool = True  # may blocks that are seen entirely be joined: does nothing else follow positions?
+    lists: Lists | None = None
+    list_rows: int = 0  # of a row block
 
 
 class Block(NamedTuple):
@@ -137,32 +176,61 @@ class Block(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Work of a rank at one time: the keys [start, end) of `owner` that it reads, and for which rows; and
-    which of its own keys `reader` reads of it in the same step."""
+    """Work of a rank at one time: the keys of `owner` that it reads, and for which rows, blocks counting keys
+    within these; and which of its own keys `reader` reads of it in the same step."""
 
     owner: int
-    keys: Span
+    keys: Runs
     blocks: tuple[Block, ...]
     reader: int
-    lent: Span
+    lent: Runs
 
 
 @lru_cache(maxsize=128)
 def steps(q: Shards, k: Shards, rank: int, sight: Sight) -> tuple[Step, ...]:
-    """The steps of a rank, its own keys first."""
+    """The steps of a rank, its own keys first: these where they are, without gaps; of others, those that are
+    seen."""
     made = []
     for t in range(q.count):
         owner, reader = (rank - t) % q.count, (rank + t) % q.count
         own = blocks(q, k, rank, owner, sight)
-        lent = own if t == 0 else blocks(q, k, reader, rank, sight)
-        made.append(Step(owner, _hull(own), own, reader, _hull(lent)))
+        keys, first = _sent(own) if t else _hull(own)
+        moved = [b._replace(k=b.k._replace(first=b.k.first - first)) for b in own]
+        lent = _sent(blocks(q, k, reader, rank, sight))[0] if t else keys
+        made.append(Step(owner, keys, tuple(moved), reader, lent))
     return tuple(made)
 
 
-def _hull(found: tuple[Block, ...]) -> Span:
-    """From the first key that a block reads to the last."""
-    spans = [block.k.span for block in found]
-    return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else _NONE
+def _hull(found: tuple[Block, ...]) -> tuple[Runs, np.ndarray]:
+    """From the first key that a block reads to the last, and how far they move towards its begin."""
+    if not found:
+        none = np.zeros(0, np.int64)
+        return Runs(none, none), none
+    starts, ends = zip(*(block.k.span for block in found), strict=True)
+    first = np.array([min(starts)])
+    return Runs(first, np.array([max(ends)])), first
+
+
+def _sent(found: tuple[Block, ...]) -> tuple[Runs, np.ndarray]:
+    """The keys that blocks read, of each member from the first to the last, and how far those of each move
+    when these follow one another."""
+    if not found:
+        return _hull(found)
+    far = np.iinfo(np.int64).max
+    chunks = [block.k for block in found]
+    start = np.min([np.where(x.lens > 0, x.first, far) for x in chunks], axis=0)
+    end = np.max([np.where(x.lens > 0, x.first + x.lens, 0) for x in chunks], axis=0)
+    read = start < end
+    start, end = np.where(read, start, 0), np.where(read, end, 0)
+    moves = start - (np.cumsum(end - start) - (end - start))
+    start, end = start[read], end[read]
+    apart = start[1:] != end[:-1]
+    return Runs(start[np.concatenate(([True], apart))], end[np.concatenate((apart, [True]))]), moves
+
+
+def rows_of(first: np.ndarray, lens: np.ndarray) -> np.ndarray:
+    """first, first + 1, ... of each run of so many rows, one run behind the other, int64."""
+    return np.repeat(first - (np.cumsum(lens) - lens), lens) + np.arange(int(lens.sum()))
 
 
 @lru_cache(maxsize=1024)
@@ -185,47 +253,71 @@ def blocks(q: Shards, k: Shards, q_shard: int, k_shard: int, sight: Sight) -> tu
 
 
 def _joined(a: Block, b: Block, sight: Sight) -> Block | None:
-    """Two blocks of one member as one, where their rows or keys stand side by side in the shard. Between
-    rows and keys that all see each other positions do not matter, so the first keys or rows take those in
-    front of the others, which follow them under no other bound than a right one."""
-    if len(a.q.starts) > 1 or not (sight.left is None or (a.full and b.full)):
+    """Two blocks as one, where the rows or keys of each member stand side by side in the shard. Between rows
+    and keys that all see each other positions do not matter, so the first keys or rows take those in front of
+    the others, which follow them under no other bound than a right one."""
+    if not (sight.left is None or (a.full and b.full)):
         return None
-    if a.q.span == b.q.span and a.k.span[1] == b.k.span[0] and a.full:
-        return Block(b.q, Chunk(b.k.starts - a.k.lens, b.k.ends, a.k.first), b.full)
-    if a.q.span[1] != b.q.span[0] or a.k.first != b.k.first:
+    alone, fits, full = (
+        (a.q.lens == 0) | (b.q.lens == 0),
+        _follows(a.q, b.q) & (a.k.first == b.k.first),
+        b.full,
+    )
+    rows, keys = Chunk(b.q.starts - a.q.lens, b.q.ends, a.q.first), b.k
+    if a.full and (alone | (a.q.first == b.q.first) & (a.q.lens == b.q.lens) & _follows(a.k, b.k)).all():
+        rows, keys = b.q, Chunk(b.k.starts - a.k.lens, b.k.ends, a.k.first)
+        fits = ~alone
+    elif a.full and b.full:
+        fits &= a.k.lens == b.k.lens
+    elif a.full or b.full or sight.right is None or sight.offsets is None:
         return None
-    rows = Chunk(b.q.starts - a.q.lens, b.q.ends, a.q.first)
-    if a.full and b.full:
-        return Block(rows, b.k, True) if a.k.span == b.k.span else None
-    if a.full or b.full or sight.right is None or sight.offsets is None:
+    else:
+        beyond = a.q.ends + np.array(sight.offsets, np.int64) + sight.right > a.k.ends
+        fits &= ~beyond  # rows of `a` see none of the other keys
+        fits &= rows.starts - keys.starts == a.q.starts - a.k.starts
+    if not (alone | fits).all():
         return None
-    beyond = a.q.ends + sight.offsets[0] + sight.right > a.k.ends  # else rows of `a` see none of the others
-    apart = rows.starts - b.k.starts != a.q.starts - a.k.starts
-    return None if (beyond | apart)[0] else Block(rows, b.k, False)
+    return Block(_either(rows, a.q, b.q), _either(keys, a.k, b.k), full)
+
+
+def _follows(a: Chunk, b: Chunk) -> np.ndarray:
+    """Does `b` begin where `a` ends, bool (members,)?"""
+    follows: np.ndarray = a.first + a.lens == b.first
+    return follows
+
+
+def _either(both: Chunk, a: Chunk, b: Chunk) -> Chunk:
+    """`both` of members that `a` and `b` have rows of, else the one that has."""
+    of_a, of_b = b.lens == 0, a.lens == 0
+    return Chunk(*(np.where(of_a, x, np.where(of_b, y, z)) for x, y, z in zip(a, b, both, strict=True)))
 
 
 def _block(a: Chunk, b: Chunk, sight: Sight) -> Block | None:
-    """Rows `a` and keys `b` cut down to those that may see each other: exact for one member, by whole chunks
-    for packed ones."""
-    left, right, offsets, segments, _ = sight
-    if not (((a.lens > 0) & (b.lens > 0)).any()):
+    """Rows `a` and keys `b` cut down to those that may see each other."""
+    left, right, offsets = sight[:3]
+    seen, full = (a.lens > 0) & (b.lens > 0), left is None and right is None
+    if not seen.any():
         return None
-    full = left is None and right is None
     if not full and offsets is not None:
-        off = np.array(offsets, np.int64)
+        off, there = np.array(offsets, np.int64), seen
         k0 = b.starts if left is None else np.maximum(b.starts, a.starts + off - left)
         k1 = b.ends if right is None else np.minimum(b.ends, a.ends + off + right)
         q0 = a.starts if right is None else np.maximum(a.starts, b.starts - right - off)
         q1 = a.ends if left is None else np.minimum(a.ends, b.ends + left - off)
-        seen = (k0 < k1) & (q0 < q1)
+        seen = there & (k0 < k1) & (q0 < q1)
         if not seen.any():
             return None
-        above = right is None or (a.starts + off + right >= b.ends - 1)[seen].all()
-        full = bool(seen[(a.lens > 0) & (b.lens > 0)].all() and above)
-        full = full and bool(left is None or (a.ends - 1 + off - left <= b.starts)[seen].all())
-        if len(seen) == 1 and not full:
-            a, b = _cut(a, int(q0[0]), int(q1[0])), _cut(b, int(k0[0]), int(k1[0]))
-    return Block(a, b, full) if segments is None else _of_segments(a, b, segments)
+        above = right is None or (a.starts + off + right >= b.ends - 1)[there].all()
+        full = bool(above) and bool(left is None or (a.ends - 1 + off - left <= b.starts)[there].all())
+        if not full:
+            a, b = _cut(a, q0, q1), _cut(b, k0, k1)
+    a, b = (_cut(x, x.starts, np.where(seen, x.ends, x.starts)) for x in (a, b))
+    block: Block | None = Block(a, b, full)
+    if sight.segments is not None:
+        block = _of_segments(a, b, sight.segments)
+    if block is not None and sight.lists is not None:
+        block = _of_lists(block.q, block.k, sight.lists, sight.list_rows)
+    return block
 
 
 def _of_segments(a: Chunk, b: Chunk, segments: Segments) -> Block | None:
@@ -237,14 +329,36 @@ def _of_segments(a: Chunk, b: Chunk, segments: Segments) -> Block | None:
     if not (len(rows) and seen.any()):
         return None
     (q_at,), (k_at,) = np.nonzero(seeing), np.nonzero(seen)
-    q0, k0 = int(a.starts[0]), int(b.starts[0])
-    a, b = _cut(a, q0 + q_at[0], q0 + q_at[-1] + 1), _cut(b, k0 + k_at[0], k0 + k_at[-1] + 1)
+    a, b = (_cut(x, x.starts + at[0], x.starts + at[-1] + 1) for x, at in ((a, q_at), (b, k_at)))
     return Block(a, b, False)
 
 
-def _cut(chunk: Chunk, start: int, end: int) -> Chunk:
-    """Rows [start, end) of the one member of a chunk."""
-    return Chunk(np.array([start]), np.array([end]), chunk.first + start - int(chunk.starts[0]))
+def _of_lists(a: Chunk, b: Chunk, lists: Lists, rows: int) -> Block | None:
+    """A block cut down to the keys from the first to the last that its rows' lists name, and to these."""
+    begin = int(a.starts[0]) // rows
+    first, end = (x[begin : -(-int(a.ends[0]) // rows)] for x in (lists.first, lists.end))
+    (at,) = np.nonzero((first < b.ends[0]) & (end > b.starts[0]))
+    if not len(at):
+        return None
+    q0, q1 = (begin + at[:1]) * rows, (begin + at[-1:] + 1) * rows
+    a = _cut(a, np.maximum(a.starts, q0), np.minimum(a.ends, q1))
+    b = _cut(b, np.maximum(b.starts, first[at].min()), np.minimum(b.ends, end[at].max()))
+    return Block(a, b, False)
+
+
+def _cut(chunk: Chunk, start: np.ndarray, end: np.ndarray) -> Chunk:
+    """Rows [start, end) of each member of a chunk."""
+    return Chunk(start, end, chunk.first + start - chunk.starts)
+
+
+def covers(spans: list[Span], rows: int) -> bool:
+    """Are all of so many rows in a span?"""
+    end = 0
+    for start, until in sorted(spans):
+        if start > end:
+            return False
+        end = max(end, until)
+    return end >= rows
 
 
 def pairs_of(found: tuple[Block, ...], sight: Sight) -> int:

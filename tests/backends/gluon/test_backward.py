@@ -63,11 +63,22 @@ def test_what_it_refuses_or_leaves_in_words():
     assert gradients(batch=1, heads=8).backend == "gluon"
 
 
-@pytest.mark.parametrize("members, backend", [(4, "gluon"), (16, "gluon"), (17, "triton")])
-def test_packed_members_count_by_their_mean(members: int, backend: str):
+@pytest.mark.parametrize(
+    "members, longest, backend",
+    [
+        (4, None, "gluon"),
+        (16, None, "gluon"),
+        (17, None, "triton"),
+        (17, 4095, "triton"),
+        (17, 4096, "gluon"),
+    ],
+)
+def test_packed_members_count_by_their_mean(members: int, longest: int | None, backend: str):
+    """Over members, or over keys as far as the longest tells: 4,096 of 16,384 make it 1,024."""
     q = torch.empty(16384, 16, 128, device="meta", dtype=torch.bfloat16, requires_grad=True)
     bounds = torch.zeros(members + 1, dtype=torch.int32, device="meta")
-    found = polyflash.explain(q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds, target="cuda:sm90")
+    how = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_k": longest}
+    found = polyflash.explain(q, q, q, **how, target="cuda:sm90")
     assert found.backend == found.backward.backend == backend
 
 

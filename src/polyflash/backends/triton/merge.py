@@ -4,6 +4,8 @@
 
 in the order of the splits. Partial outputs are float32. A split hands over m and l and not its lse, whose
 rounding is that of the scores: at 10,000 it would be a thousandth of the weights.
+
+Two calls over disjoint keys have nothing but their lse: `merge_into` is `merging.merge_into` in one pass.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from polyflash.backends.gpu.views import View, operands_of, rows_of, view_of
+from polyflash.backends.gpu.views import Rows, View, operands_of, rows_of, view_of
 from polyflash.backends.triton import runtime
 from polyflash.backends.triton.constants import Constants
 from polyflash.backends.triton.places import load_tile, store_pair
@@ -109,6 +111,72 @@ def merge_splits(t, n, c):
     o_out = i_b * out.b + i_h * out.h + tl.cast(i_i, tl.int64) * out.s + tl.arange(0, 1)
     m_row = o_out >= 0
     store_pair(out, o_out, m_row, (acc0 / b_l)[None, :], (acc1 / b_l)[None, :], c.DV, c.DV0, c.DV1)
+
+
+class Pair(NamedTuple):
+    """`t` of `merge_pair`: the state, which becomes the result, and what joins it."""
+
+    out: View
+    lse: Rows
+    other: View
+    other_lse: Rows
+    end: Any = None  # see `runtime.compile`
+
+
+class Sizes(NamedTuple):
+    """`n` of `merge_pair`."""
+
+    num_heads: int
+    seqlen: int
+    blocks: int
+
+
+class Tile(NamedTuple):
+    """`c` of `merge_pair`."""
+
+    ROWS: Any = 32
+    D: Any = 0
+    WIDE: Any = 0  # channels, or the power of two above
+    LAYOUT: Any = 0
+
+
+@triton.jit
+def merge_pair(t, n, c):
+    """One program per block of rows of a head."""
+    out, lse, other, other_lse = t.out, t.lse, t.other, t.other_lse
+    i_t, i_bh = tl.program_id(0) % n.blocks, tl.program_id(0) // n.blocks
+    i_h, i_b = tl.cast(i_bh % n.num_heads, tl.int64), tl.cast(i_bh // n.num_heads, tl.int64)
+    o_r, o_d = tl.cast(i_t, tl.int64) * c.ROWS + tl.arange(0, c.ROWS), tl.arange(0, c.WIDE)
+    m_r, m_d = o_r < n.seqlen, o_d < c.D
+    p_lse = lse.p + i_b * lse.b + i_h * lse.h + o_r * lse.s
+    b_one = tl.load(p_lse, mask=m_r, other=0.0)
+    p = other_lse.p + i_b * other_lse.b + i_h * other_lse.h + o_r * other_lse.s
+    b_other = tl.load(p, mask=m_r, other=0.0)
+    NONE: tl.constexpr = float("-inf")
+    apart = tl.where(b_other == NONE, NONE, b_other - b_one)  # also of two empty rows
+    top = tl.where(b_other > b_one, b_other, b_one)
+    tl.store(p_lse, top + tl.log(1.0 + tl.exp(-tl.abs(apart))), mask=m_r)
+    m = m_r[:, None] & m_d[None, :]
+    p_out = out.p + i_b * out.b + i_h * out.h + o_r[:, None] * out.s + o_d[None, :] * out.d
+    b_out = tl.load(p_out, mask=m, other=0.0).to(tl.float32) * (1.0 / (1.0 + tl.exp(apart)))[:, None]
+    p = other.p + i_b * other.b + i_h * other.h + o_r[:, None] * other.s + o_d[None, :] * other.d
+    b_x = tl.load(p, mask=m, other=0.0).to(tl.float32)
+    b_out += b_x * (1.0 / (1.0 + tl.exp(-apart)))[:, None]
+    tl.store(p_out, b_out.to(out.p.dtype.element_ty), mask=m)
+
+
+_pairs = runtime.Kernels()
+
+
+def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Merges the second of two states, float32 or 16 bits, into the first one."""
+    batch, heads, seqlen, head_dim = out.shape
+    t = Pair(view_of(out), rows_of(lse), view_of(other_out), rows_of(other_lse))
+    c = Tile(D=head_dim, WIDE=triton.next_power_of_2(max(head_dim, 2)))
+    n = Sizes(heads, seqlen, -(-seqlen // c.ROWS))
+    key, options = (c, runtime.signature(tuple(t))), {"num_warps": 4}
+    grid = (batch * heads * n.blocks,)
+    _pairs.launch(merge_pair, grid, (t, n, runtime.compiled_in(c)), options, key, out.device)
 
 
 @cache

@@ -1,0 +1,90 @@
+"""Sums of what several calls have for the same rows: made in float32, rounded once, few passes over memory.
+
+Parts are kept as they come, in 16 bits where a kernel hands over such, and added up where the sum is read: of
+two ranks most elements have one part or two, and then no float32 copy of them is ever made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from polyflash.parallel.schedule import Span
+
+MOST_PARTS = 3  # kept before they become one
+
+
+def sums_of(q: Tensor) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
+class Sum:
+    """A sum over parts that have some heads and rows of (batch, heads, rows, head_dim) each, in the order in
+    which they came; 0 where there is none."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._total: Tensor | None = None
+        self._parts: list[tuple[Tensor, Span, Span]] = []
+
+    def add(self, part: Tensor, head: int = 0, row: int = 0) -> None:
+        """Adds a part, whose first head and row are given. It is kept, and not to be written to any more."""
+        heads, rows = (head, head + part.shape[1]), (row, row + part.shape[2])
+        if self._total is not None:
+            self._total[:, slice(*heads), slice(*rows)] += part
+            return
+        self._parts.append((part, heads, rows))
+        if len(self._parts) > MOST_PARTS:
+            like, parts = self._like, self._parts
+            total = like.new_zeros(like.shape, dtype=sums_of(like))
+            for x, of_heads, of_rows in parts:
+                total[:, slice(*of_heads), slice(*of_rows)] += x
+            self._total, self._parts = total, [(total, (0, like.shape[1]), (0, like.shape[2]))]
+
+    def read(self, into: Tensor, head: int = 0, row: int = 0) -> None:
+        """Writes the sum of as many heads and rows as `into` has, from given ones on."""
+        heads, rows = (head, head + into.shape[1]), (row, row + into.shape[2])
+        for h0, h1 in pairwise(_cuts(heads, [part[1] for part in self._parts])):
+            for r0, r1 in pairwise(_cuts(rows, [part[2] for part in self._parts])):
+                found = [
+                    x[:, h0 - h[0] : h1 - h[0], r0 - r[0] : r1 - r[0]]
+                    for x, h, r in self._parts
+                    if h[0] <= h0 < h1 <= h[1] and r[0] <= r0 < r1 <= r[1]
+                ]
+                _add(found, into[:, h0 - head : h1 - head, r0 - row : r1 - row])
+
+    def finish(self) -> None:
+        """Writes the whole sum into what it is like."""
+        self.read(self._like)
+
+    def whole(self) -> Tensor:
+        """The sum, of the dtype and strides of what it is like."""
+        into = torch.empty_like(self._like)
+        self.read(into)
+        return into
+
+    def pour(self, into: Sum, head: int, row: int) -> None:
+        """Adds all parts to a sum of more heads and rows."""
+        for part, (h, _), (r, _) in self._parts:
+            into.add(part, head + h, row + r)
+
+
+def _cuts(span: Span, others: Sequence[Span]) -> list[int]:
+    """The bounds of a span, and those of others within it."""
+    return sorted({*span, *(x for other in others for x in other if span[0] < x < span[1])})
+
+
+def _add(parts: list[Tensor], into: Tensor) -> None:
+    """Their sum, rounded where it is written."""
+    if len(parts) < 2 or into.element_size() > 2:
+        into.copy_(parts[0]) if parts else into.zero_()
+        for x in parts[1:]:
+            into += x
+        return
+    total = parts[0]
+    for x in parts[1:-1]:
+        total = total.to(sums_of(into)) + x
+    torch.add(total, parts[-1], out=into)

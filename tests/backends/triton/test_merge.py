@@ -1,0 +1,34 @@
+"""Two states merged in one pass, beside `polyflash.merge`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polyflash.backends.triton.merge import merge_into
+from polyflash.merging import merge
+from tests import device
+
+
+@pytest.mark.parametrize("dim", [16, 80])
+@pytest.mark.parametrize(
+    "kinds", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]
+)
+def test_it_is_merge_rounded_once(kinds: tuple[torch.dtype, torch.dtype], dim: int):
+    """Rows that one state or both have no keys for, far lse, and NaN; late rows alone, in another layout."""
+    draw = torch.Generator().manual_seed(dim)
+    outs = [torch.randn(2, 75, 3, dim, generator=draw).to(kind).transpose(1, 2) for kind in kinds]
+    lses = [torch.randn(2, 3, 75, generator=draw) * 3 for _ in kinds]
+    for i, rows in ((0, slice(10, 20)), (1, slice(15, 25))):
+        outs[i][:, :, rows], lses[i][:, :, rows] = 0.0, -torch.inf
+    lses[0][:, :, 30], lses[1][:, :, 31], lses[1][:, :, 32] = 3e4, 3e4, torch.nan
+    right = merge([(x[:, :, 8:], y[:, :, 8:]) for x, y in zip(outs, lses, strict=True)])
+    state = [x.clone().to(device.DEVICE) for x in (outs[0], lses[0])]
+    other = [x.to(device.DEVICE) for x in (outs[1], lses[1])]
+    merge_into(*(x[:, :, 8:] for x in (*state, *other)))
+    near = 2.0**-8 if kinds[0] is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(state[1][:, :, 8:].cpu(), right.lse, atol=1e-6, rtol=1e-6, equal_nan=True)
+    torch.testing.assert_close(
+        state[0][:, :, 8:].cpu().float(), right.out, atol=1e-6, rtol=near, equal_nan=True
+    )
+    assert torch.equal(state[0][:, :, :8].cpu(), outs[0][:, :, :8])

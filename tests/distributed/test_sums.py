@@ -1,0 +1,41 @@
+"""Sums of parts of 16 bits: every element is rounded once, whatever parts cover it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from polyflash.merging import merge, merge_into
+from polyflash.parallel.sums import MOST_PARTS, Sum
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, MOST_PARTS + 3])
+@pytest.mark.parametrize("into", [torch.bfloat16, torch.float32])
+def test_parts_are_added_up_in_float32_and_rounded_once(count: int, into: torch.dtype):
+    """Parts of all heads and rows, of half the heads, of the late rows, by turns."""
+    draw = torch.Generator().manual_seed(count)
+    total, made = torch.zeros(2, 4, 10, 8), Sum(torch.empty(2, 4, 10, 8, dtype=torch.bfloat16))
+    for i in range(count):
+        head, row = ((0, 4), (2, 0), (0, 0))[i % 3]
+        part = torch.randn(2, 4 - head, 9 - row, 8, generator=draw).bfloat16()
+        made.add(part, head, row)
+        total[:, head:, row : row + part.shape[2]] += part.float()
+    for head, row, heads, rows in ((0, 0, 4, 10), (1, 3, 2, 4)):
+        found = torch.full((2, heads, rows, 8), torch.nan, dtype=into)
+        made.read(found, head, row)
+        assert torch.equal(found, total[:, head : head + heads, row : row + rows].to(into))
+
+
+def test_a_state_of_16_bits_is_merged_in_float32():
+    draw = torch.Generator().manual_seed(0)
+    parts = [
+        (torch.randn(1, 2, 9, 8, generator=draw).bfloat16(), torch.randn(1, 2, 9, generator=draw))
+        for _ in range(2)
+    ]
+    right = merge(parts)
+    out, lse = (x.clone() for x in parts[0])
+    merge_into(out, lse, *parts[1])
+    torch.testing.assert_close(lse, right.lse)
+    assert (
+        (out.float() - right.out).abs() <= right.out.abs() * 2.0**-8
+    ).all() and out.dtype is torch.bfloat16
