@@ -160,7 +160,7 @@ def _differentiate(
         if own_bias is not None:
             grid, stride = flat_grid(on, own_bias.numel())
             shape = dict(zip(("dbias_b", "dbias_h", "dbias_q", "dbias_k"), own_bias.shape, strict=True))
-            params = call.params(shape | {"stride_y": stride, "kv_heads": sizes.num_kv_heads})
+            params = call.params(shape | {"stride_y": stride})
             on.launch(dbias, params, [*blocks, made[3].block], grid)
     for total, x, of in zip(totals, made, (part.of_q, part.of_k, part.of_k), strict=False):
         if total is not None:

@@ -122,8 +122,9 @@ def numbers_of(sizes: Sizes, text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for side, codes, dim in _sides(sizes, text):
         if codes is not None and codes.shift is not None:
-            heads = sizes.batch * sizes.num_kv_heads
-            found[f"{side}_shift"] = heads * math.prod(codes.scale.counts(sizes.seqlen_k, dim))
+            heads = (sizes.num_pages or sizes.batch) * sizes.num_kv_heads
+            blocks = codes.scale.counts(sizes.page_size or sizes.seqlen_k, dim)
+            found[f"{side}_shift"] = heads * math.prod(blocks)
     return found
 
 

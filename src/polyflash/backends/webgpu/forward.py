@@ -1,7 +1,8 @@
 """Attention forward in WGSL: the launch of `forward_tile` and `forward_row`, and of `merge` where the keys
 were cut into splits.
 
-q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); CPU tensors of any strides, or GpuTensors."""
+q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), or pools of pages (pages, Hkv, page size, ·); CPU
+tensors of any strides, or GpuTensors."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def attend(
 
 def prepared_of(q: GpuTensor, k: KV, v: KV, args: Arguments, config: Config, few_rows: bool) -> Prepared:
     """A call that is bound once; equal ones get the same, if they have no tensors beside q, k, v."""
-    on, sizes = q.device, sizes_of(q, k, v)
+    on, sizes = q.device, sizes_of(q, k, v, args)
     key = None if any(type(x) is torch.Tensor for x in args) else (sizes, q.dtype, args, config, few_rows)
     prepared = None if key is None else on.calls.get(key)
     if prepared is None:

@@ -2,10 +2,18 @@
 
 //: if {SIDE}_{TABLE}
 fn {side}_{table}(at: Place, j: u32, c: u32) -> vec4<f32> {
+//: if PAGE
+  var block = page_of(at, j);
+//: else
   var block = at.k_base / n.k_rows + at.hk;
+//: end
 //: if {SIDE}_{TABLE}_TOKENS
   let blocks = (n.k_rows + {SIDE}_{TABLE}_TOKENS - 1u) / {SIDE}_{TABLE}_TOKENS;
+//: if PAGE
+  block = block * blocks + j % PAGE / {SIDE}_{TABLE}_TOKENS;
+//: else
   block = block * blocks + (at.k_base % n.k_rows + j) / {SIDE}_{TABLE}_TOKENS;
+//: end
 //: end
   let first = n.{side}_{table} + block * {SIDE}_{TABLE}_WIDTH;
 //: if {SIDE}_{TABLE}_SHARED
