@@ -15,6 +15,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from polyflash import backends, plan, target, torch_ops, validate
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from polyflash.keywords import OnDevice
 
 __all__ = ("DeviceError", "DeviceOutput", "GpuCodes", "GpuTensor", "attention", "batch")
+
+
+MOST_HELD = 1 << 16  # bytes of a tensor beside q, k, v by whose values a call is known again
 
 
 class DeviceOutput(NamedTuple):
@@ -79,17 +83,18 @@ def attention(
     Everything else is a CPU tensor, or a number, and means what it means there. Raises SpecError and
     UnsupportedError before anything is launched; what a device refuses later is a DeviceError of the next
     read, with the names of the kernels."""
-    options = (causal, window, softcap, scale, q_offset, return_lse, config)
     key = None
-    if mask is bias is alibi_slopes is sinks is kv_lens is kv_starts is page_table is None and type(q) is GpuTensor:
-        key = _key(q, k, v, options)
+    if mask is bias is None and type(q) is GpuTensor:
+        places = page_table, kv_lens, kv_starts, q_offset
+        scores = causal, window, softcap, scale, alibi_slopes, sinks
+        key = _key(q, k, v, (*places, *scores, return_lse, config))
     prepared = None if key is None else q.block.device.calls.get(key)
     if prepared is None:
         masks: dict[str, Any] = {"causal": causal, "window": window, "mask": mask, "kv_lens": kv_lens}
-        scores: dict[str, Any] = {"bias": bias, "alibi_slopes": alibi_slopes, "softcap": softcap}
-        scores |= {"sinks": sinks, "scale": scale, "return_lse": return_lse, "config": config}
+        given: dict[str, Any] = {"bias": bias, "alibi_slopes": alibi_slopes, "softcap": softcap}
+        given |= {"sinks": sinks, "scale": scale, "return_lse": return_lse, "config": config}
         masks |= {"page_table": page_table, "kv_starts": kv_starts, "q_offset": q_offset}
-        prepared = _prepared(q, k, v, Options(**masks, **scores))
+        prepared = _prepared(q, k, v, Options(**masks, **given))
         if key is not None:
             q.block.device.keep(key, prepared)
     out, lse = forward.launch_forward(q, k, v, prepared)
@@ -97,17 +102,23 @@ def attention(
 
 
 def _key(q: GpuTensor, k: KV, v: KV, options: tuple[Any, ...]) -> Any:
-    """Key of a call without tensors beside q, k, v; types too, as 1 and True are equal. None if it cannot be
-    looked up."""
-    if any(isinstance(x, Tensor) for x in options):  # equal to itself, whatever it holds
-        return None
+    """Key of a call, with small tensors by what they hold; types too, as 1 and True are equal. None if it
+    cannot be looked up."""
     try:
         kinds = q.dtype, *(x.form if isinstance(x, GpuCodes) else x.dtype for x in (k, v))
-        key = (q.shape, k.shape, v.shape, kinds, options, tuple(map(type, options)))
+        known = tuple(_held(x) if isinstance(x, Tensor) else x for x in options)
+        key = (q.shape, k.shape, v.shape, kinds, known, tuple(map(type, options)))
         hash(key)
     except (AttributeError, TypeError):
         return None
     return key
+
+
+def _held(x: Tensor) -> tuple[Any, ...]:
+    """Dtype, shape and values; TypeError if those are many, or not to be read."""
+    if x.device.type != "cpu" or x.requires_grad or x.nbytes > MOST_HELD:
+        raise TypeError
+    return x.dtype, x.shape, x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _prepared(q: GpuTensor, k: KV, v: KV, options: Options) -> forward.Prepared:

@@ -38,6 +38,7 @@ KERNELS = {
         for flags in (EVERYTHING, NOTHING)
         for kind in ("float32", "bfloat16", "float16 of the device")
     },
+    "pages": kernel_of(SIZES, NOTHING | {"PAGE": 16}, VARIANTS["packed splits"], "float32", True, 32),
     **{
         f"{kernel.name}, {name}": kernel
         for name, variant in GRADIENTS.items()

@@ -133,7 +133,7 @@ def _differentiate(
     """Adds a chunk's dq, dk, dv and dbias to `totals`; returns its (lse, delta) per row, (batch, query heads,
     rows, 2)."""
     held = [GpuTensor.of(x) for x in (given.q, k, v, given.dout)]
-    on, sizes = held[0].device, sizes_of(*held[:3])
+    on, sizes = held[0].device, sizes_of(held[0], held[1], held[2])
     call = call_of(sizes, part.arguments(args))
     dims = fours(sizes.head_dim), fours(sizes.head_dim_v)
     variants = configs.gradient_variants(dims, trusted_limits(on), config)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _PLAIN = Arguments()
 _FAR = 1 << 30  # beyond any position: a sum with one stays within 32 bits
 _PLANES = tuple(f"{x}{end}" for x in ("mask", "bias") for end in ("", "_b", "_h", "_q", "_k"))
-_COUNTS = ("batch", "group", "kv_heads", "q_rows", "k_rows", "rows_total", "stride_y", "tile0", "z0", "num_splits")
-_BROADCAST = ("dbias_b", "dbias_h", "dbias_q", "dbias_k")
+_COUNTS = ("batch", "group", "q_rows", "k_rows", "rows_total", "stride_y", "tile0", "z0", "num_splits")
+_BROADCAST = ("kv_heads", "dbias_b", "dbias_h", "dbias_q", "dbias_k")
 _PLACES = ("slopes", "slopes_b", "sinks", "q_ids", "k_ids", "minus_infinity")
 _CODES = ("k_scale", "v_scale", "k_shift", "v_shift", "k_values", "v_values")
 _INTEGERS = (*_COUNTS, "split_keys", *_PLANES, *_BROADCAST, *_PLACES, *_CODES)

@@ -31,21 +31,22 @@ class Chunk(NamedTuple):
     packed: bool
     table: Tensor | None = None  # the page numbers of all entries, -1 where nobody looks
 
-    @property
-    def pages(self) -> Tensor | slice:
-        """Which entries of k and v these need."""
+    def _own_pages(self) -> tuple[Tensor, Tensor] | None:
+        """The pages that these entries need, rising, and their table of places among those."""
         own = self._entries(self.table)
         if own is None:
-            return slice(self.b0, self.b1)
+            return None
         found = own[own >= 0].unique()
-        return found if len(found) else torch.zeros(1, dtype=torch.int64)  # no binding is empty
+        found = found if len(found) else torch.zeros(1, dtype=torch.int64)  # no binding is empty
+        return found, torch.searchsorted(found, own.clamp(min=0)).int()
 
     def of_q(self, x: Tensor) -> Tensor:
         """This chunk's part of a tensor (batch, query heads, ...)."""
         return x[self.b0 : self.b1, self.h0 * self.group : self.h1 * self.group]
 
     def of_k(self, x: Tensor) -> Tensor:
-        return x[:, self.h0 : self.h1][self.pages]
+        x, pages = x[:, self.h0 : self.h1], self._own_pages()
+        return x[self.b0 : self.b1] if pages is None else x[pages[0]]
 
     def _entries(self, x: Tensor | None) -> Tensor | None:
         """This chunk's part of a tensor (batch, ...)."""
@@ -70,9 +71,8 @@ class Chunk(NamedTuple):
         planes = (("mask", args.mask), ("bias", args.bias))
         own |= {name: x if x is None else self.plane(x) for name, x in planes}
         own |= {"sinks": self._heads(args.sinks)}
-        if self.table is not None:
-            place = torch.searchsorted(self.pages, self._entries(self.table).clamp(min=0))
-            own["page_table"] = place.int()
+        pages = self._own_pages()
+        own |= {} if pages is None else {"page_table": pages[1]}
         tables = ((name, getattr(args, name)) for name in TABLES)
         own |= {name: x if x is None else self.of_k(x) for name, x in tables}
         own |= {
