@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from polyflash.backends.webgpu import configs
 from polyflash.backends.webgpu import device as devices
 from polyflash.backends.webgpu.configs import fours
 from polyflash.backends.webgpu.tensor import GpuTensor, array_of, nbytes_of, unstored
@@ -101,7 +102,7 @@ def without_tables(args: Arguments) -> Arguments:
 
 def constants_of(sizes: Sizes, text: str) -> dict[str, int]:
     """Constants of a kernel that reads `codes`, the op's text."""
-    found: dict[str, int] = {}
+    found: dict[str, int] = {"PRODUCTS": int(configs.multiplies(text, sizes.page_size))}
     for side, codes, dim in _sides(sizes, text):
         if codes is None:
             continue

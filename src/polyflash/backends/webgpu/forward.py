@@ -143,6 +143,8 @@ def kernel_of(
     variant, split = plan.variant, plan.num_splits > 1
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
     flags = {"PACK": int(plan.packed), "SPLIT": int(split), "LSE": int(need_lse), **flags}
+    products = flags.pop("PRODUCTS", 0) and variant.template == ROW and not plan.packed
+    flags |= {"PRODUCTS": 1} if products else {}
     constants = flags | configs.constants(variant, d4, dv4)
     out = "sums" if split else kind
     rows = "vec2<f32>" if split else "f32"
@@ -154,7 +156,8 @@ def kernel_of(
         buffers.append(Buffer("lse", rows, True))
     name = f"forward_{variant.template}"
     tile = ("lanes.wgsl", "load_tile.wgsl") if variant.template == ROW else ()
-    files = ("stages.wgsl", *READ, "finalize.wgsl", *tile, f"{name}.wgsl")
+    own = ("products.wgsl",) if products else ()
+    files = ("stages.wgsl", *READ, "finalize.wgsl", *tile, *own, f"{name}.wgsl")
     return Kernel(name, files, tuple(buffers), tuple(constants.items()), PARAMS, unrolled)
 
 
