@@ -13,7 +13,9 @@ import wgpu
 
 from polyflash.backends.webgpu.device import Device
 
-WARM = 0.2  # seconds of work before anything is timed: a card that was idle has low clocks
+# Seconds of work before anything is timed: an idle card has low clocks, and an H100 reads new gigabytes at a
+# third of its rate for the first 150 ms, after gradients in the same process.
+WARM = 0.6
 LEAST = 0.02  # seconds of a batch
 ROUNDS = 5
 SAMPLES = 24  # rows, or keys, of two heads that are compared

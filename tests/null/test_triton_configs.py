@@ -383,6 +383,9 @@ class TestSplits:
         assert config.split_size(1, 2048, 132) == 64  # never below one
         assert config.split_size(512, 8192, 132) == 8192 // 2  # 4 programs a core are plenty
         assert config.split_size(4096, 8192, 132) == 8192
+        turned = replace(config, block_m=8)
+        assert turned.split_size(8, 2048, 792) == 64  # 32 parts
+        assert turned.split_size(8, 4096, 792) == 128  # and no more of one block
         for heads, keys in ((1, 2048), (8, 8192), (4096, 8192), (1, 1 << 20)):
             assert replace(config, fixed_splits=True).split_size(heads, keys, 132) == 256
             assert replace(config, split_keys=UNSPLIT).split_size(heads, keys, 132) == UNSPLIT

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("ieee", "tf32x3", "bf16x6")
 _LAZY = "sums are scaled only when the maximum has grown by 2^8"
+MOST_SHORT = 32  # parts of one block of turned products
 THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
 # Each use of these makes a field.
 _block, _warps = partial(power_of_two, LEAST, 256), partial(power_of_two, 1, 16)
@@ -148,7 +149,9 @@ class DecodeConfig:
         """Keys per split at launch."""
         if self.fixed_splits or self.split_keys == UNSPLIT:
             return self.split_keys
-        return streaming_size(self, walks, keys, cores, uneven)
+        size = streaming_size(self, walks, keys, cores, uneven)
+        short = self.block_m < LEAST and size == self.block_n  # a merge of many such takes longer than they do
+        return 2 * size if short and keys > MOST_SHORT * size else size
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Notes of a plan about this choice, beside its numbers."""

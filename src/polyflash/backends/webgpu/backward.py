@@ -189,7 +189,7 @@ def walk(kernel: Kernel, items: int, heads: int, blocks: list[Block], sizes: Siz
     on, threads = blocks[0].device, dict(kernel.constants)["BM"]
     others = max(sizes.seqlen_q, sizes.seqlen_k) * sizes.num_q_heads * call.entries
     work = 10.0 * threads * others * max(sizes.head_dim, sizes.head_dim_v)
-    for start, grid in dispatches(on, (-(-items // threads), heads, call.entries), work):
+    for start, grid in dispatches(on, -(-items // threads), heads, call.entries, work):
         on.launch(kernel, call.params(start), blocks, grid)
 
 

@@ -172,21 +172,20 @@ def walk(
     given = {"num_splits": plan.num_splits, "split_keys": plan.split_keys}
     width = 4.0 * (sizes.head_dim + sizes.head_dim_v) / 2
     work = width * plan.variant.rows * sizes.seqlen_k * heads * call.entries
-    for start, grid in dispatches(on, (tiles, heads, call.entries * plan.num_splits), work):
+    for start, grid in dispatches(on, tiles, heads, call.entries * plan.num_splits, work):
         yield on.command(kernel, call.params(start | given), grid)
 
 
 def dispatches(
-    on: Device, grid: tuple[int, int, int], work: float
+    on: Device, tiles: int, heads: int, depth: int, work: float
 ) -> Iterator[tuple[dict[str, int], tuple[int, int, int]]]:
-    """First tile and entry of each dispatch of a grid, and its own grid; `work` is that of a tile in all of
-    the rest."""
-    tiles, heads, depth = grid
+    """First tile and entry of each dispatch, and its grid: heads, tiles, depth. `work` is that of a tile in all
+    of the rest."""
     most = on.limits.workgroups
     wide = most if on.limits.kind == "cpu" else min(most, max(1, int(_MOST_WORK / max(1.0, work))))
     for z in range(0, depth, most):
         for first in range(0, tiles, wide):
-            yield {"tile0": first, "z0": z}, (min(wide, tiles - first), heads, min(most, depth - z))
+            yield {"tile0": first, "z0": z}, (heads, min(wide, tiles - first), min(most, depth - z))
 
 
 def flat_grid(on: Device, items: int) -> tuple[tuple[int, int, int], int]:

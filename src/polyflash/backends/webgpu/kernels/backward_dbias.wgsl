@@ -2,7 +2,7 @@
 // the bias per thread, and one order of its sum.
 
 fn score_gradient(b: u32, h: u32, i: u32, j: u32) -> f32 {
-  let at = stand(vec3<u32>(0u, h, b));
+  let at = stand(h, b);
   if (!visible(at, h, i32(i), i32(j))) { return 0.0; }
   let row = row_of(at, i);
   let key = key_of(at, j);

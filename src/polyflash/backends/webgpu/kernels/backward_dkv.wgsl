@@ -70,8 +70,8 @@ fn backward_dkv(
   @builtin(subgroup_invocation_id) place: u32,
 //: end
 ) {
-  var at = stand(vec3<u32>(group_id.x, group_id.y * n.group, group_id.z));
-  let j0 = (n.tile0 + group_id.x) * BM;
+  var at = stand(group_id.x * n.group, group_id.z);
+  let j0 = (n.tile0 + group_id.y) * BM;
   let lane = t % LANES;
   let first = j0 + t / LANES * RM;  // the thread's keys
   let own = first + lane * RM / LANES;  // those whose scores it has: OWN

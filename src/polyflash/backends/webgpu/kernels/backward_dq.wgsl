@@ -7,8 +7,8 @@ fn backward_dq(
   @builtin(subgroup_invocation_id) place: u32,
 //: end
 ) {
-  let at = stand(group_id);
-  let r0 = first_row(at, group_id.x);
+  let at = stand(group_id.x, group_id.z);
+  let r0 = first_row(at, group_id.y);
   let count = row_count(at);
   let lane = t % LANES;
   let first = r0 + t / LANES * RM;  // the thread's rows

@@ -3,7 +3,7 @@
 // it fits any device: a block has as many keys as there is room for, down to one group of four.
 //
 // Sums of a stretch of keys are merged into `whole`: a sum of all keys would have a rounding for each of them. Splits
-// are short, so they do without, and with its registers read at more than twice the rate (H100).
+// are short, so they do without.
 
 @compute @workgroup_size(NT)
 fn forward_row(
@@ -12,8 +12,8 @@ fn forward_row(
   @builtin(subgroup_invocation_id) place: u32,
 //: end
 ) {
-  let at = stand(group_id);
-  let r0 = first_row(at, group_id.x);
+  let at = stand(group_id.x, group_id.z);
+  let r0 = first_row(at, group_id.y);
   let count = row_count(at);
   let lane = t % LANES;
   let first = r0 + t / LANES * RM;  // the thread's rows

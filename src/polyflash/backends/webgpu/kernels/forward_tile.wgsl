@@ -49,8 +49,8 @@ fn load_values(at: Place, j0: u32, t: u32) {
 fn forward_tile(
   @builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) t: u32,
 ) {
-  let at = stand(group_id);
-  let r0 = first_row(at, group_id.x);
+  let at = stand(group_id.x, group_id.z);
+  let r0 = first_row(at, group_id.y);
   let tx = t % TX;
   let ty = t / TX;
   let own = ty * RM;  // the thread's first row in the tile

@@ -12,19 +12,21 @@ struct Place {
   q_base: u32, k_base: u32, rows: i32, keys: i32, kv_start: i32, kv_end: i32, lower: i32, upper: i32, offset: i32,
 }
 
-fn stand(group_id: vec3<u32>) -> Place {
-  let z = n.z0 + group_id.z;
+// Where a workgroup stands: its head (packed, its kv head) is x of its number, its tile y, its entry and split z.
+// Tiles of all heads alternate, so that with causal masks those of few keys are the last of all to start.
+fn stand(head: u32, depth: u32) -> Place {
+  let z = n.z0 + depth;
   let b = z % n.batch;
   let w = b * ENTRY_WORDS;
   var at: Place;
   at.b = b;
   at.split = z / n.batch;
 //: if PACK
-  at.hk = group_id.y;
-  at.h = group_id.y * n.group;
+  at.hk = head;
+  at.h = head * n.group;
 //: else
-  at.h = group_id.y;
-  at.hk = group_id.y / n.group;
+  at.h = head;
+  at.hk = head / n.group;
 //: end
   at.q_base = words[w];
   at.k_base = words[w + 1u];
@@ -63,10 +65,10 @@ fn head_of(at: Place, r: u32) -> u32 {
 //: end
 }
 
-// First row of tile x. The last rows come first: of causal ones they see most keys, and what takes longest should not
+// First row of tile y. The last rows come first: of causal ones they see most keys, and what takes longest should not
 // be left for the end.
-fn first_row(at: Place, x: u32) -> u32 {
-  return ((row_count(at) + BM - 1u) / BM - 1u - n.tile0 - x) * BM;
+fn first_row(at: Place, y: u32) -> u32 {
+  return ((row_count(at) + BM - 1u) / BM - 1u - n.tile0 - y) * BM;
 }
 
 // Where row r stands in q, out and lse, in rows; it must be one of the call.
