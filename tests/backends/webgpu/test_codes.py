@@ -9,7 +9,7 @@ from torch import Tensor
 import polyflash
 from polyflash import SpecError, webgpu
 from polyflash.backends.webgpu.codes import held_on_device, without_tables
-from polyflash.backends.webgpu.configs import TILE, Variant
+from polyflash.backends.webgpu.configs import ROW, TILE, Variant
 from polyflash.backends.webgpu.device import Device
 from polyflash.backends.webgpu.forward import Plan, launch_forward, prepare, sizes_of
 from polyflash.quant import NAMED, QuantizedTensor, Scheme, dequantize, quantize
@@ -30,6 +30,7 @@ SCHEMES = {
 PLANS = {
     **{name: Plan(TEMPLATES[name]) for name in ("tile", "tile of subgroups", "row", "4 lanes, 4 rows")},
     "splits": Plan(Variant(TILE, 4, 4, 1, 1), True, 64, 3),
+    "splits of rows": Plan(Variant(ROW, 32, rn4=2), True, 64, 3),
 }
 
 
@@ -54,7 +55,7 @@ def test_reads_its_codes_and_no_other(on: Device, name: str, plan: str, monkeypa
     """Rows of codes and of tables end within words: nothing behind them is read, nor in padding counted."""
     if PLANS[plan].variant.subgroups and not on.limits.subgroup:
         pytest.skip("no subgroups here")
-    q, k, v = qkv(3 if plan == "splits" else 41, dims=(62, 46))
+    q, k, v = qkv(3 if "splits" in plan else 41, dims=(62, 46))
     coded = [quantize(x, s) for x, s in zip((k, v), SCHEMES[name], strict=True)]
     guards = Guarded(on, monkeypatch)
     out, lse = launched(on, q, coded, PLANS[plan])

@@ -9,7 +9,7 @@ import torch
 
 import polyflash
 from polyflash import SpecError, webgpu
-from polyflash.backends.webgpu.configs import TILE, Variant
+from polyflash.backends.webgpu.configs import ROW, TILE, Variant
 from polyflash.backends.webgpu.device import Device
 from polyflash.backends.webgpu.forward import Plan
 from polyflash.quant import NAMED, Scheme, quantize
@@ -23,6 +23,7 @@ from tests.backends.webgpu.test_kernels import Guarded
 PLANS = {
     **{name: Plan(TEMPLATES[name]) for name in ("tile", "row", "4 lanes, 4 rows")},
     "splits": Plan(Variant(TILE, 4, 4, 1, 1), True, 64, 3),
+    "splits of rows": Plan(Variant(ROW, 32, rn4=2), True, 64, 3),
 }
 LENS = (131, 77)
 
@@ -38,7 +39,7 @@ def pools(k: torch.Tensor, v: torch.Tensor, size: int) -> tuple[torch.Tensor, ..
 def test_reads_its_pages_and_no_other(on: Device, plan: str, size: int, monkeypatch: pytest.MonkeyPatch):
     if PLANS[plan].variant.lanes > max(1, on.limits.subgroup):
         pytest.skip(f"subgroups of {on.limits.subgroup} lanes")
-    q, k, v = qkv(3 if plan == "splits" else 41, dims=(16, 32))
+    q, k, v = qkv(3 if "splits" in plan else 41, dims=(16, 32))
     *pair, table = pools(k, v, size)
     lens = torch.tensor(LENS, dtype=torch.int32)
     table = table.where(torch.arange(table.shape[1]) * size < lens[:, None], 2**31 - 1)

@@ -76,6 +76,9 @@ fn forward_row(
 
   let keys = block_range(at, r0, BM);
   var part: Fetched;
+//: if PACK
+  if (keys.x < keys.y) { fetch_tile(at, keys.x, t, &part); }
+//: end
 //: if SPLIT
   {
     for (var j0 = keys.x; j0 < keys.y; j0 += BN) {
@@ -83,10 +86,17 @@ fn forward_row(
   for (var from_key = keys.x; from_key < keys.y; from_key += STRETCH) {
     for (var j0 = from_key; j0 < min(from_key + STRETCH, keys.y); j0 += BN) {
 //: end
+//: if PACK
+      workgroupBarrier();
+      store_tile(t, &part);
+      workgroupBarrier();
+      if (j0 + BN < keys.y) { fetch_tile(at, j0 + BN, t, &part); }  // few rows wait for memory: it is on its way
+//: else
       fetch_tile(at, j0, t, &part);
       workgroupBarrier();
       store_tile(t, &part);
       workgroupBarrier();
+//: end
       let whole = sees_all(at, r0, BM, j0);
       for (var x = 0u; x < BN; x += 4u) {
         var s: array<vec4<f32>, RM>;

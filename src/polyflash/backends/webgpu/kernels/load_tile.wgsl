@@ -10,46 +10,38 @@ var<workgroup> b_k: array<vec4<f32>, BN * D4>;
 //: end
 var<workgroup> b_v: array<vec4<f32>, BN * DV4>;
 
-//: if PRODUCTS
-struct Fetched { k: array<u32, K_TURNS>, v: array<vec4<f32>, V_TURNS>, scale: f32 }
-//: else
-struct Fetched { k: array<vec4<f32>, K_TURNS>, v: array<vec4<f32>, V_TURNS> }
-//: end
+struct Fetched { k: array<Asked_k, K_TURNS>, v: array<Asked_v, V_TURNS>, count: u32 }
 
 fn fetch_tile(at: Place, j0: u32, t: u32, part: ptr<function, Fetched>) {
+  (*part).count = u32(at.kv_end) - j0;
 //: for y < K_TURNS
-  {
-    let x = t + {y} * NT;
-    let j = i32(j0 + x / D4);
-//: if PRODUCTS
-    (*part).k[{y}] = k[key_of(at, u32(min(j, at.kv_end - 1))) * K_WORDS + x % D4];
-//: else
-    let w = read_k(at, u32(min(j, at.kv_end - 1)), x % D4);
-    (*part).k[{y}] = select(vec4<f32>(0.0), w, j < at.kv_end);
-//: end
-  }
-//: end
-//: if PRODUCTS
-  (*part).scale = k_scale(at, u32(min(i32(j0 + t % BN), at.kv_end - 1)), 0u).x;
+  (*part).k[{y}] = ask_k(at, u32(min(i32(j0 + (t + {y} * NT) / D4), at.kv_end - 1)), (t + {y} * NT) % D4);
 //: end
 //: for y < V_TURNS
-  {
-    let x = t + {y} * NT;
-    let j = i32(j0 + x / DV4);
-    let w = read_v(at, u32(min(j, at.kv_end - 1)), x % DV4);
-    (*part).v[{y}] = select(vec4<f32>(0.0), w, j < at.kv_end);
-  }
+  (*part).v[{y}] = ask_v(at, u32(min(i32(j0 + (t + {y} * NT) / DV4), at.kv_end - 1)), (t + {y} * NT) % DV4);
 //: end
 }
 
 fn store_tile(t: u32, part: ptr<function, Fetched>) {
-//: if PRODUCTS
-  if (t < BN) { b_scale[t] = (*part).scale; }
-//: end
 //: for y < K_TURNS
-  if (K_TURNS * NT == BN * D4 || t + {y} * NT < BN * D4) { b_k[t + {y} * NT] = (*part).k[{y}]; }
+  {
+    let x = t + {y} * NT;
+    if (K_TURNS * NT == BN * D4 || x < BN * D4) {
+//: if PRODUCTS
+      b_k[x] = (*part).k[{y}].w;
+      if (x % D4 == 0u) { b_scale[x / D4] = (*part).k[{y}].scale; }
+//: else
+      b_k[x] = select(vec4<f32>(0.0), decode_k((*part).k[{y}], x % D4), x / D4 < (*part).count);
+//: end
+    }
+  }
 //: end
 //: for y < V_TURNS
-  if (V_TURNS * NT == BN * DV4 || t + {y} * NT < BN * DV4) { b_v[t + {y} * NT] = (*part).v[{y}]; }
+  {
+    let x = t + {y} * NT;
+    if (V_TURNS * NT == BN * DV4 || x < BN * DV4) {
+      b_v[x] = select(vec4<f32>(0.0), decode_v((*part).v[{y}], x % DV4), x / DV4 < (*part).count);
+    }
+  }
 //: end
 }
