@@ -150,7 +150,7 @@ class DecodeConfig:
         if self.fixed_splits or self.split_keys == UNSPLIT:
             return self.split_keys
         size = streaming_size(self, walks, keys, cores, uneven)
-        short = self.block_m < LEAST and size == self.block_n  # a merge of many such takes longer than they do
+        short = self.block_m < LEAST and size == self.block_n  # and their merge takes longer than they do
         return 2 * size if short and keys > MOST_SHORT * size else size
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:

@@ -179,8 +179,8 @@ def walk(
 def dispatches(
     on: Device, tiles: int, heads: int, depth: int, work: float
 ) -> Iterator[tuple[dict[str, int], tuple[int, int, int]]]:
-    """First tile and entry of each dispatch, and its grid: heads, tiles, depth. `work` is that of a tile in all
-    of the rest."""
+    """First tile and entry of each dispatch, and its grid: heads, tiles, depth. `work` is that of a tile in
+    all of the rest."""
     most = on.limits.workgroups
     wide = most if on.limits.kind == "cpu" else min(most, max(1, int(_MOST_WORK / max(1.0, work))))
     for z in range(0, depth, most):
