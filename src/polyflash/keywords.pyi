@@ -22,6 +22,7 @@ class OnDevice(_Numbers, total=False):
     window: WindowSides | None
     mask: Tensor | Mask | None
     bias: Tensor | None
+    page_table: Tensor | None
     kv_lens: Tensor | None
     kv_starts: Tensor | None
     q_offset: int | Tensor | None

@@ -40,8 +40,8 @@ ALL_OF = {
     ("metal", Phase.BACKWARD): _METAL,
     ("gluon", Phase.FORWARD): _BOUNDED | {_F.SOFTCAP, _F.ALIBI},
     ("gluon", Phase.BACKWARD): _BOUNDED,
-    ("webgpu", Phase.FORWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT, _F.CODES},
-    ("webgpu", Phase.DECODE): (_BOUNDED | _SCORED | {_F.BIAS, _F.CODES}) - {_F.VARLEN},
+    ("webgpu", Phase.FORWARD): _BOUNDED | _SCORED | _READ | {_F.BIAS, _F.BATCH_INVARIANT},
+    ("webgpu", Phase.DECODE): (_BOUNDED | _SCORED | _READ | {_F.BIAS}) - {_F.VARLEN},
     ("webgpu", Phase.BACKWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT},
 }
 USUAL = tuple(row for row in STEPS if (row.backend, row.phase) not in ALL_OF)  # for all calls, or nearly

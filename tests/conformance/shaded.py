@@ -15,6 +15,7 @@ WHOLE: dict[str, tuple[str, ...]] = {
     "test_bugs_shapes": ("test_fork_after_use",),
     "test_bugs_varlen": ("test_B_big_10_more_members_than_a_grid_has_blocks",),
     "test_decode": ("test_rows_without_keys",),
+    "test_paged": ("test_pages_that_no_row_sees_are_not_looked_at",),
 }
 # Of these the cases whose id, without the row's name, is listed.
 CASES: dict[tuple[str, str], tuple[str, ...]] = {
@@ -30,6 +31,7 @@ CASES: dict[tuple[str, str], tuple[str, ...]] = {
     ("test_codes", "test_hidden_codes_change_no_bit"): ("int4-token",),
     ("test_codes", "test_many_rows"): ("int8-channel",),
     ("test_codes", "test_packed_members"): ("int8-channel",),
+    ("test_codes", "test_pages"): ("int8-channel",),
     ("test_codes", "test_gradients_go_straight_through"): ("int8-smooth",),
     ("test_decode", "test_workload"): (
         *("step-group-3-float32", "step-lens-rows-float16", "step-sinks-rows-bfloat16"),
@@ -39,6 +41,10 @@ CASES: dict[tuple[str, str], tuple[str, ...]] = {
     ("test_memory", "test_guard_bands"): ("lens-causal-float32", "everything-bfloat16"),
     ("test_memory", "test_visible_nonfinite_scores"): ("torch.float32",),
     ("test_metamorphic", "test_M10_constant_values"): ("torch.float32",),
+    ("test_paged", "test_guard_bands"): ("paged-window",),
+    ("test_paged", "test_workload"): (
+        *("paged-3-bfloat16", "paged-16-float32", "paged-mixed-everything-float32"),
+    ),
     ("test_shapes", "test_lengths"): ("33",),
     ("test_shapes", "test_group"): ("3",),
     ("test_shapes", "test_head_dim"): ("3",),

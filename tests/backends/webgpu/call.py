@@ -53,7 +53,8 @@ def attend(
     """out and lse of one variant, with nothing between."""
     q, k, v = (GpuTensor.of(x) for x in tensors)
     args = args._replace(need_lse=True)
-    out, lse = launch_forward(q, k, v, prepare(on, sizes_of(q, k, v), q.dtype, args, plan or Plan(variant)))
+    sizes = sizes_of(q, k, v, args)
+    out, lse = launch_forward(q, k, v, prepare(on, sizes, q.dtype, args, plan or Plan(variant)))
     assert lse is not None
     return out.torch(), lse.torch()
 

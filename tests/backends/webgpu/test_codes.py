@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 import polyflash
 from polyflash import SpecError, webgpu
 from polyflash.backends.webgpu.codes import held_on_device, without_tables
-from polyflash.backends.webgpu.configs import TILE, Variant
+from polyflash.backends.webgpu.configs import ROW, TILE, Variant
 from polyflash.backends.webgpu.device import Device
 from polyflash.backends.webgpu.forward import Plan, launch_forward, prepare, sizes_of
-from polyflash.quant import NAMED, Scheme, dequantize, quantize
+from polyflash.quant import NAMED, QuantizedTensor, Scheme, dequantize, quantize
 from polyflash.quant.calls import opened
+from polyflash.reference import attention_reference
 from polyflash.spec import Arguments
 from polyflash.webgpu import GpuCodes, GpuTensor
 from tests.backends.webgpu.call import TEMPLATES, off, qkv
@@ -28,7 +30,23 @@ SCHEMES = {
 PLANS = {
     **{name: Plan(TEMPLATES[name]) for name in ("tile", "tile of subgroups", "row", "4 lanes, 4 rows")},
     "splits": Plan(Variant(TILE, 4, 4, 1, 1), True, 64, 3),
+    "splits of rows": Plan(Variant(ROW, 32, rn4=2), True, 64, 3),
 }
+
+
+MULTIPLIED = {
+    "mean": (Scheme(compute="int8", smoothing="mean"), Scheme(compute="int8", granularity="channel")),
+    "groups": (Scheme(compute="int8", granularity="block", tokens=7), Scheme(compute="int8")),
+}
+
+
+def launched(on: Device, q: Tensor, coded: list[QuantizedTensor], plan: Plan) -> tuple[GpuTensor, ...]:
+    """out and lse of a causal call over codes."""
+    call = opened(q, *coded, Arguments(causal=True, backend="webgpu"))
+    assert call.args.codes
+    held = GpuTensor.of(q), *held_on_device(call.k, call.v, call.args)
+    args = without_tables(call.args)._replace(need_lse=True)
+    return launch_forward(*held, prepare(on, sizes_of(*held), q.dtype, args, plan))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -37,19 +55,41 @@ def test_reads_its_codes_and_no_other(on: Device, name: str, plan: str, monkeypa
     """Rows of codes and of tables end within words: nothing behind them is read, nor in padding counted."""
     if PLANS[plan].variant.subgroups and not on.limits.subgroup:
         pytest.skip("no subgroups here")
-    q, k, v = qkv(3 if plan == "splits" else 41, dims=(62, 46))
+    q, k, v = qkv(3 if "splits" in plan else 41, dims=(62, 46))
     coded = [quantize(x, s) for x, s in zip((k, v), SCHEMES[name], strict=True)]
-    call = opened(q, *coded, Arguments(causal=True, backend="webgpu"))
-    assert call.args.codes
     guards = Guarded(on, monkeypatch)
-    held = GpuTensor.of(q), *held_on_device(call.k, call.v, call.args)
-    args = without_tables(call.args)._replace(need_lse=True)
-    out, lse = launch_forward(*held, prepare(on, sizes_of(*held), q.dtype, args, PLANS[plan]))
+    out, lse = launched(on, q, coded, PLANS[plan])
     exact = (q, *(x.values(torch.float64).float() for x in coded))
     assert off(out.torch(), exact, causal=True) < 4e-6 and bool(lse.torch().isfinite().all())
     padding = on.read(out.block).view("f4").reshape(-1, 48)[:, 46:]
     assert (padding == 0).all()
     guards.check()
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+@pytest.mark.parametrize("plan", ("tile", "row", "4 lanes, 4 rows"))
+def test_products_of_integers(on: Device, name: str, plan: str, monkeypatch: pytest.MonkeyPatch):
+    """Nothing is lost but what q loses in 8 bits, and by rows in registers alone. One NaN spoils its row."""
+    variant = TEMPLATES[plan]
+    if variant.lanes > max(1, on.limits.subgroup):
+        pytest.skip(f"subgroups of {on.limits.subgroup} lanes")
+    q, k, v = qkv(41, dims=(14, 10) if variant.lanes == 1 else (16, 16))
+    k[..., ::11] += 3
+    coded = [quantize(x, s) for x, s in zip((k, v), MULTIPLIED[name], strict=True)]
+    steps = (q * (127 / q.abs().amax(-1, keepdim=True))).round() / 32
+    exact = [x.values(torch.float64).float() for x in coded]
+    guards = Guarded(on, monkeypatch)
+    out, lse = (x.torch() for x in launched(on, steps, coded, Plan(variant)))
+    assert off(out, (steps, *exact), causal=True) < 4e-6
+    assert (lse - attention_reference(steps, *exact, causal=True).lse).abs().max() < 4e-6  # the mean is in it
+    rounded = off(launched(on, q, coded, Plan(variant))[0].torch(), (q, *exact), causal=True)
+    assert rounded < 4e-6 if plan == "tile" else 1e-4 < rounded < 5e-2
+    guards.check()
+    steps[1, 2, 7, 5] = torch.nan
+    spoiled, lse = (x.torch() for x in launched(on, steps, coded, Plan(variant)))
+    assert lse.isnan().nonzero().tolist() == [[1, 2, 7]] and bool(spoiled[1, 2, 7].isnan().all())
+    spoiled[1, 2, 7] = out[1, 2, 7]
+    assert torch.equal(spoiled, out)
 
 
 def test_codes_stay_on_the_device(on: Device):

@@ -141,7 +141,7 @@ def test_a_batch_uses_its_memory_again(on: Device, monkeypatch: pytest.MonkeyPat
 
 
 def test_equal_calls_are_bound_once(on: Device):
-    """By types too: 1 is no flag. Tensors beside q, k, v are looked at each time."""
+    """By types too: 1 is no flag. Of tensors beside q, k, v by their values."""
     q, k, v = (GpuTensor.of(x) for x in qkv(16, 16, dims=(16, 16)))
     on = device.current()
     webgpu.attention(q, k, v, causal=True)
@@ -152,6 +152,9 @@ def test_equal_calls_are_bound_once(on: Device):
         webgpu.attention(q, k, v, causal=1)
     offset = torch.tensor([0, 0], dtype=torch.int32)
     first = webgpu.attention(q, k, v, causal=True, q_offset=offset).torch()
+    kept = len(on.calls)
+    assert torch.equal(webgpu.attention(q, k, v, causal=True, q_offset=offset.clone()).torch(), first)
+    assert len(on.calls) == kept
     offset += 5
     assert not torch.equal(webgpu.attention(q, k, v, causal=True, q_offset=offset).torch(), first)
 

@@ -206,7 +206,8 @@ MISTAKES = {
         "tile",
     ),
     "no wait for a block": (
-        "forward_row.wgsl", "store_tile(t, &part);\n      workgroupBarrier();", "store_tile(t, &part);", "row"
+        "forward_row.wgsl", "store_tile(t, &part);\n      workgroupBarrier();\n//: end",
+        "store_tile(t, &part);\n//: end", "row",
     ),
     "stretches of keys under different maxima": (
         "forward_row.wgsl", "whole_acc[{i}][{c}] * factor + acc", "whole_acc[{i}][{c}] + acc",
@@ -224,8 +225,7 @@ MISTAKES = {
         "lanes.wgsl", "sum += subgroupShuffleXor(sum, far);", "", "4 lanes, 2 rows"
     ),
     "keys beyond the last": (
-        "load_tile.wgsl", "select(vec4<f32>(0.0), w, j < at.kv_end);\n  }\n//: end\n//: for y < V_TURNS",
-        "vec4<f32>(0.0);\n  }\n//: end\n//: for y < V_TURNS", "2 lanes, 4 rows",
+        "load_tile.wgsl", "x / D4 < (*part).count", "false", "2 lanes, 4 rows",
     ),
     "keys of a vector mixed up": (
         "forward_tile.wgsl", "key_at(j % 4u * BN4 + j / 4u,", "key_at(j,", "tile of 8 rows and keys"

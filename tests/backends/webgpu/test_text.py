@@ -9,6 +9,7 @@ import pytest
 from polyflash.backends.webgpu import render
 from polyflash.backends.webgpu.backward import kernels_of
 from polyflash.backends.webgpu.calls import Sizes
+from polyflash.backends.webgpu.codes import constants_of
 from polyflash.backends.webgpu.configs import FLOOR, ROW, TILE, Variant
 from polyflash.backends.webgpu.device import Device
 from polyflash.backends.webgpu.forward import Plan, kernel_of
@@ -18,6 +19,7 @@ EVERYTHING = dict.fromkeys(
     ("MASK", "BIAS", "SEGMENTS", "SOFTCAP", "ALIBI", "SINKS", "ELEMENTS", "CHANGED"), 1
 )
 NOTHING = dict.fromkeys(EVERYTHING, 0)
+MULTIPLIED = "int8/1x0+0x1*int8,int8/1x0*int8"
 VARIANTS = {
     "tile": Plan(Variant(TILE, 8, 8, 4, 1)),
     "tile of subgroups": Plan(Variant(TILE, 8, 8, 4, 1, subgroups=True)),
@@ -38,6 +40,13 @@ KERNELS = {
         for flags in (EVERYTHING, NOTHING)
         for kind in ("float32", "bfloat16", "float16 of the device")
     },
+    **{
+        f"{name}, products": kernel_of(
+            SIZES, NOTHING | constants_of(SIZES, MULTIPLIED), VARIANTS[name], "float32", True, 32
+        )
+        for name in ("row", "rows of 4 lanes")
+    },
+    "pages": kernel_of(SIZES, NOTHING | {"PAGE": 16}, VARIANTS["packed splits"], "float32", True, 32),
     **{
         f"{kernel.name}, {name}": kernel
         for name, variant in GRADIENTS.items()

@@ -155,6 +155,7 @@ def merge_pair(t, n, c):
     NONE: tl.constexpr = float("-inf")
     apart = tl.where(b_other == NONE, NONE, b_other - b_one)  # also of two empty rows
     top = tl.where(b_other > b_one, b_other, b_one)
+    tl.debug_barrier()  # every warp reads all of the rows' lse, one writes it
     tl.store(p_lse, top + tl.log(1.0 + tl.exp(-tl.abs(apart))), mask=m_r)
     m = m_r[:, None] & m_d[None, :]
     p_out = out.p + i_b * out.b + i_h * out.h + o_r[:, None] * out.s + o_d[None, :] * out.d

@@ -133,7 +133,7 @@ def _differentiate(
     """Adds a chunk's dq, dk, dv and dbias to `totals`; returns its (lse, delta) per row, (batch, query heads,
     rows, 2)."""
     held = [GpuTensor.of(x) for x in (given.q, k, v, given.dout)]
-    on, sizes = held[0].device, sizes_of(*held[:3])
+    on, sizes = held[0].device, sizes_of(held[0], held[1], held[2])
     call = call_of(sizes, part.arguments(args))
     dims = fours(sizes.head_dim), fours(sizes.head_dim_v)
     variants = configs.gradient_variants(dims, trusted_limits(on), config)
@@ -160,7 +160,7 @@ def _differentiate(
         if own_bias is not None:
             grid, stride = flat_grid(on, own_bias.numel())
             shape = dict(zip(("dbias_b", "dbias_h", "dbias_q", "dbias_k"), own_bias.shape, strict=True))
-            params = call.params(shape | {"stride_y": stride, "kv_heads": sizes.num_kv_heads})
+            params = call.params(shape | {"stride_y": stride})
             on.launch(dbias, params, [*blocks, made[3].block], grid)
     for total, x, of in zip(totals, made, (part.of_q, part.of_k, part.of_k), strict=False):
         if total is not None:

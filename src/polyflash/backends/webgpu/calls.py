@@ -4,7 +4,7 @@ words with whatever is not q, k, v. WebGPU promises eight buffers per kernel, an
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -12,13 +12,14 @@ import torch
 from polyflash.backends.gpu.numbers import SOFTCAPS, scale_of
 from polyflash.backends.gpu.views import plane_of
 from polyflash.backends.webgpu import codes
+from polyflash.backends.webgpu.render import ENTRY_WORDS
 from polyflash.results import converted
+from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyflash.spec import Arguments
-
+_PLAIN = Arguments()
 _FAR = 1 << 30  # beyond any position: a sum with one stays within 32 bits
 _PLANES = tuple(f"{x}{end}" for x in ("mask", "bias") for end in ("", "_b", "_h", "_q", "_k"))
 _COUNTS = ("batch", "group", "q_rows", "k_rows", "rows_total", "stride_y", "tile0", "z0", "num_splits")
@@ -32,7 +33,8 @@ PARAM_BYTES = -(-struct.calcsize(_FORMAT) // 16) * 16
 
 
 class Sizes(NamedTuple):
-    """The shapes of q (batch, num_q_heads, seqlen_q, ·) and k; of packed members batch is 1."""
+    """The shapes of q (batch, num_q_heads, seqlen_q, ·) and k; of packed members batch is 1. Of keys in pages
+    seqlen_k is the longest request's, and the pools are (num_pages, num_kv_heads, page_size, ·)."""
 
     batch: int
     num_q_heads: int
@@ -41,6 +43,8 @@ class Sizes(NamedTuple):
     seqlen_k: int
     head_dim: int
     head_dim_v: int
+    num_pages: int = 0
+    page_size: int = 0
 
     @property
     def group(self) -> int:
@@ -63,20 +67,27 @@ class Call(NamedTuple):
         return data.ljust(PARAM_BYTES, b"\0")
 
 
-def sizes_of(q: Any, k: Any, v: Any) -> Sizes:
+def sizes_of(q: Any, k: Any, v: Any, args: Arguments = _PLAIN) -> Sizes:
     batch, num_q_heads, seqlen_q, head_dim = q.shape
-    return Sizes(batch, num_q_heads, k.shape[1], seqlen_q, k.shape[2], head_dim, v.shape[3])
+    sizes = Sizes(batch, num_q_heads, k.shape[1], seqlen_q, k.shape[2], head_dim, v.shape[3])
+    if args.page_table is None or args.kv_lens is None:
+        return sizes
+    longest = max(1, *args.kv_lens.tolist())
+    return sizes._replace(seqlen_k=longest, num_pages=k.shape[0], page_size=k.shape[2])
 
 
 def call_of(sizes: Sizes, args: Arguments) -> Call:
     """Packs the operands of a call; its tensors are on the CPU."""
     entries = entries_of(sizes, args)
     buffer = _Words(entries.to(torch.int32).numpy())
+    if args.page_table is not None:  # as `k_base` of the entries says, right behind them
+        buffer.add(needed_pages(sizes, args, entries).clamp(min=0).numpy())
     numbers: dict[str, Any] = {
         "batch": len(entries),
         "group": sizes.group,
+        "kv_heads": sizes.num_kv_heads,
         "q_rows": sizes.seqlen_q,
-        "k_rows": sizes.seqlen_k,
+        "k_rows": sizes.page_size or sizes.seqlen_k,
         "rows_total": sizes.batch * sizes.num_q_heads * sizes.seqlen_q,
         "minus_infinity": 0xFF800000,
         "scale": scale_of(sizes.head_dim, args),
@@ -97,7 +108,7 @@ def call_of(sizes: Sizes, args: Arguments) -> Call:
     for name, ids in (("q_ids", args.q_segments), ("k_ids", args.k_segments)):
         if ids is not None:
             numbers[name] = buffer.add(ids.contiguous().numpy())
-    flags = _flags(args)
+    flags = _flags(args) | ({"PAGE": sizes.page_size} if sizes.page_size else {})
     if args.codes:
         numbers |= codes.numbers_of(sizes, args.codes)
         numbers |= {name: buffer.add(x) for name, x in codes.values_of(args.codes).items()}
@@ -150,14 +161,19 @@ def _float(x: Tensor | None) -> Tensor | None:
 def entries_of(sizes: Sizes, args: Arguments) -> Tensor:
     """int64 (entries, ENTRY_WORDS): what `Place` reads. Row i of an entry stands at i + offset and sees keys
     of [kv_start, kv_end) from i + lower to i + upper."""
-    if args.cu_seqlens_q is None or args.cu_seqlens_k is None:
+    if args.cu_seqlens_q is None:
         b = torch.arange(sizes.batch)
-        q_base = b * sizes.num_q_heads * sizes.seqlen_q
-        k_base = b * sizes.num_kv_heads * sizes.seqlen_k
-        rows, keys = torch.full_like(b, sizes.seqlen_q), torch.full_like(b, sizes.seqlen_k)
+        q_base, rows = b * sizes.num_q_heads * sizes.seqlen_q, torch.full_like(b, sizes.seqlen_q)
     else:
         q_base, rows = _members(args.cu_seqlens_q, sizes.seqlen_q)
+        b = torch.arange(len(rows))
+    if args.page_table is not None:
+        columns = args.page_table.shape[1]
+        k_base, keys = len(b) * ENTRY_WORDS + b * columns, torch.full_like(b, columns * sizes.page_size)
+    elif args.cu_seqlens_k is not None:
         k_base, keys = _members(args.cu_seqlens_k, sizes.seqlen_k)
+    else:
+        k_base, keys = b * sizes.num_kv_heads * sizes.seqlen_k, torch.full_like(b, sizes.seqlen_k)
     live = keys if args.kv_lens is None else torch.minimum(args.kv_lens.long().clamp(min=0), keys)
     start = torch.zeros_like(keys) if args.kv_starts is None else args.kv_starts.long().clamp(min=0)
     offset = live - rows
@@ -173,6 +189,16 @@ def entries_of(sizes: Sizes, args: Arguments) -> Tensor:
         upper = offset + right
     near = (x.clamp(-_FAR, _FAR) for x in (start, live, lower, upper, offset))
     return torch.stack((q_base, k_base, rows, keys, *near), 1)
+
+
+def needed_pages(sizes: Sizes, args: Arguments, entries: Tensor) -> Tensor:
+    """The page table, -1 where a page has no key that a row of its request sees, or is none of the pool."""
+    table = cast("Tensor", args.page_table)
+    _, _, rows, _, start, live, lower, upper, _ = (x[:, None] for x in entries.unbind(1))
+    first, end = torch.maximum(start, lower), torch.minimum(live, rows + upper)
+    at = torch.arange(table.shape[1]) * sizes.page_size
+    seen = (rows > 0) & (first < end) & (at + sizes.page_size > first) & (at < end)
+    return table.where(seen & (table >= 0) & (table < sizes.num_pages), -1)
 
 
 def _members(bounds: Tensor, total: int) -> tuple[Tensor, Tensor]:

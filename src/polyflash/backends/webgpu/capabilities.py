@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
     from polyflash.target import Target
 
-_WITHOUT = {Feature.INTERVALS, Feature.PAGED, Feature.ROW_BOUNDS, Feature.DROPOUT}
+_FORWARD = (USUAL_FEATURES - {Feature.INTERVALS, Feature.ROW_BOUNDS, Feature.DROPOUT}) | {Feature.CODES}
 _ROWS = {
-    Phase.FORWARD: (USUAL_FEATURES - _WITHOUT) | {Feature.CODES},
-    Phase.DECODE: (USUAL_FEATURES - _WITHOUT - {Feature.VARLEN, Feature.BATCH_INVARIANT}) | {Feature.CODES},
-    Phase.BACKWARD: USUAL_FEATURES - _WITHOUT,
+    Phase.FORWARD: _FORWARD,
+    Phase.DECODE: _FORWARD - {Feature.VARLEN, Feature.BATCH_INVARIANT},
+    Phase.BACKWARD: _FORWARD - {Feature.PAGED, Feature.CODES},
 }
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from polyflash.backends.webgpu.calls import entries_of, needed_pages, sizes_of
 from polyflash.backends.webgpu.codes import TABLES
 from polyflash.backends.webgpu.configs import Limits
 from polyflash.backends.webgpu.tensor import nbytes_of
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Chunk(NamedTuple):
-    """Batch entries [b0, b1), of packed calls all, and kv heads [h0, h1)."""
+    """Batch entries [b0, b1), of packed calls all, and kv heads [h0, h1); of pools the pages of these."""
 
     b0: int
     b1: int
@@ -26,13 +29,24 @@ class Chunk(NamedTuple):
     h1: int
     group: int
     packed: bool
+    table: Tensor | None = None  # the page numbers of all entries, -1 where nobody looks
+
+    def _own_pages(self) -> tuple[Tensor, Tensor] | None:
+        """The pages that these entries need, rising, and their table of places among those."""
+        own = self._entries(self.table)
+        if own is None:
+            return None
+        found = own[own >= 0].unique()
+        found = found if len(found) else torch.zeros(1, dtype=torch.int64)  # no binding is empty
+        return found, torch.searchsorted(found, own.clamp(min=0)).int()
 
     def of_q(self, x: Tensor) -> Tensor:
         """This chunk's part of a tensor (batch, query heads, ...)."""
         return x[self.b0 : self.b1, self.h0 * self.group : self.h1 * self.group]
 
     def of_k(self, x: Tensor) -> Tensor:
-        return x[self.b0 : self.b1, self.h0 : self.h1]
+        x, pages = x[:, self.h0 : self.h1], self._own_pages()
+        return x[self.b0 : self.b1] if pages is None else x[pages[0]]
 
     def _entries(self, x: Tensor | None) -> Tensor | None:
         """This chunk's part of a tensor (batch, ...)."""
@@ -57,6 +71,8 @@ class Chunk(NamedTuple):
         planes = (("mask", args.mask), ("bias", args.bias))
         own |= {name: x if x is None else self.plane(x) for name, x in planes}
         own |= {"sinks": self._heads(args.sinks)}
+        pages = self._own_pages()
+        own |= {} if pages is None else {"page_table": pages[1]}
         tables = ((name, getattr(args, name)) for name in TABLES)
         own |= {name: x if x is None else self.of_k(x) for name, x in tables}
         own |= {
@@ -71,7 +87,11 @@ def chunks(q: Tensor, k: Tensor, v: Tensor, args: Arguments, limits: Limits) -> 
     """The whole call, or its halves' halves until every tensor fits a binding; UnsupportedError if one head
     of one entry does not."""
     group, packed = q.shape[1] // k.shape[1], args.cu_seqlens_q is not None
-    yield from _halved(Chunk(0, q.shape[0], 0, k.shape[1], group, packed), q, k, v, args, limits)
+    whole = Chunk(0, q.shape[0], 0, k.shape[1], group, packed)
+    if args.page_table is not None:
+        sizes = sizes_of(q, k, v, args)
+        whole = whole._replace(table=needed_pages(sizes, args, entries_of(sizes, args)).long())
+    yield from _halved(whole, q, k, v, args, limits)
 
 
 def _halved(part: Chunk, q: Tensor, k: Tensor, v: Tensor, args: Arguments, limits: Limits) -> Iterator[Chunk]:
@@ -92,7 +112,7 @@ def _halved(part: Chunk, q: Tensor, k: Tensor, v: Tensor, args: Arguments, limit
 
 
 def _fits(part: Chunk, q: Tensor, k: Tensor, v: Tensor, args: Arguments, limits: Limits) -> bool:
-    own_q, own_k, own_v = part.of_q(q), part.of_k(k), part.of_k(v)
+    own_q, own_k, own_v = part.of_q(q), *(part.of_k(x.to("meta")) for x in (k, v))
     sizes = [nbytes_of(tuple(x.shape), x.dtype) for x in (own_q, own_k, own_v)]
     coded = codes_of(args.codes)[1] if args.codes else None
     channels = v.shape[3] * (1 if coded is None else coded.packed)

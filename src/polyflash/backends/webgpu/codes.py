@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from polyflash.backends.webgpu import configs
 from polyflash.backends.webgpu import device as devices
 from polyflash.backends.webgpu.configs import fours
 from polyflash.backends.webgpu.tensor import GpuTensor, array_of, nbytes_of, unstored
@@ -101,7 +102,7 @@ def without_tables(args: Arguments) -> Arguments:
 
 def constants_of(sizes: Sizes, text: str) -> dict[str, int]:
     """Constants of a kernel that reads `codes`, the op's text."""
-    found: dict[str, int] = {}
+    found: dict[str, int] = {"PRODUCTS": int(configs.multiplies(text, sizes.page_size))}
     for side, codes, dim in _sides(sizes, text):
         if codes is None:
             continue
@@ -122,8 +123,9 @@ def numbers_of(sizes: Sizes, text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for side, codes, dim in _sides(sizes, text):
         if codes is not None and codes.shift is not None:
-            heads = sizes.batch * sizes.num_kv_heads
-            found[f"{side}_shift"] = heads * math.prod(codes.scale.counts(sizes.seqlen_k, dim))
+            heads = (sizes.num_pages or sizes.batch) * sizes.num_kv_heads
+            blocks = codes.scale.counts(sizes.page_size or sizes.seqlen_k, dim)
+            found[f"{side}_shift"] = heads * math.prod(blocks)
     return found
 
 

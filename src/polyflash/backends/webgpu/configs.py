@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from polyflash.backends.gpu.configs import check, option
 from polyflash.errors import spec_error
+from polyflash.quant.scheme import Block, codes_of
 from polyflash.spec import Phase
 
 if TYPE_CHECKING:
@@ -179,6 +180,8 @@ class Config:
         )
         chosen = "the template is chosen by the device's limits" if self.template == AUTO else self.template
         how = self.variant or chosen
+        if spec.phase is Phase.FORWARD and multiplies(spec.codes, spec.page_size):
+            how += "; where it is `row`, q is made int8 and products q·k are integers"
         return (copied, how) if spec.device == "cpu" else (how,)
 
 
@@ -195,6 +198,15 @@ def candidates(spec: AttentionSpec, target: Target) -> tuple[Config, ...]:
     ranked = (FEW_ROWS if spec.phase is Phase.DECODE else RANKING).values()
     each = itertools.chain(*map(_both, dict.fromkeys(itertools.chain(*ranked))))
     return tuple(Config(variant=title(variant)) for variant in each)
+
+
+def multiplies(codes: str, page_size: int) -> bool:
+    """May q·k be sums of integers? Both sides ask for it, and a row of q meets scales of keys alone, and one
+    shift."""
+    k, v = codes_of(codes) if codes else (None, None)
+    if k is None or v is None or not k.compute == v.compute == "int8" or k.scale.channels:
+        return False
+    return k.shift is None or (k.shift == Block(0, 1) and not page_size)
 
 
 def fours(channels: int) -> int:

@@ -1,7 +1,8 @@
 """Attention forward in WGSL: the launch of `forward_tile` and `forward_row`, and of `merge` where the keys
 were cut into splits.
 
-q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); CPU tensors of any strides, or GpuTensors."""
+q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), or pools of pages (pages, Hkv, page size, ·); CPU
+tensors of any strides, or GpuTensors."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def attend(
 
 def prepared_of(q: GpuTensor, k: KV, v: KV, args: Arguments, config: Config, few_rows: bool) -> Prepared:
     """A call that is bound once; equal ones get the same, if they have no tensors beside q, k, v."""
-    on, sizes = q.device, sizes_of(q, k, v)
+    on, sizes = q.device, sizes_of(q, k, v, args)
     key = None if any(type(x) is torch.Tensor for x in args) else (sizes, q.dtype, args, config, few_rows)
     prepared = None if key is None else on.calls.get(key)
     if prepared is None:
@@ -142,6 +143,8 @@ def kernel_of(
     variant, split = plan.variant, plan.num_splits > 1
     d4, dv4 = fours(sizes.head_dim), fours(sizes.head_dim_v)
     flags = {"PACK": int(plan.packed), "SPLIT": int(split), "LSE": int(need_lse), **flags}
+    products = flags.pop("PRODUCTS", 0) and variant.template == ROW and not plan.packed
+    flags |= {"PRODUCTS": 1} if products else {}
     constants = flags | configs.constants(variant, d4, dv4)
     out = "sums" if split else kind
     rows = "vec2<f32>" if split else "f32"
@@ -153,7 +156,8 @@ def kernel_of(
         buffers.append(Buffer("lse", rows, True))
     name = f"forward_{variant.template}"
     tile = ("lanes.wgsl", "load_tile.wgsl") if variant.template == ROW else ()
-    files = ("stages.wgsl", *READ, "finalize.wgsl", *tile, f"{name}.wgsl")
+    own = ("products.wgsl",) if products else ()
+    files = ("stages.wgsl", *READ, "finalize.wgsl", *tile, *own, f"{name}.wgsl")
     return Kernel(name, files, tuple(buffers), tuple(constants.items()), PARAMS, unrolled)
 
 

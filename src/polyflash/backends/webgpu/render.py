@@ -127,7 +127,9 @@ def _declared(place: int, buffer: Buffer) -> str:
     if buffer.written:
         return f"{text}\nfn store_{name}(x: vec4<f32>) -> {kind} {{ return {store.format('x')}; }}"
     read = load.format("w")
-    return f"{text}\nfn load_{name}(at: u32) -> vec4<f32> {{ let w = {name}[at]; return {read}; }}"
+    widened = f"fn widened_{name}(w: {kind}) -> vec4<f32> {{ return {read}; }}"
+    loaded = f"fn load_{name}(at: u32) -> vec4<f32> {{ return widened_{name}({name}[at]); }}"
+    return "\n".join((text, f"alias In_{name} = {kind};", widened, loaded))
 
 
 def expand(lines: Iterator[str], constants: Mapping[str, int], unrolled: int) -> list[str]:

@@ -99,19 +99,22 @@ class GpuTensor:
         whole = whole.view(torch.bfloat16) if self.dtype is torch.bfloat16 else whole
         out.copy_(whole[..., : self.shape[-1]])
 
-    def write_rows(self, start: int, rows: Any) -> None:
+    def write_rows(self, start: int, rows: Any, page: int | None = None) -> None:
         """Writes rows [start, start + n) of every head from a CPU tensor (batch, heads, n, channels), as a
-        cache of keys grows. Calls made before see the old ones. SpecError if they do not fit."""
-        batch, heads, seqlen, channels = self.shape
+        cache of keys grows; with `page` those of that batch entry alone, from (1, heads, n, channels). Calls
+        made before see the old ones. SpecError if they do not fit."""
+        pages, heads, seqlen, channels = self.shape
+        first, batch = (0, pages) if page is None else (page, 1)
         fits = rows.ndim == 4 and (*rows.shape[:2], rows.shape[3]) == (batch, heads, channels)
-        if not fits or not 0 <= start <= seqlen - rows.shape[2]:
-            wanted = f"({batch}, {heads}, n, {channels}) within {seqlen} rows"
-            raise spec_error("rows", f"{tuple(rows.shape)} at {start}", wanted, "Make a larger tensor.")
+        if not fits or not (0 <= start <= seqlen - rows.shape[2] and 0 <= first <= pages - batch):
+            wanted = f"({batch}, {heads}, n, {channels}) within {seqlen} rows of {pages} entries"
+            got = f"{tuple(rows.shape)} at {start}" + (f" of page {page}" if page is not None else "")
+            raise spec_error("rows", got, wanted, "Make a larger tensor.")
         device, per_row = self.device, fours(channels) * 4 * DTYPES[self.dtype][0]
         data = array_of(rows.to(self.dtype)).reshape(batch * heads, -1)
         with device.lock:
             device.flush()
-            for i, part in enumerate(data):
+            for i, part in enumerate(data, first * heads):
                 at = self.block.offset + (i * seqlen + start) * per_row
                 device.put(self.block.buffer, at, part)
 

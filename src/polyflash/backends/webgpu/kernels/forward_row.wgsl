@@ -24,6 +24,24 @@ fn forward_row(
   let lane0 = 0u;
 //: end
 
+//: if PRODUCTS
+  var q: array<array<u32, WIDTH>, RM>;
+  var acc: array<array<vec4<f32>, WIDTH_V>, RM>;
+  var unit: array<f32, OWN>;
+  var moved: array<f32, OWN>;
+//: for i < RM
+  {
+    let row = load_row(at, first + {i}, lane, first + {i} < count);
+    q[{i}] = row.q;
+//: for o < OWN
+    if (lane * RM / LANES + {o} == {i}) {
+      unit[{o}] = row.unit;
+      moved[{o}] = row.moved;
+    }
+//: end
+  }
+//: end
+//: else
   var q: array<array<vec4<f32>, WIDTH>, RM>;
   var acc: array<array<vec4<f32>, WIDTH_V>, RM>;
 //: for i < RM
@@ -33,6 +51,7 @@ fn forward_row(
     q[{i}][{d}] = load_q(from_row + {d} * LANES);
 //: end
   }
+//: end
 //: end
 //: if SPLIT
 //: else
@@ -57,6 +76,9 @@ fn forward_row(
 
   let keys = block_range(at, r0, BM);
   var part: Fetched;
+//: if PACK
+  if (keys.x < keys.y) { fetch_tile(at, keys.x, t, &part); }
+//: end
 //: if SPLIT
   {
     for (var j0 = keys.x; j0 < keys.y; j0 += BN) {
@@ -64,25 +86,46 @@ fn forward_row(
   for (var from_key = keys.x; from_key < keys.y; from_key += STRETCH) {
     for (var j0 = from_key; j0 < min(from_key + STRETCH, keys.y); j0 += BN) {
 //: end
+//: if PACK
+      workgroupBarrier();
+      store_tile(t, &part);
+      workgroupBarrier();
+      if (j0 + BN < keys.y) { fetch_tile(at, j0 + BN, t, &part); }  // few rows wait for memory: it is on its way
+//: else
       fetch_tile(at, j0, t, &part);
       workgroupBarrier();
       store_tile(t, &part);
       workgroupBarrier();
+//: end
       let whole = sees_all(at, r0, BM, j0);
       for (var x = 0u; x < BN; x += 4u) {
         var s: array<vec4<f32>, RM>;
+//: if PRODUCTS
+        var sums = array<vec4<i32>, RM>();
+//: else
 //: for i < RM
         s[{i}] = vec4<f32>(0.0);
+//: end
 //: end
 //: for d < WIDTH
 //: for y < FOUR
         {
           let k = b_k[(x + {y}) * D4 + lane + {d} * LANES];
 //: for i < RM
+//: if PRODUCTS
+          sums[{i}][{y}] += dot4I8Packed(q[{i}][{d}], k);
+//: else
           s[{i}][{y}] = add_dot(s[{i}][{y}], q[{i}][{d}], k);
+//: end
 //: end
         }
 //: end
+//: end
+//: if PRODUCTS
+//: for i < RM
+        s[{i}] = vec4<f32>(sums[{i}]);
+//: end
+        let k_scale = vec4<f32>(b_scale[x], b_scale[x + 1u], b_scale[x + 2u], b_scale[x + 3u]);
 //: end
         fold_rows(&s, lane);
         var alpha: array<f32, OWN>;
@@ -92,7 +135,12 @@ fn forward_row(
           let i = position_of(at, own + {o});
           var on = vec4<bool>(true);
           if (!whole) { on = visible_four(at, h, i, i32(j0 + x)); }
+//: if PRODUCTS
+          let q_k = of_alike(s[{o}]) * unit[{o}] * k_scale + vec4<f32>(moved[{o}]);
+          let w = change_four(at, h, i, i32(j0 + x), q_k, on);
+//: else
           let w = change_four(at, h, i, i32(j0 + x), of_alike(s[{o}]), on);
+//: end
           // online_softmax
           let m_new = max(m_i[{o}], largest(apply_mask(w, on, LOWEST)));
           alpha[{o}] = exp2((m_i[{o}] - m_new) * LOG2E);

@@ -76,9 +76,20 @@ fn row_of(at: Place, r: u32) -> u32 {
   return at.q_base + head_of(at, r) * n.q_rows + u32(position_of(at, r));
 }
 
+// Where key j stands in k and v, in rows. Of pages k_base is where in `words` the numbers of the entry's own begin.
+//: if PAGE
+fn page_of(at: Place, j: u32) -> u32 {
+  return words[at.k_base + j / PAGE] * n.kv_heads + at.hk;
+}
+
+fn key_of(at: Place, j: u32) -> u32 {
+  return page_of(at, j) * PAGE + j % PAGE;
+}
+//: else
 fn key_of(at: Place, j: u32) -> u32 {
   return at.k_base + at.hk * n.k_rows + j;
 }
+//: end
 
 // Keys [x, y) that a row of r0 .. r0 + rows - 1 may see; x is a multiple of BN.
 fn block_range(at: Place, r0: u32, rows: u32) -> vec2<u32> {
