@@ -22,11 +22,20 @@ from polyflash.backends.gpu.numbers import (
     sizes_of,
     starts_elsewhere,
 )
-from polyflash.backends.gpu.views import NO_OPERANDS, Rows, View, element_masked, operands_of, reachable
+from polyflash.backends.gpu.views import (
+    NO_OPERANDS,
+    Rows,
+    View,
+    element_masked,
+    operands_of,
+    reachable,
+    view_of,
+)
 from polyflash.backends.triton import merge, runtime, tiles
 from polyflash.backends.triton.config_types import DecodeConfig, product_of
 from polyflash.backends.triton.constants import Constants, describable, descriptors
 from polyflash.backends.triton.forward_kernel import NO_BOXES, Boxes, Tensors, attend
+from polyflash.quant.scheme import codes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,6 +120,7 @@ class Prepared:
     ) -> Ready:
         config, x, flags = self.config, operands_of(args, k), flags_of(q, args)
         constants = self._constants(q, v, args, flags, split)._replace(PAGE=_page_of(k, args))
+        constants = constants._replace(**_of_integers(q.shape[3], args))
         described = config.loads == "descriptor" and args.page_table is None
         described = described and describable(k) and describable(v)
         strides = q.stride(), k.stride(), v.stride(), out.stride()
@@ -173,6 +183,17 @@ class Prepared:
         )
 
 
+def _of_integers(head_dim: int, args: Arguments) -> dict[str, Any]:
+    """Constants of products of integers, if K is codes: instructions take twice the channels."""
+    k = codes_of(args.codes)[0] if args.codes else None
+    if k is None:
+        return {}
+    d0, d1 = tiles.split_dim(head_dim, 2 * tiles.LEAST)
+    of_keys = k.scale.tokens > 0 or args.page_table is not None
+    side = {"K_CODES": k.dtype, "K_SCALE": "key" if of_keys else "head", "K_TOKENS": k.scale.tokens}
+    return {**side, "K_SHIFT": "" if k.shift is None else "channel", "D0": d0, "D1": d1, "HOLD_Q": False}
+
+
 def _page_of(k: Tensor, args: Arguments) -> int:
     """See `Constants.PAGE`."""
     size: int = 0 if args.page_table is None else k.shape[2]
@@ -221,12 +242,15 @@ def attend_call(
         boxes = Boxes(*q_boxes, *k_boxes, *descriptors(v, config.block_n, c.DV0, c.DV1))
     rows = None if lse is None else new(Rows, (lse, *ready.rows))
     views = new(View, (q, *s_q)), *pointed, v_view, new(View, (out, *s_out))
-    t = new(Tensors, (*views, rows, x, visits, ready.num_heads, ready.group, None))
+    tables = view_of(args.k_scale), view_of(args.k_shift)
+    t = new(Tensors, (*views, rows, x, visits, ready.num_heads, ready.group, *tables, None))
     n = new(Numbers, (batch, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys, total, *numbers))
     grid: tuple[int, ...] = (num_tiles, ready.num_heads, requests)
     if linear:
         grid = (min(total, prepared.cores) if ready.constants.PERSISTENT else total,)
-    key = aligned, described, linear, whole, visits is None, None if ready.plain else runtime.signature(x)
+    key: Any = aligned, described, linear, whole, visits is None, None if ready.plain else runtime.signature(x)
+    if args.codes:
+        key = *key, runtime.signature(tables)
     ready.kernels.launch(
         attend, grid, (t, n, ready.variant(described, whole, linear), *boxes), prepared.options, key, q.device
     )
