@@ -77,6 +77,7 @@ class Boxes(NamedTuple):
     k1: Any = None
     v0: Any = None
     v1: Any = None
+    k_scale: Any = None  # of keys
 
 
 NO_BOXES = Boxes()
@@ -287,8 +288,9 @@ def integer_rows(b_q0, b_q1, rows, place, t, n, c):
     """Q as int8 of a scale per row. A row with a value that is not finite is NaN."""
     b_top = largest(b_q0)
     if c.D1 > 0:
-        b_top = tl.maximum(b_top, largest(b_q1))
-    b_top = tl.maximum(b_top, LEAST_ROW)
+        b_other = largest(b_q1)
+        b_top = tl.where(b_other <= b_top, b_top, b_other)
+    b_top = tl.where(b_top < LEAST_ROW, LEAST_ROW, b_top)
     b_most = tl.full(b_top.shape, 127.0, tl.float32)
     b_step, b_unit = tl.math.div_rn(b_most, b_top), tl.math.div_rn(b_top, b_most)
     b_unit = tl.where(b_top == float("inf"), float("nan"), b_unit)
@@ -323,13 +325,15 @@ def times_shift(b_x, FIRST: tl.constexpr, WIDTH: tl.constexpr, rows, place, t, c
 def scaled_sums(b_s, b_q, keys, rows, place, t, c):
     """Scores from sums of integers, in units of a row's codes or whole."""
     b_s = b_s.to(tl.float32)
-    if c.K_SCALE == "key":
+    if c.K_SCALE == "box":
+        b_scale = t.boxes.k_scale.load([place.i_batch, rows.i_hkv, place.first_k + keys.j_0]).reshape(1, c.BLOCK_N)
+    elif c.K_SCALE == "key":
         b_scale = of_keys(keys, t.k_scale, c.K_TOKENS, rows, place, t, c)[None, :]
     elif c.K_SHIFT != "":
         b_scale = tl.load(t.k_scale.p + table_rows(keys.o_n * 0, t.k_scale, 0, rows, place, t, c))[None, :]
     if c.K_SHIFT != "":
         b_s = tl.fma(b_s, tl.broadcast_to(b_scale, b_s.shape), tl.broadcast_to(b_q.shift[:, None], b_s.shape))
-    elif c.K_SCALE == "key":
+    elif c.K_SCALE != "head":
         b_s = b_s * b_scale
     return b_s if c.FUSED else b_s * b_q.unit[:, None]
 
@@ -447,11 +451,11 @@ def add_nonfinite(o_out, b_none, blocks, rows, place, t, c, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def attend(t, n, c, q0, q1, k0, k1, v0, v1):
+def attend(t, n, c, q0, q1, k0, k1, v0, v1, k_scale):
     """One program per tile, in a grid (tiles, heads, requests) or with LINEAR of one dimension, splits the
     fastest; or with PERSISTENT a few that walk over all tiles. Descriptors come by themselves: Triton 3.6
     starts no kernel that has them in a tuple."""
-    boxes = Boxes(q0, q1, k0, k1, v0, v1)
+    boxes = Boxes(q0, q1, k0, k1, v0, v1, k_scale)
     views = t.q, t.k, t.v, t.v_view, t.out, t.lse, t.x
     t = Tensors(*views, t.visits, t.num_heads, t.group, t.k_scale, t.k_shift, boxes)
     if c.PERSISTENT:

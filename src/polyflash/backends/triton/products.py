@@ -106,17 +106,15 @@ def held(b_x, size):
 
 @triton.jit
 def largest(b_x):
-    """The largest size in each row; infinite if a value is not finite."""
-    b_x = tl.abs(b_x.to(tl.float32))
-    return tl.max(tl.where(b_x - b_x == 0.0, b_x, float("inf")), 1)
+    """The largest size in each row, NaN above infinity."""
+    b_bits = b_x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(b_bits, 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def integers(b_x, b_step):
-    """Rows times a step each, rounded to int8; 0 for what is not finite."""
-    b_x = b_x.to(tl.float32)
-    b_x = tl.where(b_x - b_x == 0.0, b_x * b_step[:, None], 0.0)
-    return ((b_x + MAGIC) - MAGIC).to(tl.int8)
+    """Rows times a step each, rounded to int8."""
+    return ((b_x.to(tl.float32) * b_step[:, None] + MAGIC) - MAGIC).to(tl.int8)
 
 
 @triton.jit
