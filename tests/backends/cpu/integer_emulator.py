@@ -23,19 +23,25 @@ def query_codes(q: Tensor) -> tuple[Tensor, Tensor]:
     return (q.float() * inverse).round(), top / 127
 
 
-def emulated(
-    q: Tensor, k: QuantizedTensor, v: QuantizedTensor, block_n: int, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """out and lse in float64 of the codes; `options` as `masked_scores` takes them, and sinks."""
-    group = q.shape[1] // k.codes.shape[1]
+def operands(q: Tensor, k: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    """Float64 rows and keys whose products are scores before their scale: codes beside codes, and behind
+    them q as it is beside a mean of k."""
     codes, scale = query_codes(q)
     plain = spread(k.scale.double(), k.form.scale, k.codes.shape) * k.codes.double()
     left, right = [codes.double() * scale.double()], [plain]
     if k.shift is not None:
         left.append(q.double())
         right.append(spread(k.shift.double(), k.form.shift, k.codes.shape).expand_as(plain))
+    return torch.cat(left, -1), torch.cat(right, -1)
+
+
+def emulated(
+    q: Tensor, k: QuantizedTensor, v: QuantizedTensor, block_n: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """out and lse in float64 of the codes; `options` as `masked_scores` takes them, and sinks."""
+    group = q.shape[1] // k.codes.shape[1]
     options = {"scale": q.shape[3] ** -0.5, **options}
-    s = masked_scores(torch.cat(left, -1), torch.cat(right, -1), "", options) * LOG2E
+    s = masked_scores(*operands(q, k), "", options) * LOG2E
     channels = v.form.scale == (0, 1)
     of_key = torch.ones_like(v.scale[..., :1, :1]) if channels else v.scale
     of_key = of_key.expand(*v.codes.shape[:3], 1).double().repeat_interleave(group, 1).mT

@@ -51,7 +51,10 @@ CAPABILITIES = tuple(
         refuses=_REFUSES.get(phase),
         yields=(
             Yield(
-                "", DTYPES, frozenset(Feature), f"{env.TRITON_INTERPRET.name} is set, and interpreting is slow"
+                "",
+                DTYPES,
+                frozenset(Feature),
+                f"{env.TRITON_INTERPRET.name} is set, and interpreting is slow",
             ),
         )
         if _INTERPRETED

@@ -256,7 +256,14 @@ def attend_call(
     grid: tuple[int, ...] = (num_tiles, ready.num_heads, requests)
     if linear:
         grid = (min(total, prepared.cores) if ready.constants.PERSISTENT else total,)
-    key: Any = aligned, described, linear, whole, visits is None, None if ready.plain else runtime.signature(x)
+    key: Any = (
+        aligned,
+        described,
+        linear,
+        whole,
+        visits is None,
+        None if ready.plain else runtime.signature(x),
+    )
     if args.codes:
         key = *key, runtime.signature(tables)
     ready.kernels.launch(

@@ -63,7 +63,6 @@ from polyflash.backends.triton.scores import (
     visible_pairs,
 )
 
-
 LEAST_ROW = tl.constexpr(1e-35)  # largest size of a row of Q, below which its codes are coarser
 LEAST_FACTOR = tl.constexpr(2.0**-126)
 
@@ -102,8 +101,8 @@ class Tensors(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Q of a tile, both channel blocks, and the factor of its scores in the exponent. Against codes of K it is
-    codes too: `factor` is one per row where scores stay in units of those; `unit` makes them whole, and
+    """Q of a tile, both channel blocks, and the factor of its scores in the exponent. Against codes of K it
+    is codes too: where scores stay in units of those, each row has a `factor`; `unit` makes them whole, and
     `shift` in such units is what K's means add."""
 
     b_q0: Any
@@ -143,14 +142,15 @@ def attend_block(
         o_k, m_n = block_offsets(j_0, t.k, t.x, rows.i_hkv, place, c)
     keys, at = Keys(j_0, o_n, m_n), (place.i_batch, rows.i_hkv, place.first_k + j_0)
     # [BLOCK_M, BLOCK_N]
-    b_s = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.int32 if c.K_CODES == "int8" else tl.float32)
+    PRODUCT: tl.constexpr = c.PRODUCT if c.K_CODES == "" else "ieee"  # of integers there is but one
+    b_s = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32 if c.K_CODES == "" else tl.int32)
     b_k = load_block(t.boxes.k0 if c.DESCRIPTOR else t.k, o_k, m_n, at, c, 0, c.D, c.D0, True)
-    b_s = product(b_q.b_q0, b_k, b_s, c.PRODUCT)
+    b_s = product(b_q.b_q0, b_k, b_s, PRODUCT)
     if c.D1 > 0:
         k1 = t.boxes.k1 if c.DESCRIPTOR else t.k
         b_k = load_block(k1, o_k, m_n, at, c, c.D0, c.D, c.D1, True)
-        b_s = product(b_q.b_q1, b_k, b_s, c.PRODUCT)
-    if c.K_CODES == "int8":
+        b_s = product(b_q.b_q1, b_k, b_s, PRODUCT)
+    if c.K_CODES != "":
         b_s = scaled_sums(b_s, b_q, keys, rows, place, t, c)
     if c.CHANGED:
         b_s, _ = change_scores(b_s, t.x, place, rows, keys, n, c.SOFTCAP)
@@ -276,7 +276,7 @@ def load_rows(i_m, i_head, rows, place, t, n, c):
         b_q0, b_q1 = negated(b_q0), negated(b_q1)
     if c.HOLD_Q:
         b_q0, b_q1 = held(b_q0, n.seqlen_q), held(b_q1, n.seqlen_q)
-    if c.K_CODES == "int8":
+    if c.K_CODES != "":
         b_q = integer_rows(b_q0, b_q1, rows, place, t, n, c)
     else:
         b_q = Queries(b_q0, b_q1, n.factor, n.factor, n.factor)
@@ -326,7 +326,9 @@ def scaled_sums(b_s, b_q, keys, rows, place, t, c):
     """Scores from sums of integers, in units of a row's codes or whole."""
     b_s = b_s.to(tl.float32)
     if c.K_SCALE == "box":
-        b_scale = t.boxes.k_scale.load([place.i_batch, rows.i_hkv, place.first_k + keys.j_0]).reshape(1, c.BLOCK_N)
+        b_scale = t.boxes.k_scale.load([place.i_batch, rows.i_hkv, place.first_k + keys.j_0]).reshape(
+            1, c.BLOCK_N
+        )
     elif c.K_SCALE == "key":
         b_scale = of_keys(keys, t.k_scale, c.K_TOKENS, rows, place, t, c)[None, :]
     elif c.K_SHIFT != "":
