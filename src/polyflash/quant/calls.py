@@ -46,7 +46,7 @@ def opened(q: Tensor, k: KV, v: KV, args: Arguments, device: str | Target | None
         table, k, v = _gathered(table, args.kv_lens, k, v)
     k_values = k if multiplied or not isinstance(k, QuantizedTensor) else k.values(q.dtype)
     v_values = v.values(q.dtype) if isinstance(v, QuantizedTensor) else v
-    decoded = (x for x, y in ((k_values, k), (v_values, v)) if x is not y)
+    decoded = (x for x, y in ((k_values, k), (v_values, v)) if isinstance(x, Tensor) and x is not y)
     size = sum(x.numel() * x.element_size() for x in decoded)
     kind = str(q.dtype).removeprefix("torch.")
     how = "k multiplied as it is, v " if multiplied else ""

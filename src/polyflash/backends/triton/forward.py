@@ -246,7 +246,7 @@ def attend_call(
             q_boxes = descriptors(q, config.block_m, c.D0, c.D1)
         k_boxes = descriptors(k, config.block_n, c.D0, c.D1)
         boxes = Boxes(*q_boxes, *k_boxes, *descriptors(v, config.block_n, c.DV0, c.DV1))
-        if c.K_SCALE == "box":
+        if c.K_SCALE == "box" and args.k_scale is not None:
             boxes = boxes._replace(k_scale=entries(args.k_scale, config.block_n))
     rows = None if lse is None else new(Rows, (lse, *ready.rows))
     views = new(View, (q, *s_q)), *pointed, v_view, new(View, (out, *s_out))

@@ -293,8 +293,8 @@ def block_offsets(j_0, k, x, i_hkv, place, c):
 
 @triton.jit
 def table_rows(o_n, table, TOKENS: tl.constexpr, rows, place, t, c):
-    """Element offsets of the entries of keys o_n in a table of scales or shifts, int64; of TOKENS = 0 all have
-    the same."""
+    """Element offsets of the entries of keys o_n in a table of scales or shifts, int64; of TOKENS = 0 all
+    have the same."""
     if t.x.page_table is None:
         i_b, o_t = tl.cast(place.i_batch, tl.int64) + o_n * 0, place.first_k + o_n
     else:
