@@ -18,8 +18,8 @@ from polyflash.quant import NAMED, QuantizedTensor, Scheme, codec, dequantize, q
 from polyflash.quant.codec import spread
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
-from tests.backends.cpu.integer_emulator import operands
 from tests.conformance.rows import ALL_OF, DTYPES, HERE, NAMES, ints, qkv
+from tests.integers import operands
 from tests.tolerance import Expected, check, expect, same_bits
 
 READERS = (*(row for row in HERE if Feature.CODES in row.features), None)
