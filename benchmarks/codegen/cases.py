@@ -195,9 +195,10 @@ class Shipped(NamedTuple):
 
 
 CODED = ("int8", "int4", "int4-blocks", "fp8")
+MULTIPLIED = ("int8-products", "int8-products-causal")
 _FEATURES = ("window", "bias", "dropout", "packed", "grouped")
 SHIPPED = {
-    Phase.FORWARD: Shipped("causal", ("full", "mask"), _FEATURES, wide=HEAD_DIMS),
+    Phase.FORWARD: Shipped("causal", ("full", "mask"), (*_FEATURES, *MULTIPLIED), wide=HEAD_DIMS),
     Phase.DECODE: Shipped("token", rare=("paged", *CODED)),
     Phase.BACKWARD: Shipped("causal", ("full", "mask"), _FEATURES),
     Phase.STATISTICS: Shipped("causal", narrow=(64, 128), wide=()),
@@ -277,3 +278,4 @@ for _gpu in ONE_OF_EACH:
     }
 _SINGLE |= {Case(Phase.DECODE, "cuda:sm90", "bfloat16", 128, codes) for codes in ("int8", "int4", "fp8")}
 _SINGLE |= {Case(Phase.DECODE, "hip:gfx942", "bfloat16", 128, "int8")}
+_SINGLE |= {Case(Phase.FORWARD, "cuda:sm90", "bfloat16", 128, "int8-products-causal")}

@@ -95,7 +95,7 @@ def arms_of(q: Any, k: Any, v: Any, causal: bool, tiles: bool) -> dict[str, Any]
 
     arms = {"cudnn": cudnn, "bf16": ours(k, v), "triton": ours(k, v, backend="triton")}
     arms |= {"int8": ours(coded, values), "int8-k": ours(coded, v), "int8-head": ours(head, v)}
-    chosen = polyflash.explain(q, coded, v, causal=causal).config
+    chosen = polyflash.explain(q, coded, v, causal=causal, backend="triton").config
     for change in TILES if tiles else ():
         arms[f"int8-k {change}"] = ours(coded, v, config=replace(chosen, **change))
     return arms
