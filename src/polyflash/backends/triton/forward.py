@@ -247,7 +247,7 @@ def attend_call(
         k_boxes = descriptors(k, config.block_n, c.D0, c.D1)
         boxes = Boxes(*q_boxes, *k_boxes, *descriptors(v, config.block_n, c.DV0, c.DV1))
         if c.K_SCALE == "box" and args.k_scale is not None:
-            boxes = boxes._replace(k_scale=entries(args.k_scale, config.block_n))
+            boxes = boxes._replace(entries=entries(args.k_scale, config.block_n))
     rows = None if lse is None else new(Rows, (lse, *ready.rows))
     views = new(View, (q, *s_q)), *pointed, v_view, new(View, (out, *s_out))
     tables = view_of(args.k_scale), view_of(args.k_shift)
@@ -256,16 +256,8 @@ def attend_call(
     grid: tuple[int, ...] = (num_tiles, ready.num_heads, requests)
     if linear:
         grid = (min(total, prepared.cores) if ready.constants.PERSISTENT else total,)
-    key: Any = (
-        aligned,
-        described,
-        linear,
-        whole,
-        visits is None,
-        None if ready.plain else runtime.signature(x),
-    )
-    if args.codes:
-        key = *key, runtime.signature(tables)
+    kinds = None if ready.plain else runtime.signature(x), runtime.signature(tables) if args.codes else None
+    key = aligned, described, linear, whole, visits is None, kinds
     ready.kernels.launch(
         attend, grid, (t, n, ready.variant(described, whole, linear), *boxes), prepared.options, key, q.device
     )

@@ -76,7 +76,7 @@ class Boxes(NamedTuple):
     k1: Any = None
     v0: Any = None
     v1: Any = None
-    k_scale: Any = None  # of keys
+    entries: Any = None  # of keys' scales
 
 
 NO_BOXES = Boxes()
@@ -326,7 +326,7 @@ def scaled_sums(b_s, b_q, keys, rows, place, t, c):
     """Scores from sums of integers, in units of a row's codes or whole."""
     b_s = b_s.to(tl.float32)
     if c.K_SCALE == "box":
-        b_scale = t.boxes.k_scale.load([place.i_batch, rows.i_hkv, place.first_k + keys.j_0]).reshape(
+        b_scale = t.boxes.entries.load([place.i_batch, rows.i_hkv, place.first_k + keys.j_0]).reshape(
             1, c.BLOCK_N
         )
     elif c.K_SCALE == "key":
@@ -453,11 +453,11 @@ def add_nonfinite(o_out, b_none, blocks, rows, place, t, c, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def attend(t, n, c, q0, q1, k0, k1, v0, v1, k_scale):
+def attend(t, n, c, q0, q1, k0, k1, v0, v1, entries):
     """One program per tile, in a grid (tiles, heads, requests) or with LINEAR of one dimension, splits the
     fastest; or with PERSISTENT a few that walk over all tiles. Descriptors come by themselves: Triton 3.6
     starts no kernel that has them in a tuple."""
-    boxes = Boxes(q0, q1, k0, k1, v0, v1, k_scale)
+    boxes = Boxes(q0, q1, k0, k1, v0, v1, entries)
     views = t.q, t.k, t.v, t.v_view, t.out, t.lse, t.x
     t = Tensors(*views, t.visits, t.num_heads, t.group, t.k_scale, t.k_shift, boxes)
     if c.PERSISTENT:
