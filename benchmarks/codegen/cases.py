@@ -88,6 +88,8 @@ PROBLEMS = {
     "int4": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1,int4/1x0+1x0"),
     "int4-blocks": Problem(_LENS, **_TOKEN, codes="int4/64x1+64x1,int4/1x32+1x32"),
     "fp8": Problem(_LENS, **_TOKEN, codes="fp8_e4m3/1x0,fp8_e4m3/1x0"),
+    "int8-products": Problem(codes="int8/1x0*int8,-"),
+    "int8-products-causal": Problem(_CAUSAL, codes="int8/1x0+0x1*int8,-"),
     "paged": Problem({**_LENS, "page_table": _meta(BATCH, KEYS // 128)}, **_TOKEN, page_size=128),
 }
 
@@ -115,7 +117,7 @@ class Case:
         return replace(targets.parse(self.target_name), packages=targets.detect("cpu").packages)
 
     def call(self) -> tuple[Tensor, Tensor, Arguments]:
-        """q, k as v is, and the arguments."""
+        """q, k as v is unless that is of floats, and the arguments."""
         p, dtype = PROBLEMS[self.problem], getattr(torch, self.dtype)
         first, rows = (PAGES, p.page_size) if p.page_size else (p.batch, p.seqlen_k)
         q = _meta(p.batch, p.query_heads, p.seqlen_q, self.head_dim, dtype=dtype)
@@ -123,7 +125,8 @@ class Case:
         tables: dict[str, Any] = {}
         k = _meta(first, p.kv_heads, rows, self.head_dim, dtype=k_dtype)
         for name, form in zip("kv", codes_of(p.codes) if p.codes else (), strict=False):
-            assert form is not None
+            if form is None:
+                continue
             k = k[..., : self.head_dim // form.packed].to(getattr(torch, KINDS[form.dtype].storage))
             for table, block in (("scale", form.scale), ("shift", form.shift)):
                 if block is not None:
@@ -163,6 +166,7 @@ class Case:
         about = {"config": config or self.config(), "rung": "", "target": self.target, "spec": self.spec()}
         launch, (q, k, args) = SimpleNamespace(**about, **none), self.call()
         v, lse, out = k.clone(), _meta(*q.shape[:3], dtype=torch.float32), torch.empty_like(q)
+        v = v.to(q.dtype) if args.codes.endswith("-") else v
         with mock.patch.object(Kernels, "launch", keep):
             if self.phase is Phase.BACKWARD:
                 wanted = (True, True, True, args.bias is not None, False)
@@ -191,9 +195,10 @@ class Shipped(NamedTuple):
 
 
 CODED = ("int8", "int4", "int4-blocks", "fp8")
+MULTIPLIED = ("int8-products", "int8-products-causal")
 _FEATURES = ("window", "bias", "dropout", "packed", "grouped")
 SHIPPED = {
-    Phase.FORWARD: Shipped("causal", ("full", "mask"), _FEATURES, wide=HEAD_DIMS),
+    Phase.FORWARD: Shipped("causal", ("full", "mask"), (*_FEATURES, *MULTIPLIED), wide=HEAD_DIMS),
     Phase.DECODE: Shipped("token", rare=("paged", *CODED)),
     Phase.BACKWARD: Shipped("causal", ("full", "mask"), _FEATURES),
     Phase.STATISTICS: Shipped("causal", narrow=(64, 128), wide=()),
@@ -272,3 +277,4 @@ for _gpu in ONE_OF_EACH:
 _SINGLE |= {Case(Phase.DECODE, "cuda:sm90", "bfloat16", 128, codes) for codes in ("int8", "int4", "fp8")}
 _SINGLE |= {Case(Phase.DECODE, "hip:gfx942", "bfloat16", 128, "int8")}
 _SINGLE |= {Case(Phase.FORWARD, "hip:gfx942", "float32", 64, "causal")}
+_SINGLE |= {Case(Phase.FORWARD, "cuda:sm90", "bfloat16", 128, "int8-products-causal")}

@@ -13,10 +13,13 @@ from torch import Tensor
 
 import polyflash
 from polyflash.capability import Capability
+from polyflash.mask import Mask
 from polyflash.quant import NAMED, QuantizedTensor, Scheme, codec, dequantize, quantize
+from polyflash.quant.codec import spread
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
 from tests.conformance.rows import ALL_OF, DTYPES, HERE, NAMES, ints, qkv
+from tests.integers import operands
 from tests.tolerance import Expected, check, expect, same_bits
 
 READERS = (*(row for row in HERE if Feature.CODES in row.features), None)
@@ -36,6 +39,13 @@ SCHEMES = {
     "fp8-e5m2": (Scheme(dtype="fp8_e5m2"), Scheme(dtype="fp8_e5m2", granularity="head")),
     "rotated": (Scheme(dtype="int4", rotation="hadamard"), Scheme(rotation="hadamard")),
 }
+# K whose codes a row for many rows may multiply with those of q, and V.
+PRODUCTS = {
+    "token": (Scheme(compute="int8"), Scheme(compute="int8")),
+    "mean": (Scheme(compute="int8", smoothing="mean"), None),
+    "head": (Scheme(compute="int8", granularity="head"), Scheme(compute="int8", granularity="channel")),
+    "blocks": (Scheme(compute="int8", granularity="block", tokens=48), Scheme(dtype="int4")),
+}
 EVERY: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
@@ -43,6 +53,16 @@ EVERY: dict[str, dict[str, Any]] = {
     "lens": {"kv_lens": ints(290, 33), "kv_starts": ints(3, 30)},
     "offset": {"causal": True, "q_offset": 200, "scale": -0.3},
     "cap": {"softcap": 4.0, "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+}
+SCORED: dict[str, dict[str, Any]] = {
+    "mask": {"mask": torch.rand(2, 1, 70, 290, generator=torch.Generator().manual_seed(9)) < 0.6},
+    "bias": {"bias": torch.randn(4, 70, 290, generator=torch.Generator().manual_seed(8))},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]), "causal": True},
+    "segments": {
+        "mask": Mask.segments(
+            (torch.arange(70) // 9).expand(2, -1).int(), (torch.arange(290) // 90).expand(2, -1).int()
+        )
+    },
 }
 Coded = Tensor | QuantizedTensor
 
@@ -66,8 +86,8 @@ def run(reader: Capability | None, q: Tensor, k: Coded, v: Coded, **options: Any
         if plan.chosen is not reader or Feature.CODES not in plan.spec.features:
             words = [verdict.reasons for verdict in plan.verdicts if verdict.row is reader]
             pytest.skip(f"{reader.name}: {'; '.join(words[0]) if words else ''} {plan.notes[-1]}")
-    function = polyflash.attention_paged if "page_table" in options else polyflash.attention
-    function = polyflash.attention_varlen if "cu_seqlens_q" in options else function
+    function = polyflash.attention_varlen if "cu_seqlens_q" in options else polyflash.attention
+    function = polyflash.attention_paged if "page_table" in options else function
     with torch.no_grad():
         return function(q, k, v, return_lse=True, **options)
 
@@ -202,6 +222,71 @@ def test_many_rows(reader: Capability | None, name: str):
         q, k, v = qkv(2, (4, 2), 70, 290, 64, 50, dtype=dtype, seed=5)
         k, v = (coded(x, s) for x, s in zip((k, v), NAMED[name], strict=True))
         check_call(reader, q, k, v, f"{name} {dtype}", **options)
+
+
+def of_products(q: Tensor, k: QuantizedTensor, v: Coded, **options: Any) -> Expected:
+    """R where q is codes too, and T as far from it as from attention over the values."""
+    plain = expect(q, values(k, q.dtype), values(v, q.dtype), **options)
+    options = {"scale": q.shape[3] ** -0.5, **options}
+    right = attention_reference(*operands(q, k), values(v, q.dtype).double(), **options)
+    eager = tuple((right.out + a - plain.out, right.lse + b - plain.lse) for a, b in plain.eager)
+    return Expected(right.out, right.lse, eager, q.dtype)
+
+
+def run_products(reader: Capability | None, q: Tensor, k: Coded, v: Coded, **options: Any) -> Any:
+    if reader is None or reader.phase is not Phase.FORWARD or reader.backend != "triton":
+        pytest.skip(
+            "multiplies floats, or weights as integers too: tests/backends/cpu/test_integer_kernel.py"
+        )
+    return run(reader, q, k, v, **options)
+
+
+@pytest.mark.parametrize("features", [*EVERY, *SCORED])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_integer_products(reader: Capability | None, name: str, features: str):
+    """Of codes of q, a scale per row, and those of K; V is decoded."""
+    options = {**EVERY, **SCORED}[features]
+    dtype, dim = (torch.float32, 40) if name in ("token", "head") else (torch.bfloat16, 64)
+    q, k, v = qkv(2, (4, 2), 70, 290, dim, 50, dtype=dtype, seed=dim)
+    k[..., ::11] += 3
+    k, v = (coded(x, s) for x, s in zip((k, v), PRODUCTS[name], strict=True))
+    found = run_products(reader, q, k, v, **options)
+    check(found.out, found.lse, of_products(q, k, v, **options), label=f"{name} {features}")
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_integer_products_of_packed_members(reader: Capability | None, name: str):
+    bounds = {"cu_seqlens_q": ints(0, 20, 20, 75), "cu_seqlens_k": ints(0, 90, 97, 290), "causal": True}
+    q, k, v = qkv(1, (4, 2), 75, 290, 64, seed=6)
+    pair = [coded(x[0].transpose(0, 1), s, "thd") for x, s in zip((k, v), PRODUCTS[name], strict=True)]
+    found = run_products(reader, q[0].transpose(0, 1), *pair, **bounds)
+    q, k = (x[0].transpose(0, 1).float() for x in operands(q, pair[0]))
+    v = pair[1] if isinstance(pair[1], Tensor) else dequantize(pair[1])
+    check(found.out, found.lse, expect(q, k, v, scale=0.125, **bounds), label=name)
+
+
+@pytest.mark.parametrize("name", ["token", "head", "blocks"])
+def test_integer_products_over_pages(reader: Capability | None, name: str):
+    """Scales per page where they are of a head."""
+    q, k, v = qkv(2, (4, 2), 40, 256, 64, dtype=torch.bfloat16)
+    order, lens = torch.randperm(8, generator=torch.Generator().manual_seed(0)), ints(250, 70)
+    pools = []
+    for x, scheme in zip((k, v), PRODUCTS[name], strict=True):
+        pool = torch.empty(8, 64, 2, 64, dtype=x.dtype)
+        pool[order] = x.unflatten(2, (4, 64)).transpose(1, 2).flatten(0, 1).transpose(1, 2)
+        pools.append(coded(pool, scheme, "bshd"))
+    table = order.view(2, 4).int()
+    paged = {"page_table": table, "cu_seqlens_q": ints(0, 40, 80), "kv_lens": lens, "causal": True}
+    packed = q.transpose(1, 2).flatten(0, 1)
+    found = run_products(reader, packed, *pools, **paged)
+    k, v = pools
+    scale = spread(k.scale, k.form.scale, k.codes.shape).expand(-1, -1, 64, -1)
+    codes, scale = (x[table.long()].transpose(1, 2).flatten(2, 3) for x in (k.codes, scale))
+    dense = QuantizedTensor(codes, scale, None, Scheme(compute="int8"), k.dtype)
+    values_v = v.values(q.dtype)[table.long()].transpose(1, 2).flatten(2, 3)
+    want = of_products(q, dense, values_v, kv_lens=lens, causal=True)
+    out = found.out.unflatten(0, (2, 40)).transpose(1, 2)
+    check(out, found.lse.unflatten(1, (2, 40)).transpose(0, 1).contiguous(), want, label=name)
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-channel", "int4"])

@@ -40,15 +40,30 @@ def opened(q: Tensor, k: KV, v: KV, args: Arguments, device: str | Target | None
     codes_k, codes_v = (x.codes if isinstance(x, QuantizedTensor) else x for x in (k, v))
     if _in_walk(q, codes_k, codes_v, coded, k, v, device):
         return Opened(q, codes_k, codes_v, coded, _rotates(v), f"codes: {coded.codes}, read in the walk")
+    multiplied = _multiplied(q, k, v, args, device)
     table = args.page_table
     if table is not None:
         table, k, v = _gathered(table, args.kv_lens, k, v)
-    k_values, v_values = (x.values(q.dtype) if isinstance(x, QuantizedTensor) else x for x in (k, v))
-    decoded = (x for x, y in ((k_values, k), (v_values, v)) if x is not y)
+    k_values = k if multiplied or not isinstance(k, QuantizedTensor) else k.values(q.dtype)
+    v_values = v.values(q.dtype) if isinstance(v, QuantizedTensor) else v
+    decoded = (x for x, y in ((k_values, k), (v_values, v)) if isinstance(x, Tensor) and x is not y)
     size = sum(x.numel() * x.element_size() for x in decoded)
     kind = str(q.dtype).removeprefix("torch.")
-    note = f"codes: {coded.codes}, decoded to {kind} before the kernel: {size / 1e6:.3g} MB"
-    return Opened(q, k_values, v_values, args._replace(page_table=table), _rotates(v), note)
+    how = "k multiplied as it is, v " if multiplied else ""
+    note = f"codes: {coded.codes}, {how}decoded to {kind} before the kernel: {size / 1e6:.3g} MB"
+    args = args._replace(page_table=table)
+    if isinstance(k_values, QuantizedTensor):
+        args, k_values = _with_codes(k_values, v_values, args), k_values.codes
+    return Opened(q, k_values, v_values, args, _rotates(v), note)
+
+
+def _multiplied(q: Tensor, k: KV, v: KV, args: Arguments, device: Any) -> bool:
+    """Does a kernel multiply the codes of K, if those of V are decoded?"""
+    if not (isinstance(k, QuantizedTensor) and isinstance(v, QuantizedTensor) and k.form.compute == "int8"):
+        return False
+    shape = *v.codes.shape[:3], v.codes.shape[3] * v.form.packed
+    values = torch.empty(shape, dtype=q.dtype, device="meta")
+    return _in_walk(q, k.codes, values, _with_codes(k, values, args), k, v, device)
 
 
 def _rotates(x: KV) -> bool:

@@ -103,6 +103,9 @@ def decode(
     entries = max(1, step // max(1, heads))
     for b, h in product(range(0, batch, entries), range(0, heads, step)):
         part = slice(b, b + entries), slice(h, h + step)
+        if codes.dtype == "int8" and shift is None and wide is not dtype:  # in one pass, rounded once too
+            torch.mul(code[part], spread(scale[part], codes.scale, code.shape), out=out[part])
+            continue
         values = _values(code[part], codes.dtype, wide)
         values = values * spread(scale[part].to(wide), codes.scale, values.shape)
         if shift is not None and codes.shift is not None:

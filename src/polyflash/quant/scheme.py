@@ -133,8 +133,8 @@ class Scheme:
         rotation: "hadamard" codes an orthogonal rotation of the channels, which spreads outliers. Attention
             rotates q for a rotated k, and rotates the result of a rotated v back.
         compute: "float": the products are those of the decoded values. "int8" (int8, symmetric), "fp8"
-            (fp8_e4m3): a kernel may multiply codes, with q and the weights in that dtype for it: faster, at
-            an error of theirs.
+            (fp8_e4m3): a kernel may multiply codes, with q and the weights, or q alone, in that dtype for it:
+            faster, at an error of theirs.
 
     Raises:
         SpecError: an unknown word, or a combination without a meaning."""

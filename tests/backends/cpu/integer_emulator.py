@@ -10,17 +10,10 @@ from torch import Tensor
 
 from polyflash.backends.cpu.simd import FLOOR_EXP2
 from polyflash.quant import QuantizedTensor
-from polyflash.quant.codec import spread
+from tests.integers import operands
 from tests.tolerance import Expected, expect, masked_scores
 
 LOG2E = math.log2(math.e)
-
-
-def query_codes(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of every row of q, and what they are multiples of."""
-    top = q.float().abs().amax(-1, keepdim=True).clamp(min=1e-35)
-    inverse = torch.full_like(top, 127.0) / top  # 127 / top would round twice
-    return (q.float() * inverse).round(), top / 127
 
 
 def emulated(
@@ -28,14 +21,8 @@ def emulated(
 ) -> tuple[Tensor, Tensor]:
     """out and lse in float64 of the codes; `options` as `masked_scores` takes them, and sinks."""
     group = q.shape[1] // k.codes.shape[1]
-    codes, scale = query_codes(q)
-    plain = spread(k.scale.double(), k.form.scale, k.codes.shape) * k.codes.double()
-    left, right = [codes.double() * scale.double()], [plain]
-    if k.shift is not None:
-        left.append(q.double())
-        right.append(spread(k.shift.double(), k.form.shift, k.codes.shape).expand_as(plain))
     options = {"scale": q.shape[3] ** -0.5, **options}
-    s = masked_scores(torch.cat(left, -1), torch.cat(right, -1), "", options) * LOG2E
+    s = masked_scores(*operands(q, k), "", options) * LOG2E
     channels = v.form.scale == (0, 1)
     of_key = torch.ones_like(v.scale[..., :1, :1]) if channels else v.scale
     of_key = of_key.expand(*v.codes.shape[:3], 1).double().repeat_interleave(group, 1).mT

@@ -15,7 +15,8 @@ from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
 from polyflash.reference import attention_reference
 from polyflash.spec import Phase
 from polyflash.target import parse
-from tests.tolerance import check, expect
+from tests.integers import operands
+from tests.tolerance import Expected, check, expect
 
 SCHEMES = {
     **{name: NAMED[name] for name in ("int8", "int8-smooth", "int4", "int4-token", "fp8", "mxfp4")},
@@ -110,3 +111,57 @@ def test_blocks_share_the_scales_of_channels():
     spec = polyflash.explain(q, k, v, backend="triton").spec
     spec = replace(spec, codes=f"{k.form},{v.form}")
     assert configs.choose_decode(spec, parse("cuda:sm90")).block_n == 32
+
+
+PRODUCTS = {
+    "token": (Scheme(compute="int8"), {"causal": True}),
+    "mean": (Scheme(compute="int8", smoothing="mean"), {"softcap": 4.0}),
+    "head": (Scheme(compute="int8", granularity="head"), {"scale": -0.3}),
+    "blocks": (Scheme(compute="int8", granularity="block", tokens=24), {"window": (40, 3)}),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_integer_products(name: str):
+    """Few rows of batch_invariant are the forward's, which multiplies codes of K with those of q."""
+    scheme, options = PRODUCTS[name]
+    for dtype, dim in ((torch.float32, 40), (torch.bfloat16, 64)):
+        q, k, v = qkv(5, 75, dim, dtype)
+        k = quantize(k, scheme)
+        k.scale[:, 0] *= -1
+        found = products(q, k, quantize(v, Scheme()), **options)
+        told = {"scale": dim**-0.5, **options}
+        v = quantize(v, Scheme()).values(dtype)
+        right = attention_reference(*operands(q, k), v.double(), **told)
+        plain = expect(q, k.values(dtype), v, **options)
+        eager = tuple((right.out + a - plain.out, right.lse + b - plain.lse) for a, b in plain.eager)
+        want = Expected(right.out, right.lse, eager, dtype)
+        check(found.out, found.lse, want, label=f"{name} {dtype}", options=options)
+
+
+def products(q: Tensor, k: QuantizedTensor, v: Any, **options: Any) -> Any:
+    options |= {"backend": "triton", "batch_invariant": True}
+    plan = polyflash.explain(q, k, v, **options)
+    assert plan.chosen.phase is Phase.FORWARD and "before the kernel" in plan.notes[-1], plan.notes[-1]
+    assert any("int32" in note for note in plan.notes)
+    return polyflash.attention(q, k, v, return_lse=True, **options)
+
+
+def test_integer_products_of_odd_values():
+    """Hidden scales that are NaN change no bit; a NaN in q reaches its row; what is zero, or has a scale that
+    float32 does not hold, weighs all keys alike."""
+    q, k, v = qkv(5, 60, 32, torch.bfloat16)
+    k, v = quantize(k, Scheme(compute="int8")), quantize(v, Scheme())
+    want = products(q, k, v, causal=True)
+    k.codes[:, :, 59], k.scale[:, :, 59] = -128, torch.nan
+    q[0, 1, 2, 7] = torch.nan
+    found = products(q, k, v, causal=True)
+    odd = torch.zeros(2, 4, 5, dtype=torch.bool)
+    odd[:, :, 4] = odd[0, 1, 2] = True
+    assert found.out[odd].isnan().all() and torch.equal(found.out[~odd], want.out[~odd])
+    assert torch.equal(found.lse[~odd], want.lse[~odd])
+    q, k, v = qkv(5, 60, 32, torch.float16)
+    for k_of, scheme, scale in ((k * 0, "head", 0.2), (k, "token", 1e-30), (k * 0, "token", 0.2)):
+        coded = quantize(k_of, Scheme(compute="int8", granularity=scheme))
+        found = products(q * (scheme == "head"), coded, quantize(v, Scheme()), causal=True, scale=scale)
+        assert bool(found.out.isfinite().all()) and float(found.lse.exp().max()) < 60.1

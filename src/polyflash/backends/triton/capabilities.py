@@ -12,7 +12,7 @@ DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _GPUS = ("cuda:", "hip:")
 _INTERPRETED = env.TRITON_INTERPRET.is_set()  # read once, as Triton does where a kernel is decorated
 _ROWS = (
-    (Phase.FORWARD, USUAL_FEATURES | {Feature.DROPOUT_START}, configs.choose_forward),
+    (Phase.FORWARD, USUAL_FEATURES | {Feature.DROPOUT_START, Feature.CODES}, configs.choose_forward),
     # With batch_invariant a step has the bits of the prefill: both are of the forward row, as packed calls.
     (
         Phase.DECODE,
@@ -32,6 +32,8 @@ _ROWS = (
     ),
 )
 
+_REFUSES = {Phase.FORWARD: configs.refuses_products, Phase.DECODE: configs.refuses}
+
 CAPABILITIES = tuple(
     Capability(
         backend="triton",
@@ -46,10 +48,13 @@ CAPABILITIES = tuple(
         tabled=tiles.has_table,
         needs=("triton",),
         max_positions=MOST_POSITIONS,
-        refuses=configs.refuses if phase is Phase.DECODE else None,
+        refuses=_REFUSES.get(phase),
         yields=(
             Yield(
-                "", DTYPES, USUAL_FEATURES, f"{env.TRITON_INTERPRET.name} is set, and interpreting is slow"
+                "",
+                DTYPES,
+                frozenset(Feature),
+                f"{env.TRITON_INTERPRET.name} is set, and interpreting is slow",
             ),
         )
         if _INTERPRETED

@@ -27,6 +27,8 @@ from polyflash.backends.triton.places import (
     head_offsets,
     load_tile,
     load_turned,
+    of_keys,
+    table_rows,
     tile_rows,
     unravel,
 )
@@ -170,29 +172,6 @@ def times(b_parts, b_y, acc, PARTS: tl.constexpr, c):
     if PARTS > 1:
         acc = dot(b_1, b_y, acc, c)
     return dot(b_0, b_y, acc, c)
-
-
-@triton.jit
-def table_rows(o_n, table, TOKENS: tl.constexpr, rows, place, t, c):
-    """Element offsets of the entries of keys o_n, int64; of TOKENS = 0 all have the same."""
-    if t.x.page_table is None:
-        i_b, o_t = tl.cast(place.i_batch, tl.int64) + o_n * 0, o_n
-    else:
-        pages, size = t.x.page_table, c.PAGE if c.PAGE > 0 else t.x.page_table.size
-        p = pages.p + tl.cast(place.i_b, tl.int64) * pages.b + (o_n // size) * pages.c
-        i_b, o_t = tl.load(p, mask=o_n < place.live, other=0), o_n % size
-        i_b = tl.where((i_b >= 0) & (i_b < pages.pages), i_b, 0).to(tl.int64)
-    o_table = i_b * table.b + tl.cast(rows.i_hkv, tl.int64) * table.h
-    if TOKENS > 0:
-        o_table += (o_t // TOKENS).to(tl.int64) * table.s
-    return o_table
-
-
-@triton.jit
-def of_keys(keys, table, TOKENS: tl.constexpr, rows, place, t, c):
-    """The entry of each key of a block."""
-    o_table = table_rows(keys.o_n, table, TOKENS, rows, place, t, c)
-    return tl.load(table.p + o_table, mask=keys.m_n, other=0.0)
 
 
 @triton.jit

@@ -119,7 +119,9 @@ class ForwardConfig:
         """Notes of a plan about this choice, beside its numbers."""
         packed = f"{spec.group} query heads of a kv head share a tile" if self.pack_gqa else ""
         heavy = sorted(f.value for f in spec.features & HEAVY)
-        return _told(self, spec, packed, f"smaller tiles for {', '.join(heavy)}" if heavy else "")
+        codes = "q is rounded to int8, a scale per row; sums with k in int32: slower than 16 bits on an H100"
+        codes = codes if spec.codes else ""
+        return _told(self, spec, codes, packed, f"smaller tiles for {', '.join(heavy)}" if heavy else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,21 @@ def choose_decode(spec: AttentionSpec, target: Target) -> DecodeConfig:
     return DecodeConfig(*tile, split_keys=keys, precision=exact)
 
 
+def refuses_products(spec: AttentionSpec, target: Target) -> str:
+    """Why the forward does not multiply codes of K as they are; "" if it does, or there are none."""
+    if not spec.codes:
+        return ""
+    k, v = codes_of(spec.codes)
+    if k is None or k.compute != "int8" or v is not None:
+        return f'codes: needs compute="int8" of k, with v decoded; asked for {spec.codes}'
+    if spec.phase is Phase.DECODE and Feature.BATCH_INVARIANT not in spec.features:
+        return "codes: few rows gain nothing from integer products"
+    if k.scale.channels or (k.shift is not None and (k.shift.tokens or spec.page_size)):
+        wanted = "scales per token, block of tokens, head or tensor, and a mean over all tokens, not of pages"
+        return f"codes: has {wanted}; asked for {spec.codes}"
+    return ""
+
+
 def refuses(spec: AttentionSpec, target: Target) -> str:
     """Why decode does not read these codes; "" if it does."""
     if not spec.codes:

@@ -86,8 +86,8 @@ def describable(x: Tensor, repeated: bool = False) -> bool:
     and multiples of that apart, less than the 40 bits that the hardware's have; `repeated`: entries of the
     batch may be one memory."""
     size, first = x.element_size(), 1 if repeated and x.stride(0) == 0 else 0
-    strides = x.stride()[first:3]
-    return x.stride(3) == 1 and all(0 < s * size < 1 << 40 and s * size % 16 == 0 for s in strides)
+    strides = x.stride()[first:-1]
+    return x.stride(-1) == 1 and all(0 < s * size < 1 << 40 and s * size % 16 == 0 for s in strides)
 
 
 def descriptors(x: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]:
@@ -98,6 +98,11 @@ def descriptors(x: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any
         _descriptor(x, shape, strides, [1, 1, rows, first]),
         _descriptor(x, shape, strides, [1, 1, rows, second]) if second else None,
     )
+
+
+def entries(x: Tensor, keys: int) -> TensorDescriptor:
+    """A descriptor of (batch, heads, seqlen, 1), an entry of each key: boxes of `keys` of them."""
+    return _descriptor(x, list(x.shape[:3]), list(x.stride()[:3]), [1, 1, keys])
 
 
 def _descriptor(x: Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:

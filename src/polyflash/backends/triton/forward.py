@@ -22,11 +22,20 @@ from polyflash.backends.gpu.numbers import (
     sizes_of,
     starts_elsewhere,
 )
-from polyflash.backends.gpu.views import NO_OPERANDS, Rows, View, element_masked, operands_of, reachable
+from polyflash.backends.gpu.views import (
+    NO_OPERANDS,
+    Rows,
+    View,
+    element_masked,
+    operands_of,
+    reachable,
+    view_of,
+)
 from polyflash.backends.triton import merge, runtime, tiles
 from polyflash.backends.triton.config_types import DecodeConfig, product_of
-from polyflash.backends.triton.constants import Constants, describable, descriptors
+from polyflash.backends.triton.constants import Constants, describable, descriptors, entries
 from polyflash.backends.triton.forward_kernel import NO_BOXES, Boxes, Tensors, attend
+from polyflash.quant.scheme import codes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +73,8 @@ class Ready(NamedTuple):
         found = self.variants.get(key)
         if found is None:
             c = self.constants._replace(DESCRIPTOR=described, WHOLE=whole, LINEAR=linear)
+            if c.K_SCALE == "box" and not described:
+                c = c._replace(K_SCALE="key")
             found = self.variants[key] = runtime.compiled_in(c)
         return found
 
@@ -113,6 +124,7 @@ class Prepared:
         constants = self._constants(q, v, args, flags, split)._replace(PAGE=_page_of(k, args))
         described = config.loads == "descriptor" and args.page_table is None
         described = described and describable(k) and describable(v)
+        constants = constants._replace(**_of_integers(q.shape[3], args))
         strides = q.stride(), k.stride(), v.stride(), out.stride()
         rows = () if lse is None else lse.stride()
         compiled = constants, runtime.signature(strides), runtime.signature(rows)
@@ -173,6 +185,19 @@ class Prepared:
         )
 
 
+def _of_integers(head_dim: int, args: Arguments) -> dict[str, Any]:
+    """Constants of products of integers, if K is codes: instructions take twice the channels."""
+    k = codes_of(args.codes)[0] if args.codes else None
+    if k is None:
+        return {}
+    d0, d1 = tiles.split_dim(head_dim, 2 * tiles.LEAST)
+    place = "key" if k.scale.tokens or args.page_table is not None else "head"
+    if k.scale.tokens == 1 and args.k_scale is not None and describable(args.k_scale[..., 0]):
+        place = "box"
+    side = {"K_CODES": k.dtype, "K_SCALE": place, "K_TOKENS": k.scale.tokens}
+    return {**side, "K_SHIFT": "" if k.shift is None else "channel", "D0": d0, "D1": d1, "HOLD_Q": False}
+
+
 def _page_of(k: Tensor, args: Arguments) -> int:
     """See `Constants.PAGE`."""
     size: int = 0 if args.page_table is None else k.shape[2]
@@ -206,6 +231,8 @@ def attend_call(
     total = num_tiles * ready.num_heads * requests * num_splits
     aligned = runtime.aligned(q, k, v, out, lse)
     described = ready.described and aligned & _KEYS_AND_VALUES == _KEYS_AND_VALUES
+    if ready.constants.K_SCALE == "box":
+        described = described and runtime.aligned(args.k_scale) == 1
     linear = split_keys != 0 or ready.constants.PERSISTENT
     linear = linear or max(ready.num_heads, requests) > _MOST_OF_A_GRID
     whole = ready.plain and ready.sees_all and seqlen_k % config.block_n == 0
@@ -219,14 +246,18 @@ def attend_call(
             q_boxes = descriptors(q, config.block_m, c.D0, c.D1)
         k_boxes = descriptors(k, config.block_n, c.D0, c.D1)
         boxes = Boxes(*q_boxes, *k_boxes, *descriptors(v, config.block_n, c.DV0, c.DV1))
+        if c.K_SCALE == "box" and args.k_scale is not None:
+            boxes = boxes._replace(entries=entries(args.k_scale, config.block_n))
     rows = None if lse is None else new(Rows, (lse, *ready.rows))
     views = new(View, (q, *s_q)), *pointed, v_view, new(View, (out, *s_out))
-    t = new(Tensors, (*views, rows, x, visits, ready.num_heads, ready.group, None))
+    tables = view_of(args.k_scale), view_of(args.k_shift)
+    t = new(Tensors, (*views, rows, x, visits, ready.num_heads, ready.group, *tables, None))
     n = new(Numbers, (batch, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys, total, *numbers))
     grid: tuple[int, ...] = (num_tiles, ready.num_heads, requests)
     if linear:
         grid = (min(total, prepared.cores) if ready.constants.PERSISTENT else total,)
-    key = aligned, described, linear, whole, visits is None, None if ready.plain else runtime.signature(x)
+    kinds = None if ready.plain else runtime.signature(x), runtime.signature(tables) if args.codes else None
+    key = aligned, described, linear, whole, visits is None, kinds
     ready.kernels.launch(
         attend, grid, (t, n, ready.variant(described, whole, linear), *boxes), prepared.options, key, q.device
     )

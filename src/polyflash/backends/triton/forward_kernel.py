@@ -30,7 +30,9 @@ from polyflash.backends.triton.places import (
     load_pair,
     load_tile,
     load_turned,
+    of_keys,
     store_pair,
+    table_rows,
     tile_rows,
     unravel,
 )
@@ -39,6 +41,8 @@ from polyflash.backends.triton.products import (
     finite,
     has_nonfinite,
     held,
+    integers,
+    largest,
     negated,
     nonfinite_only,
     product,
@@ -59,6 +63,9 @@ from polyflash.backends.triton.scores import (
     visible_pairs,
 )
 
+LEAST_ROW = tl.constexpr(1e-35)  # largest size of a row of Q, below which its codes are coarser
+LEAST_FACTOR = tl.constexpr(2.0**-126)
+
 
 class Boxes(NamedTuple):
     """Tensor descriptors of blocks of rows and keys, for both channel blocks; None: loads by pointers."""
@@ -69,6 +76,7 @@ class Boxes(NamedTuple):
     k1: Any = None
     v0: Any = None
     v1: Any = None
+    entries: Any = None  # of keys' scales
 
 
 NO_BOXES = Boxes()
@@ -87,7 +95,21 @@ class Tensors(NamedTuple):
     visits: Any  # blocks that each tile visits
     num_heads: Any  # that the grid runs over
     group: Any
+    k_scale: Any = None  # tables of K's codes, as (batch or pages, heads, blocks of tokens, of channels)
+    k_shift: Any = None
     boxes: Any = None
+
+
+class Queries(NamedTuple):
+    """Q of a tile, both channel blocks, and the factor of its scores in the exponent. Against codes of K it
+    is codes too: where scores stay in units of those, each row has a `factor`; `unit` makes them whole, and
+    `shift` in such units is what K's means add."""
+
+    b_q0: Any
+    b_q1: Any
+    factor: Any
+    unit: Any
+    shift: Any
 
 
 @triton.jit
@@ -113,7 +135,6 @@ def attend_block(
 ):
     """One key block: its scores, their weights, their share of the output. Blocks that are not full hide
     keys, and any may if MASKED. With CLEAN of the finite values alone. `far`: rows of large scores."""
-    b_q0, b_q1 = b_q
     j_0 = i_n * c.BLOCK_N
     o_n = j_0 + tl.arange(0, c.BLOCK_N)
     o_k, m_n = o_n, o_n < place.live
@@ -121,13 +142,16 @@ def attend_block(
         o_k, m_n = block_offsets(j_0, t.k, t.x, rows.i_hkv, place, c)
     keys, at = Keys(j_0, o_n, m_n), (place.i_batch, rows.i_hkv, place.first_k + j_0)
     # [BLOCK_M, BLOCK_N]
-    b_s = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32)
+    PRODUCT: tl.constexpr = c.PRODUCT if c.K_CODES == "" else "ieee"  # of integers there is but one
+    b_s = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32 if c.K_CODES == "" else tl.int32)
     b_k = load_block(t.boxes.k0 if c.DESCRIPTOR else t.k, o_k, m_n, at, c, 0, c.D, c.D0, True)
-    b_s = product(b_q0, b_k, b_s, c.PRODUCT)
+    b_s = product(b_q.b_q0, b_k, b_s, PRODUCT)
     if c.D1 > 0:
         k1 = t.boxes.k1 if c.DESCRIPTOR else t.k
         b_k = load_block(k1, o_k, m_n, at, c, c.D0, c.D, c.D1, True)
-        b_s = product(b_q1, b_k, b_s, c.PRODUCT)
+        b_s = product(b_q.b_q1, b_k, b_s, PRODUCT)
+    if c.K_CODES != "":
+        b_s = scaled_sums(b_s, b_q, keys, rows, place, t, c)
     if c.CHANGED:
         b_s, _ = change_scores(b_s, t.x, place, rows, keys, n, c.SOFTCAP)
     if t.x.page_table is not None:  # an entry that names no page hides its keys
@@ -138,11 +162,11 @@ def attend_block(
         b_s = apply_mask(b_s, visible_pairs(t.x, place, rows, keys, c.BELOW), float("-inf"), c.MASK_ADD)
     elif i_n < blocks.full_lo or i_n >= blocks.full_hi:
         b_s = apply_mask(b_s, visible_pairs(t.x, place, rows, keys, c.BELOW), float("-inf"), c.MASK_ADD)
-    b_p, m_i, l_i, l_lost, alpha = online_softmax(b_s, sums, n.factor, far, c)
+    b_p, m_i, l_i, l_lost, alpha = online_softmax(b_s, sums, b_q.factor, far, c)
     if c.DROPOUT:
         b_p = tl.where(keep(rows, j_0, n, c), b_p * n.keep_scale, 0.0)
     # Before the wait for V, so that all this fills the gaps between the exponentials.
-    b_p = b_p.to(b_q0.dtype)
+    b_p = b_p.to(t.v_view.p.dtype.element_ty)
     acc0, acc1, lost0, lost1 = rescale(sums.acc0, alpha, c.LAZY, c.THREADS), sums.acc1, sums.lost0, sums.lost1
     if c.DV1 > 0:
         acc1 = rescale(acc1, alpha, c.LAZY, c.THREADS)
@@ -212,7 +236,7 @@ def attend_tile(i_m, i_head, i_b, i_s, t, n, c):
                 sums = attend_blocks(hiding, far, fresh, b_q, rows, place, t, n, c, True)
         if c.FUSED:
             ONE: tl.constexpr = LN2 if c.BASE2 else 1.0
-            units = tl.where(far, n.factor * ONE, ONE)
+            units = tl.where(far, b_q.factor * ONE, ONE)
         elif c.CHANGED:
             units = 1.0
         elif c.NEGATIVE:
@@ -252,7 +276,68 @@ def load_rows(i_m, i_head, rows, place, t, n, c):
         b_q0, b_q1 = negated(b_q0), negated(b_q1)
     if c.HOLD_Q:
         b_q0, b_q1 = held(b_q0, n.seqlen_q), held(b_q1, n.seqlen_q)
-    return b_q0, b_q1
+    if c.K_CODES != "":
+        b_q = integer_rows(b_q0, b_q1, rows, place, t, n, c)
+    else:
+        b_q = Queries(b_q0, b_q1, n.factor, n.factor, n.factor)
+    return b_q
+
+
+@triton.jit
+def integer_rows(b_q0, b_q1, rows, place, t, n, c):
+    """Q as int8 of a scale per row. A row with a value that is not finite is NaN."""
+    b_top = largest(b_q0)
+    if c.D1 > 0:
+        b_other = largest(b_q1)
+        b_top = tl.where(b_other <= b_top, b_top, b_other)
+    b_top = tl.where(b_top < LEAST_ROW, LEAST_ROW, b_top)
+    b_most = tl.full(b_top.shape, 127.0, tl.float32)
+    b_step, b_unit = tl.math.div_rn(b_most, b_top), tl.math.div_rn(b_top, b_most)
+    b_unit = tl.where(b_top == float("inf"), float("nan"), b_unit)
+    b_shift = b_unit * 0.0
+    if c.K_SHIFT != "":
+        b_shift = times_shift(b_q0, 0, c.D0, rows, place, t, c)
+        if c.D1 > 0:
+            b_shift += times_shift(b_q1, c.D0, c.D1, rows, place, t, c)
+        b_shift = b_shift / b_unit
+    elif c.K_SCALE == "head":  # its size goes to the rows, its sign to their codes
+        scale = tl.load(t.k_scale.p + table_rows(place.live * 0, t.k_scale, 0, rows, place, t, c))
+        b_unit, b_step = b_unit * tl.abs(scale), tl.where(scale < 0.0, -b_step, b_step)
+    b_factor = n.factor * b_unit
+    if c.FUSED:  # 0 times a hidden -inf would be NaN; scores of such rows are 0
+        tiny = b_factor < LEAST_FACTOR
+        b_factor, b_step = tl.where(tiny, 1.0, b_factor), tl.where(tiny, 0.0, b_step)
+        b_shift = tl.where(tiny, 0.0, b_shift)
+    else:
+        b_factor = n.factor
+    return Queries(integers(b_q0, b_step), integers(b_q1, b_step), b_factor, b_unit, b_shift)
+
+
+@triton.jit
+def times_shift(b_x, FIRST: tl.constexpr, WIDTH: tl.constexpr, rows, place, t, c):
+    """Rows of Q times the mean of K that its codes lack, over a block of channels."""
+    o_d = FIRST + tl.arange(0, WIDTH)
+    p = t.k_shift.p + table_rows(o_d * 0, t.k_shift, 0, rows, place, t, c) + o_d * t.k_shift.d
+    return tl.sum(b_x.to(tl.float32) * tl.load(p, mask=o_d < c.D, other=0.0)[None, :], 1)
+
+
+@triton.jit
+def scaled_sums(b_s, b_q, keys, rows, place, t, c):
+    """Scores from sums of integers, in units of a row's codes or whole."""
+    b_s = b_s.to(tl.float32)
+    if c.K_SCALE == "box":
+        b_scale = t.boxes.entries.load([place.i_batch, rows.i_hkv, place.first_k + keys.j_0]).reshape(
+            1, c.BLOCK_N
+        )
+    elif c.K_SCALE == "key":
+        b_scale = of_keys(keys, t.k_scale, c.K_TOKENS, rows, place, t, c)[None, :]
+    elif c.K_SHIFT != "":
+        b_scale = tl.load(t.k_scale.p + table_rows(keys.o_n * 0, t.k_scale, 0, rows, place, t, c))[None, :]
+    if c.K_SHIFT != "":
+        b_s = tl.fma(b_s, tl.broadcast_to(b_scale, b_s.shape), tl.broadcast_to(b_q.shift[:, None], b_s.shape))
+    elif c.K_SCALE != "head":
+        b_s = b_s * b_scale
+    return b_s if c.FUSED else b_s * b_q.unit[:, None]
 
 
 @triton.jit
@@ -368,12 +453,13 @@ def add_nonfinite(o_out, b_none, blocks, rows, place, t, c, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def attend(t, n, c, q0, q1, k0, k1, v0, v1):
+def attend(t, n, c, q0, q1, k0, k1, v0, v1, entries):
     """One program per tile, in a grid (tiles, heads, requests) or with LINEAR of one dimension, splits the
     fastest; or with PERSISTENT a few that walk over all tiles. Descriptors come by themselves: Triton 3.6
     starts no kernel that has them in a tuple."""
-    boxes = Boxes(q0, q1, k0, k1, v0, v1)
-    t = Tensors(t.q, t.k, t.v, t.v_view, t.out, t.lse, t.x, t.visits, t.num_heads, t.group, boxes)
+    boxes = Boxes(q0, q1, k0, k1, v0, v1, entries)
+    views = t.q, t.k, t.v, t.v_view, t.out, t.lse, t.x
+    t = Tensors(*views, t.visits, t.num_heads, t.group, t.k_scale, t.k_shift, boxes)
     if c.PERSISTENT:
         for i_t in range(tl.program_id(0), n.total, tl.num_programs(0)):
             i_m, i_head, i_b = unravel(i_t // n.num_splits, n.num_tiles, t.num_heads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5·2^23: a sum with it is rounded to nearest even
 PART: tl.constexpr = tl.constexpr(2.0**-7)  # of a float32 is the rest of its first eight bits at most
 
 
@@ -27,7 +28,7 @@ def product(a, b, acc, PRODUCT: tl.constexpr):
     elif b.dtype == tl.float32:
         acc = tl.dot(a, b, acc, input_precision=PRODUCT)
     else:
-        acc = tl.dot(a.to(b.dtype), b, acc)
+        acc = tl.dot(a.to(b.dtype), b, acc, out_dtype=acc.dtype)
     return acc
 
 
@@ -101,6 +102,19 @@ def held(b_x, size):
     out of registers, so this computes what the compiler cannot know to be x."""
     BITS: tl.constexpr = tl.int32 if b_x.dtype == tl.float32 else tl.int16
     return (b_x.to(BITS, bitcast=True) ^ (size < 0).to(BITS)).to(b_x.dtype, bitcast=True)
+
+
+@triton.jit
+def largest(b_x):
+    """The largest size in each row, NaN above infinity."""
+    b_bits = b_x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(b_bits, 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def integers(b_x, b_step):
+    """Rows times a step each, rounded to int8."""
+    return ((b_x.to(tl.float32) * b_step[:, None] + MAGIC) - MAGIC).to(tl.int8)
 
 
 @triton.jit

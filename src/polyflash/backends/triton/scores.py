@@ -160,7 +160,10 @@ def weights(b_s, b_m, factor, far, c):
         if far is not None:
             b_s = b_s - tl.where(far, b_m, 0.0)[:, None]
             b_after = tl.where(far, 0.0, b_m)
-        b_factor = tl.full(b_s.shape, factor, tl.float32)
+        if c.K_CODES == "":
+            b_factor = tl.full(b_s.shape, factor, tl.float32)
+        else:  # of each row
+            b_factor = tl.broadcast_to(factor[:, None], b_s.shape)
         b_x = tl.fma(b_s, b_factor, tl.broadcast_to(-b_after[:, None], b_s.shape))
     else:
         b_x = (b_s - b_m[:, None]) * factor

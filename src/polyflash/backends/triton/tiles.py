@@ -79,10 +79,10 @@ def entry_key(spec: AttentionSpec, target: Target) -> tuple[tuple[str, int], int
 
 
 def long_tile(spec: AttentionSpec, target: Target) -> Tile | None:
-    """The tile of long problems, if this is one and they have their own."""
+    """The tile of long problems, if this is one and they have their own; products with codes spill in it."""
     rows = spec.max_seqlen_q if Feature.VARLEN in spec.features else spec.seqlen_q
     key = entry_key(spec, target)
-    if key is None or spec.features & (HEAVY | {Feature.BATCH_INVARIANT}):
+    if key is None or spec.features & (HEAVY | {Feature.BATCH_INVARIANT, Feature.CODES}):
         return None
     found = tables.LONG.get(key[0], {}).get((key[1], bool(spec.features & HIDING)))
     return found.tile if found and (rows or 0) >= found.rows else None
@@ -106,7 +106,7 @@ def holds_rows(spec: AttentionSpec, target: Target, block_m: int) -> bool:
     """Does Q stay in registers? With fewer than 64 rows there is no product of Hopper that could read it."""
     key = entry_key(spec, target)
     held = tables.HELD.get(key[0]) if key else None
-    if key is None or held is None or spec.features & HEAVY or block_m < WARPGROUP_ROWS:
+    if key is None or held is None or spec.features & (HEAVY | {Feature.CODES}) or block_m < WARPGROUP_ROWS:
         return False
     triton = dict(target.packages).get("triton", "")
     if long_tile(spec, target) or (triton and not triton.startswith(tables.HELD_BY.get(key[1], ""))):
