@@ -234,7 +234,7 @@ class _Options:
     def problem(self, *, device: str, dtype: str | None) -> None:
         self("--causal", "causal; alone, it is bottom_right", choices=ALIGNMENTS, metavar="top_left")
         self.dtype(dtype)
-        self("--backend", "the kernels of cpu, triton, gluon or torch", type=_backend, metavar="NAME")
+        self("--backend", "cpu, gluon, triton, webgpu, metal or torch", type=_backend, metavar="NAME")
         self.device(device)
 
     def window(self) -> None:

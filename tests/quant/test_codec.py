@@ -177,7 +177,7 @@ def test_a_scheme_without_a_meaning(change: dict, words: str):
 def test_wrong_calls_of_quantize():
     x = values(1, 1, 4, 8)
     for wrong, words in (
-        (lambda: quantize(x, "int8"), "scheme"),
+        (lambda: quantize(x, "int4"), r"NAMED\['int4'\] is a pair"),
         (lambda: quantize(x, Scheme(), layout="hbsd"), "layout"),
         (lambda: quantize(x.long(), Scheme()), "float tensor"),
         (lambda: quantize(x[0], Scheme()), "dimensions"),

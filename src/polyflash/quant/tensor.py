@@ -181,7 +181,8 @@ def quantize(
         SpecError: x is no float tensor of this layout; 4 bits and an odd head_dim; something else than a
             scheme."""
     if not isinstance(scheme, Scheme):
-        change = f'Use polyflash.quant.Scheme(dtype="int8"), or one of quant.NAMED[{next(iter(NAMED))!r}].'
+        named = scheme if isinstance(scheme, str) and scheme in NAMED else next(iter(NAMED))
+        change = f"From polyflash.quant import NAMED; NAMED[{named!r}] is a pair, for k and for v."
         raise spec_error("scheme", described(scheme), "a polyflash.quant.Scheme", change)
     if not isinstance(layout, str) or layout not in _AXES:
         raise spec_error("layout", described(layout), ", ".join(_AXES), "Name the axes of x.")
