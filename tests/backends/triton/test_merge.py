@@ -32,3 +32,16 @@ def test_it_is_merge_rounded_once(kinds: tuple[torch.dtype, torch.dtype], dim: i
         state[0][:, :, 8:].cpu().float(), right.out, atol=1e-6, rtol=near, equal_nan=True
     )
     assert torch.equal(state[0][:, :, :8].cpu(), outs[0][:, :, :8])
+
+
+def test_bits_repeat():
+    """A warp that read an lse which another had already written showed on devices alone."""
+    draw = torch.Generator().manual_seed(1)
+    outs = [torch.randn(1, 2, 64, 128, generator=draw).to(device.DEVICE) for _ in range(2)]
+    lses = [torch.randn(1, 2, 64, generator=draw).to(device.DEVICE) for _ in range(2)]
+    states = []
+    for _ in range(200 if device.DEVICE.type != "cpu" else 2):
+        state = outs[0].clone(), lses[0].clone()
+        merge_into(*state, outs[1], lses[1])
+        states.append(state)
+    assert all(torch.equal(x, y) for state in states for x, y in zip(state, states[0], strict=True))

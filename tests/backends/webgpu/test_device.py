@@ -98,6 +98,7 @@ def test_a_lost_device_is_replaced(on: Device):
 def test_a_chain_never_waits(on: Device):
     q, k, v = (GpuTensor.of(x) for x in qkv(16, 16, dims=(16, 16)))
     on = device.current()  # another, if the one before was lost
+    webgpu.attention(q, k, v, causal=True)  # a first call tests the device
     waits, launches, x = on.waits, on.launches, q
     with webgpu.batch():
         for _ in range(50):
