@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import polyflash
 from polyflash import Mask, env
+from polyflash.quant import Scheme, quantize
 from polyflash.workloads import Workload, make
 from tests import device
 from tests.conformance.pages import hidden_pages
@@ -261,6 +263,19 @@ def run_everything() -> None:
     q, k, v, args = operands(*qkv(1, 1, 4, 20, 16), {})
     bounds = torch.stack((torch.arange(4), torch.arange(4) + 15), 1).int()
     forward.run(launch_of(TILE), q, k, v, q, torch.empty(q.shape[:3]), args._replace(row_bounds=bounds))
+    per_head, mean = {"granularity": "head"}, {"smoothing": "mean"}
+    coded_calls: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
+        *((48, mean, {}), (16, {}, {"softcap": 4.0}), (16, per_head, {"scale": -0.2})),
+        *((16, {}, {"config": DESCRIPTOR}), (16, per_head | mean, {})),
+    )
+    for d, how, options in coded_calls:
+        x, y, z = qkv(1, 1, 16, 40, d, dtype=torch.float16)
+        coded = quantize(y, Scheme(compute="int8", **how))
+        polyflash.attention(x, coded, z, backend="triton", **options)
+    pools = [y.view(5, 8, 1, 16) for y in qkv(1, 1, 40, 40, 16, dtype=torch.float16)[1:]]
+    coded = quantize(pools[0], Scheme(compute="int8"), layout="bshd")
+    given = x[0].transpose(0, 1), coded, pools[1], ints(4, 0, 1)[None], ints(20)
+    polyflash.attention_paged(*given, cu_seqlens_q=ints(0, 16), batch_invariant=True, backend="triton")
     in_parts = launch_of(BackwardConfig(16, 32, 4, 1, 32, 16, 4, 1, precision="bf16x6"))  # of products
     lse, needs = torch.zeros(q.shape[:3]), (True, True, True, False, False)
     backward.run(in_parts, q, None, q, k, v, q, lse, args, needs)
