@@ -6,9 +6,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Module of each public name, imported when the name is asked for: `polyflash --help` takes no time, and
-# `polyflash env` runs where torch does not. Types are in __init__.pyi. No submodule may have the name of a
-# function: its import would take the name over.
+# Module of each public name, imported when it is asked for: `polyflash --help` takes no time. Types are in
+# __init__.pyi. No submodule may have the name of a function: its import would take the name over.
 _HOMES = {
     "api": ("attention", "attention_paged", "attention_varlen", "explain", "use_backend"),
     "counting": ("counters", "watch"),
@@ -22,12 +21,14 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME)
+_MODULES = ("integrations", "kvcache", "parallel", "quant", "webgpu")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _HOME and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    home = import_module(f"{__name__}.{_HOME.get(name, name)}")
+    globals()[name] = home if name in _MODULES else getattr(home, name)
     return globals()[name]
 
 
@@ -35,6 +36,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if "torch" in sys.modules:  # all of it, the ops too: a program that holds them may be loaded next
-    for _name in __all__:
-        __getattr__(_name)
+for _name in __all__ if "torch" in sys.modules else ():  # the ops too: a program with them may be loaded next
+    __getattr__(_name)

@@ -116,8 +116,9 @@ def _named(asked: dict[str, str | None], names: list[str]) -> list[str]:
         if name is None:
             name = sibling if sibling in names else fitting[0] if len(fitting) == 1 else None
         if name not in names:
-            listed = ", ".join((fitting or names)[:12]) or "a file with tensors"
-            raise spec_error(role, name or "no name", f"one of {listed}", f"Pass --{role} NAME.")
+            listed = ", ".join((fitting if len(fitting) > 1 else names)[:12]) or "a file with tensors"
+            got = name or (f"{len(fitting)} that fit" if fitting else f"no {role} in the file")
+            raise spec_error(role, got, f"one of {listed}", f"Pass --{role} NAME.")
         chosen.append(name)
     return chosen
 

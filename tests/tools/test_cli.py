@@ -194,7 +194,7 @@ BAD = {
     "no such file": (1, ("run", "{}/none.npz"), ("none.npz", "No such file")),
     "one npy": (1, ("run", "{}/q.npy"), ("wanted one .safetensors or .npz, or three .npy",)),
     "unknown suffix": (1, ("run", "{}/q.pt"), ("wanted one .safetensors",)),
-    "unknown name": (1, ("run", "{}/qkv.npz", "--k", "w"), ("k: got w, wanted one of k. Pass --k NAME.",)),
+    "unknown name": (1, ("run", "{}/qkv.npz", "--k", "w"), ("k: got w, wanted one of ", "Pass --k NAME.")),
     "pickled": (1, ("run", "{}/pickled.npz"), ("wanted plain numbers",)),
     "no archive": (1, ("run", "{}/text.npz"), ("text.npz", "wanted")),
     "no safetensors": (1, ("run", "{}/text.safetensors"), ("wanted a .safetensors file",)),

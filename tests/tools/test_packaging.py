@@ -141,6 +141,15 @@ class TestNames:
         )
         assert said == "[True, True]\nTrue True True False"
 
+    def test_subpackages_are_imported_when_they_are_asked_for(self) -> None:
+        said = in_a_new_process(
+            "import sys, polyflash\n"
+            "print('polyflash.quant' in sys.modules, polyflash.quant.Scheme.__name__)\n"
+            "print(*(getattr(polyflash, n).__name__ for n in 'integrations kvcache parallel webgpu'.split()))"
+        )
+        names = "integrations polyflash.kvcache polyflash.parallel polyflash.webgpu"
+        assert said == f"False Scheme\npolyflash.{names}"
+
     def test_no_submodule_takes_a_name_over(self) -> None:
         modules = {path.stem for path in Path(polyflash.__file__).parent.iterdir()}
         assert not modules & set(polyflash.__all__)

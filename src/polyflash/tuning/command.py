@@ -148,9 +148,13 @@ def problems(options: argparse.Namespace) -> tuple[Workload, ...]:
     """The one problem given by sizes, else those of the catalogue with the tag "tune"."""
     if options.seqlen:
         (rows, keys), (heads, kv_heads), (dim, dim_v) = options.seqlen, options.heads, options.head_dim
-        if min(options.batch, rows, keys, heads, kv_heads, dim, dim_v) < 1 or heads % max(1, kv_heads):
+        given = {"--batch": (options.batch,), "--seqlen": (rows, keys), "--head-dim": (dim, dim_v)}
+        for name, numbers in (given | {"--heads": (heads, kv_heads)}).items():
+            if min(numbers) < 1:
+                raise spec_error(name, min(numbers), "1 or more", "Leave it out for the default.")
+        if heads % kv_heads:
             change = "Query heads are a multiple of the others."
-            raise spec_error("sizes", "a 0 or odd heads", "positive sizes", change)
+            raise spec_error("--heads", f"{heads}/{kv_heads}", "a multiple", change)
         name = f"{'causal' if options.causal else 'full'}-{options.dtype}-{rows}x{keys}-d{dim}"
         causal = "top_left" if options.causal == "top_left" else bool(options.causal)
         sizes = (options.batch, heads, kv_heads, rows, keys, dim, dim_v)
