@@ -118,7 +118,8 @@ def _folder() -> Path:
 
 @cache
 def _headers() -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(HERE.iterdir()) if path.suffix in ("", ".h"))
+    files = (path for path in sorted(HERE.iterdir()) if path.suffix in ("", ".h") and path.is_file())
+    return b"".join(path.read_bytes() for path in files)
 
 
 @cache
