@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("ieee", "tf32x3", "bf16x6")
 _LAZY = "sums are scaled only when the maximum has grown by 2^8"
-MOST_SHORT = 32  # parts of one block of turned products
+MOST_SHORT = 32  # parts of one block, of products that are turned
 THREE_PROGRAMS = 168  # registers of a thread with which a core of NVIDIA runs three programs of 4 warps
 # Each use of these makes a field.
 _block, _warps = partial(power_of_two, LEAST, 256), partial(power_of_two, 1, 16)
@@ -152,7 +152,8 @@ class DecodeConfig:
         if self.fixed_splits or self.split_keys == UNSPLIT:
             return self.split_keys
         size = streaming_size(self, walks, keys, cores, uneven)
-        short = self.block_m < LEAST and size == self.block_n  # and their merge takes longer than they do
+        # Many parts of one block: their merge takes longer than a second block each would.
+        short = self.block_m < LEAST and size == self.block_n
         return 2 * size if short and keys > MOST_SHORT * size else size
 
     def notes(self, spec: AttentionSpec) -> tuple[str, ...]:
