@@ -12,10 +12,10 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 import polyflash
@@ -26,7 +26,6 @@ from polyflash.operands import BATCH, HEADS, KEYS, OPERANDS, ROWS
 from polyflash.options import UsageError, device_here
 from polyflash.plan import Plan
 from polyflash.quant import NAMED, quantize
-from polyflash.spec import Feature
 from polyflash.tensor_files import output_paths, read_qkv, write_output
 
 _MASKS = ("mask", "segments", "intervals")  # features that are all the one argument mask=
@@ -125,40 +124,11 @@ def explain(options: argparse.Namespace, out: Console, err: Console) -> int:
     if options.json:
         print(_json({"schema": "polyflash.explain/1", **_plan(plan)}))
     else:
-        _print_plan(out, plan)
+        told = Text(str(plan))
+        told.highlight_regex(r"\bchosen\b", "bold green")
+        told.highlight_regex(r"\brefused\b", "yellow")
+        out.print(told)
     return 0 if plan.chosen and (plan.backward is None or plan.backward.chosen) else 1
-
-
-def _print_plan(out: Console, plan: Plan) -> None:
-    s = plan.spec
-    kind = "causal" if s.causal else "full"
-    packed = Feature.VARLEN in s.features
-    batch, lengths = (f"members {s.members}", "total") if packed else (f"batch {s.batch}", "seqlen")
-    out.print(
-        f"[bold]{s.phase.value}[/], {kind}, {s.dtype}, {batch},"
-        f" heads {s.num_q_heads}/{s.num_kv_heads},"
-        f" {lengths} {s.seqlen_q}×{s.seqlen_k}, head_dim {s.head_dim}/{s.head_dim_v}"
-    )
-    features = ", ".join(sorted(f.value for f in s.features))
-    work = f"{plan.work.flops / 1e9:.3g} GFLOP, {plan.work.bytes / 1e6:.3g} MB"
-    out.print(f"needs {features or 'no features'}; {work}; on {_target(plan)}")
-    made = Table(box=box.SIMPLE_HEAD, header_style="", padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    made.add_column("row", no_wrap=True)
-    made.add_column("verdict", no_wrap=True)
-    made.add_column("why", overflow="fold")
-    for v in plan.verdicts:
-        if v.row is plan.chosen:
-            made.add_row(v.row.name, "[bold green]chosen[/]", f"{plan.config} \\[{plan.rung}]")
-        elif not v.reasons:
-            made.add_row(v.row.name, "could run", f"priority {v.row.priority}")
-        else:
-            made.add_row(v.row.name, "[yellow]refused[/]", escape("\n".join(v.reasons)))
-    out.print("", made, "")
-    for note in plan.notes:
-        out.print(f"note: {note}")
-    if plan.backward is not None:
-        out.print()
-        _print_plan(out, plan.backward)
 
 
 def _imagined(options: argparse.Namespace) -> tuple[Tensor, Any, Any, dict[str, Any]]:
@@ -211,15 +181,11 @@ def _plan(plan: Plan) -> dict[str, Any]:
     spec = {f.name: getattr(plan.spec, f.name) for f in fields(plan.spec)}
     spec.update(phase=plan.spec.phase.value, features=sorted(f.value for f in plan.spec.features))
     rows = [{"row": v.row.name, "priority": v.row.priority, "reasons": [*v.reasons]} for v in plan.verdicts]
-    facts: dict[str, Any] = {"problem": spec, "target": _target(plan)}
+    facts: dict[str, Any] = {"problem": spec, "target": str(plan.target)}
     facts |= {"chosen": plan.chosen.name if plan.chosen else None}
     facts |= {"config": asdict(plan.config) if plan.config else None, "rung": plan.rung}
     facts |= {"flops": plan.work.flops, "bytes": plan.work.bytes, "notes": list(plan.notes), "rows": rows}
     return facts | {"backward": _plan(plan.backward) if plan.backward else None}
-
-
-def _target(plan: Plan) -> str:
-    return "+".join((plan.target.name, *sorted(plan.target.features)))
 
 
 def _timed(call: Callable[[], AttentionOutput], device: str) -> tuple[AttentionOutput, dict[str, Any]]:

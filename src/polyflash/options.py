@@ -117,10 +117,17 @@ def _dtype(text: str) -> str:
     return name
 
 
-def _size(text: str, wanted: str = "a whole number") -> int:
+def _number(text: str, wanted: str = "a whole number") -> int:
     if not text.isdecimal() or len(text) > 18:  # 64 bits hold what has 18 digits
         raise _refusal(text, f"{wanted}, of 18 digits at most")
     return int(text)
+
+
+def _size(text: str, wanted: str = "a whole number") -> int:
+    number = _number(text, wanted)
+    if not number:
+        raise _refusal(text, "1 or more")
+    return number
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -128,6 +135,15 @@ def _pair(text: str) -> tuple[int, int]:
     first, slash, second = text.partition("/")
     words = (first, second) if slash else (first, first)
     return _size(words[0], _PAIR), _size(words[1], _PAIR)
+
+
+def _heads(text: str) -> tuple[int, int]:
+    """Query heads over key/value heads."""
+    heads, kv_heads = _pair(text)
+    if heads % kv_heads:
+        got = f"{heads} query heads over {kv_heads} key/value heads"
+        raise argparse.ArgumentTypeError(f"got {got}, wanted a whole number of them for each, as in 8/2")
+    return heads, kv_heads
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
@@ -167,7 +183,7 @@ def _links(text: str) -> list[float]:
     for word in text.split(","):
         unit = next((unit for unit in _RATES if word.endswith(unit)), None)
         if unit is None:
-            raise _refusal(word, f"a rate in {', '.join(_RATES)}")
+            raise _refusal(word, f"a rate in {', '.join(_RATES)}, as in 450GB/s")
         found.append(seconds(word.removesuffix(unit)) * _RATES[unit])
     if not 1 <= len(found) <= 2:
         raise _refusal(text, "one rate, or two: within a node and between nodes")
@@ -243,7 +259,7 @@ class _Options:
         self.flag("--json", "print JSON instead")
 
     def heads(self, told: str) -> None:
-        self("--heads", told, type=_pair, default=(8, 8), metavar="Q/KV")
+        self("--heads", told, type=_heads, default=(8, 8), metavar="Q/KV")
 
     def sizes(self, seqlen: tuple[int, int] | None) -> None:
         self("--batch", type=_size, default=1)
@@ -362,7 +378,7 @@ def _add_quant(commands: Any) -> None:
     for role in ("q", "k", "v"):
         add(f"--{role}", f"tensor to take for {role}", metavar="NAME")
     add("--causal", "causal; alone, it is bottom_right", choices=ALIGNMENTS, metavar="top_left")
-    add("--seed", "of the families", type=_size, default=0)
+    add("--seed", "of the families", type=_number, default=0)
     told = "relative (L2) unless given; centred, worst_row, cosine, largest"
     measures = ("relative", "centred", "worst_row", "cosine", "largest")
     add("--measure", told, choices=measures, default="relative", metavar="NAME")
@@ -394,9 +410,9 @@ def _add_parallel_plan(commands: Any) -> None:
     add("--tflops", "that attention reaches on a rank, forward and backward", type=seconds, default=450.0)
     add("--memory", "of a rank, in GB", type=seconds, default=80.0, metavar="GB")
     add("--dtype", ", ".join((*BY_NAME, *_SHORT)), type=_dtype, default="bfloat16", metavar="NAME")
-    add("--heads", "query/key heads", type=_pair, default=(32, 8), metavar="Q/KV")
+    add("--heads", "query/key heads", type=_heads, default=(32, 8), metavar="Q/KV")
     add("--head-dim", type=_pair, default=(128, 128), metavar="QK/V")
-    add("--window", "keys that a row sees before its own; all unless given", type=_size, metavar="LEFT")
+    add("--window", "keys that a row sees before its own; all unless given", type=_number, metavar="LEFT")
     add.flag("--full", "no causal mask")
     add.flag("--json", "print JSON instead")
 

@@ -81,14 +81,16 @@ class Plan:
         lines = [
             f"attention{decode} {kind} {s.dtype} {batch} heads={s.num_q_heads}/{s.num_kv_heads}"
             f" {lengths}={s.seqlen_q}x{s.seqlen_k}{paged} head_dim={s.head_dim}/{s.head_dim_v}"
-            f" on {self.target.name}",
+            f" on {self.target}",
+            f"  needs: {', '.join(sorted(f.value for f in s.features)) or 'no features'}",
             f"  work: {'at most ' if packed or paged else ''}{self.work.flops / 1e9:.3g} GFLOP,"
             f" {self.work.bytes / 1e6:.3g} MB",
         ]
         for v in self.verdicts:
-            mark = "chosen" if v.row is self.chosen else "could run" if not v.reasons else "refused"
-            why = f" [{self.rung}] {self.config}" if v.row is self.chosen else ""
-            lines.append(f"  {v.row.name:<16} {mark}{why}")
+            mark = f"chosen [{self.rung}] {self.config}"
+            if v.row is not self.chosen:
+                mark = "refused" if v.reasons else f"could run, priority {v.row.priority}"
+            lines.append(f"  {v.row.name:<16} {mark}")
             lines.extend(f"    - {reason}" for reason in v.reasons)
         lines.extend(f"  note: {note}" for note in self.notes)
         if self.backward is not None:

@@ -176,11 +176,7 @@ def _sections() -> dict[str, Callable[[], Any]]:
 
 def _cpu() -> dict[str, Any]:
     device = target.detect("cpu")
-    return {
-        "model": target.cpu_name(),
-        "target": "+".join((device.name, *sorted(device.features))),
-        "flags": sorted(target.cpu_flags()),
-    }
+    return {"model": target.cpu_name(), "target": str(device), "flags": sorted(target.cpu_flags())}
 
 
 def _rows() -> list[dict[str, Any]]:

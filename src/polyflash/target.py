@@ -44,6 +44,10 @@ class Target:
     shared_bytes: int = 0  # memory that a GPU's thread block may share, at most
     packages: tuple[tuple[str, str], ...] = field(default=())  # importable package, its version or why not
 
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        return "+".join((self.name, *sorted(self.features)))
+
     @property
     def kind(self) -> str:
         """The torch device type: cpu, cuda, ..."""

@@ -36,10 +36,6 @@ def run(options: argparse.Namespace, *_: object) -> int:
     from polyflash.options import UsageError, device_here
 
     options.device = device_here(options.device)
-    numbers = {"--jobs": (options.jobs,), "--heads": options.heads, "--head-dim": options.head_dim}
-    for name, given in numbers.items():
-        if 0 in given:
-            raise UsageError(f"{name}: got 0, wanted 1 or more")
     refusal = "" if options.device != "cpu" else _refusal()
     if refusal:
         raise UsageError(refusal)

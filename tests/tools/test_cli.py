@@ -214,7 +214,10 @@ BAD = {
     "nan scale": (1, ("run", "{}/qkv.npz", "--scale", "nan"), ("scale", "a finite number")),
     "refused backend": (1, ("run", "{}/qkv.npz", "--dtype", "float64", "--backend", "cpu"), ("float64",)),
     "unknown target": (1, ("explain", "--target", "cuda:sm30"), ("cuda:sm30", "cuda:sm90")),
-    "explained heads": (1, ("explain", "--heads", "8/3"), ("8 query heads over 3",)),
+    "explained heads": (2, ("explain", "--heads", "8/3"), ("8 query heads over 3",)),
+    "heads to warm up for": (2, ("warmup", "--heads", "7/2"), ("7 query heads over 2",)),
+    "no heads": (2, ("explain", "--heads", "0"), ("'0'", "1 or more")),
+    "no keys": (2, ("explain", "--seqlen", "8/0"), ("'0'", "1 or more")),
     "no such row": (1, ("bench", "--filter", "d65"), ("d65", "--list")),
     "no command": (2, (), ()),
     "unknown command": (2, ("walk",), ("invalid choice",)),
@@ -519,7 +522,7 @@ def test_explain_imagines_packed_members_as_long_as_asked(polyflash_main):
         assert sizes == [1, 3, 300, 600, 100, 200]
         assert {"varlen", "dropout", "grouped heads"} <= set(problem["features"])
     _, out, _ = polyflash_main(*argv)
-    assert "members 3" in out and "total 300×600" in out
+    assert "members=3" in out and "total=300x600" in out
 
 
 def test_explain_joins_interval_lists_and_segments(polyflash_main):

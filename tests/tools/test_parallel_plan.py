@@ -75,5 +75,10 @@ def test_usage(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
 
 
 def test_nodes_have_ranks(capsys: pytest.CaptureFixture[str]):
-    assert main(["parallel-plan", "--node", "0"]) == 1
+    assert main(["parallel-plan", "--node", "0"]) == 2
     assert "--node" in capsys.readouterr().err
+
+
+def test_a_rate_is_shown(capsys: pytest.CaptureFixture[str]):
+    assert main(["parallel-plan", "--link", "5"]) == 2
+    assert "got '5', wanted a rate in" in (said := capsys.readouterr().err) and "450GB/s" in said

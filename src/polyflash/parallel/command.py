@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from polyflash.dtypes import BY_NAME
-from polyflash.errors import spec_error
 from polyflash.parallel.cost import Link, Problem, both_passes
 from polyflash.parallel.schedule import Shards, Sight
 
@@ -79,8 +78,6 @@ def _number(x: float) -> str:
 
 def planned(options: argparse.Namespace) -> Iterator[Line]:
     """The lines of all sizes; of each, the quickest exchange that fits is marked."""
-    if options.node < 1:
-        raise spec_error("--node", options.node, "1 or more ranks", "Ranks of a node.")
     for tokens, ranks in product(_powers(options.tokens, 10), _powers(options.ranks, 8)):
         every = [_line(options, tokens, ranks, method) for method in METHODS]
         lines = [line for line in every if line is not None]

@@ -20,7 +20,7 @@ from polyflash import backends, env, plan
 from polyflash.bench.command import target_of
 from polyflash.bench.peak import calibrate
 from polyflash.bench.timing import QUIET, Comparison, GpuSpeed, compared
-from polyflash.errors import SpecError, UnsupportedError, spec_error
+from polyflash.errors import SpecError, UnsupportedError
 from polyflash.options import device_here
 from polyflash.spec import Phase
 from polyflash.tuning import search, store
@@ -148,13 +148,6 @@ def problems(options: argparse.Namespace) -> tuple[Workload, ...]:
     """The one problem given by sizes, else those of the catalogue with the tag "tune"."""
     if options.seqlen:
         (rows, keys), (heads, kv_heads), (dim, dim_v) = options.seqlen, options.heads, options.head_dim
-        given = {"--batch": (options.batch,), "--seqlen": (rows, keys), "--head-dim": (dim, dim_v)}
-        for name, numbers in (given | {"--heads": (heads, kv_heads)}).items():
-            if min(numbers) < 1:
-                raise spec_error(name, min(numbers), "1 or more", "Leave it out for the default.")
-        if heads % kv_heads:
-            change = "Query heads are a multiple of the others."
-            raise spec_error("--heads", f"{heads}/{kv_heads}", "a multiple", change)
         name = f"{'causal' if options.causal else 'full'}-{options.dtype}-{rows}x{keys}-d{dim}"
         causal = "top_left" if options.causal == "top_left" else bool(options.causal)
         sizes = (options.batch, heads, kv_heads, rows, keys, dim, dim_v)

@@ -71,7 +71,7 @@ def identity(target: Target) -> dict[str, str]:
     device, driver = _device(target.kind, target.name)
     compiler = "numba" if target.kind == "cpu" else "triton"
     return {
-        **{"target": "+".join((target.name, *sorted(target.features))), "cores": str(target.cores)},
+        **{"target": str(target), "cores": str(target.cores)},
         **{"device": device, "driver": driver, compiler: dict(target.packages).get(compiler, "")},
         **{name: _version(name) or "0" for name in ("polyflash", "torch")},
     }
