@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 import sys
 from pathlib import Path
@@ -40,11 +42,31 @@ def test_calls_of_other_libraries_equal_ours(monkeypatch: pytest.MonkeyPatch) ->
     assert pairs == 19
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/statistics.md", "docs/quantisation.md"])
+RUN = ("concepts", "flash-attn", "groups", "kvcache", "observing", "quantisation", "sdpa", "statistics", "torch")
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in RUN)])
 def test_examples_run(page: str) -> None:
     names: dict[str, Any] = {}
     for block in blocks(page):
-        run(page, block, names)
+        if "from transformers" not in block:  # a model from elsewhere
+            run(page, block, names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_examples_define_what_they_use(page: Path) -> None:
+    """Those too that need a GPU, a model or several processes."""
+    known = set(dir(builtins))
+    for block in blocks(page.relative_to(ROOT).as_posix()):
+        used = set()
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Name):
+                (used if isinstance(node.ctx, ast.Load) else known).add(node.id)
+            elif isinstance(node, (ast.FunctionDef, ast.arg)):
+                known.add(node.name if isinstance(node, ast.FunctionDef) else node.arg)
+            elif isinstance(node, ast.alias):
+                known.add((node.asname or node.name).partition(".")[0])
+        assert not used - known, f"{sorted(used - known)} in {block}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
