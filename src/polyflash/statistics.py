@@ -13,7 +13,7 @@ from polyflash import routes, torch_ops, validate
 from polyflash.arguments import Causal, Layout, Options, WindowSides
 from polyflash.entry import Form, autocast, bind, form_of
 from polyflash.errors import UnsupportedError, described, spec_error
-from polyflash.mask import Mask, is_strided
+from polyflash.mask import Mask
 from polyflash.quant.tensor import KV, values_of
 from polyflash.results import Room
 from polyflash.spec import Arguments, Phase
@@ -139,19 +139,6 @@ _LIB.define(f"row_stats({_INPUTS}) -> (Tensor entropy, Tensor max_logit)")
 _EMPTY = {"column_sums": (0.0, None, None), "row_stats": (None, 0.0, -torch.inf)}
 
 
-def _check_lse(q: Tensor, lse: Tensor) -> None:
-    wanted = torch.float64 if q.dtype is torch.float64 else torch.float32
-    shape = tuple(q.shape[:3])
-    strided = is_strided(lse)
-    if not strided or tuple(lse.shape) != shape or lse.dtype is not wanted or lse.device != q.device:
-        raise spec_error(
-            "lse",
-            got=f"{tuple(lse.shape)} {lse.dtype} on {lse.device}" if strided else f"a {lse.layout} tensor",
-            wanted=f"(batch, num_q_heads, seqlen_q) = {shape} {wanted} on {q.device}",
-            change="Pass the lse that attention(..., return_lse=True) returned for these rows.",
-        )
-
-
 def _room(name: str, k: Tensor, lse: Tensor) -> Room:
     shapes = (*lse.shape[:2], k.shape[2]), lse.shape, lse.shape
     pairs = zip(shapes, _EMPTY[name], strict=True)
@@ -170,7 +157,7 @@ def _kernel(name: str) -> Callable[..., Any]:
         args = Arguments(*rest)
         args = args._replace(backend=routes.requested_backend(args))
         launch = torch_ops._route(Phase.STATISTICS, q, k, k, args, tuple(args))
-        _check_lse(q, lse)
+        validate.check_results(q, k, {"lse": lse})
         check_storages({"lse": lse})
         args = validate.checked_contents(args, q, k) if launch.contents else args
         room = _room(name, k, lse)
@@ -190,7 +177,7 @@ def _fake(name: str) -> Callable[..., Any]:
         args = Arguments(*rest)
         torch_ops.check(q, k, k, args)
         torch_ops._refuse_statically(Phase.STATISTICS, q, k, k, args)
-        _check_lse(q, lse)
+        validate.check_results(q, k, {"lse": lse})
         return _asked(_room(name, k, lse))
 
     return fake

@@ -78,21 +78,31 @@ in_graph = InGraph()
 def call(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
     """The op, entered the cheapest way the moment allows. q, k, v are (batch, heads, seqlen, head_dim)."""
     needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
-    if torch.compiler.is_compiling():
-        args = as_asked(args)._replace(need_lse=args.need_lse or needs_grad)
+    compiling = torch.compiler.is_compiling()
+    if compiling or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not compiling:
+            check(q, k, v, args)
+        elif needs_grad:
+            args = args._replace(need_lse=True)
         if needs_grad and args.cu_seqlens_q is not None:  # the op will not know what it is called for
-            args = args._replace(batch_invariant=True)
-        return _attention(q, k, v, *args)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        check(q, k, v, args)
-        if needs_grad and args.cu_seqlens_q is not None:  # nor does it know under a transform
             args = args._replace(batch_invariant=True)
         return _attention(q, k, v, *as_asked(args))
     if forward_ad._current_level >= 0:
         transforms.refuse_tangents(differentiable(q, k, v, args))
     if needs_grad:
-        return _differentiable(q, k, v, args)
-    return _below_autograd(q, k, v, args)
+        transforms.refuse_inference_only(args)
+    if not needs_grad or saved_hooks(False) is None:
+        plain = call_plain(q, k, v, args)
+        if plain is not None:
+            return plain[1]
+    validate.check_layouts(q, k, v, args)
+    if not needs_grad:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _attention(q, k, v, *_without_defaults(args))
+    args = _chosen_here(args)
+    if args.backend:
+        refuse_gradients(q, k, v, args)
+    return _attention(q, k, v, *args._replace(backend=args.backend or ANY))
 
 
 def as_asked(args: Arguments) -> Arguments:
@@ -110,19 +120,6 @@ def refuse_gradients(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
     _refuse_statically(Phase.BACKWARD, q, k, v, args)
 
 
-def _differentiable(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    """The op with its node in the graph. Without `need_lse` the lse is kept for the gradients alone."""
-    transforms.refuse_inference_only(args)
-    args = _chosen_here(args)
-    rest = _without_defaults(args)
-    if not _skips_dispatcher(q, k, v, rest) or saved_hooks(False) is not None:
-        validate.check_layouts(q, k, v, args)
-        if args.backend:
-            refuse_gradients(q, k, v, args)
-        return _attention(q, k, v, *args._replace(backend=args.backend or ANY))
-    return _with_node(q, k, v, args, rest)[1]
-
-
 def _chosen_here(args: Arguments) -> Arguments:
     """`args` with the backend that is asked for now, which the gradients follow."""
     backend = requested_backend(args)
@@ -132,7 +129,8 @@ def _chosen_here(args: Arguments) -> Arguments:
 def _with_node(
     q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]
 ) -> tuple[Launch, tuple[Tensor, Tensor]]:
-    """Launch and results of a call below the dispatcher, its node in the graph."""
+    """Launch and results of a call below the dispatcher, its node in the graph. Without `need_lse` the lse is
+    kept for the gradients alone."""
     wanted = args.need_lse
     if not wanted:
         args = Arguments(rest[0], rest[1], True, *rest[_N_PLAIN:])
@@ -167,17 +165,6 @@ def trained(repeat: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: 
     return call
 
 
-def _below_autograd(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, Tensor]:
-    """The op, or its body where the dispatcher would do nothing else: plain tensors, no mode, trace or
-    profiler. The dispatcher's way from Python to Python takes 8 us, as long as a small call of torch's."""
-    rest = _without_defaults(args)
-    if _skips_dispatcher(q, k, v, rest):
-        return _attend(q, k, v, args, rest, _DECODE)[1]
-    validate.check_layouts(q, k, v, rest)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _attention(q, k, v, *rest)
-
-
 def _skips_dispatcher(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> bool:
     if not (type(q) is type(k) is type(v) is Tensor and unobserved()):
         return False  # unrolled: three calls of `is_plain` would be seen in the time of a small call
@@ -207,7 +194,7 @@ def has_wide_gradients(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool
 
 def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
     """The refusals of the op itself, without the op; q, k, v may be meta tensors."""
-    _check_inputs(q, k, v, args, args.page_table is not None, args.codes)
+    _check_inputs(q, k, v, args)
     validate.check_operands(q, k, args)
     if args.codes:
         validate.check_tables(k, v, args)
@@ -235,11 +222,9 @@ def autocasting(device_type: str) -> bool:
 _AUTOCAST = frozenset(d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d))
 
 
-def _check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], paged: bool, codes: str = ""
-) -> None:
-    validate.check_shapes(q, k, v, paged, codes)
-    validate.check_layouts(q, k, v, rest)
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
+    validate.check_shapes(q, k, v, args.page_table is not None, args.codes)
+    validate.check_layouts(q, k, v, args)
 
 
 def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest: tuple[Any, ...]) -> Launch:
@@ -283,7 +268,7 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
     if launch is None:
         if len(_routes) >= _KEPT_ROUTES:
             _routes.clear()
-        _check_inputs(q, k, v, rest, paged, args.codes)
+        _check_inputs(q, k, v, args)
         launch = _routes[key] = _plan(phase, q, k, v, args, backend, needs_grad=asked is not _DECODE)
     if launch.instead is None:
         return launch
@@ -293,8 +278,9 @@ def _route(phase: Phase, q: Tensor, k: Tensor, v: Tensor, args: Arguments, rest:
 def call_plain(
     q: Tensor, k: Tensor, v: Tensor, args: Arguments
 ) -> tuple[Launch, tuple[Tensor, Tensor]] | None:
-    """Launch and results of a quiet call of any number of rows, or None if it needs the dispatcher."""
-    needs_grad = any_requires_grad(q, k, v, args)
+    """Launch and results of a call of plain tensors without a mode, trace or profiler, or None if it needs
+    the dispatcher, whose way from Python to Python takes 8 us, as long as a small call of torch's."""
+    needs_grad = torch.is_grad_enabled() and any_requires_grad(q, k, v, args)
     args = _chosen_here(args) if needs_grad else args
     rest = _without_defaults(args)
     if not _skips_dispatcher(q, k, v, rest):

@@ -360,6 +360,7 @@ def _check_rising(intervals: Tensor) -> None:
 
 def check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: Any, q: Tensor, change: str) -> None:
     """Shape and dtype of a tensor that goes with q, on its device."""
+    _check_layout(name, x)
     if tuple(x.shape) != shape or x.dtype is not dtype or x.device != q.device:
         got, wanted = f"{tuple(x.shape)} {x.dtype} on {x.device}", f"{shape} {dtype} on {q.device}"
         raise spec_error(name, got, wanted, change)
@@ -385,11 +386,11 @@ def overlaps(x: Tensor) -> bool:
 
 
 def check_results(q: Tensor, v: Tensor, results: dict[str, Tensor | None]) -> None:
-    """Checks a backward pass's operands from its forward pass, by name: dout and out like the output, dlse
-    and lse like the lse. None is absent."""
+    """Checks operands that a forward pass gave, and gradients of them, by name: dout and out like the output,
+    dlse and lse like the lse. None is absent."""
     rows = tuple(q.shape[:3])
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-    change = "Pass what attention(..., need_lse=True) of the same operands returned."
+    change = "Pass what attention(..., return_lse=True) returned for these rows."
     for name, x in results.items():
         shape, kind = (rows, wide) if name.endswith("lse") else ((*rows, v.shape[3]), q.dtype)
         if x is not None:

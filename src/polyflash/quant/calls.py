@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyflash import backends, plan
+from polyflash import backends, plan, validate
 from polyflash import target as targets
-from polyflash.errors import spec_error
 from polyflash.quant import codec
 from polyflash.quant.scheme import Codes, text_of
 from polyflash.quant.tensor import KV, QuantizedTensor
@@ -33,11 +32,14 @@ class Opened(NamedTuple):
 def opened(q: Tensor, k: KV, v: KV, args: Arguments, device: str | Target | None = None) -> Opened:
     """The call of tensors that a call with codes (batch or pages, heads, seqlen, ...) as k or v becomes, on
     `device` or on that of q."""
-    _check(q, k, v)
-    if _rotates(k):
-        q = codec.rotate(q)
     coded = _with_codes(k, v, args)
     codes_k, codes_v = (x.codes if isinstance(x, QuantizedTensor) else x for x in (k, v))
+    channels = codes_k.shape[-1] * (k.form.packed if isinstance(k, QuantizedTensor) else 1)
+    alike = q.ndim == 4 and q.is_floating_point() and q.device == codes_k.device == codes_v.device
+    if not alike or q.shape[3] != channels:  # the op says the rest
+        validate.check_shapes(q, codes_k, codes_v, args.page_table is not None, coded.codes)
+    if _rotates(k):
+        q = codec.rotate(q)
     if _in_walk(q, codes_k, codes_v, coded, k, v, device):
         return Opened(q, codes_k, codes_v, coded, _rotates(v), f"codes: {coded.codes}, read in the walk")
     multiplied = _multiplied(q, k, v, args, device)
@@ -122,16 +124,3 @@ def _gathered(table: Tensor, lens: Tensor | None, *pools: KV) -> tuple[Any, ...]
     order = torch.arange(at.numel(), dtype=torch.int32, device=table.device).view_as(table)
     taken = (x.pages(at) if isinstance(x, QuantizedTensor) else x[at] for x in pools)
     return torch.where(known, order, -1), *taken
-
-
-def _check(q: Tensor, k: KV, v: KV) -> None:
-    """Refuses what the op could not say in the words of a `QuantizedTensor`'s user."""
-    for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, QuantizedTensor):
-            continue
-        if x.device != q.device:
-            raise spec_error(f"{name} device", x.device, f"{q.device}, as q", "Move it with .to().")
-        channels = x.codes.shape[3] * x.form.packed
-        if name == "k" and q.ndim == 4 and channels != q.shape[3]:
-            change = "Only v may have another head_dim."
-            raise spec_error("k head_dim", channels, f"{q.shape[3]}, as q", change)
