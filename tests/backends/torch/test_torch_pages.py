@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyflash.backends.torch import forward
-from polyflash.backends.torch.bounds import narrowed
 from polyflash.backends.torch.configs import Config
 from polyflash.backends.torch.packed import runs
 from polyflash.backends.torch.paged import Pages
@@ -229,12 +228,6 @@ def test_row_bounds(options: dict[str, Any], config: Config, monkeypatch: pytest
             tile = bounds[i0 : i0 + 8].clamp(0, 53)
             tile = tile[tile[:, 0] < tile[:, 1]]
             assert int(tile[:, 0].min()) < j0 + 16 and int(tile[:, 1].max()) > j0
-
-
-def test_row_bounds_of_a_device_are_not_read() -> None:
-    assert narrowed(torch.empty(9, 2, device="meta"), 0, 8, (2, 5), 16, 9) == (2, 5)
-    assert narrowed(ints(0, 0, 70, 80).view(2, 2), 0, 2, (0, 9), 16, 2) == (4, 5)
-    assert narrowed(ints(5, 5, 9, 2).view(2, 2), 0, 2, (3, 9), 16, 2) == (3, 3)
 
 
 def test_row_bounds_make_no_matrix() -> None:

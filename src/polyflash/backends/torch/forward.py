@@ -22,7 +22,6 @@ from torch import Tensor
 
 from polyflash import mask as masks
 from polyflash.backends.torch import handover
-from polyflash.backends.torch.bounds import narrowed, within
 from polyflash.backends.torch.configs import Config
 from polyflash.backends.torch.intervals import listed, lists_of, touches
 from polyflash.backends.torch.packed import runs
@@ -60,7 +59,9 @@ class Part:
     bias: Tensor | None
     slopes: Tensor | None  # (b | 1, Hkv, G, 1, 1)
     sinks: Tensor | None  # (1, Hkv, G, 1, 1)
-    intervals: Tensor | None  # (b | 1, Hkv | 1, G | 1, row blocks, intervals, 2)
+    # (b | 1, Hkv | 1, G | 1, row blocks, intervals, 2), and the rows of a block: interval lists, and bounds of
+    # rows, which are lists of blocks of one row.
+    lists: list[tuple[Tensor, int]]
     planes: Tensor | None  # (b, Hkv, G): head + num_q_heads·batch, for dropout
 
     def of(self, x: Tensor) -> Tensor:
@@ -90,10 +91,12 @@ def parts(
     on_host = any(x is not None and x.device.type == "cpu" for x in lengths)
     step = 1 if on_host or args.batch_invariant else max(1, config.max_scores // max(1, tile))
     kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-    mask, bias, intervals = (
-        None if x is None else _grouped(x, num_kv_heads, group)
-        for x in (args.mask, args.bias, args.intervals)
-    )
+    mask, bias = (None if x is None else _grouped(x, num_kv_heads, group) for x in (args.mask, args.bias))
+    lists = []
+    if args.intervals is not None:
+        lists.append((_grouped(args.intervals, num_kv_heads, group), args.interval_rows))
+    if args.row_bounds is not None:
+        lists.append((args.row_bounds[None, None, None, :, None], 1))
     slopes, sinks = (
         None if x is None else converted(x, kind).reshape(-1, num_kv_heads, group, 1, 1)
         for x in (args.alibi_slopes, args.sinks)
@@ -128,7 +131,7 @@ def parts(
             bias=_entries(bias, b, entries),
             slopes=_entries(slopes, b, entries),
             sinks=sinks,
-            intervals=_entries(intervals, b, entries),
+            lists=[(x if x.shape[0] == 1 else x[b : b + entries], n) for x, n in lists],
             planes=planes,
         )
 
@@ -174,13 +177,11 @@ def key_tiles(part: Part, i0: int, rows: int, config: Config) -> Iterator[tuple[
     they are known: bits depend on no padding behind them, and on no page."""
     seqlen_k = min(part.k.shape[2], part.kv_len) if isinstance(part.kv_len, int) else part.k.shape[2]
     n_lo, n_hi = block_range(part, i0, rows, config.block_n)
-    lists = None
-    if part.intervals is not None:
-        lists, _ = lists_of(part.intervals, i0, rows, part.q.shape[3], part.args.interval_rows)
+    lists = [lists_of(x, i0, rows, part.q.shape[3], n)[0] for x, n in part.lists]
     for j0 in range(n_lo * config.block_n, min(n_hi * config.block_n, seqlen_k), config.block_n):
-        if lists is not None and not touches(lists, j0, min(config.block_n, seqlen_k - j0)):
-            continue
-        yield j0, config.block_n if part.args.batch_invariant else min(config.block_n, seqlen_k - j0)
+        keys = min(config.block_n, seqlen_k - j0)
+        if all(touches(x, j0, keys) for x in lists):
+            yield j0, config.block_n if part.args.batch_invariant else keys
 
 
 def load_tile(x: Tensor | Pages, start: int, size: int, kind: torch.dtype) -> Tensor:
@@ -210,7 +211,7 @@ def load_operand(x: Tensor, i0: int, rows: int, j0: int, keys: int) -> Tensor:
 
 def block_range(part: Part, i0: int, rows: int, block_n: int) -> tuple[int, int]:
     """Key blocks [n_lo, n_hi) that these rows visit; a bound that lives on a device stays wide."""
-    args, seqlen_q, seqlen_k = part.args, part.q.shape[3], part.k.shape[2]
+    args, seqlen_k = part.args, part.k.shape[2]
     known = isinstance(part.offset, int)
     interval = partial(
         masks.row_interval,
@@ -220,10 +221,7 @@ def block_range(part: Part, i0: int, rows: int, block_n: int) -> tuple[int, int]
         window=(args.window_left, args.window_right) if known else (None, None),
         kv_start=part.kv_start if isinstance(part.kv_start, int) else 0,
     )
-    blocks = masks.block_range(max(i0, 0), min(i0 + rows, seqlen_q) - 1, block_n, interval)
-    if args.row_bounds is None:
-        return blocks
-    return narrowed(args.row_bounds, i0, rows, blocks, block_n, seqlen_q)
+    return masks.block_range(max(i0, 0), min(i0 + rows, part.q.shape[3]) - 1, block_n, interval)
 
 
 def inside(part: Part, i0: int, rows: int, j0: int, keys: int) -> bool:
@@ -266,12 +264,10 @@ def visible_pairs(part: Part, i0: int, rows: int, j0: int, keys: int) -> Tensor 
         q_ids = load_operand(args.q_segments[entries, None, None, :, None], i0, rows, 0, 1)
         k_ids = load_operand(args.k_segments[entries, None, None, None, :], 0, 1, j0, keys)
         seen = _both(seen, q_ids == k_ids)
-    if part.intervals is not None:
-        seen = _both(seen, listed(part.intervals, i0, rows, j0, keys, part.q.shape[3], args.interval_rows))
+    for lists, n in part.lists:
+        seen = _both(seen, listed(lists, i0, rows, j0, keys, part.q.shape[3], n))
     if part.mask is not None:
         seen = _both(seen, load_operand(part.mask, i0, rows, j0, keys))
-    if args.row_bounds is not None:
-        seen = _both(seen, within(args.row_bounds, i0, rows, j0, keys, part.q.shape[3]))
     if isinstance(part.k, Pages):
         seen = _both(seen, part.k.mapped(j0, keys))
     if seen is not None and (i0 < 0 or i0 + rows > part.q.shape[3]):  # rows outside see what nobody does
