@@ -10,8 +10,8 @@ One pass over tiles in a fixed order, no atomics: bitwise repeatable. Accumulato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,17 +21,16 @@ from polyflash.backends.torch.configs import Config
 from polyflash.backends.torch.forward import (
     Part,
     apply_mask,
+    batches,
     drop,
     finite,
     key_tiles,
     load_tile,
     nonfinite_sum,
-    parts,
     row_tiles,
     score_tile,
     store_rows,
 )
-from polyflash.backends.torch.packed import runs
 from polyflash.results import gradient_kinds
 from polyflash.spec import Arguments
 
@@ -181,31 +180,6 @@ def accumulate(part: Part, given: Given, totals: Gradients, config: Config) -> N
         totals.dk *= part.scale
 
 
-def accumulate_all(batch: Iterable[Part], given: Given, totals: Gradients, config: Config) -> None:
-    """All parts of a batch."""
-    for part in batch:
-        own = slice(part.first, part.first + part.entries)
-        dk, dv = (None if x is None else x[own] for x in (totals.dk, totals.dv))
-        accumulate(part, given, replace(totals, dk=dk, dv=dv), config)
-
-
-def accumulate_packed(
-    q: Tensor, k: Tensor, v: Tensor, given: Given, args: Arguments, totals: Gradients, config: Config
-) -> None:
-    """Each run of packed members as a batch; what belongs to no member keeps its zeros."""
-    for members in runs(args, q.shape[2], k.shape[2]):
-        rows, keys = members.rows_of, members.keys_of
-        own = replace(
-            totals,
-            dq=None if totals.dq is None else rows(totals.dq),
-            dk=None if totals.dk is None else keys(totals.dk),
-            dv=None if totals.dv is None else keys(totals.dv),
-        )
-        operands = rows(q), keys(k), keys(v), members.arguments(args)
-        batch = parts(*operands, config, first_batch=members.first)
-        accumulate_all(batch, given.of(rows), own, config)
-
-
 def run(
     launch: Launch,
     dout: Tensor,
@@ -231,10 +205,11 @@ def run(
             torch.zeros(x.shape, dtype=kind, device=q.device) if need and x is not None else None
             for x, need in zip((k, v, args.bias), needs[1:4], strict=True)
         )
-        given, totals = Given(dout, dlse, out, lse), Gradients(dq, dk, dv, dbias, dsinks)
-        if packed:
-            accumulate_packed(q, k, v, given, args, totals, launch.config)
-        else:
-            accumulate_all(parts(q, k, v, args, launch.config), given, totals, launch.config)
+        given = Given(dout, dlse, out, lse)
+        for part, rows, keys in batches(q, k, v, args, launch.config):  # what is in none keeps its zeros
+            own = slice(part.first, part.first + part.entries)
+            of_keys = (None if x is None else keys(x)[own] for x in (dk, dv))
+            of_part = Gradients(None if dq is None else rows(dq), *of_keys, dbias, dsinks)
+            accumulate(part, given.of(rows), of_part, launch.config)
     made = zip((dq, dk, dv, dbias, dsinks), likes, kinds, strict=True)
     return tuple(None if x is None else x.to(kind).reshape(like.shape) for x, like, kind in made)  # type: ignore

@@ -11,7 +11,7 @@ never expanded. Tiles are raised to float32 (float64 stays); products, statistic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -59,8 +59,8 @@ class Part:
     bias: Tensor | None
     slopes: Tensor | None  # (b | 1, Hkv, G, 1, 1)
     sinks: Tensor | None  # (1, Hkv, G, 1, 1)
-    # (b | 1, Hkv | 1, G | 1, row blocks, intervals, 2), and the rows of a block: interval lists, and bounds of
-    # rows, which are lists of blocks of one row.
+    # (b | 1, Hkv | 1, G | 1, row blocks, intervals, 2), and the rows of a block: interval lists, and bounds
+    # of rows, which are lists of blocks of one row.
     lists: list[tuple[Tensor, int]]
     planes: Tensor | None  # (b, Hkv, G): head + num_q_heads·batch, for dropout
 
@@ -134,6 +134,31 @@ def parts(
             lists=[(x if x.shape[0] == 1 else x[b : b + entries], n) for x, n in lists],
             planes=planes,
         )
+
+
+Own = Callable[[Tensor], Tensor]
+
+
+def batches(
+    q: Tensor, k: Tensor, v: Tensor, args: Arguments, config: Config
+) -> Iterator[tuple[Part, Own, Own]]:
+    """The parts of a call; with each, how its batch is viewed in a tensor of rows, and in one of keys. A run
+    of packed members is a batch."""
+    table = args.page_table
+    if args.cu_seqlens_q is None:
+        keys, values = (x if table is None else Pages(x, table) for x in (k, v))
+        for part in parts(q, keys, values, args, config):
+            yield part, _whole, _whole
+    for members in runs(args, q.shape[2], k.shape[2]):
+        own = None if table is None else table[members.first :][: members.members]
+        keys, values = (members.keys_of(x) if own is None else Pages(x, own) for x in (k, v))
+        operands = members.rows_of(q), keys, values, members.arguments(args)
+        for part in parts(*operands, config, first_batch=members.first):
+            yield part, members.rows_of, members.keys_of
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x
 
 
 def _grouped(x: Tensor, num_kv_heads: int, group: int) -> Tensor:
@@ -414,27 +439,10 @@ def run(
                 return out
 
             return handover.attend(q, k, v, out, args, tiled), lse
-        if args.cu_seqlens_q is not None:
-            attend_packed(q, k, v, out, lse, args, config)
-            return out, lse
-        table = args.page_table
-        keys, values = (x if table is None else Pages(x, table) for x in (k, v))
-        for part in parts(q, keys, values, args, config):
-            attend(part, out, lse if args.need_lse else None, config)
+        if args.cu_seqlens_q is not None:  # what belongs to no member
+            out.zero_()
+            if args.need_lse:
+                lse.fill_(-_INF)
+        for part, rows, _ in batches(q, k, v, args, config):
+            attend(part, rows(out), rows(lse) if args.need_lse else None, config)
     return out, lse
-
-
-def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, args: Arguments, config: Config
-) -> None:
-    """Attends each run of packed members as a batch; what belongs to no member is 0 and -inf."""
-    out.zero_()
-    if args.need_lse:
-        lse.fill_(-_INF)
-    for members in runs(args, q.shape[2], k.shape[2]):
-        table = None if args.page_table is None else args.page_table[members.first :][: members.members]
-        own_k, own_v = (members.keys_of(x) if table is None else Pages(x, table) for x in (k, v))
-        own_lse = members.rows_of(lse) if args.need_lse else None
-        own = members.rows_of(q), own_k, own_v
-        for part in parts(*own, members.arguments(args), config, first_batch=members.first):
-            attend(part, members.rows_of(out), own_lse, config)

@@ -18,14 +18,13 @@ from polyflash.backends.torch.configs import Config
 from polyflash.backends.torch.forward import (
     Part,
     apply_mask,
+    batches,
     key_tiles,
     load_tile,
-    parts,
     row_tiles,
     score_tile,
     store_rows,
 )
-from polyflash.backends.torch.packed import runs
 from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
@@ -89,15 +88,7 @@ def run(launch: Launch, q: Tensor, k: Tensor, lse: Tensor, room: Room, args: Arg
         if x is not None:
             x.fill_(value)
     with torch.no_grad():
-        if args.cu_seqlens_q is None:
-            for part in parts(q, k, k, args, config):
-                measure(part, lse, room, config)
-            return
-        for members in runs(args, q.shape[2], k.shape[2]):
-            rows, keys = members.rows_of, members.keys_of
-            sums, entropy, top = (
-                None if x is None else own(x) for own, x in zip((keys, rows, rows), room, strict=True)
-            )
-            operands = rows(q), keys(k), keys(k), members.arguments(args)
-            for part in parts(*operands, config, first_batch=members.first):
-                measure(part, rows(lse), (sums, entropy, top), config)
+        for part, rows, keys in batches(q, k, k, args, config):
+            views = zip((keys, rows, rows), room, strict=True)
+            sums, entropy, top = (None if x is None else own(x) for own, x in views)
+            measure(part, rows(lse), (sums, entropy, top), config)
