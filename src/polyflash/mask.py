@@ -115,7 +115,7 @@ class Mask:
         bounds = stack((starts, ends), -1)
         if bounds.shape[-2] == 0:
             bounds = bounds.new_zeros((*bounds.shape[:-2], 1, 2))
-        return Mask(bounds=_four_dimensions(bounds, 1), rows=_positive("rows", rows))
+        return Mask(bounds=_with_heads(bounds), rows=_positive("rows", rows))
 
     @staticmethod
     def blocks(visible: Tensor, *, rows: int, keys: int) -> Mask:
@@ -135,7 +135,7 @@ class Mask:
             wanted = "a bool tensor (row_blocks, key_blocks), batch and heads in front or not"
             raise spec_error("blocks", described(visible), wanted, "True = attend.")
         rows, keys = _positive("rows", rows), _positive("keys", keys)
-        return Mask(bounds=_four_dimensions(_runs_of(visible, keys), 1), rows=rows)
+        return Mask(bounds=_with_heads(_runs_of(visible, keys)), rows=rows)
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
@@ -252,12 +252,9 @@ def _integer(value: Any) -> int | None:
         return None
 
 
-def _four_dimensions(x: Tensor, trailing: int) -> Tensor:
-    """(batch, heads, row_blocks, intervals) and `trailing` more dimensions, from fewer leading ones."""
-    missing = 4 + trailing - x.ndim
-    if missing == 2:
-        return x[None, None]
-    return x.unsqueeze(1) if missing else x
+def _with_heads(x: Tensor) -> Tensor:
+    """(batch, heads, row_blocks, intervals, 2), from fewer leading dimensions."""
+    return x[None, None] if x.ndim == 3 else x.unsqueeze(1) if x.ndim == 4 else x
 
 
 def _runs_of(visible: Tensor, keys: int) -> Tensor:

@@ -68,7 +68,7 @@ def key_of(q: Tensor, k: Any, v: Any, options: Key) -> Key | None:
         return None
     sizes = q_shape, batch, num_kv_heads, head_dim, batch_v, num_v_heads, head_dim_v
     order = k_stride[1] >= k_stride[2], v_stride[1] >= v_stride[2], *k_stride[2:], *v_stride[2:]
-    return kinds, options, sizes, order, _keys_class(seqlen_k)
+    return kinds, options, sizes, order, seqlen_k >= MANY_KEYS
 
 
 def key_of_paged(
@@ -88,7 +88,7 @@ def key_of_paged(
         return kinds, options, fixed, q.stride(), columns, table.stride(), lens.stride()
     if not q.is_contiguous():
         return None
-    return kinds, options, fixed, _keys_class(most)
+    return kinds, options, fixed, most >= MANY_KEYS
 
 
 def of_codes(
@@ -110,11 +110,6 @@ def of_codes(
     if key is None or type(key[-1]) is not bool or quiet(q, *tables) is None:
         return None, ()
     return (key[0], forms, key), (q, k.codes, v.codes, *paged, *tables)
-
-
-def _keys_class(seqlen_k: int) -> bool:
-    """The remaining class of a route of few rows: see `torch_ops._route`."""
-    return seqlen_k >= MANY_KEYS
 
 
 def call(key: Key | None, *tensors: Any) -> Results | None:

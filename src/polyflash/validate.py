@@ -358,7 +358,7 @@ def _check_rising(intervals: Tensor) -> None:
         raise spec_error("intervals", got, wanted, "Sort and join those of a row block.")
 
 
-def check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: Any, q: Tensor, change: str) -> None:
+def check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: Any, q: Any, change: str) -> None:
     """Shape and dtype of a tensor that goes with q, on its device."""
     _check_layout(name, x)
     if tuple(x.shape) != shape or x.dtype is not dtype or x.device != q.device:

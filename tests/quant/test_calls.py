@@ -140,6 +140,10 @@ def test_refusals():
         attention(q, quantize(k[..., :16], Scheme()), v)
     with pytest.raises(SpecError, match="device"):
         attention(q, quantize(k.to("meta"), Scheme()), v)
+    with pytest.raises(SpecError, match="q: got 3 dimensions"):
+        attention(q[0], quantize(k, Scheme()), quantize(v, Scheme()))
+    with pytest.raises(SpecError, match="q dtype: got torch.int32"):
+        attention(q.int(), quantize(k, Scheme()), quantize(v, Scheme()))
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-smooth"])

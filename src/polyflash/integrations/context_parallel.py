@@ -99,19 +99,18 @@ def _attend(
     if attn_mask is not None:
         text = "context_parallel: attn_mask belongs to the rows of one device"
         raise UnsupportedError(f"{text}. Call polyflash.parallel.attention() with window= or a Mask")
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise spec_error("key heads", key.shape[1], query.shape[1], "enable_gqa=True groups query heads.")
-    out = parallel.attention(
-        query,
-        key,
-        value,
-        mesh=mesh,
-        order=order,
-        method=method,
-        scale=scale,
-        dropout_p=dropout_p,
-        causal="top_left" if is_causal else False,
-    )
+    how: dict[str, Any] = {"mesh": mesh, "order": order, "method": method, "scale": scale}
+    how |= {"dropout_p": dropout_p, "causal": "top_left" if is_causal else False}
+    return over_ranks(query, key, value, enable_gqa, **how)
+
+
+def over_ranks(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, **how: Any) -> Tensor:
+    """`polyflash.parallel.attention`, where heads are grouped only if that is said."""
+    heads = 2 if how.get("layout") == "bshd" else 1
+    if q.shape[heads] != k.shape[heads] and not enable_gqa:
+        change = "enable_gqa=True groups query heads."
+        raise spec_error("key heads", k.shape[heads], q.shape[heads], change)
+    out = parallel.attention(q, k, v, **how)
     return out if isinstance(out, Tensor) else out.out
 
 

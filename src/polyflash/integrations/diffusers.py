@@ -20,9 +20,9 @@ try:
 except ImportError as error:
     raise ImportError("this module needs diffusers: pip install 'polyflash[hf]'") from error
 
-from polyflash import parallel
 from polyflash.errors import UnsupportedError, spec_error
 from polyflash.integrations import sdpa
+from polyflash.integrations.context_parallel import over_ranks
 
 __all__ = ("register", "unregister")
 
@@ -107,13 +107,10 @@ def _over_ranks(
 ) -> Tensor:
     """Attention of rows that diffusers has spread evenly; without masks their order does not matter. Its mesh
     is (ring, ulysses), as ours."""
-    if query.shape[2] != key.shape[2] and not gqa:
-        raise spec_error("key heads", key.shape[2], query.shape[2], "enable_gqa=True groups query heads.")
     how: dict[str, Any] = {"mesh": shared._mesh, "method": "ulysses+ring"}
     if shared.ulysses_degree == 1:
         how = {"mesh": shared._ring_mesh, "method": "ring"}
     elif shared.ring_degree == 1:
         how = {"mesh": shared._ulysses_mesh, "method": "ulysses"}
     how |= {"order": "contiguous", "layout": "bshd", "scale": scale, "dropout_p": dropout_p}
-    out = parallel.attention(query, key, value, **how)
-    return out if isinstance(out, Tensor) else out.out
+    return over_ranks(query, key, value, gqa, **how)

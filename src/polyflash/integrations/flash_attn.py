@@ -24,7 +24,7 @@ from torch import Tensor
 
 from polyflash.api import attention, attention_varlen
 from polyflash.errors import described, spec_error
-from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, number, options, scalar
+from polyflash.integrations.flash_attn_arguments import facade, flag, number, options, scalar
 from polyflash.integrations.flash_attn_cache import attend_packed, flash_attn_with_kvcache, one_table
 from polyflash.integrations.flash_attn_rotary import apply_rotary_emb
 
@@ -103,7 +103,6 @@ def flash_attn_varlen_func(
         SpecError, UnsupportedError: as `polyflash.attention_varlen`, or `polyflash.attention_paged`."""
     given = options(causal, window_size, softcap, alibi_slopes, softmax_scale)
     wants_lse, dropout_p = flag("return_attn_probs", return_attn_probs), number("dropout_p", dropout_p)
-    cu_seqlens_q, cu_seqlens_k, seqused_k = lengths(cu_seqlens_q), lengths(cu_seqlens_k), lengths(seqused_k)
     max_seqlen_q = scalar("max_seqlen_q", max_seqlen_q)
     block_table = one_table(block_table, page_table)
     if block_table is not None:

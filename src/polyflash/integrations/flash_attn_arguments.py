@@ -7,11 +7,12 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from polyflash.arguments import int32_of
 from polyflash.errors import SpecError, UnsupportedError, described, spec_error
 from polyflash.kvcache.handles import is_ints
 
@@ -122,13 +123,6 @@ def options(
     }
 
 
-def lengths(x: Any) -> Any:
-    """Converts an int64 tensor to int32; what does not fit stays as wrong as it was. All else stays."""
-    if isinstance(x, Tensor) and x.dtype is torch.int64:
-        return x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
-    return x
-
-
 def per_request(name: str, given: Any, batch: int, device: torch.device) -> Tensor:
     """Makes int32 (batch,) on `device` of one number for all requests, never read, or of one for each."""
     if isinstance(given, Tensor):
@@ -136,7 +130,7 @@ def per_request(name: str, given: Any, batch: int, device: torch.device) -> Tens
     elif hasattr(given, "__index__") and not isinstance(given, bool) and not getattr(given, "ndim", 0):
         given = torch.full((batch,), given, dtype=torch.int64, device=device)
     if is_ints(given, (batch,), device):
-        return cast(Tensor, lengths(given))
+        return int32_of(name, given, False)
     wanted = f"an int, or int32 or int64 ({batch},) on {device}"
     raise spec_error(name, described(given), wanted, "One per request, or one for all.")
 

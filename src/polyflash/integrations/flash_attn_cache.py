@@ -13,7 +13,7 @@ from torch import Tensor
 from polyflash import validate
 from polyflash.api import attention, attention_paged
 from polyflash.errors import UnsupportedError, described, spec_error
-from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, options, per_request
+from polyflash.integrations.flash_attn_arguments import facade, flag, options, per_request
 from polyflash.integrations.flash_attn_rotary import rotated
 from polyflash.kvcache.code_pools import CodePools
 from polyflash.kvcache.code_writes import written_at_once
@@ -84,7 +84,7 @@ def flash_attn_with_kvcache(
         raise spec_error("rotary_seqlens", "one", "none without rotary_cos", change)
     _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     given = options(causal, window_size, softcap, alibi_slopes, softmax_scale)
-    given["kv_starts"] = lengths(cache_leftpad)
+    given["kv_starts"] = cache_leftpad
     wants_lse = flag("return_softmax_lse", return_softmax_lse)
     interleaved = flag("rotary_interleaved", rotary_interleaved)
     table = one_table(block_table, page_table)
@@ -172,11 +172,8 @@ def _check_new(name: str, new: Tensor, cache: KV, batch: int, seqlen: int) -> No
             got = f"codes of {form}, whose tokens share scales or means, to write {name} to"
             change = "Append to a polyflash.kvcache.KVCache: it keeps the values of a group until it is full."
             raise spec_error(f"{name}_cache", got, "scales of its own for each token", change)
-    shape = (batch, seqlen, *cache.shape[2:])
-    if (*new.shape,) != shape or new.dtype is not cache.dtype or new.device != cache.device:
-        wanted = f"{cache.dtype} {shape} on {cache.device}: (batch, seqlen_new, num_kv_heads, channels)"
-        change = f"Give {name} what {name}_cache has."
-        raise spec_error(name, f"{new.dtype} {tuple(new.shape)} on {new.device}", wanted, change)
+    change = f"It is (batch, seqlen_new, num_kv_heads, channels): give {name} what {name}_cache has."
+    validate.check_like(name, new, (batch, seqlen, *cache.shape[2:]), cache.dtype, cache, change)
 
 
 def _check_caches(
@@ -305,14 +302,14 @@ def attend_packed(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Any, bounds: Any, given: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Attends packed rows to pages: out (total_q, num_heads, head_dim_v), lse (num_heads, total_q). `lens`,
-    the caller's seqused_k, or `bounds`, his cu_seqlens_k, both int32, say how many keys each member has, and
+    the caller's seqused_k, or `bounds`, his cu_seqlens_k, both ints, say how many keys each member has, and
     the table where they stand. No gradients, as with a cache."""
     if given.pop("dropout_p"):
         raise UnsupportedError("dropout_p: not with block_table, which is for inference. Set it to 0")
     name = "seqused_k"
     if lens is None:
         name = "cu_seqlens_k"
-        if not isinstance(bounds, Tensor) or bounds.dtype is not torch.int32 or bounds.ndim != 1:
+        if not is_ints(bounds) or bounds.ndim != 1:
             change = "Put a 0 before torch.cumsum(lengths, 0), or pass seqused_k, the keys of each request."
             raise spec_error(name, described(bounds), "int32 (batch + 1,)", change)
         lens = bounds.diff()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from polyflash import validate
 from polyflash.errors import described, spec_error
-from polyflash.integrations.flash_attn_arguments import facade, flag, lengths, per_request, scalar
+from polyflash.integrations.flash_attn_arguments import facade, flag, per_request, scalar
 from polyflash.kvcache.handles import is_ints
 from polyflash.kvcache.rope import Rope
 from polyflash.spec import Arguments
@@ -44,22 +44,23 @@ def apply_rotary_emb(
     if not isinstance(x, Tensor) or x.ndim != ndim:
         wanted = "(batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens"
         raise spec_error("x", described(x), wanted, "Use flatten() or unflatten().")
-    bounds, live = lengths(cu_seqlens), None
+    live = None
     if cu_seqlens is None:
         offsets = per_request("seqlen_offsets", seqlen_offsets, x.shape[0], x.device)
         at = offsets[:, None] + torch.arange(x.shape[1], device=x.device)
     else:
-        if not is_ints(bounds) or bounds.ndim != 1 or not len(bounds):
+        if not is_ints(cu_seqlens) or cu_seqlens.ndim != 1 or not len(cu_seqlens):
             change = "Put a 0 before torch.cumsum(lengths, 0)."
             raise spec_error("cu_seqlens", described(cu_seqlens), "int32 (batch + 1,)", change)
+        bounds = cu_seqlens.long()
         if bounds.device.type == "cpu":
             longest = scalar("max_seqlen", max_seqlen)
             validate.check_contents(Arguments(cu_seqlens_q=bounds, max_seqlen_q=longest), x.shape[0], x)
         tokens = torch.arange(x.shape[0], device=x.device)
         request = torch.searchsorted(bounds[1:], tokens, right=True)
         live = request < len(bounds) - 1
-        starts = per_request("seqlen_offsets", seqlen_offsets, len(bounds) - 1, x.device).long() - bounds[:-1]
-        at = tokens + torch.cat((starts, -bounds[-1:].long()))[request]  # tokens of no request are near 0
+        starts = per_request("seqlen_offsets", seqlen_offsets, len(bounds) - 1, x.device) - bounds[:-1]
+        at = tokens + torch.cat((starts, -bounds[-1:]))[request]  # tokens of no request are near 0
     turned = rotated(x, at, cos, sin, flag("interleaved", interleaved), live=live)
     return x.copy_(turned) if flag("inplace", inplace) else turned
 

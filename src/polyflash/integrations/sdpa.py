@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -38,16 +38,13 @@ __all__ = ("activate", "deactivate", "enabled", "scaled_dot_product_attention")
 
 _TORCHS_OWN = functional.scaled_dot_product_attention
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-_kernels: dict[tuple[str, int], dict[torch.dtype, int]] = {}
 
 
 @torch.compiler.assume_constant_result
 def _largest_head_dim(kind: str, index: int, dtype: torch.dtype) -> int:
     """The largest head_dim of `dtype` that a kernel takes on a device; 0 if none does. What only the torch
     backend could run is left to torch, which is faster."""
-    if (kind, index) not in _kernels:
-        _kernels[kind, index] = _kernels_of(kind, index)
-    return _kernels[kind, index].get(dtype, 0)
+    return _known_kernels(kind, index).get(dtype, 0)
 
 
 def _kernels_of(kind: str, index: int) -> dict[torch.dtype, int]:
@@ -64,6 +61,9 @@ def _kernels_of(kind: str, index: int) -> dict[torch.dtype, int]:
             for dtype in (getattr(torch, name) for name in row.dtypes):
                 found[dtype] = max(found.get(dtype, 0), row.max_head_dim)
     return found
+
+
+_known_kernels = cache(_kernels_of)
 
 
 def enabled(*, strict: bool = False) -> TorchFunctionMode:

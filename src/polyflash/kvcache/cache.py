@@ -43,14 +43,14 @@ class Step:
         self._turn: Turn | None = None
         self.tables = tables  # those of the requests with the new tokens
         self.requests, self.counts = reservation.requests, reservation.counts
-        slots, positions = slots_of(tables.host_table, tables.page_size, reservation.starts, self.counts)
+        where = tables.host_table, tables.page_size, reservation.starts, self.counts
+        slots, positions = slots_of(*where)
         evicted = [entry.evicted for entry in reservation.entries]
         if any(evicted):
             ahead, each = (torch.tensor(x, device="cpu") for x in (evicted, self.counts))
             positions = positions + ahead.repeat_interleave(each)
         self.slot_mapping = moved(slots, tables.device)
         self.positions = moved(positions, tables.device)
-        where = tables.host_table, tables.page_size, reservation.starts, self.counts
         self.writers = tuple(Writer(pools, *where) for pools in cache.codes)
 
     @property

@@ -23,7 +23,7 @@ from polyflash.compare import finite, worst_row
 from polyflash.errors import spec_error
 from polyflash.spec import Phase
 from polyflash.tuning.command import device_of, problems, switches_of_problems
-from polyflash.tuning.trial import OFF_ROW, Trial, trial
+from polyflash.tuning.trial import OFF_ROW, Trial, attempt, trial
 from polyflash.workloads import Workload
 
 CHOSEN = "as chosen"
@@ -91,16 +91,13 @@ def measured(trial: Trial, device: str, seconds: float, only: Sequence[str] = ()
             continue
         found: dict[str, Any] = {"name": name, "mark": "", "difference": None, "error": None, "ratio": None}
         switches.append(found)
-        try:
-            results = trial.run(config)()
-        except Exception as raised:  # a compiler's or a driver's, of any class: this switch has no figure
-            text = str(raised).strip().partition("\n")[0]
-            found["mark"] = f"fails: {type(raised).__name__}: {text[:160]}"
+        results, error, found["mark"] = attempt(trial, config)
+        if found["mark"]:
             continue
         pairs = zip(results, expected, strict=True)
         found["difference"] = finite(max(worst_row(a, b, floor=OFF_ROW) for a, b in pairs))
-        found["error"] = finite(trial.error(results))
-        if found["error"] is None or found["error"] > trial.tolerance:
+        found["error"] = finite(error)
+        if not error <= trial.tolerance:
             found["mark"] = "differs by more than rounding"
             continue
         arms[name] = trial.run(config)

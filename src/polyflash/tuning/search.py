@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from polyflash.tuning.store import Entry, kind_of
-from polyflash.tuning.trial import Trial, difference_of
+from polyflash.tuning.trial import Trial, attempt, difference_of
 
 Call = Callable[[], object]
 # Seconds per call (a median) of calls that take turns; the number says how long, 1 being a short look.
@@ -99,15 +99,9 @@ def _check(trial: Trial, untuned: Any) -> None:
 def _contest(trials: Sequence[Trial], race: Race, incumbent: Any, config: Any) -> tuple[str, float]:
     """(QUICKER, "slower", "even", "wrong: ...", "fails: ..." or "contended: ...", ratio of times)."""
     for trial in trials:
-        try:
-            error = trial.error(trial.run(config)())
-        except Exception as raised:  # a compiler's or a driver's, of any class: the candidate is out
-            return (
-                f"fails: {type(raised).__name__}: {str(raised).strip().partition(chr(10))[0][:120]}",
-                math.nan,
-            )
+        _, error, why = attempt(trial, config)
         if not error <= trial.tolerance:
-            return f"wrong: {error:.1e} on {trial.workload.name}", math.nan
+            return why or f"wrong: {error:.1e} on {trial.workload.name}", math.nan
     try:
         for length in (SHORT, LONG):
             before, now = _times(trials, race, incumbent, config, length)

@@ -6,6 +6,7 @@ tried like the forward pass, and no route of the process changes."""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
@@ -81,6 +82,16 @@ class Trial:
     @property
     def tolerance(self) -> float:
         return TOLERANCE[self.spec.dtype]
+
+
+def attempt(trial: Any, config: Any) -> tuple[Results, float, str]:
+    """The results under `config` and their error; or why there are none."""
+    try:
+        results = trial.run(config)()
+        return results, trial.error(results), ""
+    except Exception as raised:  # a compiler's or a driver's, of any class: this config is out
+        text = str(raised).strip().partition("\n")[0]
+        return (), math.inf, f"fails: {type(raised).__name__}: {text[:160]}"
 
 
 def switches_of(launch: Launch) -> dict[str, Any]:

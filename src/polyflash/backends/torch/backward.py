@@ -208,8 +208,8 @@ def run(
         given = Given(dout, dlse, out, lse)
         for part, rows, keys in batches(q, k, v, args, launch.config):  # what is in none keeps its zeros
             own = slice(part.first, part.first + part.entries)
-            of_keys = (None if x is None else keys(x)[own] for x in (dk, dv))
-            of_part = Gradients(None if dq is None else rows(dq), *of_keys, dbias, dsinks)
+            own_k, own_v = (None if x is None else keys(x)[own] for x in (dk, dv))
+            of_part = Gradients(None if dq is None else rows(dq), own_k, own_v, dbias, dsinks)
             accumulate(part, given.of(rows), of_part, launch.config)
     made = zip((dq, dk, dv, dbias, dsinks), likes, kinds, strict=True)
     return tuple(None if x is None else x.to(kind).reshape(like.shape) for x, like, kind in made)  # type: ignore

@@ -96,11 +96,8 @@ def _attention_of_shard(how: dict[str, Any]) -> Callable[..., tuple[Tensor, None
         if query.shape[2] != key.shape[2]:
             text = f"past_key_values: {query.shape[2]} rows over {key.shape[2]} keys"
             raise UnsupportedError(f"{text}. Over shards a model trains or prefills: pass use_cache=False")
-        causal, left, right = (
-            bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
-            None,
-            None,
-        )
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        left, right = None if sliding_window is None else sliding_window - 1, None
         if attention_mask is not None:
             if not isinstance(attention_mask, BatchMask):
                 raise UnsupportedError(
@@ -108,8 +105,6 @@ def _attention_of_shard(how: dict[str, Any]) -> Callable[..., tuple[Tensor, None
                 )
             causal, left, right = attention_mask.causal, attention_mask.left, attention_mask.right
             _refuse_documents(attention_mask, position_ids, how["order"])
-        elif sliding_window is not None:
-            left = sliding_window - 1
         window = None if left is right is None else (left, right)
         settings: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
         out = parallel.attention(
