@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from numbers import Real
 from typing import Any, Literal, NamedTuple, cast
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from polyflash import backends, plan
 from polyflash.errors import described, spec_error
-from polyflash.mask import FAR_OFFSET, Mask, checked_window, is_strided
+from polyflash.mask import FAR_OFFSET, Mask, checked_window, integer, is_strided
 from polyflash.operands import TENSORS
 from polyflash.spec import Arguments
 
@@ -186,14 +185,13 @@ def checked_int(
     change: str = "Far positions are all alike.",
 ) -> Any:
     """A 64-bit int, or what stands for one while torch.compile traces."""
-    if isinstance(value, (int, torch.SymInt)) and torch.compiler.is_compiling():
-        return value  # an int that may change is not to become a constant
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+    number = integer(value)
+    if number is None:
         raise spec_error(name, type(value).__name__, wanted, "Use int().")
-    value = operator.index(value)
-    if not -(2**63) <= value < 2**63:
+    # An int that may change while torch.compile traces is not to become a constant.
+    if not (torch.compiler.is_compiling() or -(2**63) <= number < 2**63):
         raise spec_error(name, described(value), "a 64-bit int", change)
-    return value
+    return number
 
 
 def _number(name: str, value: Any) -> float:

@@ -217,7 +217,7 @@ def _check_bounds(starts: Any, ends: Any) -> None:
 
 
 def _positive(name: str, value: Any) -> int:
-    number = _integer(value)
+    number = integer(value)
     if number is None or not 1 <= number < 2**63:
         change = "It is a number of positions per block."
         raise spec_error(f"intervals {name}", described(value), "a 64-bit int, 1 or more", change)
@@ -236,7 +236,7 @@ def is_strided(x: Tensor) -> bool:
     return x.layout is torch.strided and not x.is_nested
 
 
-def _integer(value: Any) -> int | None:
+def integer(value: Any) -> int | None:
     """An int, or what stands for one while torch.compile traces; None of a bool, a tensor and all else."""
     if type(value) is int:
         return value
@@ -289,7 +289,7 @@ def checked_window(window: Window) -> Window:
         if value is None:
             sides.append(None)
             continue
-        number = _integer(value)
+        number = integer(value)
         if number is None:
             change = "Use None for an unbounded side."
             raise spec_error(f"window {side}", described(value), "an int or None", change)

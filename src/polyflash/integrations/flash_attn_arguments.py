@@ -4,7 +4,6 @@ caller's names."""
 from __future__ import annotations
 
 import functools
-import operator
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
@@ -15,6 +14,7 @@ from torch import Tensor
 from polyflash.arguments import int32_of
 from polyflash.errors import SpecError, UnsupportedError, described, spec_error
 from polyflash.kvcache.handles import is_ints
+from polyflash.mask import integer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -148,8 +148,7 @@ def _side(value: Any) -> int | None:
     value = scalar("window_size", value)
     if value is None:
         return None
-    if not isinstance(value, torch.SymInt):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise spec_error("window_size", described(value), "two ints", "-1 is unbounded.")
-        value = operator.index(value)
-    return None if value < 0 else min(value, 2**62)
+    number = integer(value)
+    if number is None:
+        raise spec_error("window_size", described(value), "two ints", "-1 is unbounded.")
+    return None if number < 0 else min(number, 2**62)
