@@ -71,6 +71,12 @@ class CodePools:
         codes, *tables = self.stores[layer]
         return codes.unflatten(1, (-1, self.group)), *tables
 
+    def room(self) -> Tensor:
+        """Room for the values of a group, (num_layers, group size, num_kv_heads, channels)."""
+        like = self.layers[0]
+        shape = (len(self.layers), self.group, *like.shape[2:])
+        return torch.empty(shape, dtype=self.dtype, device=like.device)
+
     def take(self, layer: int, groups: Tensor) -> list[Tensor]:
         """Copies the parts of some groups."""
         return [read_slots(x, groups) for x in self._grouped(layer)]
@@ -219,10 +225,7 @@ class Writer:
         if end % size:
             first = start % size
             if tail is None or span > 1:
-                like, first = pools.layers[0], 0
-                shape = (len(pools.layers), size, *like.shape[2:])
-                made = torch.empty(shape, dtype=pools.dtype, device=like.device)
-                tail = Tail(end % page_size // size, made)
+                tail, first = Tail(end % page_size // size, pools.room()), 0
             self.left.append(Left(base + span - 1, row[end // page_size], tail, first, end % size))
 
     def write(self, layer: int, values: Tensor, turn: Turn | None = None) -> None:

@@ -84,7 +84,8 @@ class InPlace:
         self._begun = sorted(begun)
         first = np.zeros_like(groups)
         first[self._begun] = [begun[at][0] for at in self._begun]
-        self.buffers = {at: self._buffer(begun[at][1]) for at in self._begun}
+        # Values that are known by their codes alone, of a group that this step fills, get room.
+        self.buffers = {at: pools.room() if (x := begun[at][1]) is None else x for at in self._begun}
         self._bases = np.array([self.buffers[at].data_ptr() for at in self._begun], np.int64)
         new = live - first
         self._rows = new.cumsum() - new
@@ -95,14 +96,6 @@ class InPlace:
         self._known = list(known)
         columns = zeros, live, zeros, first, of_codes, 4 * at_table, zeros, self._rows
         self._table = np.stack(columns, 1)
-
-    def _buffer(self, values: Tensor | None) -> Tensor:
-        """Room for a group whose values are known by their codes alone and which this step fills."""
-        if values is not None:
-            return values
-        like = self.pools.layers[0]
-        shape = (len(self.pools.layers), self.pools.group, *like.shape[2:])
-        return torch.empty(shape, dtype=self.pools.dtype, device=like.device)
 
     def write(self, kernel: int, layer: int, values: Tensor, turn: Turn | None) -> None:
         """Quantises the new tokens of a layer, (total, num_kv_heads, channels), turned on their way."""
