@@ -52,7 +52,7 @@ def work_of(spec: AttentionSpec) -> Work:
     queries = spec.batch * spec.num_q_heads * spec.seqlen_q
     keys = _keys(spec) * spec.num_kv_heads
     elements = (queries + keys) * (spec.head_dim + spec.head_dim_v)
-    size = BY_NAME[spec.dtype].bytes
+    size = BY_NAME[spec.dtype]
     if spec.phase is Phase.BACKWARD:
         return Work(flops, float(2 * elements * size + queries * (8 if spec.dtype == "float64" else 4)))
     return Work(flops, float(elements * size))

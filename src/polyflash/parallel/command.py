@@ -112,7 +112,7 @@ def _line(options: argparse.Namespace, tokens: int, ranks: int, method: str) -> 
     sight = Sight(options.window, None if options.full and options.window is None else 0)
     sizes: dict[str, Any] = {"head_dim": options.head_dim[0], "head_dim_v": options.head_dim[1]}
     sizes |= {"num_q_heads": options.heads[0], "num_kv_heads": options.heads[1], "batch": 1}
-    problem = Problem(shards, shards, sight, itemsize=BY_NAME[options.dtype].bytes, link=link, **sizes)
+    problem = Problem(shards, shards, sight, itemsize=BY_NAME[options.dtype], link=link, **sizes)
     passes = both_passes(problem, method)
     held = max(shards.held(rank * pieces) for rank in problem.shards)
     of_q = problem.num_q_heads * (problem.head_dim + problem.head_dim_v) * problem.itemsize
