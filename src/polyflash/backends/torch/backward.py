@@ -26,6 +26,7 @@ from polyflash.backends.torch.forward import (
     finite,
     key_tiles,
     load_tile,
+    lse_tile,
     nonfinite_sum,
     row_tiles,
     score_tile,
@@ -37,7 +38,6 @@ from polyflash.spec import Arguments
 if TYPE_CHECKING:
     from polyflash.plan import Launch
 
-_INF = float("inf")
 Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks
 
 
@@ -79,11 +79,7 @@ class Rows:
 def load_rows(part: Part, given: Given, i0: int, rows: int) -> Rows:
     """Tiles of a query block with its delta; zero gradients for rows that saw no key."""
     dout, dlse, out, lse = given
-    b_lse = load_tile(part.of(lse.unsqueeze(-1)), i0, rows, part.kind)
-    empty = b_lse == -_INF
-    if i0 < 0 or i0 + rows > part.q.shape[3]:
-        i = torch.arange(i0, i0 + rows, device=b_lse.device)[:, None]
-        empty = empty | (i < 0) | (i >= part.q.shape[3])
+    b_lse, empty = lse_tile(part, lse, i0, rows)
     b_do = load_tile(part.of(dout), i0, rows, part.kind).masked_fill(empty, 0.0)
     delta = (b_do * load_tile(part.of(out), i0, rows, part.kind)).sum(-1, keepdim=True)
     if dlse is not None:
@@ -93,7 +89,7 @@ def load_rows(part: Part, given: Given, i0: int, rows: int) -> Rows:
         rows,
         load_tile(part.q, i0, rows, part.kind).flatten(2, 3),
         b_do.flatten(2, 3),
-        b_lse.masked_fill(empty, _INF),
+        b_lse,
         delta.masked_fill(empty, 0.0),
     )
 

@@ -221,6 +221,16 @@ def load_tile(x: Tensor | Pages, start: int, size: int, kind: torch.dtype) -> Te
     return F.pad(tile, (0, 0, lo - start, start + size - hi))
 
 
+def lse_tile(part: Part, lse: Tensor, i0: int, rows: int) -> tuple[Tensor, Tensor]:
+    """(b, Hkv, G, rows, 1) of lse (B, Hq, Sq), and which of them are of empty rows or outside the tensor:
+    those are +inf, which makes every weight 0."""
+    own = part.of(lse)
+    lo, hi = max(i0, 0), min(i0 + rows, own.shape[3])
+    tile = F.pad(own[..., lo:hi].to(part.kind), (lo - i0, i0 + rows - hi), value=-_INF).unsqueeze(-1)
+    empty = tile == -_INF
+    return tile.masked_fill(empty, _INF), empty
+
+
 def load_operand(x: Tensor, i0: int, rows: int, j0: int, keys: int) -> Tensor:
     """The part of a mask or bias that a tile reads; dimensions of size 1 broadcast."""
     for dim, start, size in ((-2, i0, rows), (-1, j0, keys)):

@@ -11,7 +11,6 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from polyflash.backends.torch.configs import Config
@@ -21,6 +20,7 @@ from polyflash.backends.torch.forward import (
     batches,
     key_tiles,
     load_tile,
+    lse_tile,
     row_tiles,
     score_tile,
     store_rows,
@@ -32,16 +32,6 @@ if TYPE_CHECKING:
     from polyflash.results import Room
 
 _INF = math.inf
-
-
-def lse_tile(part: Part, lse: Tensor, i0: int, rows: int) -> Tensor:
-    """(b, Hkv, G, rows, 1) of lse (B, Hq, Sq); +inf, which makes every weight 0, for an empty row and outside
-    the tensor."""
-    own = part.of(lse)
-    lo, hi = max(i0, 0), min(i0 + rows, own.shape[3])
-    tile = own[..., lo:hi].to(part.kind)
-    tile = F.pad(tile, (lo - i0, i0 + rows - hi), value=-_INF).unsqueeze(-1)
-    return tile.masked_fill(tile == -_INF, _INF)
 
 
 def surprise(b_p: Tensor, b_s: Tensor, b_lse: Tensor) -> Tensor:
@@ -61,7 +51,7 @@ def measure(part: Part, lse: Tensor, room: Room, config: Config) -> None:
     for i0, rows in row_tiles(part, config):
         state = (entries, num_kv_heads, part.group, rows, 1)
         b_q = load_tile(part.q, i0, rows, part.kind).flatten(2, 3)
-        b_lse = lse_tile(part, lse, i0, rows)
+        b_lse, _ = lse_tile(part, lse, i0, rows)
         top, h_i = part.q.new_full(state, -_INF, dtype=part.kind), part.q.new_zeros(state, dtype=part.kind)
         for j0, keys in key_tiles(part, i0, rows, config):
             b_k = load_tile(part.k, j0, keys, part.kind)
