@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def meta_is(monkeypatch: pytest.MonkeyPatch) -> Any:
             return q.new_empty(*q.shape[:-1], v.shape[-1])
 
         monkeypatch.setattr(sdpa, "detect", lambda kind, index: device)
-        monkeypatch.setattr(sdpa, "_kernels", {})
+        monkeypatch.setattr(sdpa, "_known_kernels", functools.cache(sdpa._kernels_of))
         monkeypatch.setattr(sdpa, "attention", noted)
         return reached
 
