@@ -10,17 +10,8 @@ if TYPE_CHECKING:
     from polyflash.quant.guard import ErrorBudgetExceeded, Guard
     from polyflash.quant.tensor import QuantizedTensor, dequantize, quantize
 
-__all__ = [
-    "NAMED",
-    "ErrorBudgetExceeded",
-    "Guard",
-    "QuantizedTensor",
-    "Recommendation",
-    "Scheme",
-    "dequantize",
-    "quantize",
-    "recommend_scheme",
-]
+__all__ = ["NAMED", "ErrorBudgetExceeded", "Guard", "QuantizedTensor", "Recommendation", "Scheme"]
+__all__ += ["dequantize", "quantize", "recommend_scheme"]
 _HOMES = {"Recommendation": "choosing", "recommend_scheme": "choosing"}
 _HOMES |= {"ErrorBudgetExceeded": "guard", "Guard": "guard"}
 
