@@ -101,11 +101,11 @@ def _attend(
         raise UnsupportedError(f"{text}. Call polyflash.parallel.attention() with window= or a Mask")
     how: dict[str, Any] = {"mesh": mesh, "order": order, "method": method, "scale": scale}
     how |= {"dropout_p": dropout_p, "causal": "top_left" if is_causal else False}
-    return over_ranks(query, key, value, enable_gqa, **how)
+    return over_ranks(query, key, value, enable_gqa, how)
 
 
-def over_ranks(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, **how: Any) -> Tensor:
-    """`polyflash.parallel.attention`, where heads are grouped only if that is said."""
+def over_ranks(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, how: dict[str, Any]) -> Tensor:
+    """`polyflash.parallel.attention` with the options `how`; heads are grouped only if that is said."""
     heads = 2 if how.get("layout") == "bshd" else 1
     if q.shape[heads] != k.shape[heads] and not enable_gqa:
         change = "enable_gqa=True groups query heads."

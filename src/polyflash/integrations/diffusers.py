@@ -113,4 +113,4 @@ def _over_ranks(
     elif shared.ring_degree == 1:
         how = {"mesh": shared._ulysses_mesh, "method": "ulysses"}
     how |= {"order": "contiguous", "layout": "bshd", "scale": scale, "dropout_p": dropout_p}
-    return over_ranks(query, key, value, gqa, **how)
+    return over_ranks(query, key, value, gqa, how)
