@@ -13,6 +13,7 @@ import polyflash
 from polyflash import target
 from polyflash.backends.cpu.configs import all_keys
 from polyflash.spec import AttentionSpec, Phase
+from tests.chosen import of_each
 
 ROOT = Path(polyflash.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -68,7 +69,7 @@ def is_device(node: ast.FunctionDef) -> bool:
     return bool(names & DEVICE_DECORATORS) or any(a.arg in ("e", "builder") for a in node.args.args)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+@of_each(FILES)
 def test_file_and_function_sizes(path: Path):
     kernel = path.parent.parent.name == "backends" and path.name in KERNEL_FILES
     limit = INIT_LINES if path.name == "__init__.py" else KERNEL_FILE_LINES if kernel else FILE_LINES
@@ -86,7 +87,7 @@ DEVICE_PARAMETERS = 12
 OF_DEVICES = [p for p in FILES if p.parent.name in ("triton", "gluon")]
 
 
-@pytest.mark.parametrize("path", OF_DEVICES, ids=lambda p: f"{p.parent.name}/{p.name}")
+@of_each(OF_DEVICES)
 def test_signatures_of_device_functions(path: Path):
     """What belongs together comes in a named tuple."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
