@@ -10,8 +10,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from scripts import mutants
 
+from polyflash import env
 from polyflash.tuning import store
-from tests import device
+from tests import device, interpreter
 from tests.backends.metal import shim
 from tests.browser import adapter
 from tests.memory import poisoned
@@ -21,6 +22,8 @@ if device.ROWS == "metal" and device.ON_A_CPU:
     shim.install()  # before test modules list rows
 if device.ADAPTER == "chromium":
     adapter.install()
+if env.TRITON_INTERPRET.is_set():
+    interpreter.hasten()
 
 settings.register_profile(
     "ci",
