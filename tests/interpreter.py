@@ -1,21 +1,26 @@
 """Triton's interpreter, three times as quick: the same kernels, tensors and checks, without work whose result
-nobody asks for. Types of blocks are made once per dtype and shape, those of tuples when somebody looks."""
+nobody asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 
 def hasten() -> None:
     from triton.language import core
+    from triton.runtime.interpreter import interpreter_builder as builder
 
+    if not builder.options.debug:  # every sum of integers is made in 64 bits too, and looked at in debug mode
+        builder.options = replace(builder.options, sanitize_overflow=False)
     _make_types_of_blocks_once(core)
     _make_types_of_tuples_late(core)
     _find_dtypes_once(core)
 
 
 def _make_types_of_blocks_once(core: Any) -> None:
+    """Per dtype and shape; their names are written out each time."""
     original, made = core.block_type.__init__, {}
 
     def init(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
@@ -29,6 +34,7 @@ def _make_types_of_blocks_once(core: Any) -> None:
 
 
 def _make_types_of_tuples_late(core: Any) -> None:
+    """When somebody looks: shapes are tuples."""
     original, fields = core.tuple.__init__, core.tuple.__getattr__
 
     def init(self: Any, args: Sequence[Any], type: Any = None) -> None:

@@ -6,7 +6,6 @@ hide or fake ours; `prepare` mends them once, and does nothing where it is off.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,6 @@ def prepare() -> None:
         _take_scalars_as_bounds()
         _take_constants_in_tuples()
         _patch_the_language_once()
-        _skip_what_no_one_looks_at()
         _compute_in_bfloat16()
         _round_once()
 
@@ -62,15 +60,6 @@ def _patch_the_language_once() -> None:
     everything = SimpleNamespace(__globals__={"tl": language, "core": language.core})
     interpreter._patch_lang = lambda _: original(everything)
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
-
-
-def _skip_what_no_one_looks_at() -> None:
-    """Each sum of integers is made again in 64 bits to see whether it overflows, which is then asked in debug
-    mode alone: half of all time."""
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    if not builder.options.debug:
-        builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def _compute_in_bfloat16() -> None:
