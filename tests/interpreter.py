@@ -24,6 +24,7 @@ def _make_types_of_blocks_once(core: Any) -> None:
     original, made = core.block_type.__init__, {}
 
     def init(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
+        assert isinstance(shape, (list, core.tuple))
         key = (element_ty.name, *(s.value if isinstance(s, core.constexpr) else s for s in shape))
         if key not in made:
             original(self, element_ty, shape)

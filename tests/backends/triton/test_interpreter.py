@@ -16,13 +16,15 @@ from triton.runtime import interpreter
 
 def test_types_of_blocks():
     made = core.block_type(core.float32, [core.constexpr(16), 4])
-    assert made == core.block_type(core.float32, (16, 4)) == made.with_element_ty(core.float32)
+    assert made == core.block_type(core.float32, [16, 4]) == made.with_element_ty(core.float32)
     assert (made.shape, made.numel, str(made.scalar)) == ((16, 4), 64, "fp32")
-    pointers = core.block_type(core.pointer_type(core.float32), (16, 4))
-    others = (made.with_element_ty(core.int32), core.block_type(core.float32, (4, 16)), pointers)
+    pointers = core.block_type(core.pointer_type(core.float32), [16, 4])
+    others = (made.with_element_ty(core.int32), core.block_type(core.float32, [4, 16]), pointers)
     assert all(other != made for other in others) and pointers.scalar == core.pointer_type(core.float32)
     with pytest.raises(TypeError, match="0d"):
         core.block_type(core.float32, [])
+    with pytest.raises(AssertionError):
+        core.block_type(core.float32, (16, 4))  # as the compiler, which takes none of Python's
 
 
 def test_types_of_tuples():
