@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import polyflash
 from polyflash import target
 from polyflash.backends.cpu.configs import all_keys
 from polyflash.spec import AttentionSpec, Phase
+from tests import processes
 from tests.chosen import of_each
 
 ROOT = Path(polyflash.__file__).parent
@@ -127,7 +126,7 @@ def test_counting_can_fail(tmp_path: Path):
 
 
 def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = processes.begun(["-c", code])
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
