@@ -1,12 +1,10 @@
 """Prefill over int8 codes by integer products, beside the same attention over floats: `python -m
-benchmarks.integer_products`. Arms take turns in one process, in a drawn order; medians and their ratios."""
+benchmarks.integer_products`. Arms take turns in one process; medians and their ratios."""
 
 from __future__ import annotations
 
-import random
-import statistics
-import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import polyflash
+from polyflash.bench import Arm, compare
 from polyflash.quant import Scheme, quantize
 
-HEADS, SEQLEN, ROUNDS = 8, 2048, 21
+HEADS, SEQLEN, SECONDS = 8, 2048, 12.0
 CODED = Scheme(compute="int8")
 OURS = "int8"
 
@@ -42,27 +41,17 @@ def arms(head_dim: int, causal: bool) -> tuple[dict[str, Callable[[], Tensor]], 
 
 def main() -> None:
     torch.manual_seed(0)
-    draw = random.Random(0)
-    for head_dim in (64, 128):
-        for causal in (False, True):
-            with torch.no_grad():
-                calls, error = arms(head_dim, causal)
-                for call in (*calls.values(), *calls.values()):
-                    call()
-                times: dict[str, list[float]] = {name: [] for name in calls}
-                for _ in range(ROUNDS):
-                    for name in draw.sample(list(calls), len(calls)):
-                        start = time.perf_counter()
-                        calls[name]()
-                        times[name].append(time.perf_counter() - start)
-            medians = {name: statistics.median(x) for name, x in times.items()}
-            ratios = (f"{name} {x * 1e3:.2f} ms ({x / medians[OURS]:.2f})" for name, x in medians.items())
-            least = min(times["torch fp32"]) / min(times[OURS])
-            print(
-                f"d{head_dim} {'causal' if causal else 'full'}: error {error:.2e}; {'; '.join(ratios)}",
-                end="",
-            )
-            print(f"; least times, torch fp32 over int8: {least:.2f}", flush=True)
+    for head_dim, causal in product((64, 128), (False, True)):
+        with torch.no_grad():
+            calls, error = arms(head_dim, causal)
+            found = compare([Arm(name, call) for name, call in calls.items()], seconds=SECONDS)
+        times = ", ".join(
+            f"{name} {1e3 * x.median:.2f} ms ({found.ratio(name, OURS):.2f})"
+            for name, x in found.summaries().items()
+        )
+        least = {name: min(r.seconds[name] for r in found.rounds) for name in calls}
+        print(f"d{head_dim} {'causal' if causal else 'full'}: error {error:.2e}; {times}", end="; ")
+        print(f"least times, torch fp32 over int8: {least['torch fp32'] / least[OURS]:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,8 @@ from torch import Tensor
 Call = Callable[[], Tensor]
 Answer = Callable[[Any], dict[str, Any]]
 _SPAWN, _GRACE = get_context("spawn"), 5.0  # seconds
-_ONNX_ELEMENT = {
-    "float32": 1,
-    "uint8": 2,
-    "int8": 3,
-    "int32": 6,
-    "float16": 10,
-    "bfloat16": 16,
-}  # TensorProto's numbers
+# TensorProto's numbers
+_ONNX_ELEMENT = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "float16": 10, "bfloat16": 16}
 MICROSOFT = "com.microsoft"  # the domain of onnxruntime's own operators
 _ONNX_IR = 11  # the oldest that knows opset 23
 # Threads of onnxruntime spin while a call runs, and no longer: by default they take another 37 ms of CPU time

@@ -1,8 +1,8 @@
-"""Which values of one parameter run by default."""
+"""Which values of one parameter run by default, and rules that are one test for all values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -17,3 +17,25 @@ def chosen(values: Iterable[Any], *slow: Any) -> list[Any]:
         pytest.param(*given, marks=pytest.mark.slow if x in slow else ())
         for x, given in zip(values, marked, strict=True)
     ]
+
+
+def of_each(values: Iterable[Any]) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Makes a rule about one value a test of all of them, which says where it is broken. For hundreds of
+    checks that take less time than a test does by being one. `rule` of the test is the rule."""
+
+    cases = tuple(values)
+
+    def test_of(rule: Callable[[Any], None]) -> Callable[[], None]:
+        def test() -> None:
+            broken = []
+            for value in cases:
+                try:
+                    rule(value)
+                except AssertionError as error:
+                    broken.append(f"{value}: {error}")
+            assert not broken, "\n".join(broken)
+
+        test.__doc__, test.rule = rule.__doc__, rule  # type: ignore[attr-defined]
+        return test
+
+    return test_of

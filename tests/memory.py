@@ -20,14 +20,14 @@ PATTERN = 1234.0  # finite, unlikely, the same in every float dtype
 @contextmanager
 def poisoned(on: bool = True) -> Iterator[None]:
     """Every `torch.empty` is filled: NaN in floats, the largest value in integers (torch's own debug
-    mode)."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(on, warn_only=True)
+    mode, switched by what imports no compiler)."""
+    before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn" if on else "default")
     torch.utils.deterministic.fill_uninitialized_memory = on
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.set_deterministic_debug_mode(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 

@@ -227,14 +227,12 @@ def complaints(recorded: Mapping[str, Any], version: str, entry: str, found: Rep
 
 def record(
     recorded: dict[str, Any], version: str, compiled: Iterable[tuple[Case, str, Report]], reason: str
-) -> list[str]:
-    """Puts reports into `recorded`; returns what needs an exception that is not there."""
-    before, missing = recorded["versions"].get(version, {}), []
+) -> None:
+    """Puts reports into `recorded`; `unexplained` then says what needs an exception that is not there."""
+    before = recorded["versions"].get(version, {})
     entries = dict(before)
     for case, entry, found in compiled:
-        fault = faults(found, case.target, entry=entry)
-        entries[entry] = as_recorded(found, case, fault)
-        missing += [f"{entry}: {fault[n]}" for n in fault if not exceptions(recorded, version, entry, n)]
+        entries[entry] = as_recorded(found, case, faults(found, case.target, entry=entry))
     known = {case.id for case in every_case()}
     entries = {e: entries[e] for e in sorted(entries) if e.rpartition("/")[0] in known}
     if entries != before:
@@ -242,7 +240,6 @@ def record(
         note = {"triton": version, "reason": reason}
         if recorded["reasons"][-1:] != [note]:
             recorded["reasons"].append(note)
-    return missing
 
 
 def write(recorded: Mapping[str, Any]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch.nn import functional as F
 import polyflash
 from polyflash import UnsupportedError, attention, counting, repeats, target, torch_ops
 from polyflash.reference import attention_reference
+from tests import processes
 
 REMEDY = "pip install 'numba>=0.60'"
 
@@ -98,6 +97,6 @@ def test_a_numba_that_does_not_import_is_one_answer(tmp_path):
     code = "import torch, polyflash; x = torch.ones(1, 1, 40, 8); polyflash.attention(x, x, x)"
     path = os.pathsep.join((str(tmp_path), str(Path(polyflash.__file__).parents[1])))
     env = {**os.environ, "PYTHONPATH": path, "POLYFLASH_NO_CACHE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    done = processes.begun(["-c", code], env=env)
     said = "UnsupportedError: numba: got Numba needs NumPy 2.2 or less, wanted a compiler that imports. pip "
     assert said in done.stderr.splitlines()[-1]

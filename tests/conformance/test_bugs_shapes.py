@@ -4,8 +4,6 @@ id."""
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -18,6 +16,7 @@ from polyflash import torch_ops
 from polyflash.spec import MANY_KEYS
 from polyflash.work import work_of
 from polyflash.workloads import Workload
+from tests import processes
 from tests.conformance.rows import DTYPES, Runner, ints, qkv
 from tests.memory import check_guarded, poisoned
 from tests.tolerance import near, same_bits, same_of_other_strides
@@ -448,7 +447,7 @@ if pid == 0:
         os._exit(0)
 os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True)
+    done = processes.begun(["-c", script], timeout=60)
     assert done.returncode == 0, done.stderr
 
 

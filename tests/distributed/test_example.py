@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import processes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel.py"
 pytestmark = pytest.mark.skipif(
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_two_processes_have_the_losses_of_one():
-    command = [sys.executable, str(EXAMPLE), "--steps", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = processes.begun([str(EXAMPLE), "--steps", "4"], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "in one process" in done.stdout and "exchange: " in done.stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import polyflash
+from tests.chosen import of_each
 
 ROOT = Path(polyflash.__file__).parent
 MODULES = {
@@ -149,7 +150,7 @@ def breaches(module: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each(MODULES)
 def test_import_floors(module: str):
     assert not breaches(module)
 
@@ -162,7 +163,7 @@ def test_every_module_has_a_floor():
         ), module
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each(MODULES)
 def test_dsl_stays_in_its_backend(module: str):
     """No kernel DSL outside backends, and none at all in a table or a config module, which print on any
     machine."""
@@ -176,7 +177,7 @@ def test_dsl_stays_in_its_backend(module: str):
             assert name.split(".")[0] != "torch", f"{module}:{line}: a table imports no torch"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if FLOOR.get(m, 9) <= 1 or FLOOR.get(m) == 3])
+@of_each(m for m in MODULES if FLOOR.get(m, 9) <= 1 or FLOOR.get(m) == 3)
 def test_low_floors_are_plain_data(module: str):
     if module not in TORCH_BELOW_2:
         heavy = [
@@ -187,7 +188,7 @@ def test_low_floors_are_plain_data(module: str):
         assert not heavy, heavy
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each(MODULES)
 def test_only_env_reads_the_environment(module: str):
     if module == "polyflash.env":
         return
@@ -198,7 +199,7 @@ def test_only_env_reads_the_environment(module: str):
             assert not {"environ", "getenv"} & {a.name for a in node.names}, f"{module}:{node.lineno}"
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each(MODULES)
 def test_banned_constructs(module: str):
     """No bare except, no assert, nothing that unpickles or evaluates text, no shell."""
     for node in all_of(module):
@@ -221,7 +222,7 @@ def test_banned_constructs(module: str):
         )
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each(MODULES)
 def test_public_functions_name_their_arguments(module: str):
     """None takes names it does not know, but to refuse every one of them in words (see hints.py)."""
     for node in all_of(module):
@@ -261,14 +262,14 @@ def test_overloads_name_what_their_function_takes(module: str):
     assert overloads
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each(MODULES)
 def test_options_are_given_by_name(module: str):
     for node in all_of(module):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Options":
             assert not node.args, f"{module}:{node.lineno}"
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each(MODULES)
 def test_names_say_something(module: str):
     assert not BANNED_NAMES & set(module.split(".")), module
     for node in all_of(module):
@@ -276,7 +277,7 @@ def test_names_say_something(module: str):
             assert node.name.lower().strip("_") not in BANNED_NAMES, f"{module}:{node.lineno}: {node.name}"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if MODULES[m].read_text(encoding="utf-8").strip()])
+@of_each(m for m in MODULES if MODULES[m].read_text(encoding="utf-8").strip())
 def test_every_module_says_what_it_is(module: str):
     assert ast.get_docstring(tree(module)), module
     if tree(module).body[1:]:
@@ -284,7 +285,7 @@ def test_every_module_says_what_it_is(module: str):
         assert "from __future__ import annotations" in text or MODULES[module].name.startswith("__"), module
 
 
-@pytest.mark.parametrize("module", MODULES)
+@of_each(MODULES)
 def test_docstrings_open_with_a_verb_or_a_noun(module: str):
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for node in all_of(module):
@@ -303,15 +304,15 @@ def test_the_law_can_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setitem(MODULES, name, bad)
         assert len(breaches(name)) == 2, name
     with pytest.raises(AssertionError):
-        test_dsl_stays_in_its_backend("polyflash.plan")
+        test_dsl_stays_in_its_backend.rule("polyflash.plan")
     bad.write_text("import os\ntry:\n    x = os.environ\nexcept:\n    assert 0\n", encoding="utf-8")
     for law in (test_banned_constructs, test_only_env_reads_the_environment):
         with pytest.raises(AssertionError):
-            law("polyflash.plan")
+            law.rule("polyflash.plan")
     bad.write_text('"""Of a key."""\n', encoding="utf-8")
     with pytest.raises(AssertionError):
-        test_docstrings_open_with_a_verb_or_a_noun("polyflash.plan")
+        test_docstrings_open_with_a_verb_or_a_noun.rule("polyflash.plan")
     for first in ("if unknown:\n        raise unexpected(g, unknown)", "return unknown"):
         bad.write_text(f"@answering\ndef f(**unknown: Never):\n    {first}\n", encoding="utf-8")
         with pytest.raises(AssertionError):
-            test_public_functions_name_their_arguments("polyflash.plan")
+            test_public_functions_name_their_arguments.rule("polyflash.plan")

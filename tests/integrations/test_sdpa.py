@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyflash import UnsupportedError, use_backend
 from polyflash.integrations import sdpa
+from tests import processes
 from tests.device import DEVICE, ON_A_CPU, generator
 from tests.rows_here import FREE, HERE, needs_engine
 from tests.tolerance import BACKSTOP, GRADIENT_BACKSTOP, near
@@ -662,7 +661,5 @@ assert "flash_attn" not in sys.modules and "xformers" not in sys.modules
 
 
 def test_importing_the_plug_ins_patches_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", NOTHING_PATCHED], capture_output=True, text=True, timeout=120
-    )
+    done = processes.begun(["-c", NOTHING_PATCHED])
     assert done.returncode == 0, done.stderr

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import processes
 
 pytest.importorskip("matplotlib")
 
@@ -20,9 +20,8 @@ pytestmark = pytest.mark.skipif(not EXAMPLE.exists(), reason="needs a checkout")
 
 
 def run(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, str(EXAMPLE), *TINY, *words]
-    command += ["--plot", str(folder / "curves.png"), "--json", str(folder / "results.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    files = ["--plot", str(folder / "curves.png"), "--json", str(folder / "results.json")]
+    done = processes.begun([str(EXAMPLE), *TINY, *words, *files], timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "results.json").read_text(encoding="utf-8")), done.stdout
 

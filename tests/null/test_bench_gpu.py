@@ -7,8 +7,6 @@ import importlib.util
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,6 +17,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks import peers
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import arms as gpu_arms
 from benchmarks.gpu import device as gpu_device
@@ -37,12 +36,19 @@ from benchmarks.gpu.arms import (
     make_tensors,
 )
 from benchmarks.gpu.rows import Children, Task
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 ONE_THREAD = "OMP_NUM_THREADS", "1"  # two would wait for a core of the other tests, at full speed
 TINY = {c.part: c for c in reversed(gpu_arms.tiny())}
 CAUSAL = gpu_arms.tiny()[1]
 MATH = next(arm for arm in arms("torch") if arm.name == "math")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch):
+    """Processes begin with torch imported."""
+    monkeypatch.setattr(peers, "_SPAWN", processes.forking())
 
 
 def test_rows_cover_what_is_promised():
@@ -378,10 +384,9 @@ def words(tmp_path: Path, *more: str) -> list[str]:
     return [*plain, "--json", str(tmp_path / "rows.jsonl"), *more]
 
 
-def run(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu", *words(tmp_path, *more)]
+def run(tmp_path: Path, *more: str) -> Any:
     environment = dict([*os.environ.items(), ("PYTHONPATH", str(ROOT / "src")), ONE_THREAD])
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, cwd=ROOT)
+    return processes.begun(["-m", "benchmarks.gpu", *words(tmp_path, *more)], env=environment, cwd=ROOT)
 
 
 def test_one_command_measures_resumes_and_writes_the_page(tmp_path, monkeypatch, capsys):
@@ -490,10 +495,8 @@ def test_peer_kernels_are_right_in_the_interpreter(tmp_path, monkeypatch):
         "        print(float((f(q, k, v, causal)() - w).norm() / w.norm()))\n"
         "print(len(g.tutorial_grid(128, False)), len(g.tutorial_grid(64, True)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = processes.begun(["-c", code], env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     *errors, counts = done.stdout.splitlines()
     assert len(errors) == 4 and all(float(x) < 1e-5 for x in errors)
@@ -502,11 +505,8 @@ def test_peer_kernels_are_right_in_the_interpreter(tmp_path, monkeypatch):
 
 def test_checks_run_here_or_are_skipped_with_a_reason():
     script = str(ROOT / "scripts" / "gpu_check.py")
-    command = [sys.executable, script, "--device", "cpu", "--backend", "torch", "--quick"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [*command, "far-gradients", "graph"], capture_output=True, text=True, timeout=100, env=environment
-    )
+    command = [script, "--device", "cpu", "--backend", "torch", "--quick", "far-gradients", "graph"]
+    done = processes.begun(command, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
     assert done.returncode == 0, done.stdout + done.stderr
     assert {x.split()[0] + " " + x.split()[1] for x in done.stdout.splitlines()} == {
         "ok far-gradients",

@@ -12,6 +12,7 @@ import torch
 from benchmarks import cases, command, peers
 from benchmarks.peers import PEERS, Peer
 from polyflash import cli
+from tests import processes
 
 FAKE = """
 import os, sys, time
@@ -34,6 +35,12 @@ def dies(q, k, v, causal, threads):
 def hangs(q, k, v, causal, threads):
     time.sleep(60)
 """
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch):
+    """Processes begin with torch imported."""
+    monkeypatch.setattr(peers, "_SPAWN", processes.forking())
 
 
 def chosen(*kinds: str) -> list[cases.Case]:

@@ -12,6 +12,7 @@ from scripts import mutants
 
 import polyflash
 from tests.catalogue import CATALOGUE, DTYPES
+from tests.chosen import of_each
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = mutants.table()
 
 
-@pytest.mark.parametrize("mutant", TABLE, ids=lambda m: m.id)
+@of_each(TABLE)
 def test_a_mutant_has_its_place(mutant):
     """Exactly one, and a module it becomes is Python; a stale entry fails here and not in the long sweep."""
     text = (Path(polyflash.__file__).parent / mutant.file).read_text(encoding="utf-8")

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ import torch
 import polyflash.torch_ops
 from polyflash.operands import BY_NAME, DIFFERENTIABLE, OPERANDS, TENSORS, features_of
 from polyflash.spec import Arguments, Feature
+from tests import processes
 
 SIZES = {"num_q_heads": 4, "num_kv_heads": 4, "head_dim": 8, "head_dim_v": 8}
 
@@ -129,14 +128,8 @@ def test_a_new_operand_is_one_entry(tmp_path: Path):
         text = (copy / name).read_text(encoding="utf-8")
         assert text.count(old) == 1, (name, old)
         (copy / name).write_text(text.replace(old, new), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", EXERCISE],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = processes.begun(["-c", EXERCISE], env=env, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     for name, said in SAID.items():
         _, found, rest = done.stdout.partition(f"{name} ")

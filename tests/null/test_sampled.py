@@ -1,4 +1,4 @@
-"""Pairwise sampling of the conformance grids, without running a case."""
+"""Pairwise sampling of the conformance grids, without running a case; rules that are one test."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from scripts import mutants
 
+from tests.chosen import of_each
 from tests.conformance import sampled
 
 CAPABILITIES, DTYPES = ("cpu/forward", "torch/forward"), ("float32", "bfloat16", "float16")
@@ -62,3 +64,14 @@ def test_what_runs_whole():
                 for row in ("torch/forward", "cpu/forward")
             ]
             assert grid[1] not in sampled.left_out(grid), mutant.id
+
+
+def test_a_rule_of_many_values_names_those_that_break_it():
+    def is_odd(x: int) -> None:
+        assert x % 2, "even"
+
+    of_each((1, 3))(is_odd)()
+    with pytest.raises(AssertionError) as broken:
+        of_each(range(5))(is_odd)()
+    told = [line for line in str(broken.value).splitlines() if ": even" in line]
+    assert [line[:1] for line in told] == ["0", "2", "4"]

@@ -24,6 +24,7 @@ from polyflash.backends.triton.tables import Tile
 from polyflash.errors import SpecError
 from polyflash.spec import MANY_KEYS, MOST_POSITIONS, AttentionSpec, Feature, Phase, length_class
 from polyflash.target import Target
+from tests.chosen import of_each
 
 DIMS = ((32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
 KINDS = (frozenset(), frozenset({Feature.BIAS}))
@@ -85,7 +86,7 @@ def entry_of(spec: AttentionSpec, target: Target, table: dict) -> Any:
     return table[arch.family, size][heads[0]] if arch and heads else None
 
 
-@pytest.mark.parametrize("d", (1, 2, 15, *range(16, 577)))
+@of_each((1, 2, 15, *range(16, 577)))
 def test_a_head_dim_is_two_powers_of_two_with_little_padding(d: int):
     first, second = configs.split_dim(d)
     for n in filter(None, (first, second)):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import polyflash
+from tests import processes
 from tests.chosen import chosen
 
 PRELUDE = """
@@ -40,11 +41,18 @@ def process(
     stderr: str = "",
     prelude: str = PRELUDE,
     torch_may_abort: bool = False,
+    imported: bool = True,
 ) -> str:
-    """Runs `code` in a new process, which must end by itself with exit code 0; returns what it printed."""
+    """Runs `code` in a new process, which must end by itself with exit code 0; returns what it printed. Not
+    `imported`: in an interpreter that has not imported torch."""
     environment = {**os.environ, "PYTHONPATH": str(Path(polyflash.__file__).parents[1])}
-    command = [sys.executable, *options, "-c", prelude + textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    command = [*options, "-c", prelude + textwrap.dedent(code)]
+    if imported:
+        done = processes.begun(command, timeout=timeout, env=environment)
+    else:
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=timeout, env=environment
+        )
     if torch_may_abort and done.stderr == "terminate called without an active exception\n":
         return done.stdout
     assert done.returncode == 0, (done.returncode, done.stderr)
@@ -206,6 +214,7 @@ def test_optimised_python_validates_all_the_same():
         print(cli.main(["explain", "--quiet"]), cli.main(["cache", "path"]))
         """,
         "-OO",
+        imported=False,
     )
     lines = out.splitlines()
     assert lines[:5] == ["True"] * 5 and lines[-1] == "0 0"
@@ -235,6 +244,7 @@ def test_interpreter_shutdown(ending):
         {ending}
     """,
         torch_may_abort=True,
+        imported=False,
     )
 
 
@@ -257,6 +267,7 @@ def test_first_import_and_first_call_in_a_thread():
         assert not failed, failed
         """,
         prelude="",
+        imported=False,
     )
 
 

@@ -11,8 +11,6 @@ import dataclasses
 import mmap
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ import torch
 import polyflash
 from polyflash import SpecError, backends, env, explain, target, torch_ops
 from polyflash.backends.cpu import configs
+from tests import processes
 from tests.rows_here import HERE
 
 PACKAGE = Path(polyflash.__file__).parent
@@ -174,8 +173,7 @@ print([name for name in written if "__pycache__" not in name])
         "PYTHONPATH": str(PACKAGE.parent),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = processes.begun(["-c", code], env=environment)
     assert done.returncode == 0, done.stderr
     outside = [
         name for name in ast.literal_eval(done.stdout) if not name.startswith((".", "/dev/", "/proc/"))

@@ -26,6 +26,7 @@ from polyflash.backends.cpu import cores, runtime, store
 from polyflash.backends.triton import report as triton_report
 from polyflash.backends.webgpu import device as webgpu_device
 from polyflash.spec import Phase
+from tests import processes
 from tests.chosen import chosen
 from tests.rows_here import HERE
 
@@ -488,14 +489,8 @@ def test_env_imports_neither_torch_nor_rich(tmp_path):
 def test_import_polyflash_is_whole_everywhere_else(command, tmp_path):
     for name in ("tool.py", "polyflashy.py"):
         (tmp_path / name).write_text("import polyflash\nprint(polyflash.attention.__name__)\n")
-    done = subprocess.run(
-        [sys.executable, *command.split()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
-        cwd=tmp_path,
-    )
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = processes.begun(command.split(), env=env, cwd=tmp_path)
     assert done.stdout == "attention\n", done.stderr
 
 

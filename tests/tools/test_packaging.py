@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import polyflash
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = (
@@ -105,17 +106,20 @@ EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 )
 def test_examples_have_help(name: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    done = processes.begun([str(ROOT / "examples" / f"{name}.py"), "--help"], timeout=240, env=env)
     if "No module named" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
 
 
-def in_a_new_process(code: str) -> str:
-    """What the code prints where nothing was imported."""
+def in_a_new_process(code: str, *, imported: bool) -> str:
+    """What the code prints where nothing was imported, or torch alone."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    if imported:
+        done = processes.begun(["-c", code], env=env)
+    else:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -126,7 +130,8 @@ class TestNames:
     def test_import_brings_no_torch_and_knows_every_name(self) -> None:
         said = in_a_new_process(
             "import sys, polyflash\n"
-            "print('torch' in sys.modules, set(polyflash.__all__) - set(dir(polyflash)))"
+            "print('torch' in sys.modules, set(polyflash.__all__) - set(dir(polyflash)))",
+            imported=False,
         )
         assert said == "False set()"
 
@@ -137,7 +142,8 @@ class TestNames:
             "print([hasattr(torch.ops.polyflash, n) for n in ('attention', 'column_sums')])\n"
             "from polyflash import merge, attention; import polyflash.merging, pickle\n"
             "print(polyflash.merge is merge is polyflash.merging.merge, polyflash.attention is attention,"
-            " pickle.loads(pickle.dumps(attention)) is attention, hasattr(polyflash, 'magic'))"
+            " pickle.loads(pickle.dumps(attention)) is attention, hasattr(polyflash, 'magic'))",
+            imported=True,
         )
         assert said == "[True, True]\nTrue True True False"
 
@@ -145,7 +151,9 @@ class TestNames:
         said = in_a_new_process(
             "import sys, polyflash\n"
             "print('polyflash.quant' in sys.modules, polyflash.quant.Scheme.__name__)\n"
-            "print(*(getattr(polyflash, n).__name__ for n in 'integrations kvcache parallel webgpu'.split()))"
+            "names = 'integrations kvcache parallel webgpu'.split()\n"
+            "print(*(getattr(polyflash, name).__name__ for name in names))",
+            imported=False,
         )
         names = "integrations polyflash.kvcache polyflash.parallel polyflash.webgpu"
         assert said == f"False Scheme\npolyflash.{names}"
@@ -175,11 +183,8 @@ class TestWheel:
     def call(
         self, alone: Path, *words: str, start: Sequence[str] = ("-m", "polyflash")
     ) -> tuple[int, str, str]:
-        done = subprocess.run(
-            [sys.executable, *start, *words],
-            capture_output=True, text=True, timeout=240, cwd=alone,
-            env={**os.environ, "PYTHONPATH": str(alone)},
-        )  # fmt: skip
+        env = {**os.environ, "PYTHONPATH": str(alone)}
+        done = processes.begun([*start, *words], timeout=240, cwd=alone, env=env)
         return done.returncode, done.stdout, done.stderr
 
     def test_wheel_has_the_package_alone(self) -> None:

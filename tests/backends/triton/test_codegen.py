@@ -208,7 +208,8 @@ SPOILED = {
 def test_a_worse_kernel_is_noticed(how: str):
     entry = f"{HOPPER.id}/attend"
     ledger: dict[str, Any] = {"reasons": [], "exceptions": [], "versions": {}}
-    assert not script.record(ledger, "0", [(HOPPER, entry, CLEAN_REPORT)], "first")
+    script.record(ledger, "0", [(HOPPER, entry, CLEAN_REPORT)], "first")
+    assert not script.unexplained(ledger)
     assert not script.complaints(ledger, "0", entry, CLEAN_REPORT, HOPPER)
     worse = replace(CLEAN_REPORT, **SPOILED[how])
     assert script.complaints(ledger, "0", entry, worse, HOPPER)
