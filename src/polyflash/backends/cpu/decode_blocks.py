@@ -230,9 +230,9 @@ class DecodeTile(AddressLists, Turns):
         e.loop(groups, [e.pointer(v_rows), e.pointer(p), e.pointer(alpha), e.pointer(later)], group)
 
     def _weigh(self, e: Emitter, places, listed, channels, spread, bounded, at_once: int = 0) -> None:
-        """One group of keys; `places` are of weights, alpha and O, `listed` the lists of V rows and of rows
-        that are read next, or what gives those of a key. `at_once` query rows share a walk over the keys of
-        the group, all of them if it is 0."""
+        """One group of keys; `places` are of weights, alpha (None if it is 1) and O, `listed` the lists of V
+        rows and of rows that are read next, or what gives those of a key. `at_once` query rows share a walk
+        over the keys of the group, all of them if it is 0."""
         pack, unit_bytes, step_bytes = self.key.pack, self.unit * self.size, self.rows * self.parts * e.bytes
         (p_p, p_alpha, p_o), trips, at_once = places, KEYS_PER_GROUP // pack, at_once or self.rows
 
@@ -271,11 +271,12 @@ class DecodeTile(AddressLists, Turns):
             else:
                 sums = rolled(e, trips, [*listed, p_p, *sums], some_keys)[3:]
             for r in range(at_once):
-                shrink = e.splat(e.load(p_alpha, (first + r) * 4, F32))
+                shrink = None if p_alpha is None else e.splat(e.load(p_alpha, (first + r) * 4, F32))
                 for c in range(count * self.parts):
                     u, part = divmod(c, self.parts)
                     place = u * step_bytes + ((first + r) * self.parts + part) * e.bytes
-                    total = e.fma(shrink, e.load(p[0], place), sums[r * count * self.parts + c])
+                    before, more = e.load(p[0], place), sums[r * count * self.parts + c]
+                    total = e.b.fadd(before, more) if shrink is None else e.fma(shrink, before, more)
                     e.store(total, p[0], place)
 
         self._units(e, channels, [p_o], units, (1,) if bounded else self.units_at_once(at_once))
