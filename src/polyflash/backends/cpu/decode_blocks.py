@@ -12,13 +12,15 @@ V and reads it key by key. A vector of scores is [key][row], the row the faster.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import AddressLists
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import STEP
-from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, DecodeKey
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, NARROW, WIDTH, DecodeKey
 from polyflash.backends.cpu.decode_turns import Turns
 from polyflash.backends.cpu.decode_units import rolled, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
@@ -75,13 +77,19 @@ class DecodeTile(AddressLists, Turns):
         first = b.add(e.splat(b.trunc(key, I32)), in_group)
         change = self._change(e, factor, cap)
 
-        def group(i: Value, values: list[Value]) -> list[Value]:
+        def group(channels: Value | int, q: Any, i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later = values
             sums: list[Value] = []
+
+            def key_sums(j: Value, p: list[Value]) -> list[Value]:
+                row, next_row = (e.pointer(e.load(x, 0, I64)) for x in p[:2])
+                e.store(self._dots(e, row, next_row, q, channels, spread)[0], p[2])
+                return [e.at(p[0], 8), e.at(p[1], 8), e.at(p[2], e.bytes)]
+
             if self.rows > 1:
                 for j in range(self.keys):
                     row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
-                    sums += self._dots(e, row, next_row, p_q, channels, spread)
+                    sums += self._dots(e, row, next_row, q, channels, spread)
             else:
                 rolled(e, self.keys, [p_rows, p_later, p_sums], key_sums)
                 sums = [e.load(p_sums, n * e.bytes) for n in range(self.lanes)]
@@ -92,15 +100,21 @@ class DecodeTile(AddressLists, Turns):
             ahead, p_later = e.at(p_rows, 8 * self.keys), e.at(p_later, 8 * self.keys)
             return [ahead, e.at(p_s, e.bytes), e.maximum(x, largest), b.add(at, e.ints(self.keys)), p_later]
 
-        def key_sums(j: Value, p: list[Value]) -> list[Value]:
-            row, next_row = (e.pointer(e.load(x, 0, I64)) for x in p[:2])
-            e.store(self._dots(e, row, next_row, p_q, channels, spread)[0], p[2])
-            return [e.at(p[0], 8), e.at(p[1], 8), e.at(p[2], e.bytes)]
+        def groups_of(channels: Value | int, q: Any, groups: Value) -> None:
+            start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, e.pointer(later)]
+            e.store(e.loop(groups, start, partial(group, channels, q))[2], p_top)
 
-        p_top = e.pointer(top)
-        start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, e.pointer(later)]
-        out = e.loop(groups, start, group)
-        e.store(out[2], p_top)
+        p_top, left = e.pointer(top), groups
+        for known in (NARROW, WIDTH) if self.dot and 1 < self.rows <= 4 else ():
+            mine = b.icmp_signed("==", channels, I64(known))
+
+            def held(_: list[Value], known: int = known) -> list[Value]:
+                groups_of(known, self._held(e, p_q, known), groups)
+                return []
+
+            e.where(mine, [], held)
+            left = b.select(mine, I64(0), left)
+        groups_of(channels, p_q, left)
 
     def _change(self, e: Emitter, factor: Value, cap: Value) -> Callable[[Value], Value]:
         b = e.b
@@ -125,6 +139,7 @@ class DecodeTile(AddressLists, Turns):
     ) -> list[Value]:
         """A vector of partial sums of one key for every row of Q."""
         width, unit_bytes = self.query_bytes(e), self.unit * self.size
+        held = q if isinstance(q, list) else None
 
         def step(at: Value, values: list[Value], mask: Value | None, units: int) -> list[Value]:
             p_q, sums = values[0], values[1:]
@@ -133,11 +148,11 @@ class DecodeTile(AddressLists, Turns):
                 x = self._raw(e, e.at(row, u * unit_bytes), at, mask)
                 for c, part in enumerate([x] if self.dot else self._split(e, x)):
                     for r in range(self.rows):
-                        y = e.load(p_q, (u * self.rows + r) * width + c * e.bytes)
+                        y = held[u][c][r] if held else e.load(p_q, (u * self.rows + r) * width + c * e.bytes)
                         sums[r] = e.dot_bf16(sums[r], part, y) if self.dot else e.fma(part, y, sums[r])
-            return [e.at(p_q, units * self.rows * width), *sums]
+            return [p_q if held else e.at(p_q, units * self.rows * width), *sums]
 
-        return self._units(e, channels, [q, *[e.floats(0)] * self.rows], step, self.steps)[1:]
+        return self._units(e, channels, [I64(0) if held else q, *[e.floats(0)] * self.rows], step, self.steps)[1:]
 
     # online_softmax
     @stage

@@ -164,14 +164,14 @@ class Turns(Units):
         first = group(e.pointer(alpha), I64(0), [*(e.pointer(x) for x in (v, k, p, s)), e.load(p_top)])
         e.store(e.loop(e.b.sub(groups, I64(1)), first, partial(group, None))[-1], p_top)
 
-    def _held(self, e: Emitter, p_q: Value) -> list[list[list[Value]]]:
+    def _held(self, e: Emitter, p_q: Value, width: int = WIDTH) -> list[list[list[Value]]]:
         """Q in registers, as far as there are: by unit, part and row. Each load of Q beside K would take the
         place of a line of K that could be under way."""
 
         def vector(u: int, part: int, r: int) -> Value:
             return e.load(p_q, (u * self.rows + r) * self.query_bytes(e) + part * e.bytes)
 
-        units, parts, rows = (range(n) for n in (WIDTH // self.unit, self.parts, self.rows))
+        units, parts, rows = (range(n) for n in (width // self.unit, 1 if self.dot else self.parts, self.rows))
         return [[[vector(u, part, r) for r in rows] for part in parts] for u in units]
 
     def _dots_of(self, e: Emitter, row: Value, held: list[list[list[Value]]]) -> list[Value]:
