@@ -104,6 +104,7 @@ class DecodeTile(AddressLists, Turns):
             start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, e.pointer(later)]
             e.store(e.loop(groups, start, partial(group, channels, q))[2], p_top)
 
+        # Few rows of pairs and known channels are held: a load of Q beside each line of K costs as much as a dot.
         p_top, left = e.pointer(top), groups
         for known in (NARROW, WIDTH) if self.dot and 1 < self.rows <= 4 else ():
             mine = b.icmp_signed("==", channels, I64(known))
@@ -133,11 +134,11 @@ class DecodeTile(AddressLists, Turns):
         e: Emitter,
         row: Value,
         later: Value | None,
-        q: Value,
+        q: Value | list[list[list[Value]]],
         channels: Value | int,
         spread: Value | None,
     ) -> list[Value]:
-        """A vector of partial sums of one key for every row of Q."""
+        """A vector of partial sums of one key for every row of Q, which is an address or `_held`."""
         width, unit_bytes = self.query_bytes(e), self.unit * self.size
         held = q if isinstance(q, list) else None
 
@@ -152,7 +153,8 @@ class DecodeTile(AddressLists, Turns):
                         sums[r] = e.dot_bf16(sums[r], part, y) if self.dot else e.fma(part, y, sums[r])
             return [p_q if held else e.at(p_q, units * self.rows * width), *sums]
 
-        return self._units(e, channels, [I64(0) if held else q, *[e.floats(0)] * self.rows], step, self.steps)[1:]
+        start = [I64(0) if held else q, *[e.floats(0)] * self.rows]
+        return self._units(e, channels, start, step, self.steps)[1:]
 
     # online_softmax
     @stage

@@ -171,7 +171,8 @@ class Turns(Units):
         def vector(u: int, part: int, r: int) -> Value:
             return e.load(p_q, (u * self.rows + r) * self.query_bytes(e) + part * e.bytes)
 
-        units, parts, rows = (range(n) for n in (width // self.unit, 1 if self.dot else self.parts, self.rows))
+        counts = (width // self.unit, 1 if self.dot else self.parts, self.rows)
+        units, parts, rows = (range(n) for n in counts)
         return [[[vector(u, part, r) for r in rows] for part in parts] for u in units]
 
     def _dots_of(self, e: Emitter, row: Value, held: list[list[list[Value]]]) -> list[Value]:
