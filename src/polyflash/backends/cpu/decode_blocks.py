@@ -12,13 +12,15 @@ V and reads it key by key. A vector of scores is [key][row], the row the faster.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import AddressLists
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import STEP
-from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, DecodeKey
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, NARROW, WIDTH, DecodeKey
 from polyflash.backends.cpu.decode_turns import Turns
 from polyflash.backends.cpu.decode_units import rolled, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
@@ -75,13 +77,19 @@ class DecodeTile(AddressLists, Turns):
         first = b.add(e.splat(b.trunc(key, I32)), in_group)
         change = self._change(e, factor, cap)
 
-        def group(i: Value, values: list[Value]) -> list[Value]:
+        def group(channels: Value | int, q: Any, i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later = values
             sums: list[Value] = []
+
+            def key_sums(j: Value, p: list[Value]) -> list[Value]:
+                row, next_row = (e.pointer(e.load(x, 0, I64)) for x in p[:2])
+                e.store(self._dots(e, row, next_row, q, channels, spread)[0], p[2])
+                return [e.at(p[0], 8), e.at(p[1], 8), e.at(p[2], e.bytes)]
+
             if self.rows > 1:
                 for j in range(self.keys):
                     row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
-                    sums += self._dots(e, row, next_row, p_q, channels, spread)
+                    sums += self._dots(e, row, next_row, q, channels, spread)
             else:
                 rolled(e, self.keys, [p_rows, p_later, p_sums], key_sums)
                 sums = [e.load(p_sums, n * e.bytes) for n in range(self.lanes)]
@@ -92,15 +100,22 @@ class DecodeTile(AddressLists, Turns):
             ahead, p_later = e.at(p_rows, 8 * self.keys), e.at(p_later, 8 * self.keys)
             return [ahead, e.at(p_s, e.bytes), e.maximum(x, largest), b.add(at, e.ints(self.keys)), p_later]
 
-        def key_sums(j: Value, p: list[Value]) -> list[Value]:
-            row, next_row = (e.pointer(e.load(x, 0, I64)) for x in p[:2])
-            e.store(self._dots(e, row, next_row, p_q, channels, spread)[0], p[2])
-            return [e.at(p[0], 8), e.at(p[1], 8), e.at(p[2], e.bytes)]
+        def groups_of(channels: Value | int, q: Any, groups: Value) -> None:
+            start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, e.pointer(later)]
+            e.store(e.loop(groups, start, partial(group, channels, q))[2], p_top)
 
-        p_top = e.pointer(top)
-        start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, e.pointer(later)]
-        out = e.loop(groups, start, group)
-        e.store(out[2], p_top)
+        # Few rows of pairs and known channels are held: a load of Q beside each line of K costs as much as a dot.
+        p_top, left = e.pointer(top), groups
+        for known in (NARROW, WIDTH) if self.dot and 1 < self.rows <= 4 else ():
+            mine = b.icmp_signed("==", channels, I64(known))
+
+            def held(_: list[Value], known: int = known) -> list[Value]:
+                groups_of(known, self._held(e, p_q, known), groups)
+                return []
+
+            e.where(mine, [], held)
+            left = b.select(mine, I64(0), left)
+        groups_of(channels, p_q, left)
 
     def _change(self, e: Emitter, factor: Value, cap: Value) -> Callable[[Value], Value]:
         b = e.b
@@ -119,12 +134,13 @@ class DecodeTile(AddressLists, Turns):
         e: Emitter,
         row: Value,
         later: Value | None,
-        q: Value,
+        q: Value | list[list[list[Value]]],
         channels: Value | int,
         spread: Value | None,
     ) -> list[Value]:
-        """A vector of partial sums of one key for every row of Q."""
+        """A vector of partial sums of one key for every row of Q, which is an address or `_held`."""
         width, unit_bytes = self.query_bytes(e), self.unit * self.size
+        held = q if isinstance(q, list) else None
 
         def step(at: Value, values: list[Value], mask: Value | None, units: int) -> list[Value]:
             p_q, sums = values[0], values[1:]
@@ -133,11 +149,12 @@ class DecodeTile(AddressLists, Turns):
                 x = self._raw(e, e.at(row, u * unit_bytes), at, mask)
                 for c, part in enumerate([x] if self.dot else self._split(e, x)):
                     for r in range(self.rows):
-                        y = e.load(p_q, (u * self.rows + r) * width + c * e.bytes)
+                        y = held[u][c][r] if held else e.load(p_q, (u * self.rows + r) * width + c * e.bytes)
                         sums[r] = e.dot_bf16(sums[r], part, y) if self.dot else e.fma(part, y, sums[r])
-            return [e.at(p_q, units * self.rows * width), *sums]
+            return [p_q if held else e.at(p_q, units * self.rows * width), *sums]
 
-        return self._units(e, channels, [q, *[e.floats(0)] * self.rows], step, self.steps)[1:]
+        start = [I64(0) if held else q, *[e.floats(0)] * self.rows]
+        return self._units(e, channels, start, step, self.steps)[1:]
 
     # online_softmax
     @stage
@@ -230,9 +247,9 @@ class DecodeTile(AddressLists, Turns):
         e.loop(groups, [e.pointer(v_rows), e.pointer(p), e.pointer(alpha), e.pointer(later)], group)
 
     def _weigh(self, e: Emitter, places, listed, channels, spread, bounded, at_once: int = 0) -> None:
-        """One group of keys; `places` are of weights, alpha and O, `listed` the lists of V rows and of rows
-        that are read next, or what gives those of a key. `at_once` query rows share a walk over the keys of
-        the group, all of them if it is 0."""
+        """One group of keys; `places` are of weights, alpha (None if it is 1) and O, `listed` the lists of V
+        rows and of rows that are read next, or what gives those of a key. `at_once` query rows share a walk
+        over the keys of the group, all of them if it is 0."""
         pack, unit_bytes, step_bytes = self.key.pack, self.unit * self.size, self.rows * self.parts * e.bytes
         (p_p, p_alpha, p_o), trips, at_once = places, KEYS_PER_GROUP // pack, at_once or self.rows
 
@@ -271,11 +288,12 @@ class DecodeTile(AddressLists, Turns):
             else:
                 sums = rolled(e, trips, [*listed, p_p, *sums], some_keys)[3:]
             for r in range(at_once):
-                shrink = e.splat(e.load(p_alpha, (first + r) * 4, F32))
+                shrink = None if p_alpha is None else e.splat(e.load(p_alpha, (first + r) * 4, F32))
                 for c in range(count * self.parts):
                     u, part = divmod(c, self.parts)
                     place = u * step_bytes + ((first + r) * self.parts + part) * e.bytes
-                    total = e.fma(shrink, e.load(p[0], place), sums[r * count * self.parts + c])
+                    before, more = e.load(p[0], place), sums[r * count * self.parts + c]
+                    total = e.b.fadd(before, more) if shrink is None else e.fma(shrink, before, more)
                     e.store(total, p[0], place)
 
         self._units(e, channels, [p_o], units, (1,) if bounded else self.units_at_once(at_once))

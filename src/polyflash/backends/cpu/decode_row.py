@@ -113,7 +113,7 @@ def _several(key: DecodeKey, stage: Any, list_rows: Any, device: Any) -> Any:
             if i + 1 < ahead:
                 stage.fill(block_next, 1, MINUS_INF)
                 v_at, k_at = v + begin * v_step, k + last * k_step
-                values, keys = (v_at, v_step, s, o, block, ones), (k_at, k_step, q, s_next, block_next)
+                values, keys = (v_at, v_step, s, o, block), (k_at, k_step, q, s_next, block_next)
                 stage.weigh_and_score(*values, *keys, groups, factor, cap)
             else:
                 list_rows(tile, v, V_BATCH, v_rows, begin, last)

@@ -124,19 +124,19 @@ class Turns(Units):
 
     @stage
     def weigh_and_score(
-        self, e: Emitter, v, v_step, p, o, alpha, ones, k, k_step, q, s, top, groups, factor, cap
+        self, e: Emitter, v, v_step, p, o, alpha, k, k_step, q, s, top, groups, factor, cap
     ) -> None:
         """Accumulates like `accumulate`, and after V of each group scores like `scores` as many keys of K,
         which every row sees; all are of WIDTH channels, `v_step` or `k_step` bytes apart. Every instruction
         reads on by a row at a time, through no list of addresses, and nothing is prefetched: the machine's
         own prefetchers follow both places, and do so better undisturbed."""
         change, p_top = self._change(e, factor, cap), e.pointer(top)
-        p_ones, p_o, p_q = (e.pointer(x) for x in (ones, o, q))
+        p_o, p_q = e.pointer(o), e.pointer(q)
         p_sums = e.b.alloca(e.vf, size=KEYS_PER_GROUP)
         by_key = ir.Constant(e.vi, [i % self.rows * self.keys + i // self.rows for i in range(e.lanes)])
 
-        def group(i: Value, x: list[Value]) -> list[Value]:
-            p_v, p_k, p_p, p_alpha, p_s, largest = x
+        def group(p_alpha: Value | None, i: Value, x: list[Value]) -> list[Value]:
+            p_v, p_k, p_p, p_s, largest = x
 
             def v_row(n: Value) -> tuple[Value, None]:
                 return e.at(p_v, e.b.mul(n, v_step)), None
@@ -158,19 +158,21 @@ class Turns(Units):
             self._weigh(e, [p_p, p_alpha, p_o], v_row, WIDTH, None, False, ROWS_AT_ONCE)
             p_v = e.at(p_v, e.b.mul(v_step, I64(KEYS_PER_GROUP)))
             p_p = e.at(p_p, KEYS_PER_GROUP // self.key.pack * self.rows * 4)
-            return [p_v, p_k, p_p, p_ones, e.at(p_s, KEYS_PER_GROUP * self.rows * 4), largest]
+            return [p_v, p_k, p_p, e.at(p_s, KEYS_PER_GROUP * self.rows * 4), largest]
 
-        start = [*(e.pointer(x) for x in (v, k, p, alpha, s)), e.load(p_top)]
-        e.store(e.loop(groups, start, group)[-1], p_top)
+        # Alpha is for the first group: of others O is added to, which does not wait for the multipliers.
+        first = group(e.pointer(alpha), I64(0), [*(e.pointer(x) for x in (v, k, p, s)), e.load(p_top)])
+        e.store(e.loop(e.b.sub(groups, I64(1)), first, partial(group, None))[-1], p_top)
 
-    def _held(self, e: Emitter, p_q: Value) -> list[list[list[Value]]]:
+    def _held(self, e: Emitter, p_q: Value, width: int = WIDTH) -> list[list[list[Value]]]:
         """Q in registers, as far as there are: by unit, part and row. Each load of Q beside K would take the
         place of a line of K that could be under way."""
 
         def vector(u: int, part: int, r: int) -> Value:
             return e.load(p_q, (u * self.rows + r) * self.query_bytes(e) + part * e.bytes)
 
-        units, parts, rows = (range(n) for n in (WIDTH // self.unit, self.parts, self.rows))
+        counts = (width // self.unit, 1 if self.dot else self.parts, self.rows)
+        units, parts, rows = (range(n) for n in counts)
         return [[[vector(u, part, r) for r in rows] for part in parts] for u in units]
 
     def _dots_of(self, e: Emitter, row: Value, held: list[list[list[Value]]]) -> list[Value]:
