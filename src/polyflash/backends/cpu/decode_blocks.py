@@ -104,7 +104,7 @@ class DecodeTile(AddressLists, Turns):
             start = [e.pointer(k_rows), e.pointer(s), e.load(p_top), first, e.pointer(later)]
             e.store(e.loop(groups, start, partial(group, channels, q))[2], p_top)
 
-        # Few rows of pairs and known channels are held: a load of Q beside each line of K costs as much as a dot.
+        # Few rows of pairs are held: a load of Q beside each line of K costs as much as a dot.
         p_top, left = e.pointer(top), groups
         for known in (NARROW, WIDTH) if self.dot and 1 < self.rows <= 4 else ():
             mine = b.icmp_signed("==", channels, I64(known))
