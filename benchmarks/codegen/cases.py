@@ -64,7 +64,8 @@ _ALIBI = {"causal": True, "alibi_slopes": _meta(HEADS, dtype=torch.float32)}
 _MEMBERS = {"cu_seqlens_q": _meta(5), "cu_seqlens_k": _meta(5), "max_seqlen_q": KEYS, "max_seqlen_k": KEYS}
 _EVERY = {**_CAPPED, **_ALIBI, **_WINDOW, **_STARTS, "softcap": 2.0, "row_bounds": _meta(KEYS, 2)}
 _HEADS = _meta(BATCH, HEADS, 1, 1, dtype=torch.float32)
-_CODES = {"codes": ",".join(["fp8_e4m3/0x0*fp8"] * 2), "k_scale": _HEADS, "v_scale": _HEADS}
+_EIGHTS = ",".join(["fp8_e4m3/0x0*fp8"] * 2)
+_CODES = {"codes": _EIGHTS, "k_scale": _HEADS, "v_scale": _HEADS}
 PROBLEMS = {
     "codes": Problem(_CODES),
     "codes-causal": Problem({**_CODES, **_CAUSAL}),
@@ -90,6 +91,8 @@ PROBLEMS = {
     "fp8": Problem(_LENS, **_TOKEN, codes="fp8_e4m3/1x0,fp8_e4m3/1x0"),
     "int8-products": Problem(codes="int8/1x0*int8,-"),
     "int8-products-causal": Problem(_CAUSAL, codes="int8/1x0+0x1*int8,-"),
+    "fp8-products": Problem(codes=_EIGHTS),
+    "fp8-products-causal": Problem(_CAUSAL, codes=_EIGHTS),
     "paged": Problem({**_LENS, "page_table": _meta(BATCH, KEYS // 128)}, **_TOKEN, page_size=128),
 }
 

@@ -26,6 +26,7 @@ from polyflash.backends.triton.tiles import (
     ELEMENT_BYTES,
     HEAVY,
     LEAST,
+    LEAST_CODED,
     backward_shared_bytes,
     compensates,
     defers,
@@ -36,13 +37,14 @@ from polyflash.backends.triton.tiles import (
     holds_rows,
     least_stages,
     long_tile,
+    multiplies_values,
     neighbours,
     power,
     shared_bytes,
     shared_limit,
 )
 from polyflash.backends.triton.tiles import split_dim as split_dim
-from polyflash.quant.scheme import KINDS, codes_of, per_word
+from polyflash.quant.scheme import KINDS, Block, Codes, codes_of, per_word
 from polyflash.spec import MANY_KEYS, PACKED_ROWS, SMALL_ROWS, Feature, Phase
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ SPLIT_LENGTH = 8192  # one request of so many keys fills the device twice
 MOST_CODED_ROWS = 32  # whose products take their operands from registers, where codes are unpacked
 TURNED_ROWS = 8  # columns of the right operand of NVIDIA's matrix instructions
 MOST_CODED_DIM = 256
+FP8_VALUES = Codes("fp8_e4m3", Block(), None, "fp8")
+WITHOUT_FP8 = ("sm80", "sm86", "gfx90a", "gfx1100")
 SPLIT_BYTES = 1 << 17  # of K and V in a split of the forward: what pays for its partial outputs
 
 
@@ -123,9 +127,12 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     described = arch is not None and (arch.family, ELEMENT_BYTES.get(spec.dtype)) in tables.DESCRIBED
     described = described and Feature.PAGED not in spec.features
     loads = "descriptor" if described else "pointer"
+    coded = multiplies_values(spec)
+    if coded:
+        tile = tile._replace(block_n=max(tile.block_n, LEAST_CODED))
     deferred = defers(spec, target)
     rest: dict[str, Any] = {"hold_q": holds_rows(spec, target, tile.block_m)}
-    rest |= {"lazy_rescale": deferred, "late_sum": deferred, "precision": exact_product(spec, target)}
+    rest |= {"lazy_rescale": deferred and not coded, "late_sum": deferred, "precision": exact_product(spec, target)}
     rest |= {"compensate": compensates(spec, target)}
     rest |= {"split_keys": _forward_split(spec, target, tile.block_n)}
     return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order, **rest)
@@ -169,8 +176,15 @@ def refuses_products(spec: AttentionSpec, target: Target) -> str:
     if not spec.codes:
         return ""
     k, v = codes_of(spec.codes)
-    if k is None or k.compute != "int8" or v is not None:
-        return f'codes: needs compute="int8" of k, with v decoded; asked for {spec.codes}'
+    eights = k is not None and k.compute == "fp8"
+    if k is None or k.compute == "float" or v not in (None, *((FP8_VALUES,) if eights else ())):
+        wanted = "compute of k, with v decoded, or of fp8 with a scale per head or tensor"
+        return f"codes: needs {wanted}; asked for {spec.codes}"
+    if eights and target.arch in WITHOUT_FP8:
+        return f"codes: {target.name} has no matrix unit of fp8"
+    apart = spec.features & {Feature.DROPOUT, Feature.PAGED, Feature.VARLEN}
+    if v is not None and (apart or spec.head_dim_v % 4):
+        return "codes: v is decoded over pages, in packed members, with dropout, of head_dim no multiple of 4"
     if spec.phase is Phase.DECODE and Feature.BATCH_INVARIANT not in spec.features:
         return "codes: few rows gain nothing from integer products"
     if k.scale.channels or (k.shift is not None and (k.shift.tokens or spec.page_size)):

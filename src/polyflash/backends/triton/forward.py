@@ -31,7 +31,7 @@ from polyflash.backends.gpu.views import (
     reachable,
     view_of,
 )
-from polyflash.backends.triton import merge, runtime, tiles
+from polyflash.backends.triton import fp8_operands, merge, runtime, tiles
 from polyflash.backends.triton.config_types import DecodeConfig, product_of
 from polyflash.backends.triton.constants import Constants, describable, descriptors, entries
 from polyflash.backends.triton.forward_kernel import NO_BOXES, Boxes, Tensors, attend
@@ -82,7 +82,10 @@ class Ready(NamedTuple):
 class Prepared:
     """A route's memory between calls."""
 
-    __slots__ = ("config", "cores", "kernels", "least", "merges", "options", "product", "ready", "target")
+    __slots__ = (
+        *("config", "cores", "kernels", "least", "merges", "options", "product", "ready", "target", "turner"),
+        "turns",
+    )
 
     def __init__(self, launch: Launch) -> None:
         self.config: Any = launch.config
@@ -92,6 +95,8 @@ class Prepared:
         self.merges = runtime.Kernels()  # of the splits
         self.least = tiles.least_channels(launch.target, launch.config.block_m)
         self.target = launch.target
+        self.turns = tiles.multiplies_values(launch.spec)
+        self.turner = runtime.Kernels()  # of V's codes
         self.product = product_of(launch.config, launch.spec, launch.target)
         # sums are what is written here, whatever stands around them; products keep their multiply-add
         self.options = {
@@ -103,6 +108,7 @@ class Prepared:
             self.options["maxnreg"] = most
         tiles.check_stages(launch.target, self.config.num_stages)
         tiles.check_rows(launch.target, self.config.block_m, launch.spec)
+        tiles.check_keys(self.config.block_n, self.turns)
 
     def ready_for(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
@@ -123,8 +129,8 @@ class Prepared:
         config, x, flags = self.config, operands_of(args, k), flags_of(q, args)
         constants = self._constants(q, v, args, flags, split)._replace(PAGE=_page_of(k, args))
         described = config.loads == "descriptor" and args.page_table is None
-        described = described and describable(k) and describable(v)
-        constants = constants._replace(**_of_integers(q.shape[3], args))
+        described = described and describable(k) and (self.turns or describable(v))
+        constants = constants._replace(**_of_codes(config, q.shape[3], args))
         strides = q.stride(), k.stride(), v.stride(), out.stride()
         rows = () if lse is None else lse.stride()
         compiled = constants, runtime.signature(strides), runtime.signature(rows)
@@ -185,16 +191,18 @@ class Prepared:
         )
 
 
-def _of_integers(head_dim: int, args: Arguments) -> dict[str, Any]:
-    """Constants of products of integers, if K is codes: instructions take twice the channels."""
-    k = codes_of(args.codes)[0] if args.codes else None
+def _of_codes(config: Any, head_dim: int, args: Arguments) -> dict[str, Any]:
+    """Constants of products of codes, if K is codes: instructions take twice the channels."""
+    k, v = codes_of(args.codes) if args.codes else (None, None)
     if k is None:
         return {}
-    d0, d1 = tiles.split_dim(head_dim, 2 * tiles.LEAST)
+    d0, d1 = tiles.split_dim(head_dim, tiles.LEAST_CODED)
     place = "key" if k.scale.tokens or args.page_table is not None else "head"
     if k.scale.tokens == 1 and args.k_scale is not None and describable(args.k_scale[..., 0]):
         place = "box"
-    side = {"K_CODES": k.dtype, "K_SCALE": place, "K_TOKENS": k.scale.tokens}
+    side: dict[str, Any] = {"K_CODES": k.dtype, "K_SCALE": place, "K_TOKENS": k.scale.tokens}
+    if v is not None:
+        side |= {"P_CODES": v.dtype, "LEVEL": config.level, "LAZY": False, "COMPENSATE": False}
     return {**side, "K_SHIFT": "" if k.shift is None else "channel", "D0": d0, "D1": d1, "HOLD_Q": False}
 
 
@@ -238,25 +246,32 @@ def attend_call(
     whole = ready.plain and ready.sees_all and seqlen_k % config.block_n == 0
     s_q, s_k, s_v, s_out = ready.strides
     v_view = new(View, (v, *s_v))
-    pointed: tuple[Any, Any] = new(View, (k, *s_k)), v_view
+    turned = odd = None
+    if prepared.turns:
+        turned, found = fp8_operands.turned(v, prepared.turner)
+        odd = found[..., None, None]
+    values = v_view if turned is None else view_of(turned.mT)
+    pointed: tuple[Any, Any] = new(View, (k, *s_k)), values
     boxes = NO_BOXES
     if described:
         c, pointed, q_boxes = ready.constants, (None, None), (None, None)
         if ready.rows_described and aligned & _ROWS:
             q_boxes = descriptors(q, config.block_m, c.D0, c.D1)
         k_boxes = descriptors(k, config.block_n, c.D0, c.D1)
-        boxes = Boxes(*q_boxes, *k_boxes, *descriptors(v, config.block_n, c.DV0, c.DV1))
+        v_boxes = descriptors(v, config.block_n, c.DV0, c.DV1, turned)
+        boxes = Boxes(*q_boxes, *k_boxes, *v_boxes)
         if c.K_SCALE == "box" and args.k_scale is not None:
             boxes = boxes._replace(entries=entries(args.k_scale, config.block_n))
     rows = None if lse is None else new(Rows, (lse, *ready.rows))
     views = new(View, (q, *s_q)), *pointed, v_view, new(View, (out, *s_out))
-    tables = view_of(args.k_scale), view_of(args.k_shift)
+    tables = tuple(view_of(x) for x in (args.k_scale, args.k_shift, args.v_scale, odd))
     t = new(Tensors, (*views, rows, x, visits, ready.num_heads, ready.group, *tables, None))
     n = new(Numbers, (batch, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys, total, *numbers))
     grid: tuple[int, ...] = (num_tiles, ready.num_heads, requests)
     if linear:
         grid = (min(total, prepared.cores) if ready.constants.PERSISTENT else total,)
-    kinds = None if ready.plain else runtime.signature(x), runtime.signature(tables) if args.codes else None
+    of_codes = runtime.signature((tables, values)) if args.codes else None
+    kinds = None if ready.plain else runtime.signature(x), of_codes
     key = aligned, described, linear, whole, visits is None, kinds
     ready.kernels.launch(
         attend, grid, (t, n, ready.variant(described, whole, linear), *boxes), prepared.options, key, q.device

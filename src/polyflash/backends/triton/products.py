@@ -112,9 +112,10 @@ def largest(b_x):
 
 
 @triton.jit
-def integers(b_x, b_step):
-    """Rows times a step each, rounded to int8."""
-    return ((b_x.to(tl.float32) * b_step[:, None] + MAGIC) - MAGIC).to(tl.int8)
+def rounded_codes(b_x, b_step, CODES: tl.constexpr):
+    """Rows times a step each, rounded to "int8" or "fp8_e4m3"."""
+    b_y = b_x.to(tl.float32) * b_step[:, None]
+    return ((b_y + MAGIC) - MAGIC).to(tl.int8) if CODES == "int8" else b_y.to(tl.float8e4nv)
 
 
 @triton.jit
