@@ -58,7 +58,7 @@ MOST_CODED_ROWS = 32  # whose products take their operands from registers, where
 TURNED_ROWS = 8  # columns of the right operand of NVIDIA's matrix instructions
 MOST_CODED_DIM = 256
 FP8_VALUES = Codes("fp8_e4m3", Block(), None, "fp8")
-WITHOUT_FP8 = ("sm80", "sm86", "gfx90a", "gfx1100")
+WITHOUT_FP8 = ("sm80", "sm86", "gfx90a", "gfx942", "gfx1100")  # or with other codes, as gfx942
 SPLIT_BYTES = 1 << 17  # of K and V in a split of the forward: what pays for its partial outputs
 
 

@@ -289,7 +289,8 @@ def whole_sums(sums, rows, place, t, c):
     scale = tl.load(t.v_scale.p + table_rows(0, t.v_scale, 0, rows, place, t, c))
     b_scale = tl.where(sums.l_i == 0.0, 0.0, scale * (1.0 / MOST_FP8))[:, None]
     acc0, acc1 = sums.acc0 * b_scale, sums.acc1 * b_scale
-    return Sums(sums.m_i, sums.l_i * (1.0 / MOST_FP8), acc0, acc1, sums.l_lost, sums.lost0, sums.lost1)
+    l_i, lost = sums.l_i * (1.0 / MOST_FP8), sums.l_lost * (1.0 / MOST_FP8)
+    return Sums(sums.m_i, l_i, acc0, acc1, lost, sums.lost0, sums.lost1)
 
 
 @triton.jit
