@@ -1,4 +1,4 @@
-"""The operands of products of codes, as rows and keys of floats; and attention whose weights are codes too."""
+"""The operands of products of codes, as rows and keys of floats; attention whose weights are codes too."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def with_coded_weights(
     rising: bool = True,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse in float64 of scores (batch, heads, rows, keys), -inf where hidden, in blocks of so many keys
-    from the first on or from the last: weights are e4m3 of 448·exp(s - m), m the largest score so far or up to
-    `slack` powers of two below, and their sum is that of unrounded ones. v has a scale per head."""
+    """out and lse in float64 of scores (batch, heads, rows, keys), -inf where hidden, in blocks of so many
+    keys from the first on or from the last: weights are e4m3 of 448·exp(s - m), m the largest score so far or
+    up to `slack` powers of two below, and their sum is that of unrounded ones. v has a scale per head."""
     group = s.shape[1] // v.codes.shape[1]
     codes, v_scale = (x.double().repeat_interleave(group, 1) for x in (v.codes, v.scale))
     odd = (s > -math.inf).double() @ codes.isnan().double() > 0  # NaN reaches the rows that see it

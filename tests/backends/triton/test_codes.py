@@ -179,8 +179,8 @@ BOTH: dict[str, tuple[Scheme, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", BOTH)
 def test_products_of_8_bits(name: str):
-    """Against the scheme with q and the weights rounded where the kernel does: what is left is rounding of the
-    result, and of the few weights on which the two do not agree."""
+    """Against the scheme with q and the weights rounded where the kernel does: what is left is rounding of
+    the result, and of the few weights on which the two do not agree."""
     scheme, options = BOTH[name]
     for dtype, dim in ((torch.float32, 40), (torch.bfloat16, 64)):
         q, k, v = qkv(5, 75, dim, dtype)

@@ -130,7 +130,11 @@ class ForwardConfig:
         elif k is not None:
             codes = "q, a scale per row, is rounded to e4m3"
         if v is not None:
-            kept = f"of {self.block_n} keys in tensor cores, then in float32" if self.level else "in tensor cores"
+            kept = (
+                f"of {self.block_n} keys in tensor cores, then in float32"
+                if self.level
+                else "in tensor cores"
+            )
             codes = f"q, a scale per row, and the weights are rounded to e4m3; sums {kept}"
         return _told(self, spec, codes, packed, f"smaller tiles for {', '.join(heavy)}" if heavy else "")
 

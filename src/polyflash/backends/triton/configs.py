@@ -132,7 +132,11 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
         tile = tile._replace(block_n=max(tile.block_n, LEAST_CODED))
     deferred = defers(spec, target)
     rest: dict[str, Any] = {"hold_q": holds_rows(spec, target, tile.block_m)}
-    rest |= {"lazy_rescale": deferred and not coded, "late_sum": deferred, "precision": exact_product(spec, target)}
+    rest |= {
+        "lazy_rescale": deferred and not coded,
+        "late_sum": deferred,
+        "precision": exact_product(spec, target),
+    }
     rest |= {"compensate": compensates(spec, target)}
     rest |= {"split_keys": _forward_split(spec, target, tile.block_n)}
     return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order, **rest)
