@@ -129,6 +129,8 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     loads = "descriptor" if described else "pointer"
     coded = multiplies_values(spec)
     if coded:
+        key = entry_key(spec, target)
+        tile = tables.EIGHTS.get((key[0][0], key[1]), tile) if key else tile
         tile = tile._replace(block_n=max(tile.block_n, LEAST_CODED))
     deferred = defers(spec, target)
     rest: dict[str, Any] = {"hold_q": holds_rows(spec, target, tile.block_m)}
@@ -187,8 +189,9 @@ def refuses_products(spec: AttentionSpec, target: Target) -> str:
     if eights and target.arch in WITHOUT_FP8:
         return f"codes: {target.name} has no matrix unit of fp8"
     apart = spec.features & {Feature.DROPOUT, Feature.PAGED, Feature.VARLEN}
-    if v is not None and (apart or spec.head_dim_v % 4):
-        return "codes: v is decoded over pages, in packed members, with dropout, of head_dim no multiple of 4"
+    if v is not None and (apart or spec.head_dim_v % 4 or spec.head_dim_v > MOST_CODED_DIM):
+        dims = f"of head_dim that is no multiple of 4 or above {MOST_CODED_DIM}"
+        return f"codes: v is decoded over pages, in packed members, with dropout, {dims}"
     if spec.phase is Phase.DECODE and Feature.BATCH_INVARIANT not in spec.features:
         return "codes: few rows gain nothing from integer products"
     if k.scale.channels or (k.shift is not None and (k.shift.tokens or spec.page_size)):

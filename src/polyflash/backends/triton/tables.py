@@ -167,6 +167,11 @@ LONG: dict[tuple[str, int], dict[tuple[int, bool], LongTile]] = {
     },
 }
 
+# (family, head-dim class) -> tile of products with e4m3 codes of K and V, where that of 16 bits is not for them
+EIGHTS: dict[tuple[str, int], Tile] = {
+    ("hopper", 256): Tile(64, 64, 8, 2),  # compiled [198]; 4 warps spill 2804 B
+}
+
 # (family, bytes of an element) -> head-dim classes whose plain problems scale older sums lazily and add up
 # rows late. H200, both against neither: 9 to 17 % ahead at head dim 256 (lazy scaling alone 4 to 11 %), 4 %
 # behind to 10 % ahead at 128 (median 2 %), up to 3 % ahead at 64.
