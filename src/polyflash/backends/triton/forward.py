@@ -82,10 +82,7 @@ class Ready(NamedTuple):
 class Prepared:
     """A route's memory between calls."""
 
-    __slots__ = (
-        *("config", "cores", "kernels", "least", "merges", "options", "product", "ready", "target", "turner"),
-        "turns",
-    )
+    __slots__ = ("config", "cores", "kernels", "least", "merges", "options", "product", "ready", "target")
 
     def __init__(self, launch: Launch) -> None:
         self.config: Any = launch.config
@@ -95,8 +92,6 @@ class Prepared:
         self.merges = runtime.Kernels()  # of the splits
         self.least = tiles.least_channels(launch.target, launch.config.block_m)
         self.target = launch.target
-        self.turns = tiles.multiplies_values(launch.spec)
-        self.turner = runtime.Kernels()  # of V's codes
         self.product = product_of(launch.config, launch.spec, launch.target)
         # sums are what is written here, whatever stands around them; products keep their multiply-add
         self.options = {
@@ -108,7 +103,6 @@ class Prepared:
             self.options["maxnreg"] = most
         tiles.check_stages(launch.target, self.config.num_stages)
         tiles.check_rows(launch.target, self.config.block_m, launch.spec)
-        tiles.check_keys(self.config.block_n, self.turns)
 
     def ready_for(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, args: Arguments, split: bool
@@ -128,9 +122,9 @@ class Prepared:
     ) -> Ready:
         config, x, flags = self.config, operands_of(args, k), flags_of(q, args)
         constants = self._constants(q, v, args, flags, split)._replace(PAGE=_page_of(k, args))
-        described = config.loads == "descriptor" and args.page_table is None
-        described = described and describable(k) and (self.turns or describable(v))
         constants = constants._replace(**_of_codes(config, q.shape[3], args))
+        described = config.loads == "descriptor" and args.page_table is None
+        described = described and describable(k) and (constants.P_CODES != "" or describable(v))
         strides = q.stride(), k.stride(), v.stride(), out.stride()
         rows = () if lse is None else lse.stride()
         compiled = constants, runtime.signature(strides), runtime.signature(rows)
@@ -202,7 +196,8 @@ def _of_codes(config: Any, head_dim: int, args: Arguments) -> dict[str, Any]:
         place = "box"
     side: dict[str, Any] = {"K_CODES": k.dtype, "K_SCALE": place, "K_TOKENS": k.scale.tokens}
     if v is not None:
-        side |= {"P_CODES": v.dtype, "LEVEL": config.level, "LAZY": False, "COMPENSATE": False}
+        tiles.check_keys(config.block_n)
+        side |= {"P_CODES": v.dtype, "LEVEL": getattr(config, "level", 0), "LAZY": False, "COMPENSATE": False}
     return {**side, "K_SHIFT": "" if k.shift is None else "channel", "D0": d0, "D1": d1, "HOLD_Q": False}
 
 
@@ -247,8 +242,8 @@ def attend_call(
     s_q, s_k, s_v, s_out = ready.strides
     v_view = new(View, (v, *s_v))
     turned = odd = None
-    if prepared.turns:
-        turned, found = fp8_operands.turned(v, prepared.turner)
+    if ready.constants.P_CODES:
+        turned, found = fp8_operands.turned(v, prepared.kernels.setdefault("v", runtime.Kernels()))
         odd = found[..., None, None]
     values = v_view if turned is None else view_of(turned.mT)
     pointed: tuple[Any, Any] = new(View, (k, *s_k)), values

@@ -206,9 +206,9 @@ def multiplies_values(spec: AttentionSpec) -> bool:
     return spec.phase is Phase.FORWARD and bool(spec.codes) and codes_of(spec.codes)[1] is not None
 
 
-def check_keys(keys: int, coded: bool) -> None:
+def check_keys(keys: int) -> None:
     """A product of 8 bits with codes of V has LEAST_CODED keys or more."""
-    if coded and keys < LEAST_CODED:
+    if keys < LEAST_CODED:
         wanted = f"{LEAST_CODED} or more over codes of v"
         raise spec_error("block_n", got=keys, wanted=wanted, change="Take explain(...).config.")
 
