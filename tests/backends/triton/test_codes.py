@@ -187,11 +187,14 @@ def test_products_of_8_bits(name: str):
         k, v = quantize(k, scheme), quantize(v, EIGHTS)
         if scheme.granularity == "head":
             k.scale[:, 0] *= -1
+        if name == "causal":  # NaN, of a key that the last rows see
+            v.codes.view(torch.uint8)[:, :, 72, 3] = 0x7F
         found, config = multiplied(q, k, v, **options)
         told = {"scale": dim**-0.5, **options}
         scores = masked_scores(*operands(q, k), "", told)
         right = with_coded_weights(scores, v, block=config.block_n, sinks=options.get("sinks"))
-        off = float((found.out.double() - right[0]).norm() / right[0].norm())
+        assert torch.equal(found.out.isnan(), right[0].isnan())
+        off = float((found.out.double() - right[0]).nan_to_num().norm() / right[0].nan_to_num().norm())
         assert off < (4e-3 if dtype is torch.bfloat16 else 2e-3), f"{name} {dtype}: {off}"
         assert torch.equal(found.lse.isinf(), right[1].isinf())
         assert float((found.lse - right[1]).nan_to_num().abs().max()) < 1e-5
