@@ -143,8 +143,9 @@ def race(length: int, dims: int, causal: bool, asked: argparse.Namespace) -> Non
         for name in random.sample(sorted(graphs), len(graphs)):
             seconds[name].append(queued(graphs[name], times))
     rates = {name: work / statistics.median(x) / 1e12 for name, x in seconds.items()}
+    beside = rates.get("cudnn", float("nan"))
     told = "\n    ".join(
-        f"{name}: {rate:.0f} TFLOP/s, {rate / rates.get('cudnn', float('nan')):.2f} of cudnn's, error {errors[name]:.1e}"
+        f"{name}: {rate:.0f} TFLOP/s, {rate / beside:.2f} of cudnn's, error {errors[name]:.1e}"
         for name, rate in rates.items()
     )
     print(f"D{dims} {'causal' if causal else 'full'} {length} group {asked.group}\n    {told}", flush=True)

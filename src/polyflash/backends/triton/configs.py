@@ -58,7 +58,8 @@ MOST_CODED_ROWS = 32  # whose products take their operands from registers, where
 TURNED_ROWS = 8  # columns of the right operand of NVIDIA's matrix instructions
 MOST_CODED_DIM = 256
 FP8_VALUES = Codes("fp8_e4m3", Block(), None, "fp8")
-WITHOUT_FP8 = ("sm80", "sm86", "gfx90a", "gfx942", "gfx1100")  # or with other codes, as gfx942
+# No matrix unit of e4m3; gfx942 has one of other codes, and on gfx1201 kernels end the compiler of Triton 3.6.
+WITHOUT_FP8 = ("sm80", "sm86", "gfx90a", "gfx942", "gfx1100", "gfx1201")
 SPLIT_BYTES = 1 << 17  # of K and V in a split of the forward: what pays for its partial outputs
 
 
@@ -187,7 +188,7 @@ def refuses_products(spec: AttentionSpec, target: Target) -> str:
         wanted = "compute of k, with v decoded, or of fp8 with a scale per head or tensor"
         return f"codes: needs {wanted}; asked for {spec.codes}"
     if eights and target.arch in WITHOUT_FP8:
-        return f"codes: {target.name} has no matrix unit of fp8"
+        return f"codes: no products of e4m3 on {target.name}"
     apart = spec.features & {Feature.DROPOUT, Feature.PAGED, Feature.VARLEN}
     if v is not None and (apart or spec.head_dim_v % 4 or spec.head_dim_v > MOST_CODED_DIM):
         dims = f"of head_dim that is no multiple of 4 or above {MOST_CODED_DIM}"
