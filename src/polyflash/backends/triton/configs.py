@@ -58,7 +58,7 @@ MOST_CODED_ROWS = 32  # whose products take their operands from registers, where
 TURNED_ROWS = 8  # columns of the right operand of NVIDIA's matrix instructions
 MOST_CODED_DIM = 256
 FP8_VALUES = Codes("fp8_e4m3", Block(), None, "fp8")
-# No matrix unit of e4m3; gfx942 has one of other codes, and on gfx1201 kernels end the compiler of Triton 3.6.
+# No matrix unit of e4m3; gfx942 has one of other codes, and Triton 3.6 ends when it compiles for gfx1201.
 WITHOUT_FP8 = ("sm80", "sm86", "gfx90a", "gfx942", "gfx1100", "gfx1201")
 SPLIT_BYTES = 1 << 17  # of K and V in a split of the forward: what pays for its partial outputs
 
