@@ -119,10 +119,13 @@ class Queries(NamedTuple):
 def load_block(
     x, o_x, m_n, at, c, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TURNED: tl.constexpr
 ):
-    """Channels of a block of keys or values, [BLOCK_N, BLOCK_D], or turned."""
+    """Channels of a block of keys or values, [BLOCK_N, BLOCK_D], or turned, as codes of V lie already."""
     if c.DESCRIPTOR:
         i_t, i_h, i_row = at
-        b_x = x.load([i_t, i_h, i_row, FIRST]).reshape(c.BLOCK_N, BLOCK_D)
+        if c.P_CODES != "" and not TURNED:
+            b_x = x.load([i_t, i_h, FIRST, i_row]).reshape(BLOCK_D, c.BLOCK_N).T
+        else:
+            b_x = x.load([i_t, i_h, i_row, FIRST]).reshape(c.BLOCK_N, BLOCK_D)
         if TURNED:
             b_x = b_x.T
     elif TURNED:
@@ -130,29 +133,6 @@ def load_block(
     else:
         b_x = load_tile(x, o_x, m_n, FIRST, DIM, BLOCK_D, c.CACHE)
     return b_x
-
-
-@triton.jit
-def load_values(x, o_v, m_n, at, c, FIRST: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Channels of a block of V, [BLOCK_N, BLOCK_D]. Codes lie with channels as rows (`fp8_operands`)."""
-    if c.P_CODES != "" and c.DESCRIPTOR:
-        i_t, i_h, i_row = at
-        b_x = x.load([i_t, i_h, FIRST, i_row]).reshape(BLOCK_D, c.BLOCK_N).T
-    else:
-        b_x = load_block(x, o_v, m_n, at, c, FIRST, c.DV, BLOCK_D, False)
-    return b_x
-
-
-@triton.jit
-def add_product(acc, lost, b_p, b_v, alpha, c):
-    """acc, scaled already, + P·V. With a LEVEL of 1 the block has a sum of its own, as tensor cores keep few
-    bits of sums of 8 bits, and acc is scaled where that is added."""
-    if c.LEVEL == 1:
-        b_o = product(b_p, b_v, tl.zeros(acc.shape, tl.float32), c.PRODUCT)
-        acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), b_o)
-    else:
-        acc, lost = accumulate(acc, lost, b_p, b_v, alpha, c.PRODUCT)
-    return acc, lost
 
 
 @triton.jit
@@ -208,18 +188,18 @@ def attend_block(
             m_n = o_n < t.v.d
     # Both blocks are loaded before either product: Triton 3.6 let the second take the place of the first
     # while an asynchronous product was still reading it.
-    b_v0 = load_values(t.boxes.v0 if c.DESCRIPTOR else t.v, o_v, m_n, at, c, 0, c.DV0)
+    b_v0 = load_block(t.boxes.v0 if c.DESCRIPTOR else t.v, o_v, m_n, at, c, 0, c.DV, c.DV0, False)
     b_v1 = b_v0
     if c.DV1 > 0:
         v1 = t.boxes.v1 if c.DESCRIPTOR else t.v
-        b_v1 = load_values(v1, o_v, m_n, at, c, c.DV0, c.DV1)
+        b_v1 = load_block(v1, o_v, m_n, at, c, c.DV0, c.DV, c.DV1, False)
     if CLEAN and c.P_CODES == "":
         b_v0 = finite(b_v0)
         if c.DV1 > 0:
             b_v1 = finite(b_v1)
-    acc0, lost0 = add_product(acc0, lost0, b_p, b_v0, alpha, c)
+    acc0, lost0 = accumulate(acc0, lost0, b_p, b_v0, alpha, c)
     if c.DV1 > 0:
-        acc1, lost1 = add_product(acc1, lost1, b_p, b_v1, alpha, c)
+        acc1, lost1 = accumulate(acc1, lost1, b_p, b_v1, alpha, c)
     return Sums(m_i, l_i, acc0, acc1, l_lost, lost0, lost1)
 
 
@@ -468,7 +448,7 @@ def finalize(i_s, sums, units, rows, place, t, n, c):
 
 
 @triton.jit
-def load_some(o_n, o_d, rows, place, t, DV: tl.constexpr):
+def load_values(o_n, o_d, rows, place, t, DV: tl.constexpr):
     """Any keys and channels of V by pointers, and which of the keys there are."""
     o_v, m_n = key_offsets(o_n, t.v_view, t.x, rows.i_hkv, place)
     p_v = t.v_view.p + o_v[:, None] + o_d[None, :] * t.v_view.d
@@ -489,11 +469,11 @@ def add_nonfinite(o_out, b_none, blocks, rows, place, t, c, WIDTH: tl.constexpr)
         m_out = rows.m_row[:, None] & (o_d < c.DV)[None, :]
         b_out = tl.load(p_out, mask=m_out, other=0.0).to(tl.float32)
         for j_0 in range(blocks.lo * c.BLOCK_N, blocks.hi * c.BLOCK_N, c.BLOCK_N):
-            b_block, _ = load_some(j_0 + tl.arange(0, c.BLOCK_N), o_d, rows, place, t, c.DV)
+            b_block, _ = load_values(j_0 + tl.arange(0, c.BLOCK_N), o_d, rows, place, t, c.DV)
             if has_nonfinite(b_block):
                 for j in range(j_0, j_0 + c.BLOCK_N):
                     o_n = j + tl.arange(0, 1)
-                    b_v, m_n = load_some(o_n, o_d, rows, place, t, c.DV)  # [1, WIDTH]
+                    b_v, m_n = load_values(o_n, o_d, rows, place, t, c.DV)  # [1, WIDTH]
                     b_seen = visible_pairs(t.x, place, rows, Keys(j, o_n, m_n), c.BELOW)
                     b_out += tl.where(b_seen & (b_none == 0)[:, None], nonfinite_only(b_v), 0.0)
         tl.store(p_out, b_out.to(out.p.dtype.element_ty), mask=m_out)
