@@ -91,6 +91,7 @@ PROBLEMS = {
     "fp8": Problem(_LENS, **_TOKEN, codes="fp8_e4m3/1x0,fp8_e4m3/1x0"),
     "int8-products": Problem(codes="int8/1x0*int8,-"),
     "int8-products-causal": Problem(_CAUSAL, codes="int8/1x0+0x1*int8,-"),
+    "fp8-products": Problem(codes=_BOTH),
     "fp8-products-causal": Problem(_CAUSAL, codes=_BOTH),
     "paged": Problem({**_LENS, "page_table": _meta(BATCH, KEYS // 128)}, **_TOKEN, page_size=128),
 }

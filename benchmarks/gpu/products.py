@@ -44,10 +44,11 @@ FORMS: dict[str, tuple[Scheme | None, Scheme | None, str | None]] = {
     "fp8-triton": (EIGHTS, EIGHTS, "triton"),
 }
 WORST = {"int8": 2.5e-2, "fp8": 8e-2}  # errors of arms whose names begin so; of others 8e-3
-_LARGE = {"block_m": 128, "num_warps": 8, "num_stages": 2}
 TILES = (
-    *({"max_registers": 168}, {"num_warps": 8}, {"block_n": 128, "num_stages": 2}, {"num_stages": 2}),
-    *({**_LARGE, "block_n": 64}, {**_LARGE, "block_n": 128}, {**_LARGE, "block_n": 64, "num_stages": 3}),
+    *({"max_registers": 0}, {"max_registers": 168}, {"max_registers": 128}, {"late_sum": False}),
+    *({"block_n": 32, "num_stages": 3}, {"block_n": 64, "num_stages": 2}, {"block_n": 64, "num_stages": 3}),
+    *({"block_n": 128, "num_stages": 2}, {"block_n": 128, "num_stages": 2, "max_registers": 168}),
+    {"block_m": 128, "block_n": 128, "num_warps": 8, "num_stages": 2},
 )
 SCHEDULES = (
     *({"pinned": "maxima"}, {"pinned": "softmax"}, {"turns": False}, {"late_sum": False}, {"level": 0}),
@@ -57,7 +58,7 @@ TRIED: dict[str, tuple[dict[str, Any], ...]] = {
     "int8-k": (*TILES, {"lazy_rescale": False}),
     "int8-head": TILES,
     "fp8-gluon": SCHEDULES,
-    "fp8-triton": (*TILES, {"level": 0}, {"late_sum": False}, {"loads": "pointer"}),
+    "fp8-triton": (*TILES, {"level": 0}, {"loads": "pointer"}),
 }
 
 

@@ -28,6 +28,7 @@ from polyflash.backends.triton.tiles import (
     LEAST,
     LEAST_CODED,
     backward_shared_bytes,
+    coded_tile,
     compensates,
     defers,
     entry_key,
@@ -120,7 +121,10 @@ def _safe(spec: AttentionSpec, target: Target) -> Tile:
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     """The table's tile, narrower for few rows; heads packed where that fills tiles; rows of a causal mask
     longest first, so that the short ones fill the last wave."""
-    tile = long_tile(spec, target) or _forward_tile(spec, target)
+    tile, registers = coded_tile(spec, target) or (None, 0)
+    tile = tile or long_tile(spec, target) or _forward_tile(spec, target)
+    if multiplies_values(spec):
+        tile = tile._replace(block_n=max(tile.block_n, LEAST_CODED))
     packed = packs(spec, tile.block_m)
     tile = _narrowed(tile, most_rows(spec) * (spec.group if packed else 1))
     order = "heavy_first" if spec.causal else "plain"
@@ -128,19 +132,11 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     described = arch is not None and (arch.family, ELEMENT_BYTES.get(spec.dtype)) in tables.DESCRIBED
     described = described and Feature.PAGED not in spec.features
     loads = "descriptor" if described else "pointer"
-    coded = multiplies_values(spec)
-    if coded:
-        key = entry_key(spec, target)
-        tile = tables.EIGHTS.get((key[0][0], key[1]), tile) if key else tile
-        tile = tile._replace(block_n=max(tile.block_n, LEAST_CODED))
     deferred = defers(spec, target)
     rest: dict[str, Any] = {"hold_q": holds_rows(spec, target, tile.block_m)}
-    rest |= {
-        "lazy_rescale": deferred and not coded,
-        "late_sum": deferred,
-        "precision": exact_product(spec, target),
-    }
-    rest |= {"compensate": compensates(spec, target)}
+    lazy = deferred and not multiplies_values(spec)
+    rest |= {"lazy_rescale": lazy, "late_sum": deferred, "precision": exact_product(spec, target)}
+    rest |= {"compensate": compensates(spec, target), "max_registers": registers}
     rest |= {"split_keys": _forward_split(spec, target, tile.block_n)}
     return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order, **rest)
 

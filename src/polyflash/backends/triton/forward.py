@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from polyflash.spec import Arguments
 
 new = tuple.__new__  # a NamedTuple as the call of its class would make it, in a third of the time
+HALVED = 256  # channels
 _MOST_OF_A_GRID = 65535  # in its second and third dimension
 _OF_A_GRID = 7  # the first of `Numbers`
 _KEPT_CALLS = 256  # of different strides or numbers, per route
@@ -123,6 +124,8 @@ class Prepared:
         config, x, flags = self.config, operands_of(args, k), flags_of(q, args)
         constants = self._constants(q, v, args, flags, split)._replace(PAGE=_page_of(k, args))
         constants = constants._replace(**_of_codes(config, q.shape[3], args))
+        if constants.P_CODES and constants.DV0 == HALVED:  # of which two sums fill the registers
+            constants = constants._replace(DV0=HALVED // 2, DV1=HALVED // 2)
         described = config.loads == "descriptor" and args.page_table is None
         described = described and describable(k) and (constants.P_CODES != "" or describable(v))
         strides = q.stride(), k.stride(), v.stride(), out.stride()
@@ -197,7 +200,8 @@ def _of_codes(config: Any, head_dim: int, args: Arguments) -> dict[str, Any]:
     side: dict[str, Any] = {"K_CODES": k.dtype, "K_SCALE": place, "K_TOKENS": k.scale.tokens}
     if v is not None:
         tiles.check_keys(config.block_n)
-        side |= {"P_CODES": v.dtype, "LEVEL": getattr(config, "level", 0), "LAZY": False, "COMPENSATE": False}
+        side |= {"P_CODES": v.dtype, "LEVEL": getattr(config, "level", 0)}
+        side |= {"PRODUCT": "ieee", "LAZY": False, "COMPENSATE": False}
     return {**side, "K_SHIFT": "" if k.shift is None else "channel", "D0": d0, "D1": d1, "HOLD_Q": False}
 
 

@@ -206,6 +206,14 @@ def multiplies_values(spec: AttentionSpec) -> bool:
     return spec.phase is Phase.FORWARD and bool(spec.codes) and codes_of(spec.codes)[1] is not None
 
 
+def coded_tile(spec: AttentionSpec, target: Target) -> tuple[Tile, int] | None:
+    """The tile of products with codes of V, and its registers, if they have their own."""
+    key = entry_key(spec, target)
+    if key is None or not multiplies_values(spec) or spec.features & HEAVY:
+        return None
+    return tables.EIGHTS.get((*key, bool(spec.features & HIDING)))
+
+
 def check_keys(keys: int) -> None:
     """A product of 8 bits with codes of V has LEAST_CODED keys or more."""
     if keys < LEAST_CODED:
