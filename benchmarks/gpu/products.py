@@ -2,13 +2,13 @@
 one process, with the error of each against float64; and that error against the number of keys.
 
 python -m benchmarks.gpu.products [--dims 64,128,256] [--lengths 2048,...] [--kinds full,causal]
-    [--arms NAMES] [--group 4] [--rounds 7] [--variants]
+    [--arms NAMES] [--group 4] [--rounds 7] [--variants NAMES]
 python -m benchmarks.gpu.products --keys 1024,...,262144
 
 Calls are captured as graphs, so that the GPU's time is told; one of codes has in it what it does to q and v.
 Arms: "bf16" is our free choice, "triton" in the kernel which most others run in; "int8" decodes V, "int8-k"
 has V in 16 bits, "int8-head" a scale of K per head; "fp8-gluon" and "fp8-triton" multiply codes of both.
---variants: other configs too. --keys: errors of the last two alone, with sums of all keys in tensor cores and
+--variants: other configs of these. --keys: errors of the last two alone, with sums of all keys in tensor cores and
 with sums of blocks, for values around 0 and around 1.
 """
 
@@ -88,7 +88,7 @@ def arms_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, asked: Any) -> dict[s
             return lambda: polyflash.attention(q, *kv, causal=causal, **more)
 
         arms[name] = ours(backend=backend)
-        for change in TRIED.get(name, ()) if asked.variants else ():
+        for change in TRIED.get(name, ()) if name in asked.variants.split(",") else ():
             if (config := replace(plan.config, **change)) != plan.config:
                 arms[f"{name} {change}"] = ours(backend=backend, config=config)
     return arms
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--arms", default="", help=f"some of {', '.join(FORMS)}; cudnn is always there")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--group", type=int, default=1)
-    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--variants", default="", help="arms that have other configs too")
     parser.add_argument("--keys", default="")
     asked = parser.parse_args()
     for dims in map(int, asked.dims.split(",")):
