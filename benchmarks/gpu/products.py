@@ -8,8 +8,8 @@ python -m benchmarks.gpu.products --keys 1024,...,262144
 Calls are captured as graphs, so that the GPU's time is told; one of codes has in it what it does to q and v.
 Arms: "bf16" is our free choice, "triton" in the kernel which most others run in; "int8" decodes V, "int8-k"
 has V in 16 bits, "int8-head" a scale of K per head; "fp8-gluon" and "fp8-triton" multiply codes of both.
---variants: other configs of these. --keys: errors of the last two alone, with sums of all keys in tensor cores and
-with sums of blocks, for values around 0 and around 1.
+--variants: other configs of these. --keys: errors of the last two alone, with sums of all keys in tensor
+cores and with sums of blocks, for values around 0 and around 1.
 """
 
 from __future__ import annotations
