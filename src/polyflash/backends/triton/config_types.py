@@ -126,7 +126,7 @@ class ForwardConfig:
         k, v = codes_of(spec.codes) if spec.codes else (None, None)
         codes = ""
         if k is not None and k.compute == "int8":
-            codes = "q is rounded to int8, a scale per row; sums with k in int32: slower than 16 bits on H100"
+            codes = "q is rounded to int8, a scale per row; int32 sums with k: slower than 16 bits on an H100"
         elif k is not None:
             codes = "q, a scale per row, is rounded to e4m3"
         if v is not None:
