@@ -152,7 +152,9 @@ def report(compiled: Compiled) -> Report:
 def faults(found: Report, target: Target, *, entry: str = "") -> dict[str, str]:
     """What is not as it should be, by name: "spills", "stack", "matrix", "serial", "shared". Of entries of
     kernels without products no matrix instructions are wanted."""
-    fault, wanted = {}, {"sm90": ("HGMMA", "QGMMA"), "sm100": ("UTCHMMA",)}.get(target.arch, ("HMMA",))
+    units: dict[str, tuple[str, ...]] = {"sm90": ("HGMMA", "QGMMA"), "sm100": ("UTCHMMA", "UTCQMMA")}
+    fault: dict[str, str] = {}
+    wanted = units.get(target.arch, ("HMMA", "QMMA"))
     if target.kind == "hip":
         wanted = ("v_mfma",) if target.arch.startswith("gfx9") else ("v_wmma",)
     if found.spills:

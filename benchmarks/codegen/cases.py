@@ -64,7 +64,8 @@ _ALIBI = {"causal": True, "alibi_slopes": _meta(HEADS, dtype=torch.float32)}
 _MEMBERS = {"cu_seqlens_q": _meta(5), "cu_seqlens_k": _meta(5), "max_seqlen_q": KEYS, "max_seqlen_k": KEYS}
 _EVERY = {**_CAPPED, **_ALIBI, **_WINDOW, **_STARTS, "softcap": 2.0, "row_bounds": _meta(KEYS, 2)}
 _HEADS = _meta(BATCH, HEADS, 1, 1, dtype=torch.float32)
-_CODES = {"codes": ",".join(["fp8_e4m3/0x0*fp8"] * 2), "k_scale": _HEADS, "v_scale": _HEADS}
+_BOTH = ",".join(["fp8_e4m3/0x0*fp8"] * 2)
+_CODES = {"codes": _BOTH, "k_scale": _HEADS, "v_scale": _HEADS}
 PROBLEMS = {
     "codes": Problem(_CODES),
     "codes-causal": Problem({**_CODES, **_CAUSAL}),
@@ -90,6 +91,8 @@ PROBLEMS = {
     "fp8": Problem(_LENS, **_TOKEN, codes="fp8_e4m3/1x0,fp8_e4m3/1x0"),
     "int8-products": Problem(codes="int8/1x0*int8,-"),
     "int8-products-causal": Problem(_CAUSAL, codes="int8/1x0+0x1*int8,-"),
+    "fp8-products": Problem(codes=_BOTH),
+    "fp8-products-causal": Problem(_CAUSAL, codes=_BOTH),
     "paged": Problem({**_LENS, "page_table": _meta(BATCH, KEYS // 128)}, **_TOKEN, page_size=128),
 }
 
@@ -222,7 +225,7 @@ def every_case() -> tuple[Case, ...]:
             arch = tables.ARCHS[targets.parse(gpu).arch]
             for d, hides in tables.LONG.get((arch.family, 2), {}):
                 made.append(case("bfloat16", d, "long-causal" if hides else "long"))
-    return (*made, *GLUON, *CODES)
+    return (*made, *GLUON, *CODES, *EIGHTS)
 
 
 _BACKWARD = "full", "causal", "ragged", "window", "lens", "packed"
@@ -235,6 +238,11 @@ GLUON = tuple(
 CODES = tuple(
     Case(Phase.FORWARD, "cuda:sm90", "bfloat16", d, problem, "gluon")
     for problem, d in product(("codes", "codes-causal"), (128, 256))
+)
+EIGHTS = tuple(
+    Case(Phase.FORWARD, gpu, "bfloat16", d, "fp8-products-causal")
+    for gpu, d in product(GPUS, (64, 128, 256))
+    if targets.parse(gpu).arch not in configs.WITHOUT_FP8
 )
 # (phase, architectures) whose kernels of head dims 64 and 128 in 16 bits spill nothing, unless that is faster
 CLEAN = (
@@ -277,4 +285,6 @@ for _gpu in ONE_OF_EACH:
 _SINGLE |= {Case(Phase.DECODE, "cuda:sm90", "bfloat16", 128, codes) for codes in ("int8", "int4", "fp8")}
 _SINGLE |= {Case(Phase.DECODE, "hip:gfx942", "bfloat16", 128, "int8")}
 _SINGLE |= {Case(Phase.FORWARD, "hip:gfx942", "float32", 64, "causal")}
-_SINGLE |= {Case(Phase.FORWARD, "cuda:sm90", "bfloat16", 128, "int8-products-causal")}
+_SINGLE |= {
+    Case(Phase.FORWARD, "cuda:sm90", "bfloat16", 128, f"{codes}-products-causal") for codes in ("int8", "fp8")
+}

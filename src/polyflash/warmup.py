@@ -15,13 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from polyflash import env, target
-from polyflash.quant.scheme import NAMED
+from polyflash.quant.scheme import NAMED, Scheme
 
+_INT8 = Scheme(compute="int8")
+_FP8 = Scheme(dtype="fp8_e4m3", granularity="head", compute="fp8")
+SCHEMES = NAMED | {"int8-products": (_INT8, _INT8), "fp8-products": (_FP8, _FP8)}
 FEATURES: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "window": {"window": (255, None)}}
 FEATURES |= {"mask": {"mask": "b1qk"}, "bias": {"bias": "hqk"}, "alibi": {"alibi": "h"}}
 FEATURES |= {"softcap": {"softcap": 30.0}, "sinks": {"sinks": True}, "segments": {"segments": 3}}
 FEATURES |= {"kv_lens": {}, "paged": {"page_size": 16}, "dropout": {}}
-FEATURES |= {name: {} for name in NAMED}  # k and v as such codes
+FEATURES |= {name: {} for name in SCHEMES}  # k and v as such codes
 CODES_PAGE = 64  # tokens, that all schemes' groups fit
 # (rows, keys) of the calls that one process makes. On a GPU, lengths decide which config is taken.
 _ON_CPU = (((300, 300),), ((1, 300), (1, 2048), (16, 300)))
@@ -114,7 +117,7 @@ def _call(job: dict[str, Any], rows: int, keys: int) -> None:
     from polyflash.workloads import Workload, make
 
     changes: dict[str, Any] = {}
-    quants = [name for name in job["features"] if name in NAMED]
+    quants = [name for name in job["features"] if name in SCHEMES]
     paged = "paged" in job["features"]
     for name in job["features"]:
         changes |= FEATURES[name]
@@ -146,7 +149,7 @@ def _attend(name: str, q: Any, k: Any, v: Any, options: dict[str, Any], *, paged
     function: Any = polyflash.attention_paged if paged else polyflash.attention
 
     def call(q: Any, *kv: Any) -> Any:
-        pairs = zip(kv, NAMED[name], strict=True) if name else ()
+        pairs = zip(kv, SCHEMES[name], strict=True) if name else ()
         return function(q, *([polyflash.quantize(*pair) for pair in pairs] or kv), **options)
 
     call(q, k, v)
@@ -161,7 +164,7 @@ def _attend_cache(name: str, q: Any, k: Any, v: Any, options: dict[str, Any]) ->
 
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
     rows, (keys, heads, width) = len(q), k.shape
-    size = {"head_dim_v": v.shape[2], "dtype": k.dtype, "device": k.device, "quant": name}
+    size = {"head_dim_v": v.shape[2], "dtype": k.dtype, "device": k.device, "quant": SCHEMES[name]}
     cache = KVCache(-(-keys // CODES_PAGE), CODES_PAGE, heads, width, **size)
     request = cache.add()
     for some in (slice(0, keys - rows), slice(keys - rows, keys)):

@@ -18,9 +18,10 @@ from polyflash.quant import NAMED, QuantizedTensor, Scheme, codec, dequantize, q
 from polyflash.quant.codec import spread
 from polyflash.reference import attention_reference
 from polyflash.spec import Feature, Phase
+from tests import device
 from tests.conformance.rows import ALL_OF, DTYPES, HERE, NAMES, ints, qkv
-from tests.integers import operands
-from tests.tolerance import Expected, check, expect, same_bits
+from tests.integers import operands, with_coded_weights
+from tests.tolerance import Expected, check, expect, masked_scores, same_bits
 
 READERS = (*(row for row in HERE if Feature.CODES in row.features), None)
 # What a row for few query rows that reads codes promises: one that loses a feature must fail here.
@@ -252,6 +253,40 @@ def test_integer_products(reader: Capability | None, name: str, features: str):
     k, v = (coded(x, s) for x, s in zip((k, v), PRODUCTS[name], strict=True))
     found = run_products(reader, q, k, v, **options)
     check(found.out, found.lse, of_products(q, k, v, **options), label=f"{name} {features}")
+
+
+EIGHTS = Scheme(dtype="fp8_e4m3", granularity="head", compute="fp8")
+
+
+@pytest.mark.parametrize("features", [*EVERY, *SCORED])
+def test_products_of_8_bits(reader: Capability | None, features: str):
+    """Where q and the weights are codes too: against the scheme that rounds them where the kernel does. What
+    is left is rounding of the result, of sums in tensor cores, and of weights on which the two differ."""
+    if reader is None or reader.phase is not Phase.FORWARD or reader.backend not in ("triton", "gluon"):
+        pytest.skip("multiplies floats, or integers")
+    options = {**EVERY, **SCORED}[features]
+    exact = device.DEVICE.type == "cpu"  # in the interpreter
+    dim = 32 if exact else 128
+    q, k, v = qkv(2, (4, 2), 70, 290, dim, dtype=torch.bfloat16, seed=4)
+    k[..., ::11] += 3
+    k, v = (quantize(x, EIGHTS) for x in (k, v))
+    k.scale[:, 0] *= -1
+    if features == "offset":
+        v.codes.view(torch.uint8)[:, :, 230, 7] = 0x7F  # NaN, for the rows that see it
+    given = {"backend": reader.backend, **options}
+    config = polyflash.explain(q, k, v, **given).config
+    if hasattr(config, "split_keys"):  # a split begins anew
+        given["config"] = replace(config, split_keys=0)
+    found = run(reader, q, k, v, **given)
+    scores = masked_scores(*operands(q, k), "", {"scale": dim**-0.5, **options})
+    rising, slack = reader.backend == "triton", 2.0 * (reader.backend == "gluon" and config.lazy_rescale)
+    how = {"block": config.block_n, "rising": rising, "slack": slack, "sinks": options.get("sinks")}
+    out, lse = with_coded_weights(scores, v, **how)
+    assert torch.equal(found.lse.isinf(), lse.isinf()) and torch.equal(found.out.isnan(), out.isnan())
+    off = (found.out.double() - out).nan_to_num().norm() / out.nan_to_num().norm()
+    assert off < (5e-3 if exact else 1e-2), f"{features}: {off}"
+    most = float((found.lse - lse).nan_to_num().abs().max())
+    assert most < (2e-5 if exact else 6e-2), f"{features}: lse off by {most}"
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

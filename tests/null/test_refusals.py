@@ -337,6 +337,7 @@ CASES: dict[str, Callable[[], Any]] = {
         target.parse("cuda:sm90"), 8, explain(x(), x(), x(), target="cuda:sm90").spec
     ),
     "triton stages of sm_90": lambda: tiles.check_stages(target.parse("cuda:sm90"), 1),
+    "triton keys of a block of codes": lambda: tiles.check_keys(16),
 }  # fmt: skip
 
 

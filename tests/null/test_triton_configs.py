@@ -227,6 +227,7 @@ class TestReachability:
                 coded = replace(PLAIN, phase=Phase.DECODE, seqlen_q=1, codes=codes)
                 for target in (cramped, gpu("sm90")):
                     configs.choose(coded, target)
+            configs.choose(replace(PLAIN, codes=",".join(["fp8_e4m3/0x0*fp8"] * 2)), gpu("sm90"))
         finally:
             sys.settrace(None)
         functions = [
@@ -234,6 +235,7 @@ class TestReachability:
             *(configs.most_rows, configs.packs, configs._filled, configs._narrowed, configs._forward_tile),
             *(configs._safe, configs._split_keys, tiles.fitted, tiles._smaller, tiles.fitted_backward),
             *(tiles.shared_bytes, tiles.backward_shared_bytes, tiles.shared_limit, tiles.entry_key),
+            tiles.coded_tile,
         ]
         for function in functions:
             missing = sorted(lines_of(function.__code__) - {n for f, n in ran if f == function.__name__})
@@ -436,6 +438,7 @@ BAD = {
     "apart": (3, -1, True, None, "1"),
     **{name: (0, 1, None, "yes") for name in ("lazy_rescale", "late_sum", "compensate", "fixed_splits")},
     "precision": ("", "tf32", "fp32", None),
+    "level": (2, -1, True, None),
     **{f"dq_{name}": (0, 3, 1000) for name in ("block_m", "block_n", "num_warps")},
     "dq_num_stages": (0, 9),
 }

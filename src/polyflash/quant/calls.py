@@ -61,7 +61,7 @@ def opened(q: Tensor, k: KV, v: KV, args: Arguments, device: str | Target | None
 
 def _multiplied(q: Tensor, k: KV, v: KV, args: Arguments, device: Any) -> bool:
     """Does a kernel multiply the codes of K, if those of V are decoded?"""
-    if not (isinstance(k, QuantizedTensor) and isinstance(v, QuantizedTensor) and k.form.compute == "int8"):
+    if not (isinstance(k, QuantizedTensor) and isinstance(v, QuantizedTensor) and k.form.compute != "float"):
         return False
     shape = *v.codes.shape[:3], v.codes.shape[3] * v.form.packed
     values = torch.empty(shape, dtype=q.dtype, device="meta")

@@ -26,10 +26,9 @@ import polyflash
 from polyflash.backends.gluon import configs
 from polyflash.quant import QuantizedTensor, Scheme, quantize
 from tests.backends.gluon.guarded import SECONDS, Case, in_child, right, seen, sinks_of, tensors
+from tests.integers import operands, with_coded_weights
 
 SCHEME = Scheme(dtype="fp8_e4m3", granularity="head", compute="fp8")
-MOST = 448.0
-TOP = math.log2(MOST)
 LEVEL_A, LEVEL_B, LSE = 1e-2, 6.5e-2, 6e-2  # relative L2, and of lse the largest difference
 
 
@@ -54,13 +53,6 @@ def call(case: Case, q: Tensor, k: Any, v: Any, **more: Any) -> tuple[Tensor, Te
     return result.out if case.layout == "bhsd" else result.out.transpose(1, 2), result.lse
 
 
-def rounded_rows(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """q as e4m3 in float32, and what makes products of codes exponents of 2."""
-    top = q.float().abs().amax(-1, keepdim=True)
-    units = q.float() * (MOST / top.masked_fill(top == 0, MOST))
-    return units.to(torch.float8_e4m3fn).float() * scale.sign(), top * (scale.abs() / MOST)
-
-
 def emulated(
     case: Case,
     q: Tensor,
@@ -70,36 +62,14 @@ def emulated(
 ) -> tuple[Tensor, Tensor]:
     """out and lse in float64, weights rounded block by block from the last on."""
     config = configs.FP8[configs.box_of(case.dims)]
-    block, slack = config.block_n, 2.0 * config.lazy_rescale
     if case.layout == "bshd":
         q = q.transpose(1, 2)
-    group = case.heads // case.kv_heads
-    codes_k, codes_v, scale_k, scale_v = (
-        x.double().repeat_interleave(group, 1) for x in (k.codes, v.codes, k.scale, v.scale)
-    )
-    scale = case.dims**-0.5 if scale is None else scale
-    units, factor = rounded_rows(q, (scale_k * scale * math.log2(math.e)).float())
-    hidden = ~seen(case)
-    acc = torch.zeros(*q.shape, dtype=torch.float64, device=q.device)
-    low = torch.full((*q.shape[:3], 1), -torch.finfo(torch.float32).max, dtype=torch.float64, device=q.device)
-    m, total = low, torch.zeros_like(low)
-    for j in range((case.keys - 1) // block * block, -1, -block):
-        keys = slice(j, j + block)
-        s = (units.double() @ codes_k[:, :, keys].mT * factor.double()).masked_fill(
-            hidden[..., keys], -math.inf
-        )
-        top = s.amax(-1, keepdim=True) - TOP
-        new = torch.where(top + slack > m + slack, top + slack, m) if slack else torch.maximum(m, top)
-        p, alpha = torch.exp2(s - new), torch.exp2(m - new)
-        m, total = new, total * alpha + p.sum(-1, keepdim=True)
-        acc = acc * alpha + p.float().to(torch.float8_e4m3fn).double() @ codes_v[:, :, keys]
-    lse = (m * math.log(2) + total.log())[..., 0]
-    out = acc * scale_v / total
-    if case.sinks:
-        sink = sinks_of(case).double()[:, None]
-        both = torch.logaddexp(lse, sink)
-        out, lse = out * (lse - both).exp().nan_to_num()[..., None], both
-    return out.nan_to_num(), lse
+    left, right = operands(q, k)
+    scores = left @ right.repeat_interleave(case.heads // case.kv_heads, 1).mT
+    scores *= case.dims**-0.5 if scale is None else scale
+    how: dict[str, Any] = {"block": config.block_n, "slack": 2.0 * config.lazy_rescale, "rising": False}
+    sinks = sinks_of(case) if case.sinks else None
+    return with_coded_weights(scores.masked_fill(~seen(case), -math.inf), v, sinks=sinks, **how)
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:

@@ -37,17 +37,20 @@ def test_what_it_takes(dims: int):
     assert explained(scheme=replace(SCHEME, granularity="tensor")).chosen.name == "gluon/fp8"
 
 
-def test_what_it_leaves_is_decoded_and_says_so():
-    for words, options in {
-        "asked for fp8_e4m3/0x0,": {"scheme": replace(SCHEME, compute="float")},
-        "asked for fp8_e4m3/1x0": {"scheme": replace(SCHEME, granularity="token")},
-        "no softcap": {"softcap": 3.0},
-        "multiples of 16": {"dims": 88},
-        "blocks of 128, 192, 256, asked for 64": {"dims": 64},
-        "needs cuda:sm90": {"target": "cuda:sm100"},
-    }.items():
+def test_what_it_leaves_the_triton_engine_takes_or_decodes():
+    for words, then, options in (
+        ("asked for fp8_e4m3/0x0,", ", decoded to", {"scheme": replace(SCHEME, compute="float")}),
+        ("asked for fp8_e4m3/1x0", "as it is, v decoded", {"scheme": replace(SCHEME, granularity="token")}),
+        ("no softcap", "read in the walk", {"softcap": 3.0}),
+        ("multiples of 16", "read in the walk", {"dims": 88}),
+        ("multiples of 16", "as it is, v decoded", {"dims": 90}),
+        ("blocks of 128, 192, 256, asked for 64", "read in the walk", {"dims": 64}),
+        ("needs cuda:sm90", "read in the walk", {"target": "cuda:sm89"}),
+        ("needs cuda:sm90", ", decoded to", {"target": "cuda:sm86"}),
+        ("needs cuda:sm90", ", decoded to", {"target": "hip:gfx942"}),
+    ):
         found = explained(**options)
-        assert found.chosen.name != "gluon/fp8" and "decoded to bfloat16 before" in found.notes[-1], words
+        assert found.chosen.name != "gluon/fp8" and then in found.notes[-1], words
         assert words in why(options), words
 
 

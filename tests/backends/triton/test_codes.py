@@ -15,8 +15,8 @@ from polyflash.quant import NAMED, QuantizedTensor, Scheme, quantize
 from polyflash.reference import attention_reference
 from polyflash.spec import Phase
 from polyflash.target import parse
-from tests.integers import operands
-from tests.tolerance import Expected, check, expect
+from tests.integers import operands, with_coded_weights
+from tests.tolerance import Expected, check, expect, masked_scores
 
 SCHEMES = {
     **{name: NAMED[name] for name in ("int8", "int8-smooth", "int4", "int4-token", "fp8", "mxfp4")},
@@ -165,3 +165,50 @@ def test_integer_products_of_odd_values():
         coded = quantize(k_of, Scheme(compute="int8", granularity=scheme))
         found = products(q * (scheme == "head"), coded, quantize(v, Scheme()), causal=True, scale=scale)
         assert bool(found.out.isfinite().all()) and float(found.lse.exp().max()) < 60.1
+
+
+EIGHTS = Scheme(dtype="fp8_e4m3", granularity="head", compute="fp8")
+BOTH: dict[str, tuple[Scheme, dict[str, Any]]] = {
+    "plain": (EIGHTS, {}),
+    "causal": (EIGHTS, {"causal": True, "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}),
+    "negative": (replace(EIGHTS, granularity="tensor"), {"scale": -0.3, "window": (40, 3)}),
+    "cap": (replace(EIGHTS, granularity="token"), {"softcap": 4.0}),
+    "mean": (replace(EIGHTS, smoothing="mean"), {"kv_lens": torch.tensor([75, 33]).int()}),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_products_of_8_bits(name: str):
+    """Against the scheme with q and the weights rounded where the kernel does: what is left is rounding of
+    the result, and of the few weights on which the two do not agree."""
+    scheme, options = BOTH[name]
+    for dtype, dim in ((torch.float32, 40), (torch.bfloat16, 64)):
+        q, k, v = qkv(5, 75, dim, dtype)
+        k, v = quantize(k, scheme), quantize(v, EIGHTS)
+        if scheme.granularity == "head":
+            k.scale[:, 0] *= -1
+        if name == "causal":  # NaN, of a key that the last rows see
+            v.codes.view(torch.uint8)[:, :, 72, 3] = 0x7F
+        found, config = multiplied(q, k, v, **options)
+        if name == "plain":
+            other, _ = multiplied(q, k, v, config=replace(config, level=0))
+            assert float((found.out - other.out).norm() / found.out.norm()) < 4e-3
+        told = {"scale": dim**-0.5, **options}
+        scores = masked_scores(*operands(q, k), "", told)
+        right = with_coded_weights(scores, v, block=config.block_n, sinks=options.get("sinks"))
+        assert torch.equal(found.out.isnan(), right[0].isnan())
+        off = float((found.out.double() - right[0]).nan_to_num().norm() / right[0].nan_to_num().norm())
+        assert off < (4e-3 if dtype is torch.bfloat16 else 2e-3), f"{name} {dtype}: {off}"
+        assert torch.equal(found.lse.isinf(), right[1].isinf())
+        assert float((found.lse - right[1]).nan_to_num().abs().max()) < 1e-5
+
+
+def multiplied(q: Tensor, k: Any, v: Any, **options: Any) -> Any:
+    """The result of the kernel that multiplies codes of both, and its config."""
+    options |= {"backend": "triton", "batch_invariant": True}
+    plan = polyflash.explain(q, k, v, **options)
+    assert plan.chosen.phase is Phase.FORWARD and "in the walk" in plan.notes[-1], plan.notes[-1]
+    assert any("rounded to e4m3; sums" in note for note in plan.notes)
+    if q.dtype is torch.float32:  # whose parts are none of codes
+        options["config"] = replace(options.get("config", plan.config), precision="bf16x6")
+    return polyflash.attention(q, k, v, return_lse=True, **options), plan.config

@@ -121,8 +121,9 @@ class TestAGateThatCanNeverFire:
             **{"loads": "descriptor", "cache_kv": ".cg", "pack_gqa": kind is ForwardConfig},
             **{"split_exp": 1, "hold_q": True, "mask_by": "add", "order": "heavy_first", "persistent": True},
             **{"max_registers": 168, "lazy_rescale": True, "late_sum": True, "precision": "bf16x6"},
-            **{"compensate": False},
+            **{"compensate": False, "level": 0},
         }
+        coded = args._replace(codes=",".join(["fp8_e4m3/0x0*fp8"] * 2))
         base = (
             ForwardConfig(16, 64, 4, 2, split_exp=2)
             if kind is ForwardConfig
@@ -131,9 +132,10 @@ class TestAGateThatCanNeverFire:
 
         def compiled(config: Config) -> list[Any]:
             found = []
-            for q, k, v in (exact, [x.half() for x in exact]):  # some techniques are of one kind alone
+            half = [x.half() for x in exact]
+            for (q, k, v), of in ((exact, args), (half, args), (half, coded)):  # some are of one kind alone
                 prepared = forward.Prepared(launch_of(config))
-                ready = prepared.ready_for(q, k, v, torch.empty_like(q), None, args, False)
+                ready = prepared.ready_for(q, k, v, torch.empty_like(q), None, of, False)
                 found.append((ready.constants, prepared.options, ready.described, ready.num_heads))
             return found
 
@@ -272,6 +274,16 @@ def run_everything() -> None:
         x, y, z = qkv(1, 1, 16, 40, d, dtype=torch.float16)
         coded = quantize(y, Scheme(compute="int8", **how))
         polyflash.attention(x, coded, z, backend="triton", **options)
+    eights = Scheme(dtype="fp8_e4m3", granularity="head", compute="fp8")
+    for d, odd, options in (
+        (48, 3, {}),
+        (16, 7, {"config": replace(DESCRIPTOR, block_n=32)}),
+        (16, 0, {"softcap": 4.0}),
+    ):
+        x, y, z = qkv(1, 1, 40, 40, d, dtype=torch.float16)
+        values = quantize(z, eights)
+        values.codes.view(torch.uint8)[..., :odd] = 0x7F
+        polyflash.attention(x, quantize(y, eights), values, backend="triton", **options)
     pools = [y.view(5, 8, 1, 16) for y in qkv(1, 1, 40, 40, 16, dtype=torch.float16)[1:]]
     coded = quantize(pools[0], Scheme(compute="int8"), layout="bshd")
     given = x[0].transpose(0, 1), coded, pools[1], ints(4, 0, 1)[None], ints(20)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyflash.backends.gluon import fp8_operands
 from polyflash.backends.gpu.views import View
-from polyflash.backends.triton import runtime
+from polyflash.backends.triton import fp8_operands, runtime
 from polyflash.backends.triton.interpreter import INTERPRET
 from tests import device
 
@@ -45,8 +44,6 @@ def test_rows_have_a_factor_each():
     step = (wanted.abs() / 8).maximum(wanted.abs().amax(-1, keepdim=True) / 448 / 500)
     wanted[1, 1, 6] = 0  # too small for a factor
     right = (codes * factors - wanted).abs() <= step
-    if INTERPRET:  # whose e4m3 loses the carry of a mantissa into the exponent
-        right |= (2 * codes * factors - wanted).abs() <= step
     assert bool(right.all())
     assert bool((factors > 0).all()) and float(codes[0, 1].abs().amax(-1).min()) > 400
     zero, ones = rounded(q, k_scale, 0.0)

@@ -32,6 +32,7 @@ SAME_BITS: tuple[dict[str, Any], ...] = (
     *({"split_exp": 2}, {"split_exp": 4}, {"num_stages": 4}, {"num_stages": 3}),
     *({"hold_q": True}, {"loads": "descriptor"}, {"cache_kv": ".ca"}, {"cache_kv": ".cg"}),
     *({"persistent": True}, {"order": "heavy_first"}, {"mask_by": "add"}, {"max_registers": 168}),
+    {"level": 0},
     {"split_exp": 2, "hold_q": True, "loads": "descriptor", "persistent": True, "order": "heavy_first"},
 )
 ROUNDED: tuple[dict[str, Any], ...] = (

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from polyflash.backends.gluon import configs, fp8_operands, shim
+from polyflash.backends.gluon import configs, shim
 from polyflash.backends.gluon.forward import band_of, boxed, constants_of, is_boxed
 from polyflash.backends.gluon.forward_sm90 import Constants, Numbers
 from polyflash.backends.gluon.fp8_sm90 import Tensors, attend_fp8
 from polyflash.backends.gpu.numbers import LOG2E, scale_of
 from polyflash.backends.gpu.views import View, operands_of
-from polyflash.backends.triton import runtime
+from polyflash.backends.triton import fp8_operands, runtime
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 _KEPT_CALLS = 256  # of different sizes, strides or numbers, per route
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # of a consumer
-_KEYS = 32  # whose order a product of 8 bits changes
-_OF_ROWS, _OF_VALUES = {"num_warps": 4}, {"num_warps": 4}
 
 
 class Ready(NamedTuple):
@@ -35,7 +33,7 @@ class Ready(NamedTuple):
 
     numbers: Numbers
     constants: Constants  # as constexprs
-    sides: tuple[Any, Any, Any]  # `n` for q and for V, and their `c`
+    rows: tuple[Any, Any]  # `n` and `c` for q
     kinds: tuple[Any, ...]  # what kernels are compiled for, beside alignment
     programs: int
 
@@ -73,38 +71,28 @@ class Prepared:
         box = 128 if channels <= 128 else 256
         constants = constants_of(config, q, k, band, args)._replace(D=box, REST=0, LEVEL=config.level)
         side = fp8_operands.Constants(box, channels)
-        rows, words = fp8_operands.ROWS.value, fp8_operands.WORDS.value
-        stride = -(-seqlen_k // _KEYS) * _KEYS // 4
+        rows = fp8_operands.ROWS.value
         of_q = fp8_operands.Numbers(
             num_heads, group, seqlen_q, -(-seqlen_q // rows), None, scale_of(q.shape[3], args) * LOG2E
         )
-        of_v = fp8_operands.Numbers(k.shape[1], None, seqlen_k, -(-stride // words), stride, None)
         kinds = constants, tuple(map(runtime.signature, strides))
         programs = total if config.order == "tiles" else min(total, self.cores)
-        sides = of_q, of_v, runtime.compiled_in(side)
-        return Ready(numbers, runtime.compiled_in(constants), sides, kinds, programs)
+        of_rows = of_q, runtime.compiled_in(side)
+        return Ready(numbers, runtime.compiled_in(constants), of_rows, kinds, programs)
 
 
 def operands(prepared: Prepared, ready: Ready, q: Tensor, v: Tensor, args: Arguments) -> tuple[Tensor, ...]:
     """q in e4m3 with its factors, V with channels as rows, and which of its heads have a NaN."""
-    (batch, num_heads, seqlen_q, channels), kv_heads = q.shape, v.shape[1]
-    of_q, of_v, c = ready.sides
+    (batch, num_heads, seqlen_q, _), (of_q, c) = q.shape, ready.rows
     codes = runtime.scratch(tuple(q.shape), q.device, torch.float8_e4m3fn)
     factors = runtime.scratch((batch, num_heads, seqlen_q), q.device)
     k_scale: Any = args.k_scale
     x = View(q, *q.stride())
     t = fp8_operands.Tensors(x, codes, View(k_scale, *k_scale.stride()), factors)
     grid, kinds = (batch * num_heads * of_q.tiles,), (*ready.kinds, runtime.aligned(q, k_scale))
-    prepared.kernels.launch(fp8_operands.round_rows, grid, (t, of_q, c), _OF_ROWS, ("rows", *kinds), q.device)
-    turned = runtime.scratch((batch, kv_heads, channels, of_v.stride), q.device, torch.int32)
-    odd = runtime.scratch((batch, kv_heads), q.device, torch.int32, zero=True)
-    words = v.view(torch.int32)
-    t = fp8_operands.Tensors(View(words, *words.stride()), turned, odd=odd)
-    grid = (batch * kv_heads * of_v.tiles,)
-    prepared.kernels.launch(
-        fp8_operands.turn_values, grid, (t, of_v, c), _OF_VALUES, ("values", *ready.kinds), q.device
-    )
-    return codes, factors, turned.view(torch.float8_e4m3fn), odd
+    options, key = fp8_operands.OPTIONS, ("rows", *kinds)
+    prepared.kernels.launch(fp8_operands.round_rows, grid, (t, of_q, c), options, key, q.device)
+    return codes, factors, *fp8_operands.turned(v, prepared.kernels)
 
 
 def run(

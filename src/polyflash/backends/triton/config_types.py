@@ -14,9 +14,11 @@ from polyflash.backends.triton.tiles import (
     can_add_late,
     can_scale_lazily,
     least_stages,
+    multiplies_values,
     split_dim,
 )
 from polyflash.errors import described, spec_error
+from polyflash.quant.scheme import codes_of
 from polyflash.spec import Feature
 
 if TYPE_CHECKING:
@@ -77,7 +79,8 @@ class ForwardConfig:
     each. In float32 both do nothing. precision is how float32 is multiplied, exactly in every case: by "ieee"
     multiply-adds, or on matrix units as products of parts, "tf32x3" (NVIDIA) or "bf16x6". compensate keeps
     what float32 loses where a block's output is added to those before. split_keys: the least
-    keys of a split, where few tiles would leave cores idle; 0: never split."""
+    keys of a split, where few tiles would leave cores idle; 0: never split. level, over codes of V: 1 gives
+    each block a sum of its own, added up in float32; 0 leaves all sums to tensor cores, which lose bits."""
 
     block_m: int = _block()
     block_n: int = _block()
@@ -102,6 +105,7 @@ class ForwardConfig:
     split_keys: int = option(
         default=0, switched=(0,), note="keys are split where few tiles would leave cores idle"
     )
+    level: int = option(0, 1, default=1, needs=lambda config, level, spec, _: multiplies_values(spec))
 
     def __post_init__(self) -> None:
         check(self)
@@ -119,8 +123,19 @@ class ForwardConfig:
         """Notes of a plan about this choice, beside its numbers."""
         packed = f"{spec.group} query heads of a kv head share a tile" if self.pack_gqa else ""
         heavy = sorted(f.value for f in spec.features & HEAVY)
-        codes = "q is rounded to int8, a scale per row; sums with k in int32: slower than 16 bits on an H100"
-        codes = codes if spec.codes else ""
+        k, v = codes_of(spec.codes) if spec.codes else (None, None)
+        codes = ""
+        if k is not None and k.compute == "int8":
+            codes = "q is rounded to int8, a scale per row; int32 sums with k: slower than 16 bits on an H100"
+        elif k is not None:
+            codes = "q, a scale per row, is rounded to e4m3"
+        if v is not None:
+            kept = (
+                f"of {self.block_n} keys in tensor cores, then in float32"
+                if self.level
+                else "in tensor cores"
+            )
+            codes = f"q, a scale per row, and the weights are rounded to e4m3; sums {kept}"
         return _told(self, spec, codes, packed, f"smaller tiles for {', '.join(heavy)}" if heavy else "")
 
 

@@ -26,7 +26,9 @@ from polyflash.backends.triton.tiles import (
     ELEMENT_BYTES,
     HEAVY,
     LEAST,
+    LEAST_CODED,
     backward_shared_bytes,
+    coded_tile,
     compensates,
     defers,
     entry_key,
@@ -36,13 +38,14 @@ from polyflash.backends.triton.tiles import (
     holds_rows,
     least_stages,
     long_tile,
+    multiplies_values,
     neighbours,
     power,
     shared_bytes,
     shared_limit,
 )
 from polyflash.backends.triton.tiles import split_dim as split_dim
-from polyflash.quant.scheme import KINDS, codes_of, per_word
+from polyflash.quant.scheme import KINDS, Block, Codes, codes_of, per_word
 from polyflash.spec import MANY_KEYS, PACKED_ROWS, SMALL_ROWS, Feature, Phase
 
 if TYPE_CHECKING:
@@ -55,6 +58,9 @@ SPLIT_LENGTH = 8192  # one request of so many keys fills the device twice
 MOST_CODED_ROWS = 32  # whose products take their operands from registers, where codes are unpacked
 TURNED_ROWS = 8  # columns of the right operand of NVIDIA's matrix instructions
 MOST_CODED_DIM = 256
+FP8_VALUES = Codes("fp8_e4m3", Block(), None, "fp8")
+# No matrix unit of e4m3; gfx942 has one of other codes, and Triton 3.6 ends when it compiles for gfx1201.
+WITHOUT_FP8 = ("sm80", "sm86", "gfx90a", "gfx942", "gfx1100", "gfx1201")
 SPLIT_BYTES = 1 << 17  # of K and V in a split of the forward: what pays for its partial outputs
 
 
@@ -115,7 +121,10 @@ def _safe(spec: AttentionSpec, target: Target) -> Tile:
 def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     """The table's tile, narrower for few rows; heads packed where that fills tiles; rows of a causal mask
     longest first, so that the short ones fill the last wave."""
-    tile = long_tile(spec, target) or _forward_tile(spec, target)
+    tile, registers = coded_tile(spec, target) or (None, 0)
+    tile = tile or long_tile(spec, target) or _forward_tile(spec, target)
+    if multiplies_values(spec):
+        tile = tile._replace(block_n=max(tile.block_n, LEAST_CODED))
     packed = packs(spec, tile.block_m)
     tile = _narrowed(tile, most_rows(spec) * (spec.group if packed else 1))
     order = "heavy_first" if spec.causal else "plain"
@@ -125,8 +134,9 @@ def choose_forward(spec: AttentionSpec, target: Target) -> ForwardConfig:
     loads = "descriptor" if described else "pointer"
     deferred = defers(spec, target)
     rest: dict[str, Any] = {"hold_q": holds_rows(spec, target, tile.block_m)}
-    rest |= {"lazy_rescale": deferred, "late_sum": deferred, "precision": exact_product(spec, target)}
-    rest |= {"compensate": compensates(spec, target)}
+    lazy = deferred and not multiplies_values(spec)
+    rest |= {"lazy_rescale": lazy, "late_sum": deferred, "precision": exact_product(spec, target)}
+    rest |= {"compensate": compensates(spec, target), "max_registers": registers}
     rest |= {"split_keys": _forward_split(spec, target, tile.block_n)}
     return ForwardConfig(*tile, loads=loads, pack_gqa=packed, order=order, **rest)
 
@@ -169,8 +179,16 @@ def refuses_products(spec: AttentionSpec, target: Target) -> str:
     if not spec.codes:
         return ""
     k, v = codes_of(spec.codes)
-    if k is None or k.compute != "int8" or v is not None:
-        return f'codes: needs compute="int8" of k, with v decoded; asked for {spec.codes}'
+    eights = k is not None and k.compute == "fp8"
+    if k is None or k.compute == "float" or v not in (None, *((FP8_VALUES,) if eights else ())):
+        wanted = "compute of k, with v decoded, or of fp8 with a scale per head or tensor"
+        return f"codes: needs {wanted}; asked for {spec.codes}"
+    if eights and target.arch in WITHOUT_FP8:
+        return f"codes: no products of e4m3 on {target.name}"
+    apart = spec.features & {Feature.DROPOUT, Feature.PAGED, Feature.VARLEN}
+    if v is not None and (apart or spec.head_dim_v % 4 or spec.head_dim_v > MOST_CODED_DIM):
+        dims = f"of head_dim that is no multiple of 4 or above {MOST_CODED_DIM}"
+        return f"codes: v is decoded over pages, in packed members, with dropout, {dims}"
     if spec.phase is Phase.DECODE and Feature.BATCH_INVARIANT not in spec.features:
         return "codes: few rows gain nothing from integer products"
     if k.scale.channels or (k.shift is not None and (k.shift.tokens or spec.page_size)):

@@ -60,6 +60,8 @@ class Constants(NamedTuple):
     PTX: bool = False
     TURNED: bool = False  # products and sums, of few rows
     ALONE: bool = False  # all rows of a tile see the same keys, from the first to the last
+    P_CODES: str = ""  # what weights are rounded to, where V is codes of it that are multiplied
+    LEVEL: int = 0  # 1: of them each block has a sum of its own; 0: sums of tensor cores
     K_CODES: str = ""
     K_PER: int = 0
     K_WORDS: int = 0
@@ -90,9 +92,16 @@ def describable(x: Tensor, repeated: bool = False) -> bool:
     return x.stride(-1) == 1 and all(0 < s * size < 1 << 40 and s * size % 16 == 0 for s in strides)
 
 
-def descriptors(x: Tensor, rows: int, first: int, second: int) -> tuple[Any, Any]:
+def descriptors(
+    x: Tensor, rows: int, first: int, second: int, turned: Tensor | None = None
+) -> tuple[Any, Any]:
     """Descriptors of both channel blocks of (batch, heads, seqlen, channels): boxes of `rows` rows; what lies
-    outside is 0. `describable` has checked what their class would check again in every call."""
+    outside is 0. Likewise of `turned` (batch, heads, channels, seqlen). `describable` has checked what their
+    class would check again in every call."""
+    if turned is not None:
+        shape, strides = list(turned.shape), list(turned.stride())
+        boxes = ([1, 1, width, rows] if width else None for width in (first, second))
+        return tuple(box and _descriptor(turned, shape, strides, box) for box in boxes)  # type: ignore[return-value]
     shape, strides = list(x.shape), list(x.stride())
     return (
         _descriptor(x, shape, strides, [1, 1, rows, first]),

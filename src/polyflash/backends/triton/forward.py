@@ -31,7 +31,7 @@ from polyflash.backends.gpu.views import (
     reachable,
     view_of,
 )
-from polyflash.backends.triton import merge, runtime, tiles
+from polyflash.backends.triton import fp8_operands, merge, runtime, tiles
 from polyflash.backends.triton.config_types import DecodeConfig, product_of
 from polyflash.backends.triton.constants import Constants, describable, descriptors, entries
 from polyflash.backends.triton.forward_kernel import NO_BOXES, Boxes, Tensors, attend
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from polyflash.spec import Arguments
 
 new = tuple.__new__  # a NamedTuple as the call of its class would make it, in a third of the time
+HALVED = 256  # channels
 _MOST_OF_A_GRID = 65535  # in its second and third dimension
 _OF_A_GRID = 7  # the first of `Numbers`
 _KEPT_CALLS = 256  # of different strides or numbers, per route
@@ -122,9 +123,11 @@ class Prepared:
     ) -> Ready:
         config, x, flags = self.config, operands_of(args, k), flags_of(q, args)
         constants = self._constants(q, v, args, flags, split)._replace(PAGE=_page_of(k, args))
+        constants = constants._replace(**_of_codes(config, q.shape[3], args))
+        if constants.P_CODES and constants.DV0 == HALVED:  # of which two sums fill the registers
+            constants = constants._replace(DV0=HALVED // 2, DV1=HALVED // 2)
         described = config.loads == "descriptor" and args.page_table is None
-        described = described and describable(k) and describable(v)
-        constants = constants._replace(**_of_integers(q.shape[3], args))
+        described = described and describable(k) and (constants.P_CODES != "" or describable(v))
         strides = q.stride(), k.stride(), v.stride(), out.stride()
         rows = () if lse is None else lse.stride()
         compiled = constants, runtime.signature(strides), runtime.signature(rows)
@@ -185,16 +188,20 @@ class Prepared:
         )
 
 
-def _of_integers(head_dim: int, args: Arguments) -> dict[str, Any]:
-    """Constants of products of integers, if K is codes: instructions take twice the channels."""
-    k = codes_of(args.codes)[0] if args.codes else None
+def _of_codes(config: Any, head_dim: int, args: Arguments) -> dict[str, Any]:
+    """Constants of products of codes, if K is codes: instructions take twice the channels."""
+    k, v = codes_of(args.codes) if args.codes else (None, None)
     if k is None:
         return {}
-    d0, d1 = tiles.split_dim(head_dim, 2 * tiles.LEAST)
+    d0, d1 = tiles.split_dim(head_dim, tiles.LEAST_CODED)
     place = "key" if k.scale.tokens or args.page_table is not None else "head"
     if k.scale.tokens == 1 and args.k_scale is not None and describable(args.k_scale[..., 0]):
         place = "box"
-    side = {"K_CODES": k.dtype, "K_SCALE": place, "K_TOKENS": k.scale.tokens}
+    side: dict[str, Any] = {"K_CODES": k.dtype, "K_SCALE": place, "K_TOKENS": k.scale.tokens}
+    if v is not None:
+        tiles.check_keys(config.block_n)
+        side |= {"P_CODES": v.dtype, "LEVEL": getattr(config, "level", 0)}
+        side |= {"PRODUCT": "ieee", "LAZY": False, "COMPENSATE": False}
     return {**side, "K_SHIFT": "" if k.shift is None else "channel", "D0": d0, "D1": d1, "HOLD_Q": False}
 
 
@@ -238,25 +245,32 @@ def attend_call(
     whole = ready.plain and ready.sees_all and seqlen_k % config.block_n == 0
     s_q, s_k, s_v, s_out = ready.strides
     v_view = new(View, (v, *s_v))
-    pointed: tuple[Any, Any] = new(View, (k, *s_k)), v_view
+    turned = odd = None
+    if ready.constants.P_CODES:
+        turned, found = fp8_operands.turned(v, prepared.kernels.setdefault("v", runtime.Kernels()))
+        odd = found[..., None, None]
+    values = v_view if turned is None else view_of(turned.mT)
+    pointed: tuple[Any, Any] = new(View, (k, *s_k)), values
     boxes = NO_BOXES
     if described:
         c, pointed, q_boxes = ready.constants, (None, None), (None, None)
         if ready.rows_described and aligned & _ROWS:
             q_boxes = descriptors(q, config.block_m, c.D0, c.D1)
         k_boxes = descriptors(k, config.block_n, c.D0, c.D1)
-        boxes = Boxes(*q_boxes, *k_boxes, *descriptors(v, config.block_n, c.DV0, c.DV1))
+        v_boxes = descriptors(v, config.block_n, c.DV0, c.DV1, turned)
+        boxes = Boxes(*q_boxes, *k_boxes, *v_boxes)
         if c.K_SCALE == "box" and args.k_scale is not None:
             boxes = boxes._replace(entries=entries(args.k_scale, config.block_n))
     rows = None if lse is None else new(Rows, (lse, *ready.rows))
     views = new(View, (q, *s_q)), *pointed, v_view, new(View, (out, *s_out))
-    tables = view_of(args.k_scale), view_of(args.k_shift)
+    tables = tuple(view_of(x) for x in (args.k_scale, args.k_shift, args.v_scale, odd))
     t = new(Tensors, (*views, rows, x, visits, ready.num_heads, ready.group, *tables, None))
     n = new(Numbers, (batch, seqlen_q, seqlen_k, num_tiles, num_splits, split_keys, total, *numbers))
     grid: tuple[int, ...] = (num_tiles, ready.num_heads, requests)
     if linear:
         grid = (min(total, prepared.cores) if ready.constants.PERSISTENT else total,)
-    kinds = None if ready.plain else runtime.signature(x), runtime.signature(tables) if args.codes else None
+    of_codes = runtime.signature((tables, values)) if args.codes else None
+    kinds = None if ready.plain else runtime.signature(x), of_codes
     key = aligned, described, linear, whole, visits is None, kinds
     ready.kernels.launch(
         attend, grid, (t, n, ready.variant(described, whole, linear), *boxes), prepared.options, key, q.device

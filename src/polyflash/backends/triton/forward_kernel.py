@@ -41,16 +41,17 @@ from polyflash.backends.triton.products import (
     finite,
     has_nonfinite,
     held,
-    integers,
     largest,
     negated,
     nonfinite_only,
     product,
+    rounded_codes,
 )
 from polyflash.backends.triton.scores import (
     LN2,
     LOG2E,
     LOWEST,
+    MOST_FP8,
     SUMS,
     TOO_FAR,
     Sums,
@@ -97,6 +98,8 @@ class Tensors(NamedTuple):
     group: Any
     k_scale: Any = None  # tables of K's codes, as (batch or pages, heads, blocks of tokens, of channels)
     k_shift: Any = None
+    v_scale: Any = None  # of V's codes likewise, and int32 as those: is one a NaN?
+    v_odd: Any = None
     boxes: Any = None
 
 
@@ -116,10 +119,13 @@ class Queries(NamedTuple):
 def load_block(
     x, o_x, m_n, at, c, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TURNED: tl.constexpr
 ):
-    """Channels of a block of keys or values, [BLOCK_N, BLOCK_D], or turned."""
+    """Channels of a block of keys or values, [BLOCK_N, BLOCK_D], or turned, as codes of V lie already."""
     if c.DESCRIPTOR:
         i_t, i_h, i_row = at
-        b_x = x.load([i_t, i_h, i_row, FIRST]).reshape(c.BLOCK_N, BLOCK_D)
+        if c.P_CODES != "" and not TURNED:
+            b_x = x.load([i_t, i_h, FIRST, i_row]).reshape(BLOCK_D, c.BLOCK_N).T
+        else:
+            b_x = x.load([i_t, i_h, i_row, FIRST]).reshape(c.BLOCK_N, BLOCK_D)
         if TURNED:
             b_x = b_x.T
     elif TURNED:
@@ -143,7 +149,7 @@ def attend_block(
     keys, at = Keys(j_0, o_n, m_n), (place.i_batch, rows.i_hkv, place.first_k + j_0)
     # [BLOCK_M, BLOCK_N]
     PRODUCT: tl.constexpr = c.PRODUCT if c.K_CODES == "" else "ieee"  # of integers there is but one
-    b_s = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.float32 if c.K_CODES == "" else tl.int32)
+    b_s = tl.zeros([c.BLOCK_M, c.BLOCK_N], tl.int32 if c.K_CODES == "int8" else tl.float32)
     b_k = load_block(t.boxes.k0 if c.DESCRIPTOR else t.k, o_k, m_n, at, c, 0, c.D, c.D0, True)
     b_s = product(b_q.b_q0, b_k, b_s, PRODUCT)
     if c.D1 > 0:
@@ -167,12 +173,19 @@ def attend_block(
         b_p = tl.where(keep(rows, j_0, n, c), b_p * n.keep_scale, 0.0)
     # Before the wait for V, so that all this fills the gaps between the exponentials.
     b_p = b_p.to(t.v_view.p.dtype.element_ty)
-    acc0, acc1, lost0, lost1 = rescale(sums.acc0, alpha, c.LAZY, c.THREADS), sums.acc1, sums.lost0, sums.lost1
-    if c.DV1 > 0:
-        acc1 = rescale(acc1, alpha, c.LAZY, c.THREADS)
+    if c.P_CODES != "":  # keys as V has them
+        b_p = b_p.reshape(c.BLOCK_M, c.BLOCK_N // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)
+        b_p = b_p.reshape(c.BLOCK_M, c.BLOCK_N)
+    acc0, acc1, lost0, lost1 = sums.acc0, sums.acc1, sums.lost0, sums.lost1
+    if c.LEVEL != 1:
+        acc0 = rescale(acc0, alpha, c.LAZY, c.THREADS)
+        if c.DV1 > 0:
+            acc1 = rescale(acc1, alpha, c.LAZY, c.THREADS)
     o_v = o_k
     if not c.DESCRIPTOR:
         o_v, m_n = block_offsets(j_0, t.v, t.x, rows.i_hkv, place, c)
+        if c.P_CODES != "":  # those between the last and the end of its group are 0
+            m_n = o_n < t.v.d
     # Both blocks are loaded before either product: Triton 3.6 let the second take the place of the first
     # while an asynchronous product was still reading it.
     b_v0 = load_block(t.boxes.v0 if c.DESCRIPTOR else t.v, o_v, m_n, at, c, 0, c.DV, c.DV0, False)
@@ -180,13 +193,13 @@ def attend_block(
     if c.DV1 > 0:
         v1 = t.boxes.v1 if c.DESCRIPTOR else t.v
         b_v1 = load_block(v1, o_v, m_n, at, c, c.DV0, c.DV, c.DV1, False)
-    if CLEAN:
+    if CLEAN and c.P_CODES == "":
         b_v0 = finite(b_v0)
         if c.DV1 > 0:
             b_v1 = finite(b_v1)
-    acc0, lost0 = accumulate(acc0, lost0, b_p, b_v0, alpha, c.PRODUCT)
+    acc0, lost0 = accumulate(acc0, lost0, b_p, b_v0, alpha, c)
     if c.DV1 > 0:
-        acc1, lost1 = accumulate(acc1, lost1, b_p, b_v1, alpha, c.PRODUCT)
+        acc1, lost1 = accumulate(acc1, lost1, b_p, b_v1, alpha, c)
     return Sums(m_i, l_i, acc0, acc1, l_lost, lost0, lost1)
 
 
@@ -241,10 +254,23 @@ def attend_tile(i_m, i_head, i_b, i_s, t, n, c):
             units = 1.0
         elif c.NEGATIVE:
             units = -units
+        if c.P_CODES != "":
+            sums = whole_sums(sums, rows, place, t, c)
+            spoiled = tl.load(t.v_odd.p + table_rows(0, t.v_odd, 0, rows, place, t, c)) != 0
         o_out, b_none = finalize(i_s, sums, units, rows, place, t, n, c)
-        if not c.WHOLE:
+        if c.P_CODES != "" or not c.WHOLE:
             if spoiled:
                 add_nonfinite(o_out, b_none, blocks, rows, place, t, c, 16)
+
+
+@triton.jit
+def whole_sums(sums, rows, place, t, c):
+    """Sums of weights and of values from those of codes. A scale may be NaN where no key is seen."""
+    scale = tl.load(t.v_scale.p + table_rows(0, t.v_scale, 0, rows, place, t, c))
+    b_scale = tl.where(sums.l_i == 0.0, 0.0, scale * (1.0 / MOST_FP8))[:, None]
+    acc0, acc1 = sums.acc0 * b_scale, sums.acc1 * b_scale
+    l_i, lost = sums.l_i * (1.0 / MOST_FP8), sums.l_lost * (1.0 / MOST_FP8)
+    return Sums(sums.m_i, l_i, acc0, acc1, lost, sums.lost0, sums.lost1)
 
 
 @triton.jit
@@ -277,21 +303,21 @@ def load_rows(i_m, i_head, rows, place, t, n, c):
     if c.HOLD_Q:
         b_q0, b_q1 = held(b_q0, n.seqlen_q), held(b_q1, n.seqlen_q)
     if c.K_CODES != "":
-        b_q = integer_rows(b_q0, b_q1, rows, place, t, n, c)
+        b_q = coded_rows(b_q0, b_q1, rows, place, t, n, c)
     else:
         b_q = Queries(b_q0, b_q1, n.factor, n.factor, n.factor)
     return b_q
 
 
 @triton.jit
-def integer_rows(b_q0, b_q1, rows, place, t, n, c):
-    """Q as int8 of a scale per row. A row with a value that is not finite is NaN."""
+def coded_rows(b_q0, b_q1, rows, place, t, n, c):
+    """Q as codes such as K's, of a scale per row. A row with a value that is not finite is NaN."""
     b_top = largest(b_q0)
     if c.D1 > 0:
         b_other = largest(b_q1)
         b_top = tl.where(b_other <= b_top, b_top, b_other)
     b_top = tl.where(b_top < LEAST_ROW, LEAST_ROW, b_top)
-    b_most = tl.full(b_top.shape, 127.0, tl.float32)
+    b_most = tl.full(b_top.shape, 127.0 if c.K_CODES == "int8" else MOST_FP8, tl.float32)
     b_step, b_unit = tl.math.div_rn(b_most, b_top), tl.math.div_rn(b_top, b_most)
     b_unit = tl.where(b_top == float("inf"), float("nan"), b_unit)
     b_shift = b_unit * 0.0
@@ -310,7 +336,8 @@ def integer_rows(b_q0, b_q1, rows, place, t, n, c):
         b_shift = tl.where(tiny, 0.0, b_shift)
     else:
         b_factor = n.factor
-    return Queries(integers(b_q0, b_step), integers(b_q1, b_step), b_factor, b_unit, b_shift)
+    b_q0, b_q1 = rounded_codes(b_q0, b_step, c.K_CODES), rounded_codes(b_q1, b_step, c.K_CODES)
+    return Queries(b_q0, b_q1, b_factor, b_unit, b_shift)
 
 
 @triton.jit
@@ -323,7 +350,7 @@ def times_shift(b_x, FIRST: tl.constexpr, WIDTH: tl.constexpr, rows, place, t, c
 
 @triton.jit
 def scaled_sums(b_s, b_q, keys, rows, place, t, c):
-    """Scores from sums of integers, in units of a row's codes or whole."""
+    """Scores from sums of codes, in units of a row's codes or whole."""
     b_s = b_s.to(tl.float32)
     if c.K_SCALE == "box":
         b_scale = t.boxes.entries.load([place.i_batch, rows.i_hkv, place.first_k + keys.j_0]).reshape(
@@ -459,7 +486,7 @@ def attend(t, n, c, q0, q1, k0, k1, v0, v1, entries):
     starts no kernel that has them in a tuple."""
     boxes = Boxes(q0, q1, k0, k1, v0, v1, entries)
     views = t.q, t.k, t.v, t.v_view, t.out, t.lse, t.x
-    t = Tensors(*views, t.visits, t.num_heads, t.group, t.k_scale, t.k_shift, boxes)
+    t = Tensors(*views, t.visits, t.num_heads, t.group, t.k_scale, t.k_shift, t.v_scale, t.v_odd, boxes)
     if c.PERSISTENT:
         for i_t in range(tl.program_id(0), n.total, tl.num_programs(0)):
             i_m, i_head, i_b = unravel(i_t // n.num_splits, n.num_tiles, t.num_heads)

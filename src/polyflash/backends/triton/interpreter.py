@@ -1,6 +1,6 @@
 """Triton's interpreter, which runs the kernels on CPU tensors: is it on, and what it needs to be right.
 
-It is on if TRITON_INTERPRET was set when triton was first imported. Triton 3.6's has six defects that would
+It is on if TRITON_INTERPRET was set when triton was first imported. Triton 3.6's has seven defects that would
 hide or fake ours; `prepare` mends them once, and does nothing where it is off.
 """
 
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from polyflash import env
 
@@ -24,7 +25,7 @@ def prepare() -> None:
         _take_scalars_as_bounds()
         _take_constants_in_tuples()
         _patch_the_language_once()
-        _compute_in_bfloat16()
+        _compute_in_few_bits()
         _round_once()
 
 
@@ -62,31 +63,45 @@ def _patch_the_language_once() -> None:
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
 
 
-def _compute_in_bfloat16() -> None:
-    """bfloat16 is held as the bits of integers: products would multiply those, and casts would cut instead of
-    rounding to nearest even."""
+def _compute_in_few_bits() -> None:
+    """bfloat16 and floats of 8 bits are held as the bits of integers: products would multiply those, or cut
+    them, and casts would cut instead of rounding to nearest even, and of 8 bits to the largest at most."""
     from triton import language as tl
     from triton.runtime import interpreter
 
     handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
-    product, cast = builder.create_dot, builder.cast_impl
+    product, cast, cast_8_bits = builder.create_dot, builder.cast_impl, builder.create_fp_to_fp
+    eights = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
     def widened(x: Any) -> Any:
-        if x.dtype.scalar != tl.bfloat16:
+        if x.dtype.scalar == tl.bfloat16:
+            return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        kind = eights.get(x.dtype.scalar)
+        if kind is None:
             return x
-        return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        return handle(torch.from_numpy(np.array(x.data)).view(kind).float().numpy(), tl.float32)
 
     def create_dot(self: Any, a: Any, b: Any, acc: Any, *rest: Any) -> Any:
         return product(self, widened(a), widened(b), acc, *rest)
 
-    def cast_impl(self: Any, x: Any, kind: Any) -> Any:
-        if not (x.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16):
-            return cast(self, x, kind)
+    def cast_impl(self: Any, x: Any, to: Any) -> Any:
+        if not (x.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16):
+            return cast(self, x, to)
         bits = np.ascontiguousarray(x.data).view(np.uint32)
         rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16
         return handle(np.where(np.isnan(x.data), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16)
 
-    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    def create_fp_to_fp(self: Any, x: Any, to: Any, rounding: Any) -> Any:
+        if x.dtype.scalar in eights and to.scalar == tl.float32:
+            return widened(x)
+        if to.scalar not in eights or x.dtype.scalar != tl.float32:
+            return cast_8_bits(self, x, to, rounding)
+        kind = eights[to.scalar]
+        most = torch.finfo(kind).max
+        codes = torch.from_numpy(np.array(x.data)).clamp(-most, most).to(kind)
+        return handle(codes.view(torch.uint8).numpy(), to.scalar)
+
+    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
 
 
 def _round_once() -> None:

@@ -82,17 +82,20 @@ def add(total, lost, x):
 
 
 @triton.jit
-def accumulate(acc, lost, b_p, b_v, alpha, PRODUCT: tl.constexpr):
+def accumulate(acc, lost, b_p, b_v, alpha, c):
     """acc, scaled already, + P·V. In float32 each block is summed by itself, and added without loss if what
-    is lost is kept."""
-    if b_v.dtype == tl.float32:
-        b_o = product(b_p, b_v, tl.zeros(acc.shape, tl.float32), PRODUCT)
-        if len(lost.shape) == 2:
+    is lost is kept. So it is with a LEVEL of 1, as tensor cores keep few bits of sums of 8 bits; acc is then
+    scaled here."""
+    if b_v.dtype == tl.float32 or c.LEVEL == 1:
+        b_o = product(b_p, b_v, tl.zeros(acc.shape, tl.float32), c.PRODUCT)
+        if c.LEVEL == 1:
+            acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), b_o)
+        elif len(lost.shape) == 2:
             acc, lost = add(acc, lost * alpha[:, None], b_o)
         else:
             acc += b_o
     else:
-        acc = product(b_p.to(b_v.dtype), b_v, acc, PRODUCT)
+        acc = product(b_p.to(b_v.dtype), b_v, acc, c.PRODUCT)
     return acc, lost
 
 
@@ -112,9 +115,10 @@ def largest(b_x):
 
 
 @triton.jit
-def integers(b_x, b_step):
-    """Rows times a step each, rounded to int8."""
-    return ((b_x.to(tl.float32) * b_step[:, None] + MAGIC) - MAGIC).to(tl.int8)
+def rounded_codes(b_x, b_step, CODES: tl.constexpr):
+    """Rows times a step each, rounded to "int8" or "fp8_e4m3"."""
+    b_y = b_x.to(tl.float32) * b_step[:, None]
+    return ((b_y + MAGIC) - MAGIC).to(tl.int8) if CODES == "int8" else b_y.to(tl.float8e4nv)
 
 
 @triton.jit

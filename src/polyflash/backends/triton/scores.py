@@ -15,6 +15,8 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of finite float32
 TOO_FAR: tl.constexpr = tl.constexpr(2.0**12)  # from here on m is rounded about as much as a float16 weight
 SLACK: tl.constexpr = tl.constexpr(8.0)  # powers of two that a lazy m may lie below its row's maximum
+MOST_FP8: tl.constexpr = tl.constexpr(448.0)  # the largest e4m3
+TOP: tl.constexpr = tl.constexpr(8.807354922057604)  # its log2
 SUMS: tl.constexpr = tl.constexpr(8)  # of a row added up late: each of every 8th key, as threads hold them
 
 
@@ -154,12 +156,16 @@ def weights(b_s, b_m, factor, far, c):
     """exp(scale·s - m). `factor` is scale·log2 e, or scale without BASE2; scale is 1 for changed scores.
     FUSED takes one multiply-add, and m in units of the exponent: all weights of a row have the same factor
     next to 1, which l has too, while m is below TOO_FAR. Otherwise, and in the rows that `far` says, m is in
-    units of s and leaves it first: the largest weight is exactly 1, however large the scores."""
+    units of s and leaves it first: the largest weight is exactly 1, however large the scores. Weights that
+    become P_CODES are 448 times as large, as is then their sum."""
+    TIMES: tl.constexpr = (TOP if c.BASE2 else TOP * LN2) if c.P_CODES != "" else 0.0
     if c.FUSED:
         b_after = b_m
         if far is not None:
             b_s = b_s - tl.where(far, b_m, 0.0)[:, None]
             b_after = tl.where(far, 0.0, b_m)
+        if c.P_CODES != "":
+            b_after = b_after - TIMES
         if c.K_CODES == "":
             b_factor = tl.full(b_s.shape, factor, tl.float32)
         else:  # of each row
@@ -167,6 +173,8 @@ def weights(b_s, b_m, factor, far, c):
         b_x = tl.fma(b_s, b_factor, tl.broadcast_to(-b_after[:, None], b_s.shape))
     else:
         b_x = (b_s - b_m[:, None]) * factor
+        if c.P_CODES != "":
+            b_x = b_x + TIMES
     return exp2_in_parts(b_x, c.SPLIT_EXP) if c.BASE2 else tl.exp(b_x)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from polyflash.backends.triton import tables
 from polyflash.backends.triton.tables import Tile
 from polyflash.errors import spec_error
-from polyflash.spec import Feature
+from polyflash.quant.scheme import codes_of
+from polyflash.spec import Feature, Phase
 
 if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 WARPGROUP_ROWS = 64  # of a matrix instruction of sm_90
 LEAST = 16  # rows, keys and channels of the smallest operand of a matrix instruction
+LEAST_CODED = 32  # keys or channels of one of 8 bits
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # with a plane of elements beside the scores
 HEAVY = frozenset((Feature.MASK, Feature.BIAS, Feature.SEGMENTS, Feature.DROPOUT))
@@ -197,6 +199,26 @@ def check_rows(target: Target, rows: int, spec: AttentionSpec) -> None:
     if rows < LEAST and not (spec.codes and target.kind != "hip"):
         wanted = f"{LEAST} or more here"
         raise spec_error("block_m", got=rows, wanted=wanted, change="Take explain(...).config.")
+
+
+def multiplies_values(spec: AttentionSpec) -> bool:
+    """Does the forward multiply codes of V as they are?"""
+    return spec.phase is Phase.FORWARD and bool(spec.codes) and codes_of(spec.codes)[1] is not None
+
+
+def coded_tile(spec: AttentionSpec, target: Target) -> tuple[Tile, int] | None:
+    """The tile of products with codes of V, and its registers, if they have their own."""
+    key = entry_key(spec, target)
+    if key is None or not multiplies_values(spec) or spec.features & HEAVY:
+        return None
+    return tables.EIGHTS.get((*key, bool(spec.features & HIDING)))
+
+
+def check_keys(keys: int) -> None:
+    """A product of 8 bits with codes of V has LEAST_CODED keys or more."""
+    if keys < LEAST_CODED:
+        wanted = f"{LEAST_CODED} or more over codes of v"
+        raise spec_error("block_n", got=keys, wanted=wanted, change="Take explain(...).config.")
 
 
 def again_stages(target: Target, num_stages: int, size: int, widest: int) -> int:

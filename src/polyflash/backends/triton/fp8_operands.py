@@ -6,11 +6,20 @@ one thread side by side. V lies in memory in that order.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from polyflash.backends.gpu.views import View
+from polyflash.backends.triton import runtime
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KEYS = 32  # whose order a product of 8 bits changes
+OPTIONS = {"num_warps": 4}
 ROWS, WORDS = tl.constexpr(64), tl.constexpr(32)  # of q in a program; of V, four keys each
 TOP = tl.constexpr(448.0)  # the largest e4m3
 LEAST = tl.constexpr(2.0**-126)  # below, a factor would be no normal number, and -inf times 0 is NaN
@@ -110,3 +119,20 @@ def turn_values(t, n, c):
         b_x = byte(b_0, i) | (byte(b_1, i) << 8) | (byte(b_2, i) << 16) | (byte(b_3, i) << 24)
         p_x = t.codes + (i_bh.to(tl.int64) * c.CHANNELS + 4 * o_w[None, :] + i) * n.stride + o_q[:, None]
         tl.store(p_x, b_x, mask=m)
+
+
+def turned(v: Tensor, kernels: runtime.Kernels) -> tuple[Tensor, Tensor]:
+    """Codes of V (B, Hkv, S, D), D a multiple of 4, as (B, Hkv, D, S up to a multiple of
+    KEYS), in the order of products, 0 for NaN; and int32 (B, Hkv): is there a NaN?"""
+    if v.stride(3) != 1 or any(n % 4 for n in (*v.stride()[:3], v.storage_offset(), v.data_ptr())):
+        v = v.contiguous()
+    (batch, kv_heads, keys, channels), words = v.shape, v.view(torch.int32)
+    stride = -(-keys // KEYS) * KEYS // 4
+    made = runtime.scratch((batch, kv_heads, channels, stride), v.device, torch.int32)
+    odd = runtime.scratch((batch, kv_heads), v.device, torch.int32, zero=True)
+    n = Numbers(kv_heads, None, keys, -(-stride // WORDS.value), stride, None)
+    c = runtime.compiled_in(Constants(1 << (channels - 1).bit_length(), channels))
+    t = Tensors(View(words, *words.stride()), made, odd=odd)
+    key = "values", channels, runtime.signature(words.stride()), runtime.aligned(words)
+    kernels.launch(turn_values, (batch * kv_heads * n.tiles,), (t, n, c), OPTIONS, key, v.device)
+    return made.view(torch.float8_e4m3fn), odd
