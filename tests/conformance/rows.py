@@ -40,9 +40,9 @@ ALL_OF = {
     ("metal", Phase.BACKWARD): _METAL,
     ("gluon", Phase.FORWARD): _BOUNDED | {_F.SOFTCAP, _F.ALIBI},
     ("gluon", Phase.BACKWARD): _BOUNDED,
-    ("webgpu", Phase.FORWARD): _BOUNDED | _SCORED | _READ | {_F.BIAS, _F.BATCH_INVARIANT},
+    ("webgpu", Phase.FORWARD): _BOUNDED | _SCORED | _READ | {_F.BIAS, _F.BATCH_INVARIANT, _F.DROPOUT},
     ("webgpu", Phase.DECODE): (_BOUNDED | _SCORED | _READ | {_F.BIAS}) - {_F.VARLEN},
-    ("webgpu", Phase.BACKWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT},
+    ("webgpu", Phase.BACKWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT, _F.DROPOUT},
 }
 USUAL = tuple(row for row in STEPS if (row.backend, row.phase) not in ALL_OF)  # for all calls, or nearly
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)

@@ -45,6 +45,7 @@ def test_a_tensor_above_the_binding_limit(on: Device, monkeypatch: pytest.Monkey
     mask = torch.rand(2, 4, 77, 131) > 0.5
     lens = torch.tensor([131, 60], dtype=torch.int32)
     options = {"mask": mask, "kv_lens": lens, "alibi_slopes": torch.rand(2, 4), "return_lse": True}
+    options |= {"dropout_p": 0.2, "dropout_seed": 5}
     whole, before = call(tensors, **options), on.launches
     limit(on, monkeypatch, binding_bytes=77 * 4 * 64 * 2)
     parts = call(tensors, **options)

@@ -59,6 +59,7 @@ def options_of(everything: bool, rows: int = 21) -> tuple[dict[str, Any], dict[s
         "softcap": 3.0,
         "alibi_slopes": torch.tensor((0.1, 0.2, -0.1, 0.3)),
         "sinks": torch.tensor((0.5, -1.0, 2.0, 0.0)),
+        **{"dropout_p": 0.3, "dropout_seed": torch.tensor(7)},
     }
     mine = {**shared, "mask": seen, "q_segments": ids[0], "k_segments": ids[1]}
     return mine, {**shared, "mask": seen & (ids[0][:, None, :, None] == ids[1][:, None, None, :])}

@@ -16,7 +16,7 @@ from polyflash.backends.webgpu.forward import Plan, kernel_of
 
 SIZES = Sizes(1, 4, 2, 7, 9, 64, 48)
 EVERYTHING = dict.fromkeys(
-    ("MASK", "BIAS", "SEGMENTS", "SOFTCAP", "ALIBI", "SINKS", "ELEMENTS", "CHANGED"), 1
+    ("MASK", "BIAS", "SEGMENTS", "SOFTCAP", "ALIBI", "SINKS", "ELEMENTS", "CHANGED", "DROPOUT"), 1
 )
 NOTHING = dict.fromkeys(EVERYTHING, 0)
 MULTIPLIED = "int8/1x0+0x1*int8,int8/1x0*int8"

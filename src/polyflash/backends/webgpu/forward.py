@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from polyflash.backends.webgpu import configs, device
-from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_of
+from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, params_of, sizes_of, stages_of
 from polyflash.backends.webgpu.chunks import chunks
 from polyflash.backends.webgpu.codes import KV, GpuCodes, held_on_device, without_tables
 from polyflash.backends.webgpu.configs import ROW, Config, Variant, fours
@@ -157,8 +157,8 @@ def kernel_of(
     name = f"forward_{variant.template}"
     tile = ("lanes.wgsl", "load_tile.wgsl") if variant.template == ROW else ()
     own = ("products.wgsl",) if products else ()
-    files = ("stages.wgsl", *READ, "finalize.wgsl", *tile, *own, f"{name}.wgsl")
-    return Kernel(name, files, tuple(buffers), tuple(constants.items()), PARAMS, unrolled)
+    files = (*stages_of(flags), *READ, "finalize.wgsl", *tile, *own, f"{name}.wgsl")
+    return Kernel(name, files, tuple(buffers), tuple(constants.items()), params_of(flags), unrolled)
 
 
 def walk(

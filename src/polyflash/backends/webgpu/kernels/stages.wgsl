@@ -202,7 +202,11 @@ fn largest(s: vec4<f32>) -> f32 {
 // x and the weights that are seen, a NaN too, of which a comparison of floats may say anything; added up as `add_seen` adds outputs, so that roundings are alike.
 fn add_weights(x: f32, p: vec4<f32>) -> f32 {
   let hidden = bitcast<vec4<u32>>(p) == vec4<u32>(bitcast<u32>(HIDDEN));
+//: if DROPOUT
+  let seen = select(max(p, p * -2.0), vec4<f32>(0.0), hidden);
+//: else
   let seen = select(p, vec4<f32>(0.0), hidden);
+//: end
   return (((x + seen.x) + seen.y) + seen.z) + seen.w;
 }
 
