@@ -93,8 +93,9 @@ def test_a_plan_needs_no_device_and_no_wgpu():
     q = torch.empty(1, 8, 128, 64, device="meta")
     plan = polyflash.explain(q, q, q, causal=True, target="webgpu")
     assert plan.backend == "webgpu" and "webgpu/forward" in str(plan)
-    paged = polyflash.explain(q, q, q, dropout_p=0.1, dropout_seed=0, target="webgpu")
-    assert paged.backend == "torch" and "dropout" in str(paged)
+    lists = polyflash.Mask.blocks(torch.eye(2) > 0, rows=64, keys=64)
+    listed = polyflash.explain(q, q, q, mask=lists.to("meta"), target="webgpu")
+    assert listed.backend == "torch" and "interval lists" in str(listed)
     step = polyflash.explain(q[:, :, :1], q, q, target="webgpu")
     assert step.chosen is not None and step.chosen.name == "webgpu/decode"
 
