@@ -81,7 +81,7 @@ def numbers_of(q: Tensor, k: Tensor, args: Arguments) -> Numbers:
 
 
 def dropout_of(args: Arguments, num_q_heads: int) -> dict[str, Any]:
-    """Which words of Philox drop a weight, by which seed, and where a part of a call begins in the whole."""
+    """Numbers of dropout: its seed, words that drop a weight, and where a part begins in its call."""
     seed = 0 if args.dropout_seed is None else int(args.dropout_seed)
     return {
         "seed_lo": _signed(seed),
