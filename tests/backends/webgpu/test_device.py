@@ -161,7 +161,10 @@ def test_equal_calls_are_bound_once(on: Device):
     assert not torch.equal(webgpu.attention(q, k, v, causal=True, q_offset=offset).torch(), first)
 
 
-def test_tensors_there_and_back(on: Device):
+@pytest.mark.parametrize("staged", (False, True), ids=("as the device reads", "staged"))
+def test_tensors_there_and_back(on: Device, staged: bool, monkeypatch: pytest.MonkeyPatch):
+    if staged:
+        monkeypatch.setattr(on, "maps", False)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for shape in ((2, 3, 5, 7), (1, 1, 1, 64), (0, 2, 3, 4), (3, 5)):
             x = torch.randn(shape).to(dtype)

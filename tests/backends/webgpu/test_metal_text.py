@@ -79,7 +79,7 @@ def attend(on: Device, plan: Plan, tensors: Any, args: Arguments) -> tuple[Tenso
 @pytest.mark.parametrize("name", VARIANTS)
 def test_forward(on: Device, name: str, everything: bool, dtype: Any, reversed: bool):
     plan = VARIANTS[name]
-    plan = plan._replace(split_keys=32, num_splits=2) if plan.num_splits > 1 else plan
+    plan = plan._replace(num_splits=2) if plan.num_splits > 1 else plan
     rows = 3 if plan.packed else 21
     given, right = options_of(everything, rows)
     tensors = small(rows, dtype)
@@ -100,7 +100,7 @@ def test_codes(on: Device, name: str, reversed: bool):
     call = opened(q, *coded, Arguments(causal=True, backend="webgpu"))
     assert call.args.codes
     exact = (q, *(x.values(torch.float64).float() for x in coded))
-    for plan in (Plan(Variant(ROW, 64, rn4=4)), Plan(Variant(TILE, 8, 8, 1, 1), True, 32, 2)):
+    for plan in (Plan(Variant(ROW, 64, rn4=4)), Plan(Variant(TILE, 8, 8, 1, 1), True, 2)):
         with shim.running(reversed=reversed):
             out, _ = attend(on, plan, (q, call.k, call.v), call.args)
         assert off(out, exact, causal=True) < 4e-6

@@ -339,15 +339,11 @@ def gradient_variants(dims: tuple[int, int], limits: Limits, config: Config) -> 
     return of_dq, _named(asked[1], dims, room) if asked[1] else _legal(keys, dims, room, "dkv")[0]
 
 
-def splits(tiles: int, keys: int, block: int, groups: int, least: int = LEAST_SPLIT) -> tuple[int, int]:
-    """Keys of a split, a multiple of `block`, and how many: about `groups` workgroups of so many tiles."""
-    wanted = max(1, min(MOST_SPLITS, -(-groups // max(1, tiles)), keys // least))
-    size = -(-keys // (wanted * block)) * block
-    return size, -(-keys // size)
+def splits(tiles: int, keys: int, groups: int) -> int:
+    """Splits of calls of few rows, for about `groups` workgroups of so many tiles."""
+    return max(1, min(MOST_SPLITS, -(-groups // max(1, tiles)), keys // LEAST_SPLIT))
 
 
-def filling(tiles: int, keys: int, block: int, kind: str) -> tuple[int, int]:
-    """The same of a call of many rows: few splits, as each costs a pass over partial outputs."""
-    least = LEAST_SPLIT // 2
-    wanted = min(MOST_FILLING, GROUPS[kind] // max(1, tiles), keys // least)
-    return splits(tiles, keys, block, wanted * tiles, least) if wanted > 1 else (0, 1)
+def filling(tiles: int, keys: int, kind: str) -> int:
+    """The same of a call of many rows: few, as each costs a pass over partial outputs."""
+    return max(1, min(MOST_FILLING, GROUPS[kind] // max(1, tiles), keys // (LEAST_SPLIT // 2)))

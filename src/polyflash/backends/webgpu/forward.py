@@ -39,11 +39,10 @@ _TESTED = Sizes(1, 2, 1, 40, 72, 16, 16)  # by a device's first call, on every t
 
 
 class Plan(NamedTuple):
-    """How a call is run: the variant, and in how many splits of how many keys."""
+    """How a call is run: the variant, and in how many splits of the keys that a tile sees."""
 
     variant: Variant
     packed: bool = False
-    split_keys: int = 0
     num_splits: int = 1
 
 
@@ -96,11 +95,11 @@ def plan_of(on: Device, sizes: Sizes, args: Arguments, config: Config, few_rows:
     if few_rows:
         tiles = sizes.batch * sizes.num_kv_heads * -(-rows // variant.rows)
         groups = configs.FEW_GROUPS[on.limits.kind]
-        return Plan(variant, True, *configs.splits(tiles, keys, variant.keys, groups))
+        return Plan(variant, True, configs.splits(tiles, keys, groups))
     if args.batch_invariant or args.cu_seqlens_q is not None:
         return Plan(variant)
     tiles = sizes.batch * sizes.num_q_heads * -(-sizes.seqlen_q // variant.rows)
-    return Plan(variant, False, *configs.filling(tiles, keys, variant.keys, on.limits.kind))
+    return Plan(variant, False, configs.filling(tiles, keys, on.limits.kind))
 
 
 def prepare(on: Device, sizes: Sizes, dtype: torch.dtype, args: Arguments, plan: Plan) -> Prepared:
@@ -169,11 +168,10 @@ def walk(
     heads = sizes.num_kv_heads if plan.packed else sizes.num_q_heads
     rows = call.rows * (sizes.group if plan.packed else 1)
     tiles = -(-rows // plan.variant.rows)
-    given = {"num_splits": plan.num_splits, "split_keys": plan.split_keys}
     width = 4.0 * (sizes.head_dim + sizes.head_dim_v) / 2
     work = width * plan.variant.rows * sizes.seqlen_k * heads * call.entries
-    for start, grid in dispatches(on, tiles, heads, call.entries * plan.num_splits, work):
-        yield on.command(kernel, call.params(start | given), grid)
+    for start, grid in dispatches(on, tiles, heads * plan.num_splits, call.entries, work):
+        yield on.command(kernel, call.params(start | {"num_splits": plan.num_splits}), grid)
 
 
 def dispatches(
