@@ -32,11 +32,11 @@ _BOUNDED = frozenset(
     {_F.CAUSAL, _F.WINDOW, _F.Q_OFFSET, _F.KV_LENS, _F.KV_STARTS, _F.VARLEN, _F.SINKS, _F.GQA, _F.LSE}
 )
 _SCORED = frozenset({_F.SOFTCAP, _F.ALIBI, _F.MASK, _F.SEGMENTS, _F.HEAD_DIM_V})
-_METAL = _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT}
+_METAL = _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT, _F.DROPOUT}
 _READ = frozenset({_F.CODES, _F.PAGED})
 ALL_OF = {
     ("metal", Phase.FORWARD): _METAL | _READ,
-    ("metal", Phase.DECODE): (_METAL | _READ) - {_F.BATCH_INVARIANT, _F.VARLEN},
+    ("metal", Phase.DECODE): (_METAL | _READ) - {_F.BATCH_INVARIANT, _F.VARLEN, _F.DROPOUT},
     ("metal", Phase.BACKWARD): _METAL,
     ("gluon", Phase.FORWARD): _BOUNDED | {_F.SOFTCAP, _F.ALIBI},
     ("gluon", Phase.BACKWARD): _BOUNDED,
