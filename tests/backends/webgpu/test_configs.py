@@ -86,6 +86,7 @@ def test_few_rows_share_a_workgroup():
         assert configs.variants((32, 32), card, rows)[0].rows == most
     assert configs.filling(128, 2048, "discrete") == 4  # 1 x 8 heads, 2,048 rows
     assert configs.filling(32, 512, "discrete") == 4
+    assert configs.splits(32, 32768, 2048) == 64 and configs.splits(1, 1000, 2048) == 3
     assert configs.filling(2048, 8192, "discrete") == configs.filling(1, 2048, "cpu") == 1
 
 

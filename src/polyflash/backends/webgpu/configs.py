@@ -143,8 +143,10 @@ REGISTERS = {"discrete": 128, "integrated": 128, "cpu": 1 << 20}
 # SwiftShader is at an unrolled tile of head_dim 64 for minutes, at loops for half a second.
 UNROLLED = {"discrete": 32, "integrated": 32, "cpu": 8}
 UNROLLED_BY_NAME = {"SwiftShader": 1}
-# Workgroups of a call that leave no core idle: keys are cut into splits until there are so many.
-FEW_GROUPS = {"discrete": 1024, "integrated": 256, "cpu": 16}
+# Workgroups of a call that leave no core idle: keys are cut into splits until there are so many. Of few rows,
+# those with keys of up to SHORT vectors, which ask for less memory at a time, and others.
+FEW_GROUPS = {"discrete": (2048, 1024), "integrated": (256, 256), "cpu": (16, 16)}
+SHORT = 16
 GROUPS = {"discrete": 512, "integrated": 0, "cpu": 0}
 
 

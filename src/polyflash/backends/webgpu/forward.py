@@ -94,7 +94,7 @@ def plan_of(on: Device, sizes: Sizes, args: Arguments, config: Config, few_rows:
     variant, keys = trusted(on, config, dims, rows), sizes.seqlen_k
     if few_rows:
         tiles = sizes.batch * sizes.num_kv_heads * -(-rows // variant.rows)
-        groups = configs.FEW_GROUPS[on.limits.kind]
+        groups = configs.FEW_GROUPS[on.limits.kind][dims[0] > configs.SHORT]
         return Plan(variant, True, configs.splits(tiles, keys, groups))
     if args.batch_invariant or args.cu_seqlens_q is not None:
         return Plan(variant)
