@@ -21,8 +21,9 @@ fn keep(at: Place, h: u32, i: i32, j: i32) -> vec4<bool> {
   var w = vec4<u32>(u32(j) / 4u, u32(i), n.drop_head + at.b * n.drop_heads + h, 0u);
   var seed = vec2<u32>(n.seed_lo, n.seed_hi);
   for (var turn = 0u; turn < 10u; turn++) {
-    let upper = upper_product(w.xz);
-    let lower = w.xz * FACTOR;
+    let x = vec2<u32>(w.x, w.z);
+    let upper = upper_product(x);
+    let lower = x * FACTOR;
     w = vec4<u32>(upper.y ^ w.y ^ seed.x, lower.y, upper.x ^ w.w ^ seed.y, lower.x);
     seed += TURN;
   }
