@@ -131,9 +131,8 @@ class Worker:
         if few:
             group = shape.heads // shape.kv_heads
             tiles = shape.batch * shape.kv_heads * -(-group // variant.rows)
-            return forward.Plan(variant, True, *configs.splits(tiles, shape.seqlen, variant.keys, int(parts)))
-        size = -(-shape.seqlen // (int(parts or 1) * variant.keys)) * variant.keys
-        return forward.Plan(variant, False, size, -(-shape.seqlen // size))
+            return forward.Plan(variant, True, configs.splits(tiles, shape.seqlen, int(parts)))
+        return forward.Plan(variant, False, int(parts or 1))
 
     def forward(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
         arrays, (q, k, v) = self.tensors(shape, shape.seqlen)

@@ -32,17 +32,17 @@ _BOUNDED = frozenset(
     {_F.CAUSAL, _F.WINDOW, _F.Q_OFFSET, _F.KV_LENS, _F.KV_STARTS, _F.VARLEN, _F.SINKS, _F.GQA, _F.LSE}
 )
 _SCORED = frozenset({_F.SOFTCAP, _F.ALIBI, _F.MASK, _F.SEGMENTS, _F.HEAD_DIM_V})
-_METAL = _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT}
+_METAL = _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT, _F.DROPOUT}
 _READ = frozenset({_F.CODES, _F.PAGED})
 ALL_OF = {
     ("metal", Phase.FORWARD): _METAL | _READ,
-    ("metal", Phase.DECODE): (_METAL | _READ) - {_F.BATCH_INVARIANT, _F.VARLEN},
+    ("metal", Phase.DECODE): (_METAL | _READ) - {_F.BATCH_INVARIANT, _F.VARLEN, _F.DROPOUT},
     ("metal", Phase.BACKWARD): _METAL,
     ("gluon", Phase.FORWARD): _BOUNDED | {_F.SOFTCAP, _F.ALIBI},
     ("gluon", Phase.BACKWARD): _BOUNDED,
-    ("webgpu", Phase.FORWARD): _BOUNDED | _SCORED | _READ | {_F.BIAS, _F.BATCH_INVARIANT},
+    ("webgpu", Phase.FORWARD): _BOUNDED | _SCORED | _READ | {_F.BIAS, _F.BATCH_INVARIANT, _F.DROPOUT},
     ("webgpu", Phase.DECODE): (_BOUNDED | _SCORED | _READ | {_F.BIAS}) - {_F.VARLEN},
-    ("webgpu", Phase.BACKWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT},
+    ("webgpu", Phase.BACKWARD): _BOUNDED | _SCORED | {_F.BIAS, _F.BATCH_INVARIANT, _F.DROPOUT},
 }
 USUAL = tuple(row for row in STEPS if (row.backend, row.phase) not in ALL_OF)  # for all calls, or nearly
 EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)

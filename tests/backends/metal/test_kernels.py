@@ -102,7 +102,7 @@ def gradient_off(got: tuple[Tensor, ...], inputs: Inputs, dout: Tensor, **option
 def bias_gradient_off(config: Any, inputs: Inputs, dout: Tensor, bias: Tensor, **options: Any) -> float:
     """The largest error of a bias gradient, of its largest value."""
     sinks = torch.tensor((0.5, -1.0, 2.0, 1.0))  # what is added to a whole row counts beside them
-    options = {"causal": True, "softcap": 3.0, "sinks": sinks, **options}
+    options = {"causal": True, "softcap": 3.0, "sinks": sinks, **DROP, **options}
     with shim.running(reversed=shim.order.reversed):
         out, lse = attend(TILE, *inputs, bias=bias, **options)
     launch = launch_of(config, Phase.BACKWARD, *inputs)
@@ -115,11 +115,12 @@ def bias_gradient_off(config: Any, inputs: Inputs, dout: Tensor, bias: Tensor, *
     return float(((got.double() - want).abs().max() / want.abs().max()).nan_to_num(math.inf))
 
 
+DROP: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": torch.tensor(-(1 << 45) + 77)}
 PLACES: tuple[dict[str, Any], ...] = (
     {},
     {"causal": True},
     {"causal": True, "window_left": 9},
-    {"window_right": 3},
+    {"window_right": 3, **DROP},
 )
 VARIANTS = {
     "plain": TILE,
@@ -165,7 +166,7 @@ def test_switches_change_no_bit():
 @pytest.mark.parametrize("reversed", (False, True), ids=("forward", "reverse"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients(dtype: torch.dtype, reversed: bool):
-    for options, skip in itertools.product(({}, {"causal": True}), (True, False)):
+    for options, skip in itertools.product(({}, {"causal": True, **DROP}), (True, False)):
         inputs = drawn(dims=(24, 17), dtype=dtype)
         dout = torch.randn(2, 4, 21, 17, generator=torch.Generator().manual_seed(1)).to(dtype)
         with shim.running(reversed=reversed):

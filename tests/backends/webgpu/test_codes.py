@@ -29,8 +29,8 @@ SCHEMES = {
 }
 PLANS = {
     **{name: Plan(TEMPLATES[name]) for name in ("tile", "tile of subgroups", "row", "4 lanes, 4 rows")},
-    "splits": Plan(Variant(TILE, 4, 4, 1, 1), True, 64, 3),
-    "splits of rows": Plan(Variant(ROW, 32, rn4=2), True, 64, 3),
+    "splits": Plan(Variant(TILE, 4, 4, 1, 1), True, 3),
+    "splits of rows": Plan(Variant(ROW, 32, rn4=2), True, 3),
 }
 
 

@@ -84,17 +84,19 @@ def test_few_rows_share_a_workgroup():
     card = Limits(48 << 10, 1024, subgroup=32, kind="discrete")
     for rows, most in ((1, 1), (3, 4), (4, 4), (8, 8), (9, 16)):
         assert configs.variants((32, 32), card, rows)[0].rows == most
-    assert configs.filling(128, 2048, 32, "discrete") == (512, 4)  # 1 x 8 heads, 2,048 rows
-    assert configs.filling(32, 512, 32, "discrete") == (128, 4)
-    assert configs.filling(2048, 8192, 32, "discrete") == configs.filling(1, 2048, 32, "cpu") == (0, 1)
+    assert configs.filling(128, 2048, "discrete") == 4  # 1 x 8 heads, 2,048 rows
+    assert configs.filling(32, 512, "discrete") == 4
+    assert configs.splits(32, 32768, 2048) == 64 and configs.splits(1, 1000, 2048) == 3
+    assert configs.filling(2048, 8192, "discrete") == configs.filling(1, 2048, "cpu") == 1
 
 
 def test_a_plan_needs_no_device_and_no_wgpu():
     q = torch.empty(1, 8, 128, 64, device="meta")
     plan = polyflash.explain(q, q, q, causal=True, target="webgpu")
     assert plan.backend == "webgpu" and "webgpu/forward" in str(plan)
-    paged = polyflash.explain(q, q, q, dropout_p=0.1, dropout_seed=0, target="webgpu")
-    assert paged.backend == "torch" and "dropout" in str(paged)
+    lists = polyflash.Mask.blocks(torch.eye(2) > 0, rows=64, keys=64)
+    listed = polyflash.explain(q, q, q, mask=lists.to("meta"), target="webgpu")
+    assert listed.backend == "torch" and "interval lists" in str(listed)
     step = polyflash.explain(q[:, :, :1], q, q, target="webgpu")
     assert step.chosen is not None and step.chosen.name == "webgpu/decode"
 

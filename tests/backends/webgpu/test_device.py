@@ -45,6 +45,7 @@ def test_a_tensor_above_the_binding_limit(on: Device, monkeypatch: pytest.Monkey
     mask = torch.rand(2, 4, 77, 131) > 0.5
     lens = torch.tensor([131, 60], dtype=torch.int32)
     options = {"mask": mask, "kv_lens": lens, "alibi_slopes": torch.rand(2, 4), "return_lse": True}
+    options |= {"dropout_p": 0.2, "dropout_seed": 5}
     whole, before = call(tensors, **options), on.launches
     limit(on, monkeypatch, binding_bytes=77 * 4 * 64 * 2)
     parts = call(tensors, **options)
@@ -160,7 +161,10 @@ def test_equal_calls_are_bound_once(on: Device):
     assert not torch.equal(webgpu.attention(q, k, v, causal=True, q_offset=offset).torch(), first)
 
 
-def test_tensors_there_and_back(on: Device):
+@pytest.mark.parametrize("staged", (False, True), ids=("as the device reads", "staged"))
+def test_tensors_there_and_back(on: Device, staged: bool, monkeypatch: pytest.MonkeyPatch):
+    if staged:
+        monkeypatch.setattr(on, "maps", False)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for shape in ((2, 3, 5, 7), (1, 1, 1, 64), (0, 2, 3, 4), (3, 5)):
             x = torch.randn(shape).to(dtype)

@@ -59,6 +59,7 @@ def options_of(everything: bool, rows: int = 21) -> tuple[dict[str, Any], dict[s
         "softcap": 3.0,
         "alibi_slopes": torch.tensor((0.1, 0.2, -0.1, 0.3)),
         "sinks": torch.tensor((0.5, -1.0, 2.0, 0.0)),
+        **{"dropout_p": 0.3, "dropout_seed": torch.tensor(7)},
     }
     mine = {**shared, "mask": seen, "q_segments": ids[0], "k_segments": ids[1]}
     return mine, {**shared, "mask": seen & (ids[0][:, None, :, None] == ids[1][:, None, None, :])}
@@ -78,7 +79,7 @@ def attend(on: Device, plan: Plan, tensors: Any, args: Arguments) -> tuple[Tenso
 @pytest.mark.parametrize("name", VARIANTS)
 def test_forward(on: Device, name: str, everything: bool, dtype: Any, reversed: bool):
     plan = VARIANTS[name]
-    plan = plan._replace(split_keys=32, num_splits=2) if plan.num_splits > 1 else plan
+    plan = plan._replace(num_splits=2) if plan.num_splits > 1 else plan
     rows = 3 if plan.packed else 21
     given, right = options_of(everything, rows)
     tensors = small(rows, dtype)
@@ -99,7 +100,7 @@ def test_codes(on: Device, name: str, reversed: bool):
     call = opened(q, *coded, Arguments(causal=True, backend="webgpu"))
     assert call.args.codes
     exact = (q, *(x.values(torch.float64).float() for x in coded))
-    for plan in (Plan(Variant(ROW, 64, rn4=4)), Plan(Variant(TILE, 8, 8, 1, 1), True, 32, 2)):
+    for plan in (Plan(Variant(ROW, 64, rn4=4)), Plan(Variant(TILE, 8, 8, 1, 1), True, 2)):
         with shim.running(reversed=reversed):
             out, _ = attend(on, plan, (q, call.k, call.v), call.args)
         assert off(out, exact, causal=True) < 4e-6

@@ -16,14 +16,14 @@ from polyflash.backends.webgpu.forward import Plan, kernel_of
 
 SIZES = Sizes(1, 4, 2, 7, 9, 64, 48)
 EVERYTHING = dict.fromkeys(
-    ("MASK", "BIAS", "SEGMENTS", "SOFTCAP", "ALIBI", "SINKS", "ELEMENTS", "CHANGED"), 1
+    ("MASK", "BIAS", "SEGMENTS", "SOFTCAP", "ALIBI", "SINKS", "ELEMENTS", "CHANGED", "DROPOUT"), 1
 )
 NOTHING = dict.fromkeys(EVERYTHING, 0)
 MULTIPLIED = "int8/1x0+0x1*int8,int8/1x0*int8"
 VARIANTS = {
     "tile": Plan(Variant(TILE, 8, 8, 4, 1)),
     "tile of subgroups": Plan(Variant(TILE, 8, 8, 4, 1, subgroups=True)),
-    "packed splits": Plan(Variant(TILE, 8, 4, 1, 1), True, 128, 4),
+    "packed splits": Plan(Variant(TILE, 8, 4, 1, 1), True, 4),
     "row": Plan(Variant(ROW, 64, rn4=4)),
     "rows of 4 lanes": Plan(Variant(ROW, 64, rm=4, rn4=4, subgroups=True, lanes=4)),
 }

@@ -68,7 +68,6 @@ def sizes_of(q: Tensor, k: Tensor, args: Arguments) -> tuple[int, int, int]:
 
 def numbers_of(q: Tensor, k: Tensor, args: Arguments) -> Numbers:
     """The numbers of a call that say nothing of its grid."""
-    seed = 0 if args.dropout_seed is None else int(args.dropout_seed)
     return Numbers(
         *sizes_of(q, k, args),
         offset=_near(args.offset),
@@ -76,16 +75,24 @@ def numbers_of(q: Tensor, k: Tensor, args: Arguments) -> Numbers:
         right=0 if args.causal else _near(args.window_right),
         scale=scale_of(q.shape[3], args),
         softcap=min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1]) if args.softcap else 0.0,
-        seed_lo=_signed(seed),
-        seed_hi=_signed(seed >> 32),
-        drop_below=_signed(math.floor(args.dropout_p * 2.0**32)),  # of p = 1 nothing: what is kept counts 0
-        keep_scale=1.0 / (1.0 - args.dropout_p) if args.dropout_p < 1.0 else 0.0,
-        drop_row=args.dropout_row,
-        drop_key=args.dropout_key,
-        drop_head=args.dropout_head,
-        drop_heads=args.dropout_heads or q.shape[1],
         num_q_heads=q.shape[1],
+        **dropout_of(args, q.shape[1]),
     )
+
+
+def dropout_of(args: Arguments, num_q_heads: int) -> dict[str, Any]:
+    """Numbers of dropout: its seed, words that drop a weight, and where a part begins in its call."""
+    seed = 0 if args.dropout_seed is None else int(args.dropout_seed)
+    return {
+        "seed_lo": _signed(seed),
+        "seed_hi": _signed(seed >> 32),
+        "drop_below": _signed(math.floor(args.dropout_p * 2.0**32)),  # of p = 1 none: what is kept counts 0
+        "keep_scale": 1.0 / (1.0 - args.dropout_p) if args.dropout_p < 1.0 else 0.0,
+        "drop_row": args.dropout_row,
+        "drop_key": args.dropout_key,
+        "drop_head": args.dropout_head,
+        "drop_heads": args.dropout_heads or num_q_heads,
+    }
 
 
 def _near(x: int | None) -> int:

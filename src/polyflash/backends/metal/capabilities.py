@@ -14,6 +14,7 @@ FEATURES = frozenset(
     {
         *(_F.CAUSAL, _F.WINDOW, _F.Q_OFFSET, _F.KV_LENS, _F.KV_STARTS, _F.MASK, _F.BIAS, _F.ALIBI),
         *(_F.SOFTCAP, _F.SINKS, _F.GQA, _F.HEAD_DIM_V, _F.LSE, _F.BATCH_INVARIANT, _F.SEGMENTS, _F.VARLEN),
+        _F.DROPOUT,
     }
 )
 READ = frozenset({_F.CODES, _F.PAGED})  # by kernels without gradients
@@ -21,7 +22,7 @@ _ROWS = (
     (Phase.FORWARD, FEATURES | READ, configs.MOST_CHANNELS, configs.choose_forward),
     (
         Phase.DECODE,
-        (FEATURES | READ) - {_F.BATCH_INVARIANT, _F.VARLEN},
+        (FEATURES | READ) - {_F.BATCH_INVARIANT, _F.VARLEN, _F.DROPOUT},
         configs.MOST_CHANNELS,
         configs.choose_decode,
     ),

@@ -69,6 +69,7 @@ class Constants(NamedTuple):
     NEGATIVE: bool = False
     CHANGED: bool = False
     SOFTCAP: bool = False
+    DROPOUT: bool = False
     HAS_KV_LENS: bool = False
     HAS_KV_STARTS: bool = False
     HAS_Q_OFFSET: bool = False

@@ -102,7 +102,7 @@ class Call:
         getattr(library(kernel, c), kernel)(*arguments, threads=(across * threads, *others), group_size=size)
 
 
-_FLAGS = ("HAS_LEFT", "HAS_RIGHT", "HAS_OFFSET", "NEGATIVE", "CHANGED", "SOFTCAP")
+_FLAGS = ("HAS_LEFT", "HAS_RIGHT", "HAS_OFFSET", "NEGATIVE", "CHANGED", "SOFTCAP", "DROPOUT")
 
 
 def codes_constants(text: str) -> dict[str, Any]:

@@ -50,6 +50,9 @@ class Numbers(NamedTuple):
     num_splits: int
     walked_batch: int  # entries and heads that share a tile of a bias
     walked_heads: int
+    seed_lo: int  # of dropout
+    seed_hi: int
+    drop_below: int
 
 
 _ABSENT = {f: t(*(0,) * len(t._fields)) for f, t in get_type_hints(Numbers).items() if t in _STRUCTS}
@@ -62,6 +65,7 @@ class Factors(NamedTuple):
     softcap: float
     factor: float  # of scores in the exponent
     unit: float  # m times it is natural
+    keep_scale: float  # of what dropout keeps
 
 
 def struct_text() -> str:
@@ -120,6 +124,9 @@ def numbers_for(
         num_splits=1,
         walked_batch=1,
         walked_heads=1,
+        seed_lo=n.seed_lo,
+        seed_hi=n.seed_hi,
+        drop_below=n.drop_below,
     )
 
 
@@ -127,4 +134,4 @@ def factors_for(q: Any, k: Any, args: Any, flags: Flags, base2: bool) -> Factors
     """Scores that nothing changes stay in units of q·k until the exponential."""
     n = numbers_of(q, k, args)
     unit = 1.0 if flags.CHANGED else abs(scale_of(q.shape[3], args))
-    return Factors(n.scale, n.softcap or 1.0, unit * (LOG2E if base2 else 1.0), unit)
+    return Factors(n.scale, n.softcap or 1.0, unit * (LOG2E if base2 else 1.0), unit, n.keep_scale)

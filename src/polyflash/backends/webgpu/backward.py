@@ -2,6 +2,7 @@
 per thread. Every sum has one owner and one order: bits repeat, without atomics.
 
     p = exp(s - lse)     delta = Σ_d do·out - dlse     dp = do·vᵀ     ds = p·(dp - delta)
+    of dropout dp, and p of dv, have lost what was dropped
     ds' = ds·(1 - tanh²) if soft-capped     dbias = Σ ds     dsinks = -Σ_i exp(sink - lse)·delta
     dq = scale·Σ_j ds'·k        dk = scale·Σ_i ds'ᵀ·q        dv = Σ_i pᵀ·do
 """
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from polyflash.backends.webgpu import configs, device
-from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_of
+from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, params_of, sizes_of, stages_of
 from polyflash.backends.webgpu.chunks import Chunk, chunks
 from polyflash.backends.webgpu.configs import Config, fours
 from polyflash.backends.webgpu.device import Block
@@ -44,8 +45,8 @@ def kernels_of(
     constants, of_keys = (tuple({**flags, **configs.constants(x, d4, dv4)}.items()) for x in variants)
     unrolled = limits.unrolled
     q, k, v, dout = (Buffer(name, kind) for name in ("q", "k", "v", "dout"))
-    rows, walk = Buffer("rows", "vec2<f32>"), ("stages.wgsl", "gradient.wgsl")
-    lanes = (*walk, "lanes.wgsl")
+    rows, walk = Buffer("rows", "vec2<f32>"), (*stages_of(flags), "gradient.wgsl")
+    lanes, params = (*walk, "lanes.wgsl"), params_of(flags)
     delta = Kernel(
         "delta",
         ("stages.wgsl", "backward_delta.wgsl"),
@@ -58,7 +59,7 @@ def kernels_of(
         (*lanes, *READ, "load_tile.wgsl", "backward_dq.wgsl"),
         (q, k, v, dout, rows, Buffer("dq", kind, True)),
         constants,
-        PARAMS,
+        params,
         unrolled,
     )
     dkv = Kernel(
@@ -66,7 +67,7 @@ def kernels_of(
         (*lanes, "backward_dkv.wgsl"),
         (q, k, v, dout, rows, Buffer("dk", kind, True), Buffer("dv", kind, True)),
         of_keys,
-        PARAMS,
+        params,
         unrolled,
     )
     dbias = Kernel(
@@ -74,7 +75,7 @@ def kernels_of(
         (*walk, "backward_dbias.wgsl"),
         (q, k, v, dout, rows, Buffer("dbias", "f32", True)),
         constants,
-        PARAMS,
+        params,
     )
     return delta, dq, dkv, dbias
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from polyflash.backends.gpu.numbers import SOFTCAPS, scale_of
+from polyflash.backends.gpu.numbers import SOFTCAPS, dropout_of, scale_of
 from polyflash.backends.gpu.views import plane_of
 from polyflash.backends.webgpu import codes
 from polyflash.backends.webgpu.render import ENTRY_WORDS
@@ -26,10 +26,20 @@ _COUNTS = ("batch", "group", "q_rows", "k_rows", "rows_total", "stride_y", "tile
 _BROADCAST = ("kv_heads", "dbias_b", "dbias_h", "dbias_q", "dbias_k")
 _PLACES = ("slopes", "slopes_b", "sinks", "q_ids", "k_ids", "minus_infinity")
 _CODES = ("k_scale", "v_scale", "k_shift", "v_shift", "k_values", "v_values")
-_INTEGERS = (*_COUNTS, "split_keys", *_PLANES, *_BROADCAST, *_PLACES, *_CODES)
+_INTEGERS = (*_COUNTS, *_PLANES, *_BROADCAST, *_PLACES, *_CODES)
 PARAMS = (*((name, "u32") for name in _INTEGERS), ("scale", "f32"), ("softcap", "f32"))
-_FORMAT = "".join("I" if kind == "u32" else "f" for _, kind in PARAMS)
-PARAM_BYTES = -(-struct.calcsize(_FORMAT) // 16) * 16
+_DROPS = ("drop_below", "seed_lo", "seed_hi", "drop_head", "drop_heads")
+_DROPOUT = (*((name, "u32") for name in _DROPS), ("keep_scale", "f32"))
+
+
+def params_of(flags: dict[str, int]) -> tuple[tuple[str, str], ...]:
+    """Fields of the uniform of a kernel with these constants."""
+    return (*PARAMS, *_DROPOUT) if flags.get("DROPOUT") else PARAMS
+
+
+def stages_of(flags: dict[str, int]) -> tuple[str, ...]:
+    """The files of what such a kernel shares with others."""
+    return ("stages.wgsl", "dropout.wgsl") if flags.get("DROPOUT") else ("stages.wgsl",)
 
 
 class Sizes(NamedTuple):
@@ -62,9 +72,10 @@ class Call(NamedTuple):
 
     def params(self, more: dict[str, int]) -> bytes:
         """The uniform of a launch; `more` are numbers of its own."""
-        values = self.numbers | more
-        data = struct.pack(_FORMAT, *(values.get(name, 0) for name, _ in PARAMS))
-        return data.ljust(PARAM_BYTES, b"\0")
+        values, fields = self.numbers | more, params_of(self.flags)
+        kinds = "".join("I" if kind == "u32" else "f" for _, kind in fields)
+        data = struct.pack(kinds, *(values.get(name, 0) for name, _ in fields))
+        return data.ljust(-(-len(data) // 16) * 16, b"\0")
 
 
 def sizes_of(q: Any, k: Any, v: Any, args: Arguments = _PLAIN) -> Sizes:
@@ -109,6 +120,10 @@ def call_of(sizes: Sizes, args: Arguments) -> Call:
         if ids is not None:
             numbers[name] = buffer.add(ids.contiguous().numpy())
     flags = _flags(args) | ({"PAGE": sizes.page_size} if sizes.page_size else {})
+    if args.dropout_p:
+        drops = dropout_of(args, sizes.num_q_heads)
+        numbers |= {name: drops[name] % 2**32 for name in _DROPS} | {"keep_scale": drops["keep_scale"]}
+        flags |= {"DROPOUT": 1}
     if args.codes:
         numbers |= codes.numbers_of(sizes, args.codes)
         numbers |= {name: buffer.add(x) for name, x in codes.values_of(args.codes).items()}

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from polyflash.spec import AttentionSpec
     from polyflash.target import Target
 
-_FORWARD = (USUAL_FEATURES - {Feature.INTERVALS, Feature.ROW_BOUNDS, Feature.DROPOUT}) | {Feature.CODES}
+_FORWARD = (USUAL_FEATURES - {Feature.INTERVALS, Feature.ROW_BOUNDS}) | {Feature.CODES}
 _ROWS = {
     Phase.FORWARD: _FORWARD,
-    Phase.DECODE: _FORWARD - {Feature.VARLEN, Feature.BATCH_INVARIANT},
+    Phase.DECODE: _FORWARD - {Feature.VARLEN, Feature.BATCH_INVARIANT, Feature.DROPOUT},
     Phase.BACKWARD: _FORWARD - {Feature.PAGED, Feature.CODES},
 }
 

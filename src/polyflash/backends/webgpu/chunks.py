@@ -29,6 +29,7 @@ class Chunk(NamedTuple):
     h1: int
     group: int
     packed: bool
+    heads: int  # query heads of the call
     table: Tensor | None = None  # the page numbers of all entries, -1 where nobody looks
 
     def _own_pages(self) -> tuple[Tensor, Tensor] | None:
@@ -80,6 +81,7 @@ class Chunk(NamedTuple):
                 slopes if slopes is None or slopes.ndim == 1 else self._entries(slopes)
             )
         }
+        own |= {"dropout_head": self.b0 * self.heads + self.h0 * self.group, "dropout_heads": self.heads}
         return args._replace(**own)
 
 
@@ -87,7 +89,7 @@ def chunks(q: Tensor, k: Tensor, v: Tensor, args: Arguments, limits: Limits) -> 
     """The whole call, or its halves' halves until every tensor fits a binding; UnsupportedError if one head
     of one entry does not."""
     group, packed = q.shape[1] // k.shape[1], args.cu_seqlens_q is not None
-    whole = Chunk(0, q.shape[0], 0, k.shape[1], group, packed)
+    whole = Chunk(0, q.shape[0], 0, k.shape[1], group, packed, q.shape[1])
     if args.page_table is not None:
         sizes = sizes_of(q, k, v, args)
         whole = whole._replace(table=needed_pages(sizes, args, entries_of(sizes, args)).long())

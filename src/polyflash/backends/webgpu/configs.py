@@ -143,8 +143,10 @@ REGISTERS = {"discrete": 128, "integrated": 128, "cpu": 1 << 20}
 # SwiftShader is at an unrolled tile of head_dim 64 for minutes, at loops for half a second.
 UNROLLED = {"discrete": 32, "integrated": 32, "cpu": 8}
 UNROLLED_BY_NAME = {"SwiftShader": 1}
-# Workgroups of a call that leave no core idle: keys are cut into splits until there are so many.
-FEW_GROUPS = {"discrete": 1024, "integrated": 256, "cpu": 16}
+# Workgroups of a call that leave no core idle: keys are cut into splits until there are so many. Of few rows,
+# those with keys of up to SHORT vectors, which ask for less memory at a time, and others.
+FEW_GROUPS = {"discrete": (2048, 1024), "integrated": (256, 256), "cpu": (16, 16)}
+SHORT = 16
 GROUPS = {"discrete": 512, "integrated": 0, "cpu": 0}
 
 
@@ -339,15 +341,11 @@ def gradient_variants(dims: tuple[int, int], limits: Limits, config: Config) -> 
     return of_dq, _named(asked[1], dims, room) if asked[1] else _legal(keys, dims, room, "dkv")[0]
 
 
-def splits(tiles: int, keys: int, block: int, groups: int, least: int = LEAST_SPLIT) -> tuple[int, int]:
-    """Keys of a split, a multiple of `block`, and how many: about `groups` workgroups of so many tiles."""
-    wanted = max(1, min(MOST_SPLITS, -(-groups // max(1, tiles)), keys // least))
-    size = -(-keys // (wanted * block)) * block
-    return size, -(-keys // size)
+def splits(tiles: int, keys: int, groups: int) -> int:
+    """Splits of calls of few rows, for about `groups` workgroups of so many tiles."""
+    return max(1, min(MOST_SPLITS, -(-groups // max(1, tiles)), keys // LEAST_SPLIT))
 
 
-def filling(tiles: int, keys: int, block: int, kind: str) -> tuple[int, int]:
-    """The same of a call of many rows: few splits, as each costs a pass over partial outputs."""
-    least = LEAST_SPLIT // 2
-    wanted = min(MOST_FILLING, GROUPS[kind] // max(1, tiles), keys // least)
-    return splits(tiles, keys, block, wanted * tiles, least) if wanted > 1 else (0, 1)
+def filling(tiles: int, keys: int, kind: str) -> int:
+    """The same of a call of many rows: few, as each costs a pass over partial outputs."""
+    return max(1, min(MOST_FILLING, GROUPS[kind] // max(1, tiles), keys // (LEAST_SPLIT // 2)))

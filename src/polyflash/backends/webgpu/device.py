@@ -2,8 +2,9 @@
 
 One device per process, opened at the first call. A launch is recorded and sent at once, or, within `batch()`,
 at the batch's end; nothing waits until somebody reads. What a launch needs beside its tensors is bound once,
-as a `Command`, and so are groups of buffers: little is left to do of a call like one before it. Results come
-back through staging buffers of its own, as wgpu's `read_buffer` makes a new one per call."""
+as a `Command`, and so are groups of buffers: little is left to do of a call like one before it. Results are
+read where they stand if the device maps such buffers and is no graphics card, else through staging buffers of
+its own, as wgpu's `read_buffer` makes a new one per call."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from polyflash.backends.webgpu.render import DAWN, NAGA, WITH_SUBGROUPS, Buffer,
 
 _ORDER = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "cpu"}
 _WANTED = ("subgroup", "shader-f16", "timestamp-query")
+_MAPS = "mappable-primary-buffers"  # that kernels use; a card would keep such in the host's memory
 _KEPT_CALLS = 512
 _LEAST_BYTES = 256  # of a pooled buffer
 _KEPT_STAGING, _KEPT_UNIFORMS, _KEPT_GROUPS = 4, 1024, 1024
@@ -152,6 +154,8 @@ class Device:
         self.waits = self.launches = 0
         self.repeats = 1  # of a command, where a search is to see kernels and not the copies around them
         features = [f for f in _WANTED if f in adapter.features]
+        self.maps = _MAPS in adapter.features and adapter.info["adapter_type"] != "DiscreteGPU"
+        features += [_MAPS] * self.maps
         try:
             self.wgpu = adapter.request_device_sync(required_features=features)
         except Exception as error:  # wgpu raises errors of many kinds
@@ -211,7 +215,7 @@ class Device:
         from wgpu import BufferUsage as Usage
 
         with self._named(f"room for {size} bytes"):
-            usage = Usage.STORAGE | Usage.COPY_SRC | Usage.COPY_DST
+            usage = Usage.STORAGE | Usage.COPY_SRC | Usage.COPY_DST | Usage.MAP_READ * self.maps
             return self.wgpu.create_buffer(size=size, usage=usage)
 
     def upload(self, array: np.ndarray) -> Block:
@@ -414,24 +418,32 @@ class Device:
         nbytes = -(-max(4, block.nbytes) // 4) * 4
         with self.lock, self._named(""):
             self.flush()
-            at = next((i for i, s in enumerate(self.staging) if s.size >= nbytes), None)
-            staging = self.staging.pop(at) if at is not None else None
-            if staging is None:
-                usage = wgpu.BufferUsage.COPY_DST | wgpu.BufferUsage.MAP_READ
-                staging = self.wgpu.create_buffer(size=max(nbytes, 1 << 16), usage=usage)
-            encoder = self.wgpu.create_command_encoder(label="read")
-            encoder.copy_buffer_to_buffer(block.buffer, block.offset, staging, 0, nbytes)
-            self.queue.submit([encoder.finish()])
-            staging.map_sync(wgpu.MapMode.READ, 0, nbytes)
-            view = np.frombuffer(staging.read_mapped(0, nbytes, copy=False), np.uint8)[: block.nbytes]
+            held, at = (block.buffer, block.offset) if self.maps else (self._staged(block, nbytes), 0)
+            held.map_sync(wgpu.MapMode.READ, at, nbytes)
+            view = np.frombuffer(held.read_mapped(at, nbytes, copy=False), np.uint8)[: block.nbytes]
             out = np.empty(block.nbytes, np.uint8) if out is None else out
             np.copyto(out, view)
             del view
-            staging.unmap()
-            self.staging = [staging, *self.staging][:_KEPT_STAGING]
+            held.unmap()
+            if not self.maps:
+                self.staging = [held, *self.staging][:_KEPT_STAGING]
             self.unread.clear()
             self.waits += 1
         return out
+
+    def _staged(self, block: Block, nbytes: int) -> Any:
+        """A copy of a block in a buffer that may be mapped."""
+        import wgpu
+
+        at = next((i for i, s in enumerate(self.staging) if s.size >= nbytes), None)
+        staging = self.staging.pop(at) if at is not None else None
+        if staging is None:
+            usage = wgpu.BufferUsage.COPY_DST | wgpu.BufferUsage.MAP_READ
+            staging = self.wgpu.create_buffer(size=max(nbytes, 1 << 16), usage=usage)
+        encoder = self.wgpu.create_command_encoder(label="read")
+        encoder.copy_buffer_to_buffer(block.buffer, block.offset, staging, 0, nbytes)
+        self.queue.submit([encoder.finish()])
+        return staging
 
 
 def _access(buffer: Buffer) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from polyflash.backends.webgpu import configs, device
-from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, sizes_of
+from polyflash.backends.webgpu.calls import PARAMS, Call, Sizes, call_of, params_of, sizes_of, stages_of
 from polyflash.backends.webgpu.chunks import chunks
 from polyflash.backends.webgpu.codes import KV, GpuCodes, held_on_device, without_tables
 from polyflash.backends.webgpu.configs import ROW, Config, Variant, fours
@@ -39,11 +39,10 @@ _TESTED = Sizes(1, 2, 1, 40, 72, 16, 16)  # by a device's first call, on every t
 
 
 class Plan(NamedTuple):
-    """How a call is run: the variant, and in how many splits of how many keys."""
+    """How a call is run: the variant, and in how many splits of the keys that a tile sees."""
 
     variant: Variant
     packed: bool = False
-    split_keys: int = 0
     num_splits: int = 1
 
 
@@ -95,12 +94,12 @@ def plan_of(on: Device, sizes: Sizes, args: Arguments, config: Config, few_rows:
     variant, keys = trusted(on, config, dims, rows), sizes.seqlen_k
     if few_rows:
         tiles = sizes.batch * sizes.num_kv_heads * -(-rows // variant.rows)
-        groups = configs.FEW_GROUPS[on.limits.kind]
-        return Plan(variant, True, *configs.splits(tiles, keys, variant.keys, groups))
+        groups = configs.FEW_GROUPS[on.limits.kind][dims[0] > configs.SHORT]
+        return Plan(variant, True, configs.splits(tiles, keys, groups))
     if args.batch_invariant or args.cu_seqlens_q is not None:
         return Plan(variant)
     tiles = sizes.batch * sizes.num_q_heads * -(-sizes.seqlen_q // variant.rows)
-    return Plan(variant, False, *configs.filling(tiles, keys, variant.keys, on.limits.kind))
+    return Plan(variant, False, configs.filling(tiles, keys, on.limits.kind))
 
 
 def prepare(on: Device, sizes: Sizes, dtype: torch.dtype, args: Arguments, plan: Plan) -> Prepared:
@@ -157,8 +156,8 @@ def kernel_of(
     name = f"forward_{variant.template}"
     tile = ("lanes.wgsl", "load_tile.wgsl") if variant.template == ROW else ()
     own = ("products.wgsl",) if products else ()
-    files = ("stages.wgsl", *READ, "finalize.wgsl", *tile, *own, f"{name}.wgsl")
-    return Kernel(name, files, tuple(buffers), tuple(constants.items()), PARAMS, unrolled)
+    files = (*stages_of(flags), *READ, "finalize.wgsl", *tile, *own, f"{name}.wgsl")
+    return Kernel(name, files, tuple(buffers), tuple(constants.items()), params_of(flags), unrolled)
 
 
 def walk(
@@ -169,11 +168,10 @@ def walk(
     heads = sizes.num_kv_heads if plan.packed else sizes.num_q_heads
     rows = call.rows * (sizes.group if plan.packed else 1)
     tiles = -(-rows // plan.variant.rows)
-    given = {"num_splits": plan.num_splits, "split_keys": plan.split_keys}
     width = 4.0 * (sizes.head_dim + sizes.head_dim_v) / 2
     work = width * plan.variant.rows * sizes.seqlen_k * heads * call.entries
-    for start, grid in dispatches(on, tiles, heads, call.entries * plan.num_splits, work):
-        yield on.command(kernel, call.params(start | given), grid)
+    for start, grid in dispatches(on, tiles, heads * plan.num_splits, call.entries, work):
+        yield on.command(kernel, call.params(start | {"num_splits": plan.num_splits}), grid)
 
 
 def dispatches(

@@ -11,7 +11,7 @@
 //   dk·scale                                                dq·scale
 //
 // Both are `differentiate`: what a threadgroup owns is (k, v) or (q, do), what it walks over is the other. ds
-// is multiplied by 1 - tanh² under a softcap. Every sum has a fixed order: bits repeat.
+// is multiplied by 1 - tanh² under a softcap; with dropout dP, and the P of dv, lose what it drops. Every sum has a fixed order: bits repeat.
 
 constant constexpr int THREADS = 4 * OWN;  // a simdgroup has 8 rows or keys of what is owned
 constant constexpr int OWN_COLUMNS = WALK / 4;
@@ -130,11 +130,12 @@ kernel void differentiate(OPERANDS, device const T* q [[buffer(14)]], device con
     simdgroup_barrier(mem_flags::mem_threadgroup);
     float b_ds[OWN_COLUMNS];
     UNROLL for (int c = 0; c < OWN_COLUMNS; ++c) {
-      const int i = OWNS_KEYS ? at + 4 * c + (lane & 3) : mine;
+      const int other = at + 4 * c + (lane & 3), i = OWNS_KEYS ? other : mine, j = OWNS_KEYS ? mine : other;
       const bool sees = (seen >> c & 1u) != 0;
-      b_ds[c] = sees ? b_p[c] * (own[4 * c] - delta[head_rows + i]) * b_slope[c] : 0.0f;
+      const float dp = dropped(own[4 * c], i, j, call, n, f);
+      b_ds[c] = sees ? b_p[c] * (dp - delta[head_rows + i]) * b_slope[c] : 0.0f;
       if (sees && row_lse[head_rows + i] == -minus_infinity()) b_ds[c] = 0.0f;
-      own[4 * c] = OWNS_KEYS ? b_p[c] : b_ds[c];
+      own[4 * c] = OWNS_KEYS ? dropped(b_p[c], i, j, call, n, f) : b_ds[c];
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (odd) {  // a weight of 0 times what is not finite: products take 0 for both

@@ -71,7 +71,10 @@ kernel void differentiate_bias(OPERANDS, device const T* q [[buffer(14)]], devic
       multiply_turned<DIM_V, WALK>(strip, rows_b + i_sg * 8 * (DIM_V + PAD), values);
       simdgroup_barrier(mem_flags::mem_threadgroup);
       UNROLL for (int c = 0; c < OWN_COLUMNS; ++c)
-        if ((seen >> c & 1u) != 0) sum[c] += b_p[c] * (own[4 * c] - delta[head_rows + i]);
+        if ((seen >> c & 1u) != 0) {
+          const float dp = dropped(own[4 * c], i, j_0 + 4 * c + (lane & 3), call, n, f);
+          sum[c] += b_p[c] * (dp - delta[head_rows + i]);
+        }
     }
   }
   const int row = i_sg * 8 + (lane >> 2) + (OVER_ROWS ? 0 : i_group.y * OWN);

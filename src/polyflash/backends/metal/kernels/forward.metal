@@ -127,7 +127,8 @@ kernel void attend(OPERANDS, device const T* q [[buffer(14)]], device const ucha
       UNROLL for (int c = part * size / 4; c < (part + 1) * size / 4; ++c) {
         const float p = weight(b_s[c], m_i, f.factor);
         sum += p;
-        own[4 * c] = EXACT && is_odd(p) ? 0.0f : p;  // l has the NaN, and a product with `one` would spread it
+        const float kept = dropped(p, i, j_0 + 4 * c + (lane & 3), call, n, f);
+        own[4 * c] = EXACT && is_odd(p) ? 0.0f : kept;  // l has the NaN, and a product with `one` would spread it
       }
       simdgroup_barrier(mem_flags::mem_threadgroup);
       multiply_add<DIM_V, BLOCK_N>(acc, strip, values + slot * BLOCK_N * (DIM_V + PAD), part * size,

@@ -193,6 +193,28 @@ static float apply_mask(float s, int i, int j, bool full, thread const Call& cal
   return CHANGED ? change_score(s, i, j, call, n, f, cap) : s;
 }
 
+// Does dropout keep the weight of row i and key j? Word j % 4 of Philox4x32-10 (Salmon et al., SC11) of the counter
+// (j / 4, i, head + heads * batch, 0), the same on every backend.
+static bool keep(int i, int j, thread const Call& call, constant Numbers& n) {
+  uint w[4] = {uint(j) / 4, uint(i), uint(n.num_heads * call.i_b + call.i_h), 0};
+  uint seed_lo = n.seed_lo, seed_hi = n.seed_hi;
+  for (int turn = 0; turn < 10; ++turn) {
+    const uint x = w[0], y = w[2];
+    w[0] = mulhi(y, 0xcd9e8d57u) ^ w[1] ^ seed_lo;
+    w[1] = y * 0xcd9e8d57u;
+    w[2] = mulhi(x, 0xd2511f53u) ^ w[3] ^ seed_hi;
+    w[3] = x * 0xd2511f53u;
+    seed_lo += 0x9e3779b9u;
+    seed_hi += 0xbb67ae85u;
+  }
+  return w[j & 3] >= uint(n.drop_below);
+}
+
+// x of a pair after dropout: a weight, or its gradient.
+static float dropped(float x, int i, int j, thread const Call& call, constant Numbers& n, constant Factors& f) {
+  return !DROPOUT ? x : keep(i, j, call, n) ? x * f.keep_scale : 0.0f;
+}
+
 // What the NaN and infinities among values [first, end) add to a row that sees them: 0, ±inf or NaN. Values
 // were read as 0 in their places: a weight of 0 times a hidden one is NaN.
 template <typename Rows>

@@ -11,6 +11,9 @@ fn score_gradient(b: u32, h: u32, i: u32, j: u32) -> f32 {
   var dp = 0.0;
   for (var c = 0u; c < DV4; c++) { dp += dot(load_dout(row * DV4 + c), load_v(key * DV4 + c)); }
   let changed = change_score(at, h, i32(i), i32(j), s, true);
+//: if DROPOUT
+  dp = select(0.0, dp * n.keep_scale, keep_one(at, h, i32(i), i32(j)));
+//: end
   return bias_gradient(changed, dp, rows[row].x, rows[row].y);
 }
 

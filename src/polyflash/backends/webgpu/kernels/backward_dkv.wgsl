@@ -63,6 +63,14 @@ fn change_rows(at: Place, h: u32, i: i32, j: i32, s: vec4<f32>, on: vec4<bool>) 
     change_score(at, h, i + 2, j, s.z, on.z), change_score(at, h, i + 3, j, s.w, on.w));
 }
 
+//: if DROPOUT
+fn keep_rows(at: Place, h: u32, i: i32, j: i32) -> vec4<bool> {
+  var kept: vec4<bool>;
+  for (var y = 0; y < 4; y++) { kept[y] = keep_one(at, h, i + y, j); }
+  return kept;
+}
+
+//: end
 @compute @workgroup_size(NT)
 fn backward_dkv(
   @builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) t: u32,
@@ -147,7 +155,12 @@ fn backward_dkv(
           let w = of_alike(s[{o}]);
           let pairs = differentiate(
             w, change_rows(at, h, i32(i0 + x), j, w, on), of_alike(dp[{o}]),
+//: if DROPOUT
+            vec4<f32>(r0.x, r1.x, r2.x, r3.x), vec4<f32>(r0.y, r1.y, r2.y, r3.y), on,
+            keep_rows(at, h, i32(i0 + x), j));
+//: else
             vec4<f32>(r0.x, r1.x, r2.x, r3.x), vec4<f32>(r0.y, r1.y, r2.y, r3.y), on);
+//: end
           s[{o}] = pairs.p;
           dp[{o}] = pairs.ds;
           seen[{o}] = pairs.seen;

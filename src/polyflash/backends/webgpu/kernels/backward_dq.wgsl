@@ -84,8 +84,14 @@ fn backward_dq(
         if (!whole) { on = visible_four(at, at.h, i, i32(j0 + x)); }
         let w = of_alike(s[{o}]);
         let changed = change_four(at, at.h, i, i32(j0 + x), w, on);
+//: if DROPOUT
+        let kept = keep(at, at.h, i, i32(j0 + x));
+        let pairs = differentiate(
+          w, changed, of_alike(dp[{o}]), vec4<f32>(given[{o}].x), vec4<f32>(given[{o}].y), on, kept);
+//: else
         let pairs = differentiate(
           w, changed, of_alike(dp[{o}]), vec4<f32>(given[{o}].x), vec4<f32>(given[{o}].y), on);
+//: end
         s[{o}] = pairs.ds;
         seen[{o}] = pairs.seen;
       }

@@ -147,6 +147,9 @@ fn forward_row(
           s[{o}] = apply_mask(exp2((w - vec4<f32>(m_new)) * LOG2E), on, HIDDEN);
           m_i[{o}] = m_new;
           l_i[{o}] = add_weights(l_i[{o}] * alpha[{o}], s[{o}]);
+//: if DROPOUT
+          s[{o}] = kept_weights(drop(at, h, i, i32(j0 + x), s[{o}]));
+//: end
         }
 //: end
         var p: array<vec4<f32>, RM>;

@@ -140,7 +140,13 @@ fn forward_tile(
 //: for x < RN4
         {
           let p = apply_mask(exp2((s[{i}][{x}] - vec4<f32>(m_new)) * LOG2E), on[{i}][{x}], HIDDEN);
+//: if DROPOUT
+          let h = head_of(at, r0 + own + {i});
+          let i_q = position_of(at, r0 + own + {i});
+          b_p[({i} * TY + ty) * BN4 + tx + {x} * TX] = drop(at, h, i_q, i32(j0 + (tx + {x} * TX) * 4u), p);
+//: else
           b_p[({i} * TY + ty) * BN4 + tx + {x} * TX] = p;
+//: end
         }
 //: end
         l_i[{i}] *= alpha;
@@ -158,6 +164,9 @@ fn forward_tile(
 //: for i < RM
         p[{i}] = b_p[({i} * TY + ty) * BN4 + x];
         l_i[{i}] = add_weights(l_i[{i}], p[{i}]);  // by every thread of the row, as it adds up outputs
+//: if DROPOUT
+        p[{i}] = kept_weights(p[{i}]);
+//: end
 //: end
 //: for c < DC
         {

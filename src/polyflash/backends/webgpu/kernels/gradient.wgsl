@@ -28,6 +28,9 @@ fn bias_gradient(s: f32, dp: f32, lse: f32, delta: f32) -> f32 {
 
 fn differentiate(
   dot_product: vec4<f32>, s: vec4<f32>, dp: vec4<f32>, lse: vec4<f32>, delta: vec4<f32>, seen: vec4<bool>,
+//: if DROPOUT
+  kept: vec4<bool>,
+//: end
 ) -> Pairs {
   var pairs: Pairs;
   // by its bits: a comparison of floats would take a NaN for a row without keys
@@ -39,6 +42,13 @@ fn differentiate(
     cap_slope(dot_product.x), cap_slope(dot_product.y), cap_slope(dot_product.z), cap_slope(dot_product.w));
 //: end
   pairs.seen = packed(on);
+//: if DROPOUT
+  // dp, and the p that dv is made of, have lost what was dropped
+  let kept_dp = select(vec4<f32>(0.0), dp * n.keep_scale, kept);
+  pairs.ds = apply_mask(pairs.p * (kept_dp - delta) * slope, on, 0.0);
+  pairs.p = select(vec4<f32>(0.0), pairs.p * n.keep_scale, kept);
+//: else
   pairs.ds = apply_mask(pairs.p * (dp - delta) * slope, on, 0.0);
+//: end
   return pairs;
 }

@@ -12,15 +12,19 @@ struct Place {
   q_base: u32, k_base: u32, rows: i32, keys: i32, kv_start: i32, kv_end: i32, lower: i32, upper: i32, offset: i32,
 }
 
-// Where a workgroup stands: its head (packed, its kv head) is x of its number, its tile y, its entry and split z.
+// Where a workgroup stands: its head (packed, its kv head) and split are x of its number, its tile y, its entry z.
 // Tiles of all heads alternate, so that with causal masks those of few keys are the last of all to start.
-fn stand(head: u32, depth: u32) -> Place {
-  let z = n.z0 + depth;
-  let b = z % n.batch;
+fn stand(x: u32, depth: u32) -> Place {
+  let b = n.z0 + depth;
   let w = b * ENTRY_WORDS;
   var at: Place;
   at.b = b;
-  at.split = z / n.batch;
+//: if SPLIT
+  at.split = x % n.num_splits;
+  let head = x / n.num_splits;
+//: else
+  let head = x;
+//: end
 //: if PACK
   at.hk = head;
   at.h = head * n.group;
@@ -95,14 +99,18 @@ fn key_of(at: Place, j: u32) -> u32 {
 fn block_range(at: Place, r0: u32, rows: u32) -> vec2<u32> {
   let count = row_count(at);
   if (r0 >= count) { return vec2<u32>(0u, 0u); }
-  var lo = max(at.kv_start, position_of(at, r0) + at.lower);
-  var hi = min(at.kv_end, position_of(at, min(r0 + rows, count) - 1u) + at.upper + 1);
-//: if SPLIT
-  lo = max(lo, i32(at.split * n.split_keys));
-  hi = min(hi, i32((at.split + 1u) * n.split_keys));
-//: end
+  let lo = max(at.kv_start, position_of(at, r0) + at.lower);
+  let hi = min(at.kv_end, position_of(at, min(r0 + rows, count) - 1u) + at.upper + 1);
   if (hi <= lo) { return vec2<u32>(0u, 0u); }
+//: if SPLIT
+  // an equal part: with causal masks, windows and ragged lengths parts of all keys would be full or empty
+  let from_key = u32(lo) / BN * BN;
+  let part = (u32(hi) - from_key + n.num_splits * BN - 1u) / (n.num_splits * BN) * BN;
+  let x = from_key + at.split * part;
+  return vec2<u32>(x, max(x, min(x + part, u32(hi))));
+//: else
   return vec2<u32>(u32(lo) / BN * BN, u32(hi));
+//: end
 }
 
 // Does every row of r0 .. r0 + rows - 1 see every key of j0 .. j0 + BN - 1? Asked of whole blocks, so that
@@ -202,7 +210,11 @@ fn largest(s: vec4<f32>) -> f32 {
 // x and the weights that are seen, a NaN too, of which a comparison of floats may say anything; added up as `add_seen` adds outputs, so that roundings are alike.
 fn add_weights(x: f32, p: vec4<f32>) -> f32 {
   let hidden = bitcast<vec4<u32>>(p) == vec4<u32>(bitcast<u32>(HIDDEN));
+//: if DROPOUT
+  let seen = select(max(p, p * -2.0), vec4<f32>(0.0), hidden);
+//: else
   let seen = select(p, vec4<f32>(0.0), hidden);
+//: end
   return (((x + seen.x) + seen.y) + seen.z) + seen.w;
 }
 
