@@ -38,8 +38,7 @@ class Ready(NamedTuple):
     """State shared by calls of the same sizes, strides and numbers."""
 
     numbers: Numbers
-    constants: Constants  # as constexprs, of both launches
-    mending: Constants
+    constants: Constants  # as constexprs
     kinds: tuple[Any, ...]  # what kernels are compiled for, beside alignment
     marks: tuple[int, ...]  # their shape
     programs: int
@@ -101,13 +100,11 @@ class Prepared:
             scale=scale_of(q.shape[3], args) if alibi else None,
         )
         constants = constants_of(self.config, q, k, band, args)
-        mending = constants._replace(MENDING=True, COUNTED=False, EARLY=False, WHOLE=False)
         reached = tuple(map(is_boxed, (q, k, v, out)))
         v_strides = (v if reached[2] else torch.empty(v.shape, device="meta")).stride()
         return Ready(
             numbers=numbers,
             constants=runtime.compiled_in(constants),
-            mending=runtime.compiled_in(mending),
             kinds=(constants, runtime.signature(v_strides), lse is None),
             marks=(batch * num_heads, num_tiles, self.config.block_m),
             programs=total if self.config.order == "tiles" else min(total, self.cores),
@@ -228,14 +225,10 @@ def attend_call(
         x.alibi_slopes,
     )
     kinds = (*ready.kinds, runtime.aligned(lse), None if ready.plain else runtime.signature(requests))
-    t = Tensors(lse, marks, words, None, *requests)
+    own = runtime.scratch((n.total + 2 * ready.programs,), q.device, torch.int32)
+    t = Tensors(lse, marks, words, View(v, *v.stride()), own, *requests)
     prepared.kernels.launch(
-        attend_sm90, (ready.programs,), (t, n, ready.constants, *boxes), _OPTIONS, (*kinds, False), q.device
-    )
-    t = t._replace(v_view=View(v, *v.stride()))
-    grid = (min(n.total, prepared.cores),)
-    prepared.kernels.launch(
-        attend_sm90, grid, (t, n, ready.mending, *boxes), _OPTIONS, (*kinds, True), q.device
+        attend_sm90, (ready.programs,), (t, n, ready.constants, *boxes), _OPTIONS, kinds, q.device
     )
 
 

@@ -159,7 +159,7 @@ def weigh(b_s, m_i, l_i, seen, factor, i_n, j_0, c, MASKED: gl.constexpr):
     if MASKED != NONE:
         b_s = apply_mask(b_s, seen, j_0, c, MASKED)
     m_new = new_maxima(b_s, m_i, factor, c)
-    b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, factor[:, None], c)
+    b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, factor[:, None], c, False)
     return b_p, m_new, l_i, alpha
 
 
@@ -255,7 +255,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         tile_end, tile_count, _, _ = key_blocks(i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         end, count, masked, bare = key_blocks(i_row, tile_end - tile_count, place, c, 64)
         o_row = i_row + gl.arange(0, 64, layout=row)
-        seen = rows_seen(o_row, o_row, i_bh % n.num_heads, place, t, n, c)
+        seen = rows_seen(o_row, o_row, i_bh % n.num_heads, place, t, n, c, False)
         p_factor = t.factors + i_bh.to(gl.int64) * n.seqlen_q + o_row
         factor = gl.load(p_factor, mask=o_row < n.seqlen_q, other=1.0)
         mbarrier.wait(rows.full.index(WG), phase(i_round, 1))
@@ -281,7 +281,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         b_o = weighted(acc, b_w, values_of(ring, i_n - 1, c), c)
         if c.LATE_SUM:
             l_i = gl.convert_layout(gl.sum(l_i, 1), row)
-        b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c)
+        b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c, False)
         tma.store_wait(0)  # the output of the tile before has left
         b_o = warpgroup_mma_wait(0, [b_o])
         free_values(i_n - 1, c)

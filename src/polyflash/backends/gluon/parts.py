@@ -83,12 +83,12 @@ def store_tile(out, i_bh, i_row, b_out, slot, n, FROM: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, out, slot, tile, place, seen, t, n, c, FROM: gl.constexpr):
+def finish(acc, out, slot, tile, place, seen, t, n, c, FROM: gl.constexpr, MENDING: gl.constexpr):
     """Writes the output's channels behind FROM. `tile`: what scales it, sums of weights, plane, first
     row, and its keys."""
     b_share, l_i, i_bh, i_row, keys = tile
     b_out = acc * gl.convert_layout(b_share, gl.SliceLayout(1, acc.type.layout))[:, None]
-    if c.MENDING:
+    if MENDING:
         of_v = i_bh // n.num_heads, i_bh % n.num_heads // n.group, place.first_k
         b_out = add_nonfinite(b_out, l_i, of_v, keys, seen, t.v_view, c, FROM)
     b_out = b_out.to(out.dtype)

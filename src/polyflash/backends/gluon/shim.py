@@ -79,10 +79,10 @@ def add_box(box: Any, at: Any, slot: Any, _semantic: Any = None) -> None:
 
 @gluon.jit
 def stored():
-    """Waits until what this warp has stored and added is in memory, not only read."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    """Waits until what these warps have stored and added is in memory, not only read."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ASM: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;"
-    o = gl.arange(0, 32, layout=layout)
+    o = gl.arange(0, 32 * gl.num_warps(), layout=layout)
     gl.inline_asm_elementwise(ASM, "=r,r", [o], dtype=gl.int32, is_pure=False, pack=1)
 
 
