@@ -173,9 +173,10 @@ def test_programs_wait_for_earlier_ones_alone(length: int, planes: int, heads: i
     t, n, c = launched(case, ROWS, KEYS)
     own = places.stand(0, 0, 0, t, n, c)
     tiles = -(-length // KEYS)
+    heads = schedule.heads_of(planes, heads)
     cores, added, made, work = [0.0] * CORES, {}, set(), 0
     for i_t in range(planes * tiles):  # the order in which they start
-        plane, i_n = tile_of(i_t, tiles, planes, heads, False)
+        plane, i_n = tile_of(i_t, tiles, heads, False)
         assert 0 <= plane < planes and (plane, i_n) not in made
         made.add((plane, i_n))
         start, _, _, end = row_blocks(i_n * KEYS, own, c)

@@ -59,20 +59,21 @@ def counted(total: int, programs: int, seed: int) -> list[list[int]]:
 def test_every_tile_is_walked_once(planes: int, num_tiles: int, cores: int):
     total = planes * num_tiles
     wanted = sorted(product(range(planes), range(num_tiles)))
-    for programs, heads, causal in product({min(total, cores), total}, (1, 2, 4, 8), (False, True)):
-        for walks in (fixed(total, programs), counted(total, programs, heads)):
-            tiles = [tile_of(i_t, num_tiles, planes, heads, causal) for walk in walks for i_t in walk]
-            assert sorted(tiles) == wanted, (programs, heads, causal)
+    for programs, most, causal in product({min(total, cores), total}, (1, 2, 4, 8), (False, True)):
+        heads = schedule.heads_of(planes, most)
+        for walks in (fixed(total, programs), counted(total, programs, most)):
+            tiles = [tile_of(i_t, num_tiles, heads, causal) for walk in walks for i_t in walk]
+            assert sorted(tiles) == wanted, (programs, most, causal)
 
 
-@pytest.mark.parametrize("heads", [1, 4, 8])
-def test_the_longest_tiles_of_a_group_come_first(heads: int):
-    planes, num_tiles = 10, 9
+@pytest.mark.parametrize("planes, most, heads", [(10, 1, 1), (10, 4, 2), (12, 8, 6), (16, 8, 8), (7, 8, 7)])
+def test_the_longest_tiles_of_a_group_come_first(planes: int, most: int, heads: int):
+    num_tiles = 9
+    assert schedule.heads_of(planes, most) == heads
     for first in range(0, planes, heads):
         start = first * num_tiles
-        end = start + min(heads, planes - first) * num_tiles
-        places = [tile_of(i, num_tiles, planes, heads, True) for i in range(start, end)]
-        assert {plane for plane, _ in places} == set(range(first, min(first + heads, planes)))
+        places = [tile_of(i, num_tiles, heads, True) for i in range(start, start + heads * num_tiles)]
+        assert {plane for plane, _ in places} == set(range(first, first + heads))
         rows = [i_m for _, i_m in places]
         assert rows == sorted(rows, reverse=True)
 

@@ -16,6 +16,7 @@ from polyflash.backends.gluon import configs, gradient_passes, shim
 from polyflash.backends.gluon.backward_sm90 import Constants, Numbers, Tensors, differentiate_sm90
 from polyflash.backends.gluon.forward import band_of, bounds_of, boxed
 from polyflash.backends.gluon.gradient_passes import center, finish_dq
+from polyflash.backends.gluon.schedule import heads_of
 from polyflash.backends.gpu.launch import tile_count
 from polyflash.backends.gpu.numbers import LOG2E, scale_of, sizes_of
 from polyflash.backends.gpu.views import NO_OPERANDS, operands_of, rows_of, view_of
@@ -158,8 +159,7 @@ def fusion(
     n = Numbers(
         num_kv_heads=num_kv_heads,
         group=q.shape[1] // num_kv_heads,
-        planes=planes,
-        heads=configs.turns(q.shape[2] * q.shape[1] // num_kv_heads, channels, config),
+        heads=heads_of(planes, configs.turns(q.shape[2] * q.shape[1] // num_kv_heads, channels, config)),
         seqlen_q=q.shape[2],
         seqlen_k=seqlen_k,
         row_blocks=space.row_blocks,

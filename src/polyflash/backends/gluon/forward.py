@@ -13,6 +13,7 @@ import torch
 
 from polyflash.backends.gluon import configs, shim
 from polyflash.backends.gluon.forward_sm90 import Constants, Numbers, Tensors, attend_sm90
+from polyflash.backends.gluon.schedule import heads_of
 from polyflash.backends.gpu.launch import tile_count
 from polyflash.backends.gpu.numbers import LOG2E, SOFTCAPS, scale_of, sizes_of
 from polyflash.backends.gpu.views import FAR, NO_OPERANDS, View, operands_of
@@ -84,7 +85,6 @@ class Prepared:
         numbers = Numbers(
             num_heads=num_heads,
             group=num_heads // k.shape[1],
-            planes=batch * num_heads,
             seqlen_q=seqlen_q,
             seqlen_k=k.shape[2],
             num_tiles=num_tiles,
@@ -132,7 +132,7 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         ALIBI=args.alibi_slopes is not None,
         COUNTED=counted,
         EARLY=config.shared_out or (bounds["SHORT"] and counted and config.consumers == 2),
-        HEADS=config.heads,
+        HEADS=heads_of(q.shape[0] * q.shape[1], config.heads),
         TURNS=config.turns,
         PINNED=config.pinned,
         LATE_SUM=config.late_sum,

@@ -73,6 +73,7 @@ from polyflash.backends.gluon.shim import (
     packed,
     pinned,
     row_max,
+    row_sum,
     stored,
 )
 
@@ -112,7 +113,6 @@ class Numbers(NamedTuple):
 
     num_heads: Any  # of queries
     group: Any  # query heads per key/value head
-    planes: Any  # batch times query heads
     seqlen_q: Any
     seqlen_k: Any
     num_tiles: Any  # row tiles of a plane
@@ -240,7 +240,7 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.co
         if not MENDING:
             gl.store(t.own + i_t, i_last)
             i_last = i_t
-        i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+        i_bh, i_m = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
         end, count, _, _ = key_blocks(place.i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
@@ -408,9 +408,9 @@ def mark_rows(acc, m_i, l_i, p_marks, seen, t, n, c):
     b_far = ((gl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)) | (l_i - l_i != 0.0)
     b_some = seen.limit > gl.maximum(seen.first, 0) if c.BELOW else seen.limit > 0
     b_far = b_far | ((l_i == 0.0) & b_some)  # scores below every maximum
-    b_sum = gl.convert_layout(gl.sum(acc[0], 1), m_i.type.layout)
+    b_sum = gl.convert_layout(row_sum(acc[0]), m_i.type.layout)
     if c.REST > 0:
-        b_sum += gl.convert_layout(gl.sum(acc[1], 1), m_i.type.layout)
+        b_sum += gl.convert_layout(row_sum(acc[1]), m_i.type.layout)
     b_mark = gl.where(b_far, FAR, 0) | gl.where(b_sum - b_sum != 0.0, SPOILED, 0)
     gl.store(p_marks, b_mark.to(gl.int8))
     p_any = t.own + n.total + gl.num_programs(0) + gl.program_id(0)
@@ -424,10 +424,10 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
     DTYPE: gl.constexpr = out[0].dtype
     EARLY: gl.constexpr = c.EARLY and not MENDING
     i_t = first_tile(t, n, MENDING, c)
-    i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+    i_bh, i_m = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
     while i_t < n.total:
         if not EARLY:
-            i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+            i_bh, i_m = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
         first = place.i_m * c.BLOCK_M
         i_row = first + WG * 64
@@ -463,7 +463,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         acc = weighted(acc, b_pairs, values_of(ring, i_n - 1, c), c)
         if EARLY:  # no branch, so beside a product
             i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
-            i_next = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+            i_next = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
         if c.LATE_SUM:
             l_i = gl.convert_layout(gl.sum(l_i, 1), row)
         b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c, MENDING)

@@ -66,7 +66,7 @@ class Prepared:
         config, band = self.config, band_of(seqlen_q, seqlen_k, args)
         num_tiles, group = -(-seqlen_q // config.block_m), num_heads // k.shape[1]
         total = batch * num_heads * num_tiles
-        sizes: dict[str, Any] = {"num_heads": num_heads, "group": group, "planes": batch * num_heads}
+        sizes: dict[str, Any] = {"num_heads": num_heads, "group": group}
         sizes |= {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "num_tiles": num_tiles, "total": total}
         sizes |= {"offset": band.right, "left": band.left}
         numbers = Numbers(**dict.fromkeys(Numbers._fields) | sizes)

@@ -2,7 +2,7 @@
 (`function.fn`), and a test visits every tile of a grid of shapes.
 
 Tiles stand in an order: groups of `heads` heads, whose keys stay in the L2 cache; in a group the rows of one
-place of all heads side by side, with a causal mask those with the most keys first.
+place of all heads side by side, with a causal mask those with the most keys first. `heads_of` says how many.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ KEYS: gl.constexpr = gl.constexpr(128)  # of a program that makes gradients, 64 
 ROWS: gl.constexpr = gl.constexpr(64)  # of a block that it walks over
 
 
+def heads_of(planes: int, most: int) -> int:
+    """Heads of a group, so many at most, that divide them all: a tile's place then takes one division."""
+    return next(heads for heads in range(most, 0, -1) if planes % heads == 0)
+
+
 @gluon.jit
-def tile_of(i_t, num_tiles, planes, heads, CAUSAL: gl.constexpr):
-    """Plane (batch and head) and tile of tile i_t; a last group may have fewer heads."""
-    per_group = num_tiles * heads
-    first = (i_t // per_group) * heads
-    width = min(planes - first, heads)
-    i_r = i_t % per_group
-    i_m = i_r // width
+def tile_of(i_t, num_tiles, heads, CAUSAL: gl.constexpr):
+    """Plane (batch and head) and tile of tile i_t."""
+    i_r = i_t // heads
+    i_g = i_r // num_tiles
+    i_m = i_r - i_g * num_tiles
     if CAUSAL:
         i_m = num_tiles - 1 - i_m
-    return first + i_r % width, i_m
+    return i_g * heads + i_t % heads, i_m
 
 
 @gluon.jit

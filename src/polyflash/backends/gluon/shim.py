@@ -289,6 +289,15 @@ def row_max(b_x):
 
 
 @gluon.jit
+def row_sum(b_x):
+    """Sum of each row, as a tree."""
+    a, b = halves(b_x)
+    a, b = halves(a + b)
+    a, b = halves(a + b)
+    return gl.convert_layout(gl.sum(a + b, 1), gl.SliceLayout(1, b_x.type.layout))
+
+
+@gluon.jit
 def folded(b_x, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """[rows, keys] added up to [rows, COLUMNS] within each thread."""
     b_y = b_x
