@@ -64,6 +64,7 @@ class ForwardConfig:
     late_sum: bool = flag(True, tuned=(True, False))
     lazy_rescale: bool = flag(False, tuned=(True, False))
     shared_out: bool = flag(False)
+    early: bool = flag(False)
 
     def __post_init__(self) -> None:
         check(self)

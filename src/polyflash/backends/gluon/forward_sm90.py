@@ -70,6 +70,7 @@ from polyflash.backends.gluon.scores import change_scores, with_sink
 from polyflash.backends.gluon.shim import (
     accumulator,
     folded,
+    held,
     packed,
     pinned,
     row_max,
@@ -403,15 +404,19 @@ def store_lse(m_i, l_i, at, place, seen, t, n, c, MENDING: gl.constexpr):
 
 
 @gluon.jit
-def mark_rows(acc, m_i, l_i, p_marks, seen, t, n, c):
-    """Marks rows that need mending: see the head of this file."""
+def marks_of(acc, m_i, l_i, seen, c):
+    """Marks of rows that need mending: see the head of this file."""
     b_far = ((gl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)) | (l_i - l_i != 0.0)
     b_some = seen.limit > gl.maximum(seen.first, 0) if c.BELOW else seen.limit > 0
     b_far = b_far | ((l_i == 0.0) & b_some)  # scores below every maximum
     b_sum = gl.convert_layout(row_sum(acc[0]), m_i.type.layout)
     if c.REST > 0:
         b_sum += gl.convert_layout(row_sum(acc[1]), m_i.type.layout)
-    b_mark = gl.where(b_far, FAR, 0) | gl.where(b_sum - b_sum != 0.0, SPOILED, 0)
+    return gl.where(b_far, FAR, 0) | gl.where(b_sum - b_sum != 0.0, SPOILED, 0)
+
+
+@gluon.jit
+def store_marks(b_mark, p_marks, t, n):
     gl.store(p_marks, b_mark.to(gl.int8))
     p_any = t.own + n.total + gl.num_programs(0) + gl.program_id(0)
     gl.store(p_any + b_mark * 0, 1, mask=b_mark != 0)
@@ -464,6 +469,8 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         if EARLY:  # no branch, so beside a product
             i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
             i_next = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
+        i_b = held(i_bh // n.num_heads)
+        at = i_b, i_bh - i_b * n.num_heads
         if c.LATE_SUM:
             l_i = gl.convert_layout(gl.sum(l_i, 1), row)
         b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c, MENDING)
@@ -473,8 +480,8 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         if c.BELOW:
             i_n = pass_blocks(ring, i_n, tile_count - (tile_end - end) - count, c, WG)
         if not MENDING:
-            mark_rows(acc, m_i, l_i, p_marks, seen, t, n, c)
-        tile = b_share, l_i, i_bh, i_row, (j_0, min(end * c.BLOCK_N, place.live))
+            b_mark = marks_of(acc, m_i, l_i, seen, c)
+        tile = b_share, l_i, at, i_row, (j_0, min(end * c.BLOCK_N, place.live))
         i_out = i_slot if c.SHARED_OUT else WG
         slot = rows.out[0].index(i_out)
         finish(acc[0], out[0], slot, tile, place, seen, t, n, c, 0, MENDING)
@@ -484,6 +491,8 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         if c.SHARED_OUT:
             tma.store_wait(0)
             mbarrier.arrive(rows.free.index(i_slot), count=1)
+        if not MENDING:
+            store_marks(b_mark, p_marks, t, n)  # the fence before the output leaves waits for earlier stores
         if EARLY:
             i_bh, i_m = i_next
         else:

@@ -311,7 +311,7 @@ def finish(acc, out, tile, total, seen, t, n, c):
     if gl.load(t.odd + i_b * (n.num_heads // n.group) + i_k) != 0:
         b_out = add_nonfinite(b_out, l_i, (i_b, i_k, 0), (begin, end), seen, t.v_view, c, 0)
     slot = total._reinterpret(out.dtype, [1, 1, 64, c.D], out.layout)
-    store_tile(out, i_bh, i_row, b_out.to(out.dtype), slot, n, 0)
+    store_tile(out, (i_b, i_bh % n.num_heads), i_row, b_out.to(out.dtype), slot, 0)
 
 
 @gluon.jit

@@ -142,6 +142,12 @@ def pinned(b_x):
     return gl.inline_asm_elementwise(ASM, "=f,f", [b_x], dtype=gl.float32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def held(x):
+    """An int32, which is computed here: the compiler would do it where it is needed first."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.constexpr_function
 def _keep(test: str, count: int) -> str:
     """Keeps of `count` scores $0.. of a thread, two rows by turns, those whose key passes the test."""
