@@ -11,11 +11,11 @@ q (B, Hq, Sq, D), k, v (B, Hkv, Sk, D), out as q, by tensor descriptors: what li
 not written. Keys are walked from the last block to the first, each at a multiple of BLOCK_N, so that blocks
 that hide keys come first, in a loop of their own.
 
-A program first takes every value as it comes and marks rows that this does not do for: whose scores are so
-large that rounding their maximum would show in weights (FAR), or whose output is not finite, as a weight of 0
-times a hidden NaN is (SPOILED). Then, with MENDING, it makes those of its tiles that have a mark once more, of
-V the finite values alone and with exact weights in FAR rows, and adds what is not finite to rows that see it;
-bits of other rows are the same again. Without marks it ends at once.
+A program first takes every value as it comes, and marks rows that this does not do for: whose scores are so
+large that rounding their maximum would show in weights (FAR), or whose output is not finite, as a weight of
+0 times a hidden NaN is (SPOILED). Then, MENDING, it makes those of its tiles that have a mark once more, of V
+the finite values alone and with exact weights in FAR rows, and adds what is not finite to rows that see it;
+bits of other rows are the same again. Without a mark it ends instead.
 """
 
 from __future__ import annotations
@@ -343,7 +343,9 @@ def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr, MENDING: gl.con
 
 
 @gluon.jit
-def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: gl.constexpr, MENDING: gl.constexpr):
+def attend_block(
+    q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: gl.constexpr, MENDING: gl.constexpr
+):
     """One more key block: its scores and weights, and the share in the output of the block before, whose
     product runs during the softmax. Nothing between issue and wait may branch."""
     acc, b_pairs, m_i, l_i = sums
@@ -369,7 +371,21 @@ def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: 
 
 
 @gluon.jit
-def attend_blocks(q, ring, sums, seen, i_n, j_0, first, end, n, c, WG: gl.constexpr, MASKED: gl.constexpr, MENDING: gl.constexpr):
+def attend_blocks(
+    q,
+    ring,
+    sums,
+    seen,
+    i_n,
+    j_0,
+    first,
+    end,
+    n,
+    c,
+    WG: gl.constexpr,
+    MASKED: gl.constexpr,
+    MENDING: gl.constexpr,
+):
     """The tile's blocks from number `first` up to `end`, downwards from j_0."""
     for _ in range(first, end):
         if MENDING:
@@ -457,9 +473,13 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         if c.HAS_RIGHT or MENDING:
             sums, i_n, j_0 = attend_blocks(q, ring, sums, seen, i_n, j_0, 1, masked, n, c, WG, BOTH, MENDING)
         if not MENDING:
-            sums, i_n, j_0 = attend_blocks(q, ring, sums, seen, i_n, j_0, masked, bare, n, c, WG, NONE, MENDING)
+            sums, i_n, j_0 = attend_blocks(
+                q, ring, sums, seen, i_n, j_0, masked, bare, n, c, WG, NONE, MENDING
+            )
             if c.BELOW:
-                sums, i_n, j_0 = attend_blocks(q, ring, sums, seen, i_n, j_0, bare, count, n, c, WG, BELOW, MENDING)
+                sums, i_n, j_0 = attend_blocks(
+                    q, ring, sums, seen, i_n, j_0, bare, count, n, c, WG, BELOW, MENDING
+                )
         acc, b_pairs, m_i, l_i = sums
         if not c.SHARED_OUT:
             mbarrier.arrive(rows.free.index(i_slot), count=1)
