@@ -15,7 +15,7 @@ pytest.importorskip("triton.experimental.gluon")
 from polyflash.backends.gluon import places, schedule
 from polyflash.backends.gluon.places import Place
 from polyflash.backends.gpu.launch import tile_count
-from tests.backends.gluon.bounds import Memory, cases, in_python, launched, packed_calls
+from tests.backends.gluon.bounds import Memory, cases, divided, in_python, launched, packed_calls
 from tests.chosen import chosen
 
 CORES = 132
@@ -57,12 +57,12 @@ def counted(total: int, programs: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("num_tiles", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("planes", [1, 2, 5, 16, 41])
 def test_every_tile_is_walked_once(planes: int, num_tiles: int, cores: int):
-    total = planes * num_tiles
+    total, n = planes * num_tiles, divided(num_tiles)
     wanted = sorted(product(range(planes), range(num_tiles)))
     for programs, most, causal in product({min(total, cores), total}, (1, 2, 4, 8), (False, True)):
         heads = schedule.heads_of(planes, most)
         for walks in (fixed(total, programs), counted(total, programs, most)):
-            tiles = [tile_of(i_t, num_tiles, heads, causal) for walk in walks for i_t in walk]
+            tiles = [tile_of(i_t, n, heads, causal) for walk in walks for i_t in walk]
             assert sorted(tiles) == wanted, (programs, most, causal)
 
 
@@ -72,7 +72,7 @@ def test_the_longest_tiles_of_a_group_come_first(planes: int, most: int, heads: 
     assert schedule.heads_of(planes, most) == heads
     for first in range(0, planes, heads):
         start = first * num_tiles
-        places = [tile_of(i, num_tiles, heads, True) for i in range(start, start + heads * num_tiles)]
+        places = [tile_of(i, divided(num_tiles), heads, True) for i in range(start, start + heads * num_tiles)]
         assert {plane for plane, _ in places} == set(range(first, first + heads))
         rows = [i_m for _, i_m in places]
         assert rows == sorted(rows, reverse=True)
@@ -84,7 +84,17 @@ def test_a_zigzag_ends_together():
     assert {sum(walk) for walk in walks} == {2 * CORES - 1}
 
 
-@pytest.fixture(scope="module")
+def test_a_factor_divides():
+    """What is below 2^30; both numbers are an int32."""
+    draw = random.Random(0)
+    for by in (1, 2, 3, 7, 1000, 2**20 - 1, 2**20 + 1, 2**29, *(draw.randrange(1, 2**30) for _ in range(500))):
+        inverse, shift = schedule.inverse_of(by)
+        assert inverse < 2**31 and shift < 62
+        for x in (0, by - 1, by, 2**30 // by * by - 1, 2**30 - 1, *(draw.randrange(2**30) for _ in range(20))):
+            assert x * inverse >> shift == x // by, (x, by)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def place_of() -> Iterator[Callable[..., Place]]:
     """The kernel's own, in Python."""
     with in_python():

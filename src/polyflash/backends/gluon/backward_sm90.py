@@ -96,7 +96,9 @@ class Numbers(NamedTuple):
     seqlen_q: Any
     seqlen_k: Any
     row_blocks: Any  # of a head
-    key_tiles: Any
+    num_tiles: Any  # of the keys of a plane; what divides by them, see schedule.py
+    inverse: Any
+    shift: Any
     offset: Any  # see `forward.band_of`
     left: Any
     members: Any  # packed; else None
@@ -152,7 +154,7 @@ class Step(NamedTuple):
 @gluon.jit
 def find_place(i_t, t, n, c):
     """The place of the i_t-th program to start."""
-    i_bh, i_n = tile_of(i_t, n.key_tiles, n.heads, False)
+    i_bh, i_n = tile_of(i_t, n, n.heads, False)
     i_b, i_h = i_bh // n.num_kv_heads, i_bh % n.num_kv_heads
     i_own, keys, i_w = i_b, n.seqlen_k, 0
     if c.PACKED:

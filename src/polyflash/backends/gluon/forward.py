@@ -13,7 +13,7 @@ import torch
 
 from polyflash.backends.gluon import configs, shim
 from polyflash.backends.gluon.forward_sm90 import Constants, Numbers, Tensors, attend_sm90
-from polyflash.backends.gluon.schedule import heads_of
+from polyflash.backends.gluon.schedule import heads_of, inverse_of
 from polyflash.backends.gpu.launch import tile_count
 from polyflash.backends.gpu.numbers import LOG2E, SOFTCAPS, scale_of, sizes_of
 from polyflash.backends.gpu.views import FAR, NO_OPERANDS, View, operands_of
@@ -78,7 +78,7 @@ class Prepared:
         batch, num_heads, seqlen_q, _ = q.shape
         members, packed = sizes_of(q, k, args)[0], args.cu_seqlens_q is not None
         num_tiles, _ = tile_count(seqlen_q, self.config.block_m, members, packed)
-        total = batch * num_heads * num_tiles
+        total, (inverse, shift) = batch * num_heads * num_tiles, inverse_of(num_tiles)
         band = band_of(seqlen_q, k.shape[2], args)
         softcap, alibi = min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1]), args.alibi_slopes is not None
         near, rest = position_of(seqlen_q, k.shape[2], args)
@@ -88,6 +88,8 @@ class Prepared:
             seqlen_q=seqlen_q,
             seqlen_k=k.shape[2],
             num_tiles=num_tiles,
+            inverse=inverse,
+            shift=shift,
             total=total,
             offset=band.right,
             left=band.left,

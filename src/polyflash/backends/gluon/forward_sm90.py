@@ -116,7 +116,9 @@ class Numbers(NamedTuple):
     group: Any  # query heads per key/value head
     seqlen_q: Any
     seqlen_k: Any
-    num_tiles: Any  # row tiles of a plane
+    num_tiles: Any  # row tiles of a plane; what divides by them, see schedule.py
+    inverse: Any
+    shift: Any
     total: Any  # tiles of all planes
     offset: Any  # row i sees keys up to i + offset; from -seqlen_q to seqlen_k, but with OWN
     left: Any  # and from i + left on; None without HAS_LEFT
@@ -241,7 +243,7 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.co
         if not MENDING:
             gl.store(t.own + i_t, i_last)
             i_last = i_t
-        i_bh, i_m = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
+        i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
         end, count, _, _ = key_blocks(place.i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
@@ -445,10 +447,10 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
     DTYPE: gl.constexpr = out[0].dtype
     EARLY: gl.constexpr = c.EARLY and not MENDING
     i_t = first_tile(t, n, MENDING, c)
-    i_bh, i_m = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
+    i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
     while i_t < n.total:
         if not EARLY:
-            i_bh, i_m = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
+            i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
         first = place.i_m * c.BLOCK_M
         i_row = first + WG * 64
@@ -488,7 +490,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         acc = weighted(acc, b_pairs, values_of(ring, i_n - 1, c), c)
         if EARLY:  # no branch, so beside a product
             i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
-            i_next = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
+            i_next = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         i_b = held(i_bh // n.num_heads)
         at = i_b, i_bh - i_b * n.num_heads
         if c.LATE_SUM:

@@ -87,7 +87,7 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c):
     """Producer: as that of `forward_sm90`; keys are the columns of V."""
     i_n, i_round, i_t = 0, 0, gl.program_id(0)
     while i_t < n.total:
-        i_bh, i_m = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
+        i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
         end, count, _, _ = key_blocks(i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
@@ -249,7 +249,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
     first_turn(WG, c)
     i_n, i_round, i_t = 0, 0, gl.program_id(0)
     while i_t < n.total:
-        i_bh, i_m = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
+        i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
         i_row = i_m * c.BLOCK_M + WG * 64
         tile_end, tile_count, _, _ = key_blocks(i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)

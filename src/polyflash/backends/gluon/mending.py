@@ -26,7 +26,7 @@ def by_channel() -> Any:
 def is_marked(i_t, t, n, c):
     """Has a row of the tile a mark?"""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    i_bh, i_m = tile_of(i_t, n.num_tiles, c.HEADS, c.HAS_RIGHT)
+    i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
     p = t.marks + (i_bh.to(gl.int64) * n.num_tiles + i_m) * c.BLOCK_M
     found = 0
     for i in gl.static_range(c.CONSUMERS):
