@@ -65,6 +65,7 @@ class ForwardConfig:
     lazy_rescale: bool = flag(False, tuned=(True, False))
     shared_out: bool = flag(False)
     early: bool = flag(False)
+    apart: bool = flag(False)
 
     def __post_init__(self) -> None:
         check(self)
@@ -93,18 +94,18 @@ class ForwardConfig:
 
 # (channels of a box, causal) -> config
 FORWARD: dict[tuple[int, bool], ForwardConfig] = {
-    (64, False): ForwardConfig(3, 128, 3, pinned="maxima", lazy_rescale=True),
-    (64, True): ForwardConfig(3, 128, 3, turns=False, pinned="maxima", lazy_rescale=True),
+    (64, False): ForwardConfig(3, 128, 3, pinned="maxima", lazy_rescale=True, apart=True),
+    (64, True): ForwardConfig(3, 128, 3, turns=False, pinned="maxima", lazy_rescale=True, apart=True),
     (128, False): ForwardConfig(2, 128, order="zigzag", heads=8, pinned="maxima"),
     (128, True): ForwardConfig(2, 128, heads=8, late_sum=False, lazy_rescale=True),
-    (192, False): ForwardConfig(2, 64, 3, heads=4, lazy_rescale=True, shared_out=True),
-    (192, True): ForwardConfig(2, 64, 3, heads=4, lazy_rescale=True, shared_out=True),
+    (192, False): ForwardConfig(2, 64, 3, heads=4, lazy_rescale=True, shared_out=True, apart=True),
+    (192, True): ForwardConfig(2, 64, 3, heads=4, lazy_rescale=True, shared_out=True, apart=True),
     (256, False): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
     (256, True): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
 }
 
 
-BOUNDED_64 = ForwardConfig(2, 128)  # where registers of three consumers do not suffice
+BOUNDED_64 = ForwardConfig(2, 128, apart=True)  # where registers of three consumers do not suffice
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Ready(NamedTuple):
     """State shared by calls of the same sizes, strides and numbers."""
 
     numbers: Numbers
-    constants: Constants  # as constexprs
+    launches: tuple[Constants, ...]  # constants of each, as constexprs
     kinds: tuple[Any, ...]  # what kernels are compiled for, beside alignment
     marks: tuple[int, ...]  # their shape
     programs: int
@@ -102,11 +102,15 @@ class Prepared:
             scale=scale_of(q.shape[3], args) if alibi else None,
         )
         constants = constants_of(self.config, q, k, band, args)
+        launches = (constants,)
+        if self.config.apart:
+            again = constants._replace(FIRST=False, COUNTED=False, EARLY=False)
+            launches = constants._replace(MENDS=False), again
         reached = tuple(map(is_boxed, (q, k, v, out)))
         v_strides = (v if reached[2] else torch.empty(v.shape, device="meta")).stride()
         return Ready(
             numbers=numbers,
-            constants=runtime.compiled_in(constants),
+            launches=tuple(runtime.compiled_in(c) for c in launches),
             kinds=(constants, runtime.signature(v_strides), lse is None),
             marks=(batch * num_heads, num_tiles, self.config.block_m),
             programs=total if self.config.order == "tiles" else min(total, self.cores),
@@ -229,9 +233,11 @@ def attend_call(
     kinds = (*ready.kinds, runtime.aligned(lse), None if ready.plain else runtime.signature(requests))
     own = runtime.scratch((n.total + 2 * ready.programs,), q.device, torch.int32)
     t = Tensors(lse, marks, words, View(v, *v.stride()), own, *requests)
-    prepared.kernels.launch(
-        attend_sm90, (ready.programs,), (t, n, ready.constants, *boxes), _OPTIONS, kinds, q.device
-    )
+    for c in ready.launches:
+        given = t, n, c, *boxes
+        prepared.kernels.launch(
+            attend_sm90, (ready.programs,), given, _OPTIONS, (*kinds, c.FIRST.value), q.device
+        )
 
 
 def run(

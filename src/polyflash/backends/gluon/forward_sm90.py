@@ -159,6 +159,8 @@ class Constants(NamedTuple):
     LAZY: bool = False  # older sums are scaled once the maximum has grown by 2^SLACK
     SHARED_OUT: bool = False  # the output leaves through the memory of Q
     ROW_SLOTS: int = 2  # of 64 rows of Q: one per consumer, and one ahead where the output takes them
+    FIRST: bool = True  # a launch makes every tile
+    MENDS: bool = True  # and, or alone, those that have marks again
     LEVEL: int = 0  # blocks whose sums stay in tensor cores, of products of 8 bits
     LAYOUT: int = 0  # of the tuples: another is another kernel
 
@@ -184,7 +186,7 @@ def find_marked(i_t, t, n, c):
 def take_tile(i_round, board, t, n, c):
     """Producer: the tile of the round after this one."""
     if c.COUNTED:
-        i_t = gl.atomic_add(t.words + NEXT, 1) + gl.num_programs(0)
+        i_t = gl.atomic_add(t.words + NEXT, 1, sem="relaxed") + gl.num_programs(0)
         tell(board, i_round, i_t)
     else:
         i_t = fixed_tile(i_round + 1, gl.program_id(0), gl.num_programs(0))
@@ -206,29 +208,34 @@ def next_tile(i_t, i_round, board, t, n, c, MENDING: gl.constexpr):
 @gluon.jit
 def load_all(q, k, v, ring, rows, board, done, t, n, c):
     """Producer: all tiles, then those that have marks."""
-    start = gl.to_tensor(0)
-    i_n, i_round = load_tiles(q, k, v, ring, rows, board, t, n, c, start, start, False)
+    i_n, i_round = gl.to_tensor(0), gl.to_tensor(0)
+    if c.FIRST:
+        i_n, i_round = load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, False)
     if c.COUNTED:
         leave(t.words + LEFT, t.words + NEXT)
-    if is_any_marked(done, t, n):
-        load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, True)
+    if c.MENDS:  # noqa: SIM102  a branch of the compiler, then one of the kernel
+        if is_any_marked(done, t, n, c):
+            load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, True)
 
 
 @gluon.jit
 def attend_all(out, ring, rows, board, done, t, n, c, WG: gl.constexpr):
     """Consumer: the same."""
     first_turn(WG, c)
-    start = gl.to_tensor(0)
-    i_n, i_round = attend_tiles(out, ring, rows, board, t, n, c, start, start, WG, False)
-    if is_any_marked(done, t, n):
-        attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG, True)
+    i_n, i_round = gl.to_tensor(0), gl.to_tensor(0)
+    if c.FIRST:
+        i_n, i_round = attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG, False)
+    if c.MENDS:  # noqa: SIM102  a branch of the compiler, then one of the kernel
+        if is_any_marked(done, t, n, c):
+            attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG, True)
 
 
 @gluon.jit
-def is_any_marked(done, t, n):
-    """Has the program marked a row? Once all its warps ask."""
-    mbarrier.arrive(done.index(0), count=1)
-    mbarrier.wait(done.index(0), 0)
+def is_any_marked(done, t, n, c):
+    """Has the program marked a row? Once all its warps ask, of a launch of every tile."""
+    if c.FIRST:
+        mbarrier.arrive(done.index(0), count=1)
+        mbarrier.wait(done.index(0), 0)
     return gl.load(t.own + n.total + gl.num_programs(0) + gl.program_id(0), volatile=True) != 0
 
 
@@ -530,7 +537,16 @@ def attend_sm90(t, n, c, q, k, v, out, q_rest, k_rest, v_rest, out_rest):
     q, k, v, out = (q,), (k,), (v,), (out,)
     if c.REST > 0:
         q, k, v, out = (q[0], q_rest), (k[0], k_rest), (v[0], v_rest), (out[0], out_rest)
-    gl.store(t.own + n.total + gl.num_programs(0) + gl.program_id(0), 0)
+    if c.FIRST:
+        gl.store(t.own + n.total + gl.num_programs(0) + gl.program_id(0), 0)
+        walk(q, k, v, out, t, n, c)
+    elif is_any_marked(None, t, n, c):  # nothing is set up for nothing
+        walk(q, k, v, out, t, n, c)
+
+
+@gluon.jit
+def walk(q, k, v, out, t, n, c):
+    """Starts the roles."""
     b_q = slots(q, c.ROW_SLOTS, 64, c)
     b_out = b_q
     if not c.SHARED_OUT:
@@ -543,7 +559,9 @@ def attend_sm90(t, n, c, q, k, v, out, q_rest, k_rest, v_rest, out_rest):
         board = Board(tile, barriers(2, 1), barriers(2, c.CONSUMERS))
     else:
         board = Board(ring.k_full, ring.k_full, ring.k_full)
-    done = barriers(1, c.CONSUMERS + 1)
+    done = ring.k_full
+    if c.FIRST and c.MENDS:
+        done = barriers(1, c.CONSUMERS + 1)
     fence_async_shared()
     if c.CONSUMERS == 2:
         gl.warp_specialize([
