@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from polyflash.backends.gluon import places, schedule
+from polyflash.backends.gluon import forward_sm90, places, schedule
 from polyflash.backends.gluon.places import Place
 from polyflash.backends.gpu.launch import tile_count
 from tests.backends.gluon.bounds import Memory, cases, divided, in_python, launched, packed_calls
@@ -76,6 +76,27 @@ def test_the_longest_tiles_of_a_group_come_first(planes: int, most: int, heads: 
         assert {plane for plane, _ in places} == set(range(first, first + heads))
         rows = [i_m for _, i_m in places]
         assert rows == sorted(rows, reverse=True)
+
+
+def test_marked_tiles_are_found_on_the_way_back(monkeypatch):
+    """Each of a program's own, once, by what its producer keeps: of a tile the one before it."""
+    total, draw = 300, random.Random(0)
+    marked = set(draw.sample(range(total), 100))
+    monkeypatch.setattr(forward_sm90, "gl", SimpleNamespace(load=Memory.load))
+    monkeypatch.setattr(forward_sm90, "is_marked", lambda i_t, t, n, c: i_t in marked)
+    find, n = forward_sm90.find_marked.fn, SimpleNamespace(total=total)
+    for walks in (fixed(total, 16), counted(total, 16, 0), fixed(total, total)):
+        own, last = [0] * total, [total] * len(walks)
+        for i_p, walk in enumerate(walks):
+            for i_t in walk:
+                own[i_t], last[i_p] = last[i_p], i_t
+        t, found = SimpleNamespace(own=Memory(*own)), []
+        for i_t in last:
+            i_t = find(i_t, t, n, None)
+            while i_t < total:
+                found.append(i_t)
+                i_t = find(own[i_t], t, n, None)
+        assert len(found) == 100 and set(found) == marked
 
 
 def test_a_zigzag_ends_together():
