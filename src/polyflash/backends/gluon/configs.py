@@ -98,8 +98,10 @@ FORWARD: dict[tuple[int, bool], ForwardConfig] = {
     (64, True): ForwardConfig(3, 128, 3, turns=False, pinned="maxima", lazy_rescale=True, apart=True),
     (128, False): ForwardConfig(2, 128, order="zigzag", heads=8, pinned="maxima"),
     (128, True): ForwardConfig(2, 128, heads=8, late_sum=False, lazy_rescale=True),
-    (192, False): ForwardConfig(2, 64, 3, heads=4, lazy_rescale=True, shared_out=True, apart=True),
-    (192, True): ForwardConfig(2, 64, 3, heads=4, lazy_rescale=True, shared_out=True, apart=True),
+    (192, False): ForwardConfig(
+        2, 64, 3, order="zigzag", heads=8, lazy_rescale=True, shared_out=True, apart=True
+    ),
+    (192, True): ForwardConfig(2, 64, 3, heads=8, lazy_rescale=True, shared_out=True),
     (256, False): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
     (256, True): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
 }
