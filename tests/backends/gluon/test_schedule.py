@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from polyflash.backends.gluon import forward_sm90, places, schedule
+from polyflash.backends.gluon import mending, places, schedule
 from polyflash.backends.gluon.places import Place
 from polyflash.backends.gpu.launch import tile_count
 from tests.backends.gluon.bounds import Memory, cases, divided, in_python, launched, packed_calls
@@ -68,11 +68,11 @@ def test_every_tile_is_walked_once(planes: int, num_tiles: int, cores: int):
 
 @pytest.mark.parametrize("planes, most, heads", [(10, 1, 1), (10, 4, 2), (12, 8, 6), (16, 8, 8), (7, 8, 7)])
 def test_the_longest_tiles_of_a_group_come_first(planes: int, most: int, heads: int):
-    num_tiles = 9
+    num_tiles, n = 9, divided(9)
     assert schedule.heads_of(planes, most) == heads
     for first in range(0, planes, heads):
         start = first * num_tiles
-        places = [tile_of(i, divided(num_tiles), heads, True) for i in range(start, start + heads * num_tiles)]
+        places = [tile_of(i, n, heads, True) for i in range(start, start + heads * num_tiles)]
         assert {plane for plane, _ in places} == set(range(first, first + heads))
         rows = [i_m for _, i_m in places]
         assert rows == sorted(rows, reverse=True)
@@ -82,9 +82,9 @@ def test_marked_tiles_are_found_on_the_way_back(monkeypatch):
     """Each of a program's own, once, by what its producer keeps: of a tile the one before it."""
     total, draw = 300, random.Random(0)
     marked = set(draw.sample(range(total), 100))
-    monkeypatch.setattr(forward_sm90, "gl", SimpleNamespace(load=Memory.load))
-    monkeypatch.setattr(forward_sm90, "is_marked", lambda i_t, t, n, c: i_t in marked)
-    find, n = forward_sm90.find_marked.fn, SimpleNamespace(total=total)
+    monkeypatch.setattr(mending, "gl", SimpleNamespace(load=Memory.load))
+    monkeypatch.setattr(mending, "is_marked", lambda i_t, t, n, c: i_t in marked)
+    find, n = mending.find_marked.fn, SimpleNamespace(total=total)
     for walks in (fixed(total, 16), counted(total, 16, 0), fixed(total, total)):
         own, last = [0] * total, [total] * len(walks)
         for i_p, walk in enumerate(walks):
@@ -108,10 +108,27 @@ def test_a_zigzag_ends_together():
 def test_a_factor_divides():
     """What is below 2^30; both numbers are an int32."""
     draw = random.Random(0)
-    for by in (1, 2, 3, 7, 1000, 2**20 - 1, 2**20 + 1, 2**29, *(draw.randrange(1, 2**30) for _ in range(500))):
+    for by in (
+        1,
+        2,
+        3,
+        7,
+        1000,
+        2**20 - 1,
+        2**20 + 1,
+        2**29,
+        *(draw.randrange(1, 2**30) for _ in range(500)),
+    ):
         inverse, shift = schedule.inverse_of(by)
         assert inverse < 2**31 and shift < 62
-        for x in (0, by - 1, by, 2**30 // by * by - 1, 2**30 - 1, *(draw.randrange(2**30) for _ in range(20))):
+        for x in (
+            0,
+            by - 1,
+            by,
+            2**30 // by * by - 1,
+            2**30 - 1,
+            *(draw.randrange(2**30) for _ in range(20)),
+        ):
             assert x * inverse >> shift == x // by, (x, by)
 
 

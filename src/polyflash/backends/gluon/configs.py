@@ -52,7 +52,7 @@ class ForwardConfig:
     each. heads: so many heads' tiles are started side by side. turns: consumers take turns to issue products.
     pinned: the rows' maxima, or all of the softmax, are complete before the product that runs beside it is
     waited for. late_sum and lazy_rescale as the Triton engine's. shared_out: the output leaves through the
-    memory of Q."""
+    memory of Q. apart: tiles with marks are mended in a launch of its own."""
 
     consumers: int = option(2, 3, switched=())
     block_n: int = option(64, 128, switched=())
@@ -64,8 +64,7 @@ class ForwardConfig:
     late_sum: bool = flag(True, tuned=(True, False))
     lazy_rescale: bool = flag(False, tuned=(True, False))
     shared_out: bool = flag(False)
-    early: bool = flag(False)
-    apart: bool = flag(False)
+    apart: bool = flag(False, tuned=(True, False))
 
     def __post_init__(self) -> None:
         check(self)

@@ -137,7 +137,7 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         SOFTCAP=args.softcap != 0.0,
         ALIBI=args.alibi_slopes is not None,
         COUNTED=counted,
-        EARLY=config.shared_out or config.early or (bounds["SHORT"] and counted and config.consumers == 2),
+        EARLY=config.shared_out or (bounds["SHORT"] and counted and config.consumers == 2),
         HEADS=heads_of(q.shape[0] * q.shape[1], config.heads),
         TURNS=config.turns,
         PINNED=config.pinned,

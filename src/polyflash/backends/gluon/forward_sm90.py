@@ -54,36 +54,20 @@ from polyflash.backends.gluon.channel import (
     told,
     values_of,
 )
-from polyflash.backends.gluon.mending import clean_values, is_marked
+from polyflash.backends.gluon.mending import (
+    clean_values,
+    find_marked,
+    is_any_marked,
+    marks_of,
+    store_marks,
+)
 from polyflash.backends.gluon.parts import awaited, finish, no_sums, rescale, scores_of, weighted
-from polyflash.backends.gluon.places import (
-    BELOW,
-    BOTH,
-    FAR,
-    NONE,
-    apply_mask,
-    place_of,
-    rows_seen,
-)
+from polyflash.backends.gluon.places import BELOW, BOTH, NONE, apply_mask, place_of, rows_seen
 from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
-from polyflash.backends.gluon.scores import change_scores, with_sink
-from polyflash.backends.gluon.shim import (
-    accumulator,
-    folded,
-    held,
-    packed,
-    pinned,
-    row_max,
-    row_sum,
-    stored,
-)
+from polyflash.backends.gluon.scores import change_scores
+from polyflash.backends.gluon.shim import accumulator, held, packed, pinned, stored
+from polyflash.backends.gluon.softmax import LOWEST, SUMS, new_maxima, online_softmax, store_lse
 
-LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
-LOWEST: gl.constexpr = gl.constexpr(-3.4028234663852886e38)  # of finite float32: the maximum before any key
-TOO_FAR: gl.constexpr = gl.constexpr(2.0**12)  # from here on m is rounded about as much as a float16 weight
-SLACK: gl.constexpr = gl.constexpr(8.0)  # powers of two that a lazy m may lie below its row's maximum
-SUMS: gl.constexpr = gl.constexpr(8)  # columns of a row's sums, as threads hold them
-SPOILED: gl.constexpr = gl.constexpr(1)  # bit of a mark, beside FAR
 NEXT, LEFT = gl.constexpr(0), gl.constexpr(1)  # of `words`
 
 
@@ -175,14 +159,6 @@ def first_tile(t, n, MENDING: gl.constexpr, c):
 
 
 @gluon.jit
-def find_marked(i_t, t, n, c):
-    """The tile itself, or the next one that has a mark on the way to the program's first."""
-    while (i_t < n.total) and not is_marked(min(i_t, n.total - 1), t, n, c):
-        i_t = gl.load(t.own + i_t)
-    return i_t
-
-
-@gluon.jit
 def take_tile(i_round, board, t, n, c):
     """Producer: the tile of the round after this one."""
     if c.COUNTED:
@@ -228,15 +204,6 @@ def attend_all(out, ring, rows, board, done, t, n, c, WG: gl.constexpr):
     if c.MENDS:  # noqa: SIM102  a branch of the compiler, then one of the kernel
         if is_any_marked(done, t, n, c):
             attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG, True)
-
-
-@gluon.jit
-def is_any_marked(done, t, n, c):
-    """Has the program marked a row? Once all its warps ask, of a launch of every tile."""
-    if c.FIRST:
-        mbarrier.arrive(done.index(0), count=1)
-        mbarrier.wait(done.index(0), 0)
-    return gl.load(t.own + n.total + gl.num_programs(0) + gl.program_id(0), volatile=True) != 0
 
 
 @gluon.jit
@@ -287,43 +254,6 @@ def leave(p_left, p_word):
     if gl.atomic_add(p_left, 1) == gl.num_programs(0) - 1:
         gl.store(p_left, 0)
         gl.store(p_word, 0)
-
-
-@gluon.jit
-def new_maxima(b_s, m_i, far, factor, c, MENDING: gl.constexpr):
-    """m of a block and those before: of factor·s, rounded. It begins at LOWEST, so that hidden scores weigh 0
-    and no weight is inf - inf."""
-    b_top = row_max(b_s)
-    b_top = b_top * gl.where(far, 1.0, factor) if MENDING else b_top * factor
-    if c.LAZY:
-        slack = SLACK
-        if MENDING:
-            slack = gl.where(far, 0.0, SLACK)
-        m_new = gl.where(b_top > m_i + slack, b_top, m_i)
-    else:
-        m_new = gl.maximum(m_i, b_top)
-    return m_new if c.PINNED != "maxima" else pinned(m_new)
-
-
-@gluon.jit
-def online_softmax(b_s, m_new, m_i, l_i, far, factor, c, MENDING: gl.constexpr):
-    """Weights of a block, exp2(factor·s - m), its l, and the factor for older sums. One multiply-add each, so
-    all weights of a row have the same factor next to 1, which l has too. In `far` rows m is in units of s
-    and leaves it first."""
-    sums: gl.constexpr = accumulator(SUMS)
-    b_less, b_older = m_new, m_i - m_new
-    if MENDING:
-        b_s = b_s - gl.where(far, m_new, 0.0)[:, None]
-        b_less, b_older = gl.where(far, 0.0, m_new), b_older * gl.where(far, factor, 1.0)
-    b_p = gl.exp2(gl.fma(b_s, factor, -b_less[:, None]))
-    alpha = gl.exp2(b_older)
-    b_sums = folded(b_p, SUMS, sums)
-    if c.LATE_SUM:
-        b_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums))[:, None]
-        l_i = gl.fma(l_i, b_alpha, b_sums)
-    else:
-        l_i = gl.fma(l_i, alpha, gl.convert_layout(gl.sum(b_sums, 1), m_i.type.layout))
-    return b_p, l_i, alpha
 
 
 @gluon.jit
@@ -381,70 +311,17 @@ def attend_block(
 
 @gluon.jit
 def attend_blocks(
-    q,
-    ring,
-    sums,
-    seen,
-    i_n,
-    j_0,
-    first,
-    end,
-    n,
-    c,
-    WG: gl.constexpr,
-    MASKED: gl.constexpr,
-    MENDING: gl.constexpr,
+    q, ring, sums, seen, at, first, end, n, c, WG: gl.constexpr, MASKED: gl.constexpr, MENDING: gl.constexpr
 ):
-    """The tile's blocks from number `first` up to `end`, downwards from j_0."""
+    """The tile's blocks from number `first` up to `end`, behind block `at`: its number, and its first key."""
+    i_n, j_0 = at
     for _ in range(first, end):
         if MENDING:
             clean_values(ring, i_n - 1, c)
         j_0 -= c.BLOCK_N
         sums = attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG, MASKED, MENDING)
         i_n += 1
-    return sums, i_n, j_0
-
-
-@gluon.jit
-def store_lse(m_i, l_i, at, place, seen, t, n, c, MENDING: gl.constexpr):
-    """lse, and what the output is scaled with, 1 / l. A row that saw no key is 0 and -inf, with a sink 0 and
-    that."""
-    i_bh, o_row = at
-    b_m = m_i * gl.where(seen.far, n.factor * LN2, LN2) if MENDING else m_i * LN2
-    b_share = 1.0
-    if t.sinks is not None:
-        b_sink = gl.load(t.sinks + i_bh % n.num_heads).to(gl.float32)
-        if c.PACKED:
-            b_sink = gl.where(place.i_b < n.members, b_sink, float("-inf"))
-        b_m, l_i, b_share = with_sink(b_m, l_i, b_sink)
-    b_none = l_i == 0.0
-    b_l = gl.where(b_none, 1.0, l_i)
-    if t.lse is not None:
-        b_lse = gl.where(b_none, float("-inf"), gl.fma(gl.log2(b_l), LN2, b_m))
-        p_lse = t.lse + i_bh.to(gl.int64) * n.seqlen_q + o_row
-        if c.PACKED:
-            p_lse += place.first_q
-        gl.store(p_lse, b_lse, mask=o_row < place.rows)
-    return b_share / b_l
-
-
-@gluon.jit
-def marks_of(acc, m_i, l_i, seen, c):
-    """Marks of rows that need mending: see the head of this file."""
-    b_far = ((gl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)) | (l_i - l_i != 0.0)
-    b_some = seen.limit > gl.maximum(seen.first, 0) if c.BELOW else seen.limit > 0
-    b_far = b_far | ((l_i == 0.0) & b_some)  # scores below every maximum
-    b_sum = gl.convert_layout(row_sum(acc[0]), m_i.type.layout)
-    if c.REST > 0:
-        b_sum += gl.convert_layout(row_sum(acc[1]), m_i.type.layout)
-    return gl.where(b_far, FAR, 0) | gl.where(b_sum - b_sum != 0.0, SPOILED, 0)
-
-
-@gluon.jit
-def store_marks(b_mark, p_marks, t, n):
-    gl.store(p_marks, b_mark.to(gl.int8))
-    p_any = t.own + n.total + gl.num_programs(0) + gl.program_id(0)
-    gl.store(p_any + b_mark * 0, 1, mask=b_mark != 0)
+    return sums, (i_n, j_0)
 
 
 @gluon.jit
@@ -476,19 +353,16 @@ def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr
         j_0 = (end - 1) * c.BLOCK_N
         b_p, m_i, l_i = first_block(q, ring, seen, i_n, j_0, n, c, WG, MENDING)
         sums = no_sums(c), packed(b_p, DTYPE), m_i, l_i
-        i_n += 1
+        walk = i_n + 1, j_0
         if MENDING:
             masked, bare = count, count
         if c.HAS_RIGHT or MENDING:
-            sums, i_n, j_0 = attend_blocks(q, ring, sums, seen, i_n, j_0, 1, masked, n, c, WG, BOTH, MENDING)
+            sums, walk = attend_blocks(q, ring, sums, seen, walk, 1, masked, n, c, WG, BOTH, MENDING)
         if not MENDING:
-            sums, i_n, j_0 = attend_blocks(
-                q, ring, sums, seen, i_n, j_0, masked, bare, n, c, WG, NONE, MENDING
-            )
+            sums, walk = attend_blocks(q, ring, sums, seen, walk, masked, bare, n, c, WG, NONE, MENDING)
             if c.BELOW:
-                sums, i_n, j_0 = attend_blocks(
-                    q, ring, sums, seen, i_n, j_0, bare, count, n, c, WG, BELOW, MENDING
-                )
+                sums, walk = attend_blocks(q, ring, sums, seen, walk, bare, count, n, c, WG, BELOW, MENDING)
+        i_n, j_0 = walk
         acc, b_pairs, m_i, l_i = sums
         if not c.SHARED_OUT:
             mbarrier.arrive(rows.free.index(i_slot), count=1)
@@ -539,14 +413,13 @@ def attend_sm90(t, n, c, q, k, v, out, q_rest, k_rest, v_rest, out_rest):
         q, k, v, out = (q[0], q_rest), (k[0], k_rest), (v[0], v_rest), (out[0], out_rest)
     if c.FIRST:
         gl.store(t.own + n.total + gl.num_programs(0) + gl.program_id(0), 0)
-        walk(q, k, v, out, t, n, c)
+        start_roles(q, k, v, out, t, n, c)
     elif is_any_marked(None, t, n, c):  # nothing is set up for nothing
-        walk(q, k, v, out, t, n, c)
+        start_roles(q, k, v, out, t, n, c)
 
 
 @gluon.jit
-def walk(q, k, v, out, t, n, c):
-    """Starts the roles."""
+def start_roles(q, k, v, out, t, n, c):
     b_q = slots(q, c.ROW_SLOTS, 64, c)
     b_out = b_q
     if not c.SHARED_OUT:

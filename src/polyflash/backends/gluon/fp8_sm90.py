@@ -43,14 +43,14 @@ from polyflash.backends.gluon.channel import (
     tell,
     told,
 )
-from polyflash.backends.gluon.forward_sm90 import LEFT, LOWEST, NEXT, leave, online_softmax, store_lse
+from polyflash.backends.gluon.forward_sm90 import LEFT, NEXT, leave
 from polyflash.backends.gluon.mending import add_nonfinite
 from polyflash.backends.gluon.parts import scaled, store_tile
 from polyflash.backends.gluon.places import BELOW, BOTH, NONE, apply_mask, place_of, rows_seen
 from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
 from polyflash.backends.gluon.shim import accumulator, load_box, narrowed, pinned, products, row_max
+from polyflash.backends.gluon.softmax import LOWEST, SUMS, online_softmax, store_lse
 
-SUMS: gl.constexpr = gl.constexpr(8)  # columns of a row's sums, as threads hold them
 SLACK: gl.constexpr = gl.constexpr(2.0)  # powers of two that a lazy m may lie below its row's maximum
 TOP: gl.constexpr = gl.constexpr(8.807354922057604)  # log2 of 448, the largest e4m3
 
