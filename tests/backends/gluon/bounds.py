@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate, product
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from polyflash import mask
-from polyflash.backends.gluon import places
+from polyflash.backends.gluon import places, schedule
 from polyflash.backends.gluon.forward import band_of
 from polyflash.spec import Arguments
 
@@ -74,13 +74,20 @@ class Memory:
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Functions of `places`, without the jit (`.fn`), call one another."""
+    """Functions of `places` and `schedule`, without the jit (`.fn`), call one another."""
     language = SimpleNamespace(load=Memory.load, cast=lambda x, kind: x, int32=None, int64=None, float32=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(places, "gl", language)
+        patch.setattr(schedule, "gl", language)
         for name in ("find_member", "span", "load_own", "band", "stand"):
             patch.setattr(places, name, getattr(places, name).fn)
         yield
+
+
+def divided(num_tiles: int, **more: Any) -> SimpleNamespace:
+    """Numbers of a call with so many tiles of a plane."""
+    inverse, shift = schedule.inverse_of(num_tiles)
+    return SimpleNamespace(num_tiles=num_tiles, inverse=inverse, shift=shift, **more)
 
 
 def launched(case: Case, block_m: int, block_n: int) -> tuple[SimpleNamespace, ...]:

@@ -17,7 +17,7 @@ import polyflash
 from polyflash.backends.gluon import backward_sm90, configs, places, schedule
 from polyflash.backends.gluon.capabilities import CAPABILITIES
 from polyflash.backends.gpu.launch import tile_count
-from tests.backends.gluon.bounds import Case, Memory, cases, in_python, launched, packed_calls
+from tests.backends.gluon.bounds import Case, Memory, cases, divided, in_python, launched, packed_calls
 
 ROW = CAPABILITIES[-1]
 KEYS, ROWS, CORES = schedule.KEYS.value, schedule.ROWS.value, 132
@@ -140,15 +140,15 @@ def test_packed_tiles_hold_every_key_once():
     for (rows, _, at_q, at_k, total_q, total_k), _ in packed_calls():
         t = SimpleNamespace(kv_lens=None, kv_starts=None, q_offset=None)
         t.cu_seqlens_q, t.cu_seqlens_k = Memory(*at_q), Memory(*at_k)
-        n = SimpleNamespace(
-            num_kv_heads=3, planes=3, heads=1, seqlen_q=total_q, seqlen_k=total_k, offset=0, left=None,
-            members=len(rows), key_tiles=tile_count(total_k, KEYS, len(rows), True)[0],
+        n = divided(
+            tile_count(total_k, KEYS, len(rows), True)[0], num_kv_heads=3, heads=1, seqlen_q=total_q,
+            seqlen_k=total_k, offset=0, left=None, members=len(rows),
         )  # fmt: skip
         c = SimpleNamespace(
             PACKED=True, SHORT=True, OWN=True, HAS_RIGHT=True, HAS_LEFT=False, BELOW=False, ALIBI=False
         )
         found, blocks = set(), {}
-        for i_t in range(n.key_tiles):
+        for i_t in range(n.num_tiles):
             place = backward_sm90.find_place.fn(i_t, t, n, c)
             first = place.own.first_k
             stored = range(first + place.j_0, first + min(place.j_0 + KEYS, place.keys))
@@ -173,9 +173,10 @@ def test_programs_wait_for_earlier_ones_alone(length: int, planes: int, heads: i
     t, n, c = launched(case, ROWS, KEYS)
     own = places.stand(0, 0, 0, t, n, c)
     tiles = -(-length // KEYS)
+    heads = schedule.heads_of(planes, heads)
     cores, added, made, work = [0.0] * CORES, {}, set(), 0
     for i_t in range(planes * tiles):  # the order in which they start
-        plane, i_n = tile_of(i_t, tiles, planes, heads, False)
+        plane, i_n = tile_of(i_t, divided(tiles), heads, False)
         assert 0 <= plane < planes and (plane, i_n) not in made
         made.add((plane, i_n))
         start, _, _, end = row_blocks(i_n * KEYS, own, c)

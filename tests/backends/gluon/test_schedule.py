@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from polyflash.backends.gluon import places, schedule
+from polyflash.backends.gluon import mending, places, schedule
 from polyflash.backends.gluon.places import Place
 from polyflash.backends.gpu.launch import tile_count
-from tests.backends.gluon.bounds import Memory, cases, in_python, launched, packed_calls
+from tests.backends.gluon.bounds import Memory, cases, divided, in_python, launched, packed_calls
 from tests.chosen import chosen
 
 CORES = 132
@@ -57,24 +57,46 @@ def counted(total: int, programs: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("num_tiles", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("planes", [1, 2, 5, 16, 41])
 def test_every_tile_is_walked_once(planes: int, num_tiles: int, cores: int):
-    total = planes * num_tiles
+    total, n = planes * num_tiles, divided(num_tiles)
     wanted = sorted(product(range(planes), range(num_tiles)))
-    for programs, heads, causal in product({min(total, cores), total}, (1, 2, 4, 8), (False, True)):
-        for walks in (fixed(total, programs), counted(total, programs, heads)):
-            tiles = [tile_of(i_t, num_tiles, planes, heads, causal) for walk in walks for i_t in walk]
-            assert sorted(tiles) == wanted, (programs, heads, causal)
+    for programs, most, causal in product({min(total, cores), total}, (1, 2, 4, 8), (False, True)):
+        heads = schedule.heads_of(planes, most)
+        for walks in (fixed(total, programs), counted(total, programs, most)):
+            tiles = [tile_of(i_t, n, heads, causal) for walk in walks for i_t in walk]
+            assert sorted(tiles) == wanted, (programs, most, causal)
 
 
-@pytest.mark.parametrize("heads", [1, 4, 8])
-def test_the_longest_tiles_of_a_group_come_first(heads: int):
-    planes, num_tiles = 10, 9
+@pytest.mark.parametrize("planes, most, heads", [(10, 1, 1), (10, 4, 2), (12, 8, 6), (16, 8, 8), (7, 8, 7)])
+def test_the_longest_tiles_of_a_group_come_first(planes: int, most: int, heads: int):
+    num_tiles, n = 9, divided(9)
+    assert schedule.heads_of(planes, most) == heads
     for first in range(0, planes, heads):
         start = first * num_tiles
-        end = start + min(heads, planes - first) * num_tiles
-        places = [tile_of(i, num_tiles, planes, heads, True) for i in range(start, end)]
-        assert {plane for plane, _ in places} == set(range(first, min(first + heads, planes)))
+        places = [tile_of(i, n, heads, True) for i in range(start, start + heads * num_tiles)]
+        assert {plane for plane, _ in places} == set(range(first, first + heads))
         rows = [i_m for _, i_m in places]
         assert rows == sorted(rows, reverse=True)
+
+
+def test_marked_tiles_are_found_on_the_way_back(monkeypatch):
+    """Each of a program's own, once, by what its producer keeps: of a tile the one before it."""
+    total, draw = 300, random.Random(0)
+    marked = set(draw.sample(range(total), 100))
+    monkeypatch.setattr(mending, "gl", SimpleNamespace(load=Memory.load))
+    monkeypatch.setattr(mending, "is_marked", lambda i_t, t, n, c: i_t in marked)
+    find, n = mending.find_marked.fn, SimpleNamespace(total=total)
+    for walks in (fixed(total, 16), counted(total, 16, 0), fixed(total, total)):
+        own, last = [0] * total, [total] * len(walks)
+        for i_p, walk in enumerate(walks):
+            for i_t in walk:
+                own[i_t], last[i_p] = last[i_p], i_t
+        t, found = SimpleNamespace(own=Memory(*own)), []
+        for i_t in last:
+            i_t = find(i_t, t, n, None)
+            while i_t < total:
+                found.append(i_t)
+                i_t = find(own[i_t], t, n, None)
+        assert len(found) == 100 and set(found) == marked
 
 
 def test_a_zigzag_ends_together():
@@ -83,7 +105,34 @@ def test_a_zigzag_ends_together():
     assert {sum(walk) for walk in walks} == {2 * CORES - 1}
 
 
-@pytest.fixture(scope="module")
+def test_a_factor_divides():
+    """What is below 2^30; both numbers are an int32."""
+    draw = random.Random(0)
+    for by in (
+        1,
+        2,
+        3,
+        7,
+        1000,
+        2**20 - 1,
+        2**20 + 1,
+        2**29,
+        *(draw.randrange(1, 2**30) for _ in range(500)),
+    ):
+        inverse, shift = schedule.inverse_of(by)
+        assert inverse < 2**31 and shift < 62
+        for x in (
+            0,
+            by - 1,
+            by,
+            2**30 // by * by - 1,
+            2**30 - 1,
+            *(draw.randrange(2**30) for _ in range(20)),
+        ):
+            assert x * inverse >> shift == x // by, (x, by)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def place_of() -> Iterator[Callable[..., Place]]:
     """The kernel's own, in Python."""
     with in_python():

@@ -16,6 +16,7 @@ from polyflash.backends.gluon import configs, gradient_passes, shim
 from polyflash.backends.gluon.backward_sm90 import Constants, Numbers, Tensors, differentiate_sm90
 from polyflash.backends.gluon.forward import band_of, bounds_of, boxed
 from polyflash.backends.gluon.gradient_passes import center, finish_dq
+from polyflash.backends.gluon.schedule import heads_of, inverse_of
 from polyflash.backends.gpu.launch import tile_count
 from polyflash.backends.gpu.numbers import LOG2E, scale_of, sizes_of
 from polyflash.backends.gpu.views import NO_OPERANDS, operands_of, rows_of, view_of
@@ -154,16 +155,18 @@ def fusion(
     config, (q, k, v, dout), (_, dk, dv) = prepared.config, read, made
     num_kv_heads, seqlen_k, channels = *k.shape[1:3], configs.box_of(q.shape[3])
     planes, key_tiles = k.shape[0] * num_kv_heads, blocks_of(q, k, seqlen_k, KEYS, args)
-    scale, band = scale_of(q.shape[3], args), band_of(q.shape[2], seqlen_k, args)
+    (inverse, shift), scale = inverse_of(key_tiles), scale_of(q.shape[3], args)
+    band = band_of(q.shape[2], seqlen_k, args)
     n = Numbers(
         num_kv_heads=num_kv_heads,
         group=q.shape[1] // num_kv_heads,
-        planes=planes,
-        heads=configs.turns(q.shape[2] * q.shape[1] // num_kv_heads, channels, config),
+        heads=heads_of(planes, configs.turns(q.shape[2] * q.shape[1] // num_kv_heads, channels, config)),
         seqlen_q=q.shape[2],
         seqlen_k=seqlen_k,
         row_blocks=space.row_blocks,
-        key_tiles=key_tiles,
+        num_tiles=key_tiles,
+        inverse=inverse,
+        shift=shift,
         offset=band.right,
         left=band.left,
         members=sizes_of(q, k, args)[0] if args.cu_seqlens_q is not None else None,

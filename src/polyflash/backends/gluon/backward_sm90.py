@@ -92,12 +92,13 @@ class Numbers(NamedTuple):
 
     num_kv_heads: Any
     group: Any  # query heads per key/value head
-    planes: Any  # batch times key/value heads
     heads: Any  # planes that start their programs by turns
     seqlen_q: Any
     seqlen_k: Any
     row_blocks: Any  # of a head
-    key_tiles: Any
+    num_tiles: Any  # of the keys of a plane; what divides by them, see schedule.py
+    inverse: Any
+    shift: Any
     offset: Any  # see `forward.band_of`
     left: Any
     members: Any  # packed; else None
@@ -153,7 +154,7 @@ class Step(NamedTuple):
 @gluon.jit
 def find_place(i_t, t, n, c):
     """The place of the i_t-th program to start."""
-    i_bh, i_n = tile_of(i_t, n.key_tiles, n.planes, n.heads, False)
+    i_bh, i_n = tile_of(i_t, n, n.heads, False)
     i_b, i_h = i_bh // n.num_kv_heads, i_bh % n.num_kv_heads
     i_own, keys, i_w = i_b, n.seqlen_k, 0
     if c.PACKED:

@@ -1,7 +1,7 @@
 """How the Gluon engine is cut up, and which calls it is for. Pure arithmetic, no DSL.
 
 Provenance of `FORWARD`: up to 192 channels what was quickest of this kernel on an H100, at 256 of a
-prototype on an H200, in bfloat16 at 1k to 16k keys; of `BACKWARD` and `BOUNDED_64`: of those that were tried
+prototype on an H200, in bfloat16 at 1k to 16k keys; `apart` on an H100 at 1k to 8k; of `BACKWARD` and `BOUNDED_64`: of those that were tried
 on an H200. `LEAST_KEYS`, `LEAST_CAUSAL` and `LEAST_KEYS_OF` are from races with the Triton rows:
 docs/results/2026-11-26-h100-gluon.md, docs/results/2026-11-25-h100-gluon.md,
 docs/results/2026-11-24-h200-gluon.md; offsets per request from docs/results/2026-11-26-h100-groups.md.
@@ -52,7 +52,7 @@ class ForwardConfig:
     each. heads: so many heads' tiles are started side by side. turns: consumers take turns to issue products.
     pinned: the rows' maxima, or all of the softmax, are complete before the product that runs beside it is
     waited for. late_sum and lazy_rescale as the Triton engine's. shared_out: the output leaves through the
-    memory of Q."""
+    memory of Q. apart: tiles with marks are mended in a launch of its own."""
 
     consumers: int = option(2, 3, switched=())
     block_n: int = option(64, 128, switched=())
@@ -64,6 +64,7 @@ class ForwardConfig:
     late_sum: bool = flag(True, tuned=(True, False))
     lazy_rescale: bool = flag(False, tuned=(True, False))
     shared_out: bool = flag(False)
+    apart: bool = flag(False, tuned=(True, False))
 
     def __post_init__(self) -> None:
         check(self)
@@ -92,18 +93,20 @@ class ForwardConfig:
 
 # (channels of a box, causal) -> config
 FORWARD: dict[tuple[int, bool], ForwardConfig] = {
-    (64, False): ForwardConfig(3, 128, 3, pinned="maxima", lazy_rescale=True),
-    (64, True): ForwardConfig(3, 128, 3, turns=False, pinned="maxima", lazy_rescale=True),
+    (64, False): ForwardConfig(3, 128, 3, pinned="maxima", lazy_rescale=True, apart=True),
+    (64, True): ForwardConfig(3, 128, 3, turns=False, pinned="maxima", lazy_rescale=True, apart=True),
     (128, False): ForwardConfig(2, 128, order="zigzag", heads=8, pinned="maxima"),
     (128, True): ForwardConfig(2, 128, heads=8, late_sum=False, lazy_rescale=True),
-    (192, False): ForwardConfig(2, 64, 3, heads=4, lazy_rescale=True, shared_out=True),
-    (192, True): ForwardConfig(2, 64, 3, heads=4, lazy_rescale=True, shared_out=True),
+    (192, False): ForwardConfig(
+        2, 64, 3, order="zigzag", heads=8, lazy_rescale=True, shared_out=True, apart=True
+    ),
+    (192, True): ForwardConfig(2, 64, 3, heads=8, lazy_rescale=True, shared_out=True),
     (256, False): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
     (256, True): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
 }
 
 
-BOUNDED_64 = ForwardConfig(2, 128)  # where registers of three consumers do not suffice
+BOUNDED_64 = ForwardConfig(2, 128, apart=True)  # where registers of three consumers do not suffice
 
 
 @dataclass(frozen=True, slots=True)

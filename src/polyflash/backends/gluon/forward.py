@@ -13,6 +13,7 @@ import torch
 
 from polyflash.backends.gluon import configs, shim
 from polyflash.backends.gluon.forward_sm90 import Constants, Numbers, Tensors, attend_sm90
+from polyflash.backends.gluon.schedule import heads_of, inverse_of
 from polyflash.backends.gpu.launch import tile_count
 from polyflash.backends.gpu.numbers import LOG2E, SOFTCAPS, scale_of, sizes_of
 from polyflash.backends.gpu.views import FAR, NO_OPERANDS, View, operands_of
@@ -38,8 +39,7 @@ class Ready(NamedTuple):
     """State shared by calls of the same sizes, strides and numbers."""
 
     numbers: Numbers
-    constants: Constants  # as constexprs, of both launches
-    mending: Constants
+    launches: tuple[Constants, ...]  # constants of each, as constexprs
     kinds: tuple[Any, ...]  # what kernels are compiled for, beside alignment
     marks: tuple[int, ...]  # their shape
     programs: int
@@ -78,17 +78,18 @@ class Prepared:
         batch, num_heads, seqlen_q, _ = q.shape
         members, packed = sizes_of(q, k, args)[0], args.cu_seqlens_q is not None
         num_tiles, _ = tile_count(seqlen_q, self.config.block_m, members, packed)
-        total = batch * num_heads * num_tiles
+        total, (inverse, shift) = batch * num_heads * num_tiles, inverse_of(num_tiles)
         band = band_of(seqlen_q, k.shape[2], args)
         softcap, alibi = min(max(args.softcap, SOFTCAPS[0]), SOFTCAPS[1]), args.alibi_slopes is not None
         near, rest = position_of(seqlen_q, k.shape[2], args)
         numbers = Numbers(
             num_heads=num_heads,
             group=num_heads // k.shape[1],
-            planes=batch * num_heads,
             seqlen_q=seqlen_q,
             seqlen_k=k.shape[2],
             num_tiles=num_tiles,
+            inverse=inverse,
+            shift=shift,
             total=total,
             offset=band.right,
             left=band.left,
@@ -101,13 +102,15 @@ class Prepared:
             scale=scale_of(q.shape[3], args) if alibi else None,
         )
         constants = constants_of(self.config, q, k, band, args)
-        mending = constants._replace(MENDING=True, COUNTED=False, EARLY=False, WHOLE=False)
+        launches = (constants,)
+        if self.config.apart:
+            again = constants._replace(FIRST=False, COUNTED=False, EARLY=False)
+            launches = constants._replace(MENDS=False), again
         reached = tuple(map(is_boxed, (q, k, v, out)))
         v_strides = (v if reached[2] else torch.empty(v.shape, device="meta")).stride()
         return Ready(
             numbers=numbers,
-            constants=runtime.compiled_in(constants),
-            mending=runtime.compiled_in(mending),
+            launches=tuple(runtime.compiled_in(c) for c in launches),
             kinds=(constants, runtime.signature(v_strides), lse is None),
             marks=(batch * num_heads, num_tiles, self.config.block_m),
             programs=total if self.config.order == "tiles" else min(total, self.cores),
@@ -135,7 +138,7 @@ def constants_of(config: Any, q: Tensor, k: Tensor, band: Band, args: Arguments)
         ALIBI=args.alibi_slopes is not None,
         COUNTED=counted,
         EARLY=config.shared_out or (bounds["SHORT"] and counted and config.consumers == 2),
-        HEADS=config.heads,
+        HEADS=heads_of(q.shape[0] * q.shape[1], config.heads),
         TURNS=config.turns,
         PINNED=config.pinned,
         LATE_SUM=config.late_sum,
@@ -228,15 +231,13 @@ def attend_call(
         x.alibi_slopes,
     )
     kinds = (*ready.kinds, runtime.aligned(lse), None if ready.plain else runtime.signature(requests))
-    t = Tensors(lse, marks, words, None, *requests)
-    prepared.kernels.launch(
-        attend_sm90, (ready.programs,), (t, n, ready.constants, *boxes), _OPTIONS, (*kinds, False), q.device
-    )
-    t = t._replace(v_view=View(v, *v.stride()))
-    grid = (min(n.total, prepared.cores),)
-    prepared.kernels.launch(
-        attend_sm90, grid, (t, n, ready.mending, *boxes), _OPTIONS, (*kinds, True), q.device
-    )
+    own = runtime.scratch((n.total + 2 * ready.programs,), q.device, torch.int32)
+    t = Tensors(lse, marks, words, View(v, *v.stride()), own, *requests)
+    for c in ready.launches:
+        given = t, n, c, *boxes
+        prepared.kernels.launch(
+            attend_sm90, (ready.programs,), given, _OPTIONS, (*kinds, c.FIRST.value), q.device
+        )
 
 
 def run(

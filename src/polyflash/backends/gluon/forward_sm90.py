@@ -11,11 +11,11 @@ q (B, Hq, Sq, D), k, v (B, Hkv, Sk, D), out as q, by tensor descriptors: what li
 not written. Keys are walked from the last block to the first, each at a multiple of BLOCK_N, so that blocks
 that hide keys come first, in a loop of their own.
 
-A call is two launches. The first takes every value as it comes and marks rows that this does not do for:
-whose scores are so large that rounding their maximum would show in weights (FAR), or whose output is not
-finite, as a weight of 0 times a hidden NaN is (SPOILED). The second, with MENDING, makes marked tiles once
-more, of V the finite values alone and with exact weights in FAR rows, and adds what is not finite to rows
-that see it; bits of other rows are the same again. Without marks it ends at once.
+A program first takes every value as it comes, and marks rows that this does not do for: whose scores are so
+large that rounding their maximum would show in weights (FAR), or whose output is not finite, as a weight of
+0 times a hidden NaN is (SPOILED). Then, MENDING, it makes those of its tiles that have a mark once more, of V
+the finite values alone and with exact weights in FAR rows, and adds what is not finite to rows that see it;
+bits of other rows are the same again. Without a mark it ends instead.
 """
 
 from __future__ import annotations
@@ -54,45 +54,34 @@ from polyflash.backends.gluon.channel import (
     told,
     values_of,
 )
-from polyflash.backends.gluon.mending import clean_values, is_marked
+from polyflash.backends.gluon.mending import (
+    clean_values,
+    find_marked,
+    is_any_marked,
+    marks_of,
+    store_marks,
+)
 from polyflash.backends.gluon.parts import awaited, finish, no_sums, rescale, scores_of, weighted
-from polyflash.backends.gluon.places import (
-    BELOW,
-    BOTH,
-    FAR,
-    NONE,
-    apply_mask,
-    place_of,
-    rows_seen,
-)
+from polyflash.backends.gluon.places import BELOW, BOTH, NONE, apply_mask, place_of, rows_seen
 from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
-from polyflash.backends.gluon.scores import change_scores, with_sink
-from polyflash.backends.gluon.shim import (
-    accumulator,
-    folded,
-    packed,
-    pinned,
-    row_max,
-)
+from polyflash.backends.gluon.scores import change_scores
+from polyflash.backends.gluon.shim import accumulator, held, packed, pinned, stored
+from polyflash.backends.gluon.softmax import LOWEST, SUMS, new_maxima, online_softmax, store_lse
 
-LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
-LOWEST: gl.constexpr = gl.constexpr(-3.4028234663852886e38)  # of finite float32: the maximum before any key
-TOO_FAR: gl.constexpr = gl.constexpr(2.0**12)  # from here on m is rounded about as much as a float16 weight
-SLACK: gl.constexpr = gl.constexpr(8.0)  # powers of two that a lazy m may lie below its row's maximum
-SUMS: gl.constexpr = gl.constexpr(8)  # columns of a row's sums, as threads hold them
-SPOILED: gl.constexpr = gl.constexpr(1)  # bit of a mark, beside FAR
-NEXT, LEFT, MARKED, MENDED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # of `words`
+NEXT, LEFT = gl.constexpr(0), gl.constexpr(1)  # of `words`
 
 
 class Tensors(NamedTuple):
     """`t` of `attend_sm90`: lse (B, Hq, Sq) or None; marks, int8 (B·Hq, row tiles, BLOCK_M); words, int32, 0
-    between calls: the next tile, programs that have none left, whether a row is marked, and programs that
-    have mended; V, of whose rows channels stand side by side, with MENDING."""
+    between calls: the next tile, and programs that have none left; V, of whose rows channels stand side by
+    side; own, int32: of every tile the one before it in its program, and of every program its last tile and
+    whether it has marked a row."""
 
     lse: Any
     marks: Any
     words: Any
-    v_view: Any = None
+    v_view: Any
+    own: Any
     kv_lens: Any = None  # int32 (B,), as those that follow
     kv_starts: Any = None
     q_offset: Any = None
@@ -109,10 +98,11 @@ class Numbers(NamedTuple):
 
     num_heads: Any  # of queries
     group: Any  # query heads per key/value head
-    planes: Any  # batch times query heads
     seqlen_q: Any
     seqlen_k: Any
-    num_tiles: Any  # row tiles of a plane
+    num_tiles: Any  # row tiles of a plane; what divides by them, see schedule.py
+    inverse: Any
+    shift: Any
     total: Any  # tiles of all planes
     offset: Any  # row i sees keys up to i + offset; from -seqlen_q to seqlen_k, but with OWN
     left: Any  # and from i + left on; None without HAS_LEFT
@@ -153,17 +143,18 @@ class Constants(NamedTuple):
     LAZY: bool = False  # older sums are scaled once the maximum has grown by 2^SLACK
     SHARED_OUT: bool = False  # the output leaves through the memory of Q
     ROW_SLOTS: int = 2  # of 64 rows of Q: one per consumer, and one ahead where the output takes them
-    MENDING: bool = False
+    FIRST: bool = True  # a launch makes every tile
+    MENDS: bool = True  # and, or alone, those that have marks again
     LEVEL: int = 0  # blocks whose sums stay in tensor cores, of products of 8 bits
     LAYOUT: int = 0  # of the tuples: another is another kernel
 
 
 @gluon.jit
-def find_tile(i_t, t, n, c):
-    """The tile itself, or with MENDING the next one of this program that has a mark."""
-    if c.MENDING:
-        while (i_t < n.total) and not is_marked(max(min(i_t, n.total - 1), 0), t, n, c):
-            i_t += gl.num_programs(0)
+def first_tile(t, n, MENDING: gl.constexpr, c):
+    """The program's first tile; with MENDING its last one that has a mark."""
+    i_t = gl.program_id(0)
+    if MENDING:
+        i_t = find_marked(gl.load(t.own + n.total + i_t), t, n, c)
     return i_t
 
 
@@ -171,7 +162,7 @@ def find_tile(i_t, t, n, c):
 def take_tile(i_round, board, t, n, c):
     """Producer: the tile of the round after this one."""
     if c.COUNTED:
-        i_t = gl.atomic_add(t.words + NEXT, 1) + gl.num_programs(0)
+        i_t = gl.atomic_add(t.words + NEXT, 1, sem="relaxed") + gl.num_programs(0)
         tell(board, i_round, i_t)
     else:
         i_t = fixed_tile(i_round + 1, gl.program_id(0), gl.num_programs(0))
@@ -179,10 +170,10 @@ def take_tile(i_round, board, t, n, c):
 
 
 @gluon.jit
-def next_tile(i_t, i_round, board, t, n, c):
+def next_tile(i_t, i_round, board, t, n, c, MENDING: gl.constexpr):
     """The same for a consumer; with MENDING for the producer too."""
-    if c.MENDING:
-        i_t = find_tile(i_t + gl.num_programs(0), t, n, c)
+    if MENDING:
+        i_t = find_marked(gl.load(t.own + i_t), t, n, c)
     elif c.COUNTED:
         i_t = told(board, i_round)
     else:
@@ -191,13 +182,42 @@ def next_tile(i_t, i_round, board, t, n, c):
 
 
 @gluon.jit
-def load_tiles(q, k, v, ring, rows, board, t, n, c):
+def load_all(q, k, v, ring, rows, board, done, t, n, c):
+    """Producer: all tiles, then those that have marks."""
+    i_n, i_round = gl.to_tensor(0), gl.to_tensor(0)
+    if c.FIRST:
+        i_n, i_round = load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, False)
+    if c.COUNTED:
+        leave(t.words + LEFT, t.words + NEXT)
+    if c.MENDS:  # noqa: SIM102  a branch of the compiler, then one of the kernel
+        if is_any_marked(done, t, n, c):
+            load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, True)
+
+
+@gluon.jit
+def attend_all(out, ring, rows, board, done, t, n, c, WG: gl.constexpr):
+    """Consumer: the same."""
+    first_turn(WG, c)
+    i_n, i_round = gl.to_tensor(0), gl.to_tensor(0)
+    if c.FIRST:
+        i_n, i_round = attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG, False)
+    if c.MENDS:  # noqa: SIM102  a branch of the compiler, then one of the kernel
+        if is_any_marked(done, t, n, c):
+            attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG, True)
+
+
+@gluon.jit
+def load_tiles(q, k, v, ring, rows, board, t, n, c, i_n, i_round, MENDING: gl.constexpr):
     """Producer: K and V of every block into the ring, and Q of every tile once its first keys are asked
     for."""
-    i_n, i_round = 0, 0
-    i_t = find_tile(gl.program_id(0), t, n, c)
+    EARLY: gl.constexpr = c.EARLY and not MENDING
+    i_last = n.total
+    i_t = first_tile(t, n, MENDING, c)
     while i_t < n.total:
-        i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+        if not MENDING:
+            gl.store(t.own + i_t, i_last)
+            i_last = i_t
+        i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
         end, count, _, _ = key_blocks(place.i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
@@ -212,21 +232,20 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c):
                     mbarrier.wait(rows.free.index(i_slot), phase(i_q, c.ROW_SLOTS) ^ 1)
                     at_q = i_b, i_h, place.first_q + place.i_m * c.BLOCK_M + i * 64
                     load_slot(q, at_q, rows.full.index(i_slot), rows.q, i_slot, c)
-            if c.EARLY:  # noqa: SIM102  a branch of the compiler, then one of the kernel
+            if EARLY:  # noqa: SIM102  a branch of the compiler, then one of the kernel
                 if j == count - 1:
                     i_t = take_tile(i_round, board, t, n, c)
             acquire_values(i_n, c)
             load_slot(v, at, ring.v_full.index(slot), ring.v, slot, c)
             i_n += 1
-        if c.MENDING:
-            i_t = next_tile(i_t, i_round, board, t, n, c)
-        elif not c.EARLY:
+        if MENDING:
+            i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
+        elif not EARLY:
             i_t = take_tile(i_round, board, t, n, c)
         i_round += 1
-    if c.COUNTED:
-        leave(t.words + LEFT, t.words + NEXT)
-    if c.MENDING:
-        leave(t.words + MENDED, t.words + MARKED)
+    if not MENDING:
+        gl.store(t.own + n.total + gl.program_id(0), i_last)
+    return i_n, i_round
 
 
 @gluon.jit
@@ -238,44 +257,7 @@ def leave(p_left, p_word):
 
 
 @gluon.jit
-def new_maxima(b_s, m_i, far, factor, c):
-    """m of a block and those before: of factor·s, rounded. It begins at LOWEST, so that hidden scores weigh 0
-    and no weight is inf - inf."""
-    b_top = row_max(b_s)
-    b_top = b_top * gl.where(far, 1.0, factor) if c.MENDING else b_top * factor
-    if c.LAZY:
-        slack = SLACK
-        if c.MENDING:
-            slack = gl.where(far, 0.0, SLACK)
-        m_new = gl.where(b_top > m_i + slack, b_top, m_i)
-    else:
-        m_new = gl.maximum(m_i, b_top)
-    return m_new if c.PINNED != "maxima" else pinned(m_new)
-
-
-@gluon.jit
-def online_softmax(b_s, m_new, m_i, l_i, far, factor, c):
-    """Weights of a block, exp2(factor·s - m), its l, and the factor for older sums. One multiply-add each, so
-    all weights of a row have the same factor next to 1, which l has too. In `far` rows m is in units of s
-    and leaves it first."""
-    sums: gl.constexpr = accumulator(SUMS)
-    b_less, b_older = m_new, m_i - m_new
-    if c.MENDING:
-        b_s = b_s - gl.where(far, m_new, 0.0)[:, None]
-        b_less, b_older = gl.where(far, 0.0, m_new), b_older * gl.where(far, factor, 1.0)
-    b_p = gl.exp2(gl.fma(b_s, factor, -b_less[:, None]))
-    alpha = gl.exp2(b_older)
-    b_sums = folded(b_p, SUMS, sums)
-    if c.LATE_SUM:
-        b_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums))[:, None]
-        l_i = gl.fma(l_i, b_alpha, b_sums)
-    else:
-        l_i = gl.fma(l_i, alpha, gl.convert_layout(gl.sum(b_sums, 1), m_i.type.layout))
-    return b_p, l_i, alpha
-
-
-@gluon.jit
-def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr):
+def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr, MENDING: gl.constexpr):
     """Scores and weights of a tile's first block, the only one that may reach behind the last key; there is
     no output to add to yet."""
     scores: gl.constexpr = accumulator(c.BLOCK_N)
@@ -287,20 +269,22 @@ def first_block(q, ring, seen, i_n, j_0, n, c, WG: gl.constexpr):
     b_s = warpgroup_mma_wait(0, [b_s])
     free_keys(i_n, c)
     b_s = change_scores(b_s, seen, j_0, n, c)
-    if not c.WHOLE:
+    if MENDING or not c.WHOLE:
         b_s = apply_mask(b_s, seen, j_0, c, BOTH)
     m_i = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, scores))
     if c.LATE_SUM:
         l_i = gl.zeros([64, SUMS], gl.float32, sums)
     else:
         l_i = gl.zeros([64], gl.float32, gl.SliceLayout(1, scores))
-    m_new = new_maxima(b_s, m_i, seen.far, n.factor, c)
-    b_p, l_i, _ = online_softmax(b_s, m_new, m_i, l_i, seen.far, n.factor, c)
+    m_new = new_maxima(b_s, m_i, seen.far, n.factor, c, MENDING)
+    b_p, l_i, _ = online_softmax(b_s, m_new, m_i, l_i, seen.far, n.factor, c, MENDING)
     return b_p, m_new, l_i
 
 
 @gluon.jit
-def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: gl.constexpr):
+def attend_block(
+    q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: gl.constexpr, MENDING: gl.constexpr
+):
     """One more key block: its scores and weights, and the share in the output of the block before, whose
     product runs during the softmax. Nothing between issue and wait may branch."""
     acc, b_pairs, m_i, l_i = sums
@@ -314,78 +298,43 @@ def attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG: gl.constexpr, MASKED: 
     b_s = change_scores(b_s, seen, j_0, n, c)
     if MASKED != NONE:
         b_s = apply_mask(b_s, seen, j_0, c, MASKED)
-    m_new = new_maxima(b_s, m_i, seen.far, n.factor, c)
+    m_new = new_maxima(b_s, m_i, seen.far, n.factor, c, MENDING)
     if c.PINNED == "softmax":
-        b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, n.factor, c)
+        b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, n.factor, c, MENDING)
         l_i = pinned(l_i)
     acc = awaited(acc, c)
     free_values(i_n - 1, c)
     if c.PINNED != "softmax":
-        b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, n.factor, c)
+        b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, n.factor, c, MENDING)
     return rescale(acc, alpha, c), packed(b_p, q[0].dtype), m_new, l_i
 
 
 @gluon.jit
-def attend_blocks(q, ring, sums, seen, i_n, j_0, first, end, n, c, WG: gl.constexpr, MASKED: gl.constexpr):
-    """The tile's blocks from number `first` up to `end`, downwards from j_0."""
+def attend_blocks(
+    q, ring, sums, seen, at, first, end, n, c, WG: gl.constexpr, MASKED: gl.constexpr, MENDING: gl.constexpr
+):
+    """The tile's blocks from number `first` up to `end`, behind block `at`: its number, and its first key."""
+    i_n, j_0 = at
     for _ in range(first, end):
-        if c.MENDING:
+        if MENDING:
             clean_values(ring, i_n - 1, c)
         j_0 -= c.BLOCK_N
-        sums = attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG, MASKED)
+        sums = attend_block(q, ring, sums, seen, i_n, j_0, n, c, WG, MASKED, MENDING)
         i_n += 1
-    return sums, i_n, j_0
+    return sums, (i_n, j_0)
 
 
 @gluon.jit
-def store_lse(m_i, l_i, at, place, seen, t, n, c):
-    """lse, and what the output is scaled with, 1 / l. A row that saw no key is 0 and -inf, with a sink 0 and
-    that."""
-    i_bh, o_row = at
-    b_m = m_i * gl.where(seen.far, n.factor * LN2, LN2) if c.MENDING else m_i * LN2
-    b_share = 1.0
-    if t.sinks is not None:
-        b_sink = gl.load(t.sinks + i_bh % n.num_heads).to(gl.float32)
-        if c.PACKED:
-            b_sink = gl.where(place.i_b < n.members, b_sink, float("-inf"))
-        b_m, l_i, b_share = with_sink(b_m, l_i, b_sink)
-    b_none = l_i == 0.0
-    b_l = gl.where(b_none, 1.0, l_i)
-    if t.lse is not None:
-        b_lse = gl.where(b_none, float("-inf"), gl.fma(gl.log2(b_l), LN2, b_m))
-        p_lse = t.lse + i_bh.to(gl.int64) * n.seqlen_q + o_row
-        if c.PACKED:
-            p_lse += place.first_q
-        gl.store(p_lse, b_lse, mask=o_row < place.rows)
-    return b_share / b_l
-
-
-@gluon.jit
-def mark_rows(acc, m_i, l_i, p_marks, seen, t, c):
-    """Marks rows that need mending: see the head of this file."""
-    b_far = ((gl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)) | (l_i - l_i != 0.0)
-    b_some = seen.limit > gl.maximum(seen.first, 0) if c.BELOW else seen.limit > 0
-    b_far = b_far | ((l_i == 0.0) & b_some)  # scores below every maximum
-    b_sum = gl.convert_layout(gl.sum(acc[0], 1), m_i.type.layout)
-    if c.REST > 0:
-        b_sum += gl.convert_layout(gl.sum(acc[1], 1), m_i.type.layout)
-    b_mark = gl.where(b_far, FAR, 0) | gl.where(b_sum - b_sum != 0.0, SPOILED, 0)
-    gl.store(p_marks, b_mark.to(gl.int8))
-    gl.store(t.words + MARKED + b_mark * 0, 1, mask=b_mark != 0)
-
-
-@gluon.jit
-def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
+def attend_tiles(out, ring, rows, board, t, n, c, i_n, i_round, WG: gl.constexpr, MENDING: gl.constexpr):
     """Consumer: 64 rows of every tile of the program."""
     row: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N))
     DTYPE: gl.constexpr = out[0].dtype
-    first_turn(WG, c)
-    i_n, i_round = 0, 0
-    i_t = find_tile(gl.program_id(0), t, n, c)
-    i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+    EARLY: gl.constexpr = c.EARLY and not MENDING
+    i_t = first_tile(t, n, MENDING, c)
+    i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
     while i_t < n.total:
-        if not c.EARLY:
-            i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+        if not EARLY:
+            i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
         first = place.i_m * c.BLOCK_M
         i_row = first + WG * 64
@@ -395,59 +344,65 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         p_marks = t.marks + i_bh.to(gl.int64) * n.num_tiles * c.BLOCK_M + o_row
         if c.PACKED:
             p_marks += (i_m - place.i_m) * c.BLOCK_M
-        seen = rows_seen(o_row, p_marks, i_bh % n.num_heads, place, t, n, c)
+        seen = rows_seen(o_row, p_marks, i_bh % n.num_heads, place, t, n, c, MENDING)
         i_q = rows_number(i_round, WG, c)
         i_slot = i_q % c.ROW_SLOTS
         mbarrier.wait(rows.full.index(i_slot), phase(i_q, c.ROW_SLOTS))
         q = slot_of(rows.q, i_slot, 64, c)
         i_n = pass_blocks(ring, i_n, tile_end - end, c, WG)
         j_0 = (end - 1) * c.BLOCK_N
-        b_p, m_i, l_i = first_block(q, ring, seen, i_n, j_0, n, c, WG)
+        b_p, m_i, l_i = first_block(q, ring, seen, i_n, j_0, n, c, WG, MENDING)
         sums = no_sums(c), packed(b_p, DTYPE), m_i, l_i
-        i_n += 1
-        if c.MENDING:
+        walk = i_n + 1, j_0
+        if MENDING:
             masked, bare = count, count
-        if c.HAS_RIGHT or c.MENDING:
-            sums, i_n, j_0 = attend_blocks(q, ring, sums, seen, i_n, j_0, 1, masked, n, c, WG, BOTH)
-        if not c.MENDING:
-            sums, i_n, j_0 = attend_blocks(q, ring, sums, seen, i_n, j_0, masked, bare, n, c, WG, NONE)
+        if c.HAS_RIGHT or MENDING:
+            sums, walk = attend_blocks(q, ring, sums, seen, walk, 1, masked, n, c, WG, BOTH, MENDING)
+        if not MENDING:
+            sums, walk = attend_blocks(q, ring, sums, seen, walk, masked, bare, n, c, WG, NONE, MENDING)
             if c.BELOW:
-                sums, i_n, j_0 = attend_blocks(q, ring, sums, seen, i_n, j_0, bare, count, n, c, WG, BELOW)
+                sums, walk = attend_blocks(q, ring, sums, seen, walk, bare, count, n, c, WG, BELOW, MENDING)
+        i_n, j_0 = walk
         acc, b_pairs, m_i, l_i = sums
         if not c.SHARED_OUT:
             mbarrier.arrive(rows.free.index(i_slot), count=1)
-        if c.MENDING:
+        if MENDING:
             clean_values(ring, i_n - 1, c)
         acc = weighted(acc, b_pairs, values_of(ring, i_n - 1, c), c)
-        if c.EARLY:  # no branch, so beside a product
-            i_t = next_tile(i_t, i_round, board, t, n, c)
-            i_next = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+        if EARLY:  # no branch, so beside a product
+            i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
+            i_next = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
+        i_b = held(i_bh // n.num_heads)
+        at = i_b, i_bh - i_b * n.num_heads
         if c.LATE_SUM:
             l_i = gl.convert_layout(gl.sum(l_i, 1), row)
-        b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c)
+        b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c, MENDING)
         tma.store_wait(0)  # the output of the tile before has left
         acc = awaited(acc, c)
         free_values(i_n - 1, c)
         if c.BELOW:
             i_n = pass_blocks(ring, i_n, tile_count - (tile_end - end) - count, c, WG)
-        if not c.MENDING:
-            mark_rows(acc, m_i, l_i, p_marks, seen, t, c)
-        tile = b_share, l_i, i_bh, i_row, (j_0, min(end * c.BLOCK_N, place.live))
+        if not MENDING:
+            b_mark = marks_of(acc, m_i, l_i, seen, c)
+        tile = b_share, l_i, at, i_row, (j_0, min(end * c.BLOCK_N, place.live))
         i_out = i_slot if c.SHARED_OUT else WG
         slot = rows.out[0].index(i_out)
-        finish(acc[0], out[0], slot, tile, place, seen, t, n, c, 0)
+        finish(acc[0], out[0], slot, tile, place, seen, t, n, c, 0, MENDING)
         if c.REST > 0:
             slot = rows.out[1].index(i_out)
-            finish(acc[1], out[1], slot, tile, place, seen, t, n, c, c.D)
+            finish(acc[1], out[1], slot, tile, place, seen, t, n, c, c.D, MENDING)
         if c.SHARED_OUT:
             tma.store_wait(0)
             mbarrier.arrive(rows.free.index(i_slot), count=1)
-        if c.EARLY:
+        if not MENDING:
+            store_marks(b_mark, p_marks, t, n)  # the fence before the output leaves waits for earlier stores
+        if EARLY:
             i_bh, i_m = i_next
         else:
-            i_t = next_tile(i_t, i_round, board, t, n, c)
+            i_t = next_tile(i_t, i_round, board, t, n, c, MENDING)
         i_round += 1
-    tma.store_wait(0)
+    stored()  # before it is stored again
+    return i_n, i_round
 
 
 @gluon.jit
@@ -456,15 +411,15 @@ def attend_sm90(t, n, c, q, k, v, out, q_rest, k_rest, v_rest, out_rest):
     q, k, v, out = (q,), (k,), (v,), (out,)
     if c.REST > 0:
         q, k, v, out = (q[0], q_rest), (k[0], k_rest), (v[0], v_rest), (out[0], out_rest)
-    if not c.MENDING:  # noqa: SIM114  a branch of the compiler, then one of the kernel
-        walk(q, k, v, out, t, n, c)
-    elif gl.load(t.words + MARKED) != 0:  # nothing is set up for nothing
-        walk(q, k, v, out, t, n, c)
+    if c.FIRST:
+        gl.store(t.own + n.total + gl.num_programs(0) + gl.program_id(0), 0)
+        start_roles(q, k, v, out, t, n, c)
+    elif is_any_marked(None, t, n, c):  # nothing is set up for nothing
+        start_roles(q, k, v, out, t, n, c)
 
 
 @gluon.jit
-def walk(q, k, v, out, t, n, c):
-    """Starts the roles."""
+def start_roles(q, k, v, out, t, n, c):
     b_q = slots(q, c.ROW_SLOTS, 64, c)
     b_out = b_q
     if not c.SHARED_OUT:
@@ -477,17 +432,20 @@ def walk(q, k, v, out, t, n, c):
         board = Board(tile, barriers(2, 1), barriers(2, c.CONSUMERS))
     else:
         board = Board(ring.k_full, ring.k_full, ring.k_full)
+    done = ring.k_full
+    if c.FIRST and c.MENDS:
+        done = barriers(1, c.CONSUMERS + 1)
     fence_async_shared()
     if c.CONSUMERS == 2:
         gl.warp_specialize([
-            (attend_tiles, (out, ring, rows, board, t, n, c, 0)),
-            (attend_tiles, (out, ring, rows, board, t, n, c, 1)),
-            (load_tiles, (q, k, v, ring, rows, board, t, n, c)),
+            (attend_all, (out, ring, rows, board, done, t, n, c, 0)),
+            (attend_all, (out, ring, rows, board, done, t, n, c, 1)),
+            (load_all, (q, k, v, ring, rows, board, done, t, n, c)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (attend_tiles, (out, ring, rows, board, t, n, c, 0)),
-            (attend_tiles, (out, ring, rows, board, t, n, c, 1)),
-            (attend_tiles, (out, ring, rows, board, t, n, c, 2)),
-            (load_tiles, (q, k, v, ring, rows, board, t, n, c)),
+            (attend_all, (out, ring, rows, board, done, t, n, c, 0)),
+            (attend_all, (out, ring, rows, board, done, t, n, c, 1)),
+            (attend_all, (out, ring, rows, board, done, t, n, c, 2)),
+            (load_all, (q, k, v, ring, rows, board, done, t, n, c)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

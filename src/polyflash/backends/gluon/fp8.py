@@ -14,6 +14,7 @@ from polyflash.backends.gluon import configs, shim
 from polyflash.backends.gluon.forward import band_of, boxed, constants_of, is_boxed
 from polyflash.backends.gluon.forward_sm90 import Constants, Numbers
 from polyflash.backends.gluon.fp8_sm90 import Tensors, attend_fp8
+from polyflash.backends.gluon.schedule import inverse_of
 from polyflash.backends.gpu.numbers import LOG2E, scale_of
 from polyflash.backends.gpu.views import View, operands_of
 from polyflash.backends.triton import fp8_operands, runtime
@@ -64,8 +65,9 @@ class Prepared:
         config, band = self.config, band_of(seqlen_q, seqlen_k, args)
         num_tiles, group = -(-seqlen_q // config.block_m), num_heads // k.shape[1]
         total = batch * num_heads * num_tiles
-        sizes: dict[str, Any] = {"num_heads": num_heads, "group": group, "planes": batch * num_heads}
+        sizes: dict[str, Any] = {"num_heads": num_heads, "group": group}
         sizes |= {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "num_tiles": num_tiles, "total": total}
+        sizes["inverse"], sizes["shift"] = inverse_of(num_tiles)
         sizes |= {"offset": band.right, "left": band.left}
         numbers = Numbers(**dict.fromkeys(Numbers._fields) | sizes)
         box = 128 if channels <= 128 else 256

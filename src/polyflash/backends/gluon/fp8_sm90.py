@@ -43,14 +43,14 @@ from polyflash.backends.gluon.channel import (
     tell,
     told,
 )
-from polyflash.backends.gluon.forward_sm90 import LEFT, LOWEST, NEXT, leave, online_softmax, store_lse
+from polyflash.backends.gluon.forward_sm90 import LEFT, NEXT, leave
 from polyflash.backends.gluon.mending import add_nonfinite
 from polyflash.backends.gluon.parts import scaled, store_tile
 from polyflash.backends.gluon.places import BELOW, BOTH, NONE, apply_mask, place_of, rows_seen
 from polyflash.backends.gluon.schedule import fixed_tile, key_blocks, tile_of
 from polyflash.backends.gluon.shim import accumulator, load_box, narrowed, pinned, products, row_max
+from polyflash.backends.gluon.softmax import LOWEST, SUMS, online_softmax, store_lse
 
-SUMS: gl.constexpr = gl.constexpr(8)  # columns of a row's sums, as threads hold them
 SLACK: gl.constexpr = gl.constexpr(2.0)  # powers of two that a lazy m may lie below its row's maximum
 TOP: gl.constexpr = gl.constexpr(8.807354922057604)  # log2 of 448, the largest e4m3
 
@@ -87,7 +87,7 @@ def load_tiles(q, k, v, ring, rows, board, t, n, c):
     """Producer: as that of `forward_sm90`; keys are the columns of V."""
     i_n, i_round, i_t = 0, 0, gl.program_id(0)
     while i_t < n.total:
-        i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+        i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
         end, count, _, _ = key_blocks(i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         i_b, i_h = i_bh // n.num_heads, i_bh % n.num_heads
@@ -159,7 +159,7 @@ def weigh(b_s, m_i, l_i, seen, factor, i_n, j_0, c, MASKED: gl.constexpr):
     if MASKED != NONE:
         b_s = apply_mask(b_s, seen, j_0, c, MASKED)
     m_new = new_maxima(b_s, m_i, factor, c)
-    b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, factor[:, None], c)
+    b_p, l_i, alpha = online_softmax(b_s, m_new, m_i, l_i, seen.far, factor[:, None], c, False)
     return b_p, m_new, l_i, alpha
 
 
@@ -249,13 +249,13 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
     first_turn(WG, c)
     i_n, i_round, i_t = 0, 0, gl.program_id(0)
     while i_t < n.total:
-        i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+        i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
         place = place_of(i_bh, i_m, t, n, c)
         i_row = i_m * c.BLOCK_M + WG * 64
         tile_end, tile_count, _, _ = key_blocks(i_m * c.BLOCK_M, 0, place, c, c.BLOCK_M)
         end, count, masked, bare = key_blocks(i_row, tile_end - tile_count, place, c, 64)
         o_row = i_row + gl.arange(0, 64, layout=row)
-        seen = rows_seen(o_row, o_row, i_bh % n.num_heads, place, t, n, c)
+        seen = rows_seen(o_row, o_row, i_bh % n.num_heads, place, t, n, c, False)
         p_factor = t.factors + i_bh.to(gl.int64) * n.seqlen_q + o_row
         factor = gl.load(p_factor, mask=o_row < n.seqlen_q, other=1.0)
         mbarrier.wait(rows.full.index(WG), phase(i_round, 1))
@@ -281,7 +281,7 @@ def attend_tiles(out, ring, rows, board, t, n, c, WG: gl.constexpr):
         b_o = weighted(acc, b_w, values_of(ring, i_n - 1, c), c)
         if c.LATE_SUM:
             l_i = gl.convert_layout(gl.sum(l_i, 1), row)
-        b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c)
+        b_share = store_lse(m_i, l_i, (i_bh, o_row), place, seen, t, n, c, False)
         tma.store_wait(0)  # the output of the tile before has left
         b_o = warpgroup_mma_wait(0, [b_o])
         free_values(i_n - 1, c)
@@ -311,7 +311,7 @@ def finish(acc, out, tile, total, seen, t, n, c):
     if gl.load(t.odd + i_b * (n.num_heads // n.group) + i_k) != 0:
         b_out = add_nonfinite(b_out, l_i, (i_b, i_k, 0), (begin, end), seen, t.v_view, c, 0)
     slot = total._reinterpret(out.dtype, [1, 1, 64, c.D], out.layout)
-    store_tile(out, i_bh, i_row, b_out.to(out.dtype), slot, n, 0)
+    store_tile(out, (i_b, i_bh % n.num_heads), i_row, b_out.to(out.dtype), slot, 0)
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
-"""Values of V that are not finite, on Hopper: taken out of shared memory, and added to rows that see them. A
-rare way, of launches with MENDING alone."""
+"""Mending on Hopper (see the head of `forward_sm90.py`): marks of rows, tiles that have some, and values of V
+that are not finite, which are taken out of shared memory and added to rows that see them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from polyflash.backends.gluon.channel import values_of
+from polyflash.backends.gluon.places import FAR
 from polyflash.backends.gluon.schedule import tile_of
-from polyflash.backends.gluon.shim import accumulator
+from polyflash.backends.gluon.shim import accumulator, row_sum
+from polyflash.backends.gluon.softmax import LOWEST
 
+TOO_FAR: gl.constexpr = gl.constexpr(2.0**12)  # from here on m is rounded about as much as a float16 weight
+SPOILED: gl.constexpr = gl.constexpr(1)  # bit of a mark, beside FAR
 NEVER: gl.constexpr = gl.constexpr(2**31 - 1)  # a key behind all others
 
 
@@ -26,12 +30,48 @@ def by_channel() -> Any:
 def is_marked(i_t, t, n, c):
     """Has a row of the tile a mark?"""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    i_bh, i_m = tile_of(i_t, n.num_tiles, n.planes, c.HEADS, c.HAS_RIGHT)
+    i_bh, i_m = tile_of(i_t, n, c.HEADS, c.HAS_RIGHT)
     p = t.marks + (i_bh.to(gl.int64) * n.num_tiles + i_m) * c.BLOCK_M
     found = 0
     for i in gl.static_range(c.CONSUMERS):
         found += gl.max(gl.load(p + 64 * i + gl.arange(0, 64, layout=layout)).to(gl.int32), 0)
     return found > 0
+
+
+@gluon.jit
+def find_marked(i_t, t, n, c):
+    """The tile itself, or the next one that has a mark on the way to the program's first."""
+    while (i_t < n.total) and not is_marked(min(i_t, n.total - 1), t, n, c):
+        i_t = gl.load(t.own + i_t)
+    return i_t
+
+
+@gluon.jit
+def is_any_marked(done, t, n, c):
+    """Has the program marked a row? Once all its warps ask, of a launch of every tile."""
+    if c.FIRST:
+        mbarrier.arrive(done.index(0), count=1)
+        mbarrier.wait(done.index(0), 0)
+    return gl.load(t.own + n.total + gl.num_programs(0) + gl.program_id(0), volatile=True) != 0
+
+
+@gluon.jit
+def marks_of(acc, m_i, l_i, seen, c):
+    """Marks of rows that need mending: see the head of this file."""
+    b_far = ((gl.abs(m_i) > TOO_FAR) & (m_i != LOWEST)) | (l_i - l_i != 0.0)
+    b_some = seen.limit > gl.maximum(seen.first, 0) if c.BELOW else seen.limit > 0
+    b_far = b_far | ((l_i == 0.0) & b_some)  # scores below every maximum
+    b_sum = gl.convert_layout(row_sum(acc[0]), m_i.type.layout)
+    if c.REST > 0:
+        b_sum += gl.convert_layout(row_sum(acc[1]), m_i.type.layout)
+    return gl.where(b_far, FAR, 0) | gl.where(b_sum - b_sum != 0.0, SPOILED, 0)
+
+
+@gluon.jit
+def store_marks(b_mark, p_marks, t, n):
+    gl.store(p_marks, b_mark.to(gl.int8))
+    p_any = t.own + n.total + gl.num_programs(0) + gl.program_id(0)
+    gl.store(p_any + b_mark * 0, 1, mask=b_mark != 0)
 
 
 @gluon.jit

@@ -76,26 +76,26 @@ def scaled(acc, alpha, c):
 
 
 @gluon.jit
-def store_tile(out, i_bh, i_row, b_out, slot, n, FROM: gl.constexpr):
+def store_tile(out, at, i_row, b_out, slot, FROM: gl.constexpr):
     slot.reshape([64, b_out.shape[1]]).store(b_out)
     fence_async_shared()
-    store_box(out, [i_bh // n.num_heads, i_bh % n.num_heads, i_row, FROM], slot)
+    store_box(out, [at[0], at[1], i_row, FROM], slot)
 
 
 @gluon.jit
-def finish(acc, out, slot, tile, place, seen, t, n, c, FROM: gl.constexpr):
-    """Writes the output's channels behind FROM. `tile`: what scales it, sums of weights, plane, first
-    row, and its keys."""
-    b_share, l_i, i_bh, i_row, keys = tile
+def finish(acc, out, slot, tile, place, seen, t, n, c, FROM: gl.constexpr, MENDING: gl.constexpr):
+    """Writes the output's channels behind FROM. `tile`: what scales it, sums of weights, batch and
+    head, first row, and its keys."""
+    b_share, l_i, at, i_row, keys = tile
     b_out = acc * gl.convert_layout(b_share, gl.SliceLayout(1, acc.type.layout))[:, None]
-    if c.MENDING:
-        of_v = i_bh // n.num_heads, i_bh % n.num_heads // n.group, place.first_k
+    if MENDING:
+        of_v = at[0], at[1] // n.group, place.first_k
         b_out = add_nonfinite(b_out, l_i, of_v, keys, seen, t.v_view, c, FROM)
     b_out = b_out.to(out.dtype)
     if not c.PACKED:
-        store_tile(out, i_bh, i_row, b_out, slot, n, FROM)
+        store_tile(out, at, i_row, b_out, slot, FROM)
     elif i_row + 64 <= place.rows:
-        store_tile(out, i_bh, place.first_q + i_row, b_out, slot, n, FROM)
+        store_tile(out, at, place.first_q + i_row, b_out, slot, FROM)
     else:  # the rows behind are another member's
         i_own = place.first_q + i_row
-        store_rows(t.out_view, i_bh % n.num_heads, i_own, b_out, place.rows - i_row, c, FROM)
+        store_rows(t.out_view, at[1], i_own, b_out, place.rows - i_row, c, FROM)

@@ -118,7 +118,7 @@ def stand(i_b, i_m, i_row, t, n, c):
 
 
 @gluon.jit
-def rows_seen(o_row, p_marks, i_h, place, t, n, c):
+def rows_seen(o_row, p_marks, i_h, place, t, n, c, MENDING: gl.constexpr):
     """Limits of what the rows of a tile see, and which of them are far."""
     col = gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, accumulator(c.BLOCK_N)))
     limit = o_row * 0 + place.live
@@ -132,7 +132,7 @@ def rows_seen(o_row, p_marks, i_h, place, t, n, c):
     if c.HAS_LEFT:
         first = gl.maximum(first, o_row + place.low)
     far = o_row < 0
-    if c.MENDING:
+    if MENDING:
         far = (gl.load(p_marks).to(gl.int32) & FAR) != 0
     at, slope = o_row + place.position, 0.0
     if c.ALIBI:

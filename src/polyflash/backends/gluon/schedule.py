@@ -2,7 +2,7 @@
 (`function.fn`), and a test visits every tile of a grid of shapes.
 
 Tiles stand in an order: groups of `heads` heads, whose keys stay in the L2 cache; in a group the rows of one
-place of all heads side by side, with a causal mask those with the most keys first.
+place of all heads side by side, with a causal mask those with the most keys first. `heads_of` says how many.
 """
 
 from __future__ import annotations
@@ -14,17 +14,27 @@ KEYS: gl.constexpr = gl.constexpr(128)  # of a program that makes gradients, 64 
 ROWS: gl.constexpr = gl.constexpr(64)  # of a block that it walks over
 
 
+def heads_of(planes: int, most: int) -> int:
+    """Heads of a group, so many at most, that divide them all: so a tile's place takes one division."""
+    return next(heads for heads in range(most, 0, -1) if planes % heads == 0)
+
+
+def inverse_of(num_tiles: int) -> tuple[int, int]:
+    """A factor and a shift that divide what is below 2^30 by num_tiles (Granlund and Montgomery 1994): the
+    division itself takes a consumer as long as a tenth of a key block."""
+    shift = 30 + (num_tiles - 1).bit_length()
+    return -(-(1 << shift) // num_tiles), shift
+
+
 @gluon.jit
-def tile_of(i_t, num_tiles, planes, heads, CAUSAL: gl.constexpr):
-    """Plane (batch and head) and tile of tile i_t; a last group may have fewer heads."""
-    per_group = num_tiles * heads
-    first = (i_t // per_group) * heads
-    width = min(planes - first, heads)
-    i_r = i_t % per_group
-    i_m = i_r // width
+def tile_of(i_t, n, heads, CAUSAL: gl.constexpr):
+    """Plane (batch and head) and tile of tile i_t."""
+    i_r = i_t // heads
+    i_g = gl.cast((gl.cast(i_r, gl.int64) * n.inverse) >> n.shift, gl.int32)
+    i_m = i_r - i_g * n.num_tiles
     if CAUSAL:
-        i_m = num_tiles - 1 - i_m
-    return first + i_r % width, i_m
+        i_m = n.num_tiles - 1 - i_m
+    return i_g * heads + i_t % heads, i_m
 
 
 @gluon.jit

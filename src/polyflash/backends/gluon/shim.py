@@ -79,10 +79,10 @@ def add_box(box: Any, at: Any, slot: Any, _semantic: Any = None) -> None:
 
 @gluon.jit
 def stored():
-    """Waits until what this warp has stored and added is in memory, not only read."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    """Waits until what these warps have stored and added is in memory, not only read."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ASM: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, $1;"
-    o = gl.arange(0, 32, layout=layout)
+    o = gl.arange(0, 32 * gl.num_warps(), layout=layout)
     gl.inline_asm_elementwise(ASM, "=r,r", [o], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -140,6 +140,12 @@ def pinned(b_x):
         " @q st.volatile.shared.u32 [a], a; mov.f32 $0, $1; }"
     )
     return gl.inline_asm_elementwise(ASM, "=f,f", [b_x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def held(x):
+    """An int32, which is computed here: the compiler would do it where it is needed first."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -286,6 +292,15 @@ def row_max(b_x):
     a, b = halves(b_x)
     a, b = halves(gl.maximum(a, b))
     return gl.convert_layout(gl.max(gl.maximum(a, b), 1), gl.SliceLayout(1, b_x.type.layout))
+
+
+@gluon.jit
+def row_sum(b_x):
+    """Sum of each row, as a tree."""
+    a, b = halves(b_x)
+    a, b = halves(a + b)
+    a, b = halves(a + b)
+    return gl.convert_layout(gl.sum(a + b, 1), gl.SliceLayout(1, b_x.type.layout))
 
 
 @gluon.jit
