@@ -35,6 +35,7 @@ from polyflash.parallel.handshake import KINDS, begin
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
 from polyflash.parallel.sums import Sum, sums_of
 from polyflash.results import empty_in_order_of
+from polyflash.routes import saved_hooks
 from polyflash.spec import Arguments
 
 _backward_op = torch.ops.polyflash.attention_backward.default
@@ -66,6 +67,7 @@ class Call:
     gathers: bool = False
     forms: tuple[Rows | None, Rows | None] = (None, None)  # of codes that travel
     said: dict[str, int] | None = None  # in the handshake of the forward pass; None: there was none
+    mark: Any = None  # is recorded in a forward pass when K and V are there: see `Team.beside`
 
     @property
     def packed(self) -> bool:
@@ -126,40 +128,44 @@ class Call:
 
     def sources(self, k: Tensor, v: Tensor, what: str, backward: bool = False) -> Iterator[Source]:
         """The keys that rows of this rank see, the next ones on their way while one is used."""
-        found = self._gathered(k, v, what) if self.gathers else self._stepwise(k, v, what, backward)
+        found = (self._gathered if self.gathers else self._stepwise)(k, v, what, backward)
         for source in found:
             yield source._replace(k=values_of(source.k, self.forms[0]), v=values_of(source.v, self.forms[1]))
 
     def _stepwise(self, k: Tensor, v: Tensor, what: str, backward: bool) -> Iterator[Source]:
-        """The keys of this rank first; in a backward pass those of half its heads last, while gradients of
-        the step before are on their way."""
+        """The keys of this rank first; in a backward pass last, while gradients of the step before are on
+        their way."""
         steps, heads = schedule.steps(self.q, self.k, self.team.rank, self.sight), (0, k.shape[1])
-        first = heads if not backward or len(steps) == 1 else (0, k.shape[1] // 2)
-        arrived = None
-        for t, step in enumerate(steps):
-            own: list[Tensor] = arrived() if arrived is not None else []
-            if t + 1 < len(steps):
-                arrived = self._fetch(k, v, steps[t + 1], f"{what}, step {t + 1}")
-            if own:
-                yield Source(own[0], own[1], step.blocks, heads, step)
-            elif first[1]:
-                yield self._own(k, v, step, first)
-        if first[1] < heads[1]:
-            yield self._own(k, v, steps[0], (first[1], heads[1]))
+        own = Source(*(x[:, :, steps[0].keys.slice] for x in (k, v)), steps[0].blocks, heads, steps[0])
 
-    def _own(self, k: Tensor, v: Tensor, step: Step, heads: Span) -> Source:
-        """Keys that this rank holds."""
-        k, v = (x[:, slice(*heads), step.keys.slice] for x in (k, v))
-        return Source(k, v, step.blocks, heads, step)
+        def fetch(t: int) -> Callable[[], list[Tensor]]:
+            mark = self.mark if backward and t == 1 else None
+            with self.team.beside(mark):
+                return self._fetch(k, v, steps[t], f"{what}, step {t}", mark is not None)
 
-    def _fetch(self, k: Tensor, v: Tensor, step: Step, what: str) -> Callable[[], list[Tensor]]:
-        """Starts the exchange of a step."""
+        arriving = fetch(1) if len(steps) > 1 else None
+        if not backward:
+            self._record()
+            yield own
+        for t in range(1, len(steps)):
+            found = arriving()  # type: ignore[misc]
+            arriving = fetch(t + 1) if t + 1 < len(steps) else None
+            yield Source(found[0], found[1], steps[t].blocks, heads, steps[t])
+        if backward:
+            yield own
+
+    def _fetch(
+        self, k: Tensor, v: Tensor, step: Step, what: str, beside: bool
+    ) -> Callable[[], list[Tensor]]:
+        """Starts the exchange of a step, `beside` what the current stream does."""
         into = [self._room(x, step.keys.rows, x.dtype) for x in (k, v)]
         sends = [(step.reader, places.lent(x, step.lent, self.packed)) for x in (k, v)]
         wait = self.team.exchange(sends, [(step.owner, x) for x in into], what)
 
         def arrived() -> list[Tensor]:
             wait()
+            if beside:
+                self.team.join(into)
             return [places.wire(x, self.packed) for x in into]
 
         return arrived
@@ -170,7 +176,11 @@ class Call:
         shape = (batch, rows, heads, dim) if self.packed else (batch, heads, rows, dim)
         return like.new_empty(shape, dtype=kind)
 
-    def _gathered(self, k: Tensor, v: Tensor, what: str) -> Iterator[Source]:
+    def _record(self) -> None:
+        if self.mark is not None:
+            self.mark.record()
+
+    def _gathered(self, k: Tensor, v: Tensor, what: str, backward: bool) -> Iterator[Source]:
         found = schedule.blocks(self.q, Shards(self.k.lengths, 1), self.team.rank, 0, self.sight)
         missing = max(self.k.held(rank) for rank in range(self.team.size)) - k.shape[2]
         groups = self.head_groups(k, v)
@@ -181,9 +191,16 @@ class Call:
                 own = [torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in own]
             return [self.team.gather(places.wire(x, self.packed), what) for x in own]
 
-        arriving = start(groups[0])
+        mark = self.mark if backward else None
+        with self.team.beside(mark):
+            arriving = start(groups[0])
+        if not backward:
+            self._record()
         for i, heads in enumerate(groups):
-            both = [places.in_order(self.k, wait().unbind(0), self.packed) for wait in arriving]
+            parts = [wait() for wait in arriving]
+            if i == 0 and mark is not None:
+                self.team.join(parts)
+            both = [places.in_order(self.k, x.unbind(0), self.packed) for x in parts]
             if i + 1 < len(groups):
                 arriving = start(groups[i + 1])
             yield Source(both[0], both[1], found, heads)  # without padding
@@ -225,7 +242,8 @@ class Call:
         def arrived() -> None:
             wait()
             for x, (_, total, _) in zip(into, pairs, strict=True):
-                total.add(*places.returned(x, step.lent, self.k.held(self.team.rank), self.packed))
+                for part, row in places.returned(x, step.lent, self.k.held(self.team.rank), self.packed):
+                    total.add(part, 0, row)
 
         return arrived
 
@@ -378,6 +396,8 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
+        if saved_hooks(False) is None:  # else K and V of the backward pass are made anew
+            call = replace(call, mark=call.team.new_mark(k))
         out, lse = forward(call, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, bias, sinks)
         ctx.set_materialize_grads(False)

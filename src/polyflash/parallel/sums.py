@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyflash.parallel.schedule import Span
 
-MOST_PARTS = 3  # kept before they become one
+MOST_PARTS = 3  # that meet in an element before all become one
 
 
 def sums_of(q: Tensor) -> torch.dtype:
@@ -36,8 +36,9 @@ class Sum:
         if self._total is not None:
             self._total[:, slice(*heads), slice(*rows)] += part
             return
+        deep = sum(_meet(heads, h) and _meet(rows, r) for _, h, r in self._parts)
         self._parts.append((part, heads, rows))
-        if len(self._parts) > MOST_PARTS:
+        if deep >= MOST_PARTS:
             like, parts = self._like, self._parts
             total = like.new_zeros(like.shape, dtype=sums_of(like))
             for x, of_heads, of_rows in parts:
@@ -61,8 +62,11 @@ class Sum:
         self.read(self._like)
 
     def whole(self) -> Tensor:
-        """The sum, of the dtype and strides of what it is like."""
-        into = torch.empty_like(self._like)
+        """The sum, of the dtype of what it is like, in the memory of a part that has all heads and rows, if
+        there is one."""
+        like = self._like
+        into = next((x for x, _, _ in self._parts if x.shape == like.shape and x.dtype is like.dtype), None)
+        into = torch.empty_like(like) if into is None else into
         self.read(into)
         return into
 
@@ -72,15 +76,23 @@ class Sum:
             into.add(part, head + h, row + r)
 
 
+def _meet(a: Span, b: Span) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
 def _cuts(span: Span, others: Sequence[Span]) -> list[int]:
     """The bounds of a span, and those of others within it."""
     return sorted({*span, *(x for other in others for x in other if span[0] < x < span[1])})
 
 
 def _add(parts: list[Tensor], into: Tensor) -> None:
-    """Their sum, rounded where it is written."""
+    """Their sum, rounded where it is written, which may be where one of them is."""
+    parts = sorted(parts, key=lambda x: not _is(x, into))
     if len(parts) < 2 or into.element_size() > 2:
-        into.copy_(parts[0]) if parts else into.zero_()
+        if not parts:
+            into.zero_()
+        elif not _is(parts[0], into):
+            into.copy_(parts[0])
         for x in parts[1:]:
             into += x
         return
@@ -88,3 +100,9 @@ def _add(parts: list[Tensor], into: Tensor) -> None:
     for x in parts[1:-1]:
         total = total.to(sums_of(into)) + x
     torch.add(total, parts[-1], out=into)
+
+
+def _is(x: Tensor, y: Tensor) -> bool:
+    """Are two views of one shape the same elements?"""
+    same = x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    return same and x.storage_offset() == y.storage_offset()
