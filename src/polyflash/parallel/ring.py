@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,10 @@ class Source(NamedTuple):
     blocks: tuple[Block, ...]
     heads: Span
     step: Step | None = None
+
+
+Piece = tuple[Callable[[], Callable[[], list[Tensor]]], Callable[[list[Tensor]], Source]]
+"""Starts an exchange of K and V; what waits for it returns both as they travel; and makes them a source."""
 
 
 @dataclass(frozen=True)
@@ -127,48 +131,53 @@ class Call:
         return {"offset": max(-FAR_OFFSET, min(at, FAR_OFFSET))}
 
     def sources(self, k: Tensor, v: Tensor, what: str, backward: bool = False) -> Iterator[Source]:
-        """The keys that rows of this rank see, the next ones on their way while one is used."""
-        found = (self._gathered if self.gathers else self._stepwise)(k, v, what, backward)
-        for source in found:
-            yield source._replace(k=values_of(source.k, self.forms[0]), v=values_of(source.v, self.forms[1]))
+        """The keys that rows of this rank see, the next ones on their way while one is used, the first from
+        now on. Own keys of a ring come first; in a backward pass last, while gradients of a step before are
+        on their way."""
+        own, pieces = self._gathers(k, v, what) if self.gathers else self._fetches(k, v, what)
+        mark = self.mark if backward else None
+        with self.team.beside(mark):
+            arriving = pieces[0][0]() if pieces else None
+        if self.mark is not None and not backward:
+            self.mark.record()
 
-    def _stepwise(self, k: Tensor, v: Tensor, what: str, backward: bool) -> Iterator[Source]:
-        """The keys of this rank first; in a backward pass last, while gradients of the step before are on
-        their way."""
+        def follow() -> Iterator[Source]:
+            nonlocal arriving
+            if own is not None and not backward:
+                yield own
+            for i, (_, source) in enumerate(pieces):
+                both = arriving()  # type: ignore[misc]
+                if mark is not None and i == 0:
+                    self.team.join(both)
+                arriving = pieces[i + 1][0]() if i + 1 < len(pieces) else None
+                x = source(both)
+                del both  # else it would be kept while x is used
+                yield x._replace(k=values_of(x.k, self.forms[0]), v=values_of(x.v, self.forms[1]))
+                del x
+            if own is not None and backward:
+                yield own
+
+        return follow()
+
+    def _fetches(self, k: Tensor, v: Tensor, what: str) -> tuple[Source, list[Piece]]:
+        """Own keys of a ring, and the steps that bring others."""
         steps, heads = schedule.steps(self.q, self.k, self.team.rank, self.sight), (0, k.shape[1])
-        own = Source(*(x[:, :, steps[0].keys.slice] for x in (k, v)), steps[0].blocks, heads, steps[0])
 
-        def fetch(t: int) -> Callable[[], list[Tensor]]:
-            mark = self.mark if backward and t == 1 else None
-            with self.team.beside(mark):
-                return self._fetch(k, v, steps[t], f"{what}, step {t}", mark is not None)
+        def start(t: int) -> Callable[[], list[Tensor]]:
+            step = steps[t]
+            into = [self._room(x, step.keys.rows, x.dtype) for x in (k, v)]
+            sends = [(step.reader, places.lent(x, step.lent, self.packed)) for x in (k, v)]
+            receives = [(step.owner, x) for x in into]
+            wait = self.team.exchange(sends, receives, f"{what}, step {t}")
+            return lambda: (wait(), into)[1]  # type: ignore[func-returns-value]
 
-        arriving = fetch(1) if len(steps) > 1 else None
-        if not backward:
-            self._record()
-            yield own
-        for t in range(1, len(steps)):
-            found = arriving()  # type: ignore[misc]
-            arriving = fetch(t + 1) if t + 1 < len(steps) else None
-            yield Source(found[0], found[1], steps[t].blocks, heads, steps[t])
-        if backward:
-            yield own
+        def source(t: int, both: list[Tensor]) -> Source:
+            own_k, own_v = (places.wire(x, self.packed) for x in both)
+            return Source(own_k, own_v, steps[t].blocks, heads, steps[t])
 
-    def _fetch(
-        self, k: Tensor, v: Tensor, step: Step, what: str, beside: bool
-    ) -> Callable[[], list[Tensor]]:
-        """Starts the exchange of a step, `beside` what the current stream does."""
-        into = [self._room(x, step.keys.rows, x.dtype) for x in (k, v)]
-        sends = [(step.reader, places.lent(x, step.lent, self.packed)) for x in (k, v)]
-        wait = self.team.exchange(sends, [(step.owner, x) for x in into], what)
-
-        def arrived() -> list[Tensor]:
-            wait()
-            if beside:
-                self.team.join(into)
-            return [places.wire(x, self.packed) for x in into]
-
-        return arrived
+        own = [values_of(x[:, :, steps[0].keys.slice], form) for x, form in zip((k, v), self.forms, strict=True)]
+        pieces = [(partial(start, t), partial(source, t)) for t in range(1, len(steps))]
+        return Source(own[0], own[1], steps[0].blocks, heads, steps[0]), pieces
 
     def _room(self, like: Tensor, rows: int, kind: torch.dtype) -> Tensor:
         """Room for so many rows as they travel."""
@@ -176,34 +185,23 @@ class Call:
         shape = (batch, rows, heads, dim) if self.packed else (batch, heads, rows, dim)
         return like.new_empty(shape, dtype=kind)
 
-    def _record(self) -> None:
-        if self.mark is not None:
-            self.mark.record()
-
-    def _gathered(self, k: Tensor, v: Tensor, what: str, backward: bool) -> Iterator[Source]:
+    def _gathers(self, k: Tensor, v: Tensor, what: str) -> tuple[None, list[Piece]]:
+        """Keys of all ranks, so many heads at a time."""
         found = schedule.blocks(self.q, Shards(self.k.lengths, 1), self.team.rank, 0, self.sight)
         missing = max(self.k.held(rank) for rank in range(self.team.size)) - k.shape[2]
-        groups = self.head_groups(k, v)
 
-        def start(heads: Span) -> list[Callable[[], Tensor]]:
+        def start(heads: Span) -> Callable[[], list[Tensor]]:
             own = [x[:, slice(*heads)] for x in (k, v)]
             if missing:
                 own = [torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in own]
-            return [self.team.gather(places.wire(x, self.packed), what) for x in own]
+            waits = [self.team.gather(places.wire(x, self.packed), what) for x in own]
+            return lambda: [wait() for wait in waits]
 
-        mark = self.mark if backward else None
-        with self.team.beside(mark):
-            arriving = start(groups[0])
-        if not backward:
-            self._record()
-        for i, heads in enumerate(groups):
-            parts = [wait() for wait in arriving]
-            if i == 0 and mark is not None:
-                self.team.join(parts)
-            both = [places.in_order(self.k, x.unbind(0), self.packed) for x in parts]
-            if i + 1 < len(groups):
-                arriving = start(groups[i + 1])
-            yield Source(both[0], both[1], found, heads)  # without padding
+        def source(heads: Span, both: list[Tensor]) -> Source:
+            keys, values = (places.in_order(self.k, x.unbind(0), self.packed) for x in both)
+            return Source(keys, values, found, heads)  # without padding
+
+        return None, [(partial(start, x), partial(source, x)) for x in self.head_groups(k, v)]
 
     def give_back(
         self, source: Source, grads: Sequence[Sum | None], totals: Sequence[Sum | None]
@@ -215,7 +213,7 @@ class Call:
             for sent, total, like in zip(grads, totals, (source.k, source.v), strict=True)
             if sent is not None and total is not None
         ]
-        what, step = "returned gradients of keys", source.step
+        what, step, owned = "returned gradients of keys", source.step, [total for _, total, _ in pairs]
         if step is None:
             waits = []
             for sent, _, like in pairs:
@@ -223,7 +221,7 @@ class Call:
                 waits.append(self.team.swap(parts, [tuple(parts[self.team.rank].shape)] * len(parts), what))
 
             def added() -> None:
-                for wait, (_, total, _) in zip(waits, pairs, strict=True):
+                for wait, total in zip(waits, owned, strict=True):
                     for part in wait():
                         total.add(places.wire(part, self.packed))
                     total.finish()
@@ -241,7 +239,7 @@ class Call:
 
         def arrived() -> None:
             wait()
-            for x, (_, total, _) in zip(into, pairs, strict=True):
+            for x, total in zip(into, owned, strict=True):
                 for part, row in places.returned(x, step.lent, self.k.held(self.team.rank), self.packed):
                     total.add(part, 0, row)
 
@@ -271,14 +269,13 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     group, kind, sinks = q.shape[1] // max(1, k.shape[1]), call.kept(q), call.args.sinks
     width = v.shape[3] if call.forms[1] is None else call.forms[1].width
     sources = call.sources(k, v, "ran the forward pass")
-    first = next(sources)  # the next keys are on their way before a kernel fills the device
     state: tuple[Tensor, Tensor] | None = None
     begun: list[Span] = []  # rows that have results
     if sinks is not None:  # a part of its own: one logit without a value
         state = _empty(q, width, kind)
         state[1].copy_(sinks[None, :, None].expand_as(state[1]))
         begun = [(0, q.shape[2])]
-    for source in chain((first,), sources):
+    for source in sources:
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         begun = [] if call.gathers else begun
         for block in source.blocks:
@@ -331,13 +328,12 @@ def backward(
     are the shares of these rows: their sum over ranks is the gradient."""
     group, bias, sinks = q.shape[1] // max(1, k.shape[1]), call.args.bias, call.args.sinks
     sources = call.sources(k, v, "ran the backward pass", backward=True)
-    first = next(sources)  # as in the forward pass
     likes = [x if need else None for x, need in zip((q, k, v), needs[:3], strict=True)]
     made = [None if x is None or not call.gathers else torch.empty_like(x) for x in likes]
     dbias = torch.zeros_like(bias, dtype=sums_of(bias)) if bias is not None and needs[3] else None
     arriving: Callable[[], None] | None = None
     totals = [None if x is None else Sum(x) for x in likes]
-    for source in chain((first,), sources):
+    for source in sources:
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         if call.gathers:  # these heads are done with this source
             own = zip(made, (heads, slice(*source.heads), slice(*source.heads)), strict=True)
@@ -354,6 +350,7 @@ def backward(
             if dbias is not None:
                 place = tile(_heads_of(dbias, heads), *block.places)
                 place += parts[3]
+            del parts, part, total  # sums have them, and are not kept themselves
         if call.gathers and totals[0] is not None:
             totals[0].finish()
         if arriving is not None:
