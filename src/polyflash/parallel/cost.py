@@ -23,6 +23,7 @@ from polyflash.work import flops_per_pair
 MOST_GATHERED = 1 << 32  # bytes of K and V of one head and all ranks that a rank has room for
 MOST_SHARDS = 64  # of which costs are looked at one by one
 GATHERED_BYTES = 1 << 26  # of K and V of all ranks at a time: the next heads travel meanwhile
+SUMMED, PER_ROW = 4, 16  # bytes of a channel of dq as kernels sum it, and of what else a row has there
 FEW_SENT = 0.5  # a ring that sends less than this share of all keys beats every gathering
 
 
@@ -167,22 +168,62 @@ def chosen(problem: Problem) -> tuple[str, str]:
     return ("ring" if ring.seconds < gather.seconds else "all_gather"), f"ring {times}"
 
 
-def _of_sums(problem: Problem, per_channel: float) -> int:
-    """Bytes of a rank's out, lse, and gradients of its rows, so many a channel, and of its keys."""
-    rows, keys = (max(x.held(rank * x.pieces) for rank in problem.shards) for x in (problem.q, problem.k))
-    per_row = problem.head_dim_v * problem.itemsize + 4 + problem.head_dim * per_channel
-    return int(rows * problem.batch * problem.num_q_heads * per_row) + keys * problem.bytes_per_key
+def _rows(problem: Problem, rows: int, per_channel: float, per_row: int = 0) -> int:
+    """Bytes of rows of all query heads: so many a channel, and so many a row beside them."""
+    return int(rows * problem.batch * problem.num_q_heads * (problem.head_dim * per_channel + per_row))
 
 
-def _of_steps(problem: Problem, most: int) -> int:
-    """Bytes of both passes of a ring whose steps have so many of K and V at most. Of two ranks, parts of dq
-    are kept as kernels give them, half the heads first and last, and a kernel sums the dq of a call in
-    float32; of more ranks they are summed in float32 as they come."""
-    wide, size = most // problem.itemsize * 4, problem.itemsize
-    if problem.q.count > 2:
-        own = problem.k.held(0) * problem.bytes_per_key // size * (4 - size)
-        return _of_sums(problem, 8 + size) + own + 2 * most + wide * 2 + most
-    return max(_of_sums(problem, 2 * size + 2) + 2 * wide, _of_sums(problem, 1.5 * size + 4) + 2 * most)
+def _held(problem: Problem, rank: int) -> tuple[int, int]:
+    """Rows and keys of a rank of each shard."""
+    return problem.q.held(rank * problem.q.pieces), problem.k.held(rank * problem.k.pieces)
+
+
+def _of_results(problem: Problem, rank: int) -> int:
+    """Bytes of out, lse, dq, dk and dv of a rank."""
+    (rows, keys), size = _held(problem, rank), problem.itemsize
+    of_out = rows * problem.batch * problem.num_q_heads * (problem.head_dim_v * size + 4)
+    return of_out + _rows(problem, rows, size) + keys * problem.bytes_per_key
+
+
+def _of_steps(problem: Problem) -> int:
+    """Bytes of both passes of a ring, while a rank differentiates its own keys: results, dq as a kernel sums
+    it, and gradients of keys that are sent and come. Of two ranks there is also dq of the other step as its
+    kernel gave it; of more a float32 sum of dq, of dk and dv, and while keys of others are differentiated,
+    these, the next ones and their gradients instead of dk and dv."""
+    most, wide = 0, problem.bytes_per_key // problem.itemsize * 4
+    for rank in problem.shards:
+        rows, keys = _held(problem, rank)
+        others = schedule.steps(problem.q, problem.k, rank, problem.sight)[1:]
+        total = _of_results(problem, rank) + _rows(problem, rows, SUMMED, PER_ROW)
+        total += max((x.keys.rows + x.lent.rows for x in others), default=0) * wide
+        if len(others) == 1:
+            spans = [block.q.span for block in others[0].blocks]
+            total += _rows(problem, sum(end - start for start, end in spans), problem.itemsize)
+        elif others:
+            read = 3 * max(x.keys.rows for x in others) - keys
+            total += _rows(problem, rows, SUMMED) + keys * wide + max(0, read) * problem.bytes_per_key
+        most = max(most, total)
+    return most
+
+
+def _of_gathering(problem: Problem, heads: int) -> int:
+    """Bytes of both passes where so many heads are gathered at a time, while a block of rows is
+    differentiated or gradients of its keys are sent and come: results; keys, and the next ones; dq as a
+    kernel sums it and hands it over, and dk and dv of each block; float32 gradients of the heads before."""
+    most, share = 0, heads / max(1, problem.num_kv_heads)
+    at_once = int(problem.k.rows * problem.bytes_per_key * share)
+    wide, turns = 2 * at_once // problem.itemsize * 4, -(-problem.num_kv_heads // heads)
+    beside = (0, max(at_once, wide), at_once + wide)[min(turns, 3) - 1]
+    for rank in problem.shards:
+        total, parts, busy = _of_results(problem, rank) + at_once, 0, 0
+        for block in schedule.blocks(problem.q, Shards(problem.k.lengths, 1), rank, 0, problem.sight):
+            rows, keys = (end - start for start, end in (block.q.span, block.k.span))
+            of_keys = int(keys * problem.bytes_per_key * share)
+            parts += int(_rows(problem, rows, problem.itemsize) * share) + of_keys
+            sums = int(_rows(problem, rows, SUMMED, PER_ROW) * share)
+            busy = max(busy, parts + sums + beside)
+        most = max(most, total + max(busy, parts + wide))
+    return most
 
 
 def _of_heads(problem: Problem, held: int) -> int:
@@ -224,7 +265,7 @@ def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
         max(seconds),
         behind / total if total else 1.0,
         2 * most,
-        _of_steps(problem, most),
+        _of_steps(problem),
         notes,
     )
 
@@ -245,12 +286,8 @@ def _all_gather(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanati
     hidden = min(moving - first, working) / moving
     held = problem.k.rows * problem.bytes_per_key
     head = held // max(1, problem.num_kv_heads)
-    at_once = head * max(1, min(problem.num_kv_heads, GATHERED_BYTES // max(1, head)))
-    # Of the heads at a time: K and V, the next ones, two parts of their gradients, and sums that are sent and
-    # come; dq of a chunk of rows as its kernel sums it, and what became of both.
-    shared = at_once / held if held else 0.0
-    working = _of_sums(problem, problem.itemsize + shared * (problem.itemsize + 2))
-    working += 4 * at_once + 2 * (at_once // problem.itemsize * 4)
+    heads = max(1, min(problem.num_kv_heads, GATHERED_BYTES // max(1, head)))
+    working = _of_gathering(problem, heads)
     return Explanation("all_gather", why, (sent,) * len(flops), flops, seconds, hidden, held, working, notes)
 
 

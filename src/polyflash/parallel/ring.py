@@ -33,7 +33,7 @@ from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import GATHERED_BYTES
 from polyflash.parallel.handshake import KINDS, begin
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
-from polyflash.parallel.sums import Sum, sums_of
+from polyflash.parallel.sums import MOST_PARTS, Sum, sums_of
 from polyflash.results import empty_in_order_of
 from polyflash.routes import saved_hooks
 from polyflash.spec import Arguments
@@ -175,8 +175,8 @@ class Call:
             own_k, own_v = (places.wire(x, self.packed) for x in both)
             return Source(own_k, own_v, steps[t].blocks, heads, steps[t])
 
-        own = [values_of(x[:, :, steps[0].keys.slice], form) for x, form in zip((k, v), self.forms, strict=True)]
-        pieces = [(partial(start, t), partial(source, t)) for t in range(1, len(steps))]
+        own = [values_of(x[:, :, steps[0].keys.slice], self.forms[i]) for i, x in enumerate((k, v))]
+        pieces: list[Piece] = [(partial(start, t), partial(source, t)) for t in range(1, len(steps))]
         return Source(own[0], own[1], steps[0].blocks, heads, steps[0]), pieces
 
     def _room(self, like: Tensor, rows: int, kind: torch.dtype) -> Tensor:
@@ -332,7 +332,8 @@ def backward(
     made = [None if x is None or not call.gathers else torch.empty_like(x) for x in likes]
     dbias = torch.zeros_like(bias, dtype=sums_of(bias)) if bias is not None and needs[3] else None
     arriving: Callable[[], None] | None = None
-    totals = [None if x is None else Sum(x) for x in likes]
+    most = MOST_PARTS if call.team.size == 2 else 0  # of many ranks parts would take more than their sum
+    totals = [None if x is None else Sum(x, most) for x in likes]
     for source in sources:
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         if call.gathers:  # these heads are done with this source
@@ -354,8 +355,9 @@ def backward(
         if call.gathers and totals[0] is not None:
             totals[0].finish()
         if arriving is not None:
-            arriving()
+            arriving = arriving()
         arriving = call.give_back(source, of_keys, totals[1:])
+        del source, of_keys  # else they would be kept while the next keys come
     if arriving is not None:
         arriving()
     if not call.gathers:

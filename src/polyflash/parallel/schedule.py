@@ -92,7 +92,8 @@ class Shards:
 
     def held(self, rank: int) -> int:
         """How many rows a rank holds."""
-        start, end = self._piece(rank, sum(int(chunk.lens.sum()) for chunk in self.chunks(rank // self.pieces)))
+        whole = sum(int(chunk.lens.sum()) for chunk in self.chunks(rank // self.pieces))
+        start, end = self._piece(rank, whole)
         return end - start
 
     def _piece(self, rank: int, whole: int) -> Span:
@@ -132,7 +133,7 @@ def _chunks(shards: Shards, shard: int) -> tuple[Chunk, ...]:
 
 @lru_cache(maxsize=64)
 def _cuts(lengths: tuple[int, ...], count: int, order: str) -> np.ndarray:
-    """The first row of each chunk of every member, and the end of the last chunk, int64 (chunks + 1, members)."""
+    """The first row of each chunk of every member, and the end of the last, int64 (chunks + 1, members)."""
     sizes = np.array(lengths, np.int64)
     n = count if order == "contiguous" or count == 1 else 2 * count
     even: np.ndarray = np.arange(n + 1)[:, None] * sizes // n

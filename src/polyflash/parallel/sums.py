@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyflash.parallel.schedule import Span
 
-MOST_PARTS = 3  # that meet in an element before all become one
+MOST_PARTS = 3
 
 
 def sums_of(q: Tensor) -> torch.dtype:
@@ -23,10 +23,10 @@ def sums_of(q: Tensor) -> torch.dtype:
 
 class Sum:
     """A sum over parts that have some heads and rows of (batch, heads, rows, head_dim) each, in the order in
-    which they came; 0 where there is none."""
+    which they came; 0 where there is none. Up to `most` that meet in an element are kept as they come."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
+    def __init__(self, like: Tensor, most: int = MOST_PARTS) -> None:
+        self._like, self._most = like, most
         self._total: Tensor | None = None
         self._parts: list[tuple[Tensor, Span, Span]] = []
 
@@ -38,7 +38,7 @@ class Sum:
             return
         deep = sum(_meet(heads, h) and _meet(rows, r) for _, h, r in self._parts)
         self._parts.append((part, heads, rows))
-        if deep >= MOST_PARTS:
+        if deep >= self._most:
             like, parts = self._like, self._parts
             total = like.new_zeros(like.shape, dtype=sums_of(like))
             for x, of_heads, of_rows in parts:
@@ -58,8 +58,9 @@ class Sum:
                 _add(found, into[:, h0 - head : h1 - head, r0 - row : r1 - row])
 
     def finish(self) -> None:
-        """Writes the whole sum into what it is like."""
+        """Writes the whole sum into what it is like, and keeps no part."""
         self.read(self._like)
+        self._parts.clear()
 
     def whole(self) -> Tensor:
         """The sum, of the dtype of what it is like, in the memory of a part that has all heads and rows, if
