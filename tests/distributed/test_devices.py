@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyflash import parallel, torch_ops
-from polyflash.parallel import calls
+from polyflash import parallel
+from polyflash.parallel import calls, gradients
 from polyflash.parallel.comm import Team
 
 ROWS, RANKS, MEMBERS = 4096, 4, (1024, 16, 0, 3056)
@@ -77,7 +77,7 @@ def test_results_of_two_ranks_pass_through_memory_few_times(
 ):
     """Forward and backward, in sizes of q, of which k and v are a quarter each: no float32 copy of a result
     or of a gradient of q is made."""
-    monkeypatch.setattr(torch_ops, "has_wide_gradients", lambda *given: False)
+    monkeypatch.setattr(gradients, "launch_of", lambda q, k, v, args: (None, args))
     monkeypatch.setattr(calls, "bounded", lambda bounds: MEMBERS)
     bounds = torch.empty(len(MEMBERS) + 1, dtype=torch.int32, device="meta")
     how: dict[str, Any] = {"group": Mute(rank, 2), "method": method, "handshake": False, "causal": True}
@@ -102,7 +102,7 @@ def test_results_of_two_ranks_pass_through_memory_few_times(
 def test_a_second_call_neither_reads_a_device_nor_sends_it_tables(
     method: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(torch_ops, "has_wide_gradients", lambda *given: False)  # no row plans for meta
+    monkeypatch.setattr(gradients, "launch_of", lambda q, k, v, args: (None, args))  # no row plans for meta
     monkeypatch.setattr(calls, "bounded", lambda bounds: MEMBERS)
     bounds = torch.empty(len(MEMBERS) + 1, dtype=torch.int32, device="meta")
     for mask in ({"causal": True}, {"causal": True, "window": (100, 0)}, {}):

@@ -41,7 +41,9 @@ def test_a_part_that_is_whole_becomes_the_sum(kind: torch.dtype):
                 right[:, :, 4:] += part
         found = made.whole()
         assert found is parts[0]
-        torch.testing.assert_close(found, right.to(kind), rtol=1e-6 if kind is torch.float32 else 2.0**-8, atol=0)
+        torch.testing.assert_close(
+            found, right.to(kind), rtol=1e-6 if kind is torch.float32 else 2.0**-8, atol=0
+        )
 
 
 def test_a_state_of_16_bits_is_merged_in_float32():

@@ -31,14 +31,13 @@ from polyflash.parallel import places, schedule
 from polyflash.parallel.coded import Rows, values_of
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import GATHERED_BYTES
+from polyflash.parallel.gradients import differentiate
 from polyflash.parallel.handshake import KINDS, begin
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
 from polyflash.parallel.sums import MOST_PARTS, Sum, sums_of
 from polyflash.results import empty_in_order_of
 from polyflash.routes import saved_hooks
 from polyflash.spec import Arguments
-
-_backward_op = torch.ops.polyflash.attention_backward.default
 
 
 class Source(NamedTuple):
@@ -374,18 +373,14 @@ def _of_block(
     given: tuple[Any, ...],
     q: Tensor,
     needs: tuple[bool, ...],
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """Gradients of one block, of which q has the rows and `source` the keys."""
     rows, keys = slice(*block.q.span), slice(*block.k.span)
     dout, dlse, out, lse = (None if x is None else x[:, heads, rows] for x in given)
     operands = [dout, q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out]
     dout, of_q, of_k, of_v, out = map(_widened, operands)
     args = call.placed(block, heads)._replace(sinks=None)
-    args = args._replace(wide_gradients=torch_ops.has_wide_gradients(of_q, of_k, of_v, args))
-    found: tuple[Tensor, ...] = _backward_op(
-        dout, dlse, of_q, of_k, of_v, out, lse, (*needs[:4], False), *args
-    )
-    return found
+    return differentiate((dout, dlse, out, lse), of_q, of_k, of_v, args, (*needs[:4], False))
 
 
 class Attention(torch.autograd.Function):
