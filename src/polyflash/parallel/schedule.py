@@ -41,10 +41,19 @@ class Chunk(NamedTuple):
     @property
     def span(self) -> Span:
         """From the first row to the last; of packed members those of others may lie between."""
-        held = self.lens > 0
-        if not held.any():
-            return _NONE
-        return int(self.first[held].min()), int((self.first + self.lens)[held].max())
+        known = _spans.get(id(self))
+        if known is None:
+            held, span = self.lens > 0, _NONE
+            if held.any():
+                span = int(self.first[held].min()), int((self.first + self.lens)[held].max())
+            if len(_spans) >= _KEPT_SPANS:
+                _spans.clear()
+            known = _spans[id(self)] = self, span
+        return known[1]
+
+
+_KEPT_SPANS = 4096
+_spans: dict[int, tuple[Chunk, Span]] = {}  # every layer of a model asks; what is kept has one id
 
 
 class Runs(NamedTuple):
@@ -92,8 +101,7 @@ class Shards:
 
     def held(self, rank: int) -> int:
         """How many rows a rank holds."""
-        whole = sum(int(chunk.lens.sum()) for chunk in self.chunks(rank // self.pieces))
-        start, end = self._piece(rank, whole)
+        start, end = self._piece(rank, _held(self, rank // self.pieces))
         return end - start
 
     def _piece(self, rank: int, whole: int) -> Span:
@@ -129,6 +137,11 @@ def _chunks(shards: Shards, shard: int) -> tuple[Chunk, ...]:
         chunks.append(Chunk(cuts[i], cuts[i + 1], first))
         first = first + cuts[i + 1] - cuts[i]
     return tuple(chunks)
+
+
+@lru_cache(maxsize=1024)
+def _held(shards: Shards, shard: int) -> int:
+    return sum(int(chunk.lens.sum()) for chunk in _chunks(shards, shard))
 
 
 @lru_cache(maxsize=64)

@@ -46,16 +46,18 @@ class Sum:
             self._total, self._parts = total, [(total, (0, like.shape[1]), (0, like.shape[2]))]
 
     def read(self, into: Tensor, head: int = 0, row: int = 0) -> None:
-        """Writes the sum of as many heads and rows as `into` has, from given ones on."""
+        """Writes the sum of as many heads and rows as `into` has, from given ones on; it may be a part."""
         heads, rows = (head, head + into.shape[1]), (row, row + into.shape[2])
-        for h0, h1 in pairwise(_cuts(heads, [part[1] for part in self._parts])):
-            for r0, r1 in pairwise(_cuts(rows, [part[2] for part in self._parts])):
+        parts = sorted(self._parts, key=lambda part: part[0] is not into)
+        for h0, h1 in pairwise(_cuts(heads, [part[1] for part in parts])):
+            for r0, r1 in pairwise(_cuts(rows, [part[2] for part in parts])):
                 found = [
                     x[:, h0 - h[0] : h1 - h[0], r0 - r[0] : r1 - r[0]]
-                    for x, h, r in self._parts
+                    for x, h, r in parts
                     if h[0] <= h0 < h1 <= h[1] and r[0] <= r0 < r1 <= r[1]
                 ]
-                _add(found, into[:, h0 - head : h1 - head, r0 - row : r1 - row])
+                place = into[:, h0 - head : h1 - head, r0 - row : r1 - row]
+                _add(found, place, bool(parts) and parts[0][0] is into)
 
     def finish(self) -> None:
         """Writes the whole sum into what it is like, and keeps no part."""
@@ -86,14 +88,11 @@ def _cuts(span: Span, others: Sequence[Span]) -> list[int]:
     return sorted({*span, *(x for other in others for x in other if span[0] < x < span[1])})
 
 
-def _add(parts: list[Tensor], into: Tensor) -> None:
-    """Their sum, rounded where it is written, which may be where one of them is."""
-    parts = sorted(parts, key=lambda x: not _is(x, into))
+def _add(parts: list[Tensor], into: Tensor, inside: bool) -> None:
+    """Their sum, rounded where it is written; `inside`: that is where the first of them is."""
     if len(parts) < 2 or into.element_size() > 2:
-        if not parts:
-            into.zero_()
-        elif not _is(parts[0], into):
-            into.copy_(parts[0])
+        if not inside:
+            into.copy_(parts[0]) if parts else into.zero_()
         for x in parts[1:]:
             into += x
         return
@@ -101,9 +100,3 @@ def _add(parts: list[Tensor], into: Tensor) -> None:
     for x in parts[1:-1]:
         total = total.to(sums_of(into)) + x
     torch.add(total, parts[-1], out=into)
-
-
-def _is(x: Tensor, y: Tensor) -> bool:
-    """Are two views of one shape the same elements?"""
-    same = x.untyped_storage()._cdata == y.untyped_storage()._cdata
-    return same and x.storage_offset() == y.storage_offset()
