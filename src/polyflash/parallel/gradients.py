@@ -17,8 +17,8 @@ _backward_op = torch.ops.polyflash.attention_backward.default
 
 
 def launch_of(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> tuple[Launch, Arguments]:
-    """What differentiates a call, and its arguments: gradients of 16-bit operands are float32 sums where the
-    row hands over such."""
+    """Launch that differentiates a call, and its arguments: gradients of 16-bit operands are float32 sums
+    where the row hands over such."""
     launch = torch_ops._route(Phase.BACKWARD, q, k, v, args, args)
     if q.element_size() > 2 or Feature.WIDE_GRADIENTS not in launch.row.features:
         return launch, args

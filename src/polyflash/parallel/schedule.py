@@ -2,9 +2,10 @@
 
 A sequence of N rows is cut into n chunks, chunk i being rows [i·N // n, (i + 1)·N // n). "contiguous" gives
 rank r of W chunk r of W; "zigzag" gives it chunks r and 2W - 1 - r of 2W, so that every rank has the same
-work under a causal mask. Packed members are cut each for itself; a rank holds both chunks of one member and
-then those of the next. A call is W steps: in step t rank r reads keys of rank r - t, which it asked for
-one step earlier. Keys that no row sees are in no step: they are neither sent nor computed with.
+work under a causal mask. Of packed members "zigzag" cuts as few as balance the ranks, the longest ones; all
+others are an early chunk that is whole. A rank holds the chunks of one member and then those of the next. A
+call is W steps: in step t rank r reads keys of rank r - t, which it asked for one step earlier. Keys that no
+row sees are in no step: they are neither sent nor computed with.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (2023); Brandon et al., Striped Attention
 (2023); the zigzag order of zhuzilin's ring-flash-attention (2024)."""
