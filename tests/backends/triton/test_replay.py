@@ -327,8 +327,8 @@ def test_gradients_are_replayed_from_the_third_call_on(gradients):
 
 
 def test_gradients_of_other_calls_are_recorded_anew(gradients):
-    """Of other strides, numbers or operands, one tensor as two among them, as another call may bring two; what
-    is not at 16 bytes, or what the driver refuses, takes the whole way."""
+    """Of other strides, numbers or operands, one tensor as two among them, as another call may bring two;
+    what is not at 16 bytes, or what the driver refuses, takes the whole way."""
     q, dout, lens = tensors()
     for _ in range(3):
         gradients(q, dout, 0.5)

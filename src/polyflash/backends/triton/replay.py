@@ -367,8 +367,8 @@ class Calls:
         self, given: tuple[Tensor | None, ...], args: Any, make: Callable[[], Any], needs: Any = None
     ) -> Any:
         """Tensors, or None, in a tuple: what `make` returns, all of it made of `given`, `args`, `needs`. Of
-        `given`, whose first are q and k, the dtypes are the route's and shapes follow from those two; some may
-        be written to."""
+        `given`, whose first are q and k, the dtypes are the route's and shapes follow from those two; some
+        may be written to."""
         device = given[0].device  # type: ignore[union-attr]
         if not _is_current(device) or runtime.hooked() or runtime.recording():
             return make()
