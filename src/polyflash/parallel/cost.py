@@ -173,36 +173,31 @@ def _rows(problem: Problem, rows: int, per_channel: float, per_row: int = 0) -> 
     return int(rows * problem.batch * problem.num_q_heads * (problem.head_dim * per_channel + per_row))
 
 
-def _held(problem: Problem, rank: int) -> tuple[int, int]:
-    """Rows and keys of a rank of each shard."""
-    return problem.q.held(rank * problem.q.pieces), problem.k.held(rank * problem.k.pieces)
-
-
-def _of_results(problem: Problem, rank: int) -> int:
-    """Bytes of out, lse, dq, dk and dv of a rank."""
-    (rows, keys), size = _held(problem, rank), problem.itemsize
-    of_out = rows * problem.batch * problem.num_q_heads * (problem.head_dim_v * size + 4)
-    return of_out + _rows(problem, rows, size) + keys * problem.bytes_per_key
+def _of_out(problem: Problem, rows: int) -> int:
+    """Bytes of out and lse."""
+    return rows * problem.batch * problem.num_q_heads * (problem.head_dim_v * problem.itemsize + 4)
 
 
 def _of_steps(problem: Problem) -> int:
-    """Bytes of both passes of a ring, while a rank differentiates its own keys: results, dq as a kernel sums
-    it, and gradients of keys that are sent and come. Of two ranks there is also dq of the other step as its
-    kernel gave it; of more a float32 sum of dq, of dk and dv, and while keys of others are differentiated,
-    these, the next ones and their gradients instead of dk and dv."""
-    most, wide = 0, problem.bytes_per_key // problem.itemsize * 4
+    """Bytes of both passes of a ring, while a rank differentiates: out and lse; dq as a kernel sums it and
+    hands it over, dk and dv; in a step of others' keys these, and the next ones; gradients of keys that are
+    sent and come for the step before. Of two ranks dq of the other step as its kernel gave it; of more,
+    float32 sums of dq, dk and dv."""
+    most, size, of_key = 0, problem.itemsize, problem.bytes_per_key
     for rank in problem.shards:
-        rows, keys = _held(problem, rank)
+        rows, keys = (x.held(rank * x.pieces) for x in (problem.q, problem.k))
         others = schedule.steps(problem.q, problem.k, rank, problem.sight)[1:]
-        total = _of_results(problem, rank) + _rows(problem, rows, SUMMED, PER_ROW)
-        total += max((x.keys.rows + x.lent.rows for x in others), default=0) * wide
-        if len(others) == 1:
-            spans = [block.q.span for block in others[0].blocks]
-            total += _rows(problem, sum(end - start for start, end in spans), problem.itemsize)
-        elif others:
-            read = 3 * max(x.keys.rows for x in others) - keys
-            total += _rows(problem, rows, SUMMED) + keys * wide + max(0, read) * problem.bytes_per_key
-        most = max(most, total)
+        sums = _rows(problem, rows, SUMMED) + keys * of_key // size * 4 if len(others) > 1 else 0
+        busy = sent = kept = 0
+        for t, step in enumerate(others):
+            read = sum(block.q.span[1] - block.q.span[0] for block in step.blocks)
+            following = others[t + 1].keys.rows if t + 1 < len(others) else 0
+            made = _rows(problem, read, SUMMED + size, PER_ROW) + (2 * step.keys.rows + following) * of_key
+            busy = max(busy, made + sent + (sums if t else 0))
+            sent = (step.keys.rows + step.lent.rows) * of_key // size * 4
+            kept = 0 if sums else _rows(problem, read, size)
+        own = _rows(problem, rows, SUMMED + size, PER_ROW) + keys * of_key
+        most = max(most, _of_out(problem, rows) + max(busy, own + sent + sums + kept))
     return most
 
 
@@ -215,14 +210,16 @@ def _of_gathering(problem: Problem, heads: int) -> int:
     wide, turns = 2 * at_once // problem.itemsize * 4, -(-problem.num_kv_heads // heads)
     beside = (0, max(at_once, wide), at_once + wide)[min(turns, 3) - 1]
     for rank in problem.shards:
-        total, parts, busy = _of_results(problem, rank) + at_once, 0, 0
+        rows, keys = (x.held(rank * x.pieces) for x in (problem.q, problem.k))
+        total = _of_out(problem, rows) + _rows(problem, rows, problem.itemsize)
+        total, parts, of_keys, busy = total + keys * problem.bytes_per_key + at_once, 0, 0, 0
         for block in schedule.blocks(problem.q, Shards(problem.k.lengths, 1), rank, 0, problem.sight):
             rows, keys = (end - start for start, end in (block.q.span, block.k.span))
-            of_keys = int(keys * problem.bytes_per_key * share)
-            parts += int(_rows(problem, rows, problem.itemsize) * share) + of_keys
+            of_keys += int(keys * problem.bytes_per_key * share)
+            parts += int(_rows(problem, rows, problem.itemsize) * share)
             sums = int(_rows(problem, rows, SUMMED, PER_ROW) * share)
-            busy = max(busy, parts + sums + beside)
-        most = max(most, total + max(busy, parts + wide))
+            busy = max(busy, parts + of_keys + sums + beside)
+        most = max(most, total + max(busy, of_keys + wide + (at_once if turns > 1 else 0)))
     return most
 
 
