@@ -42,12 +42,12 @@ class Team:
         """Within it, what goes to `device` or comes from it does not wait for what is computed there."""
         if self.device.type == "cpu":
             return contextlib.nullcontext()
-        return torch.cuda.stream(self._side(self.device))
+        return torch.cuda.stream(self._stream(_aside))
 
-    def _side(self, device: torch.device) -> torch.cuda.Stream:
-        if self not in _aside:
-            _aside[self] = torch.cuda.Stream(device)
-        return _aside[self]
+    def _stream(self, of: WeakKeyDictionary[Team, torch.cuda.Stream]) -> torch.cuda.Stream:
+        if self not in of:
+            of[self] = torch.cuda.Stream()
+        return of[self]
 
     def new_mark(self, x: Tensor) -> Any:
         """An event to record where `x` is there; None where nothing waits for a stream."""
@@ -59,7 +59,7 @@ class Team:
         later. `join` what they brought before it is read."""
         if mark is None:
             return contextlib.nullcontext()
-        stream = self._side(torch.device("cuda", torch.cuda.current_device()))
+        stream = self._stream(_beside)
         stream.wait_event(mark)
         return torch.cuda.stream(stream)
 
@@ -67,7 +67,7 @@ class Team:
         """Once the current stream has waited for an exchange: memory of both streams is not used again before
         the other one is done with it."""
         stream = torch.cuda.current_stream()
-        _aside[self].wait_stream(stream)
+        _beside[self].wait_stream(stream)
         for x in brought:
             x.record_stream(stream)
 
@@ -171,7 +171,8 @@ def _shaped(x: Tensor, shape: Shape, kind: torch.dtype) -> Tensor:
     return x.view(kind).view(shape)
 
 
-_aside: WeakKeyDictionary[Team, torch.cuda.Stream] = WeakKeyDictionary()
+_aside: WeakKeyDictionary[Team, torch.cuda.Stream] = WeakKeyDictionary()  # of what the host reads
+_beside: WeakKeyDictionary[Team, torch.cuda.Stream] = WeakKeyDictionary()
 _teams: WeakKeyDictionary[Any, Team] = WeakKeyDictionary()
 
 

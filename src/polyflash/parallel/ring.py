@@ -134,7 +134,7 @@ class Call:
         now on. Own keys of a ring come first; in a backward pass last, while gradients of a step before are
         on their way."""
         own, pieces = self._gathers(k, v, what) if self.gathers else self._fetches(k, v, what)
-        mark = self.mark if backward else None
+        mark = self.mark if backward and pieces else None
         with self.team.beside(mark):
             arriving = pieces[0][0]() if pieces else None
         if self.mark is not None and not backward:
