@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ from polyflash.parallel.sums import MOST_PARTS, Sum, sums_of
 from polyflash.results import empty_in_order_of
 from polyflash.routes import saved_hooks
 from polyflash.spec import Arguments
+
+_KEPT_BLOCKS = 256
 
 
 class Source(NamedTuple):
@@ -71,6 +73,7 @@ class Call:
     forms: tuple[Rows | None, Rows | None] = (None, None)  # of codes that travel
     said: dict[str, int] | None = None  # in the handshake of the forward pass; None: there was none
     mark: Any = None  # is recorded in a forward pass when K and V are there: see `Team.beside`
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)  # arguments of blocks
 
     @property
     def packed(self) -> bool:
@@ -88,6 +91,15 @@ class Call:
 
     def placed(self, block: Block, heads: slice) -> Arguments:
         """The arguments of a block: the masks as its rows, of these query heads, and its keys see them."""
+        key = id(self.args), id(block), heads.start, heads.stop, self.gathers, self.first_head
+        found = self.known.get(key)
+        if found is None:
+            if len(self.known) >= _KEPT_BLOCKS:
+                self.known.clear()
+            found = self.known[key] = self._placed(block, heads), (self.args, block)  # kept, for their ids
+        return found[0]  # type: ignore[no-any-return]
+
+    def _placed(self, block: Block, heads: slice) -> Arguments:
         args = of_heads(self.args, heads)
         positional = args.alibi_slopes is not None
         own: dict[str, Any] = {"need_lse": True, "offset": None, "q_offset": None}
@@ -395,7 +407,9 @@ class Attention(torch.autograd.Function):
         out, lse = forward(call, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, bias, sinks)
         ctx.set_materialize_grads(False)
-        ctx.call = replace(call, args=call.args._replace(bias=None, sinks=None))
+        if not (bias is sinks is None):
+            call = replace(call, args=call.args._replace(bias=None, sinks=None))
+        ctx.call = call
         return out, lse
 
     @staticmethod
@@ -406,7 +420,8 @@ class Attention(torch.autograd.Function):
         if call.said is not None:
             asked = sum(1 << i for i, need in enumerate(needs) if need)
             begin(call.team, call.said | {"function": KINDS.index("backward"), "gradients": asked})()
-        call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))
+        if not (bias is sinks is None):
+            call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))
         dout = torch.zeros_like(out) if dout is None else dout
         return (*backward(call, (dout, dlse, out, lse), q, k, v, needs), None)
 
