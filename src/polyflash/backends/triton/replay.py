@@ -350,7 +350,7 @@ def _is_current(device: torch.device) -> bool:
 def _like(x: Tensor, given: Sequence[Any]) -> int:
     """Place among `given` of a tensor whose `empty_like` is room for `x`; -1: there is none."""
     alike = (i for i, y in enumerate(given) if y is not None and y.shape == x.shape and y.dtype is x.dtype)
-    return next((i for i in alike if torch.empty_like(given[i]).stride() == x.stride()), -1)
+    return next((i for i in alike if torch.empty_like(given[i], device="meta").stride() == x.stride()), -1)
 
 
 class Calls:
