@@ -33,7 +33,7 @@ def test_a_part_that_is_whole_becomes_the_sum(kind: torch.dtype):
     for count in (0, 1, 2):
         parts = [torch.randn(1, 2, 9, 8, generator=draw).to(kind)]
         parts += [torch.randn(1, 2, 5, 8, generator=draw) for _ in range(count)]
-        right = parts[0].float()
+        right = parts[0].float().clone()
         made = Sum(torch.empty_like(parts[0]))
         for part in reversed(parts):
             made.add(part, 0, 9 - part.shape[2])
