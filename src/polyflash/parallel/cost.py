@@ -173,6 +173,11 @@ def _rows(problem: Problem, rows: int, per_channel: float, per_row: int = 0) -> 
     return int(rows * problem.batch * problem.num_q_heads * (problem.head_dim * per_channel + per_row))
 
 
+def _extremes(count: int) -> set[int]:
+    """The shards that need the most memory are among these: the ends, and the middle of the early chunks."""
+    return {0, 1 % count, count // 2, count - 1}
+
+
 def _of_out(problem: Problem, rows: int) -> int:
     """Bytes of out and lse."""
     return rows * problem.batch * problem.num_q_heads * (problem.head_dim_v * problem.itemsize + 4)
@@ -184,7 +189,7 @@ def _of_steps(problem: Problem) -> int:
     sent and come for the step before. Of two ranks dq of the other step as its kernel gave it; of more,
     float32 sums of dq, dk and dv."""
     most, size, of_key = 0, problem.itemsize, problem.bytes_per_key
-    for rank in problem.shards:
+    for rank in _extremes(problem.q.count):
         rows, keys = (x.held(rank * x.pieces) for x in (problem.q, problem.k))
         others = schedule.steps(problem.q, problem.k, rank, problem.sight)[1:]
         sums = _rows(problem, rows, SUMMED) + keys * of_key // size * 4 if len(others) > 1 else 0
@@ -209,7 +214,7 @@ def _of_gathering(problem: Problem, heads: int) -> int:
     at_once = int(problem.k.rows * problem.bytes_per_key * share)
     wide, turns = 2 * at_once // problem.itemsize * 4, -(-problem.num_kv_heads // heads)
     beside = (0, max(at_once, wide), at_once + wide)[min(turns, 3) - 1]
-    for rank in problem.shards:
+    for rank in _extremes(problem.q.count):
         rows, keys = (x.held(rank * x.pieces) for x in (problem.q, problem.k))
         total = _of_out(problem, rows) + _rows(problem, rows, problem.itemsize)
         total, parts, of_keys, busy = total + keys * problem.bytes_per_key + at_once, 0, 0, 0
