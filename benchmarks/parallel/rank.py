@@ -19,6 +19,8 @@ TIMEOUT_S = 40  # of a collective
 
 # Documents of mixed length, as a batch of pretraining has them: half its tokens in long ones.
 MIXED = (0.25, 0.125, 0.125, *(1 / 32,) * 8, *(1 / 128,) * 32)
+# And long documents, as they come.
+LONG = (2, 8, 1, 4, 16, 3, 2, 1, 12, 4, 2, 6, 1, 2)
 
 
 def lengths(rows: int) -> list[int]:
@@ -34,6 +36,9 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     },
     "varlen-128k": {
         "rows": 1 << 17, "heads": (32, 8), "head_dim": 128, "times": 2, "members": lengths(1 << 17),
+    },
+    "documents-128k": {
+        "rows": 1 << 17, "heads": (32, 8), "head_dim": 128, "times": 2, "members": [n << 11 for n in LONG],
     },
     "tiny": {"rows": 256, "heads": (4, 2), "head_dim": 16, "times": 1},
     "varlen-tiny": {"rows": 256, "heads": (4, 2), "head_dim": 16, "times": 1, "members": lengths(256)},

@@ -41,7 +41,7 @@ from polyflash.routes import (
     unobserved,
 )
 from polyflash.routes import backend_in_use as backend_in_use
-from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, Feature, Phase, is_decode, length_class
+from polyflash.spec import MANY_KEYS, MOST_POSITIONS, Arguments, Phase, is_decode, length_class
 from polyflash.storages import check_storages, near, stored
 
 ARGUMENTS = ", ".join(operand.schema for operand in OPERANDS)
@@ -185,13 +185,6 @@ def _without_defaults(args: Arguments) -> tuple[Any, ...]:
     return args[:_N_PLAIN] if args[_N_PLAIN:] == _DEFAULT_OPERANDS else args
 
 
-def has_wide_gradients(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> bool:
-    """Does the row that would differentiate a call of 16-bit operands hand over sums in float32?"""
-    if q.element_size() > 2:
-        return False
-    return Feature.WIDE_GRADIENTS in _route(Phase.BACKWARD, q, k, v, args, tuple(args)).row.features
-
-
 def check(q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> None:
     """The refusals of the op itself, without the op; q, k, v may be meta tensors."""
     _check_inputs(q, k, v, args)
@@ -211,6 +204,8 @@ def call_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor, args: Arguments) -> T
         validate.check_layouts(q, k, v, rest, out)
         transforms.refuse_tangents(differentiable(q, k, v, args))
         torch.autograd.graph.increment_version(out)
+        if _skips_dispatcher(q, k, v, rest) and is_plain(out) and not torch.is_grad_enabled():
+            return _forward_out(q, k, v, out, *rest)
     return _attention_out(q, k, v, out, *rest)
 
 

@@ -132,16 +132,38 @@ def test_every_visible_pair_of_packed_members_is_in_one_block(name: str, ranks: 
 
 
 def test_packed_members_of_a_causal_ring_are_one_call_a_step_without_places():
-    """Own keys under causal order, others' entirely seen: what every row of a call sees is aligned, and of an
-    earlier rank the early chunks alone are sent."""
+    """Own keys under causal order, others' entirely seen: what every row of a call sees is aligned, and keys
+    are sent alone of which a row behind them is the reader's."""
     members = (64, 16, 0, 1, 43)
     shards, sight = Shards(members, 4), Sight(None, 0, (0,) * 5)
+    of_member = np.repeat(np.arange(5), members)
     for rank in range(4):
+        rows = shards.positions(rank)
         for t, step in enumerate(schedule.steps(shards, shards, rank, sight)):
             (block,) = step.blocks
             assert block.full == (t > 0) and (block.full or places.is_aligned(block, sight))
-            early = sum(int(x) for x in shards.chunks(step.owner)[0].lens)
-            assert step.keys.rows == (early if step.owner < rank else shards.held(step.owner))
+            keys = shards.positions(step.owner)
+            behind = (of_member[rows][:, None] == of_member[keys]) & (rows[:, None] >= keys)
+            assert step.keys.rows == behind.any(0).sum()
+
+
+MIXED = (1024, 512, 512, *(128,) * 8, *(32,) * 32)  # the first one is more than half of all work
+
+
+@pytest.mark.parametrize(
+    "members, ranks, most", [(MIXED, 2, 1), (MIXED, 4, 4), ((7,) * 9, 3, 0), ((64, 64, 64), 2, 1)]
+)
+def test_packed_members_are_dealt_whole_but_for_few(members: tuple[int, ...], ranks: int, most: int):
+    """All ranks hold as many rows and have as much causal work, and of `most` members more than one rank."""
+    shards, bases = Shards(members, ranks), np.cumsum((0, *members))
+    work, cut = np.zeros(ranks), np.zeros(len(members), int)
+    held = [shards.positions(rank) for rank in range(ranks)]
+    for rank, rows in enumerate(held):
+        of = np.searchsorted(bases, rows, "right") - 1
+        work[rank] = (rows - bases[of] + 1).sum()
+        cut[np.unique(of)] += 1
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+    assert work.max() <= schedule.MOST_WORK * work.mean() and (cut > 1).sum() <= most
 
 
 def test_a_causal_zigzag_gives_every_rank_the_same_work():

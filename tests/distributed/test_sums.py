@@ -26,6 +26,26 @@ def test_parts_are_added_up_in_float32_and_rounded_once(count: int, into: torch.
         assert torch.equal(found, total[:, head : head + heads, row : row + rows].to(into))
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_a_part_that_is_whole_becomes_the_sum(kind: torch.dtype):
+    """In whichever turn it comes, beside none, one or two others that are not."""
+    draw = torch.Generator().manual_seed(0)
+    for count in (0, 1, 2):
+        parts = [torch.randn(1, 2, 9, 8, generator=draw).to(kind)]
+        parts += [torch.randn(1, 2, 5, 8, generator=draw) for _ in range(count)]
+        right = parts[0].float().clone()
+        made = Sum(torch.empty_like(parts[0]))
+        for part in reversed(parts):
+            made.add(part, 0, 9 - part.shape[2])
+            if part.shape[2] < 9:
+                right[:, :, 4:] += part
+        found = made.whole()
+        assert found is parts[0]
+        torch.testing.assert_close(
+            found, right.to(kind), rtol=1e-6 if kind is torch.float32 else 2.0**-8, atol=0
+        )
+
+
 def test_a_state_of_16_bits_is_merged_in_float32():
     draw = torch.Generator().manual_seed(0)
     parts = [

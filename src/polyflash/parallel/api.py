@@ -144,8 +144,8 @@ def attention_varlen(
     backend: str | None = None,
     **unknown: Never,
 ) -> Tensor | AttentionOutput:
-    """`polyflash.attention_varlen` of packed members that are spread over the ranks of a process group, each
-    member over all of them: a long one is nobody's alone, and short ones are everybody's.
+    """`polyflash.attention_varlen` of packed members that are spread over the ranks of a process group: long
+    ones over all of them, others whole on one rank each, so that all have as many rows and as much work.
 
     cu_seqlens_q and cu_seqlens_k are those of the whole batch, the same on every rank, and their last bounds
     are its rows and keys. This rank's rows are what `split(x, cu_seqlens=...)` gives. The host reads the
@@ -282,7 +282,8 @@ def split(
     """This rank's rows of a whole tensor, along `dim`: q, k, v, ids, positions, labels alike.
 
     Any number of rows: ranks differ by two rows at most, and of few rows some get none. With `cu_seqlens`,
-    int (members + 1,), every packed member is cut for itself. Differentiable; sends nothing.
+    int (members + 1,), of packed members: who holds which follows from their lengths alone, and order
+    "contiguous" cuts every one of them. Differentiable; sends nothing.
 
     Raises:
         SpecError: no such dimension; bounds that do not end at the rows of x."""

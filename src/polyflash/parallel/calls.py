@@ -28,11 +28,12 @@ from polyflash.quant.tensor import QuantizedTensor
 from polyflash.routes import ANY, requested_backend
 from polyflash.spec import Arguments
 
-_MOST_READ, _MOST_KNOWN = 8, 64
+_MOST_READ, _MOST_KNOWN, _MOST_NUMBERS = 8, 64, 1 << 16
 _read: list[tuple[tuple[Any, ...], Any]] = []  # every layer of a step has the same ids and bounds
 
 
 Held = list[list[int]]  # of q, and of k, that each shard has
+_calls: dict[Any, tuple[Call, Any]] = {}
 _known: WeakKeyDictionary[Team, dict[Any, Held]] = WeakKeyDictionary()  # by what was said
 
 
@@ -197,9 +198,28 @@ def bounded(cu_seqlens: Tensor) -> tuple[int, ...]:
     return lengths_of(cu_seqlens.tolist())
 
 
-def whole_call(part: Part, ranks: Ranks, where: Where, rows: list[list[int]] | None) -> Call:
-    """The whole call that this is a part of, checked. `rows` of q and of k are those of each shard, as far
-    as a handshake told them."""
+def whole_call(part: Part, ranks: Ranks, where: Where, rows: Held | None) -> Call:
+    """The whole call that this is a part of, checked, or one like it, as those of other layers are: with the
+    same tensors as arguments, unchanged. `rows` of q and of k are those of each shard, as far as a handshake
+    told them."""
+    q, k, v, _, args, _ = part.bound
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    small = sum(x.numel() for x in tensors) <= _MOST_NUMBERS
+    if not small or any(x.is_inference() or x.requires_grad or x.is_cpu for x in tensors):
+        return _whole_call(part, ranks, where, rows)
+    numbers = tuple((id(x), x._version) if isinstance(x, Tensor) else x for x in args)
+    sizes = q.shape, k.shape, v.shape, q.dtype, q.device, rows and tuple(map(tuple, rows))
+    where = where._replace(seqlens=where.seqlens and tuple(where.seqlens))
+    key = numbers, sizes, where, part.forms, id(ranks.ring), ranks.rank, ranks.pieces
+    found = _calls.get(key)
+    if found is None:
+        if len(_calls) >= _MOST_KNOWN:
+            _calls.clear()
+        found = _calls[key] = _whole_call(part, ranks, where, rows), (ranks, tensors)  # kept, for their ids
+    return found[0]
+
+
+def _whole_call(part: Part, ranks: Ranks, where: Where, rows: Held | None) -> Call:
     q, k, v, _, args, _ = part.bound
     if args.cu_seqlens_q is not None and args.cu_seqlens_k is not None:
         lengths = [read_once(bounded, x) for x in (args.cu_seqlens_q, args.cu_seqlens_k)]

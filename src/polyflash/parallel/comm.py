@@ -42,9 +42,34 @@ class Team:
         """Within it, what goes to `device` or comes from it does not wait for what is computed there."""
         if self.device.type == "cpu":
             return contextlib.nullcontext()
-        if self not in _aside:
-            _aside[self] = torch.cuda.Stream(self.device)
-        return torch.cuda.stream(_aside[self])
+        return torch.cuda.stream(self._stream(_aside))
+
+    def _stream(self, of: WeakKeyDictionary[Team, torch.cuda.Stream]) -> torch.cuda.Stream:
+        if self not in of:
+            of[self] = torch.cuda.Stream()
+        return of[self]
+
+    def new_mark(self, x: Tensor) -> Any:
+        """An event to record where `x` is there; None where nothing waits for a stream."""
+        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        return torch.cuda.Event() if x.is_cuda and not captured else None
+
+    def beside(self, mark: Any) -> contextlib.AbstractContextManager[Any]:
+        """Within it, exchanges wait for what was launched before `mark` was recorded, and not for what came
+        later. `join` what they brought before it is read."""
+        if mark is None:
+            return contextlib.nullcontext()
+        stream = self._stream(_beside)
+        stream.wait_event(mark)
+        return torch.cuda.stream(stream)
+
+    def join(self, brought: Sequence[Tensor]) -> None:
+        """Once the current stream has waited for an exchange: memory of both streams is not used again before
+        the other one is done with it."""
+        stream = torch.cuda.current_stream()
+        _beside[self].wait_stream(stream)
+        for x in brought:
+            x.record_stream(stream)
 
     def exchange(self, sends: Sent, receives: Sequence[tuple[int, Tensor]], what: str) -> Callable[[], None]:
         """Starts sending, and receiving into given contiguous tensors; call the result to wait for all of
@@ -146,7 +171,8 @@ def _shaped(x: Tensor, shape: Shape, kind: torch.dtype) -> Tensor:
     return x.view(kind).view(shape)
 
 
-_aside: WeakKeyDictionary[Team, torch.cuda.Stream] = WeakKeyDictionary()
+_aside: WeakKeyDictionary[Team, torch.cuda.Stream] = WeakKeyDictionary()  # of what the host reads
+_beside: WeakKeyDictionary[Team, torch.cuda.Stream] = WeakKeyDictionary()
 _teams: WeakKeyDictionary[Any, Team] = WeakKeyDictionary()
 
 

@@ -23,6 +23,7 @@ from polyflash.work import flops_per_pair
 MOST_GATHERED = 1 << 32  # bytes of K and V of one head and all ranks that a rank has room for
 MOST_SHARDS = 64  # of which costs are looked at one by one
 GATHERED_BYTES = 1 << 26  # of K and V of all ranks at a time: the next heads travel meanwhile
+SUMMED, PER_ROW = 4, 16  # bytes of a channel of dq as kernels sum it, and of what else a row has there
 FEW_SENT = 0.5  # a ring that sends less than this share of all keys beats every gathering
 
 
@@ -167,22 +168,64 @@ def chosen(problem: Problem) -> tuple[str, str]:
     return ("ring" if ring.seconds < gather.seconds else "all_gather"), f"ring {times}"
 
 
-def _of_sums(problem: Problem, per_channel: float) -> int:
-    """Bytes of a rank's out, lse, and gradients of its rows, so many a channel, and of its keys."""
-    rows, keys = (max(x.held(rank * x.pieces) for rank in problem.shards) for x in (problem.q, problem.k))
-    per_row = problem.head_dim_v * problem.itemsize + 4 + problem.head_dim * per_channel
-    return int(rows * problem.batch * problem.num_q_heads * per_row) + keys * problem.bytes_per_key
+def _rows(problem: Problem, rows: int, per_channel: float, per_row: int = 0) -> int:
+    """Bytes of rows of all query heads: so many a channel, and so many a row beside them."""
+    return int(rows * problem.batch * problem.num_q_heads * (problem.head_dim * per_channel + per_row))
 
 
-def _of_steps(problem: Problem, most: int) -> int:
-    """Bytes of both passes of a ring whose steps have so many of K and V at most. Of two ranks, parts of dq
-    are kept as kernels give them, half the heads first and last, and a kernel sums the dq of a call in
-    float32; of more ranks they are summed in float32 as they come."""
-    wide, size = most // problem.itemsize * 4, problem.itemsize
-    if problem.q.count > 2:
-        own = problem.k.held(0) * problem.bytes_per_key // size * (4 - size)
-        return _of_sums(problem, 8 + size) + own + 2 * most + wide * 2 + most
-    return max(_of_sums(problem, 2 * size + 2) + 2 * wide, _of_sums(problem, 1.5 * size + 4) + 2 * most)
+def _extremes(count: int) -> set[int]:
+    """The shards that need the most memory are among these: the ends, and the middle of the early chunks."""
+    return {0, 1 % count, count // 2, count - 1}
+
+
+def _of_out(problem: Problem, rows: int) -> int:
+    """Bytes of out and lse."""
+    return rows * problem.batch * problem.num_q_heads * (problem.head_dim_v * problem.itemsize + 4)
+
+
+def _of_steps(problem: Problem) -> int:
+    """Bytes of both passes of a ring, while a rank differentiates: out and lse; dq as a kernel sums it and
+    hands it over, dk and dv; in a step of others' keys these, and the next ones; gradients of keys that are
+    sent and come for the step before. Of two ranks dq of the other step as its kernel gave it; of more,
+    float32 sums of dq, dk and dv."""
+    most, size, of_key = 0, problem.itemsize, problem.bytes_per_key
+    for rank in _extremes(problem.q.count):
+        rows, keys = (x.held(rank * x.pieces) for x in (problem.q, problem.k))
+        others = schedule.steps(problem.q, problem.k, rank, problem.sight)[1:]
+        sums = _rows(problem, rows, SUMMED) + keys * of_key // size * 4 if len(others) > 1 else 0
+        busy = sent = kept = 0
+        for t, step in enumerate(others):
+            read = sum(block.q.span[1] - block.q.span[0] for block in step.blocks)
+            following = others[t + 1].keys.rows if t + 1 < len(others) else 0
+            made = _rows(problem, read, SUMMED + size, PER_ROW) + (2 * step.keys.rows + following) * of_key
+            busy = max(busy, made + sent + (sums if t else 0))
+            sent = (step.keys.rows + step.lent.rows) * of_key // size * 4
+            kept = 0 if sums else _rows(problem, read, size)
+        own = _rows(problem, rows, SUMMED + size, PER_ROW) + keys * of_key
+        most = max(most, _of_out(problem, rows) + max(busy, own + sent + sums + kept))
+    return most
+
+
+def _of_gathering(problem: Problem, heads: int) -> int:
+    """Bytes of both passes where so many heads are gathered at a time, while a block of rows is
+    differentiated or gradients of its keys are sent and come: results; keys, and the next ones; dq as a
+    kernel sums it and hands it over, and dk and dv of each block; float32 gradients of the heads before."""
+    most, share = 0, heads / max(1, problem.num_kv_heads)
+    at_once = int(problem.k.rows * problem.bytes_per_key * share)
+    wide, turns = 2 * at_once // problem.itemsize * 4, -(-problem.num_kv_heads // heads)
+    beside = (0, max(at_once, wide), at_once + wide)[min(turns, 3) - 1]
+    for rank in _extremes(problem.q.count):
+        rows, keys = (x.held(rank * x.pieces) for x in (problem.q, problem.k))
+        total = _of_out(problem, rows) + _rows(problem, rows, problem.itemsize)
+        total, parts, of_keys, busy = total + keys * problem.bytes_per_key + at_once, 0, 0, 0
+        for block in schedule.blocks(problem.q, Shards(problem.k.lengths, 1), rank, 0, problem.sight):
+            rows, keys = (end - start for start, end in (block.q.span, block.k.span))
+            of_keys += int(keys * problem.bytes_per_key * share)
+            parts += int(_rows(problem, rows, problem.itemsize) * share)
+            sums = int(_rows(problem, rows, SUMMED, PER_ROW) * share)
+            busy = max(busy, parts + of_keys + sums + beside)
+        most = max(most, total + max(busy, of_keys + wide + (at_once if turns > 1 else 0)))
+    return most
 
 
 def _of_heads(problem: Problem, held: int) -> int:
@@ -224,7 +267,7 @@ def _ring(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanation:
         max(seconds),
         behind / total if total else 1.0,
         2 * most,
-        _of_steps(problem, most),
+        _of_steps(problem),
         notes,
     )
 
@@ -245,12 +288,8 @@ def _all_gather(problem: Problem, why: str, notes: tuple[str, ...]) -> Explanati
     hidden = min(moving - first, working) / moving
     held = problem.k.rows * problem.bytes_per_key
     head = held // max(1, problem.num_kv_heads)
-    at_once = head * max(1, min(problem.num_kv_heads, GATHERED_BYTES // max(1, head)))
-    # Of the heads at a time: K and V, the next ones, two parts of their gradients, and sums that are sent and
-    # come; dq of a chunk of rows as its kernel sums it, and what became of both.
-    shared = at_once / held if held else 0.0
-    working = _of_sums(problem, problem.itemsize + shared * (problem.itemsize + 2))
-    working += 4 * at_once + 2 * (at_once // problem.itemsize * 4)
+    heads = max(1, min(problem.num_kv_heads, GATHERED_BYTES // max(1, head)))
+    working = _of_gathering(problem, heads)
     return Explanation("all_gather", why, (sent,) * len(flops), flops, seconds, hidden, held, working, notes)
 
 

@@ -19,6 +19,7 @@ from polyflash.parallel import schedule
 from polyflash.parallel.comm import flat
 from polyflash.parallel.schedule import Block, Runs, Shards, Sight
 
+FEW_RUNS = 4  # that are added one by one
 _KEPT = 1024
 _tables: dict[tuple[int, torch.device], tuple[Any, dict[Any, Any]]] = {}  # what is kept has one id
 
@@ -74,13 +75,14 @@ def lent(x: Tensor, runs: Runs, packed: bool) -> Tensor:
     return wire(x, packed).index_select(1 + (not packed), rows_of(runs, x.device))
 
 
-def returned(x: Tensor, runs: Runs, rows: int, packed: bool) -> tuple[Tensor, int, int]:
-    """The way back of `lent`, into a shard of so many rows: a tensor, and its first head and row there."""
-    if (place := runs.slice) is not None:
-        return wire(x, packed), 0, place.start
+def returned(x: Tensor, runs: Runs, rows: int, packed: bool) -> list[tuple[Tensor, int]]:
+    """The way back of `lent`, into a shard of so many rows: tensors, and the first row of each there."""
+    if len(runs.starts) <= FEW_RUNS:
+        parts = wire(x, packed).split((runs.ends - runs.starts).tolist(), 2)
+        return list(zip(parts, runs.starts.tolist(), strict=True))
     dim = 1 + (not packed)
     whole = x.new_zeros((*x.shape[:dim], rows, *x.shape[dim + 1 :]))
-    return wire(whole.index_copy_(dim, rows_of(runs, x.device), x), packed), 0, 0
+    return [(wire(whole.index_copy_(dim, rows_of(runs, x.device), x), packed), 0)]
 
 
 @lru_cache(maxsize=64)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +31,15 @@ from polyflash.parallel import places, schedule
 from polyflash.parallel.coded import Rows, values_of
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import GATHERED_BYTES
+from polyflash.parallel.gradients import differentiate
 from polyflash.parallel.handshake import KINDS, begin
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
-from polyflash.parallel.sums import Sum, sums_of
+from polyflash.parallel.sums import MOST_PARTS, Sum, sums_of
 from polyflash.results import empty_in_order_of
+from polyflash.routes import saved_hooks
 from polyflash.spec import Arguments
 
-_backward_op = torch.ops.polyflash.attention_backward.default
+_KEPT_BLOCKS = 256
 
 
 class Source(NamedTuple):
@@ -48,6 +50,10 @@ class Source(NamedTuple):
     blocks: tuple[Block, ...]
     heads: Span
     step: Step | None = None
+
+
+Piece = tuple[Callable[[], Callable[[], list[Tensor]]], Callable[[list[Tensor]], Source]]
+"""Starts an exchange of K and V; what waits for it returns both as they travel; and makes them a source."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class Call:
     gathers: bool = False
     forms: tuple[Rows | None, Rows | None] = (None, None)  # of codes that travel
     said: dict[str, int] | None = None  # in the handshake of the forward pass; None: there was none
+    mark: Any = None  # is recorded in a forward pass when K and V are there: see `Team.beside`
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)  # arguments of blocks
 
     @property
     def packed(self) -> bool:
@@ -83,6 +91,15 @@ class Call:
 
     def placed(self, block: Block, heads: slice) -> Arguments:
         """The arguments of a block: the masks as its rows, of these query heads, and its keys see them."""
+        key = id(self.args), id(block), heads.start, heads.stop, self.gathers, self.first_head
+        found = self.known.get(key)
+        if found is None:
+            if len(self.known) >= _KEPT_BLOCKS:
+                self.known.clear()
+            found = self.known[key] = self._placed(block, heads), (self.args, block)  # kept, for their ids
+        return found[0]  # type: ignore[no-any-return]
+
+    def _placed(self, block: Block, heads: slice) -> Arguments:
         args = of_heads(self.args, heads)
         positional = args.alibi_slopes is not None
         own: dict[str, Any] = {"need_lse": True, "offset": None, "q_offset": None}
@@ -125,44 +142,53 @@ class Call:
         return {"offset": max(-FAR_OFFSET, min(at, FAR_OFFSET))}
 
     def sources(self, k: Tensor, v: Tensor, what: str, backward: bool = False) -> Iterator[Source]:
-        """The keys that rows of this rank see, the next ones on their way while one is used."""
-        found = self._gathered(k, v, what) if self.gathers else self._stepwise(k, v, what, backward)
-        for source in found:
-            yield source._replace(k=values_of(source.k, self.forms[0]), v=values_of(source.v, self.forms[1]))
+        """The keys that rows of this rank see, the next ones on their way while one is used, the first from
+        now on. Own keys of a ring come first; in a backward pass last, while gradients of a step before are
+        on their way."""
+        own, pieces = self._gathers(k, v, what) if self.gathers else self._fetches(k, v, what)
+        mark = self.mark if backward and pieces else None
+        with self.team.beside(mark):
+            arriving = pieces[0][0]() if pieces else None
+        if self.mark is not None and not backward:
+            self.mark.record()
 
-    def _stepwise(self, k: Tensor, v: Tensor, what: str, backward: bool) -> Iterator[Source]:
-        """The keys of this rank first; in a backward pass those of half its heads last, while gradients of
-        the step before are on their way."""
+        def follow() -> Iterator[Source]:
+            nonlocal arriving
+            if own is not None and not backward:
+                yield own
+            for i, (_, source) in enumerate(pieces):
+                both = arriving()  # type: ignore[misc]
+                if mark is not None and i == 0:
+                    self.team.join(both)
+                arriving = pieces[i + 1][0]() if i + 1 < len(pieces) else None
+                x = source(both)
+                del both  # else it would be kept while x is used
+                yield x._replace(k=values_of(x.k, self.forms[0]), v=values_of(x.v, self.forms[1]))
+                del x
+            if own is not None and backward:
+                yield own
+
+        return follow()
+
+    def _fetches(self, k: Tensor, v: Tensor, what: str) -> tuple[Source, list[Piece]]:
+        """Own keys of a ring, and the steps that bring others."""
         steps, heads = schedule.steps(self.q, self.k, self.team.rank, self.sight), (0, k.shape[1])
-        first = heads if not backward or len(steps) == 1 else (0, k.shape[1] // 2)
-        arrived = None
-        for t, step in enumerate(steps):
-            own: list[Tensor] = arrived() if arrived is not None else []
-            if t + 1 < len(steps):
-                arrived = self._fetch(k, v, steps[t + 1], f"{what}, step {t + 1}")
-            if own:
-                yield Source(own[0], own[1], step.blocks, heads, step)
-            elif first[1]:
-                yield self._own(k, v, step, first)
-        if first[1] < heads[1]:
-            yield self._own(k, v, steps[0], (first[1], heads[1]))
 
-    def _own(self, k: Tensor, v: Tensor, step: Step, heads: Span) -> Source:
-        """Keys that this rank holds."""
-        k, v = (x[:, slice(*heads), step.keys.slice] for x in (k, v))
-        return Source(k, v, step.blocks, heads, step)
+        def start(t: int) -> Callable[[], list[Tensor]]:
+            step = steps[t]
+            into = [self._room(x, step.keys.rows, x.dtype) for x in (k, v)]
+            sends = [(step.reader, places.lent(x, step.lent, self.packed)) for x in (k, v)]
+            receives = [(step.owner, x) for x in into]
+            wait = self.team.exchange(sends, receives, f"{what}, step {t}")
+            return lambda: (wait(), into)[1]  # type: ignore[func-returns-value]
 
-    def _fetch(self, k: Tensor, v: Tensor, step: Step, what: str) -> Callable[[], list[Tensor]]:
-        """Starts the exchange of a step."""
-        into = [self._room(x, step.keys.rows, x.dtype) for x in (k, v)]
-        sends = [(step.reader, places.lent(x, step.lent, self.packed)) for x in (k, v)]
-        wait = self.team.exchange(sends, [(step.owner, x) for x in into], what)
+        def source(t: int, both: list[Tensor]) -> Source:
+            own_k, own_v = (places.wire(x, self.packed) for x in both)
+            return Source(own_k, own_v, steps[t].blocks, heads, steps[t])
 
-        def arrived() -> list[Tensor]:
-            wait()
-            return [places.wire(x, self.packed) for x in into]
-
-        return arrived
+        own = [values_of(x[:, :, steps[0].keys.slice], self.forms[i]) for i, x in enumerate((k, v))]
+        pieces: list[Piece] = [(partial(start, t), partial(source, t)) for t in range(1, len(steps))]
+        return Source(own[0], own[1], steps[0].blocks, heads, steps[0]), pieces
 
     def _room(self, like: Tensor, rows: int, kind: torch.dtype) -> Tensor:
         """Room for so many rows as they travel."""
@@ -170,23 +196,23 @@ class Call:
         shape = (batch, rows, heads, dim) if self.packed else (batch, heads, rows, dim)
         return like.new_empty(shape, dtype=kind)
 
-    def _gathered(self, k: Tensor, v: Tensor, what: str) -> Iterator[Source]:
+    def _gathers(self, k: Tensor, v: Tensor, what: str) -> tuple[None, list[Piece]]:
+        """Keys of all ranks, so many heads at a time."""
         found = schedule.blocks(self.q, Shards(self.k.lengths, 1), self.team.rank, 0, self.sight)
         missing = max(self.k.held(rank) for rank in range(self.team.size)) - k.shape[2]
-        groups = self.head_groups(k, v)
 
-        def start(heads: Span) -> list[Callable[[], Tensor]]:
+        def start(heads: Span) -> Callable[[], list[Tensor]]:
             own = [x[:, slice(*heads)] for x in (k, v)]
             if missing:
                 own = [torch.nn.functional.pad(x, (0, 0, 0, missing)) for x in own]
-            return [self.team.gather(places.wire(x, self.packed), what) for x in own]
+            waits = [self.team.gather(places.wire(x, self.packed), what) for x in own]
+            return lambda: [wait() for wait in waits]
 
-        arriving = start(groups[0])
-        for i, heads in enumerate(groups):
-            both = [places.in_order(self.k, wait().unbind(0), self.packed) for wait in arriving]
-            if i + 1 < len(groups):
-                arriving = start(groups[i + 1])
-            yield Source(both[0], both[1], found, heads)  # without padding
+        def source(heads: Span, both: list[Tensor]) -> Source:
+            keys, values = (places.in_order(self.k, x.unbind(0), self.packed) for x in both)
+            return Source(keys, values, found, heads)  # without padding
+
+        return None, [(partial(start, x), partial(source, x)) for x in self.head_groups(k, v)]
 
     def give_back(
         self, source: Source, grads: Sequence[Sum | None], totals: Sequence[Sum | None]
@@ -198,7 +224,7 @@ class Call:
             for sent, total, like in zip(grads, totals, (source.k, source.v), strict=True)
             if sent is not None and total is not None
         ]
-        what, step = "returned gradients of keys", source.step
+        what, step, owned = "returned gradients of keys", source.step, [total for _, total, _ in pairs]
         if step is None:
             waits = []
             for sent, _, like in pairs:
@@ -206,7 +232,7 @@ class Call:
                 waits.append(self.team.swap(parts, [tuple(parts[self.team.rank].shape)] * len(parts), what))
 
             def added() -> None:
-                for wait, (_, total, _) in zip(waits, pairs, strict=True):
+                for wait, total in zip(waits, owned, strict=True):
                     for part in wait():
                         total.add(places.wire(part, self.packed))
                     total.finish()
@@ -224,8 +250,9 @@ class Call:
 
         def arrived() -> None:
             wait()
-            for x, (_, total, _) in zip(into, pairs, strict=True):
-                total.add(*places.returned(x, step.lent, self.k.held(self.team.rank), self.packed))
+            for x, total in zip(into, owned, strict=True):
+                for part, row in places.returned(x, step.lent, self.k.held(self.team.rank), self.packed):
+                    total.add(part, 0, row)
 
         return arrived
 
@@ -253,14 +280,13 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     group, kind, sinks = q.shape[1] // max(1, k.shape[1]), call.kept(q), call.args.sinks
     width = v.shape[3] if call.forms[1] is None else call.forms[1].width
     sources = call.sources(k, v, "ran the forward pass")
-    first = next(sources)  # the next keys are on their way before a kernel fills the device
     state: tuple[Tensor, Tensor] | None = None
     begun: list[Span] = []  # rows that have results
     if sinks is not None:  # a part of its own: one logit without a value
         state = _empty(q, width, kind)
         state[1].copy_(sinks[None, :, None].expand_as(state[1]))
         begun = [(0, q.shape[2])]
-    for source in chain((first,), sources):
+    for source in sources:
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         begun = [] if call.gathers else begun
         for block in source.blocks:
@@ -313,13 +339,13 @@ def backward(
     are the shares of these rows: their sum over ranks is the gradient."""
     group, bias, sinks = q.shape[1] // max(1, k.shape[1]), call.args.bias, call.args.sinks
     sources = call.sources(k, v, "ran the backward pass", backward=True)
-    first = next(sources)  # as in the forward pass
     likes = [x if need else None for x, need in zip((q, k, v), needs[:3], strict=True)]
     made = [None if x is None or not call.gathers else torch.empty_like(x) for x in likes]
     dbias = torch.zeros_like(bias, dtype=sums_of(bias)) if bias is not None and needs[3] else None
     arriving: Callable[[], None] | None = None
-    totals = [None if x is None else Sum(x) for x in likes]
-    for source in chain((first,), sources):
+    most = MOST_PARTS if call.team.size == 2 else 0  # of many ranks parts would take more than their sum
+    totals = [None if x is None else Sum(x, most) for x in likes]
+    for source in sources:
         heads = slice(source.heads[0] * group, source.heads[1] * group)
         if call.gathers:  # these heads are done with this source
             own = zip(made, (heads, slice(*source.heads), slice(*source.heads)), strict=True)
@@ -336,11 +362,13 @@ def backward(
             if dbias is not None:
                 place = tile(_heads_of(dbias, heads), *block.places)
                 place += parts[3]
+            del parts, part, total  # sums have them, and are not kept themselves
         if call.gathers and totals[0] is not None:
             totals[0].finish()
         if arriving is not None:
-            arriving()
+            arriving = arriving()
         arriving = call.give_back(source, of_keys, totals[1:])
+        del source, of_keys  # else they would be kept while the next keys come
     if arriving is not None:
         arriving()
     if not call.gathers:
@@ -357,18 +385,14 @@ def _of_block(
     given: tuple[Any, ...],
     q: Tensor,
     needs: tuple[bool, ...],
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """Gradients of one block, of which q has the rows and `source` the keys."""
     rows, keys = slice(*block.q.span), slice(*block.k.span)
     dout, dlse, out, lse = (None if x is None else x[:, heads, rows] for x in given)
     operands = [dout, q[:, heads, rows], source.k[:, :, keys], source.v[:, :, keys], out]
     dout, of_q, of_k, of_v, out = map(_widened, operands)
     args = call.placed(block, heads)._replace(sinks=None)
-    args = args._replace(wide_gradients=torch_ops.has_wide_gradients(of_q, of_k, of_v, args))
-    found: tuple[Tensor, ...] = _backward_op(
-        dout, dlse, of_q, of_k, of_v, out, lse, (*needs[:4], False), *args
-    )
-    return found
+    return differentiate((dout, dlse, out, lse), of_q, of_k, of_v, args, (*needs[:4], False))
 
 
 class Attention(torch.autograd.Function):
@@ -378,10 +402,14 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
+        if saved_hooks(False) is None:  # else K and V of the backward pass are made anew
+            call = replace(call, mark=call.team.new_mark(k))
         out, lse = forward(call, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, bias, sinks)
         ctx.set_materialize_grads(False)
-        ctx.call = replace(call, args=call.args._replace(bias=None, sinks=None))
+        if not (bias is sinks is None):
+            call = replace(call, args=call.args._replace(bias=None, sinks=None))
+        ctx.call = call
         return out, lse
 
     @staticmethod
@@ -392,7 +420,8 @@ class Attention(torch.autograd.Function):
         if call.said is not None:
             asked = sum(1 << i for i, need in enumerate(needs) if need)
             begin(call.team, call.said | {"function": KINDS.index("backward"), "gradients": asked})()
-        call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))
+        if not (bias is sinks is None):
+            call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))
         dout = torch.zeros_like(out) if dout is None else dout
         return (*backward(call, (dout, dlse, out, lse), q, k, v, needs), None)
 

@@ -2,9 +2,10 @@
 
 A sequence of N rows is cut into n chunks, chunk i being rows [i·N // n, (i + 1)·N // n). "contiguous" gives
 rank r of W chunk r of W; "zigzag" gives it chunks r and 2W - 1 - r of 2W, so that every rank has the same
-work under a causal mask. Packed members are cut each for itself; a rank holds both chunks of one member and
-then those of the next. A call is W steps: in step t rank r reads keys of rank r - t, which it asked for
-one step earlier. Keys that no row sees are in no step: they are neither sent nor computed with.
+work under a causal mask. Of packed members "zigzag" cuts as few as balance the ranks, the longest ones; all
+others are an early chunk that is whole. A rank holds the chunks of one member and then those of the next. A
+call is W steps: in step t rank r reads keys of rank r - t, which it asked for one step earlier. Keys that no
+row sees are in no step: they are neither sent nor computed with.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (2023); Brandon et al., Striped Attention
 (2023); the zigzag order of zhuzilin's ring-flash-attention (2024)."""
@@ -23,6 +24,7 @@ from polyflash.mask import visible_pairs
 ORDERS = ("zigzag", "contiguous")
 Span = tuple[int, int]  # [start, end)
 _NONE: Span = (0, 0)
+MOST_WORK = 1.02  # of the busiest rank beside the mean, where packed members are dealt
 
 
 class Chunk(NamedTuple):
@@ -40,10 +42,19 @@ class Chunk(NamedTuple):
     @property
     def span(self) -> Span:
         """From the first row to the last; of packed members those of others may lie between."""
-        held = self.lens > 0
-        if not held.any():
-            return _NONE
-        return int(self.first[held].min()), int((self.first + self.lens)[held].max())
+        known = _spans.get(id(self))
+        if known is None:
+            held, span = self.lens > 0, _NONE
+            if held.any():
+                span = int(self.first[held].min()), int((self.first + self.lens)[held].max())
+            if len(_spans) >= _KEPT_SPANS:
+                _spans.clear()
+            known = _spans[id(self)] = self, span
+        return known[1]
+
+
+_KEPT_SPANS = 4096
+_spans: dict[int, tuple[Chunk, Span]] = {}  # every layer of a model asks; what is kept has one id
 
 
 class Runs(NamedTuple):
@@ -85,24 +96,13 @@ class Shards:
         """Rows of all ranks."""
         return sum(self.lengths)
 
-    def chunks(self, shard: int) -> list[Chunk]:
+    def chunks(self, shard: int) -> tuple[Chunk, ...]:
         """The chunks of a shard in the order in which its rows stand."""
-        held, n = [shard, 2 * self.count - 1 - shard], 2 * self.count
-        if self.order == "contiguous" or self.count == 1:
-            held, n = [shard], self.count
-        lengths = np.array(self.lengths, np.int64)
-        cuts = [(i * lengths // n, (i + 1) * lengths // n) for i in held]
-        own = sum(end - start for start, end in cuts)
-        chunks, first = [], np.cumsum(own) - own
-        for start, end in cuts:
-            chunks.append(Chunk(start, end, first))
-            first = first + end - start
-        return chunks
+        return _chunks(self, shard)
 
     def held(self, rank: int) -> int:
         """How many rows a rank holds."""
-        whole = sum(int(chunk.lens.sum()) for chunk in self.chunks(rank // self.pieces))
-        start, end = self._piece(rank, whole)
+        start, end = self._piece(rank, _held(self, rank // self.pieces))
         return end - start
 
     def _piece(self, rank: int, whole: int) -> Span:
@@ -124,6 +124,70 @@ class Shards:
         order = np.argsort(np.concatenate(rows))
         who = np.repeat(np.arange(len(ranks)), [len(x) for x in rows])
         return who[order], np.concatenate([np.arange(len(x)) for x in rows])[order]
+
+
+@lru_cache(maxsize=1024)
+def _chunks(shards: Shards, shard: int) -> tuple[Chunk, ...]:
+    held = [shard, 2 * shards.count - 1 - shard]
+    if shards.order == "contiguous" or shards.count == 1:
+        held = [shard]
+    cuts = _cuts(shards.lengths, shards.count, shards.order)
+    own = sum(cuts[i + 1] - cuts[i] for i in held)
+    chunks, first = [], np.cumsum(own) - own
+    for i in held:
+        chunks.append(Chunk(cuts[i], cuts[i + 1], first))
+        first = first + cuts[i + 1] - cuts[i]
+    return tuple(chunks)
+
+
+@lru_cache(maxsize=1024)
+def _held(shards: Shards, shard: int) -> int:
+    return sum(int(chunk.lens.sum()) for chunk in _chunks(shards, shard))
+
+
+@lru_cache(maxsize=64)
+def _cuts(lengths: tuple[int, ...], count: int, order: str) -> np.ndarray:
+    """The first row of each chunk of every member, and the end of the last, int64 (chunks + 1, members)."""
+    sizes = np.array(lengths, np.int64)
+    n = count if order == "contiguous" or count == 1 else 2 * count
+    even: np.ndarray = np.arange(n + 1)[:, None] * sizes // n
+    if n == count or np.count_nonzero(sizes) < 2:
+        return even
+    by_length, best, least = np.argsort(-sizes, kind="stable"), even, np.inf
+    for cut in (0, *(1 << i for i in range(len(lengths).bit_length())), len(lengths)):
+        cuts, busiest = _dealt(even, by_length, cut, count)
+        if busiest < least:
+            best, least = cuts, busiest
+        if least <= MOST_WORK * (sizes.astype(np.float64) ** 2).sum() / count:
+            break
+    return best
+
+
+def _dealt(even: np.ndarray, by_length: np.ndarray, cut: int, count: int) -> tuple[np.ndarray, float]:
+    """Chunks of which the `cut` longest members have even ones, while each other member is the early chunk of
+    the rank with the least causal work among those with room for it, and where none has, those of several
+    ranks; and the work of the busiest rank, in squares of rows."""
+    cuts, sizes = even.copy(), even[-1]
+    work, held = np.zeros(count), np.zeros(count, np.int64)
+    for rank in range(count):
+        for i in (rank, 2 * count - 1 - rank):
+            start, end = even[i, by_length[:cut]].astype(np.float64), even[i + 1, by_length[:cut]]
+            work[rank] += (end**2.0 - start**2).sum()
+            held[rank] += int((end - start).sum())
+    room = (np.arange(count) + int(sizes.sum())) // count - held
+    for member in by_length[cut:]:
+        left = int(sizes[member])
+        fits = np.flatnonzero(room >= left)
+        ranks = fits[np.argmin(work[fits])][None] if len(fits) else np.argsort(-room, kind="stable")
+        taken = np.zeros(count, np.int64)
+        for rank in ranks:
+            taken[rank] = min(left, max(0, room[rank]))
+            left -= taken[rank]
+        ends = np.cumsum(taken)
+        work += ends.astype(np.float64) ** 2 - (ends - taken).astype(np.float64) ** 2
+        room -= taken
+        cuts[1 : count + 1, member], cuts[count + 1 :, member] = ends, sizes[member]
+    return cuts, float(work.max())
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyflash.parallel.schedule import Span
 
-MOST_PARTS = 3  # kept before they become one
+MOST_PARTS = 3
 
 
 def sums_of(q: Tensor) -> torch.dtype:
@@ -23,10 +23,10 @@ def sums_of(q: Tensor) -> torch.dtype:
 
 class Sum:
     """A sum over parts that have some heads and rows of (batch, heads, rows, head_dim) each, in the order in
-    which they came; 0 where there is none."""
+    which they came; 0 where there is none. Up to `most` that meet in an element are kept as they come."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
+    def __init__(self, like: Tensor, most: int = MOST_PARTS) -> None:
+        self._like, self._most = like, most
         self._total: Tensor | None = None
         self._parts: list[tuple[Tensor, Span, Span]] = []
 
@@ -36,8 +36,9 @@ class Sum:
         if self._total is not None:
             self._total[:, slice(*heads), slice(*rows)] += part
             return
+        deep = sum(_meet(heads, h) and _meet(rows, r) for _, h, r in self._parts)
         self._parts.append((part, heads, rows))
-        if len(self._parts) > MOST_PARTS:
+        if deep >= self._most:
             like, parts = self._like, self._parts
             total = like.new_zeros(like.shape, dtype=sums_of(like))
             for x, of_heads, of_rows in parts:
@@ -45,24 +46,30 @@ class Sum:
             self._total, self._parts = total, [(total, (0, like.shape[1]), (0, like.shape[2]))]
 
     def read(self, into: Tensor, head: int = 0, row: int = 0) -> None:
-        """Writes the sum of as many heads and rows as `into` has, from given ones on."""
+        """Writes the sum of as many heads and rows as `into` has, from given ones on; it may be a part."""
         heads, rows = (head, head + into.shape[1]), (row, row + into.shape[2])
-        for h0, h1 in pairwise(_cuts(heads, [part[1] for part in self._parts])):
-            for r0, r1 in pairwise(_cuts(rows, [part[2] for part in self._parts])):
+        parts = sorted(self._parts, key=lambda part: part[0] is not into)
+        for h0, h1 in pairwise(_cuts(heads, [part[1] for part in parts])):
+            for r0, r1 in pairwise(_cuts(rows, [part[2] for part in parts])):
                 found = [
                     x[:, h0 - h[0] : h1 - h[0], r0 - r[0] : r1 - r[0]]
-                    for x, h, r in self._parts
+                    for x, h, r in parts
                     if h[0] <= h0 < h1 <= h[1] and r[0] <= r0 < r1 <= r[1]
                 ]
-                _add(found, into[:, h0 - head : h1 - head, r0 - row : r1 - row])
+                place = into[:, h0 - head : h1 - head, r0 - row : r1 - row]
+                _add(found, place, bool(parts) and parts[0][0] is into)
 
     def finish(self) -> None:
-        """Writes the whole sum into what it is like."""
+        """Writes the whole sum into what it is like, and keeps no part."""
         self.read(self._like)
+        self._parts.clear()
 
     def whole(self) -> Tensor:
-        """The sum, of the dtype and strides of what it is like."""
-        into = torch.empty_like(self._like)
+        """The sum, of the dtype of what it is like, in the memory of a part that has all heads and rows, if
+        there is one."""
+        like = self._like
+        into = next((x for x, _, _ in self._parts if x.shape == like.shape and x.dtype is like.dtype), None)
+        into = torch.empty_like(like) if into is None else into
         self.read(into)
         return into
 
@@ -72,15 +79,20 @@ class Sum:
             into.add(part, head + h, row + r)
 
 
+def _meet(a: Span, b: Span) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
 def _cuts(span: Span, others: Sequence[Span]) -> list[int]:
     """The bounds of a span, and those of others within it."""
     return sorted({*span, *(x for other in others for x in other if span[0] < x < span[1])})
 
 
-def _add(parts: list[Tensor], into: Tensor) -> None:
-    """Their sum, rounded where it is written."""
+def _add(parts: list[Tensor], into: Tensor, inside: bool) -> None:
+    """Their sum, rounded where it is written; `inside`: that is where the first of them is."""
     if len(parts) < 2 or into.element_size() > 2:
-        into.copy_(parts[0]) if parts else into.zero_()
+        if not inside:
+            into.copy_(parts[0]) if parts else into.zero_()
         for x in parts[1:]:
             into += x
         return

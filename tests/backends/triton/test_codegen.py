@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from polyflash import SpecError, env
 from polyflash.spec import Phase
 from polyflash.target import parse
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from triton.runtime.jit import MockTensor  # noqa: E402
 
 from benchmarks.codegen import __main__ as script  # noqa: E402
 from benchmarks.codegen.cases import (  # noqa: E402
@@ -36,6 +39,8 @@ from benchmarks.codegen.cases import (  # noqa: E402
 )
 from polyflash.backends.gluon import channel  # noqa: E402
 from polyflash.backends.gluon import configs as gluon_configs  # noqa: E402
+from polyflash.backends.gpu.views import Rows, View  # noqa: E402
+from polyflash.backends.triton import merge, runtime  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 NEWEST = "POLYFLASH_NEWEST_TRITON"  # a folder that holds a triton newer than the installed one
@@ -227,6 +232,17 @@ def test_what_must_be_clean_needs_an_exception_that_says_what_was_measured():
     assert not script.complaints(ledger, script.PINNED, f"{other.id}/attend", found, other)
     exception["measured"] = "H200: a tenth slower without"
     assert not script.complaints(ledger, script.PINNED, f"{HOPPER.id}/attend", spilling, HOPPER)
+
+
+@compiles
+def test_states_of_two_dtypes_are_merged_by_a_kernel_that_compiles():
+    """The interpreter takes a name that stands for two shapes, and the compiler does not."""
+    kinds, rows = (torch.float32, torch.bfloat16), Rows(MockTensor(torch.float32), 1 << 14, 1 << 12, 1)
+    out, other = (View(MockTensor(kind), 1 << 20, 1 << 14, 128, 1) for kind in kinds)
+    tuples = {"t": merge.Pair(out, rows, other, rows), "n": merge.Sizes(32, 4096, 128)}
+    c = runtime.compiled_in(merge.Tile(D=128, WIDE=128))
+    made = script.compile_for(merge.merge_pair, {**tuples, "c": c}, {"num_warps": 4}, parse("cuda:sm90"))
+    assert "spills" not in script.faults(script.report(made), parse("cuda:sm90"))
 
 
 @compiles

@@ -15,13 +15,15 @@ from tests import device
     "kinds", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2]
 )
 def test_it_is_merge_rounded_once(kinds: tuple[torch.dtype, torch.dtype], dim: int):
-    """Rows that one state or both have no keys for, far lse, and NaN; late rows alone, in another layout."""
+    """Rows and blocks of rows that one state or both have no keys for, far lse, and NaN; late rows alone, in
+    another layout."""
     draw = torch.Generator().manual_seed(dim)
     outs = [torch.randn(2, 75, 3, dim, generator=draw).to(kind).transpose(1, 2) for kind in kinds]
     lses = [torch.randn(2, 3, 75, generator=draw) * 3 for _ in kinds]
-    for i, rows in ((0, slice(10, 20)), (1, slice(15, 25))):
+    for i, rows in ((0, slice(10, 20)), (1, slice(15, 25)), (1, slice(40, 75))):
         outs[i][:, :, rows], lses[i][:, :, rows] = 0.0, -torch.inf
     lses[0][:, :, 30], lses[1][:, :, 31], lses[1][:, :, 32] = 3e4, 3e4, torch.nan
+    lses[1][0, :, 50] = torch.nan  # of its block of rows all others have no key there
     right = merge([(x[:, :, 8:], y[:, :, 8:]) for x, y in zip(outs, lses, strict=True)])
     state = [x.clone().to(device.DEVICE) for x in (outs[0], lses[0])]
     other = [x.to(device.DEVICE) for x in (outs[1], lses[1])]

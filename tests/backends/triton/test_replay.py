@@ -293,7 +293,7 @@ def gradients(driver, monkeypatch):
     driver.filled = []
     monkeypatch.setattr(replay, "_is_current", lambda device: True)
     monkeypatch.setattr(replay, "_fill", lambda *filled: driver.filled.append(filled) and 0)
-    known = replay.Gradients()
+    known = replay.Calls()
 
     def call(q, dout, *args):
         def make():
@@ -327,8 +327,8 @@ def test_gradients_are_replayed_from_the_third_call_on(gradients):
 
 
 def test_gradients_of_other_calls_are_recorded_anew(gradients):
-    """Of other strides, numbers or operands; where one tensor came twice none are, as another call may bring
-    two; what is not at 16 bytes, or what the driver refuses, takes the whole way."""
+    """Of other strides, numbers or operands, one tensor as two among them, as another call may bring two;
+    what is not at 16 bytes, or what the driver refuses, takes the whole way."""
     q, dout, lens = tensors()
     for _ in range(3):
         gradients(q, dout, 0.5)
@@ -337,14 +337,19 @@ def test_gradients_of_other_calls_are_recorded_anew(gradients):
         gradients(*other)
         assert gradients.whole == n, other
     before = gradients.whole
-    for _ in range(4):
-        gradients(q, q, 0.5)
-    assert gradients.whole == before, "of a known kind"
-    for _ in range(4):
-        gradients(q, q, 0.125)
-    assert gradients.whole == before + 4, "of a new kind"
+    for kind in (0.5, 0.125):
+        for _ in range(4):
+            gradients(q, q, kind)
+    assert gradients.whole == before + 4
+    gradients(q, dout, 0.125)
+    assert gradients.whole == before + 5, "two where another call had one"
     gradients(tensors(offset=1)[0], dout, 0.5)
-    assert gradients.whole == before + 5
+    assert gradients.whole == before + 6
+    with runtime.recorded() as log:
+        gradients(q, dout, 0.5)
+    assert gradients.whole == before + 7 and len(log.started) == 1, (
+        "a call that is recorded as part of another"
+    )
     gradients.driver.answer = 201
     gradients(q, dout, 0.5)
-    assert gradients.whole == before + 6
+    assert gradients.whole == before + 8

@@ -44,7 +44,7 @@ class Prepared:
         self.config: configs.BackwardConfig = launch.config
         self.kernels = runtime.Kernels()
         self.constants: dict[Any, Any] = {}
-        self.gradients = replay.Gradients()
+        self.gradients = replay.Calls()
         rare = triton_configs.choose_backward(launch.spec, launch.target)
         self.rare = triton_backward.Prepared(launch, rare)
 

@@ -18,7 +18,7 @@ from polyflash.backends.gpu.launch import tile_count
 from polyflash.backends.gpu.numbers import LOG2E, SOFTCAPS, scale_of, sizes_of
 from polyflash.backends.gpu.views import FAR, NO_OPERANDS, View, operands_of
 from polyflash.backends.triton import forward as triton_forward
-from polyflash.backends.triton import runtime
+from polyflash.backends.triton import replay, runtime
 from polyflash.backends.triton.constants import describable
 
 if TYPE_CHECKING:
@@ -51,12 +51,13 @@ class Ready(NamedTuple):
 class Prepared:
     """A route's memory between calls."""
 
-    __slots__ = ("config", "cores", "kernels", "ready")
+    __slots__ = ("calls", "config", "cores", "kernels", "ready")
 
     def __init__(self, launch: Launch) -> None:
         self.config: configs.ForwardConfig = launch.config
         self.cores = max(1, launch.target.cores)
         self.kernels = runtime.Kernels()
+        self.calls = replay.Calls()
         self.ready: dict[Any, Ready] = {}
 
     def ready_for(
@@ -248,6 +249,22 @@ def run(
     if prepared is None:
         prepared = launch.prepared = Prepared(launch)
     rows = lse if args.need_lse else None
+
+    def make() -> tuple[()]:
+        attend(prepared, q, k, v, out, rows, args)
+        return ()
+
+    given = dict(
+        zip((replay.Q, replay.K, replay.V, replay.OUT, replay.LSE), (q, k, v, out, rows), strict=True)
+    )
+    prepared.calls(tuple(given.get(i) for i in range(replay.LSE + 1)), args, make)
+    return out, lse
+
+
+def attend(
+    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: Tensor | None, args: Arguments
+) -> None:
+    """The call, operands copied where TMA does not reach them."""
     q, args = with_positive_scale(q, args)
     ready, place = prepared.ready_for(q, k, v, out, rows, args), out
     if not all(ready.boxed):
@@ -256,7 +273,6 @@ def run(
     attend_call(prepared, ready, (q, k, v), place, rows, args)
     if place is not out:
         out.copy_(place)
-    return out, lse
 
 
 def repeat(launch: Launch, q: Tensor, k: Tensor, v: Tensor, args: Arguments) -> Any:

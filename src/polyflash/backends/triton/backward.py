@@ -130,7 +130,7 @@ class Prepared:
         self.least = least_channels(launch.target, max(self.config.block_n, self.config.dq_block_m))
         check_stages(launch.target, self.config.num_stages, self.config.dq_num_stages)
         self.kernels = runtime.Kernels()
-        self.gradients = replay.Gradients()
+        self.gradients = replay.Calls()
         self.constants: dict[Any, Any] = {}
 
     def forms(self, flags: Flags, head_dim: int, head_dim_v: int, pack: bool, masked: bool) -> Forms:

@@ -150,20 +150,21 @@ def merge_pair(t, n, c):
     m_r, m_d = o_r < n.seqlen, o_d < c.D
     p_lse = lse.p + i_b * lse.b + i_h * lse.h + o_r * lse.s
     b_one = tl.load(p_lse, mask=m_r, other=0.0)
-    p = other_lse.p + i_b * other_lse.b + i_h * other_lse.h + o_r * other_lse.s
-    b_other = tl.load(p, mask=m_r, other=0.0)
+    p_other_lse = other_lse.p + i_b * other_lse.b + i_h * other_lse.h + o_r * other_lse.s
     NONE: tl.constexpr = float("-inf")
-    apart = tl.where(b_other == NONE, NONE, b_other - b_one)  # also of two empty rows
-    top = tl.where(b_other > b_one, b_other, b_one)
-    tl.debug_barrier()  # every warp reads all of the rows' lse, one writes it
-    tl.store(p_lse, top + tl.log(1.0 + tl.exp(-tl.abs(apart))), mask=m_r)
-    m = m_r[:, None] & m_d[None, :]
-    p_out = out.p + i_b * out.b + i_h * out.h + o_r[:, None] * out.s + o_d[None, :] * out.d
-    b_out = tl.load(p_out, mask=m, other=0.0).to(tl.float32) * (1.0 / (1.0 + tl.exp(apart)))[:, None]
-    p = other.p + i_b * other.b + i_h * other.h + o_r[:, None] * other.s + o_d[None, :] * other.d
-    b_x = tl.load(p, mask=m, other=0.0).to(tl.float32)
-    b_out += b_x * (1.0 / (1.0 + tl.exp(-apart)))[:, None]
-    tl.store(p_out, b_out.to(out.p.dtype.element_ty), mask=m)
+    b_other = tl.load(p_other_lse, mask=m_r, other=NONE)
+    if tl.sum((b_other != NONE).to(tl.int32), 0) > 0:  # else rows of packed members that see no key there
+        apart = tl.where(b_other == NONE, NONE, b_other - b_one)  # also of two empty rows
+        top = tl.where(b_other > b_one, b_other, b_one)
+        tl.debug_barrier()  # every warp reads all of the rows' lse, one writes it
+        tl.store(p_lse, top + tl.log(1.0 + tl.exp(-tl.abs(apart))), mask=m_r)
+        m = m_r[:, None] & m_d[None, :]
+        p_out = out.p + i_b * out.b + i_h * out.h + o_r[:, None] * out.s + o_d[None, :] * out.d
+        b_out = tl.load(p_out, mask=m, other=0.0).to(tl.float32) * (1.0 / (1.0 + tl.exp(apart)))[:, None]
+        p_other = other.p + i_b * other.b + i_h * other.h + o_r[:, None] * other.s + o_d[None, :] * other.d
+        b_x = tl.load(p_other, mask=m, other=0.0).to(tl.float32)
+        b_out += b_x * (1.0 / (1.0 + tl.exp(-apart)))[:, None]
+        tl.store(p_out, b_out.to(out.p.dtype.element_ty), mask=m)
 
 
 _pairs = runtime.Kernels()

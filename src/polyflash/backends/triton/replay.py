@@ -350,12 +350,12 @@ def _is_current(device: torch.device) -> bool:
 def _like(x: Tensor, given: Sequence[Any]) -> int:
     """Place among `given` of a tensor whose `empty_like` is room for `x`; -1: there is none."""
     alike = (i for i, y in enumerate(given) if y is not None and y.shape == x.shape and y.dtype is x.dtype)
-    return next((i for i in alike if torch.empty_like(given[i]).stride() == x.stride()), -1)
+    return next((i for i in alike if torch.empty_like(given[i], device="meta").stride() == x.stride()), -1)
 
 
-class Gradients:
-    """Backward calls of a route that differ in addresses alone. The first of its kind takes the whole way,
-    the second is recorded, the others are replayed."""
+class Calls:
+    """Calls of a route that differ in addresses alone. The first of its kind takes the whole way, the second
+    is recorded, the others are replayed."""
 
     def __init__(self) -> None:
         self.known: dict[Any, tuple[Launches, tuple[Any, ...]] | None] = {}
@@ -367,9 +367,10 @@ class Gradients:
         self, given: tuple[Tensor | None, ...], args: Any, make: Callable[[], Any], needs: Any = None
     ) -> Any:
         """Tensors, or None, in a tuple: what `make` returns, all of it made of `given`, `args`, `needs`. Of
-        `given`, whose first are q and k, the dtypes are the route's and shapes follow from those two."""
+        `given`, whose first are q and k, the dtypes are the route's and shapes follow from those two; some
+        may be written to."""
         device = given[0].device  # type: ignore[union-attr]
-        if not _is_current(device) or runtime.hooked():
+        if not _is_current(device) or runtime.hooked() or runtime.recording():
             return make()
         last, numbers = self.last
         if args is not last:
@@ -379,7 +380,9 @@ class Gradients:
             if not tensors:
                 self.last = args, numbers
         shapes = given[0].shape, given[1].shape  # type: ignore[union-attr]
-        key = numbers, needs, shapes, *[x if x is None else x.stride() for x in given]
+        names = [id(x) for x in given if x is not None]  # one tensor twice: another call may have it as two
+        same = () if len(set(names)) == len(names) else tuple(map(names.index, names))
+        key = numbers, needs, shapes, same, *[x if x is None else x.stride() for x in given]
         if key not in self.known:
             return self._meet(key, given, make)
         found = self.known[key]
@@ -400,9 +403,6 @@ class Gradients:
                 self.known.clear()
             self.met.add(key)
             return make()
-        operands = [id(x) for x in given if x is not None]
-        if len(set(operands)) < len(operands):
-            return make()  # one tensor twice, which another call may have as two
         with runtime.recorded() as log:
             made = make()
         tensors = (*given, *made)

@@ -68,6 +68,11 @@ _recorder = _Recorder()
 words_of: dict[tuple[int, int], Tensor] = {}  # by device and stream
 
 
+def recording() -> bool:
+    """Does this thread keep what it launches?"""
+    return _recorder.log is not None
+
+
 @contextlib.contextmanager
 def recorded() -> Iterator[Log]:
     """Keeps what this thread launches inside."""
