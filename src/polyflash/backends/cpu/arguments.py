@@ -6,22 +6,19 @@ import math
 import struct
 from array import array
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from polyflash.backends.cpu import words
 from polyflash.backends.cpu.configs import DropoutKey, ScoreKey
 from polyflash.backends.cpu.runtime import stage_address
 from polyflash.backends.cpu.words import Operands, Softmax, Tensors
 from polyflash.mask import FAR_OFFSET, FAR_SIDE
+from polyflash.spec import Arguments
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from polyflash.spec import Arguments
-
-    Views = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and out
+Views = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and out
 
 FLOPS_PER_US = 100_000  # of one core, low on purpose: what the thread decision assumes
 LEND_FROM_US = 25  # work below this many microseconds stays on the caller

@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from polyflash.backends.cpu import (
     arguments,
@@ -23,21 +25,14 @@ from polyflash.backends.cpu import (
     pool,
     runtime,
 )
-from polyflash.backends.cpu.configs import LINE
-from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH
+from polyflash.backends.cpu.configs import LINE, Scratch
+from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH, DecodeConfig
 from polyflash.backends.cpu.words import DECODE, Cut, Entry
-from polyflash.spec import DECODE_ROWS
+from polyflash.spec import DECODE_ROWS, Arguments, AttentionSpec
+from polyflash.target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
-    from polyflash.backends.cpu.configs import Scratch
-    from polyflash.backends.cpu.decode_configs import DecodeConfig
     from polyflash.plan import Launch
-    from polyflash.spec import Arguments, AttentionSpec
-    from polyflash.target import Target
 
 BYTES_PER_US = 16_000  # that one core reads: what the thread decision assumes
 KEPT_PARTIALS = 64 << 20  # bytes a thread keeps between its calls
