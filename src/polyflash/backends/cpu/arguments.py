@@ -218,14 +218,14 @@ def _pages(table: Tensor, k: Tensor) -> tuple[int, ...]:
     return *_placed(table, 2), k.shape[2], k.shape[0]
 
 
-def tables(args: Arguments, kept: list[Tensor]) -> tuple[int, ...]:
+def tables(args: Arguments, kept: list[Tensor]) -> list[tuple[int, ...]]:
     """Address and strides over (batch, head, block of tokens) of each table of codes."""
-    words: tuple[int, ...] = ()
+    words: list[tuple[int, ...]] = []
     for x in (args.k_scale, args.k_shift, args.v_scale, args.v_shift):
         if x is not None and x.shape[3] > 1 and x.stride(3) != 1:
             x = x.contiguous()
             kept.append(x)
-        words += (0,) * 4 if x is None else (x.data_ptr(), *row_strides(x))
+        words.append((0,) * 4 if x is None else (x.data_ptr(), *row_strides(x)))
     return words
 
 

@@ -11,6 +11,7 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -205,7 +206,7 @@ def framed(
         middle = arguments.operands(args, scale, does, kept, 0, 0, k)
     bounds, (factor, cap) = args.row_bounds, arguments.decode_scaling(args, scale, does)
     row_bounds = (0, 0, 0) if bounds is None else (bounds.data_ptr(), *(4 * s for s in bounds.stride()))
-    tables = arguments.tables(args, kept) if args.codes else (0,) * 16
+    tables = chain(*arguments.tables(args, kept)) if args.codes else (0,) * 16
     tail = (cut.split_keys, *(0,) * 5, cut.partial_bytes, 0, factor, cap, *cut.widths, *row_bounds, 0, 0)
     block = array("q", head + middle + cut.words + array("q", (*tail, *tables)).tobytes())
     long_runs = args.page_table is None or k.shape[2] >= LONG_PAGE

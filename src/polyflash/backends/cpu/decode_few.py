@@ -33,9 +33,8 @@ from polyflash.backends.cpu.decode_configs import (
 from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, store_i32, word
 from polyflash.backends.cpu.pool_kernel import add as arrive
 from polyflash.backends.cpu.structs import Blocks
-from polyflash.backends.cpu.words import DECODE
+from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
-K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further
 MINUS_INF, ONE = 0xFF800000, 0x3F800000  # bits of float32
 
 BLOCK = Blocks(DECODE)

@@ -15,9 +15,8 @@ from polyflash.backends.cpu.configs import STORAGE_BYTES
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, LISTED, SCORED, WIDTH, DecodeKey
 from polyflash.backends.cpu.intrinsics import least, word
 from polyflash.backends.cpu.structs import Blocks
-from polyflash.backends.cpu.words import DECODE
+from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
-K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further
 MINUS_INF = 0xFF800000
 
 device = Blocks(DECODE).device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 from polyflash.backends.cpu.configs import STEP
@@ -53,7 +52,7 @@ def words(args: Arguments, kept: list[Tensor]) -> bytes:
     from polyflash.backends.cpu import arguments  # needs torch, which a table of rows does without
 
     k, v = codes_of(args.codes)
-    of_k_scale, of_k_shift, of_v, _ = (x for x in _quads(arguments.tables(args, kept)))
+    of_k_scale, of_k_shift, of_v, _ = arguments.tables(args, kept)
     if k is None or k.scale != TOKEN:
         of_k_scale = (*of_k_scale[:3], 0)
     channels: tuple[int, ...] = (0, 0, 0)
@@ -65,7 +64,3 @@ def words(args: Arguments, kept: list[Tensor]) -> bytes:
         of_v = (*of_v[:3], 0)
     groups = (cast("Codes", k).shift or WHOLE).tokens or NO_GROUPS
     return array("q", (*of_k_scale, *of_k_shift, *of_v, *channels, groups)).tobytes()
-
-
-def _quads(x: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    return (x[i : i + 4] for i in range(0, 16, 4))

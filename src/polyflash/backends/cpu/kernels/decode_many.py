@@ -16,7 +16,7 @@ from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespa
 from polyflash.backends.cpu.kernels.walk import MINUS_INF
 from polyflash.backends.cpu.pool_kernel import add as arrive
 from polyflash.backends.cpu.structs import Blocks
-from polyflash.backends.cpu.words import DECODE
+from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
 ROWS_AT = configs.LINE  # addresses of zeros come first
 
@@ -175,7 +175,6 @@ def key_lists(key: ManyKey, stage: Any, loads: Any) -> Any:
 
 def splits_of(key: ManyKey, stage: Any, loads: Any, lists: Any) -> Any:
     """Make what attends to the keys of one split: attend_split."""
-    K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further
     NR, NV, MR, PACK, STATS = key.panel_rows, key.nv, key.group_keys, key.pack, key.panel_rows * 8
     Q_PANEL, O_PANEL, V_BYTES = key.q_panel_bytes, key.o_panel_bytes, key.v_row_bytes
     KEYS_PER_TRIP, K_LINES, V_LINES = key.trip_keys, key.lines_of_keys, key.lines_of_values
