@@ -108,12 +108,12 @@ class Turns(Units):
         """Scores like `scores`, of keys that the one row sees and whose partial sums are made."""
         change, p_top = self._change(e, factor, cap), e.pointer(top)
 
-        with e.walk(groups, (sums, self.lanes * e.bytes), (s, e.bytes), top=e.load(p_top)) as walk:
-            parts, scores = walk
-            x = change(sums_of_lanes(e, [e.load(parts, n * e.bytes) for n in range(self.lanes)]))
-            e.store(x, scores)
-            walk.top = e.maximum(x, walk.top)
-        e.store(walk.top, p_top)
+        def group(i: Value, p: list[Value]) -> list[Value]:
+            x = change(sums_of_lanes(e, [e.load(p[0], n * e.bytes) for n in range(self.lanes)]))
+            e.store(x, p[1])
+            return [e.at(p[0], self.lanes * e.bytes), e.at(p[1], e.bytes), e.maximum(x, p[2])]
+
+        e.store(e.loop(groups, [e.pointer(sums), e.pointer(s), e.load(p_top)], group)[2], p_top)
 
     @stage
     def weigh_and_score(
