@@ -75,7 +75,7 @@ class BackwardTile(Tile):
         sums = []
         for r in range(self.lanes):
             places = [(e.at(e.pointer(z), r * row), e.bytes) for z in (x, y)]
-            with e.walk(vectors, *places, acc=e.floats(0)) as walk:
+            with e.walk(vectors, *places, carried={"acc": e.floats(0)}) as walk:
                 for u, v in zip(*(parts(e.load(p)) for p in walk), strict=True):
                     walk.acc = e.fma(u, v, walk.acc)
             sums.append(walk.acc)

@@ -102,7 +102,7 @@ class Tile:
             return self._load_value_pairs(e, src0, src1, step, rows, count, dst)
         ahead = e.b.mul(step, I64(ROWS_AHEAD))
 
-        with e.walk(rows, (src0, step), (dst, self.key.v_row_bytes), flag=e.floats(0)) as walk:
+        with e.walk(rows, (src0, step), (dst, self.key.v_row_bytes), carried={"flag": e.floats(0)}) as walk:
             row, place = walk
             walk.flag = self._row(e, row, place, count, walk.flag, self.raw, ahead)
         return e.b.zext(e.any_lane(e.b.fcmp_unordered("uno", walk.flag, walk.flag)), I64)
@@ -122,7 +122,7 @@ class Tile:
             return [e.at(p[0], 2 * n), e.at(p[1], 2 * n), e.at(p[2], 2 * e.bytes), b.or_(p[3], bad)]
 
         places = (src0, step), (src1, step), (dst, self.key.v_row_bytes)
-        with e.walk(pairs, *places, flag=ir.Constant(ir.VectorType(I1, n), [0] * n)) as walk:
+        with e.walk(pairs, *places, carried={"flag": ir.Constant(ir.VectorType(I1, n), [0] * n)}) as walk:
             walk.flag = e.each_vector(count, n, [*walk, walk.flag], columns)[3]
         return b.zext(e.any_lane(walk.flag), I64)
 
@@ -157,7 +157,7 @@ class Tile:
         nv, mr, stride = nv or self.nv, self.mr, stride or self.nr * 4
 
         start = [x for x in first or [e.floats(0)] * mr for _ in range(nv)]
-        with e.walk(trips, (a, unroll * step), (b, unroll * stride), acc=start) as walk:
+        with e.walk(trips, (a, unroll * step), (b, unroll * stride), carried={"acc": start}) as walk:
             (p_a, p_b), acc = walk, walk.acc
             if each is not None:
                 each(walk.index)
@@ -179,7 +179,7 @@ class Tile:
             limits, key = e.pointer(bounds[0]), e.splat(b.trunc(bounds[1], I32))
 
         largest = [e.load(p_max, v * e.bytes) for v in range(nv)]
-        with e.walk(groups, (k, mr * self.key_step), (s, mr * self.nr * 4), top=largest) as walk:
+        with e.walk(groups, (k, mr * self.key_step), (s, mr * self.nr * 4), carried={"top": largest}) as walk:
             p_k, p_s = walk
             acc = self._key_products(e, walk.index, p_k, p_q, trips)
             if bounds:
@@ -275,7 +275,7 @@ class Tile:
             row = self.nr * 4
 
             places = (s, 4 * row), (p, (2 if self.dot else 4) * row)
-            with e.walk(fours, *places, l_i=[e.floats(0)] * (2 * len(chosen))) as walk:
+            with e.walk(fours, *places, carried={"l_i": [e.floats(0)] * (2 * len(chosen))}) as walk:
                 (scores, place), l_i = walk, walk.l_i
                 for c, v in enumerate(chosen):
                     for pair in range(2):

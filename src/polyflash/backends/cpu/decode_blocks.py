@@ -249,7 +249,7 @@ class DecodeTile(AddressLists, Turns):
 
             places = [] if callable(listed) else [(p, 8 * pack) for p in listed]
             zeros = [e.floats(0)] * (at_once * count * self.parts)
-            with e.walk(trips, *places, (p_p, 4 * self.rows), rolled=True, sums=zeros) as walk:
+            with e.walk(trips, *places, (p_p, 4 * self.rows), rolled=True, carried={"sums": zeros}) as walk:
                 *lists, p_weights = walk
                 if callable(listed):
                     n = e.b.mul(walk.index, I64(pack))
@@ -327,9 +327,9 @@ class DecodeTile(AddressLists, Turns):
         """O = the sum of every split's share times its O, in the order of the splits."""
         vectors = self.rows * self.parts
 
-        with e.walk(units, (o, vectors * e.bytes), offset=offset) as unit:
+        with e.walk(units, (o, vectors * e.bytes), carried={"offset": offset}) as unit:
             (place,) = unit
-            with e.walk(count, (partials, stride), sums=[e.floats(0)] * vectors) as walk:
+            with e.walk(count, (partials, stride), carried={"sums": [e.floats(0)] * vectors}) as walk:
                 (split,) = walk
                 p_o = e.at(split, unit.offset)
                 walk.sums = [

@@ -266,7 +266,7 @@ class CodesTile(Integers):
 
         places = (v_rows, 16), (pairs, groups * self.rows * 4), (later, 16)
         zeros = [e.ints(0)] * (2 * len(columns) * len(rows))
-        with e.walk(count, *places, rolled=True, acc=zeros) as walk:
+        with e.walk(count, *places, rolled=True, carried={"acc": zeros}) as walk:
             p_rows, p_weights, p_later = walk
             words = []
             for j in (0, 1):

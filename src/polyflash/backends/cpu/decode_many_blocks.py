@@ -63,7 +63,7 @@ class ManyTile(Tile, AddressLists):
         rows = [e.pointer(e.load(p_k, ADDRESS * r, I64)) for r in range(self.mr)]
 
         zeros = [e.floats(0)] * (self.mr * self.nv)
-        with e.walk(trips, at=I64(0), b=p_q, acc=zeros) as walk:
+        with e.walk(trips, carried={"at": I64(0), "b": p_q, "acc": zeros}) as walk:
             self._read_ahead(e, i, trips, walk.index, self.key.lines_of_keys)
             for u in range(4):
                 b_row = [e.load(walk.b, u * self.nr * 4 + v * e.bytes) for v in range(self.nv)]
@@ -85,7 +85,7 @@ class ManyTile(Tile, AddressLists):
         width = [e.load(p_limits, (nv + v) * e.bytes, e.vi) for v in range(nv)]
 
         largest = [e.load(p_top, v * e.bytes) for v in range(nv)]
-        with e.walk(keys, (s, self.nr * 4), top=largest) as walk:
+        with e.walk(keys, (s, self.nr * 4), carried={"top": largest}) as walk:
             (scores,) = walk
             at = e.splat(b.trunc(b.add(key, walk.index), I32))
             for v in range(nv):
@@ -119,9 +119,9 @@ class ManyTile(Tile, AddressLists):
         nv = self.nv
         vectors = self.channels_at_once * nv
 
-        with e.walk(steps, (o, vectors * e.bytes), offset=offset) as channels:
+        with e.walk(steps, (o, vectors * e.bytes), carried={"offset": offset}) as channels:
             (place,) = channels
-            with e.walk(count, (partials, stride), sums=[e.floats(0)] * vectors) as walk:
+            with e.walk(count, (partials, stride), carried={"sums": [e.floats(0)] * vectors}) as walk:
                 (split,) = walk
                 shares, p_o = [e.load(split, v * e.bytes) for v in range(nv)], e.at(split, channels.offset)
                 walk.sums = [

@@ -46,7 +46,7 @@ class IntegerTile(Tile):
 
         least = struct.unpack("<i", struct.pack("<f", LEAST_ROW))[0]
         places = (rows, e.bytes), (floats, self.lanes * self.row)
-        with e.walk(vectors, *places, top=e.ints(least)) as walk:
+        with e.walk(vectors, *places, carried={"top": e.ints(least)}) as walk:
             src, out = walk
             x = [e.load(src, r * self.key.loaded_row_bytes, e.vi) for r in range(self.lanes)]
             for j, channel in enumerate(e.transpose(x)):
@@ -149,7 +149,7 @@ class IntegerTile(Tile):
         """q·shift of every row of a panel, where `scores` adds it."""
         panel = e.pointer(q)
 
-        with e.walk(count, (floats, self.row), (shift, 4), acc=[e.floats(0)] * self.nv) as walk:
+        with e.walk(count, (floats, self.row), (shift, 4), carried={"acc": [e.floats(0)] * self.nv}) as walk:
             channel, entry = walk
             by = e.splat(e.load(entry, 0, F32))
             walk.acc = [e.fma(e.load(channel, v * e.bytes), by, x) for v, x in enumerate(walk.acc)]
@@ -191,7 +191,7 @@ class IntegerTile(Tile):
         """The largest of V's scales, row by row of the keys that it sees: no other may change its weights."""
         b, hidden = e.b, e.floats(float("-inf"))
 
-        with e.walk(keys, (s, self.row), (scales, 4), top=[e.ints(0)] * self.nv) as walk:
+        with e.walk(keys, (s, self.row), (scales, 4), carried={"top": [e.ints(0)] * self.nv}) as walk:
             scores, scale = walk
             x = e.splat(e.load(scale, 0, I32))
             seen = (b.fcmp_unordered("!=", e.load(scores, v * e.bytes), hidden) for v in range(self.nv))
@@ -228,7 +228,7 @@ class IntegerTile(Tile):
             e.store(beta[v], p_block, (nv + v) * e.bytes)
 
         places = (s, 4 * self.row), (p, self.row), (scales, 16)
-        with e.walk(fours, *places, sums=[zero] * nv) as walk:
+        with e.walk(fours, *places, carried={"sums": [zero] * nv}) as walk:
             p_s, p_p, p_w = walk
             of_key = [e.splat(e.load(p_w, 4 * h, F32)) for h in range(4)]
             for v in range(nv):

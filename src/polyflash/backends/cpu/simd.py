@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -25,7 +26,6 @@ EXP2 = {
     5: (0.6931469776, 0.2402224209, 0.05550733743, 0.00967151264, 0.00132647272),
     6: (0.6931472029, 0.2402264791, 0.05550332471, 0.009618437358, 0.001339887442, 0.0001535336181),
 }
-
 
 # exp2 on [0, 1), of least maximum relative error: 7.5e-5 and 7.5e-8.
 FLOOR_EXP2 = {
@@ -59,17 +59,9 @@ class _Turn:
         self.last: list[Value] = []
 
 
-class Walk:
+class Walk(SimpleNamespace):
     """One turn of a walk: its number, its pointers, which it yields, and by name what is carried from turn to
     turn, a value or a list: what is assigned there is carried on. Behind the walk it has the last of all."""
-
-    def __init__(self, index: Value, pointers: list[Value]) -> None:
-        self.index, self.pointers = index, pointers
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, carried: str) -> Any: ...
-        def __setattr__(self, carried: str, value: Any) -> None: ...
 
     def __iter__(self) -> Iterator[Value]:
         return iter(self.pointers)
@@ -443,16 +435,17 @@ class Emitter:
 
     @contextmanager
     def walk(
-        self, count: Value | int, *places: tuple[Value, int | Value], rolled: bool = False, **carried: Any
+        self, count: Value | int, *places: tuple[Value, Any], carried: Any = None, rolled: bool = False
     ) -> Iterator[Walk]:
         """Pointers for what is emitted within, which runs `count` times (0 too): each place is where one of
-        them begins and by how many bytes it goes on every time. `carried` are values, or lists of them.
+        them begins and by how many bytes it goes on every time; `carried` names values, or lists of them.
 
         One that is `rolled` the compiler leaves a loop: every key's row is then read by the same
         instructions, a step apart, one after the other. That is what the machine's prefetchers follow."""
+        carried = carried or {}
         start, n = [self.pointer(place) if place.type == I64 else place for place, _ in places], len(places)
         with self._repeated(count, [*start, *_flat(carried.values())], rolled) as turn:
-            walk = Walk(turn.index, turn.values[:n])
+            walk = Walk(index=turn.index, pointers=turn.values[:n])
             walk.hold(carried, turn.values[n:])
             yield walk
             steps = [self.at(p, step) for p, (_, step) in zip(walk, places, strict=True)]

@@ -67,7 +67,7 @@ class StatisticsTile(Tile):
         for v in range(self.nv):
             total, top, nan = (slot * row + v * e.bytes for slot in (1, 2, 3))
             carried = {"top": e.load(p_stats, top), "nan": e.load(p_stats, nan), "sums": [e.floats(0)] * 4}
-            with e.walk(fours, (s, 4 * row), **carried) as walk:
+            with e.walk(fours, (s, 4 * row), carried=carried) as walk:
                 (scores,) = walk
                 for j in range(4):
                     x = e.load(scores, j * row + v * e.bytes)
