@@ -18,8 +18,8 @@ import torch
 
 import polyflash
 from polyflash import SpecError, backends, env, explain, target, torch_ops
-from polyflash.backends.cpu import configs
 from tests import processes
+from tests.backends.cpu import keys as every
 from tests.rows_here import HERE
 
 PACKAGE = Path(polyflash.__file__).parent
@@ -144,7 +144,7 @@ def test_a_config_from_elsewhere_cannot_reach_generated_code():
                 )
     for known in target.KNOWN:
         if known.kind == "cpu":
-            assert all(re.fullmatch(r"[a-z0-9_]+", key.name) for key in configs.all_keys(known))
+            assert all(re.fullmatch(r"[a-z0-9_]+", key.name) for key in every.forward(known))
 
 
 def test_no_network_and_no_file_outside_the_cache():

@@ -16,6 +16,7 @@ from polyflash.backends.cpu.words import BACKWARD, BACKWARD_ITEM
 from polyflash.errors import SpecError
 from polyflash.spec import AttentionSpec, Feature, Phase
 from polyflash.target import parse
+from tests.backends.cpu import keys as every
 
 TARGETS = tuple(
     parse(name) for name in ("cpu:avx512+avx512_bf16", "cpu:avx512", "cpu:avx2", "cpu:neon", "cpu:generic")
@@ -31,7 +32,7 @@ def spec_of(dtype: str = "float32", seqlen: int = 2048, head_dim: int = 64, **mo
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name + str(len(t.features)))
 def test_keys_are_few_distinct_and_named_apart(target):
-    keys, forward = list(bc.all_keys(target)), list(configs.all_keys(target))
+    keys, forward = list(every.backward(target)), list(every.forward(target))
     names = {key.name for key in (*keys, *forward)}
     assert 0 < len(keys) <= 64 and len(names) == len(keys) + len(forward)
     assert BackwardKey("avx512", "f32", "float32", 4, 64) != KernelKey("avx512", "f32", "float32", 4, 64)
@@ -40,7 +41,7 @@ def test_keys_are_few_distinct_and_named_apart(target):
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name + str(len(t.features)))
 def test_a_plan_asks_for_keys_of_the_list_and_fits_the_cache(target):
-    listed = set(bc.all_keys(target))
+    listed = set(every.backward(target))
     for dtype in configs.STORAGE_BYTES:
         for head_dim in (1, 64, 65, 128, 200, 576):
             for seqlen in (1, 16, 33, 5000):

@@ -14,6 +14,7 @@ from polyflash.errors import SpecError
 from polyflash.spec import MANY_KEYS, AttentionSpec, Feature, Phase
 from polyflash.target import parse
 from tests import processes
+from tests.backends.cpu import keys as every
 from tests.chosen import of_each
 
 WITH_DOT, WITHOUT_DOT = parse("cpu:avx512+avx512_bf16"), parse("cpu:avx512")
@@ -28,14 +29,14 @@ def spec_of(dtype: str = "float32", seqlen: int = 2048, head_dim: int = 64) -> A
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 def test_keys_are_few_distinct_and_named_apart(target):
-    keys = list(configs.all_keys(target))
+    keys = list(every.forward(target))
     assert 0 < len(keys) <= 64
     assert len(set(keys)) == len({key.name for key in keys}) == len(keys)
 
 
 def test_bfloat16_dot_only_where_the_target_has_it():
     with_dot, without = (
-        [k for k in configs.all_keys(t) if isinstance(k, KernelKey)] for t in (WITH_DOT, WITHOUT_DOT)
+        [k for k in every.forward(t) if isinstance(k, KernelKey)] for t in (WITH_DOT, WITHOUT_DOT)
     )
     assert {k.compute for k in with_dot if k.storage == "bfloat16"} == {"bf16dot"}
     assert {k.compute for k in without} == {"f32"}
@@ -47,7 +48,7 @@ def test_bfloat16_dot_only_where_the_target_has_it():
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 def test_scratch_stays_below_two_megabytes(target):
-    for key in configs.all_keys(target):
+    for key in every.forward(target):
         if not isinstance(key, KernelKey):
             continue
         config = configs.choose(spec_of(head_dim=key.bucket), target)

@@ -12,15 +12,15 @@ from torch import Tensor
 
 import polyflash
 from polyflash import target
-from polyflash.backends.cpu import configs, integer_configs
 from polyflash.quant import QuantizedTensor, Scheme, quantize
 from polyflash.reference import attention_reference
 from polyflash.spec import Phase
+from tests.backends.cpu import keys as every
 from tests.backends.cpu.integer_emulator import expected
 from tests.tolerance import check, check_lse, same_bits
 
 HERE = target.detect("cpu")
-pytestmark = pytest.mark.skipif(not list(integer_configs.all_keys(HERE)), reason="needs avx512_vnni")
+pytestmark = pytest.mark.skipif(not list(every.integer(HERE)), reason="needs avx512_vnni")
 
 
 def scheme(**options: Any) -> Scheme:
@@ -306,6 +306,6 @@ def test_few_rows_and_gradients_are_decoded():
 
 
 def test_keys_are_bounded():
-    keys = list(integer_configs.all_keys(HERE))
+    keys = list(every.integer(HERE))
     assert len({key.name for key in keys}) == len(keys) <= 64
-    assert not {key.name for key in keys} & {key.name for key in configs.all_keys(HERE)}
+    assert not {key.name for key in keys} & {key.name for key in every.forward(HERE)}

@@ -14,6 +14,7 @@ from polyflash.backends.cpu import quantize, quantize_configs
 from polyflash.errors import UnsupportedError
 from polyflash.quant import NAMED, Scheme, codec
 from polyflash.quant import quantize as public
+from tests.backends.cpu import keys as every
 
 pytest.importorskip("numba")
 SCHEMES = {
@@ -132,7 +133,7 @@ def test_without_a_compiler_that_imports_the_codec_does_it(monkeypatch):
 
 def test_keys_are_listed():
     for known in target.KNOWN:
-        keys = list(quantize_configs.all_keys(known))
+        keys = list(every.quantize(known))
         assert len(set(keys)) == len({key.name for key in keys}) == len(keys) <= 90
         assert all(re.fullmatch("[a-z0-9_]+", key.name) for key in keys)
         for scheme in SCHEMES.values() if keys else ():

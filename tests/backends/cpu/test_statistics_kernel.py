@@ -13,6 +13,7 @@ from polyflash.backends.cpu import configs, statistics, statistics_configs, word
 from polyflash.backends.cpu.configs import Config
 from polyflash.reference import attention_reference
 from polyflash.spec import Arguments
+from tests.backends.cpu import keys as every
 from tests.backends.cpu.test_isas import CASES, HERE, LINUX, randn
 from tests.references import statistics_reference
 from tests.rows_here import needs_cpu_engine
@@ -139,9 +140,9 @@ def test_ranges_cover_every_row_once():
 @pytest.mark.parametrize("known", TARGETS, ids=lambda t: t.name)
 def test_keys_and_scratch(known):
     """Every kernel a plan can ask for is listed, and its tiles are apart."""
-    keys = list(statistics_configs.all_keys(known))
+    keys = list(every.statistics(known))
     assert len(set(keys)) == len(keys) == len({k.name for k in keys})
-    assert not {k.name for k in keys} & {k.name for k in configs.all_keys(known)}
+    assert not {k.name for k in keys} & {k.name for k in every.forward(known)}
     for key in keys:
         assert re.fullmatch(r"statistics_[a-z0-9_]+", key.name)
         tiles = statistics_configs.scratch(key, 8, 128)

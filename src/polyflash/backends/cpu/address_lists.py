@@ -24,12 +24,18 @@ class AddressLists:
         kind = ir.VectorType(I64, n)
         steps = b.mul(e.splat(stride, n), ir.Constant(kind, list(range(n))))
         start, ahead = b.add(e.splat(first, n), steps), e.splat(b.mul(stride, I64(n)), n)
+        self._fill(e, e.pointer(dst), start, ahead, count)
+
+    def _fill(self, e: Emitter, dst: Value, start: Value, ahead: Value, count: Value) -> None:
+        """`count` addresses, a vector at a time, each `ahead` of the one before."""
+        n = self.lanes // 2
+        vectors = e.b.udiv(e.b.add(count, I64(n - 1)), I64(n))
 
         def body(i: Value, p: list[Value]) -> list[Value]:
             e.store(p[1], p[0])
-            return [e.at(p[0], 8 * n), b.add(p[1], ahead)]
+            return [e.at(p[0], 8 * n), e.b.add(p[1], ahead)]
 
-        e.loop(b.udiv(b.add(count, I64(n - 1)), I64(n)), [e.pointer(dst), start], body)
+        e.loop(vectors, [dst, start], body)
 
     @stage
     def fill_pages(
@@ -40,23 +46,13 @@ class AddressLists:
         the `num` pages, it is zeros."""
         b, n = e.b, self.lanes // 2
         lane = ir.Constant(ir.VectorType(I64, n), list(range(n)))
-
-        def page(i: Value, p: list[Value]) -> list[Value]:
-            number = b.sext(e.load(p[0], 0, I32), I64)
+        with e.walk(count, (entries, stride), (dst, b.mul(size, I64(8)))) as (entry, place):
+            number = b.sext(e.load(entry, 0, I32), I64)
             real = b.icmp_unsigned("<", number, num)
             step = b.select(real, row_stride, I64(0))
             row = b.select(real, b.add(src, b.mul(number, page_stride)), zero)
             rows = b.add(e.splat(row, n), b.mul(e.splat(step, n), lane))
-            ahead = e.splat(b.mul(step, I64(n)), n)
-
-            def rows_of(j: Value, x: list[Value]) -> list[Value]:
-                e.store(x[1], x[0])
-                return [e.at(x[0], 8 * n), b.add(x[1], ahead)]
-
-            e.loop(b.udiv(b.add(size, I64(n - 1)), I64(n)), [p[1], rows], rows_of)
-            return [e.at(p[0], stride), e.at(p[1], b.mul(size, I64(8)))]
-
-        e.loop(count, [e.pointer(entries), e.pointer(dst)], page)
+            self._fill(e, place, rows, e.splat(b.mul(step, I64(n)), n), size)
 
     @stage
     def add_addresses(self, e: Emitter, dst: Value, distance: Value, count: Value, kept: Value) -> None:

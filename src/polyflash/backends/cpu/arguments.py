@@ -6,22 +6,19 @@ import math
 import struct
 from array import array
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from polyflash.backends.cpu import words
 from polyflash.backends.cpu.configs import DropoutKey, ScoreKey
 from polyflash.backends.cpu.runtime import stage_address
 from polyflash.backends.cpu.words import Operands, Softmax, Tensors
 from polyflash.mask import FAR_OFFSET, FAR_SIDE
+from polyflash.spec import Arguments
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from polyflash.spec import Arguments
-
-    Views = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and out
+Views = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and out
 
 FLOPS_PER_US = 100_000  # of one core, low on purpose: what the thread decision assumes
 LEND_FROM_US = 25  # work below this many microseconds stays on the caller
@@ -221,14 +218,14 @@ def _pages(table: Tensor, k: Tensor) -> tuple[int, ...]:
     return *_placed(table, 2), k.shape[2], k.shape[0]
 
 
-def tables(args: Arguments, kept: list[Tensor]) -> tuple[int, ...]:
+def tables(args: Arguments, kept: list[Tensor]) -> list[tuple[int, ...]]:
     """Address and strides over (batch, head, block of tokens) of each table of codes."""
-    words: tuple[int, ...] = ()
+    words: list[tuple[int, ...]] = []
     for x in (args.k_scale, args.k_shift, args.v_scale, args.v_shift):
         if x is not None and x.shape[3] > 1 and x.stride(3) != 1:
             x = x.contiguous()
             kept.append(x)
-        words += (0,) * 4 if x is None else (x.data_ptr(), *row_strides(x))
+        words.append((0,) * 4 if x is None else (x.data_ptr(), *row_strides(x)))
     return words
 
 

@@ -16,21 +16,20 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
+from torch import Tensor
 
 from polyflash.backends.cpu import arguments, backward_configs, configs, packing, pool, runtime
+from polyflash.backends.cpu.arguments import Views
 from polyflash.backends.cpu.backward_configs import BiasGradientKey
 from polyflash.backends.cpu.backward_sums import BiasSums, bias_sums, sink_gradient, zeros_in_order_of
 from polyflash.backends.cpu.words import NEEDS_DBIAS, BiasGradient, Cut, Entries, Gradients, Sums
 from polyflash.results import gradient_kinds
+from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from polyflash.backends.cpu.arguments import Views
     from polyflash.plan import Launch
-    from polyflash.spec import Arguments
 
-    Given = tuple[Tensor, Tensor | None, Tensor]  # dout, dlse and lse
+Given = tuple[Tensor, Tensor | None, Tensor]  # dout, dlse and lse
 
 KEPT_CUTS = 256  # per route
 Needs = tuple[bool, bool, bool, bool, bool]  # dq, dk, dv, dbias, dsinks

@@ -20,7 +20,7 @@ from llvmlite import ir
 from polyflash.backends.cpu.backward_configs import BackwardKey
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.intrinsics import stage
-from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, BFloatType, Emitter, Value
+from polyflash.backends.cpu.simd import F32, I1, I16, I32, I64, Emitter, Value
 
 MINUS_INF, INF, NAN = float("-inf"), float("inf"), float("nan")
 LOG2E, LOG2E_REST = 1.44269502162933349609375, 1.925963033500011e-08  # of float32, and what it misses
@@ -74,15 +74,11 @@ class BackwardTile(Tile):
 
         sums = []
         for r in range(self.lanes):
-
-            def body(i: Value, p: list[Value]) -> list[Value]:
-                acc = p[2]
-                for u, v in zip(parts(e.load(p[0])), parts(e.load(p[1])), strict=True):
-                    acc = e.fma(u, v, acc)
-                return [e.at(p[0], e.bytes), e.at(p[1], e.bytes), acc]
-
-            start = [e.at(e.pointer(x), r * row), e.at(e.pointer(y), r * row), e.floats(0)]
-            sums.append(e.loop(vectors, start, body)[2])
+            places = [(e.at(e.pointer(z), r * row), e.bytes) for z in (x, y)]
+            with e.walk(vectors, *places, carried={"acc": e.floats(0)}) as walk:
+                for u, v in zip(*(parts(e.load(p)) for p in walk), strict=True):
+                    walk.acc = e.fma(u, v, walk.acc)
+            sums.append(walk.acc)
         e.store(e.summed(e.transpose(sums)), e.pointer(dst))
 
     @stage
@@ -91,13 +87,13 @@ class BackwardTile(Tile):
         (lse = inf); a row whose scores are not finite has NaN."""
         b, p = e.b, e.pointer(stats)
         inside = e.first_lanes(rows)
-        x = e.masked_load(e.pointer(lse), inside, e.vf)
+        x = e.load(e.pointer(lse), inside=inside)
         empty = b.or_(b.fcmp_ordered("==", x, e.floats(MINUS_INF)), b.not_(inside))
         x = b.select(b.fcmp_ordered("==", x, e.floats(INF)), e.floats(NAN), x)
         sums = e.load(e.pointer(delta))
 
         def less(x: list[Value]) -> list[Value]:
-            return [b.fsub(x[0], e.masked_load(e.pointer(dlse), inside, e.vf))]
+            return [b.fsub(x[0], e.load(e.pointer(dlse), inside=inside))]
 
         sums = e.where(b.icmp_signed("!=", dlse, I64(0)), [sums], less)[0]
         e.store(b.select(empty, e.floats(INF), x), p)
@@ -158,9 +154,11 @@ class BackwardTile(Tile):
                 lo = {v: e.load(limits, v * e.bytes, e.vi) for v in chosen}
                 width = {v: e.load(limits, row + v * e.bytes, e.vi) for v in chosen}
 
-            def body(i: Value, p: list[Value]) -> list[Value]:
+            places = [(s, step * row), (dp, step * row), *((x, row) for x in narrow or ())]
+            with e.walk(b.udiv(keys, I64(step)), *places) as walk:
+                p = list(walk)
                 if bounds:
-                    key = b.add(first, e.splat(b.mul(b.trunc(i, I32), I32(step))))
+                    key = b.add(first, e.splat(b.mul(b.trunc(walk.index, I32), I32(step))))
                 for v in chosen:
                     found = []
                     for r in range(step):
@@ -180,10 +178,6 @@ class BackwardTile(Tile):
                             e.store(g, p[1], at)
                     if narrow:
                         self._store_narrow(e, p[2:], v, found)
-                return [e.at(q, step * row) for q in p[:2]] + [e.at(q, row) for q in p[2:]]
-
-            start = [e.pointer(x) for x in (s, dp, *(narrow or ()))]
-            e.loop(b.udiv(keys, I64(step)), start, body)
 
         self._side_by_side(columns)
 
@@ -197,11 +191,9 @@ class BackwardTile(Tile):
 
     def _store_narrow(self, e: Emitter, p: list[Value], v: int, found: list[tuple[Value, Value]]) -> None:
         """P and dS of two keys as bfloat16: rows of P, rows of dS, pairs of dS."""
-        kind = ir.VectorType(BFloatType(), self.lanes)
         for r, pair in enumerate(found):
             for place, x in zip(p[:2], pair, strict=True):
-                half = e.call(f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * self.lanes}", kind, [x])
-                e.store(e.b.bitcast(half, e.vh), place, r * self.nr * 2 + v * e.bytes // 2)
+                e.store(e.as_bf16(x), place, r * self.nr * 2 + v * e.bytes // 2)
         e.store(self._pair(e, found[0][1], found[1][1]), p[2], v * e.bytes)
 
     @stage
@@ -277,14 +269,13 @@ class BackwardTile(Tile):
         full, rest = b.udiv(count, I64(self.lanes)), b.urem(count, I64(self.lanes))
         tail = e.first_lanes(rest)
 
-        def step(j: Value, q: list[Value]) -> list[Value]:
-            e.store(e.fma(e.load(q[0]), scale, e.load(q[1])), q[1])
-            return [e.at(x, e.bytes) for x in q]
-
         with e.walk(rows, (src, self.key.v_row_bytes), (dst, stride)) as row:
-            part, sums = e.loop(full, row, step)
-            old = e.masked_load(sums, tail, e.vf)
-            e.masked_store(e.fma(e.load(part), scale, old), sums, tail)
+            with e.walk(full, *((p, e.bytes) for p in row)) as walk:
+                part, sums = walk
+                e.store(e.fma(e.load(part), scale, e.load(sums)), sums)
+            part, sums = walk
+            old = e.load(sums, inside=tail)
+            e.store(e.fma(e.load(part), scale, old), sums, inside=tail)
 
     @stage
     def add_transposed(self, e: Emitter, panel, dst, stride, rows, count, scale_bits) -> None:
@@ -293,20 +284,19 @@ class BackwardTile(Tile):
         b, base, scale = e.b, e.pointer(dst), e.splat(e.float_bits(scale_bits))
         p_rows = [e.at(base, b.mul(I64(r), stride)) for r in range(self.lanes)]
 
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            done = b.mul(i, I64(self.lanes))
+        squares = b.udiv(b.add(count, I64(self.lanes - 1)), I64(self.lanes))
+        with e.walk(squares, (panel, self.lanes * self.nr * 4)) as walk:
+            (square,) = walk
+            done = b.mul(walk.index, I64(self.lanes))
             inside = e.first_lanes(b.sub(count, done))
-            x = [e.load(p[0], j * self.nr * 4) for j in range(self.lanes)]
+            x = [e.load(square, j * self.nr * 4) for j in range(self.lanes)]
             for j in range(self.lanes):
-                e.store(e.floats(0), p[0], j * self.nr * 4)
+                e.store(e.floats(0), square, j * self.nr * 4)
             for r, part in enumerate(e.transpose(x)):
                 mask = b.and_(inside, e.splat(b.icmp_signed("<", I64(r), rows)))
                 at = e.at(p_rows[r], b.mul(done, I64(4)))
-                total = b.fadd(b.fmul(part, scale), e.masked_load(at, mask, e.vf))
-                e.masked_store(total, at, mask)
-            return [e.at(p[0], self.lanes * self.nr * 4)]
-
-        e.loop(b.udiv(b.add(count, I64(self.lanes - 1)), I64(self.lanes)), [e.pointer(panel)], body)
+                total = b.fadd(b.fmul(part, scale), e.load(at, inside=mask))
+                e.store(total, at, inside=mask)
 
     @stage
     def add_nonfinite(self, e: Emitter, p, row, vectors, dst, keys) -> None:

@@ -8,10 +8,9 @@ write one each: no bit depends on the number of threads or on the rest of the ba
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +18,8 @@ from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import BUCKETS, ISAS, KernelKey
 from polyflash.backends.cpu.packing import numbered
 from polyflash.errors import spec_error
-from polyflash.spec import Feature
-
-if TYPE_CHECKING:
-    from polyflash.spec import AttentionSpec
-    from polyflash.target import Target
+from polyflash.spec import AttentionSpec, Feature
+from polyflash.target import Target
 
 ITEM_WORDS = 48
 CHUNK_KEYS = 256  # least keys of a chunk of dQ
@@ -118,11 +114,6 @@ class BackwardConfig:
 def key_for(config: BackwardConfig, spec: AttentionSpec, nv: int) -> BackwardKey:
     """The kernel for a call with panels of `nv` vectors."""
     return configs.key_of(BackwardKey, config, spec.dtype, max(spec.head_dim, spec.head_dim_v), nv)
-
-
-def all_keys(target: Target) -> Iterator[KernelKey | configs.StageKey]:
-    """Every backward kernel that can run on `target`."""
-    return configs.keys_of(target, BackwardKey, BiasGradientKey)
 
 
 SPAN_ROWS, SPAN_ELEMENTS = 1024, 1 << 17  # most query rows held packed while the keys pass by, and elements

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from polyflash.backends.cpu import backward_configs
 from polyflash.results import empty_in_order_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 SUMMED_ALIKE = 1 << 14  # elements, half of what torch gives one thread
 OWN_SUMS_BYTES = 64 << 20  # up to here every head and batch entry has a bias gradient of its own

@@ -26,7 +26,7 @@ class BiasTile:
         return [e.load(e.pointer(ds), r * self.nr * 4) for r in range(self.lanes)]
 
     def _add(self, e: Emitter, x: Value, at: Value, inside: Value) -> None:
-        e.masked_store(e.b.fadd(x, e.masked_load(at, inside, e.vf)), at, inside)
+        e.store(e.b.fadd(x, e.load(at, inside=inside)), at, inside=inside)
 
     @stage
     def add_square(self, e: Emitter, ds, dst, stride, rows, keys) -> None:

@@ -77,17 +77,14 @@ class Tile:
 
         def step(p: list[Value], mask: Value | None) -> list[Value]:
             e.prefetch(e.at(p[0], ahead))
-            x = e.load(p[0], 0, kind) if mask is None else e.masked_load(p[0], mask, kind)
-            x = x if raw else self._widen(e, x)
+            x = e.load(p[0], 0, kind, mask)
+            x = x if raw else e.widen(x, self.key.storage)
             e.store(x, p[1])
             carried = [] if flag is None else [e.fma(x, e.floats(0), p[2])]  # 0·x: NaN if x is not finite
             return [e.at(p[0], per * self.size), e.at(p[1], e.bytes), *carried]
 
         out = e.each_vector(count, per, [src, dst] if flag is None else [src, dst, flag], step)
         return None if flag is None else out[2]
-
-    def _widen(self, e: Emitter, x: Value) -> Value:
-        return e.from_bf16(x) if self.key.storage == "bfloat16" else e.from_f16(x)
 
     @stage
     def load_rows(self, e: Emitter, src, stride, rows, count, dst) -> None:
@@ -105,12 +102,10 @@ class Tile:
             return self._load_value_pairs(e, src0, src1, step, rows, count, dst)
         ahead = e.b.mul(step, I64(ROWS_AHEAD))
 
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            flag = self._row(e, p[0], p[1], count, p[2], self.raw, ahead)
-            return [e.at(p[0], step), e.at(p[1], self.key.v_row_bytes), flag]
-
-        flag = e.loop(rows, [e.pointer(src0), e.pointer(dst), e.floats(0)], body)[2]
-        return e.b.zext(e.any_lane(e.b.fcmp_unordered("uno", flag, flag)), I64)
+        with e.walk(rows, (src0, step), (dst, self.key.v_row_bytes), carried={"flag": e.floats(0)}) as walk:
+            row, place = walk
+            walk.flag = self._row(e, row, place, count, walk.flag, self.raw, ahead)
+        return e.b.zext(e.any_lane(e.b.fcmp_unordered("uno", walk.flag, walk.flag)), I64)
 
     def _load_value_pairs(self, e: Emitter, src0, src1, step, pairs, count, dst) -> Value:
         b, n = e.b, 2 * self.lanes
@@ -120,19 +115,16 @@ class Tile:
         def columns(p: list[Value], mask: Value | None) -> list[Value]:
             for q in p[:2]:
                 e.prefetch(e.at(q, ahead))
-            x, y = (e.load(q, 0, kind) if mask is None else e.masked_load(q, mask, kind) for q in p[:2])
+            x, y = (e.load(q, 0, kind, mask) for q in p[:2])
             for h, part in enumerate(e.interleave(x, y)):
                 e.store(part, p[2], h * e.bytes)
             bad = b.or_(e.not_finite(x), e.not_finite(y))
             return [e.at(p[0], 2 * n), e.at(p[1], 2 * n), e.at(p[2], 2 * e.bytes), b.or_(p[3], bad)]
 
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            flag = e.each_vector(count, n, p, columns)[3]
-            return [e.at(p[0], step), e.at(p[1], step), e.at(p[2], self.key.v_row_bytes), flag]
-
-        none = ir.Constant(ir.VectorType(I1, n), [0] * n)
-        flag = e.loop(pairs, [e.pointer(src0), e.pointer(src1), e.pointer(dst), none], body)[3]
-        return b.zext(e.any_lane(flag), I64)
+        places = (src0, step), (src1, step), (dst, self.key.v_row_bytes)
+        with e.walk(pairs, *places, carried={"flag": ir.Constant(ir.VectorType(I1, n), [0] * n)}) as walk:
+            walk.flag = e.each_vector(count, n, [*walk, walk.flag], columns)[3]
+        return b.zext(e.any_lane(walk.flag), I64)
 
     @stage
     def pack_query(self, e: Emitter, rows, vectors, dst, sign) -> None:
@@ -164,21 +156,18 @@ class Tile:
         trip, with its number; `first` are the sums of the rows before, if they are not 0."""
         nv, mr, stride = nv or self.nv, self.mr, stride or self.nr * 4
 
-        def body(i: Value, vals: list[Value]) -> list[Value]:
-            p_a, p_b, acc = vals[0], vals[1], vals[2:]
+        start = [x for x in first or [e.floats(0)] * mr for _ in range(nv)]
+        with e.walk(trips, (a, unroll * step), (b, unroll * stride), carried={"acc": start}) as walk:
+            (p_a, p_b), acc = walk, walk.acc
             if each is not None:
-                each(i)
+                each(walk.index)
             for u in range(unroll):
                 b_row = [e.load(p_b, u * stride + v * e.bytes) for v in range(nv)]
                 for r in range(mr):
                     atom = e.splat(e.load(p_a, r * row + u * step, self.atom))
                     for v in range(nv):
                         acc[r * nv + v] = self._multiply_add(e, acc[r * nv + v], b_row[v], atom)
-            return [e.at(p_a, unroll * step), e.at(p_b, unroll * stride), *acc]
-
-        start = [x for x in first or [e.floats(0)] * mr for _ in range(nv)]
-        out = e.loop(trips, [a, b, *start], body)[2:]
-        return [out[r * nv : r * nv + nv] for r in range(mr)]
+        return [walk.acc[r * nv : r * nv + nv] for r in range(mr)]
 
     def _multiply_add(self, e: Emitter, acc: Value, vector: Value, atom: Value) -> Value:
         return e.dot_bf16(acc, vector, atom) if self.dot else e.fma(vector, atom, acc)
@@ -189,11 +178,12 @@ class Tile:
         if bounds:
             limits, key = e.pointer(bounds[0]), e.splat(b.trunc(bounds[1], I32))
 
-        def group(i: Value, vals: list[Value]) -> list[Value]:
-            p_k, p_s, top = vals[0], vals[1], vals[2:]
-            acc = self._key_products(e, i, p_k, p_q, trips)
+        largest = [e.load(p_max, v * e.bytes) for v in range(nv)]
+        with e.walk(groups, (k, mr * self.key_step), (s, mr * self.nr * 4), carried={"top": largest}) as walk:
+            p_k, p_s = walk
+            acc = self._key_products(e, walk.index, p_k, p_q, trips)
             if bounds:
-                first = b.add(key, e.splat(b.mul(b.trunc(i, I32), I32(mr))))
+                first = b.add(key, e.splat(b.mul(b.trunc(walk.index, I32), I32(mr))))
                 lo = [e.load(limits, v * e.bytes, e.vi) for v in range(nv)]
                 width = [e.load(limits, (nv + v) * e.bytes, e.vi) for v in range(nv)]
             for r in range(mr):
@@ -201,14 +191,10 @@ class Tile:
                     x = acc[r][v]
                     if bounds:
                         x = e.apply_mask(x, b.sub(b.add(first, e.ints(r)), lo[v]), width[v])
-                    top[v] = e.maximum(x, top[v])
+                    walk.top[v] = e.maximum(x, walk.top[v])
                     e.store(x, p_s, (r * nv + v) * e.bytes)
-            return [e.at(p_k, mr * self.key_step), e.at(p_s, mr * self.nr * 4), *top]
-
-        start = [e.load(p_max, v * e.bytes) for v in range(nv)]
-        out = e.loop(groups, [e.pointer(k), e.pointer(s), *start], group)
         for v in range(nv):
-            e.store(out[2 + v], p_max, v * e.bytes)
+            e.store(walk.top[v], p_max, v * e.bytes)
 
     @property
     def key_step(self) -> int:
@@ -238,16 +224,14 @@ class Tile:
         nv, mr = self.nv, self.mr
         p_p, p_alpha = e.pointer(p), e.pointer(alpha)
 
-        def group(i: Value, vals: list[Value]) -> list[Value]:
-            acc = self._value_products(e, vals[0], p_p, trips, p_alpha, meanwhile(i))
+        with e.walk(groups, (v, mr * 4), (o, mr * self.nr * 4)) as walk:
+            values, sums = walk
+            acc = self._value_products(e, values, p_p, trips, p_alpha, meanwhile(walk.index))
             scale = [e.load(p_alpha, c * e.bytes) for c in range(nv)]
             for r in range(mr):
                 for c in range(nv):
                     at = (r * nv + c) * e.bytes
-                    e.store(e.fma(scale[c], e.load(vals[1], at), acc[r][c]), vals[1], at)
-            return [e.at(vals[0], mr * 4), e.at(vals[1], mr * self.nr * 4)]
-
-        e.loop(groups, [e.pointer(v), e.pointer(o)], group)
+                    e.store(e.fma(scale[c], e.load(sums, at), acc[r][c]), sums, at)
 
     def _value_products(
         self, e: Emitter, p_v: Value, p_p: Value, trips: Value, p_alpha: Value, each: Any
@@ -290,23 +274,20 @@ class Tile:
             found = [rescale(v) for v in chosen]
             row = self.nr * 4
 
-            def body(i: Value, vals: list[Value]) -> list[Value]:
-                l_i = vals[2:]
+            places = (s, 4 * row), (p, (2 if self.dot else 4) * row)
+            with e.walk(fours, *places, carried={"l_i": [e.floats(0)] * (2 * len(chosen))}) as walk:
+                (scores, place), l_i = walk, walk.l_i
                 for c, v in enumerate(chosen):
                     for pair in range(2):
-                        x, y = (weight(vals[0], (2 * pair + h) * row, v, found[c][0]) for h in range(2))
+                        x, y = (weight(scores, (2 * pair + h) * row, v, found[c][0]) for h in range(2))
                         l_i[2 * c + pair] = b.fadd(l_i[2 * c + pair], b.fadd(x, y))
                         if self.dot:
-                            e.store(self._pair(e, x, y), vals[1], pair * row + v * e.bytes)
+                            e.store(self._pair(e, x, y), place, pair * row + v * e.bytes)
                         else:
-                            e.store(x, vals[1], 2 * pair * row + v * e.bytes)
-                            e.store(y, vals[1], (2 * pair + 1) * row + v * e.bytes)
-                return [e.at(vals[0], 4 * row), e.at(vals[1], (2 if self.dot else 4) * row), *l_i]
-
-            sums = [e.floats(0)] * (2 * len(chosen))
-            out = e.loop(fours, [e.pointer(s), e.pointer(p), *sums], body)
+                            e.store(x, place, 2 * pair * row + v * e.bytes)
+                            e.store(y, place, (2 * pair + 1) * row + v * e.bytes)
             for c, v in enumerate(chosen):
-                block_sum = b.fadd(out[2 + 2 * c], out[3 + 2 * c])
+                block_sum = b.fadd(walk.l_i[2 * c], walk.l_i[2 * c + 1])
                 l_i = e.fma(found[c][1], e.load(p_stats, (nv + v) * e.bytes), block_sum)
                 e.store(l_i, p_stats, (nv + v) * e.bytes)
 
@@ -333,8 +314,7 @@ class Tile:
         kind = ir.VectorType(BFloatType(), 2 * self.lanes)
         both = e.call(f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * self.lanes}", kind, [y, x])
         both = e.b.bitcast(both, ir.VectorType(I16, 2 * self.lanes))
-        order = [j // 2 + (self.lanes if j & 1 else 0) for j in range(2 * self.lanes)]
-        return e.b.shuffle_vector(both, both, ir.Constant(ir.VectorType(I32, 2 * self.lanes), order))
+        return e.shuffle(both, both, (j // 2 + self.lanes * (j & 1) for j in range(2 * self.lanes)))
 
     @stage
     def add_seen(self, e: Emitter, p, odd, row, count, o, limits, key, seen) -> None:
@@ -395,25 +375,17 @@ class Tile:
         empty = b.fcmp_ordered("==", l_i, e.floats(0))
         inverse = b.fdiv(e.floats(1), l_i)
 
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            done = b.mul(i, I64(self.lanes))
+        squares = b.udiv(b.add(count, I64(self.lanes - 1)), I64(self.lanes))
+        with e.walk(squares, (o, self.lanes * self.nr * 4)) as walk:
+            (square,) = walk
+            done = b.mul(walk.index, I64(self.lanes))
             inside = e.first_lanes(b.sub(count, done))
-            channels = (e.load(p[0], j * self.nr * 4) for j in range(self.lanes))
+            channels = (e.load(square, j * self.nr * 4) for j in range(self.lanes))
             x = [b.select(empty, e.floats(0), b.fmul(channel, inverse)) for channel in channels]
             for r, row in enumerate(e.transpose(x)):
                 valid = e.splat(b.icmp_signed("<", I64(r), rows))
                 at = e.at(p_rows[r], b.mul(done, I64(self.size)))
-                e.masked_store(self._narrow(e, row), at, b.and_(inside, valid))
-            return [e.at(p[0], self.lanes * self.nr * 4)]
-
-        e.loop(b.udiv(b.add(count, I64(self.lanes - 1)), I64(self.lanes)), [e.pointer(o)], body)
-
-    def _narrow(self, e: Emitter, x: Value) -> Value:
-        if self.key.storage == "float32":
-            return x
-        if self.key.storage == "bfloat16":
-            return e.to_bf16_bits(x)
-        return e.to_f16_bits(x)
+                e.store(e.narrow(row, self.key.storage), at, inside=b.and_(inside, valid))
 
     @stage
     def finish_stats(self, e: Emitter, stats, scale_bits, sink_bits) -> None:
@@ -447,4 +419,4 @@ class Tile:
 
     @stage
     def store_lse(self, e: Emitter, stats, dst, rows) -> None:
-        e.masked_store(e.load(e.pointer(stats)), e.pointer(dst), e.first_lanes(rows))
+        e.store(e.load(e.pointer(stats)), e.pointer(dst), inside=e.first_lanes(rows))

@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from polyflash.errors import spec_error
-from polyflash.spec import DECODE_ROWS, MOST_SHARED_ROWS, Feature
-
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.decode_configs import DecodeConfig
-    from polyflash.spec import AttentionSpec
-    from polyflash.target import Target
+from polyflash.spec import DECODE_ROWS, MOST_SHARED_ROWS, AttentionSpec, Feature
+from polyflash.target import Target
 
 LINE = 64  # bytes of a cache line
 STEP = 16  # keys and channels are padded to it: a multiple of every vector and of every group of keys
@@ -376,7 +372,7 @@ def _compute_of(spec: AttentionSpec, dtype: str, target: Target) -> str:
     return "int8dot" if spec.codes else compute_for(dtype, target)
 
 
-def check_fits(config: Config | DecodeConfig, spec: AttentionSpec, target: Target) -> None:
+def check_fits(config: Any, spec: AttentionSpec, target: Target) -> None:
     """SpecError unless `config` is one that this target can run for this dtype."""
     change = "Take explain(...).config."
     isas = _RUNS.get(target.arch, ())
@@ -385,22 +381,6 @@ def check_fits(config: Config | DecodeConfig, spec: AttentionSpec, target: Targe
     compute = _compute_of(spec, spec.dtype, target) if config.isa == "avx512" else "f32"
     if config.compute != compute:
         raise spec_error("config.compute", got=config.compute, wanted=compute, change=change)
-
-
-def all_keys(target: Target) -> Iterator[KernelKey | StageKey]:
-    """All code that a forward call on `target` can need."""
-    return keys_of(target, KernelKey, ScoreKey, DropoutKey)
-
-
-def keys_of(target: Target, cls: type[AnyKey], *stages: type[StageKey]) -> Iterator[AnyKey | StageKey]:
-    """Every key of these classes that can run on `target`."""
-    if target.arch not in ISAS:
-        return
-    for nv in ISAS[target.arch].group_keys:
-        yield from (stage(target.arch, nv) for stage in stages)
-        for dtype in STORAGE_BYTES:
-            for bucket in BUCKETS:
-                yield cls(target.arch, compute_for(dtype, target), dtype, nv, bucket)
 
 
 @lru_cache(maxsize=512)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
+from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from polyflash.backends.cpu import (
     arguments,
@@ -23,21 +26,14 @@ from polyflash.backends.cpu import (
     pool,
     runtime,
 )
-from polyflash.backends.cpu.configs import LINE
-from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH
+from polyflash.backends.cpu.configs import LINE, Scratch
+from polyflash.backends.cpu.decode_configs import MOST_HEADS, WIDTH, DecodeConfig
 from polyflash.backends.cpu.words import DECODE, Cut, Entry
-from polyflash.spec import DECODE_ROWS
+from polyflash.spec import DECODE_ROWS, Arguments, AttentionSpec
+from polyflash.target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
-    from polyflash.backends.cpu.configs import Scratch
-    from polyflash.backends.cpu.decode_configs import DecodeConfig
     from polyflash.plan import Launch
-    from polyflash.spec import Arguments, AttentionSpec
-    from polyflash.target import Target
 
 BYTES_PER_US = 16_000  # that one core reads: what the thread decision assumes
 KEPT_PARTIALS = 64 << 20  # bytes a thread keeps between its calls
@@ -210,7 +206,7 @@ def framed(
         middle = arguments.operands(args, scale, does, kept, 0, 0, k)
     bounds, (factor, cap) = args.row_bounds, arguments.decode_scaling(args, scale, does)
     row_bounds = (0, 0, 0) if bounds is None else (bounds.data_ptr(), *(4 * s for s in bounds.stride()))
-    tables = arguments.tables(args, kept) if args.codes else (0,) * 16
+    tables = chain(*arguments.tables(args, kept)) if args.codes else (0,) * 16
     tail = (cut.split_keys, *(0,) * 5, cut.partial_bytes, 0, factor, cap, *cut.widths, *row_bounds, 0, 0)
     block = array("q", head + middle + cut.words + array("q", (*tail, *tables)).tobytes())
     long_runs = args.page_table is None or k.shape[2] >= LONG_PAGE

@@ -21,10 +21,11 @@ from polyflash.backends.cpu.address_lists import AddressLists
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.configs import STEP
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, NARROW, WIDTH, DecodeKey
+from polyflash.backends.cpu.decode_many_blocks import joined
 from polyflash.backends.cpu.decode_turns import Turns
-from polyflash.backends.cpu.decode_units import rolled, sums_of_lanes
+from polyflash.backends.cpu.decode_units import sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
-from polyflash.backends.cpu.simd import F32, I32, I64, BFloatType, Emitter, Value
+from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
 
 UNSEEN = -0.0  # the weight of a key that a row does not see; one too small to keep is +0.0
 
@@ -38,6 +39,7 @@ class DecodeTile(AddressLists, Turns):
         self.atom = I32 if self.pairs else F32  # of weights
         self.degree = 5 if key.storage == "float32" else 4
         self.whole = Tile(key.row_key)
+        self.group_weights = KEYS_PER_GROUP // key.pack * key.rows * 4  # bytes
 
     @stage
     def fill(self, e: Emitter, dst: Value, vectors: Value, bits: Value) -> None:
@@ -80,22 +82,17 @@ class DecodeTile(AddressLists, Turns):
         def group(channels: Value | int, q: Any, i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_s, largest, at, p_later = values
             sums: list[Value] = []
-
-            def key_sums(j: Value, p: list[Value]) -> list[Value]:
-                row, next_row = (e.pointer(e.load(x, 0, I64)) for x in p[:2])
-                e.store(self._dots(e, row, next_row, q, channels, spread)[0], p[2])
-                return [e.at(p[0], 8), e.at(p[1], 8), e.at(p[2], e.bytes)]
-
             if self.rows > 1:
                 for j in range(self.keys):
                     row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
                     sums += self._dots(e, row, next_row, q, channels, spread)
             else:
-                rolled(e, self.keys, [p_rows, p_later, p_sums], key_sums)
+                places = (p_rows, 8), (p_later, 8), (p_sums, e.bytes)
+                with e.walk(self.keys, *places, rolled=True) as (*listed, p_sum):
+                    row, next_row = (e.pointer(e.load(x, 0, I64)) for x in listed)
+                    e.store(self._dots(e, row, next_row, q, channels, spread)[0], p_sum)
                 sums = [e.load(p_sums, n * e.bytes) for n in range(self.lanes)]
-            x = change(sums_of_lanes(e, sums))
-            seen = b.icmp_unsigned("<", b.sub(at, lo), width)
-            x = b.select(seen, x, e.floats(float("-inf")))
+            x = e.apply_mask(change(sums_of_lanes(e, sums)), b.sub(at, lo), width)
             e.store(x, p_s)
             ahead, p_later = e.at(p_rows, 8 * self.keys), e.at(p_later, 8 * self.keys)
             return [ahead, e.at(p_s, e.bytes), e.maximum(x, largest), b.add(at, e.ints(self.keys)), p_later]
@@ -180,10 +177,9 @@ class DecodeTile(AddressLists, Turns):
                 weight = b.select(b.fcmp_ordered("==", x, minus_inf), e.floats(UNSEEN), weight)
                 e.store(self._pairs(e, weight) if self.pairs else weight, values[1], n * stored)
                 weights.append(weight)
-            while len(weights) > 1:  # equal weights that join a large sum one by one all round the same way
-                weights = [b.fadd(u, v) for u, v in zip(weights[::2], weights[1::2], strict=True)]
+            total = e.summed(weights)  # equal weights that join a large sum one by one all round the same way
             ahead = [e.at(values[0], together * e.bytes), e.at(values[1], together * stored)]
-            return [*ahead, b.fadd(values[2], weights[0])]
+            return [*ahead, b.fadd(values[2], total)]
 
         together, stored = min(8, STEP // self.keys), e.bytes // self.key.pack
         trips = b.udiv(vectors, I64(together))
@@ -204,11 +200,8 @@ class DecodeTile(AddressLists, Turns):
             for row in range(self.rows)
             for half in (0, 1)
         ]
-        kind = ir.VectorType(BFloatType(), self.lanes)
-        bits = e.b.bitcast(
-            e.call(f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * self.lanes}", kind, [weight]), e.vh
-        )
-        return e.b.shuffle_vector(bits, bits, ir.Constant(e.vi, order))
+        bits = e.as_bf16(weight)
+        return e.shuffle(bits, bits, order)
 
     def _across_keys(
         self, e: Emitter, x: Value, combine: Callable[[Value, Value], Value], rows: int = 0
@@ -216,8 +209,7 @@ class DecodeTile(AddressLists, Turns):
         """Every lane of a row gets what `combine` makes of all of them; of `rows` rows, if it is not 0."""
         distance = self.lanes // 2
         while distance >= (rows or self.rows):
-            order = ir.Constant(e.vi, [(lane + distance) % self.lanes for lane in range(self.lanes)])
-            x = combine(x, e.b.shuffle_vector(x, x, order))
+            x = combine(x, e.shuffle(x, x, ((lane + distance) % self.lanes for lane in range(self.lanes))))
             distance //= 2
         return x
 
@@ -241,7 +233,7 @@ class DecodeTile(AddressLists, Turns):
         def group(i: Value, values: list[Value]) -> list[Value]:
             p_rows, p_p, p_alpha, p_later = values
             self._weigh(e, [p_p, p_alpha, p_o], (p_rows, p_later), channels, spread, bounded)
-            p_next = e.at(p_p, KEYS_PER_GROUP // self.key.pack * self.rows * 4)
+            p_next = e.at(p_p, self.group_weights)
             return [e.at(p_rows, 8 * KEYS_PER_GROUP), p_next, p_ones, e.at(p_later, 8 * KEYS_PER_GROUP)]
 
         e.loop(groups, [e.pointer(v_rows), e.pointer(p), e.pointer(alpha), e.pointer(later)], group)
@@ -271,28 +263,23 @@ class DecodeTile(AddressLists, Turns):
                     weight = e.splat(e.load(p_weights, (first + r) * 4, self.atom))
                     self._add_keys(e, sums, r, weight, raw, bounded)
 
-            def some_keys(k: Value, x: list[Value]) -> list[Value]:
-                lists = [[e.pointer(e.load(p, 8 * j, I64)) for j in range(pack)] for p in x[:2]]
-                weighed(list(zip(*lists, strict=True)), x[2], sums := x[3:])
-                return [e.at(x[0], 8 * pack), e.at(x[1], 8 * pack), e.at(x[2], 4 * self.rows), *sums]
-
-            sums: list[Value] = [e.floats(0)] * (at_once * count * self.parts)
-            if callable(listed):
-
-                def keys_at(k: Value, x: list[Value]) -> list[Value]:
-                    n = e.b.mul(k, I64(pack))
-                    weighed([listed(e.b.add(n, I64(j))) for j in range(pack)], x[0], sums := x[1:])
-                    return [e.at(x[0], 4 * self.rows), *sums]
-
-                sums = rolled(e, trips, [p_p, *sums], keys_at)[1:]
-            else:
-                sums = rolled(e, trips, [*listed, p_p, *sums], some_keys)[3:]
+            places = [] if callable(listed) else [(p, 8 * pack) for p in listed]
+            zeros = [e.floats(0)] * (at_once * count * self.parts)
+            with e.walk(trips, *places, (p_p, 4 * self.rows), rolled=True, carried={"sums": zeros}) as walk:
+                *lists, p_weights = walk
+                if callable(listed):
+                    n = e.b.mul(walk.index, I64(pack))
+                    pairs = [listed(e.b.add(n, I64(j))) for j in range(pack)]
+                else:
+                    rows = [[e.pointer(e.load(p, 8 * j, I64)) for j in range(pack)] for p in lists]
+                    pairs = list(zip(*rows, strict=True))
+                weighed(pairs, p_weights, walk.sums)
             for r in range(at_once):
                 shrink = None if p_alpha is None else e.splat(e.load(p_alpha, (first + r) * 4, F32))
                 for c in range(count * self.parts):
                     u, part = divmod(c, self.parts)
                     place = u * step_bytes + ((first + r) * self.parts + part) * e.bytes
-                    before, more = e.load(p[0], place), sums[r * count * self.parts + c]
+                    before, more = e.load(p[0], place), walk.sums[r * count * self.parts + c]
                     total = e.b.fadd(before, more) if shrink is None else e.fma(shrink, before, more)
                     e.store(total, p[0], place)
 
@@ -310,7 +297,7 @@ class DecodeTile(AddressLists, Turns):
         for unit in raw:
             if bounded:
                 unit = [self._where_seen(e, sign, x) for sign, x in zip(signs, unit, strict=True)]
-            loaded += self._interleave(e, *unit) if self.pairs else self._split(e, unit[0])
+            loaded += e.interleave(*unit) if self.pairs else self._split(e, unit[0])
         for c, x in enumerate(loaded):
             at = r * len(loaded) + c
             sums[at] = e.dot_bf16(sums[at], x, weight) if self.pairs else e.fma(weight, x, sums[at])
@@ -338,32 +325,17 @@ class DecodeTile(AddressLists, Turns):
             return [e.at(x[0], e.bytes), e.b.fadd(x[1], e.b.fmul(e.load(x[0]), e.floats(0)))]
 
         total = e.loop(vectors, [e.pointer(o), e.floats(0)], body)[1]
-        bits, whole = e.b.fcmp_unordered("uno", total, total), ir.IntType(self.lanes)
-        return e.b.zext(e.b.icmp_unsigned("!=", e.b.bitcast(bits, whole), whole(0)), I64)
+        return e.b.zext(e.any_lane(e.b.fcmp_unordered("uno", total, total)), I64)
 
     # merge
     @stage
     def merge_stats(self, e: Emitter, partials, stride, count, stats, scale_bits) -> None:
-        """(m, l) of every split become its share 2**((m - M)·scale_log2) and, in `stats`, M and the sum of
-        shares times l, added in the order of the splits."""
-        b, minus_inf = e.b, e.floats(float("-inf"))
+        """Shares of splits, as in decode_many_blocks.py."""
 
-        def highest(i: Value, x: list[Value]) -> list[Value]:
-            return [e.at(x[0], stride), e.maximum(e.load(x[0]), x[1])]
+        def power(d: Value, degree: int) -> Value:
+            return self._power(e, d, scale_bits, degree)
 
-        m = e.loop(count, [e.pointer(partials), minus_inf], highest)[1]
-        m_safe = b.select(b.fcmp_ordered("==", m, minus_inf), e.floats(0), m)
-
-        def share(i: Value, x: list[Value]) -> list[Value]:
-            own = e.load(x[0])
-            w = self._power(e, b.fsub(own, m_safe), scale_bits, 6)
-            lost = b.and_(b.fcmp_ordered("==", w, e.floats(0)), b.fcmp_ordered("!=", own, minus_inf))
-            w = b.select(lost, b.bitcast(e.ints(1), e.vf), w)  # not 0: its O may hold an infinity
-            e.store(w, x[0])
-            return [e.at(x[0], stride), e.fma(w, e.load(x[0], e.bytes), x[1])]
-
-        l_i = e.loop(count, [e.pointer(partials), e.floats(0)], share)[1]
-        p_stats = e.pointer(stats)
+        p_stats, (m, l_i) = e.pointer(stats), joined(e, partials, stride, count, 0, e.bytes, power, True)
         e.store(m, p_stats)
         e.store(l_i, p_stats, e.bytes)
 
@@ -372,21 +344,18 @@ class DecodeTile(AddressLists, Turns):
         """O = the sum of every split's share times its O, in the order of the splits."""
         vectors = self.rows * self.parts
 
-        def unit(i: Value, x: list[Value]) -> list[Value]:
-            def split(j: Value, y: list[Value]) -> list[Value]:
-                p, p_o = y[0], e.at(y[0], y[1])
-                sums = [
-                    e.fma(e.splat(e.load(p, c // self.parts * 4, F32)), e.load(p_o, c * e.bytes), y[2 + c])
-                    for c in range(vectors)
+        with e.walk(units, (o, vectors * e.bytes), carried={"offset": offset}) as unit:
+            (place,) = unit
+            with e.walk(count, (partials, stride), carried={"sums": [e.floats(0)] * vectors}) as walk:
+                (split,) = walk
+                p_o = e.at(split, unit.offset)
+                walk.sums = [
+                    e.fma(e.splat(e.load(split, c // self.parts * 4, F32)), e.load(p_o, c * e.bytes), x)
+                    for c, x in enumerate(walk.sums)
                 ]
-                return [e.at(p, stride), y[1], *sums]
-
-            sums = e.loop(count, [e.pointer(partials), x[0], *[e.floats(0)] * vectors], split)[2:]
-            for c, total in enumerate(sums):
-                e.store(total, x[1], c * e.bytes)
-            return [e.b.add(x[0], I64(vectors * e.bytes)), e.at(x[1], vectors * e.bytes)]
-
-        e.loop(units, [offset, e.pointer(o)], unit)
+            for c, total in enumerate(walk.sums):
+                e.store(total, place, c * e.bytes)
+            unit.offset = e.b.add(unit.offset, I64(vectors * e.bytes))
 
     # finalize
     @stage
@@ -414,11 +383,7 @@ class DecodeTile(AddressLists, Turns):
                 b.select(empty, e.floats(0), b.fmul(e.load(p[0], c * e.bytes), inverse))
                 for c in range(self.parts)
             ]
-            y = self._narrow(e, x)
-            if mask is None:
-                e.store(y, e.at(row, at))
-            else:
-                e.masked_store(y, e.at(row, at), mask)
+            e.store(self._narrow(e, x), row, at, mask)
             return [e.at(p[0], self.rows * self.parts * e.bytes)]
 
         self._units(e, channels, [e.pointer(o)], step)

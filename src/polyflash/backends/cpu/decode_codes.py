@@ -7,13 +7,15 @@ keys are copied, through pages too, and join scores and weights a vector at a ti
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyflash.backends.cpu import configs
-from polyflash.backends.cpu.words import DECODE
+from polyflash.backends.cpu.decode_codes_configs import CodesKey
+from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, word
+from polyflash.backends.cpu.structs import Blocks
+from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.decode_codes_configs import CodesKey
+device = Blocks(DECODE).device
 
 BEYOND = 1 << 40  # more keys than there are
 BYTES_AHEAD = (
@@ -23,11 +25,6 @@ BYTES_AHEAD = (
 
 def walk(key: CodesKey, stage: Any, list_rows: Any) -> Any:
     """A device function of 11 arguments, see `attend_split`."""
-    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, word
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(DECODE).device
-    K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch
     K_SCALE, K_SHIFT, V_SCALE, V_SHIFT = DECODE.k_scale, DECODE.k_shift, DECODE.v_scale, DECODE.v_shift
     ROWS, KEYS, STEP, VECTOR = key.rows, key.lanes // key.rows, configs.STEP, key.lanes * 4
     LANES, MINUS_INF = key.lanes, 0xFF800000

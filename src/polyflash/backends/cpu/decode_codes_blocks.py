@@ -20,7 +20,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.decode_codes_integers import MIDDLES, ROUNDED, Integers
-from polyflash.backends.cpu.decode_units import rolled, sums_of_lanes
+from polyflash.backends.cpu.decode_units import sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
 from polyflash.quant.scheme import per_word
@@ -57,8 +57,7 @@ class CodesTile(Integers):
                     x = b.fmul(x, self._of_keys(e, e.at(p_scales, j * self.keys * 4), 0, 1))
                 if self.key.k.shift is not None:
                     x = b.fadd(x, shift)
-                seen = b.icmp_unsigned("<", b.sub(at, lo), width)
-                x = b.select(seen, change(x), e.floats(float("-inf")))
+                x = e.apply_mask(change(x), b.sub(at, lo), width)
                 e.store(x, p_s, j * e.bytes)
                 largest, at = e.maximum(x, largest), b.add(at, e.ints(self.keys))
             keys = together * self.keys
@@ -77,15 +76,12 @@ class CodesTile(Integers):
 
         def sums_of(e: Emitter, p_rows: Value, listed: Any, planes: Value) -> list[Value]:
             p_later, further = listed
-
-            def key_sums(j: Value, p: list[Value]) -> list[Value]:
-                row, next_row = (e.pointer(e.load(x, 0, I64)) for x in p[:2])
-                e.store(self._products(e, row, e.at(next_row, further), planes)[0], p[2])
-                return [e.at(p[0], 8), e.at(p[1], 8), e.at(p[2], e.bytes)]
-
             sums: list[Value] = []
             if self.rows == 1:
-                rolled(e, self.keys, [p_rows, p_later, p_sums], key_sums)
+                places = (p_rows, 8), (p_later, 8), (p_sums, e.bytes)
+                with e.walk(self.keys, *places, rolled=True) as (*listed, p_sum):
+                    row, next_row = (e.pointer(e.load(x, 0, I64)) for x in listed)
+                    e.store(self._products(e, row, e.at(next_row, further), planes)[0], p_sum)
                 sums = [e.load(p_sums, n * e.bytes, e.vi) for n in range(self.lanes)]
             for j in range(self.keys if self.rows > 1 else 0):
                 row, next_row = (e.pointer(e.load(p, 8 * j, I64)) for p in (p_rows, p_later))
@@ -121,7 +117,7 @@ class CodesTile(Integers):
             if orders[0][1] == 1:
                 pairs = (x[0], x[2]), (x[1], x[3])
             x = [
-                self._picked(e, *pair, [lane + at for at in blocks for lane in order])
+                e.shuffle(*pair, [lane + at for at in blocks for lane in order])
                 for pair in pairs
                 for order in orders
             ]
@@ -134,13 +130,13 @@ class CodesTile(Integers):
             made.append(sums_of_lanes(e, x[first : first + blocks]))
         both, places = self._joined(e, made), [(key, row) for key in range(4) for row in range(self.rows)]
         order = [row // blocks * n + row % blocks * 4 + key for key, row in places]
-        return [self._picked(e, both, both, order[i : i + n]) for i in range(0, len(order), n)]
+        return [e.shuffle(both, both, order[i : i + n]) for i in range(0, len(order), n)]
 
     def _of_keys(self, e: Emitter, p: Value, group: int = 0, groups: int = 1) -> Value:
         """The floats of as many keys as a vector of scores has, each in the lanes of its key; of the `groups`
         of each key, one."""
         x = e.load(p, 0, ir.VectorType(F32, self.keys * groups))
-        return self._picked(e, x, x, [lane // self.rows * groups + group for lane in range(self.lanes)])
+        return e.shuffle(x, x, [lane // self.rows * groups + group for lane in range(self.lanes)])
 
     def _products(self, e: Emitter, row: Value, later: Value, planes: Value) -> list[Value]:
         """A vector of partial sums of one key for every row of Q."""
@@ -166,8 +162,7 @@ class CodesTile(Integers):
 
         def floats(p: list[Value], inside: Value | None) -> list[Value]:
             e.prefetch(e.at(p[0], ahead))
-            x = e.load(p[0]) if inside is None else e.masked_load(p[0], inside, e.vf)
-            e.store(x, p[1]) if inside is None else e.masked_store(x, p[1], inside)
+            e.store(e.load(p[0], inside=inside), p[1], inside=inside)
             return [e.at(p[0], e.bytes), e.at(p[1], e.bytes)]
 
         together = b.select(touch, b.mul(count, width), I64(0))
@@ -240,7 +235,7 @@ class CodesTile(Integers):
             for g in range(groups)
             for half in (0, 1)
         ]
-        return e.b.shuffle_vector(y, y, ir.Constant(ir.VectorType(I32, len(order)), order))
+        return e.shuffle(y, y, order)
 
     # O = alpha·O + P·V
     @stage
@@ -269,8 +264,10 @@ class CodesTile(Integers):
         key, groups = self.key, self.key.value_groups
         units = sorted({u for u, _ in columns})
 
-        def pair(i: Value, x: list[Value]) -> list[Value]:
-            p_rows, p_weights, p_later, acc = x[0], x[1], x[2], x[3:]
+        places = (v_rows, 16), (pairs, groups * self.rows * 4), (later, 16)
+        zeros = [e.ints(0)] * (2 * len(columns) * len(rows))
+        with e.walk(count, *places, rolled=True, carried={"acc": zeros}) as walk:
+            p_rows, p_weights, p_later = walk
             words = []
             for j in (0, 1):
                 row = e.pointer(e.load(p_rows, 8 * j, I64))
@@ -287,20 +284,15 @@ class CodesTile(Integers):
                         if (u, r) not in weights:
                             weights[u, r] = self._weight(e, p_weights, u, r)
                         at = (c * 2 + half) * len(rows) + m
-                        acc[at] = self._dot(e, acc[at], y, weights[u, r])
-            step = groups * self.rows * 4
-            return [e.at(p_rows, 16), e.at(p_weights, step), e.at(p_later, 16), *acc]
-
-        start = [e.pointer(v_rows), e.pointer(pairs), e.pointer(later)]
-        start += [e.ints(0)] * (2 * len(columns) * len(rows))
-        acc, p_o = rolled(e, count, start, pair)[3:], e.pointer(o)
+                        walk.acc[at] = self._dot(e, walk.acc[at], y, weights[u, r])
+        p_o = e.pointer(o)
         for m, r in enumerate(rows):
             shrink = e.splat(e.load(e.pointer(alpha), r * 4, F32))
             for c, (u, n) in enumerate(columns):
                 unit, added = (self._of_channels(e, sums, u, r, i) for i in (0, 1))
                 more = self._of_channels(e, sums, u, r, 2 + n % len(MIDDLES[key.v.dtype]))
                 for half in (0, 1):
-                    x = e.b.sub(acc[(c * 2 + half) * len(rows) + m], e.b.bitcast(more, e.vi))
+                    x = e.b.sub(walk.acc[(c * 2 + half) * len(rows) + m], e.b.bitcast(more, e.vi))
                     x = e.fma(e.b.sitofp(x, e.vf), unit, added)
                     place = (u * self.rows + r) * self.parts * e.bytes + (2 * n + half) * e.bytes
                     e.store(e.fma(shrink, e.load(p_o, place), x), p_o, place)
@@ -321,8 +313,7 @@ class CodesTile(Integers):
         first = min(groups)
         count = 1 << max(groups[-1] - first, 0).bit_length()
         x = e.load(weights, (row * self.key.value_groups + first) * 4, ir.VectorType(I32, count))
-        order = ir.Constant(e.vi, [g - first for g in groups])
-        return e.b.bitcast(e.b.shuffle_vector(x, x, order), self.words)
+        return e.b.bitcast(e.shuffle(x, x, (g - first for g in groups)), self.words)
 
     def _of_channels(self, e: Emitter, sums: Value, unit: int, row: int, which: int) -> Value:
         """A word at `sums`, of a row, for every lane of a sum."""
@@ -338,11 +329,10 @@ class CodesTile(Integers):
     def _narrow(self, e: Emitter, x: list[Value]) -> Value:
         """A unit of O, [part of a word][half of 128 bits][lane], as channels in their order."""
         step, n = self.parts // 2, self.lanes
-        narrow = e.to_bf16_bits if self.key.storage == "bfloat16" else e.to_f16_bits
-        y = self._joined(e, [narrow(part) for part in x])
+        y = self._joined(e, [e.narrow(part, self.key.storage) for part in x])
         order = []
         for channel in range(step * 2 * n):
             word, part = divmod(channel, step)
             block, place = divmod(word, 8)
             order.append((2 * part + place // 4) * n + 4 * block + place % 4)
-        return e.b.shuffle_vector(y, y, ir.Constant(ir.VectorType(I32, len(order)), order))
+        return e.shuffle(y, y, order)

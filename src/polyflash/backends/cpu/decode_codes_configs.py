@@ -8,18 +8,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import ISAS, LINE, STEP, STORAGE_BYTES, Scratch
-from polyflash.backends.cpu.decode_configs import MOST_HEADS, MOST_ROWS, DecodeKey
+from polyflash.backends.cpu.decode_configs import MOST_HEADS, MOST_ROWS, DecodeConfig, DecodeKey
 from polyflash.quant.scheme import KINDS, Codes, codes_of, per_word
-from polyflash.spec import DECODE_ROWS
-
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.decode_configs import DecodeConfig
-    from polyflash.spec import AttentionSpec
-    from polyflash.target import Target
+from polyflash.spec import DECODE_ROWS, AttentionSpec
+from polyflash.target import Target
 
 READ = ("int8", "int4")  # codes that become 16-bit integers in registers
 MOST_CHANNELS = 256

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from llvmlite import ir
 
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
@@ -42,7 +40,7 @@ class Integers(DecodeTile):
             return e.load(e.at(row, unit * e.bytes), 0, self.words)
         kind = ir.VectorType(I8, e.bytes)
         mask = ir.Constant(ir.VectorType(ir.IntType(1), e.bytes), [n < size for n in range(e.bytes)])
-        return e.b.bitcast(e.masked_load(e.at(row, unit * e.bytes), mask, kind), self.words)
+        return e.b.bitcast(e.load(row, unit * e.bytes, kind, mask), self.words)
 
     def _part(self, e: Emitter, x: Value, codes: Codes, n: int) -> Value:
         """The n-th code of every word as a 16-bit integer, more than its value by its middle."""
@@ -64,14 +62,14 @@ class Integers(DecodeTile):
         wide = ir.VectorType(I32, 2 * n)
         z = b.mul(b.sext(x, wide), b.sext(y, wide))
         for half in (0, 1):
-            acc = b.add(acc, b.shuffle_vector(z, z, ir.Constant(e.vi, list(range(half, 2 * n, 2)))))
+            acc = b.add(acc, e.shuffle(z, z, range(half, 2 * n, 2)))
         return acc
 
     def _interleaved(self, e: Emitter, x: Value, y: Value, half: int) -> Value:
         """Words of two vectors by turns, of the low or high half of every 128 bits."""
         n = self.words.count
         order = [8 * (j // 8) + 4 * half + j % 8 // 2 + (n if j & 1 else 0) for j in range(n)]
-        return e.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, n), order))
+        return e.shuffle(x, y, order)
 
     # rounding
     def _bits_of_size(self, e: Emitter, x: Value) -> Value:
@@ -101,10 +99,9 @@ class Integers(DecodeTile):
         """One row as float32, zeros up to a whole unit; `sign` flips the bits of a negative scale."""
         b, flip, n = e.b, e.splat(e.b.trunc(sign, I32)), self.lanes
         row, place = e.pointer(src), e.pointer(dst)
-        widen = e.from_bf16 if self.key.storage == "bfloat16" else e.from_f16
         for first in range(0, self.key.query_row // 4, n):
             there = ir.Constant(e.vbits, [first + m < self.key.head_dim for m in range(n)])
-            x = widen(e.masked_load(e.at(row, first * self.size), there, e.vh))
+            x = e.widen(e.load(row, first * self.size, e.vh, there), self.key.storage)
             e.store(b.bitcast(b.xor(b.bitcast(x, e.vi), flip), e.vf), place, first * 4)
 
     @stage
@@ -119,7 +116,7 @@ class Integers(DecodeTile):
             if ahead and first * 4 % LINE == 0:
                 e.prefetch(e.at(e.pointer(table), first * 4 + RUNS_AHEAD * key.head_dim * 4))
             there = ir.Constant(e.vbits, [first + m < key.head_dim for m in range(self.lanes)])
-            return e.masked_load(e.at(e.pointer(table), first * 4), there, e.vf)
+            return e.load(e.pointer(table), first * 4, inside=there)
 
         def scaled(r: int, first: int, factor: Value | None) -> Value:
             x = e.load(tile, r * key.query_row + first * 4)
@@ -161,26 +158,20 @@ class Integers(DecodeTile):
         step = per_word(self.key.k)
         x = self._joined(e, [e.b.trunc(y, e.vh) for y in whole])
         for n in range(step):
-            order = [n + step * word for word in range(2 * self.lanes)]
-            part = e.b.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, len(order)), order))
+            part = e.shuffle(x, x, (n + step * word for word in range(2 * self.lanes)))
             if not self.key.by_fours:
                 e.store(part, planes, ((unit * step + n) * self.rows + row) * e.bytes)
                 continue
             part = e.b.bitcast(part, e.vi)
             for j in range(4):
-                column = [lane // 4 * 4 + j for lane in range(self.lanes)]
-                y = e.b.shuffle_vector(part, part, ir.Constant(e.vi, column))
+                y = e.shuffle(part, part, (lane // 4 * 4 + j for lane in range(self.lanes)))
                 e.store(y, planes, (((unit * step + n) * 4 + j) * self.rows + row) * e.bytes)
 
     def _joined(self, e: Emitter, x: list[Value]) -> Value:
         """One vector of all lanes of a power of two of vectors, one behind the other."""
         while len(x) > 1:
-            both = e.lane_index(2 * x[0].type.count)
-            x = [e.b.shuffle_vector(u, v, both) for u, v in zip(x[::2], x[1::2], strict=True)]
+            x = [e.shuffle(u, v, range(2 * u.type.count)) for u, v in zip(x[::2], x[1::2], strict=True)]
         return x[0]
-
-    def _picked(self, e: Emitter, x: Value, y: Value, order: Sequence[int]) -> Value:
-        return e.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(order)), list(order)))
 
     def _ask(self, e: Emitter, row: Value, codes: Codes, channels: int) -> None:
         """Prefetches a row of the next block."""

@@ -7,19 +7,14 @@ nor the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import ISAS, ITEM_WORDS, LINE, STEP, STORAGE_BYTES, KernelKey, Scratch
 from polyflash.errors import spec_error
-from polyflash.spec import DECODE_ROWS
-
-if TYPE_CHECKING:
-    from polyflash.spec import AttentionSpec
-    from polyflash.target import Target
+from polyflash.spec import DECODE_ROWS, AttentionSpec
+from polyflash.target import Target
 
 KEYS_PER_GROUP = 8  # keys whose weighted V are added in registers
 BLOCK_BYTES = 8192  # of K in a block, if it has 32 keys: with as much V, half of a first-level cache
@@ -140,16 +135,6 @@ def key_for(config: DecodeConfig, dtype: str, rows: int) -> DecodeKey:
     """The kernel for tiles of `rows` rows, or of as many as one tile holds."""
     held = min(max(1, rows), MOST_ROWS[config.isa])
     return DecodeKey(config.isa, config.compute, dtype, 1 << (held - 1).bit_length())
-
-
-def all_keys(target: Target) -> Iterator[DecodeKey]:
-    """Every decode kernel of few rows that can run on `target`."""
-    if target.arch not in ISAS:
-        return
-    for dtype in STORAGE_BYTES:
-        for rows in (1, 2, 4, 8):
-            if rows <= MOST_ROWS[target.arch]:
-                yield DecodeKey(target.arch, configs.compute_for(dtype, target), dtype, rows)
 
 
 @lru_cache(maxsize=256)

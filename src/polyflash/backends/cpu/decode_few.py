@@ -7,37 +7,51 @@ An item is one request, one kv head, one tile of its rows and some consecutive s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from polyflash.backends.cpu import configs, decode_codes, decode_heads, decode_items, decode_row, loading
+from polyflash.backends.cpu import (
+    blocks,
+    configs,
+    decode_codes,
+    decode_heads,
+    decode_items,
+    decode_row,
+    intrinsics,
+    loading,
+)
+from polyflash.backends.cpu.decode_blocks import DecodeTile
+from polyflash.backends.cpu.decode_codes_blocks import CodesTile
 from polyflash.backends.cpu.decode_codes_configs import CodesKey
-from polyflash.backends.cpu.decode_configs import BLOCK_BYTES, KEYS_PER_GROUP, LISTED, MOST_HEADS, SCORED
-from polyflash.backends.cpu.words import DECODE
+from polyflash.backends.cpu.decode_configs import (
+    BLOCK_BYTES,
+    KEYS_PER_GROUP,
+    LISTED,
+    MOST_HEADS,
+    SCORED,
+    DecodeKey,
+)
+from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, store_i32, word
+from polyflash.backends.cpu.pool_kernel import add as arrive
+from polyflash.backends.cpu.structs import Blocks
+from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.decode_configs import DecodeKey
+MINUS_INF, ONE = 0xFF800000, 0x3F800000  # bits of float32
+
+BLOCK = Blocks(DECODE)
+device = BLOCK.device
 
 
 def build(key: DecodeKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import blocks, decode_blocks, decode_codes_blocks, intrinsics
-    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, store_i32, word
-    from polyflash.backends.cpu.pool_kernel import add as arrive
-    from polyflash.backends.cpu.structs import Blocks
-
     CODES = isinstance(key, CodesKey)
-    tile_of: Any = decode_codes_blocks.CodesTile if CODES else decode_blocks.DecodeTile
-    stage, block = intrinsics.stages(key, tile_of(key)), Blocks(DECODE)
-    items = decode_items.items()
+    tile_of: Any = CodesTile if CODES else DecodeTile
+    stage, items = intrinsics.stages(key, tile_of(key)), decode_items.items()
     shared = loading.loaders(key.row_key, intrinsics.stages(key.row_key, blocks.Tile(key.row_key)))
-    device, tiles_at = block.device, block.tiles()
-
-    V_BATCH = DECODE.v_batch  # strides over rows and channels follow two further
+    tiles_at = BLOCK.tiles()
     ROWS, KEYS, STEP = key.rows, key.lanes // key.rows, configs.STEP
     VECTOR, UNIT, SIZE = key.lanes * 4, key.unit, configs.STORAGE_BYTES[key.storage]
     PARTS, PAIRS = key.unit // key.lanes, key.compute == "bf16dot"
     QUERY_BYTES = key.query_row if isinstance(key, CodesKey) else VECTOR if PAIRS else VECTOR * PARTS
-    MINUS_INF = 0xFF800000
 
     @device
     def table_at(tile, j):
@@ -150,7 +164,7 @@ def build(key: DecodeKey) -> Any:
     if isinstance(key, CodesKey):
         attend_split = decode_codes.walk(key, stage, list_rows)
     else:
-        attend_split = _walk(key, stage, list_rows, next_head, device)
+        attend_split = _walk(key, stage, list_rows, next_head)
 
     @device
     def finish_tile(tile, stats, out, lse, i_hkv, row_0, rows, seqlen_q):
@@ -168,7 +182,7 @@ def build(key: DecodeKey) -> Any:
             if lse != 0:
                 store_i32(lse + 4 * (head * args.lse_head + i), load_i32(row_stat))
 
-    @block.kernel
+    @BLOCK.kernel
     def kernel(args, number, scratch):
         tile = tiles_at(args, scratch)
         chunks, hkv, heads = args.chunks, args.num_kv_heads, args.heads
@@ -237,15 +251,11 @@ def build(key: DecodeKey) -> Any:
     return kernel
 
 
-def _walk(key: DecodeKey, stage: Any, list_rows: Any, next_head: Any, device: Any) -> Any:
+def _walk(key: DecodeKey, stage: Any, list_rows: Any, next_head: Any) -> Any:
     """A device function of 11 arguments, see `attend_split`."""
-    from polyflash.backends.cpu.intrinsics import greatest, least
-
-    K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch
     ROWS, KEYS, STEP = key.rows, key.lanes // key.rows, configs.STEP
     VECTOR, SIZE, PACK = key.lanes * 4, configs.STORAGE_BYTES[key.storage], key.pack
     GROUP_KEYS, BY_TURNS = KEYS_PER_GROUP, key.by_turns
-    MINUS_INF, ONE = 0xFF800000, 0x3F800000
 
     @device
     def weigh_values(tile, o, begin, end, whole, rest):

@@ -9,22 +9,18 @@ itself, in their order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS
-from polyflash.backends.cpu.words import DECODE
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, DecodeKey
+from polyflash.backends.cpu.intrinsics import least, word
+from polyflash.backends.cpu.structs import Blocks
+from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.decode_configs import DecodeKey
+device = Blocks(DECODE).device
 
 
 def walk(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
     """A device function of 11 arguments: see `attend_heads`."""
-    from polyflash.backends.cpu.intrinsics import least, word
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(DECODE).device
-    K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch
     ROWS, KEYS, PACK, VECTOR = key.rows, key.lanes // key.rows, key.pack, key.lanes * 4
     GROUP_KEYS, HEADS, LANES, MINUS_INF = KEYS_PER_GROUP, MOST_HEADS, key.lanes, 0xFF800000
 

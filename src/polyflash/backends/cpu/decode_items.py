@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
+from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import DECODE, ENTRY
+
+block = Blocks(DECODE)
+device = block.device
 
 
 def items() -> Any:
     """For all decode kernels: find, row_keys."""
-    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
-    from polyflash.backends.cpu.structs import Blocks
-
-    block = Blocks(DECODE)
-    device, entry_at = block.device, block.words(ENTRY)
-    ENTRY_WORDS = len(ENTRY.words)  # the first of them is the first item
+    entry_at, ENTRY_WORDS = block.words(ENTRY), len(ENTRY.words)  # the first of them is the first item
 
     @device
     def find(args, number, tiles):

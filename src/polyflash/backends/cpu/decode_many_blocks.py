@@ -12,7 +12,7 @@ from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL, AddressLists
 from polyflash.backends.cpu.blocks import Tile
 from polyflash.backends.cpu.decode_many_configs import ManyKey
 from polyflash.backends.cpu.intrinsics import stage
-from polyflash.backends.cpu.simd import F32, I32, I64, Emitter, Value
+from polyflash.backends.cpu.simd import I32, I64, Emitter, Value
 
 MINUS_INF = float("-inf")
 ADDRESS = 8  # bytes
@@ -62,23 +62,18 @@ class ManyTile(Tile, AddressLists):
     def _key_products(self, e: Emitter, i: Value, p_k: Value, p_q: Value, trips: Value) -> list[list[Value]]:
         rows = [e.pointer(e.load(p_k, ADDRESS * r, I64)) for r in range(self.mr)]
 
-        def body(j: Value, vals: list[Value]) -> list[Value]:
-            at, p_b, acc = vals[0], vals[1], vals[2:]
-            self._read_ahead(e, i, trips, j, self.key.lines_of_keys)
+        zeros = [e.floats(0)] * (self.mr * self.nv)
+        with e.walk(trips, carried={"at": I64(0), "b": p_q, "acc": zeros}) as walk:
+            self._read_ahead(e, i, trips, walk.index, self.key.lines_of_keys)
             for u in range(4):
-                b_row = [e.load(p_b, u * self.nr * 4 + v * e.bytes) for v in range(self.nv)]
+                b_row = [e.load(walk.b, u * self.nr * 4 + v * e.bytes) for v in range(self.nv)]
                 for r, row in enumerate(rows):
-                    atom = e.splat(e.load(e.at(row, at), u * 4, I32 if self.dot else F32))
+                    atom = e.splat(e.load(e.at(row, walk.at), u * 4, self.atom))
                     for v in range(self.nv):
-                        old = acc[r * self.nv + v]
-                        acc[r * self.nv + v] = (
-                            e.dot_bf16(old, b_row[v], atom) if self.dot else e.fma(b_row[v], atom, old)
-                        )
-            return [e.b.add(at, I64(16)), e.at(p_b, 4 * self.nr * 4), *acc]
-
-        start = [I64(0), p_q, *[e.floats(0)] * (self.mr * self.nv)]
-        out = e.loop(trips, start, body)[2:]
-        return [out[r * self.nv : (r + 1) * self.nv] for r in range(self.mr)]
+                        n = r * self.nv + v
+                        walk.acc[n] = self._multiply_add(e, walk.acc[n], b_row[v], atom)
+            walk.at, walk.b = e.b.add(walk.at, I64(16)), e.at(walk.b, 4 * self.nr * 4)
+        return [walk.acc[r * self.nv : (r + 1) * self.nv] for r in range(self.mr)]
 
     @stage
     def change_scores(self, e: Emitter, s, keys, limits, key, top, factor, cap) -> None:
@@ -89,52 +84,32 @@ class ManyTile(Tile, AddressLists):
         lo = [e.load(p_limits, v * e.bytes, e.vi) for v in range(nv)]
         width = [e.load(p_limits, (nv + v) * e.bytes, e.vi) for v in range(nv)]
 
-        def body(i: Value, values: list[Value]) -> list[Value]:
-            at, largest = e.splat(b.trunc(b.add(key, i), I32)), values[1:]
+        largest = [e.load(p_top, v * e.bytes) for v in range(nv)]
+        with e.walk(keys, (s, self.nr * 4), carried={"top": largest}) as walk:
+            (scores,) = walk
+            at = e.splat(b.trunc(b.add(key, walk.index), I32))
             for v in range(nv):
-                x = b.fmul(e.load(values[0], v * e.bytes), shrink)
+                x = b.fmul(e.load(scores, v * e.bytes), shrink)
                 (x,) = e.where(capped, [x], lambda y: [b.fmul(grow, e.tanh(y[0]))])
-                seen = b.icmp_unsigned("<", b.sub(at, lo[v]), width[v])
-                x = b.select(seen, x, e.floats(MINUS_INF))
-                largest[v] = e.maximum(x, largest[v])
-                e.store(x, values[0], v * e.bytes)
-            return [e.at(values[0], self.nr * 4), *largest]
-
-        start = [e.load(p_top, v * e.bytes) for v in range(nv)]
-        out = e.loop(keys, [e.pointer(s), *start], body)
+                x = e.apply_mask(x, b.sub(at, lo[v]), width[v])
+                walk.top[v] = e.maximum(x, walk.top[v])
+                e.store(x, scores, v * e.bytes)
         for v in range(nv):
-            e.store(out[1 + v], p_top, v * e.bytes)
+            e.store(walk.top[v], p_top, v * e.bytes)
 
     @stage
     def copy_vectors(self, e: Emitter, src, dst, vectors) -> None:
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            e.store(e.load(p[0]), p[1])
-            return [e.at(p[0], e.bytes), e.at(p[1], e.bytes)]
-
-        e.loop(vectors, [e.pointer(src), e.pointer(dst)], body)
+        with e.walk(vectors, (src, e.bytes), (dst, e.bytes)) as (vector, place):
+            e.store(e.load(vector), place)
 
     @stage
     def merge_stats(self, e: Emitter, partials, stride, count, stats, scale_bits) -> None:
         """(m, l) of every split become its share 2**((m - M)·scale_log2) and, in `stats`, M and the sum of
         shares times l, added in the order of the splits."""
-        b, power, p_stats = e.b, self.scaled_power(e, scale_bits), e.pointer(stats)
+        power, p_stats = self.scaled_power(e, scale_bits), e.pointer(stats)
         for v in range(self.nv):
             m_at, l_at = v * e.bytes, (self.nv + v) * e.bytes
-
-            def highest(i: Value, x: list[Value], at: int = m_at) -> list[Value]:
-                return [e.at(x[0], stride), e.maximum(e.load(x[0], at), x[1])]
-
-            m = e.loop(count, [e.pointer(partials), e.floats(MINUS_INF)], highest)[1]
-            m_safe = b.select(b.fcmp_ordered("==", m, e.floats(MINUS_INF)), e.floats(0), m)
-
-            def share(
-                i: Value, x: list[Value], m_at: int = m_at, l_at: int = l_at, m_safe: Value = m_safe
-            ) -> list[Value]:
-                w = power(b.fsub(e.load(x[0], m_at), m_safe), 6)
-                e.store(w, x[0], m_at)
-                return [e.at(x[0], stride), e.fma(w, e.load(x[0], l_at), x[1])]
-
-            l_i = e.loop(count, [e.pointer(partials), e.floats(0)], share)[1]
+            m, l_i = joined(e, partials, stride, count, m_at, l_at, power)
             e.store(m, p_stats, m_at)
             e.store(l_i, p_stats, l_at)
 
@@ -144,18 +119,17 @@ class ManyTile(Tile, AddressLists):
         nv = self.nv
         vectors = self.channels_at_once * nv
 
-        def channels(i: Value, x: list[Value]) -> list[Value]:
-            def split(j: Value, y: list[Value]) -> list[Value]:
-                shares, p_o = [e.load(y[0], v * e.bytes) for v in range(nv)], e.at(y[0], x[0])
-                sums = [e.fma(shares[c % nv], e.load(p_o, c * e.bytes), y[1 + c]) for c in range(vectors)]
-                return [e.at(y[0], stride), *sums]
-
-            sums = e.loop(count, [e.pointer(partials), *[e.floats(0)] * vectors], split)[1:]
-            for c, total in enumerate(sums):
-                e.store(total, x[1], c * e.bytes)
-            return [e.b.add(x[0], I64(vectors * e.bytes)), e.at(x[1], vectors * e.bytes)]
-
-        e.loop(steps, [offset, e.pointer(o)], channels)
+        with e.walk(steps, (o, vectors * e.bytes), carried={"offset": offset}) as channels:
+            (place,) = channels
+            with e.walk(count, (partials, stride), carried={"sums": [e.floats(0)] * vectors}) as walk:
+                (split,) = walk
+                shares, p_o = [e.load(split, v * e.bytes) for v in range(nv)], e.at(split, channels.offset)
+                walk.sums = [
+                    e.fma(shares[c % nv], e.load(p_o, c * e.bytes), x) for c, x in enumerate(walk.sums)
+                ]
+            for c, total in enumerate(walk.sums):
+                e.store(total, place, c * e.bytes)
+            channels.offset = e.b.add(channels.offset, I64(vectors * e.bytes))
 
     @property
     def channels_at_once(self) -> int:
@@ -171,3 +145,29 @@ class ManyTile(Tile, AddressLists):
         p = e.pointer(addresses)
         p_rows = [e.pointer(e.load(p, 8 * r, I64)) for r in range(self.lanes)]
         self.store_lanes(e, o, stats, p_rows, rows, count)
+
+
+def joined(
+    e: Emitter, partials, stride, count, m_at: int, l_at: int, power: Callable[..., Value], keep: bool = False
+) -> tuple[Value, Value]:
+    """M and the joined l of a vector of rows, whose m in every split becomes its share. With `keep` a share
+    too small for float32 is not 0: its O may hold an infinity."""
+    b = e.b
+
+    def highest(i: Value, x: list[Value]) -> list[Value]:
+        return [e.at(x[0], stride), e.maximum(e.load(x[0], m_at), x[1])]
+
+    m = e.loop(count, [e.pointer(partials), e.floats(MINUS_INF)], highest)[1]
+    m_safe = b.select(b.fcmp_ordered("==", m, e.floats(MINUS_INF)), e.floats(0), m)
+
+    def share(i: Value, x: list[Value]) -> list[Value]:
+        own = e.load(x[0], m_at)
+        w = power(b.fsub(own, m_safe), 6)
+        if keep:
+            none = e.floats(MINUS_INF)
+            lost = b.and_(b.fcmp_ordered("==", w, e.floats(0)), b.fcmp_ordered("!=", own, none))
+            w = b.select(lost, b.bitcast(e.ints(1), e.vf), w)
+        e.store(w, x[0], m_at)
+        return [e.at(x[0], stride), e.fma(w, e.load(x[0], l_at), x[1])]
+
+    return m, e.loop(count, [e.pointer(partials), e.floats(0)], share)[1]

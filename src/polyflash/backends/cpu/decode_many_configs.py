@@ -6,17 +6,13 @@ Lanes are rows, as in the forward kernel: all query heads of one kv head times a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import ISAS, LINE, STEP, STORAGE_BYTES, KernelKey
+from polyflash.backends.cpu.decode_configs import DecodeConfig
 from polyflash.backends.cpu.packing import NARROW_COST
-
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.decode_configs import DecodeConfig
-    from polyflash.target import Target
 
 ITEM_ROWS = 256  # at most so many rows share a copy of each key block
 
@@ -80,8 +76,3 @@ def scratch(key: ManyKey, panels: int, block_n: int) -> configs.Scratch:
     tiles = configs.scratch(key, 1, panels, block_n)
     addresses = LINE // 8 + block_n + LINE // 8 + block_n * (key.bucket // STEP + 1) + LINE
     return tiles._replace(total=(tiles.pass_stage + addresses * 8 + 4095) // 4096 * 4096)
-
-
-def all_keys(target: Target) -> Iterator[KernelKey | configs.StageKey]:
-    """Every decode kernel of many rows that can run on `target`."""
-    return configs.keys_of(target, ManyKey)

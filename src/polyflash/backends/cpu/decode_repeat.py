@@ -6,21 +6,17 @@ import ctypes
 from array import array
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from polyflash.backends.cpu import decode, runtime
 from polyflash.backends.cpu.words import DECODE
-from polyflash.quant.scheme import codes_of
+from polyflash.quant.scheme import Block, codes_of
 from polyflash.results import NO_LSE
+from polyflash.spec import Arguments
 from polyflash.storages import holds, near, span, stored
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from polyflash.quant.scheme import Block
-    from polyflash.spec import Arguments
 
 
 class Repeat:

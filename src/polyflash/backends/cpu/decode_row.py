@@ -8,26 +8,22 @@ sums are those of the walk in phases, in their order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyflash.backends.cpu import decode_configs as configs
 from polyflash.backends.cpu.configs import STORAGE_BYTES
-from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, LISTED, SCORED, WIDTH
-from polyflash.backends.cpu.words import DECODE
+from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, LISTED, SCORED, WIDTH, DecodeKey
+from polyflash.backends.cpu.intrinsics import least, word
+from polyflash.backends.cpu.structs import Blocks
+from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.decode_configs import DecodeKey
-
-K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further
 MINUS_INF = 0xFF800000
+
+device = Blocks(DECODE).device
 
 
 def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
     """Two device functions of 5 and 10 arguments: see `find_blocks`, and `attend_row` or `attend_rows`."""
-    from polyflash.backends.cpu.intrinsics import word
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(DECODE).device
     ROWS, SIZE, NARROW = key.rows, STORAGE_BYTES[key.storage], configs.NARROW if key.rows == 1 else WIDTH
 
     @device
@@ -43,12 +39,10 @@ def walk(key: DecodeKey, stage: Any, list_rows: Any) -> tuple[Any, Any]:
             more = 1  # of the next split
         return (lo + block_n - 1) // block_n, end, end + more
 
-    return find_blocks, (_one if key.rows == 1 else _several)(key, stage, list_rows, device)
+    return find_blocks, (_one if key.rows == 1 else _several)(key, stage, list_rows)
 
 
-def _one(key: DecodeKey, stage: Any, list_rows: Any, device: Any) -> Any:
-    from polyflash.backends.cpu.intrinsics import least, word
-
+def _one(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
     KEYS, VECTOR, SIZE, AHEAD = key.lanes, key.lanes * 4, STORAGE_BYTES[key.storage], configs.BYTES_AHEAD
 
     @device
@@ -84,9 +78,7 @@ def _one(key: DecodeKey, stage: Any, list_rows: Any, device: Any) -> Any:
     return attend_row
 
 
-def _several(key: DecodeKey, stage: Any, list_rows: Any, device: Any) -> Any:
-    from polyflash.backends.cpu.intrinsics import least, word
-
+def _several(key: DecodeKey, stage: Any, list_rows: Any) -> Any:
     ROWS, KEYS, VECTOR = key.rows, key.lanes // key.rows, key.lanes * 4
 
     @device

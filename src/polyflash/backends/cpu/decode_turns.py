@@ -6,11 +6,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from llvmlite import ir
-
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.decode_configs import KEYS_PER_GROUP, MOST_HEADS, NARROW, ROWS_AT_ONCE, WIDTH
-from polyflash.backends.cpu.decode_units import Units, rolled, sums_of_lanes
+from polyflash.backends.cpu.decode_units import Units, sums_of_lanes
 from polyflash.backends.cpu.intrinsics import stage
 from polyflash.backends.cpu.simd import I64, Emitter, Value
 
@@ -24,6 +22,7 @@ class Turns(Units):
     _dots: Any  # (e, row, row read next, q, channels, spread) -> a vector of partial sums per row of Q
     _weigh: Any  # (e, places, rows, channels, spread, bounded, at_once): one group of keys of one head
     keys: int  # of a vector of scores
+    group_weights: int  # bytes
 
     @stage
     def dots(self, e: Emitter, row, q, q_tile, sums, later) -> None:
@@ -42,24 +41,19 @@ class Turns(Units):
         are is looked up for all of them at once, before their other lines are asked for one by one."""
         apart = max(1, MEMORY_PAGE // (MOST_HEADS * WIDTH * self.size))  # keys
 
-        def body(i: Value, p: list[Value]) -> list[Value]:
-            e.prefetch(e.pointer(e.load(p[0], 0, I64)), PREFETCH_LEVEL)
-            return [e.at(p[0], 8 * apart)]
-
-        e.loop(e.b.udiv(keys, I64(apart)), [e.pointer(rows)], body)
+        with e.walk(e.b.udiv(keys, I64(apart)), (rows, 8 * apart)) as (row,):
+            e.prefetch(e.pointer(e.load(row, 0, I64)), PREFETCH_LEVEL)
 
     @stage
     def scores_of_sums(self, e: Emitter, sums, s, s_tile, top, factor, cap) -> None:
         """Scores like `scores`, of one vector of keys of every head whose partial sums are made."""
         change = self._change(e, factor, cap)
 
-        def head(i: Value, p: list[Value]) -> list[Value]:
-            x = change(sums_of_lanes(e, [e.load(p[0], n * e.bytes) for n in range(self.lanes)]))
-            e.store(x, p[1])
-            e.store(e.maximum(x, e.load(p[2])), p[2])
-            return [e.at(p[0], self.lanes * e.bytes), e.at(p[1], s_tile), e.at(p[2], e.bytes)]
-
-        rolled(e, MOST_HEADS, [e.pointer(x) for x in (sums, s, top)], head)
+        places = (sums, self.lanes * e.bytes), (s, s_tile), (top, e.bytes)
+        with e.walk(MOST_HEADS, *places, rolled=True) as (parts, scores, largest):
+            x = change(sums_of_lanes(e, [e.load(parts, n * e.bytes) for n in range(self.lanes)]))
+            e.store(x, scores)
+            e.store(e.maximum(x, e.load(largest)), largest)
 
     @stage
     def weigh_group(self, e: Emitter, v_rows, p, p_tile, o, o_tile, alpha, alpha_tile, later) -> None:
@@ -67,18 +61,17 @@ class Turns(Units):
         apart. Meanwhile as many keys are prefetched, one for each head."""
         row_bytes = WIDTH * self.size
 
-        def head(i: Value, x: list[Value]) -> list[Value]:
-            next_row = e.load(x[3], 0, I64)
-            at = e.b.mul(i, I64(row_bytes))
+        places = (p, p_tile), (alpha, alpha_tile), (o, o_tile), (later, 8)
+        with e.walk(MOST_HEADS, *places, rolled=True) as walk:
+            *of_head, p_later = walk
+            next_row = e.load(p_later, 0, I64)
+            at = e.b.mul(walk.index, I64(row_bytes))
 
             def rows_of(n: Value) -> tuple[Value, Value]:
                 row = e.load(e.pointer(v_rows), e.b.mul(n, I64(8)), I64)
                 return e.at(e.pointer(row), at), e.at(e.pointer(next_row), e.b.mul(n, I64(row_bytes)))
 
-            self._weigh(e, [x[0], x[1], x[2]], rows_of, WIDTH, None, False)
-            return [e.at(place, step) for place, step in zip(x, (p_tile, alpha_tile, o_tile, 8), strict=True)]
-
-        rolled(e, MOST_HEADS, [e.pointer(x) for x in (p, alpha, o, later)], head)
+            self._weigh(e, of_head, rows_of, WIDTH, None, False)
 
     @stage
     def weigh_and_dot(
@@ -133,7 +126,7 @@ class Turns(Units):
         change, p_top = self._change(e, factor, cap), e.pointer(top)
         p_o, p_q = e.pointer(o), e.pointer(q)
         p_sums = e.b.alloca(e.vf, size=KEYS_PER_GROUP)
-        by_key = ir.Constant(e.vi, [i % self.rows * self.keys + i // self.rows for i in range(e.lanes)])
+        by_key = [i % self.rows * self.keys + i // self.rows for i in range(e.lanes)]
 
         def group(p_alpha: Value | None, i: Value, x: list[Value]) -> list[Value]:
             p_v, p_k, p_p, p_s, largest = x
@@ -144,20 +137,18 @@ class Turns(Units):
             held = self._held(e, p_q)
 
             # The rows of a key are folded while lines of the next are under way: later it would cost time.
-            def k_row(n: Value, y: list[Value]) -> list[Value]:
-                e.store(sums_of_lanes(e, self._dots_of(e, y[0], held)), y[1])
-                return [e.at(y[0], k_step), e.at(y[1], e.bytes)]
-
-            p_k = rolled(e, KEYS_PER_GROUP, [p_k, p_sums], k_row)[0]
+            with e.walk(KEYS_PER_GROUP, (p_k, k_step), (p_sums, e.bytes), rolled=True) as rows:
+                e.store(sums_of_lanes(e, self._dots_of(e, rows[0], held)), rows[1])
+            p_k = rows[0]
             for n in range(KEYS_PER_GROUP // self.keys):
                 parts = [e.load(p_sums, (n * self.keys + m) * e.bytes) for m in range(self.keys)]
                 by_row = sums_of_lanes(e, parts, self.keys)
-                score = change(e.b.shuffle_vector(by_row, by_row, by_key))
+                score = change(e.shuffle(by_row, by_row, by_key))
                 e.store(score, p_s, n * e.bytes)
                 largest = e.maximum(score, largest)
             self._weigh(e, [p_p, p_alpha, p_o], v_row, WIDTH, None, False, ROWS_AT_ONCE)
             p_v = e.at(p_v, e.b.mul(v_step, I64(KEYS_PER_GROUP)))
-            p_p = e.at(p_p, KEYS_PER_GROUP // self.key.pack * self.rows * 4)
+            p_p = e.at(p_p, self.group_weights)
             return [p_v, p_k, p_p, e.at(p_s, KEYS_PER_GROUP * self.rows * 4), largest]
 
         # Alpha is for the first group: of others O is added to, which does not wait for the multipliers.

@@ -14,7 +14,7 @@ from llvmlite import ir
 from polyflash.backends.cpu.address_lists import PREFETCH_LEVEL
 from polyflash.backends.cpu.configs import LINE, STORAGE_BYTES
 from polyflash.backends.cpu.decode_configs import WIDTH, DecodeKey
-from polyflash.backends.cpu.simd import I16, I32, I64, Emitter, Value
+from polyflash.backends.cpu.simd import I16, I64, Emitter, Value
 
 TOUCHING = 16  # rows that lie behind each other, for a machine to read on by itself
 
@@ -106,63 +106,27 @@ class Units:
 
     def _raw(self, e: Emitter, row: Value, at: Value, mask: Value | None) -> Value:
         kind = e.vf if self.size == 4 else ir.VectorType(I16, self.unit)
-        p = e.at(row, at)
-        return e.load(p, 0, kind) if mask is None else e.masked_load(p, mask, kind)
+        return e.load(row, at, kind, mask)
 
     def _split(self, e: Emitter, x: Value) -> list[Value]:
         """The float32 vectors of a unit."""
-        if self.size == 4:
-            return [x]
-        if self.key.storage == "float16":
-            return [e.from_f16(x)]
+        if self.key.storage != "bfloat16":
+            return [e.widen(x, self.key.storage)]
         b, pairs = e.b, e.b.bitcast(x, e.vi)
         return [
             b.bitcast(b.shl(pairs, e.ints(16)), e.vf),
             b.bitcast(b.and_(pairs, e.ints(-0x10000)), e.vf),
         ]
 
-    def _interleave(self, e: Emitter, x: Value, y: Value) -> list[Value]:
-        """Two keys' channels side by side, in two vectors of pairs."""
-        n = self.unit
-        kind = ir.VectorType(I32, n)
-        return [
-            e.b.shuffle_vector(
-                x, y, ir.Constant(kind, [j // 2 + half * n // 2 + (n if j & 1 else 0) for j in range(n)])
-            )
-            for half in (0, 1)
-        ]
-
     def _narrow(self, e: Emitter, x: list[Value]) -> Value:
-        if self.size == 4:
-            return x[0]
-        if self.key.storage == "float16":
-            return e.to_f16_bits(x[0])
+        if self.key.storage != "bfloat16":
+            return e.narrow(x[0], self.key.storage)
         if self.pairs:
             low, high = (e.to_bf16_bits(part) for part in x)
-            return e.b.shuffle_vector(low, high, e.lane_index(self.unit))
+            return e.shuffle(low, high, range(self.unit))
         even, odd = (e.b.zext(e.to_bf16_bits(part), e.vi) for part in x)
         both = e.b.or_(even, e.b.shl(odd, e.ints(16)))
         return e.b.bitcast(both, ir.VectorType(I16, self.unit))
-
-
-def rolled(
-    e: Emitter, count: int | Value, start: Sequence[Value], body: Callable[[Value, list[Value]], list[Value]]
-) -> list[Value]:
-    """`e.loop` that the compiler leaves a loop: every key's row is then read by the same instructions, a
-    step apart, one after the other. That is what the machine's prefetchers follow."""
-    ends = []
-
-    def noted(i: Value, x: list[Value]) -> list[Value]:
-        values = body(i, x)
-        ends.append(e.b.block)
-        return values
-
-    out, module = e.loop(I64(count) if isinstance(count, int) else count, start, noted), e.b.module
-    disable = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
-    loop = ir.values.MDValue(module, (disable,), name=str(len(module.metadata)))
-    loop.operands = (loop, disable)  # a loop's metadata name themselves, so that no two are one
-    ends[0].terminator.set_metadata("llvm.loop", loop)
-    return out
 
 
 def sums_of_lanes(e: Emitter, x: list[Value], within: int = 0) -> Value:
@@ -173,9 +137,9 @@ def sums_of_lanes(e: Emitter, x: list[Value], within: int = 0) -> Value:
     add = e.b.fadd if x[0].type == e.vf else e.b.add
     while len(x) > 1:
         distance //= 2
-        own = ir.Constant(e.vi, [lane if lane & distance == 0 else n + lane for lane in range(n)])
-        other = ir.Constant(e.vi, [(lane ^ distance) + (n if lane & distance else 0) for lane in range(n)])
+        own = [lane if lane & distance == 0 else n + lane for lane in range(n)]
+        other = [(lane ^ distance) + (n if lane & distance else 0) for lane in range(n)]
         half = len(x) // 2
         pairs = zip(x[:half], x[half:], strict=True)
-        x = [add(*(e.b.shuffle_vector(u, v, order) for order in (own, other))) for u, v in pairs]
+        x = [add(*(e.shuffle(u, v, order) for order in (own, other))) for u, v in pairs]
     return x[0]

@@ -81,8 +81,7 @@ class _Words:
             return x[0]
         n = self.e.lanes
         even, odd = (self.e.b.bitcast(part, self.e.vi) for part in x)
-        order = ir.Constant(self.e.vi, [j + (n - 1 if j & 1 else 0) for j in range(n)])
-        return self.e.b.shuffle_vector(even, odd, order)
+        return self.e.shuffle(even, odd, (j + (n - 1 if j & 1 else 0) for j in range(n)))
 
 
 class DropoutTile:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from polyflash.backends.cpu import (
     arguments,
@@ -25,13 +26,11 @@ from polyflash.backends.cpu import (
 )
 from polyflash.backends.cpu.words import FORWARD, Cut
 from polyflash.results import outputs
+from polyflash.spec import Arguments
 from polyflash.storages import near
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from polyflash.plan import Launch
-    from polyflash.spec import Arguments
 
 KEPT_CUTS = 256  # per route
 

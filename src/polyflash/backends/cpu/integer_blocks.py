@@ -44,16 +44,15 @@ class IntegerTile(Tile):
         """Staged rows, float32, into their lanes of a panel: turned, then as codes."""
         b, p, flip = e.b, e.pointer(dst), e.splat(e.b.trunc(sign, I32))
 
-        def turn(i: Value, vals: list[Value]) -> list[Value]:
-            src, out, top = vals
+        least = struct.unpack("<i", struct.pack("<f", LEAST_ROW))[0]
+        places = (rows, e.bytes), (floats, self.lanes * self.row)
+        with e.walk(vectors, *places, carried={"top": e.ints(least)}) as walk:
+            src, out = walk
             x = [e.load(src, r * self.key.loaded_row_bytes, e.vi) for r in range(self.lanes)]
             for j, channel in enumerate(e.transpose(x)):
                 e.store(b.xor(channel, flip), out, j * self.row)
-                top = e.smax(top, b.and_(channel, e.ints(0x7FFFFFFF)))  # NaN is above infinity
-            return [e.at(src, e.bytes), e.at(out, self.lanes * self.row), top]
-
-        least = struct.unpack("<i", struct.pack("<f", LEAST_ROW))[0]
-        top = b.bitcast(e.loop(vectors, [e.pointer(rows), e.pointer(floats), e.ints(least)], turn)[2], e.vf)
+                walk.top = e.smax(walk.top, b.and_(channel, e.ints(0x7FFFFFFF)))  # NaN is above infinity
+        top = b.bitcast(walk.top, e.vf)
         e.store(b.fdiv(top, e.floats(127)), p, self.q_scale)
         e.store(e.floats(0), p, self.q_shift)
         inverse, middle = b.fdiv(e.floats(127), top), e.ints(-0x7F7F7F80)
@@ -69,7 +68,7 @@ class IntegerTile(Tile):
         with e.walk(rows, (src, stride), (scales, step), (dst, self.key.k_row_bytes)) as (row, scale, place):
 
             def copy(p: list[Value], inside: Value | None) -> list[Value]:
-                x = e.load(p[0], 0, kind) if inside is None else e.masked_load(p[0], inside, kind)
+                x = e.load(p[0], 0, kind, inside)
                 e.store(x, p[1])
                 total = e.dot_bytes(p[2], ones, b.bitcast(x, e.vi))
                 return [e.at(p[0], e.bytes), e.at(p[1], e.bytes), total]
@@ -85,7 +84,7 @@ class IntegerTile(Tile):
         kind = ir.VectorType(I8, 4 * self.lanes)
 
         def step(p: list[Value], inside: Value | None) -> list[Value]:
-            x = [e.load(q, 0, kind) if inside is None else e.masked_load(q, inside, kind) for q in p[:4]]
+            x = [e.load(q, 0, kind, inside) for q in p[:4]]
             halves = zip(e.interleave(*x[:2]), e.interleave(*x[2:]), strict=True)
             words = ir.VectorType(ir.IntType(16), 2 * self.lanes)
             for h, pair in enumerate(halves):
@@ -150,13 +149,11 @@ class IntegerTile(Tile):
         """q·shift of every row of a panel, where `scores` adds it."""
         panel = e.pointer(q)
 
-        def channel(i: Value, vals: list[Value]) -> list[Value]:
-            by = e.splat(e.load(vals[1], 0, F32))
-            acc = [e.fma(e.load(vals[0], v * e.bytes), by, x) for v, x in enumerate(vals[2:])]
-            return [e.at(vals[0], self.row), e.at(vals[1], 4), *acc]
-
-        start = [e.pointer(floats), e.pointer(shift), *[e.floats(0)] * self.nv]
-        for v, x in enumerate(e.loop(count, start, channel)[2:]):
+        with e.walk(count, (floats, self.row), (shift, 4), carried={"acc": [e.floats(0)] * self.nv}) as walk:
+            channel, entry = walk
+            by = e.splat(e.load(entry, 0, F32))
+            walk.acc = [e.fma(e.load(channel, v * e.bytes), by, x) for v, x in enumerate(walk.acc)]
+        for v, x in enumerate(walk.acc):
             scale = e.load(panel, self.q_scale + v * e.bytes)
             e.store(e.b.fdiv(x, scale), panel, self.q_shift + v * e.bytes)
 
@@ -181,7 +178,7 @@ class IntegerTile(Tile):
         """The largest of V's scales, for rows that see all these keys."""
 
         def step(p: list[Value], inside: Value | None) -> list[Value]:
-            x = e.load(p[0], 0, e.vi) if inside is None else e.masked_load(p[0], inside, e.vi)
+            x = e.load(p[0], 0, e.vi, inside)
             return [e.at(p[0], e.bytes), e.smax(x, p[1])]  # as bits: none is negative
 
         top = e.each_vector(keys, self.lanes, [e.pointer(scales), e.ints(0)], step)[1]
@@ -194,14 +191,12 @@ class IntegerTile(Tile):
         """The largest of V's scales, row by row of the keys that it sees: no other may change its weights."""
         b, hidden = e.b, e.floats(float("-inf"))
 
-        def one(i: Value, vals: list[Value]) -> list[Value]:
-            x = e.splat(e.load(vals[1], 0, I32))
-            seen = (b.fcmp_unordered("!=", e.load(vals[0], v * e.bytes), hidden) for v in range(self.nv))
-            top = [b.select(yes, e.smax(x, t), t) for yes, t in zip(seen, vals[2:], strict=True)]
-            return [e.at(vals[0], self.row), e.at(vals[1], 4), *top]
-
-        start = [e.pointer(s), e.pointer(scales), *[e.ints(0)] * self.nv]
-        for v, top in enumerate(e.loop(keys, start, one)[2:]):
+        with e.walk(keys, (s, self.row), (scales, 4), carried={"top": [e.ints(0)] * self.nv}) as walk:
+            scores, scale = walk
+            x = e.splat(e.load(scale, 0, I32))
+            seen = (b.fcmp_unordered("!=", e.load(scores, v * e.bytes), hidden) for v in range(self.nv))
+            walk.top = [b.select(yes, e.smax(x, t), t) for yes, t in zip(seen, walk.top, strict=True)]
+        for v, top in enumerate(walk.top):
             e.store(top, e.pointer(q), self.most + v * e.bytes)
 
     @stage
@@ -232,19 +227,17 @@ class IntegerTile(Tile):
             e.store(alpha[v], p_block, v * e.bytes)
             e.store(beta[v], p_block, (nv + v) * e.bytes)
 
-        def body(i: Value, vals: list[Value]) -> list[Value]:
-            p_s, p_p, p_w, sums = *vals[:3], vals[3:]
+        places = (s, 4 * self.row), (p, self.row), (scales, 16)
+        with e.walk(fours, *places, carried={"sums": [zero] * nv}) as walk:
+            p_s, p_p, p_w = walk
             of_key = [e.splat(e.load(p_w, 4 * h, F32)) for h in range(4)]
             for v in range(nv):
                 d = [b.fsub(e.load(p_s, h * self.row + v * e.bytes), top[v]) for h in range(4)]
                 x = [e.power_of_two(e.fma(y, step[v], lift[v]), 3) for y in d]
-                sums[v] = b.fadd(sums[v], e.summed(x))
+                walk.sums[v] = b.fadd(walk.sums[v], e.summed(x))
                 codes = [e.nearest_ints(b.fmul(y, w)) for y, w in zip(x, of_key, strict=True)]
                 e.store(e.as_bytes(codes, signed=False), p_p, v * e.bytes)
-            return [e.at(p_s, 4 * self.row), e.at(p_p, self.row), e.at(p_w, 16), *sums]
-
-        start = [e.pointer(s), e.pointer(p), e.pointer(scales), *[zero] * nv]
-        for v, total in enumerate(e.loop(fours, start, body)[3:]):
+        for v, total in enumerate(walk.sums):
             l_i = e.fma(alpha[v], e.load(p_stats, (nv + v) * e.bytes), b.fmul(total, beta[v]))
             e.store(l_i, p_stats, (nv + v) * e.bytes)
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, cast
 
-from polyflash.backends.cpu.configs import BUCKETS, ISAS, STEP, STORAGE_BYTES, KernelKey
+from polyflash.backends.cpu.configs import STEP
 from polyflash.quant.scheme import Block, Codes, codes_of
-from polyflash.spec import Feature, Phase
+from polyflash.spec import Arguments, AttentionSpec, Feature, Phase
+from polyflash.target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
-
-    from polyflash.spec import Arguments, AttentionSpec
-    from polyflash.target import Target
 
 TOKEN, WHOLE, CHANNEL = Block(1, 0), Block(), Block(0, 1)
 NO_GROUPS = 1 << 40  # tokens that share a shift if all do
@@ -56,7 +52,7 @@ def words(args: Arguments, kept: list[Tensor]) -> bytes:
     from polyflash.backends.cpu import arguments  # needs torch, which a table of rows does without
 
     k, v = codes_of(args.codes)
-    of_k_scale, of_k_shift, of_v, _ = (x for x in _quads(arguments.tables(args, kept)))
+    of_k_scale, of_k_shift, of_v, _ = arguments.tables(args, kept)
     if k is None or k.scale != TOKEN:
         of_k_scale = (*of_k_scale[:3], 0)
     channels: tuple[int, ...] = (0, 0, 0)
@@ -68,15 +64,3 @@ def words(args: Arguments, kept: list[Tensor]) -> bytes:
         of_v = (*of_v[:3], 0)
     groups = (cast("Codes", k).shift or WHOLE).tokens or NO_GROUPS
     return array("q", (*of_k_scale, *of_k_shift, *of_v, *channels, groups)).tobytes()
-
-
-def _quads(x: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    return (x[i : i + 4] for i in range(0, 16, 4))
-
-
-def all_keys(target: Target) -> Iterator[KernelKey]:
-    """Every kernel of integer products that can run on `target`."""
-    if target.arch == "avx512" and "avx512_vnni" in target.features:
-        for nv in ISAS[target.arch].group_keys:
-            for dtype in STORAGE_BYTES:
-                yield from (KernelKey(target.arch, "int8dot", dtype, nv, bucket) for bucket in BUCKETS)

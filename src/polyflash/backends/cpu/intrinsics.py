@@ -116,14 +116,14 @@ def merged(*namespaces: Any) -> Any:
     return module
 
 
-def call_native(arity: int) -> Any:
-    """(address, *arguments): calls native code compiled elsewhere, `void` of `arity` int64 arguments."""
-    kind = ir.FunctionType(ir.VoidType(), [I64] * arity)
+def call_native(arity: int, returns: Any = types.void) -> Any:
+    """(address, *arguments): calls native code compiled elsewhere, `void` or `int`, of so many int64."""
+    kind = ir.FunctionType(ir.VoidType() if returns is types.void else I32, [I64] * arity)
 
-    def call(builder: ir.IRBuilder, address: Value, *args: Value) -> None:
-        builder.call(builder.inttoptr(address, kind.as_pointer()), args)
+    def call(builder: ir.IRBuilder, address: Value, *args: Value) -> Value:
+        return builder.call(builder.inttoptr(address, kind.as_pointer()), args)
 
-    return callable_by_numba(f"call_native_{arity}", arity + 1, types.void, call)
+    return callable_by_numba(f"call_native_{arity}", arity + 1, returns, call)
 
 
 def _memory(kind: ir.IntType) -> tuple[Any, Any]:

@@ -3,21 +3,19 @@ a batch entry's rows stand."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyflash.backends.cpu import configs
+from polyflash.backends.cpu.configs import KernelKey
+from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
+from polyflash.backends.cpu.structs import Blocks
 from polyflash.backends.cpu.words import FORWARD
 
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.configs import KernelKey
+device = Blocks(FORWARD).device
 
 
 def loaders(key: KernelKey, stage: Any) -> Any:
     """Make these for kernels of `key`'s storage: gathered, load_tile, stand, key_rows, sink_bits."""
-    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, word
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(FORWARD).device
     SIZE, K_BYTES = configs.STORAGE_BYTES[key.storage], key.loaded_row_bytes
     KV_LENS, KV_STARTS, Q_OFFSET = FORWARD.kv_lens, FORWARD.kv_starts, FORWARD.q_offset
 

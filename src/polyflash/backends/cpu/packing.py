@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from polyflash.backends.cpu import configs
-from polyflash.spec import DECODE_ROWS, MOST_SHARED_ROWS, keys_to_share
+from polyflash.backends.cpu.configs import Config, Partition
+from polyflash.spec import DECODE_ROWS, MOST_SHARED_ROWS, Arguments, AttentionSpec, keys_to_share
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from polyflash.backends.cpu.configs import Config, Partition
-    from polyflash.spec import Arguments, AttentionSpec
 
 # Time per row of the widest panel, the next and the narrowest: Zen 4, fp32, 2048 keys, the worse of D64 and
 # D128 within 2 % (1.04 and 1.04; 1.07 and 1.10).

@@ -28,7 +28,7 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 
 from polyflash.backends.cpu import pool
-from polyflash.backends.cpu.intrinsics import emits
+from polyflash.backends.cpu.intrinsics import call_native, emits
 from polyflash.backends.cpu.simd import Value
 
 WORKER_SPIN_NS = 50_000  # more takes time from a busy neighbour; less parks between back-to-back calls
@@ -104,22 +104,9 @@ def swap(builder: ir.IRBuilder, address: Value, expected: Value, value: Value) -
     return builder.extract_value(exchanged, 1)
 
 
-@emits(types.int32)
-def call0(builder: ir.IRBuilder, function: Value) -> Value:
-    """`int function(void)`"""
-    return _call(builder, function, [])
-
-
-@emits(types.int32)
-def call1(builder: ir.IRBuilder, function: Value, first: Value) -> Value:
-    """`int function(void *)`"""
-    return _call(builder, function, [first])
-
-
-@emits(types.int32)
-def call2(builder: ir.IRBuilder, function: Value, first: Value, second: Value) -> Value:
-    """`int function(void *, void *)`"""
-    return _call(builder, function, [first, second])
+# `int function(void)`, `int function(void *)`, `int function(void *, void *)`
+call0, call1, call2 = (call_native(n, types.int32) for n in range(3))
+call_kernel = call_native(3)  # `void kernel(int64 arguments, int64 item, int64 scratch)`
 
 
 @emits(types.int32)
@@ -137,12 +124,6 @@ def count_cores(builder: ir.IRBuilder, getaffinity: Value) -> Value:
     for word in words:
         total = builder.add(total, _named(builder, "llvm.ctpop.i64", _I64, [builder.load(word)]))
     return builder.select(builder.icmp_signed("==", failed, _I32(0)), total, _I64(1 << 20))
-
-
-@emits(types.void)
-def call_kernel(builder: ir.IRBuilder, kernel: Value, arguments: Value, item: Value, scratch: Value) -> None:
-    """`void kernel(int64 arguments, int64 item, int64 scratch)`"""
-    _call(builder, kernel, [arguments, item, scratch], ir.VoidType())
 
 
 @emits(types.void)

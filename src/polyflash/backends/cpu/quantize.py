@@ -5,25 +5,20 @@ shifts, bit for bit those of quant/codec.py.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from polyflash import target
 from polyflash.backends.cpu import arguments, pool, quantize_configs, runtime
 from polyflash.backends.cpu.words import Group, Quantize
 from polyflash.errors import UnsupportedError
-from polyflash.quant.scheme import KINDS
+from polyflash.quant.scheme import KINDS, Scheme
 from polyflash.storages import near, stored
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from polyflash.quant.scheme import Scheme
 
 VALUES_PER_US = 1500  # that one core makes codes of: what the thread decision assumes
 PART_VALUES = 1 << 13  # of a unit, about
@@ -142,13 +137,7 @@ def launch(
         channels=channels,
         shared=shared.channels or channels,
         mean=mean,
-        codes=places.codes,
-        codes_head=places.codes_head,
-        codes_token=places.codes_token,
-        scale=places.scale,
-        shift=places.shift,
-        table_head=places.table_head,
-        table_block=places.table_block,
+        **places._asdict(),
         zero=_ZERO.get(scheme.dtype, 0),
         hadamard=hadamard,
         factor=factor,

@@ -8,19 +8,16 @@ makes the scale NaN. Lanes are channels.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from llvmlite import ir
 
 from polyflash.backends.cpu.configs import STORAGE_BYTES
 from polyflash.backends.cpu.intrinsics import stage
+from polyflash.backends.cpu.quantize_configs import QuantizeKey
 from polyflash.backends.cpu.row_blocks import RowTile
-from polyflash.backends.cpu.simd import I8, I32, I64, Emitter, Value
+from polyflash.backends.cpu.simd import I8, I64, Emitter, Value
 from polyflash.quant.scheme import KINDS, TABLES
-
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.quantize_configs import QuantizeKey
 
 SIZE_BITS, INFINITE = 0x7FFFFFFF, 0x7F800000
 LEAST = -(1 << 31)
@@ -82,13 +79,14 @@ class QuantizeTile(RowTile):
         """The codes of a vector of channels, token by token from the `first` on."""
         _, live, rest, _, x_step, _, codes_step = rows
 
-        def code(i: Value, at: list[Value]) -> list[Value]:
-            self._stored(e, self._codes(e, self._loaded(e, at[0], p[4], inside), low, factor), at[1], inside)
-            return [e.at(at[0], x_step), e.at(at[1], codes_step)]
-
-        start = [e.at(p[0], e.b.mul(first, x_step)), e.at(p[1], e.b.mul(first, codes_step))]
-        _, end = e.loop(e.b.sub(live, first), start, code)
-        self._fill(e, rest, end, codes_step, inside)
+        places = [
+            (e.at(q, e.b.mul(first, step)), step) for q, step in zip(p, (x_step, codes_step), strict=False)
+        ]
+        with e.walk(e.b.sub(live, first), *places) as walk:
+            source, place = walk
+            code = self._codes(e, self._loaded(e, source, p[4], inside), low, factor)
+            self._stored(e, code, place, inside)
+        self._fill(e, rest, walk.pointers[1], codes_step, inside)
 
     def _together(self, e: Emitter, rows, channels, mean, scale, shift) -> None:
         kept, live, rest, x, x_step, codes, codes_step = rows
@@ -109,18 +107,16 @@ class QuantizeTile(RowTile):
         first = e.first_lanes(I64(1))
         low, factor = self._tables(e, tops, e.pointer(scale), e.pointer(shift), first)
 
-        def code_row(i: Value, at: list[Value]) -> list[Value]:
-            def code(p: list[Value], inside: Value | None) -> list[Value]:
-                values = self._codes(e, self._loaded(e, p[0], p[2], inside), low, factor)
-                self._stored(e, values, p[1], inside)
-                steps = self.lanes * self.size, self.lanes // self.key.packed, e.bytes
-                return [e.at(y, step) for y, step in zip(p, steps, strict=True)]
+        def code(p: list[Value], inside: Value | None) -> list[Value]:
+            values = self._codes(e, self._loaded(e, p[0], p[2], inside), low, factor)
+            self._stored(e, values, p[1], inside)
+            steps = self.lanes * self.size, self.lanes // self.key.packed, e.bytes
+            return [e.at(y, step) for y, step in zip(p, steps, strict=True)]
 
-            e.each_vector(channels, self.lanes, [at[0], at[1], means], code)
-            return [e.at(at[0], x_step), e.at(at[1], codes_step)]
-
-        start = [e.at(x, b.mul(standing, x_step)), e.at(codes, b.mul(standing, codes_step))]
-        _, end = e.loop(b.sub(live, standing), start, code_row)
+        places = [(e.at(p, b.mul(standing, step)), step) for p, step in ((x, x_step), (codes, codes_step))]
+        with e.walk(b.sub(live, standing), *places) as walk:
+            e.each_vector(channels, self.lanes, [*walk, means], code)
+        end = walk.pointers[1]
 
         def fill(p: list[Value], inside: Value | None) -> list[Value]:
             self._fill(e, rest, p[0], codes_step, inside)
@@ -140,8 +136,7 @@ class QuantizeTile(RowTile):
             return value
 
         def centre(values: list[Value]) -> list[Value]:  # a load of no lane, where nothing is, takes long
-            means = e.load(mean) if inside is None else e.masked_load(mean, inside, e.vf)
-            return [e.b.fsub(values[0], means)]
+            return [e.b.fsub(values[0], e.load(mean, inside=inside))]
 
         return e.where(self.centred, [value], centre)[0]
 
@@ -173,14 +168,14 @@ class QuantizeTile(RowTile):
             hi, low = (b.select(none, e.floats(0), x) for x in (hi, low))
             factor = b.fdiv(b.fsub(hi, low), e.floats(kind.levels + 0.25))
             middle = b.fmul(factor, e.floats((kind.levels + 1) // 2))
-            self.put(e, b.fadd(b.fadd(low, middle), b.fmul(factor, e.floats(0.125))), shift, inside)
+            e.store(b.fadd(b.fadd(low, middle), b.fmul(factor, e.floats(0.125))), shift, inside=inside)
         elif self.key.dtype == "mxfp4":
             power = b.bitcast(b.and_(tops[0], e.ints(INFINITE)), e.vf)
             nan = b.icmp_signed(">", tops[0], e.ints(INFINITE))
             factor = b.select(nan, b.bitcast(tops[0], e.vf), b.fmul(power, e.floats(0.25)))
         else:
             factor = b.fdiv(b.bitcast(tops[0], e.vf), e.floats(kind.most))
-        self.put(e, factor, scale, inside)
+        e.store(factor, scale, inside=inside)
         return low, factor
 
     def _codes(self, e: Emitter, x: Value, low: Value | None, factor: Value) -> Value:
@@ -236,20 +231,19 @@ class QuantizeTile(RowTile):
             n = self.lanes // 2
             pairs = b.bitcast(code, ir.VectorType(I64, n))
             pairs = b.or_(pairs, b.lshr(pairs, ir.Constant(pairs.type, [28] * n)))
-            self.put(e, b.trunc(pairs, ir.VectorType(I8, n)), place, self._of_bytes(e, inside))
+            e.store(b.trunc(pairs, ir.VectorType(I8, n)), place, inside=self._of_bytes(e, inside))
         else:
-            self.put(e, b.trunc(code, e.vb), place, inside)
+            e.store(b.trunc(code, e.vb), place, inside=inside)
 
     def _of_bytes(self, e: Emitter, inside: Value | None) -> Value | None:
         """Those bytes that codes of a mask lie in."""
         if inside is None or self.key.packed == 1:
             return inside
-        order = ir.Constant(ir.VectorType(I32, self.lanes // 2), list(range(0, self.lanes, 2)))
-        return e.b.shuffle_vector(inside, inside, order)
+        return e.shuffle(inside, inside, range(0, self.lanes, 2))
 
     def _fill(self, e: Emitter, rows: Value, place: Value, step: Value, inside: Value | None) -> None:
         """The code of zero for some tokens of a vector of channels."""
         n = self.lanes // self.key.packed
         value, mask = e.splat(self.zero, n), self._of_bytes(e, inside)
         with e.walk(rows, (place, step)) as (p,):
-            self.put(e, value, p, mask)
+            e.store(value, p, inside=mask)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from polyflash.backends.cpu.configs import ISAS, STORAGE_BYTES
 from polyflash.quant.scheme import KINDS, Scheme
-
-if TYPE_CHECKING:
-    from polyflash.target import Target
+from polyflash.target import Target
 
 _FLOATS = {"fp8_e4m3": (3, 7), "fp8_e5m2": (2, 15)}  # bits of the mantissa, bias of the exponent
 
@@ -63,13 +59,3 @@ def key_for(scheme: Scheme, storage: str, target: Target) -> QuantizeKey | None:
         return None
     kinds = scheme.dtype, not scheme.symmetric, shared == 1, scheme.rotated_in_pass
     return QuantizeKey(target.arch, storage, *kinds)
-
-
-def all_keys(target: Target) -> Iterator[QuantizeKey]:
-    """Every quantiser that can run on `target`."""
-    for storage in STORAGE_BYTES if target.arch in ISAS else ():
-        for dtype, kind in KINDS.items():
-            for affine in (False, True) if kind.levels else (False,):
-                for by_channel in (False, True) if dtype != "mxfp4" else (False,):
-                    for rotated in (False, True):
-                        yield QuantizeKey(target.arch, storage, dtype, affine, by_channel, rotated)

@@ -7,7 +7,7 @@ from llvmlite import ir
 
 from polyflash.backends.cpu.configs import STORAGE_BYTES
 from polyflash.backends.cpu.intrinsics import stage
-from polyflash.backends.cpu.simd import I32, I64, Emitter, Value
+from polyflash.backends.cpu.simd import I64, Emitter, Value
 
 
 class RowTile:
@@ -19,34 +19,25 @@ class RowTile:
     def values(self, e: Emitter, place: Value, inside: Value | None, storage: str) -> Value:
         """A vector as float32; 0 outside."""
         kind = e.vf if storage == "float32" else e.vh
-        x = e.load(place, 0, kind) if inside is None else e.masked_load(place, inside, kind)
-        if storage == "float32":
-            return x
-        return e.from_bf16(x) if storage == "bfloat16" else e.from_f16(x)
-
-    def put(self, e: Emitter, x: Value, place: Value, inside: Value | None) -> None:
-        e.store(x, place) if inside is None else e.masked_store(x, place, inside)
+        return e.widen(e.load(place, 0, kind, inside), storage)
 
     def _put_values(self, e: Emitter, x: Value, place: Value, inside: Value | None) -> None:
         """Rounds a vector of float32 to the dtype of the rows."""
-        if self.storage != "float32":
-            x = e.to_bf16_bits(x) if self.storage == "bfloat16" else e.to_f16_bits(x)
-        self.put(e, x, place, inside)
+        e.store(e.narrow(x, self.storage), place, inside=inside)
 
     def _copy(self, e: Emitter, row: list[Value], channels: Value) -> None:
         kind = e.vf if self.row_size == 4 else e.vh
 
         def vector(p: list[Value], inside: Value | None) -> list[Value]:
-            x = e.load(p[0], 0, kind) if inside is None else e.masked_load(p[0], inside, kind)
-            self.put(e, x, p[1], inside)
+            e.store(e.load(p[0], 0, kind, inside), p[1], inside=inside)
             return [e.at(x, self.lanes * self.row_size) for x in p]
 
         e.each_vector(channels, self.lanes, row, vector)
 
     @stage
     def copy_rows(self, e: Emitter, src, src_step, dst, dst_step, rows, channels) -> None:
-        with e.walk(rows, (src, src_step), (dst, dst_step)) as row:
-            self._copy(e, row, channels)
+        with e.walk(rows, (src, src_step), (dst, dst_step)) as walk:
+            self._copy(e, walk.pointers, channels)
 
     @stage
     def turn_halves(self, e: Emitter, src, src_step, dst, dst_step, rows, channels, cos, sin, half) -> None:
@@ -67,15 +58,13 @@ class RowTile:
     ) -> None:
         """Pairs are channels 2i and 2i + 1."""
         n = self.lanes
-        orders = [ir.Constant(ir.VectorType(I32, n), [2 * i + k for i in range(n)]) for k in (0, 1)]
+        orders = [range(k, 2 * n, 2) for k in (0, 1)]
 
         def pairs(p: list[Value], inside: Value | None) -> list[Value]:
             masks = [None, None] if inside is None else e.interleave(inside, inside)
             steps = 0, n * self.row_size
-            mixed = [
-                self.values(e, e.at(p[0], x), m, self.storage) for x, m in zip(steps, masks, strict=True)
-            ]
-            both = [e.b.shuffle_vector(*mixed, order) for order in orders]
+            x, y = (self.values(e, e.at(p[0], n), m, self.storage) for n, m in zip(steps, masks, strict=True))
+            both = [e.shuffle(x, y, order) for order in orders]
             turned = e.interleave(*self._turned(e, both, p, inside))
             for x, at, mask in zip(turned, steps, masks, strict=True):
                 self._put_values(e, x, e.at(p[1], at), mask)
@@ -87,9 +76,9 @@ class RowTile:
         """Turns `pairs` of every row, and copies the channels beyond them."""
         (rows, channels), (cos, sin, half) = sizes, angles
         table, width = e.b.mul(half, I64(4)), e.b.mul(half, I64(2))
-        with e.walk(rows, src, dst, (cos, table), (sin, table)) as row:
-            e.each_vector(half, self.lanes, row, pairs)
-            rest = [e.at(x, e.b.mul(width, I64(self.row_size))) for x in row[:2]]
+        with e.walk(rows, src, dst, (cos, table), (sin, table)) as walk:
+            e.each_vector(half, self.lanes, walk.pointers, pairs)
+            rest = [e.at(x, e.b.mul(width, I64(self.row_size))) for x in walk.pointers[:2]]
             self._copy(e, rest, e.b.sub(channels, width))
 
     def _turned(self, e: Emitter, both: list[Value], p: list[Value], inside: Value | None) -> list[Value]:
@@ -114,11 +103,12 @@ class RowTile:
         def within(p: list[Value], inside: Value | None) -> list[Value]:
             x, width = self.values(e, p[0], inside, self.storage), 1
             while width < lanes:
-                order = ir.Constant(ir.VectorType(I32, lanes), [i ^ width for i in range(lanes)])
                 minus = ir.Constant(e.vbits, [bool(i & width) for i in range(lanes)])
-                sums = b.fadd(b.shuffle_vector(x, x, order), b.select(minus, b.fneg(x), x))
+                sums = b.fadd(
+                    e.shuffle(x, x, (i ^ width for i in range(lanes))), b.select(minus, b.fneg(x), x)
+                )
                 x, width = b.select(b.icmp_signed("<", I64(width), size), sums, x), 2 * width
-            self.put(e, b.fmul(x, b.select(narrow, whole, one)), p[1], inside)
+            e.store(b.fmul(x, b.select(narrow, whole, one)), p[1], inside=inside)
             return [e.at(p[0], lanes * self.row_size), e.at(p[1], e.bytes)]
 
         vectors = b.udiv(channels, I64(lanes))
@@ -144,5 +134,5 @@ class RowTile:
         turns = b.udiv(size, I64(lanes))  # a power of two, or 0
         turns = b.sub(I64(63), b.ctlz(b.or_(turns, I64(1)), ir.Constant(ir.IntType(1), 1)))
         with e.walk(rows, (src, src_step), (dst, b.mul(channels, I64(4)))) as row:
-            e.each_vector(channels, lanes, row, within)
+            e.each_vector(channels, lanes, row.pointers, within)
             e.loop(turns, [row[1], I64(1)], across)

@@ -131,9 +131,6 @@ class ScoreTile:
         first = e.at(e.pointer(base), b.mul(done, I64(size)))
         return [e.at(first, b.mul(r, step)) for r in self.rows]
 
-    def _load(self, e: Emitter, p: Value, kind: ir.Type, inside: Value | None) -> Value:
-        return e.load(p, 0, kind) if inside is None else e.masked_load(p, inside, kind)
-
     def _bias(self, e: Emitter, done: Value, inside: Value | None) -> list[Value]:
         b, n = e.b, self.lanes
         kind = self.column.bias_kind
@@ -144,7 +141,7 @@ class ScoreTile:
             # Of the next key block: so many rows are too many streams for the CPU to follow.
             for p in pointers:
                 e.prefetch(e.at(p, block))
-            return [widen(self._load(e, p, vector, inside)) for p in pointers]
+            return [widen(e.load(p, 0, vector, inside)) for p in pointers]
 
         x = [e.floats(0)] * n
         for code, size, vector, widen in (
@@ -158,7 +155,7 @@ class ScoreTile:
 
     def _mask(self, e: Emitter, done: Value, inside: Value | None) -> list[Value]:
         pointers = self._pointers(e, self.column.mask, self.column.mask_row, 1, done)
-        return e.transpose([self._load(e, p, e.vb, inside) for p in pointers])
+        return e.transpose([e.load(p, 0, e.vb, inside) for p in pointers])
 
     def _alibi(self, e: Emitter, x: list[Value], done: Value) -> list[Value]:
         b = e.b
@@ -196,7 +193,7 @@ class ScoreTile:
         zero, none = ir.Constant(kind, None), ir.Constant(flags, [0] * n)
 
         def step(x: list[Value], inside: Value | None) -> list[Value]:
-            found = self._load(e, x[0], kind, inside)
+            found = e.load(x[0], 0, kind, inside)
             seen, hidden = b.icmp_unsigned("!=", found, zero), b.icmp_unsigned("==", found, zero)
             if inside is not None:
                 hidden = b.and_(hidden, inside)

@@ -3,8 +3,10 @@ it and aborts the process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 from llvmlite import ir
@@ -24,7 +26,6 @@ EXP2 = {
     5: (0.6931469776, 0.2402224209, 0.05550733743, 0.00967151264, 0.00132647272),
     6: (0.6931472029, 0.2402264791, 0.05550332471, 0.009618437358, 0.001339887442, 0.0001535336181),
 }
-
 
 # exp2 on [0, 1), of least maximum relative error: 7.5e-5 and 7.5e-8.
 FLOOR_EXP2 = {
@@ -56,6 +57,27 @@ class _Turn:
         self.index, self.values = index, values
         self.next: Sequence[Value] = ()
         self.last: list[Value] = []
+
+
+class Walk(SimpleNamespace):
+    """One turn of a walk: its number, its pointers, which it yields, and by name what is carried from turn to
+    turn, a value or a list: what is assigned there is carried on. Behind the walk it has the last of all."""
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self.pointers)
+
+    def __getitem__(self, place: int) -> Value:
+        return self.pointers[place]
+
+    def hold(self, names: dict[str, Any], values: Iterable[Value]) -> None:
+        """Names values, as many as `names` has."""
+        left = iter(values)
+        for name, old in names.items():
+            setattr(self, name, [next(left) for _ in old] if isinstance(old, list) else next(left))
+
+
+def _flat(values: Iterable[Any]) -> list[Value]:
+    return [x for value in values for x in (value if isinstance(value, list) else [value])]
 
 
 class Block:
@@ -94,22 +116,22 @@ class Emitter:
             offset = I64(offset)
         return self.b.gep(pointer, [offset], source_etype=I8)
 
-    def load(self, pointer: Value, offset: int | Value = 0, kind: ir.Type | None = None) -> Value:
-        """Alignment is the element's: scratch and tensors alike may start anywhere an element may."""
-        kind = kind or self.vf
-        return self.b.load(self.at(pointer, offset), typ=kind, align=_alignment(kind))
-
-    def store(self, value: Value, pointer: Value, offset: int | Value = 0) -> None:
-        self.b.store(value, self.at(pointer, offset), align=_alignment(value.type))
-
-    def masked_load(self, pointer: Value, mask: Value, kind: ir.Type) -> Value:
-        """Lanes outside `mask` are zero and their memory is not touched."""
+    def load(self, pointer: Value, offset: int | Value = 0, kind: Any = None, inside: Value = None) -> Value:
+        """Lanes outside the mask `inside` are zero and their memory is not touched. Alignment is the
+        element's: scratch and tensors alike may start anywhere an element may."""
+        kind, place = kind or self.vf, self.at(pointer, offset)
+        if inside is None:
+            return self.b.load(place, typ=kind, align=_alignment(kind))
         name = f"llvm.masked.load.{_mangled(kind)}.p0"
-        return self.call(name, kind, [pointer, I32(_alignment(kind)), mask, ir.Constant(kind, None)])
+        return self.call(name, kind, [place, I32(_alignment(kind)), inside, ir.Constant(kind, None)])
 
-    def masked_store(self, value: Value, pointer: Value, mask: Value) -> None:
-        name = f"llvm.masked.store.{_mangled(value.type)}.p0"
-        self.call(name, ir.VoidType(), [value, pointer, I32(_alignment(value.type)), mask])
+    def store(self, value: Value, pointer: Value, offset: int | Value = 0, inside: Value = None) -> None:
+        place, align = self.at(pointer, offset), _alignment(value.type)
+        if inside is None:
+            self.b.store(value, place, align=align)
+        else:
+            name = f"llvm.masked.store.{_mangled(value.type)}.p0"
+            self.call(name, ir.VoidType(), [value, place, I32(align), inside])
 
     def prefetch(self, pointer: Value, locality: int = 3) -> None:
         """Never faults, wherever the pointer leads. Into every cache; at locality 2 from the second level."""
@@ -121,7 +143,12 @@ class Emitter:
         count = count or self.lanes
         undefined = ir.Constant(ir.VectorType(scalar.type, count), ir.Undefined)
         first = self.b.insert_element(undefined, scalar, I32(0))
-        return self.b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, count), [0] * count))
+        return self.shuffle(first, undefined, [0] * count)
+
+    def shuffle(self, x: Value, y: Value, order: Iterable[int]) -> Value:
+        """The lanes of `x` and then of `y` with these numbers."""
+        lanes = list(order)
+        return self.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
     def floats(self, value: float) -> Value:
         return ir.Constant(self.vf, [float(value)] * self.lanes)
@@ -167,6 +194,12 @@ class Emitter:
         operands = [acc, self.b.bitcast(a, pairs), self.b.bitcast(b, pairs)]
         return self.call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", self.vf, operands)
 
+    def as_bf16(self, x: Value) -> Value:
+        """A vector of float32 rounded to bfloat16, as words, by AVX-512 BF16."""
+        kind = ir.VectorType(BFloatType(), self.lanes)
+        half = self.call(f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * self.lanes}", kind, [x])
+        return self.b.bitcast(half, self.vh)
+
     # AVX-512 alone: products of bytes and what they need
     def dot_bytes(self, acc: Value, a: Value, b: Value) -> Value:
         """acc + Σ a[4i + j]·b[4i + j] over j < 4 per lane: `a` of unsigned bytes, `b` of signed ones."""
@@ -184,9 +217,7 @@ class Emitter:
         floor = I32(9)  # x minus the integer below it, 0 of an infinity; no exceptions
         args = [x, floor, undefined, all_lanes, I32(4)]
         f = self.call("llvm.x86.avx512.mask.reduce.ps.512", self.vf, args)
-        p = self.floats(FLOOR_EXP2[degree][-1])
-        for c in FLOOR_EXP2[degree][-2::-1]:
-            p = self.fma(p, f, self.floats(c))
+        p = self.polynomial(FLOOR_EXP2[degree], f)
         return self.call("llvm.x86.avx512.mask.scalef.ps.512", self.vf, [p, x, undefined, all_lanes, I32(4)])
 
     def as_bytes(self, x: Sequence[Value], *, signed: bool) -> Value:
@@ -197,8 +228,7 @@ class Emitter:
         kind = "packsswb" if signed else "packuswb"
         packed = self.call(f"llvm.x86.avx512.{kind}.512", ir.VectorType(I8, n), pairs)
         order = [i // 16 * 16 + i % 4 * 4 + i % 16 // 4 for i in range(n)]
-        found = b.shuffle_vector(packed, packed, ir.Constant(ir.VectorType(I32, n), order))
-        return b.bitcast(found, self.vi)
+        return b.bitcast(self.shuffle(packed, packed, order), self.vi)
 
     def greatest_lane(self, x: Value) -> Value:
         """The largest int32 of a vector."""
@@ -231,6 +261,18 @@ class Emitter:
         top = b.or_(value, every(0x7F800000))  # infinities and NaN
         value = b.select(b.icmp_signed(">", size, every(0x7BFF)), top, value)
         return self._as_float(b.or_(value, b.shl(b.and_(bits, every(0x8000)), every(16))))
+
+    def widen(self, x: Value, storage: str) -> Value:
+        """float32 of a vector, or one, of elements of this dtype."""
+        if storage == "float32":
+            return x
+        return self.from_bf16(x) if storage == "bfloat16" else self.from_f16(x)
+
+    def narrow(self, x: Value, storage: str) -> Value:
+        """A vector of float32 as elements of this dtype."""
+        if storage == "float32":
+            return x
+        return self.to_bf16_bits(x) if storage == "bfloat16" else self.to_f16_bits(x)
 
     def _words_like(self, x: Value) -> tuple[ir.Type, Callable[[int], Value]]:
         """The type of a vector of 32-bit words, or of one, as `x` is of narrower ones; and its constants."""
@@ -269,10 +311,12 @@ class Emitter:
 
     def _exp2_minus_1(self, f: Value, degree: int) -> Value:
         """(2**f - 1) / f."""
-        p = self.floats(EXP2[degree][-1])
-        for c in EXP2[degree][-2::-1]:
-            p = self.fma(p, f, self.floats(c))
-        return p
+        return self.polynomial(EXP2[degree], f)
+
+    def polynomial(self, coefficients: Sequence[float], x: Value) -> Value:
+        """By Horner's rule; the constant term comes first."""
+        *rest, last = map(self.floats, coefficients)
+        return reduce(lambda p, c: self.fma(p, x, c), reversed(rest), last)
 
     def tanh(self, x: Value) -> Value:
         """t / (t + 2) with t = exp(2x) - 1 = (2**n - 1) + 2**n·(2**f - 1): few ulps for small x too."""
@@ -295,9 +339,7 @@ class Emitter:
         m = b.bitcast(b.sub(bits, b.shl(exponent, self.ints(23))), self.vf)
         z = b.fdiv(b.fsub(m, self.floats(1)), b.fadd(m, self.floats(1)))
         square = b.fmul(z, z)
-        p = self.floats(2 / 9)
-        for c in (2 / 7, 2 / 5, 2 / 3, 2.0):
-            p = self.fma(p, square, self.floats(c))
+        p = self.polynomial((2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9), square)
         return self.fma(b.sitofp(exponent, self.vf), self.floats(0.6931471805599453), b.fmul(p, z))
 
     def to_bf16_bits(self, x: Value) -> Value:
@@ -329,8 +371,7 @@ class Emitter:
         """The lanes of two vectors by turns: two vectors again, of their low and of their high halves."""
         n = x.type.count
         orders = ([h * (n // 2) + j // 2 + (n if j & 1 else 0) for j in range(n)] for h in (0, 1))
-        kind = ir.VectorType(I32, n)
-        return [self.b.shuffle_vector(x, y, ir.Constant(kind, order)) for order in orders]
+        return [self.shuffle(x, y, order) for order in orders]
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """n vectors of n lanes, transposed in log2(n) interleaving steps."""
@@ -359,9 +400,9 @@ class Emitter:
 
     # control
     @contextmanager
-    def _repeated(self, count: Value, start: Sequence[Value]) -> Iterator[_Turn]:
+    def _repeated(self, count: Value | int, start: Sequence[Value], rolled: bool) -> Iterator[_Turn]:
         """Run what is emitted within `count` times (0 too); it says what the values are next."""
-        b = self.b
+        b, count = self.b, I64(count) if isinstance(count, int) else count
         before, inside, after = b.block, b.append_basic_block("body"), b.append_basic_block("done")
         b.cbranch(b.icmp_signed(">", count, I64(0)), inside, after)
         b.position_at_end(inside)
@@ -371,30 +412,46 @@ class Emitter:
         yield turn
         following, end = b.add(index, I64(1)), b.block
         index.add_incoming(following, end)
-        b.cbranch(b.icmp_signed("<", following, count), inside, after)
+        again = b.cbranch(b.icmp_signed("<", following, count), inside, after)
+        if rolled:
+            disable = b.module.add_metadata([ir.MetaDataString(b.module, "llvm.loop.unroll.disable")])
+            own = ir.values.MDValue(b.module, (disable,), name=str(len(b.module.metadata)))
+            own.operands = (own, disable)  # a loop's metadata name themselves, so that no two are one
+            again.set_metadata("llvm.loop", own)
         b.position_at_end(after)
         turn.last = [b.phi(v.type) for v in start]
         for phis in (turn.values, turn.last):
-            for phi, first, again in zip(phis, start, turn.next, strict=True):
+            for phi, first, next_value in zip(phis, start, turn.next, strict=True):
                 phi.add_incoming(first, before)
-                phi.add_incoming(again, end)
+                phi.add_incoming(next_value, end)
 
     def loop(
         self, count: Value, start: Sequence[Value], body: Callable[[Value, list[Value]], list[Value]]
     ) -> list[Value]:
         """Run `body(index, values) -> values` `count` times (0 too); returns the last values."""
-        with self._repeated(count, start) as turn:
+        with self._repeated(count, start, False) as turn:
             turn.next = body(turn.index, list(turn.values))
         return turn.last
 
     @contextmanager
-    def walk(self, count: Value, *places: tuple[Value, int | Value]) -> Iterator[list[Value]]:
+    def walk(
+        self, count: Value | int, *places: tuple[Value, Any], carried: Any = None, rolled: bool = False
+    ) -> Iterator[Walk]:
         """Pointers for what is emitted within, which runs `count` times (0 too): each place is where one of
-        them begins and by how many bytes it goes on every time."""
-        start = [self.pointer(place) if place.type == I64 else place for place, _ in places]
-        with self._repeated(count, start) as turn:
-            yield list(turn.values)
-            turn.next = [self.at(p, step) for p, (_, step) in zip(turn.values, places, strict=True)]
+        them begins and by how many bytes it goes on every time; `carried` names values, or lists of them.
+
+        One that is `rolled` the compiler leaves a loop: every key's row is then read by the same
+        instructions, a step apart, one after the other. That is what the machine's prefetchers follow."""
+        carried = carried or {}
+        start, n = [self.pointer(place) if place.type == I64 else place for place, _ in places], len(places)
+        with self._repeated(count, [*start, *_flat(carried.values())], rolled) as turn:
+            walk = Walk(index=turn.index, pointers=turn.values[:n])
+            walk.hold(carried, turn.values[n:])
+            yield walk
+            steps = [self.at(p, step) for p, (_, step) in zip(walk, places, strict=True)]
+            turn.next = [*steps, *_flat(getattr(walk, name) for name in carried)]
+        walk.pointers = turn.last[:n]
+        walk.hold(carried, turn.last[n:])
 
     def each_vector(
         self,

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from polyflash.backends.cpu import arguments, configs, packing, pool, runtime, statistics_configs
+from polyflash.backends.cpu.configs import Config, Scratch
 from polyflash.backends.cpu.statistics_configs import StatisticsKey
 from polyflash.backends.cpu.words import Cut, Statistics
+from polyflash.results import Room
+from polyflash.spec import Arguments
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from polyflash.backends.cpu.configs import Config, Scratch
     from polyflash.plan import Launch
-    from polyflash.results import Room
-    from polyflash.spec import Arguments
 
 
 @lru_cache(maxsize=64)

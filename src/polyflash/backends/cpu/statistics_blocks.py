@@ -25,7 +25,7 @@ class StatisticsTile(Tile):
         """+inf stands for a row without weights: an empty one, or none at all."""
         b, p, row = e.b, e.pointer(stats), self.nr * 4
         inside = e.first_lanes(rows)
-        given = e.masked_load(e.pointer(lse), inside, e.vf)
+        given = e.load(e.pointer(lse), inside=inside)
         own = b.select(b.fcmp_ordered("==", given, e.floats(INF)), e.floats(NAN), given)
         none = b.or_(b.fcmp_ordered("==", given, e.floats(MINUS_INF)), b.not_(inside))
         e.store(b.select(none, e.floats(INF), own), p)
@@ -64,40 +64,31 @@ class StatisticsTile(Tile):
         b, row, p_stats = e.b, self.nr * 4, e.pointer(stats)
         lse, scale = self._rows(e, p_stats, scale_bits)
 
-        def vector(v: int) -> None:
-            def keys(i: Value, p: list[Value]) -> list[Value]:
-                top, nan, sums = p[1], p[2], p[3:]
-                for j in range(4):
-                    x = e.load(p[0], j * row + v * e.bytes)
-                    weight, log = self._weight(e, x, lse[v], scale)
-                    sums[j] = e.fma(weight, log, sums[j])
-                    top = e.maximum(x, top)
-                    nan = b.select(b.fcmp_unordered("uno", x, x), x, nan)
-                return [e.at(p[0], 4 * row), top, nan, *sums]
-
-            total, top, nan = (slot * row + v * e.bytes for slot in (1, 2, 3))
-            start = [e.pointer(s), e.load(p_stats, top), e.load(p_stats, nan), *[e.floats(0)] * 4]
-            out = e.loop(fours, start, keys)
-            e.store(out[1], p_stats, top)
-            e.store(out[2], p_stats, nan)
-            block_sum = b.fadd(b.fadd(out[3], out[4]), b.fadd(out[5], out[6]))
-            e.store(b.fadd(e.load(p_stats, total), block_sum), p_stats, total)
-
         for v in range(self.nv):
-            vector(v)
+            total, top, nan = (slot * row + v * e.bytes for slot in (1, 2, 3))
+            carried = {"top": e.load(p_stats, top), "nan": e.load(p_stats, nan), "sums": [e.floats(0)] * 4}
+            with e.walk(fours, (s, 4 * row), carried=carried) as walk:
+                (scores,) = walk
+                for j in range(4):
+                    x = e.load(scores, j * row + v * e.bytes)
+                    weight, log = self._weight(e, x, lse[v], scale)
+                    walk.sums[j] = e.fma(weight, log, walk.sums[j])
+                    walk.top = e.maximum(x, walk.top)
+                    walk.nan = b.select(b.fcmp_unordered("uno", x, x), x, walk.nan)
+            e.store(walk.top, p_stats, top)
+            e.store(walk.nan, p_stats, nan)
+            e.store(b.fadd(e.load(p_stats, total), e.summed(walk.sums)), p_stats, total)
 
     @stage
     def reduce_columns(self, e: Emitter, columns, keys, dst, count) -> None:
         """Adds the lanes of each key to `dst`, in pairs; keys from `count` on are left alone."""
         b, n = e.b, self.lanes
 
-        def square(i: Value, p: list[Value]) -> list[Value]:
-            total = e.summed(e.transpose([e.load(p[0], r * e.bytes) for r in range(n)]))
-            inside = e.first_lanes(b.sub(count, b.mul(i, I64(n))))
-            e.masked_store(b.fadd(e.masked_load(p[1], inside, e.vf), total), p[1], inside)
-            return [e.at(p[0], n * e.bytes), e.at(p[1], e.bytes)]
-
-        e.loop(b.udiv(keys, I64(n)), [e.pointer(columns), e.pointer(dst)], square)
+        with e.walk(b.udiv(keys, I64(n)), (columns, n * e.bytes), (dst, e.bytes)) as walk:
+            square, place = walk
+            total = e.summed(e.transpose([e.load(square, r * e.bytes) for r in range(n)]))
+            inside = e.first_lanes(b.sub(count, b.mul(walk.index, I64(n))))
+            e.store(b.fadd(e.load(place, inside=inside), total), place, inside=inside)
 
     @stage
     def finish_rows(self, e: Emitter, stats, entropy, max_logit, rows, scale_bits, sink_bits) -> None:
@@ -107,6 +98,6 @@ class StatisticsTile(Tile):
         nats = b.fneg(e.fma(weight, log, total))
         nats = b.select(b.fcmp_ordered("<", nats, e.floats(0)), e.floats(0), nats)
         inside = e.first_lanes(rows)
-        e.masked_store(b.fadd(nats, nan), e.pointer(entropy), inside)
+        e.store(b.fadd(nats, nan), e.pointer(entropy), inside=inside)
         top = b.fadd(b.fmul(top, e.splat(e.float_bits(scale_bits))), nan)
-        e.masked_store(top, e.pointer(max_logit), inside)
+        e.store(top, e.pointer(max_logit), inside=inside)

@@ -6,18 +6,14 @@ copy of the column sums of its own; the copies are added in order, so no bit dep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from polyflash.backends.cpu import configs
 from polyflash.backends.cpu.configs import KernelKey, Scratch
 from polyflash.backends.cpu.packing import numbered
-
-if TYPE_CHECKING:
-    from polyflash.target import Target
 
 RANGE_ROWS = 512  # least rows of a range
 MOST_RANGES = 16  # as many copies of the column sums are held at once
@@ -29,11 +25,6 @@ class StatisticsKey(KernelKey):
     __slots__ = ()
     kind = "statistics"
     builder = "polyflash.backends.cpu.kernels.statistics"
-
-
-def all_keys(target: Target) -> Iterator[KernelKey | configs.StageKey]:
-    """Every statistics kernel that can run on `target`."""
-    return configs.keys_of(target, StatisticsKey)
 
 
 @lru_cache(maxsize=256)

@@ -191,6 +191,7 @@ DECODE = Layout(
     *(Tensors, Softmax, Operands, Cut, Scratch, Decode),
     **{"pages": "k_ids", "k_rows": "k", "v_rows": "v", "bounds": "q_ids", "addresses": "pass_stage"},
 )
+K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further
 ENTRY, ITEM, COLUMN = Layout(Entry), Layout(Item), Layout(Column)
 BACKWARD_ITEM = Layout(Item, 20, BackwardItem)  # the column of the pass lies between
 CODED = Layout(Tensors, Softmax, Operands, Cut, Scratch, Tables, pages="k_ids")

@@ -39,7 +39,7 @@ class Ready(NamedTuple):
     """State shared by calls of the same sizes, strides and numbers."""
 
     numbers: Numbers
-    launches: tuple[Constants, ...]  # constants of each, as constexprs
+    launches: tuple[Any, ...]  # constants of each, as constexprs
     kinds: tuple[Any, ...]  # what kernels are compiled for, beside alignment
     marks: tuple[int, ...]  # their shape
     programs: int
@@ -103,7 +103,7 @@ class Prepared:
             scale=scale_of(q.shape[3], args) if alibi else None,
         )
         constants = constants_of(self.config, q, k, band, args)
-        launches = (constants,)
+        launches: tuple[Constants, ...] = (constants,)
         if self.config.apart:
             again = constants._replace(FIRST=False, COUNTED=False, EARLY=False)
             launches = constants._replace(MENDS=False), again

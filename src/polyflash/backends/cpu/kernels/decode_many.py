@@ -7,24 +7,25 @@ heads of the kv head times all query rows, head by head, so K and V are brought 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from polyflash.backends.cpu import configs, decode_items, loading, tiles
+from polyflash.backends.cpu import configs, decode_items, intrinsics, loading, tiles
+from polyflash.backends.cpu.decode_many_blocks import ManyTile
+from polyflash.backends.cpu.decode_many_configs import ManyKey
+from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, store_i32, store_i64, word
 from polyflash.backends.cpu.kernels.walk import MINUS_INF
-from polyflash.backends.cpu.words import DECODE
-
-if TYPE_CHECKING:
-    from polyflash.backends.cpu.decode_many_configs import ManyKey
+from polyflash.backends.cpu.pool_kernel import add as arrive
+from polyflash.backends.cpu.structs import Blocks
+from polyflash.backends.cpu.words import DECODE, K_BATCH, V_BATCH
 
 ROWS_AT = configs.LINE  # addresses of zeros come first
+
+BLOCK = Blocks(DECODE)
+device = BLOCK.device
 
 
 def panel_ends(key: ManyKey, stage: Any, shared: Any) -> Any:
     """Make the functions at the two ends of a panel: start_panel, finish_panel."""
-    from polyflash.backends.cpu.intrinsics import least, load_i32, namespace, store_i32, store_i64
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(DECODE).device
     LANES, NR, NV, PACK, STEP = key.lanes, key.panel_rows, key.nv, key.pack, configs.STEP
     Q_PANEL, O_PANEL, STATS = key.q_panel_bytes, key.o_panel_bytes, key.panel_rows * 8
     K_BYTES, VECTOR = key.k_row_bytes, key.lanes * 4
@@ -84,10 +85,7 @@ def panel_ends(key: ManyKey, stage: Any, shared: Any) -> Any:
 
 def key_lists(key: ManyKey, stage: Any, loads: Any) -> Any:
     """Make what says where keys lie and which of them rows see: limit_rows, list_keys, list_lines."""
-    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace, store_i32, word
-    from polyflash.backends.cpu.structs import Blocks
-
-    device, items = Blocks(DECODE).device, decode_items.items()
+    items = decode_items.items()
     NR, PACK, STEP, STATS = key.panel_rows, key.pack, configs.STEP, key.panel_rows * 8
     SIZE, LINE, K_BYTES = configs.STORAGE_BYTES[key.storage], configs.LINE, key.k_row_bytes
     IN_PLACE = key.compute == "bf16dot" or key.storage == "float32"
@@ -177,11 +175,6 @@ def key_lists(key: ManyKey, stage: Any, loads: Any) -> Any:
 
 def splits_of(key: ManyKey, stage: Any, loads: Any, lists: Any) -> Any:
     """Make what attends to the keys of one split: attend_split."""
-    from polyflash.backends.cpu.intrinsics import greatest, least, load_i32, namespace
-    from polyflash.backends.cpu.structs import Blocks
-
-    device = Blocks(DECODE).device
-    K_BATCH, V_BATCH = DECODE.k_batch, DECODE.v_batch  # strides over rows and channels follow two further
     NR, NV, MR, PACK, STATS = key.panel_rows, key.nv, key.group_keys, key.pack, key.panel_rows * 8
     Q_PANEL, O_PANEL, V_BYTES = key.q_panel_bytes, key.o_panel_bytes, key.v_row_bytes
     KEYS_PER_TRIP, K_LINES, V_LINES = key.trip_keys, key.lines_of_keys, key.lines_of_values
@@ -279,14 +272,9 @@ def splits_of(key: ManyKey, stage: Any, loads: Any, lists: Any) -> Any:
 
 def build(key: ManyKey) -> Any:
     """Compile the kernel of `key`: a numba cfunc `void(int64 args, int64 item, int64 scratch)`."""
-    from polyflash.backends.cpu import decode_many_blocks, intrinsics
-    from polyflash.backends.cpu.intrinsics import greatest, least
-    from polyflash.backends.cpu.pool_kernel import add as arrive
-    from polyflash.backends.cpu.structs import Blocks
-
-    own = decode_many_blocks.ManyTile(key)
-    stage, block, items = intrinsics.stages(key, own), Blocks(DECODE), decode_items.items()
-    shared, tiles_at = loading.loaders(key, stage), block.tiles()
+    own = ManyTile(key)
+    stage, items = intrinsics.stages(key, own), decode_items.items()
+    shared, tiles_at = loading.loaders(key, stage), BLOCK.tiles()
     loads, ends = tiles.tiles(key, stage, shared), panel_ends(key, stage, shared)
     lists = key_lists(key, stage, loads)
     attend = splits_of(key, stage, loads, lists)
@@ -294,7 +282,7 @@ def build(key: ManyKey) -> Any:
     O_PANEL, STATS, WIDE_BYTES = key.o_panel_bytes, key.panel_rows * 8, key.bucket * 4 + configs.LINE
     MERGED = own.channels_at_once
 
-    @block.kernel
+    @BLOCK.kernel
     def kernel(args, number, scratch):
         tile = tiles_at(args, scratch)
         chunks, hkv = args.chunks, args.num_kv_heads
