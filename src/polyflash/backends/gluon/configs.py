@@ -2,7 +2,8 @@
 
 Provenance of `FORWARD`: up to 192 channels what was quickest of this kernel on an H100, at 256 of a
 prototype on an H200, in bfloat16 at 1k to 16k keys; `apart` on an H100 at 1k to 8k; of `BACKWARD` and
-`BOUNDED_64`: of those that were tried on an H200. `LEAST_KEYS`, `LEAST_CAUSAL` and `LEAST_KEYS_OF` are from races with the Triton rows:
+`BOUNDED_64`: of those that were tried on an H200. `LEAST_KEYS`, `LEAST_CAUSAL` and `LEAST_KEYS_OF` are from
+races with the Triton rows:
 docs/results/2026-11-26-h100-gluon.md, docs/results/2026-11-25-h100-gluon.md,
 docs/results/2026-11-24-h200-gluon.md; offsets per request from docs/results/2026-11-26-h100-groups.md.
 """
