@@ -101,7 +101,7 @@ FORWARD: dict[tuple[int, bool], ForwardConfig] = {
     (192, False): ForwardConfig(
         2, 64, 3, order="zigzag", heads=8, lazy_rescale=True, shared_out=True, apart=True
     ),
-    (192, True): ForwardConfig(2, 64, 3, heads=8, lazy_rescale=True, shared_out=True),
+    (192, True): ForwardConfig(2, 64, 3, heads=8, pinned="maxima", lazy_rescale=True, shared_out=True),
     (256, False): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
     (256, True): ForwardConfig(2, 64, heads=8, lazy_rescale=True, pinned="softmax", shared_out=True),
 }
