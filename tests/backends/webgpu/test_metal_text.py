@@ -25,7 +25,8 @@ from polyflash.reference import attention_reference
 from polyflash.spec import Arguments
 from tests.backends.metal import shim
 from tests.backends.webgpu import naga
-from tests.backends.webgpu.call import off, qkv
+from tests.backends.webgpu.call import TEMPLATES, off, qkv
+from tests.backends.webgpu.test_codes import MULTIPLIED, launched
 from tests.backends.webgpu.test_text import KERNELS, VARIANTS
 
 pytestmark = pytest.mark.slow  # each text is compiled for seconds
@@ -103,6 +104,19 @@ def test_codes(on: Device, name: str, reversed: bool):
     for plan in (Plan(Variant(ROW, 64, rn4=4)), Plan(Variant(TILE, 8, 8, 1, 1), True, 2)):
         with shim.running(reversed=reversed):
             out, _ = attend(on, plan, (q, call.k, call.v), call.args)
+        assert off(out, exact, causal=True) < 4e-6
+
+
+@ORDERS
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_products_of_integers(on: Device, name: str, reversed: bool):
+    q, k, v = qkv(21, 45, dims=(16, 16))
+    coded = [quantize(x, s) for x, s in zip((k, v), MULTIPLIED[name], strict=True)]
+    steps = (q * (127 / q.abs().amax(-1, keepdim=True))).round() / 32  # q in 8 bits loses nothing
+    exact = (steps, *(x.values(torch.float64).float() for x in coded))
+    for variant in (TEMPLATES["row"], TEMPLATES["4 lanes, 4 rows"]):
+        with shim.running(reversed=reversed):
+            out, _ = (x.torch() for x in launched(on, steps, coded, Plan(variant)))
         assert off(out, exact, causal=True) < 4e-6
 
 

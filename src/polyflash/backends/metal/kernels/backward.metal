@@ -11,7 +11,8 @@
 //   dk·scale                                                dq·scale
 //
 // Both are `differentiate`: what a threadgroup owns is (k, v) or (q, do), what it walks over is the other. ds
-// is multiplied by 1 - tanh² under a softcap; with dropout dP, and the P of dv, lose what it drops. Every sum has a fixed order: bits repeat.
+// is multiplied by 1 - tanh² under a softcap; with dropout dP, and the P of dv, lose what it drops. Every sum has a
+// fixed order: bits repeat.
 
 constant constexpr int THREADS = 4 * OWN;  // a simdgroup has 8 rows or keys of what is owned
 constant constexpr int OWN_COLUMNS = WALK / 4;
