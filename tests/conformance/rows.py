@@ -126,7 +126,10 @@ class Runner:
             lse = lse.contiguous()  # of one token per request it is a view of (batch, heads, 1)
         layout = options.get("layout", "bhsd")
         out = got.out.transpose(1, 2) if layout == "bshd" else got.out
-        check(out, lse, expected(q, k, v, options), label=label, options=options, pool=pool)
+        # lavapipe's exp2 is off by 1e-6, which no longer cancels where dropout has a weight in l alone
+        loose = self.row.backend == "webgpu" and bool(options.get("dropout_p"))
+        want = expected(q, k, v, options)
+        check(out, lse, want, label=label, options=options, pool=pool, loose=loose)
         return got
 
 
