@@ -39,15 +39,18 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add, names = made.add_argument, "NAME,NAME"
     flag: Any = {"action": "store_true"}
-    variant = "one more arm of ours, fields of its configuration replaced; repeatable"
+    variant = (
+        "one more arm of ours, or of int8, fp8-triton ..., fields of its configuration replaced; repeatable"
+    )
+    parts = f"of {', '.join(PARTS)}, all by default; or {' and '.join(gpu_arms.ASKED)}, which must be named"
     add("--json", type=Path, default=Path("build/gpu.jsonl"), metavar="FILE", help="rows, one JSON line each")
     add("--page", type=Path, metavar="FILE", help="write the tables as Markdown, and pictures beside them")
     add("--budget", type=float, default=540.0, metavar="SECONDS", help="of wall time; 540")
     add("--device", default="cuda", help="cuda, cuda:1, or cpu to try the suite itself")
     add("--backend", default="triton", help="of ours, or free; triton")
     add("--arms", default=",".join(gpu_arms.DEFAULT), help="who is timed", metavar=names)
-    add("--variant", action="append", default=[], metavar="FIELD=VALUE,...", help=variant)
-    add("--parts", default="", help=f"of {', '.join(PARTS)}; all", metavar=names)
+    add("--variant", action="append", default=[], metavar="[ARM:]FIELD=VALUE,...", help=variant)
+    add("--parts", default="", help=parts, metavar=names)
     add("--filter", nargs="+", default=[], metavar="WORD", help="rows with every word: causal d128")
     add("--tiny", help="a few small rows, whose figures mean nothing", **flag)
     add("--rounds", type=int, default=ROUNDS, help=f"per row; {ROUNDS}")
@@ -121,8 +124,8 @@ class _Suite:
         self.settings = options.device, options.backend, options.variant, gpu_arms.KERNELS
         self.children = Children(options.workers, self.settings)
         self.measuring: Child | None = None
-        chosen = {*options.arms.split(","), *(f"{OURS}[{text}]" for text in options.variant)}
-        self.arms = [arm for arm in gpu_arms.arms(options.backend, options.variant) if arm.name in chosen]
+        every, names = gpu_arms.arms(options.backend, options.variant), options.arms.split(",")
+        self.arms = [arm for arm in every if arm.name in names or arm.name.endswith("]")]
         self.answers: dict[tuple[Any, ...], dict[str, Any]] = {}  # by kernel, of all waves
         self.known = read(options.json)  # what earlier runs left
         self.lost = {(x["arm"], x["name"]): x["reason"] for x in self.known["losts"]}  # took the device along

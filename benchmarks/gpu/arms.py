@@ -27,17 +27,33 @@ from torch.nn.functional import scaled_dot_product_attention
 import polyflash
 from benchmarks import peers
 from polyflash.bench.suite import OURS
+from polyflash.quant import Scheme, quantize
 from polyflash.spec import AttentionSpec, Phase
 from polyflash.work import Work, work_of
 
 FORWARD, BACKWARD, DECODE, GRAPH, HOST = "forward", "backward", "decode", "graph", "host"
+ROWS, CODES = "rows", "codes"
 PARTS = (FORWARD, BACKWARD, DECODE, GRAPH, HOST)
+ASKED = (ROWS, CODES)  # parts that run where they are named alone
 TOKENS, WIDTH = 16384, 2048  # batch·seqlen and heads·head_dim of the table of the FlashAttention-3 paper
 _KEYS = 1 << 21  # most keys of a decode batch: 8.6 GiB of keys and values at 8 heads of 128 in 16 bits
 _PHASES = {BACKWARD: Phase.BACKWARD, DECODE: Phase.DECODE, GRAPH: Phase.DECODE}
 _EITHER, _GROUPED = (False, True), (32, 8)  # causal or not; query heads over 8 of keys and values
+_FEW_KEYS = (64, 256, 400, 512, 1000, 1024, 2048, 4096)
+_FEW_ROWS = (1, 2, 3, 4, 8, 9, 16, 32, 63, 64, 65, 128, 256, 512)
 KERNELS = "benchmarks.gpu.kernels"
-DEFAULT = ("polyflash", "cudnn", "flash", "efficient", "folded", "flex", "tutorial", "flag", "sage")
+TOKEN, EIGHTS = Scheme(compute="int8"), Scheme(dtype="fp8_e4m3", granularity="head", compute="fp8")
+# Arms of the part "codes", which quantises K and V beforehand: whose kernel, schemes of K and of V, how many
+# times the error of 16 bits is allowed.
+CODED: dict[str, tuple[str, tuple[Scheme | None, Scheme | None], float]] = {
+    "free": ("free", (None, None), 1.0),
+    "int8": ("triton", (TOKEN, TOKEN), 2.1),
+    "int8-k": ("triton", (TOKEN, None), 2.1),
+    "int8-head": ("triton", (replace(TOKEN, granularity="head"), None), 2.1),
+    "fp8-gluon": ("gluon", (EIGHTS, EIGHTS), 6.7),
+    "fp8-triton": ("triton", (EIGHTS, EIGHTS), 6.7),
+}
+DEFAULT = ("polyflash", "cudnn", "flash", "efficient", "folded", "flex", "tutorial", "flag", "sage", *CODED)
 Call = Callable[[], Any]
 
 
@@ -92,6 +108,7 @@ def tiny() -> list[GpuCase]:
         *((FORWARD, 0, 1, 2, 2, 64, 64, False), (FORWARD, 0, 1, 2, 2, 64, 64, True)),
         *((BACKWARD, 0, 1, 2, 2, 64, 64, True), (DECODE, 1, 2, 4, 2, 1, 96, False)),
         *((GRAPH, 1, 1, 2, 2, 1, 64, False), (HOST, 1, 1, 2, 2, 32, 32, False)),
+        *((ROWS, 1, 1, 4, 2, 8, 64, True), (CODES, 1, 1, 2, 2, 64, 64, False)),
     )
     return [GpuCase(x[0], f"tiny {x[0]}", x[1], "float32", *x[2:7], 16, x[7]) for x in sizes]
 
@@ -99,8 +116,9 @@ def tiny() -> list[GpuCase]:
 def selected(
     every: Sequence[GpuCase], *, words: Sequence[str] = (), parts: Sequence[str] = ()
 ) -> list[GpuCase]:
-    """Rows whose name has every word as one of its dash-separated pieces, of the given parts (none: all)."""
-    chosen = [c for c in every if not parts or c.part in parts]
+    """Rows whose name has every word as one of its dash-separated pieces, of the given parts (none: all but
+    those that are asked for)."""
+    chosen = [c for c in every if (c.part in parts if parts else c.part not in ASKED)]
     return [c for c in chosen if set(words) <= set(c.name.split("-"))]
 
 
@@ -138,6 +156,16 @@ def _squares() -> Iterator[GpuCase]:
         (FORWARD, 5, "float16", (128, 64), (16384, 2048, 8192), _EITHER, tutorial),
         (FORWARD, 4, half, (128,), (2048, 8192), _EITHER, grouped),
         (BACKWARD, 5, "float16", (128,), (4096,), (True,), {}),
+        (CODES, 0, half, (128, 64, 256), (8192, 4096, 16384, 2048), _EITHER, {}),
+        (
+            CODES,
+            1,
+            half,
+            (128,),
+            (4096, 16384),
+            _EITHER,
+            {"kv_heads": 4, "table": "bfloat16, 16 heads over 4"},
+        ),
     ):
         for n, dim, causal in product(lengths, dims, masks):
             yield _square(part, tier, dtype, dim, n, causal, **given)
@@ -146,7 +174,8 @@ def _squares() -> Iterator[GpuCase]:
 
 
 def _steps() -> Iterator[GpuCase]:
-    """Decode steps, and calls whose time is the host's: one launch, or two."""
+    """Decode steps; calls whose time is the host's, one launch, or two; and few rows to many: does a kernel
+    that takes over from another leave a step?"""
     small, host = "small decode steps in a CUDA graph", "host time of a call"
     for part, tier, table, batches, lengths, heads, dtype in (
         (DECODE, 1, "", (8, 64), (8192, 32768), _GROUPED, "bfloat16"),
@@ -164,6 +193,10 @@ def _steps() -> Iterator[GpuCase]:
                 yield GpuCase(part, named, tier, dtype, batch, h, 8, 1, n, 128)
     yield GpuCase(HOST, host, 1, "bfloat16", 1, 8, 8, 128, 128, 64)
     yield GpuCase(HOST, host, 2, "bfloat16", 1, 8, 8, 128, 4096, 128)
+    for group, n, count in product((1, 4, 8), _FEW_KEYS, _FEW_ROWS):
+        if count <= n:
+            table = f"rows in a CUDA graph, {8 * group} heads over 8"
+            yield GpuCase(ROWS, table, 0, "bfloat16", 1, 8 * group, 8, count, n, 128, True)
 
 
 @dataclass(frozen=True)
@@ -183,7 +216,7 @@ class GpuArm:
     killed after `patience` seconds: for every "shape", or once per "kernel" (part, dtype, head_dim, causal);
     "": they come with torch. `loosened`: how much more error than rounding it is allowed, for peers that
     quantise. `scope`: entered around calls, outside the clock. `last_tier`: of the rows it is worth its
-    compile time in."""
+    compile time in. `chosen`: the name of the row of ours that runs it."""
 
     name: str
     title: str
@@ -194,6 +227,7 @@ class GpuArm:
     loosened: float = 1.0
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     last_tier: int = 9
+    chosen: Callable[[GpuCase, Tensors], str] = lambda *_: ""
 
     def prepared(self, case: GpuCase, sets: Sequence[Tensors]) -> list[Call]:
         """One call per set of tensors."""
@@ -222,13 +256,34 @@ def _timed(case: GpuCase, t: Tensors, forward: Callable[[], Tensor]) -> Call:
     return lambda: torch.autograd.grad(out, (t.q, t.k, t.v), t.dout, retain_graph=True)
 
 
-def ours(case: GpuCase, t: Tensors, *, backend: str, fields: Sequence[tuple[str, Any]] = ()) -> Call:
-    """polyflash on one backend by name or, "free", the chosen one, with fields of its config replaced."""
-    options: dict[str, Any] = {"backend": None if backend == "free" else backend, "causal": case.causal}
-    if fields:
-        chosen = polyflash.explain(t.q, t.k, t.v, **options).config
-        options["config"] = replace(chosen, **dict(fields))
-    return _timed(case, t, lambda: polyflash.attention(t.q, t.k, t.v, **options))
+@dataclass(frozen=True)
+class Ours:
+    """polyflash on one backend by name or, "free", the chosen one; over codes of K and of V by these schemes,
+    with fields of its config replaced."""
+
+    backend: str
+    schemes: tuple[Scheme | None, Scheme | None] = (None, None)
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    def _operands(self, case: GpuCase, t: Tensors) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        pairs = zip((t.k, t.v), self.schemes, strict=True)
+        kv = [x if scheme is None else quantize(x, scheme) for x, scheme in pairs]
+        options: dict[str, Any] = {"causal": case.causal}
+        options["backend"] = None if self.backend == "free" else self.backend
+        return (t.q, *kv), options, polyflash.explain(t.q, *kv, **options)
+
+    def __call__(self, case: GpuCase, t: Tensors) -> Call:
+        given, options, plan = self._operands(case, t)
+        if any(self.schemes) and "in the walk" not in plan.notes[-1]:
+            raise ValueError(f"no kernel of {self.backend} reads these codes here")
+        if self.fields:
+            options["config"] = replace(plan.config, **dict(self.fields))
+        return _timed(case, t, lambda: polyflash.attention(*given, **options))
+
+    def chosen(self, case: GpuCase, t: Tensors) -> str:
+        """The row that runs it."""
+        row = self._operands(case, t)[2].chosen
+        return row.name if row else ""
 
 
 def sdpa(case: GpuCase, t: Tensors) -> Call:
@@ -270,25 +325,33 @@ def _only(kernel: str) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def arms(backend: str, variants: Sequence[str] = ()) -> list[GpuArm]:
-    """polyflash first. `variants`: more arms of ours such as "num_stages=4,block_n=64", forward only."""
-    mine, flash = partial(ours, backend=backend), _only("FLASH_ATTENTION")
-    varied = [
-        GpuArm(f"{OURS}[{text}]", text, (FORWARD, DECODE), partial(mine, fields=fields(text)), "shape")
-        for text in variants
-    ]
+    """polyflash first. `variants`: more arms of ours, "num_stages=4,block_n=64" of the first one, of another
+    one "int8:num_stages=4"; no gradients."""
     tutorial, flag = partial(beside, "tutorial"), partial(beside, "single_loop")
+    own: dict[str, tuple[tuple[str, ...], Ours, float]] = {OURS: ((*PARTS, *ASKED), Ours(backend), 1.0)}
+    for name, (where, schemes, loosened) in CODED.items():
+        own[name] = (CODES,), Ours(where, schemes), loosened
+    for text in variants:
+        name, _, change = text.rpartition(":")
+        parts, call, loosened = own[name or OURS]
+        call = replace(call, fields=fields(change))
+        own[f"{name or OURS}[{change}]"] = tuple(p for p in parts if p != BACKWARD), call, loosened
+    title = {OURS: f"polyflash {backend}"}
+    every = (*PARTS, CODES)
     return [
-        GpuArm(OURS, f"polyflash {backend}", PARTS, mine, "shape"),
-        *varied,
-        GpuArm("cudnn", "SDPA cuDNN", PARTS, sdpa, scope=_only("CUDNN_ATTENTION")),
-        GpuArm("flash", "SDPA flash", PARTS, sdpa, scope=flash),
+        *(
+            GpuArm(name, title.get(name, name), parts, call, "shape", loosened=allowed, chosen=call.chosen)
+            for name, (parts, call, allowed) in own.items()
+        ),
+        GpuArm("cudnn", "SDPA cuDNN", every, sdpa, scope=_only("CUDNN_ATTENTION")),
+        GpuArm("flash", "SDPA flash", PARTS, sdpa, scope=_only("FLASH_ATTENTION")),
         GpuArm("efficient", "SDPA efficient", PARTS, sdpa, scope=_only("EFFICIENT_ATTENTION")),
-        GpuArm("folded", "SDPA folded", (DECODE, GRAPH), folded, scope=flash),
+        GpuArm("folded", "SDPA folded", (DECODE, GRAPH), folded, scope=_only("FLASH_ATTENTION")),
         GpuArm("flex", "FlexAttention", (FORWARD, BACKWARD, DECODE), flex, "shape", 120.0, last_tier=2),
         GpuArm("tutorial", "Triton tutorial's algorithm", (FORWARD, HOST), tutorial, "kernel", 120.0),
         GpuArm("flag", "FlagAttention's algorithm", (FORWARD,), flag, "kernel"),
         GpuArm("sage", "SageAttention", (FORWARD,), sage, "kernel", loosened=8.0),
-        GpuArm("math", "SDPA math", PARTS, sdpa, scope=_only("MATH")),
+        GpuArm("math", "SDPA math", every, sdpa, scope=_only("MATH")),
     ]
 
 

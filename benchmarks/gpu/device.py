@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch import Tensor
 
 import polyflash
 from benchmarks import ROOT
-from benchmarks.gpu.arms import DECODE, GRAPH, HOST, Call
+from benchmarks.gpu.arms import CODES, DECODE, GRAPH, HOST, ROWS, Call
 from polyflash.bench.timing import median
 
 _FLUSHED = 512 << 20  # bytes written between decode steps: ten times an H200's L2, and 0.1 ms in which the
 # host gets ahead, so that no launch is on the clock
-_GRAPH_CALLS = 20
+GRAPHED = {GRAPH: 20, ROWS: 20, CODES: 3}  # parts whose calls are captured, and how many are in a graph
 _PACKAGES = ("torch", "triton", "numpy", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "sageattention")
 Clock = Callable[[Sequence[Call], int], float]
 
@@ -76,11 +77,11 @@ class Device:
         self.synchronize()
         return taken / repeats
 
-    def replayed_seconds(self, graphs: Sequence[Call], repeats: int) -> float:
-        """Per call inside a graph."""
-        return self.seconds(graphs, repeats) / _GRAPH_CALLS
+    def graphed(self, part: str) -> Callable[[Sequence[Call]], Call] | None:
+        """What captures the calls of a part; None of one whose calls are made one by one."""
+        return partial(self.captured, GRAPHED[part]) if part in GRAPHED else None
 
-    def graphed(self, calls: Sequence[Call], count: int = _GRAPH_CALLS) -> Call:
+    def captured(self, count: int, calls: Sequence[Call]) -> Call:
         """A CUDA graph of so many calls; on a CPU, as many calls."""
         if not self.is_cuda:
             return lambda: _run(calls, count)
@@ -95,8 +96,10 @@ class Device:
         return graph.replay
 
     def clock(self, part: str) -> Clock:
-        clocks = {DECODE: self.cold_seconds, GRAPH: self.replayed_seconds, HOST: self.host_seconds}
-        return clocks.get(part, self.seconds)
+        """Seconds per call; of a graph, per call inside it."""
+        if count := GRAPHED.get(part):
+            return lambda graphs, repeats: self.seconds(graphs, repeats) / count
+        return {DECODE: self.cold_seconds, HOST: self.host_seconds}.get(part, self.seconds)
 
     def facts(self) -> dict[str, Any]:
         """Everything a figure must be quoted with."""

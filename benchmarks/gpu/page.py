@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plot, tables
-from benchmarks.gpu.arms import BACKWARD, DECODE, FORWARD, GRAPH, HOST, OURS
+from benchmarks.gpu.arms import BACKWARD, CODED, CODES, DECODE, FORWARD, GRAPH, HOST, OURS, ROWS
 from benchmarks.tables import grouped, short
 from polyflash.bench.timing import median
 
@@ -15,12 +15,13 @@ Row = dict[str, Any]
 _COLORS = ("#08306b", "#d94801", "#31a354", "#756bb1", "#e7298a", "#66a61e", "#a6761d", "#666666", "#1b9e77")
 _LEGEND = (
     "FLOPs count visible pairs alone. Forward and backward in TFLOP/s, decode in GB/s of keys and values"
-    " (none of them in the L2), the others in µs per call. *peak*: of the measured ceiling, the product's or"
-    " the copy's. *×best*: the time of the quickest peer over ours; *×name* likewise. *error*: relative L2 of"
-    " our slice. *MHz*, *W*: SM clock and power during the row."
+    " (none of them in the L2), codes in TFLOP/s of calls in a CUDA graph, the others in µs per call. *peak*:"
+    " of the measured ceiling, the product's or the copy's. *×best*: the time of the quickest peer over ours;"
+    " *×name* likewise. *error*: relative L2 of our slice, of codes that of each arm of ours by turns, beside"
+    " values without codes. *on*: our kernel row. *MHz*, *W*: SM clock and power during the row."
 )
-_UNITS = {FORWARD: "TFLOP/s", BACKWARD: "TFLOP/s", DECODE: "GB/s of keys and values"}
-_CEILINGS = {FORWARD: "matmul_tflops", BACKWARD: "matmul_tflops", DECODE: "copy_gbs"}
+_UNITS = {FORWARD: "TFLOP/s", BACKWARD: "TFLOP/s", CODES: "TFLOP/s", DECODE: "GB/s of keys and values"}
+_CEILINGS = {part: "copy_gbs" if part == DECODE else "matmul_tflops" for part in _UNITS}
 
 
 def rate(row: Row, arm: str) -> float | None:
@@ -28,7 +29,7 @@ def rate(row: Row, arm: str) -> float | None:
     if arm not in row["arms"]:
         return None
     part, s = row["case"]["part"], row["arms"][arm]["median_s"]
-    if part in (FORWARD, BACKWARD):
+    if part in (FORWARD, BACKWARD, CODES):
         return float(row["flops"] / s / 1e12)
     return float(row["key_bytes"] / s / 1e9 if part == DECODE else s * 1e6)
 
@@ -41,7 +42,7 @@ def ratio(row: Row, peer: str | None) -> float | None:
 
 def best_peer(row: Row) -> str | None:
     """The quickest arm that is not ours."""
-    others = {n: a["median_s"] for n, a in row["arms"].items() if not n.startswith(OURS)}
+    others = {n: a["median_s"] for n, a in row["arms"].items() if n.partition("[")[0] not in (OURS, *CODED)}
     return min(others, key=others.__getitem__) if others else None
 
 
@@ -136,14 +137,16 @@ def _table(rows: Sequence[Row], content: dict[str, Any], titles: dict[str, str])
     peers = [n for n in names if n != OURS and any(n in r["arms"] for r in rows)]
     peak = _ceiling(content, _CEILINGS[part]) if part in _CEILINGS else 0.0
     heads = ["problem", "ours", "±", *(["peak"] if peak else []), *(titles.get(n, n) for n in peers)]
-    lines = [[*heads, "×best", *(f"×{n}" for n in peers[:4]), "error", "MHz", "W"]]
-    for r in sorted(rows, key=lambda r: [r["case"][n] for n in ("head_dim", "causal", "seqlen_k", "batch")]):
+    lines = [[*heads, "×best", *(f"×{n}" for n in peers[:4]), "error", "on", "MHz", "W"]]
+    order = "head_dim", "causal", "seqlen_k", "batch", "seqlen_q"
+    for r in sorted(rows, key=lambda r: [r["case"][n] for n in order]):
         x, arm = rate(r, OURS), r["arms"].get(OURS)
         cells = [problem(r["case"]), _cell(x), f"{arm['iqr_s'] / arm['median_s']:.0%}" if arm else ""]
         cells += [f"{x / peak:.0%}" if x else ""] if peak else []
         cells += [_cell(rate(r, n)) for n in peers]
         cells += [_cell(ratio(r, n)) for n in (best_peer(r), *peers[:4])]
-        cells += [f"{r['errors'][OURS]:.1e}" if OURS in r["errors"] else ""]
+        errors = [x for n, x in r["errors"].items() if n in ((OURS, *CODED) if part == CODES else (OURS,))]
+        cells += [" · ".join(f"{x:.1e}" for x in errors), r.get("on", {}).get(OURS, "")]
         cells += [f"{r['sensors'][k]:.0f}" if k in r["sensors"] else "" for k in ("sm_mhz", "watts")]
         lines.append(cells)
     return tables.markdown(lines)
@@ -152,7 +155,7 @@ def _table(rows: Sequence[Row], content: dict[str, Any], titles: dict[str, str])
 def problem(c: dict[str, Any]) -> str:
     heads = f"{c['heads']}" if c["heads"] == c["kv_heads"] else f"{c['heads']}/{c['kv_heads']}"
     kind = "" if c["part"] in (DECODE, GRAPH) else "causal, " if c["causal"] else "full, "
-    rows = "" if c["seqlen_q"] in (1, c["seqlen_k"]) else f"{c['seqlen_q']}×"
+    rows = "" if c["part"] != ROWS and c["seqlen_q"] in (1, c["seqlen_k"]) else f"{c['seqlen_q']}×"
     return f"{kind}{rows}{c['seqlen_k']} keys, {c['batch']}×{heads} heads, d{c['head_dim']}"
 
 

@@ -1,8 +1,6 @@
 """One row of the GPU suite: its kernels tried, its arms prepared, their outputs checked, then timed by turns
 on rotated inputs.
 
-Outputs and gradients are held to plain torch in float64 (float32 where that is too large) on a slice.
-
 Kernels that may hang or crash are tried before anything is timed, in processes that can be killed. Several
 work at once, which also fills the caches of compiled kernels; nothing is timed meanwhile. Between the waves
 of a run they wait. An answer is {"error": …}, the relative error of the slice, or {"reason": …}.
@@ -21,20 +19,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from benchmarks.exact import forward_error, gradient_error
 from benchmarks.gpu import arms as gpu_arms
-from benchmarks.gpu.arms import BACKWARD, GRAPH, HOST, OURS, Call, GpuArm, GpuCase, Tensors, applicable
+from benchmarks.gpu.arms import BACKWARD, GRAPH, HOST, OURS, ROWS, Call, GpuArm, GpuCase, Tensors, applicable
 from benchmarks.gpu.device import Clock, Device, Sensors
 from benchmarks.peers import Answer, Child, why
 from polyflash.bench.peak import ceilings
 from polyflash.bench.timing import iqr, median
 
 SLICE_TOLERANCE = {"bfloat16": 1.2e-2, "float16": 3e-3, "float32": 2e-5}  # relative L2 of a slice
-ROWS = 128  # query rows of a sampled head
-_WIDE = 4096  # most keys of a whole head in float64: one matrix of weights is then 128 MiB
 ROUNDS, CALLS, FEWEST_CALLS = 5, 20, 3
-SETS, _GRAPH_SETS = 3, 20  # of inputs, rotated; those of a graph, which reads memory, are beyond the L2
+SETS = 3  # of inputs, rotated
+_SETS = {GRAPH: 20, ROWS: 1}  # a graph that reads memory has them beyond the L2, few rows in it
 _SHARE = 0.4  # of the device's memory, for all sets of inputs
 _SAMPLE = 0.05  # seconds: calls of more than a twentieth of it are fewer than `CALLS`
 _HOST_CALLS = 100
@@ -105,18 +102,20 @@ def measure(
     here = applicable(every, case)
     absent = {arm.name: excused[arm.name] for arm in here if arm.name in excused}
     errors: dict[str, float] = {}
+    on: dict[str, str] = {}
     timed: list[Timed] = []
     sets: list[Tensors] = []
-    wanted = _GRAPH_SETS if case.part == GRAPH else SETS
+    wanted = _SETS.get(case.part, SETS)
     if device.is_cuda:  # fewer if they are large
         memory = torch.cuda.get_device_properties(device.name).total_memory * _SHARE
         wanted = min(wanted, max(1, int(memory / max(1.0, case.work.bytes))))
     try:
         sets = [gpu_arms.make_tensors(case, device.name, seed) for seed in range(wanted)]
         for arm in (arm for arm in here if arm.name not in absent):
-            calls, answer = first_call(case, arm, sets, device.graphed if case.part == GRAPH else None)
+            calls, answer = first_call(case, arm, sets, device.graphed(case.part))
             if "fatal" in answer:
                 raise DeviceLost(arm.name, answer["reason"])
+            on |= {arm.name: answer["on"]} if answer.get("on") else {}
             if "error" in answer:
                 errors[arm.name] = answer["error"] if math.isfinite(answer["error"]) else -1.0
             if reason := verdict(case, arm, answer):
@@ -132,7 +131,7 @@ def measure(
         if gpu_arms.is_fatal(problem) and not isinstance(problem, DeviceLost):
             raise DeviceLost("", why(problem)) from problem
         raise
-    row = left_out(case, "") | {"sets": len(sets), "errors": errors, "absent": absent}
+    row = left_out(case, "") | {"sets": len(sets), "errors": errors, "on": on, "absent": absent}
     row |= {"arms": {t.arm.name: t.plain() for t in timed if t.samples}, "sensors": sensors.taken()}
     timed, sets, calls = [], [], []
     gpu_arms.forget()
@@ -143,7 +142,7 @@ def left_out(case: GpuCase, reason: str) -> dict[str, Any]:
     """The row of a case that is not measured."""
     work = {"flops": case.work.flops, "bytes": case.work.bytes, "key_bytes": case.key_bytes}
     about = {"kind": "row", "name": case.name, "case": vars(case), **work}
-    return about | {"sets": 0, "arms": {}, "errors": {}, "absent": {OURS: reason}, "sensors": {}}
+    return about | {"sets": 0, "arms": {}, "errors": {}, "on": {}, "absent": {OURS: reason}, "sensors": {}}
 
 
 def first_call(
@@ -160,6 +159,7 @@ def first_call(
         with arm.scope():
             gpu_arms.poison(sets[0])
             answer["error"] = error(case, sets[0], calls[0]())
+            answer["on"] = arm.chosen(case, sets[0])
             if graphed and not verdict(case, arm, answer):
                 calls = [graphed(calls)]
         return calls, answer
@@ -175,50 +175,11 @@ def is_mismatch(row: dict[str, Any]) -> bool:
 
 
 def error(case: GpuCase, t: Tensors, result: Any) -> float:
-    """Relative L2 error of the slice, of the worst gradient in the part backward; inf if any element of the
-    whole result is not finite, as one that nobody wrote may not be."""
-    parts = result if case.part == BACKWARD else (result,)
-    if not all(bool(torch.isfinite(x).all()) for x in parts):
-        return math.inf
+    """Relative L2 error of a slice; inf if any element of the whole result is not finite."""
     if case.part == BACKWARD:
-        pairs = list(zip(_of_one_head(case, *parts), _gradients(case, t), strict=True))
-    else:  # the first and the last head: offsets are largest there
-        pairs = [_rows(case, t, result, b, h) for b, h in {(0, 0), (case.batch - 1, case.heads - 1)}]
-    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
-
-
-def _rows(case: GpuCase, t: Tensors, out: Tensor, b: int, h: int) -> tuple[Tensor, Tensor]:
-    """(found, wanted) of rows spread over one head."""
-    count = min(ROWS, case.seqlen_q)
-    i = torch.linspace(0, case.seqlen_q - 1, count, device=out.device).round().long()
-    head = h // (case.heads // case.kv_heads)
-    with torch.no_grad():
-        q, k, v = t.q[b, h, i].double(), t.k[b, head].double(), t.v[b, head].double()
-        return out[b, h, i].double(), _attention(case, q, k, v, i)
-
-
-def _gradients(case: GpuCase, t: Tensors) -> Sequence[Tensor]:
-    """dq, dk, dv of the last key/value head of the last request, with its query heads, by autograd."""
-    kind = torch.float64 if case.seqlen_k <= _WIDE else torch.float32
-    q, k, v, dout = (x.detach().to(kind) for x in _of_one_head(case, t.q, t.k, t.v, t.dout))
-    every, inputs = torch.arange(case.seqlen_q, device=q.device), [x.requires_grad_() for x in (q, k, v)]
-    return torch.autograd.grad(_attention(case, q, k, v, every), inputs, dout)
-
-
-def _attention(case: GpuCase, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-    """Plain attention of the rows by these numbers."""
-    scores = q @ k.mT / math.sqrt(case.head_dim)
-    if case.causal:
-        seen = torch.arange(case.seqlen_k, device=q.device) <= rows[:, None] + case.seqlen_k - case.seqlen_q
-        scores = scores.masked_fill(~seen, -math.inf)
-    return scores.softmax(-1) @ v
-
-
-def _of_one_head(case: GpuCase, q: Any, k: Any, v: Any, *more: Any) -> list[Tensor]:
-    """The last key/value head of the last request: q and `more` (group, seqlen_q, head_dim), k and v
-    (1, seqlen_k, head_dim)."""
-    group = case.heads // case.kv_heads
-    return [q[-1, -group:], k[-1, -1:], v[-1, -1:], *(x[-1, -group:] for x in more)]
+        assert t.dout is not None
+        return gradient_error(t.q, t.k, t.v, t.dout, result, case.causal)
+    return forward_error(t.q, t.k, t.v, result, case.causal)
 
 
 class Task(NamedTuple):

@@ -10,6 +10,7 @@ import random
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from benchmarks.gpu import page as gpu_page
 from benchmarks.gpu import rows as gpu_rows
 from benchmarks.gpu.arms import (
     BACKWARD,
+    CODES,
     DECODE,
     FORWARD,
     GRAPH,
     HOST,
     OURS,
+    ROWS,
     GpuArm,
     GpuCase,
     arms,
@@ -71,7 +74,11 @@ def test_rows_cover_what_is_promised():
     assert {1, 128} <= {c.batch for c in decode} and {1024, 262144} <= {c.seqlen_k for c in decode}
     assert {(c.heads, c.kv_heads) for c in decode} == {(32, 8), (8, 8)}
     assert max(c.key_bytes for c in decode) * 3 < 40 << 30
-    assert {GRAPH, HOST} <= {c.part for c in rows}
+    assert {c.part for c in rows} == {*gpu_arms.PARTS, *gpu_arms.ASKED}
+    few = {(c.heads, c.seqlen_q, c.seqlen_k) for c in rows if c.part == ROWS and c.causal}
+    assert {(8, 65, 1000), (32, 512, 4096), (64, 1, 64)} <= few
+    codes = [c for c in rows if c.part == CODES]
+    assert {(c.head_dim, c.seqlen_k) for c in codes} == set(product((64, 128, 256), lengths - {1024}))
 
 
 def test_work_counts_visible_pairs_and_keys_once():
@@ -91,6 +98,7 @@ def test_a_case_survives_json():
 def test_filters():
     chosen = gpu_arms.selected(gpu_arms.rows(), words=["causal", "d64"], parts=[BACKWARD])
     assert chosen and {(c.causal, c.head_dim, c.part) for c in chosen} == {(True, 64, BACKWARD)}
+    assert {c.part for c in gpu_arms.selected(gpu_arms.rows())} == set(gpu_arms.PARTS)
 
 
 @pytest.mark.parametrize("case", gpu_arms.tiny(), ids=lambda c: c.name)
@@ -121,6 +129,11 @@ def test_peers_and_variants():
     assert set(gpu_arms.DEFAULT) <= set(named) and next(iter(named)) == OURS
     assert named[f"{OURS}[num_stages=4,loads=descriptor,base2=false]"].tried == "shape"
     assert gpu_arms.fields("a=4,b=descriptor,c=false") == (("a", 4), ("b", "descriptor"), ("c", False))
+    coded = {a.name: a for a in arms("torch", ["int8-k:num_stages=4"])}
+    assert coded["int8-k[num_stages=4]"].parts == (CODES,)
+    assert coded[OURS].chosen(CAUSAL, make_tensors(CAUSAL, "cpu", 0)) == "torch/forward"
+    with pytest.raises(ValueError, match="no kernel of triton reads these codes"):
+        coded["fp8-triton"].prepare(TINY[CODES], make_tensors(TINY[CODES], "cpu", 0))
     t = make_tensors(TINY[DECODE], "cpu", 0)
     (call,) = [named["folded"].prepare(TINY[DECODE], t)]
     assert torch.allclose(call(), scaled_dot_product_attention(t.q, t.k, t.v, enable_gqa=True), atol=1e-5)
@@ -233,9 +246,12 @@ def test_graphs_are_captured_behind_a_warm_up_on_a_side_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     device = fake.device()
-    replay = device.graphed([lambda: log.append("call")] * 3)
+    capture_of = device.graphed(GRAPH)
+    assert capture_of is not None
+    replay = capture_of([lambda: log.append("call")] * 3)
     assert log == ["wait"] + ["call"] * 3 + ["wait", "capture"] + ["call"] * 20
-    assert device.replayed_seconds([replay], 4) == pytest.approx(2e-3)
+    assert device.clock(GRAPH)([replay], 4) == pytest.approx(2e-3)
+    assert device.graphed(FORWARD) is None
 
 
 def measured(case: GpuCase, chosen: list[GpuArm], excused: dict[str, str] | None = None) -> dict[str, Any]:
@@ -405,6 +421,7 @@ def test_one_command_measures_resumes_and_writes_the_page(tmp_path, monkeypatch,
     assert "\nforward-full" not in "\n" + said and "forward-causal" in said
     content = gpu.read(file)
     assert content["rows"][0] == before[0] and content["rows"][1] != before[1]
+    assert all(r["on"][OURS].startswith("torch/") for r in content["rows"])
     assert {r["case"]["part"] for r in content["rows"]} == {FORWARD, BACKWARD, DECODE, GRAPH, HOST}
     assert all({OURS, "math"} <= set(r["arms"]) for r in content["rows"])
     assert content["ends"] and len(content["runs"]) == 2
