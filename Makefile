@@ -142,7 +142,8 @@ bench-gpu:
 bench-webgpu:
 	@python=$(BIN)/python; test -x $$python || python=$${PYTHON:-python3}; \
 		PYTHONPATH=src $$python -m benchmarks.webgpu --budget $(BUDGET) --json build/webgpu.json $(GPU_ARGS) && \
-		PYTHONPATH=src $$python -m benchmarks.webgpu.ladder --json build/ladder.json
+		PYTHONPATH=src $$python -m benchmarks.webgpu --what mappings,forward --sizes 1x8x128x64,1x8x2048x64 \
+			--budget $(BUDGET) --json build/ladder.json
 
 bench-metal: .venv/.demo
 	@$(BIN)/python scripts/metal_check.py $(GPU_ARGS)

@@ -22,11 +22,10 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.detach().double() - wanted).norm() / wanted.double().norm().clamp_min(1e-30))
 
 
-def forward_error(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, causal: bool, lse: Tensor | None = None
-) -> float:
+def forward_error(qkv: Sequence[Tensor], out: Tensor, causal: bool, lse: Tensor | None = None) -> float:
     """The worst of rows spread over the first and the last head, where offsets are largest; of a result whose
     elements are all finite, else inf."""
+    q, k, v = qkv
     batch, heads, seqlen_q, _ = q.shape
     rows = torch.linspace(0, seqlen_q - 1, min(ROWS, seqlen_q), device=q.device).round().long()
     errors = [0.0 if bool(torch.isfinite(out).all()) else math.inf]
@@ -40,15 +39,14 @@ def forward_error(
     return max(errors)
 
 
-def gradient_error(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, found: Sequence[Tensor], causal: bool
-) -> float:
+def gradient_error(qkv: Sequence[Tensor], dout: Tensor, found: Sequence[Tensor], causal: bool) -> float:
     """The worst of dq, dk and dv of the last key/value head of the last request, with its query heads, by
     autograd, in float32 where float64 is too large; the whole of them is finite, else inf."""
+    q, k, _ = qkv
     group, rows = q.shape[1] // k.shape[1], torch.arange(q.shape[2], device=q.device)
     kind = torch.float64 if k.shape[2] <= _WIDE else torch.float32
     part = slice(-group, None), slice(-1, None), slice(-1, None)
-    leaves = [x.detach()[-1, at].to(kind).requires_grad_() for x, at in zip((q, k, v), part, strict=True)]
+    leaves = [x.detach()[-1, at].to(kind).requires_grad_() for x, at in zip(qkv, part, strict=True)]
     with torch.enable_grad():
         out = _attention(leaves, rows, causal)[0]
         wanted = torch.autograd.grad(out, leaves, dout[-1, -group:].to(kind))

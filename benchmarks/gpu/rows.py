@@ -178,8 +178,8 @@ def error(case: GpuCase, t: Tensors, result: Any) -> float:
     """Relative L2 error of a slice; inf if any element of the whole result is not finite."""
     if case.part == BACKWARD:
         assert t.dout is not None
-        return gradient_error(t.q, t.k, t.v, t.dout, result, case.causal)
-    return forward_error(t.q, t.k, t.v, result, case.causal)
+        return gradient_error((t.q, t.k, t.v), t.dout, result, case.causal)
+    return forward_error((t.q, t.k, t.v), result, case.causal)
 
 
 class Task(NamedTuple):

@@ -5,29 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.webgpu.timing import Clock, forward_error, gradient_errors
+import polyflash
+from benchmarks import Shape
+from benchmarks.exact import forward_error, gradient_error
+from benchmarks.webgpu.mappings import MAPPINGS, Text
+from benchmarks.webgpu.timing import Clock
 from polyflash import webgpu
 from polyflash.backends.webgpu import configs, device, forward
 from polyflash.backends.webgpu.backward import kernels_of, walk
 from polyflash.backends.webgpu.calls import PARAMS, Sizes, call_of
 from polyflash.backends.webgpu.configs import TILE, Config, Variant, fours, lanes
-from polyflash.backends.webgpu.render import NAGA, Buffer, Kernel
+from polyflash.backends.webgpu.render import Buffer
 from polyflash.backends.webgpu.tensor import GpuTensor
+from polyflash.bench.timing import median, queued
 from polyflash.spec import Arguments
 
 COPY_BYTES = 1 << 28
-
-
-class Shape(NamedTuple):
-    batch: int
-    heads: int
-    kv_heads: int
-    seqlen: int
-    head_dim: int
 
 
 STEPS = {
@@ -109,11 +108,17 @@ class Worker:
             self.held = ()
             random = np.random.default_rng(0)
             sizes = ((shape.heads, rows), (shape.kv_heads, shape.seqlen), (shape.kv_heads, shape.seqlen))
-            arrays = tuple(
-                random.standard_normal((shape.batch, *size, shape.head_dim), np.float32) for size in sizes
-            )
-            self.held = (shape, rows), arrays, tuple(map(GpuTensor.of, arrays))
+            made = [random.standard_normal((shape.batch, *x, shape.head_dim), np.float32) for x in sizes]
+            self.held = (shape, rows), [*map(torch.from_numpy, made)], [*map(GpuTensor.of, made)]
         return self.held[1], self.held[2]
+
+    def timed(
+        self, work: Callable[[], Any], amount: float, error: float, unit: str = "TFLOP/s", **more: Any
+    ) -> dict[str, Any]:
+        """The answer: the time of `work`, and its rate if it is so many FLOPs, or bytes."""
+        seconds = self.clock.median(work)
+        scale = 1e12 if unit == "TFLOP/s" else 1e9
+        return {"ms": seconds * 1e3, unit: amount / seconds / scale, "error": error, **more}
 
     def legal(self, variant: Variant, shape: Shape) -> Variant:
         d4 = fours(shape.head_dim)
@@ -147,12 +152,9 @@ class Worker:
         out, lse = work()
         got = out.numpy()
         built = time.perf_counter() - began
-        error = forward_error(arrays, got, lse.numpy(), causal)
-        seconds = self.clock.median(work)
-        pairs = shape.seqlen * (shape.seqlen + 1) / 2 if causal else shape.seqlen**2
-        rate = 4 * shape.batch * shape.heads * pairs * shape.head_dim / seconds / 1e12
+        error = forward_error(arrays, torch.from_numpy(got), causal, torch.from_numpy(lse.numpy()))
         note = "" if name else f"{configs.title(plan.variant)} / {plan.num_splits}"
-        return {"ms": seconds * 1e3, "TFLOP/s": rate, "error": error, "built": built, "note": note}
+        return self.timed(work, flops(shape, causal, 4), error, built=built, note=note)
 
     def backward(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
         on, dims = self.on, (fours(shape.head_dim), fours(shape.head_dim))
@@ -163,7 +165,8 @@ class Worker:
         dout = np.random.default_rng(1).standard_normal(q.shape, np.float32)
         args, like = Arguments(causal=causal, need_lse=True), GpuTensor.of(dout)
         out, lse = forward.attend(q, k, v, args, Config())
-        sizes, sums = forward.sizes_of(q, k, v), lse.numpy() if lse else arrays[0]
+        assert lse is not None
+        sizes, sums = forward.sizes_of(q, k, v), lse.numpy()
         call = call_of(sizes, args)
         kernels = kernels_of(sizes, call.flags, "float32", on.limits, variants)
         words, before = on.upload(call.words), on.upload(np.stack((sums, np.zeros_like(sums)), -1))
@@ -186,17 +189,11 @@ class Worker:
 
         began = time.perf_counter()
         work()
-        got = dict(zip(("dq", "dk", "dv"), (x.numpy() for x in made), strict=True))
+        got = [torch.from_numpy(x.numpy()) for x in made]
         built = time.perf_counter() - began
-        error = gradient_errors(arrays, dout, out.numpy(), sums, causal, got)
-        seconds = self.clock.median(work)
-        pairs = shape.seqlen * (shape.seqlen + 1) / 2 if causal else shape.seqlen**2
-        flops = 10 * shape.batch * shape.heads * pairs * shape.head_dim
+        error = gradient_error(arrays, torch.from_numpy(dout), got, causal)
         note = f"dq {self.clock.median(parts[1]) * 1e3:.3f}, dkv {self.clock.median(parts[2]) * 1e3:.3f} ms"
-        return {
-            **{"ms": seconds * 1e3, "TFLOP/s": flops / seconds / 1e12, "error": error, "built": built},
-            "note": note,
-        }
+        return self.timed(work, flops(shape, causal, 10), error, built=built, note=note)
 
     def decode(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
         arrays, (q, k, v) = self.tensors(shape, 1)
@@ -207,21 +204,44 @@ class Worker:
         def work() -> GpuTensor:
             return forward.launch_forward(q, k, v, prepared)[0]
 
-        error = forward_error(arrays, work().numpy(), None, False)
-        seconds = self.clock.median(work)
-        rate = (k.nbytes + v.nbytes) / seconds / 1e9
+        error = forward_error(arrays, torch.from_numpy(work().numpy()), False)
         note = f"{configs.title(plan.variant)}, {plan.num_splits} splits"
-        return {"ms": seconds * 1e3, "GB/s": rate, "error": error, "note": note}
+        return self.timed(work, k.nbytes + v.nbytes, error, "GB/s", note=note)
+
+    def mappings(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
+        """Full rows by a mapping of `MAPPINGS`; its wall time beside the device's."""
+        on, mapping = self.on, MAPPINGS[name]
+        if mapping.lacks(on.limits):
+            raise Refused("the adapter lacks float16 or subgroups")
+        arrays, kind = self.tensors(shape, shape.seqlen)[0], np.float16 if mapping.half else np.float32
+        blocks = [on.upload(x.numpy().astype(kind)) for x in arrays]
+        blocks.append(on.empty(blocks[0].nbytes))
+        kernel, (params, grid) = mapping.kernel(), mapping.launch(shape)
+
+        def work() -> None:
+            on.launch(kernel, params, blocks, grid)
+
+        work()
+        out = on.read(blocks[-1]).view(kind).reshape(arrays[0].shape)
+        began = time.perf_counter()
+        work()
+        on.read(blocks[-1])
+        wall = time.perf_counter() - began
+        error = forward_error(arrays, torch.from_numpy(out.astype(np.float32)), False)
+        allowed = 5e-3 if mapping.half else 1e-5
+        note = f"{wall * 1e3:.1f} ms on the wall, with the reading"
+        return self.timed(work, flops(shape, False, 4), error, note=note) | {"allowed": allowed}
 
     def copy(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
         on = self.on
         size = COPY_BYTES if on.limits.kind != "cpu" else COPY_BYTES >> 4
         size = min(size, on.limits.binding_bytes)
         x, y = on.upload(np.ones(size // 4, np.float32)), on.empty(size)
-        kernel = _Text("main", (), (Buffer("y", "vec4<f32>", True),), (), PARAMS)
-        seconds = self.clock.median(lambda: on.launch(kernel, b"\0" * 16, (x, y), (size // 16384, 1, 1)))
+        kernel = Text("main", (_COPY,), (Buffer("y", "vec4<f32>", True),), (), PARAMS)
+        work = partial(on.launch, kernel, b"\0" * 16, (x, y), (size // 16384, 1, 1))
+        work()
         same = bool((on.read(y).view(np.float32) == 1).all())
-        return {"ms": seconds * 1e3, "GB/s": 2 * size / seconds / 1e9, "error": 0.0 if same else 1.0}
+        return self.timed(work, 2 * size, 0.0 if same else 1.0, "GB/s")
 
     def host(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
         """Seconds of this process per batched call, waits left out; and reading 64 MiB back."""
@@ -252,54 +272,32 @@ class Worker:
         return {"ms": best * 10, "note": note}
 
     def torch(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
-        import torch
-        import torch.nn.functional as F
-
+        """torch's fp32 attention where it has CUDA, and our Triton kernel: rates of both passes."""
         if not torch.cuda.is_available():
             raise Refused("torch has no CUDA device")
-        import polyflash
-
         torch.backends.cuda.matmul.allow_tf32 = False
         size = (shape.batch, shape.heads, shape.seqlen, shape.head_dim)
         q, k, v = (torch.randn(size, device="cuda", requires_grad=True) for _ in range(3))
-        do = torch.randn_like(q)
-        pairs = shape.seqlen * (shape.seqlen + 1) / 2 if causal else shape.seqlen**2
-        flops, notes, rate = 4 * shape.batch * shape.heads * pairs * shape.head_dim, [], 0.0
-        for who, call in (
-            ("torch", partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal)),
-            ("triton", partial(polyflash.attention, q, k, v, causal=causal)),
-        ):
+        do, work, notes, rates = torch.randn_like(q), flops(shape, causal, 4), [], []
+        for who, attend in (("torch", scaled_dot_product_attention), ("triton", polyflash.attention)):
+            call = partial(attend, q, k, v)
+            call = partial(call, is_causal=causal) if who == "torch" else partial(call, causal=causal)
             with torch.no_grad():
-                one = _cuda_seconds(call)
-            out = call()
-            back = _cuda_seconds(partial(torch.autograd.grad, out, (q, k, v), do, retain_graph=True))
-            rate = rate or flops / one / 1e12
-            notes.append(f"{who} {flops / one / 1e12:.1f}, backward {2.5 * flops / back / 1e12:.1f}")
-        return {"ms": flops / rate / 1e9, "TFLOP/s": rate, "note": "; ".join(notes)}
+                rates.append(work / cuda_seconds(call) / 1e12)
+            back = cuda_seconds(partial(torch.autograd.grad, call(), (q, k, v), do, retain_graph=True))
+            notes.append(f"{who} {rates[-1]:.1f}, backward {2.5 * work / back / 1e12:.1f}")
+        return {"ms": work / rates[0] / 1e9, "TFLOP/s": rates[0], "note": "; ".join(notes)}
 
 
-def _cuda_seconds(work: Callable[[], Any]) -> float:
-    import torch
+def flops(shape: Shape, causal: bool, each: int) -> float:
+    """Of visible pairs, `each` times head_dim for one."""
+    pairs = shape.seqlen * (shape.seqlen + 1) / 2 if causal else shape.seqlen**2
+    return each * shape.batch * shape.heads * pairs * shape.head_dim
 
-    times = []
-    work()
+
+def cuda_seconds(call: Callable[[], Any]) -> float:
+    """The median of five samples, once the GPU is warm."""
     began = time.perf_counter()
     while time.perf_counter() - began < 0.2:
-        work()
-        torch.cuda.synchronize()
-    for _ in range(5):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        for _ in range(3):
-            work()
-        b.record()
-        torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) / 3e3)
-    return sorted(times)[2]
-
-
-class _Text(Kernel):
-    """A kernel of its own text."""
-
-    def text(self, dialect: str = NAGA) -> str:
-        return _COPY
+        queued(call, 1)
+    return median([queued(call, 3) for _ in range(5)])

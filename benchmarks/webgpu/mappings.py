@@ -1,37 +1,21 @@
-"""The ladder: mappings of attention to threads, from a thread per output element to this engine's kernels.
+"""Mappings of attention to threads, from a thread per output element on: the ladder to this engine's kernels.
 
-    python -m benchmarks.webgpu.ladder --json build/ladder.json
-
-The mappings of an earlier WGSL system, written anew: a thread per element; 256 threads for four outputs, 64
-threads of which share the keys of one, where an output is an element or a row; a workgroup per row. And its
-later steps, one at a time. float32, full rows; rates count 4 * rows * keys * head_dim operations per head,
-however many a mapping repeats. Outputs are compared with float64.
+Those of an earlier WGSL system, written anew: a thread per element; 256 threads for four outputs, 64 threads
+of which share the keys of one, where an output is an element or a row; a workgroup per row. And its later
+steps, one at a time. float32 unless it says f16, full rows of head_dim 64.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import struct
-import sys
-import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from benchmarks.webgpu.timing import Clock, forward_error
-from polyflash.backends.webgpu import configs, device, forward
-from polyflash.backends.webgpu.calls import Sizes, call_of
-from polyflash.backends.webgpu.device import Block, Command
+from benchmarks import Shape
+from polyflash.backends.webgpu import configs
 from polyflash.backends.webgpu.render import NAGA, Buffer, Kernel
-from polyflash.spec import Arguments
 
-HEADS, DIM = 8, 64
-SLOW = 60.0  # seconds that a mapping may take, as guessed from the size before
-LONG = 0.4  # seconds of a dispatch that is timed once
+DIM = 64
 
 
 class Mapping(NamedTuple):
@@ -47,17 +31,30 @@ class Mapping(NamedTuple):
     row_per_workgroup: bool = False
 
     def kernel(self) -> Kernel:
-        numbers = {**self._asdict(), "unit": self.unit == "row"}
-        return _Text("main", (), _BUFFERS, tuple((name, int(x)) for name, x in numbers.items()), ())
+        buffers = Buffer("k", "f32"), Buffer("v", "f32"), Buffer("out", "f32", True)
+        return Text("main", (self.text(),), buffers, (), ())
+
+    def launch(self, shape: Shape) -> tuple[bytes, tuple[int, int, int]]:
+        """Parameters and workgroups of a dispatch."""
+        scale = math.log2(math.e) / math.sqrt(DIM)
+        units = shape.seqlen * (1 if self.unit == "row" else DIM)
+        params = struct.pack("IIfI", shape.seqlen, shape.seqlen, scale, 0)
+        return params, (-(-units // self.outputs), shape.batch * shape.heads, 1)
 
     def lacks(self, limits: configs.Limits) -> bool:
         return (self.half and not limits.float16) or (self.subgroup and not limits.subgroup)
 
-    def text(self, dialect: str = NAGA) -> str:
+    def text(self) -> str:
         return (_row_text if self.row_per_workgroup else _split_text)(self)
 
 
-_BUFFERS = (Buffer("k", "f32"), Buffer("v", "f32"), Buffer("out", "f32", True))
+class Text(Kernel):
+    """A kernel of its own text, which stands in place of files."""
+
+    def text(self, dialect: str = NAGA) -> str:
+        return self.files[0]
+
+
 ELEMENTS, ROWS = Mapping("element", 64, 4), Mapping("row", 64, 4)
 MAPPINGS = {
     "a thread an element": Mapping("element", 1, 64),
@@ -76,16 +73,6 @@ MAPPINGS = {
     "4 rows, subgroup, and vec4, fused, f16": ROWS._replace(subgroup=True, vec4=True, fused=True, half=True),
     "a row a thread, and vec4 loads": Mapping("row", 1, 64, vec4=True),
 }
-
-
-class _Text(Kernel):
-    """A kernel of a mapping; its constants are the mapping's."""
-
-    def text(self, dialect: str = NAGA) -> str:
-        return _texts[self]
-
-
-_texts: dict[Kernel, str] = {}
 
 
 def _head(m: Mapping) -> str:
@@ -270,102 +257,3 @@ def _row_text(m: Mapping) -> str:
 }}
 """.replace(" SG", ", size, place" if m.subgroup else "")
     )
-
-
-def measured(on: device.Device, clock: Clock, m: Mapping, length: int, arrays: Sequence[Any]) -> Any:
-    kernel = m.kernel()
-    _texts[kernel] = m.text()
-    kind = np.float16 if m.half else np.float32
-    blocks = [on.upload(x.astype(kind)) for x in arrays]
-    out = on.empty(blocks[0].nbytes)
-    params = struct.pack("IIfI", length, length, math.log2(math.e) / math.sqrt(DIM), 0)
-    units = length if m.unit == "row" else length * DIM
-    command = on.command(kernel, params, (-(-units // m.outputs), HEADS, 1))
-    return _timed(on, clock, (command,), (*blocks, out), kind, arrays)
-
-
-def ours(on: device.Device, clock: Clock, v: configs.Variant, length: int, arrays: Sequence[Any]) -> Any:
-    sizes = Sizes(1, HEADS, HEADS, length, length, DIM, DIM)
-    call = call_of(sizes, Arguments())
-    given = [on.upload(call.words), *map(on.upload, arrays), on.empty(arrays[0].nbytes)]
-    import torch
-
-    commands = tuple(forward.walk(on, sizes, call, forward.Plan(v), torch.float32, False))
-    return _timed(on, clock, commands, given, np.float32, arrays)
-
-
-def _timed(
-    on: device.Device,
-    clock: Clock,
-    commands: Sequence[Command],
-    blocks: Sequence[Block],
-    kind: Any,
-    arrays: Sequence[Any],
-) -> dict[str, float]:
-    def work(one: bool = False) -> None:
-        for command in commands:
-            on.record(command._replace(grid=(1, 1, 1)) if one else command, blocks)
-
-    clock.of(lambda: work(one=True))  # compiles
-    shape, walls, done = arrays[0].shape, list[float](), on.empty(4)
-
-    def walled() -> None:
-        began = time.perf_counter()
-        work()
-        on.read(done)
-        walls.append(time.perf_counter() - began)
-
-    walled()
-    out = on.read(blocks[-1]).view(kind).reshape(shape)
-    error = forward_error((arrays[0], arrays[1], arrays[2]), out, None, False)
-    seconds = walls[0]
-    if seconds < LONG:
-        for _ in range(4):
-            walled()
-        seconds = clock.median(work)
-    rate = 4 * HEADS * shape[2] ** 2 * DIM / seconds / 1e9
-    wall = sorted(walls)[len(walls) // 2]
-    return {"wall_ms": wall * 1e3, "ms": seconds * 1e3, "GFLOP/s": rate, "error": error}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    made.add_argument("--json", type=Path, default=Path("build/ladder.json"), metavar="FILE")
-    made.add_argument("--lengths", default="128,2048")
-    made.add_argument(
-        "--filter", nargs="+", default=[""], metavar="WORD", help="arms with one of these words"
-    )
-    options = made.parse_args(argv)
-    on = device.current()
-    clock, rows, wrong = Clock(on), [], 0
-    before: dict[str, float] = {}
-    print(device.described())
-    for length in map(int, options.lengths.split(",")):
-        random = np.random.default_rng(0)
-        arrays = [random.standard_normal((1, HEADS, length, DIM), np.float32) for _ in range(3)]
-        arms: dict[str, Any] = {**MAPPINGS}
-        d4 = DIM // 4
-        arms |= {f"ours: {configs.title(v)}": v for v in configs.variants((d4, d4), on.limits)}
-        for name, arm in arms.items():
-            lacks = isinstance(arm, Mapping) and arm.lacks(on.limits)
-            if lacks or not any(word in name for word in options.filter):
-                continue
-            if before.get(name, 0.0) > SLOW:
-                print(f"{length:5d}  {name:42s} left out: too slow here", flush=True)
-                continue
-            how = measured if isinstance(arm, Mapping) else ours
-            row = {"length": length, "name": name, **how(on, clock, arm, length, arrays)}
-            before[name] = row["ms"] / 1e3 * (2048 / length) ** 2
-            wrong += row["error"] > (5e-3 if isinstance(arm, Mapping) and arm.half else 1e-5)
-            rows.append(row)
-            words = f"{row['wall_ms']:10.3f} ms wall {row['ms']:10.3f} ms {row['GFLOP/s']:10.2f} GFLOP/s"
-            print(f"{length:5d}  {name:42s}{words}  error {row['error']:.1e}", flush=True)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(
-        json.dumps({"adapter": device.described(), "rows": rows}, indent=1), encoding="utf-8"
-    )
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
