@@ -1,4 +1,4 @@
-"""One decode step by ggml's flash attention on this CPU, through ctypes: an arm of `benchmarks.decode.codes`.
+"""One decode step by ggml's flash attention on this CPU, through ctypes: an arm of `benchmarks.codes`.
 
 Nothing of ggml is a dependency of polyflash. ggml takes q in float32, as it always does, and one graph of one
 node per set of keys; K and V as float16, or in its own codes: blocks of 32 channels of a token with one
