@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
@@ -35,7 +34,7 @@ BUDGET = {  # microseconds, on a 3.65 GHz Zen 4 core
 }
 
 
-def document(console: Console, seconds: float, speed: Speed | None) -> dict[str, Any]:
+def document(seconds: float, speed: Speed | None) -> dict[str, Any]:
     """Measures and prints the stages of a call, then `TOTAL` and `PEER`, in microseconds; the same as plain
     data."""
     q, k, v = (torch.randn(1, 1, SEQLEN, HEAD_DIM) for _ in range(3))
@@ -63,14 +62,12 @@ def document(console: Console, seconds: float, speed: Speed | None) -> dict[str,
     lines: list[tuple[str, float, float | None]] = []  # stage, time, budget
     lines += [(name, us, budget) for (name, budget), us in zip(BUDGET.items(), taken, strict=True)]
     lines += [(TOTAL, at[TOTAL], at[PEER] + ALLOWANCE), (PEER, at[PEER], None)]
-    shown = tables.plain_table("S = 16, one head, no gradient", "stage", "µs", "budget")
-    for name, us, budget in lines:
-        over = budget is not None and us > budget
-        told = f"[yellow]{us:.1f}[/]" if over else f"{us:.1f}", "" if budget is None else f"{budget:.0f}"
-        shown.add_row(name, *told, style="bold" if name == TOTAL else None)
-    console.print(shown, "")
+    shown = [(name, f"{us:.1f}", "" if budget is None else f"{budget:.0f}") for name, us, budget in lines]
+    print(
+        "\n".join(("S = 16, one head, no gradient", *tables.aligned([("stage", "µs", "budget"), *shown]), ""))
+    )
     if rounds.contended:
-        console.print(MARKS["contended"], style="dim")
+        print(MARKS["contended"])
     stages = [dict(zip(("name", "microseconds", "budget"), line, strict=True)) for line in lines]
     about = {"schema": SCHEMA, "contended": rounds.contended, "rounds": len(rounds.rounds)}
     return {**about, "stages": stages}

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from benchmarks import calls, cases, plot, tables
@@ -46,9 +44,8 @@ def run(options: argparse.Namespace, out: Console, err: Console) -> int:
             return 0
         if not options.quiet:
             for title, some in tables.by_section(content["rows"]).items():
-                out.print(tables.table(some, title), "")
-            for line in (*tables.absences(content["absent"]), *tables.notes(content["rows"])):
-                out.print(escape(line), style="dim")
+                _say(out, *tables.table(some, title))
+            _say(out, *tables.absences(content["absent"]), *tables.notes(content["rows"]))
     elif options.list:
         print("\n".join(case.name for case in _chosen(options)))
         return 0
@@ -121,7 +118,7 @@ def _measured(options: argparse.Namespace, out: Console) -> dict[str, Any]:
         _print_machine(out, about)
     if options.calls:
         speed = calibration.speed if calibration else None
-        return {**calls.document(out, seconds, speed), "machine": about}
+        return {**calls.document(seconds, speed), "machine": about}
     content = _rows(out, chosen, options.quiet, seconds=seconds, calibration=calibration, device=device)
     return {**content, "commands": [_command(options)], "machine": about}
 
@@ -145,41 +142,33 @@ def _rows(console: Console, chosen: Sequence[Case], quiet: bool, **how: Any) -> 
     rows: list[Row] = []
     absent: list[Row] = []
     made: dict[str, Any] = {"schema": SCHEMA, "rows": rows, "absent": absent}
-    count, what = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.description}")
-    hidden, printed = quiet or not console.is_terminal, 0
-    # No refresh by a thread of its own: drawing during a sample would be measured.
-    progress = Progress(
-        *(count, BarColumn(20), TimeRemainingColumn(), what),
-        console=console, transient=True, disable=hidden, auto_refresh=False,
-    )  # fmt: skip
+    printed = 0
     try:
-        progress.start()
-        task = progress.add_task("", total=len(chosen))
         for title, some in tables.grouped(chosen, lambda case: case.section).items():
             had, peer = len(absent), some[0].peer
-            progress.update(task, description=title, refresh=True)
             if some[0].suite == cases.PEER_SUITE:  # in the peer's own process
                 told = answers(peer, some, seconds=how["seconds"])
             else:
                 told = ({"row": measure(case, **how)} for case in some)
             for answer in told:
                 (rows if "row" in answer else absent).append({"section": title, **answer.get("row", answer)})
-                progress.update(task, advance=1, refresh=True)
+                if console.is_terminal and not quiet:
+                    console.print(f"{len(rows) + len(absent)}/{len(chosen)} {title:<60}", end="\r")
             new, printed = rows[printed:], len(rows)
-            if new:
-                console.print(tables.table(new, title), "")
-            for line in tables.absences(absent[had:]):
-                console.print(escape(line), "", style="dim")
-        progress.stop()
-        for line in tables.notes(rows):
-            console.print(escape(line), style="dim")
+            _say(console, *(tables.table(new, title) if new else ()), *tables.absences(absent[had:]))
+        _say(console, *tables.notes(rows))
     except (KeyboardInterrupt, BrokenPipeError) as stop:
         made["stopped"] = type(stop)
         if isinstance(stop, KeyboardInterrupt):
-            progress.stop()
             for title, part in tables.by_section(rows[printed:]).items():
-                console.print(tables.table(part, title), "")
+                _say(console, *tables.table(part, title))
     return made
+
+
+def _say(console: Console, *lines: str) -> None:
+    """The lines as they are, and an empty one; nothing of none."""
+    if lines:
+        console.print(*lines, "", sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
 def measure(

@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from rich import box
-from rich.table import Table
-
 from benchmarks import cases
 from benchmarks.cases import DECODE, PEER_SUITE, SHARES
 from benchmarks.decode import problems as decode
@@ -231,34 +228,21 @@ def problem(r: Row, width: int) -> str:
     return f"{r['kind']:<{width}} {r['seqlen_q']:>4} d{r['head_dim']:<3} {heads(r)}{dtype}"
 
 
-def table(rows: Sequence[Row], title: str) -> Table:
-    """One line per row: times in ms with their interquartile range, and everything needed to doubt the
-    ratio."""
-    made, cells = plain_table(title, "problem"), columns(rows)
-    made.title_style, made.header_style = "italic", "bold"
-    for name in cells:
-        made.add_column(name.strip(), justify="left" if name == "on" else "right", no_wrap=True)
-    width = max(len(r["kind"]) for r in rows)
-    for r in rows:
-        texts = {name: cell(r) for name, cell in cells.items()}
-        if "ratio" in texts and ("mismatch" in r["marks"] or r["ratio"] is not None):
-            wrong, ahead = "mismatch" in r["marks"], (r["ratio"] or 0.0) >= 1
-            style = "bold red" if wrong else "green" if ahead else "yellow"
-            texts["ratio"] = f"[{style}]{texts['ratio']}[/]"
-        if "torch" in r["backend"]:
-            texts["on"] = f"[yellow]{texts['on']}[/]"
-        made.add_row(problem(r, width), *texts.values(), style="dim" if "contended" in r["marks"] else None)
-    return made
+def table(rows: Sequence[Row], title: str) -> list[str]:
+    """Lines for the terminal, one per row: times in ms with their interquartile range, and everything needed
+    to doubt the ratio."""
+    cells, width = columns(rows), max(len(r["kind"]) for r in rows)
+    made = ([problem(r, width), *(cell(r) for cell in cells.values())] for r in rows)
+    return [title, *aligned([["problem", *map(str.strip, cells)], *made])]
 
 
-def plain_table(title: str, first: str, *others: str) -> Table:
-    """A table without lines; its other columns are numbers."""
-    looks: dict[str, Any] = {"padding": 0, "pad_edge": False, "show_edge": False, "box": box.SIMPLE_HEAD}
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="", **looks)
-    made.add_column(first, no_wrap=True)
-    for name in others:
-        made.add_column(name, justify="right", no_wrap=True)
-    return made
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of words: the first and the last to the left, numbers between them to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        " ".join((f"{line[0]:<{widths[0]}}", *map(str.rjust, line[1:-1], widths[1:-1]), line[-1])).rstrip()
+        for line in lines
+    ]
 
 
 def legend(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
