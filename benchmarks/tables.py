@@ -359,7 +359,13 @@ def page_of(content: dict[str, Any], before: str = "") -> str:
 def conditions(m: dict[str, Any]) -> dict[str, str]:
     """What a figure is quoted with, of the machine that made it."""
     target = "+".join((m["target"], *m["features"]))
-    versions = [f"polyflash {m['polyflash']}", m["system"], f"Python {m['python']}", f"torch {m['torch']}"]
+    at = f" at {m['commit']}" if m.get("commit") else ""
+    versions = [
+        f"polyflash {m['polyflash']}{at}",
+        m["system"],
+        f"Python {m['python']}",
+        f"torch {m['torch']}",
+    ]
     if "gpu" in m:
         machine = f"{m['gpu']}, {m['cores']} multiprocessors, {target}, launched by {m['cpu']}"
         versions += [f"driver {m['driver']}", f"CUDA {m['cuda']}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -15,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import polyflash
 from benchmarks import ROOT
 from benchmarks.gpu.arms import CODES, DECODE, GRAPH, HOST, ROWS, Call
+from polyflash.bench.command import machine, target_of
 from polyflash.bench.timing import median
 
 _FLUSHED = 512 << 20  # bytes written between decode steps: ten times an H200's L2, and 0.1 ms in which the
 # host gets ahead, so that no launch is on the clock
 GRAPHED = {GRAPH: 20, ROWS: 20, CODES: 3}  # parts whose calls are captured, and how many are in a graph
-_PACKAGES = ("torch", "triton", "numpy", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "sageattention")
+_PACKAGES = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "sageattention")
 Clock = Callable[[Sequence[Call], int], float]
 
 
@@ -103,22 +102,18 @@ class Device:
 
     def facts(self) -> dict[str, Any]:
         """Everything a figure must be quoted with."""
-        found: dict[str, Any] = {"device": platform.processor() or platform.machine(), "packages": {}}
-        found |= {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-        found |= {"polyflash": polyflash.__version__, "commit": commit()}
+        found = machine(target_of(self.name), ()) | {"commit": commit()}
         for name in _PACKAGES:
             with suppress(metadata.PackageNotFoundError):
                 found["packages"][name] = metadata.version(name)
         if self.is_cuda:
             p, cuda = torch.cuda.get_device_properties(self.name), torch.version.cuda or torch.version.hip
-            found |= {"device": p.name, "arch": f"sm{p.major}{p.minor}", "cores": p.multi_processor_count}
             found |= {
+                "gpu": p.name,
                 "memory_bytes": p.total_memory,
                 "l2_bytes": getattr(p, "L2_cache_size", 0),
-                "cuda": cuda,
             }
-            found |= {"devices": torch.cuda.device_count(), "cudnn": torch.backends.cudnn.version()}
-            found["driver"] = _smi("driver_version")
+            found |= {"cuda": cuda, "driver": _smi("driver_version")}
         return found
 
 

@@ -104,16 +104,9 @@ def write(content: dict[str, Any], file: Path) -> None:
 
 def markdown(content: dict[str, Any], title: str, pictures: Sequence[str] = ()) -> list[str]:
     run: dict[str, Any] = content["runs"][-1] if content["runs"] else {"machine": {}, "titles": {}}
-    m, names = run["machine"], ("device", "arch", "cores", "polyflash", "python", "driver", "cuda", "cudnn")
-    device, arch, cores, version, python, driver, cuda, cudnn = (m.get(name, "") for name in names)
-    packages = ", ".join(f"{k} {v}" for k, v in m.get("packages", {}).items())
-    product, copy = (_ceiling(content, name) for name in ("matmul_tflops", "copy_gbs"))
-    facts = {
-        "device": f"{device} {arch}, {cores} SMs, {m.get('memory_bytes', 0) / 2**30:.0f} GiB",
-        "software": f"polyflash {version} at {m.get('commit') or 'an unknown commit'}, {packages},"
-        f" Python {python}, driver {driver}, CUDA {cuda}, cuDNN {cudnn}",
-        "measured ceilings": f"bfloat16 product of 8192³ {product:.0f} TFLOP/s, copy {copy:.0f} GB/s read and"
-        " written",
+    ceilings = {name: _ceiling(content, name) for name in ("matmul_tflops", "copy_gbs")}
+    facts = tables.conditions(run["machine"] | {"ceilings": ceilings}) if run["machine"] else {}
+    facts |= {
         "commands": "; ".join(dict.fromkeys(f"`{r['command']}`" for r in content["runs"])),
         "protocol": "interleaved in one process, CUDA events, median of the rounds, inputs rotated, outputs"
         " checked against float64 on a slice",

@@ -455,7 +455,7 @@ def content() -> dict[str, Any]:
         row(replace(step, batch=4), {"flash": 1e-3}, {OURS: "wrong: error 1.0, at most 0.01"}),
         row(GpuCase(GRAPH, "graph", 0, "bfloat16", 1, 8, 8, 1, 1024, 128), {OURS: 11.5e-6}),
     ]
-    run = {"machine": {"device": "X"}, "ceilings": {"matmul_tflops": 800.0, "copy_gbs": 4500.0},
+    run = {"machine": {}, "ceilings": {"matmul_tflops": 800.0, "copy_gbs": 4500.0},
            "command": "python -m benchmarks.gpu", "titles": {"flash": "SDPA flash"}}  # fmt: skip
     return {
         "runs": [run],
