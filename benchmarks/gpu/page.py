@@ -105,7 +105,9 @@ def write(content: dict[str, Any], file: Path) -> None:
 def markdown(content: dict[str, Any], title: str, pictures: Sequence[str] = ()) -> list[str]:
     run: dict[str, Any] = content["runs"][-1] if content["runs"] else {"machine": {}, "titles": {}}
     ceilings = {name: _ceiling(content, name) for name in ("matmul_tflops", "copy_gbs")}
-    facts = tables.conditions(run["machine"] | {"ceilings": ceilings}) if run["machine"] else {}
+    machine = run["machine"] | {"ceilings": ceilings}
+    is_old = "target" not in machine  # files before this key have others
+    facts = {n: str(x) for n, x in machine.items()} if is_old else tables.conditions(machine)
     facts |= {
         "commands": "; ".join(dict.fromkeys(f"`{r['command']}`" for r in content["runs"])),
         "protocol": "interleaved in one process, CUDA events, median of the rounds, inputs rotated, outputs"
