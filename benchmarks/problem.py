@@ -8,7 +8,7 @@ are held to autograd through the float64 oracle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
@@ -70,14 +70,10 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A dense problem that float64 looks at; `of` picks its part of a tensor in the shape of ours, as (batch,
+class Sample(Call):
+    """A dense call that float64 looks at; `of` picks its part of a tensor in the shape of ours, as (batch,
     heads, seqlen, head_dim)."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    options: Mapping[str, Any]
     of: Callable[[Tensor], Tensor] = lambda x: x
 
 
@@ -330,10 +326,9 @@ class Gradients(Timed):
         difference = max(worst_row(found[name], expected[name], room[name]) for name in found)
         errors = []
         for s in self.problem.samples:
-            looked_at = [
-                {n: x if n in _OPERANDS else s.of(x) for n, x in g.items()} for g in (room, found, expected)
-            ]
-            errors.append(sampled_gradients(s, s.of(self.ours.dout), looked_at[0], looked_at[1:]))
+            sides = (room, found, expected)
+            parts = [{n: x if n in _OPERANDS else s.of(x) for n, x in of.items()} for of in sides]
+            errors.append(sampled_gradients(s, s.of(self.ours.dout), parts[0], parts[1:]))
         ours, theirs = (reduce(or_, of) for of in zip(*errors, strict=True))
         return difference, ours, theirs
 
