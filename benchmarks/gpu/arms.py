@@ -27,17 +27,17 @@ from torch.nn.functional import scaled_dot_product_attention
 import polyflash
 from benchmarks import peers
 from polyflash.bench.suite import OURS
-from polyflash.quant import Scheme, quantize
+from polyflash.quant import NAMED, Scheme, quantize
 from polyflash.spec import AttentionSpec, Phase
 from polyflash.work import Work, work_of
 
 FORWARD, BACKWARD, DECODE, GRAPH, HOST = "forward", "backward", "decode", "graph", "host"
-ROWS, CODES = "rows", "codes"
+ROWS, CODES, STEPS = "rows", "codes", "steps"
 PARTS = (FORWARD, BACKWARD, DECODE, GRAPH, HOST)
-ASKED = (ROWS, CODES)  # parts that run where they are named alone
+ASKED = (ROWS, CODES, STEPS)  # parts that run where they are named alone
 TOKENS, WIDTH = 16384, 2048  # batch·seqlen and heads·head_dim of the table of the FlashAttention-3 paper
 _KEYS = 1 << 21  # most keys of a decode batch: 8.6 GiB of keys and values at 8 heads of 128 in 16 bits
-_PHASES = {BACKWARD: Phase.BACKWARD, DECODE: Phase.DECODE, GRAPH: Phase.DECODE}
+_PHASES = {BACKWARD: Phase.BACKWARD, **dict.fromkeys((DECODE, GRAPH, STEPS), Phase.DECODE)}
 _EITHER, _GROUPED = (False, True), (32, 8)  # causal or not; query heads over 8 of keys and values
 _FEW_KEYS = (64, 256, 400, 512, 1000, 1024, 2048, 4096)
 _FEW_ROWS = (1, 2, 3, 4, 8, 9, 16, 32, 63, 64, 65, 128, 256, 512)
@@ -53,7 +53,10 @@ CODED: dict[str, tuple[str, tuple[Scheme | None, Scheme | None], float]] = {
     "fp8-gluon": ("gluon", (EIGHTS, EIGHTS), 6.7),
     "fp8-triton": ("triton", (EIGHTS, EIGHTS), 6.7),
 }
-DEFAULT = ("polyflash", "cudnn", "flash", "efficient", "folded", "flex", "tutorial", "flag", "sage", *CODED)
+# Those of the part "steps", decode over codes that are read: names of schemes, and the same of their errors.
+READ = {"kv-int8": 2.0, "kv-int8-channel": 2.0, "kv-fp8": 6.7, "kv-int4-token": 20.0, "kv-int4": 20.0}
+PEERS = ("cudnn", "flash", "efficient", "folded", "flex", "tutorial", "flag", "sage")
+DEFAULT = (OURS, *PEERS, *CODED, *READ)
 Call = Callable[[], Any]
 
 
@@ -109,6 +112,7 @@ def tiny() -> list[GpuCase]:
         *((BACKWARD, 0, 1, 2, 2, 64, 64, True), (DECODE, 1, 2, 4, 2, 1, 96, False)),
         *((GRAPH, 1, 1, 2, 2, 1, 64, False), (HOST, 1, 1, 2, 2, 32, 32, False)),
         *((ROWS, 1, 1, 4, 2, 8, 64, True), (CODES, 1, 1, 2, 2, 64, 64, False)),
+        (STEPS, 1, 1, 4, 2, 1, 64, False),
     )
     return [GpuCase(x[0], f"tiny {x[0]}", x[1], "float32", *x[2:7], 16, x[7]) for x in sizes]
 
@@ -193,6 +197,8 @@ def _steps() -> Iterator[GpuCase]:
                 yield GpuCase(part, named, tier, dtype, batch, h, 8, 1, n, 128)
     yield GpuCase(HOST, host, 1, "bfloat16", 1, 8, 8, 128, 128, 64)
     yield GpuCase(HOST, host, 2, "bfloat16", 1, 8, 8, 128, 4096, 128)
+    for batch, n in ((64, 8192), (16, 8192), (1, 65536), (1, 1024), (1, 4096)):
+        yield GpuCase(STEPS, "steps over codes, 32 heads over 8", 0, "bfloat16", batch, 32, 8, 1, n, 128)
     for group, n, count in product((1, 4, 8), _FEW_KEYS, _FEW_ROWS):
         if count <= n:
             table = f"rows in a CUDA graph, {8 * group} heads over 8"
@@ -274,7 +280,8 @@ class Ours:
 
     def __call__(self, case: GpuCase, t: Tensors) -> Call:
         given, options, plan = self._operands(case, t)
-        if any(self.schemes) and "in the walk" not in plan.notes[-1]:
+        computes = {scheme.compute for scheme in self.schemes if scheme} - {"int8"}  # which decodes V
+        if computes and "in the walk" not in plan.notes[-1]:
             raise ValueError(f"no kernel of {self.backend} reads these codes here")
         if self.fields:
             options["config"] = replace(plan.config, **dict(self.fields))
@@ -331,6 +338,8 @@ def arms(backend: str, variants: Sequence[str] = ()) -> list[GpuArm]:
     own: dict[str, tuple[tuple[str, ...], Ours, float]] = {OURS: ((*PARTS, *ASKED), Ours(backend), 1.0)}
     for name, (where, schemes, loosened) in CODED.items():
         own[name] = (CODES,), Ours(where, schemes), loosened
+    for name, loosened in READ.items():
+        own[name] = (STEPS,), Ours(backend, NAMED[name.removeprefix("kv-")]), loosened
     for text in variants:
         name, _, change = text.rpartition(":")
         parts, call, loosened = own[name or OURS]

@@ -15,15 +15,27 @@ import torch
 from torch import Tensor
 
 from benchmarks import ROOT
-from benchmarks.gpu.arms import CODES, DECODE, GRAPH, HOST, ROWS, Call
+from benchmarks.gpu.arms import CODES, DECODE, GRAPH, HOST, ROWS, STEPS, Call
 from polyflash.bench.command import machine, target_of
 from polyflash.bench.timing import median
 
 _FLUSHED = 512 << 20  # bytes written between decode steps: ten times an H200's L2, and 0.1 ms in which the
 # host gets ahead, so that no launch is on the clock
-GRAPHED = {GRAPH: 20, ROWS: 20, CODES: 3}  # parts whose calls are captured, and how many are in a graph
+GRAPHED = {GRAPH: 20, ROWS: 20, CODES: 0, STEPS: 0}  # parts whose calls are captured, and how many as a graph
 _PACKAGES = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "sageattention")
 Clock = Callable[[Sequence[Call], int], float]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """So many calls as one. It keeps them and what they read: the graph itself holds no tensor of theirs."""
+
+    replay: Call
+    count: int
+    calls: Sequence[Call]
+
+    def __call__(self) -> None:
+        self.replay()
 
 
 class Device:
@@ -80,10 +92,11 @@ class Device:
         """What captures the calls of a part; None of one whose calls are made one by one."""
         return partial(self.captured, GRAPHED[part]) if part in GRAPHED else None
 
-    def captured(self, count: int, calls: Sequence[Call]) -> Call:
-        """A CUDA graph of so many calls; on a CPU, as many calls."""
+    def captured(self, count: int, calls: Sequence[Call]) -> Captured:
+        """A CUDA graph of so many calls, 0: of each one; on a CPU, as many calls."""
+        count = count or len(calls)
         if not self.is_cuda:
-            return lambda: _run(calls, count)
+            return Captured(lambda: _run(calls, count), count, calls)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -92,12 +105,12 @@ class Device:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             _run(calls, count)
-        return graph.replay
+        return Captured(graph.replay, count, calls)
 
     def clock(self, part: str) -> Clock:
         """Seconds per call; of a graph, per call inside it."""
-        if count := GRAPHED.get(part):
-            return lambda graphs, repeats: self.seconds(graphs, repeats) / count
+        if part in GRAPHED:
+            return lambda graphs, repeats: self.seconds(graphs, repeats) / graphs[0].count  # type: ignore[attr-defined]
         return {DECODE: self.cold_seconds, HOST: self.host_seconds}.get(part, self.seconds)
 
     def facts(self) -> dict[str, Any]:

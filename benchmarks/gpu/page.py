@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plot, tables
-from benchmarks.gpu.arms import BACKWARD, CODED, CODES, DECODE, FORWARD, GRAPH, HOST, OURS, ROWS
+from benchmarks.gpu.arms import BACKWARD, CODED, CODES, DECODE, FORWARD, GRAPH, HOST, OURS, READ, ROWS, STEPS
 from benchmarks.tables import grouped, short
 from polyflash.bench.timing import median
 
@@ -21,6 +21,7 @@ _LEGEND = (
     " values without codes. *on*: our kernel row. *MHz*, *W*: SM clock and power during the row."
 )
 _UNITS = {FORWARD: "TFLOP/s", BACKWARD: "TFLOP/s", CODES: "TFLOP/s", DECODE: "GB/s of keys and values"}
+_OWN = (OURS, *CODED, *READ)
 _CEILINGS = {part: "copy_gbs" if part == DECODE else "matmul_tflops" for part in _UNITS}
 
 
@@ -42,7 +43,7 @@ def ratio(row: Row, peer: str | None) -> float | None:
 
 def best_peer(row: Row) -> str | None:
     """The quickest arm that is not ours."""
-    others = {n: a["median_s"] for n, a in row["arms"].items() if n.partition("[")[0] not in (OURS, *CODED)}
+    others = {n: a["median_s"] for n, a in row["arms"].items() if n.partition("[")[0] not in _OWN}
     return min(others, key=others.__getitem__) if others else None
 
 
@@ -140,7 +141,7 @@ def _table(rows: Sequence[Row], content: dict[str, Any], titles: dict[str, str])
         cells += [f"{x / peak:.0%}" if x else ""] if peak else []
         cells += [_cell(rate(r, n)) for n in peers]
         cells += [_cell(ratio(r, n)) for n in (best_peer(r), *peers[:4])]
-        errors = [x for n, x in r["errors"].items() if n in ((OURS, *CODED) if part == CODES else (OURS,))]
+        errors = [x for n, x in r["errors"].items() if n in (_OWN if part in (CODES, STEPS) else (OURS,))]
         cells += [" · ".join(f"{x:.1e}" for x in errors), r.get("on", {}).get(OURS, "")]
         cells += [f"{r['sensors'][k]:.0f}" if k in r["sensors"] else "" for k in ("sm_mhz", "watts")]
         lines.append(cells)
@@ -149,7 +150,7 @@ def _table(rows: Sequence[Row], content: dict[str, Any], titles: dict[str, str])
 
 def problem(c: dict[str, Any]) -> str:
     heads = f"{c['heads']}" if c["heads"] == c["kv_heads"] else f"{c['heads']}/{c['kv_heads']}"
-    kind = "" if c["part"] in (DECODE, GRAPH) else "causal, " if c["causal"] else "full, "
+    kind = "" if c["part"] in (DECODE, GRAPH, STEPS) else "causal, " if c["causal"] else "full, "
     rows = "" if c["part"] != ROWS and c["seqlen_q"] in (1, c["seqlen_k"]) else f"{c['seqlen_q']}×"
     return f"{kind}{rows}{c['seqlen_k']} keys, {c['batch']}×{heads} heads, d{c['head_dim']}"
 

@@ -22,7 +22,19 @@ import torch
 
 from benchmarks.exact import forward_error, gradient_error
 from benchmarks.gpu import arms as gpu_arms
-from benchmarks.gpu.arms import BACKWARD, GRAPH, HOST, OURS, ROWS, Call, GpuArm, GpuCase, Tensors, applicable
+from benchmarks.gpu.arms import (
+    BACKWARD,
+    GRAPH,
+    HOST,
+    OURS,
+    ROWS,
+    STEPS,
+    Call,
+    GpuArm,
+    GpuCase,
+    Tensors,
+    applicable,
+)
 from benchmarks.gpu.device import Clock, Device, Sensors
 from benchmarks.peers import Answer, Child, why
 from polyflash.bench.peak import ceilings
@@ -31,7 +43,8 @@ from polyflash.bench.timing import iqr, median
 SLICE_TOLERANCE = {"bfloat16": 1.2e-2, "float16": 3e-3, "float32": 2e-5}  # relative L2 of a slice
 ROUNDS, CALLS, FEWEST_CALLS = 5, 20, 3
 SETS = 3  # of inputs, rotated
-_SETS = {GRAPH: 20, ROWS: 1}  # a graph that reads memory has them beyond the L2, few rows in it
+_SETS = {GRAPH: 20, ROWS: 1, STEPS: 64}  # graphs that read memory have them beyond the L2, few rows in it
+_BEYOND = 256 << 20  # bytes that no L2 holds, of codes neither
 _SHARE = 0.4  # of the device's memory, for all sets of inputs
 _SAMPLE = 0.05  # seconds: calls of more than a twentieth of it are fewer than `CALLS`
 _HOST_CALLS = 100
@@ -106,6 +119,7 @@ def measure(
     timed: list[Timed] = []
     sets: list[Tensors] = []
     wanted = _SETS.get(case.part, SETS)
+    wanted = min(wanted, 1 + _BEYOND // case.key_bytes) if case.part == STEPS else wanted
     if device.is_cuda:  # fewer if they are large
         memory = torch.cuda.get_device_properties(device.name).total_memory * _SHARE
         wanted = min(wanted, max(1, int(memory / max(1.0, case.work.bytes))))

@@ -132,6 +132,11 @@ def test_peers_and_variants():
     coded = {a.name: a for a in arms("torch", ["int8-k:num_stages=4"])}
     assert coded["int8-k[num_stages=4]"].parts == (CODES,)
     assert coded[OURS].chosen(CAUSAL, make_tensors(CAUSAL, "cpu", 0)) == "torch/forward"
+    assert coded["kv-int4"].parts == (gpu_arms.STEPS,)
+    step = replace(TINY[gpu_arms.STEPS], head_dim=64, dtype="bfloat16")
+    given = make_tensors(step, "cpu", 0)
+    products = gpu_arms.Ours("torch", (gpu_arms.TOKEN, gpu_arms.TOKEN))
+    assert 1e-3 < gpu_rows.error(step, given, products(step, given)()) < 3e-2
     with pytest.raises(ValueError, match="no kernel of triton reads these codes"):
         coded["fp8-triton"].prepare(TINY[CODES], make_tensors(TINY[CODES], "cpu", 0))
     t = make_tensors(TINY[DECODE], "cpu", 0)
@@ -251,7 +256,7 @@ def test_graphs_are_captured_behind_a_warm_up_on_a_side_stream(monkeypatch):
     replay = capture_of([lambda: log.append("call")] * 3)
     assert log == ["wait"] + ["call"] * 3 + ["wait", "capture"] + ["call"] * 20
     assert device.clock(GRAPH)([replay], 4) == pytest.approx(2e-3)
-    assert device.graphed(FORWARD) is None
+    assert device.graphed(FORWARD) is None and len(replay.calls) == 3
 
 
 def measured(case: GpuCase, chosen: list[GpuArm], excused: dict[str, str] | None = None) -> dict[str, Any]:
