@@ -3,7 +3,7 @@
 The suite "decode" has few query rows over long keys, in the shapes of generation. Its tables (`Case.part`):
 the plain step; few rows over few keys and many; pages against a contiguous cache; a batch of many lengths
 against one long request; a shared prefix; query groups over one key/value set; what bits that depend on
-nothing cost.
+nothing cost; codes of keys and values, whose prefill by integer products stands there too.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"  # what is timed; a step
 DENSE, SHARES, OPERANDS = "", "heads and members", "operands"  # tables of the suite "backward"
 STEPS, FEW_ROWS, PAGED, RAGGED = "", "few rows", "pages", "ragged"  # tables of the suite "decode"
 CASCADE, GROUPS, INVARIANCE = "shared prefix", "groups", "invariance"
+CODES, PREFILL = "codes", "codes, prefill"
 TOKENS_OUTER, HEADS_OUTER = "by token", "by head"  # what is outermost inside a page
 IN_ORDER = ", in order"  # pages as an empty pool gives them to its first request; else they are shuffled
 EVEN, GEOMETRIC = "even", "geometric"  # how the lengths of a ragged batch lie between 1 and the longest
@@ -40,6 +41,7 @@ _LONGEST_BACKWARD = {"quick": 512, "": 2048, "long": 4096}
 _CALL_LENGTHS = (16, 64, 128)  # lengths at which a training step is mostly the cost of its calls
 _FEW_KEYS = (64, 128, 256, 512, 1000, 1024, 4096)
 _FEW_ROWS = (1, 2, 4, 8, 9, 12, 16, 24, 32, 40, 64, 72, 96, 128)
+_SCHEMES = ("bfloat16", "int8", "int8-smooth", "int8-channel", "int4-token", "int4")
 _BATCHES = ((1, 4096), (1, 16384), (1, 65536), (4, 4096), (32, 1024))  # requests, keys of each
 # kind: what its `Workload` has beyond the plain problem, and what is laid over it (`problem.LAID`)
 _Kinds = dict[str, tuple[dict[str, Any], str]]
@@ -193,7 +195,8 @@ def decode(size: str = "") -> list[Case]:
         """One row, causal if it has several query rows; `more` are fields of the case, and two of its
         workload."""
         heads, dim = more.pop("heads", 0) or _KINDS[kind], more.pop("head_dim", 128)
-        w = Workload(name, _TAG, batch, heads, _KV_HEADS, n, keys, dim, dtype=dtype, causal=n > 1)
+        causal = more.pop("causal", n > 1)
+        w = Workload(name, _TAG, batch, heads, _KV_HEADS, n, keys, dim, dtype=dtype, causal=causal)
         made.append(Case(DECODE, kind, w, part=part, **{"peer": "", "plain": True, **more}))
 
     for dtype, dim, n, kind, rows in product(
@@ -239,4 +242,12 @@ def decode(size: str = "") -> list[Case]:
     for dtype, (batch, n), kind, rows in product(_PRECISE, batches, _KINDS, (1, 4)):
         name = f"invariance-{kind}-{dtype}-b{batch}-q{rows}-{n}"
         add(INVARIANCE, kind, name, dtype, batch, rows, n, plain=False)
+    for kind, n, scheme in product(_KINDS, (256,) if quick else (4096, 16384, 65536), _SCHEMES):
+        name, plain = f"codes-{kind}-{n}-{scheme}", scheme != "bfloat16"
+        add(CODES, kind, name, "bfloat16", 1, 1, n, laid=scheme, plain=plain)
+    n = 128 if quick else 2048
+    for dtype, dim, causal in product(_PRECISE, (64, 128), (False, True)):
+        kind = "causal" if causal else "full"
+        name, more = f"codes-{kind}-{dtype}-{n}-d{dim}", {"head_dim": dim, "heads": 8, "causal": causal}
+        add(PREFILL, kind, name, dtype, 1, n, n, laid="int8 products", peer=SDPA, **more)
     return made

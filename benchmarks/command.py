@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import calls, cases, plot, tables
-from benchmarks.cases import DECODE, FORWARD, STEPS, Case
+from benchmarks.cases import CODES, DECODE, FORWARD, STEPS, Case
 from benchmarks.decode import problems as decode
 from benchmarks.decode import stream
 from benchmarks.peers import PEERS, Answer, Child, Peer, why
@@ -191,10 +191,10 @@ def measure(
         threads = torch.get_num_threads() if device == "cpu" else 1
         arms = [Arm(name, call) for name, call in timed.arms.items()]
         ours = arms[0].call
-        if device == "cpu" and (not is_decode or case.part == STEPS):
+        if device == "cpu" and (not is_decode or case.part in (STEPS, CODES)):
+            others = [a for a in arms[1:] if case.part == CODES or a.name in decode.READERS]
             arms.append(Arm(AFTER, ours, before=_operators()))
-            read = [a for a in arms if a.name in decode.READERS]
-            arms += [Arm(decode.between(a.name), a.call, before=_operators()) for a in read]
+            arms += [Arm(decode.between(a.name), a.call, before=_operators()) for a in others]
         if threads > 1:
             arms.append(Arm(ALONE, ours, threads=1))
         speed, peak = calibration.speed if calibration else None, None

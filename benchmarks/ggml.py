@@ -1,4 +1,4 @@
-"""One decode step by ggml's flash attention on this CPU, through ctypes: an arm of `benchmarks.codes`.
+"""One decode step by ggml's flash attention on this CPU, through ctypes: an arm of the suite "decode".
 
 Nothing of ggml is a dependency of polyflash. ggml takes q in float32, as it always does, and one graph of one
 node per set of keys; K and V as float16, or in its own codes: blocks of 32 channels of a token with one
@@ -35,7 +35,6 @@ _FUNCTIONS: dict[
     "base": {
         "ggml_init": (_POINTER, [InitParams]),
         "ggml_new_tensor_4d": (_POINTER, [_POINTER, _INT, *[_LONG] * 4]),
-        "ggml_nbytes": (_SIZE, [_POINTER]),
         "ggml_quantize_chunk": (_SIZE, [_INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER]),
         "ggml_get_data": (_POINTER, [_POINTER]),
         "ggml_flash_attn_ext": (_POINTER, [*[_POINTER] * 5, *[_FLOAT] * 3]),
@@ -67,13 +66,13 @@ def load(folder: Path) -> Any:
 
 class Step:
     """ggml's call on one set: q (1, heads, 1, head_dim), k, v (1, num_kv_heads, seqlen_k, head_dim), all
-    float32; `kind`, of KINDS, is what K and V are kept as. `bytes` are theirs."""
+    float32; `kind`, of KINDS, is what K and V are kept as."""
 
     def __init__(self, ggml: Any, q: Tensor, k: Tensor, v: Tensor, kind: str, threads: int) -> None:
         self._ggml, self._shape = ggml, q.shape
         size = q.numel() * 8 + k.nbytes + v.nbytes + (16 << 20)
         self._context = ggml.init(InitParams(size, None, False))
-        tensors, self.bytes = [], 0
+        tensors = []
         for x, name in ((q, "f32"), (k, kind), (v, kind)):
             # Dimensions from the innermost: channels, rows, heads, batch.
             tensor = ggml.new_tensor_4d(self._context, KINDS[name], *reversed(x.shape))
@@ -83,7 +82,6 @@ class Step:
             else:
                 rows, width = x.numel() // x.shape[-1], x.shape[-1]
                 ggml.quantize_chunk(KINDS[name], x.data_ptr(), place, 0, rows, width, None)
-                self.bytes += ggml.nbytes(tensor)
             tensors.append(tensor)
         result = ggml.flash_attn_ext(self._context, *tensors, None, q.shape[-1] ** -0.5, 0.0, 0.0)
         self._graph, self._result = ggml.new_graph(self._context), ggml.get_data(result)
@@ -92,12 +90,10 @@ class Step:
         self._work = ctypes.create_string_buffer(max(1, self._plan.work_size))
         self._plan.work_data = ctypes.addressof(self._work)
 
-    def __call__(self) -> None:
+    def __call__(self) -> Tensor:
+        """Its output, in the shape of q: for one row ggml's order of dimensions is the same."""
         if self._ggml.graph_compute(self._graph, ctypes.byref(self._plan)):
             raise RuntimeError("ggml_graph_compute failed")
-
-    def output(self) -> Tensor:
-        """Of the last call, in the shape of q: for one row ggml's order of dimensions is the same."""
         out = torch.empty(self._shape, dtype=torch.float32)
         ctypes.memmove(out.data_ptr(), self._result, out.nbytes)
         return out

@@ -86,6 +86,41 @@ def onnxruntime_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads
     return onnx_node("Attention", options, {"q": q, "k": k, "v": v}, {"out": out}, threads)
 
 
+def onnxruntime_codes(q: Tensor, k: Tensor, v: Tensor, bits: int, threads: int) -> Call:
+    """com.microsoft.GroupQueryAttention over a cache with one scale per channel, in float32 with 16 bits. It
+    always writes the newest token; here it writes the last one again."""
+    heads, head_dim = q.shape[1], q.shape[3]
+    caches, scales, newest = zip(*(_encoded(x, bits) for x in (k, v)), strict=True)
+    tokens = caches[0].shape[2]
+    options = {"domain": MICROSOFT, "num_heads": heads, "kv_num_heads": caches[0].shape[1]}
+    inputs: dict[str, Tensor | None] = {"q": q.reshape(1, 1, -1), "k": newest[0], "v": newest[1]}
+    inputs |= {"past_k": caches[0], "past_v": caches[1], "lens": torch.tensor([tokens - 1]).int()}
+    inputs |= {"total": torch.tensor(tokens).int()}
+    if bits < 16:
+        inputs |= dict.fromkeys(("cosines", "sines", "positions", "bias", "sinks"))
+        inputs |= {"k_scale": scales[0], "v_scale": scales[1]}
+        options |= dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
+        options["kv_cache_bit_width"] = bits
+    outputs = {"out": torch.empty(1, 1, heads * head_dim), "present_k": caches[0], "present_v": caches[1]}
+    run = onnx_node("GroupQueryAttention", options, inputs, outputs, threads)
+    return lambda: run().view(1, heads, 1, head_dim)
+
+
+def _encoded(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes as onnxruntime keeps them, a scale per head and channel, and the newest token
+    (1, 1, ·)."""
+    newest = x[:, :, -1].reshape(1, 1, -1).contiguous()
+    if bits == 16:
+        return x.clone(), x.new_ones(()), newest
+    top = (1 << bits - 1) - 1
+    scale = x.abs().amax(2, keepdim=True) / top
+    codes = (x / scale).round().clamp(-top - 1, top)
+    if bits == 4:
+        low, high = (codes + 8).byte().unflatten(3, (-1, 2)).unbind(4)
+        return (low | high << 4).contiguous(), scale.flatten(), newest
+    return codes.to(torch.int8), scale.flatten(), newest
+
+
 def onnx_node(
     name: str, options: dict[str, Any], inputs: Mapping[str, Tensor | None], outputs: Mapping[str, Tensor],
     threads: int,

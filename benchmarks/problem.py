@@ -86,7 +86,7 @@ def error_of(samples: tuple[Sample, ...], out: Tensor) -> Accuracy:
 class Timed:
     """`arms` by name, ours first; `outputs` give the same numbers in one shape, ours first. FLOPs, and the
     bytes that our call reads at least if it is held against memory, are those of our arm; `chosen` is what it
-    was found to use."""
+    was found to use; `slack` times the tolerance may outputs differ and be off."""
 
     arms: dict[str, Callable[[], object]]
     outputs: tuple[Callable[[], Tensor], ...]
@@ -96,13 +96,15 @@ class Timed:
     backend: str
     bytes: int = 0
     chosen: dict[str, Any] = field(default_factory=dict)
+    slack: float = 1.0
 
     def check(self) -> tuple[float, Accuracy, Accuracy]:
-        """The worst row's relative difference between our output and any other; errors of ours and of the
-        last other one against float64."""
+        """The worst row's relative difference between our output and any other, over the slack it has; errors
+        of ours, weighted over that too, and of the last other one against float64."""
         ours, *others = outputs = [call() for call in self.outputs]
         difference = max((worst_row(ours, other) for other in others), default=0.0)
-        return difference, error_of(self.samples, ours), error_of(self.samples, outputs[-1])
+        mine, theirs = (error_of(self.samples, out) for out in (ours, outputs[-1]))
+        return difference / self.slack, replace(mine, weighted=mine.weighted / self.slack), theirs
 
 
 @dataclass(frozen=True)

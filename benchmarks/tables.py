@@ -109,6 +109,12 @@ def _over(arm: str) -> Callable[[Row], str]:
     return _times(arm, lambda x: short(1 / x))
 
 
+def _after(arm: str) -> Callable[[Row], str]:
+    """The time of another arm over ours, both right behind operators of torch."""
+    behind = between(arm)
+    return lambda r: _marked(r, short(_median(r, behind) / _median(r, AFTER))) if behind in r["arms"] else ""
+
+
 def _of_fastest(r: Row, ours: str = OURS, named: Callable[[str], str] = str) -> str:
     """Our rate in percent of that of the fastest reader, of the arms that `named` makes of their names."""
     times = [x for reader in _READERS if (x := _median(r, named(reader))) is not None]
@@ -127,6 +133,7 @@ _ROWS: Cells = {"rows": lambda r: f"q{r['seqlen_q']}"}
 _KEYS: Cells = {"keys": lambda r: thousands(r["seqlen_k"])}
 _REQUESTS: Cells = {"requests": lambda r: f"{r['batch']}×"}
 _RATE: Cells = {"GB/s": lambda r: short(r["bytes"] / _median(r, OURS) / 1e9), "stream": _of_fastest}
+_ERROR: Cells = {"error": lambda r: f"{r['errors'][OURS]:.1e}" if "errors" in r else ""}
 _TORCH: Cells = {"torch ms": lambda r: _ms(SDPA, r), "ratio": _times(SDPA)}
 _EACH: Cells = {"each ms": lambda r: _ms(PLAIN, r), "ratio": _times(PLAIN)}
 
@@ -194,6 +201,31 @@ PARTS = {
             "×best: our time over that of the split size that is best for this call; ×prefill: time with"
             " batch_invariant=True over ours",
         ),
+    ),
+}
+
+
+PARTS |= {
+    cases.CODES: Part(
+        _HEADS | _KEYS | {"codes": lambda r: r["laid"]},
+        {
+            "16 b": _times(PLAIN),
+            "after": _after(PLAIN),
+            "reads": lambda r: _of_fastest(r),
+            "ggml": _times(decode.GGML),
+        }
+        | {"onnx": _times(decode.ONNX)}
+        | _ERROR,
+        (
+            "16 b: our step over bfloat16 in our time; after: the same, both right behind operators of torch;"
+            " reads: the fastest reader of bfloat16 keys and values in percent of it; ggml, onnx: their steps"
+            " over values of as many bits; error: relative L2, of the codes and of the kernel",
+        ),
+    ),
+    cases.PREFILL: Part(
+        _HEADS | _KEYS | {"kind": lambda r: r["kind"], "head_dim": lambda r: f"d{r['head_dim']}"},
+        _TORCH | {"×floats": _over(PLAIN)} | _ERROR,
+        ("×floats: our time by integer products over that by floats, which get the values of the codes",),
     ),
 }
 

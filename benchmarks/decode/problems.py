@@ -7,9 +7,11 @@ ones: `MOST` sets).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,15 +19,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
-from benchmarks import cases
+from benchmarks import cases, ggml, peers
 from benchmarks.cases import Case
 from benchmarks.decode import stream
+from benchmarks.exact import relative
 from benchmarks.problem import PLAIN, Sample, Timed
 from polyflash.bench.suite import OURS, SDPA
 from polyflash.bench.timing import Arm, compare
+from polyflash.compare import TOLERANCE
 from polyflash.groups import explain_groups
 from polyflash.kvcache import KVCache
 from polyflash.kvcache.layout import empty_pool
+from polyflash.quant import NAMED, Scheme, quantize
 from polyflash.spec import Phase
 from polyflash.work import flops_per_pair
 from polyflash.workloads import Workload
@@ -38,8 +43,11 @@ PAGES = "read, page by page"
 FOLDED = "torch SDPA, query heads as rows"
 OWN_COPIES = "polyflash, a prefix of each request's own"
 ONE_PAGE = "polyflash, one page for all keys"
+GGML, ONNX = "ggml", "onnxruntime"
 BEST_SPLIT, INVARIANT = "polyflash, the best split", "polyflash, batch_invariant=True"
 SPLITS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+CODED = {**NAMED, "int8 products": (Scheme(compute="int8"),) * 2}
+OFF = 6e-2  # by which rows of results over codes may be off where q and the weights are in 8 bits too
 T = TypeVar("T")
 
 
@@ -65,10 +73,10 @@ class Turn(Generic[T]):
 
 @dataclass(frozen=True)
 class KeySet:
-    """k, v (batch, num_kv_heads, seqlen_k, head_dim), contiguous."""
+    """k, v (batch, num_kv_heads, seqlen_k, head_dim), contiguous, or as codes."""
 
-    k: Tensor
-    v: Tensor
+    k: Any
+    v: Any
 
     @property
     def bytes(self) -> int:
@@ -370,7 +378,57 @@ def _invariance(case: Case) -> Timed:
     return _whole(case, q, turn, calls, split_keys=getattr(best, "split_keys", None))
 
 
+def _codes(case: Case) -> Timed:
+    """A step over codes beside one over 16 bits, what reads those, and what others keep in as many bits; or a
+    prefill by integer products beside floats, which get the values of the codes."""
+    w, q, sets = case.workload, queries(case.workload), key_sets(case.workload)
+    causal, rows, threads = bool(w.causal), w.seqlen_q, torch.get_num_threads()
+    schemes, first, dtype = CODED.get(case.laid), sets[0], q.dtype
+    coded = [KeySet(*map(quantize, (s.k, s.v), schemes)) for s in sets] if schemes else sets
+    k, v = (x.values(torch.float32) if schemes else x for x in (coded[0].k, coded[0].v))
+    decoded = KeySet(k.to(dtype), v.to(dtype))
+
+    def attend(s: KeySet, backend: str | None = None) -> Tensor:
+        return polyflash.attention(q, s.k, s.v, causal=causal, backend=backend)
+
+    arms: dict[str, Any] = {OURS: Turn(coded).each(attend)}
+    found = {OURS: attend(coded[0])}
+    if rows > 1:
+        arms[SDPA] = partial(scaled_dot_product_attention, q, decoded.k, decoded.v, is_causal=causal)
+        arms[PLAIN] = partial(attend, decoded)
+    else:
+        arms |= {PLAIN: Turn(sets).each(attend)} if schemes else {}
+        bits = 8 // coded[0].k.form.packed if schemes else 16
+        for name, steps in others([(q.float(), s.k.float(), s.v.float()) for s in sets], bits, threads):
+            found[name] = steps[0]()
+            arms[name] = Turn(steps).each(lambda step: step())
+        arms |= readers(Turn(sets))
+    q64, k64, v64 = (x.double() for x in (q, first.k, first.v))
+    right = scaled_dot_product_attention(q64, k64, v64, is_causal=causal, enable_gqa=True)
+    errors = {name: relative(out, right) for name, out in found.items()}  # of the codes and of the kernel
+    sample, outputs = (
+        Sample(q, k, v, {"causal": causal}),
+        [partial(attend, coded[0], x) for x in (None, "torch")],
+    )
+    plan, keys = polyflash.explain(q, coded[0].k, coded[0].v, causal=causal), w.seqlen_k
+    keys = (keys + 1) // 2 if causal else keys
+    made = _timed(case, arms, outputs, [sample], coded[0].bytes, keys, plan, errors=errors)
+    return replace(made, slack=OFF / TOLERANCE[w.dtype]) if schemes else made
+
+
+def others(
+    sets: Sequence[tuple[Tensor, Tensor, Tensor]], bits: int, threads: int
+) -> Iterator[tuple[str, list[Callable[[], Tensor]]]]:
+    """One step per set by each other implementation that is here, over keys and values of so many bits."""
+    if folder := os.environ.get("GGML_LIBRARIES"):
+        library, kind = ggml.load(Path(folder)), {16: "f16", 8: "q8_0", 4: "q4_0"}[bits]
+        yield GGML, [ggml.Step(library, *s, kind, threads) for s in sets]
+    if not peers.PEERS["onnxruntime-attention"].absent:
+        yield ONNX, [peers.onnxruntime_codes(*s, bits, threads) for s in sets]
+
+
 _BUILDERS: dict[str, Callable[[Case], Timed]] = {
     **{cases.STEPS: _step, cases.FEW_ROWS: _step, cases.PAGED: _paged, cases.RAGGED: _ragged},
     **{cases.CASCADE: _cascade, cases.GROUPS: _groups, cases.INVARIANCE: _invariance},
+    **{cases.CODES: _codes, cases.PREFILL: _codes},
 }

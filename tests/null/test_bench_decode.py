@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import polyflash
 from benchmarks import cases, command, plot, tables
@@ -16,6 +17,7 @@ from benchmarks.decode import problems as decode
 from benchmarks.decode import stream
 from benchmarks.problem import PLAIN, error_of
 from polyflash import cli
+from polyflash import compare as comparing
 from polyflash.bench import check
 from polyflash.bench import command as wheel
 from polyflash.bench import suite as plain
@@ -24,7 +26,7 @@ from polyflash.errors import SpecError
 
 PARTS = (
     cases.STEPS, cases.FEW_ROWS, cases.PAGED, cases.RAGGED, cases.CASCADE,
-    cases.GROUPS, cases.INVARIANCE,
+    cases.GROUPS, cases.INVARIANCE, cases.CODES, cases.PREFILL,
 )  # fmt: skip
 QUICK = cases.decode("quick")
 LAST_LEVEL = stream.last_level_bytes
@@ -42,12 +44,15 @@ def small_cache(monkeypatch):
 
 
 def first(part: str, **wanted) -> Case:
-    """The first float32 row of a part with these fields, on 64 keys."""
+    """The first float32 row of a part (of codes, of bfloat16) with these fields, on 64 keys."""
+    dtype = "bfloat16" if part == cases.CODES else "float32"
     for case in QUICK:
         w = case.workload
         found = {"kind": case.kind, "laid": case.laid, "seqlen_q": w.seqlen_q}
-        if case.part == part and w.dtype == "float32" and wanted.items() <= found.items():
-            return replace(case, workload=replace(w, seqlen_k=64, head_dim=16), private=case.private and 16)
+        if case.part == part and w.dtype == dtype and wanted.items() <= found.items():
+            rows, dim = (64, 64) if part == cases.PREFILL else (w.seqlen_q, 64 if part == cases.CODES else 16)
+            small = replace(w, seqlen_q=rows, seqlen_k=64, head_dim=dim)
+            return replace(case, workload=small, private=case.private and 16)
     raise LookupError(part, wanted)
 
 
@@ -223,6 +228,42 @@ def test_a_wrong_table_is_a_mismatch(monkeypatch):
     assert figures(found)["×whole"] == "! —"
 
 
+@pytest.mark.parametrize("scheme", ["bfloat16", "int8", "int4"])
+def test_steps_over_codes_beside_16_bits_and_others(scheme, monkeypatch):
+    """Each peer has as many bits a value; errors are those of what was encoded."""
+    asked = []
+
+    def fake(sets, bits, threads):
+        asked.append(bits)
+        right = [scaled_dot_product_attention(q, k, v, enable_gqa=True) for q, k, v in sets]
+        yield decode.GGML, [lambda x=x: 1.5 * x for x in right]
+
+    monkeypatch.setattr(decode, "others", fake)
+    made = decode.build(first(cases.CODES, kind="gqa", laid=scheme))
+    bits = {"bfloat16": 16, "int8": 8, "int4": 4}[scheme]
+    assert asked == [bits] and (PLAIN in made.arms) is (bits < 16)
+    assert bits / 8 <= made.bytes / (64 * 8 * 2 * 64) < bits / 8 + 0.4
+    errors = made.chosen["errors"]
+    assert errors[decode.GGML] == pytest.approx(0.5, rel=0.02)
+    assert {16: 1e-3, 8: 4e-3, 4: 5e-2}[bits] < errors[plain.OURS] < {16: 1e-2, 8: 4e-2, 4: 0.3}[bits]
+    difference, ours, _ = made.check()
+    assert max(difference, ours.weighted) < comparing.TOLERANCE["bfloat16"]
+    out = made.outputs[0]().clone()
+    wrong = replace(made, outputs=(lambda: 1.1 * out, *made.outputs[1:])).check()
+    assert max(wrong[0], wrong[1].weighted) > comparing.TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_a_prefill_by_integer_products_beside_floats(kind):
+    made = decode.build(first(cases.PREFILL, kind=kind))
+    difference, ours, _ = made.check()
+    assert max(difference, ours.weighted) < comparing.TOLERANCE["float32"]
+    assert {SDPA, PLAIN} < set(made.arms) and not set(decode.READERS) & set(made.arms)
+    torch_s, plain_s = made.arms[SDPA](), made.arms[PLAIN]()
+    assert comparing.worst_row(plain_s, torch_s) < 1e-5
+    assert made.flops == 4 * 64 * 8 * 64 * (64 if kind == "full" else 32)
+
+
 def test_every_other_output_is_compared_with_ours():
     made = decode.build(BUILT[0])
     out = made.outputs[0]()
@@ -252,6 +293,10 @@ def test_figures_are_rates_and_ratios_of_medians():
         found = figures(row(first(cases.GROUPS), {PLAIN: 0.5e-3}, fuses=fuses))
         assert (found["ratio"], found["taken"]) == ("0.50", word)
     arms = {decode.BEST_SPLIT: 0.8e-3, decode.INVARIANT: 3e-3}
+    step = {PLAIN: 2e-3, decode.between(PLAIN): 3e-3, command.AFTER: 1e-3, decode.GGML: 4e-3}
+    found = figures(row(first(cases.CODES), step, errors={plain.OURS: 0.0123}))
+    assert (found["16 b"], found["after"], found["ggml"], found["onnx"]) == ("2.00", "3.00", "4.00", "")
+    assert found["error"] == "1.2e-02"
     found = figures(row(first(cases.INVARIANCE), arms, split_keys=2048))
     assert (found["split"], found["×best"], found["×prefill"]) == ("2k", "1.25", "3.00")
 
@@ -289,7 +334,8 @@ def test_the_page_names_each_row_and_its_columns():
     text = tables.page_of(json.loads(json.dumps(content)))
     assert "| huge pages | madvise |" in text and "×plain:" not in text
     for part in PARTS[1:]:
-        assert f"### decode, {part}, float32" in text
+        dtype = "bfloat16" if part == cases.CODES else "float32"
+        assert f"### decode, {part}, {dtype}" in text
     for wanted in (
         "| 8/8 | q1 | 64 | d16 |",
         "| 8/8 | q1 | 64 | by token |",
@@ -364,7 +410,7 @@ def test_a_picture_of_nothing_is_refused_before_anything_is_measured(capsys, mon
 
 @compiled
 def test_one_row_of_each_part_through_the_command(tmp_path):
-    names = [next(c.name for c in QUICK if c.part == p and c.workload.dtype == "float32") for p in PARTS]
+    names = [first(part).name for part in PARTS]
     file, drawn = tmp_path / "bench.json", tmp_path / "page.md"
     argv = [
         "bench",

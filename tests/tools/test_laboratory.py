@@ -8,18 +8,17 @@ import json
 import math
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks import Shape, codes, exact
+from benchmarks import Shape, exact
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
-HAS = {name: importlib.util.find_spec(name) is not None for name in ("llvmlite", "triton", "wgpu")}
-COMMANDS = ("codegen", "codes", "gpu", "parallel", "webgpu")
+HAS = {name: importlib.util.find_spec(name) is not None for name in ("triton", "wgpu")}
+COMMANDS = ("codegen", "gpu", "parallel", "webgpu")
 WANTS = {"codegen": "triton", "webgpu": "wgpu"}
 
 
@@ -30,7 +29,7 @@ def begun(*words: str, **more: str):
 
 def test_every_command_says_what_it_does():
     """Those that the documents name, each with its module's first words."""
-    assert set(COMMANDS) == {p.parent.name for p in (ROOT / "benchmarks").glob("*/__main__.py")} | {"codes"}
+    assert set(COMMANDS) == {p.parent.name for p in (ROOT / "benchmarks").glob("*/__main__.py")}
     for name in (c for c in COMMANDS if HAS.get(WANTS.get(c, ""), True)):
         done = begun(f"benchmarks.{name}", "--help")
         assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr
@@ -70,44 +69,6 @@ def test_rows_behind_earlier_keys_see_them():
     q, k, v = (torch.randn(1, 2, n, 16) for n in (8, 40, 40))
     seen = torch.ones(8, 40).tril(32).bool()
     assert exact.forward_error((q, k, v), sdpa(q, k, v, attn_mask=seen), True) < 1e-6
-
-
-@pytest.mark.skipif(not HAS["llvmlite"], reason="wants llvmlite")
-@pytest.mark.parametrize("what, problem", [("decode", "1x4/2x64x64"), ("prefill", "1x2x64x64")])
-def test_codes_beside_floats(what, problem, monkeypatch, capsys):
-    monkeypatch.setattr(codes, "compare", lambda arms, **_: Once(arms))
-    monkeypatch.setattr(codes, "copies", lambda size: 2)
-    assert codes.main([what, "--problems", problem]) == 0
-    tables = capsys.readouterr().out.split(f"\n{problem}")[1:]
-    assert len(tables) == (1 if what == "decode" else 2)
-    names = {
-        "decode": {"bfloat16", "int8", "int4", codes.READ},
-        "prefill": {"int8", "torch fp32", "ours bf16"},
-    }
-    for table in tables:
-        lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
-        assert names[what] <= {line[0].removeprefix("| ") for line in lines}
-        assert {len(line) for line in lines} == {9 if what == "decode" else 6}
-
-
-def test_codes_that_are_off_end_the_run():
-    source = codes.Source.of(Shape.of("1x2x64x64"), 64)
-    wrong = codes.Contender("wrong", 8, 1, lambda: lambda: torch.zeros_like(source.q))
-    with pytest.raises(SystemExit, match=r"wrong: got a relative error of 1\.0e\+00, wanted 4e-02"):
-        list(codes.lines(source, [wrong], "wrong", 0.1))
-
-
-class Once:
-    """A comparison whose arms ran once each."""
-
-    contended = False
-
-    def __init__(self, arms) -> None:
-        for arm in arms:
-            arm.call()
-
-    def summary(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(median=1e-3)
 
 
 @pytest.fixture
