@@ -3,9 +3,11 @@
     python -m benchmarks.webgpu --json build/webgpu.json
 
 Each variant is compiled and timed by a child process, which is killed if a driver's compiler takes longer
-than PATIENCE seconds, as one did with a tile of 16 x 16 threads. Where torch has CUDA, its fp32 attention and
-our Triton kernel are timed beside them. `--what mappings,forward --sizes 1x8x2048x64` is the ladder: other
-mappings of work to threads, from a thread per output element on, and what their steps bring, one at a time.
+than PATIENCE seconds, as one did with a tile of 16 x 16 threads. What torch and our Triton kernel make of the
+same sizes on a CUDA device tells `python -m benchmarks.gpu --filter float32`. The ladder, other mappings of
+work to threads from a thread per output element on, and what each of their steps brings:
+
+    python -m benchmarks.webgpu --what mappings,forward --sizes 1x8x2048x64
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def shapes(size: str) -> list[Shape]:
 class Request(NamedTuple):
     """One line of the table."""
 
-    what: str  # forward, backward, decode, copy, host, torch or mappings
+    what: str  # forward, backward, decode, copy, host or mappings
     shape: Shape = Shape(1, 1, 1, 1, 64)
     causal: bool = False
     variant: str = ""
@@ -63,8 +65,6 @@ def requests(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterato
     for size in sizes:
         for shape in shapes(size):
             for causal in (False, True):
-                if "torch" in wanted:
-                    yield Request("torch", shape, causal)
                 if "mappings" in wanted and shape.head_dim == DIM and not causal:
                     yield from (
                         Request("mappings", shape, False, name) for name in MAPPINGS if options.filter in name
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--sizes", default="2k,2k wide,8k,512", help=f"of {', '.join(SIZES)}, or 1x8x2048x64")
     add(
         "--what",
-        default="copy,host,torch,forward,backward,decode",
+        default="copy,host,forward,backward,decode",
         metavar="NAME,NAME",
         help="these, or mappings",
     )

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-import polyflash
 from benchmarks import Shape
 from benchmarks.exact import forward_error, gradient_error
 from benchmarks.webgpu.mappings import MAPPINGS, Text
@@ -23,7 +21,6 @@ from polyflash.backends.webgpu.calls import PARAMS, Sizes, call_of
 from polyflash.backends.webgpu.configs import TILE, Config, Variant, fours, lanes
 from polyflash.backends.webgpu.render import Buffer
 from polyflash.backends.webgpu.tensor import GpuTensor
-from polyflash.bench.timing import median, queued
 from polyflash.spec import Arguments
 
 COPY_BYTES = 1 << 28
@@ -271,33 +268,8 @@ class Worker:
         note = f"per batched call {best * 1e4:.1f} us; {back}"
         return {"ms": best * 10, "note": note}
 
-    def torch(self, shape: Shape, causal: bool, name: str) -> dict[str, Any]:
-        """torch's fp32 attention where it has CUDA, and our Triton kernel: rates of both passes."""
-        if not torch.cuda.is_available():
-            raise Refused("torch has no CUDA device")
-        torch.backends.cuda.matmul.allow_tf32 = False
-        size = (shape.batch, shape.heads, shape.seqlen, shape.head_dim)
-        q, k, v = (torch.randn(size, device="cuda", requires_grad=True) for _ in range(3))
-        do, work, notes, rates = torch.randn_like(q), flops(shape, causal, 4), [], []
-        for who, attend in (("torch", scaled_dot_product_attention), ("triton", polyflash.attention)):
-            call = partial(attend, q, k, v)
-            call = partial(call, is_causal=causal) if who == "torch" else partial(call, causal=causal)
-            with torch.no_grad():
-                rates.append(work / cuda_seconds(call) / 1e12)
-            back = cuda_seconds(partial(torch.autograd.grad, call(), (q, k, v), do, retain_graph=True))
-            notes.append(f"{who} {rates[-1]:.1f}, backward {2.5 * work / back / 1e12:.1f}")
-        return {"ms": work / rates[0] / 1e9, "TFLOP/s": rates[0], "note": "; ".join(notes)}
-
 
 def flops(shape: Shape, causal: bool, each: int) -> float:
     """Of visible pairs, `each` times head_dim for one."""
     pairs = shape.seqlen * (shape.seqlen + 1) / 2 if causal else shape.seqlen**2
     return each * shape.batch * shape.heads * pairs * shape.head_dim
-
-
-def cuda_seconds(call: Callable[[], Any]) -> float:
-    """The median of five samples, once the GPU is warm."""
-    began = time.perf_counter()
-    while time.perf_counter() - began < 0.2:
-        queued(call, 1)
-    return median([queued(call, 3) for _ in range(5)])

@@ -92,7 +92,7 @@ def test_webgpu_variants_and_mappings(adapter, tmp_path, monkeypatch):
             monkeypatch.delitem(table, other)
     for other in [x for x in mappings.MAPPINGS if "element" in x or "256" in x]:
         monkeypatch.delitem(mappings.MAPPINGS, other)
-    what, file = "copy,torch,forward,backward,mappings", tmp_path / "w.json"
+    what, file = "copy,forward,backward,mappings", tmp_path / "w.json"
     assert suite.main(["--what", what, "--sizes", "1x2x64x64", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     figures = [row for row in rows if "reason" not in row]
