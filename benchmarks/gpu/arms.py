@@ -43,20 +43,21 @@ _FEW_KEYS = (64, 256, 400, 512, 1000, 1024, 2048, 4096)
 _FEW_ROWS = (1, 2, 3, 4, 8, 9, 16, 32, 63, 64, 65, 128, 256, 512)
 KERNELS = "benchmarks.gpu.kernels"
 TOKEN, EIGHTS = Scheme(compute="int8"), Scheme(dtype="fp8_e4m3", granularity="head", compute="fp8")
-# Arms of the part "codes", which quantises K and V beforehand: whose kernel, schemes of K and of V, how many
-# times the error of 16 bits is allowed.
-CODED: dict[str, tuple[str, tuple[Scheme | None, Scheme | None], float]] = {
-    "free": ("free", (None, None), 1.0),
-    "int8": ("triton", (TOKEN, TOKEN), 2.1),
-    "int8-k": ("triton", (TOKEN, None), 2.1),
-    "int8-head": ("triton", (replace(TOKEN, granularity="head"), None), 2.1),
-    "fp8-gluon": ("gluon", (EIGHTS, EIGHTS), 6.7),
-    "fp8-triton": ("triton", (EIGHTS, EIGHTS), 6.7),
+# More arms of ours: of the parts "codes", which multiplies codes, and "steps", which reads them. The backend,
+# "" as polyflash's; schemes of K and of V; how many times the error of 16 bits is allowed.
+CODED: dict[str, tuple[str, str, tuple[Scheme | None, Scheme | None], float]] = {
+    "free": (CODES, "free", (None, None), 1.0),
+    "int8": (CODES, "triton", (TOKEN, TOKEN), 2.1),
+    "int8-k": (CODES, "triton", (TOKEN, None), 2.1),
+    "int8-head": (CODES, "triton", (replace(TOKEN, granularity="head"), None), 2.1),
+    "fp8-gluon": (CODES, "gluon", (EIGHTS, EIGHTS), 6.7),
+    "fp8-triton": (CODES, "triton", (EIGHTS, EIGHTS), 6.7),
+    **{f"kv-{name}": (STEPS, "", NAMED[name], 2.0) for name in ("int8", "int8-channel")},
+    "kv-fp8": (STEPS, "", NAMED["fp8"], 6.7),
+    **{f"kv-{name}": (STEPS, "", NAMED[name], 20.0) for name in ("int4-token", "int4")},
 }
-# Those of the part "steps", decode over codes that are read: names of schemes, and the same of their errors.
-READ = {"kv-int8": 2.0, "kv-int8-channel": 2.0, "kv-fp8": 6.7, "kv-int4-token": 20.0, "kv-int4": 20.0}
 PEERS = ("cudnn", "flash", "efficient", "folded", "flex", "tutorial", "flag", "sage")
-DEFAULT = (OURS, *PEERS, *CODED, *READ)
+DEFAULT = (OURS, *PEERS, *CODED)
 Call = Callable[[], Any]
 
 
@@ -336,10 +337,8 @@ def arms(backend: str, variants: Sequence[str] = ()) -> list[GpuArm]:
     one "int8:num_stages=4"; no gradients."""
     tutorial, flag = partial(beside, "tutorial"), partial(beside, "single_loop")
     own: dict[str, tuple[tuple[str, ...], Ours, float]] = {OURS: ((*PARTS, *ASKED), Ours(backend), 1.0)}
-    for name, (where, schemes, loosened) in CODED.items():
-        own[name] = (CODES,), Ours(where, schemes), loosened
-    for name, loosened in READ.items():
-        own[name] = (STEPS,), Ours(backend, NAMED[name.removeprefix("kv-")]), loosened
+    for name, (part, where, schemes, loosened) in CODED.items():
+        own[name] = (part,), Ours(where or backend, schemes), loosened
     for text in variants:
         name, _, change = text.rpartition(":")
         parts, call, loosened = own[name or OURS]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plot, tables
-from benchmarks.gpu.arms import BACKWARD, CODED, CODES, DECODE, FORWARD, GRAPH, HOST, OURS, READ, ROWS, STEPS
+from benchmarks.gpu.arms import BACKWARD, CODED, CODES, DECODE, FORWARD, GRAPH, HOST, OURS, ROWS, STEPS
 from benchmarks.tables import grouped, short
 from polyflash.bench.timing import median
 
@@ -21,7 +21,7 @@ _LEGEND = (
     " values without codes. *on*: our kernel row. *MHz*, *W*: SM clock and power during the row."
 )
 _UNITS = {FORWARD: "TFLOP/s", BACKWARD: "TFLOP/s", CODES: "TFLOP/s", DECODE: "GB/s of keys and values"}
-_OWN = (OURS, *CODED, *READ)
+_OWN = (OURS, *CODED)
 _CEILINGS = {part: "copy_gbs" if part == DECODE else "matmul_tflops" for part in _UNITS}
 
 
