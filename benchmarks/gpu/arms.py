@@ -198,8 +198,17 @@ def _steps() -> Iterator[GpuCase]:
                 yield GpuCase(part, named, tier, dtype, batch, h, 8, 1, n, 128)
     yield GpuCase(HOST, host, 1, "bfloat16", 1, 8, 8, 128, 128, 64)
     yield GpuCase(HOST, host, 2, "bfloat16", 1, 8, 8, 128, 4096, 128)
-    for batch, n in ((64, 8192), (16, 8192), (1, 65536), (1, 1024), (1, 4096)):
-        yield GpuCase(STEPS, "steps over codes, 32 heads over 8", 0, "bfloat16", batch, 32, 8, 1, n, 128)
+    sizes = (
+        (64, 8192, 1),
+        (16, 8192, 1),
+        (1, 65536, 1),
+        (1, 1024, 1),
+        (1, 4096, 1),
+        (16, 8192, 4),
+        (1, 4096, 4),
+    )
+    for batch, n, count in sizes:
+        yield GpuCase(STEPS, "steps over codes, 32 heads over 8", 0, "bfloat16", batch, 32, 8, count, n, 128)
     for group, n, count in product((1, 4, 8), _FEW_KEYS, _FEW_ROWS):
         if count <= n:
             table = f"rows in a CUDA graph, {8 * group} heads over 8"

@@ -1,7 +1,9 @@
-"""The measuring process: one request, one answer. It is killed if a compiler does not come back."""
+"""The measuring process: one request, one answer, times by timestamp queries. It is killed if a compiler does
+not come back."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -9,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import wgpu
 
 from benchmarks import Shape
 from benchmarks.exact import forward_error, gradient_error
 from benchmarks.webgpu.mappings import MAPPINGS, Text
-from benchmarks.webgpu.timing import Clock
 from polyflash import webgpu
 from polyflash.backends.webgpu import configs, device, forward
 from polyflash.backends.webgpu.backward import kernels_of, walk
@@ -24,7 +26,11 @@ from polyflash.backends.webgpu.tensor import GpuTensor
 from polyflash.spec import Arguments
 
 COPY_BYTES = 1 << 28
-
+# Seconds of work before anything is timed: an idle card has low clocks, and an H100 reads new gigabytes at a
+# third of its rate for the first 150 ms, after gradients in the same process.
+WARM = 0.6
+LEAST, LONG = 0.02, 0.4  # seconds of a batch; of work that is timed once
+ROUNDS = 5
 
 STEPS = {
     "large": [Shape(4, 32, 8, 32768, 128), Shape(4, 32, 8, 32768, 64), Shape(1, 32, 8, 8192, 128)],
@@ -72,6 +78,46 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   y[first] = a; y[first + 256u] = b; y[first + 512u] = c; y[first + 768u] = d;
 }
 """
+
+
+class Clock:
+    """Seconds of the device between two places of a batch."""
+
+    def __init__(self, on: device.Device) -> None:
+        self.on = on
+        self.queries = on.wgpu.create_query_set(type="timestamp", count=2)
+        usage = wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
+        self.marks = on.wgpu.create_buffer(size=256, usage=usage)
+
+    def _mark(self, index: int) -> None:
+        writes = {"query_set": self.queries, "beginning_of_pass_write_index": index}
+        self.on.end_pass()
+        self.on.encoder.begin_compute_pass(timestamp_writes=writes).end()
+
+    def of(self, work: Callable[[], Any], count: int = 1) -> float:
+        """Seconds of `count` times `work`, launched in one batch."""
+        with self.on.batch():
+            self._mark(0)
+            for _ in range(count):
+                work()
+            self._mark(1)
+            self.on.encoder.resolve_query_set(self.queries, 0, 2, self.marks, 0)
+        first, last = np.frombuffer(self.on.queue.read_buffer(self.marks, 0, 16), np.uint64).astype(object)
+        self.on.unread.clear()
+        return float(last - first) * 1e-9
+
+    def median(self, work: Callable[[], Any]) -> float:
+        """Seconds of one `work`, which has run before: the median of batches, once the device is warm."""
+        count, began = 1, time.perf_counter()
+        spent = self.of(work)
+        if spent > LONG:
+            return spent
+        while spent < LEAST and count < 512:
+            count = min(512, max(2 * count, int(1.2 * count * LEAST / max(spent, 1e-6))))
+            spent = self.of(work, count)
+        while time.perf_counter() - began < WARM:
+            self.of(work, count)
+        return statistics.median([self.of(work, count) for _ in range(ROUNDS)]) / count
 
 
 class Refused(Exception):

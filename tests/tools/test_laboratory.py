@@ -82,10 +82,10 @@ def adapter() -> None:
 def test_webgpu_variants_and_mappings(adapter, tmp_path, monkeypatch):
     """One variant of each kernel, the copy, and the mappings that are quick enough without a GPU."""
     from benchmarks.webgpu import __main__ as suite
-    from benchmarks.webgpu import mappings, timing, worker
+    from benchmarks.webgpu import mappings, worker
 
-    monkeypatch.setattr(timing, "WARM", 0.0)
-    monkeypatch.setattr(timing, "ROUNDS", 1)
+    monkeypatch.setattr(worker, "WARM", 0.0)
+    monkeypatch.setattr(worker, "ROUNDS", 1)
     monkeypatch.setattr(suite, "Child", Here)
     for table, name in ((worker.FORWARD, "row 8x8 128t 32k"), (worker.BACKWARD, "row 8x4 128t 32k")):
         for other in [x for x in table if x != name]:
