@@ -12,8 +12,9 @@ Source: Liu et al., Ring Attention with Blockwise Transformers (2023); Brandon e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -57,23 +58,24 @@ _KEPT_SPANS = 4096
 _spans: dict[int, tuple[Chunk, Span]] = {}  # every layer of a model asks; what is kept has one id
 
 
-class Runs(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Runs:
     """Rows [start, end) of a shard, run for run as they are sent, int64; neighbours are one run."""
 
     starts: np.ndarray
     ends: np.ndarray
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """How many there are."""
         return int((self.ends - self.starts).sum())
 
-    @property
+    @cached_property
     def first(self) -> int:
         """The first of them."""
         return int(self.starts[0]) if len(self.starts) else 0
 
-    @property
+    @cached_property
     def slice(self) -> slice | None:
         """The rows, if they are one run or none."""
         if len(self.starts) > 1:
@@ -300,7 +302,11 @@ def rows_of(first: np.ndarray, lens: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=1024)
 def blocks(q: Shards, k: Shards, q_shard: int, k_shard: int, sight: Sight) -> tuple[Block, ...]:
     """Blocks of keys that the rows of a shard see of the keys of another."""
-    pairs = product(q.chunks(q_shard), k.chunks(k_shard))
+    return blocks_of(product(q.chunks(q_shard), k.chunks(k_shard)), sight)
+
+
+def blocks_of(pairs: Iterable[tuple[Chunk, Chunk]], sight: Sight) -> tuple[Block, ...]:
+    """Chunks of rows and of keys as blocks, as few as can be."""
     joined: list[Block] = []
     for block in (_block(a, b, sight) for a, b in pairs):
         while (
