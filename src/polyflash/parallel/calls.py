@@ -19,8 +19,18 @@ from polyflash.parallel import ulysses
 from polyflash.parallel.coded import Rows, as_rows, values_of
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import RATES, Problem, chosen
-from polyflash.parallel.handshake import KINDS, METHODS, NUMBER, Held, begin, said_of, words_of
-from polyflash.parallel.ring import Agreed, Attention, Call, nothing
+from polyflash.parallel.handshake import (
+    KINDS,
+    METHODS,
+    NUMBER,
+    Agreed,
+    Held,
+    begin,
+    nothing,
+    said_of,
+    words_of,
+)
+from polyflash.parallel.ring import Attention, Call
 from polyflash.parallel.schedule import ORDERS, Lists, Segments, Shards, Sight, lengths_of
 from polyflash.parallel.works import of_heads
 from polyflash.quant import codec
@@ -151,8 +161,8 @@ def part_of(q: Any, k: Any, v: Any, options: Options, form: Form) -> Part:
 
 
 class Plan(NamedTuple):
-    """What calls alike share: what their handshakes say, the rows that each shard had by these, if there was
-    one, the whole call, and its exchange. `kept` are objects whose ids say that calls are alike."""
+    """State shared by calls alike: what their handshakes say, the rows that each shard had by these, if there
+    was one, the whole call, and its exchange. `kept` are objects whose ids say that calls are alike."""
 
     words: list[int]
     rows: Held | None
@@ -205,7 +215,7 @@ def run(
 
 
 def _words(part: Part, where: Where, form: Form) -> list[int]:
-    """What a rank says of a call."""
+    """A rank's words about a call."""
     bound = part.bound
     said = said_of(bound.q, bound.k, bound.v, bound.args) | {"order": ORDERS.index(where.order)}
     said["codes"] = zlib.crc32(repr(part.forms).encode()) if any(part.forms) else 0

@@ -34,14 +34,19 @@ _FIELDS = (
 _OWN = ("rows of q", "rows of k")  # each rank's own
 _SHARED = len(_FIELDS) - len(_OWN)
 Held = list[list[int]]  # of q, and of k, that each shard has
+Agreed = Callable[[], Any]  # ends a handshake that is under way: returns, or raises, before anything is sent
 
 
 NUMBER = _FIELDS.index("number of the call")
 
 
 def words_of(said: Mapping[str, int]) -> list[int]:
-    """What a rank says, fields that are missing being 0."""
+    """A rank's words as numbers, those that are missing being 0."""
     return [said.get(name, 0) for name in _FIELDS]
+
+
+def nothing() -> None:
+    """Ranks that compare nothing have agreed."""
 
 
 def begin(team: Team, words: Sequence[int]) -> Callable[[], Held]:

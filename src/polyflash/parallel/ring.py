@@ -31,7 +31,7 @@ from polyflash.parallel import joins, places, schedule
 from polyflash.parallel.coded import Rows, values_of
 from polyflash.parallel.comm import Team
 from polyflash.parallel.cost import GATHERED_BYTES
-from polyflash.parallel.handshake import KINDS, begin, words_of
+from polyflash.parallel.handshake import KINDS, Agreed, begin, nothing, words_of
 from polyflash.parallel.joins import Join
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
 from polyflash.parallel.sums import MOST_PARTS, Sum, sums_of
@@ -56,8 +56,6 @@ class Source(NamedTuple):
 
 Piece = tuple[Callable[[], Callable[[], list[Tensor]]], Callable[[list[Tensor]], Source]]
 """Starts an exchange of K and V; what waits for it returns both as they travel; and makes them a source."""
-Agreed = Callable[[], Any]
-"""Ends a handshake that is under way: returns, or raises, before anything is sent."""
 
 
 @dataclass(frozen=True)
@@ -483,10 +481,6 @@ class Attention(torch.autograd.Function):
             call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))
         dout = torch.zeros_like(out) if dout is None else dout
         return (*backward(call, (dout, dlse, out, lse), (q, k, v), needs, agreed, mark), None, None, None)
-
-
-def nothing() -> None:
-    """Ranks that compare nothing have agreed."""
 
 
 def _widened(x: Any) -> Any:

@@ -2,10 +2,11 @@
 
 A sequence of N rows is cut into n chunks, chunk i being rows [i·N // n, (i + 1)·N // n). "contiguous" gives
 rank r of W chunk r of W; "zigzag" gives it chunks r and 2W - 1 - r of 2W, so that every rank has the same
-work under a causal mask. Of packed members "zigzag" cuts as few as balance the ranks, the longest ones, and a
-single one of two ranks into one part each where that does; all others are an early chunk that is whole. A rank holds the chunks of one member and then those of the next. A
-call is W steps: in step t rank r reads keys of rank r - t, which it asked for one step earlier. Keys that no
-row sees are in no step: they are neither sent nor computed with.
+work under a causal mask. Of packed members "zigzag" cuts as few as balance the ranks, the longest ones, and
+of two ranks a single one into one part each where that does; all others are an early chunk that is whole. A
+rank holds the chunks of one member and then those of the next. A call is W steps: in step t rank r reads keys
+of rank r - t, which it asked for one step earlier. Keys that no row sees are in no step: they are neither
+sent nor computed with.
 
 Source: Liu et al., Ring Attention with Blockwise Transformers (2023); Brandon et al., Striped Attention
 (2023); the zigzag order of zhuzilin's ring-flash-attention (2024)."""
@@ -180,8 +181,8 @@ def _tries(even: np.ndarray, longest: int, count: int) -> Iterator[tuple[np.ndar
 
 
 def _dealt(given: np.ndarray, by_length: np.ndarray, cut: int, count: int) -> tuple[np.ndarray, float]:
-    """Chunks of which the `cut` longest members have given ones, while each other member is the early chunk of
-    the rank with the least causal work among those with room for it, and where none has, those of several
+    """Chunks of which the `cut` longest members have given ones, while each other member is the early chunk
+    of the rank with the least causal work among those with room for it, and where none has, those of several
     ranks; and the work of the busiest rank, in squares of rows."""
     cuts, sizes = given.copy(), given[-1]
     work, held = np.zeros(count), np.zeros(count, np.int64)
