@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +30,24 @@ from polyflash.mask import FAR_OFFSET
 from polyflash.merging import merge_into
 from polyflash.parallel import joins, places, schedule
 from polyflash.parallel.coded import Rows, values_of
-from polyflash.parallel.comm import Team
+from polyflash.parallel.comm import ALIGNED, Team
 from polyflash.parallel.cost import GATHERED_BYTES
 from polyflash.parallel.handshake import KINDS, Agreed, begin, nothing, words_of
 from polyflash.parallel.joins import Join
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
 from polyflash.parallel.sums import MOST_PARTS, Sum, sums_of
-from polyflash.parallel.works import Work, attend, differentiate, heads_of, lists_of, of_heads, tile
-from polyflash.results import empty_in_order_of
+from polyflash.parallel.works import (
+    Work,
+    attend,
+    differentiate,
+    empty,
+    heads_of,
+    lists_of,
+    of_heads,
+    sink_gradient,
+    tile,
+    widened,
+)
 from polyflash.routes import saved_hooks
 from polyflash.spec import Arguments
 
@@ -91,6 +102,12 @@ class Call:
         return None if self.gathers else joins.join(self.q, self.k, self.team.rank, self.sight)
 
     @property
+    def pairs(self) -> bool:
+        """Is there a single exchange of keys? Then a rank may wait for it while the other one computes, whose
+        kernels leave no room for its other half: that of the backward pass begins behind the forward pass."""
+        return self.team.size == 2 and not self.gathers
+
+    @property
     def whole(self) -> bool:
         """Do rows see all their keys in one call?"""
         return self.gathers or self.join is not None
@@ -101,7 +118,7 @@ class Call:
         if self.whole:
             return q.dtype
         once = self.args.sinks is None and sum(len(step.blocks) for step in self.steps) <= 2
-        return _widened(q).dtype if once else sums_of(q)  # type: ignore[no-any-return]
+        return widened(q).dtype if once else sums_of(q)  # type: ignore[no-any-return]
 
     def work(self, block: Block, heads: slice) -> Work:
         """A block as calls take it: the masks as its rows, of these query heads, and its keys see them."""
@@ -160,17 +177,17 @@ class Call:
         self, k: Tensor, v: Tensor, what: str, agreed: Agreed, mark: Any, backward: bool = False
     ) -> Iterator[Source]:
         """The keys that rows of this rank see, the next ones on their way while one is used, the first from
-        when the ranks have `agreed`. Own keys of a ring come first; in a backward pass last, while gradients
-        of a step before are on their way, if others are waited for. `mark`: see `Team.beside`."""
+        when the ranks have `agreed`. Own keys of a ring come first; in a backward pass of several steps last,
+        while gradients of a step before are on their way. `mark`: see `Team.beside`."""
         own, pieces = self._gathers(k, v, what) if self.gathers else self._fetches(k, v, what, agreed)
         if self.gathers or not pieces:
             agreed()
         beside = mark if backward and pieces else None
         with self.team.beside(beside):
             arriving = pieces[0][0]() if pieces else None
-        if mark is not None and not backward:
+        if mark is not None and not (backward or self.pairs):
             mark.record()
-        last = backward and (self.gathers or any(step.keys.rows for step in self.steps[1:]))
+        last = backward and not self.whole and any(step.keys.rows for step in self.steps[1:])
 
         def follow() -> Iterator[Source]:
             nonlocal arriving
@@ -196,7 +213,7 @@ class Call:
 
         def start(t: int) -> Callable[[], list[Tensor]]:
             step = steps[t]
-            into = [self._room(x, step.keys.rows, x.dtype) for x in (k, v)]
+            into = self._rooms((k, v), step.keys.rows)
             sends = [(step.reader, places.lent(x, step.lent, self.packed)) for x in (k, v)]
             receives = [(step.owner, x) for x in into]
             if t == 1:
@@ -220,11 +237,19 @@ class Call:
         pieces: list[Piece] = [(partial(start, t), partial(source, t)) for t in range(1, len(steps))]
         return Source(own[0], own[1], first.blocks, heads, first), pieces
 
-    def _room(self, like: Tensor, rows: int, kind: torch.dtype) -> Tensor:
-        """Room for so many rows as they travel."""
+    def _shape(self, like: Tensor, rows: int) -> tuple[int, ...]:
+        """So many rows as they travel."""
         batch, heads, _, dim = like.shape
-        shape = (batch, rows, heads, dim) if self.packed else (batch, heads, rows, dim)
-        return like.new_empty(shape, dtype=kind)
+        return (batch, rows, heads, dim) if self.packed else (batch, heads, rows, dim)
+
+    def _rooms(self, likes: Sequence[Tensor], rows: int, kind: torch.dtype | None = None) -> list[Tensor]:
+        """Room for so many rows of each as they travel, side by side in memory where they start aligned."""
+        kinds, shapes = [kind or x.dtype for x in likes], [self._shape(x, rows) for x in likes]
+        sizes = [prod(shape) * each.itemsize for shape, each in zip(shapes, kinds, strict=True)]
+        if any(size % ALIGNED for size in sizes):
+            return [x.new_empty(s, dtype=t) for x, s, t in zip(likes, shapes, kinds, strict=True)]
+        parts = likes[0].new_empty(sum(sizes), dtype=torch.uint8).split(sizes)
+        return [x.view(t).view(shape) for x, t, shape in zip(parts, kinds, shapes, strict=True)]
 
     def _gathers(self, k: Tensor, v: Tensor, what: str) -> tuple[None, list[Piece]]:
         """Keys of all ranks, so many heads at a time."""
@@ -272,16 +297,18 @@ class Call:
             for sent, total, _ in pairs:
                 sent.pour(total, source.heads[0], step.keys.first)
             return None
-        sends, into = [], [self._room(like, step.lent.rows, sums_of(like)) for _, _, like in pairs]
+        if not pairs:
+            return None
+        likes, kind = [like for _, _, like in pairs], sums_of(source.k)
+        into, rooms = (self._rooms(likes, rows, kind) for rows in (step.lent.rows, step.keys.rows))
         spans = (joins.Piece(False, 0, 0, step.keys.rows),) if source.join is None else source.join.pieces
-        for sent, total, like in pairs:
-            room = self._room(like, step.keys.rows, sums_of(like))
-            sends.append((step.owner, room))
+        for (sent, total, _), room in zip(pairs, rooms, strict=True):
             for own, at, first, rows in spans:
                 if own:
                     sent.pour(total, 0, first, (at, at + rows))
                 else:
                     sent.read(places.wire(room, self.packed)[:, :, first : first + rows], 0, at)
+        sends = [(step.owner, x) for x in rooms]
         wait = self.team.exchange(sends, [(step.reader, x) for x in into], what)
 
         def arrived() -> None:
@@ -295,7 +322,7 @@ class Call:
     def _for_owners(self, sent: Sum, like: Tensor) -> list[Tensor]:
         """A sum of all keys in their order, cut for those who hold them."""
         if self.packed:
-            whole = places.wire(self._room(like, like.shape[2], sums_of(like)), True)
+            whole = places.wire(like.new_empty(self._shape(like, like.shape[2]), dtype=sums_of(like)), True)
             sent.read(whole)
             return places.of_shards(self.k, whole, True)
         parts = places.room_for(self.k, like, sums_of(like))
@@ -325,7 +352,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, agreed: Agreed, mark: A
     state: tuple[Tensor, Tensor] | None = None
     begun: list[Span] = []  # rows that have results
     if sinks is not None:  # a part of its own: one logit without a value
-        state = _empty(q, width, kind)
+        state = empty(q, width, kind)
         state[1].copy_(sinks[None, :, None].expand_as(state[1]))
         begun = [] if call.whole else [(0, q.shape[2])]
     for source in sources:
@@ -339,26 +366,22 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, agreed: Agreed, mark: A
             begun.append(block.q.span)
             alone = state is None and of_q.shape == q.shape
             if call.whole and not (again or alone):
-                state = state or _empty(q, width, kind, call.covers(source, q.shape[2]))
+                state = state or empty(q, width, kind, call.covers(source, q.shape[2]))
                 place = state[0][:, heads, rows]
                 state[1][:, heads, rows].copy_(torch_ops.call_out(of_q, of_k, of_v, place, work.args))
                 continue
             if not call.whole:
-                of_q, of_k, of_v = map(_widened, (of_q, of_k, of_v))
+                of_q, of_k, of_v = map(widened, (of_q, of_k, of_v))
             one = attend(work, of_q, of_k, of_v)
             if alone and one[0].dtype is kind:
                 state = one
                 continue
-            state = state or _empty(q, width, kind)
+            state = state or empty(q, width, kind)
             _join(state[0][:, heads, rows], state[1][:, heads, rows], one, again, call.gathers)
-    out, lse = state or _empty(q, width, kind)
+    if mark is not None and call.pairs:
+        mark.record()
+    out, lse = state or empty(q, width, kind)
     return out.to(q.dtype), lse
-
-
-def _empty(q: Tensor, width: int, kind: torch.dtype, written: bool = False) -> tuple[Tensor, Tensor]:
-    """The results of rows without keys, or room for those of all rows if each will be written."""
-    out, lse = empty_in_order_of(q, width, kind), q.new_empty(q.shape[:3], dtype=sums_of(q))
-    return (out, lse) if written else (out.zero_(), lse.fill_(-torch.inf))
 
 
 def _join(out: Tensor, lse: Tensor, one: tuple[Tensor, Tensor], again: bool, apart: bool) -> None:
@@ -421,7 +444,7 @@ def backward(
     if not call.gathers:
         made = [None if total is None else total.whole() for total in totals]
     dbias = dbias if dbias is None else dbias.to(bias.dtype)  # type: ignore[union-attr]
-    return [*made, dbias, _sink_gradient(sinks, *given) if sinks is not None and needs[4] else None]
+    return [*made, dbias, sink_gradient(sinks, *given) if sinks is not None and needs[4] else None]
 
 
 def _of_block(
@@ -437,7 +460,7 @@ def _of_block(
     work = call.work(block, heads)
     dout, dlse, out, lse = (None if x is None else x[:, heads, work.rows] for x in given)
     operands = [dout, q[:, heads, work.rows], source.k[:, :, work.keys], source.v[:, :, work.keys], out]
-    dout, of_q, of_k, of_v, out = map(_widened, operands)
+    dout, of_q, of_k, of_v, out = map(widened, operands)
     return differentiate(work, (dout, dlse, out, lse), of_q, of_k, of_v, (*needs[:4], False))
 
 
@@ -481,17 +504,3 @@ class Attention(torch.autograd.Function):
             call = replace(call, args=call.args._replace(bias=bias, sinks=sinks))
         dout = torch.zeros_like(out) if dout is None else dout
         return (*backward(call, (dout, dlse, out, lse), (q, k, v), needs, agreed, mark), None, None, None)
-
-
-def _widened(x: Any) -> Any:
-    """An operand of a block whose result is one of several to be added up."""
-    return x.float() if x.device.type == "cpu" and x.element_size() < 4 else x
-
-
-def _sink_gradient(sinks: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-    """-Σ exp(sink - lse)·delta over batch entries and rows, delta = Σ dout·out - dlse."""
-    kind = lse.dtype
-    delta = (dout.to(kind) * out.to(kind)).sum(-1)
-    delta = delta if dlse is None else delta - dlse
-    weight = torch.exp(sinks.to(kind)[None, :, None] - lse)
-    return -torch.where(lse == -torch.inf, 0.0, weight * delta).sum((0, 2)).to(sinks.dtype)

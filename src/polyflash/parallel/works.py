@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from polyflash import torch_ops, validate
+from polyflash.parallel.sums import sums_of
 from polyflash.plan import Launch
-from polyflash.results import outputs
+from polyflash.results import empty_in_order_of, outputs
 from polyflash.routes import is_plain
 from polyflash.spec import Arguments, Feature, Phase
 from polyflash.storages import stored
@@ -75,6 +76,26 @@ def _stays(q: Tensor) -> bool:
     """Does what was chosen for a call hold for others of its sizes? Not where torch's switch of TF32 has a
     say."""
     return not (q.is_cuda and q.dtype is torch.float32)
+
+
+def empty(q: Tensor, width: int, kind: torch.dtype, written: bool = False) -> tuple[Tensor, Tensor]:
+    """The results of rows without keys, or room for those of all rows if each will be written."""
+    out, lse = empty_in_order_of(q, width, kind), q.new_empty(q.shape[:3], dtype=sums_of(q))
+    return (out, lse) if written else (out.zero_(), lse.fill_(-torch.inf))
+
+
+def widened(x: Any) -> Any:
+    """An operand of a block whose result is one of several to be added up."""
+    return x.float() if x.device.type == "cpu" and x.element_size() < 4 else x
+
+
+def sink_gradient(sinks: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+    """-Σ exp(sink - lse)·delta over batch entries and rows, delta = Σ dout·out - dlse."""
+    kind = lse.dtype
+    delta = (dout.to(kind) * out.to(kind)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    weight = torch.exp(sinks.to(kind)[None, :, None] - lse)
+    return -torch.where(lse == -torch.inf, 0.0, weight * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def heads_of(x: Tensor, heads: slice) -> Tensor:
