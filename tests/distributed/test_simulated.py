@@ -136,7 +136,7 @@ def test_errors_are_those_of_one_device(ranks: int, method: str):
 def test_kernels_that_keep_16_bits_hand_over_sums(method: str, monkeypatch: pytest.MonkeyPatch):
     """As on GPUs, where operands are not widened: gradients are those of one device, outputs rounded once a
     step."""
-    monkeypatch.setattr(ring, "_widened", lambda x: x)
+    monkeypatch.setattr(ring, "widened", lambda x: x)
     whole = whole_of(512, torch.bfloat16, heads=4)
     how: dict[str, Any] = {"method": method, "causal": True}
     results, _ = simulate(4, lambda g: [parallel.restore(x, group=g) for x in trained(g, whole, **how)])

@@ -28,7 +28,7 @@ from polyflash import torch_ops
 from polyflash.arguments import int32_of
 from polyflash.mask import FAR_OFFSET
 from polyflash.merging import merge_into
-from polyflash.parallel import joins, places, schedule
+from polyflash.parallel import joins, places, schedule, works
 from polyflash.parallel.coded import Rows, values_of
 from polyflash.parallel.comm import ALIGNED, Team
 from polyflash.parallel.cost import GATHERED_BYTES
@@ -36,18 +36,7 @@ from polyflash.parallel.handshake import KINDS, Agreed, begin, nothing, words_of
 from polyflash.parallel.joins import Join
 from polyflash.parallel.schedule import Block, Shards, Sight, Span, Step
 from polyflash.parallel.sums import MOST_PARTS, Sum, sums_of
-from polyflash.parallel.works import (
-    Work,
-    attend,
-    differentiate,
-    empty,
-    heads_of,
-    lists_of,
-    of_heads,
-    sink_gradient,
-    tile,
-    widened,
-)
+from polyflash.parallel.works import Work, attend, differentiate, empty, of_heads, tile, widened
 from polyflash.routes import saved_hooks
 from polyflash.spec import Arguments
 
@@ -148,7 +137,7 @@ class Call:
             if args.q_segments is not None and args.k_segments is not None:
                 own |= {"q_segments": args.q_segments[:, rows], "k_segments": args.k_segments[:, seen]}
             if args.intervals is not None:
-                own |= lists_of(args.intervals, args.interval_rows, rows, seen)
+                own |= works.lists_of(args.intervals, args.interval_rows, rows, seen)
         for name in ("kv_lens", "kv_starts"):
             if (x := getattr(args, name)) is not None:
                 first, keys = places.keys_of(block, x.device, self.packed)
@@ -430,7 +419,7 @@ def backward(
                 if total is not None:
                     total.add(part, 0, block.k.span[0])
             if dbias is not None:
-                place = tile(heads_of(dbias, heads), *block.places)
+                place = tile(works.heads_of(dbias, heads), *block.places)
                 place += parts[3]
             del parts, part, total  # sums have them, and are not kept themselves
         if call.gathers and totals[0] is not None:
@@ -444,7 +433,7 @@ def backward(
     if not call.gathers:
         made = [None if total is None else total.whole() for total in totals]
     dbias = dbias if dbias is None else dbias.to(bias.dtype)  # type: ignore[union-attr]
-    return [*made, dbias, sink_gradient(sinks, *given) if sinks is not None and needs[4] else None]
+    return [*made, dbias, works.sink_gradient(sinks, *given) if sinks is not None and needs[4] else None]
 
 
 def _of_block(
