@@ -20,6 +20,9 @@ from polyflash.parallel import schedule
 from polyflash.parallel.schedule import Block, Chunk, Runs, Shards, Sight, Step
 
 MOST_PIECES = 16  # that are put in order, run by run
+# Of both ranks. More keys are worth hiding behind own ones while they travel, and results are merged: on two
+# H100 documents of 131,072 keys took 62 to 64 ms so and 67 to 68 in order; of 32,768 keys 7.3 to 8.5 and 5.2.
+MOST_KEYS = 1 << 16
 
 
 class Piece(NamedTuple):
@@ -44,8 +47,10 @@ class Join(NamedTuple):
 
 @lru_cache(maxsize=128)
 def join(q: Shards, k: Shards, rank: int, sight: Sight) -> Join | None:
-    """How a rank of two joins keys; None where they are read step by step, or none arrive."""
-    if k.count != 2 or not sight.joins or sight.left is not None or sight.offsets is None:
+    """How a rank of two joins keys; None where they are read step by step, many, or none arrive."""
+    if k.count != 2 or k.rows > MOST_KEYS:
+        return None
+    if not sight.joins or sight.left is not None or sight.offsets is None:
         return None
     q, k = replace(q, pieces=1), replace(k, pieces=1)
     arriving = schedule.steps(q, k, rank, sight)[1].keys

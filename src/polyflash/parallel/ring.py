@@ -94,7 +94,7 @@ class Call:
     def pairs(self) -> bool:
         """Is there a single exchange of keys? Then a rank may wait for it while the other one computes, whose
         kernels leave no room for its other half: that of the backward pass begins behind the forward pass."""
-        return self.team.size == 2 and not self.gathers
+        return self.join is not None
 
     @property
     def whole(self) -> bool:
